@@ -1,0 +1,2 @@
+//! The calling side of the gym SDK: names, configuration, collector, launcher
+#![forbid(unsafe_code)]

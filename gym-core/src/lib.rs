@@ -1,0 +1,2 @@
+//! Vocabulary and seams of the gym SDK: errors, context, messages, channels, roles, registry, ledger
+#![forbid(unsafe_code)]

@@ -1,0 +1,2 @@
+//! What UCX, RDMA and NCCL this machine has, said in a sentence
+
