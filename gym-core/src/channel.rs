@@ -1,0 +1,198 @@
+//! The client end of one peer: what a transport implements ([`Link`]) and what everybody calls ([`Channel`]).
+//!
+//! A call has two steps: handed over, answered. Until it is handed over the peer has seen nothing, so a failure in the first
+//! step is `NotStarted` and one in the second is `Unknown`. Every wait in either step ends at the call's deadline.
+
+use std::fmt;
+use std::future::Future;
+use std::pin::{Pin, pin};
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use futures_util::future::BoxFuture;
+use tokio::time::{Sleep, sleep_until};
+use tokio_util::sync::CancellationToken;
+
+use crate::context::Incarnation;
+use crate::error::{Code, Error, Execution, Result};
+use crate::message::{Request, Response};
+
+/// The answer still to come. Dropping it cancels the call; what the wire still reads or writes outlives the drop.
+///
+/// One that nobody polls keeps its room on the link: await it or drop it.
+pub type Reply = BoxFuture<'static, Result<Response>>;
+
+/// What a transport implements: one open path to one peer. Faults, recorders and throttles are links around a link.
+#[async_trait]
+pub trait Link: fmt::Debug + Send + Sync + 'static {
+    /// Waits for room, hands the request over, and returns the answer still to come.
+    ///
+    /// Until it returns the peer has seen nothing: failing or being dropped here means `NotStarted`. From then on the request
+    /// has arrived or is on its way; if `path().ordered`, in the order of these returns. It sets no timer: the channel does.
+    async fn send(&self, request: Request) -> Result<Reply>;
+
+    /// How the peer is reached.
+    fn path(&self) -> &PathInfo;
+
+    /// Resolves when the peer is gone. A link that connects call by call never knows, and never resolves.
+    async fn closed(&self) -> Error;
+
+    /// Takes no new calls, waits up to `grace` for the running ones, and closes.
+    async fn close(&self, grace: Duration) -> Result<()>;
+}
+
+/// How a peer is reached.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PathInfo {
+    /// The transport's scheme.
+    pub scheme: &'static str,
+    /// The peer's address, for logs.
+    pub peer: Arc<str>,
+    /// Whether requests arrive in the order in which `send` returned.
+    pub ordered: bool,
+}
+
+impl PathInfo {
+    /// A path over a scheme to a peer.
+    #[must_use]
+    pub fn new(scheme: &'static str, peer: impl Into<Arc<str>>, ordered: bool) -> Self {
+        Self { scheme, peer: peer.into(), ordered }
+    }
+}
+
+/// The client end of one peer. Cheap to clone; also a tower service that is always ready.
+#[derive(Clone, Debug)]
+pub struct Channel {
+    link: Arc<dyn Link>,
+    incarnation: Option<Incarnation>,
+}
+
+impl Channel {
+    /// A channel over a link.
+    #[must_use]
+    pub fn new(link: impl Link) -> Self {
+        Self { link: Arc::new(link), incarnation: None }
+    }
+
+    /// The same channel, meant for one life of the peer: calls are stamped, and answers of another life are refused.
+    #[must_use]
+    pub fn fenced(mut self, incarnation: Option<Incarnation>) -> Self {
+        self.incarnation = incarnation;
+        self
+    }
+
+    /// Room, hand over, answer: all under the request's deadline.
+    ///
+    /// # Errors
+    /// `NotStarted` up to the hand-over, `Unknown` after it. Any complete answer is `Ok`, 404 and 500 too.
+    pub async fn call(&self, mut request: Request) -> Result<Response> {
+        let incarnation = self.stamp(&mut request)?;
+        let bounds = Bounds::of(&request);
+        let mut sleep = pin!(sleep_until(bounds.deadline));
+        let reply = bounds.hold(sleep.as_mut(), Execution::NotStarted, self.link.send(request)).await?;
+        let response = bounds.hold(sleep, Execution::Unknown, reply).await?;
+        check_incarnation(incarnation, response)
+    }
+
+    /// Hands the request over; the rest is awaited later. This is pipelining.
+    ///
+    /// # Errors
+    /// `NotStarted` when it could not be handed over by the deadline.
+    pub async fn start(&self, mut request: Request) -> Result<Reply> {
+        let incarnation = self.stamp(&mut request)?;
+        let bounds = Bounds::of(&request);
+        let mut sleep = Box::pin(sleep_until(bounds.deadline));
+        let reply = bounds.hold(sleep.as_mut(), Execution::NotStarted, self.link.send(request)).await?;
+        Ok(Box::pin(async move {
+            let response = bounds.hold(sleep.as_mut(), Execution::Unknown, reply).await?;
+            check_incarnation(incarnation, response)
+        }))
+    }
+
+    /// How the peer is reached.
+    #[must_use]
+    pub fn path(&self) -> &PathInfo {
+        self.link.path()
+    }
+
+    /// Resolves when the peer is gone.
+    pub async fn closed(&self) -> Error {
+        self.link.closed().await
+    }
+
+    /// Takes no new calls, waits up to `grace` for the running ones, and closes.
+    ///
+    /// # Errors
+    /// `DeadlineExceeded` when calls were still running at the end of the grace.
+    pub async fn close(&self, grace: Duration) -> Result<()> {
+        self.link.close(grace).await
+    }
+
+    /// A passed deadline or a caller that has left is refused before anything is sent.
+    fn stamp(&self, request: &mut Request) -> Result<Option<Incarnation>> {
+        request.context.check()?;
+        if request.context.incarnation.is_none() {
+            request.context.incarnation = self.incarnation;
+        }
+        Ok(request.context.incarnation)
+    }
+}
+
+/// The metadata name under which a fenced host tells its incarnation.
+pub const INCARNATION_METADATA: &str = "x-gym-incarnation";
+
+fn check_incarnation(expected: Option<Incarnation>, response: Response) -> Result<Response> {
+    let Some(expected) = expected else { return Ok(response) };
+    match response.metadata.get(INCARNATION_METADATA) {
+        Some(answered) if answered.parse() != Ok(expected.0) => Err(Error::unknown(
+            Code::Unavailable,
+            format!("the answer is of incarnation {answered}; the call was meant for {expected}"),
+        )),
+        _ => Ok(response),
+    }
+}
+
+/// The deadline and the cancel token of one call: the only timer it has.
+struct Bounds {
+    cancel: CancellationToken,
+    deadline: tokio::time::Instant,
+}
+
+impl Bounds {
+    fn of(request: &Request) -> Self {
+        Self { cancel: request.context.cancel.clone(), deadline: request.context.deadline }
+    }
+
+    /// Waits for `future` within the bounds; a wait that ends early means `execution`.
+    async fn hold<T>(
+        &self,
+        mut sleep: Pin<&mut Sleep>,
+        execution: Execution,
+        future: impl Future<Output = Result<T>>,
+    ) -> Result<T> {
+        tokio::select! {
+            biased;
+            done = future => done,
+            () = self.cancel.cancelled() => Err(Error::new(Code::Cancelled, execution, "the caller has left")),
+            () = &mut sleep => Err(Error::new(Code::DeadlineExceeded, execution, "the deadline has passed")),
+        }
+    }
+}
+
+impl tower_service::Service<Request> for Channel {
+    type Response = Response;
+    type Error = Error;
+    type Future = Reply;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: Request) -> Reply {
+        let channel = self.clone();
+        Box::pin(async move { Self::call(&channel, request).await })
+    }
+}

@@ -1,0 +1,373 @@
+//! The in-process transport: calls between servers of one process, without a socket and without a copy.
+//!
+//! It is a production transport (all-in-one runs use nothing else) and the cheapest user of the seam. [`InProcess::faithful`]
+//! makes it write out and read back what a wire would, so that tests find what only works by sharing memory.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use tokio::sync::{Notify, Semaphore, mpsc};
+use tokio_util::sync::CancellationToken;
+
+use crate::channel::{Channel, Link, PathInfo, Reply};
+use crate::context::{CallContext, TraceContext};
+use crate::error::{Code, Error, Execution, Result};
+use crate::frame::{Limits, decode, encode};
+use crate::handler::Handler;
+use crate::message::{Message, Request, Response};
+use crate::transport::{ConnectOptions, Connector, Endpoint, Incoming, Listener, PeerInfo};
+
+/// The scheme of in-process endpoints: `mem://name`.
+pub const SCHEME: &str = "mem";
+
+/// Peers that have connected and are not accepted yet; a server accepts at once, so more means that it is stuck.
+const ACCEPT_QUEUE_MAX: usize = 1_024;
+
+/// Calls under way on one link. The same as an HTTP server's default queue, so that moving a server out of the process does
+/// not change how much it takes.
+const CALLS_MAX: usize = 16_384;
+
+/// The switchboard of one process: listeners by name. Cheap to clone; clones share the names.
+#[derive(Clone, Debug)]
+pub struct InProcess {
+    listeners: Arc<Mutex<BTreeMap<String, mpsc::Sender<Arc<Connection>>>>>,
+    calls_max: usize,
+    faithful: bool,
+}
+
+impl InProcess {
+    /// An empty switchboard.
+    #[must_use]
+    pub fn new() -> Self {
+        Self { listeners: Arc::default(), calls_max: CALLS_MAX, faithful: false }
+    }
+
+    /// The same names, with another bound on the calls under way on one link.
+    #[must_use]
+    pub fn with_calls_max(mut self, calls_max: usize) -> Self {
+        self.calls_max = calls_max.min(Semaphore::MAX_PERMITS);
+        self
+    }
+
+    /// The same names, with every message written out and read back as a wire would.
+    #[must_use]
+    pub fn faithful(mut self) -> Self {
+        self.faithful = true;
+        self
+    }
+
+    /// Takes the name and accepts peers under it until the listener is dropped.
+    ///
+    /// # Errors
+    /// `AlreadyExists` when the name is taken.
+    pub fn listen(&self, name: &str) -> Result<InProcessListener> {
+        let (sender, accepted) = mpsc::channel(ACCEPT_QUEUE_MAX);
+        let mut listeners = lock(&self.listeners);
+        if listeners.get(name).is_some_and(|known| !known.is_closed()) {
+            return Err(Error::not_started(Code::AlreadyExists, "the name is taken in this process")
+                .about(format!("listen on {SCHEME}://{name}")));
+        }
+        listeners.insert(name.to_owned(), sender);
+        let endpoints = [Endpoint::parse(&format!("{SCHEME}://{name}"))?];
+        Ok(InProcessListener { endpoints, accepted })
+    }
+}
+
+impl Default for InProcess {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+#[async_trait]
+impl Connector for InProcess {
+    fn scheme(&self) -> &'static str {
+        SCHEME
+    }
+
+    async fn connect(&self, cx: &CallContext, to: &Endpoint, options: &ConnectOptions) -> Result<Channel> {
+        cx.check()?;
+        let refused = |why| Error::not_started(Code::Unavailable, why).about(format!("connect to {to}"));
+        let listener = lock(&self.listeners).get(to.address()).cloned();
+        let listener = listener.ok_or_else(|| refused("nobody listens under this name in this process"))?;
+        let connection = Arc::new(Connection::new(self.calls_max));
+        // Made before the peer hears of it, so that whatever happens next leaves the connection closed.
+        let link = InProcessLink {
+            connection: Arc::clone(&connection),
+            path: PathInfo::new(SCHEME, to.address(), true),
+            faithful: self.faithful,
+        };
+        cx.bound(Execution::NotStarted, async {
+            listener.send(Arc::clone(&connection)).await.map_err(|_| refused("the listener has left"))?;
+            tokio::select! {
+                biased;
+                () = connection.closed.cancelled() => Err(refused("the peer left before serving")),
+                () = connection.served.notified() => Ok(()),
+            }
+        })
+        .await?;
+        Ok(Channel::new(link).fenced(options.incarnation))
+    }
+}
+
+/// Accepts in-process peers under one name.
+#[derive(Debug)]
+pub struct InProcessListener {
+    endpoints: [Endpoint; 1],
+    accepted: mpsc::Receiver<Arc<Connection>>,
+}
+
+#[async_trait]
+impl Listener for InProcessListener {
+    fn endpoints(&self) -> &[Endpoint] {
+        &self.endpoints
+    }
+
+    async fn accept(&mut self) -> Result<Box<dyn Incoming>> {
+        match self.accepted.recv().await {
+            Some(connection) => {
+                let peer = PeerInfo { address: "in-process".into() };
+                Ok(Box::new(InProcessIncoming { guard: CloseOnDrop(connection), peer }))
+            }
+            None => Err(Error::not_started(Code::Unavailable, "the name was taken over")),
+        }
+    }
+}
+
+impl Drop for InProcessListener {
+    fn drop(&mut self) {
+        // Peers in the queue would wait for ever.
+        self.accepted.close();
+        while let Ok(connection) = self.accepted.try_recv() {
+            connection.closed.cancel();
+        }
+    }
+}
+
+/// What both ends share.
+struct Connection {
+    handler: OnceLock<Arc<dyn Handler>>,
+    served: Notify,
+    /// Fires when either end is gone: running calls end with it.
+    closed: CancellationToken,
+    room: Arc<Semaphore>,
+    calls: Mutex<Calls>,
+    idle: Notify,
+}
+
+#[derive(Default)]
+struct Calls {
+    running: usize,
+    draining: bool,
+    /// No channel is left: the last call closes the connection.
+    abandoned: bool,
+}
+
+impl Connection {
+    fn new(calls_max: usize) -> Self {
+        Self {
+            handler: OnceLock::new(),
+            served: Notify::new(),
+            closed: CancellationToken::new(),
+            room: Arc::new(Semaphore::new(calls_max)),
+            calls: Mutex::default(),
+            idle: Notify::new(),
+        }
+    }
+
+    fn begin(self: &Arc<Self>) -> Result<Running> {
+        let mut calls = lock(&self.calls);
+        if calls.draining || self.closed.is_cancelled() {
+            return Err(Error::not_started(Code::Unavailable, "the peer takes no new calls"));
+        }
+        calls.running += 1;
+        Ok(Running(Arc::clone(self)))
+    }
+
+    /// Takes no new calls and waits for the running ones.
+    async fn drain(&self) {
+        lock(&self.calls).draining = true;
+        loop {
+            let idle = self.idle.notified();
+            if lock(&self.calls).running == 0 {
+                return;
+            }
+            tokio::select! {
+                biased;
+                () = self.closed.cancelled() => return,
+                () = idle => {}
+            }
+        }
+    }
+}
+
+impl fmt::Debug for Connection {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Connection").field("running", &lock(&self.calls).running).finish_non_exhaustive()
+    }
+}
+
+/// One call under way.
+struct Running(Arc<Connection>);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let mut calls = lock(&self.0.calls);
+        calls.running -= 1;
+        if calls.running == 0 && calls.draining {
+            let abandoned = calls.abandoned;
+            drop(calls);
+            self.0.idle.notify_waiters();
+            if abandoned {
+                self.0.closed.cancel();
+            }
+        }
+    }
+}
+
+struct CloseOnDrop(Arc<Connection>);
+
+impl Drop for CloseOnDrop {
+    fn drop(&mut self) {
+        self.0.closed.cancel();
+    }
+}
+
+struct InProcessIncoming {
+    guard: CloseOnDrop,
+    peer: PeerInfo,
+}
+
+impl fmt::Debug for InProcessIncoming {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "InProcessIncoming({})", self.peer.address)
+    }
+}
+
+#[async_trait]
+impl Incoming for InProcessIncoming {
+    fn peer(&self) -> &PeerInfo {
+        &self.peer
+    }
+
+    async fn serve(self: Box<Self>, handler: Arc<dyn Handler>, drain: CancellationToken) -> Result<()> {
+        let connection = &self.guard.0;
+        let _ = connection.handler.set(handler);
+        connection.served.notify_one();
+        tokio::select! {
+            biased;
+            () = connection.closed.cancelled() => {}
+            () = drain.cancelled() => connection.drain().await,
+        }
+        Ok(())
+    }
+}
+
+struct InProcessLink {
+    connection: Arc<Connection>,
+    path: PathInfo,
+    faithful: bool,
+}
+
+impl fmt::Debug for InProcessLink {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "InProcessLink({})", self.path.peer)
+    }
+}
+
+impl Drop for InProcessLink {
+    fn drop(&mut self) {
+        // The last channel is gone; replies that were started may still come, and the last of them closes.
+        let mut calls = lock(&self.connection.calls);
+        (calls.draining, calls.abandoned) = (true, true);
+        if calls.running == 0 {
+            drop(calls);
+            self.connection.closed.cancel();
+        }
+    }
+}
+
+#[async_trait]
+impl Link for InProcessLink {
+    async fn send(&self, mut request: Request) -> Result<Reply> {
+        let connection = &self.connection;
+        let unavailable = || Error::not_started(Code::Unavailable, "the peer has left").about(self.path.peer.to_string());
+        let room = tokio::select! {
+            biased;
+            () = connection.closed.cancelled() => return Err(unavailable()),
+            room = Arc::clone(&connection.room).acquire_owned() => room.map_err(|_| unavailable())?,
+        };
+        let running = connection.begin()?;
+        let handler = connection.handler.get().ok_or_else(unavailable)?;
+        if self.faithful {
+            request = rewritten_request(request)?;
+        }
+        request.peer = Some(PeerInfo { address: "in-process".into() });
+        let reply_bytes_max = request.context.reply_bytes_max;
+        let (faithful, peer) = (self.faithful, Arc::clone(&self.path.peer));
+        let answer = handler.handle(request);
+        Ok(Box::pin(async move {
+            let answer = answer;
+            let response = tokio::select! {
+                biased;
+                response = answer => response,
+                () = running.0.closed.cancelled() => {
+                    return Err(Error::unknown(Code::Unavailable, "the peer has left").about(peer.to_string()));
+                }
+            };
+            drop((running, room));
+            let mut response = response.unwrap_or_else(|error| Response::from_error(&error));
+            if response.message.len() > reply_bytes_max {
+                return Err(Error::finished(
+                    Code::ResourceExhausted,
+                    format!(
+                        "the reply has {} bytes, more than the {reply_bytes_max} of reply_bytes_max",
+                        response.message.len()
+                    ),
+                ));
+            }
+            if faithful {
+                response.message = rewritten_message(&response.message)?;
+            }
+            Ok(response)
+        }))
+    }
+
+    fn path(&self) -> &PathInfo {
+        &self.path
+    }
+
+    async fn closed(&self) -> Error {
+        self.connection.closed.cancelled().await;
+        Error::unknown(Code::Unavailable, "the peer has left").about(self.path.peer.to_string())
+    }
+
+    async fn close(&self, grace: Duration) -> Result<()> {
+        let drained = tokio::time::timeout(grace, self.connection.drain()).await;
+        self.connection.closed.cancel();
+        drained.map_err(|_| Error::unknown(Code::DeadlineExceeded, "calls were still running when the channel closed"))
+    }
+}
+
+/// What the request is after a wire: a deadline counted again from the time that was left, texts written and read.
+fn rewritten_request(request: Request) -> Result<Request> {
+    let mut context = CallContext::within(request.context.remaining());
+    context.cancel = request.context.cancel.clone();
+    context.trace = request.context.trace.to_traceparent().as_deref().and_then(TraceContext::from_traceparent).unwrap_or_default();
+    context.reply_bytes_max = request.context.reply_bytes_max;
+    context.incarnation = request.context.incarnation;
+    context.metadata = request.context.metadata;
+    let message = rewritten_message(&request.message)?;
+    Ok(Request { context, message, ..request })
+}
+
+fn rewritten_message(message: &Message) -> Result<Message> {
+    Ok(decode(encode(message).to_bytes(), &Limits::default(), message.content_type.clone())?)
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,138 @@
+//! Leaves the training arrays out of a large JSON text before it is parsed.
+//!
+//! A rollout of 64k tokens is 1.2 MB, nearly all of it digits under keys that end in `_token_ids` or `_log_probs`. Finding
+//! those arrays with a vectorised search and parsing only the rest costs a seventh of parsing everything.
+//!
+//! Why this is sound: inside a JSON string a quote is always escaped, so the bytes `s"` can only end a key or a whole string,
+//! and a whole string is never followed by a colon. What is cut holds digits, signs, dots, exponents, commas and white space
+//! only, between a `[` and the next `]`; anything else is left in and parsed.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use bytes::{Bytes, BytesMut};
+use memchr::{memchr, memmem};
+
+/// Below this the search costs more than the parse it saves.
+const BYTES_MIN: usize = 16 << 10;
+
+/// A text without the insides of its training arrays, and where those were.
+#[derive(Clone, Debug)]
+pub(super) struct Hollow {
+    skeleton: Bytes,
+    holes: Arc<[Hole]>,
+    /// Which of the holes are in this slice, and what the first one's `at` and `removed` count from.
+    range: Range<usize>,
+    skeleton_start: usize,
+    removed_before: usize,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Hole {
+    /// Position in the whole skeleton: the hole was just before this byte.
+    at: usize,
+    /// Bytes left out in this hole and all before it.
+    removed: usize,
+}
+
+impl Hollow {
+    /// The hollow form of a large text; `None` when the text is small or has no such array.
+    pub(super) fn of(text: &[u8]) -> Option<Self> {
+        if text.len() < BYTES_MIN {
+            return None;
+        }
+        let mut skeleton = BytesMut::new();
+        let mut holes = Vec::new();
+        let (mut copied, mut removed) = (0, 0);
+        for inside in arrays(text) {
+            skeleton.extend_from_slice(&text[copied..inside.start]);
+            copied = inside.end;
+            removed += inside.len();
+            holes.push(Hole { at: skeleton.len(), removed });
+        }
+        if holes.is_empty() {
+            return None;
+        }
+        skeleton.extend_from_slice(&text[copied..]);
+        let range = 0..holes.len();
+        Some(Self { skeleton: skeleton.freeze(), holes: holes.into(), range, skeleton_start: 0, removed_before: 0 })
+    }
+
+    /// The text without the insides of the arrays.
+    pub(super) fn skeleton(&self) -> &Bytes {
+        &self.skeleton
+    }
+
+    /// Where a position of the skeleton is in the text.
+    pub(super) fn original(&self, position: usize) -> usize {
+        let holes = &self.holes[self.range.clone()];
+        let before = holes.partition_point(|hole| hole.at <= position + self.skeleton_start);
+        let removed = before.checked_sub(1).map_or(self.removed_before, |last| holes[last].removed);
+        position + removed - self.removed_before
+    }
+
+    /// The hollow form of one value of the text, given its range in the skeleton.
+    pub(super) fn slice(&self, value: &Range<usize>) -> Self {
+        let holes = &self.holes[self.range.clone()];
+        let (start, end) = (value.start + self.skeleton_start, value.end + self.skeleton_start);
+        let first = holes.partition_point(|hole| hole.at <= start);
+        let last = holes.partition_point(|hole| hole.at < end);
+        Self {
+            skeleton: self.skeleton.slice(value.clone()),
+            holes: Arc::clone(&self.holes),
+            range: self.range.start + first..self.range.start + last.max(first),
+            skeleton_start: start,
+            removed_before: first.checked_sub(1).map_or(self.removed_before, |before| holes[before].removed),
+        }
+    }
+}
+
+/// The insides of the training arrays, in order.
+fn arrays(text: &[u8]) -> Vec<Range<usize>> {
+    let mut found = Vec::new();
+    for ending in [&b"_token_ids\""[..], b"_log_probs\""] {
+        let mut from = 0;
+        let finder = memmem::Finder::new(ending);
+        while let Some(at) = finder.find(&text[from..]) {
+            let after = from + at + ending.len();
+            from = after;
+            let Some(start) = array_start(text, after) else { continue };
+            let Some(length) = memchr(b']', &text[start..]) else { break };
+            let inside = start..start + length;
+            if is_numeric(&text[inside.clone()]) {
+                from = inside.end;
+                if !inside.is_empty() {
+                    found.push(inside);
+                }
+            }
+        }
+    }
+    found.sort_by_key(|inside| inside.start);
+    found
+}
+
+/// The position after `: [`, if that is what comes next.
+fn array_start(text: &[u8], mut at: usize) -> Option<usize> {
+    for expected in [b':', b'['] {
+        while text.get(at)?.is_ascii_whitespace() {
+            at += 1;
+        }
+        if text[at] != expected {
+            return None;
+        }
+        at += 1;
+    }
+    Some(at)
+}
+
+/// Whether only bytes of numbers, commas and white space are there. In blocks without an early exit, so that it vectorises.
+fn is_numeric(bytes: &[u8]) -> bool {
+    bytes.chunks(64).all(|chunk| {
+        chunk.iter().fold(true, |all, byte| {
+            let digit = byte.wrapping_sub(b'0') < 10;
+            let sign = matches!(byte, b'+' | b'-' | b'.' | b',' | b'e' | b'E');
+            let blank = matches!(byte, b' ' | b'\n' | b'\t' | b'\r');
+            all & (digit | sign | blank)
+        })
+    })
+}

@@ -1,0 +1,467 @@
+//! A JSON object as it came. What nobody touches stays as it was, bit for bit.
+//!
+//! Rollouts carry 23-digit integers, `1E5`, unknown fields and megabytes of token ids. Parsing them into values and printing
+//! them again loses the first two and costs milliseconds per megabyte; so a [`RawObject`] keeps the text and an index of its
+//! top-level keys. One reads what one names ([`RawObject::view`]) and changes what one names ([`RawObject::edit`]).
+
+mod hollow;
+mod view;
+
+use std::borrow::Cow;
+use std::fmt;
+use std::ops::Range;
+
+use bytes::{BufMut, Bytes, BytesMut};
+use serde::de::{DeserializeOwned, DeserializeSeed, Deserializer as _, MapAccess, Visitor};
+use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
+
+use crate::error::{Error, Result};
+use crate::message::Rope;
+use hollow::Hollow;
+
+/// Below this a splice copies into one piece; above, it shares the text it came from. A copy of 16 kB costs about as much
+/// as writing one more piece to a socket.
+const SHARE_BYTES_MIN: usize = 16 << 10;
+
+/// A JSON object as it came: its text, and where each top-level key's value lies in it.
+///
+/// ```
+/// use gym_core::RawObject;
+/// let row = RawObject::parse(r#"{"n": 1E5, "id": 12345678901234567890123, "x": null}"#)?;
+/// let scored = row.edit().set("reward", "1.0").to_rope().to_bytes();
+/// assert_eq!(scored, r#"{"n": 1E5, "id": 12345678901234567890123, "x": null,"reward":1.0}"#);
+/// # Ok::<(), gym_core::JsonError>(())
+/// ```
+#[derive(Clone)]
+pub struct RawObject {
+    text: Bytes,
+    hollow: Option<Hollow>,
+    fields: Vec<Field>,
+}
+
+/// A top-level key and where its value is; ranges are positions in the skeleton if there is one, else in the text.
+#[derive(Clone)]
+struct Field {
+    key: Key,
+    value: Range<usize>,
+}
+
+#[derive(Clone)]
+enum Key {
+    /// Without escapes: a range of the skeleton.
+    Plain(Range<usize>),
+    Decoded(Box<str>),
+}
+
+/// Why a text is not the JSON object that was expected, and where.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{message} at byte {offset}")]
+pub struct JsonError {
+    /// Byte position in the text.
+    pub offset: usize,
+    /// What was expected or found.
+    pub message: String,
+}
+
+impl From<JsonError> for Error {
+    fn from(error: JsonError) -> Self {
+        Self::invalid(format!("not a JSON object: {error}"))
+    }
+}
+
+impl RawObject {
+    /// Indexes the top-level keys of a JSON object. Arrays of token ids and log-probabilities in a large text are checked
+    /// for their alphabet only; their grammar is checked when somebody reads them.
+    ///
+    /// # Errors
+    /// When the text is not one JSON object.
+    pub fn parse(text: impl Into<Bytes>) -> Result<Self, JsonError> {
+        let text = text.into();
+        if let Some(hollow) = Hollow::of(&text)
+            && let Ok(fields) = index(hollow.skeleton())
+        {
+            return Ok(Self { text, hollow: Some(hollow), fields });
+        }
+        let fields = index(&text)?;
+        Ok(Self { text, hollow: None, fields })
+    }
+
+    /// The object that a value serialises to.
+    ///
+    /// # Errors
+    /// When the value is not one that JSON can hold as an object.
+    pub fn from_value(value: &impl Serialize) -> Result<Self> {
+        let text = serde_json::to_vec(value).map_err(|error| Error::internal("cannot serialise").caused_by(error))?;
+        Ok(Self::parse(text)?)
+    }
+
+    /// `{}`.
+    #[must_use]
+    pub fn empty() -> Self {
+        Self { text: Bytes::from_static(b"{}"), hollow: None, fields: Vec::new() }
+    }
+
+    /// The text as it came.
+    #[must_use]
+    pub fn text(&self) -> &Bytes {
+        &self.text
+    }
+
+    /// The text as it came.
+    #[must_use]
+    pub fn into_text(self) -> Bytes {
+        self.text
+    }
+
+    /// The top-level keys, in order.
+    pub fn keys(&self) -> impl Iterator<Item = &str> {
+        self.fields.iter().map(|field| self.key(field))
+    }
+
+    /// Whether the key is there.
+    #[must_use]
+    pub fn contains(&self, key: &str) -> bool {
+        self.find(key).is_some()
+    }
+
+    /// The value's own text; the last of equal keys.
+    #[must_use]
+    pub fn get(&self, key: &str) -> Option<Bytes> {
+        self.find(key).map(|field| self.text.slice(self.original(&field.value)))
+    }
+
+    /// The value of a key, read as `T`; `None` when the key is absent.
+    ///
+    /// # Errors
+    /// `InvalidArgument` naming the key when the value is not a `T`.
+    pub fn get_as<T: DeserializeOwned>(&self, key: &str) -> Result<Option<T>> {
+        let Some(text) = self.get(key) else { return Ok(None) };
+        serde_json::from_slice(&text)
+            .map(Some)
+            .map_err(|error| Error::invalid(format!("`{key}` cannot be read")).caused_by(error))
+    }
+
+    /// The object under a key, sharing this one's text; `None` when the key is absent.
+    ///
+    /// # Errors
+    /// When the value is not an object.
+    pub fn get_object(&self, key: &str) -> Result<Option<Self>, JsonError> {
+        let Some(field) = self.find(key) else { return Ok(None) };
+        let original = self.original(&field.value);
+        let text = self.text.slice(original.clone());
+        let hollow = self.hollow.as_ref().map(|hollow| hollow.slice(&field.value));
+        let fields = index(hollow.as_ref().map_or(&text, |hollow| hollow.skeleton()))
+            .map_err(|error| JsonError { offset: original.start, ..error })?;
+        Ok(Some(Self { text, hollow, fields }))
+    }
+
+    /// Reads what `T` names; other keys cost nothing.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when a key that `T` names is missing or has another shape.
+    pub fn view<T: DeserializeOwned>(&self) -> Result<T> {
+        view::view(self).map_err(|error| Error::invalid("the object cannot be read").caused_by(error))
+    }
+
+    /// Like [`RawObject::view`], for readers who do not want the training arrays: those of a large text are seen as empty
+    /// lists, which makes reading a megabyte cost what its few kilobytes of prose cost.
+    ///
+    /// # Errors
+    /// As [`RawObject::view`].
+    pub fn outline<T: DeserializeOwned>(&self) -> Result<T> {
+        let text = self.hollow.as_ref().map_or(&self.text, |hollow| hollow.skeleton());
+        serde_json::from_slice(text).map_err(|error| Error::invalid("the object cannot be read").caused_by(error))
+    }
+
+    /// The same text with some keys replaced in place, added at the end, or removed.
+    #[must_use]
+    pub fn edit(&self) -> Edit<'_> {
+        Edit { object: self, changes: Vec::new() }
+    }
+
+    fn find(&self, key: &str) -> Option<&Field> {
+        self.fields.iter().find(|field| self.key(field) == key)
+    }
+
+    fn key<'a>(&'a self, field: &'a Field) -> &'a str {
+        match &field.key {
+            Key::Plain(range) => std::str::from_utf8(&self.indexed()[range.clone()]).unwrap_or_default(),
+            Key::Decoded(key) => key,
+        }
+    }
+
+    /// What the index points into.
+    fn indexed(&self) -> &Bytes {
+        self.hollow.as_ref().map_or(&self.text, |hollow| hollow.skeleton())
+    }
+
+    fn original(&self, range: &Range<usize>) -> Range<usize> {
+        match &self.hollow {
+            Some(hollow) => hollow.original(range.start)..hollow.original(range.end),
+            None => range.clone(),
+        }
+    }
+}
+
+impl Default for RawObject {
+    fn default() -> Self {
+        Self::empty()
+    }
+}
+
+impl fmt::Debug for RawObject {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let shown = &self.text[..self.text.len().min(200)];
+        write!(f, "RawObject({} bytes: {})", self.text.len(), String::from_utf8_lossy(shown))
+    }
+}
+
+impl PartialEq for RawObject {
+    fn eq(&self, other: &Self) -> bool {
+        self.text == other.text
+    }
+}
+
+impl Serialize for RawObject {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let text = std::str::from_utf8(&self.text).map_err(serde::ser::Error::custom)?;
+        let raw: &RawValue = serde_json::from_str(text).map_err(serde::ser::Error::custom)?;
+        raw.serialize(serializer)
+    }
+}
+
+impl<'de> Deserialize<'de> for RawObject {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let raw = Box::<RawValue>::deserialize(deserializer)?;
+        Self::parse(String::from(Box::<str>::from(raw))).map_err(serde::de::Error::custom)
+    }
+}
+
+/// Changes to a [`RawObject`], not applied yet.
+#[derive(Debug)]
+#[must_use = "an edit does nothing until it is turned into a text"]
+pub struct Edit<'a> {
+    object: &'a RawObject,
+    /// A key and its new value's JSON text; `None` removes it.
+    changes: Vec<(Cow<'static, str>, Option<Bytes>)>,
+}
+
+impl Edit<'_> {
+    /// Sets a key to a JSON text: in place if the key is there, else at the end.
+    pub fn set(mut self, key: impl Into<Cow<'static, str>>, json: impl Into<Bytes>) -> Self {
+        self.change(key.into(), Some(json.into()));
+        self
+    }
+
+    /// Sets a key to what `value` serialises to.
+    ///
+    /// # Errors
+    /// When the value cannot be serialised.
+    pub fn set_value(self, key: impl Into<Cow<'static, str>>, value: &impl Serialize) -> Result<Self> {
+        let json = serde_json::to_vec(value).map_err(|error| Error::internal("cannot serialise").caused_by(error))?;
+        Ok(self.set(key, json))
+    }
+
+    /// Removes a key.
+    pub fn remove(mut self, key: impl Into<Cow<'static, str>>) -> Self {
+        self.change(key.into(), None);
+        self
+    }
+
+    fn change(&mut self, key: Cow<'static, str>, json: Option<Bytes>) {
+        match self.changes.iter_mut().find(|(known, _)| *known == key) {
+            Some((_, value)) => *value = json,
+            None => self.changes.push((key, json)),
+        }
+    }
+
+    /// The changed text. Large untouched parts are shared with the original.
+    #[must_use]
+    pub fn to_rope(&self) -> Rope {
+        let object = self.object;
+        let mut out = Pieces { rope: Rope::new(), small: BytesMut::new() };
+        let text = &object.text;
+        // The text is copied or shared up to `done`.
+        let mut done = text.iter().position(|byte| *byte == b'{').map_or(0, |at| at + 1);
+        out.share(text.slice(..done));
+        let mut first = true;
+        let mut fields = object.fields.iter().peekable();
+        while let Some(field) = fields.next() {
+            let range = object.original(&field.value);
+            match self.changes.iter().find(|(key, _)| key == object.key(field)) {
+                None => {
+                    // From the end of the last field: the separator, the key and the value as they came.
+                    let from = if first { skip_separator(text, done) } else { done };
+                    out.share(text.slice(from..range.end));
+                    first = false;
+                }
+                Some((_, Some(json))) => {
+                    let from = if first { skip_separator(text, done) } else { done };
+                    out.share(text.slice(from..range.start));
+                    out.share(json.clone());
+                    first = false;
+                }
+                Some((_, None)) => {}
+            }
+            done = range.end;
+        }
+        for (key, json) in &self.changes {
+            let Some(json) = json else { continue };
+            if object.contains(key) {
+                continue;
+            }
+            if !first {
+                out.small.put_u8(b',');
+            }
+            out.small.put_slice(serde_json::to_string(key).unwrap_or_default().as_bytes());
+            out.small.put_u8(b':');
+            out.share(json.clone());
+            first = false;
+        }
+        out.share(text.slice(done..));
+        out.finish()
+    }
+
+    /// The changed object.
+    ///
+    /// # Errors
+    /// When a text given to [`Edit::set`] was not JSON.
+    pub fn to_object(&self) -> Result<RawObject, JsonError> {
+        RawObject::parse(self.to_rope().to_bytes())
+    }
+}
+
+/// After a removed first field, the comma (and space) that separated it from the next one.
+fn skip_separator(text: &[u8], from: usize) -> usize {
+    let rest = &text[from..];
+    let blank = rest.iter().take_while(|byte| byte.is_ascii_whitespace()).count();
+    if rest.get(blank) == Some(&b',') { from + blank + 1 } else { from }
+}
+
+/// Collects pieces: small ones are copied together, large ones are shared.
+struct Pieces {
+    rope: Rope,
+    small: BytesMut,
+}
+
+impl Pieces {
+    fn share(&mut self, piece: Bytes) {
+        if piece.len() < SHARE_BYTES_MIN {
+            self.small.put_slice(&piece);
+        } else {
+            self.rope.push(self.small.split().freeze());
+            self.rope.push(piece);
+        }
+    }
+
+    fn finish(mut self) -> Rope {
+        self.rope.push(self.small.freeze());
+        self.rope
+    }
+}
+
+/// The top-level keys of a JSON object; of equal keys only the last.
+fn index(text: &[u8]) -> Result<Vec<Field>, JsonError> {
+    let mut deserializer = serde_json::Deserializer::from_slice(text);
+    let fields = deserializer
+        .deserialize_map(Index { base: text.as_ptr() as usize, text })
+        .and_then(|fields| deserializer.end().map(|()| fields))
+        .map_err(|error| json_error(text, &error))?;
+    Ok(fields)
+}
+
+fn json_error(text: &[u8], error: &serde_json::Error) -> JsonError {
+    let line_start =
+        text.iter().enumerate().filter(|(_, byte)| **byte == b'\n').map(|(at, _)| at + 1).nth(error.line().wrapping_sub(2));
+    let offset = if error.line() <= 1 { 0 } else { line_start.unwrap_or(0) } + error.column().saturating_sub(1);
+    let full = error.to_string();
+    let message = full.split(" at line ").next().unwrap_or(&full).to_owned();
+    JsonError { offset: offset.min(text.len()), message }
+}
+
+struct Index<'de> {
+    base: usize,
+    text: &'de [u8],
+}
+
+impl Index<'_> {
+    /// Where a borrowed part of the text lies in it.
+    fn range(&self, part: &str) -> Range<usize> {
+        let start = part.as_ptr() as usize - self.base;
+        start..start + part.len()
+    }
+}
+
+impl<'de> Visitor<'de> for Index<'de> {
+    type Value = Vec<Field>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a JSON object")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Vec<Field>, A::Error> {
+        let mut fields = Vec::with_capacity(16);
+        while let Some(key) = map.next_key_seed(KeySeed(&self))? {
+            let value: &'de RawValue = map.next_value()?;
+            fields.push(Field { key, value: self.range(value.get()) });
+        }
+        drop_shadowed(self.text, &mut fields);
+        Ok(fields)
+    }
+}
+
+/// Of equal keys the last counts, as in Python's `json`.
+fn drop_shadowed(text: &[u8], fields: &mut Vec<Field>) {
+    fn key<'a>(text: &'a [u8], field: &'a Field) -> &'a [u8] {
+        match &field.key {
+            Key::Plain(range) => &text[range.clone()],
+            Key::Decoded(key) => key.as_bytes(),
+        }
+    }
+    // A sort, so that a hostile object of a million keys costs n log n.
+    let mut order: Vec<usize> = (0..fields.len()).collect();
+    order.sort_by(|a, b| key(text, &fields[*a]).cmp(key(text, &fields[*b])).then(a.cmp(b)));
+    let shadowed: Vec<usize> = order
+        .windows(2)
+        .filter(|pair| key(text, &fields[pair[0]]) == key(text, &fields[pair[1]]))
+        .map(|pair| pair[0])
+        .collect();
+    if !shadowed.is_empty() {
+        let mut at = 0;
+        let shadowed: std::collections::BTreeSet<usize> = shadowed.into_iter().collect();
+        fields.retain(|_| {
+            at += 1;
+            !shadowed.contains(&(at - 1))
+        });
+    }
+}
+
+struct KeySeed<'a, 'de>(&'a Index<'de>);
+
+impl<'de> DeserializeSeed<'de> for KeySeed<'_, 'de> {
+    type Value = Key;
+
+    fn deserialize<D: serde::Deserializer<'de>>(self, deserializer: D) -> Result<Key, D::Error> {
+        deserializer.deserialize_str(self)
+    }
+}
+
+impl<'de> Visitor<'de> for KeySeed<'_, 'de> {
+    type Value = Key;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a key")
+    }
+
+    fn visit_borrowed_str<E>(self, key: &'de str) -> Result<Key, E> {
+        Ok(Key::Plain(self.0.range(key)))
+    }
+
+    fn visit_str<E>(self, key: &str) -> Result<Key, E> {
+        Ok(Key::Decoded(key.into()))
+    }
+}
+
+#[cfg(test)]
+mod tests;
