@@ -294,7 +294,8 @@ impl Drop for InProcessLink {
 impl Link for InProcessLink {
     async fn send(&self, mut request: Request) -> Result<Reply> {
         let connection = &self.connection;
-        let unavailable = || Error::not_started(Code::Unavailable, "the peer has left").about(self.path.peer.to_string());
+        let unavailable =
+            || Error::not_started(Code::Unavailable, "the peer has left").about(self.path.peer.to_string());
         let room = tokio::select! {
             biased;
             () = connection.closed.cancelled() => return Err(unavailable()),
@@ -356,7 +357,8 @@ impl Link for InProcessLink {
 fn rewritten_request(request: Request) -> Result<Request> {
     let mut context = CallContext::within(request.context.remaining());
     context.cancel = request.context.cancel.clone();
-    context.trace = request.context.trace.to_traceparent().as_deref().and_then(TraceContext::from_traceparent).unwrap_or_default();
+    context.trace =
+        request.context.trace.to_traceparent().as_deref().and_then(TraceContext::from_traceparent).unwrap_or_default();
     context.reply_bytes_max = request.context.reply_bytes_max;
     context.incarnation = request.context.incarnation;
     context.metadata = request.context.metadata;

@@ -264,8 +264,7 @@ pub enum Verb {
 
 impl Verb {
     /// Every verb.
-    pub const ALL: [Self; 7] =
-        [Self::Get, Self::Head, Self::Post, Self::Put, Self::Patch, Self::Delete, Self::Options];
+    pub const ALL: [Self; 7] = [Self::Get, Self::Head, Self::Post, Self::Put, Self::Patch, Self::Delete, Self::Options];
 
     /// The upper-case name.
     #[must_use]

@@ -175,7 +175,6 @@ impl RawObject {
     }
 
     /// The same text with some keys replaced in place, added at the end, or removed.
-    #[must_use]
     pub fn edit(&self) -> Edit<'_> {
         Edit { object: self, changes: Vec::new() }
     }
@@ -286,8 +285,7 @@ impl Edit<'_> {
         let mut done = text.iter().position(|byte| *byte == b'{').map_or(0, |at| at + 1);
         out.share(text.slice(..done));
         let mut first = true;
-        let mut fields = object.fields.iter().peekable();
-        while let Some(field) = fields.next() {
+        for field in &object.fields {
             let range = object.original(&field.value);
             match self.changes.iter().find(|(key, _)| key == object.key(field)) {
                 None => {
@@ -372,8 +370,12 @@ fn index(text: &[u8]) -> Result<Vec<Field>, JsonError> {
 }
 
 fn json_error(text: &[u8], error: &serde_json::Error) -> JsonError {
-    let line_start =
-        text.iter().enumerate().filter(|(_, byte)| **byte == b'\n').map(|(at, _)| at + 1).nth(error.line().wrapping_sub(2));
+    let line_start = text
+        .iter()
+        .enumerate()
+        .filter(|(_, byte)| **byte == b'\n')
+        .map(|(at, _)| at + 1)
+        .nth(error.line().wrapping_sub(2));
     let offset = if error.line() <= 1 { 0 } else { line_start.unwrap_or(0) } + error.column().saturating_sub(1);
     let full = error.to_string();
     let message = full.split(" at line ").next().unwrap_or(&full).to_owned();

@@ -113,11 +113,8 @@ fn any_json() -> impl Strategy<Value = Value> {
         "[a-z\"\\\\:\\[\\]_é]{0,12}".prop_map(Value::from),
         prop::collection::vec(any::<i32>(), 0..40).prop_map(Value::from),
     ];
-    let key = prop_oneof![
-        Just("prompt_token_ids".to_owned()),
-        Just("generation_log_probs".to_owned()),
-        "[a-z\"_]{0,6}"
-    ];
+    let key =
+        prop_oneof![Just("prompt_token_ids".to_owned()), Just("generation_log_probs".to_owned()), "[a-z\"_]{0,6}"];
     leaf.prop_recursive(3, 32, 6, move |inner| {
         prop_oneof![
             prop::collection::vec(inner.clone(), 0..6).prop_map(Value::from),
