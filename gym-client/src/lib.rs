@@ -1,2 +1,14 @@
-//! The calling side of the gym SDK: names, configuration, collector, launcher
+//! The calling side of the gym SDK: names, configuration, collector, launcher.
 #![forbid(unsafe_code)]
+
+mod cookies;
+mod peer;
+mod pick;
+pub mod registry;
+mod server_client;
+mod transports;
+
+pub use cookies::CookieJar;
+pub use pick::Picker;
+pub use server_client::{CallOptions, ServerClient, Session};
+pub use transports::Transports;

@@ -1,2 +1,1 @@
 //! What UCX, RDMA and NCCL this machine has, said in a sentence
-

@@ -1,0 +1,98 @@
+//! The cookies of one episode, as far as servers use them to keep a session: names and values (RFC 6265, section 5).
+
+use gym_core::Metadata;
+
+/// Cookies by name, in the order in which they were first set.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct CookieJar(Vec<(String, String)>);
+
+impl CookieJar {
+    /// No cookies.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// The cookies of a request's `cookie` metadata.
+    #[must_use]
+    pub fn of_request(metadata: &Metadata) -> Self {
+        let mut jar = Self::new();
+        for header in metadata.all("cookie") {
+            for pair in header.split(';') {
+                if let Some((name, value)) = pair.split_once('=') {
+                    jar.set(name.trim(), value.trim());
+                }
+            }
+        }
+        jar
+    }
+
+    /// Takes in the `set-cookie` metadata of a response.
+    pub fn merge(&mut self, metadata: &Metadata) {
+        for header in metadata.all("set-cookie") {
+            let mut parts = header.split(';');
+            let Some((name, value)) = parts.next().and_then(|pair| pair.split_once('=')) else { continue };
+            let expired = parts.any(|attribute| {
+                attribute.trim().split_once('=').is_some_and(|(name, age)| {
+                    name.eq_ignore_ascii_case("max-age") && age.trim().parse::<i64>().is_ok_and(|age| age <= 0)
+                })
+            });
+            if expired {
+                self.0.retain(|(known, _)| known != name.trim());
+            } else {
+                self.set(name.trim(), value.trim());
+            }
+        }
+    }
+
+    /// Sets one cookie.
+    pub fn set(&mut self, name: &str, value: &str) {
+        match self.0.iter_mut().find(|(known, _)| known == name) {
+            Some((_, known)) => value.clone_into(known),
+            None => self.0.push((name.to_owned(), value.to_owned())),
+        }
+    }
+
+    /// The value of one cookie.
+    #[must_use]
+    pub fn get(&self, name: &str) -> Option<&str> {
+        self.0.iter().find(|(known, _)| known == name).map(|(_, value)| value.as_str())
+    }
+
+    /// The text of a `cookie` header; `None` when there are no cookies.
+    #[must_use]
+    pub fn header(&self) -> Option<String> {
+        let mut header = String::new();
+        for (name, value) in &self.0 {
+            if !header.is_empty() {
+                header.push_str("; ");
+            }
+            header.push_str(name);
+            header.push('=');
+            header.push_str(value);
+        }
+        (!header.is_empty()).then_some(header)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_session_is_kept_over_answers_that_set_it_again_or_set_others() {
+        let mut jar = CookieJar::new();
+        let mut answer = Metadata::new();
+        answer.push("set-cookie", "A___x=abc.def; path=/; Max-Age=1209600; httponly; samesite=lax");
+        answer.push("set-cookie", "b=\"q v\"; Path=/");
+        jar.merge(&answer);
+        assert_eq!(jar.header().as_deref(), Some("A___x=abc.def; b=\"q v\""));
+        let mut gone = Metadata::new();
+        gone.push("set-cookie", "A___x=; Max-Age=0");
+        jar.merge(&gone);
+        assert_eq!(jar.header().as_deref(), Some("b=\"q v\""));
+        let mut request = Metadata::new();
+        request.push("cookie", "x=1; y=2");
+        assert_eq!(CookieJar::of_request(&request).get("y"), Some("2"));
+    }
+}

@@ -1,0 +1,60 @@
+//! One peer whose channel is opened by the first call and opened again after it was lost.
+
+use std::sync::{PoisonError, RwLock};
+
+use gym_core::{CallContext, Channel, Code, ConnectOptions, Endpoint, Execution, Request, Response, Result};
+
+use crate::transports::Transports;
+
+#[derive(Debug)]
+pub(crate) struct Peer {
+    endpoints: Vec<Endpoint>,
+    options: ConnectOptions,
+    open: RwLock<Option<Channel>>,
+    /// One caller connects, the others wait for it.
+    connecting: tokio::sync::Mutex<()>,
+}
+
+impl Peer {
+    pub(crate) fn new(endpoints: Vec<Endpoint>, options: ConnectOptions) -> Self {
+        Self { endpoints, options, open: RwLock::default(), connecting: tokio::sync::Mutex::default() }
+    }
+
+    pub(crate) fn endpoints(&self) -> &[Endpoint] {
+        &self.endpoints
+    }
+
+    /// Calls the peer. After a loss the next call opens a new channel; calls under way on the old one keep it.
+    pub(crate) async fn call(&self, transports: &Transports, request: Request) -> Result<Response> {
+        let channel = match self.channel() {
+            Some(channel) => channel,
+            None => self.connect(transports, &request.context).await?,
+        };
+        let result = channel.call(request).await;
+        if let Err(error) = &result
+            && error.code() == Code::Unavailable
+            && error.execution() != Execution::Finished
+        {
+            *self.open.write().unwrap_or_else(PoisonError::into_inner) = None;
+        }
+        result
+    }
+
+    fn channel(&self) -> Option<Channel> {
+        self.open.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    async fn connect(&self, transports: &Transports, cx: &CallContext) -> Result<Channel> {
+        cx.bound(Execution::NotStarted, async {
+            // A fair lock held over the connect on purpose: whoever waits here wants the same channel.
+            let _one = self.connecting.lock().await;
+            if let Some(channel) = self.channel() {
+                return Ok(channel);
+            }
+            let channel = transports.connect(cx, &self.endpoints, &self.options).await?;
+            *self.open.write().unwrap_or_else(PoisonError::into_inner) = Some(channel.clone());
+            Ok(channel)
+        })
+        .await
+    }
+}

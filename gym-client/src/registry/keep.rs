@@ -1,0 +1,92 @@
+//! Keeps a server registered: renews its lease, registers again when the head has forgotten it, lets go at the end.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use gym_core::{CallContext, Code, Lease, Registration, Registry, Result};
+use tokio::task::JoinHandle;
+use tokio_util::sync::CancellationToken;
+
+/// A registered server. Dropping it stops the renewals; [`KeptLease::end`] tells the head as well.
+#[derive(Debug)]
+pub struct KeptLease {
+    stop: CancellationToken,
+    task: JoinHandle<()>,
+    lease: Lease,
+}
+
+/// Registers and goes on renewing, at a third of the lease's time to live. A head that is away is tried again until it is
+/// back; one that has forgotten the lease (it was restarted) gets the registration again.
+///
+/// # Errors
+/// The first registration's.
+pub async fn keep(registry: Arc<dyn Registry>, cx: &CallContext, mut registration: Registration) -> Result<KeptLease> {
+    let lease = registry.register(cx, registration.clone()).await?;
+    registration.rank = Some(lease.rank);
+    let stop = CancellationToken::new();
+    let task = tokio::spawn(renew(registry, registration, lease.clone(), stop.clone()));
+    Ok(KeptLease { stop, task, lease })
+}
+
+impl KeptLease {
+    /// The lease as it was granted.
+    #[must_use]
+    pub fn lease(&self) -> &Lease {
+        &self.lease
+    }
+
+    /// Deregisters, within `grace`.
+    pub async fn end(mut self, grace: Duration) {
+        self.stop.cancel();
+        if tokio::time::timeout(grace, &mut self.task).await.is_err() {
+            tracing::warn!(
+                name = self.lease.name,
+                "the head did not take the deregistration in time; the lease runs out"
+            );
+        }
+    }
+}
+
+impl Drop for KeptLease {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+async fn renew(registry: Arc<dyn Registry>, registration: Registration, mut lease: Lease, stop: CancellationToken) {
+    let period = (lease.ttl / 3).max(Duration::from_millis(1));
+    loop {
+        tokio::select! {
+            biased;
+            () = stop.cancelled() => break,
+            () = tokio::time::sleep(period) => {}
+        }
+        let cx = CallContext::within(period);
+        let renewed = tokio::select! {
+            biased;
+            () = stop.cancelled() => break,
+            renewed = registry.renew(&cx, &lease) => renewed,
+        };
+        let Err(error) = renewed else { continue };
+        if error.code() != Code::NotFound {
+            tracing::warn!(name = lease.name, %error, "the lease was not renewed; trying again");
+            continue;
+        }
+        match registry.register(&cx, registration.clone()).await {
+            Ok(again) => {
+                tracing::info!(name = lease.name, "registered again");
+                lease = again;
+            }
+            // A newer incarnation has our place: this life is over, and saying so once is enough.
+            Err(error) if error.code() == Code::AlreadyExists => {
+                tracing::error!(name = lease.name, %error, "another server has taken this name");
+                return;
+            }
+            Err(error) => tracing::warn!(name = lease.name, %error, "not registered; trying again"),
+        }
+    }
+    let cx = CallContext::within(period.min(Duration::from_secs(2)));
+    if let Err(error) = registry.deregister(&cx, lease.clone()).await {
+        tracing::debug!(name = lease.name, %error, "not deregistered; the lease runs out");
+    }
+}

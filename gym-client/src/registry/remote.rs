@@ -1,0 +1,149 @@
+//! The registry of a head server, over any transport.
+//!
+//! | call | route | body |
+//! |---|---|---|
+//! | register | `POST /registry/register` | [`Registration`] → [`Lease`] |
+//! | renew | `POST /registry/renew` | [`Lease`] |
+//! | deregister | `POST /registry/deregister` | [`Lease`] |
+//! | resolve | `GET /registry/instances?name=…` | → list of [`Instance`] |
+//! | list | `GET /registry/instances` | → list of [`Instance`] |
+//! | watch | `POST /registry/watch` | `{name, seen, wait_ms}` → list of [`Instance`], as soon as it differs from `seen` |
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use futures_util::stream::{self, BoxStream, StreamExt};
+use gym_core::{
+    CallContext, ConnectOptions, Endpoint, Error, Instance, Lease, Registration, Registry, Request, Response, Result,
+    RetryPolicy, World, retry,
+};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use crate::peer::Peer;
+use crate::transports::Transports;
+
+/// A registry call that takes longer than this finds the head gone.
+const CALL_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How long the head holds a watch before it answers with what there is: shorter than proxies' idle limits.
+const WATCH_WAIT: Duration = Duration::from_secs(20);
+
+/// The body of `POST /registry/watch`.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct WatchRequest {
+    /// Which name.
+    pub name: String,
+    /// What the watcher knows; `None` asks for an answer at once.
+    pub seen: Option<Vec<Instance>>,
+    /// How long the head may wait for a change, in milliseconds.
+    pub wait_ms: u64,
+}
+
+/// A head server's registry. Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct RemoteRegistry {
+    peer: Arc<Peer>,
+    transports: Transports,
+    world: World,
+}
+
+impl RemoteRegistry {
+    /// The registry of the head server at `head`; the first call connects.
+    #[must_use]
+    pub fn new(head: Endpoint, transports: Transports, world: World) -> Self {
+        Self { peer: Arc::new(Peer::new(vec![head], ConnectOptions::default())), transports, world }
+    }
+
+    /// Where the head is.
+    #[must_use]
+    pub fn head(&self) -> &Endpoint {
+        &self.peer.endpoints()[0]
+    }
+
+    /// Any request to the head, sent again while that is safe.
+    ///
+    /// # Errors
+    /// The last attempt's.
+    pub async fn send(&self, request: &Request, idempotent: bool) -> Result<Response> {
+        let mut rng = self.world.rng();
+        retry(&request.context, &RetryPolicy::default(), &mut rng, idempotent, |_| async {
+            self.peer.call(&self.transports, request.clone()).await?.into_result()
+        })
+        .await
+        .map_err(|error| match error.subject() {
+            "" => error.about(format!("{} {}{}", request.verb, self.head(), request.route)),
+            _ => error,
+        })
+    }
+
+    async fn post(&self, cx: &CallContext, route: &'static str, body: &impl Serialize) -> Result<Response> {
+        let json = serde_json::to_vec(body).map_err(|error| Error::internal("cannot serialise").caused_by(error))?;
+        // All of them may be repeated: a replayed registration is recognised, the others change nothing twice.
+        self.send(&Request::post(cx.child().at_most(CALL_TIMEOUT), route, json), true).await
+    }
+
+    async fn get<T: DeserializeOwned>(&self, cx: &CallContext, route: String) -> Result<T> {
+        let response = self.send(&Request::get(cx.child().at_most(CALL_TIMEOUT), route), true).await?;
+        read(&response)
+    }
+
+    async fn changed(&self, name: &str, seen: Option<&Vec<Instance>>) -> Result<Vec<Instance>> {
+        let wait_ms = u64::try_from(WATCH_WAIT.as_millis()).unwrap_or(u64::MAX);
+        let request = WatchRequest { name: name.to_owned(), seen: seen.cloned(), wait_ms };
+        let json =
+            serde_json::to_vec(&request).map_err(|error| Error::internal("cannot serialise").caused_by(error))?;
+        let cx = CallContext::within(WATCH_WAIT + CALL_TIMEOUT);
+        read(&self.send(&Request::post(cx, "/registry/watch", json), true).await?)
+    }
+}
+
+fn read<T: DeserializeOwned>(response: &Response) -> Result<T> {
+    serde_json::from_slice(&response.message.head.to_bytes())
+        .map_err(|error| Error::finished(gym_core::Code::DataLoss, "the head's answer cannot be read").caused_by(error))
+}
+
+#[async_trait]
+impl Registry for RemoteRegistry {
+    async fn register(&self, cx: &CallContext, registration: Registration) -> Result<Lease> {
+        read(&self.post(cx, "/registry/register", &registration).await?)
+    }
+
+    async fn renew(&self, cx: &CallContext, lease: &Lease) -> Result<()> {
+        self.post(cx, "/registry/renew", lease).await.map(drop)
+    }
+
+    async fn deregister(&self, cx: &CallContext, lease: Lease) -> Result<()> {
+        self.post(cx, "/registry/deregister", &lease).await.map(drop)
+    }
+
+    async fn resolve(&self, cx: &CallContext, name: &str) -> Result<Vec<Instance>> {
+        self.get(cx, format!("/registry/instances?name={name}")).await
+    }
+
+    async fn list(&self, cx: &CallContext) -> Result<Vec<Instance>> {
+        self.get(cx, "/registry/instances".to_owned()).await
+    }
+
+    fn watch(&self, name: &str) -> BoxStream<'static, Vec<Instance>> {
+        let start = (self.clone(), name.to_owned(), None::<Vec<Instance>>);
+        stream::unfold(start, |(registry, name, mut seen)| async move {
+            loop {
+                match registry.changed(&name, seen.as_ref()).await {
+                    Ok(now) if seen.as_ref() != Some(&now) => {
+                        seen = Some(now.clone());
+                        return Some((now, (registry, name, seen)));
+                    }
+                    Ok(_) => {}
+                    // `send` has waited between its attempts already; this keeps a refusing head from being asked at once.
+                    Err(error) => {
+                        tracing::debug!(%error, "watch again");
+                        tokio::time::sleep(RetryPolicy::default().backoff_max).await;
+                    }
+                }
+            }
+        })
+        .boxed()
+    }
+}

@@ -1,0 +1,349 @@
+//! Calls a server by *name*: resolves it, picks a replica, sends again what may be sent again.
+//!
+//! An episode whose server keeps state goes through a [`Session`], which stays with the replica that it first reached and
+//! carries its cookies.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::time::Duration;
+
+use gym_core::{
+    CallContext, Code, ConnectOptions, Error, Incarnation, Instance, Registry, Request, Response, Result, RetryPolicy,
+    Rope, Route, World, retry,
+};
+use tokio::time::Instant;
+
+use crate::cookies::CookieJar;
+use crate::peer::Peer;
+use crate::pick::{Pending, Picker};
+use crate::transports::Transports;
+
+/// How long a resolved name is used before the registry is asked again. A server that moved is found at once by the failed
+/// call; this bounds how long a *new* replica goes unused.
+const RESOLVE_EVERY: Duration = Duration::from_secs(1);
+
+/// Calls servers by name. Cheap to clone; clones share channels and counters.
+#[derive(Clone, Debug)]
+pub struct ServerClient {
+    inner: Arc<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    registry: Arc<dyn Registry>,
+    transports: Transports,
+    picker: Picker,
+    policy: RetryPolicy,
+    rng: Mutex<fastrand::Rng>,
+    turn: AtomicUsize,
+    names: RwLock<BTreeMap<String, Arc<Resolved>>>,
+}
+
+/// What a name resolved to.
+#[derive(Debug)]
+struct Resolved {
+    replicas: Vec<Arc<Replica>>,
+    stale_from: Instant,
+}
+
+#[derive(Debug)]
+struct Replica {
+    peer: Peer,
+    incarnation: Incarnation,
+    rank: u32,
+    pending: Pending,
+}
+
+/// What a call needs beyond its body.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct CallOptions {
+    /// Whether the same message may be sent again when its fate is unknown.
+    pub idempotent: bool,
+}
+
+impl CallOptions {
+    /// A call whose repetition does no harm.
+    #[must_use]
+    pub fn idempotent() -> Self {
+        Self { idempotent: true }
+    }
+}
+
+impl ServerClient {
+    /// A client of the servers that `registry` knows.
+    #[must_use]
+    pub fn new(registry: Arc<dyn Registry>, transports: Transports, world: &World) -> Self {
+        Self {
+            inner: Arc::new(Inner {
+                registry,
+                transports,
+                picker: Picker::default(),
+                policy: RetryPolicy::default(),
+                rng: Mutex::new(world.rng()),
+                turn: AtomicUsize::new(0),
+                names: RwLock::default(),
+            }),
+        }
+    }
+
+    /// The same servers, with another picker and retry policy; channels and counters are its own.
+    #[must_use]
+    pub fn with(&self, picker: Picker, policy: RetryPolicy) -> Self {
+        let inner = &self.inner;
+        Self {
+            inner: Arc::new(Inner {
+                registry: Arc::clone(&inner.registry),
+                transports: inner.transports.clone(),
+                picker,
+                policy,
+                rng: Mutex::new(lock(&inner.rng).fork()),
+                turn: AtomicUsize::new(0),
+                names: RwLock::default(),
+            }),
+        }
+    }
+
+    /// The registry that names are looked up in.
+    #[must_use]
+    pub fn registry(&self) -> &Arc<dyn Registry> {
+        &self.inner.registry
+    }
+
+    /// `POST` of a JSON text to a route of the named server. Any complete answer is `Ok`.
+    ///
+    /// # Errors
+    /// `NotFound, NotStarted` when nobody serves that name; otherwise the last attempt's error.
+    pub async fn post(
+        &self,
+        cx: &CallContext,
+        server: &str,
+        route: impl Into<Route>,
+        body: impl Into<Rope>,
+        options: CallOptions,
+    ) -> Result<Response> {
+        self.send(server, &Request::post(cx.clone(), route, body), options).await
+    }
+
+    /// `GET` of a route of the named server.
+    ///
+    /// # Errors
+    /// As [`ServerClient::post`].
+    pub async fn get(&self, cx: &CallContext, server: &str, route: impl Into<Route>) -> Result<Response> {
+        self.send(server, &Request::get(cx.clone(), route), CallOptions::idempotent()).await
+    }
+
+    /// Sends a request to any replica of the named server, and to another one when it may be sent again.
+    ///
+    /// # Errors
+    /// As [`ServerClient::post`].
+    pub async fn send(&self, server: &str, request: &Request, options: CallOptions) -> Result<Response> {
+        self.dispatch(server, request, options).await.map(|(_, response)| response)
+    }
+
+    /// An episode's calls: they stay with the replica first reached, and carry its cookies.
+    #[must_use]
+    pub fn session(&self) -> Session {
+        Session { client: self.clone(), servers: BTreeMap::new() }
+    }
+
+    /// The replica that answered, and its answer.
+    async fn dispatch(
+        &self,
+        server: &str,
+        request: &Request,
+        options: CallOptions,
+    ) -> Result<(Arc<Replica>, Response)> {
+        let cx = &request.context;
+        let first = self.pick(cx, server, &[]).await?;
+        match self.call(&first, request.clone()).await {
+            Ok(response) => return Ok((first, response)),
+            Err(error) if !error.may_resend(options.idempotent) => return Err(about(error, server, request)),
+            Err(error) => tracing::debug!(server, route = %request.route, %error, "resend"),
+        }
+        // Only now, because nearly every call succeeds at once and needs no generator.
+        let mut rng = lock(&self.inner.rng).fork();
+        let failed = Mutex::new(vec![first.rank]);
+        retry(cx, &self.inner.policy, &mut rng, options.idempotent, |_| async {
+            self.forget(server);
+            let exclude = lock(&failed).clone();
+            let replica = self.pick(cx, server, &exclude).await?;
+            let result = self.call(&replica, request.clone()).await;
+            if result.is_err() {
+                lock(&failed).push(replica.rank);
+            }
+            result.map(|response| (replica, response))
+        })
+        .await
+        .map_err(|error| about(error, server, request))
+    }
+
+    async fn call(&self, replica: &Replica, request: Request) -> Result<Response> {
+        let _pending = replica.pending.begin();
+        replica.peer.call(&self.inner.transports, request).await
+    }
+
+    async fn pick(&self, cx: &CallContext, server: &str, failed: &[u32]) -> Result<Arc<Replica>> {
+        let resolved = self.resolve(cx, server).await?;
+        let turn = self.inner.turn.fetch_add(1, Ordering::Relaxed);
+        let replicas = || resolved.replicas.iter().enumerate();
+        let open = replicas().filter(|(_, replica)| !failed.contains(&replica.rank));
+        let chosen = self
+            .inner
+            .picker
+            .pick(turn, open.map(|(index, replica)| (index, &replica.pending)))
+            // All have failed once: any of them again.
+            .or_else(|| self.inner.picker.pick(turn, replicas().map(|(index, replica)| (index, &replica.pending))));
+        match chosen {
+            Some(index) => Ok(Arc::clone(&resolved.replicas[index])),
+            None => {
+                Err(Error::not_started(Code::NotFound, "no server of this name is registered").about(server.to_owned()))
+            }
+        }
+    }
+
+    async fn resolve(&self, cx: &CallContext, server: &str) -> Result<Arc<Resolved>> {
+        let known = self.names().get(server).cloned();
+        let now = Instant::now();
+        if let Some(known) = &known
+            && known.stale_from > now
+        {
+            return Ok(Arc::clone(known));
+        }
+        let instances = match (self.inner.registry.resolve(cx, server).await, known.as_ref()) {
+            (Ok(instances), _) => instances,
+            // The head is away: what was known goes on being used.
+            (Err(error), Some(known)) => {
+                tracing::debug!(server, %error, "resolve from the cache");
+                return Ok(Arc::clone(known));
+            }
+            (Err(error), None) => return Err(error),
+        };
+        let replicas = instances.into_iter().map(|instance| replica(instance, known.as_deref())).collect();
+        let resolved = Arc::new(Resolved { replicas, stale_from: now + RESOLVE_EVERY });
+        if !resolved.replicas.is_empty() {
+            let mut names = self.inner.names.write().unwrap_or_else(PoisonError::into_inner);
+            names.insert(server.to_owned(), Arc::clone(&resolved));
+        }
+        Ok(resolved)
+    }
+
+    /// Has the next call ask the registry again.
+    fn forget(&self, server: &str) {
+        let mut names = self.inner.names.write().unwrap_or_else(PoisonError::into_inner);
+        if let Some(known) = names.get(server) {
+            let stale = Resolved { replicas: known.replicas.clone(), stale_from: Instant::now() };
+            names.insert(server.to_owned(), Arc::new(stale));
+        }
+    }
+
+    fn names(&self) -> std::sync::RwLockReadGuard<'_, BTreeMap<String, Arc<Resolved>>> {
+        self.inner.names.read().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The replica of an instance: the known one, with its channel and counter, when it is still the same life.
+fn replica(instance: Instance, known: Option<&Resolved>) -> Arc<Replica> {
+    let same = known.and_then(|known| {
+        known.replicas.iter().find(|replica| {
+            replica.rank == instance.rank
+                && replica.incarnation == instance.incarnation
+                && replica.peer.endpoints() == instance.endpoints
+        })
+    });
+    match same {
+        Some(replica) => Arc::clone(replica),
+        None => Arc::new(Replica {
+            peer: Peer::new(instance.endpoints, ConnectOptions::to_incarnation(instance.incarnation)),
+            incarnation: instance.incarnation,
+            rank: instance.rank,
+            pending: Pending::default(),
+        }),
+    }
+}
+
+/// The calls of one episode. Each server it talks to is one replica from the first call on, with a jar of cookies.
+#[derive(Debug)]
+pub struct Session {
+    client: ServerClient,
+    servers: BTreeMap<String, Bound>,
+}
+
+#[derive(Debug, Default)]
+struct Bound {
+    replica: Option<Arc<Replica>>,
+    jar: CookieJar,
+}
+
+impl Session {
+    /// The cookies held for a server; what is set here goes with the next call.
+    pub fn jar(&mut self, server: &str) -> &mut CookieJar {
+        &mut self.bound(server).jar
+    }
+
+    /// `POST` of a JSON text. Any complete answer is `Ok`.
+    ///
+    /// # Errors
+    /// Before the first answer as [`ServerClient::post`]. After it, a replica that is gone is `FailedPrecondition`: the
+    /// session is lost, and only a new episode can help.
+    pub async fn post(
+        &mut self,
+        cx: &CallContext,
+        server: &str,
+        route: impl Into<Route>,
+        body: impl Into<Rope>,
+    ) -> Result<Response> {
+        let mut request = Request::post(cx.clone(), route, body);
+        let client = self.client.clone();
+        let bound = self.bound(server);
+        if let Some(cookies) = bound.jar.header() {
+            request.context.metadata.push("cookie", cookies);
+        }
+        let response = match &bound.replica {
+            None => {
+                let (replica, response) = client.dispatch(server, &request, CallOptions::default()).await?;
+                bound.replica = Some(replica);
+                response
+            }
+            Some(replica) => {
+                let policy = client.inner.policy.clone();
+                let mut result = client.call(replica, request.clone()).await;
+                if result.as_ref().is_err_and(|error| error.may_resend(false)) {
+                    let mut rng = lock(&client.inner.rng).fork();
+                    result = retry(cx, &policy, &mut rng, false, |_| client.call(replica, request.clone())).await;
+                }
+                result.map_err(|error| {
+                    let lost = error.code() == Code::Unavailable;
+                    let error = about(error, server, &request);
+                    if !lost {
+                        return error;
+                    }
+                    Error::new(Code::FailedPrecondition, error.execution(), "the server of this session is gone")
+                        .about(server.to_owned())
+                        .caused_by(error)
+                })?
+            }
+        };
+        bound.jar.merge(&response.metadata);
+        Ok(response)
+    }
+
+    fn bound(&mut self, server: &str) -> &mut Bound {
+        if !self.servers.contains_key(server) {
+            self.servers.insert(server.to_owned(), Bound::default());
+        }
+        self.servers.get_mut(server).expect("inserted above")
+    }
+}
+
+/// Says which call failed, unless the error says so already.
+fn about(error: Error, server: &str, request: &Request) -> Error {
+    match error.subject() {
+        "" => error.about(format!("{} {server}{}", request.verb, request.route)),
+        _ => error,
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
