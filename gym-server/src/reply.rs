@@ -1,0 +1,110 @@
+//! The bodies that NeMo Gym's clients know: FastAPI's 404, 405 and 422, and the JSON string of a 500.
+
+use gym_core::{Code, Error, Execution, JsonError, Message, RawObject, Response, Status};
+use serde_json::{Value, json};
+
+/// `{"detail":"Not Found"}`.
+pub(crate) fn not_found() -> Response {
+    Response::new(Status(404), Message::json(r#"{"detail":"Not Found"}"#))
+}
+
+/// `{"detail":"Method Not Allowed"}`.
+pub(crate) fn method_not_allowed(allow: &'static str) -> Response {
+    let mut response = Response::new(Status(405), Message::json(r#"{"detail":"Method Not Allowed"}"#));
+    response.metadata.push("allow", allow);
+    response
+}
+
+/// `{"status":"ok"}`.
+pub(crate) fn ok() -> Response {
+    Response::json(r#"{"status":"ok"}"#)
+}
+
+/// One problem of a request body, as pydantic writes it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Detail {
+    kind: &'static str,
+    loc: Vec<Value>,
+    message: String,
+    input: Value,
+    context: Option<Value>,
+}
+
+impl Detail {
+    /// A key that must be there: `{"type":"missing","loc":["body",…],"msg":"Field required","input":…}`.
+    #[must_use]
+    pub fn missing(path: &[&str], input: Value) -> Self {
+        Self::new("missing", path, "Field required", input)
+    }
+
+    /// Any other problem: pydantic's type name, where in the body, and the sentence.
+    #[must_use]
+    pub fn new(kind: &'static str, path: &[&str], message: impl Into<String>, input: Value) -> Self {
+        let loc = std::iter::once("body").chain(path.iter().copied()).map(Value::from).collect();
+        Self { kind, loc, message: message.into(), input, context: None }
+    }
+
+    /// A body that is not JSON, and where it stops being so.
+    #[must_use]
+    pub fn json(error: &JsonError) -> Self {
+        Self {
+            kind: "json_invalid",
+            loc: vec!["body".into(), error.offset.into()],
+            message: "JSON decode error".into(),
+            input: json!({}),
+            context: Some(json!({"error": error.message})),
+        }
+    }
+
+    fn value(self) -> Value {
+        let mut value = json!({"type": self.kind, "loc": self.loc, "msg": self.message, "input": self.input});
+        if let (Some(context), Some(object)) = (self.context, value.as_object_mut()) {
+            object.insert("ctx".into(), context);
+        }
+        value
+    }
+}
+
+/// 422 with the problems of the body.
+#[must_use]
+pub fn unprocessable(details: Vec<Detail>) -> Response {
+    let details: Vec<Value> = details.into_iter().map(Detail::value).collect();
+    let mut response = Response::new(Status(422), Message::json(json!({"detail": details}).to_string()));
+    response.metadata.push(gym_core::CODE_METADATA, Code::InvalidArgument.as_str());
+    response.metadata.push(gym_core::EXECUTION_METADATA, Execution::NotStarted.as_str());
+    response
+}
+
+/// The answer that an error of a role is: 422 and 404 as FastAPI writes them, anything else as every transport does.
+pub(crate) fn of_error(error: &Error) -> Response {
+    match (error.code(), error.execution()) {
+        (Code::InvalidArgument, Execution::NotStarted) => {
+            unprocessable(vec![Detail::new("value_error", &[], error.to_string(), json!({}))])
+        }
+        (Code::NotFound, Execution::NotStarted) if error.subject().is_empty() => {
+            let mut response = not_found();
+            response.metadata.push(gym_core::CODE_METADATA, Code::NotFound.as_str());
+            response.metadata.push(gym_core::EXECUTION_METADATA, Execution::NotStarted.as_str());
+            response
+        }
+        _ => Response::from_error(error),
+    }
+}
+
+/// The body of a request as an object; the 422 that it deserves otherwise.
+pub(crate) fn object(message: &Message) -> Result<RawObject, Response> {
+    let text = message.head.to_bytes();
+    RawObject::parse(text.clone()).map_err(|error| {
+        unprocessable(vec![match serde_json::from_slice::<Value>(&text) {
+            // JSON, but a list or a number.
+            Ok(other) => Detail::new(
+                "model_attributes_type",
+                &[],
+                "Input should be a valid dictionary or object to extract fields from",
+                other,
+            ),
+            Err(_) if text.is_empty() => Detail::missing(&[], Value::Null),
+            Err(_) => Detail::json(&error),
+        }])
+    })
+}

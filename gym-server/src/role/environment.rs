@@ -1,0 +1,51 @@
+//! An environment server behind the seam: what a collector talks to.
+
+use std::sync::Arc;
+
+use futures_util::future::BoxFuture;
+use gym_core::{EnvironmentServer, Handler, Request, Response, Result, ServerKind, Verb};
+
+use super::{Call, Role, RoleServer, Site};
+use crate::reply;
+
+/// Serves an [`EnvironmentServer`]. It has no session of its own: cookies pass through it.
+#[derive(Clone, Debug)]
+pub struct Environment(Arc<dyn Handler>);
+
+impl Environment {
+    /// Serves `server` at `site`.
+    #[must_use]
+    pub fn new<S: EnvironmentServer>(server: S, site: &Site) -> Self {
+        Self(Arc::new(RoleServer::new(EnvironmentRole(server), site)))
+    }
+}
+
+impl Handler for Environment {
+    fn handle(&self, request: Request) -> BoxFuture<'static, Result<Response>> {
+        self.0.handle(request)
+    }
+}
+
+struct EnvironmentRole<S>(S);
+
+impl<S: EnvironmentServer> Role for EnvironmentRole<S> {
+    const ROUTES: &'static [&'static str] = &["/run", "/aggregate_metrics"];
+    const KIND: ServerKind = ServerKind::Environment;
+    const SESSIONS: bool = false;
+
+    async fn answer(&self, call: Call) -> Result<Response> {
+        match call.what() {
+            (Verb::Post, "/run" | "/aggregate_metrics") => {}
+            (_, "/run" | "/aggregate_metrics") => return Ok(reply::method_not_allowed("POST")),
+            _ => return Ok(reply::not_found()),
+        }
+        let body = match reply::object(&call.message) {
+            Ok(body) => body,
+            Err(response) => return Ok(response),
+        };
+        match call.path.as_str() {
+            "/run" => self.0.run(&call.context, &body).await,
+            _ => self.0.aggregate_metrics(&call.context, &body).await,
+        }
+    }
+}

@@ -1,0 +1,231 @@
+//! Turns an implementation of a role into a handler: sessions, health, metrics, rollout prefixes and error bodies are the same
+//! for all of them and live here.
+
+mod agent;
+mod environment;
+mod model;
+mod resources;
+
+use std::fmt;
+use std::future::Future;
+use std::panic::AssertUnwindSafe;
+use std::sync::Arc;
+
+use futures_util::FutureExt;
+use futures_util::future::BoxFuture;
+use gym_client::CookieJar;
+use gym_core::{CallContext, Error, Handler, Message, Request, Response, Result, ServerKind, SessionId, Verb, World};
+
+pub use agent::Agent;
+pub use environment::Environment;
+pub use model::Model;
+pub use resources::Resources;
+
+use crate::metrics::{Metrics, RouteMetrics};
+use crate::reply;
+
+/// Under which name a role is served, and what it shares with the other servers of the process.
+#[derive(Clone, Debug)]
+pub struct Site {
+    /// The instance's name in the configuration.
+    pub name: String,
+    /// The implementation's name.
+    pub implementation: String,
+    /// Where session ids come from.
+    pub world: World,
+    /// Where requests are counted.
+    pub metrics: Metrics,
+}
+
+impl Site {
+    /// A site with metrics of its own.
+    #[must_use]
+    pub fn new(name: impl Into<String>, implementation: impl Into<String>, world: &World) -> Self {
+        let (name, implementation) = (name.into(), implementation.into());
+        Self { name, implementation, world: world.clone(), metrics: Metrics::new() }
+    }
+}
+
+/// What a role makes of a request whose session and route are known.
+pub(crate) trait Role: Send + Sync + 'static {
+    /// The routes it counts separately; anything else is counted as a tool.
+    const ROUTES: &'static [&'static str];
+    /// Which of the four it is.
+    const KIND: ServerKind;
+    /// Whether it keeps sessions: a relay passes on those of others.
+    const SESSIONS: bool = true;
+
+    fn answer(&self, call: Call) -> impl Future<Output = Result<Response>> + Send;
+}
+
+/// One request to a role.
+#[derive(Debug)]
+pub(crate) struct Call {
+    pub(crate) verb: Verb,
+    /// The path without a rollout prefix and without a query.
+    pub(crate) path: String,
+    pub(crate) context: CallContext,
+    pub(crate) session: SessionId,
+    pub(crate) message: Message,
+}
+
+impl Call {
+    /// What is asked for, for a `match`.
+    pub(crate) fn what(&self) -> (Verb, &str) {
+        (self.verb, self.path.as_str())
+    }
+}
+
+/// A role behind the seam. Cheap to clone.
+pub(crate) struct RoleServer<R>(Arc<Inner<R>>);
+
+struct Inner<R> {
+    role: R,
+    site: Site,
+    cookie: String,
+    routes: Vec<RouteMetrics>,
+    others: RouteMetrics,
+}
+
+impl<R: Role> RoleServer<R> {
+    pub(crate) fn new(role: R, site: &Site) -> Self {
+        let routes = R::ROUTES.iter().map(|route| site.metrics.route(&site.name, route)).collect();
+        let others = site.metrics.route(&site.name, "other");
+        let cookie = token(&format!("{}___{}", site.implementation, site.name));
+        Self(Arc::new(Inner { role, site: site.clone(), cookie, routes, others }))
+    }
+}
+
+impl<R> Clone for RoleServer<R> {
+    fn clone(&self) -> Self {
+        Self(Arc::clone(&self.0))
+    }
+}
+
+impl<R: Role> fmt::Debug for RoleServer<R> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}({})", R::KIND, self.0.site.name)
+    }
+}
+
+impl<R: Role> Handler for RoleServer<R> {
+    fn handle(&self, request: Request) -> BoxFuture<'static, Result<Response>> {
+        let inner = Arc::clone(&self.0);
+        Box::pin(async move { Ok(inner.answer(request).await) })
+    }
+}
+
+impl<R: Role> Inner<R> {
+    async fn answer(&self, request: Request) -> Response {
+        let path = without_rollout_prefix(request.route.path());
+        match (request.verb, path) {
+            (Verb::Get | Verb::Head, "/" | "/livez" | "/readyz" | "/healthz" | "/health") => return self.health(path),
+            (Verb::Get | Verb::Head, "/metrics") => {
+                let mut response = Response::text(self.site.metrics.text());
+                response.message.content_type =
+                    gym_core::ContentType::Other("application/openmetrics-text; version=1.0.0; charset=utf-8".into());
+                return response;
+            }
+            _ => {}
+        }
+        let metrics = R::ROUTES.iter().position(|route| *route == path).map_or(&self.others, |at| &self.routes[at]);
+        let counted = metrics.begin();
+        let session = if R::SESSIONS { self.session(&request.context) } else { SessionId::new("") };
+        let call = Call {
+            verb: request.verb,
+            path: path.to_owned(),
+            context: request.context,
+            session: session.clone(),
+            message: request.message,
+        };
+        let answered = AssertUnwindSafe(self.role.answer(call)).catch_unwind().await;
+        let mut response = match answered {
+            Ok(Ok(response)) => response,
+            Ok(Err(error)) => {
+                tracing::debug!(server = self.site.name, path, %error, "answered with an error");
+                reply::of_error(&error)
+            }
+            Err(panic) => {
+                let what = panic_text(&*panic);
+                tracing::error!(server = self.site.name, path, what, "a handler panicked");
+                reply::of_error(&Error::internal(format!("the handler panicked: {what}")))
+            }
+        };
+        if R::SESSIONS {
+            // On every answer, because clients carry only the cookies of the last one forward.
+            let cookie = &self.cookie;
+            let value = format!("{cookie}={session}; path=/; Max-Age=1209600; httponly; samesite=lax");
+            response.metadata.push("set-cookie", value);
+        }
+        counted.finish(&response);
+        response
+    }
+
+    fn health(&self, path: &str) -> Response {
+        if path != "/health" {
+            return reply::ok();
+        }
+        let in_flight: i64 = self.routes.iter().chain([&self.others]).map(RouteMetrics::in_flight).sum();
+        let body = serde_json::json!({
+            "status": "ok", "name": self.site.name, "server_type": R::KIND.as_str(),
+            "implementation": self.site.implementation, "in_flight": in_flight,
+        });
+        Response::json(body.to_string())
+    }
+
+    /// The session of the caller's cookie; a new one when it has none.
+    fn session(&self, context: &CallContext) -> SessionId {
+        match CookieJar::of_request(&context.metadata).get(&self.cookie) {
+            // Longer ones are not ours, and would be kept in maps.
+            Some(id) if !id.is_empty() && id.len() <= 128 => SessionId::new(id),
+            _ => SessionId::new(self.site.world.unique_id()),
+        }
+    }
+}
+
+/// Only characters that Python's cookie writer leaves unquoted.
+fn token(text: &str) -> String {
+    text.chars().map(|c| if c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-') { c } else { '-' }).collect()
+}
+
+/// `/ng-rollout/<id>[/training-token-capture]` may stand before any path.
+fn without_rollout_prefix(path: &str) -> &str {
+    let Some(rest) = path.strip_prefix("/ng-rollout/") else { return path };
+    let Some((id, _)) = rest.split_once('/') else { return path };
+    let valid = id.starts_with(|c: char| c.is_ascii_alphanumeric())
+        && id.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-'));
+    if !valid {
+        return path;
+    }
+    let rest = &rest[id.len()..];
+    match rest.strip_prefix("/training-token-capture") {
+        Some(route) if route.starts_with('/') => route,
+        _ => rest,
+    }
+}
+
+fn panic_text(panic: &(dyn std::any::Any + Send)) -> &str {
+    panic
+        .downcast_ref::<&str>()
+        .copied()
+        .or_else(|| panic.downcast_ref::<String>().map(String::as_str))
+        .unwrap_or("no message")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rollout_prefix_is_taken_off() {
+        for (path, bare) in [
+            ("/run", "/run"),
+            ("/ng-rollout/3-0-a1/v1/responses", "/v1/responses"),
+            ("/ng-rollout/a.b/training-token-capture/v1/responses", "/v1/responses"),
+            ("/ng-rollout/-x/run", "/ng-rollout/-x/run"),
+            ("/ng-rollout/x", "/ng-rollout/x"),
+        ] {
+            assert_eq!(without_rollout_prefix(path), bare);
+        }
+    }
+}

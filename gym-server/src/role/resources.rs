@@ -1,0 +1,118 @@
+//! A resources server behind the seam: the session's state and tools, and the verdict spliced into the row.
+
+use std::sync::Arc;
+
+use futures_util::future::BoxFuture;
+use gym_core::{
+    CallContext, Error, Handler, ModelResponse, RawObject, Request, ResourcesServer, Response, Result, Rope,
+    ServerKind, SessionId, Verb, Verdict,
+};
+use serde_json::Value;
+
+use super::{Call, Role, RoleServer, Site};
+use crate::reply::{self, Detail};
+
+/// Serves a [`ResourcesServer`]: `/seed_session`, `/verify`, `/close_session`, `/aggregate_metrics`, `/reverify_mode` and a
+/// route for each tool.
+#[derive(Clone, Debug)]
+pub struct Resources(Arc<dyn Handler>);
+
+impl Resources {
+    /// Serves `server` at `site`.
+    #[must_use]
+    pub fn new<S: ResourcesServer>(server: S, site: &Site) -> Self {
+        Self(Arc::new(RoleServer::new(ResourcesRole(server), site)))
+    }
+}
+
+impl Handler for Resources {
+    fn handle(&self, request: Request) -> BoxFuture<'static, Result<Response>> {
+        self.0.handle(request)
+    }
+}
+
+struct ResourcesRole<S>(S);
+
+impl<S: ResourcesServer> Role for ResourcesRole<S> {
+    const ROUTES: &'static [&'static str] =
+        &["/seed_session", "/verify", "/close_session", "/aggregate_metrics", "/reverify_mode"];
+    const KIND: ServerKind = ServerKind::Resources;
+
+    async fn answer(&self, call: Call) -> Result<Response> {
+        match call.what() {
+            (Verb::Get, "/reverify_mode") => return Ok(Response::json("\"unknown\"")),
+            (verb, "/seed_session" | "/verify" | "/close_session" | "/aggregate_metrics") if verb != Verb::Post => {
+                return Ok(reply::method_not_allowed("POST"));
+            }
+            (Verb::Post, _) => {}
+            _ => return Ok(reply::not_found()),
+        }
+        let body = match reply::object(&call.message) {
+            Ok(body) => body,
+            Err(response) => return Ok(response),
+        };
+        let (cx, session) = (&call.context, &call.session);
+        match call.path.as_str() {
+            "/seed_session" => self.seed_session(cx, session, &body).await,
+            "/verify" => self.verify(cx, session, &body).await,
+            "/close_session" => {
+                self.0.close_session(cx, session).await?;
+                let id = body.get("resources_session_id").unwrap_or_else(|| "null".into());
+                let reply = RawObject::empty().edit().set("resources_session_id", id).to_rope();
+                Ok(Response::json(reply))
+            }
+            "/aggregate_metrics" => crate::aggregate::reply(&body),
+            tool => self.0.call_tool(cx, session, tool.trim_start_matches('/'), &body).await,
+        }
+    }
+}
+
+impl<S: ResourcesServer> ResourcesRole<S> {
+    async fn seed_session(&self, cx: &CallContext, session: &SessionId, body: &RawObject) -> Result<Response> {
+        // The typed form of NeMo Gym 0.7 puts the row under `task_data` and wants its id back.
+        let Some(id) = body.get("resources_session_id") else {
+            return Ok(Response::json(self.0.seed_session(cx, session, body).await?.into_text()));
+        };
+        let row = body.get_object("task_data").ok().flatten().unwrap_or_default();
+        let seeded = self.0.seed_session(cx, session, &row).await?;
+        let mut reply = seeded.edit().set("resources_session_id", id);
+        for key in ["resources_tools", "sandbox_access"] {
+            if !seeded.contains(key) {
+                reply = reply.set(key, "null");
+            }
+        }
+        Ok(Response::json(reply.to_rope()))
+    }
+
+    async fn verify(&self, cx: &CallContext, session: &SessionId, body: &RawObject) -> Result<Response> {
+        let missing: Vec<Detail> = ["responses_create_params", "response"]
+            .into_iter()
+            .filter(|key| !body.contains(key))
+            .map(|key| Detail::missing(&[key], body.outline().unwrap_or(Value::Null)))
+            .collect();
+        if !missing.is_empty() {
+            return Ok(reply::unprocessable(missing));
+        }
+        let Ok(Some(response)) = body.get_object("response") else {
+            let kind = "Input should be a valid dictionary or object to extract fields from";
+            let input = body.get_as::<Value>("response")?.unwrap_or_default();
+            return Ok(reply::unprocessable(vec![Detail::new("model_attributes_type", &["response"], kind, input)]));
+        };
+        let task: S::Task = body.view().map_err(|error| Error::invalid(error.to_string()))?;
+        let verdict = self.0.verify(cx, session, task, &ModelResponse(response)).await?;
+        Ok(Response::json(spliced(body, &verdict)?))
+    }
+}
+
+/// The row as it came, with the reward and what else the verifier says.
+fn spliced(row: &RawObject, verdict: &Verdict) -> Result<Rope> {
+    if !verdict.reward.is_finite() {
+        // JSON has no NaN: a trainer must never read one as a number or as a 0.
+        return Err(Error::internal(format!("the verifier's reward is {}", verdict.reward)).about("verify"));
+    }
+    let mut row = row.edit().set_value("reward", &verdict.reward)?;
+    for (key, value) in &verdict.fields {
+        row = row.set_value(*key, value)?;
+    }
+    Ok(row.to_rope())
+}
