@@ -43,6 +43,9 @@ pub struct Registration {
     /// How long it lives without a renewal.
     #[serde(rename = "ttl_ms", with = "millis")]
     pub ttl: Duration,
+    /// What else those who look should know, such as `pid` and `entrypoint`.
+    #[serde(default)]
+    pub labels: BTreeMap<String, String>,
 }
 
 /// A live server.
@@ -62,6 +65,9 @@ pub struct Instance {
     /// Which life of it this is.
     #[serde(with = "incarnation")]
     pub incarnation: Incarnation,
+    /// What else those who look should know, such as `pid` and `entrypoint`.
+    #[serde(default)]
+    pub labels: BTreeMap<String, String>,
 }
 
 /// The right to be found until it runs out.
@@ -153,7 +159,7 @@ impl RegistryState {
     /// # Errors
     /// As there.
     pub fn register(&mut self, now: Instant, registration: Registration) -> Result<Lease> {
-        let Registration { name, rank, kind, implementation, endpoints, incarnation, ttl } = registration;
+        let Registration { name, rank, kind, implementation, endpoints, incarnation, ttl, labels } = registration;
         let refused = |code, why: String| Err(Error::not_started(code, why).about(format!("register {name}")));
         if name.is_empty() || name.contains(|c: char| c.is_whitespace() || c.is_control()) {
             return refused(Code::InvalidArgument, "a name without blanks is needed".into());
@@ -183,7 +189,7 @@ impl RegistryState {
             }
         }
         let lease = Lease { name: name.clone(), rank, incarnation, ttl };
-        let instance = Instance { name: name.clone(), rank, kind, implementation, endpoints, incarnation };
+        let instance = Instance { name: name.clone(), rank, kind, implementation, endpoints, incarnation, labels };
         self.entries.insert((name, rank), Entry { instance, ttl, expires: now + ttl });
         Ok(lease)
     }

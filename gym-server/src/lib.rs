@@ -2,11 +2,15 @@
 #![forbid(unsafe_code)]
 
 mod aggregate;
+pub mod head;
 pub mod metrics;
 mod reply;
 mod role;
 mod serve;
+#[cfg(test)]
+mod testing;
 
+pub use head::{HEAD_PORT, HeadServer};
 pub use metrics::Metrics;
 pub use reply::{Detail, unprocessable};
 pub use role::{Agent, Environment, Model, Resources, Site};

@@ -1,7 +1,9 @@
 //! The bodies that NeMo Gym's clients know: FastAPI's 404, 405 and 422, and the JSON string of a 500.
 
-use gym_core::{Code, Error, Execution, JsonError, Message, RawObject, Response, Status};
+use gym_core::{Code, ContentType, Error, Execution, JsonError, Message, RawObject, Response, Status};
 use serde_json::{Value, json};
+
+use crate::metrics::Metrics;
 
 /// `{"detail":"Not Found"}`.
 pub(crate) fn not_found() -> Response {
@@ -18,6 +20,14 @@ pub(crate) fn method_not_allowed(allow: &'static str) -> Response {
 /// `{"status":"ok"}`.
 pub(crate) fn ok() -> Response {
     Response::json(r#"{"status":"ok"}"#)
+}
+
+/// The metrics of the process, as Prometheus scrapes them.
+pub(crate) fn metrics(metrics: &Metrics) -> Response {
+    let mut response = Response::text(metrics.text());
+    response.message.content_type =
+        ContentType::Other("application/openmetrics-text; version=1.0.0; charset=utf-8".into());
+    response
 }
 
 /// One problem of a request body, as pydantic writes it.

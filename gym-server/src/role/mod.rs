@@ -120,12 +120,7 @@ impl<R: Role> Inner<R> {
         let path = without_rollout_prefix(request.route.path());
         match (request.verb, path) {
             (Verb::Get | Verb::Head, "/" | "/livez" | "/readyz" | "/healthz" | "/health") => return self.health(path),
-            (Verb::Get | Verb::Head, "/metrics") => {
-                let mut response = Response::text(self.site.metrics.text());
-                response.message.content_type =
-                    gym_core::ContentType::Other("application/openmetrics-text; version=1.0.0; charset=utf-8".into());
-                return response;
-            }
+            (Verb::Get | Verb::Head, "/metrics") => return reply::metrics(&self.site.metrics),
             _ => {}
         }
         let metrics = R::ROUTES.iter().position(|route| *route == path).map_or(&self.others, |at| &self.routes[at]);

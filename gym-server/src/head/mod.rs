@@ -1,0 +1,329 @@
+//! The head server: names to live servers, for our own clients and for NeMo Gym's.
+//!
+//! | route | what |
+//! |---|---|
+//! | `POST /registry/register`, `renew`, `deregister`, `watch`; `GET /registry/instances[?name=…]` | leases, see [`gym_client::registry`] |
+//! | `GET /global_config_dict_yaml` | the merged configuration, as a JSON string of YAML, with the live servers' host and port |
+//! | `GET /server_instances` | the live servers, in NeMo Gym's form |
+//! | `GET /`, `/livez` | 200 |
+//! | `GET /health`, `/healthz`, `/readyz` | 503 until everything that was asked for serves, then 200 |
+//! | `GET /metrics` | Prometheus |
+//!
+//! It is on the control path only: rollouts and tensors never pass through it. Its state is soft: after a restart the servers
+//! register again within a heartbeat.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use futures_util::StreamExt;
+use futures_util::future::BoxFuture;
+use gym_client::registry::WatchRequest;
+use gym_core::{
+    CallContext, Error, Handler, Instance, Lease, MemoryRegistry, Message, Registration, Registry, Request, Response,
+    Result, Status, Verb, World,
+};
+use prometheus_client::metrics::gauge::Gauge;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+
+use crate::metrics::{Metrics, RouteMetrics};
+use crate::reply;
+
+/// The port that NeMo Gym's tools expect.
+pub const HEAD_PORT: u16 = 11_000;
+
+/// A watcher asks for at most this long a wait; it asks again afterwards.
+const WATCH_WAIT_MAX: Duration = Duration::from_secs(60);
+
+/// Gives the text of `/global_config_dict_yaml` for the servers that live now.
+pub type GlobalConfig = Arc<dyn Fn(&[Instance]) -> String + Send + Sync>;
+
+/// The head server's handler. Cheap to clone; clones share the state.
+#[derive(Clone)]
+pub struct HeadServer(Arc<Head>);
+
+struct Head {
+    registry: MemoryRegistry,
+    config: GlobalConfig,
+    ready: AtomicBool,
+    start_time: f64,
+    metrics: Metrics,
+    routes: RouteMetrics,
+    live: Gauge,
+}
+
+impl HeadServer {
+    /// A head over `registry` that hands out what `config` says. Not ready until [`HeadServer::set_ready`].
+    #[must_use]
+    pub fn new(registry: MemoryRegistry, config: GlobalConfig, world: &World, metrics: Metrics) -> Self {
+        let live = Gauge::default();
+        metrics.with(|known| known.register("gym_registered_servers", "Servers with a live lease", live.clone()));
+        let routes = metrics.route("head_server", "all");
+        let start_time = world.now().as_secs_f64();
+        Self(Arc::new(Head { registry, config, ready: AtomicBool::new(false), start_time, metrics, routes, live }))
+    }
+
+    /// From now on `/health` says that everything asked for serves.
+    pub fn set_ready(&self) {
+        self.0.ready.store(true, Ordering::Release);
+    }
+
+    /// The registry behind it.
+    #[must_use]
+    pub fn registry(&self) -> &MemoryRegistry {
+        &self.0.registry
+    }
+}
+
+impl fmt::Debug for HeadServer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("HeadServer")
+    }
+}
+
+impl Handler for HeadServer {
+    fn handle(&self, request: Request) -> BoxFuture<'static, Result<Response>> {
+        let head = Arc::clone(&self.0);
+        Box::pin(async move {
+            let counted = head.routes.begin();
+            let response = head.answer(request).await.unwrap_or_else(|error| reply::of_error(&error));
+            counted.finish(&response);
+            Ok(response)
+        })
+    }
+}
+
+impl Head {
+    async fn answer(&self, request: Request) -> Result<Response> {
+        let cx = &request.context;
+        match (request.verb, request.route.path()) {
+            (Verb::Get | Verb::Head, "/" | "/livez") => Ok(reply::ok()),
+            (Verb::Get | Verb::Head, "/health" | "/healthz" | "/readyz") => Ok(self.health()),
+            (Verb::Get, "/metrics") => self.metrics(cx).await,
+            (Verb::Get, "/global_config_dict_yaml") => {
+                let yaml = (self.config)(&self.registry.list(cx).await?);
+                json(&yaml)
+            }
+            (Verb::Get, "/server_instances") => {
+                let now: Vec<Value> =
+                    self.registry.list(cx).await?.iter().map(|instance| self.in_their_form(instance)).collect();
+                json(&now)
+            }
+            (Verb::Get, "/registry/instances") => match query(request.route.query().unwrap_or_default(), "name") {
+                Some(name) => json(&self.registry.resolve(cx, &name).await?),
+                None => json(&self.registry.list(cx).await?),
+            },
+            (Verb::Post, "/registry/register") => {
+                let registration: Registration = read(&request.message)?;
+                let (name, endpoint) = (registration.name.clone(), registration.endpoints.first().cloned());
+                let lease = self.registry.register(cx, registration).await?;
+                tracing::info!(name, rank = lease.rank, ?endpoint, "{name} registered successfully");
+                json(&lease)
+            }
+            (Verb::Post, "/registry/renew") => {
+                self.registry.renew(cx, &read::<Lease>(&request.message)?).await?;
+                Ok(reply::ok())
+            }
+            (Verb::Post, "/registry/deregister") => {
+                let lease: Lease = read(&request.message)?;
+                tracing::info!(name = lease.name, rank = lease.rank, "deregistered");
+                self.registry.deregister(cx, lease).await?;
+                Ok(reply::ok())
+            }
+            (Verb::Post, "/registry/watch") => self.watch(&read(&request.message)?).await,
+            (_, "/registry/register" | "/registry/renew" | "/registry/deregister" | "/registry/watch") => {
+                Ok(reply::method_not_allowed("POST"))
+            }
+            (
+                _,
+                "/"
+                | "/livez"
+                | "/health"
+                | "/healthz"
+                | "/readyz"
+                | "/metrics"
+                | "/global_config_dict_yaml"
+                | "/server_instances"
+                | "/registry/instances",
+            ) => Ok(reply::method_not_allowed("GET")),
+            _ => Ok(reply::not_found()),
+        }
+    }
+
+    fn health(&self) -> Response {
+        if self.ready.load(Ordering::Acquire) {
+            return reply::ok();
+        }
+        Response::new(Status(503), Message::json(r#"{"status":"starting"}"#))
+    }
+
+    async fn metrics(&self, cx: &CallContext) -> Result<Response> {
+        let live = self.registry.list(cx).await?.len();
+        self.live.set(i64::try_from(live).unwrap_or(i64::MAX));
+        Ok(reply::metrics(&self.metrics))
+    }
+
+    async fn watch(&self, request: &WatchRequest) -> Result<Response> {
+        let mut states = self.registry.watch(&request.name);
+        let wait = Duration::from_millis(request.wait_ms).min(WATCH_WAIT_MAX);
+        let deadline = tokio::time::Instant::now() + wait;
+        let mut now = Vec::new();
+        while let Ok(Some(state)) = tokio::time::timeout_at(deadline, states.next()).await {
+            now = state;
+            if request.seen.as_ref() != Some(&now) {
+                break;
+            }
+        }
+        json(&now)
+    }
+
+    /// A server as NeMo Gym's `/server_instances` writes it.
+    fn in_their_form(&self, instance: &Instance) -> Value {
+        let label = |name: &str| instance.labels.get(name).map(String::as_str);
+        let http = instance.endpoints.iter().find(|endpoint| endpoint.scheme() == "http");
+        let (host, port) = http.and_then(|http| http.address().rsplit_once(':')).unwrap_or_default();
+        json!({
+            "config_path": instance.name,
+            "dir_path": label("dir_path"),
+            "entrypoint": label("entrypoint"),
+            "host": host,
+            "name": instance.implementation,
+            "pid": label("pid").and_then(|pid| pid.parse::<u32>().ok()),
+            "port": port.parse::<u16>().ok(),
+            "process_name": instance.name,
+            "server_type": instance.kind.as_str(),
+            "start_time": self.start_time,
+            "status": null,
+            "uptime_seconds": null,
+            "url": http.map(gym_core::Endpoint::as_str),
+        })
+    }
+}
+
+fn json(value: &impl Serialize) -> Result<Response> {
+    let text = serde_json::to_vec(value).map_err(|error| Error::internal("cannot serialise").caused_by(error))?;
+    Ok(Response::json(text))
+}
+
+fn read<T: DeserializeOwned>(message: &Message) -> Result<T> {
+    serde_json::from_slice(&message.head.to_bytes())
+        .map_err(|error| Error::invalid("the body cannot be read").caused_by(error))
+}
+
+/// The value of a key in a query string. Server names need no escapes, so none are undone.
+fn query(text: &str, key: &str) -> Option<String> {
+    text.split('&').find_map(|pair| {
+        let (name, value) = pair.split_once('=')?;
+        (name == key).then(|| value.to_owned())
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use gym_core::{Endpoint, Incarnation, ServerKind};
+
+    use super::*;
+    use crate::testing::world;
+
+    fn registration(name: &str, port: u16, incarnation: u64) -> Registration {
+        Registration {
+            name: name.to_owned(),
+            rank: None,
+            kind: ServerKind::Agent,
+            implementation: "simple_agent".to_owned(),
+            endpoints: vec![Endpoint::parse(&format!("http://127.0.0.1:{port}")).unwrap()],
+            incarnation: Incarnation(incarnation),
+            ttl: Duration::from_secs(30),
+            labels: BTreeMap::from([("pid".to_owned(), "77".to_owned())]),
+        }
+    }
+
+    fn head() -> HeadServer {
+        let config: GlobalConfig = Arc::new(|instances| format!("live: {}\n", instances.len()));
+        HeadServer::new(MemoryRegistry::new(), config, &world(1), Metrics::new())
+    }
+
+    async fn get(head: &HeadServer, route: &'static str) -> (u16, Value) {
+        let response = head.handle(Request::get(CallContext::default(), route)).await.unwrap();
+        (response.status.0, serde_json::from_slice(&response.message.head.to_bytes()).unwrap())
+    }
+
+    async fn post(head: &HeadServer, route: &'static str, body: &impl Serialize) -> (u16, Value) {
+        let body = serde_json::to_vec(body).unwrap();
+        let response = head.handle(Request::post(CallContext::default(), route, body)).await.unwrap();
+        (response.status.0, serde_json::from_slice(&response.message.head.to_bytes()).unwrap())
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn it_is_starting_until_told_that_everything_serves() {
+        let head = head();
+        assert_eq!(get(&head, "/health").await, (503, json!({"status": "starting"})));
+        assert_eq!(get(&head, "/").await.0, 200);
+        head.set_ready();
+        assert_eq!(get(&head, "/readyz").await, (200, json!({"status": "ok"})));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_registers_is_seen_by_both_kinds_of_clients_until_its_lease_runs_out() {
+        let head = head();
+        let (status, lease) = post(&head, "/registry/register", &registration("a", 7001, 1)).await;
+        assert_eq!((status, &lease["rank"]), (200, &json!(0)));
+        assert_eq!(get(&head, "/global_config_dict_yaml").await.1, json!("live: 1\n"));
+        let (_, instances) = get(&head, "/server_instances").await;
+        assert_eq!(instances[0]["process_name"], "a");
+        assert_eq!((&instances[0]["host"], &instances[0]["port"]), (&json!("127.0.0.1"), &json!(7001)));
+        assert_eq!(instances[0]["pid"], 77);
+        assert_eq!(get(&head, "/registry/instances?name=b").await.1, json!([]));
+        tokio::time::advance(Duration::from_secs(20)).await;
+        assert_eq!(post(&head, "/registry/renew", &lease).await.0, 200);
+        tokio::time::advance(Duration::from_secs(31)).await;
+        assert_eq!(get(&head, "/registry/instances?name=a").await.1, json!([]));
+        assert_eq!(post(&head, "/registry/renew", &lease).await.0, 404);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_second_server_of_the_same_name_and_rank_is_refused_unless_it_is_a_newer_life() {
+        let head = head();
+        let at = |port, incarnation| Registration { rank: Some(0), ..registration("a", port, incarnation) };
+        assert_eq!(post(&head, "/registry/register", &at(7001, 5)).await.0, 200);
+        assert_eq!(post(&head, "/registry/register", &at(7001, 5)).await.0, 200, "a replay is not a second server");
+        let (status, why) = post(&head, "/registry/register", &at(7002, 4)).await;
+        assert_eq!(status, 409);
+        assert!(why.as_str().unwrap().contains("rank 0 lives at http://127.0.0.1:7001"), "{why}");
+        assert_eq!(post(&head, "/registry/register", &at(7002, 6)).await.0, 200);
+        assert_eq!(get(&head, "/server_instances").await.1[0]["port"], 7002);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_watch_answers_at_the_change_or_at_the_end_of_its_wait() {
+        let head = head();
+        let watch = |seen| WatchRequest { name: "a".to_owned(), seen, wait_ms: 5_000 };
+        assert_eq!(post(&head, "/registry/watch", &watch(None)).await.1, json!([]));
+        let began = tokio::time::Instant::now();
+        assert_eq!(post(&head, "/registry/watch", &watch(Some(Vec::new()))).await.1, json!([]));
+        assert_eq!(began.elapsed().as_secs(), 5);
+        let (seen, _) = tokio::join!(async { post(&head, "/registry/watch", &watch(Some(Vec::new()))).await }, async {
+            post(&head, "/registry/register", &registration("a", 7001, 1)).await
+        },);
+        assert_eq!(seen.1[0]["name"], "a");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_is_not_served_or_not_understood_gets_the_bodies_that_clients_know() {
+        let head = head();
+        assert_eq!(get(&head, "/nothing").await, (404, json!({"detail": "Not Found"})));
+        assert_eq!(get(&head, "/registry/renew").await, (405, json!({"detail": "Method Not Allowed"})));
+        let (status, body) = post(&head, "/registry/register", &json!({"name": 5})).await;
+        assert_eq!(status, 422);
+        assert!(body["detail"][0]["msg"].as_str().unwrap().contains("invalid type"), "{body}");
+        let none = Registration { endpoints: Vec::new(), ..registration("a", 1, 1) };
+        let (status, body) = post(&head, "/registry/register", &none).await;
+        assert_eq!(status, 422);
+        assert!(body.to_string().contains("at least one endpoint"), "{body}");
+    }
+}
