@@ -2,6 +2,8 @@
 #![forbid(unsafe_code)]
 
 mod cookies;
+#[cfg(target_os = "linux")]
+pub mod launch;
 mod peer;
 mod pick;
 pub mod registry;
