@@ -259,12 +259,7 @@ impl Launcher {
     /// Settings first.
     #[must_use]
     pub fn builder() -> LauncherBuilder {
-        LauncherBuilder {
-            shim: None,
-            seed: 0,
-            grace: Duration::from_secs(3),
-            sink: Arc::new(|_, _, _| {}),
-        }
+        LauncherBuilder { shim: None, seed: 0, grace: Duration::from_secs(3), sink: Arc::new(|_, _, _| {}) }
     }
 
     /// Starts a child and watches it. Returns when the program is being executed, which is before it serves anything.

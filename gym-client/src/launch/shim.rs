@@ -62,7 +62,8 @@ pub(super) fn shim_arguments<'a>(controller: u32, program: &'a Path) -> [OsStrin
 }
 
 fn become_program(mut arguments: impl Iterator<Item = OsString>) -> ! {
-    let (Some(controller), Some(program)) = (arguments.next().and_then(|text| parse_pid(&text)), arguments.next()) else {
+    let (Some(controller), Some(program)) = (arguments.next().and_then(|text| parse_pid(&text)), arguments.next())
+    else {
         fail(EXEC_FAILED, "gym launch: the shim was started without controller and program")
     };
     if let Err(error) = tie_to(controller, Signal::KILL) {

@@ -145,11 +145,9 @@ impl ChildSpec {
                 Err(Some(problem)) => {
                     Err(LaunchError::NotExecutable { name: self.name.clone(), program: path, problem })
                 }
-                Err(None) => Err(LaunchError::ProgramNotFound {
-                    name: self.name.clone(),
-                    program: path,
-                    looked_in: None,
-                }),
+                Err(None) => {
+                    Err(LaunchError::ProgramNotFound { name: self.name.clone(), program: path, looked_in: None })
+                }
             };
         }
         self.search()
@@ -187,14 +185,17 @@ impl ChildSpec {
     /// `Err(None)`: not there. `Err(Some(problem))`: there, but cannot be run.
     fn executable(&self, path: &Path) -> Result<(), Option<&'static str>> {
         let found = std::fs::metadata(path).map_err(|error| match error.kind() {
-            std::io::ErrorKind::PermissionDenied => Some("in a folder that may not be entered; correct its permissions"),
+            std::io::ErrorKind::PermissionDenied => {
+                Some("in a folder that may not be entered; correct its permissions")
+            }
             _ => None,
         })?;
         if found.is_dir() {
             return Err(Some("a folder, not a program; name the file in it"));
         }
         // Not the mode bits: `noexec` mounts and access lists count too.
-        access(path, Access::EXEC_OK).map_err(|_| Some("not executable; chmod +x it, or run it through its interpreter"))
+        access(path, Access::EXEC_OK)
+            .map_err(|_| Some("not executable; chmod +x it, or run it through its interpreter"))
     }
 
     fn check_text(&self) -> Result<(), LaunchError> {
@@ -207,7 +208,8 @@ impl ChildSpec {
         let too_long = |bytes: usize| {
             format!("is {bytes} bytes long, and the kernel takes at most {}; pass it in a file", TEXT_BYTES_MAX - 1)
         };
-        for (at, argument) in std::iter::once(self.program.as_os_str()).chain(self.args.iter().map(|a| &**a)).enumerate()
+        for (at, argument) in
+            std::iter::once(self.program.as_os_str()).chain(self.args.iter().map(|a| &**a)).enumerate()
         {
             let what = if at == 0 { "its program".to_owned() } else { format!("argument {at}") };
             if argument.as_bytes().contains(&0) {

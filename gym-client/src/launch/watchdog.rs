@@ -107,12 +107,8 @@ pub(super) fn run(mut arguments: impl Iterator<Item = OsString>) -> ! {
     let controller = arguments.next().and_then(|text| parse_pid(&text));
     let launcher = arguments.next().and_then(|text| text.into_string().ok());
     let grace = arguments.next().and_then(|text| text.to_str()?.parse().ok()).map(Duration::from_millis);
-    let (Some(controller), Some(launcher), Some(grace)) = (controller, launcher, grace) else {
-        std::process::exit(2)
-    };
-    let Ok(runtime) = tokio::runtime::Builder::new_current_thread().enable_all().build() else {
-        std::process::exit(1)
-    };
+    let (Some(controller), Some(launcher), Some(grace)) = (controller, launcher, grace) else { std::process::exit(2) };
+    let Ok(runtime) = tokio::runtime::Builder::new_current_thread().enable_all().build() else { std::process::exit(1) };
     let status = runtime.block_on(async {
         // Whoever signals all processes of our name, or the terminal's group, means the controller to stop in order;
         // we are needed until it is gone. A handler that nobody listens to is enough to survive.

@@ -85,7 +85,9 @@ struct Lines(Arc<Mutex<Vec<(String, Stream, String)>>>);
 impl Lines {
     fn sink(&self) -> LineSink {
         let lines = self.0.clone();
-        Arc::new(move |name, stream, line| lines.lock().expect("lines").push((name.to_owned(), stream, line.to_owned())))
+        Arc::new(move |name, stream, line| {
+            lines.lock().expect("lines").push((name.to_owned(), stream, line.to_owned()))
+        })
     }
 
     fn all(&self) -> Vec<(String, Stream, String)> {
@@ -134,17 +136,16 @@ fn alive(pid: i32) -> bool {
 
 fn own_children() -> BTreeSet<i32> {
     let own = i32::try_from(std::process::id()).expect("fits");
-    let pids = std::fs::read_dir("/proc").expect("proc").filter_map(|entry| {
-        entry.ok()?.file_name().to_str()?.parse::<i32>().ok()
-    });
+    let pids = std::fs::read_dir("/proc")
+        .expect("proc")
+        .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<i32>().ok());
     pids.filter(|pid| process(*pid).is_some_and(|(_, parent)| parent == own)).collect()
 }
 
 fn watchdog_pid() -> Option<i32> {
     own_children().into_iter().find(|pid| {
-        std::fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| {
-            line.split(|byte| *byte == 0).any(|argument| argument == b"--gym-launch-watchdog")
-        })
+        std::fs::read(format!("/proc/{pid}/cmdline"))
+            .is_ok_and(|line| line.split(|byte| *byte == 0).any(|argument| argument == b"--gym-launch-watchdog"))
     })
 }
 
@@ -342,7 +343,13 @@ async fn environment_arguments_and_folder_arrive() {
     let script = r#"echo "folder $(pwd -P)"; echo "two $GYM_TEST_TWO"; echo "home ${HOME:+kept}"
         printf 'odd '; printf %s "$1" | od -An -tx1; echo "count $#"; echo "blank $2"
         if read x; then echo input; else echo no input; fi; echo "session $(ps -o sid= -p $$ 2>/dev/null || echo $$)""#;
-    let spec = sh("math", script).arg("zero").arg(&odd).arg("a b  c").arg("").cwd(folder.path()).env("GYM_TEST_TWO", "2 = 2\n");
+    let spec = sh("math", script)
+        .arg("zero")
+        .arg(&odd)
+        .arg("a b  c")
+        .arg("")
+        .cwd(folder.path())
+        .env("GYM_TEST_TWO", "2 = 2\n");
     let child = launcher.spawn(spec).await.expect("starts");
     last(&child).await;
     let texts = lines.texts();
@@ -375,7 +382,8 @@ async fn a_cleared_environment_is_clear() {
 async fn lines_come_with_name_and_stream() {
     let lines = Lines::default();
     let launcher = launcher(&lines);
-    let child = launcher.spawn(sh("talker", "echo out; echo err >&2; printf 'bar 1\\rbar 2\\r'")).await.expect("starts");
+    let child =
+        launcher.spawn(sh("talker", "echo out; echo err >&2; printf 'bar 1\\rbar 2\\r'")).await.expect("starts");
     last(&child).await;
     let of = |stream| {
         let mine = lines.all().into_iter().filter(move |(name, from, _)| name == "talker" && *from == stream);
@@ -423,7 +431,10 @@ async fn a_second_stop_shortens_the_grace() {
     let script = "trap '' INT TERM; echo ready; while :; do sleep 0.02; done";
     let child = launcher.spawn(sh("deaf", script)).await.expect("starts");
     lines.after("ready").await;
-    let patient = { let child = child.clone(); tokio::spawn(async move { child.stop(2 * LONG).await }) };
+    let patient = {
+        let child = child.clone();
+        tokio::spawn(async move { child.stop(2 * LONG).await })
+    };
     tokio::task::yield_now().await;
     let impatient = timeout(LONG, child.stop(Duration::ZERO)).await.expect("at once").expect("stops");
     assert!(matches!(impatient, ChildState::Stopped(_)));
@@ -435,13 +446,16 @@ async fn interrupt_comes_once_and_first() {
     let lines = Lines::default();
     let launcher = launcher(&lines);
     // To a server a second interrupt means "at once", so the polite one must not come twice.
-    let script = "trap 'echo interrupt' INT; trap 'echo terminate; exit 7' TERM; echo ready; while :; do sleep 0.02; done";
+    let script =
+        "trap 'echo interrupt' INT; trap 'echo terminate; exit 7' TERM; echo ready; while :; do sleep 0.02; done";
     let child = launcher.spawn(sh("polite", script)).await.expect("starts");
     lines.after("ready").await;
     let ChildState::Stopped(Some(report)) = child.stop(Duration::from_secs(2)).await.expect("stops") else {
         panic!("was stopped")
     };
-    assert_eq!(lines.texts(), ["ready", "interrupt", "terminate"]);
+    // On standard error the shell reports its own child's end.
+    let said = lines.all().into_iter().filter(|(_, stream, _)| *stream == Stream::Stdout).map(|(_, _, line)| line);
+    assert_eq!(said.collect::<Vec<_>>(), ["ready", "interrupt", "terminate"]);
     assert_eq!(report.status.and_then(|status| status.code()), Some(7));
     end(&launcher).await;
 }

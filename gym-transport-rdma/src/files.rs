@@ -1,0 +1,128 @@
+//! Finding and reading files below a root folder that tests may choose.
+
+use std::collections::BTreeSet;
+use std::ffi::OsString;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Where distributions and vendors put libraries, beside what `ld.so.conf` names.
+const LIBRARY_FOLDERS: [&str; 11] = [
+    "/usr/lib/x86_64-linux-gnu",
+    "/usr/lib/aarch64-linux-gnu",
+    "/usr/lib64",
+    "/usr/lib",
+    "/lib64",
+    "/lib",
+    "/usr/local/lib",
+    "/usr/local/cuda/lib64",
+    "/usr/local/nvidia/lib64",
+    "/opt/ucx/lib",
+    "/opt/hpcx/ucx/lib",
+];
+/// `ld.so.conf` may include itself; real ones nest once.
+const INCLUDE_DEPTH_MAX: u32 = 4;
+
+#[derive(Debug)]
+pub(crate) struct Files {
+    root: PathBuf,
+    library_folders: Vec<PathBuf>,
+}
+
+impl Files {
+    /// `extra` folders are searched first and are not below `root`.
+    pub(crate) fn new(root: &Path, extra: &[PathBuf]) -> Self {
+        let mut files = Self { root: root.to_owned(), library_folders: extra.to_vec() };
+        let mut configured = Vec::new();
+        files.loader_folders("/etc/ld.so.conf", INCLUDE_DEPTH_MAX, &mut configured);
+        let known = configured.into_iter().chain(LIBRARY_FOLDERS.map(PathBuf::from));
+        let known: Vec<PathBuf> = known.map(|folder| files.path(&folder)).collect();
+        files.library_folders.extend(known);
+        let mut seen = BTreeSet::new();
+        files.library_folders.retain(|folder| seen.insert(folder.clone()));
+        files
+    }
+
+    /// An absolute path as seen from the root.
+    pub(crate) fn path(&self, absolute: impl AsRef<Path>) -> PathBuf {
+        let absolute = absolute.as_ref();
+        self.root.join(absolute.strip_prefix("/").unwrap_or(absolute))
+    }
+
+    /// Trimmed; `None` when it cannot be read. sysfs refuses to read some files of empty slots.
+    pub(crate) fn text(&self, absolute: impl AsRef<Path>) -> Option<String> {
+        let bytes = fs::read(self.path(absolute)).ok()?;
+        Some(String::from_utf8_lossy(&bytes).trim().to_owned())
+    }
+
+    pub(crate) fn exists(&self, absolute: impl AsRef<Path>) -> bool {
+        self.path(absolute).exists()
+    }
+
+    /// Names in a folder, sorted; none when it is missing.
+    pub(crate) fn names(&self, absolute: impl AsRef<Path>) -> Vec<String> {
+        let entries = fs::read_dir(self.path(absolute)).into_iter().flatten().flatten();
+        let mut names: Vec<String> = entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
+        names.sort();
+        names
+    }
+
+    /// The first library of this soname.
+    pub(crate) fn library(&self, soname: &str) -> Option<PathBuf> {
+        self.library_folders.iter().map(|folder| folder.join(soname)).find(|path| path.is_file())
+    }
+
+    fn loader_folders(&self, absolute: &str, depth: u32, found: &mut Vec<PathBuf>) {
+        let Some(text) = self.text(absolute) else { return };
+        for line in text.lines().map(|line| line.split('#').next().unwrap_or_default().trim()) {
+            match line.strip_prefix("include") {
+                Some(pattern) if depth > 0 => self.include(pattern.trim(), depth, found),
+                None if line.starts_with('/') => found.push(line.into()),
+                Some(_) | None => {}
+            }
+        }
+    }
+
+    /// Only the form that exists in practice: `FOLDER/*.conf`, or one file.
+    fn include(&self, pattern: &str, depth: u32, found: &mut Vec<PathBuf>) {
+        let pattern = if pattern.starts_with('/') { pattern.to_owned() } else { format!("/etc/{pattern}") };
+        match pattern.split_once('*') {
+            None => self.loader_folders(&pattern, depth - 1, found),
+            Some((folder, suffix)) if folder.ends_with('/') => {
+                for name in self.names(folder).into_iter().filter(|name| name.ends_with(suffix)) {
+                    self.loader_folders(&format!("{folder}{name}"), depth - 1, found);
+                }
+            }
+            Some(_) => {}
+        }
+    }
+}
+
+/// What stands after the soname in the real file's name: `libibverbs.so.1` → `libibverbs.so.1.14.44.0` → `1.14.44.0`.
+pub(crate) fn version_in_name(library: &Path, stem: &str) -> Option<String> {
+    let real = fs::canonicalize(library).ok()?;
+    let version = real.file_name()?.to_str()?.strip_prefix(stem)?.to_owned();
+    version.contains('.').then_some(version)
+}
+
+/// The loader's own list of folders, for a probe of this machine.
+pub(crate) fn loader_path(variable: Option<OsString>) -> Vec<PathBuf> {
+    variable.map(|paths| std::env::split_paths(&paths).filter(|path| path.is_absolute()).collect()).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn folders_come_from_the_loader_configuration() {
+        let root = tempfile::tempdir().expect("folder");
+        fs::create_dir_all(root.path().join("etc/ld.so.conf.d")).expect("folders");
+        fs::write(root.path().join("etc/ld.so.conf"), "include /etc/ld.so.conf.d/*.conf\ninclude ld.so.conf\n")
+            .expect("writes");
+        fs::write(root.path().join("etc/ld.so.conf.d/a.conf"), "# site\n/opt/site/lib # ours\n").expect("writes");
+        fs::create_dir_all(root.path().join("opt/site/lib")).expect("folders");
+        fs::write(root.path().join("opt/site/lib/libucp.so.0"), "").expect("writes");
+        let found = Files::new(root.path(), &[]).library("libucp.so.0");
+        assert_eq!(found, Some(root.path().join("opt/site/lib/libucp.so.0")));
+    }
+}
