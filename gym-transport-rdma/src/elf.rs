@@ -116,12 +116,13 @@ mod tests {
         // As in the real files: a floating-point constant stands right before the text.
         let constants = b"requires UCX 1.22 or later\0\xcd\xcdA1.22.0\0%d.%d.%d\0";
         assert_eq!(version_of(&library(constants)).as_deref(), Some("1.22.0"));
-        assert_eq!(version_of(&library(b"1.13.1\0x\01.13.1\0")).as_deref(), Some("1.13.1"), "the same twice is one");
+        assert_eq!(version_of(&library(b"1.13.1\0x\x001.13.1\0")).as_deref(), Some("1.13.1"), "the same twice is one");
     }
 
     #[test]
     fn no_answer_is_better_than_a_wrong_one() {
-        for constants in [&b""[..], b"1.13.1", b"1.13\0", b"1.2.3.4\0", b"1..3\0", b"1.13.1\01.14.0\0", b"1.13.12345\0"]
+        for constants in
+            [&b""[..], b"1.13.1", b"1.13\0", b"1.2.3.4\0", b"1..3\0", b"1.13.1\x001.14.0\0", b"1.13.12345\0"]
         {
             assert_eq!(version_of(&library(constants)), None, "{constants:?}");
         }

@@ -33,6 +33,7 @@ pub(crate) fn main() {
     let cases: Vec<Case> = cases![
         killing_the_controller_takes_children_and_grandchildren,
         a_deleted_executable_still_launches,
+        the_child_dies_with_the_controller_even_without_a_watchdog,
         dropping_the_launcher_ends_everything,
         a_killed_watchdog_is_replaced_and_knows_the_old_children,
         exit_at_start_gives_up_with_the_last_words,
@@ -203,12 +204,20 @@ async fn controller(mode: &str) {
         .lines(Arc::new(|_, _, line| println!("{line}")))
         .build()
         .expect("entered");
-    let child = launcher.spawn(sh("family", FAMILY)).await.expect("starts");
+    let unguarded = mode == "unguarded";
+    // Nobody would end grandchildren then.
+    let script = if unguarded { "read go; kill -9 $WATCHDOG; echo leader $$; exec sleep 1000" } else { FAMILY };
+    if unguarded {
+        // The first child brings the watchdog; the second one kills it and is what the test looks at.
+        launcher.spawn(sh("first", "exec sleep 1000")).await.expect("starts");
+    }
+    let watchdog = watchdog_pid().unwrap_or_default().to_string();
+    let child = launcher.spawn(sh("family", script).env("WATCHDOG", watchdog)).await.expect("starts");
     let state = last(&child).await;
     panic!("the family ended by itself: {state:?}");
 }
 
-async fn kill_a_controller(executable: &Path, mode: &str) {
+async fn kill_a_controller(executable: &Path, mode: &str, relatives: usize) {
     let mut controller = tokio::process::Command::new(executable)
         .args(["controller", mode])
         .stdout(Stdio::piped())
@@ -217,7 +226,7 @@ async fn kill_a_controller(executable: &Path, mode: &str) {
         .expect("starts");
     let mut lines = BufReader::new(controller.stdout.take().expect("piped")).lines();
     let mut pids = Vec::new();
-    while pids.len() < RELATIVES.len() {
+    while pids.len() < relatives {
         let line = timeout(LONG, lines.next_line()).await.expect("in time").expect("reads").expect("a line");
         pids.push(line.split_once(' ').expect("two words").1.parse::<i32>().expect("a process id"));
     }
@@ -231,15 +240,19 @@ async fn kill_a_controller(executable: &Path, mode: &str) {
 // ── the controller dies ──
 
 async fn killing_the_controller_takes_children_and_grandchildren() {
-    kill_a_controller(&std::env::current_exe().expect("own path"), "plain").await;
+    kill_a_controller(&std::env::current_exe().expect("own path"), "plain", RELATIVES.len()).await;
 }
 
 async fn a_deleted_executable_still_launches() {
     let folder = tempfile::tempdir().expect("folder");
     let copy = folder.path().join("controller");
     std::fs::copy("/proc/self/exe", &copy).expect("copies");
-    kill_a_controller(&copy, "deleted").await;
+    kill_a_controller(&copy, "deleted", RELATIVES.len()).await;
     assert!(!copy.exists(), "it was deleted before it launched");
+}
+
+async fn the_child_dies_with_the_controller_even_without_a_watchdog() {
+    kill_a_controller(&std::env::current_exe().expect("own path"), "unguarded", 1).await;
 }
 
 async fn dropping_the_launcher_ends_everything() {
