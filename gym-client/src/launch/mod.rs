@@ -35,6 +35,7 @@
 //!   the mark (cleared, or overwritten by a program that rewrites its title); one that runs as another user; one that
 //!   somebody else started on request (a container daemon, a cluster scheduler).
 //! - If controller and watchdog are both killed at the same instant, direct children still die, grandchildren may not.
+//! - A watchdog that somebody killed is replaced at the next start or restart of a child, not before.
 //! - A program with set-user-id bits or file capabilities loses the parent-death signal at `exec`; the watchdog still
 //!   applies, as far as it may signal that user.
 //! - A program that puts itself into the background counts as exited, and what it left is ended before a restart.

@@ -1,9 +1,9 @@
 //! Cases, the controller they kill, and a very small harness.
 
 use std::collections::BTreeSet;
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsString;
 use std::future::Future;
-use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::ffi::OsStringExt;
 use std::os::unix::process::ExitStatusExt;
 use std::panic::AssertUnwindSafe;
 use std::path::Path;
@@ -355,7 +355,7 @@ async fn environment_arguments_and_folder_arrive() {
     let odd = OsString::from_vec(b"not\xffutf8".to_vec());
     let script = r#"echo "folder $(pwd -P)"; echo "two $GYM_TEST_TWO"; echo "home ${HOME:+kept}"
         printf 'odd '; printf %s "$1" | od -An -tx1; echo "count $#"; echo "blank $2"
-        if read x; then echo input; else echo no input; fi; echo "session $(ps -o sid= -p $$ 2>/dev/null || echo $$)""#;
+        if read x; then echo input; else echo no input; fi"#;
     let spec = sh("math", script)
         .arg("zero")
         .arg(&odd)
@@ -375,7 +375,6 @@ async fn environment_arguments_and_folder_arrive() {
     has("blank a b  c");
     has("no input");
     end(&launcher).await;
-    assert_eq!(odd.as_bytes().len(), 8);
 }
 
 async fn a_cleared_environment_is_clear() {
@@ -541,6 +540,6 @@ async fn wrong_specifications_start_nothing() {
     assert!(matches!(error, LaunchError::WorkingDirectory { .. }), "{error}");
     assert!(launcher.children().is_empty(), "a failed start frees its name");
     assert_eq!(own_children(), BTreeSet::new());
-    assert!(OsStr::new("math").len() == 4 && lines.all().is_empty());
+    assert!(lines.all().is_empty());
     end(&launcher).await;
 }
