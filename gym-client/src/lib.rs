@@ -1,6 +1,7 @@
 //! The calling side of the gym SDK: names, configuration, collector, launcher.
 #![forbid(unsafe_code)]
 
+pub mod collect;
 mod cookies;
 #[cfg(target_os = "linux")]
 pub mod launch;

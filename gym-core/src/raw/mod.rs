@@ -257,7 +257,7 @@ impl Edit<'_> {
     ///
     /// # Errors
     /// When the value cannot be serialised.
-    pub fn set_value(self, key: impl Into<Cow<'static, str>>, value: &impl Serialize) -> Result<Self> {
+    pub fn set_value(self, key: impl Into<Cow<'static, str>>, value: &(impl Serialize + ?Sized)) -> Result<Self> {
         let json = serde_json::to_vec(value).map_err(|error| Error::internal("cannot serialise").caused_by(error))?;
         Ok(self.set(key, json))
     }

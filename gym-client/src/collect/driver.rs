@@ -1,0 +1,327 @@
+//! Runs rollouts: a window of them at a time, each attempted until it is on the disk or its budget is spent.
+//!
+//! An attempt has a deadline by which it must be *recorded*. One that is not is superseded: the next attempt begins, and
+//! whatever the old one still brings is refused by the ledger, because its key has a newer attempt.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::stream::{Stream, StreamExt};
+use gym_core::{
+    Attempt, CallContext, Code, Error, FailureClass, KeyState, Ledger, RawObject, Request, Result, RetryPolicy, Route,
+    TaskKey, TraceContext, World,
+};
+use tokio::task::JoinSet;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+use super::outcome::{Judged, judge};
+use super::progress::Progress;
+use crate::server_client::{CallOptions, ServerClient};
+
+/// A rollout that is wanted, and where it is to be run.
+#[derive(Clone, Debug)]
+pub struct RolloutRow {
+    /// Which rollout.
+    pub key: TaskKey,
+    /// The agent, for counting.
+    pub agent: Arc<str>,
+    /// The environment server that is asked.
+    pub server: Arc<str>,
+    /// Its implementation, written into the result.
+    pub result_type: Option<Arc<str>>,
+    /// The row as it is sent.
+    pub row: RawObject,
+}
+
+/// How a collection runs.
+#[derive(Clone, Debug)]
+pub struct DriverOptions {
+    /// Rollouts under way at once.
+    pub concurrency: usize,
+    /// Attempts at one rollout, over all runs.
+    pub attempts_max: u32,
+    /// How long one attempt may take.
+    pub attempt_timeout: Duration,
+    /// How much longer it may take until its outcome is on the disk.
+    pub record_timeout: Duration,
+    /// How long running rollouts may go on after the stop was asked for.
+    pub stop_grace: Duration,
+    /// The wait before a further attempt.
+    pub backoff: RetryPolicy,
+}
+
+impl Default for DriverOptions {
+    /// 1,024 at once (the connections of one hop), 3 attempts (NeMo Gym's), two hours each (long agents exist), 30 s for the
+    /// disk, 30 s of grace.
+    fn default() -> Self {
+        Self {
+            concurrency: 1_024,
+            attempts_max: 3,
+            attempt_timeout: Duration::from_secs(7_200),
+            record_timeout: Duration::from_secs(30),
+            stop_grace: Duration::from_secs(30),
+            backoff: RetryPolicy { backoff_min: Duration::from_millis(200), ..RetryPolicy::default() },
+        }
+    }
+}
+
+/// Runs rollouts over a client and a ledger.
+#[derive(Debug)]
+pub struct Driver {
+    client: ServerClient,
+    ledger: Arc<dyn Ledger>,
+    world: World,
+    options: DriverOptions,
+    progress: Arc<Progress>,
+}
+
+/// How a run ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ended {
+    /// Every row was tried.
+    Exhausted,
+    /// The stop was asked for; the rest can be resumed.
+    Stopped,
+}
+
+impl Driver {
+    /// A driver that sends with `client` and records in `ledger`.
+    #[must_use]
+    pub fn new(client: ServerClient, ledger: Arc<dyn Ledger>, world: &World, options: DriverOptions) -> Self {
+        Self { client, ledger, world: world.clone(), options, progress: Arc::default() }
+    }
+
+    /// The counters.
+    #[must_use]
+    pub fn progress(&self) -> Arc<Progress> {
+        Arc::clone(&self.progress)
+    }
+
+    /// Runs every row that has no outcome yet. When `stop` fires no further rollout begins, and those under way have the
+    /// grace to finish; what has not finished by then is not recorded, and a resumed run does it.
+    ///
+    /// # Errors
+    /// The first error of the rows or of the ledger; what was recorded by then stays recorded.
+    pub async fn run(
+        self: &Arc<Self>,
+        rows: impl Stream<Item = Result<RolloutRow>> + Unpin,
+        stop: CancellationToken,
+    ) -> Result<Ended> {
+        let mut rows = rows.fuse();
+        let mut running: JoinSet<Result<()>> = JoinSet::new();
+        let mut fatal: Option<Error> = None;
+        let mut reading = true;
+        let mut deadline: Option<Instant> = None;
+        loop {
+            if !reading && running.is_empty() {
+                break;
+            }
+            tokio::select! {
+                biased;
+                () = stop.cancelled(), if deadline.is_none() => {
+                    reading = false;
+                    deadline = Some(Instant::now() + self.options.stop_grace);
+                }
+                () = tokio::time::sleep_until(deadline.unwrap_or_else(Instant::now)), if deadline.is_some() => {
+                    tracing::warn!(rollouts = running.len(), "not finished within the grace; a resumed run does them");
+                    break;
+                }
+                Some(joined) = running.join_next(), if !running.is_empty() => {
+                    let ended = joined.unwrap_or_else(|error| {
+                        Err(Error::internal("a rollout's task ended").caused_by(error))
+                    });
+                    if let Err(error) = ended
+                        && fatal.is_none()
+                    {
+                        // The ledger is broken: nothing more can be recorded, so nothing more is begun.
+                        fatal = Some(error);
+                        reading = false;
+                        deadline.get_or_insert(Instant::now());
+                    }
+                }
+                row = rows.next(), if reading && running.len() < self.options.concurrency => match row {
+                    Some(Ok(row)) => {
+                        if self.is_open(row.key) {
+                            let driver = Arc::clone(self);
+                            running.spawn(async move { driver.rollout(row).await });
+                        } else {
+                            self.progress.skip();
+                        }
+                    }
+                    Some(Err(error)) => {
+                        fatal.get_or_insert(error);
+                        reading = false;
+                    }
+                    None => reading = false,
+                },
+            }
+        }
+        running.shutdown().await;
+        let flushed = self.ledger.flush(&CallContext::within(self.options.record_timeout)).await;
+        match fatal {
+            Some(error) => Err(error),
+            None => flushed.map(|()| if stop.is_cancelled() { Ended::Stopped } else { Ended::Exhausted }),
+        }
+    }
+
+    fn is_open(&self, key: TaskKey) -> bool {
+        matches!(self.ledger.state(key), KeyState::Open { failures } if failures < self.options.attempts_max)
+    }
+
+    /// Attempts one rollout until it is recorded or its budget is spent. An error is the ledger's.
+    async fn rollout(&self, row: RolloutRow) -> Result<()> {
+        let _in_flight = self.progress.begin();
+        // Attempts that were superseded. They end by themselves, soon: their calls' deadline has passed.
+        let mut stragglers: JoinSet<()> = JoinSet::new();
+        let mut begun = 0;
+        let ended = loop {
+            if begun >= self.options.attempts_max || !self.is_open(row.key) {
+                break Ok(());
+            }
+            let attempt = match self.ledger.begin(row.key) {
+                Ok(attempt) => attempt,
+                // A superseded attempt's outcome has come after all.
+                Err(error) if error.code() == Code::FailedPrecondition => break Ok(()),
+                Err(error) => break Err(error),
+            };
+            begun += 1;
+            let deadline = Instant::now() + self.options.attempt_timeout + self.options.record_timeout;
+            let cancel = CancellationToken::new();
+            let mut attempted = Box::pin(self.attempt(attempt, row.clone(), cancel.clone()));
+            match tokio::time::timeout_at(deadline, &mut attempted).await {
+                Ok(Ok(Next::Done)) => break Ok(()),
+                Ok(Ok(Next::Again)) => {}
+                Ok(Ok(Next::GiveUp)) => {
+                    self.progress.give_up();
+                    break Ok(());
+                }
+                Ok(Err(error)) => break Err(error),
+                Err(_) => {
+                    tracing::warn!(%attempt, "not recorded in time; superseded");
+                    self.progress.fail(FailureClass::TransportTimeout);
+                    cancel.cancel();
+                    stragglers.spawn(async move {
+                        // Its outcome is the ledger's to refuse or to take.
+                        if let Err(error) = attempted.await {
+                            tracing::debug!(%attempt, %error, "a superseded attempt ended");
+                        }
+                    });
+                }
+            }
+            if begun < self.options.attempts_max && self.is_open(row.key) {
+                let wait = self.options.backoff.backoff(begun, &mut self.world.rng());
+                tokio::time::sleep(wait).await;
+            } else {
+                self.progress.give_up();
+            }
+        };
+        let patience = self.options.record_timeout;
+        if tokio::time::timeout(patience, async { while stragglers.join_next().await.is_some() {} }).await.is_err() {
+            stragglers.shutdown().await;
+        }
+        ended
+    }
+
+    /// One attempt, recorded. Owns what it needs, so that it can go on after it was superseded.
+    fn attempt(
+        &self,
+        attempt: Attempt,
+        row: RolloutRow,
+        cancel: CancellationToken,
+    ) -> impl Future<Output = Result<Next>> + Send + 'static {
+        let (client, ledger, progress) = (self.client.clone(), Arc::clone(&self.ledger), Arc::clone(&self.progress));
+        let options = self.options.clone();
+        let trace_id = self.world.rng().u128(1..);
+        async move {
+            let mut cx = CallContext::within(options.attempt_timeout);
+            cx.cancel = cancel;
+            cx.trace = TraceContext { trace_id, span_id: u64::from(attempt.number) + 1, sampled: false };
+            let body = match attempt.number {
+                0 => row.row.text().clone().into(),
+                number => row.row.edit().set("_ng_attempt_index", number.to_string()).to_rope(),
+            };
+            let request = Request::post(cx, Route::from_static("/run"), body);
+            // Idempotent: environment servers join a replay of the same attempt to the first one.
+            let answer = client.send(&row.server, &request, CallOptions::idempotent()).await;
+            let judged = judge(&row, attempt, answer)?;
+            let (next, reward, failed) = match &judged {
+                Judged::Completed { reward, .. } => (Next::Done, *reward, None),
+                Judged::Failed { terminal: true, class, .. } => (Next::GiveUp, None, Some(*class)),
+                Judged::Failed { class, .. } => (next_after(*class), None, Some(*class)),
+                Judged::Lost => (Next::GiveUp, None, None),
+            };
+            if let Some(class) = failed {
+                progress.fail(class);
+            }
+            let Some(outcome) = judged.into_outcome() else { return Ok(next) };
+            let cx = CallContext::within(options.record_timeout.max(Duration::from_secs(1)) * 4);
+            match ledger.record(&cx, attempt, outcome).await {
+                Ok(()) => {
+                    if failed.is_none() {
+                        progress.complete(&row.agent, reward);
+                    }
+                    Ok(next)
+                }
+                // Late: its key has an outcome or a newer attempt.
+                Err(error) if error.code() == Code::FailedPrecondition => {
+                    tracing::debug!(%attempt, %error, "refused as late");
+                    Ok(Next::Done)
+                }
+                Err(error) => Err(error),
+            }
+        }
+    }
+}
+
+/// What follows an attempt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Next {
+    Done,
+    Again,
+    GiveUp,
+}
+
+/// Whether another attempt may help now. An environment that ran and failed is likely to fail again at once: such rows wait
+/// for a resumed run. What never reached it, or lost its way back, is tried again.
+fn next_after(class: FailureClass) -> Next {
+    match class {
+        FailureClass::TransportUnreachable
+        | FailureClass::TransportPeerDrop
+        | FailureClass::TransportTimeout
+        | FailureClass::TransportLocalResource
+        | FailureClass::AgentRequestFailed
+        | FailureClass::SessionLost => Next::Again,
+        _ => Next::GiveUp,
+    }
+}
+
+/// Where a collection writes, from the name of its rollouts file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OutputFiles {
+    /// `<stem>.jsonl`: the rollouts.
+    pub rollouts: PathBuf,
+    /// `<stem>_materialized_inputs.jsonl`: the rows as they were sent.
+    pub materialized: PathBuf,
+    /// `<stem>_failures.jsonl`: failed attempts.
+    pub failures: PathBuf,
+    /// `<stem>_aggregate_metrics.json`.
+    pub aggregate: PathBuf,
+}
+
+impl OutputFiles {
+    /// The files beside `rollouts`.
+    #[must_use]
+    pub fn beside(rollouts: impl Into<PathBuf>) -> Self {
+        let rollouts: PathBuf = rollouts.into();
+        let stem = rollouts.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+        let named = |suffix: &str| rollouts.with_file_name(format!("{stem}{suffix}"));
+        Self {
+            materialized: named("_materialized_inputs.jsonl"),
+            failures: named("_failures.jsonl"),
+            aggregate: named("_aggregate_metrics.json"),
+            rollouts,
+        }
+    }
+}

@@ -1,0 +1,141 @@
+//! What an answer to `/run` means: a row for the rollouts, a row for the failures sidecar, or nothing.
+//!
+//! The keys are NeMo Gym 0.7.0's, so that its `profile`, `aggregate` and `--resume` read what is written here.
+
+use bytes::Bytes;
+use gym_core::{Attempt, Error, FailureClass, Outcome, RawObject, Response, Result};
+use serde::Deserialize;
+use serde_json::Value;
+
+use super::driver::RolloutRow;
+
+/// Bytes of a failed answer's body kept in the sidecar; NeMo Gym keeps as many characters.
+const BODY_KEPT_MAX: usize = 2_000;
+
+/// What becomes of an attempt.
+#[derive(Debug)]
+pub(super) enum Judged {
+    /// A rollout, with its reward if it has one.
+    Completed { row: RawObject, reward: Option<f64> },
+    /// A failure.
+    Failed { class: FailureClass, terminal: bool, row: RawObject },
+    /// The environment asks that nothing be kept; a resumed run tries again.
+    Lost,
+}
+
+impl Judged {
+    pub(super) fn into_outcome(self) -> Option<Outcome> {
+        match self {
+            Self::Completed { row, .. } => Some(Outcome::Completed(row)),
+            Self::Failed { class, terminal, row } => Some(Outcome::Failed { class, terminal, row }),
+            Self::Lost => None,
+        }
+    }
+}
+
+/// What is read of a result to judge it.
+#[derive(Deserialize)]
+struct Marks {
+    #[serde(default)]
+    reward: Option<Value>,
+    #[serde(default, rename = "_ng_failure_class")]
+    failure_class: Option<String>,
+    #[serde(default, rename = "_ng_failure_terminal")]
+    terminal: Option<Value>,
+    #[serde(default, rename = "_ng_no_persist")]
+    no_persist: Option<Value>,
+}
+
+/// Judges the answer, or the lack of one.
+pub(super) fn judge(wanted: &RolloutRow, attempt: Attempt, answer: Result<Response>) -> Result<Judged> {
+    let response = match answer {
+        Ok(response) => response,
+        Err(error) => return failed(wanted, attempt, FailureClass::of(&error), &error, None),
+    };
+    let body = response.message.head.to_bytes();
+    if !response.status.is_success() {
+        let status = response.status.0;
+        // NeMo Gym's own split: these four say that the server could not take it, anything else that it ran and failed.
+        let unavailable = matches!(status, 429 | 502 | 503 | 504);
+        let class = if unavailable { FailureClass::AgentRequestFailed } else { FailureClass::AgentRunError };
+        let error = Error::internal(format!("`/run` was answered with {status}"));
+        return failed(wanted, attempt, class, &error, Some((status, &body)));
+    }
+    let status = response.status.0;
+    let bad = |why: String| {
+        let error = Error::internal(why);
+        failed(wanted, attempt, FailureClass::VerifierError, &error, Some((status, &body)))
+    };
+    let result = match RawObject::parse(body.clone()) {
+        Ok(result) => result,
+        Err(error) => return bad(format!("the answer to `/run` is not a JSON object: {error}")),
+    };
+    let marks: Marks = match result.view() {
+        Ok(marks) => marks,
+        Err(error) => return bad(format!("the answer to `/run` cannot be read: {error}")),
+    };
+    if marks.no_persist.as_ref().is_some_and(truthy) {
+        return Ok(Judged::Lost);
+    }
+    let row = stamped(wanted, attempt, &result)?;
+    if let Some(class) = marks.failure_class {
+        let class = serde_json::from_value(Value::String(class)).unwrap_or(FailureClass::AgentRunError);
+        return Ok(Judged::Failed { class, terminal: marks.terminal.as_ref().is_some_and(truthy), row });
+    }
+    match marks.reward {
+        None => Ok(Judged::Completed { row, reward: None }),
+        Some(Value::Number(reward)) => Ok(Judged::Completed { row, reward: reward.as_f64() }),
+        Some(Value::Bool(reward)) => Ok(Judged::Completed { row, reward: Some(if reward { 1.0 } else { 0.0 }) }),
+        Some(other) => bad(format!("the answer to `/run` has the reward {other}, which is not a number")),
+    }
+}
+
+fn truthy(value: &Value) -> bool {
+    !matches!(value, Value::Null | Value::Bool(false))
+}
+
+/// The result with the keys that tie it to its row, in NeMo Gym's order.
+fn stamped(wanted: &RolloutRow, attempt: Attempt, result: &RawObject) -> Result<RawObject> {
+    let mut edit = result.edit();
+    for key in ["_ng_task_index", "_ng_rollout_index", "agent_ref", "task_source", "skills_ref"] {
+        if let Some(value) = wanted.row.get(key) {
+            edit = edit.set(key, value);
+        }
+    }
+    if attempt.number > 0 {
+        edit = edit.set("_ng_attempt_index", attempt.number.to_string());
+    }
+    if let Some(id) = wanted.row.get("_ng_rollout_id") {
+        edit = edit.set("_ng_rollout_id", id);
+    }
+    edit = edit.set_value("_ng_environment_server", &*wanted.server)?;
+    if let Some(kind) = &wanted.result_type {
+        edit = edit.set_value("_ng_result_type", &**kind)?;
+    }
+    Ok(edit.to_object()?)
+}
+
+/// The sidecar's row of an attempt without a result.
+fn failed(
+    wanted: &RolloutRow,
+    attempt: Attempt,
+    class: FailureClass,
+    error: &Error,
+    answer: Option<(u16, &Bytes)>,
+) -> Result<Judged> {
+    let body = answer.map(|(_, body)| {
+        let kept = &body[..body.len().min(BODY_KEPT_MAX)];
+        String::from_utf8_lossy(kept).into_owned()
+    });
+    let marks = RawObject::empty()
+        .edit()
+        .set_value("_ng_failure_class", class.as_str())?
+        .set_value("_ng_failure_type", error.code().as_str())?
+        .set_value("_ng_failure_message", &error.to_string())?
+        .set_value("_ng_failure_execution", error.execution().as_str())?
+        .set_value("_ng_failure_http_status", &answer.map(|(status, _)| status))?
+        .set_value("_ng_failure_response_body", &body)?
+        .to_object()?;
+    let row = stamped(wanted, attempt, &marks)?;
+    Ok(Judged::Failed { class, terminal: false, row })
+}
