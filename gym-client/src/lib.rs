@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 pub mod collect;
+pub mod config;
 mod cookies;
 #[cfg(target_os = "linux")]
 pub mod launch;

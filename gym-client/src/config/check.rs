@@ -1,0 +1,405 @@
+//! From the merged tree to instances: which top-level blocks are servers, and what is wrong with those that should be.
+
+use super::kind::ServerKind;
+use super::node::{Map, Node, Tree};
+use super::problem::{Mistake, Origin, Problem, nearest, suggest};
+
+/// Top-level keys with a meaning of their own: never servers, never variables.
+pub(crate) const RESERVED: [&str; 43] = [
+    "config_paths",
+    "entrypoint",
+    "default_host",
+    "head_server",
+    "disallowed_ports",
+    "head_server_deps",
+    "python_version",
+    "pip_install_verbose",
+    "use_absolute_ip",
+    "uv_pip_set_python",
+    "skip_venv_if_present",
+    "hf_token",
+    "ray_head_node_address",
+    "port_range_low",
+    "port_range_high",
+    "dry_run",
+    "server_spinup_timeout_seconds",
+    "model_endpoint_readiness_timeout_seconds",
+    "allow_openai_version_skew",
+    "uv_cache_dir",
+    "uv_lock_timeout_seconds",
+    "uv_venv_dir",
+    "results_dir",
+    "cache_dir",
+    "_inherit_from",
+    "_copy",
+    "nemo_gym_log_dir",
+    "verbose",
+    "json",
+    "query",
+    "observability_enabled",
+    "model_call_capture_dir",
+    "token_id_capture",
+    "component_name",
+    "skip_verification",
+    "skip_verification_reward",
+    "telemetry",
+    "allow_unsupported_pairing",
+    "environment_server_name",
+    "environment_server_routes",
+    "environment_routing_mode",
+    "error_on_agent_without_environment_server",
+    "error_on_almost_servers",
+];
+
+const DOMAINS: [&str; 12] = [
+    "math",
+    "coding",
+    "agent",
+    "knowledge",
+    "instruction_following",
+    "long_context",
+    "safety",
+    "games",
+    "translation",
+    "e2e",
+    "rlhf",
+    "other",
+];
+
+const LICENSES: [&str; 10] = [
+    "Apache 2.0",
+    "MIT",
+    "Creative Commons Attribution 4.0 International",
+    "Creative Commons Attribution-ShareAlike 4.0 International",
+    "CC BY-SA 4.0",
+    "CC BY-NC 3.0",
+    "NVIDIA Internal Use Only, Do Not Distribute",
+    "NVIDIA Evaluation Dataset License Agreement",
+    "TBD",
+    "GNU General Public License v3.0",
+];
+
+const DATASET_TYPES: [&str; 4] = ["train", "validation", "example", "benchmark"];
+
+pub(crate) fn is_reserved(key: &str) -> bool {
+    RESERVED.contains(&key)
+}
+
+/// A block that is a server: its place in the tree.
+#[derive(Clone, Debug)]
+pub(crate) struct Found {
+    pub(crate) name: String,
+    pub(crate) kind: ServerKind,
+    pub(crate) implementation: String,
+}
+
+/// Sorts the top level (interpolations resolved) into servers and the problems of those that nearly are one.
+pub(crate) fn servers(root: &Node) -> (Vec<Found>, Vec<Problem>) {
+    let mut found = Vec::new();
+    let mut problems = Vec::new();
+    for (key, block) in root.as_map().map(|map| map.0.as_slice()).unwrap_or_default() {
+        let name = key.to_string();
+        let Some(map) = block.as_map() else { continue };
+        if is_reserved(&name) {
+            continue;
+        }
+        let kinds: Vec<ServerKind> = ServerKind::ALL.into_iter().filter(|kind| map.contains(kind.as_str())).collect();
+        match kinds.as_slice() {
+            [] => problems.extend(misspelt_kind(&name, map)),
+            [kind] => server(&name, *kind, map, &mut found, &mut problems),
+            several => {
+                if several.iter().any(|kind| has_entrypoint(map, kind.as_str())) {
+                    let names = several.iter().map(|kind| kind.as_str()).collect::<Vec<_>>().join(" and ");
+                    problems.push(
+                        Problem::new(Mistake::Value, &block.origin, "", format!("one instance holds {names}"))
+                            .instance(&name)
+                            .fix("give each server its own top-level name"),
+                    );
+                }
+            }
+        }
+    }
+    (found, problems)
+}
+
+fn has_entrypoint(block: &Map, kind: &str) -> bool {
+    let implementations = block.get(kind).and_then(Node::as_map).map(|map| map.0.as_slice()).unwrap_or_default();
+    implementations.iter().any(|(_, node)| node.step("entrypoint").is_some())
+}
+
+fn misspelt_kind(name: &str, block: &Map) -> Option<Problem> {
+    block.0.iter().find_map(|(key, node)| {
+        let key = key.to_string();
+        if !has_entrypoint(block, &key) {
+            return None;
+        }
+        let near = nearest(&key, ServerKind::ALL.map(ServerKind::as_str))?;
+        Some(
+            Problem::new(Mistake::Value, &node.origin, format!("{name}.{key}"), format!("'{key}' is no server kind"))
+                .instance(name)
+                .fix(format!("did you mean '{near}'?")),
+        )
+    })
+}
+
+fn server(name: &str, kind: ServerKind, block: &Map, found: &mut Vec<Found>, problems: &mut Vec<Problem>) {
+    let inner = block.get(kind.as_str()).expect("the caller looked the kind up");
+    if !has_entrypoint(block, kind.as_str()) {
+        return;
+    }
+    let implementations = inner.as_map().map(|map| map.0.as_slice()).unwrap_or_default();
+    let [(implementation, settings)] = implementations else {
+        let names = implementations.iter().map(|(key, _)| key.to_string()).collect::<Vec<_>>().join(", ");
+        problems.push(
+            Problem::new(
+                Mistake::Value,
+                &inner.origin,
+                format!("{name}.{kind}"),
+                format!("one implementation is expected, there are {}: {names}", implementations.len()),
+            )
+            .instance(name)
+            .fix("keep one; remove an inherited one by _delete_key"),
+        );
+        return;
+    };
+    let implementation = implementation.to_string();
+    let mut check = Checker { name, prefix: format!("{name}.{kind}.{implementation}"), problems: Vec::new() };
+    if let Some(map) = settings.as_map() {
+        check.settings(kind, map, &settings.origin);
+    }
+    if check.problems.is_empty() {
+        found.push(Found { name: name.to_owned(), kind, implementation });
+    }
+    problems.append(&mut check.problems);
+}
+
+struct Checker<'a> {
+    name: &'a str,
+    prefix: String,
+    problems: Vec<Problem>,
+}
+
+impl Checker<'_> {
+    fn wrong(&mut self, origin: &Origin, key: &str, what: impl Into<String>, fix: impl Into<String>) {
+        let key = format!("{}.{key}", self.prefix);
+        self.problems.push(Problem::new(Mistake::Value, origin, key, what).instance(self.name).fix(fix));
+    }
+
+    fn settings(&mut self, kind: ServerKind, map: &Map, origin: &Origin) {
+        for key in ["entrypoint", "host"] {
+            match map.get(key) {
+                Some(node) if node.as_text().is_some() => {}
+                Some(node) if key == "host" && matches!(node.value, Tree::Null) => {}
+                Some(node) => {
+                    let what = format!("{} where text is expected", node.kind());
+                    self.wrong(&node.origin, key, what, format!("write {key}: '…' in quotes"));
+                }
+                None => {}
+            }
+        }
+        for (key, least, most) in [("port", 0, 65_535), ("num_workers", 1, 4_096)] {
+            if let Some(node) = map.get(key) {
+                self.integer(node, key, least, most);
+            }
+        }
+        match map.get("domain") {
+            Some(node) if matches!(node.value, Tree::Null) && kind != ServerKind::Resources => {}
+            Some(node) if node.is_interpolation() => {}
+            Some(node) => {
+                let domain = node.python_str();
+                if !DOMAINS.contains(&domain.as_str()) {
+                    let what = format!("'{domain}' is no domain");
+                    self.wrong(&node.origin, "domain", what, suggest(&domain, &DOMAINS, "domains"));
+                }
+            }
+            None if kind == ServerKind::Resources => {
+                self.wrong(
+                    origin,
+                    "domain",
+                    "a resources server needs a domain",
+                    format!("add domain: one of {}", DOMAINS.join(", ")),
+                );
+            }
+            None => {}
+        }
+        match map.get("datasets") {
+            None => {}
+            Some(Node { value: Tree::Null, .. }) => {}
+            Some(Node { value: Tree::List(items), .. }) => {
+                for (index, item) in items.iter().enumerate() {
+                    self.dataset(item, index);
+                }
+            }
+            Some(node) if node.is_interpolation() => {}
+            Some(node) => {
+                let what = format!("{} where a list is expected", node.kind());
+                self.wrong(
+                    &node.origin,
+                    "datasets",
+                    what,
+                    "write each dataset as '- {name: …, type: …, jsonl_fpath: …}'",
+                );
+            }
+        }
+    }
+
+    /// As pydantic has it: null, an integer, or text or a float that is one.
+    fn integer(&mut self, node: &Node, key: &str, least: i128, most: i128) {
+        let int = match &node.value {
+            Tree::Null => return,
+            Tree::Text(_) if node.is_interpolation() => return,
+            Tree::Int(int) => Some(*int),
+            Tree::Float(float) if float.fract() == 0.0 => Some(*float as i128),
+            Tree::Text(text) => text.trim().parse().ok(),
+            _ => None,
+        };
+        match int {
+            Some(int) if (least..=most).contains(&int) => {}
+            Some(int) => {
+                self.wrong(&node.origin, key, format!("{int} is out of range"), format!("use {least} to {most}"))
+            }
+            None => {
+                let what = format!("{} where an integer is expected", node.kind());
+                self.wrong(&node.origin, key, what, format!("write {key}: {}", if key == "port" { 8000 } else { 1 }));
+            }
+        }
+    }
+
+    fn dataset(&mut self, item: &Node, index: usize) {
+        let at = |key: &str| format!("datasets[{index}].{key}");
+        let Some(map) = item.as_map() else {
+            if !item.is_interpolation() {
+                let what = format!("{} where a mapping is expected", item.kind());
+                self.wrong(
+                    &item.origin,
+                    &format!("datasets[{index}]"),
+                    what,
+                    "write {name: …, type: …, jsonl_fpath: …}",
+                );
+            }
+            return;
+        };
+        for key in ["name", "type", "jsonl_fpath"] {
+            match map.get(key) {
+                Some(node) if node.as_text().is_some() => {}
+                Some(node) => {
+                    let what = format!("{} where text is expected", node.kind());
+                    self.wrong(&node.origin, &at(key), what, "put it in quotes");
+                }
+                None => self.wrong(&item.origin, &at(key), "the dataset lacks this key", format!("add {key}: …")),
+            }
+        }
+        let kind = map.get("type").and_then(Node::as_text).unwrap_or_default();
+        let origin = |key: &str| map.get(key).map_or(&item.origin, |node| &node.origin);
+        if !kind.is_empty() && !DATASET_TYPES.contains(&kind) && !kind.contains("${") {
+            let fix = suggest(kind, &DATASET_TYPES, "dataset types");
+            self.wrong(origin("type"), &at("type"), format!("'{kind}' is no dataset type"), fix);
+        }
+        if kind == "benchmark" && map.get("prepare_script").is_none_or(|node| matches!(node.value, Tree::Null)) {
+            self.wrong(
+                &item.origin,
+                &at("prepare_script"),
+                "a benchmark needs a prepare_script",
+                "add prepare_script: prepare.py",
+            );
+        }
+        if kind != "benchmark" {
+            let license = map.get("license").filter(|node| !matches!(node.value, Tree::Null));
+            match license {
+                None if matches!(kind, "train" | "validation") => {
+                    let fix = format!("add license: one of {}", LICENSES.join(", "));
+                    self.wrong(&item.origin, &at("license"), format!("a {kind} dataset needs a license"), fix);
+                }
+                Some(node) if !node.is_interpolation() && !LICENSES.contains(&node.python_str().as_str()) => {
+                    let license = node.python_str();
+                    let fix = suggest(&license, &LICENSES, "licenses");
+                    self.wrong(&node.origin, &at("license"), format!("'{license}' is no known license"), fix);
+                }
+                _ => {}
+            }
+        }
+        if let Some(node) = map.get("num_repeats") {
+            match node.value {
+                Tree::Null => {
+                    self.wrong(&node.origin, &at("num_repeats"), "null where an integer is expected", "use 1 or more")
+                }
+                _ => {
+                    let before = self.problems.len();
+                    self.integer(node, &at("num_repeats"), 1, i128::from(u32::MAX));
+                    debug_assert!(self.problems.len() <= before + 1);
+                }
+            }
+        }
+    }
+}
+
+/// `{type, name}` of a reference to another server.
+pub(crate) fn reference(node: &Node) -> Option<(ServerKind, &str)> {
+    let map = node.as_map()?;
+    let kind = ServerKind::from_key(map.get("type")?.as_text()?)?;
+    Some((kind, map.get("name")?.as_text()?))
+}
+
+/// Every reference below a node, with its dotted key and its depth.
+pub(crate) fn references(node: &Node, key: &str, out: &mut Vec<(String, ServerKind, String, Origin)>) {
+    if let Some((kind, name)) = reference(node) {
+        let origin = node.step("name").map_or(&node.origin, |name| &name.origin);
+        out.push((key.to_owned(), kind, name.to_owned(), origin.clone()));
+    }
+    match &node.value {
+        Tree::Map(map) => {
+            for (step, child) in &map.0 {
+                references(child, &if key.is_empty() { step.to_string() } else { format!("{key}.{step}") }, out);
+            }
+        }
+        Tree::List(items) => {
+            for (index, child) in items.iter().enumerate() {
+                references(child, &format!("{key}[{index}]"), out);
+            }
+        }
+        _ => {}
+    }
+}
+
+/// Variables whose names are one slip away from a key with a meaning.
+pub(crate) fn reserved_typos(root: &Node, servers: &[Found]) -> Vec<Problem> {
+    let top = root.as_map().map(|map| map.0.as_slice()).unwrap_or_default();
+    top.iter()
+        .filter_map(|(key, node)| {
+            let key = key.to_string();
+            if is_reserved(&key) || servers.iter().any(|server| server.name == key) {
+                return None;
+            }
+            let near = RESERVED.into_iter().find(|known| {
+                known.len() >= 7 && strsim::damerau_levenshtein(&key, known) <= if known.len() > 10 { 2 } else { 1 }
+            })?;
+            Some(
+                Problem::new(
+                    Mistake::Value,
+                    &node.origin,
+                    key.clone(),
+                    format!("'{key}' is a variable of your own here"),
+                )
+                .fix(format!("did you mean '{near}'?")),
+            )
+        })
+        .collect()
+}
+
+/// Every `???` below a node: dotted path and place.
+pub(crate) fn missing(node: &Node, path: &str, out: &mut Vec<(String, Origin)>) {
+    match &node.value {
+        Tree::Text(text) if text == "???" => out.push((path.to_owned(), node.origin.clone())),
+        Tree::Map(map) => {
+            for (key, child) in &map.0 {
+                missing(child, &if path.is_empty() { key.to_string() } else { format!("{path}.{key}") }, out);
+            }
+        }
+        Tree::List(items) => {
+            for (index, child) in items.iter().enumerate() {
+                missing(child, &format!("{path}[{index}]"), out);
+            }
+        }
+        _ => {}
+    }
+}

@@ -1,0 +1,38 @@
+//! NeMo Gym's YAML as typed configuration.
+//!
+//! ```text
+//! files (config_paths, lowest first) < env.yaml < initial < command line      files, yaml, overrides, merge
+//!   -> _inherit_from, _copy, _delete_key                                      directives
+//!   -> standalone agent, renamed agents, relays for agents without a server   compose
+//!   -> servers, references, ports, hosts, defaults                            check, load
+//!   -> ${…} resolved                                                          interpolate
+//! GymConfig: typed (settings_as), YAML for Python servers (to_global_yaml), JSON to look at (masked)
+//! ```
+//!
+//! The rules are those of NeMo Gym 0.7.0, which are those of OmegaConf and Hydra: the same files give the same mapping,
+//! and what they refuse is refused here, with file, line, key and fix. Where a mistake would pass there in silence (a
+//! misspelt server kind), it is refused or listed in [`GymConfig::warnings`].
+
+mod check;
+mod compose;
+mod directives;
+mod emit;
+mod files;
+mod grammar;
+mod interpolate;
+mod kind;
+mod load;
+mod merge;
+mod node;
+mod overrides;
+mod problem;
+mod typed;
+mod yaml;
+
+pub use kind::ServerKind;
+pub use load::ConfigLoader;
+pub use overrides::Overrides;
+pub use problem::{ConfigError, Mistake, Origin, Problem};
+pub use typed::{
+    DatasetConfig, GymConfig, HeadConfig, InstanceConfig, PortRange, PortWish, Relay, ServerReference, free_port,
+};
