@@ -134,8 +134,17 @@ impl Directives<'_> {
         };
         let steps: Vec<String> = from.split('.').map(str::to_owned).collect();
         let (leaf, parent) = steps.split_last().expect("split gives at least one part");
-        let missing = matches!(self.target(self.root, parent), Target::Missing);
-        let swapped = match self.target(self.frozen, &steps) {
+        // The way to the source is looked up in what is left by now: what was moved away is gone.
+        let (missing, gone) = match self.target(self.root, parent) {
+            Target::Missing => (true, None),
+            Target::Absent(step, sisters) => (false, Some((step, sisters))),
+            Target::Value(_) => (false, None),
+        };
+        let found = match gone {
+            Some((step, sisters)) => Target::Absent(step, sisters),
+            None => self.target(self.frozen, &steps),
+        };
+        let swapped = match found {
             Target::Value(node) if !missing => node,
             Target::Value(_) | Target::Missing => return self.put(path, key, Node::text("???", &origin)),
             Target::Absent(step, sisters) => {

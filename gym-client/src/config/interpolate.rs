@@ -171,7 +171,11 @@ impl<'a> Resolver<'a> {
                 Unresolved::new(format!("'{rest}' has no closing '}}'"), "close it, or write \\${ for a plain ${")
             })?;
             let found = self.interpolation(container, &rest[..length], &node.origin)?;
-            out.push_str(&self.complete(found)?.python_str());
+            match found {
+                // Python's text of a container shows what is in it as it was written.
+                Found::At(_, node) if node.is_container() => out.push_str(&node.python_str()),
+                found => out.push_str(&self.complete(found)?.python_str()),
+            }
             rest = &rest[length..];
         }
         out.push_str(rest);

@@ -245,6 +245,8 @@ impl ConfigLoader {
             fixed.extend(port_at(resolved, &server.path("port"))?.filter(|port| *port != 0));
         }
         let mut disallowed = vec![head.port];
+        // As they were written: a port given as text stays text in the mapping that Python reads.
+        let mut listed = vec![Node::new(Tree::Int(i128::from(head.port)), Origin::default())];
         for server in servers {
             let port = port_at(resolved, &server.path("port"))?.filter(|port| *port != 0);
             let host = truthy(resolved, &server.path("host"));
@@ -268,6 +270,10 @@ impl ConfigLoader {
                 }
             };
             disallowed.extend(chosen);
+            listed.extend(chosen.map(|port| match at(resolved, &server.path("port")) {
+                Some(node) if !matches!(node.value, Tree::Null | Tree::Int(0)) => node.clone(),
+                _ => Node::new(Tree::Int(i128::from(port)), Origin::default()),
+            }));
             let skip: Vec<(&str, Node)> = ["skip_verification", "skip_verification_reward"]
                 .into_iter()
                 .filter(|_| server.kind == ServerKind::Agent)
@@ -288,8 +294,7 @@ impl ConfigLoader {
                 }
             }
         }
-        let list = disallowed.iter().map(|port| Node::new(Tree::Int(i128::from(*port)), Origin::default())).collect();
-        set(root, "disallowed_ports", Node::new(Tree::List(list), Origin::default()));
+        set(root, "disallowed_ports", Node::new(Tree::List(listed), Origin::default()));
         let mut block = root
             .step("head_server")
             .filter(|node| node.as_map().is_some())

@@ -6,7 +6,7 @@
 
 use std::borrow::Cow;
 
-use serde_saphyr::granit_parser::{Event, Parser, ScalarStyle, Span, Tag};
+use serde_saphyr::granit_parser::{Event, Parser, ScalarStyle, Span, StrInput, StructureStyle, Tag};
 
 use super::node::{Key, Map, Node, Tree};
 use super::problem::{Mistake, Origin, Problem};
@@ -25,6 +25,7 @@ pub(crate) fn parse(text: &str, source: &str) -> Result<Node, Problem> {
         anchors: Vec::new(),
         nodes: 0,
         depth: 0,
+        flow: 0,
         peeked: None,
     };
     let mut root: Option<Node> = None;
@@ -62,11 +63,13 @@ pub(crate) fn parse(text: &str, source: &str) -> Result<Node, Problem> {
 }
 
 struct Reader<'a> {
-    parser: Parser<'a, serde_saphyr::granit_parser::StrInput<'a>>,
+    parser: Parser<'a, StrInput<'a>>,
     origin: Origin,
     anchors: Vec<(usize, Value)>,
     nodes: usize,
     depth: usize,
+    /// Open `[` and `{`.
+    flow: usize,
     peeked: Option<(Event<'a>, Span)>,
 }
 
@@ -112,7 +115,13 @@ impl<'a> Reader<'a> {
         if let Some(event) = self.peeked.take() {
             return Ok(event);
         }
-        match self.parser.next_event() {
+        let event = loop {
+            match self.parser.next_event() {
+                Some(Ok((Event::Comment(..), _))) => {}
+                event => break event,
+            }
+        };
+        match event {
             Some(Ok(event)) => Ok(event),
             Some(Err(error)) => {
                 let origin = Origin {
@@ -164,13 +173,21 @@ impl<'a> Reader<'a> {
                 return Ok(value);
             }
             Event::Scalar(text, style, anchor, tag) => (self.scalar(&text, style, tag.as_ref(), &span)?, anchor),
-            Event::SequenceStart(_, anchor, tag) => {
+            Event::SequenceStart(style, anchor, tag) => {
                 self.container_tag(tag.as_ref(), "seq", &span)?;
-                (Value::Plain(self.sequence(&span)?), anchor)
+                let flow = usize::from(style == StructureStyle::Flow);
+                self.flow += flow;
+                let node = self.sequence(&span)?;
+                self.flow -= flow;
+                (Value::Plain(node), anchor)
             }
-            Event::MappingStart(_, anchor, tag) => {
+            Event::MappingStart(style, anchor, tag) => {
                 self.container_tag(tag.as_ref(), "map", &span)?;
-                (Value::Plain(self.mapping(&span)?), anchor)
+                let flow = usize::from(style == StructureStyle::Flow);
+                self.flow += flow;
+                let node = self.mapping(&span)?;
+                self.flow -= flow;
+                (Value::Plain(node), anchor)
             }
             _ => return Err(self.problem(&span, "a value is missing here")),
         };
@@ -319,6 +336,10 @@ impl<'a> Reader<'a> {
         }
         if !matches!(style, ScalarStyle::Plain) {
             return plain(Tree::Text(text.to_owned()));
+        }
+        if self.flow > 0 && text.contains('?') {
+            let what = format!("'{text}' holds a '?' between brackets, which Python's YAML loader refuses");
+            return Err(self.problem(span, what).fix(format!("quote it: \"{text}\"")));
         }
         match text {
             "<<" => Ok(Value::Merge(origin)),
