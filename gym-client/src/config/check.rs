@@ -1,8 +1,8 @@
 //! From the merged tree to instances: which top-level blocks are servers, and what is wrong with those that should be.
 
-use super::kind::ServerKind;
 use super::node::{Map, Node, Tree};
 use super::problem::{Mistake, Origin, Problem, nearest, suggest};
+use gym_core::ServerKind;
 
 /// Top-level keys with a meaning of their own: never servers, never variables.
 pub(crate) const RESERVED: [&str; 43] = [

@@ -3,10 +3,10 @@
 
 use super::directives;
 use super::interpolate::{Environment, Resolver};
-use super::kind::ServerKind;
 use super::merge;
 use super::node::{Key, Map, Node, Tree};
 use super::problem::{Mistake, Origin, Problem, suggest};
+use gym_core::ServerKind;
 
 /// Keys of the environment's agent that a standalone agent put in its place takes over.
 const CARRIED: [&str; 3] = ["resources_server", "model_server", "datasets"];

@@ -10,12 +10,12 @@ use super::compose;
 use super::directives;
 use super::files::{Files, Roots};
 use super::interpolate::{Failure, Resolver};
-use super::kind::ServerKind;
 use super::merge;
 use super::node::{Key, Map, Node, Tree};
 use super::overrides::Overrides;
 use super::problem::{ConfigError, Mistake, Origin, Problem, suggest};
 use super::typed::{GymConfig, HeadConfig, InstanceConfig, PortRange, PortWish, Relay, ServerReference};
+use gym_core::ServerKind;
 
 const HEAD_PORT: u16 = 11_000;
 

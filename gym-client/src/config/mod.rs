@@ -20,7 +20,6 @@ mod emit;
 mod files;
 mod grammar;
 mod interpolate;
-mod kind;
 mod load;
 mod merge;
 mod node;
@@ -29,7 +28,7 @@ mod problem;
 mod typed;
 mod yaml;
 
-pub use kind::ServerKind;
+pub use gym_core::ServerKind;
 pub use load::ConfigLoader;
 pub use overrides::Overrides;
 pub use problem::{ConfigError, Mistake, Origin, Problem};

@@ -8,9 +8,9 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use super::emit;
-use super::kind::ServerKind;
 use super::node::Node;
 use super::problem::{ConfigError, Mistake, Origin, Problem, suggest};
+use gym_core::ServerKind;
 
 /// A whole configuration, merged and checked.
 #[derive(Clone, Debug)]
