@@ -1,0 +1,172 @@
+//! Messages as HTTP bodies: sent piece by piece without a copy, received into one piece with one copy at most.
+
+use std::collections::VecDeque;
+use std::convert::Infallible;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use bytes::Bytes;
+use gym_core::frame::{FRAME_MEDIA_TYPE, FrameError, Limits, decode, encode};
+use gym_core::{ContentType, Message, Rope};
+use http_body::{Body, Frame, SizeHint};
+
+/// The room reserved at once for a body of announced length. What is announced but never sent must not cost memory; beyond
+/// this the room doubles as bytes arrive.
+const PRESIZE_BYTES_MAX: usize = 4 << 20;
+
+/// A frame's prefix for a given number of segments.
+pub(crate) const fn prefix_bytes(segments: usize) -> usize {
+    16 + 8 * segments
+}
+
+/// The pieces of a rope, one frame each, with an exact length.
+#[derive(Debug, Default)]
+pub(crate) struct RopeBody {
+    pieces: Pieces,
+    left: u64,
+}
+
+#[derive(Debug, Default)]
+enum Pieces {
+    #[default]
+    None,
+    One(Bytes),
+    Many(VecDeque<Bytes>),
+}
+
+impl RopeBody {
+    /// The body of a message: its head as it is, or a frame when there are segments.
+    pub(crate) fn of(message: &Message) -> Self {
+        if message.segments.is_empty() { Self::new(&message.head) } else { Self::new(&encode(message)) }
+    }
+
+    fn new(rope: &Rope) -> Self {
+        let pieces = match rope.pieces() {
+            [one] if one.is_empty() => Pieces::None,
+            [one] => Pieces::One(one.clone()),
+            many => Pieces::Many(many.iter().cloned().collect()),
+        };
+        Self { pieces, left: rope.len() as u64 }
+    }
+}
+
+impl Body for RopeBody {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+        let piece = match &mut self.pieces {
+            Pieces::None => None,
+            Pieces::One(one) => {
+                let one = std::mem::take(one);
+                self.pieces = Pieces::None;
+                Some(one)
+            }
+            Pieces::Many(many) => many.pop_front(),
+        };
+        self.left -= piece.as_ref().map_or(0, |piece| piece.len() as u64);
+        Poll::Ready(piece.map(|piece| Ok(Frame::data(piece))))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.left == 0
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        SizeHint::with_exact(self.left)
+    }
+}
+
+/// The media type of a message's body.
+pub(crate) fn media_type(message: &Message) -> &str {
+    if message.segments.is_empty() { message.content_type.as_str() } else { FRAME_MEDIA_TYPE }
+}
+
+/// Reads the body back into a message.
+pub(crate) fn message_of(
+    body: Bytes,
+    media_type: Option<&str>,
+    framed_head: Option<&str>,
+    segments_max: usize,
+) -> Result<Message, FrameError> {
+    match media_type {
+        Some(FRAME_MEDIA_TYPE) => {
+            // The body is in memory by now, within its limit: only the number of segments is still to be bounded.
+            let limits = Limits { head_bytes_max: body.len(), segments_max, message_bytes_max: body.len() };
+            let head = framed_head.map_or(ContentType::Json, ContentType::from_media_type);
+            decode(body, &limits, head)
+        }
+        other => {
+            let content_type = other.map_or(ContentType::Json, ContentType::from_media_type);
+            Ok(Message { content_type, head: body.into(), segments: Vec::new() })
+        }
+    }
+}
+
+/// A body that is longer than its limit.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct TooLong;
+
+/// A body on its way in: one frame is handed over as it is, several are copied into one piece.
+#[derive(Debug)]
+pub(crate) struct Gather {
+    first: Bytes,
+    rest: Vec<u8>,
+    announced: usize,
+    bytes_max: usize,
+}
+
+impl Gather {
+    /// For a body of that announced length.
+    pub(crate) fn new(announced: Option<u64>, bytes_max: usize) -> Result<Self, TooLong> {
+        let announced = usize::try_from(announced.unwrap_or(0)).unwrap_or(usize::MAX);
+        if announced > bytes_max {
+            return Err(TooLong);
+        }
+        Ok(Self { first: Bytes::new(), rest: Vec::new(), announced, bytes_max })
+    }
+
+    pub(crate) fn push(&mut self, piece: Bytes) -> Result<(), TooLong> {
+        if self.rest.is_empty() && self.first.is_empty() {
+            self.first = piece;
+            return if self.first.len() > self.bytes_max { Err(TooLong) } else { Ok(()) };
+        }
+        if self.rest.is_empty() {
+            self.rest.reserve_exact(self.announced.min(PRESIZE_BYTES_MAX).max(self.first.len() + piece.len()));
+            self.rest.extend_from_slice(&std::mem::take(&mut self.first));
+        }
+        if piece.len() > self.bytes_max - self.rest.len() {
+            return Err(TooLong);
+        }
+        self.rest.extend_from_slice(&piece);
+        Ok(())
+    }
+
+    pub(crate) fn finish(self) -> Bytes {
+        if self.rest.is_empty() { self.first } else { self.rest.into() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_body_of_one_frame_is_not_copied() {
+        let frame = Bytes::from(vec![1; 100]);
+        let mut gather = Gather::new(Some(100), 100).unwrap();
+        gather.push(frame.clone()).unwrap();
+        assert_eq!(gather.finish().as_ptr(), frame.as_ptr());
+    }
+
+    #[test]
+    fn frames_are_joined_in_order_up_to_the_limit() {
+        let mut gather = Gather::new(None, 5).unwrap();
+        gather.push(Bytes::from_static(b"ab")).unwrap();
+        gather.push(Bytes::from_static(b"cde")).unwrap();
+        assert_eq!(gather.push(Bytes::from_static(b"f")), Err(TooLong));
+        assert_eq!(gather.finish(), "abcde");
+        assert!(Gather::new(Some(6), 5).is_err());
+        assert_eq!(Gather::new(None, 5).unwrap().push(Bytes::from_static(b"abcdef")), Err(TooLong));
+    }
+}

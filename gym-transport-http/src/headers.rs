@@ -1,0 +1,226 @@
+//! What of a call travels as headers.
+//!
+//! Metadata is the end-to-end headers, in order, names in lower case. The transport keeps for itself, both ways: what belongs
+//! to one connection (`connection` and whatever it names, `keep-alive`, `proxy-…`, `te`, `trailer`, `transfer-encoding`,
+//! `upgrade`, `expect`, `host`), the body's (`content-length`, `content-type`), what the context has a field for
+//! (`x-gym-timeout-ms`, `x-gym-incarnation` of a request, `traceparent`), and `accept-encoding`, `date` and `server`, which
+//! speak of one hop's software and would mislead the next.
+
+use std::borrow::Cow;
+use std::time::Duration;
+
+use gym_core::frame::FRAME_MEDIA_TYPE;
+use gym_core::{CallContext, Error, INCARNATION_METADATA, Incarnation, Message, Metadata, Result, TraceContext};
+use http::header::{CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue};
+use tokio::time::Instant;
+
+use crate::body::media_type;
+
+/// The time that is left for a call, in whole milliseconds.
+pub(crate) const TIMEOUT: HeaderName = HeaderName::from_static("x-gym-timeout-ms");
+const INCARNATION: HeaderName = HeaderName::from_static(INCARNATION_METADATA);
+const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
+/// The media type of a frame's head, where it is not JSON.
+const FRAMED_HEAD: HeaderName = HeaderName::from_static("x-gym-head-type");
+
+/// A caller's time beyond this is the same as for ever, and keeps instants from overflowing.
+const TIMEOUT_MS_MAX: u64 = 365 * 24 * 3_600 * 1_000;
+
+/// Whether a header is the transport's own and neither sent from nor received into metadata.
+fn is_own(name: &str) -> bool {
+    matches!(
+        name,
+        "accept-encoding"
+            | "connection"
+            | "content-length"
+            | "content-type"
+            | "date"
+            | "expect"
+            | "host"
+            | "keep-alive"
+            | "proxy-authenticate"
+            | "proxy-authorization"
+            | "proxy-connection"
+            | "server"
+            | "te"
+            | "trailer"
+            | "traceparent"
+            | "transfer-encoding"
+            | "upgrade"
+            | "x-gym-head-type"
+            | "x-gym-timeout-ms"
+    )
+}
+
+/// Writes the context of a call.
+pub(crate) fn put_context(context: &CallContext, headers: &mut HeaderMap) -> Result<()> {
+    // Rounded down: the peer must never believe that it has longer than its caller waits.
+    let left = u64::try_from(context.remaining().as_millis()).unwrap_or(u64::MAX);
+    headers.insert(TIMEOUT, HeaderValue::from(left));
+    if let Some(incarnation) = context.incarnation {
+        headers.insert(INCARNATION, HeaderValue::from(incarnation.0));
+    }
+    if let Some(value) = context.trace.to_traceparent().and_then(|text| HeaderValue::try_from(text).ok()) {
+        headers.insert(TRACEPARENT, value);
+    }
+    put_metadata(&context.metadata, Some(INCARNATION_METADATA), headers)
+}
+
+/// Writes metadata, less the transport's own names and `but`.
+pub(crate) fn put_metadata(metadata: &Metadata, but: Option<&str>, headers: &mut HeaderMap) -> Result<()> {
+    for (name, value) in metadata.iter().filter(|(name, _)| !is_own(name) && Some(*name) != but) {
+        let wrong = |what| Error::invalid(format!("metadata `{name}` has a {what} that no HTTP header can have"));
+        let header = HeaderName::from_bytes(name.as_bytes()).map_err(|_| wrong("name"))?;
+        let value = HeaderValue::from_str(value).map_err(|_| wrong("value"))?;
+        headers.append(header, value);
+    }
+    Ok(())
+}
+
+/// Writes what a message is.
+pub(crate) fn put_content_type(message: &Message, headers: &mut HeaderMap) -> Result<()> {
+    if message.is_empty() && message.content_type == gym_core::ContentType::Json {
+        return Ok(());
+    }
+    let value = match media_type(message) {
+        "application/json" => HeaderValue::from_static("application/json"),
+        FRAME_MEDIA_TYPE => HeaderValue::from_static(FRAME_MEDIA_TYPE),
+        other => header_value(other)?,
+    };
+    headers.insert(CONTENT_TYPE, value);
+    if !message.segments.is_empty() && message.content_type != gym_core::ContentType::Json {
+        headers.insert(FRAMED_HEAD, header_value(message.content_type.as_str())?);
+    }
+    Ok(())
+}
+
+fn header_value(media_type: &str) -> Result<HeaderValue> {
+    HeaderValue::from_str(media_type)
+        .map_err(|_| Error::invalid(format!("content type `{}` is not a media type", media_type.escape_debug())))
+}
+
+/// Reads the context of a call, its metadata included.
+pub(crate) fn context_of(headers: &HeaderMap, default_deadline: Duration) -> Result<CallContext> {
+    let timeout = match number(headers, &TIMEOUT)? {
+        Some(left_ms) => Duration::from_millis(left_ms.min(TIMEOUT_MS_MAX)),
+        None => default_deadline,
+    };
+    let mut context = CallContext::until(Instant::now() + timeout);
+    context.incarnation = number(headers, &INCARNATION)?.map(Incarnation);
+    context.trace = text(headers, &TRACEPARENT).and_then(TraceContext::from_traceparent).unwrap_or_default();
+    context.metadata = metadata_of(headers, Some(INCARNATION_METADATA));
+    Ok(context)
+}
+
+/// Reads metadata, less the transport's own names and `but`.
+pub(crate) fn metadata_of(headers: &HeaderMap, but: Option<&str>) -> Metadata {
+    let mut metadata = Metadata::new();
+    let connection = text(headers, &http::header::CONNECTION)
+        .filter(|named| !named.eq_ignore_ascii_case("keep-alive") && !named.eq_ignore_ascii_case("close"));
+    let of_connection =
+        |name: &str| connection.is_some_and(|named| named.split(',').any(|one| one.trim().eq_ignore_ascii_case(name)));
+    for (name, value) in headers {
+        let text = name.as_str();
+        if !is_own(text) && Some(text) != but && !of_connection(text) {
+            metadata.push(metadata_name(text), String::from_utf8_lossy(value.as_bytes()));
+        }
+    }
+    metadata
+}
+
+/// Spares the copy of the names that most calls carry.
+fn metadata_name(name: &str) -> Cow<'static, str> {
+    const FREQUENT: [&str; 9] = [
+        "accept",
+        "authorization",
+        "cookie",
+        "set-cookie",
+        "user-agent",
+        "vary",
+        gym_core::CODE_METADATA,
+        gym_core::EXECUTION_METADATA,
+        INCARNATION_METADATA,
+    ];
+    match FREQUENT.into_iter().find(|known| *known == name) {
+        Some(known) => Cow::Borrowed(known),
+        None => Cow::Owned(name.to_owned()),
+    }
+}
+
+/// The media type of the body, and that of the head when the body is a frame.
+pub(crate) fn media_types_of(headers: &HeaderMap) -> (Option<&str>, Option<&str>) {
+    (text(headers, &CONTENT_TYPE), text(headers, &FRAMED_HEAD))
+}
+
+fn text<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Option<&'a str> {
+    headers.get(name).and_then(|value| value.to_str().ok())
+}
+
+fn number(headers: &HeaderMap, name: &HeaderName) -> Result<Option<u64>> {
+    let Some(value) = headers.get(name) else { return Ok(None) };
+    let number = value.to_str().ok().and_then(|text| text.trim().parse().ok());
+    match number {
+        Some(number) => Ok(Some(number)),
+        None => Err(Error::invalid(format!("header `{name}` is {value:?}; it must be a whole number"))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn headers(pairs: &[(&'static str, &'static str)]) -> HeaderMap {
+        let mut headers = HeaderMap::new();
+        for (name, value) in pairs {
+            headers.append(*name, HeaderValue::from_static(value));
+        }
+        headers
+    }
+
+    #[test]
+    fn what_belongs_to_one_hop_is_no_metadata() {
+        let metadata = metadata_of(
+            &headers(&[
+                ("host", "a"),
+                ("connection", "keep-alive, X-Mine"),
+                ("x-mine", "1"),
+                ("content-length", "2"),
+                ("cookie", "a=1"),
+                ("x-other", "ü"),
+            ]),
+            None,
+        );
+        assert_eq!(metadata.iter().collect::<Vec<_>>(), [("cookie", "a=1"), ("x-other", "ü")]);
+    }
+
+    #[test]
+    fn a_repeated_name_keeps_its_values_in_order() {
+        let mut metadata = Metadata::new();
+        for value in ["a=1; Path=/", "b=2"] {
+            metadata.push("set-cookie", value);
+        }
+        let mut wire = HeaderMap::new();
+        put_metadata(&metadata, None, &mut wire).unwrap();
+        assert_eq!(metadata_of(&wire, None), metadata);
+    }
+
+    #[test]
+    fn metadata_that_is_no_header_is_named() {
+        let mut metadata = Metadata::new();
+        metadata.push("x-split", "a\r\nhost: b");
+        let error = put_metadata(&metadata, None, &mut HeaderMap::new()).unwrap_err();
+        assert!(error.to_string().contains("x-split"), "{error}");
+    }
+
+    #[test]
+    fn a_timeout_that_is_no_number_is_named() {
+        let error = context_of(&headers(&[("x-gym-timeout-ms", "soon")]), Duration::ZERO).unwrap_err();
+        assert!(error.to_string().contains("x-gym-timeout-ms"), "{error}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_timeout_of_any_size_is_an_instant() {
+        let context = context_of(&headers(&[("x-gym-timeout-ms", "18446744073709551615")]), Duration::ZERO).unwrap();
+        assert_eq!(context.remaining(), Duration::from_millis(TIMEOUT_MS_MAX));
+    }
+}

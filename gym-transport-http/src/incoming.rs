@@ -1,0 +1,278 @@
+//! One accepted connection.
+
+use std::convert::Infallible;
+use std::fmt;
+use std::future::{Future, poll_fn};
+use std::pin::{Pin, pin};
+use std::sync::Arc;
+use std::task::Poll;
+
+use async_trait::async_trait;
+use gym_core::{Code, Error, Execution, Handler, Incoming, PeerInfo, Request, Response, Result, Route, Status, Verb};
+use http::StatusCode;
+use hyper::body::{Body, Incoming as WireBody};
+use hyper::server::conn::http1::Builder;
+use hyper::service::service_fn;
+use hyper_util::rt::TokioIo;
+use tokio::net::TcpStream;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::time::{sleep_until, timeout};
+use tokio_util::sync::CancellationToken;
+
+use crate::body::{Gather, RopeBody, message_of};
+use crate::config::HttpConfig;
+use crate::headers::{context_of, media_types_of, put_content_type, put_metadata};
+use crate::wire::{Accepted, Wire};
+
+/// One accepted connection, and the calls that come over it.
+///
+/// - A client that closes its sending side has left, as NeMo Gym's servers see it too: the handler's future is dropped and the
+///   call's cancel token fires.
+/// - A call whose deadline has passed before it could start gets 504, not started.
+/// - A body above `request_bytes_max` is read to its end, without being kept, and gets 413: a client whose connection breaks
+///   instead would send it again, NeMo Gym's for ever.
+/// - What is not HTTP gets 400, and the connection ends.
+pub struct HttpIncoming {
+    stream: TcpStream,
+    peer: PeerInfo,
+    config: Arc<HttpConfig>,
+    calls: Arc<Semaphore>,
+    /// Given back when the connection ends.
+    room: Option<OwnedSemaphorePermit>,
+}
+
+impl HttpIncoming {
+    pub(crate) fn new(
+        stream: TcpStream,
+        peer: PeerInfo,
+        config: Arc<HttpConfig>,
+        calls: Arc<Semaphore>,
+        room: Option<OwnedSemaphorePermit>,
+    ) -> Self {
+        Self { stream, peer, config, calls, room }
+    }
+}
+
+impl fmt::Debug for HttpIncoming {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "HttpIncoming({})", self.peer.address)
+    }
+}
+
+#[async_trait]
+impl Incoming for HttpIncoming {
+    fn peer(&self) -> &PeerInfo {
+        &self.peer
+    }
+
+    async fn serve(self: Box<Self>, handler: Arc<dyn Handler>, drain: CancellationToken) -> Result<()> {
+        let Self { stream, peer, config, calls, room } = *self;
+        let watch = Arc::new(Accepted::new());
+        let wire = TokioIo::new(Wire::new(stream, Arc::clone(&watch)));
+        let shared = Arc::new(Shared { handler, peer, config, calls });
+        let service = service_fn(|request| {
+            let phase = Phase::begin(Arc::clone(&watch));
+            let shared = Arc::clone(&shared);
+            async move {
+                let _phase = phase;
+                Ok::<_, Infallible>(answer(&shared, request).await)
+            }
+        });
+        let mut connection = pin!(
+            Builder::new().keep_alive(true).pipeline_flush(true).half_close(false).serve_connection(wire, service)
+        );
+        // A child of its own: the parent's lock is shared by all connections.
+        let drain = drain.child_token();
+        let mut drained = pin!(drain.cancelled());
+        let mut draining = false;
+        let (head_timeout, keep_alive_timeout) = (shared.config.head_timeout, shared.config.keep_alive_timeout);
+        let mut alarm = pin!(sleep_until(watch.due(head_timeout, keep_alive_timeout).map_err(exceeded)?));
+        let ended = poll_fn(|cx| {
+            if let Poll::Ready(ended) = connection.as_mut().poll(cx) {
+                return Poll::Ready(ended.map_err(left));
+            }
+            if !draining && drained.as_mut().poll(cx).is_ready() {
+                draining = true;
+                connection.as_mut().graceful_shutdown();
+                if let Poll::Ready(ended) = connection.as_mut().poll(cx) {
+                    return Poll::Ready(ended.map_err(left));
+                }
+            }
+            while alarm.as_mut().poll(cx).is_ready() {
+                match watch.due(head_timeout, keep_alive_timeout) {
+                    Ok(next) => alarm.as_mut().reset(next),
+                    Err(field) => return Poll::Ready(Err(exceeded(field))),
+                }
+            }
+            Poll::Pending
+        })
+        .await;
+        drop(room);
+        match ended {
+            Err(error) if error.code() == Code::Cancelled => Ok(()),
+            ended => ended.map_err(|error| error.about(format!("serve {}", shared.peer.address))),
+        }
+    }
+}
+
+fn exceeded(field: &'static str) -> Error {
+    Error::unknown(Code::DeadlineExceeded, format!("the client was silent for longer than {field}"))
+}
+
+/// A client that has left is no error; one that does not speak HTTP is.
+fn left(error: hyper::Error) -> Error {
+    let code = if error.is_parse() { Code::InvalidArgument } else { Code::Cancelled };
+    Error::unknown(code, "the connection ended").caused_by(error)
+}
+
+/// What the calls of a connection share.
+struct Shared {
+    handler: Arc<dyn Handler>,
+    peer: PeerInfo,
+    config: Arc<HttpConfig>,
+    calls: Arc<Semaphore>,
+}
+
+/// Tells the watch that a call is under way, for as long as it lives.
+struct Phase(Arc<Accepted>);
+
+impl Phase {
+    fn begin(watch: Arc<Accepted>) -> Self {
+        watch.call_began();
+        Self(watch)
+    }
+}
+
+impl Drop for Phase {
+    fn drop(&mut self) {
+        self.0.call_ended();
+    }
+}
+
+/// Fires a call's token when its caller leaves, by being dropped before the call is done.
+struct CallerLeft(Option<CancellationToken>);
+
+impl Drop for CallerLeft {
+    fn drop(&mut self) {
+        if let Some(cancel) = self.0.take() {
+            cancel.cancel();
+        }
+    }
+}
+
+async fn answer(shared: &Shared, request: http::Request<WireBody>) -> http::Response<RopeBody> {
+    let response = match call(shared, request).await {
+        Ok(response) => response,
+        Err(refused) => refused,
+    };
+    wire_response(&response).unwrap_or_else(|error| {
+        // Nothing that this makes can be refused again.
+        wire_response(&Response::from_error(&error.with_execution(Execution::Finished))).unwrap_or_default()
+    })
+}
+
+fn wire_response(response: &Response) -> Result<http::Response<RopeBody>> {
+    let status = StatusCode::from_u16(response.status.0)
+        .map_err(|_| Error::internal(format!("status {} is none that HTTP has", response.status)))?;
+    let mut wire = http::Response::new(RopeBody::of(&response.message));
+    *wire.status_mut() = status;
+    put_content_type(&response.message, wire.headers_mut())?;
+    put_metadata(&response.metadata, None, wire.headers_mut())?;
+    Ok(wire)
+}
+
+/// What a refusal looks like, with a status other than the code's own.
+fn refusal(error: &Error, status: u16) -> Response {
+    Response { status: Status(status), ..Response::from_error(error) }
+}
+
+/// Room, body, handler; the error side is a refusal that has not run.
+async fn call(shared: &Shared, request: http::Request<WireBody>) -> Result<Response, Response> {
+    let (head, body) = request.into_parts();
+    let config = &shared.config;
+    let refuse = |error: Error| Response::from_error(&error);
+    let context = context_of(&head.headers, config.default_deadline).map_err(refuse)?;
+    let mut caller = CallerLeft(Some(context.cancel.clone()));
+    let verb = Verb::from_name(head.method.as_str()).ok_or_else(|| {
+        refusal(&Error::not_started(Code::Unimplemented, format!("method {} is not served", head.method)), 405)
+    })?;
+
+    // Room before the body: what waits here costs the kernel's buffers, not ours.
+    let _room = match shared.calls.try_acquire() {
+        Ok(room) => room,
+        Err(_) => context
+            .bound(Execution::NotStarted, async {
+                shared.calls.acquire().await.map_err(|_| Error::not_started(Code::Unavailable, "the server has closed"))
+            })
+            .await
+            .map_err(refuse)?,
+    };
+    let expects = head.headers.contains_key(http::header::EXPECT);
+    let bytes = if body.is_end_stream() {
+        bytes::Bytes::new()
+    } else {
+        context.bound(Execution::NotStarted, receive(body, expects, config)).await.map_err(|error| {
+            match error.code() {
+                Code::ResourceExhausted => refusal(&error, 413),
+                Code::InvalidArgument => refusal(&error, 400),
+                _ => refuse(error),
+            }
+        })?
+    };
+    let (media_type, framed_head) = media_types_of(&head.headers);
+    let message = message_of(bytes, media_type, framed_head, config.segments_max).map_err(|error| {
+        let error = Error::from(error);
+        refusal(&error, if error.code() == Code::ResourceExhausted { 413 } else { 400 })
+    })?;
+    context.check().map_err(refuse)?;
+
+    let route = head.uri.path_and_query().map_or("/", http::uri::PathAndQuery::as_str);
+    let route = Route::from(route.to_owned());
+    let request = Request { verb, route, context, peer: Some(shared.peer.clone()), message };
+    let answered = shared.handler.handle(request).await;
+    caller.0 = None;
+    Ok(answered.unwrap_or_else(|error| Response::from_error(&error)))
+}
+
+/// The whole body.
+async fn receive(body: WireBody, expects: bool, config: &HttpConfig) -> Result<bytes::Bytes> {
+    let too_long = || {
+        Error::not_started(
+            Code::ResourceExhausted,
+            format!(
+                "the body is larger than request_bytes_max = {}; raise it on this server",
+                config.request_bytes_max
+            ),
+        )
+    };
+    let mut gather = Gather::new(body.size_hint().exact(), config.request_bytes_max).ok();
+    if gather.is_none() && expects {
+        // The client asked before sending, and need not send.
+        return Err(too_long());
+    }
+    let mut body = pin!(body);
+    loop {
+        let frame = poll_fn(|cx| Pin::new(&mut body).poll_frame(cx));
+        let frame = timeout(config.body_timeout, frame).await.map_err(|_| {
+            Error::not_started(
+                Code::DeadlineExceeded,
+                format!("no byte of the body came within body_timeout = {:?}", config.body_timeout),
+            )
+        })?;
+        match frame {
+            None => break,
+            Some(Ok(frame)) => {
+                if let (Ok(piece), Some(kept)) = (frame.into_data(), gather.as_mut())
+                    && kept.push(piece).is_err()
+                {
+                    gather = None;
+                }
+            }
+            Some(Err(error)) => return Err(Error::invalid("the body is not what its headers say").caused_by(error)),
+        }
+        if body.is_end_stream() {
+            break;
+        }
+    }
+    gather.map(Gather::finish).ok_or_else(too_long)
+}

@@ -1,0 +1,142 @@
+//! The door of the answering end.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use gym_core::{Code, Endpoint, Error, Incoming, Listener, PeerInfo, Result};
+use rustix::io::Errno;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use tokio::net::{TcpListener, TcpSocket};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::time::sleep;
+
+use crate::SCHEME;
+use crate::config::HttpConfig;
+use crate::incoming::HttpIncoming;
+use crate::pool::keep_alive;
+
+/// How long accepting rests when the process has no file descriptor left: time for a few calls to end.
+const EXHAUSTED_PAUSE: Duration = Duration::from_millis(50);
+
+/// Accepts HTTP/1.1 connections. Connections beyond the bound wait in the kernel's backlog, calls beyond theirs wait here:
+/// nobody is refused for want of room.
+#[derive(Debug)]
+pub struct HttpListener {
+    listener: TcpListener,
+    address: SocketAddr,
+    endpoints: [Endpoint; 1],
+    config: Arc<HttpConfig>,
+    connections: Arc<Semaphore>,
+    calls: Arc<Semaphore>,
+    /// Room for the next connection: taken before it is accepted, and kept if the wait for it is given up.
+    room: Option<OwnedSemaphorePermit>,
+}
+
+impl HttpListener {
+    /// Listens on an address; port 0 picks a free one. Raises this process's soft limit on file descriptors to the hard one.
+    ///
+    /// Must be called within a tokio runtime.
+    ///
+    /// # Errors
+    /// `AlreadyExists` when the port is taken, else `Unavailable`.
+    pub fn bind(address: SocketAddr, config: HttpConfig) -> Result<Self> {
+        let listener = listen(address, config.backlog).map_err(|error| {
+            let code = match error.kind() {
+                std::io::ErrorKind::AddrInUse => Code::AlreadyExists,
+                _ => Code::Unavailable,
+            };
+            Error::not_started(code, "cannot listen").about(format!("listen on {SCHEME}://{address}")).caused_by(error)
+        })?;
+        let address = listener.local_addr().map_err(|error| Error::internal("no local address").caused_by(error))?;
+        let connections_max = config.accepted_max.unwrap_or_else(accepted_max).clamp(1, Semaphore::MAX_PERMITS);
+        Ok(Self {
+            listener,
+            address,
+            endpoints: [Endpoint::parse(&format!("{SCHEME}://{address}"))?],
+            connections: Arc::new(Semaphore::new(connections_max)),
+            calls: Arc::new(Semaphore::new(config.requests_max.clamp(1, Semaphore::MAX_PERMITS))),
+            config: Arc::new(config),
+            room: None,
+        })
+    }
+
+    /// The same listener, reached under another host name or address: one bound to `0.0.0.0` cannot know its own.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when the host is empty.
+    pub fn advertised_as(mut self, host: &str) -> Result<Self> {
+        if host.is_empty() {
+            return Err(Error::invalid("the advertised host is empty"));
+        }
+        self.endpoints = [Endpoint::parse(&format!("{SCHEME}://{host}:{}", self.address.port()))?];
+        Ok(self)
+    }
+
+    /// The address that it listens on.
+    #[must_use]
+    pub fn local_address(&self) -> SocketAddr {
+        self.address
+    }
+}
+
+fn listen(address: SocketAddr, backlog: u32) -> std::io::Result<TcpListener> {
+    let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
+    // A restarted server gets its port back at once.
+    socket.set_reuseaddr(true)?;
+    // Accepted sockets inherit both.
+    socket.set_nodelay(true)?;
+    keep_alive(&socket)?;
+    socket.bind(address)?;
+    socket.listen(backlog)
+}
+
+/// How many connections the file descriptors allow, after raising their limit as far as this process may.
+fn accepted_max() -> usize {
+    let limit = getrlimit(Resource::Nofile);
+    if limit.current != limit.maximum
+        && let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum })
+    {
+        tracing::debug!(%error, "the limit on file descriptors stays as it is");
+    }
+    let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+    let kept = (limit / 8).clamp(16, 4_096);
+    usize::try_from(limit.saturating_sub(kept).clamp(16, 65_536)).unwrap_or(65_536)
+}
+
+#[async_trait]
+impl Listener for HttpListener {
+    fn endpoints(&self) -> &[Endpoint] {
+        &self.endpoints
+    }
+
+    async fn accept(&mut self) -> Result<Box<dyn Incoming>> {
+        if self.room.is_none() {
+            let room = Arc::clone(&self.connections).acquire_owned().await;
+            self.room = Some(room.map_err(|_| Error::internal("the listener was closed"))?);
+        }
+        loop {
+            match self.listener.accept().await {
+                Ok((stream, address)) => {
+                    let peer = PeerInfo { address: address.to_string().into() };
+                    let (config, calls) = (Arc::clone(&self.config), Arc::clone(&self.calls));
+                    return Ok(Box::new(HttpIncoming::new(stream, peer, config, calls, self.room.take())));
+                }
+                Err(error) => match Errno::from_io_error(&error) {
+                    Some(Errno::BADF | Errno::INVAL | Errno::NOTSOCK | Errno::OPNOTSUPP) => {
+                        return Err(Error::internal("cannot accept connections any more")
+                            .about(self.endpoints[0].to_string())
+                            .caused_by(error));
+                    }
+                    Some(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM) => {
+                        tracing::warn!(%error, "no new connections for {EXHAUSTED_PAUSE:?}");
+                        sleep(EXHAUSTED_PAUSE).await;
+                    }
+                    // The peer gave up while it waited, or the network said something about it.
+                    _ => tracing::debug!(%error, "accept"),
+                },
+            }
+        }
+    }
+}
