@@ -180,7 +180,7 @@ struct Checker<'a> {
 }
 
 impl Checker<'_> {
-    fn wrong(&mut self, origin: &Origin, key: &str, what: impl Into<String>, fix: impl Into<String>) {
+    fn wrong(&mut self, origin: &Origin, key: &str, what: impl Into<Box<str>>, fix: impl AsRef<str>) {
         let key = format!("{}.{key}", self.prefix);
         self.problems.push(Problem::new(Mistake::Value, origin, key, what).instance(self.name).fix(fix));
     }
@@ -223,8 +223,7 @@ impl Checker<'_> {
             None => {}
         }
         match map.get("datasets") {
-            None => {}
-            Some(Node { value: Tree::Null, .. }) => {}
+            None | Some(Node { value: Tree::Null, .. }) => {}
             Some(Node { value: Tree::List(items), .. }) => {
                 for (index, item) in items.iter().enumerate() {
                     self.dataset(item, index);

@@ -218,7 +218,7 @@ impl Directives<'_> {
         Target::Value(node)
     }
 
-    fn problem(&mut self, origin: &Origin, path: &[String], what: impl Into<String>, fix: impl Into<String>) {
+    fn problem(&mut self, origin: &Origin, path: &[String], what: impl Into<Box<str>>, fix: impl AsRef<str>) {
         self.problems.push(Problem::new(Mistake::Inheritance, origin, path.join("."), what).fix(fix));
     }
 }

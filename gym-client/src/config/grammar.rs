@@ -156,7 +156,7 @@ impl<'a, F: FnMut(&str) -> Result<Inserted, String>> Values<'a, F> {
                 Some(c) if c == quote => {
                     out.extend(std::iter::repeat_n('\\', backslashes / 2));
                     self.at += backslashes + 1;
-                    if backslashes % 2 == 0 {
+                    if backslashes.is_multiple_of(2) {
                         break;
                     }
                     out.push(quote);

@@ -445,7 +445,7 @@ fn settings_mut<'a>(root: &'a mut Node, server: &check::Found) -> Option<&'a mut
     implementations.0.iter_mut().find(|(key, _)| key.to_string() == server.implementation)?.1.as_map_mut()
 }
 
-fn place(root: &Node, key: &str, what: impl Into<String>) -> Problem {
+fn place(root: &Node, key: &str, what: impl Into<Box<str>>) -> Problem {
     let mut path = key.split('.').collect::<Vec<_>>();
     let mut origin = Origin::default();
     while !path.is_empty() {
@@ -567,8 +567,9 @@ fn dangling(resolved: &Node, servers: &[check::Found], problems: &mut Vec<Proble
 }
 
 fn failure_problem(failure: &Failure, servers: &[check::Found]) -> Problem {
-    let problem = Problem::new(Mistake::Interpolation, &failure.origin, failure.path.join("."), &failure.why.what)
-        .fix(&failure.why.fix);
+    let problem =
+        Problem::new(Mistake::Interpolation, &failure.origin, failure.path.join("."), failure.why.what.as_str())
+            .fix(&failure.why.fix);
     match servers.iter().find(|server| server.holds(&failure.path)) {
         Some(server) => problem.instance(&server.name),
         None => problem,

@@ -40,7 +40,6 @@ impl PartialEq for Key {
             (Self::Text(a), Self::Text(b)) => a == b,
             (Self::Text(_), _) | (_, Self::Text(_)) => false,
             // Python's dict holds 1, 1.0 and True to be one key.
-            #[expect(clippy::float_cmp, reason = "the same key is the same bits, or the same whole number")]
             _ => self.number() == other.number(),
         }
     }

@@ -140,8 +140,9 @@ impl LateOverrides<'_> {
 }
 
 impl Override {
-    fn problem(&self, what: impl Into<String>) -> Problem {
-        let what = format!("{} (in '{}')", what.into(), hidden(&self.text));
+    fn problem(&self, what: impl Into<Box<str>>) -> Problem {
+        let what: Box<str> = what.into();
+        let what = format!("{what} (in '{}')", hidden(&self.text));
         Problem::new(Mistake::Override, &Origin::of(COMMAND_LINE), self.path.join("."), what)
     }
 

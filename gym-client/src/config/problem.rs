@@ -66,17 +66,17 @@ pub struct Problem {
     /// File and line.
     pub origin: Origin,
     /// The instance (top-level name) it is about, where it is about one.
-    pub instance: Option<String>,
+    pub instance: Option<Box<str>>,
     /// The dotted key, from the top of the file.
-    pub key: Option<String>,
+    pub key: Option<Box<str>>,
     /// What is wrong.
-    pub what: String,
+    pub what: Box<str>,
     /// What to do about it; empty when `what` says it.
-    pub fix: String,
+    pub fix: Box<str>,
 }
 
 impl Problem {
-    pub(crate) fn new(mistake: Mistake, origin: &Origin, key: impl Into<String>, what: impl Into<String>) -> Self {
+    pub(crate) fn new(mistake: Mistake, origin: &Origin, key: impl Into<Box<str>>, what: impl Into<Box<str>>) -> Self {
         let key = key.into();
         Self {
             mistake,
@@ -84,16 +84,16 @@ impl Problem {
             instance: None,
             key: (!key.is_empty()).then_some(key),
             what: what.into(),
-            fix: String::new(),
+            fix: Box::default(),
         }
     }
 
-    pub(crate) fn fix(mut self, fix: impl Into<String>) -> Self {
-        self.fix = fix.into();
+    pub(crate) fn fix(mut self, fix: impl AsRef<str>) -> Self {
+        self.fix = fix.as_ref().into();
         self
     }
 
-    pub(crate) fn instance(mut self, name: impl Into<String>) -> Self {
+    pub(crate) fn instance(mut self, name: &str) -> Self {
         self.instance = Some(name.into());
         self
     }
@@ -103,7 +103,7 @@ impl fmt::Display for Problem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: ", self.origin)?;
         match (&self.instance, &self.key) {
-            (Some(instance), Some(key)) if key.starts_with(instance.as_str()) => write!(f, "{key}: ")?,
+            (Some(instance), Some(key)) if key.starts_with(&**instance) => write!(f, "{key}: ")?,
             (Some(instance), Some(key)) => write!(f, "{instance}: {key}: ")?,
             (Some(instance), None) => write!(f, "{instance}: ")?,
             (None, Some(key)) => write!(f, "{key}: ")?,

@@ -107,7 +107,7 @@ impl<'a> Reader<'a> {
         Origin { source: self.origin.source.clone(), line: u32::try_from(span.start.line()).unwrap_or(0) }
     }
 
-    fn problem(&self, span: &Span, what: impl Into<String>) -> Problem {
+    fn problem(&self, span: &Span, what: impl Into<Box<str>>) -> Problem {
         Problem::new(Mistake::Syntax, &self.place(span), "", what)
     }
 

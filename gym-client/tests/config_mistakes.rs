@@ -1,0 +1,351 @@
+//! Mistakes of a user, and that each message names the place and the fix.
+
+#![expect(clippy::unwrap_used, reason = "an integration test: a panic is its failure")]
+
+use std::path::Path;
+
+use gym_client::config::{ConfigError, ConfigLoader, GymConfig, Mistake, Overrides, ServerKind};
+use serde::Deserialize;
+
+const MODEL: &str = "\
+policy_model:
+  responses_api_models:
+    openai_model:
+      entrypoint: app.py
+      openai_api_key: sk-very-secret
+";
+
+const AGENT: &str = "\
+my_agent:
+  responses_api_agents:
+    simple_agent:
+      entrypoint: app.py
+      model_server: {type: responses_api_models, name: policy_model}
+";
+
+struct Case {
+    folder: tempfile::TempDir,
+    args: Vec<String>,
+}
+
+impl Case {
+    fn files(files: &[(&str, &str)]) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        for (name, text) in files {
+            std::fs::write(folder.path().join(name), text).unwrap();
+        }
+        let names: Vec<&str> = files.iter().map(|(name, _)| *name).filter(|name| *name != "env.yaml").collect();
+        Self { folder, args: vec![format!("+config_paths=[{}]", names.join(","))] }
+    }
+
+    fn main(text: &str) -> Self {
+        Self::files(&[("main.yaml", text)])
+    }
+
+    fn arg(mut self, arg: &str) -> Self {
+        self.args.push(arg.to_owned());
+        self
+    }
+
+    fn load(&self) -> Result<GymConfig, ConfigError> {
+        let overrides = Overrides::parse(&self.args)?;
+        let mut loader = ConfigLoader::new(self.folder.path()).environment(|_| None);
+        loader.load(&[] as &[&str], &overrides)
+    }
+
+    /// The message, without the temporary folder.
+    fn message(&self) -> String {
+        let error = self.load().expect_err("the configuration is refused");
+        let folder = format!("{}/", self.folder.path().display());
+        error.to_string().replace(&folder, "")
+    }
+
+    #[track_caller]
+    fn says(&self, parts: &[&str]) {
+        let message = self.message();
+        for part in parts {
+            assert!(message.contains(part), "'{part}' is not in:\n{message}");
+        }
+    }
+}
+
+#[test]
+fn broken_yaml_names_file_line_and_column() {
+    Case::main("a: 1\nb: [1, 2\nc: 3\n").says(&["main.yaml:", "malformed YAML at column", "fix: check indentation"]);
+}
+
+#[test]
+fn a_tab_as_indentation_names_the_line() {
+    Case::main("a:\n\tb: 1\n").says(&["main.yaml:2: malformed YAML"]);
+}
+
+#[test]
+fn an_absent_file_suggests_its_neighbour() {
+    Case::files(&[("main.yaml", "config_paths:\n- openai_modle.yaml\n"), ("openai_model.yaml", "")]).says(&[
+        "main.yaml:2: config_paths: 'openai_modle.yaml' was not found; looked at",
+        "fix: did you mean 'openai_model.yaml'?",
+    ]);
+}
+
+#[test]
+fn several_absent_files_are_reported_together() {
+    let case = Case::main("config_paths: [one.yaml, two.yaml]\n");
+    assert_eq!(case.load().unwrap_err().problems().len(), 2);
+}
+
+#[test]
+fn config_paths_that_is_no_list_shows_the_list() {
+    Case::main("config_paths: other.yaml\n").says(&[
+        "main.yaml:1: config_paths: text where a list of paths is expected",
+        "fix: write config_paths: [a.yaml, b.yaml]",
+    ]);
+}
+
+#[test]
+fn missing_values_are_reported_together_with_their_lines() {
+    let case = Case::main("a: 1\nb: ???\nc:\n  d: ???\n");
+    case.says(&["main.yaml:2: b: the value is required and still ???", "main.yaml:4: c.d:", "++c.d=<value>"]);
+    assert!(case.load().unwrap_err().problems().iter().all(|problem| problem.mistake == Mistake::Missing));
+}
+
+#[test]
+fn an_unknown_server_reference_suggests_the_nearest_name() {
+    let text = format!("{MODEL}{}", AGENT.replace("name: policy_model", "name: policy_modle"));
+    Case::main(&text).says(&[
+        "main.yaml:10: my_agent.responses_api_agents.simple_agent.model_server: it refers to 'policy_modle' of responses_api_models",
+        "fix: did you mean 'policy_model'?",
+    ]);
+}
+
+#[test]
+fn a_reference_of_the_wrong_kind_says_the_right_one() {
+    let text = format!("{MODEL}{}", AGENT.replace("type: responses_api_models", "type: resources_servers"));
+    Case::main(&text).says(&[
+        "main.yaml:10",
+        "fix: 'policy_model' is one of the responses_api_models: write type: responses_api_models",
+    ]);
+}
+
+#[test]
+fn a_reference_to_a_block_without_entrypoint_says_so() {
+    let text = format!("{}{AGENT}", MODEL.replace("      entrypoint: app.py\n", ""));
+    Case::main(&text).says(&["'policy_model' has no entrypoint", "add 'entrypoint: app.py'"]);
+}
+
+#[test]
+fn a_misspelt_server_kind_suggests_the_kind() {
+    Case::main(&MODEL.replace("responses_api_models", "response_api_models")).says(&[
+        "main.yaml:",
+        "policy_model.response_api_models: 'response_api_models' is no server kind",
+        "fix: did you mean 'responses_api_models'?",
+    ]);
+}
+
+#[test]
+fn a_misspelt_reserved_key_is_a_warning_that_suggests() {
+    let config = Case::main(&format!("defualt_host: 0.0.0.0\n{MODEL}")).load().unwrap();
+    let warnings: Vec<String> = config.warnings.iter().map(ToString::to_string).collect();
+    assert!(warnings.iter().any(|text| text.contains("did you mean 'default_host'?")), "{warnings:?}");
+    assert_eq!(config.variables["defualt_host"], "0.0.0.0");
+}
+
+#[test]
+fn a_resources_server_without_domain_lists_the_domains() {
+    let text = "my_env:\n  resources_servers:\n    my_impl:\n      entrypoint: app.py\n";
+    Case::main(text).says(&[
+        "main.yaml:4: my_env.resources_servers.my_impl.domain: a resources server needs a domain",
+        "math, coding",
+    ]);
+    Case::main(&format!("{text}      domain: codng\n")).says(&[
+        "main.yaml:5:",
+        "'codng' is no domain",
+        "did you mean 'coding'?",
+    ]);
+}
+
+#[test]
+fn ports_and_workers_of_the_wrong_type_name_the_line() {
+    Case::main(&format!("{MODEL}      port: http\n"))
+        .says(&["main.yaml:6: policy_model.responses_api_models.openai_model.port: text where an integer"]);
+    Case::main(&format!("{MODEL}      port: 70000\n")).says(&[
+        "main.yaml:6:",
+        "70000 is out of range",
+        "fix: use 0 to 65535",
+    ]);
+    Case::main(&format!("{MODEL}      num_workers: [1]\n"))
+        .says(&["main.yaml:6:", "num_workers: a list where an integer"]);
+    Case::main(&format!("{MODEL}head_server: {{port: x}}\n")).says(&["main.yaml:6: head_server.port: 'x' is no port"]);
+}
+
+#[test]
+fn a_dataset_is_checked_key_by_key() {
+    let text = format!("{AGENT}      datasets:\n      - name: d\n        type: trian\n{MODEL}");
+    Case::main(&text).says(&["datasets[0].jsonl_fpath: the dataset lacks this key", "did you mean 'train'?"]);
+}
+
+#[test]
+fn an_interpolation_without_value_says_how_to_set_it() {
+    Case::main(&format!("{MODEL}      url: ${{policy_base_url}}\n")).says(&[
+        "main.yaml:6: policy_model.responses_api_models.openai_model.url:",
+        "refers to 'policy_base_url', which is not set after merging",
+        "++policy_base_url=<value>",
+    ]);
+    Case::main("a: ${oc.env:GYM_ABSENT}\n")
+        .says(&["main.yaml:1: a: environment variable 'GYM_ABSENT' not found", "export GYM_ABSENT"]);
+    Case::main("a: ${b}\nb: ${a}\n").says(&["the interpolation leads back to itself", "fix: break the cycle"]);
+    Case::main("a: ${oc.envv:X}\n").says(&["the resolver 'oc.envv' is not known", "oc.env"]);
+    Case::main("a: '${b'\n").says(&["main.yaml:1: a:", "has no closing '}'"]);
+}
+
+#[test]
+fn an_interpolation_deep_in_a_block_fails_only_who_reads_it() {
+    #[derive(Debug, Deserialize)]
+    struct Settings {
+        #[expect(dead_code, reason = "only its presence matters")]
+        deep: serde_json::Value,
+    }
+    let config = Case::main(&format!("{MODEL}      deep:\n        key: ${{oc.env:GYM_ABSENT}}\n")).load().unwrap();
+    let error = config.require("policy_model").unwrap().settings_as::<Settings>().unwrap_err().to_string();
+    assert!(error.contains("main.yaml:7") && error.contains("GYM_ABSENT"), "{error}");
+    assert!(config.to_global_yaml().contains("${oc.env:GYM_ABSENT}"));
+}
+
+#[test]
+fn inheriting_from_nothing_suggests() {
+    Case::main("base_model: {a: 1}\nchild:\n  _inherit_from: base_modle\n").says(&[
+        "main.yaml:3: child: 'base_modle' does not exist",
+        "did you mean 'base_model' instead of 'base_modle'?",
+    ]);
+    Case::main("base: {abc: 1}\nchild: {_inherit_from: base, _delete_key: abd}\n")
+        .says(&["_delete_key names 'abd'", "did you mean 'abc'?"]);
+}
+
+#[test]
+fn a_list_and_a_mapping_name_both_files() {
+    Case::files(&[("one.yaml", "a:\n- 1\n"), ("two.yaml", "x: 1\na: {b: 1}\n")]).says(&[
+        "two.yaml:2: a: a mapping cannot be merged onto a list from",
+        "one.yaml:2",
+        "fix: give both the same shape",
+    ]);
+}
+
+#[test]
+fn overrides_say_how_to_write_them() {
+    Case::main("")
+        .arg("+x=1,2")
+        .says(&["command line: x: cannot read '+x=1,2': a list without brackets", "fix: write brackets: x=[1,2]"]);
+    Case::main("").arg("+u=http://h/?a=b").says(&["'=' needs quotes", "fix: quote the value"]);
+    Case::main("").arg("+x=[1,2").says(&["the list has no closing ']'"]);
+    Case::main("").arg("policy_model_name").says(&["is no override: there is no '='", "policy_model_name=VALUE"]);
+    Case::main("").arg("+db/mysql=x").says(&["is a Hydra config group", "a.b.c"]);
+    Case::main("").arg("+a..b=x").says(&["an empty step is not a name"]);
+    Case::main("").arg("+x=1").arg("+x=2").says(&["the key was given twice", "write ++"]);
+    let mut case = Case::main("");
+    case.args = vec!["config_paths=[x.yaml]".to_owned()];
+    case.says(&["the list of files is read before anything can change it", "write +config_paths=[a.yaml,b.yaml]"]);
+}
+
+#[test]
+fn a_plain_override_needs_its_key_and_changes_it() {
+    Case::main("policy_name: a\n").arg("policy_nmae=b").says(&[
+        "command line: policy_nmae: no file defines the key",
+        "did you mean 'policy_name'?",
+        "write +policy_nmae=b",
+    ]);
+    let config = Case::main("a: {b: 1, c: 2}\n").arg("a.b=5").arg("~a.c").load().unwrap();
+    assert_eq!(config.merged["a"], serde_json::json!({"b": 5}));
+}
+
+#[test]
+fn errors_about_secrets_do_not_show_them() {
+    let message = Case::main("").arg("+policy_api_key=sk-very-secret=").message();
+    assert!(!message.contains("very-secret"), "{message}");
+}
+
+#[test]
+fn quotes_left_by_a_paste_are_taken_off() {
+    let config = Case::main("").arg("\"+x=[a, b]\"").load().unwrap();
+    assert_eq!(config.merged["x"], serde_json::json!(["a", "b"]));
+}
+
+#[test]
+fn a_ray_cluster_is_refused_by_type() {
+    let error = Case::main("ray_head_node_address: ray://h:1\n").load().unwrap_err();
+    assert!(matches!(&error, ConfigError::Unsupported { key, .. } if key == "ray_head_node_address"));
+    let text = error.to_string();
+    assert!(text.contains("main.yaml:1: ray_head_node_address: joining a Ray cluster is not supported yet"), "{text}");
+    assert!(Case::main("ray_head_node_address: null\n").load().is_ok());
+}
+
+#[test]
+fn typed_settings_name_instance_line_and_key() {
+    #[derive(Debug, Deserialize)]
+    struct Settings {
+        #[expect(dead_code, reason = "only its type matters")]
+        max_steps: u32,
+    }
+    let config = Case::main(&format!("{MODEL}{AGENT}      max_steps: many\n")).load().unwrap();
+    let error = config.require("my_agent").unwrap().settings_as::<Settings>().unwrap_err().to_string();
+    assert!(error.contains("main.yaml:11: my_agent.responses_api_agents.simple_agent.max_steps:"), "{error}");
+    let error = config.require("policy_model").unwrap().settings_as::<Settings>().unwrap_err().to_string();
+    assert!(error.contains("fix: add 'max_steps: …'"), "{error}");
+    let error = config.require("my_agnet").unwrap_err().to_string();
+    assert!(error.contains("did you mean 'my_agent'?"), "{error}");
+}
+
+#[test]
+fn secrets_are_masked_and_counts_are_not() {
+    let text = format!(
+        "{MODEL}hf_token: hf_abc\nmax_output_tokens: 256\nurl: https://u:pw@h/x\napi_keys: [a, b]\npassword: 1234\n"
+    );
+    let masked = Case::main(&text).load().unwrap().masked();
+    assert_eq!(masked["policy_model"]["responses_api_models"]["openai_model"]["openai_api_key"], "****");
+    assert_eq!((masked["hf_token"].as_str(), masked["max_output_tokens"].as_u64()), (Some("****"), Some(256)));
+    assert_eq!((masked["url"].as_str(), masked["password"].as_str()), (Some("https://u:****@h/x"), Some("****")));
+    assert_eq!(masked["api_keys"], serde_json::json!(["****", "****"]));
+}
+
+#[test]
+fn ports_are_chosen_apart_from_fixed_ones() {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(
+        folder.path().join("main.yaml"),
+        format!("{AGENT}{MODEL}      port: 10001\nport_range_high: 10003\n"),
+    )
+    .unwrap();
+    let overrides = Overrides::default();
+    let lowest = |wish: &gym_client::config::PortWish<'_>| {
+        (wish.range.low..=wish.range.high).find(|port| !wish.disallowed.contains(port))
+    };
+    let mut loader = ConfigLoader::new(folder.path()).pick_port(lowest);
+    let config = loader.load(&["main.yaml"], &overrides).unwrap();
+    let ports: Vec<_> = config.instances.iter().map(|instance| (instance.name.as_str(), instance.port)).collect();
+    assert_eq!(
+        ports,
+        [("my_agent", Some(10_002)), ("policy_model", Some(10_001)), ("my_environment_server", Some(10_003))]
+    );
+    assert_eq!(config.relays[0].name, "my_environment_server");
+    assert_eq!(config.instance("my_agent").unwrap().references[0].kind, ServerKind::Model);
+    let error = loader.load(&["main.yaml"], &Overrides::parse(["++port_range_high=10002"]).unwrap()).unwrap_err();
+    assert!(error.to_string().contains("no port from 10001 to 10002 is free"), "{error}");
+}
+
+#[test]
+fn search_directories_come_before_the_working_directory_and_installed_ones_last() {
+    let folders: Vec<_> = (0..3).map(|_| tempfile::tempdir().unwrap()).collect();
+    let write =
+        |folder: &Path, name: &str, from: &str| std::fs::write(folder.join(name), format!("{name}: {from}\n")).unwrap();
+    for (index, from) in ["search", "cwd", "installed"].iter().enumerate() {
+        for name in &["a", "b", "c"][index..] {
+            // `a` is nowhere but in the first, `c` in all three.
+            write(folders[2 - index].path(), name, from);
+        }
+    }
+    let mut loader =
+        ConfigLoader::new(folders[1].path()).search_dirs([folders[2].path()]).installed_dirs([folders[0].path()]);
+    let merged = loader.load(&["a", "b", "c"], &Overrides::default()).unwrap().merged;
+    assert_eq!((&merged["a"], &merged["b"], &merged["c"]), (&"search".into(), &"search".into(), &"search".into()));
+    let mut loader = ConfigLoader::new(folders[1].path()).installed_dirs([folders[0].path()]);
+    let merged = loader.load(&["b", "c"], &Overrides::default()).unwrap().merged;
+    assert_eq!((&merged["b"], &merged["c"]), (&"cwd".into(), &"cwd".into()));
+}
