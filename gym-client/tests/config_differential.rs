@@ -3,8 +3,6 @@
 //! `data/config/NAME` holds the files, `args` the overrides, `expected.json` NeMo Gym's answer. To renew the answers:
 //! `python tests/python/config_oracle.py expected gym-client/tests/data/config`, and `… overrides …/overrides.json`.
 
-#![expect(clippy::unwrap_used, reason = "an integration test: a panic is its failure")]
-
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
