@@ -127,9 +127,8 @@ impl<'a> Files<'a> {
     pub(crate) fn read(&mut self, named: Vec<Node>) -> Result<(), ConfigError> {
         for node in named {
             let name = node.as_text().unwrap_or_default().to_owned();
-            if !self.entries.iter().any(|entry| entry.name == name) {
-                self.push(name, node.origin);
-            }
+            // One named twice is read twice, as NeMo Gym does: it can be meant, to lay it over what is between.
+            self.push(name, node.origin);
         }
         self.roots_count = self.entries.len();
         let mut problems = Vec::new();
