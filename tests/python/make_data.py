@@ -13,7 +13,9 @@ import random
 from pathlib import Path
 
 ROWS = 240
-CITIES = "Paris Tokyo Oslo Lima Cairo Quito Zürich Kyoto Accra Hanoi Lagos Turin Perth Delhi Seoul Porto Łódź Bogotá 北京 São_Paulo".split()
+CITIES = (
+    "Paris Tokyo Oslo Lima Cairo Quito Zürich Kyoto Accra Hanoi Lagos Turin Perth Delhi Seoul Porto Łódź Bogotá 北京 São_Paulo"
+).split()
 
 
 def function(name, parameters, description="", required=None):
@@ -50,7 +52,13 @@ def vary(row, index):
 
 
 def weather_rows(rng):
-    asks = ["what's it like in {}?", "going out in {} on day {n}", "humidity in {}?", "weather for {}, please", "how cold is it in {} at {n}:00"]
+    asks = [
+        "what's it like in {}?",
+        "going out in {} on day {n}",
+        "humidity in {}?",
+        "weather for {}, please",
+        "how cold is it in {} at {n}:00",
+    ]
     tool = function("get_weather", {"city": {"type": "string", "description": ""}})
     system = "You are a helpful personal assistant that aims to be helpful and reduce any pain points the user has."
     for index in range(ROWS):
@@ -70,7 +78,10 @@ def graded_rows(rng):
         {"city": {"type": "string", "description": "The city to get the weather for."}},
         "Get the current weather for a city.",
     )
-    system = "You are a helpful assistant. When the user asks about the weather, respond with exactly one get_weather tool call and no other text."
+    system = (
+        "You are a helpful assistant. When the user asks about the weather, respond with exactly one get_weather tool call "
+        "and no other text."
+    )
     for index in range(ROWS):
         city = rng.choice(CITIES).replace("_", " ")
         text = asks[index % len(asks)].format(city, n=index) + f" (no. {index})"
@@ -118,7 +129,8 @@ GROUPS = {
 
 def synonym_rows(rng):
     def returns(name, kind, text):
-        schema = {"properties": {name: {"type": kind, "title": name.replace("_", " ").title(), "description": text}}, "type": "object", "required": [name]}
+        inner = {"type": kind, "title": name.replace("_", " ").title(), "description": text}
+        schema = {"properties": {name: inner}, "type": "object", "required": [name]}
         return f"\nThis operation returns a value that conforms to the following JSON Schema: {json.dumps(schema)}\n"
 
     tools = [

@@ -61,6 +61,7 @@ EXPECTED = {
     "chat_upstream_429": ("InternalServerError 500", "RateLimitError 429"),
     "upstream_garbage": ("InternalServerError 500", {"InternalServerError 500", "InternalServerError 502"}),
     "upstream_cut": ("InternalServerError 500", {"InternalServerError 500", "InternalServerError 502"}),
+    "upstream_drops": ("APITimeoutError", {"InternalServerError 500", "InternalServerError 502", "InternalServerError 503"}),
     "client_timeout": "APITimeoutError",
     "slow_answer_in_time": "completed",
     "nobody_listens": "APIConnectionError",
@@ -94,12 +95,14 @@ class Cases:
             metadata={"k": "v"},
             parallel_tool_calls=False,
         )
-        return [answer.output_text, answer.temperature, answer.top_p, answer.max_output_tokens, answer.metadata, answer.parallel_tool_calls]
+        options = [answer.temperature, answer.top_p, answer.max_output_tokens, answer.metadata, answer.parallel_tool_calls]
+        return [answer.output_text, *options]
 
     def responses_tool_round_trip(self):
         first = self.client.responses.create(model=MODEL, input="what is it", tools=[LOOKUP])
         call = first.output[0]
-        items = [{"role": "user", "content": "what is it"}, call.model_dump(), {"type": "function_call_output", "call_id": call.call_id, "output": "forty-two"}]
+        done = {"type": "function_call_output", "call_id": call.call_id, "output": "forty-two"}
+        items = [{"role": "user", "content": "what is it"}, call.model_dump(), done]
         second = self.client.responses.create(model=MODEL, input=items, tools=[LOOKUP])
         return [call.type, call.name, json.loads(call.arguments)["question"], second.output_text]
 
@@ -156,7 +159,9 @@ class Cases:
             chunks = list(stream)
         text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
         reasons = [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason]
-        return [text, reasons, chunks[-1].usage is not None and chunks[-1].usage.total_tokens > 0, {chunk.object for chunk in chunks} == {"chat.completion.chunk"}]
+        usage = chunks[-1].usage
+        kinds = {chunk.object for chunk in chunks}
+        return [text, reasons, usage is not None and usage.total_tokens > 0, kinds == {"chat.completion.chunk"}]
 
     def chat_stream_tool(self):
         messages = [{"role": "user", "content": "what is it"}]
@@ -178,13 +183,15 @@ class Cases:
         return self.client.responses.create(model=MODEL, input="x", extra_body={"no_such_option": 1}).id
 
     def chat_unknown_field(self):
-        return self.client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "x"}], extra_body={"no_such_option": 1}).id
+        extra = {"no_such_option": 1}
+        return self.client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "x"}], extra_body=extra).id
 
     def chat_without_messages(self):
         return self.client.chat.completions.create(model=MODEL, messages=None, extra_body={"messages": None}).id
 
     def body_that_is_no_json(self):
-        return self.client.post("/responses", cast_to=object, content=b"{", options={"headers": {"Content-Type": "application/json"}})
+        options = {"headers": {"Content-Type": "application/json"}}
+        return self.client.post("/responses", cast_to=object, content=b"{", options=options)
 
     def unknown_route(self):
         return self.client.embeddings.create(model=MODEL, input="x")
@@ -221,6 +228,10 @@ class Cases:
 
     def upstream_cut(self):
         return self.client.responses.create(model=MODEL, input="!mock cut=1").id
+
+    def upstream_drops(self):
+        """NeMo Gym's server asks again for ever; one that gives up says so before the caller does."""
+        return self.client.with_options(timeout=4).responses.create(model=MODEL, input="!mock drop=1").id
 
     def client_timeout(self):
         return self.client.with_options(timeout=0.5).responses.create(model=MODEL, input="!mock sleep_ms=3000").id
@@ -321,7 +332,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base-url", help="of the model server under test, with /v1")
     parser.add_argument("--control", action="store_true", help="test NeMo Gym's own openai_model")
-    parser.add_argument("--expect", choices=["python", "passthrough"], help="what upstream errors become; default: passthrough, with --control python")
+    parser.add_argument(
+        "--expect", choices=["python", "passthrough"], help="what upstream errors become; default: passthrough, with --control python"
+    )
     parser.add_argument("--record", help="write all outcomes to this JSON file")
     arguments = parser.parse_args()
     if bool(arguments.base_url) == arguments.control:

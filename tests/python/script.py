@@ -113,6 +113,7 @@ def weather(conversation, variant):
         "cut_off_call": [Turn([right.items[0]], incomplete="max_output_tokens")],
         "filtered": [right, Turn([("text", "")], incomplete="content_filter")],
         "empty": [Turn([])],
+        "without_usage": [Turn([("text", "Cold.")], usage=False)],
         "empty_without_usage": [right, Turn([], usage=False)],
         "thought_only": [Turn([("think", "Hm.")])],
         "escapes": [Turn([call("get_weather", '{"city": "Z\\u00fcrich \\ud83c\\udf02 \\"quoted\\" \\\\ \\/ \\t"}')]), end],

@@ -19,6 +19,7 @@ Exit codes: 0 all equal, 1 something differs or did not work, 2 wrong usage.
 
 import argparse
 import concurrent.futures
+import hashlib
 import json
 import os
 import shutil
@@ -65,7 +66,7 @@ class Suite:
             self.rgym, self.examples = stand_in, stand_in
         else:
             self.rgym, self.examples = binary("RGYM"), binary("RGYM_EXAMPLES")
-        self.jobs = arguments.jobs
+        self.jobs, self.reuse = arguments.jobs, arguments.reuse_reference
         self.reference = self.work / "reference"
         self.results = []
         self.times = []
@@ -181,7 +182,19 @@ class Suite:
 
     # The cases
 
+    def reference_stamp(self):
+        """What the reference depends on; the interpreter's packages are pinned."""
+        digest = hashlib.sha256()
+        for path in [*sorted((HERE / "data").iterdir()), *(HERE / name for name in ("script.py", "mock_openai.py", "suite.py"))]:
+            digest.update(path.read_bytes())
+        return digest.hexdigest()
+
     def make_reference(self):
+        stamp = self.reference / "stamp"
+        if self.reuse and stamp.exists() and stamp.read_text() == self.reference_stamp():
+            print(f"         reused: {self.reference}")
+            return
+        shutil.rmtree(self.reference, ignore_errors=True)
         head, process = self.start_python("reference-stack")
         self.collect_all("reference", self.python_collector, head, self.plans())
         self.check("reference stack stops", self.processes.stop(process, 60), "on SIGINT")
@@ -191,6 +204,7 @@ class Suite:
             rewards = {json.loads(row)["reward"] for row in rows}
             good = len(rows) >= ROWS_AT_LEAST and len(rewards) >= 2
             self.check(f"reference {environment}", good, f"{len(rows)} rows, rewards {sorted(rewards)}")
+        stamp.write_text(self.reference_stamp())
 
     def case_a(self):
         head, process = self.start_ours("a-stack", self.examples)
@@ -339,6 +353,7 @@ def main():
     parser.add_argument("--case", action="append", choices=list("abcdeo"), help="only these; may be given several times")
     parser.add_argument("--work", help="folder for logs and outputs; default: a new temporary one, removed when all is equal")
     parser.add_argument("--jobs", type=int, default=2, help="collections at a time (default: 2)")
+    parser.add_argument("--reuse-reference", action="store_true", help="of --work, if it is current")
     parser.add_argument("--self-check", action="store_true", help="Python in both roles")
     arguments = parser.parse_args()
     cases = set(arguments.case or "abceo")
