@@ -10,6 +10,7 @@ import random
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -75,6 +76,14 @@ class Processes:
         self.mark = uuid.uuid4().hex
         self.environment = {**os.environ, **dict(environment), MARK: self.mark}
         self.running = []
+        # A shell that starts us in the background has us, and so our children, ignore SIGINT; undo that.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, self.terminated)
+
+    def terminated(self, number, _frame):
+        """Ends what runs first, so that no thread of ours waits for it any longer."""
+        self.end_all()
+        sys.exit(128 + number)
 
     def start(self, name, command, **environment):
         log = self.folder / f"{name}.log"
@@ -90,8 +99,6 @@ class Processes:
                     cwd=self.folder,
                     env={**self.environment, **environment},
                     start_new_session=True,
-                    # A shell that starts the suite in the background has its children ignore SIGINT; undo that.
-                    preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
                 )
             except OSError as error:
                 raise Failed(f"{name}: cannot start {command[0]}: {error}") from error
