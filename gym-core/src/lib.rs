@@ -9,6 +9,7 @@ mod handler;
 pub mod in_process;
 mod ledger;
 mod message;
+pub mod metrics;
 mod raw;
 mod registry;
 mod responses;

@@ -1,0 +1,114 @@
+//! `perf_summary`: what the rollouts' `ng_perf` records say about tokens, turns and latency.
+
+use serde_json::{Map, Value};
+
+use super::MetricsError;
+use super::column::Column;
+use super::members::{Members, Number};
+use super::rows::Rows;
+
+const TOKEN_FIELDS: [&str; 4] = ["prompt_tokens", "cached_prompt_tokens", "completion_tokens", "reasoning_tokens"];
+
+/// How many rollouts carried `ng_perf`, and how many of these observed tokens.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct PerfCounts {
+    records: usize,
+    with_tokens: usize,
+}
+
+fn record<'a>(row: &Members<'a>) -> Option<Members<'a>> {
+    row.get("ng_perf").and_then(|raw| Members::parse(raw).ok())
+}
+
+fn number(record: &Members<'_>, field: &str) -> Option<Number> {
+    record.get(field).and_then(Number::parse)
+}
+
+impl PerfCounts {
+    pub(crate) fn add(&mut self, row: &Members<'_>) {
+        if let Some(record) = record(row) {
+            self.records += 1;
+            if number(&record, "token_observability_coverage").is_some_and(|coverage| coverage.value > 0.0) {
+                self.with_tokens += 1;
+            }
+        }
+    }
+
+    /// The block, or `None` when no rollout carried `ng_perf`. One pass over the rows for each field, so that one column
+    /// is held at a time.
+    pub(crate) fn summary(self, rows: &mut dyn Rows) -> Result<Option<Map<String, Value>>, MetricsError> {
+        if self.records == 0 {
+            return Ok(None);
+        }
+        let total = rows.count() as f64;
+        let mut summary = Map::new();
+        summary.insert("overall_observability_coverage".into(), (self.records as f64 / total).into());
+        summary.insert("token_observability_coverage".into(), (self.with_tokens as f64 / total).into());
+        for field in TOKEN_FIELDS {
+            let (column, whole) = column(rows, |record| number(record, field))?;
+            if column.count() == 0 {
+                continue;
+            }
+            summary.insert(format!("mean_{field}"), float(column.mean()));
+            summary.insert(format!("median_{field}"), float(column.median()));
+            summary.insert(
+                format!("total_{field}"),
+                if whole { (column.sum() as i64).into() } else { column.sum().into() },
+            );
+        }
+        let (turns, _) = column(rows, |record| number(record, "num_turns"))?;
+        if turns.count() > 0 {
+            for (stat, value) in [
+                ("mean", turns.mean()),
+                ("median", turns.median()),
+                ("std", turns.population_std()),
+                ("min", turns.min()),
+                ("p90", turns.quantile(0.9)),
+                ("max", turns.max()),
+            ] {
+                summary.insert(format!("{stat}_num_turns"), float(value));
+            }
+        }
+        let (per_turn, _) = column(rows, |record| {
+            let tokens = number(record, "completion_tokens")?;
+            let turns = number(record, "num_turns").filter(|turns| turns.value > 0.0)?;
+            Some(Number { value: tokens.value / turns.value, integer: false })
+        })?;
+        if per_turn.count() > 0 {
+            summary.insert("mean_tokens_per_turn".into(), float(per_turn.mean()));
+            summary.insert("median_tokens_per_turn".into(), float(per_turn.median()));
+        }
+        let (latency, _) = column(rows, |record| number(record, "total_latency_ms"))?;
+        if latency.count() > 0 {
+            for (stat, value) in [
+                ("p50", latency.quantile(0.5)),
+                ("p90", latency.quantile(0.9)),
+                ("p99", latency.quantile(0.99)),
+                ("mean", latency.mean()),
+            ] {
+                summary.insert(format!("total_latency_{stat}_ms"), float(value));
+            }
+        }
+        Ok(Some(summary))
+    }
+}
+
+fn float(value: Option<f64>) -> Value {
+    value.map_or(Value::Null, Value::from)
+}
+
+/// One column over all `ng_perf` records, and whether all its values are whole numbers.
+fn column(rows: &mut dyn Rows, pick: impl Fn(&Members<'_>) -> Option<Number>) -> Result<(Column, bool), MetricsError> {
+    let mut values = Vec::new();
+    let mut whole = true;
+    for index in 0..rows.count() {
+        rows.visit(index, &mut |row| {
+            if let Some(number) = record(row).and_then(|record| pick(&record)) {
+                values.push(number.value);
+                whole &= number.integer;
+            }
+            Ok(())
+        })?;
+    }
+    Ok((Column::new(values), whole))
+}
