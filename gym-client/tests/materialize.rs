@@ -1,5 +1,7 @@
 //! Materialized inputs, held against what NeMo Gym 0.7.0 writes for the same rows and options, and against a plain model.
 
+#![allow(clippy::unwrap_used, reason = "in a test a panic is the report")]
+
 use std::collections::{BTreeMap, HashMap};
 use std::io::Cursor;
 

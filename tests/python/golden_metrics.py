@@ -127,6 +127,20 @@ def aggregate_lines():
         yield line
 
 
+def custom_lines():
+    """A benchmark's own metrics, merged into the others."""
+    rows = [row(t, k, reward=float(t == k), mask_sample=t == 2 and k == 0) for t in range(3) for k in range(2)]
+    own = {"mean/own": 0.5, "mean/reward": 7.0, "pass@1/accuracy": 50.0}
+    per_task = [{"_ng_task_index": 1, "own": [1, "x"], "num_rollouts": 9}, {"_ng_task_index": 5, "own": 1}]
+    result = compute_aggregate_metrics(rows, compute_metrics_fn=lambda tasks: {**own, "per_task_metrics": per_task})
+    yield {
+        "request": {"verify_responses": rows},
+        "overall": own,
+        "per_task": per_task,
+        "expected": json.loads(result.model_dump_json()),
+    }
+
+
 def pass_at_k_lines():
     rng = random.Random(11)
 
@@ -166,6 +180,7 @@ def main():
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
     write(folder / "aggregate.jsonl", aggregate_lines())
+    write(folder / "custom.jsonl", custom_lines())
     write(folder / "pass_at_k.jsonl", pass_at_k_lines())
     degrees = [*range(1, 60), 99, 100, 500, 999, 1000, 1999, 2000, 2001, 2002, 5000, 10000, 123457, 1000000]
     write(folder / "student_t.jsonl", ({"degrees": n, "t": float(stats.t.ppf(0.975, n))} for n in degrees))

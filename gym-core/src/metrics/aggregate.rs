@@ -41,6 +41,8 @@ pub struct Aggregation {
     pub perf_summary: Option<Map<String, Value>>,
     columns: Columns,
     scored: usize,
+    coverage: Map<String, Value>,
+    per_task: BTreeMap<i64, Map<String, Value>>,
 }
 
 /// The metric columns, in the order of their first appearance in the rows.
@@ -80,7 +82,8 @@ impl Columns {
     }
 }
 
-fn number(value: f64, whole: bool) -> Value {
+/// A number as JSON; `whole` ones without a decimal point.
+pub(super) fn number(value: f64, whole: bool) -> Value {
     // Beyond 2^63 the cast saturates; such a column is written as it was read, a float.
     if whole && value.abs() < 9.0e18 { Value::from(value as i64) } else { Value::from(value) }
 }
@@ -127,13 +130,34 @@ impl Aggregation {
         across_repeats(&repeat_level_metrics, &mut agent_metrics);
         extend(&mut agent_metrics, &coverage);
         agent_metrics.insert("num_repeats".into(), first.repeats.into());
-        let mut key_metrics: Map<String, Value> = agent_metrics
-            .iter()
-            .filter(|(key, _)| key.starts_with("mean/"))
-            .map(|(key, value)| (key.clone(), value.clone()))
-            .collect();
-        extend(&mut key_metrics, &coverage);
-        Ok(Self { agent_metrics, key_metrics, repeat_level_metrics, perf_summary, columns: first.columns, scored })
+        let key_metrics = headline(&agent_metrics, &coverage);
+        Ok(Self {
+            agent_metrics,
+            key_metrics,
+            repeat_level_metrics,
+            perf_summary,
+            columns: first.columns,
+            scored,
+            coverage,
+            per_task: BTreeMap::new(),
+        })
+    }
+
+    /// Adds a benchmark's own metrics: `overall` to the agent's, `per_task` to those of the tasks with these indices.
+    ///
+    /// A metric that is there already is replaced. The headline metrics become all means again; set
+    /// [`Aggregation::key_metrics`] afterwards to choose others. Where nothing was measured, nothing is added.
+    pub fn add_metrics(&mut self, overall: &Map<String, Value>, per_task: BTreeMap<i64, Map<String, Value>>) {
+        if self.scored == 0 {
+            return;
+        }
+        let repeats = self.agent_metrics.shift_remove("num_repeats");
+        extend(&mut self.agent_metrics, overall);
+        if let Some(repeats) = repeats {
+            self.agent_metrics.insert("num_repeats".into(), repeats);
+        }
+        self.key_metrics = headline(&self.agent_metrics, &self.coverage);
+        self.per_task = per_task;
     }
 
     /// Hands `each` the statistics of one task after the other, in the order of their index. `rows` are those that
@@ -152,7 +176,7 @@ impl Aggregation {
             if task.as_ref().is_some_and(|task| task.index != key.0)
                 && let Some(done) = task.take()
             {
-                each(done.finish(&self.columns))?;
+                each(done.finish(self))?;
             }
             rows.visit(index, &mut |row| {
                 if !is_masked(row) {
@@ -168,7 +192,7 @@ impl Aggregation {
             })?;
         }
         match task {
-            Some(done) => each(done.finish(&self.columns)),
+            Some(done) => each(done.finish(self)),
             None => Ok(()),
         }
     }
@@ -337,6 +361,17 @@ impl FirstPass {
     }
 }
 
+/// The headline metrics when no benchmark chooses: all means.
+fn headline(agent_metrics: &Map<String, Value>, coverage: &Map<String, Value>) -> Map<String, Value> {
+    let mut headline: Map<String, Value> = agent_metrics
+        .iter()
+        .filter(|(key, _)| key.starts_with("mean/"))
+        .map(|(key, value)| (key.clone(), value.clone()))
+        .collect();
+    extend(&mut headline, coverage);
+    headline
+}
+
 fn tasks_in(sorted_keys: &[(i64, i64)]) -> usize {
     sorted_keys.chunk_by(|left, right| left.0 == right.0).count()
 }
@@ -382,7 +417,7 @@ impl TaskRows {
         Self { index, values: vec![Vec::new(); columns], infos: Vec::new() }
     }
 
-    fn finish(self, columns: &Columns) -> Map<String, Value> {
+    fn finish(self, aggregation: &Aggregation) -> Map<String, Value> {
         let rollouts = self.infos.len();
         let described: Vec<_> = self
             .values
@@ -394,7 +429,7 @@ impl TaskRows {
             .collect();
         let mut metrics = Map::new();
         metrics.insert(TASK_INDEX.into(), self.index.into());
-        columns.write(&mut metrics, &described, rollouts);
+        aggregation.columns.write(&mut metrics, &described, rollouts);
         // The row that NeMo Gym shows for a task here is the synthetic one that its aggregation makes up.
         metrics.insert("sample".into(), serde_json::json!({"agent_ref": {"name": "agent"}}));
         metrics.insert("num_rollouts".into(), rollouts.into());
@@ -402,6 +437,9 @@ impl TaskRows {
         metrics.insert("missing_num_rollouts".into(), 0.into());
         metrics.insert("reward_profile_completion_pct".into(), 100.0.into());
         metrics.insert("rollout_infos".into(), self.infos.into());
+        if let Some(own) = aggregation.per_task.get(&self.index) {
+            extend(&mut metrics, own);
+        }
         metrics
     }
 }

@@ -3,6 +3,7 @@
 use serde_json::{Map, Value};
 
 use super::MetricsError;
+use super::aggregate::number;
 use super::column::Column;
 use super::members::{Members, Number};
 use super::rows::Rows;
@@ -20,7 +21,7 @@ fn record<'a>(row: &Members<'a>) -> Option<Members<'a>> {
     row.get("ng_perf").and_then(|raw| Members::parse(raw).ok())
 }
 
-fn number(record: &Members<'_>, field: &str) -> Option<Number> {
+fn field_of(record: &Members<'_>, field: &str) -> Option<Number> {
     record.get(field).and_then(Number::parse)
 }
 
@@ -28,7 +29,7 @@ impl PerfCounts {
     pub(crate) fn add(&mut self, row: &Members<'_>) {
         if let Some(record) = record(row) {
             self.records += 1;
-            if number(&record, "token_observability_coverage").is_some_and(|coverage| coverage.value > 0.0) {
+            if field_of(&record, "token_observability_coverage").is_some_and(|coverage| coverage.value > 0.0) {
                 self.with_tokens += 1;
             }
         }
@@ -45,40 +46,37 @@ impl PerfCounts {
         summary.insert("overall_observability_coverage".into(), (self.records as f64 / total).into());
         summary.insert("token_observability_coverage".into(), (self.with_tokens as f64 / total).into());
         for field in TOKEN_FIELDS {
-            let (column, whole) = column(rows, |record| number(record, field))?;
+            let (column, whole) = column(rows, |record| field_of(record, field))?;
             if column.count() == 0 {
                 continue;
             }
             summary.insert(format!("mean_{field}"), float(column.mean()));
-            summary.insert(format!("median_{field}"), float(column.median()));
-            summary.insert(
-                format!("total_{field}"),
-                if whole { (column.sum() as i64).into() } else { column.sum().into() },
-            );
+            summary.insert(format!("median_{field}"), median(&column, whole));
+            summary.insert(format!("total_{field}"), number(column.sum(), whole));
         }
-        let (turns, _) = column(rows, |record| number(record, "num_turns"))?;
+        let (turns, whole) = column(rows, |record| field_of(record, "num_turns"))?;
         if turns.count() > 0 {
             for (stat, value) in [
-                ("mean", turns.mean()),
-                ("median", turns.median()),
-                ("std", turns.population_std()),
-                ("min", turns.min()),
-                ("p90", turns.quantile(0.9)),
-                ("max", turns.max()),
+                ("mean", float(turns.mean())),
+                ("median", median(&turns, whole)),
+                ("std", float(turns.population_std())),
+                ("min", number_or_null(turns.min(), whole)),
+                ("p90", float(turns.quantile(0.9))),
+                ("max", number_or_null(turns.max(), whole)),
             ] {
-                summary.insert(format!("{stat}_num_turns"), float(value));
+                summary.insert(format!("{stat}_num_turns"), value);
             }
         }
         let (per_turn, _) = column(rows, |record| {
-            let tokens = number(record, "completion_tokens")?;
-            let turns = number(record, "num_turns").filter(|turns| turns.value > 0.0)?;
+            let tokens = field_of(record, "completion_tokens")?;
+            let turns = field_of(record, "num_turns").filter(|turns| turns.value > 0.0)?;
             Some(Number { value: tokens.value / turns.value, integer: false })
         })?;
         if per_turn.count() > 0 {
             summary.insert("mean_tokens_per_turn".into(), float(per_turn.mean()));
             summary.insert("median_tokens_per_turn".into(), float(per_turn.median()));
         }
-        let (latency, _) = column(rows, |record| number(record, "total_latency_ms"))?;
+        let (latency, _) = column(rows, |record| field_of(record, "total_latency_ms"))?;
         if latency.count() > 0 {
             for (stat, value) in [
                 ("p50", latency.quantile(0.5)),
@@ -95,6 +93,15 @@ impl PerfCounts {
 
 fn float(value: Option<f64>) -> Value {
     value.map_or(Value::Null, Value::from)
+}
+
+/// A value that Python takes from a column of whole numbers stays one.
+fn number_or_null(value: Option<f64>, whole: bool) -> Value {
+    value.map_or(Value::Null, |value| number(value, whole))
+}
+
+fn median(column: &Column, whole: bool) -> Value {
+    number_or_null(column.median(), whole && column.count() % 2 == 1)
 }
 
 /// One column over all `ng_perf` records, and whether all its values are whole numbers.
