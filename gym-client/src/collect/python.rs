@@ -61,8 +61,20 @@ pub(crate) fn float_repr(value: f64) -> String {
     }
 }
 
+/// Deeper values are refused: each level is a call, and a hostile text must not end the stack.
+const DEPTH_MAX: usize = 128;
+
+fn deeper(depth: usize) -> Result<usize, serde_json::Error> {
+    if depth < DEPTH_MAX { Ok(depth + 1) } else { Err(serde::de::Error::custom("the value is nested too deeply")) }
+}
+
 /// `json.dumps(value)`: ", " and ": " between, everything outside ASCII escaped.
 pub(crate) fn dumps(raw: &str, into: &mut String) -> Result<(), serde_json::Error> {
+    push_dumps(raw, into, 0)
+}
+
+fn push_dumps(raw: &str, into: &mut String, depth: usize) -> Result<(), serde_json::Error> {
+    let depth = deeper(depth)?;
     match Json::parse(raw)? {
         Json::Null => into.push_str("null"),
         Json::Bool(value) => into.push_str(if value { "true" } else { "false" }),
@@ -75,7 +87,7 @@ pub(crate) fn dumps(raw: &str, into: &mut String) -> Result<(), serde_json::Erro
                 if place > 0 {
                     into.push_str(", ");
                 }
-                dumps(item, into)?;
+                push_dumps(item, into, depth)?;
             }
             into.push(']');
         }
@@ -87,7 +99,7 @@ pub(crate) fn dumps(raw: &str, into: &mut String) -> Result<(), serde_json::Erro
                 }
                 dumps_text(key, into);
                 into.push_str(": ");
-                dumps(value, into)?;
+                push_dumps(value, into, depth)?;
             }
             into.push('}');
         }
@@ -128,11 +140,12 @@ pub(crate) fn str_of(raw: &str) -> Result<String, serde_json::Error> {
 /// `repr(value)`.
 pub(crate) fn repr(raw: &str) -> Result<String, serde_json::Error> {
     let mut text = String::new();
-    push_repr(raw, &mut text)?;
+    push_repr(raw, &mut text, 0)?;
     Ok(text)
 }
 
-fn push_repr(raw: &str, into: &mut String) -> Result<(), serde_json::Error> {
+fn push_repr(raw: &str, into: &mut String, depth: usize) -> Result<(), serde_json::Error> {
+    let depth = deeper(depth)?;
     match Json::parse(raw)? {
         Json::Null => into.push_str("None"),
         Json::Bool(value) => into.push_str(if value { "True" } else { "False" }),
@@ -146,7 +159,7 @@ fn push_repr(raw: &str, into: &mut String) -> Result<(), serde_json::Error> {
                 if place > 0 {
                     into.push_str(", ");
                 }
-                push_repr(item, into)?;
+                push_repr(item, into, depth)?;
             }
             into.push(']');
         }
@@ -158,7 +171,7 @@ fn push_repr(raw: &str, into: &mut String) -> Result<(), serde_json::Error> {
                 }
                 repr_text(key, into);
                 into.push_str(": ");
-                push_repr(value, into)?;
+                push_repr(value, into, depth)?;
             }
             into.push('}');
         }
@@ -216,6 +229,13 @@ mod tests {
         ] {
             assert_eq!(float_repr(value), spelled);
         }
+    }
+
+    #[test]
+    fn a_text_of_brackets_is_refused_and_does_not_end_the_stack() {
+        let deep = "[".repeat(100_000) + &"]".repeat(100_000);
+        assert!(repr(&deep).unwrap_err().to_string().contains("nested too deeply"));
+        assert!(dumps(&deep, &mut String::new()).is_err());
     }
 
     #[test]

@@ -303,7 +303,8 @@ impl FirstPass {
     fn over(rows: &mut dyn Rows) -> Result<Self, MetricsError> {
         let mut columns = Columns { whole: true, ..Columns::default() };
         let mut present: Vec<usize> = Vec::new();
-        let mut keys: Vec<(i64, i64)> = Vec::new();
+        // Exact, so that growing does not double it.
+        let mut keys: Vec<(i64, i64)> = Vec::with_capacity(rows.count());
         let mut perf = PerfCounts::default();
         let (mut masked, mut tasks) = (0, 0);
         let mut repeats = BTreeSet::new();

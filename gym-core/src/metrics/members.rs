@@ -4,6 +4,7 @@
 //! never built. Values stay slices of the row's own text, so a caller can splice them bit for bit.
 
 use std::borrow::Cow;
+use std::collections::HashMap;
 use std::fmt;
 
 use serde::Deserialize;
@@ -15,7 +16,12 @@ use serde_json::value::RawValue;
 #[derive(Clone, Debug, Default)]
 pub struct Members<'a> {
     members: Vec<(Cow<'a, str>, &'a str)>,
+    /// Place by key, once there are many; a scan is faster for few, and quadratic for a hostile many.
+    places: HashMap<Cow<'a, str>, usize>,
 }
+
+/// Up to so many members are scanned.
+const SCANNED_MAX: usize = 32;
 
 impl<'a> Members<'a> {
     /// Reads the object in `text`; the error says what is wrong and at which column.
@@ -26,7 +32,15 @@ impl<'a> Members<'a> {
     /// The raw text of the value of `key`.
     #[must_use]
     pub fn get(&self, key: &str) -> Option<&'a str> {
-        self.members.iter().find(|(name, _)| name == key).map(|(_, value)| *value)
+        self.place(key).map(|place| self.members[place].1)
+    }
+
+    fn place(&self, key: &str) -> Option<usize> {
+        if self.members.len() <= SCANNED_MAX {
+            self.members.iter().position(|(name, _)| name == key)
+        } else {
+            self.places.get(key).copied()
+        }
     }
 
     /// Key and raw value of each member, in order.
@@ -37,9 +51,19 @@ impl<'a> Members<'a> {
     /// Sets `key` to `value` where it stands, or appends it, as a Python dict does.
     pub fn set(&mut self, key: impl Into<Cow<'a, str>>, value: &'a str) {
         let key = key.into();
-        match self.members.iter_mut().find(|(name, _)| *name == key) {
-            Some(member) => member.1 = value,
-            None => self.members.push((key, value)),
+        if let Some(place) = self.place(&key) {
+            self.members[place].1 = value;
+            return;
+        }
+        self.members.push((key, value));
+        match self.members.len() - 1 {
+            SCANNED_MAX => {
+                self.places = self.members.iter().enumerate().map(|(place, (key, _))| (key.clone(), place)).collect();
+            }
+            place if place > SCANNED_MAX => {
+                self.places.insert(self.members[place].0.clone(), place);
+            }
+            _ => {}
         }
     }
 
@@ -155,6 +179,19 @@ mod tests {
         let members = Members::parse(r#" {"a":1,"b":[1 , 2],"\u0061":2E5} "#).unwrap();
         let seen: Vec<_> = members.iter().collect();
         assert_eq!(seen, [("a", "2E5"), ("b", "[1 , 2]")]);
+    }
+
+    #[test]
+    fn many_members_are_found_as_few_are() {
+        let text: String = (0..200).map(|n| format!(r#""k{}":{n},"#, n % 150)).collect();
+        let text = format!("{{{}}}", text.trim_end_matches(','));
+        let members = Members::parse(&text).unwrap();
+        assert_eq!(members.len(), 150);
+        for n in 0..150 {
+            let last = if n < 50 { n + 150 } else { n };
+            assert_eq!(members.get(&format!("k{n}")), Some(last.to_string().as_str()));
+        }
+        assert_eq!(members.get("k150"), None);
     }
 
     #[test]

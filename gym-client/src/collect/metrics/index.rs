@@ -92,6 +92,7 @@ impl RolloutsIndex {
             });
             places.push(Place { task, offset: start, rollout, length, group });
         }
+        places.shrink_to_fit();
         // Unstable, hence no scratch half the index's size: rows of one key keep the file's order by their offset.
         places.sort_unstable_by_key(|place| (place.group, place.task, place.rollout, place.offset));
         let mut start = 0;
