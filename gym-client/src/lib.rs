@@ -13,6 +13,8 @@ mod server_client;
 mod transports;
 
 pub use cookies::CookieJar;
+#[cfg(feature = "http")]
+pub use gym_transport_http as http;
 pub use pick::Picker;
 pub use server_client::{CallOptions, ServerClient, Session};
 pub use transports::Transports;

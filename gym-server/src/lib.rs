@@ -7,6 +7,8 @@ pub mod metrics;
 mod reply;
 mod role;
 mod serve;
+#[cfg(feature = "http")]
+pub mod stack;
 #[cfg(test)]
 mod testing;
 
@@ -15,3 +17,5 @@ pub use metrics::Metrics;
 pub use reply::{Detail, unprocessable};
 pub use role::{Agent, Environment, Model, Resources, Site};
 pub use serve::serve;
+#[cfg(feature = "http")]
+pub use stack::{Build, Servers, Stack, StackOptions};

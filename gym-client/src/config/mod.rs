@@ -33,5 +33,6 @@ pub use load::ConfigLoader;
 pub use overrides::Overrides;
 pub use problem::{ConfigError, Mistake, Origin, Problem};
 pub use typed::{
-    DatasetConfig, GymConfig, HeadConfig, InstanceConfig, PortRange, PortWish, Relay, ServerReference, free_port,
+    DatasetConfig, GymConfig, HeadConfig, InstanceConfig, LiveServer, PortRange, PortWish, Relay, ServerReference,
+    free_port,
 };

@@ -8,7 +8,7 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use super::emit;
-use super::node::Node;
+use super::node::{Key, Node, Tree};
 use super::problem::{ConfigError, Mistake, Origin, Problem, suggest};
 use gym_core::ServerKind;
 
@@ -63,6 +63,21 @@ pub struct Relay {
     pub agent: String,
     /// The relay's instance name.
     pub name: String,
+}
+
+/// Where a server of the registry can be reached over HTTP.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LiveServer {
+    /// The instance's name.
+    pub name: String,
+    /// What it is.
+    pub kind: ServerKind,
+    /// Which implementation serves it.
+    pub implementation: String,
+    /// Host name or address.
+    pub host: String,
+    /// TCP port.
+    pub port: u16,
 }
 
 /// A port that an instance needs.
@@ -201,6 +216,31 @@ impl GymConfig {
     #[must_use]
     pub fn to_global_yaml(&self) -> String {
         emit::yaml(&self.raw)
+    }
+
+    /// [`GymConfig::to_global_yaml`] with the addresses at which servers live now, and with the servers that joined without
+    /// being in any file.
+    #[must_use]
+    pub fn to_global_yaml_with(&self, live: &[LiveServer]) -> String {
+        let mut root = self.raw.clone();
+        let origin = Origin::of("registry");
+        for server in live {
+            let path = [server.name.as_str(), server.kind.as_str(), server.implementation.as_str()];
+            let Some(at) = path.into_iter().try_fold(&mut root, |at, step| {
+                let map = at.as_map_mut()?;
+                if !map.contains(step) {
+                    map.set(Key::Text(step.to_owned()), Node::map(Vec::new(), &origin));
+                }
+                map.get_mut(step)
+            }) else {
+                continue;
+            };
+            if let Some(block) = at.as_map_mut() {
+                block.set(Key::Text("host".to_owned()), Node::text(server.host.clone(), &origin));
+                block.set(Key::Text("port".to_owned()), Node::new(Tree::Int(i128::from(server.port)), origin.clone()));
+            }
+        }
+        emit::yaml(&root)
     }
 
     /// The merged configuration with `****` in the place of keys, tokens, passwords and other secrets.
