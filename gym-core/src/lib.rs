@@ -16,6 +16,8 @@ mod responses;
 mod retry;
 mod rollout;
 mod server;
+#[cfg(feature = "testing")]
+pub mod testing;
 mod transport;
 mod world;
 
@@ -40,4 +42,4 @@ pub use server::{
     AgentServer, EnvironmentServer, ModelServer, ResourcesServer, ServerKind, SessionId, Verdict, unknown_tool,
 };
 pub use transport::{ConnectOptions, Connector, Endpoint, Incoming, Listener, PeerInfo};
-pub use world::{FileLock, Files, World};
+pub use world::{FileLock, Files, RealFiles, World};

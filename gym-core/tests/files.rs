@@ -1,0 +1,89 @@
+//! Both file systems keep the contract, and the real one says what is wrong in words.
+
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::Path;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use gym_core::testing::{FileFault, SimFiles, conformance};
+use gym_core::{Code, Files as _, RealFiles, World};
+
+#[tokio::test]
+async fn real_files_keep_the_contract() {
+    let folder = tempfile::tempdir().unwrap();
+    conformance::files(Arc::new(RealFiles::new()), folder.path()).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn simulated_files_keep_the_contract() {
+    for seed in 0..20 {
+        conformance::files(Arc::new(SimFiles::new(seed)), Path::new("folder")).await;
+    }
+}
+
+#[tokio::test]
+async fn a_full_disk_is_named_and_nothing_is_added_before_a_cut() {
+    let files = RealFiles::new();
+    let path = Path::new("/dev/full");
+    let error = files.append(path, &[Bytes::from_static(b"x")], false).await.unwrap_err();
+    assert_eq!(error.code(), Code::ResourceExhausted);
+    assert!(error.to_string().starts_with("append to /dev/full: the disk is full; free room"), "{error}");
+    let error = files.append(path, &[], true).await.unwrap_err();
+    assert!(error.to_string().contains("an earlier write failed"), "{error}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn after_a_failed_append_the_simulated_disk_wants_a_cut_too() {
+    for fault in [FileFault::DiskFull, FileFault::SyncFailed] {
+        let (files, path) = (SimFiles::new(3), Path::new("f"));
+        files.append(path, &[Bytes::from_static(b"kept")], true).await.unwrap();
+        files.fail_append(0, fault);
+        files.append(path, &[Bytes::from_static(b"lost")], true).await.unwrap_err();
+        files.append(path, &[Bytes::from_static(b"more")], true).await.unwrap_err();
+        files.truncate(path, 4).await.unwrap();
+        files.append(path, &[Bytes::from_static(b"more")], true).await.unwrap();
+        assert_eq!(files.crash().contents(path), b"keptmore");
+    }
+}
+
+#[tokio::test]
+async fn paths_that_cannot_be_used_say_why() {
+    let folder = tempfile::tempdir().unwrap();
+    let files = RealFiles::new();
+    let file = folder.path().join("file");
+    files.append(&file, &[Bytes::from_static(b"x")], true).await.unwrap();
+    for path in [folder.path().to_owned(), file.join("below")] {
+        let error = files.append(&path, &[Bytes::from_static(b"x")], true).await.unwrap_err();
+        assert_eq!(error.code(), Code::InvalidArgument, "{error}");
+        assert!(error.to_string().contains(&*path.to_string_lossy()), "{error}");
+        assert!(error.to_string().contains("folder"), "{error}");
+    }
+    std::fs::set_permissions(&file, PermissionsExt::from_mode(0o400)).unwrap();
+    let fresh = RealFiles::new();
+    // The superuser may write everywhere: then there is no error to look at.
+    if let Err(error) = fresh.append(&file, &[Bytes::from_static(b"y")], true).await {
+        assert_eq!(error.code(), Code::InvalidArgument, "{error}");
+        assert!(error.to_string().contains("permission denied"), "{error}");
+    }
+}
+
+#[tokio::test]
+async fn a_lock_holds_against_another_world_and_more_files_than_are_kept_open_work() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("rollouts.jsonl");
+    let (one, two) = (World::real(), World::real());
+    let held = one.files.lock(&path).await.unwrap();
+    assert_eq!(two.files.lock(&path).await.unwrap_err().code(), Code::FailedPrecondition);
+    drop(held);
+    two.files.lock(&path).await.unwrap();
+    for round in 0..2 {
+        for n in 0..100 {
+            let path = folder.path().join(format!("{n}"));
+            one.files.append(&path, &[Bytes::from(format!("{round}"))], false).await.unwrap();
+        }
+    }
+    for n in 0..100 {
+        assert_eq!(std::fs::read(folder.path().join(format!("{n}"))).unwrap(), b"01");
+    }
+    assert_ne!(one.unique_id(), two.unique_id());
+}
