@@ -1,5 +1,6 @@
 //! Both file systems keep the contract, and the real one says what is wrong in words.
 
+use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::sync::Arc;
@@ -58,7 +59,7 @@ async fn paths_that_cannot_be_used_say_why() {
         assert!(error.to_string().contains(&*path.to_string_lossy()), "{error}");
         assert!(error.to_string().contains("folder"), "{error}");
     }
-    std::fs::set_permissions(&file, PermissionsExt::from_mode(0o400)).unwrap();
+    std::fs::set_permissions(&file, Permissions::from_mode(0o400)).unwrap();
     let fresh = RealFiles::new();
     // The superuser may write everywhere: then there is no error to look at.
     if let Err(error) = fresh.append(&file, &[Bytes::from_static(b"y")], true).await {

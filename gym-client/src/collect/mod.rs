@@ -1,6 +1,7 @@
 //! The rollout collector: a JSONL of tasks becomes a JSONL of scored rollouts.
 
 mod driver;
+pub mod ledger;
 pub mod materialize;
 pub mod metrics;
 mod outcome;

@@ -113,6 +113,11 @@ impl SimFiles {
         self.disk().fault = Some((nth, fault));
     }
 
+    /// Takes back a fault that has not happened yet.
+    pub fn clear_fault(&self) {
+        self.disk().fault = None;
+    }
+
     /// How often the disk was called, by all lives.
     #[must_use]
     pub fn counts(&self) -> FileCounts {
@@ -153,6 +158,7 @@ impl SimFiles {
         let mut disk = self.disk();
         disk.life += 1;
         disk.locked.clear();
+        disk.files.values_mut().for_each(|content| content.broken = false);
         Self { disk: Arc::clone(&self.disk), life: disk.life }
     }
 

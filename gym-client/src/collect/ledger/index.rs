@@ -1,0 +1,127 @@
+//! The index beside the rows: a cache that saves parsing them all when a collection is resumed.
+//!
+//! A header and then one record of 40 bytes a line, in the order in which lines were written to either file. It is appended
+//! without a sync, so after a crash it may be behind, torn, or ahead of the rows; opening believes no record that does not fit
+//! the line it speaks of.
+
+use gym_core::{Attempt, TaskKey};
+
+/// Bytes of a record, and of the header.
+pub(super) const RECORD_BYTES: usize = 40;
+
+/// Says which format this is; a later one has another number.
+const MAGIC: &[u8; 16] = b"gym-ledger-idx-1";
+
+/// What a line is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(super) enum Class {
+    /// A row of the rollouts file.
+    Completed = 1,
+    /// A row of the sidecar.
+    Failed = 2,
+    /// A row of the sidecar after which there is no other attempt.
+    Terminal = 3,
+    /// A blank line, or one of the sidecar that names no rollout.
+    Ignored = 4,
+}
+
+/// One of the two files that hold lines.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Part {
+    Rollouts,
+    Failures,
+}
+
+impl Part {
+    pub(super) const ALL: [Self; 2] = [Self::Rollouts, Self::Failures];
+}
+
+/// One line.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Record {
+    pub(super) attempt: Attempt,
+    pub(super) class: Class,
+    pub(super) part: Part,
+    /// Where the line starts.
+    pub(super) offset: u64,
+    /// Its bytes, without the newline.
+    pub(super) length: u64,
+    /// CRC-32C of those bytes.
+    pub(super) crc: u32,
+}
+
+/// The first 40 bytes of an index.
+pub(super) fn header() -> [u8; RECORD_BYTES] {
+    let mut bytes = [0; RECORD_BYTES];
+    bytes[..16].copy_from_slice(MAGIC);
+    seal(&mut bytes);
+    bytes
+}
+
+impl Record {
+    pub(super) fn encode(&self) -> [u8; RECORD_BYTES] {
+        let mut bytes = [0; RECORD_BYTES];
+        bytes[0..4].copy_from_slice(&self.attempt.key.task_index.to_le_bytes());
+        bytes[4..8].copy_from_slice(&self.attempt.key.rollout_index.to_le_bytes());
+        bytes[8..12].copy_from_slice(&self.attempt.number.to_le_bytes());
+        bytes[12] = self.class as u8;
+        bytes[13] = self.part as u8;
+        bytes[16..24].copy_from_slice(&self.offset.to_le_bytes());
+        bytes[24..32].copy_from_slice(&self.length.to_le_bytes());
+        bytes[32..36].copy_from_slice(&self.crc.to_le_bytes());
+        seal(&mut bytes);
+        bytes
+    }
+
+    /// `None` when the bytes are not a whole record as it was written.
+    pub(super) fn decode(bytes: &[u8]) -> Option<Self> {
+        let u32_at = |at: usize| Some(u32::from_le_bytes(bytes.get(at..at + 4)?.try_into().ok()?));
+        let u64_at = |at: usize| Some(u64::from_le_bytes(bytes.get(at..at + 8)?.try_into().ok()?));
+        if u32_at(36)? != crc32c::crc32c(&bytes[..36]) {
+            return None;
+        }
+        let class = match bytes[12] {
+            1 => Class::Completed,
+            2 => Class::Failed,
+            3 => Class::Terminal,
+            4 => Class::Ignored,
+            _ => return None,
+        };
+        let part = *Part::ALL.get(usize::from(bytes[13]))?;
+        let attempt = Attempt { key: TaskKey::new(u32_at(0)?, u32_at(4)?), number: u32_at(8)? };
+        Some(Self { attempt, class, part, offset: u64_at(16)?, length: u64_at(24)?, crc: u32_at(32)? })
+    }
+}
+
+fn seal(bytes: &mut [u8; RECORD_BYTES]) {
+    let crc = crc32c::crc32c(&bytes[..36]);
+    bytes[36..].copy_from_slice(&crc.to_le_bytes());
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_record_comes_back_and_one_with_any_bit_flipped_does_not() {
+        let attempt = Attempt { key: TaskKey::new(u32::MAX, 7), number: 3 };
+        let record = Record {
+            attempt,
+            class: Class::Terminal,
+            part: Part::Failures,
+            offset: 1 << 40,
+            length: 9,
+            crc: 0xdead_beef,
+        };
+        let bytes = record.encode();
+        assert_eq!(Record::decode(&bytes), Some(record));
+        for bit in 0..RECORD_BYTES * 8 {
+            let mut flipped = bytes;
+            flipped[bit / 8] ^= 1 << (bit % 8);
+            assert_eq!(Record::decode(&flipped), None, "bit {bit}");
+        }
+        assert_eq!(Record::decode(&bytes[..39]), None);
+        assert_eq!(Record::decode(&header()), None);
+    }
+}

@@ -1,0 +1,196 @@
+//! What is known of each rollout, in memory, and the one place that decides whether an attempt is late.
+
+use std::collections::HashMap;
+use std::fmt;
+
+use gym_core::{Attempt, Code, Error, KeyState, TaskKey};
+
+use super::index::Class;
+
+/// What is known of every rollout that has been touched. Pure: no clock, no files.
+#[derive(Debug)]
+pub(super) struct KeyStates {
+    /// Looked up by key only, never walked: its order does not matter. 16 bytes an entry and one of control: at most 39 a
+    /// rollout, 58 while the table grows.
+    keys: HashMap<TaskKey, Known>,
+    check_late: bool,
+}
+
+/// Eight bytes, because there is one per rollout.
+#[derive(Clone, Copy, Debug, Default)]
+struct Known {
+    failures: u32,
+    /// The number that follows the newest attempt begun, below the flags.
+    next_and_flags: u32,
+}
+
+const COMPLETED: u32 = 1 << 31;
+const TERMINAL: u32 = 1 << 30;
+/// The newest attempt has begun and has no outcome yet.
+const RUNNING: u32 = 1 << 29;
+const NUMBER: u32 = RUNNING - 1;
+
+/// Why an attempt does not count.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Late {
+    Completed,
+    Terminal,
+    /// This one has begun since.
+    Newer(u32),
+    /// This very attempt has its outcome.
+    Ended,
+    NeverBegun,
+}
+
+impl Known {
+    fn next(self) -> u32 {
+        self.next_and_flags & NUMBER
+    }
+
+    fn has(self, flag: u32) -> bool {
+        self.next_and_flags & flag != 0
+    }
+
+    fn over(self) -> Option<Late> {
+        if self.has(COMPLETED) {
+            return Some(Late::Completed);
+        }
+        self.has(TERMINAL).then_some(Late::Terminal)
+    }
+}
+
+impl KeyStates {
+    pub(super) fn new() -> Self {
+        Self { keys: HashMap::new(), check_late: true }
+    }
+
+    /// From now on late attempts count, which is wrong: a simulation shows that it is.
+    pub(super) fn without_late_check(&mut self) {
+        self.check_late = false;
+    }
+
+    pub(super) fn state(&self, key: TaskKey) -> KeyState {
+        let known = self.known(key);
+        match known.over() {
+            Some(Late::Completed) => KeyState::Completed,
+            Some(_) => KeyState::Terminal,
+            None => KeyState::Open { failures: known.failures },
+        }
+    }
+
+    /// The next attempt: after the newest one begun, and never below the number of failures on record.
+    pub(super) fn begin(&mut self, key: TaskKey) -> Result<Attempt, Late> {
+        let known = self.keys.entry(key).or_default();
+        if let Some(late) = known.over() {
+            return Err(late);
+        }
+        let number = known.failures.max(known.next()).min(NUMBER - 1);
+        known.next_and_flags = (number + 1) | RUNNING;
+        Ok(Attempt { key, number })
+    }
+
+    /// The late check: whether an outcome of this attempt must not count. Asked when the outcome arrives, and again, with
+    /// [`KeyStates::claim`], when it is put into a group to be written.
+    pub(super) fn late(&self, attempt: Attempt) -> Option<Late> {
+        if !self.check_late {
+            return None;
+        }
+        let known = self.known(attempt.key);
+        known.over().or_else(|| match attempt.number.saturating_add(1).cmp(&known.next()) {
+            std::cmp::Ordering::Less => Some(Late::Newer(known.next() - 1)),
+            std::cmp::Ordering::Greater => Some(Late::NeverBegun),
+            std::cmp::Ordering::Equal => (!known.has(RUNNING)).then_some(Late::Ended),
+        })
+    }
+
+    /// Decides for good that this attempt's outcome is written: another outcome of the same attempt is late from here on.
+    pub(super) fn claim(&mut self, attempt: Attempt) -> Result<(), Late> {
+        if let Some(late) = self.late(attempt) {
+            return Err(late);
+        }
+        self.keys.entry(attempt.key).or_default().next_and_flags &= !RUNNING;
+        Ok(())
+    }
+
+    /// The outcome is on the disk. Whether it is the rollout's first completion.
+    pub(super) fn on_disk(&mut self, attempt: Attempt, class: Class) -> bool {
+        let known = self.keys.entry(attempt.key).or_default();
+        let first = !known.has(COMPLETED);
+        match class {
+            Class::Completed => known.next_and_flags |= COMPLETED,
+            Class::Failed => known.failures = known.failures.saturating_add(1),
+            Class::Terminal => {
+                known.failures = known.failures.saturating_add(1);
+                known.next_and_flags |= TERMINAL;
+            }
+            Class::Ignored => {}
+        }
+        // Matters for a row found on opening, whose attempt did not begin in this process.
+        if known.next() <= attempt.number {
+            known.next_and_flags = known.next_and_flags & !NUMBER | attempt.number.saturating_add(1).min(NUMBER);
+        }
+        class == Class::Completed && first
+    }
+
+    fn known(&self, key: TaskKey) -> Known {
+        self.keys.get(&key).copied().unwrap_or_default()
+    }
+
+    /// Bytes held, at least: the table's buckets, one control byte each.
+    pub(super) fn bytes(&self) -> usize {
+        // The table is filled to seven eighths.
+        (self.keys.capacity() * 8).div_ceil(7) * (size_of::<(TaskKey, Known)>() + 1)
+    }
+}
+
+impl fmt::Display for Late {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Completed => f.write_str("the rollout has its row already"),
+            Self::Terminal => f.write_str("the rollout has failed for good"),
+            Self::Newer(number) => write!(f, "attempt {number} has begun since"),
+            Self::Ended => f.write_str("the attempt has its outcome already"),
+            Self::NeverBegun => f.write_str("the attempt never began here"),
+        }
+    }
+}
+
+impl Late {
+    pub(super) fn into_error(self, doing: &str, what: &dyn fmt::Display) -> Error {
+        Error::not_started(Code::FailedPrecondition, self.to_string()).about(format!("{doing} {what}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rollout_takes_at_most_64_bytes_even_while_the_table_grows() {
+        let mut states = KeyStates::new();
+        let mut before = 0;
+        for n in 0..10_000_u32 {
+            let attempt = states.begin(TaskKey::new(n / 8, n % 8)).unwrap();
+            states.claim(attempt).unwrap();
+            states.on_disk(attempt, Class::Completed);
+            let now = states.bytes();
+            // While the table grows the old and the new one exist.
+            let peak = if now == before { now } else { now + before };
+            if n >= 1_000 {
+                assert!(peak <= 64 * (n as usize + 1), "{peak} bytes for {} rollouts", n + 1);
+            }
+            before = now;
+        }
+        assert_eq!(size_of::<(TaskKey, Known)>(), 16);
+    }
+
+    #[test]
+    fn a_failed_attempt_that_was_found_on_the_disk_is_not_begun_again_under_its_number() {
+        let mut states = KeyStates::new();
+        let key = TaskKey::new(0, 0);
+        states.on_disk(Attempt { key, number: 4 }, Class::Failed);
+        assert_eq!(states.state(key), KeyState::Open { failures: 1 });
+        assert_eq!(states.late(Attempt { key, number: 4 }), Some(Late::Ended));
+        assert_eq!(states.begin(key).unwrap().number, 5);
+    }
+}
