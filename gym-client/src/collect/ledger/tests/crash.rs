@@ -93,15 +93,24 @@ fn check(files: &SimFiles, ledger: &JsonlLedger, told: &Told) -> Result<(), Stri
     Ok(())
 }
 
+/// What is left of a scenario.
+#[derive(Debug, PartialEq)]
+struct Left {
+    torn_bytes: u64,
+    rows: Vec<u8>,
+    failures: Vec<u8>,
+    syncs: u64,
+}
+
 /// A collection that ends badly a few times and is then finished.
-async fn scenario(seed: u64, with_check: bool) -> Result<u64, String> {
+async fn scenario(seed: u64, with_check: bool) -> Result<Left, String> {
     let mut rng = fastrand::Rng::with_seed(seed);
     let mut files = SimFiles::new(rng.u64(..));
     let told = Arc::new(Mutex::new(Told::default()));
-    let mut torn = 0;
+    let mut torn_bytes = 0;
     for end in 0..4 {
         let (ledger, opened) = open(&files).await.map_err(|error| format!("opening {end}: {error}"))?;
-        torn += opened.dropped_tail_bytes;
+        torn_bytes += opened.dropped_tail_bytes;
         check(&files, &ledger, &told.lock().unwrap())?;
         let ledger = if with_check { ledger } else { ledger.without_late_check() };
         let ledger = Arc::new(ledger);
@@ -137,7 +146,15 @@ async fn scenario(seed: u64, with_check: bool) -> Result<u64, String> {
     }
     check(&files, &ledger, &told.lock().unwrap())?;
     close(ledger).await;
-    Ok(torn)
+    let (rows, failures) = (files.contents(&output()), files.contents(&failures_path(&output())));
+    Ok(Left { torn_bytes, rows, failures, syncs: files.counts().syncs })
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_seed_replays_exactly() {
+    for seed in 0..20 {
+        assert!(scenario(seed, true).await == scenario(seed, true).await, "seed {seed}");
+    }
 }
 
 #[tokio::test(start_paused = true)]
@@ -145,7 +162,7 @@ async fn after_any_ending_what_was_acknowledged_is_there_once() {
     let mut torn = 0;
     for seed in 0..400 {
         match scenario(seed, true).await {
-            Ok(bytes) => torn += u32::from(bytes > 0),
+            Ok(left) => torn += u32::from(left.torn_bytes > 0),
             Err(broken) => panic!("seed {seed}: {broken}"),
         }
     }
