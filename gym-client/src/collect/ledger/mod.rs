@@ -232,6 +232,7 @@ impl Ledger for JsonlLedger {
             Outcome::Failed { terminal: true, row, .. } => (Class::Terminal, row),
             Outcome::Failed { terminal: false, row, .. } => (Class::Failed, row),
         };
+        recover::check_row(attempt, class, &row)?;
         let text = one_line(row.into_text());
         self.order(cx, |done| Order::Row(Row { attempt, class, text, done })).await
     }

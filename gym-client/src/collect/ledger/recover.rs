@@ -8,7 +8,7 @@
 use std::path::Path;
 
 use bytes::{BufMut as _, Bytes, BytesMut};
-use gym_core::{Attempt, Files, RawObject, Result, TaskKey};
+use gym_core::{Attempt, Error, Files, RawObject, Result, TaskKey};
 use serde_json::Value;
 
 use super::Paths;
@@ -170,7 +170,7 @@ impl Recovery {
                 Next::Rest(text) => (Bytes::copy_from_slice(text), false),
                 Next::End => return Ok(Ending::Clean),
             };
-            let read = read_row(part, &text);
+            let read = read_line(part, &text);
             let (attempt, class) = match read {
                 Ok(row) => row,
                 Err(_) if self.suspect.is_some_and(|line| (line.part, line.offset) == (part, lines.offset())) => {
@@ -232,34 +232,43 @@ struct Wrong {
     message: String,
 }
 
-impl Wrong {
-    fn new(message: impl Into<String>) -> Self {
-        Self { within: 0, message: message.into() }
-    }
-}
-
-/// Which rollout's a line is. Blank lines, and lines of the sidecar that name no rollout, are passed over, as NeMo Gym does.
-fn read_row(part: Part, text: &Bytes) -> Result<(Attempt, Class), Wrong> {
+/// What a line is. Blank lines, and lines of the sidecar that name no rollout, are passed over, as NeMo Gym does.
+fn read_line(part: Part, text: &Bytes) -> Result<(Attempt, Class), Wrong> {
     let ignored = (Attempt { key: TaskKey::new(0, 0), number: 0 }, Class::Ignored);
     if text.iter().all(u8::is_ascii_whitespace) {
         return Ok(ignored);
     }
     let row = RawObject::parse(text.clone())
         .map_err(|error| Wrong { within: error.offset, message: format!("not a JSON object: {}", error.message) })?;
+    match identify(part, &row).map_err(|message| Wrong { within: 0, message })? {
+        Named { key: Ok(key), number, class } => Ok((Attempt { key, number: number.unwrap_or(0) }, class)),
+        Named { key: Err(_), .. } if part == Part::Failures => Ok(ignored),
+        Named { key: Err(missing), .. } => {
+            Err(Wrong { within: 0, message: format!("no `{missing}`: is this the output of a collection?") })
+        }
+    }
+}
+
+/// What a row says of itself.
+struct Named {
+    /// Or the key that it lacks.
+    key: Result<TaskKey, &'static str>,
+    /// `None` when it does not say, as a first attempt's row need not.
+    number: Option<u32>,
+    class: Class,
+}
+
+fn identify(part: Part, row: &RawObject) -> Result<Named, String> {
     let number = |key: &str| {
         row.get_as::<Option<u32>>(key)
             .map(Option::flatten)
-            .map_err(|_| Wrong::new(format!("`{key}` is not a number from 0 to 4294967295")))
+            .map_err(|_| format!("`{key}` is not a number from 0 to 4294967295"))
     };
-    let (task, rollout) = (number("_ng_task_index")?, number("_ng_rollout_index")?);
-    let (Some(task), Some(rollout)) = (task, rollout) else {
-        if part == Part::Failures {
-            return Ok(ignored);
-        }
-        let key = if task.is_none() { "_ng_task_index" } else { "_ng_rollout_index" };
-        return Err(Wrong::new(format!("no `{key}`: is this the output of a collection?")));
+    let key = match (number("_ng_task_index")?, number("_ng_rollout_index")?) {
+        (Some(task), Some(rollout)) => Ok(TaskKey::new(task, rollout)),
+        (None, _) => Err("_ng_task_index"),
+        (_, None) => Err("_ng_rollout_index"),
     };
-    let attempt = Attempt { key: TaskKey::new(task, rollout), number: number("_ng_attempt_index")?.unwrap_or(0) };
     let class = match part {
         Part::Rollouts => Class::Completed,
         Part::Failures
@@ -269,7 +278,29 @@ fn read_row(part: Part, text: &Bytes) -> Result<(Attempt, Class), Wrong> {
         }
         Part::Failures => Class::Failed,
     };
-    Ok((attempt, class))
+    Ok(Named { key, number: number("_ng_attempt_index")?, class })
+}
+
+/// Refuses a row that would be taken for another outcome when the ledger is opened without its index.
+pub(super) fn check_row(attempt: Attempt, class: Class, row: &RawObject) -> Result<()> {
+    let refuse = |message: String| Err(Error::invalid(message).about(format!("record {attempt}")));
+    let part = if class == Class::Completed { Part::Rollouts } else { Part::Failures };
+    let named = match identify(part, row) {
+        Ok(named) => named,
+        Err(message) => return refuse(message),
+    };
+    match named.key {
+        Err(missing) => return refuse(format!("the row has no `{missing}`")),
+        Ok(key) if key != attempt.key => return refuse(format!("the row says that it is rollout {key}")),
+        Ok(_) => {}
+    }
+    if let Some(number) = named.number.filter(|number| *number != attempt.number) {
+        return refuse(format!("the row's `_ng_attempt_index` is {number}"));
+    }
+    if named.class != class {
+        return refuse("the row's `_ng_failure_terminal` says otherwise than the outcome".to_owned());
+    }
+    Ok(())
 }
 
 /// What Python's `bool()` says of it.

@@ -219,7 +219,7 @@ async fn files_of_nemo_gyms_collector_open_and_are_gone_on_with() {
     complete(&ledger, 2).await.unwrap();
     close(ledger).await;
     let contents = files.contents(&output());
-    assert!(contents.starts_with(rollouts[..rollouts.rfind('\n').unwrap() + 1].as_bytes()), "kept bit for bit");
+    assert!(contents.starts_with(&rollouts.as_bytes()[..rollouts.rfind('\n').unwrap() + 1]), "kept bit for bit");
     assert!(lines(&contents).last().unwrap().contains(r#""_ng_attempt_index": 1"#));
     assert!(files.contents(&failures_path(&output())).ends_with(b"}\n"), "the whole last line got its newline");
     let found = opened(&files).await;

@@ -230,6 +230,28 @@ async fn a_newer_attempt_begun_while_an_outcome_waits_makes_it_late() {
     assert_eq!(lines(&files.contents(&output())).len(), 1);
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_row_that_would_be_taken_for_another_is_refused() {
+    let files = SimFiles::new(1);
+    let (ledger, _) = open(&files).await.unwrap();
+    let attempt = ledger.begin(TaskKey::new(4, 2)).unwrap();
+    let other = |key: &'static str, json: &'static str| row(attempt, 0).edit().set(key, json).to_object().unwrap();
+    let untold = Outcome::Failed { class: FailureClass::JudgeFailed, terminal: true, row: row(attempt, 0) };
+    for (outcome, why) in [
+        (Outcome::Completed(RawObject::empty()), "no `_ng_task_index`"),
+        (Outcome::Completed(other("_ng_rollout_index", "3")), "rollout 4-3"),
+        (Outcome::Completed(other("_ng_attempt_index", "1")), "`_ng_attempt_index` is 1"),
+        (Outcome::Completed(other("_ng_task_index", "4.5")), "`_ng_task_index` is not a number"),
+        (untold, "`_ng_failure_terminal`"),
+    ] {
+        let error = ledger.record(&CallContext::default(), attempt, outcome).await.unwrap_err();
+        assert_eq!(error.code(), Code::InvalidArgument);
+        assert!(error.to_string().starts_with("record 4-2: ") && error.to_string().contains(why), "{error}");
+    }
+    close(ledger).await;
+    assert!(files.contents(&output()).is_empty());
+}
+
 #[test]
 fn the_files_are_named_as_nemo_gym_names_them() {
     assert_eq!(failures_path(Path::new("a/b.c.jsonl")), Path::new("a/b.c_failures.jsonl"));
