@@ -93,6 +93,13 @@ impl Driver {
         Self { client, ledger, world: world.clone(), options, progress: Arc::default() }
     }
 
+    /// The same driver, counting in `progress`.
+    #[must_use]
+    pub fn counting_in(mut self, progress: Arc<Progress>) -> Self {
+        self.progress = progress;
+        self
+    }
+
     /// The counters.
     #[must_use]
     pub fn progress(&self) -> Arc<Progress> {
@@ -147,7 +154,7 @@ impl Driver {
                             let driver = Arc::clone(self);
                             running.spawn(async move { driver.rollout(row).await });
                         } else {
-                            self.progress.skip();
+                            self.progress.skip(self.ledger.state(row.key) == KeyState::Completed);
                         }
                     }
                     Some(Err(error)) => {

@@ -1,9 +1,11 @@
 //! The rollout collector: a JSONL of tasks becomes a JSONL of scored rollouts.
 
+mod collector;
 mod driver;
 pub mod ledger;
 pub mod materialize;
 pub mod metrics;
+mod names;
 mod outcome;
 mod progress;
 pub mod prompt;
@@ -11,5 +13,7 @@ mod python;
 pub mod source;
 mod splice;
 
+pub use collector::{CollectOptions, Collected, RolloutCollector};
 pub use driver::{Driver, DriverOptions, Ended, OutputFiles, RolloutRow};
+pub use names::{ServerNames, connect_head};
 pub use progress::{Progress, Score, Snapshot};

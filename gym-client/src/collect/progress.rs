@@ -11,7 +11,8 @@ use gym_core::FailureClass;
 pub struct Progress {
     total: AtomicU64,
     completed: AtomicU64,
-    skipped: AtomicU64,
+    already_completed: AtomicU64,
+    already_given_up: AtomicU64,
     given_up: AtomicU64,
     in_flight: AtomicU64,
     scores: Mutex<BTreeMap<Arc<str>, Score>>,
@@ -36,8 +37,10 @@ pub struct Snapshot {
     pub total: u64,
     /// Rollouts recorded in this run.
     pub completed: u64,
-    /// Rollouts that an earlier run had recorded or given up.
-    pub skipped: u64,
+    /// Rollouts that an earlier run had recorded.
+    pub already_completed: u64,
+    /// Rollouts that an earlier run had given up.
+    pub already_given_up: u64,
     /// Rollouts that ran out of attempts, or failed for good, in this run.
     pub given_up: u64,
     /// Rollouts under way.
@@ -60,7 +63,7 @@ impl Snapshot {
     /// Rollouts that need nothing more.
     #[must_use]
     pub fn done(&self) -> u64 {
-        self.completed + self.skipped + self.given_up
+        self.completed + self.already_completed + self.given_up + self.already_given_up
     }
 }
 
@@ -72,7 +75,8 @@ impl Progress {
         Snapshot {
             total: of(&self.total),
             completed: of(&self.completed),
-            skipped: of(&self.skipped),
+            already_completed: of(&self.already_completed),
+            already_given_up: of(&self.already_given_up),
             given_up: of(&self.given_up),
             in_flight: of(&self.in_flight),
             scores: self.scores.lock().unwrap_or_else(PoisonError::into_inner).clone(),
@@ -85,8 +89,9 @@ impl Progress {
         self.total.store(total, Ordering::Relaxed);
     }
 
-    pub(super) fn skip(&self) {
-        self.skipped.fetch_add(1, Ordering::Relaxed);
+    pub(super) fn skip(&self, completed: bool) {
+        let counter = if completed { &self.already_completed } else { &self.already_given_up };
+        counter.fetch_add(1, Ordering::Relaxed);
     }
 
     pub(super) fn complete(&self, agent: &Arc<str>, reward: Option<f64>) {

@@ -31,8 +31,14 @@ mod yaml;
 pub use gym_core::ServerKind;
 pub use load::ConfigLoader;
 pub use overrides::Overrides;
+pub(crate) use problem::nearest as nearest_name;
 pub use problem::{ConfigError, Mistake, Origin, Problem};
 pub use typed::{
     DatasetConfig, GymConfig, HeadConfig, InstanceConfig, LiveServer, PortRange, PortWish, Relay, ServerReference,
     free_port,
 };
+
+/// A YAML text as OmegaConf reads it, as JSON; `source` is its name for errors.
+pub(crate) fn parse_yaml(text: &str, source: &str) -> Result<serde_json::Value, ConfigError> {
+    yaml::parse(text, source).map(|node| node.to_json()).map_err(ConfigError::from)
+}

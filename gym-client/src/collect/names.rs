@@ -1,0 +1,200 @@
+//! Which servers there are, as a head or a configuration says: who stands before which agent.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::Duration;
+
+use gym_core::{
+    CallContext, Code, Endpoint, Error, Incarnation, Instance, Registry, Request, Result, ServerKind, World,
+};
+use serde_json::Value;
+
+use super::materialize::Names;
+use crate::config::{GymConfig, nearest_name, parse_yaml};
+use crate::registry::{RemoteRegistry, StaticRegistry};
+use crate::server_client::ServerClient;
+use crate::transports::Transports;
+
+/// Asking a head takes this long at most: it answers from memory.
+const HEAD_TIMEOUT: Duration = Duration::from_secs(15);
+
+/// The servers of a configuration, by name.
+#[derive(Clone, Debug, Default)]
+pub struct ServerNames {
+    servers: Arc<BTreeMap<String, Known>>,
+}
+
+#[derive(Clone, Debug)]
+struct Known {
+    kind: ServerKind,
+    implementation: String,
+    address: Option<(String, u16)>,
+    /// The agent behind an environment server.
+    agent: Option<String>,
+    /// The resources server behind an agent.
+    resources: Option<String>,
+    /// Agents that its datasets ask for.
+    pins: BTreeSet<String>,
+}
+
+impl ServerNames {
+    /// The servers of a loaded configuration.
+    #[must_use]
+    pub fn of_config(config: &GymConfig) -> Self {
+        Self::of_merged(&config.merged)
+    }
+
+    /// The servers of a merged configuration: what `/global_config_dict_yaml` says.
+    #[must_use]
+    pub fn of_merged(merged: &Value) -> Self {
+        let mut servers = BTreeMap::new();
+        for (name, block) in merged.as_object().into_iter().flatten() {
+            let found = ServerKind::ALL.into_iter().find_map(|kind| {
+                let (implementation, settings) = block.get(kind.as_str())?.as_object()?.iter().next()?;
+                Some((kind, implementation, settings))
+            });
+            let Some((kind, implementation, settings)) = found else { continue };
+            let host = settings.get("host").and_then(Value::as_str);
+            let port = settings.get("port").and_then(Value::as_u64).and_then(|port| u16::try_from(port).ok());
+            let agent = settings["agent_server"]["name"].as_str().map(str::to_owned);
+            let resources = settings["resources_server"]["name"].as_str().map(str::to_owned);
+            let datasets = settings.get("datasets").and_then(Value::as_array).into_iter().flatten();
+            let pins: BTreeSet<String> =
+                datasets.filter_map(|dataset| dataset["agent"].as_str().map(str::to_owned)).collect();
+            let address = host.map(str::to_owned).zip(port);
+            let implementation = implementation.clone();
+            servers.insert(name.clone(), Known { kind, implementation, address, agent, resources, pins });
+        }
+        Self { servers: Arc::new(servers) }
+    }
+
+    /// The server that is asked to run a row of this agent, and its implementation: the environment server before the
+    /// agent, or the agent itself where there is none.
+    ///
+    /// # Errors
+    /// `NotFound` suggesting the nearest name.
+    pub fn server_of_agent(&self, agent: &str) -> Result<(String, String)> {
+        let before = self
+            .servers
+            .iter()
+            .find(|(_, known)| known.kind == ServerKind::Environment && known.agent.as_deref() == Some(agent));
+        let itself = || self.servers.get_key_value(agent).filter(|(_, known)| known.kind == ServerKind::Agent);
+        match before.or_else(itself) {
+            Some((name, known)) => Ok((name.clone(), known.implementation.clone())),
+            None => {
+                let agents = self.servers.iter().filter(|(_, known)| known.kind == ServerKind::Agent);
+                Err(unknown("agent", agent, agents.map(|(name, _)| name.as_str())))
+            }
+        }
+    }
+
+    /// The implementation of an environment server that a row names itself.
+    ///
+    /// # Errors
+    /// `NotFound` suggesting the nearest name.
+    pub fn environment(&self, server: &str) -> Result<String> {
+        match self.servers.get(server) {
+            Some(known) if known.kind == ServerKind::Environment => Ok(known.implementation.clone()),
+            _ => {
+                let all = self.servers.iter().filter(|(_, known)| known.kind == ServerKind::Environment);
+                Err(unknown("environment server", server, all.map(|(name, _)| name.as_str())))
+            }
+        }
+    }
+
+    /// Whether rows can be sent to this agent or environment server.
+    ///
+    /// # Errors
+    /// `NotFound` suggesting the nearest name.
+    pub fn check_target(&self, target: &str) -> Result<()> {
+        if self.environment(target).is_ok() { Ok(()) } else { self.server_of_agent(target).map(drop) }
+    }
+
+    /// The servers as a registry that never changes, for heads that have no leases.
+    fn registry(&self) -> StaticRegistry {
+        let instances = self.servers.iter().filter_map(|(name, known)| {
+            let (host, port) = known.address.as_ref()?;
+            Some(Instance {
+                name: name.clone(),
+                rank: 0,
+                kind: known.kind,
+                implementation: known.implementation.clone(),
+                endpoints: vec![Endpoint::parse(&format!("http://{host}:{port}")).ok()?],
+                incarnation: Incarnation(0),
+                labels: BTreeMap::new(),
+            })
+        });
+        StaticRegistry::new(instances.collect())
+    }
+}
+
+fn unknown<'a>(what: &str, name: &str, known: impl Iterator<Item = &'a str>) -> Error {
+    let known: Vec<&str> = known.collect();
+    let hint = match nearest_name(name, known.iter().copied()) {
+        Some(near) => format!("did you mean `{near}`?"),
+        None if known.is_empty() => format!("the configuration has no {what}"),
+        None => format!("there are {}", known.join(", ")),
+    };
+    Error::not_started(Code::NotFound, format!("there is no {what} `{name}`; {hint}"))
+}
+
+impl Names for ServerNames {
+    /// A task source is the instance that declared the row's dataset: the dataset's pinned agent, else the instance itself
+    /// if it is an agent, else the only agent of that resources server.
+    fn agent_of_task_source(&self, task_source: &str) -> Result<String, String> {
+        let Some(known) = self.servers.get(task_source) else {
+            let names = self.servers.keys().map(String::as_str);
+            let near = nearest_name(task_source, names).map(|near| format!("; did you mean `{near}`?"));
+            return Err(format!("no server of that name is in the configuration{}", near.unwrap_or_default()));
+        };
+        let mut pins = known.pins.iter();
+        match (known.kind, pins.next(), pins.next()) {
+            (_, Some(_), Some(_)) => Err("its datasets name several agents; pick one with agent_map".to_owned()),
+            (_, Some(pin), None) => Ok(pin.clone()),
+            (ServerKind::Agent, ..) => Ok(task_source.to_owned()),
+            (ServerKind::Resources, ..) => {
+                let mut agents =
+                    self.servers.iter().filter(|(_, agent)| agent.resources.as_deref() == Some(task_source));
+                match (agents.next(), agents.next()) {
+                    (Some((agent, _)), None) => Ok(agent.clone()),
+                    (None, _) => Err("no agent uses that resources server; route it with agent_map".to_owned()),
+                    _ => Err("several agents use that resources server; pick one with agent_map".to_owned()),
+                }
+            }
+            _ => Err("it is neither an agent nor a resources server; route it with agent_map".to_owned()),
+        }
+    }
+
+    fn agent_of_environment_server(&self, server: &str) -> Option<String> {
+        self.servers.get(server)?.agent.clone()
+    }
+}
+
+/// Asks a head server, ours or NeMo Gym's, for its servers. Ours keeps leases, so a server that moves is found again; with
+/// NeMo Gym's the addresses are those of this moment.
+///
+/// # Errors
+/// `Unavailable` when the head cannot be reached; `DataLoss` when its answer cannot be read.
+pub async fn connect_head(
+    head: &Endpoint,
+    transports: Transports,
+    world: &World,
+) -> Result<(ServerClient, ServerNames)> {
+    let remote = RemoteRegistry::new(head.clone(), transports.clone(), world.clone());
+    let cx = CallContext::within(HEAD_TIMEOUT);
+    let response = remote.send(&Request::get(cx.child(), "/global_config_dict_yaml"), true).await?;
+    let unreadable = |why: String| {
+        Error::finished(Code::DataLoss, format!("its configuration cannot be read: {why}"))
+            .about(format!("head {head}"))
+    };
+    let yaml: String = serde_json::from_slice(&response.message.head.to_bytes())
+        .map_err(|error| unreadable(format!("it is not a JSON string: {error}")))?;
+    let merged = parse_yaml(&yaml, head.as_str()).map_err(|error| unreadable(error.to_string()))?;
+    let names = ServerNames::of_merged(&merged);
+    let registry: Arc<dyn Registry> = match remote.list(&cx).await {
+        Ok(_) => Arc::new(remote),
+        Err(error) if matches!(error.code(), Code::NotFound | Code::Unimplemented) => Arc::new(names.registry()),
+        Err(error) => return Err(error),
+    };
+    Ok((ServerClient::new(registry, transports, world), names))
+}
