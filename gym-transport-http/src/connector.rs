@@ -91,9 +91,10 @@ fn parse(to: &Endpoint) -> Result<(Address, Arc<str>)> {
         return Err(wrong("has a query"));
     }
     let host = authority.host().trim_start_matches('[').trim_end_matches(']').to_owned();
-    let port = match authority.port() {
-        Some(port) => port.as_u16(),
-        None => 80,
+    let port = match authority.port_u16() {
+        Some(port) => port,
+        None if authority.as_str() == authority.host() => 80,
+        None => return Err(wrong("has no valid port")),
     };
     Ok((Address { host, port }, prefix.into()))
 }

@@ -2,6 +2,8 @@
 
 mod files;
 mod ledger;
+mod transport;
 
 pub use files::files;
 pub use ledger::{LedgerBench, ledger};
+pub use transport::{TransportPair, TransportSetup, transport};

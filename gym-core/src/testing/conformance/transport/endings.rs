@@ -1,0 +1,147 @@
+//! How channels and servers end.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::{Bench, FAR, Make, far, post, run_cases, witness};
+use crate::error::{Code, Error, Execution};
+use crate::handler::{Handler, handler_fn};
+use crate::message::{Request, Response};
+use crate::transport::ConnectOptions;
+
+pub(super) async fn run(make: Make<'_>) {
+    run_cases!(make;
+        a_peer_that_is_not_there_is_unavailable_and_nothing_started,
+        a_drain_lets_running_calls_finish_and_takes_no_new_ones,
+        a_peer_that_dies_leaves_its_calls_unknown,
+        closing_a_channel_waits_for_its_calls,
+        closing_a_channel_without_grace_ends_its_calls,
+        two_channels_are_independent,
+    );
+}
+
+/// Answers `/now` at once, and everything else when released.
+fn held(witness: super::Witness) -> impl Handler {
+    handler_fn(move |request: Request| {
+        let told = witness.enter(&request);
+        let release = Arc::clone(&witness.release);
+        async move {
+            let _told = told;
+            if request.route.path() != "/now" {
+                release.notified().await;
+            }
+            Ok(Response::json("{}"))
+        }
+    })
+}
+
+fn facts(error: &Error) -> (Code, Execution) {
+    (error.code(), error.execution())
+}
+
+const REFUSED: (Code, Execution) = (Code::Unavailable, Execution::NotStarted);
+
+async fn a_peer_that_is_not_there_is_unavailable_and_nothing_started(make: Make<'_>) {
+    let (witness, _seen) = witness();
+    let mut bench = Bench::new(make, held(witness)).await;
+    bench.begin_drain().await;
+    bench.end().await;
+    // A transport that connects lazily says it at the first call.
+    let error = match bench.connector.connect(&far(), &bench.endpoint, &ConnectOptions::default()).await {
+        Ok(channel) => channel.call(post(far(), "/now")).await.expect_err("nobody is there"),
+        Err(error) => error,
+    };
+    assert_eq!(facts(&error), REFUSED, "{error}");
+    assert!(error.may_resend(false), "{error}");
+}
+
+async fn a_drain_lets_running_calls_finish_and_takes_no_new_ones(make: Make<'_>) {
+    let (witness, mut seen) = witness();
+    let mut bench = Bench::new(make, held(witness)).await;
+    let channel = bench.channel().await;
+    let running = tokio::spawn({
+        let channel = channel.clone();
+        async move { channel.call(post(far(), "/hold")).await }
+    });
+    seen.started().await;
+    // Leaves an unused path to the peer behind, where the transport has such.
+    channel.call(post(far(), "/now")).await.expect("an answer");
+    seen.started().await;
+    bench.begin_drain().await;
+    seen.release.notify_one();
+    running.await.expect("no panic").expect("a running call is answered");
+    bench.end().await;
+    let error = channel.call(post(far(), "/now")).await.expect_err("drained");
+    assert_eq!(facts(&error), REFUSED, "{error}");
+    assert!(seen.nothing_started(), "a refused call is not run");
+}
+
+async fn a_peer_that_dies_leaves_its_calls_unknown(make: Make<'_>) {
+    let (witness, mut seen) = witness();
+    let mut bench = Bench::new(make, held(witness)).await;
+    let channel = bench.channel().await;
+    let mut running = Vec::new();
+    for _ in 0..4 {
+        let channel = channel.clone();
+        running.push(tokio::spawn(async move { channel.call(post(far(), "/hold")).await }));
+        seen.started().await;
+    }
+    bench.kill().await;
+    for call in running {
+        let error = call.await.expect("no panic").expect_err("the peer is dead");
+        assert_eq!(facts(&error), (Code::Unavailable, Execution::Unknown), "{error}");
+        seen.dropped().await;
+    }
+    let error = channel.call(post(far(), "/now")).await.expect_err("the peer is dead");
+    assert_eq!(facts(&error), REFUSED, "{error}");
+}
+
+async fn closing_a_channel_waits_for_its_calls(make: Make<'_>) {
+    let (witness, mut seen) = witness();
+    let bench = Bench::new(make, held(witness)).await;
+    let channel = bench.channel().await;
+    let running = tokio::spawn({
+        let channel = channel.clone();
+        async move { channel.call(post(far(), "/hold")).await }
+    });
+    seen.started().await;
+    let release = Arc::clone(&seen.release);
+    // The closing has begun when the call is released: it is polled first.
+    let (closed, ()) = tokio::join!(biased; channel.close(FAR), async { release.notify_one() });
+    closed.expect("all calls were answered");
+    running.await.expect("no panic").expect("a running call is answered");
+    let error = channel.call(post(far(), "/now")).await.expect_err("closed");
+    assert_eq!(facts(&error), REFUSED, "{error}");
+    channel.closed().await;
+}
+
+async fn closing_a_channel_without_grace_ends_its_calls(make: Make<'_>) {
+    let (witness, mut seen) = witness();
+    let bench = Bench::new(make, held(witness)).await;
+    let channel = bench.channel().await;
+    let running = tokio::spawn({
+        let channel = channel.clone();
+        async move { channel.call(post(far(), "/hold")).await }
+    });
+    seen.started().await;
+    let error = channel.close(Duration::ZERO).await.expect_err("a call was running");
+    assert_eq!(error.code(), Code::DeadlineExceeded, "{error}");
+    let error = running.await.expect("no panic").expect_err("ended");
+    assert_eq!(facts(&error), (Code::Unavailable, Execution::Unknown), "{error}");
+    seen.dropped().await;
+}
+
+async fn two_channels_are_independent(make: Make<'_>) {
+    let (witness, mut seen) = witness();
+    let bench = Bench::with_calls_max(make, 1, held(witness)).await;
+    let (one, other) = (bench.channel().await, bench.channel().await);
+    let running = tokio::spawn({
+        let one = one.clone();
+        async move { one.call(post(far(), "/hold")).await }
+    });
+    seen.started().await;
+    other.call(post(far(), "/now")).await.expect("it has room of its own");
+    other.close(FAR).await.expect("nothing is running on it");
+    seen.release.notify_one();
+    running.await.expect("no panic").expect("the other one's end is not its own");
+}

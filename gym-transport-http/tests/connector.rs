@@ -1,0 +1,227 @@
+//! What the calling end makes of foreign servers and of connections that break.
+
+mod support;
+
+use std::time::Duration;
+
+use gym_core::{Code, Error, Execution, Request, Response, Status, handler_fn};
+use gym_transport_http::HttpConfig;
+use support::{Client, Server, channel_to, soon, within};
+use tokio::net::TcpListener;
+
+fn facts(error: &Error) -> (Code, Execution) {
+    (error.code(), error.execution())
+}
+
+fn echo_server() -> Server {
+    Server::start(
+        HttpConfig::default(),
+        handler_fn(|request: Request| async move { Ok(Response::new(Status::OK, request.message)) }),
+    )
+}
+
+/// A server that reads one request per connection and says `reply`, then closes.
+async fn foreign(reply: &'static str) -> std::net::SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    tokio::spawn(async move {
+        loop {
+            let mut client = Client(listener.accept().await.unwrap().0);
+            read_request(&mut client).await;
+            client.write(reply).await;
+        }
+    });
+    address
+}
+
+/// The head of a request with a body of two bytes.
+async fn read_request(client: &mut Client) -> String {
+    // A request has the shape of an answer: a head and a body of announced length.
+    client.answer().await.head
+}
+
+#[tokio::test]
+async fn calls_one_after_the_other_share_a_connection() {
+    let server = echo_server();
+    let channel = channel_to(server.address, HttpConfig::default()).await;
+    for call in 0..50 {
+        let answer = channel.call(Request::post(within(), "/", call.to_string())).await.unwrap();
+        assert_eq!(answer.message.head.to_bytes(), call.to_string());
+    }
+    assert_eq!(*server.accepted.borrow(), 1);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_burst_shares_the_connections_there_are() {
+    let server = echo_server();
+    let channel = channel_to(server.address, HttpConfig { connections_max: 4, ..HttpConfig::default() }).await;
+    let calls: Vec<_> = (0..500)
+        .map(|call| {
+            let channel = channel.clone();
+            tokio::spawn(async move { channel.call(Request::post(within(), "/", call.to_string())).await })
+        })
+        .collect();
+    for (call, answer) in calls.into_iter().enumerate() {
+        assert_eq!(soon(answer).await.unwrap().unwrap().message.head.to_bytes(), call.to_string());
+    }
+    assert!(*server.accepted.borrow() <= 4);
+}
+
+#[tokio::test]
+async fn a_peer_that_closes_unused_connections_is_not_noticed() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let channel = channel_to(listener.local_addr().unwrap(), HttpConfig::default()).await;
+    for _ in 0..20 {
+        let served = async {
+            let mut client = Client(listener.accept().await.unwrap().0);
+            read_request(&mut client).await;
+            client.write("HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}").await;
+        };
+        let (answer, ()) = soon(async { tokio::join!(channel.call(Request::post(within(), "/", "{}")), served) }).await;
+        answer.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn an_unused_connection_is_closed_after_its_time() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let config = HttpConfig { idle_timeout: Duration::from_millis(50), ..HttpConfig::default() };
+    let channel = channel_to(listener.local_addr().unwrap(), config).await;
+    let served = async {
+        let mut client = Client(listener.accept().await.unwrap().0);
+        read_request(&mut client).await;
+        client.write("HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}").await;
+        client
+    };
+    let (answer, mut client) =
+        soon(async { tokio::join!(channel.call(Request::post(within(), "/", "{}")), served) }).await;
+    answer.unwrap();
+    assert_eq!(client.rest().await, b"");
+}
+
+#[tokio::test]
+async fn a_reply_that_says_close_ends_its_connection() {
+    let address = foreign("HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 2\r\n\r\n{}").await;
+    let channel = channel_to(address, HttpConfig::default()).await;
+    for _ in 0..10 {
+        channel.call(Request::post(within(), "/", "{}")).await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_foreign_reply_of_any_kind_is_a_reply() {
+    for (reply, status, body) in [
+        ("HTTP/1.1 500 Internal Server Error\r\ncontent-length: 3\r\n\r\n\"x\"", 500, "\"x\""),
+        ("HTTP/1.1 404 Not Found\r\nconnection: close\r\n\r\nno length", 404, "no length"),
+        (
+            "HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{\"\r\n4\r\na\":1\r\n1\r\n}\r\n0\r\n\r\n",
+            200,
+            "{\"a\":1}",
+        ),
+        ("HTTP/1.0 200 OK\r\n\r\nold", 200, "old"),
+        ("HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 204 No Content\r\n\r\n", 204, ""),
+        ("HTTP/1.1 302 Found\r\nlocation: /x\r\ncontent-length: 0\r\n\r\n", 302, ""),
+    ] {
+        let channel = channel_to(foreign(reply).await, HttpConfig::default()).await;
+        let answer = soon(channel.call(Request::post(within(), "/", "{}"))).await.expect(reply);
+        assert_eq!((answer.status, &answer.message.head.to_bytes()[..]), (Status(status), body.as_bytes()));
+    }
+}
+
+#[tokio::test]
+async fn a_foreign_error_is_finished_with_the_code_of_its_status() {
+    let address = foreign("HTTP/1.1 503 Service Unavailable\r\ncontent-length: 2\r\n\r\n{}").await;
+    let channel = channel_to(address, HttpConfig::default()).await;
+    let error = channel.call(Request::post(within(), "/", "{}")).await.unwrap().into_result().unwrap_err();
+    assert_eq!(facts(&error), (Code::Unavailable, Execution::Finished));
+}
+
+#[tokio::test]
+async fn what_breaks_after_the_request_has_left_is_unknown() {
+    for (reply, code) in [
+        ("", Code::Unavailable),
+        ("HTTP/1.1 200", Code::Unavailable),
+        ("HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nhalf", Code::Unavailable),
+        ("HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\nhalf", Code::Unavailable),
+        ("SSH-2.0-OpenSSH_9.9\r\n\r\n", Code::DataLoss),
+        ("HTTP/1.1 200 OK\r\ncontent-type: application/x-gym-frame\r\ncontent-length: 2\r\n\r\n{}", Code::DataLoss),
+    ] {
+        let channel = channel_to(foreign(reply).await, HttpConfig::default()).await;
+        let error = soon(channel.call(Request::post(within(), "/run", "{}"))).await.expect_err(reply);
+        assert_eq!(facts(&error), (code, Execution::Unknown), "{reply:?}: {error}");
+        assert!(error.subject().contains("POST /run"), "{error}");
+    }
+}
+
+#[tokio::test]
+async fn nobody_there_is_not_started_and_names_the_peer() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    drop(listener);
+    let channel = channel_to(address, HttpConfig::default()).await;
+    let error = channel.call(Request::post(within(), "/", "{}")).await.unwrap_err();
+    assert_eq!(facts(&error), (Code::Unavailable, Execution::NotStarted));
+    assert!(error.to_string().contains(&address.to_string()), "{error}");
+}
+
+#[tokio::test]
+async fn a_reply_of_announced_length_above_the_limit_is_not_read() {
+    let address = foreign("HTTP/1.1 200 OK\r\ncontent-length: 1000000000000\r\n\r\n").await;
+    let channel = channel_to(address, HttpConfig::default()).await;
+    let error = soon(channel.call(Request::post(within(), "/", "{}"))).await.unwrap_err();
+    assert_eq!(facts(&error), (Code::ResourceExhausted, Execution::Finished));
+    assert!(error.to_string().contains("reply_bytes_max"), "{error}");
+}
+
+#[tokio::test]
+async fn what_http_cannot_send_is_refused_by_name() {
+    let server = echo_server();
+    let channel = channel_to(server.address, HttpConfig::default()).await;
+    for (request, named) in [
+        (Request::post(within(), "/a b", "{}"), "/a b"),
+        (Request::post(within(), "no-slash", "{}"), "no-slash"),
+        (Request::post(within().with_metadata("x-a", "1\r\n2"), "/", "{}"), "x-a"),
+        (Request::post(within().with_metadata("x a", "1"), "/", "{}"), "x a"),
+    ] {
+        let error = channel.call(request).await.unwrap_err();
+        assert_eq!(facts(&error), (Code::InvalidArgument, Execution::NotStarted));
+        assert!(error.to_string().contains(named), "{error}");
+    }
+    channel.call(Request::post(within(), "/", "{}")).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_request_has_host_length_and_the_time_that_is_left() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let channel = channel_to(address, HttpConfig::default()).await;
+    let served = async {
+        let mut client = Client(listener.accept().await.unwrap().0);
+        let head = read_request(&mut client).await;
+        client.write("HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n").await;
+        head
+    };
+    let cx = within().with_metadata("cookie", "a=1").with_metadata("transfer-encoding", "chunked");
+    let (answer, head) = soon(async { tokio::join!(channel.call(Request::post(cx, "/run?x=1", "{}")), served) }).await;
+    answer.unwrap();
+    let has = |line: &str| head.lines().any(|known| known == line);
+    assert!(head.starts_with("POST /run?x=1 HTTP/1.1\r\n"), "{head}");
+    assert!(has(&format!("host: {address}")), "{head}");
+    assert!(has("content-length: 2") && has("content-type: application/json") && has("cookie: a=1"), "{head}");
+    assert!(!head.contains("transfer-encoding"), "{head}");
+    let left = head.lines().find_map(|line| line.strip_prefix("x-gym-timeout-ms: ")).unwrap();
+    assert!((1_000..=20_000).contains(&left.parse().unwrap()), "{left}");
+}
+
+#[tokio::test]
+async fn a_large_request_to_a_server_that_refuses_it_gets_the_refusal() {
+    let server = Server::start(
+        HttpConfig { request_bytes_max: 1_000, ..HttpConfig::default() },
+        handler_fn(|_| async { Ok(Response::json("{}")) }),
+    );
+    let channel = channel_to(server.address, HttpConfig::default()).await;
+    let answer = soon(channel.call(Request::post(within(), "/", "x".repeat(20 << 20)))).await.unwrap();
+    assert_eq!(answer.status, Status(413));
+    let error = answer.into_result().unwrap_err();
+    assert_eq!(facts(&error), (Code::ResourceExhausted, Execution::NotStarted));
+}
