@@ -78,9 +78,10 @@ impl Incoming for HttpIncoming {
                 Ok::<_, Infallible>(answer(&shared, request).await)
             }
         });
-        let mut connection = pin!(
-            Builder::new().keep_alive(true).pipeline_flush(true).half_close(false).serve_connection(wire, service)
-        );
+        // Not `pipeline_flush`: it holds answers back for as long as anything else has come in (the 400 to garbage for ever),
+        // and copies every body to do so.
+        let http = Builder::new().keep_alive(true).half_close(false).serve_connection(wire, service);
+        let mut connection = pin!(http);
         // A child of its own: the parent's lock is shared by all connections.
         let drain = drain.child_token();
         let mut drained = pin!(drain.cancelled());

@@ -7,10 +7,9 @@ use std::time::Duration;
 
 use gym_core::{Handler, Request, Response, Status, handler_fn};
 use gym_transport_http::HttpConfig;
-use support::{Client, Server, soon};
+use support::{Server, soon};
 use tokio::io::AsyncWriteExt;
 use tokio::sync::{Notify, mpsc};
-use tokio_util::sync::CancellationToken;
 
 const SHORT: Duration = Duration::from_millis(80);
 
@@ -102,7 +101,12 @@ async fn garbage_gets_400_and_the_server_lives() {
         let mut client = server.client().await;
         client.write(garbage).await;
         let rest = client.rest().await;
-        assert!(rest.starts_with(b"HTTP/1.1 400 "), "{:?}", String::from_utf8_lossy(&rest));
+        assert!(
+            rest.starts_with(b"HTTP/1.1 400 "),
+            "{:?} for {:?}",
+            String::from_utf8_lossy(&rest),
+            String::from_utf8_lossy(garbage)
+        );
     }
     let mut client = server.client().await;
     client.write(format!("GET /{} HTTP/1.1\r\n\r\n", "x".repeat(1 << 20))).await;
@@ -233,6 +237,16 @@ async fn pipelined_calls_are_answered_in_order() {
     for call in 0..50 {
         assert_eq!(client.answer().await.text(), format!("{call:02}"));
     }
+}
+
+#[tokio::test]
+async fn an_answer_does_not_wait_for_the_rest_of_the_next_call() {
+    let server = Server::start(HttpConfig::default(), echo());
+    let mut client = server.client().await;
+    client.write("POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\n{}POST / HTTP/1.1\r\nhost").await;
+    assert_eq!(client.answer().await.text(), "{}");
+    client.write(": a\r\ncontent-length: 1\r\n\r\n1").await;
+    assert_eq!(client.answer().await.text(), "1");
 }
 
 #[tokio::test]
@@ -399,7 +413,7 @@ async fn an_answer_that_no_header_can_carry_is_an_error_that_names_it() {
 async fn a_dropped_serve_breaks_the_connection() {
     let (handler, mut started, _release, mut dropped) = held();
     let server = Server::start(HttpConfig::default(), handler);
-    let mut client: Client = server.client().await;
+    let mut client = server.client().await;
     client.post("/", "{}").await;
     soon(started.recv()).await.unwrap();
     drop(server);
@@ -413,5 +427,4 @@ async fn a_taken_port_is_named() {
     let error = gym_transport_http::HttpListener::bind(server.address, HttpConfig::default()).unwrap_err();
     assert_eq!(error.code(), gym_core::Code::AlreadyExists);
     assert!(error.to_string().contains(&server.address.to_string()), "{error}");
-    let _ = CancellationToken::new();
 }

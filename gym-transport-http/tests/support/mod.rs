@@ -1,5 +1,5 @@
 //! A raw client and a server under test.
-#![allow(dead_code)] // Each test binary uses a part of it.
+#![allow(dead_code, unreachable_pub)] // Each test binary uses a part of it.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
