@@ -120,7 +120,7 @@ impl HttpLink {
         } else {
             Bytes::from([self.prefix.as_bytes(), route.as_bytes()].concat())
         };
-        let uri = Uri::from_maybe_shared(target).ok().filter(|_| route.starts_with('/') || route == "*");
+        let uri = Uri::from_maybe_shared(target).ok().filter(|_| route.starts_with('/') && !route.contains('#'));
         let uri = uri.ok_or_else(|| {
             Error::invalid(format!("route `{}` is not a path that HTTP can send", route.escape_debug()))
         })?;

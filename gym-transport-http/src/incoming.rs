@@ -173,8 +173,9 @@ async fn answer(shared: &Shared, request: http::Request<WireBody>) -> http::Resp
 }
 
 fn wire_response(response: &Response) -> Result<http::Response<RopeBody>> {
-    let status = StatusCode::from_u16(response.status.0)
-        .map_err(|_| Error::internal(format!("status {} is none that HTTP has", response.status)))?;
+    // 1xx announces an answer; as the answer itself it would leave the client waiting.
+    let status = StatusCode::from_u16(response.status.0).ok().filter(|status| !status.is_informational());
+    let status = status.ok_or_else(|| Error::internal(format!("status {} is no answer", response.status)))?;
     let mut wire = http::Response::new(RopeBody::of(&response.message));
     *wire.status_mut() = status;
     put_content_type(&response.message, wire.headers_mut())?;

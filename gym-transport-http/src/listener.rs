@@ -42,6 +42,7 @@ impl HttpListener {
     /// # Errors
     /// `AlreadyExists` when the port is taken, else `Unavailable`.
     pub fn bind(address: SocketAddr, config: HttpConfig) -> Result<Self> {
+        let descriptors = raise_descriptors();
         let listener = listen(address, config.backlog).map_err(|error| {
             let code = match error.kind() {
                 std::io::ErrorKind::AddrInUse => Code::AlreadyExists,
@@ -50,7 +51,8 @@ impl HttpListener {
             Error::not_started(code, "cannot listen").about(format!("listen on {SCHEME}://{address}")).caused_by(error)
         })?;
         let address = listener.local_addr().map_err(|error| Error::internal("no local address").caused_by(error))?;
-        let connections_max = config.accepted_max.unwrap_or_else(accepted_max).clamp(1, Semaphore::MAX_PERMITS);
+        let connections_max =
+            config.accepted_max.unwrap_or_else(|| accepted_max(descriptors)).clamp(1, Semaphore::MAX_PERMITS);
         Ok(Self {
             listener,
             address,
@@ -92,17 +94,21 @@ fn listen(address: SocketAddr, backlog: u32) -> std::io::Result<TcpListener> {
     socket.listen(backlog)
 }
 
-/// How many connections the file descriptors allow, after raising their limit as far as this process may.
-fn accepted_max() -> usize {
+/// Raises the limit on file descriptors as far as this process may, and returns it.
+fn raise_descriptors() -> u64 {
     let limit = getrlimit(Resource::Nofile);
     if limit.current != limit.maximum
         && let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum })
     {
         tracing::debug!(%error, "the limit on file descriptors stays as it is");
     }
-    let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
-    let kept = (limit / 8).clamp(16, 4_096);
-    usize::try_from(limit.saturating_sub(kept).clamp(16, 65_536)).unwrap_or(65_536)
+    getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
+}
+
+/// How many connections that many file descriptors allow.
+fn accepted_max(descriptors: u64) -> usize {
+    let kept = (descriptors / 8).clamp(16, 4_096);
+    usize::try_from(descriptors.saturating_sub(kept).clamp(16, 65_536)).unwrap_or(65_536)
 }
 
 #[async_trait]
@@ -138,5 +144,17 @@ impl Listener for HttpListener {
                 },
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_largest_burst_fits_into_a_limit_that_cannot_be_raised() {
+        assert!(accepted_max(20_000) >= 16_384);
+        assert_eq!(accepted_max(1_024), 896);
+        assert_eq!(accepted_max(u64::MAX), 65_536);
     }
 }

@@ -52,7 +52,8 @@ impl Lane {
     /// Whether the next request can go over it: the last answer is complete and the peer has not closed it.
     async fn is_usable(&mut self) -> bool {
         self.watch.ask_kernel();
-        poll_fn(|cx| Poll::Ready(self.drive(cx).is_pending())).await && self.sender.is_ready()
+        let open = poll_fn(|cx| Poll::Ready(self.drive(cx).is_pending())).await;
+        self.watch.was_asked() && open && self.sender.is_ready()
     }
 }
 

@@ -103,6 +103,11 @@ impl Outgoing {
         self.ask_kernel.store(true, Relaxed);
     }
 
+    /// Whether the kernel has been asked; from now on reads are plain again.
+    pub(crate) fn was_asked(&self) -> bool {
+        !self.ask_kernel.swap(false, Relaxed)
+    }
+
     /// Forgets what was written before.
     pub(crate) fn start(&self) {
         self.wrote.store(false, Relaxed);

@@ -1,5 +1,7 @@
 //! What the calling end makes of foreign servers and of connections that break.
 
+#![allow(clippy::unwrap_used)] // In a test a panic is the message.
+
 mod support;
 
 use std::time::Duration;
@@ -180,6 +182,7 @@ async fn what_http_cannot_send_is_refused_by_name() {
     for (request, named) in [
         (Request::post(within(), "/a b", "{}"), "/a b"),
         (Request::post(within(), "no-slash", "{}"), "no-slash"),
+        (Request::post(within(), "/a#b", "{}"), "/a#b"),
         (Request::post(within().with_metadata("x-a", "1\r\n2"), "/", "{}"), "x-a"),
         (Request::post(within().with_metadata("x a", "1"), "/", "{}"), "x a"),
     ] {

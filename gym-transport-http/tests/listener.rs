@@ -1,5 +1,7 @@
 //! What clients of every kind get from the answering end, over raw sockets.
 
+#![allow(clippy::unwrap_used)] // In a test a panic is the message.
+
 mod support;
 
 use std::sync::Arc;
@@ -407,6 +409,24 @@ async fn an_answer_that_no_header_can_carry_is_an_error_that_names_it() {
     let answer = client.answer().await;
     assert_eq!(answer.status(), 422);
     assert!(answer.text().contains("x-split"), "{}", answer.text());
+}
+
+#[tokio::test]
+async fn a_status_that_is_no_answer_is_an_error() {
+    let server = Server::start(
+        HttpConfig::default(),
+        handler_fn(|request: Request| async move {
+            let status = request.route.path()[1..].parse().unwrap();
+            Ok(Response::new(Status(status), request.message))
+        }),
+    );
+    let mut client = server.client().await;
+    for status in ["100", "101", "1000", "0"] {
+        client.post(&format!("/{status}"), "{}").await;
+        let answer = client.answer().await;
+        assert_eq!(answer.status(), 500);
+        assert!(answer.text().contains(status), "{}", answer.text());
+    }
 }
 
 #[tokio::test]
