@@ -311,10 +311,6 @@ async fn collect(lane: &mut Lane, body: Incoming, bytes_max: usize) -> Result<Op
             Err(()) => return Err(broken(lane, None)),
         }
     }
-    // The end of the body may still have to be read, a chunked one's for example, before the connection can be used again.
-    if !lane.sender.is_ready() {
-        poll_fn(|cx| Poll::Ready(lane.drive(cx).is_ready())).await;
-    }
     Ok(Some(gather.finish()))
 }
 

@@ -88,12 +88,15 @@ impl Pool {
 
     /// Waits until one more call may have a connection.
     pub(crate) async fn room(&self) -> Result<OwnedSemaphorePermit> {
-        let closed = || Error::not_started(Code::Unavailable, "the channel was closed");
+        // Before the wait, or it would be for the last running call; and after it, for those who waited already.
+        self.check_open()?;
         let room = Arc::clone(&self.room).acquire_owned().await.map_err(|_| closed())?;
-        if self.lock().closing {
-            return Err(closed());
-        }
+        self.check_open()?;
         Ok(room)
+    }
+
+    fn check_open(&self) -> Result<()> {
+        if self.lock().closing { Err(closed()) } else { Ok(()) }
     }
 
     /// An unused connection that is still open.
@@ -206,6 +209,10 @@ impl fmt::Debug for Pool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Pool({}:{}, {} idle)", self.address.host, self.address.port, self.lock().lanes.len())
     }
+}
+
+fn closed() -> Error {
+    Error::not_started(Code::Unavailable, "the channel was closed")
 }
 
 /// Closes connections that were not used for too long; ends when there are none.

@@ -105,9 +105,13 @@ async fn closing_a_channel_waits_for_its_calls(make: Make<'_>) {
         async move { channel.call(post(far(), "/hold")).await }
     });
     seen.started().await;
-    let release = Arc::clone(&seen.release);
-    // The closing has begun when the call is released: it is polled first.
-    let (closed, ()) = tokio::join!(biased; channel.close(FAR), async { release.notify_one() });
+    // The closing has begun when the rest goes on: it is polled first.
+    let (closed, ()) = tokio::join!(biased; channel.close(FAR), async {
+        let error = channel.call(post(far(), "/now")).await.expect_err("it is closing");
+        assert_eq!(facts(&error), REFUSED, "{error}");
+        assert!(seen.nothing_started(), "a refused call is not run");
+        seen.release.notify_one();
+    });
     closed.expect("all calls were answered");
     running.await.expect("no panic").expect("a running call is answered");
     let error = channel.call(post(far(), "/now")).await.expect_err("closed");
