@@ -307,11 +307,15 @@ impl Link for InProcessLink {
             request = rewritten_request(request)?;
         }
         request.peer = Some(PeerInfo { address: "in-process".into() });
+        // A token of this call's own: what the handler has handed on learns of a dropped reply, as it does over a wire.
+        let cancel = request.context.cancel.child_token();
+        request.context.cancel = cancel.clone();
+        let caller_left = cancel.drop_guard();
         let reply_bytes_max = request.context.reply_bytes_max;
         let (faithful, peer) = (self.faithful, Arc::clone(&self.path.peer));
         let answer = handler.handle(request);
         Ok(Box::pin(async move {
-            let answer = answer;
+            let (answer, caller_left) = (answer, caller_left);
             let response = tokio::select! {
                 biased;
                 response = answer => response,
@@ -319,6 +323,7 @@ impl Link for InProcessLink {
                     return Err(Error::unknown(Code::Unavailable, "the peer has left").about(peer.to_string()));
                 }
             };
+            let _ = caller_left.disarm();
             drop((running, room));
             let mut response = response.unwrap_or_else(|error| Response::from_error(&error));
             if response.message.len() > reply_bytes_max {
