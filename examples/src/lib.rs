@@ -1,2 +1,11 @@
-//! Environments and programs built with the gym SDK as a user would build them
+//! Environments and programs built with the gym SDK as a user would build them.
+//!
+//! | module | is |
+//! |---|---|
+//! | [`nemo`] | ports of four of NeMo Gym's own examples |
+//! | [`arguments`], [`sessions`] | what several of them share: refusals in pydantic's words, bounded state by session |
 #![forbid(unsafe_code)]
+
+pub mod arguments;
+pub mod nemo;
+pub mod sessions;

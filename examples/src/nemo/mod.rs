@@ -1,0 +1,38 @@
+//! Ports of four of NeMo Gym's example environments, for comparison and for moving.
+//!
+//! Each behaves as the Python server of the same name does: rewards, added fields, tool replies and refusals are the same
+//! text, which `tests/nemo_ports.rs` checks against recorded answers of the originals.
+
+mod multi_step;
+mod session_state_mgmt;
+mod single_tool_call;
+mod tool_call_multireward;
+
+pub use multi_step::MultiStep;
+pub use session_state_mgmt::SessionState;
+pub use single_tool_call::SingleToolCall;
+pub use tool_call_multireward::ToolCallMultiReward;
+
+use serde_json::Value;
+
+/// Whether Python's `==` holds: `1`, `1.0` and `True` are one value.
+fn python_equal(left: &Value, right: &Value) -> bool {
+    fn number(value: &Value) -> Option<f64> {
+        value.as_bool().map(f64::from).or_else(|| value.as_f64())
+    }
+    match (left, right) {
+        (Value::Array(left), Value::Array(right)) => {
+            left.len() == right.len() && left.iter().zip(right).all(|(left, right)| python_equal(left, right))
+        }
+        (Value::Object(left), Value::Object(right)) => {
+            left.len() == right.len()
+                && left.iter().all(|(key, left)| right.get(key).is_some_and(|right| python_equal(left, right)))
+        }
+        // Integers beyond 2^53 differ as integers even where their nearest floats agree.
+        _ => match (left.as_i64(), right.as_i64(), number(left), number(right)) {
+            (Some(left), Some(right), ..) => left == right,
+            (_, _, Some(left), Some(right)) => left == right,
+            _ => left == right,
+        },
+    }
+}

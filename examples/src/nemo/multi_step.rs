@@ -1,0 +1,89 @@
+//! `example_multi_step`: look up the value of each synonym, then hand in all of them in order.
+
+use std::collections::BTreeSet;
+
+use gym_core::{CallContext, Error, ModelResponse, RawObject, ResourcesServer, Response, Result, SessionId, Verdict};
+use serde::Deserialize;
+use serde_json::value::RawValue;
+use serde_json::{Value, json};
+
+use super::python_equal;
+use crate::arguments::{Argument, Arguments, Problems};
+
+/// Values of synonyms, and whether the last list that was handed in is the expected one.
+#[derive(Debug, Default)]
+pub struct MultiStep;
+
+/// What is expected, and what shows that the model looked up the term instead of its synonym.
+#[derive(Debug, Deserialize)]
+pub struct Task {
+    expected_synonym_values: Box<RawValue>,
+    minefield_label: String,
+    minefield_label_value: Box<RawValue>,
+}
+
+/// As the last call that handed in values had them, whatever they are.
+#[derive(Deserialize)]
+struct HandedIn {
+    synonym_values: Vec<Value>,
+}
+
+impl ResourcesServer for MultiStep {
+    type Task = Task;
+
+    async fn call_tool(&self, _: &CallContext, _: &SessionId, tool: &str, arguments: &RawObject) -> Result<Response> {
+        let mut arguments = Arguments::of(arguments);
+        match tool {
+            "get_synonym_value" => {
+                let Some(synonym) = arguments.take::<String>("synonym") else { return Ok(arguments.refusal()) };
+                let value: u64 = synonym.chars().map(|letter| u64::from(u32::from(letter))).sum();
+                Ok(Response::json(json!({"synonym_value": value}).to_string()))
+            }
+            "extract_synonym_values" => match arguments.take::<Vec<i128>>("synonym_values") {
+                Some(_) => Ok(Response::json(json!({"success": true}).to_string())),
+                None => Ok(arguments.refusal()),
+            },
+            _ => Err(gym_core::unknown_tool(tool)),
+        }
+    }
+
+    async fn verify(&self, _: &CallContext, _: &SessionId, task: Task, response: &ModelResponse) -> Result<Verdict> {
+        let expected: Vec<i128> = integer("expected_synonym_values", task.expected_synonym_values.get())?;
+        let minefield: i128 = integer("minefield_label_value", task.minefield_label_value.get())?;
+        if expected.is_empty() {
+            return Err(Error::internal("the row expects no synonym values, so no share of them can be found"));
+        }
+        let outline = response.outline()?;
+        let last = outline.function_calls().filter(|call| call.name == "extract_synonym_values").last();
+        let actual = match last {
+            Some(call) => {
+                serde_json::from_str::<HandedIn>(&call.arguments)
+                    .map_err(|error| {
+                        Error::internal("extract_synonym_values was called without values").caused_by(error)
+                    })?
+                    .synonym_values
+            }
+            None => Vec::new(),
+        };
+        let parsed: Vec<i128> = integer("synonym_values", &Value::from(actual.clone()).to_string())?;
+
+        let is = |value: &Value, number: i128| python_equal(value, &json!(number));
+        let accuracy = actual.len() == expected.len() && actual.iter().zip(&expected).all(|(value, n)| is(value, *n));
+        let distinct: BTreeSet<i128> = expected.iter().copied().collect();
+        let found = distinct.iter().filter(|number| actual.iter().any(|value| is(value, **number))).count();
+        let set_overlap = found as f64 / expected.len() as f64;
+        let hit = actual.iter().any(|value| *value == task.minefield_label || is(value, minefield));
+        Ok(Verdict::correct(accuracy)
+            .with("parsed_synonym_values", json!(parsed))
+            .with("accuracy", accuracy)
+            .with("set_overlap", set_overlap)
+            .with("original_term_minefield_hit", hit)
+            .with("order_instruction_following_failure", !accuracy && set_overlap == 1.0))
+    }
+}
+
+/// Reads integers as leniently as the original's models do.
+fn integer<T: Argument>(what: &str, text: &str) -> Result<T> {
+    T::read(text, &mut Problems::default())
+        .ok_or_else(|| Error::invalid(format!("`{what}` has something that is not an integer: {text:.200}")))
+}

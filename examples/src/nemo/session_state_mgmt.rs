@@ -1,0 +1,69 @@
+//! `example_session_state_mgmt`: a counter for every session.
+
+use gym_core::{CallContext, Error, ModelResponse, RawObject, ResourcesServer, Response, Result, SessionId, Verdict};
+use serde::Deserialize;
+use serde_json::json;
+use serde_json::value::RawValue;
+
+use crate::arguments::{Argument, Arguments, Problems};
+use crate::sessions::Sessions;
+
+/// Counts. The reward is 1 when the session's counter ends where the row expects it.
+#[derive(Debug, Default)]
+pub struct SessionState {
+    counters: Sessions<i128>,
+}
+
+/// Where the counter should end.
+#[derive(Debug, Deserialize)]
+pub struct Task {
+    expected_count: Box<RawValue>,
+}
+
+impl ResourcesServer for SessionState {
+    type Task = Task;
+
+    async fn seed_session(&self, _: &CallContext, session: &SessionId, row: &RawObject) -> Result<RawObject> {
+        let mut row = Arguments::of(row);
+        let Some(initial) = row.take::<i128>("initial_count") else {
+            let refusal = row.refusal().message.head.to_bytes();
+            return Err(Error::invalid(String::from_utf8_lossy(&refusal).into_owned()).about("seed the counter"));
+        };
+        self.counters.begin(session, || initial)?;
+        Ok(RawObject::empty())
+    }
+
+    async fn call_tool(
+        &self,
+        _: &CallContext,
+        session: &SessionId,
+        tool: &str,
+        arguments: &RawObject,
+    ) -> Result<Response> {
+        match tool {
+            "increment_counter" => {
+                let mut arguments = Arguments::of(arguments);
+                let Some(count) = arguments.take::<i128>("count") else { return Ok(arguments.refusal()) };
+                self.counters.with_or(session, || 0, |counter| *counter = counter.saturating_add(count))?;
+                Ok(Response::json(json!({"success": true}).to_string()))
+            }
+            "get_counter_value" => {
+                let count = self.counters.with_or(session, || 0, |counter| *counter)?;
+                Ok(Response::json(format!("{{\"count\":{count}}}")))
+            }
+            _ => Err(gym_core::unknown_tool(tool)),
+        }
+    }
+
+    async fn verify(&self, _: &CallContext, session: &SessionId, task: Task, _: &ModelResponse) -> Result<Verdict> {
+        let expected = i128::read(task.expected_count.get(), &mut Problems::default())
+            .ok_or_else(|| Error::invalid(format!("`expected_count` is not an integer: {}", task.expected_count)))?;
+        // A session that never counted has no counter, which is not the same as one that stands at 0.
+        Ok(Verdict::correct(self.counters.score(session, |counter| *counter == expected).unwrap_or(false)))
+    }
+
+    async fn close_session(&self, _: &CallContext, session: &SessionId) -> Result<()> {
+        self.counters.end(session);
+        Ok(())
+    }
+}

@@ -1,0 +1,33 @@
+//! `example_single_tool_call`: one tool, and a point for calling it.
+
+use gym_core::{CallContext, ModelResponse, RawObject, ResourcesServer, Response, Result, SessionId, Verdict};
+use serde::Deserialize;
+use serde_json::json;
+
+use crate::arguments::Arguments;
+
+/// Tells the weather, which is cold. The reward is 1 when the model asked for it.
+#[derive(Debug, Default)]
+pub struct SingleToolCall;
+
+/// Nothing of the row is read.
+#[derive(Debug, Deserialize)]
+pub struct Task {}
+
+impl ResourcesServer for SingleToolCall {
+    type Task = Task;
+
+    async fn call_tool(&self, _: &CallContext, _: &SessionId, tool: &str, arguments: &RawObject) -> Result<Response> {
+        if tool != "get_weather" {
+            return Err(gym_core::unknown_tool(tool));
+        }
+        let mut arguments = Arguments::of(arguments);
+        let Some(city) = arguments.take::<String>("city") else { return Ok(arguments.refusal()) };
+        let weather = format!("The weather in {city} is cold.");
+        Ok(Response::json(json!({"city": city, "weather_description": weather}).to_string()))
+    }
+
+    async fn verify(&self, _: &CallContext, _: &SessionId, _: Task, response: &ModelResponse) -> Result<Verdict> {
+        Ok(Verdict::correct(response.outline()?.function_calls().any(|call| call.name == "get_weather")))
+    }
+}
