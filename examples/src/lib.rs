@@ -2,10 +2,12 @@
 //!
 //! | module | is |
 //! |---|---|
+//! | [`math`] | word problems with a calculator, checked exactly |
 //! | [`nemo`] | ports of four of NeMo Gym's own examples |
 //! | [`arguments`], [`sessions`] | what several of them share: refusals in pydantic's words, bounded state by session |
 #![forbid(unsafe_code)]
 
 pub mod arguments;
+pub mod math;
 pub mod nemo;
 pub mod sessions;
