@@ -3,11 +3,15 @@
 //! | module | is |
 //! |---|---|
 //! | [`math`] | word problems with a calculator, checked exactly |
+//! | [`warehouse`] | orders carried out step by step; the final state decides |
+//! | [`choice`] | questions with one right option |
 //! | [`nemo`] | ports of four of NeMo Gym's own examples |
 //! | [`arguments`], [`sessions`] | what several of them share: refusals in pydantic's words, bounded state by session |
 #![forbid(unsafe_code)]
 
 pub mod arguments;
+pub mod choice;
 pub mod math;
 pub mod nemo;
 pub mod sessions;
+pub mod warehouse;

@@ -1,0 +1,134 @@
+//! Which option a text chooses.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+/// How much of the end of a text is looked at.
+const TAIL_BYTES: usize = 8 << 10;
+
+/// What a text chooses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Chosen {
+    /// This option.
+    One(char),
+    /// More than one.
+    Several,
+    /// None that can be told.
+    None,
+}
+
+/// The option that a text chooses. The strongest form that occurs decides: every `\boxed{…}`; else every statement
+/// (`answer: C`, `the answer is (C)`); else the last line, if it is nothing but a letter or an option's words.
+#[must_use]
+pub fn chosen(text: &str, options: &BTreeMap<char, String>) -> Chosen {
+    let from = text.len().saturating_sub(TAIL_BYTES);
+    let from = (from..=text.len()).find(|at| text.is_char_boundary(*at)).unwrap_or(text.len());
+    let tail = text[from..].trim();
+    for forms in [boxed(tail), stated(tail)] {
+        if !forms.is_empty() {
+            return forms.iter().map(|form| read(form, options)).reduce(both).unwrap_or(Chosen::None);
+        }
+    }
+    tail.lines().next_back().map_or(Chosen::None, |line| read(line, options))
+}
+
+/// Two statements choose what both choose.
+fn both(left: Chosen, right: Chosen) -> Chosen {
+    if left == right { left } else { Chosen::Several }
+}
+
+/// What is in the boxes.
+fn boxed(text: &str) -> Vec<&str> {
+    let starts = text.match_indices("\\boxed{").map(|(at, opening)| at + opening.len());
+    starts.map(|at| closed(&text[at..])).collect()
+}
+
+/// Up to the brace that closes; nothing if none does.
+fn closed(text: &str) -> &str {
+    let mut depth = 0_usize;
+    for (at, byte) in text.bytes().enumerate().take(256) {
+        match byte {
+            b'{' => depth += 1,
+            b'}' if depth == 0 => return &text[..at],
+            b'}' => depth -= 1,
+            _ => {}
+        }
+    }
+    ""
+}
+
+/// The rest of the line after each `answer is` or `answer:`.
+fn stated(text: &str) -> Vec<&str> {
+    let lower = text.to_ascii_lowercase();
+    let mut found = Vec::new();
+    for words in ["answer is", "answer:", "answer**:", "choice is", "choice:"] {
+        for (at, words) in lower.match_indices(words) {
+            found.push(text[at + words.len()..].lines().next().unwrap_or_default());
+        }
+    }
+    found
+}
+
+/// What a short text chooses: a letter, alone or before its option's words or a reason, or the words alone.
+fn read(text: &str, options: &BTreeMap<char, String>) -> Chosen {
+    let text = plain(text);
+    let by_words: BTreeSet<char> = options
+        .iter()
+        .filter(|(_, words)| text.trim_end_matches('.').eq_ignore_ascii_case(words.trim()))
+        .map(|(letter, _)| *letter)
+        .collect();
+    match (by_words.len(), by_words.first()) {
+        (1, Some(letter)) => return Chosen::One(*letter),
+        (0, _) => {}
+        _ => return Chosen::Several,
+    }
+    let Some((letter, after)) = letter_at(&text, options) else { return Chosen::None };
+    if further_letter(after, letter, options) {
+        return Chosen::Several;
+    }
+    let lower_case = text.trim_start_matches('(').starts_with(|first: char| first.is_ascii_lowercase());
+    let rest = after.trim_start_matches([')', '.', ':', ',', ';', '-', ' ', '!']).trim();
+    let own_words = rest.trim_end_matches('.').eq_ignore_ascii_case(options[&letter].trim());
+    // `A prime number has …` and `the answer is a word` begin with an article, not with an option.
+    let punctuated = after.is_empty() || after.starts_with(|next: char| !next.is_alphanumeric() && next != ' ');
+    let reasoned = ["because", "since", "as "].iter().any(|word| rest.starts_with(word));
+    let ends = rest.is_empty();
+    if ends || own_words || (!lower_case && (punctuated || reasoned)) { Chosen::One(letter) } else { Chosen::None }
+}
+
+/// The option whose letter stands at the start, and what follows it.
+fn letter_at<'a>(text: &'a str, options: &BTreeMap<char, String>) -> Option<(char, &'a str)> {
+    let text = text.trim_start_matches(['(', '[', ' ']);
+    let first = text.chars().next()?;
+    let after = &text[first.len_utf8()..];
+    let letter = first.to_ascii_uppercase();
+    let stands_alone = !after.starts_with(|next: char| next.is_alphanumeric() || next == '\'');
+    (stands_alone && options.contains_key(&letter)).then_some((letter, after))
+}
+
+/// Whether another option is named beside the first: `C or D`, `C, D`, `(C) and (D)`, `C/D`.
+fn further_letter(after: &str, first: char, options: &BTreeMap<char, String>) -> bool {
+    let after = after.trim_start_matches([')', ']', ' ']);
+    let joined =
+        ["or ", "and ", "or(", "and(", "/", ",", "&", "+", "|"].into_iter().find_map(|join| after.strip_prefix(join));
+    let Some(joined) = joined else { return false };
+    let joined = joined.trim_start();
+    let joined = joined.strip_prefix("or ").or_else(|| joined.strip_prefix("and ")).unwrap_or(joined);
+    // Only capitals: `C, a word of five letters` goes on with an article.
+    joined.trim_start_matches(['(', '[', ' ']).starts_with(|next: char| next.is_ascii_uppercase())
+        && letter_at(joined, options).is_some_and(|(second, _)| second != first)
+}
+
+/// Without what LaTeX and Markdown put around a letter, and without words that lead up to it.
+fn plain(text: &str) -> String {
+    let mut plain = text.to_owned();
+    for mark in
+        ["**", "__", "`", "$", "\\text", "\\mathrm", "\\mathbf", "\\textbf", "\\boxed", "{", "}", "\\(", "\\)", "\\"]
+    {
+        plain = plain.replace(mark, "");
+    }
+    let mut rest = plain.trim_start_matches([':', '*', '_', '"', '\'', ' ', '=']);
+    for lead in ["option ", "Option ", "choice ", "letter "] {
+        rest = rest.strip_prefix(lead).unwrap_or(rest);
+    }
+    rest.trim_end_matches(['*', '_', '"', '\'', ' ']).to_owned()
+}
