@@ -6,6 +6,8 @@
 //! | [`warehouse`] | orders carried out step by step; the final state decides |
 //! | [`choice`] | questions with one right option |
 //! | [`nemo`] | ports of four of NeMo Gym's own examples |
+//! | [`tasks`] | writes the tasks of the three under `data` |
+//! | [`policy`] | a scripted stand-in for a model that plays the three |
 //! | [`arguments`], [`sessions`] | what several of them share: refusals in pydantic's words, bounded state by session |
 #![forbid(unsafe_code)]
 
@@ -13,5 +15,7 @@ pub mod arguments;
 pub mod choice;
 pub mod math;
 pub mod nemo;
+pub mod policy;
 pub mod sessions;
+pub mod tasks;
 pub mod warehouse;
