@@ -1,4 +1,5 @@
 //! Multiple choice: right, wrong, ambiguous, malformed and hostile answers.
+#![allow(clippy::unwrap_used)] // Also in what the tests share, which the lint does not know for tests.
 
 use std::collections::BTreeMap;
 

@@ -1,4 +1,5 @@
 //! The math environment: right, wrong, malformed and hostile answers.
+#![allow(clippy::unwrap_used)] // Also in what the tests share, which the lint does not know for tests.
 
 use gym_core::{CallContext, Code, ModelResponse, RawObject, ResourcesServer, SessionId, Verdict};
 use gym_examples::math::answer::{Quantity, final_answer};

@@ -2,6 +2,7 @@
 //!
 //! The recorded calls are made by `tests/python/golden_envs.py`. Tool replies and refusals are compared as texts; of a
 //! verdict, the reward and every field that the environment adds.
+#![allow(clippy::unwrap_used)] // Also in what the tests share, which the lint does not know for tests.
 
 use gym_core::{CallContext, Code, ModelResponse, RawObject, ResourcesServer, SessionId};
 use gym_examples::nemo::{MultiStep, SessionState, SingleToolCall, ToolCallMultiReward};

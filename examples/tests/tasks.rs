@@ -1,4 +1,5 @@
 //! The committed tasks are what the generator writes, and the scripted stand-in plays them as it says.
+#![allow(clippy::unwrap_used)] // Also in what the tests share, which the lint does not know for tests.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -1,4 +1,5 @@
 //! The warehouse: right, wrong, malformed and hostile episodes.
+#![allow(clippy::unwrap_used)] // Also in what the tests share, which the lint does not know for tests.
 
 use gym_core::{CallContext, Code, ModelResponse, RawObject, ResourcesServer, Result, SessionId, Verdict};
 use gym_examples::warehouse::{Task, Warehouse};
