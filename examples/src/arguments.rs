@@ -188,19 +188,42 @@ fn string_length(text: &str) -> usize {
     text.len()
 }
 
-/// Shortest digits that read back the same; an exponent of at least two digits below 1e-4 and from 1e16 on.
+/// Shortest digits that read back the same, of two as short and as near the even one; an exponent of at least two digits
+/// below 1e-4 and from 1e16 on.
 fn number_as_python_writes(token: &str) -> String {
     if !token.contains(['.', 'e', 'E']) {
         return if token == "-0" { "0".into() } else { token.into() };
     }
     let Ok(number) = token.parse::<f64>() else { return token.into() };
-    let scientific = format!("{number:e}");
-    let Some((digits, exponent)) = scientific.split_once('e') else { return token.into() };
-    let exponent: i32 = exponent.parse().unwrap_or_default();
-    if (-4..16).contains(&exponent) {
-        return format!("{number:?}");
+    // The digits are serde_json's: the standard library's rounds a tie up, Python's to even.
+    let Some(written) = serde_json::Number::from_f64(number.abs()).map(|number| number.to_string()) else {
+        return token.into();
+    };
+    let (mantissa, exponent) = written.split_once('e').unwrap_or((&written, "0"));
+    let (whole, part) = mantissa.split_once('.').unwrap_or((mantissa, ""));
+    let all = format!("{whole}{part}");
+    let significant = all.trim_start_matches('0');
+    let leading = all.len() - significant.len();
+    let digits = significant.trim_end_matches('0');
+    let sign = if number.is_sign_negative() { "-" } else { "" };
+    if digits.is_empty() {
+        return format!("{sign}0.0");
     }
-    format!("{digits}e{}{:02}", if exponent < 0 { '-' } else { '+' }, exponent.abs())
+    // Of the first digit.
+    let exponent = exponent.parse::<i32>().unwrap_or_default() + (whole.len() as i32 - leading as i32) - 1;
+    if !(-4..16).contains(&exponent) {
+        let (first, rest) = digits.split_at(1);
+        let point = if rest.is_empty() { "" } else { "." };
+        let exponent_sign = if exponent < 0 { '-' } else { '+' };
+        return format!("{sign}{first}{point}{rest}e{exponent_sign}{:02}", exponent.abs());
+    }
+    if exponent < 0 {
+        return format!("{sign}0.{}{digits}", "0".repeat(exponent.unsigned_abs() as usize - 1));
+    }
+    let places = exponent as usize + 1;
+    let (whole, part) = digits.split_at(places.min(digits.len()));
+    let part = if part.is_empty() { "0" } else { part };
+    format!("{sign}{whole:0<places$}.{part}")
 }
 
 #[cfg(test)]
@@ -219,6 +242,10 @@ mod tests {
             ("123456789012345680.0", "1.2345678901234568e+17"),
             ("-0.0", "-0.0"),
             ("-0", "0"),
+            ("1526794260651234.25", "1526794260651234.2"),
+            ("100.125e1", "1001.25"),
+            ("1e999", "1e999"),
+            ("0.00025", "0.00025"),
             ("5e-324", "5e-324"),
             ("1.7976931348623157e308", "1.7976931348623157e+308"),
             ("123456789012345678901234567890", "123456789012345678901234567890"),

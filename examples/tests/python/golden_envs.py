@@ -3,6 +3,12 @@
     python examples/tests/python/golden_envs.py          # rewrites examples/tests/data/nemo/*.jsonl
     python examples/tests/python/golden_envs.py --check  # fails if they differ from what is committed
 
+Two more sources of calls are not committed; they are written to a folder and replayed from it:
+
+    python examples/tests/python/golden_envs.py --rollouts FOLDER   # the rollouts that come with the originals
+    python examples/tests/python/golden_envs.py --random SEED FOLDER  # 1,500 random calls of each kind
+    NEMO_RECORDED=FOLDER cargo test -p gym-examples --test nemo_ports
+
 Needs an interpreter with nemo-gym 0.7.0. The servers run in-process through FastAPI's test client. Bodies and replies are
 kept as texts, because the spelling of numbers and the order of keys are part of what is compared.
 """
@@ -10,6 +16,7 @@ kept as texts, because the spelling of numbers and the order of keys are part of
 import importlib
 import itertools
 import json
+import random
 import sys
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -256,11 +263,126 @@ SERVERS = {
 }
 
 
+def rollouts(module_name):
+    """The rollouts that come with a server: seed, every tool call in order, verify."""
+    data = Path(importlib.import_module("resources_servers").__path__[0]) / module_name / "data"
+
+    def read(name):
+        return [json.loads(line) for line in (data / name).read_text(encoding="utf-8").splitlines()]
+
+    def question(row):
+        return row["responses_create_params"]["input"][-1]["content"]
+
+    tasks = {question(row): row for row in read("example.jsonl")}
+    for rollout in read("example_rollouts.jsonl"):
+        # They are in an older form: without task keys, with nulls where a value must be now.
+        row = {**rollout, **tasks[question(rollout)]}
+        defaults = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
+        row["response"].update({key: value for key, value in defaults.items() if row["response"].get(key) is None})
+        calls = [("/" + item["name"], item["arguments"]) for item in row["response"]["output"] if item["type"] == "function_call"]
+        yield [("/seed_session", json.dumps(tasks[question(rollout)])), *calls, ("/verify", json.dumps(row))]
+
+
+class Random:
+    """Draws bodies that are nearly right."""
+
+    TEXTS = [
+        *["", "5", "-5", " 7 ", "1_0", "x", "5.0", "5.10", "+0", "00", "\u00e9", "\u2028", 'a\\b"c', "\t3\n", "\u00a04", "1e5"],
+        *["0x1", "\uff19", "-", "+", "_", "1_", "- 1", "5.0 ", "--1", "+-1", "-_1", "1._0", "1_0.0", "0.0", "-0.0", ".", "5.0.0"],
+    ]
+    # What our JSON values cannot hold in a verdict; tool arguments are read as text and can have them.
+    EXTREMES = ["-0", "9223372036854775808", "-9223372036854775809", "12345678901234567890123"]
+
+    def __init__(self, seed, extremes):
+        self.draw, self.extremes = random.Random(seed), extremes
+
+    def number(self):
+        draw = self.draw
+        kind = draw.randrange(7)
+        if kind == 0:
+            most = 10 ** draw.randrange(1, 15)
+            return str(draw.randrange(-most, most))
+        if kind == 1:
+            return repr(draw.uniform(-1, 1) * 10 ** draw.randrange(-30, 40))
+        if kind == 2:
+            return f"{draw.randrange(-99, 99)}e{draw.randrange(-20, 25)}"
+        if kind == 3:
+            sign = draw.choice(["+", "-", ""])
+            return f"{draw.randrange(-99, 99)}.{draw.randrange(0, 1000):0{draw.randrange(1, 6)}d}E{sign}{draw.randrange(0, 22)}"
+        if kind == 4:
+            return draw.choice(["0.0", "-0.0", "9.3e18", "9.2e18", "-9.223372036854775808e18", "9007199254740993.0", "0.1e1"])
+        return draw.choice(self.EXTREMES) if kind == 5 and self.extremes else str(draw.randrange(-100, 100))
+
+    def value(self, depth=0):
+        draw = self.draw
+        kind = draw.randrange(9)
+        if kind < 3:
+            return self.number()
+        if kind == 4:
+            return draw.choice(["true", "false", "null"])
+        if kind == 5 and depth < 3:
+            return "[" + draw.choice([",", " , "]).join(self.value(depth + 1) for _ in range(draw.randrange(4))) + "]"
+        if kind == 6 and depth < 3:
+            keys = draw.sample(["a", "b", "\u00e9"], draw.randrange(3))
+            return "{" + ", ".join(f"{json.dumps(key)}: {self.value(depth + 1)}" for key in keys) + "}"
+        return json.dumps(draw.choice(self.TEXTS), ensure_ascii=draw.random() < 0.5)
+
+    def body(self, key):
+        draw = self.draw
+        keys = ([key] if draw.random() < 0.85 else []) + draw.sample(["x", "y", "z"], draw.randrange(2))
+        draw.shuffle(keys)
+        separator = draw.choice([",", ", "])
+        return "{" + separator.join(f"{json.dumps(key)}{draw.choice([':', ': '])}{self.value()}" for key in keys) + "}"
+
+    def values(self):
+        return '{"synonym_values":[%s]}' % ",".join(self.value() for _ in range(self.draw.randrange(5)))
+
+    def integers(self):
+        draw = self.draw
+        odd = ["2.0", "true", "false", "null", '"2"', '"x"', "1.5", "[1]"]
+        items = [draw.choice(odd) if draw.random() < 0.3 else str(draw.randrange(4)) for _ in range(draw.randrange(5))]
+        return '{"synonym_values":[%s]}' % ",".join(items)
+
+    def items(self):
+        draw = self.draw
+        for _ in range(draw.randrange(4)):
+            arguments = draw.choice([self.body("city"), self.body("city"), "no", "[]"])
+            yield draw.choice([message("x"), call(draw.choice(["get_weather", "f"]), arguments), output("z")])
+
+
+def random_calls(module_name, seed, count=1500):
+    multireward = module_name == "example_tool_call_multireward"
+    source = Random(seed, extremes=not multireward)
+    draw = source.draw
+    if module_name == "example_session_state_mgmt":
+        yield [("/increment_counter", source.body("count")) for _ in range(count)] + [("/get_counter_value", "{}")]
+        return
+    if module_name == "example_multi_step":
+        yield [("/extract_synonym_values", source.values()) for _ in range(count)]
+        yield [("/get_synonym_value", source.body("synonym")) for _ in range(count)]
+        for _ in range(count):
+            task = {
+                "id": 1,
+                "expected_synonym_values": [draw.randrange(4) for _ in range(draw.randrange(1, 4))],
+                "expected_synonyms": [],
+                "minefield_label": draw.choice(["x", "2"]),
+                "minefield_label_value": draw.randrange(4),
+            }
+            yield [verify([call("extract_synonym_values", source.integers())], **task)]
+        return
+    yield [("/get_weather", source.body("city")) for _ in range(count)]
+    for _ in range(count if multireward else 0):
+        arguments = json.loads(draw.choice([source.body("city"), '{"city":1}', '{"city":true}', "{}"]))
+        tools = [WEATHER_TOOL] if draw.random() < 0.7 else []
+        yield [verify(list(source.items()), tools, expected_call={"name": "get_weather", "arguments": arguments})]
+
+
 def record(module_name, class_name, sessions):
+    """The calls of each session, with what the server answers."""
     module = importlib.import_module(f"resources_servers.{module_name}.app")
     config = getattr(module, class_name + "Config")(host="0.0.0.0", port=8080, entrypoint="", name="")
     app = getattr(module, class_name)(config=config, server_client=MagicMock(spec=ServerClient)).setup_webserver()
-    for number, calls in enumerate(sessions()):
+    for number, calls in enumerate(sessions):
         # A client of its own is a session of its own: it keeps the cookie.
         client = TestClient(app, raise_server_exceptions=False)
         for path, body in calls:
@@ -270,17 +392,22 @@ def record(module_name, class_name, sessions):
 
 
 def main():
+    arguments = sys.argv[1:]
+    sources = {"--rollouts": rollouts, "--random": lambda module_name: random_calls(module_name, int(arguments[1]))}
+    extra = sources.get(arguments[0]) if arguments else None
+    target = Path(arguments[-1]) if extra else TARGET
     differs = []
     for name, (module_name, class_name, sessions) in SERVERS.items():
-        target = TARGET / f"{name}.jsonl"
-        text = "".join(line + "\n" for line in record(module_name, class_name, sessions))
-        if "--check" in sys.argv[1:]:
-            if not target.exists() or target.read_text(encoding="utf-8") != text:
+        calls = extra(module_name) if extra else sessions()
+        text = "".join(line + "\n" for line in record(module_name, class_name, calls))
+        path = target / f"{name}.jsonl"
+        if arguments == ["--check"]:
+            if not path.exists() or path.read_text(encoding="utf-8") != text:
                 differs.append(name)
         else:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(text, encoding="utf-8")
-            print(f"{target.name}: {text.count(chr(10))} calls")
+            target.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            print(f"{path.name}: {text.count(chr(10))} calls")
     if differs:
         sys.exit(f"not what the servers answer now: {', '.join(differs)}")
 
