@@ -51,6 +51,7 @@ async fn the_letter_is_found_however_it_is_stated() {
         "The answer is a Friday.",
         "After some thought:\na Friday",
         "The answer is: `C`",
+        "The answer is C. A and B are too early.",
     ] {
         let verdict = verify('C', text).await;
         assert_eq!(verdict.reward, 1.0, "{text}: {:?}", verdict.fields);
@@ -68,6 +69,9 @@ async fn naming_several_letters_is_refused() {
         "Answer: (C) and (D)",
         "Answer: C/D",
         "Answer: C, or D",
+        "Answer: C. D.",
+        "Answer: C. Or D.",
+        "C) D)",
         "\\boxed{C} or \\boxed{D}",
         "\\boxed{C, D}",
         "Answer: A\nAnswer: B\nAnswer: C\nAnswer: D",
@@ -93,6 +97,7 @@ async fn what_chooses_nothing_gets_nothing() {
         "\\boxed{E}",
         "\\boxed{Apple}",
         "I choose the first",
+        "A: that would be too early, but who knows",
         "ABCD",
     ] {
         let verdict = verify('A', text).await;

@@ -28,7 +28,12 @@ pub fn chosen(text: &str, options: &BTreeMap<char, String>) -> Chosen {
             return forms.iter().map(|form| read(form, options)).reduce(both).unwrap_or(Chosen::None);
         }
     }
-    tail.lines().next_back().map_or(Chosen::None, |line| read(line, options))
+    // Where nothing announces an answer, prose that happens to begin with a letter is none.
+    let line = tail.lines().next_back().unwrap_or_default();
+    match read(line, options) {
+        Chosen::One(_) if !is_bare(line, options) => Chosen::None,
+        chosen => chosen,
+    }
 }
 
 /// Two statements choose what both choose.
@@ -86,13 +91,27 @@ fn read(text: &str, options: &BTreeMap<char, String>) -> Chosen {
         return Chosen::Several;
     }
     let lower_case = text.trim_start_matches('(').starts_with(|first: char| first.is_ascii_lowercase());
-    let rest = after.trim_start_matches([')', '.', ':', ',', ';', '-', ' ', '!']).trim();
+    let rest = after.trim_start_matches(TRAILING).trim();
     let own_words = rest.trim_end_matches('.').eq_ignore_ascii_case(options[&letter].trim());
     // `A prime number has …` and `the answer is a word` begin with an article, not with an option.
     let punctuated = after.is_empty() || after.starts_with(|next: char| !next.is_alphanumeric() && next != ' ');
     let reasoned = ["because", "since", "as "].iter().any(|word| rest.starts_with(word));
     let ends = rest.is_empty();
     if ends || own_words || (!lower_case && (punctuated || reasoned)) { Chosen::One(letter) } else { Chosen::None }
+}
+
+/// What may stand between a letter and what follows it.
+const TRAILING: [char; 8] = [')', '.', ':', ',', ';', '-', ' ', '!'];
+
+/// Whether a line is nothing but a letter, with or without its option's words, or the words alone.
+fn is_bare(line: &str, options: &BTreeMap<char, String>) -> bool {
+    let line = plain(line);
+    let is = |text: &str, words: &str| text.trim_end_matches('.').eq_ignore_ascii_case(words.trim());
+    options.values().any(|words| is(&line, words))
+        || letter_at(&line, options).is_some_and(|(letter, after)| {
+            let rest = after.trim_start_matches(TRAILING);
+            rest.is_empty() || is(rest, &options[&letter])
+        })
 }
 
 /// The option whose letter stands at the start, and what follows it.
@@ -105,8 +124,17 @@ fn letter_at<'a>(text: &'a str, options: &BTreeMap<char, String>) -> Option<(cha
     (stands_alone && options.contains_key(&letter)).then_some((letter, after))
 }
 
-/// Whether another option is named beside the first: `C or D`, `C, D`, `(C) and (D)`, `C/D`.
+/// Whether another option is named beside the first: `C or D`, `C, D`, `(C) and (D)`, `C/D`, `C. D.`, `C. Or D.`
 fn further_letter(after: &str, first: char, options: &BTreeMap<char, String>) -> bool {
+    let next = after.trim_start_matches(TRAILING);
+    let next = ["or ", "Or ", "and ", "And "].into_iter().find_map(|join| next.strip_prefix(join)).unwrap_or(next);
+    // `C. A and B are too early` goes on with a sentence; a letter that ends or is punctuated is one more answer.
+    let listed = letter_at(next, options).is_some_and(|(second, rest)| {
+        second != first && !rest.starts_with(' ') && !next.starts_with(char::is_lowercase)
+    });
+    if listed {
+        return true;
+    }
     let after = after.trim_start_matches([')', ']', ' ']);
     let joined =
         ["or ", "and ", "or(", "and(", "/", ",", "&", "+", "|"].into_iter().find_map(|join| after.strip_prefix(join));
