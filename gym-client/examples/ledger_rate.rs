@@ -3,6 +3,7 @@
 //! `cargo run --release -p gym-client --example ledger_rate -- [folder] [rows] [bytes a row]`; a folder on the disk that is
 //! meant, because a memory file system syncs for nothing.
 
+use std::io::Write as _;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -26,6 +27,7 @@ async fn measure() -> AnyResult {
     let rows: u32 = arguments.next().map_or(Ok(200_000), |text| text.parse())?;
     let bytes: usize = arguments.next().map_or(Ok(2_000), |text| text.parse())?;
     let output = folder.join(format!("ledger-rate-{}.jsonl", std::process::id()));
+    floor(&output, rows, bytes)?;
     println!("tasks   rows/s  µs cpu/row  ack p50 ms  ack p99 ms  reopen ms (of it without index)");
     for tasks in [1, 32, 256, 1_024] {
         let rows = if tasks == 1 { rows.min(5_000) } else { rows };
@@ -39,6 +41,38 @@ async fn measure() -> AnyResult {
 
 fn ledger_paths(output: &std::path::Path) -> (PathBuf, PathBuf) {
     (gym_client::collect::ledger::failures_path(output), gym_client::collect::ledger::index_path(output))
+}
+
+fn row(number: u32, padding: &str) -> RawObject {
+    let (task, rollout) = (number / 8, number % 8);
+    let text =
+        format!(r#"{{"_ng_task_index":{task},"_ng_rollout_index":{rollout},"reward":1.0,"padding":"{padding}"}}"#);
+    RawObject::parse(text).expect("an object")
+}
+
+/// What the machine takes for the same bytes without a ledger: making the rows, and writing them 100 to a sync.
+fn floor(output: &std::path::Path, rows: u32, bytes: usize) -> AnyResult {
+    let padding = "x".repeat(bytes.saturating_sub(80));
+    let cpu = processor_time()?;
+    for number in 0..rows {
+        std::hint::black_box(row(number, &padding));
+    }
+    let making = processor_time()?.saturating_sub(cpu);
+    let group = vec![b'x'; bytes * 100];
+    let mut file = std::fs::File::create(output)?;
+    let (began, cpu) = (Instant::now(), processor_time()?);
+    for _ in 0..rows / 100 {
+        file.write_all(&group)?;
+        file.sync_data()?;
+    }
+    let (wall, writing) = (began.elapsed(), processor_time()?.saturating_sub(cpu));
+    println!(
+        "making a row {:.2} µs cpu; writing it, 100 to a sync, {:.2} µs cpu, {:.0} rows/s",
+        making.as_secs_f64() * 1e6 / f64::from(rows),
+        writing.as_secs_f64() * 1e6 / f64::from(rows),
+        f64::from(rows) / wall.as_secs_f64()
+    );
+    Ok(())
 }
 
 async fn one(output: &std::path::Path, tasks: usize, rows: u32, bytes: usize) -> AnyResult {
@@ -59,13 +93,8 @@ async fn one(output: &std::path::Path, tasks: usize, rows: u32, bytes: usize) ->
                     return Ok::<_, gym_core::Error>(waited);
                 }
                 let attempt = ledger.begin(TaskKey::new(number / 8, number % 8))?;
-                // Making and indexing the row, which is the collector's work, is in the processor time: 1 to 2 µs.
-                let text = format!(
-                    r#"{{"_ng_task_index":{},"_ng_rollout_index":{},"reward":1.0,"padding":"{padding}"}}"#,
-                    number / 8,
-                    number % 8
-                );
-                let row = RawObject::parse(text).expect("an object");
+                // Making and indexing the row is the collector's work, and is in the processor time.
+                let row = row(number, &padding);
                 let from = Instant::now();
                 ledger.record(&cx, attempt, Outcome::Completed(row)).await?;
                 waited.push(from.elapsed());

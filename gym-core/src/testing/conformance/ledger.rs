@@ -47,9 +47,6 @@ fn key(task: u32, rollout: u32) -> TaskKey {
 }
 
 /// The row of a completed attempt.
-///
-/// # Panics
-/// Never: it is an object.
 fn row(attempt: Attempt) -> RawObject {
     let TaskKey { task_index, rollout_index } = attempt.key;
     let text = format!(
