@@ -59,6 +59,11 @@ impl CookieJar {
         self.0.iter().find(|(known, _)| known == name).map(|(_, value)| value.as_str())
     }
 
+    /// Names and values, in the order in which they were first set.
+    pub fn iter(&self) -> impl Iterator<Item = (&str, &str)> {
+        self.0.iter().map(|(name, value)| (name.as_str(), value.as_str()))
+    }
+
     /// The text of a `cookie` header; `None` when there are no cookies.
     #[must_use]
     pub fn header(&self) -> Option<String> {

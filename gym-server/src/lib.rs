@@ -1,9 +1,14 @@
 //! The answering side of the gym SDK: head server, role servers, the rgym command line.
 #![forbid(unsafe_code)]
 
+pub mod agent;
 mod aggregate;
 pub mod head;
 pub mod metrics;
+pub mod model;
+mod once;
+mod params;
+mod relay;
 mod reply;
 mod role;
 mod serve;
@@ -12,8 +17,11 @@ pub mod stack;
 #[cfg(test)]
 mod testing;
 
+pub use agent::{SimpleAgent, SimpleAgentConfig};
 pub use head::{HEAD_PORT, HeadServer};
 pub use metrics::Metrics;
+pub use model::{ScriptedItem, ScriptedModel, ScriptedModelConfig};
+pub use relay::{Relay, RelayConfig};
 pub use reply::{Detail, unprocessable};
 pub use role::{Agent, Environment, Model, Resources, Site};
 pub use serve::serve;

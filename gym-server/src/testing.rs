@@ -1,4 +1,4 @@
-//! What several tests of this crate need.
+//! What the tests of this crate share.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -8,16 +8,16 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use gym_core::{Code, Error, FileLock, Files, Result, World};
 
-/// A world without files, with a seed.
-pub(crate) fn world(seed: u64) -> World {
-    World::new(Arc::new(NoFiles), seed, Duration::from_secs(1_700_000_000))
+/// A world without files, with a fixed seed and a fixed start.
+pub(crate) fn world() -> World {
+    World::new(Arc::new(NoFiles), 7, Duration::from_secs(1_700_000_000))
 }
 
 #[derive(Debug)]
 struct NoFiles;
 
 fn none<T>() -> Result<T> {
-    Err(Error::not_started(Code::Unimplemented, "this test has no files"))
+    Err(Error::not_started(Code::Unimplemented, "there are no files here"))
 }
 
 #[async_trait]
@@ -25,21 +25,27 @@ impl Files for NoFiles {
     async fn length(&self, _: &Path) -> Result<Option<u64>> {
         none()
     }
+
     async fn read(&self, _: &Path, _: u64, _: usize) -> Result<Bytes> {
         none()
     }
+
     async fn append(&self, _: &Path, _: &[Bytes], _: bool) -> Result<()> {
         none()
     }
+
     async fn truncate(&self, _: &Path, _: u64) -> Result<()> {
         none()
     }
+
     async fn replace(&self, _: &Path, _: &[Bytes]) -> Result<()> {
         none()
     }
+
     async fn remove(&self, _: &Path) -> Result<()> {
         none()
     }
+
     async fn lock(&self, _: &Path) -> Result<Box<dyn FileLock>> {
         none()
     }

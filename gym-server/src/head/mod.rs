@@ -245,7 +245,7 @@ mod tests {
 
     fn head() -> HeadServer {
         let config: GlobalConfig = Arc::new(|instances| format!("live: {}\n", instances.len()));
-        HeadServer::new(MemoryRegistry::new(), config, &world(1), Metrics::new())
+        HeadServer::new(MemoryRegistry::new(), config, &world(), Metrics::new())
     }
 
     async fn get(head: &HeadServer, route: &'static str) -> (u16, Value) {

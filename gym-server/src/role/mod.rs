@@ -5,6 +5,7 @@ mod agent;
 mod environment;
 mod model;
 mod resources;
+mod stream;
 
 use std::fmt;
 use std::future::Future;

@@ -1,0 +1,234 @@
+//! The tool-calling loop: seed the episode, ask the model, run its tools, have it verified.
+//!
+//! An embodiment of NeMo Gym's `simple_agent`, with the same requests in the same order and the same answer, but for the
+//! call to itself that the Python agent makes over HTTP. Nothing that the model or the environment wrote is printed anew:
+//! items and rows are spliced as text, so token ids, log-probabilities and long numbers come out as they went in.
+
+mod arguments;
+mod config;
+mod turn;
+
+use bytes::Bytes;
+use gym_client::{CallOptions, CookieJar, ServerClient, Session};
+use gym_core::{
+    AgentServer, CallContext, Code, Error, Execution, Message, ModelResponse, RawObject, Response, Result, Rope, Route,
+    SessionId,
+};
+use serde_json::Value;
+
+pub use config::{Seconds, ServerRef, SimpleAgentConfig};
+
+use crate::params::Dialect;
+use crate::reply::{self, Detail};
+use turn::{Conversation, FunctionCall, Next, Turn};
+
+/// The agent that calls tools until the model stops asking for them.
+///
+/// Whatever a tool answers, with any status, is data for the model. An error of the model server or of the verifier ends the
+/// attempt as an error: it is never turned into a reward.
+#[derive(Clone, Debug)]
+pub struct SimpleAgent {
+    config: SimpleAgentConfig,
+    client: ServerClient,
+}
+
+impl SimpleAgent {
+    /// An agent that reaches its model and its environment through `client`.
+    #[must_use]
+    pub fn new(config: SimpleAgentConfig, client: ServerClient) -> Self {
+        Self { config, client }
+    }
+
+    fn resources(&self) -> Result<&str> {
+        self.config.resources_server.as_ref().map(|server| server.name.as_str()).ok_or_else(|| {
+            let text = "this agent has no `resources_server` in its configuration: add `resources_server: {type: resources_servers, name: …}`";
+            Error::finished(Code::FailedPrecondition, text)
+        })
+    }
+
+    fn context(&self, cx: &CallContext) -> CallContext {
+        match self.config.max_seconds {
+            Some(limit) => cx.child().at_most(limit.0),
+            None => cx.child(),
+        }
+    }
+
+    /// The loop: model, tools, model, … The answer is the last one's, with the items of all turns and the usage of all.
+    async fn converse(&self, cx: &CallContext, session: &mut Session, params: &RawObject) -> Result<ModelResponse> {
+        let mut conversation = Conversation::new(params)?;
+        let mut steps = 0;
+        loop {
+            steps += 1;
+            let body = conversation.request(params);
+            let model = self.config.model_server.name.as_str();
+            let response = session.post(cx, model, Route::from_static("/v1/responses"), body).await;
+            let text = response.and_then(Response::into_result).map_err(|error| of_inner(error, model))?;
+            let turn = Turn::parse(text.message.head.to_bytes()).map_err(|error| error.about(model.to_owned()))?;
+            conversation.answered(&turn)?;
+            let calls = match turn.next() {
+                Next::Tools(calls) => calls,
+                Next::Stop => return conversation.finish(&turn, None),
+                Next::Nothing(reason) => {
+                    tracing::warn!(model, reason, steps, "the model gave neither a message nor a tool call");
+                    return conversation.finish(&turn, Some(reason));
+                }
+            };
+            for call in calls {
+                let output = self.call_tool(cx, session, call).await?;
+                conversation.tool_answered(&call.call_id, &output);
+            }
+            if self.config.max_steps.is_some_and(|max| max > 0 && steps >= max) {
+                return conversation.finish(&turn, None);
+            }
+        }
+    }
+
+    /// What the model gets to read of a tool call.
+    async fn call_tool(&self, cx: &CallContext, session: &mut Session, call: &FunctionCall) -> Result<String> {
+        let body = match arguments::parse(&call.arguments) {
+            // Python's client sends no body for null.
+            Ok(text) if text == "null" => Bytes::new(),
+            Ok(text) => Bytes::copy_from_slice(text.as_bytes()),
+            Err(complaint) => return Ok(complaint),
+        };
+        let server = self.resources()?;
+        let answer =
+            session.post(cx, server, tool_route(&call.name), body).await.map_err(|error| of_inner(error, server))?;
+        String::from_utf8(answer.message.head.to_bytes().into()).map_err(|_| {
+            Error::finished(Code::DataLoss, format!("tool `{}` answered with bytes that are not UTF-8", call.name))
+                .about(server.to_owned())
+        })
+    }
+
+    async fn episode(&self, cx: &CallContext, row: &RawObject, params: &RawObject) -> Result<Response> {
+        let resources = self.resources()?;
+        let mut session = self.client.session();
+        // The caller's cookies are this episode's first ones.
+        let cookies = CookieJar::of_request(&cx.metadata);
+        let cx = &self.context(cx);
+        if cookies.header().is_some() {
+            *session.jar(resources) = cookies;
+        }
+        post(&mut session, cx, resources, "/seed_session", row.text().clone()).await?;
+        let response = self.converse(cx, &mut session, params).await?;
+        let row = row.edit().set("response", response.0.into_text());
+        if self.config.skip_verification {
+            let row = row.set_value("reward", &self.config.skip_verification_reward)?;
+            return Ok(Response::json(row.set("verification_skipped", "true").to_rope()));
+        }
+        let verdict = post(&mut session, cx, resources, "/verify", row.to_rope()).await?;
+        scored(verdict.head).map(Response::json).map_err(|error| error.about(format!("POST {resources}/verify")))
+    }
+}
+
+impl AgentServer for SimpleAgent {
+    async fn run(&self, cx: &CallContext, _: &SessionId, row: &RawObject) -> Result<Response> {
+        let params = match row.get_object("responses_create_params") {
+            Ok(Some(params)) => params,
+            wrong => {
+                let input = |key: &str| row.get_as::<Value>(key).ok().flatten().unwrap_or_default();
+                let path = ["responses_create_params"];
+                return Ok(reply::unprocessable(vec![match wrong {
+                    Err(_) => Detail::new("model_type", &path, "Input should be a valid dictionary", input(path[0])),
+                    _ => Detail::missing(&path, row.outline().unwrap_or(Value::Null)),
+                }]));
+            }
+        };
+        let wrong = Dialect::Responses.check(&params, &["responses_create_params"]);
+        if !wrong.is_empty() {
+            return Ok(reply::unprocessable(wrong));
+        }
+        self.episode(cx, row, &params).await
+    }
+
+    async fn responses(&self, cx: &CallContext, _: &SessionId, body: &RawObject) -> Result<Response> {
+        let wrong = Dialect::Responses.check(body, &[]);
+        if !wrong.is_empty() {
+            return Ok(reply::unprocessable(wrong));
+        }
+        let mut session = self.client.session();
+        let resources = self.config.resources_server.as_ref().map(|server| server.name.as_str());
+        if let Some(resources) = resources {
+            *session.jar(resources) = CookieJar::of_request(&cx.metadata);
+        }
+        let answer = self.converse(&self.context(cx), &mut session, body).await?;
+        let mut response = Response::json(answer.0.into_text());
+        // A Python caller verifies with the cookies of this answer.
+        for server in resources.into_iter().chain([self.config.model_server.name.as_str()]) {
+            for (name, value) in session.jar(server).iter() {
+                response.metadata.push("set-cookie", format!("{name}={value}; Path=/; SameSite=lax"));
+            }
+        }
+        Ok(response)
+    }
+
+    async fn aggregate_metrics(&self, cx: &CallContext, _: &SessionId, body: &RawObject) -> Result<Response> {
+        if self.config.skip_verification {
+            const EMPTY: &str = r#"{"group_level_metrics":[],"agent_metrics":{},"key_metrics":{},"perf_summary":null,"repeat_level_metrics":[]}"#;
+            return Ok(Response::json(EMPTY));
+        }
+        let server = self.resources()?;
+        let route = Route::from_static("/aggregate_metrics");
+        let answer = self.client.post(&cx.child(), server, route, body.text().clone(), CallOptions::idempotent()).await;
+        let answer = answer.and_then(Response::into_result).map_err(|error| of_inner(error, server))?;
+        Ok(Response::json(answer.message.head))
+    }
+}
+
+async fn post(
+    session: &mut Session,
+    cx: &CallContext,
+    server: &str,
+    route: &'static str,
+    body: impl Into<Rope>,
+) -> Result<Message> {
+    match session.post(cx, server, Route::from_static(route), body).await.and_then(Response::into_result) {
+        Ok(response) => Ok(response.message),
+        Err(error) => Err(of_inner(error, server)),
+    }
+}
+
+/// A failed call to an inner server, as the failure of the call that needed it: this one has run, whatever became of the
+/// inner one, so nobody may take it for refused and send it again. And what the inner server finds wrong with *our* request
+/// is a defect of this side, not of the caller's request.
+fn of_inner(error: Error, server: &str) -> Error {
+    let code = match error.code() {
+        Code::InvalidArgument | Code::NotFound | Code::Unimplemented | Code::AlreadyExists => Code::Internal,
+        code => code,
+    };
+    let text = format!("hit an exception calling an inner server: {error}");
+    let subject = if error.subject().contains(server) { String::new() } else { server.to_owned() };
+    Error::new(code, Execution::Finished, text).about(subject)
+}
+
+/// The verifier's answer, if it is a row with a reward.
+fn scored(text: Rope) -> Result<Rope> {
+    let lost = |what: String| Error::finished(Code::DataLoss, what);
+    let row = RawObject::parse(text.to_bytes()).map_err(|error| lost(format!("the answer is no row: {error}")))?;
+    let reward = row.get("reward").ok_or_else(|| lost("the answer has no `reward`".into()))?;
+    // What pydantic makes of a reward that is not written as a number.
+    match reward.first() {
+        Some(b'-' | b'0'..=b'9') => Ok(text),
+        Some(b't') => Ok(row.edit().set("reward", "1.0").to_rope()),
+        Some(b'f') => Ok(row.edit().set("reward", "0.0").to_rope()),
+        _ => Err(lost(format!("the answer's `reward` is {}", String::from_utf8_lossy(&reward)))),
+    }
+}
+
+/// The path of a tool. What a path cannot hold is percent-encoded, because the name comes from a model.
+fn tool_route(name: &str) -> Route {
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-._~!$&'()*+,;=:@/?".contains(&byte);
+    let mut route = String::with_capacity(name.len() + 1);
+    route.push('/');
+    for byte in name.bytes() {
+        if plain(byte) {
+            route.push(char::from(byte));
+        } else {
+            route.push_str(&format!("%{byte:02X}"));
+        }
+    }
+    Route::from(route)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,305 @@
+//! One answer of the model, and the conversation that the answers add up to, as text.
+
+use std::fmt;
+
+use bytes::{BufMut, Bytes, BytesMut};
+use gym_core::{Code, Error, ModelResponse, RawObject, Result, Rope};
+use serde::de::{IgnoredAny, MapAccess, SeqAccess, Visitor};
+use serde::{Deserialize, Deserializer};
+use serde_json::Value;
+
+/// The sentence that NeMo Gym's agent writes into the metadata of an answer without message and tool call.
+const TERMINATION_MESSAGE: &str = "Ending trajectory: model returned no assistant message or tool calls (reasoning-only or empty output) without reported truncation. This is the stop-token case (finish_reason='stop'), not length truncation (finish_reason='length', handled separately via incomplete_details). This indicates either a badly trained model requiring training-level fixes or a bug in the inference engine.";
+
+/// One answer of the model.
+#[derive(Debug)]
+pub(super) struct Turn {
+    response: RawObject,
+    outline: Outline,
+    calls: Vec<FunctionCall>,
+}
+
+/// What follows an answer.
+#[derive(Debug)]
+pub(super) enum Next<'a> {
+    /// Run these, one after the other.
+    Tools(&'a [FunctionCall]),
+    /// The model is done, or ran out of tokens.
+    Stop,
+    /// The model gave nothing that one could act on; why, as NeMo Gym calls it.
+    Nothing(&'static str),
+}
+
+/// A tool call that the model asks for.
+#[derive(Debug)]
+pub(super) struct FunctionCall {
+    pub(super) call_id: String,
+    pub(super) name: String,
+    pub(super) arguments: String,
+}
+
+#[derive(Debug, Deserialize)]
+struct Outline {
+    output: Vec<Item>,
+    #[serde(default)]
+    incomplete_details: Option<IgnoredAny>,
+    #[serde(default)]
+    usage: Option<IgnoredAny>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Item {
+    #[serde(rename = "type")]
+    kind: Kind,
+    #[serde(default)]
+    role: Text,
+    #[serde(default)]
+    call_id: Text,
+    #[serde(default)]
+    name: Text,
+    #[serde(default)]
+    arguments: Text,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Kind {
+    Message,
+    FunctionCall,
+    #[serde(other)]
+    Other,
+}
+
+impl Turn {
+    pub(super) fn parse(text: Bytes) -> Result<Self> {
+        let shown = text.slice(..text.len().min(500));
+        let invalid = |why: String| {
+            let shown = String::from_utf8_lossy(&shown);
+            Error::finished(Code::DataLoss, format!("received an invalid response from model server: {why}: {shown}"))
+        };
+        let response = RawObject::parse(text).map_err(|error| invalid(error.to_string()))?;
+        let mut outline: Outline = response.outline().map_err(|error| invalid(error.to_string()))?;
+        let mut calls = Vec::new();
+        for item in &mut outline.output {
+            if item.kind == Kind::FunctionCall {
+                let (call_id, name, arguments) = (item.call_id.0.take(), item.name.0.take(), item.arguments.0.take());
+                let (Some(call_id), Some(name), Some(arguments)) = (call_id, name, arguments) else {
+                    return Err(invalid("a function call needs `call_id`, `name` and `arguments`".into()));
+                };
+                calls.push(FunctionCall { call_id, name, arguments });
+            }
+        }
+        Ok(Self { response, outline, calls })
+    }
+
+    pub(super) fn next(&self) -> Next<'_> {
+        let answered =
+            |item: &Item| item.kind == Kind::Message && item.role.0.as_deref().is_some_and(|role| role == "assistant");
+        if self.outline.incomplete_details.is_some() {
+            Next::Stop
+        } else if !self.calls.is_empty() {
+            Next::Tools(&self.calls)
+        } else if self.outline.output.iter().any(answered) {
+            Next::Stop
+        } else if self.outline.output.is_empty() {
+            Next::Nothing("empty_output")
+        } else {
+            Next::Nothing("incomplete_reasoning")
+        }
+    }
+}
+
+/// What has been said so far, after the task's own input.
+#[derive(Debug)]
+pub(super) struct Conversation {
+    /// The items of the task, without the brackets around them.
+    input: Bytes,
+    /// Whether the task's own `input` is a list already.
+    listed: bool,
+    /// The items of all turns, without brackets: pieces of the answers, and what the tools gave.
+    said: Vec<Bytes>,
+    turns: u32,
+    usage: Option<RawObject>,
+}
+
+impl Conversation {
+    pub(super) fn new(params: &RawObject) -> Result<Self> {
+        let input = params.get("input").unwrap_or_default();
+        let (input, listed) = match input.first() {
+            Some(b'[') => (inside(&input), true),
+            Some(b'"') => {
+                let text = std::str::from_utf8(&input).unwrap_or_default();
+                (Bytes::from(format!(r#"{{"role":"user","content":{text}}}"#)), false)
+            }
+            _ => return Err(Error::invalid("`input` is neither a text nor a list of items")),
+        };
+        Ok(Self { input, listed, said: Vec::new(), turns: 0, usage: None })
+    }
+
+    /// The request of the next turn.
+    pub(super) fn request(&self, params: &RawObject) -> Rope {
+        if self.listed && self.said.is_empty() {
+            return params.text().clone().into();
+        }
+        params.edit().set("input", list([&self.input].into_iter().chain(&self.said))).to_rope()
+    }
+
+    /// Takes in an answer.
+    pub(super) fn answered(&mut self, turn: &Turn) -> Result<()> {
+        self.turns += 1;
+        self.say(inside(&turn.response.get("output").unwrap_or_default()));
+        if turn.outline.usage.is_some() {
+            let usage = turn
+                .response
+                .get_object("usage")
+                .map_err(|error| Error::finished(Code::DataLoss, format!("the model's `usage`: {error}")))?;
+            self.usage = match (self.usage.take(), usage) {
+                (Some(total), Some(more)) => Some(add_usage(&total, &more)?),
+                (total, more) => total.or(more),
+            };
+        }
+        Ok(())
+    }
+
+    /// Takes in what a tool gave.
+    pub(super) fn tool_answered(&mut self, call_id: &str, output: &str) {
+        let (call_id, output) = (Value::from(call_id), Value::from(output));
+        let item = format!(r#"{{"type":"function_call_output","call_id":{call_id},"output":{output}}}"#);
+        self.say(item.into());
+    }
+
+    fn say(&mut self, items: Bytes) {
+        if !items.is_empty() {
+            self.said.push(items);
+        }
+    }
+
+    /// The last answer, with all that was said.
+    pub(super) fn finish(self, last: &Turn, nothing: Option<&'static str>) -> Result<ModelResponse> {
+        let whole = self.turns == 1 && self.said.len() <= 1;
+        if whole && nothing.is_none() {
+            return Ok(ModelResponse(last.response.clone()));
+        }
+        let mut edit = last.response.edit();
+        if !whole {
+            edit = edit.set("output", list(&self.said));
+            if let Some(usage) = self.usage {
+                edit = edit.set("usage", usage.into_text());
+            }
+        }
+        if let Some(reason) = nothing {
+            let metadata = match last.response.get("metadata") {
+                Some(text) if text.first() == Some(&b'{') => RawObject::parse(text)?,
+                _ => RawObject::empty(),
+            };
+            let metadata = metadata
+                .edit()
+                .set_value("ng_termination_reason", &reason)?
+                .set_value("ng_termination_message", &TERMINATION_MESSAGE)?;
+            edit = edit.set("status", r#""incomplete""#).set("metadata", metadata.to_rope().to_bytes());
+        }
+        Ok(ModelResponse(edit.to_object()?))
+    }
+}
+
+/// The text of a list without its brackets and the blanks next to them.
+fn inside(list: &Bytes) -> Bytes {
+    let blank = |byte: &u8| byte.is_ascii_whitespace();
+    let Some(text) = list.get(1..list.len().saturating_sub(1)) else { return Bytes::new() };
+    let start = 1 + text.iter().take_while(|byte| blank(byte)).count();
+    let end = list.len() - 1 - text.iter().rev().take_while(|byte| blank(byte)).count();
+    if start < end { list.slice(start..end) } else { Bytes::new() }
+}
+
+/// A list of the items in the pieces.
+fn list<'a>(pieces: impl IntoIterator<Item = &'a Bytes> + Clone) -> Bytes {
+    let length: usize = pieces.clone().into_iter().map(|piece| piece.len() + 1).sum();
+    let mut text = BytesMut::with_capacity(length + 2);
+    text.put_u8(b'[');
+    for piece in pieces.into_iter().filter(|piece| !piece.is_empty()) {
+        if text.len() > 1 {
+            text.put_u8(b',');
+        }
+        text.put_slice(piece);
+    }
+    text.put_u8(b']');
+    text.freeze()
+}
+
+/// The sum of two usages; what is unknown in one of them is unknown in the sum. Other keys are the first one's.
+fn add_usage(total: &RawObject, more: &RawObject) -> Result<RawObject> {
+    let wrong = |error: Error| Error::finished(Code::DataLoss, format!("the model's `usage`: {error}"));
+    let count = |usage: &RawObject, key: &str| usage.get_as::<Option<u64>>(key).map(Option::flatten).map_err(wrong);
+    let mut edit = total.edit();
+    for key in ["input_tokens", "output_tokens", "total_tokens"] {
+        if let (Some(a), Some(b)) = (count(total, key)?, count(more, key)?) {
+            edit = edit.set_value(key, &a.saturating_add(b))?;
+        }
+    }
+    for (group, key) in [("input_tokens_details", "cached_tokens"), ("output_tokens_details", "reasoning_tokens")] {
+        let details = |usage: &RawObject| usage.get_as::<Option<RawObject>>(group).map(Option::flatten).map_err(wrong);
+        if let (Some(a), Some(b)) = (details(total)?, details(more)?) {
+            let sum = count(&a, key)?.zip(count(&b, key)?).map(|(a, b)| a.saturating_add(b));
+            edit = edit.set(group, a.edit().set_value(key, &sum)?.to_rope().to_bytes());
+        }
+    }
+    Ok(edit.to_object()?)
+}
+
+/// A text, if that is what is there: items of kinds that this agent does not act on use the same keys for other things.
+#[derive(Debug, Default)]
+struct Text(Option<String>);
+
+impl<'de> Deserialize<'de> for Text {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(TextVisitor)
+    }
+}
+
+struct TextVisitor;
+
+impl<'de> Visitor<'de> for TextVisitor {
+    type Value = Text;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("anything")
+    }
+
+    fn visit_str<E>(self, text: &str) -> Result<Text, E> {
+        Ok(Text(Some(text.to_owned())))
+    }
+
+    fn visit_string<E>(self, text: String) -> Result<Text, E> {
+        Ok(Text(Some(text)))
+    }
+
+    fn visit_unit<E>(self) -> Result<Text, E> {
+        Ok(Text(None))
+    }
+
+    fn visit_bool<E>(self, _: bool) -> Result<Text, E> {
+        Ok(Text(None))
+    }
+
+    fn visit_i64<E>(self, _: i64) -> Result<Text, E> {
+        Ok(Text(None))
+    }
+
+    fn visit_u64<E>(self, _: u64) -> Result<Text, E> {
+        Ok(Text(None))
+    }
+
+    fn visit_f64<E>(self, _: f64) -> Result<Text, E> {
+        Ok(Text(None))
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Text, A::Error> {
+        while items.next_element::<IgnoredAny>()?.is_some() {}
+        Ok(Text(None))
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut fields: A) -> Result<Text, A::Error> {
+        while fields.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {}
+        Ok(Text(None))
+    }
+}

@@ -1,0 +1,397 @@
+//! A model that is none: answers from a program, for runs without a GPU and without a key.
+//!
+//! What it answers is decided by a [`Policy`] of the user's program and by a seed. Each request has a source of randomness of
+//! its own, made of the seed and the request's text, so a run gives the same answers whatever its concurrency. Equal requests
+//! get equal answers; repeats of a task differ when the collector adds a seed to each.
+
+use std::fmt::Write as _;
+use std::sync::Arc;
+use std::time::Duration;
+
+use gym_core::{CallContext, Execution, ModelResponse, ModelServer, RawObject, Result, SessionId, World};
+use serde::Deserialize;
+use serde_json::Value;
+
+/// Decides what a [`ScriptedModel`] answers.
+///
+/// The request is the body of `/v1/responses` or `/v1/chat/completions`, whichever was called. All randomness must come from
+/// `rng`, or runs will not repeat.
+pub trait Policy: Send + Sync + 'static {
+    /// The items of the answer, in order.
+    fn answer(&self, request: &RawObject, rng: &mut fastrand::Rng) -> Vec<ScriptedItem>;
+}
+
+impl<F> Policy for F
+where
+    F: Fn(&RawObject, &mut fastrand::Rng) -> Vec<ScriptedItem> + Send + Sync + 'static,
+{
+    fn answer(&self, request: &RawObject, rng: &mut fastrand::Rng) -> Vec<ScriptedItem> {
+        self(request, rng)
+    }
+}
+
+/// One item of a scripted answer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ScriptedItem {
+    /// Thought that is not part of the answer.
+    Reasoning(String),
+    /// A message of the assistant.
+    Message(String),
+    /// A call of a tool.
+    ToolCall {
+        /// The tool.
+        name: String,
+        /// Its arguments, a JSON text (or not, to see what the agent makes of it).
+        arguments: String,
+    },
+}
+
+impl ScriptedItem {
+    /// A message.
+    #[must_use]
+    pub fn message(text: impl Into<String>) -> Self {
+        Self::Message(text.into())
+    }
+
+    /// A tool call with the given arguments.
+    #[must_use]
+    pub fn tool_call(name: impl Into<String>, arguments: impl ToString) -> Self {
+        Self::ToolCall { name: name.into(), arguments: arguments.to_string() }
+    }
+
+    fn length(&self) -> usize {
+        match self {
+            Self::Reasoning(text) | Self::Message(text) => text.len(),
+            Self::ToolCall { name, arguments } => name.len() + arguments.len(),
+        }
+    }
+}
+
+/// The keys of a `scripted_model` block; other keys of the block are not this server's.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(default)]
+pub struct ScriptedModelConfig {
+    /// What the answers' `model` says: a reader of the rollouts must see that no model wrote them.
+    pub model: String,
+    /// Decides the answers, together with the requests.
+    pub seed: u64,
+    /// How long an answer takes, in milliseconds: a number, or `[least, most]`.
+    pub latency_ms: Option<Latency>,
+    /// Adds made-up `prompt_token_ids`, `generation_token_ids` and `generation_log_probs` to the last item.
+    pub token_fields: bool,
+    /// How many tokens the made-up generation has; about a quarter of the text's bytes unless given.
+    pub generation_tokens: Option<usize>,
+}
+
+impl Default for ScriptedModelConfig {
+    fn default() -> Self {
+        let model = "scripted_model".to_owned();
+        Self { model, seed: 0, latency_ms: None, token_fields: false, generation_tokens: None }
+    }
+}
+
+/// How long an answer takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(untagged)]
+pub enum Latency {
+    /// Always so many milliseconds.
+    Fixed(u64),
+    /// At least and at most so many milliseconds.
+    Range(u64, u64),
+}
+
+impl Latency {
+    fn pick(self, rng: &mut fastrand::Rng) -> Duration {
+        match self {
+            Self::Fixed(ms) => Duration::from_millis(ms),
+            Self::Range(least, most) => {
+                let (least, most) = (least.saturating_mul(1_000), most.saturating_mul(1_000));
+                Duration::from_micros(rng.u64(least..=most.max(least)))
+            }
+        }
+    }
+}
+
+/// A model server whose answers a program decides. It is no model, and its answers say so.
+#[derive(Clone)]
+pub struct ScriptedModel {
+    config: ScriptedModelConfig,
+    /// The model's name as a JSON text.
+    model: String,
+    policy: Arc<dyn Policy>,
+    world: World,
+}
+
+impl std::fmt::Debug for ScriptedModel {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ScriptedModel").field("config", &self.config).finish_non_exhaustive()
+    }
+}
+
+impl ScriptedModel {
+    /// A model that answers by `policy`.
+    #[must_use]
+    pub fn new(config: ScriptedModelConfig, world: &World, policy: impl Policy) -> Self {
+        let model = Value::from(config.model.as_str()).to_string();
+        Self { config, model, policy: Arc::new(policy), world: world.clone() }
+    }
+
+    /// A model for programs that have no policy: it answers each request with a small number.
+    #[must_use]
+    pub fn with_default_policy(config: ScriptedModelConfig, world: &World) -> Self {
+        Self::new(config, world, |_: &RawObject, rng: &mut fastrand::Rng| {
+            vec![ScriptedItem::message(rng.u32(0..10).to_string())]
+        })
+    }
+
+    async fn decide(&self, cx: &CallContext, request: &RawObject) -> Result<Answer> {
+        let mut rng = fastrand::Rng::with_seed(digest(request.text(), self.config.seed));
+        let items = self.policy.answer(request, &mut rng);
+        if let Some(latency) = self.config.latency_ms {
+            let wait = latency.pick(&mut rng);
+            cx.bound(Execution::Finished, async {
+                tokio::time::sleep(wait).await;
+                Ok(())
+            })
+            .await?;
+        }
+        // About four bytes to a token, as in English text.
+        let input_tokens = request.text().len() / 4 + 1;
+        let written = items.iter().map(ScriptedItem::length).sum::<usize>();
+        let output_tokens = self.config.generation_tokens.unwrap_or(written / 4 + 1);
+        Ok(Answer { id: rng.u128(..), items, input_tokens, output_tokens, created: self.world.now().as_secs(), rng })
+    }
+
+    fn token_fields(&self, answer: &mut Answer, text: &mut String) {
+        if !self.config.token_fields {
+            return;
+        }
+        let rng = &mut answer.rng;
+        numbers(text, "prompt_token_ids", answer.input_tokens, |text| write!(text, "{}", rng.u32(0..150_000)));
+        numbers(text, "generation_token_ids", answer.output_tokens, |text| write!(text, "{}", rng.u32(0..150_000)));
+        numbers(text, "generation_log_probs", answer.output_tokens, |text| write!(text, "-{:.6}", rng.f64() * 4.0));
+    }
+}
+
+struct Answer {
+    id: u128,
+    items: Vec<ScriptedItem>,
+    input_tokens: usize,
+    output_tokens: usize,
+    created: u64,
+    rng: fastrand::Rng,
+}
+
+impl ModelServer for ScriptedModel {
+    async fn responses(&self, cx: &CallContext, _: &SessionId, body: &RawObject) -> Result<ModelResponse> {
+        let mut answer = self.decide(cx, body).await?;
+        let (id, created, model) = (answer.id, answer.created, &self.model);
+        let mut text = String::with_capacity(1_024);
+        put(
+            &mut text,
+            format_args!(
+                r#"{{"id":"resp_{id:032x}","created_at":{created},"model":{model},"object":"response","output":["#
+            ),
+        );
+        for (index, item) in answer.items.iter().enumerate() {
+            if index > 0 {
+                text.push(',');
+            }
+            match item {
+                ScriptedItem::Reasoning(thought) => {
+                    put(&mut text, format_args!(r#"{{"id":"rs_{id:032x}_{index}","summary":[{{"text":"#));
+                    put_json(&mut text, thought);
+                    text.push_str(r#","type":"summary_text"}],"type":"reasoning","status":"completed""#);
+                }
+                ScriptedItem::Message(said) => {
+                    put(
+                        &mut text,
+                        format_args!(r#"{{"id":"msg_{id:032x}_{index}","content":[{{"annotations":[],"text":"#),
+                    );
+                    put_json(&mut text, said);
+                    text.push_str(
+                        r#","type":"output_text"}],"role":"assistant","status":"completed","type":"message""#,
+                    );
+                }
+                ScriptedItem::ToolCall { name, arguments } => {
+                    text.push_str(r#"{"arguments":"#);
+                    put_json(&mut text, arguments);
+                    put(&mut text, format_args!(r#","call_id":"call_{id:032x}_{index}","name":"#));
+                    put_json(&mut text, name);
+                    put(
+                        &mut text,
+                        format_args!(r#","type":"function_call","id":"fc_{id:032x}_{index}","status":"completed""#),
+                    );
+                }
+            }
+            text.push('}');
+        }
+        if !answer.items.is_empty() {
+            text.pop();
+            self.token_fields(&mut answer, &mut text);
+            text.push('}');
+        }
+        let (input, output) = (answer.input_tokens, answer.output_tokens);
+        put(
+            &mut text,
+            format_args!(
+                r#"],"parallel_tool_calls":true,"tool_choice":"auto","tools":[],"status":"completed","usage":{{"input_tokens":{input},"input_tokens_details":{{"cached_tokens":0}},"output_tokens":{output},"output_tokens_details":{{"reasoning_tokens":0}},"total_tokens":{}}}}}"#,
+                input + output
+            ),
+        );
+        Ok(ModelResponse(RawObject::parse(text)?))
+    }
+
+    async fn chat_completions(&self, cx: &CallContext, _: &SessionId, body: &RawObject) -> Result<RawObject> {
+        let mut answer = self.decide(cx, body).await?;
+        let (id, created, model) = (answer.id, answer.created, &self.model);
+        let (mut content, mut thought, mut calls) = (None::<String>, None::<String>, String::new());
+        for (index, item) in answer.items.iter().enumerate() {
+            match item {
+                ScriptedItem::Reasoning(text) => thought.get_or_insert_default().push_str(text),
+                ScriptedItem::Message(text) => content.get_or_insert_default().push_str(text),
+                ScriptedItem::ToolCall { name, arguments } => {
+                    calls.push_str(if calls.is_empty() { "" } else { "," });
+                    put(
+                        &mut calls,
+                        format_args!(r#"{{"id":"call_{id:032x}_{index}","type":"function","function":{{"name":"#),
+                    );
+                    put_json(&mut calls, name);
+                    calls.push_str(r#","arguments":"#);
+                    put_json(&mut calls, arguments);
+                    calls.push_str("}}");
+                }
+            }
+        }
+        let mut text = String::with_capacity(1_024);
+        put(
+            &mut text,
+            format_args!(
+                r#"{{"id":"chatcmpl-{id:032x}","object":"chat.completion","created":{created},"model":{model},"choices":[{{"index":0,"message":{{"role":"assistant","content":"#
+            ),
+        );
+        match &content {
+            Some(content) => put_json(&mut text, content),
+            None => text.push_str("null"),
+        }
+        if let Some(thought) = &thought {
+            text.push_str(r#","reasoning_content":"#);
+            put_json(&mut text, thought);
+        }
+        let finish_reason = if calls.is_empty() { "stop" } else { "tool_calls" };
+        if !calls.is_empty() {
+            put(&mut text, format_args!(r#","tool_calls":[{calls}]"#));
+        }
+        self.token_fields(&mut answer, &mut text);
+        let (input, output) = (answer.input_tokens, answer.output_tokens);
+        put(
+            &mut text,
+            format_args!(
+                r#"}},"finish_reason":"{finish_reason}"}}],"usage":{{"prompt_tokens":{input},"completion_tokens":{output},"total_tokens":{}}}}}"#,
+                input + output
+            ),
+        );
+        Ok(RawObject::parse(text)?)
+    }
+}
+
+fn put(text: &mut String, arguments: std::fmt::Arguments<'_>) {
+    text.write_fmt(arguments).expect("writing to a string cannot fail");
+}
+
+/// A string as JSON.
+fn put_json(text: &mut String, value: &str) {
+    let plain = value.bytes().all(|byte| byte >= 0x20 && byte != b'"' && byte != b'\\');
+    if plain {
+        text.push('"');
+        text.push_str(value);
+        text.push('"');
+    } else {
+        text.push_str(&Value::from(value).to_string());
+    }
+}
+
+fn numbers(text: &mut String, key: &str, count: usize, mut one: impl FnMut(&mut String) -> std::fmt::Result) {
+    put(text, format_args!(r#","{key}":["#));
+    for index in 0..count {
+        if index > 0 {
+            text.push(',');
+        }
+        one(text).expect("writing to a string cannot fail");
+    }
+    text.push(']');
+}
+
+/// A number for a text and a seed; not against adversaries, but the same on every machine and in every release.
+fn digest(text: &[u8], seed: u64) -> u64 {
+    let mix = |state: u64, word: u64| (state ^ word).wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(29);
+    let (words, rest) = text.as_chunks::<8>();
+    let state = words.iter().fold(mix(seed, text.len() as u64), |state, word| mix(state, u64::from_le_bytes(*word)));
+    let mut last = [0; 8];
+    last[..rest.len()].copy_from_slice(rest);
+    let state = mix(state, u64::from_le_bytes(last));
+    state ^ (state >> 32)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::world;
+
+    fn model(config: ScriptedModelConfig) -> ScriptedModel {
+        ScriptedModel::new(config, &world(), |request: &RawObject, rng: &mut fastrand::Rng| {
+            assert!(request.contains("input") || request.contains("messages"));
+            vec![
+                ScriptedItem::Reasoning("let me \"see\"".into()),
+                ScriptedItem::message(format!("n = {}", rng.u32(..))),
+                ScriptedItem::tool_call("add", r#"{"a": 1}"#),
+            ]
+        })
+    }
+
+    async fn ask(model: &ScriptedModel, input: &str) -> String {
+        let body = RawObject::parse(format!(r#"{{"input":"{input}"}}"#)).unwrap();
+        let answer = model.responses(&CallContext::default(), &SessionId::new("s"), &body).await.unwrap();
+        String::from_utf8(answer.0.into_text().to_vec()).unwrap()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn equal_requests_get_equal_answers_and_others_get_others() {
+        let one = model(ScriptedModelConfig::default());
+        let first = ask(&one, "a").await;
+        ask(&one, "b").await;
+        assert_eq!(first, ask(&one, "a").await);
+        assert_eq!(first, ask(&model(ScriptedModelConfig::default()), "a").await);
+        assert_ne!(first, ask(&one, "b").await);
+        assert_ne!(first, ask(&model(ScriptedModelConfig { seed: 1, ..Default::default() }), "a").await);
+        assert!(first.contains(r#""model":"scripted_model""#));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_answer_takes_as_long_as_configured() {
+        let config: ScriptedModelConfig = serde_json::from_str(r#"{"latency_ms":[100,200],"host":"x"}"#).unwrap();
+        let began = tokio::time::Instant::now();
+        ask(&model(config), "a").await;
+        let took = began.elapsed().as_millis();
+        assert!((100..=202).contains(&took), "{took}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn both_dialects_are_whole_and_carry_token_fields_when_asked() {
+        let config =
+            ScriptedModelConfig { token_fields: true, generation_tokens: Some(3), ..ScriptedModelConfig::default() };
+        let model = model(config);
+        let answer: Value = serde_json::from_str(&ask(&model, "a").await).unwrap();
+        assert_eq!(answer["output"].as_array().unwrap().len(), 3);
+        assert_eq!(answer["output"][0]["summary"][0]["text"], "let me \"see\"");
+        assert_eq!(answer["output"][2]["generation_log_probs"].as_array().unwrap().len(), 3);
+        assert_eq!(answer["usage"]["output_tokens"], 3);
+        let body = RawObject::parse(r#"{"messages":[]}"#).unwrap();
+        let chat = model.chat_completions(&CallContext::default(), &SessionId::new("s"), &body).await.unwrap();
+        let chat: Value = serde_json::from_slice(chat.text()).unwrap();
+        let message = &chat["choices"][0]["message"];
+        assert_eq!(message["tool_calls"][0]["function"]["arguments"], r#"{"a": 1}"#);
+        assert_eq!(message["generation_token_ids"].as_array().unwrap().len(), 3);
+        assert_eq!(chat["choices"][0]["finish_reason"], "tool_calls");
+    }
+}
