@@ -6,7 +6,12 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use gym_core::{Code, Error, FileLock, Files, Result, World};
+use gym_client::registry::StaticRegistry;
+use gym_client::{ServerClient, Transports};
+use gym_core::{
+    Code, Endpoint, Error, FileLock, Files, Handler, InProcess, Incarnation, Instance, Result, ServerKind, World,
+};
+use tokio_util::sync::CancellationToken;
 
 /// A world without files, with a fixed seed and a fixed start.
 pub(crate) fn world() -> World {
@@ -48,5 +53,43 @@ impl Files for NoFiles {
 
     async fn lock(&self, _: &Path) -> Result<Box<dyn FileLock>> {
         none()
+    }
+}
+
+/// Servers of one process that call each other by name.
+#[derive(Debug)]
+pub(crate) struct Net {
+    switchboard: InProcess,
+    servers: tokio::task::JoinSet<Result<()>>,
+}
+
+impl Net {
+    pub(crate) fn new() -> Self {
+        Self { switchboard: InProcess::new(), servers: tokio::task::JoinSet::new() }
+    }
+
+    /// A client of the servers of these names, those still to come included.
+    pub(crate) fn client(&self, names: &[&str]) -> ServerClient {
+        let instances = names.iter().map(|name| instance(name)).collect();
+        let transports = Transports::new().with(Arc::new(self.switchboard.clone()));
+        ServerClient::new(Arc::new(StaticRegistry::new(instances)), transports, &world())
+    }
+
+    /// Serves a handler under a name.
+    pub(crate) fn serve(&mut self, name: &str, handler: impl Handler) {
+        let listener = self.switchboard.listen(name).unwrap();
+        let (drain, grace) = (CancellationToken::new(), Duration::from_secs(1));
+        self.servers.spawn(crate::serve(Box::new(listener), Arc::new(handler), drain, grace));
+    }
+}
+
+fn instance(name: &str) -> Instance {
+    Instance {
+        name: name.to_owned(),
+        rank: 0,
+        kind: ServerKind::Agent,
+        implementation: String::new(),
+        endpoints: vec![Endpoint::parse(&format!("mem://{name}")).unwrap()],
+        incarnation: Incarnation(1),
     }
 }
