@@ -1,5 +1,14 @@
 //! Model servers: fronts of OpenAI-compatible engines, and one that needs none.
 
+#[cfg(test)]
+mod mock;
+mod openai;
 mod scripted;
+mod secret;
+mod upstream;
+mod vllm;
 
+pub use openai::{OpenAiModel, OpenAiModelConfig};
 pub use scripted::{Latency, Policy, ScriptedItem, ScriptedModel, ScriptedModelConfig};
+pub use secret::Secret;
+pub use vllm::{OneOrMany, ReasoningField, VllmModel, VllmModelConfig};

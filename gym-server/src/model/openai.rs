@@ -1,0 +1,172 @@
+//! The `openai_model` server: passes requests to an OpenAI-compatible endpoint that speaks the same dialect.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use gym_core::{CallContext, Code, Error, Execution, ModelResponse, ModelServer, RawObject, Result, SessionId, World};
+use serde::Deserialize;
+use serde_json::value::RawValue;
+use serde_json::{Map, Value};
+use tokio::sync::Semaphore;
+
+use super::secret::Secret;
+use super::upstream::{Upstream, UpstreamOptions};
+
+/// The keys of an `openai_model` block; other keys of the block are not this server's.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+pub struct OpenAiModelConfig {
+    /// Where the endpoint is, with its version: `http://127.0.0.1:8000/v1`.
+    pub openai_base_url: String,
+    /// The key; without one, `OPENAI_API_KEY` or `policy_api_key` of the environment.
+    #[serde(default)]
+    pub openai_api_key: Option<Secret>,
+    /// The model that is asked for, whatever the request says.
+    pub openai_model: String,
+    /// Keys that are added to each request that does not have them.
+    #[serde(default)]
+    pub extra_body: Map<String, Value>,
+    /// Headers of each request.
+    #[serde(default)]
+    pub openai_default_headers: BTreeMap<String, Secret>,
+    /// Tries of a request that the endpoint answers with a status worth trying again.
+    #[serde(default = "three")]
+    pub max_http_attempts: u32,
+    /// Requests at the endpoint at once; further ones wait.
+    #[serde(default)]
+    pub max_concurrent_requests: Option<usize>,
+    /// Leaves `reasoning` items out of the input, for endpoints that choke on their own.
+    #[serde(default)]
+    pub drop_input_reasoning_items: bool,
+    /// The wait before the second try, in milliseconds; doubled for each further one, and spread.
+    #[serde(default = "half_a_second")]
+    pub retry_backoff_ms: u64,
+}
+
+fn three() -> u32 {
+    3
+}
+
+fn half_a_second() -> u64 {
+    500
+}
+
+impl OpenAiModelConfig {
+    /// The defaults, in front of a model at an endpoint.
+    #[must_use]
+    pub fn new(base_url: impl Into<String>, model: impl Into<String>) -> Self {
+        Self {
+            openai_base_url: base_url.into(),
+            openai_api_key: None,
+            openai_model: model.into(),
+            extra_body: Map::new(),
+            openai_default_headers: BTreeMap::new(),
+            max_http_attempts: three(),
+            max_concurrent_requests: None,
+            drop_input_reasoning_items: false,
+            retry_backoff_ms: half_a_second(),
+        }
+    }
+}
+
+/// Fronts an OpenAI-compatible endpoint. Requests and answers pass as text: only the model's name and what the configuration
+/// adds are changed.
+#[derive(Clone, Debug)]
+pub struct OpenAiModel {
+    upstream: Upstream,
+    /// The model's name as a JSON text.
+    model: String,
+    extra_body: Arc<[(String, String)]>,
+    drop_reasoning: bool,
+    room: Option<Arc<Semaphore>>,
+}
+
+impl OpenAiModel {
+    /// A front of the configured endpoint.
+    ///
+    /// # Errors
+    /// `InvalidArgument` naming the key when the URL or a header is wrong, or when it is https and this program has no TLS.
+    pub fn new(config: OpenAiModelConfig, world: &World) -> Result<Self> {
+        let key = Secret::or_from_environment(config.openai_api_key);
+        let mut options = UpstreamOptions::new("openai_base_url", key, config.openai_default_headers);
+        options.attempts_max = config.max_http_attempts;
+        options.backoff_min = std::time::Duration::from_millis(config.retry_backoff_ms);
+        let room = match config.max_concurrent_requests {
+            Some(0) => return Err(Error::invalid("`max_concurrent_requests` is 0: no request could be made")),
+            room => room.map(|room| Arc::new(Semaphore::new(room.min(Semaphore::MAX_PERMITS)))),
+        };
+        Ok(Self {
+            upstream: Upstream::new(&config.openai_base_url, options, world)?,
+            model: Value::from(config.openai_model).to_string(),
+            extra_body: config.extra_body.into_iter().map(|(key, value)| (key, value.to_string())).collect(),
+            drop_reasoning: config.drop_input_reasoning_items,
+            room,
+        })
+    }
+
+    async fn ask(&self, cx: &CallContext, path: &str, body: Bytes, key: &str) -> Result<RawObject> {
+        let _room = match &self.room {
+            None => None,
+            Some(room) => Some(
+                cx.bound(Execution::NotStarted, async {
+                    room.acquire().await.map_err(|_| Error::not_started(Code::Unavailable, "the server is closed"))
+                })
+                .await?,
+            ),
+        };
+        let answer = self.upstream.post(cx, path, body).await?;
+        let object = self.upstream.object(path, answer)?;
+        if !object.contains(key) {
+            let text = format!("the endpoint's answer to {path} has no `{key}`: {object:?}");
+            return Err(Error::finished(Code::DataLoss, text));
+        }
+        Ok(object)
+    }
+
+    fn body(&self, request: &RawObject) -> Result<Bytes> {
+        let mut edit = request.edit().set("model", self.model.clone());
+        for (key, value) in self.extra_body.iter().filter(|(key, _)| key != "model" && !request.contains(key)) {
+            edit = edit.set(key.clone(), value.clone());
+        }
+        if self.drop_reasoning
+            && let Some(input) = without_reasoning(request)?
+        {
+            edit = edit.set("input", input);
+        }
+        Ok(edit.to_rope().to_bytes())
+    }
+}
+
+impl ModelServer for OpenAiModel {
+    async fn responses(&self, cx: &CallContext, _: &SessionId, body: &RawObject) -> Result<ModelResponse> {
+        self.ask(cx, "/responses", self.body(body)?, "output").await.map(ModelResponse)
+    }
+
+    async fn chat_completions(&self, cx: &CallContext, _: &SessionId, body: &RawObject) -> Result<RawObject> {
+        self.ask(cx, "/chat/completions", self.body(body)?, "choices").await
+    }
+}
+
+/// The input list without `reasoning` items; `None` when it is no list.
+fn without_reasoning(request: &RawObject) -> Result<Option<String>> {
+    #[derive(Deserialize)]
+    struct Item {
+        #[serde(default, rename = "type")]
+        kind: Value,
+    }
+    let Some(input) = request.get("input").filter(|input| input.first() == Some(&b'[')) else { return Ok(None) };
+    let wrong = |error: serde_json::Error| Error::invalid("`input` cannot be read").caused_by(error);
+    let items: Vec<&RawValue> = serde_json::from_slice(&input).map_err(wrong)?;
+    let mut kept = Vec::with_capacity(items.len());
+    for item in items {
+        let reasoning =
+            item.get().starts_with('{') && serde_json::from_str::<Item>(item.get()).map_err(wrong)?.kind == "reasoning";
+        if !reasoning {
+            kept.push(item.get());
+        }
+    }
+    Ok(Some(format!("[{}]", kept.join(","))))
+}
+
+#[cfg(test)]
+mod tests;

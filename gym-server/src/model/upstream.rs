@@ -1,0 +1,342 @@
+//! One OpenAI-compatible endpoint over HTTP: bounded connections, bounded retries, deadlines, and errors that name the place.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::Duration;
+
+use bytes::{Bytes, BytesMut};
+use gym_core::{CallContext, Code, Error, Execution, RawObject, Result, RetryPolicy, World};
+use reqwest::header::{AUTHORIZATION, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue, RETRY_AFTER};
+use reqwest::{Client, Url};
+use serde_json::Value;
+use tokio::sync::Semaphore;
+
+use super::secret::Secret;
+
+/// Connections to one endpoint. More would meet the limit of 20,000 file descriptors that some machines cannot raise, with a
+/// dozen servers in one process; further requests wait their turn under their deadlines.
+const CONNECTIONS_MAX: usize = 1_024;
+
+/// Longer, and the endpoint's machine is not there.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Tries to reach an endpoint that refuses connections: nothing was sent, so trying costs little, and an engine that
+/// restarts is back after a while.
+const CONNECT_ATTEMPTS_MAX: u32 = 8;
+
+/// Half a second between tries, as NeMo Gym waits, but doubled each time and spread.
+const BACKOFF: RetryPolicy =
+    RetryPolicy { attempts_max: 3, backoff_min: Duration::from_millis(500), backoff_max: Duration::from_secs(8) };
+
+/// The statuses that NeMo Gym's client tries again.
+const RETRIED: [u16; 8] = [404, 408, 429, 500, 502, 503, 504, 520];
+
+/// How much of a foreign error body is shown.
+const SHOWN_BYTES_MAX: usize = 2_000;
+
+/// How an endpoint is called.
+#[derive(Clone, Debug)]
+pub(super) struct UpstreamOptions {
+    /// The configuration key of the URL, for errors.
+    pub(super) url_key: &'static str,
+    pub(super) key: Option<Secret>,
+    pub(super) headers: BTreeMap<String, Secret>,
+    /// Tries of a request that the endpoint answers with a status worth trying again.
+    pub(super) attempts_max: u32,
+    /// The wait before the second try.
+    pub(super) backoff_min: Duration,
+}
+
+impl UpstreamOptions {
+    pub(super) fn new(url_key: &'static str, key: Option<Secret>, headers: BTreeMap<String, Secret>) -> Self {
+        let RetryPolicy { attempts_max, backoff_min, .. } = BACKOFF;
+        Self { url_key, key, headers, attempts_max, backoff_min }
+    }
+}
+
+/// One endpoint. Cheap to clone; clones share its connections.
+#[derive(Clone)]
+pub(super) struct Upstream(Arc<Inner>);
+
+struct Inner {
+    http: Client,
+    /// Without a slash at the end.
+    base: String,
+    /// The same without credentials.
+    shown: String,
+    headers: HeaderMap,
+    connections: Semaphore,
+    policy: RetryPolicy,
+    rng: Mutex<fastrand::Rng>,
+    /// The answer that showed the key to be spent or wrong; nothing is sent after it.
+    refused: OnceLock<String>,
+}
+
+/// A complete answer, whatever it says.
+#[derive(Debug)]
+pub(super) struct Answer {
+    pub(super) status: u16,
+    pub(super) body: Bytes,
+    retry_after: Option<Duration>,
+}
+
+impl fmt::Debug for Upstream {
+    /// Without the URL's credentials and the headers.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Upstream({})", self.0.shown)
+    }
+}
+
+impl Upstream {
+    /// # Errors
+    /// `InvalidArgument` naming the key when the URL or a header is wrong, or when it is https and this program has no TLS.
+    pub(super) fn new(base: &str, options: UpstreamOptions, world: &World) -> Result<Self> {
+        let key = options.url_key;
+        let mut url = Url::parse(base).map_err(|error| {
+            // What cannot be taken apart may have a password in it.
+            let shown = if base.contains('@') { "the value" } else { base };
+            Error::invalid(format!("`{key}`: `{shown}` is not a URL: {error}; write http://host:port/v1"))
+        })?;
+        let _ = url.set_username("");
+        let _ = url.set_password(None);
+        let shown = url.as_str().trim_end_matches('/').to_owned();
+        match url.scheme() {
+            "http" => {}
+            "https" => tls(key, &shown)?,
+            other => {
+                return Err(Error::invalid(format!(
+                    "`{key}`: {shown} has the scheme `{other}`; only http and https can be called"
+                )));
+            }
+        }
+        let mut headers = HeaderMap::new();
+        headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+        for (name, value) in &options.headers {
+            let wrong = || Error::invalid(format!("the default header `{name}` is not one that HTTP can send"));
+            let name = HeaderName::try_from(name.as_str()).map_err(|_| wrong())?;
+            headers.insert(name, HeaderValue::try_from(value.reveal()).map_err(|_| wrong())?);
+        }
+        if let Some(secret) = &options.key {
+            let mut value = HeaderValue::try_from(format!("Bearer {}", secret.reveal())).map_err(|_| {
+                Error::invalid(format!("the API key for {shown} has a character that no header can carry"))
+            })?;
+            value.set_sensitive(true);
+            headers.insert(AUTHORIZATION, value);
+        }
+        let http = Client::builder()
+            .connect_timeout(CONNECT_TIMEOUT)
+            .pool_max_idle_per_host(CONNECTIONS_MAX)
+            // As long as NeMo Gym's servers keep idle connections open on their side, less a margin.
+            .pool_idle_timeout(Duration::from_secs(15))
+            .tcp_keepalive(Duration::from_secs(60))
+            .no_proxy()
+            .http1_only()
+            .build()
+            .map_err(|error| Error::internal("cannot set up the HTTP client").about(shown.clone()).caused_by(error))?;
+        let policy = RetryPolicy {
+            attempts_max: options.attempts_max.max(1),
+            backoff_min: options.backoff_min,
+            backoff_max: BACKOFF.backoff_max.max(options.backoff_min),
+        };
+        Ok(Self(Arc::new(Inner {
+            http,
+            base: base.trim_end_matches('/').to_owned(),
+            shown,
+            headers,
+            connections: Semaphore::new(CONNECTIONS_MAX),
+            policy,
+            rng: Mutex::new(world.rng()),
+            refused: OnceLock::new(),
+        })))
+    }
+
+    /// `POST` of a JSON body to a path under the base URL, tried again as long as policy and deadline allow. Any complete
+    /// answer is `Ok`.
+    pub(super) async fn post(&self, cx: &CallContext, path: &str, body: Bytes) -> Result<Answer> {
+        let inner = &*self.0;
+        let url = format!("{}{path}", inner.base);
+        self.send(cx, &url, &format!("POST {}{path}", inner.shown), body).await
+    }
+
+    /// The same for a path beside `/v1`, where vLLM has its own routes.
+    pub(super) async fn post_beside(&self, cx: &CallContext, path: &str, body: Bytes) -> Result<Answer> {
+        let inner = &*self.0;
+        let beside = |base: &str| format!("{}{path}", base.strip_suffix("/v1").unwrap_or(base));
+        self.send(cx, &beside(&inner.base), &format!("POST {}", beside(&inner.shown)), body).await
+    }
+
+    async fn send(&self, cx: &CallContext, url: &str, subject: &str, body: Bytes) -> Result<Answer> {
+        let inner = &*self.0;
+        let (mut tries, mut connects) = (0, 0);
+        loop {
+            if let Some(refused) = inner.refused.get() {
+                let text = format!("nothing is sent to this endpoint any more: {refused}");
+                return Err(Error::finished(Code::Internal, text).about(subject.to_owned()));
+            }
+            let result = inner.once(cx, url, body.clone()).await;
+            let (number, wait_min) = match &result {
+                Ok(answer) => {
+                    if let Some(why) = permanent(answer) {
+                        tracing::error!(subject, status = answer.status, why, "the endpoint refuses this key for good");
+                        let _ = inner.refused.set(format!("it answered {}: {why}", answer.status));
+                        return result;
+                    }
+                    tries += 1;
+                    if !RETRIED.contains(&answer.status) || tries >= inner.policy.attempts_max {
+                        return result;
+                    }
+                    (tries, answer.retry_after)
+                }
+                Err(error) if error.code() == Code::Unavailable => {
+                    let limit = if error.execution() == Execution::NotStarted {
+                        connects += 1;
+                        connects >= CONNECT_ATTEMPTS_MAX
+                    } else {
+                        // A generation has no effect but its answer, so a lost one may be asked for again.
+                        tries += 1;
+                        tries >= inner.policy.attempts_max
+                    };
+                    if limit {
+                        return result.map_err(|error| error.about(subject.to_owned()));
+                    }
+                    (tries + connects, None)
+                }
+                Err(_) => return result.map_err(|error| error.about(subject.to_owned())),
+            };
+            let backoff = {
+                let mut rng = inner.rng.lock().unwrap_or_else(PoisonError::into_inner);
+                inner.policy.backoff(number, &mut rng)
+            };
+            let wait = backoff.max(wait_min.unwrap_or_default());
+            if cx.remaining() <= wait {
+                return result.map_err(|error| error.about(subject.to_owned()));
+            }
+            let status = result.as_ref().map_or(0, |answer| answer.status);
+            tracing::debug!(subject, status, number, ?wait, "the endpoint is asked again");
+            cx.bound(Execution::Unknown, async {
+                tokio::time::sleep(wait).await;
+                Ok(())
+            })
+            .await
+            .map_err(|error| error.about(subject.to_owned()))?;
+        }
+    }
+
+    /// The JSON object of a successful answer.
+    ///
+    /// # Errors
+    /// What the status says, with the endpoint's own words; `DataLoss` when a success carries no JSON object.
+    pub(super) fn object(&self, path: &str, answer: Answer) -> Result<RawObject> {
+        let subject = format!("POST {}{path}", self.0.shown);
+        let shown = String::from_utf8_lossy(&answer.body[..answer.body.len().min(SHOWN_BYTES_MAX)]).into_owned();
+        if !(200..300).contains(&answer.status) {
+            let text = format!("answered {}: {shown}", answer.status);
+            return Err(Error::finished(code_of(answer.status), text).about(subject));
+        }
+        RawObject::parse(answer.body).map_err(|error| {
+            let text = format!("answered {} with what is no JSON object ({error}): {shown}", answer.status);
+            Error::finished(Code::DataLoss, text).about(subject)
+        })
+    }
+}
+
+impl Inner {
+    async fn once(&self, cx: &CallContext, url: &str, body: Bytes) -> Result<Answer> {
+        let room = self.connections.acquire();
+        let _room = cx
+            .bound(Execution::NotStarted, async {
+                room.await.map_err(|_| Error::not_started(Code::Unavailable, "the endpoint is closed"))
+            })
+            .await?;
+        cx.bound(Execution::Unknown, async {
+            let request = self.http.post(url).headers(self.headers.clone()).body(body);
+            let mut response = request.send().await.map_err(of_reqwest)?;
+            let status = response.status().as_u16();
+            let retry_after = response
+                .headers()
+                .get(RETRY_AFTER)
+                .and_then(|value| value.to_str().ok()?.trim().parse().ok())
+                .map(Duration::from_secs);
+            let too_large = |length: u64| {
+                let text = format!("the answer has {length} bytes or more; at most {} are taken", cx.reply_bytes_max);
+                Error::finished(Code::ResourceExhausted, text)
+            };
+            let limit = cx.reply_bytes_max as u64;
+            if let Some(length) = response.content_length().filter(|length| *length > limit) {
+                return Err(too_large(length));
+            }
+            let mut whole = BytesMut::new();
+            while let Some(chunk) = response.chunk().await.map_err(of_reqwest)? {
+                let length = (whole.len() + chunk.len()) as u64;
+                if length > limit {
+                    return Err(too_large(length));
+                }
+                whole.extend_from_slice(&chunk);
+            }
+            Ok(Answer { status, body: whole.freeze(), retry_after })
+        })
+        .await
+    }
+}
+
+/// Whether the peer can have seen the request. The URL is left out: it may have credentials.
+fn of_reqwest(error: reqwest::Error) -> Error {
+    let (execution, text) = if error.is_connect() {
+        (Execution::NotStarted, "cannot connect")
+    } else {
+        (Execution::Unknown, "the connection was lost before the answer was complete")
+    };
+    Error::new(Code::Unavailable, execution, text).caused_by(error.without_url())
+}
+
+fn code_of(status: u16) -> Code {
+    match status {
+        400 | 413 | 422 => Code::InvalidArgument,
+        429 => Code::ResourceExhausted,
+        408 | 504 => Code::DeadlineExceeded,
+        502 | 503 | 520 => Code::Unavailable,
+        // A wrong key or path is this server's configuration, not its caller's request.
+        _ => Code::Internal,
+    }
+}
+
+/// Why trying again with this key can never help, if so.
+fn permanent(answer: &Answer) -> Option<&'static str> {
+    let codes = || -> Vec<String> {
+        let body: Value = serde_json::from_slice(&answer.body).unwrap_or_default();
+        match &body["error"] {
+            Value::String(code) => vec![code.to_lowercase()],
+            error => ["code", "type"].iter().filter_map(|key| error[key].as_str()).map(str::to_lowercase).collect(),
+        }
+    };
+    let any = |known: &[&'static str]| {
+        let codes = codes();
+        known.iter().copied().find(|known| codes.iter().any(|code| code == known))
+    };
+    match answer.status {
+        429 => any(&["budget_exceeded", "insufficient_quota"]),
+        401 | 403 => any(&["invalid_api_key", "invalid_api_token", "authentication_error"]).or_else(|| {
+            let text = String::from_utf8_lossy(&answer.body).to_lowercase();
+            ["invalid api key", "incorrect api key"].into_iter().find(|known| text.contains(known))
+        }),
+        _ => None,
+    }
+}
+
+#[cfg(feature = "tls")]
+fn tls(_: &str, _: &str) -> Result<()> {
+    static INSTALL: std::sync::Once = std::sync::Once::new();
+    INSTALL.call_once(|| {
+        // Refused when the program has installed one of its own, which is then used.
+        let _ = rustls::crypto::ring::default_provider().install_default();
+    });
+    Ok(())
+}
+
+#[cfg(not(feature = "tls"))]
+fn tls(key: &str, shown: &str) -> Result<()> {
+    Err(Error::invalid(format!(
+        "`{key}`: {shown} is https, and this program was built without TLS: build it with the feature `tls` of gym-server"
+    )))
+}

@@ -1,0 +1,157 @@
+//! The `vllm_model` server: fronts engines that speak Chat Completions, with the Responses dialect and the training fields that
+//! NeMo Gym adds.
+//!
+//! What NeMo Gym's server can do and this one cannot: the completions API, prefix supply, endpoint files, audio. A
+//! configuration that asks for one of them is refused.
+
+mod config;
+mod prepare;
+mod request;
+mod response;
+mod think;
+
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use gym_core::{CallContext, Code, Error, ModelResponse, ModelServer, RawObject, Result, SessionId, World};
+use serde_json::{Value, json};
+
+pub use config::{OneOrMany, ReasoningField, VllmModelConfig};
+
+use super::secret::Secret;
+use super::upstream::{Answer, Upstream, UpstreamOptions};
+use response::{Completion, Tokens};
+
+/// Keys of the request that decide how the engine turns it into tokens.
+const TOKENIZE: [&str; 5] = ["model", "messages", "tools", "chat_template_kwargs", "mm_processor_kwargs"];
+
+const CHAT: &str = "/chat/completions";
+
+/// Fronts vLLM and other engines that speak Chat Completions.
+#[derive(Clone, Debug)]
+pub struct VllmModel {
+    config: Arc<VllmModelConfig>,
+    engines: Vec<Upstream>,
+    world: World,
+}
+
+impl VllmModel {
+    /// A front of the configured engines.
+    ///
+    /// # Errors
+    /// `InvalidArgument` naming the key when a URL or a header is wrong, when it is https and this program has no TLS, or
+    /// when something is asked for that this server cannot do.
+    pub fn new(config: VllmModelConfig, world: &World) -> Result<Self> {
+        config.check()?;
+        let key = Secret::or_from_environment(config.api_key.clone());
+        let engines = config
+            .base_urls()
+            .into_iter()
+            .map(|url| {
+                let mut options = UpstreamOptions::new("base_url", key.clone(), config.default_headers.clone());
+                options.backoff_min = Duration::from_millis(config.retry_backoff_ms);
+                Upstream::new(url, options, world)
+            })
+            .collect::<Result<_>>()?;
+        Ok(Self { config: Arc::new(config), engines, world: world.clone() })
+    }
+
+    /// The engine of a session: always the same one, because it has the session's prefix in its cache.
+    fn engine(&self, session: &SessionId) -> &Upstream {
+        let mut hasher = DefaultHasher::new();
+        session.hash(&mut hasher);
+        let index = hasher.finish() % self.engines.len() as u64;
+        &self.engines[usize::try_from(index).expect("below the number of engines")]
+    }
+
+    async fn chat(&self, cx: &CallContext, session: &SessionId, request: &RawObject) -> Result<RawObject> {
+        let config = &*self.config;
+        let mut body = prepare::prepare(config, request)?;
+        if config.forward_session_id_as_conversation_id {
+            let conversation = json!({"conversation_id": session.as_str()});
+            body = body.edit().set("conversation_params", conversation.to_string()).to_object()?;
+        }
+        if !config.sequential_reasoning_allowed && prepare::ends_in_empty_assistant(&body)? {
+            return response::empty(&config.model, "content_filter", &self.world);
+        }
+        let engine = self.engine(session);
+        let answer = engine.post(cx, CHAT, body.text().clone()).await?;
+        if is_overflow(&answer) && !config.propagate_context_overflow_errors {
+            return response::empty(&config.model, "length", &self.world);
+        }
+        let mut completion = Completion::parse(engine.object(CHAT, answer)?)?;
+        let continued = body.get("continue_final_message").is_some_and(|value| value == "true");
+        completion.fold_reasoning(config.uses_reasoning_parser, continued)?;
+        if config.return_token_id_information {
+            match completion.tokens()? {
+                Tokens::Inline => completion.put_tokens(None)?,
+                Tokens::Apart { prompt, generation, log_probs } => {
+                    let prompt = match prompt {
+                        Some(prompt) => prompt,
+                        None => self.tokenize(cx, engine, &body).await?,
+                    };
+                    completion.put_tokens(Some((&prompt, &generation, &log_probs)))?;
+                }
+            }
+        }
+        completion.finish()
+    }
+
+    /// The prompt's token ids, asked for on their own.
+    async fn tokenize(&self, cx: &CallContext, engine: &Upstream, body: &RawObject) -> Result<Bytes> {
+        let mut fields = request::Fields::default();
+        for key in TOKENIZE {
+            if let Some(value) = body.get(key) {
+                fields.add(key, &String::from_utf8_lossy(&value));
+            }
+        }
+        let answer = engine.post_beside(cx, "/tokenize", fields.finish().into()).await?;
+        let answer = engine.object("/tokenize", answer)?;
+        answer.get("tokens").filter(|tokens| tokens.first() == Some(&b'[')).ok_or_else(|| {
+            Error::finished(
+                Code::DataLoss,
+                format!("the engine's answer to /tokenize has no list `tokens`: {answer:?}"),
+            )
+        })
+    }
+}
+
+/// Whether the prompt is longer than the engine can take.
+fn is_overflow(answer: &Answer) -> bool {
+    let text = String::from_utf8_lossy(&answer.body);
+    answer.status == 400 && (text.contains("context length") || text.contains("max_tokens"))
+}
+
+impl ModelServer for VllmModel {
+    async fn responses(&self, cx: &CallContext, session: &SessionId, body: &RawObject) -> Result<ModelResponse> {
+        let config = &*self.config;
+        if config.is_responses_native {
+            let mut edit = body.edit().set("model", Value::from(config.model.as_str()).to_string());
+            if let Some(template) = config.chat_template_kwargs.as_ref().filter(|template| !template.is_empty()) {
+                edit = edit.set("chat_template_kwargs", Value::from(template.clone()).to_string());
+            }
+            for (key, value) in config.extra_body.iter().flatten().filter(|(key, _)| !body.contains(key)) {
+                edit = edit.set(key.clone(), value.to_string());
+            }
+            for (key, value) in config.sampling_overrides.iter().flatten() {
+                edit = edit.set(key.clone(), value.to_string());
+            }
+            let engine = self.engine(session);
+            let answer = engine.post(cx, "/responses", edit.to_rope().to_bytes()).await?;
+            return engine.object("/responses", answer).map(ModelResponse);
+        }
+        let tokens = config.return_token_id_information;
+        let chat = self.chat(cx, session, &request::to_chat(body, tokens)?).await?;
+        let uses_parser = config.uses_reasoning_parser;
+        response::to_response(body, chat, &config.model, uses_parser, tokens, &self.world).map(ModelResponse)
+    }
+
+    async fn chat_completions(&self, cx: &CallContext, session: &SessionId, body: &RawObject) -> Result<RawObject> {
+        self.chat(cx, session, body).await
+    }
+}
+
+#[cfg(test)]
+mod tests;

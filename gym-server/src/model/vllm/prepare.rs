@@ -1,0 +1,180 @@
+//! What is changed in a chat completion request before the engine sees it.
+
+use gym_core::{Code, Error, RawObject, Result};
+use serde_json::{Map, Value};
+
+use super::config::{ReasoningField, VllmModelConfig};
+use super::think;
+
+/// The keys of the metadata with which NeMo Gym carries audio; this server does not.
+const AUDIO: [&str; 3] = ["audio_data", "audio_path", "audio_paths"];
+
+/// The request as the engine gets it.
+pub(super) fn prepare(config: &VllmModelConfig, request: &RawObject) -> Result<RawObject> {
+    let metadata: Map<String, Value> =
+        request.get_as::<Option<Map<String, Value>>>("metadata")?.flatten().unwrap_or_default();
+    if let Some(key) = AUDIO.iter().find(|key| metadata.contains_key(**key)) {
+        let text = format!("`metadata.{key}`: this vllm_model does not carry audio");
+        return Err(Error::finished(Code::Unimplemented, text));
+    }
+    let object_in = |key: &str| -> Result<Map<String, Value>> {
+        let text = metadata.get(key).and_then(Value::as_str).filter(|text| !text.is_empty()).unwrap_or("{}");
+        serde_json::from_str(text).map_err(|error| {
+            let text = format!("`metadata.{key}` is no JSON object: {error}");
+            Error::finished(Code::InvalidArgument, text)
+        })
+    };
+    let mut edit = request.edit().set("model", Value::from(config.model.as_str()).to_string());
+    if let Some(messages) = messages(config, request)? {
+        edit = edit.set("messages", messages);
+    }
+    if let Some(tools) = tools_without_strict(request)? {
+        edit = edit.set("tools", tools);
+    }
+
+    let mut template = config.chat_template_kwargs.clone().unwrap_or_default();
+    if let Some(own) = request.get_as::<Option<Map<String, Value>>>("chat_template_kwargs")?.flatten() {
+        if config.forward_request_chat_template_kwargs {
+            template.extend(own);
+        } else {
+            tracing::debug!(
+                "the request's chat_template_kwargs are dropped: forward_request_chat_template_kwargs is off"
+            );
+        }
+    }
+    template.extend(object_in("chat_template_kwargs")?);
+    edit = if template.is_empty() {
+        edit.remove("chat_template_kwargs")
+    } else {
+        edit.set("chat_template_kwargs", Value::from(template).to_string())
+    };
+
+    if config.continue_final_assistant_message && last_role(request)?.as_deref() == Some("assistant") {
+        edit = edit.set("continue_final_message", "true").set("add_generation_prompt", "false");
+    }
+    if config.return_token_id_information {
+        edit = edit.set("logprobs", "true").set("top_logprobs", "0").set("return_tokens_as_token_ids", "true");
+        if config.request_prompt_and_generation_token_ids {
+            edit = edit.set("return_token_ids", "true");
+        }
+    } else if request.get("top_logprobs").is_some_and(|value| value == "null") {
+        edit = edit.remove("top_logprobs");
+    }
+    let prepared = edit.to_object()?;
+
+    let mut extra = config.extra_body.clone().unwrap_or_default();
+    extra.extend(object_in("extra_body")?);
+    let mut edit = prepared.edit();
+    for (key, value) in extra.into_iter().filter(|(key, _)| !prepared.contains(key)) {
+        edit = edit.set(key, value.to_string());
+    }
+    for (key, value) in config.sampling_overrides.iter().flatten() {
+        edit = edit.set(key.clone(), value.to_string());
+    }
+    let prepared = edit.to_object()?;
+    let several = prepared.get_as::<Value>("n")?.is_some_and(|n| !n.is_null() && n != 1);
+    if config.return_token_id_information && several {
+        return Err(Error::finished(Code::InvalidArgument, "token ids can be captured only with n=1"));
+    }
+    Ok(prepared)
+}
+
+/// An earlier answer of nothing at the end, for which some models must not be asked again.
+pub(super) fn ends_in_empty_assistant(request: &RawObject) -> Result<bool> {
+    let Some(last) = request.get_as::<Vec<RawObject>>("messages")?.and_then(|mut messages| messages.pop()) else {
+        return Ok(false);
+    };
+    let empty = |key: &str| -> Result<bool> {
+        Ok(match last.get_as::<Value>(key)?.unwrap_or_default() {
+            Value::Null => true,
+            Value::String(text) => text.is_empty(),
+            Value::Array(items) => items.is_empty(),
+            _ => false,
+        })
+    };
+    Ok(role(&last)?.as_deref() == Some("assistant") && empty("content")? && empty("tool_calls")?)
+}
+
+fn role(message: &RawObject) -> Result<Option<String>> {
+    Ok(message.get_as::<Option<String>>("role")?.flatten())
+}
+
+fn last_role(request: &RawObject) -> Result<Option<String>> {
+    match request.get_as::<Vec<RawObject>>("messages")?.and_then(|mut messages| messages.pop()) {
+        Some(last) => role(&last),
+        None => Ok(None),
+    }
+}
+
+/// The messages, if one of them changes: the developer's role, and reasoning taken out of the assistant's text.
+fn messages(config: &VllmModelConfig, request: &RawObject) -> Result<Option<String>> {
+    let unfold = config.uses_reasoning_parser && !config.preserve_reasoning_in_assistant_content;
+    let Some(messages) = request.get_as::<Vec<RawObject>>("messages")? else { return Ok(None) };
+    let mut texts = Vec::with_capacity(messages.len());
+    let mut changed = false;
+    for message in &messages {
+        let mut edit = message.edit();
+        match role(message)?.as_deref() {
+            Some("developer") if config.replace_developer_role_with_system => {
+                edit = edit.set("role", r#""system""#);
+                changed = true;
+            }
+            Some("assistant") if unfold => {
+                let (thought, content) = match message.get_as::<Value>("content")?.unwrap_or_default() {
+                    Value::String(text) => {
+                        let (thoughts, left) = think::split(&text);
+                        (thoughts.into_iter().next(), Value::from(left))
+                    }
+                    Value::Array(mut parts) => {
+                        let mut found = None;
+                        for part in &mut parts {
+                            let (thoughts, left) = think::split(part["text"].as_str().unwrap_or_default());
+                            if found.is_some() && !thoughts.is_empty() {
+                                let text = "reasoning in several parts of one assistant message";
+                                return Err(Error::finished(Code::InvalidArgument, text));
+                            }
+                            found = found.or_else(|| thoughts.into_iter().next());
+                            part["text"] = left.into();
+                        }
+                        (found, Value::from(parts))
+                    }
+                    _ => (None, Value::Null),
+                };
+                if let Some(thought) = thought {
+                    changed = true;
+                    edit = edit.set("content", content.to_string());
+                    let thought = Value::from(thought).to_string();
+                    let (content_key, key) = (ReasoningField::ReasoningContent, ReasoningField::Reasoning);
+                    if config.uses_interleaved_reasoning && config.reasoning_field != key {
+                        edit = edit.set("reasoning_content", thought.clone());
+                    }
+                    if config.uses_interleaved_reasoning && config.reasoning_field != content_key {
+                        edit = edit.set("reasoning", thought);
+                    }
+                }
+            }
+            _ => {}
+        }
+        texts.push(edit.to_rope().to_bytes());
+    }
+    if !changed {
+        return Ok(None);
+    }
+    let texts: Vec<_> = texts.iter().map(|text| String::from_utf8_lossy(text)).collect();
+    Ok(Some(format!("[{}]", texts.join(","))))
+}
+
+/// The tools without OpenAI's `strict`, which some chat templates would print into the prompt; `None` when none has it.
+fn tools_without_strict(request: &RawObject) -> Result<Option<String>> {
+    let Some(text) = request.get("tools") else { return Ok(None) };
+    if !text.windows(8).any(|window| window == b"\"strict\"") {
+        return Ok(None);
+    }
+    let mut tools: Value = request.get_as("tools")?.unwrap_or_default();
+    for tool in tools.as_array_mut().into_iter().flatten().filter(|tool| tool["type"] == "function") {
+        if let Some(function) = tool["function"].as_object_mut() {
+            function.shift_remove("strict");
+        }
+    }
+    Ok(Some(tools.to_string()))
+}

@@ -1,0 +1,182 @@
+use super::*;
+use crate::model::mock::{Mock, answer};
+use crate::testing::world;
+
+fn model(mock: &Mock, change: impl FnOnce(&mut VllmModelConfig)) -> VllmModel {
+    let mut config = VllmModelConfig::new(mock.url(), "qwen");
+    config.retry_backoff_ms = 1;
+    change(&mut config);
+    VllmModel::new(config, &world()).unwrap()
+}
+
+async fn ask(model: &VllmModel, body: &str) -> Result<(Value, String)> {
+    let body = RawObject::parse(body.to_owned()).unwrap();
+    let answer = model.responses(&CallContext::default(), &SessionId::new("s"), &body).await?;
+    let text = String::from_utf8(answer.0.into_text().to_vec()).unwrap();
+    Ok((serde_json::from_str(&text).unwrap(), text))
+}
+
+const CHAT_ANSWER: &str = r#"{"id":"c","created":17,"object":"chat.completion","choices":[{"index":0,"finish_reason":"tool_calls","message":{"role":"assistant","content":"so","reasoning_content":"hm","tool_calls":[{"id":"t1","type":"function","function":{"name":"add","arguments":"{}"}}]}}],"usage":{"prompt_tokens":3,"completion_tokens":4,"total_tokens":7,"cached_input_tokens":2}}"#;
+
+const REQUEST: &str = r#"{"input":[
+    {"role":"developer","content":"be brief"},
+    {"role":"user","content":[{"type":"input_text","text":"2+2?"}]},
+    {"type":"reasoning","summary":[{"type":"summary_text","text":"think"}]},
+    {"type":"message","role":"assistant","content":[{"type":"output_text","text":"calling"}]},
+    {"type":"function_call","call_id":"t0","name":"add","arguments":"{\"a\":2}","prompt_token_ids":[1, 2],"generation_token_ids":[3],"generation_log_probs":[-1E0]},
+    {"type":"function_call_output","call_id":"t0","output":"4"}
+  ],"instructions":"system","temperature":0.70,"max_output_tokens":9,"parallel_tool_calls":false,
+  "tools":[{"type":"function","name":"add","parameters":{"type":"object"},"strict":true,"description":null}],
+  "metadata":{"extra_body":"{\"seed\": 5}","chat_template_kwargs":"{\"enable_thinking\": false}"}}"#;
+
+#[tokio::test]
+async fn a_responses_request_is_asked_as_chat_and_answered_as_a_response() {
+    let mock = Mock::new(vec![answer(200, CHAT_ANSWER)]).await;
+    let (got, _) = ask(&model(&mock, |_| ()), REQUEST).await.unwrap();
+    let asked = mock.body(0);
+    assert_eq!(
+        asked["messages"],
+        json!([
+            {"content": "system\n\nbe brief", "role": "system"},
+            {"content": [{"type": "text", "text": "2+2?"}], "role": "user"},
+            {"content": "calling", "role": "assistant", "tool_calls": [
+                {"id": "t0", "function": {"arguments": "{\"a\":2}", "name": "add"}, "type": "function"}
+            ], "reasoning_content": "think", "reasoning": "think"},
+            {"content": "4", "role": "tool", "tool_call_id": "t0"},
+        ])
+    );
+    assert_eq!(
+        asked["tools"],
+        json!([{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}])
+    );
+    let rest = ["model", "max_tokens", "seed", "chat_template_kwargs", "parallel_tool_calls", "temperature"];
+    let rest: Vec<&Value> = rest.iter().map(|key| &asked[*key]).collect();
+    assert_eq!(json!(rest), json!(["qwen", 9, 5, {"enable_thinking": false}, false, 0.7]));
+    assert!(asked.get("input").is_none() && asked.get("instructions").is_none());
+
+    assert_eq!(got["output"][0]["summary"], json!([{"text": "hm", "type": "summary_text"}]));
+    assert_eq!(got["output"][1]["content"][0]["text"], "so");
+    assert_eq!((&got["output"][2]["call_id"], &got["output"][2]["name"]), (&"t1".into(), &"add".into()));
+    assert_eq!((&got["model"], &got["created_at"], &got["status"]), (&"qwen".into(), &17.into(), &"completed".into()));
+    assert_eq!(
+        got["usage"],
+        json!({"input_tokens": 3, "input_tokens_details": {"cached_tokens": 2}, "output_tokens": 4,
+            "output_tokens_details": {"reasoning_tokens": null}, "total_tokens": 7})
+    );
+}
+
+#[tokio::test]
+async fn token_ids_and_log_probabilities_keep_their_text() {
+    let logprobs = r#"{"content":[{"token":"token_id:11","logprob":-1E-5,"top_logprobs":[]},{"token":"token_id:012","logprob":-0.10000000000000001}]}"#;
+    let chat = format!(
+        r#"{{"id":"c","created":1,"choices":[{{"finish_reason":"length","message":{{"role":"assistant","content":"x"}},"logprobs":{logprobs}}}]}}"#
+    );
+    let mock = Mock::new(vec![answer(200, &chat), answer(200, r#"{"tokens":[7, 8],"count":2}"#)]).await;
+    let (got, text) = ask(&model(&mock, |config| config.return_token_id_information = true), REQUEST).await.unwrap();
+    let fields = r#""prompt_token_ids":[7, 8],"generation_token_ids":[11,12],"generation_log_probs":[-1E-5,-0.10000000000000001]"#;
+    assert!(text.contains(fields), "{text}");
+    assert_eq!(got["incomplete_details"], json!({"reason": "max_output_tokens"}));
+    let asked = mock.request(0);
+    assert!(asked.contains(r#""prompt_token_ids":[1, 2],"generation_token_ids":[3],"generation_log_probs":[-1E0]"#));
+    let wants = mock.body(0);
+    assert_eq!(
+        (&wants["logprobs"], &wants["top_logprobs"], &wants["return_tokens_as_token_ids"]),
+        (&true.into(), &0.into(), &true.into())
+    );
+    assert!(mock.request(1).starts_with("POST /tokenize "));
+    let keys: Vec<String> = mock.body(1).as_object().unwrap().keys().cloned().collect();
+    assert_eq!(keys, ["model", "messages", "tools", "chat_template_kwargs"]);
+}
+
+#[tokio::test]
+async fn token_ids_of_the_engine_s_answer_need_no_second_request() {
+    let chat = r#"{"created":1,"prompt_token_ids":[5, 6],"choices":[{"token_ids":[11],"message":{"role":"assistant","content":"x"},"logprobs":{"content":[{"token":"token_id:11","logprob":-2.50}]}}]}"#;
+    let mock = Mock::new(vec![answer(200, chat)]).await;
+    let model = model(&mock, |config| config.return_token_id_information = true);
+    let body = RawObject::parse(r#"{"messages":[{"role":"user","content":"x"}]}"#).unwrap();
+    let got = model.chat_completions(&CallContext::default(), &SessionId::new("s"), &body).await.unwrap();
+    assert_eq!(
+        got.text(),
+        r#"{"created":1,"choices":[{"message":{"role":"assistant","content":"x","prompt_token_ids":[5, 6],"generation_token_ids":[11],"generation_log_probs":[-2.50]}}]}"#
+    );
+}
+
+#[tokio::test]
+async fn token_metadata_that_disagree_or_miss_are_errors() {
+    let choice = r#""message":{"role":"assistant","content":"x"},"logprobs":{"content":[{"token":"token_id:11","logprob":-2.5}]}"#;
+    for (chat, says) in [
+        (format!(r#"{{"prompt_token_ids":[1],"choices":[{{{choice}}}]}}"#), "missing: choice.token_ids"),
+        (format!(r#"{{"prompt_token_ids":[1],"choices":[{{"token_ids":[12],{choice}}}]}}"#), "disagree"),
+        (r#"{"choices":[{"message":{"role":"assistant","content":"x"}}]}"#.into(), "gave none"),
+        (r#"{"choices":[{"message":{"role":"assistant","prompt_token_ids":[1]}}]}"#.into(), "partial"),
+        (choice_with_token("11"), "token_id:<int>"),
+        (r#"{"choices":[]}"#.into(), "no `choices`"),
+    ] {
+        let mock = Mock::new(vec![answer(200, &chat)]).await;
+        let model = model(&mock, |config| config.return_token_id_information = true);
+        let error = ask(&model, r#"{"input":"x"}"#).await.unwrap_err();
+        assert_eq!(error.code(), Code::DataLoss, "{chat}");
+        assert!(error.to_string().contains(says), "{error}");
+    }
+}
+
+fn choice_with_token(token: &str) -> String {
+    format!(
+        r#"{{"choices":[{{"message":{{"role":"assistant"}},"logprobs":{{"content":[{{"token":"{token}","logprob":-1}}]}}}}]}}"#
+    )
+}
+
+#[tokio::test]
+async fn a_context_overflow_is_an_answer_that_was_cut() {
+    let overflow = r#"{"object":"error","message":"This model's maximum context length is 10 tokens."}"#;
+    let mock = Mock::new(vec![answer(400, overflow), answer(400, overflow), answer(400, "no such thing")]).await;
+    let (got, _) = ask(&model(&mock, |_| ()), r#"{"input":"x"}"#).await.unwrap();
+    assert_eq!(got["incomplete_details"]["reason"], "max_output_tokens");
+    assert_eq!(got["output"][0]["content"][0]["text"], "");
+    let strict = model(&mock, |config| config.propagate_context_overflow_errors = true);
+    assert_eq!(ask(&strict, r#"{"input":"x"}"#).await.unwrap_err().code(), Code::InvalidArgument);
+    assert_eq!(ask(&model(&mock, |_| ()), r#"{"input":"x"}"#).await.unwrap_err().code(), Code::InvalidArgument);
+}
+
+#[tokio::test]
+async fn what_chat_cannot_say_is_refused_before_the_engine_is_asked() {
+    let mock = Mock::new(Vec::new()).await;
+    let model = model(&mock, |_| ());
+    for (body, says) in [
+        (r#"{"input":"x","previous_response_id":"r"}"#, "previous_response_id"),
+        (r#"{"input":[{"type":"web_search_call"}]}"#, "web_search_call"),
+        (r#"{"input":"x","tools":[{"type":"web_search"}]}"#, "web_search"),
+        (r#"{"input":"x","tool_choice":"required"}"#, "at least one tool"),
+        (r#"{"input":"x","reasoning":{"summary":"auto"}}"#, "summary"),
+        (r#"{"input":"x","metadata":{"audio_path":"a.wav"}}"#, "audio"),
+    ] {
+        let error = ask(&model, body).await.unwrap_err();
+        assert!(error.to_string().contains(says), "{error}");
+    }
+    assert_eq!(mock.count(), 0);
+}
+
+#[tokio::test]
+async fn a_session_stays_with_one_engine_and_sessions_spread() {
+    let mut config = VllmModelConfig::new("", "m");
+    config.base_url = OneOrMany::Many(vec!["http://a:1/v1".into(), "http://b:1/v1".into()]);
+    let model = VllmModel::new(config, &world()).unwrap();
+    let engine = |session: u32| format!("{:?}", model.engine(&SessionId::new(session.to_string())));
+    assert_eq!(engine(1), engine(1));
+    let first = (0..100).filter(|session| engine(*session).contains("//a:1")).count();
+    assert!((20..80).contains(&first), "{first}");
+}
+
+#[tokio::test]
+async fn a_configuration_that_asks_for_more_than_there_is_names_the_key() {
+    let config: VllmModelConfig = serde_json::from_str(
+        r#"{"base_url":"http://a/v1","model":"m","entrypoint":"app.py","use_completions_api":true}"#,
+    )
+    .unwrap();
+    assert!(VllmModel::new(config, &world()).unwrap_err().to_string().contains("use_completions_api"));
+    let config: VllmModelConfig = serde_json::from_str(
+        r#"{"base_url":["http://a/v1"],"model":"m","endpoint_file":null,"use_completions_api":false}"#,
+    )
+    .unwrap();
+    assert!(VllmModel::new(config, &world()).is_ok());
+}
