@@ -91,5 +91,6 @@ fn instance(name: &str) -> Instance {
         implementation: String::new(),
         endpoints: vec![Endpoint::parse(&format!("mem://{name}")).unwrap()],
         incarnation: Incarnation(1),
+        labels: std::collections::BTreeMap::new(),
     }
 }

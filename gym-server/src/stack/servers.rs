@@ -9,6 +9,9 @@ use gym_client::config::InstanceConfig;
 use gym_core::{AgentServer, EnvironmentServer, Error, Handler, ModelServer, ResourcesServer, Result, ServerKind};
 use serde::de::DeserializeOwned;
 
+use crate::agent::SimpleAgent;
+use crate::model::{OpenAiModel, Policy, ScriptedModel, VllmModel};
+use crate::relay::Relay;
 use crate::role::{Agent, Environment, Model, Resources, Site};
 
 /// What an implementation is made of: one instance of the configuration.
@@ -69,10 +72,25 @@ impl Servers {
         Self::default()
     }
 
-    /// The SDK's own.
+    /// The SDK's own: `simple_agent`, the `legacy_agent` relay, `openai_model`, `vllm_model` and `scripted_model`.
     #[must_use]
     pub fn stock() -> Self {
         Self::none()
+            .agent("simple_agent", |build| Ok(SimpleAgent::new(build.settings()?, build.client.clone())))
+            .environment("legacy_agent", |build| Ok(Relay::new(build.settings()?, build.client.clone())))
+            .model("openai_model", |build| OpenAiModel::new(build.settings()?, &build.site.world))
+            .model("vllm_model", |build| VllmModel::new(build.settings()?, &build.site.world))
+            .model("scripted_model", |build| {
+                Ok(ScriptedModel::with_default_policy(build.settings()?, &build.site.world))
+            })
+    }
+
+    /// Has `scripted_model` answer by a policy of yours.
+    #[must_use]
+    pub fn scripted_policy(self, policy: impl Policy + Clone) -> Self {
+        self.model("scripted_model", move |build| {
+            Ok(ScriptedModel::new(build.settings()?, &build.site.world, policy.clone()))
+        })
     }
 
     /// Adds an environment's resources server under an implementation name.

@@ -1,0 +1,61 @@
+//! The examples' servers by implementation name: what a program of yours would hand to the command line or to a stack.
+
+use gym_core::RawObject;
+use gym_server::Servers;
+use gym_server::model::ScriptedItem;
+use serde::Deserialize;
+use serde_json::Value;
+
+use crate::choice::Choice;
+use crate::math::Math;
+use crate::nemo::{MultiStep, SessionState, SingleToolCall, ToolCallMultiReward};
+use crate::policy;
+use crate::warehouse::Warehouse;
+
+/// The SDK's stock servers, the three environments, the four ports of NeMo Gym's examples under their own names, and a
+/// `scripted_model` that plays the three.
+#[must_use]
+pub fn servers() -> Servers {
+    Servers::stock()
+        .scripted_policy(|request: &RawObject, _: &mut fastrand::Rng| play(request))
+        .resources("math", |_| Ok(Math))
+        .resources("warehouse", |_| Ok(Warehouse::default()))
+        .resources("choice", |_| Ok(Choice))
+        .resources("example_single_tool_call", |_| Ok(SingleToolCall))
+        .resources("example_multi_step", |_| Ok(MultiStep))
+        .resources("example_session_state_mgmt", |_| Ok(SessionState::default()))
+        .resources("example_tool_call_multireward", |_| Ok(ToolCallMultiReward))
+}
+
+/// One turn of the script. Its seed is the rollout's, which the collector gives with `--add-seed`: the same on every turn of an
+/// episode, another for each repeat.
+fn play(request: &RawObject) -> Vec<ScriptedItem> {
+    policy::answer(request, seed(request)).iter().map(item).collect()
+}
+
+fn item(item: &Value) -> ScriptedItem {
+    let text = |key: &str| item[key].as_str().unwrap_or_default().to_owned();
+    match item["type"].as_str() {
+        Some("function_call") => ScriptedItem::tool_call(text("name"), text("arguments")),
+        Some("reasoning") => {
+            ScriptedItem::Reasoning(item["summary"][0]["text"].as_str().unwrap_or_default().to_owned())
+        }
+        _ => ScriptedItem::message(item["content"][0]["text"].as_str().unwrap_or_default()),
+    }
+}
+
+/// `metadata.extra_body` is a JSON text, in which NeMo Gym's collectors put the seed; 0 where there is none.
+fn seed(request: &RawObject) -> u64 {
+    #[derive(Default, Deserialize)]
+    struct Metadata {
+        #[serde(default)]
+        extra_body: String,
+    }
+    #[derive(Default, Deserialize)]
+    struct Extra {
+        #[serde(default)]
+        seed: u64,
+    }
+    let metadata: Metadata = request.get_as("metadata").ok().flatten().unwrap_or_default();
+    serde_json::from_str::<Extra>(&metadata.extra_body).unwrap_or_default().seed
+}
