@@ -3,6 +3,8 @@
 
 pub mod agent;
 mod aggregate;
+#[cfg(feature = "cli")]
+pub mod cli;
 pub mod head;
 pub mod metrics;
 pub mod model;

@@ -387,6 +387,40 @@ fn unknown_implementation(instance: &InstanceConfig, servers: &Servers) -> Error
     ))
 }
 
+/// How an instance would run here.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(not(feature = "cli"), expect(dead_code, reason = "the command line asks"))]
+pub(crate) enum RunsAs {
+    /// In this process.
+    Native,
+    /// As a child, from this folder.
+    Python(PathBuf),
+}
+
+impl fmt::Display for RunsAs {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Native => f.write_str("native"),
+            Self::Python(folder) => write!(f, "python {}", folder.display()),
+        }
+    }
+}
+
+/// How an instance would run with these implementations and these folders of Python servers.
+///
+/// # Errors
+/// What starting it would say.
+#[cfg_attr(not(feature = "cli"), expect(dead_code, reason = "the command line asks"))]
+pub(crate) fn runs_as(instance: &InstanceConfig, servers: &Servers, roots: &[PathBuf]) -> Result<RunsAs> {
+    if servers.has(instance.kind, &instance.implementation) {
+        return Ok(RunsAs::Native);
+    }
+    if instance.entrypoint.is_none() {
+        return Err(unknown_implementation(instance, servers));
+    }
+    python::find(instance, roots).map(|(folder, _)| RunsAs::Python(folder))
+}
+
 /// Host and port of each live server that can be reached over HTTP.
 fn live(instances: &[Instance]) -> Vec<gym_client::config::LiveServer> {
     instances

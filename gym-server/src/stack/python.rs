@@ -155,7 +155,7 @@ impl Children {
 }
 
 /// The folder of a Python server and its entrypoint in it.
-fn find(instance: &InstanceConfig, roots: &[PathBuf]) -> Result<(PathBuf, PathBuf)> {
+pub(super) fn find(instance: &InstanceConfig, roots: &[PathBuf]) -> Result<(PathBuf, PathBuf)> {
     let entrypoint = PathBuf::from(instance.entrypoint.as_deref().unwrap_or("app.py"));
     let folder = instance.folder();
     let looked: Vec<PathBuf> = roots.iter().map(|root| root.join(&folder)).collect();

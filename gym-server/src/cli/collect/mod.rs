@@ -1,0 +1,134 @@
+//! `rgym collect`: rollouts from servers that run, or from the servers of a configuration that live as long as it collects.
+
+mod progress;
+mod settings;
+mod summary;
+
+use std::process::ExitCode;
+use std::time::Duration;
+
+use gym_client::collect::{RolloutCollector, ServerNames, connect_head};
+use gym_client::{ServerClient, Transports};
+use gym_core::{InProcess, World};
+use tokio_util::sync::CancellationToken;
+
+use super::args::CollectArgs;
+use super::config::{Loaded, Need, load, nothing_named};
+use super::console::{self, Console};
+use super::run::options;
+use super::stop::Stop;
+use super::{FAILED, Failure, INCOMPLETE, Outcome, head};
+use crate::stack::{Servers, Stack, StackOptions};
+
+pub(super) async fn collect(
+    args: CollectArgs,
+    overrides: &[String],
+    head_typed: bool,
+    servers: &Servers,
+    console: &Console,
+) -> Outcome {
+    let serves = !args.no_serve && (args.serve || !args.sources.files.is_empty());
+    if serves && head_typed {
+        return Err(Failure::Usage(
+            "--head-url names servers that run, but a configuration is named, whose servers would be started\n  fix: add \
+             --no-serve to collect from the servers that run, or leave --head-url out"
+                .to_owned(),
+        ));
+    }
+    let need = if serves { Need::Servers(&[]) } else { Need::Values };
+    let loaded = load(&args.sources, overrides, servers, need).await?;
+    if serves && loaded.config.instances.is_empty() {
+        return Err(nothing_named("serve"));
+    }
+    loaded.config.warnings.iter().for_each(|warning| console.warn(warning));
+    let options = settings::read(&args, &loaded, overrides, |warning| console.warn(warning))?;
+    let world = World::real();
+    let stop = Stop::listen()?;
+    let mut stack = None;
+    let prepared = tokio::select! {
+        biased;
+        () = stop.orderly.cancelled() => Err(Failure::Failed("stopped before the first rollout".to_owned())),
+        prepared = Box::pin(prepare(&args, &loaded, overrides, head_typed, servers, console, serves, &world, &mut stack))
+            => prepared,
+    };
+    let (client, names) = prepared?;
+    let collector = RolloutCollector::new(client, names, world);
+    let began = tokio::time::Instant::now();
+    let ended = CancellationToken::new();
+    let shown = tokio::spawn(progress::show(
+        collector.progress(),
+        args.progress,
+        console.clone(),
+        args.stop_grace,
+        stop.orderly.clone(),
+        ended.clone(),
+    ));
+    let collected = tokio::select! {
+        biased;
+        () = stop.at_once.cancelled() => None,
+        collected = Box::pin(collector.collect(options, stop.orderly.clone())) => Some(collected),
+    };
+    ended.cancel();
+    // It only draws: what it could not draw is not missed.
+    let _ = shown.await;
+    let outcome = match collected {
+        None => {
+            console.line("stopped at once; what was recorded stays, and --resume goes on from there");
+            return Ok(ExitCode::from(FAILED));
+        }
+        Some(collected) => collected?,
+    };
+    outcome.warnings.iter().for_each(|warning| console.warn(warning));
+    console::print(&summary::text(&outcome, began.elapsed()));
+    if let Some(advice) = summary::advice(&outcome) {
+        console.line(&advice);
+    }
+    if let Some(stack) = stack {
+        tokio::select! {
+            biased;
+            () = stop.at_once.cancelled() => {}
+            () = Box::pin(Stack::stop(stack)) => {}
+        }
+    }
+    match (outcome.is_complete(), &outcome.aggregate_error) {
+        (_, Some(error)) => Err(Failure::Failed(format!(
+            "the rollouts are recorded, but there are no statistics: {error}\n  fix: the same command with --resume asks for \
+             them again; --disable-aggregation does without"
+        ))),
+        (true, None) => Ok(ExitCode::SUCCESS),
+        (false, None) => Ok(ExitCode::from(INCOMPLETE)),
+    }
+}
+
+#[allow(clippy::too_many_arguments)] // The parts of one start, used once.
+async fn prepare(
+    args: &CollectArgs,
+    loaded: &Loaded,
+    overrides: &[String],
+    head_typed: bool,
+    servers: &Servers,
+    console: &Console,
+    serves: bool,
+    world: &World,
+    stack: &mut Option<Stack>,
+) -> Result<(ServerClient, ServerNames), Failure> {
+    if serves {
+        let concurrency = args.concurrency.map_or(0, |concurrency| concurrency as usize);
+        let options = StackOptions {
+            // The rollouts are over by then: what still runs is nobody's.
+            stop_grace: Duration::from_secs(5),
+            in_process_calls_max: StackOptions::default().in_process_calls_max.max(concurrency.saturating_mul(2)),
+            ..options(loaded, &args.starting, console)
+        };
+        let started = stack.insert(Stack::start(loaded.config.clone(), servers, world, options).await?);
+        return Ok((started.client().clone(), ServerNames::of_config(&loaded.config)));
+    }
+    let head = head::endpoint(args.head_url.as_deref(), head_typed, overrides, &loaded.config)?;
+    let transports = Transports::from_features(InProcess::new());
+    connect_head(&head, transports, world).await.map_err(|error| {
+        Failure::Failed(format!(
+            "{error}\n  fix: start servers with `rgym run`, name their head with --head-url or HEAD_SERVER_URL, or name a \
+             configuration to start with --config"
+        ))
+    })
+}

@@ -1,0 +1,170 @@
+//! Shows how a collection goes: a bar on a terminal, a line every few seconds elsewhere.
+
+use std::collections::VecDeque;
+use std::fmt::Write;
+use std::io::IsTerminal;
+use std::sync::Arc;
+use std::time::Duration;
+
+use gym_client::collect::{Progress, Snapshot};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use tokio::time::{Instant, MissedTickBehavior, interval};
+use tokio_util::sync::CancellationToken;
+
+use crate::cli::args::ProgressMode;
+use crate::cli::console::Console;
+
+/// Often enough to look alive.
+const BAR_EVERY: Duration = Duration::from_millis(100);
+/// Seldom enough for a log file.
+const LINE_EVERY: Duration = Duration::from_secs(5);
+/// The rate is that of the last while: what a slow start took says nothing about the rest.
+const RATE_WINDOW: Duration = Duration::from_secs(15);
+
+/// Shows `progress` until `ended` fires, and says so once when `stop` does.
+pub(super) async fn show(
+    progress: Arc<Progress>,
+    mode: ProgressMode,
+    console: Console,
+    stop_grace: Duration,
+    stop: CancellationToken,
+    ended: CancellationToken,
+) {
+    let bar = match mode {
+        ProgressMode::Bar => true,
+        ProgressMode::Auto => std::io::stderr().is_terminal(),
+        ProgressMode::Plain | ProgressMode::None => false,
+    };
+    let every = if bar { BAR_EVERY } else { LINE_EVERY };
+    let bar = bar.then(|| {
+        let bar = ProgressBar::with_draw_target(Some(0), ProgressDrawTarget::stderr());
+        // The template is a constant with known keys; a bar in the default style would be no reason to fail.
+        if let Ok(style) = ProgressStyle::with_template("{bar:30} {msg}") {
+            bar.set_style(style);
+        }
+        console.keep_below(&bar);
+        bar
+    });
+    let mut ticks = interval(every);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut rate = Rate::default();
+    let mut stopping = false;
+    loop {
+        tokio::select! {
+            biased;
+            () = ended.cancelled() => break,
+            () = stop.cancelled(), if !stopping => {
+                stopping = true;
+                let in_flight = progress.snapshot().in_flight;
+                console.line(&format!(
+                    "stopping: {in_flight} rollouts under way have up to {stop_grace:?}; the same signal again stops at once"
+                ));
+            }
+            now = ticks.tick() => {
+                let snapshot = progress.snapshot();
+                rate.add(now, snapshot.completed + snapshot.given_up);
+                match &bar {
+                    Some(bar) => {
+                        bar.set_length(snapshot.total);
+                        bar.set_position(snapshot.done());
+                        bar.set_message(line(&snapshot, rate.per_second()));
+                    }
+                    // Nothing to say before the rows are counted.
+                    None if mode != ProgressMode::None && snapshot.total > 0 => {
+                        console.line(&line(&snapshot, rate.per_second()));
+                    }
+                    None => {}
+                }
+            }
+        }
+    }
+    console.clear();
+}
+
+/// Rollouts per second over the last while.
+#[derive(Debug, Default)]
+struct Rate {
+    seen: VecDeque<(Instant, u64)>,
+}
+
+impl Rate {
+    fn add(&mut self, now: Instant, done: u64) {
+        self.seen.push_back((now, done));
+        // The oldest stays until the next one is old as well, so that the window is full.
+        while self.seen.get(1).is_some_and(|(at, _)| now.duration_since(*at) >= RATE_WINDOW) {
+            self.seen.pop_front();
+        }
+    }
+
+    fn per_second(&self) -> Option<f64> {
+        let ((began, before), (now, done)) = (self.seen.front()?, self.seen.back()?);
+        let took = now.duration_since(*began).as_secs_f64();
+        (took > 0.0).then(|| done.saturating_sub(*before) as f64 / took)
+    }
+}
+
+/// `120/1000 rollouts (12.0%), 350.2/s, mean reward 0.532, 16 in flight, 3 failed, ETA 00:00:02`.
+fn line(snapshot: &Snapshot, rate: Option<f64>) -> String {
+    let (done, total) = (snapshot.done(), snapshot.total);
+    let mut text = format!("{done}/{total} rollouts");
+    // Writing to a string cannot fail.
+    if total > 0 {
+        let _ = write!(text, " ({:.1}%)", 100.0 * done as f64 / total as f64);
+    }
+    if let Some(rate) = rate {
+        let _ = write!(text, ", {rate:.1}/s");
+    }
+    if let Some(mean) = snapshot.mean_reward() {
+        let _ = write!(text, ", mean reward {mean:.3}");
+    }
+    let _ = write!(text, ", {} in flight", snapshot.in_flight);
+    let failed = snapshot.given_up + snapshot.already_given_up;
+    if failed > 0 {
+        let _ = write!(text, ", {failed} failed");
+    }
+    if let Some(rate) = rate.filter(|rate| *rate > 0.0)
+        && done < total
+    {
+        let seconds = ((total - done) as f64 / rate).ceil() as u64;
+        let _ = write!(text, ", ETA {:02}:{:02}:{:02}", seconds / 3_600, seconds / 60 % 60, seconds % 60);
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use gym_client::collect::Score;
+
+    use super::*;
+
+    #[test]
+    fn the_line_says_how_far_how_fast_how_well_and_how_long() {
+        let score = Score { count: 100, reward_sum: 53.2, unscored: 0 };
+        let snapshot = Snapshot {
+            total: 1_000,
+            completed: 100,
+            already_completed: 17,
+            given_up: 3,
+            in_flight: 16,
+            scores: BTreeMap::from([(Arc::from("a"), score)]),
+            ..Snapshot::default()
+        };
+        let expected = "120/1000 rollouts (12.0%), 0.5/s, mean reward 0.532, 16 in flight, 3 failed, ETA 00:29:20";
+        assert_eq!(line(&snapshot, Some(0.5)), expected);
+        assert_eq!(line(&Snapshot::default(), None), "0/0 rollouts, 0 in flight");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_rate_forgets_what_is_long_ago() {
+        let mut rate = Rate::default();
+        let began = Instant::now();
+        for second in 0..=60 {
+            // Nothing for half a minute, then ten a second.
+            rate.add(began + Duration::from_secs(second), 10 * second.saturating_sub(30));
+        }
+        assert_eq!(rate.per_second(), Some(10.0));
+        assert_eq!(rate.seen.len(), 16);
+    }
+}

@@ -1,0 +1,383 @@
+//! What to collect: the command's options first, then the keys that NeMo Gym's collector reads from the configuration.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use gym_client::collect::prompt::PromptTemplate;
+use gym_client::collect::source::{MaterializeOptions, Repeats, Routing};
+use gym_client::collect::{CollectOptions, DriverOptions};
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Value};
+
+use crate::cli::Failure;
+use crate::cli::args::CollectArgs;
+use crate::cli::config::{Loaded, find_file};
+
+/// Keys that are read here.
+const READ: [&str; 17] = [
+    "agent_name",
+    "input_jsonl_fpath",
+    "output_jsonl_fpath",
+    "num_repeats",
+    "num_repeats_add_seed",
+    "interleave_repeats",
+    "num_samples_in_parallel",
+    "limit",
+    "resume_from_cache",
+    "prompt_config",
+    "responses_create_params",
+    "agent_map",
+    "fan_out",
+    "disable_aggregation",
+    "environment_routing_mode",
+    "environment_server_name",
+    "environment_server_routes",
+];
+
+/// Keys of NeMo Gym's that ask for what this collector does anyway, or that change nothing in its files.
+const GRANTED: [&str; 8] = [
+    "max_resident_rollout_tasks",
+    "retain_results_in_memory",
+    "route_failures_to_sidecar",
+    "require_complete",
+    "disable_health_check",
+    "health_check_workers",
+    "health_check_ignored_checks",
+    "head_server",
+];
+
+/// Keys of NeMo Gym's that would change what is collected, and that this collector does not have yet.
+const REFUSED: [&str; 10] = [
+    "skills",
+    "rollout_collection_driver",
+    "count_failure_classes_as_zero",
+    "count_missing_rollouts_as_zero",
+    "dispatch_budget_s",
+    "drain_margin_s",
+    "dispatch_longest_first",
+    "retry_terminal_timeouts",
+    "retry_invalid_judge_responses",
+    "upload_rollouts",
+];
+
+/// A name this near to a known one is a slip of the keyboard.
+const NEAR: f64 = 0.8;
+
+/// Puts options and configuration together.
+pub(super) fn read(
+    args: &CollectArgs,
+    loaded: &Loaded,
+    overrides: &[String],
+    mut warn: impl FnMut(String),
+) -> Result<CollectOptions, Failure> {
+    let keys = Keys(&loaded.config.merged);
+    if let Some(key) = REFUSED.into_iter().find(|key| keys.asks_for(key)) {
+        return Err(Failure::Usage(format!("{key} is not supported yet\n  fix: remove it")));
+    }
+    slips(overrides, &mut warn);
+    let input = match &args.input {
+        Some(input) => input.clone(),
+        None => {
+            let input: PathBuf = keys.get("input_jsonl_fpath")?.ok_or_else(|| no_input(loaded))?;
+            find_file(&input, &loaded.roots)
+        }
+    };
+    let output = args.output.clone().map_or_else(|| keys.get("output_jsonl_fpath"), |output| Ok(Some(output)))?;
+    let output = output.ok_or_else(|| missing("where the rollouts go", "--output FILE", "output_jsonl_fpath"))?;
+    if output.file_name().is_none() {
+        return Err(Failure::Usage(format!("--output {}: it is not the name of a file", output.display())));
+    }
+    let mut options = CollectOptions::new(&input, output);
+    options.resume = args.resume || keys.flag("resume_from_cache")?;
+    options.aggregate = !(args.disable_aggregation || keys.flag("disable_aggregation")?);
+    options.materialize = materialize(args, &keys, loaded, &input)?;
+    options.driver = driver(args, &keys)?;
+    Ok(options)
+}
+
+fn materialize(
+    args: &CollectArgs,
+    keys: &Keys<'_>,
+    loaded: &Loaded,
+    input: &Path,
+) -> Result<MaterializeOptions, Failure> {
+    let usage = |error: &dyn std::fmt::Display| Failure::Usage(error.to_string());
+    let mut options = MaterializeOptions::new(input.display().to_string());
+    options.limit = args.limit.map_or_else(|| keys.get("limit"), |limit| Ok(Some(limit)))?;
+    options.agent_map = keys.get("agent_map")?.unwrap_or_default();
+    options.fan_out = keys.get("fan_out")?.unwrap_or_default();
+    options.repeats = match (args.num_repeats, keys.value("num_repeats")) {
+        (Some(repeats), _) => Repeats::Each(repeats),
+        (None, None) => Repeats::Each(1),
+        (None, Some(Value::Object(_))) => {
+            Repeats::PerAgent(keys.get::<BTreeMap<String, u32>>("num_repeats")?.unwrap_or_default())
+        }
+        (None, Some(_)) => Repeats::Each(keys.get("num_repeats")?.unwrap_or(1)),
+    };
+    options.add_seed = args.add_seed || keys.flag("num_repeats_add_seed")?;
+    options.interleave = args.interleave_repeats || keys.flag("interleave_repeats")?;
+    options.overrides = keys.get::<Map<String, Value>>("responses_create_params")?.unwrap_or_default();
+    let typed = [
+        ("temperature", args.temperature.map(Value::from)),
+        ("top_p", args.top_p.map(Value::from)),
+        ("max_output_tokens", args.max_output_tokens.map(Value::from)),
+    ];
+    for (key, value) in typed {
+        if let Some(value) = value {
+            options.overrides.insert(key.to_owned(), value);
+        }
+    }
+    let prompt = args.prompt_config.clone().map_or_else(|| keys.get("prompt_config"), |path| Ok(Some(path)))?;
+    if let Some(prompt) = prompt {
+        let path = find_file(&prompt, &loaded.roots);
+        let name = path.display().to_string();
+        let text = std::fs::read_to_string(&path)
+            .map_err(|error| Failure::Usage(format!("prompt file {name} cannot be read: {error}")))?;
+        options.prompt = Some(PromptTemplate::from_yaml(&text, &name).map_err(|error| usage(&error))?);
+    }
+    options.environment_server_routes = keys.get("environment_server_routes")?.unwrap_or_default();
+    options.routing = match keys.get::<String>("environment_routing_mode")?.as_deref() {
+        None | Some("agent") => Routing::Agent,
+        Some("taskset") => Routing::Taskset,
+        Some("legacy") => Routing::Legacy(keys.get("environment_server_name")?.ok_or_else(|| {
+            Failure::Usage(
+                "environment_routing_mode is legacy, which needs a server\n  fix: add +environment_server_name=NAME"
+                    .to_owned(),
+            )
+        })?),
+        Some(other) => {
+            return Err(Failure::Usage(format!(
+                "environment_routing_mode: there is no mode `{other}`\n  fix: use agent, legacy or taskset"
+            )));
+        }
+    };
+    let agent = args.agent.clone().map_or_else(|| keys.get("agent_name"), |agent| Ok(Some(agent)))?;
+    match agent {
+        Some(agent) => options.with_agent(&agent).map_err(|error| usage(&error)),
+        None => Ok(options),
+    }
+}
+
+fn driver(args: &CollectArgs, keys: &Keys<'_>) -> Result<DriverOptions, Failure> {
+    let default = DriverOptions::default();
+    let concurrency: Option<u32> =
+        args.concurrency.map_or_else(|| keys.get("num_samples_in_parallel"), |concurrency| Ok(Some(concurrency)))?;
+    if concurrency == Some(0) {
+        return Err(Failure::Usage(
+            "num_samples_in_parallel: 0 rollouts at once would never finish\n  fix: use 1 or more, or leave it out"
+                .to_owned(),
+        ));
+    }
+    Ok(DriverOptions {
+        concurrency: concurrency.map_or(default.concurrency, |concurrency| concurrency as usize),
+        attempts_max: args.attempts.unwrap_or(default.attempts_max),
+        attempt_timeout: args.attempt_timeout,
+        stop_grace: args.stop_grace,
+        ..default
+    })
+}
+
+/// The merged configuration's top level.
+struct Keys<'a>(&'a Value);
+
+impl Keys<'_> {
+    fn value(&self, key: &str) -> Option<&Value> {
+        self.0.get(key).filter(|value| !value.is_null())
+    }
+
+    fn get<T: DeserializeOwned>(&self, key: &str) -> Result<Option<T>, Failure> {
+        let Some(value) = self.value(key) else { return Ok(None) };
+        T::deserialize(value).map(Some).map_err(|error| {
+            Failure::Usage(format!(
+                "{key}: {error}\n  fix: correct it in the configuration, or override it with ++{key}=…"
+            ))
+        })
+    }
+
+    fn flag(&self, key: &str) -> Result<bool, Failure> {
+        Ok(self.get(key)?.unwrap_or_default())
+    }
+
+    /// Whether a key is there and asks for something: not `false`, `[]` or `{}`.
+    fn asks_for(&self, key: &str) -> bool {
+        self.value(key).is_some_and(|value| match value {
+            Value::Bool(flag) => *flag,
+            Value::Array(items) => !items.is_empty(),
+            Value::Object(map) => map.values().any(|value| !value.is_null()),
+            _ => true,
+        })
+    }
+}
+
+/// Warns of overrides whose key is nearly one that is read: it would do nothing, silently.
+fn slips(overrides: &[String], warn: &mut impl FnMut(String)) {
+    for text in overrides {
+        let key = text.trim_start_matches(['"', '\'', '+']).split(['=', '.']).next().unwrap_or_default();
+        let known = || READ.iter().chain(&GRANTED).chain(&REFUSED).copied();
+        if known().any(|name| name == key) {
+            continue;
+        }
+        let score = |name: &&str| strsim::normalized_damerau_levenshtein(key, name);
+        let nearest = known().max_by(|a, b| score(a).total_cmp(&score(b)));
+        if let Some(name) = nearest.filter(|name| score(name) >= NEAR) {
+            warn(format!("{text}: nothing here reads {key}; did you mean {name}?"));
+        }
+    }
+}
+
+fn missing(what: &str, option: &str, key: &str) -> Failure {
+    Failure::Usage(format!("it is not said {what}\n  fix: add {option} (or +{key}=…)"))
+}
+
+/// The configuration's data sets are named, because they are what is probably meant.
+fn no_input(loaded: &Loaded) -> Failure {
+    let Failure::Usage(mut text) = missing("which tasks to run", "--input FILE", "input_jsonl_fpath") else {
+        unreachable!("a missing option is a usage error")
+    };
+    let datasets = loaded.config.instances.iter().flat_map(|instance| &instance.datasets);
+    let files: Vec<&str> = datasets.map(|dataset| dataset.jsonl_fpath.as_str()).collect();
+    if !files.is_empty() {
+        text.push_str(&format!("; the configuration's data sets are {}", files.join(", ")));
+    }
+    Failure::Usage(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+    use gym_client::config::{ConfigLoader, Overrides};
+
+    use super::*;
+    use crate::cli::args::{Cli, Command};
+    use crate::cli::{args, words};
+
+    fn settings(line: &[&str]) -> Result<(CollectOptions, Vec<String>), Failure> {
+        let typed = words::translate(line.iter().map(std::ffi::OsString::from), &args::valued_options())?;
+        let cli = Cli::try_parse_from(&typed.arguments).expect("clap takes the line");
+        let Command::Collect(args) = cli.command else { panic!("not a collection") };
+        let folder = tempfile::tempdir().expect("a folder");
+        let overrides = Overrides::parse(&typed.overrides)?;
+        let config = ConfigLoader::new(folder.path()).load(&[] as &[&str], &overrides)?;
+        let loaded = Loaded { config, python: None, roots: Vec::new() };
+        let mut warnings = Vec::new();
+        let options = read(&args, &loaded, &typed.overrides, |warning| warnings.push(warning))?;
+        Ok((options, warnings))
+    }
+
+    fn refused(line: &[&str]) -> String {
+        let line = [&["rgym", "collect", "-i", "i.jsonl", "-o", "o.jsonl"], line].concat();
+        match settings(&line) {
+            Err(Failure::Usage(text)) => text,
+            other => panic!("{line:?}: {other:?}"),
+        }
+    }
+
+    #[test]
+    fn nemo_gyms_keys_and_our_options_ask_for_the_same_collection() {
+        let (theirs, warnings) = settings(&[
+            "ng_collect_rollouts",
+            "+agent_name=math",
+            "+input_jsonl_fpath=in.jsonl",
+            "+output_jsonl_fpath=out.jsonl",
+            "+num_repeats=4",
+            "+num_samples_in_parallel=16",
+            "+limit=10",
+            "+resume_from_cache=true",
+            "+num_repeats_add_seed=true",
+            "+interleave_repeats=true",
+            "+disable_aggregation=true",
+            "+responses_create_params.temperature=0.5",
+            "+responses_create_params.max_output_tokens=64",
+            "+head_server.host=127.0.0.1",
+            "+head_server.port=11000",
+            "+retain_results_in_memory=false",
+        ])
+        .unwrap();
+        assert_eq!(warnings, [] as [&str; 0]);
+        let (ours, _) = settings(&[
+            "rgym",
+            "collect",
+            "--agent",
+            "math",
+            "--input",
+            "in.jsonl",
+            "--output",
+            "out.jsonl",
+            "--num-repeats",
+            "4",
+            "--concurrency",
+            "16",
+            "--limit",
+            "10",
+            "--resume",
+            "--add-seed",
+            "--interleave-repeats",
+            "--disable-aggregation",
+            "--temperature",
+            "0.5",
+            "--max-output-tokens",
+            "64",
+            "--head-url",
+            "http://127.0.0.1:11000",
+        ])
+        .unwrap();
+        assert_eq!(format!("{theirs:?}"), format!("{ours:?}"));
+        assert_eq!((ours.driver.concurrency, ours.materialize.limit), (16, Some(10)));
+        assert_eq!(ours.materialize.agent_map["_default"], "math");
+        assert_eq!(ours.materialize.repeats, Repeats::Each(4));
+        assert!(ours.resume && !ours.aggregate && ours.materialize.add_seed && ours.materialize.interleave);
+    }
+
+    #[test]
+    fn maps_of_agents_are_read() {
+        let (options, _) = settings(&[
+            "rgym",
+            "collect",
+            "-i",
+            "i",
+            "-o",
+            "o",
+            "+num_repeats={a: 2, _default: 1}",
+            "+agent_map={a: b}",
+            "+fan_out={b: [c, d]}",
+            "+environment_routing_mode=legacy",
+            "+environment_server_name=e",
+        ])
+        .unwrap();
+        let repeats = BTreeMap::from([("_default".to_owned(), 1), ("a".to_owned(), 2)]);
+        assert_eq!(options.materialize.repeats, Repeats::PerAgent(repeats));
+        assert_eq!(options.materialize.agent_map["a"], "b");
+        assert_eq!(options.materialize.fan_out["b"], ["c", "d"]);
+        assert_eq!(options.materialize.routing, Routing::Legacy("e".to_owned()));
+    }
+
+    #[test]
+    fn what_is_wrong_is_named_with_its_key_and_its_fix() {
+        for (line, why) in [
+            (&["+num_repeats=many"][..], "num_repeats: invalid type"),
+            (&["+limit=-1"], "limit: invalid value"),
+            (&["+num_samples_in_parallel=0"], "0 rollouts at once"),
+            (&["+skills.path=skills"], "skills is not supported yet"),
+            (&["+environment_routing_mode=magic"], "use agent, legacy or taskset"),
+            (&["+environment_routing_mode=legacy"], "+environment_server_name=NAME"),
+            (&["--prompt-config", "no-such-prompt.yaml"], "no-such-prompt.yaml cannot be read"),
+            (&["--agent", "a", "+agent_map._default=b"], "conflicts with agent_map._default"),
+        ] {
+            let text = refused(line);
+            assert!(text.contains(why), "{line:?}: {text}");
+        }
+        for (line, fix) in
+            [(&["rgym", "collect"][..], "--input FILE"), (&["rgym", "collect", "-i", "i"], "--output FILE")]
+        {
+            let Err(Failure::Usage(text)) = settings(line) else { panic!("{line:?}") };
+            assert!(text.contains(fix), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_key_that_is_nearly_one_of_ours_is_warned_about() {
+        let (_, warnings) =
+            settings(&["rgym", "collect", "-i", "i", "-o", "o", "+num_repeat=4", "+policy_model_name=m"]).unwrap();
+        assert_eq!(warnings, ["+num_repeat=4: nothing here reads num_repeat; did you mean num_repeats?"]);
+    }
+}

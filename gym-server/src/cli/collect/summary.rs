@@ -1,0 +1,123 @@
+//! What a collection came to, for the user to read.
+
+use std::fmt::Write;
+use std::time::Duration;
+
+use gym_client::collect::{Collected, Ended};
+
+use crate::cli::console::table;
+
+/// The tables and the files.
+pub(super) fn text(collected: &Collected, took: Duration) -> String {
+    let snapshot = &collected.snapshot;
+    let mut text = String::new();
+    // Writing to a string cannot fail.
+    if !snapshot.scores.is_empty() {
+        let rows = snapshot.scores.iter().map(|(agent, score)| {
+            let mean =
+                if score.count == 0 { "-".to_owned() } else { format!("{:.4}", score.reward_sum / score.count as f64) };
+            [agent.to_string(), (score.count + score.unscored).to_string(), mean, score.unscored.to_string()]
+        });
+        let _ = writeln!(text, "{}\n", table(["agent", "rollouts", "mean reward", "without reward"], rows));
+    }
+    if !snapshot.failures.is_empty() {
+        let rows = snapshot.failures.iter().map(|(class, count)| [class.as_str().to_owned(), count.to_string()]);
+        let _ = writeln!(text, "{}\n", table(["failure", "attempts"], rows));
+    }
+    let _ = write!(text, "{} of {} rollouts are recorded", recorded(collected), snapshot.total);
+    if snapshot.already_completed > 0 {
+        let _ = write!(text, " ({} of them by earlier runs)", snapshot.already_completed);
+    }
+    let failed = snapshot.given_up + snapshot.already_given_up;
+    if failed > 0 {
+        let _ = write!(text, ", {failed} failed");
+    }
+    let open = snapshot.total.saturating_sub(snapshot.done());
+    if open > 0 {
+        let _ = write!(text, ", {open} are open");
+    }
+    let seconds = took.as_secs_f64();
+    let rate = if seconds > 0.0 { snapshot.completed as f64 / seconds } else { 0.0 };
+    let _ = writeln!(text, "; {seconds:.1} s, {rate:.1} rollouts/s");
+    let files = &collected.files;
+    let written = [
+        ("rollouts", &files.rollouts, true),
+        ("failures", &files.failures, failed > 0 || !snapshot.failures.is_empty()),
+        ("inputs", &files.materialized, true),
+        ("statistics", &files.aggregate, collected.ended == Ended::Exhausted && files.aggregate.exists()),
+    ];
+    for (what, path, show) in written {
+        if show {
+            let _ = writeln!(text, "{what:<10}  {}", path.display());
+        }
+    }
+    text.truncate(text.trim_end().len());
+    text
+}
+
+/// What to do when something is missing.
+pub(super) fn advice(collected: &Collected) -> Option<String> {
+    let snapshot = &collected.snapshot;
+    if collected.is_complete() {
+        return None;
+    }
+    let open = snapshot.total.saturating_sub(snapshot.done());
+    Some(match collected.ended {
+        Ended::Stopped => {
+            format!("stopped with {open} rollouts open; the same command with --resume goes on from here")
+        }
+        Ended::Exhausted => format!(
+            "{} rollouts failed; see {}, and run the same command with --resume to try again those with attempts left",
+            snapshot.total - recorded(collected),
+            collected.files.failures.display()
+        ),
+    })
+}
+
+fn recorded(collected: &Collected) -> u64 {
+    collected.snapshot.completed + collected.snapshot.already_completed
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+    use std::sync::Arc;
+
+    use gym_client::collect::{OutputFiles, Score, Snapshot};
+    use gym_core::FailureClass;
+
+    use super::*;
+
+    fn collected(ended: Ended, completed: u64, given_up: u64) -> Collected {
+        let score = Score { count: completed, reward_sum: completed as f64 / 2.0, unscored: 0 };
+        let snapshot = Snapshot {
+            total: 10,
+            completed,
+            given_up,
+            scores: BTreeMap::from([(Arc::from("math"), score)]),
+            failures: BTreeMap::from([(FailureClass::AgentRunError, given_up)]),
+            ..Snapshot::default()
+        };
+        let files = OutputFiles::beside("out/r.jsonl");
+        Collected { files, ended, snapshot, warnings: Vec::new(), aggregate_error: None }
+    }
+
+    #[test]
+    fn it_names_agents_failures_counts_and_files() {
+        let text = text(&collected(Ended::Exhausted, 8, 2), Duration::from_secs(4));
+        let words: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
+        assert!(words.contains(&vec!["math", "8", "0.5000", "0"]), "{text}");
+        assert!(words.contains(&vec!["agent_run_error", "2"]), "{text}");
+        assert!(text.contains("8 of 10 rollouts are recorded, 2 failed; 4.0 s, 2.0 rollouts/s"), "{text}");
+        assert!(text.contains("out/r_failures.jsonl") && text.contains("out/r.jsonl"), "{text}");
+    }
+
+    #[test]
+    fn what_is_missing_comes_with_the_way_to_go_on() {
+        assert_eq!(advice(&collected(Ended::Exhausted, 10, 0)), None);
+        let stopped = advice(&collected(Ended::Stopped, 4, 1)).unwrap();
+        assert!(stopped.contains("5 rollouts open") && stopped.contains("--resume"), "{stopped}");
+        let failed = advice(&collected(Ended::Exhausted, 8, 2)).unwrap();
+        assert!(failed.contains("2 rollouts failed") && failed.contains("r_failures.jsonl"), "{failed}");
+    }
+}

@@ -1,0 +1,227 @@
+//! Loads the configuration that a command names; `rgym config check` and `rgym config show`.
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use gym_client::config::{ConfigError, ConfigLoader, GymConfig, InstanceConfig, Mistake, Overrides, free_port};
+use serde_json::Value;
+
+use super::args::{CheckArgs, ConfigCommand, ShowArgs, ShowFormat, Sources};
+use super::console::{self, Console};
+use super::python::Interpreter;
+use super::{Failure, Outcome};
+use crate::stack::{self, Servers};
+
+/// A configuration, and where its Python servers are found.
+#[derive(Debug)]
+pub(super) struct Loaded {
+    pub(super) config: GymConfig,
+    /// The interpreter, if something needs it.
+    pub(super) python: Option<Interpreter>,
+    /// Folders in which Python servers and relative paths are looked for, first match wins.
+    pub(super) roots: Vec<PathBuf>,
+}
+
+/// What a command needs of the configuration.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Need<'a> {
+    /// Its values.
+    Values,
+    /// Where each server would run.
+    Places,
+    /// Servers that run: these, or all when none is named. Each gets a port.
+    Servers(&'a [String]),
+}
+
+/// Reads the files that `sources` and `overrides` name.
+pub(super) async fn load(
+    sources: &Sources,
+    overrides: &[String],
+    servers: &Servers,
+    need: Need<'_>,
+) -> Result<Loaded, Failure> {
+    let overrides = Overrides::parse(overrides.iter().cloned().chain(shorthands(sources)))?;
+    let working_dir = std::env::current_dir()
+        .map_err(|error| Failure::Usage(format!("the working folder cannot be found: {error}")))?;
+    let searched = search_dirs(sources);
+    let read = |python: Option<&Interpreter>| {
+        let mut loader = ConfigLoader::new(&working_dir).search_dirs(&searched);
+        if let Some(python) = python {
+            let version = Value::from(python.version.as_str());
+            loader = loader.installed_dirs(&python.roots).default_value("python_version", version);
+        }
+        if let Need::Servers(_) = need {
+            let mut random = fastrand::Rng::new();
+            loader = loader.pick_port(move |wish| free_port(wish, &mut random));
+        }
+        loader.load(&sources.files, &overrides)
+    };
+    let first = read(None);
+    let mut python = None;
+    let config = match first {
+        // Perhaps it is one of the files that come with nemo-gym.
+        Err(ConfigError::Invalid(problems)) if problems.iter().any(|p| p.mistake == Mistake::File) => {
+            let error = ConfigError::Invalid(problems);
+            match Interpreter::find(sources.python.as_deref()).await {
+                Ok(found) => python.insert(found),
+                Err(why) if sources.python.is_some() => return Err(Failure::Usage(why)),
+                Err(why) => return Err(Failure::Usage(format!("{error}\n  nor among NeMo Gym's own files: {why}"))),
+            };
+            read(python.as_ref())?
+        }
+        first => {
+            let config = first?;
+            let wanted = |instance: &&InstanceConfig| match need {
+                Need::Values => false,
+                Need::Places => true,
+                Need::Servers(only) => only.is_empty() || only.contains(&instance.name),
+            };
+            let foreign = config.instances.iter().filter(wanted).find(|instance| {
+                instance.entrypoint.is_some() && !servers.has(instance.kind, &instance.implementation)
+            });
+            match foreign {
+                None => config,
+                Some(foreign) => {
+                    let found = Interpreter::find(sources.python.as_deref()).await.map_err(|why| {
+                        Failure::Usage(format!(
+                            "{}: {} is served by Python ({}/{}): {why}",
+                            foreign.origin, foreign.name, foreign.kind, foreign.implementation
+                        ))
+                    })?;
+                    read(Some(python.insert(found)))?
+                }
+            }
+        }
+    };
+    let installed = python.iter().flat_map(|python| python.roots.iter().cloned());
+    let roots = searched.iter().cloned().chain([working_dir.clone()]).chain(installed).collect();
+    Ok(Loaded { config, python, roots })
+}
+
+/// `--search-dir` first, then `NEMO_GYM_EXTRA_ROOTS`, as absolute paths: Python servers run in folders of their own.
+fn search_dirs(sources: &Sources) -> Vec<PathBuf> {
+    let more = std::env::var_os("NEMO_GYM_EXTRA_ROOTS").unwrap_or_default();
+    let more = std::env::split_paths(&more).filter(|folder| !folder.as_os_str().is_empty());
+    let all = sources.search_dir.iter().cloned().chain(more);
+    all.map(|folder| std::path::absolute(&folder).unwrap_or(folder)).collect()
+}
+
+/// `--model` and its siblings as the overrides that they stand for.
+fn shorthands(sources: &Sources) -> impl Iterator<Item = String> {
+    [
+        ("policy_model_name", &sources.model),
+        ("policy_base_url", &sources.model_url),
+        ("policy_api_key", &sources.model_api_key),
+    ]
+    .into_iter()
+    .filter_map(|(key, value)| Some(format!("+{key}={}", Value::from(value.as_deref()?))))
+}
+
+/// `rgym config …`.
+pub(super) async fn command(
+    command: ConfigCommand,
+    overrides: &[String],
+    servers: &Servers,
+    console: &Console,
+) -> Outcome {
+    match command {
+        ConfigCommand::Check(args) => check(*args, overrides, servers, console).await,
+        ConfigCommand::Show(args) => show(*args, overrides, servers, console).await,
+    }
+}
+
+async fn show(args: ShowArgs, overrides: &[String], servers: &Servers, console: &Console) -> Outcome {
+    let sources = with_named(args.sources, args.named);
+    let Loaded { config, .. } = load(&sources, overrides, servers, Need::Values).await?;
+    config.warnings.iter().for_each(|warning| console.warn(warning));
+    let text = match args.format {
+        ShowFormat::Yaml => config.masked_yaml(),
+        ShowFormat::Json => format!("{:#}", config.masked()),
+    };
+    console::print(text.trim_end());
+    Ok(ExitCode::SUCCESS)
+}
+
+async fn check(args: CheckArgs, overrides: &[String], servers: &Servers, console: &Console) -> Outcome {
+    let sources = with_named(args.sources, args.named);
+    let Loaded { config, roots, .. } = load(&sources, overrides, servers, Need::Places).await?;
+    if config.files.is_empty() && config.instances.is_empty() {
+        return Err(nothing_named("check"));
+    }
+    config.warnings.iter().for_each(|warning| console.warn(warning));
+    let mut problems = Vec::new();
+    let mut rows = Vec::new();
+    for instance in &config.instances {
+        match stack::runs_as(instance, servers, &roots) {
+            Ok(runs_as) => rows.push([
+                instance.name.clone(),
+                instance.kind.to_string(),
+                instance.implementation.clone(),
+                runs_as.to_string(),
+            ]),
+            Err(error) => problems.push(error.to_string()),
+        }
+    }
+    if !problems.is_empty() {
+        return Err(Failure::Usage(problems.join("\n")));
+    }
+    if args.strict && !config.warnings.is_empty() {
+        return Err(Failure::Usage(format!("{} warnings, and --strict refuses them", config.warnings.len())));
+    }
+    let files = config.files.len();
+    console::print(&console::table(["name", "kind", "implementation", "runs as"], rows));
+    console::print(&format!(
+        "ok: {} servers from {files} file{}",
+        config.instances.len(),
+        if files == 1 { "" } else { "s" }
+    ));
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Files without an option and those of `--config` are the same thing.
+fn with_named(mut sources: Sources, named: Vec<String>) -> Sources {
+    sources.files.splice(0..0, named);
+    sources
+}
+
+pub(super) fn nothing_named(what: &str) -> Failure {
+    Failure::Usage(format!(
+        "there is nothing to {what}: no configuration is named\n  fix: add --config FILE or +config_paths=[A.yaml,B.yaml]"
+    ))
+}
+
+/// A relative path of the configuration: as it is from here, else from the first root that has it.
+pub(super) fn find_file(path: &Path, roots: &[PathBuf]) -> PathBuf {
+    let found = roots.iter().map(|root| root.join(path)).find(|candidate| candidate.exists());
+    if path.exists() { path.to_owned() } else { found.unwrap_or_else(|| path.to_owned()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_models_options_are_overrides_whatever_their_text() {
+        let sources = Sources {
+            model: Some("org/model:7b".to_owned()),
+            model_api_key: Some("a\"b, c".to_owned()),
+            ..Sources::default()
+        };
+        let shorthands: Vec<String> = shorthands(&sources).collect();
+        assert_eq!(shorthands, [r#"+policy_model_name="org/model:7b""#, r#"+policy_api_key="a\"b, c""#]);
+        let folder = tempfile::tempdir().unwrap();
+        let overrides = Overrides::parse(shorthands).unwrap();
+        let config = ConfigLoader::new(folder.path()).load(&[] as &[&str], &overrides).unwrap();
+        assert_eq!(config.variables["policy_model_name"], "org/model:7b");
+        assert_eq!(config.variables["policy_api_key"], "a\"b, c");
+    }
+
+    #[test]
+    fn a_file_is_looked_for_here_first_and_then_in_the_roots() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("prompt-of-this-test.yaml"), "user: x").unwrap();
+        let named = Path::new("prompt-of-this-test.yaml");
+        assert_eq!(find_file(named, &[folder.path().to_owned()]), folder.path().join(named));
+        assert_eq!(find_file(named, &[]), named);
+    }
+}

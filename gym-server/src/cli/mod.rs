@@ -1,0 +1,254 @@
+//! The command line, as a function: a program hands over its own servers and gets the same commands as `rgym`.
+//!
+//! ```no_run
+//! use gym_core::{CallContext, ModelResponse, ResourcesServer, Result, SessionId, Verdict};
+//! use gym_server::Servers;
+//!
+//! struct AlwaysRight;
+//!
+//! impl ResourcesServer for AlwaysRight {
+//!     type Task = serde_json::Value;
+//!     async fn verify(&self, _: &CallContext, _: &SessionId, _: Self::Task, _: &ModelResponse) -> Result<Verdict> {
+//!         Ok(Verdict::correct(true))
+//!     }
+//! }
+//!
+//! fn main() -> std::process::ExitCode {
+//!     gym_server::cli::main(Servers::stock().resources("always_right", |_| Ok(AlwaysRight)))
+//! }
+//! ```
+//!
+//! Exit codes: 0 all done, 1 the run failed, 2 wrong usage or configuration, 3 done with failed or open rollouts.
+
+mod aliases;
+mod args;
+mod collect;
+mod config;
+mod console;
+mod head;
+mod python;
+mod run;
+mod status;
+mod stop;
+mod words;
+
+use std::ffi::OsString;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use clap::{CommandFactory, FromArgMatches};
+use gym_client::config::ConfigError;
+use gym_client::launch;
+use gym_core::{Code, Error};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+use crate::stack::Servers;
+use args::{Cli, Command};
+use console::Console;
+
+/// Why a command did not do what it was asked for.
+#[derive(Debug, PartialEq, Eq)]
+enum Failure {
+    /// The user's mistake: exit code 2.
+    Usage(String),
+    /// The run's failure: exit code 1.
+    Failed(String),
+}
+
+/// What a command ends with.
+type Outcome = Result<ExitCode, Failure>;
+
+/// The run failed.
+const FAILED: u8 = 1;
+/// Wrong usage or configuration.
+const USAGE: u8 = 2;
+/// Done, but rollouts failed or are still open.
+const INCOMPLETE: u8 = 3;
+
+impl Failure {
+    fn code(&self) -> ExitCode {
+        ExitCode::from(match self {
+            Self::Usage(_) => USAGE,
+            Self::Failed(_) => FAILED,
+        })
+    }
+
+    fn text(&self) -> &str {
+        match self {
+            Self::Usage(text) | Self::Failed(text) => text,
+        }
+    }
+}
+
+impl From<ConfigError> for Failure {
+    fn from(error: ConfigError) -> Self {
+        Self::Usage(error.to_string())
+    }
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        match error.code() {
+            Code::InvalidArgument => Self::Usage(error.to_string()),
+            _ => Self::Failed(error.to_string()),
+        }
+    }
+}
+
+/// Runs the command of the process's arguments with these servers. Call it first in `main`, before anything starts a thread:
+/// in a process that is to become a Python server it does not return.
+#[must_use]
+pub fn main(servers: Servers) -> ExitCode {
+    launch::enter();
+    let console = Console::new();
+    match parse(std::env::args_os()) {
+        Ok(Parsed::Command { cli, overrides, head_typed }) => {
+            let ended = start(*cli, overrides, head_typed, servers, &console);
+            ended.unwrap_or_else(|failure| {
+                console.line(&format!("error: {}", failure.text()));
+                failure.code()
+            })
+        }
+        Ok(Parsed::Said(error)) => {
+            // Help goes to standard output and ends with 0, mistakes to standard error and with 2: clap knows which.
+            let _ = error.print();
+            ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(USAGE))
+        }
+        Err(failure) => {
+            console.line(&format!("error: {}", failure.text()));
+            failure.code()
+        }
+    }
+}
+
+enum Parsed {
+    Command {
+        cli: Box<Cli>,
+        overrides: Vec<String>,
+        /// Whether `--head-url` was typed, and not taken from the environment.
+        head_typed: bool,
+    },
+    /// Help, the version, or what clap finds wrong.
+    Said(clap::Error),
+}
+
+fn parse(argv: impl IntoIterator<Item = OsString>) -> Result<Parsed, Failure> {
+    let typed = words::translate(argv, &args::valued_options())?;
+    let program = typed.arguments[0].to_string_lossy().into_owned();
+    let command = Cli::command().display_name(program.clone()).bin_name(program);
+    let matched = command
+        .try_get_matches_from(&typed.arguments)
+        .and_then(|matches| Ok((Box::new(Cli::from_arg_matches(&matches)?), matches)));
+    Ok(match matched {
+        Ok((cli, matches)) => {
+            let head_typed = matches.subcommand().is_some_and(|(_, matches)| {
+                let known = matches.try_contains_id("head_url").unwrap_or_default();
+                known && matches.value_source("head_url") == Some(clap::parser::ValueSource::CommandLine)
+            });
+            Parsed::Command { cli, overrides: typed.overrides, head_typed }
+        }
+        Err(error) => Parsed::Said(error),
+    })
+}
+
+fn start(cli: Cli, overrides: Vec<String>, head_typed: bool, servers: Servers, console: &Console) -> Outcome {
+    let serves = matches!(cli.command, Command::Run(_));
+    console::log_to(console, &cli.shared, serves)?;
+    raise_descriptor_limit();
+    let mut runtime = tokio::runtime::Builder::new_multi_thread();
+    if let Some(threads) = cli.shared.threads {
+        runtime.worker_threads(usize::from(threads));
+    }
+    let runtime = runtime
+        .enable_all()
+        .build()
+        .map_err(|error| Failure::Failed(format!("the runtime cannot be started: {error}")))?;
+    let console = console.clone();
+    let command = async move {
+        match cli.command {
+            Command::Run(args) => run::run(*args, &overrides, head_typed, &servers, &console).await,
+            Command::Collect(args) => collect::collect(*args, &overrides, head_typed, &servers, &console).await,
+            Command::Status(args) => status::status(args, &overrides, head_typed).await,
+            Command::Config(args) => config::command(args, &overrides, &servers, &console).await,
+            Command::Aliases => aliases::print(),
+        }
+    };
+    // Spawned, because the thread in `block_on` is no worker: everything it wakes would cross threads.
+    let ended = runtime.block_on(async move { tokio::spawn(command).await });
+    // Whatever still runs was told to end, or is not worth waiting for.
+    runtime.shutdown_timeout(Duration::from_secs(1));
+    ended.unwrap_or_else(|error| Err(Failure::Failed(format!("the command ended unexpectedly: {error}"))))
+}
+
+/// As many descriptors as this process may have: a thousand connections to each of several servers is usual.
+fn raise_descriptor_limit() {
+    let limit = getrlimit(Resource::Nofile);
+    if limit.current != limit.maximum
+        && let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum })
+    {
+        tracing::debug!(%error, ?limit, "the limit of open files stays as it is");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parsed(line: &[&str]) -> Parsed {
+        parse(line.iter().map(OsString::from)).unwrap()
+    }
+
+    fn command(line: &[&str]) -> (String, Vec<String>) {
+        match parsed(line) {
+            Parsed::Command { cli, overrides, .. } => (format!("{:?}", cli.command), overrides),
+            Parsed::Said(error) => panic!("{line:?}: {error}"),
+        }
+    }
+
+    #[test]
+    fn the_lines_of_nemo_gyms_documentation_are_the_same_commands_as_ours() {
+        for (theirs, ours) in [
+            (&["ng_run", "+config_paths=[config.yaml]"][..], &["rgym", "run", "+config_paths=[config.yaml]"][..]),
+            (&["ng_run", "--head-only"], &["rgym", "run", "--head-only"]),
+            (
+                &["ng_run", "--worker", "--head-url=http://coordinator:11000"],
+                &["rgym", "run", "--worker", "--head-url", "http://coordinator:11000"],
+            ),
+            (
+                &["ng_run", "+config_paths=[config.yaml]", "+ray_head_node_address=ray://your-cluster:10001"],
+                &["rgym", "run", "+config_paths=[config.yaml]", "+ray_head_node_address=ray://your-cluster:10001"],
+            ),
+            (&["rgym", "env", "start", "--config", "a.yaml"], &["rgym", "run", "--config=a.yaml"]),
+            (
+                &["ng_collect_rollouts", "+agent_name=a", "+limit=5"],
+                &["rgym", "eval", "run", "+agent_name=a", "--no-serve", "+limit=5"],
+            ),
+            (
+                &["rgym", "eval", "run", "--no-serve", "-a", "x", "-i", "i", "-o", "o"],
+                &["rgym", "collect", "--no-serve", "--agent=x", "--input=i", "--output=o"],
+            ),
+            (&["rgym", "env", "validate", "--config", "a.yaml"], &["rgym", "config", "check", "--config=a.yaml"]),
+        ] {
+            assert_eq!(command(theirs), command(ours), "{theirs:?}");
+        }
+    }
+
+    #[test]
+    fn a_head_that_was_typed_is_told_from_one_of_the_environment() {
+        for (line, expected) in [
+            (&["rgym", "status", "--head-url", "http://h:1"][..], true),
+            (&["rgym", "status"], false),
+            (&["rgym", "config", "show"], false),
+        ] {
+            let Parsed::Command { head_typed, .. } = parsed(line) else { panic!("{line:?}") };
+            assert_eq!(head_typed, expected, "{line:?}");
+        }
+    }
+
+    #[test]
+    fn a_mistyped_option_is_refused_with_the_nearest_one() {
+        let Parsed::Said(error) = parsed(&["rgym", "collect", "--concurency", "4"]) else { panic!("accepted") };
+        assert_eq!(error.exit_code(), 2);
+        assert!(error.to_string().contains("--concurrency"), "{error}");
+    }
+}

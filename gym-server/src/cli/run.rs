@@ -1,0 +1,105 @@
+//! `rgym run`: starts the servers of a configuration and keeps them until a signal.
+
+use std::process::ExitCode;
+
+use gym_core::World;
+
+use super::args::{RunArgs, Starting};
+use super::config::{Loaded, Need, load, nothing_named};
+use super::console::{self, Console};
+use super::stop::Stop;
+use super::{FAILED, Failure, Outcome, head};
+use crate::stack::{HEAD_NAME, Servers, Stack, StackOptions};
+
+pub(super) async fn run(
+    args: RunArgs,
+    overrides: &[String],
+    head_typed: bool,
+    servers: &Servers,
+    console: &Console,
+) -> Outcome {
+    refuse_what_is_not_there_yet(&args)?;
+    let serves_head = args.serve.is_empty() || args.serve.iter().any(|name| name == HEAD_NAME);
+    if head_typed && serves_head {
+        return Err(Failure::Usage(
+            "--head-url names the head of others, but this would serve a head itself\n  fix: name the instances to serve \
+             with --serve NAME, or leave --head-url out"
+                .to_owned(),
+        ));
+    }
+    let loaded = load(&args.sources, overrides, servers, Need::Servers(&args.serve)).await?;
+    if loaded.config.instances.is_empty() && args.serve.iter().all(|name| name != HEAD_NAME) {
+        return Err(nothing_named("run"));
+    }
+    loaded.config.warnings.iter().for_each(|warning| console.warn(warning));
+    let head = head::endpoint(args.head_url.as_deref(), head_typed, overrides, &loaded.config)?;
+    let options = StackOptions {
+        head: (!serves_head).then(|| head.clone()),
+        only: args.serve,
+        stop_grace: args.stop_grace,
+        ..options(&loaded, &args.starting, console)
+    };
+    let world = World::real();
+    let stop = Stop::listen()?;
+    let stack = tokio::select! {
+        biased;
+        // What has been started goes with the dropped future.
+        () = stop.orderly.cancelled() => {
+            return Err(Failure::Failed("stopped before everything was ready".to_owned()));
+        }
+        stack = Box::pin(Stack::start(loaded.config, servers, &world, options)) => stack?,
+    };
+    announce(&stack, head.as_str());
+    stop.orderly.cancelled().await;
+    console.line(&format!(
+        "stopping: requests under way have up to {:?}; the same signal again stops at once",
+        args.stop_grace
+    ));
+    tokio::select! {
+        biased;
+        () = stop.at_once.cancelled() => {
+            console.line("stopped at once; requests under way were broken off");
+            Ok(ExitCode::from(FAILED))
+        }
+        () = Box::pin(stack.stop()) => {
+            console.line("stopped");
+            Ok(ExitCode::SUCCESS)
+        }
+    }
+}
+
+/// What a stack of this configuration needs, besides what to serve.
+pub(super) fn options(loaded: &Loaded, starting: &Starting, console: &Console) -> StackOptions {
+    StackOptions {
+        python: loaded.python.as_ref().map(|python| python.path.clone()),
+        python_roots: loaded.roots.clone(),
+        lines: Some(console.lines()),
+        start_timeout: starting.start_timeout,
+        ..StackOptions::default()
+    }
+}
+
+fn refuse_what_is_not_there_yet(args: &RunArgs) -> Result<(), Failure> {
+    let (flag, fix) = match (args.head_only, args.worker) {
+        (true, _) => ("--head-only", "to serve only the head, without workers that join it, use --serve head_server"),
+        (_, true) => (
+            "--worker",
+            "to serve some instances of a configuration and register them with a head, use --serve NAME --head-url URL",
+        ),
+        _ => return Ok(()),
+    };
+    Err(Failure::Usage(format!(
+        "{flag} is not supported yet: this version does not spread one run over several machines\n  fix: {fix}"
+    )))
+}
+
+fn announce(stack: &Stack, head: &str) {
+    let rows = stack.rows();
+    let table = rows.iter().map(|row| {
+        [row.name.clone(), row.kind.clone(), row.implementation.clone(), row.url.clone(), row.runs_as.clone()]
+    });
+    console::print(&console::table(["name", "kind", "implementation", "url", "runs as"], table));
+    let own = rows.iter().find(|row| row.kind == HEAD_NAME);
+    let servers = rows.len() - usize::from(own.is_some());
+    console::print(&format!("ready: {servers} servers, head {}", own.map_or(head, |own| own.url.as_str())));
+}
