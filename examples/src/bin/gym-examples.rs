@@ -1,0 +1,7 @@
+//! The `rgym` command line with the examples' environments beside the stock servers.
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    gym_server::cli::main(gym_examples::servers::servers())
+}
