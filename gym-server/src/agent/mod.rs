@@ -196,9 +196,8 @@ fn of_inner(error: Error, server: &str) -> Error {
         Code::InvalidArgument | Code::NotFound | Code::Unimplemented | Code::AlreadyExists => Code::Internal,
         code => code,
     };
-    let text = format!("hit an exception calling an inner server: {error}");
     let subject = if error.subject().contains(server) { String::new() } else { server.to_owned() };
-    Error::new(code, Execution::Finished, text).about(subject)
+    Error::new(code, Execution::Finished, "hit an exception calling an inner server").about(subject).caused_by(error)
 }
 
 /// The verifier's answer, if it is a row with a reward.

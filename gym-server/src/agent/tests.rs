@@ -345,3 +345,46 @@ fn a_verdict_without_a_reward_is_an_error_and_one_of_true_is_a_number() {
         assert_eq!(scored(wrong).unwrap_err().code(), Code::DataLoss, "{wrong}");
     }
 }
+
+/// Numbers as floats and no keys of null: what NeMo Gym's schemas make no difference between.
+fn plain(value: Value) -> Value {
+    match value {
+        Value::Number(number) => json!(number.as_f64()),
+        Value::Array(items) => items.into_iter().map(plain).collect(),
+        Value::Object(fields) => {
+            fields.into_iter().filter(|(_, value)| !value.is_null()).map(|(key, value)| (key, plain(value))).collect()
+        }
+        other => other,
+    }
+}
+
+/// `golden.json` was recorded from NeMo Gym 0.7.0's `simple_agent` with the same answers of model and tools.
+#[tokio::test(start_paused = true)]
+async fn episodes_are_those_of_nemo_gym_s_agent() {
+    let golden: Value = serde_json::from_str(include_str!("golden.json")).unwrap();
+    for (name, case) in golden.as_object().unwrap() {
+        let (model, mut net) = (Told::default(), Net::new());
+        let answers = case["answers"].as_array().unwrap();
+        model.0.lock().unwrap().answers = answers.iter().map(|answer| Ok(answer.to_string())).collect();
+        let client = net.client(&["model", "env", "agent"]);
+        let mut config = SimpleAgentConfig::new("model", "env");
+        config.max_steps = serde_json::from_value(case["max_steps"].clone()).unwrap();
+        let site = |name: &str| Site::new(name, "Test", &world());
+        let tools = gym_core::handler_fn(|request: Request| async move {
+            let body = String::from_utf8(request.message.head.to_bytes().to_vec()).unwrap();
+            let got = if body.is_empty() { "null" } else { &body };
+            Ok(Response::json(format!(r#"{{"path": "{}", "got": {got}}}"#, request.route)))
+        });
+        net.serve("model", Model::new(model.clone(), &site("model")));
+        net.serve("env", tools);
+        net.serve("agent", Agent::new(SimpleAgent::new(config, client.clone()), &site("agent")));
+        let request = Request::post(CallContext::default(), "/v1/responses", case["params"].to_string());
+        let answer = client.send("agent", &request, CallOptions::default()).await.unwrap();
+        assert_eq!(plain(value(&answer)), plain(case["response"].clone()), "{name}");
+        let asked: Vec<Value> =
+            model.0.lock().unwrap().asked.iter().map(|(_, text)| serde_json::from_str(text).unwrap()).collect();
+        let requests = case["requests"].as_array().unwrap();
+        let expected: Vec<&Value> = requests.iter().filter(|to| to[0] == "model").map(|to| &to[2]).collect();
+        assert_eq!(plain(json!(asked)), plain(json!(expected)), "{name}");
+    }
+}

@@ -96,7 +96,7 @@ impl OpenAiModel {
             room => room.map(|room| Arc::new(Semaphore::new(room.min(Semaphore::MAX_PERMITS)))),
         };
         Ok(Self {
-            upstream: Upstream::new(&config.openai_base_url, options, world)?,
+            upstream: Upstream::new(&config.openai_base_url, &options, world)?,
             model: Value::from(config.openai_model).to_string(),
             extra_body: config.extra_body.into_iter().map(|(key, value)| (key, value.to_string())).collect(),
             drop_reasoning: config.drop_input_reasoning_items,

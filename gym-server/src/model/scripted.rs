@@ -53,10 +53,10 @@ impl ScriptedItem {
         Self::Message(text.into())
     }
 
-    /// A tool call with the given arguments.
+    /// A tool call with the given arguments, a JSON text.
     #[must_use]
-    pub fn tool_call(name: impl Into<String>, arguments: impl ToString) -> Self {
-        Self::ToolCall { name: name.into(), arguments: arguments.to_string() }
+    pub fn tool_call(name: impl Into<String>, arguments: impl Into<String>) -> Self {
+        Self::ToolCall { name: name.into(), arguments: arguments.into() }
     }
 
     fn length(&self) -> usize {

@@ -91,7 +91,7 @@ impl fmt::Debug for Upstream {
 impl Upstream {
     /// # Errors
     /// `InvalidArgument` naming the key when the URL or a header is wrong, or when it is https and this program has no TLS.
-    pub(super) fn new(base: &str, options: UpstreamOptions, world: &World) -> Result<Self> {
+    pub(super) fn new(base: &str, options: &UpstreamOptions, world: &World) -> Result<Self> {
         let key = options.url_key;
         let mut url = Url::parse(base).map_err(|error| {
             // What cannot be taken apart may have a password in it.

@@ -90,3 +90,7 @@ impl<S: ModelServer> ModelRole<S> {
         }
     }
 }
+
+#[cfg(test)]
+#[path = "model_tests.rs"]
+mod tests;

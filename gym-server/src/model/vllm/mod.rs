@@ -52,7 +52,7 @@ impl VllmModel {
             .map(|url| {
                 let mut options = UpstreamOptions::new("base_url", key.clone(), config.default_headers.clone());
                 options.backoff_min = Duration::from_millis(config.retry_backoff_ms);
-                Upstream::new(url, options, world)
+                Upstream::new(url, &options, world)
             })
             .collect::<Result<_>>()?;
         Ok(Self { config: Arc::new(config), engines, world: world.clone() })

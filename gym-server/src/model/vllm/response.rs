@@ -275,7 +275,7 @@ fn output(completion: &Completion, uses_reasoning_parser: bool, tokens: bool, wo
             let summary: Vec<Value> =
                 thoughts.into_iter().map(|text| json!({"text": text, "type": "summary_text"})).collect();
             let id = format!("rs_{}", world.unique_id());
-            items.push(json!({"id": id, "summary": summary, "type": "reasoning", "status": "completed"}).to_string());
+            items.push(json!({"id": id, "summary": summary, "type": "reasoning"}).to_string());
         }
     }
     let calls: Vec<Value> = message.get_as::<Option<Vec<Value>>>("tool_calls")?.flatten().unwrap_or_default();
