@@ -1,5 +1,6 @@
 //! The `openai_model` server: passes requests to an OpenAI-compatible endpoint that speaks the same dialect.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -128,9 +129,7 @@ impl OpenAiModel {
         for (key, value) in self.extra_body.iter().filter(|(key, _)| key != "model" && !request.contains(key)) {
             edit = edit.set(key.clone(), value.clone());
         }
-        if self.drop_reasoning
-            && let Some(input) = without_reasoning(request)?
-        {
+        if let Some(input) = replayable(request, self.drop_reasoning)? {
             edit = edit.set("input", input);
         }
         Ok(edit.to_rope().to_bytes())
@@ -147,25 +146,37 @@ impl ModelServer for OpenAiModel {
     }
 }
 
-/// The input list without `reasoning` items; `None` when it is no list.
-fn without_reasoning(request: &RawObject) -> Result<Option<String>> {
-    #[derive(Deserialize)]
-    struct Item {
-        #[serde(default, rename = "type")]
-        kind: Value,
-    }
+/// The input list as OpenAI's endpoint takes it back: its own `reasoning` items have a `status` that it refuses in a request,
+/// and some endpoints choke on the whole item. `None` when nothing is to be changed.
+fn replayable(request: &RawObject, drop_reasoning: bool) -> Result<Option<String>> {
     let Some(input) = request.get("input").filter(|input| input.first() == Some(&b'[')) else { return Ok(None) };
+    if memchr::memmem::find(&input, b"\"reasoning\"").is_none() {
+        return Ok(None);
+    }
     let wrong = |error: serde_json::Error| Error::invalid("`input` cannot be read").caused_by(error);
     let items: Vec<&RawValue> = serde_json::from_slice(&input).map_err(wrong)?;
-    let mut kept = Vec::with_capacity(items.len());
+    let mut kept: Vec<Cow<'_, str>> = Vec::with_capacity(items.len());
+    let mut changed = false;
     for item in items {
-        let reasoning =
-            item.get().starts_with('{') && serde_json::from_str::<Item>(item.get()).map_err(wrong)?.kind == "reasoning";
-        if !reasoning {
-            kept.push(item.get());
+        let text = item.get();
+        let reasoning = if memchr::memmem::find(text.as_bytes(), b"\"reasoning\"").is_some() {
+            RawObject::parse(text.to_owned())
+                .ok()
+                .filter(|item| item.get("type").is_some_and(|kind| kind == "\"reasoning\""))
+        } else {
+            None
+        };
+        match reasoning {
+            Some(_) if drop_reasoning => changed = true,
+            Some(item) if item.contains("status") => {
+                changed = true;
+                let edited = item.edit().remove("status").to_rope().to_bytes();
+                kept.push(String::from_utf8_lossy(&edited).into_owned().into());
+            }
+            _ => kept.push(text.into()),
         }
     }
-    Ok(Some(format!("[{}]", kept.join(","))))
+    Ok(changed.then(|| format!("[{}]", kept.join(","))))
 }
 
 #[cfg(test)]

@@ -127,8 +127,8 @@ impl Upstream {
         let http = Client::builder()
             .connect_timeout(CONNECT_TIMEOUT)
             .pool_max_idle_per_host(CONNECTIONS_MAX)
-            // As long as NeMo Gym's servers keep idle connections open on their side, less a margin.
-            .pool_idle_timeout(Duration::from_secs(15))
+            // uvicorn, and so vLLM, closes idle connections after 5 s; a request on one that is just closing would be lost.
+            .pool_idle_timeout(Duration::from_secs(4))
             .tcp_keepalive(Duration::from_secs(60))
             .no_proxy()
             .http1_only()

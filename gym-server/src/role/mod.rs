@@ -3,6 +3,7 @@
 
 mod agent;
 mod environment;
+mod harness;
 mod model;
 mod resources;
 mod stream;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use futures_util::future::BoxFuture;
 use gym_core::{Handler, ModelServer, RawObject, Request, Response, Result, ServerKind, Verb, World};
 
-use super::{Call, Role, RoleServer, Site, stream};
+use super::{Call, Role, RoleServer, Site, harness, stream};
 use crate::params::Dialect;
 use crate::reply;
 
@@ -75,7 +75,13 @@ impl<S: ModelServer> ModelRole<S> {
     /// The whole answer, replayed as events. A failure of the Responses dialect is an event too; of the chat dialect it is a
     /// status, as long as nothing was promised.
     async fn streamed(&self, call: &Call, dialect: Dialect, body: &RawObject) -> Result<Response> {
-        let plain = dialect.without_stream(body)?;
+        let (plain, names) = match dialect {
+            Dialect::Chat => (dialect.without_stream(body)?, harness::Names::default()),
+            Dialect::Responses => {
+                let harness::Plain { body, names } = harness::plain(body)?;
+                (body, names)
+            }
+        };
         let wrong = dialect.check(&plain, &[]);
         if !wrong.is_empty() {
             return Ok(reply::unprocessable(wrong));
@@ -83,10 +89,12 @@ impl<S: ModelServer> ModelRole<S> {
         let answer = self.complete(call, dialect, &plain).await;
         match dialect {
             Dialect::Chat => stream::chat(&answer?, stream::wants_usage(body)),
-            Dialect::Responses => Ok(answer.and_then(|answer| stream::responses(&answer)).unwrap_or_else(|error| {
-                tracing::debug!(%error, "a streamed response failed");
-                stream::responses_failure(&error, &self.world.unique_id())
-            })),
+            Dialect::Responses => {
+                Ok(answer.and_then(|answer| stream::responses(&answer, &names)).unwrap_or_else(|error| {
+                    tracing::debug!(%error, "a streamed response failed");
+                    stream::responses_failure(&error, &self.world.unique_id())
+                }))
+            }
         }
     }
 }

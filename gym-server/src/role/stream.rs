@@ -9,21 +9,34 @@ use serde::Deserialize;
 use serde_json::value::RawValue;
 use serde_json::{Value, json};
 
+use super::harness::Names;
+
 /// The events of a Responses answer: created, each item done, completed.
-pub(super) fn responses(answer: &RawObject) -> Result<Response> {
+pub(super) fn responses(answer: &RawObject, names: &Names) -> Result<Response> {
     let mut events = Events::default();
     let created = answer.edit().set("status", r#""in_progress""#).set("output", "[]").to_rope().to_bytes();
     events.response("response.created", &created);
     let output = answer.get("output").unwrap_or_else(|| "[]".into());
     let items: Vec<&RawValue> = serde_json::from_slice(&output)
         .map_err(|error| Error::internal("the answer's `output` is no list").caused_by(error))?;
+    let restored: Vec<Option<Bytes>> = items.iter().map(|item| names.restored(item.get())).collect();
+    let items: Vec<&[u8]> = items
+        .iter()
+        .zip(&restored)
+        .map(|(item, restored)| restored.as_deref().unwrap_or_else(|| item.get().as_bytes()))
+        .collect();
     for (index, item) in items.iter().enumerate() {
         events.open("response.output_item.done");
         events.text(format!(r#","output_index":{index},"item":"#).as_bytes());
-        events.one_line(item.get().as_bytes());
+        events.one_line(item);
         events.text(b"}\n\n");
     }
-    events.response("response.completed", answer.text());
+    if restored.iter().all(Option::is_none) {
+        events.response("response.completed", answer.text());
+    } else {
+        let output = [b"[".as_slice(), &items.join(b",".as_slice()), b"]"].concat();
+        events.response("response.completed", &answer.edit().set("output", output).to_rope().to_bytes());
+    }
     Ok(events.response_of(true))
 }
 
@@ -208,7 +221,7 @@ mod tests {
         )
         .unwrap();
         assert_eq!(
-            text(&responses(&answer).unwrap()),
+            text(&responses(&answer, &Names::default()).unwrap()),
             concat!(
                 "event: response.created\ndata: {\"type\":\"response.created\",\"response\":{\"id\":\"r\",  \"status\":\"in_progress\",\"output\":[],\"usage\":null}}\n\n",
                 "event: response.output_item.done\ndata: {\"type\":\"response.output_item.done\",\"output_index\":0,\"item\":{\"type\":\"message\",\"p\":[1E5, 2]}}\n\n",

@@ -141,3 +141,13 @@ async fn a_wrong_configuration_names_its_key() {
         assert!(error.to_string().contains(names) && !error.to_string().contains("pw"), "{error}");
     }
 }
+
+#[tokio::test]
+async fn reasoning_goes_back_to_the_endpoint_without_the_status_that_it_refuses() {
+    let mock = Mock::new(vec![answer(200, ANSWER)]).await;
+    let input = r#"{"input":[{"type":"reasoning","status":null,"n":1E5},{"type":"message","status":"completed","x":"\"reasoning\""}]}"#;
+    ask(&model(&mock, |_| ()), input).await.unwrap();
+    let expected =
+        r#""input":[{"type":"reasoning","n":1E5},{"type":"message","status":"completed","x":"\"reasoning\""}]"#;
+    assert!(mock.request(0).contains(expected), "{}", mock.request(0));
+}

@@ -167,7 +167,7 @@ fn messages(config: &VllmModelConfig, request: &RawObject) -> Result<Option<Stri
 /// The tools without OpenAI's `strict`, which some chat templates would print into the prompt; `None` when none has it.
 fn tools_without_strict(request: &RawObject) -> Result<Option<String>> {
     let Some(text) = request.get("tools") else { return Ok(None) };
-    if !text.windows(8).any(|window| window == b"\"strict\"") {
+    if memchr::memmem::find(&text, b"\"strict\"").is_none() {
         return Ok(None);
     }
     let mut tools: Value = request.get_as("tools")?.unwrap_or_default();
