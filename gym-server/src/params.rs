@@ -115,6 +115,20 @@ impl Dialect {
         if !body.contains(self.required()) {
             details.push(Detail::missing(&path(self.required()), body.outline().unwrap_or(Value::Null)));
         }
+        if let Some(given) = body.get(self.required()) {
+            let (key, input) = (self.required(), value(self.required()));
+            let list = |path: &[&str]| Detail::new("list_type", path, "Input should be a valid list", input.clone());
+            match (self, given.first()) {
+                (_, Some(b'[')) | (Self::Responses, Some(b'"')) => {}
+                (Self::Chat, _) => details.push(list(&path(key))),
+                (Self::Responses, _) => {
+                    let arm = |arm| [path(key), vec![arm]].concat();
+                    let text = "Input should be a valid string";
+                    details.push(Detail::new("string_type", &arm("str"), text, input.clone()));
+                    details.push(list(&arm("list")));
+                }
+            }
+        }
         for key in body.keys() {
             if self.known().binary_search(&key).is_err() {
                 let text = "Extra inputs are not permitted";
@@ -164,5 +178,10 @@ mod tests {
         assert_eq!(details[2]["type"], "literal_error");
         let chat = RawObject::parse(r#"{"messages":[],"stream":null,"seed":1}"#).unwrap();
         assert_eq!(Dialect::Chat.check(&chat, &[]), []);
+        let number = RawObject::parse(r#"{"input":3,"messages":"x"}"#).unwrap();
+        let text = unprocessable(Dialect::Responses.check(&number, &[])).message.head.to_bytes();
+        let got: Value = serde_json::from_slice(&text).unwrap();
+        assert_eq!(got["detail"][0]["loc"], serde_json::json!(["body", "input", "str"]));
+        assert_eq!((&got["detail"][1]["type"], &got["detail"][1]["input"]), (&"list_type".into(), &3.into()));
     }
 }

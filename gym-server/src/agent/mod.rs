@@ -42,7 +42,7 @@ impl SimpleAgent {
     fn resources(&self) -> Result<&str> {
         self.config.resources_server.as_ref().map(|server| server.name.as_str()).ok_or_else(|| {
             let text = "this agent has no `resources_server` in its configuration: add `resources_server: {type: resources_servers, name: …}`";
-            Error::finished(Code::FailedPrecondition, text)
+            Error::internal(text)
         })
     }
 
