@@ -99,9 +99,15 @@ impl From<Error> for Failure {
 /// in a process that is to become a Python server it does not return.
 #[must_use]
 pub fn main(servers: Servers) -> ExitCode {
+    main_with(servers, std::env::args_os())
+}
+
+/// Like [`main`], with arguments of your own; the first one is the program's name.
+#[must_use]
+pub fn main_with(servers: Servers, arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
     launch::enter();
     let console = Console::new();
-    match parse(std::env::args_os()) {
+    match parse(arguments) {
         Ok(Parsed::Command { cli, overrides, head_typed }) => {
             let ended = start(*cli, overrides, head_typed, servers, &console);
             ended.unwrap_or_else(|failure| {
