@@ -154,6 +154,13 @@ pub trait ResourcesServer: Send + Sync + 'static {
         response: &ModelResponse,
     ) -> impl Future<Output = Result<Verdict>> + Send;
 
+    /// Whether a key of the row comes back in the scored row. All do, unless an environment says otherwise: every number of a
+    /// row becomes a metric.
+    fn returns(&self, key: &str) -> bool {
+        let _ = key;
+        true
+    }
+
     /// Lets go of an episode's state. Called once; a session that nobody closed is forgotten by age.
     fn close_session(&self, cx: &CallContext, session: &SessionId) -> impl Future<Output = Result<()>> + Send {
         let _ = (cx, session);

@@ -15,6 +15,11 @@ pub use tool_call_multireward::ToolCallMultiReward;
 
 use serde_json::Value;
 
+/// Whether the originals' answers declare a key of the row: they read the task's own keys and do not return them.
+fn declared(key: &str) -> bool {
+    matches!(key, "responses_create_params" | "response")
+}
+
 /// Whether Python's `==` holds: `1`, `1.0` and `True` are one value.
 fn python_equal(left: &Value, right: &Value) -> bool {
     fn number(value: &Value) -> Option<f64> {

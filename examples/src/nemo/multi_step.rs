@@ -47,6 +47,10 @@ impl ResourcesServer for MultiStep {
         }
     }
 
+    fn returns(&self, key: &str) -> bool {
+        super::declared(key)
+    }
+
     async fn verify(&self, _: &CallContext, _: &SessionId, task: Task, response: &ModelResponse) -> Result<Verdict> {
         let expected: Vec<i128> = integer("expected_synonym_values", task.expected_synonym_values.get())?;
         let minefield: i128 = integer("minefield_label_value", task.minefield_label_value.get())?;

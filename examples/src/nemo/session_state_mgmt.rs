@@ -55,6 +55,10 @@ impl ResourcesServer for SessionState {
         }
     }
 
+    fn returns(&self, key: &str) -> bool {
+        super::declared(key)
+    }
+
     async fn verify(&self, _: &CallContext, session: &SessionId, task: Task, _: &ModelResponse) -> Result<Verdict> {
         let expected = i128::read(task.expected_count.get(), &mut Problems::default())
             .ok_or_else(|| Error::invalid(format!("`expected_count` is not an integer: {}", task.expected_count)))?;

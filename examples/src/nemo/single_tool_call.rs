@@ -27,6 +27,10 @@ impl ResourcesServer for SingleToolCall {
         Ok(Response::json(json!({"city": city, "weather_description": weather}).to_string()))
     }
 
+    fn returns(&self, key: &str) -> bool {
+        super::declared(key)
+    }
+
     async fn verify(&self, _: &CallContext, _: &SessionId, _: Task, response: &ModelResponse) -> Result<Verdict> {
         Ok(Verdict::correct(response.outline()?.function_calls().any(|call| call.name == "get_weather")))
     }

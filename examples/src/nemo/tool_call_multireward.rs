@@ -72,6 +72,10 @@ impl ResourcesServer for ToolCallMultiReward {
         Ok(Response::json(json!({"city": city, "weather_description": weather}).to_string()))
     }
 
+    fn returns(&self, key: &str) -> bool {
+        super::declared(key)
+    }
+
     async fn verify(&self, _: &CallContext, _: &SessionId, task: Task, response: &ModelResponse) -> Result<Verdict> {
         let outline = response.outline()?;
         let calls: Vec<&FunctionCall> = outline.function_calls().collect();

@@ -100,17 +100,18 @@ impl<S: ResourcesServer> ResourcesRole<S> {
         };
         let task: S::Task = body.view().map_err(|error| Error::invalid(error.to_string()))?;
         let verdict = self.0.verify(cx, session, task, &ModelResponse(response)).await?;
-        Ok(Response::json(spliced(body, &verdict)?))
+        Ok(Response::json(spliced(body, &verdict, |key| self.0.returns(key))?))
     }
 }
 
 /// The row as it came, with the reward and what else the verifier says.
-fn spliced(row: &RawObject, verdict: &Verdict) -> Result<Rope> {
+fn spliced(row: &RawObject, verdict: &Verdict, returns: impl Fn(&str) -> bool) -> Result<Rope> {
     if !verdict.reward.is_finite() {
         // JSON has no NaN: a trainer must never read one as a number or as a 0.
         return Err(Error::internal(format!("the verifier's reward is {}", verdict.reward)).about("verify"));
     }
-    let mut row = row.edit().set_value("reward", &verdict.reward)?;
+    let dropped = row.keys().filter(|key| !returns(key)).map(str::to_owned);
+    let mut row = dropped.fold(row.edit(), gym_core::Edit::remove).set_value("reward", &verdict.reward)?;
     for (key, value) in &verdict.fields {
         row = row.set_value(*key, value)?;
     }
