@@ -33,13 +33,13 @@ pub(super) struct Cli {
 #[derive(Debug, Args)]
 pub(super) struct Shared {
     /// Log more: -v for debug, -vv for trace. RUST_LOG says it in detail
-    #[arg(short, long, global = true, action = clap::ArgAction::Count)]
+    #[arg(short, long, global = true, help_heading = "Common options", action = clap::ArgAction::Count)]
     pub(super) verbose: u8,
     /// How log lines are written to standard error
-    #[arg(long, global = true, value_enum, default_value_t = LogFormat::Text, value_name = "FORMAT")]
+    #[arg(long, global = true, help_heading = "Common options", value_enum, default_value_t = LogFormat::Text, value_name = "FORMAT")]
     pub(super) log_format: LogFormat,
     /// Threads of the runtime [default: one for each core]
-    #[arg(long, global = true, value_name = "N", env = "TOKIO_WORKER_THREADS", value_parser = clap::value_parser!(u16).range(1..))]
+    #[arg(long, global = true, help_heading = "Common options", value_name = "N", env = "TOKIO_WORKER_THREADS", value_parser = clap::value_parser!(u16).range(1..))]
     pub(super) threads: Option<u16>,
 }
 

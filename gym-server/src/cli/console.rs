@@ -109,7 +109,10 @@ pub(super) fn table<const N: usize>(header: [&str; N], rows: impl IntoIterator<I
     for row in rows {
         table.add_row(row);
     }
-    table.trim_fmt()
+    let text = table.trim_fmt();
+    // The style pads both sides of each column.
+    let lines: Vec<&str> = text.lines().map(|line| line.strip_prefix(' ').unwrap_or(line)).collect();
+    lines.join("\n")
 }
 
 /// Prints to standard output; a reader that has gone is no failure.

@@ -1,0 +1,355 @@
+//! The commands against servers that run, in a program with a server of its own. This file is that program: started with
+//! `GYM_TEST_PROGRAM` in its environment it is the command line, otherwise it runs the cases.
+
+#![expect(clippy::unwrap_used, reason = "an integration test: a panic is its failure")]
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::path::PathBuf;
+use std::process::{Child, Command, ExitCode, Output, Stdio};
+use std::time::Duration;
+
+use gym_core::{CallContext, ModelResponse, ResourcesServer, Result, SessionId, Verdict};
+use gym_server::Servers;
+
+const PROGRAM: &str = "GYM_TEST_PROGRAM";
+
+/// Right when the scripted model's digit is the task's. A task may ask to wait for a file, so that a rollout is under way
+/// for as long as the test wants.
+struct Digit;
+
+#[derive(serde::Deserialize)]
+struct Task {
+    digits: String,
+    #[serde(default)]
+    wait_for: Option<PathBuf>,
+}
+
+impl ResourcesServer for Digit {
+    type Task = Task;
+
+    async fn verify(&self, _: &CallContext, _: &SessionId, task: Task, response: &ModelResponse) -> Result<Verdict> {
+        while task.wait_for.as_ref().is_some_and(|file| !file.exists()) {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        Ok(Verdict::correct(task.digits.contains(response.last_text()?.trim())))
+    }
+}
+
+fn main() -> ExitCode {
+    if std::env::var_os(PROGRAM).is_some() {
+        return gym_server::cli::main(Servers::stock().resources("digit", |_| Ok(Digit)));
+    }
+    let wanted = std::env::args().nth(1).filter(|argument| !argument.starts_with('-')).unwrap_or_default();
+    let cases: [(&str, fn()); 6] = [
+        ("run_announces_serves_and_stops_in_order", run_announces_serves_and_stops_in_order),
+        ("services_run_in_processes_of_their_own", services_run_in_processes_of_their_own),
+        ("collect_uses_the_servers_that_run", collect_uses_the_servers_that_run),
+        ("collect_brings_its_own_servers", collect_brings_its_own_servers),
+        ("a_failed_rollout_ends_with_3", a_failed_rollout_ends_with_3),
+        ("a_stopped_collection_goes_on_where_it_was", a_stopped_collection_goes_on_where_it_was),
+    ];
+    for (name, case) in cases {
+        if name.contains(&wanted) {
+            println!("{name}");
+            case();
+        }
+    }
+    ExitCode::SUCCESS
+}
+
+const CONFIG: &str = "\
+policy_model:
+  responses_api_models:
+    scripted_model:
+      entrypoint: app.py
+digit:
+  resources_servers:
+    digit:
+      entrypoint: app.py
+      domain: math
+digit_agent:
+  responses_api_agents:
+    simple_agent:
+      entrypoint: app.py
+      resources_server: {type: resources_servers, name: digit}
+      model_server: {type: responses_api_models, name: policy_model}
+";
+
+/// A folder with a configuration and tasks, and a port for its head.
+struct Place {
+    folder: tempfile::TempDir,
+    head_port: u16,
+}
+
+impl Place {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("gym.yaml"), CONFIG).unwrap();
+        // The head must be named before it listens. Whoever takes the port meanwhile makes the test fail, loudly.
+        let head_port = TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port();
+        Self { folder, head_port }
+    }
+
+    fn file(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn tasks(&self, rows: impl IntoIterator<Item = serde_json::Value>) {
+        let rows: String = rows.into_iter().map(|row| format!("{row}\n")).collect();
+        std::fs::write(self.file("tasks.jsonl"), rows).unwrap();
+    }
+
+    fn head(&self) -> String {
+        format!("http://127.0.0.1:{}", self.head_port)
+    }
+
+    fn command(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(arguments).current_dir(self.folder.path()).env(PROGRAM, "1").env_remove("HEAD_SERVER_URL");
+        command
+    }
+
+    fn run(&self, arguments: &[&str]) -> Output {
+        self.command(arguments).output().unwrap()
+    }
+
+    /// Starts `rgym run …` and waits for its ready line.
+    fn start(&self, arguments: &[&str]) -> Started {
+        let port = format!("+head_server.port={}", self.head_port);
+        let arguments = [&["run", "--config", "gym.yaml", &port][..], arguments].concat();
+        let mut child = self.command(&arguments).stdout(Stdio::piped()).spawn().unwrap();
+        let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        let mut said = Vec::new();
+        for line in lines.by_ref() {
+            said.push(line.unwrap());
+            if said.last().unwrap().starts_with("ready: ") {
+                return Started { child, said };
+            }
+        }
+        panic!("{arguments:?} ended before it was ready, with {:?}: {said:?}", child.wait());
+    }
+
+    fn rollouts(&self) -> Vec<serde_json::Value> {
+        let text = std::fs::read_to_string(self.file("out/rollouts.jsonl")).unwrap_or_default();
+        text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    }
+}
+
+/// A program that runs; killed when the test fails.
+struct Started {
+    child: Child,
+    said: Vec<String>,
+}
+
+impl Started {
+    fn signal(&self, signal: rustix::process::Signal) {
+        let pid = rustix::process::Pid::from_child(&self.child);
+        rustix::process::kill_process(pid, signal).unwrap();
+    }
+
+    fn interrupt(mut self) -> Option<i32> {
+        self.signal(rustix::process::Signal::INT);
+        self.child.wait().unwrap().code()
+    }
+}
+
+impl Drop for Started {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn get(port: u16, route: &str) -> String {
+    let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
+    write!(stream, "GET {route} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n").unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    answer
+}
+
+fn row(digits: &str, number: usize) -> serde_json::Value {
+    let input = format!("task {number}");
+    serde_json::json!({"responses_create_params": {"input": [{"role": "user", "content": input}]}, "digits": digits})
+}
+
+#[track_caller]
+fn ended_with(output: &Output, code: i32) -> (String, String) {
+    let out = String::from_utf8(output.stdout.clone()).unwrap();
+    let error = String::from_utf8(output.stderr.clone()).unwrap();
+    assert_eq!(output.status.code(), Some(code), "{out}{error}");
+    (out, error)
+}
+
+fn run_announces_serves_and_stops_in_order() {
+    for signal in [rustix::process::Signal::INT, rustix::process::Signal::TERM] {
+        let place = Place::new();
+        let mut started = place.start(&[]);
+        let ready = started.said.last().unwrap();
+        assert_eq!(*ready, format!("ready: 4 servers, head {}", place.head()));
+        for name in ["head_server", "policy_model", "digit", "digit_agent", "digit_environment_server"] {
+            assert!(started.said.iter().any(|line| line.split_whitespace().next() == Some(name)), "{:?}", started.said);
+        }
+        let health = get(place.head_port, "/health");
+        assert!(health.starts_with("HTTP/1.1 200") && health.contains(r#"{"status":"ok"}"#), "{health}");
+
+        let (out, _) = ended_with(&place.run(&["status", "--json", "--head-url", &place.head()]), 0);
+        let status: serde_json::Value = serde_json::from_str(&out).unwrap();
+        let servers = status["servers"].as_array().unwrap();
+        assert_eq!(servers.len(), 4);
+        assert!(servers.iter().all(|server| server["healthy"] == true && server["in_flight"] == 0), "{status}");
+        let port = format!("+head_server.port={}", place.head_port);
+        let (table, _) = ended_with(&place.run(&["ng_status", &port]), 0);
+        assert!(table.contains("4 of 4 servers healthy"), "{table}");
+
+        started.signal(signal);
+        assert_eq!(started.child.wait().unwrap().code(), Some(0));
+        assert!(TcpStream::connect(("127.0.0.1", place.head_port)).is_err(), "the head has gone");
+    }
+}
+
+fn services_run_in_processes_of_their_own() {
+    let place = Place::new();
+    place.tasks((0..5).map(|number| row("0123456789", number)));
+    let head = place.start(&["--serve", "head_server"]);
+    assert_eq!(*head.said.last().unwrap(), format!("ready: 0 servers, head {}", place.head()));
+    let url = place.head();
+    let services: Vec<Started> = ["policy_model", "digit", "digit_agent", "digit_environment_server"]
+        .iter()
+        .map(|name| place.start(&["--serve", name, "--head-url", &url]))
+        .collect();
+    assert!(services.iter().all(|service| service.said.last().unwrap().starts_with("ready: 1 servers, head ")));
+    let collect = ["collect", "-a", "digit_agent", "-i", "tasks.jsonl", "-o", "out/rollouts.jsonl", "--head-url", &url];
+    ended_with(&place.run(&collect), 0);
+    assert_eq!(place.rollouts().len(), 5);
+    for service in services {
+        assert_eq!(service.interrupt(), Some(0));
+    }
+    let (out, _) = ended_with(&place.run(&["status", "--head-url", &url]), 0);
+    assert!(out.contains("0 of 0 servers healthy"), "who stops lets go of its lease: {out}");
+    assert_eq!(head.interrupt(), Some(0));
+}
+
+fn collect_uses_the_servers_that_run() {
+    let place = Place::new();
+    place.tasks((0..20).map(|number| row("01234", number)));
+    let started = place.start(&[]);
+    let port = format!("+head_server.port={}", place.head_port);
+    let (out, error) = ended_with(
+        &place.run(&[
+            "ng_collect_rollouts",
+            "+agent_name=digit_agent",
+            "+input_jsonl_fpath=tasks.jsonl",
+            "+output_jsonl_fpath=out/rollouts.jsonl",
+            "+num_repeats=3",
+            "+num_repeats_add_seed=true",
+            "+num_samples_in_parallel=8",
+            "+limit=10",
+            &port,
+        ]),
+        0,
+    );
+    assert!(out.contains("30 of 30 rollouts are recorded"), "{out}{error}");
+    assert!(out.contains("digit_agent") && out.contains("out/rollouts.jsonl"), "{out}");
+    let rollouts = place.rollouts();
+    assert_eq!(rollouts.len(), 30);
+    assert!(rollouts.iter().any(|row| row["reward"] == 1.0) && rollouts.iter().any(|row| row["reward"] == 0.0));
+    assert!(place.file("out/rollouts_aggregate_metrics.json").is_file(), "{out}{error}");
+
+    let unknown = ["collect", "-a", "digit_agnet", "-i", "tasks.jsonl", "-o", "o.jsonl", "--head-url", &place.head()];
+    let (_, error) = ended_with(&place.run(&unknown), 2);
+    assert!(error.contains("digit_agent"), "{error}");
+    let broken = place.file("broken.jsonl");
+    std::fs::write(&broken, "{}\n{\"a\": \n").unwrap();
+    let broken = ["collect", "-a", "digit_agent", "-i", "broken.jsonl", "-o", "o.jsonl", "--head-url", &place.head()];
+    let (_, error) = ended_with(&place.run(&broken), 2);
+    assert!(error.contains("broken.jsonl"), "{error}");
+    assert_eq!(started.interrupt(), Some(0));
+}
+
+fn collect_brings_its_own_servers() {
+    let place = Place::new();
+    place.tasks((0..10).map(|number| row("0123456789", number)));
+    let port = format!("+head_server.port={}", place.head_port);
+    let arguments =
+        ["eval", "run", "--config", "gym.yaml", "-a", "digit_agent", "-i", "tasks.jsonl", "-o", "out/rollouts.jsonl"];
+    let (out, error) = ended_with(&place.run(&[&arguments[..], &[&port, "--progress", "plain"]].concat()), 0);
+    assert!(out.contains("10 of 10 rollouts are recorded"), "{out}{error}");
+    assert!(place.rollouts().iter().all(|row| row["reward"] == 1.0));
+    let (out, _) = ended_with(&place.run(&[&arguments[..], &[&port, "--resume"]].concat()), 0);
+    assert!(out.contains("(10 of them by earlier runs)"), "{out}");
+    assert_eq!(place.rollouts().len(), 10);
+}
+
+fn a_failed_rollout_ends_with_3() {
+    let place = Place::new();
+    let mut rows: Vec<_> = (0..3).map(|number| row("0123456789", number)).collect();
+    // The verifier cannot read this task.
+    rows[1].as_object_mut().unwrap().remove("digits");
+    place.tasks(rows);
+    let port = format!("+head_server.port={}", place.head_port);
+    let collect =
+        ["collect", "--config", "gym.yaml", "-a", "digit_agent", "-i", "tasks.jsonl", "-o", "out/rollouts.jsonl"];
+    let (out, error) = ended_with(&place.run(&[&collect[..], &[&port, "--attempts", "1"]].concat()), 3);
+    assert!(out.contains("2 of 3 rollouts are recorded, 1 failed") && out.contains("agent_run_error"), "{out}");
+    assert!(error.contains("out/rollouts_failures.jsonl") && error.contains("--resume"), "{error}");
+}
+
+fn a_stopped_collection_goes_on_where_it_was() {
+    let place = Place::new();
+    let gate = place.file("gate");
+    let mut rows: Vec<_> = (0..6).map(|number| row("0123456789", number)).collect();
+    for row in &mut rows[3..] {
+        row["wait_for"] = serde_json::json!(gate);
+    }
+    place.tasks(rows);
+    let port = format!("+head_server.port={}", place.head_port);
+    let collect = [
+        "collect",
+        "--config",
+        "gym.yaml",
+        "-a",
+        "digit_agent",
+        "-i",
+        "tasks.jsonl",
+        "-o",
+        "out/rollouts.jsonl",
+        "--stop-grace",
+        "0.2",
+        "--progress",
+        "plain",
+        &port,
+    ];
+    let child = place.command(&collect).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut started = Started { child, said: Vec::new() };
+    wait_until(|| place.rollouts_so_far() == 3);
+    started.signal(rustix::process::Signal::INT);
+    assert_eq!(started.child.wait().unwrap().code(), Some(3));
+    let mut said = String::new();
+    started.child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+    assert!(said.contains("stopping: ") && said.contains("rollouts under way have up to 200ms"), "{said}");
+    assert!(said.contains("stopped with 3 rollouts open") && said.contains("--resume"), "{said}");
+
+    std::fs::write(&gate, "").unwrap();
+    let (out, _) = ended_with(&place.run(&[&collect[..], &["--resume"]].concat()), 0);
+    assert!(out.contains("6 of 6 rollouts are recorded (3 of them by earlier runs)"), "{out}");
+    assert_eq!(place.rollouts().len(), 6);
+}
+
+impl Place {
+    fn rollouts_so_far(&self) -> usize {
+        let text = std::fs::read(self.file("out/rollouts.jsonl")).unwrap_or_default();
+        text.iter().filter(|byte| **byte == b'\n').count()
+    }
+}
+
+/// Polls a condition of another process, under a deadline.
+#[expect(clippy::disallowed_methods, reason = "another process has no event to wait for")]
+fn wait_until(condition: impl Fn() -> bool) {
+    let began = std::time::Instant::now();
+    while !condition() {
+        assert!(began.elapsed() < Duration::from_secs(60), "it did not happen");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}

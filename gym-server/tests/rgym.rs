@@ -1,0 +1,220 @@
+//! The binary's usage: exit codes, what it says, and what reaches standard output.
+
+#![expect(clippy::unwrap_used, reason = "an integration test: a panic is its failure")]
+
+use std::path::Path;
+use std::process::{Command, Output};
+
+const MODEL: &str = "\
+policy_model:
+  responses_api_models:
+    scripted_model:
+      entrypoint: app.py
+policy_api_key: sk-very-secret
+";
+
+fn rgym(folder: &Path, arguments: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_rgym"))
+        .args(arguments)
+        .current_dir(folder)
+        .env_remove("HEAD_SERVER_URL")
+        .env_remove("NEMO_GYM_EXTRA_ROOTS")
+        .env_remove("RUST_LOG")
+        .output()
+        .unwrap()
+}
+
+fn folder() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("model.yaml"), MODEL).unwrap();
+    folder
+}
+
+fn texts(output: &Output) -> (String, String) {
+    (String::from_utf8(output.stdout.clone()).unwrap(), String::from_utf8(output.stderr.clone()).unwrap())
+}
+
+/// Runs it and gives what it said on standard error, which must be all it said.
+#[track_caller]
+fn refused(arguments: &[&str], code: i32) -> String {
+    let folder = folder();
+    let output = rgym(folder.path(), arguments);
+    let (out, error) = texts(&output);
+    assert_eq!(output.status.code(), Some(code), "{arguments:?}: {error}");
+    assert_eq!(out, "", "{arguments:?}");
+    error
+}
+
+#[test]
+fn every_command_has_help() {
+    let folder = folder();
+    for (command, option) in [
+        (&[][..], "collect"),
+        (&["run"], "--python"),
+        (&["collect"], "--num-repeats"),
+        (&["status"], "HEAD_SERVER_URL"),
+        (&["config"], "check"),
+        (&["config", "check"], "--strict"),
+        (&["config", "show"], "--format"),
+        (&["aliases"], "Usage"),
+        (&["env", "start"], "--start-timeout"),
+        (&["eval", "run"], "NEMO_GYM_MAX_ROLLOUT_ATTEMPTS"),
+        (&["ng_collect_rollouts"], "--concurrency"),
+        (&["ng_run"], "--serve"),
+    ] {
+        let arguments = [command, &["--help"]].concat();
+        let output = rgym(folder.path(), &arguments);
+        let (out, error) = texts(&output);
+        assert_eq!(output.status.code(), Some(0), "{arguments:?}: {error}");
+        assert!(out.contains(option), "{arguments:?}: {out}");
+    }
+}
+
+#[test]
+fn wrong_usage_ends_with_2_and_a_hint() {
+    for (arguments, hint) in [
+        (&[][..], "Usage"),
+        (&["statsu"], "'status'"),
+        (&["run", "--confg", "a.yaml"], "--config"),
+        (&["run"], "--config FILE"),
+        (&["run", "--config"], "--config <FILE>"),
+        (&["run", "--config", "model.yaml", "--head-url", "http://h:1"], "--serve NAME"),
+        (&["run", "--config", "model.yaml", "--serve", "polcy_model"], "policy_model"),
+        (&["collect", "--num-repeats", "x"], "--num-repeats"),
+        (&["collect", "--concurrency", "0"], "--concurrency"),
+        (&["collect", "--no-serve"], "--input FILE"),
+        (&["collect", "-i", "i", "-o", "o", "--head-url", "coordinator"], "http://127.0.0.1:11000"),
+        (&["eval", "run", "-i", "i", "-o", "o"], "--config FILE"),
+        (&["collect", "--config", "model.yaml", "--head-url", "http://h:1"], "--no-serve"),
+        (&["status", "--head-url", "https://h:1"], "over http"),
+        (&["config", "check"], "--config FILE"),
+        (&["env", "init"], "gym env init"),
+        (&["ng_prepare_data"], "gym dataset collate"),
+        (&["run", "--config", "model.yaml", "+a.b=1", "+a=2", "+c"], "a"),
+        (&["--threads", "0", "aliases"], "--threads"),
+    ] {
+        let error = refused(arguments, 2);
+        assert!(error.contains(hint), "{arguments:?}: {error}");
+    }
+}
+
+#[test]
+fn what_belongs_to_later_versions_is_named_and_ends_with_2() {
+    for (arguments, what) in [
+        (&["ng_run", "--head-only"][..], "--head-only is not supported yet"),
+        (&["ng_run", "--worker", "--head-url=http://coordinator:11000"], "--worker is not supported yet"),
+        (&["run", "--config", "model.yaml", "--worker"], "--worker is not supported yet"),
+        (
+            &["ng_run", "+config_paths=[model.yaml]", "+ray_head_node_address=\"ray://your-cluster:10001\""],
+            "ray_head_node_address: joining a Ray cluster is not supported yet",
+        ),
+    ] {
+        let error = refused(arguments, 2);
+        assert!(error.contains(what) && error.contains("fix:"), "{arguments:?}: {error}");
+    }
+}
+
+#[test]
+fn mistakes_in_the_configuration_end_with_2_and_name_the_place() {
+    let folder = folder();
+    let write = |name: &str, text: &str| std::fs::write(folder.path().join(name), text).unwrap();
+    write("broken.yaml", "a: [1\n");
+    write("kind.yaml", "policy_model:\n  responses_api_model:\n    scripted_model: {entrypoint: app.py}\n");
+    write(
+        "missing.yaml",
+        "policy_model:\n  responses_api_models:\n    scripted_model:\n      entrypoint: app.py\n      seed: ???\n",
+    );
+    write("value.yaml", "policy_model:\n  responses_api_models:\n    scripted_model: {entrypoint: app.py, seed: x}\n");
+    for (arguments, what) in [
+        (&["config", "check", "nowhere.yaml"][..], "'nowhere.yaml' was not found"),
+        (&["config", "check", "broken.yaml"], "broken.yaml:"),
+        (&["config", "check", "kind.yaml"], "kind.yaml:"),
+        (&["config", "show", "missing.yaml"], "missing.yaml:5: policy_model.responses_api_models.scripted_model.seed"),
+        (&["run", "--config", "missing.yaml"], "missing.yaml:5"),
+        (&["run", "--config", "value.yaml", "++head_server.port=0"], "value.yaml:3"),
+    ] {
+        let output = rgym(folder.path(), arguments);
+        let (_, error) = texts(&output);
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {error}");
+        assert!(error.contains(what), "{arguments:?}: {error}");
+    }
+}
+
+#[test]
+fn an_implementation_that_nobody_has_is_told_before_anything_starts() {
+    use std::os::unix::fs::PermissionsExt;
+
+    let folder = folder();
+    let python = folder.path().join("python");
+    std::fs::write(&python, "#!/bin/sh\necho '{\"version\": \"3.13.1\", \"has\": true, \"roots\": [\"/nowhere\"]}'\n")
+        .unwrap();
+    std::fs::set_permissions(&python, std::fs::Permissions::from_mode(0o755)).unwrap();
+    let theirs = "policy_model:\n  responses_api_models:\n    my_model: {entrypoint: app.py}\n";
+    std::fs::write(folder.path().join("theirs.yaml"), theirs).unwrap();
+    let check = ["config", "check", "theirs.yaml", "--python", "./python"];
+    let output = rgym(folder.path(), &check);
+    let (_, error) = texts(&output);
+    assert_eq!(output.status.code(), Some(2), "{error}");
+    assert!(error.contains("theirs.yaml:") && error.contains("policy_model") && error.contains("app.py"), "{error}");
+    assert!(error.contains("/nowhere/responses_api_models/my_model"), "{error}");
+
+    let server = folder.path().join("responses_api_models/my_model");
+    std::fs::create_dir_all(&server).unwrap();
+    std::fs::write(server.join("app.py"), "").unwrap();
+    let output = rgym(folder.path(), &check);
+    let (out, error) = texts(&output);
+    assert_eq!(output.status.code(), Some(0), "{error}");
+    assert!(out.contains("python ") && out.contains("ok: 1 servers from 1 file"), "{out}");
+}
+
+#[test]
+fn a_configuration_is_shown_merged_and_masked() {
+    let folder = folder();
+    let output = rgym(folder.path(), &["config", "show", "model.yaml", "--model", "small", "--format", "json"]);
+    let (out, error) = texts(&output);
+    assert_eq!(output.status.code(), Some(0), "{error}");
+    let shown: serde_json::Value = serde_json::from_str(&out).unwrap();
+    assert_eq!(shown["policy_api_key"], "****");
+    assert_eq!(shown["policy_model_name"], "small");
+    assert!(shown["policy_model"]["responses_api_models"]["scripted_model"].is_object());
+    let (yaml, _) = texts(&rgym(folder.path(), &["ng_dump_config", "+config_paths=[model.yaml]"]));
+    assert!(yaml.contains("policy_api_key: \"****\"") && !yaml.contains("sk-very-secret"), "{yaml}");
+}
+
+#[test]
+fn a_head_that_is_not_there_ends_with_1() {
+    let head = format!("http://127.0.0.1:{}", unused_port());
+    for arguments in [&["status", "--head-url", &head][..], &["collect", "-i", "i", "-o", "o", "--head-url", &head]] {
+        let error = refused(arguments, 1);
+        assert!(error.contains(&head) && error.contains("--head-url"), "{arguments:?}: {error}");
+    }
+}
+
+/// A port on which nothing listens now.
+fn unused_port() -> u16 {
+    std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port()
+}
+
+#[test]
+fn the_aliases_reach_the_same_program() {
+    let folder = folder();
+    let (aliases, _) = texts(&rgym(folder.path(), &["aliases"]));
+    assert!(aliases.lines().all(|line| line.starts_with("alias ng_")), "{aliases}");
+    let script =
+        format!("shopt -s expand_aliases\n{aliases}\nng_run --head-only\necho \"ended with $?\"\nng_version\n");
+    let output = Command::new("bash").arg("-c").arg(script).current_dir(folder.path()).output().unwrap();
+    let (out, error) = texts(&output);
+    assert!(out.contains("ended with 2"), "{out}{error}");
+    assert!(out.contains(env!("CARGO_PKG_VERSION")), "{out}{error}");
+}
+
+#[test]
+fn a_link_of_an_old_name_is_that_command() {
+    let folder = folder();
+    let link = folder.path().join("ng_validate");
+    std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_rgym"), &link).unwrap();
+    let output = Command::new(&link).arg("+config_paths=[model.yaml]").current_dir(folder.path()).output().unwrap();
+    let (out, error) = texts(&output);
+    assert_eq!(output.status.code(), Some(0), "{error}");
+    assert!(out.contains("policy_model") && out.contains("native"), "{out}");
+}
