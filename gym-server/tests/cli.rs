@@ -41,8 +41,9 @@ fn main() -> ExitCode {
         return gym_server::cli::main(Servers::stock().resources("digit", |_| Ok(Digit)));
     }
     let wanted = std::env::args().nth(1).filter(|argument| !argument.starts_with('-')).unwrap_or_default();
-    let cases: [(&str, fn()); 6] = [
+    let cases: [(&str, fn()); 7] = [
         ("run_announces_serves_and_stops_in_order", run_announces_serves_and_stops_in_order),
+        ("a_second_signal_stops_at_once", a_second_signal_stops_at_once),
         ("services_run_in_processes_of_their_own", services_run_in_processes_of_their_own),
         ("collect_uses_the_servers_that_run", collect_uses_the_servers_that_run),
         ("collect_brings_its_own_servers", collect_brings_its_own_servers),
@@ -148,6 +149,13 @@ impl Started {
         rustix::process::kill_process(pid, signal).unwrap();
     }
 
+    /// Whether the first server that is stopped takes no more connections.
+    fn draining(&self) -> bool {
+        let line = self.said.iter().find(|line| line.starts_with("digit_environment_server ")).unwrap();
+        let address = line.split_whitespace().find_map(|word| word.strip_prefix("http://")).unwrap();
+        TcpStream::connect(address).is_err()
+    }
+
     fn interrupt(mut self) -> Option<i32> {
         self.signal(rustix::process::Signal::INT);
         self.child.wait().unwrap().code()
@@ -207,6 +215,29 @@ fn run_announces_serves_and_stops_in_order() {
         assert_eq!(started.child.wait().unwrap().code(), Some(0));
         assert!(TcpStream::connect(("127.0.0.1", place.head_port)).is_err(), "the head has gone");
     }
+}
+
+fn a_second_signal_stops_at_once() {
+    let place = Place::new();
+    let mut started = place.start(&["--stop-grace", "600"]);
+    let mut hanging = row("", 0);
+    hanging["wait_for"] = serde_json::json!(place.file("never"));
+    place.tasks([hanging]);
+    let collect = ["collect", "-a", "digit_agent", "-i", "tasks.jsonl", "-o", "o.jsonl", "--head-url", &place.head()];
+    let _collector =
+        Started { child: place.command(&collect).stderr(Stdio::null()).spawn().unwrap(), said: Vec::new() };
+    let in_flight = || {
+        let (out, _) = ended_with(&place.run(&["status", "--json", "--head-url", &place.head()]), 0);
+        let status: serde_json::Value = serde_json::from_str(&out).unwrap();
+        let servers = status["servers"].as_array().unwrap().clone();
+        servers.iter().find(|server| server["name"] == "digit").unwrap()["in_flight"].as_i64()
+    };
+    wait_until(|| in_flight() == Some(1));
+    started.signal(rustix::process::Signal::INT);
+    // Draining: the first door is closed by now; the request holds the process.
+    wait_until(|| started.draining());
+    started.signal(rustix::process::Signal::INT);
+    assert_eq!(started.child.wait().unwrap().code(), Some(1));
 }
 
 fn services_run_in_processes_of_their_own() {

@@ -149,16 +149,21 @@ fn an_implementation_that_nobody_has_is_told_before_anything_starts() {
     std::fs::write(&python, "#!/bin/sh\necho '{\"version\": \"3.13.1\", \"has\": true, \"roots\": [\"/nowhere\"]}'\n")
         .unwrap();
     std::fs::set_permissions(&python, std::fs::Permissions::from_mode(0o755)).unwrap();
-    let theirs = "policy_model:\n  responses_api_models:\n    my_model: {entrypoint: app.py}\n";
+    let theirs = "policy_model:\n  responses_api_models:\n    scripted_modle: {entrypoint: app.py}\n";
     std::fs::write(folder.path().join("theirs.yaml"), theirs).unwrap();
     let check = ["config", "check", "theirs.yaml", "--python", "./python"];
+    for arguments in [&check[..], &["run", "--config", "theirs.yaml", "--python", "./python"]] {
+        let output = rgym(folder.path(), arguments);
+        let (out, error) = texts(&output);
+        assert_eq!((output.status.code(), out.as_str()), (Some(2), ""), "{error}");
+        assert!(error.contains("did you mean `scripted_model`?"), "{error}");
+    }
     let output = rgym(folder.path(), &check);
     let (_, error) = texts(&output);
-    assert_eq!(output.status.code(), Some(2), "{error}");
     assert!(error.contains("theirs.yaml:") && error.contains("policy_model") && error.contains("app.py"), "{error}");
-    assert!(error.contains("/nowhere/responses_api_models/my_model"), "{error}");
+    assert!(error.contains("/nowhere/responses_api_models/scripted_modle"), "{error}");
 
-    let server = folder.path().join("responses_api_models/my_model");
+    let server = folder.path().join("responses_api_models/scripted_modle");
     std::fs::create_dir_all(&server).unwrap();
     std::fs::write(server.join("app.py"), "").unwrap();
     let output = rgym(folder.path(), &check);

@@ -10,7 +10,7 @@ use super::args::{CheckArgs, ConfigCommand, ShowArgs, ShowFormat, Sources};
 use super::console::{self, Console};
 use super::python::Interpreter;
 use super::{Failure, Outcome};
-use crate::stack::{self, Servers};
+use crate::stack::{self, RunsAs, Servers};
 
 /// A configuration, and where its Python servers are found.
 #[derive(Debug)]
@@ -20,6 +20,8 @@ pub(super) struct Loaded {
     pub(super) python: Option<Interpreter>,
     /// Folders in which Python servers and relative paths are looked for, first match wins.
     pub(super) roots: Vec<PathBuf>,
+    /// Those of them that `--search-dir` and `NEMO_GYM_EXTRA_ROOTS` name.
+    pub(super) searched: Vec<PathBuf>,
 }
 
 /// What a command needs of the configuration.
@@ -84,8 +86,12 @@ pub(super) async fn load(
                 Some(foreign) => {
                     let found = Interpreter::find(sources.python.as_deref()).await.map_err(|why| {
                         Failure::Usage(format!(
-                            "{}: {} is served by Python ({}/{}): {why}",
-                            foreign.origin, foreign.name, foreign.kind, foreign.implementation
+                            "{}: {}.{}.{}: {}, so it needs Python: {why}",
+                            foreign.origin,
+                            foreign.name,
+                            foreign.kind,
+                            foreign.implementation,
+                            not_native(foreign, servers),
                         ))
                     })?;
                     read(Some(python.insert(found)))?
@@ -95,7 +101,47 @@ pub(super) async fn load(
     };
     let installed = python.iter().flat_map(|python| python.roots.iter().cloned());
     let roots = searched.iter().cloned().chain([working_dir.clone()]).chain(installed).collect();
-    Ok(Loaded { config, python, roots })
+    let loaded = Loaded { config, python, roots, searched };
+    if let Need::Servers(only) = need {
+        let wanted = |instance: &InstanceConfig| only.is_empty() || only.contains(&instance.name);
+        // All that cannot start is said at once, and before anything has started.
+        places(&loaded, servers, wanted)?;
+    }
+    Ok(loaded)
+}
+
+/// How each wanted instance runs here.
+fn places<'a>(
+    loaded: &'a Loaded,
+    servers: &Servers,
+    wanted: impl Fn(&InstanceConfig) -> bool,
+) -> Result<Vec<(&'a InstanceConfig, RunsAs)>, Failure> {
+    let mut found = Vec::new();
+    let mut problems = Vec::new();
+    for instance in loaded.config.instances.iter().filter(|instance| wanted(instance)) {
+        match stack::runs_as(instance, servers, &loaded.roots) {
+            Ok(runs_as) => found.push((instance, runs_as)),
+            Err(error) if instance.entrypoint.is_some() => {
+                problems.push(format!("{error}\n  note: {}", not_native(instance, servers)));
+            }
+            Err(error) => problems.push(error.to_string()),
+        }
+    }
+    if problems.is_empty() { Ok(found) } else { Err(Failure::Usage(problems.join("\n"))) }
+}
+
+/// Says that an implementation is not this program's, and what may have been meant.
+fn not_native(instance: &InstanceConfig, servers: &Servers) -> String {
+    let wanted = instance.implementation.as_str();
+    let score = |name: &str| strsim::normalized_damerau_levenshtein(wanted, name);
+    let known: Vec<&str> = servers.names(instance.kind).collect();
+    let nearest = known.iter().max_by(|a, b| score(a).total_cmp(&score(b))).filter(|name| score(name) >= 0.6);
+    let hint = match nearest {
+        Some(name) => format!("; did you mean `{name}`?"),
+        None if known.is_empty() => String::new(),
+        None => format!(" (it has {})", known.join(", ")),
+    };
+    format!("`{wanted}` is not among this program's own {}{hint}", instance.kind)
 }
 
 /// `--search-dir` first, then `NEMO_GYM_EXTRA_ROOTS`, as absolute paths: Python servers run in folders of their own.
@@ -144,27 +190,19 @@ async fn show(args: ShowArgs, overrides: &[String], servers: &Servers, console: 
 
 async fn check(args: CheckArgs, overrides: &[String], servers: &Servers, console: &Console) -> Outcome {
     let sources = with_named(args.sources, args.named);
-    let Loaded { config, roots, .. } = load(&sources, overrides, servers, Need::Places).await?;
+    let loaded = load(&sources, overrides, servers, Need::Places).await?;
+    let config = &loaded.config;
     if config.files.is_empty() && config.instances.is_empty() {
         return Err(nothing_named("check"));
     }
     config.warnings.iter().for_each(|warning| console.warn(warning));
-    let mut problems = Vec::new();
-    let mut rows = Vec::new();
-    for instance in &config.instances {
-        match stack::runs_as(instance, servers, &roots) {
-            Ok(runs_as) => rows.push([
-                instance.name.clone(),
-                instance.kind.to_string(),
-                instance.implementation.clone(),
-                runs_as.to_string(),
-            ]),
-            Err(error) => problems.push(error.to_string()),
-        }
-    }
-    if !problems.is_empty() {
-        return Err(Failure::Usage(problems.join("\n")));
-    }
+    let rows: Vec<[String; 4]> = places(&loaded, servers, |_| true)?
+        .into_iter()
+        .map(|(instance, runs_as)| {
+            let (name, implementation) = (instance.name.clone(), instance.implementation.clone());
+            [name, instance.kind.to_string(), implementation, runs_as.to_string()]
+        })
+        .collect();
     if args.strict && !config.warnings.is_empty() {
         return Err(Failure::Usage(format!("{} warnings, and --strict refuses them", config.warnings.len())));
     }

@@ -1,5 +1,7 @@
 //! `rgym run`: starts the servers of a configuration and keeps them until a signal.
 
+use std::ffi::OsString;
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use gym_core::World;
@@ -73,10 +75,21 @@ pub(super) fn options(loaded: &Loaded, starting: &Starting, console: &Console) -
     StackOptions {
         python: loaded.python.as_ref().map(|python| python.path.clone()),
         python_roots: loaded.roots.clone(),
+        python_env: extra_roots(&loaded.searched),
         lines: Some(console.lines()),
         start_timeout: starting.start_timeout,
         ..StackOptions::default()
     }
+}
+
+/// NeMo Gym's servers look for prompts and skills where their launcher was told to look.
+fn extra_roots(searched: &[PathBuf]) -> Vec<(String, OsString)> {
+    if searched.is_empty() {
+        return Vec::new();
+    }
+    // A folder with a colon in its name cannot be in such a list, and was not found in one.
+    let list = std::env::join_paths(searched).ok();
+    list.map(|list| ("NEMO_GYM_EXTRA_ROOTS".to_owned(), list)).into_iter().collect()
 }
 
 fn refuse_what_is_not_there_yet(args: &RunArgs) -> Result<(), Failure> {

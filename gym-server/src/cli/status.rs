@@ -6,14 +6,15 @@ use std::time::Duration;
 
 use futures_util::future::join_all;
 use gym_client::Transports;
-use gym_client::config::{ConfigLoader, Overrides};
 use gym_core::{CallContext, ConnectOptions, Endpoint, Error, InProcess, Request, Response, Result, World};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::args::StatusArgs;
+use super::args::{Sources, StatusArgs};
+use super::config::{Loaded, Need, load};
 use super::console;
 use super::{Failure, Outcome, head};
+use crate::stack::Servers;
 
 /// The head answers from memory.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
@@ -59,9 +60,7 @@ struct Listed {
 }
 
 pub(super) async fn status(args: StatusArgs, overrides: &[String], head_typed: bool) -> Outcome {
-    let working_dir = std::env::current_dir()
-        .map_err(|error| Failure::Usage(format!("the working folder cannot be found: {error}")))?;
-    let config = ConfigLoader::new(working_dir).load(&[] as &[&str], &Overrides::parse(overrides)?)?;
+    let Loaded { config, .. } = load(&Sources::default(), overrides, &Servers::none(), Need::Values).await?;
     let head = head::endpoint(args.head_url.as_deref(), head_typed, overrides, &config)?;
     let world = World::real();
     let transports = Transports::from_features(InProcess::new());

@@ -11,6 +11,7 @@ mod python;
 mod servers;
 
 use std::collections::BTreeMap;
+use std::ffi::OsString;
 use std::fmt;
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -47,6 +48,8 @@ pub struct StackOptions {
     pub python: Option<PathBuf>,
     /// Folders in which a Python server's folder is looked for, first match wins.
     pub python_roots: Vec<PathBuf>,
+    /// Environment variables of Python servers, besides those that NeMo Gym gives them.
+    pub python_env: Vec<(String, OsString)>,
     /// Where the lines of Python servers go.
     pub lines: Option<LineSink>,
     /// How long a Python server may take until it answers.
@@ -66,6 +69,7 @@ impl Default for StackOptions {
             head: None,
             python: None,
             python_roots: Vec::new(),
+            python_env: Vec::new(),
             lines: None,
             // A Python server imports for seconds, on a busy machine for a minute.
             start_timeout: Duration::from_secs(300),
@@ -389,7 +393,7 @@ fn unknown_implementation(instance: &InstanceConfig, servers: &Servers) -> Error
 
 /// How an instance would run here.
 #[derive(Clone, Debug, PartialEq, Eq)]
-#[cfg_attr(not(feature = "cli"), expect(dead_code, reason = "the command line asks"))]
+#[cfg(feature = "cli")]
 pub(crate) enum RunsAs {
     /// In this process.
     Native,
@@ -397,6 +401,7 @@ pub(crate) enum RunsAs {
     Python(PathBuf),
 }
 
+#[cfg(feature = "cli")]
 impl fmt::Display for RunsAs {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -410,7 +415,7 @@ impl fmt::Display for RunsAs {
 ///
 /// # Errors
 /// What starting it would say.
-#[cfg_attr(not(feature = "cli"), expect(dead_code, reason = "the command line asks"))]
+#[cfg(feature = "cli")]
 pub(crate) fn runs_as(instance: &InstanceConfig, servers: &Servers, roots: &[PathBuf]) -> Result<RunsAs> {
     if servers.has(instance.kind, &instance.implementation) {
         return Ok(RunsAs::Native);

@@ -75,7 +75,10 @@ impl Children {
             let (folder, entrypoint) = find(&instance, &options.python_roots)?;
             let port = instance.port.ok_or_else(|| Error::invalid(format!("{} has no port", instance.name)))?;
             let endpoint = Endpoint::parse(&format!("http://{}:{port}", instance.host))?;
-            let spec = spec(&instance, &yaml, python, &folder, &entrypoint).stop_grace(options.stop_grace);
+            let mut spec = spec(&instance, &yaml, python, &folder, &entrypoint).stop_grace(options.stop_grace);
+            for (name, value) in &options.python_env {
+                spec = spec.env(name, value);
+            }
             let child = self.launcher.spawn(spec).await.map_err(|error| Error::invalid(error.to_string()))?;
             let labels = BTreeMap::from([
                 ("dir_path".to_owned(), folder.display().to_string()),
