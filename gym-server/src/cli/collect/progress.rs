@@ -37,7 +37,7 @@ pub(super) async fn show(
     };
     let every = if bar { BAR_EVERY } else { LINE_EVERY };
     let bar = bar.then(|| {
-        let bar = ProgressBar::with_draw_target(Some(0), ProgressDrawTarget::stderr());
+        let bar = ProgressBar::with_draw_target(Some(1), ProgressDrawTarget::stderr());
         // The template is a constant with known keys; a bar in the default style would be no reason to fail.
         if let Ok(style) = ProgressStyle::with_template("{bar:30} {msg}") {
             bar.set_style(style);
@@ -64,6 +64,7 @@ pub(super) async fn show(
                 let snapshot = progress.snapshot();
                 rate.add(now, snapshot.completed + snapshot.given_up);
                 match &bar {
+                    Some(bar) if snapshot.total == 0 => bar.set_message("reading the tasks"),
                     Some(bar) => {
                         bar.set_length(snapshot.total);
                         bar.set_position(snapshot.done());
