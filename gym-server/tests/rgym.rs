@@ -131,6 +131,7 @@ fn mistakes_in_the_configuration_end_with_2_and_name_the_place() {
         (&["config", "check", "kind.yaml"], "kind.yaml:"),
         (&["config", "show", "missing.yaml"], "missing.yaml:5: policy_model.responses_api_models.scripted_model.seed"),
         (&["run", "--config", "missing.yaml"], "missing.yaml:5"),
+        (&["config", "check", "value.yaml"], "value.yaml:3"),
         (&["run", "--config", "value.yaml", "++head_server.port=0"], "value.yaml:3"),
     ] {
         let output = rgym(folder.path(), arguments);

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use gym_client::config::{ConfigError, ConfigLoader, GymConfig, InstanceConfig, Mistake, Overrides, free_port};
+use gym_core::World;
 use serde_json::Value;
 
 use super::args::{CheckArgs, ConfigCommand, ShowArgs, ShowFormat, Sources};
@@ -196,7 +197,14 @@ async fn check(args: CheckArgs, overrides: &[String], servers: &Servers, console
         return Err(nothing_named("check"));
     }
     config.warnings.iter().for_each(|warning| console.warn(warning));
-    let rows: Vec<[String; 4]> = places(&loaded, servers, |_| true)?
+    let found = places(&loaded, servers, |_| true)?;
+    let world = World::real();
+    let built = found.iter().map(|(instance, _)| stack::try_build(instance, servers, &world));
+    let problems: Vec<String> = built.filter_map(|built| built.err().map(|error| error.to_string())).collect();
+    if !problems.is_empty() {
+        return Err(Failure::Usage(problems.join("\n")));
+    }
+    let rows: Vec<[String; 4]> = found
         .into_iter()
         .map(|(instance, runs_as)| {
             let (name, implementation) = (instance.name.clone(), instance.implementation.clone());

@@ -426,6 +426,19 @@ pub(crate) fn runs_as(instance: &InstanceConfig, servers: &Servers, roots: &[Pat
     python::find(instance, roots).map(|(folder, _)| RunsAs::Python(folder))
 }
 
+/// Makes a native instance without serving it, so that what its block has wrong is found. A Python one is fine as it is.
+///
+/// # Errors
+/// What starting it would say.
+#[cfg(feature = "cli")]
+pub(crate) fn try_build(instance: &InstanceConfig, servers: &Servers, world: &World) -> Result<()> {
+    let nobody = Arc::new(MemoryRegistry::new());
+    let client = ServerClient::new(nobody, Transports::from_features(InProcess::new()), world);
+    let site = Site::new(&instance.name, &instance.implementation, world);
+    let made = servers.make(&Build { instance, site: &site, client: &client });
+    made.map_or(Ok(()), |made| made.map(drop)).map_err(|error| error.about(format!("start {}", instance.name)))
+}
+
 /// Host and port of each live server that can be reached over HTTP.
 fn live(instances: &[Instance]) -> Vec<gym_client::config::LiveServer> {
     instances
