@@ -20,6 +20,7 @@ mod emit;
 mod files;
 mod grammar;
 mod interpolate;
+mod lax;
 mod load;
 mod merge;
 mod node;

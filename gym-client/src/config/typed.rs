@@ -8,6 +8,7 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use super::emit;
+use super::lax::Lax;
 use super::node::{Key, Node, Tree};
 use super::problem::{ConfigError, Mistake, Origin, Problem, suggest};
 use gym_core::ServerKind;
@@ -259,7 +260,8 @@ impl GymConfig {
 }
 
 impl InstanceConfig {
-    /// The block as a type of yours; unknown fields are up to its `serde` attributes.
+    /// The block as a type of yours; unknown fields are up to its `serde` attributes. A text that spells a number or a
+    /// boolean is one where one is asked for, as in NeMo Gym's servers: `${oc.env:NAME,false}` is always a text.
     ///
     /// # Errors
     /// Names file, line, instance and key of the value that does not fit, and every interpolation without a value.
@@ -281,7 +283,7 @@ impl InstanceConfig {
         for step in at {
             value = &value[*step];
         }
-        serde_path_to_error::deserialize(value.clone()).map_err(|error| {
+        serde_path_to_error::deserialize(Lax(value.clone())).map_err(|error| {
             let mut path: Vec<String> = at.iter().map(|step| (*step).to_owned()).collect();
             for segment in error.path() {
                 match segment {
