@@ -2,6 +2,7 @@
 
 use gym_core::InProcess;
 use gym_core::testing::conformance::{TransportPair, TransportSetup, transport};
+use gym_core::testing::{Faults, SimNet};
 
 fn pair(switchboard: &InProcess, setup: TransportSetup) -> TransportPair {
     let switchboard = switchboard.clone().with_calls_max(setup.calls_max);
@@ -22,4 +23,25 @@ async fn in_process_written_out_and_read_back() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn in_process_on_two_threads() {
     transport(async |setup| pair(&InProcess::new(), setup)).await;
+}
+
+fn simulated(setup: TransportSetup, faults: Faults) -> TransportPair {
+    let net = SimNet::new(1, faults);
+    let listener = net.host("server").listen("peer").expect("nobody listens there");
+    (Box::new(net.host("client").with_calls_max(setup.calls_max)), Box::new(listener))
+}
+
+#[tokio::test(start_paused = true)]
+async fn simulated_without_faults() {
+    transport(async |setup| simulated(setup, Faults::NONE)).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn simulated_with_delays() {
+    transport(async |setup| simulated(setup, Faults::calm())).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn simulated_on_two_threads_by_the_real_clock() {
+    transport(async |setup| simulated(setup, Faults::calm())).await;
 }

@@ -1,0 +1,388 @@
+//! One connection: the caller's link, the server's end, and what both know of the calls on it.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use futures_util::stream::{FuturesUnordered, StreamExt};
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+use super::SCHEME;
+use super::wire::{Shared, What, drained};
+use crate::channel::{Link, PathInfo, Reply};
+use crate::context::{CallContext, TraceContext};
+use crate::error::{Code, Error, Result};
+use crate::frame::{Limits, decode, encode};
+use crate::handler::Handler;
+use crate::message::{Message, Request, Response};
+use crate::transport::{Incoming, PeerInfo};
+
+/// What both ends share. It knows nothing of the network, so that what is under way does not keep the network alive.
+pub(super) struct Conn {
+    pub(super) id: u64,
+    pub(super) client: Arc<str>,
+    pub(super) server: Arc<str>,
+    /// The caller knows that it is over: its calls end.
+    pub(super) client_closed: CancellationToken,
+    /// The server knows that it is over: its handlers are dropped.
+    pub(super) server_closed: CancellationToken,
+    drained: AtomicBool,
+    next_call: AtomicU64,
+    arrivals: mpsc::Sender<Parcel>,
+    ends: Mutex<Ends>,
+    idle: Notify,
+}
+
+#[derive(Default)]
+struct Ends {
+    /// Calls whose reply is awaited.
+    waiting: BTreeMap<u64, oneshot::Sender<Result<Response>>>,
+    /// Calls that have arrived, or whose cancellation has.
+    present: BTreeMap<u64, CancellationToken>,
+    /// The caller takes no new calls.
+    closing: bool,
+    /// No channel is left: the last reply closes the connection.
+    abandoned: bool,
+    /// When the last message arrives, there and back.
+    last_arrival: [Option<Instant>; 2],
+}
+
+/// A request on the wire.
+pub(super) struct Parcel {
+    pub(super) call: u64,
+    request: Request,
+    remaining: Duration,
+}
+
+impl fmt::Display for Parcel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {} as #{}", self.request.verb, self.request.route, self.call)
+    }
+}
+
+impl Parcel {
+    /// Written out, as a wire would: texts instead of shared memory, the time that is left instead of an instant.
+    fn write(call: u64, request: Request) -> Result<Self> {
+        let remaining = request.context.remaining();
+        let message = rewritten(&request.message)?;
+        Ok(Self { call, remaining, request: Request { message, ..request } })
+    }
+
+    /// As the server reads it: a deadline of its own clock, and a cancel token that fires when the caller is known to have left.
+    fn read(self, from: &Arc<str>, gone: &CancellationToken) -> Request {
+        let sent = self.request.context;
+        let mut context = CallContext::within(self.remaining);
+        context.cancel = gone.clone();
+        context.trace =
+            sent.trace.to_traceparent().as_deref().and_then(TraceContext::from_traceparent).unwrap_or_default();
+        context.reply_bytes_max = sent.reply_bytes_max;
+        context.incarnation = sent.incarnation;
+        context.metadata = sent.metadata;
+        Request { context, peer: Some(PeerInfo { address: Arc::clone(from) }), ..self.request }
+    }
+}
+
+fn rewritten(message: &Message) -> Result<Message> {
+    Ok(decode(encode(message).to_bytes(), &Limits::default(), message.content_type.clone())?)
+}
+
+impl Conn {
+    pub(super) fn new(id: u64, client: Arc<str>, server: Arc<str>, arrivals: mpsc::Sender<Parcel>) -> Self {
+        Self {
+            id,
+            client,
+            server,
+            client_closed: CancellationToken::new(),
+            server_closed: CancellationToken::new(),
+            drained: AtomicBool::new(false),
+            next_call: AtomicU64::new(0),
+            arrivals,
+            ends: Mutex::default(),
+            idle: Notify::new(),
+        }
+    }
+
+    pub(super) fn direction(&self, to_server: bool) -> (&Arc<str>, &Arc<str>) {
+        if to_server { (&self.client, &self.server) } else { (&self.server, &self.client) }
+    }
+
+    /// The latest arrival before this message, and notes this one's.
+    pub(super) fn last_arrival(&self, to_server: bool, at: Instant) -> Instant {
+        let last = &mut self.ends().last_arrival[usize::from(to_server)];
+        let before = last.unwrap_or(at);
+        *last = Some(before.max(at));
+        before
+    }
+
+    pub(super) fn was_drained(&self) -> bool {
+        self.drained.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn arrive(&self, parcel: Parcel) -> Result<()> {
+        self.arrivals
+            .try_send(parcel)
+            .map_err(|_| Error::not_started(Code::ResourceExhausted, "too many calls wait on this connection"))
+    }
+
+    pub(super) fn cancel(&self, call: u64) {
+        self.ends().present.entry(call).or_default().cancel();
+    }
+
+    pub(super) fn answer(&self, call: u64, result: Result<Response>) {
+        if let Some(waiting) = self.ends().waiting.remove(&call) {
+            // An error: the caller has just left.
+            let _ = waiting.send(result);
+        }
+    }
+
+    fn ends(&self) -> MutexGuard<'_, Ends> {
+        self.ends.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn lost(&self) -> Error {
+        Error::unknown(Code::Unavailable, "the peer has left").about(self.server.to_string())
+    }
+}
+
+/// The caller's end.
+pub struct SimLink {
+    shared: Arc<Shared>,
+    conn: Arc<Conn>,
+    path: PathInfo,
+    room: Arc<Semaphore>,
+}
+
+impl SimLink {
+    pub(super) fn new(shared: Arc<Shared>, conn: Arc<Conn>, calls_max: usize, ordered: bool) -> Self {
+        let path = PathInfo::new(SCHEME, Arc::clone(&conn.server), ordered);
+        Self { shared, conn, path, room: Arc::new(Semaphore::new(calls_max)) }
+    }
+}
+
+impl fmt::Debug for SimLink {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "SimLink({} to {})", self.conn.client, self.conn.server)
+    }
+}
+
+fn close_client(shared: &Shared, conn: &Arc<Conn>) {
+    if !conn.client_closed.is_cancelled() {
+        conn.client_closed.cancel();
+        shared.transmit(conn, true, What::Gone);
+    }
+}
+
+impl Drop for SimLink {
+    fn drop(&mut self) {
+        // The last channel is gone; replies that were started may still come, and the last of them closes.
+        let mut ends = self.conn.ends();
+        (ends.closing, ends.abandoned) = (true, true);
+        let busy = !ends.waiting.is_empty();
+        drop(ends);
+        if !busy {
+            close_client(&self.shared, &self.conn);
+        }
+    }
+}
+
+/// A caller that waits for its reply; dropped without one, it has left.
+struct Waiting {
+    shared: Arc<Shared>,
+    conn: Arc<Conn>,
+    call: u64,
+    _room: OwnedSemaphorePermit,
+}
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        let mut ends = self.conn.ends();
+        let unanswered = ends.waiting.remove(&self.call).is_some();
+        let (idle, abandoned) = (ends.waiting.is_empty(), ends.abandoned);
+        drop(ends);
+        if unanswered && !self.conn.client_closed.is_cancelled() {
+            self.shared.transmit(&self.conn, true, What::Cancel { call: self.call });
+        }
+        if idle {
+            self.conn.idle.notify_waiters();
+            if abandoned {
+                close_client(&self.shared, &self.conn);
+            }
+        }
+    }
+}
+
+#[async_trait]
+impl Link for SimLink {
+    async fn send(&self, request: Request) -> Result<Reply> {
+        let conn = &self.conn;
+        let unavailable =
+            || Error::not_started(Code::Unavailable, "the connection is closed").about(conn.server.to_string());
+        let room = tokio::select! {
+            biased;
+            () = conn.client_closed.cancelled() => return Err(unavailable()),
+            room = Arc::clone(&self.room).acquire_owned() => room.map_err(|_| unavailable())?,
+        };
+        let call = conn.next_call.fetch_add(1, Ordering::Relaxed);
+        let reply_bytes_max = request.context.reply_bytes_max;
+        let parcel = Parcel::write(call, request)?;
+        let (sender, answer) = oneshot::channel();
+        {
+            let mut ends = conn.ends();
+            if ends.closing {
+                return Err(unavailable());
+            }
+            ends.waiting.insert(call, sender);
+        }
+        let waiting = Waiting { shared: Arc::clone(&self.shared), conn: Arc::clone(conn), call, _room: room };
+        self.shared.transmit(conn, true, What::Request(Box::new(parcel)));
+        Ok(Box::pin(async move {
+            let conn = Arc::clone(&waiting.conn);
+            let answered = tokio::select! {
+                biased;
+                answered = answer => answered.unwrap_or_else(|_| Err(conn.lost())),
+                () = conn.client_closed.cancelled() => Err(conn.lost()),
+            };
+            drop(waiting);
+            let response = answered?;
+            if response.message.len() > reply_bytes_max {
+                let bytes = response.message.len();
+                return Err(Error::finished(
+                    Code::ResourceExhausted,
+                    format!("the reply has {bytes} bytes, more than the {reply_bytes_max} of reply_bytes_max"),
+                ));
+            }
+            Ok(response)
+        }))
+    }
+
+    fn path(&self) -> &PathInfo {
+        &self.path
+    }
+
+    async fn closed(&self) -> Error {
+        self.conn.client_closed.cancelled().await;
+        self.conn.lost()
+    }
+
+    async fn close(&self, grace: Duration) -> Result<()> {
+        let conn = &self.conn;
+        conn.ends().closing = true;
+        let drained = tokio::time::timeout(grace, async {
+            loop {
+                let idle = conn.idle.notified();
+                if conn.ends().waiting.is_empty() || conn.client_closed.is_cancelled() {
+                    return;
+                }
+                tokio::select! {
+                    biased;
+                    () = conn.client_closed.cancelled() => return,
+                    () = idle => {}
+                }
+            }
+        })
+        .await;
+        close_client(&self.shared, conn);
+        drained.map_err(|_| Error::unknown(Code::DeadlineExceeded, "calls were still running when the channel closed"))
+    }
+}
+
+/// The server's end, accepted or about to be.
+pub struct SimIncoming {
+    server: ServerEnd,
+    arrived: mpsc::Receiver<Parcel>,
+    peer: PeerInfo,
+}
+
+/// Tells the caller when it is dropped.
+struct ServerEnd {
+    shared: Arc<Shared>,
+    conn: Arc<Conn>,
+}
+
+impl Drop for ServerEnd {
+    fn drop(&mut self) {
+        if !self.conn.server_closed.is_cancelled() {
+            self.conn.server_closed.cancel();
+            self.shared.transmit(&self.conn, false, What::Gone);
+        }
+    }
+}
+
+impl SimIncoming {
+    pub(super) fn new(shared: Arc<Shared>, conn: Arc<Conn>, arrived: mpsc::Receiver<Parcel>) -> Self {
+        let peer = PeerInfo { address: Arc::clone(&conn.client) };
+        Self { server: ServerEnd { shared, conn }, arrived, peer }
+    }
+}
+
+impl fmt::Debug for SimIncoming {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "SimIncoming({} at {})", self.peer.address, self.server.conn.server)
+    }
+}
+
+#[async_trait]
+impl Incoming for SimIncoming {
+    fn peer(&self) -> &PeerInfo {
+        &self.peer
+    }
+
+    async fn serve(self: Box<Self>, handler: Arc<dyn Handler>, drain: CancellationToken) -> Result<()> {
+        let Self { server, mut arrived, peer } = *self;
+        let (shared, conn) = (&server.shared, &server.conn);
+        let refuse = |parcel: Parcel| {
+            let refusal = What::Reply { call: parcel.call, result: Err(drained()) };
+            shared.transmit(conn, false, refusal);
+        };
+        let mut running = FuturesUnordered::new();
+        let mut draining = false;
+        while !draining || !running.is_empty() {
+            tokio::select! {
+                biased;
+                () = conn.server_closed.cancelled() => return Ok(()),
+                () = drain.cancelled(), if !draining => draining = true,
+                Some(()) = running.next(), if !running.is_empty() => {}
+                Some(parcel) = arrived.recv() => {
+                    if draining {
+                        refuse(parcel);
+                        continue;
+                    }
+                    let call = parcel.call;
+                    let gone = conn.ends().present.entry(call).or_default().clone();
+                    if gone.is_cancelled() {
+                        continue;
+                    }
+                    // Here, in the order of arrival, and not when it is first polled.
+                    let answer = handler.handle(parcel.read(&peer.address, &gone));
+                    running.push(async move {
+                        // Told to whoever the handler handed it to as well.
+                        let _gone = gone.clone().drop_guard();
+                        let answered = tokio::select! {
+                            biased;
+                            () = gone.cancelled() => None,
+                            answered = answer => Some(answered),
+                        };
+                        conn.ends().present.remove(&call);
+                        let Some(answered) = answered else { return };
+                        let mut response = answered.unwrap_or_else(|error| Response::from_error(&error));
+                        let result = rewritten(&response.message).map(|message| {
+                            response.message = message;
+                            response
+                        });
+                        shared.transmit(conn, false, What::Reply { call, result });
+                    });
+                }
+            }
+        }
+        conn.drained.store(true, Ordering::Relaxed);
+        while let Ok(parcel) = arrived.try_recv() {
+            refuse(parcel);
+        }
+        Ok(())
+    }
+}

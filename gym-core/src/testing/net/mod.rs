@@ -1,0 +1,86 @@
+//! A network in memory that loses, delays, reorders, resets, refuses and partitions, all from one seed.
+//!
+//! It is a [`Connector`](crate::Connector) and [`Listener`](crate::Listener) at the level of messages, with the contract of
+//! the seam and nothing kinder: a lost request or reply lets its caller wait until its deadline (`Unknown`), a reset ends
+//! every call of its connection (`Unavailable, Unknown`), a refused connect is `Unavailable, NotStarted`, a crashed host's
+//! handlers are dropped where they are. With no faults it passes the suite that every transport passes.
+//!
+//! One task, the wire, delivers everything in the order of (time, hand-over), so under a paused clock and on one thread a seed
+//! replays exactly; [`Trace::hash`] proves it. Delays are whole milliseconds, which is as fine as tokio's timers are.
+
+mod conn;
+mod faults;
+mod host;
+mod trace;
+mod wire;
+
+use std::fmt;
+use std::sync::{Arc, Weak};
+
+pub use conn::{SimIncoming, SimLink};
+pub use faults::{Faults, kind};
+pub use host::{SimHost, SimListener};
+pub use trace::Trace;
+use wire::Shared;
+
+/// The scheme of simulated endpoints: `sim://host/service`.
+pub const SCHEME: &str = "sim";
+
+/// A network of named hosts. Cheap to clone; clones share it.
+#[derive(Clone)]
+pub struct SimNet(Arc<Shared>);
+
+impl SimNet {
+    /// A network without hosts. Must be called within a tokio runtime: its wire is a task there, and ends with the network.
+    #[must_use]
+    pub fn new(seed: u64, faults: Faults) -> Self {
+        let shared = Arc::new(Shared::new(seed));
+        tokio::spawn(wire::run(Weak::clone(&Arc::downgrade(&shared)), shared.wake()));
+        shared.set_faults(faults);
+        Self(shared)
+    }
+
+    /// The next life of a host: up, with nobody listening. An earlier life that still runs is crashed.
+    #[must_use]
+    pub fn host(&self, name: &str) -> SimHost {
+        SimHost::start(Arc::clone(&self.0), name)
+    }
+
+    /// Ends a host's life: its running handlers and what it [spawned](SimHost::spawn) are dropped, its calls end, nobody
+    /// listens there. Its peers are told, unless the crash is a silent one.
+    pub fn crash(&self, host: &str) {
+        self.0.crash(host);
+    }
+
+    /// Stops messages from one host to another; those under way are lost too.
+    pub fn cut(&self, from: &str, to: &str) {
+        self.0.cut(from, to);
+    }
+
+    /// From now on these faults. Partitions that the old ones began are healed; what is lost stays lost.
+    pub fn set_faults(&self, faults: Faults) {
+        self.0.set_faults(faults);
+    }
+
+    /// Adds an event of the scenario to the trace.
+    pub fn note(&self, actor: &str, event: fmt::Arguments<'_>) {
+        self.0.note(actor, event);
+    }
+
+    /// Counts a fault that the scenario injected by itself, such as a slow disk, and adds it to the trace.
+    pub fn injected(&self, actor: &str, kind: &'static str) {
+        self.0.injected(actor, kind);
+    }
+
+    /// What has happened so far.
+    #[must_use]
+    pub fn trace(&self) -> Trace {
+        self.0.trace()
+    }
+}
+
+impl fmt::Debug for SimNet {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SimNet").field("trace_hash", &self.0.trace_hash()).finish_non_exhaustive()
+    }
+}

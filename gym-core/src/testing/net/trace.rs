@@ -1,0 +1,69 @@
+//! What happened, in order: a running hash that two runs of a seed must agree on, and the lines behind it.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::fmt;
+
+/// Lines kept for printing; the hash covers all. A failing scenario is understood from its end.
+const LINES_MAX: usize = 20_000;
+
+/// The account of one simulation.
+#[derive(Clone, Debug)]
+pub struct Trace {
+    hash: u64,
+    events: u64,
+    lines: VecDeque<String>,
+    faults: BTreeMap<&'static str, u64>,
+}
+
+impl Default for Trace {
+    fn default() -> Self {
+        // FNV-1a's offset basis.
+        Self { hash: 0xcbf2_9ce4_8422_2325, events: 0, lines: VecDeque::new(), faults: BTreeMap::new() }
+    }
+}
+
+impl Trace {
+    /// FNV-1a over every line so far: equal traces have equal hashes, on every machine.
+    #[must_use]
+    pub fn hash(&self) -> u64 {
+        self.hash
+    }
+
+    /// How many events there were.
+    #[must_use]
+    pub fn events(&self) -> u64 {
+        self.events
+    }
+
+    /// The faults that were injected, by kind.
+    #[must_use]
+    pub fn faults(&self) -> &BTreeMap<&'static str, u64> {
+        &self.faults
+    }
+
+    pub(super) fn note(&mut self, at_ms: u128, actor: &str, event: fmt::Arguments<'_>) {
+        let line = format!("{at_ms:>8} ms  {actor:<10} {event}");
+        for byte in line.bytes().chain([b'\n']) {
+            self.hash = (self.hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3);
+        }
+        self.events += 1;
+        if self.lines.len() == LINES_MAX {
+            self.lines.pop_front();
+        }
+        self.lines.push_back(line);
+    }
+
+    pub(super) fn fault(&mut self, kind: &'static str) {
+        *self.faults.entry(kind).or_default() += 1;
+    }
+}
+
+impl fmt::Display for Trace {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let left_out = self.events - self.lines.len() as u64;
+        if left_out > 0 {
+            writeln!(f, "({left_out} earlier events)")?;
+        }
+        self.lines.iter().try_for_each(|line| writeln!(f, "{line}"))
+    }
+}

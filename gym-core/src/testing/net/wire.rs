@@ -1,0 +1,416 @@
+//! What is under way between hosts, and the one task that delivers it.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
+
+use tokio::sync::{Notify, mpsc};
+use tokio::time::{Instant, sleep_until};
+use tokio_util::sync::CancellationToken;
+
+use super::conn::{Conn, Parcel, SimIncoming};
+use super::faults::{Faults, kind};
+use super::trace::Trace;
+use crate::error::{Code, Error, Result};
+use crate::message::Response;
+
+/// The state that all hosts of one network share.
+pub(super) struct Shared {
+    net: Mutex<Net>,
+    wake: Arc<Notify>,
+}
+
+pub(super) struct Net {
+    rng: fastrand::Rng,
+    pub(super) faults: Faults,
+    began: Instant,
+    next_event: u64,
+    next_conn: u64,
+    queue: BTreeMap<(Instant, u64), Event>,
+    hosts: BTreeMap<Arc<str>, HostState>,
+    pub(super) listeners: BTreeMap<String, (u64, mpsc::Sender<SimIncoming>)>,
+    conns: BTreeMap<u64, Weak<Conn>>,
+    cuts: BTreeSet<(Arc<str>, Arc<str>)>,
+    /// Counted up when the faults change, so that scheduled partitions of the old ones do not happen.
+    regime: u64,
+    trace: Trace,
+}
+
+#[derive(Debug)]
+struct HostState {
+    life: u64,
+    up: bool,
+    silent: bool,
+    crashed: CancellationToken,
+}
+
+enum Event {
+    Deliver { conn: Arc<Conn>, to_server: bool, what: What },
+    Partition { regime: u64 },
+    Heal { regime: u64, pairs: Vec<(Arc<str>, Arc<str>)> },
+}
+
+/// What travels on a connection.
+pub(super) enum What {
+    Request(Box<Parcel>),
+    Reply {
+        call: u64,
+        result: Result<Response>,
+    },
+    /// The caller has left.
+    Cancel {
+        call: u64,
+    },
+    /// The other end is gone.
+    Gone,
+}
+
+impl fmt::Display for What {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Request(parcel) => write!(f, "{parcel}"),
+            Self::Reply { call, result: Ok(response) } => write!(f, "reply {} of #{call}", response.status),
+            Self::Reply { call, result: Err(error) } => write!(f, "refusal of #{call}: {error}"),
+            Self::Cancel { call } => write!(f, "cancel of #{call}"),
+            Self::Gone => f.write_str("close"),
+        }
+    }
+}
+
+/// What becomes of a connect.
+pub(super) enum Knock {
+    Silence(Duration),
+    Refused,
+    Through,
+}
+
+impl Shared {
+    pub(super) fn new(seed: u64) -> Self {
+        let net = Net {
+            rng: fastrand::Rng::with_seed(seed),
+            faults: Faults::NONE,
+            began: Instant::now(),
+            next_event: 0,
+            next_conn: 0,
+            queue: BTreeMap::new(),
+            hosts: BTreeMap::new(),
+            listeners: BTreeMap::new(),
+            conns: BTreeMap::new(),
+            cuts: BTreeSet::new(),
+            regime: 0,
+            trace: Trace::default(),
+        };
+        Self { net: Mutex::new(net), wake: Arc::default() }
+    }
+
+    pub(super) fn wake(&self) -> Arc<Notify> {
+        Arc::clone(&self.wake)
+    }
+
+    pub(super) fn net(&self) -> MutexGuard<'_, Net> {
+        self.net.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn note(&self, actor: &str, event: fmt::Arguments<'_>) {
+        self.net().note(actor, event);
+    }
+
+    pub(super) fn injected(&self, actor: &str, kind: &'static str) {
+        self.net().fault(actor, kind, format_args!("injected"));
+    }
+
+    pub(super) fn trace(&self) -> Trace {
+        self.net().trace.clone()
+    }
+
+    pub(super) fn trace_hash(&self) -> u64 {
+        self.net().trace.hash()
+    }
+
+    pub(super) fn set_faults(&self, faults: Faults) {
+        let mut net = self.net();
+        net.note("network", format_args!("{faults}"));
+        net.faults = faults;
+        net.cuts.clear();
+        net.regime += 1;
+        net.schedule_partition();
+        drop(net);
+        self.wake.notify_one();
+    }
+
+    pub(super) fn cut(&self, from: &str, to: &str) {
+        let mut net = self.net();
+        net.cuts.insert((from.into(), to.into()));
+        net.fault("network", kind::PARTITION, format_args!("{from} to {to}"));
+    }
+
+    /// Begins a host's next life.
+    pub(super) fn start(&self, name: &Arc<str>) -> (u64, CancellationToken) {
+        if self.net().hosts.get(name).is_some_and(|host| host.up) {
+            self.crash(name);
+        }
+        let mut net = self.net();
+        let life = net.hosts.get(name).map_or(0, |host| host.life + 1);
+        let crashed = CancellationToken::new();
+        let host = HostState { life, up: true, silent: false, crashed: crashed.clone() };
+        net.hosts.insert(Arc::clone(name), host);
+        net.note(name, format_args!("is up, life {life}"));
+        (life, crashed)
+    }
+
+    pub(super) fn crash(&self, name: &str) {
+        let mut net = self.net();
+        let silent = net.rng.f64() < net.faults.silent_crash;
+        let Some(host) = net.hosts.get_mut(name).filter(|host| host.up) else { return };
+        host.up = false;
+        host.silent = silent;
+        let crashed = host.crashed.clone();
+        let kind = if silent { kind::SILENT_CRASH } else { kind::CRASH };
+        net.fault(name, kind, format_args!("goes down"));
+        net.listeners.retain(|address, _| address.split('/').next() != Some(name));
+        net.conns.retain(|_, conn| conn.strong_count() > 0);
+        let conns: Vec<_> = net.conns.values().filter_map(Weak::upgrade).collect();
+        for conn in conns {
+            let (at_server, at_client) = (*conn.server == *name, *conn.client == *name);
+            if at_server && !conn.server_closed.is_cancelled() {
+                conn.server_closed.cancel();
+                if !silent {
+                    net.transmit(&conn, false, What::Gone);
+                }
+            }
+            if at_client && !conn.client_closed.is_cancelled() {
+                conn.client_closed.cancel();
+                if !silent {
+                    net.transmit(&conn, true, What::Gone);
+                }
+            }
+        }
+        drop(net);
+        crashed.cancel();
+        self.wake.notify_one();
+    }
+
+    pub(super) fn transmit(&self, conn: &Arc<Conn>, to_server: bool, what: What) {
+        self.net().transmit(conn, to_server, what);
+        self.wake.notify_one();
+    }
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        // The wire's task sees that the network is gone.
+        self.wake.notify_one();
+    }
+}
+
+impl Net {
+    pub(super) fn note(&mut self, actor: &str, event: fmt::Arguments<'_>) {
+        let at = self.began.elapsed().as_millis();
+        self.trace.note(at, actor, event);
+    }
+
+    fn fault(&mut self, actor: &str, kind: &'static str, what: fmt::Arguments<'_>) {
+        self.trace.fault(kind);
+        self.note(actor, format_args!("FAULT {kind}: {what}"));
+    }
+
+    pub(super) fn is_alive(&self, host: &str, life: u64) -> bool {
+        self.hosts.get(host).is_some_and(|host| host.up && host.life == life)
+    }
+
+    pub(super) fn is_silent(&self, host: &str) -> bool {
+        self.hosts.get(host).is_some_and(|host| !host.up && host.silent)
+    }
+
+    fn is_cut(&self, from: &Arc<str>, to: &Arc<str>) -> bool {
+        self.cuts.contains(&(Arc::clone(from), Arc::clone(to)))
+    }
+
+    pub(super) fn delay(&mut self) -> Duration {
+        let millis = |duration: Duration| u64::try_from(duration.as_millis()).unwrap_or(u64::MAX);
+        let (min, max) = (millis(self.faults.delay_min), millis(self.faults.delay_max));
+        Duration::from_millis(self.rng.u64(min..=max.max(min)))
+    }
+
+    fn happens(&mut self, probability: f64) -> bool {
+        probability > 0.0 && self.rng.f64() < probability
+    }
+
+    pub(super) fn open(&mut self, conn: impl FnOnce(u64) -> Arc<Conn>) -> Arc<Conn> {
+        let conn = conn(self.next_conn);
+        self.conns.insert(self.next_conn, Arc::downgrade(&conn));
+        self.next_conn += 1;
+        conn
+    }
+
+    /// What a connect from one host to another meets on its way there and back.
+    pub(super) fn knock(&mut self, from: &Arc<str>, to: &Arc<str>) -> Knock {
+        if self.is_cut(from, to) || self.is_cut(to, from) {
+            self.fault(from, kind::CUT_OFF, format_args!("connect to {to}"));
+            return Knock::Silence(self.faults.connect_timeout);
+        }
+        if self.is_silent(to) {
+            return Knock::Silence(self.faults.connect_timeout);
+        }
+        if self.happens(self.faults.refuse_connect) {
+            self.fault(from, kind::REFUSED, format_args!("connect to {to}"));
+            return Knock::Refused;
+        }
+        Knock::Through
+    }
+
+    fn schedule(&mut self, at: Instant, event: Event) {
+        self.queue.insert((at, self.next_event), event);
+        self.next_event += 1;
+    }
+
+    /// Hands something to the wire. It may never arrive.
+    pub(super) fn transmit(&mut self, conn: &Arc<Conn>, to_server: bool, what: What) {
+        let (from, to) = conn.direction(to_server);
+        let (from, to) = (Arc::clone(from), Arc::clone(to));
+        if self.is_cut(&from, &to) {
+            return self.fault(&from, kind::CUT_OFF, format_args!("{what} to {to}"));
+        }
+        let (loss, lost) = match what {
+            What::Gone => (0.0, kind::REPLY_LOST),
+            _ if to_server => (self.faults.loss_request, kind::REQUEST_LOST),
+            _ => (self.faults.loss_reply, kind::REPLY_LOST),
+        };
+        if self.happens(loss) {
+            return self.fault(&from, lost, format_args!("{what} to {to}"));
+        }
+        let mut delay = self.delay();
+        if self.happens(self.faults.long_way) {
+            let max = u64::try_from(self.faults.long_way_max.as_millis()).unwrap_or(u64::MAX);
+            delay += Duration::from_millis(self.rng.u64(0..=max));
+            self.fault(&from, kind::DELAYED, format_args!("{what} to {to}, {delay:?}"));
+        }
+        let mut at = Instant::now() + delay;
+        let overtakes = self.happens(self.faults.reorder);
+        let last = conn.last_arrival(to_server, at);
+        if at < last {
+            if overtakes {
+                self.fault(&from, kind::REORDERED, format_args!("{what} to {to}"));
+            } else {
+                at = last;
+            }
+        }
+        if !matches!(what, What::Gone) && self.happens(self.faults.reset) {
+            self.fault(&from, kind::RESET, format_args!("under {what} to {to}"));
+            self.schedule(at, Event::Deliver { conn: Arc::clone(conn), to_server: true, what: What::Gone });
+            self.schedule(at, Event::Deliver { conn: Arc::clone(conn), to_server: false, what: What::Gone });
+            return;
+        }
+        self.schedule(at, Event::Deliver { conn: Arc::clone(conn), to_server, what });
+    }
+
+    fn schedule_partition(&mut self) {
+        if self.faults.partition_every.is_zero() {
+            return;
+        }
+        let wait = self.up_to_twice(self.faults.partition_every);
+        self.schedule(Instant::now() + wait, Event::Partition { regime: self.regime });
+    }
+
+    fn up_to_twice(&mut self, mean: Duration) -> Duration {
+        let mean = u64::try_from(mean.as_millis()).unwrap_or(u64::MAX / 2);
+        Duration::from_millis(self.rng.u64(1..=mean.saturating_mul(2).max(1)))
+    }
+
+    fn partition(&mut self) {
+        let names: Vec<_> = self.hosts.keys().cloned().collect();
+        if names.len() > 1 {
+            let one = self.rng.usize(..names.len());
+            let other = (one + self.rng.usize(1..names.len())) % names.len();
+            let mut pairs = vec![(Arc::clone(&names[one]), Arc::clone(&names[other]))];
+            if self.rng.u8(..3) > 0 {
+                pairs.push((Arc::clone(&names[other]), Arc::clone(&names[one])));
+            }
+            let lasts = self.up_to_twice(self.faults.partition_for);
+            let ways = if pairs.len() == 2 { "both ways" } else { "one way" };
+            let (from, to) = pairs[0].clone();
+            self.fault("network", kind::PARTITION, format_args!("{from} to {to}, {ways}, {lasts:?}"));
+            self.cuts.extend(pairs.iter().cloned());
+            self.schedule(Instant::now() + lasts, Event::Heal { regime: self.regime, pairs });
+        }
+        self.schedule_partition();
+    }
+
+    fn happen(&mut self, event: Event) {
+        match event {
+            Event::Partition { regime } if regime == self.regime => self.partition(),
+            Event::Heal { regime, pairs } if regime == self.regime => {
+                for pair in pairs {
+                    self.note("network", format_args!("{} to {} is healed", pair.0, pair.1));
+                    self.cuts.remove(&pair);
+                }
+            }
+            Event::Partition { .. } | Event::Heal { .. } => {}
+            Event::Deliver { conn, to_server, what } => self.deliver(&conn, to_server, what),
+        }
+    }
+
+    fn deliver(&mut self, conn: &Arc<Conn>, to_server: bool, what: What) {
+        let (from, to) = conn.direction(to_server);
+        if self.is_cut(from, to) {
+            return self.fault(from, kind::CUT_OFF, format_args!("{what} to {to}, on its way"));
+        }
+        if self.is_silent(to) {
+            return;
+        }
+        self.note(to, format_args!("{from} sent {what} on {}", conn.id));
+        match (to_server, what) {
+            (true, What::Request(parcel)) => {
+                let call = parcel.call;
+                if conn.server_closed.is_cancelled() {
+                    if conn.was_drained() {
+                        // It was told that it may not have been processed, so it is known that it was not.
+                        self.transmit(conn, false, What::Reply { call, result: Err(drained()) });
+                    }
+                    // As a system does that knows no such connection.
+                    return self.transmit(conn, false, What::Gone);
+                }
+                if let Err(error) = conn.arrive(*parcel) {
+                    self.transmit(conn, false, What::Reply { call, result: Err(error) });
+                }
+            }
+            (true, What::Cancel { call }) => conn.cancel(call),
+            (true, _) => conn.server_closed.cancel(),
+            (false, What::Reply { call, result }) => conn.answer(call, result),
+            (false, _) => conn.client_closed.cancel(),
+        }
+    }
+}
+
+pub(super) fn drained() -> Error {
+    Error::not_started(Code::Unavailable, "the peer takes no new calls")
+}
+
+/// The wire: delivers what is due, until the network is gone.
+pub(super) async fn run(shared: Weak<Shared>, wake: Arc<Notify>) {
+    loop {
+        let next = {
+            let Some(shared) = shared.upgrade() else { return };
+            let mut net = shared.net();
+            loop {
+                match net.queue.first_entry() {
+                    Some(entry) if entry.key().0 <= Instant::now() => {
+                        let event = entry.remove();
+                        net.happen(event);
+                    }
+                    Some(entry) => break Some(entry.key().0),
+                    None => break None,
+                }
+            }
+        };
+        match next {
+            None => wake.notified().await,
+            Some(at) => tokio::select! {
+                biased;
+                () = wake.notified() => {}
+                () = sleep_until(at) => {}
+            },
+        }
+    }
+}
