@@ -1,0 +1,295 @@
+//! Who knows the truth: every reward that was given, every acknowledgement, every lease. What disagrees is a violation.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::path::Path;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use futures_util::future::BoxFuture;
+use gym_core::testing::{SimFiles, SimNet};
+use gym_core::{
+    Attempt, CallContext, FailureClass, Handler, Incarnation, KeyState, Lease, Ledger, MemoryRegistry, Outcome, Registry,
+    Request, Response, Result, TaskKey, Verb,
+};
+use serde::Deserialize;
+use tokio::time::Instant;
+
+/// Cheap to clone; clones share the truth.
+#[derive(Clone, Debug)]
+pub(crate) struct Audit {
+    net: SimNet,
+    truth: Arc<Mutex<Truth>>,
+}
+
+#[derive(Debug, Default)]
+struct Truth {
+    /// Every reward is another number, so a row's reward says who gave it for what.
+    given: Vec<Attempt>,
+    begun: u64,
+    /// Whether the acknowledged outcome was a completion.
+    acknowledged: BTreeMap<Attempt, bool>,
+    /// When a lease was last granted or renewed.
+    leases: BTreeMap<(String, u32, u64), (Instant, Duration)>,
+    violations: BTreeSet<String>,
+}
+
+/// What is left at the end.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Counts {
+    pub(crate) completed: u64,
+    pub(crate) given_up: u64,
+    pub(crate) attempts: u64,
+}
+
+impl Audit {
+    pub(crate) fn new(net: &SimNet) -> Self {
+        Self { net: net.clone(), truth: Arc::default() }
+    }
+
+    fn truth(&self) -> MutexGuard<'_, Truth> {
+        self.truth.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn violation(&self, what: impl fmt::Display) {
+        self.net.note("audit", format_args!("VIOLATION {what}"));
+        self.truth().violations.insert(what.to_string());
+    }
+
+    pub(crate) fn violations(&self) -> Vec<String> {
+        self.truth().violations.iter().cloned().collect()
+    }
+
+    /// A reward for an attempt.
+    pub(crate) fn give(&self, host: &str, attempt: Attempt) -> f64 {
+        let mut truth = self.truth();
+        truth.given.push(attempt);
+        let number = truth.given.len() - 1;
+        drop(truth);
+        self.net.note(host, format_args!("gives {attempt} the reward {number}"));
+        u32::try_from(number).expect("a seed gives few rewards").into()
+    }
+
+    fn leased(&self, lease: Lease) {
+        let key = (lease.name, lease.rank, lease.incarnation.0);
+        self.truth().leases.insert(key, (Instant::now(), lease.ttl));
+    }
+
+    /// No lease outlives its time to live.
+    pub(crate) async fn check_leases(&self, registry: &MemoryRegistry) {
+        let Ok(live) = registry.list(&CallContext::default()).await else { return };
+        for instance in live {
+            let key = (instance.name, instance.rank, instance.incarnation.0);
+            let known = self.truth().leases.get(&key).copied();
+            match known {
+                Some((renewed, ttl)) if renewed.elapsed() <= ttl => {}
+                known => self.violation(format_args!("{key:?} is listed, but its lease was last renewed: {known:?}")),
+            }
+        }
+    }
+
+    /// What was acknowledged is in the files, whatever happened since.
+    pub(crate) fn check_acknowledged(&self, files: &SimFiles, output: &Path) {
+        let rows = Rows::read(self, files, output);
+        let truth = self.truth();
+        let lost: Vec<_> = truth
+            .acknowledged
+            .iter()
+            .filter(|(attempt, completed)| {
+                let rows = if **completed { &rows.completed } else { &rows.failed };
+                !rows.iter().any(|row| row.attempt() == **attempt)
+            })
+            .map(|(attempt, _)| *attempt)
+            .collect();
+        drop(truth);
+        for attempt in lost {
+            self.violation(format_args!("{attempt} was acknowledged and is lost"));
+        }
+    }
+
+    /// Everything that must hold at the end.
+    pub(crate) fn check_end(
+        &self,
+        files: &SimFiles,
+        output: &Path,
+        wanted: &[TaskKey],
+        attempts_max: u32,
+    ) -> Counts {
+        self.check_acknowledged(files, output);
+        let rows = Rows::read(self, files, output);
+        let mut counts = Counts { attempts: self.truth().begun, ..Counts::default() };
+        for (index, row) in rows.completed.iter().enumerate() {
+            let attempt = row.attempt();
+            if rows.completed[..index].iter().any(|other| other.attempt().key == attempt.key) {
+                self.violation(format_args!("{} is in the rollouts twice", attempt.key));
+            }
+            let given = row.reward.and_then(|reward| self.given(reward));
+            if given != Some(attempt) {
+                self.violation(format_args!("the row of {attempt} has the reward {:?}, given to {given:?}", row.reward));
+            }
+        }
+        let mut outcomes = BTreeSet::new();
+        for row in rows.completed.iter().chain(&rows.failed) {
+            let attempt = row.attempt();
+            if !outcomes.insert(attempt) {
+                self.violation(format_args!("{attempt} has an outcome twice"));
+            }
+            if !wanted.contains(&attempt.key) {
+                self.violation(format_args!("{attempt} was never wanted"));
+            }
+        }
+        for row in &rows.failed {
+            if row.failure_class.is_none() || row.reward.is_some() {
+                self.violation(format_args!("the failure of {} is not one: {row:?}", row.attempt()));
+            }
+            if row.failure_message.as_deref().is_some_and(|message| message.contains("panicked")) {
+                self.violation(format_args!("a handler panicked: {row:?}"));
+            }
+        }
+        for key in wanted {
+            let failures = rows.failed.iter().filter(|row| row.attempt().key == *key).count();
+            if rows.completed.iter().any(|row| row.attempt().key == *key) {
+                counts.completed += 1;
+            } else if failures >= attempts_max as usize {
+                counts.given_up += 1;
+            } else {
+                self.violation(format_args!("{key} has no outcome, and {failures} of {attempts_max} failures"));
+            }
+        }
+        counts
+    }
+
+    fn given(&self, reward: f64) -> Option<Attempt> {
+        let truth = self.truth();
+        (0_u32..).zip(&truth.given).find(|(number, _)| f64::from(*number) == reward).map(|(_, attempt)| *attempt)
+    }
+}
+
+/// What is read of a row of either file.
+#[derive(Debug, Deserialize)]
+struct Row {
+    #[serde(rename = "_ng_task_index")]
+    task_index: u32,
+    #[serde(rename = "_ng_rollout_index")]
+    rollout_index: u32,
+    #[serde(default, rename = "_ng_attempt_index")]
+    number: u32,
+    reward: Option<f64>,
+    #[serde(rename = "_ng_failure_class")]
+    failure_class: Option<FailureClass>,
+    #[serde(rename = "_ng_failure_message")]
+    failure_message: Option<String>,
+}
+
+impl Row {
+    fn attempt(&self) -> Attempt {
+        Attempt { key: TaskKey::new(self.task_index, self.rollout_index), number: self.number }
+    }
+}
+
+struct Rows {
+    completed: Vec<Row>,
+    failed: Vec<Row>,
+}
+
+impl Rows {
+    /// Whole lines; a torn end is for the next opening to cut off.
+    fn read(audit: &Audit, files: &SimFiles, output: &Path) -> Self {
+        let read = |path: &Path| {
+            let contents = files.contents(path);
+            let whole = contents.iter().rposition(|byte| *byte == b'\n').map_or(0, |end| end + 1);
+            let lines = contents[..whole].split(|byte| *byte == b'\n').filter(|line| !line.is_empty());
+            lines.filter_map(|line| serde_json::from_slice(line).ok()).collect()
+        };
+        let _ = audit;
+        Self { completed: read(output), failed: read(&gym_client::collect::ledger::failures_path(output)) }
+    }
+}
+
+/// A ledger whose acknowledgements are remembered.
+#[derive(Debug)]
+pub(crate) struct AuditedLedger<L> {
+    pub(crate) ledger: L,
+    pub(crate) audit: Audit,
+}
+
+#[async_trait]
+impl<L: Ledger> Ledger for AuditedLedger<L> {
+    fn state(&self, key: TaskKey) -> KeyState {
+        self.ledger.state(key)
+    }
+
+    fn begin(&self, key: TaskKey) -> Result<Attempt> {
+        let attempt = self.ledger.begin(key)?;
+        self.audit.truth().begun += 1;
+        self.audit.net.note("collector", format_args!("begins {attempt}"));
+        Ok(attempt)
+    }
+
+    async fn record(&self, cx: &CallContext, attempt: Attempt, outcome: Outcome) -> Result<()> {
+        let what = match &outcome {
+            Outcome::Completed(_) => "completed",
+            Outcome::Failed { class, .. } => class.as_str(),
+        };
+        self.audit.net.note("collector", format_args!("records {attempt} as {what}"));
+        let recorded = self.ledger.record(cx, attempt, outcome).await;
+        match &recorded {
+            Ok(()) => {
+                self.audit.net.note("collector", format_args!("has {attempt} on the disk"));
+                self.audit.truth().acknowledged.insert(attempt, what == "completed");
+            }
+            Err(error) => self.audit.net.note("collector", format_args!("has {attempt} not recorded: {error:?}")),
+        }
+        recorded
+    }
+
+    async fn flush(&self, cx: &CallContext) -> Result<()> {
+        self.ledger.flush(cx).await
+    }
+}
+
+/// A head whose leases are remembered.
+#[derive(Debug)]
+pub(crate) struct AuditedHead<H> {
+    pub(crate) head: H,
+    pub(crate) audit: Audit,
+}
+
+impl<H: Handler> Handler for AuditedHead<H> {
+    fn handle(&self, request: Request) -> BoxFuture<'static, Result<Response>> {
+        let renewed = (request.verb == Verb::Post && request.route.path() == "/registry/renew")
+            .then(|| serde_json::from_slice::<Lease>(&request.message.head.to_bytes()).ok())
+            .flatten();
+        let granted = request.route.path() == "/registry/register";
+        let (answer, audit) = (self.head.handle(request), self.audit.clone());
+        Box::pin(async move {
+            let response = answer.await?;
+            if response.status.is_success() {
+                let granted = granted.then(|| serde_json::from_slice(&response.message.head.to_bytes()).ok()).flatten();
+                if let Some(lease) = renewed.or(granted) {
+                    audit.leased(lease);
+                }
+            }
+            Ok(response)
+        })
+    }
+}
+
+/// Inside the fence: whatever comes through must be meant for this life.
+#[derive(Debug)]
+pub(crate) struct MeantForUs<H> {
+    pub(crate) life: Incarnation,
+    pub(crate) handler: H,
+    pub(crate) audit: Audit,
+}
+
+impl<H: Handler> Handler for MeantForUs<H> {
+    fn handle(&self, request: Request) -> BoxFuture<'static, Result<Response>> {
+        if request.context.incarnation != Some(self.life) {
+            let meant = request.context.incarnation;
+            self.audit.violation(format_args!("{} meant for {meant:?} ran in life {}", request.route, self.life));
+        }
+        self.handler.handle(request)
+    }
+}

@@ -1,0 +1,162 @@
+//! What a seed decides before anything runs: the network, the disk, the sizes, and a script of what happens to whom.
+
+use std::fmt;
+use std::time::Duration;
+
+use gym_client::collect::DriverOptions;
+use gym_core::RetryPolicy;
+use gym_core::testing::{Faults, FileFault};
+
+pub(crate) const HEAD: &str = "head";
+pub(crate) const RELAY: &str = "relay";
+pub(crate) const RESOURCES: &str = "resources";
+pub(crate) const AGENTS: [&str; 2] = ["agent-0", "agent-1"];
+pub(crate) const COLLECTOR: &str = "collector";
+/// In the order in which they start.
+pub(crate) const HOSTS: [&str; 6] = [HEAD, RESOURCES, AGENTS[0], AGENTS[1], RELAY, COLLECTOR];
+
+/// Faults that the scenario injects by itself.
+pub(crate) const DISK_STALL: &str = "disk stall";
+pub(crate) const DISK_FULL: &str = "disk full";
+pub(crate) const SYNC_FAILED: &str = "sync failed";
+pub(crate) const STOP: &str = "stop asked for";
+pub(crate) const COLLECTOR_CRASH: &str = "collector crash";
+pub(crate) const HEAD_RESTART: &str = "head restart";
+pub(crate) const AGENT_RESTART: &str = "agent restart";
+pub(crate) const INJECTED: [&str; 7] =
+    [DISK_STALL, DISK_FULL, SYNC_FAILED, STOP, COLLECTOR_CRASH, HEAD_RESTART, AGENT_RESTART];
+
+/// Whether the ledger refuses late attempts. Off is wrong, and shown to be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum LateCheck {
+    On,
+    Off,
+}
+
+/// One line of the script.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Step {
+    Crash(&'static str),
+    Start(&'static str),
+    /// Appends take up to so long.
+    Disk(Duration),
+    DiskFault(FileFault),
+    Stop,
+}
+
+impl fmt::Display for Step {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Crash(host) => write!(f, "crash {host}"),
+            Self::Start(host) => write!(f, "start {host}"),
+            Self::Disk(latency) => write!(f, "appends take up to {latency:?}"),
+            Self::DiskFault(FileFault::DiskFull) => f.write_str("the next append finds the disk full"),
+            Self::DiskFault(FileFault::SyncFailed) => f.write_str("the next sync fails"),
+            Self::Stop => f.write_str("ask the collector to stop"),
+        }
+    }
+}
+
+/// A seed, spelled out.
+#[derive(Clone, Debug)]
+pub(crate) struct Plan {
+    pub(crate) seed: u64,
+    pub(crate) faults: Faults,
+    pub(crate) tasks: u32,
+    pub(crate) repeats: u32,
+    /// Calls to a tool in each episode.
+    pub(crate) steps: u32,
+    /// The longest that a model thinks.
+    pub(crate) think_max: Duration,
+    pub(crate) ttl: Duration,
+    pub(crate) options: DriverOptions,
+    /// From here on nothing goes wrong.
+    pub(crate) heals_at: Duration,
+    pub(crate) script: Vec<(Duration, Step)>,
+}
+
+/// An append on a disk that is well.
+pub(crate) const DISK_WELL: Duration = Duration::from_millis(5);
+
+impl Plan {
+    pub(crate) fn drawn(seed: u64) -> Self {
+        let mut rng = fastrand::Rng::with_seed(seed ^ 0x5eed_0f7e_57ab_1e00);
+        let faults = Faults::drawn(&mut rng);
+        let millis = |rng: &mut fastrand::Rng, from, to| Duration::from_millis(rng.u64(from..=to));
+        let heals_at = millis(&mut rng, 15_000, 45_000);
+        let options = DriverOptions {
+            concurrency: rng.usize(1..=12),
+            attempts_max: rng.u32(3..=6),
+            attempt_timeout: millis(&mut rng, 4_000, 12_000),
+            record_timeout: millis(&mut rng, 500, 3_000),
+            stop_grace: millis(&mut rng, 0, 3_000),
+            backoff: RetryPolicy { backoff_min: Duration::from_millis(200), ..RetryPolicy::default() },
+        };
+        Self {
+            seed,
+            tasks: rng.u32(2..=8),
+            repeats: rng.u32(1..=3),
+            steps: rng.u32(0..=3),
+            think_max: millis(&mut rng, 10, 1_500),
+            ttl: millis(&mut rng, 2_000, 8_000),
+            script: script(&mut rng, heals_at),
+            faults,
+            options,
+            heals_at,
+        }
+    }
+}
+
+/// Steps at random times up to the healing, when everybody is up and the disk is well.
+fn script(rng: &mut fastrand::Rng, heals_at: Duration) -> Vec<(Duration, Step)> {
+    let every_ms = rng.u64(1_000..8_000);
+    // A seed has some kinds of steps and not others.
+    let kinds: Vec<u8> = (0..5).filter(|_| rng.u8(..3) > 0).collect();
+    let mut script = Vec::new();
+    let mut up_from = HOSTS.map(|host| (host, Duration::ZERO));
+    let mut disk_well_from = Duration::ZERO;
+    let mut at = Duration::ZERO;
+    loop {
+        at += Duration::from_millis(rng.u64(1..=every_ms * 2));
+        let lasts = Duration::from_millis(rng.u64(100..10_000));
+        if at >= heals_at || kinds.is_empty() {
+            break;
+        }
+        match kinds[rng.usize(..kinds.len())] {
+            0 | 1 => {
+                let (host, up_from) = &mut up_from[rng.usize(..HOSTS.len())];
+                if *up_from <= at {
+                    *up_from = (at + lasts).min(heals_at);
+                    script.extend([(at, Step::Crash(host)), (*up_from, Step::Start(host))]);
+                }
+            }
+            2 if disk_well_from <= at => {
+                disk_well_from = (at + lasts).min(heals_at);
+                let latency = Duration::from_millis(rng.u64(500..12_000));
+                script.extend([(at, Step::Disk(latency)), (disk_well_from, Step::Disk(DISK_WELL))]);
+            }
+            2 => {}
+            3 => {
+                let fault = if rng.bool() { FileFault::DiskFull } else { FileFault::SyncFailed };
+                script.push((at, Step::DiskFault(fault)));
+            }
+            _ => script.push((at, Step::Stop)),
+        }
+    }
+    script.sort_by_key(|(at, _)| *at);
+    script
+}
+
+impl fmt::Display for Plan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "network: {}", self.faults)?;
+        let Self { tasks, repeats, steps, think_max, ttl, options, heals_at, .. } = self;
+        writeln!(
+            f,
+            "{tasks} tasks x {repeats}, {steps} steps, thinks up to {think_max:?}, lease {ttl:?}, {} at once, {} attempts of \
+             {:?} + {:?}, heals at {heals_at:?}",
+            options.concurrency, options.attempts_max, options.attempt_timeout, options.record_timeout,
+        )?;
+        self.script.iter().try_for_each(|(at, step)| writeln!(f, "{:>8} ms  {step}", at.as_millis()))
+    }
+}

@@ -1,0 +1,383 @@
+//! One seed, played: builds the deployment, follows the script, heals, and asks the audit.
+
+use std::cell::Cell;
+use std::fmt;
+use std::path::Path;
+use std::sync::{Arc, Mutex, Once, PoisonError};
+use std::time::Duration;
+
+use futures_util::stream;
+use gym_client::collect::ledger::{JsonlLedger, Start};
+use gym_client::collect::{Driver, Ended, RolloutRow};
+use gym_client::registry::{RemoteRegistry, keep};
+use gym_client::{ServerClient, Transports};
+use gym_core::testing::net::{SimHost, Trace};
+use gym_core::testing::{Faults, FileFault, SimFiles, SimNet};
+use gym_core::{
+    CallContext, Code, Endpoint, Fenced, Handler, Incarnation, KeyState, Ledger, MemoryRegistry, RawObject,
+    Registration, Registry, ServerKind, TaskKey, World,
+};
+use gym_server::{Agent, Environment, HeadServer, Metrics, Resources, Site, serve};
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+use crate::audit::{Audit, AuditedHead, AuditedLedger, Counts, MeantForUs};
+use crate::plan::{
+    AGENT_RESTART, AGENTS, COLLECTOR, COLLECTOR_CRASH, DISK_FULL, DISK_STALL, DISK_WELL, HEAD, HEAD_RESTART, HOSTS,
+    LateCheck, Plan, RELAY, RESOURCES, STOP, SYNC_FAILED, Step,
+};
+use crate::servers::{SmallAgent, SmallRelay, SmallResources};
+
+const OUTPUT: &str = "out/rollouts.jsonl";
+
+/// How long after the healing everything must be done: attempts, leases and partitions last seconds.
+const DONE_WITHIN: Duration = Duration::from_secs(900);
+
+/// Runs of the collector after the healing: each tries every rollout that is still open.
+const RUNS_AFTER_HEALING: u32 = 12;
+
+/// What became of a seed.
+pub(crate) struct Report {
+    pub(crate) seed: u64,
+    pub(crate) trace: Trace,
+    pub(crate) violations: Vec<String>,
+    pub(crate) completed: u64,
+    pub(crate) given_up: u64,
+    pub(crate) attempts: u64,
+    pub(crate) took: Duration,
+    plan: Plan,
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { seed, violations, completed, given_up, attempts, took, .. } = self;
+        writeln!(f, "seed {seed}: {completed} completed, {given_up} given up, {attempts} attempts, {took:?}")?;
+        write!(f, "{}", self.plan)?;
+        writeln!(f, "injected: {:?}", self.trace.faults())?;
+        violations.iter().try_for_each(|violation| writeln!(f, "VIOLATION {violation}"))
+    }
+}
+
+/// Plays a seed on this thread.
+pub(crate) fn run(seed: u64, late_check: LateCheck) -> Report {
+    let plan = Plan::drawn(seed);
+    watch_for_panics();
+    PANICKED.set(false);
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_time()
+        .start_paused(true)
+        .build()
+        .expect("a runtime without I/O can be built");
+    let mut report = runtime.block_on(Deployment::play(plan, late_check));
+    if PANICKED.get() {
+        report.violations.push("something panicked; see above".to_owned());
+    }
+    report
+}
+
+thread_local! {
+    static PANICKED: Cell<bool> = const { Cell::new(false) };
+}
+
+/// A panic inside a task would otherwise be one more failed rollout.
+fn watch_for_panics() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        let before = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |info| {
+            PANICKED.set(true);
+            before(info);
+        }));
+    });
+}
+
+/// What the collector is told and tells.
+#[derive(Clone, Default)]
+struct Orders {
+    stop: Arc<Mutex<CancellationToken>>,
+    healed: CancellationToken,
+    done: CancellationToken,
+}
+
+struct Deployment {
+    plan: Plan,
+    late_check: LateCheck,
+    net: SimNet,
+    audit: Audit,
+    files: SimFiles,
+    registry: Arc<Mutex<MemoryRegistry>>,
+    orders: Orders,
+}
+
+impl Deployment {
+    async fn play(plan: Plan, late_check: LateCheck) -> Report {
+        let began = Instant::now();
+        let net = SimNet::new(plan.seed, plan.faults.clone());
+        let files = SimFiles::new(plan.seed);
+        files.set_latency_max(DISK_WELL);
+        let (audit, registry) = (Audit::new(&net), Arc::default());
+        let mut this = Self { plan, late_check, net, audit, files, registry, orders: Orders::default() };
+        for host in HOSTS {
+            this.start(host);
+        }
+        let auditor = tokio::spawn(audit_leases(this.audit.clone(), Arc::clone(&this.registry)));
+        for (at, step) in this.plan.script.clone() {
+            tokio::time::sleep_until(began + at).await;
+            this.follow(step);
+        }
+        tokio::time::sleep_until(began + this.plan.heals_at).await;
+        this.net.set_faults(Faults::calm());
+        this.files.clear_fault();
+        this.orders.healed.cancel();
+        if tokio::time::timeout(DONE_WITHIN, this.orders.done.cancelled()).await.is_err() {
+            this.audit.violation(format_args!("not done {DONE_WITHIN:?} after the healing"));
+        }
+        auditor.abort();
+        let counts = this.check_end();
+        Report {
+            seed: this.plan.seed,
+            trace: this.net.trace(),
+            violations: this.audit.violations(),
+            completed: counts.completed,
+            given_up: counts.given_up,
+            attempts: counts.attempts,
+            took: began.elapsed(),
+            plan: this.plan,
+        }
+    }
+
+    fn check_end(&self) -> Counts {
+        let wanted: Vec<_> = rows(&self.plan).iter().map(|row| row.key).collect();
+        self.audit.check_end(&self.files, Path::new(OUTPUT), &wanted, self.plan.options.attempts_max)
+    }
+
+    fn follow(&mut self, step: Step) {
+        self.net.note("script", format_args!("{step}"));
+        match step {
+            Step::Crash(host) => {
+                self.net.crash(host);
+                if host == COLLECTOR {
+                    self.net.injected(host, COLLECTOR_CRASH);
+                    self.files = self.files.crash();
+                    self.audit.check_acknowledged(&self.files, Path::new(OUTPUT));
+                }
+            }
+            Step::Start(host) => {
+                if host == HEAD {
+                    self.net.injected(host, HEAD_RESTART);
+                } else if AGENTS.contains(&host) {
+                    self.net.injected(host, AGENT_RESTART);
+                }
+                self.start(host);
+            }
+            Step::Disk(latency) => {
+                if latency > DISK_WELL {
+                    self.net.injected("disk", DISK_STALL);
+                }
+                self.files.set_latency_max(latency);
+            }
+            Step::DiskFault(fault) => {
+                self.net.injected("disk", if fault == FileFault::DiskFull { DISK_FULL } else { SYNC_FAILED });
+                self.files.fail_append(0, fault);
+            }
+            Step::Stop => {
+                self.net.injected(COLLECTOR, STOP);
+                self.orders.stop.lock().unwrap_or_else(PoisonError::into_inner).cancel();
+            }
+        }
+    }
+
+    fn start(&self, name: &'static str) {
+        let host = self.net.host(name);
+        match name {
+            HEAD => self.start_head(&host),
+            COLLECTOR => {
+                let collector = Collector {
+                    client: self.client(&host),
+                    world: self.world(&host),
+                    rows: rows(&self.plan),
+                    plan: self.plan.clone(),
+                    late_check: self.late_check,
+                    net: self.net.clone(),
+                    audit: self.audit.clone(),
+                    files: self.files.clone(),
+                    orders: self.orders.clone(),
+                };
+                host.spawn(collector.run());
+            }
+            _ => self.start_server(&host, name),
+        }
+    }
+
+    /// A restarted head has forgotten everything.
+    fn start_head(&self, host: &SimHost) {
+        let registry = MemoryRegistry::new();
+        *self.registry.lock().unwrap_or_else(PoisonError::into_inner) = registry.clone();
+        let config = Arc::new(|_: &[gym_core::Instance]| String::new());
+        let head = HeadServer::new(registry, config, &self.world(host), Metrics::new());
+        self.serve(host, Arc::new(AuditedHead { head, audit: self.audit.clone() }));
+    }
+
+    fn start_server(&self, host: &SimHost, name: &'static str) {
+        let (client, world) = (self.client(host), self.world(host));
+        let life = Incarnation(host.life() + 1);
+        let (name, rank, kind) = match name {
+            RELAY => (RELAY, 0, ServerKind::Environment),
+            RESOURCES => (RESOURCES, 0, ServerKind::Resources),
+            agent => ("agent", u32::from(agent == AGENTS[1]), ServerKind::Agent),
+        };
+        let (site, registry) = (Site::new(name, "small", &world), Arc::clone(client.registry()));
+        let Plan { steps, think_max, ttl, .. } = self.plan;
+        let handler: Arc<dyn Handler> = match kind {
+            ServerKind::Environment => Arc::new(Environment::new(SmallRelay { client }, &site)),
+            ServerKind::Resources => {
+                let server = SmallResources { audit: self.audit.clone(), sessions: Arc::default(), steps };
+                Arc::new(Resources::new(server, &site))
+            }
+            _ => Arc::new(Agent::new(SmallAgent { client, world: world.clone(), steps, think_max }, &site)),
+        };
+        let handler = MeantForUs { life, handler, audit: self.audit.clone() };
+        let endpoint = self.serve(host, Arc::new(Fenced::new(life, handler)));
+        let registration = Registration {
+            name: name.to_owned(),
+            rank: Some(rank),
+            kind,
+            implementation: "small".to_owned(),
+            endpoints: vec![endpoint],
+            incarnation: life,
+            ttl,
+            labels: Default::default(),
+        };
+        host.spawn(stay_registered(registry, registration));
+    }
+
+    fn serve(&self, host: &SimHost, handler: Arc<dyn Handler>) -> Endpoint {
+        let listener = host.listen("gym").expect("a host that has just started listens nowhere");
+        let endpoint = Endpoint::parse(&format!("sim://{}/gym", host.name())).expect("an endpoint");
+        host.spawn(async move {
+            // Ends with the host.
+            let _ = serve(Box::new(listener), handler, CancellationToken::new(), Duration::ZERO).await;
+        });
+        endpoint
+    }
+
+    fn client(&self, host: &SimHost) -> ServerClient {
+        let transports = Transports::new().with(Arc::new(host.clone()));
+        let head = Endpoint::parse("sim://head/gym").expect("an endpoint");
+        let world = self.world(host);
+        let registry = RemoteRegistry::new(head, transports.clone(), world.clone());
+        ServerClient::new(Arc::new(registry), transports, &world)
+    }
+
+    fn world(&self, host: &SimHost) -> World {
+        let index = HOSTS.iter().position(|known| *known == host.name()).unwrap_or_default() as u64;
+        let seed = self.plan.seed.wrapping_mul(1_000_003) ^ (index << 40) ^ (host.life() << 48);
+        World::new(Arc::new(self.files.clone()), seed, Duration::from_secs(1_700_000_000))
+    }
+}
+
+async fn audit_leases(audit: Audit, registry: Arc<Mutex<MemoryRegistry>>) {
+    loop {
+        tokio::time::sleep(Duration::from_millis(250)).await;
+        let registry = registry.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        audit.check_leases(&registry).await;
+    }
+}
+
+async fn stay_registered(registry: Arc<dyn Registry>, registration: Registration) {
+    loop {
+        match keep(Arc::clone(&registry), &CallContext::within(Duration::from_secs(5)), registration.clone()).await {
+            Ok(_kept) => std::future::pending().await,
+            Err(_) => tokio::time::sleep(Duration::from_millis(500)).await,
+        }
+    }
+}
+
+fn rows(plan: &Plan) -> Vec<RolloutRow> {
+    let keys = (0..plan.tasks).flat_map(|task| (0..plan.repeats).map(move |repeat| TaskKey::new(task, repeat)));
+    keys.map(|key| RolloutRow {
+        key,
+        agent: "agent".into(),
+        server: RELAY.into(),
+        result_type: None,
+        row: RawObject::parse(format!(
+            r#"{{"responses_create_params":{{"input":[]}},"_ng_task_index":{},"_ng_rollout_index":{}}}"#,
+            key.task_index, key.rollout_index
+        ))
+        .expect("an object"),
+    })
+    .collect()
+}
+
+/// One life of the collector's process: run after run, as a user with a loop in a shell would.
+struct Collector {
+    client: ServerClient,
+    world: World,
+    rows: Vec<RolloutRow>,
+    plan: Plan,
+    late_check: LateCheck,
+    net: SimNet,
+    audit: Audit,
+    files: SimFiles,
+    orders: Orders,
+}
+
+impl Collector {
+    async fn run(self) {
+        let mut after_healing = 0;
+        loop {
+            // As it was when the run began: a run in which something still went wrong does not count.
+            let healed = self.orders.healed.is_cancelled();
+            let open = self.once().await;
+            if healed {
+                after_healing += 1;
+                if open == Some(0) || after_healing == RUNS_AFTER_HEALING {
+                    break;
+                }
+            }
+            tokio::time::sleep(Duration::from_secs(1)).await;
+        }
+        self.orders.done.cancel();
+    }
+
+    /// How many rollouts are still open; none when that is not known.
+    async fn once(&self) -> Option<usize> {
+        let cx = CallContext::within(Duration::from_secs(120));
+        let opened = JsonlLedger::open(&cx, Arc::new(self.files.clone()), OUTPUT, Start::Resume).await;
+        let (ledger, opened) = match opened {
+            Ok(opened) => opened,
+            Err(error) => {
+                self.net.note(COLLECTOR, format_args!("cannot open the ledger: {error:?}"));
+                if error.code() == Code::DataLoss {
+                    self.audit.violation(format_args!("the ledger does not open again: {error}"));
+                }
+                return None;
+            }
+        };
+        self.net.note(COLLECTOR, format_args!("opens the ledger: {opened:?}"));
+        let ledger = match self.late_check {
+            LateCheck::On => ledger,
+            LateCheck::Off => ledger.without_late_check(),
+        };
+        let ledger = Arc::new(AuditedLedger { ledger, audit: self.audit.clone() });
+        let driver = Driver::new(
+            self.client.clone(),
+            Arc::clone(&ledger) as Arc<dyn Ledger>,
+            &self.world,
+            self.plan.options.clone(),
+        );
+        let stop = CancellationToken::new();
+        *self.orders.stop.lock().unwrap_or_else(PoisonError::into_inner) = stop.clone();
+        let rows = self.rows.clone();
+        let ended = Arc::new(driver).run(stream::iter(rows.into_iter().map(Ok)), stop).await;
+        self.net.note(COLLECTOR, format_args!("ends a run: {ended:?}"));
+        let closed = ledger.ledger.close(&cx).await;
+        self.net.note(COLLECTOR, format_args!("closes the ledger: {closed:?}"));
+        match ended {
+            Ok(Ended::Exhausted | Ended::Stopped) => {}
+            Err(_) => return None,
+        }
+        let open = |state| matches!(state, KeyState::Open { failures } if failures < self.plan.options.attempts_max);
+        Some(self.rows.iter().filter(|row| open(ledger.state(row.key))).count())
+    }
+}

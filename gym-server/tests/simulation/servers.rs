@@ -1,0 +1,137 @@
+//! What a user would write, small: a relay, an agent that thinks and calls a tool, a resources server that counts the calls.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use gym_client::{CallOptions, ServerClient};
+use gym_core::{
+    AgentServer, Attempt, CallContext, Code, EnvironmentServer, Error, Execution, ModelResponse, RawObject,
+    ResourcesServer, Response, Result, SessionId, TaskKey, Verdict, World,
+};
+use serde::Deserialize;
+
+use crate::audit::Audit;
+
+/// Passes `/run` to an agent.
+pub(crate) struct SmallRelay {
+    pub(crate) client: ServerClient,
+}
+
+/// Status, body and what kind of error it is; not what the hop below wrote for its own caller.
+fn passed_on(answer: &Response) -> Response {
+    let mut response = Response::new(answer.status, answer.message.clone());
+    for name in [gym_core::CODE_METADATA, gym_core::EXECUTION_METADATA] {
+        if let Some(value) = answer.metadata.get(name) {
+            response.metadata.push(name, value);
+        }
+    }
+    response
+}
+
+impl EnvironmentServer for SmallRelay {
+    async fn run(&self, cx: &CallContext, row: &RawObject) -> Result<Response> {
+        let text = row.text().clone();
+        let answer = self.client.post(&cx.child(), "agent", "/run", text, CallOptions::default()).await?;
+        Ok(passed_on(&answer))
+    }
+
+    async fn aggregate_metrics(&self, _: &CallContext, _: &RawObject) -> Result<Response> {
+        Err(not_here())
+    }
+}
+
+fn not_here() -> Error {
+    Error::not_started(Code::Unimplemented, "this simulation does not ask for it")
+}
+
+/// Seeds, thinks and calls the tool a few times, has it verified.
+pub(crate) struct SmallAgent {
+    pub(crate) client: ServerClient,
+    pub(crate) world: World,
+    pub(crate) steps: u32,
+    pub(crate) think_max: Duration,
+}
+
+impl AgentServer for SmallAgent {
+    async fn run(&self, cx: &CallContext, _: &SessionId, row: &RawObject) -> Result<Response> {
+        let mut session = self.client.session();
+        let mut rng = self.world.rng();
+        session.post(&cx.child(), "resources", "/seed_session", row.text().clone()).await?.into_result()?;
+        for _ in 0..self.steps {
+            let think_ms = rng.u64(1..=u64::try_from(self.think_max.as_millis()).unwrap_or(1));
+            tokio::time::sleep(Duration::from_millis(think_ms)).await;
+            session.post(&cx.child(), "resources", "/count", "{}").await?.into_result()?;
+        }
+        let answered = row.edit().set("response", r#"{"output":[]}"#).to_rope();
+        let verified = session.post(&cx.child(), "resources", "/verify", answered).await?;
+        Ok(passed_on(&verified))
+    }
+
+    async fn responses(&self, _: &CallContext, _: &SessionId, _: &RawObject) -> Result<Response> {
+        Err(not_here())
+    }
+
+    async fn aggregate_metrics(&self, _: &CallContext, _: &SessionId, _: &RawObject) -> Result<Response> {
+        Err(not_here())
+    }
+}
+
+/// Counts calls by session, in memory: a restart forgets them.
+pub(crate) struct SmallResources {
+    pub(crate) audit: Audit,
+    pub(crate) sessions: Arc<Mutex<BTreeMap<String, u32>>>,
+    pub(crate) steps: u32,
+}
+
+/// What the verifier reads of a row.
+#[derive(Deserialize)]
+pub(crate) struct Task {
+    #[serde(rename = "_ng_task_index")]
+    task_index: u32,
+    #[serde(rename = "_ng_rollout_index")]
+    rollout_index: u32,
+    #[serde(default, rename = "_ng_attempt_index")]
+    attempt: u32,
+}
+
+impl SmallResources {
+    fn sessions(&self) -> MutexGuard<'_, BTreeMap<String, u32>> {
+        self.sessions.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn forgotten(session: &SessionId) -> Error {
+    Error::new(Code::FailedPrecondition, Execution::Finished, format!("no session {session} here"))
+}
+
+impl ResourcesServer for SmallResources {
+    type Task = Task;
+
+    async fn seed_session(&self, _: &CallContext, session: &SessionId, _: &RawObject) -> Result<RawObject> {
+        self.sessions().insert(session.to_string(), 0);
+        Ok(RawObject::empty())
+    }
+
+    async fn call_tool(
+        &self,
+        _: &CallContext,
+        session: &SessionId,
+        _: &str,
+        _: &RawObject,
+    ) -> Result<Response> {
+        let mut sessions = self.sessions();
+        let count = sessions.get_mut(session.as_str()).ok_or_else(|| forgotten(session))?;
+        *count += 1;
+        Ok(Response::json(count.to_string()))
+    }
+
+    async fn verify(&self, _: &CallContext, session: &SessionId, task: Task, _: &ModelResponse) -> Result<Verdict> {
+        let count = self.sessions().remove(session.as_str()).ok_or_else(|| forgotten(session))?;
+        let key = TaskKey::new(task.task_index, task.rollout_index);
+        if count != self.steps {
+            self.audit.violation(format_args!("{key} has {count} calls of its tool in its session, not {}", self.steps));
+        }
+        Ok(Verdict::reward(self.audit.give("resources", Attempt { key, number: task.attempt })))
+    }
+}
