@@ -50,6 +50,7 @@ pub(super) async fn recover(files: &dyn Files, paths: &Paths) -> Result<Recovere
     for part in Part::ALL {
         lengths[part as usize] = files.length(paths.of(part)).await?.unwrap_or(0);
     }
+    let found = lengths;
     let mut parts = Part::ALL.map(|part| Lines::new(files, paths.of(part), lengths[part as usize]));
     let index_length = files.length(&paths.index).await?;
     let believed = recovery.follow_index(files, &paths.index, index_length.unwrap_or(0), &mut parts).await?;
@@ -65,8 +66,8 @@ pub(super) async fn recover(files: &dyn Files, paths: &Paths) -> Result<Recovere
         match ends[part as usize] {
             // What a killed process wrote may be in the system's memory only: it is synced before it counts. Creates the
             // sidecar, as NeMo Gym does.
-            Ending::Clean => files.append(path, &[], true).await?,
-            Ending::NoNewline => files.append(path, &[Bytes::from_static(b"\n")], true).await?,
+            Ending::Clean => add(files, path, found[part as usize], b"").await?,
+            Ending::NoNewline => add(files, path, found[part as usize], b"\n").await?,
             Ending::Torn(bytes) => {
                 recovery.opened.dropped_tail_bytes += bytes;
                 files.truncate(path, *length).await?;
@@ -76,6 +77,15 @@ pub(super) async fn recover(files: &dyn Files, paths: &Paths) -> Result<Recovere
     }
     recovery.mend_index(files, &paths.index, believed, index_length, unknown > 0).await;
     Ok(Recovered { states: recovery.states, lengths, opened: recovery.opened })
+}
+
+/// Adds to a file and syncs it. After an error the file is cut to what it was, so that the next opening can try again.
+async fn add(files: &dyn Files, path: &Path, found: u64, ending: &'static [u8]) -> Result<()> {
+    let Err(error) = files.append(path, &[Bytes::from_static(ending)], true).await else { return Ok(()) };
+    if let Err(error) = files.truncate(path, found).await {
+        tracing::warn!(path = %path.display(), %error, "the file could not be cut to what it was");
+    }
+    Err(error)
 }
 
 struct Recovery {

@@ -1,6 +1,7 @@
 //! Files that were torn, damaged, rewritten, or written by NeMo Gym's own collector.
 
 use gym_core::KeyState;
+use gym_core::testing::FileFault;
 
 use super::*;
 
@@ -224,4 +225,25 @@ async fn files_of_nemo_gyms_collector_open_and_are_gone_on_with() {
     assert!(files.contents(&failures_path(&output())).ends_with(b"}\n"), "the whole last line got its newline");
     let found = opened(&files).await;
     assert_eq!(found, Opened { completed: 3, failed: 5, ..Opened::default() });
+}
+
+/// Found by the simulation: the failed append of an opening left the file closed to all further ones.
+#[tokio::test(start_paused = true)]
+async fn after_an_opening_that_met_a_bad_disk_the_next_one_goes_on() {
+    for fault in [FileFault::DiskFull, FileFault::SyncFailed] {
+        for ending in ["", "\n"] {
+            let files = written(3).await;
+            let contents = files.contents(&output());
+            let mut whole = contents[..contents.len() - 1].to_vec();
+            whole.extend_from_slice(ending.as_bytes());
+            files.set_contents(&output(), whole);
+            files.fail_append(0, fault);
+            open(&files).await.unwrap_err();
+            let (ledger, opened) = open(&files).await.unwrap();
+            assert_eq!(opened.completed, 3, "{fault:?}, {ending:?}");
+            complete(&ledger, 100).await.unwrap();
+            close(ledger).await;
+            assert_eq!(lines(&files.contents(&output())).len(), 4, "{fault:?}, {ending:?}");
+        }
+    }
 }
