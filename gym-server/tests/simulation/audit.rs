@@ -10,8 +10,8 @@ use async_trait::async_trait;
 use futures_util::future::BoxFuture;
 use gym_core::testing::{SimFiles, SimNet};
 use gym_core::{
-    Attempt, CallContext, FailureClass, Handler, Incarnation, KeyState, Lease, Ledger, MemoryRegistry, Outcome, Registry,
-    Request, Response, Result, TaskKey, Verb,
+    Attempt, CallContext, FailureClass, Handler, Incarnation, KeyState, Lease, Ledger, MemoryRegistry, Outcome,
+    Registry, Request, Response, Result, TaskKey, Verb,
 };
 use serde::Deserialize;
 use tokio::time::Instant;
@@ -109,13 +109,7 @@ impl Audit {
     }
 
     /// Everything that must hold at the end.
-    pub(crate) fn check_end(
-        &self,
-        files: &SimFiles,
-        output: &Path,
-        wanted: &[TaskKey],
-        attempts_max: u32,
-    ) -> Counts {
+    pub(crate) fn check_end(&self, files: &SimFiles, output: &Path, wanted: &[TaskKey], attempts_max: u32) -> Counts {
         self.check_acknowledged(files, output);
         let rows = Rows::read(self, files, output);
         let mut counts = Counts { attempts: self.truth().begun, ..Counts::default() };
@@ -126,7 +120,10 @@ impl Audit {
             }
             let given = row.reward.and_then(|reward| self.given(reward));
             if given != Some(attempt) {
-                self.violation(format_args!("the row of {attempt} has the reward {:?}, given to {given:?}", row.reward));
+                self.violation(format_args!(
+                    "the row of {attempt} has the reward {:?}, given to {given:?}",
+                    row.reward
+                ));
             }
         }
         let mut outcomes = BTreeSet::new();

@@ -21,10 +21,11 @@ pub(crate) const DISK_FULL: &str = "disk full";
 pub(crate) const SYNC_FAILED: &str = "sync failed";
 pub(crate) const STOP: &str = "stop asked for";
 pub(crate) const COLLECTOR_CRASH: &str = "collector crash";
+pub(crate) const COLLECTOR_KILL: &str = "collector killed";
 pub(crate) const HEAD_RESTART: &str = "head restart";
 pub(crate) const AGENT_RESTART: &str = "agent restart";
-pub(crate) const INJECTED: [&str; 7] =
-    [DISK_STALL, DISK_FULL, SYNC_FAILED, STOP, COLLECTOR_CRASH, HEAD_RESTART, AGENT_RESTART];
+pub(crate) const INJECTED: [&str; 8] =
+    [DISK_STALL, DISK_FULL, SYNC_FAILED, STOP, COLLECTOR_CRASH, COLLECTOR_KILL, HEAD_RESTART, AGENT_RESTART];
 
 /// Whether the ledger refuses late attempts. Off is wrong, and shown to be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,6 +38,8 @@ pub(crate) enum LateCheck {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Step {
     Crash(&'static str),
+    /// Ends the collector's process; its machine and what that has written go on.
+    Kill,
     Start(&'static str),
     /// Appends take up to so long.
     Disk(Duration),
@@ -48,6 +51,7 @@ impl fmt::Display for Step {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Crash(host) => write!(f, "crash {host}"),
+            Self::Kill => f.write_str("kill the collector"),
             Self::Start(host) => write!(f, "start {host}"),
             Self::Disk(latency) => write!(f, "appends take up to {latency:?}"),
             Self::DiskFault(FileFault::DiskFull) => f.write_str("the next append finds the disk full"),
@@ -87,7 +91,7 @@ impl Plan {
         let options = DriverOptions {
             concurrency: rng.usize(1..=12),
             attempts_max: rng.u32(3..=6),
-            attempt_timeout: millis(&mut rng, 4_000, 12_000),
+            attempt_timeout: millis(&mut rng, 2_000, 10_000),
             record_timeout: millis(&mut rng, 500, 3_000),
             stop_grace: millis(&mut rng, 0, 3_000),
             backoff: RetryPolicy { backoff_min: Duration::from_millis(200), ..RetryPolicy::default() },
@@ -127,12 +131,14 @@ fn script(rng: &mut fastrand::Rng, heals_at: Duration) -> Vec<(Duration, Step)> 
                 let (host, up_from) = &mut up_from[rng.usize(..HOSTS.len())];
                 if *up_from <= at {
                     *up_from = (at + lasts).min(heals_at);
-                    script.extend([(at, Step::Crash(host)), (*up_from, Step::Start(host))]);
+                    let kill = *host == COLLECTOR && lasts.as_millis() % 2 == 0;
+                    let ends = if kill { Step::Kill } else { Step::Crash(host) };
+                    script.extend([(at, ends), (*up_from, Step::Start(host))]);
                 }
             }
             2 if disk_well_from <= at => {
                 disk_well_from = (at + lasts).min(heals_at);
-                let latency = Duration::from_millis(rng.u64(500..12_000));
+                let latency = Duration::from_millis(rng.u64(500..25_000));
                 script.extend([(at, Step::Disk(latency)), (disk_well_from, Step::Disk(DISK_WELL))]);
             }
             2 => {}

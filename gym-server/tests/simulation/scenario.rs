@@ -23,8 +23,8 @@ use tokio_util::sync::CancellationToken;
 
 use crate::audit::{Audit, AuditedHead, AuditedLedger, Counts, MeantForUs};
 use crate::plan::{
-    AGENT_RESTART, AGENTS, COLLECTOR, COLLECTOR_CRASH, DISK_FULL, DISK_STALL, DISK_WELL, HEAD, HEAD_RESTART, HOSTS,
-    LateCheck, Plan, RELAY, RESOURCES, STOP, SYNC_FAILED, Step,
+    AGENT_RESTART, AGENTS, COLLECTOR, COLLECTOR_CRASH, COLLECTOR_KILL, DISK_FULL, DISK_STALL, DISK_WELL, HEAD,
+    HEAD_RESTART, HOSTS, LateCheck, Plan, RELAY, RESOURCES, STOP, SYNC_FAILED, Step,
 };
 use crate::servers::{SmallAgent, SmallRelay, SmallResources};
 
@@ -161,6 +161,12 @@ impl Deployment {
                     self.files = self.files.crash();
                     self.audit.check_acknowledged(&self.files, Path::new(OUTPUT));
                 }
+            }
+            Step::Kill => {
+                self.net.crash(COLLECTOR);
+                self.net.injected(COLLECTOR, COLLECTOR_KILL);
+                self.files = self.files.kill();
+                self.audit.check_acknowledged(&self.files, Path::new(OUTPUT));
             }
             Step::Start(host) => {
                 if host == HEAD {

@@ -113,13 +113,7 @@ impl ResourcesServer for SmallResources {
         Ok(RawObject::empty())
     }
 
-    async fn call_tool(
-        &self,
-        _: &CallContext,
-        session: &SessionId,
-        _: &str,
-        _: &RawObject,
-    ) -> Result<Response> {
+    async fn call_tool(&self, _: &CallContext, session: &SessionId, _: &str, _: &RawObject) -> Result<Response> {
         let mut sessions = self.sessions();
         let count = sessions.get_mut(session.as_str()).ok_or_else(|| forgotten(session))?;
         *count += 1;
@@ -130,7 +124,8 @@ impl ResourcesServer for SmallResources {
         let count = self.sessions().remove(session.as_str()).ok_or_else(|| forgotten(session))?;
         let key = TaskKey::new(task.task_index, task.rollout_index);
         if count != self.steps {
-            self.audit.violation(format_args!("{key} has {count} calls of its tool in its session, not {}", self.steps));
+            self.audit
+                .violation(format_args!("{key} has {count} calls of its tool in its session, not {}", self.steps));
         }
         Ok(Verdict::reward(self.audit.give("resources", Attempt { key, number: task.attempt })))
     }
