@@ -9,8 +9,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
 use gym_core::{
-    CallContext, Code, ConnectOptions, Error, Incarnation, Instance, Registry, Request, Response, Result, RetryPolicy,
-    Rope, Route, World, retry,
+    CallContext, Code, ConnectOptions, EXECUTION_METADATA, Error, Execution, Incarnation, Instance, Registry, Request,
+    Response, Result, RetryPolicy, Rope, Route, World, retry,
 };
 use tokio::time::Instant;
 
@@ -38,6 +38,7 @@ struct Inner {
     rng: Mutex<fastrand::Rng>,
     turn: AtomicUsize,
     names: RwLock<BTreeMap<String, Arc<Resolved>>>,
+    asking: Mutex<BTreeMap<String, Arc<tokio::sync::Mutex<Asked>>>>,
 }
 
 /// What a name resolved to.
@@ -45,6 +46,30 @@ struct Inner {
 struct Resolved {
     replicas: Vec<Arc<Replica>>,
     stale_from: Instant,
+    /// A call to it failed: it must not be used before the registry was asked again.
+    doubtful: bool,
+}
+
+impl Resolved {
+    /// Nobody, for the one call that asked.
+    fn absent() -> Self {
+        Self { replicas: Vec::new(), stale_from: Instant::now(), doubtful: true }
+    }
+}
+
+/// Held by the one caller that asks the registry for a name; the others wait for its answer. A thousand rollouts that begin
+/// together ask once, and share the channels that come of it.
+#[derive(Debug, Default)]
+struct Asked {
+    /// When the last question was answered, if the answer was not kept as [`Resolved`].
+    last: Option<(Instant, Fruitless)>,
+}
+
+/// An answer of the registry that gives no replica.
+#[derive(Debug)]
+enum Fruitless {
+    Absent,
+    Failed(Code, String),
 }
 
 #[derive(Debug)]
@@ -83,6 +108,7 @@ impl ServerClient {
                 rng: Mutex::new(world.rng()),
                 turn: AtomicUsize::new(0),
                 names: RwLock::default(),
+                asking: Mutex::default(),
             }),
         }
     }
@@ -100,6 +126,7 @@ impl ServerClient {
                 rng: Mutex::new(lock(&inner.rng).fork()),
                 turn: AtomicUsize::new(0),
                 names: RwLock::default(),
+                asking: Mutex::default(),
             }),
         }
     }
@@ -180,7 +207,14 @@ impl ServerClient {
 
     async fn call(&self, replica: &Replica, request: Request) -> Result<Response> {
         let _pending = replica.pending.begin();
-        replica.peer.call(&self.inner.transports, request).await
+        let response = replica.peer.call(&self.inner.transports, request).await?;
+        // Another life of the server at this address, or one without room, refuses before it runs anything: that is no
+        // answer, and another replica may give one. Foreign servers do not say so, and their answers stay answers.
+        let refused = response.metadata.get(EXECUTION_METADATA) == Some(Execution::NotStarted.as_str());
+        if refused && matches!(response.status.0, 429 | 503) {
+            return response.into_result();
+        }
+        Ok(response)
     }
 
     async fn pick(&self, cx: &CallContext, server: &str, failed: &[u32]) -> Result<Arc<Replica>> {
@@ -203,42 +237,82 @@ impl ServerClient {
     }
 
     async fn resolve(&self, cx: &CallContext, server: &str) -> Result<Arc<Resolved>> {
-        let known = self.names().get(server).cloned();
+        let known = self.known(server);
+        if let Some(known) = &known
+            && known.stale_from > Instant::now()
+        {
+            return Ok(Arc::clone(known));
+        }
+        let asking = Arc::clone(lock(&self.inner.asking).entry(server.to_owned()).or_default());
+        let mut asked = match (asking.try_lock(), known) {
+            (Ok(asked), _) => asked,
+            // Somebody is asking already; until the answer is there, what was known goes on being used.
+            (Err(_), Some(known)) if !known.doubtful => return Ok(known),
+            (Err(_), _) => {
+                let from = Instant::now();
+                // A fair lock held over the question on purpose: whoever waits here wants the same answer.
+                let asked = cx.bound(Execution::NotStarted, async { Ok(asking.lock().await) }).await?;
+                match (&asked.last, self.known(server)) {
+                    (Some((at, _)), _) if *at < from => {}
+                    (Some((_, Fruitless::Failed(..))), Some(known)) => return Ok(known),
+                    (Some((_, Fruitless::Failed(code, why))), None) => {
+                        return Err(Error::not_started(*code, why.clone()));
+                    }
+                    (Some((_, Fruitless::Absent)), _) => return Ok(Arc::new(Resolved::absent())),
+                    (None, _) => {}
+                }
+                asked
+            }
+        };
+        // Asked and answered while this caller waited?
+        let known = self.known(server);
         let now = Instant::now();
         if let Some(known) = &known
             && known.stale_from > now
         {
             return Ok(Arc::clone(known));
         }
-        let instances = match (self.inner.registry.resolve(cx, server).await, known.as_ref()) {
-            (Ok(instances), _) => instances,
-            // The head is away: what was known goes on being used.
-            (Err(error), Some(known)) => {
+        let instances = match self.inner.registry.resolve(cx, server).await {
+            Ok(instances) => instances,
+            Err(error) => {
+                // A caller that has left, or had no time, says nothing about the registry.
+                if cx.check().is_ok() {
+                    asked.last = Some((Instant::now(), Fruitless::Failed(error.code(), error.to_string())));
+                }
+                let Some(known) = known else { return Err(error) };
+                // The head is away: what was known goes on being used, and is not asked about by every call.
                 tracing::debug!(server, %error, "resolve from the cache");
-                return Ok(Arc::clone(known));
+                return Ok(self.keep(server, known.replicas.clone()));
             }
-            (Err(error), None) => return Err(error),
         };
-        let replicas = instances.into_iter().map(|instance| replica(instance, known.as_deref())).collect();
-        let resolved = Arc::new(Resolved { replicas, stale_from: now + RESOLVE_EVERY });
-        if !resolved.replicas.is_empty() {
-            let mut names = self.inner.names.write().unwrap_or_else(PoisonError::into_inner);
-            names.insert(server.to_owned(), Arc::clone(&resolved));
+        if instances.is_empty() {
+            asked.last = Some((Instant::now(), Fruitless::Absent));
+            return Ok(Arc::new(Resolved::absent()));
         }
-        Ok(resolved)
+        asked.last = None;
+        let replicas = instances.into_iter().map(|instance| replica(instance, known.as_deref())).collect();
+        Ok(self.keep(server, replicas))
+    }
+
+    fn keep(&self, server: &str, replicas: Vec<Arc<Replica>>) -> Arc<Resolved> {
+        let resolved = Arc::new(Resolved { replicas, stale_from: Instant::now() + RESOLVE_EVERY, doubtful: false });
+        let mut names = self.inner.names.write().unwrap_or_else(PoisonError::into_inner);
+        names.insert(server.to_owned(), Arc::clone(&resolved));
+        resolved
+    }
+
+    fn known(&self, server: &str) -> Option<Arc<Resolved>> {
+        self.inner.names.read().unwrap_or_else(PoisonError::into_inner).get(server).cloned()
     }
 
     /// Has the next call ask the registry again.
     fn forget(&self, server: &str) {
         let mut names = self.inner.names.write().unwrap_or_else(PoisonError::into_inner);
         if let Some(known) = names.get(server) {
-            let stale = Resolved { replicas: known.replicas.clone(), stale_from: Instant::now() };
-            names.insert(server.to_owned(), Arc::new(stale));
+            let replicas = known.replicas.clone();
+            names
+                .insert(server.to_owned(), Arc::new(Resolved { replicas, stale_from: Instant::now(), doubtful: true }));
         }
-    }
-
-    fn names(&self) -> std::sync::RwLockReadGuard<'_, BTreeMap<String, Arc<Resolved>>> {
-        self.inner.names.read().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -1,0 +1,197 @@
+//! Calling by name: replicas that restart, sessions that are lost, many callers at once. Over the simulated network.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use futures_util::future::join_all;
+use futures_util::stream::BoxStream;
+use gym_client::{CallOptions, ServerClient, Transports};
+use gym_core::testing::{Faults, SimFiles, SimHost, SimNet};
+use gym_core::{
+    CallContext, Code, Endpoint, Error, Execution, Fenced, Incarnation, Instance, Lease, Listener, MemoryRegistry,
+    Registration, Registry, Request, Response, Result, ServerKind, World, handler_fn,
+};
+use tokio_util::sync::CancellationToken;
+
+/// A registry that takes its time, counts the questions, and is away on demand.
+#[derive(Debug, Default)]
+struct Asked {
+    registry: MemoryRegistry,
+    questions: AtomicU64,
+    away: AtomicBool,
+}
+
+#[async_trait]
+impl Registry for Asked {
+    async fn register(&self, cx: &CallContext, registration: Registration) -> Result<Lease> {
+        self.registry.register(cx, registration).await
+    }
+
+    async fn renew(&self, cx: &CallContext, lease: &Lease) -> Result<()> {
+        self.registry.renew(cx, lease).await
+    }
+
+    async fn deregister(&self, cx: &CallContext, lease: Lease) -> Result<()> {
+        self.registry.deregister(cx, lease).await
+    }
+
+    async fn resolve(&self, cx: &CallContext, name: &str) -> Result<Vec<Instance>> {
+        self.questions.fetch_add(1, Ordering::Relaxed);
+        if self.away.load(Ordering::Relaxed) {
+            tokio::time::sleep(Duration::from_secs(10)).await;
+            return Err(Error::not_started(Code::Unavailable, "the head is away"));
+        }
+        tokio::time::sleep(Duration::from_millis(20)).await;
+        self.registry.resolve(cx, name).await
+    }
+
+    async fn list(&self, cx: &CallContext) -> Result<Vec<Instance>> {
+        self.registry.list(cx).await
+    }
+
+    fn watch(&self, name: &str) -> BoxStream<'static, Vec<Instance>> {
+        self.registry.watch(name)
+    }
+}
+
+struct Bench {
+    net: SimNet,
+    registry: Arc<Asked>,
+    client: ServerClient,
+}
+
+impl Bench {
+    fn new() -> Self {
+        let net = SimNet::new(1, Faults::calm());
+        let registry = Arc::new(Asked::default());
+        let world = World::new(Arc::new(SimFiles::new(1)), 1, Duration::ZERO);
+        let transports = Transports::new().with(Arc::new(net.host("caller")));
+        let client = ServerClient::new(Arc::clone(&registry) as _, transports, &world);
+        Self { net, registry, client }
+    }
+
+    /// The next life of the agent's host, which answers with its number.
+    async fn start_agent(&self) {
+        let host = self.net.host("agent");
+        let life = Incarnation(host.life() + 1);
+        let answer = handler_fn(move |request: Request| async move {
+            if request.route.path() == "/hang" {
+                std::future::pending::<()>().await;
+            }
+            Ok(Response::json(life.to_string()))
+        });
+        serve(&host, Fenced::new(life, answer));
+        let registration = Registration {
+            name: "agent".to_owned(),
+            rank: Some(0),
+            kind: ServerKind::Agent,
+            implementation: String::new(),
+            endpoints: vec![Endpoint::parse("sim://agent/gym").expect("an endpoint")],
+            incarnation: life,
+            ttl: Duration::from_secs(60),
+            labels: Default::default(),
+        };
+        self.registry.register(&CallContext::default(), registration).await.expect("a newer life");
+    }
+
+    async fn call(&self) -> Result<String> {
+        let cx = CallContext::within(Duration::from_secs(30));
+        let answer = self.client.post(&cx, "agent", "/run", "{}", CallOptions::default()).await?;
+        assert!(answer.status.is_success(), "{answer:?}");
+        Ok(String::from_utf8_lossy(&answer.message.head.to_bytes()).into_owned())
+    }
+}
+
+fn serve(host: &SimHost, handler: impl gym_core::Handler) {
+    let (mut listener, handler) = (host.listen("gym").expect("a new life listens nowhere"), Arc::new(handler));
+    let served = host.clone();
+    host.spawn(async move {
+        while let Ok(peer) = listener.accept().await {
+            let serving = peer.serve(Arc::clone(&handler) as _, CancellationToken::new());
+            served.spawn(async move {
+                let _ = serving.await;
+            });
+        }
+    });
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_server_that_was_restarted_at_its_address_is_found_by_the_very_next_call() {
+    let bench = Bench::new();
+    bench.start_agent().await;
+    assert_eq!(bench.call().await.unwrap(), "1");
+    let cx = CallContext::within(Duration::from_secs(30));
+    let hanging = bench.client.post(&cx, "agent", "/hang", "{}", CallOptions::default());
+    let (lost, ()) = tokio::join!(hanging, async {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        bench.start_agent().await;
+    });
+    assert_eq!(lost.unwrap_err().execution(), Execution::Unknown);
+    // The name is still resolved to the first life; what the second one's fence says is no answer of the agent.
+    assert_eq!(bench.call().await.unwrap(), "2");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_session_whose_server_was_restarted_is_lost() {
+    let bench = Bench::new();
+    bench.start_agent().await;
+    let mut session = bench.client.session();
+    let cx = CallContext::within(Duration::from_secs(30));
+    session.post(&cx, "agent", "/seed_session", "{}").await.unwrap();
+    bench.start_agent().await;
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    let error = session.post(&cx, "agent", "/verify", "{}").await.unwrap_err();
+    assert_eq!((error.code(), error.execution()), (Code::FailedPrecondition, Execution::NotStarted), "{error}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn callers_that_come_together_ask_the_registry_once_and_share_a_channel() {
+    let bench = Bench::new();
+    bench.start_agent().await;
+    let asked = || bench.registry.questions.load(Ordering::Relaxed);
+    for answer in join_all((0..200).map(|_| bench.call())).await {
+        assert_eq!(answer.unwrap(), "1");
+    }
+    assert_eq!(asked(), 1);
+    let connects = bench.net.trace().to_string().matches("connects to sim://agent/gym").count();
+    assert_eq!(connects, 1);
+    // Later on one of them asks again, and the others do not wait for it.
+    tokio::time::sleep(Duration::from_secs(5)).await;
+    for answer in join_all((0..200).map(|_| bench.call())).await {
+        assert_eq!(answer.unwrap(), "1");
+    }
+    assert_eq!(asked(), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn callers_that_wait_for_one_answer_of_the_registry_get_its_failure_together() {
+    let bench = Bench::new();
+    bench.registry.away.store(true, Ordering::Relaxed);
+    let began = tokio::time::Instant::now();
+    for answer in join_all((0..50).map(|_| bench.call())).await {
+        assert_eq!(answer.unwrap_err().code(), Code::Unavailable);
+    }
+    assert!(began.elapsed() < Duration::from_secs(25), "{:?}", began.elapsed());
+    bench.registry.away.store(false, Ordering::Relaxed);
+    bench.registry.questions.store(0, Ordering::Relaxed);
+    for answer in join_all((0..50).map(|_| bench.call())).await {
+        assert_eq!(answer.unwrap_err().code(), Code::NotFound);
+    }
+    assert!(bench.registry.questions.load(Ordering::Relaxed) <= 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn while_the_head_is_away_what_was_known_is_used_by_all_alike() {
+    let bench = Bench::new();
+    bench.start_agent().await;
+    bench.call().await.unwrap();
+    bench.registry.away.store(true, Ordering::Relaxed);
+    tokio::time::sleep(Duration::from_secs(5)).await;
+    let began = tokio::time::Instant::now();
+    for answer in join_all((0..50).map(|_| bench.call())).await {
+        assert_eq!(answer.unwrap(), "1");
+    }
+    assert!(began.elapsed() < Duration::from_secs(15), "{:?}", began.elapsed());
+}
