@@ -3,7 +3,7 @@
 //! The keys are NeMo Gym 0.7.0's, so that its `profile`, `aggregate` and `--resume` read what is written here.
 
 use bytes::Bytes;
-use gym_core::{Attempt, Error, FailureClass, Outcome, RawObject, Response, Result};
+use gym_core::{Attempt, CODE_METADATA, Code, Error, FailureClass, Outcome, RawObject, Response, Result};
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -56,8 +56,12 @@ pub(super) fn judge(wanted: &RolloutRow, attempt: Attempt, answer: Result<Respon
     if !response.status.is_success() {
         let status = response.status.0;
         // NeMo Gym's own split: these four say that the server could not take it, anything else that it ran and failed.
-        let unavailable = matches!(status, 429 | 502 | 503 | 504);
-        let class = if unavailable { FailureClass::AgentRequestFailed } else { FailureClass::AgentRunError };
+        let class = match status {
+            429 | 502 | 503 | 504 => FailureClass::AgentRequestFailed,
+            // Ours: a server on the way was restarted and has forgotten the episode. A new attempt begins a new one.
+            412 if of_code(&response, Code::FailedPrecondition) => FailureClass::SessionLost,
+            _ => FailureClass::AgentRunError,
+        };
         let error = Error::internal(format!("`/run` was answered with {status}"));
         return failed(wanted, attempt, class, &error, Some((status, &body)));
     }
@@ -88,6 +92,10 @@ pub(super) fn judge(wanted: &RolloutRow, attempt: Attempt, answer: Result<Respon
         Some(Value::Bool(reward)) => Ok(Judged::Completed { row, reward: Some(if reward { 1.0 } else { 0.0 }) }),
         Some(other) => bad(format!("the answer to `/run` has the reward {other}, which is not a number")),
     }
+}
+
+fn of_code(response: &Response, code: Code) -> bool {
+    response.metadata.get(CODE_METADATA) == Some(code.as_str())
 }
 
 fn truthy(value: &Value) -> bool {
@@ -138,4 +146,32 @@ fn failed(
         .to_object()?;
     let row = stamped(wanted, attempt, &marks)?;
     Ok(Judged::Failed { class, terminal: false, row })
+}
+
+#[cfg(test)]
+mod tests {
+    use gym_core::{Execution, Message, Status, TaskKey};
+
+    use super::*;
+
+    fn class_of(answer: Result<Response>) -> FailureClass {
+        let key = TaskKey::new(0, 0);
+        let row = RawObject::parse(r#"{"_ng_task_index":0,"_ng_rollout_index":0}"#).unwrap();
+        let wanted = RolloutRow { key, agent: "a".into(), server: "e".into(), result_type: None, row };
+        match judge(&wanted, Attempt { key, number: 0 }, answer).unwrap() {
+            Judged::Failed { class, terminal: false, .. } => class,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_lost_session_is_told_from_an_episode_that_failed() {
+        let lost = Error::new(Code::FailedPrecondition, Execution::Finished, "no such session");
+        assert_eq!(class_of(Ok(Response::from_error(&lost))), FailureClass::SessionLost);
+        assert_eq!(class_of(Err(lost)), FailureClass::SessionLost);
+        let foreign = Response::new(Status(412), Message::json("{}"));
+        assert_eq!(class_of(Ok(foreign)), FailureClass::AgentRunError);
+        let busy = Response::new(Status(503), Message::json("{}"));
+        assert_eq!(class_of(Ok(busy)), FailureClass::AgentRequestFailed);
+    }
 }
