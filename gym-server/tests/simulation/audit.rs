@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use futures_util::future::BoxFuture;
+use gym_client::collect::ledger::failures_path;
 use gym_core::testing::{SimFiles, SimNet};
 use gym_core::{
     Attempt, CallContext, FailureClass, Handler, Incarnation, KeyState, Lease, Ledger, MemoryRegistry, Outcome,
@@ -91,7 +92,7 @@ impl Audit {
 
     /// What was acknowledged is in the files, whatever happened since.
     pub(crate) fn check_acknowledged(&self, files: &SimFiles, output: &Path) {
-        let rows = Rows::read(self, files, output);
+        let rows = Rows::read(files, output);
         let truth = self.truth();
         let lost: Vec<_> = truth
             .acknowledged
@@ -111,7 +112,10 @@ impl Audit {
     /// Everything that must hold at the end.
     pub(crate) fn check_end(&self, files: &SimFiles, output: &Path, wanted: &[TaskKey], attempts_max: u32) -> Counts {
         self.check_acknowledged(files, output);
-        let rows = Rows::read(self, files, output);
+        let rows = Rows::read(files, output);
+        for line in &rows.broken {
+            self.violation(format_args!("a line is no row: {line}"));
+        }
         let mut counts = Counts { attempts: self.truth().begun, ..Counts::default() };
         for (index, row) in rows.completed.iter().enumerate() {
             let attempt = row.attempt();
@@ -185,22 +189,26 @@ impl Row {
     }
 }
 
+#[derive(Default)]
 struct Rows {
     completed: Vec<Row>,
     failed: Vec<Row>,
+    /// Lines that are no rows: there may be some after a crash, until the next opening has cut them off.
+    broken: Vec<String>,
 }
 
 impl Rows {
-    /// Whole lines; a torn end is for the next opening to cut off.
-    fn read(audit: &Audit, files: &SimFiles, output: &Path) -> Self {
-        let read = |path: &Path| {
-            let contents = files.contents(path);
-            let whole = contents.iter().rposition(|byte| *byte == b'\n').map_or(0, |end| end + 1);
-            let lines = contents[..whole].split(|byte| *byte == b'\n').filter(|line| !line.is_empty());
-            lines.filter_map(|line| serde_json::from_slice(line).ok()).collect()
-        };
-        let _ = audit;
-        Self { completed: read(output), failed: read(&gym_client::collect::ledger::failures_path(output)) }
+    fn read(files: &SimFiles, output: &Path) -> Self {
+        let mut rows = Self::default();
+        for (path, into) in [(output, &mut rows.completed), (&*failures_path(output), &mut rows.failed)] {
+            for line in files.contents(path).split(|byte| *byte == b'\n').filter(|line| !line.is_empty()) {
+                match serde_json::from_slice(line) {
+                    Ok(row) => into.push(row),
+                    Err(error) => rows.broken.push(format!("{}: {error}", path.display())),
+                }
+            }
+        }
+        rows
     }
 }
 

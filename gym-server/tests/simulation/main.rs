@@ -1,7 +1,7 @@
 //! A whole deployment in one thread and no time: head, relay, two agents, resources server and collector, over a network and
 //! a disk that fail in every way that we know, under a paused clock.
 //!
-//! Everything but what a user would write is the real thing: `HeadServer`, the role servers, `ServerClient`,
+//! Everything but what a user would write is the real thing: `HeadServer`, the relay, the role servers, `ServerClient`,
 //! `RemoteRegistry`, kept leases, the driver and the JSONL ledger. The network and the disk are `gym_core::testing`'s.
 //!
 //! **To replay a seed**, with its plan, its script and its whole trace:

@@ -131,7 +131,7 @@ fn script(rng: &mut fastrand::Rng, heals_at: Duration) -> Vec<(Duration, Step)> 
                 let (host, up_from) = &mut up_from[rng.usize(..HOSTS.len())];
                 if *up_from <= at {
                     *up_from = (at + lasts).min(heals_at);
-                    let kill = *host == COLLECTOR && lasts.as_millis() % 2 == 0;
+                    let kill = *host == COLLECTOR && rng.bool();
                     let ends = if kill { Step::Kill } else { Step::Crash(host) };
                     script.extend([(at, ends), (*up_from, Step::Start(host))]);
                 }

@@ -17,7 +17,7 @@ use gym_core::{
     CallContext, Code, Endpoint, Fenced, Handler, Incarnation, KeyState, Ledger, MemoryRegistry, RawObject,
     Registration, Registry, ServerKind, TaskKey, World,
 };
-use gym_server::{Agent, Environment, HeadServer, Metrics, Resources, Site, serve};
+use gym_server::{Agent, Environment, HeadServer, Metrics, Relay, RelayConfig, Resources, Site, serve};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
@@ -26,7 +26,7 @@ use crate::plan::{
     AGENT_RESTART, AGENTS, COLLECTOR, COLLECTOR_CRASH, COLLECTOR_KILL, DISK_FULL, DISK_STALL, DISK_WELL, HEAD,
     HEAD_RESTART, HOSTS, LateCheck, Plan, RELAY, RESOURCES, STOP, SYNC_FAILED, Step,
 };
-use crate::servers::{SmallAgent, SmallRelay, SmallResources};
+use crate::servers::{SmallAgent, SmallResources};
 
 const OUTPUT: &str = "out/rollouts.jsonl";
 
@@ -235,7 +235,7 @@ impl Deployment {
         let (site, registry) = (Site::new(name, "small", &world), Arc::clone(client.registry()));
         let Plan { steps, think_max, ttl, .. } = self.plan;
         let handler: Arc<dyn Handler> = match kind {
-            ServerKind::Environment => Arc::new(Environment::new(SmallRelay { client }, &site)),
+            ServerKind::Environment => Arc::new(Environment::new(Relay::new(RelayConfig::new("agent"), client), &site)),
             ServerKind::Resources => {
                 let server = SmallResources { audit: self.audit.clone(), sessions: Arc::default(), steps };
                 Arc::new(Resources::new(server, &site))

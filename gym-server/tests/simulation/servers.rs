@@ -1,22 +1,17 @@
-//! What a user would write, small: a relay, an agent that thinks and calls a tool, a resources server that counts the calls.
+//! What a user would write, small: an agent that thinks and calls a tool, a resources server that counts the calls.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use gym_client::{CallOptions, ServerClient};
+use gym_client::ServerClient;
 use gym_core::{
-    AgentServer, Attempt, CallContext, Code, EnvironmentServer, Error, Execution, ModelResponse, RawObject,
-    ResourcesServer, Response, Result, SessionId, TaskKey, Verdict, World,
+    AgentServer, Attempt, CallContext, Code, Error, Execution, ModelResponse, RawObject, ResourcesServer, Response,
+    Result, SessionId, TaskKey, Verdict, World,
 };
 use serde::Deserialize;
 
 use crate::audit::Audit;
-
-/// Passes `/run` to an agent.
-pub(crate) struct SmallRelay {
-    pub(crate) client: ServerClient,
-}
 
 /// Status, body and what kind of error it is; not what the hop below wrote for its own caller.
 fn passed_on(answer: &Response) -> Response {
@@ -27,18 +22,6 @@ fn passed_on(answer: &Response) -> Response {
         }
     }
     response
-}
-
-impl EnvironmentServer for SmallRelay {
-    async fn run(&self, cx: &CallContext, row: &RawObject) -> Result<Response> {
-        let text = row.text().clone();
-        let answer = self.client.post(&cx.child(), "agent", "/run", text, CallOptions::default()).await?;
-        Ok(passed_on(&answer))
-    }
-
-    async fn aggregate_metrics(&self, _: &CallContext, _: &RawObject) -> Result<Response> {
-        Err(not_here())
-    }
 }
 
 fn not_here() -> Error {
