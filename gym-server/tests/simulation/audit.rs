@@ -85,7 +85,11 @@ impl Audit {
             let known = self.truth().leases.get(&key).copied();
             match known {
                 Some((renewed, ttl)) if renewed.elapsed() <= ttl => {}
-                known => self.violation(format_args!("{key:?} is listed, but its lease was last renewed: {known:?}")),
+                Some((renewed, ttl)) => {
+                    let ago = renewed.elapsed();
+                    self.violation(format_args!("{key:?} is listed {ago:?} after its renewal for {ttl:?}"));
+                }
+                None => self.violation(format_args!("{key:?} is listed and has no lease")),
             }
         }
     }
