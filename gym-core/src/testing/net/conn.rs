@@ -150,7 +150,7 @@ impl Conn {
 }
 
 /// The caller's end.
-pub struct SimLink {
+pub(super) struct SimLink {
     shared: Arc<Shared>,
     conn: Arc<Conn>,
     path: PathInfo,
@@ -292,7 +292,7 @@ impl Link for SimLink {
 }
 
 /// The server's end, accepted or about to be.
-pub struct SimIncoming {
+pub(super) struct SimIncoming {
     server: ServerEnd,
     arrived: mpsc::Receiver<Parcel>,
     peer: PeerInfo,

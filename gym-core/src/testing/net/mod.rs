@@ -15,9 +15,8 @@ mod trace;
 mod wire;
 
 use std::fmt;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 
-pub use conn::{SimIncoming, SimLink};
 pub use faults::{Faults, kind};
 pub use host::{SimHost, SimListener};
 pub use trace::Trace;
@@ -35,7 +34,7 @@ impl SimNet {
     #[must_use]
     pub fn new(seed: u64, faults: Faults) -> Self {
         let shared = Arc::new(Shared::new(seed));
-        tokio::spawn(wire::run(Weak::clone(&Arc::downgrade(&shared)), shared.wake()));
+        tokio::spawn(wire::run(Arc::downgrade(&shared), shared.wake()));
         shared.set_faults(faults);
         Self(shared)
     }
