@@ -60,7 +60,7 @@ EXPECTED = {
     "chat_upstream_400": ("InternalServerError 500", "BadRequestError 400"),
     "chat_upstream_429": ("InternalServerError 500", "RateLimitError 429"),
     "upstream_garbage": ("InternalServerError 500", {"InternalServerError 500", "InternalServerError 502"}),
-    "upstream_cut": ("InternalServerError 500", {"InternalServerError 500", "InternalServerError 502"}),
+    "upstream_cut": ("InternalServerError 500", {"InternalServerError 500", "InternalServerError 502", "InternalServerError 503"}),
     "upstream_drops": ("APITimeoutError", {"InternalServerError 500", "InternalServerError 502", "InternalServerError 503"}),
     "client_timeout": "APITimeoutError",
     "slow_answer_in_time": "completed",

@@ -6,6 +6,7 @@ mod openai;
 mod scripted;
 mod secret;
 mod upstream;
+pub(crate) use upstream::Refused;
 mod vllm;
 
 pub use openai::{OpenAiModel, OpenAiModelConfig};

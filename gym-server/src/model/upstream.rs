@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
@@ -69,8 +69,6 @@ struct Inner {
     connections: Semaphore,
     policy: RetryPolicy,
     rng: Mutex<fastrand::Rng>,
-    /// The answer that showed the key to be spent or wrong; nothing is sent after it.
-    refused: OnceLock<String>,
 }
 
 /// A complete answer, whatever it says.
@@ -147,7 +145,6 @@ impl Upstream {
             connections: Semaphore::new(CONNECTIONS_MAX),
             policy,
             rng: Mutex::new(world.rng()),
-            refused: OnceLock::new(),
         })))
     }
 
@@ -170,16 +167,11 @@ impl Upstream {
         let inner = &*self.0;
         let (mut tries, mut connects) = (0, 0);
         loop {
-            if let Some(refused) = inner.refused.get() {
-                let text = format!("nothing is sent to this endpoint any more: {refused}");
-                return Err(Error::finished(Code::Internal, text).about(subject.to_owned()));
-            }
             let result = inner.once(cx, url, body.clone()).await;
             let (number, wait_min) = match &result {
                 Ok(answer) => {
                     if let Some(why) = permanent(answer) {
-                        tracing::error!(subject, status = answer.status, why, "the endpoint refuses this key for good");
-                        let _ = inner.refused.set(format!("it answered {}: {why}", answer.status));
+                        tracing::error!(subject, status = answer.status, why, "the endpoint refuses this key");
                         return result;
                     }
                     tries += 1;
@@ -232,13 +224,23 @@ impl Upstream {
         let shown = String::from_utf8_lossy(&answer.body[..answer.body.len().min(SHOWN_BYTES_MAX)]).into_owned();
         if !(200..300).contains(&answer.status) {
             let text = format!("answered {}: {shown}", answer.status);
-            return Err(Error::finished(code_of(answer.status), text).about(subject));
+            let error = Error::finished(code_of(answer.status), text).about(subject);
+            return Err(error.caused_by(Refused { status: answer.status, body: answer.body }));
         }
         RawObject::parse(answer.body).map_err(|error| {
             let text = format!("answered {} with what is no JSON object ({error}): {shown}", answer.status);
             Error::finished(Code::DataLoss, text).about(subject)
         })
     }
+}
+
+/// What an endpoint answered instead of a result: kept as the cause, so that a client of ours sees the endpoint's own status
+/// and words.
+#[derive(Debug, thiserror::Error)]
+#[error("answered {status}")]
+pub(crate) struct Refused {
+    pub(crate) status: u16,
+    pub(crate) body: Bytes,
 }
 
 impl Inner {

@@ -3,9 +3,12 @@
 use std::sync::Arc;
 
 use futures_util::future::BoxFuture;
-use gym_core::{Handler, ModelServer, RawObject, Request, Response, Result, ServerKind, Verb, World};
+use gym_core::{
+    Error, Handler, Message, ModelServer, RawObject, Request, Response, Result, ServerKind, Status, Verb, World,
+};
 
 use super::{Call, Role, RoleServer, Site, harness, stream};
+use crate::model::Refused;
 use crate::params::Dialect;
 use crate::reply;
 
@@ -59,8 +62,21 @@ impl<S: ModelServer> Role for ModelRole<S> {
         if !wrong.is_empty() {
             return Ok(reply::unprocessable(wrong));
         }
-        Ok(Response::json(self.complete(&call, dialect, &body).await?.into_text()))
+        match self.complete(&call, dialect, &body).await {
+            Ok(answer) => Ok(Response::json(answer.into_text())),
+            Err(error) => passed_on(&error).ok_or(error),
+        }
     }
+}
+
+/// The endpoint's own refusal, where it is a JSON object: OpenAI's clients find status and `error` as they know them.
+fn passed_on(error: &Error) -> Option<Response> {
+    let refused = std::error::Error::source(error)?.downcast_ref::<Refused>()?;
+    RawObject::parse(refused.body.clone()).ok()?;
+    let mut response = Response::new(Status(refused.status), Message::json(refused.body.clone()));
+    response.metadata.push(gym_core::CODE_METADATA, error.code().as_str());
+    response.metadata.push(gym_core::EXECUTION_METADATA, error.execution().as_str());
+    Some(response)
 }
 
 impl<S: ModelServer> ModelRole<S> {
@@ -88,7 +104,10 @@ impl<S: ModelServer> ModelRole<S> {
         }
         let answer = self.complete(call, dialect, &plain).await;
         match dialect {
-            Dialect::Chat => stream::chat(&answer?, stream::wants_usage(body)),
+            Dialect::Chat => match answer {
+                Ok(answer) => stream::chat(&answer, stream::wants_usage(body)),
+                Err(error) => passed_on(&error).ok_or(error),
+            },
             Dialect::Responses => {
                 Ok(answer.and_then(|answer| stream::responses(&answer, &names)).unwrap_or_else(|error| {
                     tracing::debug!(%error, "a streamed response failed");
