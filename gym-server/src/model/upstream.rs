@@ -7,8 +7,9 @@ use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use gym_core::{CallContext, Code, Error, Execution, RawObject, Result, RetryPolicy, World};
-use reqwest::header::{AUTHORIZATION, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue, RETRY_AFTER};
-use reqwest::{Client, Url};
+use reqwest::header::{AUTHORIZATION, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue, LOCATION, RETRY_AFTER};
+use reqwest::redirect::Policy;
+use reqwest::{Client, StatusCode, Url};
 use serde_json::Value;
 use tokio::sync::Semaphore;
 
@@ -77,6 +78,8 @@ pub(super) struct Answer {
     pub(super) status: u16,
     pub(super) body: Bytes,
     retry_after: Option<Duration>,
+    /// Where a redirect that is not followed leads.
+    location: Option<String>,
 }
 
 impl fmt::Debug for Upstream {
@@ -128,6 +131,7 @@ impl Upstream {
             // uvicorn, and so vLLM, closes idle connections after 5 s; a request on one that is just closing would be lost.
             .pool_idle_timeout(Duration::from_secs(4))
             .tcp_keepalive(Duration::from_secs(60))
+            .redirect(same_place())
             .no_proxy()
             .http1_only()
             .build()
@@ -223,9 +227,12 @@ impl Upstream {
         let subject = format!("POST {}{path}", self.0.shown);
         let shown = String::from_utf8_lossy(&answer.body[..answer.body.len().min(SHOWN_BYTES_MAX)]).into_owned();
         if !(200..300).contains(&answer.status) {
-            let text = format!("answered {}: {shown}", answer.status);
+            let leads = answer.location.map(|place| format!(" and refers to {place}")).unwrap_or_default();
+            let text = format!("answered {}{leads}: {shown}", answer.status);
             let error = Error::finished(code_of(answer.status), text).about(subject);
-            return Err(error.caused_by(Refused { status: answer.status, body: answer.body }));
+            // A redirect is no refusal: whoever followed it from here would leave this server out.
+            let refused = Refused { status: answer.status, body: answer.body };
+            return Err(if refused.status >= 400 { error.caused_by(refused) } else { error });
         }
         RawObject::parse(answer.body).map_err(|error| {
             let text = format!("answered {} with what is no JSON object ({error}): {shown}", answer.status);
@@ -260,6 +267,7 @@ impl Inner {
                 .get(RETRY_AFTER)
                 .and_then(|value| value.to_str().ok()?.trim().parse().ok())
                 .map(Duration::from_secs);
+            let location = response.headers().get(LOCATION).and_then(|value| value.to_str().ok().map(str::to_owned));
             let too_large = |length: u64| {
                 let text = format!("the answer has {length} bytes or more; at most {} are taken", cx.reply_bytes_max);
                 Error::finished(Code::ResourceExhausted, text)
@@ -276,10 +284,21 @@ impl Inner {
                 }
                 whole.extend_from_slice(&chunk);
             }
-            Ok(Answer { status, body: whole.freeze(), retry_after })
+            Ok(Answer { status, body: whole.freeze(), retry_after, location })
         })
         .await
     }
+}
+
+/// Follows a redirect that keeps method and body and stays on the same host and port. After any other the request would be a
+/// `GET` without its body, or a stranger would be sent the headers with their keys: it is an answer, and an error.
+fn same_place() -> Policy {
+    const HOPS_MAX: usize = 5;
+    Policy::custom(|attempt| {
+        let keeps_body = matches!(attempt.status(), StatusCode::TEMPORARY_REDIRECT | StatusCode::PERMANENT_REDIRECT);
+        let stays = attempt.previous().last().is_some_and(|from| from.origin() == attempt.url().origin());
+        if keeps_body && stays && attempt.previous().len() <= HOPS_MAX { attempt.follow() } else { attempt.stop() }
+    })
 }
 
 /// Whether the peer can have seen the request. The URL is left out: it may have credentials.

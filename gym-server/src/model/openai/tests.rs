@@ -152,3 +152,20 @@ async fn reasoning_goes_back_to_the_endpoint_without_the_status_that_it_refuses(
         r#""input":[{"type":"reasoning","n":1E5},{"type":"message","status":"completed","x":"\"reasoning\""}]"#;
     assert!(mock.request(0).contains(expected), "{}", mock.request(0));
 }
+
+#[tokio::test]
+async fn a_redirect_that_loses_the_body_or_leaves_the_host_is_an_answer() {
+    // Followed, the request would be a GET without its body, or a stranger would get the key.
+    for (status, place) in [(302, "/v1/elsewhere"), (308, "http://stranger.invalid/v1")] {
+        let location = format!("location: {place}\r\n");
+        let mock = Mock::new(vec![answer_with(status, &location, "moved"), answer(200, ANSWER)]).await;
+        let error = ask(&model(&mock, |_| ()), r#"{"input":"x"}"#).await.unwrap_err();
+        assert_eq!((error.code(), mock.count()), (Code::Internal, 1));
+        let said = format!("answered {status} and refers to {place}: moved");
+        assert!(error.to_string().contains(&said), "{error}");
+    }
+    let mock = Mock::new(vec![answer_with(307, "location: /v1/responses/\r\n", ""), answer(200, ANSWER)]).await;
+    assert_eq!(ask(&model(&mock, |_| ()), r#"{"input":"x"}"#).await.unwrap().to_bytes(), ANSWER);
+    let second = mock.request(1);
+    assert!(second.starts_with("POST /v1/responses/ ") && second.contains(r#""input":"x""#), "{second}");
+}
