@@ -22,6 +22,9 @@ use crate::params::Dialect;
 use crate::reply::{self, Detail};
 use turn::{Conversation, FunctionCall, Next, Turn};
 
+/// How much of a route an error shows; routes are ASCII.
+const ROUTE_SHOWN_BYTES: usize = 120;
+
 /// The agent that calls tools until the model stops asking for them.
 ///
 /// Whatever a tool answers, with any status, is data for the model. An error of the model server or of the verifier ends the
@@ -62,8 +65,10 @@ impl SimpleAgent {
             let body = conversation.request(params);
             let model = self.config.model_server.name.as_str();
             let response = session.post(cx, model, Route::from_static("/v1/responses"), body).await;
-            let text = response.and_then(Response::into_result).map_err(|error| of_inner(error, model))?;
-            let turn = Turn::parse(text.message.head.to_bytes()).map_err(|error| error.about(model.to_owned()))?;
+            let text =
+                response.and_then(Response::into_result).map_err(|error| of_inner(error, model, "/v1/responses"))?;
+            let turn = Turn::parse(text.message.head.to_bytes())
+                .map_err(|error| error.about(format!("POST {model}/v1/responses")))?;
             conversation.answered(&turn)?;
             let calls = match turn.next() {
                 Next::Tools(calls) => calls,
@@ -92,8 +97,9 @@ impl SimpleAgent {
             Err(complaint) => return Ok(complaint),
         };
         let server = self.resources()?;
-        let answer =
-            session.post(cx, server, tool_route(&call.name), body).await.map_err(|error| of_inner(error, server))?;
+        let route = tool_route(&call.name);
+        let answer = session.post(cx, server, route.clone(), body).await;
+        let answer = answer.map_err(|error| of_inner(error, server, route.as_str()))?;
         String::from_utf8(answer.message.head.to_bytes().into()).map_err(|_| {
             Error::finished(Code::DataLoss, format!("tool `{}` answered with bytes that are not UTF-8", call.name))
                 .about(server.to_owned())
@@ -170,7 +176,8 @@ impl AgentServer for SimpleAgent {
         let server = self.resources()?;
         let route = Route::from_static("/aggregate_metrics");
         let answer = self.client.post(&cx.child(), server, route, body.text().clone(), CallOptions::idempotent()).await;
-        let answer = answer.and_then(Response::into_result).map_err(|error| of_inner(error, server))?;
+        let answer =
+            answer.and_then(Response::into_result).map_err(|error| of_inner(error, server, "/aggregate_metrics"))?;
         Ok(Response::json(answer.message.head))
     }
 }
@@ -184,20 +191,22 @@ async fn post(
 ) -> Result<Message> {
     match session.post(cx, server, Route::from_static(route), body).await.and_then(Response::into_result) {
         Ok(response) => Ok(response.message),
-        Err(error) => Err(of_inner(error, server)),
+        Err(error) => Err(of_inner(error, server, route)),
     }
 }
 
 /// A failed call to an inner server, as the failure of the call that needed it: this one has run, whatever became of the
 /// inner one, so nobody may take it for refused and send it again. And what the inner server finds wrong with *our* request
 /// is a defect of this side, not of the caller's request.
-fn of_inner(error: Error, server: &str) -> Error {
+fn of_inner(error: Error, server: &str, route: &str) -> Error {
     let code = match error.code() {
         Code::InvalidArgument | Code::NotFound | Code::Unimplemented | Code::AlreadyExists => Code::Internal,
         code => code,
     };
-    let subject = if error.subject().contains(server) { String::new() } else { server.to_owned() };
-    Error::new(code, Execution::Finished, "hit an exception calling an inner server").about(subject).caused_by(error)
+    // A tool's name comes from a model and may be long.
+    let route = &route[..route.len().min(ROUTE_SHOWN_BYTES)];
+    let text = "hit an exception calling an inner server";
+    Error::new(code, Execution::Finished, text).about(format!("POST {server}{route}")).caused_by(error)
 }
 
 /// The verifier's answer, if it is a row with a reward.

@@ -247,7 +247,9 @@ async fn a_failing_model_fails_the_run_and_is_never_a_reward() {
         let stack = stack_of(|_| (), VecDeque::from([Err(code)]));
         let answer = stack.post("relay", "/run", ROW).await;
         assert_eq!(answer.status, Status(status));
-        assert!(value(&answer).as_str().unwrap().contains("the engine is on fire"));
+        let said = value(&answer);
+        let said = said.as_str().unwrap();
+        assert!(said.starts_with("POST model/v1/responses: ") && said.contains("the engine is on fire"), "{said}");
         let error = answer.into_result().unwrap_err();
         assert!(!error.may_resend(true), "{error:?}");
         assert_eq!(stack.calls(), ["seed"]);
