@@ -194,7 +194,7 @@ async fn check(args: CheckArgs, overrides: &[String], servers: &Servers, console
     let loaded = load(&sources, overrides, servers, Need::Places).await?;
     let config = &loaded.config;
     if config.files.is_empty() && config.instances.is_empty() {
-        return Err(nothing_named("check"));
+        return Err(nothing_named("check", &[]));
     }
     config.warnings.iter().for_each(|warning| console.warn(warning));
     let found = places(&loaded, servers, |_| true)?;
@@ -230,10 +230,20 @@ fn with_named(mut sources: Sources, named: Vec<String>) -> Sources {
     sources
 }
 
-pub(super) fn nothing_named(what: &str) -> Failure {
-    Failure::Usage(format!(
-        "there is nothing to {what}: no configuration is named\n  fix: add --config FILE or +config_paths=[A.yaml,B.yaml]"
-    ))
+/// No server is configured: because no file is named, or because the files define none.
+pub(super) fn nothing_named(what: &str, files: &[PathBuf]) -> Failure {
+    let files: Vec<String> = files.iter().map(|file| file.display().to_string()).collect();
+    Failure::Usage(if files.is_empty() {
+        format!(
+            "there is nothing to {what}: no configuration is named\n  fix: add --config FILE or +config_paths=[A.yaml,B.yaml]"
+        )
+    } else {
+        format!(
+            "there is nothing to {what}: no server in {}\n  fix: a server is a block `name: {{kind: {{implementation: \
+             {{entrypoint: app.py, …}}}}}}`; without `entrypoint` it is a variable like any other",
+            files.join(", ")
+        )
+    })
 }
 
 /// A relative path of the configuration: as it is from here, else from the first root that has it.
@@ -260,6 +270,15 @@ mod tests {
         let config = ConfigLoader::new(folder.path()).load(&[] as &[&str], &overrides).unwrap();
         assert_eq!(config.variables["policy_model_name"], "org/model:7b");
         assert_eq!(config.variables["policy_api_key"], "a\"b, c");
+    }
+
+    #[test]
+    fn files_without_a_server_are_named() {
+        let files = [PathBuf::from("a.yaml"), PathBuf::from("b.yaml")];
+        let Failure::Usage(text) = nothing_named("run", &files) else { panic!("the user's mistake") };
+        assert!(text.contains("nothing to run: no server in a.yaml, b.yaml") && text.contains("entrypoint"), "{text}");
+        let Failure::Usage(text) = nothing_named("run", &[]) else { panic!("the user's mistake") };
+        assert!(text.contains("--config FILE"), "{text}");
     }
 
     #[test]

@@ -31,7 +31,7 @@ pub(super) async fn run(
     }
     let loaded = load(&args.sources, overrides, servers, Need::Servers(&args.serve)).await?;
     if loaded.config.instances.is_empty() && args.serve.iter().all(|name| name != HEAD_NAME) {
-        return Err(nothing_named("run"));
+        return Err(nothing_named("run", &loaded.config.files));
     }
     loaded.config.warnings.iter().for_each(|warning| console.warn(warning));
     let head = head::endpoint(args.head_url.as_deref(), head_typed, overrides, &loaded.config)?;

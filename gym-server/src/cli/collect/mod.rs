@@ -38,7 +38,7 @@ pub(super) async fn collect(
     let need = if serves { Need::Servers(&[]) } else { Need::Values };
     let loaded = load(&args.sources, overrides, servers, need).await?;
     if serves && loaded.config.instances.is_empty() {
-        return Err(nothing_named("serve"));
+        return Err(nothing_named("serve", &loaded.config.files));
     }
     loaded.config.warnings.iter().for_each(|warning| console.warn(warning));
     let options = settings::read(&args, &loaded, overrides, |warning| console.warn(warning))?;
