@@ -137,6 +137,14 @@ fn errors_name_the_file_the_line_and_the_fix() {
             r#"{"responses_create_params":{},"agent_ref":{"name":"x"},"_ng_task_index":"a"}"#,
             "_ng_task_index is \"a\"; expected a whole number",
         ),
+        (
+            r#"{"responses_create_params":{},"agent_ref":{"name":"x"},"_ng_task_index":-1}"#,
+            "_ng_task_index is -1; expected a whole number from 0 to 4294967295, or leave it out",
+        ),
+        (
+            r#"{"responses_create_params":{},"agent_ref":{"name":"x"},"_ng_task_index":4294967296}"#,
+            "_ng_task_index is 4294967296; expected a whole number from 0 to 4294967295",
+        ),
     ] {
         let error = materialize(&format!("{good}\n{bad}\n{good}\n"), Options::default()).unwrap_err().to_string();
         assert!(error.starts_with("tasks.jsonl, line 2: "), "{bad}: {error}");
@@ -219,7 +227,7 @@ proptest! {
     /// The rules once more, over rows held in memory: given indices are kept, equal lines share one, rollouts count on.
     #[test]
     fn indices_follow_the_plain_model(
-        rows in proptest::collection::vec((0..4_u8, proptest::option::of(prop_oneof![-2..6_i64, Just(1_i64 << 40)])), 0..30),
+        rows in proptest::collection::vec((0..4_u8, proptest::option::of(prop_oneof![0..6_i64, Just(i64::from(u32::MAX))])), 0..30),
         repeats in 1..4_u32,
         interleave in any::<bool>(),
     ) {

@@ -185,8 +185,10 @@ impl<N: Names> Materializer<N> {
         };
         let params = self.params(&members, taskset.is_some()).map_err(fail)?;
         let task_index = members.get(TASK_INDEX).map(|raw| {
-            raw.parse::<i64>()
-                .map_err(|_| fail(format!("{TASK_INDEX} is {raw}; expected a whole number, or leave it out")))
+            // The bound is the ledger's, and is checked here because nothing of an earlier run has been removed yet.
+            let index = raw.parse::<u32>().map(i64::from);
+            let bounds = format!("a whole number from 0 to {}", u32::MAX);
+            index.map_err(|_| fail(format!("{TASK_INDEX} is {raw}; expected {bounds}, or leave it out")))
         });
         Ok(Some(Prepared {
             text,
