@@ -179,11 +179,14 @@ impl RegistryState {
             // A replay of the same registration (an answer was lost) is not a second server.
             let replay = there.incarnation == incarnation && there.endpoints == endpoints && there.kind == kind;
             if there.incarnation >= incarnation && !replay {
+                // All of them: the best may be one that only its own process can reach.
+                let places: Vec<_> = there.endpoints.iter().map(Endpoint::as_str).collect();
                 return refused(
                     Code::AlreadyExists,
                     format!(
                         "rank {rank} lives at {} with incarnation {}; stop it, or choose another name or rank",
-                        there.endpoints[0], there.incarnation
+                        places.join(" and "),
+                        there.incarnation
                     ),
                 );
             }
