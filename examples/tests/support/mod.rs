@@ -46,14 +46,22 @@ pub(crate) fn gym_examples(folder: &Path) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_gym-examples"));
     command.current_dir(folder).stdin(Stdio::null()).kill_on_drop(true);
     clean(&mut command);
+    // No interpreter is found, whatever this machine has.
+    command.env("PATH", "");
     command
 }
 
 /// Takes away the variables that the command line reads.
 pub(crate) fn clean(command: &mut Command) {
-    for name in
-        ["HEAD_SERVER_URL", "NEMO_GYM_MAX_ROLLOUT_ATTEMPTS", "NEMO_GYM_EXTRA_ROOTS", "OPENAI_API_KEY", "RUST_LOG"]
-    {
+    for name in [
+        "HEAD_SERVER_URL",
+        "NEMO_GYM_MAX_ROLLOUT_ATTEMPTS",
+        "NEMO_GYM_EXTRA_ROOTS",
+        "OPENAI_API_KEY",
+        "RUST_LOG",
+        "VIRTUAL_ENV",
+        "CONDA_PREFIX",
+    ] {
         command.env_remove(name);
     }
 }

@@ -1,0 +1,172 @@
+//! The command line and its configuration files.
+
+use super::case::Case;
+use super::support::examples;
+
+const CONFIG: &str = "configuration error";
+const USAGE: &str = "usage error";
+
+/// `gym-examples` with these arguments, in a folder with this `main.yaml`.
+fn cli(
+    kind: &'static str,
+    name: &'static str,
+    yaml: &'static str,
+    arguments: &'static [&'static str],
+    outcome: &'static str,
+    says: &'static [&'static str],
+) -> Case {
+    Case::new(kind, name, outcome, says, move |ground| {
+        Box::pin(async move {
+            let folder = ground.fresh();
+            std::fs::write(folder.join("main.yaml"), yaml).unwrap();
+            let quickstart = examples().join("configs/quickstart.yaml").display().to_string();
+            let occupied = format!("+head_server.port={}", ground.head().rsplit_once(':').unwrap().1);
+            let arguments: Vec<&str> = arguments
+                .iter()
+                .map(|argument| match *argument {
+                    "QUICKSTART" => quickstart.as_str(),
+                    "OCCUPIED" => occupied.as_str(),
+                    "HEAD" => ground.head(),
+                    other => other,
+                })
+                .collect();
+            ground.command_line(&folder, &arguments).await
+        })
+    })
+}
+
+fn config(name: &'static str, yaml: &'static str, says: &'static [&'static str]) -> Case {
+    cli(CONFIG, name, yaml, &["run", "--config", "main.yaml", "+head_server.port=0"], "exit 2", says)
+}
+
+pub(crate) fn cases() -> Vec<Case> {
+    vec![
+        config("broken YAML", "a: 1\nb: [1, 2\nc: 3\n", &["main.yaml:", "malformed YAML at column"]),
+        config("a key twice", "a: 1\na: 2\n", &["main.yaml:2: a: the key stands twice"]),
+        config("a value that is still ???", "a:\n  b: ???\n", &["main.yaml:2: a.b", "???", "++a.b=<value>"]),
+        config(
+            "a server that nobody defines",
+            "math:\n  resources_servers:\n    math: {entrypoint: app.py, domain: math}\nmy_agent:\n  responses_api_agents:\n    \
+             simple_agent:\n      entrypoint: app.py\n      resources_server: {type: resources_servers, name: maht}\n      \
+             model_server: {type: responses_api_models, name: policy_model}\n",
+            &["main.yaml:8", "my_agent", "maht", "did you mean 'math'?"],
+        ),
+        config("an interpolation of nothing", "a: ${b}\n", &["main.yaml:1: a: '${b}' refers to 'b', which is not set"]),
+        config(
+            "an https endpoint without TLS",
+            "m:\n  responses_api_models:\n    openai_model:\n      entrypoint: app.py\n      openai_base_url: \
+             https://api.example.com/v1\n      openai_api_key: sk-secret\n      openai_model: x\n",
+            &["start m", "openai_base_url", "https", "feature `tls`"],
+        ),
+        config(
+            "a number where a text belongs",
+            "m:\n  responses_api_models:\n    openai_model:\n      entrypoint: app.py\n      openai_base_url: 5\n      \
+             openai_model: x\n",
+            &["main.yaml:", "openai_base_url", "expected a string"],
+        ),
+        config(
+            "a server without its entrypoint",
+            "e:\n  resources_servers:\n    maths: {domain: math}\n",
+            &["nothing to run: no server in", "main.yaml", "without `entrypoint`"],
+        ),
+        cli(
+            CONFIG,
+            "a Python server without an interpreter",
+            "e:\n  resources_servers:\n    of_python: {entrypoint: app.py, domain: math}\n",
+            &["run", "--config", "main.yaml", "+head_server.port=0", "--python", "/no/such/python"],
+            "exit 2",
+            &["/no/such/python"],
+        ),
+        cli(
+            CONFIG,
+            "a file that is not there",
+            "",
+            &["config", "check", "mian.yaml"],
+            "exit 2",
+            &["mian.yaml", "main.yaml"],
+        ),
+        cli(
+            CONFIG,
+            "an override of nothing",
+            "a: 1\n",
+            &["config", "check", "main.yaml", "b.c=2"],
+            "exit 2",
+            &["b.c", "+b.c=2"],
+        ),
+        cli(
+            CONFIG,
+            "an override that is no YAML",
+            "a: 1\n",
+            &["config", "check", "main.yaml", "a=[1"],
+            "exit 2",
+            &["a=[1"],
+        ),
+        cli(
+            CONFIG,
+            "a port in use",
+            "",
+            &["run", "--config", "QUICKSTART", "OCCUPIED"],
+            "exit 1",
+            &["start the head server on 127.0.0.1", "cannot listen"],
+        ),
+        cli(
+            USAGE,
+            "a misspelled option",
+            "",
+            &["collect", "--concurency", "4"],
+            "exit 2",
+            &["--concurency", "--concurrency"],
+        ),
+        cli(USAGE, "a misspelled command", "", &["colect"], "exit 2", &["colect", "collect"]),
+        cli(
+            USAGE,
+            "no input",
+            "",
+            &["collect", "--head-url", "HEAD", "--output", "o.jsonl"],
+            "exit 2",
+            &["--input FILE"],
+        ),
+        cli(
+            USAGE,
+            "no output",
+            "",
+            &["collect", "--head-url", "HEAD", "--input", "main.yaml"],
+            "exit 2",
+            &["--output FILE"],
+        ),
+        cli(
+            USAGE,
+            "no rollout at once",
+            "",
+            &["collect", "--head-url", "HEAD", "--input", "main.yaml", "--output", "o.jsonl", "--concurrency", "0"],
+            "exit 2",
+            &["--concurrency"],
+        ),
+        cli(
+            USAGE,
+            "an agent that the head does not have",
+            "{\"responses_create_params\": {\"input\": \"x\"}}\n",
+            &["collect", "--head-url", "HEAD", "--input", "main.yaml", "--output", "o.jsonl", "--agent", "a_god"],
+            "exit 2",
+            &["main.yaml, line 1", "did you mean `a_good`?"],
+        ),
+        cli(
+            USAGE,
+            "no head at that address",
+            "{\"responses_create_params\": {\"input\": \"x\"}}\n",
+            &[
+                "collect",
+                "--head-url",
+                "http://127.0.0.1:1",
+                "--input",
+                "main.yaml",
+                "--output",
+                "o.jsonl",
+                "--agent",
+                "a",
+            ],
+            "exit 1",
+            &["http://127.0.0.1:1", "--head-url"],
+        ),
+    ]
+}

@@ -1,0 +1,291 @@
+//! A whole stack on free ports, an upstream that misbehaves, and ways to do wrong to them.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::process::Stdio;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use gym_client::collect::{CollectOptions, Collected, RolloutCollector, ServerNames, connect_head};
+use gym_client::http::HttpConfig;
+use gym_client::{ServerClient, Transports};
+use gym_core::{Endpoint, InProcess, Result, World};
+use gym_server::{Stack, StackOptions};
+use serde_json::Value;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tokio::process::Command;
+use tokio::time::{Instant, sleep, timeout};
+use tokio_util::sync::CancellationToken;
+
+use super::case::Got;
+use super::servers;
+use super::support::{self, examples};
+use super::upstream::Upstream;
+
+/// The largest request body that the stack takes.
+pub(crate) const BODY_BYTES_MAX: usize = 1 << 20;
+/// How long a client may be silent.
+pub(crate) const SILENCE_MAX: Duration = Duration::from_secs(1);
+/// One wait of a case.
+const PATIENCE: Duration = Duration::from_secs(20);
+/// How much of a text the table shows.
+const SHOWN_CHARS: usize = 220;
+
+pub(crate) struct Ground {
+    folder: tempfile::TempDir,
+    stack: Stack,
+    head: String,
+    /// `host:port` by instance.
+    addresses: BTreeMap<String, String>,
+    client: ServerClient,
+    names: ServerNames,
+    world: World,
+    pub(crate) upstream: Upstream,
+    /// A row of the math environment that the script solves.
+    solved: String,
+    folders: AtomicUsize,
+}
+
+/// An HTTP answer.
+#[derive(Debug)]
+pub(crate) struct Answer {
+    pub(crate) status: u16,
+    pub(crate) head: String,
+    pub(crate) body: String,
+}
+
+impl Answer {
+    pub(crate) fn got(self) -> Got {
+        Got::new(format!("HTTP {}", self.status), self.body)
+    }
+}
+
+impl Ground {
+    pub(crate) async fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let upstream = Upstream::start().await;
+        let config = folder.path().join("bad.yaml");
+        std::fs::write(&config, servers::configuration(&upstream.address().to_string())).unwrap();
+        let files = [examples().join("configs/quickstart.yaml"), config];
+        let http = HttpConfig {
+            request_bytes_max: BODY_BYTES_MAX,
+            head_timeout: SILENCE_MAX,
+            body_timeout: SILENCE_MAX,
+            ..HttpConfig::default()
+        };
+        let options = StackOptions { http, stop_grace: Duration::from_secs(1), ..StackOptions::default() };
+        let (stack, head) = support::start(&files, &[], &servers::servers(), options).await;
+        let addresses = stack.rows().iter().map(|row| (row.name.clone(), row.url.replace("http://", ""))).collect();
+        let world = World::real();
+        let endpoint = Endpoint::parse(&head).unwrap();
+        // As a collector on another machine would see the stack: over HTTP only.
+        let transports = Transports::from_features(InProcess::new());
+        let (client, names) = connect_head(&endpoint, transports, &world).await.unwrap();
+        let tasks = std::fs::read_to_string(examples().join("data/math.jsonl")).unwrap();
+        let mut ground = Self {
+            folder,
+            stack,
+            head,
+            addresses,
+            client,
+            names,
+            world,
+            upstream,
+            solved: String::new(),
+            folders: AtomicUsize::new(0),
+        };
+        for task in tasks.lines() {
+            if ground.reward_of(task).await == Some(1.0) {
+                ground.solved = task.to_owned();
+                break;
+            }
+        }
+        assert!(!ground.solved.is_empty(), "the script solves none of the math tasks");
+        ground
+    }
+
+    pub(crate) async fn stop(self) {
+        timeout(PATIENCE, self.stack.stop()).await.expect("the stack stops");
+    }
+
+    pub(crate) fn head(&self) -> &str {
+        &self.head
+    }
+
+    pub(crate) fn address(&self, server: &str) -> &str {
+        &self.addresses[server]
+    }
+
+    /// A row that the script solves.
+    pub(crate) fn solved(&self) -> &str {
+        &self.solved
+    }
+
+    /// A solved row and then more of it, one task each.
+    pub(crate) fn solved_rows(&self, count: usize) -> String {
+        (0..count).map(|at| format!("{{\"n\":{at},{}\n", &self.solved[1..])).collect()
+    }
+
+    /// A folder of its own.
+    pub(crate) fn fresh(&self) -> PathBuf {
+        let folder = self.folder.path().join(self.folders.fetch_add(1, Ordering::Relaxed).to_string());
+        std::fs::create_dir(&folder).unwrap();
+        folder
+    }
+
+    /// The text for the table: one line, no ports, no folders, not too long. Where what counts stands far behind in a long
+    /// text, it begins there.
+    pub(crate) fn shown(&self, text: &str, counts: &[&str]) -> String {
+        let at = counts.first().and_then(|part| text.find(part)).filter(|at| *at > SHOWN_CHARS / 2);
+        let text = at.map_or_else(|| text.to_owned(), |at| format!("… {}", &text[at..]));
+        let own = |part: &str| part.trim_start_matches('/').trim_start_matches(|c: char| c.is_ascii_digit()).to_owned();
+        let folder = self.folder.path().display().to_string();
+        let mut parts = text.split(&folder);
+        let first = parts.next().unwrap_or_default().to_owned();
+        let text = parts.fold(first, |text, part| text + "…" + &own(part));
+        let text = text.split_whitespace().collect::<Vec<_>>().join(" ").replace('|', "\\|");
+        let parts: Vec<&str> = text.split("127.0.0.1:").collect();
+        let shown = parts.iter().enumerate().map(|(at, part)| match at {
+            0 => (*part).to_owned(),
+            _ => format!("127.0.0.1:PORT{}", part.trim_start_matches(|c: char| c.is_ascii_digit())),
+        });
+        let shown: String = shown.collect();
+        match shown.char_indices().nth(SHOWN_CHARS) {
+            Some((end, _)) => format!("{}…", &shown[..end]),
+            None => shown,
+        }
+    }
+
+    async fn reward_of(&self, row: &str) -> Option<f64> {
+        let answer = self.post("math_environment_server", "/run", row).await;
+        assert_eq!(answer.status, 200, "{answer:?}");
+        serde_json::from_str::<Value>(&answer.body).unwrap()["reward"].as_f64()
+    }
+
+    /// Every server says that it is well and idle, and a rollout scores as it did.
+    pub(crate) async fn assert_healthy(&self) {
+        assert_eq!(self.reward_of(&self.solved).await, Some(1.0), "a correct rollout");
+        let deadline = Instant::now() + PATIENCE;
+        for (name, address) in &self.addresses {
+            loop {
+                let answer = self.send(address, &request("GET", "/health", &[], "")).await;
+                assert_eq!(answer.status, 200, "{name}: {answer:?}");
+                let health: Value = serde_json::from_str(&answer.body).unwrap();
+                assert_eq!(health["status"], "ok", "{name}");
+                if health["in_flight"].as_u64().unwrap_or_default() == 0 {
+                    break;
+                }
+                assert!(Instant::now() < deadline, "{name} still has requests in flight: {health}");
+                sleep(Duration::from_millis(5)).await;
+            }
+        }
+    }
+
+    pub(crate) async fn post(&self, server: &str, path: &str, body: &str) -> Answer {
+        self.send(self.address(server), &request("POST", path, &[("content-type", "application/json")], body)).await
+    }
+
+    /// Sends bytes on a connection of their own, and reads what comes back until the server closes it.
+    pub(crate) async fn send(&self, address: &str, bytes: &[u8]) -> Answer {
+        let mut stream = connect(address).await;
+        // A server may answer and close before it has read everything.
+        let _ = timeout(PATIENCE, stream.write_all(bytes)).await.expect("the server reads");
+        read_answer(&mut stream).await
+    }
+
+    /// Collects the rows, over HTTP, with one attempt each.
+    pub(crate) async fn collect(&self, rows: impl AsRef<[u8]>, adjust: impl FnOnce(&mut CollectOptions)) -> Got {
+        let folder = self.fresh();
+        let input = folder.join("tasks.jsonl");
+        std::fs::write(&input, rows).unwrap();
+        let mut options = CollectOptions::new(input, folder.join("rollouts.jsonl"));
+        options.driver.attempts_max = 1;
+        adjust(&mut options);
+        outcome(self.run(options).await)
+    }
+
+    /// Collects, whatever comes of it; a run that does not end is a panic.
+    pub(crate) async fn run(&self, options: CollectOptions) -> Result<Collected> {
+        let collector = RolloutCollector::new(self.client.clone(), self.names.clone(), self.world.clone());
+        let collected = timeout(PATIENCE, Box::pin(collector.collect(options, CancellationToken::new()))).await;
+        let collected = collected.expect("the collection ends")?;
+        let snapshot = &collected.snapshot;
+        assert_eq!(snapshot.total, snapshot.done(), "every row has a rollout or a failure: {snapshot:?}");
+        Ok(collected)
+    }
+
+    /// One row of an agent of ours, all else being right.
+    pub(crate) async fn roll_out(&self, agent: &str) -> Got {
+        let row = format!(
+            r#"{{"responses_create_params":{{"input":"2+2?"}},"expected_answer":"4","agent_ref":{{"name":"{agent}"}}}}"#
+        );
+        self.collect(row, |_| {}).await
+    }
+
+    /// Runs the command line; the folder is the working directory.
+    pub(crate) async fn command_line(&self, folder: &std::path::Path, arguments: &[&str]) -> Got {
+        let mut command = support::gym_examples(folder);
+        command.args(arguments);
+        self.output_of(command).await
+    }
+
+    pub(crate) async fn output_of(&self, mut command: Command) -> Got {
+        let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let output = timeout(PATIENCE, child.wait_with_output()).await.expect("the command ends").unwrap();
+        let text = [output.stderr, output.stdout].concat();
+        let outcome = output.status.code().map_or_else(|| output.status.to_string(), |code| format!("exit {code}"));
+        Got::new(outcome, String::from_utf8_lossy(&text))
+    }
+}
+
+/// What a collection came to: refused, rows, or failures in the sidecar.
+pub(crate) fn outcome(collected: Result<Collected>) -> Got {
+    let collected = match collected {
+        Ok(collected) => collected,
+        Err(error) => return Got::new(format!("refused: {}", error.code().as_str()), error.to_string()),
+    };
+    let lines = |path: &std::path::Path| -> Vec<Value> {
+        let text = std::fs::read_to_string(path).unwrap();
+        text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    };
+    let failures = lines(&collected.files.failures);
+    if let Some(failure) = failures.last() {
+        let kept = lines(&collected.files.rollouts).len() + failures.len();
+        assert_eq!(kept as u64, collected.snapshot.total, "every row has a line in one of the two files");
+        let part = |key: &str| failure[key].as_str().unwrap_or_default().to_owned();
+        let text = format!("{} {}", part("_ng_failure_message"), part("_ng_failure_response_body"));
+        return Got::new(format!("sidecar: {}", part("_ng_failure_class")), text);
+    }
+    let rows = lines(&collected.files.rollouts);
+    assert_eq!(rows.len() as u64, collected.snapshot.total);
+    let last = rows.last().map(Value::to_string).unwrap_or_default();
+    let unscored: u64 = collected.snapshot.scores.values().map(|score| score.unscored).sum();
+    let without = if unscored > 0 { " without reward" } else { "" };
+    Got::new(format!("recorded: {}{without}", rows.len()), last)
+}
+
+pub(crate) async fn connect(address: &str) -> TcpStream {
+    timeout(PATIENCE, TcpStream::connect(address)).await.expect("the server accepts").unwrap()
+}
+
+/// Reads until the server closes the connection, which it must.
+pub(crate) async fn read_answer(stream: &mut TcpStream) -> Answer {
+    let mut bytes = Vec::new();
+    // A reset after the answer is the server's right when the client still sends.
+    let _ = timeout(PATIENCE, stream.read_to_end(&mut bytes)).await.expect("the server answers or closes");
+    let text = String::from_utf8_lossy(&bytes).into_owned();
+    let (head, body) = text.split_once("\r\n\r\n").unwrap_or((&text, ""));
+    let status = head.split(' ').nth(1).and_then(|status| status.parse().ok()).unwrap_or(0);
+    Answer { status, head: head.to_owned(), body: body.to_owned() }
+}
+
+/// A request that ends its connection.
+pub(crate) fn request(method: &str, path: &str, headers: &[(&str, &str)], body: &str) -> Vec<u8> {
+    let mut text = format!("{method} {path} HTTP/1.1\r\nhost: test\r\nconnection: close\r\n");
+    for (name, value) in headers {
+        text.push_str(&format!("{name}: {value}\r\n"));
+    }
+    text.push_str(&format!("content-length: {}\r\n\r\n{body}", body.len()));
+    text.into_bytes()
+}

@@ -1,0 +1,116 @@
+//! Models and their endpoints.
+
+use super::case::Case;
+use super::ground::Ground;
+
+fn rolled(
+    kind: &'static str,
+    name: &'static str,
+    agent: &'static str,
+    outcome: &'static str,
+    says: &'static [&'static str],
+) -> Case {
+    Case::new(kind, name, outcome, says, move |ground| Box::pin(async move { ground.roll_out(agent).await }))
+}
+
+/// The endpoint is asked so many times.
+fn asked(
+    name: &'static str,
+    manner: &'static str,
+    times: usize,
+    outcome: &'static str,
+    says: &'static [&'static str],
+) -> Case {
+    Case::new("upstream fails", name, outcome, says, move |ground: &Ground| {
+        Box::pin(async move {
+            let before = ground.upstream.calls(manner);
+            let got = ground.roll_out(&format!("a_{manner}")).await;
+            let calls = ground.upstream.calls(manner) - before;
+            assert_eq!(calls, times, "calls to the endpoint; {got:?}");
+            assert!(!got.text.contains("sk-secret"), "the key is shown: {got:?}");
+            got
+        })
+    })
+}
+
+pub(crate) fn cases() -> Vec<Case> {
+    const ERROR: &str = "sidecar: agent_run_error";
+    const BUSY: &str = "sidecar: agent_request_failed";
+    const NONSENSE: &str = "model answers nonsense";
+    const TOOLS: &str = "hostile tool call";
+    vec![
+        asked("429 with Retry-After, for ever", "s429", 2, BUSY, &["s429/v1/responses", "answered 429", "slow down"]),
+        asked("429 with Retry-After, once", "s429_once", 2, "recorded: 1", &["\"reward\":1.0"]),
+        asked("500", "s500", 2, ERROR, &["s500/v1/responses", "answered 500", "the engine is on fire"]),
+        asked("401", "s401", 1, ERROR, &["s401/v1/responses", "answered 401", "who are you?"]),
+        asked("400", "s400", 1, ERROR, &["s400/v1/responses", "answered 400", "maximum context length"]),
+        asked(
+            "a redirect",
+            "redirect",
+            1,
+            ERROR,
+            &["redirect/v1/responses", "answered 302 and refers to /good/v1/responses"],
+        ),
+        asked("never answers", "hang", 1, BUSY, &["hang/v1/responses", "deadline"]),
+        asked("a byte now and then, for ever", "drip", 1, BUSY, &["drip/v1/responses", "deadline"]),
+        asked("garbage instead of JSON", "garbage", 1, ERROR, &["garbage/v1/responses", "no JSON object", "It works!"]),
+        asked("a list instead of an object", "list", 1, ERROR, &["list/v1/responses", "no JSON object"]),
+        asked("no HTTP", "not_http", 2, BUSY, &["not_http/v1/responses", "connection was lost"]),
+        asked("half an answer", "truncated", 2, BUSY, &["truncated/v1/responses", "before the answer was complete"]),
+        asked("a connection reset", "reset", 2, BUSY, &["reset/v1/responses", "connection was lost"]),
+        asked("an answer of 100 GB", "endless", 1, BUSY, &["endless/v1/responses", "100000000000 bytes"]),
+        rolled(NONSENSE, "no output", "a_no_output", ERROR, &["/responses", "has no `output`"]),
+        rolled(
+            NONSENSE,
+            "output is a text",
+            "a_text_output",
+            ERROR,
+            &["POST m_text_output/v1/responses", "invalid response from model"],
+        ),
+        rolled(
+            NONSENSE,
+            "empty output",
+            "a_empty_output",
+            "recorded: 1",
+            &["\"ng_termination_reason\":\"empty_output\"", "\"reward\":0.0"],
+        ),
+        rolled(
+            NONSENSE,
+            "an item that nobody knows",
+            "a_unknown_item",
+            "recorded: 1",
+            &["\"beam\":3", "\"status\":\"incomplete\"", "\"reward\":0.0"],
+        ),
+        rolled(
+            NONSENSE,
+            "an item without a type",
+            "a_item_without_type",
+            ERROR,
+            &["POST m_item_without_type/v1/responses", "missing field `type`"],
+        ),
+        rolled(
+            NONSENSE,
+            "a call without a name",
+            "a_call_without_name",
+            ERROR,
+            &["POST m_call_without_name/v1/responses", "`name`"],
+        ),
+        rolled(TOOLS, "arguments that are no JSON", "a_tool_json", "recorded: 1", &["Invalid tool call arguments"]),
+        rolled(
+            TOOLS,
+            "arguments of another type",
+            "a_tool_type",
+            "recorded: 1",
+            &["function_call_output", "expression"],
+        ),
+        rolled(TOOLS, "arguments that are a list", "a_tool_list", "recorded: 1", &["model_attributes_type"]),
+        rolled(TOOLS, "100,000 brackets", "a_tool_deep", "recorded: 1", &["Invalid tool call arguments"]),
+        rolled(
+            TOOLS,
+            "a path and a header as the name",
+            "a_tool_name",
+            "recorded: 1",
+            &["function_call_output", "Not Found"],
+        ),
+    ]
+}

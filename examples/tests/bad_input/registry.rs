@@ -1,0 +1,105 @@
+//! The head's registry, and heads that are none.
+
+use std::time::Duration;
+
+use gym_client::Transports;
+use gym_client::collect::connect_head;
+use gym_core::{Endpoint, InProcess, World};
+use serde_json::{Value, json};
+
+use super::case::{Case, Got};
+use super::ground::Ground;
+
+fn registration(name: &str) -> Value {
+    json!({
+        "name": name, "rank": 0, "kind": "resources_servers", "implementation": "x",
+        "endpoints": ["http://127.0.0.1:1"], "incarnation": 1, "ttl_ms": 50,
+    })
+}
+
+fn register(name: &'static str, outcome: &'static str, says: &'static [&'static str], change: fn(&mut Value)) -> Case {
+    Case::new("bad registration", name, outcome, says, move |ground| {
+        Box::pin(async move {
+            let mut body = registration("newcomer");
+            change(&mut body);
+            ground.post("head_server", "/registry/register", &body.to_string()).await.got()
+        })
+    })
+}
+
+async fn ask_head(url: &str) -> Got {
+    let head = Endpoint::parse(url).unwrap();
+    let transports = Transports::from_features(InProcess::new());
+    let world = World::real();
+    let asked = connect_head(&head, transports, &world);
+    match tokio::time::timeout(Duration::from_secs(30), asked).await.expect("asking a head ends") {
+        Ok(_) => Got::new("accepted", url),
+        Err(error) => Got::new(format!("refused: {}", error.code().as_str()), error.to_string()),
+    }
+}
+
+pub(crate) fn cases() -> Vec<Case> {
+    const LEASE: &str = "lease that is none";
+    const HEAD: &str = "head that is none";
+    vec![
+        register(
+            "a server that lives already",
+            "HTTP 409",
+            &["register math", "rank 0 lives at mem://math and http://127.0.0.1:", "choose another name or rank"],
+            |body| body["name"] = "math".into(),
+        ),
+        register("no endpoint", "HTTP 422", &["register newcomer", "at least one endpoint"], |body| {
+            body["endpoints"] = json!([]);
+        }),
+        register("an endpoint that is no URL", "HTTP 422", &["cannot be read"], |body| {
+            body["endpoints"] = json!(["somewhere"]);
+        }),
+        register("a name with a blank", "HTTP 422", &["a name without blanks is needed"], |body| {
+            body["name"] = "new comer".into();
+        }),
+        register("no time to live", "HTTP 422", &["ttl_ms must be more than 0"], |body| body["ttl_ms"] = 0.into()),
+        register("a kind that nobody knows", "HTTP 422", &["cannot be read", "wizards"], |body| {
+            body["kind"] = "wizards".into();
+        }),
+        Case::new(
+            LEASE,
+            "renewed after it has run out",
+            "HTTP 404",
+            &["renew newcomer", "register again"],
+            |ground: &Ground| {
+                Box::pin(async move {
+                    let body = registration("newcomer").to_string();
+                    let lease = ground.post("head_server", "/registry/register", &body).await;
+                    assert_eq!(lease.status, 200, "{lease:?}");
+                    tokio::time::sleep(Duration::from_millis(80)).await;
+                    ground.post("head_server", "/registry/renew", &lease.body).await.got()
+                })
+            },
+        ),
+        Case::new(LEASE, "renewed and never given", "HTTP 404", &["renew nobody", "register again"], |ground| {
+            Box::pin(async move {
+                let lease = json!({"name": "nobody", "rank": 0, "incarnation": 1, "ttl_ms": 1_000}).to_string();
+                ground.post("head_server", "/registry/renew", &lease).await.got()
+            })
+        }),
+        Case::new(LEASE, "of a server of the same name and another life", "HTTP 404", &["renew math"], |ground| {
+            Box::pin(async move {
+                let lease = json!({"name": "math", "rank": 0, "incarnation": 1, "ttl_ms": 1_000}).to_string();
+                ground.post("head_server", "/registry/renew", &lease).await.got()
+            })
+        }),
+        Case::new(HEAD, "a port where nobody listens", "refused: unavailable", &["http://127.0.0.1:1"], |_| {
+            Box::pin(ask_head("http://127.0.0.1:1"))
+        }),
+        Case::new(HEAD, "a server that is not a head", "refused: not_found", &["global_config_dict_yaml"], |ground| {
+            Box::pin(async move { ask_head(&format!("http://{}", ground.address("math"))).await })
+        }),
+        Case::new(
+            HEAD,
+            "a server of something else",
+            "refused: data_loss",
+            &["its configuration cannot be read"],
+            |ground| Box::pin(async move { ask_head(&format!("http://{}", ground.upstream.address())).await }),
+        ),
+    ]
+}

@@ -1,0 +1,137 @@
+//! The servers that the cases need: a model and an agent for each manner of the upstream, and environments that misbehave.
+
+use gym_core::{
+    CallContext, EnvironmentServer, Error, ModelResponse, RawObject, ResourcesServer, Response, Result, SessionId,
+    Verdict,
+};
+use gym_server::Servers;
+use serde::de::IgnoredAny;
+
+/// Manners of the upstream; each has the model `m_…` and the agent `a_…` over the math environment.
+const MANNERS: [&str; 27] = [
+    "call_without_name",
+    "drip",
+    "empty_output",
+    "endless",
+    "garbage",
+    "good",
+    "hang",
+    "item_without_type",
+    "list",
+    "no_output",
+    "not_http",
+    "redirect",
+    "reset",
+    "s400",
+    "s401",
+    "s429",
+    "s429_once",
+    "s500",
+    "text_output",
+    "tool_deep",
+    "tool_json",
+    "tool_list",
+    "tool_name",
+    "tool_type",
+    "truncated",
+    "unknown_item",
+    "wait",
+];
+
+/// Resources servers that go wrong; each has the agent `a_…`.
+const VERIFIERS: [&str; 5] = ["verifier_error", "verifier_nan", "verifier_panic", "seed_error", "tool_error"];
+
+/// Environment servers that answer nonsense; each stands before the agent `a_…`.
+const ENVIRONMENTS: [&str; 5] = ["answers_list", "answers_text", "text_reward", "null_reward", "not_utf8"];
+
+pub(crate) fn configuration(upstream: &str) -> String {
+    let mut yaml = String::new();
+    let agent = |name: &str, resources: &str, model: &str| {
+        format!(
+            "a_{name}:\n  responses_api_agents:\n    simple_agent:\n      entrypoint: app.py\n      max_seconds: {}\n      \
+             resources_server: {{type: resources_servers, name: {resources}}}\n      model_server: {{type: \
+             responses_api_models, name: {model}}}\n",
+            if matches!(name, "hang" | "drip" | "endless") { 1 } else { 10 },
+        )
+    };
+    for manner in MANNERS {
+        // The manner `wait` is the hanging one for an agent that is in no hurry.
+        let path = if manner == "wait" { "hang" } else { manner };
+        yaml.push_str(&format!(
+            "m_{manner}:\n  responses_api_models:\n    openai_model:\n      entrypoint: app.py\n      openai_base_url: \
+             http://{upstream}/{path}/v1\n      openai_api_key: sk-secret\n      openai_model: m\n      \
+             max_http_attempts: 2\n      retry_backoff_ms: 1\n"
+        ));
+        yaml.push_str(&agent(manner, "math", &format!("m_{manner}")));
+    }
+    for name in VERIFIERS {
+        let model = if name == "tool_error" { "m_tool_type" } else { "m_good" };
+        yaml.push_str(&format!("{name}:\n  resources_servers:\n    {name}: {{entrypoint: app.py, domain: other}}\n"));
+        yaml.push_str(&agent(name, name, model));
+    }
+    for name in ENVIRONMENTS {
+        yaml.push_str(&agent(name, "math", "m_good"));
+        yaml.push_str(&format!(
+            "{name}:\n  environment_servers:\n    {name}:\n      entrypoint: app.py\n      agent_server: {{type: \
+             responses_api_agents, name: a_{name}}}\n"
+        ));
+    }
+    yaml
+}
+
+pub(crate) fn servers() -> Servers {
+    let mut servers = gym_examples::servers::servers();
+    for name in VERIFIERS {
+        servers = servers.resources(name, move |_| Ok(Wrong(name)));
+    }
+    for name in ENVIRONMENTS {
+        servers = servers.environment(name, move |_| Ok(Nonsense(name)));
+    }
+    servers
+}
+
+/// A resources server that goes wrong as its name says.
+struct Wrong(&'static str);
+
+impl ResourcesServer for Wrong {
+    type Task = IgnoredAny;
+
+    async fn seed_session(&self, _: &CallContext, _: &SessionId, _: &RawObject) -> Result<RawObject> {
+        match self.0 {
+            "seed_error" => Err(Error::internal("the database of episodes is gone")),
+            _ => Ok(RawObject::empty()),
+        }
+    }
+
+    async fn call_tool(&self, _: &CallContext, _: &SessionId, tool: &str, _: &RawObject) -> Result<Response> {
+        Err(Error::internal(format!("the tool {tool} broke")))
+    }
+
+    async fn verify(&self, _: &CallContext, _: &SessionId, _: IgnoredAny, _: &ModelResponse) -> Result<Verdict> {
+        match self.0 {
+            "verifier_error" => Err(Error::internal("the judge is out of office")),
+            "verifier_nan" => Ok(Verdict::reward(f64::NAN)),
+            "verifier_panic" => panic!("index out of range in the verifier"),
+            _ => Ok(Verdict::correct(true)),
+        }
+    }
+}
+
+/// An environment server that answers nonsense as its name says.
+struct Nonsense(&'static str);
+
+impl EnvironmentServer for Nonsense {
+    async fn run(&self, _: &CallContext, _: &RawObject) -> Result<Response> {
+        Ok(match self.0 {
+            "answers_list" => Response::json("[1, 2, 3]"),
+            "answers_text" => Response::text("done!"),
+            "text_reward" => Response::json(r#"{"reward": "high", "response": {}}"#),
+            "null_reward" => Response::json(r#"{"reward": null, "response": {}}"#),
+            _ => Response::json(b"{\"reward\": 1, \"note\": \"\xff\xfe\"}".to_vec()),
+        })
+    }
+
+    async fn aggregate_metrics(&self, _: &CallContext, _: &RawObject) -> Result<Response> {
+        Ok(Response::json("{}"))
+    }
+}
