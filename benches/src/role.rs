@@ -1,0 +1,159 @@
+//! The parts that this program plays in processes of their own: started again as `PROGRAM role PART …`, it tells on standard
+//! output when it is ready and what came of it, and ends when its standard input does.
+
+use std::future::Future;
+use std::process::Stdio;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, bail};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, BufReader, Lines};
+use tokio::process::{Child, ChildStdin, ChildStdout, Command};
+use tokio::runtime::Builder;
+use tokio::time::{Instant, timeout};
+
+use crate::options::Options;
+use crate::{mock, stack};
+
+/// The first argument of a part.
+const ROLE: &str = "role";
+
+/// The `main` of every benchmark: a part, if this process was started as one, else the benchmark.
+///
+/// # Errors
+/// The benchmark's, or the part's.
+pub fn main<Fut>(bench: impl FnOnce(Options) -> Fut) -> Result<()>
+where
+    Fut: Future<Output = Result<()>> + Send + 'static,
+{
+    let arguments: Vec<String> = std::env::args().collect();
+    if arguments.get(1).map(String::as_str) == Some(ROLE) {
+        let part = arguments.get(2).map(String::as_str) == Some("mock");
+        // The mock costs least on one thread; servers run as `rgym` runs them.
+        let runtime =
+            if part { Builder::new_current_thread() } else { Builder::new_multi_thread() }.enable_all().build()?;
+        // Spawned: a future that is blocked on is not on a worker, and each of its wake-ups crosses threads.
+        return runtime.block_on(async { tokio::spawn(take_part(arguments)).await? });
+    }
+    raise_descriptors();
+    let options = Options::of_arguments()?;
+    let runtime = Builder::new_current_thread().enable_all().build()?;
+    let bench = bench(options);
+    runtime.block_on(async { tokio::spawn(bench).await? })
+}
+
+/// A thousand connections need as many descriptors, and some machines start programs with 1,024.
+fn raise_descriptors() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let limit = getrlimit(Resource::Nofile);
+    let raised = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });
+    if let Err(error) = raised {
+        eprintln!("the limit on file descriptors stays as it is: {error}");
+    }
+}
+
+async fn take_part(arguments: Vec<String>) -> Result<()> {
+    let text = |at: usize| arguments.get(at).cloned().with_context(|| format!("{ROLE}: argument {at} is missing"));
+    let number = |at: usize| -> Result<u64> { Ok(text(at)?.parse()?) };
+    match text(2)?.as_str() {
+        "mock" => {
+            let listener = mock::bind()?;
+            tell(&listener.local_addr()?);
+            let delay = Duration::from_millis(number(3)?);
+            tokio::select! {
+                ended = mock::serve(listener, delay) => ended,
+                () = end_of_input() => Ok(()),
+            }
+        }
+        "serve" => {
+            let stack = stack::start(&text(3)?, &text(4)?).await?;
+            tell(&stack.rows().iter().map(|row| (row.name.clone(), row.url.clone())).collect::<Vec<_>>());
+            end_of_input().await;
+            stack.stop().await;
+            Ok(())
+        }
+        "collect" => tell_result(stack::collect_from_head(&text(3)?, &plan(&arguments)?).await),
+        "all-in-one" => tell_result(stack::collect_all_in_one(&text(3)?, &plan(&arguments)?).await),
+        other => bail!("{ROLE}: there is no part `{other}`"),
+    }
+}
+
+fn plan(arguments: &[String]) -> Result<stack::Plan> {
+    let plan = arguments.get(4).context("a plan is missing")?;
+    Ok(serde_json::from_str(plan)?)
+}
+
+fn tell(what: &impl Serialize) {
+    println!("{}", serde_json::to_string(what).unwrap_or_default());
+}
+
+fn tell_result(result: Result<stack::Collection>) -> Result<()> {
+    tell(&result?);
+    Ok(())
+}
+
+async fn end_of_input() {
+    let mut rest = [0; 64];
+    let mut input = tokio::io::stdin();
+    while matches!(input.read(&mut rest).await, Ok(1..)) {}
+}
+
+/// A process that plays a part; it ends with this value.
+#[derive(Debug)]
+pub struct Part {
+    child: Child,
+    lines: Lines<BufReader<ChildStdout>>,
+    input: Option<ChildStdin>,
+    /// When it was started.
+    pub began: Instant,
+}
+
+impl Part {
+    /// Starts a part.
+    ///
+    /// # Errors
+    /// When the program cannot be started.
+    pub fn start(arguments: &[&str]) -> Result<Self> {
+        let began = Instant::now();
+        let mut child = Command::new(std::env::current_exe()?)
+            .arg(ROLE)
+            .args(arguments)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .kill_on_drop(true)
+            .spawn()
+            .with_context(|| format!("start {arguments:?}"))?;
+        let input = child.stdin.take();
+        let output = child.stdout.take().context("a part without output")?;
+        Ok(Self { child, lines: BufReader::new(output).lines(), input, began })
+    }
+
+    /// The next thing that it tells.
+    ///
+    /// # Errors
+    /// When it tells nothing within `patience`, or ends.
+    pub async fn told<T: DeserializeOwned>(&mut self, patience: Duration) -> Result<T> {
+        let line = timeout(patience, self.lines.next_line()).await.context("a part is silent")??;
+        Ok(serde_json::from_str(&line.context("a part has ended")?)?)
+    }
+
+    /// Its process id.
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.child.id().unwrap_or(0)
+    }
+
+    /// Asks it to end, and waits.
+    ///
+    /// # Errors
+    /// When it does not end within `patience`; it is killed then.
+    pub async fn end(mut self, patience: Duration) -> Result<()> {
+        drop(self.input.take());
+        let status = timeout(patience, self.child.wait()).await.context("a part did not end")??;
+        if !status.success() {
+            bail!("a part ended with {status}");
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,339 @@
+//! The servers under test, from the YAML that NeMo Gym's users have: one process for each, or all in one.
+
+use std::fs;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use gym_client::Transports;
+use gym_client::collect::source::Repeats;
+use gym_client::collect::{CollectOptions, RolloutCollector, ServerNames, connect_head};
+use gym_client::config::{ConfigLoader, GymConfig, Overrides};
+use gym_core::{Endpoint, InProcess, World};
+use gym_examples::nemo::SingleToolCall;
+use gym_server::metrics::{process_cpu, resident_bytes};
+use gym_server::{ScriptedItem, Servers, Stack, StackOptions};
+use serde::{Deserialize, Serialize};
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+use crate::{bodies, mock};
+
+/// The servers of one rollout, those that are called before those that call.
+pub const INSTANCES: [&str; 4] = [
+    "policy_model",
+    "example_single_tool_call",
+    "example_single_tool_call_simple_agent",
+    "example_single_tool_call_environment_server",
+];
+
+/// The agent that rows are sent to.
+pub const AGENT: &str = "example_single_tool_call_simple_agent";
+
+/// Which model the agent asks.
+#[derive(Clone, Copy, Debug)]
+pub enum ModelAt {
+    /// The mock endpoint, behind `openai_model`.
+    Mock(SocketAddr),
+    /// The embedded scripted model, which takes so long for an answer.
+    Embedded(Duration),
+}
+
+/// A folder of one benchmark; gone with this value.
+#[derive(Debug)]
+pub struct Scratch(PathBuf);
+
+impl Scratch {
+    /// A new folder under the build's own, which is on a disk and not in memory: the ledger syncs.
+    ///
+    /// # Errors
+    /// When it cannot be made.
+    pub fn new(name: &str) -> Result<Self> {
+        let program = std::env::current_exe()?;
+        let target = program.ancestors().nth(2).context("the program lies in no build folder")?;
+        let folder = target.join("bench").join(format!("{name}-{}", std::process::id()));
+        fs::create_dir_all(&folder).with_context(|| format!("make {}", folder.display()))?;
+        Ok(Self(folder))
+    }
+
+    /// A path in it.
+    #[must_use]
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        // Best effort: it lies among build output.
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// Writes the configuration of one stack, and gives its path.
+///
+/// # Errors
+/// When it cannot be written.
+pub fn write_config(scratch: &Scratch, name: &str, model: ModelAt, head_port: u16) -> Result<PathBuf> {
+    let servers = include_str!("../../examples/configs/nemo/example_single_tool_call.yaml");
+    let model = match model {
+        ModelAt::Mock(address) => format!(
+            "    openai_model:\n      entrypoint: app.py\n      openai_base_url: http://{address}/v1\n      \
+             openai_api_key: none\n      openai_model: mock\n"
+        ),
+        ModelAt::Embedded(latency) => {
+            format!("    scripted_model:\n      entrypoint: app.py\n      latency_ms: {}\n", latency.as_millis())
+        }
+    };
+    let text = format!(
+        "head_server:\n  host: 127.0.0.1\n  port: {head_port}\n{servers}\npolicy_model:\n  responses_api_models:\n{model}"
+    );
+    let path = scratch.path(name);
+    fs::write(&path, text)?;
+    Ok(path)
+}
+
+/// Writes the tasks that both sides collect, and gives their path.
+///
+/// # Errors
+/// When they cannot be written.
+pub fn write_rows(scratch: &Scratch) -> Result<PathBuf> {
+    let path = scratch.path("rows.jsonl");
+    let lines: Vec<String> = bodies::rows()
+        .into_iter()
+        .map(|mut row| {
+            row["agent_ref"] = serde_json::json!({"type": "responses_api_agents", "name": AGENT});
+            row.to_string()
+        })
+        .collect();
+    fs::write(&path, lines.join("\n") + "\n")?;
+    Ok(path)
+}
+
+/// A port that was free a moment ago.
+///
+/// # Errors
+/// When there is none.
+pub fn free_port() -> Result<u16> {
+    Ok(std::net::TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port())
+}
+
+fn load(config: &str) -> Result<GymConfig> {
+    let folder = Path::new(config).parent().unwrap_or(Path::new("."));
+    let overrides = Overrides::parse(Vec::<String>::new())?;
+    Ok(ConfigLoader::new(folder).without_env_file().load(&[config], &overrides)?)
+}
+
+fn servers() -> Servers {
+    Servers::stock()
+        .scripted_policy(|_: &gym_core::RawObject, _: &mut fastrand::Rng| {
+            vec![ScriptedItem::message("The weather in San Francisco is cold today.")]
+        })
+        .resources("example_single_tool_call", |_| Ok(SingleToolCall))
+}
+
+/// Serves one instance of a configuration, or `all` of it.
+///
+/// # Errors
+/// What the configuration has wrong, or what does not start.
+pub async fn start(config: &str, only: &str) -> Result<Stack> {
+    let only = if only == "all" { Vec::new() } else { vec![only.to_owned()] };
+    let options = StackOptions { only, ..StackOptions::default() };
+    Ok(Stack::start(load(config)?, &servers(), &World::real(), options).await?)
+}
+
+/// A collection.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Plan {
+    /// The tasks.
+    pub input: PathBuf,
+    /// The rollouts.
+    pub output: PathBuf,
+    /// Rollouts of each task.
+    pub repeats: u32,
+    /// Rollouts under way at once.
+    pub concurrency: usize,
+}
+
+impl Plan {
+    /// As an argument of a part.
+    #[must_use]
+    pub fn argument(&self) -> String {
+        serde_json::to_string(self).unwrap_or_default()
+    }
+
+    fn options(&self) -> CollectOptions {
+        let mut options = CollectOptions::new(&self.input, &self.output);
+        options.materialize.repeats = Repeats::Each(self.repeats);
+        options.driver.concurrency = self.concurrency;
+        options.aggregate = false;
+        options
+    }
+}
+
+/// What a collection came to.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Collection {
+    /// Rows of the output file.
+    pub rows: u64,
+    /// Failed attempts.
+    pub failures: u64,
+    /// How long it took, reading the tasks and writing the last row included.
+    pub wall_s: f64,
+    /// CPU time of the collecting process meanwhile.
+    pub cpu_s: f64,
+    /// The most rollouts that were under way at one moment.
+    pub in_flight_max: u64,
+    /// Resident memory before, and the most that was seen, in bytes.
+    pub resident_before: u64,
+    /// See above.
+    pub resident_max: u64,
+}
+
+impl Collection {
+    /// Rollouts a second.
+    #[must_use]
+    pub fn rate(&self) -> f64 {
+        self.rows as f64 / self.wall_s.max(1e-9)
+    }
+}
+
+/// Collects from the servers of a head.
+///
+/// # Errors
+/// The collector's.
+pub async fn collect_from_head(head: &str, plan: &Plan) -> Result<Collection> {
+    let world = World::real();
+    let transports = Transports::from_features(InProcess::new());
+    let (client, names) = connect_head(&Endpoint::parse(head)?, transports, &world).await?;
+    measured(RolloutCollector::new(client, names, world), plan).await
+}
+
+/// Collects from a stack in this process.
+///
+/// # Errors
+/// The stack's and the collector's.
+pub async fn collect_all_in_one(config: &str, plan: &Plan) -> Result<Collection> {
+    let world = World::real();
+    let config = load(config)?;
+    let names = ServerNames::of_config(&config);
+    let mut options = StackOptions { in_process_calls_max: plan.concurrency.max(16_384), ..StackOptions::default() };
+    options.http.requests_max = options.in_process_calls_max;
+    let stack = Stack::start(config, &servers(), &world, options).await?;
+    let collection = measured(RolloutCollector::new(stack.client().clone(), names, world), plan).await;
+    stack.stop().await;
+    collection
+}
+
+async fn measured(collector: RolloutCollector, plan: &Plan) -> Result<Collection> {
+    let resident_before = resident_bytes();
+    let progress = collector.progress();
+    let watched = Arc::clone(&progress);
+    let watch = tokio::spawn(async move {
+        let mut most = (resident_before, 0);
+        loop {
+            let now = watched.snapshot();
+            most = (most.0.max(resident_bytes()), most.1.max(now.in_flight));
+            if now.total > 0 && now.done() + now.given_up >= now.total {
+                return most;
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    });
+    let (began, cpu) = (Instant::now(), process_cpu());
+    let collected = collector.collect(plan.options(), CancellationToken::new()).await?;
+    let (wall, cpu) = (began.elapsed(), process_cpu().saturating_sub(cpu));
+    let (resident_max, in_flight_max) = watch.await?;
+    let rows = memchr::memchr_iter(b'\n', &fs::read(&collected.files.rollouts)?).count() as u64;
+    ensure!(rows == collected.snapshot.completed, "{rows} rows written, {} completed", collected.snapshot.completed);
+    Ok(Collection {
+        rows,
+        failures: collected.snapshot.failures.values().sum(),
+        wall_s: wall.as_secs_f64(),
+        cpu_s: cpu.as_secs_f64(),
+        in_flight_max,
+        resident_before,
+        resident_max,
+    })
+}
+
+/// The mock's own address, once it listens.
+///
+/// # Errors
+/// When it does not start.
+pub async fn start_mock(delay_ms: u64) -> Result<(crate::role::Part, SocketAddr)> {
+    let mut part = crate::role::Part::start(&["mock", &delay_ms.to_string()])?;
+    let address = part.told(Duration::from_secs(10)).await?;
+    debug_assert!(!mock::answer().is_empty());
+    Ok((part, address))
+}
+
+/// The stack in processes of their own: one for the head and for each server, or one for all.
+#[derive(Debug)]
+pub struct Served {
+    /// The processes: the head first, then as in [`INSTANCES`].
+    pub parts: Vec<crate::role::Part>,
+    /// The address of each server by its name.
+    pub addresses: Vec<(String, SocketAddr)>,
+    /// The head's URL.
+    pub head: String,
+}
+
+impl Served {
+    /// Starts a stack and waits until it serves.
+    ///
+    /// # Errors
+    /// When a process does not come up.
+    pub async fn start(config: &Path, head_port: u16, separated: bool) -> Result<Self> {
+        let config = config.to_str().context("a path that is not UTF-8")?;
+        let mut served =
+            Self { parts: Vec::new(), addresses: Vec::new(), head: format!("http://127.0.0.1:{head_port}") };
+        let alone = ["head_server"].into_iter().chain(INSTANCES);
+        let names: Vec<&str> = if separated { alone.collect() } else { vec!["all"] };
+        for name in names {
+            let mut part = crate::role::Part::start(&["serve", config, name])?;
+            let rows: Vec<(String, String)> = part.told(Duration::from_secs(30)).await?;
+            for (name, url) in rows {
+                let address = url.trim_start_matches("http://").parse().with_context(|| format!("{name} at {url}"))?;
+                served.addresses.push((name, address));
+            }
+            served.parts.push(part);
+        }
+        Ok(served)
+    }
+
+    /// Where a server is.
+    ///
+    /// # Errors
+    /// When there is none of that name.
+    pub fn address(&self, name: &str) -> Result<SocketAddr> {
+        let found = self.addresses.iter().find(|(known, _)| known == name);
+        found.map(|(_, address)| *address).with_context(|| format!("no server {name}"))
+    }
+
+    /// The process ids.
+    #[must_use]
+    pub fn pids(&self) -> Vec<u32> {
+        self.parts.iter().map(crate::role::Part::pid).collect()
+    }
+
+    /// The process of one server.
+    #[must_use]
+    pub fn pid(&self, name: &str) -> u32 {
+        let at = INSTANCES.iter().position(|known| *known == name).map_or(0, |at| at + 1);
+        self.parts.get(at).or(self.parts.first()).map_or(0, crate::role::Part::pid)
+    }
+
+    /// Stops it in order.
+    ///
+    /// # Errors
+    /// When a process does not stop.
+    pub async fn stop(mut self) -> Result<()> {
+        while let Some(part) = self.parts.pop() {
+            part.end(Duration::from_secs(20)).await?;
+        }
+        Ok(())
+    }
+}
