@@ -159,3 +159,71 @@ proptest! {
         }
     }
 }
+
+/// What the scan takes, the parser takes with the same places; what the scan leaves is left to the parser.
+fn scan_agrees(text: &[u8]) {
+    let Some(mut members) = scan::members(text) else { return };
+    let parsed = index_parsed(text);
+    let parsed = parsed.unwrap_or_else(|error| panic!("{error}: {}", String::from_utf8_lossy(text)));
+    // Of equal keys the parser's index has the last.
+    let mut at = 0;
+    while at < members.len() {
+        let shadowed = members[at + 1..].iter().any(|(later, _)| text[later.clone()] == text[members[at].0.clone()]);
+        if shadowed {
+            members.remove(at);
+        } else {
+            at += 1;
+        }
+    }
+    let parsed: Vec<_> = parsed
+        .into_iter()
+        .map(|field| match field.key {
+            Key::Plain(key) => (key, field.value),
+            Key::Decoded(key) => panic!("the scan took the escaped key {key}"),
+        })
+        .collect();
+    assert_eq!(members, parsed, "{}", String::from_utf8_lossy(text));
+}
+
+#[test]
+fn the_scan_takes_what_rows_are_made_of() {
+    for text in
+        ["{}", " {\t} ", r#"{"a":"b\"\\\u00e9é","c":[1,-0.5e+7,{"d":{}},[],null,true],"e":{"f":[[{}]] , "g":false}}"#]
+    {
+        assert!(scan::members(text.as_bytes()).is_some(), "{text}");
+        scan_agrees(text.as_bytes());
+    }
+    for text in
+        ["", "{", "[]", r#"{"a":01}"#, r#"{"a":1,}"#, r#"{"a":[1,]}"#, r#"{"a":.5}"#, r#"{"a":"\x"}"#, "{\"a\":\"\n\"}"]
+    {
+        assert!(scan::members(text.as_bytes()).is_none(), "{text}");
+    }
+    assert!(scan::members(b"{\"a\":\"\xff\"}").is_none());
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(2_000))]
+
+    #[test]
+    fn the_scan_never_takes_what_the_parser_refuses(
+        pieces in proptest::collection::vec(
+            prop_oneof![
+                Just("{"), Just("}"), Just("["), Just("]"), Just(","), Just(":"), Just("\"a\""), Just("\"b\\n\""),
+                Just("\"long enough for eight\""), Just("\"é\""), Just("1"), Just("-0"), Just("1.5E-3"), Just("01"),
+                Just("true"), Just("null"), Just(" "), Just("\n"), Just("\""), Just("\\"), Just("\"a\":1"), Just("\u{1}"),
+            ],
+            0..14,
+        ),
+    ) {
+        scan_agrees(pieces.concat().as_bytes());
+        scan_agrees(format!("{{\"k\":{}}}", pieces.concat()).as_bytes());
+    }
+
+    #[test]
+    fn the_scan_survives_a_changed_byte(at in 0_usize..200, byte in any::<u8>()) {
+        let mut text = br#"{"id":"resp","n":[1,2.5,-3e7],"o":{"a":[{"b":"c\n"},null,true,[[]]],"usage":{"x":0}},"text":"a longer text"}"#.to_vec();
+        let at = at % text.len();
+        text[at] = byte;
+        scan_agrees(&text);
+    }
+}
