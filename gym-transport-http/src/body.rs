@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::pin::Pin;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
 
 use bytes::Bytes;
@@ -13,6 +14,62 @@ use http_body::{Body, Frame, SizeHint};
 /// The room reserved at once for a body of announced length. What is announced but never sent must not cost memory; beyond
 /// this the room doubles as bytes arrive.
 const PRESIZE_BYTES_MAX: usize = 4 << 20;
+
+/// From here on a buffer is worth keeping: the allocator gives larger ones back to the kernel on every free, and the kernel
+/// clears their pages for the next, which costs a megabyte of body a third of its time.
+const KEPT_BYTES_MIN: usize = 128 << 10;
+
+/// What is kept for the next large bodies, in all: a handful of rollouts of 64k tokens, within what an idle process may hold.
+const KEPT_BYTES_MAX: usize = 16 << 20;
+
+/// Buffers of large bodies that were let go, for the next ones of this process.
+static KEPT: Mutex<Kept> = Mutex::new(Kept { buffers: Vec::new(), bytes: 0 });
+
+struct Kept {
+    buffers: Vec<Vec<u8>>,
+    bytes: usize,
+}
+
+impl Kept {
+    fn lock() -> MutexGuard<'static, Self> {
+        KEPT.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// An empty buffer of at least that capacity, one that was used before if there is one that fits without waste.
+fn buffer(capacity: usize) -> Vec<u8> {
+    if capacity >= KEPT_BYTES_MIN {
+        let mut kept = Kept::lock();
+        let fits = |kept: &Vec<u8>| (capacity..=2 * capacity).contains(&kept.capacity());
+        if let Some(at) = kept.buffers.iter().position(fits) {
+            let buffer = kept.buffers.swap_remove(at);
+            kept.bytes -= buffer.capacity();
+            return buffer;
+        }
+    }
+    Vec::with_capacity(capacity)
+}
+
+/// A large body; its buffer is kept when the last part of it is let go.
+struct Lent(Vec<u8>);
+
+impl AsRef<[u8]> for Lent {
+    fn as_ref(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+impl Drop for Lent {
+    fn drop(&mut self) {
+        let mut buffer = std::mem::take(&mut self.0);
+        let mut kept = Kept::lock();
+        if kept.bytes + buffer.capacity() <= KEPT_BYTES_MAX {
+            buffer.clear();
+            kept.bytes += buffer.capacity();
+            kept.buffers.push(buffer);
+        }
+    }
+}
 
 /// A frame's prefix for a given number of segments.
 pub(crate) const fn prefix_bytes(segments: usize) -> usize {
@@ -132,7 +189,7 @@ impl Gather {
             return if self.first.len() > self.bytes_max { Err(TooLong) } else { Ok(()) };
         }
         if self.rest.is_empty() {
-            self.rest.reserve_exact(self.announced.min(PRESIZE_BYTES_MAX).max(self.first.len() + piece.len()));
+            self.rest = buffer(self.announced.min(PRESIZE_BYTES_MAX).max(self.first.len() + piece.len()));
             self.rest.extend_from_slice(&std::mem::take(&mut self.first));
         }
         if piece.len() > self.bytes_max - self.rest.len() {
@@ -143,7 +200,11 @@ impl Gather {
     }
 
     pub(crate) fn finish(self) -> Bytes {
-        if self.rest.is_empty() { self.first } else { self.rest.into() }
+        match self.rest.capacity() {
+            _ if self.rest.is_empty() => self.first,
+            ..KEPT_BYTES_MIN => self.rest.into(),
+            _ => Bytes::from_owner(Lent(self.rest)),
+        }
     }
 }
 
@@ -157,6 +218,27 @@ mod tests {
         let mut gather = Gather::new(Some(100), 100).unwrap();
         gather.push(frame.clone()).unwrap();
         assert_eq!(gather.finish().as_ptr(), frame.as_ptr());
+    }
+
+    #[test]
+    fn the_buffer_of_a_large_body_is_used_again_and_cleared() {
+        let length = 3 * KEPT_BYTES_MIN;
+        let gather = |byte: u8| {
+            let mut gather = Gather::new(Some(length as u64), length).unwrap();
+            for _ in 0..3 {
+                gather.push(vec![byte; KEPT_BYTES_MIN].into()).unwrap();
+            }
+            gather.finish()
+        };
+        let first = gather(1);
+        let (place, part) = (first.as_ptr(), first.slice(1..));
+        drop(first);
+        let second = gather(2);
+        assert_ne!(second.as_ptr(), place, "a part of the first is still held");
+        drop((part, second));
+        let third = gather(3);
+        assert!(third.iter().all(|byte| *byte == 3) && third.len() == length);
+        assert!(Kept::lock().bytes <= KEPT_BYTES_MAX);
     }
 
     #[test]
