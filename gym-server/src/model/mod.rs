@@ -1,5 +1,7 @@
 //! Model servers: fronts of OpenAI-compatible engines, and one that needs none.
 
+#[cfg(feature = "http")]
+mod direct;
 #[cfg(test)]
 mod mock;
 mod openai;

@@ -62,6 +62,9 @@ pub(super) struct Upstream(Arc<Inner>);
 
 struct Inner {
     http: Client,
+    /// The short way, where there is one.
+    #[cfg(feature = "http")]
+    direct: Option<super::direct::Direct>,
     /// Without a slash at the end.
     base: String,
     /// The same without credentials.
@@ -143,6 +146,11 @@ impl Upstream {
         };
         Ok(Self(Arc::new(Inner {
             http,
+            #[cfg(feature = "http")]
+            direct: base
+                .parse()
+                .ok()
+                .and_then(|url| super::direct::Direct::to(&url, &headers, CONNECTIONS_MAX, CONNECT_TIMEOUT)),
             base: base.trim_end_matches('/').to_owned(),
             shown,
             headers,
@@ -157,17 +165,18 @@ impl Upstream {
     pub(super) async fn post(&self, cx: &CallContext, path: &str, body: Bytes) -> Result<Answer> {
         let inner = &*self.0;
         let url = format!("{}{path}", inner.base);
-        self.send(cx, &url, &format!("POST {}{path}", inner.shown), body).await
+        self.send(cx, &url, || format!("POST {}{path}", inner.shown), body).await
     }
 
     /// The same for a path beside `/v1`, where vLLM has its own routes.
     pub(super) async fn post_beside(&self, cx: &CallContext, path: &str, body: Bytes) -> Result<Answer> {
         let inner = &*self.0;
         let beside = |base: &str| format!("{}{path}", base.strip_suffix("/v1").unwrap_or(base));
-        self.send(cx, &beside(&inner.base), &format!("POST {}", beside(&inner.shown)), body).await
+        self.send(cx, &beside(&inner.base), || format!("POST {}", beside(&inner.shown)), body).await
     }
 
-    async fn send(&self, cx: &CallContext, url: &str, subject: &str, body: Bytes) -> Result<Answer> {
+    /// `subject` names the call, for errors and logs: most calls need no name.
+    async fn send(&self, cx: &CallContext, url: &str, subject: impl Fn() -> String, body: Bytes) -> Result<Answer> {
         let inner = &*self.0;
         let (mut tries, mut connects) = (0, 0);
         loop {
@@ -175,7 +184,12 @@ impl Upstream {
             let (number, wait_min) = match &result {
                 Ok(answer) => {
                     if let Some(why) = permanent(answer) {
-                        tracing::error!(subject, status = answer.status, why, "the endpoint refuses this key");
+                        tracing::error!(
+                            subject = subject(),
+                            status = answer.status,
+                            why,
+                            "the endpoint refuses this key"
+                        );
                         return result;
                     }
                     tries += 1;
@@ -194,11 +208,11 @@ impl Upstream {
                         tries >= inner.policy.attempts_max
                     };
                     if limit {
-                        return result.map_err(|error| error.about(subject.to_owned()));
+                        return result.map_err(|error| error.about(subject()));
                     }
                     (tries + connects, None)
                 }
-                Err(_) => return result.map_err(|error| error.about(subject.to_owned())),
+                Err(_) => return result.map_err(|error| error.about(subject())),
             };
             let backoff = {
                 let mut rng = inner.rng.lock().unwrap_or_else(PoisonError::into_inner);
@@ -206,16 +220,16 @@ impl Upstream {
             };
             let wait = backoff.max(wait_min.unwrap_or_default());
             if cx.remaining() <= wait {
-                return result.map_err(|error| error.about(subject.to_owned()));
+                return result.map_err(|error| error.about(subject()));
             }
             let status = result.as_ref().map_or(0, |answer| answer.status);
-            tracing::debug!(subject, status, number, ?wait, "the endpoint is asked again");
+            tracing::debug!(subject = subject(), status, number, ?wait, "the endpoint is asked again");
             cx.bound(Execution::Unknown, async {
                 tokio::time::sleep(wait).await;
                 Ok(())
             })
             .await
-            .map_err(|error| error.about(subject.to_owned()))?;
+            .map_err(|error| error.about(subject()))?;
         }
     }
 
@@ -224,19 +238,20 @@ impl Upstream {
     /// # Errors
     /// What the status says, with the endpoint's own words; `DataLoss` when a success carries no JSON object.
     pub(super) fn object(&self, path: &str, answer: Answer) -> Result<RawObject> {
-        let subject = format!("POST {}{path}", self.0.shown);
-        let shown = String::from_utf8_lossy(&answer.body[..answer.body.len().min(SHOWN_BYTES_MAX)]).into_owned();
+        let subject = || format!("POST {}{path}", self.0.shown);
+        let shown = |body: &Bytes| String::from_utf8_lossy(&body[..body.len().min(SHOWN_BYTES_MAX)]).into_owned();
         if !(200..300).contains(&answer.status) {
             let leads = answer.location.map(|place| format!(" and refers to {place}")).unwrap_or_default();
-            let text = format!("answered {}{leads}: {shown}", answer.status);
-            let error = Error::finished(code_of(answer.status), text).about(subject);
+            let text = format!("answered {}{leads}: {}", answer.status, shown(&answer.body));
+            let error = Error::finished(code_of(answer.status), text).about(subject());
             // A redirect is no refusal: whoever followed it from here would leave this server out.
             let refused = Refused { status: answer.status, body: answer.body };
             return Err(if refused.status >= 400 { error.caused_by(refused) } else { error });
         }
-        RawObject::parse(answer.body).map_err(|error| {
-            let text = format!("answered {} with what is no JSON object ({error}): {shown}", answer.status);
-            Error::finished(Code::DataLoss, text).about(subject)
+        RawObject::parse(answer.body.clone()).map_err(|error| {
+            let text =
+                format!("answered {} with what is no JSON object ({error}): {}", answer.status, shown(&answer.body));
+            Error::finished(Code::DataLoss, text).about(subject())
         })
     }
 }
@@ -258,7 +273,21 @@ impl Inner {
                 room.await.map_err(|_| Error::not_started(Code::Unavailable, "the endpoint is closed"))
             })
             .await?;
-        cx.bound(Execution::Unknown, async {
+        #[cfg(feature = "http")]
+        if let Some(direct) = &self.direct {
+            // The path begins after `http://` and the host.
+            let path = url.splitn(4, '/').nth(3).unwrap_or_default();
+            let answer = direct.post(cx, format!("/{path}"), body.clone()).await?;
+            let status = answer.status.0;
+            // reqwest decides on redirects: the endpoint is asked again through it.
+            if !(300..400).contains(&status) {
+                let retry_after = answer.metadata.get("retry-after").and_then(|value| value.trim().parse().ok());
+                let retry_after = retry_after.map(Duration::from_secs);
+                return Ok(Answer { status, body: answer.message.head.to_bytes(), retry_after, location: None });
+            }
+        }
+        // Boxed: it is the rarer way by far, and large.
+        Box::pin(cx.bound(Execution::Unknown, async {
             let request = self.http.post(url).headers(self.headers.clone()).body(body);
             let mut response = request.send().await.map_err(of_reqwest)?;
             let status = response.status().as_u16();
@@ -285,7 +314,7 @@ impl Inner {
                 whole.extend_from_slice(&chunk);
             }
             Ok(Answer { status, body: whole.freeze(), retry_after, location })
-        })
+        }))
         .await
     }
 }
