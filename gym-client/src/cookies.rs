@@ -27,15 +27,23 @@ impl CookieJar {
         jar
     }
 
+    /// One cookie of a request's `cookie` metadata, the last of that name, without a jar for all of them.
+    #[must_use]
+    pub fn find_in_request<'a>(metadata: &'a Metadata, name: &str) -> Option<&'a str> {
+        let pairs = metadata.all("cookie").flat_map(|header| header.split(';'));
+        let pairs = pairs.filter_map(|pair| pair.split_once('='));
+        pairs.filter(|(known, _)| known.trim_ascii() == name).last().map(|(_, value)| value.trim_ascii())
+    }
+
     /// Takes in the `set-cookie` metadata of a response.
     pub fn merge(&mut self, metadata: &Metadata) {
         for header in metadata.all("set-cookie") {
             let mut parts = header.split(';');
             let Some((name, value)) = parts.next().and_then(|pair| pair.split_once('=')) else { continue };
             let expired = parts.any(|attribute| {
-                attribute.trim().split_once('=').is_some_and(|(name, age)| {
-                    name.eq_ignore_ascii_case("max-age") && age.trim().parse::<i64>().is_ok_and(|age| age <= 0)
-                })
+                let attribute = attribute.trim_ascii();
+                attribute.get(..8).is_some_and(|name| name.eq_ignore_ascii_case("max-age="))
+                    && attribute[8..].trim_ascii().parse::<i64>().is_ok_and(|age| age <= 0)
             });
             if expired {
                 self.0.retain(|(known, _)| known != name.trim());

@@ -28,7 +28,8 @@ impl Peer {
     pub(crate) async fn call(&self, transports: &Transports, request: Request) -> Result<Response> {
         let channel = match self.channel() {
             Some(channel) => channel,
-            None => self.connect(transports, &request.context).await?,
+            // Boxed, because it is rare and every waiting call would be as large.
+            None => Box::pin(self.connect(transports, &request.context)).await?,
         };
         let result = channel.call(request).await;
         if let Err(error) = &result

@@ -191,7 +191,8 @@ impl ServerClient {
         // Only now, because nearly every call succeeds at once and needs no generator.
         let mut rng = lock(&self.inner.rng).fork();
         let failed = Mutex::new(vec![first.rank]);
-        retry(cx, &self.inner.policy, &mut rng, options.idempotent, |_| async {
+        // Boxed: it is rare, and would otherwise make every waiting call as large as a second one.
+        Box::pin(retry(cx, &self.inner.policy, &mut rng, options.idempotent, |_| async {
             self.forget(server);
             let exclude = lock(&failed).clone();
             let replica = self.pick(cx, server, &exclude).await?;
@@ -200,7 +201,7 @@ impl ServerClient {
                 lock(&failed).push(replica.rank);
             }
             result.map(|response| (replica, response))
-        })
+        }))
         .await
         .map_err(|error| about(error, server, request))
     }
@@ -384,7 +385,8 @@ impl Session {
                 let mut result = client.call(replica, request.clone()).await;
                 if result.as_ref().is_err_and(|error| error.may_resend(false)) {
                     let mut rng = lock(&client.inner.rng).fork();
-                    result = retry(cx, &policy, &mut rng, false, |_| client.call(replica, request.clone())).await;
+                    let again = retry(cx, &policy, &mut rng, false, |_| client.call(replica, request.clone()));
+                    result = Box::pin(again).await;
                 }
                 result.map_err(|error| {
                     let lost = error.code() == Code::Unavailable;

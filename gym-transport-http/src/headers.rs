@@ -70,7 +70,13 @@ pub(crate) fn put_context(context: &CallContext, headers: &mut HeaderMap) -> Res
 pub(crate) fn put_metadata(metadata: &Metadata, but: Option<&str>, headers: &mut HeaderMap) -> Result<()> {
     for (name, value) in metadata.iter().filter(|(name, _)| !is_own(name) && Some(*name) != but) {
         let wrong = |what| Error::invalid(format!("metadata `{name}` has a {what} that no HTTP header can have"));
-        let header = HeaderName::from_bytes(name.as_bytes()).map_err(|_| wrong("name"))?;
+        let header = match name {
+            // Those of nearly every call, without a look into the table of known names.
+            "cookie" => http::header::COOKIE,
+            "set-cookie" => http::header::SET_COOKIE,
+            INCARNATION_METADATA => INCARNATION,
+            _ => HeaderName::from_bytes(name.as_bytes()).map_err(|_| wrong("name"))?,
+        };
         let value = HeaderValue::from_str(value).map_err(|_| wrong("value"))?;
         headers.append(header, value);
     }
@@ -122,7 +128,11 @@ pub(crate) fn metadata_of(headers: &HeaderMap, but: Option<&str>) -> Metadata {
     for (name, value) in headers {
         let text = name.as_str();
         if !is_own(text) && Some(text) != but && !of_connection(text) {
-            metadata.push(metadata_name(text), String::from_utf8_lossy(value.as_bytes()));
+            let value = match std::str::from_utf8(value.as_bytes()) {
+                Ok(value) => value.to_owned(),
+                Err(_) => String::from_utf8_lossy(value.as_bytes()).into_owned(),
+            };
+            metadata.push(metadata_name(text), value);
         }
     }
     metadata

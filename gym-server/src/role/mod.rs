@@ -172,7 +172,7 @@ impl<R: Role> Inner<R> {
 
     /// The session of the caller's cookie; a new one when it has none.
     fn session(&self, context: &CallContext) -> SessionId {
-        match CookieJar::of_request(&context.metadata).get(&self.cookie) {
+        match CookieJar::find_in_request(&context.metadata, &self.cookie) {
             // Longer ones are not ours, and would be kept in maps.
             Some(id) if !id.is_empty() && id.len() <= 128 => SessionId::new(id),
             _ => SessionId::new(self.site.world.unique_id()),

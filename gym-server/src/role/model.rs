@@ -56,7 +56,7 @@ impl<S: ModelServer> Role for ModelRole<S> {
             Some(flag) => serde_json::from_slice(&flag).is_ok_and(|flag| stream::truthy(&flag)),
         };
         if stream {
-            return self.streamed(&call, dialect, &body).await;
+            return Box::pin(self.streamed(&call, dialect, &body)).await;
         }
         let wrong = dialect.check(&body, &[]);
         if !wrong.is_empty() {
