@@ -29,10 +29,16 @@ where
 {
     let arguments: Vec<String> = std::env::args().collect();
     if arguments.get(1).map(String::as_str) == Some(ROLE) {
-        let part = arguments.get(2).map(String::as_str) == Some("mock");
-        // The mock costs least on one thread; servers run as `rgym` runs them.
-        let runtime =
-            if part { Builder::new_current_thread() } else { Builder::new_multi_thread() }.enable_all().build()?;
+        let runtime = match arguments.get(2).map(String::as_str) {
+            // It costs least on one thread.
+            Some("mock") => Builder::new_current_thread().enable_all().build()?,
+            // As `rgym --threads N run`.
+            Some("serve") => {
+                let threads = arguments.get(5).context("the number of threads is missing")?.parse()?;
+                Builder::new_multi_thread().worker_threads(threads).enable_all().build()?
+            }
+            _ => Builder::new_multi_thread().enable_all().build()?,
+        };
         // Spawned: a future that is blocked on is not on a worker, and each of its wake-ups crosses threads.
         return runtime.block_on(async { tokio::spawn(take_part(arguments)).await? });
     }

@@ -282,7 +282,8 @@ pub struct Served {
 }
 
 impl Served {
-    /// Starts a stack and waits until it serves.
+    /// Starts a stack and waits until it serves. A process that has one server has one worker thread: there are more of them
+    /// than cores, and one thread never wakes another.
     ///
     /// # Errors
     /// When a process does not come up.
@@ -293,7 +294,7 @@ impl Served {
         let alone = ["head_server"].into_iter().chain(INSTANCES);
         let names: Vec<&str> = if separated { alone.collect() } else { vec!["all"] };
         for name in names {
-            let mut part = crate::role::Part::start(&["serve", config, name])?;
+            let mut part = crate::role::Part::start(&["serve", config, name, if separated { "1" } else { "2" }])?;
             let rows: Vec<(String, String)> = part.told(Duration::from_secs(30)).await?;
             for (name, url) in rows {
                 let address = url.trim_start_matches("http://").parse().with_context(|| format!("{name} at {url}"))?;
