@@ -1,6 +1,6 @@
 //! The short way to an endpoint: our own HTTP transport, for plain `http` without credentials in the URL, which is how engines
-//! on the same network are reached. It costs less than half of what reqwest does per call, and starts no task for it; https,
-//! redirects and what else is rare go through reqwest.
+//! on the same network are reached. It costs less than half of what reqwest does per call, and starts no task for it; https
+//! and what else is rare go through reqwest.
 
 use std::time::Duration;
 

@@ -276,14 +276,22 @@ impl Inner {
         #[cfg(feature = "http")]
         if let Some(direct) = &self.direct {
             // The path begins after `http://` and the host.
-            let path = url.splitn(4, '/').nth(3).unwrap_or_default();
-            let answer = direct.post(cx, format!("/{path}"), body.clone()).await?;
-            let status = answer.status.0;
-            // reqwest decides on redirects: the endpoint is asked again through it.
-            if !(300..400).contains(&status) {
+            let mut path = format!("/{}", url.splitn(4, '/').nth(3).unwrap_or_default());
+            for hop in 0.. {
+                let answer = direct.post(cx, path.clone(), body.clone()).await?;
+                let status = answer.status.0;
+                let location = answer.metadata.get("location").filter(|_| (300..400).contains(&status));
+                if let Some(place) = location
+                    && matches!(status, 307 | 308)
+                    && hop < HOPS_MAX
+                    && let Some(next) = path_at_same_place(url, &path, place)
+                {
+                    path = next;
+                    continue;
+                }
                 let retry_after = answer.metadata.get("retry-after").and_then(|value| value.trim().parse().ok());
-                let retry_after = retry_after.map(Duration::from_secs);
-                return Ok(Answer { status, body: answer.message.head.to_bytes(), retry_after, location: None });
+                let (retry_after, location) = (retry_after.map(Duration::from_secs), location.map(str::to_owned));
+                return Ok(Answer { status, body: answer.message.head.to_bytes(), retry_after, location });
             }
         }
         // Boxed: it is the rarer way by far, and large.
@@ -319,10 +327,23 @@ impl Inner {
     }
 }
 
+/// Redirects that are followed one after the other.
+const HOPS_MAX: usize = 5;
+
+/// Path and query of where a redirect from `path` leads, if that is on the host and port of `url`.
+#[cfg(feature = "http")]
+fn path_at_same_place(url: &str, path: &str, place: &str) -> Option<String> {
+    let from = Url::parse(url).ok()?.join(path).ok()?;
+    let to = from.join(place).ok().filter(|to| to.origin() == from.origin())?;
+    Some(match to.query() {
+        Some(query) => format!("{}?{query}", to.path()),
+        None => to.path().to_owned(),
+    })
+}
+
 /// Follows a redirect that keeps method and body and stays on the same host and port. After any other the request would be a
 /// `GET` without its body, or a stranger would be sent the headers with their keys: it is an answer, and an error.
 fn same_place() -> Policy {
-    const HOPS_MAX: usize = 5;
     Policy::custom(|attempt| {
         let keeps_body = matches!(attempt.status(), StatusCode::TEMPORARY_REDIRECT | StatusCode::PERMANENT_REDIRECT);
         let stays = attempt.previous().last().is_some_and(|from| from.origin() == attempt.url().origin());
