@@ -6,7 +6,7 @@
 //!     └── the same load ──► NeMo Gym's servers (`--peer PYTHON`) ──► the same mock
 //! ```
 //!
-//! Every server runs in a process of its own, which is this program started again ([`role::take_over`]), so that its CPU time
+//! Every server runs in a process of its own, which is this program started again ([`role::main`]), so that its CPU time
 //! can be read apart from the load's.
 #![forbid(unsafe_code)]
 

@@ -2,6 +2,8 @@
 
 use std::sync::{PoisonError, RwLock};
 
+use futures_util::FutureExt;
+
 use gym_core::{CallContext, Channel, Code, ConnectOptions, Endpoint, Execution, Request, Response, Result};
 
 use crate::transports::Transports;
@@ -36,7 +38,12 @@ impl Peer {
             && error.code() == Code::Unavailable
             && error.execution() != Execution::Finished
         {
-            *self.open.write().unwrap_or_else(PoisonError::into_inner) = None;
+            // Only the channel that failed, and only if it is gone: a pool of connections outlives one of them.
+            let mut open = self.open.write().unwrap_or_else(PoisonError::into_inner);
+            let failed = open.as_ref().is_some_and(|open| open.is_same(&channel));
+            if failed && channel.closed().now_or_never().is_some() {
+                *open = None;
+            }
         }
         result
     }

@@ -9,8 +9,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
 use gym_core::{
-    CallContext, Code, ConnectOptions, EXECUTION_METADATA, Error, Execution, Incarnation, Instance, Registry, Request,
-    Response, Result, RetryPolicy, Rope, Route, World, retry,
+    CallContext, Code, ConnectOptions, DEFAULT_TTL, EXECUTION_METADATA, Error, Execution, Incarnation, Instance,
+    Registry, Request, Response, Result, RetryPolicy, Rope, Route, World, retry_after,
 };
 use tokio::time::Instant;
 
@@ -22,6 +22,9 @@ use crate::transports::Transports;
 /// How long a resolved name is used before the registry is asked again. A server that moved is found at once by the failed
 /// call; this bounds how long a *new* replica goes unused.
 const RESOLVE_EVERY: Duration = Duration::from_secs(1);
+
+/// How long nobody asks again for a name that nobody had: callers who wait for a server to come do not come together.
+const ABSENT_FOR: Duration = Duration::from_millis(100);
 
 /// Calls servers by name. Cheap to clone; clones share channels and counters.
 #[derive(Clone, Debug)]
@@ -45,6 +48,8 @@ struct Inner {
 #[derive(Debug)]
 struct Resolved {
     replicas: Vec<Arc<Replica>>,
+    /// When the registry last had them.
+    seen: Instant,
     stale_from: Instant,
     /// A call to it failed: it must not be used before the registry was asked again.
     doubtful: bool,
@@ -53,7 +58,7 @@ struct Resolved {
 impl Resolved {
     /// Nobody, for the one call that asked.
     fn absent() -> Self {
-        Self { replicas: Vec::new(), stale_from: Instant::now(), doubtful: true }
+        Self { replicas: Vec::new(), seen: Instant::now(), stale_from: Instant::now(), doubtful: true }
     }
 }
 
@@ -140,7 +145,7 @@ impl ServerClient {
     /// `POST` of a JSON text to a route of the named server. Any complete answer is `Ok`.
     ///
     /// # Errors
-    /// `NotFound, NotStarted` when nobody serves that name; otherwise the last attempt's error.
+    /// `Unavailable, NotStarted` when nobody serves that name; otherwise the last attempt's error.
     pub async fn post(
         &self,
         cx: &CallContext,
@@ -182,20 +187,27 @@ impl ServerClient {
         options: CallOptions,
     ) -> Result<(Arc<Replica>, Response)> {
         let cx = &request.context;
-        let first = self.pick(cx, server, &[]).await?;
-        match self.call(&first, request.clone()).await {
-            Ok(response) => return Ok((first, response)),
-            Err(error) if !error.may_resend(options.idempotent) => return Err(about(error, server, request)),
-            Err(error) => tracing::debug!(server, route = %request.route, %error, "resend"),
+        // A registry that cannot be asked has been tried often enough by its own client.
+        let first = self.pick(cx, server, &[]).await.map_err(|error| about(error, server, request))?;
+        let rank = first.as_ref().map(|replica| replica.rank);
+        let error = match first {
+            Some(replica) => match self.call(&replica, request.clone()).await {
+                Ok(response) => return Ok((replica, response)),
+                Err(error) => error,
+            },
+            None => absent(server),
+        };
+        if !error.may_resend(options.idempotent) {
+            return Err(about(error, server, request));
         }
         // Only now, because nearly every call succeeds at once and needs no generator.
         let mut rng = lock(&self.inner.rng).fork();
-        let failed = Mutex::new(vec![first.rank]);
+        let failed = Mutex::new(Vec::from_iter(rank));
         // Boxed: it is rare, and would otherwise make every waiting call as large as a second one.
-        Box::pin(retry(cx, &self.inner.policy, &mut rng, options.idempotent, |_| async {
+        Box::pin(retry_after(error, cx, &self.inner.policy, &mut rng, options.idempotent, |_| async {
             self.forget(server);
             let exclude = lock(&failed).clone();
-            let replica = self.pick(cx, server, &exclude).await?;
+            let replica = self.pick(cx, server, &exclude).await?.ok_or_else(|| absent(server))?;
             let result = self.call(&replica, request.clone()).await;
             if result.is_err() {
                 lock(&failed).push(replica.rank);
@@ -218,7 +230,8 @@ impl ServerClient {
         Ok(response)
     }
 
-    async fn pick(&self, cx: &CallContext, server: &str, failed: &[u32]) -> Result<Arc<Replica>> {
+    /// A replica of the name; `None` when nobody has registered under it.
+    async fn pick(&self, cx: &CallContext, server: &str, failed: &[u32]) -> Result<Option<Arc<Replica>>> {
         let resolved = self.resolve(cx, server).await?;
         let turn = self.inner.turn.fetch_add(1, Ordering::Relaxed);
         let replicas = || resolved.replicas.iter().enumerate();
@@ -229,12 +242,7 @@ impl ServerClient {
             .pick(turn, open.map(|(index, replica)| (index, &replica.pending)))
             // All have failed once: any of them again.
             .or_else(|| self.inner.picker.pick(turn, replicas().map(|(index, replica)| (index, &replica.pending))));
-        match chosen {
-            Some(index) => Ok(Arc::clone(&resolved.replicas[index])),
-            None => {
-                Err(Error::not_started(Code::NotFound, "no server of this name is registered").about(server.to_owned()))
-            }
-        }
+        Ok(chosen.map(|index| Arc::clone(&resolved.replicas[index])))
     }
 
     async fn resolve(&self, cx: &CallContext, server: &str) -> Result<Arc<Resolved>> {
@@ -273,6 +281,12 @@ impl ServerClient {
         {
             return Ok(Arc::clone(known));
         }
+        if let Some((at, Fruitless::Absent)) = &asked.last
+            && known.is_none()
+            && at.elapsed() < ABSENT_FOR
+        {
+            return Ok(Arc::new(Resolved::absent()));
+        }
         let instances = match self.inner.registry.resolve(cx, server).await {
             Ok(instances) => instances,
             Err(error) => {
@@ -283,20 +297,28 @@ impl ServerClient {
                 let Some(known) = known else { return Err(error) };
                 // The head is away: what was known goes on being used, and is not asked about by every call.
                 tracing::debug!(server, %error, "resolve from the cache");
-                return Ok(self.keep(server, known.replicas.clone()));
+                return Ok(self.keep(server, known.replicas.clone(), known.seen));
             }
         };
         if instances.is_empty() {
+            // A head that was restarted knows nobody until they register again. What was known goes on being used for as
+            // long as a lease would have lasted: a server that is gone shows by its failed call.
+            if let Some(known) = &known
+                && known.seen.elapsed() < DEFAULT_TTL
+            {
+                return Ok(self.keep(server, known.replicas.clone(), known.seen));
+            }
             asked.last = Some((Instant::now(), Fruitless::Absent));
             return Ok(Arc::new(Resolved::absent()));
         }
         asked.last = None;
         let replicas = instances.into_iter().map(|instance| replica(instance, known.as_deref())).collect();
-        Ok(self.keep(server, replicas))
+        Ok(self.keep(server, replicas, Instant::now()))
     }
 
-    fn keep(&self, server: &str, replicas: Vec<Arc<Replica>>) -> Arc<Resolved> {
-        let resolved = Arc::new(Resolved { replicas, stale_from: Instant::now() + RESOLVE_EVERY, doubtful: false });
+    fn keep(&self, server: &str, replicas: Vec<Arc<Replica>>, seen: Instant) -> Arc<Resolved> {
+        let stale_from = Instant::now() + RESOLVE_EVERY;
+        let resolved = Arc::new(Resolved { replicas, seen, stale_from, doubtful: false });
         let mut names = self.inner.names.write().unwrap_or_else(PoisonError::into_inner);
         names.insert(server.to_owned(), Arc::clone(&resolved));
         resolved
@@ -310,9 +332,9 @@ impl ServerClient {
     fn forget(&self, server: &str) {
         let mut names = self.inner.names.write().unwrap_or_else(PoisonError::into_inner);
         if let Some(known) = names.get(server) {
-            let replicas = known.replicas.clone();
-            names
-                .insert(server.to_owned(), Arc::new(Resolved { replicas, stale_from: Instant::now(), doubtful: true }));
+            let (replicas, seen) = (known.replicas.clone(), known.seen);
+            let doubted = Resolved { replicas, seen, stale_from: Instant::now(), doubtful: true };
+            names.insert(server.to_owned(), Arc::new(doubted));
         }
     }
 }
@@ -383,10 +405,10 @@ impl Session {
             Some(replica) => {
                 let policy = client.inner.policy.clone();
                 let mut result = client.call(replica, request.clone()).await;
-                if result.as_ref().is_err_and(|error| error.may_resend(false)) {
+                if let Err(error) = result {
                     let mut rng = lock(&client.inner.rng).fork();
-                    let again = retry(cx, &policy, &mut rng, false, |_| client.call(replica, request.clone()));
-                    result = Box::pin(again).await;
+                    let again = |_| client.call(replica, request.clone());
+                    result = Box::pin(retry_after(error, cx, &policy, &mut rng, false, again)).await;
                 }
                 result.map_err(|error| {
                     let lost = error.code() == Code::Unavailable;
@@ -410,6 +432,11 @@ impl Session {
         }
         self.servers.get_mut(server).expect("inserted above")
     }
+}
+
+/// Nobody of that name is registered. Not `NotFound`: a server that is being restarted is registered again in a moment.
+fn absent(server: &str) -> Error {
+    Error::not_started(Code::Unavailable, "no server of this name is registered").about(server.to_owned())
 }
 
 /// Says which call failed, unless the error says so already.

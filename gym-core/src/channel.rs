@@ -112,6 +112,12 @@ impl Channel {
         }))
     }
 
+    /// Whether both are clones of one channel.
+    #[must_use]
+    pub fn is_same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.link, &other.link)
+    }
+
     /// How the peer is reached.
     #[must_use]
     pub fn path(&self) -> &PathInfo {

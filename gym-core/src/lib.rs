@@ -36,7 +36,7 @@ pub use responses::{
     Content, ContentPart, FunctionCall, FunctionCallOutput, Ignored, IncompleteDetails, ModelResponse, OutputItem,
     OutputMessage, ResponseOutline,
 };
-pub use retry::{RetryPolicy, retry};
+pub use retry::{RetryPolicy, retry, retry_after};
 pub use rollout::{Attempt, FailureClass, TaskKey};
 pub use server::{
     AgentServer, EnvironmentServer, ModelServer, ResourcesServer, ServerKind, SessionId, Verdict, unknown_tool,

@@ -171,7 +171,10 @@ impl RegistryState {
             return refused(Code::InvalidArgument, "ttl_ms must be more than 0".into());
         }
         self.expire(now);
-        let rank = rank.unwrap_or_else(|| {
+        let replayed = self.entries.values().map(|entry| &entry.instance).find(|there| {
+            (&there.name, there.incarnation, there.kind, &there.endpoints) == (&name, incarnation, kind, &endpoints)
+        });
+        let rank = rank.or_else(|| replayed.map(|there| there.rank)).unwrap_or_else(|| {
             (0..).find(|rank| !self.entries.contains_key(&(name.clone(), *rank))).unwrap_or_default()
         });
         if let Some(known) = self.entries.get(&(name.clone(), rank)) {

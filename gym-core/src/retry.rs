@@ -4,7 +4,7 @@ use std::future::Future;
 use std::time::Duration;
 
 use crate::context::CallContext;
-use crate::error::{Execution, Result};
+use crate::error::{Error, Execution, Result};
 
 /// How often and how fast a message is sent again.
 #[derive(Clone, Debug, PartialEq)]
@@ -56,34 +56,56 @@ where
     F: FnMut(u32) -> Fut,
     Fut: Future<Output = Result<T>>,
 {
+    match attempt(0).await {
+        Ok(done) => Ok(done),
+        Err(error) => retry_after(error, cx, policy, rng, idempotent, attempt).await,
+    }
+}
+
+/// Like [`retry`], after a first attempt that failed with `error`: it counts as one of the policy's attempts.
+///
+/// # Errors
+/// The last attempt's.
+pub async fn retry_after<T, F, Fut>(
+    mut error: Error,
+    cx: &CallContext,
+    policy: &RetryPolicy,
+    rng: &mut fastrand::Rng,
+    idempotent: bool,
+    mut attempt: F,
+) -> Result<T>
+where
+    F: FnMut(u32) -> Fut,
+    Fut: Future<Output = Result<T>>,
+{
     let mut number = 0;
     // Once an attempt may have run, a later "not started" does not undo that.
     let mut worst = Execution::NotStarted;
     loop {
-        let error = match attempt(number).await {
-            Ok(done) => return Ok(done),
-            Err(error) => error,
-        };
         worst = worst.max(error.execution());
+        let execution = error.execution().max(worst.min(Execution::Unknown));
         number += 1;
         let wait = policy.backoff(number, rng);
         if number >= policy.attempts_max || !error.may_resend(idempotent) || cx.remaining() <= wait {
-            let execution = error.execution().max(worst.min(Execution::Unknown));
             return Err(error.with_execution(execution));
         }
         tracing::debug!(%error, number, "resend");
         tokio::select! {
             biased;
-            () = cx.cancel.cancelled() => return Err(error),
+            () = cx.cancel.cancelled() => return Err(error.with_execution(execution)),
             () = tokio::time::sleep(wait) => {}
         }
+        error = match attempt(number).await {
+            Ok(done) => return Ok(done),
+            Err(error) => error,
+        };
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::error::{Code, Error};
+    use crate::error::Code;
 
     async fn attempts(idempotent: bool, error: fn() -> Error) -> (u32, Error) {
         let cx = CallContext::default();

@@ -67,7 +67,7 @@ pub enum FailureClass {
     AgentRequestFailed,
     /// The verifier's judge failed.
     JudgeFailed,
-    /// The answer is not a rollout: no JSON object, no reward.
+    /// The answer is not a rollout: no JSON object, or a reward that is no number.
     VerifierError,
     /// The session's server was restarted or has forgotten it.
     SessionLost,

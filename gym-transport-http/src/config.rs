@@ -2,8 +2,6 @@
 
 use std::time::Duration;
 
-use gym_core::DEFAULT_DEADLINE;
-
 /// Limits and timeouts of a connector or a listener. `HttpConfig::default()` fits both ends of a NeMo Gym deployment.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HttpConfig {
@@ -55,7 +53,8 @@ impl Default for HttpConfig {
             body_timeout: Duration::from_secs(60),
             request_bytes_max: 256 << 20,
             segments_max: 1 << 16,
-            default_deadline: DEFAULT_DEADLINE,
+            // Python callers say none and wait for ever; an episode of theirs may take hours, a day means that it is lost.
+            default_deadline: Duration::from_secs(24 * 3_600),
         }
     }
 }

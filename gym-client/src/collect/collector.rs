@@ -119,7 +119,7 @@ impl RolloutCollector {
     /// `InvalidArgument` for what is wrong with the input or the options, naming file and line; the disk's and the ledger's.
     pub async fn collect(&self, options: CollectOptions, stop: CancellationToken) -> Result<Collected> {
         let files = OutputFiles::beside(&options.output);
-        let resumes = options.resume && files.rollouts.exists() && files.materialized.exists();
+        let resumes = options.resume && goes_on(&files)?;
         let cx = CallContext::within(OPEN_TIMEOUT);
         // All that can be wrong with the input is known before anything of an earlier run is removed. The name is this
         // process's own: a second collector is refused only by the ledger's lock.
@@ -172,6 +172,8 @@ impl RolloutCollector {
                 let mut writer = BufWriter::new(file);
                 let summary = materializer.write(BufReader::new(reader), &mut writer)?;
                 writer.flush().map_err(|error| SourceError::io(doing(), error))?;
+                // On the disk before it takes its name: a resumed run believes it.
+                writer.get_ref().sync_all().map_err(|error| SourceError::io(doing(), error))?;
                 Ok(summary)
             };
             write().map_err(|error| {
@@ -237,6 +239,24 @@ impl RolloutCollector {
         })
         .await
     }
+}
+
+/// Whether an earlier run has left anything to go on with.
+///
+/// # Errors
+/// When there are outcomes without the rows that they are of: starting over would remove them.
+fn goes_on(files: &OutputFiles) -> Result<bool> {
+    let has = |path: &Path| std::fs::metadata(path).is_ok_and(|found| found.len() > 0);
+    let recorded = has(&files.rollouts) || has(&files.failures);
+    if recorded && !has(&files.materialized) {
+        return Err(Error::invalid(format!(
+            "there are rollouts, but {} is not there, which says what they are of; put it back, or collect without --resume \
+             into another output",
+            files.materialized.display()
+        ))
+        .about(format!("resume {}", files.rollouts.display())));
+    }
+    Ok(recorded)
 }
 
 /// The request's body in pieces, so that it is never copied into one.
@@ -332,13 +352,14 @@ async fn count_lines(path: &Path) -> Result<u64> {
     let path = path.to_owned();
     blocking(move || {
         let mut reader = BufReader::with_capacity(1 << 20, open(&path)?);
-        let mut lines = 0;
+        let (mut lines, mut open_line) = (0, false);
         loop {
             let buffer = std::io::BufRead::fill_buf(&mut reader)
                 .map_err(|error| Error::internal("cannot read").about(path.display().to_string()).caused_by(error))?;
             if buffer.is_empty() {
-                return Ok(lines);
+                return Ok(lines + u64::from(open_line));
             }
+            open_line = buffer.last() != Some(&b'\n');
             lines += memchr::memchr_iter(b'\n', buffer).count() as u64;
             let read = buffer.len();
             std::io::BufRead::consume(&mut reader, read);

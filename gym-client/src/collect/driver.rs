@@ -16,7 +16,7 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use super::outcome::{Judged, judge};
+use super::outcome::{Judged, judge, refuse};
 use super::progress::Progress;
 use crate::server_client::{CallOptions, ServerClient};
 
@@ -148,7 +148,7 @@ impl Driver {
                         deadline.get_or_insert(Instant::now());
                     }
                 }
-                row = rows.next(), if reading && running.len() < self.options.concurrency => match row {
+                row = rows.next(), if reading && running.len() < self.options.concurrency.max(1) => match row {
                     Some(Ok(row)) => {
                         if self.is_open(row.key) {
                             let driver = Arc::clone(self);
@@ -250,8 +250,9 @@ impl Driver {
                 number => row.row.edit().set("_ng_attempt_index", number.to_string()).to_rope(),
             };
             let request = Request::post(cx, Route::from_static("/run"), body);
-            // Idempotent: environment servers join a replay of the same attempt to the first one.
-            let answer = client.send(&row.server, &request, CallOptions::idempotent()).await;
+            // Not idempotent: only our own relay joins a replay to the first one, and only at the same replica. An attempt
+            // whose fate is unknown is followed by another one, with a number of its own.
+            let answer = client.send(&row.server, &request, CallOptions::default()).await;
             let judged = judge(&row, attempt, answer)?;
             let (next, reward, failed) = match &judged {
                 Judged::Completed { reward, .. } => (Next::Done, *reward, None),
@@ -264,7 +265,18 @@ impl Driver {
             }
             let Some(outcome) = judged.into_outcome() else { return Ok(next) };
             let cx = CallContext::within(options.record_timeout.max(Duration::from_secs(1)) * 4);
-            match ledger.record(&cx, attempt, outcome).await {
+            let mut recorded = ledger.record(&cx, attempt, outcome).await;
+            let (mut next, mut failed) = (next, failed);
+            if let Err(error) = &recorded
+                && error.code() == Code::InvalidArgument
+            {
+                // The environment's answer contradicts its own row: that is its failure, not the ledger's.
+                let refused = refuse(&row, attempt, error)?;
+                (next, failed) = (Next::GiveUp, Some(FailureClass::VerifierError));
+                progress.fail(FailureClass::VerifierError);
+                recorded = ledger.record(&cx, attempt, refused).await;
+            }
+            match recorded {
                 Ok(()) => {
                     if failed.is_none() {
                         progress.complete(&row.agent, reward);

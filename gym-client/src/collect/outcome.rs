@@ -8,6 +8,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::driver::RolloutRow;
+use super::ledger::truth;
 
 /// Bytes of a failed answer's body kept in the sidecar; NeMo Gym keeps as many characters.
 const BODY_KEPT_MAX: usize = 2_000;
@@ -74,17 +75,21 @@ pub(super) fn judge(wanted: &RolloutRow, attempt: Attempt, answer: Result<Respon
         Ok(result) => result,
         Err(error) => return bad(format!("the answer to `/run` is not a JSON object: {error}")),
     };
+    // Nobody on the way has read the training arrays of a large row, and a line that is no JSON would spoil the file.
+    if let Err(error) = result.check() {
+        return bad(format!("the answer to `/run` is not JSON: {error}"));
+    }
     let marks: Marks = match result.view() {
         Ok(marks) => marks,
         Err(error) => return bad(format!("the answer to `/run` cannot be read: {error}")),
     };
-    if marks.no_persist.as_ref().is_some_and(truthy) {
+    if marks.no_persist.as_ref().is_some_and(truth) {
         return Ok(Judged::Lost);
     }
     let row = stamped(wanted, attempt, &result)?;
     if let Some(class) = marks.failure_class {
         let class = serde_json::from_value(Value::String(class)).unwrap_or(FailureClass::AgentRunError);
-        return Ok(Judged::Failed { class, terminal: marks.terminal.as_ref().is_some_and(truthy), row });
+        return Ok(Judged::Failed { class, terminal: marks.terminal.as_ref().is_some_and(truth), row });
     }
     match marks.reward {
         None => Ok(Judged::Completed { row, reward: None }),
@@ -98,10 +103,6 @@ fn of_code(response: &Response, code: Code) -> bool {
     response.metadata.get(CODE_METADATA) == Some(code.as_str())
 }
 
-fn truthy(value: &Value) -> bool {
-    !matches!(value, Value::Null | Value::Bool(false))
-}
-
 /// The result with the keys that tie it to its row, in NeMo Gym's order.
 fn stamped(wanted: &RolloutRow, attempt: Attempt, result: &RawObject) -> Result<RawObject> {
     let mut edit = result.edit();
@@ -110,9 +111,11 @@ fn stamped(wanted: &RolloutRow, attempt: Attempt, result: &RawObject) -> Result<
             edit = edit.set(key, value);
         }
     }
-    if attempt.number > 0 {
-        edit = edit.set("_ng_attempt_index", attempt.number.to_string());
-    }
+    // A row that was collected before may bring an earlier attempt's.
+    edit = match attempt.number {
+        0 => edit.remove("_ng_attempt_index"),
+        number => edit.set("_ng_attempt_index", number.to_string()),
+    };
     if let Some(id) = wanted.row.get("_ng_rollout_id") {
         edit = edit.set("_ng_rollout_id", id);
     }
@@ -121,6 +124,12 @@ fn stamped(wanted: &RolloutRow, attempt: Attempt, result: &RawObject) -> Result<
         edit = edit.set_value("_ng_result_type", &**kind)?;
     }
     Ok(edit.to_object()?)
+}
+
+/// The failure of an answer that the ledger does not take, because it contradicts its own row.
+pub(super) fn refuse(wanted: &RolloutRow, attempt: Attempt, error: &Error) -> Result<Outcome> {
+    let judged = failed(wanted, attempt, FailureClass::VerifierError, error, None)?;
+    judged.into_outcome().ok_or_else(|| Error::internal("a failure is an outcome"))
 }
 
 /// The sidecar's row of an attempt without a result.

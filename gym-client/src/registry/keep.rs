@@ -20,9 +20,8 @@ pub struct KeptLease {
 ///
 /// # Errors
 /// The first registration's.
-pub async fn keep(registry: Arc<dyn Registry>, cx: &CallContext, mut registration: Registration) -> Result<KeptLease> {
+pub async fn keep(registry: Arc<dyn Registry>, cx: &CallContext, registration: Registration) -> Result<KeptLease> {
     let lease = registry.register(cx, registration.clone()).await?;
-    registration.rank = Some(lease.rank);
     let stop = CancellationToken::new();
     let task = tokio::spawn(renew(registry, registration, lease.clone(), stop.clone()));
     Ok(KeptLease { stop, task, lease })
@@ -72,7 +71,15 @@ async fn renew(registry: Arc<dyn Registry>, registration: Registration, mut leas
             tracing::warn!(name = lease.name, %error, "the lease was not renewed; trying again");
             continue;
         }
-        match registry.register(&cx, registration.clone()).await {
+        // The same rank again if it is free; another one if somebody has come meanwhile and no rank was asked for.
+        let same = Registration { rank: Some(lease.rank), ..registration.clone() };
+        let again = match registry.register(&cx, same).await {
+            Err(error) if error.code() == Code::AlreadyExists && registration.rank.is_none() => {
+                registry.register(&cx, registration.clone()).await
+            }
+            again => again,
+        };
+        match again {
             Ok(again) => {
                 tracing::info!(name = lease.name, "registered again");
                 lease = again;

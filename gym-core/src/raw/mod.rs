@@ -97,6 +97,19 @@ impl RawObject {
         Ok(Self::parse(text)?)
     }
 
+    /// Checks the grammar of what [`RawObject::parse`] checked for its alphabet only.
+    ///
+    /// # Errors
+    /// When a training array is not JSON.
+    pub fn check(&self) -> Result<(), JsonError> {
+        if self.hollow.is_none() {
+            return Ok(());
+        }
+        serde_json::from_slice::<serde::de::IgnoredAny>(&self.text)
+            .map(drop)
+            .map_err(|error| json_error(&self.text, &error))
+    }
+
     /// `{}`.
     #[must_use]
     pub fn empty() -> Self {

@@ -105,6 +105,14 @@ fn a_large_text_is_read_without_its_training_arrays_and_kept_with_them() {
     assert_eq!(serde_json::from_slice::<Value>(&edited.to_bytes()).unwrap(), expected);
 }
 
+#[test]
+fn the_grammar_of_a_training_array_is_checked_when_asked_for() {
+    for (array, fine) in [("1,2", true), ("1,,2", false), ("1 2", false), (".", false), ("01", false)] {
+        let text = format!(r#"{{"prompt_token_ids":[{array}],"pad_log_probs":[{}0]}}"#, "0.5,".repeat(8_000));
+        assert_eq!(object(&text).check().is_ok(), fine, "{array}");
+    }
+}
+
 fn any_json() -> impl Strategy<Value = Value> {
     let leaf = prop_oneof![
         Just(Value::Null),

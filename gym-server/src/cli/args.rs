@@ -112,6 +112,9 @@ pub(super) struct RunArgs {
     /// How long running requests may go on after a stop, in seconds
     #[arg(long, value_name = "SECS", default_value = "10", value_parser = seconds)]
     pub(super) stop_grace: Duration,
+    /// How long a request may take whose caller names no deadline (Python callers do not), in seconds
+    #[arg(long, value_name = "SECS", default_value = "86400", value_parser = seconds)]
+    pub(super) request_timeout: Duration,
     /// Not supported yet
     #[arg(long, hide = true)]
     pub(super) head_only: bool,

@@ -4,6 +4,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use gym_client::http::HttpConfig;
 use gym_core::World;
 
 use super::args::{RunArgs, Starting};
@@ -39,6 +40,7 @@ pub(super) async fn run(
         head: (!serves_head).then(|| head.clone()),
         only: args.serve,
         stop_grace: args.stop_grace,
+        http: HttpConfig { default_deadline: args.request_timeout, ..HttpConfig::default() },
         ..options(&loaded, &args.starting, console)
     };
     let world = World::real();

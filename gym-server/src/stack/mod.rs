@@ -328,18 +328,18 @@ impl Stack {
         &self.metrics
     }
 
-    /// Stops everything: leases first, so that nobody new comes; then environment servers, agents, models and resources,
-    /// each with the grace; then the children; the head last.
+    /// Stops everything: environment servers, agents, models and resources, each with the grace, so that episodes under way
+    /// still find whom they need; then the leases, the children and the head.
     pub async fn stop(mut self) {
+        let head = self.tiers.pop();
+        for tier in self.tiers.drain(..) {
+            tier.stop().await;
+        }
         let mut ending = JoinSet::new();
         for lease in self.leases.drain(..) {
             ending.spawn(lease.end(Duration::from_secs(2)));
         }
         while ending.join_next().await.is_some() {}
-        let head = self.tiers.pop();
-        for tier in self.tiers.drain(..) {
-            tier.stop().await;
-        }
         if let Some(children) = self.children.take() {
             children.stop(self.stop_grace).await;
         }

@@ -106,7 +106,10 @@ impl Children {
                     if *told.borrow_and_update() {
                         return Ok(());
                     }
-                    if let ChildState::GaveUp(report) | ChildState::Exited(report) = &*events.borrow_and_update() {
+                    if let ChildState::GaveUp(report)
+                    | ChildState::Exited(report)
+                    | ChildState::Backoff { last: report, .. } = &*events.borrow_and_update()
+                    {
                         return Err(Error::not_started(
                             Code::Unavailable,
                             format!("it exited while starting: {report}"),
@@ -224,7 +227,8 @@ async fn watch_over(watched: Watched) {
                 watched.ready.send_replace(true);
                 tracing::info!(server = watched.instance.name, pid, "serves");
             }
-            ChildState::Exited(report) => {
+            // `Exited` is followed by `Backoff` at once, and a watch shows only the newest.
+            ChildState::Exited(report) | ChildState::Backoff { last: report, .. } => {
                 tracing::warn!(server = watched.instance.name, "{report}");
                 if let Some(lease) = lease.take() {
                     lease.end(Duration::from_secs(2)).await;

@@ -29,6 +29,7 @@ use tokio::task::JoinHandle;
 
 use index::{Class, Part};
 pub use recover::Opened;
+pub(super) use recover::truth;
 use states::KeyStates;
 use writer::{Order, QUEUE_ROWS, Row, Stopped, Writer};
 

@@ -314,7 +314,8 @@ pub(super) fn check_row(attempt: Attempt, class: Class, row: &RawObject) -> Resu
 }
 
 /// What Python's `bool()` says of it.
-fn truth(value: &Value) -> bool {
+/// What Python takes for true.
+pub(in crate::collect) fn truth(value: &Value) -> bool {
     match value {
         Value::Null => false,
         Value::Bool(value) => *value,

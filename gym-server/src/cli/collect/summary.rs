@@ -68,7 +68,7 @@ pub(super) fn advice(collected: &Collected) -> Option<String> {
         }
         Ended::Exhausted => format!(
             "{} rollouts failed; see {}, and run the same command with --resume to try again those with attempts left",
-            snapshot.total - recorded(collected),
+            snapshot.total.saturating_sub(recorded(collected)),
             collected.files.failures.display()
         ),
     })
