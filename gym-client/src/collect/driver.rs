@@ -254,7 +254,7 @@ impl Driver {
             // whose fate is unknown is followed by another one, with a number of its own.
             let answer = client.send(&row.server, &request, CallOptions::default()).await;
             let judged = judge(&row, attempt, answer)?;
-            let (next, reward, failed) = match &judged {
+            let (mut next, reward, mut failed) = match &judged {
                 Judged::Completed { reward, .. } => (Next::Done, *reward, None),
                 Judged::Failed { terminal: true, class, .. } => (Next::GiveUp, None, Some(*class)),
                 Judged::Failed { class, .. } => (next_after(*class), None, Some(*class)),
@@ -266,7 +266,6 @@ impl Driver {
             let Some(outcome) = judged.into_outcome() else { return Ok(next) };
             let cx = CallContext::within(options.record_timeout.max(Duration::from_secs(1)) * 4);
             let mut recorded = ledger.record(&cx, attempt, outcome).await;
-            let (mut next, mut failed) = (next, failed);
             if let Err(error) = &recorded
                 && error.code() == Code::InvalidArgument
             {

@@ -73,6 +73,25 @@ pub(crate) fn dumps(raw: &str, into: &mut String) -> Result<(), serde_json::Erro
     push_dumps(raw, into, 0)
 }
 
+/// Items between two brackets, with a comma and a blank between them: both of Python's spellings write containers so.
+fn push_joined<T>(
+    brackets: &str,
+    items: impl IntoIterator<Item = T>,
+    into: &mut String,
+    mut push: impl FnMut(T, &mut String) -> Result<(), serde_json::Error>,
+) -> Result<(), serde_json::Error> {
+    let (open, close) = brackets.split_at(1);
+    into.push_str(open);
+    for (place, item) in items.into_iter().enumerate() {
+        if place > 0 {
+            into.push_str(", ");
+        }
+        push(item, into)?;
+    }
+    into.push_str(close);
+    Ok(())
+}
+
 fn push_dumps(raw: &str, into: &mut String, depth: usize) -> Result<(), serde_json::Error> {
     let depth = deeper(depth)?;
     match Json::parse(raw)? {
@@ -81,28 +100,12 @@ fn push_dumps(raw: &str, into: &mut String, depth: usize) -> Result<(), serde_js
         Json::Int(text) => into.push_str(text),
         Json::Float(value) => into.push_str(&float_repr(value)),
         Json::Text(text) => dumps_text(&text, into),
-        Json::List(items) => {
-            into.push('[');
-            for (place, item) in items.into_iter().enumerate() {
-                if place > 0 {
-                    into.push_str(", ");
-                }
-                push_dumps(item, into, depth)?;
-            }
-            into.push(']');
-        }
-        Json::Dict(members) => {
-            into.push('{');
-            for (place, (key, value)) in members.iter().enumerate() {
-                if place > 0 {
-                    into.push_str(", ");
-                }
-                dumps_text(key, into);
-                into.push_str(": ");
-                push_dumps(value, into, depth)?;
-            }
-            into.push('}');
-        }
+        Json::List(items) => push_joined("[]", items, into, |item, into| push_dumps(item, into, depth))?,
+        Json::Dict(members) => push_joined("{}", members.iter(), into, |(key, value), into| {
+            dumps_text(key, into);
+            into.push_str(": ");
+            push_dumps(value, into, depth)
+        })?,
     }
     Ok(())
 }
@@ -153,28 +156,12 @@ fn push_repr(raw: &str, into: &mut String, depth: usize) -> Result<(), serde_jso
         Json::Int(text) => into.push_str(&float_repr(text.parse().unwrap_or(f64::NAN))),
         Json::Float(value) => into.push_str(&float_repr(value)),
         Json::Text(text) => repr_text(&text, into),
-        Json::List(items) => {
-            into.push('[');
-            for (place, item) in items.into_iter().enumerate() {
-                if place > 0 {
-                    into.push_str(", ");
-                }
-                push_repr(item, into, depth)?;
-            }
-            into.push(']');
-        }
-        Json::Dict(members) => {
-            into.push('{');
-            for (place, (key, value)) in members.iter().enumerate() {
-                if place > 0 {
-                    into.push_str(", ");
-                }
-                repr_text(key, into);
-                into.push_str(": ");
-                push_repr(value, into, depth)?;
-            }
-            into.push('}');
-        }
+        Json::List(items) => push_joined("[]", items, into, |item, into| push_repr(item, into, depth))?,
+        Json::Dict(members) => push_joined("{}", members.iter(), into, |(key, value), into| {
+            repr_text(key, into);
+            into.push_str(": ");
+            push_repr(value, into, depth)
+        })?,
     }
     Ok(())
 }
