@@ -1,6 +1,7 @@
 //! The vocabulary and the seams of the gym SDK.
 #![forbid(unsafe_code)]
 
+mod batch;
 mod channel;
 mod context;
 mod error;
@@ -16,11 +17,13 @@ mod responses;
 mod retry;
 mod rollout;
 mod server;
+mod tensor;
 #[cfg(feature = "testing")]
 pub mod testing;
 mod transport;
 mod world;
 
+pub use batch::{Batch, BatchSchema, Column, ColumnSchema, JsonRows, Offsets, Payload, Ragged, Uneven};
 pub use channel::{Channel, INCARNATION_METADATA, Link, PathInfo, Reply};
 pub use context::{CallContext, DEFAULT_DEADLINE, DEFAULT_REPLY_BYTES_MAX, Incarnation, TraceContext};
 pub use error::{Code, Error, Execution, Result};
@@ -41,5 +44,6 @@ pub use rollout::{Attempt, FailureClass, TaskKey};
 pub use server::{
     AgentServer, EnvironmentServer, ModelServer, ResourcesServer, ServerKind, SessionId, Verdict, unknown_tool,
 };
+pub use tensor::{DType, Element, Tensor};
 pub use transport::{ConnectOptions, Connector, Endpoint, Incoming, Listener, PeerInfo};
 pub use world::{FileLock, Files, RealFiles, World};
