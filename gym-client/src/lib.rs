@@ -10,6 +10,7 @@ mod peer;
 mod pick;
 pub mod registry;
 mod server_client;
+pub mod train;
 mod transports;
 
 pub use cookies::CookieJar;

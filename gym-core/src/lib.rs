@@ -1,6 +1,7 @@
 //! The vocabulary and the seams of the gym SDK.
 #![forbid(unsafe_code)]
 
+pub mod advantages;
 mod batch;
 mod channel;
 mod context;

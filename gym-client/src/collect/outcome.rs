@@ -91,11 +91,24 @@ pub(super) fn judge(wanted: &RolloutRow, attempt: Attempt, answer: Result<Respon
         let class = serde_json::from_value(Value::String(class)).unwrap_or(FailureClass::AgentRunError);
         return Ok(Judged::Failed { class, terminal: marks.terminal.as_ref().is_some_and(truth), row });
     }
-    match marks.reward {
-        None => Ok(Judged::Completed { row, reward: None }),
-        Some(Value::Number(reward)) => Ok(Judged::Completed { row, reward: reward.as_f64() }),
-        Some(Value::Bool(reward)) => Ok(Judged::Completed { row, reward: Some(if reward { 1.0 } else { 0.0 }) }),
-        Some(other) => bad(format!("the answer to `/run` has the reward {other}, which is not a number")),
+    match number(marks.reward) {
+        Ok(reward) => Ok(Judged::Completed { row, reward }),
+        Err(other) => bad(format!("the answer to `/run` has the reward {other}, which is not a number")),
+    }
+}
+
+/// The reward of a completed row; `None` where it has none.
+pub(crate) fn reward_of(row: &RawObject) -> Option<f64> {
+    number(row.get_as("reward").ok()?).ok()?
+}
+
+/// What counts as a reward: a number, or Python's bool; `null` is none.
+fn number(reward: Option<Value>) -> std::result::Result<Option<f64>, Value> {
+    match reward {
+        None | Some(Value::Null) => Ok(None),
+        Some(Value::Number(reward)) => Ok(reward.as_f64()),
+        Some(Value::Bool(reward)) => Ok(Some(f64::from(u8::from(reward)))),
+        Some(other) => Err(other),
     }
 }
 

@@ -4,7 +4,7 @@
 //! without a sync, so after a crash it may be behind, torn, or ahead of the rows; opening believes no record that does not fit
 //! the line it speaks of.
 
-use gym_core::{Attempt, TaskKey};
+use gym_core::{Attempt, Outcome, TaskKey};
 
 /// Bytes of a record, and of the header.
 pub(super) const RECORD_BYTES: usize = 40;
@@ -31,6 +31,16 @@ pub(super) enum Class {
 pub(super) enum Part {
     Rollouts,
     Failures,
+}
+
+impl Class {
+    pub(super) fn of(outcome: &Outcome) -> Self {
+        match outcome {
+            Outcome::Completed(_) => Self::Completed,
+            Outcome::Failed { terminal: true, .. } => Self::Terminal,
+            Outcome::Failed { terminal: false, .. } => Self::Failed,
+        }
+    }
 }
 
 impl Part {

@@ -10,6 +10,7 @@
 
 mod index;
 mod lines;
+mod memory;
 mod recover;
 mod states;
 #[cfg(test)]
@@ -28,6 +29,7 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinHandle;
 
 use index::{Class, Part};
+pub use memory::MemoryLedger;
 pub use recover::Opened;
 pub(super) use recover::truth;
 use states::KeyStates;
@@ -228,11 +230,8 @@ impl Ledger for JsonlLedger {
         if let Some(late) = late {
             return Err(late.into_error("record", &attempt));
         }
-        let (class, row) = match outcome {
-            Outcome::Completed(row) => (Class::Completed, row),
-            Outcome::Failed { terminal: true, row, .. } => (Class::Terminal, row),
-            Outcome::Failed { terminal: false, row, .. } => (Class::Failed, row),
-        };
+        let class = Class::of(&outcome);
+        let (Outcome::Completed(row) | Outcome::Failed { row, .. }) = outcome;
         recover::check_row(attempt, class, &row)?;
         let text = one_line(row.into_text());
         self.order(cx, |done| Order::Row(Row { attempt, class, text, done })).await

@@ -12,7 +12,7 @@ use gym_core::{
     Attempt, CallContext, Code, FailureClass, Files, Ledger, Outcome, RawObject, RealFiles, Result, TaskKey,
 };
 
-use super::{JsonlLedger, Opened, Start, failures_path, index_path, one_line};
+use super::{JsonlLedger, MemoryLedger, Opened, Start, failures_path, index_path, one_line};
 
 fn output() -> PathBuf {
     PathBuf::from("results/rollouts.jsonl")
@@ -134,6 +134,40 @@ async fn the_ledger_over_simulated_files_keeps_the_contract() {
 #[tokio::test]
 async fn the_ledger_over_real_files_keeps_the_contract() {
     conformance::ledger(|| RealBench { folder: tempfile::tempdir().unwrap(), open: None }).await;
+}
+
+#[derive(Debug, Default)]
+struct MemoryBench {
+    ledger: Arc<MemoryLedger>,
+    rows: Vec<String>,
+}
+
+#[async_trait]
+impl conformance::LedgerBench for MemoryBench {
+    async fn open(&mut self) -> Result<Arc<dyn Ledger>> {
+        Ok(Arc::<MemoryLedger>::clone(&self.ledger))
+    }
+
+    async fn close(&mut self) {}
+
+    async fn crash(&mut self) -> bool {
+        // It lives and dies with its process.
+        false
+    }
+
+    async fn rows(&mut self) -> Vec<String> {
+        for outcome in self.ledger.take_outcomes().into_values() {
+            if let Outcome::Completed(row) = outcome {
+                self.rows.push(String::from_utf8(row.into_text().to_vec()).unwrap());
+            }
+        }
+        self.rows.clone()
+    }
+}
+
+#[tokio::test]
+async fn the_ledger_in_memory_keeps_the_contract() {
+    conformance::ledger(MemoryBench::default).await;
 }
 
 #[tokio::test]

@@ -1,0 +1,95 @@
+//! The single-controller GRPO loop: generation workers answer, rollouts score, policy workers train.
+//!
+//! `cargo run --release --bin grpo` trains a table of preferences (a stand-in for a model, with a stand-in loss) until it
+//! answers sums right. The rewards are real: every answer is played as a rollout through a head, an agent, a model and a
+//! resources server of this process. What `--help` lists can be changed.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use clap::Parser;
+use gym_client::config::{ConfigLoader, Overrides, free_port};
+use gym_client::train::{Grpo, GrpoConfig, RolloutEnvironment};
+use gym_core::{CallContext, InProcessGroup, RankLayout, World};
+use gym_examples::math::Math;
+use gym_examples::training::{
+    DATA_AXIS, GenerationWorker, Loss, Operator, PolicyWorker, Table, TableGeneration, TablePolicy, played, prompts,
+};
+use gym_server::{Servers, Stack, StackOptions};
+
+/// Trains a stand-in policy on rollouts of the math environment.
+#[derive(Parser)]
+struct Arguments {
+    /// Training steps.
+    #[arg(long, default_value_t = 30)]
+    steps: u64,
+    /// Prompts in each step.
+    #[arg(long, default_value_t = 16)]
+    prompts: usize,
+    /// Answers to each prompt.
+    #[arg(long, default_value_t = 8)]
+    generations: usize,
+    /// Ranks of the policy, and of the generation engine.
+    #[arg(long, default_value_t = 4)]
+    ranks: usize,
+    /// Step length.
+    #[arg(long, default_value_t = 2.0)]
+    learning_rate: f32,
+    /// Seed of the tasks and of the sampling.
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+}
+
+fn main() -> anyhow::Result<()> {
+    gym_client::launch::enter();
+    let arguments = Arguments::parse();
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    runtime.block_on(async { tokio::spawn(train(arguments)).await? })
+}
+
+async fn train(arguments: Arguments) -> anyhow::Result<()> {
+    let world = World::real();
+    let mut random = world.rng();
+    let config = ConfigLoader::new(".")
+        .pick_port(move |wish| free_port(wish, &mut random))
+        .load(&["examples/configs/grpo.yaml"], &Overrides::parse(["+head_server.port=0"])?)?;
+    let servers = Servers::stock().scripted_policy(played).resources("math", |_| Ok(Math));
+    let stack = Stack::start(config, &servers, &world, StackOptions::default()).await?;
+    let environment =
+        RolloutEnvironment::new(stack.client().clone(), &world, "math_environment_server", "math_simple_agent");
+
+    let layout = RankLayout::new([(DATA_AXIS, arguments.ranks)])?;
+    let policy = Arc::new(InProcessGroup::start::<PolicyWorker>("policy", layout.clone(), Table::default()).await?);
+    let engine = Arc::new(InProcessGroup::start::<GenerationWorker>("generation", layout, ()).await?);
+    let generation = TableGeneration::new(engine, policy.clone(), arguments.seed);
+    let trained = TablePolicy::new(policy, arguments.learning_rate);
+
+    let config = GrpoConfig { num_generations_per_prompt: arguments.generations, ..GrpoConfig::default() };
+    let loss = Loss { reference_policy_kl_penalty: 0.01 };
+    let mut grpo = Grpo::new(config)?;
+    let mut random = fastrand::Rng::with_seed(arguments.seed);
+    println!("step  reward  scored  stand-in loss  grad norm  generation  rollouts  training");
+    for _ in 0..arguments.steps {
+        let cx = CallContext::within(Duration::from_secs(600));
+        let batch = prompts(arguments.prompts, &mut random)?;
+        let step = grpo.step(&cx, (&trained, &generation, &environment), &batch, &loss).await?;
+        println!(
+            "{:>4}  {:>6.3}  {:>6}  {:>13.4}  {:>9.4}  {:>10.1?}  {:>8.1?}  {:>8.1?}",
+            step.number,
+            step.reward_mean,
+            step.scored,
+            step.stats.loss,
+            step.stats.grad_norm,
+            step.durations.generation,
+            step.durations.reward_calculation,
+            step.durations.policy_training,
+        );
+    }
+    let weights = generation.weights(&CallContext::default()).await?;
+    for (row, operator) in Operator::ALL.iter().enumerate() {
+        let right = weights.probabilities(row)[row];
+        println!("the policy carries out {} for `{}` with probability {right:.3}", operator.symbol(), operator.symbol());
+    }
+    stack.stop().await;
+    Ok(())
+}

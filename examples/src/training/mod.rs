@@ -1,0 +1,122 @@
+//! Training with a stand-in for a model: a table of preferences instead of weights.
+//!
+//! The "policy" sees a sum such as `7 * 5` and chooses which operation to carry out. For each operator it keeps a preference
+//! for each choice; a softmax over them is its distribution. That is small enough to train on a laptop and large enough for
+//! everything around it to be real: generations are sampled on the ranks of one group, scored by rollouts through the SDK's own
+//! servers, and the policy is trained on the ranks of another.
+
+mod generation;
+mod model;
+mod policy;
+mod tasks;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use gym_client::train::{Generation, Policy};
+use gym_core::{Batch, CallContext, Dispatch, Result, WorkerGroup, WorkerGroupExt};
+
+pub use generation::{Generate, GenerationWorker, LoadWeights};
+pub use model::{Choice, Operator, Table};
+pub use policy::{Apply, Gradient, LogProbs, Loss, PolicyWorker, ReadWeights, Update, Weights};
+pub use tasks::{played, prompts};
+
+/// The axis along which batches are sharded.
+pub const DATA_AXIS: &str = "data_parallel";
+
+/// The policy's worker group as the training loop sees it.
+#[derive(Debug)]
+pub struct TablePolicy {
+    group: Arc<dyn WorkerGroup>,
+    learning_rate: f32,
+}
+
+/// What a training step reports.
+#[derive(Clone, Copy, Debug)]
+pub struct Stats {
+    /// The stand-in loss, a mean over the rows that have a reward.
+    pub loss: f32,
+    /// The gradient's Euclidean norm.
+    pub grad_norm: f32,
+}
+
+impl TablePolicy {
+    /// Trains the workers of `group`, all of which begin with the same table.
+    #[must_use]
+    pub fn new(group: Arc<dyn WorkerGroup>, learning_rate: f32) -> Self {
+        Self { group, learning_rate }
+    }
+
+    async fn log_probs_under(&self, cx: &CallContext, batch: &Batch, weights: Weights) -> Result<Batch> {
+        let call = self.group.call(LogProbs, weights).context(cx).batch(batch.clone());
+        call.dispatch(Dispatch::shard(DATA_AXIS)).await?.batch()
+    }
+}
+
+impl Policy for TablePolicy {
+    type Loss = Loss;
+    type Stats = Stats;
+
+    async fn log_probs(&self, cx: &CallContext, batch: &Batch) -> Result<Batch> {
+        self.log_probs_under(cx, batch, Weights::Current).await
+    }
+
+    async fn reference_log_probs(&self, cx: &CallContext, batch: &Batch) -> Result<Batch> {
+        self.log_probs_under(cx, batch, Weights::Reference).await
+    }
+
+    /// Each rank differentiates its shard; the gradients meet here, where a real policy has an all-reduce among its ranks.
+    async fn train(&self, cx: &CallContext, batch: Batch, loss: &Loss) -> Result<Stats> {
+        let shards = self.group.call(Gradient, *loss).context(cx).batch(batch).dispatch(Dispatch::shard(DATA_AXIS));
+        let mut total = Update::default();
+        for shard in shards.await?.into_values() {
+            total.add(&shard);
+        }
+        let stats = Stats { loss: total.mean_loss(), grad_norm: total.gradient_norm() };
+        total.learning_rate = self.learning_rate;
+        self.group.call(Apply, total).context(cx).await?;
+        Ok(stats)
+    }
+}
+
+/// The generation engine's worker group as the training loop sees it.
+#[derive(Debug)]
+pub struct TableGeneration {
+    group: Arc<dyn WorkerGroup>,
+    /// Where the weights come from.
+    policy: Arc<dyn WorkerGroup>,
+    /// Different for every call, so that no two steps sample alike.
+    seed: AtomicU64,
+}
+
+impl TableGeneration {
+    /// Samples on the workers of `group` with the weights of `policy`.
+    #[must_use]
+    pub fn new(group: Arc<dyn WorkerGroup>, policy: Arc<dyn WorkerGroup>, seed: u64) -> Self {
+        Self { group, policy, seed: AtomicU64::new(seed) }
+    }
+
+    /// The policy's current weights.
+    ///
+    /// # Errors
+    /// When rank 0 of the policy does not answer.
+    pub async fn weights(&self, cx: &CallContext) -> Result<Table> {
+        let call = self.policy.call(ReadWeights, ()).context(cx).dispatch(Dispatch::rank(0));
+        Ok(call.await?.into_one()?.value)
+    }
+}
+
+impl Generation for TableGeneration {
+    /// By way of the controller, because a table is a few numbers. Real weights move from rank to rank.
+    async fn refit(&self, cx: &CallContext) -> Result<()> {
+        let weights = self.weights(cx).await?;
+        self.group.call(LoadWeights, weights).context(cx).await?;
+        Ok(())
+    }
+
+    async fn generate(&self, cx: &CallContext, prompts: &Batch) -> Result<Batch> {
+        let seed = self.seed.fetch_add(1, Ordering::Relaxed);
+        let call = self.group.call(Generate, seed).context(cx).batch(prompts.clone());
+        call.dispatch(Dispatch::shard(DATA_AXIS)).await?.batch()
+    }
+}

@@ -1,0 +1,162 @@
+//! One step of group relative policy optimisation, in the order of NeMo RL's `grpo_train`.
+
+use std::time::Duration;
+
+use gym_core::advantages::Baselines;
+use gym_core::{Batch, CallContext, Code, Error, Result, Tensor};
+use tokio::time::Instant;
+
+use super::{Environment, Generation, Policy, beside, of_rows};
+
+/// What is fixed over a training run. The names are NeMo RL's.
+#[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct GrpoConfig {
+    /// Answers to each prompt; they are each other's baseline.
+    pub num_generations_per_prompt: usize,
+    /// Whether a row's own reward stays out of its baseline.
+    pub use_leave_one_out_baseline: bool,
+    /// Whether advantages are divided by the standard deviation of their group.
+    pub normalize_rewards: bool,
+}
+
+impl Default for GrpoConfig {
+    /// NeMo RL's: 16 generations, both switches on.
+    fn default() -> Self {
+        Self { num_generations_per_prompt: 16, use_leave_one_out_baseline: true, normalize_rewards: true }
+    }
+}
+
+/// A training run's state between steps: whether the generation engine has the policy's weights.
+#[derive(Debug)]
+pub struct Grpo {
+    config: GrpoConfig,
+    stale: bool,
+    steps: u64,
+}
+
+/// What a step came to.
+#[derive(Clone, Debug)]
+pub struct GrpoStep<S> {
+    /// Its number, from 1.
+    pub number: u64,
+    /// What the policy reports of its training.
+    pub stats: S,
+    /// The mean over the rows that have a reward.
+    pub reward_mean: f64,
+    /// Rows that have a reward.
+    pub scored: usize,
+    /// Rows without: masked, not trained on.
+    pub unscored: usize,
+    /// Where the time went.
+    pub durations: Durations,
+}
+
+/// Where a step's time went. The fields are NeMo RL's timer labels.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Durations {
+    /// Weights to the generation engine; zero when it had them.
+    pub prepare_for_generation: Duration,
+    /// Answers.
+    pub generation: Duration,
+    /// The environment.
+    pub reward_calculation: Duration,
+    /// Both passes over the answers.
+    pub policy_and_reference_logprobs: Duration,
+    /// The optimiser step.
+    pub policy_training: Duration,
+}
+
+impl Grpo {
+    /// A run that has not begun: the generation engine is refit before its first answer.
+    ///
+    /// # Errors
+    /// `InvalidArgument` without generations.
+    pub fn new(config: GrpoConfig) -> Result<Self> {
+        if config.num_generations_per_prompt == 0 {
+            return Err(Error::invalid("num_generations_per_prompt must be at least 1"));
+        }
+        Ok(Self { config, stale: true, steps: 0 })
+    }
+
+    /// Refit if stale, generate, step, log probs, reference log probs, advantages, train.
+    ///
+    /// What [`Policy::train`] gets beside the generations' and the policy's own columns, one value a row, all `float32`:
+    /// `total_reward` (0 where there is none), `sample_mask` (1 where there is one, else 0), `baseline`, `std`, `advantages`.
+    ///
+    /// # Errors
+    /// The first error of an interface; `FailedPrecondition` when no row has a reward. Nothing was trained then.
+    pub async fn step<P: Policy, G: Generation, E: Environment>(
+        &mut self,
+        cx: &CallContext,
+        (policy, generation, environment): (&P, &G, &E),
+        prompts: &Batch,
+        loss: &P::Loss,
+    ) -> Result<GrpoStep<P::Stats>> {
+        let prompts = prompts.repeat_interleave(self.config.num_generations_per_prompt)?;
+        let mut lap = Lap(Instant::now());
+        let mut durations = Durations::default();
+        if self.stale {
+            generation.refit(cx).await?;
+            self.stale = false;
+            durations.prepare_for_generation = lap.next();
+        }
+        let generations = generation.generate(cx, &prompts).await?;
+        of_rows(generations.rows(), prompts.rows(), "generate")?;
+        durations.generation = lap.next();
+
+        let scores = environment.step(cx, &generations).await?;
+        of_rows(scores.rewards.len(), generations.rows(), "environment step")?;
+        durations.reward_calculation = lap.next();
+
+        let log_probs = policy.log_probs(cx, &generations).await?;
+        let reference = policy.reference_log_probs(cx, &generations).await?;
+        durations.policy_and_reference_logprobs = lap.next();
+
+        let (training, reward_mean, scored) = self.training_batch(generations, &scores.rewards)?;
+        let training = beside(training, &scores.columns, "environment step")?;
+        let training = beside(training, &log_probs, "log probs")?;
+        let training = beside(training, &reference, "reference log probs")?;
+        // From here on the weights may have changed, also when the answer is lost.
+        self.stale = true;
+        let stats = policy.train(cx, training, loss).await?;
+        durations.policy_training = lap.next();
+        self.steps += 1;
+        let unscored = scores.rewards.len() - scored;
+        Ok(GrpoStep { number: self.steps, stats, reward_mean, scored, unscored, durations })
+    }
+
+    /// The generations with their rewards and advantages, the mean reward, and how many rows have one.
+    fn training_batch(&self, generations: Batch, rewards: &[Option<f32>]) -> Result<(Batch, f64, usize)> {
+        let rows = rewards.len();
+        let scored = rewards.iter().flatten().count();
+        if scored == 0 {
+            let message = format!("none of {rows} rollouts has a reward: there is nothing to train on");
+            return Err(Error::not_started(Code::FailedPrecondition, message).about("grpo step"));
+        }
+        let group = self.config.num_generations_per_prompt;
+        let baselines = Baselines::of_neighbours(rewards, group, self.config.use_leave_one_out_baseline)?;
+        let advantages = baselines.advantages(rewards, self.config.normalize_rewards);
+        let value = |reward: &Option<f32>| reward.unwrap_or(0.0);
+        let mask = |reward: &Option<f32>| f32::from(u8::from(reward.is_some()));
+        let column = |values: Vec<f32>| Tensor::from_vec([rows], values);
+        let training = generations
+            .with("total_reward", column(rewards.iter().map(value).collect())?)?
+            .with("sample_mask", column(rewards.iter().map(mask).collect())?)?
+            .with("baseline", column(baselines.baseline)?)?
+            .with("std", column(baselines.std)?)?
+            .with("advantages", column(advantages)?)?;
+        let sum: f64 = rewards.iter().flatten().map(|reward| f64::from(*reward)).sum();
+        Ok((training, sum / scored as f64, scored))
+    }
+}
+
+/// A stop watch.
+struct Lap(Instant);
+
+impl Lap {
+    fn next(&mut self) -> Duration {
+        let now = Instant::now();
+        now.duration_since(std::mem::replace(&mut self.0, now))
+    }
+}
