@@ -12,6 +12,7 @@ mod layout;
 mod ledger;
 mod message;
 pub mod metrics;
+pub mod packing;
 mod raw;
 mod registry;
 mod responses;
@@ -29,7 +30,7 @@ pub use dispatch::{Assignment, Dispatch, Free, PlanError};
 pub use error::{Code, Error, Execution, Result};
 pub use handler::{Fenced, Handler, from_tower, handler_fn};
 pub use in_process::InProcess;
-pub use layout::{Axis, LayoutError, Parallelism, REPLICATED_AXES, Rank, RankLayout, SubLayout};
+pub use layout::{Axis, LayoutError, Parallelism, RANKS_MAX, REPLICATED_AXES, Rank, RankLayout, SubLayout};
 pub use ledger::{KeyState, Ledger, Outcome};
 pub use message::{
     CODE_METADATA, ContentType, EXECUTION_METADATA, Message, Metadata, Request, Response, Rope, Route, Status, Verb,
