@@ -4,13 +4,16 @@
 mod batch;
 mod channel;
 mod context;
+mod dispatch;
 mod error;
 pub mod frame;
 mod handler;
 pub mod in_process;
+mod layout;
 mod ledger;
 mod message;
 pub mod metrics;
+pub mod packing;
 mod raw;
 mod registry;
 mod responses;
@@ -26,9 +29,11 @@ mod world;
 pub use batch::{Batch, BatchSchema, Column, ColumnSchema, JsonRows, Offsets, Payload, Ragged, Uneven};
 pub use channel::{Channel, INCARNATION_METADATA, Link, PathInfo, Reply};
 pub use context::{CallContext, DEFAULT_DEADLINE, DEFAULT_REPLY_BYTES_MAX, Incarnation, TraceContext};
+pub use dispatch::{Assignment, Dispatch, Free, PlanError};
 pub use error::{Code, Error, Execution, Result};
 pub use handler::{Fenced, Handler, from_tower, handler_fn};
 pub use in_process::InProcess;
+pub use layout::{Axis, LayoutError, Parallelism, RANKS_MAX, REPLICATED_AXES, Rank, RankLayout, SubLayout};
 pub use ledger::{KeyState, Ledger, Outcome};
 pub use message::{
     CODE_METADATA, ContentType, EXECUTION_METADATA, Message, Metadata, Request, Response, Rope, Route, Status, Verb,
