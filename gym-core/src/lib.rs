@@ -26,7 +26,11 @@ pub mod testing;
 mod transport;
 mod world;
 
-pub use batch::{Batch, BatchSchema, Column, ColumnSchema, JsonRows, Offsets, Payload, Ragged, Uneven};
+pub use batch::{
+    Assembly, Batch, BatchSchema, Column, ColumnSchema, DynamicBatching, JsonRows, MicroBatch, MicroBatchChunk,
+    MicroBatches, MicrobatchOrder, Offsets, Packed, Padding, Payload, Ragged, RowShape, Segment, SegmentId,
+    SegmentSchema, SequencePacking, Sharded, Sharding, Side, Uneven,
+};
 pub use channel::{Channel, INCARNATION_METADATA, Link, PathInfo, Reply};
 pub use context::{CallContext, DEFAULT_DEADLINE, DEFAULT_REPLY_BYTES_MAX, Incarnation, TraceContext};
 pub use dispatch::{Assignment, Dispatch, Free, PlanError};
@@ -49,6 +53,6 @@ pub use rollout::{Attempt, FailureClass, TaskKey};
 pub use server::{
     AgentServer, EnvironmentServer, ModelServer, ResourcesServer, ServerKind, SessionId, Verdict, unknown_tool,
 };
-pub use tensor::{DType, Element, Tensor};
+pub use tensor::{DType, Element, Scalar, Tensor, bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
 pub use transport::{ConnectOptions, Connector, Endpoint, Incoming, Listener, PeerInfo};
 pub use world::{FileLock, Files, RealFiles, World};
