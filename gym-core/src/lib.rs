@@ -19,6 +19,7 @@ mod registry;
 mod responses;
 mod retry;
 mod rollout;
+pub mod safetensors;
 mod server;
 mod tensor;
 #[cfg(feature = "testing")]
