@@ -14,11 +14,18 @@
 //!
 //! `slice` and `shard` share the memory of the whole; `select`, `concat` and `repeat_interleave` copy, once.
 
+mod assemble;
+mod balance;
 mod codec;
 mod column;
 mod concat;
+mod media;
+mod micro;
 mod offsets;
+mod packed;
+mod pad;
 mod payload;
+mod select;
 mod shard;
 
 use std::ops::Range;
@@ -26,9 +33,14 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value};
 
-pub use codec::{BatchSchema, ColumnSchema};
+pub use assemble::Assembly;
+pub use balance::{DynamicBatching, MicrobatchOrder, SequencePacking, Sharded, Sharding};
+pub use codec::{BatchSchema, ColumnSchema, SegmentSchema};
 pub use column::{Column, JsonRows, Ragged};
+pub use micro::{MicroBatch, MicroBatchChunk, MicroBatches, RowShape};
 pub use offsets::Offsets;
+pub use packed::{Packed, Segment, SegmentId};
+pub use pad::{Padding, Side};
 pub use payload::Payload;
 pub use shard::Uneven;
 
@@ -40,6 +52,7 @@ use crate::tensor::check_range;
 pub struct Batch {
     columns: Vec<(Arc<str>, Column)>,
     metadata: Map<String, Value>,
+    micro_batches: Option<Arc<MicroBatches>>,
 }
 
 impl Batch {
@@ -179,7 +192,7 @@ impl Batch {
     /// A batch of the same names and metadata.
     fn map_columns(&self, mut of: impl FnMut(&Column) -> Column) -> Self {
         let columns = self.columns.iter().map(|(name, column)| (Arc::clone(name), of(column))).collect();
-        Self { columns, metadata: self.metadata.clone() }
+        Self { columns, metadata: self.metadata.clone(), micro_batches: None }
     }
 
     fn position(&self, name: &str) -> Option<usize> {

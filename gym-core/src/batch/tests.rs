@@ -22,6 +22,11 @@ pub(super) fn every_kind(rows: usize) -> Batch {
         .unwrap()
 }
 
+/// The `x` column.
+pub(super) fn x(batch: &Batch) -> Vec<i64> {
+    batch.column("x").unwrap().dense().unwrap().to_i64s().unwrap()
+}
+
 /// Every segment begins within the memory of the whole's segment of the same place.
 fn shares(part: &Batch, whole: &Batch) -> bool {
     let (parts, wholes) = (part.encode().1, whole.encode().1);
