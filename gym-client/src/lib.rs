@@ -8,6 +8,8 @@ mod cookies;
 pub mod launch;
 mod peer;
 mod pick;
+#[cfg(target_os = "linux")]
+pub mod provision;
 pub mod registry;
 mod server_client;
 mod transports;
