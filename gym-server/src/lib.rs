@@ -13,7 +13,7 @@ mod params;
 mod relay;
 mod reply;
 mod role;
-mod serve;
+
 #[cfg(feature = "http")]
 pub mod stack;
 #[cfg(test)]
@@ -26,6 +26,6 @@ pub use model::{ScriptedItem, ScriptedModel, ScriptedModelConfig};
 pub use relay::{Relay, RelayConfig};
 pub use reply::{Detail, unprocessable};
 pub use role::{Agent, Environment, Model, Resources, Site};
-pub use serve::serve;
+pub use gym_client::serve;
 #[cfg(feature = "http")]
 pub use stack::{Build, Servers, Stack, StackOptions};
