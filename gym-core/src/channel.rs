@@ -53,13 +53,22 @@ pub struct PathInfo {
     pub peer: Arc<str>,
     /// Whether requests arrive in the order in which `send` returned.
     pub ordered: bool,
+    /// Whether the peer reads the caller's own memory, so that nothing need be written out for it.
+    pub shares_memory: bool,
 }
 
 impl PathInfo {
     /// A path over a scheme to a peer.
     #[must_use]
     pub fn new(scheme: &'static str, peer: impl Into<Arc<str>>, ordered: bool) -> Self {
-        Self { scheme, peer: peer.into(), ordered }
+        Self { scheme, peer: peer.into(), ordered, shares_memory: false }
+    }
+
+    /// The same path, to a peer that reads the caller's own memory.
+    #[must_use]
+    pub fn sharing_memory(mut self) -> Self {
+        self.shares_memory = true;
+        self
     }
 }
 
