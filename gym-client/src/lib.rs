@@ -11,6 +11,7 @@ mod pick;
 #[cfg(target_os = "linux")]
 pub mod provision;
 pub mod registry;
+mod serve;
 mod server_client;
 mod transports;
 
@@ -18,5 +19,6 @@ pub use cookies::CookieJar;
 #[cfg(feature = "http")]
 pub use gym_transport_http as http;
 pub use pick::Picker;
+pub use serve::serve;
 pub use server_client::{CallOptions, ServerClient, Session};
 pub use transports::Transports;

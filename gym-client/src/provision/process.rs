@@ -6,14 +6,14 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use gym_core::{Incarnation, Rank};
+use gym_core::{ExitCause, Incarnation, Rank, RankExit};
 use tokio::sync::{mpsc, watch};
 
 use super::cgroup::Cgroup;
 use super::environment::Variables;
-use super::exit::{EventLog, ExitCause, RankEvent, RankExit};
+use super::events::{EventLog, RankEvent};
 use super::handshake::{ASSIGNMENT_VARIABLE, Answer, Assignment, WORKER_ROLE};
-use crate::launch::{ChildHandle, ChildSpec, ChildState, ExitReport, Launcher, LineSink, RestartPolicy, Stream};
+use crate::launch::{ChildHandle, ChildSpec, ChildState, Launcher, LineSink, RestartPolicy, Stream};
 
 /// Time for what a dead worker left behind to end before it is killed: nobody will use it any more.
 const LEFTOVER_GRACE: Duration = Duration::from_secs(1);
@@ -74,7 +74,6 @@ impl Switchboard {
 /// A living process of a rank.
 #[derive(Debug)]
 pub(crate) struct Process {
-    pub(crate) rank: Rank,
     pub(crate) incarnation: Incarnation,
     pub(crate) pid: u32,
     handle: ChildHandle,
@@ -86,15 +85,15 @@ pub(crate) struct Process {
 
 /// Why we killed it, if we did: decided before the kill, read when it is dead.
 #[derive(Clone, Debug, Default)]
-struct Verdict(Arc<Mutex<Option<ExitCause>>>);
+struct Verdict(Arc<Mutex<Option<RankExit>>>);
 
 impl Verdict {
     /// The first verdict stands.
-    fn pass(&self, cause: ExitCause) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(cause);
+    fn pass(&self, exit: RankExit) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(exit);
     }
 
-    fn read(&self) -> Option<ExitCause> {
+    fn read(&self) -> Option<RankExit> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 }
@@ -109,7 +108,7 @@ impl Process {
     ) -> Result<Self, RankExit> {
         let Birth { name, program, mut environment, assignment, memory_limit_bytes, start_timeout } = birth;
         let (rank, incarnation) = (assignment.rank, Incarnation(assignment.incarnation));
-        let failed = |why: String| RankExit::start_failed(rank, incarnation, why);
+        let failed = |why: String| RankExit::start_failed(incarnation, why);
         let text = serde_json::to_string(&assignment).map_err(|error| failed(format!("write its assignment: {error}")))?;
         environment.insert(ASSIGNMENT_VARIABLE.to_owned(), text);
         let mut spec = ChildSpec::new(name.clone(), program)
@@ -127,7 +126,6 @@ impl Process {
         let pid = pid_of(&handle).await;
         log.push(RankEvent::Started { rank, incarnation, pid });
         let process = Self {
-            rank,
             incarnation,
             pid: pid.unwrap_or(0),
             handle,
@@ -160,14 +158,14 @@ impl Process {
 
     /// Kills it for using too much memory.
     pub(crate) fn exceeded(&self, resident_bytes: u64, limit_bytes: u64) {
-        self.verdict.pass(ExitCause::MemoryLimitExceeded { resident_bytes: Some(resident_bytes), limit_bytes });
+        self.verdict.pass(RankExit::over_memory_limit(self.incarnation, Some(resident_bytes), limit_bytes));
         let handle = self.handle.clone();
         tokio::spawn(async move { handle.stop(Duration::ZERO).await });
     }
 
     /// Asks it to end, and kills it after `grace`. Returns when it is gone.
     pub(crate) async fn stop(&self, grace: Duration) -> Result<(), crate::launch::LaunchError> {
-        self.verdict.pass(ExitCause::Stopped);
+        self.verdict.pass(RankExit::new(self.incarnation, ExitCause::Stopped));
         self.handle.stop(grace).await.map(drop)
     }
 }
@@ -209,12 +207,12 @@ impl Follower {
         tokio::select! { biased;
             answer = answers.recv() => match answer {
                 Some(Answer::Serves(endpoints)) => log.push(RankEvent::Ready { rank, incarnation, endpoints }),
-                Some(Answer::Failed(why)) => verdict.pass(ExitCause::StartFailed(why)),
+                Some(Answer::Failed(why)) => verdict.pass(RankExit::start_failed(incarnation, why)),
                 None => {}
             },
             () = ended(&mut events) => {}
             () = tokio::time::sleep(start_timeout) => {
-                verdict.pass(ExitCause::NotReady(start_timeout));
+                verdict.pass(RankExit::not_ready(incarnation, start_timeout));
                 // What it answers is awaited below.
                 let _ = handle.stop(Duration::ZERO).await;
             }
@@ -222,7 +220,7 @@ impl Follower {
         ended(&mut events).await;
         // Its last word may have been read after its end was.
         if let Ok(Answer::Failed(why)) = answers.try_recv() {
-            verdict.pass(ExitCause::StartFailed(why));
+            verdict.pass(RankExit::start_failed(incarnation, why));
         }
         let report = match &*events.borrow() {
             ChildState::Exited(report) | ChildState::GaveUp(report) | ChildState::Stopped(Some(report)) => Some(report.clone()),
@@ -230,26 +228,19 @@ impl Follower {
         };
         let by_kernel = limit.filter(|_| cgroup.as_ref().is_some_and(Cgroup::killed_for_memory));
         if let Some(limit_bytes) = by_kernel {
-            verdict.pass(ExitCause::MemoryLimitExceeded { resident_bytes: None, limit_bytes });
+            verdict.pass(RankExit::over_memory_limit(incarnation, None, limit_bytes));
         }
-        let cause = verdict.read().unwrap_or(ExitCause::Died);
-        log.push(RankEvent::Exited(exit(rank, incarnation, cause, report)));
+        let mut exit = verdict.read().unwrap_or_else(|| RankExit::new(incarnation, ExitCause::Died));
+        if let Some(report) = report {
+            exit.code = report.status.and_then(|status| status.code());
+            exit.signal = report.status.and_then(|status| status.signal());
+            exit.stderr_tail = report.stderr_tail.to_vec();
+        }
+        log.push(RankEvent::Exited { rank, exit });
     }
 }
 
 /// Waits until a child is gone for good. The launcher's end counts as well.
 async fn ended(events: &mut watch::Receiver<ChildState>) {
     let _ = events.wait_for(ChildState::is_final).await;
-}
-
-fn exit(rank: Rank, incarnation: Incarnation, cause: ExitCause, report: Option<ExitReport>) -> RankExit {
-    let status = report.as_ref().and_then(|report| report.status);
-    RankExit {
-        rank,
-        incarnation,
-        cause,
-        code: status.and_then(|status| status.code()),
-        signal: status.and_then(|status| status.signal()),
-        stderr_tail: report.map_or_else(Arc::default, |report| report.stderr_tail),
-    }
 }
