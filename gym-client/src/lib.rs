@@ -5,6 +5,8 @@ pub mod collect;
 pub mod config;
 mod cookies;
 #[cfg(target_os = "linux")]
+pub mod group;
+#[cfg(target_os = "linux")]
 pub mod launch;
 mod peer;
 mod pick;

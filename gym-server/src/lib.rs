@@ -20,12 +20,12 @@ pub mod stack;
 mod testing;
 
 pub use agent::{SimpleAgent, SimpleAgentConfig};
+pub use gym_client::serve;
 pub use head::{HEAD_PORT, HeadServer};
 pub use metrics::Metrics;
 pub use model::{ScriptedItem, ScriptedModel, ScriptedModelConfig};
 pub use relay::{Relay, RelayConfig};
 pub use reply::{Detail, unprocessable};
 pub use role::{Agent, Environment, Model, Resources, Site};
-pub use gym_client::serve;
 #[cfg(feature = "http")]
 pub use stack::{Build, Servers, Stack, StackOptions};

@@ -80,7 +80,15 @@ impl Stat {
         let system: u64 = fields.next()?.parse().ok()?;
         let start_ticks = fields.nth(6)?.parse().ok()?;
         let resident_pages = fields.nth(1)?.parse().ok()?;
-        Some(Self { state, parent, group, session, cpu_ticks: user.saturating_add(system), start_ticks, resident_pages })
+        Some(Self {
+            state,
+            parent,
+            group,
+            session,
+            cpu_ticks: user.saturating_add(system),
+            start_ticks,
+            resident_pages,
+        })
     }
 
     /// All living processes by their ids. Reads `/proc`: call it off the runtime's threads.

@@ -111,7 +111,9 @@ impl Layers<'_> {
 /// Variables that are not text are left out: no worker protocol uses them, and JSON could not carry them.
 #[must_use]
 pub fn of_this_process() -> Variables {
-    std::env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?))).collect()
+    std::env::vars_os()
+        .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
+        .collect()
 }
 
 fn kept_back(name: &str) -> bool {
@@ -152,8 +154,11 @@ mod tests {
     #[test]
     fn c141_what_the_group_was_given_wins_over_this_process() {
         let group = variables(&[("PATH", "/group"), ("CUSTOM", "1")]);
-        let layers =
-            Layers { process: variables(&[("PATH", "/bin"), ("HOME", "/root")]), group: Some(&group), ..Layers::default() };
+        let layers = Layers {
+            process: variables(&[("PATH", "/bin"), ("HOME", "/root")]),
+            group: Some(&group),
+            ..Layers::default()
+        };
         let all = layers.of_rank(&RankPlace::on_one_node(0, 1), &rendezvous());
         assert_eq!((all["PATH"].as_str(), all["CUSTOM"].as_str(), all["HOME"].as_str()), ("/group", "1", "/root"));
         assert_eq!(group.len(), 2, "the group's variables do not leak into the next group");
@@ -184,7 +189,8 @@ mod tests {
 
     #[test]
     fn another_launchers_place_is_not_passed_on_and_gpus_are_the_ranks_own() {
-        let process = variables(&[("SLURM_PROCID", "3"), ("OMPI_COMM_WORLD_RANK", "3"), ("CUDA_VISIBLE_DEVICES", "0,1,2")]);
+        let process =
+            variables(&[("SLURM_PROCID", "3"), ("OMPI_COMM_WORLD_RANK", "3"), ("CUDA_VISIBLE_DEVICES", "0,1,2")]);
         let place = RankPlace { gpus: vec!["2".to_owned()], ..RankPlace::on_one_node(0, 1) };
         let all = Layers { process, ..Layers::default() }.of_rank(&place, &rendezvous());
         assert_eq!(all["CUDA_VISIBLE_DEVICES"], "2");

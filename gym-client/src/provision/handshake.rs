@@ -87,7 +87,8 @@ mod tests {
 
     #[test]
     fn rubbish_is_no_answer() {
-        for line in ["", "gym-worker", "gym-worker t", "gym-worker t {", "gym-worker t []", "ready", "gym-worker  t {}"] {
+        for line in ["", "gym-worker", "gym-worker t", "gym-worker t {", "gym-worker t []", "ready", "gym-worker  t {}"]
+        {
             assert_eq!(Answer::read(line, "t"), None, "{line:?}");
         }
     }

@@ -8,7 +8,8 @@ use async_trait::async_trait;
 use futures_util::future::join_all;
 use futures_util::stream::BoxStream;
 use gym_core::{
-    CallContext, Code, Error, ExitCause, InProcess, Incarnation, Listener, Rank, RankExit, Result, WorkerEnv, WorkerHost,
+    CallContext, Code, Error, ExitCause, InProcess, Incarnation, Listener, Rank, RankExit, Result, WorkerEnv,
+    WorkerHost,
 };
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;

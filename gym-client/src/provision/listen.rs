@@ -23,7 +23,10 @@ impl Listen {
             #[cfg(feature = "http")]
             Self::Http => {
                 let loopback = (std::net::Ipv4Addr::LOCALHOST, 0).into();
-                Ok(Box::new(gym_transport_http::HttpListener::bind(loopback, gym_transport_http::HttpConfig::default())?))
+                Ok(Box::new(gym_transport_http::HttpListener::bind(
+                    loopback,
+                    gym_transport_http::HttpConfig::default(),
+                )?))
             }
             #[cfg(not(feature = "http"))]
             Self::Http => Err(gym_core::Error::not_started(

@@ -94,8 +94,8 @@ impl Provisioner for Local {
         }
         let board = Switchboard::default();
         let launcher = Launcher::builder().lines(board.sink(Arc::clone(&self.options.lines))).build();
-        let launcher =
-            launcher.map_err(|error| Error::not_started(Code::FailedPrecondition, error.to_string()).about(subject.clone()))?;
+        let launcher = launcher
+            .map_err(|error| Error::not_started(Code::FailedPrecondition, error.to_string()).about(subject.clone()))?;
         let meeting = MeetingPoint::hold(spec.ranks.len(), &spec.ports).map_err(|error| error.about(subject))?;
         let shared = Arc::new(Shared {
             workers: self.workers.clone(),
@@ -266,11 +266,14 @@ impl Deployment for LocalDeployment {
     }
 
     async fn shutdown(&self, grace: Duration) -> Result<()> {
-        let processes: Vec<Arc<Process>> = self.shared.living().values().map(|life| Arc::clone(&life.process)).collect();
+        let processes: Vec<Arc<Process>> =
+            self.shared.living().values().map(|life| Arc::clone(&life.process)).collect();
         let stopped = join_all(processes.iter().map(|process| process.stop(grace))).await;
         let closed = self.shared.launcher.shutdown(grace).await;
-        stopped.into_iter().chain([closed]).collect::<Result<(), _>>().map_err(|error| {
-            Error::internal(error.to_string()).about(format!("stop group {}", self.shared.spec.group))
-        })
+        stopped
+            .into_iter()
+            .chain([closed])
+            .collect::<Result<(), _>>()
+            .map_err(|error| Error::internal(error.to_string()).about(format!("stop group {}", self.shared.spec.group)))
     }
 }

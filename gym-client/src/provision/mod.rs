@@ -114,7 +114,12 @@ pub struct LaunchSpec {
 impl LaunchSpec {
     /// One rank for each place, with defaults for the rest.
     #[must_use]
-    pub fn new(group: impl Into<Arc<str>>, worker: impl Into<String>, init: Box<RawValue>, ranks: Vec<RankPlace>) -> Self {
+    pub fn new(
+        group: impl Into<Arc<str>>,
+        worker: impl Into<String>,
+        init: Box<RawValue>,
+        ranks: Vec<RankPlace>,
+    ) -> Self {
         Self {
             group: group.into(),
             worker: worker.into(),
@@ -140,7 +145,9 @@ impl MeetingPoint {
     pub(crate) fn hold(ranks: usize, range: &Range<u16>) -> Result<Self> {
         let mut random = fastrand::Rng::new();
         let held = (0..=ranks)
-            .map(|_| ports::search(range, Tries::EachOnce, &std::collections::BTreeSet::new(), &mut random, HeldPort::bind))
+            .map(|_| {
+                ports::search(range, Tries::EachOnce, &std::collections::BTreeSet::new(), &mut random, HeldPort::bind)
+            })
             .collect::<Result<Vec<_>>>()?;
         let here = IpAddr::V4(Ipv4Addr::LOCALHOST);
         let available = held[1..].iter().map(|port| (here, port.port())).collect();

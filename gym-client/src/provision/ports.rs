@@ -157,13 +157,8 @@ mod tests {
     #[test]
     fn c167_a_port_is_within_its_range() {
         for seed in 0..100 {
-            let found = search(
-                &(11001..11100),
-                Tries::Draws(DRAWS),
-                &BTreeSet::new(),
-                &mut fastrand::Rng::with_seed(seed),
-                Ok,
-            );
+            let found =
+                search(&(11001..11100), Tries::Draws(DRAWS), &BTreeSet::new(), &mut fastrand::Rng::with_seed(seed), Ok);
             assert!((11001..11100).contains(&found.expect("found")), "seed {seed}");
         }
     }

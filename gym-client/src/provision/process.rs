@@ -109,7 +109,8 @@ impl Process {
         let Birth { name, program, mut environment, assignment, memory_limit_bytes, start_timeout } = birth;
         let (rank, incarnation) = (assignment.rank, Incarnation(assignment.incarnation));
         let failed = |why: String| RankExit::start_failed(incarnation, why);
-        let text = serde_json::to_string(&assignment).map_err(|error| failed(format!("write its assignment: {error}")))?;
+        let text =
+            serde_json::to_string(&assignment).map_err(|error| failed(format!("write its assignment: {error}")))?;
         environment.insert(ASSIGNMENT_VARIABLE.to_owned(), text);
         let mut spec = ChildSpec::new(name.clone(), program)
             .arg(WORKER_ROLE)
@@ -223,7 +224,9 @@ impl Follower {
             verdict.pass(RankExit::start_failed(incarnation, why));
         }
         let report = match &*events.borrow() {
-            ChildState::Exited(report) | ChildState::GaveUp(report) | ChildState::Stopped(Some(report)) => Some(report.clone()),
+            ChildState::Exited(report) | ChildState::GaveUp(report) | ChildState::Stopped(Some(report)) => {
+                Some(report.clone())
+            }
             _ => None,
         };
         let by_kernel = limit.filter(|_| cgroup.as_ref().is_some_and(Cgroup::killed_for_memory));

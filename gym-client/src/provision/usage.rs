@@ -40,7 +40,8 @@ impl Meter {
         if members.is_empty() {
             return None;
         }
-        let resident_bytes = members.iter().map(|stat| stat.resident_pages).sum::<u64>().saturating_mul(units.page_bytes);
+        let resident_bytes =
+            members.iter().map(|stat| stat.resident_pages).sum::<u64>().saturating_mul(units.page_bytes);
         let record = high_water_bytes(self.leader).unwrap_or(0);
         self.peak_bytes = self.peak_bytes.max(resident_bytes).max(record);
         let ticks = members.iter().map(|stat| stat.cpu_ticks).sum::<u64>();

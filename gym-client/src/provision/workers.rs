@@ -85,10 +85,8 @@ impl WorkerKind {
             Box::pin(async move {
                 let init = serde_json::from_str::<W::Init>(init.get()).map_err(|error| {
                     let wanted = std::any::type_name::<W::Init>();
-                    Error::invalid(format!("the worker's init is not a {wanted}: {error}")).about(format!(
-                        "start rank {} of {}",
-                        env.rank, env.group
-                    ))
+                    Error::invalid(format!("the worker's init is not a {wanted}: {error}"))
+                        .about(format!("start rank {} of {}", env.rank, env.group))
                 })?;
                 WorkerHost::start::<W>(env, init, &HostOptions::default()).await
             })
@@ -315,7 +313,10 @@ mod tests {
     fn an_init_that_nothing_is_added_to_stays_bit_for_bit() {
         let init = raw("[1E5, 12345678901234567890123]");
         assert_eq!(Configured::default().over(&init).expect("stays").get(), init.get());
-        assert_eq!(Configured::default().with_init("a", 1).over(&init).expect_err("no object").code(), Code::InvalidArgument);
+        assert_eq!(
+            Configured::default().with_init("a", 1).over(&init).expect_err("no object").code(),
+            Code::InvalidArgument
+        );
     }
 
     #[test]

@@ -214,7 +214,8 @@ impl RankExit {
     /// A life that ran, but did not say in time where it serves.
     #[must_use]
     pub fn not_ready(incarnation: Incarnation, waited: Duration) -> Self {
-        let why = format!("it did not say within {waited:?} where it serves; raise the start timeout if it needs longer");
+        let why =
+            format!("it did not say within {waited:?} where it serves; raise the start timeout if it needs longer");
         Self::start_failed(incarnation, why)
     }
 

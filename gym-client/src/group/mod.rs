@@ -1,0 +1,3 @@
+//! Worker groups over real ranks.
+
+mod turns;
