@@ -121,6 +121,16 @@ impl Channel {
         }))
     }
 
+    /// As [`Channel::start`], without a timer and a look at the clock: for who makes many calls and has one of each for all.
+    pub(crate) async fn hand_over(&self, request: Request) -> Result<Reply> {
+        self.link.send(request).await
+    }
+
+    /// Refuses an answer of another life than `expected`.
+    pub(crate) fn check(&self, expected: Incarnation, response: Response) -> Result<Response> {
+        check_incarnation(Some(expected), response)
+    }
+
     /// Whether both are clones of one channel.
     #[must_use]
     pub fn is_same(&self, other: &Self) -> bool {

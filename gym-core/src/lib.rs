@@ -35,7 +35,10 @@ pub use channel::{Channel, INCARNATION_METADATA, Link, PathInfo, Reply};
 pub use context::{CallContext, DEFAULT_DEADLINE, DEFAULT_REPLY_BYTES_MAX, Incarnation, TraceContext};
 pub use dispatch::{Assignment, Dispatch, Free, PlanError};
 pub use error::{Code, Error, Execution, Result};
-pub use group::{ExitCause, GroupView, Member, RankExit, RankState, WorkerGroup};
+pub use group::{
+    ExitCause, FailureKind, Gathered, GroupCall, GroupError, GroupView, InProcessGroup, InProcessOptions, Member,
+    Pending, RankExit, RankOutcome, RankReply, RankState, WorkerGroup, WorkerGroupExt,
+};
 pub use handler::{Fenced, Handler, from_tower, handler_fn};
 pub use host::{HostOptions, REPLY_METADATA, REPLY_NONE, RunningCall, STATUS_ROUTE, WorkerHost, WorkerStatus};
 pub use in_process::InProcess;

@@ -11,6 +11,10 @@
 //!
 //! A backend implements [`WorkerGroup`], three methods; everybody calls through [`WorkerGroupExt`].
 
+mod call;
+mod error;
+mod gather;
+mod in_process;
 mod view;
 
 use std::fmt;
@@ -18,9 +22,14 @@ use std::sync::Arc;
 
 use tokio::sync::watch;
 
+pub use call::{GroupCall, Pending};
+pub use error::{FailureKind, GroupError, RankOutcome};
+pub use gather::{Gathered, RankReply};
+pub use in_process::{InProcessGroup, InProcessOptions};
 pub use view::{ExitCause, GroupView, Member, RankExit, RankState};
 
 use crate::layout::RankLayout;
+use crate::worker::Method;
 
 /// Ranks that work as one. Object-safe core; call it through [`WorkerGroupExt`].
 pub trait WorkerGroup: fmt::Debug + Send + Sync + 'static {
@@ -34,3 +43,18 @@ pub trait WorkerGroup: fmt::Debug + Send + Sync + 'static {
     /// replaced.
     fn view(&self) -> watch::Receiver<Arc<GroupView>>;
 }
+
+/// The typed calls of every group.
+pub trait WorkerGroupExt: WorkerGroup {
+    /// Calls a method with the same arguments at every rank.
+    fn call<M: Method>(&self, method: M, args: M::Args) -> GroupCall<'_, M> {
+        GroupCall::same(self, method, args)
+    }
+
+    /// Calls a method with arguments of each rank's own: the i-th of them at the i-th rank called.
+    fn call_each<M: Method>(&self, method: M, args: Vec<M::Args>) -> GroupCall<'_, M> {
+        GroupCall::each(self, method, args)
+    }
+}
+
+impl<G: WorkerGroup + ?Sized> WorkerGroupExt for G {}

@@ -20,7 +20,7 @@ use crate::worker::{Entry, Worker};
 /// Starts the worker where blocking is allowed (models take minutes to load), then its task.
 pub(crate) fn launch<W: Worker + Send + Sync>(start: Start<W>) -> BoxFuture<'static, Result<Running>> {
     Box::pin(async move {
-        let Start { env, init, entries, mut queue, .. } = start;
+        let Start { env, init, entries, mut queue } = start;
         let born = tokio::task::spawn_blocking(move || W::start(env, init)).await;
         let worker = born.map_err(|ended| match ended.try_into_panic() {
             Ok(panic) => Error::internal(format!("panicked: {}", panic_text(&*panic))),

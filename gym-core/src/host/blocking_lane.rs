@@ -14,7 +14,7 @@ use crate::worker::{Entry, Worker};
 
 /// Starts the thread and waits until the worker is born.
 pub(crate) fn launch<W: Worker>(start: Start<W>) -> BoxFuture<'static, Result<Running>> {
-    let Start { env, init, entries, queue, .. } = start;
+    let Start { env, init, entries, queue } = start;
     Box::pin(async move {
         let (born, birth) = oneshot::channel();
         let (alive, ended) = oneshot::channel::<()>();

@@ -85,7 +85,6 @@ pub(crate) struct Start<W: Worker> {
     init: W::Init,
     entries: Vec<Entry<W>>,
     queue: mpsc::Receiver<Item>,
-    board: Arc<Board>,
 }
 
 /// How a worker is started, chosen where its bounds are known.
@@ -107,7 +106,7 @@ impl WorkerHost {
         // One more than the calls that are let in, for the item that stops the lane.
         let (sender, queue) = mpsc::channel(options.calls_max.max(1) + 1);
         let board = Arc::new(Board::new(&env, options.calls_max.max(1)));
-        let start = Start { env: env.clone(), init, entries, queue, board: Arc::clone(&board) };
+        let start = Start { env: env.clone(), init, entries, queue };
         let running = (launch.start)(start).await.map_err(about)?;
         Ok(Self(Arc::new(Core {
             env,
