@@ -217,6 +217,18 @@ struct Call<M: Method> {
 /// What ended a call early: the rank that failed, or a cause of its own.
 type Ended = (Option<usize>, Option<(Code, &'static str)>);
 
+const LATE: Ended = (None, Some((Code::DeadlineExceeded, "the deadline has passed")));
+const LEFT: Ended = (None, Some((Code::Cancelled, "the caller has left")));
+
+/// Hosts keep the deadline and hear of a caller that leaves, and may say so before this side notices: it is no fault of theirs.
+fn ended_by(error: &Error, index: usize, context: &CallContext) -> Ended {
+    match (error.code(), error.execution()) {
+        _ if context.cancel.is_cancelled() => LEFT,
+        (Code::DeadlineExceeded, Execution::Unknown | Execution::NotStarted) => LATE,
+        _ => (Some(index), None),
+    }
+}
+
 impl<M: Method> Call<M> {
     /// Until every rank has answered, or something ends the call.
     async fn read<S>(&mut self, answers: &mut S) -> Option<Ended>
@@ -236,17 +248,15 @@ impl<M: Method> Call<M> {
                     next = answers.next() => match next {
                         None => return None,
                         Some((index, answer)) => {
-                            let failed = answer.is_err();
+                            let ended = answer.as_ref().err().map(|error| ended_by(error, index, &context));
                             self.slots[index].answer = Some(answer);
-                            if failed {
-                                return Some((Some(index), None));
+                            if ended.is_some() {
+                                return ended;
                             }
                         }
                     },
-                    () = &mut left => return Some((None, Some((Code::Cancelled, "the caller has left")))),
-                    () = &mut deadline => {
-                        return Some((None, Some((Code::DeadlineExceeded, "the deadline has passed"))));
-                    }
+                    () = &mut left => return Some(LEFT),
+                    () = &mut deadline => return Some(LATE),
                     ended = &mut changed, if watching => break ended.is_err(),
                 }
             };
@@ -272,8 +282,8 @@ impl<M: Method> Call<M> {
     }
 
     fn gathered(self) -> Gathered<M::Reply> {
-        let replies = (self.slots.into_iter().enumerate())
-            .filter_map(|(_, slot)| {
+        let replies = (self.slots.into_iter())
+            .filter_map(|slot| {
                 let (Some(shard), Some(Ok(Some(Payload { value, batch })))) = (slot.shard, slot.answer) else {
                     return None;
                 };

@@ -17,6 +17,7 @@ use crate::host::{REPLY_METADATA, REPLY_NONE};
 use crate::message::{Message, Request, Response, Status};
 
 /// What is in a host's queue.
+#[allow(clippy::large_enum_variant, reason = "all but one item of a queue's life are calls")]
 pub(crate) enum Item {
     Call(Job),
     /// Nothing after this is run.
