@@ -19,7 +19,7 @@ use std::future::Future;
 use gym_core::{Batch, CallContext, Error, Result};
 
 pub use grpo::{Durations, Grpo, GrpoConfig, GrpoStep};
-pub use rollouts::RolloutEnvironment;
+pub use rollouts::{ROLLOUT_COLUMN, RolloutEnvironment, TASK_COLUMN};
 
 /// The model that is trained.
 pub trait Policy: Sync {
