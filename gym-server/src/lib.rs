@@ -10,6 +10,7 @@ pub mod metrics;
 pub mod model;
 mod once;
 mod params;
+mod percent;
 mod relay;
 mod reply;
 mod role;

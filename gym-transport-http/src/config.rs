@@ -10,6 +10,8 @@ pub struct HttpConfig {
     pub connections_max: usize,
     /// How long a connect may take. A peer on the same network answers in milliseconds; this covers one lost SYN or two.
     pub connect_timeout: Duration,
+    /// The `Host` of outgoing requests, where it is another than the endpoint's: a proxy may choose by it.
+    pub host: Option<String>,
     /// How long an unused outgoing connection is kept. 15 s, as NeMo Gym's client has it: half of the 30 s after which its
     /// servers close an idle connection, so that we rarely write into a closing one.
     pub idle_timeout: Duration,
@@ -44,6 +46,7 @@ impl Default for HttpConfig {
         Self {
             connections_max: 1_024,
             connect_timeout: Duration::from_secs(10),
+            host: None,
             idle_timeout: Duration::from_secs(15),
             backlog: 4_096,
             accepted_max: None,

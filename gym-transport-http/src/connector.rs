@@ -61,7 +61,8 @@ impl Connector for HttpConnector {
     async fn connect(&self, cx: &CallContext, to: &Endpoint, options: &ConnectOptions) -> Result<Channel> {
         cx.check()?;
         let (address, prefix) = parse(to)?;
-        let host = HeaderValue::from_str(to.address().split('/').next().unwrap_or_default())
+        let own = to.address().split('/').next().unwrap_or_default();
+        let host = HeaderValue::from_str(self.config.host.as_deref().unwrap_or(own))
             .map_err(|_| Error::invalid(format!("`{to}` has a host that no HTTP request can name")))?;
         let link = HttpLink {
             path: PathInfo::new(SCHEME, to.address(), false),

@@ -7,6 +7,7 @@ use thiserror::Error;
 
 use super::python::{Json, float_repr, repr, str_of};
 use super::splice::push_string;
+use crate::config::parse_yaml;
 
 /// What is wrong with a template, or why a row does not fill it.
 #[derive(Debug, Error)]
@@ -79,8 +80,12 @@ struct Spec {
 impl PromptTemplate {
     /// Reads a prompt file's YAML; `file` is its name for errors.
     pub fn from_yaml(text: &str, file: &str) -> Result<Self, PromptError> {
-        let prompt: PromptFile = serde_saphyr::from_str(text)
-            .map_err(|error| PromptError::File { file: file.to_owned(), problem: error.to_string() })?;
+        let wrong = |problem: String| PromptError::File { file: file.to_owned(), problem };
+        let prompt = parse_yaml(text, file).map_err(|error| match error.problems() {
+            [problem, ..] => wrong(format!("line {}: {}", problem.origin.line, problem.what)),
+            [] => wrong(error.to_string()),
+        })?;
+        let prompt = PromptFile::deserialize(prompt).map_err(|error| wrong(error.to_string()))?;
         Self::new(&prompt.user, prompt.system.as_deref())
     }
 
@@ -368,6 +373,24 @@ impl Spec {
             '^' => format!("{}{sign}{text}{}", fill(missing / 2), fill(missing - missing / 2)),
             '=' => format!("{sign}{}{text}", fill(missing)),
             _ => format!("{}{sign}{text}", fill(missing)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wrong_prompt_file_names_the_place() {
+        for (text, says) in [
+            ("user: \"open\nsystem: x\n", "prompt file p.yaml: line "),
+            ("user: 3\n", "p.yaml: invalid type: integer `3`, expected a string"),
+            ("system: x\n", "p.yaml: missing field `user`"),
+            ("- user\n", "the file holds a list, not a mapping"),
+        ] {
+            let error = PromptTemplate::from_yaml(text, "p.yaml").unwrap_err().to_string();
+            assert!(error.contains(says) && error.ends_with("optionally `system: <text>`"), "{error}");
         }
     }
 }

@@ -6,7 +6,7 @@
 
 use std::borrow::Cow;
 
-use serde_saphyr::granit_parser::{Event, Parser, ScalarStyle, Span, StrInput, StructureStyle, Tag};
+use granit_parser::{Event, Parser, ScalarStyle, Span, StrInput, StructureStyle, Tag};
 
 use super::node::{Key, Map, Node, Tree};
 use super::problem::{Mistake, Origin, Problem};
@@ -115,13 +115,7 @@ impl<'a> Reader<'a> {
         if let Some(event) = self.peeked.take() {
             return Ok(event);
         }
-        let event = loop {
-            match self.parser.next_event() {
-                Some(Ok((Event::Comment(..), _))) => {}
-                event => break event,
-            }
-        };
-        match event {
+        match self.parser.next_event() {
             Some(Ok(event)) => Ok(event),
             Some(Err(error)) => {
                 let origin = Origin {

@@ -4,10 +4,11 @@ use std::fmt::Display;
 use std::io::{self, Write};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use comfy_table::{Table, presets};
 use gym_client::launch::LineSink;
 use indicatif::ProgressBar;
-use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::{LevelFilter, Targets};
+use tracing_subscriber::layer::SubscriberExt as _;
+use tracing_subscriber::util::SubscriberInitExt as _;
 
 use super::Failure;
 use super::args::{LogFormat, Shared};
@@ -79,40 +80,44 @@ impl Write for Console {
 /// Sends the log to the console: `RUST_LOG` decides, else `-v`; servers tell more than other commands.
 pub(super) fn log_to(console: &Console, shared: &Shared, serves: bool) -> Result<(), Failure> {
     let ours = match (shared.verbose, serves) {
-        (0, false) => "warn",
-        (0, true) => "info",
-        (1, _) => "debug",
-        _ => "trace",
+        (0, false) => LevelFilter::WARN,
+        (0, true) => LevelFilter::INFO,
+        (1, _) => LevelFilter::DEBUG,
+        _ => LevelFilter::TRACE,
     };
-    let filter = match std::env::var("RUST_LOG") {
-        Ok(directives) if !directives.is_empty() => EnvFilter::try_new(&directives).map_err(|error| {
-            Failure::Usage(format!("RUST_LOG={directives}: {error}\n  fix: as in RUST_LOG=gym_client=debug"))
+    let filter: Targets = match std::env::var("RUST_LOG") {
+        Ok(directives) if !directives.is_empty() => directives.parse().map_err(|error| {
+            Failure::Usage(format!(
+                "RUST_LOG={directives}: {error}\n  fix: levels by target, as in RUST_LOG=warn,gym_client=debug"
+            ))
         })?,
         // The libraries below us have their own ideas of what is worth a line.
-        _ => EnvFilter::new(format!("{ours},hyper=warn,hyper_util=warn,reqwest=warn,rustls=warn,tokio=warn")),
+        _ => {
+            let libraries = ["hyper", "hyper_util", "reqwest", "rustls", "tokio"];
+            Targets::new().with_default(ours).with_targets(libraries.map(|library| (library, LevelFilter::WARN)))
+        }
     };
     let console = console.clone();
-    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(move || console.clone());
+    let layer = tracing_subscriber::fmt::layer().with_writer(move || console.clone());
+    let registry = tracing_subscriber::registry().with(filter);
     // A program that has its own subscriber keeps it.
     let _ = match shared.log_format {
-        LogFormat::Text => builder.try_init(),
-        LogFormat::Json => builder.json().try_init(),
+        LogFormat::Text => registry.with(layer).try_init(),
+        LogFormat::Json => registry.with(layer.json()).try_init(),
     };
     Ok(())
 }
 
 /// A table without lines, which `grep` and `awk` read as well as people.
 pub(super) fn table<const N: usize>(header: [&str; N], rows: impl IntoIterator<Item = [String; N]>) -> String {
-    let mut table = Table::new();
-    table.load_style(presets::NOTHING);
-    table.set_header(header.map(str::to_uppercase));
-    for row in rows {
-        table.add_row(row);
-    }
-    let text = table.trim_fmt();
-    // The style pads both sides of each column.
-    let lines: Vec<&str> = text.lines().map(|line| line.strip_prefix(' ').unwrap_or(line)).collect();
-    lines.join("\n")
+    let rows: Vec<[String; N]> = std::iter::once(header.map(str::to_uppercase)).chain(rows).collect();
+    let widths: [usize; N] =
+        std::array::from_fn(|column| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0));
+    let line = |row: &[String; N]| {
+        let cells: Vec<String> = row.iter().zip(widths).map(|(cell, width)| format!("{cell:width$}")).collect();
+        cells.join("  ").trim_end().to_owned()
+    };
+    rows.iter().map(line).collect::<Vec<_>>().join("\n")
 }
 
 /// Prints to standard output; a reader that has gone is no failure.

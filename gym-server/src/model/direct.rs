@@ -1,18 +1,16 @@
-//! The short way to an endpoint: our own HTTP transport, for plain `http` without credentials in the URL, which is how engines
-//! on the same network are reached. It costs less than half of what reqwest does per call, and starts no task for it; https
-//! and what else is rare go through reqwest.
+//! The way to `http` endpoints: our own HTTP transport, which starts no task for a call.
 
 use std::time::Duration;
 
 use bytes::Bytes;
 use gym_client::http::{HttpConfig, HttpConnector};
 use gym_core::{
-    CallContext, Channel, Code, ConnectOptions, Connector as _, Endpoint, Error, Metadata, Request, Response, Result,
-    Route,
+    CallContext, Channel, Code, ConnectOptions, Connector as _, Endpoint, Error, Metadata, Request, Result, Route,
 };
-use reqwest::Url;
-use reqwest::header::{CONTENT_TYPE, HeaderMap};
+use http::header::{ACCEPT_ENCODING, CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, HOST, HeaderMap, TRANSFER_ENCODING};
 use tokio::sync::OnceCell;
+
+use super::upstream::Answer;
 
 /// The origin of one endpoint, over our own transport.
 pub(super) struct Direct {
@@ -23,39 +21,38 @@ pub(super) struct Direct {
 }
 
 impl Direct {
-    /// `None` when this URL or these headers are for reqwest.
+    /// # Errors
+    /// `InvalidArgument` when a header is one that the connection sets itself.
     pub(super) fn to(
-        url: &Url,
+        origin: &str,
         headers: &HeaderMap,
         connections_max: usize,
         connect_timeout: Duration,
-    ) -> Option<Self> {
-        let plain = url.scheme() == "http" && url.username().is_empty() && url.password().is_none();
-        if !plain || url.query().is_some() || url.fragment().is_some() {
-            return None;
-        }
-        let origin = match url.port() {
-            Some(port) => format!("http://{}:{port}", url.host_str()?),
-            None => format!("http://{}", url.host_str()?),
-        };
+    ) -> Result<Self> {
         let mut metadata = Metadata::new();
-        for (name, value) in headers.iter().filter(|(name, _)| **name != CONTENT_TYPE) {
-            // What the transport keeps for itself it would leave out.
-            if matches!(
-                name.as_str(),
-                "host" | "connection" | "content-length" | "transfer-encoding" | "accept-encoding"
-            ) {
-                return None;
+        let mut config = HttpConfig { connections_max, connect_timeout, ..HttpConfig::default() };
+        for (name, value) in headers {
+            let value = value
+                .to_str()
+                .map_err(|_| Error::invalid(format!("the header `{name}` has a character that no header can carry")))?;
+            if name == CONTENT_TYPE || (name == ACCEPT_ENCODING && value == "identity") {
+                // What is sent anyway.
+            } else if name == HOST {
+                config.host = Some(value.to_owned());
+            } else if [ACCEPT_ENCODING, CONNECTION, CONTENT_LENGTH, TRANSFER_ENCODING].contains(name) {
+                return Err(Error::invalid(format!(
+                    "the default header `{name}` is set by the connection: leave it out"
+                )));
+            } else {
+                metadata.push(name.as_str().to_owned(), value);
             }
-            metadata.push(name.as_str().to_owned(), value.to_str().ok()?);
         }
-        let config = HttpConfig { connections_max, connect_timeout, ..HttpConfig::default() };
-        let endpoint = Endpoint::parse(&origin).ok()?;
-        Some(Self { endpoint, connector: HttpConnector::new(config), channel: OnceCell::new(), metadata })
+        let endpoint = Endpoint::parse(origin)?;
+        Ok(Self { endpoint, connector: HttpConnector::new(config), channel: OnceCell::new(), metadata })
     }
 
     /// `POST` of a JSON body; any complete answer is `Ok`.
-    pub(super) async fn post(&self, cx: &CallContext, path: String, body: Bytes) -> Result<Response> {
+    pub(super) async fn post(&self, cx: &CallContext, path: String, body: Bytes) -> Result<Answer> {
         let options = ConnectOptions::default();
         // Opens nothing yet: connections are made call by call.
         let connect = || self.connector.connect(cx, &self.endpoint, &options);
@@ -63,7 +60,9 @@ impl Direct {
         let mut own = cx.child();
         own.metadata = self.metadata.clone();
         own.reply_bytes_max = cx.reply_bytes_max;
-        channel.call(Request::post(own, Route::from(path), body)).await.map_err(of_transport)
+        let answer = channel.call(Request::post(own, Route::from(path), body)).await.map_err(of_transport)?;
+        let header = |name: &str| answer.metadata.get(name).map(str::to_owned);
+        Ok(Answer::new(answer.status.0, header("retry-after"), header("location"), answer.message.head.to_bytes()))
     }
 }
 

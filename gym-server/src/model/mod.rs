@@ -5,8 +5,11 @@ mod direct;
 #[cfg(test)]
 mod mock;
 mod openai;
+mod place;
 mod scripted;
 mod secret;
+#[cfg(feature = "tls")]
+mod secured;
 mod upstream;
 pub(crate) use upstream::Refused;
 mod vllm;

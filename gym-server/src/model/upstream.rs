@@ -5,15 +5,19 @@ use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use bytes::{Bytes, BytesMut};
+use bytes::Bytes;
 use gym_core::{CallContext, Code, Error, Execution, RawObject, Result, RetryPolicy, World};
-use reqwest::header::{AUTHORIZATION, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue, LOCATION, RETRY_AFTER};
-use reqwest::redirect::Policy;
-use reqwest::{Client, StatusCode, Url};
+use http::header::{AUTHORIZATION, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue};
 use serde_json::Value;
 use tokio::sync::Semaphore;
 
+#[cfg(feature = "http")]
+use super::direct::Direct;
+use super::place::Place;
 use super::secret::Secret;
+#[cfg(feature = "tls")]
+use super::secured::Secured;
+use crate::percent;
 
 /// Connections to one endpoint. More would meet the limit of 20,000 file descriptors that some machines cannot raise, with a
 /// dozen servers in one process; further requests wait their turn under their deadlines.
@@ -61,18 +65,21 @@ impl UpstreamOptions {
 pub(super) struct Upstream(Arc<Inner>);
 
 struct Inner {
-    http: Client,
-    /// The short way, where there is one.
-    #[cfg(feature = "http")]
-    direct: Option<super::direct::Direct>,
-    /// Without a slash at the end.
-    base: String,
-    /// The same without credentials.
+    way: Way,
+    place: Place,
+    /// The place without credentials and without a slash at the end.
     shown: String,
-    headers: HeaderMap,
     connections: Semaphore,
     policy: RetryPolicy,
     rng: Mutex<fastrand::Rng>,
+}
+
+/// How the endpoint is reached.
+enum Way {
+    #[cfg(feature = "http")]
+    Http(Direct),
+    #[cfg(feature = "tls")]
+    Https(Secured),
 }
 
 /// A complete answer, whatever it says.
@@ -83,6 +90,14 @@ pub(super) struct Answer {
     retry_after: Option<Duration>,
     /// Where a redirect that is not followed leads.
     location: Option<String>,
+}
+
+impl Answer {
+    /// `retry_after` and `location` as the headers have them.
+    pub(super) fn new(status: u16, retry_after: Option<String>, location: Option<String>, body: Bytes) -> Self {
+        let retry_after = retry_after.and_then(|seconds| seconds.trim().parse().ok()).map(Duration::from_secs);
+        Self { status, body, retry_after, location: location.filter(|_| (300..400).contains(&status)) }
+    }
 }
 
 impl fmt::Debug for Upstream {
@@ -97,23 +112,13 @@ impl Upstream {
     /// `InvalidArgument` naming the key when the URL or a header is wrong, or when it is https and this program has no TLS.
     pub(super) fn new(base: &str, options: &UpstreamOptions, world: &World) -> Result<Self> {
         let key = options.url_key;
-        let mut url = Url::parse(base).map_err(|error| {
-            // What cannot be taken apart may have a password in it.
-            let shown = if base.contains('@') { "the value" } else { base };
-            Error::invalid(format!("`{key}`: `{shown}` is not a URL: {error}; write http://host:port/v1"))
-        })?;
-        let _ = url.set_username("");
-        let _ = url.set_password(None);
-        let shown = url.as_str().trim_end_matches('/').to_owned();
-        match url.scheme() {
-            "http" => {}
-            "https" => tls(key, &shown)?,
-            other => {
-                return Err(Error::invalid(format!(
-                    "`{key}`: {shown} has the scheme `{other}`; only http and https can be called"
-                )));
-            }
+        let invalid = |why: String| Error::invalid(format!("`{key}`: {why}"));
+        let mut place = Place::parse(base).map_err(|why| invalid(format!("{why}; write http://host:port/v1")))?;
+        if base.contains(['?', '#']) {
+            return Err(invalid(format!("{} is called with a path behind it: leave out `?` and `#`", place.origin())));
         }
+        place.path.truncate(place.path.trim_end_matches('/').len());
+        let shown = format!("{}{}", place.origin(), place.path);
         let mut headers = HeaderMap::new();
         headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
         for (name, value) in &options.headers {
@@ -128,32 +133,22 @@ impl Upstream {
             value.set_sensitive(true);
             headers.insert(AUTHORIZATION, value);
         }
-        let http = Client::builder()
-            .connect_timeout(CONNECT_TIMEOUT)
-            .pool_max_idle_per_host(CONNECTIONS_MAX)
-            // uvicorn, and so vLLM, closes idle connections after 5 s; a request on one that is just closing would be lost.
-            .pool_idle_timeout(Duration::from_secs(4))
-            .tcp_keepalive(Duration::from_secs(60))
-            .redirect(same_place())
-            .no_proxy()
-            .http1_only()
-            .build()
-            .map_err(|error| Error::internal("cannot set up the HTTP client").about(shown.clone()).caused_by(error))?;
+        if let Some(credentials) = &place.credentials
+            && !headers.contains_key(AUTHORIZATION)
+        {
+            let value = format!("Basic {}", base64(percent::decoded(credentials).as_bytes()));
+            headers.insert(AUTHORIZATION, HeaderValue::try_from(value).expect("base64 is ASCII"));
+        }
+        let way = Way::to(&place, &headers).map_err(|error| error.about(format!("`{key}`: {shown}")))?;
         let policy = RetryPolicy {
             attempts_max: options.attempts_max.max(1),
             backoff_min: options.backoff_min,
             backoff_max: BACKOFF.backoff_max.max(options.backoff_min),
         };
         Ok(Self(Arc::new(Inner {
-            http,
-            #[cfg(feature = "http")]
-            direct: base
-                .parse()
-                .ok()
-                .and_then(|url| super::direct::Direct::to(&url, &headers, CONNECTIONS_MAX, CONNECT_TIMEOUT)),
-            base: base.trim_end_matches('/').to_owned(),
+            way,
+            place,
             shown,
-            headers,
             connections: Semaphore::new(CONNECTIONS_MAX),
             policy,
             rng: Mutex::new(world.rng()),
@@ -164,23 +159,23 @@ impl Upstream {
     /// answer is `Ok`.
     pub(super) async fn post(&self, cx: &CallContext, path: &str, body: Bytes) -> Result<Answer> {
         let inner = &*self.0;
-        let url = format!("{}{path}", inner.base);
-        self.send(cx, &url, || format!("POST {}{path}", inner.shown), body).await
+        let target = format!("{}{path}", inner.place.path);
+        self.send(cx, &target, || format!("POST {}{path}", inner.shown), body).await
     }
 
     /// The same for a path beside `/v1`, where vLLM has its own routes.
     pub(super) async fn post_beside(&self, cx: &CallContext, path: &str, body: Bytes) -> Result<Answer> {
         let inner = &*self.0;
         let beside = |base: &str| format!("{}{path}", base.strip_suffix("/v1").unwrap_or(base));
-        self.send(cx, &beside(&inner.base), || format!("POST {}", beside(&inner.shown)), body).await
+        self.send(cx, &beside(&inner.place.path), || format!("POST {}", beside(&inner.shown)), body).await
     }
 
     /// `subject` names the call, for errors and logs: most calls need no name.
-    async fn send(&self, cx: &CallContext, url: &str, subject: impl Fn() -> String, body: Bytes) -> Result<Answer> {
+    async fn send(&self, cx: &CallContext, target: &str, subject: impl Fn() -> String, body: Bytes) -> Result<Answer> {
         let inner = &*self.0;
         let (mut tries, mut connects) = (0, 0);
         loop {
-            let result = inner.once(cx, url, body.clone()).await;
+            let result = inner.once(cx, target, body.clone()).await;
             let (number, wait_min) = match &result {
                 Ok(answer) => {
                     if let Some(why) = permanent(answer) {
@@ -266,99 +261,79 @@ pub(crate) struct Refused {
 }
 
 impl Inner {
-    async fn once(&self, cx: &CallContext, url: &str, body: Bytes) -> Result<Answer> {
+    async fn once(&self, cx: &CallContext, target: &str, body: Bytes) -> Result<Answer> {
         let room = self.connections.acquire();
         let _room = cx
             .bound(Execution::NotStarted, async {
                 room.await.map_err(|_| Error::not_started(Code::Unavailable, "the endpoint is closed"))
             })
             .await?;
-        #[cfg(feature = "http")]
-        if let Some(direct) = &self.direct {
-            // The path begins after `http://` and the host.
-            let mut path = format!("/{}", url.splitn(4, '/').nth(3).unwrap_or_default());
-            for hop in 0.. {
-                let answer = direct.post(cx, path.clone(), body.clone()).await?;
-                let status = answer.status.0;
-                let location = answer.metadata.get("location").filter(|_| (300..400).contains(&status));
-                if let Some(place) = location
-                    && matches!(status, 307 | 308)
-                    && hop < HOPS_MAX
-                    && let Some(next) = path_at_same_place(url, &path, place)
-                {
-                    path = next;
-                    continue;
-                }
-                let retry_after = answer.metadata.get("retry-after").and_then(|value| value.trim().parse().ok());
-                let (retry_after, location) = (retry_after.map(Duration::from_secs), location.map(str::to_owned));
-                return Ok(Answer { status, body: answer.message.head.to_bytes(), retry_after, location });
+        let mut target = target.to_owned();
+        let mut hops = 0;
+        loop {
+            let answer = self.way.post(cx, target.clone(), body.clone()).await?;
+            // Only a redirect that keeps method and body and stays on the host and port is followed. After any other the
+            // request would be a `GET` without its body, or a stranger would be sent the headers with their keys: it is an
+            // answer, and an error.
+            let place = answer.location.as_deref().filter(|_| matches!(answer.status, 307 | 308) && hops < HOPS_MAX);
+            match place.and_then(|place| self.place.redirected(&target, place)) {
+                Some(next) => target = next,
+                None => return Ok(answer),
             }
+            hops += 1;
         }
-        // Boxed: it is the rarer way by far, and large.
-        Box::pin(cx.bound(Execution::Unknown, async {
-            let request = self.http.post(url).headers(self.headers.clone()).body(body);
-            let mut response = request.send().await.map_err(of_reqwest)?;
-            let status = response.status().as_u16();
-            let retry_after = response
-                .headers()
-                .get(RETRY_AFTER)
-                .and_then(|value| value.to_str().ok()?.trim().parse().ok())
-                .map(Duration::from_secs);
-            let location = response.headers().get(LOCATION).and_then(|value| value.to_str().ok().map(str::to_owned));
-            let too_large = |length: u64| {
-                let text = format!("the answer has {length} bytes or more; at most {} are taken", cx.reply_bytes_max);
-                Error::finished(Code::ResourceExhausted, text)
-            };
-            let limit = cx.reply_bytes_max as u64;
-            if let Some(length) = response.content_length().filter(|length| *length > limit) {
-                return Err(too_large(length));
-            }
-            let mut whole = BytesMut::new();
-            while let Some(chunk) = response.chunk().await.map_err(of_reqwest)? {
-                let length = (whole.len() + chunk.len()) as u64;
-                if length > limit {
-                    return Err(too_large(length));
-                }
-                whole.extend_from_slice(&chunk);
-            }
-            Ok(Answer { status, body: whole.freeze(), retry_after, location })
-        }))
-        .await
     }
 }
 
 /// Redirects that are followed one after the other.
 const HOPS_MAX: usize = 5;
 
-/// Path and query of where a redirect from `path` leads, if that is on the host and port of `url`.
-#[cfg(feature = "http")]
-fn path_at_same_place(url: &str, path: &str, place: &str) -> Option<String> {
-    let from = Url::parse(url).ok()?.join(path).ok()?;
-    let to = from.join(place).ok().filter(|to| to.origin() == from.origin())?;
-    Some(match to.query() {
-        Some(query) => format!("{}?{query}", to.path()),
-        None => to.path().to_owned(),
-    })
+impl Way {
+    /// # Errors
+    /// `InvalidArgument` naming the feature when this program cannot speak the place's scheme.
+    fn to(place: &Place, headers: &HeaderMap) -> Result<Self> {
+        #[cfg(feature = "tls")]
+        if place.https {
+            return Secured::to(&place.origin(), headers, CONNECTIONS_MAX, CONNECT_TIMEOUT).map(Self::Https);
+        }
+        #[cfg(feature = "http")]
+        if !place.https {
+            return Direct::to(&place.origin(), headers, CONNECTIONS_MAX, CONNECT_TIMEOUT).map(Self::Http);
+        }
+        let _ = headers;
+        Err(Error::invalid(if place.https {
+            "is https, and this program was built without TLS: build it with the feature `tls` of gym-server"
+        } else {
+            "is http, and this program was built without it: build it with the feature `http` of gym-server"
+        }))
+    }
+
+    #[cfg_attr(
+        not(any(feature = "http", feature = "tls")),
+        expect(clippy::unused_async, reason = "no way is left to wait for")
+    )]
+    async fn post(&self, cx: &CallContext, target: String, body: Bytes) -> Result<Answer> {
+        match *self {
+            #[cfg(feature = "http")]
+            Self::Http(ref direct) => direct.post(cx, target, body).await,
+            #[cfg(feature = "tls")]
+            Self::Https(ref secured) => secured.post(cx, &target, body).await,
+        }
+    }
 }
 
-/// Follows a redirect that keeps method and body and stays on the same host and port. After any other the request would be a
-/// `GET` without its body, or a stranger would be sent the headers with their keys: it is an answer, and an error.
-fn same_place() -> Policy {
-    Policy::custom(|attempt| {
-        let keeps_body = matches!(attempt.status(), StatusCode::TEMPORARY_REDIRECT | StatusCode::PERMANENT_REDIRECT);
-        let stays = attempt.previous().last().is_some_and(|from| from.origin() == attempt.url().origin());
-        if keeps_body && stays && attempt.previous().len() <= HOPS_MAX { attempt.follow() } else { attempt.stop() }
-    })
-}
-
-/// Whether the peer can have seen the request. The URL is left out: it may have credentials.
-fn of_reqwest(error: reqwest::Error) -> Error {
-    let (execution, text) = if error.is_connect() {
-        (Execution::NotStarted, "cannot connect")
-    } else {
-        (Execution::Unknown, "the connection was lost before the answer was complete")
-    };
-    Error::new(Code::Unavailable, execution, text).caused_by(error.without_url())
+/// Base64 with padding (RFC 4648, section 4).
+fn base64(bytes: &[u8]) -> String {
+    const DIGITS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    let mut text = String::with_capacity(bytes.len().div_ceil(3) * 4);
+    for chunk in bytes.chunks(3) {
+        let word = (0..3).fold(0, |word, at| word << 8 | u32::from(chunk.get(at).copied().unwrap_or(0)));
+        for at in 0..4 {
+            let digit = DIGITS[(word >> (18 - 6 * at)) as usize & 63];
+            text.push(if at > chunk.len() { '=' } else { char::from(digit) });
+        }
+    }
+    text
 }
 
 fn code_of(status: u16) -> Code {
@@ -395,19 +370,14 @@ fn permanent(answer: &Answer) -> Option<&'static str> {
     }
 }
 
-#[cfg(feature = "tls")]
-fn tls(_: &str, _: &str) -> Result<()> {
-    static INSTALL: std::sync::Once = std::sync::Once::new();
-    INSTALL.call_once(|| {
-        // Refused when the program has installed one of its own, which is then used.
-        let _ = rustls::crypto::ring::default_provider().install_default();
-    });
-    Ok(())
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-#[cfg(not(feature = "tls"))]
-fn tls(key: &str, shown: &str) -> Result<()> {
-    Err(Error::invalid(format!(
-        "`{key}`: {shown} is https, and this program was built without TLS: build it with the feature `tls` of gym-server"
-    )))
+    #[test]
+    fn base64_is_that_of_the_rfc() {
+        for (plain, encoded) in [("", ""), ("f", "Zg=="), ("fo", "Zm8="), ("foo", "Zm9v"), ("foobar", "Zm9vYmFy")] {
+            assert_eq!(base64(plain.as_bytes()), encoded);
+        }
+    }
 }

@@ -137,10 +137,40 @@ async fn a_wrong_configuration_names_its_key() {
         ("ftp://x/v1", "ftp"),
         #[cfg(not(feature = "tls"))]
         ("https://user:pw@api.example.com/v1", "feature `tls`"),
+        ("http://user:pw@api.example.com/v1?key=1", "leave out `?`"),
+        ("http://user:pw@api example.com/v1", "openai_base_url"),
     ] {
         let error = OpenAiModel::new(OpenAiModelConfig::new(url, "m"), &world()).unwrap_err();
         assert!(error.to_string().contains(names) && !error.to_string().contains("pw"), "{error}");
     }
+}
+
+#[tokio::test]
+async fn credentials_of_the_url_are_sent_where_there_is_no_key() {
+    let mock = Mock::new(vec![answer(200, ANSWER), answer(200, ANSWER)]).await;
+    for (key, authorization) in [("", "Basic dXNlcjpwdzo="), ("sk-hidden", "Bearer sk-hidden")] {
+        let model = model(&mock, |config| {
+            config.openai_base_url = mock.url().replace("http://", "HTTP://user:pw%3A@");
+            config.openai_api_key = Some(Secret::new(key)).filter(|_| !key.is_empty());
+        });
+        ask(&model, r#"{"input":"x"}"#).await.unwrap();
+        let request = mock.request(mock.count() - 1);
+        assert!(request.contains(&format!("authorization: {authorization}\r\n")), "{request}");
+    }
+}
+
+#[tokio::test]
+async fn headers_of_the_connection_cannot_be_set_but_the_host_can() {
+    let mock = Mock::new(vec![answer(200, ANSWER)]).await;
+    let with = |name: &str, value: &str| {
+        let mut config = OpenAiModelConfig::new(mock.url(), "m");
+        config.openai_default_headers.insert(name.to_owned(), Secret::new(value));
+        OpenAiModel::new(config, &world())
+    };
+    let error = with("Connection", "close").unwrap_err().to_string();
+    assert!(error.contains("openai_base_url") && error.contains("`connection` is set by the connection"), "{error}");
+    ask(&with("Host", "engine.internal").unwrap(), r#"{"input":"x"}"#).await.unwrap();
+    assert!(mock.request(0).contains("host: engine.internal\r\n"), "{}", mock.request(0));
 }
 
 #[tokio::test]
