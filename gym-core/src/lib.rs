@@ -1,6 +1,7 @@
 //! The vocabulary and the seams of the gym SDK.
 #![forbid(unsafe_code)]
 
+pub mod advantages;
 mod batch;
 mod channel;
 mod context;
@@ -12,6 +13,7 @@ pub mod in_process;
 mod layout;
 mod ledger;
 mod message;
+pub mod message_log;
 pub mod metrics;
 pub mod packing;
 mod raw;
