@@ -143,7 +143,8 @@ mod tests {
     fn c223_a_row_is_compared_with_the_others_of_its_prompt() {
         let six = baselines(&[7, 7, 7, 8, 8, 8], &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
         near(&six.mean, &[2.5, 2.0, 1.5, 5.5, 5.0, 4.5]);
-        near(&six.deviation, &[0.7071, 1.4142, 0.7071, 0.7071, 1.4142, 0.7071]);
+        let (half, two) = (0.5_f64.sqrt(), 2.0_f64.sqrt());
+        near(&six.deviation, &[half, two, half, half, two, half]);
         let mixed = baselines(&[7, 8, 7, 8, 7, 8], &[1.0, 4.0, 2.0, 5.0, 3.0, 6.0]);
         near(&mixed.mean, &[2.5, 5.5, 2.0, 5.0, 1.5, 4.5]);
     }

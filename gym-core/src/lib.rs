@@ -30,7 +30,7 @@ mod transport;
 mod world;
 
 pub use batch::{
-    Assembly, Batch, BatchSchema, Column, ColumnSchema, DynamicBatching, JsonRows, MicroBatch, MicroBatchChunk,
+    Assembly, Batch, BatchSchema, Column, ColumnSchema, Device, DynamicBatching, JsonRows, MicroBatch, MicroBatchChunk,
     MicroBatches, MicrobatchOrder, Offsets, Packed, Padding, Payload, Ragged, RowShape, Segment, SegmentId,
     SegmentSchema, SequencePacking, Sharded, Sharding, Side, Uneven,
 };
