@@ -98,7 +98,7 @@ fn parts_that_do_not_fit_are_refused_by_name() {
 fn rows_that_no_memory_stands_behind_are_bounded() {
     let hollow = |rows| Batch::empty().with("x", Tensor::zeros(DType::F32, [rows, 0]).unwrap());
     assert_eq!(hollow(1 << 20).unwrap().rows(), 1 << 20);
-    assert!(hollow(usize::MAX).unwrap_err().message().contains("rows of no bytes"));
+    assert!(hollow(1 << 60).unwrap_err().message().contains("rows of no bytes"));
 }
 
 #[test]
