@@ -15,6 +15,7 @@ pub mod in_process;
 mod layout;
 mod ledger;
 mod message;
+pub mod message_log;
 pub mod metrics;
 mod progress;
 pub mod packing;
@@ -34,7 +35,7 @@ mod worker;
 mod world;
 
 pub use batch::{
-    Assembly, Batch, BatchSchema, Column, ColumnSchema, DynamicBatching, JsonRows, MicroBatch, MicroBatchChunk,
+    Assembly, Batch, BatchSchema, Column, ColumnSchema, Device, DynamicBatching, JsonRows, MicroBatch, MicroBatchChunk,
     MicroBatches, MicrobatchOrder, Offsets, Packed, Padding, Payload, Ragged, RowShape, Segment, SegmentId,
     SegmentSchema, SequencePacking, Sharded, Sharding, Side, Uneven,
 };

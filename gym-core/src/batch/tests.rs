@@ -95,6 +95,13 @@ fn parts_that_do_not_fit_are_refused_by_name() {
 }
 
 #[test]
+fn rows_that_no_memory_stands_behind_are_bounded() {
+    let hollow = |rows| Batch::empty().with("x", Tensor::zeros(DType::F32, [rows, 0]).unwrap());
+    assert_eq!(hollow(1 << 20).unwrap().rows(), 1 << 20);
+    assert!(hollow(1 << 60).unwrap_err().message().contains("rows of no bytes"));
+}
+
+#[test]
 fn of_the_metadata_stays_what_the_parts_agree_on() {
     let mut batch = every_kind(4);
     batch.metadata_mut().insert("step".into(), json!(12));
