@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod channel;
+pub mod cluster;
 mod context;
 mod dispatch;
 mod error;
