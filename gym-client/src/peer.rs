@@ -27,13 +27,13 @@ impl Peer {
     }
 
     /// Calls the peer. After a loss the next call opens a new channel; calls under way on the old one keep it.
-    pub(crate) async fn call(&self, transports: &Transports, request: Request) -> Result<Response> {
+    pub(crate) async fn call(&self, transports: &Transports, request: &Request) -> Result<Response> {
         let channel = match self.channel() {
             Some(channel) => channel,
             // Boxed, because it is rare and every waiting call would be as large.
             None => Box::pin(self.connect(transports, &request.context)).await?,
         };
-        let result = channel.call(request).await;
+        let result = channel.call(request.clone()).await;
         if let Err(error) = &result
             && error.code() == Code::Unavailable
             && error.execution() != Execution::Finished

@@ -40,14 +40,18 @@ impl Drop for PendingGuard {
 
 impl Picker {
     /// The index of the chosen replica among those not excluded; `turn` moves on with every call.
-    pub(crate) fn pick<'a>(self, turn: usize, replicas: impl Iterator<Item = (usize, &'a Pending)>) -> Option<usize> {
-        let open: Vec<(usize, &Pending)> = replicas.collect();
-        let from = turn.checked_rem(open.len())?;
-        let in_turn = open[from..].iter().chain(&open[..from]);
-        match self {
-            Self::RoundRobin => in_turn.map(|(index, _)| *index).next(),
-            Self::LeastPending => in_turn.min_by_key(|(_, pending)| pending.count()).map(|(index, _)| *index),
-        }
+    pub(crate) fn pick<'a>(
+        self,
+        turn: usize,
+        replicas: impl Iterator<Item = (usize, &'a Pending)> + Clone,
+    ) -> Option<usize> {
+        let from = turn.checked_rem(replicas.clone().count())?;
+        let mut in_turn = replicas.clone().skip(from).chain(replicas.take(from));
+        let chosen = match self {
+            Self::RoundRobin => in_turn.next(),
+            Self::LeastPending => in_turn.min_by_key(|(_, pending)| pending.count()),
+        };
+        chosen.map(|(index, _)| index)
     }
 }
 

@@ -176,7 +176,7 @@ impl ServerClient {
     /// An episode's calls: they stay with the replica first reached, and carry its cookies.
     #[must_use]
     pub fn session(&self) -> Session {
-        Session { client: self.clone(), servers: BTreeMap::new() }
+        Session { client: self.clone(), servers: Vec::new() }
     }
 
     /// The replica that answered, and its answer.
@@ -191,7 +191,7 @@ impl ServerClient {
         let first = self.pick(cx, server, &[]).await.map_err(|error| about(error, server, request))?;
         let rank = first.as_ref().map(|replica| replica.rank);
         let error = match first {
-            Some(replica) => match self.call(&replica, request.clone()).await {
+            Some(replica) => match self.call(&replica, request).await {
                 Ok(response) => return Ok((replica, response)),
                 Err(error) => error,
             },
@@ -208,7 +208,7 @@ impl ServerClient {
             self.forget(server);
             let exclude = lock(&failed).clone();
             let replica = self.pick(cx, server, &exclude).await?.ok_or_else(|| absent(server))?;
-            let result = self.call(&replica, request.clone()).await;
+            let result = self.call(&replica, request).await;
             if result.is_err() {
                 lock(&failed).push(replica.rank);
             }
@@ -218,7 +218,7 @@ impl ServerClient {
         .map_err(|error| about(error, server, request))
     }
 
-    async fn call(&self, replica: &Replica, request: Request) -> Result<Response> {
+    async fn call(&self, replica: &Replica, request: &Request) -> Result<Response> {
         let _pending = replica.pending.begin();
         let response = replica.peer.call(&self.inner.transports, request).await?;
         // Another life of the server at this address, or one without room, refuses before it runs anything: that is no
@@ -363,11 +363,13 @@ fn replica(instance: Instance, known: Option<&Resolved>) -> Arc<Replica> {
 #[derive(Debug)]
 pub struct Session {
     client: ServerClient,
-    servers: BTreeMap<String, Bound>,
+    /// A few, in a list: a tree's smallest node is larger than all that most episodes keep.
+    servers: Vec<Bound>,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Bound {
+    server: String,
     replica: Option<Arc<Replica>>,
     jar: CookieJar,
 }
@@ -383,54 +385,62 @@ impl Session {
     /// # Errors
     /// Before the first answer as [`ServerClient::post`]. After it, a replica that is gone is `FailedPrecondition`: the
     /// session is lost, and only a new episode can help.
-    pub async fn post(
+    pub fn post(
         &mut self,
         cx: &CallContext,
         server: &str,
         route: impl Into<Route>,
         body: impl Into<Rope>,
-    ) -> Result<Response> {
+    ) -> impl Future<Output = Result<Response>> + Send {
         let mut request = Request::post(cx.clone(), route, body);
         let client = self.client.clone();
         let bound = self.bound(server);
         if let Some(cookies) = bound.jar.header() {
             request.context.metadata.push("cookie", cookies);
         }
-        let response = match &bound.replica {
-            None => {
-                let (replica, response) = client.dispatch(server, &request, CallOptions::default()).await?;
-                bound.replica = Some(replica);
-                response
-            }
-            Some(replica) => {
-                let policy = client.inner.policy.clone();
-                let mut result = client.call(replica, request.clone()).await;
-                if let Err(error) = result {
-                    let mut rng = lock(&client.inner.rng).fork();
-                    let again = |_| client.call(replica, request.clone());
-                    result = Box::pin(retry_after(error, cx, &policy, &mut rng, false, again)).await;
-                }
-                result.map_err(|error| {
-                    let lost = error.code() == Code::Unavailable;
-                    let error = about(error, server, &request);
-                    if !lost {
-                        return error;
-                    }
-                    Error::new(Code::FailedPrecondition, error.execution(), "the server of this session is gone")
-                        .about(server.to_owned())
-                        .caused_by(error)
-                })?
-            }
-        };
-        bound.jar.merge(&response.metadata);
-        Ok(response)
+        async move {
+            let response = bound.call(&client, &request).await?;
+            bound.jar.merge(&response.metadata);
+            Ok(response)
+        }
     }
 
     fn bound(&mut self, server: &str) -> &mut Bound {
-        if !self.servers.contains_key(server) {
-            self.servers.insert(server.to_owned(), Bound::default());
+        let at = self.servers.iter().position(|bound| bound.server == server).unwrap_or_else(|| {
+            // Model and resources are all that most agents call.
+            self.servers.reserve_exact(2);
+            self.servers.push(Bound { server: server.to_owned(), replica: None, jar: CookieJar::new() });
+            self.servers.len() - 1
+        });
+        &mut self.servers[at]
+    }
+}
+
+impl Bound {
+    /// The answer of the replica that the session is at, or of the one that it stays at from now on.
+    async fn call(&mut self, client: &ServerClient, request: &Request) -> Result<Response> {
+        let Some(replica) = &self.replica else {
+            let (replica, response) = client.dispatch(&self.server, request, CallOptions::default()).await?;
+            self.replica = Some(replica);
+            return Ok(response);
+        };
+        let mut result = client.call(replica, request).await;
+        if let Err(error) = result {
+            let mut rng = lock(&client.inner.rng).fork();
+            let (cx, policy) = (&request.context, &client.inner.policy);
+            let again = |_| client.call(replica, request);
+            result = Box::pin(retry_after(error, cx, policy, &mut rng, false, again)).await;
         }
-        self.servers.get_mut(server).expect("inserted above")
+        result.map_err(|error| {
+            let lost = error.code() == Code::Unavailable;
+            let error = about(error, &self.server, request);
+            if !lost {
+                return error;
+            }
+            Error::new(Code::FailedPrecondition, error.execution(), "the server of this session is gone")
+                .about(self.server.clone())
+                .caused_by(error)
+        })
     }
 }
 

@@ -5,17 +5,15 @@
 
 use std::fmt;
 use std::future::Future;
-use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
 use async_trait::async_trait;
 use futures_util::future::BoxFuture;
-use tokio::time::{Sleep, sleep_until};
 use tokio_util::sync::CancellationToken;
 
-use crate::context::Incarnation;
+use crate::context::{Incarnation, bounded};
 use crate::error::{Code, Error, Execution, Result};
 use crate::message::{Request, Response};
 
@@ -97,26 +95,27 @@ impl Channel {
     ///
     /// # Errors
     /// `NotStarted` up to the hand-over, `Unknown` after it. Any complete answer is `Ok`, 404 and 500 too.
-    pub async fn call(&self, mut request: Request) -> Result<Response> {
-        let incarnation = self.stamp(&mut request)?;
-        let bounds = Bounds::of(&request);
-        let mut sleep = pin!(sleep_until(bounds.deadline));
-        let reply = bounds.hold(sleep.as_mut(), Execution::NotStarted, self.link.send(request)).await?;
-        let response = bounds.hold(sleep, Execution::Unknown, reply).await?;
-        check_incarnation(incarnation, response)
+    pub fn call(&self, request: Request) -> impl Future<Output = Result<Response>> + Send {
+        // Not an async fn: what one is given stays in its future to the end, and a request is larger than the wait for its
+        // answer.
+        let begun = self.begin(request);
+        async move {
+            let Begun { incarnation, bounds, sending } = begun?;
+            let reply = bounds.hold(Execution::NotStarted, sending).await?;
+            let response = bounds.hold(Execution::Unknown, reply).await?;
+            check_incarnation(incarnation, response)
+        }
     }
 
     /// Hands the request over; the rest is awaited later. This is pipelining.
     ///
     /// # Errors
     /// `NotStarted` when it could not be handed over by the deadline.
-    pub async fn start(&self, mut request: Request) -> Result<Reply> {
-        let incarnation = self.stamp(&mut request)?;
-        let bounds = Bounds::of(&request);
-        let mut sleep = Box::pin(sleep_until(bounds.deadline));
-        let reply = bounds.hold(sleep.as_mut(), Execution::NotStarted, self.link.send(request)).await?;
+    pub async fn start(&self, request: Request) -> Result<Reply> {
+        let Begun { incarnation, bounds, sending } = self.begin(request)?;
+        let reply = bounds.hold(Execution::NotStarted, sending).await?;
         Ok(Box::pin(async move {
-            let response = bounds.hold(sleep.as_mut(), Execution::Unknown, reply).await?;
+            let response = bounds.hold(Execution::Unknown, reply).await?;
             check_incarnation(incarnation, response)
         }))
     }
@@ -152,12 +151,12 @@ impl Channel {
     }
 
     /// A passed deadline or a caller that has left is refused before anything is sent.
-    fn stamp(&self, request: &mut Request) -> Result<Option<Incarnation>> {
+    fn begin(&self, mut request: Request) -> Result<Begun<'_>> {
         request.context.check()?;
-        if request.context.incarnation.is_none() {
-            request.context.incarnation = self.incarnation;
-        }
-        Ok(request.context.incarnation)
+        let incarnation = request.context.incarnation.or(self.incarnation);
+        request.context.incarnation = incarnation;
+        let bounds = Bounds::of(&request);
+        Ok(Begun { incarnation, bounds, sending: self.link.send(request) })
     }
 }
 
@@ -176,7 +175,14 @@ pub(crate) fn check_incarnation(expected: Option<Incarnation>, response: Respons
     }
 }
 
-/// The deadline and the cancel token of one call: the only timer it has.
+/// A call whose request is in the link's hands.
+struct Begun<'a> {
+    incarnation: Option<Incarnation>,
+    bounds: Bounds,
+    sending: BoxFuture<'a, Result<Reply>>,
+}
+
+/// The deadline and the cancel token of one call.
 struct Bounds {
     cancel: CancellationToken,
     deadline: tokio::time::Instant,
@@ -188,18 +194,8 @@ impl Bounds {
     }
 
     /// Waits for `future` within the bounds; a wait that ends early means `execution`.
-    async fn hold<T>(
-        &self,
-        mut sleep: Pin<&mut Sleep>,
-        execution: Execution,
-        future: impl Future<Output = Result<T>>,
-    ) -> Result<T> {
-        tokio::select! {
-            biased;
-            done = future => done,
-            () = self.cancel.cancelled() => Err(Error::new(Code::Cancelled, execution, "the caller has left")),
-            () = &mut sleep => Err(Error::new(Code::DeadlineExceeded, execution, "the deadline has passed")),
-        }
+    async fn hold<T>(&self, execution: Execution, future: impl Future<Output = Result<T>>) -> Result<T> {
+        bounded(&self.cancel, self.deadline, execution, future).await
     }
 }
 

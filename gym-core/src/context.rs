@@ -116,12 +116,23 @@ impl CallContext {
     /// # Errors
     /// The future's own error, `DeadlineExceeded` or `Cancelled`.
     pub async fn bound<T>(&self, execution: Execution, future: impl Future<Output = Result<T>>) -> Result<T> {
-        tokio::select! {
-            biased;
-            done = future => done,
-            () = self.cancel.cancelled() => Err(cancelled(execution)),
-            () = tokio::time::sleep_until(self.deadline) => Err(deadline_exceeded(execution)),
-        }
+        bounded(&self.cancel, self.deadline, execution, future).await
+    }
+}
+
+/// See [`CallContext::bound`].
+pub(crate) async fn bounded<T>(
+    cancel: &CancellationToken,
+    deadline: Instant,
+    execution: Execution,
+    future: impl Future<Output = Result<T>>,
+) -> Result<T> {
+    tokio::select! {
+        biased;
+        done = future => done,
+        () = cancel.cancelled() => Err(cancelled(execution)),
+        // In a block, so that a timer is made only where there is something to wait for.
+        () = async { tokio::time::sleep_until(deadline).await } => Err(deadline_exceeded(execution)),
     }
 }
 

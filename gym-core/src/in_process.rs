@@ -148,10 +148,7 @@ impl Listener for InProcessListener {
 
     async fn accept(&mut self) -> Result<Box<dyn Incoming>> {
         match self.accepted.recv().await {
-            Some(connection) => {
-                let peer = PeerInfo { address: "in-process".into() };
-                Ok(Box::new(InProcessIncoming { guard: CloseOnDrop(connection), peer }))
-            }
+            Some(connection) => Ok(Box::new(InProcessIncoming(CloseOnDrop(connection)))),
             None => Err(Error::not_started(Code::Unavailable, "the name was taken over")),
         }
     }
@@ -169,6 +166,8 @@ impl Drop for InProcessListener {
 
 /// What both ends share.
 struct Connection {
+    /// What the accepting end calls the connecting one.
+    caller: PeerInfo,
     handler: OnceLock<Arc<dyn Handler>>,
     served: Notify,
     /// Fires when either end is gone: running calls end with it.
@@ -189,6 +188,7 @@ struct Calls {
 impl Connection {
     fn new(calls_max: usize) -> Self {
         Self {
+            caller: PeerInfo { address: "in-process".into() },
             handler: OnceLock::new(),
             served: Notify::new(),
             closed: CancellationToken::new(),
@@ -256,25 +256,22 @@ impl Drop for CloseOnDrop {
     }
 }
 
-struct InProcessIncoming {
-    guard: CloseOnDrop,
-    peer: PeerInfo,
-}
+struct InProcessIncoming(CloseOnDrop);
 
 impl fmt::Debug for InProcessIncoming {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "InProcessIncoming({})", self.peer.address)
+        write!(f, "InProcessIncoming({})", self.peer().address)
     }
 }
 
 #[async_trait]
 impl Incoming for InProcessIncoming {
     fn peer(&self) -> &PeerInfo {
-        &self.peer
+        &self.0.0.caller
     }
 
     async fn serve(self: Box<Self>, handler: Arc<dyn Handler>, drain: CancellationToken) -> Result<()> {
-        let connection = &self.guard.0;
+        let connection = &self.0.0;
         let _ = connection.handler.set(handler);
         connection.served.notify_one();
         tokio::select! {
@@ -318,15 +315,16 @@ impl Link for InProcessLink {
             || Error::not_started(Code::Unavailable, "the peer has left").about(self.path.peer.to_string());
         let room = tokio::select! {
             biased;
-            () = connection.closed.cancelled() => return Err(unavailable()),
+            // First, because there nearly always is room; a connection that is closed takes no calls, see `begin`.
             room = Arc::clone(&connection.room).acquire_owned() => room.map_err(|_| unavailable())?,
+            () = connection.closed.cancelled() => return Err(unavailable()),
         };
         let running = connection.begin()?;
         let handler = connection.handler.get().ok_or_else(unavailable)?;
         if self.faithful {
             request = rewritten_request(request)?;
         }
-        request.peer = Some(PeerInfo { address: "in-process".into() });
+        request.peer = Some(connection.caller.clone());
         // A token of this call's own: what the handler has handed on learns of a dropped reply, as it does over a wire.
         let cancel = request.context.cancel.child_token();
         request.context.cancel = cancel.clone();

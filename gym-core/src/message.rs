@@ -7,6 +7,7 @@ use bytes::{Bytes, BytesMut};
 
 use crate::context::CallContext;
 use crate::error::{Code, Error, Execution, Result};
+use crate::raw::{JsonError, RawObject};
 use crate::transport::PeerInfo;
 use crate::unwritten::UnwrittenHead;
 
@@ -19,6 +20,8 @@ enum Pieces {
     One(Bytes),
     Many(Vec<Bytes>),
     Unwritten(UnwrittenHead),
+    /// One piece that somebody in this process has parsed.
+    Object(RawObject),
 }
 
 impl Default for Pieces {
@@ -44,6 +47,7 @@ impl Rope {
             Pieces::One(one) => self.0 = Pieces::Many(vec![std::mem::take(one), piece]),
             Pieces::Many(many) => many.push(piece),
             Pieces::Unwritten(head) => self.0 = Pieces::Many(vec![head.text().clone(), piece]),
+            Pieces::Object(object) => self.0 = Pieces::Many(vec![object.text().clone(), piece]),
         }
     }
 
@@ -88,6 +92,7 @@ impl Rope {
             Pieces::One(one) => std::slice::from_ref(one),
             Pieces::Many(many) => many,
             Pieces::Unwritten(head) => std::slice::from_ref(head.text()),
+            Pieces::Object(object) => std::slice::from_ref(object.text()),
         }
     }
 
@@ -109,12 +114,32 @@ impl Rope {
         match &self.0 {
             Pieces::One(one) => one.clone(),
             Pieces::Unwritten(head) => head.text().clone(),
+            Pieces::Object(object) => object.text().clone(),
             Pieces::Many(many) => {
                 let mut whole = BytesMut::with_capacity(self.len());
                 many.iter().for_each(|piece| whole.extend_from_slice(piece));
                 whole.freeze()
             }
         }
+    }
+}
+
+impl Rope {
+    /// The text as a JSON object: free when it was made of one, and not since written to a wire.
+    ///
+    /// # Errors
+    /// When the text is not one JSON object.
+    pub fn to_object(&self) -> Result<RawObject, JsonError> {
+        match &self.0 {
+            Pieces::Object(object) => Ok(object.clone()),
+            _ => RawObject::parse(self.to_bytes()),
+        }
+    }
+}
+
+impl From<RawObject> for Rope {
+    fn from(object: RawObject) -> Self {
+        Self(Pieces::Object(object))
     }
 }
 

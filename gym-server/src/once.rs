@@ -8,7 +8,7 @@
 //! The episode is driven by whoever waits for it. Only when nobody does, a task drives it until the grace is over; then it is
 //! dropped, which cancels what it called.
 
-use std::collections::BTreeMap;
+use std::collections::HashMap;
 use std::future::Future;
 use std::panic::AssertUnwindSafe;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -32,17 +32,23 @@ const ABANDONED_MAX: usize = 16_384;
 
 type Run = BoxFuture<'static, Response>;
 
-/// Which rollout and attempt a body is for: the texts of the keys that name them.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Identity([Bytes; 4]);
+/// Which rollout and attempt a body is for: the texts of the keys that name them, each behind a byte that no JSON has.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Identity(Arc<[u8]>);
 
 impl Identity {
     /// The body's; `None` when it does not say for which rollout it is.
     pub(crate) fn of(body: &RawObject) -> Option<Self> {
-        let keys = ["_ng_rollout_id", "_ng_task_index", "_ng_rollout_index", "_ng_attempt_index"];
-        let texts = keys.map(|key| body.get(key).unwrap_or_default());
-        let known = !texts[0].is_empty() || !texts[1].is_empty() || !texts[2].is_empty();
-        known.then_some(Self(texts))
+        let keys = ["_ng_rollout_id", "_ng_task_index", "_ng_rollout_index"];
+        let mut texts = Vec::with_capacity(64);
+        for key in keys {
+            texts.push(0);
+            texts.extend_from_slice(&body.get(key).unwrap_or_default());
+        }
+        let known = texts.len() > keys.len();
+        texts.push(0);
+        texts.extend_from_slice(&body.get("_ng_attempt_index").unwrap_or_default());
+        known.then(|| Self(texts.into()))
     }
 }
 
@@ -61,7 +67,7 @@ struct Inner {
 #[derive(Debug, Default)]
 struct Table {
     /// Several entries of one identity: equal ids over different bodies are different episodes.
-    episodes: BTreeMap<Identity, Vec<Arc<Episode>>>,
+    episodes: HashMap<Identity, Vec<Arc<Episode>>>,
     /// The tasks that drive abandoned episodes; dropping the table ends them.
     keepers: JoinSet<()>,
 }

@@ -1,8 +1,8 @@
 //! The environment server that most configurations use: it passes `/run` to an agent and the agent's answer back.
 
+use std::sync::Arc;
 use std::time::Duration;
 
-use bytes::Bytes;
 use gym_client::{CallOptions, ServerClient};
 use gym_core::{
     CallContext, EnvironmentServer, INCARNATION_METADATA, Metadata, RawObject, Request, Response, Result, Route,
@@ -56,9 +56,23 @@ impl RelayConfig {
 /// end both ways. A `/run` that comes twice, because its caller lost the connection, runs once.
 #[derive(Clone, Debug)]
 pub struct Relay {
-    agent: String,
-    client: ServerClient,
+    agent: Agent,
     once: Once,
+}
+
+/// To whom everything goes. Apart from the table of episodes, because each episode holds one: it must not hold the table.
+#[derive(Clone, Debug)]
+struct Agent {
+    name: Arc<str>,
+    client: ServerClient,
+}
+
+impl Agent {
+    async fn ask(&self, request: &Request, options: CallOptions) -> Result<Response> {
+        let mut response = self.client.send(&self.name, request, options).await?;
+        response.metadata.retain(|name| !HOP.contains(&name));
+        Ok(response)
+    }
 }
 
 impl Relay {
@@ -66,41 +80,25 @@ impl Relay {
     #[must_use]
     pub fn new(config: RelayConfig, client: ServerClient) -> Self {
         let grace: Duration = config.replay_grace_seconds.map_or(DEFAULT_GRACE, |seconds| seconds.0);
-        Self { agent: config.agent_server.name, client, once: Once::new(grace) }
-    }
-
-    async fn relay(
-        client: &ServerClient,
-        agent: &str,
-        cx: CallContext,
-        route: &'static str,
-        body: Bytes,
-        options: CallOptions,
-    ) -> Result<Response> {
-        let request = Request::post(cx, Route::from_static(route), body);
-        let mut response = client.send(agent, &request, options).await?;
-        response.metadata.retain(|name| !HOP.contains(&name));
-        Ok(response)
+        Self { agent: Agent { name: config.agent_server.name.into(), client }, once: Once::new(grace) }
     }
 }
 
 impl EnvironmentServer for Relay {
     async fn run(&self, cx: &CallContext, row: &RawObject) -> Result<Response> {
-        let route = "/run";
         let Some(identity) = Identity::of(row) else {
-            let inner = inner(cx.child(), &cx.metadata);
-            return Self::relay(&self.client, &self.agent, inner, route, row.text().clone(), CallOptions::default())
-                .await;
+            let request = outgoing(cx.child(), &cx.metadata, "/run", row);
+            return self.agent.ask(&request, CallOptions::default()).await;
         };
         let start = || {
             // Not `child`: the episode must not end with this caller's token.
             let mut own = CallContext::until(cx.deadline);
             own.trace = cx.trace;
             own.reply_bytes_max = cx.reply_bytes_max;
-            let own = inner(own, &cx.metadata);
-            let (client, agent, row) = (self.client.clone(), self.agent.clone(), row.text().clone());
+            let request = outgoing(own, &cx.metadata, "/run", row);
+            let agent = self.agent.clone();
             async move {
-                match Self::relay(&client, &agent, own, route, row, CallOptions::default()).await {
+                match agent.ask(&request, CallOptions::default()).await {
                     Ok(response) => response,
                     Err(error) => reply::of_error(&error),
                 }
@@ -110,22 +108,14 @@ impl EnvironmentServer for Relay {
     }
 
     async fn aggregate_metrics(&self, cx: &CallContext, body: &RawObject) -> Result<Response> {
-        let (agent, options) = (&self.agent, CallOptions::idempotent());
-        Self::relay(
-            &self.client,
-            agent,
-            inner(cx.child(), &cx.metadata),
-            "/aggregate_metrics",
-            body.text().clone(),
-            options,
-        )
-        .await
+        let request = outgoing(cx.child(), &cx.metadata, "/aggregate_metrics", body);
+        self.agent.ask(&request, CallOptions::idempotent()).await
     }
 }
 
-/// The context with the metadata that is meant for the other end.
-fn inner(mut cx: CallContext, metadata: &Metadata) -> CallContext {
+/// The body as it came, with the metadata that is meant for the other end.
+fn outgoing(mut cx: CallContext, metadata: &Metadata, route: &'static str, body: &RawObject) -> Request {
     cx.metadata = metadata.clone();
     cx.metadata.retain(|name| !HOP.contains(&name));
-    cx
+    Request::post(cx, Route::from_static(route), body.clone())
 }

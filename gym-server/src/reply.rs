@@ -103,8 +103,8 @@ pub(crate) fn of_error(error: &Error) -> Response {
 
 /// The body of a request as an object; the 422 that it deserves otherwise.
 pub(crate) fn object(message: &Message) -> Result<RawObject, Response> {
-    let text = message.head.to_bytes();
-    RawObject::parse(text.clone()).map_err(|error| {
+    message.head.to_object().map_err(|error| {
+        let text = message.head.to_bytes();
         unprocessable(vec![match serde_json::from_slice::<Value>(&text) {
             // JSON, but a list or a number.
             Ok(other) => Detail::new(

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use futures_util::stream;
+use futures_util::stream::{self, StreamExt as _};
 use gym_core::{CallContext, Code, Error, RawObject, Result, Rope, TaskKey, World};
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
@@ -22,8 +22,14 @@ use super::progress::{Progress, Snapshot};
 use super::source::{MaterializeOptions, MaterializedRow, MaterializedRows, SourceError};
 use crate::server_client::{CallOptions, ServerClient};
 
-/// Rows read ahead of the window: enough that reading never waits for a rollout, few enough to hold.
-const ROWS_AHEAD: usize = 256;
+/// Rows that the reader hands over together: waking another thread for each would cost as much as the row itself.
+const ROWS_TOGETHER: usize = 64;
+
+/// Times so many rows are read ahead of the window: enough that reading never waits for a rollout, few enough to hold.
+const GROUPS_AHEAD: usize = 4;
+
+/// Bytes of a file that are read or written at once.
+const BUFFER_BYTES: usize = 128 << 10;
 
 /// Opening a ledger reads its index, or the whole file where there is none.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(600);
@@ -169,7 +175,7 @@ impl RolloutCollector {
                     std::fs::create_dir_all(folder).map_err(|error| SourceError::io(doing(), error))?;
                 }
                 let file = File::create(&target).map_err(|error| SourceError::io(doing(), error))?;
-                let mut writer = BufWriter::new(file);
+                let mut writer = BufWriter::with_capacity(BUFFER_BYTES, file);
                 let summary = materializer.write(BufReader::new(reader), &mut writer)?;
                 writer.flush().map_err(|error| SourceError::io(doing(), error))?;
                 // On the disk before it takes its name: a resumed run believes it.
@@ -278,25 +284,32 @@ fn aggregate_body(index: &RolloutsIndex, group: usize, rollouts: &Path) -> Resul
 
 /// The rows of a materialized file, each with the server that runs it.
 fn read_rows(path: PathBuf, names: ServerNames) -> impl futures_util::Stream<Item = Result<RolloutRow>> + Unpin {
-    let (sender, receiver) = mpsc::channel(ROWS_AHEAD);
+    let (sender, receiver) = mpsc::channel(GROUPS_AHEAD);
     tokio::task::spawn_blocking(move || {
         let mut resolve = Resolve { names, known: BTreeMap::new() };
-        let rows = open(&path).map(|file| MaterializedRows::new(BufReader::new(file), path.display().to_string()));
-        match rows {
-            Ok(rows) => {
-                for row in rows {
-                    let row = row.map_err(|error| invalid(&error)).and_then(|row| resolve.row(row));
-                    let ends = row.is_err();
-                    // Nobody reads any more: the run was stopped.
-                    if sender.blocking_send(row).is_err() || ends {
-                        return;
-                    }
-                }
+        let file = match open(&path) {
+            Ok(file) => BufReader::with_capacity(BUFFER_BYTES, file),
+            Err(error) => return drop(sender.blocking_send(vec![Err(error)])),
+        };
+        let mut rows = MaterializedRows::new(file, path.display().to_string())
+            .map(|row| row.map_err(|error| invalid(&error)).and_then(|row| resolve.row(row)));
+        loop {
+            let mut group = Vec::with_capacity(ROWS_TOGETHER);
+            // Nothing is read after an error.
+            while group.len() < ROWS_TOGETHER && !group.last().is_some_and(Result::is_err) {
+                let Some(row) = rows.next() else { break };
+                group.push(row);
             }
-            Err(error) => drop(sender.blocking_send(Err(error))),
+            let ends = group.len() < ROWS_TOGETHER || group.last().is_some_and(Result::is_err);
+            // Nobody reads any more: the run was stopped.
+            if sender.blocking_send(group).is_err() || ends {
+                return;
+            }
         }
     });
-    Box::pin(stream::unfold(receiver, |mut receiver| async move { receiver.recv().await.map(|row| (row, receiver)) }))
+    let groups =
+        stream::unfold(receiver, |mut receiver| async move { receiver.recv().await.map(|group| (group, receiver)) });
+    Box::pin(groups.flat_map(stream::iter))
 }
 
 /// Looks up each agent once.

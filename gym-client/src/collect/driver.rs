@@ -151,7 +151,8 @@ impl Driver {
                 row = rows.next(), if reading && running.len() < self.options.concurrency.max(1) => match row {
                     Some(Ok(row)) => {
                         if self.is_open(row.key) {
-                            let driver = Arc::clone(self);
+                            // Shared with its attempts, one of which may outlive the rollout.
+                            let (driver, row) = (Arc::clone(self), Arc::new(row));
                             running.spawn(async move { driver.rollout(row).await });
                         } else {
                             self.progress.skip(self.ledger.state(row.key) == KeyState::Completed);
@@ -178,10 +179,10 @@ impl Driver {
     }
 
     /// Attempts one rollout until it is recorded or its budget is spent. An error is the ledger's.
-    async fn rollout(&self, row: RolloutRow) -> Result<()> {
+    async fn rollout(&self, row: Arc<RolloutRow>) -> Result<()> {
         let _in_flight = self.progress.begin();
         // Attempts that were superseded. They end by themselves, soon: their calls' deadline has passed.
-        let mut stragglers: JoinSet<()> = JoinSet::new();
+        let mut stragglers: Option<JoinSet<()>> = None;
         let mut begun = 0;
         let ended = loop {
             if begun >= self.options.attempts_max || !self.is_open(row.key) {
@@ -195,8 +196,11 @@ impl Driver {
             };
             begun += 1;
             let deadline = Instant::now() + self.options.attempt_timeout + self.options.record_timeout;
-            let cancel = CancellationToken::new();
-            let mut attempted = Box::pin(self.attempt(attempt, row.clone(), cancel.clone()));
+            let mut cx = CallContext::within(self.options.attempt_timeout);
+            let trace_id = self.world.rng().u128(1..);
+            cx.trace = TraceContext { trace_id, span_id: u64::from(attempt.number) + 1, sampled: false };
+            let cancel = cx.cancel.clone();
+            let mut attempted = Box::pin(self.attempt(attempt, Arc::clone(&row), cx));
             match tokio::time::timeout_at(deadline, &mut attempted).await {
                 Ok(Ok(Next::Done)) => break Ok(()),
                 Ok(Ok(Next::Again)) => {}
@@ -209,7 +213,7 @@ impl Driver {
                     tracing::warn!(%attempt, "not recorded in time; superseded");
                     self.progress.fail(FailureClass::TransportTimeout);
                     cancel.cancel();
-                    stragglers.spawn(async move {
+                    stragglers.get_or_insert_default().spawn(async move {
                         // Its outcome is the ledger's to refuse or to take.
                         if let Err(error) = attempted.await {
                             tracing::debug!(%attempt, %error, "a superseded attempt ended");
@@ -224,9 +228,11 @@ impl Driver {
                 self.progress.give_up();
             }
         };
-        let patience = self.options.record_timeout;
-        if tokio::time::timeout(patience, async { while stragglers.join_next().await.is_some() {} }).await.is_err() {
-            stragglers.shutdown().await;
+        if let Some(mut stragglers) = stragglers {
+            let all = async { while stragglers.join_next().await.is_some() {} };
+            if tokio::time::timeout(self.options.record_timeout, all).await.is_err() {
+                stragglers.shutdown().await;
+            }
         }
         ended
     }
@@ -235,21 +241,17 @@ impl Driver {
     fn attempt(
         &self,
         attempt: Attempt,
-        row: RolloutRow,
-        cancel: CancellationToken,
+        row: Arc<RolloutRow>,
+        cx: CallContext,
     ) -> impl Future<Output = Result<Next>> + Send + 'static {
         let (client, ledger, progress) = (self.client.clone(), Arc::clone(&self.ledger), Arc::clone(&self.progress));
-        let options = self.options.clone();
-        let trace_id = self.world.rng().u128(1..);
+        let record_timeout = self.options.record_timeout;
+        let body = match attempt.number {
+            0 => row.row.clone().into(),
+            number => row.row.edit().set("_ng_attempt_index", number.to_string()).to_rope(),
+        };
+        let request = Request::post(cx, Route::from_static("/run"), body);
         async move {
-            let mut cx = CallContext::within(options.attempt_timeout);
-            cx.cancel = cancel;
-            cx.trace = TraceContext { trace_id, span_id: u64::from(attempt.number) + 1, sampled: false };
-            let body = match attempt.number {
-                0 => row.row.text().clone().into(),
-                number => row.row.edit().set("_ng_attempt_index", number.to_string()).to_rope(),
-            };
-            let request = Request::post(cx, Route::from_static("/run"), body);
             // Not idempotent: only our own relay joins a replay to the first one, and only at the same replica. An attempt
             // whose fate is unknown is followed by another one, with a number of its own.
             let answer = client.send(&row.server, &request, CallOptions::default()).await;
@@ -264,7 +266,7 @@ impl Driver {
                 progress.fail(class);
             }
             let Some(outcome) = judged.into_outcome() else { return Ok(next) };
-            let cx = CallContext::within(options.record_timeout.max(Duration::from_secs(1)) * 4);
+            let cx = CallContext::within(record_timeout.max(Duration::from_secs(1)) * 4);
             let mut recorded = ledger.record(&cx, attempt, outcome).await;
             if let Err(error) = &recorded
                 && error.code() == Code::InvalidArgument

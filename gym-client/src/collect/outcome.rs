@@ -71,7 +71,7 @@ pub(super) fn judge(wanted: &RolloutRow, attempt: Attempt, answer: Result<Respon
         let error = Error::internal(why);
         failed(wanted, attempt, FailureClass::VerifierError, &error, Some((status, &body)))
     };
-    let result = match RawObject::parse(body.clone()) {
+    let result = match response.message.head.to_object() {
         Ok(result) => result,
         Err(error) => return bad(format!("the answer to `/run` is not a JSON object: {error}")),
     };

@@ -69,7 +69,7 @@ impl RemoteRegistry {
     pub async fn send(&self, request: &Request, idempotent: bool) -> Result<Response> {
         let mut rng = self.world.rng();
         retry(&request.context, &RetryPolicy::default(), &mut rng, idempotent, |_| async {
-            self.peer.call(&self.transports, request.clone()).await?.into_result()
+            self.peer.call(&self.transports, request).await?.into_result()
         })
         .await
         .map_err(|error| match error.subject() {

@@ -11,6 +11,7 @@ mod view;
 use std::borrow::Cow;
 use std::fmt;
 use std::ops::Range;
+use std::sync::Arc;
 
 use bytes::{BufMut, Bytes, BytesMut};
 use serde::de::{DeserializeOwned, DeserializeSeed, Deserializer as _, MapAccess, Visitor};
@@ -34,25 +35,44 @@ const SHARE_BYTES_MIN: usize = 16 << 10;
 /// assert_eq!(scored, r#"{"n": 1E5, "id": 12345678901234567890123, "x": null,"reward":1.0}"#);
 /// # Ok::<(), gym_core::JsonError>(())
 /// ```
+///
+/// Cheap to clone: clones share text and index. In a [`Rope`] it keeps its index, so whoever gets the rope in memory need not
+/// parse it again.
 #[derive(Clone)]
 pub struct RawObject {
     text: Bytes,
-    hollow: Option<Hollow>,
-    fields: Vec<Field>,
+    hollow: Option<Arc<Hollow>>,
+    fields: Arc<[Field]>,
+    /// Whether the text has values that do not count, because their key comes again.
+    shadowed: bool,
 }
 
 /// A top-level key and where its value is; ranges are positions in the skeleton if there is one, else in the text.
-#[derive(Clone)]
+#[derive(Clone, Debug, PartialEq)]
 struct Field {
     key: Key,
     value: Range<usize>,
 }
 
-#[derive(Clone)]
+#[derive(Clone, Debug, PartialEq)]
 enum Key {
     /// Without escapes: a range of the skeleton.
     Plain(Range<usize>),
     Decoded(Box<str>),
+}
+
+impl Key {
+    /// The same key in a text where what was at `from` is at `to`.
+    fn moved(&self, from: usize, to: usize) -> Self {
+        match self {
+            // Wrapping, because in a large text, whose positions nobody uses, they may be anything.
+            Self::Plain(range) => {
+                let moved = |at: usize| at.wrapping_sub(from).wrapping_add(to);
+                Self::Plain(moved(range.start)..moved(range.end))
+            }
+            Self::Decoded(key) => Self::Decoded(key.clone()),
+        }
+    }
 }
 
 /// Why a text is not the JSON object that was expected, and where.
@@ -80,12 +100,16 @@ impl RawObject {
     pub fn parse(text: impl Into<Bytes>) -> Result<Self, JsonError> {
         let text = text.into();
         if let Some(hollow) = Hollow::of(&text)
-            && let Ok(fields) = index(hollow.skeleton())
+            && let Ok(index) = index(hollow.skeleton())
         {
-            return Ok(Self { text, hollow: Some(hollow), fields });
+            return Ok(Self::new(text, Some(hollow), index));
         }
-        let fields = index(&text)?;
-        Ok(Self { text, hollow: None, fields })
+        let index = index(&text)?;
+        Ok(Self::new(text, None, index))
+    }
+
+    fn new(text: Bytes, hollow: Option<Hollow>, index: Index) -> Self {
+        Self { text, hollow: hollow.map(Arc::new), fields: index.fields.into(), shadowed: index.shadowed }
     }
 
     /// The object that a value serialises to.
@@ -113,7 +137,7 @@ impl RawObject {
     /// `{}`.
     #[must_use]
     pub fn empty() -> Self {
-        Self { text: Bytes::from_static(b"{}"), hollow: None, fields: Vec::new() }
+        Self::new(Bytes::from_static(b"{}"), None, Index::default())
     }
 
     /// The text as it came.
@@ -165,9 +189,9 @@ impl RawObject {
         let original = self.original(&field.value);
         let text = self.text.slice(original.clone());
         let hollow = self.hollow.as_ref().map(|hollow| hollow.slice(&field.value));
-        let fields = index(hollow.as_ref().map_or(&text, |hollow| hollow.skeleton()))
+        let index = index(hollow.as_ref().map_or(&text, |hollow| hollow.skeleton()))
             .map_err(|error| JsonError { offset: original.start, ..error })?;
-        Ok(Some(Self { text, hollow, fields }))
+        Ok(Some(Self::new(text, hollow, index)))
     }
 
     /// Reads what `T` names; other keys cost nothing.
@@ -289,32 +313,32 @@ impl Edit<'_> {
         }
     }
 
-    /// The changed text. Large untouched parts are shared with the original.
+    /// The changed text. Large untouched parts are shared with the original; a small text is indexed already.
     #[must_use]
     pub fn to_rope(&self) -> Rope {
         let object = self.object;
-        let mut out = Pieces { rope: Rope::new(), small: BytesMut::new() };
         let text = &object.text;
+        let change = |(key, json): &(Cow<'_, str>, Option<Bytes>)| key.len() + json.as_ref().map_or(0, Bytes::len) + 4;
+        let bytes = text.len() + self.changes.iter().map(change).sum::<usize>();
+        // Room for all of a small text; of a large one the pieces between the shared ones are seldom longer.
+        let mut out = Pieces { rope: Rope::new(), small: BytesMut::with_capacity(bytes.min(SHARE_BYTES_MIN)) };
+        let mut fields = Vec::with_capacity(object.fields.len() + self.changes.len());
         // The text is copied or shared up to `done`.
         let mut done = text.iter().position(|byte| *byte == b'{').map_or(0, |at| at + 1);
         out.share(text.slice(..done));
         let mut first = true;
-        for field in &object.fields {
+        for field in object.fields.iter() {
             let range = object.original(&field.value);
-            match self.changes.iter().find(|(key, _)| key == object.key(field)) {
-                None => {
-                    // From the end of the last field: the separator, the key and the value as they came.
-                    let from = if first { skip_separator(text, done) } else { done };
-                    out.share(text.slice(from..range.end));
-                    first = false;
-                }
-                Some((_, Some(json))) => {
-                    let from = if first { skip_separator(text, done) } else { done };
-                    out.share(text.slice(from..range.start));
-                    out.share(json.clone());
-                    first = false;
-                }
-                Some((_, None)) => {}
+            let changed = self.changes.iter().find(|(key, _)| key == object.key(field)).map(|(_, json)| json);
+            if !matches!(changed, Some(None)) {
+                // From the end of the last field: the separator, the key and the value as they came.
+                let from = if first { skip_separator(text, done) } else { done };
+                let key = field.key.moved(from, out.small.len());
+                out.share(text.slice(from..range.start));
+                let start = out.small.len();
+                out.share(changed.cloned().flatten().unwrap_or_else(|| text.slice(range.clone())));
+                fields.push(Field { key, value: start..out.small.len() });
+                first = false;
             }
             done = range.end;
         }
@@ -326,13 +350,25 @@ impl Edit<'_> {
             if !first {
                 out.small.put_u8(b',');
             }
-            out.small.put_slice(serde_json::to_string(key).unwrap_or_default().as_bytes());
+            let quoted = serde_json::to_string(key).unwrap_or_default();
+            let start = out.small.len() + 1;
+            let escaped = quoted.len() > key.len() + 2;
+            let key = if escaped { Key::Decoded((**key).into()) } else { Key::Plain(start..start + key.len()) };
+            out.small.put_slice(quoted.as_bytes());
             out.small.put_u8(b':');
+            let start = out.small.len();
             out.share(json.clone());
+            fields.push(Field { key, value: start..out.small.len() });
             first = false;
         }
         out.share(text.slice(done..));
-        out.finish()
+        let rope = out.finish();
+        // The positions are those in one small piece; where there is more to it, whoever reads it parses it.
+        let indexed = bytes < SHARE_BYTES_MIN && object.hollow.is_none() && !object.shadowed;
+        if indexed && self.changes.iter().filter_map(|(_, json)| json.as_ref()).all(|json| scan::is_value(json)) {
+            return RawObject::new(rope.to_bytes(), None, Index { fields, shadowed: false }).into();
+        }
+        rope
     }
 
     /// The changed object.
@@ -340,7 +376,7 @@ impl Edit<'_> {
     /// # Errors
     /// When a text given to [`Edit::set`] was not JSON.
     pub fn to_object(&self) -> Result<RawObject, JsonError> {
-        RawObject::parse(self.to_rope().to_bytes())
+        self.to_rope().to_object()
     }
 }
 
@@ -374,23 +410,27 @@ impl Pieces {
 }
 
 /// The top-level keys of a JSON object; of equal keys only the last.
-fn index(text: &[u8]) -> Result<Vec<Field>, JsonError> {
-    match scan::members(text) {
-        Some(members) => {
-            let field = |(key, value)| Field { key: Key::Plain(key), value };
-            let mut fields = members.into_iter().map(field).collect();
-            drop_shadowed(text, &mut fields);
-            Ok(fields)
-        }
-        None => index_parsed(text),
-    }
+#[derive(Default)]
+struct Index {
+    fields: Vec<Field>,
+    shadowed: bool,
 }
 
-/// The same by the general parser, for what the scan leaves to it.
-fn index_parsed(text: &[u8]) -> Result<Vec<Field>, JsonError> {
+fn index(text: &[u8]) -> Result<Index, JsonError> {
+    let mut fields = match scan::members(text) {
+        Some(fields) => fields,
+        None => members_parsed(text)?,
+    };
+    let members = fields.len();
+    drop_shadowed(text, &mut fields);
+    Ok(Index { shadowed: fields.len() < members, fields })
+}
+
+/// The members by the general parser, for what the scan leaves to it.
+fn members_parsed(text: &[u8]) -> Result<Vec<Field>, JsonError> {
     let mut deserializer = serde_json::Deserializer::from_slice(text);
     let fields = deserializer
-        .deserialize_map(Index { base: text.as_ptr() as usize, text })
+        .deserialize_map(Parser { base: text.as_ptr() as usize })
         .and_then(|fields| deserializer.end().map(|()| fields))
         .map_err(|error| json_error(text, &error))?;
     Ok(fields)
@@ -409,12 +449,11 @@ fn json_error(text: &[u8], error: &serde_json::Error) -> JsonError {
     JsonError { offset: offset.min(text.len()), message }
 }
 
-struct Index<'de> {
+struct Parser {
     base: usize,
-    text: &'de [u8],
 }
 
-impl Index<'_> {
+impl Parser {
     /// Where a borrowed part of the text lies in it.
     fn range(&self, part: &str) -> Range<usize> {
         let start = part.as_ptr() as usize - self.base;
@@ -422,7 +461,7 @@ impl Index<'_> {
     }
 }
 
-impl<'de> Visitor<'de> for Index<'de> {
+impl<'de> Visitor<'de> for Parser {
     type Value = Vec<Field>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -435,7 +474,6 @@ impl<'de> Visitor<'de> for Index<'de> {
             let value: &'de RawValue = map.next_value()?;
             fields.push(Field { key, value: self.range(value.get()) });
         }
-        drop_shadowed(self.text, &mut fields);
         Ok(fields)
     }
 }
@@ -473,9 +511,9 @@ fn drop_shadowed(text: &[u8], fields: &mut Vec<Field>) {
     }
 }
 
-struct KeySeed<'a, 'de>(&'a Index<'de>);
+struct KeySeed<'a>(&'a Parser);
 
-impl<'de> DeserializeSeed<'de> for KeySeed<'_, 'de> {
+impl<'de> DeserializeSeed<'de> for KeySeed<'_> {
     type Value = Key;
 
     fn deserialize<D: serde::Deserializer<'de>>(self, deserializer: D) -> Result<Key, D::Error> {
@@ -483,7 +521,7 @@ impl<'de> DeserializeSeed<'de> for KeySeed<'_, 'de> {
     }
 }
 
-impl<'de> Visitor<'de> for KeySeed<'_, 'de> {
+impl<'de> Visitor<'de> for KeySeed<'_> {
     type Value = Key;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

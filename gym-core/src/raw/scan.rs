@@ -4,13 +4,13 @@
 //! is asked to ignore values. What it cannot take (escaped keys, more than 64 levels, and anything that is wrong) it leaves to
 //! the parser, whose word is final and whose errors name the place.
 
-use std::ops::Range;
+use super::{Field, Key};
 
 /// Levels that are told apart as list or object in one word.
 const DEPTH_MAX: u32 = 64;
 
-/// Key and value ranges of the object's members, in order; `None` when the parser has to look.
-pub(super) fn members(text: &[u8]) -> Option<Vec<(Range<usize>, Range<usize>)>> {
+/// The object's members, in order; `None` when the parser has to look.
+pub(super) fn members(text: &[u8]) -> Option<Vec<Field>> {
     // Once for all strings; a vectorised pass over the whole is cheaper than one for each.
     std::str::from_utf8(text).ok()?;
     let mut scan = Scan { text, at: 0 };
@@ -31,7 +31,7 @@ pub(super) fn members(text: &[u8]) -> Option<Vec<(Range<usize>, Range<usize>)>> 
             scan.blanks();
             let value = scan.at;
             scan.value()?;
-            members.push((key, value..scan.at));
+            members.push(Field { key: Key::Plain(key), value: value..scan.at });
             scan.blanks();
             if scan.eat(b',').is_none() {
                 scan.eat(b'}')?;
@@ -42,6 +42,13 @@ pub(super) fn members(text: &[u8]) -> Option<Vec<(Range<usize>, Range<usize>)>> 
     }
     scan.blanks();
     (scan.at == text.len()).then_some(members)
+}
+
+/// Whether the text is one JSON value, from its first byte to its last; `false` also when the parser has to look.
+pub(super) fn is_value(text: &[u8]) -> bool {
+    let mut scan = Scan { text, at: 0 };
+    let starts = text.first().is_some_and(|byte| !byte.is_ascii_whitespace());
+    starts && std::str::from_utf8(text).is_ok() && scan.value().is_some() && scan.at == text.len()
 }
 
 struct Scan<'a> {

@@ -170,26 +170,9 @@ proptest! {
 
 /// What the scan takes, the parser takes with the same places; what the scan leaves is left to the parser.
 fn scan_agrees(text: &[u8]) {
-    let Some(mut members) = scan::members(text) else { return };
-    let parsed = index_parsed(text);
+    let Some(members) = scan::members(text) else { return };
+    let parsed = members_parsed(text);
     let parsed = parsed.unwrap_or_else(|error| panic!("{error}: {}", String::from_utf8_lossy(text)));
-    // Of equal keys the parser's index has the last.
-    let mut at = 0;
-    while at < members.len() {
-        let shadowed = members[at + 1..].iter().any(|(later, _)| text[later.clone()] == text[members[at].0.clone()]);
-        if shadowed {
-            members.remove(at);
-        } else {
-            at += 1;
-        }
-    }
-    let parsed: Vec<_> = parsed
-        .into_iter()
-        .map(|field| match field.key {
-            Key::Plain(key) => (key, field.value),
-            Key::Decoded(key) => panic!("the scan took the escaped key {key}"),
-        })
-        .collect();
     assert_eq!(members, parsed, "{}", String::from_utf8_lossy(text));
 }
 
@@ -233,5 +216,37 @@ proptest! {
         let at = at % text.len();
         text[at] = byte;
         scan_agrees(&text);
+    }
+}
+
+fn value() -> impl Strategy<Value = &'static str> {
+    prop_oneof![
+        Just("1E5"),
+        Just("null"),
+        Just(r#""\u00e9 \"x\"""#),
+        Just(r#"[1, {"a":[]}]"#),
+        Just(r#"{"a": {}, "b":-0}"#)
+    ]
+}
+
+proptest! {
+    #[test]
+    fn the_index_of_an_edited_text_is_the_one_that_parsing_it_gives(
+        members in proptest::collection::vec(("[a-d\"é]{0,2}", value(), " {0,2}"), 0..6),
+        changes in proptest::collection::vec(("[a-f\"é]{0,2}", proptest::option::of(value()), " {0,1}"), 0..5),
+    ) {
+        let quoted = |key: &str| Value::from(key).to_string();
+        let member = |(key, value, blank): &(String, _, _)| format!("{blank}{}:{blank}{value}{blank}", quoted(key));
+        let members: Vec<String> = members.iter().map(member).collect();
+        let object = RawObject::parse(format!(" {{{}}}", members.join(","))).unwrap();
+        let mut edit = object.edit();
+        for (key, value, blank) in changes {
+            edit = match value {
+                Some(value) => edit.set(key, format!("{blank}{value}{blank}")),
+                None => edit.remove(key),
+            };
+        }
+        let edited = edit.to_object().unwrap();
+        prop_assert_eq!(edited.fields, RawObject::parse(edited.text.clone()).unwrap().fields);
     }
 }

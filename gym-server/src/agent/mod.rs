@@ -67,8 +67,8 @@ impl SimpleAgent {
             let response = session.post(cx, model, Route::from_static("/v1/responses"), body).await;
             let text =
                 response.and_then(Response::into_result).map_err(|error| of_inner(error, model, "/v1/responses"))?;
-            let turn = Turn::parse(text.message.head.to_bytes())
-                .map_err(|error| error.about(format!("POST {model}/v1/responses")))?;
+            let turn =
+                Turn::parse(&text.message.head).map_err(|error| error.about(format!("POST {model}/v1/responses")))?;
             conversation.answered(&turn)?;
             let calls = match turn.next() {
                 Next::Tools(calls) => calls,
@@ -115,7 +115,7 @@ impl SimpleAgent {
         if cookies.header().is_some() {
             *session.jar(resources) = cookies;
         }
-        post(&mut session, cx, resources, "/seed_session", row.text().clone()).await?;
+        post(&mut session, cx, resources, "/seed_session", row.clone()).await?;
         let response = self.converse(cx, &mut session, params).await?;
         let row = row.edit().set("response", response.0.into_text());
         if self.config.skip_verification {
@@ -158,7 +158,7 @@ impl AgentServer for SimpleAgent {
             *session.jar(resources) = CookieJar::of_request(&cx.metadata);
         }
         let answer = self.converse(&self.context(cx), &mut session, body).await?;
-        let mut response = Response::json(answer.0.into_text());
+        let mut response = Response::json(answer.0);
         // A Python caller verifies with the cookies of this answer.
         for server in resources.into_iter().chain([self.config.model_server.name.as_str()]) {
             for (name, value) in session.jar(server).iter() {
@@ -212,7 +212,7 @@ fn of_inner(error: Error, server: &str, route: &str) -> Error {
 /// The verifier's answer, if it is a row with a reward.
 fn scored(text: Rope) -> Result<Rope> {
     let lost = |what: String| Error::finished(Code::DataLoss, what);
-    let row = RawObject::parse(text.to_bytes()).map_err(|error| lost(format!("the answer is no row: {error}")))?;
+    let row = text.to_object().map_err(|error| lost(format!("the answer is no row: {error}")))?;
     let reward = row.get("reward").ok_or_else(|| lost("the answer has no `reward`".into()))?;
     // What pydantic makes of a reward that is not written as a number.
     match reward.first() {

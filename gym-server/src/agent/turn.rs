@@ -71,13 +71,13 @@ enum Kind {
 }
 
 impl Turn {
-    pub(super) fn parse(text: Bytes) -> Result<Self> {
-        let shown = text.slice(..text.len().min(500));
+    pub(super) fn parse(text: &Rope) -> Result<Self> {
         let invalid = |why: String| {
-            let shown = String::from_utf8_lossy(&shown);
+            let text = text.to_bytes();
+            let shown = String::from_utf8_lossy(&text[..text.len().min(500)]);
             Error::finished(Code::DataLoss, format!("received an invalid response from model server: {why}: {shown}"))
         };
-        let response = RawObject::parse(text).map_err(|error| invalid(error.to_string()))?;
+        let response = text.to_object().map_err(|error| invalid(error.to_string()))?;
         let mut outline: Outline = response.outline().map_err(|error| invalid(error.to_string()))?;
         let mut calls = Vec::new();
         for item in &mut outline.output {
@@ -139,7 +139,7 @@ impl Conversation {
     /// The request of the next turn.
     pub(super) fn request(&self, params: &RawObject) -> Rope {
         if self.listed && self.said.is_empty() {
-            return params.text().clone().into();
+            return params.clone().into();
         }
         params.edit().set("input", list([&self.input].into_iter().chain(&self.said))).to_rope()
     }

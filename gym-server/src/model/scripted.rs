@@ -146,15 +146,17 @@ impl ScriptedModel {
 
     async fn decide(&self, cx: &CallContext, request: &RawObject) -> Result<Answer> {
         let mut rng = fastrand::Rng::with_seed(digest(request.text(), self.config.seed));
-        let items = self.policy.answer(request, &mut rng);
-        if let Some(latency) = self.config.latency_ms {
-            let wait = latency.pick(&mut rng);
+        let wait = self.config.latency_ms.map_or(Duration::ZERO, |latency| latency.pick(&mut rng));
+        // The runtime's shortest sleep is a millisecond.
+        if !wait.is_zero() {
             cx.bound(Execution::Finished, async {
                 tokio::time::sleep(wait).await;
                 Ok(())
             })
             .await?;
         }
+        // After the wait, which would hold it otherwise.
+        let items = self.policy.answer(request, &mut rng);
         // About four bytes to a token, as in English text.
         let input_tokens = request.text().len() / 4 + 1;
         let written = items.iter().map(ScriptedItem::length).sum::<usize>();

@@ -32,7 +32,7 @@ impl<S: AgentServer> Role for AgentRole<S> {
     const ROUTES: &'static [&'static str] = &["/run", "/v1/responses", "/aggregate_metrics"];
     const KIND: ServerKind = ServerKind::Agent;
 
-    async fn answer(&self, call: Call) -> Result<Response> {
+    async fn answer(&self, call: &Call) -> Result<Response> {
         match call.what() {
             (Verb::Post, "/run" | "/v1/responses" | "/aggregate_metrics") => {}
             (_, "/run" | "/v1/responses" | "/aggregate_metrics") => return Ok(reply::method_not_allowed("POST")),
@@ -43,7 +43,7 @@ impl<S: AgentServer> Role for AgentRole<S> {
             Err(response) => return Ok(response),
         };
         let (cx, session) = (&call.context, &call.session);
-        match call.path.as_str() {
+        match call.path() {
             "/run" => self.0.run(cx, session, &body).await,
             "/v1/responses" => self.0.responses(cx, session, &body).await,
             _ => self.0.aggregate_metrics(cx, session, &body).await,

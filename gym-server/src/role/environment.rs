@@ -33,7 +33,7 @@ impl<S: EnvironmentServer> Role for EnvironmentRole<S> {
     const KIND: ServerKind = ServerKind::Environment;
     const SESSIONS: bool = false;
 
-    async fn answer(&self, call: Call) -> Result<Response> {
+    async fn answer(&self, call: &Call) -> Result<Response> {
         match call.what() {
             (Verb::Post, "/run" | "/aggregate_metrics") => {}
             (_, "/run" | "/aggregate_metrics") => return Ok(reply::method_not_allowed("POST")),
@@ -43,7 +43,7 @@ impl<S: EnvironmentServer> Role for EnvironmentRole<S> {
             Ok(body) => body,
             Err(response) => return Ok(response),
         };
-        match call.path.as_str() {
+        match call.path() {
             "/run" => self.0.run(&call.context, &body).await,
             _ => self.0.aggregate_metrics(&call.context, &body).await,
         }

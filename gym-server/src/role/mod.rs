@@ -16,7 +16,9 @@ use std::sync::Arc;
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use gym_client::CookieJar;
-use gym_core::{CallContext, Error, Handler, Message, Request, Response, Result, ServerKind, SessionId, Verb, World};
+use gym_core::{
+    CallContext, Error, Handler, Message, Request, Response, Result, Route, ServerKind, SessionId, Verb, World,
+};
 
 pub use agent::Agent;
 pub use environment::Environment;
@@ -57,15 +59,14 @@ pub(crate) trait Role: Send + Sync + 'static {
     /// Whether it keeps sessions: a relay passes on those of others.
     const SESSIONS: bool = true;
 
-    fn answer(&self, call: Call) -> impl Future<Output = Result<Response>> + Send;
+    fn answer(&self, call: &Call) -> impl Future<Output = Result<Response>> + Send;
 }
 
 /// One request to a role.
 #[derive(Debug)]
 pub(crate) struct Call {
     pub(crate) verb: Verb,
-    /// The path without a rollout prefix and without a query.
-    pub(crate) path: String,
+    route: Route,
     pub(crate) context: CallContext,
     pub(crate) session: SessionId,
     pub(crate) message: Message,
@@ -74,7 +75,12 @@ pub(crate) struct Call {
 impl Call {
     /// What is asked for, for a `match`.
     pub(crate) fn what(&self) -> (Verb, &str) {
-        (self.verb, self.path.as_str())
+        (self.verb, self.path())
+    }
+
+    /// The path without a rollout prefix and without a query.
+    pub(crate) fn path(&self) -> &str {
+        without_rollout_prefix(self.route.path())
     }
 }
 
@@ -113,28 +119,24 @@ impl<R: Role> fmt::Debug for RoleServer<R> {
 impl<R: Role> Handler for RoleServer<R> {
     fn handle(&self, request: Request) -> BoxFuture<'static, Result<Response>> {
         let inner = Arc::clone(&self.0);
-        Box::pin(async move { Ok(inner.answer(request).await) })
+        // Outside of the future, which would hold the request beside the call that is made of it.
+        let session = if R::SESSIONS { inner.session(&request.context) } else { SessionId::new("") };
+        let Request { verb, route, context, message, .. } = request;
+        let call = Call { verb, route, context, session, message };
+        Box::pin(async move { Ok(inner.answer(&call).await) })
     }
 }
 
 impl<R: Role> Inner<R> {
-    async fn answer(&self, request: Request) -> Response {
-        let path = without_rollout_prefix(request.route.path());
-        match (request.verb, path) {
+    async fn answer(&self, call: &Call) -> Response {
+        let path = call.path();
+        match (call.verb, path) {
             (Verb::Get | Verb::Head, "/" | "/livez" | "/readyz" | "/healthz" | "/health") => return self.health(path),
             (Verb::Get | Verb::Head, "/metrics") => return reply::metrics(&self.site.metrics),
             _ => {}
         }
         let metrics = R::ROUTES.iter().position(|route| *route == path).map_or(&self.others, |at| &self.routes[at]);
         let counted = metrics.begin();
-        let session = if R::SESSIONS { self.session(&request.context) } else { SessionId::new("") };
-        let call = Call {
-            verb: request.verb,
-            path: path.to_owned(),
-            context: request.context,
-            session: session.clone(),
-            message: request.message,
-        };
         let answered = AssertUnwindSafe(self.role.answer(call)).catch_unwind().await;
         let mut response = match answered {
             Ok(Ok(response)) => response,
@@ -150,8 +152,8 @@ impl<R: Role> Inner<R> {
         };
         if R::SESSIONS {
             // On every answer, because clients carry only the cookies of the last one forward.
-            let cookie = &self.cookie;
-            let value = format!("{cookie}={session}; path=/; Max-Age=1209600; httponly; samesite=lax");
+            let attributes = "; path=/; Max-Age=1209600; httponly; samesite=lax";
+            let value = [&self.cookie, "=", call.session.as_str(), attributes].concat();
             response.metadata.push("set-cookie", value);
         }
         counted.finish(&response);

@@ -39,7 +39,7 @@ impl<S: ModelServer> Role for ModelRole<S> {
     const ROUTES: &'static [&'static str] = &["/v1/responses", "/v1/chat/completions"];
     const KIND: ServerKind = ServerKind::Model;
 
-    async fn answer(&self, call: Call) -> Result<Response> {
+    async fn answer(&self, call: &Call) -> Result<Response> {
         let dialect = match call.what() {
             (Verb::Post, "/v1/responses") => Dialect::Responses,
             (Verb::Post, "/v1/chat/completions") => Dialect::Chat,
@@ -56,14 +56,14 @@ impl<S: ModelServer> Role for ModelRole<S> {
             Some(flag) => serde_json::from_slice(&flag).is_ok_and(|flag| stream::truthy(&flag)),
         };
         if stream {
-            return Box::pin(self.streamed(&call, dialect, &body)).await;
+            return Box::pin(self.streamed(call, dialect, &body)).await;
         }
         let wrong = dialect.check(&body, &[]);
         if !wrong.is_empty() {
             return Ok(reply::unprocessable(wrong));
         }
-        match self.complete(&call, dialect, &body).await {
-            Ok(answer) => Ok(Response::json(answer.into_text())),
+        match self.complete(call, dialect, &body).await {
+            Ok(answer) => Ok(Response::json(answer)),
             Err(error) => passed_on(&error).ok_or(error),
         }
     }

@@ -38,7 +38,7 @@ impl<S: ResourcesServer> Role for ResourcesRole<S> {
         &["/seed_session", "/verify", "/close_session", "/aggregate_metrics", "/reverify_mode"];
     const KIND: ServerKind = ServerKind::Resources;
 
-    async fn answer(&self, call: Call) -> Result<Response> {
+    async fn answer(&self, call: &Call) -> Result<Response> {
         match call.what() {
             (Verb::Get, "/reverify_mode") => return Ok(Response::json("\"unknown\"")),
             (verb, "/seed_session" | "/verify" | "/close_session" | "/aggregate_metrics") if verb != Verb::Post => {
@@ -52,7 +52,7 @@ impl<S: ResourcesServer> Role for ResourcesRole<S> {
             Err(response) => return Ok(response),
         };
         let (cx, session) = (&call.context, &call.session);
-        match call.path.as_str() {
+        match call.path() {
             "/seed_session" => self.seed_session(cx, session, &body).await,
             "/verify" => self.verify(cx, session, &body).await,
             "/close_session" => {
@@ -71,7 +71,7 @@ impl<S: ResourcesServer> ResourcesRole<S> {
     async fn seed_session(&self, cx: &CallContext, session: &SessionId, body: &RawObject) -> Result<Response> {
         // The typed form of NeMo Gym 0.7 puts the row under `task_data` and wants its id back.
         let Some(id) = body.get("resources_session_id") else {
-            return Ok(Response::json(self.0.seed_session(cx, session, body).await?.into_text()));
+            return Ok(Response::json(self.0.seed_session(cx, session, body).await?));
         };
         let row = body.get_object("task_data").ok().flatten().unwrap_or_default();
         let seeded = self.0.seed_session(cx, session, &row).await?;
