@@ -38,13 +38,9 @@ impl CookieJar {
     /// Takes in the `set-cookie` metadata of a response.
     pub fn merge(&mut self, metadata: &Metadata) {
         for header in metadata.all("set-cookie") {
-            let mut parts = header.split(';');
-            let Some((name, value)) = parts.next().and_then(|pair| pair.split_once('=')) else { continue };
-            let expired = parts.any(|attribute| {
-                let attribute = attribute.trim_ascii();
-                attribute.get(..8).is_some_and(|name| name.eq_ignore_ascii_case("max-age="))
-                    && attribute[8..].trim_ascii().parse::<i64>().is_ok_and(|age| age <= 0)
-            });
+            let (pair, attributes) = header.split_once(';').unwrap_or((header, ""));
+            let Some((name, value)) = pair.split_once('=') else { continue };
+            let expired = attributes.as_bytes().split(|byte| *byte == b';').any(is_expiry);
             if expired {
                 self.0.retain(|(known, _)| known != name.trim());
             } else {
@@ -86,6 +82,13 @@ impl CookieJar {
         }
         (!header.is_empty()).then_some(header)
     }
+}
+
+/// Whether an attribute says that the cookie is of the past.
+fn is_expiry(attribute: &[u8]) -> bool {
+    let Some((name, age)) = attribute.trim_ascii().split_at_checked(b"max-age=".len()) else { return false };
+    let age = std::str::from_utf8(age.trim_ascii()).ok().and_then(|age| age.parse::<i64>().ok());
+    name.eq_ignore_ascii_case(b"max-age=") && age.is_some_and(|age| age <= 0)
 }
 
 #[cfg(test)]

@@ -2,7 +2,11 @@
 //!
 //! Source: OpenAI's Responses API reference, and NeMo Gym's training fields on output items.
 
-use serde::Deserialize;
+use std::fmt;
+
+use serde::de::value::SeqAccessDeserializer;
+use serde::de::{SeqAccess, Visitor};
+use serde::{Deserialize, Deserializer};
 
 use crate::error::Result;
 use crate::raw::RawObject;
@@ -124,8 +128,7 @@ pub struct OutputMessage {
 }
 
 /// The content of a message: a text, or parts.
-#[derive(Clone, Debug, Deserialize, PartialEq)]
-#[serde(untagged)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum Content {
     /// As one text.
     Text(String),
@@ -136,6 +139,36 @@ pub enum Content {
 impl Default for Content {
     fn default() -> Self {
         Self::Parts(Vec::new())
+    }
+}
+
+/// By what is there. An untagged enum would come to the same by trying one after the other on a copy, and that is the dearest
+/// part of reading a small answer.
+impl<'de> Deserialize<'de> for Content {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(ContentVisitor)
+    }
+}
+
+struct ContentVisitor;
+
+impl<'de> Visitor<'de> for ContentVisitor {
+    type Value = Content;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a text or a list of parts")
+    }
+
+    fn visit_str<E>(self, text: &str) -> Result<Content, E> {
+        Ok(Content::Text(text.to_owned()))
+    }
+
+    fn visit_string<E>(self, text: String) -> Result<Content, E> {
+        Ok(Content::Text(text))
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, parts: A) -> Result<Content, A::Error> {
+        Vec::deserialize(SeqAccessDeserializer::new(parts)).map(Content::Parts)
     }
 }
 
@@ -197,5 +230,17 @@ mod tests {
         assert_eq!((outline.output_text(), outline.last_text()), ("a".into(), "a".into()));
         assert_eq!(outline.function_calls().next().unwrap().name, "add");
         assert_eq!(outline.output[3], OutputItem::Other);
+    }
+
+    #[test]
+    fn content_is_a_text_or_parts_and_nothing_else() {
+        let read =
+            |content: &str| serde_json::from_str::<OutputItem>(&format!(r#"{{"content":{content},"type":"message"}}"#));
+        for content in [r#""a""#, r#""\u0061""#, r#"[{"text":"a","type":"output_text","annotations":[{}]}]"#] {
+            assert_eq!(read(content).unwrap().text().as_deref(), Some("a"), "{content}");
+        }
+        for content in ["1", "null", "{}", "[1]"] {
+            assert!(read(content).is_err(), "{content}");
+        }
     }
 }

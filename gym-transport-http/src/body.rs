@@ -13,7 +13,7 @@ use http_body::{Body, Frame, SizeHint};
 
 /// The room reserved at once for a body of announced length. What is announced but never sent must not cost memory; beyond
 /// this the room doubles as bytes arrive.
-const PRESIZE_BYTES_MAX: usize = 4 << 20;
+pub(crate) const PRESIZE_BYTES_MAX: usize = 4 << 20;
 
 /// From here on a buffer is worth keeping: the allocator gives larger ones back to the kernel on every free, and the kernel
 /// clears their pages for the next, which costs a megabyte of body a third of its time.
@@ -37,7 +37,7 @@ impl Kept {
 }
 
 /// An empty buffer of at least that capacity, one that was used before if there is one that fits without waste.
-fn buffer(capacity: usize) -> Vec<u8> {
+pub(crate) fn buffer(capacity: usize) -> Vec<u8> {
     if capacity >= KEPT_BYTES_MIN {
         let mut kept = Kept::lock();
         let fits = |kept: &Vec<u8>| (capacity..=2 * capacity).contains(&kept.capacity());
@@ -71,8 +71,13 @@ impl Drop for Lent {
     }
 }
 
+/// A body that is complete.
+pub(crate) fn finish(body: Vec<u8>) -> Bytes {
+    if body.capacity() < KEPT_BYTES_MIN { body.into() } else { Bytes::from_owner(Lent(body)) }
+}
+
 /// A frame's prefix for a given number of segments.
-pub(crate) const fn prefix_bytes(segments: usize) -> usize {
+const fn prefix_bytes(segments: usize) -> usize {
     16 + 8 * segments
 }
 
@@ -134,28 +139,40 @@ impl Body for RopeBody {
     }
 }
 
-/// The media type of a message's body.
-pub(crate) fn media_type(message: &Message) -> &str {
-    if message.segments.is_empty() { message.content_type.as_str() } else { FRAME_MEDIA_TYPE }
+/// The pieces of a message's body, in order: of its head as it is, or of a frame when there are segments.
+pub(crate) fn pieces(message: &Message) -> VecDeque<Bytes> {
+    let pieces = |rope: &Rope| rope.pieces().iter().filter(|piece| !piece.is_empty()).cloned().collect();
+    if message.segments.is_empty() { pieces(&message.head) } else { pieces(&encode(message)) }
 }
 
-/// Reads the body back into a message.
-pub(crate) fn message_of(
-    body: Bytes,
-    media_type: Option<&str>,
-    framed_head: Option<&str>,
-    segments_max: usize,
-) -> Result<Message, FrameError> {
-    match media_type {
-        Some(FRAME_MEDIA_TYPE) => {
+/// How a body is to be read, as its headers say.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Format {
+    framed: bool,
+    head: ContentType,
+}
+
+impl Format {
+    /// By the media type of the body, and that of the head when the body is a frame.
+    pub(crate) fn of(media_type: Option<&str>, framed_head: Option<&str>) -> Self {
+        let framed = media_type == Some(FRAME_MEDIA_TYPE);
+        let head = if framed { framed_head } else { media_type };
+        Self { framed, head: head.map_or(ContentType::Json, ContentType::from_media_type) }
+    }
+
+    /// How much longer than its message the body may be.
+    pub(crate) fn prefix_bytes_max(&self) -> usize {
+        if self.framed { prefix_bytes(1 << 16) } else { 0 }
+    }
+
+    /// Reads the body back into a message.
+    pub(crate) fn message(self, body: Bytes, segments_max: usize) -> Result<Message, FrameError> {
+        if self.framed {
             // The body is in memory by now, within its limit: only the number of segments is still to be bounded.
             let limits = Limits { head_bytes_max: body.len(), segments_max, message_bytes_max: body.len() };
-            let head = framed_head.map_or(ContentType::Json, ContentType::from_media_type);
-            decode(body, &limits, head)
-        }
-        other => {
-            let content_type = other.map_or(ContentType::Json, ContentType::from_media_type);
-            Ok(Message { content_type, head: body.into(), segments: Vec::new() })
+            decode(body, &limits, self.head)
+        } else {
+            Ok(Message { content_type: self.head, head: body.into(), segments: Vec::new() })
         }
     }
 }
@@ -200,11 +217,7 @@ impl Gather {
     }
 
     pub(crate) fn finish(self) -> Bytes {
-        match self.rest.capacity() {
-            _ if self.rest.is_empty() => self.first,
-            ..KEPT_BYTES_MIN => self.rest.into(),
-            _ => Bytes::from_owner(Lent(self.rest)),
-        }
+        if self.rest.is_empty() { self.first } else { finish(self.rest) }
     }
 }
 

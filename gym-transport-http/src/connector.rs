@@ -1,8 +1,8 @@
 //! The calling end.
 
+use std::collections::VecDeque;
 use std::fmt;
-use std::future::{Future, poll_fn, ready};
-use std::pin::pin;
+use std::future::{poll_fn, ready};
 use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
@@ -11,17 +11,17 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use gym_core::{
     CallContext, Channel, Code, ConnectOptions, Connector, Endpoint, Error, Execution, Link, PathInfo, Reply, Request,
-    Response, Result, Status, Verb,
+    Response, Result, Verb,
 };
-use http::header::{HOST, HeaderValue};
-use http::{Method, Uri};
-use hyper::body::{Body, Incoming};
+use http::Uri;
 use tokio::sync::OwnedSemaphorePermit;
 
 use crate::SCHEME;
-use crate::body::{Gather, RopeBody, message_of, prefix_bytes};
+use crate::body::pieces;
 use crate::config::HttpConfig;
-use crate::headers::{media_types_of, metadata_of, put_content_type, put_context};
+use crate::exchange::exchange;
+use crate::head;
+use crate::headers::is_value;
 use crate::pool::{Address, Lane, Pool};
 
 /// Opens channels to `http://host[:port][/prefix]`, ours and other people's. Each has its own connections, opened when needed.
@@ -62,12 +62,14 @@ impl Connector for HttpConnector {
         cx.check()?;
         let (address, prefix) = parse(to)?;
         let own = to.address().split('/').next().unwrap_or_default();
-        let host = HeaderValue::from_str(self.config.host.as_deref().unwrap_or(own))
-            .map_err(|_| Error::invalid(format!("`{to}` has a host that no HTTP request can name")))?;
+        let host = self.config.host.as_deref().unwrap_or(own);
+        if !is_value(host) {
+            return Err(Error::invalid(format!("`{to}` has a host that no HTTP request can name")));
+        }
         let link = HttpLink {
             path: PathInfo::new(SCHEME, to.address(), false),
             pool: Arc::new(Pool::new(address, self.config.clone())),
-            host,
+            host: host.into(),
             prefix,
         };
         Ok(Channel::new(link).fenced(options.incarnation))
@@ -91,6 +93,9 @@ fn parse(to: &Endpoint) -> Result<(Address, Arc<str>)> {
     if prefix.contains(['?', '#']) {
         return Err(wrong("has a query"));
     }
+    if !prefix.is_empty() && Uri::try_from(prefix).is_err() {
+        return Err(wrong("has a path that HTTP cannot send"));
+    }
     let host = authority.host().trim_start_matches('[').trim_end_matches(']').to_owned();
     let port = match authority.port_u16() {
         Some(port) => port,
@@ -103,7 +108,7 @@ fn parse(to: &Endpoint) -> Result<(Address, Arc<str>)> {
 struct HttpLink {
     path: PathInfo,
     pool: Arc<Pool>,
-    host: HeaderValue,
+    host: Arc<str>,
     prefix: Arc<str>,
 }
 
@@ -114,42 +119,16 @@ impl fmt::Debug for HttpLink {
 }
 
 impl HttpLink {
-    fn wire_request(&self, request: &Request) -> Result<http::Request<RopeBody>> {
-        let route = request.route.as_str();
-        let target = if self.prefix.is_empty() {
-            Bytes::copy_from_slice(route.as_bytes())
-        } else {
-            Bytes::from([self.prefix.as_bytes(), route.as_bytes()].concat())
-        };
-        let uri = Uri::from_maybe_shared(target).ok().filter(|_| route.starts_with('/') && !route.contains('#'));
-        let uri = uri.ok_or_else(|| {
-            Error::invalid(format!("route `{}` is not a path that HTTP can send", route.escape_debug()))
-        })?;
-        let mut wire_request = http::Request::new(RopeBody::of(&request.message));
-        *wire_request.method_mut() = method(request.verb);
-        *wire_request.uri_mut() = uri;
-        let headers = wire_request.headers_mut();
-        headers.reserve(8);
-        headers.insert(HOST, self.host.clone());
-        put_content_type(&request.message, headers)?;
-        put_context(&request.context, headers)?;
-        Ok(wire_request)
+    /// What goes over the wire, in pieces: the head, and the body as it is.
+    fn pieces(&self, request: &Request) -> Result<VecDeque<Bytes>> {
+        let mut pieces = pieces(&request.message);
+        let length = pieces.iter().map(Bytes::len).sum();
+        pieces.push_front(head::of_request(request, &self.host, &self.prefix, length)?.into());
+        Ok(pieces)
     }
 
     fn subject(&self, request: &Request) -> String {
         format!("{} {} at {SCHEME}://{}", request.verb, request.route, self.path.peer)
-    }
-}
-
-fn method(verb: Verb) -> Method {
-    match verb {
-        Verb::Get => Method::GET,
-        Verb::Head => Method::HEAD,
-        Verb::Post => Method::POST,
-        Verb::Put => Method::PUT,
-        Verb::Patch => Method::PATCH,
-        Verb::Delete => Method::DELETE,
-        Verb::Options => Method::OPTIONS,
     }
 }
 
@@ -158,13 +137,13 @@ impl Link for HttpLink {
     async fn send(&self, request: Request) -> Result<Reply> {
         loop {
             let room = self.pool.room().await.map_err(|error| error.about(self.subject(&request)))?;
-            let (lane, reused) = match self.pool.reuse().await {
+            let (lane, reused) = match self.pool.reuse() {
                 Some(lane) => (lane, true),
                 None => (self.pool.connect().await.map_err(|error| error.about(self.subject(&request)))?, false),
             };
             // Only now, so that the time that is left is told as it is.
-            let wire_request = match self.wire_request(&request) {
-                Ok(wire_request) => wire_request,
+            let pieces = match self.pieces(&request) {
+                Ok(pieces) => pieces,
                 Err(error) => {
                     self.pool.keep(lane);
                     return Err(error);
@@ -178,7 +157,7 @@ impl Link for HttpLink {
                 reply_bytes_max: request.context.reply_bytes_max,
                 room,
             };
-            let mut reply: Reply = Box::pin(call.run(lane, wire_request));
+            let mut reply: Reply = Box::pin(call.run(lane, pieces));
             // The first poll writes the request, so that it is on its way when this returns.
             match poll_fn(|cx| Poll::Ready(reply.as_mut().poll(cx))).await {
                 Poll::Pending => return Ok(reply),
@@ -220,11 +199,11 @@ struct Call {
 }
 
 impl Call {
-    async fn run(self, mut lane: Box<Lane>, request: http::Request<RopeBody>) -> Result<Response> {
+    async fn run(self, mut lane: Lane, request: VecDeque<Bytes>) -> Result<Response> {
         let closed = self.pool.closed.clone();
         let answered = tokio::select! {
             biased;
-            answered = exchange(&mut lane, request, self.reply_bytes_max) => answered,
+            answered = exchange(&mut lane, request, self.verb, self.reply_bytes_max) => answered,
             () = closed.cancelled() => Err(Error::unknown(Code::Unavailable, "the channel was closed")),
         };
         match answered {
@@ -238,95 +217,6 @@ impl Call {
                 Err(error.about(subject))
             }
         }
-    }
-}
-
-async fn exchange(lane: &mut Lane, request: http::Request<RopeBody>, reply_bytes_max: usize) -> Result<Response> {
-    lane.watch.start();
-    let mut answer = pin!(lane.sender.try_send_request(request));
-    let answered = poll_fn(|cx| {
-        let driven = lane.drive(cx);
-        match (answer.as_mut().poll(cx), driven) {
-            (Poll::Ready(answered), _) => Poll::Ready(Ok(answered)),
-            (Poll::Pending, Poll::Ready(())) => Poll::Ready(Err(())),
-            (Poll::Pending, Poll::Pending) => Poll::Pending,
-        }
-    })
-    .await;
-    let response = match answered {
-        Ok(Ok(response)) => response,
-        Ok(Err(failed)) => return Err(broken(lane, Some(failed.into_error()))),
-        Err(()) => return Err(broken(lane, None)),
-    };
-    let (head, body) = response.into_parts();
-    let (media_type, framed_head) = media_types_of(&head.headers);
-    let framed = media_type == Some(gym_core::frame::FRAME_MEDIA_TYPE);
-    // The bound is on the message; a frame has a prefix before it.
-    let prefix = if framed { prefix_bytes(1 << 16) } else { 0 };
-    let bytes = collect(lane, body, reply_bytes_max.saturating_add(prefix)).await?;
-    let too_large = |length: Option<usize>| {
-        let length = length.map_or_else(String::new, |length| format!(" of {length} bytes"));
-        Error::finished(
-            Code::ResourceExhausted,
-            format!("the reply{length} is larger than reply_bytes_max = {reply_bytes_max}; raise it if this is wanted"),
-        )
-    };
-    let bytes = bytes.ok_or_else(|| too_large(None))?;
-    let message = message_of(bytes, media_type, framed_head, 1 << 16)
-        .map_err(|error| Error::unknown(Code::DataLoss, "the reply is not the frame it says it is").caused_by(error))?;
-    if message.len() > reply_bytes_max {
-        return Err(too_large(Some(message.len())));
-    }
-    Ok(Response { status: Status(head.status.as_u16()), metadata: metadata_of(&head.headers, None), message })
-}
-
-/// The whole body, or none when it is longer than `bytes_max`.
-async fn collect(lane: &mut Lane, body: Incoming, bytes_max: usize) -> Result<Option<Bytes>> {
-    let Ok(mut gather) = Gather::new(body.size_hint().exact(), bytes_max) else { return Ok(None) };
-    let mut body = pin!(body);
-    while !body.is_end_stream() {
-        let frame = poll_fn(|cx| {
-            // What came with the last bytes is there already.
-            if let Poll::Ready(frame) = body.as_mut().poll_frame(cx) {
-                return Poll::Ready(Ok(frame));
-            }
-            let driven = lane.drive(cx);
-            match (body.as_mut().poll_frame(cx), driven) {
-                (Poll::Ready(frame), _) => Poll::Ready(Ok(frame)),
-                (Poll::Pending, Poll::Ready(())) => Poll::Ready(Err(())),
-                (Poll::Pending, Poll::Pending) => Poll::Pending,
-            }
-        })
-        .await;
-        match frame {
-            Ok(None) => break,
-            Ok(Some(Ok(frame))) => {
-                // Trailers are dropped: nobody sends any to us.
-                if let Ok(piece) = frame.into_data()
-                    && gather.push(piece).is_err()
-                {
-                    return Ok(None);
-                }
-            }
-            Ok(Some(Err(error))) => return Err(broken(lane, Some(error))),
-            Err(()) => return Err(broken(lane, None)),
-        }
-    }
-    Ok(Some(gather.finish()))
-}
-
-/// What a connection that broke during a call means for the call.
-fn broken(lane: &Lane, error: Option<hyper::Error>) -> Error {
-    let said = if !lane.watch.has_left() {
-        Error::not_started(Code::Unavailable, "the connection was closed before anything was sent")
-    } else if error.as_ref().is_some_and(hyper::Error::is_parse) {
-        Error::unknown(Code::DataLoss, "what came back is not HTTP")
-    } else {
-        Error::unknown(Code::Unavailable, "the connection broke before the answer was complete")
-    };
-    match error {
-        Some(error) => said.caused_by(error),
-        None => said,
     }
 }
 
@@ -348,7 +238,15 @@ mod tests {
 
     #[test]
     fn a_wrong_endpoint_is_named() {
-        for text in ["https://a:1", "http://a:b", "http://u@a:1", "http://a:1/x?y", "http://a b"] {
+        for text in [
+            "https://a:1",
+            "http://a:b",
+            "http://u@a:1",
+            "http://a:1/x?y",
+            "http://a b",
+            "http://a:1/x y",
+            "http://a:1/x\r\ny: z",
+        ] {
             let error = parsed(text).unwrap_err().to_string();
             assert!(error.contains(text), "{error}");
         }

@@ -10,18 +10,18 @@ use std::borrow::Cow;
 use std::time::Duration;
 
 use gym_core::frame::FRAME_MEDIA_TYPE;
-use gym_core::{CallContext, Error, INCARNATION_METADATA, Incarnation, Message, Metadata, Result, TraceContext};
+use gym_core::{
+    CallContext, ContentType, Error, INCARNATION_METADATA, Incarnation, Message, Metadata, Result, TraceContext,
+};
 use http::header::{CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue};
 use tokio::time::Instant;
 
-use crate::body::media_type;
-
 /// The time that is left for a call, in whole milliseconds.
 pub(crate) const TIMEOUT: HeaderName = HeaderName::from_static("x-gym-timeout-ms");
-const INCARNATION: HeaderName = HeaderName::from_static(INCARNATION_METADATA);
-const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
+pub(crate) const INCARNATION: HeaderName = HeaderName::from_static(INCARNATION_METADATA);
+pub(crate) const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
 /// The media type of a frame's head, where it is not JSON.
-const FRAMED_HEAD: HeaderName = HeaderName::from_static("x-gym-head-type");
+pub(crate) const FRAMED_HEAD: HeaderName = HeaderName::from_static("x-gym-head-type");
 
 /// A caller's time beyond this is the same as for ever, and keeps instants from overflowing.
 const TIMEOUT_MS_MAX: u64 = 365 * 24 * 3_600 * 1_000;
@@ -52,23 +52,30 @@ fn is_own(name: &str) -> bool {
     )
 }
 
-/// Writes the context of a call.
-pub(crate) fn put_context(context: &CallContext, headers: &mut HeaderMap) -> Result<()> {
+/// The time that is left for a call, as it is told to the peer.
+pub(crate) fn timeout_ms(context: &CallContext) -> u64 {
     // Rounded down: the peer must never believe that it has longer than its caller waits.
-    let left = u64::try_from(context.remaining().as_millis()).unwrap_or(u64::MAX);
-    headers.insert(TIMEOUT, HeaderValue::from(left));
-    if let Some(incarnation) = context.incarnation {
-        headers.insert(INCARNATION, HeaderValue::from(incarnation.0));
-    }
-    if let Some(value) = context.trace.to_traceparent().and_then(|text| HeaderValue::try_from(text).ok()) {
-        headers.insert(TRACEPARENT, value);
-    }
-    put_metadata(&context.metadata, Some(INCARNATION_METADATA), headers)
+    u64::try_from(context.remaining().as_millis()).unwrap_or(u64::MAX)
 }
 
-/// Writes metadata, less the transport's own names and `but`.
-pub(crate) fn put_metadata(metadata: &Metadata, but: Option<&str>, headers: &mut HeaderMap) -> Result<()> {
-    for (name, value) in metadata.iter().filter(|(name, _)| !is_own(name) && Some(*name) != but) {
+/// Whether it can be the name of a header.
+pub(crate) fn is_name(text: &str) -> bool {
+    HeaderName::from_bytes(text.as_bytes()).is_ok()
+}
+
+/// Whether it can be the value of a header.
+pub(crate) fn is_value(text: &str) -> bool {
+    text.bytes().all(|byte| byte == b'\t' || (b' '..=b'~').contains(&byte))
+}
+
+/// The metadata that travels: less the transport's own names and `but`.
+pub(crate) fn travelling<'a>(metadata: &'a Metadata, but: Option<&'a str>) -> impl Iterator<Item = (&'a str, &'a str)> {
+    metadata.iter().filter(move |(name, _)| !is_own(name) && Some(*name) != but)
+}
+
+/// Writes the metadata of an answer.
+pub(crate) fn put_metadata(metadata: &Metadata, headers: &mut HeaderMap) -> Result<()> {
+    for (name, value) in travelling(metadata, None) {
         let wrong = |what| Error::invalid(format!("metadata `{name}` has a {what} that no HTTP header can have"));
         let header = match name {
             // Those of nearly every call, without a look into the table of known names.
@@ -83,26 +90,36 @@ pub(crate) fn put_metadata(metadata: &Metadata, but: Option<&str>, headers: &mut
     Ok(())
 }
 
-/// Writes what a message is.
+/// Writes what the message of an answer is.
 pub(crate) fn put_content_type(message: &Message, headers: &mut HeaderMap) -> Result<()> {
-    if message.is_empty() && message.content_type == gym_core::ContentType::Json {
-        return Ok(());
-    }
-    let value = match media_type(message) {
-        "application/json" => HeaderValue::from_static("application/json"),
-        FRAME_MEDIA_TYPE => HeaderValue::from_static(FRAME_MEDIA_TYPE),
-        other => header_value(other)?,
-    };
-    headers.insert(CONTENT_TYPE, value);
-    if !message.segments.is_empty() && message.content_type != gym_core::ContentType::Json {
-        headers.insert(FRAMED_HEAD, header_value(message.content_type.as_str())?);
+    let (media_type, of_head) = content_type(message)?;
+    for (name, value) in [(CONTENT_TYPE, media_type), (FRAMED_HEAD, of_head)] {
+        let value = match value {
+            None => continue,
+            Some("application/json") => HeaderValue::from_static("application/json"),
+            Some(other) => HeaderValue::from_str(other).map_err(|_| not_a_media_type(other))?,
+        };
+        headers.insert(name, value);
     }
     Ok(())
 }
 
-fn header_value(media_type: &str) -> Result<HeaderValue> {
-    HeaderValue::from_str(media_type)
-        .map_err(|_| Error::invalid(format!("content type `{}` is not a media type", media_type.escape_debug())))
+/// The media type of a message's body; and that of its head, where the body is a frame and the head is not JSON.
+pub(crate) fn content_type(message: &Message) -> Result<(Option<&str>, Option<&str>)> {
+    let head = message.content_type.as_str();
+    if message.content_type != ContentType::Json && !is_value(head) {
+        return Err(not_a_media_type(head));
+    }
+    Ok(match (message.segments.is_empty(), &message.content_type) {
+        (true, ContentType::Json) if message.is_empty() => (None, None),
+        (true, _) => (Some(head), None),
+        (false, ContentType::Json) => (Some(FRAME_MEDIA_TYPE), None),
+        (false, _) => (Some(FRAME_MEDIA_TYPE), Some(head)),
+    })
+}
+
+fn not_a_media_type(text: &str) -> Error {
+    Error::invalid(format!("content type `{}` is not a media type", text.escape_debug()))
 }
 
 /// Reads the context of a call, its metadata included.
@@ -114,25 +131,33 @@ pub(crate) fn context_of(headers: &HeaderMap, default_deadline: Duration) -> Res
     let mut context = CallContext::until(Instant::now() + timeout);
     context.incarnation = number(headers, &INCARNATION)?.map(Incarnation);
     context.trace = text(headers, &TRACEPARENT).and_then(TraceContext::from_traceparent).unwrap_or_default();
-    context.metadata = metadata_of(headers, Some(INCARNATION_METADATA));
+    let pairs = || headers.iter().map(|(name, value)| (name.as_str(), value.as_bytes()));
+    context.metadata = metadata_of(pairs, Some(INCARNATION_METADATA));
     Ok(context)
 }
 
 /// Reads metadata, less the transport's own names and `but`.
-pub(crate) fn metadata_of(headers: &HeaderMap, but: Option<&str>) -> Metadata {
+pub(crate) fn metadata_of<'a, I>(headers: impl Fn() -> I, but: Option<&str>) -> Metadata
+where
+    I: Iterator<Item = (&'a str, &'a [u8])>,
+{
     let mut metadata = Metadata::new();
-    let connection = text(headers, &http::header::CONNECTION)
-        .filter(|named| !named.eq_ignore_ascii_case("keep-alive") && !named.eq_ignore_ascii_case("close"));
-    let of_connection =
-        |name: &str| connection.is_some_and(|named| named.split(',').any(|one| one.trim().eq_ignore_ascii_case(name)));
-    for (name, value) in headers {
-        let text = name.as_str();
-        if !is_own(text) && Some(text) != but && !of_connection(text) {
-            let value = match std::str::from_utf8(value.as_bytes()) {
-                Ok(value) => value.to_owned(),
-                Err(_) => String::from_utf8_lossy(value.as_bytes()).into_owned(),
+    let of_connection = |name: &str| {
+        let connection = headers().filter(|(name, _)| name.eq_ignore_ascii_case("connection"));
+        let mut named = connection.flat_map(|(_, value)| value.split(|byte| *byte == b',')).map(<[u8]>::trim_ascii);
+        named.any(|one| one.eq_ignore_ascii_case(name.as_bytes()))
+    };
+    for (name, value) in headers() {
+        let name = match name.bytes().any(|byte| byte.is_ascii_uppercase()) {
+            true => Cow::Owned(name.to_ascii_lowercase()),
+            false => Cow::Borrowed(name),
+        };
+        if !is_own(&name) && Some(&*name) != but && !of_connection(&name) {
+            let value = match std::str::from_utf8(value) {
+                Ok(value) => Cow::Borrowed(value),
+                Err(_) => String::from_utf8_lossy(value),
             };
-            metadata.push(metadata_name(text), value);
+            metadata.push(metadata_name(&name), value);
         }
     }
     metadata
@@ -179,6 +204,10 @@ fn number(headers: &HeaderMap, name: &HeaderName) -> Result<Option<u64>> {
 mod tests {
     use super::*;
 
+    fn metadata_of(headers: &HeaderMap) -> Metadata {
+        super::metadata_of(|| headers.iter().map(|(name, value)| (name.as_str(), value.as_bytes())), None)
+    }
+
     fn headers(pairs: &[(&'static str, &'static str)]) -> HeaderMap {
         let mut headers = HeaderMap::new();
         for (name, value) in pairs {
@@ -189,17 +218,14 @@ mod tests {
 
     #[test]
     fn what_belongs_to_one_hop_is_no_metadata() {
-        let metadata = metadata_of(
-            &headers(&[
-                ("host", "a"),
-                ("connection", "keep-alive, X-Mine"),
-                ("x-mine", "1"),
-                ("content-length", "2"),
-                ("cookie", "a=1"),
-                ("x-other", "ü"),
-            ]),
-            None,
-        );
+        let metadata = metadata_of(&headers(&[
+            ("host", "a"),
+            ("connection", "keep-alive, X-Mine"),
+            ("x-mine", "1"),
+            ("content-length", "2"),
+            ("cookie", "a=1"),
+            ("x-other", "ü"),
+        ]));
         assert_eq!(metadata.iter().collect::<Vec<_>>(), [("cookie", "a=1"), ("x-other", "ü")]);
     }
 
@@ -210,15 +236,15 @@ mod tests {
             metadata.push("set-cookie", value);
         }
         let mut wire = HeaderMap::new();
-        put_metadata(&metadata, None, &mut wire).unwrap();
-        assert_eq!(metadata_of(&wire, None), metadata);
+        put_metadata(&metadata, &mut wire).unwrap();
+        assert_eq!(metadata_of(&wire), metadata);
     }
 
     #[test]
     fn metadata_that_is_no_header_is_named() {
         let mut metadata = Metadata::new();
         metadata.push("x-split", "a\r\nhost: b");
-        let error = put_metadata(&metadata, None, &mut HeaderMap::new()).unwrap_err();
+        let error = put_metadata(&metadata, &mut HeaderMap::new()).unwrap_err();
         assert!(error.to_string().contains("x-split"), "{error}");
     }
 

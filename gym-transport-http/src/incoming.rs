@@ -19,7 +19,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 
-use crate::body::{Gather, RopeBody, message_of};
+use crate::body::{Format, Gather, RopeBody};
 use crate::config::HttpConfig;
 use crate::headers::{context_of, media_types_of, put_content_type, put_metadata};
 use crate::wire::{Accepted, Wire};
@@ -179,7 +179,7 @@ fn wire_response(response: &Response) -> Result<http::Response<RopeBody>> {
     let mut wire = http::Response::new(RopeBody::of(&response.message));
     *wire.status_mut() = status;
     put_content_type(&response.message, wire.headers_mut())?;
-    put_metadata(&response.metadata, None, wire.headers_mut())?;
+    put_metadata(&response.metadata, wire.headers_mut())?;
     Ok(wire)
 }
 
@@ -222,7 +222,7 @@ async fn call(shared: &Shared, request: http::Request<WireBody>) -> Result<Respo
         })?
     };
     let (media_type, framed_head) = media_types_of(&head.headers);
-    let message = message_of(bytes, media_type, framed_head, config.segments_max).map_err(|error| {
+    let message = Format::of(media_type, framed_head).message(bytes, config.segments_max).map_err(|error| {
         let error = Error::from(error);
         refusal(&error, if error.code() == Code::ResourceExhausted { 413 } else { 400 })
     })?;

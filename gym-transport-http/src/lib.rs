@@ -13,6 +13,7 @@
 //! | [`HttpConfig`] | every limit and timeout, each with its why |
 //! | [`HttpConnector`] | the calling end, and how failures map to errors |
 //! | [`HttpListener`] | the answering end |
+//! | `exchange`, `head` | one request and its answer over one connection |
 //! | `headers`, `body` | metadata and messages on the wire |
 //!
 //! ```
@@ -46,6 +47,8 @@
 mod body;
 mod config;
 mod connector;
+mod exchange;
+mod head;
 mod headers;
 mod incoming;
 mod listener;

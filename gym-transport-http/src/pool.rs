@@ -1,29 +1,24 @@
 //! The outgoing connections of one channel.
 //!
 //! One call at a time has a connection, and drives it itself: nothing is spawned for it, no other task is woken, dropping the
-//! call closes it. hyper-util's pool was considered; it hides when a request is handed over, which the seam must know, has no
-//! bound on connections, and costs half as much again per call.
+//! call closes it.
 
 use std::collections::VecDeque;
 use std::fmt;
-use std::future::{Future, poll_fn};
 use std::net::{IpAddr, SocketAddr};
-use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
-use std::task::{Context, Poll};
 
 use gym_core::{Code, Error, Result};
-use hyper::client::conn::http1::{Builder, Connection, SendRequest};
-use hyper_util::rt::TokioIo;
+use rustix::io::Errno;
+use rustix::net::RecvFlags;
 use tokio::net::TcpStream;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 
-use crate::body::RopeBody;
 use crate::config::HttpConfig;
-use crate::wire::{Outgoing, Wire};
+use crate::exchange::Line;
 
 /// Where the peer is.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -32,29 +27,15 @@ pub(crate) struct Address {
     pub(crate) port: u16,
 }
 
-/// One connection and the handle that hands it requests.
-pub(crate) struct Lane {
-    pub(crate) sender: SendRequest<RopeBody>,
-    pub(crate) watch: Arc<Outgoing>,
-    connection: Connection<TokioIo<Wire<Outgoing>>, RopeBody>,
-    ended: bool,
-}
+/// One connection; boxed, because it moves between the pool and calls.
+pub(crate) type Lane = Box<Line<TcpStream>>;
 
-impl Lane {
-    /// Moves bytes both ways; ready once the connection has ended.
-    pub(crate) fn drive(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        if !self.ended && Pin::new(&mut self.connection).poll(cx).is_ready() {
-            self.ended = true;
-        }
-        if self.ended { Poll::Ready(()) } else { Poll::Pending }
-    }
-
-    /// Whether the next request can go over it: the last answer is complete and the peer has not closed it.
-    async fn is_usable(&mut self) -> bool {
-        self.watch.ask_kernel();
-        let open = poll_fn(|cx| Poll::Ready(self.drive(cx).is_pending())).await;
-        self.watch.was_asked() && open && self.sender.is_ready()
-    }
+/// Whether the next request can go over it. The kernel is asked: the runtime learns that the peer has closed only when it next
+/// looks for events, which may be after a request was written into the closed connection.
+fn is_open(lane: &Lane) -> bool {
+    // An unused connection has nothing to say; whatever comes other than "not yet" makes it unusable.
+    let asked = rustix::net::recv(&lane.stream, &mut [0; 1], RecvFlags::PEEK | RecvFlags::DONTWAIT);
+    matches!(asked, Err(Errno::AGAIN | Errno::INTR))
 }
 
 pub(crate) struct Pool {
@@ -69,7 +50,7 @@ pub(crate) struct Pool {
 #[derive(Default)]
 struct Idle {
     /// The longest unused first.
-    lanes: VecDeque<(Box<Lane>, Instant)>,
+    lanes: VecDeque<(Lane, Instant)>,
     reaper: Option<AbortHandle>,
     closing: bool,
 }
@@ -100,19 +81,19 @@ impl Pool {
     }
 
     /// An unused connection that is still open.
-    pub(crate) async fn reuse(&self) -> Option<Box<Lane>> {
+    pub(crate) fn reuse(&self) -> Option<Lane> {
         loop {
             // The one used last: it is the least likely to be closed, and lets the others age.
-            let (mut lane, _) = self.lock().lanes.pop_back()?;
-            if lane.is_usable().await {
+            let (lane, _) = self.lock().lanes.pop_back()?;
+            if is_open(&lane) {
                 return Some(lane);
             }
         }
     }
 
     /// Keeps a connection for the next call, if it can have one.
-    pub(crate) fn keep(self: &Arc<Self>, lane: Box<Lane>) {
-        if lane.ended || !lane.sender.is_ready() {
+    pub(crate) fn keep(self: &Arc<Self>, lane: Lane) {
+        if !lane.free {
             return;
         }
         let now = Instant::now();
@@ -128,7 +109,7 @@ impl Pool {
     }
 
     /// A new connection.
-    pub(crate) async fn connect(&self) -> Result<Box<Lane>> {
+    pub(crate) async fn connect(&self) -> Result<Lane> {
         let stream = timeout(self.config.connect_timeout, self.connect_stream())
             .await
             .map_err(|_| {
@@ -136,13 +117,7 @@ impl Pool {
                 Error::not_started(Code::Unavailable, format!("no answer within connect_timeout = {waited:?}"))
             })
             .flatten()?;
-        let watch = Arc::new(Outgoing::default());
-        let wire = TokioIo::new(Wire::new(stream, Arc::clone(&watch)));
-        let (sender, connection) = Builder::new()
-            .handshake(wire)
-            .await
-            .map_err(|error| Error::not_started(Code::Unavailable, "cannot start HTTP").caused_by(error))?;
-        Ok(Box::new(Lane { sender, watch, connection, ended: false }))
+        Ok(Box::new(Line::new(stream)))
     }
 
     async fn connect_stream(&self) -> Result<TcpStream> {
@@ -152,8 +127,8 @@ impl Pool {
             Err(_) => TcpStream::connect((host.as_str(), *port)).await,
         };
         let stream = connected.map_err(|error| {
-            let code = match rustix::io::Errno::from_io_error(&error) {
-                Some(rustix::io::Errno::MFILE | rustix::io::Errno::NFILE) => Code::ResourceExhausted,
+            let code = match Errno::from_io_error(&error) {
+                Some(Errno::MFILE | Errno::NFILE) => Code::ResourceExhausted,
                 _ => Code::Unavailable,
             };
             Error::not_started(code, "cannot connect").caused_by(error)

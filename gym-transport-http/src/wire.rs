@@ -1,48 +1,37 @@
-//! Sockets that tell what hyper keeps to itself: has anything of a request left, has the peer closed an idle connection, when
-//! did bytes last move.
+//! An accepted socket that tells what hyper keeps to itself: when bytes last moved, and in which part of a call.
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering::Relaxed};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use rustix::io::Errno;
-use rustix::net::RecvFlags;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::time::Instant;
 
-/// What a wire reports to, and is asked by, the code around hyper.
-pub(crate) trait Watch: Send + Sync + 'static {
-    /// Before a read; `true` means that the connection counts as closed.
-    fn before_read(&self, _: &TcpStream) -> bool {
-        false
-    }
-    /// Bytes have come in.
-    fn has_read(&self) {}
-    /// Bytes have gone out.
-    fn has_written(&self) {}
-}
-
 /// A socket that is watched.
-pub(crate) struct Wire<W> {
+pub(crate) struct Wire {
     stream: TcpStream,
-    watch: Arc<W>,
+    watch: Arc<Accepted>,
 }
 
-impl<W> Wire<W> {
-    pub(crate) fn new(stream: TcpStream, watch: Arc<W>) -> Self {
+impl Wire {
+    pub(crate) fn new(stream: TcpStream, watch: Arc<Accepted>) -> Self {
         Self { stream, watch }
     }
+
+    fn note(&self, polled: Poll<io::Result<usize>>) -> Poll<io::Result<usize>> {
+        if matches!(polled, Poll::Ready(Ok(written)) if written > 0) {
+            self.watch.has_written();
+        }
+        polled
+    }
 }
 
-impl<W: Watch> AsyncRead for Wire<W> {
+impl AsyncRead for Wire {
     fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        if self.watch.before_read(&self.stream) {
-            return Poll::Ready(Ok(()));
-        }
         let before = buf.filled().len();
         let polled = Pin::new(&mut self.stream).poll_read(cx, buf);
         if buf.filled().len() > before {
@@ -52,16 +41,7 @@ impl<W: Watch> AsyncRead for Wire<W> {
     }
 }
 
-impl<W: Watch> Wire<W> {
-    fn note(&self, polled: Poll<io::Result<usize>>) -> Poll<io::Result<usize>> {
-        if matches!(polled, Poll::Ready(Ok(written)) if written > 0) {
-            self.watch.has_written();
-        }
-        polled
-    }
-}
-
-impl<W: Watch> AsyncWrite for Wire<W> {
+impl AsyncWrite for Wire {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
         let polled = Pin::new(&mut self.stream).poll_write(cx, buf);
         self.note(polled)
@@ -86,56 +66,6 @@ impl<W: Watch> AsyncWrite for Wire<W> {
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         Pin::new(&mut self.stream).poll_shutdown(cx)
-    }
-}
-
-/// Watches an outgoing connection.
-#[derive(Debug, Default)]
-pub(crate) struct Outgoing {
-    ask_kernel: AtomicBool,
-    wrote: AtomicBool,
-}
-
-impl Outgoing {
-    /// Has the next read ask the kernel itself whether the peer has closed. The runtime learns of that only when it next looks
-    /// for events, which may be after a request was written into the closed connection.
-    pub(crate) fn ask_kernel(&self) {
-        self.ask_kernel.store(true, Relaxed);
-    }
-
-    /// Whether the kernel has been asked; from now on reads are plain again.
-    pub(crate) fn was_asked(&self) -> bool {
-        !self.ask_kernel.swap(false, Relaxed)
-    }
-
-    /// Forgets what was written before.
-    pub(crate) fn start(&self) {
-        self.wrote.store(false, Relaxed);
-    }
-
-    /// Whether any byte has left since `start`: if not, the peer cannot have seen the request.
-    pub(crate) fn has_left(&self) -> bool {
-        self.wrote.load(Relaxed)
-    }
-}
-
-impl Watch for Outgoing {
-    fn before_read(&self, stream: &TcpStream) -> bool {
-        // A plain load first: this is on the path of every read.
-        if !self.ask_kernel.load(Relaxed) {
-            return false;
-        }
-        self.ask_kernel.store(false, Relaxed);
-        let mut byte = [0; 1];
-        // An idle connection has nothing to say; whatever comes other than "not yet" makes it unusable.
-        !matches!(
-            rustix::net::recv(stream, &mut byte, RecvFlags::PEEK | RecvFlags::DONTWAIT),
-            Err(Errno::AGAIN | Errno::INTR)
-        )
-    }
-
-    fn has_written(&self) {
-        self.wrote.store(true, Relaxed);
     }
 }
 
@@ -186,9 +116,8 @@ impl Accepted {
             _ => Ok((moved + keep_alive_timeout).min(now + head_timeout)),
         }
     }
-}
 
-impl Watch for Accepted {
+    /// Bytes have come in.
     fn has_read(&self) {
         if self.phase.load(Relaxed) == IDLE {
             self.moved();
@@ -196,6 +125,7 @@ impl Watch for Accepted {
         }
     }
 
+    /// Bytes have gone out.
     fn has_written(&self) {
         // A reader of a long answer is not idle.
         if self.phase.load(Relaxed) == IDLE {
