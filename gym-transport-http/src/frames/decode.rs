@@ -224,11 +224,7 @@ impl Decoder {
                         if let Some(mut done) = done {
                             let segments = done.parts.split_off(1);
                             let head = done.parts.pop().unwrap_or_default();
-                            return Ok(Some(Event::Landed(Landed {
-                                call: done.call,
-                                head,
-                                segments,
-                            })));
+                            return Ok(Some(Event::Landed(Landed { call: done.call, head, segments })));
                         }
                         continue;
                     }

@@ -186,7 +186,7 @@ impl Outbox {
         }
     }
 
-    /// Drops what has not left, and takes nothing more.
+    /// Drops what has not left, takes nothing more, and ends the connection.
     pub(super) fn close(&self) {
         let (queue, waiting) = {
             let mut state = self.lock();
@@ -195,6 +195,7 @@ impl Outbox {
             (std::mem::take(&mut state.queue), state.waiting.take())
         };
         drop((queue, waiting));
+        self.socket.shut();
     }
 
     /// Writes what callers leave, whenever the socket takes more; ends with the socket's error.

@@ -41,7 +41,7 @@ pub(super) async fn heartbeat(
         outbox.post_heartbeat();
         pool.trim(silence_max);
         silent = if heard.0.swap(false, Relaxed) { 0 } else { silent + 1 };
-        if silent > beats_max {
+        if silent >= beats_max {
             return Error::unknown(
                 Code::Unavailable,
                 format!("the peer has been silent for longer than silence_max = {silence_max:?}"),

@@ -2,8 +2,10 @@
 
 use std::fmt;
 use std::io::{self, IoSlice};
+use std::os::fd::AsFd;
 
 use async_trait::async_trait;
+use rustix::net::{Shutdown, shutdown};
 use tokio::io::AsyncRead;
 use tokio::net::{TcpStream, UnixStream, tcp, unix};
 
@@ -18,10 +20,17 @@ pub(super) trait WriteHalf: fmt::Debug + Send + Sync + 'static {
 
     /// Waits until the socket may take more.
     async fn writable(&self) -> io::Result<()>;
+
+    /// Ends the connection both ways, whoever still holds a half of it.
+    fn shut(&self);
 }
 
 #[async_trait]
 impl WriteHalf for tcp::OwnedWriteHalf {
+    fn shut(&self) {
+        shut(self.as_ref());
+    }
+
     fn try_write(&self, pieces: &[IoSlice<'_>]) -> io::Result<usize> {
         self.try_write_vectored(pieces)
     }
@@ -33,6 +42,10 @@ impl WriteHalf for tcp::OwnedWriteHalf {
 
 #[async_trait]
 impl WriteHalf for unix::OwnedWriteHalf {
+    fn shut(&self) {
+        shut(self.as_ref());
+    }
+
     fn try_write(&self, pieces: &[IoSlice<'_>]) -> io::Result<usize> {
         self.try_write_vectored(pieces)
     }
@@ -42,7 +55,14 @@ impl WriteHalf for unix::OwnedWriteHalf {
     }
 }
 
-/// A connected socket, and what was read from it before it was ours.
+fn shut(socket: impl AsFd) {
+    if let Err(error) = shutdown(socket, Shutdown::Both) {
+        // The peer was faster.
+        tracing::trace!(%error, "shutdown");
+    }
+}
+
+/// A connected socket.
 #[derive(Debug)]
 pub(crate) enum Socket {
     Tcp(TcpStream),
