@@ -66,7 +66,7 @@ impl FramesConnector {
     async fn open(&self, to: &Endpoint) -> Result<FramesLink> {
         let path = PathInfo::new(self.scheme, to.address(), true);
         let (socket, already) = if self.scheme == UNIX_SCHEME {
-            let stream = UnixStream::connect(to.address()).await.map_err(|error| refused(error))?;
+            let stream = UnixStream::connect(to.address()).await.map_err(refused)?;
             (Socket::Unix(stream), Bytes::new())
         } else {
             upgrade(to).await?

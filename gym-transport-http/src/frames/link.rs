@@ -216,7 +216,7 @@ impl Shared {
             drop(calls);
             self.idle.notify_waiters();
             if leaving {
-                self.end(Error::unknown(Code::Unavailable, "the peer takes no new calls"));
+                self.end(&Error::unknown(Code::Unavailable, "the peer takes no new calls"));
             }
         }
     }
@@ -230,7 +230,7 @@ impl Shared {
     }
 
     /// The connection is over.
-    fn end(&self, error: Error) {
+    fn end(&self, error: &Error) {
         let _ = self.why.set((error.code(), error.to_string()));
         let waiting = {
             let mut calls = self.lock();
@@ -348,7 +348,7 @@ impl Link for FramesLink {
             }
         })
         .await;
-        self.shared.end(Error::unknown(Code::Unavailable, "the channel was closed"));
+        self.shared.end(&Error::unknown(Code::Unavailable, "the channel was closed"));
         drained.map_err(|_| {
             Error::unknown(Code::DeadlineExceeded, "calls were still running when the channel closed")
                 .about(self.path.peer.to_string())
@@ -377,7 +377,7 @@ async fn drive(shared: Arc<Shared>, read: ReadHalf, decoder: Decoder, pool: Arc<
         Some(ended) = writer.join_next() => broken(ended.ok()),
         error = heartbeat(&shared.outbox, &heard, &pool, silence_max, &shared.theirs) => error,
     };
-    shared.end(error);
+    shared.end(&error);
     pool.trim(Duration::ZERO);
 }
 

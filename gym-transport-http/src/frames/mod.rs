@@ -29,6 +29,8 @@ mod pool;
 mod pulse;
 mod serve;
 mod socket;
+#[cfg(test)]
+mod tests;
 mod unix;
 
 pub use config::FramesConfig;

@@ -186,6 +186,13 @@ impl Outbox {
         }
     }
 
+    /// Whether everything posted so far has left.
+    #[cfg(test)]
+    pub(super) fn is_idle(&self) -> bool {
+        let state = self.lock();
+        state.pen.is_some() && state.queue.is_empty() && state.urgent.is_empty()
+    }
+
     /// Drops what has not left, takes nothing more, and ends the connection.
     pub(super) fn close(&self) {
         let (queue, waiting) = {

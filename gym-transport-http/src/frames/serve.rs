@@ -27,9 +27,9 @@ use super::socket::{ReadHalf, Socket};
 #[derive(Clone, Debug)]
 pub(crate) struct Hall {
     config: FramesConfig,
-    pool: Arc<LandingPool>,
+    pub(super) pool: Arc<LandingPool>,
     /// Calls of all connections.
-    calls: Arc<Semaphore>,
+    pub(super) calls: Arc<Semaphore>,
 }
 
 impl Hall {
