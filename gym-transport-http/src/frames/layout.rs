@@ -110,7 +110,8 @@ impl FrameHead {
     pub(super) fn write(self, to: &mut BytesMut) {
         to.put_u8(self.kind as u8);
         to.put_bytes(0, 3);
-        to.put_u32_le(u32::try_from(self.length).expect("lengths are bounded by kind"));
+        // Beyond it nothing is sent: `HEADER_BYTES_MAX` is far below.
+        to.put_u32_le(u32::try_from(self.length).unwrap_or(u32::MAX));
         to.put_u64_le(self.call);
     }
 }

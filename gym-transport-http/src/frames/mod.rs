@@ -19,6 +19,7 @@
 //! - **Copies.** Sent: none above 2 KiB. Received: one, by the kernel, into a buffer aligned to 64 bytes that is used again.
 //! - **Hostile bytes** end the connection with `DataLoss`; every length is checked before anything is allocated for it.
 
+mod calls;
 mod config;
 mod connector;
 mod decode;

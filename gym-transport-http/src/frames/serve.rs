@@ -12,12 +12,13 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::{AbortHandle, JoinSet};
 use tokio_util::sync::CancellationToken;
 
+use super::calls::{CROWD, check_size};
 use super::config::FramesConfig;
 use super::decode::{Decoder, Event, Opening};
 use super::layout::{
     FRAME_BYTES, Greeting, HEADER_BYTES_MAX, Kind, RequestHeader, bare, failed_frame, malformed, response_frame,
 };
-use super::link::{CROWD, broken, check_size, greeting};
+use super::link::{broken, greeting};
 use super::outbox::{Outbox, Parcel};
 use super::pool::LandingPool;
 use super::pulse::{Heard, heartbeat};
