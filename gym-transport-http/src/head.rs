@@ -14,7 +14,7 @@ use crate::headers::{
 };
 
 /// Headers of one answer; the number that hyper takes too.
-const HEADERS_MAX: usize = 100;
+pub(crate) const HEADERS_MAX: usize = 100;
 
 /// Bytes of one answer's head. Cookies of several servers make a few thousand.
 pub(crate) const HEAD_BYTES_MAX: usize = 64 << 10;

@@ -5,6 +5,8 @@
 //!              (scheme http)     one call per connection         backlog 4,096   ≤ 16,384 calls
 //! ```
 //!
+//! The same port takes connections that are upgraded to frames (scheme `http+frames`): ordered, many calls at a time.
+//!
 //! A message without segments travels as it is, so curl and Python servers can take part; one with segments travels as
 //! [`application/x-gym-frame`](gym_core::frame). No body is flattened or parsed.
 //!
@@ -14,6 +16,7 @@
 //! | [`HttpConnector`] | the calling end, and how failures map to errors |
 //! | [`HttpListener`] | the answering end |
 //! | `exchange`, `head` | one request and its answer over one connection |
+//! | [`FramesConnector`], [`UnixListener`] | the ordered transport for worker groups: many calls at a time over one connection |
 //! | `headers`, `body` | metadata and messages on the wire |
 //!
 //! ```
@@ -49,6 +52,7 @@ mod config;
 mod connector;
 mod exchange;
 mod head;
+mod frames;
 mod headers;
 mod incoming;
 mod listener;
@@ -57,6 +61,7 @@ mod wire;
 
 pub use config::HttpConfig;
 pub use connector::HttpConnector;
+pub use frames::{FRAMES_SCHEME, FramesConfig, FramesConnector, UNIX_SCHEME, UnixIncoming, UnixListener};
 pub use incoming::HttpIncoming;
 pub use listener::HttpListener;
 

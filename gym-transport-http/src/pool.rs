@@ -110,7 +110,7 @@ impl Pool {
 
     /// A new connection.
     pub(crate) async fn connect(&self) -> Result<Lane> {
-        let stream = timeout(self.config.connect_timeout, self.connect_stream())
+        let stream = timeout(self.config.connect_timeout, connect_stream(&self.address))
             .await
             .map_err(|_| {
                 let waited = self.config.connect_timeout;
@@ -118,26 +118,6 @@ impl Pool {
             })
             .flatten()?;
         Ok(Box::new(Line::new(stream)))
-    }
-
-    async fn connect_stream(&self) -> Result<TcpStream> {
-        let Address { host, port } = &self.address;
-        let connected = match host.parse::<IpAddr>() {
-            Ok(ip) => TcpStream::connect(SocketAddr::new(ip, *port)).await,
-            Err(_) => TcpStream::connect((host.as_str(), *port)).await,
-        };
-        let stream = connected.map_err(|error| {
-            let code = match Errno::from_io_error(&error) {
-                Some(Errno::MFILE | Errno::NFILE) => Code::ResourceExhausted,
-                _ => Code::Unavailable,
-            };
-            Error::not_started(code, "cannot connect").caused_by(error)
-        })?;
-        // Without these, small requests wait for acknowledgements, and a peer that lost its power is never missed.
-        if let Err(error) = stream.set_nodelay(true).and_then(|()| keep_alive(&stream)) {
-            tracing::debug!(%error, "socket options not set");
-        }
-        Ok(stream)
     }
 
     /// Takes no new calls; `true` once no call is running.
@@ -214,6 +194,27 @@ async fn reap(pool: Weak<Pool>) {
             None => return,
         }
     }
+}
+
+/// A socket to the peer.
+pub(crate) async fn connect_stream(address: &Address) -> Result<TcpStream> {
+    let Address { host, port } = address;
+    let connected = match host.parse::<IpAddr>() {
+        Ok(ip) => TcpStream::connect(SocketAddr::new(ip, *port)).await,
+        Err(_) => TcpStream::connect((host.as_str(), *port)).await,
+    };
+    let stream = connected.map_err(|error| {
+        let code = match Errno::from_io_error(&error) {
+            Some(Errno::MFILE | Errno::NFILE) => Code::ResourceExhausted,
+            _ => Code::Unavailable,
+        };
+        Error::not_started(code, "cannot connect").caused_by(error)
+    })?;
+    // Without these, small requests wait for acknowledgements, and a peer that lost its power is never missed.
+    if let Err(error) = stream.set_nodelay(true).and_then(|()| keep_alive(&stream)) {
+        tracing::debug!(%error, "socket options not set");
+    }
+    Ok(stream)
 }
 
 /// Has the kernel ask an unresponsive peer whether it is there: after 60 s, every 10 s, 3 times, as NeMo Gym's client does.

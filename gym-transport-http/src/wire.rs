@@ -22,6 +22,11 @@ impl Wire {
         Self { stream, watch }
     }
 
+    /// The socket, no longer watched.
+    pub(crate) fn into_inner(self) -> TcpStream {
+        self.stream
+    }
+
     fn note(&self, polled: Poll<io::Result<usize>>) -> Poll<io::Result<usize>> {
         if matches!(polled, Poll::Ready(Ok(written)) if written > 0) {
             self.watch.has_written();

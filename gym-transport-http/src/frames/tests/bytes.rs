@@ -1,0 +1,281 @@
+//! Bytes on the wire: what is written is read, whatever the sockets do, and what is not ours is refused.
+
+use std::io::{self, IoSlice};
+use std::sync::{Arc, Mutex};
+
+use async_trait::async_trait;
+use bytes::{Bytes, BytesMut};
+use gym_core::frame::Limits;
+use gym_core::{CallContext, Code, ContentType, Message, Response, Route, Status, Verb};
+use proptest::prelude::*;
+
+use super::super::decode::{Decoder, Event};
+use super::super::layout::{
+    CHUNK_BYTES, FrameHead, Kind, RequestHeader, ResponseHeader, bare, read_failed, request_frame, response_frame,
+};
+use super::super::outbox::{Outbox, Parcel};
+use super::super::pool::LandingPool;
+use super::super::socket::WriteHalf;
+
+/// Takes so many bytes at a time, and notes where they came from.
+#[derive(Clone, Debug)]
+struct Sink {
+    wire: Arc<Mutex<Wire>>,
+    at_a_time: usize,
+}
+
+#[derive(Debug, Default)]
+struct Wire {
+    bytes: Vec<u8>,
+    places: Vec<usize>,
+    /// Bytes that it takes before it is full.
+    room: usize,
+}
+
+impl Sink {
+    fn new(at_a_time: usize, room: usize) -> Self {
+        Self { wire: Arc::new(Mutex::new(Wire { room, ..Wire::default() })), at_a_time }
+    }
+}
+
+#[async_trait]
+impl WriteHalf for Sink {
+    fn try_write(&self, pieces: &[IoSlice<'_>]) -> io::Result<usize> {
+        let mut wire = self.wire.lock().unwrap();
+        let mut left = self.at_a_time.min(wire.room);
+        let before = left;
+        for piece in pieces {
+            let taken = piece.len().min(left);
+            if taken > 0 {
+                wire.places.push(piece.as_ptr() as usize);
+            }
+            wire.bytes.extend_from_slice(&piece[..taken]);
+            left -= taken;
+        }
+        wire.room -= before - left;
+        if before == left { Err(io::ErrorKind::WouldBlock.into()) } else { Ok(before - left) }
+    }
+
+    async fn writable(&self) -> io::Result<()> {
+        tokio::task::yield_now().await;
+        self.wire.lock().unwrap().room = usize::MAX;
+        Ok(())
+    }
+
+    fn shut(&self) {}
+}
+
+fn decoder(already: &[u8]) -> Decoder {
+    Decoder::new(Limits::default(), LandingPool::new(1 << 20), already)
+}
+
+fn request_parcel(call: u64, message: &Message) -> Parcel {
+    let cx = CallContext::default();
+    Parcel::new(call, request_frame(call, Verb::Post, &Route::from_static("/x"), &cx, 9, message), message, None)
+}
+
+/// Puts bytes in, so many at a time, and gives what comes of them to `take`.
+fn decode(bytes: &[u8], at_a_time: usize, mut take: impl FnMut(&mut Decoder, Event)) -> gym_core::Result<bool> {
+    let mut decoder = decoder(&[]);
+    let mut left = bytes;
+    loop {
+        while let Some(event) = decoder.next()? {
+            take(&mut decoder, event);
+        }
+        let space = decoder.space();
+        assert!(!space.is_empty());
+        let count = space.len().min(at_a_time).min(left.len());
+        if count == 0 {
+            return Ok(decoder.is_at_rest());
+        }
+        space[..count].copy_from_slice(&left[..count]);
+        left = &left[count..];
+        decoder.advance(count);
+    }
+}
+
+/// The kept messages, and how many were skipped.
+fn messages(bytes: &[u8], at_a_time: usize, keep: impl Fn(u64) -> bool) -> Vec<(u64, Message)> {
+    let mut landed = Vec::new();
+    let at_rest = decode(bytes, at_a_time, |decoder, event| match event {
+        Event::Opening(opening) => {
+            RequestHeader::read(opening.header).unwrap();
+            if keep(opening.call) {
+                decoder.keep().unwrap();
+            }
+        }
+        Event::Landed(message) => {
+            let (head, segments) = (message.head.into(), message.segments);
+            landed.push((message.call, Message { content_type: ContentType::Json, head, segments }));
+        }
+        other => panic!("{other:?}"),
+    });
+    assert!(at_rest.unwrap(), "nothing is left over");
+    landed
+}
+
+fn sized(sizes: &[usize]) -> Message {
+    let part = |(at, size): (usize, &usize)| (0..*size).map(|byte| (byte * 31 + at) as u8).collect::<Vec<_>>();
+    let mut parts = sizes.iter().enumerate().map(part);
+    let head = parts.next().unwrap_or_default().into();
+    Message { content_type: ContentType::Json, head, segments: parts.map(Bytes::from).collect() }
+}
+
+fn sizes() -> impl Strategy<Value = Vec<usize>> {
+    let size = prop_oneof![4 => 0..200_usize, 2 => 1_000..9_000_usize, 1 => 60_000..80_000_usize];
+    prop::collection::vec(size, 0..5)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn messages_are_read_as_they_were_posted(
+        shapes in prop::collection::vec(sizes(), 1..8),
+        (write, read, skipped) in (1_usize..100_000, 1_usize..100_000, 0..8_u64),
+    ) {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        let sent: Vec<_> = shapes.iter().map(|sizes| sized(sizes)).collect();
+        let sink = Sink::new(write.max(read / 50), 10_000);
+        let outbox = Outbox::new(Box::new(sink.clone()));
+        for (call, message) in sent.iter().enumerate() {
+            outbox.post(request_parcel(call as u64, message), call % 2 == 0);
+        }
+        runtime.block_on(async {
+            tokio::select! { error = outbox.run() => panic!("{error}"), () = until_idle(&outbox) => {} }
+        });
+        let wire = sink.wire.lock().unwrap().bytes.clone();
+        let landed = messages(&wire, read, |call| call != skipped);
+        let awaited: Vec<_> = sent.into_iter().enumerate()
+            .map(|(call, message)| (call as u64, message)).filter(|(call, _)| *call != skipped).collect();
+        prop_assert!(landed == awaited);
+    }
+
+    #[test]
+    fn no_bytes_make_the_decoder_panic_or_allocate_what_did_not_come(
+        mut bytes in prop::collection::vec(any::<u8>(), 0..600),
+        begun in 0..4_u8,
+        at_a_time in 1_usize..700,
+    ) {
+        let message = sized(&[20, 100]);
+        let valid = match begun {
+            0 => BytesMut::new(),
+            1 => BytesMut::from(&bare(Kind::Heartbeat, 0)[..]),
+            2 => request_frame(1, Verb::Get, &Route::from_static("/x"), &CallContext::default(), 1, &message),
+            _ => response_frame(1, &Response::new(Status::OK, message)),
+        };
+        // A valid beginning with one byte of it changed, then anything.
+        let mut wire = valid.to_vec();
+        if let (Some(at), false) = (bytes.first().map(|byte| usize::from(*byte)), wire.is_empty()) {
+            let length = wire.len();
+            wire[at % length] ^= bytes.get(1).copied().unwrap_or(1);
+        }
+        wire.append(&mut bytes);
+        let mut kept = 0;
+        let _ = decode(&wire, at_a_time, |decoder, event| match event {
+            Event::Opening(opening) => {
+                let _ = (RequestHeader::read(opening.header.clone()), ResponseHeader::read(opening.header));
+                if opening.total <= 1 << 20 {
+                    let _ = decoder.keep();
+                }
+            }
+            Event::Landed(landed) => kept += landed.head.len() + landed.segments.iter().map(Bytes::len).sum::<usize>(),
+            Event::Failed(_, payload) => { let _ = read_failed(payload); }
+            _ => {}
+        });
+        prop_assert!(kept <= wire.len());
+    }
+}
+
+/// The parcel's room is the last thing that is let go.
+async fn until_idle(outbox: &Outbox) {
+    while !outbox.is_idle() {
+        tokio::task::yield_now().await;
+    }
+}
+
+#[tokio::test]
+async fn what_is_urgent_goes_between_the_chunks_and_no_message_overtakes_another() {
+    let sink = Sink::new(50_000, 60_000);
+    let outbox = Outbox::new(Box::new(sink.clone()));
+    let large = sized(&[10, 5 * CHUNK_BYTES]);
+    outbox.post(request_parcel(1, &large), false);
+    outbox.post(request_parcel(2, &sized(&[5])), false);
+    // The socket is full within the first chunk.
+    outbox.post_urgent(bare(Kind::Cancel, 77));
+    tokio::select! { error = outbox.run() => panic!("{error}"), () = until_idle(&outbox) => {} }
+    let wire = sink.wire.lock().unwrap().bytes.clone();
+    let mut seen = Vec::new();
+    let at_rest = decode(&wire, usize::MAX, |decoder, event| {
+        seen.push(match event {
+            Event::Opening(opening) => {
+                decoder.keep().unwrap();
+                format!("opening {}", opening.call)
+            }
+            Event::Landed(landed) => format!("landed {}", landed.call),
+            Event::Cancel(call) => format!("cancel {call}"),
+            other => panic!("{other:?}"),
+        });
+    });
+    assert!(at_rest.unwrap());
+    assert_eq!(seen, ["opening 1", "cancel 77", "landed 1", "opening 2", "landed 2"]);
+    let cancel = wire.windows(16).position(|window| window == &bare(Kind::Cancel, 77)[..]).unwrap();
+    assert!(cancel < CHUNK_BYTES + 1_000, "after the chunk that was under way, at {cancel}");
+}
+
+#[tokio::test]
+async fn large_parts_are_written_from_where_they_lie() {
+    let sink = Sink::new(usize::MAX, usize::MAX);
+    let outbox = Outbox::new(Box::new(sink.clone()));
+    let message = sized(&[4_000, 100_000, 200_000]);
+    outbox.post(request_parcel(1, &message), false);
+    let places = sink.wire.lock().unwrap().places.clone();
+    let parts = message.head.pieces().iter().chain(&message.segments);
+    for part in parts {
+        assert!(places.contains(&(part.as_ptr() as usize)), "copied on the way");
+    }
+}
+
+#[tokio::test]
+async fn a_request_that_has_not_begun_is_taken_back_and_one_that_has_is_cancelled_behind_it() {
+    let sink = Sink::new(usize::MAX, 100_000);
+    let outbox = Outbox::new(Box::new(sink.clone()));
+    let large = sized(&[0, 3 * CHUNK_BYTES]);
+    for message in [&large, &sized(&[3]), &large] {
+        outbox.post_request(request_parcel(0, message), false, |_| Ok(())).unwrap();
+    }
+    outbox.cancel(2);
+    outbox.cancel(1);
+    tokio::select! { error = outbox.run() => panic!("{error}"), () = until_idle(&outbox) => {} }
+    let wire = sink.wire.lock().unwrap().bytes.clone();
+    let mut seen = Vec::new();
+    decode(&wire, 70_000, |decoder, event| match event {
+        Event::Opening(_) => decoder.keep().unwrap(),
+        Event::Landed(landed) => seen.push(("landed", landed.call)),
+        Event::Cancel(call) => seen.push(("cancel", call)),
+        other => panic!("{other:?}"),
+    })
+    .unwrap();
+    assert_eq!(seen, [("landed", 1), ("cancel", 1), ("landed", 3)]);
+}
+
+#[test]
+fn a_frame_that_announces_too_much_is_refused_before_anything_is_allocated() {
+    let refused = |kind, length| {
+        let mut bytes = BytesMut::new();
+        FrameHead { kind, length, call: 1 }.write(&mut bytes);
+        decode(&bytes, usize::MAX, |_, _| {}).unwrap_err()
+    };
+    for kind in [Kind::Request, Kind::Response, Kind::Failed, Kind::Greeting, Kind::Cancel, Kind::Heartbeat] {
+        let error = refused(kind, u32::MAX as usize);
+        assert_eq!(error.code(), Code::DataLoss, "{error}");
+        assert!(error.to_string().contains(&format!("{kind:?}")), "{error}");
+    }
+    assert!(refused(Kind::Body, 1).to_string().contains("where none can be"));
+    let limits = Limits { message_bytes_max: 10, ..Limits::default() };
+    let frame = request_frame(1, Verb::Post, &"/".into(), &CallContext::default(), 1, &sized(&[5, 6]));
+    let mut decoder = Decoder::new(limits, LandingPool::new(0), &frame);
+    let error = decoder.next().unwrap_err();
+    assert_eq!(error.code(), Code::ResourceExhausted);
+    assert!(error.to_string().contains("message_bytes_max = 10"), "{error}");
+}

@@ -1,0 +1,255 @@
+//! Peers that are silent, hostile, or never were ours.
+
+use std::os::unix::fs::PermissionsExt;
+use std::time::Duration;
+
+use bytes::Bytes;
+use gym_core::{
+    CallContext, Channel, Code, ConnectOptions, Connector, Endpoint, Error, Execution, Listener, Request, Response,
+    Status, handler_fn,
+};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::UnixStream;
+
+use super::super::config::FramesConfig;
+use super::super::layout::{FrameHead, Greeting, Kind, bare, request_frame, response_frame};
+use super::super::pool::LandingPool;
+use super::super::{FRAMES_SCHEME, FramesConnector, UnixListener};
+use super::{joined, open, post, soon};
+
+/// A channel to a peer that has greeted, and that peer's raw socket.
+async fn greeted() -> (Channel, UnixStream) {
+    let (near, mut far) = UnixStream::pair().unwrap();
+    let config = FramesConfig::default();
+    far.write_all(&Greeting::of(&config).frame()).await.unwrap();
+    let link = open(near, &config, &LandingPool::new(0)).await;
+    let mut theirs = vec![0; Greeting::of(&config).frame().len()];
+    far.read_exact(&mut theirs).await.unwrap();
+    (Channel::new(link), far)
+}
+
+fn facts(error: &Error) -> (Code, Execution) {
+    (error.code(), error.execution())
+}
+
+const GONE: (Code, Execution) = (Code::Unavailable, Execution::Unknown);
+
+#[tokio::test(start_paused = true)]
+async fn a_peer_that_is_stopped_is_missed_and_its_calls_end() {
+    let (channel, far) = greeted().await;
+    let began = tokio::time::Instant::now();
+    let mut request = post("/hold");
+    request.context = CallContext::within(Duration::from_secs(3_600));
+    let reply = channel.start(request).await.unwrap();
+    let error = reply.await.unwrap_err();
+    assert_eq!(facts(&error), GONE, "{error}");
+    assert!(error.to_string().contains("silence_max"), "{error}");
+    assert_eq!(facts(&channel.closed().await), GONE);
+    let silence_max = FramesConfig::default().silence_max;
+    assert!((silence_max..silence_max * 2).contains(&began.elapsed()), "{:?}", began.elapsed());
+    drop(far);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_peer_that_lives_and_has_nothing_to_say_is_kept() {
+    let handler = handler_fn(|_| async {
+        tokio::time::sleep(Duration::from_secs(3_600)).await;
+        Ok(Response::json("{}"))
+    });
+    let both = joined(FramesConfig::default(), FramesConfig::default(), handler).await;
+    let mut request = post("/slow");
+    request.context = CallContext::within(Duration::from_secs(7_200));
+    both.channel.call(request).await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_peer_that_stops_reading_holds_nobody_beyond_the_deadline() {
+    let (channel, mut far) = greeted().await;
+    let alive = tokio::spawn(async move {
+        // It lives, it only does not read.
+        while far.write_all(&bare(Kind::Heartbeat, 0)).await.is_ok() {
+            tokio::time::sleep(Duration::from_secs(1)).await;
+        }
+    });
+    let mut large = post("/large");
+    large.context = CallContext::within(Duration::from_secs(100));
+    large.message.segments.push(Bytes::from(vec![7; 64 << 20]));
+    let large = channel.start(large).await.unwrap();
+    let small = channel.start(Request::get(CallContext::within(Duration::from_secs(50)), "/small")).await.unwrap();
+    for reply in [small, large] {
+        let error = reply.await.unwrap_err();
+        assert_eq!(facts(&error), (Code::DeadlineExceeded, Execution::Unknown), "{error}");
+    }
+    channel.close(Duration::ZERO).await.unwrap();
+    alive.await.unwrap();
+}
+
+#[tokio::test]
+async fn a_peer_that_is_killed_is_missed_at_once() {
+    let (channel, far) = greeted().await;
+    let reply = channel.start(post("/hold")).await.unwrap();
+    drop(far);
+    assert_eq!(facts(&soon(reply).await.unwrap_err()), GONE);
+    assert_eq!(facts(&soon(channel.closed()).await), GONE);
+    let error = channel.call(post("/next")).await.unwrap_err();
+    assert_eq!(facts(&error), (Code::Unavailable, Execution::NotStarted), "{error}");
+}
+
+/// A frame as a peer of ours would write it.
+fn answer(call: u64, bytes: usize) -> Vec<u8> {
+    let mut response = Response::json("{}");
+    response.message.segments = vec![Bytes::from(vec![7; bytes])];
+    let mut frame = response_frame(call, &response);
+    frame.extend_from_slice(b"{}");
+    frame.extend_from_slice(&response.message.segments[0]);
+    frame.to_vec()
+}
+
+#[tokio::test]
+async fn a_hostile_server_ends_its_calls_with_a_typed_error() {
+    let mut head = bytes::BytesMut::new();
+    FrameHead { kind: Kind::Body, length: 5, call: 1 }.write(&mut head);
+    let cases = [
+        ("garbage", vec![0xff; 100]),
+        ("HTTP", b"HTTP/1.1 400 Bad Request\r\n\r\n".to_vec()),
+        ("a second greeting", Greeting::of(&FramesConfig::default()).frame().to_vec()),
+        ("a cancel", bare(Kind::Cancel, 1).to_vec()),
+        ("a body of nothing", head.to_vec()),
+        ("more than there is room for", answer(1, 2_000)),
+        ("an answer with a damaged header", {
+            let mut frame = answer(1, 5);
+            frame[16] ^= 1;
+            frame
+        }),
+    ];
+    for (what, bytes) in cases {
+        let (channel, mut far) = greeted().await;
+        let mut request = post("/hold");
+        request.context.reply_bytes_max = 1_000;
+        let reply = channel.start(request).await.unwrap();
+        far.write_all(&bytes).await.unwrap();
+        let error = soon(reply).await.unwrap_err();
+        assert_eq!(facts(&error), (Code::DataLoss, Execution::Unknown), "{what}: {error}");
+        assert_eq!(soon(channel.closed()).await.code(), Code::DataLoss, "{what}");
+    }
+}
+
+#[tokio::test]
+async fn an_answer_that_is_cut_off_or_comes_twice_is_never_taken_for_one() {
+    let (channel, mut far) = greeted().await;
+    let reply = channel.start(post("/hold")).await.unwrap();
+    let whole = answer(1, 1_000);
+    far.write_all(&whole[..whole.len() - 1]).await.unwrap();
+    far.shutdown().await.unwrap();
+    let error = soon(reply).await.unwrap_err();
+    assert_eq!(facts(&error), GONE);
+    assert!(error.to_string().contains("middle of an answer"), "{error}");
+
+    let (channel, mut far) = greeted().await;
+    let (first, second) = (channel.start(post("/1")).await.unwrap(), channel.start(post("/2")).await.unwrap());
+    far.write_all(&[answer(1, 10), answer(1, 11), answer(99, 12), answer(2, 13)].concat()).await.unwrap();
+    assert_eq!(soon(first).await.unwrap().message.segments[0].len(), 10);
+    assert_eq!(soon(second).await.unwrap().message.segments[0].len(), 13);
+}
+
+#[tokio::test]
+async fn a_hostile_caller_ends_its_connection_and_nothing_else() {
+    let message = Request::get(CallContext::default(), "/x").message;
+    let request =
+        |call| request_frame(call, Default::default(), &"/x".into(), &CallContext::default(), 9, &message).to_vec();
+    let greeting = Greeting::of(&FramesConfig::default()).frame().to_vec();
+    let cases = [
+        ("no greeting", request(1)),
+        ("garbage", [greeting.clone(), vec![0xee; 64]].concat()),
+        ("an answer", [greeting.clone(), answer(1, 1)].concat()),
+        ("a number twice", [greeting.clone(), request(3), request(3)].concat()),
+        ("a cut request", [greeting.clone(), request(1)[..40].to_vec()].concat()),
+    ];
+    for (what, bytes) in cases {
+        let (mut near, far) = UnixStream::pair().unwrap();
+        let hall = super::Hall::new(FramesConfig::default(), std::sync::Arc::new(tokio::sync::Semaphore::new(9)));
+        let handler = std::sync::Arc::new(handler_fn(|_| std::future::pending()));
+        let peer = gym_core::PeerInfo::default();
+        let serving = super::serve(super::Socket::Unix(far), &[], hall.clone(), handler, peer, Default::default());
+        let serving = tokio::spawn(serving);
+        near.write_all(&bytes).await.unwrap();
+        near.shutdown().await.unwrap();
+        let error = soon(serving).await.unwrap().unwrap_err();
+        assert_eq!(facts(&error), (Code::DataLoss, Execution::Unknown), "{what}: {error}");
+        soon(async {
+            while hall.calls.available_permits() != 9 {
+                tokio::task::yield_now().await;
+            }
+        })
+        .await;
+    }
+}
+
+#[tokio::test]
+async fn a_server_without_frames_says_that_it_has_none() {
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let endpoint = Endpoint::parse(&format!("{FRAMES_SCHEME}://{}", listener.local_addr().unwrap())).unwrap();
+    for (answer, code) in [
+        (&b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n"[..], Code::Unimplemented),
+        (&b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: x\r\n\r\nHello, I speak something else"[..], Code::DataLoss),
+        (&b"220 mail.example.com ESMTP\r\n"[..], Code::Unavailable),
+        (&b""[..], Code::Unavailable),
+    ] {
+        let connector = FramesConnector::tcp(FramesConfig::default());
+        let cx = CallContext::default();
+        let options = ConnectOptions::default();
+        let (connected, ()) = tokio::join!(connector.connect(&cx, &endpoint, &options), async {
+            let (mut peer, _) = listener.accept().await.unwrap();
+            let mut asked = [0; 16];
+            peer.read_exact(&mut asked).await.unwrap();
+            peer.write_all(answer).await.unwrap();
+            peer.shutdown().await.unwrap();
+            // Until the other end has closed.
+            let _ = peer.read_to_end(&mut Vec::new()).await;
+        });
+        let error = connected.unwrap_err();
+        assert_eq!(facts(&error), (code, Execution::NotStarted), "{error}");
+        assert!(error.to_string().contains(endpoint.as_str()), "{error}");
+    }
+}
+
+#[tokio::test]
+async fn a_socket_file_is_ours_alone_replaced_when_stale_and_removed_at_the_end() {
+    let folder = std::env::temp_dir().join(format!("gym-frames-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let (path, config) = (folder.join("worker"), FramesConfig::default());
+    // A process that was killed leaves its file.
+    drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
+    let mut listener = UnixListener::bind(&path, config.clone()).unwrap();
+    assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+    assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 1, "no draft is left");
+
+    let error = UnixListener::bind(&path, config.clone()).unwrap_err();
+    assert_eq!(error.code(), Code::AlreadyExists, "{error}");
+    std::fs::write(folder.join("notes"), "text").unwrap();
+    let error = UnixListener::bind(folder.join("notes"), config.clone()).unwrap_err();
+    assert!(error.code() == Code::AlreadyExists && error.to_string().contains("not a socket"), "{error}");
+    let error = UnixListener::bind(folder.join("n".repeat(120)), config.clone()).unwrap_err();
+    assert!(error.code() == Code::InvalidArgument && error.to_string().contains("108"), "{error}");
+
+    // It still works after all that. The first to connect asked only whether somebody listens.
+    let endpoint = listener.endpoints()[0].clone();
+    let serving = tokio::spawn(async move {
+        loop {
+            let handler = std::sync::Arc::new(handler_fn(|request: Request| async move {
+                let peer = request.peer.unwrap().address;
+                Ok(Response::new(Status::OK, gym_core::Message::text(peer.to_string())))
+            }));
+            tokio::spawn(listener.accept().await.unwrap().serve(handler, Default::default()));
+        }
+    });
+    let connector = FramesConnector::unix(config);
+    let channel =
+        soon(connector.connect(&CallContext::default(), &endpoint, &ConnectOptions::default())).await.unwrap();
+    let answer = soon(channel.call(post("/who"))).await.unwrap();
+    assert_eq!(answer.message.head.to_bytes(), format!("process {}", std::process::id()));
+    serving.abort();
+    let _ = serving.await;
+    assert!(!path.exists());
+    std::fs::remove_dir_all(&folder).unwrap();
+}

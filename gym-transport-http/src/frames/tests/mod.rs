@@ -1,0 +1,57 @@
+//! What is particular to this transport; what every transport must do is in the conformance suite.
+
+mod bytes;
+mod endings;
+mod room;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use gym_core::{CallContext, Channel, Handler, PathInfo, PeerInfo, Request, Result};
+use tokio::net::UnixStream;
+use tokio::sync::Semaphore;
+use tokio::task::JoinHandle;
+use tokio_util::sync::CancellationToken;
+
+use super::config::FramesConfig;
+use super::link::FramesLink;
+use super::pool::LandingPool;
+use super::serve::{Hall, serve};
+use super::socket::Socket;
+
+/// Far beyond what anything here needs, so that only a hang meets it.
+const FAR: Duration = Duration::from_secs(20);
+/// Calls that a server's connections may have under way together.
+const CALLS_MAX: usize = 1_000_000;
+
+async fn soon<T>(future: impl Future<Output = T>) -> T {
+    tokio::time::timeout(FAR, future).await.expect("it does not hang")
+}
+
+fn post(route: &'static str) -> Request {
+    Request::post(CallContext::within(FAR), route, "{}")
+}
+
+/// Two ends joined by a pair of sockets.
+struct Joined {
+    channel: Channel,
+    caller_pool: Arc<LandingPool>,
+    hall: Hall,
+    serving: JoinHandle<Result<()>>,
+}
+
+async fn joined(caller: FramesConfig, server: FramesConfig, handler: impl Handler) -> Joined {
+    let (near, far) = UnixStream::pair().unwrap();
+    let hall = Hall::new(server, Arc::new(Semaphore::new(CALLS_MAX)));
+    let peer = PeerInfo { address: "the other end".into() };
+    let serving = serve(Socket::Unix(far), &[], hall.clone(), Arc::new(handler), peer, CancellationToken::new());
+    let serving = tokio::spawn(serving);
+    let caller_pool = LandingPool::new(caller.pool_bytes_max);
+    let channel = Channel::new(open(near, &caller, &caller_pool).await);
+    Joined { channel, caller_pool, hall, serving }
+}
+
+async fn open(near: UnixStream, config: &FramesConfig, pool: &Arc<LandingPool>) -> FramesLink {
+    let path = PathInfo::new("unix+frames", "/pair", true);
+    soon(FramesLink::open(Socket::Unix(near), &[], path, config, Arc::clone(pool))).await.unwrap()
+}
