@@ -166,7 +166,10 @@ impl Driver {
             }
         }
         running.shutdown().await;
-        let flushed = self.ledger.flush(&CallContext::within(self.options.record_timeout)).await;
+        // Whoever asked for the stop does not wait as long for the disk as a rollout does.
+        let hurry = stop.is_cancelled() || fatal.is_some();
+        let patience = if hurry { Duration::ZERO } else { self.options.attempt_timeout };
+        let flushed = self.ledger.flush(&CallContext::within(patience + self.options.record_timeout)).await;
         match fatal {
             Some(error) => Err(error),
             None => flushed.map(|()| if stop.is_cancelled() { Ended::Stopped } else { Ended::Exhausted }),
@@ -184,9 +187,6 @@ impl Driver {
         let mut stragglers: JoinSet<()> = JoinSet::new();
         let mut begun = 0;
         let ended = loop {
-            if begun >= self.options.attempts_max || !self.is_open(row.key) {
-                break Ok(());
-            }
             let attempt = match self.ledger.begin(row.key) {
                 Ok(attempt) => attempt,
                 // A superseded attempt's outcome has come after all.
@@ -196,14 +196,10 @@ impl Driver {
             begun += 1;
             let deadline = Instant::now() + self.options.attempt_timeout + self.options.record_timeout;
             let cancel = CancellationToken::new();
-            let mut attempted = Box::pin(self.attempt(attempt, row.clone(), cancel.clone()));
+            let mut attempted = Box::pin(self.attempt(attempt, row.clone(), deadline, cancel.clone()));
             match tokio::time::timeout_at(deadline, &mut attempted).await {
-                Ok(Ok(Next::Done)) => break Ok(()),
+                Ok(Ok(Next::Done | Next::GiveUp)) => break Ok(()),
                 Ok(Ok(Next::Again)) => {}
-                Ok(Ok(Next::GiveUp)) => {
-                    self.progress.give_up();
-                    break Ok(());
-                }
                 Ok(Err(error)) => break Err(error),
                 Err(_) => {
                     tracing::warn!(%attempt, "not recorded in time; superseded");
@@ -217,16 +213,23 @@ impl Driver {
                     });
                 }
             }
-            if begun < self.options.attempts_max && self.is_open(row.key) {
-                let wait = self.options.backoff.backoff(begun, &mut self.world.rng());
-                tokio::time::sleep(wait).await;
-            } else {
-                self.progress.give_up();
+            if begun >= self.options.attempts_max || !self.is_open(row.key) {
+                break Ok(());
+            }
+            let wait = self.options.backoff.backoff(begun, &mut self.world.rng());
+            tokio::time::sleep(wait).await;
+            // What a superseded attempt brought meanwhile.
+            if !self.is_open(row.key) {
+                break Ok(());
             }
         };
         let patience = self.options.record_timeout;
         if tokio::time::timeout(patience, async { while stragglers.join_next().await.is_some() {} }).await.is_err() {
             stragglers.shutdown().await;
+        }
+        // Only now, when nothing more can come: a superseded attempt may have completed the rollout after all.
+        if ended.is_ok() && self.ledger.state(row.key) != KeyState::Completed {
+            self.progress.give_up();
         }
         ended
     }
@@ -236,6 +239,7 @@ impl Driver {
         &self,
         attempt: Attempt,
         row: RolloutRow,
+        deadline: Instant,
         cancel: CancellationToken,
     ) -> impl Future<Output = Result<Next>> + Send + 'static {
         let (client, ledger, progress) = (self.client.clone(), Arc::clone(&self.ledger), Arc::clone(&self.progress));
@@ -264,7 +268,9 @@ impl Driver {
                 progress.fail(class);
             }
             let Some(outcome) = judged.into_outcome() else { return Ok(next) };
-            let cx = CallContext::within(options.record_timeout.max(Duration::from_secs(1)) * 4);
+            // As long as the attempt itself may take, for a disk that stands still and goes on: ending the run would lose what
+            // has been computed, and superseding ends the wait. An attempt that was superseded has a while of its own.
+            let cx = CallContext::until(deadline.max(Instant::now()) + options.record_timeout);
             let mut recorded = ledger.record(&cx, attempt, outcome).await;
             if let Err(error) = &recorded
                 && error.code() == Code::InvalidArgument
