@@ -58,3 +58,80 @@ fn the_foundation_knows_no_socket_library() {
         assert!(!forbidden.iter().any(|word| name.starts_with(word)), "gym-core depends on {name}");
     }
 }
+
+/// Licences under which everything may be linked into a program of any licence. `WITH` an exception only adds rights.
+const LICENCES: [&str; 9] = [
+    "Apache-2.0",
+    "Apache-2.0 WITH LLVM-exception",
+    "BSD-3-Clause",
+    "CDLA-Permissive-2.0",
+    "ISC",
+    "MIT",
+    "Unicode-3.0",
+    "Unlicense",
+    "Zlib",
+];
+
+/// Whether an SPDX expression can be met with the licences above; `/` is an old way to write `OR`.
+fn is_permissive(expression: &str) -> bool {
+    fn split<'a>(text: &'a str, operator: &str) -> Vec<&'a str> {
+        let (mut parts, mut depth, mut from) = (Vec::new(), 0, 0);
+        for (at, character) in text.char_indices() {
+            match character {
+                '(' => depth += 1,
+                ')' => depth -= 1,
+                _ if depth == 0 && at >= from && text[at..].starts_with(operator) => {
+                    parts.push(text[from..at].trim());
+                    from = at + operator.len();
+                }
+                _ => {}
+            }
+        }
+        parts.push(text[from..].trim());
+        parts
+    }
+    fn is_met(text: &str) -> bool {
+        let (any, all) = (split(text, " OR "), split(text, " AND "));
+        match text.strip_prefix('(').and_then(|inner| inner.strip_suffix(')')) {
+            _ if any.len() > 1 => any.into_iter().any(is_met),
+            _ if all.len() > 1 => all.into_iter().all(is_met),
+            Some(inner) => is_met(inner),
+            None => LICENCES.contains(&text),
+        }
+    }
+    is_met(&expression.replace('/', " OR "))
+}
+
+#[test]
+fn a_licence_is_read_as_the_expression_it_is() {
+    for fine in ["MIT", "MIT/Apache-2.0", "GPL-3.0 OR (MIT AND Zlib)", "(MIT OR GPL-3.0) AND Unicode-3.0"] {
+        assert!(is_permissive(fine), "{fine}");
+    }
+    for wrong in ["GPL-3.0", "MIT AND GPL-3.0", "(MIT OR Zlib) AND LGPL-2.1", ""] {
+        assert!(!is_permissive(wrong), "{wrong}");
+    }
+}
+
+/// What cargo-deny would check, without building cargo-deny: where dependencies come from, what they allow, which are twice.
+#[test]
+fn dependencies_are_published_permissive_and_there_once() {
+    // None of them in the quickstart: Windows' bindings, and what ring and reqwest bring with TLS.
+    const TWICE: [&str; 3] = ["getrandom", "syn", "windows-sys"];
+    // A second TLS or a C library to find at build time.
+    const BANNED: [&str; 4] = ["aws-lc-sys", "native-tls", "openssl-sys", "libz-sys"];
+    let metadata: Value =
+        serde_json::from_str(&cargo(&["metadata", "--all-features", "--locked", "--format-version", "1"])).unwrap();
+    let mut versions: BTreeMap<&str, usize> = BTreeMap::new();
+    for package in metadata["packages"].as_array().unwrap() {
+        let name = package["name"].as_str().unwrap();
+        let licence = package["license"].as_str().unwrap_or_default();
+        assert!(is_permissive(licence), "{name} is under `{licence}`");
+        let source = package["source"].as_str();
+        let own = source.is_none() && name.starts_with("gym-");
+        assert!(own || source.is_some_and(|source| source.starts_with("registry+")), "{name} comes from {source:?}");
+        assert!(!BANNED.contains(&name), "{name} is not wanted");
+        *versions.entry(name).or_default() += 1;
+    }
+    let twice: BTreeSet<&str> = versions.into_iter().filter(|(_, count)| *count > 1).map(|(name, _)| name).collect();
+    assert_eq!(twice, BTreeSet::from(TWICE), "dependencies in more than one version");
+}

@@ -167,7 +167,10 @@ impl Driver {
             }
         }
         running.shutdown().await;
-        let flushed = self.ledger.flush(&CallContext::within(self.options.record_timeout)).await;
+        // Whoever asked for the stop does not wait as long for the disk as a rollout does.
+        let hurry = stop.is_cancelled() || fatal.is_some();
+        let patience = if hurry { Duration::ZERO } else { self.options.attempt_timeout };
+        let flushed = self.ledger.flush(&CallContext::within(patience + self.options.record_timeout)).await;
         match fatal {
             Some(error) => Err(error),
             None => flushed.map(|()| if stop.is_cancelled() { Ended::Stopped } else { Ended::Exhausted }),
@@ -185,9 +188,6 @@ impl Driver {
         let mut stragglers: Option<JoinSet<()>> = None;
         let mut begun = 0;
         let ended = loop {
-            if begun >= self.options.attempts_max || !self.is_open(row.key) {
-                break Ok(());
-            }
             let attempt = match self.ledger.begin(row.key) {
                 Ok(attempt) => attempt,
                 // A superseded attempt's outcome has come after all.
@@ -200,14 +200,10 @@ impl Driver {
             let trace_id = self.world.rng().u128(1..);
             cx.trace = TraceContext { trace_id, span_id: u64::from(attempt.number) + 1, sampled: false };
             let cancel = cx.cancel.clone();
-            let mut attempted = Box::pin(self.attempt(attempt, Arc::clone(&row), cx));
+            let mut attempted = Box::pin(self.attempt(attempt, Arc::clone(&row), cx, deadline));
             match tokio::time::timeout_at(deadline, &mut attempted).await {
-                Ok(Ok(Next::Done)) => break Ok(()),
+                Ok(Ok(Next::Done | Next::GiveUp)) => break Ok(()),
                 Ok(Ok(Next::Again)) => {}
-                Ok(Ok(Next::GiveUp)) => {
-                    self.progress.give_up();
-                    break Ok(());
-                }
                 Ok(Err(error)) => break Err(error),
                 Err(_) => {
                     tracing::warn!(%attempt, "not recorded in time; superseded");
@@ -221,11 +217,14 @@ impl Driver {
                     });
                 }
             }
-            if begun < self.options.attempts_max && self.is_open(row.key) {
-                let wait = self.options.backoff.backoff(begun, &mut self.world.rng());
-                tokio::time::sleep(wait).await;
-            } else {
-                self.progress.give_up();
+            if begun >= self.options.attempts_max || !self.is_open(row.key) {
+                break Ok(());
+            }
+            let wait = self.options.backoff.backoff(begun, &mut self.world.rng());
+            tokio::time::sleep(wait).await;
+            // What a superseded attempt brought meanwhile.
+            if !self.is_open(row.key) {
+                break Ok(());
             }
         };
         if let Some(mut stragglers) = stragglers {
@@ -233,6 +232,10 @@ impl Driver {
             if tokio::time::timeout(self.options.record_timeout, all).await.is_err() {
                 stragglers.shutdown().await;
             }
+        }
+        // Only now, when nothing more can come: a superseded attempt may have completed the rollout after all.
+        if ended.is_ok() && self.ledger.state(row.key) != KeyState::Completed {
+            self.progress.give_up();
         }
         ended
     }
@@ -243,6 +246,7 @@ impl Driver {
         attempt: Attempt,
         row: Arc<RolloutRow>,
         cx: CallContext,
+        deadline: Instant,
     ) -> impl Future<Output = Result<Next>> + Send + 'static {
         let (client, ledger, progress) = (self.client.clone(), Arc::clone(&self.ledger), Arc::clone(&self.progress));
         let record_timeout = self.options.record_timeout;
@@ -266,7 +270,9 @@ impl Driver {
                 progress.fail(class);
             }
             let Some(outcome) = judged.into_outcome() else { return Ok(next) };
-            let cx = CallContext::within(record_timeout.max(Duration::from_secs(1)) * 4);
+            // As long as the attempt itself may take, for a disk that stands still and goes on: ending the run would lose what
+            // has been computed, and superseding ends the wait. An attempt that was superseded has a while of its own.
+            let cx = CallContext::until(deadline.max(Instant::now()) + record_timeout);
             let mut recorded = ledger.record(&cx, attempt, outcome).await;
             if let Err(error) = &recorded
                 && error.code() == Code::InvalidArgument

@@ -14,7 +14,8 @@ use gym_core::{
     AgentServer, CallContext, Code, Error, Execution, Message, ModelResponse, RawObject, Response, Result, Rope, Route,
     SessionId,
 };
-use serde_json::Value;
+use serde_json::{Value, json};
+use tokio::time::Instant;
 
 pub use config::{Seconds, ServerRef, SimpleAgentConfig};
 
@@ -53,6 +54,21 @@ impl SimpleAgent {
         match self.config.max_seconds {
             Some(limit) => cx.child().at_most(limit.0),
             None => cx.child(),
+        }
+    }
+
+    /// The error of an episode that ran into this agent's own limit. Not a deadline's: that says "later, perhaps", and
+    /// collectors try it again at once, to run into the same limit.
+    fn of_limit(&self, error: Error, began: Instant) -> Error {
+        match self.config.max_seconds {
+            Some(Seconds(limit)) if error.code() == Code::DeadlineExceeded && began.elapsed() >= limit => {
+                let text = format!(
+                    "the episode was not over within the agent's `max_seconds` = {}; raise it, or limit the steps",
+                    limit.as_secs_f64()
+                );
+                Error::internal(text).caused_by(error)
+            }
+            _ => error,
         }
     }
 
@@ -97,6 +113,10 @@ impl SimpleAgent {
             Err(complaint) => return Ok(complaint),
         };
         let server = self.resources()?;
+        if is_protocol(&call.name) {
+            tracing::warn!(tool = call.name, "the model called a route of the protocol as if it were a tool");
+            return Ok(json!({"detail": format!("there is no tool `{}`", call.name)}).to_string());
+        }
         let route = tool_route(&call.name);
         let answer = session.post(cx, server, route.clone(), body).await;
         let answer = answer.map_err(|error| of_inner(error, server, route.as_str()))?;
@@ -144,7 +164,8 @@ impl AgentServer for SimpleAgent {
         if !wrong.is_empty() {
             return Ok(reply::unprocessable(wrong));
         }
-        self.episode(cx, row, &params).await
+        let began = Instant::now();
+        self.episode(cx, row, &params).await.map_err(|error| self.of_limit(error, began))
     }
 
     async fn responses(&self, cx: &CallContext, _: &SessionId, body: &RawObject) -> Result<Response> {
@@ -157,7 +178,9 @@ impl AgentServer for SimpleAgent {
         if let Some(resources) = resources {
             *session.jar(resources) = CookieJar::of_request(&cx.metadata);
         }
-        let answer = self.converse(&self.context(cx), &mut session, body).await?;
+        let began = Instant::now();
+        let answer = self.converse(&self.context(cx), &mut session, body).await;
+        let answer = answer.map_err(|error| self.of_limit(error, began))?;
         let mut response = Response::json(answer.0);
         // A Python caller verifies with the cookies of this answer.
         for server in resources.into_iter().chain([self.config.model_server.name.as_str()]) {
@@ -221,6 +244,20 @@ fn scored(text: Rope) -> Result<Rope> {
         Some(b'f') => Ok(row.edit().set("reward", "0.0").to_rope()),
         _ => Err(lost(format!("the answer's `reward` is {}", String::from_utf8_lossy(&reward)))),
     }
+}
+
+/// What the collector and this agent call at a resources server beside its tools. A model that names one would end, score or
+/// begin anew its own episode.
+const PROTOCOL: [&str; 4] = ["seed_session", "verify", "close_session", "aggregate_metrics"];
+
+/// Whether the path of a tool of this name would be one of the protocol's, for a server that forgives slashes.
+fn is_protocol(name: &str) -> bool {
+    let path = name.split('?').next().unwrap_or_default().trim_matches('/');
+    let path = match path.strip_prefix("ng-rollout/") {
+        Some(prefixed) => prefixed.rsplit('/').next().unwrap_or_default(),
+        None => path,
+    };
+    PROTOCOL.contains(&path)
 }
 
 /// The path of a tool. What a path cannot hold is percent-encoded, because the name comes from a model.

@@ -266,7 +266,27 @@ async fn the_time_limit_ends_a_slow_episode() {
     let stack = stack(|config| config.max_seconds = Some(Seconds(Duration::from_secs(10))), &[&call]);
     let began = tokio::time::Instant::now();
     let answer = stack.post("agent", "/run", ROW).await;
-    assert_eq!((answer.status, began.elapsed().as_secs()), (Status(504), 10));
+    // Not 504, which collectors take for busy and try again at once.
+    assert_eq!((answer.status, began.elapsed().as_secs()), (Status(500), 10));
+    assert!(text(&answer).contains("`max_seconds` = 10"), "{}", text(&answer));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_model_cannot_call_the_protocol_as_a_tool() {
+    for name in ["verify", "seed_session", "close_session/", "/aggregate_metrics", "verify?x=1", "ng-rollout/a/verify"]
+    {
+        let stack = stack(|_| (), &[&asks(name, "{}"), DONE]);
+        let answer = stack.post("agent", "/run", ROW).await;
+        assert_eq!(stack.calls(), ["seed", "verify"], "{name}");
+        assert!(text(&answer).contains("there is no tool"), "{}", text(&answer));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_tool_is_called_by_the_name_that_the_model_wrote() {
+    let stack = stack(|_| (), &[&asks("wéather now#1", "{}"), DONE]);
+    stack.post("agent", "/run", ROW).await;
+    assert_eq!(stack.calls(), ["seed", "wéather now#1 {}", "verify"]);
 }
 
 #[tokio::test(start_paused = true)]

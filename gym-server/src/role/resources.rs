@@ -10,6 +10,7 @@ use gym_core::{
 use serde_json::Value;
 
 use super::{Call, Role, RoleServer, Site};
+use crate::percent;
 use crate::reply::{self, Detail};
 
 /// Serves a [`ResourcesServer`]: `/seed_session`, `/verify`, `/close_session`, `/aggregate_metrics`, `/reverify_mode` and a
@@ -62,7 +63,10 @@ impl<S: ResourcesServer> Role for ResourcesRole<S> {
                 Ok(Response::json(reply))
             }
             "/aggregate_metrics" => crate::aggregate::reply(&body),
-            tool => self.0.call_tool(cx, session, tool.trim_start_matches('/'), &body).await,
+            tool => {
+                let name = percent::decoded(tool.strip_prefix('/').unwrap_or(tool));
+                self.0.call_tool(cx, session, &name, &body).await
+            }
         }
     }
 }

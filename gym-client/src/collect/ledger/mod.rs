@@ -194,10 +194,22 @@ impl JsonlLedger {
     async fn order(&self, cx: &CallContext, order: impl FnOnce(oneshot::Sender<Result<()>>) -> Order) -> Result<()> {
         let (done, answer) = oneshot::channel();
         let sent = async { self.orders.send(order(done)).await.map_err(|_| self.ended()) };
-        cx.bound(Execution::NotStarted, sent).await?;
+        cx.bound(Execution::NotStarted, sent).await.map_err(|error| self.silent(error))?;
         // The answer does not depend on being waited for: an outcome once handed in is written.
         let answered = async { answer.await.unwrap_or_else(|_| Err(self.ended())) };
-        cx.bound(Execution::Unknown, answered).await
+        cx.bound(Execution::Unknown, answered).await.map_err(|error| self.silent(error))
+    }
+
+    /// The error of whoever waited for the disk in vain.
+    fn silent(&self, error: Error) -> Error {
+        if error.code() != Code::DeadlineExceeded {
+            return error;
+        }
+        let text = "the disk has not taken the rows that were handed in; look for a full, failing or unreachable disk under \
+                    this file, then resume: rows that counted are safe";
+        Error::new(Code::DeadlineExceeded, error.execution(), text)
+            .about(format!("write {}", self.paths.rollouts.display()))
+            .caused_by(error)
     }
 
     fn ended(&self) -> Error {

@@ -5,10 +5,12 @@
 
 use std::path::Path;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::Duration;
 
 use bytes::{BufMut as _, Bytes, BytesMut};
 use gym_core::{Attempt, Code, Error, Execution, FileLock, Files, Result};
 use tokio::sync::{mpsc, oneshot};
+use tokio::time::Instant;
 
 use super::Paths;
 use super::index::{Class, Part, RECORD_BYTES, Record};
@@ -31,6 +33,9 @@ const COPY_BYTES_MAX: usize = 16 << 10;
 /// Index records are written this many bytes at a time: what a killed process left out is parsed again, which for 1,600 rows
 /// takes milliseconds.
 const INDEX_BYTES: usize = 64 << 10;
+
+/// A write that takes this long is told of, each time: a sync takes milliseconds, on a busy disk a few seconds.
+const STALL_TOLD_EVERY: Duration = Duration::from_secs(30);
 
 /// What the writer is asked to do.
 #[derive(Debug)]
@@ -149,11 +154,12 @@ impl Writer {
 
     async fn commit(&mut self, mut group: [Lines; 2]) {
         let [rollouts, failures] = &mut group;
-        let (rollouts, failures) = futures_util::future::join(
+        let waiting = rollouts.rows.len() + failures.rows.len();
+        let appended = futures_util::future::join(
             append(&*self.files, &self.paths.rollouts, rollouts),
             append(&*self.files, &self.paths.failures, failures),
-        )
-        .await;
+        );
+        let (rollouts, failures) = told_of_a_stall(&self.paths.rollouts, waiting, appended).await;
         for (part, (mut lines, written)) in Part::ALL.into_iter().zip(group.into_iter().zip([rollouts, failures])) {
             // With the pieces gone the buffer can be filled again from its start.
             lines.pieces.clear();
@@ -250,6 +256,22 @@ impl Lines {
         if !self.small.is_empty() {
             self.pieces.push(self.small.split().freeze());
         }
+    }
+}
+
+/// Waits for the disk however long it takes, and says so meanwhile: a write that is under way cannot be taken back.
+async fn told_of_a_stall<T>(path: &Path, rollouts: usize, appended: impl Future<Output = T>) -> T {
+    let mut appended = std::pin::pin!(appended);
+    let began = Instant::now();
+    loop {
+        if let Ok(done) = tokio::time::timeout(STALL_TOLD_EVERY, &mut appended).await {
+            return done;
+        }
+        let seconds = began.elapsed().as_secs();
+        tracing::warn!(
+            file = %path.display(), rollouts, seconds,
+            "the disk has not taken these rollouts yet; they wait for it: is it full, failing or unreachable?"
+        );
     }
 }
 

@@ -292,3 +292,19 @@ fn the_files_are_named_as_nemo_gym_names_them() {
     assert_eq!(failures_path(Path::new("rollouts")), Path::new("rollouts_failures.jsonl"));
     assert_eq!(index_path(Path::new("a/b.jsonl")), Path::new("a/b.jsonl.index"));
 }
+
+#[tokio::test(start_paused = true)]
+async fn whoever_waited_for_the_disk_in_vain_is_told_which_file_and_what_to_do() {
+    let files = SimFiles::new(3);
+    let (ledger, _) = open(&files).await.unwrap();
+    files.set_latency_max(std::time::Duration::from_secs(10_000));
+    let attempt = ledger.begin(TaskKey::new(0, 0)).unwrap();
+    let cx = CallContext::within(std::time::Duration::from_secs(1));
+    let error = ledger.record(&cx, attempt, Outcome::Completed(row(attempt, 100))).await.unwrap_err();
+    assert_eq!(error.code(), Code::DeadlineExceeded);
+    let error = error.to_string();
+    assert!(
+        error.contains("write results/rollouts.jsonl: the disk has not taken") && error.contains("resume"),
+        "{error}"
+    );
+}
