@@ -4,6 +4,7 @@
 pub mod advantages;
 mod batch;
 mod channel;
+pub mod cluster;
 mod context;
 mod dispatch;
 mod error;
