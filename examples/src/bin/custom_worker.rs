@@ -14,7 +14,6 @@ impl Method for TrainStep {
     type Args = f32; // the learning rate, the same for every rank
     type Reply = f32; // the loss of its shard
 }
-
 struct Policy(f32);
 impl Worker for Policy {
     type Init = f32;
