@@ -5,8 +5,8 @@ use std::alloc::System;
 use std::time::Duration;
 
 use gym_core::{
-    Batch, CallContext, Dispatch, Handles, InProcessGroup, Method, Methods, Payload, RankLayout, Result, Tensor, Worker,
-    WorkerEnv, WorkerGroupExt,
+    Batch, CallContext, Dispatch, Handles, InProcessGroup, Method, Methods, Payload, RankLayout, Result, Tensor,
+    Worker, WorkerEnv, WorkerGroupExt,
 };
 use stats_alloc::{INSTRUMENTED_SYSTEM, Region, StatsAlloc};
 
@@ -55,7 +55,8 @@ async fn a_batch_reaches_every_rank_and_comes_back_in_the_memory_it_was_made_in(
 
     let region = Region::new(ALLOCATOR);
     let dispatch = Dispatch::shard("data").replicate(["tensor"]);
-    let answers = group.call(Where, ()).batch(batch).dispatch(dispatch).deadline(Duration::from_secs(20)).await.unwrap();
+    let answers =
+        group.call(Where, ()).batch(batch).dispatch(dispatch).deadline(Duration::from_secs(20)).await.unwrap();
     let allocated = region.change();
 
     for reply in answers.replies() {
