@@ -13,8 +13,8 @@ mod server_client;
 mod transports;
 
 pub use cookies::CookieJar;
+pub use gym_core::Picker;
 #[cfg(feature = "http")]
 pub use gym_transport_http as http;
-pub use pick::Picker;
 pub use server_client::{CallOptions, ServerClient, Session};
 pub use transports::Transports;

@@ -53,13 +53,22 @@ pub struct PathInfo {
     pub peer: Arc<str>,
     /// Whether requests arrive in the order in which `send` returned.
     pub ordered: bool,
+    /// Whether the peer reads the caller's own memory, so that nothing need be written out for it.
+    pub shares_memory: bool,
 }
 
 impl PathInfo {
     /// A path over a scheme to a peer.
     #[must_use]
     pub fn new(scheme: &'static str, peer: impl Into<Arc<str>>, ordered: bool) -> Self {
-        Self { scheme, peer: peer.into(), ordered }
+        Self { scheme, peer: peer.into(), ordered, shares_memory: false }
+    }
+
+    /// The same path, to a peer that reads the caller's own memory.
+    #[must_use]
+    pub fn sharing_memory(mut self) -> Self {
+        self.shares_memory = true;
+        self
     }
 }
 
@@ -112,6 +121,11 @@ impl Channel {
         }))
     }
 
+    /// As [`Channel::start`], without a timer and a look at the clock: for who makes many calls and has one of each for all.
+    pub(crate) async fn hand_over(&self, request: Request) -> Result<Reply> {
+        self.link.send(request).await
+    }
+
     /// Whether both are clones of one channel.
     #[must_use]
     pub fn is_same(&self, other: &Self) -> bool {
@@ -150,7 +164,8 @@ impl Channel {
 /// The metadata name under which a fenced host tells its incarnation.
 pub const INCARNATION_METADATA: &str = "x-gym-incarnation";
 
-fn check_incarnation(expected: Option<Incarnation>, response: Response) -> Result<Response> {
+/// Refuses an answer of another life than `expected`.
+pub(crate) fn check_incarnation(expected: Option<Incarnation>, response: Response) -> Result<Response> {
     let Some(expected) = expected else { return Ok(response) };
     match response.metadata.get(INCARNATION_METADATA) {
         Some(answered) if answered.parse() != Ok(expected.0) => Err(Error::unknown(

@@ -11,6 +11,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::error::{Code, Error, Execution, Result};
 use crate::message::Metadata;
+use crate::progress::Progress;
 
 /// A call that names no deadline of its own ends after this long: longer than a slow model turn, shorter than a night.
 pub const DEFAULT_DEADLINE: Duration = Duration::from_secs(600);
@@ -35,6 +36,8 @@ pub struct CallContext {
     pub reply_bytes_max: usize,
     /// Whom the call is meant for; any other host refuses it.
     pub incarnation: Option<Incarnation>,
+    /// How far the call is, told by who works on it to who watches: tells slow from stuck.
+    pub progress: Progress,
 }
 
 impl CallContext {
@@ -54,10 +57,11 @@ impl CallContext {
             metadata: Metadata::new(),
             reply_bytes_max: DEFAULT_REPLY_BYTES_MAX,
             incarnation: None,
+            progress: Progress::default(),
         }
     }
 
-    /// The context of a call made on behalf of this one: same deadline, cancellation and trace; metadata of its own.
+    /// The context of a call made on behalf of this one: same deadline, cancellation, trace and progress; metadata of its own.
     #[must_use]
     pub fn child(&self) -> Self {
         Self {
@@ -67,6 +71,7 @@ impl CallContext {
             metadata: Metadata::new(),
             reply_bytes_max: DEFAULT_REPLY_BYTES_MAX,
             incarnation: None,
+            progress: self.progress.clone(),
         }
     }
 

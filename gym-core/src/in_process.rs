@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use bytes::Bytes;
 use tokio::sync::{Notify, Semaphore, mpsc};
 use tokio_util::sync::CancellationToken;
 
@@ -97,7 +98,7 @@ impl Connector for InProcess {
         // Made before the peer hears of it, so that whatever happens next leaves the connection closed.
         let link = InProcessLink {
             connection: Arc::clone(&connection),
-            path: PathInfo::new(SCHEME, to.address(), true),
+            path: path(to.address(), self.faithful),
             faithful: self.faithful,
         };
         cx.bound(Execution::NotStarted, async {
@@ -111,6 +112,25 @@ impl Connector for InProcess {
         .await?;
         Ok(Channel::new(link).fenced(options.incarnation))
     }
+}
+
+/// A channel to a handler of this process, without a name and a listener; `faithful` writes every message out and reads it back
+/// as a wire would. It breaks when `closed` fires: running calls end as `Unavailable, Unknown`.
+pub(crate) fn channel_to(
+    peer: &str,
+    handler: Arc<dyn Handler>,
+    calls_max: usize,
+    faithful: bool,
+    closed: CancellationToken,
+) -> Channel {
+    let connection = Connection { closed, ..Connection::new(calls_max.min(Semaphore::MAX_PERMITS)) };
+    let _ = connection.handler.set(handler);
+    Channel::new(InProcessLink { connection: Arc::new(connection), path: path(peer, faithful), faithful })
+}
+
+fn path(peer: &str, faithful: bool) -> PathInfo {
+    let path = PathInfo::new(SCHEME, peer, true);
+    if faithful { path } else { path.sharing_memory() }
 }
 
 /// Accepts in-process peers under one name.
@@ -326,13 +346,11 @@ impl Link for InProcessLink {
             let _ = caller_left.disarm();
             drop((running, room));
             let mut response = response.unwrap_or_else(|error| Response::from_error(&error));
-            if response.message.len() > reply_bytes_max {
+            let reply_bytes = bytes_taken(&response.message);
+            if reply_bytes > reply_bytes_max {
                 return Err(Error::finished(
                     Code::ResourceExhausted,
-                    format!(
-                        "the reply has {} bytes, more than the {reply_bytes_max} of reply_bytes_max",
-                        response.message.len()
-                    ),
+                    format!("the reply has {reply_bytes} bytes, more than the {reply_bytes_max} of reply_bytes_max"),
                 ));
             }
             if faithful {
@@ -356,6 +374,11 @@ impl Link for InProcessLink {
         self.connection.closed.cancel();
         drained.map_err(|_| Error::unknown(Code::DeadlineExceeded, "calls were still running when the channel closed"))
     }
+}
+
+/// A value that nobody has written takes no room: it stays where it is.
+fn bytes_taken(message: &Message) -> usize {
+    if message.head.is_unwritten() { message.segments.iter().map(Bytes::len).sum() } else { message.len() }
 }
 
 /// What the request is after a wire: a deadline counted again from the time that was left, texts written and read.

@@ -1,41 +1,59 @@
 //! The vocabulary and the seams of the gym SDK.
 #![forbid(unsafe_code)]
 
+mod batch;
 mod channel;
 pub mod cluster;
 mod context;
 mod dispatch;
 mod error;
 pub mod frame;
+mod group;
 mod handler;
+pub mod health;
+mod host;
 pub mod in_process;
 mod layout;
 mod ledger;
 mod message;
 pub mod metrics;
 pub mod packing;
+mod pick;
+mod progress;
 mod raw;
 mod registry;
 mod responses;
 mod retry;
 mod rollout;
 mod server;
+mod tensor;
 #[cfg(feature = "testing")]
 pub mod testing;
 mod transport;
+mod unwritten;
+mod worker;
 mod world;
 
+pub use batch::{Batch, BatchSchema, Column, ColumnSchema, JsonRows, Offsets, Payload, Ragged, Uneven};
 pub use channel::{Channel, INCARNATION_METADATA, Link, PathInfo, Reply};
 pub use context::{CallContext, DEFAULT_DEADLINE, DEFAULT_REPLY_BYTES_MAX, Incarnation, TraceContext};
 pub use dispatch::{Assignment, Dispatch, Free, PlanError};
 pub use error::{Code, Error, Execution, Result};
+pub use group::{
+    Balance, Balancer, ExitCause, FailureKind, Gathered, GroupCall, GroupError, GroupView, InProcessGroup,
+    InProcessOptions, Member, Pending, RankExit, RankOutcome, RankReply, RankState, RankStatus, StuckRank, WorkerGroup,
+    WorkerGroupExt,
+};
 pub use handler::{Fenced, Handler, from_tower, handler_fn};
+pub use host::{HostOptions, REPLY_METADATA, REPLY_NONE, RunningCall, STATUS_ROUTE, WorkerHost, WorkerStatus};
 pub use in_process::InProcess;
 pub use layout::{Axis, LayoutError, Parallelism, RANKS_MAX, REPLICATED_AXES, Rank, RankLayout, SubLayout};
 pub use ledger::{KeyState, Ledger, Outcome};
 pub use message::{
     CODE_METADATA, ContentType, EXECUTION_METADATA, Message, Metadata, Request, Response, Rope, Route, Status, Verb,
 };
+pub use pick::{Load, Picker};
+pub use progress::Progress;
 pub use raw::{Edit, JsonError, RawObject};
 pub use registry::{DEFAULT_TTL, Instance, Lease, MemoryRegistry, Registration, Registry, RegistryState};
 pub use responses::{
@@ -47,5 +65,7 @@ pub use rollout::{Attempt, FailureClass, TaskKey};
 pub use server::{
     AgentServer, EnvironmentServer, ModelServer, ResourcesServer, ServerKind, SessionId, Verdict, unknown_tool,
 };
+pub use tensor::{DType, Element, Tensor};
 pub use transport::{ConnectOptions, Connector, Endpoint, Incoming, Listener, PeerInfo};
+pub use worker::{Handles, HandlesBlocking, HandlesShared, Method, Methods, Worker, WorkerEnv};
 pub use world::{FileLock, Files, RealFiles, World};

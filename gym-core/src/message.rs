@@ -8,6 +8,7 @@ use bytes::{Bytes, BytesMut};
 use crate::context::CallContext;
 use crate::error::{Code, Error, Execution, Result};
 use crate::transport::PeerInfo;
+use crate::unwritten::UnwrittenHead;
 
 /// Text in one or more pieces, so that a reply can be spliced from what came in without a copy.
 #[derive(Clone, Default)]
@@ -17,6 +18,7 @@ pub struct Rope(Pieces);
 enum Pieces {
     One(Bytes),
     Many(Vec<Bytes>),
+    Unwritten(UnwrittenHead),
 }
 
 impl Default for Pieces {
@@ -41,6 +43,41 @@ impl Rope {
             Pieces::One(one) if one.is_empty() => *one = piece,
             Pieces::One(one) => self.0 = Pieces::Many(vec![std::mem::take(one), piece]),
             Pieces::Many(many) => many.push(piece),
+            Pieces::Unwritten(head) => self.0 = Pieces::Many(vec![head.text().clone(), piece]),
+        }
+    }
+
+    /// The text of a value, written when somebody first asks for it: within one process nobody does.
+    ///
+    /// `write` cannot fail; what it leaves empty is for the reader to refuse.
+    #[must_use]
+    pub fn unwritten<T: Send + Sync + 'static>(value: T, write: fn(&T) -> Bytes) -> Self {
+        Self(Pieces::Unwritten(UnwrittenHead::new(value, write)))
+    }
+
+    /// Whether it is still the value it will be written from.
+    #[must_use]
+    pub fn is_unwritten(&self) -> bool {
+        matches!(self.0, Pieces::Unwritten(_))
+    }
+
+    /// The value it is the text of, if it was made by [`Rope::unwritten`] from a `T`.
+    #[must_use]
+    pub fn value<T: 'static>(&self) -> Option<&T> {
+        match &self.0 {
+            Pieces::Unwritten(head) => head.value(),
+            _ => None,
+        }
+    }
+
+    /// The value it is the text of, without a copy.
+    ///
+    /// # Errors
+    /// Itself when it was not made from a `T`, or when a clone of it is alive.
+    pub fn try_into_value<T: Send + Sync + 'static>(self) -> Result<T, Self> {
+        match self.0 {
+            Pieces::Unwritten(head) => head.try_take().map_err(|head| Self(Pieces::Unwritten(head))),
+            written => Err(Self(written)),
         }
     }
 
@@ -50,6 +87,7 @@ impl Rope {
         match &self.0 {
             Pieces::One(one) => std::slice::from_ref(one),
             Pieces::Many(many) => many,
+            Pieces::Unwritten(head) => std::slice::from_ref(head.text()),
         }
     }
 
@@ -70,6 +108,7 @@ impl Rope {
     pub fn to_bytes(&self) -> Bytes {
         match &self.0 {
             Pieces::One(one) => one.clone(),
+            Pieces::Unwritten(head) => head.text().clone(),
             Pieces::Many(many) => {
                 let mut whole = BytesMut::with_capacity(self.len());
                 many.iter().for_each(|piece| whole.extend_from_slice(piece));
@@ -113,7 +152,11 @@ impl FromIterator<Bytes> for Rope {
 
 impl fmt::Debug for Rope {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Rope({} bytes in {})", self.len(), self.pieces().len())
+        match &self.0 {
+            // To look at it must not write it.
+            Pieces::Unwritten(_) => f.write_str("Rope(unwritten)"),
+            _ => write!(f, "Rope({} bytes in {})", self.len(), self.pieces().len()),
+        }
     }
 }
 
@@ -482,6 +525,19 @@ mod tests {
         assert_eq!(rope.to_bytes().as_ptr(), bytes.as_ptr());
         let both: Rope = [bytes.clone(), Bytes::new(), bytes].into_iter().collect();
         assert_eq!((both.len(), both.pieces().len()), (200, 2));
+    }
+
+    #[test]
+    fn a_value_is_written_when_its_text_is_asked_for_and_taken_without_a_copy_otherwise() {
+        let write = |text: &String| Bytes::from(format!("\"{text}\""));
+        let rope = Rope::unwritten("seven".to_owned(), write);
+        assert!(rope.is_unwritten() && rope.value::<u32>().is_none());
+        let address = rope.value::<String>().unwrap().as_ptr();
+        let shared = rope.clone();
+        let rope = rope.try_into_value::<String>().unwrap_err();
+        assert_eq!((shared.len(), &shared.to_bytes()[..]), (7, &b"\"seven\""[..]));
+        drop(shared);
+        assert_eq!(rope.try_into_value::<String>().unwrap().as_ptr(), address);
     }
 
     #[test]

@@ -1,9 +1,40 @@
 //! One suite per seam, run by every implementation of it. A case that fails panics and names itself.
 
 mod files;
+#[allow(clippy::unwrap_used, reason = "a suite is a test")]
+mod group;
 mod ledger;
 mod transport;
 
+use std::future::Future;
+use std::panic::AssertUnwindSafe;
+use std::time::Duration;
+
+use futures_util::FutureExt;
+
 pub use files::files;
+pub use group::{
+    GroupBench, GroupSetup, ServedGroups, TestBlockingWorker, TestGroup, TestWorker, TestWorkerKind, group,
+    group_rogues,
+};
 pub use ledger::{LedgerBench, ledger};
 pub use transport::{TransportPair, TransportSetup, transport};
+
+/// How long one case may take: far beyond what any needs, so that only a hang meets it.
+const CASE_TIMEOUT: Duration = Duration::from_secs(30);
+
+async fn run_case(suite: &str, name: &str, case: impl Future<Output = ()>) {
+    tracing::debug!(suite, name, "conformance case");
+    match tokio::time::timeout(CASE_TIMEOUT, AssertUnwindSafe(case).catch_unwind()).await {
+        Ok(Ok(())) => {}
+        Ok(Err(panic)) => {
+            let text = panic
+                .downcast_ref::<String>()
+                .map(String::as_str)
+                .or_else(|| panic.downcast_ref::<&'static str>().copied())
+                .unwrap_or("not a text");
+            panic!("{suite} conformance, case `{name}`: {text}");
+        }
+        Err(_) => panic!("{suite} conformance, case `{name}`: hung for {CASE_TIMEOUT:?}"),
+    }
+}

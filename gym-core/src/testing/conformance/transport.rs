@@ -8,7 +8,6 @@ mod bounds;
 mod endings;
 
 use std::future::Future;
-use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -24,8 +23,6 @@ use crate::handler::Handler;
 use crate::message::Request;
 use crate::transport::{ConnectOptions, Connector, Endpoint, Listener};
 
-/// How long one case may take: far beyond what any needs, so that only a hang meets it.
-const CASE_TIMEOUT: Duration = Duration::from_secs(30);
 /// A deadline that no call is meant to reach.
 const FAR: Duration = Duration::from_secs(20);
 /// A deadline that a call is meant to reach.
@@ -62,26 +59,10 @@ where
 
 macro_rules! run_cases {
     ($make:expr; $($case:ident),* $(,)?) => {
-        $(super::run_case(stringify!($case), $case($make)).await;)*
+        $(crate::testing::conformance::run_case("transport", stringify!($case), $case($make)).await;)*
     };
 }
 use run_cases;
-
-async fn run_case(name: &str, case: impl Future<Output = ()>) {
-    tracing::debug!(name, "conformance case");
-    match tokio::time::timeout(CASE_TIMEOUT, AssertUnwindSafe(case).catch_unwind()).await {
-        Ok(Ok(())) => {}
-        Ok(Err(panic)) => {
-            let text = panic
-                .downcast_ref::<String>()
-                .map(String::as_str)
-                .or_else(|| panic.downcast_ref::<&'static str>().copied())
-                .unwrap_or("not a text");
-            panic!("transport conformance, case `{name}`: {text}");
-        }
-        Err(_) => panic!("transport conformance, case `{name}`: hung for {CASE_TIMEOUT:?}"),
-    }
-}
 
 /// A server with one handler, and a connector to it.
 struct Bench {

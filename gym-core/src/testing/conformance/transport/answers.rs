@@ -266,7 +266,11 @@ async fn no_more_time_arrives_than_the_caller_has(make: Make<'_>) {
     bench.channel().await.call(post(cx, "/run")).await.expect("an answer");
     let at_peer = seen.started().await.context.deadline;
     // On the way the time that is left is rounded down, and counted again on arrival.
-    assert!(at_peer <= deadline + super::CASE_TIMEOUT - FAR, "{:?} more than the caller has", at_peer - deadline);
+    assert!(
+        at_peer <= deadline + crate::testing::conformance::CASE_TIMEOUT - FAR,
+        "{:?} more than the caller has",
+        at_peer - deadline
+    );
     assert!(at_peer + FAR / 2 > deadline, "{:?} less than the caller has", deadline - at_peer);
 }
 

@@ -1,0 +1,148 @@
+//! A batch as a schema and segments: the schema is JSON of a few hundred bytes, the segments are the columns' own memory.
+
+use bytes::Bytes;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use crate::batch::{Batch, Column, JsonRows, Offsets, Ragged};
+use crate::error::{Code, Error, Result};
+use crate::tensor::{DType, Tensor};
+
+/// What the segments of a batch are.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BatchSchema {
+    /// Number of rows of every column.
+    #[serde(default)]
+    pub rows: usize,
+    /// The columns, in order.
+    #[serde(default)]
+    pub columns: Vec<ColumnSchema>,
+    /// Facts about the batch as a whole.
+    #[serde(default, skip_serializing_if = "Map::is_empty")]
+    pub metadata: Map<String, Value>,
+}
+
+impl BatchSchema {
+    /// Whether there is nothing to say.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.columns.is_empty() && self.metadata.is_empty()
+    }
+}
+
+/// One column of a [`BatchSchema`].
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
+pub enum ColumnSchema {
+    /// One segment: the elements.
+    Dense {
+        /// Name of the column.
+        name: String,
+        /// Type of the elements.
+        dtype: DType,
+        /// Sizes of the dimensions; the first one is the rows.
+        shape: Vec<usize>,
+    },
+    /// Two segments: the boundaries of the rows, then the elements of all rows.
+    Ragged {
+        /// Name of the column.
+        name: String,
+        /// Type of the elements.
+        dtype: DType,
+        /// Sizes of the dimensions of all rows together; the first one is the last boundary less the first.
+        shape: Vec<usize>,
+    },
+    /// Two segments: the boundaries of the rows, then the texts of all rows.
+    Json {
+        /// Name of the column.
+        name: String,
+    },
+}
+
+impl Batch {
+    /// Schema and segments. The segments are the columns' own memory.
+    #[must_use]
+    pub fn encode(&self) -> (BatchSchema, Vec<Bytes>) {
+        let mut segments = Vec::with_capacity(2 * self.columns.len());
+        let mut encode = |(name, column): (&str, &Column)| {
+            let name = name.into();
+            match column {
+                Column::Dense(tensor) => {
+                    segments.push(tensor.bytes().clone());
+                    ColumnSchema::Dense { name, dtype: tensor.dtype(), shape: tensor.shape().to_vec() }
+                }
+                Column::Ragged(ragged) => {
+                    let values = ragged.values();
+                    segments.extend([ragged.offsets().bytes().clone(), values.bytes().clone()]);
+                    ColumnSchema::Ragged { name, dtype: values.dtype(), shape: values.shape().to_vec() }
+                }
+                Column::Json(json) => {
+                    segments.extend([json.offsets().bytes().clone(), json.text().clone()]);
+                    ColumnSchema::Json { name }
+                }
+            }
+        };
+        let columns = self.columns().map(&mut encode).collect();
+        (BatchSchema { rows: self.rows(), columns, metadata: self.metadata.clone() }, segments)
+    }
+
+    /// The batch of a schema and segments, which it shares. Every length is checked against the bytes that came, and nothing
+    /// is allocated by a number that the peer wrote.
+    ///
+    /// # Errors
+    /// `DataLoss` when schema and segments do not fit each other; it names the column.
+    pub fn decode(schema: BatchSchema, segments: Vec<Bytes>) -> Result<Self> {
+        let (rows, mut segments, mut batch) = (schema.rows, segments.into_iter(), Self::empty());
+        for column in schema.columns {
+            let (name, column) = column.decode(rows, &mut segments)?;
+            if batch.get(&name).is_some() {
+                return Err(lost(format!("column {name:?} comes twice")));
+            }
+            batch.insert(name, column).map_err(|error| as_lost(&error))?;
+        }
+        if batch.rows() != rows {
+            return Err(lost(format!("the schema says {rows} rows, the columns have {}", batch.rows())));
+        }
+        if segments.len() > 0 {
+            return Err(lost(format!("{} segments belong to no column", segments.len())));
+        }
+        batch.metadata = schema.metadata;
+        Ok(batch)
+    }
+}
+
+impl ColumnSchema {
+    fn decode(self, rows: usize, segments: &mut impl Iterator<Item = Bytes>) -> Result<(String, Column)> {
+        let mut next =
+            |name: &str| segments.next().ok_or_else(|| lost(format!("no segment is left for column {name:?}")));
+        let (name, column) = match self {
+            Self::Dense { name, dtype, shape } => {
+                let bytes = next(&name)?;
+                (name, Tensor::new(dtype, shape, bytes).map(Column::Dense))
+            }
+            Self::Ragged { name, dtype, shape } => {
+                let (offsets, bytes) = (next(&name)?, next(&name)?);
+                let column = Offsets::decode(offsets, rows)
+                    .and_then(|offsets| Ragged::new(Tensor::new(dtype, shape, bytes)?, offsets));
+                (name, column.map(Column::Ragged))
+            }
+            Self::Json { name } => {
+                let (offsets, text) = (next(&name)?, next(&name)?);
+                let column = Offsets::decode(offsets, rows).and_then(|offsets| JsonRows::new(text, offsets));
+                (name, column.map(Column::Json))
+            }
+        };
+        let column = column.map_err(|error| as_lost(&error).about(format!("column {name:?}")))?;
+        Ok((name, column))
+    }
+}
+
+fn lost(message: String) -> Error {
+    Error::not_started(Code::DataLoss, message).about("read a batch")
+}
+
+/// A mistake in what came is the peer's, not an argument of the caller's.
+fn as_lost(error: &Error) -> Error {
+    lost(error.message().to_owned())
+}

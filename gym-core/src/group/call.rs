@@ -1,0 +1,300 @@
+//! A group call as its caller writes it: what, to whom, with which data, by when.
+
+use std::fmt;
+use std::future::{Future, IntoFuture};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use futures_util::future::BoxFuture;
+use tokio::sync::{oneshot, watch};
+use tokio::task::JoinHandle;
+use tokio::time::Instant;
+
+use crate::batch::{Batch, Payload, Uneven};
+use crate::context::CallContext;
+use crate::dispatch::{Assignment, Dispatch};
+use crate::error::{Code, Error, Result};
+use crate::group::gather::{Part, Planned, ask_one, gather};
+use crate::group::{Gathered, GroupError, GroupView, RankOutcome, WorkerGroup};
+use crate::layout::RankLayout;
+use crate::message::Message;
+use crate::worker::{Method, write};
+
+/// One call to a group. Awaiting it makes the call and gathers the answers; [`GroupCall::start`] makes it and gathers later.
+/// Dropping what it becomes cancels the call.
+#[must_use = "a group call does nothing until it is awaited or started"]
+pub struct GroupCall<'g, M: Method> {
+    group: &'g str,
+    layout: &'g RankLayout,
+    view: watch::Receiver<Arc<GroupView>>,
+    args: Args<M::Args>,
+    batch: Batch,
+    dispatch: Dispatch,
+    uneven: Uneven,
+    context: CallContext,
+    method: M,
+}
+
+/// The same for every rank, or one for each that works.
+enum Args<A> {
+    Same(A),
+    Each(Vec<A>),
+}
+
+impl<'g, M: Method> GroupCall<'g, M> {
+    pub(crate) fn same<G: WorkerGroup + ?Sized>(group: &'g G, method: M, args: M::Args) -> Self {
+        Self::new(group, method, Args::Same(args))
+    }
+
+    pub(crate) fn each<G: WorkerGroup + ?Sized>(group: &'g G, method: M, args: Vec<M::Args>) -> Self {
+        Self::new(group, method, Args::Each(args))
+    }
+
+    fn new<G: WorkerGroup + ?Sized>(group: &'g G, method: M, args: Args<M::Args>) -> Self {
+        Self {
+            group: group.name(),
+            layout: group.layout(),
+            view: group.view(),
+            args,
+            batch: Batch::empty(),
+            dispatch: Dispatch::all(),
+            uneven: Uneven::Refuse,
+            context: CallContext::default(),
+            method,
+        }
+    }
+
+    /// The data: sharded, replicated or withheld as the dispatch says. Shards share its memory.
+    pub fn batch(mut self, batch: Batch) -> Self {
+        self.batch = batch;
+        self
+    }
+
+    /// Who is called with what, and who answers. Unless it is given, all ranks get everything and answer.
+    pub fn dispatch(mut self, dispatch: Dispatch) -> Self {
+        self.dispatch = dispatch;
+        self
+    }
+
+    /// What becomes of rows that do not divide. Unless it is given, they are refused.
+    pub fn uneven(mut self, uneven: Uneven) -> Self {
+        self.uneven = uneven;
+        self
+    }
+
+    /// By when every rank must have answered, from now; not later than the context's deadline.
+    /// [`DEFAULT_DEADLINE`](crate::DEFAULT_DEADLINE) unless it is given.
+    pub fn deadline(mut self, within: Duration) -> Self {
+        self.context = self.context.at_most(within);
+        self
+    }
+
+    /// Makes the call on behalf of another: its deadline, cancellation, trace, metadata and bound on replies (each rank's).
+    pub fn context(mut self, context: &CallContext) -> Self {
+        let deadline = self.context.deadline.min(context.deadline);
+        self.context = CallContext { deadline, ..context.clone() };
+        self
+    }
+
+    /// Returns once every rank has been handed its part; the answers are gathered later. Calls that are started one after
+    /// another reach every rank in that order.
+    ///
+    /// What may be under way is bounded by the ranks' queues, which refuse at once when they are full.
+    ///
+    /// # Errors
+    /// When the call fails before every rank has its part.
+    pub async fn start(self) -> Result<Pending<M>, GroupError> {
+        let mut planned = self.plan()?;
+        // In one process an answer takes no room, whoever reads it.
+        if let Some(part) = planned.only_part(|part| part.channel.path().shares_memory) {
+            let asked = ask_one::<M>(planned, part).await?;
+            return Ok(Pending(Answers::Here(Box::pin(asked.read()))));
+        }
+        let (handed_over, all_handed_over) = oneshot::channel();
+        // A task of its own reads the answers even if the caller does not: an answer that nobody reads keeps its room.
+        let mut task = AbortOnDrop(tokio::spawn(gather::<M>(planned, Some(handed_over))));
+        match all_handed_over.await {
+            Ok(()) => Ok(Pending(Answers::Read(task))),
+            Err(_) => match (&mut task.0).await {
+                Ok(Err(error)) => Err(error),
+                _ => unreachable!("a gather that succeeds has handed everything over, and nobody aborted it"),
+            },
+        }
+    }
+
+    fn plan(mut self) -> Result<Planned, GroupError> {
+        let group: Arc<str> = self.group.into();
+        let view = Arc::clone(&self.view.borrow_and_update());
+        let refuse = |error: Error| GroupError::new::<M>(&group, error, None, Vec::new());
+        self.context.check().map_err(refuse)?;
+        let assignments = self.dispatch.plan(self.layout).map_err(|error| refuse(error.into()))?;
+        let shards = self.dispatch.shards(self.layout).map_err(|error| refuse(error.into()))?;
+        let shards = match shards {
+            Some(count) if !self.batch.is_empty() => self.batch.shard(count, self.uneven).map_err(refuse)?,
+            _ => Vec::new(),
+        };
+        let mut args = EachArgs::of(self.args, &assignments).map_err(refuse)?;
+        let mut parts = Vec::with_capacity(assignments.len());
+        for (index, assignment) in assignments.iter().enumerate() {
+            let (rank, member) = (assignment.rank, view.member(assignment.rank));
+            let member = member.ok_or_else(|| refuse(Error::invalid(format!("the group has no rank {rank}"))))?;
+            let channel = match member.open() {
+                Ok(channel) => channel.clone(),
+                Err(error) => return Err(closed::<M>(&group, &view, &assignments, rank, &error)),
+            };
+            let batch = match assignment.shard {
+                _ if assignment.dummy => Batch::empty(),
+                Some(shard) => shards.get(shard).cloned().unwrap_or_default(),
+                None => self.batch.clone(),
+            };
+            let message = args.message(batch, channel.path().shares_memory).map_err(refuse)?;
+            let shard = assignment.collect.then(|| assignment.shard.unwrap_or(index));
+            parts.push(Part { rank, incarnation: member.incarnation, channel, message, shard });
+        }
+        Ok(Planned { group, context: self.context, view: self.view, parts })
+    }
+}
+
+/// Nobody is called when one of those that should be cannot be.
+fn closed<M: Method>(
+    group: &str,
+    view: &GroupView,
+    assignments: &[Assignment],
+    first: crate::layout::Rank,
+    cause: &Error,
+) -> GroupError {
+    let outcomes = assignments.iter().filter_map(|assignment| {
+        let member = view.member(assignment.rank)?;
+        let error = match member.open() {
+            Err(error) => error,
+            Ok(_) => Error::not_started(Code::Cancelled, format!("not called because rank {first} takes no calls")),
+        };
+        let mut outcome = RankOutcome::new(member.rank, member.incarnation, Err(error));
+        outcome.exit = member.exit.clone().filter(|exit| exit.incarnation == member.incarnation.0);
+        Some(outcome)
+    });
+    let cause = Error::not_started(cause.code(), cause.message().to_owned());
+    GroupError::new::<M>(group, cause, Some(first), outcomes.collect())
+}
+
+/// Arguments handed out rank by rank: written at most once if they are the same for all.
+enum EachArgs<A> {
+    Same { left: usize, args: Option<A>, text: Option<Box<serde_json::value::RawValue>> },
+    Each { args: std::vec::IntoIter<A> },
+}
+
+impl<A: serde::Serialize + Clone + Send + Sync + 'static> EachArgs<A> {
+    fn of(args: Args<A>, assignments: &[Assignment]) -> Result<Self> {
+        match args {
+            Args::Same(args) => Ok(Self::Same { left: assignments.len(), args: Some(args), text: None }),
+            Args::Each(args) if args.len() == assignments.len() => Ok(Self::Each { args: args.into_iter() }),
+            Args::Each(args) => Err(Error::invalid(format!(
+                "{} arguments for {} ranks that are called; give one for each, or balance the load",
+                args.len(),
+                assignments.len()
+            ))),
+        }
+    }
+
+    fn message(&mut self, batch: Batch, in_memory: bool) -> Result<Message> {
+        match self {
+            Self::Same { left, args, text } => {
+                *left -= 1;
+                if !in_memory {
+                    let text = match text {
+                        Some(text) => text,
+                        none => {
+                            let value = args.as_ref().map(serde_json::value::to_raw_value).transpose();
+                            let value = value.map_err(|error| {
+                                Error::invalid("the arguments cannot be written as JSON").caused_by(error)
+                            })?;
+                            none.insert(value.ok_or_else(given_away)?)
+                        }
+                    };
+                    return Payload { value: &**text, batch }.to_message();
+                }
+                let value = if *left == 0 && text.is_none() { args.take() } else { args.clone() };
+                write(Payload { value: value.ok_or_else(given_away)?, batch }, true)
+            }
+            Self::Each { args } => {
+                let value = args.next().ok_or_else(given_away)?;
+                write(Payload { value, batch }, in_memory)
+            }
+        }
+    }
+}
+
+fn given_away() -> Error {
+    Error::internal("more parts than ranks").with_execution(crate::error::Execution::NotStarted)
+}
+
+impl<'g, M: Method> IntoFuture for GroupCall<'g, M> {
+    type Output = Result<Gathered<M::Reply>, GroupError>;
+    type IntoFuture = BoxFuture<'static, Self::Output>;
+
+    fn into_future(self) -> Self::IntoFuture {
+        let planned = self.plan();
+        Box::pin(async move {
+            let mut planned = planned?;
+            match planned.only_part(|_| true) {
+                Some(part) => ask_one::<M>(planned, part).await?.read().await,
+                None => gather::<M>(planned, None).await,
+            }
+        })
+    }
+}
+
+impl<M: Method> fmt::Debug for GroupCall<'_, M> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let left = self.context.deadline.saturating_duration_since(Instant::now());
+        write!(f, "GroupCall({:?} of {}, {:?} left)", self.method, self.group, left)
+    }
+}
+
+/// A group call under way. Awaiting it gathers the answers; dropping it cancels the call.
+#[must_use = "dropping it cancels the call"]
+pub struct Pending<M: Method>(Answers<M>);
+
+type Outcome<M> = Result<Gathered<<M as Method>::Reply>, GroupError>;
+
+enum Answers<M: Method> {
+    /// Read by whoever awaits them.
+    Here(BoxFuture<'static, Outcome<M>>),
+    /// Read by a task.
+    Read(AbortOnDrop<Outcome<M>>),
+}
+
+struct AbortOnDrop<T>(JoinHandle<T>);
+
+impl<T> Drop for AbortOnDrop<T> {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+impl<M: Method> Future for Pending<M> {
+    type Output = Outcome<M>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let joined = match &mut self.0 {
+            Answers::Here(answers) => return answers.as_mut().poll(cx),
+            Answers::Read(task) => Pin::new(&mut task.0).poll(cx),
+        };
+        joined.map(|joined| match joined {
+            Ok(result) => result,
+            Err(ended) if ended.is_panic() => std::panic::resume_unwind(ended.into_panic()),
+            Err(_) => {
+                let error = Error::unknown(Code::Cancelled, "the runtime is shutting down");
+                Err(GroupError::new::<M>("", error, None, Vec::new()))
+            }
+        })
+    }
+}
+
+impl<M: Method> fmt::Debug for Pending<M> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Pending({})", M::NAME)
+    }
+}

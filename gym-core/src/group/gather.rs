@@ -1,0 +1,416 @@
+//! One group call under way: parts are sent and answers read together, by whoever polls it, so that a rank whose answer nobody
+//! has read cannot keep the room that another part waits for.
+
+use std::pin::pin;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use futures_util::FutureExt;
+use futures_util::stream::{FuturesUnordered, StreamExt};
+use tokio::sync::{oneshot, watch};
+use tokio::time::sleep_until;
+
+use crate::batch::{Batch, Payload};
+use crate::channel::{Channel, Reply, check_incarnation};
+use crate::context::{CallContext, Incarnation};
+use crate::error::{Code, Error, Execution, Result};
+use crate::group::error::Answer;
+use crate::group::{GroupError, GroupView, RankOutcome};
+use crate::host::{REPLY_METADATA, REPLY_NONE};
+use crate::layout::Rank;
+use crate::message::{CODE_METADATA, Message, Request, Response, Verb};
+use crate::worker::{Method, read, route};
+
+/// How long a failed call waits to learn how a rank that broke off has ended: a link sees the end of a process before who
+/// started it does.
+const OBITUARY_WAIT: Duration = Duration::from_millis(500);
+
+/// What one rank is to do.
+pub(crate) struct Part {
+    pub(crate) rank: Rank,
+    pub(crate) incarnation: Incarnation,
+    pub(crate) channel: Channel,
+    pub(crate) message: Message,
+    /// Of the batch that comes back: which shard this is. `None`: the answer is not asked for.
+    pub(crate) shard: Option<usize>,
+}
+
+/// A planned group call.
+pub(crate) struct Planned {
+    pub(crate) group: Arc<str>,
+    pub(crate) context: CallContext,
+    pub(crate) view: watch::Receiver<Arc<GroupView>>,
+    pub(crate) parts: Vec<Part>,
+}
+
+impl Planned {
+    /// Takes the part of a call to one rank, if it is one and fits.
+    pub(crate) fn only_part(&mut self, fits: impl Fn(&Part) -> bool) -> Option<Part> {
+        match &self.parts[..] {
+            [only] if fits(only) => self.parts.pop(),
+            _ => None,
+        }
+    }
+}
+
+/// The answers of a group call.
+#[derive(Clone, Debug)]
+pub struct Gathered<R> {
+    replies: Vec<RankReply<R>>,
+}
+
+/// What one rank answered.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct RankReply<R> {
+    /// Which rank.
+    pub rank: Rank,
+    /// What it said.
+    pub value: R,
+    /// What it gave back beside it.
+    pub batch: Batch,
+    shard: usize,
+}
+
+impl<R> Gathered<R> {
+    /// The replies that were asked for, in rank order.
+    #[must_use]
+    pub fn replies(&self) -> &[RankReply<R>] {
+        &self.replies
+    }
+
+    /// The values alone, in rank order.
+    #[must_use]
+    pub fn into_values(self) -> Vec<R> {
+        self.replies.into_iter().map(|reply| reply.value).collect()
+    }
+
+    /// The batches put together in shard order, of each shard the one that its lowest rank gave: replicas did the same work.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when the ranks gave back different columns.
+    pub fn batch(&self) -> Result<Batch> {
+        let mut by_shard: Vec<&RankReply<R>> = self.replies.iter().collect();
+        by_shard.sort_by_key(|reply| (reply.shard, reply.rank));
+        by_shard.dedup_by_key(|reply| reply.shard);
+        let parts: Vec<Batch> = by_shard.into_iter().map(|reply| reply.batch.clone()).collect();
+        Batch::concat(&parts).map_err(|error| error.with_execution(Execution::Finished))
+    }
+
+    /// The one reply of a call to one rank.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when there is none, or more than one.
+    pub fn into_one(mut self) -> Result<Payload<R>> {
+        match (self.replies.pop(), self.replies.is_empty()) {
+            (Some(RankReply { value, batch, .. }), true) => Ok(Payload { value, batch }),
+            (_, _) => Err(Error::invalid("the call was not to one rank").with_execution(Execution::Finished)),
+        }
+    }
+}
+
+/// Sends to all and reads all. `handed_over` is told once every rank has been handed its part.
+pub(crate) async fn gather<M: Method>(
+    mut planned: Planned,
+    handed_over: Option<oneshot::Sender<()>>,
+) -> Result<Gathered<M::Reply>, GroupError> {
+    let parts = std::mem::take(&mut planned.parts);
+    let stages = Arc::new(Stages::new(parts.len(), handed_over));
+    let mut call = Call::<M> { slots: parts.iter().map(Slot::of).collect(), planned };
+    // The ranks' own token: a rank that fails ends the others, and the caller's stays whole.
+    let told = call.planned.context.cancel.child_token();
+    let mut answers: FuturesUnordered<_> = (parts.into_iter().enumerate())
+        .map(|(index, part)| {
+            let mut context = call.planned.context.clone();
+            context.cancel = told.clone();
+            let stages = Arc::clone(&stages);
+            async move { (index, ask::<M>(index, part, context, &stages).await) }
+        })
+        .collect();
+    let ended = call.read(&mut answers).await;
+    let Some((first, cause)) = ended else { return Ok(call.gathered()) };
+    while let Some(Some((index, answer))) = answers.next().now_or_never() {
+        call.slots[index].answer.get_or_insert(answer);
+    }
+    told.cancel();
+    drop(answers);
+    Err(call.failed(first, cause, |index| stages.execution(index)).await)
+}
+
+/// A call to one rank that has been handed over.
+pub(crate) struct Asked<M: Method> {
+    call: Call<M>,
+    reply: Reply,
+    incarnation: Incarnation,
+}
+
+/// Hands the part of a call to one rank over: no task, no token and no bookkeeping are needed for one.
+pub(crate) async fn ask_one<M: Method>(mut planned: Planned, part: Part) -> Result<Asked<M>, GroupError> {
+    let (slots, incarnation) = (vec![Slot::of(&part)], part.incarnation);
+    let context = planned.context.clone();
+    let (channel, request) = request::<M>(part, context.clone());
+    let sent = context.bound(Execution::NotStarted, channel.hand_over(request)).await;
+    planned.parts.clear();
+    let mut call = Call { slots, planned };
+    match sent {
+        Ok(reply) => Ok(Asked { call, reply, incarnation }),
+        Err(error) => {
+            let (first, cause) = ended_by(&error, 0, &context);
+            call.slots[0].answer = Some(Err(error));
+            Err(call.failed(first, cause, |_| Execution::NotStarted).await)
+        }
+    }
+}
+
+impl<M: Method> Asked<M> {
+    /// Reads the answer.
+    pub(crate) async fn read(self) -> Result<Gathered<M::Reply>, GroupError> {
+        let Self { mut call, reply, incarnation } = self;
+        let (rank, wanted) = (call.slots[0].rank, call.slots[0].shard.is_some());
+        let ended = {
+            let answer = async { (0, answer_of::<M>(rank, wanted, incarnation, reply.await)) };
+            call.read(&mut pin!(futures_util::stream::once(answer))).await
+        };
+        match ended {
+            None => Ok(call.gathered()),
+            Some((first, cause)) => Err(call.failed(first, cause, |_| Execution::Unknown).await),
+        }
+    }
+}
+
+/// Hands one part of several over and reads its answer.
+async fn ask<M: Method>(
+    index: usize,
+    part: Part,
+    context: CallContext,
+    stages: &Stages,
+) -> Result<Option<Payload<M::Reply>>> {
+    let (rank, incarnation, wanted) = (part.rank, part.incarnation, part.shard.is_some());
+    let (channel, request) = request::<M>(part, context);
+    let reply = channel.hand_over(request).await?;
+    stages.handed_over(index);
+    answer_of::<M>(rank, wanted, incarnation, reply.await)
+}
+
+fn request<M: Method>(part: Part, mut context: CallContext) -> (Channel, Request) {
+    let Part { incarnation, channel, message, shard, .. } = part;
+    context.incarnation = Some(incarnation);
+    if shard.is_none() {
+        context.metadata.push(REPLY_METADATA, REPLY_NONE);
+    }
+    (channel, Request { verb: Verb::Post, route: route::<M>(), context, peer: None, message })
+}
+
+fn answer_of<M: Method>(
+    rank: Rank,
+    wanted: bool,
+    incarnation: Incarnation,
+    answer: Result<Response>,
+) -> Result<Option<Payload<M::Reply>>> {
+    let response = check_incarnation(Some(incarnation), answer?)?;
+    if !response.status.is_success() {
+        return Err(error_of(response));
+    }
+    if !wanted {
+        return Ok(None);
+    }
+    let reply = read(response.message).map_err(|error| {
+        Error::finished(Code::DataLoss, format!("the answer of rank {rank} is no reply of {}", M::NAME))
+            .caused_by(error)
+    })?;
+    Ok(Some(reply))
+}
+
+/// The error of a host, without the wrapping of a foreign server's answer.
+fn error_of(response: Response) -> Error {
+    let text = response.metadata.get(CODE_METADATA).is_some().then(|| response.message.head.to_bytes());
+    let text = text.and_then(|text| serde_json::from_slice::<String>(&text).ok());
+    match (response.into_result(), text) {
+        (Err(error), Some(text)) => Error::new(error.code(), error.execution(), text),
+        (Err(error), None) => error,
+        (Ok(_), _) => Error::finished(Code::DataLoss, "an answer without success or failure"),
+    }
+}
+
+/// Which parts have been handed over.
+struct Stages {
+    handed: Vec<AtomicBool>,
+    left: AtomicUsize,
+    all: Mutex<Option<oneshot::Sender<()>>>,
+}
+
+impl Stages {
+    fn new(parts: usize, all: Option<oneshot::Sender<()>>) -> Self {
+        let handed = (0..parts).map(|_| AtomicBool::new(false)).collect();
+        Self { handed, left: AtomicUsize::new(parts), all: Mutex::new(all) }
+    }
+
+    fn handed_over(&self, index: usize) {
+        self.handed[index].store(true, Ordering::Release);
+        if self.left.fetch_sub(1, Ordering::AcqRel) == 1 {
+            let all = self.all.lock().unwrap_or_else(PoisonError::into_inner).take();
+            if let Some(all) = all {
+                let _ = all.send(());
+            }
+        }
+    }
+
+    /// What a part that has no answer means.
+    fn execution(&self, index: usize) -> Execution {
+        if self.handed[index].load(Ordering::Acquire) { Execution::Unknown } else { Execution::NotStarted }
+    }
+}
+
+struct Slot<R> {
+    rank: Rank,
+    incarnation: Incarnation,
+    shard: Option<usize>,
+    answer: Option<Result<Option<Payload<R>>>>,
+}
+
+impl<R> Slot<R> {
+    fn of(part: &Part) -> Self {
+        Self { rank: part.rank, incarnation: part.incarnation, shard: part.shard, answer: None }
+    }
+}
+
+struct Call<M: Method> {
+    planned: Planned,
+    slots: Vec<Slot<M::Reply>>,
+}
+
+/// What ended a call early: the rank that failed, or a cause of its own.
+type Ended = (Option<usize>, Option<(Code, &'static str)>);
+
+const LATE: Ended = (None, Some((Code::DeadlineExceeded, "the deadline has passed")));
+const LEFT: Ended = (None, Some((Code::Cancelled, "the caller has left")));
+
+/// Hosts keep the deadline and hear of a caller that leaves, and may say so before this side notices: it is no fault of theirs.
+fn ended_by(error: &Error, index: usize, context: &CallContext) -> Ended {
+    match (error.code(), error.execution()) {
+        _ if context.cancel.is_cancelled() => LEFT,
+        (Code::DeadlineExceeded, Execution::Unknown | Execution::NotStarted) => LATE,
+        _ => (Some(index), None),
+    }
+}
+
+impl<M: Method> Call<M> {
+    /// Until every rank has answered, or something ends the call.
+    async fn read<S>(&mut self, answers: &mut S) -> Option<Ended>
+    where
+        S: futures_util::Stream<Item = (usize, Result<Option<Payload<M::Reply>>>)> + Unpin,
+    {
+        let context = self.planned.context.clone();
+        let mut deadline = pin!(sleep_until(context.deadline));
+        let mut left = pin!(context.cancel.cancelled());
+        let mut watching = true;
+        loop {
+            let mut view = self.planned.view.clone();
+            let mut changed = pin!(view.changed());
+            let ended = loop {
+                tokio::select! {
+                    biased;
+                    next = answers.next() => match next {
+                        None => return None,
+                        Some((index, answer)) => {
+                            let ended = answer.as_ref().err().map(|error| ended_by(error, index, &context));
+                            self.slots[index].answer = Some(answer);
+                            if ended.is_some() {
+                                return ended;
+                            }
+                        }
+                    },
+                    () = &mut left => return Some(LEFT),
+                    () = &mut deadline => return Some(LATE),
+                    ended = &mut changed, if watching => break ended.is_err(),
+                }
+            };
+            // A group that is gone changes no more; its ranks' links tell the rest.
+            watching = !ended;
+            if let Some(index) = self.replaced() {
+                return Some((Some(index), None));
+            }
+        }
+    }
+
+    /// A rank that is waited for and cannot answer any more, with its answer filled in.
+    fn replaced(&mut self) -> Option<usize> {
+        let view = Arc::clone(&self.planned.view.borrow_and_update());
+        let mut waiting = self.slots.iter_mut().enumerate().filter(|(_, slot)| slot.answer.is_none());
+        let (index, slot) = waiting
+            .find(|(_, slot)| !view.member(slot.rank).is_some_and(|member| member.may_answer(slot.incarnation)))?;
+        let now = view.member(slot.rank).map_or("gone", |member| {
+            if member.incarnation == slot.incarnation { member.state.as_str() } else { "replaced" }
+        });
+        slot.answer = Some(Err(Error::unknown(Code::Unavailable, format!("the rank is {now}; it has not answered"))));
+        Some(index)
+    }
+
+    fn gathered(self) -> Gathered<M::Reply> {
+        let replies = (self.slots.into_iter())
+            .filter_map(|slot| {
+                let (Some(shard), Some(Ok(Some(Payload { value, batch })))) = (slot.shard, slot.answer) else {
+                    return None;
+                };
+                Some(RankReply { rank: slot.rank, value, batch, shard })
+            })
+            .collect();
+        Gathered { replies }
+    }
+
+    /// `handed`: what a part without an answer means.
+    async fn failed(
+        mut self,
+        first: Option<usize>,
+        cause: Option<(Code, &'static str)>,
+        handed: impl Fn(usize) -> Execution,
+    ) -> GroupError {
+        let first_rank = first.map(|index| self.slots[index].rank);
+        let (code, why) = match (cause, first_rank) {
+            (Some((code, why)), _) => (code, why.to_owned()),
+            (None, Some(rank)) => (Code::Cancelled, format!("told to stop because rank {rank} failed")),
+            (None, None) => (Code::Internal, "ended without a cause".to_owned()),
+        };
+        for (index, slot) in self.slots.iter_mut().enumerate() {
+            slot.answer.get_or_insert_with(|| Err(Error::new(code, handed(index), why.clone())));
+        }
+        if let Some(index) = first {
+            self.await_obituary(index).await;
+        }
+        let view = Arc::clone(&self.planned.view.borrow());
+        let first_cause = first.and_then(|index| match &self.slots[index].answer {
+            Some(Err(error)) => Some(Error::new(error.code(), error.execution(), error.to_string())),
+            _ => None,
+        });
+        let outcomes: Vec<RankOutcome> = (self.slots.into_iter())
+            .map(|Slot { rank, incarnation, answer, .. }| {
+                let answer = answer.unwrap_or_else(|| Err(Error::internal("no outcome")));
+                let answer = answer.map(|payload| -> Answer { payload.map(|payload| Arc::new(payload) as _) });
+                let mut outcome = RankOutcome::new(rank, incarnation, answer);
+                if outcome.error().is_some_and(|error| error.code() == Code::Unavailable) {
+                    let exit = view.member(rank).and_then(|member| member.exit.clone());
+                    outcome.exit = exit.filter(|exit| exit.incarnation == incarnation.0);
+                }
+                outcome
+            })
+            .collect();
+        let execution = |outcomes: &[RankOutcome]| {
+            let started = outcomes.iter().any(|outcome| outcome.execution() != Execution::NotStarted);
+            if started { Execution::Unknown } else { Execution::NotStarted }
+        };
+        let cause = first_cause.unwrap_or_else(|| Error::new(code, execution(&outcomes), why));
+        GroupError::new::<M>(&self.planned.group, cause, first_rank, outcomes)
+    }
+
+    /// Waits a little for the view to say how a rank that broke off has ended.
+    async fn await_obituary(&mut self, index: usize) {
+        let Slot { rank, incarnation, answer, .. } = &self.slots[index];
+        if !matches!(answer, Some(Err(error)) if error.code() == Code::Unavailable) {
+            return;
+        }
+        let wait = OBITUARY_WAIT.min(self.planned.context.remaining());
+        let ended = |view: &Arc<GroupView>| !view.member(*rank).is_some_and(|member| member.may_answer(*incarnation));
+        let _ = tokio::time::timeout(wait, self.planned.view.wait_for(ended)).await;
+    }
+}

@@ -1,0 +1,248 @@
+//! A group whose ranks live in this process: for tests, for small jobs, and for workers that are threads.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use futures_util::future::{BoxFuture, join_all, try_join_all};
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+
+use crate::channel::Channel;
+use crate::context::Incarnation;
+use crate::error::{Code, Error, Result};
+use crate::group::{ExitCause, GroupView, Member, RankExit, RankState, WorkerGroup};
+use crate::handler::Handler;
+use crate::host::{HostOptions, WorkerHost};
+use crate::in_process::channel_to;
+use crate::layout::{Rank, RankLayout};
+use crate::worker::{Worker, WorkerEnv};
+
+/// How the ranks of an [`InProcessGroup`] are run.
+#[derive(Clone, Debug, Default)]
+#[non_exhaustive]
+pub struct InProcessOptions {
+    /// Bounds of each rank's host.
+    pub host: HostOptions,
+    /// Writes every message out and reads it back, as a wire would: for tests.
+    pub faithful: bool,
+}
+
+/// Ranks as tasks and threads of this process. Dropping it ends them.
+///
+/// ```
+/// # use gym_core::*;
+/// # #[derive(Clone, Copy, Debug)] struct Add;
+/// # impl Method for Add { const NAME: &'static str = "add"; type Args = u64; type Reply = u64; }
+/// # struct Counter(u64);
+/// # impl Worker for Counter {
+/// #     type Init = u64;
+/// #     fn start(_: WorkerEnv, from: u64) -> Result<Self> { Ok(Self(from)) }
+/// #     fn methods(methods: &mut Methods<Self>) { methods.exclusive(Add); }
+/// # }
+/// # impl Handles<Add> for Counter {
+/// #     async fn handle(&mut self, _: &CallContext, call: Payload<u64>) -> Result<Payload<u64>> {
+/// #         self.0 += call.value; Ok(self.0.into()) }
+/// # }
+/// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<()> {
+/// let counters = InProcessGroup::start::<Counter>("counters", RankLayout::line(4)?, 10).await?;
+/// assert_eq!(counters.call(Add, 5).await?.into_values(), [15, 15, 15, 15]);
+/// # Ok(()) }
+/// ```
+pub struct InProcessGroup {
+    name: Arc<str>,
+    layout: RankLayout,
+    start: StartRank,
+    options: InProcessOptions,
+    ranks: Mutex<Vec<RunningRank>>,
+    view: watch::Sender<Arc<GroupView>>,
+}
+
+type StartRank = Box<dyn Fn(WorkerEnv) -> BoxFuture<'static, Result<WorkerHost>> + Send + Sync>;
+
+struct RunningRank {
+    rank: Rank,
+    incarnation: Incarnation,
+    host: WorkerHost,
+    /// Breaks the channels to it.
+    closed: CancellationToken,
+}
+
+impl InProcessGroup {
+    /// Starts a worker for each rank of the layout, all from the same `init`.
+    ///
+    /// # Errors
+    /// When a rank does not start; none is then left.
+    pub async fn start<W>(name: impl Into<Arc<str>>, layout: RankLayout, init: W::Init) -> Result<Self>
+    where
+        W: Worker,
+        W::Init: Clone + Sync,
+    {
+        Self::start_with::<W>(name, layout, init, InProcessOptions::default()).await
+    }
+
+    /// As [`InProcessGroup::start`], with options.
+    ///
+    /// # Errors
+    /// When a rank does not start; none is then left.
+    pub async fn start_with<W>(
+        name: impl Into<Arc<str>>,
+        layout: RankLayout,
+        init: W::Init,
+        options: InProcessOptions,
+    ) -> Result<Self>
+    where
+        W: Worker,
+        W::Init: Clone + Sync,
+    {
+        let host = options.host.clone();
+        let start: StartRank = Box::new(move |env| {
+            let (init, host) = (init.clone(), host.clone());
+            Box::pin(async move { WorkerHost::start::<W>(env, init, &host).await })
+        });
+        let group = Self {
+            name: name.into(),
+            layout,
+            start,
+            options,
+            ranks: Mutex::default(),
+            view: watch::Sender::new(Arc::default()),
+        };
+        let mut ranks = group.layout.ranks().to_vec();
+        ranks.sort_unstable();
+        let starts = ranks.into_iter().map(|rank| group.start_rank(rank, Incarnation(1)));
+        let (running, members): (Vec<_>, Vec<_>) = try_join_all(starts).await?.into_iter().unzip();
+        *group.ranks() = running;
+        group.view.send_replace(Arc::new(GroupView::new(1, members)));
+        Ok(group)
+    }
+
+    /// Ends a rank where it is, as the end of its process would. What runs on it is lost; it stays dead until it is restarted.
+    ///
+    /// # Errors
+    /// `NotFound` when the group has no such rank.
+    pub fn kill(&self, rank: Rank) -> Result<()> {
+        self.end(rank, RankState::Dead)
+    }
+
+    /// Ends a rank if it still runs, and starts it anew from the same `init`, with a higher incarnation.
+    ///
+    /// # Errors
+    /// `NotFound` when the group has no such rank; what [`Worker::start`] says, and the rank is then dead.
+    pub async fn restart(&self, rank: Rank) -> Result<()> {
+        self.end(rank, RankState::Restarting)?;
+        let incarnation = self.find(rank, |running| running.incarnation)?;
+        let incarnation = Incarnation(incarnation.0 + 1);
+        match self.start_rank(rank, incarnation).await {
+            Ok((running, member)) => {
+                let mut ranks = self.ranks();
+                if let Some(known) = ranks.iter_mut().find(|known| known.rank == rank) {
+                    *known = running;
+                }
+                drop(ranks);
+                let exit = self.view.borrow().member(rank).and_then(|member| member.exit.clone());
+                self.change(Member { exit, ..member });
+                Ok(())
+            }
+            Err(error) => {
+                let exit = RankExit::new(incarnation, ExitCause::StartFailed);
+                self.change(Member::starting(rank, incarnation).in_state(RankState::Dead).ended(exit));
+                Err(error)
+            }
+        }
+    }
+
+    /// Takes no new calls, lets the running ones finish, and ends every rank.
+    ///
+    /// # Errors
+    /// The first rank's error, when calls were still running after `grace`.
+    pub async fn stop(&self, grace: Duration) -> Result<()> {
+        let hosts: Vec<WorkerHost> = self.ranks().iter().map(|running| running.host.clone()).collect();
+        let stopped = join_all(hosts.iter().map(|host| host.stop(grace))).await;
+        let view = Arc::clone(&self.view.borrow());
+        let members = view.members().iter().map(|member| member.clone().in_state(RankState::Stopped));
+        self.view.send_replace(Arc::new(view.with(members)));
+        stopped.into_iter().collect()
+    }
+
+    /// The host of a rank, for its status.
+    ///
+    /// # Errors
+    /// `NotFound` when the group has no such rank.
+    pub fn host(&self, rank: Rank) -> Result<WorkerHost> {
+        self.find(rank, |running| running.host.clone())
+    }
+
+    async fn start_rank(&self, rank: Rank, incarnation: Incarnation) -> Result<(RunningRank, Member)> {
+        let world_size = u32::try_from(self.layout.size()).unwrap_or(u32::MAX);
+        let env = WorkerEnv { incarnation, ..WorkerEnv::new(Arc::clone(&self.name), rank, world_size) };
+        let host = (self.start)(env).await?;
+        let closed = CancellationToken::new();
+        let channel = self.channel(rank, host.clone(), closed.child_token());
+        let member = Member::starting(rank, incarnation).in_state(RankState::Healthy).reached_over(channel);
+        Ok((RunningRank { rank, incarnation, host, closed }, member))
+    }
+
+    fn channel(&self, rank: Rank, host: impl Handler, closed: CancellationToken) -> Channel {
+        let InProcessOptions { host: HostOptions { calls_max, .. }, faithful } = self.options;
+        // Twice what the host lets in, so that it is the host that refuses: the link would wait.
+        let calls_max = calls_max.saturating_mul(2).max(2);
+        channel_to(&format!("{}/{rank}", self.name), Arc::new(host), calls_max, faithful, closed)
+    }
+
+    fn end(&self, rank: Rank, state: RankState) -> Result<()> {
+        let (host, closed, incarnation) =
+            self.find(rank, |running| (running.host.clone(), running.closed.clone(), running.incarnation))?;
+        let exit = RankExit::new(incarnation, ExitCause::Died);
+        self.change(Member::starting(rank, incarnation).in_state(state).ended(exit));
+        host.kill();
+        closed.cancel();
+        Ok(())
+    }
+
+    fn change(&self, member: Member) {
+        self.view.send_modify(|view| *view = Arc::new(view.with([member])));
+    }
+
+    fn find<T>(&self, rank: Rank, of: impl FnOnce(&RunningRank) -> T) -> Result<T> {
+        let ranks = self.ranks();
+        let running = ranks.iter().find(|running| running.rank == rank);
+        running.map(of).ok_or_else(|| {
+            Error::not_started(Code::NotFound, format!("no rank {rank}; there are {} ranks", self.layout.size()))
+                .about(self.name.to_string())
+        })
+    }
+
+    fn ranks(&self) -> MutexGuard<'_, Vec<RunningRank>> {
+        self.ranks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl WorkerGroup for InProcessGroup {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn layout(&self) -> &RankLayout {
+        &self.layout
+    }
+
+    fn view(&self) -> watch::Receiver<Arc<GroupView>> {
+        self.view.subscribe()
+    }
+}
+
+impl Drop for InProcessGroup {
+    fn drop(&mut self) {
+        for running in self.ranks().drain(..) {
+            running.host.kill();
+            running.closed.cancel();
+        }
+    }
+}
+
+impl fmt::Debug for InProcessGroup {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "InProcessGroup({}, {} ranks)", self.name, self.layout.size())
+    }
+}

@@ -1,0 +1,77 @@
+//! How a running call tells that it moves: what tells a slow call from a stuck one.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+/// Counts the work that a call has done, in units of the worker's choosing (micro-batches, tokens). Cheap to clone; without a
+/// watcher, counting does nothing.
+#[derive(Clone, Debug, Default)]
+pub struct Progress(Option<Arc<Meter>>);
+
+#[derive(Debug)]
+struct Meter {
+    since: Instant,
+    units: AtomicU64,
+    /// When it last moved, in nanoseconds after `since`.
+    moved_ns: AtomicU64,
+}
+
+impl Progress {
+    /// One that is watched from now on.
+    #[must_use]
+    pub fn watched() -> Self {
+        Self::watched_since(Instant::now())
+    }
+
+    pub(crate) fn watched_since(since: Instant) -> Self {
+        Self(Some(Arc::new(Meter { since, units: AtomicU64::new(0), moved_ns: AtomicU64::new(0) })))
+    }
+
+    /// Tells that `units` more are done. Zero counts as a sign of life.
+    pub fn advance(&self, units: u64) {
+        if let Some(meter) = &self.0 {
+            meter.units.fetch_add(units, Ordering::Relaxed);
+            let now = meter.since.elapsed().as_nanos();
+            meter.moved_ns.store(u64::try_from(now).unwrap_or(u64::MAX), Ordering::Relaxed);
+        }
+    }
+
+    /// Units done so far; 0 when nobody watches.
+    #[must_use]
+    pub fn units(&self) -> u64 {
+        self.0.as_ref().map_or(0, |meter| meter.units.load(Ordering::Relaxed))
+    }
+
+    /// The time since it last moved, or since it is watched if it never did; zero when nobody watches.
+    #[must_use]
+    pub fn still_for(&self) -> Duration {
+        self.0.as_ref().map_or(Duration::ZERO, |meter| {
+            meter.since.elapsed().saturating_sub(Duration::from_nanos(meter.moved_ns.load(Ordering::Relaxed)))
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_call_that_advances_is_not_still() {
+        let progress = Progress::watched();
+        tokio::time::advance(Duration::from_secs(5)).await;
+        assert_eq!(progress.still_for(), Duration::from_secs(5));
+        progress.clone().advance(3);
+        tokio::time::advance(Duration::from_secs(2)).await;
+        assert_eq!((progress.units(), progress.still_for()), (3, Duration::from_secs(2)));
+    }
+
+    #[test]
+    fn counting_without_a_watcher_does_nothing() {
+        let progress = Progress::default();
+        progress.advance(3);
+        assert_eq!((progress.units(), progress.still_for()), (0, Duration::ZERO));
+    }
+}

@@ -1,0 +1,161 @@
+//! How calls end when they do not succeed: for the caller, for the ranks that were called, and for those that come after.
+
+use super::workers::{Echo, FailOn, Hold, HoldShared, Note, Notes, Panic};
+use super::{FAR, GroupBench, GroupSetup, NEAR, TestWorkerKind, far, line, run_cases, start, until, until_running};
+use crate::dispatch::Dispatch;
+use crate::error::{Code, Execution};
+use crate::group::{FailureKind, GroupError, WorkerGroup, WorkerGroupExt};
+use crate::layout::RankLayout;
+
+pub(super) async fn run(bench: &dyn GroupBench) {
+    run_cases!(bench;
+        one_failing_rank_ends_the_call_and_the_others_are_told,
+        a_caller_that_leaves_is_told_to_every_rank,
+        a_dropped_call_is_told_to_every_rank,
+        a_deadline_ends_the_call_and_the_ranks_go_on,
+        a_passed_deadline_calls_nobody,
+        a_shared_call_is_dropped_with_its_caller,
+        a_replaced_rank_ends_the_call_that_waits_for_it,
+        a_replaced_rank_takes_calls_in_its_new_life,
+        a_full_queue_refuses_at_once_without_starting,
+        a_panic_is_an_error_of_its_rank_and_the_worker_lives_on,
+        a_blocking_worker_is_told_and_its_panic_caught,
+    );
+}
+
+async fn notes(group: &dyn WorkerGroup) -> Vec<Vec<String>> {
+    group.call(Notes, ()).deadline(FAR).await.unwrap().into_values()
+}
+
+fn kinds(error: &GroupError) -> Vec<FailureKind> {
+    error.outcomes().iter().filter_map(crate::group::RankOutcome::kind).collect()
+}
+
+async fn one_failing_rank_ends_the_call_and_the_others_are_told(bench: &dyn GroupBench) {
+    let tested = line(bench, 4).await;
+    let group = tested.group();
+    let error = group.call(FailOn, 2).deadline(FAR).await.unwrap_err();
+    let first = error.first().unwrap();
+    assert_eq!((first.rank, first.kind()), (2, Some(FailureKind::Exception)));
+    assert!(error.to_string().contains("loss is not a number"), "{error}");
+    assert_eq!(error.outcomes().len(), 4);
+    assert_eq!(kinds(&error).iter().filter(|kind| **kind == FailureKind::Exception).count(), 1, "{error:?}");
+    assert!(!error.may_resend(), "three ranks may have run it");
+    // The next exclusive call runs after the told ones have ended.
+    let told = notes(&*group).await;
+    assert!(told.iter().enumerate().all(|(rank, notes)| notes.len() == usize::from(rank != 2)), "{told:?}");
+}
+
+async fn a_caller_that_leaves_is_told_to_every_rank(bench: &dyn GroupBench) {
+    let tested = line(bench, 3).await;
+    let group = tested.group();
+    let cx = far();
+    let pending = group.call(Hold, ()).context(&cx).start().await.unwrap();
+    until_running(&*group).await;
+    cx.cancel.cancel();
+    let error = pending.await.unwrap_err();
+    assert_eq!(error.cause().code(), Code::Cancelled);
+    assert_ne!(error.execution(), Execution::NotStarted, "{error:?}");
+    assert_eq!(notes(&*group).await, vec![vec!["told"]; 3]);
+}
+
+async fn a_dropped_call_is_told_to_every_rank(bench: &dyn GroupBench) {
+    let tested = line(bench, 3).await;
+    let group = tested.group();
+    let pending = group.call(Hold, ()).deadline(FAR).start().await.unwrap();
+    until_running(&*group).await;
+    drop(pending);
+    assert_eq!(notes(&*group).await, vec![vec!["told"]; 3]);
+}
+
+async fn a_deadline_ends_the_call_and_the_ranks_go_on(bench: &dyn GroupBench) {
+    let tested = line(bench, 3).await;
+    let group = tested.group();
+    let error = group.call(Hold, ()).deadline(NEAR).await.unwrap_err();
+    assert_eq!((error.cause().code(), error.execution()), (Code::DeadlineExceeded, Execution::Unknown));
+    assert_eq!(kinds(&error), [FailureKind::Timeout; 3]);
+    assert_eq!(notes(&*group).await, vec![vec!["told"]; 3]);
+}
+
+async fn a_passed_deadline_calls_nobody(bench: &dyn GroupBench) {
+    let tested = line(bench, 2).await;
+    let group = tested.group();
+    let error = group.call(Note, 1).deadline(std::time::Duration::ZERO).await.unwrap_err();
+    assert_eq!((error.cause().code(), error.execution()), (Code::DeadlineExceeded, Execution::NotStarted));
+    assert!(notes(&*group).await.iter().all(Vec::is_empty));
+}
+
+async fn a_shared_call_is_dropped_with_its_caller(bench: &dyn GroupBench) {
+    let tested = line(bench, 2).await;
+    let group = tested.group();
+    let pending = group.call(HoldShared, ()).deadline(FAR).start().await.unwrap();
+    until_running(&*group).await;
+    drop(pending);
+    until(&*group, |status| status.running.is_empty() && status.waiting == 0).await;
+    group.call(Echo, String::new()).deadline(FAR).await.unwrap();
+}
+
+async fn a_replaced_rank_ends_the_call_that_waits_for_it(bench: &dyn GroupBench) {
+    let tested = line(bench, 3).await;
+    let group = tested.group();
+    let pending = group.call(Hold, ()).deadline(FAR).start().await.unwrap();
+    until_running(&*group).await;
+    tested.replace(1).await;
+    let error = pending.await.unwrap_err();
+    let first = error.first().unwrap();
+    assert_eq!((first.rank, first.incarnation.0, first.execution()), (1, 1, Execution::Unknown));
+    assert_eq!(first.kind(), Some(FailureKind::Died), "{error:?}");
+    assert_eq!(first.exit.as_ref().map(|exit| exit.incarnation), Some(1));
+    let told = notes(&*group).await;
+    assert_eq!(told, [vec!["told"], vec![], vec!["told"]], "the new life has run nothing");
+}
+
+async fn a_replaced_rank_takes_calls_in_its_new_life(bench: &dyn GroupBench) {
+    let tested = line(bench, 2).await;
+    let group = tested.group();
+    tested.replace(0).await;
+    group.ready(&far()).await.unwrap();
+    let answers = group.call(Echo, String::new()).deadline(FAR).await.unwrap().into_values();
+    assert_eq!(answers.iter().map(|echoed| echoed.incarnation).collect::<Vec<_>>(), [2, 1]);
+}
+
+async fn a_full_queue_refuses_at_once_without_starting(bench: &dyn GroupBench) {
+    let layout = RankLayout::line(1).unwrap();
+    let tested = bench.start(GroupSetup { layout, worker: TestWorkerKind::Async, calls_max: 3 }).await;
+    let group = tested.group();
+    let held = group.call(Hold, ()).deadline(FAR).start().await.unwrap();
+    let mut waiting = Vec::new();
+    for number in 0..2 {
+        waiting.push(group.call(Note, number).deadline(FAR).start().await.unwrap());
+    }
+    until(&*group, |status| status.running.len() == 1 && status.waiting == 2).await;
+    let error = group.call(Note, 2).deadline(FAR).await.unwrap_err();
+    assert_eq!((error.cause().code(), error.execution()), (Code::ResourceExhausted, Execution::NotStarted));
+    assert_eq!(kinds(&error), [FailureKind::Refused]);
+    assert!(error.may_resend());
+    drop(held);
+    for pending in waiting {
+        pending.await.unwrap();
+    }
+    assert_eq!(notes(&*group).await, [["told", "0", "1"]]);
+}
+
+async fn a_panic_is_an_error_of_its_rank_and_the_worker_lives_on(bench: &dyn GroupBench) {
+    let tested = line(bench, 1).await;
+    let group = tested.group();
+    let error = group.call(Panic, ()).dispatch(Dispatch::rank(0)).deadline(FAR).await.unwrap_err();
+    assert_eq!((error.cause().code(), error.execution()), (Code::Internal, Execution::Finished));
+    assert!(error.to_string().contains("the worker lost its mind"), "{error}");
+    assert_eq!(kinds(&error), [FailureKind::Exception]);
+    group.call(Echo, String::new()).deadline(FAR).await.unwrap();
+}
+
+async fn a_blocking_worker_is_told_and_its_panic_caught(bench: &dyn GroupBench) {
+    let tested = start(bench, RankLayout::line(2).unwrap(), TestWorkerKind::Blocking).await;
+    let group = tested.group();
+    let error = group.call(Hold, ()).deadline(NEAR).await.unwrap_err();
+    assert_eq!(error.cause().code(), Code::DeadlineExceeded);
+    let error = group.call(Panic, ()).deadline(FAR).await.unwrap_err();
+    assert!(error.to_string().contains("the worker lost its mind"), "{error}");
+    assert_eq!(notes(&*group).await, vec![vec!["told"]; 2]);
+}
