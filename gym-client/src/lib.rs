@@ -19,9 +19,9 @@ pub mod train;
 mod transports;
 
 pub use cookies::CookieJar;
+pub use gym_core::Picker;
 #[cfg(feature = "http")]
 pub use gym_transport_http as http;
-pub use pick::Picker;
 pub use serve::serve;
 pub use server_client::{CallOptions, ServerClient, Session};
 pub use transports::Transports;

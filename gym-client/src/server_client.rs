@@ -9,14 +9,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
 use gym_core::{
-    CallContext, Code, ConnectOptions, DEFAULT_TTL, EXECUTION_METADATA, Error, Execution, Incarnation, Instance,
-    Registry, Request, Response, Result, RetryPolicy, Rope, Route, World, retry_after,
+    CallContext, Code, ConnectOptions, DEFAULT_TTL, EXECUTION_METADATA, Error, Execution, Incarnation, Instance, Load,
+    Picker, Registry, Request, Response, Result, RetryPolicy, Rope, Route, World, retry_after,
 };
 use tokio::time::Instant;
 
 use crate::cookies::CookieJar;
 use crate::peer::Peer;
-use crate::pick::{Pending, Picker};
+use crate::pick::Pending;
 use crate::transports::Transports;
 
 /// How long a resolved name is used before the registry is asked again. A server that moved is found at once by the failed
@@ -236,12 +236,12 @@ impl ServerClient {
         let turn = self.inner.turn.fetch_add(1, Ordering::Relaxed);
         let replicas = || resolved.replicas.iter().enumerate();
         let open = replicas().filter(|(_, replica)| !failed.contains(&replica.rank));
-        let chosen = self
-            .inner
-            .picker
-            .pick(turn, open.map(|(index, replica)| (index, &replica.pending)))
-            // All have failed once: any of them again.
-            .or_else(|| self.inner.picker.pick(turn, replicas().map(|(index, replica)| (index, &replica.pending))));
+        let load =
+            |(index, replica): (usize, &Arc<Replica>)| Load { index, pending: replica.pending.count(), weight: 1 };
+        let picker = self.inner.picker;
+        let chosen = picker.pick(turn, &open.map(load).collect::<Vec<_>>());
+        // All have failed once: any of them again.
+        let chosen = chosen.or_else(|| picker.pick(turn, &replicas().map(load).collect::<Vec<_>>()));
         Ok(chosen.map(|index| Arc::clone(&resolved.replicas[index])))
     }
 

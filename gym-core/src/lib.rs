@@ -11,6 +11,7 @@ mod error;
 pub mod frame;
 mod group;
 mod handler;
+pub mod health;
 mod host;
 pub mod in_process;
 mod layout;
@@ -18,6 +19,7 @@ mod ledger;
 mod message;
 pub mod message_log;
 pub mod metrics;
+mod pick;
 mod progress;
 pub mod packing;
 mod raw;
@@ -57,6 +59,7 @@ pub use ledger::{KeyState, Ledger, Outcome};
 pub use message::{
     CODE_METADATA, ContentType, EXECUTION_METADATA, Message, Metadata, Request, Response, Rope, Route, Status, Verb,
 };
+pub use pick::{Load, Picker};
 pub use progress::Progress;
 pub use raw::{Edit, JsonError, RawObject};
 pub use registry::{DEFAULT_TTL, Instance, Lease, MemoryRegistry, Registration, Registry, RegistryState};

@@ -1,10 +1,11 @@
 //! How a worker group is run, with the key names of NeMo RL's documentation.
 
+use serde::Deserialize;
 use serde::de::{self, Deserializer};
-use serde::{Deserialize, Serialize};
 
 use super::memory::parse_memory;
 use crate::error::{Code, Error, Result};
+use crate::pick::Picker;
 
 /// What a worker group may be given. Read from a configuration by these names; a key that is none of them is an error that lists
 /// them.
@@ -26,30 +27,14 @@ pub struct WorkerGroupConfig {
     /// Whether calls that may choose their worker are balanced.
     pub enable_load_balancing: bool,
     /// How; balances by itself, without `enable_load_balancing`.
-    pub load_balancing_strategy: Option<LoadBalancing>,
-}
-
-/// How a worker is chosen for a call that may choose.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum LoadBalancing {
-    /// One after the other.
-    RoundRobin,
-    /// The one with the fewest calls under way.
-    #[default]
-    #[serde(alias = "least_outstanding")]
-    LeastPending,
-    /// In proportion to their weights.
-    Weighted,
-    /// The less busy of two drawn at random.
-    PowerOfTwoChoices,
+    pub load_balancing_strategy: Option<Picker>,
 }
 
 impl WorkerGroupConfig {
     /// How calls that may choose are balanced; `None`: they are not.
     #[must_use]
-    pub fn balancing(&self) -> Option<LoadBalancing> {
-        self.load_balancing_strategy.or_else(|| self.enable_load_balancing.then(LoadBalancing::default))
+    pub fn balancing(&self) -> Option<Picker> {
+        self.load_balancing_strategy.or_else(|| self.enable_load_balancing.then(Picker::default))
     }
 
     /// Checks what can be told without a worker.
@@ -109,8 +94,8 @@ mod tests {
     fn a_strategy_balances_by_itself_and_balancing_alone_takes_the_least_busy() {
         let balancing = |text: &str| serde_json::from_str::<WorkerGroupConfig>(text).unwrap().balancing();
         assert_eq!(balancing("{}"), None);
-        assert_eq!(balancing(r#"{"enable_load_balancing": true}"#), Some(LoadBalancing::LeastPending));
-        assert_eq!(balancing(r#"{"load_balancing_strategy": "round_robin"}"#), Some(LoadBalancing::RoundRobin));
-        assert_eq!(balancing(r#"{"load_balancing_strategy": "least_outstanding"}"#), Some(LoadBalancing::LeastPending));
+        assert_eq!(balancing(r#"{"enable_load_balancing": true}"#), Some(Picker::LeastPending));
+        assert_eq!(balancing(r#"{"load_balancing_strategy": "round_robin"}"#), Some(Picker::RoundRobin));
+        assert_eq!(balancing(r#"{"load_balancing_strategy": "least_outstanding"}"#), Some(Picker::LeastPending));
     }
 }

@@ -20,7 +20,7 @@ mod spec;
 mod topology;
 mod workers;
 
-pub use config::{LoadBalancing, WorkerGroupConfig};
+pub use config::WorkerGroupConfig;
 pub use memory::parse_memory;
 pub use numa::parse_cpu_list;
 pub use options::{ProfilerRequest, merge_options};

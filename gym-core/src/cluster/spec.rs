@@ -188,7 +188,7 @@ impl ClusterSpec {
             GpuIds::Flat(flat) => {
                 let total = self.world_size();
                 if flat.len() != total {
-                    return Err(invalid("gpu_ids", format!("has {} ids for {total} bundles", flat.len())));
+                    return Err(invalid("gpu_ids", &format!("has {} ids for {total} bundles", flat.len())));
                 }
                 let mut rest = &flat[..];
                 let split = |count: &u32| {
@@ -200,17 +200,17 @@ impl ClusterSpec {
             }
         };
         if nested.len() != counts.len() {
-            return Err(invalid("gpu_ids", format!("has {} lists for {} nodes", nested.len(), counts.len())));
+            return Err(invalid("gpu_ids", &format!("has {} lists for {} nodes", nested.len(), counts.len())));
         }
         for (node, (ids, count)) in nested.iter().zip(counts).enumerate() {
             if ids.len() != *count as usize {
                 return Err(invalid(
                     "gpu_ids",
-                    format!("has {} ids for the {count} bundles of node {node}", ids.len()),
+                    &format!("has {} ids for the {count} bundles of node {node}", ids.len()),
                 ));
             }
             if let Some(twice) = ids.iter().enumerate().find_map(|(at, id)| ids[..at].contains(id).then_some(id)) {
-                return Err(invalid("gpu_ids", format!("names GPU {twice} twice on node {node}")));
+                return Err(invalid("gpu_ids", &format!("names GPU {twice} twice on node {node}")));
             }
         }
         Ok(Some(nested))
@@ -223,18 +223,15 @@ impl ClusterSpec {
     /// communication backend that this build lacks.
     pub fn validate(&self) -> Result<()> {
         if self.world_size() == 0 {
-            return Err(invalid(
-                "bundle_ct_per_node_list",
-                "has no bundle; name at least one node with one".to_owned(),
-            ));
+            return Err(invalid("bundle_ct_per_node_list", "has no bundle; name at least one node with one"));
         }
         if !self.use_gpus && self.gpu_ids != GpuIds::Auto {
-            return Err(invalid("gpu_ids", "is given although use_gpus is false; leave one of them out".to_owned()));
+            return Err(invalid("gpu_ids", "is given although use_gpus is false; leave one of them out"));
         }
         self.gpus_of_nodes()?;
         if self.ports().is_empty() || self.port_range_low == 0 {
             let ports = format!("{}..{}", self.port_range_low, self.port_range_high);
-            return Err(invalid("port_range_low", format!("and port_range_high give no ports: {ports}")));
+            return Err(invalid("port_range_low", &format!("and port_range_high give no ports: {ports}")));
         }
         match self.communication_backend {
             CommunicationBackend::Auto | CommunicationBackend::Tcp => Ok(()),
@@ -247,7 +244,7 @@ impl ClusterSpec {
     }
 }
 
-fn invalid(key: &str, what: String) -> Error {
+fn invalid(key: &str, what: &str) -> Error {
     Error::invalid(format!("{key} {what}")).about("cluster")
 }
 
