@@ -5,7 +5,10 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use gym_client::provision::{Configured, WorkerKind, Workers};
-use gym_core::{CallContext, Error, Handles, HandlesShared, Method, Methods, Payload, Result, Worker, WorkerEnv};
+use gym_core::testing::conformance::{TestBlockingWorker, TestWorker};
+use gym_core::{
+    CallContext, Error, Handles, HandlesShared, HostOptions, Method, Methods, Payload, Result, Worker, WorkerEnv,
+};
 use serde::{Deserialize, Serialize};
 
 pub(crate) fn workers() -> Workers {
@@ -23,6 +26,15 @@ pub(crate) fn workers() -> Workers {
         .with("fails", WorkerKind::of::<Unwilling<2>>())
         .with("never", WorkerKind::of::<Unwilling<3>>())
         .with("panics", WorkerKind::of::<Unwilling<4>>())
+        .with("test-async", WorkerKind::of::<TestWorker>().with_host(suite()))
+        .with("test-blocking", WorkerKind::of::<TestBlockingWorker>().with_host(suite()))
+}
+
+/// The bounds that the suite of all groups asks for.
+pub(crate) fn suite() -> HostOptions {
+    let mut options = HostOptions::default();
+    options.calls_max = 64;
+    options
 }
 
 macro_rules! method {
