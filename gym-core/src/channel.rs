@@ -126,11 +126,6 @@ impl Channel {
         self.link.send(request).await
     }
 
-    /// Refuses an answer of another life than `expected`.
-    pub(crate) fn check(&self, expected: Incarnation, response: Response) -> Result<Response> {
-        check_incarnation(Some(expected), response)
-    }
-
     /// Whether both are clones of one channel.
     #[must_use]
     pub fn is_same(&self, other: &Self) -> bool {
@@ -169,7 +164,8 @@ impl Channel {
 /// The metadata name under which a fenced host tells its incarnation.
 pub const INCARNATION_METADATA: &str = "x-gym-incarnation";
 
-fn check_incarnation(expected: Option<Incarnation>, response: Response) -> Result<Response> {
+/// Refuses an answer of another life than `expected`.
+pub(crate) fn check_incarnation(expected: Option<Incarnation>, response: Response) -> Result<Response> {
     let Some(expected) = expected else { return Ok(response) };
     match response.metadata.get(INCARNATION_METADATA) {
         Some(answered) if answered.parse() != Ok(expected.0) => Err(Error::unknown(

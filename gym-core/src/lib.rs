@@ -36,8 +36,9 @@ pub use context::{CallContext, DEFAULT_DEADLINE, DEFAULT_REPLY_BYTES_MAX, Incarn
 pub use dispatch::{Assignment, Dispatch, Free, PlanError};
 pub use error::{Code, Error, Execution, Result};
 pub use group::{
-    ExitCause, FailureKind, Gathered, GroupCall, GroupError, GroupView, InProcessGroup, InProcessOptions, Member,
-    Pending, RankExit, RankOutcome, RankReply, RankState, RankStatus, StuckRank, WorkerGroup, WorkerGroupExt,
+    Balance, Balancer, ExitCause, FailureKind, Gathered, GroupCall, GroupError, GroupView, InProcessGroup,
+    InProcessOptions, Member, Pending, RankExit, RankOutcome, RankReply, RankState, RankStatus, StuckRank, WorkerGroup,
+    WorkerGroupExt,
 };
 pub use handler::{Fenced, Handler, from_tower, handler_fn};
 pub use host::{HostOptions, REPLY_METADATA, REPLY_NONE, RunningCall, STATUS_ROUTE, WorkerHost, WorkerStatus};

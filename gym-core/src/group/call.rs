@@ -16,7 +16,7 @@ use crate::batch::{Batch, Payload, Uneven};
 use crate::context::CallContext;
 use crate::dispatch::{Assignment, Dispatch};
 use crate::error::{Code, Error, Result};
-use crate::group::gather::{Part, Planned, gather};
+use crate::group::gather::{Part, Planned, ask_one, gather};
 use crate::group::{Gathered, GroupError, GroupView, RankOutcome, WorkerGroup};
 use crate::layout::RankLayout;
 use crate::message::Message;
@@ -106,12 +106,17 @@ impl<'g, M: Method> GroupCall<'g, M> {
     /// # Errors
     /// When the call fails before every rank has its part.
     pub async fn start(self) -> Result<Pending<M>, GroupError> {
-        let planned = self.plan()?;
+        let mut planned = self.plan()?;
+        // In one process an answer takes no room, whoever reads it.
+        if let Some(part) = planned.only_part(|part| part.channel.path().shares_memory) {
+            let asked = ask_one::<M>(planned, part).await?;
+            return Ok(Pending(Answers::Here(Box::pin(asked.read()))));
+        }
         let (handed_over, all_handed_over) = oneshot::channel();
         // A task of its own reads the answers even if the caller does not: an answer that nobody reads keeps its room.
         let mut task = AbortOnDrop(tokio::spawn(gather::<M>(planned, Some(handed_over))));
         match all_handed_over.await {
-            Ok(()) => Ok(Pending(task)),
+            Ok(()) => Ok(Pending(Answers::Read(task))),
             Err(_) => match (&mut task.0).await {
                 Ok(Err(error)) => Err(error),
                 _ => unreachable!("a gather that succeeds has handed everything over, and nobody aborted it"),
@@ -231,7 +236,13 @@ impl<'g, M: Method> IntoFuture for GroupCall<'g, M> {
 
     fn into_future(self) -> Self::IntoFuture {
         let planned = self.plan();
-        Box::pin(async move { gather::<M>(planned?, None).await })
+        Box::pin(async move {
+            let mut planned = planned?;
+            match planned.only_part(|_| true) {
+                Some(part) => ask_one::<M>(planned, part).await?.read().await,
+                None => gather::<M>(planned, None).await,
+            }
+        })
     }
 }
 
@@ -243,11 +254,18 @@ impl<M: Method> fmt::Debug for GroupCall<'_, M> {
 }
 
 /// A group call under way. Awaiting it gathers the answers; dropping it cancels the call.
-#[derive(Debug)]
 #[must_use = "dropping it cancels the call"]
-pub struct Pending<M: Method>(AbortOnDrop<Result<Gathered<M::Reply>, GroupError>>);
+pub struct Pending<M: Method>(Answers<M>);
 
-#[derive(Debug)]
+type Outcome<M> = Result<Gathered<<M as Method>::Reply>, GroupError>;
+
+enum Answers<M: Method> {
+    /// Read by whoever awaits them.
+    Here(BoxFuture<'static, Outcome<M>>),
+    /// Read by a task.
+    Read(AbortOnDrop<Outcome<M>>),
+}
+
 struct AbortOnDrop<T>(JoinHandle<T>);
 
 impl<T> Drop for AbortOnDrop<T> {
@@ -257,10 +275,14 @@ impl<T> Drop for AbortOnDrop<T> {
 }
 
 impl<M: Method> Future for Pending<M> {
-    type Output = Result<Gathered<M::Reply>, GroupError>;
+    type Output = Outcome<M>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        Pin::new(&mut self.0.0).poll(cx).map(|joined| match joined {
+        let joined = match &mut self.0 {
+            Answers::Here(answers) => return answers.as_mut().poll(cx),
+            Answers::Read(task) => Pin::new(&mut task.0).poll(cx),
+        };
+        joined.map(|joined| match joined {
             Ok(result) => result,
             Err(ended) if ended.is_panic() => std::panic::resume_unwind(ended.into_panic()),
             Err(_) => {
@@ -268,5 +290,11 @@ impl<M: Method> Future for Pending<M> {
                 Err(GroupError::new::<M>("", error, None, Vec::new()))
             }
         })
+    }
+}
+
+impl<M: Method> fmt::Debug for Pending<M> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Pending({})", M::NAME)
     }
 }

@@ -2,8 +2,8 @@
 //! has read cannot keep the room that another part waits for.
 
 use std::pin::pin;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use futures_util::FutureExt;
@@ -12,11 +12,12 @@ use tokio::sync::{oneshot, watch};
 use tokio::time::sleep_until;
 
 use crate::batch::{Batch, Payload};
-use crate::channel::Channel;
+use crate::channel::{Channel, Reply, check_incarnation};
 use crate::context::{CallContext, Incarnation};
 use crate::error::{Code, Error, Execution, Result};
 use crate::group::error::Answer;
 use crate::group::{GroupError, GroupView, RankOutcome};
+use crate::host::{REPLY_METADATA, REPLY_NONE};
 use crate::layout::Rank;
 use crate::message::{CODE_METADATA, Message, Request, Response, Verb};
 use crate::worker::{Method, read, route};
@@ -41,6 +42,16 @@ pub(crate) struct Planned {
     pub(crate) context: CallContext,
     pub(crate) view: watch::Receiver<Arc<GroupView>>,
     pub(crate) parts: Vec<Part>,
+}
+
+impl Planned {
+    /// Takes the part of a call to one rank, if it is one and fits.
+    pub(crate) fn only_part(&mut self, fits: impl Fn(&Part) -> bool) -> Option<Part> {
+        match &self.parts[..] {
+            [only] if fits(only) => self.parts.pop(),
+            _ => None,
+        }
+    }
 }
 
 /// The answers of a group call.
@@ -124,29 +135,84 @@ pub(crate) async fn gather<M: Method>(
     }
     told.cancel();
     drop(answers);
-    Err(call.failed(first, cause, &stages).await)
+    Err(call.failed(first, cause, |index| stages.execution(index)).await)
 }
 
-/// Hands one part over and reads its answer.
+/// A call to one rank that has been handed over.
+pub(crate) struct Asked<M: Method> {
+    call: Call<M>,
+    reply: Reply,
+    incarnation: Incarnation,
+}
+
+/// Hands the part of a call to one rank over: no task, no token and no bookkeeping are needed for one.
+pub(crate) async fn ask_one<M: Method>(mut planned: Planned, part: Part) -> Result<Asked<M>, GroupError> {
+    let (slots, incarnation) = (vec![Slot::of(&part)], part.incarnation);
+    let context = planned.context.clone();
+    let (channel, request) = request::<M>(part, context.clone());
+    let sent = context.bound(Execution::NotStarted, channel.hand_over(request)).await;
+    planned.parts.clear();
+    let mut call = Call { slots, planned };
+    match sent {
+        Ok(reply) => Ok(Asked { call, reply, incarnation }),
+        Err(error) => {
+            let (first, cause) = ended_by(&error, 0, &context);
+            call.slots[0].answer = Some(Err(error));
+            Err(call.failed(first, cause, |_| Execution::NotStarted).await)
+        }
+    }
+}
+
+impl<M: Method> Asked<M> {
+    /// Reads the answer.
+    pub(crate) async fn read(self) -> Result<Gathered<M::Reply>, GroupError> {
+        let Self { mut call, reply, incarnation } = self;
+        let (rank, wanted) = (call.slots[0].rank, call.slots[0].shard.is_some());
+        let ended = {
+            let answer = async { (0, answer_of::<M>(rank, wanted, incarnation, reply.await)) };
+            call.read(&mut pin!(futures_util::stream::once(answer))).await
+        };
+        match ended {
+            None => Ok(call.gathered()),
+            Some((first, cause)) => Err(call.failed(first, cause, |_| Execution::Unknown).await),
+        }
+    }
+}
+
+/// Hands one part of several over and reads its answer.
 async fn ask<M: Method>(
     index: usize,
     part: Part,
-    mut context: CallContext,
+    context: CallContext,
     stages: &Stages,
 ) -> Result<Option<Payload<M::Reply>>> {
-    let Part { rank, incarnation, channel, message, shard } = part;
-    context.incarnation = Some(incarnation);
-    if shard.is_none() {
-        context.metadata.push(crate::host::REPLY_METADATA, crate::host::REPLY_NONE);
-    }
-    let request = Request { verb: Verb::Post, route: route::<M>(), context, peer: None, message };
+    let (rank, incarnation, wanted) = (part.rank, part.incarnation, part.shard.is_some());
+    let (channel, request) = request::<M>(part, context);
     let reply = channel.hand_over(request).await?;
     stages.handed_over(index);
-    let response = channel.check(incarnation, reply.await?)?;
+    answer_of::<M>(rank, wanted, incarnation, reply.await)
+}
+
+fn request<M: Method>(part: Part, mut context: CallContext) -> (Channel, Request) {
+    let Part { incarnation, channel, message, shard, .. } = part;
+    context.incarnation = Some(incarnation);
+    if shard.is_none() {
+        context.metadata.push(REPLY_METADATA, REPLY_NONE);
+    }
+    (channel, Request { verb: Verb::Post, route: route::<M>(), context, peer: None, message })
+}
+
+fn answer_of<M: Method>(
+    rank: Rank,
+    wanted: bool,
+    incarnation: Incarnation,
+    answer: Result<Response>,
+) -> Result<Option<Payload<M::Reply>>> {
+    let response = check_incarnation(Some(incarnation), answer?)?;
     if !response.status.is_success() {
         return Err(error_of(response));
     }
-    if shard.is_none() {
+    if !wanted {
         return Ok(None);
     }
     let reply = read(response.message).map_err(|error| {
@@ -169,21 +235,21 @@ fn error_of(response: Response) -> Error {
 
 /// Which parts have been handed over.
 struct Stages {
-    handed: Vec<std::sync::atomic::AtomicBool>,
+    handed: Vec<AtomicBool>,
     left: AtomicUsize,
-    all: std::sync::Mutex<Option<oneshot::Sender<()>>>,
+    all: Mutex<Option<oneshot::Sender<()>>>,
 }
 
 impl Stages {
     fn new(parts: usize, all: Option<oneshot::Sender<()>>) -> Self {
-        let handed = (0..parts).map(|_| std::sync::atomic::AtomicBool::new(false)).collect();
-        Self { handed, left: AtomicUsize::new(parts), all: std::sync::Mutex::new(all) }
+        let handed = (0..parts).map(|_| AtomicBool::new(false)).collect();
+        Self { handed, left: AtomicUsize::new(parts), all: Mutex::new(all) }
     }
 
     fn handed_over(&self, index: usize) {
         self.handed[index].store(true, Ordering::Release);
         if self.left.fetch_sub(1, Ordering::AcqRel) == 1 {
-            let all = self.all.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
+            let all = self.all.lock().unwrap_or_else(PoisonError::into_inner).take();
             if let Some(all) = all {
                 let _ = all.send(());
             }
@@ -293,11 +359,12 @@ impl<M: Method> Call<M> {
         Gathered { replies }
     }
 
+    /// `handed`: what a part without an answer means.
     async fn failed(
         mut self,
         first: Option<usize>,
         cause: Option<(Code, &'static str)>,
-        stages: &Stages,
+        handed: impl Fn(usize) -> Execution,
     ) -> GroupError {
         let first_rank = first.map(|index| self.slots[index].rank);
         let (code, why) = match (cause, first_rank) {
@@ -306,7 +373,7 @@ impl<M: Method> Call<M> {
             (None, None) => (Code::Internal, "ended without a cause".to_owned()),
         };
         for (index, slot) in self.slots.iter_mut().enumerate() {
-            slot.answer.get_or_insert_with(|| Err(Error::new(code, stages.execution(index), why.clone())));
+            slot.answer.get_or_insert_with(|| Err(Error::new(code, handed(index), why.clone())));
         }
         if let Some(index) = first {
             self.await_obituary(index).await;

@@ -11,6 +11,7 @@
 //!
 //! A backend implements [`WorkerGroup`], three methods; everybody calls through [`WorkerGroupExt`].
 
+mod balance;
 mod call;
 mod error;
 mod gather;
@@ -25,6 +26,7 @@ use std::time::Duration;
 
 use tokio::sync::watch;
 
+pub use balance::{Balance, Balancer};
 pub use call::{GroupCall, Pending};
 pub use error::{FailureKind, GroupError, RankOutcome};
 pub use gather::{Gathered, RankReply};

@@ -18,7 +18,7 @@ use crate::worker::{Handles, HandlesBlocking, HandlesShared, Method, Worker};
 
 /// The methods of a worker. Filled by [`Worker::methods`].
 pub struct Methods<W: Worker> {
-    entries: Vec<(&'static str, Entry<W>)>,
+    entries: Vec<Named<W>>,
     launch: Option<Launch<W>>,
     mistake: Option<String>,
 }
@@ -37,6 +37,9 @@ impl<W> Clone for Entry<W> {
 }
 
 impl<W> Copy for Entry<W> {}
+
+/// A method's name and how it is run.
+pub(crate) type Named<W> = (&'static str, Entry<W>);
 
 /// Who else may touch the worker during a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -91,7 +94,7 @@ impl<W: Worker> Methods<W> {
     }
 
     /// How to start the worker, and its methods.
-    pub(crate) fn checked(self) -> Result<(Launch<W>, Vec<(&'static str, Entry<W>)>)> {
+    pub(crate) fn checked(self) -> Result<(Launch<W>, Vec<Named<W>>)> {
         if let Some(mistake) = self.mistake {
             return Err(Error::invalid(mistake));
         }
