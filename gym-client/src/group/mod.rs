@@ -50,8 +50,7 @@ pub use options::{DEFAULT_MAX_RESTARTS, GroupOptions};
 pub use status::{RankStatus, RankUsage, StuckRank, StuckReason};
 pub use turns::BundleId;
 
-pub(crate) use supervise::Share;
-pub(crate) use turns::Turns;
+use supervise::Share;
 
 use crate::provision::{LaunchSpec, Provisioner};
 use seat::Seat;
@@ -93,7 +92,7 @@ impl Group {
         Self::start_sharing(cx, provisioner, spec, options, None).await
     }
 
-    pub(crate) async fn start_sharing(
+    async fn start_sharing(
         cx: &CallContext,
         provisioner: &dyn Provisioner,
         spec: LaunchSpec,

@@ -314,7 +314,7 @@ async fn connect(
 ) -> Result<(Channel, Channel)> {
     let cx = CallContext::within(CONNECT_WAIT);
     let options = ConnectOptions::to_incarnation(incarnation);
-    let calls = transports.connect(&cx, endpoints, &options).await?;
+    let calls = transports.connect_ordered(&cx, endpoints, &options).await?;
     let control = transports.connect(&cx, endpoints, &options).await?;
     Ok((calls, control))
 }

@@ -240,7 +240,7 @@ impl Workers {
     }
 
     async fn make(&self, assignment: Assignment) -> Result<(WorkerHost, Box<dyn Listener>)> {
-        let Assignment { worker, group, rank, world_size, local_rank, node_rank, incarnation, listen, init, .. } =
+        let Assignment { worker, group, rank, world_size, local_rank, node_rank, incarnation, door, init, .. } =
             assignment;
         let mut env = WorkerEnv::new(group, rank, world_size);
         env.local_rank = local_rank;
@@ -248,7 +248,7 @@ impl Workers {
         env.incarnation = Incarnation(incarnation);
         env.variables = of_this_process();
         let host = self.kind(&worker)?.start(env, init).await?;
-        Ok((host, listen.bind()?))
+        Ok((host, door.listen()?))
     }
 }
 
