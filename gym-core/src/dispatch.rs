@@ -223,3 +223,6 @@ impl Dispatch {
 fn indices(axes: &[String], layout: &RankLayout) -> Result<Vec<usize>, LayoutError> {
     axes.iter().map(|axis| layout.axis_index(axis)).collect()
 }
+
+#[cfg(test)]
+mod tests;

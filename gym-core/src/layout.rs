@@ -13,6 +13,9 @@ pub type Rank = u32;
 /// Axes whose ranks hold copies of the same data in a training layout.
 pub const REPLICATED_AXES: [&str; 3] = ["tensor_parallel", "context_parallel", "pipeline_parallel"];
 
+/// The most ranks of a layout: far beyond the largest clusters, and a typo in a size does not fill the memory.
+pub const RANKS_MAX: usize = 1 << 20;
+
 /// A named dimension of a [`RankLayout`].
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Axis {
@@ -81,6 +84,9 @@ pub enum LayoutError {
         /// Ranks given.
         found: usize,
     },
+    /// More ranks than any group has.
+    #[error("the axes hold {0} ranks; a layout has at most {RANKS_MAX}")]
+    TooManyRanks(usize),
     /// A rank occurs twice.
     #[error("duplicate ranks found: {0}")]
     DuplicateRank(Rank),
@@ -137,6 +143,9 @@ impl RankLayout {
     pub fn new<N: Into<String>>(axes: impl IntoIterator<Item = (N, usize)>) -> Result<Self, LayoutError> {
         let axes: Vec<Axis> = axes.into_iter().map(|(name, size)| Axis { name: name.into(), size }).collect();
         let size = product(&axes);
+        if size > RANKS_MAX {
+            return Err(LayoutError::TooManyRanks(size));
+        }
         Self::checked(axes, (0..size as Rank).collect())
     }
 
@@ -352,7 +361,7 @@ impl RankLayout {
 }
 
 fn product(axes: &[Axis]) -> usize {
-    axes.iter().map(|axis| axis.size).product()
+    axes.iter().fold(1, |product, axis| product.saturating_mul(axis.size))
 }
 
 fn divide(world_size: usize, degrees: &[(&str, usize)]) -> Result<usize, LayoutError> {
@@ -383,3 +392,6 @@ fn flatten(value: &serde_json::Value, sizes: &[usize], ranks: &mut Vec<Rank>) ->
         (None, _) => Err(LayoutError::Ragged("a number beside an array".to_owned())),
     }
 }
+
+#[cfg(test)]
+mod tests;

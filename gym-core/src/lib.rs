@@ -3,6 +3,7 @@
 
 mod batch;
 mod channel;
+pub mod cluster;
 mod context;
 mod dispatch;
 mod error;
@@ -15,6 +16,7 @@ mod layout;
 mod ledger;
 mod message;
 pub mod metrics;
+pub mod packing;
 mod progress;
 mod raw;
 mod registry;
@@ -43,7 +45,7 @@ pub use group::{
 pub use handler::{Fenced, Handler, from_tower, handler_fn};
 pub use host::{HostOptions, REPLY_METADATA, REPLY_NONE, RunningCall, STATUS_ROUTE, WorkerHost, WorkerStatus};
 pub use in_process::InProcess;
-pub use layout::{Axis, LayoutError, Parallelism, REPLICATED_AXES, Rank, RankLayout, SubLayout};
+pub use layout::{Axis, LayoutError, Parallelism, RANKS_MAX, REPLICATED_AXES, Rank, RankLayout, SubLayout};
 pub use ledger::{KeyState, Ledger, Outcome};
 pub use message::{
     CODE_METADATA, ContentType, EXECUTION_METADATA, Message, Metadata, Request, Response, Rope, Route, Status, Verb,

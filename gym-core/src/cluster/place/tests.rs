@@ -1,0 +1,176 @@
+use super::super::spec::GpuIds;
+use super::*;
+
+fn gpus(ids: std::ops::Range<u32>) -> Vec<String> {
+    ids.map(|id| id.to_string()).collect()
+}
+
+fn node(name: &str, count: u32) -> NodeResources {
+    NodeResources::new(name, 64, gpus(0..count))
+}
+
+fn spec(counts: &[u32], strategy: PlacementStrategy) -> ClusterSpec {
+    ClusterSpec { name: "train".to_owned(), placement_group_strategy: strategy, ..ClusterSpec::new(counts) }
+}
+
+/// The host of each group's first bundle.
+fn hosts(placement: &Placement) -> Vec<usize> {
+    placement.groups.iter().map(|group| group.bundles[0].host).collect()
+}
+
+#[test]
+fn empty_nodes_are_left_out_and_keep_their_index() {
+    let nodes = [node("a", 8), node("b", 8), node("c", 8)];
+    let placement = place(&spec(&[4, 0, 2], PlacementStrategy::Spread), &nodes, false).unwrap();
+    let groups: Vec<(&str, usize)> =
+        placement.groups.iter().map(|group| (group.name.as_str(), group.bundles.len())).collect();
+    assert_eq!(groups, [("train-node0", 4), ("train-node2", 2)]);
+    assert!(placement.groups[1].bundles.iter().all(|bundle| bundle.node == 2));
+}
+
+#[test]
+fn a_heterogeneous_cluster_finds_the_machines_that_fit() {
+    let nodes = [node("a", 2), node("b", 8), node("c", 4)];
+    let placement = place(&spec(&[4, 8, 2], PlacementStrategy::StrictSpread), &nodes, false).unwrap();
+    assert_eq!(hosts(&placement), [2, 1, 0]);
+    let simulated = [4, 8, 2].map(|count| NodeResources::simulated("s", count));
+    let placement = place(&spec(&[4, 8, 2], PlacementStrategy::Spread), &simulated, false).unwrap();
+    assert_eq!(hosts(&placement), [0, 1, 2]);
+    assert!(placement.groups[1].bundles.iter().all(|bundle| bundle.gpu.is_none()));
+}
+
+#[test]
+fn strategies_share_machines_or_keep_apart() {
+    let nodes = [node("a", 8), node("b", 8)];
+    let hosts_of = |counts: &[u32], strategy| place(&spec(counts, strategy), &nodes, false).map(|it| hosts(&it));
+    assert_eq!(hosts_of(&[4, 4], PlacementStrategy::Pack).unwrap(), [0, 0]);
+    assert_eq!(hosts_of(&[4, 4], PlacementStrategy::StrictPack).unwrap(), [0, 0]);
+    assert_eq!(hosts_of(&[4, 4], PlacementStrategy::Spread).unwrap(), [0, 1]);
+    assert_eq!(hosts_of(&[4, 4], PlacementStrategy::StrictSpread).unwrap(), [0, 1]);
+    assert_eq!(hosts_of(&[4, 4, 4], PlacementStrategy::Spread).unwrap(), [0, 1, 0]);
+    assert_eq!(hosts_of(&[4, 4, 8], PlacementStrategy::Spread).unwrap(), [0, 0, 1]);
+    let codes = [
+        hosts_of(&[8, 4], PlacementStrategy::StrictPack).unwrap_err().code(),
+        hosts_of(&[4, 4, 4], PlacementStrategy::StrictSpread).unwrap_err().code(),
+    ];
+    assert_eq!(codes, [Code::ResourceExhausted; 2]);
+}
+
+#[test]
+fn what_is_missing_is_said_with_what_is_there() {
+    let error = place(&spec(&[8, 8], PlacementStrategy::Spread), &[node("a", 8), node("b", 2)], false).unwrap_err();
+    assert_eq!(error.code(), Code::ResourceExhausted);
+    let text = error.to_string();
+    assert!(text.contains("16 GPUs are asked for, 10 are there"), "{text}");
+    assert!(text.contains("a has 64 CPUs, GPUs [0, 1, 2, 3, 4, 5, 6, 7]; b has 64 CPUs, GPUs [0, 1]"), "{text}");
+    let error = place(&spec(&[4], PlacementStrategy::Spread), &[], false).unwrap_err();
+    assert!(error.to_string().contains("there is no node"), "{error}");
+    let cpus = ClusterSpec { use_gpus: false, ..ClusterSpec::new([4]) };
+    let error = place(&cpus, &[NodeResources::new("a", 2, Vec::new())], false).unwrap_err();
+    assert!(error.to_string().contains("4 CPUs are asked for, 2 are there"), "{error}");
+}
+
+#[test]
+fn a_cluster_without_gpus_needs_none() {
+    let cpus = ClusterSpec { use_gpus: false, ..ClusterSpec::new([2]) };
+    let placement = place(&cpus, &[NodeResources::new("a", 2, Vec::new())], false).unwrap();
+    assert!(placement.groups[0].bundles.len() == 2 && placement.groups[0].bundles[0].gpu.is_none());
+}
+
+#[test]
+fn named_gpus_are_those_that_the_bundles_get() {
+    let with = |counts: &[u32], gpu_ids, strategy| ClusterSpec { gpu_ids, ..spec(counts, strategy) };
+    let of = |placement: &Placement, group: usize| -> Vec<String> {
+        placement.groups[group].bundles.iter().filter_map(|bundle| bundle.gpu.clone()).collect()
+    };
+    let halves = GpuIds::PerNode(vec![vec![0, 1, 2, 3], vec![4, 5, 6, 7]]);
+    let placement = place(&with(&[4, 4], halves, PlacementStrategy::Spread), &[node("a", 8)], false).unwrap();
+    assert_eq!((of(&placement, 0), of(&placement, 1)), (gpus(0..4), gpus(4..8)));
+
+    let same = || GpuIds::PerNode(vec![vec![0, 1], vec![0, 1]]);
+    let pack = PlacementStrategy::Pack;
+    let placement = place(&with(&[2, 2], same(), pack), &[node("a", 8), node("b", 8)], false).unwrap();
+    assert_eq!(hosts(&placement), [0, 1]);
+    let error = place(&with(&[2, 2], same(), pack), &[node("a", 8)], false).unwrap_err();
+    assert_eq!(error.code(), Code::ResourceExhausted);
+
+    let error = place(&with(&[2], GpuIds::Flat(vec![0, 9]), pack), &[node("a", 8)], false).unwrap_err();
+    assert_eq!(error.code(), Code::InvalidArgument);
+    assert!(error.to_string().contains("gpu_ids names GPU 9; a has"), "{error}");
+}
+
+#[test]
+fn c166_a_unified_cluster_has_an_order_and_one_per_node_has_none() {
+    let one = [node("a", 2)];
+    let unified = place(&spec(&[2], PlacementStrategy::Spread), &one, true).unwrap();
+    assert_eq!((unified.groups[0].name.as_str(), unified.sorted), ("train-unified", Some(vec![0, 1])));
+    assert_eq!(place(&spec(&[2], PlacementStrategy::Spread), &one, false).unwrap().sorted, None);
+}
+
+#[test]
+fn spreading_a_unified_cluster_interleaves_and_its_order_puts_machines_together() {
+    let nodes = [node("a", 3), node("b", 3)];
+    let spread = place(&spec(&[3, 3], PlacementStrategy::Spread), &nodes, true).unwrap();
+    let on: Vec<usize> = spread.groups[0].bundles.iter().map(|bundle| bundle.host).collect();
+    assert_eq!(on, [0, 1, 0, 1, 0, 1]);
+    assert_eq!(spread.sorted, Some(vec![0, 2, 4, 1, 3, 5]));
+    let packed = place(&spec(&[3, 3], PlacementStrategy::Pack), &nodes, true).unwrap();
+    let on: Vec<usize> = packed.groups[0].bundles.iter().map(|bundle| bundle.host).collect();
+    assert_eq!(on, [0, 0, 0, 1, 1, 1]);
+}
+
+#[test]
+fn bundles_outside_whole_segments_are_not_silently_lost() {
+    let nodes: Vec<NodeResources> = (1..=3)
+        .map(|rank| NodeResources {
+            topology: Topology { domain: Some("A".to_owned()), rank: Some(rank) },
+            ..node(&format!("n{rank}"), 2)
+        })
+        .collect();
+    let with = |counts: &[u32]| ClusterSpec {
+        segment_size: std::num::NonZeroU32::new(2),
+        num_gpus_per_node: std::num::NonZeroU32::new(2).unwrap(),
+        ..spec(counts, PlacementStrategy::Pack)
+    };
+    assert!(place(&with(&[2, 2]), &nodes, true).is_ok());
+    let error = place(&with(&[2, 2, 2]), &nodes, true).unwrap_err();
+    assert!(error.to_string().contains("2 bundles are in no whole segment"), "{error}");
+}
+
+proptest::proptest! {
+    /// With one machine for each logical node, the strict strategy finds a way whenever sorted sizes fit sorted machines.
+    #[test]
+    fn strict_spread_fails_only_when_nothing_fits(
+        counts in proptest::collection::vec(1u32..6, 1..6), offered in proptest::collection::vec(0u32..6, 1..7),
+    ) {
+        let nodes: Vec<NodeResources> = offered.iter().map(|count| node("n", *count)).collect();
+        let placed = place(&spec(&counts, PlacementStrategy::StrictSpread), &nodes, false);
+        let (mut wanted, mut there) = (counts.clone(), offered.clone());
+        wanted.sort_unstable_by_key(|count| Reverse(*count));
+        there.sort_unstable_by_key(|count| Reverse(*count));
+        let feasible = wanted.len() <= there.len() && wanted.iter().zip(&there).all(|(wanted, there)| wanted <= there);
+        proptest::prop_assert_eq!(placed.is_ok(), feasible);
+        if let Ok(placement) = placed {
+            let distinct: BTreeSet<usize> = hosts(&placement).into_iter().collect();
+            proptest::prop_assert_eq!(distinct.len(), counts.len());
+        }
+    }
+
+    #[test]
+    fn no_gpu_is_given_twice_and_no_machine_gives_more_than_it_has(
+        counts in proptest::collection::vec(0u32..5, 1..6), offered in proptest::collection::vec(0u32..9, 1..5), unified: bool,
+    ) {
+        let nodes: Vec<NodeResources> = offered.iter().map(|count| node("n", *count)).collect();
+        for strategy in [PlacementStrategy::Pack, PlacementStrategy::Spread, PlacementStrategy::StrictPack] {
+            let Ok(placement) = place(&spec(&counts, strategy), &nodes, unified) else { continue };
+            let all: Vec<(usize, &Option<String>)> =
+                placement.groups.iter().flat_map(|group| group.bundles.iter().map(|bundle| (bundle.host, &bundle.gpu))).collect();
+            let distinct: BTreeSet<_> = all.iter().collect();
+            proptest::prop_assert_eq!(distinct.len(), counts.iter().sum::<u32>() as usize);
+            let offered_there = |(host, gpu): &(usize, &Option<String>)| {
+                gpu.as_ref().is_some_and(|gpu| gpu.parse::<u32>().unwrap() < offered[*host])
+            };
+            proptest::prop_assert!(all.iter().all(offered_there));
+        }
+    }
+}

@@ -1,0 +1,162 @@
+//! Modified first fit decreasing: Johnson and Garey, *A 71/60 theorem for bin packing* (1985), with NeMo RL's last phase.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
+/// A bin under construction.
+struct Bin {
+    sequences: Vec<usize>,
+    room: usize,
+}
+
+impl Bin {
+    fn put(&mut self, sequence: usize, length: usize) {
+        self.sequences.push(sequence);
+        self.room -= length;
+    }
+}
+
+/// Packs sequences of positive lengths, none longer than `capacity`.
+pub(super) fn pack(lengths: &[usize], capacity: usize) -> Vec<Vec<usize>> {
+    // All four classes, longest first; of equal ones the earlier first.
+    let mut descending: Vec<usize> = (0..lengths.len()).collect();
+    descending.sort_by_key(|sequence| Reverse(lengths[*sequence]));
+    let longer_than = |part: usize| descending.partition_point(|sequence| lengths[*sequence] > capacity / part);
+    let (large, medium, small) = (longer_than(2), longer_than(3), longer_than(6));
+
+    let mut bins: Vec<Bin> = (descending[..large].iter())
+        .map(|&sequence| Bin { sequences: vec![sequence], room: capacity - lengths[sequence] })
+        .collect();
+    let mut mediums = Sorted::new(&descending[large..medium]);
+    for bin in &mut bins {
+        let fits = mediums.all.partition_point(|sequence| lengths[*sequence] > bin.room);
+        if let Some(sequence) = mediums.take_from(fits) {
+            bin.put(sequence, lengths[sequence]);
+        }
+    }
+
+    let mut ascending: Vec<usize> = descending[medium..small].to_vec();
+    ascending.sort_unstable_by_key(|sequence| (lengths[*sequence], *sequence));
+    let rest = add_two_small(&mut bins, &ascending, lengths);
+
+    let mut rest: Vec<usize> = mediums.left().chain(rest).chain(descending[small..].iter().copied()).collect();
+    rest.sort_unstable_by_key(|sequence| (Reverse(lengths[*sequence]), *sequence));
+    let mut rest = Sorted::new(&rest);
+    for bin in &mut bins {
+        loop {
+            let fits = rest.all.partition_point(|sequence| lengths[*sequence] > bin.room);
+            let Some(sequence) = rest.take_from(fits) else { break };
+            bin.put(sequence, lengths[sequence]);
+        }
+    }
+
+    let mut packed: Vec<Vec<usize>> = bins.into_iter().map(|bin| bin.sequences).collect();
+    packed.extend(spread(rest.left(), lengths, capacity));
+    packed
+}
+
+/// From the last bin backward, into each that has no medium: the shortest small sequence and the longest that still fits with
+/// it (of equal ones the latest). Returns what is left.
+///
+/// The shortest are taken from the front; what was taken further back is skipped through links to the left.
+fn add_two_small(bins: &mut [Bin], ascending: &[usize], lengths: &[usize]) -> Vec<usize> {
+    let mut free = Backward::new(ascending.len());
+    let length = |at: usize| lengths[ascending[at]];
+    let mut front = 0;
+    for bin in bins.iter_mut().rev().filter(|bin| bin.sequences.len() == 1) {
+        while front < ascending.len() && free.is_taken(front) {
+            front += 1;
+        }
+        if front + 1 >= ascending.len() || length(front) >= bin.room {
+            continue;
+        }
+        let fits = ascending.partition_point(|sequence| lengths[*sequence] <= bin.room - length(front));
+        // The last that fits is `front` itself when no second one does.
+        let Some(second) = free.last_before(fits).filter(|second| *second > front) else { continue };
+        bin.put(ascending[front], length(front));
+        bin.put(ascending[second], length(second));
+        free.take(front);
+        free.take(second);
+    }
+    (0..ascending.len()).filter(|at| !free.is_taken(*at)).map(|at| ascending[at]).collect()
+}
+
+/// Longest first, each to the least loaded bin, the one that has had its load for longest among equals; a new bin if it does
+/// not fit there. Ascending by load.
+fn spread(longest_first: impl Iterator<Item = usize>, lengths: &[usize], capacity: usize) -> Vec<Vec<usize>> {
+    let mut bins: Vec<Vec<usize>> = Vec::new();
+    let mut least_loaded: BinaryHeap<Reverse<(usize, usize, usize)>> = BinaryHeap::new();
+    for (turn, sequence) in longest_first.enumerate() {
+        let length = lengths[sequence];
+        let (load, bin) = match least_loaded.peek() {
+            Some(&Reverse((load, _, bin))) if length <= capacity - load => {
+                least_loaded.pop();
+                (load, bin)
+            }
+            _ => {
+                bins.push(Vec::new());
+                (0, bins.len() - 1)
+            }
+        };
+        bins[bin].push(sequence);
+        least_loaded.push(Reverse((load + length, turn, bin)));
+    }
+    let order = least_loaded.into_sorted_vec();
+    order.into_iter().rev().map(|Reverse((_, _, bin))| std::mem::take(&mut bins[bin])).collect()
+}
+
+/// Sequences in a fixed order, of which some have been taken.
+struct Sorted<'a> {
+    all: &'a [usize],
+    /// A position from which on to look for the next that is there; itself when it is there.
+    next: Vec<usize>,
+}
+
+impl<'a> Sorted<'a> {
+    fn new(all: &'a [usize]) -> Self {
+        Self { all, next: (0..=all.len()).collect() }
+    }
+
+    /// Takes the first one at `from` or after it.
+    fn take_from(&mut self, from: usize) -> Option<usize> {
+        let at = root(&mut self.next, from);
+        let taken = *self.all.get(at)?;
+        self.next[at] = at + 1;
+        Some(taken)
+    }
+
+    fn left(&self) -> impl Iterator<Item = usize> {
+        self.all.iter().enumerate().filter(|(at, _)| self.next[*at] == *at).map(|(_, sequence)| *sequence)
+    }
+}
+
+/// Which of `0..n` are free; position 0 of the links stands for "none", so position `i` is at link `i + 1`.
+struct Backward(Vec<usize>);
+
+impl Backward {
+    fn new(n: usize) -> Self {
+        Self((0..=n).collect())
+    }
+
+    fn is_taken(&self, at: usize) -> bool {
+        self.0[at + 1] != at + 1
+    }
+
+    fn take(&mut self, at: usize) {
+        self.0[at + 1] = at;
+    }
+
+    /// The last free position before `end`.
+    fn last_before(&mut self, end: usize) -> Option<usize> {
+        root(&mut self.0, end).checked_sub(1)
+    }
+}
+
+/// Where the links end, halving the way for the next who goes it.
+fn root(links: &mut [usize], mut at: usize) -> usize {
+    while links[at] != at {
+        links[at] = links[links[at]];
+        at = links[at];
+    }
+    at
+}
