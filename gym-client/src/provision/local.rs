@@ -175,7 +175,7 @@ impl Shared {
         let kind = self.workers.kind(&self.spec.worker)?;
         let (environment, init) = of_rank(kind, &self.spec, place, &self.meeting.rendezvous)?;
         Ok(Birth {
-            name: format!("{}-{}-{}", self.spec.group, place.node_rank, place.local_rank),
+            name: place.name.clone(),
             program: self.program.clone(),
             environment,
             assignment: Assignment {

@@ -8,7 +8,6 @@ use gym_client::provision::{LaunchSpec, Provisioner, RankPlace};
 use gym_core::testing::conformance::{GroupBench, GroupSetup, TestGroup, TestWorkerKind, group};
 use gym_core::{CallContext, Rank, WorkerGroup};
 
-use super::types::suite;
 use super::{LONG, provisioners};
 
 struct Provisioned {
@@ -22,11 +21,11 @@ struct Started(Arc<Group>);
 #[async_trait(?Send)]
 impl GroupBench for Provisioned {
     async fn start(&self, setup: GroupSetup) -> Box<dyn TestGroup> {
-        assert_eq!(setup.calls_max, suite().calls_max);
         let worker = match setup.worker {
             TestWorkerKind::Async => "test-async",
             TestWorkerKind::Blocking => "test-blocking",
         };
+        let worker = format!("{worker}-{}", setup.calls_max);
         let ranks = u32::try_from(setup.layout.size()).expect("a case has few ranks");
         let init = serde_json::value::to_raw_value(&()).expect("JSON");
         let places = (0..ranks).map(|rank| RankPlace::on_one_node(rank, ranks)).collect();

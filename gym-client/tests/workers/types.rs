@@ -26,14 +26,16 @@ pub(crate) fn workers() -> Workers {
         .with("fails", WorkerKind::of::<Unwilling<2>>())
         .with("never", WorkerKind::of::<Unwilling<3>>())
         .with("panics", WorkerKind::of::<Unwilling<4>>())
-        .with("test-async", WorkerKind::of::<TestWorker>().with_host(suite()))
-        .with("test-blocking", WorkerKind::of::<TestBlockingWorker>().with_host(suite()))
+        .with("test-async-64", WorkerKind::of::<TestWorker>().with_host(taking(64)))
+        .with("test-async-8", WorkerKind::of::<TestWorker>().with_host(taking(8)))
+        .with("test-blocking-64", WorkerKind::of::<TestBlockingWorker>().with_host(taking(64)))
+        .with("test-blocking-8", WorkerKind::of::<TestBlockingWorker>().with_host(taking(8)))
 }
 
 /// The bounds that the suite of all groups asks for.
-pub(crate) fn suite() -> HostOptions {
+fn taking(calls_max: usize) -> HostOptions {
     let mut options = HostOptions::default();
-    options.calls_max = 64;
+    options.calls_max = calls_max;
     options
 }
 
