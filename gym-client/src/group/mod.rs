@@ -26,7 +26,7 @@
 //! ```
 
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 use futures_util::future::join_all;
@@ -53,7 +53,7 @@ pub use turns::BundleId;
 pub(crate) use supervise::Share;
 pub(crate) use turns::Turns;
 
-use crate::provision::{LaunchSpec, Provisioner};
+use crate::provision::{LaunchSpec, Provisioner, Tenancy};
 use seat::Seat;
 use supervise::{Command, Restarts, Shared, Supervisor};
 
@@ -68,6 +68,8 @@ pub struct Group {
     layout: RankLayout,
     memory_limit_bytes: Option<u64>,
     commands: mpsc::Sender<Command>,
+    /// Given up when the group is shut down or dropped: others may use the bundles then.
+    tenancy: Mutex<Option<Tenancy>>,
     _supervisor: AbortOnDropHandle<()>,
 }
 
@@ -90,15 +92,16 @@ impl Group {
         spec: LaunchSpec,
         options: GroupOptions,
     ) -> Result<Self, StartError> {
-        Self::start_sharing(cx, provisioner, spec, options, None).await
+        Self::start_on(cx, provisioner, spec, options, None, None).await
     }
 
-    pub(crate) async fn start_sharing(
+    pub(crate) async fn start_on(
         cx: &CallContext,
         provisioner: &dyn Provisioner,
         spec: LaunchSpec,
         options: GroupOptions,
         share: Option<Share>,
+        tenancy: Option<Tenancy>,
     ) -> Result<Self, StartError> {
         let name = Arc::clone(&spec.group);
         let refused = |cause: Error| StartError { group: Arc::clone(&name), cause, failed: Vec::new() };
@@ -111,7 +114,11 @@ impl Group {
         let (commands, receiver) = mpsc::channel(COMMANDS);
         let supervisor = tokio::spawn(Supervisor::new(Arc::clone(&shared)).run(events, receiver));
         let supervisor = AbortOnDropHandle::new(supervisor);
-        let group = Self { shared, layout, memory_limit_bytes, commands, _supervisor: supervisor };
+        if let Some(tenancy) = &tenancy {
+            tenancy.ends_by(Stop(Arc::downgrade(&shared)));
+        }
+        let tenancy = Mutex::new(tenancy);
+        let group = Self { shared, layout, memory_limit_bytes, commands, tenancy, _supervisor: supervisor };
         match group.ready(cx).await {
             Ok(()) => Ok(group),
             Err(error) => {
@@ -250,11 +257,22 @@ impl Group {
     /// # Errors
     /// A rank that could not even be killed.
     pub async fn shutdown(&self, grace: Duration) -> Result<()> {
-        for seat in self.shared.seats().iter_mut() {
-            seat.state = RankState::Stopped;
+        let stopped = self.shared.stop(grace).await;
+        self.tenancy.lock().unwrap_or_else(PoisonError::into_inner).take();
+        stopped
+    }
+}
+
+/// Ends a group from outside, if it still lives.
+#[derive(Clone, Debug)]
+pub(crate) struct Stop(Weak<Shared>);
+
+impl Stop {
+    pub(crate) async fn stop(&self, grace: Duration) -> Result<()> {
+        match self.0.upgrade() {
+            Some(shared) => shared.stop(grace).await,
+            None => Ok(()),
         }
-        self.shared.publish();
-        self.shared.deployment.shutdown(grace).await
     }
 }
 

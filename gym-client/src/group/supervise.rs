@@ -77,6 +77,15 @@ impl Shared {
         self.seats.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Takes no new calls, and ends all ranks.
+    pub(super) async fn stop(&self, grace: Duration) -> Result<()> {
+        for seat in self.seats().iter_mut() {
+            seat.state = RankState::Stopped;
+        }
+        self.publish();
+        self.deployment.shutdown(grace).await
+    }
+
     /// Shows the world what is known now.
     pub(super) fn publish(&self) {
         let members: Vec<_> = self.seats().iter().map(Seat::member).collect();
@@ -314,7 +323,7 @@ async fn connect(
 ) -> Result<(Channel, Channel)> {
     let cx = CallContext::within(CONNECT_WAIT);
     let options = ConnectOptions::to_incarnation(incarnation);
-    let calls = transports.connect(&cx, endpoints, &options).await?;
+    let calls = transports.connect_ordered(&cx, endpoints, &options).await?;
     let control = transports.connect(&cx, endpoints, &options).await?;
     Ok((calls, control))
 }

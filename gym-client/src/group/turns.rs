@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use gym_core::{Channel, Error, Link, PathInfo, Reply, Request, Result};
+use gym_core::{Channel, Error, Link, PathInfo, Reply, Request, Result, Verb};
 use tokio::sync::oneshot;
 
 /// A bundle of a cluster: node and index on it.
@@ -147,6 +147,10 @@ impl InTurn {
 #[async_trait]
 impl Link for InTurn {
     async fn send(&self, request: Request) -> Result<Reply> {
+        // A question about a rank's status is no work on its bundle.
+        if request.verb != Verb::Post {
+            return self.channel.start(request).await;
+        }
         let turn = self.turns.take(self.group, &self.bundles).await;
         let reply = self.channel.start(request).await?;
         Ok(Box::pin(async move {
@@ -226,7 +230,7 @@ mod tests {
             let mut held: Vec<Turn> = Vec::new();
             type Waiting<'a> = Pin<Box<dyn Future<Output = Turn> + 'a>>;
             let mut waiting: Vec<Waiting<'_>> = Vec::new();
-            let mut settle = |waiting: &mut Vec<Waiting<'_>>, held: &mut Vec<Turn>| {
+            let settle = |waiting: &mut Vec<Waiting<'_>>, held: &mut Vec<Turn>| {
                 waiting.retain_mut(|one| one.as_mut().now_or_never().map(|turn| held.push(turn)).is_none());
                 for (at, one) in held.iter().enumerate() {
                     for other in &held[at + 1..] {

@@ -28,6 +28,8 @@ pub const KEPT_BACK: [&str; 6] = ["PMIX_", "PMI_", "MPI_", "OMPI_", "SLURM_", "R
 pub struct RankPlace {
     /// Its number in the group.
     pub rank: Rank,
+    /// Its name, as in logs: `<group>-<node>-<bundle>`. Unique within the group.
+    pub name: String,
     /// How many ranks the group has.
     pub world_size: u32,
     /// The index of its (first) bundle on its node.
@@ -44,7 +46,8 @@ impl RankPlace {
     /// A rank on the bundle of the same number, on one node, without a GPU.
     #[must_use]
     pub fn on_one_node(rank: Rank, world_size: u32) -> Self {
-        Self { rank, world_size, local_rank: rank, node_rank: 0, gpus: Vec::new(), bundles: Some(vec![rank]) }
+        let name = format!("worker-0-{rank}");
+        Self { rank, name, world_size, local_rank: rank, node_rank: 0, gpus: Vec::new(), bundles: Some(vec![rank]) }
     }
 }
 

@@ -11,7 +11,7 @@ use gym_core::{Endpoint, Rank};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
-use super::listen::Listen;
+use super::listen::Door;
 
 /// First argument that makes a process a worker.
 pub(crate) const WORKER_ROLE: &str = "--gym-worker";
@@ -33,7 +33,7 @@ pub(crate) struct Assignment {
     pub(crate) incarnation: u64,
     /// Counts for one answer.
     pub(crate) token: String,
-    pub(crate) listen: Listen,
+    pub(crate) door: Door,
     /// What the worker is made from, as JSON.
     pub(crate) init: Box<RawValue>,
 }

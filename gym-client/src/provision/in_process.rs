@@ -1,6 +1,7 @@
 //! Ranks as tasks and threads of this process: for all-in-one programs, for tests, for a laptop.
 
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -47,7 +48,10 @@ impl Provisioner for InProcessRanks {
             return Err(Error::not_started(Code::Unimplemented, message).about(subject));
         }
         let meeting = MeetingPoint::hold(spec.ranks.len(), &spec.ports).map_err(|error| error.about(subject))?;
+        // Groups of one name may follow each other faster than the old one's names come free.
+        static LAUNCHES: AtomicU64 = AtomicU64::new(1);
         let shared = Arc::new(Shared {
+            launch: LAUNCHES.fetch_add(1, Ordering::Relaxed),
             workers: self.workers.clone(),
             switchboard: self.switchboard.clone(),
             spec,
@@ -67,6 +71,7 @@ struct InProcessDeployment(Arc<Shared>);
 
 #[derive(Debug)]
 struct Shared {
+    launch: u64,
     workers: Workers,
     switchboard: InProcess,
     spec: LaunchSpec,
@@ -139,7 +144,7 @@ impl Shared {
         env.incarnation = incarnation;
         env.variables = variables;
         let host = kind.start(env, init).await?;
-        let name = format!("{}/{}/{incarnation}", self.spec.group, place.rank);
+        let name = format!("{}.{}/{}/{incarnation}", self.spec.group, self.launch, place.rank);
         Ok((host, Box::new(self.switchboard.listen(&name)?)))
     }
 

@@ -15,7 +15,7 @@ use tokio_util::task::AbortOnDropHandle;
 
 use super::events::{EventLog, RankEvent};
 use super::handshake::{Assignment, token};
-use super::listen::Listen;
+use super::listen::{Doors, Listen};
 use super::process::{Birth, Process, Switchboard};
 use super::usage::{Meter, Units, Usage};
 use super::workers::{Workers, entered};
@@ -96,11 +96,13 @@ impl Provisioner for Local {
         let launcher = Launcher::builder().lines(board.sink(Arc::clone(&self.options.lines))).build();
         let launcher = launcher
             .map_err(|error| Error::not_started(Code::FailedPrecondition, error.to_string()).about(subject.clone()))?;
-        let meeting = MeetingPoint::hold(spec.ranks.len(), &spec.ports).map_err(|error| error.about(subject))?;
+        let meeting =
+            MeetingPoint::hold(spec.ranks.len(), &spec.ports).map_err(|error| error.about(subject.clone()))?;
+        let doors = Doors::open(self.options.listen).map_err(|error| error.about(subject))?;
         let shared = Arc::new(Shared {
             workers: self.workers.clone(),
             program: self.options.program.clone().unwrap_or_else(|| Path::new("/proc/self/exe").to_owned()),
-            listen: self.options.listen.clone(),
+            doors,
             spec,
             meeting,
             launcher,
@@ -124,7 +126,7 @@ struct LocalDeployment {
 struct Shared {
     workers: Workers,
     program: PathBuf,
-    listen: Listen,
+    doors: Doors,
     spec: LaunchSpec,
     meeting: MeetingPoint,
     launcher: Launcher,
@@ -173,7 +175,7 @@ impl Shared {
         let kind = self.workers.kind(&self.spec.worker)?;
         let (environment, init) = of_rank(kind, &self.spec, place, &self.meeting.rendezvous)?;
         Ok(Birth {
-            name: format!("{}-{}-{}", self.spec.group, place.node_rank, place.local_rank),
+            name: place.name.clone(),
             program: self.program.clone(),
             environment,
             assignment: Assignment {
@@ -185,7 +187,7 @@ impl Shared {
                 node_rank: place.node_rank,
                 incarnation: incarnation.0,
                 token: token(),
-                listen: self.listen.clone(),
+                door: self.doors.of(place.rank, incarnation),
                 init,
             },
             memory_limit_bytes: self.spec.memory_limit_bytes,

@@ -23,6 +23,7 @@ use gym_core::{CallContext, Incarnation, Rank, Result};
 use serde_json::value::RawValue;
 
 mod cgroup;
+mod cluster;
 mod devices;
 pub mod environment;
 mod events;
@@ -35,6 +36,7 @@ mod process;
 mod usage;
 mod workers;
 
+pub use cluster::{GroupRequest, VirtualCluster};
 pub use devices::visible_gpus;
 pub use environment::{RankPlace, Rendezvous, Variables};
 pub use events::RankEvent;
@@ -43,6 +45,8 @@ pub use listen::Listen;
 pub use local::{Local, LocalOptions};
 pub use usage::Usage;
 pub use workers::{Configured, WorkerKind, Workers};
+
+pub(crate) use cluster::Tenancy;
 
 use environment::Layers;
 use ports::{HeldPort, Tries};
@@ -128,7 +132,7 @@ impl LaunchSpec {
             variables: Variables::new(),
             memory_limit_bytes: None,
             start_timeout: DEFAULT_START_TIMEOUT,
-            ports: ports::MASTER_PORTS,
+            ports: gym_core::cluster::MASTER_PORTS,
         }
     }
 }

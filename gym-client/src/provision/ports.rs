@@ -13,8 +13,6 @@ use std::ops::Range;
 use gym_core::{Code, Error, Result};
 use tokio::net::TcpSocket;
 
-/// Ports for rendezvous, as NeMo RL has them: below the ephemeral range of every system it met.
-pub const MASTER_PORTS: Range<u16> = 1400..1999;
 /// Draws before a search gives up.
 pub const DRAWS: u32 = 50;
 
@@ -144,6 +142,7 @@ fn block<T>(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use gym_core::cluster::MASTER_PORTS;
     use std::net::TcpListener;
 
     fn random() -> fastrand::Rng {

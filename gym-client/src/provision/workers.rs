@@ -25,7 +25,7 @@ const START_FAILED: i32 = 1;
 
 static ENTERED: AtomicBool = AtomicBool::new(false);
 
-type Start = dyn Fn(WorkerEnv, Box<RawValue>) -> BoxFuture<'static, Result<WorkerHost>> + Send + Sync;
+type Start = dyn Fn(WorkerEnv, Box<RawValue>, HostOptions) -> BoxFuture<'static, Result<WorkerHost>> + Send + Sync;
 type Configure = dyn Fn(&RankPlace) -> Configured + Send + Sync;
 
 /// The worker types of one program. Cheap to clone.
@@ -63,6 +63,7 @@ pub struct Workers {
 #[derive(Clone)]
 pub struct WorkerKind {
     start: Arc<Start>,
+    host: HostOptions,
     defaults: Variables,
     configure: Option<Arc<Configure>>,
 }
@@ -81,17 +82,25 @@ impl WorkerKind {
     /// Makes workers of type `W`.
     #[must_use]
     pub fn of<W: Worker>() -> Self {
-        let start = |env: WorkerEnv, init: Box<RawValue>| -> BoxFuture<'static, Result<WorkerHost>> {
-            Box::pin(async move {
-                let init = serde_json::from_str::<W::Init>(init.get()).map_err(|error| {
-                    let wanted = std::any::type_name::<W::Init>();
-                    Error::invalid(format!("the worker's init is not a {wanted}: {error}"))
-                        .about(format!("start rank {} of {}", env.rank, env.group))
-                })?;
-                WorkerHost::start::<W>(env, init, &HostOptions::default()).await
-            })
-        };
-        Self { start: Arc::new(start), defaults: Variables::new(), configure: None }
+        let start =
+            |env: WorkerEnv, init: Box<RawValue>, host: HostOptions| -> BoxFuture<'static, Result<WorkerHost>> {
+                Box::pin(async move {
+                    let init = serde_json::from_str::<W::Init>(init.get()).map_err(|error| {
+                        let wanted = std::any::type_name::<W::Init>();
+                        Error::invalid(format!("the worker's init is not a {wanted}: {error}"))
+                            .about(format!("start rank {} of {}", env.rank, env.group))
+                    })?;
+                    WorkerHost::start::<W>(env, init, &host).await
+                })
+            };
+        Self { start: Arc::new(start), host: HostOptions::default(), defaults: Variables::new(), configure: None }
+    }
+
+    /// Bounds of each rank's host.
+    #[must_use]
+    pub fn with_host(mut self, options: HostOptions) -> Self {
+        self.host = options;
+        self
     }
 
     /// Environment variables that everything else wins over.
@@ -118,7 +127,7 @@ impl WorkerKind {
 
     /// Makes the worker.
     pub(crate) async fn start(&self, env: WorkerEnv, init: Box<RawValue>) -> Result<WorkerHost> {
-        (self.start)(env, init).await
+        (self.start)(env, init, self.host.clone()).await
     }
 }
 
@@ -231,7 +240,7 @@ impl Workers {
     }
 
     async fn make(&self, assignment: Assignment) -> Result<(WorkerHost, Box<dyn Listener>)> {
-        let Assignment { worker, group, rank, world_size, local_rank, node_rank, incarnation, listen, init, .. } =
+        let Assignment { worker, group, rank, world_size, local_rank, node_rank, incarnation, door, init, .. } =
             assignment;
         let mut env = WorkerEnv::new(group, rank, world_size);
         env.local_rank = local_rank;
@@ -239,7 +248,7 @@ impl Workers {
         env.incarnation = Incarnation(incarnation);
         env.variables = of_this_process();
         let host = self.kind(&worker)?.start(env, init).await?;
-        Ok((host, listen.bind()?))
+        Ok((host, door.listen()?))
     }
 }
 

@@ -12,6 +12,8 @@ use gym_client::provision::{InProcessRanks, LaunchSpec, Local, LocalOptions, Pro
 use gym_core::{CallContext, InProcess, Rank};
 use tokio::time::{interval, timeout};
 
+mod cluster;
+mod conformance;
 mod failure;
 mod health;
 mod kills;
@@ -65,6 +67,12 @@ pub(crate) fn main() {
         health::a_stopped_process_is_stuck_and_recovers,
         health::a_call_without_progress_is_stuck_and_one_with_it_is_not,
         health::the_same_is_in_the_metrics,
+        cluster::a_heterogeneous_cluster_is_placed_on_simulated_nodes_when_asked,
+        cluster::what_is_missing_is_told_before_anything_starts,
+        cluster::colocation_is_off_open_or_in_turns,
+        cluster::a_cluster_that_is_shut_down_ends_its_groups,
+        conformance::processes_pass_the_suite_of_all_groups,
+        conformance::ranks_in_one_process_pass_the_suite_of_all_groups,
         kills::workers_killed_during_calls_leave_no_doubt,
     ];
     if arguments.iter().any(|argument| argument == "--list") {

@@ -7,7 +7,7 @@ use gym_core::{CallContext, Dispatch, WorkerGroupExt};
 use tokio::process::Command;
 
 use super::types::{Describe, Description, Init, Job, Work};
-use super::{LONG, group, options, provisioners, spec, start, stop};
+use super::{LONG, group, options, provisioners, spec, start, stop, until};
 use gym_client::group::{Group, GroupOptions};
 
 async fn describe(group: &Group) -> Vec<Description> {
@@ -38,7 +38,7 @@ pub(crate) async fn c138_ranks_find_their_place_and_meet_at_a_held_port() {
     assert!(gym_client::provision::ports::HeldPort::bind(port).is_err(), "it is held as long as the group lives");
     stop(&group).await;
     drop(group);
-    gym_client::provision::ports::HeldPort::bind(port).expect("given back");
+    until("it is given back", || gym_client::provision::ports::HeldPort::bind(port).is_ok()).await;
 }
 
 pub(crate) async fn c141_c142_later_layers_of_the_environment_win() {

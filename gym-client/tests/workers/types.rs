@@ -5,7 +5,10 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use gym_client::provision::{Configured, WorkerKind, Workers};
-use gym_core::{CallContext, Error, Handles, HandlesShared, Method, Methods, Payload, Result, Worker, WorkerEnv};
+use gym_core::testing::conformance::{TestBlockingWorker, TestWorker};
+use gym_core::{
+    CallContext, Error, Handles, HandlesShared, HostOptions, Method, Methods, Payload, Result, Worker, WorkerEnv,
+};
 use serde::{Deserialize, Serialize};
 
 pub(crate) fn workers() -> Workers {
@@ -23,6 +26,17 @@ pub(crate) fn workers() -> Workers {
         .with("fails", WorkerKind::of::<Unwilling<2>>())
         .with("never", WorkerKind::of::<Unwilling<3>>())
         .with("panics", WorkerKind::of::<Unwilling<4>>())
+        .with("test-async-64", WorkerKind::of::<TestWorker>().with_host(taking(64)))
+        .with("test-async-8", WorkerKind::of::<TestWorker>().with_host(taking(8)))
+        .with("test-blocking-64", WorkerKind::of::<TestBlockingWorker>().with_host(taking(64)))
+        .with("test-blocking-8", WorkerKind::of::<TestBlockingWorker>().with_host(taking(8)))
+}
+
+/// The bounds that the suite of all groups asks for.
+fn taking(calls_max: usize) -> HostOptions {
+    let mut options = HostOptions::default();
+    options.calls_max = calls_max;
+    options
 }
 
 macro_rules! method {
