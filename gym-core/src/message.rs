@@ -562,7 +562,8 @@ mod tests {
         let rope = rope.try_into_value::<String>().unwrap_err();
         assert_eq!((shared.len(), &shared.to_bytes()[..]), (7, &b"\"seven\""[..]));
         drop(shared);
-        assert_eq!(rope.try_into_value::<String>().unwrap().as_ptr(), address);
+        let taken = rope.try_into_value::<String>().unwrap();
+        assert_eq!(taken.as_ptr(), address);
     }
 
     #[test]

@@ -62,32 +62,32 @@ impl Handles<Record> for Recorder {
 const SOON: Duration = Duration::from_secs(20);
 
 async fn line(ranks: usize) -> Arc<InProcessGroup> {
-    started(RankLayout::line(ranks).unwrap()).await
+    started(RankLayout::line(ranks).expect("the test is right")).await
 }
 
 /// dp2 × tp2: ranks 0 and 1 hold one replica, 2 and 3 the other.
 async fn square() -> Arc<InProcessGroup> {
-    started(RankLayout::new([("dp", 2), ("tp", 2)]).unwrap()).await
+    started(RankLayout::new([("dp", 2), ("tp", 2)]).expect("the test is right")).await
 }
 
 async fn started(layout: RankLayout) -> Arc<InProcessGroup> {
-    Arc::new(InProcessGroup::start::<Recorder>("recorders", layout, ()).await.unwrap())
+    Arc::new(InProcessGroup::start::<Recorder>("recorders", layout, ()).await.expect("the test is right"))
 }
 
 fn rows(count: i64) -> Batch {
-    let ids = Tensor::from_vec([count as usize], (0..count).collect::<Vec<i64>>()).unwrap();
-    Batch::empty().with("id", ids).unwrap()
+    let ids = Tensor::from_vec([count as usize], (0..count).collect::<Vec<i64>>()).expect("the test is right");
+    Batch::empty().with("id", ids).expect("the test is right")
 }
 
 async fn record(group: &InProcessGroup, batch: Batch, dispatch: Dispatch) -> Gathered<Recorded> {
     let call = group.call(Record, ("x".to_owned(), 1)).batch(batch).dispatch(dispatch);
-    call.deadline(SOON).await.unwrap()
+    call.deadline(SOON).await.expect("the test is right")
 }
 
 /// How often each rank has been called so far.
 async fn calls(group: &InProcessGroup) -> Vec<u64> {
     let statuses = group.worker_status(&CallContext::within(SOON)).await;
-    statuses.iter().map(|status| status.host.as_ref().unwrap().succeeded).collect()
+    statuses.iter().map(|status| status.host.as_ref().expect("every rank answers").succeeded).collect()
 }
 
 fn ranks(answers: &Gathered<Recorded>) -> Vec<Rank> {

@@ -9,7 +9,7 @@ use std::os::unix::net::{UnixListener as RawUnixListener, UnixStream};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail};
 use bytes::Bytes;
@@ -23,6 +23,7 @@ use gym_core::{
     handler_fn,
 };
 use hdrhistogram::Histogram;
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 /// The argument that makes this program the answering process.

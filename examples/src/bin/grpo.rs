@@ -88,7 +88,11 @@ async fn train(arguments: Arguments) -> anyhow::Result<()> {
     let weights = generation.weights(&CallContext::default()).await?;
     for (row, operator) in Operator::ALL.iter().enumerate() {
         let right = weights.probabilities(row)[row];
-        println!("the policy carries out {} for `{}` with probability {right:.3}", operator.symbol(), operator.symbol());
+        println!(
+            "the policy carries out {} for `{}` with probability {right:.3}",
+            operator.symbol(),
+            operator.symbol()
+        );
     }
     stack.stop().await;
     Ok(())

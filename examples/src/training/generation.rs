@@ -71,9 +71,11 @@ impl HandlesShared<Generate> for GenerationWorker {
             let choice = self.table.sample(operator, &mut random);
             chosen.push(choice as i64);
             log_probs.push(self.table.probabilities(operator)[choice].ln());
-            rows.push(answered(tasks.read(row)?, choice)?);
+            rows.push(answered(&tasks.read(row)?, choice)?);
         }
-        let batch = call.batch.clone()
+        let batch = call
+            .batch
+            .clone()
             .with("choice", Tensor::from_vec([chosen.len()], chosen)?)?
             .with("generation_logprobs", Tensor::from_vec([log_probs.len()], log_probs)?)?
             .with("task", JsonRows::from_values(rows)?)?;
@@ -82,7 +84,7 @@ impl HandlesShared<Generate> for GenerationWorker {
 }
 
 /// The task with its answer in it.
-fn answered(task: RawObject, choice: usize) -> Result<RawObject> {
+fn answered(task: &RawObject, choice: usize) -> Result<RawObject> {
     #[derive(Deserialize)]
     struct Operands {
         left: i64,

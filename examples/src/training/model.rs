@@ -95,11 +95,13 @@ impl Table {
     pub fn sample(&self, operator: usize, random: &mut fastrand::Rng) -> usize {
         let mut left = random.f32();
         let probabilities = self.probabilities(operator);
-        probabilities.iter().position(|probability| {
-            left -= probability;
-            left < 0.0
-        })
-        .unwrap_or(CHOICES - 1)
+        probabilities
+            .iter()
+            .position(|probability| {
+                left -= probability;
+                left < 0.0
+            })
+            .unwrap_or(CHOICES - 1)
     }
 }
 

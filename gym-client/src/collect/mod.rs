@@ -14,7 +14,7 @@ pub mod source;
 mod splice;
 
 pub use collector::{CollectOptions, Collected, RolloutCollector};
-pub(crate) use outcome::reward_of;
 pub use driver::{Driver, DriverOptions, Ended, OutputFiles, RolloutRow};
 pub use names::{ServerNames, connect_head};
+pub(crate) use outcome::reward_of;
 pub use progress::{Progress, Score, Snapshot};

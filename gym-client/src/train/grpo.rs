@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use gym_core::advantages::Baselines;
+use gym_core::advantages::{Baselines, Comparison};
 use gym_core::{Batch, CallContext, Code, Error, Result, Tensor};
 use tokio::time::Instant;
 
@@ -135,17 +135,24 @@ impl Grpo {
             return Err(Error::not_started(Code::FailedPrecondition, message).about("grpo step"));
         }
         let group = self.config.num_generations_per_prompt;
-        let baselines = Baselines::of_neighbours(rewards, group, self.config.use_leave_one_out_baseline)?;
-        let advantages = baselines.advantages(rewards, self.config.normalize_rewards);
-        let value = |reward: &Option<f32>| reward.unwrap_or(0.0);
-        let mask = |reward: &Option<f32>| f32::from(u8::from(reward.is_some()));
-        let column = |values: Vec<f32>| Tensor::from_vec([rows], values);
+        let prompts: Vec<usize> = (0..rows).map(|row| row / group).collect();
+        let valid: Vec<bool> = rewards.iter().map(Option::is_some).collect();
+        let values: Vec<f64> = rewards.iter().map(|reward| f64::from(reward.unwrap_or(0.0))).collect();
+        let compare =
+            if self.config.use_leave_one_out_baseline { Comparison::LeaveOneOut } else { Comparison::WholeGroup };
+        let baselines = Baselines::of_groups(&prompts, &values, &valid, compare)?;
+        let advantages = baselines.advantages(&values, self.config.normalize_rewards)?;
+        // What a masked row would have been worth is nobody's business.
+        let advantages = advantages.iter().zip(&valid).map(|(advantage, valid)| if *valid { *advantage } else { 0.0 });
+        let column = |values: &mut dyn Iterator<Item = f64>| {
+            Tensor::from_vec([rows], values.map(|value| value as f32).collect::<Vec<f32>>())
+        };
         let training = generations
-            .with("total_reward", column(rewards.iter().map(value).collect())?)?
-            .with("sample_mask", column(rewards.iter().map(mask).collect())?)?
-            .with("baseline", column(baselines.baseline)?)?
-            .with("std", column(baselines.std)?)?
-            .with("advantages", column(advantages)?)?;
+            .with("total_reward", column(&mut values.iter().copied())?)?
+            .with("sample_mask", column(&mut valid.iter().map(|valid| f64::from(u8::from(*valid))))?)?
+            .with("baseline", column(&mut baselines.mean.iter().copied())?)?
+            .with("std", column(&mut baselines.deviation.iter().copied())?)?
+            .with("advantages", column(&mut { advantages })?)?;
         let sum: f64 = rewards.iter().flatten().map(|reward| f64::from(*reward)).sum();
         Ok((training, sum / scored as f64, scored))
     }

@@ -31,7 +31,13 @@ impl RolloutEnvironment {
     /// Rollouts of `agent`, run by the environment server (or agent) named `server`.
     #[must_use]
     pub fn new(client: ServerClient, world: &World, server: &str, agent: &str) -> Self {
-        Self { client, world: world.clone(), server: server.into(), agent: agent.into(), options: DriverOptions::default() }
+        Self {
+            client,
+            world: world.clone(),
+            server: server.into(),
+            agent: agent.into(),
+            options: DriverOptions::default(),
+        }
     }
 
     /// The same with another window, other attempts and deadlines. An attempt also ends with the step's own deadline.
@@ -52,13 +58,7 @@ impl RolloutEnvironment {
             .set("_ng_rollout_index", key.rollout_index.to_string())
             .set_value("agent_ref", &serde_json::json!({ "type": "responses_api_agents", "name": &*self.agent }))?
             .to_object()?;
-        Ok(RolloutRow {
-            key,
-            agent: Arc::clone(&self.agent),
-            server: Arc::clone(&self.server),
-            result_type: None,
-            row,
-        })
+        Ok(RolloutRow { key, agent: Arc::clone(&self.agent), server: Arc::clone(&self.server), result_type: None, row })
     }
 }
 

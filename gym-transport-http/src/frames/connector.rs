@@ -117,8 +117,7 @@ async fn upgrade(to: &Endpoint) -> Result<(Socket, Bytes)> {
         return Err(Error::invalid(format!("`{to}` has a host that no HTTP request can name")));
     }
     let mut stream = connect_stream(&address).await?;
-    let question =
-        format!("GET {ROUTE} HTTP/1.1\r\nhost: {host}\r\nconnection: upgrade\r\nupgrade: {UPGRADE}\r\n\r\n");
+    let question = format!("GET {ROUTE} HTTP/1.1\r\nhost: {host}\r\nconnection: upgrade\r\nupgrade: {UPGRADE}\r\n\r\n");
     stream.write_all(question.as_bytes()).await.map_err(broken)?;
     let mut answer = BytesMut::new();
     let (status, length) = loop {
