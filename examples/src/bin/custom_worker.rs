@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use gym_core::{
-    Batch, CallContext, Dispatch, Handles, InProcessGroup, Method, Methods, Payload, RankLayout, Result, Tensor, Worker,
-    WorkerEnv, WorkerGroupExt,
+    Batch, CallContext, Dispatch, Handles, InProcessGroup, Method, Methods, Payload, RankLayout, Result, Tensor,
+    Worker, WorkerEnv, WorkerGroupExt,
 };
 
 #[derive(Clone, Copy, Debug)]
@@ -37,7 +37,8 @@ impl Handles<TrainStep> for Policy {
 #[tokio::main]
 async fn main() -> Result<()> {
     let policy = InProcessGroup::start::<Policy>("policy", RankLayout::new([("data", 4)])?, 1.0).await?;
-    let batch = Batch::empty().with("reward", Tensor::from_vec([8], vec![1.0_f32, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.5])?)?;
+    let batch =
+        Batch::empty().with("reward", Tensor::from_vec([8], vec![1.0_f32, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.5])?)?;
     let call = policy.call(TrainStep, 0.01).batch(batch).dispatch(Dispatch::shard("data"));
     println!("losses: {:?}", call.deadline(Duration::from_secs(60)).await?.into_values());
     policy.stop(Duration::from_secs(5)).await
