@@ -83,7 +83,7 @@ pub(crate) async fn colocation_is_off_open_or_in_turns() {
             continue;
         }
         let error = short().await.expect_err("it is not its turn");
-        assert_eq!(error.first().and_then(gym_core::RankOutcome::kind), Some(FailureKind::Timeout), "{error:?}");
+        assert_eq!(error.outcomes()[0].kind(), Some(FailureKind::Timeout), "{error:?}");
         assert_eq!(error.execution(), gym_core::Execution::NotStarted, "it never had the bundles: {error:?}");
         drop(training);
         generation.call(Describe, ()).deadline(LONG).await.expect("its turn");

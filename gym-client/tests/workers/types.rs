@@ -18,18 +18,20 @@ pub(crate) fn workers() -> Workers {
     let layered = WorkerKind::of::<Obedient>().with_defaults(variables("defaults")).with_configure(move |place| {
         Configured::variables(variables("configured")).with_init("name", format!("w{}", place.rank))
     });
-    Workers::new()
+    let own = Workers::new()
         .with("obedient", WorkerKind::of::<Obedient>())
         .with("layered", layered)
         .with("rubbish", WorkerKind::of::<Unwilling<0>>())
         .with("exits", WorkerKind::of::<Unwilling<1>>())
         .with("fails", WorkerKind::of::<Unwilling<2>>())
         .with("never", WorkerKind::of::<Unwilling<3>>())
-        .with("panics", WorkerKind::of::<Unwilling<4>>())
-        .with("test-async-64", WorkerKind::of::<TestWorker>().with_host(taking(64)))
-        .with("test-async-8", WorkerKind::of::<TestWorker>().with_host(taking(8)))
-        .with("test-blocking-64", WorkerKind::of::<TestBlockingWorker>().with_host(taking(64)))
-        .with("test-blocking-8", WorkerKind::of::<TestBlockingWorker>().with_host(taking(8)))
+        .with("panics", WorkerKind::of::<Unwilling<4>>());
+    // The bounds that the cases of the suite ask for are part of the names.
+    [3, 8, 64].into_iter().fold(own, |all, calls_max| {
+        let waiting = WorkerKind::of::<TestWorker>().with_host(taking(calls_max));
+        let blocking = WorkerKind::of::<TestBlockingWorker>().with_host(taking(calls_max));
+        all.with(format!("test-async-{calls_max}"), waiting).with(format!("test-blocking-{calls_max}"), blocking)
+    })
 }
 
 /// The bounds that the suite of all groups asks for.
