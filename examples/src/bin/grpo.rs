@@ -2,15 +2,22 @@
 //!
 //! `cargo run --release --bin grpo` trains a table of preferences (a stand-in for a model, with a stand-in loss) until it
 //! answers sums right. The rewards are real: every answer is played as a rollout through a head, an agent, a model and a
-//! resources server of this process. What `--help` lists can be changed.
+//! resources server of this process. The workers are child processes on the bundles of `examples/configs/cluster.json`, which
+//! both groups use in turns. What `--help` lists can be changed.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use anyhow::Context as _;
 use clap::Parser;
+use gym_client::Transports;
 use gym_client::config::{ConfigLoader, Overrides, free_port};
+use gym_client::group::GroupOptions;
+use gym_client::provision::{GroupRequest, Local, VirtualCluster, WorkerKind, Workers};
 use gym_client::train::{Grpo, GrpoConfig, RolloutEnvironment};
-use gym_core::{CallContext, InProcessGroup, RankLayout, World};
+use gym_core::cluster::{ClusterSpec, WorkerGroupConfig};
+use gym_core::{CallContext, InProcess, RankLayout, World};
 use gym_examples::math::Math;
 use gym_examples::training::{
     DATA_AXIS, GenerationWorker, Loss, Operator, PolicyWorker, Table, TableGeneration, TablePolicy, played, prompts,
@@ -29,9 +36,12 @@ struct Arguments {
     /// Answers to each prompt.
     #[arg(long, default_value_t = 8)]
     generations: usize,
-    /// Ranks of the policy, and of the generation engine.
-    #[arg(long, default_value_t = 4)]
-    ranks: usize,
+    /// The cluster and its groups.
+    #[arg(long, default_value = "examples/configs/cluster.json")]
+    cluster: PathBuf,
+    /// Places the cluster on nodes that stand for real ones, such as 4,8,2: their bundles.
+    #[arg(long, value_delimiter = ',')]
+    simulate_nodes: Option<Vec<u32>>,
     /// Step length.
     #[arg(long, default_value_t = 2.0)]
     learning_rate: f32,
@@ -40,11 +50,27 @@ struct Arguments {
     seed: u64,
 }
 
+/// The file that `--cluster` names.
+#[derive(serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Deployment {
+    cluster: ClusterSpec,
+    policy: WorkerGroupConfig,
+    generation: WorkerGroupConfig,
+}
+
 fn main() -> anyhow::Result<()> {
-    gym_client::launch::enter();
+    // First, because a worker's process starts as this program.
+    workers().enter();
     let arguments = Arguments::parse();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     runtime.block_on(async { tokio::spawn(train(arguments)).await? })
+}
+
+fn workers() -> Workers {
+    Workers::new()
+        .with("policy", WorkerKind::of::<PolicyWorker>())
+        .with("generation", WorkerKind::of::<GenerationWorker>())
 }
 
 async fn train(arguments: Arguments) -> anyhow::Result<()> {
@@ -58,9 +84,22 @@ async fn train(arguments: Arguments) -> anyhow::Result<()> {
     let environment =
         RolloutEnvironment::new(stack.client().clone(), &world, "math_environment_server", "math_simple_agent");
 
-    let layout = RankLayout::new([(DATA_AXIS, arguments.ranks)])?;
-    let policy = Arc::new(InProcessGroup::start::<PolicyWorker>("policy", layout.clone(), Table::default()).await?);
-    let engine = Arc::new(InProcessGroup::start::<GenerationWorker>("generation", layout, ()).await?);
+    let file = std::fs::read(&arguments.cluster).with_context(|| format!("read {}", arguments.cluster.display()))?;
+    let file: Deployment =
+        serde_json::from_slice(&file).with_context(|| format!("in {}", arguments.cluster.display()))?;
+    let mut cluster = VirtualCluster::new(file.cluster, Local::new(workers()))?;
+    if let Some(nodes) = &arguments.simulate_nodes {
+        cluster = cluster.simulate_nodes(nodes);
+    }
+    let mut options = GroupOptions::new(Transports::from_features(InProcess::new()));
+    options.layout = Some(RankLayout::new([(DATA_AXIS, cluster.world_size())])?);
+    let mut policy = GroupRequest::new("policy", "policy", &Table::default(), options.clone())?;
+    policy.config = Some(file.policy);
+    let mut engine = GroupRequest::new("generation", "generation", &(), options)?;
+    engine.config = Some(file.generation);
+    let starting = CallContext::within(Duration::from_secs(60));
+    let policy = Arc::new(cluster.start(&starting, policy).await?);
+    let engine = Arc::new(cluster.start(&starting, engine).await?);
     let generation = TableGeneration::new(engine, policy.clone(), arguments.seed);
     let trained = TablePolicy::new(policy, arguments.learning_rate);
 
@@ -94,6 +133,7 @@ async fn train(arguments: Arguments) -> anyhow::Result<()> {
             operator.symbol()
         );
     }
+    cluster.shutdown(Duration::from_secs(10)).await?;
     stack.stop().await;
     Ok(())
 }
