@@ -5,10 +5,15 @@ pub mod collect;
 pub mod config;
 mod cookies;
 #[cfg(target_os = "linux")]
+pub mod group;
+#[cfg(target_os = "linux")]
 pub mod launch;
 mod peer;
 mod pick;
+#[cfg(target_os = "linux")]
+pub mod provision;
 pub mod registry;
+mod serve;
 mod server_client;
 mod transports;
 
@@ -16,5 +21,6 @@ pub use cookies::CookieJar;
 pub use gym_core::Picker;
 #[cfg(feature = "http")]
 pub use gym_transport_http as http;
+pub use serve::serve;
 pub use server_client::{CallOptions, ServerClient, Session};
 pub use transports::Transports;

@@ -18,12 +18,18 @@ impl Transports {
         Self::default()
     }
 
-    /// The in-process switchboard, and HTTP if the feature `http` is on.
+    /// The in-process switchboard; with the feature `http` also HTTP and framed connections, over TCP and Unix sockets.
     #[must_use]
     pub fn from_features(in_process: InProcess) -> Self {
         let transports = Self::new().with(Arc::new(in_process));
         #[cfg(feature = "http")]
-        let transports = transports.with(Arc::new(gym_transport_http::HttpConnector::default()));
+        let transports = {
+            use gym_transport_http::{FramesConfig, FramesConnector, HttpConnector};
+            transports
+                .with(Arc::new(HttpConnector::default()))
+                .with(Arc::new(FramesConnector::tcp(FramesConfig::default())))
+                .with(Arc::new(FramesConnector::unix(FramesConfig::default())))
+        };
         transports
     }
 
@@ -45,11 +51,39 @@ impl Transports {
     /// # Errors
     /// The last endpoint's error; `Unimplemented` naming the schemes when none is served here.
     pub async fn connect(&self, cx: &CallContext, endpoints: &[Endpoint], options: &ConnectOptions) -> Result<Channel> {
+        self.connect_where(cx, endpoints, options, |_| true).await
+    }
+
+    /// Opens a channel to the first endpoint that can be reached and whose requests arrive in the order in which they were
+    /// sent, as worker groups need it.
+    ///
+    /// # Errors
+    /// As of [`Transports::connect`]; `Unimplemented` when what can be reached keeps no order.
+    pub async fn connect_ordered(
+        &self,
+        cx: &CallContext,
+        endpoints: &[Endpoint],
+        options: &ConnectOptions,
+    ) -> Result<Channel> {
+        self.connect_where(cx, endpoints, options, |channel| channel.path().ordered).await
+    }
+
+    async fn connect_where(
+        &self,
+        cx: &CallContext,
+        endpoints: &[Endpoint],
+        options: &ConnectOptions,
+        fits: impl Fn(&Channel) -> bool,
+    ) -> Result<Channel> {
         let mut last = None;
         for endpoint in endpoints {
             let Some(connector) = self.connectors.get(endpoint.scheme()) else { continue };
             match connector.connect(cx, endpoint, options).await {
-                Ok(channel) => return Ok(channel),
+                Ok(channel) if fits(&channel) => return Ok(channel),
+                Ok(_) => {
+                    let said = format!("{endpoint} keeps no order; give its http+frames or unix+frames endpoint too");
+                    last.get_or_insert_with(|| Error::not_started(Code::Unimplemented, said));
+                }
                 Err(error) => last = Some(error),
             }
         }

@@ -88,18 +88,73 @@ impl From<FrameError> for Error {
 #[must_use]
 pub fn encode(message: &Message) -> Rope {
     let mut prefix = BytesMut::with_capacity(FIXED_BYTES + 8 * message.segments.len());
-    prefix.put_u32_le(MAGIC);
-    prefix.put_u8(VERSION);
-    prefix.put_u8(0);
-    prefix.put_u16_le(0);
-    // A head beyond 4 GiB is refused by every receiver; saturating keeps the refusal theirs.
-    prefix.put_u32_le(u32::try_from(message.head.len()).unwrap_or(u32::MAX));
-    prefix.put_u32_le(u32::try_from(message.segments.len()).unwrap_or(u32::MAX));
-    for segment in &message.segments {
-        prefix.put_u64_le(segment.len() as u64);
-    }
+    put_prefix(message, &mut prefix);
     let pieces = message.head.pieces().iter().chain(&message.segments).cloned();
     std::iter::once(prefix.freeze()).chain(pieces).collect()
+}
+
+/// Writes a message's prefix alone, for transports that send the rest piece by piece.
+pub fn put_prefix(message: &Message, to: &mut BytesMut) {
+    to.put_u32_le(MAGIC);
+    to.put_u8(VERSION);
+    to.put_u8(0);
+    to.put_u16_le(0);
+    // A head beyond 4 GiB is refused by every receiver; saturating keeps the refusal theirs.
+    to.put_u32_le(u32::try_from(message.head.len()).unwrap_or(u32::MAX));
+    to.put_u32_le(u32::try_from(message.segments.len()).unwrap_or(u32::MAX));
+    for segment in &message.segments {
+        to.put_u64_le(segment.len() as u64);
+    }
+}
+
+/// What a prefix announces, each length within the limits.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Lengths {
+    /// Bytes of the head.
+    pub head: usize,
+    /// Bytes of each segment, in order.
+    pub segments: Vec<usize>,
+    /// Bytes of head and segments together.
+    pub total: usize,
+}
+
+impl Lengths {
+    /// Takes a prefix off the front of `bytes`.
+    ///
+    /// # Errors
+    /// When it is not a frame's, is cut short, or a length exceeds `limits`: nothing has been allocated for it by then.
+    pub fn take(bytes: &mut Bytes, limits: &Limits) -> Result<Self, FrameError> {
+        let found = bytes.len();
+        let short = |expected| FrameError::Length { found, expected };
+        if found < FIXED_BYTES {
+            return Err(short(FIXED_BYTES));
+        }
+        let magic = bytes.get_u32_le();
+        if magic != MAGIC {
+            return Err(FrameError::Magic(magic));
+        }
+        let (version, flags, _reserved) = (bytes.get_u8(), bytes.get_u8(), bytes.get_u16_le());
+        if version != VERSION || flags != 0 {
+            return Err(FrameError::Version { version, flags });
+        }
+        let head = bytes.get_u32_le() as usize;
+        check("a head", head as u64, "head_bytes_max", limits.head_bytes_max)?;
+        let count = bytes.get_u32_le() as usize;
+        check("a segment count", count as u64, "segments_max", limits.segments_max)?;
+        if bytes.len() < 8 * count {
+            return Err(short(FIXED_BYTES + 8 * count));
+        }
+        let mut total = head as u64;
+        let mut segments = Vec::with_capacity(count);
+        for _ in 0..count {
+            let length = bytes.get_u64_le();
+            total = total.saturating_add(length);
+            check("a message", total, "message_bytes_max", limits.message_bytes_max)?;
+            segments.push(usize::try_from(length).unwrap_or(usize::MAX));
+        }
+        check("a message", total, "message_bytes_max", limits.message_bytes_max)?;
+        Ok(Self { head, segments, total: usize::try_from(total).unwrap_or(usize::MAX) })
+    }
 }
 
 /// Reads a whole frame; head and segments are slices of it.
@@ -108,41 +163,12 @@ pub fn encode(message: &Message) -> Rope {
 /// When the bytes are not a frame, or a length exceeds `limits`: nothing has been allocated for it by then.
 pub fn decode(mut frame: Bytes, limits: &Limits, content_type: ContentType) -> Result<Message, FrameError> {
     let found = frame.len();
-    let short = |expected| FrameError::Length { found, expected };
-    if found < FIXED_BYTES {
-        return Err(short(FIXED_BYTES));
+    let lengths = Lengths::take(&mut frame, limits)?;
+    if frame.len() != lengths.total {
+        return Err(FrameError::Length { found, expected: lengths.total.saturating_add(found - frame.len()) });
     }
-    let magic = frame.get_u32_le();
-    if magic != MAGIC {
-        return Err(FrameError::Magic(magic));
-    }
-    let (version, flags, _reserved) = (frame.get_u8(), frame.get_u8(), frame.get_u16_le());
-    if version != VERSION || flags != 0 {
-        return Err(FrameError::Version { version, flags });
-    }
-    let head_len = frame.get_u32_le() as usize;
-    check("a head", head_len as u64, "head_bytes_max", limits.head_bytes_max)?;
-    let count = frame.get_u32_le() as usize;
-    check("a segment count", count as u64, "segments_max", limits.segments_max)?;
-    if frame.len() < 8 * count {
-        return Err(short(FIXED_BYTES + 8 * count));
-    }
-    let mut lengths = frame.split_to(8 * count);
-    let mut total = head_len as u64;
-    let mut segments = Vec::with_capacity(count);
-    for _ in 0..count {
-        let length = lengths.get_u64_le();
-        total = total.saturating_add(length);
-        check("a message", total, "message_bytes_max", limits.message_bytes_max)?;
-        segments.push(length);
-    }
-    check("a message", total, "message_bytes_max", limits.message_bytes_max)?;
-    if frame.len() as u64 != total {
-        let prefix = FIXED_BYTES + 8 * count;
-        return Err(short(usize::try_from(total).unwrap_or(usize::MAX).saturating_add(prefix)));
-    }
-    let head = frame.split_to(head_len);
-    let segments = segments.into_iter().map(|length| frame.split_to(usize::try_from(length).unwrap_or(0))).collect();
+    let head = frame.split_to(lengths.head);
+    let segments = lengths.segments.into_iter().map(|length| frame.split_to(length)).collect();
     Ok(Message { content_type, head: head.into(), segments })
 }
 

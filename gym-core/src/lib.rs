@@ -1,6 +1,7 @@
 //! The vocabulary and the seams of the gym SDK.
 #![forbid(unsafe_code)]
 
+pub mod advantages;
 mod batch;
 mod channel;
 pub mod cluster;
@@ -16,6 +17,7 @@ pub mod in_process;
 mod layout;
 mod ledger;
 mod message;
+pub mod message_log;
 pub mod metrics;
 pub mod packing;
 mod pick;
@@ -25,6 +27,7 @@ mod registry;
 mod responses;
 mod retry;
 mod rollout;
+pub mod safetensors;
 mod server;
 mod tensor;
 #[cfg(feature = "testing")]
@@ -34,7 +37,11 @@ mod unwritten;
 mod worker;
 mod world;
 
-pub use batch::{Batch, BatchSchema, Column, ColumnSchema, JsonRows, Offsets, Payload, Ragged, Uneven};
+pub use batch::{
+    Assembly, Batch, BatchSchema, Column, ColumnSchema, Device, DynamicBatching, JsonRows, MicroBatch, MicroBatchChunk,
+    MicroBatches, MicrobatchOrder, Offsets, Packed, Padding, Payload, Ragged, RowShape, Segment, SegmentId,
+    SegmentSchema, SequencePacking, Sharded, Sharding, Side, Uneven,
+};
 pub use channel::{Channel, INCARNATION_METADATA, Link, PathInfo, Reply};
 pub use context::{CallContext, DEFAULT_DEADLINE, DEFAULT_REPLY_BYTES_MAX, Incarnation, TraceContext};
 pub use dispatch::{Assignment, Dispatch, Free, PlanError};
@@ -65,7 +72,7 @@ pub use rollout::{Attempt, FailureClass, TaskKey};
 pub use server::{
     AgentServer, EnvironmentServer, ModelServer, ResourcesServer, ServerKind, SessionId, Verdict, unknown_tool,
 };
-pub use tensor::{DType, Element, Tensor};
+pub use tensor::{DType, Element, Scalar, Tensor, bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
 pub use transport::{ConnectOptions, Connector, Endpoint, Incoming, Listener, PeerInfo};
 pub use worker::{Handles, HandlesBlocking, HandlesShared, Method, Methods, Worker, WorkerEnv};
 pub use world::{FileLock, Files, RealFiles, World};

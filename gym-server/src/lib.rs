@@ -13,19 +13,19 @@ mod params;
 mod relay;
 mod reply;
 mod role;
-mod serve;
+
 #[cfg(feature = "http")]
 pub mod stack;
 #[cfg(test)]
 mod testing;
 
 pub use agent::{SimpleAgent, SimpleAgentConfig};
+pub use gym_client::serve;
 pub use head::{HEAD_PORT, HeadServer};
 pub use metrics::Metrics;
 pub use model::{ScriptedItem, ScriptedModel, ScriptedModelConfig};
 pub use relay::{Relay, RelayConfig};
 pub use reply::{Detail, unprocessable};
 pub use role::{Agent, Environment, Model, Resources, Site};
-pub use serve::serve;
 #[cfg(feature = "http")]
 pub use stack::{Build, Servers, Stack, StackOptions};

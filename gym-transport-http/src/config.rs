@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use crate::frames::FramesConfig;
+
 /// Limits and timeouts of a connector or a listener. `HttpConfig::default()` fits both ends of a NeMo Gym deployment.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HttpConfig {
@@ -37,6 +39,8 @@ pub struct HttpConfig {
     pub segments_max: usize,
     /// The deadline of a call whose caller names none, as Python clients do not.
     pub default_deadline: Duration,
+    /// What holds for connections that are upgraded to frames.
+    pub frames: FramesConfig,
 }
 
 impl Default for HttpConfig {
@@ -55,6 +59,7 @@ impl Default for HttpConfig {
             segments_max: 1 << 16,
             // Python callers say none and wait for ever; an episode of theirs may take hours, a day means that it is lost.
             default_deadline: Duration::from_secs(24 * 3_600),
+            frames: FramesConfig::default(),
         }
     }
 }

@@ -60,7 +60,7 @@ impl Connector for HttpConnector {
 
     async fn connect(&self, cx: &CallContext, to: &Endpoint, options: &ConnectOptions) -> Result<Channel> {
         cx.check()?;
-        let (address, prefix) = parse(to)?;
+        let (address, prefix) = parse(to, SCHEME)?;
         let host = HeaderValue::from_str(to.address().split('/').next().unwrap_or_default())
             .map_err(|_| Error::invalid(format!("`{to}` has a host that no HTTP request can name")))?;
         let link = HttpLink {
@@ -74,9 +74,9 @@ impl Connector for HttpConnector {
 }
 
 /// Host, port and the prefix of every route.
-fn parse(to: &Endpoint) -> Result<(Address, Arc<str>)> {
-    let wrong = |why: &str| Error::invalid(format!("`{to}` {why}; write http://host:port"));
-    if to.scheme() != SCHEME {
+pub(crate) fn parse(to: &Endpoint, scheme: &str) -> Result<(Address, Arc<str>)> {
+    let wrong = |why: &str| Error::invalid(format!("`{to}` {why}; write {scheme}://host:port"));
+    if to.scheme() != scheme {
         return Err(wrong("is not an HTTP endpoint"));
     }
     let (authority, prefix) = match to.address().find('/') {
@@ -334,7 +334,7 @@ mod tests {
     use super::*;
 
     fn parsed(text: &str) -> Result<(String, u16, String)> {
-        let (address, prefix) = parse(&Endpoint::parse(text)?)?;
+        let (address, prefix) = parse(&Endpoint::parse(text)?, SCHEME)?;
         Ok((address.host, address.port, prefix.to_string()))
     }
 

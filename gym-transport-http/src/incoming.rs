@@ -4,12 +4,12 @@ use std::convert::Infallible;
 use std::fmt;
 use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Poll;
 
 use async_trait::async_trait;
 use gym_core::{Code, Error, Execution, Handler, Incoming, PeerInfo, Request, Response, Result, Route, Status, Verb};
-use http::StatusCode;
+use http::{HeaderValue, StatusCode};
 use hyper::body::{Body, Incoming as WireBody};
 use hyper::server::conn::http1::Builder;
 use hyper::service::service_fn;
@@ -21,6 +21,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::body::{Gather, RopeBody, message_of};
 use crate::config::HttpConfig;
+use crate::frames::{Hall, ROUTE, Socket, UPGRADE, serve as serve_frames};
 use crate::headers::{context_of, media_types_of, put_content_type, put_metadata};
 use crate::wire::{Accepted, Wire};
 
@@ -31,12 +32,14 @@ use crate::wire::{Accepted, Wire};
 /// - A call whose deadline has passed before it could start gets 504, not started.
 /// - A body above `request_bytes_max` is read to its end, without being kept, and gets 413: a client whose connection breaks
 ///   instead would send it again, NeMo Gym's for ever.
+/// - A request to upgrade to frames gets them, on the same connection.
 /// - What is not HTTP gets 400, and the connection ends.
 pub struct HttpIncoming {
     stream: TcpStream,
     peer: PeerInfo,
     config: Arc<HttpConfig>,
     calls: Arc<Semaphore>,
+    hall: Hall,
     /// Given back when the connection ends.
     room: Option<OwnedSemaphorePermit>,
 }
@@ -47,9 +50,10 @@ impl HttpIncoming {
         peer: PeerInfo,
         config: Arc<HttpConfig>,
         calls: Arc<Semaphore>,
+        hall: Hall,
         room: Option<OwnedSemaphorePermit>,
     ) -> Self {
-        Self { stream, peer, config, calls, room }
+        Self { stream, peer, config, calls, hall, room }
     }
 }
 
@@ -66,21 +70,26 @@ impl Incoming for HttpIncoming {
     }
 
     async fn serve(self: Box<Self>, handler: Arc<dyn Handler>, drain: CancellationToken) -> Result<()> {
-        let Self { stream, peer, config, calls, room } = *self;
+        let Self { stream, peer, config, calls, hall, room } = *self;
         let watch = Arc::new(Accepted::new());
         let wire = TokioIo::new(Wire::new(stream, Arc::clone(&watch)));
         let shared = Arc::new(Shared { handler, peer, config, calls });
-        let service = service_fn(|request| {
+        let upgrade = Arc::new(Mutex::new(None));
+        let service = service_fn(|mut request: http::Request<WireBody>| {
+            let asks = asks_for_frames(&request);
+            if asks {
+                *lock(&upgrade) = Some(hyper::upgrade::on(&mut request));
+            }
             let phase = Phase::begin(Arc::clone(&watch));
             let shared = Arc::clone(&shared);
             async move {
                 let _phase = phase;
-                Ok::<_, Infallible>(answer(&shared, request).await)
+                Ok::<_, Infallible>(if asks { consent() } else { answer(&shared, request).await })
             }
         });
         // Not `pipeline_flush`: it holds answers back for as long as anything else has come in (the 400 to garbage for ever),
         // and copies every body to do so.
-        let http = Builder::new().keep_alive(true).half_close(false).serve_connection(wire, service);
+        let http = Builder::new().keep_alive(true).half_close(false).serve_connection(wire, service).with_upgrades();
         let mut connection = pin!(http);
         // A child of its own: the parent's lock is shared by all connections.
         let drain = drain.child_token();
@@ -108,12 +117,48 @@ impl Incoming for HttpIncoming {
             Poll::Pending
         })
         .await;
+        let upgrade = lock(&upgrade).take();
+        let ended = match (ended, upgrade) {
+            (Ok(()), Some(upgrade)) => {
+                let upgraded = upgrade.await.map_err(left).and_then(|upgraded| {
+                    upgraded.downcast().map_err(|_| Error::internal("hyper gave back another socket than it was given"))
+                });
+                match upgraded {
+                    Ok(hyper::upgrade::Parts { io, read_buf, .. }) => {
+                        let io: TokioIo<Wire<Accepted>> = io;
+                        let socket = Socket::Tcp(io.into_inner().into_inner());
+                        let (handler, peer) = (Arc::clone(&shared.handler), shared.peer.clone());
+                        Box::pin(serve_frames(socket, &read_buf, hall, handler, peer, drain.clone())).await
+                    }
+                    Err(error) => Err(error),
+                }
+            }
+            (ended, _) => ended,
+        };
         drop(room);
         match ended {
             Err(error) if error.code() == Code::Cancelled => Ok(()),
             ended => ended.map_err(|error| error.about(format!("serve {}", shared.peer.address))),
         }
     }
+}
+
+fn asks_for_frames(request: &http::Request<WireBody>) -> bool {
+    // A look at one header of each request; the others are only looked at when it is there.
+    request.headers().get(http::header::UPGRADE).is_some_and(|wanted| wanted.as_bytes() == UPGRADE.as_bytes())
+        && request.uri().path() == ROUTE
+}
+
+fn consent() -> http::Response<RopeBody> {
+    let mut response = http::Response::new(RopeBody::default());
+    *response.status_mut() = StatusCode::SWITCHING_PROTOCOLS;
+    response.headers_mut().insert(http::header::CONNECTION, HeaderValue::from_static("upgrade"));
+    response.headers_mut().insert(http::header::UPGRADE, HeaderValue::from_static(UPGRADE));
+    response
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn exceeded(field: &'static str) -> Error {

@@ -5,6 +5,8 @@
 //!              (scheme http)     one call per connection         backlog 4,096   ≤ 16,384 calls
 //! ```
 //!
+//! The same port takes connections that are upgraded to frames (scheme `http+frames`): ordered, many calls at a time.
+//!
 //! A message without segments travels as it is, so curl and Python servers can take part; one with segments travels as
 //! [`application/x-gym-frame`](gym_core::frame). No body is flattened or parsed.
 //!
@@ -13,6 +15,7 @@
 //! | [`HttpConfig`] | every limit and timeout, each with its why |
 //! | [`HttpConnector`] | the calling end, and how failures map to errors |
 //! | [`HttpListener`] | the answering end |
+//! | [`FramesConnector`], [`UnixListener`] | the ordered transport for worker groups: many calls at a time over one connection |
 //! | `headers`, `body` | metadata and messages on the wire |
 //!
 //! ```
@@ -46,6 +49,7 @@
 mod body;
 mod config;
 mod connector;
+mod frames;
 mod headers;
 mod incoming;
 mod listener;
@@ -54,6 +58,7 @@ mod wire;
 
 pub use config::HttpConfig;
 pub use connector::HttpConnector;
+pub use frames::{FRAMES_SCHEME, FramesConfig, FramesConnector, UNIX_SCHEME, UnixIncoming, UnixListener};
 pub use incoming::HttpIncoming;
 pub use listener::HttpListener;
 

@@ -14,11 +14,12 @@ use tokio::time::sleep;
 
 use crate::SCHEME;
 use crate::config::HttpConfig;
+use crate::frames::{FRAMES_SCHEME, Hall};
 use crate::incoming::HttpIncoming;
 use crate::pool::keep_alive;
 
 /// How long accepting rests when the process has no file descriptor left: time for a few calls to end.
-const EXHAUSTED_PAUSE: Duration = Duration::from_millis(50);
+pub(crate) const EXHAUSTED_PAUSE: Duration = Duration::from_millis(50);
 
 /// Accepts HTTP/1.1 connections. Connections beyond the bound wait in the kernel's backlog, calls beyond theirs wait here:
 /// nobody is refused for want of room.
@@ -26,10 +27,11 @@ const EXHAUSTED_PAUSE: Duration = Duration::from_millis(50);
 pub struct HttpListener {
     listener: TcpListener,
     address: SocketAddr,
-    endpoints: [Endpoint; 1],
+    endpoints: [Endpoint; 2],
     config: Arc<HttpConfig>,
     connections: Arc<Semaphore>,
     calls: Arc<Semaphore>,
+    hall: Hall,
     /// Room for the next connection: taken before it is accepted, and kept if the wait for it is given up.
     room: Option<OwnedSemaphorePermit>,
 }
@@ -53,12 +55,14 @@ impl HttpListener {
         let address = listener.local_addr().map_err(|error| Error::internal("no local address").caused_by(error))?;
         let connections_max =
             config.accepted_max.unwrap_or_else(|| accepted_max(descriptors)).clamp(1, Semaphore::MAX_PERMITS);
+        let calls = Arc::new(Semaphore::new(config.requests_max.clamp(1, Semaphore::MAX_PERMITS)));
         Ok(Self {
             listener,
             address,
-            endpoints: [Endpoint::parse(&format!("{SCHEME}://{address}"))?],
+            endpoints: endpoints(&address.to_string())?,
             connections: Arc::new(Semaphore::new(connections_max)),
-            calls: Arc::new(Semaphore::new(config.requests_max.clamp(1, Semaphore::MAX_PERMITS))),
+            hall: Hall::new(config.frames.clone(), Arc::clone(&calls)),
+            calls,
             config: Arc::new(config),
             room: None,
         })
@@ -72,7 +76,7 @@ impl HttpListener {
         if host.is_empty() {
             return Err(Error::invalid("the advertised host is empty"));
         }
-        self.endpoints = [Endpoint::parse(&format!("{SCHEME}://{host}:{}", self.address.port()))?];
+        self.endpoints = endpoints(&format!("{host}:{}", self.address.port()))?;
         Ok(self)
     }
 
@@ -81,6 +85,11 @@ impl HttpListener {
     pub fn local_address(&self) -> SocketAddr {
         self.address
     }
+}
+
+/// Plain HTTP first: it is what every peer can speak, and role servers need no order. Worker groups ask for the ordered one.
+fn endpoints(address: &str) -> Result<[Endpoint; 2]> {
+    Ok([Endpoint::parse(&format!("{SCHEME}://{address}"))?, Endpoint::parse(&format!("{FRAMES_SCHEME}://{address}"))?])
 }
 
 fn listen(address: SocketAddr, backlog: u32) -> std::io::Result<TcpListener> {
@@ -127,7 +136,8 @@ impl Listener for HttpListener {
                 Ok((stream, address)) => {
                     let peer = PeerInfo { address: address.to_string().into() };
                     let (config, calls) = (Arc::clone(&self.config), Arc::clone(&self.calls));
-                    return Ok(Box::new(HttpIncoming::new(stream, peer, config, calls, self.room.take())));
+                    let (hall, room) = (self.hall.clone(), self.room.take());
+                    return Ok(Box::new(HttpIncoming::new(stream, peer, config, calls, hall, room)));
                 }
                 Err(error) => match Errno::from_io_error(&error) {
                     Some(Errno::BADF | Errno::INVAL | Errno::NOTSOCK | Errno::OPNOTSUPP) => {

@@ -129,7 +129,7 @@ impl Pool {
 
     /// A new connection.
     pub(crate) async fn connect(&self) -> Result<Box<Lane>> {
-        let stream = timeout(self.config.connect_timeout, self.connect_stream())
+        let stream = timeout(self.config.connect_timeout, connect_stream(&self.address))
             .await
             .map_err(|_| {
                 let waited = self.config.connect_timeout;
@@ -143,26 +143,6 @@ impl Pool {
             .await
             .map_err(|error| Error::not_started(Code::Unavailable, "cannot start HTTP").caused_by(error))?;
         Ok(Box::new(Lane { sender, watch, connection, ended: false }))
-    }
-
-    async fn connect_stream(&self) -> Result<TcpStream> {
-        let Address { host, port } = &self.address;
-        let connected = match host.parse::<IpAddr>() {
-            Ok(ip) => TcpStream::connect(SocketAddr::new(ip, *port)).await,
-            Err(_) => TcpStream::connect((host.as_str(), *port)).await,
-        };
-        let stream = connected.map_err(|error| {
-            let code = match rustix::io::Errno::from_io_error(&error) {
-                Some(rustix::io::Errno::MFILE | rustix::io::Errno::NFILE) => Code::ResourceExhausted,
-                _ => Code::Unavailable,
-            };
-            Error::not_started(code, "cannot connect").caused_by(error)
-        })?;
-        // Without these, small requests wait for acknowledgements, and a peer that lost its power is never missed.
-        if let Err(error) = stream.set_nodelay(true).and_then(|()| keep_alive(&stream)) {
-            tracing::debug!(%error, "socket options not set");
-        }
-        Ok(stream)
     }
 
     /// Takes no new calls; `true` once no call is running.
@@ -209,6 +189,26 @@ impl fmt::Debug for Pool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Pool({}:{}, {} idle)", self.address.host, self.address.port, self.lock().lanes.len())
     }
+}
+
+/// A connected socket.
+pub(crate) async fn connect_stream(Address { host, port }: &Address) -> Result<TcpStream> {
+    let connected = match host.parse::<IpAddr>() {
+        Ok(ip) => TcpStream::connect(SocketAddr::new(ip, *port)).await,
+        Err(_) => TcpStream::connect((host.as_str(), *port)).await,
+    };
+    let stream = connected.map_err(|error| {
+        let code = match rustix::io::Errno::from_io_error(&error) {
+            Some(rustix::io::Errno::MFILE | rustix::io::Errno::NFILE) => Code::ResourceExhausted,
+            _ => Code::Unavailable,
+        };
+        Error::not_started(code, "cannot connect").caused_by(error)
+    })?;
+    // Without these, small requests wait for acknowledgements, and a peer that lost its power is never missed.
+    if let Err(error) = stream.set_nodelay(true).and_then(|()| keep_alive(&stream)) {
+        tracing::debug!(%error, "socket options not set");
+    }
+    Ok(stream)
 }
 
 fn closed() -> Error {

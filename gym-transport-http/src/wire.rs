@@ -36,6 +36,11 @@ impl<W> Wire<W> {
     pub(crate) fn new(stream: TcpStream, watch: Arc<W>) -> Self {
         Self { stream, watch }
     }
+
+    /// The socket, no longer watched.
+    pub(crate) fn into_inner(self) -> TcpStream {
+        self.stream
+    }
 }
 
 impl<W: Watch> AsyncRead for Wire<W> {

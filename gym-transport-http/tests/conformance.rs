@@ -1,20 +1,74 @@
-//! The HTTP transport passes the suite that every transport passes.
+//! The transports of this crate pass the suite that every transport passes.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use async_trait::async_trait;
 use gym_core::testing::conformance::{TransportPair, TransportSetup, transport};
-use gym_transport_http::{HttpConfig, HttpConnector, HttpListener};
+use gym_core::{Endpoint, Incoming, Listener, Result};
+use gym_transport_http::{FramesConfig, FramesConnector, HttpConfig, HttpConnector, HttpListener, UnixListener};
 
-fn pair(setup: TransportSetup) -> TransportPair {
+fn http_pair(setup: TransportSetup) -> TransportPair {
     let config = HttpConfig { connections_max: setup.calls_max, ..HttpConfig::default() };
     let listener = HttpListener::bind(([127, 0, 0, 1], 0).into(), config.clone()).expect("a free port");
     (Box::new(HttpConnector::new(config)), Box::new(listener))
 }
 
+/// A listener whose frames are asked for.
+#[derive(Debug)]
+struct FramesAlone(HttpListener);
+
+#[async_trait]
+impl Listener for FramesAlone {
+    fn endpoints(&self) -> &[Endpoint] {
+        &self.0.endpoints()[1..]
+    }
+
+    async fn accept(&mut self) -> Result<Box<dyn Incoming>> {
+        self.0.accept().await
+    }
+}
+
+fn frames_pair(setup: TransportSetup) -> TransportPair {
+    let frames = FramesConfig { calls_max: setup.calls_max, ..FramesConfig::default() };
+    let config = HttpConfig { frames: frames.clone(), ..HttpConfig::default() };
+    let listener = HttpListener::bind(([127, 0, 0, 1], 0).into(), config).expect("a free port");
+    (Box::new(FramesConnector::tcp(frames)), Box::new(FramesAlone(listener)))
+}
+
+fn unix_pair(setup: TransportSetup) -> TransportPair {
+    static PAIRS: AtomicUsize = AtomicUsize::new(0);
+    let frames = FramesConfig { calls_max: setup.calls_max, ..FramesConfig::default() };
+    let name = format!("gym-conformance-{}-{}", std::process::id(), PAIRS.fetch_add(1, Ordering::Relaxed));
+    let listener = UnixListener::bind(std::env::temp_dir().join(name), frames.clone()).expect("a free path");
+    (Box::new(FramesConnector::unix(frames)), Box::new(listener))
+}
+
 #[tokio::test]
 async fn http() {
-    transport(async |setup| pair(setup)).await;
+    transport(async |setup| http_pair(setup)).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn http_on_two_threads() {
-    transport(async |setup| pair(setup)).await;
+    transport(async |setup| http_pair(setup)).await;
+}
+
+#[tokio::test]
+async fn frames_over_tcp() {
+    transport(async |setup| frames_pair(setup)).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn frames_over_tcp_on_two_threads() {
+    transport(async |setup| frames_pair(setup)).await;
+}
+
+#[tokio::test]
+async fn frames_over_a_unix_socket() {
+    transport(async |setup| unix_pair(setup)).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn frames_over_a_unix_socket_on_two_threads() {
+    transport(async |setup| unix_pair(setup)).await;
 }

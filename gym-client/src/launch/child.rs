@@ -191,6 +191,11 @@ impl Supervisor {
             return Err(refused(program, std::io::Error::other("it has no process id or input pipe")));
         };
         let leader = Leader { pid, start_ticks: start_ticks(pid).unwrap_or(0) };
+        if let Some(cgroup) = &self.spec.cgroup {
+            // The kernel's answer to a write of one number; nothing here waits for a disk.
+            std::fs::write(cgroup.join("cgroup.procs"), pid.to_string())
+                .map_err(|error| refused(cgroup.clone(), error))?;
+        }
         self.shared.register(leader).await?;
         let opened = timeout(GATE_WAIT, gate.write_all(&[shim::GATE_OPEN])).await;
         if let Err(error) = opened.unwrap_or_else(|late| Err(late.into()))

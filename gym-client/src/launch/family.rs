@@ -46,13 +46,19 @@ pub(super) struct Member {
     group: i32,
 }
 
+/// What `/proc` says of a process in one line.
 #[derive(Debug, Clone, Copy)]
-struct Stat {
+pub(crate) struct Stat {
     state: u8,
-    parent: i32,
+    pub(crate) parent: i32,
     group: i32,
-    session: i32,
-    start_ticks: u64,
+    pub(crate) session: i32,
+    /// CPU time used, user and system, in clock ticks.
+    pub(crate) cpu_ticks: u64,
+    /// When it started, in clock ticks since boot.
+    pub(crate) start_ticks: u64,
+    /// Memory that is resident, in pages.
+    pub(crate) resident_pages: u64,
 }
 
 impl Stat {
@@ -61,7 +67,7 @@ impl Stat {
     }
 
     /// Fields follow the last `)`: the name before it may contain anything, blanks and parentheses included.
-    fn parse(text: &[u8]) -> Option<Self> {
+    pub(crate) fn parse(text: &[u8]) -> Option<Self> {
         let close = memchr::memrchr(b')', text)?;
         let rest = std::str::from_utf8(text.get(close + 1..)?).ok()?;
         let mut fields = rest.split_ascii_whitespace();
@@ -69,9 +75,32 @@ impl Stat {
         let parent = fields.next()?.parse().ok()?;
         let group = fields.next()?.parse().ok()?;
         let session = fields.next()?.parse().ok()?;
-        // Field 22 of the line (proc_pid_stat(5)); six are gone, numbered from 1.
-        let start_ticks = fields.nth(15)?.parse().ok()?;
-        Some(Self { state, parent, group, session, start_ticks })
+        // Fields 14, 15, 22 and 24 of the line (proc_pid_stat(5)); six are gone, numbered from 1.
+        let user: u64 = fields.nth(7)?.parse().ok()?;
+        let system: u64 = fields.next()?.parse().ok()?;
+        let start_ticks = fields.nth(6)?.parse().ok()?;
+        let resident_pages = fields.nth(1)?.parse().ok()?;
+        Some(Self {
+            state,
+            parent,
+            group,
+            session,
+            cpu_ticks: user.saturating_add(system),
+            start_ticks,
+            resident_pages,
+        })
+    }
+
+    /// All living processes by their ids. Reads `/proc`: call it off the runtime's threads.
+    pub(crate) fn all() -> io::Result<BTreeMap<i32, Self>> {
+        let mut all = BTreeMap::new();
+        for entry in fs::read_dir("/proc")? {
+            let Some(pid) = entry?.file_name().to_str().and_then(|name| name.parse::<i32>().ok()) else { continue };
+            if let Some(stat) = Self::read(pid).filter(|stat| stat.alive()) {
+                all.insert(pid, stat);
+            }
+        }
+        Ok(all)
     }
 
     /// A zombie is dead already and waits for its parent only.
@@ -89,15 +118,8 @@ impl Family {
     /// All living members, ordered by process id. Reads `/proc`: call it off the runtime's threads.
     fn look(&self) -> io::Result<Vec<Member>> {
         let own = i32::try_from(std::process::id()).unwrap_or(0);
-        let mut all = BTreeMap::new();
-        for entry in fs::read_dir("/proc")? {
-            let Some(pid) = entry?.file_name().to_str().and_then(|name| name.parse::<i32>().ok()) else { continue };
-            if let Some(stat) = Stat::read(pid).filter(|stat| stat.alive())
-                && pid != own
-            {
-                all.insert(pid, stat);
-            }
-        }
+        let mut all = Stat::all()?;
+        all.remove(&own);
         // A number in use again by a process that started later: the whole old group is gone, else it were not free.
         let leaders: Vec<i32> = self
             .leaders
@@ -245,10 +267,10 @@ mod tests {
 
     #[test]
     fn a_name_with_blanks_and_parentheses_does_not_shift_the_fields() {
-        let line = b"77 (a) b (c)) S 12 34 56 0 -1 4194560 1 2 3 4 5 6 7 8 20 0 1 0 987654 1 2 3";
+        let line = b"77 (a) b (c)) S 12 34 56 0 -1 4194560 1 2 3 4 5 6 7 8 20 0 1 0 987654 1 55 3";
         let stat = Stat::parse(line).expect("parses");
         assert_eq!((stat.state, stat.parent, stat.group, stat.session), (b'S', 12, 34, 56));
-        assert_eq!(stat.start_ticks, 987_654);
+        assert_eq!((stat.start_ticks, stat.cpu_ticks, stat.resident_pages), (987_654, 11, 55));
     }
 
     #[test]

@@ -57,7 +57,7 @@ use tokio::time::Instant;
 
 mod child;
 mod error;
-mod family;
+pub(crate) mod family;
 mod lines;
 mod shim;
 mod spawner;

@@ -71,6 +71,9 @@ pub struct ChildSpec {
     /// Time between asking and killing, for what a program leaves behind when it exits by itself and for
     /// [`Launcher::shutdown`](super::Launcher::shutdown).
     pub stop_grace: Duration,
+    /// A control group (its folder) that the child joins before its program is executed, so that all it ever starts is
+    /// in it.
+    pub cgroup: Option<PathBuf>,
 }
 
 impl ChildSpec {
@@ -85,6 +88,7 @@ impl ChildSpec {
             cwd: None,
             restart: RestartPolicy::default(),
             stop_grace: Duration::from_secs(5),
+            cgroup: None,
         }
     }
 
@@ -120,6 +124,13 @@ impl ChildSpec {
     #[must_use]
     pub fn stop_grace(mut self, grace: Duration) -> Self {
         self.stop_grace = grace;
+        self
+    }
+
+    /// Sets the control group.
+    #[must_use]
+    pub fn cgroup(mut self, folder: impl Into<PathBuf>) -> Self {
+        self.cgroup = Some(folder.into());
         self
     }
 

@@ -1,10 +1,12 @@
 //! A batch as a schema and segments: the schema is JSON of a few hundred bytes, the segments are the columns' own memory.
 
+use std::sync::Arc;
+
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use crate::batch::{Batch, Column, JsonRows, Offsets, Ragged};
+use crate::batch::{Batch, Column, JsonRows, MicroBatches, Offsets, Packed, Ragged, Segment, SegmentId};
 use crate::error::{Code, Error, Result};
 use crate::tensor::{DType, Tensor};
 
@@ -21,6 +23,9 @@ pub struct BatchSchema {
     /// Facts about the batch as a whole.
     #[serde(default, skip_serializing_if = "Map::is_empty")]
     pub metadata: Map<String, Value>,
+    /// The plan of micro-batches that a shard carries.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub micro_batches: Option<MicroBatches>,
 }
 
 impl BatchSchema {
@@ -58,6 +63,29 @@ pub enum ColumnSchema {
         /// Name of the column.
         name: String,
     },
+    /// Two segments and the listed ones: the boundaries of the rows among the references, the references, then the tensors.
+    Packed {
+        /// Name of the column.
+        name: String,
+        /// The dimension along which the tensors are packed; negative ones count from the last.
+        dimension: isize,
+        /// Whether the other dimensions are padded.
+        pad_to_max_shape: bool,
+        /// The tensors that rows refer to, each once.
+        segments: Vec<SegmentSchema>,
+    },
+}
+
+/// One tensor of a packed column.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SegmentSchema {
+    /// The segment's identity, 32 hexadecimal digits.
+    pub id: String,
+    /// Type of the elements.
+    pub dtype: DType,
+    /// Sizes of the dimensions.
+    pub shape: Vec<usize>,
 }
 
 impl Batch {
@@ -81,10 +109,26 @@ impl Batch {
                     segments.extend([json.offsets().bytes().clone(), json.text().clone()]);
                     ColumnSchema::Json { name }
                 }
+                Column::Packed(packed) => {
+                    let references = packed.references().iter().map(|reference| *reference as u64).collect::<Vec<_>>();
+                    let count = references.len();
+                    let references =
+                        Tensor::from_vec([count], references).expect("the shape is the vector's own length");
+                    segments
+                        .extend([Offsets::from_lengths(packed.counts()).bytes().clone(), references.bytes().clone()]);
+                    segments.extend(packed.segments().iter().map(|segment| segment.tensor().bytes().clone()));
+                    ColumnSchema::Packed {
+                        name,
+                        dimension: packed.dimension(),
+                        pad_to_max_shape: packed.pads_to_max_shape(),
+                        segments: packed.segments().iter().map(SegmentSchema::of).collect(),
+                    }
+                }
             }
         };
         let columns = self.columns().map(&mut encode).collect();
-        (BatchSchema { rows: self.rows(), columns, metadata: self.metadata.clone() }, segments)
+        let (metadata, micro_batches) = (self.metadata.clone(), self.micro_batches().cloned());
+        (BatchSchema { rows: self.rows(), columns, metadata, micro_batches }, segments)
     }
 
     /// The batch of a schema and segments, which it shares. Every length is checked against the bytes that came, and nothing
@@ -107,7 +151,11 @@ impl Batch {
         if segments.len() > 0 {
             return Err(lost(format!("{} segments belong to no column", segments.len())));
         }
+        if schema.micro_batches.as_ref().is_some_and(|plan| !plan.fits(rows)) {
+            return Err(lost(format!("the plan of micro-batches does not cover the {rows} rows in order")));
+        }
         batch.metadata = schema.metadata;
+        batch.micro_batches = schema.micro_batches.map(Arc::new);
         Ok(batch)
     }
 }
@@ -132,9 +180,34 @@ impl ColumnSchema {
                 let column = Offsets::decode(offsets, rows).and_then(|offsets| JsonRows::new(text, offsets));
                 (name, column.map(Column::Json))
             }
+            Self::Packed { name, dimension, pad_to_max_shape, segments: known } => {
+                let (offsets, references) = (next(&name)?, next(&name)?);
+                let bytes = known.iter().map(|_| next(&name)).collect::<Result<Vec<_>>>()?;
+                let column = Offsets::decode(offsets, rows).and_then(|offsets| {
+                    let segments = known.into_iter().zip(bytes).map(|(known, bytes)| known.decode(bytes));
+                    let references = Tensor::new(DType::U64, [references.len() / 8], references)?.to_i64s()?;
+                    let references = references.into_iter().map(|at| usize::try_from(at).unwrap_or(usize::MAX));
+                    let segments = segments.collect::<Result<_>>()?;
+                    Packed::decode(segments, &offsets, references.collect(), dimension, pad_to_max_shape)
+                });
+                (name, column.map(Column::Packed))
+            }
         };
         let column = column.map_err(|error| as_lost(&error).about(format!("column {name:?}")))?;
         Ok((name, column))
+    }
+}
+
+impl SegmentSchema {
+    fn of(segment: &Segment) -> Self {
+        let tensor = segment.tensor();
+        Self { id: format!("{:032x}", segment.id().0), dtype: tensor.dtype(), shape: tensor.shape().to_vec() }
+    }
+
+    fn decode(self, bytes: Bytes) -> Result<Segment> {
+        let id = u128::from_str_radix(&self.id, 16)
+            .map_err(|_| Error::invalid(format!("{:?} identifies no segment", self.id)))?;
+        Ok(Segment::known(SegmentId(id), Tensor::new(self.dtype, self.shape, bytes)?))
     }
 }
 

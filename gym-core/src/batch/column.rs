@@ -6,7 +6,7 @@ use bytes::Bytes;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::batch::Offsets;
+use crate::batch::{Offsets, Packed};
 use crate::error::{Code, Error, Result};
 use crate::tensor::{DType, Element, Tensor, check_range};
 
@@ -19,6 +19,8 @@ pub enum Column {
     Ragged(Ragged),
     /// JSON values.
     Json(JsonRows),
+    /// Lists of tensors of their own shapes, which rows may share.
+    Packed(Packed),
 }
 
 impl Column {
@@ -29,6 +31,7 @@ impl Column {
             Self::Dense(tensor) => tensor.rows(),
             Self::Ragged(ragged) => ragged.rows(),
             Self::Json(json) => json.rows(),
+            Self::Packed(packed) => packed.rows(),
         }
     }
 
@@ -65,6 +68,17 @@ impl Column {
         }
     }
 
+    /// The rows of a packed column.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when the column is of another kind.
+    pub fn packed(&self) -> Result<&Packed> {
+        match self {
+            Self::Packed(packed) => Ok(packed),
+            other => Err(other.is_not("packed")),
+        }
+    }
+
     /// The name of the kind, as in messages and on the wire.
     #[must_use]
     pub fn kind(&self) -> &'static str {
@@ -72,6 +86,7 @@ impl Column {
             Self::Dense(_) => "dense",
             Self::Ragged(_) => "ragged",
             Self::Json(_) => "json",
+            Self::Packed(_) => "packed",
         }
     }
 
@@ -85,6 +100,7 @@ impl Column {
             Self::Dense(tensor) => Self::Dense(tensor.slice_rows(rows)),
             Self::Ragged(ragged) => Self::Ragged(ragged.slice_rows(rows)),
             Self::Json(json) => Self::Json(json.slice_rows(rows)),
+            Self::Packed(packed) => Self::Packed(packed.select_rows(rows)),
         }
     }
 }
@@ -104,6 +120,12 @@ impl From<Ragged> for Column {
 impl From<JsonRows> for Column {
     fn from(json: JsonRows) -> Self {
         Self::Json(json)
+    }
+}
+
+impl From<Packed> for Column {
+    fn from(packed: Packed) -> Self {
+        Self::Packed(packed)
     }
 }
 

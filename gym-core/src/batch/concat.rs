@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use bytes::{Bytes, BytesMut};
+use serde_json::{Map, Value};
 
-use crate::batch::{Batch, Column, JsonRows, Offsets, Ragged};
+use crate::batch::{Batch, Column, JsonRows, Offsets, Packed, Ragged};
 use crate::error::{Error, Result};
 use crate::tensor::Tensor;
 
@@ -31,10 +32,16 @@ impl Batch {
             Ok((Arc::clone(name), column))
         };
         let columns = first.columns.iter().map(concat_column).collect::<Result<_>>()?;
-        let mut metadata = first.metadata.clone();
-        metadata.retain(|name, value| rest.iter().all(|part| part.metadata.get(name) == Some(value)));
-        Ok(Self { columns, metadata })
+        let metadata = common_metadata(&parts);
+        Ok(Self { columns, metadata, micro_batches: None })
     }
+}
+
+/// Of the metadata, what all parts agree on.
+pub(super) fn common_metadata(parts: &[&Batch]) -> Map<String, Value> {
+    let mut metadata = parts.first().map(|first| first.metadata.clone()).unwrap_or_default();
+    metadata.retain(|name, value| parts.iter().all(|part| part.metadata.get(name) == Some(value)));
+    metadata
 }
 
 impl Column {
@@ -55,6 +62,7 @@ impl Column {
                 let text = concat_bytes(parts.iter().map(|part| part.text()));
                 Self::Json(JsonRows::new(text, concat_offsets(parts.iter().map(|part| part.offsets())))?)
             }
+            Self::Packed(_) => Self::Packed(Packed::concat(&all(columns, Self::packed)?)?),
         })
     }
 }

@@ -14,32 +14,51 @@
 //!
 //! `slice` and `shard` share the memory of the whole; `select`, `concat` and `repeat_interleave` copy, once.
 
+mod assemble;
+mod balance;
 mod codec;
 mod column;
 mod concat;
+mod device;
+mod media;
+mod micro;
 mod offsets;
+mod packed;
+mod pad;
 mod payload;
+mod select;
 mod shard;
+mod validate;
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use serde_json::{Map, Value};
 
-pub use codec::{BatchSchema, ColumnSchema};
+pub use assemble::Assembly;
+pub use balance::{DynamicBatching, MicrobatchOrder, SequencePacking, Sharded, Sharding};
+pub use codec::{BatchSchema, ColumnSchema, SegmentSchema};
 pub use column::{Column, JsonRows, Ragged};
+pub use device::Device;
+pub use micro::{MicroBatch, MicroBatchChunk, MicroBatches, RowShape};
 pub use offsets::Offsets;
+pub use packed::{Packed, Segment, SegmentId};
+pub use pad::{Padding, Side};
 pub use payload::Payload;
 pub use shard::Uneven;
 
 use crate::error::{Code, Error, Result};
 use crate::tensor::check_range;
 
+/// The most rows that a column may have whose rows have no bytes: a shape of a peer's that no memory stands behind.
+const ROWS_WITHOUT_BYTES_MAX: usize = 1 << 20;
+
 /// Named columns with equal rows, in order. Cheap to clone. Equal rows are kept by every constructor and every change.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Batch {
     columns: Vec<(Arc<str>, Column)>,
     metadata: Map<String, Value>,
+    micro_batches: Option<Arc<MicroBatches>>,
 }
 
 impl Batch {
@@ -77,11 +96,19 @@ impl Batch {
     /// Adds a column at the end, or replaces the one of that name in its place; returns the replaced one.
     ///
     /// # Errors
-    /// `InvalidArgument` when the column is a scalar, or has another number of rows than the other columns.
+    /// `InvalidArgument` when the column is a scalar, has another number of rows than the other columns, or more than 2²⁰ rows of no
+    /// bytes.
     pub fn insert(&mut self, name: impl Into<Arc<str>>, column: impl Into<Column>) -> Result<Option<Column>> {
         let (name, column) = (name.into(), column.into());
         if matches!(&column, Column::Dense(tensor) if tensor.shape().is_empty()) {
             return Err(Error::invalid(format!("column {name:?} is a scalar; dimension 0 must count the rows")));
+        }
+        if matches!(&column, Column::Dense(tensor) if tensor.row_bytes() == 0) && column.rows() > ROWS_WITHOUT_BYTES_MAX
+        {
+            let rows = column.rows();
+            return Err(Error::invalid(format!(
+                "column {name:?} has {rows} rows of no bytes; at most {ROWS_WITHOUT_BYTES_MAX} are taken"
+            )));
         }
         let position = self.position(&name);
         let others = self.columns.iter().enumerate().find(|(index, _)| Some(*index) != position);
@@ -179,7 +206,7 @@ impl Batch {
     /// A batch of the same names and metadata.
     fn map_columns(&self, mut of: impl FnMut(&Column) -> Column) -> Self {
         let columns = self.columns.iter().map(|(name, column)| (Arc::clone(name), of(column))).collect();
-        Self { columns, metadata: self.metadata.clone() }
+        Self { columns, metadata: self.metadata.clone(), micro_batches: None }
     }
 
     fn position(&self, name: &str) -> Option<usize> {

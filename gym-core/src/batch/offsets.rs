@@ -85,6 +85,11 @@ impl Offsets {
         Self(self.0.slice(rows.start * BYTES..(rows.end + 1) * BYTES))
     }
 
+    /// The same rows with the first boundary at 0: a copy, unless it is there already.
+    pub(crate) fn rebased(&self) -> Self {
+        if self.at(0) == 0 { self.clone() } else { Self::from_lengths(self.lengths()) }
+    }
+
     /// The boundaries as they travel.
     #[must_use]
     pub fn bytes(&self) -> &Bytes {

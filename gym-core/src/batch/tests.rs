@@ -22,6 +22,11 @@ pub(super) fn every_kind(rows: usize) -> Batch {
         .unwrap()
 }
 
+/// The `x` column.
+pub(super) fn x(batch: &Batch) -> Vec<i64> {
+    batch.column("x").unwrap().dense().unwrap().to_i64s().unwrap()
+}
+
 /// Every segment begins within the memory of the whole's segment of the same place.
 fn shares(part: &Batch, whole: &Batch) -> bool {
     let (parts, wholes) = (part.encode().1, whole.encode().1);
@@ -87,6 +92,13 @@ fn parts_that_do_not_fit_are_refused_by_name() {
     }
     assert_eq!(Batch::concat(&[Batch::empty(), wide.clone()]).unwrap(), wide);
     assert_eq!(Batch::concat(&[]).unwrap(), Batch::empty());
+}
+
+#[test]
+fn rows_that_no_memory_stands_behind_are_bounded() {
+    let hollow = |rows| Batch::empty().with("x", Tensor::zeros(DType::F32, [rows, 0]).unwrap());
+    assert_eq!(hollow(1 << 20).unwrap().rows(), 1 << 20);
+    assert!(hollow(1 << 60).unwrap_err().message().contains("rows of no bytes"));
 }
 
 #[test]

@@ -3,6 +3,7 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
@@ -71,6 +72,8 @@ pub struct RankExit {
     pub code: Option<i32>,
     /// The signal that ended the process, if one did.
     pub signal: Option<i32>,
+    /// What else is known, with the fix; may be empty.
+    pub detail: String,
     /// What it wrote last to its standard error, a line each.
     pub stderr_tail: Vec<String>,
 }
@@ -198,7 +201,30 @@ impl RankExit {
     /// The end of life `incarnation`, without an exit status.
     #[must_use]
     pub fn new(incarnation: Incarnation, cause: ExitCause) -> Self {
-        Self { incarnation: incarnation.0, cause, code: None, signal: None, stderr_tail: Vec::new() }
+        let detail = String::new();
+        Self { incarnation: incarnation.0, cause, code: None, signal: None, detail, stderr_tail: Vec::new() }
+    }
+
+    /// A life that did not get as far as taking calls, and why.
+    #[must_use]
+    pub fn start_failed(incarnation: Incarnation, why: impl Into<String>) -> Self {
+        Self { detail: why.into(), ..Self::new(incarnation, ExitCause::StartFailed) }
+    }
+
+    /// A life that ran, but did not say in time where it serves.
+    #[must_use]
+    pub fn not_ready(incarnation: Incarnation, waited: Duration) -> Self {
+        let why =
+            format!("it did not say within {waited:?} where it serves; raise the start timeout if it needs longer");
+        Self::start_failed(incarnation, why)
+    }
+
+    /// A life that was ended at its memory limit; `resident_bytes` is `None` when the kernel did it.
+    #[must_use]
+    pub fn over_memory_limit(incarnation: Incarnation, resident_bytes: Option<u64>, limit_bytes: u64) -> Self {
+        let used = resident_bytes.map_or_else(|| "all".to_owned(), |bytes| bytes.to_string());
+        let detail = format!("it used {used} of {limit_bytes} bytes; raise its memory limit, or use less");
+        Self { detail, ..Self::new(incarnation, ExitCause::MemoryLimitExceeded) }
     }
 }
 
@@ -214,6 +240,9 @@ impl fmt::Display for RankExit {
             (_, Some(signal)) => write!(f, " by signal {signal}")?,
             (Some(code), None) => write!(f, " with exit code {code}")?,
             (None, None) => {}
+        }
+        if !self.detail.is_empty() {
+            write!(f, ": {}", self.detail)?;
         }
         match self.stderr_tail.last() {
             Some(line) => write!(f, "; its last line: {line}"),

@@ -1,6 +1,5 @@
 //! What a host knows of its calls: how many there are, which run, and how far they are.
 
-use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -62,11 +61,13 @@ pub(crate) struct Board {
 #[derive(Debug, Default)]
 struct Calls {
     next: u64,
-    by_number: BTreeMap<u64, Call>,
+    /// Oldest first. A list keeps its memory when it is empty, as it is after each exclusive call.
+    shown: Vec<Call>,
 }
 
 #[derive(Debug)]
 struct Call {
+    number: u64,
     method: &'static str,
     since: Instant,
     progress: Progress,
@@ -118,7 +119,7 @@ impl Board {
 
     pub(crate) fn status(&self) -> WorkerStatus {
         let ms = |duration: std::time::Duration| u64::try_from(duration.as_millis()).unwrap_or(u64::MAX);
-        let running: Vec<RunningCall> = (self.calls().by_number.values())
+        let running: Vec<RunningCall> = (self.calls().shown.iter())
             .map(|call| RunningCall {
                 method: call.method.to_owned(),
                 elapsed_ms: ms(call.since.elapsed()),
@@ -157,7 +158,7 @@ impl Place {
         let mut calls = self.0.calls();
         let number = calls.next;
         calls.next += 1;
-        calls.by_number.insert(number, Call { method, since, progress: progress.clone() });
+        calls.shown.push(Call { number, method, since, progress: progress.clone() });
         (progress, Shown { board: Arc::clone(&self.0), number })
     }
 }
@@ -185,6 +186,9 @@ impl Shown {
 
 impl Drop for Shown {
     fn drop(&mut self) {
-        self.board.calls().by_number.remove(&self.number);
+        let mut calls = self.board.calls();
+        if let Some(at) = calls.shown.iter().position(|call| call.number == self.number) {
+            calls.shown.remove(at);
+        }
     }
 }

@@ -3,8 +3,12 @@
 //! Row-major, little-endian, as safetensors lays them out. A slice along the first dimension shares the memory; nothing here
 //! copies unless its doc says so. Device memory is not a tensor: batches are host memory, weights move by collectives.
 
+mod convert;
 mod dtype;
 mod element;
+mod float16;
+mod place;
+mod scalar;
 
 use std::borrow::Cow;
 use std::fmt;
@@ -14,6 +18,9 @@ use bytes::Bytes;
 
 pub use dtype::DType;
 pub use element::Element;
+pub use float16::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
+pub(crate) use place::place;
+pub use scalar::Scalar;
 
 use crate::error::{Code, Error, Result};
 

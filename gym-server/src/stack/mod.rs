@@ -35,7 +35,7 @@ pub use servers::{Build, Servers};
 use crate::head::{GlobalConfig, HeadServer};
 use crate::metrics::Metrics;
 use crate::role::Site;
-use crate::serve::serve;
+use crate::serve;
 
 /// How a configuration is brought to life.
 #[derive(Clone)]

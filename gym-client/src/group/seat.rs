@@ -1,0 +1,240 @@
+//! What is known of one rank over all its lives. Pure: no task, no process.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use gym_core::{Channel, ExitCause, Incarnation, Member, RankExit, RankState, WorkerStatus};
+use tokio::time::Instant;
+
+use super::options::GroupOptions;
+use crate::provision::RankPlace;
+
+/// One rank.
+#[derive(Debug)]
+pub(crate) struct Seat {
+    pub(crate) place: RankPlace,
+    pub(crate) incarnation: Incarnation,
+    pub(crate) state: RankState,
+    pub(crate) pid: Option<u32>,
+    /// For calls.
+    pub(crate) channel: Option<Channel>,
+    /// For signs of life: a heartbeat never waits behind a gigabyte.
+    pub(crate) control: Option<Channel>,
+    /// How its last life that ended did.
+    pub(crate) exit: Option<Arc<RankExit>>,
+    /// What went wrong last.
+    pub(crate) last_error: Option<String>,
+    pub(crate) restarts_used: u32,
+    /// Ends in a row, without a life between them that served long enough to be forgiven.
+    streak: u32,
+    healthy_since: Option<Instant>,
+    /// The last sign of life, and what it said.
+    pub(crate) heard: Option<Instant>,
+    pub(crate) report: Option<WorkerStatus>,
+    pub(crate) probing: bool,
+    pub(crate) memory_high: bool,
+}
+
+/// What follows from the end of a life.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Next {
+    /// Another life after a pause.
+    Restart(Duration),
+    /// Nothing by itself.
+    Rest,
+}
+
+impl Seat {
+    pub(crate) fn new(place: RankPlace) -> Self {
+        Self {
+            place,
+            incarnation: Incarnation(1),
+            state: RankState::Starting,
+            pid: None,
+            channel: None,
+            control: None,
+            exit: None,
+            last_error: None,
+            restarts_used: 0,
+            streak: 0,
+            healthy_since: None,
+            heard: None,
+            report: None,
+            probing: false,
+            memory_high: false,
+        }
+    }
+
+    /// The present life has ended.
+    pub(crate) fn ended(&mut self, exit: RankExit, now: Instant, options: &GroupOptions) -> Next {
+        let stopped = exit.cause == ExitCause::Stopped;
+        self.last_error = (!stopped).then(|| exit.to_string());
+        self.exit = Some(Arc::new(exit));
+        self.leave();
+        if stopped || self.state == RankState::Stopped {
+            self.state = RankState::Stopped;
+            return Next::Rest;
+        }
+        self.state = RankState::Dead;
+        let served = self.healthy_since.take().map(|since| now.duration_since(since));
+        if served.is_some_and(|served| served > options.backoff_max) {
+            self.streak = 0;
+        }
+        if !options.restart_on_failure {
+            return Next::Rest;
+        }
+        if !self.spend(options) {
+            return Next::Rest;
+        }
+        let pause = options.backoff_min.saturating_mul(1_u32.checked_shl(self.streak).unwrap_or(u32::MAX));
+        self.streak = self.streak.saturating_add(1);
+        Next::Restart(pause.min(options.backoff_max))
+    }
+
+    /// Takes one restart from the budget; without one left the rank is retired.
+    pub(crate) fn spend(&mut self, options: &GroupOptions) -> bool {
+        if self.restarts_used >= options.max_restarts {
+            self.state = RankState::Retired;
+            return false;
+        }
+        self.restarts_used += 1;
+        true
+    }
+
+    /// The next life begins.
+    pub(crate) fn restarting(&mut self) -> Incarnation {
+        self.leave();
+        self.incarnation = Incarnation(self.incarnation.0 + 1);
+        self.state = RankState::Restarting;
+        self.incarnation
+    }
+
+    /// It can be reached. A restarted one that has something to be done first is stale; returns whether it is.
+    pub(crate) fn reached(&mut self, channel: Channel, control: Channel, now: Instant, options: &GroupOptions) -> bool {
+        self.channel = Some(channel);
+        self.control = Some(control);
+        self.heard = Some(now);
+        let stale = self.incarnation > Incarnation(1) && options.on_restart.is_some();
+        if stale {
+            self.state = RankState::Stale;
+        } else {
+            self.serve(now);
+        }
+        stale
+    }
+
+    /// It may be called.
+    pub(crate) fn serve(&mut self, now: Instant) {
+        self.state = RankState::Healthy;
+        self.healthy_since = Some(now);
+    }
+
+    /// A look at it came to this. Returns whether its state changed.
+    pub(crate) fn looked(&mut self, answer: Option<WorkerStatus>, now: Instant, options: &GroupOptions) -> bool {
+        self.probing = false;
+        let before = self.state;
+        match answer {
+            Some(report) => {
+                self.heard = Some(now);
+                self.report = Some(report);
+                if self.state == RankState::Suspect {
+                    self.state = RankState::Healthy;
+                }
+            }
+            None if self.state == RankState::Healthy && self.silent_for(now) > options.silence_max => {
+                self.state = RankState::Suspect;
+            }
+            None => {}
+        }
+        self.state != before
+    }
+
+    /// How long nothing was heard of it; zero for a rank from which nothing is expected.
+    pub(crate) fn silent_for(&self, now: Instant) -> Duration {
+        self.heard.map_or(Duration::ZERO, |heard| now.duration_since(heard))
+    }
+
+    pub(crate) fn member(&self) -> Member {
+        let member = Member::starting(self.place.rank, self.incarnation).in_state(self.state);
+        let mut member = match &self.channel {
+            Some(channel) => member.reached_over(channel.clone()),
+            None => member,
+        };
+        member.exit.clone_from(&self.exit);
+        member
+    }
+
+    fn leave(&mut self) {
+        (self.channel, self.control, self.heard, self.report, self.pid) = (None, None, None, None, None);
+        (self.probing, self.memory_high) = (false, false);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Transports;
+
+    fn seat() -> Seat {
+        Seat::new(RankPlace::on_one_node(0, 1))
+    }
+
+    fn died(seat: &Seat) -> RankExit {
+        RankExit::new(seat.incarnation, ExitCause::Died)
+    }
+
+    #[test]
+    fn pauses_double_up_to_the_longest_and_then_the_rank_is_retired() {
+        let options = GroupOptions::new(Transports::new()).restarting(7);
+        let (mut seat, now) = (seat(), Instant::now());
+        for seconds in [1, 2, 4, 8, 16, 30, 30] {
+            let exit = died(&seat);
+            assert_eq!(seat.ended(exit, now, &options), Next::Restart(Duration::from_secs(seconds)));
+            assert_eq!(seat.state, RankState::Dead);
+            seat.restarting();
+        }
+        let exit = died(&seat);
+        assert_eq!(seat.ended(exit, now, &options), Next::Rest);
+        assert_eq!((seat.state, seat.restarts_used, seat.incarnation), (RankState::Retired, 7, Incarnation(8)));
+    }
+
+    #[test]
+    fn a_life_that_served_long_is_followed_by_the_shortest_pause_but_still_counts() {
+        let options = GroupOptions::new(Transports::new()).restarting(9);
+        let (mut seat, now) = (seat(), Instant::now());
+        for _ in 0..3 {
+            let exit = died(&seat);
+            seat.ended(exit, now, &options);
+            seat.restarting();
+        }
+        seat.serve(now);
+        let exit = died(&seat);
+        assert_eq!(seat.ended(exit, now + Duration::from_secs(31), &options), Next::Restart(Duration::from_secs(1)));
+        assert_eq!(seat.restarts_used, 4);
+    }
+
+    #[test]
+    fn without_restarts_a_rank_stays_dead_and_a_stopped_one_stopped() {
+        let options = GroupOptions::new(Transports::new());
+        let (mut dead, mut stopped, now) = (seat(), seat(), Instant::now());
+        let exit = died(&dead);
+        assert_eq!((dead.ended(exit, now, &options), dead.state), (Next::Rest, RankState::Dead));
+        let exit = RankExit::new(stopped.incarnation, ExitCause::Stopped);
+        assert_eq!((stopped.ended(exit, now, &options), stopped.state), (Next::Rest, RankState::Stopped));
+    }
+
+    #[test]
+    fn a_silent_rank_is_suspect_until_it_is_heard_again() {
+        let options = GroupOptions::new(Transports::new());
+        let (mut seat, now) = (seat(), Instant::now());
+        seat.serve(now);
+        seat.heard = Some(now);
+        assert!(!seat.looked(None, now + options.silence_max, &options), "not yet");
+        assert!(seat.looked(None, now + options.silence_max * 2, &options));
+        assert_eq!(seat.state, RankState::Suspect);
+        let report =
+            serde_json::from_str(r#"{"rank":0,"incarnation":1,"waiting":0,"running":[],"succeeded":0,"failed":0}"#);
+        assert!(seat.looked(Some(report.expect("a report")), now + options.silence_max * 3, &options));
+        assert_eq!(seat.state, RankState::Healthy);
+    }
+}

@@ -1,0 +1,257 @@
+//! Groups that share bundles, in turns.
+//!
+//! A group's turn is over all its bundles at once, never rank by rank: two groups that each held half of the other's ranks would
+//! wait for one another inside their collectives for ever. Calls of one group share its turn; when another group waits, later
+//! calls of the holder queue behind it, so nobody starves. First come, first served, among those who want the same bundles.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use gym_core::{Channel, Error, Link, PathInfo, Reply, Request, Result, Verb};
+use tokio::sync::oneshot;
+
+/// A bundle of a cluster: node and index on it.
+pub type BundleId = (u32, u32);
+
+/// The turns of the groups on one cluster. Cheap to clone.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Turns(Arc<Mutex<State>>);
+
+#[derive(Debug, Default)]
+struct State {
+    /// How many calls hold each group's turn, and on which bundles.
+    holders: BTreeMap<u64, (usize, Arc<BTreeSet<BundleId>>)>,
+    waiting: VecDeque<Waiting>,
+    next: u64,
+}
+
+#[derive(Debug)]
+struct Waiting {
+    number: u64,
+    group: u64,
+    bundles: Arc<BTreeSet<BundleId>>,
+    granted: oneshot::Sender<Turn>,
+}
+
+/// The right to use a group's bundles; ends when it is dropped.
+#[derive(Debug)]
+pub(crate) struct Turn {
+    turns: Turns,
+    group: u64,
+}
+
+/// A place in line; dropped without its turn, it is given up.
+struct Place {
+    turns: Turns,
+    number: u64,
+}
+
+impl Turns {
+    /// Takes the turn of `group`, whose bundles are always the same. Waits as long as the caller does.
+    pub(crate) async fn take(&self, group: u64, bundles: &Arc<BTreeSet<BundleId>>) -> Turn {
+        let (granted, grant) = oneshot::channel();
+        let number = {
+            let mut state = self.lock();
+            state.next += 1;
+            let number = state.next;
+            state.waiting.push_back(Waiting { number, group, bundles: Arc::clone(bundles), granted });
+            number
+        };
+        let place = Place { turns: self.clone(), number };
+        self.grant();
+        let turn = grant.await.expect("a place in line is granted, or given up by its owner");
+        drop(place);
+        turn
+    }
+
+    /// Gives turns to all who need not wait for anybody before them.
+    fn grant(&self) {
+        let granted = {
+            let mut state = self.lock();
+            let mut wanted: BTreeMap<BundleId, u64> = BTreeMap::new();
+            let mut granted = Vec::new();
+            for waiting in std::mem::take(&mut state.waiting) {
+                let foreign = |group: &u64| *group != waiting.group;
+                let held = state
+                    .holders
+                    .iter()
+                    .any(|(group, (_, bundles))| foreign(group) && !bundles.is_disjoint(&waiting.bundles));
+                let behind = waiting.bundles.iter().any(|bundle| wanted.get(bundle).is_some_and(foreign));
+                if held || behind {
+                    wanted.extend(waiting.bundles.iter().map(|bundle| (*bundle, waiting.group)));
+                    state.waiting.push_back(waiting);
+                } else {
+                    let holder = state.holders.entry(waiting.group);
+                    holder.or_insert_with(|| (0, Arc::clone(&waiting.bundles))).0 += 1;
+                    granted.push(waiting);
+                }
+            }
+            granted
+        };
+        for Waiting { group, granted, .. } in granted {
+            // One who has left gives the turn back here, by its drop.
+            let _ = granted.send(Turn { turns: self.clone(), group });
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        let mut state = self.turns.lock();
+        if let Some((calls, _)) = state.holders.get_mut(&self.group) {
+            *calls -= 1;
+            if *calls == 0 {
+                state.holders.remove(&self.group);
+            }
+        }
+        drop(state);
+        self.turns.grant();
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let mut state = self.turns.lock();
+        let before = state.waiting.len();
+        state.waiting.retain(|waiting| waiting.number != self.number);
+        let left = state.waiting.len() < before;
+        drop(state);
+        if left {
+            self.turns.grant();
+        }
+    }
+}
+
+/// A path to a rank whose calls take their group's turn: before they are handed over, until they are answered or dropped. The
+/// wait is before the hand-over, so its end by the deadline means that the rank has seen nothing.
+#[derive(Debug)]
+pub(crate) struct InTurn {
+    channel: Channel,
+    turns: Turns,
+    group: u64,
+    bundles: Arc<BTreeSet<BundleId>>,
+}
+
+impl InTurn {
+    pub(crate) fn channel(channel: Channel, turns: Turns, group: u64, bundles: Arc<BTreeSet<BundleId>>) -> Channel {
+        Channel::new(Self { channel, turns, group, bundles })
+    }
+}
+
+#[async_trait]
+impl Link for InTurn {
+    async fn send(&self, request: Request) -> Result<Reply> {
+        // A question about a rank's status is no work on its bundle.
+        if request.verb != Verb::Post {
+            return self.channel.start(request).await;
+        }
+        let turn = self.turns.take(self.group, &self.bundles).await;
+        let reply = self.channel.start(request).await?;
+        Ok(Box::pin(async move {
+            let answer = reply.await;
+            drop(turn);
+            answer
+        }))
+    }
+
+    fn path(&self) -> &PathInfo {
+        self.channel.path()
+    }
+
+    async fn closed(&self) -> Error {
+        self.channel.closed().await
+    }
+
+    async fn close(&self, grace: Duration) -> Result<()> {
+        self.channel.close(grace).await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use futures_util::FutureExt;
+    use proptest::prelude::*;
+    use std::future::Future;
+    use std::pin::Pin;
+
+    fn bundles(range: std::ops::Range<u32>) -> Arc<BTreeSet<BundleId>> {
+        Arc::new(range.map(|bundle| (0, bundle)).collect())
+    }
+
+    #[tokio::test]
+    async fn two_groups_on_the_same_bundles_take_turns_in_order() {
+        let (turns, all) = (Turns::default(), bundles(0..8));
+        let first = turns.take(1, &all).await;
+        let mut other = Box::pin(turns.take(2, &all));
+        assert!(other.as_mut().now_or_never().is_none(), "the bundles are taken");
+        let mut again = Box::pin(turns.take(1, &all));
+        assert!(again.as_mut().now_or_never().is_none(), "behind the other group, or it would starve");
+        drop(first);
+        let second = other.as_mut().now_or_never().expect("its turn");
+        assert!(again.as_mut().now_or_never().is_none());
+        drop(second);
+        assert!(again.as_mut().now_or_never().is_some());
+    }
+
+    #[tokio::test]
+    async fn calls_of_one_group_share_its_turn_and_disjoint_groups_do_not_meet() {
+        let turns = Turns::default();
+        let _first = turns.take(1, &bundles(0..4)).await;
+        assert!(turns.take(1, &bundles(0..4)).now_or_never().is_some());
+        assert!(turns.take(2, &bundles(4..8)).now_or_never().is_some());
+        assert!(turns.take(3, &bundles(3..5)).now_or_never().is_none());
+    }
+
+    #[tokio::test]
+    async fn one_who_leaves_the_line_holds_up_nobody() {
+        let (turns, all) = (Turns::default(), bundles(0..2));
+        let first = turns.take(1, &all).await;
+        let mut leaves = Box::pin(turns.take(2, &all));
+        assert!(leaves.as_mut().now_or_never().is_none());
+        drop(leaves);
+        assert!(turns.take(1, &all).now_or_never().is_some(), "nobody is before it any more");
+        drop(first);
+        assert!(turns.lock().holders.is_empty() && turns.lock().waiting.is_empty());
+    }
+
+    proptest! {
+        /// Never two groups on one bundle, and everybody gets a turn once those before have ended theirs.
+        #[test]
+        fn bundles_have_one_group_at_a_time(steps in proptest::collection::vec((0_u64..4, any::<bool>()), 1..60)) {
+            let spans = [bundles(0..4), bundles(2..6), bundles(4..8), bundles(0..8)];
+            let turns = Turns::default();
+            let mut held: Vec<Turn> = Vec::new();
+            type Waiting<'a> = Pin<Box<dyn Future<Output = Turn> + 'a>>;
+            let mut waiting: Vec<Waiting<'_>> = Vec::new();
+            let settle = |waiting: &mut Vec<Waiting<'_>>, held: &mut Vec<Turn>| {
+                waiting.retain_mut(|one| one.as_mut().now_or_never().map(|turn| held.push(turn)).is_none());
+                for (at, one) in held.iter().enumerate() {
+                    for other in &held[at + 1..] {
+                        let (a, b) = (one.group as usize, other.group as usize);
+                        assert!(a == b || spans[a].is_disjoint(&spans[b]), "groups {a} and {b} at once");
+                    }
+                }
+            };
+            for (group, end) in steps {
+                if end && !held.is_empty() {
+                    held.remove(0);
+                } else {
+                    waiting.push(Box::pin(turns.take(group, &spans[group as usize])));
+                }
+                settle(&mut waiting, &mut held);
+            }
+            while !held.is_empty() {
+                held.remove(0);
+                settle(&mut waiting, &mut held);
+            }
+            prop_assert!(waiting.is_empty(), "{} never had a turn", waiting.len());
+        }
+    }
+}

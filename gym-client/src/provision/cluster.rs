@@ -1,0 +1,272 @@
+//! The virtual cluster as users hold it: bundles on nodes, and the groups that run on them.
+//!
+//! ```no_run
+//! # use gym_core::{CallContext, InProcess, Result, cluster::ClusterSpec};
+//! # use gym_client::{Transports, group::GroupOptions, provision::{GroupRequest, Local, VirtualCluster, Workers}};
+//! # async fn example(workers: Workers) -> Result<()> {
+//! let cluster = VirtualCluster::new(ClusterSpec::new([4, 8, 2]), Local::new(workers))?.simulate_nodes(&[4, 8, 2]);
+//! let options = GroupOptions::new(Transports::from_features(InProcess::new()));
+//! let request = GroupRequest::new("policy", "policy_worker", &"/models/tiny", options)?;
+//! let policy = cluster.start(&CallContext::default(), request).await?;
+//! # Ok(()) }
+//! ```
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use gym_core::cluster::{ClusterSpec, NodeResources, Placement, WorkerGroupConfig, WorkerPlace, WorkersOn, place};
+use gym_core::{CallContext, Code, Error, Result};
+use serde::Serialize;
+use serde_json::value::RawValue;
+
+use super::devices::visible_gpus;
+use super::{DEFAULT_START_TIMEOUT, LaunchSpec, Provisioner, RankPlace, Variables};
+use crate::group::{BundleId, Group, GroupOptions, Share, Stop, Turns};
+
+/// Bundles on nodes. Nothing is looked for or started before it is used; cheap to keep.
+#[derive(Debug)]
+pub struct VirtualCluster {
+    spec: ClusterSpec,
+    provisioner: Box<dyn Provisioner>,
+    /// Nodes that stand for real ones, if that was asked for.
+    simulated: Option<Vec<NodeResources>>,
+    unified: bool,
+    turns: Turns,
+    tenants: Arc<Tenants>,
+    placed: Mutex<Option<Arc<Placement>>>,
+}
+
+/// The groups that run on a cluster's bundles.
+#[derive(Debug, Default)]
+pub(crate) struct Tenants(Mutex<(u64, BTreeMap<u64, Tenant>)>);
+
+#[derive(Debug)]
+struct Tenant {
+    group: Arc<str>,
+    bundles: Arc<BTreeSet<BundleId>>,
+    /// How it is ended; none while it starts.
+    stop: Option<Stop>,
+}
+
+/// A group's place among the tenants; given up on drop.
+#[derive(Debug)]
+pub(crate) struct Tenancy {
+    tenants: Arc<Tenants>,
+    number: u64,
+}
+
+/// A worker group to be started on a cluster.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct GroupRequest {
+    /// Its name.
+    pub name: String,
+    /// The name under which the worker type is registered.
+    pub worker: String,
+    /// What each worker is made from, as JSON.
+    pub init: Box<RawValue>,
+    /// How the workers are laid over the bundles.
+    pub on: WorkersOn,
+    /// Memory limit and restarts, as a configuration has them; they win over those of `options`.
+    pub config: Option<WorkerGroupConfig>,
+    /// How the group is reached and watched.
+    pub options: GroupOptions,
+    /// Environment variables of the group.
+    pub variables: Variables,
+    /// How long a rank may take until it serves.
+    pub start_timeout: Duration,
+}
+
+impl GroupRequest {
+    /// One worker on each bundle.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when `init` cannot be written as JSON.
+    pub fn new(
+        name: impl Into<String>,
+        worker: impl Into<String>,
+        init: &impl Serialize,
+        options: GroupOptions,
+    ) -> Result<Self> {
+        let init = serde_json::value::to_raw_value(init)
+            .map_err(|error| Error::invalid("init cannot be written as JSON").caused_by(error))?;
+        Ok(Self {
+            name: name.into(),
+            worker: worker.into(),
+            init,
+            on: WorkersOn::EachBundle,
+            config: None,
+            options,
+            variables: Variables::new(),
+            start_timeout: DEFAULT_START_TIMEOUT,
+        })
+    }
+}
+
+impl VirtualCluster {
+    /// A cluster of this machine, whose ranks `provisioner` starts.
+    ///
+    /// # Errors
+    /// What [`ClusterSpec::validate`] refuses. What the machine lacks is told when the cluster is placed.
+    pub fn new(spec: ClusterSpec, provisioner: impl Provisioner) -> Result<Self> {
+        spec.validate()?;
+        Ok(Self {
+            spec,
+            provisioner: Box::new(provisioner),
+            simulated: None,
+            unified: false,
+            turns: Turns::default(),
+            tenants: Arc::default(),
+            placed: Mutex::default(),
+        })
+    }
+
+    /// Places it on nodes that only stand for real ones: `gpus` of each, and CPUs as many as it takes. Their workers run here
+    /// and get no GPU. Never done unless asked for.
+    #[must_use]
+    pub fn simulate_nodes(mut self, gpus: &[u32]) -> Self {
+        let nodes = gpus.iter().enumerate();
+        self.simulated =
+            Some(nodes.map(|(at, gpus)| NodeResources::simulated(format!("simulated-{at}"), *gpus)).collect());
+        self
+    }
+
+    /// One placement group over all nodes, for models that span them.
+    #[must_use]
+    pub fn unified(mut self) -> Self {
+        self.unified = true;
+        self
+    }
+
+    /// The number of bundles.
+    #[must_use]
+    pub fn world_size(&self) -> usize {
+        self.spec.world_size()
+    }
+
+    /// The number of nodes with at least one bundle.
+    #[must_use]
+    pub fn node_count(&self) -> usize {
+        self.spec.node_count()
+    }
+
+    /// Where the bundles are; placed at the first call. Its `groups` are those with at least one bundle, by node.
+    ///
+    /// # Errors
+    /// `ResourceExhausted` that says what was asked for and what each node has.
+    pub fn placement(&self) -> Result<Arc<Placement>> {
+        let mut placed = self.placed.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(placed) = &*placed {
+            return Ok(Arc::clone(placed));
+        }
+        let nodes = self.simulated.clone().unwrap_or_else(|| vec![this_machine()]);
+        let fresh = Arc::new(place(&self.spec, &nodes, self.unified)?);
+        Ok(Arc::clone(placed.insert(fresh)))
+    }
+
+    /// Starts a worker group and waits until all its ranks take calls. Everything that can be told before a process exists
+    /// is: bundles, colocation, configuration.
+    ///
+    /// # Errors
+    /// As [`VirtualCluster::placement`] and [`Group::start`]; `ResourceExhausted` when other groups use the bundles and no more
+    /// are allowed to.
+    pub async fn start(&self, cx: &CallContext, request: GroupRequest) -> Result<Group> {
+        let GroupRequest { name, worker, init, on, config, mut options, variables, start_timeout } = request;
+        let places = self.placement()?.workers(&name, &on)?;
+        let group: Arc<str> = name.into();
+        let world_size = u32::try_from(places.len()).map_err(|_| Error::invalid("too many ranks"))?;
+        let bundles = Arc::new(places.iter().map(|place| (place.node, place.bundle)).collect::<BTreeSet<_>>());
+        let ranks = places.into_iter().map(|place| rank_place(place, world_size)).collect();
+        let mut spec = LaunchSpec::new(Arc::clone(&group), worker, init, ranks);
+        (spec.variables, spec.start_timeout, spec.ports) = (variables, start_timeout, self.spec.ports());
+        if let Some(config) = config {
+            config.validate()?;
+            spec.memory_limit_bytes = config.memory_limit;
+            options.restart_on_failure = config.restart_on_failure;
+            options.max_restarts = config.max_restarts.unwrap_or(crate::group::DEFAULT_MAX_RESTARTS);
+        }
+        let tenancy = self.tenants.admit(group, &bundles, self.spec.groups_max())?;
+        let turns = (self.spec.enable_colocation == Some(true)).then(|| self.turns.clone());
+        let share = turns.map(|turns| Share { turns, group: tenancy.number, bundles });
+        Ok(Group::start_on(cx, &*self.provisioner, spec, options, share, Some(tenancy)).await?)
+    }
+
+    /// Ends every group that runs on it. Again: nothing. A cluster that is used after that is placed anew.
+    ///
+    /// # Errors
+    /// The first rank that could not even be killed.
+    pub async fn shutdown(&self, grace: Duration) -> Result<()> {
+        let stops = self.tenants.stops();
+        let stopped = join_all(stops.iter().map(|stop| stop.stop(grace))).await;
+        self.placed.lock().unwrap_or_else(PoisonError::into_inner).take();
+        stopped.into_iter().collect()
+    }
+}
+
+fn this_machine() -> NodeResources {
+    let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    NodeResources::new(name, u32::try_from(cpus).unwrap_or(u32::MAX), visible_gpus())
+}
+
+fn rank_place(place: WorkerPlace, world_size: u32) -> RankPlace {
+    RankPlace {
+        rank: place.rank,
+        name: place.name,
+        world_size,
+        local_rank: place.bundle,
+        node_rank: place.node,
+        gpus: place.gpu.into_iter().collect(),
+        bundles: place.bundles,
+    }
+}
+
+impl Tenants {
+    fn lock(&self) -> MutexGuard<'_, (u64, BTreeMap<u64, Tenant>)> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn admit(
+        self: &Arc<Self>,
+        group: Arc<str>,
+        bundles: &Arc<BTreeSet<BundleId>>,
+        max: Option<u32>,
+    ) -> Result<Tenancy> {
+        let mut tenants = self.lock();
+        let there = tenants.1.values().filter(|tenant| !tenant.bundles.is_disjoint(bundles));
+        let names: Vec<&str> = there.map(|tenant| &*tenant.group).collect();
+        if max.is_some_and(|max| names.len() >= max as usize) {
+            let message = format!(
+                "its bundles are used by {}, and no more groups may share them; shut that group down, use other bundles, or \
+                 set enable_colocation or raise max_colocated_worker_groups",
+                names.join(", ")
+            );
+            return Err(Error::not_started(Code::ResourceExhausted, message).about(format!("start group {group}")));
+        }
+        tenants.0 += 1;
+        let number = tenants.0;
+        tenants.1.insert(number, Tenant { group, bundles: Arc::clone(bundles), stop: None });
+        Ok(Tenancy { tenants: Arc::clone(self), number })
+    }
+
+    fn stops(&self) -> Vec<Stop> {
+        self.lock().1.values().filter_map(|tenant| tenant.stop.clone()).collect()
+    }
+}
+
+impl Tenancy {
+    /// Tells how the group is ended.
+    pub(crate) fn ends_by(&self, stop: Stop) {
+        if let Some(tenant) = self.tenants.lock().1.get_mut(&self.number) {
+            tenant.stop = Some(stop);
+        }
+    }
+}
+
+impl Drop for Tenancy {
+    fn drop(&mut self) {
+        self.tenants.lock().1.remove(&self.number);
+    }
+}

@@ -1,0 +1,104 @@
+//! Virtual clusters: placed before anything starts, shared as their configuration says.
+
+use std::time::Duration;
+
+use gym_client::Transports;
+use gym_client::group::{Group, GroupOptions};
+use gym_client::provision::{GroupRequest, InProcessRanks, VirtualCluster};
+use gym_core::cluster::{ClusterSpec, GpuIds};
+use gym_core::{CallContext, Code, Error, FailureKind, InProcess, Result, WorkerGroupExt};
+
+use super::types::{Describe, Init, Job, Work, workers};
+use super::{LONG, local, options, stop};
+
+fn request(name: &str, options: GroupOptions) -> GroupRequest {
+    GroupRequest::new(name, "obedient", &Init::default(), options).expect("JSON")
+}
+
+fn cpus(nodes: &[u32]) -> ClusterSpec {
+    let mut spec = ClusterSpec::new(nodes);
+    spec.use_gpus = false;
+    spec
+}
+
+pub(crate) async fn a_heterogeneous_cluster_is_placed_on_simulated_nodes_when_asked() {
+    let cluster = VirtualCluster::new(ClusterSpec::new([2, 0, 1]), local()).expect("valid").simulate_nodes(&[2, 1]);
+    assert_eq!((cluster.world_size(), cluster.node_count()), (3, 2));
+    assert_eq!(cluster.placement().expect("placed").groups.len(), 2, "empty nodes are left out");
+    let cx = CallContext::within(LONG);
+    let group = cluster.start(&cx, request("policy", options())).await.expect("starts");
+    let ranks = group.call(Describe, ()).deadline(LONG).await.expect("answers").into_values();
+    let place = |at: usize| ["RANK", "NODE_RANK", "LOCAL_RANK"].map(|name| ranks[at].variables[name].clone());
+    assert_eq!([place(0), place(1), place(2)], [["0", "0", "0"], ["1", "0", "1"], ["2", "1", "0"]]);
+    assert!(ranks.iter().all(|rank| rank.variables["CUDA_VISIBLE_DEVICES"].is_empty()), "simulated GPUs are nobody's");
+    stop(&group).await;
+}
+
+pub(crate) async fn what_is_missing_is_told_before_anything_starts() {
+    let start = async |spec: ClusterSpec| -> Result<Group> {
+        VirtualCluster::new(spec, local())?.start(&CallContext::within(LONG), request("policy", options())).await
+    };
+    let error = start(cpus(&[100_000])).await.expect_err("not that many CPUs");
+    assert_eq!(error.code(), Code::ResourceExhausted);
+    assert!(error.to_string().contains("100000 CPUs are asked for"), "{error}");
+    let mut twice = ClusterSpec::new([2]);
+    twice.gpu_ids = GpuIds::Flat(vec![3, 3]);
+    assert!(start(twice).await.expect_err("a GPU twice").to_string().contains("names GPU 3 twice"));
+    let mut unknown = ClusterSpec::new([1]);
+    unknown.gpu_ids = GpuIds::Flat(vec![4_000]);
+    start(unknown).await.expect_err("no such GPU");
+}
+
+pub(crate) async fn colocation_is_off_open_or_in_turns() {
+    for colocation in [Some(false), None, Some(true)] {
+        let switchboard = InProcess::new();
+        let mut spec = cpus(&[2]);
+        spec.enable_colocation = colocation;
+        let cluster = VirtualCluster::new(spec, InProcessRanks::new(workers(), switchboard.clone())).expect("valid");
+        let cluster = cluster.simulate_nodes(&[2]);
+        let cx = CallContext::within(LONG);
+        let start = |name: &'static str| {
+            let options = GroupOptions::new(Transports::from_features(switchboard.clone()));
+            cluster.start(&cx, request(name, options))
+        };
+        let policy = start("policy").await.expect("starts");
+        let second: Result<Group, Error> = start("generation").await;
+        if colocation == Some(false) {
+            let error = second.expect_err("one group only");
+            assert_eq!(error.code(), Code::ResourceExhausted);
+            assert!(
+                error.to_string().contains("used by policy") && error.to_string().contains("enable_colocation"),
+                "{error}"
+            );
+            stop(&policy).await;
+            start("generation").await.expect("the bundles are free again");
+            continue;
+        }
+        let generation = second.expect("admitted");
+        let long = Job { ms: 3_600_000, tells: false };
+        let training = policy.call(Work, long).deadline(LONG).start().await.expect("started");
+        let short = || generation.call(Describe, ()).deadline(Duration::from_millis(200));
+        if colocation.is_none() {
+            short().await.expect("no turns are kept");
+            continue;
+        }
+        let error = short().await.expect_err("it is not its turn");
+        assert_eq!(error.first().and_then(gym_core::RankOutcome::kind), Some(FailureKind::Timeout), "{error:?}");
+        assert_eq!(error.execution(), gym_core::Execution::NotStarted, "it never had the bundles: {error:?}");
+        drop(training);
+        generation.call(Describe, ()).deadline(LONG).await.expect("its turn");
+        policy.call(Describe, ()).deadline(LONG).await.expect("and back");
+    }
+}
+
+pub(crate) async fn a_cluster_that_is_shut_down_ends_its_groups() {
+    let cluster = VirtualCluster::new(cpus(&[1]), local()).expect("valid").simulate_nodes(&[1]);
+    let cx = CallContext::within(LONG);
+    let group = cluster.start(&cx, request("policy", options())).await.expect("starts");
+    cluster.shutdown(LONG).await.expect("ends");
+    cluster.shutdown(LONG).await.expect("nothing to do");
+    group.call(Describe, ()).await.expect_err("it is stopped");
+    drop(group);
+    let again = cluster.start(&cx, request("policy", options())).await.expect("placed anew");
+    stop(&again).await;
+}

@@ -1,0 +1,111 @@
+//! What is known of ranks without asking them.
+
+use std::time::Duration;
+
+use gym_client::group::{GroupOptions, StuckReason};
+use gym_core::{CallContext, Dispatch, ExitCause, RankState, WorkerGroup, WorkerGroupExt};
+use rustix::process::Signal;
+
+use super::types::{Describe, Hold, Job, Work};
+use super::{LONG, group, options, pid, signal, spec, start, status, stop, until};
+
+const MIB: u64 = 1 << 20;
+
+/// Looks often, so that the cases end soon.
+fn attentive() -> GroupOptions {
+    let mut options = options();
+    options.heartbeat = Duration::from_millis(20);
+    options.silence_max = Duration::from_millis(400);
+    options.stall = Duration::from_millis(300);
+    options
+}
+
+pub(crate) async fn a_rank_over_its_memory_limit_is_killed_and_told_so() {
+    let mut spec = spec("obedient", 2);
+    spec.memory_limit_bytes = Some(200 * MIB);
+    let group = start(spec, attentive()).await.expect("starts");
+    let hold = |bytes| group.call(Hold, bytes).dispatch(Dispatch::rank(1)).deadline(LONG);
+    hold(20 * MIB).await.expect("within the limit");
+    // The answer may come before the next sample; the end comes all the same.
+    let _ = hold(400 * MIB).await;
+    until("it is killed", || status(&group, 1).state == RankState::Dead).await;
+    let exit = group.view().borrow().member(1).and_then(|member| member.exit.clone()).expect("how it ended");
+    assert_eq!((exit.cause, exit.signal), (ExitCause::MemoryLimitExceeded, Some(9)));
+    assert!(exit.to_string().contains(&format!("of {} bytes; raise its memory limit", 200 * MIB)), "{exit}");
+    let error = group.call(Describe, ()).deadline(LONG).await.expect_err("it is dead");
+    let kind = error.outcome(1).and_then(gym_core::RankOutcome::kind);
+    assert_eq!(kind, Some(gym_core::FailureKind::MemoryLimitExceeded), "{error:?}");
+    assert_eq!(status(&group, 0).state, RankState::Healthy, "its neighbour keeps to the limit");
+    assert_eq!(group.restart_failed_workers(&CallContext::within(LONG)).await.expect("restarts"), [1]);
+    stop(&group).await;
+}
+
+pub(crate) async fn usage_is_measured_with_what_a_rank_started() {
+    let mut spec = spec("obedient", 1);
+    spec.memory_limit_bytes = Some(4096 * MIB);
+    let group = start(spec, attentive()).await.expect("starts");
+    group.call(Hold, 100 * MIB).deadline(LONG).await.expect("holds");
+    until("it is seen", || {
+        let usage = group.resource_usage().swap_remove(0);
+        usage.host.is_some_and(|host| host.resident_bytes > 100 * MIB && host.cpu_percent.is_some())
+    })
+    .await;
+    group.call(Hold, 0).deadline(LONG).await.expect("lets go");
+    until("the peak stays", || {
+        let host = group.resource_usage().swap_remove(0).host;
+        host.is_some_and(|host| host.resident_bytes < 100 * MIB && host.peak_resident_bytes > 100 * MIB)
+    })
+    .await;
+    assert_eq!(group.resource_usage()[0].memory_limit_bytes, Some(4096 * MIB));
+    stop(&group).await;
+}
+
+pub(crate) async fn a_stopped_process_is_stuck_and_recovers() {
+    let group = group(2, attentive()).await;
+    assert_eq!(group.detect_stuck_workers(), []);
+    signal(pid(&group, 1), Signal::STOP);
+    until("it is silent", || !group.detect_stuck_workers().is_empty()).await;
+    let stuck = group.detect_stuck_workers().swap_remove(0);
+    assert_eq!((stuck.rank, stuck.reason), (1, StuckReason::NoHeartbeat));
+    until("it is not called", || status(&group, 1).state == RankState::Suspect).await;
+    let error = group.call(Describe, ()).deadline(LONG).await.expect_err("suspect");
+    assert!(error.to_string().contains("suspect"), "{error}");
+    signal(pid(&group, 1), Signal::CONT);
+    until("it is back", || status(&group, 1).state == RankState::Healthy).await;
+    group.call(Describe, ()).deadline(LONG).await.expect("answers");
+    stop(&group).await;
+}
+
+pub(crate) async fn a_call_without_progress_is_stuck_and_one_with_it_is_not() {
+    let group = group(2, attentive()).await;
+    let jobs = [true, false].map(|tells| Job { ms: 3_600_000, tells });
+    let running = group.call_each(Work, jobs.to_vec()).deadline(LONG).start().await.expect("started");
+    until("one does not move", || !group.detect_stuck_workers().is_empty()).await;
+    let stuck = group.detect_stuck_workers();
+    assert_eq!(stuck.iter().map(|rank| (rank.rank, rank.reason)).collect::<Vec<_>>(), [(1, StuckReason::NoProgress)]);
+    assert_eq!(stuck[0].method.as_deref(), Some("work"));
+    assert_eq!(status(&group, 0).running[0].method, "work");
+    drop(running);
+    until("an idle rank is not stuck", || group.detect_stuck_workers().is_empty()).await;
+    stop(&group).await;
+}
+
+pub(crate) async fn the_same_is_in_the_metrics() {
+    let group = group(2, attentive()).await;
+    let mut registry = prometheus_client::registry::Registry::default();
+    registry.register_collector(Box::new(group.metrics()));
+    let text = || {
+        let mut text = String::new();
+        prometheus_client::encoding::text::encode(&mut text, &registry).expect("text");
+        text
+    };
+    until("memory is sampled", || text().contains("gym_worker_resident_memory_bytes{group=\"policy\",rank=\"1\"}"))
+        .await;
+    assert!(text().contains("gym_worker_up{group=\"policy\",rank=\"0\"} 1"), "{}", text());
+    assert!(!text().contains("gym_worker_gpu"), "what is not known is left out");
+    signal(pid(&group, 0), Signal::KILL);
+    until("its end shows", || text().contains("gym_worker_up{group=\"policy\",rank=\"0\"} 0")).await;
+    stop(&group).await;
+    drop(group);
+    until("a group that is gone has none", || !text().contains("gym_worker")).await;
+}

@@ -1,0 +1,181 @@
+//! The cases, the controller they kill, and a very small harness.
+
+use std::future::Future;
+use std::panic::AssertUnwindSafe;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use gym_client::Transports;
+use gym_client::group::{Group, GroupOptions, RankStatus, StartError};
+use gym_client::provision::{InProcessRanks, LaunchSpec, Local, LocalOptions, Provisioner, RankPlace};
+use gym_core::{CallContext, InProcess, Rank};
+use tokio::time::{interval, timeout};
+
+mod cluster;
+mod conformance;
+mod failure;
+mod health;
+mod kills;
+mod ranks;
+mod start;
+mod types;
+
+use types::{Init, workers};
+
+/// Generous: the machine may be busy with other builds. Every wait ends far earlier when things work.
+const LONG: Duration = Duration::from_secs(60);
+
+type Case = (&'static str, fn() -> Pin<Box<dyn Future<Output = ()>>>);
+
+macro_rules! cases {
+    ($($module:ident::$name:ident),* $(,)?) => {
+        vec![$((stringify!($name), (|| Box::pin($module::$name()) as Pin<Box<dyn Future<Output = ()>>>) as fn() -> _)),*]
+    };
+}
+
+pub(crate) fn main() {
+    workers().enter();
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    if arguments.first().is_some_and(|role| role == "controller") {
+        return run(failure::controller());
+    }
+    let cases: Vec<Case> = cases![
+        ranks::c137_two_ranks_are_two_processes,
+        ranks::c138_ranks_find_their_place_and_meet_at_a_held_port,
+        ranks::c141_c142_later_layers_of_the_environment_win,
+        ranks::c140_the_configure_hook_adds_to_what_a_worker_is_made_from,
+        ranks::c159_a_group_that_was_shut_down_shuts_down_again,
+        ranks::the_same_group_runs_in_one_process,
+        ranks::a_stand_in_for_torch_listens_on_the_master_port,
+        start::a_worker_that_prints_rubbish_still_starts,
+        start::a_worker_that_exits_at_start_is_told_with_its_last_words,
+        start::a_worker_that_fails_to_start_says_why,
+        start::a_worker_that_panics_at_start_says_why,
+        start::a_worker_that_never_answers_is_given_up,
+        start::an_unknown_worker_type_starts_nothing,
+        start::a_start_within_its_budget_tries_again,
+        failure::a_killed_rank_ends_the_call_and_comes_back_by_hand,
+        failure::a_killed_rank_comes_back_by_itself_within_its_budget,
+        failure::a_restarted_rank_is_stale_until_it_is_warm,
+        failure::a_rank_that_cannot_be_warmed_stays_stale,
+        failure::a_rank_that_exits_is_told_with_its_status,
+        failure::an_old_life_is_never_answered_for_a_new_one,
+        failure::a_killed_controller_leaves_no_process,
+        health::a_rank_over_its_memory_limit_is_killed_and_told_so,
+        health::usage_is_measured_with_what_a_rank_started,
+        health::a_stopped_process_is_stuck_and_recovers,
+        health::a_call_without_progress_is_stuck_and_one_with_it_is_not,
+        health::the_same_is_in_the_metrics,
+        cluster::a_heterogeneous_cluster_is_placed_on_simulated_nodes_when_asked,
+        cluster::what_is_missing_is_told_before_anything_starts,
+        cluster::colocation_is_off_open_or_in_turns,
+        cluster::a_cluster_that_is_shut_down_ends_its_groups,
+        conformance::processes_pass_the_suite_of_all_groups,
+        conformance::ranks_in_one_process_pass_the_suite_of_all_groups,
+        kills::workers_killed_during_calls_leave_no_doubt,
+    ];
+    if arguments.iter().any(|argument| argument == "--list") {
+        cases.iter().for_each(|(name, _)| println!("{name}: test"));
+        return;
+    }
+    let wanted = arguments.iter().find(|argument| !argument.starts_with('-')).cloned().unwrap_or_default();
+    let mut failed = Vec::new();
+    for (name, case) in cases.into_iter().filter(|(name, _)| name.contains(&wanted)) {
+        let outcome = std::panic::catch_unwind(AssertUnwindSafe(|| run(case())));
+        println!("test {name} ... {}", if outcome.is_ok() { "ok" } else { "FAILED" });
+        if outcome.is_err() {
+            failed.push(name);
+        }
+    }
+    assert!(failed.is_empty(), "failed: {failed:?}");
+}
+
+fn run(case: impl Future<Output = ()>) {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("runtime");
+    // The kills bring their own bound; the others end in a moment.
+    runtime.block_on(async { timeout(60 * LONG, case).await.expect("the case hangs") });
+}
+
+// ── what the cases share ──
+
+fn spec(worker: &str, ranks: u32) -> LaunchSpec {
+    let init = Init { name: "tiny".to_owned(), number: 7 };
+    let init = serde_json::value::to_raw_value(&init).expect("JSON");
+    let places = (0..ranks).map(|rank| RankPlace::on_one_node(rank, ranks)).collect();
+    let mut spec = LaunchSpec::new("policy", worker, init, places);
+    spec.start_timeout = LONG;
+    spec
+}
+
+fn local() -> Local {
+    // The workers' words are not the test's.
+    let mut options = LocalOptions::default();
+    options.lines = Arc::new(|_, _, _| {});
+    Local::new(workers()).with(options)
+}
+
+fn transports() -> Transports {
+    Transports::from_features(InProcess::new())
+}
+
+fn options() -> GroupOptions {
+    let mut options = GroupOptions::new(transports());
+    options.backoff_min = Duration::from_millis(5);
+    options.backoff_max = Duration::from_millis(20);
+    options
+}
+
+async fn start(spec: LaunchSpec, options: GroupOptions) -> Result<Group, StartError> {
+    Group::start(&CallContext::within(LONG), &local(), spec, options).await
+}
+
+async fn group(ranks: u32, options: GroupOptions) -> Group {
+    start(spec("obedient", ranks), options).await.expect("starts")
+}
+
+async fn stop(group: &Group) {
+    group.shutdown(LONG).await.expect("stops");
+}
+
+fn status(group: &Group, rank: Rank) -> RankStatus {
+    group.worker_status().swap_remove(rank as usize)
+}
+
+fn pid(group: &Group, rank: Rank) -> i32 {
+    i32::try_from(status(group, rank).pid.expect("a process")).expect("fits")
+}
+
+fn signal(pid: i32, signal: rustix::process::Signal) {
+    let pid = rustix::process::Pid::from_raw(pid).expect("not zero");
+    rustix::process::kill_process(pid, signal).expect("signals");
+}
+
+/// Orphans are reaped by whoever is process 1, perhaps never: a zombie is dead.
+fn alive(pid: i32) -> bool {
+    let Ok(text) = std::fs::read_to_string(format!("/proc/{pid}/stat")) else { return false };
+    let state = text.rsplit_once(')').and_then(|(_, rest)| rest.trim_start().chars().next());
+    state.is_some_and(|state| state != 'Z' && state != 'X')
+}
+
+/// Looks until `condition` holds.
+async fn until(what: &str, mut condition: impl FnMut() -> bool) {
+    let mut look = interval(Duration::from_millis(5));
+    timeout(LONG, async {
+        while !condition() {
+            look.tick().await;
+        }
+    })
+    .await
+    .unwrap_or_else(|_| panic!("never came: {what}"));
+}
+
+/// Both provisioners, with the transports to reach their ranks.
+fn provisioners() -> Vec<(&'static str, Box<dyn Provisioner>, Transports)> {
+    let switchboard = InProcess::new();
+    let inside = InProcessRanks::new(workers(), switchboard.clone());
+    vec![
+        ("processes", Box::new(local()), transports()),
+        ("in one process", Box::new(inside), Transports::from_features(switchboard)),
+    ]
+}

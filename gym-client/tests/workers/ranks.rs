@@ -1,0 +1,125 @@
+//! Ranks: who they are, what they find in their environment, where they meet.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use gym_core::{CallContext, Dispatch, WorkerGroupExt};
+use tokio::process::Command;
+
+use super::types::{Describe, Description, Init, Job, Work};
+use super::{LONG, group, options, provisioners, spec, start, stop, until};
+use gym_client::group::{Group, GroupOptions};
+
+async fn describe(group: &Group) -> Vec<Description> {
+    group.call(Describe, ()).deadline(LONG).await.expect("answers").into_values()
+}
+
+pub(crate) async fn c137_two_ranks_are_two_processes() {
+    let group = group(2, options()).await;
+    let pids: BTreeSet<u32> = describe(&group).await.into_iter().map(|rank| rank.pid).collect();
+    assert_eq!(pids.len(), 2);
+    assert!(!pids.contains(&std::process::id()));
+    stop(&group).await;
+}
+
+pub(crate) async fn c138_ranks_find_their_place_and_meet_at_a_held_port() {
+    let group = group(2, options()).await;
+    let ranks = describe(&group).await;
+    for (number, Description { variables, .. }) in ranks.iter().enumerate() {
+        let own = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK"].map(|name| variables[name].clone());
+        assert_eq!(own, [number.to_string(), number.to_string(), "2".to_owned(), "0".to_owned()]);
+        assert_eq!(variables["CUDA_VISIBLE_DEVICES"], "");
+        for shared in ["MASTER_ADDR", "MASTER_PORT", "AVAILABLE_ADDR_LIST", "AVAILABLE_PORT_LIST"] {
+            assert_eq!(variables[shared], ranks[0].variables[shared]);
+        }
+    }
+    let port: u16 = ranks[0].variables["MASTER_PORT"].parse().expect("a port");
+    assert!((1400..1999).contains(&port));
+    assert!(gym_client::provision::ports::HeldPort::bind(port).is_err(), "it is held as long as the group lives");
+    stop(&group).await;
+    drop(group);
+    until("it is given back", || gym_client::provision::ports::HeldPort::bind(port).is_ok()).await;
+}
+
+pub(crate) async fn c141_c142_later_layers_of_the_environment_win() {
+    let mut spec = spec("layered", 1);
+    spec.variables.insert("SHARED".to_owned(), "group".to_owned());
+    spec.variables.insert("ONLY_group".to_owned(), "group".to_owned());
+    spec.variables.insert("PATH".to_owned(), "/group".to_owned());
+    let group = start(spec, options()).await.expect("starts");
+    let Description { variables, .. } = describe(&group).await.swap_remove(0);
+    assert_eq!(variables["SHARED"], "configured");
+    assert_eq!(variables["PATH"], "/group", "over the controller's own");
+    for unique in ["defaults", "group", "configured"] {
+        assert_eq!(variables[&format!("ONLY_{unique}")], unique);
+    }
+    stop(&group).await;
+}
+
+pub(crate) async fn c140_the_configure_hook_adds_to_what_a_worker_is_made_from() {
+    let group = start(spec("layered", 2), options()).await.expect("starts");
+    let inits: Vec<Init> = describe(&group).await.into_iter().map(|rank| rank.init).collect();
+    assert_eq!(inits, ["w0", "w1"].map(|name| Init { name: name.to_owned(), number: 7 }));
+    stop(&group).await;
+}
+
+pub(crate) async fn c159_a_group_that_was_shut_down_shuts_down_again() {
+    let group = group(1, options()).await;
+    stop(&group).await;
+    stop(&group).await;
+    let error = group.call(Describe, ()).await.expect_err("stopped");
+    assert!(error.to_string().contains("stopped"), "{error}");
+}
+
+pub(crate) async fn the_same_group_runs_in_one_process() {
+    for (name, provisioner, transports) in provisioners() {
+        let mut options = GroupOptions::new(transports).restarting(1);
+        options.backoff_min = Duration::from_millis(5);
+        let cx = CallContext::within(LONG);
+        let group = Group::start(&cx, &*provisioner, spec("obedient", 3), options).await.expect(name);
+        let before = describe(&group).await;
+        assert_eq!(before.iter().map(|rank| rank.variables["RANK"].as_str()).collect::<Vec<_>>(), ["0", "1", "2"]);
+        let running = group.call(Work, Job { ms: 60_000, tells: false }).deadline(LONG).start().await.expect("started");
+        group.kill(1).await.expect("killed");
+        let error = running.await.expect_err("a rank is gone");
+        assert_eq!(error.first().map(|first| first.rank), Some(1), "{name}: {error:?}");
+        group.restart_failed_workers(&cx).await.expect(name);
+        let dispatch = Dispatch::rank(1);
+        let after = group.call(Describe, ()).dispatch(dispatch).deadline(LONG).await.expect("answers").into_values();
+        assert_eq!(after[0].incarnation, 2, "{name}");
+        stop(&group).await;
+    }
+}
+
+/// What torch's TCPStore does: SO_REUSEADDR, bind on all addresses, listen. Torch itself is gigabytes; this is its `bind`.
+const STAND_IN: &str = "
+import os, socket, sys
+family, address = (socket.AF_INET6, '::') if sys.argv[1] == '6' else (socket.AF_INET, '0.0.0.0')
+server = socket.socket(family, socket.SOCK_STREAM)
+server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+if family == socket.AF_INET6:
+    server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+server.bind((address, int(os.environ['MASTER_PORT'])))
+server.listen(128)
+client = socket.create_connection((os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT'])), 10)
+peer, _ = server.accept()
+client.sendall(b'met')
+print(peer.recv(3).decode())
+";
+
+pub(crate) async fn a_stand_in_for_torch_listens_on_the_master_port() {
+    let group = group(1, options()).await;
+    let variables = describe(&group).await.swap_remove(0).variables;
+    // Twice on each: a rank that restarts listens again on the same port.
+    for family in ["4", "6", "4"] {
+        if family == "6" && !std::path::Path::new("/proc/net/if_inet6").exists() {
+            continue;
+        }
+        let mut python = Command::new("python3");
+        python.args(["-c", STAND_IN, family]).env("MASTER_PORT", &variables["MASTER_PORT"]);
+        let output = python.env("MASTER_ADDR", &variables["MASTER_ADDR"]).output().await.expect("python3 runs");
+        let said = String::from_utf8_lossy(&output.stdout);
+        assert_eq!(said.trim(), "met", "IPv{family}: {}", String::from_utf8_lossy(&output.stderr));
+    }
+    stop(&group).await;
+}

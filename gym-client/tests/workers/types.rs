@@ -1,0 +1,202 @@
+//! The workers of the cases: one that does as it is told, and some that do not start.
+
+use std::collections::BTreeMap;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use gym_client::provision::{Configured, WorkerKind, Workers};
+use gym_core::testing::conformance::{TestBlockingWorker, TestWorker};
+use gym_core::{
+    CallContext, Error, Handles, HandlesShared, HostOptions, Method, Methods, Payload, Result, Worker, WorkerEnv,
+};
+use serde::{Deserialize, Serialize};
+
+pub(crate) fn workers() -> Workers {
+    let variables = |name: &str| {
+        BTreeMap::from([("SHARED".to_owned(), name.to_owned()), (format!("ONLY_{name}"), name.to_owned())])
+    };
+    let layered = WorkerKind::of::<Obedient>().with_defaults(variables("defaults")).with_configure(move |place| {
+        Configured::variables(variables("configured")).with_init("name", format!("w{}", place.rank))
+    });
+    Workers::new()
+        .with("obedient", WorkerKind::of::<Obedient>())
+        .with("layered", layered)
+        .with("rubbish", WorkerKind::of::<Unwilling<0>>())
+        .with("exits", WorkerKind::of::<Unwilling<1>>())
+        .with("fails", WorkerKind::of::<Unwilling<2>>())
+        .with("never", WorkerKind::of::<Unwilling<3>>())
+        .with("panics", WorkerKind::of::<Unwilling<4>>())
+        .with("test-async-64", WorkerKind::of::<TestWorker>().with_host(taking(64)))
+        .with("test-async-8", WorkerKind::of::<TestWorker>().with_host(taking(8)))
+        .with("test-blocking-64", WorkerKind::of::<TestBlockingWorker>().with_host(taking(64)))
+        .with("test-blocking-8", WorkerKind::of::<TestBlockingWorker>().with_host(taking(8)))
+}
+
+/// The bounds that the suite of all groups asks for.
+fn taking(calls_max: usize) -> HostOptions {
+    let mut options = HostOptions::default();
+    options.calls_max = calls_max;
+    options
+}
+
+macro_rules! method {
+    ($name:ident, $text:literal, $args:ty, $reply:ty) => {
+        #[derive(Clone, Copy, Debug)]
+        pub(crate) struct $name;
+        impl Method for $name {
+            const NAME: &'static str = $text;
+            type Args = $args;
+            type Reply = $reply;
+        }
+    };
+}
+
+method!(Describe, "describe", (), Description);
+method!(Work, "work", Job, u64);
+method!(Hold, "hold", u64, u64);
+method!(Breed, "breed", (), u32);
+method!(Leave, "leave", i32, ());
+method!(Warm, "warm", bool, ());
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Description {
+    pub(crate) pid: u32,
+    pub(crate) incarnation: u64,
+    pub(crate) variables: BTreeMap<String, String>,
+    pub(crate) init: Init,
+    pub(crate) warmed: u32,
+}
+
+/// For how long, and whether it tells of its progress.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub(crate) struct Job {
+    pub(crate) ms: u64,
+    pub(crate) tells: bool,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Init {
+    pub(crate) name: String,
+    #[serde(default)]
+    pub(crate) number: u32,
+}
+
+/// Does as it is told.
+pub(crate) struct Obedient {
+    env: WorkerEnv,
+    init: Init,
+    held: Vec<u8>,
+    warmed: u32,
+}
+
+impl Worker for Obedient {
+    type Init = Init;
+
+    fn start(env: WorkerEnv, init: Init) -> Result<Self> {
+        Ok(Self { env, init, held: Vec::new(), warmed: 0 })
+    }
+
+    fn methods(methods: &mut Methods<Self>) {
+        methods.shared(Describe).exclusive(Work).exclusive(Hold).exclusive(Breed).exclusive(Leave).exclusive(Warm);
+    }
+}
+
+impl HandlesShared<Describe> for Obedient {
+    async fn handle(&self, _: &CallContext, _: Payload<()>) -> Result<Payload<Description>> {
+        Ok(Description {
+            pid: std::process::id(),
+            incarnation: self.env.incarnation.0,
+            variables: self.env.variables.clone(),
+            init: self.init.clone(),
+            warmed: self.warmed,
+        }
+        .into())
+    }
+}
+
+impl Handles<Work> for Obedient {
+    async fn handle(&mut self, cx: &CallContext, call: Payload<Job>) -> Result<Payload<u64>> {
+        let Job { ms, tells } = call.value;
+        let mut ticks = tokio::time::interval(Duration::from_millis(5));
+        let end = tokio::time::Instant::now() + Duration::from_millis(ms);
+        while tokio::time::Instant::now() < end && !cx.cancel.is_cancelled() {
+            ticks.tick().await;
+            if tells {
+                cx.progress.advance(1);
+            }
+        }
+        Ok(self.env.incarnation.0.into())
+    }
+}
+
+impl Handles<Hold> for Obedient {
+    /// Holds that many bytes, every page touched.
+    async fn handle(&mut self, _: &CallContext, call: Payload<u64>) -> Result<Payload<u64>> {
+        let bytes = usize::try_from(call.value).map_err(|_| Error::invalid("too much"))?;
+        self.held = vec![1; bytes];
+        Ok(u64::try_from(self.held.len()).unwrap_or(u64::MAX).into())
+    }
+}
+
+impl Handles<Breed> for Obedient {
+    /// Starts a process of its own that left its session; returns its id.
+    async fn handle(&mut self, _: &CallContext, _: Payload<()>) -> Result<Payload<u32>> {
+        let child = Command::new("setsid").args(["sleep", "1000"]).stdin(Stdio::null()).stdout(Stdio::null()).spawn();
+        Ok(child.map_err(|error| Error::internal("cannot start sleep").caused_by(error))?.id().into())
+    }
+}
+
+impl Handles<Leave> for Obedient {
+    async fn handle(&mut self, _: &CallContext, call: Payload<i32>) -> Result<Payload<()>> {
+        eprintln!("leaving with {}", call.value);
+        std::process::exit(call.value)
+    }
+}
+
+impl Handles<Warm> for Obedient {
+    async fn handle(&mut self, _: &CallContext, call: Payload<bool>) -> Result<Payload<()>> {
+        if !call.value {
+            return Err(Error::internal("no weights to load"));
+        }
+        self.warmed += 1;
+        Ok(().into())
+    }
+}
+
+/// Does not start as it should: 0 prints first, 1 exits, 2 fails, 3 never comes back, 4 panics.
+pub(crate) struct Unwilling<const HOW: u8>;
+
+impl<const HOW: u8> Worker for Unwilling<HOW> {
+    type Init = Init;
+
+    fn start(_: WorkerEnv, init: Init) -> Result<Self> {
+        match HOW {
+            0 => {
+                println!("gym-worker 0123 {{\"serves\":[\"http://127.0.0.1:1\"]}}");
+                println!("{{}}\u{7}\n\ngym-worker");
+                print!("half a line");
+            }
+            1 => {
+                eprintln!("no GPU for {}", init.name);
+                std::process::exit(3);
+            }
+            2 => return Err(Error::invalid(format!("no model called {}", init.name))),
+            3 => loop {
+                std::thread::park();
+            },
+            _ => panic!("the driver is too old"),
+        }
+        Ok(Self)
+    }
+
+    fn methods(methods: &mut Methods<Self>) {
+        methods.shared(Describe);
+    }
+}
+
+impl<const HOW: u8> HandlesShared<Describe> for Unwilling<HOW> {
+    async fn handle(&self, _: &CallContext, _: Payload<()>) -> Result<Payload<Description>> {
+        let (pid, variables, init) = (std::process::id(), BTreeMap::new(), Init::default());
+        Ok(Description { pid, incarnation: 0, variables, init, warmed: 0 }.into())
+    }
+}

@@ -1,0 +1,289 @@
+//! Group calls as NeMo RL's worker groups make them: the cases of its `RayWorkerGroup`, by their numbers in `docs/conformance.md`,
+//! and balanced calls.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use gym_core::testing::conformance::TestWorker;
+use gym_core::{
+    Balance, Balancer, Batch, CallContext, Code, Dispatch, Execution, Free, Gathered, Handles, InProcessGroup, Method,
+    Methods, Payload, Rank, RankLayout, Result, Tensor, Worker, WorkerEnv, WorkerGroup, WorkerGroupExt,
+};
+use serde::{Deserialize, Serialize};
+
+/// What NeMo RL's test worker does: returns what it was called with, and counts its calls.
+#[derive(Clone, Copy, Debug)]
+struct Record;
+
+impl Method for Record {
+    const NAME: &'static str = "record";
+    type Args = (String, u32);
+    type Reply = Recorded;
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+struct Recorded {
+    rank: Rank,
+    data: String,
+    common: u32,
+    rows: Option<Vec<i64>>,
+    calls: u32,
+}
+
+struct Recorder {
+    rank: Rank,
+    calls: u32,
+}
+
+impl Worker for Recorder {
+    type Init = ();
+
+    fn start(env: WorkerEnv, (): ()) -> Result<Self> {
+        Ok(Self { rank: env.rank, calls: 0 })
+    }
+
+    fn methods(methods: &mut Methods<Self>) {
+        methods.exclusive(Record);
+    }
+}
+
+impl Handles<Record> for Recorder {
+    async fn handle(&mut self, _: &CallContext, call: Payload<(String, u32)>) -> Result<Payload<Recorded>> {
+        self.calls += 1;
+        let (data, common) = call.value;
+        let rows = match call.batch.get("id") {
+            Some(column) => Some(column.dense()?.view::<i64>()?.to_vec()),
+            None => None,
+        };
+        Ok(Recorded { rank: self.rank, data, common, rows, calls: self.calls }.into())
+    }
+}
+
+const SOON: Duration = Duration::from_secs(20);
+
+async fn line(ranks: usize) -> Arc<InProcessGroup> {
+    started(RankLayout::line(ranks).unwrap()).await
+}
+
+/// dp2 × tp2: ranks 0 and 1 hold one replica, 2 and 3 the other.
+async fn square() -> Arc<InProcessGroup> {
+    started(RankLayout::new([("dp", 2), ("tp", 2)]).unwrap()).await
+}
+
+async fn started(layout: RankLayout) -> Arc<InProcessGroup> {
+    Arc::new(InProcessGroup::start::<Recorder>("recorders", layout, ()).await.unwrap())
+}
+
+fn rows(count: i64) -> Batch {
+    let ids = Tensor::from_vec([count as usize], (0..count).collect::<Vec<i64>>()).unwrap();
+    Batch::empty().with("id", ids).unwrap()
+}
+
+async fn record(group: &InProcessGroup, batch: Batch, dispatch: Dispatch) -> Gathered<Recorded> {
+    let call = group.call(Record, ("x".to_owned(), 1)).batch(batch).dispatch(dispatch);
+    call.deadline(SOON).await.unwrap()
+}
+
+/// How often each rank has been called so far.
+async fn calls(group: &InProcessGroup) -> Vec<u64> {
+    let statuses = group.worker_status(&CallContext::within(SOON)).await;
+    statuses.iter().map(|status| status.host.as_ref().unwrap().succeeded).collect()
+}
+
+fn ranks(answers: &Gathered<Recorded>) -> Vec<Rank> {
+    answers.replies().iter().map(|reply| reply.value.rank).collect()
+}
+
+fn shards(answers: &Gathered<Recorded>) -> Vec<Option<Vec<i64>>> {
+    answers.replies().iter().map(|reply| reply.value.rows.clone()).collect()
+}
+
+#[tokio::test]
+async fn c143_a_call_to_a_single_worker_runs_once_on_it() {
+    let group = line(2).await;
+    for rank in 0..2 {
+        let answer = record(&group, Batch::empty(), Dispatch::rank(rank)).await.into_one().unwrap().value;
+        assert_eq!((answer.rank, answer.calls), (rank, 1));
+    }
+}
+
+#[tokio::test]
+async fn c144_single_data_reaches_all_workers_once() {
+    let group = line(2).await;
+    let answers = record(&group, Batch::empty(), Dispatch::all()).await.into_values();
+    let expected = |rank| Recorded { rank, data: "x".to_owned(), common: 1, rows: None, calls: 1 };
+    assert_eq!(answers, [expected(0), expected(1)]);
+}
+
+#[tokio::test]
+async fn c145_with_one_axis_at_rank_zero_only_one_of_each_replica_runs() {
+    let group = square().await;
+    let answers = record(&group, Batch::empty(), Dispatch::all().run_rank_0_only_axes(["tp"])).await;
+    assert_eq!((ranks(&answers), calls(&group).await), (vec![0, 2], vec![1, 0, 1, 0]));
+}
+
+#[tokio::test]
+async fn c146_with_both_axes_at_rank_zero_only_rank_zero_runs() {
+    let group = square().await;
+    let answers = record(&group, Batch::empty(), Dispatch::all().run_rank_0_only_axes(["dp", "tp"])).await;
+    assert_eq!((ranks(&answers), calls(&group).await), (vec![0], vec![1, 0, 0, 0]));
+}
+
+#[tokio::test]
+async fn c147_multiple_data_gives_item_i_to_rank_i_and_the_common_argument_to_both() {
+    let group = line(2).await;
+    let items = vec![("a".to_owned(), 9), ("b".to_owned(), 9)];
+    let answers = group.call_each(Record, items).deadline(SOON).await.unwrap().into_values();
+    let got: Vec<_> = answers.iter().map(|answer| (answer.rank, answer.data.as_str(), answer.common)).collect();
+    assert_eq!(got, [(0, "a", 9), (1, "b", 9)]);
+}
+
+#[tokio::test]
+async fn c148_multiple_data_for_fewer_workers_than_there_are_is_refused() {
+    let group = line(4).await;
+    let items = vec![("a".to_owned(), 9), ("b".to_owned(), 9)];
+    let error = group.call_each(Record, items).deadline(SOON).await.unwrap_err();
+    assert_eq!((error.cause().code(), error.execution()), (Code::InvalidArgument, Execution::NotStarted));
+    assert!(error.to_string().contains("2 arguments for 4 ranks"), "{error}");
+    assert_eq!(calls(&group).await, [0; 4]);
+}
+
+#[tokio::test]
+async fn c150_one_axis_of_two_shards_gives_shard_i_to_rank_i() {
+    let group = line(2).await;
+    let answers = record(&group, rows(4), Dispatch::shard("rank")).await;
+    assert_eq!(shards(&answers), [Some(vec![0, 1]), Some(vec![2, 3])]);
+}
+
+#[tokio::test]
+async fn c151_sharded_over_dp_and_replicated_over_tp_gives_both_of_a_replica_its_shard() {
+    let group = square().await;
+    let answers = record(&group, rows(4), Dispatch::shard("dp").replicate(["tp"])).await;
+    assert_eq!(shards(&answers), [Some(vec![0, 1]), Some(vec![0, 1]), Some(vec![2, 3]), Some(vec![2, 3])]);
+}
+
+#[tokio::test]
+async fn c152_ranks_beyond_the_first_of_a_free_axis_are_not_called() {
+    let group = square().await;
+    let answers = record(&group, rows(4), Dispatch::shard("tp")).await;
+    assert_eq!((ranks(&answers), calls(&group).await), (vec![0, 1], vec![1, 1, 0, 0]));
+}
+
+#[tokio::test]
+async fn c153_or_they_are_called_without_data_and_their_results_dropped() {
+    let group = square().await;
+    let answers = record(&group, rows(4), Dispatch::shard("tp").free(Free::Dummy)).await;
+    assert_eq!((ranks(&answers), calls(&group).await), (vec![0, 1], vec![1; 4]));
+    assert_eq!(shards(&answers), [Some(vec![0, 1]), Some(vec![2, 3])]);
+}
+
+#[tokio::test]
+async fn c154_of_a_replicated_output_one_result_comes_back_in_rank_order() {
+    let group = square().await;
+    let answers = record(&group, rows(4), Dispatch::shard("dp").replicate(["tp"]).collect_once(["tp"])).await;
+    assert_eq!((ranks(&answers), calls(&group).await), (vec![0, 2], vec![1; 4]));
+    assert_eq!(shards(&answers), [Some(vec![0, 1]), Some(vec![2, 3])]);
+}
+
+#[tokio::test]
+async fn c155_an_axis_both_sharded_and_replicated_is_refused() {
+    let group = square().await;
+    let call = group.call(Record, ("x".to_owned(), 1)).batch(rows(4)).dispatch(Dispatch::shard("dp").replicate(["dp"]));
+    let error = call.deadline(SOON).await.unwrap_err();
+    assert_eq!(error.cause().code(), Code::InvalidArgument);
+    assert!(error.to_string().contains("'dp'"), "{error}");
+}
+
+#[tokio::test]
+async fn c156_a_sharded_call_over_an_axis_that_the_group_does_not_name_is_refused() {
+    let group = line(2).await;
+    let call = group.call(Record, ("x".to_owned(), 1)).batch(rows(4)).dispatch(Dispatch::shard("data_parallel"));
+    let error = call.deadline(SOON).await.unwrap_err();
+    assert_eq!(error.cause().code(), Code::InvalidArgument);
+    assert!(error.to_string().contains("'data_parallel'"), "{error}");
+}
+
+#[tokio::test]
+async fn c159_stopping_a_group_twice_succeeds() {
+    let group = line(2).await;
+    group.stop(SOON).await.unwrap();
+    group.stop(SOON).await.unwrap();
+    let error = group.call(Record, ("x".to_owned(), 1)).deadline(SOON).await.unwrap_err();
+    assert_eq!((error.cause().code(), error.execution()), (Code::Unavailable, Execution::NotStarted));
+}
+
+#[tokio::test]
+async fn an_unknown_method_is_told_with_the_methods_that_there_are() {
+    let group = InProcessGroup::start::<TestWorker>("tested", RankLayout::line(1).unwrap(), ()).await.unwrap();
+    let error = group.call(Record, ("x".to_owned(), 1)).deadline(SOON).await.unwrap_err();
+    assert_eq!((error.cause().code(), error.execution()), (Code::NotFound, Execution::NotStarted));
+    assert!(error.to_string().contains("test.echo, test.echo_shared"), "{error}");
+}
+
+#[tokio::test]
+async fn more_items_than_workers_come_back_in_their_order_whatever_the_strategy() {
+    let strategies =
+        [Balance::RoundRobin, Balance::LeastPending, Balance::Weighted(vec![3, 1, 0]), Balance::PowerOfTwo];
+    for balance in strategies {
+        let group = line(3).await;
+        let balancer = Balancer::new(Arc::clone(&group) as _, balance.clone()).unwrap();
+        let items: Vec<_> = (0..100).map(|number| (number.to_string(), number)).collect();
+        let cx = CallContext::within(SOON);
+        let replies = balancer.map(&cx, Record, items.clone(), 2).await.unwrap();
+        let got: Vec<_> = replies.into_iter().map(|reply| (reply.data, reply.common)).collect();
+        assert_eq!(got, items, "{balance:?}");
+        let calls = calls(&group).await;
+        assert_eq!(calls.iter().sum::<u64>(), 100);
+        assert_eq!(calls[2] == 0, matches!(balance, Balance::Weighted(_)), "{balance:?}: {calls:?}");
+    }
+}
+
+#[tokio::test]
+async fn submitted_one_by_one_round_robin_takes_turns_and_weights_are_kept() {
+    let cx = CallContext::within(SOON);
+    for (balance, expected) in [
+        (Balance::RoundRobin, [0, 1, 0, 1, 0, 1, 0, 1]),
+        (Balance::LeastPending, [0; 8]),
+        (Balance::Weighted(vec![3, 1]), [0, 0, 1, 0, 0, 0, 1, 0]),
+    ] {
+        let balancer = Balancer::new(line(2).await as _, balance.clone()).unwrap();
+        let mut chosen = Vec::new();
+        for _ in 0..8 {
+            let answer = balancer.submit(&cx, Record, ("x".to_owned(), 1), Batch::empty()).await.unwrap();
+            chosen.push(answer.value.rank);
+        }
+        assert_eq!(chosen, expected, "{balance:?}");
+    }
+}
+
+#[tokio::test]
+async fn balanced_calls_pass_over_dead_ranks_and_fail_when_none_is_left() {
+    let group = line(2).await;
+    let balancer = Balancer::new(Arc::clone(&group) as _, Balance::RoundRobin).unwrap();
+    let cx = CallContext::within(SOON);
+    group.kill(0).unwrap();
+    for _ in 0..3 {
+        let answer = balancer.submit(&cx, Record, ("x".to_owned(), 1), Batch::empty()).await.unwrap();
+        assert_eq!(answer.value.rank, 1);
+    }
+    group.kill(1).unwrap();
+    let error = balancer.submit(&cx, Record, ("x".to_owned(), 1), Batch::empty()).await.unwrap_err();
+    assert_eq!((error.cause().code(), error.execution()), (Code::Unavailable, Execution::NotStarted));
+}
+
+#[test]
+fn strategies_are_read_by_their_names_and_the_rest_is_told_what_there_is() {
+    assert_eq!("least_outstanding".parse::<Balance>().unwrap(), Balance::LeastPending);
+    assert_eq!("round_robin".parse::<Balance>().unwrap(), Balance::RoundRobin);
+    let error = "fastest".parse::<Balance>().unwrap_err();
+    assert!(error.to_string().contains("round_robin, least_pending"), "{error}");
+}
+
+#[tokio::test]
+async fn weights_that_do_not_fit_the_ranks_are_refused() {
+    let group = line(2).await;
+    for weights in [vec![1], vec![0, 0], vec![1, 2, 3]] {
+        let refused = Balancer::new(Arc::clone(&group) as Arc<dyn WorkerGroup>, Balance::Weighted(weights));
+        assert_eq!(refused.unwrap_err().code(), Code::InvalidArgument);
+    }
+}
