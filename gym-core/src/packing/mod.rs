@@ -129,9 +129,7 @@ impl Packing {
         let bins = match self.algorithm {
             PackingAlgorithm::Concatenative => concatenate(lengths, self.capacity),
             PackingAlgorithm::FirstFitDecreasing => {
-                let mut order: Vec<usize> = (0..lengths.len()).collect();
-                order.sort_unstable_by(|a, b| (lengths[*b], b).cmp(&(lengths[*a], a)));
-                first_fit::pack(lengths, &order, self.capacity)
+                first_fit::pack(lengths, &longest_first(lengths, true), self.capacity)
             }
             PackingAlgorithm::FirstFitShuffle => {
                 let mut order: Vec<usize> = (0..lengths.len()).collect();
@@ -170,6 +168,18 @@ impl Packing {
         }
         Ok(bins)
     }
+}
+
+/// The positions of all lengths, longest first; of equal ones the later or the earlier first. The lengths are sorted with their
+/// positions, because looking each up again is what costs.
+fn longest_first(lengths: &[usize], later_first: bool) -> Vec<usize> {
+    let mut pairs: Vec<(usize, usize)> = lengths.iter().copied().zip(0..).collect();
+    if later_first {
+        pairs.sort_unstable_by(|a, b| b.cmp(a));
+    } else {
+        pairs.sort_unstable_by(|a, b| (b.0, a.1).cmp(&(a.0, b.1)));
+    }
+    pairs.into_iter().map(|(_, index)| index).collect()
 }
 
 fn one() -> NonZeroUsize {

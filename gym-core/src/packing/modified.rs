@@ -19,8 +19,7 @@ impl Bin {
 /// Packs sequences of positive lengths, none longer than `capacity`.
 pub(super) fn pack(lengths: &[usize], capacity: usize) -> Vec<Vec<usize>> {
     // All four classes, longest first; of equal ones the earlier first.
-    let mut descending: Vec<usize> = (0..lengths.len()).collect();
-    descending.sort_by_key(|sequence| Reverse(lengths[*sequence]));
+    let descending = super::longest_first(lengths, false);
     let longer_than = |part: usize| descending.partition_point(|sequence| lengths[*sequence] > capacity / part);
     let (large, medium, small) = (longer_than(2), longer_than(3), longer_than(6));
 
@@ -39,8 +38,8 @@ pub(super) fn pack(lengths: &[usize], capacity: usize) -> Vec<Vec<usize>> {
     ascending.sort_unstable_by_key(|sequence| (lengths[*sequence], *sequence));
     let rest = add_two_small(&mut bins, &ascending, lengths);
 
-    let mut rest: Vec<usize> = mediums.left().chain(rest).chain(descending[small..].iter().copied()).collect();
-    rest.sort_unstable_by_key(|sequence| (Reverse(lengths[*sequence]), *sequence));
+    // Each class is in order, and each of the first two is longer than the next.
+    let rest: Vec<usize> = mediums.left().chain(rest).chain(descending[small..].iter().copied()).collect();
     let mut rest = Sorted::new(&rest);
     for bin in &mut bins {
         loop {
@@ -56,7 +55,7 @@ pub(super) fn pack(lengths: &[usize], capacity: usize) -> Vec<Vec<usize>> {
 }
 
 /// From the last bin backward, into each that has no medium: the shortest small sequence and the longest that still fits with
-/// it (of equal ones the latest). Returns what is left.
+/// it (of equal ones the latest). Returns what is left, longest first, of equal ones the earlier first.
 ///
 /// The shortest are taken from the front; what was taken further back is skipped through links to the left.
 fn add_two_small(bins: &mut [Bin], ascending: &[usize], lengths: &[usize]) -> Vec<usize> {
@@ -78,7 +77,9 @@ fn add_two_small(bins: &mut [Bin], ascending: &[usize], lengths: &[usize]) -> Ve
         free.take(front);
         free.take(second);
     }
-    (0..ascending.len()).filter(|at| !free.is_taken(*at)).map(|at| ascending[at]).collect()
+    let mut left: Vec<usize> = (0..ascending.len()).filter(|at| !free.is_taken(*at)).map(|at| ascending[at]).collect();
+    left.sort_by_key(|sequence| Reverse(lengths[*sequence]));
+    left
 }
 
 /// Longest first, each to the least loaded bin, the one that has had its load for longest among equals; a new bin if it does
@@ -88,18 +89,16 @@ fn spread(longest_first: impl Iterator<Item = usize>, lengths: &[usize], capacit
     let mut least_loaded: BinaryHeap<Reverse<(usize, usize, usize)>> = BinaryHeap::new();
     for (turn, sequence) in longest_first.enumerate() {
         let length = lengths[sequence];
-        let (load, bin) = match least_loaded.peek() {
-            Some(&Reverse((load, _, bin))) if length <= capacity - load => {
-                least_loaded.pop();
-                (load, bin)
-            }
-            _ => {
-                bins.push(Vec::new());
-                (0, bins.len() - 1)
-            }
-        };
-        bins[bin].push(sequence);
-        least_loaded.push(Reverse((load + length, turn, bin)));
+        let fits = least_loaded.peek().is_some_and(|Reverse((load, _, _))| length <= capacity - load);
+        // Changed in place, the bin moves down the heap once; taken out and put back, it would move twice.
+        if fits && let Some(mut least) = least_loaded.peek_mut() {
+            let Reverse((load, since, bin)) = &mut *least;
+            bins[*bin].push(sequence);
+            (*load, *since) = (*load + length, turn);
+        } else {
+            least_loaded.push(Reverse((length, turn, bins.len())));
+            bins.push(vec![sequence]);
+        }
     }
     let order = least_loaded.into_sorted_vec();
     order.into_iter().rev().map(|Reverse((_, _, bin))| std::mem::take(&mut bins[bin])).collect()
