@@ -171,18 +171,30 @@ impl Group {
     pub async fn restart_failed_workers(&self, cx: &CallContext) -> Result<Vec<Rank>> {
         let subject = format!("restart the failed ranks of {}", self.shared.name);
         self.await_news(cx).await;
+        let mut restarted = Vec::new();
+        loop {
+            let Restarts { begun, refused } = self.ask_for_restarts().await?;
+            restarted.extend(begun);
+            if !refused.is_empty() {
+                self.settled(cx, &refused).await.map_err(|error| Error::from(error).about(subject.clone()))?;
+                let max = self.shared.options.max_restarts;
+                let message = format!("ranks {refused:?} have used their {max} restarts; raise max_restarts");
+                return Err(Error::not_started(Code::ResourceExhausted, message).about(subject));
+            }
+            match self.ready(cx).await {
+                Ok(()) => return Ok(restarted),
+                // One whose end was told only meanwhile. It is begun or refused next, each rank once at most, so this ends.
+                Err(error) if cx.check().is_ok() && error.failed().any(|rank| fresh(&rank, &restarted)) => {}
+                Err(error) => return Err(Error::from(error).about(subject)),
+            }
+        }
+    }
+
+    async fn ask_for_restarts(&self) -> Result<Restarts> {
         let (reply, answer) = oneshot::channel();
         let gone = || Error::internal("the group's supervisor is gone");
         self.commands.send(Command::RestartFailed(reply)).await.map_err(|_| gone())?;
-        let Restarts { begun, refused } = answer.await.map_err(|_| gone())?;
-        let ready = if refused.is_empty() { self.ready(cx).await } else { self.settled(cx, &refused).await };
-        ready.map_err(|error| Error::from(error).about(subject.clone()))?;
-        if !refused.is_empty() {
-            let max = self.shared.options.max_restarts;
-            let message = format!("ranks {refused:?} have used their {max} restarts; raise max_restarts");
-            return Err(Error::not_started(Code::ResourceExhausted, message).about(subject));
-        }
-        Ok(begun)
+        answer.await.map_err(|_| gone())
     }
 
     /// As [`Group::ready`], apart from the ranks in `except`.
@@ -274,6 +286,11 @@ impl Stop {
             None => Ok(()),
         }
     }
+}
+
+/// Whether a rank is dead without having been started again by this call.
+fn fresh((rank, state, _): &(Rank, RankState, Option<&RankExit>), restarted: &[Rank]) -> bool {
+    *state == RankState::Dead && !restarted.contains(rank)
 }
 
 fn layout(spec: &LaunchSpec, options: &GroupOptions) -> Result<RankLayout> {

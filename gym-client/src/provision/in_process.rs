@@ -158,6 +158,12 @@ impl Shared {
 }
 
 impl Life {
+    /// Ends it as a crash would, without asking first: it must not look like a stop. Returns when it is over.
+    async fn kill(self) {
+        self.end.kill.cancel();
+        let _ = self.task.await;
+    }
+
     /// Ends it, and returns when it is over.
     async fn finish(self, grace: Duration) {
         let Self { end, task, .. } = self;
@@ -182,18 +188,17 @@ impl Deployment for InProcessDeployment {
         let place = place.ok_or_else(|| self.0.no_such(rank))?;
         let old = self.0.lock().remove(&rank);
         if let Some(old) = old {
-            old.end.kill.cancel();
-            old.finish(Duration::ZERO).await;
+            old.kill().await;
         }
         Shared::start(&self.0, place, incarnation);
         Ok(())
     }
 
     async fn kill(&self, rank: Rank) -> Result<()> {
-        let lives = self.0.lock();
-        let life = lives.get(&rank).ok_or_else(|| self.0.no_such(rank))?;
+        let life = self.0.lock().remove(&rank);
+        let life = life.ok_or_else(|| self.0.no_such(rank))?;
         tracing::debug!(group = %self.0.spec.group, rank, incarnation = %life.incarnation, "killed");
-        life.end.kill.cancel();
+        life.kill().await;
         Ok(())
     }
 
