@@ -88,7 +88,7 @@ impl Environment for RolloutEnvironment {
                 }
                 None => None,
             };
-            rewards.push(rollout.as_ref().and_then(|row| reward_of(row)).map(|reward| reward as f32));
+            rewards.push(rollout.as_ref().and_then(reward_of).map(|reward| reward as f32));
             rollouts.push(rollout.map_or_else(|| Bytes::from_static(b"null"), RawObject::into_text));
         }
         let lengths = Offsets::from_lengths(rollouts.iter().map(Bytes::len));

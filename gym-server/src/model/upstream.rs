@@ -139,7 +139,7 @@ impl Upstream {
             let value = format!("Basic {}", base64(percent::decoded(credentials).as_bytes()));
             headers.insert(AUTHORIZATION, HeaderValue::try_from(value).expect("base64 is ASCII"));
         }
-        let way = Way::to(&place, &headers).map_err(|error| error.about(format!("`{key}`: {shown}")))?;
+        let way = Way::to(&place, &headers).map_err(|error| invalid(format!("{shown} {}", error.message())))?;
         let policy = RetryPolicy {
             attempts_max: options.attempts_max.max(1),
             backoff_min: options.backoff_min,

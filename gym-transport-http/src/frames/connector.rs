@@ -15,7 +15,7 @@ use super::pool::LandingPool;
 use super::socket::Socket;
 use super::{FRAMES_SCHEME, UNIX_SCHEME};
 use crate::connector::parse;
-use crate::head::{HEAD_BYTES_MAX, HEADERS_MAX, not_http};
+use crate::head::{HEAD_BYTES_MAX, HEADERS_MAX};
 use crate::headers::is_value;
 use crate::pool::connect_stream;
 
@@ -125,7 +125,7 @@ async fn upgrade(to: &Endpoint) -> Result<(Socket, Bytes)> {
             break head;
         }
         if answer.len() >= HEAD_BYTES_MAX || stream.read_buf(&mut answer).await.map_err(broken)? == 0 {
-            return Err(not_http("its answer to the upgrade has no end"));
+            return Err(Error::not_started(Code::Unavailable, "the peer's answer to the upgrade has no end"));
         }
     };
     if status != SWITCHING_PROTOCOLS {
@@ -141,7 +141,9 @@ async fn upgrade(to: &Endpoint) -> Result<(Socket, Bytes)> {
 fn answer_head(bytes: &[u8]) -> Result<Option<(u16, usize)>> {
     let mut headers = [httparse::EMPTY_HEADER; HEADERS_MAX];
     let mut head = httparse::Response::new(&mut headers);
-    Ok(match head.parse(bytes).map_err(not_http)? {
+    let no_http =
+        |error| Error::not_started(Code::Unavailable, format!("the peer does not answer as an HTTP server: {error}"));
+    Ok(match head.parse(bytes).map_err(no_http)? {
         httparse::Status::Complete(length) => head.code.map(|status| (status, length)),
         httparse::Status::Partial => None,
     })
