@@ -22,7 +22,7 @@ const OUTPUT: &str = "rollouts.jsonl";
 async fn collect(latency_max: Duration, options: DriverOptions) -> (Result<Ended>, Snapshot, Vec<u8>) {
     let net = SimNet::new(1, Faults::calm());
     let host = net.host("env");
-    let mut listener = host.listen("gym").unwrap();
+    let mut listener = host.listen("gym").expect("the test sets it up right");
     let answer = handler_fn(|request: Request| async move {
         let row = RawObject::parse(request.message.head.to_bytes())?;
         Ok(Response::json(row.edit().set("reward", "1.0").to_rope()))
@@ -40,18 +40,20 @@ async fn collect(latency_max: Duration, options: DriverOptions) -> (Result<Ended
         rank: Some(0),
         kind: ServerKind::Environment,
         implementation: String::new(),
-        endpoints: vec![Endpoint::parse("sim://env/gym").unwrap()],
+        endpoints: vec![Endpoint::parse("sim://env/gym").expect("the test sets it up right")],
         incarnation: Incarnation(1),
         ttl: Duration::from_secs(100_000),
         labels: Default::default(),
     };
-    registry.register(&CallContext::default(), registration).await.unwrap();
+    registry.register(&CallContext::default(), registration).await.expect("the test sets it up right");
     let files = SimFiles::new(1);
     let world = World::new(Arc::new(files.clone()), 1, Duration::ZERO);
     let transports = Transports::new().with(Arc::new(net.host("collector")));
     let client = ServerClient::new(registry as _, transports, &world);
     let cx = CallContext::within(Duration::from_secs(100_000));
-    let (ledger, _) = JsonlLedger::open(&cx, Arc::new(files.clone()), OUTPUT, Start::Resume).await.unwrap();
+    let (ledger, _) = JsonlLedger::open(&cx, Arc::new(files.clone()), OUTPUT, Start::Resume)
+        .await
+        .expect("the test sets it up right");
     files.set_latency_max(latency_max);
     let ledger = Arc::new(ledger);
     let driver = Arc::new(Driver::new(client, Arc::clone(&ledger) as _, &world, options));
@@ -60,11 +62,11 @@ async fn collect(latency_max: Duration, options: DriverOptions) -> (Result<Ended
         agent: "agent".into(),
         server: "env".into(),
         result_type: None,
-        row: RawObject::parse(r#"{"_ng_task_index":0,"_ng_rollout_index":0}"#).unwrap(),
+        row: RawObject::parse(r#"{"_ng_task_index":0,"_ng_rollout_index":0}"#).expect("the test sets it up right"),
     };
     let ended = driver.run(stream::iter([Ok(row)]), CancellationToken::new()).await;
     files.set_latency_max(Duration::ZERO);
-    ledger.close(&cx).await.unwrap();
+    ledger.close(&cx).await.expect("the test sets it up right");
     (ended, driver.progress().snapshot(), files.contents(Path::new(OUTPUT)))
 }
 

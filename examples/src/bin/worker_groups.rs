@@ -165,8 +165,11 @@ fn placement() -> anyhow::Result<()> {
     }
     let mut given = ClusterSpec::new([2, 2]);
     given.gpu_ids = GpuIds::PerNode(vec![vec![0, 1], vec![1, 1]]);
-    println!("a GPU twice: {}", VirtualCluster::new(given, Local::new(workers())).map(|_| ()).unwrap_err());
+    println!(
+        "a GPU twice: {}",
+        VirtualCluster::new(given, Local::new(workers())).map(|_| ()).expect_err("a GPU is for one bundle")
+    );
     let large = VirtualCluster::new(ClusterSpec::new([64]), Local::new(workers()))?.simulate_nodes(&[8]);
-    println!("too large: {}", large.placement().unwrap_err());
+    println!("too large: {}", large.placement().expect_err("there are 8"));
     Ok(())
 }
