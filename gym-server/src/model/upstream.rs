@@ -1,4 +1,8 @@
 //! One OpenAI-compatible endpoint over HTTP: bounded connections, bounded retries, deadlines, and errors that name the place.
+#![cfg_attr(
+    not(any(feature = "http", feature = "tls")),
+    expect(dead_code, unused_variables, reason = "without a way to it, an endpoint is refused when it is configured")
+)]
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -75,6 +79,10 @@ struct Inner {
 }
 
 /// How the endpoint is reached.
+#[cfg_attr(
+    all(feature = "http", feature = "tls"),
+    expect(clippy::large_enum_variant, reason = "there is one for each endpoint, behind an Arc")
+)]
 enum Way {
     #[cfg(feature = "http")]
     Http(Direct),
