@@ -4,11 +4,11 @@
 //!
 //! | layer | from |
 //! |---|---|
-//! | defaults | the worker type, [`Workers::with_defaults`](super::Workers::with_defaults) |
+//! | defaults | the worker type, [`WorkerKind::with_defaults`](super::WorkerKind::with_defaults) |
 //! | process | this process, without what belongs to it alone ([`KEPT_BACK`]) |
 //! | group | the variables given to the group |
 //! | rank | `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `NODE_RANK`, `MASTER_ADDR`, `MASTER_PORT`, `AVAILABLE_ADDR_LIST`, `AVAILABLE_PORT_LIST`, `CUDA_VISIBLE_DEVICES` |
-//! | configured | what the worker type makes of its place, [`Workers::with_configure`](super::Workers::with_configure) |
+//! | configured | what the worker type makes of its place, [`WorkerKind::with_configure`](super::WorkerKind::with_configure) |
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
