@@ -112,9 +112,10 @@ async fn chapters() -> anyhow::Result<()> {
 
     println!("\n# Health");
     for (status, usage) in policy.worker_status().iter().zip(policy.resource_usage()) {
-        let resident = usage.host.map(|host| host.resident_bytes >> 20);
+        let resident =
+            usage.host.map_or_else(|| "no sample yet".to_owned(), |host| format!("{} MiB", host.resident_bytes >> 20));
         println!(
-            "rank {} on node {}: {}, life {}, {resident:?} MiB",
+            "rank {} on node {}: {}, life {}, {resident}",
             status.rank, status.node, status.state, status.incarnation
         );
     }

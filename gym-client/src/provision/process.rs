@@ -43,11 +43,11 @@ struct Expected {
 }
 
 impl Switchboard {
-    /// A sink that takes the workers' answers out, and passes the other lines on.
+    /// A sink that takes the workers' answers out, with the blank line before each, and passes the other lines on.
     pub(crate) fn sink(&self, rest: LineSink) -> LineSink {
         let board = self.clone();
         Arc::new(move |name, stream, line| {
-            if stream != Stream::Stdout || !board.take(name, line) {
+            if stream != Stream::Stdout || !(line.is_empty() || board.take(name, line)) {
                 rest(name, stream, line);
             }
         })

@@ -67,7 +67,7 @@ pub struct PlacedBundle {
 /// Bundles that are addressed together: those of a logical node, or all of a unified cluster.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PlacementGroup {
-    /// `<cluster>-node<i>` or `<cluster>-unified`.
+    /// `<cluster>-node<i>` or `<cluster>-unified`; without the dash for a cluster without a name.
     pub name: String,
     /// In the order of their numbers.
     pub bundles: Vec<PlacedBundle>,
@@ -113,7 +113,8 @@ pub fn place(spec: &ClusterSpec, nodes: &[NodeResources], unified: bool) -> Resu
         let node = node_of[unit];
         if !unified || groups.is_empty() {
             let kind = if unified { "unified".to_owned() } else { format!("node{node}") };
-            groups.push(PlacementGroup { name: format!("{}-{kind}", spec.name), bundles: Vec::new() });
+            let name = if spec.name.is_empty() { kind } else { format!("{}-{kind}", spec.name) };
+            groups.push(PlacementGroup { name, bundles: Vec::new() });
         }
         if let Some(group) = groups.last_mut() {
             for gpu in gpus {
