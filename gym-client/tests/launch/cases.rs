@@ -1,13 +1,11 @@
-//! Cases, the controller they kill, and a very small harness.
+//! Cases and the controller that they kill.
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::future::Future;
 use std::os::unix::ffi::OsStringExt;
 use std::os::unix::process::ExitStatusExt;
-use std::panic::AssertUnwindSafe;
 use std::path::Path;
-use std::pin::Pin;
 use std::process::Stdio;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -16,13 +14,16 @@ use gym_client::launch::{ChildHandle, ChildSpec, ChildState, LaunchError, Launch
 use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::time::{Instant, interval, timeout};
 
+#[path = "../harness/mod.rs"]
+mod harness;
+
+use harness::{Case, Running, run_cases};
+
 /// Generous: the machine may be busy with other builds. Every wait ends far earlier when things work.
 const LONG: Duration = Duration::from_secs(60);
 
-type Case = (&'static str, fn() -> Pin<Box<dyn Future<Output = ()>>>);
-
 macro_rules! cases {
-    ($($name:ident),* $(,)?) => { vec![$((stringify!($name), (|| Box::pin($name()) as Pin<Box<dyn Future<Output = ()>>>) as fn() -> _)),*] };
+    ($($name:ident),* $(,)?) => { vec![$((stringify!($name), (|| Box::pin($name()) as Running) as fn() -> _)),*] };
 }
 
 pub(crate) fn main() {
@@ -52,20 +53,7 @@ pub(crate) fn main() {
         names_are_unique_and_come_free_again,
         wrong_specifications_start_nothing,
     ];
-    if arguments.iter().any(|argument| argument == "--list") {
-        cases.iter().for_each(|(name, _)| println!("{name}: test"));
-        return;
-    }
-    let wanted = arguments.iter().find(|argument| !argument.starts_with('-')).cloned().unwrap_or_default();
-    let mut failed = Vec::new();
-    for (name, case) in cases.into_iter().filter(|(name, _)| name.contains(&wanted)) {
-        let outcome = std::panic::catch_unwind(AssertUnwindSafe(|| run(case())));
-        println!("test {name} ... {}", if outcome.is_ok() { "ok" } else { "FAILED" });
-        if outcome.is_err() {
-            failed.push(name);
-        }
-    }
-    assert!(failed.is_empty(), "failed: {failed:?}");
+    run_cases(cases, &arguments, run);
 }
 
 fn run(case: impl Future<Output = ()>) {

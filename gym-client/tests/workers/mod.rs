@@ -1,8 +1,6 @@
-//! The cases, the controller they kill, and a very small harness.
+//! The cases and the controller that they kill.
 
 use std::future::Future;
-use std::panic::AssertUnwindSafe;
-use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -11,6 +9,9 @@ use gym_client::group::{Group, GroupOptions, RankStatus, StartError};
 use gym_client::provision::{InProcessRanks, LaunchSpec, Local, LocalOptions, Provisioner, RankPlace};
 use gym_core::{CallContext, InProcess, Rank};
 use tokio::time::{interval, timeout};
+
+#[path = "../harness/mod.rs"]
+mod harness;
 
 mod cluster;
 mod conformance;
@@ -21,16 +22,15 @@ mod ranks;
 mod start;
 mod types;
 
+use harness::{Case, Running, run_cases};
 use types::{Init, workers};
 
 /// Generous: the machine may be busy with other builds. Every wait ends far earlier when things work.
 const LONG: Duration = Duration::from_secs(60);
 
-type Case = (&'static str, fn() -> Pin<Box<dyn Future<Output = ()>>>);
-
 macro_rules! cases {
     ($($module:ident::$name:ident),* $(,)?) => {
-        vec![$((stringify!($name), (|| Box::pin($module::$name()) as Pin<Box<dyn Future<Output = ()>>>) as fn() -> _)),*]
+        vec![$((stringify!($name), (|| Box::pin($module::$name()) as Running) as fn() -> _)),*]
     };
 }
 
@@ -75,20 +75,7 @@ pub(crate) fn main() {
         conformance::ranks_in_one_process_pass_the_suite_of_all_groups,
         kills::workers_killed_during_calls_leave_no_doubt,
     ];
-    if arguments.iter().any(|argument| argument == "--list") {
-        cases.iter().for_each(|(name, _)| println!("{name}: test"));
-        return;
-    }
-    let wanted = arguments.iter().find(|argument| !argument.starts_with('-')).cloned().unwrap_or_default();
-    let mut failed = Vec::new();
-    for (name, case) in cases.into_iter().filter(|(name, _)| name.contains(&wanted)) {
-        let outcome = std::panic::catch_unwind(AssertUnwindSafe(|| run(case())));
-        println!("test {name} ... {}", if outcome.is_ok() { "ok" } else { "FAILED" });
-        if outcome.is_err() {
-            failed.push(name);
-        }
-    }
-    assert!(failed.is_empty(), "failed: {failed:?}");
+    run_cases(cases, &arguments, run);
 }
 
 fn run(case: impl Future<Output = ()>) {
