@@ -11,10 +11,11 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use futures_util::future::BoxFuture;
-use tokio_util::sync::CancellationToken;
 
+use crate::cancel::CancelToken;
 use crate::context::{Incarnation, bounded};
 use crate::error::{Code, Error, Execution, Result};
+use crate::ladder::Level;
 use crate::message::{Request, Response};
 
 /// The answer still to come. Dropping it cancels the call; what the wire still reads or writes outlives the drop.
@@ -31,6 +32,12 @@ pub trait Link: fmt::Debug + Send + Sync + 'static {
     /// has arrived or is on its way; if `path().ordered`, in the order of these returns. It sets no timer: the channel does.
     async fn send(&self, request: Request) -> Result<Reply>;
 
+    /// Hands the request over at once if nothing is to be waited for, and gives it back otherwise, for [`Link::send`]; order,
+    /// room and failures are as there. A link that always has something to wait for leaves it.
+    fn try_send(&self, request: Request) -> Handing {
+        Handing::Waits(request)
+    }
+
     /// How the peer is reached.
     fn path(&self) -> &PathInfo;
 
@@ -39,6 +46,25 @@ pub trait Link: fmt::Debug + Send + Sync + 'static {
 
     /// Takes no new calls, waits up to `grace` for the running ones, and closes.
     async fn close(&self, grace: Duration) -> Result<()>;
+}
+
+/// What [`Link::try_send`] came to.
+#[allow(clippy::large_enum_variant, reason = "a request comes back only where a call has to wait for room")]
+pub enum Handing {
+    /// It is handed over, or failed before it was.
+    Done(Result<Reply>),
+    /// Nothing has happened; this is the request.
+    Waits(Request),
+}
+
+impl fmt::Debug for Handing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Done(Ok(_)) => "Done",
+            Self::Done(Err(_)) => "Failed",
+            Self::Waits(_) => "Waits",
+        })
+    }
 }
 
 /// How a peer is reached.
@@ -53,19 +79,39 @@ pub struct PathInfo {
     pub ordered: bool,
     /// Whether the peer reads the caller's own memory, so that nothing need be written out for it.
     pub shares_memory: bool,
+    /// Whether an answer holds what calls of others wait for until it is read, such as a turn: somebody must read each at once.
+    pub holds_others: bool,
+    /// The rung of the [`Ladder`](crate::Ladder) that was negotiated; `None` where the scheme alone says it.
+    pub level: Option<Level>,
+    /// What moves the bytes, as the transport names it, such as `posix/memory, cma/memory`; empty where the scheme says it.
+    pub lanes: Arc<str>,
 }
 
 impl PathInfo {
     /// A path over a scheme to a peer.
     #[must_use]
     pub fn new(scheme: &'static str, peer: impl Into<Arc<str>>, ordered: bool) -> Self {
-        Self { scheme, peer: peer.into(), ordered, shares_memory: false }
+        Self { scheme, peer: peer.into(), ordered, ..Self::default() }
     }
 
     /// The same path, to a peer that reads the caller's own memory.
     #[must_use]
     pub fn sharing_memory(mut self) -> Self {
         self.shares_memory = true;
+        self
+    }
+
+    /// The same path, on which an answer that nobody reads holds up others.
+    #[must_use]
+    pub fn holding_others(mut self) -> Self {
+        self.holds_others = true;
+        self
+    }
+
+    /// The same path, with what was negotiated for it: the rung, and the lanes as the transport names them.
+    #[must_use]
+    pub fn at(mut self, level: Level, lanes: impl Into<Arc<str>>) -> Self {
+        (self.level, self.lanes) = (Some(level), lanes.into());
         self
     }
 }
@@ -120,9 +166,17 @@ impl Channel {
         }))
     }
 
-    /// As [`Channel::start`], without a timer and a look at the clock: for who makes many calls and has one of each for all.
+    /// As [`Channel::start`], without a timer and a look at the clock: for who has one of each for many calls.
     pub(crate) async fn hand_over(&self, request: Request) -> Result<Reply> {
-        self.link.send(request).await
+        match self.link.try_send(request) {
+            Handing::Done(handed) => handed,
+            Handing::Waits(request) => self.link.send(request).await,
+        }
+    }
+
+    /// As [`Link::try_send`].
+    pub(crate) fn try_hand_over(&self, request: Request) -> Handing {
+        self.link.try_send(request)
     }
 
     /// Whether both are clones of one channel.
@@ -184,7 +238,7 @@ struct Begun<'a> {
 
 /// The deadline and the cancel token of one call.
 struct Bounds {
-    cancel: CancellationToken,
+    cancel: CancelToken,
     deadline: tokio::time::Instant,
 }
 

@@ -7,8 +7,8 @@ use std::future::Future;
 use std::time::Duration;
 
 use tokio::time::Instant;
-use tokio_util::sync::CancellationToken;
 
+use crate::cancel::CancelToken;
 use crate::error::{Code, Error, Execution, Result};
 use crate::message::Metadata;
 use crate::progress::Progress;
@@ -27,7 +27,7 @@ pub struct CallContext {
     /// When the caller stops waiting. On the wire: the time that is left.
     pub deadline: Instant,
     /// Fires when the caller has left or asks for the end.
-    pub cancel: CancellationToken,
+    pub cancel: CancelToken,
     /// Where the call belongs in a trace.
     pub trace: TraceContext,
     /// Ordered pairs that go with the call, such as cookies; headers over HTTP.
@@ -52,7 +52,7 @@ impl CallContext {
     pub fn until(deadline: Instant) -> Self {
         Self {
             deadline,
-            cancel: CancellationToken::new(),
+            cancel: CancelToken::new(),
             trace: TraceContext::default(),
             metadata: Metadata::new(),
             reply_bytes_max: DEFAULT_REPLY_BYTES_MAX,
@@ -101,10 +101,15 @@ impl CallContext {
     /// # Errors
     /// `DeadlineExceeded` or `Cancelled`, not started.
     pub fn check(&self) -> Result<()> {
+        self.check_at(Instant::now())
+    }
+
+    /// As [`CallContext::check`], for who has looked at the clock.
+    pub(crate) fn check_at(&self, now: Instant) -> Result<()> {
         if self.cancel.is_cancelled() {
             return Err(cancelled(Execution::NotStarted));
         }
-        if Instant::now() >= self.deadline {
+        if now >= self.deadline {
             return Err(deadline_exceeded(Execution::NotStarted));
         }
         Ok(())
@@ -122,7 +127,7 @@ impl CallContext {
 
 /// See [`CallContext::bound`].
 pub(crate) async fn bounded<T>(
-    cancel: &CancellationToken,
+    cancel: &CancelToken,
     deadline: Instant,
     execution: Execution,
     future: impl Future<Output = Result<T>>,

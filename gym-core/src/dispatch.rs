@@ -5,6 +5,7 @@
 //! copies, and of a *free* one (neither) only coordinate 0 works. All ranks that work answer unless `collect_once` says otherwise.
 
 use crate::error::Error;
+use crate::few::Few;
 use crate::layout::{LayoutError, Rank, RankLayout};
 
 /// What a group call does with the axes of the group's layout.
@@ -20,9 +21,16 @@ use crate::layout::{LayoutError, Rank, RankLayout};
 /// assert_eq!(answering, [0, 2]);
 /// # Ok::<(), gym_core::Error>(())
 /// ```
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Dispatch {
     rank: Option<Rank>,
+    /// Boxed, since most calls name no axis.
+    axes: Option<Box<Axes>>,
+}
+
+/// The axes that a caller named.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Axes {
     sharded: Vec<String>,
     replicated: Vec<String>,
     rank_0_only: Vec<String>,
@@ -92,14 +100,7 @@ impl Dispatch {
     /// Every rank gets the whole batch and answers.
     #[must_use]
     pub fn all() -> Self {
-        Self {
-            rank: None,
-            sharded: Vec::new(),
-            replicated: Vec::new(),
-            rank_0_only: Vec::new(),
-            collect_once: Vec::new(),
-            free: Free::Idle,
-        }
+        Self::default()
     }
 
     /// One rank alone is called, with the whole batch.
@@ -117,28 +118,28 @@ impl Dispatch {
     /// Splits along one more axis, within each shard of those before it.
     #[must_use]
     pub fn and_shard(mut self, axis: impl Into<String>) -> Self {
-        self.sharded.push(axis.into());
+        self.axes_mut().sharded.push(axis.into());
         self
     }
 
     /// Every coordinate of these axes gets the same shard.
     #[must_use]
     pub fn replicate<A: Into<String>>(mut self, axes: impl IntoIterator<Item = A>) -> Self {
-        self.replicated.extend(axes.into_iter().map(Into::into));
+        self.axes_mut().replicated.extend(axes.into_iter().map(Into::into));
         self
     }
 
     /// Only coordinate 0 of these axes answers; the others work all the same.
     #[must_use]
     pub fn collect_once<A: Into<String>>(mut self, axes: impl IntoIterator<Item = A>) -> Self {
-        self.collect_once.extend(axes.into_iter().map(Into::into));
+        self.axes_mut().collect_once.extend(axes.into_iter().map(Into::into));
         self
     }
 
     /// What ranks beyond coordinate 0 of a free axis do.
     #[must_use]
     pub fn free(mut self, free: Free) -> Self {
-        self.free = free;
+        self.axes_mut().free = free;
         self
     }
 
@@ -146,7 +147,7 @@ impl Dispatch {
     /// [`REPLICATED_AXES`](crate::REPLICATED_AXES) fits every layout.
     #[must_use]
     pub fn run_rank_0_only_axes<A: Into<String>>(mut self, axes: impl IntoIterator<Item = A>) -> Self {
-        self.rank_0_only.extend(axes.into_iter().map(Into::into));
+        self.axes_mut().rank_0_only.extend(axes.into_iter().map(Into::into));
         self
     }
 
@@ -155,10 +156,8 @@ impl Dispatch {
     /// # Errors
     /// An axis that the layout lacks.
     pub fn shards(&self, layout: &RankLayout) -> Result<Option<usize>, PlanError> {
-        if self.sharded.is_empty() {
-            return Ok(None);
-        }
-        let sizes: Result<Vec<usize>, _> = self.sharded.iter().map(|axis| layout.axis_size(axis)).collect();
+        let Some(axes) = self.axes.as_deref().filter(|axes| !axes.sharded.is_empty()) else { return Ok(None) };
+        let sizes: Result<Vec<usize>, _> = axes.sharded.iter().map(|axis| layout.axis_size(axis)).collect();
         Ok(Some(sizes?.into_iter().product()))
     }
 
@@ -167,9 +166,37 @@ impl Dispatch {
     /// # Errors
     /// An axis or rank that the layout lacks, an axis with two roles, or axes in a call to one rank.
     pub fn plan(&self, layout: &RankLayout) -> Result<Vec<Assignment>, PlanError> {
-        if let Some(rank) = self.rank {
-            return self.plan_one(rank, layout);
+        Ok(self.plan_few(layout)?.into_iter().collect())
+    }
+
+    /// As [`Dispatch::plan`].
+    pub(crate) fn plan_few(&self, layout: &RankLayout) -> Result<Few<Assignment>, PlanError> {
+        let whole = |rank| Assignment { rank, shard: None, collect: true, dummy: false };
+        match (self.rank, self.axes.as_deref()) {
+            (Some(rank), Some(axes)) if axes.are_named() => Err(PlanError::OneRank(rank)),
+            (Some(rank), _) if !layout.ranks().contains(&rank) => Err(LayoutError::UnknownRank(rank).into()),
+            (Some(rank), _) => Ok(Few::One(Some(whole(rank)))),
+            (None, Some(axes)) => Ok(Few::Many(axes.plan(layout)?)),
+            (None, None) => {
+                let mut plan: Few<Assignment> = layout.ranks().iter().copied().map(whole).collect();
+                plan.sort_unstable_by_key(|part| part.rank);
+                Ok(plan)
+            }
         }
+    }
+
+    fn axes_mut(&mut self) -> &mut Axes {
+        self.axes.get_or_insert_default()
+    }
+}
+
+impl Axes {
+    fn are_named(&self) -> bool {
+        let axes = [&self.sharded, &self.replicated, &self.rank_0_only, &self.collect_once];
+        axes.iter().any(|axes| !axes.is_empty())
+    }
+
+    fn plan(&self, layout: &RankLayout) -> Result<Vec<Assignment>, PlanError> {
         let roles = self.roles(layout)?;
         let sharded = indices(&self.sharded, layout)?;
         let collect_once = indices(&self.collect_once, layout)?;
@@ -191,17 +218,6 @@ impl Dispatch {
             .collect();
         plan.sort_unstable_by_key(|part| part.rank);
         Ok(plan)
-    }
-
-    fn plan_one(&self, rank: Rank, layout: &RankLayout) -> Result<Vec<Assignment>, PlanError> {
-        let axes = [&self.sharded, &self.replicated, &self.rank_0_only, &self.collect_once];
-        if axes.iter().any(|axes| !axes.is_empty()) {
-            return Err(PlanError::OneRank(rank));
-        }
-        if !layout.ranks().contains(&rank) {
-            return Err(LayoutError::UnknownRank(rank).into());
-        }
-        Ok(vec![Assignment { rank, shard: None, collect: true, dummy: false }])
     }
 
     /// The role of each axis of the layout. Without a sharded axis those that are named nowhere get the whole batch, else none.

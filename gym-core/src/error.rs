@@ -255,11 +255,13 @@ impl fmt::Display for Error {
         }
         f.write_str(&self.0.message)?;
         let mut source = std::error::Error::source(self);
+        let mut said = String::new();
         while let Some(cause) = source {
             let text = cause.to_string();
             // Wrapping errors often repeat their cause; saying it twice helps nobody.
-            if !self.0.message.contains(&text) {
+            if !self.0.message.contains(&text) && !said.contains(&text) {
                 write!(f, ": {text}")?;
+                said = text;
             }
             source = cause.source();
         }
@@ -315,5 +317,9 @@ mod tests {
         let cause = std::io::Error::other("disk full");
         let error = Error::internal("cannot write").about("append to out.jsonl").caused_by(cause);
         assert_eq!(error.to_string(), "append to out.jsonl: cannot write: disk full");
+        assert_eq!(
+            Error::internal("stop").caused_by(error).to_string(),
+            "stop: append to out.jsonl: cannot write: disk full"
+        );
     }
 }

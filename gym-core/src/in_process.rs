@@ -5,21 +5,26 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use tokio::sync::{Notify, Semaphore, mpsc};
+use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
-use crate::channel::{Channel, Link, PathInfo, Reply};
+use crate::cancel::CancelToken;
+use crate::channel::{Channel, Handing, Link, PathInfo, Reply};
 use crate::context::{CallContext, TraceContext};
 use crate::error::{Code, Error, Execution, Result};
 use crate::frame::{Limits, decode, encode};
 use crate::handler::Handler;
 use crate::message::{Message, Request, Response};
 use crate::transport::{ConnectOptions, Connector, Endpoint, Incoming, Listener, PeerInfo};
+
+mod connection;
+
+use connection::{CloseOnDrop, Connection, Running};
 
 /// The scheme of in-process endpoints: `mem://name`.
 pub const SCHEME: &str = "mem";
@@ -49,7 +54,7 @@ impl InProcess {
     /// The same names, with another bound on the calls under way on one link.
     #[must_use]
     pub fn with_calls_max(mut self, calls_max: usize) -> Self {
-        self.calls_max = calls_max.min(Semaphore::MAX_PERMITS);
+        self.calls_max = calls_max;
         self
     }
 
@@ -94,7 +99,7 @@ impl Connector for InProcess {
         let refused = |why| Error::not_started(Code::Unavailable, why).about(format!("connect to {to}"));
         let listener = lock(&self.listeners).get(to.address()).cloned();
         let listener = listener.ok_or_else(|| refused("nobody listens under this name in this process"))?;
-        let connection = Arc::new(Connection::new(self.calls_max));
+        let connection = Arc::new(Connection::new(to.address().into(), self.calls_max, CancelToken::new()));
         // Made before the peer hears of it, so that whatever happens next leaves the connection closed.
         let link = InProcessLink {
             connection: Arc::clone(&connection),
@@ -121,9 +126,9 @@ pub(crate) fn channel_to(
     handler: Arc<dyn Handler>,
     calls_max: usize,
     faithful: bool,
-    closed: CancellationToken,
+    closed: CancelToken,
 ) -> Channel {
-    let connection = Connection { closed, ..Connection::new(calls_max.min(Semaphore::MAX_PERMITS)) };
+    let connection = Connection::new(peer.into(), calls_max, closed);
     let _ = connection.handler.set(handler);
     Channel::new(InProcessLink { connection: Arc::new(connection), path: path(peer, faithful), faithful })
 }
@@ -161,98 +166,6 @@ impl Drop for InProcessListener {
         while let Ok(connection) = self.accepted.try_recv() {
             connection.closed.cancel();
         }
-    }
-}
-
-/// What both ends share.
-struct Connection {
-    /// What the accepting end calls the connecting one.
-    caller: PeerInfo,
-    handler: OnceLock<Arc<dyn Handler>>,
-    served: Notify,
-    /// Fires when either end is gone: running calls end with it.
-    closed: CancellationToken,
-    room: Arc<Semaphore>,
-    calls: Mutex<Calls>,
-    idle: Notify,
-}
-
-#[derive(Default)]
-struct Calls {
-    running: usize,
-    draining: bool,
-    /// No channel is left: the last call closes the connection.
-    abandoned: bool,
-}
-
-impl Connection {
-    fn new(calls_max: usize) -> Self {
-        Self {
-            caller: PeerInfo { address: "in-process".into() },
-            handler: OnceLock::new(),
-            served: Notify::new(),
-            closed: CancellationToken::new(),
-            room: Arc::new(Semaphore::new(calls_max)),
-            calls: Mutex::default(),
-            idle: Notify::new(),
-        }
-    }
-
-    fn begin(self: &Arc<Self>) -> Result<Running> {
-        let mut calls = lock(&self.calls);
-        if calls.draining || self.closed.is_cancelled() {
-            return Err(Error::not_started(Code::Unavailable, "the peer takes no new calls"));
-        }
-        calls.running += 1;
-        Ok(Running(Arc::clone(self)))
-    }
-
-    /// Takes no new calls and waits for the running ones.
-    async fn drain(&self) {
-        lock(&self.calls).draining = true;
-        loop {
-            let idle = self.idle.notified();
-            if lock(&self.calls).running == 0 {
-                return;
-            }
-            tokio::select! {
-                biased;
-                () = self.closed.cancelled() => return,
-                () = idle => {}
-            }
-        }
-    }
-}
-
-impl fmt::Debug for Connection {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Connection").field("running", &lock(&self.calls).running).finish_non_exhaustive()
-    }
-}
-
-/// One call under way.
-struct Running(Arc<Connection>);
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        let mut calls = lock(&self.0.calls);
-        calls.running -= 1;
-        if calls.running == 0 && calls.draining {
-            let abandoned = calls.abandoned;
-            drop(calls);
-            self.0.idle.notify_waiters();
-            if abandoned {
-                self.0.closed.cancel();
-            }
-        }
-    }
-}
-
-struct CloseOnDrop(Arc<Connection>);
-
-impl Drop for CloseOnDrop {
-    fn drop(&mut self) {
-        self.0.closed.cancel();
     }
 }
 
@@ -297,52 +210,40 @@ impl fmt::Debug for InProcessLink {
 
 impl Drop for InProcessLink {
     fn drop(&mut self) {
-        // The last channel is gone; replies that were started may still come, and the last of them closes.
-        let mut calls = lock(&self.connection.calls);
-        (calls.draining, calls.abandoned) = (true, true);
-        if calls.running == 0 {
-            drop(calls);
-            self.connection.closed.cancel();
-        }
+        self.connection.abandon();
     }
 }
 
-#[async_trait]
-impl Link for InProcessLink {
-    async fn send(&self, mut request: Request) -> Result<Reply> {
-        let connection = &self.connection;
-        let unavailable =
-            || Error::not_started(Code::Unavailable, "the peer has left").about(self.path.peer.to_string());
-        let room = tokio::select! {
-            biased;
-            // First, because there nearly always is room; a connection that is closed takes no calls, see `begin`.
-            room = Arc::clone(&connection.room).acquire_owned() => room.map_err(|_| unavailable())?,
-            () = connection.closed.cancelled() => return Err(unavailable()),
-        };
-        let running = connection.begin()?;
-        let handler = connection.handler.get().ok_or_else(unavailable)?;
+impl InProcessLink {
+    fn unavailable(&self) -> Error {
+        Error::not_started(Code::Unavailable, "the peer has left").about(self.path.peer.to_string())
+    }
+
+    /// Hands over a request that has a place.
+    fn hand_over(&self, mut request: Request, running: Running) -> Result<Reply> {
+        let handler = self.connection.handler.get().ok_or_else(|| self.unavailable())?;
         if self.faithful {
             request = rewritten_request(request)?;
         }
-        request.peer = Some(connection.caller.clone());
+        request.peer = Some(self.connection.caller.clone());
         // A token of this call's own: what the handler has handed on learns of a dropped reply, as it does over a wire.
-        let cancel = request.context.cancel.child_token();
+        let cancel = request.context.cancel.into_child();
         request.context.cancel = cancel.clone();
         let caller_left = cancel.drop_guard();
         let reply_bytes_max = request.context.reply_bytes_max;
-        let (faithful, peer) = (self.faithful, Arc::clone(&self.path.peer));
-        let answer = handler.handle(request);
+        let (faithful, answer) = (self.faithful, handler.handle(request));
         Ok(Box::pin(async move {
             let (answer, caller_left) = (answer, caller_left);
             let response = tokio::select! {
                 biased;
                 response = answer => response,
                 () = running.0.closed.cancelled() => {
-                    return Err(Error::unknown(Code::Unavailable, "the peer has left").about(peer.to_string()));
+                    let peer = running.0.name.to_string();
+                    return Err(Error::unknown(Code::Unavailable, "the peer has left").about(peer));
                 }
             };
             let _ = caller_left.disarm();
-            drop((running, room));
+            drop(running);
             let mut response = response.unwrap_or_else(|error| Response::from_error(&error));
             let reply_bytes = bytes_taken(&response.message);
             if reply_bytes > reply_bytes_max {
@@ -356,6 +257,22 @@ impl Link for InProcessLink {
             }
             Ok(response)
         }))
+    }
+}
+
+#[async_trait]
+impl Link for InProcessLink {
+    async fn send(&self, request: Request) -> Result<Reply> {
+        let running = self.connection.begin().await?;
+        self.hand_over(request, running)
+    }
+
+    fn try_send(&self, request: Request) -> Handing {
+        match self.connection.try_begin() {
+            Ok(Some(running)) => Handing::Done(self.hand_over(request, running)),
+            Ok(None) => Handing::Waits(request),
+            Err(error) => Handing::Done(Err(error)),
+        }
     }
 
     fn path(&self) -> &PathInfo {

@@ -3,22 +3,26 @@
 
 pub mod advantages;
 mod batch;
+mod cancel;
 mod channel;
 pub mod cluster;
 mod context;
 mod dispatch;
 mod error;
+mod few;
 pub mod frame;
 mod group;
 mod handler;
 pub mod health;
 mod host;
 pub mod in_process;
+mod ladder;
 mod layout;
 mod ledger;
 mod message;
 pub mod message_log;
 pub mod metrics;
+pub mod mux;
 pub mod packing;
 mod pick;
 mod progress;
@@ -42,24 +46,25 @@ pub use batch::{
     MicroBatches, MicrobatchOrder, Offsets, Packed, Padding, Payload, Ragged, RowShape, Segment, SegmentId,
     SegmentSchema, SequencePacking, Sharded, Sharding, Side, Uneven,
 };
-pub use channel::{Channel, INCARNATION_METADATA, Link, PathInfo, Reply};
+pub use cancel::{CancelOnDrop, CancelToken, Cancelled};
+pub use channel::{Channel, Handing, INCARNATION_METADATA, Link, PathInfo, Reply};
 pub use context::{CallContext, DEFAULT_DEADLINE, DEFAULT_REPLY_BYTES_MAX, Incarnation, TraceContext};
 pub use dispatch::{Assignment, Dispatch, Free, PlanError};
 pub use error::{Code, Error, Execution, Result};
 pub use group::{
-    Balance, Balancer, ExitCause, FailureKind, Gathered, GroupCall, GroupError, GroupView, InProcessGroup,
-    InProcessOptions, Member, Pending, RankExit, RankOutcome, RankReply, RankState, RankStatus, StuckRank, WorkerGroup,
-    WorkerGroupExt,
+    Balancer, ExitCause, FailureKind, Gathered, GroupCall, GroupError, GroupView, InProcessGroup, InProcessOptions,
+    Member, Pending, RankExit, RankOutcome, RankReply, RankState, WorkerGroup, WorkerGroupExt,
 };
 pub use handler::{Fenced, Handler, from_tower, handler_fn};
 pub use host::{HostOptions, REPLY_METADATA, REPLY_NONE, RunningCall, STATUS_ROUTE, WorkerHost, WorkerStatus};
 pub use in_process::InProcess;
+pub use ladder::{Ladder, Level};
 pub use layout::{Axis, LayoutError, Parallelism, RANKS_MAX, REPLICATED_AXES, Rank, RankLayout, SubLayout};
 pub use ledger::{KeyState, Ledger, Outcome};
 pub use message::{
     CODE_METADATA, ContentType, EXECUTION_METADATA, Message, Metadata, Request, Response, Rope, Route, Status, Verb,
 };
-pub use pick::{Load, Picker};
+pub use pick::{Balance, Load, Picker};
 pub use progress::Progress;
 pub use raw::{Edit, JsonError, RawObject};
 pub use registry::{DEFAULT_TTL, Instance, Lease, MemoryRegistry, Registration, Registry, RegistryState};

@@ -1,23 +1,38 @@
 //! Which of several replicas or ranks a call goes to, when any will do.
 
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+
 use serde::{Deserialize, Serialize};
 
-/// How one is chosen. In a configuration `round_robin`, `least_pending` (or `least_outstanding`), `weighted`,
-/// `power_of_two_choices`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+/// How one is chosen. In a configuration `round_robin`, `least_pending` (or `least_outstanding`), `power_of_two_choices`, or
+/// `{"weighted": [3, 1]}`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Picker {
+#[non_exhaustive]
+pub enum Balance {
     /// One after the other.
     RoundRobin,
-    /// The one with the fewest calls under way; in turn among equals.
+    /// The one with the fewest calls under way; in turn among equals, since many callers who know only their own calls would
+    /// else all begin with the same one. NeMo RL calls it `least_outstanding`.
     #[default]
     #[serde(alias = "least_outstanding")]
     LeastPending,
-    /// In turn, each as often as its weight says.
-    Weighted,
-    /// The less busy of two that are drawn: nearly as even as the least busy, and many callers who know only their own calls do
-    /// not all run to the same one.
+    /// In proportion to these weights, by index; those behind the last have 1, and 0 is never chosen. Smoothly, as nginx does it: the
+    /// heaviest does not get its share in one burst.
+    Weighted(Vec<u32>),
+    /// The less busy of two that are drawn: nearly as even as the least busy, and callers who know only their own calls spread.
     PowerOfTwoChoices,
+}
+
+/// Chooses, and remembers whose turn it is.
+#[derive(Debug, Default)]
+pub struct Picker {
+    balance: Balance,
+    turn: AtomicUsize,
+    /// For weights: what each is owed.
+    owed: Mutex<BTreeMap<usize, i64>>,
 }
 
 /// One that may be chosen.
@@ -27,32 +42,31 @@ pub struct Load {
     pub index: usize,
     /// Calls under way at it.
     pub pending: usize,
-    /// Its share among the others, for [`Picker::Weighted`].
-    pub weight: u32,
 }
 
 impl Picker {
-    /// The index of the chosen one; `turn` moves on with every call, and decides what is drawn, so that runs can be repeated.
-    /// `None` when there is none, or, if weighted, none has a weight.
+    /// One that has not chosen yet. Two of them choose alike: what is drawn depends on the turn, so that runs can be repeated.
     #[must_use]
-    pub fn pick(self, turn: usize, open: &[Load]) -> Option<usize> {
+    pub fn new(balance: Balance) -> Self {
+        Self { balance, ..Self::default() }
+    }
+
+    /// How it chooses.
+    #[must_use]
+    pub fn balance(&self) -> &Balance {
+        &self.balance
+    }
+
+    /// The index of the chosen one. `None` when there is none, or, if weighted, none has a weight.
+    #[must_use]
+    pub fn pick(&self, open: &[Load]) -> Option<usize> {
+        let turn = self.turn.fetch_add(1, Ordering::Relaxed);
         let from = turn.checked_rem(open.len())?;
-        let in_turn = open[from..].iter().chain(&open[..from]);
-        let chosen = match self {
-            Self::RoundRobin => &open[from],
-            Self::LeastPending => in_turn.min_by_key(|load| load.pending)?,
-            Self::Weighted => {
-                let total: u64 = open.iter().map(|load| u64::from(load.weight)).sum();
-                let mut at = (turn as u64).checked_rem(total)?;
-                open.iter().find(|load| match at.checked_sub(u64::from(load.weight)) {
-                    Some(rest) => {
-                        at = rest;
-                        false
-                    }
-                    None => true,
-                })?
-            }
-            Self::PowerOfTwoChoices => {
+        let chosen = match &self.balance {
+            Balance::RoundRobin => &open[from],
+            Balance::LeastPending => open[from..].iter().chain(&open[..from]).min_by_key(|load| load.pending)?,
+            Balance::Weighted(weights) => return self.weighted(weights, open),
+            Balance::PowerOfTwoChoices => {
                 let mut random = fastrand::Rng::with_seed(turn as u64);
                 let first = random.usize(..open.len());
                 let second = (first + random.usize(1..open.len().max(2))) % open.len();
@@ -61,37 +75,66 @@ impl Picker {
         };
         Some(chosen.index)
     }
+
+    /// Each is owed its weight more every time; who is owed most is chosen and pays what all were given.
+    fn weighted(&self, weights: &[u32], open: &[Load]) -> Option<usize> {
+        let weight = |load: &Load| i64::from(weights.get(load.index).copied().unwrap_or(1));
+        let mut owed = self.owed.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut total = 0;
+        for load in open.iter().filter(|load| weight(load) > 0) {
+            *owed.entry(load.index).or_default() += weight(load);
+            total += weight(load);
+        }
+        let of_use = open.iter().filter(|load| weight(load) > 0).map(|load| load.index);
+        let chosen = of_use.max_by_key(|index| (owed.get(index).copied(), std::cmp::Reverse(*index)))?;
+        *owed.entry(chosen).or_default() -= total;
+        Some(chosen)
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::prelude::*;
 
     fn loads(pending: &[usize]) -> Vec<Load> {
-        pending.iter().enumerate().map(|(index, pending)| Load { index, pending: *pending, weight: 1 }).collect()
+        pending.iter().enumerate().map(|(index, pending)| Load { index, pending: *pending }).collect()
     }
 
-    fn turns(picker: Picker, open: &[Load], turns: usize) -> Vec<usize> {
-        (0..turns).map(|turn| picker.pick(turn, open).unwrap()).collect()
+    fn turns(balance: Balance, open: &[Load], turns: usize) -> Vec<usize> {
+        let picker = Picker::new(balance);
+        (0..turns).map(|_| picker.pick(open).unwrap()).collect()
     }
 
     #[test]
     fn round_robin_takes_turns_and_least_pending_avoids_the_busy() {
-        assert_eq!(turns(Picker::RoundRobin, &loads(&[0, 9, 0]), 4), [0, 1, 2, 0]);
-        assert_eq!(turns(Picker::LeastPending, &loads(&[1, 1, 0]), 6), [2; 6]);
-        assert_eq!(turns(Picker::LeastPending, &loads(&[0, 0, 1]), 3), [0, 1, 0]);
+        assert_eq!(turns(Balance::RoundRobin, &loads(&[0, 9, 0]), 4), [0, 1, 2, 0]);
+        assert_eq!(turns(Balance::LeastPending, &loads(&[1, 1, 0]), 6), [2; 6]);
+        assert_eq!(turns(Balance::LeastPending, &loads(&[0, 0, 1]), 3), [0, 1, 0]);
     }
 
     #[test]
-    fn weighted_turns_are_as_many_as_the_weights() {
-        let open = [(0, 3), (1, 0), (2, 1)].map(|(index, weight)| Load { index, pending: 0, weight });
-        assert_eq!(turns(Picker::Weighted, &open, 8), [0, 0, 0, 2, 0, 0, 0, 2]);
-        assert_eq!(Picker::Weighted.pick(0, &open[1..2]), None);
+    fn the_heaviest_does_not_get_its_share_in_one_burst() {
+        assert_eq!(turns(Balance::Weighted(vec![3, 0, 1]), &loads(&[0; 3]), 8), [0, 0, 2, 0, 0, 0, 2, 0]);
+        assert_eq!(turns(Balance::Weighted(vec![2]), &loads(&[0; 2]), 3), [0, 1, 0]);
+        assert_eq!(Picker::new(Balance::Weighted(vec![1, 0])).pick(&loads(&[0; 2])[1..]), None);
+    }
+
+    proptest! {
+        #[test]
+        fn weighted_turns_are_as_many_as_the_weights(weights in proptest::collection::vec(0_u32..6, 1..6)) {
+            let total: u32 = weights.iter().sum();
+            prop_assume!(total > 0);
+            let chosen = turns(Balance::Weighted(weights.clone()), &loads(&vec![0; weights.len()]), total as usize * 3);
+            for (index, weight) in weights.iter().enumerate() {
+                prop_assert_eq!(chosen.iter().filter(|one| **one == index).count(), *weight as usize * 3);
+            }
+        }
     }
 
     #[test]
     fn the_busiest_of_all_is_never_the_better_of_two() {
-        let chosen = turns(Picker::PowerOfTwoChoices, &loads(&[0, 9, 0, 0]), 400);
+        let chosen = turns(Balance::PowerOfTwoChoices, &loads(&[0, 9, 0, 0]), 400);
         assert!(!chosen.contains(&1));
         for index in [0, 2, 3] {
             assert!(chosen.iter().filter(|one| **one == index).count() > 80, "{index}");
@@ -100,9 +143,20 @@ mod tests {
 
     #[test]
     fn without_replicas_there_is_nothing_to_choose_and_with_one_no_choice() {
-        for picker in [Picker::RoundRobin, Picker::LeastPending, Picker::Weighted, Picker::PowerOfTwoChoices] {
-            assert_eq!(picker.pick(7, &[]), None);
-            assert_eq!(turns(picker, &loads(&[3]), 5), [0; 5]);
+        let weighted = Balance::Weighted(vec![2]);
+        for balance in [Balance::RoundRobin, Balance::LeastPending, weighted, Balance::PowerOfTwoChoices] {
+            assert_eq!(Picker::new(balance.clone()).pick(&[]), None);
+            assert_eq!(turns(balance, &loads(&[3]), 5), [0; 5]);
         }
+    }
+
+    #[test]
+    fn strategies_are_read_by_their_names_and_the_rest_is_told_what_there_is() {
+        let read = |text: &str| serde_json::from_str::<Balance>(text);
+        assert_eq!(read(r#""least_outstanding""#).unwrap(), Balance::LeastPending);
+        assert_eq!(read(r#""power_of_two_choices""#).unwrap(), Balance::PowerOfTwoChoices);
+        assert_eq!(read(r#"{"weighted": [3, 1]}"#).unwrap(), Balance::Weighted(vec![3, 1]));
+        let error = read(r#""fastest""#).unwrap_err().to_string();
+        assert!(error.contains("round_robin") && error.contains("least_pending"), "{error}");
     }
 }

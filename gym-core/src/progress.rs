@@ -30,6 +30,13 @@ impl Progress {
         Self(Some(Arc::new(Meter { since, units: AtomicU64::new(0), moved_ns: AtomicU64::new(0) })))
     }
 
+    /// The same memory for another call, if nobody else holds it.
+    pub(crate) fn renewed(mut self, since: Instant) -> Option<Self> {
+        let meter = Arc::get_mut(self.0.as_mut()?)?;
+        *meter = Meter { since, units: AtomicU64::new(0), moved_ns: AtomicU64::new(0) };
+        Some(self)
+    }
+
     /// Tells that `units` more are done. Zero counts as a sign of life.
     pub fn advance(&self, units: u64) {
         if let Some(meter) = &self.0 {
@@ -66,6 +73,15 @@ mod tests {
         progress.clone().advance(3);
         tokio::time::advance(Duration::from_secs(2)).await;
         assert_eq!((progress.units(), progress.still_for()), (3, Duration::from_secs(2)));
+    }
+
+    #[test]
+    fn a_progress_that_somebody_still_holds_is_not_used_again() {
+        let progress = Progress::watched();
+        let held = progress.clone();
+        held.advance(3);
+        assert!(progress.renewed(Instant::now()).is_none());
+        assert_eq!(held.renewed(Instant::now()).unwrap().units(), 0);
     }
 
     #[test]

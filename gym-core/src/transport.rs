@@ -13,6 +13,7 @@ use crate::channel::Channel;
 use crate::context::{CallContext, Incarnation};
 use crate::error::{Error, Result};
 use crate::handler::Handler;
+use crate::ladder::Level;
 
 /// Where a peer can be reached: a scheme and what that scheme's transport makes of the rest, such as
 /// `http://127.0.0.1:11000` or `mem://policy_model`.
@@ -93,13 +94,23 @@ pub struct PeerInfo {
 pub struct ConnectOptions {
     /// Which life of the peer is meant; calls that reach another are refused.
     pub incarnation: Option<Incarnation>,
+    /// The one rung that is asked for, of a connector that has several: another one is an error, which says why this one cannot
+    /// be. `None`: the best that it can. A connector with one way only need not look at it.
+    pub level: Option<Level>,
 }
 
 impl ConnectOptions {
     /// Options of a channel to one particular life of a peer.
     #[must_use]
     pub fn to_incarnation(incarnation: Incarnation) -> Self {
-        Self { incarnation: Some(incarnation) }
+        Self { incarnation: Some(incarnation), ..Self::default() }
+    }
+
+    /// The same, asking for this rung only.
+    #[must_use]
+    pub fn at(mut self, level: Level) -> Self {
+        self.level = Some(level);
+        self
     }
 }
 

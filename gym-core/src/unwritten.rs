@@ -19,7 +19,8 @@ struct Unwritten<T> {
 trait Head: Any + Send + Sync {
     fn text(&self) -> &Bytes;
     fn value(&self) -> &dyn Any;
-    fn into_any(self: Arc<Self>) -> Arc<dyn Any + Send + Sync>;
+    /// Puts the value into an `Option<T>` of its type, if nobody else holds it.
+    fn move_into(self: Arc<Self>, place: &mut dyn Any) -> Result<(), Arc<dyn Head>>;
 }
 
 impl<T: Send + Sync + 'static> Head for Unwritten<T> {
@@ -31,8 +32,10 @@ impl<T: Send + Sync + 'static> Head for Unwritten<T> {
         &self.value
     }
 
-    fn into_any(self: Arc<Self>) -> Arc<dyn Any + Send + Sync> {
-        self
+    fn move_into(self: Arc<Self>, place: &mut dyn Any) -> Result<(), Arc<dyn Head>> {
+        let Some(place) = place.downcast_mut::<Option<T>>() else { return Err(self) };
+        *place = Some(Arc::try_unwrap(self).map_err(|shared| -> Arc<dyn Head> { shared })?.value);
+        Ok(())
     }
 }
 
@@ -55,11 +58,9 @@ impl UnwrittenHead {
 
     /// The value, if it is a `T` and nobody else holds it.
     pub(crate) fn try_take<T: Send + Sync + 'static>(self) -> Result<T, Self> {
-        if self.value::<T>().is_none() {
-            return Err(self);
-        }
-        let typed = self.0.into_any().downcast::<Unwritten<T>>().expect("the value's type was looked at");
-        Arc::try_unwrap(typed).map(|unwritten| unwritten.value).map_err(|shared| Self(shared))
+        let mut place: Option<T> = None;
+        self.0.move_into(&mut place).map_err(Self)?;
+        Ok(place.expect("what went well has put the value there"))
     }
 }
 

@@ -4,6 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use gym_core::health::RetryBudgets;
 use gym_core::testing::conformance::TestWorker;
 use gym_core::{
     Balance, Balancer, Batch, CallContext, Code, Dispatch, Execution, Free, Gathered, Handles, InProcessGroup, Method,
@@ -86,8 +87,8 @@ async fn record(group: &InProcessGroup, batch: Batch, dispatch: Dispatch) -> Gat
 
 /// How often each rank has been called so far.
 async fn calls(group: &InProcessGroup) -> Vec<u64> {
-    let statuses = group.worker_status(&CallContext::within(SOON)).await;
-    statuses.iter().map(|status| status.host.as_ref().expect("every rank answers").succeeded).collect()
+    let statuses = group.ask_hosts(&CallContext::within(SOON)).await;
+    statuses.iter().map(|status| status.as_ref().expect("every rank answers").succeeded).collect()
 }
 
 fn ranks(answers: &Gathered<Recorded>) -> Vec<Rank> {
@@ -223,7 +224,7 @@ async fn an_unknown_method_is_told_with_the_methods_that_there_are() {
 #[tokio::test]
 async fn more_items_than_workers_come_back_in_their_order_whatever_the_strategy() {
     let strategies =
-        [Balance::RoundRobin, Balance::LeastPending, Balance::Weighted(vec![3, 1, 0]), Balance::PowerOfTwo];
+        [Balance::RoundRobin, Balance::LeastPending, Balance::Weighted(vec![3, 1, 0]), Balance::PowerOfTwoChoices];
     for balance in strategies {
         let group = line(3).await;
         let balancer = Balancer::new(Arc::clone(&group) as _, balance.clone()).unwrap();
@@ -243,7 +244,7 @@ async fn submitted_one_by_one_round_robin_takes_turns_and_weights_are_kept() {
     let cx = CallContext::within(SOON);
     for (balance, expected) in [
         (Balance::RoundRobin, [0, 1, 0, 1, 0, 1, 0, 1]),
-        (Balance::LeastPending, [0; 8]),
+        (Balance::LeastPending, [0, 1, 0, 1, 0, 1, 0, 1]),
         (Balance::Weighted(vec![3, 1]), [0, 0, 1, 0, 0, 0, 1, 0]),
     ] {
         let balancer = Balancer::new(line(2).await as _, balance.clone()).unwrap();
@@ -271,12 +272,86 @@ async fn balanced_calls_pass_over_dead_ranks_and_fail_when_none_is_left() {
     assert_eq!((error.cause().code(), error.execution()), (Code::Unavailable, Execution::NotStarted));
 }
 
-#[test]
-fn strategies_are_read_by_their_names_and_the_rest_is_told_what_there_is() {
-    assert_eq!("least_outstanding".parse::<Balance>().unwrap(), Balance::LeastPending);
-    assert_eq!("round_robin".parse::<Balance>().unwrap(), Balance::RoundRobin);
-    let error = "fastest".parse::<Balance>().unwrap_err();
-    assert!(error.to_string().contains("round_robin, least_pending"), "{error}");
+/// Fails for the fleet's reasons on rank 0, and for the data's where it is asked to.
+#[derive(Clone, Copy, Debug)]
+struct Try;
+
+impl Method for Try {
+    const NAME: &'static str = "try";
+    const IDEMPOTENT: bool = true;
+    type Args = bool;
+    type Reply = Rank;
+}
+
+struct Wedged(Rank);
+
+impl Worker for Wedged {
+    type Init = ();
+
+    fn start(env: WorkerEnv, (): ()) -> Result<Self> {
+        // A second life is well.
+        Ok(Self(if env.incarnation.0 > 1 { 7 } else { env.rank }))
+    }
+
+    fn methods(methods: &mut Methods<Self>) {
+        methods.exclusive(Try);
+    }
+}
+
+impl Handles<Try> for Wedged {
+    async fn handle(&mut self, _: &CallContext, call: Payload<bool>) -> Result<Payload<Rank>> {
+        match (call.value, self.0) {
+            (false, _) => Err(gym_core::Error::invalid("a row that nobody can read")),
+            (true, 0) => Err(gym_core::Error::finished(Code::Unavailable, "the engine does not move")),
+            (true, rank) => Ok(rank.into()),
+        }
+    }
+}
+
+async fn wedged(ranks: usize) -> Arc<InProcessGroup> {
+    let layout = RankLayout::line(ranks).expect("the test is right");
+    Arc::new(InProcessGroup::start::<Wedged>("wedged", layout, ()).await.expect("the test is right"))
+}
+
+#[tokio::test]
+async fn a_rank_whose_calls_fail_is_given_up_until_its_next_life() {
+    let group = wedged(2).await;
+    let balancer = Balancer::new(Arc::clone(&group) as _, Balance::RoundRobin).unwrap();
+    let cx = CallContext::within(SOON);
+    let submit = || async { balancer.submit(&cx, Try, true, Batch::empty()).await.map(|reply| reply.value).ok() };
+    let mut came_to = Vec::new();
+    for _ in 0..8 {
+        came_to.push(submit().await);
+    }
+    assert_eq!(came_to, [None, Some(1), None, Some(1), None, Some(1), Some(1), Some(1)]);
+    assert_eq!(balancer.given_up(), [0]);
+    group.restart(0).await.unwrap();
+    assert_eq!(balancer.given_up(), [0; 0]);
+    assert!([submit().await, submit().await].contains(&Some(7)));
+}
+
+#[tokio::test]
+async fn ranks_that_are_all_given_up_are_called_all_the_same() {
+    let group = wedged(1).await;
+    let balancer = Balancer::new(Arc::clone(&group) as _, Balance::LeastPending).unwrap();
+    for _ in 0..5 {
+        let error = balancer.submit(&CallContext::within(SOON), Try, true, Batch::empty()).await.unwrap_err();
+        assert!(error.to_string().contains("the engine does not move"), "{error}");
+    }
+    assert_eq!(balancer.given_up(), [0]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn failed_calls_are_made_again_within_their_budget() {
+    let group = wedged(2).await;
+    let balancer = Balancer::new(Arc::clone(&group) as _, Balance::RoundRobin).unwrap().again(RetryBudgets::default());
+    let cx = CallContext::within(SOON);
+    let replies = balancer.map(&cx, Try, vec![true; 6], 1).await.unwrap();
+    assert_eq!(replies, [1; 6], "what rank 0 failed, rank 1 did");
+    let error = balancer.submit(&cx, Try, false, Batch::empty()).await.unwrap_err();
+    assert!(error.to_string().contains("nobody can read"), "{error}");
+    let failed: u64 = group.ask_hosts(&cx).await.iter().map(|host| host.as_ref().unwrap().failed).sum();
+    assert!(failed >= 3, "bad data is tried twice");
 }
 
 #[tokio::test]
@@ -285,5 +360,53 @@ async fn weights_that_do_not_fit_the_ranks_are_refused() {
     for weights in [vec![1], vec![0, 0], vec![1, 2, 3]] {
         let refused = Balancer::new(Arc::clone(&group) as Arc<dyn WorkerGroup>, Balance::Weighted(weights));
         assert_eq!(refused.unwrap_err().code(), Code::InvalidArgument);
+    }
+}
+
+/// Says how many seconds its call has left.
+#[derive(Clone, Copy, Debug)]
+struct SecondsLeft;
+
+impl Method for SecondsLeft {
+    const NAME: &'static str = "seconds_left";
+    type Args = ();
+    type Reply = u64;
+}
+
+struct Clock;
+
+impl Worker for Clock {
+    type Init = ();
+
+    fn start(_: WorkerEnv, (): ()) -> Result<Self> {
+        Ok(Self)
+    }
+
+    fn methods(methods: &mut Methods<Self>) {
+        methods.exclusive(SecondsLeft);
+    }
+}
+
+impl Handles<SecondsLeft> for Clock {
+    async fn handle(&mut self, cx: &CallContext, _: Payload<()>) -> Result<Payload<u64>> {
+        Ok(cx.remaining().as_secs().into())
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_call_has_the_time_that_it_asks_for_and_no_more_than_its_caller_has() {
+    const HOUR: Duration = Duration::from_secs(3_600);
+    let group = InProcessGroup::start::<Clock>("clock", RankLayout::line(1).unwrap(), ()).await.unwrap();
+    let caller = CallContext::within(2 * HOUR);
+    let call = || group.call(SecondsLeft, ());
+    let calls = [
+        (call(), gym_core::DEFAULT_DEADLINE),
+        (call().deadline(HOUR), HOUR),
+        (call().context(&caller), 2 * HOUR),
+        (call().context(&caller).deadline(HOUR), HOUR),
+        (call().deadline(3 * HOUR).context(&caller), 2 * HOUR),
+    ];
+    for (call, expected) in calls {
+        assert_eq!(call.await.unwrap().into_one().unwrap().value, expected.as_secs());
     }
 }

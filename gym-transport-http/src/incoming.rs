@@ -8,7 +8,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Poll;
 
 use async_trait::async_trait;
-use gym_core::{Code, Error, Execution, Handler, Incoming, PeerInfo, Request, Response, Result, Route, Status, Verb};
+use gym_core::{
+    CancelToken, Code, Error, Execution, Handler, Incoming, PeerInfo, Request, Response, Result, Route, Status, Verb,
+};
 use http::{HeaderValue, StatusCode};
 use hyper::body::{Body, Incoming as WireBody};
 use hyper::server::conn::http1::Builder;
@@ -196,7 +198,7 @@ impl Drop for Phase {
 }
 
 /// Fires a call's token when its caller leaves, by being dropped before the call is done.
-struct CallerLeft(Option<CancellationToken>);
+struct CallerLeft(Option<CancelToken>);
 
 impl Drop for CallerLeft {
     fn drop(&mut self) {

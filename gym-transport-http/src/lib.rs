@@ -61,6 +61,8 @@ mod wire;
 
 pub use config::HttpConfig;
 pub use connector::HttpConnector;
+#[cfg(feature = "testing")]
+pub use frames::testing;
 pub use frames::{FRAMES_SCHEME, FramesConfig, FramesConnector, UNIX_SCHEME, UnixIncoming, UnixListener};
 pub use incoming::HttpIncoming;
 pub use listener::HttpListener;

@@ -3,6 +3,7 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use async_trait::async_trait;
+use gym_core::mux::Limits;
 use gym_core::testing::conformance::{TransportPair, TransportSetup, transport};
 use gym_core::{Endpoint, Incoming, Listener, Result};
 use gym_transport_http::{FramesConfig, FramesConnector, HttpConfig, HttpConnector, HttpListener, UnixListener};
@@ -11,6 +12,10 @@ fn http_pair(setup: TransportSetup) -> TransportPair {
     let config = HttpConfig { connections_max: setup.calls_max, ..HttpConfig::default() };
     let listener = HttpListener::bind(([127, 0, 0, 1], 0).into(), config.clone()).expect("a free port");
     (Box::new(HttpConnector::new(config)), Box::new(listener))
+}
+
+fn frames_config(setup: TransportSetup) -> FramesConfig {
+    FramesConfig { limits: Limits { calls_max: setup.calls_max, ..Limits::default() }, ..FramesConfig::default() }
 }
 
 /// A listener whose frames are asked for.
@@ -29,7 +34,7 @@ impl Listener for FramesAlone {
 }
 
 fn frames_pair(setup: TransportSetup) -> TransportPair {
-    let frames = FramesConfig { calls_max: setup.calls_max, ..FramesConfig::default() };
+    let frames = frames_config(setup);
     let config = HttpConfig { frames: frames.clone(), ..HttpConfig::default() };
     let listener = HttpListener::bind(([127, 0, 0, 1], 0).into(), config).expect("a free port");
     (Box::new(FramesConnector::tcp(frames)), Box::new(FramesAlone(listener)))
@@ -37,7 +42,7 @@ fn frames_pair(setup: TransportSetup) -> TransportPair {
 
 fn unix_pair(setup: TransportSetup) -> TransportPair {
     static PAIRS: AtomicUsize = AtomicUsize::new(0);
-    let frames = FramesConfig { calls_max: setup.calls_max, ..FramesConfig::default() };
+    let frames = frames_config(setup);
     let name = format!("gym-conformance-{}-{}", std::process::id(), PAIRS.fetch_add(1, Ordering::Relaxed));
     let listener = UnixListener::bind(std::env::temp_dir().join(name), frames.clone()).expect("a free path");
     (Box::new(FramesConnector::unix(frames)), Box::new(listener))

@@ -56,7 +56,7 @@ impl Batch {
             let column = put_together(&columns, padding).map_err(|error| error.about(format!("column {name:?}")))?;
             whole.insert(name, column)?;
         }
-        whole.metadata = common_metadata(&filled.iter().map(|(_, part)| *part).collect::<Vec<_>>());
+        whole.metadata = common_metadata(&filled.iter().map(|(_, part)| *part).collect::<Vec<_>>()).into();
         Ok(whole)
     }
 }

@@ -127,7 +127,7 @@ impl Batch {
             }
         };
         let columns = self.columns().map(&mut encode).collect();
-        let (metadata, micro_batches) = (self.metadata.clone(), self.micro_batches().cloned());
+        let (metadata, micro_batches) = ((*self.metadata).clone(), self.micro_batches().cloned());
         (BatchSchema { rows: self.rows(), columns, metadata, micro_batches }, segments)
     }
 
@@ -154,7 +154,7 @@ impl Batch {
         if schema.micro_batches.as_ref().is_some_and(|plan| !plan.fits(rows)) {
             return Err(lost(format!("the plan of micro-batches does not cover the {rows} rows in order")));
         }
-        batch.metadata = schema.metadata;
+        batch.metadata = schema.metadata.into();
         batch.micro_batches = schema.micro_batches.map(Arc::new);
         Ok(batch)
     }

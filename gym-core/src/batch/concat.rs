@@ -32,14 +32,14 @@ impl Batch {
             Ok((Arc::clone(name), column))
         };
         let columns = first.columns.iter().map(concat_column).collect::<Result<_>>()?;
-        let metadata = common_metadata(&parts);
+        let metadata = common_metadata(&parts).into();
         Ok(Self { columns, metadata, micro_batches: None })
     }
 }
 
 /// Of the metadata, what all parts agree on.
 pub(super) fn common_metadata(parts: &[&Batch]) -> Map<String, Value> {
-    let mut metadata = parts.first().map(|first| first.metadata.clone()).unwrap_or_default();
+    let mut metadata = parts.first().map(|first| (*first.metadata).clone()).unwrap_or_default();
     metadata.retain(|name, value| parts.iter().all(|part| part.metadata.get(name) == Some(value)));
     metadata
 }

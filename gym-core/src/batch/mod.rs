@@ -20,6 +20,7 @@ mod codec;
 mod column;
 mod concat;
 mod device;
+mod facts;
 mod media;
 mod micro;
 mod offsets;
@@ -47,6 +48,7 @@ pub use pad::{Padding, Side};
 pub use payload::Payload;
 pub use shard::Uneven;
 
+use crate::batch::facts::Facts;
 use crate::error::{Code, Error, Result};
 use crate::tensor::check_range;
 
@@ -57,7 +59,7 @@ const ROWS_WITHOUT_BYTES_MAX: usize = 1 << 20;
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Batch {
     columns: Vec<(Arc<str>, Column)>,
-    metadata: Map<String, Value>,
+    metadata: Facts,
     micro_batches: Option<Arc<MicroBatches>>,
 }
 
@@ -183,7 +185,7 @@ impl Batch {
 
     /// Facts about the batch as a whole, to be changed.
     pub fn metadata_mut(&mut self) -> &mut Map<String, Value> {
-        &mut self.metadata
+        self.metadata.to_mut()
     }
 
     /// Neighbouring rows, sharing the memory.

@@ -5,7 +5,8 @@ use serde::de::{self, Deserializer};
 
 use super::memory::parse_memory;
 use crate::error::{Code, Error, Result};
-use crate::pick::Picker;
+use crate::ladder::{Ladder, Level};
+use crate::pick::Balance;
 
 /// What a worker group may be given. Read from a configuration by these names; a key that is none of them is an error that lists
 /// them.
@@ -22,26 +23,40 @@ pub struct WorkerGroupConfig {
     pub max_restarts: Option<u32>,
     /// Whether gradients are compressed on the wire.
     pub enable_gradient_compression: bool,
-    /// Whether a call returns when it is handed over rather than answered.
+    /// Whether a call returns when it is handed over rather than answered. Read, so that documented configurations are, and of no
+    /// effect: in Rust each call says so itself, by [`GroupCall::start`](crate::GroupCall::start) instead of `await`.
     pub async_communication: bool,
     /// Whether calls that may choose their worker are balanced.
     pub enable_load_balancing: bool,
     /// How; balances by itself, without `enable_load_balancing`.
-    pub load_balancing_strategy: Option<Picker>,
+    pub load_balancing_strategy: Option<Balance>,
+    /// How the workers are reached: `auto`, a rung of the ladder, or a list of them. Not given: without UCX.
+    pub transport: Option<Ladder>,
+    /// The least rung that will do; a group that cannot be reached so does not start.
+    pub require_transport: Option<Level>,
 }
 
 impl WorkerGroupConfig {
     /// How calls that may choose are balanced; `None`: they are not.
     #[must_use]
-    pub fn balancing(&self) -> Option<Picker> {
-        self.load_balancing_strategy.or_else(|| self.enable_load_balancing.then(Picker::default))
+    pub fn balancing(&self) -> Option<Balance> {
+        self.load_balancing_strategy.clone().or_else(|| self.enable_load_balancing.then(Balance::default))
+    }
+
+    /// How the workers are reached; `None` when the configuration does not say.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when the required rung is better than all that are named.
+    pub fn ladder(&self) -> Result<Option<Ladder>> {
+        Ladder::configured(self.transport.clone(), self.require_transport)
     }
 
     /// Checks what can be told without a worker.
     ///
     /// # Errors
-    /// `Unimplemented` for gradient compression, which needs collectives.
+    /// `Unimplemented` for gradient compression, which needs collectives; what [`WorkerGroupConfig::ladder`] refuses.
     pub fn validate(&self) -> Result<()> {
+        self.ladder().map_err(|error| error.about("worker group"))?;
         if self.enable_gradient_compression {
             let text = "enable_gradient_compression needs collectives, which are not there yet; leave it out";
             return Err(Error::not_started(Code::Unimplemented, text).about("worker group"));
@@ -91,11 +106,21 @@ mod tests {
     }
 
     #[test]
+    fn the_transport_is_named_and_what_cannot_be_met_is_refused() {
+        let read = |text: &str| serde_json::from_str::<WorkerGroupConfig>(text).unwrap();
+        assert_eq!(read("{}").ladder().unwrap(), None);
+        let config = read(r#"{"transport": ["shm", "http"], "require_transport": "shm"}"#);
+        assert!(!config.ladder().unwrap().unwrap().allows(Level::Http));
+        let error = read(r#"{"transport": "http", "require_transport": "rdma"}"#).validate().unwrap_err();
+        assert!(error.to_string().contains("add rdma"), "{error}");
+    }
+
+    #[test]
     fn a_strategy_balances_by_itself_and_balancing_alone_takes_the_least_busy() {
         let balancing = |text: &str| serde_json::from_str::<WorkerGroupConfig>(text).unwrap().balancing();
         assert_eq!(balancing("{}"), None);
-        assert_eq!(balancing(r#"{"enable_load_balancing": true}"#), Some(Picker::LeastPending));
-        assert_eq!(balancing(r#"{"load_balancing_strategy": "round_robin"}"#), Some(Picker::RoundRobin));
-        assert_eq!(balancing(r#"{"load_balancing_strategy": "least_outstanding"}"#), Some(Picker::LeastPending));
+        assert_eq!(balancing(r#"{"enable_load_balancing": true}"#), Some(Balance::LeastPending));
+        assert_eq!(balancing(r#"{"load_balancing_strategy": "round_robin"}"#), Some(Balance::RoundRobin));
+        assert_eq!(balancing(r#"{"load_balancing_strategy": "least_outstanding"}"#), Some(Balance::LeastPending));
     }
 }

@@ -68,7 +68,7 @@ impl ProfilerRequest {
         if !self.patterns.iter().any(|pattern| matches(pattern.as_bytes(), worker.as_bytes())) {
             return None;
         }
-        let mut options: Map<String, Value> = [
+        let options: Map<String, Value> = [
             ("t", Value::from("cuda,cudnn,cublas,nvtx")),
             // The quotes are for the shell that Nsight starts; %p is the process id.
             ("o", Value::from(format!("'{worker}_{}_%p'", self.steps))),
@@ -77,8 +77,21 @@ impl ProfilerRequest {
         .into_iter()
         .map(|(key, value)| (key.to_owned(), value))
         .collect();
-        options.extend(self.extra.clone());
-        Some(options)
+        Some(merge_options(&options, &self.extra))
+    }
+
+    /// What stands before this worker's program to run it under the profiler; `None`: it is not profiled.
+    #[must_use]
+    pub fn command_for(&self, worker: &str) -> Option<Vec<String>> {
+        let mut command = vec!["nsys".to_owned(), "profile".to_owned()];
+        for (key, value) in self.options_for(worker)? {
+            let value = value.as_str().map_or_else(|| value.to_string(), |text| text.trim_matches('\'').to_owned());
+            match key.len() {
+                1 => command.extend([format!("-{key}"), value]),
+                _ => command.push(format!("--{key}={value}")),
+            }
+        }
+        Some(command)
     }
 }
 
@@ -153,6 +166,8 @@ mod tests {
             None
         );
 
+        let command = asked.command_for("my_critic").unwrap().join(" ");
+        assert_eq!(command, "nsys profile -t cuda,cudnn,cublas,nvtx -o my_critic_1:5_%p --stop-on-exit=true");
         let extra = |json| [both[0], both[1], ("EXTRA_OPTIONS", json)];
         let asked = request(&extra(r#"{"t": "cuda", "gpu": "all"}"#)).unwrap().unwrap();
         let options = asked.options_for("policy").unwrap();

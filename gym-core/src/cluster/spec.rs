@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::ports::MASTER_PORTS;
 use crate::error::{Code, Error, Result};
+use crate::ladder::{Ladder, Level};
 
 /// The cluster that is asked for. Read from a configuration by these names; a key that is none of them is an error that lists
 /// them. Nothing is started or looked for before it is placed.
@@ -52,7 +53,7 @@ pub struct ClusterSpec {
     /// What moves bulk data.
     #[serde(default)]
     pub communication_backend: CommunicationBackend,
-    /// Whether the memory of nodes and workers is sampled.
+    /// Whether the memory of nodes and GPUs is sampled. That of workers always is.
     #[serde(default)]
     pub monitor_memory: bool,
     /// The first port for rendezvous.
@@ -234,13 +235,25 @@ impl ClusterSpec {
             return Err(invalid("port_range_low", &format!("and port_range_high give no ports: {ports}")));
         }
         match self.communication_backend {
-            CommunicationBackend::Auto | CommunicationBackend::Tcp => Ok(()),
-            backend => Err(Error::not_started(
+            CommunicationBackend::Nccl => Err(Error::not_started(
                 Code::Unimplemented,
-                format!("communication_backend '{backend}' is not there yet; use 'auto' or 'tcp'"),
+                "communication_backend 'nccl' is not there yet; use 'auto', 'ucx', 'shm' or 'tcp'",
             )
             .about("cluster")),
+            _ => Ok(()),
         }
+    }
+
+    /// How the cluster's groups are reached unless their own configuration says so; `None` when the cluster does not say either:
+    /// then without UCX. Ranks in this process are reached in this process whatever it is.
+    #[must_use]
+    pub fn ladder(&self) -> Option<Ladder> {
+        let levels: &[Level] = match self.communication_backend {
+            CommunicationBackend::Auto | CommunicationBackend::Nccl | CommunicationBackend::Tcp => return None,
+            CommunicationBackend::Ucx => &[Level::InProcess, Level::SharedMemory, Level::Rdma, Level::UcxTcp],
+            CommunicationBackend::Shm => &[Level::InProcess, Level::SharedMemory],
+        };
+        Ladder::of(levels.iter().copied()).ok()
     }
 }
 
@@ -321,6 +334,15 @@ mod tests {
         assert_eq!(spec.enable_colocation, Some(true));
         assert_eq!(refused(&spec).0, Code::Unimplemented);
         assert!(ClusterSpec { communication_backend: CommunicationBackend::Tcp, ..spec }.validate().is_ok());
+    }
+
+    #[test]
+    fn a_backend_by_ucx_is_the_rungs_that_its_groups_are_reached_by() {
+        let ladder = |backend| ClusterSpec { communication_backend: backend, ..ClusterSpec::new([1]) }.ladder();
+        assert_eq!(ladder(CommunicationBackend::Auto), None);
+        assert_eq!(ladder(CommunicationBackend::Shm).unwrap().to_string(), "mem, shm");
+        let ucx = ladder(CommunicationBackend::Ucx).unwrap();
+        assert!(ucx.uses_ucx() && !ucx.allows(Level::Http), "who asks for UCX is not given less");
     }
 
     #[test]

@@ -1,89 +1,73 @@
 //! Calls that any rank may take: one at a time, or more items than there are ranks.
 
-use std::collections::BTreeMap;
 use std::fmt;
-use std::str::FromStr;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use futures_util::FutureExt;
 use futures_util::stream::{FuturesUnordered, StreamExt};
-use serde::{Deserialize, Serialize};
 
 use crate::batch::{Batch, Payload};
-use crate::context::CallContext;
+use crate::context::{CallContext, Incarnation};
 use crate::dispatch::Dispatch;
-use crate::error::{Code, Error, Result};
+use crate::error::{Error, Execution, Result};
 use crate::group::{GroupError, GroupView, RankState, WorkerGroup, WorkerGroupExt};
+use crate::health::{Disposition, FailureOrigin, Fleet, HealthEvent, HealthPolicy, Replica, RetryBudget, RetryBudgets};
 use crate::layout::Rank;
+use crate::pick::{Balance, Picker};
 use crate::worker::Method;
 
-/// How a rank is chosen for a call that any of them may take. Only healthy ranks are.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-#[non_exhaustive]
-pub enum Balance {
-    /// One after the other.
-    RoundRobin,
-    /// The one with the fewest calls of this balancer under way; the lowest rank among equals. NeMo RL calls it
-    /// `least_outstanding`.
-    #[default]
-    #[serde(alias = "least_outstanding")]
-    LeastPending,
-    /// In proportion to these weights, one for each rank in rank order: smoothly, as nginx does it. 0 is never chosen.
-    Weighted(Vec<u32>),
-    /// The less busy of two that are drawn at random.
-    PowerOfTwo,
-}
-
-impl FromStr for Balance {
-    type Err = Error;
-
-    /// The name in a configuration; weights have no name.
-    fn from_str(name: &str) -> Result<Self> {
-        match name {
-            "round_robin" => Ok(Self::RoundRobin),
-            "least_pending" | "least_outstanding" => Ok(Self::LeastPending),
-            "power_of_two" => Ok(Self::PowerOfTwo),
-            _ => Err(Error::invalid(format!(
-                "no load balancing strategy {name:?}; there are round_robin, least_pending (or least_outstanding), \
-                 power_of_two, and weighted with a list of weights"
-            ))),
-        }
-    }
-}
-
 /// Sends calls to the rank that has most room for them. Keep one for as long as its counts are to matter.
+///
+/// A rank whose calls fail three times in a row for the fleet's reasons (it breaks off, or is silent until the deadline) is given up
+/// until its next life, however well it answers questions about its status: the others take its calls. With all of them given
+/// up, they are called all the same.
 pub struct Balancer {
     group: Arc<dyn WorkerGroup>,
-    balance: Balance,
-    turn: AtomicUsize,
-    random: AtomicU64,
-    /// Calls under way; and, for weights, what each rank is owed.
-    load: Mutex<BTreeMap<Rank, Load>>,
+    picker: Picker,
+    again: Option<RetryBudgets>,
+    known: Mutex<Known>,
 }
 
-#[derive(Clone, Copy, Debug, Default)]
-struct Load {
-    pending: usize,
-    owed: i64,
+/// What calls have shown of the ranks, by their position in the group.
+struct Known {
+    fleet: Fleet,
+    lives: Vec<Incarnation>,
 }
 
 impl Balancer {
-    /// A balancer of a group's calls.
+    /// A balancer of a group's calls. Weights are in rank order.
     ///
     /// # Errors
     /// `InvalidArgument` when there is not one weight for each rank, or none above 0.
     pub fn new(group: Arc<dyn WorkerGroup>, balance: Balance) -> Result<Self> {
-        if let Balance::Weighted(weights) = &balance {
-            let ranks = group.layout().size();
-            if weights.len() != ranks || weights.iter().all(|weight| *weight == 0) {
-                return Err(Error::invalid(format!(
-                    "weights {weights:?} for {ranks} ranks; give one for each, at least one of them above 0"
-                )));
-            }
+        let ranks = group.layout().size();
+        if let Balance::Weighted(weights) = &balance
+            && (weights.len() != ranks || weights.iter().all(|weight| *weight == 0))
+        {
+            return Err(Error::invalid(format!(
+                "weights {weights:?} for {ranks} ranks; give one for each, at least one of them above 0"
+            )));
         }
-        let random = AtomicU64::new(0x9e37_79b9_7f4a_7c15);
-        Ok(Self { group, balance, turn: AtomicUsize::new(0), random, load: Mutex::default() })
+        // How often a rank may be restarted is its group's business.
+        let fleet = Fleet::new(ranks, HealthPolicy { restarts_max: u32::MAX, ..HealthPolicy::default() })?;
+        let lives = group.view().borrow().members().iter().map(|member| member.incarnation).collect();
+        Ok(Self { group, picker: Picker::new(balance), again: None, known: Mutex::new(Known { fleet, lives }) })
+    }
+
+    /// Makes failed calls of idempotent methods again, at whichever rank is chosen then, within these budgets for each call.
+    #[must_use]
+    pub fn again(mut self, budgets: RetryBudgets) -> Self {
+        self.again = Some(budgets);
+        self
+    }
+
+    /// Ranks that are given up: killing and restarting them may help.
+    #[must_use]
+    pub fn given_up(&self) -> Vec<Rank> {
+        let view = Arc::clone(&self.group.view().borrow());
+        let known = self.known(&view);
+        let members = view.members().iter().zip(known.fleet.replicas());
+        members.filter(|(_, replica)| !replica.serves()).map(|(member, _)| member.rank).collect()
     }
 
     /// Has one rank run one call.
@@ -97,14 +81,12 @@ impl Balancer {
         args: M::Args,
         batch: Batch,
     ) -> Result<Payload<M::Reply>, GroupError> {
-        let refused = |error| GroupError::new::<M>(self.group.name(), error, None, Vec::new());
-        let taken = self.take(|_| true).map_err(refused)?;
-        let call = self.group.call(method, args).batch(batch).dispatch(Dispatch::rank(taken.rank)).context(cx);
-        call.await?.into_one().map_err(refused)
+        let taken = self.take(usize::MAX).map_err(|error| self.refused::<M>(error))?;
+        self.attempts(cx, method, args, batch, taken).await
     }
 
-    /// Has the ranks run a call for each item, at most `per_rank` at one rank at a time, and returns the replies in the order
-    /// of the items. The first failure ends it, and what is under way is cancelled.
+    /// Has the ranks run a call for each item, at most `per_rank` at one rank at a time (those that are made again apart), and
+    /// returns the replies in the order of the items. The first failure ends it, and what is under way is cancelled.
     ///
     /// # Errors
     /// As [`Balancer::submit`].
@@ -115,7 +97,6 @@ impl Balancer {
         items: Vec<M::Args>,
         per_rank: usize,
     ) -> Result<Vec<M::Reply>, GroupError> {
-        let refused = |error| GroupError::new::<M>(self.group.name(), error, None, Vec::new());
         let (count, per_rank) = (items.len(), per_rank.max(1));
         let mut items = items.into_iter().enumerate();
         let mut replies: Vec<Option<M::Reply>> = (0..count).map(|_| None).collect();
@@ -123,103 +104,129 @@ impl Balancer {
         loop {
             while let Some((index, args)) = next.take() {
                 // Ranks that are full are passed over; with all of them full, one must finish first.
-                let taken = match self.take(|load| load.pending < per_rank) {
+                let taken = match self.take(per_rank) {
                     Ok(taken) => taken,
                     Err(_) if !running.is_empty() => {
                         next = Some((index, args));
                         break;
                     }
-                    Err(error) => return Err(refused(error)),
+                    Err(error) => return Err(self.refused::<M>(error)),
                 };
-                let call = self.group.call(method, args).dispatch(Dispatch::rank(taken.rank)).context(cx);
-                running.push(async move {
-                    let answer = call.await;
-                    drop(taken);
-                    (index, answer)
-                });
+                let attempts = self.attempts(cx, method, args, Batch::empty(), taken);
+                running.push(attempts.map(move |answer| (index, answer)));
                 next = items.next();
             }
             let Some((index, answer)) = running.next().await else { break };
-            replies[index] = Some(answer?.into_one().map_err(refused)?.value);
+            replies[index] = Some(answer?.value);
         }
         Ok(replies.into_iter().flatten().collect())
     }
 
-    /// A call's place at the rank that is chosen among those with room.
-    fn take(&self, room: impl Fn(&Load) -> bool) -> Result<Taken<'_>> {
-        let view = Arc::clone(&self.group.view().borrow());
-        let mut load = self.load.lock().unwrap_or_else(PoisonError::into_inner);
-        let open: Vec<(usize, Rank)> =
-            healthy(&view).filter(|(_, rank)| room(&load.get(rank).copied().unwrap_or_default())).collect();
-        let rank = self.choose(&open, &mut load).ok_or_else(|| {
-            Error::not_started(Code::Unavailable, "no healthy rank has room").about(self.group.name().to_owned())
-        })?;
-        load.entry(rank).or_default().pending += 1;
-        Ok(Taken { balancer: self, rank })
-    }
-
-    fn choose(&self, open: &[(usize, Rank)], load: &mut BTreeMap<Rank, Load>) -> Option<Rank> {
-        let pending = |rank: &Rank| load.get(rank).map_or(0, |load| load.pending);
-        match &self.balance {
-            Balance::RoundRobin => {
-                let turn = self.turn.fetch_add(1, Ordering::Relaxed);
-                Some(open.get(turn.checked_rem(open.len())?)?.1)
-            }
-            Balance::LeastPending => open.iter().map(|(_, rank)| *rank).min_by_key(pending),
-            Balance::PowerOfTwo => {
-                let first = self.draw(open.len())?;
-                // Another one, unless there is none.
-                let second = self.draw(open.len() - 1).map_or(first, |at| (first + 1 + at) % open.len());
-                [first, second].into_iter().map(|at| open[at].1).min_by_key(pending)
-            }
-            Balance::Weighted(weights) => {
-                let weight = |position: usize| i64::from(weights.get(position).copied().unwrap_or(0));
-                let of_use: Vec<_> = open.iter().filter(|(position, _)| weight(*position) > 0).collect();
-                let total: i64 = of_use.iter().map(|(position, _)| weight(*position)).sum();
-                for (position, rank) in &of_use {
-                    load.entry(*rank).or_default().owed += weight(*position);
-                }
-                let owed = |rank: &Rank| load.get(rank).map_or(0, |load| load.owed);
-                let chosen =
-                    of_use.iter().map(|(_, rank)| *rank).max_by_key(|rank| (owed(rank), std::cmp::Reverse(*rank)))?;
-                load.entry(chosen).or_default().owed -= total;
-                Some(chosen)
-            }
+    /// One call, and the same again as long as its budget lasts.
+    async fn attempts<M: Method>(
+        &self,
+        cx: &CallContext,
+        method: M,
+        args: M::Args,
+        batch: Batch,
+        mut taken: Taken<'_>,
+    ) -> Result<Payload<M::Reply>, GroupError> {
+        let mut budget = self.again.filter(|_| M::IDEMPOTENT).map(RetryBudget::new);
+        let mut parts = Some((args, batch));
+        loop {
+            let part = if budget.is_some() { parts.clone() } else { parts.take() };
+            let (args, batch) = part.expect("without a budget there is one attempt");
+            let call = self.group.call(method, args).batch(batch).dispatch(Dispatch::rank(taken.rank)).context(cx);
+            let answer = call.await;
+            taken.answered(answer.as_ref().err());
+            let error = match answer {
+                Ok(gathered) => return gathered.into_one().map_err(|error| self.refused::<M>(error)),
+                Err(error) => error,
+            };
+            let origin = FailureOrigin::of(error.cause());
+            let Some(Disposition::Again { after, attempt }) = budget.as_mut().map(|budget| budget.failed(origin))
+            else {
+                return Err(error);
+            };
+            drop(taken);
+            tracing::debug!(%error, attempt, "call again");
+            let pause = async {
+                tokio::time::sleep(after).await;
+                self.take(usize::MAX)
+            };
+            taken = match cx.bound(Execution::NotStarted, pause).await {
+                Ok(taken) => taken,
+                Err(_) => return Err(error),
+            };
         }
     }
 
-    /// A number below `bound`, by splitmix64: which of two ranks is looked at needs no better source.
-    fn draw(&self, bound: usize) -> Option<usize> {
-        let mut mixed = self.random.fetch_add(0x9e37_79b9_7f4a_7c15, Ordering::Relaxed);
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        usize::try_from((mixed ^ (mixed >> 31)) >> 1).ok()?.checked_rem(bound)
+    fn refused<M: Method>(&self, error: Error) -> GroupError {
+        GroupError::new::<M>(self.group.name(), error, None, Vec::new())
     }
-}
 
-/// Position among all members, and rank.
-fn healthy(view: &GroupView) -> impl Iterator<Item = (usize, Rank)> {
-    let members = view.members().iter().enumerate();
-    members.filter(|(_, member)| member.state == RankState::Healthy).map(|(position, member)| (position, member.rank))
+    /// A call's place at the rank that is chosen among those with fewer than `room` calls.
+    fn take(&self, room: usize) -> Result<Taken<'_>> {
+        let view = Arc::clone(&self.group.view().borrow());
+        let members = view.members();
+        let mut known = self.known(&view);
+        let up = |index: usize| members.get(index).is_some_and(|member| member.state == RankState::Healthy);
+        let any = known.fleet.serving().into_iter().any(up);
+        let fit = |index: usize, replica: &Replica| up(index) && replica.in_flight < room;
+        let fleet = &mut known.fleet;
+        let index = if any { fleet.acquire(&self.picker, fit) } else { fleet.take(&self.picker, fit) };
+        let index = index.map_err(|error| error.about(self.group.name().to_owned()))?;
+        Ok(Taken { balancer: self, index, rank: members[index].rank, life: members[index].incarnation })
+    }
+
+    /// What is known, with the lives of now: what an earlier life failed says nothing about this one.
+    fn known(&self, view: &GroupView) -> MutexGuard<'_, Known> {
+        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        let Known { fleet, lives } = &mut *known;
+        for (index, (member, life)) in view.members().iter().zip(lives).enumerate() {
+            // Only forward: another caller may have seen a newer view.
+            if *life < member.incarnation {
+                *life = member.incarnation;
+                // A life that its group lets serve has been made fit to.
+                for event in [HealthEvent::RestartBegun, HealthEvent::Loaded, HealthEvent::Refit(life.0)] {
+                    fleet.note(index, event);
+                }
+            }
+        }
+        known
+    }
 }
 
 /// A call that counts at a rank until it is dropped.
 struct Taken<'b> {
     balancer: &'b Balancer,
+    index: usize,
     rank: Rank,
+    life: Incarnation,
+}
+
+impl Taken<'_> {
+    /// Takes note of how the call ended. One that was refused says nothing about the rank.
+    fn answered(&self, error: Option<&GroupError>) {
+        let failed = |error: &GroupError| FailureOrigin::of(error.cause()) == FailureOrigin::Infrastructure;
+        if error.is_some_and(|error| error.execution() == Execution::NotStarted) {
+            return;
+        }
+        let mut known = self.balancer.known.lock().unwrap_or_else(PoisonError::into_inner);
+        if known.lives[self.index] == self.life {
+            known.fleet.note(self.index, HealthEvent::Requested { ok: !error.is_some_and(failed) });
+        }
+    }
 }
 
 impl Drop for Taken<'_> {
     fn drop(&mut self) {
-        let mut load = self.balancer.load.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(load) = load.get_mut(&self.rank) {
-            load.pending -= 1;
-        }
+        self.balancer.known.lock().unwrap_or_else(PoisonError::into_inner).fleet.release(self.index);
     }
 }
 
 impl fmt::Debug for Balancer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Balancer({:?} of {})", self.balance, self.group.name())
+        write!(f, "Balancer({:?} of {})", self.picker.balance(), self.group.name())
     }
 }

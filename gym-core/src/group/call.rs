@@ -1,7 +1,7 @@
 //! A group call as its caller writes it: what, to whom, with which data, by when.
 
 use std::fmt;
-use std::future::{Future, IntoFuture};
+use std::future::{Future, IntoFuture, poll_fn};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -13,10 +13,13 @@ use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 use crate::batch::{Batch, Payload, Uneven};
-use crate::context::CallContext;
+use crate::channel::PathInfo;
+use crate::context::{CallContext, DEFAULT_DEADLINE};
 use crate::dispatch::{Assignment, Dispatch};
 use crate::error::{Code, Error, Result};
-use crate::group::gather::{Part, Planned, ask_one, gather};
+use crate::few::Few;
+use crate::group::gather::{Part, Terms, gather};
+use crate::group::one::One;
 use crate::group::{Gathered, GroupError, GroupView, RankOutcome, WorkerGroup};
 use crate::layout::RankLayout;
 use crate::message::Message;
@@ -26,14 +29,15 @@ use crate::worker::{Method, write};
 /// Dropping what it becomes cancels the call.
 #[must_use = "a group call does nothing until it is awaited or started"]
 pub struct GroupCall<'g, M: Method> {
-    group: &'g str,
+    group: Arc<str>,
     layout: &'g RankLayout,
     view: watch::Receiver<Arc<GroupView>>,
     args: Args<M::Args>,
     batch: Batch,
     dispatch: Dispatch,
     uneven: Uneven,
-    context: CallContext,
+    deadline: Option<Instant>,
+    context: Option<CallContext>,
     method: M,
 }
 
@@ -54,14 +58,15 @@ impl<'g, M: Method> GroupCall<'g, M> {
 
     fn new<G: WorkerGroup + ?Sized>(group: &'g G, method: M, args: Args<M::Args>) -> Self {
         Self {
-            group: group.name(),
+            group: group.shared_name(),
             layout: group.layout(),
             view: group.view(),
             args,
             batch: Batch::empty(),
             dispatch: Dispatch::all(),
             uneven: Uneven::Refuse,
-            context: CallContext::default(),
+            deadline: None,
+            context: None,
             method,
         }
     }
@@ -87,14 +92,13 @@ impl<'g, M: Method> GroupCall<'g, M> {
     /// By when every rank must have answered, from now; not later than the context's deadline.
     /// [`DEFAULT_DEADLINE`](crate::DEFAULT_DEADLINE) unless it is given.
     pub fn deadline(mut self, within: Duration) -> Self {
-        self.context = self.context.at_most(within);
+        self.deadline = Some(Instant::now() + within);
         self
     }
 
     /// Makes the call on behalf of another: its deadline, cancellation, trace, metadata and bound on replies (each rank's).
     pub fn context(mut self, context: &CallContext) -> Self {
-        let deadline = self.context.deadline.min(context.deadline);
-        self.context = CallContext { deadline, ..context.clone() };
+        self.context = Some(context.clone());
         self
     }
 
@@ -106,15 +110,18 @@ impl<'g, M: Method> GroupCall<'g, M> {
     /// # Errors
     /// When the call fails before every rank has its part.
     pub async fn start(self) -> Result<Pending<M>, GroupError> {
-        let mut planned = self.plan()?;
-        // In one process an answer takes no room, whoever reads it.
-        if let Some(part) = planned.only_part(|part| part.channel.path().shares_memory) {
-            let asked = ask_one::<M>(planned, part).await?;
-            return Ok(Pending(Answers::Here(Box::pin(asked.read()))));
+        let mut parts = Few::One(None);
+        let terms = self.plan(&mut parts)?;
+        // In one process an answer keeps no more than its own place on the link until its caller reads it.
+        let keeps_little = |path: &PathInfo| path.shares_memory && !path.holds_others;
+        if let Some(part) = parts.take_only(|part| keeps_little(part.channel.path())) {
+            let mut one = One::<M>::send(terms, part);
+            poll_fn(|cx| one.poll_handed_over(cx)).await?;
+            return Ok(Pending(Answers::Here(one)));
         }
         let (handed_over, all_handed_over) = oneshot::channel();
         // A task of its own reads the answers even if the caller does not: an answer that nobody reads keeps its room.
-        let mut task = AbortOnDrop(tokio::spawn(gather::<M>(planned, Some(handed_over))));
+        let mut task = AbortOnDrop(tokio::spawn(gather::<M>(terms, parts, Some(handed_over))));
         match all_handed_over.await {
             Ok(()) => Ok(Pending(Answers::Read(task))),
             Err(_) => match (&mut task.0).await {
@@ -124,19 +131,23 @@ impl<'g, M: Method> GroupCall<'g, M> {
         }
     }
 
-    fn plan(mut self) -> Result<Planned, GroupError> {
-        let group: Arc<str> = self.group.into();
+    fn plan(mut self, parts: &mut Few<Part>) -> Result<Terms, GroupError> {
+        let group = self.group;
         let view = Arc::clone(&self.view.borrow_and_update());
         let refuse = |error: Error| GroupError::new::<M>(&group, error, None, Vec::new());
-        self.context.check().map_err(refuse)?;
-        let assignments = self.dispatch.plan(self.layout).map_err(|error| refuse(error.into()))?;
+        let now = Instant::now();
+        let mut context =
+            self.context.unwrap_or_else(|| CallContext::until(self.deadline.unwrap_or(now + DEFAULT_DEADLINE)));
+        context.deadline = self.deadline.map_or(context.deadline, |deadline| deadline.min(context.deadline));
+        context.check_at(now).map_err(refuse)?;
+        let assignments = self.dispatch.plan_few(self.layout).map_err(|error| refuse(error.into()))?;
         let shards = self.dispatch.shards(self.layout).map_err(|error| refuse(error.into()))?;
         let shards = match shards {
             Some(count) if !self.batch.is_empty() => self.batch.shard(count, self.uneven).map_err(refuse)?,
             _ => Vec::new(),
         };
         let mut args = EachArgs::of(self.args, &assignments).map_err(refuse)?;
-        let mut parts = Vec::with_capacity(assignments.len());
+        *parts = Few::with_capacity(assignments.len());
         for (index, assignment) in assignments.iter().enumerate() {
             let (rank, member) = (assignment.rank, view.member(assignment.rank));
             let member = member.ok_or_else(|| refuse(Error::invalid(format!("the group has no rank {rank}"))))?;
@@ -147,13 +158,15 @@ impl<'g, M: Method> GroupCall<'g, M> {
             let batch = match assignment.shard {
                 _ if assignment.dummy => Batch::empty(),
                 Some(shard) => shards.get(shard).cloned().unwrap_or_default(),
+                // The last one needs no copy.
+                None if index + 1 == assignments.len() => std::mem::take(&mut self.batch),
                 None => self.batch.clone(),
             };
             let message = args.message(batch, channel.path().shares_memory).map_err(refuse)?;
             let shard = assignment.collect.then(|| assignment.shard.unwrap_or(index));
             parts.push(Part { rank, incarnation: member.incarnation, channel, message, shard });
         }
-        Ok(Planned { group, context: self.context, view: self.view, parts })
+        Ok(Terms { group, context, view: self.view })
     }
 }
 
@@ -235,12 +248,14 @@ impl<'g, M: Method> IntoFuture for GroupCall<'g, M> {
     type IntoFuture = BoxFuture<'static, Self::Output>;
 
     fn into_future(self) -> Self::IntoFuture {
-        let planned = self.plan();
+        let mut parts = Few::One(None);
+        let terms = self.plan(&mut parts);
         Box::pin(async move {
-            let mut planned = planned?;
-            match planned.only_part(|_| true) {
-                Some(part) => ask_one::<M>(planned, part).await?.read().await,
-                None => gather::<M>(planned, None).await,
+            let terms = terms?;
+            match parts.take_only(|_| true) {
+                Some(part) => One::<M>::send(terms, part).await,
+                // In a box, so that a call to one rank does not carry it.
+                None => Box::pin(gather::<M>(terms, parts, None)).await,
             }
         })
     }
@@ -248,8 +263,7 @@ impl<'g, M: Method> IntoFuture for GroupCall<'g, M> {
 
 impl<M: Method> fmt::Debug for GroupCall<'_, M> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let left = self.context.deadline.saturating_duration_since(Instant::now());
-        write!(f, "GroupCall({:?} of {}, {:?} left)", self.method, self.group, left)
+        write!(f, "GroupCall({:?} of {})", self.method, self.group)
     }
 }
 
@@ -257,11 +271,11 @@ impl<M: Method> fmt::Debug for GroupCall<'_, M> {
 #[must_use = "dropping it cancels the call"]
 pub struct Pending<M: Method>(Answers<M>);
 
-type Outcome<M> = Result<Gathered<<M as Method>::Reply>, GroupError>;
+pub(crate) type Outcome<M> = Result<Gathered<<M as Method>::Reply>, GroupError>;
 
 enum Answers<M: Method> {
     /// Read by whoever awaits them.
-    Here(BoxFuture<'static, Outcome<M>>),
+    Here(One<M>),
     /// Read by a task.
     Read(AbortOnDrop<Outcome<M>>),
 }
@@ -279,7 +293,7 @@ impl<M: Method> Future for Pending<M> {
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let joined = match &mut self.0 {
-            Answers::Here(answers) => return answers.as_mut().poll(cx),
+            Answers::Here(one) => return Pin::new(one).poll(cx),
             Answers::Read(task) => Pin::new(&mut task.0).poll(cx),
         };
         joined.map(|joined| match joined {

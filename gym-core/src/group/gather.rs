@@ -9,12 +9,14 @@ use std::time::Duration;
 use futures_util::FutureExt;
 use futures_util::stream::{FuturesUnordered, StreamExt};
 use tokio::sync::{oneshot, watch};
-use tokio::time::sleep_until;
+use tokio::time::{Instant, sleep_until};
 
 use crate::batch::{Batch, Payload};
-use crate::channel::{Channel, Reply, check_incarnation};
+use crate::cancel::CancelToken;
+use crate::channel::{Channel, check_incarnation};
 use crate::context::{CallContext, Incarnation};
 use crate::error::{Code, Error, Execution, Result};
+use crate::few::Few;
 use crate::group::error::Answer;
 use crate::group::{GroupError, GroupView, RankOutcome};
 use crate::host::{REPLY_METADATA, REPLY_NONE};
@@ -36,28 +38,17 @@ pub(crate) struct Part {
     pub(crate) shard: Option<usize>,
 }
 
-/// A planned group call.
-pub(crate) struct Planned {
+/// What a group call is, whatever its parts.
+pub(crate) struct Terms {
     pub(crate) group: Arc<str>,
     pub(crate) context: CallContext,
     pub(crate) view: watch::Receiver<Arc<GroupView>>,
-    pub(crate) parts: Vec<Part>,
-}
-
-impl Planned {
-    /// Takes the part of a call to one rank, if it is one and fits.
-    pub(crate) fn only_part(&mut self, fits: impl Fn(&Part) -> bool) -> Option<Part> {
-        match &self.parts[..] {
-            [only] if fits(only) => self.parts.pop(),
-            _ => None,
-        }
-    }
 }
 
 /// The answers of a group call.
 #[derive(Clone, Debug)]
 pub struct Gathered<R> {
-    replies: Vec<RankReply<R>>,
+    replies: Few<RankReply<R>>,
 }
 
 /// What one rank answered.
@@ -102,28 +93,35 @@ impl<R> Gathered<R> {
     ///
     /// # Errors
     /// `InvalidArgument` when there is none, or more than one.
-    pub fn into_one(mut self) -> Result<Payload<R>> {
-        match (self.replies.pop(), self.replies.is_empty()) {
-            (Some(RankReply { value, batch, .. }), true) => Ok(Payload { value, batch }),
-            (_, _) => Err(Error::invalid("the call was not to one rank").with_execution(Execution::Finished)),
+    pub fn into_one(self) -> Result<Payload<R>> {
+        match self.replies.into_only() {
+            Ok(RankReply { value, batch, .. }) => Ok(Payload { value, batch }),
+            Err(_) => Err(Error::invalid("the call was not to one rank").with_execution(Execution::Finished)),
         }
+    }
+
+    /// The answer of one rank; none if it was not asked for.
+    pub(crate) fn of_one(rank: Rank, shard: Option<usize>, answer: Option<Payload<R>>) -> Self {
+        let reply = shard.zip(answer).map(|(shard, Payload { value, batch })| RankReply { rank, value, batch, shard });
+        Self { replies: Few::One(reply) }
     }
 }
 
 /// Sends to all and reads all. `handed_over` is told once every rank has been handed its part.
 pub(crate) async fn gather<M: Method>(
-    mut planned: Planned,
+    terms: Terms,
+    parts: Few<Part>,
     handed_over: Option<oneshot::Sender<()>>,
 ) -> Result<Gathered<M::Reply>, GroupError> {
-    let parts = std::mem::take(&mut planned.parts);
+    let Terms { group, context, view } = terms;
     let stages = Arc::new(Stages::new(parts.len(), handed_over));
-    let mut call = Call::<M> { slots: parts.iter().map(Slot::of).collect(), planned };
+    let slots = parts.iter().map(Slot::of).collect();
+    let mut call = Call::<M> { group, cancel: context.cancel.clone(), deadline: context.deadline, view, slots };
     // The ranks' own token: a rank that fails ends the others, and the caller's stays whole.
-    let told = call.planned.context.cancel.child_token();
+    let told = context.cancel.child_token();
     let mut answers: FuturesUnordered<_> = (parts.into_iter().enumerate())
         .map(|(index, part)| {
-            let mut context = call.planned.context.clone();
-            context.cancel = told.clone();
+            let context = CallContext { cancel: told.clone(), ..context.clone() };
             let stages = Arc::clone(&stages);
             async move { (index, ask::<M>(index, part, context, &stages).await) }
         })
@@ -136,47 +134,6 @@ pub(crate) async fn gather<M: Method>(
     told.cancel();
     drop(answers);
     Err(call.failed(first, cause, |index| stages.execution(index)).await)
-}
-
-/// A call to one rank that has been handed over.
-pub(crate) struct Asked<M: Method> {
-    call: Call<M>,
-    reply: Reply,
-    incarnation: Incarnation,
-}
-
-/// Hands the part of a call to one rank over: no task, no token and no bookkeeping are needed for one.
-pub(crate) async fn ask_one<M: Method>(mut planned: Planned, part: Part) -> Result<Asked<M>, GroupError> {
-    let (slots, incarnation) = (vec![Slot::of(&part)], part.incarnation);
-    let context = planned.context.clone();
-    let (channel, request) = request::<M>(part, context.clone());
-    let sent = context.bound(Execution::NotStarted, channel.hand_over(request)).await;
-    planned.parts.clear();
-    let mut call = Call { slots, planned };
-    match sent {
-        Ok(reply) => Ok(Asked { call, reply, incarnation }),
-        Err(error) => {
-            let (first, cause) = ended_by(&error, 0, &context);
-            call.slots[0].answer = Some(Err(error));
-            Err(call.failed(first, cause, |_| Execution::NotStarted).await)
-        }
-    }
-}
-
-impl<M: Method> Asked<M> {
-    /// Reads the answer.
-    pub(crate) async fn read(self) -> Result<Gathered<M::Reply>, GroupError> {
-        let Self { mut call, reply, incarnation } = self;
-        let (rank, wanted) = (call.slots[0].rank, call.slots[0].shard.is_some());
-        let ended = {
-            let answer = async { (0, answer_of::<M>(rank, wanted, incarnation, reply.await)) };
-            call.read(&mut pin!(futures_util::stream::once(answer))).await
-        };
-        match ended {
-            None => Ok(call.gathered()),
-            Some((first, cause)) => Err(call.failed(first, cause, |_| Execution::Unknown).await),
-        }
-    }
 }
 
 /// Hands one part of several over and reads its answer.
@@ -193,7 +150,7 @@ async fn ask<M: Method>(
     answer_of::<M>(rank, wanted, incarnation, reply.await)
 }
 
-fn request<M: Method>(part: Part, mut context: CallContext) -> (Channel, Request) {
+pub(crate) fn request<M: Method>(part: Part, mut context: CallContext) -> (Channel, Request) {
     let Part { incarnation, channel, message, shard, .. } = part;
     context.incarnation = Some(incarnation);
     if shard.is_none() {
@@ -202,7 +159,7 @@ fn request<M: Method>(part: Part, mut context: CallContext) -> (Channel, Request
     (channel, Request { verb: Verb::Post, route: route::<M>(), context, peer: None, message })
 }
 
-fn answer_of<M: Method>(
+pub(crate) fn answer_of<M: Method>(
     rank: Rank,
     wanted: bool,
     incarnation: Incarnation,
@@ -262,11 +219,12 @@ impl Stages {
     }
 }
 
-struct Slot<R> {
-    rank: Rank,
-    incarnation: Incarnation,
-    shard: Option<usize>,
-    answer: Option<Result<Option<Payload<R>>>>,
+/// One part and its answer, once there is one.
+pub(crate) struct Slot<R> {
+    pub(crate) rank: Rank,
+    pub(crate) incarnation: Incarnation,
+    pub(crate) shard: Option<usize>,
+    pub(crate) answer: Option<Result<Option<Payload<R>>>>,
 }
 
 impl<R> Slot<R> {
@@ -275,24 +233,41 @@ impl<R> Slot<R> {
     }
 }
 
-struct Call<M: Method> {
-    planned: Planned,
-    slots: Vec<Slot<M::Reply>>,
+/// What became of the parts so far.
+pub(crate) struct Call<M: Method> {
+    pub(crate) group: Arc<str>,
+    pub(crate) cancel: CancelToken,
+    pub(crate) deadline: Instant,
+    pub(crate) view: watch::Receiver<Arc<GroupView>>,
+    pub(crate) slots: Vec<Slot<M::Reply>>,
 }
 
 /// What ended a call early: the rank that failed, or a cause of its own.
-type Ended = (Option<usize>, Option<(Code, &'static str)>);
+pub(crate) type Ended = (Option<usize>, Option<(Code, &'static str)>);
 
-const LATE: Ended = (None, Some((Code::DeadlineExceeded, "the deadline has passed")));
-const LEFT: Ended = (None, Some((Code::Cancelled, "the caller has left")));
+pub(crate) const LATE: Ended = (None, Some((Code::DeadlineExceeded, "the deadline has passed")));
+pub(crate) const LEFT: Ended = (None, Some((Code::Cancelled, "the caller has left")));
 
 /// Hosts keep the deadline and hear of a caller that leaves, and may say so before this side notices: it is no fault of theirs.
-fn ended_by(error: &Error, index: usize, context: &CallContext) -> Ended {
+pub(crate) fn ended_by(error: &Error, index: usize, cancel: &CancelToken) -> Ended {
     match (error.code(), error.execution()) {
-        _ if context.cancel.is_cancelled() => LEFT,
+        _ if cancel.is_cancelled() => LEFT,
         (Code::DeadlineExceeded, Execution::Unknown | Execution::NotStarted) => LATE,
         _ => (Some(index), None),
     }
+}
+
+/// Whether this life of the rank can still answer.
+pub(crate) fn may_answer(view: &GroupView, rank: Rank, incarnation: Incarnation) -> bool {
+    view.member(rank).is_some_and(|member| member.may_answer(incarnation))
+}
+
+/// What a rank that cannot answer any more comes to.
+pub(crate) fn cannot_answer(view: &GroupView, rank: Rank, incarnation: Incarnation) -> Error {
+    let now = view
+        .member(rank)
+        .map_or("gone", |member| if member.incarnation == incarnation { member.state.as_str() } else { "replaced" });
+    Error::unknown(Code::Unavailable, format!("the rank is {now}; it has not answered"))
 }
 
 impl<M: Method> Call<M> {
@@ -301,12 +276,12 @@ impl<M: Method> Call<M> {
     where
         S: futures_util::Stream<Item = (usize, Result<Option<Payload<M::Reply>>>)> + Unpin,
     {
-        let context = self.planned.context.clone();
-        let mut deadline = pin!(sleep_until(context.deadline));
-        let mut left = pin!(context.cancel.cancelled());
+        let cancel = self.cancel.clone();
+        let mut deadline = pin!(sleep_until(self.deadline));
+        let mut left = pin!(cancel.cancelled());
         let mut watching = true;
         loop {
-            let mut view = self.planned.view.clone();
+            let mut view = self.view.clone();
             let mut changed = pin!(view.changed());
             let ended = loop {
                 tokio::select! {
@@ -314,7 +289,7 @@ impl<M: Method> Call<M> {
                     next = answers.next() => match next {
                         None => return None,
                         Some((index, answer)) => {
-                            let ended = answer.as_ref().err().map(|error| ended_by(error, index, &context));
+                            let ended = answer.as_ref().err().map(|error| ended_by(error, index, &cancel));
                             self.slots[index].answer = Some(answer);
                             if ended.is_some() {
                                 return ended;
@@ -336,14 +311,10 @@ impl<M: Method> Call<M> {
 
     /// A rank that is waited for and cannot answer any more, with its answer filled in.
     fn replaced(&mut self) -> Option<usize> {
-        let view = Arc::clone(&self.planned.view.borrow_and_update());
+        let view = Arc::clone(&self.view.borrow_and_update());
         let mut waiting = self.slots.iter_mut().enumerate().filter(|(_, slot)| slot.answer.is_none());
-        let (index, slot) = waiting
-            .find(|(_, slot)| !view.member(slot.rank).is_some_and(|member| member.may_answer(slot.incarnation)))?;
-        let now = view.member(slot.rank).map_or("gone", |member| {
-            if member.incarnation == slot.incarnation { member.state.as_str() } else { "replaced" }
-        });
-        slot.answer = Some(Err(Error::unknown(Code::Unavailable, format!("the rank is {now}; it has not answered"))));
+        let (index, slot) = waiting.find(|(_, slot)| !may_answer(&view, slot.rank, slot.incarnation))?;
+        slot.answer = Some(Err(cannot_answer(&view, slot.rank, slot.incarnation)));
         Some(index)
     }
 
@@ -360,7 +331,7 @@ impl<M: Method> Call<M> {
     }
 
     /// `handed`: what a part without an answer means.
-    async fn failed(
+    pub(crate) async fn failed(
         mut self,
         first: Option<usize>,
         cause: Option<(Code, &'static str)>,
@@ -378,7 +349,7 @@ impl<M: Method> Call<M> {
         if let Some(index) = first {
             self.await_obituary(index).await;
         }
-        let view = Arc::clone(&self.planned.view.borrow());
+        let view = Arc::clone(&self.view.borrow());
         let first_cause = first.and_then(|index| match &self.slots[index].answer {
             Some(Err(error)) => Some(Error::new(error.code(), error.execution(), error.to_string())),
             _ => None,
@@ -400,7 +371,7 @@ impl<M: Method> Call<M> {
             if started { Execution::Unknown } else { Execution::NotStarted }
         };
         let cause = first_cause.unwrap_or_else(|| Error::new(code, execution(&outcomes), why));
-        GroupError::new::<M>(&self.planned.group, cause, first_rank, outcomes)
+        GroupError::new::<M>(&self.group, cause, first_rank, outcomes)
     }
 
     /// Waits a little for the view to say how a rank that broke off has ended.
@@ -409,8 +380,8 @@ impl<M: Method> Call<M> {
         if !matches!(answer, Some(Err(error)) if error.code() == Code::Unavailable) {
             return;
         }
-        let wait = OBITUARY_WAIT.min(self.planned.context.remaining());
-        let ended = |view: &Arc<GroupView>| !view.member(*rank).is_some_and(|member| member.may_answer(*incarnation));
-        let _ = tokio::time::timeout(wait, self.planned.view.wait_for(ended)).await;
+        let wait = OBITUARY_WAIT.min(self.deadline.saturating_duration_since(Instant::now()));
+        let ended = |view: &Arc<GroupView>| !may_answer(view, *rank, *incarnation);
+        let _ = tokio::time::timeout(wait, self.view.wait_for(ended)).await;
     }
 }

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use futures_util::future::{BoxFuture, join_all, try_join_all};
 use tokio::sync::watch;
-use tokio_util::sync::CancellationToken;
 
+use crate::cancel::CancelToken;
 use crate::channel::Channel;
 use crate::context::Incarnation;
 use crate::error::{Code, Error, Result};
@@ -65,7 +65,7 @@ struct RunningRank {
     incarnation: Incarnation,
     host: WorkerHost,
     /// Breaks the channels to it.
-    closed: CancellationToken,
+    closed: CancelToken,
 }
 
 impl InProcessGroup {
@@ -177,13 +177,13 @@ impl InProcessGroup {
         let world_size = u32::try_from(self.layout.size()).unwrap_or(u32::MAX);
         let env = WorkerEnv { incarnation, ..WorkerEnv::new(Arc::clone(&self.name), rank, world_size) };
         let host = (self.start)(env).await?;
-        let closed = CancellationToken::new();
+        let closed = CancelToken::new();
         let channel = self.channel(rank, host.clone(), closed.child_token());
         let member = Member::starting(rank, incarnation).in_state(RankState::Healthy).reached_over(channel);
         Ok((RunningRank { rank, incarnation, host, closed }, member))
     }
 
-    fn channel(&self, rank: Rank, host: impl Handler, closed: CancellationToken) -> Channel {
+    fn channel(&self, rank: Rank, host: impl Handler, closed: CancelToken) -> Channel {
         let InProcessOptions { host: HostOptions { calls_max, .. }, faithful } = self.options;
         // Twice what the host lets in, so that it is the host that refuses: the link would wait.
         let calls_max = calls_max.saturating_mul(2).max(2);
@@ -221,6 +221,10 @@ impl InProcessGroup {
 impl WorkerGroup for InProcessGroup {
     fn name(&self) -> &str {
         &self.name
+    }
+
+    fn shared_name(&self) -> Arc<str> {
+        Arc::clone(&self.name)
     }
 
     fn layout(&self) -> &RankLayout {

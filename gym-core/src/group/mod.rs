@@ -16,26 +16,26 @@ mod call;
 mod error;
 mod gather;
 mod in_process;
+mod one;
 mod status;
 mod view;
 
 use std::fmt;
 use std::future::Future;
 use std::sync::Arc;
-use std::time::Duration;
 
 use tokio::sync::watch;
 
-pub use balance::{Balance, Balancer};
+pub use balance::Balancer;
 pub use call::{GroupCall, Pending};
 pub use error::{FailureKind, GroupError, RankOutcome};
 pub use gather::{Gathered, RankReply};
 pub use in_process::{InProcessGroup, InProcessOptions};
-pub use status::{RankStatus, StuckRank};
 pub use view::{ExitCause, GroupView, Member, RankExit, RankState};
 
 use crate::context::CallContext;
 use crate::error::{Code, Error, Result};
+use crate::host::WorkerStatus;
 use crate::layout::RankLayout;
 use crate::worker::Method;
 
@@ -43,6 +43,11 @@ use crate::worker::Method;
 pub trait WorkerGroup: fmt::Debug + Send + Sync + 'static {
     /// The group's name, as in logs and errors.
     fn name(&self) -> &str;
+
+    /// The same to keep: every call keeps it, for its errors. A group that holds its name in an `Arc` gives that.
+    fn shared_name(&self) -> Arc<str> {
+        self.name().into()
+    }
 
     /// Its ranks and their axes.
     fn layout(&self) -> &RankLayout;
@@ -64,17 +69,13 @@ pub trait WorkerGroupExt: WorkerGroup {
         GroupCall::each(self, method, args)
     }
 
-    /// What every rank is doing, in rank order, asked of their hosts: a rank that is busy answers all the same.
-    fn worker_status(&self, cx: &CallContext) -> impl Future<Output = Vec<RankStatus>> + Send {
+    /// Asks the host of every rank what it is doing; in rank order. A rank that is busy answers all the same; the error of one that
+    /// does not answer by the context's deadline stands in its place.
+    ///
+    /// For what a group knows without asking, and for who is stuck, see the supervised group of `gym-client`.
+    fn ask_hosts(&self, cx: &CallContext) -> impl Future<Output = Vec<Result<WorkerStatus>>> + Send {
         let (view, cx) = (Arc::clone(&self.view().borrow()), cx.child());
         async move { status::ask_all(&view, &cx).await }
-    }
-
-    /// The ranks whose call has told of no progress ([`CallContext::progress`]) for `still`, or whose host does not answer by
-    /// the context's deadline. Idle and dead ranks are not stuck. Ends nothing.
-    fn detect_stuck_workers(&self, cx: &CallContext, still: Duration) -> impl Future<Output = Vec<StuckRank>> + Send {
-        let statuses = self.worker_status(cx);
-        async move { status::stuck(statuses.await, still) }
     }
 
     /// Waits until every rank is healthy.

@@ -89,6 +89,8 @@ pub enum ExitCause {
     StartFailed,
     /// It was ended because it used more memory than it may.
     MemoryLimitExceeded,
+    /// It was ended because a rank that it is tied to had ended.
+    Tied,
     /// It was told to.
     Stopped,
 }
@@ -219,6 +221,13 @@ impl RankExit {
         Self::start_failed(incarnation, why)
     }
 
+    /// A life that was ended with that of `rank`, to which it is tied.
+    #[must_use]
+    pub fn tied(incarnation: Incarnation, rank: Rank, exit: &Self) -> Self {
+        let detail = format!("rank {rank} {exit}");
+        Self { detail, ..Self::new(incarnation, ExitCause::Tied) }
+    }
+
     /// A life that was ended at its memory limit; `resident_bytes` is `None` when the kernel did it.
     #[must_use]
     pub fn over_memory_limit(incarnation: Incarnation, resident_bytes: Option<u64>, limit_bytes: u64) -> Self {
@@ -230,11 +239,14 @@ impl RankExit {
 
 impl fmt::Display for RankExit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.cause == ExitCause::Tied {
+            return write!(f, "was ended with a rank to which it is tied: {}", self.detail);
+        }
         f.write_str(match self.cause {
             ExitCause::Died => "died",
             ExitCause::StartFailed => "failed to start",
             ExitCause::MemoryLimitExceeded => "exceeded its memory limit",
-            ExitCause::Stopped => "was stopped",
+            ExitCause::Tied | ExitCause::Stopped => "was stopped",
         })?;
         match (self.code, self.signal) {
             (_, Some(signal)) => write!(f, " by signal {signal}")?,

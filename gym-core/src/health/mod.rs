@@ -16,6 +16,7 @@ mod tests;
 
 use crate::error::{Code, Error, Result};
 use crate::group::RankState;
+use crate::pick::{Load, Picker};
 
 pub use failure::{Disposition, FailureOrigin, RetryBudget, RetryBudgets, Skips};
 
@@ -140,15 +141,23 @@ impl Fleet {
         self.epoch += u64::from(served != replica.serves());
     }
 
-    /// Takes the serving replica with the fewest requests under way, the lowest index among equals, and counts one more for it
-    /// until [`Fleet::release`].
+    /// Takes a serving replica that is `fit`, by the picker's rule, and counts one more request for it until [`Fleet::release`].
     ///
     /// # Errors
     /// `Unavailable`, not started, when none serves: it may be tried again.
-    pub fn acquire(&mut self) -> Result<usize> {
-        let serving = self.serving();
-        let least = serving.iter().copied().min_by_key(|index| self.replicas[*index].in_flight);
-        let index = least
+    pub fn acquire(&mut self, picker: &Picker, fit: impl Fn(usize, &Replica) -> bool) -> Result<usize> {
+        self.take(picker, |index, replica| replica.serves() && fit(index, replica))
+    }
+
+    /// As [`Fleet::acquire`], whether or not it serves: where none does, one has to be tried.
+    ///
+    /// # Errors
+    /// `Unavailable`, not started, when none is fit.
+    pub fn take(&mut self, picker: &Picker, fit: impl Fn(usize, &Replica) -> bool) -> Result<usize> {
+        let all = self.replicas.iter().enumerate().filter(|(index, replica)| fit(*index, replica));
+        let open: Vec<Load> = all.map(|(index, replica)| Load { index, pending: replica.in_flight }).collect();
+        let index = picker.pick(&open);
+        let index = index
             .ok_or_else(|| Error::not_started(Code::Unavailable, "no healthy replica").about("choose a replica"))?;
         self.replicas[index].in_flight += 1;
         Ok(index)

@@ -100,7 +100,8 @@ fn c205_fewer_replicas_than_must_serve_are_an_error() {
 #[test]
 fn c206_requests_go_to_the_least_busy() {
     let mut fleet = fleet(3, HealthPolicy::default());
-    let mut chosen: Vec<usize> = (0..6).map(|_| fleet.acquire().unwrap()).collect();
+    let picker = Picker::default();
+    let mut chosen: Vec<usize> = (0..6).map(|_| fleet.acquire(&picker, |_, _| true).unwrap()).collect();
     chosen.sort_unstable();
     assert_eq!(chosen, [0, 0, 1, 1, 2, 2]);
 }
@@ -109,7 +110,7 @@ fn c206_requests_go_to_the_least_busy() {
 fn c207_a_busy_replica_is_passed_over_and_counts_do_not_go_below_zero() {
     let mut fleet = fleet(2, HealthPolicy::default());
     fleet.replicas[0].in_flight = 5;
-    assert_eq!(fleet.acquire().unwrap(), 1);
+    assert_eq!(fleet.acquire(&Picker::default(), |_, _| true).unwrap(), 1);
     fleet.release(1);
     fleet.release(1);
     assert_eq!(fleet.replicas()[1].in_flight, 0);
@@ -119,7 +120,7 @@ fn c207_a_busy_replica_is_passed_over_and_counts_do_not_go_below_zero() {
 fn c208_with_all_dead_the_request_may_be_sent_again() {
     let mut fleet = fleet(2, HealthPolicy { unhealthy_after: 1, ..HealthPolicy::default() });
     (0..2).for_each(|index| fleet.note(index, FAIL));
-    assert!(fleet.acquire().unwrap_err().may_resend(false));
+    assert!(fleet.acquire(&Picker::default(), |_, _| true).unwrap_err().may_resend(false));
 }
 
 #[test]

@@ -12,7 +12,8 @@ use tokio::time::sleep_until;
 
 use crate::context::CallContext;
 use crate::error::{Code, Error, Execution, Result};
-use crate::host::job::{Begun, Item};
+use crate::host::job::Begun;
+use crate::host::line::Line;
 use crate::host::{Running, Start, panic_text};
 use crate::message::Message;
 use crate::worker::{Entry, Worker};
@@ -20,7 +21,8 @@ use crate::worker::{Entry, Worker};
 /// Starts the worker where blocking is allowed (models take minutes to load), then its task.
 pub(crate) fn launch<W: Worker + Send + Sync>(start: Start<W>) -> BoxFuture<'static, Result<Running>> {
     Box::pin(async move {
-        let Start { env, init, entries, mut queue } = start;
+        let Start { env, init, entries, queue } = start;
+        let mut line = Line::new(queue);
         let born = tokio::task::spawn_blocking(move || W::start(env, init)).await;
         let worker = born.map_err(|ended| match ended.try_into_panic() {
             Ok(panic) => Error::internal(format!("panicked: {}", panic_text(&*panic))),
@@ -28,14 +30,19 @@ pub(crate) fn launch<W: Worker + Send + Sync>(start: Start<W>) -> BoxFuture<'sta
         })??;
         Ok(Running::Task(tokio::spawn(async move {
             let (mut worker, mut shared) = (Arc::new(worker), JoinSet::new());
-            while let Some(Item::Call(job)) = queue.recv().await {
-                while shared.try_join_next().is_some() {}
-                match entries[job.method] {
+            while let Some(job) = line.next().await {
+                // Not even asked for when there is none, as on most lanes there never is.
+                while !shared.is_empty() && shared.try_join_next().is_some() {}
+                match entries[job.method()] {
                     Entry::Exclusive(handle) => {
-                        while shared.join_next().await.is_some() {}
+                        if !shared.is_empty() {
+                            line.put_back(job);
+                            line.until(async { while shared.join_next().await.is_some() {} }).await;
+                            continue;
+                        }
                         let worker = Arc::get_mut(&mut worker).expect("shared calls have ended and hold nothing");
                         if let Some((begun, context, message)) = job.begin() {
-                            exclusive(begun, &context, handle(worker, &context, message)).await;
+                            line.until(exclusive(begun, &context, handle(worker, &context, message))).await;
                         }
                     }
                     Entry::Shared(handle) => {
@@ -58,7 +65,8 @@ async fn exclusive(mut begun: Begun, context: &CallContext, call: BoxFuture<'_, 
     let in_time = tokio::select! {
         biased;
         result = &mut call => Some(result),
-        () = sleep_until(context.deadline) => None,
+        // In a block, so that a timer is made only for a handler that waits.
+        () = async { sleep_until(context.deadline).await } => None,
     };
     let result = match in_time {
         Some(result) => result,
@@ -77,7 +85,7 @@ async fn run_shared(mut begun: Begun, context: CallContext, call: BoxFuture<'sta
         biased;
         result = AssertUnwindSafe(call).catch_unwind() => result.unwrap_or_else(|panic| Err(panicked(&*panic))),
         () = context.cancel.cancelled() => Err(Error::unknown(Code::Cancelled, "the caller has left")),
-        () = sleep_until(context.deadline) => Err(deadline_passed()),
+        () = async { sleep_until(context.deadline).await } => Err(deadline_passed()),
     };
     begun.answer(result);
 }

@@ -5,10 +5,11 @@ use std::thread;
 
 use futures_util::future::BoxFuture;
 use tokio::runtime::Handle;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::oneshot;
 
 use crate::error::{Error, Result};
 use crate::host::job::{Item, Job};
+use crate::host::queue::Arrivals;
 use crate::host::{Running, Start, panic_text};
 use crate::worker::{Entry, Worker};
 
@@ -39,14 +40,14 @@ pub(crate) fn launch<W: Worker>(start: Start<W>) -> BoxFuture<'static, Result<Ru
     })
 }
 
-fn work<W: Worker>(mut worker: W, entries: &[Entry<W>], mut queue: mpsc::Receiver<Item>) {
-    while let Some(Item::Call(job)) = queue.blocking_recv() {
+fn work<W: Worker>(mut worker: W, entries: &[Entry<W>], mut queue: Arrivals<Item>) {
+    while let Item::Call(job) = queue.blocking_next() {
         run(&mut worker, entries, job);
     }
 }
 
 fn run<W: Worker>(worker: &mut W, entries: &[Entry<W>], job: Job) {
-    let Entry::Blocking(handle) = entries[job.method] else {
+    let Entry::Blocking(handle) = entries[job.method()] else {
         unreachable!("a worker with async methods has the other lane")
     };
     if let Some((mut begun, context, message)) = job.begin() {

@@ -63,6 +63,8 @@ struct Calls {
     next: u64,
     /// Oldest first. A list keeps its memory when it is empty, as it is after each exclusive call.
     shown: Vec<Call>,
+    /// The last call's, for the next one unless somebody still holds it.
+    spare: Option<Progress>,
 }
 
 #[derive(Debug)]
@@ -147,19 +149,20 @@ impl Board {
 pub(crate) struct Place(Arc<Board>);
 
 impl Place {
-    pub(crate) fn board(&self) -> &Arc<Board> {
+    pub(crate) fn board(&self) -> &Board {
         &self.0
     }
 
-    /// Shows the call as running.
-    pub(crate) fn show(&self, method: &'static str) -> (Progress, Shown) {
-        let since = Instant::now();
-        let progress = Progress::watched_since(since);
+    /// Shows the call as running since `since`, which is now.
+    pub(crate) fn show(self, method: &'static str, since: Instant) -> (Progress, Shown) {
         let mut calls = self.0.calls();
+        let renewed = calls.spare.take().and_then(|spare| spare.renewed(since));
+        let progress = renewed.unwrap_or_else(|| Progress::watched_since(since));
         let number = calls.next;
         calls.next += 1;
         calls.shown.push(Call { number, method, since, progress: progress.clone() });
-        (progress, Shown { board: Arc::clone(&self.0), number })
+        drop(calls);
+        (progress, Shown { place: self, number })
     }
 }
 
@@ -169,26 +172,30 @@ impl Drop for Place {
     }
 }
 
-/// A call on the board, until it is dropped.
+/// A call on the board, and in its place, until it is dropped.
 #[derive(Debug)]
 pub(crate) struct Shown {
-    board: Arc<Board>,
+    place: Place,
     number: u64,
 }
 
 impl Shown {
+    pub(crate) fn board(&self) -> &Board {
+        self.place.board()
+    }
+
     /// Counts how the call ended.
     pub(crate) fn count(&self, succeeded: bool) {
-        let counter = if succeeded { &self.board.succeeded } else { &self.board.failed };
+        let counter = if succeeded { &self.board().succeeded } else { &self.board().failed };
         counter.fetch_add(1, Ordering::Relaxed);
     }
 }
 
 impl Drop for Shown {
     fn drop(&mut self) {
-        let mut calls = self.board.calls();
+        let mut calls = self.board().calls();
         if let Some(at) = calls.shown.iter().position(|call| call.number == self.number) {
-            calls.shown.remove(at);
+            calls.spare = Some(calls.shown.remove(at).progress);
         }
     }
 }

@@ -2,22 +2,21 @@
 
 use std::future::Future;
 use std::pin::Pin;
-use std::task::{Context, Poll};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, Waker};
 
 use futures_util::future::BoxFuture;
-use tokio::sync::oneshot;
-use tokio::time::{Sleep, sleep_until};
-use tokio_util::sync::CancellationToken;
+use tokio::time::{Instant, Sleep, sleep_until};
 
+use crate::cancel::CancelToken;
 use crate::channel::INCARNATION_METADATA;
 use crate::context::CallContext;
 use crate::error::{Code, Error, Result};
-use crate::host::board::{Place, Shown};
+use crate::host::board::{Board, Place, Shown};
 use crate::host::{REPLY_METADATA, REPLY_NONE};
 use crate::message::{Message, Request, Response, Status};
 
 /// What is in a host's queue.
-#[allow(clippy::large_enum_variant, reason = "all but one item of a queue's life are calls")]
 pub(crate) enum Item {
     Call(Job),
     /// Nothing after this is run.
@@ -26,10 +25,6 @@ pub(crate) enum Item {
 
 /// A call that has been let in.
 pub(crate) struct Job {
-    pub(crate) method: usize,
-    name: &'static str,
-    context: CallContext,
-    message: Message,
     outlet: Outlet,
     place: Place,
 }
@@ -38,16 +33,33 @@ pub(crate) struct Job {
 pub(crate) struct Begun {
     outlet: Option<Outlet>,
     shown: Shown,
-    place: Place,
 }
 
-/// Where the answer goes.
-pub(crate) struct Outlet {
-    answer: oneshot::Sender<Result<Response>>,
-    /// Neither body nor incarnation are asked for.
+/// One call, held by who waits for its answer and by who runs it: the request lies here on its way there, and the answer on its
+/// way back, so that what is queued is a pointer.
+struct Ticket {
+    method: usize,
+    name: &'static str,
+    deadline: Instant,
     reply: Reply,
+    state: Mutex<State>,
 }
 
+struct State {
+    stage: Stage,
+    caller: Option<Waker>,
+}
+
+#[allow(clippy::large_enum_variant, reason = "it lies in one place, and each variant is used once by every call")]
+enum Stage {
+    Waiting(CallContext, Message),
+    Running,
+    Answered(Result<Response>),
+    /// Nobody waits for an answer.
+    Left,
+}
+
+/// What a caller asks of the answer.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Reply {
     /// To a caller in this process, which holds this very host: no other life can answer it.
@@ -70,43 +82,97 @@ pub(crate) fn answer_and_job(
         _ if message.head.is_unwritten() => Reply::InMemory,
         _ => Reply::Written,
     };
-    let (sender, receiver) = oneshot::channel();
-    let answer = Answer {
-        receiver,
-        told: CallerLeft(Some(context.cancel.clone())),
-        deadline: keep_deadline.then(|| Box::pin(sleep_until(context.deadline))),
-    };
-    let outlet = Outlet { answer: sender, reply };
-    (Box::pin(answer), Job { method, name, context, message, outlet, place })
+    let told = CallerLeft(Some(context.cancel.clone()));
+    let deadline = context.deadline;
+    let until = keep_deadline.then(|| Box::pin(sleep_until(deadline)));
+    let state = Mutex::new(State { stage: Stage::Waiting(context, message), caller: None });
+    let ticket = Arc::new(Ticket { method, name, deadline, reply, state });
+    let outlet = Outlet { ticket: Arc::clone(&ticket), open: true };
+    (Box::pin(Answer { ticket, told, deadline: until }), Job { outlet, place })
 }
 
 impl Job {
+    pub(crate) fn method(&self) -> usize {
+        self.outlet.ticket.method
+    }
+
+    /// When its caller stops waiting.
+    pub(crate) fn deadline(&self) -> Instant {
+        self.outlet.ticket.deadline
+    }
+
     /// Starts it, unless its caller has left or its deadline has passed.
     pub(crate) fn begin(self) -> Option<(Begun, CallContext, Message)> {
-        let Self { name, mut context, message, outlet, place, .. } = self;
-        if outlet.answer.is_closed() || place.board().is_abandoned() {
+        let Self { outlet, place } = self;
+        if place.board().is_abandoned() {
             return None;
         }
-        if let Err(error) = context.check() {
-            outlet.send(Err(error), &place);
+        let (mut context, message) = outlet.ticket.take_request()?;
+        let now = Instant::now();
+        if let Err(error) = context.check_at(now) {
+            outlet.send(Err(error), place.board());
             return None;
         }
-        let (progress, shown) = place.show(name);
+        let (progress, shown) = place.show(outlet.ticket.name, now);
         context.progress = progress;
-        Some((Begun { outlet: Some(outlet), shown, place }, context, message))
+        Some((Begun { outlet: Some(outlet), shown }, context, message))
     }
 }
 
+impl Ticket {
+    /// What is asked for, if somebody still waits for it.
+    fn take_request(&self) -> Option<(CallContext, Message)> {
+        let mut state = self.state();
+        match std::mem::replace(&mut state.stage, Stage::Running) {
+            Stage::Waiting(context, message) => Some((context, message)),
+            other => {
+                state.stage = other;
+                None
+            }
+        }
+    }
+
+    fn put_answer(&self, answer: Result<Response>) {
+        let mut state = self.state();
+        let unread = match state.stage {
+            Stage::Left => return,
+            Stage::Running => {
+                state.stage = Stage::Answered(answer);
+                None
+            }
+            Stage::Waiting(..) | Stage::Answered(_) => {
+                Some(std::mem::replace(&mut state.stage, Stage::Answered(answer)))
+            }
+        };
+        let caller = state.caller.take();
+        drop(state);
+        if let Some(caller) = caller {
+            caller.wake();
+        }
+        drop(unread);
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Where the answer goes. Dropped without one, it says that the worker has ended.
+struct Outlet {
+    ticket: Arc<Ticket>,
+    open: bool,
+}
+
 impl Outlet {
-    fn send(self, result: Result<Message>, place: &Place) {
-        let board = place.board();
+    fn send(mut self, result: Result<Message>, board: &Board) {
         if board.is_abandoned() {
             return;
         }
-        let response = result.map(|message| match self.reply {
+        let reply = self.ticket.reply;
+        let response = result.map(|message| match reply {
             Reply::InMemory => Response::new(Status::OK, message),
             Reply::Written | Reply::WithoutBody => {
-                let message = if self.reply == Reply::WithoutBody { Message::default() } else { message };
+                let message = if reply == Reply::WithoutBody { Message::default() } else { message };
                 let mut response = Response::new(Status::OK, message);
                 response.metadata.push(INCARNATION_METADATA, board.incarnation().to_string());
                 response
@@ -116,7 +182,16 @@ impl Outlet {
             "" => error.about(format!("rank {}", board.rank())),
             _ => error,
         };
-        let _ = self.answer.send(response.map_err(about));
+        self.open = false;
+        self.ticket.put_answer(response.map_err(about));
+    }
+}
+
+impl Drop for Outlet {
+    fn drop(&mut self) {
+        if self.open {
+            self.ticket.put_answer(Err(Error::unknown(Code::Unavailable, "the worker ended before it answered")));
+        }
     }
 }
 
@@ -125,26 +200,41 @@ impl Begun {
     pub(crate) fn answer(&mut self, result: Result<Message>) {
         if let Some(outlet) = self.outlet.take() {
             self.shown.count(result.is_ok());
-            outlet.send(result, &self.place);
+            outlet.send(result, self.shown.board());
         }
     }
 }
 
 /// The caller's end. Dropping it, and the deadline, fire the call's token: the handler is told.
 struct Answer {
-    receiver: oneshot::Receiver<Result<Response>>,
+    ticket: Arc<Ticket>,
     told: CallerLeft,
     deadline: Option<Pin<Box<Sleep>>>,
+}
+
+impl Answer {
+    fn poll_ticket(&self, cx: &mut Context<'_>) -> Poll<Result<Response>> {
+        let mut state = self.ticket.state();
+        match std::mem::replace(&mut state.stage, Stage::Left) {
+            Stage::Answered(answer) => Poll::Ready(answer),
+            stage => {
+                state.stage = stage;
+                let waker = state.caller.replace(cx.waker().clone());
+                drop(state);
+                drop(waker);
+                Poll::Pending
+            }
+        }
+    }
 }
 
 impl Future for Answer {
     type Output = Result<Response>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        if let Poll::Ready(answer) = Pin::new(&mut self.receiver).poll(cx) {
+        if let Poll::Ready(answer) = self.poll_ticket(cx) {
             self.told.0 = None;
-            let ended = || Error::unknown(Code::Unavailable, "the worker ended before it answered");
-            return Poll::Ready(answer.unwrap_or_else(|_| Err(ended())));
+            return Poll::Ready(answer);
         }
         let passed = self.deadline.as_mut().is_some_and(|deadline| deadline.as_mut().poll(cx).is_ready());
         if !passed {
@@ -155,7 +245,20 @@ impl Future for Answer {
     }
 }
 
-struct CallerLeft(Option<CancellationToken>);
+impl Drop for Answer {
+    fn drop(&mut self) {
+        if self.told.0.is_none() {
+            return;
+        }
+        let mut state = self.ticket.state();
+        let unwanted = std::mem::replace(&mut state.stage, Stage::Left);
+        let caller = state.caller.take();
+        drop(state);
+        drop((unwanted, caller));
+    }
+}
+
+struct CallerLeft(Option<CancelToken>);
 
 impl CallerLeft {
     fn fire(&mut self) {

@@ -13,6 +13,8 @@ mod async_lane;
 mod blocking_lane;
 mod board;
 mod job;
+mod line;
+mod queue;
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -20,7 +22,6 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use futures_util::future::BoxFuture;
-use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
 pub(crate) use async_lane::launch as launch_async;
@@ -28,6 +29,7 @@ pub(crate) use blocking_lane::launch as launch_blocking;
 use board::{Board, Refusal};
 pub use board::{RunningCall, WorkerStatus};
 use job::{Item, answer_and_job};
+use queue::{Arrivals, Entrance, queue};
 
 use crate::error::{Code, Error, Result};
 use crate::handler::Handler;
@@ -66,7 +68,7 @@ struct Core {
     env: WorkerEnv,
     methods: Vec<&'static str>,
     lane: Lane,
-    queue: mpsc::Sender<Item>,
+    queue: Entrance<Item>,
     board: Arc<Board>,
     stopping: AtomicBool,
     running: Mutex<Option<Running>>,
@@ -84,7 +86,7 @@ pub(crate) struct Start<W: Worker> {
     pub(crate) env: WorkerEnv,
     init: W::Init,
     entries: Vec<Entry<W>>,
-    queue: mpsc::Receiver<Item>,
+    queue: Arrivals<Item>,
 }
 
 /// How a worker is started, chosen where its bounds are known.
@@ -104,7 +106,7 @@ impl WorkerHost {
         let (launch, named) = Methods::<W>::of().checked().map_err(about)?;
         let (methods, entries): (Vec<_>, Vec<_>) = named.into_iter().unzip();
         // One more than the calls that are let in, for the item that stops the lane.
-        let (sender, queue) = mpsc::channel(options.calls_max.max(1) + 1);
+        let (entrance, queue) = queue(options.calls_max.max(1) + 1);
         let board = Arc::new(Board::new(&env, options.calls_max.max(1)));
         let start = Start { env: env.clone(), init, entries, queue };
         let running = (launch.start)(start).await.map_err(about)?;
@@ -112,7 +114,7 @@ impl WorkerHost {
             env,
             methods,
             lane: launch.lane,
-            queue: sender,
+            queue: entrance,
             board,
             stopping: AtomicBool::new(false),
             running: Mutex::new(Some(running)),
@@ -145,7 +147,7 @@ impl WorkerHost {
     pub async fn stop(&self, grace: Duration) -> Result<()> {
         self.0.stopping.store(true, Ordering::Release);
         // The queue holds at most the calls that were let in, and this.
-        let _ = self.0.queue.try_send(Item::Stop);
+        let _ = self.0.queue.put(Item::Stop);
         let Some(running) = self.0.take_running() else { return Ok(()) };
         let ended = match running {
             Running::Task(mut task) => match tokio::time::timeout(grace, &mut task).await {
@@ -184,7 +186,7 @@ impl Core {
             Some(Running::Task(task)) => task.abort(),
             Some(Running::Thread(_)) => {
                 self.board.abandon();
-                let _ = self.queue.try_send(Item::Stop);
+                let _ = self.queue.put(Item::Stop);
             }
             None => {}
         }
@@ -200,8 +202,12 @@ impl Core {
                 format!("the call is meant for incarnation {meant}; this is {here}"),
             ));
         }
-        let name = request.route.path().strip_prefix(PREFIX).unwrap_or_default();
-        let Some(method) = self.methods.iter().position(|known| *known == name) else {
+        // No method has a `?` in its name, so that a route with a query is looked at again only when it is none of them.
+        let named = |route: &str| {
+            let name = route.strip_prefix(PREFIX)?;
+            self.methods.iter().position(|known| *known == name)
+        };
+        let Some(method) = named(request.route.as_str()).or_else(|| named(request.route.path())) else {
             return self.other(&request);
         };
         if self.stopping.load(Ordering::Acquire) {
@@ -215,9 +221,7 @@ impl Core {
         })?;
         let keep_deadline = self.lane == Lane::Blocking;
         let (answer, job) = answer_and_job(request, method, self.methods[method], place, keep_deadline);
-        self.queue
-            .try_send(Item::Call(job))
-            .map_err(|_| Error::not_started(Code::Unavailable, "the worker has ended"))?;
+        self.queue.put(Item::Call(job)).map_err(|_| Error::not_started(Code::Unavailable, "the worker has ended"))?;
         Ok(answer)
     }
 

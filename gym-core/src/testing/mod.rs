@@ -1,6 +1,8 @@
-//! What tests of this and other crates share: conformance suites of the seams, a simulated disk and a simulated network.
+//! What tests and benchmarks of this and other crates share: conformance suites of the seams, figures of a transport, a simulated
+//! disk and a simulated network.
 
 pub mod conformance;
+pub mod figures;
 mod files;
 pub mod net;
 

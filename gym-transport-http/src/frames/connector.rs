@@ -5,12 +5,14 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use bytes::{Bytes, BytesMut};
+use gym_core::mux::MuxLink;
 use gym_core::{CallContext, Channel, Code, ConnectOptions, Connector, Endpoint, Error, Execution, PathInfo, Result};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 
 use super::config::FramesConfig;
-use super::link::FramesLink;
+use super::link::open;
+use super::outbox::FramesOutbox;
 use super::pool::LandingPool;
 use super::socket::Socket;
 use super::{FRAMES_SCHEME, UNIX_SCHEME};
@@ -61,7 +63,7 @@ impl FramesConnector {
         Self { scheme, config, pool }
     }
 
-    async fn open(&self, to: &Endpoint) -> Result<FramesLink> {
+    async fn open(&self, to: &Endpoint) -> Result<MuxLink<FramesOutbox>> {
         let path = PathInfo::new(self.scheme, to.address(), true);
         let (socket, already) = if self.scheme == UNIX_SCHEME {
             let stream = UnixStream::connect(to.address()).await.map_err(refused)?;
@@ -69,7 +71,7 @@ impl FramesConnector {
         } else {
             upgrade(to).await?
         };
-        FramesLink::open(socket, &already, path, &self.config, Arc::clone(&self.pool)).await
+        open(socket, &already, path, &self.config, Arc::clone(&self.pool)).await
     }
 }
 

@@ -9,8 +9,9 @@ use std::sync::Arc;
 use bytes::Bytes;
 use gym_core::Result;
 use gym_core::frame::{Lengths, Limits};
+use gym_core::mux::malformed;
 
-use super::layout::{CHUNK_BYTES, FRAME_BYTES, FrameHead, Kind, malformed};
+use super::layout::{CHUNK_BYTES, FRAME_BYTES, FrameHead, Kind};
 use super::pool::{Landing, LandingPool};
 
 /// Bytes of the staging buffer: a few hundred small calls at a time.

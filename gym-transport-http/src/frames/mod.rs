@@ -1,10 +1,12 @@
 //! The ordered transport: many calls at a time over one connection, in the order in which they were sent.
 //!
 //! ```text
-//!  Channel ── FramesLink ── Outbox ──► socket ──► Decoder ── serve ── Handler
-//!     ▲        slot ▸ reply room ▸ bytes                                 │
-//!     └── oneshot ◄── Decoder ◄── socket ◄── Outbox ◄────────────────────┘
+//!  Channel ── MuxLink ── FramesOutbox ──► socket ──► Decoder ── serve ── Handler
+//!     ▲        slot ▸ reply room ▸ bytes                                     │
+//!     └── oneshot ◄── Decoder ◄── socket ◄── FramesOutbox ◄──────────────────┘
 //! ```
+//!
+//! What the calls of both ends need besides sockets is [`gym_core::mux`].
 //!
 //! | scheme | is | for |
 //! |---|---|---|
@@ -19,7 +21,6 @@
 //! - **Copies.** Sent: none above 2 KiB. Received: one, by the kernel, into a buffer aligned to 64 bytes that is used again.
 //! - **Hostile bytes** end the connection with `DataLoss`; every length is checked before anything is allocated for it.
 
-mod calls;
 mod config;
 mod connector;
 mod decode;
@@ -27,9 +28,10 @@ mod layout;
 mod link;
 mod outbox;
 mod pool;
-mod pulse;
 mod serve;
 mod socket;
+#[cfg(feature = "testing")]
+pub mod testing;
 #[cfg(test)]
 mod tests;
 mod unix;

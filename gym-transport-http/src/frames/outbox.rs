@@ -8,14 +8,16 @@
 //! between the chunks of one.
 
 use std::collections::VecDeque;
+use std::fmt;
 use std::io::{self, IoSlice};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use bytes::{Buf, Bytes, BytesMut};
+use gym_core::mux::{self, Room};
 use gym_core::{Message, Result};
-use tokio::sync::{Notify, OwnedSemaphorePermit};
+use tokio::sync::Notify;
 
-use super::layout::{CHUNK_BYTES, FRAME_BYTES, Kind, bare, body_head, number_frame};
+use super::layout::{CHUNK_BYTES, FRAME_BYTES, Kind, bare, body_head, framed, number_frame};
 use super::socket::WriteHalf;
 
 /// Pieces that one system call writes. The kernel takes 1,024; beyond some dozens nothing is gained.
@@ -38,9 +40,6 @@ pub(super) struct Parcel {
     /// Given back when the last byte is on its way.
     _room: Option<Room>,
 }
-
-/// What a call holds on the caller's side: its slot, and the bytes of its request.
-pub(super) type Room = std::sync::Arc<[OwnedSemaphorePermit; 2]>;
 
 impl Parcel {
     pub(super) fn new(call: u64, mut frame: BytesMut, message: &Message, room: Option<Room>) -> Self {
@@ -68,7 +67,7 @@ impl Parcel {
 }
 
 /// What is to leave one connection.
-pub(super) struct Outbox {
+pub(super) struct FramesOutbox {
     socket: Box<dyn WriteHalf>,
     state: Mutex<State>,
     /// The pen lies in `waiting`, or there is something for the writer to pick up.
@@ -103,7 +102,7 @@ enum Pumped {
     Spent(Pen),
 }
 
-impl Outbox {
+impl FramesOutbox {
     pub(super) fn new(socket: Box<dyn WriteHalf>) -> Self {
         let state = State {
             urgent: VecDeque::new(),
@@ -129,23 +128,6 @@ impl Outbox {
         self.begin(state, crowded);
     }
 
-    /// Sends a request under the next number, which `register` is told before anybody else can learn it, and may refuse.
-    pub(super) fn post_request(
-        &self,
-        mut parcel: Parcel,
-        crowded: bool,
-        register: impl FnOnce(u64) -> Result<()>,
-    ) -> Result<u64> {
-        let mut state = self.lock();
-        let call = state.next_call;
-        register(call)?;
-        state.next_call += 1;
-        parcel.number(call);
-        state.queue.push_back(parcel);
-        self.begin(state, crowded);
-        Ok(call)
-    }
-
     /// Sends a frame without a message, before messages that have not begun and between the chunks of one that has.
     pub(super) fn post_urgent(&self, frame: Bytes) {
         let mut state = self.lock();
@@ -155,54 +137,11 @@ impl Outbox {
         }
     }
 
-    /// Sends a sign of life, unless something waits to be sent anyway.
-    pub(super) fn post_heartbeat(&self) {
-        let mut state = self.lock();
-        if !state.closed && !std::mem::take(&mut state.has_spoken) && state.urgent.is_empty() {
-            state.urgent.push_back(bare(Kind::Heartbeat, 0));
-            self.begin(state, false);
-        }
-    }
-
-    /// Takes back a request that has not begun to leave, or sends a cancel after it.
-    pub(super) fn cancel(&self, call: u64) {
-        let mut state = self.lock();
-        if state.closed {
-            return;
-        }
-        // Requests are posted in the order of their numbers.
-        match state.queue.binary_search_by_key(&call, |parcel| parcel.call) {
-            Ok(at) if state.queue[at].begun => {
-                let cancel = Parcel::bare(Kind::Cancel, call);
-                state.queue.insert(at + 1, cancel);
-            }
-            Ok(at) => {
-                state.queue.remove(at);
-            }
-            Err(_) => {
-                state.urgent.push_back(bare(Kind::Cancel, call));
-                self.begin(state, false);
-            }
-        }
-    }
-
     /// Whether everything posted so far has left.
     #[cfg(test)]
     pub(super) fn is_idle(&self) -> bool {
         let state = self.lock();
         state.pen.is_some() && state.queue.is_empty() && state.urgent.is_empty()
-    }
-
-    /// Drops what has not left, takes nothing more, and ends the connection.
-    pub(super) fn close(&self) {
-        let (queue, waiting) = {
-            let mut state = self.lock();
-            state.closed = true;
-            state.urgent.clear();
-            (std::mem::take(&mut state.queue), state.waiting.take())
-        };
-        drop((queue, waiting));
-        self.socket.shut();
     }
 
     /// Writes what callers leave, whenever the socket takes more; ends with the socket's error.
@@ -293,6 +232,87 @@ impl Outbox {
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl mux::Outbox for FramesOutbox {
+    const HEADROOM: usize = FRAME_BYTES;
+
+    fn post_request(
+        &self,
+        header: BytesMut,
+        message: &Message,
+        room: Room,
+        crowded: bool,
+        register: impl FnOnce(u64) -> Result<()>,
+    ) -> Result<u64> {
+        let mut parcel = Parcel::new(0, framed(Kind::Request, 0, header), message, Some(room));
+        let mut state = self.lock();
+        let call = state.next_call;
+        register(call)?;
+        state.next_call += 1;
+        parcel.number(call);
+        state.queue.push_back(parcel);
+        self.begin(state, crowded);
+        Ok(call)
+    }
+
+    fn post_response(&self, call: u64, header: BytesMut, message: &Message, crowded: bool) {
+        self.post(Parcel::new(call, framed(Kind::Response, call, header), message, None), crowded);
+    }
+
+    fn post_failed(&self, call: u64, reason: BytesMut) {
+        self.post_urgent(framed(Kind::Failed, call, reason).freeze());
+    }
+
+    fn cancel(&self, call: u64) {
+        let mut state = self.lock();
+        if state.closed {
+            return;
+        }
+        // Requests are posted in the order of their numbers.
+        match state.queue.binary_search_by_key(&call, |parcel| parcel.call) {
+            Ok(at) if state.queue[at].begun => {
+                let cancel = Parcel::bare(Kind::Cancel, call);
+                state.queue.insert(at + 1, cancel);
+            }
+            Ok(at) => {
+                state.queue.remove(at);
+            }
+            Err(_) => {
+                state.urgent.push_back(bare(Kind::Cancel, call));
+                self.begin(state, false);
+            }
+        }
+    }
+
+    fn post_drain(&self) {
+        self.post_urgent(bare(Kind::Drain, 0));
+    }
+
+    fn post_heartbeat(&self) {
+        let mut state = self.lock();
+        if !state.closed && !std::mem::take(&mut state.has_spoken) && state.urgent.is_empty() {
+            state.urgent.push_back(bare(Kind::Heartbeat, 0));
+            self.begin(state, false);
+        }
+    }
+
+    fn close(&self) {
+        let (queue, waiting) = {
+            let mut state = self.lock();
+            state.closed = true;
+            state.urgent.clear();
+            (std::mem::take(&mut state.queue), state.waiting.take())
+        };
+        drop((queue, waiting));
+        self.socket.shut();
+    }
+}
+
+impl fmt::Debug for FramesOutbox {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "FramesOutbox({:?}, {} messages wait)", self.socket, self.lock().queue.len())
     }
 }
 

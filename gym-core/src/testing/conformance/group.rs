@@ -242,8 +242,8 @@ fn far() -> CallContext {
 /// Asks the hosts until `ready` says so of all of them.
 async fn until(group: &dyn WorkerGroup, ready: impl Fn(&crate::WorkerStatus) -> bool) {
     loop {
-        let statuses = group.worker_status(&far()).await;
-        if statuses.iter().all(|status| status.host.as_ref().is_ok_and(&ready)) {
+        let statuses = group.ask_hosts(&far()).await;
+        if statuses.iter().all(|status| status.as_ref().is_ok_and(&ready)) {
             return;
         }
         tokio::task::yield_now().await;

@@ -14,6 +14,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::SCHEME;
 use super::wire::{Shared, What, drained};
+use crate::cancel::CancelToken;
 use crate::channel::{Link, PathInfo, Reply};
 use crate::context::{CallContext, TraceContext};
 use crate::error::{Code, Error, Result};
@@ -43,7 +44,7 @@ struct Ends {
     /// Calls whose reply is awaited.
     waiting: BTreeMap<u64, oneshot::Sender<Result<Response>>>,
     /// Calls that have arrived, or whose cancellation has.
-    present: BTreeMap<u64, CancellationToken>,
+    present: BTreeMap<u64, CancelToken>,
     /// The caller takes no new calls.
     closing: bool,
     /// No channel is left: the last reply closes the connection.
@@ -74,7 +75,7 @@ impl Parcel {
     }
 
     /// As the server reads it: a deadline of its own clock, and a cancel token that fires when the caller is known to have left.
-    fn read(self, from: &Arc<str>, gone: &CancellationToken) -> Request {
+    fn read(self, from: &Arc<str>, gone: &CancelToken) -> Request {
         let sent = self.request.context;
         let mut context = CallContext::within(self.remaining);
         context.cancel = gone.clone();

@@ -6,16 +6,17 @@ use std::sync::{Arc, Mutex};
 use async_trait::async_trait;
 use bytes::{Bytes, BytesMut};
 use gym_core::frame::Limits;
-use gym_core::{CallContext, Code, ContentType, Message, Response, Route, Status, Verb};
+use gym_core::mux::header::read_failed;
+use gym_core::mux::{Outbox, RequestHeader, ResponseHeader, Room};
+use gym_core::{Code, ContentType, Message, Response, Status};
 use proptest::prelude::*;
 
 use super::super::decode::{Decoder, Event};
-use super::super::layout::{
-    CHUNK_BYTES, FrameHead, Kind, RequestHeader, ResponseHeader, bare, read_failed, request_frame, response_frame,
-};
-use super::super::outbox::{Outbox, Parcel};
+use super::super::layout::{CHUNK_BYTES, FrameHead, Kind, bare};
+use super::super::outbox::{FramesOutbox, Parcel};
 use super::super::pool::LandingPool;
 use super::super::socket::WriteHalf;
+use super::{request_frame, request_header, response_frame};
 
 /// Takes so many bytes at a time, and notes where they came from.
 #[derive(Clone, Debug)]
@@ -70,8 +71,7 @@ fn decoder(already: &[u8]) -> Decoder {
 }
 
 fn request_parcel(call: u64, message: &Message) -> Parcel {
-    let cx = CallContext::default();
-    Parcel::new(call, request_frame(call, Verb::Post, &Route::from_static("/x"), &cx, 9, message), message, None)
+    Parcel::new(call, request_frame(call, message), message, None)
 }
 
 /// Puts bytes in, so many at a time, and gives what comes of them to `take`.
@@ -137,7 +137,7 @@ proptest! {
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         let sent: Vec<_> = shapes.iter().map(|sizes| sized(sizes)).collect();
         let sink = Sink::new(write.max(read / 50), 10_000);
-        let outbox = Outbox::new(Box::new(sink.clone()));
+        let outbox = FramesOutbox::new(Box::new(sink.clone()));
         for (call, message) in sent.iter().enumerate() {
             outbox.post(request_parcel(call as u64, message), call % 2 == 0);
         }
@@ -161,7 +161,7 @@ proptest! {
         let valid = match begun {
             0 => BytesMut::new(),
             1 => BytesMut::from(&bare(Kind::Heartbeat, 0)[..]),
-            2 => request_frame(1, Verb::Get, &Route::from_static("/x"), &CallContext::default(), 1, &message),
+            2 => request_frame(1, &message),
             _ => response_frame(1, &Response::new(Status::OK, message)),
         };
         // A valid beginning with one byte of it changed, then anything.
@@ -188,7 +188,7 @@ proptest! {
 }
 
 /// The parcel's room is the last thing that is let go.
-async fn until_idle(outbox: &Outbox) {
+async fn until_idle(outbox: &FramesOutbox) {
     while !outbox.is_idle() {
         tokio::task::yield_now().await;
     }
@@ -197,7 +197,7 @@ async fn until_idle(outbox: &Outbox) {
 #[tokio::test]
 async fn what_is_urgent_goes_between_the_chunks_and_no_message_overtakes_another() {
     let sink = Sink::new(50_000, 60_000);
-    let outbox = Outbox::new(Box::new(sink.clone()));
+    let outbox = FramesOutbox::new(Box::new(sink.clone()));
     let large = sized(&[10, 5 * CHUNK_BYTES]);
     outbox.post(request_parcel(1, &large), false);
     outbox.post(request_parcel(2, &sized(&[5])), false);
@@ -226,7 +226,7 @@ async fn what_is_urgent_goes_between_the_chunks_and_no_message_overtakes_another
 #[tokio::test]
 async fn large_parts_are_written_from_where_they_lie() {
     let sink = Sink::new(usize::MAX, usize::MAX);
-    let outbox = Outbox::new(Box::new(sink.clone()));
+    let outbox = FramesOutbox::new(Box::new(sink.clone()));
     let message = sized(&[4_000, 100_000, 200_000]);
     outbox.post(request_parcel(1, &message), false);
     let places = sink.wire.lock().unwrap().places.clone();
@@ -239,10 +239,10 @@ async fn large_parts_are_written_from_where_they_lie() {
 #[tokio::test]
 async fn a_request_that_has_not_begun_is_taken_back_and_one_that_has_is_cancelled_behind_it() {
     let sink = Sink::new(usize::MAX, 100_000);
-    let outbox = Outbox::new(Box::new(sink.clone()));
+    let outbox = FramesOutbox::new(Box::new(sink.clone()));
     let large = sized(&[0, 3 * CHUNK_BYTES]);
     for message in [&large, &sized(&[3]), &large] {
-        outbox.post_request(request_parcel(0, message), false, |_| Ok(())).unwrap();
+        outbox.post_request(request_header(message), message, Room::default(), false, |_| Ok(())).unwrap();
     }
     outbox.cancel(2);
     outbox.cancel(1);
@@ -273,7 +273,7 @@ fn a_frame_that_announces_too_much_is_refused_before_anything_is_allocated() {
     }
     assert!(refused(Kind::Body, 1).to_string().contains("where none can be"));
     let limits = Limits { message_bytes_max: 10, ..Limits::default() };
-    let frame = request_frame(1, Verb::Post, &"/".into(), &CallContext::default(), 1, &sized(&[5, 6]));
+    let frame = request_frame(1, &sized(&[5, 6]));
     let mut decoder = Decoder::new(limits, LandingPool::new(0), &frame);
     let error = decoder.next().unwrap_err();
     assert_eq!(error.code(), Code::ResourceExhausted);

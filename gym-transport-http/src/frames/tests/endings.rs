@@ -4,6 +4,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::time::Duration;
 
 use bytes::Bytes;
+use gym_core::mux::Limits;
 use gym_core::{
     CallContext, Channel, Code, ConnectOptions, Connector, Endpoint, Error, Execution, Listener, Request, Response,
     Status, handler_fn,
@@ -12,18 +13,18 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 
 use super::super::config::FramesConfig;
-use super::super::layout::{FrameHead, Greeting, Kind, bare, request_frame, response_frame};
+use super::super::layout::{FrameHead, Kind, bare, greeting_frame};
 use super::super::pool::LandingPool;
 use super::super::{FRAMES_SCHEME, FramesConnector, UnixListener};
-use super::{joined, open, post, soon};
+use super::{joined, open, post, request_frame, response_frame, soon};
 
 /// A channel to a peer that has greeted, and that peer's raw socket.
 async fn greeted() -> (Channel, UnixStream) {
     let (near, mut far) = UnixStream::pair().unwrap();
     let config = FramesConfig::default();
-    far.write_all(&Greeting::of(&config).frame()).await.unwrap();
+    far.write_all(&greeting_frame(&config.limits)).await.unwrap();
     let link = open(near, &config, &LandingPool::new(0)).await;
-    let mut theirs = vec![0; Greeting::of(&config).frame().len()];
+    let mut theirs = vec![0; greeting_frame(&config.limits).len()];
     far.read_exact(&mut theirs).await.unwrap();
     (Channel::new(link), far)
 }
@@ -45,7 +46,7 @@ async fn a_peer_that_is_stopped_is_missed_and_its_calls_end() {
     assert_eq!(facts(&error), GONE, "{error}");
     assert!(error.to_string().contains("silence_max"), "{error}");
     assert_eq!(facts(&channel.closed().await), GONE);
-    let silence_max = FramesConfig::default().silence_max;
+    let silence_max = Limits::default().silence_max;
     assert!((silence_max..silence_max * 2).contains(&began.elapsed()), "{:?}", began.elapsed());
     drop(far);
 }
@@ -112,7 +113,7 @@ async fn a_hostile_server_ends_its_calls_with_a_typed_error() {
     let cases = [
         ("garbage", vec![0xff; 100]),
         ("HTTP", b"HTTP/1.1 400 Bad Request\r\n\r\n".to_vec()),
-        ("a second greeting", Greeting::of(&FramesConfig::default()).frame().to_vec()),
+        ("a second greeting", greeting_frame(&Limits::default()).to_vec()),
         ("a cancel", bare(Kind::Cancel, 1).to_vec()),
         ("a body of nothing", head.to_vec()),
         ("more than there is room for", answer(1, 2_000)),
@@ -155,9 +156,8 @@ async fn an_answer_that_is_cut_off_or_comes_twice_is_never_taken_for_one() {
 #[tokio::test]
 async fn a_hostile_caller_ends_its_connection_and_nothing_else() {
     let message = Request::get(CallContext::default(), "/x").message;
-    let request =
-        |call| request_frame(call, Default::default(), &"/x".into(), &CallContext::default(), 9, &message).to_vec();
-    let greeting = Greeting::of(&FramesConfig::default()).frame().to_vec();
+    let request = |call| request_frame(call, &message).to_vec();
+    let greeting = greeting_frame(&Limits::default()).to_vec();
     let cases = [
         ("no greeting", request(1)),
         ("garbage", [greeting.clone(), vec![0xee; 64]].concat()),

@@ -7,14 +7,19 @@ mod room;
 use std::sync::Arc;
 use std::time::Duration;
 
-use gym_core::{CallContext, Channel, Handler, PathInfo, PeerInfo, Request, Result};
+use ::bytes::BytesMut;
+use gym_core::mux::MuxLink;
+use gym_core::mux::header::{put_request, put_response};
+use gym_core::{CallContext, Channel, Handler, Message, PathInfo, PeerInfo, Request, Response, Result, Route, Verb};
 use tokio::net::UnixStream;
 use tokio::sync::Semaphore;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
 use super::config::FramesConfig;
-use super::link::FramesLink;
+use super::layout::{FRAME_BYTES, Kind, framed};
+use super::link;
+use super::outbox::FramesOutbox;
 use super::pool::LandingPool;
 use super::serve::{Hall, serve};
 use super::socket::Socket;
@@ -51,7 +56,21 @@ async fn joined(caller: FramesConfig, server: FramesConfig, handler: impl Handle
     Joined { channel, caller_pool, hall, serving }
 }
 
-async fn open(near: UnixStream, config: &FramesConfig, pool: &Arc<LandingPool>) -> FramesLink {
+fn request_header(message: &Message) -> BytesMut {
+    put_request(FRAME_BYTES, Verb::Post, &Route::from_static("/x"), &CallContext::default(), 9, message)
+}
+
+/// What goes before the message of a request.
+fn request_frame(call: u64, message: &Message) -> BytesMut {
+    framed(Kind::Request, call, request_header(message))
+}
+
+/// What goes before the message of an answer.
+fn response_frame(call: u64, response: &Response) -> BytesMut {
+    framed(Kind::Response, call, put_response(FRAME_BYTES, response))
+}
+
+async fn open(near: UnixStream, config: &FramesConfig, pool: &Arc<LandingPool>) -> MuxLink<FramesOutbox> {
     let path = PathInfo::new("unix+frames", "/pair", true);
-    soon(FramesLink::open(Socket::Unix(near), &[], path, config, Arc::clone(pool))).await.unwrap()
+    soon(link::open(Socket::Unix(near), &[], path, config, Arc::clone(pool))).await.unwrap()
 }

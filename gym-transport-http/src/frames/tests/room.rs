@@ -1,11 +1,10 @@
 //! Bounds: calls and bytes on their way, and what is left when calls are given up.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use bytes::Bytes;
-use gym_core::{CallContext, Code, Execution, Request, Response, Status, handler_fn};
-use tokio::sync::Notify;
+use gym_core::mux::Limits;
+use gym_core::{Request, Response, Status, handler_fn};
 
 use super::super::config::FramesConfig;
 use super::{CALLS_MAX, FAR, joined, post, soon};
@@ -40,81 +39,16 @@ async fn calls_arrive_in_the_order_in_which_they_were_sent_whatever_their_size()
 }
 
 #[tokio::test]
-async fn a_call_waits_for_room_for_its_reply_before_it_leaves() {
-    let (started, release) = (Arc::new(AtomicUsize::new(0)), Arc::new(Notify::new()));
-    let (count, wait) = (Arc::clone(&started), Arc::clone(&release));
-    let handler = handler_fn(move |_| {
-        count.fetch_add(1, Ordering::SeqCst);
-        let wait = Arc::clone(&wait);
-        async move {
-            wait.notified().await;
-            Ok(Response::json("{}"))
-        }
-    });
-    let config = FramesConfig { reply_bytes_in_flight_max: 10 << 10, ..FramesConfig::default() };
-    let both = joined(config, FramesConfig::default(), handler).await;
-    let call = |reply_bytes_max: usize| {
-        let mut request = post("/hold");
-        request.context.reply_bytes_max = reply_bytes_max;
-        both.channel.start(request)
-    };
-    let first = call(6 << 10).await.unwrap();
-    let mut second = Box::pin(call(5 << 10));
-    let error = {
-        let mut request = post("/hold");
-        request.context = CallContext::within(std::time::Duration::from_millis(20));
-        request.context.reply_bytes_max = 5 << 10;
-        both.channel.start(request).await.err().unwrap()
-    };
-    assert_eq!((error.code(), error.execution()), (Code::DeadlineExceeded, Execution::NotStarted), "{error}");
-    assert!(futures_util::poll!(&mut second).is_pending());
-    assert_eq!(started.load(Ordering::SeqCst), 1, "what waits has not left");
-    release.notify_one();
-    soon(first).await.unwrap();
-    let second = soon(second).await.unwrap();
-    release.notify_one();
-    soon(second).await.unwrap();
-}
-
-#[tokio::test]
 async fn full_ends_do_not_block_each_other() {
     // Each end takes one large message at a time; both directions are full at once.
     let handler = handler_fn(|request: Request| async move { Ok(Response::new(Status::OK, request.message)) });
-    let config = FramesConfig { request_bytes_in_flight_max: 4 << 20, calls_max: 8, ..FramesConfig::default() };
+    let limits = Limits { request_bytes_in_flight_max: 4 << 20, calls_max: 8, ..Limits::default() };
+    let config = FramesConfig { limits, ..FramesConfig::default() };
     let both = joined(config.clone(), config, handler).await;
     let calls = (0..32).map(|_| both.channel.call(with_segment("/echo", 3 << 20)));
     for answer in soon(futures_util::future::join_all(calls)).await {
         assert_eq!(answer.unwrap().message.segments[0].len(), 3 << 20);
     }
-}
-
-#[tokio::test]
-async fn what_exceeds_a_limit_of_the_peer_is_not_sent() {
-    let handler = handler_fn(|_| async { panic!("nothing arrives") });
-    let server = FramesConfig { message_bytes_max: 1_000, segments_max: 2, ..FramesConfig::default() };
-    let both = joined(FramesConfig::default(), server, handler).await;
-    let mut many = post("/x");
-    many.message.segments = vec![Bytes::new(); 3];
-    for (request, limit) in [(with_segment("/x", 1_000), "message_bytes_max = 1000"), (many, "segments_max = 2")] {
-        let error = both.channel.call(request).await.unwrap_err();
-        assert_eq!((error.code(), error.execution()), (Code::ResourceExhausted, Execution::NotStarted));
-        assert!(error.to_string().contains(limit), "{error}");
-    }
-    let mut request = post("/x");
-    request.context.metadata.push("cookie", "c".repeat(2 << 20));
-    assert_eq!(both.channel.call(request).await.unwrap_err().code(), Code::InvalidArgument);
-}
-
-#[tokio::test]
-async fn a_handler_that_panics_fails_its_call_alone() {
-    let handler = handler_fn(|request: Request| async move {
-        assert_eq!(request.route.path(), "/good");
-        Ok(Response::json("{}"))
-    });
-    let both = joined(FramesConfig::default(), FramesConfig::default(), handler).await;
-    let error = both.channel.call(post("/bad")).await.unwrap_err();
-    assert_eq!((error.code(), error.execution()), (Code::Internal, Execution::Finished), "{error}");
-    both.channel.call(post("/good")).await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -126,7 +60,8 @@ async fn ten_thousand_calls_dropped_anywhere_leave_nothing_in_flight_and_the_poo
         }
         Ok(Response::new(Status::OK, request.message))
     });
-    let config = FramesConfig { calls_max: 64, request_bytes_in_flight_max: 4 << 20, ..FramesConfig::default() };
+    let limits = Limits { calls_max: 64, request_bytes_in_flight_max: 4 << 20, ..Limits::default() };
+    let config = FramesConfig { limits, ..FramesConfig::default() };
     let both = joined(config.clone(), config, handler).await;
     // A fixed seed, so that a failure comes again.
     let mut random = 0x2545_F491_4F6C_DD17_u64;

@@ -18,6 +18,7 @@ pub(super) async fn run(bench: &dyn GroupBench) {
         a_replaced_rank_ends_the_call_that_waits_for_it,
         a_replaced_rank_takes_calls_in_its_new_life,
         a_full_queue_refuses_at_once_without_starting,
+        a_call_in_line_is_answered_at_its_deadline_and_leaves_its_place,
         a_panic_is_an_error_of_its_rank_and_the_worker_lives_on,
         a_blocking_worker_is_told_and_its_panic_caught,
     );
@@ -139,6 +140,29 @@ async fn a_full_queue_refuses_at_once_without_starting(bench: &dyn GroupBench) {
         pending.await.unwrap();
     }
     assert_eq!(notes(&*group).await, [["told", "0", "1"]]);
+}
+
+async fn a_call_in_line_is_answered_at_its_deadline_and_leaves_its_place(bench: &dyn GroupBench) {
+    let layout = RankLayout::line(1).unwrap();
+    let tested = bench.start(GroupSetup { layout, worker: TestWorkerKind::Async, calls_max: 3 }).await;
+    let group = tested.group();
+    // A shared call holds the first exclusive one up, that one the others.
+    let shared = group.call(HoldShared, ()).deadline(FAR).start().await.unwrap();
+    let held = group.call(Hold, ()).deadline(FAR).start().await.unwrap();
+    let late = group.call(Note, 1).deadline(NEAR).await.unwrap_err();
+    assert_eq!(late.cause().code(), Code::DeadlineExceeded);
+    until(&*group, |status| status.running.len() == 1 && status.waiting == 1).await;
+    drop(shared);
+    until(&*group, |status| status.running.iter().any(|call| call.method == "test.hold")).await;
+    let late = [2, 3].map(|number| group.call(Note, number).deadline(NEAR).start());
+    for late in futures_util::future::try_join_all(late).await.unwrap() {
+        assert_eq!(late.await.unwrap_err().cause().code(), Code::DeadlineExceeded);
+    }
+    until(&*group, |status| status.running.len() == 1 && status.waiting == 0).await;
+    let waits = group.call(Note, 5).deadline(FAR).start().await.unwrap();
+    drop(held);
+    waits.await.unwrap();
+    assert_eq!(notes(&*group).await, [["told", "5"]]);
 }
 
 async fn a_panic_is_an_error_of_its_rank_and_the_worker_lives_on(bench: &dyn GroupBench) {

@@ -1,45 +1,46 @@
-//! Is the peer still there? A crash closes the socket; a peer that is stopped, or cut off, is only silent.
+//! Is the peer still there? A crash closes a socket; a peer that is stopped, or cut off, is only silent.
 
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::time::Duration;
 
-use gym_core::{Code, Error};
 use tokio::time::sleep;
 
-use super::layout::Greeting;
+use super::limits::{Greeting, Limits};
 use super::outbox::Outbox;
-use super::pool::LandingPool;
+use crate::error::{Code, Error};
 
 /// Signs of life within the time after which an end gives up: two may be lost in a busy moment.
 const BEATS: u32 = 3;
 
 /// Whether anything has come since somebody looked last.
 #[derive(Debug, Default)]
-pub(super) struct Heard(AtomicBool);
+pub struct Heard(AtomicBool);
 
 impl Heard {
-    pub(super) fn set(&self) {
+    /// Something has come.
+    pub fn set(&self) {
         self.0.store(true, Relaxed);
     }
 }
 
-/// Sends signs of life, and ends when the peer has sent nothing for `silence_max`.
+/// Sends signs of life, and ends when the peer has sent nothing for `silence_max`. `each_beat` is called at every beat, three
+/// or more times in the shorter `silence_max` of both ends: for what is to be looked after now and then.
 ///
 /// Beats are counted, not time: an end that was itself stopped for a minute first reads what has come meanwhile.
-pub(super) async fn heartbeat(
-    outbox: &Outbox,
+pub async fn heartbeat(
+    outbox: &impl Outbox,
     heard: &Heard,
-    pool: &LandingPool,
-    silence_max: Duration,
+    ours: &Limits,
     theirs: &Greeting,
+    each_beat: impl Fn(),
 ) -> Error {
+    let silence_max = ours.silence_max;
     let beat = silence_max.min(theirs.silence_max) / BEATS;
     let beats_max = silence_max.as_nanos().div_ceil(beat.as_nanos().max(1));
     let mut silent = 0;
     loop {
         sleep(beat).await;
         outbox.post_heartbeat();
-        pool.trim(silence_max);
+        each_beat();
         silent = if heard.0.swap(false, Relaxed) { 0 } else { silent + 1 };
         if silent >= beats_max {
             return Error::unknown(

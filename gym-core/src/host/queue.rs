@@ -1,0 +1,176 @@
+//! The line before a worker: in order of arrival, with a bound. The lane takes all that has arrived at once, so that it and those
+//! who call seldom hold the lock at the same time.
+
+use std::collections::VecDeque;
+use std::future::poll_fn;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::task::{Poll, Waker, ready};
+
+use tokio::task::coop;
+
+/// A queue of at most `items_max`, and its two ends.
+pub(crate) fn queue<T>(items_max: usize) -> (Entrance<T>, Arrivals<T>) {
+    let line = Line { items: VecDeque::new(), lane: None, closed: false };
+    let queue = Arc::new(Queue { items_max, line: Mutex::new(line), arrived: Condvar::new() });
+    (Entrance(Arc::clone(&queue)), Arrivals { queue, taken: VecDeque::new() })
+}
+
+struct Queue<T> {
+    items_max: usize,
+    line: Mutex<Line<T>>,
+    arrived: Condvar,
+}
+
+struct Line<T> {
+    items: VecDeque<T>,
+    lane: Option<Lane>,
+    /// Nobody takes items any more.
+    closed: bool,
+}
+
+/// Who waits for an item.
+enum Lane {
+    Task(Waker),
+    Thread,
+}
+
+impl<T> Queue<T> {
+    fn line(&self) -> MutexGuard<'_, Line<T>> {
+        self.line.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Where items are put in.
+pub(crate) struct Entrance<T>(Arc<Queue<T>>);
+
+impl<T> Entrance<T> {
+    /// Puts an item at the end of the line; gives it back when the line is full or nobody takes items any more.
+    pub(crate) fn put(&self, item: T) -> Result<(), T> {
+        let mut line = self.0.line();
+        if line.closed || line.items.len() >= self.0.items_max {
+            return Err(item);
+        }
+        line.items.push_back(item);
+        let lane = line.lane.take();
+        drop(line);
+        match lane {
+            Some(Lane::Task(waker)) => waker.wake(),
+            Some(Lane::Thread) => self.0.arrived.notify_one(),
+            None => {}
+        }
+        Ok(())
+    }
+}
+
+/// Where items are taken out, by one task or thread.
+pub(crate) struct Arrivals<T> {
+    queue: Arc<Queue<T>>,
+    /// Those that arrived together and have not been asked for yet.
+    taken: VecDeque<T>,
+}
+
+impl<T> Arrivals<T> {
+    /// The next item. Gives way to other tasks now and then, as everything of tokio's does.
+    pub(crate) async fn next(&mut self) -> T {
+        poll_fn(|cx| {
+            let proceeding = ready!(coop::poll_proceed(cx));
+            if self.taken.is_empty() {
+                let mut line = self.queue.line();
+                std::mem::swap(&mut line.items, &mut self.taken);
+                if self.taken.is_empty() {
+                    let before = line.lane.replace(Lane::Task(cx.waker().clone()));
+                    drop(line);
+                    drop(before);
+                    return Poll::Pending;
+                }
+            }
+            proceeding.made_progress();
+            Poll::Ready(self.taken.pop_front().expect("some were taken, or it has returned"))
+        })
+        .await
+    }
+
+    /// The next item, for a thread that may block.
+    pub(crate) fn blocking_next(&mut self) -> T {
+        loop {
+            if let Some(item) = self.taken.pop_front() {
+                return item;
+            }
+            let mut line = self.queue.line();
+            while line.items.is_empty() {
+                line.lane = Some(Lane::Thread);
+                line = self.queue.arrived.wait(line).unwrap_or_else(PoisonError::into_inner);
+            }
+            std::mem::swap(&mut line.items, &mut self.taken);
+        }
+    }
+}
+
+impl<T> Drop for Arrivals<T> {
+    fn drop(&mut self) {
+        let mut line = self.queue.line();
+        line.closed = true;
+        let left = std::mem::take(&mut line.items);
+        drop(line);
+        drop(left);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn items_come_out_in_the_order_in_which_they_went_in() {
+        let (entrance, mut arrivals) = queue(1_000);
+        let taking = tokio::spawn(async move {
+            let mut taken = Vec::new();
+            while taken.len() < 1_000 {
+                taken.push(arrivals.next().await);
+            }
+            taken
+        });
+        for number in 0..1_000 {
+            entrance.put(number).unwrap();
+            if number % 7 == 0 {
+                tokio::task::yield_now().await;
+            }
+        }
+        assert_eq!(taking.await.unwrap(), (0..1_000).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn a_thread_that_waits_is_woken_by_each_item() {
+        let (entrance, mut arrivals) = queue(2);
+        let (told, heard) = std::sync::mpsc::channel();
+        let taking = std::thread::spawn(move || (0..100).for_each(|_| told.send(arrivals.blocking_next()).unwrap()));
+        for number in 0..100 {
+            entrance.put(number).unwrap();
+            assert_eq!(heard.recv_timeout(std::time::Duration::from_secs(10)), Ok(number));
+        }
+        taking.join().unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_full_line_and_one_that_nobody_serves_give_the_item_back() {
+        let (entrance, mut arrivals) = queue(2);
+        assert_eq!([entrance.put(1), entrance.put(2), entrance.put(3)], [Ok(()), Ok(()), Err(3)]);
+        assert_eq!(arrivals.next().await, 1);
+        drop(arrivals);
+        assert_eq!(entrance.put(4), Err(4));
+    }
+
+    #[tokio::test]
+    async fn who_takes_items_gives_way_to_others() {
+        let (entrance, mut arrivals) = queue(10_000);
+        (0..10_000).for_each(|number| entrance.put(number).unwrap());
+        let taking = tokio::spawn(async move {
+            for _ in 0..10_000 {
+                arrivals.next().await;
+            }
+        });
+        tokio::task::yield_now().await;
+        assert!(!taking.is_finished());
+        taking.await.unwrap();
+    }
+}

@@ -1,0 +1,247 @@
+//! What a transport costs: figures of a connector, taken alike of any transport, yours too.
+//!
+//! ```text
+//!   Figures::of(connector, endpoint) ──► round_trips · rate · bandwidth · idle · waiting
+//!                        │
+//!              answering() served there, best in another process
+//! ```
+//!
+//! They measure with the real clock: run them in a release build, on a machine that has nothing else to do.
+
+use std::collections::VecDeque;
+use std::future::Future;
+use std::time::Duration;
+
+use bytes::Bytes;
+use tokio::time::{Instant, sleep};
+
+use crate::channel::Channel;
+use crate::context::CallContext;
+use crate::error::{Code, Error, Result};
+use crate::handler::{Handler, handler_fn};
+use crate::message::{Message, Request, Response, Status};
+use crate::transport::{ConnectOptions, Connector, Endpoint};
+
+/// Gives the message back.
+const ECHO: &str = "/figures/echo";
+/// Answers without the segments.
+const TAKE: &str = "/figures/take";
+/// Answers at its deadline, or a little before.
+const WAIT: &str = "/figures/wait";
+/// A call that has no answer by then has none.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// The largest answer that is asked for.
+const REPLY_BYTES_MAX: usize = 2 << 30;
+/// A small call's head, of the size of a typed call's.
+const HEAD: &str = r#"{"method":"echo","args":{"step":17}}"#;
+
+/// What the figures call: to be served at the other end.
+#[must_use]
+pub fn answering() -> impl Handler {
+    handler_fn(|request: Request| async move {
+        let message = match request.route.path() {
+            ECHO => request.message,
+            TAKE => Message::default(),
+            WAIT => {
+                let left = request.context.remaining();
+                sleep(left.saturating_sub(Duration::from_millis(200))).await;
+                Message::default()
+            }
+            other => return Err(Error::not_started(Code::NotFound, format!("the figures do not call {other}"))),
+        };
+        Ok(Response::new(Status::OK, message))
+    })
+}
+
+/// Figures over one channel.
+#[derive(Clone, Debug)]
+pub struct Figures {
+    channel: Channel,
+}
+
+/// Times of calls that were made one after another.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct RoundTrips {
+    /// Half of them took at most this.
+    pub p50: Duration,
+    /// 99 of 100 took at most this.
+    pub p99: Duration,
+    /// How many there were.
+    pub calls: usize,
+}
+
+impl RoundTrips {
+    /// Of times in any order; zeros of none.
+    #[must_use]
+    pub fn of(mut times: Vec<Duration>) -> Self {
+        times.sort_unstable();
+        let at = |share: usize| times.get(times.len() * share / 100).copied().unwrap_or_default();
+        Self { p50: at(50), p99: at(99), calls: times.len() }
+    }
+}
+
+impl Figures {
+    /// Connects to where [`answering`] is served.
+    ///
+    /// # Errors
+    /// What the connector says.
+    pub async fn of(connector: &dyn Connector, to: &Endpoint) -> Result<Self> {
+        Ok(Self::over(connector.connect(&CallContext::within(PATIENCE), to, &ConnectOptions::default()).await?))
+    }
+
+    /// Over a channel that is there already.
+    #[must_use]
+    pub fn over(channel: Channel) -> Self {
+        Self { channel }
+    }
+
+    /// The channel, for figures of your own.
+    #[must_use]
+    pub fn channel(&self) -> &Channel {
+        &self.channel
+    }
+
+    /// Calls one after another for `lasting`, after a tenth of it to warm up; `segment` goes there and comes back.
+    ///
+    /// # Errors
+    /// Of the first call that failed, or whose answer is not what was sent.
+    pub async fn round_trips(&self, segment: Option<&Bytes>, lasting: Duration) -> Result<RoundTrips> {
+        let began = Instant::now();
+        // Kept from the beginning, so that none of the calls pays for its growth.
+        let mut times = Vec::with_capacity(1 << 20);
+        loop {
+            let at = Instant::now();
+            let answer = self.channel.call(request(ECHO, segment)).await?;
+            let took = at.elapsed();
+            if answer.message.segments.first().map(Bytes::len) != segment.map(Bytes::len) {
+                return Err(Error::finished(Code::DataLoss, "the answer is of another size than what was sent"));
+            }
+            let since = began.elapsed();
+            if since > lasting && !times.is_empty() {
+                return Ok(RoundTrips::of(times));
+            }
+            if since > lasting / 10 {
+                times.push(took);
+            }
+        }
+    }
+
+    /// Small calls a second, `window` of them under way.
+    ///
+    /// # Errors
+    /// Of the first call that failed.
+    pub async fn rate(&self, window: usize, lasting: Duration) -> Result<f64> {
+        let (began, mut replies, mut answered) = (Instant::now(), VecDeque::new(), 0_u32);
+        while began.elapsed() < lasting || answered == 0 {
+            while replies.len() < window.max(1) {
+                replies.push_back(self.channel.start(request(ECHO, None)).await?);
+            }
+            // Half at a time, so that starts and answers come in runs, as a group's do.
+            while replies.len() > window / 2 {
+                let Some(reply) = replies.pop_front() else { break };
+                reply.await?;
+                answered += 1;
+            }
+        }
+        Ok(f64::from(answered) / began.elapsed().as_secs_f64())
+    }
+
+    /// Bytes a second one way, `window` calls under way, each with the same `segment`, after one window to warm up.
+    ///
+    /// # Errors
+    /// Of the first call that failed.
+    pub async fn bandwidth(&self, segment: &Bytes, window: usize, lasting: Duration) -> Result<f64> {
+        let (window, mut replies) = (window.max(1), VecDeque::new());
+        let (mut began, mut taken) = (Instant::now(), 0_usize);
+        loop {
+            while replies.len() < window {
+                replies.push_back(self.channel.start(request(TAKE, Some(segment))).await?);
+            }
+            let Some(reply) = replies.pop_front() else { continue };
+            reply.await?;
+            taken += 1;
+            if taken == window {
+                began = Instant::now();
+            }
+            if taken > window && began.elapsed() > lasting {
+                return Ok(((taken - window) * segment.len()) as f64 / began.elapsed().as_secs_f64());
+            }
+        }
+    }
+
+    /// The share of a core that is used while nothing is under way. `cpu` says how much has been used so far, by whichever
+    /// processes are to be counted.
+    ///
+    /// # Errors
+    /// When the first call, which opens what opens late, fails.
+    pub async fn idle(&self, lasting: Duration, cpu: impl FnMut() -> Duration) -> Result<f64> {
+        self.channel.call(request(ECHO, None)).await?;
+        Ok(used(cpu, sleep(lasting)).await.0)
+    }
+
+    /// As [`Figures::idle`], while one call is under way that is answered at the end of `lasting`.
+    ///
+    /// # Errors
+    /// Of that call.
+    pub async fn waiting(&self, lasting: Duration, cpu: impl FnMut() -> Duration) -> Result<f64> {
+        let mut waits = request(WAIT, None);
+        waits.context.deadline = Instant::now() + lasting;
+        let (share, answer) = used(cpu, self.channel.call(waits)).await;
+        answer.map(|_| share)
+    }
+}
+
+async fn used<T>(mut cpu: impl FnMut() -> Duration, meanwhile: impl Future<Output = T>) -> (f64, T) {
+    let (before, began) = (cpu(), Instant::now());
+    let done = meanwhile.await;
+    ((cpu() - before).as_secs_f64() / began.elapsed().as_secs_f64(), done)
+}
+
+fn request(route: &'static str, segment: Option<&Bytes>) -> Request {
+    let mut context = CallContext::within(PATIENCE);
+    context.reply_bytes_max = REPLY_BYTES_MAX;
+    let mut request = Request::post(context, route, HEAD);
+    request.message.segments.extend(segment.cloned());
+    request
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use tokio_util::sync::CancellationToken;
+
+    use super::*;
+    use crate::in_process::InProcess;
+    use crate::transport::Listener;
+
+    #[test]
+    fn half_of_the_times_are_at_most_the_median() {
+        let trips = RoundTrips::of((1..=200).rev().map(Duration::from_micros).collect());
+        assert_eq!((trips.p50, trips.p99, trips.calls), (Duration::from_micros(101), Duration::from_micros(199), 200));
+        assert_eq!(RoundTrips::of(Vec::new()).p99, Duration::ZERO);
+    }
+
+    #[tokio::test]
+    async fn every_figure_can_be_taken_of_a_connector() {
+        let transport = InProcess::new().faithful();
+        let mut listener = transport.listen("figures").unwrap();
+        let endpoint = listener.endpoints()[0].clone();
+        let serving = tokio::spawn(async move {
+            listener.accept().await.unwrap().serve(Arc::new(answering()), CancellationToken::new()).await
+        });
+        let figures = Figures::of(&transport, &endpoint).await.unwrap();
+        let (short, segment) = (Duration::from_millis(5), Bytes::from(vec![7; 1 << 10]));
+        assert!(figures.round_trips(Some(&segment), short).await.unwrap().calls > 0);
+        assert!(figures.rate(8, short).await.unwrap() > 0.0);
+        assert!(figures.bandwidth(&segment, 2, short).await.unwrap() > 0.0);
+        let mut seconds = 0;
+        let mut clock = move || {
+            seconds += 1;
+            Duration::from_secs(3_600 * seconds)
+        };
+        assert!(figures.idle(short, &mut clock).await.unwrap() > 1.0, "an hour of work in a few milliseconds");
+        assert!(figures.waiting(short, clock).await.unwrap() > 1.0);
+        serving.abort();
+    }
+}
