@@ -7,12 +7,24 @@ use std::path::{Path, PathBuf};
 use serde::Serialize;
 
 use crate::files::{Files, loader_path, version_in_name};
-use crate::{elf, sys};
+use crate::ports::{Port, ports};
+use crate::{container, elf, versions};
 
 /// Bit of `CAP_IPC_LOCK` in a capability mask.
 const CAP_IPC_LOCK: u32 = 14;
 /// The first kernel that lends GPU memory to RDMA devices by dma-buf.
 const DMA_BUF_KERNEL: (u32, u32) = (5, 12);
+
+/// What RDMA needs, first things first.
+const RDMA_TOPICS: [Topic; 7] = [
+    Topic::RdmaDevices,
+    Topic::DeviceNodes,
+    Topic::Container,
+    Topic::RoceGid,
+    Topic::LockedMemory,
+    Topic::Verbs,
+    Topic::Ucx,
+];
 
 /// What a finding is about.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -23,6 +35,10 @@ pub enum Topic {
     RdmaDevices,
     /// `/dev/infiniband`.
     DeviceNodes,
+    /// Whether this is a container, and what it keeps from its processes.
+    Container,
+    /// The address that RoCE v2 goes out from, for each port.
+    RoceGid,
     /// How much memory may be pinned.
     LockedMemory,
     /// `libibverbs.so.1`.
@@ -35,6 +51,8 @@ pub enum Topic {
     Nccl,
     /// RDMA straight to GPU memory.
     GpuDirect,
+    /// Memory that processes of this host share.
+    SharedMemory,
 }
 
 /// What a finding means.
@@ -93,6 +111,8 @@ pub struct Probe {
     pub nccl_usable: bool,
     /// In the order in which they depend on each other.
     pub findings: Vec<Finding>,
+    /// Every port of every RDMA device.
+    pub ports: Vec<Port>,
 }
 
 impl Probe {
@@ -100,6 +120,13 @@ impl Probe {
     #[must_use]
     pub fn finding(&self, topic: Topic) -> Option<&Finding> {
         self.findings.iter().find(|finding| finding.topic == topic)
+    }
+
+    /// What keeps RDMA from being used, first things first; `None` when it is usable.
+    #[must_use]
+    pub fn rdma_fault(&self) -> Option<&Finding> {
+        let mut findings = RDMA_TOPICS.iter().filter_map(|topic| self.finding(*topic));
+        findings.find(|finding| finding.status != Status::Ok)
     }
 }
 
@@ -143,6 +170,13 @@ impl ProbeOptions {
         self
     }
 
+    /// Looks at files only: no library is loaded, so this may be done in any process.
+    #[must_use]
+    pub fn without_loading(mut self) -> Self {
+        self.load = false;
+        self
+    }
+
     /// Searches `folder` before all folders named so far: where Python wheels put libraries, for example
     /// `site-packages/nvidia/nccl/lib`.
     #[must_use]
@@ -155,21 +189,25 @@ impl ProbeOptions {
     #[must_use]
     pub fn probe(&self) -> Probe {
         let look = Look { files: Files::new(&self.root, &self.library_folders), load: self.load };
-        let devices = look.devices();
+        let ports = ports(&look.files);
+        let devices = look.devices(&ports);
         let has_device = devices.status != Status::Missing;
         let gpu = look.gpu();
         let has_gpu = gpu.status != Status::Missing;
         let findings = vec![
             devices,
             look.nodes(has_device),
+            container::container(&look.files, &ports),
+            roce_gid(&ports),
             look.locked_memory(has_device),
             look.verbs(),
             look.ucx(),
             gpu,
             look.nccl(),
             look.gpu_direct(has_device && has_gpu),
+            container::shared_memory(&look.files),
         ];
-        judge(findings)
+        judge(findings, ports)
     }
 }
 
@@ -179,13 +217,12 @@ pub fn probe() -> Probe {
     ProbeOptions::new().probe()
 }
 
-fn judge(findings: Vec<Finding>) -> Probe {
+fn judge(findings: Vec<Finding>, ports: Vec<Port>) -> Probe {
     let of = |topic| findings.iter().find(move |finding: &&Finding| finding.topic == topic);
     let first_fault = |topics: &[Topic]| {
         topics.iter().filter_map(|topic| of(*topic)).find(|finding| finding.status != Status::Ok).cloned()
     };
-    let rdma_fault =
-        first_fault(&[Topic::RdmaDevices, Topic::DeviceNodes, Topic::LockedMemory, Topic::Verbs, Topic::Ucx]);
+    let rdma_fault = first_fault(&RDMA_TOPICS);
     let nccl_fault = first_fault(&[Topic::Gpu, Topic::Nccl]);
     let found = |topic| of(topic).map(|finding| finding.found.clone()).unwrap_or_default();
     let rdma = match &rdma_fault {
@@ -206,6 +243,7 @@ fn judge(findings: Vec<Finding>) -> Probe {
         rdma_usable: rdma_fault.is_none(),
         nccl_usable: nccl_fault.is_none(),
         findings,
+        ports,
     }
 }
 
@@ -215,7 +253,7 @@ struct Look {
 }
 
 impl Look {
-    fn devices(&self) -> Finding {
+    fn devices(&self, ports: &[Port]) -> Finding {
         let topic = Topic::RdmaDevices;
         let folder = "/sys/class/infiniband";
         let devices = self.files.names(folder);
@@ -226,20 +264,9 @@ impl Look {
                  modprobe rdma_rxe && rdma link add rxe0 type rxe netdev INTERFACE; in a container, mount the host's /sys",
             );
         }
-        let mut active = Vec::new();
-        let mut down = Vec::new();
-        for device in &devices {
-            for port in self.files.names(format!("{folder}/{device}/ports")) {
-                let base = format!("{folder}/{device}/ports/{port}");
-                let read =
-                    |name: &str| self.files.text(format!("{base}/{name}")).unwrap_or_else(|| "unknown".to_owned());
-                let state = read("state");
-                // "4: ACTIVE"; the number is the fact, the word a courtesy.
-                let words = state.split_once(':').map_or(state.as_str(), |(_, word)| word.trim());
-                let text = format!("{device} port {port} {words}, {}, {}", read("link_layer"), read("rate"));
-                if state.starts_with("4") { active.push(text) } else { down.push(text) }
-            }
-        }
+        let words = |port: &Port| format!("{} {}, {}, {}", port.name(), port.state, port.link_layer, port.rate);
+        let of = |active| ports.iter().filter(move |port| port.active == active).map(words).collect::<Vec<_>>();
+        let (active, down) = (of(true), of(false));
         if active.is_empty() {
             let what = if down.is_empty() { format!("{} without ports", devices.join(", ")) } else { down.join("; ") };
             return finding(topic, Status::Warning, format!("no active RDMA port ({what})"))
@@ -391,7 +418,7 @@ impl Look {
         if !self.load {
             return finding(topic, Status::Ok, format!("{what}{management}"));
         }
-        match sys::cuda_driver_version(&cuda) {
+        match versions::cuda_driver_version(&cuda) {
             Ok(version) => finding(topic, Status::Ok, format!("{what}, up to CUDA {version}{management}")),
             Err(error) => finding(topic, Status::Missing, format!("{what}, but {}: {error}", cuda.display()))
                 .fix("reinstall the driver so that its kernel and user parts have one version"),
@@ -406,7 +433,7 @@ impl Look {
             return finding(topic, Status::Missing, what).fix(fix);
         };
         let from_name = version_in_name(&path, "libnccl.so.");
-        let version = if self.load { sys::nccl_version(&path) } else { Ok(or_unknown(from_name)) };
+        let version = if self.load { versions::nccl_version(&path) } else { Ok(or_unknown(from_name)) };
         match version {
             Ok(version) => finding(topic, Status::Ok, format!("NCCL {version} ({})", path.display())),
             Err(error) => {
@@ -438,12 +465,38 @@ impl Look {
     }
 }
 
-fn finding(topic: Topic, status: Status, found: String) -> Finding {
+/// Without an address of version 2 nothing leaves a RoCE port.
+fn roce_gid(ports: &[Port]) -> Finding {
+    let topic = Topic::RoceGid;
+    let roce: Vec<&Port> = ports.iter().filter(|port| port.active && port.is_ethernet()).collect();
+    if roce.is_empty() {
+        let found = "no active RoCE port, so no address to choose".to_owned();
+        return finding(topic, if ports.is_empty() { Status::NotNeeded } else { Status::Ok }, found);
+    }
+    let without: Vec<String> = roce.iter().filter(|port| port.gid.is_none()).map(|port| port.name()).collect();
+    let chosen: Vec<String> = roce
+        .iter()
+        .filter_map(|port| port.gid.as_ref().map(|gid| (port, gid)))
+        .map(|(port, gid)| {
+            format!("{}: GID index {} ({}, {}, {})", port.name(), gid.index, gid.kind, gid.address, gid.interface)
+        })
+        .collect();
+    if without.is_empty() {
+        return finding(topic, Status::Ok, chosen.join("; "));
+    }
+    let others = if chosen.is_empty() { String::new() } else { format!(" ({})", chosen.join("; ")) };
+    finding(topic, Status::Warning, format!("no RoCE v2 address on {}{others}", without.join(" and "))).fix(
+        "give the port's network interface an address and bring it up (ip addr add ADDRESS dev INTERFACE; ip link set \
+         INTERFACE up)",
+    )
+}
+
+pub(crate) fn finding(topic: Topic, status: Status, found: String) -> Finding {
     Finding { topic, status, found, fix: None }
 }
 
 impl Finding {
-    fn fix(mut self, fix: &str) -> Self {
+    pub(crate) fn fix(mut self, fix: &str) -> Self {
         self.fix = Some(fix.to_owned());
         self
     }

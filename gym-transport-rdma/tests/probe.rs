@@ -29,6 +29,26 @@ impl Machine {
         self.file(&format!("{base}/state"), &format!("{state}\n"))
             .file(&format!("{base}/link_layer"), &format!("{layer}\n"))
             .file(&format!("{base}/rate"), &format!("{rate}\n"))
+            .gid(device, 1, IPV4, "RoCE v2", "v0")
+            .file("sys/class/net/v0/operstate", "up\n")
+    }
+
+    fn gid(self, device: &str, index: u32, address: &str, kind: &str, interface: &str) -> Self {
+        let base = format!("sys/class/infiniband/{device}/ports/1");
+        self.file(&format!("{base}/gids/{index}"), &format!("{address}\n"))
+            .file(&format!("{base}/gid_attrs/types/{index}"), &format!("{kind}\n"))
+            .file(&format!("{base}/gid_attrs/ndevs/{index}"), &format!("{interface}\n"))
+    }
+
+    /// As sysfs has it: the address is zero, and reading the attributes fails (a folder, here, in place of `EINVAL`).
+    fn empty_slot(self, device: &str, index: u32) -> Self {
+        let base = format!("sys/class/infiniband/{device}/ports/1");
+        for attribute in ["types", "ndevs"] {
+            let _ = fs::remove_file(self.0.path().join(format!("{base}/gid_attrs/{attribute}/{index}")));
+        }
+        self.file(&format!("{base}/gids/{index}"), "0000:0000:0000:0000:0000:0000:0000:0000\n")
+            .file(&format!("{base}/gid_attrs/types/{index}/x"), "")
+            .file(&format!("{base}/gid_attrs/ndevs/{index}/x"), "")
     }
 
     fn limits(self, soft: &str, capabilities: &str) -> Self {
@@ -69,6 +89,8 @@ impl Machine {
     }
 }
 
+const IPV4: &str = "0000:0000:0000:0000:0000:ffff:0a09:0001";
+const LINK_LOCAL: &str = "fe80:0000:0000:0000:0c2a:69ff:fe2e:a0b1";
 const ALL: &str = "000001ffffffffff";
 const NONE: &str = "0000000000000000";
 
@@ -106,7 +128,8 @@ fn a_complete_machine_is_usable_and_nothing_is_to_fix() {
         .gpu()
         .file("usr/lib/x86_64-linux-gnu/libnccl.so.2.27.3", "")
         .link("usr/lib/x86_64-linux-gnu/libnccl.so.2", "libnccl.so.2.27.3")
-        .file("proc/sys/kernel/osrelease", "6.1.0-56-amd64\n");
+        .file("proc/sys/kernel/osrelease", "6.1.0-56-amd64\n")
+        .file("dev/shm/x", "");
     let probe = machine.probe();
     assert!(probe.rdma_usable && probe.nccl_usable, "{probe}");
     assert!(probe.findings.iter().all(|finding| finding.status == Status::Ok && finding.fix.is_none()), "{probe}");
@@ -119,6 +142,56 @@ fn a_complete_machine_is_usable_and_nothing_is_to_fix() {
         assert!(probe.summary.contains(words), "{words:?} in {}", probe.summary);
     }
     assert!(probe.finding(Topic::Verbs).expect("there").found.contains("libibverbs 1.14.44.0"), "{probe}");
+}
+
+#[test]
+fn the_gid_of_roce_is_computed_and_empty_slots_are_passed_over() {
+    // As rdma_rxe writes it on an interface with one IPv4 address.
+    let rxe = Machine::new()
+        .port("rxe0", "4: ACTIVE", "Ethernet", "2.5 Gb/sec (1X SDR)")
+        .gid("rxe0", 0, LINK_LOCAL, "RoCE v2", "v0")
+        .empty_slot("rxe0", 2)
+        .probe();
+    let gid = rxe.ports[0].gid.clone().expect("a choice");
+    assert_eq!((gid.index, gid.address.as_str(), gid.interface.as_str()), (1, "10.9.0.1", "v0"));
+    assert_eq!(status(&rxe, Topic::RoceGid), Status::Ok);
+    assert!(rxe.finding(Topic::RoceGid).expect("there").found.contains("rxe0 port 1: GID index 1"), "{rxe}");
+    // Two ports with both versions in their tables; one of them has no address but its link-local one, of version 1.
+    let two = Machine::new()
+        .port("mlx5_0", "4: ACTIVE", "Ethernet", "400 Gb/sec (4X NDR)")
+        .empty_slot("mlx5_0", 1)
+        .gid("mlx5_0", 2, IPV4, "IB/RoCE v1", "v0")
+        .gid("mlx5_0", 3, IPV4, "RoCE v2", "v0")
+        .port("mlx5_1", "4: ACTIVE", "Ethernet", "400 Gb/sec (4X NDR)")
+        .gid("mlx5_1", 0, LINK_LOCAL, "IB/RoCE v1", "v1")
+        .empty_slot("mlx5_1", 1)
+        .probe();
+    let chosen: Vec<_> = two.ports.iter().map(|port| port.gid.as_ref().map(|gid| gid.index)).collect();
+    assert_eq!(chosen, [Some(3), None]);
+    let finding = two.finding(Topic::RoceGid).expect("there");
+    assert_eq!(finding.status, Status::Warning);
+    assert!(finding.found.contains("no RoCE v2 address on mlx5_1 port 1 (mlx5_0 port 1: GID index 3"), "{finding}");
+    assert!(finding.fix.as_deref().is_some_and(|fix| fix.contains("ip addr add")), "{finding}");
+}
+
+#[test]
+fn a_container_without_the_hosts_network_is_told_so() {
+    let probe = Machine::new()
+        .port("mlx5_0", "4: ACTIVE", "Ethernet", "100 Gb/sec")
+        .gid("mlx5_0", 1, IPV4, "RoCE v2", "ens5f0")
+        .nodes()
+        .limits("unlimited", NONE)
+        .file(".dockerenv", "")
+        .file("dev/shm/x", "")
+        .file("proc/self/mounts", "shm /dev/shm tmpfs rw,size=65536k 0 0\n")
+        .probe();
+    let finding = probe.finding(Topic::Container).expect("there");
+    assert_eq!(finding.status, Status::Warning);
+    assert!(finding.found.contains("docker") && finding.found.contains("ens5f0 of mlx5_0 port 1"), "{finding}");
+    assert!(finding.fix.as_deref().is_some_and(|fix| fix.contains("network_mode: host")), "{finding}");
+    assert_eq!(probe.rdma_fault().map(|fault| fault.topic), Some(Topic::Container));
+    let memory = probe.finding(Topic::SharedMemory).expect("there");
+    assert!(memory.found.contains("only 64 MiB") && memory.fix.is_some(), "{memory}");
 }
 
 #[test]

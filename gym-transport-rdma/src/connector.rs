@@ -1,0 +1,194 @@
+//! Opens UCX connections.
+
+use std::fmt;
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use gym_core::mux::{CallingEnd, MuxLink, heartbeat};
+use gym_core::{
+    CallContext, Channel, Code, ConnectOptions, Connector, Endpoint, Error, Execution, Level, PathInfo, Request, Result,
+};
+
+use crate::SCHEME;
+use crate::bootstrap::{Answer, Ask, ROUTE, Way};
+use crate::config::Ucx;
+use crate::fabric::{Connect, Connection, ConnectionId, Fabric, Lanes, Target};
+use crate::host;
+use crate::pipe::{Caller, Greeted, Outbox};
+
+/// Opens channels to `ucx://` endpoints, whose address is that of the peer's bootstrap. Each has one connection of its own.
+///
+/// | what happens | the caller gets |
+/// |---|---|
+/// | UCX cannot be loaded, the peer cannot be reached or does not answer in time | `Unavailable`, not started |
+/// | the peer's server has no UCX | its refusal, not started |
+/// | what is negotiated is not the level that was asked for | `Unavailable`, not started: what it was |
+/// | no room by the deadline | `DeadlineExceeded`, not started |
+/// | the message exceeds a limit of the peer | `ResourceExhausted`, not started |
+/// | the connection breaks, or the peer is silent too long | `Unavailable`; unknown for calls under way |
+/// | what comes back is not what a peer of ours sends | `DataLoss`, unknown |
+/// | the reply is larger than `reply_bytes_max` | `ResourceExhausted`, finished |
+/// | any complete reply, 4xx and 5xx too | that reply |
+pub struct UcxConnector {
+    bootstrap: Arc<dyn Connector>,
+    ucx: Ucx,
+}
+
+impl UcxConnector {
+    /// A connector that asks peers over `bootstrap` where they are. UCX is loaded at the first connection.
+    #[must_use]
+    pub fn new(bootstrap: Arc<dyn Connector>, ucx: impl Into<Ucx>) -> Self {
+        Self { bootstrap, ucx: ucx.into() }
+    }
+
+    /// The rungs that are asked for, one after another until one can be had.
+    async fn open(&self, cx: &CallContext, to: &Endpoint, level: Option<Level>) -> Result<MuxLink<Outbox>> {
+        let fabric = self.ucx.fabric().await?;
+        let error = match level {
+            Some(Level::SharedMemory) => return self.attempt(cx, fabric, to, Level::SharedMemory).await,
+            Some(level @ (Level::Rdma | Level::UcxTcp)) => return self.attempt(cx, fabric, to, level).await,
+            Some(other) => {
+                return Err(Error::not_started(Code::Unavailable, format!("UCX has no level {other}")));
+            }
+            None => match self.attempt(cx, fabric, to, Level::SharedMemory).await {
+                Ok(link) => return Ok(link),
+                Err(error) => error,
+            },
+        };
+        tracing::debug!(%error, endpoint = %to, "no shared memory");
+        self.attempt(cx, fabric, to, Level::UcxTcp).await.map_err(|last| {
+            let said = format!("{}; and no shared memory: {}", last.message(), error.message());
+            Error::new(last.code(), last.execution(), said)
+        })
+    }
+
+    async fn attempt(&self, cx: &CallContext, fabric: &Fabric, to: &Endpoint, level: Level) -> Result<MuxLink<Outbox>> {
+        let devices = Lanes::of(fabric.devices());
+        if level == Level::Rdma && !devices.rdma() {
+            let said = format!("UCX finds no RDMA device here, only {devices}");
+            return Err(Error::not_started(Code::Unavailable, said));
+        }
+        let config = self.ucx.config();
+        let worker = (level == Level::SharedMemory).then(|| fabric.worker_address().clone());
+        let ask = Ask::new(ConnectionId::random(), &config.limits, host::identity(), worker);
+        let answer = self.ask(cx, to, &ask).await?;
+        let target = match answer.way {
+            Way::Worker(worker) if level == Level::SharedMemory => Target::Worker(worker),
+            Way::Address(address) if level != Level::SharedMemory => Target::Socket(reach(address, to).await?),
+            _ => return Err(Error::unknown(Code::DataLoss, "the peer answered with another way than was asked for")),
+        };
+        let connect =
+            Connect { id: ask.id, token: answer.token, peer: answer.id, target, within: config.connect_timeout };
+        let (caller, greeted) = Caller::new(config.limits.clone(), config.cut_bytes, fabric.pool().clone());
+        let opening = Opening(Some(fabric.connect(connect, Arc::clone(&caller) as _)?));
+        let Greeted { end, lanes } =
+            greeted.await.unwrap_or_else(|_| Err(Error::unknown(Code::Unavailable, "the fabric has ended")))?;
+        let opened = negotiated(&lanes);
+        if level < opened {
+            return Err(Error::not_started(
+                Code::Unavailable,
+                format!("{level} was asked for; UCX negotiated {lanes}"),
+            ));
+        }
+        opening.done();
+        let path = PathInfo::new(SCHEME, to.address(), true).at(opened, lanes.to_string());
+        self.ucx.watch(Arc::clone(&path.peer), end.outbox());
+        // It ends when the end is over: with the last channel and call, or with the connection.
+        tokio::spawn(drive(Arc::clone(&end), caller, config.limits.clone(), fabric.clone()));
+        Ok(MuxLink::new(end, path))
+    }
+
+    /// Asks the peer, over the bootstrap transport, where it is to be reached.
+    async fn ask(&self, cx: &CallContext, to: &Endpoint, ask: &Ask) -> Result<Answer> {
+        let bootstrap = Endpoint::parse(&format!("{}://{}", self.bootstrap.scheme(), to.address()))?;
+        let channel = self.bootstrap.connect(cx, &bootstrap, &ConnectOptions::default()).await?;
+        let answer = channel.call(Request::post(cx.clone(), ROUTE, ask.write())).await?.into_result()?;
+        Answer::read(&answer.message.head.to_bytes())
+    }
+}
+
+/// The address of a listener; one that listens everywhere is reached where its bootstrap was.
+async fn reach(listener: SocketAddr, bootstrap: &Endpoint) -> Result<SocketAddr> {
+    if !listener.ip().is_unspecified() {
+        return Ok(listener);
+    }
+    let cannot = |said: String| Error::not_started(Code::Unavailable, said);
+    let mut found = tokio::net::lookup_host(bootstrap.address()).await.map_err(|error| {
+        cannot(format!("the peer listens everywhere, and `{}` names no host", bootstrap.address())).caused_by(error)
+    })?;
+    let found = found.next().ok_or_else(|| cannot(format!("`{}` has no address", bootstrap.address())))?;
+    Ok(SocketAddr::new(found.ip(), listener.port()))
+}
+
+/// The rung that these lanes are.
+fn negotiated(lanes: &Lanes) -> Level {
+    if lanes.shared_memory() {
+        Level::SharedMemory
+    } else if lanes.rdma() {
+        Level::Rdma
+    } else {
+        Level::UcxTcp
+    }
+}
+
+/// A connection that is closed unless it was opened in time.
+struct Opening(Option<Connection>);
+
+impl Opening {
+    fn done(mut self) {
+        self.0 = None;
+    }
+}
+
+impl Drop for Opening {
+    fn drop(&mut self) {
+        if let Some(connection) = self.0.take() {
+            connection.close(std::time::Duration::ZERO);
+        }
+    }
+}
+
+/// Sends and awaits signs of life until the connection is over; keeps its fabric until then.
+async fn drive(end: Arc<CallingEnd<Outbox>>, caller: Arc<Caller>, limits: gym_core::mux::Limits, fabric: Fabric) {
+    // The first at once: its echo is the first round trip that is counted.
+    gym_core::mux::Outbox::post_heartbeat(end.outbox());
+    let error = tokio::select! {
+        biased;
+        () = end.over() => return drop(fabric),
+        error = heartbeat(end.outbox(), &caller.heard, &limits, end.theirs(), || {}) => error,
+    };
+    end.end(&error);
+}
+
+impl fmt::Debug for UcxConnector {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "UcxConnector(bootstrap over {})", self.bootstrap.scheme())
+    }
+}
+
+#[async_trait]
+impl Connector for UcxConnector {
+    fn scheme(&self) -> &'static str {
+        SCHEME
+    }
+
+    async fn connect(&self, cx: &CallContext, to: &Endpoint, options: &ConnectOptions) -> Result<Channel> {
+        cx.check()?;
+        if to.scheme() != SCHEME {
+            return Err(Error::invalid(format!("`{to}` is not an endpoint of {SCHEME}")));
+        }
+        let patience = self.ucx.config().connect_timeout;
+        let opened = cx.bound(Execution::NotStarted, async {
+            tokio::time::timeout(patience, self.open(cx, to, options.level))
+                .await
+                .map_err(|_| Error::not_started(Code::Unavailable, format!("no answer within {patience:?}")))
+                .flatten()
+        });
+        // Nothing of a call has left, whatever went wrong.
+        let link = opened
+            .await
+            .map_err(|error| error.with_execution(Execution::NotStarted).about(format!("connect to {to}")))?;
+        Ok(Channel::new(link).fenced(options.incarnation))
+    }
+}

@@ -1,0 +1,297 @@
+//! What the thread does with what has arrived.
+
+use std::rc::Rc;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use gym_core::{Code, Error};
+use tokio::time::Instant;
+
+use super::inbox::{Inbox, Incoming};
+use super::peer::{Body, Goodbye, Message, Phase};
+use super::state::{How, LEAVE_WITHIN, State, Stranger};
+use super::wire::{Kind, Prefix, read_hello};
+use super::{Arrived, Connection, ConnectionId, Disposition, End, Lanes, Payload};
+use crate::pool::Buffer;
+use crate::ucx::{Announcement, Endpoint, EndpointKey, RawRequest, Status};
+
+impl State {
+    /// From within UCX: hands up what came whole and is next. `false`: it must go the long way.
+    pub(super) fn hand_up_at_once(&mut self, prefix: Prefix, header: &[u8], bytes: &[u8]) -> bool {
+        let Some(peer) = self.peers.get_mut(&prefix.receiver) else { return false };
+        if !matches!(peer.phase, Phase::Open) {
+            return false;
+        }
+        if prefix.kind == Kind::Parcel {
+            if !peer.order.is_next(prefix.sequence) {
+                return false;
+            }
+            peer.order.pass();
+        }
+        self.hand_up(prefix.receiver, header, Given::Borrowed(bytes));
+        true
+    }
+
+    /// Works off what UCX has called back with. Returns whether there was anything.
+    pub(super) fn work_off(&mut self, inbox: &Inbox) -> bool {
+        let mut worked = false;
+        while let Some(incoming) = inbox.pop() {
+            worked = true;
+            match incoming {
+                Incoming::Message { message, from } => self.message(message, from),
+                Incoming::Landed { id, key, result } => self.landed(id, key, result),
+                Incoming::Failed { serial, status } => self.failed(serial, status),
+                Incoming::Request(request) => self.request(request),
+            }
+        }
+        for (id, why) in std::mem::take(&mut self.broken) {
+            worked = true;
+            self.end(id, why, How::Force);
+        }
+        if !self.closing.is_empty() {
+            self.closing.retain_mut(|closing| !closing.ended());
+        }
+        self.finish_ended();
+        worked
+    }
+
+    fn message(&mut self, message: Message, from: Option<EndpointKey>) {
+        let Prefix { receiver: id, sequence, kind } = message.prefix;
+        if kind == Kind::Hello {
+            return self.hello(&message, from);
+        }
+        let Some(peer) = self.peers.get_mut(&id) else {
+            return self.shared.counters.dropped_unknown.add(1);
+        };
+        match peer.phase {
+            Phase::Expecting { .. } | Phase::Broken => return self.shared.counters.dropped_unknown.add(1),
+            Phase::Calling if kind == Kind::Urgent => {
+                if peer.early.len() < self.options.held_max {
+                    peer.early.push(message);
+                }
+                return;
+            }
+            Phase::Open if kind == Kind::Urgent => return self.hand_up_message(id, message),
+            Phase::Closing { .. } | Phase::Left { .. } if kind == Kind::Urgent => return,
+            _ if kind == Kind::Broken => {
+                let error = Error::unknown(Code::Unavailable, "the peer has broken the connection off");
+                return self.end(id, End::Lost(error), How::Force);
+            }
+            Phase::Calling | Phase::Open | Phase::Closing { .. } | Phase::Left { .. } => {}
+        }
+        if !peer.order.is_next(sequence) {
+            peer.link.counters.held.add(1);
+        }
+        if let Err(error) = peer.order.hold(sequence, message) {
+            return self.break_off(id, Error::unknown(Code::DataLoss, error.to_string()));
+        }
+        while let Some(message) = self.peers.get_mut(&id).and_then(|peer| peer.order.pop()) {
+            self.in_turn(id, message);
+        }
+    }
+
+    /// An ordered message whose turn it is.
+    fn in_turn(&mut self, id: ConnectionId, message: Message) {
+        let Some(peer) = self.peers.get_mut(&id) else { return };
+        match (message.prefix.kind, &mut peer.phase) {
+            (Kind::Welcome, Phase::Calling) => self.open(id),
+            (Kind::Parcel, Phase::Open) => self.hand_up_message(id, message),
+            (Kind::Bye, Phase::Open) => {
+                peer.phase = Phase::Left { peer: Goodbye::Said };
+                peer.deadline = Some(Instant::now() + LEAVE_WITHIN);
+                self.settle(id);
+            }
+            (Kind::Bye, Phase::Closing { peer: goodbye }) => {
+                *goodbye = Goodbye::Said;
+                self.settle(id);
+            }
+            (Kind::Gone, Phase::Closing { peer: goodbye }) => {
+                // It has all of ours. If it waits for our answer too, that must not be thrown away with the endpoint.
+                let how = if *goodbye == Goodbye::NotYet { How::Done } else { How::Linger };
+                self.end(id, End::Closed, how);
+            }
+            // We have said goodbye, or are about to break it off: nobody wants it any more.
+            (Kind::Parcel, Phase::Closing { .. } | Phase::Broken) => {}
+            (kind, _) => {
+                let error = format!("the peer sent a {kind:?} where none belongs");
+                self.break_off(id, Error::unknown(Code::DataLoss, error));
+            }
+        }
+    }
+
+    /// A hello: from one whom we expect, or not.
+    fn hello(&mut self, message: &Message, from: Option<EndpointKey>) {
+        let id = message.prefix.receiver;
+        let stranger = from.and_then(|from| self.strangers.iter().position(|stranger| stranger.endpoint.key() == from));
+        let stranger = stranger.map(|at| self.strangers.swap_remove(at));
+        let expected = read_hello(&message.header).zip(self.peers.get_mut(&id)).and_then(|((shown, own), peer)| {
+            let Phase::Expecting { token, address } = &peer.phase else { return None };
+            // Whoever was given our worker's address comes by it, everybody else by the listener.
+            let way = address.is_some() == from.is_none() && from.is_some() == stranger.is_some();
+            (token.matches(shown) && own == peer.id && way).then(|| address.clone())
+        });
+        let Some(address) = expected else {
+            self.shared.counters.refused_tokens.add(1);
+            if let Some(stranger) = stranger {
+                self.closing.push(stranger.endpoint.close(true));
+            }
+            return;
+        };
+        let way = match (stranger, address) {
+            (Some(stranger), _) => Ok((stranger.endpoint, stranger.serial)),
+            (None, Some(address)) => {
+                let (serial, failed) = self.next_serial();
+                Endpoint::to_worker(&self.worker, &address, failed).map(|endpoint| (endpoint, serial))
+            }
+            (None, None) => return,
+        };
+        match way {
+            Ok((endpoint, serial)) => {
+                if let Some(peer) = self.peers.get_mut(&id) {
+                    peer.endpoint = Some(endpoint);
+                    peer.serial = serial;
+                    peer.send(Kind::Welcome, &[], Bytes::new(), None, None);
+                }
+                self.open(id);
+            }
+            Err(status) => {
+                let error = Error::not_started(Code::Unavailable, format!("connect back to a worker: {status}"));
+                self.end(id, End::Lost(error), How::Force);
+            }
+        }
+    }
+
+    fn open(&mut self, id: ConnectionId) {
+        let Some(peer) = self.peers.get_mut(&id) else { return };
+        peer.phase = Phase::Open;
+        peer.deadline = None;
+        let description = peer.endpoint.as_ref().map(Endpoint::describe).unwrap_or_default();
+        let lanes = peer.link.lanes.get_or_init(|| Lanes::parse(&description)).clone();
+        let connection = Connection(Arc::clone(&peer.link));
+        if let Err(error) = peer.tell(|events| events.opened(&connection, &lanes)) {
+            return self.break_off(id, error);
+        }
+        let (waiting, early) = (peer.take_waiting(), std::mem::take(&mut peer.early));
+        for parcel in waiting {
+            self.post(id, parcel);
+        }
+        for message in early {
+            self.hand_up_message(id, message);
+        }
+    }
+
+    fn hand_up_message(&mut self, id: ConnectionId, message: Message) {
+        let given = match message.body {
+            Body::Here(bytes) => Given::Owned(bytes),
+            Body::Announced(announcement) => Given::Announced(announcement),
+        };
+        self.hand_up(id, &message.header, given);
+    }
+
+    fn hand_up(&mut self, id: ConnectionId, header: &[u8], given: Given<'_>) {
+        let Some(peer) = self.peers.get_mut(&id) else { return };
+        let counters = &peer.link.counters;
+        counters.bytes_received.add(given.len() as u64);
+        if let Given::Announced(_) = given { &counters.rendezvous_received } else { &counters.eager_received }.add(1);
+        let payload = match &given {
+            Given::Borrowed(bytes) => Payload::Here(Arrived::Borrowed(bytes)),
+            Given::Owned(bytes) => Payload::Here(Arrived::Owned(bytes.clone())),
+            Given::Announced(announcement) => Payload::Announced(announcement.length() as u64),
+        };
+        let disposition = match peer.tell(|events| events.message(header, payload)) {
+            Ok(Ok(disposition)) => disposition,
+            Ok(Err(error)) | Err(error) => return self.break_off(id, error),
+        };
+        // `Done` refuses what was announced, by dropping it.
+        let Disposition::Land { key, mut buffer } = disposition else { return };
+        if buffer.len() != given.len() {
+            let error = format!("a buffer of {} bytes was given for a payload of {}", buffer.len(), given.len());
+            return self.break_off(id, Error::internal(error));
+        }
+        match given {
+            Given::Borrowed(bytes) => buffer.copy_from_slice(bytes),
+            Given::Owned(bytes) => buffer.copy_from_slice(&bytes),
+            Given::Announced(announcement) => {
+                peer.landing += 1;
+                let memory = self.registered.of(&buffer);
+                let (inbox, operations) = (Rc::clone(&self.inbox), Rc::clone(&peer.sending));
+                return announcement.fetch(buffer, memory.as_deref(), move |result| {
+                    // Told apart from the connection, which may be over: its endpoint waits for this.
+                    drop(operations);
+                    inbox.push(Incoming::Landed { id, key, result });
+                });
+            }
+        }
+        if let Err(error) = peer.tell(|events| events.landed(key, buffer.freeze())) {
+            self.break_off(id, error);
+        }
+    }
+
+    fn landed(&mut self, id: ConnectionId, key: u64, result: Result<Buffer, Status>) {
+        // A connection that is over has told its end; the buffer goes back.
+        let Some(peer) = self.peers.get_mut(&id) else { return };
+        peer.landing -= 1;
+        let told = match (result, &peer.phase) {
+            (Ok(buffer), Phase::Open | Phase::Left { .. }) => peer.tell(|events| events.landed(key, buffer.freeze())),
+            (Ok(_), _) => Ok(()),
+            (Err(status), _) => Err(Error::unknown(Code::Unavailable, format!("receive a payload: {status}"))),
+        };
+        match told {
+            Ok(()) => self.settle(id),
+            Err(error) => self.break_off(id, error),
+        }
+    }
+
+    fn failed(&mut self, serial: u64, status: Status) {
+        if let Some(at) = self.strangers.iter().position(|stranger| stranger.serial == serial) {
+            self.closing.push(self.strangers.swap_remove(at).endpoint.close(true));
+            return;
+        }
+        if self.stop_lingering(|lingering| lingering.serial == serial) {
+            return;
+        }
+        let Some((id, peer)) = self.peers.iter().find(|(_, peer)| peer.serial == serial) else { return };
+        let lost = |execution: fn(Code, String) -> Error| {
+            End::Lost(execution(Code::Unavailable, format!("peer lost: {status}")))
+        };
+        let why = match peer.phase {
+            Phase::Expecting { .. } | Phase::Calling => lost(Error::not_started),
+            Phase::Closing { .. } => End::Closed,
+            Phase::Left { .. } if peer.landing == 0 => End::ClosedByPeer,
+            Phase::Open | Phase::Broken | Phase::Left { .. } => lost(Error::unknown),
+        };
+        let id = *id;
+        self.end(id, why, How::Force);
+    }
+
+    fn request(&mut self, request: RawRequest) {
+        let Some(listener) = &self.listener else { return };
+        let request = listener.request(request);
+        if self.strangers.len() >= self.options.strangers_max {
+            return self.shared.counters.refused_strangers.add(1);
+        }
+        let (serial, failed) = self.next_serial();
+        let until = Instant::now() + self.options.hello_within;
+        match Endpoint::to_request(&self.worker, request, failed) {
+            Ok(endpoint) => self.strangers.push(Stranger { endpoint, serial, until }),
+            Err(status) => tracing::debug!(%status, "a peer that came through the listener is gone"),
+        }
+    }
+}
+
+/// A payload on its way up.
+enum Given<'a> {
+    Borrowed(&'a [u8]),
+    Owned(Bytes),
+    Announced(Announcement),
+}
+
+impl Given<'_> {
+    fn len(&self) -> usize {
+        match self {
+            Self::Borrowed(bytes) => bytes.len(),
+            Self::Owned(bytes) => bytes.len(),
+            Self::Announced(announcement) => announcement.length(),
+        }
+    }
+}

@@ -1,0 +1,49 @@
+//! The end of the process: exit handlers of UCX must not meet a thread that is still inside of it.
+#![allow(unsafe_code)]
+
+use std::cell::Cell;
+use std::sync::{Arc, Mutex, Once, PoisonError, Weak};
+use std::time::Duration;
+
+use super::Shared;
+
+/// How long the exit waits for all of them together; a thread that is inside of a handler of ours may take longer.
+const WITHIN: Duration = Duration::from_secs(1);
+
+static RUNNING: Mutex<Vec<Weak<Shared>>> = Mutex::new(Vec::new());
+
+thread_local! {
+    static OURS: Cell<bool> = const { Cell::new(false) };
+}
+
+/// To be called on a fabric's thread, after UCX was loaded: handlers run in the opposite order of their registration, and
+/// this one must come before UCX's own.
+pub(super) fn watch(shared: &Arc<Shared>) {
+    static REGISTERED: Once = Once::new();
+    OURS.set(true);
+    let mut running = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);
+    running.retain(|shared| shared.strong_count() > 0);
+    running.push(Arc::downgrade(shared));
+    drop(running);
+    REGISTERED.call_once(|| {
+        // SAFETY: a function that takes nothing, gives nothing and does not unwind. It refuses only for want of memory;
+        // then the exit is as it is without it.
+        unsafe { libc::atexit(stop_all) };
+    });
+}
+
+extern "C" fn stop_all() {
+    // A fabric's own thread that ends the process would wait for itself.
+    if OURS.try_with(Cell::get).unwrap_or(true) {
+        return;
+    }
+    let running = std::mem::take(&mut *RUNNING.lock().unwrap_or_else(PoisonError::into_inner));
+    let running: Vec<_> = running.iter().filter_map(Weak::upgrade).collect();
+    for shared in &running {
+        shared.stop();
+    }
+    for shared in &running {
+        // One after another, but all were told at once.
+        shared.wait_for_end(WITHIN);
+    }
+}

@@ -1,0 +1,211 @@
+//! What a peer can do that speaks UCX but not our language: messages made by hand, sent from a bare worker to a fabric.
+
+use std::io::Write;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use bytes::Bytes;
+use gym_core::Result;
+use tokio::time::Instant;
+
+use super::wire::{Kind, MESSAGE_ID, Prefix, hello};
+use super::*;
+use crate::sys::LoadOptions;
+use crate::ucx::{Arrival, Context, Endpoint, EndpointKey, HEADER_ROOM, Outgoing, Protocol, Receiver, Worker};
+
+const SOON: Duration = Duration::from_secs(30);
+const SETTINGS: [(&str, &str); 1] = [("TLS", "posix,cma,self")];
+
+fn fabric() -> Option<Fabric> {
+    let options =
+        FabricOptions { transports: Some("posix,cma,self".to_owned()), held_max: 8, ..FabricOptions::default() };
+    match Fabric::open(options) {
+        Ok(fabric) => Some(fabric),
+        Err(FabricError::Load(error)) if std::env::var_os("GYM_UCX_REQUIRED").is_none() => {
+            let _ = writeln!(std::io::stderr(), "NOT RUN, for want of UCX: {error}");
+            None
+        }
+        Err(error) => panic!("{error}"),
+    }
+}
+
+/// Counts what is handed up, wants nothing, and keeps the end.
+#[derive(Default)]
+struct Seen {
+    messages: AtomicUsize,
+    end: Mutex<Option<End>>,
+}
+
+impl PeerEvents for Seen {
+    fn opened(&self, _: &Connection, _: &Lanes) {}
+
+    fn message(&self, _: &[u8], _: Payload<'_>) -> Result<Disposition> {
+        self.messages.fetch_add(1, Ordering::Relaxed);
+        Ok(Disposition::Done)
+    }
+
+    fn landed(&self, _: u64, _: Bytes) {}
+
+    fn ended(&self, why: End) {
+        *self.end.lock().unwrap() = Some(why);
+    }
+}
+
+struct Deaf;
+
+impl Receiver for Deaf {
+    fn receive(&self, _: &[u8], _: Arrival<'_>, _: Option<EndpointKey>) {}
+}
+
+/// A bare worker that has an endpoint to the fabric.
+struct Intruder {
+    worker: std::rc::Rc<Worker>,
+    endpoint: Endpoint,
+}
+
+impl Intruder {
+    fn new(fabric: &Fabric) -> Self {
+        let settings = SETTINGS.map(|(name, value)| (name.to_owned(), value.to_owned()));
+        let context = Context::open(crate::sys::load(&LoadOptions::default()).unwrap(), &settings).unwrap();
+        let worker = Worker::open(&context).unwrap();
+        worker.receive(MESSAGE_ID, Box::new(Deaf)).unwrap();
+        let endpoint = Endpoint::to_worker(&worker, fabric.worker_address(), |_| {}).unwrap();
+        Self { worker, endpoint }
+    }
+
+    /// Sends it, and waits until UCX has let it go.
+    fn send(&self, message: ([u8; HEADER_ROOM], usize), payload: Bytes, protocol: Protocol) {
+        self.send_as(MESSAGE_ID, message, payload, protocol);
+    }
+
+    fn send_as(&self, id: u16, (header, header_bytes): ([u8; HEADER_ROOM], usize), payload: Bytes, protocol: Protocol) {
+        let done = std::rc::Rc::new(std::cell::Cell::new(false));
+        let told = std::rc::Rc::clone(&done);
+        let message = Outgoing { id, header, header_bytes, payload, protocol, reply: false };
+        self.endpoint.send(message, None, move |_| told.set(true));
+        self.until("a message is let go", || done.get());
+    }
+
+    fn until(&self, what: &str, holds: impl Fn() -> bool) {
+        let deadline = Instant::now() + SOON;
+        while !holds() {
+            self.worker.progress();
+            assert!(Instant::now() < deadline, "{what}: it did not happen");
+        }
+    }
+
+    /// A connection that the fabric has opened to this worker.
+    fn introduced(&self, fabric: &Fabric) -> (ConnectionId, Connection, Arc<Seen>) {
+        let (id, own, token, seen) =
+            (ConnectionId::random(), ConnectionId::random(), Token::random(), Arc::<Seen>::default());
+        let worker_address = Some(Bytes::copy_from_slice(self.worker.address()));
+        let expected = Expect { id, token: token.clone(), peer: own, worker_address, within: SOON };
+        let connection = fabric.expect(expected, Arc::<Seen>::clone(&seen)).unwrap();
+        let prefix = Prefix { receiver: id, sequence: 0, kind: Kind::Hello };
+        self.send(prefix.encode(&hello(&token, own)), Bytes::new(), Protocol::Eager);
+        self.until("it opens", || connection.lanes().is_some());
+        (id, connection, seen)
+    }
+}
+
+fn message(receiver: ConnectionId, sequence: u64, kind: Kind) -> ([u8; HEADER_ROOM], usize) {
+    Prefix { receiver, sequence, kind }.encode(b"header")
+}
+
+#[test]
+fn rubbish_and_unknown_ids_are_dropped_and_announcements_of_them_refused() {
+    let Some(fabric) = fabric() else { return };
+    let intruder = Intruder::new(&fabric);
+    let (_, connection, seen) = intruder.introduced(&fabric);
+    let mut random = fastrand::Rng::with_seed(3);
+    for _ in 0..200 {
+        let mut header = [0; HEADER_ROOM];
+        random.fill(&mut header);
+        let length = random.usize(..=HEADER_ROOM);
+        intruder.send((header, length), Bytes::from(vec![1; random.usize(..5000)]), Protocol::Any);
+    }
+    let big = Bytes::from(vec![1; 8 << 20]);
+    for id in [1, 2, 7, 100, 4096, 60_000, 65_535] {
+        intruder.send_as(id, ([0; HEADER_ROOM], 8), Bytes::from_static(b"for nobody"), Protocol::Eager);
+    }
+    // That these end at all is the refusal.
+    intruder.send(([0xff; HEADER_ROOM], 100), big.clone(), Protocol::Rendezvous);
+    intruder.send(message(ConnectionId::random(), 0, Kind::Parcel), big, Protocol::Rendezvous);
+    for kind in [Kind::Hello, Kind::Welcome, Kind::Parcel, Kind::Urgent, Kind::Bye, Kind::Gone, Kind::Broken] {
+        intruder.send(message(ConnectionId::random(), 0, kind), Bytes::new(), Protocol::Eager);
+    }
+    intruder.until("they are counted", || {
+        let stats = fabric.stats();
+        stats.dropped_malformed >= 201 && stats.dropped_unknown >= 7 && stats.refused_tokens >= 1
+    });
+    assert_eq!(seen.messages.load(Ordering::Relaxed), 0);
+    assert!(seen.end.lock().unwrap().is_none(), "nobody else is disturbed");
+    assert_eq!(fabric.pool().stats().fresh, 0, "nothing was allocated");
+    connection.close(Duration::ZERO);
+}
+
+#[test]
+fn an_advertised_length_costs_nothing_before_it_is_wanted() {
+    let Some(fabric) = fabric() else { return };
+    let intruder = Intruder::new(&fabric);
+    let (id, connection, seen) = intruder.introduced(&fabric);
+    // Never written, so it is only an address range here, and 8 GiB there if it were believed.
+    let huge = untouched_zeros(8 << 30);
+    intruder.send(message(id, 0, Kind::Parcel), huge, Protocol::Rendezvous);
+    intruder.until("it is handed up", || seen.messages.load(Ordering::Relaxed) == 1);
+    assert_eq!((fabric.pool().stats().fresh, fabric.pool().stats().plain), (0, 0));
+    connection.close(Duration::ZERO);
+}
+
+/// Zeros that take no memory.
+fn untouched_zeros(len: usize) -> Bytes {
+    crate::pool::Pool::new(crate::pool::PoolOptions::default()).take(len).unwrap().freeze()
+}
+
+#[test]
+fn what_has_no_place_in_the_order_ends_the_connection() {
+    let Some(fabric) = fabric() else { return };
+    let intruder = Intruder::new(&fabric);
+    let cases: [(&str, &[(u64, Kind)]); 5] = [
+        ("the same place twice", &[(0, Kind::Parcel), (0, Kind::Parcel)]),
+        (
+            "too many ahead of a gap",
+            &[
+                (2, Kind::Parcel),
+                (3, Kind::Parcel),
+                (4, Kind::Parcel),
+                (5, Kind::Parcel),
+                (6, Kind::Parcel),
+                (7, Kind::Parcel),
+                (8, Kind::Parcel),
+                (9, Kind::Parcel),
+                (10, Kind::Parcel),
+            ],
+        ),
+        ("a welcome to the one who gives it", &[(0, Kind::Welcome)]),
+        ("an answer to a goodbye that was not said", &[(0, Kind::Gone)]),
+        ("it says that it is broken", &[(0, Kind::Broken)]),
+    ];
+    for (what, messages) in cases {
+        let (id, _, seen) = intruder.introduced(&fabric);
+        for (sequence, kind) in messages {
+            intruder.send(message(id, *sequence, *kind), Bytes::new(), Protocol::Eager);
+        }
+        intruder.until(what, || matches!(&*seen.end.lock().unwrap(), Some(End::Lost(_))));
+    }
+}
+
+#[test]
+fn a_second_hello_does_not_disturb_the_first() {
+    let Some(fabric) = fabric() else { return };
+    let intruder = Intruder::new(&fabric);
+    let (id, connection, seen) = intruder.introduced(&fabric);
+    intruder.send(message(id, 0, Kind::Hello), Bytes::new(), Protocol::Eager);
+    let replayed = Prefix { receiver: id, sequence: 0, kind: Kind::Hello };
+    intruder.send(replayed.encode(&hello(&Token::random(), ConnectionId::random())), Bytes::new(), Protocol::Eager);
+    intruder.until("both are refused", || fabric.stats().refused_tokens == 2);
+    intruder.send(message(id, 0, Kind::Parcel), Bytes::new(), Protocol::Eager);
+    intruder.until("the parcel comes", || seen.messages.load(Ordering::Relaxed) == 1);
+    connection.close(Duration::ZERO);
+}

@@ -1,0 +1,95 @@
+//! Puts the messages of one direction back in order: UCX may hand a short one up before an announced one that was sent
+//! earlier.
+
+use std::collections::BTreeMap;
+
+/// What came ahead of its turn waits here, up to a bound.
+#[derive(Debug)]
+pub(super) struct Order<T> {
+    next: u64,
+    held: BTreeMap<u64, T>,
+    held_max: usize,
+}
+
+/// Why the sender is not to be believed any more.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+pub(super) enum OrderError {
+    #[error("message {0} came twice")]
+    Twice(u64),
+    #[error("message {found} came, {missing} is missing, and no more than {held_max} may wait for it")]
+    TooMany { found: u64, missing: u64, held_max: usize },
+}
+
+impl<T> Order<T> {
+    pub(super) fn new(held_max: usize) -> Self {
+        Self { next: 0, held: BTreeMap::new(), held_max }
+    }
+
+    /// Whether this one is next and nobody waits: then [`Order::pass`] is enough.
+    pub(super) fn is_next(&self, sequence: u64) -> bool {
+        sequence == self.next && self.held.is_empty()
+    }
+
+    /// The next one was handed up at once.
+    pub(super) fn pass(&mut self) {
+        self.next += 1;
+    }
+
+    /// Takes one in; [`Order::pop`] gives it out when it is its turn.
+    pub(super) fn hold(&mut self, sequence: u64, message: T) -> Result<(), OrderError> {
+        if sequence < self.next || self.held.contains_key(&sequence) {
+            return Err(OrderError::Twice(sequence));
+        }
+        // The next one always has a place: it is given out at once.
+        if sequence != self.next && self.held.len() >= self.held_max {
+            return Err(OrderError::TooMany { found: sequence, missing: self.next, held_max: self.held_max });
+        }
+        self.held.insert(sequence, message);
+        Ok(())
+    }
+
+    /// The next one, if it is here.
+    pub(super) fn pop(&mut self) -> Option<T> {
+        let message = self.held.remove(&self.next)?;
+        self.next += 1;
+        Some(message)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn any_arrival_order_is_handed_up_as_it_was_sent(arrival in Just((0..40_u64).collect::<Vec<_>>()).prop_shuffle()) {
+            let mut order = Order::new(40);
+            let mut seen = Vec::new();
+            for sequence in arrival {
+                if order.is_next(sequence) {
+                    seen.push(sequence);
+                    order.pass();
+                } else {
+                    order.hold(sequence, sequence).unwrap();
+                }
+                seen.extend(std::iter::from_fn(|| order.pop()));
+            }
+            prop_assert_eq!(seen, (0..40).collect::<Vec<_>>());
+        }
+    }
+
+    #[test]
+    fn what_came_twice_or_too_far_ahead_is_an_error() {
+        let mut order = Order::new(2);
+        order.pass();
+        assert_eq!(order.hold(0, ()), Err(OrderError::Twice(0)));
+        order.hold(2, ()).unwrap();
+        assert_eq!(order.hold(2, ()), Err(OrderError::Twice(2)));
+        order.hold(u64::MAX, ()).unwrap();
+        assert_eq!(order.hold(3, ()), Err(OrderError::TooMany { found: 3, missing: 1, held_max: 2 }));
+        order.hold(1, ()).unwrap();
+        assert_eq!(std::iter::from_fn(|| order.pop()).count(), 2);
+    }
+}

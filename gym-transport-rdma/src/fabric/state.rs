@@ -1,0 +1,425 @@
+//! Everything that the thread knows, and what it does with commands and with the time. What it does with arrivals is in
+//! `arrivals`.
+
+use std::collections::HashMap;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use gym_core::{Code, Error};
+use tokio::time::Instant;
+
+use super::inbox::{Inbox, Incoming};
+use super::peer::{Goodbye, Limits, Peer, Phase, Sending, ended_before, finish};
+use super::registered::Registered;
+use super::wire::{Kind, hello};
+use super::{
+    Command, Connect, ConnectionId, End, Expect, FabricOptions, Link, Opening, Parcel, PeerEvents, Shared, Target,
+};
+use crate::ucx::{Closing, Endpoint, ErrorMode, Listener, Status, Worker};
+
+/// How long UCX may take to end the operations of an endpoint that is broken off.
+const BREAK_OFF_WITHIN: Duration = Duration::from_secs(1);
+/// How long an endpoint that nobody wants any more may take to connect before it is closed.
+const CONNECT_WITHIN: Duration = Duration::from_secs(10);
+/// How long what a peer announced before its goodbye may still take; it keeps a deadline of its own for that.
+pub(super) const LEAVE_WITHIN: Duration = Duration::from_secs(60);
+
+/// See the module.
+pub(super) struct State {
+    pub(super) options: FabricOptions,
+    pub(super) shared: Arc<Shared>,
+    pub(super) peers: HashMap<ConnectionId, Peer>,
+    /// Connections that are over, whose operations UCX has still to end before `ended` is told.
+    ending: Vec<Ending>,
+    lingering: Vec<Lingering>,
+    /// Endpoints that are being closed.
+    pub(super) closing: Vec<Closing>,
+    /// Came through the listener and have not said who they are.
+    pub(super) strangers: Vec<Stranger>,
+    /// The next endpoint's.
+    serial: u64,
+    pub(super) registered: Registered,
+    /// Connections in which something went wrong while they could not be ended.
+    pub(super) broken: Vec<(ConnectionId, End)>,
+    next_check: Instant,
+    /// A shutdown was asked for, within this.
+    shutdown: Option<Duration>,
+    ends_at: Option<Instant>,
+    pub(super) inbox: Rc<Inbox>,
+    pub(super) listener: Option<Rc<Listener>>,
+    pub(super) worker: Rc<Worker>,
+}
+
+/// How an endpoint ends.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum How {
+    /// It is broken off: what it has not sent may be thrown away.
+    Force,
+    /// Both ends know that everything has come.
+    Done,
+    /// The last message is still to reach the peer, which then closes.
+    Linger,
+}
+
+/// An endpoint without a connection, which still sends its last message, or refuses what the peer announced before it heard
+/// of the end: until the peer closes, or its time is over.
+pub(super) struct Lingering {
+    pub(super) serial: u64,
+    endpoint: Endpoint,
+    sending: Rc<Sending>,
+    /// Its hello has not gone out: it may be closed as soon as it has.
+    connecting: bool,
+    until: Instant,
+}
+
+impl Lingering {
+    /// Each operation that UCX has not ended, in either direction, holds a reference.
+    fn has_operations(&self) -> bool {
+        Rc::strong_count(&self.sending) > 1
+    }
+
+    fn has_connected(&self) -> bool {
+        self.connecting && !self.has_operations()
+    }
+}
+
+struct Ending {
+    peer: Peer,
+    why: End,
+    until: Instant,
+}
+
+pub(super) struct Stranger {
+    pub(super) endpoint: Endpoint,
+    pub(super) serial: u64,
+    pub(super) until: Instant,
+}
+
+impl State {
+    pub(super) fn new(
+        options: FabricOptions,
+        shared: Arc<Shared>,
+        registered: Registered,
+        worker: Rc<Worker>,
+        listener: Option<Rc<Listener>>,
+        inbox: Rc<Inbox>,
+    ) -> Self {
+        Self {
+            options,
+            shared,
+            peers: HashMap::new(),
+            ending: Vec::new(),
+            lingering: Vec::new(),
+            closing: Vec::new(),
+            strangers: Vec::new(),
+            serial: 0,
+            registered,
+            broken: Vec::new(),
+            next_check: Instant::now(),
+            shutdown: None,
+            ends_at: None,
+            inbox,
+            listener,
+            worker,
+        }
+    }
+
+    pub(super) fn worker(&self) -> Rc<Worker> {
+        Rc::clone(&self.worker)
+    }
+
+    pub(super) fn command(&mut self, command: Command) {
+        match command {
+            Command::Open(opening) => {
+                let (opening, link, events) = *opening;
+                match opening {
+                    Opening::Expect(expected) => self.expect(expected, link, events),
+                    Opening::Connect(to) => self.connect(to, link, events),
+                }
+            }
+            Command::Post(id, parcel) => self.post(id, parcel),
+            Command::Close(id, grace) => self.close(id, grace),
+            // Acted on behind the commands that came in the same round: this one has overtaken them.
+            Command::Shutdown(within) => self.shutdown = self.shutdown.or(Some(within)),
+        }
+    }
+
+    fn expect(&mut self, expected: Expect, link: Arc<Link>, events: Arc<dyn PeerEvents>) {
+        let phase = Phase::Expecting { token: expected.token, address: expected.worker_address };
+        let until = Instant::now() + expected.within;
+        self.add(Peer::new(link, events, expected.peer, phase, until, self.limits()));
+    }
+
+    fn connect(&mut self, to: Connect, link: Arc<Link>, events: Arc<dyn PeerEvents>) {
+        let until = Instant::now() + to.within;
+        let mut peer = Peer::new(link, events, to.peer, Phase::Calling, until, self.limits());
+        let (serial, failed) = self.next_serial();
+        let (endpoint, whom) = match to.target {
+            Target::Socket(address) => (Endpoint::to_socket(&self.worker, address, failed), address.to_string()),
+            Target::Worker(address) => (Endpoint::to_worker(&self.worker, &address, failed), "a worker".to_owned()),
+        };
+        match endpoint {
+            Ok(endpoint) => {
+                peer.endpoint = Some(endpoint);
+                peer.serial = serial;
+                let header = hello(&to.token, to.id);
+                peer.send(Kind::Hello, &header, Bytes::new(), None, None);
+                self.add(peer);
+            }
+            Err(status) => {
+                peer.shut();
+                let error = Error::not_started(Code::Unavailable, format!("connect to {whom}: {status}"));
+                tell_end(&peer, End::Lost(error));
+            }
+        }
+    }
+
+    fn limits(&self) -> Limits {
+        Limits { held_max: self.options.held_max, rendezvous_bytes: self.options.rendezvous_bytes }
+    }
+
+    fn add(&mut self, mut peer: Peer) {
+        let id = peer.link.id();
+        if self.ends_at.is_some() || self.peers.contains_key(&id) {
+            peer.shut();
+            let why = if self.ends_at.is_some() {
+                End::Closed
+            } else {
+                End::Lost(Error::invalid("this connection id is in use"))
+            };
+            self.ending.push(Ending { peer, why, until: Instant::now() });
+        } else {
+            self.peers.insert(id, peer);
+        }
+    }
+
+    /// The name of a new endpoint, and what it calls when it fails.
+    pub(super) fn next_serial(&mut self) -> (u64, impl Fn(Status) + 'static) {
+        self.serial += 1;
+        let (serial, inbox) = (self.serial, Rc::clone(&self.inbox));
+        (serial, move |status| inbox.push(Incoming::Failed { serial, status }))
+    }
+
+    pub(super) fn post(&mut self, id: ConnectionId, parcel: Parcel) {
+        let Some(peer) = self.peers.get_mut(&id) else { return finish(parcel.done, Err(ended_before())) };
+        let registered = &mut self.registered;
+        peer.post(parcel, |payload| registered.of_payload(payload));
+    }
+
+    fn close(&mut self, id: ConnectionId, grace: Duration) {
+        let Some(peer) = self.peers.get_mut(&id) else { return };
+        match peer.phase {
+            Phase::Open if !grace.is_zero() => {
+                peer.say(Kind::Bye);
+                peer.phase = Phase::Closing { peer: Goodbye::NotYet };
+                peer.deadline = Some(Instant::now() + grace);
+            }
+            // It is ending already, and may take as long as it was given.
+            Phase::Closing { .. } | Phase::Left { .. } if !grace.is_zero() => {}
+            _ => self.end(id, End::Closed, How::Force),
+        }
+    }
+
+    /// Begins to shut down, when that was asked for.
+    pub(super) fn shut_down(&mut self) {
+        let (Some(within), None) = (self.shutdown, self.ends_at) else { return };
+        // What was posted before is still to be sent.
+        for command in self.shared.queue.close() {
+            self.command(command);
+        }
+        self.ends_at = Some(Instant::now() + within + BREAK_OFF_WITHIN);
+        let ids: Vec<_> = self.peers.keys().copied().collect();
+        for id in ids {
+            self.close(id, within);
+        }
+        for stranger in self.strangers.drain(..) {
+            self.closing.push(stranger.endpoint.close(true));
+        }
+        self.listener = None;
+    }
+
+    /// Whether a shutdown has come to its end, or its time has.
+    pub(super) fn ended(&self, now: Instant) -> bool {
+        self.ends_at.is_some_and(|at| now >= at || (self.peers.is_empty() && !self.is_closing()))
+    }
+
+    fn is_closing(&self) -> bool {
+        !(self.ending.is_empty() && self.closing.is_empty() && self.lingering.is_empty())
+    }
+
+    /// Whether something is to happen at a certain time.
+    pub(super) fn has_timers(&self) -> bool {
+        self.ends_at.is_some()
+            || self.is_closing()
+            || !self.strangers.is_empty()
+            || self.peers.values().any(|peer| peer.deadline.is_some())
+    }
+
+    /// Goes on with a goodbye when what it waited for has come.
+    pub(super) fn settle(&mut self, id: ConnectionId) {
+        let Some(peer) = self.peers.get_mut(&id) else { return };
+        if peer.landing > 0 {
+            return;
+        }
+        let (Phase::Closing { peer: goodbye } | Phase::Left { peer: goodbye }) = &mut peer.phase else { return };
+        if *goodbye == Goodbye::Said {
+            *goodbye = Goodbye::Answered;
+            peer.say(Kind::Gone);
+        }
+        if matches!(peer.phase, Phase::Left { peer: Goodbye::Answered }) && peer.sending.is_empty() {
+            self.end(id, End::ClosedByPeer, How::Linger);
+        }
+    }
+
+    /// Ends it with an error, when UCX has returned.
+    pub(super) fn break_off(&mut self, id: ConnectionId, error: Error) {
+        let Some(peer) = self.peers.get_mut(&id) else { return };
+        if !matches!(peer.phase, Phase::Broken) {
+            peer.phase = Phase::Broken;
+            self.broken.push((id, End::Lost(error)));
+        }
+    }
+
+    /// Takes it out. `ended` is told when UCX has ended its operations, or will not.
+    pub(super) fn end(&mut self, id: ConnectionId, why: End, how: How) {
+        let Some(mut peer) = self.peers.remove(&id) else { return };
+        peer.shut();
+        let now = Instant::now();
+        let mode = peer.endpoint.as_ref().map(Endpoint::mode);
+        // One that was never open may be no peer of ours at all.
+        if mode == Some(ErrorMode::Silent) && how == How::Force && !matches!(peer.phase, Phase::Calling) {
+            // UCX does not tell the peer, so we do.
+            peer.say(Kind::Broken);
+        }
+        // UCX 1.13 gives the process up when an endpoint is closed in certain moments of its connecting.
+        let connecting = matches!(peer.phase, Phase::Calling) && !peer.sending.is_empty();
+        if let Some(endpoint) = peer.endpoint.take() {
+            match (endpoint.mode(), how) {
+                (ErrorMode::Peer, How::Force) if connecting => {
+                    self.linger(endpoint, &peer, now + CONNECT_WITHIN);
+                }
+                (ErrorMode::Peer, How::Force | How::Done) => self.closing.push(endpoint.close(true)),
+                // Closing it waits for the last message.
+                (ErrorMode::Silent, How::Done | How::Linger) => self.closing.push(endpoint.close(false)),
+                (ErrorMode::Peer, How::Linger) | (ErrorMode::Silent, How::Force) => {
+                    self.linger(endpoint, &peer, now + BREAK_OFF_WITHIN);
+                }
+            }
+        }
+        // Without UCX's own error mode operations to a dead peer never end: not waited for.
+        let until = if mode == Some(ErrorMode::Peer) && !connecting { now + BREAK_OFF_WITHIN } else { now };
+        self.ending.push(Ending { peer, why, until });
+    }
+
+    fn linger(&mut self, endpoint: Endpoint, peer: &Peer, until: Instant) {
+        let connecting = matches!(peer.phase, Phase::Calling);
+        let (serial, sending) = (peer.serial, Rc::clone(&peer.sending));
+        self.lingering.push(Lingering { serial, endpoint, sending, connecting, until });
+    }
+
+    /// Closes endpoints that lingered long enough. Returns whether there was one.
+    pub(super) fn stop_lingering(&mut self, enough: impl Fn(&Lingering) -> bool) -> bool {
+        let mut found = false;
+        for lingering in self.lingering.extract_if(.., |lingering| enough(lingering)) {
+            found = true;
+            // To a dead peer over shared memory closing would wait for ever, so the endpoint is left to the worker.
+            if lingering.endpoint.mode() == ErrorMode::Peer || !lingering.has_operations() {
+                self.closing.push(lingering.endpoint.close(true));
+            }
+        }
+        found
+    }
+
+    pub(super) fn finish_ended(&mut self) {
+        if self.ending.is_empty() {
+            return;
+        }
+        let now = Instant::now();
+        for Ending { peer, why, .. } in
+            self.ending.extract_if(.., |ending| ending.peer.sending.is_empty() || now >= ending.until)
+        {
+            peer.sending.give_up(|| Error::unknown(Code::Unavailable, "the connection ended before this was sent"));
+            tell_end(&peer, why);
+        }
+    }
+
+    /// Keeps deadlines, and gives up registrations that the pool has no use for.
+    pub(super) fn keep_time(&mut self, now: Instant) {
+        if now < self.next_check {
+            return;
+        }
+        self.next_check = now + Duration::from_millis(5);
+        let over = |(id, peer): (&ConnectionId, &Peer)| peer.deadline.is_some_and(|at| now >= at).then_some(*id);
+        let over: Vec<_> = self.peers.iter().filter_map(over).collect();
+        for id in over {
+            self.too_late(id);
+        }
+        // A goodbye that waited for its own sends only.
+        let leaving = |(id, peer): (&ConnectionId, &Peer)| {
+            matches!(peer.phase, Phase::Left { peer: Goodbye::Answered }).then_some(*id)
+        };
+        let leaving: Vec<_> = self.peers.iter().filter_map(leaving).collect();
+        for id in leaving {
+            self.settle(id);
+        }
+        for stranger in self.strangers.extract_if(.., |stranger| now >= stranger.until) {
+            self.shared.counters.refused_strangers.add(1);
+            self.closing.push(stranger.endpoint.close(true));
+        }
+        self.stop_lingering(|lingering| now >= lingering.until || lingering.has_connected());
+        self.registered.tidy();
+    }
+
+    fn too_late(&mut self, id: ConnectionId) {
+        let Some(peer) = self.peers.get(&id) else { return };
+        let unavailable = |what: &str| End::Lost(Error::not_started(Code::Unavailable, what.to_owned()));
+        let why = match peer.phase {
+            Phase::Expecting { .. } => unavailable("the peer did not come in time"),
+            Phase::Calling => unavailable("the peer did not answer in time, or does not expect us"),
+            Phase::Open | Phase::Broken => return,
+            Phase::Closing { .. } => End::Closed,
+            Phase::Left { .. } if peer.landing == 0 => End::ClosedByPeer,
+            Phase::Left { .. } => {
+                End::Lost(Error::unknown(Code::Unavailable, "the peer left before its last payloads had come"))
+            }
+        };
+        self.end(id, why, How::Force);
+    }
+
+    /// The last: worker, memory and context, in this order. Returns whether everything could be given back; what could
+    /// not is leaked.
+    pub(super) fn give_back(mut self) -> bool {
+        let ids: Vec<_> = self.peers.keys().copied().collect();
+        for id in ids {
+            self.end(id, End::Closed, How::Force);
+        }
+        for _ in 0..8 {
+            self.worker.progress();
+        }
+        self.closing.retain_mut(|closing| !closing.ended());
+        self.ending.iter_mut().for_each(|ending| ending.until = Instant::now());
+        self.finish_ended();
+        while self.inbox.pop().is_some() {}
+        let Self { closing, strangers, lingering, listener, registered, worker, .. } = self;
+        drop((strangers, lingering, listener));
+        let mut clean = closing.is_empty();
+        std::mem::forget(closing);
+        // An operation that has not ended keeps the worker.
+        clean &= Rc::strong_count(&worker) == 1;
+        drop(worker);
+        if clean {
+            registered.give_back();
+        } else {
+            registered.leak();
+        }
+        clean
+    }
+}
+
+fn tell_end(peer: &Peer, why: End) {
+    if peer.tell(|events| events.ended(why)).is_err() {
+        tracing::error!("what was to be told of a connection's end panicked");
+    }
+}

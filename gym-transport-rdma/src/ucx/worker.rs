@@ -1,0 +1,127 @@
+//! The worker: what makes everything go on.
+
+use std::cell::OnceCell;
+use std::os::fd::{BorrowedFd, RawFd};
+use std::rc::Rc;
+
+use super::am::{self, Receiver};
+use super::context::{Context, Refused};
+use super::status::Status;
+use crate::sys::Library;
+use crate::sys::ucp::*;
+
+/// One UCP worker of one thread. Given back when the last of what stands on it is gone; an operation that never ends
+/// keeps it, so that what UCX still knows is leaked rather than freed.
+pub(crate) struct Worker {
+    context: Rc<Context>,
+    raw: ucp_worker_h,
+    wakeup: RawFd,
+    address: Vec<u8>,
+    header_bytes_max: usize,
+    receiver: OnceCell<Box<dyn Receiver>>,
+}
+
+/// Whether it is safe to sleep.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Armed {
+    /// [`Worker::wakeup`] becomes readable when there is something to do.
+    Yes,
+    /// Something has happened meanwhile: progress again.
+    Busy,
+}
+
+impl Worker {
+    pub(crate) fn open(context: &Rc<Context>) -> Result<Rc<Self>, Refused> {
+        let (library, api) = (context.library, &context.library.api);
+        let check = |what: &str, code| Status::check(library, code).map_err(|status| (what.to_owned(), status));
+        // SAFETY: all zeros is a valid value, with an empty mask.
+        let mut params: ucp_worker_params_t = unsafe { std::mem::zeroed() };
+        params.field_mask = u64::from(UCP_WORKER_PARAM_FIELD_THREAD_MODE);
+        params.thread_mode = UCS_THREAD_MODE_SINGLE;
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: a live context, parameters with their mask, a place for the result.
+        check("open a worker", unsafe { (api.ucp_worker_create)(context.raw, &raw const params, &raw mut raw) })?;
+        let mut worker = Self {
+            context: Rc::clone(context),
+            raw,
+            wakeup: -1,
+            address: Vec::new(),
+            header_bytes_max: 0,
+            receiver: OnceCell::new(),
+        };
+        // SAFETY: a live worker and a place for the result. The descriptor stays UCX's.
+        check("wake a worker up", unsafe { (api.ucp_worker_get_efd)(raw, &raw mut worker.wakeup) })?;
+        let (mut address, mut length) = (std::ptr::null_mut(), 0);
+        // SAFETY: a live worker and two places for the result.
+        check("ask for the address", unsafe { (api.ucp_worker_get_address)(raw, &raw mut address, &raw mut length) })?;
+        // SAFETY: UCX says that `length` bytes lie there until they are released.
+        worker.address = unsafe { std::slice::from_raw_parts(address.cast::<u8>(), length) }.to_vec();
+        // SAFETY: from get_address, released once.
+        unsafe { (api.ucp_worker_release_address)(raw, address) };
+        // SAFETY: all zeros is a valid value.
+        let mut attributes: ucp_worker_attr_t = unsafe { std::mem::zeroed() };
+        attributes.field_mask = u64::from(UCP_WORKER_ATTR_FIELD_MAX_AM_HEADER);
+        // SAFETY: a live worker and a valid place with its mask.
+        check("ask for the longest header", unsafe { (api.ucp_worker_query)(raw, &raw mut attributes) })?;
+        worker.header_bytes_max = attributes.max_am_header;
+        Ok(Rc::new(worker))
+    }
+
+    /// Sets what active messages of this id are given to; once.
+    pub(crate) fn receive(self: &Rc<Self>, id: u16, receiver: Box<dyn Receiver>) -> Result<(), Status> {
+        self.receiver.get_or_init(|| receiver);
+        am::set_receivers(self, id)
+    }
+
+    pub(super) fn receiver(&self) -> Option<&dyn Receiver> {
+        self.receiver.get().map(AsRef::as_ref)
+    }
+
+    /// Does what there is to do, calling receivers and callbacks, and says whether there was anything.
+    pub(crate) fn progress(&self) -> bool {
+        // SAFETY: a live worker, on the only thread that has it.
+        unsafe { (self.library().api.ucp_worker_progress)(self.raw) != 0 }
+    }
+
+    /// To be called when [`Worker::progress`] found nothing.
+    pub(crate) fn arm(&self) -> Result<Armed, Status> {
+        // SAFETY: a live worker.
+        match unsafe { (self.library().api.ucp_worker_arm)(self.raw) } {
+            UCS_OK => Ok(Armed::Yes),
+            UCS_ERR_BUSY => Ok(Armed::Busy),
+            code => Err(Status::new(self.library(), code)),
+        }
+    }
+
+    /// Readable when an armed worker has something to do. Belongs to UCX.
+    pub(crate) fn wakeup(&self) -> BorrowedFd<'_> {
+        // SAFETY: the worker, which is borrowed, keeps its descriptor open.
+        unsafe { BorrowedFd::borrow_raw(self.wakeup) }
+    }
+
+    /// What peers connect to.
+    pub(crate) fn address(&self) -> &[u8] {
+        &self.address
+    }
+
+    /// The longest header of an active message.
+    pub(crate) fn header_bytes_max(&self) -> usize {
+        self.header_bytes_max
+    }
+
+    pub(super) fn raw(&self) -> ucp_worker_h {
+        self.raw
+    }
+
+    pub(crate) fn library(&self) -> &'static Library {
+        self.context.library
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        // SAFETY: everything that stands on it and every operation that has not ended holds an `Rc` of it, so there is
+        // none left; called on the thread that made it, because it cannot leave it. The receiver is dropped after it.
+        unsafe { (self.library().api.ucp_worker_destroy)(self.raw) }
+    }
+}

@@ -1,0 +1,272 @@
+//! A pair of fabrics and what happens on them, for the tests that need UCX.
+#![allow(dead_code, reason = "each test file uses its part")]
+#![allow(clippy::unwrap_used, reason = "as in the tests themselves")]
+
+pub(crate) mod transport;
+
+use std::io::Write;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use bytes::Bytes;
+use gym_core::Result;
+use gym_transport_rdma::fabric::{
+    Connect, Connection, ConnectionId, Disposition, End, Expect, Fabric, FabricError, FabricOptions, Lane, Lanes,
+    Parcel, Payload, PeerEvents, Target, Token,
+};
+use gym_transport_rdma::pool::Pool;
+
+/// How long anything may take on a busy machine.
+pub(crate) const SOON: Duration = Duration::from_secs(30);
+
+/// Opens a fabric. `None`, said on stderr, when there is no UCX and none is required.
+pub(crate) fn open(options: FabricOptions) -> Option<Fabric> {
+    match Fabric::open(options) {
+        Ok(fabric) => Some(fabric),
+        Err(FabricError::Load(error)) if std::env::var_os("GYM_UCX_REQUIRED").is_none() => {
+            // Not by the macro, whose output the test harness keeps to itself.
+            let _ = writeln!(std::io::stderr(), "NOT RUN, for want of UCX: {error}");
+            None
+        }
+        Err(error) => panic!("{error}"),
+    }
+}
+
+/// A network fabric that listens: tcp over the loopback, or what the environment says (`GYM_UCX_TRANSPORTS`,
+/// `GYM_UCX_LISTEN_DEVICES`, `GYM_UCX_ADDRESS`).
+pub(crate) fn network() -> FabricOptions {
+    let ip = variable("GYM_UCX_ADDRESS").map_or(Ipv4Addr::LOCALHOST.into(), |text| text.parse::<IpAddr>().unwrap());
+    let devices = variable("GYM_UCX_LISTEN_DEVICES");
+    let calling = calling_network();
+    FabricOptions { devices: devices.or(calling.devices), listen: Some(SocketAddr::new(ip, 0)), ..calling }
+}
+
+/// A network fabric that only calls (`GYM_UCX_TRANSPORTS`, `GYM_UCX_DEVICES`): the other end of the cable, where there is one.
+pub(crate) fn calling_network() -> FabricOptions {
+    let transports = variable("GYM_UCX_TRANSPORTS");
+    let devices = variable("GYM_UCX_DEVICES").or_else(|| transports.is_none().then(|| "lo".to_owned()));
+    FabricOptions {
+        transports: Some(transports.unwrap_or_else(|| "tcp".to_owned())),
+        devices,
+        ..FabricOptions::default()
+    }
+}
+
+fn variable(name: &str) -> Option<String> {
+    std::env::var(name).ok()
+}
+
+/// A fabric for shared memory on one host.
+pub(crate) fn shared_memory() -> FabricOptions {
+    FabricOptions { transports: Some("posix,cma,self".to_owned()), ..FabricOptions::default() }
+}
+
+/// The two ways to a peer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Way {
+    Network,
+    SharedMemory,
+}
+
+impl Way {
+    /// The ways that there are here: in a virtual machine that is about a device, only that one.
+    pub(crate) fn all() -> &'static [Self] {
+        if variable("GYM_UCX_TRANSPORTS").is_some() { &[Self::Network] } else { &[Self::Network, Self::SharedMemory] }
+    }
+
+    /// Of the answering end.
+    pub(crate) fn answering(self) -> FabricOptions {
+        match self {
+            Self::Network => network(),
+            Self::SharedMemory => shared_memory(),
+        }
+    }
+
+    /// Of the calling end.
+    pub(crate) fn calling(self) -> FabricOptions {
+        match self {
+            Self::Network => calling_network(),
+            Self::SharedMemory => shared_memory(),
+        }
+    }
+
+    pub(crate) fn target(self, fabric: &Fabric) -> Target {
+        match self {
+            Self::Network => Target::Socket(fabric.listen_address().expect("it listens")),
+            Self::SharedMemory => Target::Worker(fabric.worker_address().clone()),
+        }
+    }
+
+    /// The path that was really negotiated is the one that was meant.
+    pub(crate) fn check(self, lanes: &Lanes) {
+        assert!(!lanes.names().is_empty(), "no lanes at all");
+        assert_eq!(lanes.shared_memory(), self == Self::SharedMemory, "{lanes}");
+        if self == Self::Network {
+            let wanted = std::env::var("GYM_UCX_TRANSPORTS").unwrap_or_else(|_| "tcp".to_owned());
+            assert_eq!(lanes.rdma(), wanted != "tcp", "{lanes}");
+        }
+    }
+}
+
+/// What happened on a connection.
+#[derive(Debug)]
+pub(crate) enum Event {
+    Opened(Lanes),
+    /// Header and payload, whether it came with the header.
+    Message {
+        header: Bytes,
+        payload: Bytes,
+        eager: bool,
+    },
+    Ended(End),
+}
+
+/// Given the header and how long the payload is said to be; an answer of its own keeps the usual from happening.
+pub(crate) type Hook = Box<dyn Fn(&[u8], u64) -> Option<Result<Disposition>> + Send + Sync>;
+
+/// Keeps every payload, and tells a channel.
+pub(crate) struct Recorder {
+    told: SyncSender<Event>,
+    /// Headers of payloads that are landing; their place is the key.
+    landing: Mutex<Vec<Bytes>>,
+    pool: Pool,
+    hook: Option<Hook>,
+}
+
+impl PeerEvents for Recorder {
+    fn opened(&self, _: &Connection, lanes: &Lanes) {
+        self.told.send(Event::Opened(lanes.clone())).unwrap();
+    }
+
+    fn message(&self, header: &[u8], payload: Payload<'_>) -> Result<Disposition> {
+        let length = match &payload {
+            Payload::Here(bytes) => bytes.as_slice().len() as u64,
+            Payload::Announced(length) => *length,
+        };
+        if let Some(answer) = self.hook.as_ref().and_then(|hook| hook(header, length)) {
+            return answer;
+        }
+        let header = Bytes::copy_from_slice(header);
+        match payload {
+            Payload::Here(bytes) => {
+                self.told.send(Event::Message { header, payload: bytes.into_bytes(), eager: true }).unwrap();
+                Ok(Disposition::Done)
+            }
+            Payload::Announced(length) => {
+                let mut landing = self.landing.lock().unwrap();
+                landing.push(header);
+                let buffer = self.pool.take(usize::try_from(length).unwrap())?;
+                Ok(Disposition::Land { key: landing.len() as u64 - 1, buffer })
+            }
+        }
+    }
+
+    fn landed(&self, key: u64, payload: Bytes) {
+        let header = self.landing.lock().unwrap()[usize::try_from(key).unwrap()].clone();
+        self.told.send(Event::Message { header, payload, eager: false }).unwrap();
+    }
+
+    fn ended(&self, why: End) {
+        // The test may have ended first.
+        let _ = self.told.send(Event::Ended(why));
+    }
+}
+
+/// One end of a connection, with what happened on it.
+pub(crate) struct EndOf {
+    pub(crate) connection: Connection,
+    pub(crate) events: Receiver<Event>,
+}
+
+pub(crate) fn recorder(fabric: &Fabric, hook: Option<Hook>) -> (Arc<Recorder>, Receiver<Event>) {
+    let (told, events) = sync_channel(1 << 12);
+    (Arc::new(Recorder { told, landing: Mutex::default(), pool: fabric.pool().clone(), hook }), events)
+}
+
+impl EndOf {
+    pub(crate) fn next(&self) -> Event {
+        self.events.recv_timeout(SOON).expect("something happens soon")
+    }
+
+    pub(crate) fn opened(&self) -> Lanes {
+        match self.next() {
+            Event::Opened(lanes) => lanes,
+            other => panic!("{other:?} instead of opened"),
+        }
+    }
+
+    pub(crate) fn message(&self) -> (Bytes, Bytes, bool) {
+        match self.next() {
+            Event::Message { header, payload, eager } => (header, payload, eager),
+            other => panic!("{other:?} instead of a message"),
+        }
+    }
+
+    /// Drops messages until the end.
+    pub(crate) fn ended(&self) -> End {
+        loop {
+            if let Event::Ended(why) = self.next() {
+                return why;
+            }
+        }
+    }
+
+    pub(crate) fn post(&self, header: impl Into<Bytes>, payload: impl Into<Bytes>) {
+        self.connection.post(parcel(header, payload)).unwrap();
+    }
+}
+
+pub(crate) fn parcel(header: impl Into<Bytes>, payload: impl Into<Bytes>) -> Parcel {
+    Parcel { header: header.into(), payload: payload.into(), lane: Lane::Ordered, done: None }
+}
+
+/// What both ends say of each other before they meet.
+pub(crate) struct Meeting {
+    pub(crate) caller: ConnectionId,
+    pub(crate) answerer: ConnectionId,
+    pub(crate) token: Token,
+}
+
+impl Meeting {
+    pub(crate) fn new() -> Self {
+        Self { caller: ConnectionId::random(), answerer: ConnectionId::random(), token: Token::random() }
+    }
+
+    pub(crate) fn expect(&self, way: Way, caller: &Fabric) -> Expect {
+        Expect {
+            id: self.answerer,
+            token: self.token.clone(),
+            peer: self.caller,
+            worker_address: (way == Way::SharedMemory).then(|| caller.worker_address().clone()),
+            within: SOON,
+        }
+    }
+
+    pub(crate) fn connect(&self, target: Target) -> Connect {
+        Connect { id: self.caller, token: self.token.clone(), peer: self.answerer, target, within: SOON }
+    }
+}
+
+/// Connects two fabrics: the calling end and the answering one, both open, the path checked.
+pub(crate) fn pair(way: Way, caller: &Fabric, answerer: &Fabric, hook: Option<Hook>) -> (EndOf, EndOf) {
+    let meeting = Meeting::new();
+    let (recorder_there, events) = recorder(answerer, hook);
+    let there = answerer.expect(meeting.expect(way, caller), recorder_there).unwrap();
+    let there = EndOf { connection: there, events };
+    let (recorder_here, events) = recorder(caller, None);
+    let here = caller.connect(meeting.connect(way.target(answerer)), recorder_here).unwrap();
+    let here = EndOf { connection: here, events };
+    way.check(&there.opened());
+    way.check(&here.opened());
+    (here, there)
+}
+
+/// A payload that no other has. Its period is a prime, so that a piece in the wrong place is seen.
+pub(crate) fn payload(len: usize, seed: usize) -> Bytes {
+    let period: Vec<u8> = (0..251).map(|at: usize| (at.wrapping_mul(31) ^ seed) as u8).collect();
+    let mut whole = period.repeat(len.div_ceil(251));
+    whole.truncate(len);
+    whole.into()
+}

@@ -1,0 +1,89 @@
+//! Both ends of the transport, on one way, with an in-process bootstrap.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use async_trait::async_trait;
+use gym_core::mux::Limits;
+use gym_core::testing::conformance::{TransportPair, TransportSetup};
+use gym_core::{
+    CallContext, Channel, ConnectOptions, Connector, Endpoint, Error, InProcess, Level, Listener, Result, handler_fn,
+};
+use gym_transport_rdma::{Ucx, UcxConfig, UcxConnector, UcxListener};
+
+use super::{Way, open};
+
+/// Two fabrics, one for each end, as two processes have them.
+pub(crate) struct Ends {
+    pub(crate) way: Way,
+    pub(crate) caller: Ucx,
+    pub(crate) server: Ucx,
+    names: InProcess,
+}
+
+impl Ends {
+    /// `None`, said on stderr, when there is no UCX and none is required.
+    pub(crate) async fn open(way: Way) -> Option<Self> {
+        // One that is not there is said here.
+        drop(open(way.calling())?);
+        let ucx = |fabric| Ucx::new(UcxConfig { fabric, ..UcxConfig::default() });
+        Some(Self { way, caller: ucx(way.calling()), server: ucx(way.answering()), names: InProcess::new() })
+    }
+
+    /// A fresh connector and listener on this way.
+    pub(crate) async fn pair(&self, limits: Limits) -> (OnWay, UcxListener) {
+        static NAMES: AtomicUsize = AtomicUsize::new(0);
+        let name = format!("bootstrap-{}", NAMES.fetch_add(1, Ordering::Relaxed));
+        let mut desk = self.names.listen(&name).unwrap();
+        let listener = UcxListener::open(self.server.with_limits(limits.clone()), desk.endpoints()).await.unwrap();
+        let nothing =
+            handler_fn(|request| async move { Err(Error::invalid(format!("{} is not served here", request.route))) });
+        let handler = Arc::new(listener.bootstrap(Arc::new(nothing)));
+        // It ends with the test's runtime.
+        tokio::spawn(async move {
+            while let Ok(incoming) = desk.accept().await {
+                tokio::spawn(incoming.serve(handler.clone(), Default::default()));
+            }
+        });
+        let connector = UcxConnector::new(Arc::new(self.names.clone()), self.caller.with_limits(limits));
+        (OnWay { connector, way: self.way }, listener)
+    }
+
+    pub(crate) async fn conformance_pair(&self, setup: TransportSetup) -> TransportPair {
+        let (connector, listener) = self.pair(Limits { calls_max: setup.calls_max, ..Limits::default() }).await;
+        (Box::new(connector), Box::new(listener))
+    }
+}
+
+/// A connector that asks for one way, and checks that it was negotiated.
+#[derive(Debug)]
+pub(crate) struct OnWay {
+    pub(crate) connector: UcxConnector,
+    way: Way,
+}
+
+#[async_trait]
+impl Connector for OnWay {
+    fn scheme(&self) -> &'static str {
+        self.connector.scheme()
+    }
+
+    async fn connect(&self, cx: &CallContext, to: &Endpoint, options: &ConnectOptions) -> Result<Channel> {
+        let rdma = std::env::var("GYM_UCX_TRANSPORTS").is_ok_and(|transports| transports != "tcp");
+        let level = match self.way {
+            Way::SharedMemory => Level::SharedMemory,
+            Way::Network if rdma => Level::Rdma,
+            Way::Network => Level::UcxTcp,
+        };
+        let channel = self.connector.connect(cx, to, &options.clone().at(level)).await?;
+        let path = channel.path();
+        assert_eq!(path.level, Some(level), "{path:?}");
+        let lane = match level {
+            Level::SharedMemory => "posix/memory",
+            Level::Rdma => "rc_",
+            _ => "tcp/",
+        };
+        assert!(path.lanes.contains(lane), "{path:?}");
+        Ok(channel)
+    }
+}

@@ -1,0 +1,283 @@
+//! What is particular to calls over UCX; what every transport must do is in the conformance suite.
+#![allow(clippy::unwrap_used, reason = "a test says what went wrong by panicking")]
+
+mod common;
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use bytes::Bytes;
+use common::Way;
+use common::transport::Ends;
+use gym_core::mux::Limits;
+use gym_core::{
+    CallContext, Channel, Code, ConnectOptions, Connector, Execution, Handler, Level, Listener, Request, Response,
+    Result, Status, handler_fn,
+};
+use gym_transport_rdma::UcxStats;
+use tokio::task::JoinHandle;
+
+/// Far beyond what anything here needs, so that only a hang meets it.
+const FAR: Duration = Duration::from_secs(60);
+
+async fn soon<T>(future: impl Future<Output = T>) -> T {
+    tokio::time::timeout(FAR, future).await.expect("it does not hang")
+}
+
+/// A channel, and the server at its other end.
+struct Both {
+    ends: Ends,
+    channel: Channel,
+    serving: JoinHandle<Result<()>>,
+}
+
+impl Both {
+    async fn open(way: Way, limits: Limits, handler: impl Handler) -> Option<Self> {
+        let ends = Ends::open(way).await?;
+        let (connector, mut listener) = ends.pair(limits).await;
+        let endpoint = listener.endpoints()[0].clone();
+        let serving = tokio::spawn(async move {
+            let incoming = listener.accept().await?;
+            incoming.serve(Arc::new(handler), Default::default()).await
+        });
+        let (cx, options) = (CallContext::within(FAR), ConnectOptions::default());
+        let channel = soon(connector.connect(&cx, &endpoint, &options)).await.unwrap();
+        Some(Self { ends, channel, serving })
+    }
+
+    fn stats(&self) -> [UcxStats; 2] {
+        [self.ends.caller.stats().unwrap(), self.ends.server.stats().unwrap()]
+    }
+}
+
+fn echo() -> impl Handler {
+    handler_fn(|request: Request| async move { Ok(Response::new(Status::OK, request.message)) })
+}
+
+fn post(route: &'static str) -> Request {
+    Request::post(CallContext::within(FAR), route, "{}")
+}
+
+fn with_segment(route: &'static str, bytes: usize) -> Request {
+    let mut request = post(route);
+    request.message.segments.push(Bytes::from(vec![7; bytes]));
+    request
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn calls_arrive_in_the_order_in_which_they_were_sent_whatever_their_size() {
+    for &way in Way::all() {
+        let arrived = Arc::new(Mutex::new(Vec::new()));
+        let order = Arc::clone(&arrived);
+        let handler = handler_fn(move |request: Request| {
+            order.lock().unwrap().push(request.message.head.to_bytes());
+            async move { Ok(Response::new(Status::OK, request.message)) }
+        });
+        let Some(both) = Both::open(way, Limits::default(), handler).await else { return };
+        let mut replies = Vec::new();
+        let sent: Vec<_> = (0..500).map(|call| Bytes::from(call.to_string())).collect();
+        for (call, text) in sent.iter().enumerate() {
+            let mut request = with_segment("/next", if call % 50 == 0 { 3 << 20 } else { call });
+            request.message.head = text.clone().into();
+            replies.push(both.channel.start(request).await.unwrap());
+        }
+        // The last first.
+        for (reply, text) in replies.into_iter().zip(&sent).rev() {
+            assert_eq!(soon(reply).await.unwrap().message.head.to_bytes(), text);
+        }
+        assert_eq!(*arrived.lock().unwrap(), sent, "{way:?}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn messages_of_every_shape_come_back_and_large_segments_go_by_rendezvous_into_aligned_memory() {
+    for &way in Way::all() {
+        let Some(both) = Both::open(way, Limits::default(), echo()).await else { return };
+        for (head, segments) in [
+            (0, vec![]),
+            (1, vec![0, 0]),
+            (70_000, vec![3, 65_535, 65_536, 65_537, 0, 1]),
+            (200_000, vec![1 << 20, 64 << 10, 5, 3 << 20]),
+            (2, vec![40_000; 60]),
+            (2, vec![16; 20_000]),
+        ] {
+            let mut request = post("/echo");
+            request.message.head = (0..head).map(|at| (at % 251) as u8).collect::<Vec<_>>().into();
+            let segment =
+                |(seed, length): (usize, &usize)| (0..*length).map(|at| (at * 7 + seed) as u8).collect::<Vec<_>>();
+            request.message.segments = segments.iter().enumerate().map(segment).map(Bytes::from).collect();
+            let sent = request.message.clone();
+            let answer = soon(both.channel.call(request)).await.unwrap().message;
+            assert!(answer == sent, "{way:?}: a head of {head} bytes with {} segments", segments.len());
+            let aligned = |segment: &Bytes| segment.is_empty() || segment.as_ptr().addr().is_multiple_of(64);
+            assert!(answer.segments.iter().all(aligned), "{way:?}: {segments:?}");
+        }
+        let [caller, server] = both.stats();
+        for (stats, end) in [(&caller, "caller"), (&server, "server")] {
+            let [connection] = &stats.connections[..] else { panic!("one connection: {stats:?}") };
+            let parcels = &connection.parcels;
+            // The heads of 70,000 and 200,000 bytes and five segments of 64 KiB and more.
+            assert_eq!(parcels.rendezvous_received, 7, "{way:?}, {end}: {parcels:?}");
+            assert!(parcels.eager_received > 60, "{way:?}, {end}: {parcels:?}");
+            assert!(connection.lanes.names().iter().all(|lane| both.channel.path().lanes.contains(lane.as_str())));
+        }
+    }
+}
+
+#[tokio::test]
+async fn memory_of_the_pool_leaves_without_a_copy_and_other_memory_is_counted() {
+    for &way in Way::all() {
+        let Some(both) = Both::open(way, Limits::default(), echo()).await else { return };
+        let unregistered = || both.ends.caller.stats().unwrap().fabric.bytes_unregistered;
+        let pool = both.ends.caller.fabric().await.unwrap().pool().clone();
+        let mut buffer = pool.take(1 << 20).unwrap();
+        buffer.fill(7);
+        let segment = buffer.freeze();
+        for (segment, counted) in [(segment, 0), (Bytes::from(vec![7; 1 << 20]), 1 << 20)] {
+            let before = unregistered();
+            let mut request = post("/echo");
+            request.message.segments.push(segment);
+            let answer = soon(both.channel.call(request)).await.unwrap();
+            assert!(answer.message.segments[0].iter().all(|byte| *byte == 7));
+            assert_eq!(unregistered() - before, counted, "{way:?}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_header_that_is_longer_than_an_opening_arrives() {
+    let Some(both) = Both::open(Way::SharedMemory, Limits::default(), echo()).await else { return };
+    let handler_saw = |request: &mut Request, bytes: usize| request.context.metadata.push("cookie", "c".repeat(bytes));
+    for bytes in [60_000, 66_000, 900_000] {
+        let mut request = with_segment("/echo", 100);
+        handler_saw(&mut request, bytes);
+        assert_eq!(soon(both.channel.call(request)).await.unwrap().message.segments[0].len(), 100);
+    }
+}
+
+#[tokio::test]
+async fn full_ends_do_not_block_each_other() {
+    for &way in Way::all() {
+        // Each end takes one large message at a time; both directions are full at once.
+        let limits = Limits { request_bytes_in_flight_max: 4 << 20, calls_max: 8, ..Limits::default() };
+        let Some(both) = Both::open(way, limits, echo()).await else { return };
+        let calls = (0..32).map(|_| both.channel.call(with_segment("/echo", 3 << 20)));
+        for answer in soon(futures_util::future::join_all(calls)).await {
+            assert_eq!(answer.unwrap().message.segments[0].len(), 3 << 20);
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_level_that_cannot_be_had_is_refused_with_what_there_is() {
+    let Some(ends) = Ends::open(Way::Network).await else { return };
+    for (level, said) in [
+        (Level::SharedMemory, "shm was asked for; UCX negotiated tcp/"),
+        (Level::Rdma, "UCX finds no RDMA device here, only"),
+        (Level::Http, "UCX has no level http"),
+    ] {
+        if level == Level::Rdma && std::env::var_os("GYM_UCX_TRANSPORTS").is_some() {
+            continue;
+        }
+        let (connector, mut listener) = ends.pair(Limits::default()).await;
+        let endpoint = listener.endpoints()[0].clone();
+        let serving =
+            tokio::spawn(async move { listener.accept().await?.serve(Arc::new(echo()), Default::default()).await });
+        let (cx, options) = (CallContext::within(FAR), ConnectOptions::default().at(level));
+        let error = soon(connector.connector.connect(&cx, &endpoint, &options)).await.unwrap_err();
+        assert_eq!((error.code(), error.execution()), (Code::Unavailable, Execution::NotStarted), "{error}");
+        assert!(error.to_string().contains(said), "{error}");
+        serving.abort();
+    }
+}
+
+#[tokio::test]
+async fn what_is_unknown_to_a_bootstrap_goes_on_to_the_server() {
+    let Some(ends) = Ends::open(Way::SharedMemory).await else { return };
+    let (_, listener) = ends.pair(Limits::default()).await;
+    let bootstrap = listener.bootstrap(Arc::new(echo()));
+    let answer = bootstrap.handle(post("/other")).await.unwrap();
+    assert_eq!(answer.message.head.to_bytes(), "{}");
+    let error = bootstrap.handle(post(gym_transport_rdma::ROUTE)).await.unwrap_err();
+    assert_eq!((error.code(), error.execution()), (Code::DataLoss, Execution::NotStarted), "{error}");
+    drop(listener);
+    let error = bootstrap.handle(post(gym_transport_rdma::ROUTE)).await.unwrap_err();
+    assert_eq!(error.code(), Code::Unavailable, "{error}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn ten_thousand_calls_dropped_anywhere_leave_nothing_running_and_the_pools_whole() {
+    const CALLS: u64 = 10_000;
+    struct Running(Arc<AtomicUsize>);
+    impl Drop for Running {
+        fn drop(&mut self) {
+            self.0.fetch_sub(1, Ordering::SeqCst);
+        }
+    }
+    for &way in Way::all() {
+        let running = Arc::new(AtomicUsize::new(0));
+        let count = Arc::clone(&running);
+        let handler = handler_fn(move |request: Request| {
+            count.fetch_add(1, Ordering::SeqCst);
+            let guard = Running(Arc::clone(&count));
+            async move {
+                let _guard = guard;
+                if request.route.path() == "/hold" {
+                    request.context.cancel.cancelled().await;
+                }
+                Ok(Response::new(Status::OK, request.message))
+            }
+        });
+        let limits = Limits { calls_max: 64, request_bytes_in_flight_max: 4 << 20, ..Limits::default() };
+        let Some(both) = Both::open(way, limits, handler).await else { return };
+        // A fixed seed, so that a failure comes again.
+        let mut random = 0x2545_F491_4F6C_DD17_u64;
+        let mut next = |below: u64| {
+            random ^= random << 13;
+            random ^= random >> 7;
+            random ^= random << 17;
+            random % below
+        };
+        let mut kept = Vec::new();
+        for call in 0..CALLS {
+            let bytes = if call % 20 == 0 { 300_000 } else { usize::try_from(next(3_000)).unwrap() };
+            let request = with_segment(if next(2) == 0 { "/hold" } else { "/echo" }, bytes);
+            let mut started = Box::pin(both.channel.start(request));
+            let Some(mut reply) = polled(&mut started, next(3)).await else { continue };
+            match next(10) {
+                0 => kept.push(reply),
+                polls => drop(polled(&mut reply, polls).await),
+            }
+            if kept.len() > 16 {
+                drop(kept.swap_remove(usize::try_from(next(16)).unwrap()));
+            }
+        }
+        drop(kept);
+        // All the room is there again.
+        let calls = (0..64).map(|_| both.channel.call(with_segment("/echo", 60_000)));
+        for answer in soon(futures_util::future::join_all(calls)).await {
+            answer.unwrap();
+        }
+        soon(async {
+            let whole = || both.stats().iter().all(|stats| stats.pool.bytes_free == stats.pool.bytes_kept);
+            while running.load(Ordering::SeqCst) > 0 || !whole() {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+        })
+        .await;
+        both.channel.close(FAR).await.expect("no call is left");
+        soon(both.serving).await.unwrap().unwrap();
+    }
+}
+
+/// What a future gives within so many polls.
+async fn polled<T, E>(future: &mut (impl Future<Output = Result<T, E>> + Unpin), polls: u64) -> Option<T> {
+    for _ in 0..=polls {
+        if let std::task::Poll::Ready(done) = futures_util::poll!(&mut *future) {
+            return done.ok();
+        }
+        tokio::task::yield_now().await;
+    }
+    None
+}

@@ -1,0 +1,287 @@
+//! How connections begin and end over real UCX: tokens, strangers, goodbyes, refusals, nonsense.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests")]
+
+mod common;
+
+use std::time::Duration;
+
+use common::{EndOf, Meeting, SOON, Way, open, pair, parcel, payload, recorder};
+use gym_core::{Code, Error};
+use gym_transport_rdma::fabric::{
+    Connect, ConnectionId, Disposition, End, Expect, Fabric, FabricOptions, Parcel, Target, Token,
+};
+
+const BIG: usize = 1 << 20;
+/// Over shared memory a wrong token is answered with silence.
+const REFUSED_WITHIN: Duration = Duration::from_millis(500);
+
+fn fabrics(way: Way) -> Option<(Fabric, Fabric)> {
+    Some((open(way.calling())?, open(way.answering())?))
+}
+
+fn shut_down(way: Way, (caller, answerer): &(Fabric, Fabric)) {
+    assert!(caller.shutdown(SOON) && answerer.shutdown(SOON), "{way:?}: something was leaked");
+}
+
+fn connect(fabric: &Fabric, to: Connect) -> EndOf {
+    let (recorder, events) = recorder(fabric, None);
+    EndOf { connection: fabric.connect(to, recorder).unwrap(), events }
+}
+
+fn expect(fabric: &Fabric, expected: Expect) -> EndOf {
+    let (recorder, events) = recorder(fabric, None);
+    EndOf { connection: fabric.expect(expected, recorder).unwrap(), events }
+}
+
+fn lost(end: End) -> Error {
+    match end {
+        End::Lost(error) => error,
+        other => panic!("{other:?} instead of lost"),
+    }
+}
+
+#[test]
+fn a_goodbye_comes_after_everything_that_was_posted_before() {
+    for &way in Way::all() {
+        let Some(fabrics) = fabrics(way) else { return };
+        let (here, there) = pair(way, &fabrics.0, &fabrics.1, None);
+        for index in 0..20_u8 {
+            here.post(vec![index], payload(if index % 2 == 0 { BIG } else { 10 }, index.into()));
+        }
+        here.connection.close(SOON);
+        let mut arrived: Vec<u8> = (0..20).map(|_| there.message().0[0]).collect();
+        arrived.sort_unstable();
+        assert!(arrived.into_iter().eq(0..20), "{way:?}");
+        assert!(matches!(there.ended(), End::ClosedByPeer), "{way:?}");
+        assert!(matches!(here.ended(), End::Closed), "{way:?}");
+        let refused = here.connection.post(parcel(vec![], vec![])).unwrap_err();
+        assert_eq!(refused.code(), Code::Unavailable);
+        shut_down(way, &fabrics);
+    }
+}
+
+#[test]
+fn both_ends_may_say_goodbye_at_once() {
+    for &way in Way::all() {
+        let Some(fabrics) = fabrics(way) else { return };
+        for _ in 0..20 {
+            let (here, there) = pair(way, &fabrics.0, &fabrics.1, None);
+            here.connection.close(SOON);
+            there.connection.close(SOON);
+            assert!(matches!(here.ended(), End::Closed | End::ClosedByPeer), "{way:?}");
+            assert!(matches!(there.ended(), End::Closed | End::ClosedByPeer), "{way:?}");
+        }
+        shut_down(way, &fabrics);
+    }
+}
+
+#[test]
+fn a_shutdown_says_goodbye_for_every_connection() {
+    for &way in Way::all() {
+        let Some((caller, answerer)) = fabrics(way) else { return };
+        let (here, there) = pair(way, &caller, &answerer, None);
+        here.post(vec![1], payload(BIG, 1));
+        assert!(caller.shutdown(SOON), "{way:?}");
+        assert!(matches!(here.ended(), End::Closed), "{way:?}");
+        there.message();
+        assert!(matches!(there.ended(), End::ClosedByPeer), "{way:?}");
+        assert!(caller.connect(Meeting::new().connect(way.target(&answerer)), recorder(&answerer, None).0).is_err());
+        assert!(answerer.shutdown(SOON), "{way:?}");
+    }
+}
+
+#[test]
+fn breaking_off_is_seen_by_the_peer() {
+    for &way in Way::all() {
+        let Some(fabrics) = fabrics(way) else { return };
+        let (here, there) = pair(way, &fabrics.0, &fabrics.1, None);
+        here.connection.close(Duration::ZERO);
+        assert!(matches!(here.ended(), End::Closed), "{way:?}");
+        assert_eq!(lost(there.ended()).code(), Code::Unavailable, "{way:?}");
+        shut_down(way, &fabrics);
+    }
+}
+
+#[test]
+fn a_wrong_token_is_refused_and_the_right_one_still_works_once() {
+    for &way in Way::all() {
+        let Some((caller, answerer)) = fabrics(way) else { return };
+        let meeting = Meeting::new();
+        let there = expect(&answerer, meeting.expect(way, &caller));
+        let target = way.target(&answerer);
+        let wrong = Connect {
+            token: Token::random(),
+            id: ConnectionId::random(),
+            within: REFUSED_WITHIN,
+            ..meeting.connect(target.clone())
+        };
+        let intruder = connect(&caller, wrong);
+        assert_eq!(lost(intruder.ended()).code(), Code::Unavailable, "{way:?}");
+        assert_eq!(answerer.stats().refused_tokens, 1, "{way:?}");
+        let here = connect(&caller, meeting.connect(target.clone()));
+        here.opened();
+        there.opened();
+        // The same hello again: the token was used.
+        let replay = Connect { id: meeting.caller, within: REFUSED_WITHIN, ..meeting.connect(target) };
+        let Some(other) = open(way.calling()) else { return };
+        let replay = connect(&other, replay);
+        assert_eq!(lost(replay.ended()).code(), Code::Unavailable, "{way:?}");
+        assert_eq!(answerer.stats().refused_tokens, 2, "{way:?}");
+        here.post(vec![5], vec![]);
+        assert_eq!(there.message().0[..], [5], "{way:?}: the first one is undisturbed");
+        assert!(other.shutdown(SOON));
+        shut_down(way, &(caller, answerer));
+    }
+}
+
+#[test]
+fn a_peer_that_does_not_come_in_time_is_told_as_lost_and_its_token_is_void() {
+    for &way in Way::all() {
+        let Some((caller, answerer)) = fabrics(way) else { return };
+        let meeting = Meeting::new();
+        let there = expect(&answerer, Expect { within: Duration::from_millis(20), ..meeting.expect(way, &caller) });
+        assert!(lost(there.ended()).to_string().contains("did not come in time"), "{way:?}");
+        let late = Connect { within: REFUSED_WITHIN, ..meeting.connect(way.target(&answerer)) };
+        assert_eq!(lost(connect(&caller, late).ended()).code(), Code::Unavailable, "{way:?}");
+        assert_eq!(answerer.stats().refused_tokens, 1, "{way:?}");
+        shut_down(way, &(caller, answerer));
+    }
+}
+
+#[test]
+fn nobody_listening_is_told_as_lost() {
+    let Some(caller) = open(Way::Network.calling()) else { return };
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let here = connect(&caller, Meeting::new().connect(Target::Socket(port)));
+    let error = lost(here.ended());
+    assert_eq!((error.code(), error.execution()), (Code::Unavailable, gym_core::Execution::NotStarted), "{error}");
+    assert!(caller.shutdown(SOON));
+}
+
+#[test]
+fn rubbish_in_place_of_a_worker_address_is_an_error() {
+    let Some(caller) = open(Way::SharedMemory.calling()) else { return };
+    for rubbish in [vec![], vec![0; 100]] {
+        let to =
+            Connect { within: Duration::from_millis(200), ..Meeting::new().connect(Target::Worker(rubbish.into())) };
+        assert_eq!(lost(connect(&caller, to).ended()).code(), Code::Unavailable);
+    }
+    assert!(caller.shutdown(SOON));
+}
+
+#[test]
+fn strangers_beyond_the_bound_are_turned_away() {
+    let answering = FabricOptions { strangers_max: 0, ..Way::Network.answering() };
+    let (Some(answerer), Some(caller)) = (open(answering), open(Way::Network.calling())) else { return };
+    let here = connect(&caller, Meeting::new().connect(Way::Network.target(&answerer)));
+    assert_eq!(lost(here.ended()).code(), Code::Unavailable);
+    assert!(answerer.stats().refused_strangers >= 1);
+    shut_down(Way::Network, &(caller, answerer));
+}
+
+#[test]
+fn connections_that_never_speak_do_not_keep_others_away() {
+    let (Some(answerer), Some(caller)) = (open(Way::Network.answering()), open(Way::Network.calling())) else {
+        return;
+    };
+    // Only silent ones: UCX's tcp listener gives the process up when it is sent something else.
+    let silent: Vec<_> =
+        (0..20).filter_map(|_| std::net::TcpStream::connect(answerer.listen_address().unwrap()).ok()).collect();
+    let (here, there) = pair(Way::Network, &caller, &answerer, None);
+    here.post(vec![1], vec![]);
+    there.message();
+    drop(silent);
+    shut_down(Way::Network, &(caller, answerer));
+}
+
+#[test]
+fn a_refused_payload_ends_the_senders_part_and_nothing_is_allocated() {
+    for &way in Way::all() {
+        let Some(fabrics) = fabrics(way) else { return };
+        let hook: common::Hook = Box::new(|header, _| (header == [9]).then_some(Ok(Disposition::Done)));
+        let (here, there) = pair(way, &fabrics.0, &fabrics.1, Some(hook));
+        let (told, done) = std::sync::mpsc::sync_channel(1);
+        let done_call = Box::new(move |result: gym_core::Result<()>| told.send(result.is_ok()).unwrap());
+        here.connection.post(Parcel { done: Some(done_call), ..parcel(vec![9], payload(64 << 20, 0)) }).unwrap();
+        done.recv_timeout(SOON).expect("a refusal ends the send");
+        here.post(vec![1], payload(BIG, 1));
+        assert_eq!(there.message().0[..], [1], "{way:?}");
+        assert_eq!(fabrics.1.pool().stats().fresh, 1, "{way:?}: only the second one landed");
+        shut_down(way, &fabrics);
+    }
+}
+
+#[test]
+fn an_error_or_a_panic_of_the_handler_ends_this_connection_alone() {
+    for &way in Way::all() {
+        let Some(fabrics) = fabrics(way) else { return };
+        let (bystander, its_peer) = pair(way, &fabrics.0, &fabrics.1, None);
+        for (header, code) in [(1, Code::DataLoss), (2, Code::Internal)] {
+            let hook: common::Hook = Box::new(|header, _| match header {
+                [1] => Some(Err(Error::unknown(Code::DataLoss, "nonsense"))),
+                _ => panic!("a defect, on purpose"),
+            });
+            let (here, there) = pair(way, &fabrics.0, &fabrics.1, Some(hook));
+            here.post(vec![header], vec![]);
+            // It may have been told by now.
+            let _ = here.connection.post(parcel(vec![header], payload(BIG, 0)));
+            assert_eq!(lost(there.ended()).code(), code, "{way:?}");
+            // UCX tells it over a network; over shared memory the fabric does.
+            assert_eq!(lost(here.ended()).code(), Code::Unavailable, "{way:?}");
+        }
+        bystander.post(vec![3], vec![]);
+        assert_eq!(its_peer.message().0[..], [3], "{way:?}");
+        shut_down(way, &fabrics);
+    }
+}
+
+#[test]
+fn a_buffer_of_the_wrong_length_ends_the_connection_and_writes_nothing() {
+    for &way in Way::all() {
+        let Some(fabrics) = fabrics(way) else { return };
+        let pool = fabrics.1.pool().clone();
+        let hook: common::Hook = Box::new(move |_, length| {
+            Some(pool.take(length as usize - 1).map(|buffer| Disposition::Land { key: 0, buffer }))
+        });
+        let (here, there) = pair(way, &fabrics.0, &fabrics.1, Some(hook));
+        here.post(vec![1], payload(BIG, 0));
+        assert_eq!(lost(there.ended()).code(), Code::Internal, "{way:?}");
+        here.connection.close(Duration::ZERO);
+        here.ended();
+        shut_down(way, &fabrics);
+    }
+}
+
+#[test]
+fn a_header_and_an_urgent_payload_that_are_too_long_are_refused_here() {
+    let Some(fabrics) = fabrics(Way::Network) else { return };
+    let (here, _there) = pair(Way::Network, &fabrics.0, &fabrics.1, None);
+    let error = here.connection.post(parcel(vec![0; 105], vec![])).unwrap_err();
+    assert_eq!(error.code(), Code::InvalidArgument);
+    let urgent = Parcel { lane: gym_transport_rdma::fabric::Lane::Urgent, ..parcel(vec![], vec![0; 4097]) };
+    assert_eq!(here.connection.post(urgent).unwrap_err().code(), Code::InvalidArgument);
+    shut_down(Way::Network, &fabrics);
+}
+
+#[test]
+fn parcels_of_a_connection_that_broke_are_told_as_failed_before_its_end() {
+    for &way in Way::all() {
+        let Some(fabrics) = fabrics(way) else { return };
+        let (here, there) = pair(way, &fabrics.0, &fabrics.1, None);
+        let (told, done) = std::sync::mpsc::sync_channel(1000);
+        for _ in 0..500 {
+            let told = told.clone();
+            let done_call = Box::new(move |result: gym_core::Result<()>| told.send(result.is_ok()).unwrap());
+            here.connection.post(Parcel { done: Some(done_call), ..parcel(vec![], payload(BIG, 0)) }).unwrap();
+        }
+        drop(told);
+        there.connection.close(Duration::ZERO);
+        here.connection.close(Duration::ZERO);
+        here.ended();
+        assert_eq!(done.try_iter().count(), 500, "{way:?}");
+        // Over shared memory an endpoint that is broken off under load may have to be left to lie.
+        let clean = fabrics.0.shutdown(SOON) & fabrics.1.shutdown(SOON);
+        assert!(clean || way == Way::SharedMemory, "{way:?}");
+    }
+}

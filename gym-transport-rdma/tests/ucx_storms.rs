@@ -1,0 +1,232 @@
+//! Many parcels at once, posted and abandoned at random, with canaries around every buffer. `GYM_UCX_STORM` says how many
+//! (2,000); under valgrind and with a large number this is the test of who owns what until when.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests")]
+
+mod common;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use bytes::Bytes;
+use common::{SOON, Way, open, pair};
+use gym_core::Result;
+use gym_transport_rdma::fabric::{
+    Connection, Disposition, End, Fabric, FabricOptions, Lane, Lanes, Parcel, Payload, PeerEvents,
+};
+use gym_transport_rdma::pool::Pool;
+
+/// Stands before and behind what is sent; the receiver must never see it.
+const CANARY: u8 = 0xC5;
+const MARGIN: usize = 64;
+
+/// A payload inside of a larger buffer, sometimes of the pool: each byte tells its parcel, never the canary's.
+fn guarded(pool: &Pool, random: &mut fastrand::Rng, len: usize, seed: u8) -> (Bytes, Bytes) {
+    let mark = seed & 0x3f;
+    let whole = if random.bool() {
+        let mut buffer = pool.take(len + 2 * MARGIN).unwrap();
+        buffer.fill(CANARY);
+        buffer[MARGIN..MARGIN + len].fill(mark);
+        buffer.freeze()
+    } else {
+        let mut buffer = vec![CANARY; len + 2 * MARGIN];
+        buffer[MARGIN..MARGIN + len].fill(mark);
+        buffer.into()
+    };
+    let payload = whole.slice(MARGIN..MARGIN + len);
+    (whole, payload)
+}
+
+/// Checks every payload against its header, lands some and refuses others.
+struct Judge {
+    pool: Pool,
+    seen: AtomicUsize,
+    wrong: AtomicUsize,
+}
+
+impl Judge {
+    fn judge(&self, mark: u8, payload: &[u8]) {
+        self.seen.fetch_add(1, Ordering::Relaxed);
+        if payload.iter().any(|byte| *byte != mark) {
+            self.wrong.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+}
+
+impl PeerEvents for Judge {
+    fn opened(&self, _: &Connection, _: &Lanes) {}
+
+    fn message(&self, header: &[u8], payload: Payload<'_>) -> Result<Disposition> {
+        let mark = header[0] & 0x3f;
+        match payload {
+            Payload::Here(bytes) => self.judge(mark, bytes.as_slice()),
+            Payload::Announced(length) if header[1].is_multiple_of(3) => {
+                let mut buffer = self.pool.take(usize::try_from(length).unwrap())?;
+                buffer.fill(CANARY);
+                return Ok(Disposition::Land { key: mark.into(), buffer });
+            }
+            Payload::Announced(_) => {}
+        }
+        Ok(Disposition::Done)
+    }
+
+    fn landed(&self, key: u64, bytes: Bytes) {
+        self.judge(u8::try_from(key).unwrap(), &bytes);
+    }
+
+    fn ended(&self, _: End) {}
+}
+
+fn fabrics(way: Way) -> Option<(Fabric, Fabric)> {
+    let edge = |options| FabricOptions { rendezvous_bytes: Some(8192), ..options };
+    Some((open(edge(way.calling()))?, open(edge(way.answering()))?))
+}
+
+#[test]
+fn parcels_abandoned_at_random_moments_touch_nobodys_memory() {
+    let parcels: usize = std::env::var("GYM_UCX_STORM").map_or(2000, |text| text.parse().unwrap());
+    let seed = std::env::var("GYM_UCX_SEED").map_or(11, |text| text.parse().unwrap());
+    println!("GYM_UCX_STORM={parcels} GYM_UCX_SEED={seed}");
+    for &way in Way::all() {
+        let mut random = fastrand::Rng::with_seed(seed);
+        let Some((caller, answerer)) = fabrics(way) else { return };
+        let judge = Arc::new(Judge { pool: answerer.pool().clone(), seen: 0.into(), wrong: 0.into() });
+        let told = Arc::new(AtomicUsize::new(0));
+        let mut posted = 0;
+        while posted < parcels {
+            // A connection of a hundred parcels or so, which is broken off or closed while they are under way.
+            let meeting = common::Meeting::new();
+            answerer.expect(meeting.expect(way, &caller), Arc::<Judge>::clone(&judge)).unwrap();
+            let (recorder, events) = common::recorder(&caller, None);
+            let here = common::EndOf {
+                connection: caller.connect(meeting.connect(way.target(&answerer)), recorder).unwrap(),
+                events,
+            };
+            if random.bool() {
+                here.opened();
+            }
+            let mut kept = Vec::new();
+            for _ in 0..random.usize(1..200) {
+                let len = [0, 1, 100, 8191, 8192, 60_000, 1 << 20][random.usize(..7)];
+                let mark = random.u8(..);
+                let (whole, payload) = guarded(caller.pool(), &mut random, len, mark);
+                let lane = if len <= 100 && random.u8(..10) == 0 { Lane::Urgent } else { Lane::Ordered };
+                let counter = Arc::clone(&told);
+                let done: gym_transport_rdma::fabric::Done = Box::new(move |_| {
+                    counter.fetch_add(1, Ordering::Relaxed);
+                });
+                // The header's own memory goes away with this round; so does the payload's last handle here, mostly.
+                let header = vec![mark, random.u8(..), 0, 0];
+                let parcel = Parcel { header: header.into(), payload, lane, done: Some(done) };
+                if here.connection.post(parcel).is_err() {
+                    told.fetch_add(1, Ordering::Relaxed);
+                }
+                posted += 1;
+                if random.bool() {
+                    kept.push((whole, len, mark & 0x3f));
+                }
+            }
+            let grace = [Duration::ZERO, Duration::from_millis(random.u64(0..20)), SOON][random.usize(..3)];
+            here.connection.close(grace);
+            here.ended();
+            for (whole, len, mark) in kept {
+                let (before, rest) = whole.split_at(MARGIN);
+                let (payload, behind) = rest.split_at(len);
+                assert!(before.iter().chain(behind).all(|byte| *byte == CANARY), "{way:?}: a margin was written");
+                assert!(payload.iter().all(|byte| *byte == mark), "{way:?}: a payload was written");
+            }
+        }
+        assert_eq!(told.load(Ordering::Relaxed), posted, "{way:?}: every parcel is told exactly once");
+        assert_eq!(
+            judge.wrong.load(Ordering::Relaxed),
+            0,
+            "{way:?}: of {} that came",
+            judge.seen.load(Ordering::Relaxed)
+        );
+        assert!(judge.seen.load(Ordering::Relaxed) > 0, "{way:?}");
+        // Over shared memory nobody tells the answering end of a caller that left before it was answered.
+        let clean = caller.shutdown(SOON) & answerer.shutdown(Duration::from_secs(2));
+        assert!(clean || way == Way::SharedMemory, "{way:?}");
+        if clean {
+            assert_eq!(caller.pool().stats().bytes_kept, 0, "{way:?}: a buffer of the pool is still held");
+        }
+    }
+}
+
+/// The header of a reply that is posted from within an event was once read after its frame was gone, when the connection
+/// was still being wired up.
+#[test]
+fn headers_posted_from_within_events_while_connecting_arrive_whole() {
+    struct Replies {
+        connection: std::sync::OnceLock<Connection>,
+    }
+    impl Replies {
+        fn reply(&self, header: &[u8], payload: Bytes) {
+            let scratch = header.to_vec();
+            let connection = self.connection.get().expect("it is open");
+            connection.post(common::parcel(Bytes::copy_from_slice(&scratch), payload)).unwrap();
+        }
+    }
+    impl PeerEvents for Replies {
+        fn opened(&self, connection: &Connection, _: &Lanes) {
+            let _ = self.connection.set(connection.clone());
+            for index in 0..50_u8 {
+                self.reply(&[index; 100], Bytes::from(vec![index; usize::from(index) * 300]));
+            }
+        }
+
+        fn message(&self, header: &[u8], payload: Payload<'_>) -> Result<Disposition> {
+            if let Payload::Here(bytes) = payload {
+                self.reply(header, bytes.into_bytes());
+            }
+            Ok(Disposition::Done)
+        }
+
+        fn landed(&self, _: u64, _: Bytes) {}
+
+        fn ended(&self, _: End) {}
+    }
+    for &way in Way::all() {
+        let Some((caller, answerer)) = fabrics(way) else { return };
+        for round in 0..10 {
+            let meeting = common::Meeting::new();
+            let replies = Arc::new(Replies { connection: std::sync::OnceLock::new() });
+            answerer.expect(meeting.expect(way, &caller), replies).unwrap();
+            let (recorder, events) = common::recorder(&caller, None);
+            let connection = caller.connect(meeting.connect(way.target(&answerer)), recorder).unwrap();
+            let here = common::EndOf { connection, events };
+            here.post(vec![99; 104], vec![99; 10]);
+            here.opened();
+            let mut seen: Vec<u8> = Vec::new();
+            for _ in 0..51 {
+                let (header, payload, _) = here.message();
+                assert!(header.iter().chain(&payload).all(|byte| *byte == header[0]), "{way:?} {round}");
+                seen.push(header[0]);
+            }
+            seen.sort_unstable();
+            assert!(seen.into_iter().eq((0..50).chain([99])), "{way:?} {round}");
+            here.connection.close(SOON);
+            here.ended();
+        }
+        assert!(caller.shutdown(SOON) && answerer.shutdown(SOON), "{way:?}");
+    }
+}
+
+/// UCX's listener never negotiates shared memory, whatever is allowed: the path that is reported must say so.
+#[test]
+fn a_listener_gives_network_lanes_even_where_shared_memory_is_allowed() {
+    let all = |options| FabricOptions { transports: Some("posix,cma,self,tcp".to_owned()), ..options };
+    if Way::all().len() < 2 {
+        return;
+    }
+    let (Some(caller), Some(answerer)) = (open(all(Way::Network.calling())), open(all(Way::Network.answering())))
+    else {
+        return;
+    };
+    let (here, _there) = pair(Way::Network, &caller, &answerer, None);
+    assert_eq!(here.connection.lanes().unwrap().names(), ["tcp/lo"]);
+    let (here, _there) = pair(Way::SharedMemory, &caller, &answerer, None);
+    assert!(here.connection.lanes().unwrap().names().iter().any(|name| name == "posix/memory"));
+    assert!(caller.shutdown(SOON) && answerer.shutdown(SOON));
+}
