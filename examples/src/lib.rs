@@ -7,7 +7,6 @@
 //! | [`choice`] | questions with one right option |
 //! | [`nemo`] | ports of four of NeMo Gym's own examples |
 //! | [`tasks`] | writes the tasks of the three under `data` |
-//! | [`training`] | a stand-in policy with its worker groups, for the GRPO loop |
 //! | [`policy`] | a scripted stand-in for a model that plays the three |
 //! | [`servers`] | all of them by implementation name, for a stack or the command line |
 //! | [`arguments`], [`sessions`] | what several of them share: refusals in pydantic's words, bounded state by session |
@@ -21,5 +20,4 @@ pub mod policy;
 pub mod servers;
 pub mod sessions;
 pub mod tasks;
-pub mod training;
 pub mod warehouse;

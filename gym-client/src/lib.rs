@@ -19,9 +19,13 @@ pub mod train;
 mod transports;
 
 pub use cookies::CookieJar;
-pub use gym_core::Picker;
+pub use gym_core::Balance;
 #[cfg(feature = "http")]
 pub use gym_transport_http as http;
+#[cfg(feature = "rdma")]
+pub use gym_transport_rdma as rdma;
 pub use serve::serve;
 pub use server_client::{CallOptions, ServerClient, Session};
-pub use transports::Transports;
+#[cfg(all(feature = "http", feature = "rdma"))]
+pub use transports::UcxMetrics;
+pub use transports::{Offer, PathMetrics, PeerPath, Refusal, Transports};

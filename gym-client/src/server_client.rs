@@ -4,13 +4,12 @@
 //! carries its cookies.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
 use gym_core::{
-    CallContext, Code, ConnectOptions, DEFAULT_TTL, EXECUTION_METADATA, Error, Execution, Incarnation, Instance, Load,
-    Picker, Registry, Request, Response, Result, RetryPolicy, Rope, Route, World, retry_after,
+    Balance, CallContext, Code, ConnectOptions, DEFAULT_TTL, EXECUTION_METADATA, Error, Execution, Incarnation,
+    Instance, Load, Picker, Registry, Request, Response, Result, RetryPolicy, Rope, Route, World, retry_after,
 };
 use tokio::time::Instant;
 
@@ -39,7 +38,6 @@ struct Inner {
     picker: Picker,
     policy: RetryPolicy,
     rng: Mutex<fastrand::Rng>,
-    turn: AtomicUsize,
     names: RwLock<BTreeMap<String, Arc<Resolved>>>,
     asking: Mutex<BTreeMap<String, Arc<tokio::sync::Mutex<Asked>>>>,
 }
@@ -111,29 +109,34 @@ impl ServerClient {
                 picker: Picker::default(),
                 policy: RetryPolicy::default(),
                 rng: Mutex::new(world.rng()),
-                turn: AtomicUsize::new(0),
                 names: RwLock::default(),
                 asking: Mutex::default(),
             }),
         }
     }
 
-    /// The same servers, with another picker and retry policy; channels and counters are its own.
+    /// The same servers, with another way to choose a replica and retry policy; channels and counters are its own. Weights are in the
+    /// order in which the registry names the replicas.
     #[must_use]
-    pub fn with(&self, picker: Picker, policy: RetryPolicy) -> Self {
+    pub fn with(&self, balance: Balance, policy: RetryPolicy) -> Self {
         let inner = &self.inner;
         Self {
             inner: Arc::new(Inner {
                 registry: Arc::clone(&inner.registry),
                 transports: inner.transports.clone(),
-                picker,
+                picker: Picker::new(balance),
                 policy,
                 rng: Mutex::new(lock(&inner.rng).fork()),
-                turn: AtomicUsize::new(0),
                 names: RwLock::default(),
                 asking: Mutex::default(),
             }),
         }
+    }
+
+    /// The transports that servers are reached by.
+    #[must_use]
+    pub fn transports(&self) -> &Transports {
+        &self.inner.transports
     }
 
     /// The registry that names are looked up in.
@@ -233,15 +236,13 @@ impl ServerClient {
     /// A replica of the name; `None` when nobody has registered under it.
     async fn pick(&self, cx: &CallContext, server: &str, failed: &[u32]) -> Result<Option<Arc<Replica>>> {
         let resolved = self.resolve(cx, server).await?;
-        let turn = self.inner.turn.fetch_add(1, Ordering::Relaxed);
         let replicas = || resolved.replicas.iter().enumerate();
         let open = replicas().filter(|(_, replica)| !failed.contains(&replica.rank));
-        let load =
-            |(index, replica): (usize, &Arc<Replica>)| Load { index, pending: replica.pending.count(), weight: 1 };
-        let picker = self.inner.picker;
-        let chosen = picker.pick(turn, &open.map(load).collect::<Vec<_>>());
+        let load = |(index, replica): (usize, &Arc<Replica>)| Load { index, pending: replica.pending.count() };
+        let picker = &self.inner.picker;
+        let chosen = picker.pick(&open.map(load).collect::<Vec<_>>());
         // All have failed once: any of them again.
-        let chosen = chosen.or_else(|| picker.pick(turn, &replicas().map(load).collect::<Vec<_>>()));
+        let chosen = chosen.or_else(|| picker.pick(&replicas().map(load).collect::<Vec<_>>()));
         Ok(chosen.map(|index| Arc::clone(&resolved.replicas[index])))
     }
 

@@ -41,10 +41,13 @@ fn main() -> ExitCode {
         return gym_server::cli::main(Servers::stock().resources("digit", |_| Ok(Digit)));
     }
     let wanted = std::env::args().nth(1).filter(|argument| !argument.starts_with('-')).unwrap_or_default();
-    let cases: [(&str, fn()); 7] = [
+    let cases: [(&str, fn()); 10] = [
         ("run_announces_serves_and_stops_in_order", run_announces_serves_and_stops_in_order),
         ("a_second_signal_stops_at_once", a_second_signal_stops_at_once),
         ("services_run_in_processes_of_their_own", services_run_in_processes_of_their_own),
+        ("ucx_is_chosen_by_configuration_alone", ucx_is_chosen_by_configuration_alone),
+        ("servers_of_one_process_call_each_other_over_ucx", servers_of_one_process_call_each_other_over_ucx),
+        ("a_required_transport_fails_instead_of_falling", a_required_transport_fails_instead_of_falling),
         ("collect_uses_the_servers_that_run", collect_uses_the_servers_that_run),
         ("collect_brings_its_own_servers", collect_brings_its_own_servers),
         ("a_failed_rollout_ends_with_3", a_failed_rollout_ends_with_3),
@@ -260,6 +263,119 @@ fn services_run_in_processes_of_their_own() {
     let (out, _) = ended_with(&place.run(&["status", "--head-url", &url]), 0);
     assert!(out.contains("0 of 0 servers healthy"), "who stops lets go of its lease: {out}");
     assert_eq!(head.interrupt(), Some(0));
+}
+
+/// Whether this machine has the rung. A missing one is said, or a failure with `GYM_UCX_REQUIRED=1`.
+fn has(place: &Place, rung: &str) -> bool {
+    let doctor = place.run(&["doctor", "--require-transport", rung]);
+    let has = doctor.status.code() != Some(1);
+    assert!(has || std::env::var_os("GYM_UCX_REQUIRED").is_none(), "{}", String::from_utf8_lossy(&doctor.stderr));
+    if !has {
+        eprintln!("NOT RUN: {}", String::from_utf8_lossy(&doctor.stderr));
+    }
+    has
+}
+
+/// How the server of that name reaches others, by `rgym status`.
+fn paths(status: &serde_json::Value, name: &str) -> Vec<(String, String)> {
+    let server = status["servers"].as_array().unwrap().iter().find(|server| server["name"] == name).unwrap();
+    let text = |peer: &serde_json::Value, key: &str| peer[key].as_str().unwrap_or_default().to_owned();
+    let peers = server["peers"].as_array().unwrap().iter();
+    peers.map(|peer| (text(peer, "level"), text(peer, "lanes"))).collect()
+}
+
+fn ucx_is_chosen_by_configuration_alone() {
+    for (rung, lane) in [("shm", "/memory"), ("ucx_tcp", "tcp/")] {
+        let place = Place::new();
+        if !has(&place, rung) {
+            return;
+        }
+        place.tasks((0..5).map(|number| row("0123456789", number)));
+        let head = place.start(&["--serve", "head_server"]);
+        let url = place.head();
+        // The agent's process is told by an option, the others by the file.
+        let config = format!("{CONFIG}transport: {rung}\n");
+        std::fs::write(place.file("gym.yaml"), config).unwrap();
+        let services: Vec<Started> = ["policy_model", "digit", "digit_agent", "digit_environment_server"]
+            .iter()
+            .map(|name| place.start(&["--serve", name, "--head-url", &url, "--transport", rung]))
+            .collect();
+        let collect = [
+            "collect",
+            "-a",
+            "digit_agent",
+            "-i",
+            "tasks.jsonl",
+            "-o",
+            "out/rollouts.jsonl",
+            "--head-url",
+            &url,
+            "--transport",
+            rung,
+        ];
+        ended_with(&place.run(&collect), 0);
+        assert_eq!(place.rollouts().len(), 5);
+        let (out, _) = ended_with(&place.run(&["status", "--json", "--head-url", &url]), 0);
+        let status: serde_json::Value = serde_json::from_str(&out).unwrap();
+        let reached = paths(&status, "digit_agent");
+        assert_eq!(reached.len(), 2, "model and resources: {status}");
+        for (level, lanes) in &reached {
+            assert!(level == rung && lanes.contains(lane), "{status}");
+        }
+        for service in services {
+            assert_eq!(service.interrupt(), Some(0));
+        }
+        assert_eq!(head.interrupt(), Some(0));
+    }
+}
+
+fn servers_of_one_process_call_each_other_over_ucx() {
+    let place = Place::new();
+    if !has(&place, "shm") {
+        return;
+    }
+    place.tasks((0..5).map(|number| row("0123456789", number)));
+    let started = place.start(&["--transport", "shm"]);
+    let collect =
+        ["collect", "-a", "digit_agent", "-i", "tasks.jsonl", "-o", "out/rollouts.jsonl", "--head-url", &place.head()];
+    ended_with(&place.run(&collect), 0);
+    assert_eq!(place.rollouts().len(), 5);
+    let metrics = get(place.head_port, "/metrics");
+    assert!(metrics.contains(r#"gym_transport_connections_total{level="shm"}"#), "{metrics}");
+    assert!(
+        metrics.contains("gym_ucx_wakeups_total{source=") && metrics.contains("gym_ucx_bytes_total{peer="),
+        "{metrics}"
+    );
+    let (table, _) = ended_with(&place.run(&["status", "--head-url", &place.head()]), 0);
+    assert!(table.contains("shm 3"), "environment, model and resources: {table}");
+    assert_eq!(started.interrupt(), Some(0));
+}
+
+fn a_required_transport_fails_instead_of_falling() {
+    let place = Place::new();
+    place.tasks([row("0123456789", 0)]);
+    let started = place.start(&[]);
+    let collect = [
+        "collect",
+        "-a",
+        "digit_agent",
+        "-i",
+        "tasks.jsonl",
+        "-o",
+        "out/rollouts.jsonl",
+        "--head-url",
+        &place.head(),
+        "--require-transport",
+        "rdma",
+        "--attempts",
+        "1",
+    ];
+    let (out, error) = ended_with(&place.run(&collect), 3);
+    let failures = std::fs::read_to_string(place.file("out/rollouts_failures.jsonl")).unwrap();
+    for words in ["http: below require_transport rdma", "it offers no ucx endpoint", "rgym doctor"] {
+        assert!(failures.contains(words), "{words}: {failures}{out}{error}");
+    }
+    assert_eq!(started.interrupt(), Some(0));
 }
 
 fn collect_uses_the_servers_that_run() {

@@ -12,6 +12,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("gym-transport-rdma", &["gym-core"]),
     ("gym-client", &["gym-core", "gym-transport-http", "gym-transport-rdma"]),
     ("gym-server", &["gym-client", "gym-core"]),
+    ("gym-fuzz", &["gym-core", "gym-transport-http", "gym-transport-rdma"]),
     ("gym-examples", &["gym-client", "gym-core", "gym-server"]),
     (
         "gym-benches",
@@ -60,13 +61,14 @@ fn the_foundation_knows_no_socket_library() {
 }
 
 /// Licences under which everything may be linked into a program of any licence. `WITH` an exception only adds rights.
-const LICENCES: [&str; 9] = [
+const LICENCES: [&str; 10] = [
     "Apache-2.0",
     "Apache-2.0 WITH LLVM-exception",
     "BSD-3-Clause",
     "CDLA-Permissive-2.0",
     "ISC",
     "MIT",
+    "NCSA",
     "Unicode-3.0",
     "Unlicense",
     "Zlib",

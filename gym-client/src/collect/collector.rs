@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
+use futures_util::future::BoxFuture;
 use futures_util::stream::{self, StreamExt as _};
 use gym_core::{CallContext, Code, Error, RawObject, Result, Rope, TaskKey, World};
 use tokio::sync::mpsc;
@@ -123,41 +124,44 @@ impl RolloutCollector {
     ///
     /// # Errors
     /// `InvalidArgument` for what is wrong with the input or the options, naming file and line; the disk's and the ledger's.
-    pub async fn collect(&self, options: CollectOptions, stop: CancellationToken) -> Result<Collected> {
-        let files = OutputFiles::beside(&options.output);
-        let resumes = options.resume && goes_on(&files)?;
-        let cx = CallContext::within(OPEN_TIMEOUT);
-        // All that can be wrong with the input is known before anything of an earlier run is removed. The name is this
-        // process's own: a second collector is refused only by the ledger's lock.
-        let partial = files.materialized.with_extension(format!("jsonl.{}.partial", std::process::id()));
-        let summary = if resumes { None } else { Some(self.materialize(&options, &partial).await?) };
-        let start = if resumes { Start::Resume } else { Start::Fresh };
-        let opened = JsonlLedger::open(&cx, Arc::clone(&self.world.files), &files.rollouts, start).await;
-        let (ledger, opened) = opened.inspect_err(|_| drop(std::fs::remove_file(&partial)))?;
-        tracing::info!(?opened, output = %files.rollouts.display(), "the ledger is open");
-        let (total, warnings) = match summary {
-            None => (count_lines(&files.materialized).await?, Vec::new()),
-            Some(summary) => {
-                self.world.files.remove(&files.aggregate).await?;
-                std::fs::rename(&partial, &files.materialized).map_err(|error| {
-                    Error::internal("cannot write").about(files.materialized.display().to_string()).caused_by(error)
-                })?;
-                (summary.rows_written, summary.warnings)
-            }
-        };
-        self.progress.set_total(total);
-        let ledger = Arc::new(ledger);
-        let driver = Driver::new(self.client.clone(), Arc::clone(&ledger) as _, &self.world, options.driver)
-            .counting_in(Arc::clone(&self.progress));
-        let rows = read_rows(files.materialized.clone(), self.names.clone());
-        let ended = Arc::new(driver).run(rows, stop).await;
-        ledger.close(&CallContext::within(OPEN_TIMEOUT)).await?;
-        let ended = ended?;
-        let aggregate_error = match (options.aggregate, ended) {
-            (true, Ended::Exhausted) => self.aggregate(&files).await.err().map(|error| error.to_string()),
-            _ => None,
-        };
-        Ok(Collected { files, ended, snapshot: self.progress.snapshot(), warnings, aggregate_error })
+    #[must_use = "a future does nothing until it is awaited"]
+    pub fn collect(&self, options: CollectOptions, stop: CancellationToken) -> BoxFuture<'_, Result<Collected>> {
+        Box::pin(async move {
+            let files = OutputFiles::beside(&options.output);
+            let resumes = options.resume && goes_on(&files)?;
+            let cx = CallContext::within(OPEN_TIMEOUT);
+            // All that can be wrong with the input is known before anything of an earlier run is removed. The name is this
+            // process's own: a second collector is refused only by the ledger's lock.
+            let partial = files.materialized.with_extension(format!("jsonl.{}.partial", std::process::id()));
+            let summary = if resumes { None } else { Some(self.materialize(&options, &partial).await?) };
+            let start = if resumes { Start::Resume } else { Start::Fresh };
+            let opened = JsonlLedger::open(&cx, Arc::clone(&self.world.files), &files.rollouts, start).await;
+            let (ledger, opened) = opened.inspect_err(|_| drop(std::fs::remove_file(&partial)))?;
+            tracing::info!(?opened, output = %files.rollouts.display(), "the ledger is open");
+            let (total, warnings) = match summary {
+                None => (count_lines(&files.materialized).await?, Vec::new()),
+                Some(summary) => {
+                    self.world.files.remove(&files.aggregate).await?;
+                    std::fs::rename(&partial, &files.materialized).map_err(|error| {
+                        Error::internal("cannot write").about(files.materialized.display().to_string()).caused_by(error)
+                    })?;
+                    (summary.rows_written, summary.warnings)
+                }
+            };
+            self.progress.set_total(total);
+            let ledger = Arc::new(ledger);
+            let driver = Driver::new(self.client.clone(), Arc::clone(&ledger) as _, &self.world, options.driver)
+                .counting_in(Arc::clone(&self.progress));
+            let rows = read_rows(files.materialized.clone(), self.names.clone());
+            let ended = Arc::new(driver).run(rows, stop).await;
+            ledger.close(&CallContext::within(OPEN_TIMEOUT)).await?;
+            let ended = ended?;
+            let aggregate_error = match (options.aggregate, ended) {
+                (true, Ended::Exhausted) => self.aggregate(&files).await.err().map(|error| error.to_string()),
+                _ => None,
+            };
+            Ok(Collected { files, ended, snapshot: self.progress.snapshot(), warnings, aggregate_error })
+        })
     }
 
     /// Writes the rows to dispatch, and checks that each has a server.

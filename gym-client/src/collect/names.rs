@@ -4,8 +4,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::future::BoxFuture;
 use gym_core::{
-    CallContext, Code, Endpoint, Error, Incarnation, Instance, Registry, Request, Result, ServerKind, World,
+    CallContext, Code, Endpoint, Error, Incarnation, Instance, Ladder, Registry, Request, Result, ServerKind, World,
 };
 use serde_json::Value;
 
@@ -175,26 +176,31 @@ impl Names for ServerNames {
 ///
 /// # Errors
 /// `Unavailable` when the head cannot be reached; `DataLoss` when its answer cannot be read.
-pub async fn connect_head(
-    head: &Endpoint,
+#[must_use = "a future does nothing until it is awaited"]
+pub fn connect_head<'a>(
+    head: &'a Endpoint,
     transports: Transports,
-    world: &World,
-) -> Result<(ServerClient, ServerNames)> {
-    let remote = RemoteRegistry::new(head.clone(), transports.clone(), world.clone());
-    let cx = CallContext::within(HEAD_TIMEOUT);
-    let response = remote.send(&Request::get(cx.child(), "/global_config_dict_yaml"), true).await?;
-    let unreadable = |why: String| {
-        Error::finished(Code::DataLoss, format!("its configuration cannot be read: {why}"))
-            .about(format!("head {head}"))
-    };
-    let yaml: String = serde_json::from_slice(&response.message.head.to_bytes())
-        .map_err(|error| unreadable(format!("it is not a JSON string: {error}")))?;
-    let merged = parse_yaml(&yaml, head.as_str()).map_err(|error| unreadable(error.to_string()))?;
-    let names = ServerNames::of_merged(&merged);
-    let registry: Arc<dyn Registry> = match remote.list(&cx).await {
-        Ok(_) => Arc::new(remote),
-        Err(error) if matches!(error.code(), Code::NotFound | Code::Unimplemented) => Arc::new(names.registry()),
-        Err(error) => return Err(error),
-    };
-    Ok((ServerClient::new(registry, transports, world), names))
+    world: &'a World,
+) -> BoxFuture<'a, Result<(ServerClient, ServerNames)>> {
+    Box::pin(async move {
+        // The head is asked over HTTP whatever the ladder says.
+        let control = transports.clone().with_ladder(Ladder::without_ucx());
+        let remote = RemoteRegistry::new(head.clone(), control, world.clone());
+        let cx = CallContext::within(HEAD_TIMEOUT);
+        let response = remote.send(&Request::get(cx.child(), "/global_config_dict_yaml"), true).await?;
+        let unreadable = |why: String| {
+            Error::finished(Code::DataLoss, format!("its configuration cannot be read: {why}"))
+                .about(format!("head {head}"))
+        };
+        let yaml: String = serde_json::from_slice(&response.message.head.to_bytes())
+            .map_err(|error| unreadable(format!("it is not a JSON string: {error}")))?;
+        let merged = parse_yaml(&yaml, head.as_str()).map_err(|error| unreadable(error.to_string()))?;
+        let names = ServerNames::of_merged(&merged);
+        let registry: Arc<dyn Registry> = match remote.list(&cx).await {
+            Ok(_) => Arc::new(remote),
+            Err(error) if matches!(error.code(), Code::NotFound | Code::Unimplemented) => Arc::new(names.registry()),
+            Err(error) => return Err(error),
+        };
+        Ok((ServerClient::new(registry, transports, world), names))
+    })
 }

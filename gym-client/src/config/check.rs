@@ -5,7 +5,7 @@ use super::problem::{Mistake, Origin, Problem, nearest, suggest};
 use gym_core::ServerKind;
 
 /// Top-level keys with a meaning of their own: never servers, never variables.
-pub(crate) const RESERVED: [&str; 43] = [
+pub(crate) const RESERVED: [&str; 45] = [
     "config_paths",
     "entrypoint",
     "default_host",
@@ -49,6 +49,8 @@ pub(crate) const RESERVED: [&str; 43] = [
     "environment_routing_mode",
     "error_on_agent_without_environment_server",
     "error_on_almost_servers",
+    "transport",
+    "require_transport",
 ];
 
 const DOMAINS: [&str; 12] = [

@@ -375,6 +375,7 @@ impl ConfigLoader {
                 later.iter().filter(|(failure, _)| server.holds(&failure.path)).map(|(_, p)| p.clone()).collect();
             instances.push(instance(server, &resolved, unresolved)?);
         }
+        let ladder = super::transport::ladder(&resolved)?;
         let mut warnings = loaded.warnings;
         warnings.extend(later.into_iter().map(|(_, problem)| problem));
         shared_ports(&instances, &network.head, &mut warnings);
@@ -388,6 +389,7 @@ impl ConfigLoader {
         Ok(GymConfig {
             instances,
             head: network.head,
+            ladder,
             default_host: network.default_host,
             ports: network.ports,
             disallowed_ports: network.disallowed,

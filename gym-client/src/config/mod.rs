@@ -13,6 +13,7 @@
 //! and what they refuse is refused here, with file, line, key and fix. Where a mistake would pass there in silence (a
 //! misspelt server kind), it is refused or listed in [`GymConfig::warnings`].
 
+mod blocks;
 mod check;
 mod compose;
 mod directives;
@@ -26,9 +27,11 @@ mod merge;
 mod node;
 mod overrides;
 mod problem;
+mod transport;
 mod typed;
 mod yaml;
 
+pub(crate) use blocks::Blocks;
 pub use gym_core::ServerKind;
 pub use load::ConfigLoader;
 pub use overrides::Overrides;

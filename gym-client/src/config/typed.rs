@@ -7,11 +7,11 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-use super::emit;
 use super::lax::Lax;
 use super::node::{Key, Node, Tree};
 use super::problem::{ConfigError, Mistake, Origin, Problem, suggest};
-use gym_core::ServerKind;
+use super::{blocks, emit};
+use gym_core::{Ladder, ServerKind};
 
 /// A whole configuration, merged and checked.
 #[derive(Clone, Debug)]
@@ -20,6 +20,8 @@ pub struct GymConfig {
     pub instances: Vec<InstanceConfig>,
     /// The head server's address.
     pub head: HeadConfig,
+    /// How servers reach each other (`transport`, `require_transport`); `None` when nothing is said.
+    pub ladder: Option<Ladder>,
     /// The host of servers that name none.
     pub default_host: String,
     /// Where ports are chosen from.
@@ -283,31 +285,12 @@ impl InstanceConfig {
         for step in at {
             value = &value[*step];
         }
-        serde_path_to_error::deserialize(Lax(value.clone())).map_err(|error| {
-            let mut path: Vec<String> = at.iter().map(|step| (*step).to_owned()).collect();
-            for segment in error.path() {
-                match segment {
-                    serde_path_to_error::Segment::Seq { index } => path.push(index.to_string()),
-                    serde_path_to_error::Segment::Map { key } => path.push(key.clone()),
-                    serde_path_to_error::Segment::Enum { variant } => path.push(variant.clone()),
-                    serde_path_to_error::Segment::Unknown => {}
-                }
-            }
-            let mut near = path.as_slice();
-            while self.node.at(near).is_none() && !near.is_empty() {
-                near = &near[..near.len() - 1];
-            }
-            let origin = self.node.at(near).map_or(&self.origin, |node| &node.origin);
-            let mut key = format!("{}.{}.{}", self.name, self.kind, self.implementation);
-            for step in &path {
-                key = format!("{key}.{step}");
-            }
-            let message = error.inner().to_string();
-            let fix = match message.strip_prefix("missing field `").and_then(|rest| rest.strip_suffix('`')) {
-                Some(field) => format!("add '{field}: …' to the block"),
-                None => "correct the value in the file, or override it with ++key=value".to_owned(),
-            };
-            Problem::new(Mistake::Value, origin, key, message).instance(&self.name).fix(fix).into()
+        let node = at.iter().try_fold(&self.node, |node, step| node.step(step)).unwrap_or(&self.node);
+        blocks::read(node, Lax(value.clone())).map_err(|slip| {
+            let mut before = vec![self.name.as_str(), self.kind.as_str(), self.implementation.as_str()];
+            before.extend(at);
+            let fix = "correct the value in the file, or override it with ++key=value";
+            slip.at(&self.origin, &before, fix).instance(&self.name).into()
         })
     }
 }

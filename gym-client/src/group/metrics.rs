@@ -21,7 +21,7 @@ pub struct GroupMetrics(Weak<Shared>);
 
 impl Group {
     /// This group's metrics, for a registry's `register_collector`: by `group` and `rank`, whether it is up, its incarnation,
-    /// restarts, seconds since its last sign of life, whether it is stuck, CPU, memory and its peak. What is not known is left
+    /// restarts, seconds since its last sign of life, whether it is stuck, CPU, memory and its peak, GPU memory, how it is reached. What is not known is left
     /// out, never 0.
     #[must_use]
     pub fn metrics(&self) -> GroupMetrics {
@@ -52,6 +52,18 @@ impl Collector for GroupMetrics {
                 }
             }
         }
+        let help = "How the rank is reached (always 1)";
+        let mut family = encoder.encode_descriptor("gym_worker_path", help, None, MetricType::Gauge)?;
+        for seat in seats.iter() {
+            let Some(path) = seat.channel.as_ref().map(gym_core::Channel::path) else { continue };
+            let labels = [
+                ("group", shared.name.to_string()),
+                ("rank", seat.place.rank.to_string()),
+                ("scheme", path.scheme.to_owned()),
+                ("lanes", path.lanes.to_string()),
+            ];
+            ConstGauge::new(1_u64).encode(family.encode_family(&labels)?)?;
+        }
         Ok(())
     }
 }
@@ -80,7 +92,7 @@ const fn bytes(name: &'static str, help: &'static str, of: fn(&Rank<'_>) -> Opti
     RankGauge { name, help, unit: Some(Unit::Bytes), of }
 }
 
-const GAUGES: [RankGauge; 9] = [
+const GAUGES: [RankGauge; 10] = [
     gauge("gym_worker_up", "Whether the rank takes calls", |rank| flag(rank.seat.state == RankState::Healthy)),
     gauge("gym_worker_incarnation", "Which life of the rank this is", |rank| count(rank.seat.incarnation.0)),
     gauge("gym_worker_restarts", "Restarts of the rank", |rank| count(rank.seat.restarts_used.into())),
@@ -101,6 +113,9 @@ const GAUGES: [RankGauge; 9] = [
     }),
     bytes("gym_worker_resident_memory_peak", "The most of it that was seen", |rank| {
         count(rank.usage?.peak_resident_bytes)
+    }),
+    bytes("gym_worker_gpu_memory", "GPU memory that the rank holds, with all that it started", |rank| {
+        rank.usage?.gpu_memory_bytes.and_then(count)
     }),
     gauge("gym_worker_memory_high", "Whether it passed nine tenths of its memory limit", |rank| {
         flag(rank.seat.memory_high)

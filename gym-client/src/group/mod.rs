@@ -6,6 +6,10 @@
 //!       └───── restart ────────┘   └─ a restarted rank: Stale ─ on_restart succeeds ─► Healthy
 //! ```
 //!
+//! Ranks that are tied ([`RankPlace::tied`](crate::provision::RankPlace)) are one model: when one ends, its calls and those of the
+//! others fail at once and the others are ended too; they are counted, paused for, started, made fit and let serve as one, with
+//! the same incarnation, which is the epoch of whatever they use to talk to each other.
+//!
 //! Calls are those of every group: [`gym_core::WorkerGroupExt`]. A call that failed is never repeated by itself; when it fails
 //! because a rank ended, [`Group::restart_failed_workers`] brings the rank back:
 //!
@@ -31,7 +35,8 @@ use std::time::Duration;
 
 use futures_util::future::join_all;
 use gym_core::{
-    CallContext, Code, Error, Execution, GroupView, Member, Rank, RankExit, RankLayout, RankState, Result, WorkerGroup,
+    Balancer, CallContext, Code, Error, Execution, GroupView, Member, Rank, RankExit, RankLayout, RankState, Result,
+    WorkerGroup,
 };
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
@@ -53,7 +58,7 @@ pub use turns::BundleId;
 pub(crate) use supervise::Share;
 pub(crate) use turns::Turns;
 
-use crate::provision::{LaunchSpec, Provisioner, Tenancy};
+use crate::provision::{LaunchSpec, Monitor, Provisioner, Tenancy};
 use seat::Seat;
 use supervise::{Command, Restarts, Shared, Supervisor};
 
@@ -68,9 +73,18 @@ pub struct Group {
     layout: RankLayout,
     memory_limit_bytes: Option<u64>,
     commands: mpsc::Sender<Command>,
+    monitor: Option<Arc<Monitor>>,
     /// Given up when the group is shut down or dropped: others may use the bundles then.
     tenancy: Mutex<Option<Tenancy>>,
     _supervisor: AbortOnDropHandle<()>,
+}
+
+/// What a group has of the cluster that it runs on.
+#[derive(Debug)]
+pub(crate) struct OnCluster {
+    pub(crate) share: Option<Share>,
+    pub(crate) tenancy: Tenancy,
+    pub(crate) monitor: Option<Arc<Monitor>>,
 }
 
 /// Why a group did not start: which ranks, and how each of them ended.
@@ -92,7 +106,7 @@ impl Group {
         spec: LaunchSpec,
         options: GroupOptions,
     ) -> Result<Self, StartError> {
-        Self::start_on(cx, provisioner, spec, options, None, None).await
+        Self::start_on(cx, provisioner, spec, options, None).await
     }
 
     pub(crate) async fn start_on(
@@ -100,9 +114,12 @@ impl Group {
         provisioner: &dyn Provisioner,
         spec: LaunchSpec,
         options: GroupOptions,
-        share: Option<Share>,
-        tenancy: Option<Tenancy>,
+        on: Option<OnCluster>,
     ) -> Result<Self, StartError> {
+        let (share, tenancy, monitor) = match on {
+            Some(OnCluster { share, tenancy, monitor }) => (share, Some(tenancy), monitor),
+            None => (None, None, None),
+        };
         let name = Arc::clone(&spec.group);
         let refused = |cause: Error| StartError { group: Arc::clone(&name), cause, failed: Vec::new() };
         let layout = layout(&spec, &options).map_err(refused)?;
@@ -118,7 +135,7 @@ impl Group {
             tenancy.ends_by(Stop(Arc::downgrade(&shared)));
         }
         let tenancy = Mutex::new(tenancy);
-        let group = Self { shared, layout, memory_limit_bytes, commands, tenancy, _supervisor: supervisor };
+        let group = Self { shared, layout, memory_limit_bytes, commands, monitor, tenancy, _supervisor: supervisor };
         match group.ready(cx).await {
             Ok(()) => Ok(group),
             Err(error) => {
@@ -232,6 +249,15 @@ impl Group {
         join_all(waits).await;
     }
 
+    /// Sends calls that any rank may take to the ranks in turn, to the least busy, …: as the group's configuration says.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when it has weights that are not one for each rank.
+    pub fn balancer(self: &Arc<Self>) -> Result<Balancer> {
+        let balance = self.shared.options.balance.clone().unwrap_or_default();
+        Balancer::new(Arc::clone(self) as Arc<dyn WorkerGroup>, balance)
+    }
+
     /// How each rank is, in rank order. Never waits for a rank.
     #[must_use]
     pub fn worker_status(&self) -> Vec<RankStatus> {
@@ -243,9 +269,13 @@ impl Group {
     #[must_use]
     pub fn resource_usage(&self) -> Vec<RankUsage> {
         let usage = self.shared.deployment.usage();
-        let ranks: Vec<Rank> = self.shared.seats().iter().map(|seat| seat.place.rank).collect();
+        let places: Vec<_> =
+            self.shared.seats().iter().map(|seat| (seat.place.rank, seat.place.gpus.clone())).collect();
+        let gpus = |names: Vec<String>| self.monitor.as_ref().map(|monitor| monitor.gpus(&names)).unwrap_or_default();
         let memory_limit_bytes = self.memory_limit_bytes;
-        ranks.into_iter().map(|rank| RankUsage { rank, host: usage.get(&rank).copied(), memory_limit_bytes }).collect()
+        let rank =
+            |(rank, names)| RankUsage { rank, host: usage.get(&rank).copied(), memory_limit_bytes, gpus: gpus(names) };
+        places.into_iter().map(rank).collect()
     }
 
     /// Ranks that live and do not move: no sign of life, or a call without progress. Reads only; ends nothing.
@@ -312,6 +342,10 @@ impl WorkerGroup for Group {
         &self.shared.name
     }
 
+    fn shared_name(&self) -> Arc<str> {
+        Arc::clone(&self.shared.name)
+    }
+
     fn layout(&self) -> &RankLayout {
         &self.layout
     }
@@ -342,7 +376,11 @@ impl StartError {
 
 impl fmt::Display for StartError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "start group {}: {}", self.group, self.cause)?;
+        let subject = format!("start group {}", self.group);
+        if self.cause.subject() != subject {
+            write!(f, "{subject}: ")?;
+        }
+        write!(f, "{}", self.cause)?;
         for (rank, state, exit) in self.failed() {
             write!(f, "; rank {rank} is {state}")?;
             if let Some(exit) = exit {

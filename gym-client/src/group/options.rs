@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::BoxFuture;
-use gym_core::{CallContext, GroupError, Method, RankLayout, WorkerGroupExt};
+use gym_core::{Balance, CallContext, GroupError, Method, RankLayout, WorkerGroupExt};
 
 use super::solo::Solo;
 use crate::Transports;
@@ -35,6 +35,8 @@ pub struct GroupOptions {
     pub silence_max: Duration,
     /// A call that has told of no progress for this long is stuck. See [`CallContext::progress`].
     pub stall: Duration,
+    /// How [`Group::balancer`](super::Group::balancer) chooses; `None`: the least busy.
+    pub balance: Option<Balance>,
     pub(crate) on_restart: Option<Arc<OnRestart>>,
 }
 
@@ -54,6 +56,7 @@ impl GroupOptions {
             heartbeat: Duration::from_secs(5),
             silence_max: Duration::from_secs(15),
             stall: Duration::from_secs(600),
+            balance: None,
             on_restart: None,
         }
     }

@@ -1,9 +1,9 @@
-//! What is known of one rank over all its lives. Pure: no task, no process.
+//! What is known of one rank over all its lives, and of those that are tied to it. Pure: no task, no process.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use gym_core::{Channel, ExitCause, Incarnation, Member, RankExit, RankState, WorkerStatus};
+use gym_core::{Channel, ExitCause, Incarnation, Member, Rank, RankExit, RankState, WorkerStatus};
 use tokio::time::Instant;
 
 use super::options::GroupOptions;
@@ -24,6 +24,10 @@ pub(crate) struct Seat {
     pub(crate) exit: Option<Arc<RankExit>>,
     /// What went wrong last.
     pub(crate) last_error: Option<String>,
+    /// Why its present life is being ended by us.
+    pub(crate) condemned: Option<String>,
+    /// What has to be done after a restart has been.
+    warm: bool,
     pub(crate) restarts_used: u32,
     /// Ends in a row, without a life between them that served long enough to be forgiven.
     streak: u32,
@@ -55,6 +59,8 @@ impl Seat {
             control: None,
             exit: None,
             last_error: None,
+            condemned: None,
+            warm: false,
             restarts_used: 0,
             streak: 0,
             healthy_since: None,
@@ -66,8 +72,12 @@ impl Seat {
     }
 
     /// The present life has ended.
-    pub(crate) fn ended(&mut self, exit: RankExit, now: Instant, options: &GroupOptions) -> Next {
+    pub(crate) fn ended(&mut self, mut exit: RankExit, now: Instant, options: &GroupOptions) -> Next {
         let stopped = exit.cause == ExitCause::Stopped;
+        // One that left by itself was not ended by us.
+        if let Some(why) = self.condemned.take().filter(|_| exit.cause == ExitCause::Died && exit.code.is_none()) {
+            (exit.cause, exit.detail) = (ExitCause::StartFailed, why);
+        }
         self.last_error = (!stopped).then(|| exit.to_string());
         self.exit = Some(Arc::new(exit));
         self.leave();
@@ -109,18 +119,16 @@ impl Seat {
         self.incarnation
     }
 
-    /// It can be reached. A restarted one that has something to be done first is stale; returns whether it is.
-    pub(crate) fn reached(&mut self, channel: Channel, control: Channel, now: Instant, options: &GroupOptions) -> bool {
+    /// It can be reached.
+    pub(crate) fn reached(&mut self, channel: Channel, control: Channel, now: Instant) {
         self.channel = Some(channel);
         self.control = Some(control);
         self.heard = Some(now);
-        let stale = self.incarnation > Incarnation(1) && options.on_restart.is_some();
-        if stale {
-            self.state = RankState::Stale;
-        } else {
-            self.serve(now);
-        }
-        stale
+    }
+
+    /// What has to be done after a restart has been.
+    pub(crate) fn warmed(&mut self) {
+        self.warm = true;
     }
 
     /// It may be called.
@@ -166,8 +174,75 @@ impl Seat {
 
     fn leave(&mut self) {
         (self.channel, self.control, self.heard, self.report, self.pid) = (None, None, None, None, None);
-        (self.probing, self.memory_high) = (false, false);
+        (self.probing, self.memory_high, self.warm) = (false, false, false);
+        self.condemned = None;
     }
+}
+
+/// What follows from the end of a life for those that are tied to it.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Ending {
+    pub(crate) next: Next,
+    /// They are dead to the group; their processes have to be ended.
+    pub(crate) others: Vec<Rank>,
+}
+
+/// The seats of the ranks that are tied to `rank`, itself included.
+pub(crate) fn tied(seats: &mut [Seat], rank: Rank) -> impl Iterator<Item = &mut Seat> {
+    let tied = seats.get(rank as usize).map(|seat| seat.place.tied);
+    seats.iter_mut().filter(move |seat| Some(seat.place.tied) == tied)
+}
+
+/// Takes one restart from the budget of each, or retires it: not only of the first that has none left.
+pub(crate) fn spend_all<'a>(seats: impl Iterator<Item = &'a mut Seat>, options: &GroupOptions) -> bool {
+    seats.map(|seat| seat.spend(options)).filter(|paid| !paid).count() == 0
+}
+
+/// A life of `rank` has ended, and with it those of the ranks that it is tied to: half of a model is of no use, and what the
+/// others wait for inside it never comes. They are counted, paused for and restarted as one. `None`: nothing new.
+pub(crate) fn ended(
+    seats: &mut [Seat],
+    rank: Rank,
+    exit: RankExit,
+    now: Instant,
+    options: &GroupOptions,
+) -> Option<Ending> {
+    let seat = seats.get_mut(rank as usize).filter(|seat| seat.incarnation.0 == exit.incarnation)?;
+    if let (RankState::Dead | RankState::Retired, Some(known)) = (seat.state, &mut seat.exit) {
+        // It was given up with one that it is tied to; now it is gone as well.
+        let RankExit { code, signal, stderr_tail, .. } = exit;
+        let known = Arc::make_mut(known);
+        (known.code, known.signal, known.stderr_tail) = (code, signal, stderr_tail);
+        return None;
+    }
+    let next = seat.ended(exit.clone(), now, options);
+    let exit = seat.exit.as_deref().cloned().unwrap_or(exit);
+    let mut others = Vec::new();
+    if seat.state != RankState::Stopped {
+        for other in tied(seats, rank).filter(|seat| seat.place.rank != rank && seat.state != RankState::Stopped) {
+            other.ended(RankExit::tied(other.incarnation, rank, &exit), now, options);
+            others.push(other.place.rank);
+        }
+    }
+    Some(Ending { next, others })
+}
+
+/// Those tied to `rank` serve together: once all of them can be reached and, after a restart, have been made fit. Returns those
+/// that have to be made fit now.
+pub(crate) fn gather(seats: &mut [Seat], rank: Rank, now: Instant, options: &GroupOptions) -> Vec<Member> {
+    let all = |seats: &mut [Seat], is: fn(&Seat) -> bool| tied(seats, rank).all(|seat| is(seat));
+    let waits = |seat: &Seat| matches!(seat.state, RankState::Starting | RankState::Restarting);
+    if all(seats, |seat| seat.state == RankState::Stale && seat.warm) {
+        tied(seats, rank).for_each(|seat| seat.serve(now));
+    } else if tied(seats, rank).all(|seat| waits(seat) && seat.channel.is_some()) {
+        let stale = options.on_restart.is_some() && all(seats, |seat| seat.incarnation > Incarnation(1));
+        if stale {
+            tied(seats, rank).for_each(|seat| seat.state = RankState::Stale);
+            return tied(seats, rank).map(|seat| seat.member()).collect();
+        }
+        tied(seats, rank).for_each(|seat| seat.serve(now));
+    }
+    Vec::new()
 }
 
 #[cfg(test)]
@@ -211,6 +286,38 @@ mod tests {
         let exit = died(&seat);
         assert_eq!(seat.ended(exit, now + Duration::from_secs(31), &options), Next::Restart(Duration::from_secs(1)));
         assert_eq!(seat.restarts_used, 4);
+    }
+
+    #[test]
+    fn tied_ranks_share_their_ends_pauses_and_budget() {
+        let options = GroupOptions::new(Transports::new()).restarting(2);
+        let now = Instant::now();
+        let mut seats: Vec<Seat> = (0..3).map(|rank| Seat::new(RankPlace::on_one_node(rank, 3))).collect();
+        seats[1].place.tied = 0;
+        for (rank, seconds) in [(1, 1), (0, 2)] {
+            let exit = died(&seats[rank]);
+            let ending = ended(&mut seats, rank as Rank, exit, now, &options).expect("news");
+            assert_eq!(
+                ending,
+                Ending { next: Next::Restart(Duration::from_secs(seconds)), others: vec![1 - rank as Rank] }
+            );
+            let mut late = died(&seats[1 - rank]);
+            late.signal = Some(9);
+            assert_eq!(ended(&mut seats, 1 - rank as Rank, late, now, &options), None, "it follows the first");
+            let followed = seats[1 - rank].exit.as_deref().expect("an end");
+            assert_eq!((followed.cause, followed.signal), (ExitCause::Tied, Some(9)));
+            tied(&mut seats, 0).for_each(|seat| {
+                seat.restarting();
+            });
+        }
+        let exit = died(&seats[0]);
+        assert_eq!(ended(&mut seats, 0, exit, now, &options).map(|ending| ending.next), Some(Next::Rest));
+        let told = |seat: &Seat| (seat.state, seat.incarnation, seat.restarts_used);
+        let retired = (RankState::Retired, Incarnation(3), 2);
+        assert_eq!(
+            [0, 1, 2].map(|rank| told(&seats[rank])),
+            [retired, retired, (RankState::Starting, Incarnation(1), 0)]
+        );
     }
 
     #[test]

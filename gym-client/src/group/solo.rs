@@ -27,6 +27,10 @@ impl WorkerGroup for Solo {
         &self.name
     }
 
+    fn shared_name(&self) -> Arc<str> {
+        Arc::clone(&self.name)
+    }
+
     fn layout(&self) -> &RankLayout {
         &self.layout
     }

@@ -2,12 +2,12 @@
 
 use std::time::Duration;
 
-use gym_core::{Incarnation, Rank, RankState, RunningCall};
+use gym_core::{Incarnation, PathInfo, Rank, RankState, RunningCall};
 use tokio::time::Instant;
 
 use super::options::GroupOptions;
 use super::seat::Seat;
-use crate::provision::Usage;
+use crate::provision::{GpuUsage, Usage};
 
 /// How one rank is.
 #[derive(Clone, Debug, PartialEq)]
@@ -35,20 +35,24 @@ pub struct RankStatus {
     pub waiting: usize,
     /// How long ago it was last heard; `None` when it has not been yet.
     pub heartbeat_age: Option<Duration>,
+    /// How it is reached, while it is.
+    pub path: Option<PathInfo>,
     /// What went wrong last, with the last lines of its standard error.
     pub last_error: Option<String>,
 }
 
 /// What one rank uses.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct RankUsage {
     /// Which rank.
     pub rank: Rank,
-    /// Processor and memory; `None` for a rank without a process of its own, or before its first sample.
+    /// Processor, memory and GPU memory; `None` for a rank without a process of its own, or before its first sample.
     pub host: Option<Usage>,
     /// The most memory that it may use, in bytes; `None` without a limit.
     pub memory_limit_bytes: Option<u64>,
+    /// Its GPUs; empty without, and on a cluster without `monitor_memory`. What others use of them is in it.
+    pub gpus: Vec<GpuUsage>,
 }
 
 /// A rank that lives and does not move.
@@ -93,6 +97,7 @@ pub(super) fn status(seat: &Seat, now: Instant, options: &GroupOptions) -> RankS
         running: report.map(|report| report.running.clone()).unwrap_or_default(),
         waiting: report.map_or(0, |report| report.waiting),
         heartbeat_age: seat.heard.map(|heard| now.duration_since(heard)),
+        path: seat.channel.as_ref().map(|channel| channel.path().clone()),
         last_error: seat.last_error.clone(),
     }
 }

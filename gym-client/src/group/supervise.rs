@@ -1,20 +1,21 @@
 //! The task that keeps a group's ranks: hears what becomes of them, connects to them, looks at them, starts them again.
 
+use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use futures_util::StreamExt;
 use futures_util::stream::BoxStream;
 use gym_core::{
-    CallContext, Channel, ConnectOptions, Endpoint, GroupView, Incarnation, Rank, RankState, Request, Result, Route,
-    STATUS_ROUTE, WorkerStatus,
+    CallContext, Channel, ConnectOptions, Endpoint, GroupView, Incarnation, Member, Rank, RankExit, RankState, Request,
+    Result, Route, STATUS_ROUTE, WorkerStatus,
 };
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior, sleep};
 
 use super::options::GroupOptions;
-use super::seat::{Next, Seat};
+use super::seat::{self, Next, Seat};
 use super::solo::Solo;
 use super::turns::{InTurn, Turns};
 use crate::provision::{Deployment, RankEvent};
@@ -106,6 +107,8 @@ enum Done {
     Connected(Rank, Incarnation, Result<(Channel, Channel)>),
     Warmed(Rank, Incarnation, Result<()>),
     PauseOver(Rank, Incarnation),
+    /// Another life of these was begun, or could not be: the lives before would not go.
+    Restarted(Vec<(Rank, Incarnation)>, Result<()>),
     Looked(Rank, Incarnation, Option<WorkerStatus>),
     Nothing,
 }
@@ -113,11 +116,14 @@ enum Done {
 pub(super) struct Supervisor {
     shared: Arc<Shared>,
     jobs: JoinSet<Done>,
+    /// Tied groups that are being started again, and those of them that have to be once more.
+    restarting: BTreeSet<u32>,
+    again: BTreeSet<u32>,
 }
 
 impl Supervisor {
     pub(super) fn new(shared: Arc<Shared>) -> Self {
-        Self { shared, jobs: JoinSet::new() }
+        Self { shared, jobs: JoinSet::new(), restarting: BTreeSet::new(), again: BTreeSet::new() }
     }
 
     /// Runs until it is dropped, or the deployment is.
@@ -178,14 +184,29 @@ impl Supervisor {
             RankEvent::Exited { rank, exit } => {
                 tracing::warn!(group = %self.shared.name, rank, incarnation = exit.incarnation, %exit, "a rank ended");
                 let incarnation = Incarnation(exit.incarnation);
-                let next = self.change(rank, incarnation, |seat| seat.ended(exit, Instant::now(), &options));
-                if let Some(Next::Restart(pause)) = next {
+                let ending = seat::ended(&mut self.shared.seats(), rank, exit, Instant::now(), &options);
+                self.shared.publish();
+                let Some(seat::Ending { next, others }) = ending else { return };
+                self.end(others);
+                if let Next::Restart(pause) = next {
                     self.jobs.spawn(async move {
                         sleep(pause).await;
                         Done::PauseOver(rank, incarnation)
                     });
                 }
             }
+        }
+    }
+
+    /// Ends the processes of these. Their ends come as events.
+    fn end(&mut self, ranks: Vec<Rank>) {
+        for rank in ranks {
+            let shared = Arc::clone(&self.shared);
+            self.jobs.spawn(async move {
+                // One that is not there needs no end.
+                let _ = shared.deployment.kill(rank).await;
+                Done::Nothing
+            });
         }
     }
 
@@ -199,40 +220,40 @@ impl Supervisor {
                     }
                     None => channel,
                 };
-                let reached = self.change(rank, incarnation, |seat| {
-                    let stale = seat.reached(channel, control, Instant::now(), &options);
-                    stale.then(|| seat.member())
+                self.change(rank, incarnation, |seat| {
+                    // One that has ended meanwhile, with those it is tied to, has nothing left to reach.
+                    if matches!(seat.state, RankState::Starting | RankState::Restarting) {
+                        seat.reached(channel, control, Instant::now());
+                    }
                 });
-                if let (Some(Some(member)), Some(on_restart)) = (reached, options.on_restart) {
-                    let name = Arc::clone(&self.shared.name);
-                    self.jobs.spawn(async move {
-                        let warmed = match Solo::of(name, member) {
-                            Ok(solo) => on_restart(solo, CallContext::within(WARM_WAIT)).await.map_err(Into::into),
-                            Err(error) => Err(error),
-                        };
-                        Done::Warmed(rank, incarnation, warmed)
-                    });
-                }
+                self.gather(rank);
             }
             Done::Connected(rank, incarnation, Err(error)) => {
-                self.change(rank, incarnation, |seat| seat.last_error = Some(error.to_string()));
                 // It cannot be used. Its end comes as an event, and is treated like any other.
-                let shared = Arc::clone(&self.shared);
-                self.jobs.spawn(async move {
-                    let _ = shared.deployment.kill(rank).await;
-                    Done::Nothing
-                });
+                let why = format!("it cannot be reached where it says that it serves: {error}");
+                if self.change(rank, incarnation, |seat| seat.condemned = Some(why)).is_some() {
+                    self.end(vec![rank]);
+                }
             }
             Done::Warmed(rank, incarnation, warmed) => {
                 if let Err(error) = &warmed {
                     tracing::error!(group = %self.shared.name, rank, %error, "a restarted rank could not be made fit");
                 }
                 self.change(rank, incarnation, |seat| match warmed {
-                    Ok(()) => seat.serve(Instant::now()),
+                    Ok(()) => seat.warmed(),
                     Err(error) => seat.last_error = Some(error.to_string()),
                 });
+                self.gather(rank);
             }
             Done::PauseOver(rank, incarnation) => self.restart(rank, incarnation),
+            Done::Restarted(lives, begun) => {
+                self.restarted(&lives);
+                if let (Err(error), Some(&(rank, life))) = (begun, lives.first()) {
+                    // No event comes of a life that was never begun, and all that are tied end with one.
+                    let exit = RankExit::start_failed(life, format!("it could not be started again: {error}"));
+                    self.happened(RankEvent::Exited { rank, exit });
+                }
+            }
             Done::Looked(rank, incarnation, answer) => {
                 let changed = {
                     let mut seats = self.shared.seats();
@@ -247,18 +268,61 @@ impl Supervisor {
         }
     }
 
-    /// Starts the life after `last`, unless somebody has already.
-    fn restart(&mut self, rank: Rank, last: Incarnation) {
-        let begun = self.change(rank, last, |seat| (seat.state == RankState::Dead).then(|| seat.restarting()));
-        if let Some(Some(incarnation)) = begun {
-            let shared = Arc::clone(&self.shared);
+    /// Lets a rank and those tied to it serve, or be made fit, if they are all there.
+    fn gather(&mut self, rank: Rank) {
+        let unfit = seat::gather(&mut self.shared.seats(), rank, Instant::now(), &self.shared.options);
+        self.shared.publish();
+        let Some(on_restart) = self.shared.options.on_restart.clone() else { return };
+        for member in unfit {
+            let (name, on_restart) = (Arc::clone(&self.shared.name), Arc::clone(&on_restart));
             self.jobs.spawn(async move {
-                // What keeps it from starting comes as an event.
-                if let Err(error) = shared.deployment.restart(&CallContext::default(), rank, incarnation).await {
-                    tracing::error!(group = %shared.name, rank, %error, "a rank could not be started again");
-                }
-                Done::Nothing
+                let Member { rank, incarnation, .. } = member;
+                let warmed = match Solo::of(name, member) {
+                    Ok(solo) => on_restart(solo, CallContext::within(WARM_WAIT)).await.map_err(Into::into),
+                    Err(error) => Err(error),
+                };
+                Done::Warmed(rank, incarnation, warmed)
             });
+        }
+    }
+
+    /// Starts the life after `last` of a rank and of those tied to it, unless somebody has already.
+    fn restart(&mut self, rank: Rank, last: Incarnation) {
+        let lives: Vec<(Rank, Incarnation)> = {
+            let mut seats = self.shared.seats();
+            let due = |seat: &Seat| seat.incarnation == last && seat.state == RankState::Dead;
+            let Some(tied) = seats.get(rank as usize).filter(|seat| due(seat)).map(|seat| seat.place.tied) else {
+                return;
+            };
+            // What is being started cannot be ended before it is there.
+            if !self.restarting.insert(tied) {
+                self.again.insert(tied);
+                return;
+            }
+            seat::tied(&mut seats, rank).map(|seat| (seat.place.rank, seat.restarting())).collect()
+        };
+        self.shared.publish();
+        let shared = Arc::clone(&self.shared);
+        self.jobs.spawn(async move {
+            // What keeps a single one from starting comes as an event.
+            let begun = shared.deployment.restart(&CallContext::default(), &lives).await;
+            Done::Restarted(lives, begun)
+        });
+    }
+
+    /// Those that were started again may have been given up meanwhile.
+    fn restarted(&mut self, lives: &[(Rank, Incarnation)]) {
+        let Some(&(rank, life)) = lives.first() else { return };
+        let (tied, over) = {
+            let seats = self.shared.seats();
+            let Some(seat) = seats.get(rank as usize) else { return };
+            (seat.place.tied, matches!(seat.state, RankState::Dead | RankState::Retired))
+        };
+        self.restarting.remove(&tied);
+        if self.again.remove(&tied) {
+            self.restart(rank, life);
+        } else if over {
+            self.end(lives.iter().map(|(rank, _)| *rank).collect());
         }
     }
 
@@ -266,37 +330,42 @@ impl Supervisor {
         let mut restarts = Restarts::default();
         let options = self.shared.options.clone();
         let mut due = Vec::new();
-        for seat in self.shared.seats().iter_mut() {
-            let (rank, state) = (seat.place.rank, seat.state);
-            // A stale rank that failed to become fit is as good as dead.
-            let unfit = state == RankState::Stale && seat.last_error.is_some();
-            let pending = state == RankState::Dead && options.restart_on_failure;
-            match state {
-                // Its restart is paid for and waits for its pause, which ends now.
-                RankState::Dead if pending => due.push((rank, seat.incarnation)),
-                RankState::Dead => {
-                    if seat.spend(&options) {
-                        due.push((rank, seat.incarnation));
-                    } else {
-                        restarts.refused.push(rank);
+        {
+            let mut seats = self.shared.seats();
+            let firsts: BTreeSet<(u32, Rank)> = seats.iter().map(|seat| (seat.place.tied, seat.place.rank)).collect();
+            let mut seen = BTreeSet::new();
+            for (_, rank) in firsts.into_iter().filter(|(tied, _)| seen.insert(*tied)) {
+                let ranks: Vec<Rank> = seat::tied(&mut seats, rank).map(|seat| seat.place.rank).collect();
+                // Those that are tied are in the same state, but for one that failed to become fit: as good as dead.
+                let unfit = seat::tied(&mut seats, rank)
+                    .any(|seat| seat.state == RankState::Stale && seat.last_error.is_some());
+                let pending = options.restart_on_failure;
+                let seat = &seats[rank as usize];
+                let (state, incarnation) = (seat.state, seat.incarnation);
+                let allowed = match state {
+                    // Its restart is paid for and waits for its pause, which ends now.
+                    RankState::Dead if pending => true,
+                    RankState::Dead => seat::spend_all(seat::tied(&mut seats, rank), &options),
+                    RankState::Stale if unfit => {
+                        seat::tied(&mut seats, rank).for_each(|seat| seat.state = RankState::Dead);
+                        seat::spend_all(seat::tied(&mut seats, rank), &options)
                     }
+                    RankState::Retired => false,
+                    _ => continue,
+                };
+                if allowed {
+                    due.push((rank, incarnation));
+                    restarts.begun.extend(ranks);
+                } else {
+                    restarts.refused.extend(ranks);
                 }
-                RankState::Stale if unfit => {
-                    if seat.spend(&options) {
-                        seat.state = RankState::Dead;
-                        due.push((rank, seat.incarnation));
-                    } else {
-                        restarts.refused.push(rank);
-                    }
-                }
-                RankState::Retired => restarts.refused.push(rank),
-                _ => {}
             }
         }
         for (rank, incarnation) in due {
             self.restart(rank, incarnation);
-            restarts.begun.push(rank);
         }
+        restarts.begun.sort_unstable();
+        restarts.refused.sort_unstable();
         self.shared.publish();
         restarts
     }

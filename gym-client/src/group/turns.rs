@@ -133,6 +133,7 @@ impl Drop for Place {
 #[derive(Debug)]
 pub(crate) struct InTurn {
     channel: Channel,
+    path: PathInfo,
     turns: Turns,
     group: u64,
     bundles: Arc<BTreeSet<BundleId>>,
@@ -140,7 +141,8 @@ pub(crate) struct InTurn {
 
 impl InTurn {
     pub(crate) fn channel(channel: Channel, turns: Turns, group: u64, bundles: Arc<BTreeSet<BundleId>>) -> Channel {
-        Channel::new(Self { channel, turns, group, bundles })
+        let path = channel.path().clone().holding_others();
+        Channel::new(Self { channel, path, turns, group, bundles })
     }
 }
 
@@ -161,7 +163,7 @@ impl Link for InTurn {
     }
 
     fn path(&self) -> &PathInfo {
-        self.channel.path()
+        &self.path
     }
 
     async fn closed(&self) -> Error {

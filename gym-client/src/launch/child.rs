@@ -6,6 +6,7 @@ use std::process::{ExitStatus, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::future::BoxFuture;
 use rustix::process::Signal;
 use tokio::io::AsyncWriteExt;
 use tokio::process::{Child, Command};
@@ -22,8 +23,8 @@ use super::{ChildSpec, LaunchError, Shared, shim, spawner};
 const DRAIN_WAIT: Duration = Duration::from_secs(1);
 /// The shim reads its gate within milliseconds; one that does not in this time never will.
 const GATE_WAIT: Duration = Duration::from_secs(10);
-/// A stop's own bookkeeping on top of grace and kill.
-const STOP_SLACK: Duration = Duration::from_secs(5);
+/// What comes on top of grace and the killing of the family: the wait for its leader, and for the last of its output.
+const STOP_SLACK: Duration = Duration::from_secs(7);
 
 /// How one incarnation of a child ended.
 #[derive(Debug, Clone)]
@@ -114,37 +115,40 @@ impl ChildHandle {
     /// Stops the child with all that it started: `SIGINT` now (what NeMo Gym sends), `SIGTERM` after half of `grace`,
     /// `SIGKILL` after all of it. Returns the final state; at once when the child is final already.
     ///
-    /// A second call can shorten the grace, never lengthen it. Waits at most `grace` and ten seconds.
+    /// A second call can shorten the grace, never lengthen it. Waits at most `grace` and twelve seconds.
     ///
     /// # Errors
     /// [`LaunchError::StillAlive`] when a process does not even go after `SIGKILL`.
-    pub async fn stop(&self, grace: Duration) -> Result<ChildState, LaunchError> {
-        let until = Instant::now() + grace;
-        self.stop.send_if_modified(|wanted| {
-            let sooner = wanted.is_none_or(|already| until < already);
-            if sooner {
-                *wanted = Some(until);
+    #[must_use = "a future does nothing until it is awaited"]
+    pub fn stop(&self, grace: Duration) -> BoxFuture<'_, Result<ChildState, LaunchError>> {
+        Box::pin(async move {
+            let until = Instant::now() + grace;
+            self.stop.send_if_modified(|wanted| {
+                let sooner = wanted.is_none_or(|already| until < already);
+                if sooner {
+                    *wanted = Some(until);
+                }
+                sooner
+            });
+            let mut state = self.state.clone();
+            if let Ok(Ok(last)) = timeout(grace + KILL_WAIT + STOP_SLACK, state.wait_for(ChildState::is_final)).await {
+                return Ok(last.clone());
             }
-            sooner
-        });
-        let mut state = self.state.clone();
-        if let Ok(Ok(last)) = timeout(grace + KILL_WAIT + STOP_SLACK, state.wait_for(ChildState::is_final)).await {
-            return Ok(last.clone());
-        }
-        // Too late, or the supervisor is gone: its first start failed, or the launcher or runtime was dropped.
-        let pids = match &*self.state.borrow() {
-            ChildState::Running { pid, .. } => i32::try_from(*pid).into_iter().collect(),
-            last if self.state.has_changed().is_err() => {
-                return Ok(match last {
-                    ChildState::Exited(last) | ChildState::Backoff { last, .. } => {
-                        ChildState::Stopped(Some(last.clone()))
-                    }
-                    _ => ChildState::Stopped(None),
-                });
-            }
-            _ => Vec::new(),
-        };
-        Err(LaunchError::StillAlive { name: self.name.to_string(), pids, waited: KILL_WAIT })
+            // Too late, or the supervisor is gone: its first start failed, or the launcher or runtime was dropped.
+            let pids = match &*self.state.borrow() {
+                ChildState::Running { pid, .. } => i32::try_from(*pid).into_iter().collect(),
+                last if self.state.has_changed().is_err() => {
+                    return Ok(match last {
+                        ChildState::Exited(last) | ChildState::Backoff { last, .. } => {
+                            ChildState::Stopped(Some(last.clone()))
+                        }
+                        _ => ChildState::Stopped(None),
+                    });
+                }
+                _ => Vec::new(),
+            };
+            Err(LaunchError::StillAlive { name: self.name.to_string(), pids, waited: KILL_WAIT })
+        })
     }
 }
 

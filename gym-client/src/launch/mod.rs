@@ -51,6 +51,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex as StdMutex, PoisonError};
 use std::time::Duration;
 
+use futures_util::future::BoxFuture;
 use tokio::sync::{Mutex, watch};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
@@ -62,6 +63,7 @@ mod lines;
 mod shim;
 mod spawner;
 mod spec;
+mod ucx;
 mod watchdog;
 
 pub use child::{ChildHandle, ChildState, ExitReport};
@@ -69,6 +71,9 @@ pub use error::LaunchError;
 pub use lines::{LineSink, Stream, prefixed};
 pub use shim::enter;
 pub use spec::{ChildSpec, RestartPolicy};
+#[cfg(feature = "rdma")]
+pub use ucx::ucx_report;
+pub use ucx::{UCX_SETTINGS, prepare_ucx};
 
 use child::Supervisor;
 use family::Leader;
@@ -269,32 +274,35 @@ impl Launcher {
     ///
     /// # Errors
     /// See [`LaunchError`]: wrong specification, program or folder missing, no resources, launcher shut down.
-    pub async fn spawn(&self, spec: ChildSpec) -> Result<ChildHandle, LaunchError> {
-        let name: Arc<str> = spec.name.as_str().into();
-        let (state_sender, state) = watch::channel(ChildState::Starting { incarnation: 1 });
-        let (stop, stop_receiver) = watch::channel(None);
-        let handle = ChildHandle { name: name.clone(), stop, state };
-        let mark = self.reserve(&handle, spec.stop_grace)?;
-        // Unless the start succeeds (an error, or this future dropped), the reservation is taken back.
-        let mut reservation = Reservation { launcher: self, name: &name, kept: false };
-        let mut hasher = DefaultHasher::new();
-        (self.seed, &*name).hash(&mut hasher);
-        let supervisor = Supervisor {
-            shared: self.shared.clone(),
-            budget: RestartBudget::new(spec.restart, hasher.finish()),
-            spec,
-            mark,
-            state: state_sender,
-            stop: stop_receiver,
-        };
-        let first = supervisor.start(1).await?;
-        let mut children = self.lock();
-        if let Some(entry) = children.entries.iter_mut().find(|entry| entry.handle.name == name) {
-            entry.supervisor = Some(tokio::spawn(supervisor.run(first)));
-            reservation.kept = true;
-        }
-        drop(children);
-        Ok(handle)
+    #[must_use = "a future does nothing until it is awaited"]
+    pub fn spawn(&self, spec: ChildSpec) -> BoxFuture<'_, Result<ChildHandle, LaunchError>> {
+        Box::pin(async move {
+            let name: Arc<str> = spec.name.as_str().into();
+            let (state_sender, state) = watch::channel(ChildState::Starting { incarnation: 1 });
+            let (stop, stop_receiver) = watch::channel(None);
+            let handle = ChildHandle { name: name.clone(), stop, state };
+            let mark = self.reserve(&handle, spec.stop_grace)?;
+            // Unless the start succeeds (an error, or this future dropped), the reservation is taken back.
+            let mut reservation = Reservation { launcher: self, name: &name, kept: false };
+            let mut hasher = DefaultHasher::new();
+            (self.seed, &*name).hash(&mut hasher);
+            let supervisor = Supervisor {
+                shared: self.shared.clone(),
+                budget: RestartBudget::new(spec.restart, hasher.finish()),
+                spec,
+                mark,
+                state: state_sender,
+                stop: stop_receiver,
+            };
+            let first = supervisor.start(1).await?;
+            let mut children = self.lock();
+            if let Some(entry) = children.entries.iter_mut().find(|entry| entry.handle.name == name) {
+                entry.supervisor = Some(tokio::spawn(supervisor.run(first)));
+                reservation.kept = true;
+            }
+            drop(children);
+            Ok(handle)
+        })
     }
 
     /// Takes the name and the place in the order.
@@ -326,26 +334,29 @@ impl Launcher {
     ///
     /// # Errors
     /// The first child that could not be stopped; the others are stopped all the same.
-    pub async fn shutdown(&self, grace: Duration) -> Result<(), LaunchError> {
-        let until = Instant::now() + grace;
-        let stopping: Vec<(ChildHandle, Duration)> = {
-            let mut children = self.lock();
-            children.closed = true;
-            children.entries.iter().rev().map(|entry| (entry.handle.clone(), entry.grace)).collect()
-        };
-        let mut failed = None;
-        for (handle, own) in stopping {
-            let left = until.saturating_duration_since(Instant::now());
-            if let Err(error) = handle.stop(own.min(left)).await {
-                failed = failed.or(Some(error));
+    #[must_use = "a future does nothing until it is awaited"]
+    pub fn shutdown(&self, grace: Duration) -> BoxFuture<'_, Result<(), LaunchError>> {
+        Box::pin(async move {
+            let until = Instant::now() + grace;
+            let stopping: Vec<(ChildHandle, Duration)> = {
+                let mut children = self.lock();
+                children.closed = true;
+                children.entries.iter().rev().map(|entry| (entry.handle.clone(), entry.grace)).collect()
+            };
+            let mut failed = None;
+            for (handle, own) in stopping {
+                let left = until.saturating_duration_since(Instant::now());
+                if let Err(error) = handle.stop(own.min(left)).await {
+                    failed = failed.or(Some(error));
+                }
             }
-        }
-        let watchdog = self.shared.watchdog.lock().await.watchdog.take();
-        if let Some(watchdog) = watchdog {
-            // It has nothing left to end, unless a child could not be stopped.
-            watchdog.end(self.shared.grace + family::KILL_WAIT + Duration::from_secs(1)).await;
-        }
-        failed.map_or(Ok(()), Err)
+            let watchdog = self.shared.watchdog.lock().await.watchdog.take();
+            if let Some(watchdog) = watchdog {
+                // It has nothing left to end, unless a child could not be stopped.
+                watchdog.end(self.shared.grace + family::KILL_WAIT + Duration::from_secs(1)).await;
+            }
+            failed.map_or(Ok(()), Err)
+        })
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Children> {

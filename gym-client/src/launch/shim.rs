@@ -36,9 +36,9 @@ static ENTERED: AtomicBool = AtomicBool::new(false);
 /// Must be the first line of `main` in every program that launches children.
 ///
 /// Children and the watchdog are started by running the current executable again with a hidden first argument. In
-/// such a process this function does not return: the process becomes the child's program, or the watchdog. In all
-/// others it returns at once, and [`Launcher`](super::Launcher) knows from then on that the executable is fit to be
-/// run again.
+/// such a process this function does not return: the process becomes the child's program, or the watchdog, or says what
+/// UCX there is. In all others it returns at once, and [`Launcher`](super::Launcher) knows from then on that the
+/// executable is fit to be run again.
 ///
 /// Call it before any thread is started and before arguments are parsed.
 pub fn enter() {
@@ -46,6 +46,8 @@ pub fn enter() {
     match arguments.next() {
         Some(role) if role == SHIM_ROLE => become_program(arguments),
         Some(role) if role == WATCHDOG_ROLE => watchdog::run(arguments),
+        #[cfg(feature = "rdma")]
+        Some(role) if role == super::ucx::REPORT_ROLE => super::ucx::be_reporter(),
         _ => ENTERED.store(true, Ordering::Release),
     }
 }

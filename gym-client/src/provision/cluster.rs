@@ -16,14 +16,16 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use futures_util::future::join_all;
-use gym_core::cluster::{ClusterSpec, NodeResources, Placement, WorkerGroupConfig, WorkerPlace, WorkersOn, place};
+use gym_core::cluster::{
+    ClusterSpec, NodeResources, Placement, WorkerGroupConfig, WorkerPlace, WorkersOn, engine_port, place,
+};
 use gym_core::{CallContext, Code, Error, Result};
 use serde::Serialize;
 use serde_json::value::RawValue;
 
 use super::devices::visible_gpus;
-use super::{DEFAULT_START_TIMEOUT, LaunchSpec, Provisioner, RankPlace, Variables};
-use crate::group::{BundleId, Group, GroupOptions, Share, Stop, Turns};
+use super::{DEFAULT_START_TIMEOUT, LaunchSpec, Monitor, NodeUsage, Provisioner, RankPlace, Variables};
+use crate::group::{BundleId, Group, GroupOptions, OnCluster, Share, Stop, Turns};
 
 /// Bundles on nodes. Nothing is looked for or started before it is used; cheap to keep.
 #[derive(Debug)]
@@ -36,6 +38,8 @@ pub struct VirtualCluster {
     turns: Turns,
     tenants: Arc<Tenants>,
     placed: Mutex<Option<Arc<Placement>>>,
+    /// From the first group on, if it was asked for.
+    monitor: Mutex<Option<Arc<Monitor>>>,
 }
 
 /// The groups that run on a cluster's bundles.
@@ -69,7 +73,7 @@ pub struct GroupRequest {
     pub init: Box<RawValue>,
     /// How the workers are laid over the bundles.
     pub on: WorkersOn,
-    /// Memory limit and restarts, as a configuration has them; they win over those of `options`.
+    /// Memory limit, restarts and transport, as a configuration has them; they win over those of `options`.
     pub config: Option<WorkerGroupConfig>,
     /// How the group is reached and watched.
     pub options: GroupOptions,
@@ -120,6 +124,7 @@ impl VirtualCluster {
             turns: Turns::default(),
             tenants: Arc::default(),
             placed: Mutex::default(),
+            monitor: Mutex::default(),
         })
     }
 
@@ -166,6 +171,13 @@ impl VirtualCluster {
         Ok(Arc::clone(placed.insert(fresh)))
     }
 
+    /// What this machine and its GPUs use, as last sampled. `None` unless the spec has `monitor_memory` and a group was started.
+    #[must_use]
+    pub fn node_usage(&self) -> Option<NodeUsage> {
+        let monitor = self.monitor.lock().unwrap_or_else(PoisonError::into_inner);
+        monitor.as_ref()?.usage()
+    }
+
     /// Starts a worker group and waits until all its ranks take calls. Everything that can be told before a process exists
     /// is: bundles, colocation, configuration.
     ///
@@ -174,23 +186,37 @@ impl VirtualCluster {
     /// are allowed to.
     pub async fn start(&self, cx: &CallContext, request: GroupRequest) -> Result<Group> {
         let GroupRequest { name, worker, init, on, config, mut options, variables, start_timeout } = request;
-        let places = self.placement()?.workers(&name, &on)?;
+        let placement = self.placement()?;
+        let places = placement.workers(&name, &on)?;
         let group: Arc<str> = name.into();
         let world_size = u32::try_from(places.len()).map_err(|_| Error::invalid("too many ranks"))?;
         let bundles = Arc::new(places.iter().map(|place| (place.node, place.bundle)).collect::<BTreeSet<_>>());
-        let ranks = places.into_iter().map(|place| rank_place(place, world_size)).collect();
+        // Only who is asked to be an engine needs its ports.
+        let gpus_per_node = matches!(on, WorkersOn::Tied(_)).then_some(placement.gpus_per_node);
+        let ranks = places.into_iter().map(|place| rank_place(place, world_size, gpus_per_node)).collect();
         let mut spec = LaunchSpec::new(Arc::clone(&group), worker, init, ranks);
         (spec.variables, spec.start_timeout, spec.ports) = (variables, start_timeout, self.spec.ports());
+        spec.ladder = self.spec.ladder();
         if let Some(config) = config {
             config.validate()?;
+            spec.ladder = config.ladder()?.or(spec.ladder);
             spec.memory_limit_bytes = config.memory_limit;
             options.restart_on_failure = config.restart_on_failure;
+            options.balance = config.balancing().or(options.balance);
             options.max_restarts = config.max_restarts.unwrap_or(crate::group::DEFAULT_MAX_RESTARTS);
+        }
+        if let Some(ladder) = &spec.ladder {
+            options.transports = options.transports.with_ladder(ladder.clone());
         }
         let tenancy = self.tenants.admit(group, &bundles, self.spec.groups_max())?;
         let turns = (self.spec.enable_colocation == Some(true)).then(|| self.turns.clone());
         let share = turns.map(|turns| Share { turns, group: tenancy.number, bundles });
-        Ok(Group::start_on(cx, &*self.provisioner, spec, options, share, Some(tenancy)).await?)
+        let monitor = self.spec.monitor_memory.then(|| {
+            let mut monitor = self.monitor.lock().unwrap_or_else(PoisonError::into_inner);
+            Arc::clone(monitor.get_or_insert_with(|| Arc::new(Monitor::start())))
+        });
+        let on = OnCluster { share, tenancy, monitor };
+        Ok(Group::start_on(cx, &*self.provisioner, spec, options, Some(on)).await?)
     }
 
     /// Ends every group that runs on it. Again: nothing. A cluster that is used after that is placed anew.
@@ -211,7 +237,8 @@ fn this_machine() -> NodeResources {
     NodeResources::new(name, u32::try_from(cpus).unwrap_or(u32::MAX), visible_gpus())
 }
 
-fn rank_place(place: WorkerPlace, world_size: u32) -> RankPlace {
+fn rank_place(place: WorkerPlace, world_size: u32, engines: Option<u32>) -> RankPlace {
+    let engine_port = engines.and_then(|gpus_per_node| engine_port(place.bundles.as_ref()?, gpus_per_node));
     RankPlace {
         rank: place.rank,
         name: place.name,
@@ -220,6 +247,8 @@ fn rank_place(place: WorkerPlace, world_size: u32) -> RankPlace {
         node_rank: place.node,
         gpus: place.gpu.into_iter().collect(),
         bundles: place.bundles,
+        tied: place.group,
+        engine_port,
     }
 }
 

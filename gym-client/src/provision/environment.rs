@@ -4,10 +4,10 @@
 //!
 //! | layer | from |
 //! |---|---|
-//! | defaults | the worker type, [`WorkerKind::with_defaults`](super::WorkerKind::with_defaults) |
+//! | defaults | [`UCX_SETTINGS`](crate::launch::UCX_SETTINGS) where UCX may be used; the worker type, [`WorkerKind::with_defaults`](super::WorkerKind::with_defaults) |
 //! | process | this process, without what belongs to it alone ([`KEPT_BACK`]) |
 //! | group | the variables given to the group |
-//! | rank | `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `NODE_RANK`, `MASTER_ADDR`, `MASTER_PORT`, `AVAILABLE_ADDR_LIST`, `AVAILABLE_PORT_LIST`, `CUDA_VISIBLE_DEVICES` |
+//! | rank | `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `NODE_RANK`, `MASTER_ADDR`, `MASTER_PORT`, `AVAILABLE_ADDR_LIST`, `AVAILABLE_PORT_LIST`, `CUDA_VISIBLE_DEVICES`; of a tied group's leader `VLLM_PORT` |
 //! | configured | what the worker type makes of its place, [`WorkerKind::with_configure`](super::WorkerKind::with_configure) |
 
 use std::collections::BTreeMap;
@@ -40,14 +40,20 @@ pub struct RankPlace {
     pub gpus: Vec<String>,
     /// The bundles of its tied group, for the group's leader; `None` for the others.
     pub bundles: Option<Vec<u32>>,
+    /// Its tied group: ranks of the same number live and end together.
+    pub tied: u32,
+    /// The first of a hundred ports that the engine of its tied group has for itself on this node; the leader's alone.
+    pub engine_port: Option<u16>,
 }
 
 impl RankPlace {
-    /// A rank on the bundle of the same number, on one node, without a GPU.
+    /// A rank on the bundle of the same number, on one node, without a GPU, tied to nobody.
     #[must_use]
     pub fn on_one_node(rank: Rank, world_size: u32) -> Self {
         let name = format!("worker-0-{rank}");
-        Self { rank, name, world_size, local_rank: rank, node_rank: 0, gpus: Vec::new(), bundles: Some(vec![rank]) }
+        let bundles = Some(vec![rank]);
+        let (gpus, engine_port) = (Vec::new(), None);
+        Self { rank, name, world_size, local_rank: rank, node_rank: 0, gpus, bundles, tied: rank, engine_port }
     }
 }
 
@@ -106,6 +112,8 @@ impl Layers<'_> {
             ("CUDA_VISIBLE_DEVICES", place.gpus.join(",")),
         ];
         all.extend(own.into_iter().chain(rendezvous.variables()).map(|(name, value)| (name.to_owned(), value)));
+        // By this name vLLM knows where its ranks meet.
+        all.extend(place.engine_port.map(|port| ("VLLM_PORT".to_owned(), port.to_string())));
         all.extend(self.configured);
         all
     }

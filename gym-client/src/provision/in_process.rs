@@ -182,15 +182,20 @@ impl Deployment for InProcessDeployment {
         self.0.log.stream()
     }
 
-    async fn restart(&self, cx: &CallContext, rank: Rank, incarnation: Incarnation) -> Result<()> {
+    async fn restart(&self, cx: &CallContext, lives: &[(Rank, Incarnation)]) -> Result<()> {
         cx.check()?;
-        let place = self.0.spec.ranks.iter().find(|place| place.rank == rank).cloned();
-        let place = place.ok_or_else(|| self.0.no_such(rank))?;
-        let old = self.0.lock().remove(&rank);
-        if let Some(old) = old {
-            old.kill().await;
+        let place_of = |rank: Rank| self.0.spec.ranks.iter().find(|place| place.rank == rank).cloned();
+        let places =
+            lives.iter().map(|(rank, life)| Ok((place_of(*rank).ok_or_else(|| self.0.no_such(*rank))?, *life)));
+        let places = places.collect::<Result<Vec<_>>>()?;
+        let old: Vec<Life> = {
+            let mut living = self.0.lock();
+            lives.iter().filter_map(|(rank, _)| living.remove(rank)).collect()
+        };
+        join_all(old.into_iter().map(Life::kill)).await;
+        for (place, life) in places {
+            Shared::start(&self.0, place, life);
         }
-        Shared::start(&self.0, place, incarnation);
         Ok(())
     }
 

@@ -7,13 +7,15 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use futures_util::future::join_all;
+use futures_util::future::{join_all, try_join_all};
 use futures_util::stream::BoxStream;
-use gym_core::{CallContext, Code, Error, Incarnation, Rank, RankExit, Result};
+use gym_core::cluster::ProfilerRequest;
+use gym_core::{CallContext, Code, Error, Incarnation, Ladder, Rank, RankExit, Result};
 use tokio::time::{Instant, MissedTickBehavior};
 use tokio_util::task::AbortOnDropHandle;
 
 use super::events::{EventLog, RankEvent};
+use super::gpu::GpuMeter;
 use super::handshake::{Assignment, token};
 use super::listen::{Doors, Listen};
 use super::process::{Birth, Process, Switchboard};
@@ -32,6 +34,9 @@ const SAMPLE_PERIOD: Duration = Duration::from_secs(1);
 const HIGH_SHARE: f64 = 0.9;
 
 /// Starts ranks as processes of the running program, or of another one that registers the same worker types.
+///
+/// Worker types whose name fits `NRL_NSYS_WORKER_PATTERNS` (of the group's variables, or this process's) run under Nsight Systems, see
+/// [`ProfilerRequest`].
 #[derive(Clone, Debug)]
 pub struct Local {
     workers: Workers,
@@ -83,7 +88,7 @@ impl Local {
 
 #[async_trait]
 impl Provisioner for Local {
-    async fn launch(&self, cx: &CallContext, spec: LaunchSpec) -> Result<Box<dyn Deployment>> {
+    async fn launch(&self, cx: &CallContext, mut spec: LaunchSpec) -> Result<Box<dyn Deployment>> {
         cx.check()?;
         let subject = format!("start group {}", spec.group);
         self.workers.kind(&spec.worker).map_err(|error| error.about(subject.clone()))?;
@@ -92,16 +97,31 @@ impl Provisioner for Local {
                            or name a program that does in LocalOptions::program";
             return Err(Error::not_started(Code::FailedPrecondition, message).about(subject));
         }
+        let asked = |name: &str| spec.variables.get(name).cloned().or_else(|| std::env::var(name).ok());
+        let profiler = ProfilerRequest::from_variables(asked)
+            .map_err(|error| Error::invalid(error.to_string()).about(subject.clone()))?;
+        let runner = profiler.and_then(|profiler| profiler.command_for(&spec.worker)).unwrap_or_default();
         let board = Switchboard::default();
         let launcher = Launcher::builder().lines(board.sink(Arc::clone(&self.options.lines))).build();
         let launcher = launcher
             .map_err(|error| Error::not_started(Code::FailedPrecondition, error.to_string()).about(subject.clone()))?;
         let meeting =
             MeetingPoint::hold(spec.ranks.len(), &spec.ports).map_err(|error| error.about(subject.clone()))?;
-        let doors = Doors::open(self.options.listen).map_err(|error| error.about(subject))?;
+        let doors = Doors::open(self.options.listen, spec.ladder.as_ref()).map_err(|error| error.about(subject))?;
+        if matches!(doors, Doors::Ucx(_)) {
+            // So that the workers' environment has what UCX reads at its load.
+            spec.ladder.get_or_insert_with(Ladder::auto);
+        }
         let shared = Arc::new(Shared {
             workers: self.workers.clone(),
-            program: self.options.program.clone().unwrap_or_else(|| Path::new("/proc/self/exe").to_owned()),
+            program: match &self.options.program {
+                Some(program) => program.clone(),
+                // Under a runner that link is the runner's.
+                None if !runner.is_empty() => std::env::current_exe()
+                    .map_err(|error| Error::internal("cannot find this program's file").caused_by(error))?,
+                None => Path::new("/proc/self/exe").to_owned(),
+            },
+            runner,
             doors,
             spec,
             meeting,
@@ -126,6 +146,7 @@ struct LocalDeployment {
 struct Shared {
     workers: Workers,
     program: PathBuf,
+    runner: Vec<String>,
     doors: Doors,
     spec: LaunchSpec,
     meeting: MeetingPoint,
@@ -177,6 +198,7 @@ impl Shared {
         Ok(Birth {
             name: place.name.clone(),
             program: self.program.clone(),
+            runner: self.runner.clone(),
             environment,
             assignment: Assignment {
                 worker: self.spec.worker.clone(),
@@ -200,9 +222,9 @@ impl Shared {
     }
 
     /// One sample of every life; kills those that use more than they may.
-    fn measure(&self, processes: &BTreeMap<i32, Stat>, now: Instant, units: Units) {
+    fn measure(&self, processes: &BTreeMap<i32, Stat>, gpu: Option<&GpuMeter>, now: Instant, units: Units) {
         for (rank, life) in self.living().iter_mut() {
-            life.usage = life.meter.sample(processes, now, units);
+            life.usage = life.meter.sample(processes, gpu, now, units);
             let (Some(usage), Some(limit_bytes)) = (life.usage, life.process.limit()) else { continue };
             let resident_bytes = usage.resident_bytes;
             if life.process.sampled_limit().is_some() && resident_bytes > limit_bytes {
@@ -222,6 +244,7 @@ impl Shared {
 /// Measures until it is aborted.
 async fn sample(shared: Arc<Shared>) {
     let units = Units::of_this_machine();
+    let gpu = GpuMeter::start();
     let period = if shared.spec.memory_limit_bytes.is_some() { GUARD_PERIOD } else { SAMPLE_PERIOD };
     let mut tick = tokio::time::interval(period);
     tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -229,7 +252,7 @@ async fn sample(shared: Arc<Shared>) {
         tick.tick().await;
         // Reading `/proc` may wait for a lock of the kernel's; not on a thread that answers calls.
         let Ok(Ok(processes)) = tokio::task::spawn_blocking(Stat::all).await else { continue };
-        shared.measure(&processes, Instant::now(), units);
+        shared.measure(&processes, gpu.as_ref(), Instant::now(), units);
     }
 }
 
@@ -243,24 +266,25 @@ impl Deployment for LocalDeployment {
         self.shared.log.stream()
     }
 
-    async fn restart(&self, cx: &CallContext, rank: Rank, incarnation: Incarnation) -> Result<()> {
+    async fn restart(&self, cx: &CallContext, lives: &[(Rank, Incarnation)]) -> Result<()> {
         cx.check()?;
         let shared = &self.shared;
-        let place = shared.spec.ranks.iter().find(|place| place.rank == rank);
-        let place = place.ok_or_else(|| no_such(rank, &shared.spec.group))?;
-        if let Some(old) = shared.process(rank) {
-            old.stop(Duration::ZERO).await.map_err(|error| Error::internal(error.to_string()))?;
-        }
-        shared.start(place, incarnation).await;
+        let place_of = |rank: Rank| {
+            let place = shared.spec.ranks.iter().find(|place| place.rank == rank);
+            place.ok_or_else(|| no_such(rank, &shared.spec.group))
+        };
+        let places = lives.iter().map(|(rank, life)| Ok((place_of(*rank)?, *life))).collect::<Result<Vec<_>>>()?;
+        let old: Vec<Arc<Process>> = lives.iter().filter_map(|(rank, _)| shared.process(*rank)).collect();
+        try_join_all(old.iter().map(|process| process.stop(Duration::ZERO)))
+            .await
+            .map_err(|error| Error::internal(error.to_string()))?;
+        join_all(places.into_iter().map(|(place, life)| shared.start(place, life))).await;
         Ok(())
     }
 
     async fn kill(&self, rank: Rank) -> Result<()> {
         let process = self.shared.process(rank).ok_or_else(|| no_such(rank, &self.shared.spec.group))?;
-        let pid = i32::try_from(process.pid).ok().and_then(rustix::process::Pid::from_raw);
-        let pid = pid.ok_or_else(|| no_such(rank, &self.shared.spec.group))?;
-        rustix::process::kill_process(pid, rustix::process::Signal::KILL)
-            .map_err(|error| Error::internal(format!("kill rank {rank}")).caused_by(error))
+        process.crash().map_err(|error| Error::internal(format!("kill rank {rank}")).caused_by(error))
     }
 
     fn usage(&self) -> BTreeMap<Rank, Usage> {

@@ -4,7 +4,7 @@
 //! ```text
 //!   Provisioner ── launch ──► Deployment ── events ──► Started ▸ Ready(endpoints) ▸ MemoryHigh ▸ Exited(why)
 //!     Local: child processes      ▲                    so far, then live
-//!     InProcess: tasks            └── restart(rank, incarnation) · kill(rank) · usage() · shutdown(grace)
+//!     InProcess: tasks            └── restart(lives) · kill(rank) · usage() · shutdown(grace)
 //! ```
 //!
 //! A provisioner starts and ends ranks and says what becomes of them. Whether a rank is started again, and when it may be
@@ -19,18 +19,22 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use futures_util::stream::BoxStream;
-use gym_core::{CallContext, Incarnation, Rank, Result};
+use gym_core::{CallContext, Incarnation, Ladder, Rank, Result};
 use serde_json::value::RawValue;
 
+mod affinity;
 mod cgroup;
 mod cluster;
 mod devices;
 pub mod environment;
 mod events;
+mod file;
+mod gpu;
 mod handshake;
 mod in_process;
 mod listen;
 mod local;
+mod monitor;
 pub mod ports;
 mod process;
 mod usage;
@@ -40,13 +44,16 @@ pub use cluster::{GroupRequest, VirtualCluster};
 pub use devices::visible_gpus;
 pub use environment::{RankPlace, Rendezvous, Variables};
 pub use events::RankEvent;
+pub use file::ClusterFile;
 pub use in_process::InProcessRanks;
 pub use listen::Listen;
 pub use local::{Local, LocalOptions};
+pub use monitor::{GpuUsage, NodeUsage};
 pub use usage::Usage;
 pub use workers::{Configured, WorkerKind, Workers};
 
 pub(crate) use cluster::Tenancy;
+pub(crate) use monitor::Monitor;
 
 use environment::Layers;
 use ports::{HeldPort, Tries};
@@ -71,11 +78,12 @@ pub trait Deployment: fmt::Debug + Send + Sync + 'static {
     /// What has happened so far, then what happens. Ends when the deployment is dropped.
     fn events(&self) -> BoxStream<'static, RankEvent>;
 
-    /// Starts another life of a rank; one that still lives is killed first. Returns when it is started.
+    /// Starts another life of each of these ranks. Those that still live are killed first, all of them before any is started: an
+    /// old life must not meet a new one at the rendezvous. Returns when they are started.
     ///
     /// # Errors
-    /// `NotFound` for a rank that the launch had not; what keeps it from starting is in the events.
-    async fn restart(&self, cx: &CallContext, rank: Rank, incarnation: Incarnation) -> Result<()>;
+    /// `NotFound` for a rank that the launch had not; what keeps one from starting is in the events.
+    async fn restart(&self, cx: &CallContext, lives: &[(Rank, Incarnation)]) -> Result<()>;
 
     /// Ends a rank as a crash would.
     ///
@@ -113,6 +121,8 @@ pub struct LaunchSpec {
     pub start_timeout: Duration,
     /// Where ports for rendezvous are taken from.
     pub ports: Range<u16>,
+    /// How the ranks are to be reached, if the configuration says so; ranks that may be reached by UCX offer it.
+    pub ladder: Option<Ladder>,
 }
 
 impl LaunchSpec {
@@ -133,6 +143,7 @@ impl LaunchSpec {
             memory_limit_bytes: None,
             start_timeout: DEFAULT_START_TIMEOUT,
             ports: gym_core::cluster::MASTER_PORTS,
+            ladder: None,
         }
     }
 }
@@ -160,6 +171,14 @@ impl MeetingPoint {
     }
 }
 
+/// UCX reads some settings when it is loaded, so they must be there when a worker starts; the worker type's own win over them.
+fn defaults(kind: &WorkerKind, ladder: Option<&Ladder>) -> Variables {
+    let ucx = crate::launch::UCX_SETTINGS.iter().filter(|_| ladder.is_some_and(Ladder::uses_ucx));
+    let mut defaults: Variables = ucx.map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
+    defaults.extend(kind.defaults().clone());
+    defaults
+}
+
 /// What a worker type and a launch make of one rank: its environment, and what it is made from.
 pub(crate) fn of_rank(
     kind: &WorkerKind,
@@ -169,10 +188,57 @@ pub(crate) fn of_rank(
 ) -> Result<(Variables, Box<RawValue>)> {
     let configured = kind.configured(place);
     let layers = Layers {
-        defaults: kind.defaults().clone(),
+        defaults: defaults(kind, spec.ladder.as_ref()),
         process: environment::of_this_process(),
         group: Some(&spec.variables),
         configured: configured.variables.clone(),
     };
     Ok((layers.of_rank(place, rendezvous), configured.over(&spec.init)?))
+}
+
+#[cfg(test)]
+mod tests {
+    use gym_core::{Handles, Method, Methods, Payload, Worker, WorkerEnv};
+
+    use super::*;
+
+    struct Idle;
+
+    #[derive(Clone, Copy, Debug)]
+    struct Nothing;
+
+    impl Method for Nothing {
+        const NAME: &'static str = "nothing";
+        type Args = ();
+        type Reply = ();
+    }
+
+    impl Worker for Idle {
+        type Init = ();
+
+        fn start(_: WorkerEnv, (): ()) -> Result<Self> {
+            Ok(Self)
+        }
+
+        fn methods(methods: &mut Methods<Self>) {
+            methods.exclusive(Nothing);
+        }
+    }
+
+    impl Handles<Nothing> for Idle {
+        async fn handle(&mut self, _: &CallContext, _: Payload<()>) -> Result<Payload<()>> {
+            Ok(().into())
+        }
+    }
+
+    #[test]
+    fn a_rank_that_may_be_reached_by_ucx_starts_with_what_ucx_reads_at_its_load() {
+        let own = Variables::from([("UCX_HANDLE_ERRORS".to_owned(), "bt".to_owned())]);
+        let kind = WorkerKind::of::<Idle>().with_defaults(own);
+        assert_eq!(defaults(&kind, Some(&Ladder::auto()))["UCX_MEM_MMAP_HOOK_MODE"], "none");
+        assert_eq!(defaults(&kind, Some(&Ladder::auto()))["UCX_HANDLE_ERRORS"], "bt", "the worker type's own win");
+        for without in [None, Some(Ladder::without_ucx())] {
+            assert_eq!(defaults(&kind, without.as_ref()).len(), 1, "{without:?}");
+        }
+    }
 }

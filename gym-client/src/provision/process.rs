@@ -1,12 +1,14 @@
 //! One life of a rank as a child process: started, heard, measured, ended, and its end explained.
 
 use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
 use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use gym_core::{ExitCause, Incarnation, Rank, RankExit};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use tokio::sync::{mpsc, watch};
 
 use super::cgroup::Cgroup;
@@ -26,6 +28,8 @@ pub(crate) struct Birth {
     /// Unique among the living processes of the deployment; prefixes its log lines.
     pub(crate) name: String,
     pub(crate) program: PathBuf,
+    /// What runs the program, with its arguments; the program itself if it is empty.
+    pub(crate) runner: Vec<String>,
     pub(crate) environment: Variables,
     pub(crate) assignment: Assignment,
     pub(crate) memory_limit_bytes: Option<u64>,
@@ -76,6 +80,8 @@ impl Switchboard {
 pub(crate) struct Process {
     pub(crate) incarnation: Incarnation,
     pub(crate) pid: u32,
+    /// The process itself: its number goes to another one when it is gone. `None` when it went before this was taken.
+    itself: Option<OwnedFd>,
     handle: ChildHandle,
     verdict: Verdict,
     limit: Option<u64>,
@@ -106,16 +112,17 @@ impl Process {
         log: &EventLog,
         birth: Birth,
     ) -> Result<Self, RankExit> {
-        let Birth { name, program, mut environment, assignment, memory_limit_bytes, start_timeout } = birth;
+        let Birth { name, program, runner, mut environment, assignment, memory_limit_bytes, start_timeout } = birth;
         let (rank, incarnation) = (assignment.rank, Incarnation(assignment.incarnation));
         let failed = |why: String| RankExit::start_failed(incarnation, why);
         let text =
             serde_json::to_string(&assignment).map_err(|error| failed(format!("write its assignment: {error}")))?;
         environment.insert(ASSIGNMENT_VARIABLE.to_owned(), text);
-        let mut spec = ChildSpec::new(name.clone(), program)
-            .arg(WORKER_ROLE)
-            .restart(RestartPolicy::NEVER)
-            .stop_grace(LEFTOVER_GRACE);
+        let spec = match runner.split_first() {
+            Some((first, rest)) => rest.iter().fold(ChildSpec::new(name.clone(), first), ChildSpec::arg).arg(program),
+            None => ChildSpec::new(name.clone(), program),
+        };
+        let mut spec = spec.arg(WORKER_ROLE).restart(RestartPolicy::NEVER).stop_grace(LEFTOVER_GRACE);
         spec.env_clear = true;
         spec.env = environment.into_iter().map(|(name, value)| (name.into(), value.into())).collect();
         let cgroup = memory_limit_bytes.and_then(|limit| kernel_limit(&name, incarnation, limit));
@@ -129,6 +136,7 @@ impl Process {
         let process = Self {
             incarnation,
             pid: pid.unwrap_or(0),
+            itself: pid.and_then(open),
             handle,
             verdict: Verdict::default(),
             limit: memory_limit_bytes,
@@ -164,6 +172,14 @@ impl Process {
         tokio::spawn(async move { handle.stop(Duration::ZERO).await });
     }
 
+    /// Kills it without a word, as a crash would end it. One that is gone already stays gone.
+    pub(crate) fn crash(&self) -> rustix::io::Result<()> {
+        match self.itself.as_ref().map(|itself| pidfd_send_signal(itself, Signal::KILL)) {
+            None | Some(Ok(()) | Err(rustix::io::Errno::SRCH)) => Ok(()),
+            Some(Err(error)) => Err(error),
+        }
+    }
+
     /// Asks it to end, and kills it after `grace`. Returns when it is gone.
     pub(crate) async fn stop(&self, grace: Duration) -> Result<(), crate::launch::LaunchError> {
         self.verdict.pass(RankExit::new(self.incarnation, ExitCause::Stopped));
@@ -178,6 +194,12 @@ fn kernel_limit(name: &str, incarnation: Incarnation, limit: u64) -> Option<Cgro
     Cgroup::create(&parent, &group, limit)
         .inspect_err(|error| tracing::warn!(worker = %name, %error, "no control group; its memory is sampled instead"))
         .ok()
+}
+
+/// A process by its number, while that is still its own.
+fn open(pid: u32) -> Option<OwnedFd> {
+    let pid = Pid::from_raw(i32::try_from(pid).ok()?)?;
+    pidfd_open(pid, PidfdFlags::empty()).ok()
 }
 
 /// The process id; `None` when it ended before it could be read.

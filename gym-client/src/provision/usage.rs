@@ -5,6 +5,7 @@ use std::fs;
 
 use tokio::time::Instant;
 
+use super::gpu::GpuMeter;
 use crate::launch::family::Stat;
 
 /// What a worker uses, its child processes included, as last sampled.
@@ -18,6 +19,9 @@ pub struct Usage {
     pub peak_resident_bytes: u64,
     /// How many processes that is.
     pub processes: u32,
+    /// GPU memory that they hold, in bytes, as of some seconds ago. `None` where there is no GPU, no `nvidia-smi`, or none of
+    /// them is known to the driver: it uses no GPU, or has another number outside of its container.
+    pub gpu_memory_bytes: Option<u64>,
 }
 
 /// Measures one worker from sample to sample.
@@ -35,16 +39,22 @@ impl Meter {
     }
 
     /// One sample. `None` when the worker is gone.
-    pub(crate) fn sample(&mut self, processes: &BTreeMap<i32, Stat>, now: Instant, units: Units) -> Option<Usage> {
-        let members: Vec<&Stat> = members(processes, self.leader);
+    pub(crate) fn sample(
+        &mut self,
+        processes: &BTreeMap<i32, Stat>,
+        gpu: Option<&GpuMeter>,
+        now: Instant,
+        units: Units,
+    ) -> Option<Usage> {
+        let members = members(processes, self.leader);
         if members.is_empty() {
             return None;
         }
         let resident_bytes =
-            members.iter().map(|stat| stat.resident_pages).sum::<u64>().saturating_mul(units.page_bytes);
+            members.values().map(|stat| stat.resident_pages).sum::<u64>().saturating_mul(units.page_bytes);
         let record = high_water_bytes(self.leader).unwrap_or(0);
         self.peak_bytes = self.peak_bytes.max(resident_bytes).max(record);
-        let ticks = members.iter().map(|stat| stat.cpu_ticks).sum::<u64>();
+        let ticks = members.values().map(|stat| stat.cpu_ticks).sum::<u64>();
         let cpu_percent = self.last.and_then(|(then, before)| {
             let seconds = now.duration_since(then).as_secs_f64();
             // A child that ended takes its share of the sum with it.
@@ -58,6 +68,7 @@ impl Meter {
             resident_bytes,
             peak_resident_bytes: self.peak_bytes,
             processes: u32::try_from(members.len()).unwrap_or(u32::MAX),
+            gpu_memory_bytes: gpu.and_then(|gpu| gpu.held_bytes(members.keys().copied())),
         })
     }
 }
@@ -79,7 +90,7 @@ impl Units {
 }
 
 /// Those in the leader's session, and their descendants that left it.
-fn members(processes: &BTreeMap<i32, Stat>, leader: i32) -> Vec<&Stat> {
+fn members(processes: &BTreeMap<i32, Stat>, leader: i32) -> BTreeMap<i32, &Stat> {
     let mut found: BTreeMap<i32, &Stat> =
         processes.iter().filter(|(_, stat)| stat.session == leader).map(|(pid, stat)| (*pid, stat)).collect();
     loop {
@@ -89,7 +100,7 @@ fn members(processes: &BTreeMap<i32, Stat>, leader: i32) -> Vec<&Stat> {
             .map(|(pid, stat)| (*pid, stat))
             .collect();
         if more.is_empty() {
-            return found.into_values().collect();
+            return found;
         }
         found.extend(more);
     }
@@ -124,7 +135,7 @@ mod tests {
             (30, process(20, 30, 5, 1)),
             (40, process(1, 40, 1_000, 1_000)),
         ]);
-        let usage = Meter::new(LEADER).sample(&all, Instant::now(), UNITS).expect("alive");
+        let usage = Meter::new(LEADER).sample(&all, None, Instant::now(), UNITS).expect("alive");
         assert_eq!((usage.resident_bytes, usage.processes, usage.cpu_percent), (111 * 4096, 3, None));
     }
 
@@ -134,7 +145,7 @@ mod tests {
         let begin = Instant::now();
         let mut at = |seconds: u64, ticks, pages| {
             let all = BTreeMap::from([(LEADER, process(1, LEADER, ticks, pages))]);
-            meter.sample(&all, begin + Duration::from_secs(seconds), UNITS).expect("alive")
+            meter.sample(&all, None, begin + Duration::from_secs(seconds), UNITS).expect("alive")
         };
         assert_eq!(at(0, 100, 50).cpu_percent, None);
         let busy = at(2, 400, 20);
@@ -145,7 +156,7 @@ mod tests {
 
     #[test]
     fn a_worker_that_is_gone_uses_nothing_that_can_be_told() {
-        assert_eq!(Meter::new(LEADER).sample(&BTreeMap::new(), Instant::now(), UNITS), None);
+        assert_eq!(Meter::new(LEADER).sample(&BTreeMap::new(), None, Instant::now(), UNITS), None);
     }
 
     #[test]

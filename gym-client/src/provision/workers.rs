@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use futures_util::future::BoxFuture;
-use gym_core::{Code, Error, HostOptions, Incarnation, Listener, Result, Worker, WorkerEnv, WorkerHost};
+use gym_core::{Code, Error, Handler, HostOptions, Incarnation, Listener, Result, Worker, WorkerEnv, WorkerHost};
 use serde_json::value::RawValue;
 use serde_json::{Map, Value};
 use tokio::signal::unix::{SignalKind, signal};
@@ -203,6 +203,8 @@ impl Workers {
     }
 
     fn be_worker(&self) -> i32 {
+        // Before there are other threads.
+        super::affinity::bind_to_gpu();
         let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
             Ok(runtime) => runtime,
             Err(error) => {
@@ -224,11 +226,11 @@ impl Workers {
             };
             let token = assignment.token.clone();
             match self.make(assignment).await {
-                Ok((host, listener)) => {
+                Ok((host, listener, handler)) => {
                     let answer = Answer::Serves(listener.endpoints().to_vec());
                     // Without a reader the controller is gone, and this process with it in a moment.
                     let _ = say(&answer.line(&token));
-                    serve_until_told(host, listener).await
+                    serve_until_told(host, listener, handler).await
                 }
                 Err(error) => {
                     let _ = say(&Answer::Failed(error.to_string()).line(&token));
@@ -239,7 +241,7 @@ impl Workers {
         })
     }
 
-    async fn make(&self, assignment: Assignment) -> Result<(WorkerHost, Box<dyn Listener>)> {
+    async fn make(&self, assignment: Assignment) -> Result<(WorkerHost, Box<dyn Listener>, Arc<dyn Handler>)> {
         let Assignment { worker, group, rank, world_size, local_rank, node_rank, incarnation, door, init, .. } =
             assignment;
         let mut env = WorkerEnv::new(group, rank, world_size);
@@ -248,7 +250,8 @@ impl Workers {
         env.incarnation = Incarnation(incarnation);
         env.variables = of_this_process();
         let host = self.kind(&worker)?.start(env, init).await?;
-        Ok((host, door.listen()?))
+        let (listener, handler) = door.open(Arc::new(host.clone())).await?;
+        Ok((host, listener, handler))
     }
 }
 
@@ -275,7 +278,7 @@ fn say(line: &str) -> std::io::Result<()> {
     out.flush()
 }
 
-async fn serve_until_told(host: WorkerHost, listener: Box<dyn Listener>) -> i32 {
+async fn serve_until_told(host: WorkerHost, listener: Box<dyn Listener>, handler: Arc<dyn Handler>) -> i32 {
     let drain = CancellationToken::new();
     let told = drain.clone();
     let signals = [SignalKind::interrupt(), SignalKind::terminate()].map(signal);
@@ -290,7 +293,7 @@ async fn serve_until_told(host: WorkerHost, listener: Box<dyn Listener>) -> i32 
         }
         told.cancel();
     });
-    let served = crate::serve(listener, Arc::new(host.clone()), drain, DRAIN_GRACE).await;
+    let served = crate::serve(listener, handler, drain, DRAIN_GRACE).await;
     watch.abort();
     // Its calls have ended or been broken by now; a thread that blocks is left to the end of the process.
     let stopped = host.stop(Duration::from_secs(1)).await;

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::future::BoxFuture;
 use gym_core::{CallContext, Code, Lease, Registration, Registry, Result};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
@@ -20,11 +21,18 @@ pub struct KeptLease {
 ///
 /// # Errors
 /// The first registration's.
-pub async fn keep(registry: Arc<dyn Registry>, cx: &CallContext, registration: Registration) -> Result<KeptLease> {
-    let lease = registry.register(cx, registration.clone()).await?;
-    let stop = CancellationToken::new();
-    let task = tokio::spawn(renew(registry, registration, lease.clone(), stop.clone()));
-    Ok(KeptLease { stop, task, lease })
+#[must_use = "a future does nothing until it is awaited"]
+pub fn keep<'a>(
+    registry: Arc<dyn Registry>,
+    cx: &'a CallContext,
+    registration: Registration,
+) -> BoxFuture<'a, Result<KeptLease>> {
+    Box::pin(async move {
+        let lease = registry.register(cx, registration.clone()).await?;
+        let stop = CancellationToken::new();
+        let task = tokio::spawn(renew(registry, registration, lease.clone(), stop.clone()));
+        Ok(KeptLease { stop, task, lease })
+    })
 }
 
 impl KeptLease {
@@ -35,14 +43,17 @@ impl KeptLease {
     }
 
     /// Deregisters, within `grace`.
-    pub async fn end(mut self, grace: Duration) {
-        self.stop.cancel();
-        if tokio::time::timeout(grace, &mut self.task).await.is_err() {
-            tracing::warn!(
-                name = self.lease.name,
-                "the head did not take the deregistration in time; the lease runs out"
-            );
-        }
+    #[must_use = "a future does nothing until it is awaited"]
+    pub fn end(mut self, grace: Duration) -> BoxFuture<'static, ()> {
+        Box::pin(async move {
+            self.stop.cancel();
+            if tokio::time::timeout(grace, &mut self.task).await.is_err() {
+                tracing::warn!(
+                    name = self.lease.name,
+                    "the head did not take the deregistration in time; the lease runs out"
+                );
+            }
+        })
     }
 }
 

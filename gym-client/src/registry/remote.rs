@@ -13,6 +13,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
+use futures_util::future::BoxFuture;
 use futures_util::stream::{self, BoxStream, StreamExt};
 use gym_core::{
     CallContext, ConnectOptions, Endpoint, Error, Instance, Lease, Registration, Registry, Request, Response, Result,
@@ -66,15 +67,17 @@ impl RemoteRegistry {
     ///
     /// # Errors
     /// The last attempt's.
-    pub async fn send(&self, request: &Request, idempotent: bool) -> Result<Response> {
-        let mut rng = self.world.rng();
-        retry(&request.context, &RetryPolicy::default(), &mut rng, idempotent, |_| async {
-            self.peer.call(&self.transports, request).await?.into_result()
-        })
-        .await
-        .map_err(|error| match error.subject() {
-            "" => error.about(format!("{} {}{}", request.verb, self.head(), request.route)),
-            _ => error,
+    pub fn send<'a>(&'a self, request: &'a Request, idempotent: bool) -> BoxFuture<'a, Result<Response>> {
+        Box::pin(async move {
+            let mut rng = self.world.rng();
+            retry(&request.context, &RetryPolicy::default(), &mut rng, idempotent, |_| async {
+                self.peer.call(&self.transports, request).await?.into_result()
+            })
+            .await
+            .map_err(|error| match error.subject() {
+                "" => error.about(format!("{} {}{}", request.verb, self.head(), request.route)),
+                _ => error,
+            })
         })
     }
 

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use futures_util::stream;
 use gym_core::{Batch, CallContext, Error, Execution, JsonRows, Offsets, Outcome, RawObject, Result, TaskKey, World};
+use tokio_util::sync::CancellationToken;
 
 use super::{Environment, Scores};
 use crate::collect::ledger::MemoryLedger;
@@ -73,7 +74,7 @@ impl Environment for RolloutEnvironment {
         let mut options = self.options.clone();
         options.attempt_timeout = options.attempt_timeout.min(cx.remaining());
         let driver = Arc::new(Driver::new(self.client.clone(), ledger.clone(), &self.world, options));
-        let run = driver.run(stream::iter(rows.into_iter().map(Ok)), cx.cancel.child_token());
+        let run = driver.run(stream::iter(rows.into_iter().map(Ok)), CancellationToken::new());
         cx.bound(Execution::Unknown, run).await?;
 
         let mut outcomes = ledger.take_outcomes();

@@ -6,10 +6,10 @@ use gym_client::Transports;
 use gym_client::group::{Group, GroupOptions};
 use gym_client::provision::{GroupRequest, InProcessRanks, VirtualCluster};
 use gym_core::cluster::{ClusterSpec, GpuIds};
-use gym_core::{CallContext, Code, Error, FailureKind, InProcess, Result, WorkerGroupExt};
+use gym_core::{CallContext, Code, Dispatch, Error, FailureKind, InProcess, Result, WorkerGroupExt};
 
 use super::types::{Describe, Init, Job, Work, workers};
-use super::{LONG, local, options, stop};
+use super::{LONG, local, options, stop, until};
 
 fn request(name: &str, options: GroupOptions) -> GroupRequest {
     GroupRequest::new(name, "obedient", &Init::default(), options).expect("JSON")
@@ -88,6 +88,28 @@ pub(crate) async fn colocation_is_off_open_or_in_turns() {
         drop(training);
         generation.call(Describe, ()).deadline(LONG).await.expect("its turn");
         policy.call(Describe, ()).deadline(LONG).await.expect("and back");
+        let one = Dispatch::rank(0);
+        let unread = policy.call(Describe, ()).dispatch(one).deadline(LONG).start().await.expect("started");
+        generation.call(Describe, ()).deadline(LONG).await.expect("an answer that nobody reads yet holds no turn");
+        unread.await.expect("its answer");
+    }
+}
+
+pub(crate) async fn a_monitored_cluster_tells_the_memory_of_its_node() {
+    for monitored in [true, false] {
+        let mut spec = cpus(&[1]);
+        spec.monitor_memory = monitored;
+        let cluster = VirtualCluster::new(spec, local()).expect("valid").simulate_nodes(&[1]);
+        assert_eq!(cluster.node_usage(), None, "nothing is looked at before it is used");
+        let group = cluster.start(&CallContext::within(LONG), request("policy", options())).await.expect("starts");
+        if monitored {
+            until("it is sampled", || cluster.node_usage().is_some()).await;
+            let usage = cluster.node_usage().expect("just seen");
+            assert!(usage.available_bytes <= usage.memory_bytes && usage.available_bytes_min > 0, "{usage:?}");
+        }
+        assert_eq!(cluster.node_usage().is_some(), monitored);
+        assert!(group.resource_usage()[0].gpus.is_empty(), "it has none");
+        stop(&group).await;
     }
 }
 

@@ -3,16 +3,29 @@
 use std::sync::Arc;
 
 use async_trait::async_trait;
+use gym_client::Transports;
 use gym_client::group::{Group, GroupOptions};
 use gym_client::provision::{LaunchSpec, Provisioner, RankPlace};
 use gym_core::testing::conformance::{GroupBench, GroupSetup, TestGroup, TestWorkerKind, group};
-use gym_core::{CallContext, Rank, WorkerGroup};
+use gym_core::{CallContext, Ladder, Rank, WorkerGroup};
 
 use super::{LONG, provisioners};
 
-struct Provisioned {
+pub(super) struct Provisioned {
     provisioner: Box<dyn Provisioner>,
     options: GroupOptions,
+    ladder: Option<Ladder>,
+}
+
+impl Provisioned {
+    /// Ranks of `provisioner` that are reached over `transports`; told to offer what `ladder` allows.
+    pub(super) fn over(provisioner: Box<dyn Provisioner>, transports: Transports, ladder: Option<Ladder>) -> Self {
+        Self { provisioner, options: GroupOptions::new(transports), ladder }
+    }
+
+    pub(super) async fn pass(self) {
+        group(&self).await;
+    }
 }
 
 #[derive(Debug)]
@@ -31,7 +44,8 @@ impl GroupBench for Provisioned {
         let places = (0..ranks).map(|rank| RankPlace::on_one_node(rank, ranks)).collect();
         let mut options = self.options.clone();
         options.layout = Some(setup.layout);
-        let spec = LaunchSpec::new("tested", worker, init, places);
+        let mut spec = LaunchSpec::new("tested", worker, init, places);
+        spec.ladder.clone_from(&self.ladder);
         let group = Group::start(&CallContext::within(LONG), &*self.provisioner, spec, options).await;
         Box::new(Started(Arc::new(group.expect("the suite's workers start"))))
     }
@@ -51,7 +65,7 @@ impl TestGroup for Started {
 
 async fn run(which: usize) {
     let (_, provisioner, transports) = provisioners().swap_remove(which);
-    group(&Provisioned { provisioner, options: GroupOptions::new(transports) }).await;
+    Provisioned::over(provisioner, transports, None).pass().await;
 }
 
 pub(crate) async fn processes_pass_the_suite_of_all_groups() {

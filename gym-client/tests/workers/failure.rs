@@ -1,6 +1,7 @@
 //! Ranks that end, and what becomes of the calls, the group, and the processes.
 
 use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
 use std::process::Stdio;
 
 use gym_core::{
@@ -9,6 +10,7 @@ use gym_core::{
 };
 use rustix::process::Signal;
 use tokio::io::{AsyncBufReadExt, BufReader};
+use tokio::process::Child;
 use tokio::time::timeout;
 
 use super::types::{Breed, Describe, Job, Leave, Warm, Work};
@@ -135,9 +137,11 @@ pub(crate) async fn controller() {
     let _ = group.call(Work, HOURS).await;
 }
 
-pub(crate) async fn a_killed_controller_leaves_no_process() {
+/// A controller that runs, and the processes that it named.
+async fn running_controller(folder: &Path) -> (Child, Vec<i32>) {
     let mut controller = tokio::process::Command::new(std::env::current_exe().expect("own path"))
         .arg("controller")
+        .env("TMPDIR", folder)
         .stdout(Stdio::piped())
         .kill_on_drop(true)
         .spawn()
@@ -148,9 +152,30 @@ pub(crate) async fn a_killed_controller_leaves_no_process() {
         let line = timeout(LONG, lines.next_line()).await.expect("in time").expect("reads").expect("a line");
         pids.push(line.strip_prefix("pid ").expect("a process").parse::<i32>().expect("a process id"));
     }
-    assert!(pids.iter().all(|pid| alive(*pid)), "all run: {pids:?}");
+    (controller, pids)
+}
+
+async fn kill(mut controller: Child) {
     controller.start_kill().expect("kill -9");
     let status = timeout(LONG, controller.wait()).await.expect("in time").expect("waits");
     assert_eq!(status.signal(), Some(9));
+}
+
+pub(crate) async fn a_killed_controller_leaves_no_process_and_its_folder_to_the_next() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let folders = || {
+        let entries = std::fs::read_dir(folder.path()).expect("reads");
+        entries.map(|entry| entry.expect("reads").file_name()).collect::<Vec<_>>()
+    };
+    let (controller, pids) = running_controller(folder.path()).await;
+    assert!(pids.iter().all(|pid| alive(*pid)), "all run: {pids:?}");
+    kill(controller).await;
     until("workers and what they started are dead", || !pids.iter().any(|pid| alive(*pid))).await;
+    let left = folders();
+    assert_eq!(left.len(), 1, "what nobody could remove: {left:?}");
+    let (controller, pids) = running_controller(folder.path()).await;
+    let now = folders();
+    assert!(now.len() == 1 && now != left, "the next controller's own alone: {now:?}");
+    kill(controller).await;
+    until("they are dead too", || !pids.iter().any(|pid| alive(*pid))).await;
 }

@@ -102,7 +102,7 @@ pub(crate) async fn the_same_is_in_the_metrics() {
     until("memory is sampled", || text().contains("gym_worker_resident_memory_bytes{group=\"policy\",rank=\"1\"}"))
         .await;
     assert!(text().contains("gym_worker_up{group=\"policy\",rank=\"0\"} 1"), "{}", text());
-    assert!(!text().contains("gym_worker_gpu"), "what is not known is left out");
+    assert!(!text().contains("gym_worker_gpu_memory_bytes{"), "what is not known is left out");
     signal(pid(&group, 0), Signal::KILL);
     until("its end shows", || text().contains("gym_worker_up{group=\"policy\",rank=\"0\"} 0")).await;
     stop(&group).await;

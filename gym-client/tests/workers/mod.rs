@@ -13,6 +13,7 @@ use tokio::time::{interval, timeout};
 #[path = "../harness/mod.rs"]
 mod harness;
 
+mod bad_input;
 mod cluster;
 mod conformance;
 mod failure;
@@ -20,7 +21,10 @@ mod health;
 mod kills;
 mod ranks;
 mod start;
+mod tied;
 mod types;
+#[cfg(feature = "rdma")]
+mod ucx;
 
 use harness::{Case, Running, run_cases};
 use types::{Init, workers};
@@ -35,12 +39,14 @@ macro_rules! cases {
 }
 
 pub(crate) fn main() {
+    bad_input::rogues::enter();
     workers().enter();
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     if arguments.first().is_some_and(|role| role == "controller") {
         return run(failure::controller());
     }
-    let cases: Vec<Case> = cases![
+    #[cfg_attr(not(feature = "rdma"), expect(unused_mut, reason = "more cases come with the feature"))]
+    let mut cases: Vec<Case> = cases![
         ranks::c137_two_ranks_are_two_processes,
         ranks::c138_ranks_find_their_place_and_meet_at_a_held_port,
         ranks::c141_c142_later_layers_of_the_environment_win,
@@ -48,6 +54,8 @@ pub(crate) fn main() {
         ranks::c159_a_group_that_was_shut_down_shuts_down_again,
         ranks::the_same_group_runs_in_one_process,
         ranks::a_stand_in_for_torch_listens_on_the_master_port,
+        ranks::c161_a_profiled_worker_type_runs_under_the_profiler,
+        ranks::c194_a_rank_runs_on_the_cpus_near_its_gpu,
         start::a_worker_that_prints_rubbish_still_starts,
         start::a_worker_that_exits_at_start_is_told_with_its_last_words,
         start::a_worker_that_fails_to_start_says_why,
@@ -61,7 +69,12 @@ pub(crate) fn main() {
         failure::a_rank_that_cannot_be_warmed_stays_stale,
         failure::a_rank_that_exits_is_told_with_its_status,
         failure::an_old_life_is_never_answered_for_a_new_one,
-        failure::a_killed_controller_leaves_no_process,
+        failure::a_killed_controller_leaves_no_process_and_its_folder_to_the_next,
+        tied::tied_ranks_end_and_come_back_together,
+        tied::a_call_to_a_tied_rank_fails_with_the_rank_that_it_is_tied_to,
+        tied::tied_ranks_are_warmed_together_and_retired_together,
+        tied::ranks_are_tied_as_the_request_to_the_cluster_says,
+        tied::a_tied_group_of_which_one_does_not_start_is_ended,
         health::a_rank_over_its_memory_limit_is_killed_and_told_so,
         health::usage_is_measured_with_what_a_rank_started,
         health::a_stopped_process_is_stuck_and_recovers,
@@ -70,11 +83,21 @@ pub(crate) fn main() {
         cluster::a_heterogeneous_cluster_is_placed_on_simulated_nodes_when_asked,
         cluster::what_is_missing_is_told_before_anything_starts,
         cluster::colocation_is_off_open_or_in_turns,
+        cluster::a_monitored_cluster_tells_the_memory_of_its_node,
         cluster::a_cluster_that_is_shut_down_ends_its_groups,
         conformance::processes_pass_the_suite_of_all_groups,
         conformance::ranks_in_one_process_pass_the_suite_of_all_groups,
+        bad_input::bad_input_gets_an_error_that_names_the_place_and_harms_nobody_else,
+        bad_input::the_table_of_bad_input_has_these_cases,
         kills::workers_killed_during_calls_leave_no_doubt,
     ];
+    #[cfg(feature = "rdma")]
+    cases.extend(cases![
+        ucx::ucx_is_chosen_by_the_groups_configuration_alone,
+        ucx::ucx_that_cannot_be_had_as_required_starts_no_group,
+        ucx::ucx_shared_memory_passes_the_suite_of_all_groups,
+        ucx::ucx_tcp_passes_the_suite_of_all_groups,
+    ]);
     run_cases(cases, &arguments, run);
 }
 

@@ -1,12 +1,13 @@
 //! Ranks: who they are, what they find in their environment, where they meet.
 
 use std::collections::BTreeSet;
+use std::os::unix::fs::PermissionsExt;
 use std::time::Duration;
 
 use gym_core::{CallContext, Dispatch, WorkerGroupExt};
 use tokio::process::Command;
 
-use super::types::{Describe, Description, Init, Job, Work};
+use super::types::{Describe, Description, Init, Job, Work, allowed_cpus};
 use super::{LONG, group, options, provisioners, spec, start, stop, until};
 use gym_client::group::{Group, GroupOptions};
 
@@ -121,5 +122,56 @@ pub(crate) async fn a_stand_in_for_torch_listens_on_the_master_port() {
         let said = String::from_utf8_lossy(&output.stdout);
         assert_eq!(said.trim(), "met", "IPv{family}: {}", String::from_utf8_lossy(&output.stderr));
     }
+    stop(&group).await;
+}
+
+/// What Nsight Systems does, as far as a worker sees it: it is told how, and runs the program.
+const PROFILER: &str = "#!/bin/sh
+echo \"$*\" >> \"$0.asked\"
+while [ \"${1#/}\" = \"$1\" ]; do shift; done
+exec \"$@\"
+";
+
+pub(crate) async fn c161_a_profiled_worker_type_runs_under_the_profiler() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let profiler = folder.path().join("nsys");
+    std::fs::write(&profiler, PROFILER).expect("writes");
+    std::fs::set_permissions(&profiler, std::fs::Permissions::from_mode(0o700)).expect("may");
+    let variables = |patterns: &str| {
+        let own = [
+            ("PATH", folder.path().display().to_string()),
+            ("NRL_NSYS_WORKER_PATTERNS", patterns.to_owned()),
+            ("NRL_NSYS_PROFILE_STEP_RANGE", "3:5".to_owned()),
+            ("NRL_NSYS_EXTRA_OPTIONS", r#"{"t": "cuda", "gpu-metrics-device": "all"}"#.to_owned()),
+        ];
+        own.map(|(name, value)| (name.to_owned(), value))
+    };
+    for patterns in ["*critic*", "*obed*,*critic*"] {
+        let mut spec = spec("obedient", 2);
+        spec.variables.extend(variables(patterns));
+        let group = start(spec, options()).await.expect("starts");
+        describe(&group).await;
+        stop(&group).await;
+    }
+    let asked = std::fs::read_to_string(folder.path().join("nsys.asked")).expect("it was asked");
+    let asked: Vec<&str> = asked.lines().collect();
+    assert_eq!(asked.len(), 2, "the two ranks of the type that fits: {asked:?}");
+    let how = "profile -t cuda -o obedient_3:5_%p --stop-on-exit=true --gpu-metrics-device=all /";
+    assert!(asked.iter().all(|line| line.starts_with(how) && line.ends_with(" --gym-worker")), "{asked:?}");
+}
+
+pub(crate) async fn c194_a_rank_runs_on_the_cpus_near_its_gpu() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("affinity");
+    let cpus = gym_core::cluster::parse_cpu_list(&allowed_cpus()).expect("a list");
+    let first = cpus.first().expect("a CPU");
+    std::fs::write(&file, format!("0:99\n5:{first}\n")).expect("writes");
+    let mut spec = spec("obedient", 2);
+    spec.variables.insert("NRL_GPU_CPU_AFFINITY_FILE".to_owned(), file.display().to_string());
+    spec.ranks[1].gpus = vec!["5".to_owned()];
+    let group = start(spec, options()).await.expect("starts");
+    let ranks = describe(&group).await;
+    assert_eq!(ranks[0].cpus, allowed_cpus(), "without a GPU it is not bound");
+    assert_eq!(ranks[1].cpus, first.to_string());
     stop(&group).await;
 }

@@ -11,7 +11,13 @@ use gym_core::{
 };
 use serde::{Deserialize, Serialize};
 
+use super::bad_input::rogues::ROGUES;
+
 pub(crate) fn workers() -> Workers {
+    // A program with other worker types than its controller's.
+    if std::env::var_os("GYM_WITHOUT_WORKERS").is_some() {
+        return Workers::new();
+    }
     let variables = |name: &str| {
         BTreeMap::from([("SHARED".to_owned(), name.to_owned()), (format!("ONLY_{name}"), name.to_owned())])
     };
@@ -25,7 +31,11 @@ pub(crate) fn workers() -> Workers {
         .with("exits", WorkerKind::of::<Unwilling<1>>())
         .with("fails", WorkerKind::of::<Unwilling<2>>())
         .with("never", WorkerKind::of::<Unwilling<3>>())
-        .with("panics", WorkerKind::of::<Unwilling<4>>());
+        .with("panics", WorkerKind::of::<Unwilling<4>>())
+        .with("first-only", WorkerKind::of::<Unwilling<5>>())
+        .with("narrow", WorkerKind::of::<Obedient>().with_host(taking(3)));
+    // What the controller knows of them is their name.
+    let own = ROGUES.into_iter().fold(own, |all, name| all.with(name, WorkerKind::of::<Obedient>()));
     // The bounds that the cases of the suite ask for are part of the names.
     [3, 8, 64].into_iter().fold(own, |all, calls_max| {
         let waiting = WorkerKind::of::<TestWorker>().with_host(taking(calls_max));
@@ -59,6 +69,8 @@ method!(Hold, "hold", u64, u64);
 method!(Breed, "breed", (), u32);
 method!(Leave, "leave", i32, ());
 method!(Warm, "warm", bool, ());
+method!(Deafen, "deafen", (), ());
+method!(Collapse, "collapse", (), ());
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Description {
@@ -67,6 +79,9 @@ pub(crate) struct Description {
     pub(crate) variables: BTreeMap<String, String>,
     pub(crate) init: Init,
     pub(crate) warmed: u32,
+    /// The CPUs that it may run on, as the kernel writes them.
+    #[serde(default)]
+    pub(crate) cpus: String,
 }
 
 /// For how long, and whether it tells of its progress.
@@ -100,6 +115,7 @@ impl Worker for Obedient {
 
     fn methods(methods: &mut Methods<Self>) {
         methods.shared(Describe).exclusive(Work).exclusive(Hold).exclusive(Breed).exclusive(Leave).exclusive(Warm);
+        methods.exclusive(Deafen).exclusive(Collapse);
     }
 }
 
@@ -111,6 +127,7 @@ impl HandlesShared<Describe> for Obedient {
             variables: self.env.variables.clone(),
             init: self.init.clone(),
             warmed: self.warmed,
+            cpus: allowed_cpus(),
         }
         .into())
     }
@@ -165,13 +182,34 @@ impl Handles<Warm> for Obedient {
     }
 }
 
-/// Does not start as it should: 0 prints first, 1 exits, 2 fails, 3 never comes back, 4 panics.
+impl Handles<Deafen> for Obedient {
+    /// Hears nothing and never comes back.
+    async fn handle(&mut self, _: &CallContext, _: Payload<()>) -> Result<Payload<()>> {
+        std::future::pending().await
+    }
+}
+
+impl Handles<Collapse> for Obedient {
+    async fn handle(&mut self, _: &CallContext, _: Payload<()>) -> Result<Payload<()>> {
+        panic!("no ground to stand on")
+    }
+}
+
+/// The CPUs that this process may run on.
+pub(crate) fn allowed_cpus() -> String {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let list = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"));
+    list.unwrap_or_default().trim().to_owned()
+}
+
+/// Does not start as it should: 0 prints first, 1 exits, 2 fails, 3 never comes back, 4 panics, 5 fails on
+/// all ranks but the first.
 pub(crate) struct Unwilling<const HOW: u8>;
 
 impl<const HOW: u8> Worker for Unwilling<HOW> {
     type Init = Init;
 
-    fn start(_: WorkerEnv, init: Init) -> Result<Self> {
+    fn start(env: WorkerEnv, init: Init) -> Result<Self> {
         match HOW {
             0 => {
                 println!("gym-worker 0123 {{\"serves\":[\"http://127.0.0.1:1\"]}}");
@@ -186,6 +224,8 @@ impl<const HOW: u8> Worker for Unwilling<HOW> {
             3 => loop {
                 std::thread::park();
             },
+            5 if env.rank > 0 => return Err(Error::invalid("only rank 0 has room")),
+            5 => {}
             _ => panic!("the driver is too old"),
         }
         Ok(Self)
@@ -199,6 +239,6 @@ impl<const HOW: u8> Worker for Unwilling<HOW> {
 impl<const HOW: u8> HandlesShared<Describe> for Unwilling<HOW> {
     async fn handle(&self, _: &CallContext, _: Payload<()>) -> Result<Payload<Description>> {
         let (pid, variables, init) = (std::process::id(), BTreeMap::new(), Init::default());
-        Ok(Description { pid, incarnation: 0, variables, init, warmed: 0 }.into())
+        Ok(Description { pid, incarnation: 0, variables, init, warmed: 0, cpus: String::new() }.into())
     }
 }

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
+use gym_core::{Ladder, Level};
 
 const OVERRIDES: &str = "\
 Overrides (anywhere among the options):
@@ -59,6 +60,11 @@ pub(super) enum Command {
     Collect(Box<CollectArgs>),
     /// Show the servers of a head: health, requests in flight, uptime
     Status(StatusArgs),
+    /// Say which transports this machine can use, why not the others, and what to do about it
+    #[command(after_help = "\
+Exit codes: 0 what is here works, 1 --require-transport cannot be had here, 3 something is here that does not work as it is (each \
+has a fix). Hardware that is not here is told, and no failure.")]
+    Doctor(DoctorArgs),
     /// Check or show a configuration without starting anything
     #[command(subcommand)]
     Config(ConfigCommand),
@@ -87,6 +93,12 @@ pub(super) struct Sources {
     /// Key of the model endpoint: +policy_api_key=…; better in env.yaml, because arguments are visible to others
     #[arg(long, value_name = "KEY")]
     pub(super) model_api_key: Option<String>,
+    /// How servers reach each other: auto, or some of mem,shm,rdma,ucx_tcp,http, best first [default: mem,http]: ++transport=…
+    #[arg(long, value_name = "RUNGS")]
+    pub(super) transport: Option<Ladder>,
+    /// The least that will do; what cannot be reached by it, or better, fails: ++require_transport=…
+    #[arg(long, value_name = "RUNG")]
+    pub(super) require_transport: Option<Level>,
 }
 
 /// How servers are started and stopped.
@@ -210,6 +222,19 @@ pub(super) struct StatusArgs {
     /// The head to ask [default: head_server of env.yaml, http://127.0.0.1:11000]
     #[arg(long, value_name = "URL", env = "HEAD_SERVER_URL")]
     pub(super) head_url: Option<String>,
+}
+
+#[derive(Clone, Debug, Args)]
+pub(super) struct DoctorArgs {
+    /// Print JSON
+    #[arg(long)]
+    pub(super) json: bool,
+    /// Fail (exit code 1) unless this machine can use it: shm, rdma, ucx_tcp
+    #[arg(long, value_name = "RUNG")]
+    pub(super) require_transport: Option<Level>,
+    /// How long UCX may take to load and to look at its devices, in seconds
+    #[arg(long, value_name = "SECS", default_value = "20", value_parser = seconds)]
+    pub(super) ucx_timeout: Duration,
 }
 
 #[derive(Debug, Subcommand)]

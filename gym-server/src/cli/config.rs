@@ -162,6 +162,16 @@ fn shorthands(sources: &Sources) -> impl Iterator<Item = String> {
     ]
     .into_iter()
     .filter_map(|(key, value)| Some(format!("+{key}={}", Value::from(value.as_deref()?))))
+    .chain(transport(sources))
+}
+
+/// Over what the files say, because a run is often tried with another transport.
+fn transport(sources: &Sources) -> impl Iterator<Item = String> {
+    let levels = sources.transport.as_ref().map(|ladder| Value::from_iter(ladder.levels().iter().map(|l| l.as_str())));
+    let require = sources.require_transport.map(|level| Value::from(level.as_str()));
+    [("transport", levels), ("require_transport", require)]
+        .into_iter()
+        .filter_map(|(key, value)| Some(format!("++{key}={}", value?)))
 }
 
 /// `rgym config …`.
@@ -270,6 +280,20 @@ mod tests {
         let config = ConfigLoader::new(folder.path()).load(&[] as &[&str], &overrides).unwrap();
         assert_eq!(config.variables["policy_model_name"], "org/model:7b");
         assert_eq!(config.variables["policy_api_key"], "a\"b, c");
+    }
+
+    #[test]
+    fn the_transports_options_win_over_the_files() {
+        let sources = Sources {
+            transport: Some("http,shm".parse().unwrap()),
+            require_transport: Some(gym_core::Level::SharedMemory),
+            ..Sources::default()
+        };
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("a.yaml"), "transport: http\n").unwrap();
+        let overrides = Overrides::parse(shorthands(&sources)).unwrap();
+        let config = ConfigLoader::new(folder.path()).load(&["a.yaml"], &overrides).unwrap();
+        assert_eq!(config.ladder.unwrap().to_string(), "shm, http, at least shm");
     }
 
     #[test]

@@ -25,6 +25,7 @@ mod args;
 mod collect;
 mod config;
 mod console;
+mod doctor;
 mod head;
 mod python;
 mod run;
@@ -175,6 +176,7 @@ fn start(cli: Cli, overrides: Vec<String>, head_typed: bool, servers: Servers, c
             Command::Run(args) => run::run(*args, &overrides, head_typed, &servers, &console).await,
             Command::Collect(args) => collect::collect(*args, &overrides, head_typed, &servers, &console).await,
             Command::Status(args) => status::status(args, &overrides, head_typed).await,
+            Command::Doctor(args) => doctor::doctor(&args).await,
             Command::Config(args) => config::command(args, &overrides, &servers, &console).await,
             Command::Aliases => aliases::print(),
         }

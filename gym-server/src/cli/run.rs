@@ -34,6 +34,7 @@ pub(super) async fn run(
     if loaded.config.instances.is_empty() && args.serve.iter().all(|name| name != HEAD_NAME) {
         return Err(nothing_named("run", &loaded.config.files));
     }
+    prepare_ucx(&loaded, console);
     loaded.config.warnings.iter().for_each(|warning| console.warn(warning));
     let head = head::endpoint(args.head_url.as_deref(), head_typed, overrides, &loaded.config)?;
     let options = StackOptions {
@@ -69,6 +70,15 @@ pub(super) async fn run(
             console.line("stopped");
             Ok(ExitCode::SUCCESS)
         }
+    }
+}
+
+/// Starts this program again with what UCX reads when it is loaded, if the configuration may use it. Nothing is started yet.
+pub(super) fn prepare_ucx(loaded: &Loaded, console: &Console) {
+    if let Some(ladder) = &loaded.config.ladder
+        && let Err(error) = gym_client::launch::prepare_ucx(ladder)
+    {
+        console.warn(format!("this program cannot start itself again with what UCX reads at its load: {error}"));
     }
 }
 

@@ -1,12 +1,13 @@
 //! `rgym status`: asks a head, ours or NeMo Gym's, for its servers, and each of them how it is.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 use std::process::ExitCode;
 use std::time::Duration;
 
 use futures_util::future::join_all;
 use gym_client::Transports;
-use gym_core::{CallContext, ConnectOptions, Endpoint, Error, InProcess, Request, Response, Result, World};
+use gym_core::{CallContext, ConnectOptions, Endpoint, Error, InProcess, Level, Request, Response, Result, World};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -41,6 +42,35 @@ struct Health {
     health: String,
     in_flight: Option<i64>,
     uptime_seconds: Option<u64>,
+    /// How it reaches others in other processes, and why not better; as [`gym_client::PeerPath`].
+    peers: Vec<Peer>,
+}
+
+/// How a server reaches a peer.
+#[derive(Debug, Serialize, Deserialize)]
+struct Peer {
+    peer: String,
+    /// The rung; none for a transport that is on none, and for a peer that was not reached.
+    level: Option<Level>,
+    scheme: String,
+    lanes: String,
+    refused: Vec<Refused>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct Refused {
+    level: Level,
+    why: String,
+}
+
+impl Peer {
+    fn over(&self) -> &str {
+        match self.level {
+            Some(level) => level.as_str(),
+            None if self.scheme.is_empty() => "unreachable",
+            None => &self.scheme,
+        }
+    }
 }
 
 /// What is read of `/server_instances`.
@@ -120,6 +150,7 @@ async fn health(transports: &Transports, listed: Listed, now: f64) -> Health {
         health: String::new(),
         in_flight: None,
         uptime_seconds: uptime,
+        peers: Vec::new(),
     };
     let answered = match listed.url.as_deref().map(Endpoint::parse) {
         None => Err(Error::invalid("it has no URL")),
@@ -138,6 +169,8 @@ async fn health(transports: &Transports, listed: Listed, now: f64) -> Health {
                 (None, false) => format!("answers {}", response.status.0),
             };
             health.in_flight = body["in_flight"].as_i64();
+            // Other servers say nothing of it.
+            health.peers = serde_json::from_value(body["peers"].clone()).unwrap_or_default();
         }
         Err(error) => health.health = error.message().chars().take(REASON_CHARS_MAX).collect(),
     }
@@ -156,13 +189,35 @@ fn text(status: &Status) -> String {
             server.health.clone(),
             server.in_flight.map_or_else(dash, |count| count.to_string()),
             server.uptime_seconds.map_or_else(dash, uptime),
+            reaches(&server.peers).unwrap_or_else(dash),
         ]
     });
-    let header = ["name", "kind", "implementation", "url", "pid", "health", "in flight", "uptime"];
+    let header = ["name", "kind", "implementation", "url", "pid", "health", "in flight", "uptime", "reaches by"];
     let mut text = console::table(header, rows);
+    // Servers of one process reach their peers by the same transports, so they would say the same.
+    let refused: BTreeSet<String> =
+        status.servers.iter().flat_map(|server| &server.peers).filter_map(refused).collect();
+    refused.iter().for_each(|line| text.push_str(&format!("\n{line}")));
     let healthy = status.servers.iter().filter(|server| server.healthy).count();
     let _ = write!(text, "\n{healthy} of {} servers healthy, head {}", status.servers.len(), status.head.url);
     text
+}
+
+/// `shm 2, http 1`.
+fn reaches(peers: &[Peer]) -> Option<String> {
+    let mut counts: BTreeMap<(Option<Level>, &str), usize> = BTreeMap::new();
+    for peer in peers {
+        *counts.entry((peer.level, peer.over())).or_default() += 1;
+    }
+    let words: Vec<String> = counts.into_iter().map(|((_, over), count)| format!("{over} {count}")).collect();
+    (!words.is_empty()).then(|| words.join(", "))
+}
+
+/// Why a peer is not reached by better than it is. That one in another process is not in this one is no news.
+fn refused(peer: &Peer) -> Option<String> {
+    let reasons = peer.refused.iter().filter(|refused| refused.level != Level::InProcess);
+    let reasons: Vec<String> = reasons.map(|refused| format!("{}: {}", refused.level, refused.why)).collect();
+    (!reasons.is_empty()).then(|| format!("{} over {} ({})", peer.peer, peer.over(), reasons.join("; ")))
 }
 
 /// `3d 04:05:06`.
@@ -175,6 +230,22 @@ fn uptime(seconds: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_server_says_by_which_rungs_it_reaches_others_and_why_not_by_better_ones() {
+        let peers = serde_json::json!([
+            {"peer": "http://a:1", "level": "http", "scheme": "http", "lanes": "",
+             "refused": [{"level": "mem", "why": "no"}, {"level": "shm", "why": "another host"}]},
+            {"peer": "http://b:1", "level": "shm", "scheme": "ucx", "lanes": "posix/memory", "refused": []},
+            {"peer": "http://c:1", "level": "shm", "scheme": "ucx", "lanes": "posix/memory", "refused": []},
+            {"peer": "http://d:1", "level": null, "scheme": "", "lanes": "", "refused": []},
+        ]);
+        let peers: Vec<Peer> = serde_json::from_value(peers).unwrap();
+        assert_eq!(reaches(&peers).as_deref(), Some("unreachable 1, shm 2, http 1"));
+        let told: Vec<String> = peers.iter().filter_map(refused).collect();
+        assert_eq!(told, ["http://a:1 over http (shm: another host)"]);
+        assert_eq!(reaches(&[]), None);
+    }
 
     #[test]
     fn uptime_is_a_clock_with_days_in_front() {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use futures_util::future::BoxFuture;
 use gym_core::{EnvironmentServer, Handler, Request, Response, Result, ServerKind, Verb};
 
-use super::{Call, Role, RoleServer, Site};
+use super::{Call, Role, RoleServer, Site, Trade};
 use crate::reply;
 
 /// Serves an [`EnvironmentServer`]. It has no session of its own: cookies pass through it.
@@ -16,7 +16,7 @@ impl Environment {
     /// Serves `server` at `site`.
     #[must_use]
     pub fn new<S: EnvironmentServer>(server: S, site: &Site) -> Self {
-        Self(Arc::new(RoleServer::new(EnvironmentRole(server), site)))
+        Self(Arc::new(RoleServer::new(&TRADE, Box::new(EnvironmentRole(server)), site)))
     }
 }
 
@@ -26,26 +26,26 @@ impl Handler for Environment {
     }
 }
 
+const TRADE: Trade = Trade { kind: ServerKind::Environment, routes: &["/run", "/aggregate_metrics"], sessions: false };
+
 struct EnvironmentRole<S>(S);
 
 impl<S: EnvironmentServer> Role for EnvironmentRole<S> {
-    const ROUTES: &'static [&'static str] = &["/run", "/aggregate_metrics"];
-    const KIND: ServerKind = ServerKind::Environment;
-    const SESSIONS: bool = false;
-
-    async fn answer(&self, call: &Call) -> Result<Response> {
-        match call.what() {
-            (Verb::Post, "/run" | "/aggregate_metrics") => {}
-            (_, "/run" | "/aggregate_metrics") => return Ok(reply::method_not_allowed("POST")),
-            _ => return Ok(reply::not_found()),
-        }
-        let body = match reply::object(&call.message) {
-            Ok(body) => body,
-            Err(response) => return Ok(response),
-        };
-        match call.path() {
-            "/run" => self.0.run(&call.context, &body).await,
-            _ => self.0.aggregate_metrics(&call.context, &body).await,
-        }
+    fn answer<'a>(&'a self, call: &'a Call) -> BoxFuture<'a, Result<Response>> {
+        Box::pin(async move {
+            match call.what() {
+                (Verb::Post, "/run" | "/aggregate_metrics") => {}
+                (_, "/run" | "/aggregate_metrics") => return Ok(reply::method_not_allowed("POST")),
+                _ => return Ok(reply::not_found()),
+            }
+            let body = match reply::object(&call.message) {
+                Ok(body) => body,
+                Err(response) => return Ok(response),
+            };
+            match call.path() {
+                "/run" => self.0.run(&call.context, &body).await,
+                _ => self.0.aggregate_metrics(&call.context, &body).await,
+            }
+        })
     }
 }

@@ -9,15 +9,14 @@ mod resources;
 mod stream;
 
 use std::fmt;
-use std::future::Future;
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
-use gym_client::CookieJar;
+use gym_client::{CookieJar, PeerPath, Transports};
 use gym_core::{
-    CallContext, Error, Handler, Message, Request, Response, Result, Route, ServerKind, SessionId, Verb, World,
+    CallContext, Error, Handler, Level, Message, Request, Response, Result, Route, ServerKind, SessionId, Verb, World,
 };
 
 pub use agent::Agent;
@@ -27,6 +26,9 @@ pub use resources::Resources;
 
 use crate::metrics::{Metrics, RouteMetrics};
 use crate::reply;
+
+/// Peers that `/health` lists: more than a configuration has servers, and few enough for an answer that is asked for often.
+const HEALTH_PEERS_MAX: usize = 64;
 
 /// Under which name a role is served, and what it shares with the other servers of the process.
 #[derive(Clone, Debug)]
@@ -39,6 +41,8 @@ pub struct Site {
     pub world: World,
     /// Where requests are counted.
     pub metrics: Metrics,
+    /// What its implementation calls others with, if it does: `/health` says how they are reached.
+    pub transports: Option<Transports>,
 }
 
 impl Site {
@@ -46,20 +50,24 @@ impl Site {
     #[must_use]
     pub fn new(name: impl Into<String>, implementation: impl Into<String>, world: &World) -> Self {
         let (name, implementation) = (name.into(), implementation.into());
-        Self { name, implementation, world: world.clone(), metrics: Metrics::new() }
+        Self { name, implementation, world: world.clone(), metrics: Metrics::new(), transports: None }
     }
 }
 
-/// What a role makes of a request whose session and route are known.
+/// What a role makes of a request whose session and route are known. An object, so that what surrounds it is compiled once
+/// and not once per implementation.
 pub(crate) trait Role: Send + Sync + 'static {
-    /// The routes it counts separately; anything else is counted as a tool.
-    const ROUTES: &'static [&'static str];
-    /// Which of the four it is.
-    const KIND: ServerKind;
-    /// Whether it keeps sessions: a relay passes on those of others.
-    const SESSIONS: bool = true;
+    fn answer<'a>(&'a self, call: &'a Call) -> BoxFuture<'a, Result<Response>>;
+}
 
-    fn answer(&self, call: &Call) -> impl Future<Output = Result<Response>> + Send;
+/// What the implementations of a role have in common.
+pub(crate) struct Trade {
+    /// Which of the four it is.
+    pub(crate) kind: ServerKind,
+    /// The routes it counts separately; anything else is counted as a tool.
+    pub(crate) routes: &'static [&'static str],
+    /// Whether it keeps sessions: a relay passes on those of others.
+    pub(crate) sessions: bool,
 }
 
 /// One request to a role.
@@ -85,49 +93,45 @@ impl Call {
 }
 
 /// A role behind the seam. Cheap to clone.
-pub(crate) struct RoleServer<R>(Arc<Inner<R>>);
+#[derive(Clone)]
+pub(crate) struct RoleServer(Arc<Inner>);
 
-struct Inner<R> {
-    role: R,
+struct Inner {
+    role: Box<dyn Role>,
+    trade: &'static Trade,
     site: Site,
     cookie: String,
     routes: Vec<RouteMetrics>,
     others: RouteMetrics,
 }
 
-impl<R: Role> RoleServer<R> {
-    pub(crate) fn new(role: R, site: &Site) -> Self {
-        let routes = R::ROUTES.iter().map(|route| site.metrics.route(&site.name, route)).collect();
+impl RoleServer {
+    pub(crate) fn new(trade: &'static Trade, role: Box<dyn Role>, site: &Site) -> Self {
+        let routes = trade.routes.iter().map(|route| site.metrics.route(&site.name, route)).collect();
         let others = site.metrics.route(&site.name, "other");
         let cookie = token(&format!("{}___{}", site.implementation, site.name));
-        Self(Arc::new(Inner { role, site: site.clone(), cookie, routes, others }))
+        Self(Arc::new(Inner { role, trade, site: site.clone(), cookie, routes, others }))
     }
 }
 
-impl<R> Clone for RoleServer<R> {
-    fn clone(&self) -> Self {
-        Self(Arc::clone(&self.0))
-    }
-}
-
-impl<R: Role> fmt::Debug for RoleServer<R> {
+impl fmt::Debug for RoleServer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}({})", R::KIND, self.0.site.name)
+        write!(f, "{}({})", self.0.trade.kind, self.0.site.name)
     }
 }
 
-impl<R: Role> Handler for RoleServer<R> {
+impl Handler for RoleServer {
     fn handle(&self, request: Request) -> BoxFuture<'static, Result<Response>> {
         let inner = Arc::clone(&self.0);
         // Outside of the future, which would hold the request beside the call that is made of it.
-        let session = if R::SESSIONS { inner.session(&request.context) } else { SessionId::new("") };
+        let session = if inner.trade.sessions { inner.session(&request.context) } else { SessionId::new("") };
         let Request { verb, route, context, message, .. } = request;
         let call = Call { verb, route, context, session, message };
         Box::pin(async move { Ok(inner.answer(&call).await) })
     }
 }
 
-impl<R: Role> Inner<R> {
+impl Inner {
     async fn answer(&self, call: &Call) -> Response {
         let path = call.path();
         match (call.verb, path) {
@@ -135,7 +139,8 @@ impl<R: Role> Inner<R> {
             (Verb::Get | Verb::Head, "/metrics") => return reply::metrics(&self.site.metrics),
             _ => {}
         }
-        let metrics = R::ROUTES.iter().position(|route| *route == path).map_or(&self.others, |at| &self.routes[at]);
+        let metrics =
+            self.trade.routes.iter().position(|route| *route == path).map_or(&self.others, |at| &self.routes[at]);
         let counted = metrics.begin();
         let answered = AssertUnwindSafe(self.role.answer(call)).catch_unwind().await;
         let mut response = match answered {
@@ -150,7 +155,7 @@ impl<R: Role> Inner<R> {
                 reply::of_error(&Error::internal(format!("the handler panicked: {what}")))
             }
         };
-        if R::SESSIONS {
+        if self.trade.sessions {
             // On every answer, because clients carry only the cookies of the last one forward.
             let attributes = "; path=/; Max-Age=1209600; httponly; samesite=lax";
             let value = [&self.cookie, "=", call.session.as_str(), attributes].concat();
@@ -165,9 +170,13 @@ impl<R: Role> Inner<R> {
             return reply::ok();
         }
         let in_flight: i64 = self.routes.iter().chain([&self.others]).map(RouteMetrics::in_flight).sum();
+        let peers = self.site.transports.as_ref().map(Transports::paths).unwrap_or_default();
+        // Those in this process are no news.
+        let peers = peers.into_iter().filter(|peer| peer.level != Some(Level::InProcess));
+        let peers: Vec<PeerPath> = peers.take(HEALTH_PEERS_MAX).collect();
         let body = serde_json::json!({
-            "status": "ok", "name": self.site.name, "server_type": R::KIND.as_str(),
-            "implementation": self.site.implementation, "in_flight": in_flight,
+            "status": "ok", "name": self.site.name, "server_type": self.trade.kind.as_str(),
+            "implementation": self.site.implementation, "in_flight": in_flight, "peers": peers,
         });
         Response::json(body.to_string())
     }

@@ -2,12 +2,14 @@
 
 use std::sync::Arc;
 
+use async_trait::async_trait;
 use futures_util::future::BoxFuture;
 use gym_core::{
-    Error, Handler, Message, ModelServer, RawObject, Request, Response, Result, ServerKind, Status, Verb, World,
+    CallContext, Error, Handler, Message, ModelResponse, ModelServer, RawObject, Request, Response, Result, ServerKind,
+    SessionId, Status, Verb, World,
 };
 
-use super::{Call, Role, RoleServer, Site, harness, stream};
+use super::{Call, Role, RoleServer, Site, Trade, harness, stream};
 use crate::model::Refused;
 use crate::params::Dialect;
 use crate::reply;
@@ -20,7 +22,11 @@ impl Model {
     /// Serves `server` at `site`.
     #[must_use]
     pub fn new<S: ModelServer>(server: S, site: &Site) -> Self {
-        Self(Arc::new(RoleServer::new(ModelRole { server, world: site.world.clone() }, site)))
+        Self(Arc::new(RoleServer::new(
+            &TRADE,
+            Box::new(ModelRole { server: Box::new(server), world: site.world.clone() }),
+            site,
+        )))
     }
 }
 
@@ -30,16 +36,40 @@ impl Handler for Model {
     }
 }
 
-struct ModelRole<S> {
-    server: S,
+const TRADE: Trade =
+    Trade { kind: ServerKind::Model, routes: &["/v1/responses", "/v1/chat/completions"], sessions: true };
+
+/// A [`ModelServer`] as an object.
+#[async_trait]
+trait AnyModel: Send + Sync + 'static {
+    async fn responses(&self, cx: &CallContext, session: &SessionId, body: &RawObject) -> Result<ModelResponse>;
+    async fn chat_completions(&self, cx: &CallContext, session: &SessionId, body: &RawObject) -> Result<RawObject>;
+}
+
+#[async_trait]
+impl<S: ModelServer> AnyModel for S {
+    async fn responses(&self, cx: &CallContext, session: &SessionId, body: &RawObject) -> Result<ModelResponse> {
+        ModelServer::responses(self, cx, session, body).await
+    }
+
+    async fn chat_completions(&self, cx: &CallContext, session: &SessionId, body: &RawObject) -> Result<RawObject> {
+        ModelServer::chat_completions(self, cx, session, body).await
+    }
+}
+
+struct ModelRole {
+    server: Box<dyn AnyModel>,
     world: World,
 }
 
-impl<S: ModelServer> Role for ModelRole<S> {
-    const ROUTES: &'static [&'static str] = &["/v1/responses", "/v1/chat/completions"];
-    const KIND: ServerKind = ServerKind::Model;
+impl Role for ModelRole {
+    fn answer<'a>(&'a self, call: &'a Call) -> BoxFuture<'a, Result<Response>> {
+        Box::pin(self.answered(call))
+    }
+}
 
-    async fn answer(&self, call: &Call) -> Result<Response> {
+impl ModelRole {
+    async fn answered(&self, call: &Call) -> Result<Response> {
         let dialect = match call.what() {
             (Verb::Post, "/v1/responses") => Dialect::Responses,
             (Verb::Post, "/v1/chat/completions") => Dialect::Chat,
@@ -79,7 +109,7 @@ fn passed_on(error: &Error) -> Option<Response> {
     Some(response)
 }
 
-impl<S: ModelServer> ModelRole<S> {
+impl ModelRole {
     async fn complete(&self, call: &Call, dialect: Dialect, body: &RawObject) -> Result<RawObject> {
         let (cx, session) = (&call.context, &call.session);
         match dialect {

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use async_trait::async_trait;
 use futures_util::future::BoxFuture;
 use gym_core::{
     CallContext, Error, Handler, ModelResponse, RawObject, Request, ResourcesServer, Response, Result, Rope,
@@ -9,7 +10,7 @@ use gym_core::{
 };
 use serde_json::Value;
 
-use super::{Call, Role, RoleServer, Site};
+use super::{Call, Role, RoleServer, Site, Trade};
 use crate::percent;
 use crate::reply::{self, Detail};
 
@@ -22,7 +23,7 @@ impl Resources {
     /// Serves `server` at `site`.
     #[must_use]
     pub fn new<S: ResourcesServer>(server: S, site: &Site) -> Self {
-        Self(Arc::new(RoleServer::new(ResourcesRole(server), site)))
+        Self(Arc::new(RoleServer::new(&TRADE, Box::new(ResourcesRole(Box::new(server))), site)))
     }
 }
 
@@ -32,14 +33,68 @@ impl Handler for Resources {
     }
 }
 
-struct ResourcesRole<S>(S);
+const TRADE: Trade = Trade {
+    kind: ServerKind::Resources,
+    routes: &["/seed_session", "/verify", "/close_session", "/aggregate_metrics", "/reverify_mode"],
+    sessions: true,
+};
 
-impl<S: ResourcesServer> Role for ResourcesRole<S> {
-    const ROUTES: &'static [&'static str] =
-        &["/seed_session", "/verify", "/close_session", "/aggregate_metrics", "/reverify_mode"];
-    const KIND: ServerKind = ServerKind::Resources;
+/// A [`ResourcesServer`] as an object: what is generic about one is only how its task is read.
+#[async_trait]
+trait AnyResources: Send + Sync + 'static {
+    async fn seed_session(&self, cx: &CallContext, session: &SessionId, row: &RawObject) -> Result<RawObject>;
+    async fn call_tool(&self, cx: &CallContext, session: &SessionId, tool: &str, body: &RawObject) -> Result<Response>;
+    async fn verify(
+        &self,
+        cx: &CallContext,
+        session: &SessionId,
+        row: &RawObject,
+        response: &ModelResponse,
+    ) -> Result<Verdict>;
+    fn returns(&self, key: &str) -> bool;
+    async fn close_session(&self, cx: &CallContext, session: &SessionId) -> Result<()>;
+}
 
-    async fn answer(&self, call: &Call) -> Result<Response> {
+#[async_trait]
+impl<S: ResourcesServer> AnyResources for S {
+    async fn seed_session(&self, cx: &CallContext, session: &SessionId, row: &RawObject) -> Result<RawObject> {
+        ResourcesServer::seed_session(self, cx, session, row).await
+    }
+
+    async fn call_tool(&self, cx: &CallContext, session: &SessionId, tool: &str, body: &RawObject) -> Result<Response> {
+        ResourcesServer::call_tool(self, cx, session, tool, body).await
+    }
+
+    async fn verify(
+        &self,
+        cx: &CallContext,
+        session: &SessionId,
+        row: &RawObject,
+        response: &ModelResponse,
+    ) -> Result<Verdict> {
+        let task: S::Task = row.view().map_err(|error| Error::invalid(error.to_string()))?;
+        ResourcesServer::verify(self, cx, session, task, response).await
+    }
+
+    fn returns(&self, key: &str) -> bool {
+        ResourcesServer::returns(self, key)
+    }
+
+    async fn close_session(&self, cx: &CallContext, session: &SessionId) -> Result<()> {
+        ResourcesServer::close_session(self, cx, session).await
+    }
+}
+
+struct ResourcesRole(Box<dyn AnyResources>);
+
+impl Role for ResourcesRole {
+    fn answer<'a>(&'a self, call: &'a Call) -> BoxFuture<'a, Result<Response>> {
+        Box::pin(self.answered(call))
+    }
+}
+
+impl ResourcesRole {
+    async fn answered(&self, call: &Call) -> Result<Response> {
         match call.what() {
             (Verb::Get, "/reverify_mode") => return Ok(Response::json("\"unknown\"")),
             (verb, "/seed_session" | "/verify" | "/close_session" | "/aggregate_metrics") if verb != Verb::Post => {
@@ -69,9 +124,7 @@ impl<S: ResourcesServer> Role for ResourcesRole<S> {
             }
         }
     }
-}
 
-impl<S: ResourcesServer> ResourcesRole<S> {
     async fn seed_session(&self, cx: &CallContext, session: &SessionId, body: &RawObject) -> Result<Response> {
         // The typed form of NeMo Gym 0.7 puts the row under `task_data` and wants its id back.
         let Some(id) = body.get("resources_session_id") else {
@@ -102,8 +155,7 @@ impl<S: ResourcesServer> ResourcesRole<S> {
             let input = body.get_as::<Value>("response")?.unwrap_or_default();
             return Ok(reply::unprocessable(vec![Detail::new("model_attributes_type", &["response"], kind, input)]));
         };
-        let task: S::Task = body.view().map_err(|error| Error::invalid(error.to_string()))?;
-        let verdict = self.0.verify(cx, session, task, &ModelResponse(response)).await?;
+        let verdict = self.0.verify(cx, session, body, &ModelResponse(response)).await?;
         Ok(Response::json(spliced(body, &verdict, |key| self.0.returns(key))?))
     }
 }

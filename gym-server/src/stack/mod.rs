@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!   configuration ──► native implementation ──► role handler ──► mem://name  (callers of this process)
+//!                 │                                          ├─► ucx://host:port   (where `transport` allows it)
 //!                 │                                          └─► http://host:port  (everybody else)
 //!                 └─► Python entrypoint ──────► child process ──► http://host:port
 //!                                 all of them ──► registry ◄── head server
@@ -13,7 +14,7 @@ mod servers;
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::fmt;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -22,10 +23,10 @@ use gym_client::config::{GymConfig, InstanceConfig};
 use gym_client::http::{HttpConfig, HttpListener};
 use gym_client::launch::LineSink;
 use gym_client::registry::{KeptLease, RemoteRegistry, keep};
-use gym_client::{ServerClient, Transports};
+use gym_client::{Offer, ServerClient, Transports};
 use gym_core::{
-    CallContext, Code, Endpoint, Error, Fenced, Handler, InProcess, Incarnation, Instance, Listener, MemoryRegistry,
-    Registration, Registry, Result, ServerKind, World,
+    CallContext, Code, Endpoint, Error, Fenced, Handler, InProcess, Incarnation, Instance, Ladder, Listener,
+    MemoryRegistry, Registration, Registry, Result, ServerKind, World,
 };
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
@@ -157,10 +158,19 @@ impl Stack {
     /// the place and the fix; `Unavailable` when something does not come up. Whatever was started is stopped again.
     pub async fn start(config: GymConfig, servers: &Servers, world: &World, options: StackOptions) -> Result<Self> {
         let in_process = InProcess::new().with_calls_max(options.in_process_calls_max);
-        let transports = Transports::from_features(in_process.clone());
+        // The head is asked over HTTP whatever the ladder says: it is how everything else is found.
+        let control = Transports::from_features(in_process.clone()).with_ladder(Ladder::without_ucx());
         let metrics = Metrics::new();
         let config = Arc::new(config);
         let wanted = wanted(&config, &options.only)?;
+        let ladder = config.ladder.clone().unwrap_or_else(Ladder::without_ucx);
+        let offer = Offer::new(&ladder, Some(ucx_address(&wanted)));
+        let transports = offer.calling(Transports::from_features(in_process.clone()));
+        metrics.with(|known| {
+            known.register_collector(Box::new(transports.metrics()));
+            #[cfg(feature = "rdma")]
+            known.register_collector(Box::new(transports.ucx_metrics()));
+        });
         let serves_head = options.only.is_empty() || options.only.iter().any(|name| name == HEAD_NAME);
         let memory = MemoryRegistry::new();
         let local = options.only.is_empty();
@@ -171,7 +181,7 @@ impl Stack {
                 Some(head) => head.clone(),
                 None => Endpoint::parse(&format!("http://{}:{}", config.head.host, config.head.port))?,
             };
-            Arc::new(RemoteRegistry::new(head, transports.clone(), world.clone()))
+            Arc::new(RemoteRegistry::new(head, control, world.clone()))
         };
         let client = ServerClient::new(Arc::clone(&registry), transports, world);
         let mut stack = Self {
@@ -192,6 +202,7 @@ impl Stack {
             world,
             &options,
             &in_process,
+            &offer,
             serves_head.then_some(memory),
             local,
         );
@@ -213,6 +224,7 @@ impl Stack {
         world: &World,
         options: &StackOptions,
         in_process: &InProcess,
+        offer: &Offer,
         head: Option<MemoryRegistry>,
         local: bool,
     ) -> Result<()> {
@@ -224,11 +236,12 @@ impl Stack {
         for instance in wanted {
             let mut site = Site::new(&instance.name, &instance.implementation, world);
             site.metrics = self.metrics.clone();
+            site.transports = Some(self.client.transports().clone());
             let build = Build { instance, site: &site, client: &self.client };
             match servers.make(&build) {
                 Some(handler) => {
                     let handler = handler.map_err(|error| error.about(format!("start {}", instance.name)))?;
-                    self.start_native(instance, handler, incarnation, in_process, local, options).await?;
+                    self.start_native(instance, handler, incarnation, in_process, offer, local, options).await?;
                 }
                 None if instance.entrypoint.is_some() => foreign.push(instance.clone()),
                 None => return Err(unknown_implementation(instance, servers)),
@@ -273,12 +286,14 @@ impl Stack {
         Ok(())
     }
 
+    #[allow(clippy::too_many_arguments)] // The parts of one start, used once.
     async fn start_native(
         &mut self,
         instance: &InstanceConfig,
         handler: Arc<dyn Handler>,
         incarnation: Incarnation,
         in_process: &InProcess,
+        offer: &Offer,
         local: bool,
         options: &StackOptions,
     ) -> Result<()> {
@@ -288,8 +303,12 @@ impl Stack {
         let listener = bind(&instance.host, instance.port.unwrap_or(0), options)
             .map_err(|error| error.about(format!("start {} on {}", instance.name, instance.host)))?;
         let url = listener.endpoints()[0].clone();
-        tier.serve(listener, &handler, options.stop_grace);
-        let mut endpoints = vec![url.clone()];
+        let offered = offer.listen(listener, Arc::clone(&handler)).await;
+        let (listener, served) = offered.map_err(|error| error.about(format!("start {}", instance.name)))?;
+        // Best first; the plain one last, because every caller has it.
+        let ucx = listener.endpoints().iter().filter(|endpoint| endpoint.scheme() == "ucx");
+        let mut endpoints: Vec<Endpoint> = ucx.cloned().chain([url.clone()]).collect();
+        tier.serve(listener, &served, options.stop_grace);
         if local {
             let listener = in_process.listen(&instance.name)?;
             // Callers of this process find it first.
@@ -347,6 +366,14 @@ impl Stack {
             head.stop().await;
         }
     }
+}
+
+/// Where peers of other hosts reach this process's UCX: at the host of its servers, if they have one, else anywhere.
+fn ucx_address(wanted: &[InstanceConfig]) -> IpAddr {
+    let mut hosts = wanted.iter().map(|instance| instance.host.as_str());
+    let first = hosts.next().filter(|first| hosts.all(|host| host == *first));
+    let resolved = first.and_then(|host| std::net::ToSocketAddrs::to_socket_addrs(&(host, 0)).ok()?.next());
+    resolved.map_or_else(|| std::net::Ipv4Addr::UNSPECIFIED.into(), |address| address.ip())
 }
 
 /// What a lease says of an instance.

@@ -23,6 +23,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use async_trait::async_trait;
 use bytes::{Bytes, BytesMut};
+use futures_util::future::BoxFuture;
 use gym_core::{Attempt, CallContext, Code, Error, Execution, Files, KeyState, Ledger, Outcome, Result, TaskKey};
 use memchr::memchr2;
 use tokio::sync::{mpsc, oneshot};
@@ -103,20 +104,23 @@ impl JsonlLedger {
     /// # Errors
     /// `FailedPrecondition` when another collector has it open. `DataLoss`, naming file, line and byte, when a line is no
     /// row or not what was written. The disk's.
-    pub async fn open(
+    pub fn open(
         cx: &CallContext,
         files: Arc<dyn Files>,
         output: impl Into<PathBuf>,
         start: Start,
-    ) -> Result<(Self, Opened)> {
-        cx.check()?;
-        let paths = Arc::new(Paths::new(output.into()));
-        if paths.rollouts.file_name().is_none() {
-            return Err(
-                Error::invalid("name a file for the output").about(format!("open {}", paths.rollouts.display()))
-            );
-        }
-        cx.bound(Execution::Unknown, Box::pin(Self::open_unbounded(files, paths, start))).await
+    ) -> BoxFuture<'_, Result<(Self, Opened)>> {
+        let output = output.into();
+        Box::pin(async move {
+            cx.check()?;
+            let paths = Arc::new(Paths::new(output));
+            if paths.rollouts.file_name().is_none() {
+                return Err(
+                    Error::invalid("name a file for the output").about(format!("open {}", paths.rollouts.display()))
+                );
+            }
+            cx.bound(Execution::Unknown, Box::pin(Self::open_unbounded(files, paths, start))).await
+        })
     }
 
     async fn open_unbounded(files: Arc<dyn Files>, paths: Arc<Paths>, start: Start) -> Result<(Self, Opened)> {
@@ -163,14 +167,17 @@ impl JsonlLedger {
     ///
     /// # Errors
     /// The disk's, also an earlier one.
-    pub async fn close(&self, cx: &CallContext) -> Result<()> {
-        let flushed = self.order(cx, Order::Close).await;
-        let writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(writer) = writer {
-            let ended = async { writer.await.map_err(|error| Error::internal("the writer panicked").caused_by(error)) };
-            cx.bound(Execution::Unknown, ended).await?;
-        }
-        flushed
+    pub fn close<'a>(&'a self, cx: &'a CallContext) -> BoxFuture<'a, Result<()>> {
+        Box::pin(async move {
+            let flushed = self.order(cx, Order::Close).await;
+            let writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner).take();
+            if let Some(writer) = writer {
+                let ended =
+                    async { writer.await.map_err(|error| Error::internal("the writer panicked").caused_by(error)) };
+                cx.bound(Execution::Unknown, ended).await?;
+            }
+            flushed
+        })
     }
 
     /// Bytes held for what is known of the rollouts.

@@ -8,14 +8,14 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use gym_client::collect::{RolloutCollector, ServerNames, connect_head};
-use gym_client::{ServerClient, Transports};
-use gym_core::{InProcess, World};
+use gym_client::{Offer, ServerClient, Transports};
+use gym_core::{InProcess, Ladder, World};
 use tokio_util::sync::CancellationToken;
 
 use super::args::CollectArgs;
 use super::config::{Loaded, Need, load, nothing_named};
 use super::console::{self, Console};
-use super::run::options;
+use super::run::{options, prepare_ucx};
 use super::stop::Stop;
 use super::{FAILED, Failure, INCOMPLETE, Outcome, head};
 use crate::stack::{Servers, Stack, StackOptions};
@@ -40,6 +40,7 @@ pub(super) async fn collect(
     if serves && loaded.config.instances.is_empty() {
         return Err(nothing_named("serve", &loaded.config.files));
     }
+    prepare_ucx(&loaded, console);
     loaded.config.warnings.iter().for_each(|warning| console.warn(warning));
     let options = settings::read(&args, &loaded, overrides, |warning| console.warn(warning))?;
     let world = World::real();
@@ -124,7 +125,8 @@ async fn prepare(
         return Ok((started.client().clone(), ServerNames::of_config(&loaded.config)));
     }
     let head = head::endpoint(args.head_url.as_deref(), head_typed, overrides, &loaded.config)?;
-    let transports = Transports::from_features(InProcess::new());
+    let ladder = loaded.config.ladder.clone().unwrap_or_else(Ladder::without_ucx);
+    let transports = Offer::new(&ladder, None).calling(Transports::from_features(InProcess::new()));
     connect_head(&head, transports, world).await.map_err(|error| {
         Failure::Failed(format!(
             "{error}\n  fix: start servers with `rgym run`, name their head with --head-url or HEAD_SERVER_URL, or name a \

@@ -10,7 +10,7 @@ use super::model::{CHOICES, OPERATORS, Table};
 /// Log probabilities of the rows' choices. Batch: `operator`, `choice` int64 \[rows\]; back: one float32 column \[rows\],
 /// `prev_logprobs` or `reference_policy_logprobs`.
 #[derive(Clone, Copy, Debug)]
-pub struct LogProbs;
+pub(crate) struct LogProbs;
 
 impl Method for LogProbs {
     const NAME: &'static str = "policy.log_probs";
@@ -21,7 +21,7 @@ impl Method for LogProbs {
 
 /// Under which weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Weights {
+pub(crate) enum Weights {
     /// Those being trained.
     Current,
     /// Those that training began with.
@@ -30,7 +30,7 @@ pub enum Weights {
 
 /// The gradient of a stand-in loss over the rows, not yet divided by their number.
 #[derive(Clone, Copy, Debug)]
-pub struct Gradient;
+pub(crate) struct Gradient;
 
 impl Method for Gradient {
     const NAME: &'static str = "policy.gradient";
@@ -42,24 +42,24 @@ impl Method for Gradient {
 /// A stand-in for GRPO's loss: the policy gradient with a penalty for leaving the reference. No clipping: there is one update
 /// for each batch, so the probability ratio is 1.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-pub struct Loss {
+pub(crate) struct Loss {
     /// Weight of the divergence from the reference.
-    pub reference_policy_kl_penalty: f32,
+    pub(crate) reference_policy_kl_penalty: f32,
 }
 
 /// A sum of gradients over rows.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
-pub struct Update {
+pub(crate) struct Update {
     gradient: [[f32; CHOICES]; OPERATORS],
     loss: f32,
     rows: f32,
     /// Step length.
-    pub learning_rate: f32,
+    pub(crate) learning_rate: f32,
 }
 
 impl Update {
     /// Adds another rank's.
-    pub fn add(&mut self, other: &Self) {
+    pub(crate) fn add(&mut self, other: &Self) {
         for (sum, more) in self.gradient.iter_mut().flatten().zip(other.gradient.iter().flatten()) {
             *sum += more;
         }
@@ -69,13 +69,13 @@ impl Update {
 
     /// The mean over rows that have a reward.
     #[must_use]
-    pub fn mean_loss(&self) -> f32 {
+    pub(crate) fn mean_loss(&self) -> f32 {
         self.loss / self.rows.max(1.0)
     }
 
     /// The Euclidean norm of the mean gradient.
     #[must_use]
-    pub fn gradient_norm(&self) -> f32 {
+    pub(crate) fn gradient_norm(&self) -> f32 {
         let squares: f32 = self.gradient.iter().flatten().map(|value| value * value).sum();
         squares.sqrt() / self.rows.max(1.0)
     }
@@ -83,7 +83,7 @@ impl Update {
 
 /// One step against the gradient.
 #[derive(Clone, Copy, Debug)]
-pub struct Apply;
+pub(crate) struct Apply;
 
 impl Method for Apply {
     const NAME: &'static str = "policy.apply";
@@ -93,7 +93,7 @@ impl Method for Apply {
 
 /// The current weights.
 #[derive(Clone, Copy, Debug)]
-pub struct ReadWeights;
+pub(crate) struct ReadWeights;
 
 impl Method for ReadWeights {
     const NAME: &'static str = "policy.read_weights";
@@ -104,7 +104,7 @@ impl Method for ReadWeights {
 
 /// One rank of the policy.
 #[derive(Debug)]
-pub struct PolicyWorker {
+pub(crate) struct PolicyWorker {
     table: Table,
     reference: Table,
 }

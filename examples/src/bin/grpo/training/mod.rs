@@ -16,34 +16,34 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use gym_client::train::{Generation, Policy};
 use gym_core::{Batch, CallContext, Dispatch, Result, WorkerGroup, WorkerGroupExt};
 
-pub use generation::{Generate, GenerationWorker, LoadWeights};
-pub use model::{Choice, Operator, Table};
-pub use policy::{Apply, Gradient, LogProbs, Loss, PolicyWorker, ReadWeights, Update, Weights};
-pub use tasks::{played, prompts};
+pub(crate) use generation::{Generate, GenerationWorker, LoadWeights};
+pub(crate) use model::{Operator, Table};
+pub(crate) use policy::{Apply, Gradient, LogProbs, Loss, PolicyWorker, ReadWeights, Update, Weights};
+pub(crate) use tasks::{played, prompts};
 
 /// The axis along which batches are sharded.
-pub const DATA_AXIS: &str = "data_parallel";
+pub(crate) const DATA_AXIS: &str = "data_parallel";
 
 /// The policy's worker group as the training loop sees it.
 #[derive(Debug)]
-pub struct TablePolicy {
+pub(crate) struct TablePolicy {
     group: Arc<dyn WorkerGroup>,
     learning_rate: f32,
 }
 
 /// What a training step reports.
 #[derive(Clone, Copy, Debug)]
-pub struct Stats {
+pub(crate) struct Stats {
     /// The stand-in loss, a mean over the rows that have a reward.
-    pub loss: f32,
+    pub(crate) loss: f32,
     /// The gradient's Euclidean norm.
-    pub grad_norm: f32,
+    pub(crate) grad_norm: f32,
 }
 
 impl TablePolicy {
     /// Trains the workers of `group`, all of which begin with the same table.
     #[must_use]
-    pub fn new(group: Arc<dyn WorkerGroup>, learning_rate: f32) -> Self {
+    pub(crate) fn new(group: Arc<dyn WorkerGroup>, learning_rate: f32) -> Self {
         Self { group, learning_rate }
     }
 
@@ -81,7 +81,7 @@ impl Policy for TablePolicy {
 
 /// The generation engine's worker group as the training loop sees it.
 #[derive(Debug)]
-pub struct TableGeneration {
+pub(crate) struct TableGeneration {
     group: Arc<dyn WorkerGroup>,
     /// Where the weights come from.
     policy: Arc<dyn WorkerGroup>,
@@ -92,7 +92,7 @@ pub struct TableGeneration {
 impl TableGeneration {
     /// Samples on the workers of `group` with the weights of `policy`.
     #[must_use]
-    pub fn new(group: Arc<dyn WorkerGroup>, policy: Arc<dyn WorkerGroup>, seed: u64) -> Self {
+    pub(crate) fn new(group: Arc<dyn WorkerGroup>, policy: Arc<dyn WorkerGroup>, seed: u64) -> Self {
         Self { group, policy, seed: AtomicU64::new(seed) }
     }
 
@@ -100,7 +100,7 @@ impl TableGeneration {
     ///
     /// # Errors
     /// When rank 0 of the policy does not answer.
-    pub async fn weights(&self, cx: &CallContext) -> Result<Table> {
+    pub(crate) async fn weights(&self, cx: &CallContext) -> Result<Table> {
         let call = self.policy.call(ReadWeights, ()).context(cx).dispatch(Dispatch::rank(0));
         Ok(call.await?.into_one()?.value)
     }

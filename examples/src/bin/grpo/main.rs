@@ -9,20 +9,22 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::Context as _;
 use clap::Parser;
 use gym_client::Transports;
 use gym_client::config::{ConfigLoader, Overrides, free_port};
 use gym_client::group::GroupOptions;
-use gym_client::provision::{GroupRequest, Local, VirtualCluster, WorkerKind, Workers};
+use gym_client::launch;
+use gym_client::provision::{ClusterFile, GroupRequest, Local, VirtualCluster, WorkerKind, Workers};
 use gym_client::train::{Grpo, GrpoConfig, RolloutEnvironment};
-use gym_core::cluster::{ClusterSpec, WorkerGroupConfig};
 use gym_core::{CallContext, InProcess, RankLayout, World};
 use gym_examples::math::Math;
-use gym_examples::training::{
+use gym_server::{Servers, Stack, StackOptions};
+
+mod training;
+
+use training::{
     DATA_AXIS, GenerationWorker, Loss, Operator, PolicyWorker, Table, TableGeneration, TablePolicy, played, prompts,
 };
-use gym_server::{Servers, Stack, StackOptions};
 
 /// Trains a stand-in policy on rollouts of the math environment.
 #[derive(Parser)]
@@ -50,15 +52,6 @@ struct Arguments {
     seed: u64,
 }
 
-/// The file that `--cluster` names.
-#[derive(serde::Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Deployment {
-    cluster: ClusterSpec,
-    policy: WorkerGroupConfig,
-    generation: WorkerGroupConfig,
-}
-
 fn main() -> anyhow::Result<()> {
     // First, because a worker's process starts as this program.
     workers().enter();
@@ -79,24 +72,30 @@ async fn train(arguments: Arguments) -> anyhow::Result<()> {
     let config = ConfigLoader::new(".")
         .pick_port(move |wish| free_port(wish, &mut random))
         .load(&["examples/configs/grpo.yaml"], &Overrides::parse(["+head_server.port=0"])?)?;
+    let file = ClusterFile::read(&arguments.cluster)?;
+    // Before anything is started, because this program may be started again with what UCX reads when it is loaded.
+    let ladders = [
+        config.ladder.clone(),
+        file.cluster.ladder(),
+        file.group("policy")?.ladder()?,
+        file.group("generation")?.ladder()?,
+    ];
+    ladders.iter().flatten().try_for_each(launch::prepare_ucx)?;
     let servers = Servers::stock().scripted_policy(played).resources("math", |_| Ok(Math));
     let stack = Stack::start(config, &servers, &world, StackOptions::default()).await?;
     let environment =
         RolloutEnvironment::new(stack.client().clone(), &world, "math_environment_server", "math_simple_agent");
 
-    let file = std::fs::read(&arguments.cluster).with_context(|| format!("read {}", arguments.cluster.display()))?;
-    let file: Deployment =
-        serde_json::from_slice(&file).with_context(|| format!("in {}", arguments.cluster.display()))?;
-    let mut cluster = VirtualCluster::new(file.cluster, Local::new(workers()))?;
+    let mut cluster = VirtualCluster::new(file.cluster.clone(), Local::new(workers()))?;
     if let Some(nodes) = &arguments.simulate_nodes {
         cluster = cluster.simulate_nodes(nodes);
     }
     let mut options = GroupOptions::new(Transports::from_features(InProcess::new()));
     options.layout = Some(RankLayout::new([(DATA_AXIS, cluster.world_size())])?);
     let mut policy = GroupRequest::new("policy", "policy", &Table::default(), options.clone())?;
-    policy.config = Some(file.policy);
+    policy.config = Some(file.group("policy")?);
     let mut engine = GroupRequest::new("generation", "generation", &(), options)?;
-    engine.config = Some(file.generation);
+    engine.config = Some(file.group("generation")?);
     let starting = CallContext::within(Duration::from_secs(60));
     let policy = Arc::new(cluster.start(&starting, policy).await?);
     let engine = Arc::new(cluster.start(&starting, engine).await?);

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 /// What a task asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Operator {
+pub(crate) enum Operator {
     /// `a + b`
     Add,
     /// `a - b`
@@ -15,7 +15,7 @@ pub enum Operator {
 
 /// What the policy does with it: the one "token" that it generates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Choice {
+pub(crate) enum Choice {
     /// Answers with the result of this operation.
     Carry(Operator),
     /// Answers that it does not know.
@@ -29,11 +29,11 @@ pub(super) const CHOICES: usize = 4;
 
 impl Operator {
     /// All of them, in the order of the table's rows.
-    pub const ALL: [Self; OPERATORS] = [Self::Add, Self::Subtract, Self::Multiply];
+    pub(crate) const ALL: [Self; OPERATORS] = [Self::Add, Self::Subtract, Self::Multiply];
 
     /// As it is written between the operands.
     #[must_use]
-    pub fn symbol(self) -> char {
+    pub(crate) fn symbol(self) -> char {
         match self {
             Self::Add => '+',
             Self::Subtract => '-',
@@ -43,7 +43,7 @@ impl Operator {
 
     /// Its result.
     #[must_use]
-    pub fn apply(self, left: i64, right: i64) -> i64 {
+    pub(crate) fn apply(self, left: i64, right: i64) -> i64 {
         match self {
             Self::Add => left + right,
             Self::Subtract => left - right,
@@ -55,7 +55,7 @@ impl Operator {
 impl Choice {
     /// The choice of a column of the table; `None` beyond the last.
     #[must_use]
-    pub fn of_column(column: usize) -> Option<Self> {
+    pub(crate) fn of_column(column: usize) -> Option<Self> {
         match column {
             OPERATORS => Some(Self::GiveUp),
             _ => Operator::ALL.get(column).copied().map(Self::Carry),
@@ -64,7 +64,7 @@ impl Choice {
 
     /// What it says about two operands.
     #[must_use]
-    pub fn answer(self, left: i64, right: i64) -> String {
+    pub(crate) fn answer(self, left: i64, right: i64) -> String {
         match self {
             Self::Carry(operator) => format!("That makes \\boxed{{{}}}.", operator.apply(left, right)),
             Self::GiveUp => "I do not know.".to_owned(),
@@ -74,7 +74,7 @@ impl Choice {
 
 /// The "weights": a preference (logit) for each choice, by operator.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Table(pub [[f32; CHOICES]; OPERATORS]);
+pub(crate) struct Table(pub [[f32; CHOICES]; OPERATORS]);
 
 impl Table {
     /// The probability of each choice.
@@ -82,7 +82,7 @@ impl Table {
     /// # Panics
     /// For a row that the table has not.
     #[must_use]
-    pub fn probabilities(&self, operator: usize) -> [f32; CHOICES] {
+    pub(crate) fn probabilities(&self, operator: usize) -> [f32; CHOICES] {
         let logits = self.0[operator];
         let greatest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         let weights = logits.map(|logit| (logit - greatest).exp());
@@ -92,7 +92,7 @@ impl Table {
 
     /// Draws a choice.
     #[must_use]
-    pub fn sample(&self, operator: usize, random: &mut fastrand::Rng) -> usize {
+    pub(crate) fn sample(&self, operator: usize, random: &mut fastrand::Rng) -> usize {
         let mut left = random.f32();
         let probabilities = self.probabilities(operator);
         probabilities

@@ -11,7 +11,7 @@ use super::model::Operator;
 ///
 /// # Errors
 /// None that the caller can cause.
-pub fn prompts(count: usize, random: &mut fastrand::Rng) -> Result<Batch> {
+pub(crate) fn prompts(count: usize, random: &mut fastrand::Rng) -> Result<Batch> {
     let (mut operators, mut tasks) = (Vec::with_capacity(count), Vec::with_capacity(count));
     for _ in 0..count {
         let index = random.usize(..Operator::ALL.len());
@@ -30,7 +30,7 @@ pub fn prompts(count: usize, random: &mut fastrand::Rng) -> Result<Batch> {
 
 /// The turn of a model whose answer was generated before: for [`gym_server::Servers::scripted_policy`].
 #[must_use]
-pub fn played(request: &RawObject, _: &mut fastrand::Rng) -> Vec<ScriptedItem> {
+pub(crate) fn played(request: &RawObject, _: &mut fastrand::Rng) -> Vec<ScriptedItem> {
     #[derive(Default, Deserialize)]
     struct Metadata {
         #[serde(default)]

@@ -13,7 +13,7 @@ use super::model::{Choice, OPERATORS, Table};
 /// `generation_logprobs` float32 \[rows\], and the answer's text in the task's `metadata.generation`, where the played model
 /// finds it.
 #[derive(Clone, Copy, Debug)]
-pub struct Generate;
+pub(crate) struct Generate;
 
 impl Method for Generate {
     const NAME: &'static str = "generation.generate";
@@ -24,7 +24,7 @@ impl Method for Generate {
 
 /// Takes over weights.
 #[derive(Clone, Copy, Debug)]
-pub struct LoadWeights;
+pub(crate) struct LoadWeights;
 
 impl Method for LoadWeights {
     const NAME: &'static str = "generation.load_weights";
@@ -35,7 +35,7 @@ impl Method for LoadWeights {
 
 /// One rank of the generation engine.
 #[derive(Debug)]
-pub struct GenerationWorker {
+pub(crate) struct GenerationWorker {
     rank: u32,
     table: Table,
 }

@@ -1,0 +1,84 @@
+//! Calls: the same for all, of each its own, in shards, started and gathered later, to whoever has room.
+
+use std::sync::Arc;
+
+use gym_client::group::Group;
+use gym_client::provision::VirtualCluster;
+use gym_core::cluster::WorkerGroupConfig;
+use gym_core::{Batch, CallContext, Device, Dispatch, Tensor, WorkerGroupExt};
+
+use crate::request;
+use crate::scorer::{Greet, Mean};
+
+/// Named columns of equal rows.
+pub(crate) fn batches() -> anyhow::Result<Batch> {
+    println!("\n# Batches");
+    let scores = Batch::empty().with("score", Tensor::from_vec([3], vec![1.0_f32, 0.0, 0.5])?)?;
+    let repeated = scores.repeat_interleave(2)?;
+    println!("{} rows, each twice: {}", scores.rows(), repeated.rows());
+    println!("on the CPU they stay where they are: {}", repeated.to_device(Device::Cpu)? == repeated);
+    println!("elsewhere: {}", repeated.to_device(Device::Cuda(0)).expect_err("comes with the GPU work"));
+    Ok(repeated)
+}
+
+pub(crate) async fn to_all(cx: &CallContext, policy: &Group, scores: &Batch) -> anyhow::Result<()> {
+    println!("\n# Calls");
+    let all = policy.call(Mean, ()).batch(scores.clone()).context(cx).await?;
+    println!("single data: {:?}", all.into_values());
+    let shards = policy.call(Mean, ()).batch(scores.clone()).dispatch(Dispatch::shard("rank")).context(cx).await?;
+    println!("sharded: {:?}", shards.into_values());
+    let names = ["Ada", "Grace", "Edsger"].map(str::to_owned).to_vec();
+    println!("multiple data: {:?}", policy.call_each(Greet, names).context(cx).await?.into_values());
+    let one = policy.call(Greet, "you".into()).dispatch(Dispatch::rank(2)).context(cx).await?;
+    println!("one rank: {}", one.into_one()?.value);
+    Ok(())
+}
+
+/// Asynchronous communication: handed over now, gathered later.
+pub(crate) async fn started(cx: &CallContext, policy: &Group, scores: &Batch) -> anyhow::Result<()> {
+    println!("\n# Asynchronous calls");
+    let means = policy.call(Mean, ()).batch(scores.clone()).context(cx).start().await?;
+    let greetings = policy.call(Greet, "whoever waits".into()).context(cx).start().await?;
+    println!("two calls are under way, and this program goes on");
+    println!("gathered: {} means, {} greetings", means.await?.replies().len(), greetings.await?.replies().len());
+    Ok(())
+}
+
+/// Two groups on the same bundles, which use them in turns.
+pub(crate) async fn in_turns(
+    cx: &CallContext,
+    cluster: &VirtualCluster,
+    policy: &Group,
+    scores: &Batch,
+) -> anyhow::Result<()> {
+    println!("\n# Colocation, in turns");
+    let generation = cluster.start(cx, request("generation", None)?).await?;
+    let (trained, generated) = tokio::join!(
+        policy.call(Mean, ()).batch(scores.clone()).context(cx),
+        generation.call(Greet, "a prompt".into()).context(cx)
+    );
+    let (trained, generated) = (trained?.replies().len(), generated?.replies().len());
+    println!("{trained} ranks trained and {generated} generated on the same bundles");
+    Ok(())
+}
+
+/// Dynamic load balancing, and strategies by name.
+pub(crate) async fn balanced(cx: &CallContext, cluster: &VirtualCluster) -> anyhow::Result<()> {
+    println!("\n# Load balancing");
+    for config in [
+        r#"{"enable_load_balancing": true}"#,
+        r#"{"load_balancing_strategy": "round_robin"}"#,
+        r#"{"load_balancing_strategy": {"weighted": [4, 1, 1]}}"#,
+    ] {
+        let config: WorkerGroupConfig = serde_json::from_str(config)?;
+        let mut request = request("generation", None)?;
+        request.config = Some(config.clone());
+        let group = Arc::new(cluster.start(cx, request).await?);
+        let guests = (1..=6).map(|guest| format!("guest {guest}")).collect();
+        let greetings = group.balancer()?.map(cx, Greet, guests, 2).await?;
+        let greeters = greetings.iter().filter_map(|text| text.split(' ').nth(1)).collect::<Vec<_>>().join(" ");
+        println!("{:?}: six guests were greeted by ranks {greeters}", config.balancing().unwrap_or_default());
+        group.shutdown(std::time::Duration::from_secs(10)).await?;
+    }
+    Ok(())
+}

@@ -1,0 +1,148 @@
+//! What UCX needs of a process before it is loaded: settings in the environment, and, for who only wants to know, a process of its
+//! own.
+//!
+//! UCX reads some settings once, when it is loaded, from the environment only: without them it takes over the handlers of SIGSEGV
+//! and its like (Rust's report of a stack overflow is lost) and patches libc's `mmap` in memory. A library must not write its
+//! process's environment, so a *program* that uses UCX starts itself again with them, and a launcher gives them to its children.
+
+use gym_core::Ladder;
+
+/// The settings, by name. Whoever has set one already keeps theirs.
+pub const UCX_SETTINGS: [(&str, &str); 2] = [("UCX_HANDLE_ERRORS", "none"), ("UCX_MEM_MMAP_HOOK_MODE", "none")];
+
+/// Says in the environment that the program was started again already.
+#[cfg(feature = "rdma")]
+const RESTARTED_VARIABLE: &str = "GYM_UCX_RESTARTED";
+
+/// Starts this program again, with the same arguments and under the same process id, if `ladder` may use UCX and the environment
+/// lacks [`UCX_SETTINGS`]; then it does not return. Otherwise it returns at once: also without the feature `rdma`, and in a process
+/// that was started again already.
+///
+/// Call it when the configuration is known and before anything is started: children, threads with work to lose, output.
+///
+/// # Errors
+/// When the program's file cannot be executed. UCX can be used all the same; its reports of crashes then replace Rust's.
+pub fn prepare_ucx(ladder: &Ladder) -> std::io::Result<()> {
+    #[cfg(feature = "rdma")]
+    if ladder.uses_ucx() {
+        return restart();
+    }
+    #[cfg(not(feature = "rdma"))]
+    let _ = ladder;
+    Ok(())
+}
+
+#[cfg(feature = "rdma")]
+fn restart() -> std::io::Result<()> {
+    use std::os::unix::process::CommandExt;
+
+    let missing = UCX_SETTINGS.iter().filter(|(name, _)| std::env::var_os(name).is_none());
+    let missing: Vec<_> = missing.copied().collect();
+    if missing.is_empty() || std::env::var_os(RESTARTED_VARIABLE).is_some() {
+        return Ok(());
+    }
+    let mut arguments = std::env::args_os();
+    let name = arguments.next().unwrap_or_default();
+    // By its own name if it is still there, because that is what `ps` shows.
+    let program = std::env::current_exe().ok().filter(|path| path.is_file()).unwrap_or_else(|| "/proc/self/exe".into());
+    let mut command = std::process::Command::new(program);
+    command.arg0(name).args(arguments).envs(missing).env(RESTARTED_VARIABLE, "1");
+    Err(command.exec())
+}
+
+#[cfg(feature = "rdma")]
+pub use report::ucx_report;
+#[cfg(feature = "rdma")]
+pub(super) use report::{REPORT_ROLE, be_reporter};
+
+#[cfg(feature = "rdma")]
+mod report {
+    use std::io::Write;
+    use std::os::unix::process::ExitStatusExt;
+    use std::process::{Output, Stdio};
+    use std::time::Duration;
+
+    use gym_transport_rdma::{LoadOptions, UcxReport};
+    use tokio::process::Command;
+
+    use super::UCX_SETTINGS;
+
+    /// First argument that makes a process load UCX and say what it found.
+    pub(in super::super) const REPORT_ROLE: &str = "--gym-ucx-report";
+    /// How its line begins: UCX writes lines of its own to standard output.
+    const MARK: &str = "gym-ucx-report ";
+
+    /// What UCX says of itself, found out in a child process, because loading it changes a process for ever. [`enter`] must have
+    /// been called in this program.
+    ///
+    /// [`enter`]: super::super::enter
+    ///
+    /// # Errors
+    /// Why UCX cannot be used: it is not there (with every place that was looked in and how to install it), it crashed, or it took
+    /// longer than `within`.
+    pub async fn ucx_report(within: Duration) -> Result<UcxReport, String> {
+        if !super::super::shim::entered() {
+            return Err("UCX was not looked at: call launch::enter() as the first line of main".to_owned());
+        }
+        let mut command = Command::new("/proc/self/exe");
+        let missing = UCX_SETTINGS.into_iter().filter(|(name, _)| std::env::var_os(name).is_none());
+        command.arg(REPORT_ROLE).envs(missing).stdin(Stdio::null()).kill_on_drop(true);
+        match tokio::time::timeout(within, command.output()).await {
+            Ok(Ok(output)) => read(&output),
+            Ok(Err(error)) => Err(format!("the process that looks at UCX cannot be started: {error}")),
+            Err(_) => Err(format!("loading UCX took longer than {within:?}")),
+        }
+    }
+
+    fn read(output: &Output) -> Result<UcxReport, String> {
+        let text = String::from_utf8_lossy(&output.stdout);
+        let said = text.lines().find_map(|line| line.strip_prefix(MARK));
+        match said.and_then(|said| serde_json::from_str::<Result<UcxReport, String>>(said).ok()) {
+            Some(found) => found,
+            None => {
+                let how = match output.status.signal() {
+                    Some(signal) => format!("died by signal {signal}"),
+                    None => format!("ended with {:?}", output.status.code()),
+                };
+                let errors = String::from_utf8_lossy(&output.stderr);
+                let last = errors.lines().chain(text.lines()).last().unwrap_or("nothing");
+                Err(format!("the process that loaded UCX {how}; it said last: {last}"))
+            }
+        }
+    }
+
+    pub(in super::super) fn be_reporter() -> ! {
+        let found = UcxReport::take(&LoadOptions::default()).map_err(|error| error.to_string());
+        let text = serde_json::to_string(&found).expect("a report can be written as JSON");
+        // A line of its own, whatever UCX has printed.
+        let written = writeln!(std::io::stdout(), "\n{MARK}{text}");
+        std::process::exit(i32::from(written.is_err()));
+    }
+
+    #[cfg(test)]
+    mod tests {
+        use super::*;
+
+        fn output(status: i32, stdout: &str, stderr: &str) -> Output {
+            Output {
+                status: std::process::ExitStatus::from_raw(status),
+                stdout: stdout.as_bytes().to_vec(),
+                stderr: stderr.as_bytes().to_vec(),
+            }
+        }
+
+        #[test]
+        fn the_answer_is_found_among_what_ucx_prints() {
+            let answer = "[1] UCX  WARN unused environment variable\n\ngym-ucx-report {\"Err\":\"not there\"}\n";
+            assert_eq!(read(&output(0, answer, "")), Err("not there".to_owned()));
+        }
+
+        #[test]
+        fn a_crash_is_told_with_the_last_words() {
+            let error = read(&output(11, "", "loading\n")).expect_err("crashed");
+            assert!(error.contains("died by signal 11") && error.contains("loading"), "{error}");
+            let error = read(&output(0, "gym-ucx-report rubbish\n", "")).expect_err("rubbish");
+            assert!(error.contains("ended with Some(0)"), "{error}");
+        }
+    }
+}

@@ -1,0 +1,126 @@
+//! Tied ranks are one model: they end together, start together and serve together.
+
+use std::time::Duration;
+
+use gym_client::group::{Group, GroupOptions};
+use gym_client::provision::{GroupRequest, LaunchSpec, VirtualCluster};
+use gym_core::cluster::{ClusterSpec, WorkersOn};
+use gym_core::{CallContext, Code, Dispatch, ExitCause, FailureKind, RankState, WorkerGroup, WorkerGroupExt};
+use rustix::process::Signal;
+use tokio::time::timeout;
+
+use super::types::{Describe, Init, Job, Warm, Work};
+use super::{LONG, alive, local, options, pid, provisioners, signal, spec, start, status, stop, until};
+
+/// Two engines of two ranks each.
+fn engines(worker: &str) -> LaunchSpec {
+    let mut spec = spec(worker, 4);
+    for place in &mut spec.ranks {
+        place.tied = place.rank / 2;
+    }
+    spec
+}
+
+async fn lives(group: &Group) -> Vec<u64> {
+    let ranks = group.call(Describe, ()).deadline(LONG).await.expect("all answer").into_values();
+    ranks.into_iter().map(|rank| rank.incarnation).collect()
+}
+
+pub(crate) async fn tied_ranks_end_and_come_back_together() {
+    for (name, provisioner, transports) in provisioners() {
+        let mut options = GroupOptions::new(transports).restarting(2);
+        options.backoff_min = Duration::from_millis(5);
+        let cx = CallContext::within(LONG);
+        let group = Group::start(&cx, &*provisioner, engines("obedient"), options).await.expect(name);
+        let mut view = group.view();
+        group.kill(3).await.expect("it lives");
+        let healthy = |life: u64| {
+            move |member: &gym_core::Member| member.incarnation.0 == life && member.state == RankState::Healthy
+        };
+        loop {
+            timeout(LONG, view.changed()).await.expect("in time").expect("supervised");
+            let now = view.borrow_and_update().clone();
+            let [left, right] = [2, 3].map(|rank| now.member(rank).expect("a rank").clone());
+            assert_eq!(left.incarnation, right.incarnation, "{name}: one life, one number");
+            assert_eq!(left.state == RankState::Healthy, right.state == RankState::Healthy, "{name}: {now:?}");
+            if healthy(2)(&left) {
+                assert_eq!(left.exit.expect("it ended").cause, ExitCause::Tied, "{name}");
+                assert_eq!(right.exit.expect("it ended").cause, ExitCause::Died, "{name}");
+                break;
+            }
+        }
+        assert_eq!(lives(&group).await, [1, 1, 2, 2], "{name}: the other engine was left alone");
+        let used: Vec<u32> = group.worker_status().iter().map(|rank| rank.restarts_used).collect();
+        assert_eq!(used, [0, 0, 1, 1], "{name}: one restart of the whole");
+        stop(&group).await;
+    }
+}
+
+pub(crate) async fn a_call_to_a_tied_rank_fails_with_the_rank_that_it_is_tied_to() {
+    let group = start(engines("obedient"), options()).await.expect("starts");
+    let (leader, other) = (pid(&group, 0), pid(&group, 1));
+    let job = Job { ms: 3_600_000, tells: false };
+    let call = group.call(Work, job).dispatch(Dispatch::rank(0)).deadline(LONG).start().await.expect("started");
+    signal(other, Signal::KILL);
+    let error = call.await.expect_err("half of it is gone");
+    assert_eq!(error.first().and_then(gym_core::RankOutcome::kind), Some(FailureKind::Died), "{error:?}");
+    assert!(error.to_string().contains("ended with a rank to which it is tied: rank 1 died by signal 9"), "{error}");
+    until("its process is gone", || !alive(leader)).await;
+    assert_eq!(group.restart_failed_workers(&CallContext::within(LONG)).await.expect("restarts"), [0, 1]);
+    assert_eq!(lives(&group).await, [2, 2, 1, 1]);
+    stop(&group).await;
+}
+
+pub(crate) async fn tied_ranks_are_warmed_together_and_retired_together() {
+    let group = start(engines("obedient"), options().restarting(1).on_restart(Warm, true)).await.expect("starts");
+    signal(pid(&group, 0), Signal::KILL);
+    until("they serve again", || {
+        [0, 1].iter().all(|rank| {
+            let now = status(&group, *rank);
+            (now.incarnation.0, now.state) == (2, RankState::Healthy)
+        })
+    })
+    .await;
+    let warmed: Vec<u32> = group
+        .call(Describe, ())
+        .deadline(LONG)
+        .await
+        .expect("answers")
+        .into_values()
+        .iter()
+        .map(|rank| rank.warmed)
+        .collect();
+    assert_eq!(warmed, [1, 1, 0, 0]);
+    signal(pid(&group, 1), Signal::KILL);
+    until("both are retired", || [0, 1].iter().all(|rank| status(&group, *rank).state == RankState::Retired)).await;
+    let error = group.restart_failed_workers(&CallContext::within(LONG)).await.expect_err("no budget");
+    assert_eq!(error.code(), Code::ResourceExhausted);
+    assert!(error.to_string().contains("ranks [0, 1]"), "{error}");
+    stop(&group).await;
+}
+
+pub(crate) async fn ranks_are_tied_as_the_request_to_the_cluster_says() {
+    let mut spec = ClusterSpec::new([4]);
+    spec.use_gpus = false;
+    let cluster = VirtualCluster::new(spec, local()).expect("valid").simulate_nodes(&[4]);
+    let mut request = GroupRequest::new("engines", "obedient", &Init::default(), options()).expect("JSON");
+    request.on = WorkersOn::Tied(vec![(0, vec![0, 1]), (0, vec![2]), (0, vec![3])]);
+    let cx = CallContext::within(LONG);
+    let group = cluster.start(&cx, request).await.expect("starts");
+    let ranks = group.call(Describe, ()).deadline(LONG).await.expect("all answer").into_values();
+    let ports: Vec<_> = ranks.iter().map(|rank| rank.variables.get("VLLM_PORT").map(String::as_str)).collect();
+    assert_eq!(ports, [Some("7000"), None, Some("7200"), Some("7300")], "leaders know where their engines meet");
+    group.kill(1).await.expect("it lives");
+    until("both are dead", || [0, 1].iter().all(|rank| status(&group, *rank).state == RankState::Dead)).await;
+    group.restart_failed_workers(&cx).await.expect("restarts");
+    assert_eq!(lives(&group).await, [2, 2, 1, 1]);
+    stop(&group).await;
+}
+
+pub(crate) async fn a_tied_group_of_which_one_does_not_start_is_ended() {
+    let error = start(engines("first-only"), options()).await.expect_err("rank 1 does not start");
+    let dead: Vec<_> =
+        error.failed().filter(|(_, state, _)| *state == RankState::Dead).map(|(rank, ..)| rank).collect();
+    assert!(dead.contains(&0) && dead.contains(&1) || dead.contains(&2) && dead.contains(&3), "{error}");
+    assert!(error.to_string().contains("only rank 0 has room"), "{error}");
+}

@@ -1,0 +1,313 @@
+//! `rgym doctor`: which transports this machine can use, why not the others, and what to do about it.
+//!
+//! What can be told from files is told from files. UCX is loaded in a child process, under a deadline: loading it changes a process
+//! for ever, and a broken one may crash or hang.
+
+use std::fmt::Write;
+use std::process::ExitCode;
+
+use gym_core::Level;
+use serde::Serialize;
+
+use super::args::DoctorArgs;
+use super::{FAILED, Failure, INCOMPLETE, Outcome, console};
+
+/// What was found.
+#[derive(Debug, Serialize)]
+struct Diagnosis {
+    /// One sentence.
+    summary: String,
+    /// Best first.
+    transports: Vec<Rung>,
+    findings: Vec<Finding>,
+    /// Ports of RDMA devices, with the GID to use.
+    ports: serde_json::Value,
+    /// What UCX said of itself; null when it could not be asked.
+    ucx: serde_json::Value,
+}
+
+/// Whether one rung of the ladder can be used here, as far as one machine alone can tell.
+#[derive(Debug, Serialize)]
+struct Rung {
+    transport: Level,
+    usable: bool,
+    /// By which devices, or why not.
+    because: String,
+}
+
+#[derive(Debug, Serialize)]
+struct Finding {
+    topic: String,
+    /// `ok`, `warning`, `missing` or `not_needed`.
+    status: &'static str,
+    found: String,
+    fix: Option<String>,
+}
+
+pub(super) async fn doctor(args: &DoctorArgs) -> Outcome {
+    let diagnosis = look::diagnosis(args.ucx_timeout).await;
+    let required = args.require_transport.and_then(|level| diagnosis.missing(level));
+    let text = if args.json {
+        serde_json::to_string_pretty(&diagnosis).map_err(|error| Failure::Failed(error.to_string()))?
+    } else {
+        diagnosis.text()
+    };
+    console::print(&text);
+    Ok(match required {
+        Some(why) if args.json => {
+            eprintln!("error: {why}");
+            ExitCode::from(FAILED)
+        }
+        Some(why) => return Err(Failure::Failed(why)),
+        None if diagnosis.findings.iter().any(|finding| finding.status == "warning") => ExitCode::from(INCOMPLETE),
+        None => ExitCode::SUCCESS,
+    })
+}
+
+impl Diagnosis {
+    /// Why a required rung cannot be had; `None` when it can.
+    fn missing(&self, level: Level) -> Option<String> {
+        let rung = self.transports.iter().find(|rung| rung.transport == level)?;
+        (!rung.usable).then(|| format!("{level} cannot be used here: {}", rung.because))
+    }
+
+    fn text(&self) -> String {
+        let rows = self.transports.iter().map(|rung| {
+            let usable = if rung.usable { "yes" } else { "no" };
+            [rung.transport.to_string(), usable.to_owned(), rung.because.clone()]
+        });
+        let mut text = console::table(["transport", "usable", "by, or why not"], rows);
+        text.push('\n');
+        for finding in &self.findings {
+            let _ =
+                write!(text, "\n{:<10}  {:<14}  {}", finding.status.replace('_', " "), finding.topic, finding.found);
+            if let Some(fix) = &finding.fix {
+                let _ = write!(text, "\n{:<10}  {:<14}  fix: {fix}", "", "");
+            }
+        }
+        let _ = write!(text, "\n\n{}", self.summary);
+        text
+    }
+}
+
+#[cfg(feature = "rdma")]
+mod look {
+    use std::time::Duration;
+
+    use gym_client::launch::ucx_report;
+    use gym_client::rdma::{self, Probe, Status, Topic, UcxReport};
+    use gym_core::Level;
+    use serde_json::to_value;
+
+    use super::{Diagnosis, Finding, Rung};
+
+    pub(super) async fn diagnosis(ucx_timeout: Duration) -> Diagnosis {
+        // It reads files, and loads NVIDIA's libraries: not for a thread that others wait for.
+        let probing = tokio::task::spawn_blocking(rdma::probe);
+        let (probe, ucx) = tokio::join!(probing, ucx_report(ucx_timeout));
+        let probe = probe.unwrap_or_else(|_| rdma::ProbeOptions::new().without_loading().probe());
+        judge(&probe, &ucx)
+    }
+
+    /// What the files say and what UCX says, together.
+    pub(super) fn judge(probe: &Probe, ucx: &Result<UcxReport, String>) -> Diagnosis {
+        let ports = probe.ports.iter().any(|port| port.active);
+        let mut findings: Vec<Finding> = probe
+            .findings
+            .iter()
+            .map(|finding| match (finding.topic, ucx) {
+                // Who was loaded knows better than its files; one that is there and cannot be loaded is broken.
+                (Topic::Ucx, Ok(report)) => loaded(report, ports),
+                (Topic::Ucx, Err(why)) => Finding {
+                    status: if finding.status == Status::Missing { "missing" } else { "warning" },
+                    fix: Some(format!(
+                        "install UCX 1.13 or later (apt-get install libucx0; dnf install ucx ucx-ib), or name its folder in {}",
+                        rdma::LIBRARY_VARIABLE
+                    )),
+                    ..written(finding, why.clone())
+                },
+                _ => written(finding, finding.found.clone()),
+            })
+            .collect();
+        let transports = Level::ALL.into_iter().map(|level| rung(level, probe, ucx)).collect();
+        // What is broken first, then what is absent; within them in the order of what depends on what.
+        findings.sort_by_key(|finding| match finding.status {
+            "warning" => 0,
+            "missing" => 1,
+            _ => 2,
+        });
+        Diagnosis {
+            summary: probe.summary.clone(),
+            transports,
+            findings,
+            ports: to_value(&probe.ports).unwrap_or_default(),
+            ucx: ucx.as_ref().ok().and_then(|report| to_value(report).ok()).unwrap_or_default(),
+        }
+    }
+
+    fn written(finding: &rdma::Finding, found: String) -> Finding {
+        let topic = to_value(finding.topic).ok().and_then(|name| name.as_str().map(str::to_owned)).unwrap_or_default();
+        let status = match finding.status {
+            Status::Ok => "ok",
+            Status::Warning => "warning",
+            Status::Missing => "missing",
+            Status::NotNeeded => "not_needed",
+        };
+        Finding { topic, status, found, fix: finding.fix.clone() }
+    }
+
+    fn loaded(report: &UcxReport, ports: bool) -> Finding {
+        let found = format!("UCX {} ({}): {}", report.version, report.path.display(), report.resources.join(", "));
+        let (status, fix) = if ports && report.of(Level::Rdma).is_empty() {
+            let fix = "install a UCX with verbs (Debian's libucx0, dnf's ucx-ib; the wheel libucx-cu12 has none), and look at \
+                       the findings on device nodes and pinned memory: UCX hides a device that it cannot open";
+            ("warning", Some(fix.to_owned()))
+        } else if report.patched.is_empty() {
+            ("ok", None)
+        } else {
+            ("warning", Some("set UCX_MEM_MMAP_HOOK_MODE=none: this UCX patches libc's memory functions".to_owned()))
+        };
+        Finding { topic: "ucx".to_owned(), status, found, fix }
+    }
+
+    fn rung(level: Level, probe: &Probe, ucx: &Result<UcxReport, String>) -> Rung {
+        let (usable, because) = match (level, ucx) {
+            (Level::InProcess | Level::Http, _) => (true, "always".to_owned()),
+            (level, Err(_)) => match probe.rdma_fault() {
+                Some(fault) if level == Level::Rdma && fault.topic != Topic::Ucx => (false, fault.found.clone()),
+                _ => (false, "UCX cannot be loaded: see the finding ucx".to_owned()),
+            },
+            (level, Ok(report)) => {
+                let devices = report.of(level);
+                let fault = (level == Level::Rdma).then(|| probe.rdma_fault()).flatten();
+                // The probe looks for UCX in the loader's folders; the one that was loaded may be another.
+                match fault.filter(|fault| fault.topic != Topic::Ucx) {
+                    Some(fault) => (false, fault.found.clone()),
+                    None if devices.is_empty() => (false, "UCX has no transport for it here".to_owned()),
+                    None => (true, devices.join(", ")),
+                }
+            }
+        };
+        Rung { transport: level, usable, because }
+    }
+}
+
+#[cfg(not(feature = "rdma"))]
+mod look {
+    use std::time::Duration;
+
+    use gym_core::Level;
+    use serde_json::Value;
+
+    use super::{Diagnosis, Finding, Rung};
+
+    #[expect(clippy::unused_async, reason = "the same as with the feature")]
+    pub(super) async fn diagnosis(_: Duration) -> Diagnosis {
+        let summary = "This program was built without the feature `rdma`, so it has no UCX and did not look for it.";
+        let rung = |level: Level| {
+            let because = if level.is_ucx() { "built without the feature `rdma`" } else { "always" };
+            Rung { transport: level, usable: !level.is_ucx(), because: because.to_owned() }
+        };
+        let finding = Finding {
+            topic: "ucx".to_owned(),
+            status: "missing",
+            found: "built without the feature `rdma`".to_owned(),
+            fix: Some("build with the feature `rdma` of gym-server (it is a default feature)".to_owned()),
+        };
+        Diagnosis {
+            summary: summary.to_owned(),
+            transports: Level::ALL.into_iter().map(rung).collect(),
+            findings: vec![finding],
+            ports: Value::Array(Vec::new()),
+            ucx: Value::Null,
+        }
+    }
+}
+
+#[cfg(all(test, feature = "rdma"))]
+mod tests {
+    use gym_client::rdma::{ProbeOptions, UcxReport};
+    use serde_json::json;
+
+    use super::*;
+
+    /// A machine with one RoCE port, and what else is said.
+    fn diagnosis(files: &[(&str, &str)], ucx: Result<&[&str], &str>) -> Diagnosis {
+        let port = "sys/class/infiniband/rxe0/ports/1";
+        let root = tempfile::tempdir().expect("folder");
+        let of_port =
+            [("state", "4: ACTIVE"), ("link_layer", "Ethernet"), ("rate", "2.5 Gb/sec"), ("gids/0", "fe80::1")];
+        let of_port = of_port.map(|(name, text)| (format!("{port}/{name}"), text));
+        let gid = [("types", "RoCE v2"), ("ndevs", "v0")];
+        let gid = gid.map(|(name, text)| (format!("{port}/gid_attrs/{name}/0"), text));
+        let rest =
+            ["sys/class/net/v0/operstate", "usr/lib/libibverbs.so.1", "dev/shm/x"].map(|path| (path.to_owned(), "up"));
+        let own = files.iter().map(|(path, text)| ((*path).to_owned(), *text));
+        for (path, text) in of_port.into_iter().chain(gid).chain(rest).chain(own) {
+            let path = root.path().join(path);
+            std::fs::create_dir_all(path.parent().expect("has a folder")).expect("folders");
+            std::fs::write(path, text).expect("writes");
+        }
+        let report = |resources: &[&str]| -> UcxReport {
+            let report = json!({"version": "1.13.1", "path": "/opt/libucp.so.0", "resources": resources,
+                "signals_restored": [], "patched": []});
+            serde_json::from_value(report).expect("a report")
+        };
+        look::judge(&ProbeOptions::new().root(root.path()).probe(), &ucx.map(report).map_err(str::to_owned))
+    }
+
+    const FIT: [(&str, &str); 4] = [
+        ("dev/infiniband/uverbs0", ""),
+        ("dev/infiniband/rdma_cm", ""),
+        ("proc/self/limits", "Max locked memory         unlimited            unlimited            bytes\n"),
+        ("proc/self/status", "CapEff:\t0000000000000000\n"),
+    ];
+
+    fn usable(diagnosis: &Diagnosis) -> Vec<&'static str> {
+        diagnosis.transports.iter().filter(|rung| rung.usable).map(|rung| rung.transport.as_str()).collect()
+    }
+
+    #[test]
+    fn a_rung_is_usable_when_the_machine_is_fit_and_ucx_has_a_device_for_it() {
+        let devices = ["posix/memory", "tcp/lo", "rc_verbs/rxe0:1"];
+        let fit = diagnosis(&FIT, Ok(&devices));
+        assert_eq!(usable(&fit), ["mem", "shm", "rdma", "ucx_tcp", "http"]);
+        assert_eq!(fit.missing(Level::Rdma), None);
+        // UCX lists the device, but the process could not pin its memory.
+        let poor = diagnosis(&[FIT[0], FIT[1]], Ok(&devices));
+        assert_eq!(usable(&poor), ["mem", "shm", "ucx_tcp", "http"]);
+        assert!(poor.missing(Level::Rdma).unwrap().contains("may be pinned"), "{poor:?}");
+    }
+
+    #[test]
+    fn a_ucx_that_does_not_see_the_device_is_a_warning_with_a_fix_and_comes_first() {
+        let blind = diagnosis(&FIT, Ok(&["tcp/lo"]));
+        assert_eq!(usable(&blind), ["mem", "ucx_tcp", "http"]);
+        let first = &blind.findings[0];
+        assert_eq!((first.topic.as_str(), first.status), ("ucx", "warning"));
+        assert!(first.fix.as_deref().unwrap().contains("with verbs"), "{first:?}");
+    }
+
+    #[test]
+    fn a_ucx_that_cannot_be_loaded_is_told_in_its_own_words() {
+        let broken = diagnosis(&[("usr/lib/libucp.so.0", "")], Err("died by signal 11"));
+        assert_eq!(usable(&broken), ["mem", "http"]);
+        let ucx = broken.findings.iter().find(|finding| finding.topic == "ucx").unwrap();
+        assert_eq!((ucx.status, ucx.found.as_str()), ("warning", "died by signal 11"));
+        let absent = diagnosis(&[], Err("not there"));
+        let ucx = absent.findings.iter().find(|finding| finding.topic == "ucx").unwrap();
+        assert_eq!(ucx.status, "missing", "absence is no defect");
+        assert!(ucx.fix.as_deref().unwrap().contains("apt-get install libucx0"));
+    }
+
+    #[test]
+    fn every_warning_and_everything_missing_has_a_fix() {
+        for found in [diagnosis(&[], Err("not there")), diagnosis(&FIT, Ok(&["tcp/lo"]))] {
+            for finding in &found.findings {
+                let wanted = matches!(finding.status, "warning" | "missing");
+                assert_eq!(finding.fix.is_some(), wanted, "{finding:?}");
+            }
+            assert!(found.text().contains(&found.summary));
+        }
+    }
+}
