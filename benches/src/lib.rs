@@ -16,6 +16,8 @@ pub mod measure;
 pub mod mock;
 pub mod options;
 pub mod peer;
+pub mod ray;
 pub mod report;
 pub mod role;
 pub mod stack;
+pub mod worker;

@@ -2,19 +2,19 @@
 //!
 //! Every call is typed, and has a deadline and a trace. The peer is Ray: `--peer PYTHON` of an environment that has it.
 
-use std::path::Path;
 use std::time::Duration;
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Result, ensure};
 use gym_benches::measure;
 use gym_benches::options::Options;
+use gym_benches::ray::Ray;
 use gym_benches::report::{Aim, figure};
+use gym_benches::worker::{Bencher, Echo, Ends, Ping};
 use gym_core::{
-    Batch, CallContext, Dispatch, Handles, HandlesBlocking, InProcessGroup, Method, Methods, Payload, RankLayout,
-    Tensor, TraceContext, Worker, WorkerEnv, WorkerGroupExt,
+    Batch, CallContext, Dispatch, HandlesBlocking, InProcessGroup, Methods, Payload, RankLayout, Tensor, TraceContext,
+    Worker, WorkerEnv, WorkerGroupExt,
 };
 use hdrhistogram::Histogram;
-use serde::Deserialize;
 use tokio::runtime::{Builder, Runtime};
 use tokio::time::Instant;
 
@@ -24,7 +24,8 @@ const MIB: usize = 1 << 20;
 
 fn main() -> Result<()> {
     let options = Options::of_arguments()?;
-    let bench = Bench { peer: options.peer.as_deref().map(|python| ray(python, options.quick)).transpose()?, options };
+    let bench =
+        Bench { peer: options.peer.as_deref().map(|python| Ray::measure(python, options.quick)).transpose()?, options };
     println!("# load average {:.1}; medians of {} runs", measure::load_average(), bench.options.rounds());
     for (threads, runtime) in [(1, one_thread()?), (2, two_threads()?)] {
         bench.small(threads, &runtime)?;
@@ -39,69 +40,6 @@ fn one_thread() -> Result<Runtime> {
 
 fn two_threads() -> Result<Runtime> {
     Ok(Builder::new_multi_thread().worker_threads(2).enable_all().build()?)
-}
-
-#[derive(Clone, Copy, Debug)]
-struct Ping;
-
-impl Method for Ping {
-    const NAME: &'static str = "bench.ping";
-    type Args = u64;
-    type Reply = u64;
-}
-
-/// Gives the batch back.
-#[derive(Clone, Copy, Debug)]
-struct Echo;
-
-impl Method for Echo {
-    const NAME: &'static str = "bench.echo";
-    type Args = ();
-    type Reply = ();
-}
-
-/// Looks at the first and the last byte of its shard.
-#[derive(Clone, Copy, Debug)]
-struct Ends;
-
-impl Method for Ends {
-    const NAME: &'static str = "bench.ends";
-    type Args = ();
-    type Reply = u64;
-}
-
-struct Bencher;
-
-impl Worker for Bencher {
-    type Init = ();
-
-    fn start(_: WorkerEnv, (): ()) -> gym_core::Result<Self> {
-        Ok(Self)
-    }
-
-    fn methods(methods: &mut Methods<Self>) {
-        methods.exclusive(Ping).exclusive(Echo).exclusive(Ends);
-    }
-}
-
-impl Handles<Ping> for Bencher {
-    async fn handle(&mut self, _: &CallContext, call: Payload<u64>) -> gym_core::Result<Payload<u64>> {
-        Ok(call)
-    }
-}
-
-impl Handles<Echo> for Bencher {
-    async fn handle(&mut self, _: &CallContext, call: Payload<()>) -> gym_core::Result<Payload<()>> {
-        Ok(call)
-    }
-}
-
-impl Handles<Ends> for Bencher {
-    async fn handle(&mut self, _: &CallContext, call: Payload<()>) -> gym_core::Result<Payload<u64>> {
-        let bytes = call.batch.column("data")?.dense()?.bytes();
-        let ends = bytes.first().zip(bytes.last());
-        Ok(ends.map_or(0, |(first, last)| u64::from(*first) + u64::from(*last)).into())
-    }
 }
 
 struct BlockingBencher;
@@ -295,45 +233,4 @@ async fn timed(calls: u64, latency: &mut Latency, call: impl AsyncFn() -> Result
     latency.p50_us.push(nanos.value_at_quantile(0.5) as f64 / 1_000.0);
     latency.p99_us.push(nanos.value_at_quantile(0.99) as f64 / 1_000.0);
     Ok(())
-}
-
-/// What `peers/ray_calls.py` prints.
-#[derive(Deserialize)]
-struct Ray {
-    call: RayLatency,
-    pipelined_1_per_s: f64,
-    pipelined_8_per_s: f64,
-    fan_out_8: RayLatency,
-    echo_1mib: RayLatency,
-    echo_64mib: RayLatency,
-    shard_to_8: RayShard,
-}
-
-#[derive(Deserialize)]
-struct RayLatency {
-    p50_us: f64,
-    p99_us: f64,
-}
-
-#[derive(Deserialize)]
-struct RayShard {
-    bytes: f64,
-    seconds: f64,
-}
-
-impl RayShard {
-    fn ms_per_gib(&self) -> f64 {
-        self.seconds * 1_000.0 * (1024 * MIB) as f64 / self.bytes
-    }
-}
-
-fn ray(python: &Path, quick: bool) -> Result<Ray> {
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("peers/ray_calls.py");
-    let mut command = std::process::Command::new(python);
-    command.arg(&script).args(quick.then_some("--quick"));
-    let output = command.output().with_context(|| format!("run {} with {}", script.display(), python.display()))?;
-    ensure!(output.status.success(), "{}: {}", script.display(), String::from_utf8_lossy(&output.stderr));
-    let text = String::from_utf8(output.stdout)?;
-    let line = text.lines().last().with_context(|| format!("{} printed nothing", script.display()))?;
-    serde_json::from_str(line).with_context(|| format!("{} printed {line}", script.display()))
 }

@@ -1,0 +1,213 @@
+//! Channels to a process that serves the same handler over UCX, frames and HTTP, and bytes over a bare socket; and a worker group.
+
+use std::io::{BufRead as _, BufReader, ErrorKind, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use gym_benches::worker::{Bencher, Ping};
+use gym_client::Transports;
+use gym_client::http::{HttpConfig, HttpConnector, HttpListener, SCHEME as HTTP_SCHEME};
+use gym_core::mux::Limits;
+use gym_core::testing::figures::{Figures, RoundTrips, answering};
+use gym_core::{
+    CallContext, ConnectOptions, Endpoint, GroupView, Handler, HostOptions, Incarnation, Level, Listener, Member,
+    RankLayout, RankState, Request, WorkerEnv, WorkerGroup, WorkerGroupExt as _, WorkerHost, handler_fn,
+};
+use gym_transport_rdma::{Ucx, UcxConfig, UcxConnector, UcxListener};
+use tokio::sync::watch;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+use crate::Way;
+
+/// The argument that makes this program the answering end.
+pub(crate) const SERVE: &str = "serve-calls";
+const PATIENCE: Duration = Duration::from_secs(600);
+
+fn ucx(way: Way, listen: bool) -> Ucx {
+    let mut fabric = way.fabric();
+    fabric.listen = (listen && way == Way::Tcp).then(|| ([127, 0, 0, 1], 0).into());
+    Ucx::new(UcxConfig { fabric, limits: Limits::default(), ..UcxConfig::default() })
+}
+
+/// The answering process.
+pub(crate) async fn serve(way: Way) -> Result<()> {
+    let raw = TcpListener::bind("127.0.0.1:0")?;
+    let raw_address = raw.local_addr()?;
+    std::thread::spawn(move || {
+        for stream in raw.incoming().map_while(Result::ok) {
+            // The figure's own connection ends it.
+            let _ = answer_raw(&stream);
+        }
+    });
+    let host = WorkerHost::start::<Bencher>(WorkerEnv::new("bench", 0, 1), (), &HostOptions::default()).await?;
+    let figures = answering();
+    let served: Arc<dyn Handler> = Arc::new(handler_fn(move |request: Request| {
+        if request.route.path().starts_with("/figures/") { figures.handle(request) } else { host.handle(request) }
+    }));
+    let http = HttpListener::bind(([127, 0, 0, 1], 0).into(), HttpConfig::default())?;
+    let bootstraps: Vec<Endpoint> =
+        http.endpoints().iter().filter(|endpoint| endpoint.scheme() == HTTP_SCHEME).cloned().collect();
+    let fabric = UcxListener::open(ucx(way, true), &bootstraps).await?;
+    println!("{} {} {raw_address}", bootstraps[0], fabric.endpoints()[0]);
+    let front: Arc<dyn Handler> = Arc::new(fabric.bootstrap(Arc::clone(&served)));
+    let drain = CancellationToken::new();
+    tokio::spawn(gym_server::serve(Box::new(http), front, drain.clone(), Duration::ZERO));
+    tokio::spawn(gym_server::serve(Box::new(fabric), served, drain, Duration::ZERO));
+    // Until the bench has gone, however it went.
+    tokio::task::spawn_blocking(|| std::io::stdin().read_to_end(&mut Vec::new())).await??;
+    Ok(())
+}
+
+/// Reads without sleeping, as a progress thread that is busy does.
+fn read_busily(mut stream: &TcpStream, bytes: &mut [u8]) -> std::io::Result<()> {
+    let mut filled = 0;
+    while filled < bytes.len() {
+        match stream.read(&mut bytes[filled..]) {
+            Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
+            Ok(count) => filled += count,
+            Err(error) if error.kind() == ErrorKind::WouldBlock => std::hint::spin_loop(),
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+fn answer_raw(mut stream: &TcpStream) -> std::io::Result<()> {
+    stream.set_nodelay(true)?;
+    stream.set_nonblocking(true)?;
+    let mut bytes = [0; 64];
+    loop {
+        read_busily(stream, &mut bytes)?;
+        stream.write_all(&bytes)?;
+    }
+}
+
+/// A group of one rank at the other end of a channel.
+#[derive(Debug)]
+struct Alone {
+    layout: RankLayout,
+    view: watch::Sender<Arc<GroupView>>,
+}
+
+impl WorkerGroup for Alone {
+    fn name(&self) -> &str {
+        "bench"
+    }
+
+    fn layout(&self) -> &RankLayout {
+        &self.layout
+    }
+
+    fn view(&self) -> watch::Receiver<Arc<GroupView>> {
+        self.view.subscribe()
+    }
+}
+
+/// The answering process, and how it is reached.
+pub(crate) struct Peer {
+    child: Child,
+    way: Way,
+    ucx: Ucx,
+    http: Endpoint,
+    fabric: Endpoint,
+    raw: String,
+}
+
+impl Peer {
+    pub(crate) fn start(way: Way) -> Result<Self> {
+        let mut child = Command::new(std::env::current_exe()?)
+            .args([SERVE, way.name()])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()?;
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().context("no output")?).read_line(&mut line)?;
+        let mut words = line.split_whitespace();
+        let mut word = || words.next().context("the answering process ended");
+        let (http, fabric, raw) = (Endpoint::parse(word()?)?, Endpoint::parse(word()?)?, word()?.to_owned());
+        Ok(Self { child, way, ucx: ucx(way, false), http, fabric, raw })
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Figures over UCX; the way that was negotiated is the one that was asked for.
+    pub(crate) async fn over_ucx(&self) -> Result<Figures> {
+        let level = if self.way == Way::Tcp { Level::UcxTcp } else { Level::SharedMemory };
+        let bootstrap = HttpConnector::new(HttpConfig::default());
+        let connector = UcxConnector::new(Arc::new(bootstrap), self.ucx.clone());
+        let figures = Figures::of(&connector, &self.fabric).await?;
+        let path = figures.channel().path();
+        ensure!(path.level == Some(level), "{path:?} instead of {level}");
+        println!("# calls over {}", path.lanes);
+        Ok(figures)
+    }
+
+    /// Figures over HTTP, answered by hyper.
+    pub(crate) async fn over_http(&self) -> Result<Figures> {
+        Ok(Figures::of(&HttpConnector::new(HttpConfig::default()), &self.http).await?)
+    }
+
+    /// Figures over frames on the same port.
+    pub(crate) async fn over_frames(&self) -> Result<Figures> {
+        let endpoint = Endpoint::parse(&format!("http+frames://{}", self.http.address()))?;
+        let transports = Transports::from_features(gym_core::InProcess::new());
+        let (context, options) = (CallContext::within(PATIENCE), ConnectOptions::default());
+        Ok(Figures::over(transports.connect_ordered(&context, &[endpoint], &options).await?))
+    }
+
+    /// 64 bytes there and back over a bare socket that nobody sleeps on.
+    pub(crate) fn raw_round_trips(&self, lasting: Duration) -> Result<RoundTrips> {
+        let mut stream = TcpStream::connect(&self.raw)?;
+        stream.set_nodelay(true)?;
+        stream.set_nonblocking(true)?;
+        let (began, mut times, mut bytes) = (Instant::now(), Vec::new(), [7; 64]);
+        while began.elapsed() < lasting {
+            let at = Instant::now();
+            stream.write_all(&bytes)?;
+            read_busily(&stream, &mut bytes)?;
+            times.push(at.elapsed());
+        }
+        Ok(RoundTrips::of(times))
+    }
+
+    /// Typed calls to a worker group over the channel: one after another, and a second with 1,000 under way.
+    pub(crate) async fn group(&self, lasting: Duration) -> Result<(RoundTrips, f64)> {
+        let channel = self.over_ucx().await?.channel().clone();
+        let member = Member::starting(0, Incarnation(1)).in_state(RankState::Healthy).reached_over(channel);
+        let view = watch::Sender::new(Arc::new(GroupView::new(1, vec![member])));
+        let group = Alone { layout: RankLayout::line(1)?, view };
+        let context = CallContext::within(PATIENCE);
+        let (began, mut times) = (Instant::now(), Vec::new());
+        while began.elapsed() < lasting {
+            let at = Instant::now();
+            ensure!(group.call(Ping, 7).context(&context).await?.into_one()?.value == 7, "what is sent comes back");
+            times.push(at.elapsed());
+        }
+        let (began, mut calls, mut pending) = (Instant::now(), 0, Vec::new());
+        while began.elapsed() < lasting {
+            for number in 0..1_000 {
+                pending.push(group.call(Ping, number).context(&context).start().await?);
+            }
+            for (number, call) in pending.drain(..).enumerate() {
+                ensure!(call.await?.into_one()?.value == number as u64, "each call has its own answer");
+                calls += 1;
+            }
+        }
+        Ok((RoundTrips::of(times), f64::from(calls) / began.elapsed().as_secs_f64()))
+    }
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        drop(self.child.stdin.take());
+        if let Err(error) = self.child.wait() {
+            eprintln!("the answering process: {error}");
+        }
+    }
+}
