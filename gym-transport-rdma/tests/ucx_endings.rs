@@ -4,12 +4,13 @@
 
 mod common;
 
+use std::sync::{Mutex, mpsc};
 use std::time::Duration;
 
-use common::{EndOf, Meeting, SOON, Way, open, pair, parcel, payload, recorder};
+use common::{EndOf, Hook, Meeting, SOON, Way, open, pair, parcel, payload, recorder};
 use gym_core::{Code, Error};
 use gym_transport_rdma::fabric::{
-    Connect, ConnectionId, Disposition, End, Expect, Fabric, FabricOptions, Parcel, Target, Token,
+    Connect, ConnectionId, Disposition, End, Expect, Fabric, FabricOptions, Lane, Parcel, Target, Token,
 };
 
 const BIG: usize = 1 << 20;
@@ -100,6 +101,48 @@ fn breaking_off_is_seen_by_the_peer() {
         assert!(matches!(here.ended(), End::Closed), "{way:?}");
         assert_eq!(lost(there.ended()).code(), Code::Unavailable, "{way:?}");
         shut_down(way, &fabrics);
+    }
+}
+
+/// The thread is held up in a handler meanwhile, so nothing makes room.
+#[test]
+fn a_queue_that_is_full_of_parcels_still_takes_an_end() {
+    for &way in Way::all() {
+        for how in ["close", "goodbye", "drop"] {
+            let (Some(caller), Some(answerer)) =
+                (open(way.calling()), open(FabricOptions { commands_max: 2, ..way.answering() }))
+            else {
+                return;
+            };
+            let (entered, enters) = mpsc::channel();
+            let (release, released) = mpsc::channel::<()>();
+            let held = Mutex::new((entered, released));
+            let hook: Hook = Box::new(move |_, _| {
+                let (entered, released) = &*held.lock().unwrap();
+                entered.send(()).unwrap();
+                // Ends when the other half is dropped.
+                let _ = released.recv_timeout(SOON);
+                None
+            });
+            let (here, there) = pair(way, &caller, &answerer, Some(hook));
+            here.post(vec![1], vec![]);
+            enters.recv_timeout(SOON).unwrap();
+            for lane in [Lane::Ordered, Lane::Urgent] {
+                let post = || there.connection.post(Parcel { lane, ..parcel(vec![2], vec![]) });
+                let refused = std::iter::repeat_with(post).find_map(Result::err).unwrap();
+                assert_eq!(refused.code(), Code::ResourceExhausted);
+            }
+            let mut answerer = Some(answerer);
+            match how {
+                "close" => there.connection.close(Duration::ZERO),
+                "goodbye" => there.connection.close(SOON),
+                _ => drop(answerer.take()),
+            }
+            drop(release);
+            assert!(matches!(there.ended(), End::Closed), "{way:?} {how}");
+            drop(answerer);
+            assert!(caller.shutdown(SOON), "{way:?} {how}");
+        }
     }
 }
 

@@ -2,6 +2,7 @@
 #![allow(unsafe_code)]
 
 use std::cell::Cell;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, Once, PoisonError, Weak};
 use std::time::Duration;
 
@@ -11,6 +12,8 @@ use super::Shared;
 const WITHIN: Duration = Duration::from_secs(1);
 
 static RUNNING: Mutex<Vec<Weak<Shared>>> = Mutex::new(Vec::new());
+/// The process whose threads these are.
+static WATCHED_BY: AtomicU32 = AtomicU32::new(0);
 
 thread_local! {
     static OURS: Cell<bool> = const { Cell::new(false) };
@@ -22,6 +25,10 @@ pub(super) fn watch(shared: &Arc<Shared>) {
     static REGISTERED: Once = Once::new();
     OURS.set(true);
     let mut running = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);
+    if WATCHED_BY.swap(std::process::id(), Ordering::Relaxed) != std::process::id() {
+        // Those of the process that forked this one.
+        running.clear();
+    }
     running.retain(|shared| shared.strong_count() > 0);
     running.push(Arc::downgrade(shared));
     drop(running);
@@ -33,6 +40,10 @@ pub(super) fn watch(shared: &Arc<Shared>) {
 }
 
 extern "C" fn stop_all() {
+    // A forked child has the handler and the list, but none of the threads.
+    if WATCHED_BY.load(Ordering::Relaxed) != std::process::id() {
+        return;
+    }
     // A fabric's own thread that ends the process would wait for itself.
     if OURS.try_with(Cell::get).unwrap_or(true) {
         return;
@@ -45,5 +56,29 @@ extern "C" fn stop_all() {
     for shared in &running {
         // One after another, but all were told at once.
         shared.wait_for_end(WITHIN);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_forked_child_leaves_the_fabrics_of_its_parent_alone() {
+        let shared = Arc::new(Shared::new(&super::super::FabricOptions::default()).unwrap());
+        // As a fabric's own thread does: the one that forks is another.
+        std::thread::scope(|scope| scope.spawn(|| watch(&shared)).join().unwrap());
+        // SAFETY: the child only calls what follows, which takes no lock that another thread of the parent may have held.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            stop_all();
+            let stopped = shared.stopped.load(Ordering::Relaxed);
+            // SAFETY: ends the child without its handlers.
+            unsafe { libc::_exit(i32::from(stopped)) };
+        }
+        let mut status = 0;
+        // SAFETY: a child of ours, waited for once, and a place for its status.
+        assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+        assert_eq!(status, 0, "it ended well, and was not told to stop");
     }
 }

@@ -71,14 +71,7 @@ impl Fabric {
     /// # Errors
     /// When UCX cannot be loaded, a setting is refused, no transport fits, or the address cannot be listened on.
     pub fn open(options: FabricOptions) -> Result<Self, FabricError> {
-        let shared = Arc::new(Shared {
-            queue: Queue::new(options.commands_max)?,
-            pool: Pool::new(options.pool.clone()),
-            counters: FabricCounters::default(),
-            ready: OnceLock::new(),
-            stopped: AtomicBool::new(false),
-            ended: Default::default(),
-        });
+        let shared = Arc::new(Shared::new(&options)?);
         thread::start(options, &shared)?;
         Ok(Self(Arc::new(Owner(shared))))
     }
@@ -135,6 +128,8 @@ impl Fabric {
             id,
             shared: Arc::clone(&self.0.0),
             ended: AtomicBool::new(false),
+            leaving: AtomicBool::new(false),
+            breaking: AtomicBool::new(false),
             lanes: OnceLock::new(),
             counters: ConnectionCounters::default(),
         });
@@ -163,8 +158,8 @@ impl Fabric {
     #[allow(clippy::must_use_candidate, reason = "what was leaked is seldom of interest")]
     pub fn shutdown(&self, within: Duration) -> bool {
         let shared = &self.0.0;
-        // Refused: it has ended already, or its urgent line is full and it ends with the last handle.
-        let _ = shared.queue.push(Command::Shutdown(within), true);
+        // Refused: it has ended already.
+        let _ = shared.queue.push_always(Command::Shutdown(within), true);
         shared.wait_for_end(within + SHUTDOWN_SLACK).unwrap_or(false)
     }
 }
@@ -180,12 +175,23 @@ impl fmt::Debug for Fabric {
 
 impl Drop for Owner {
     fn drop(&mut self) {
-        // Refused: it has ended already, or whole queues of urgent parcels are stuck, which ends with the process.
-        let _ = self.0.queue.push(Command::Shutdown(GRACE_OF_DROP), true);
+        // Refused: it has ended already.
+        let _ = self.0.queue.push_always(Command::Shutdown(GRACE_OF_DROP), true);
     }
 }
 
 impl Shared {
+    pub(super) fn new(options: &FabricOptions) -> std::io::Result<Self> {
+        Ok(Self {
+            queue: Queue::new(options.commands_max)?,
+            pool: Pool::new(options.pool.clone()),
+            counters: FabricCounters::default(),
+            ready: OnceLock::new(),
+            stopped: AtomicBool::new(false),
+            ended: Default::default(),
+        })
+    }
+
     /// Makes the thread leave everything as it is and end.
     pub(super) fn stop(&self) {
         self.stopped.store(true, Ordering::Relaxed);
@@ -226,6 +232,10 @@ pub(super) struct Link {
     id: ConnectionId,
     shared: Arc<Shared>,
     pub(super) ended: AtomicBool,
+    /// A goodbye was asked for.
+    leaving: AtomicBool,
+    /// It was asked to be broken off.
+    breaking: AtomicBool,
     pub(super) lanes: OnceLock<Lanes>,
     pub(super) counters: ConnectionCounters,
 }
@@ -240,7 +250,8 @@ impl Connection {
     /// Hands a parcel to the fabric; never blocks. On an error `done` is not called.
     ///
     /// # Errors
-    /// `ResourceExhausted` when the queue is full (its bound is far above what bounded callers can fill),
+    /// `ResourceExhausted` when the queue is full (its bound is far above what bounded callers can fill; a full queue still takes
+    /// [`Connection::close`]),
     /// `InvalidArgument` for a header or an urgent payload that is too long, `Unavailable` when the connection or the
     /// fabric has ended. All `NotStarted`.
     pub fn post(&self, parcel: Parcel) -> Result<()> {
@@ -260,11 +271,15 @@ impl Connection {
     }
 
     /// Ends it: everything posted before is sent, within `grace`, then the peer is told; after `grace` it is broken off.
-    /// `ended` comes in either case. With `Duration::ZERO` it is broken off at once, before what still waits.
+    /// `ended` comes in either case. With `Duration::ZERO` it is broken off at once, before what still waits. The first grace
+    /// counts.
     pub fn close(&self, grace: Duration) {
-        // Refused: the fabric has ended or is full of parcels; then it is broken off with them in the urgent line.
-        if self.0.shared.queue.push(Command::Close(self.0.id, grace), grace.is_zero()).is_err() {
-            let _ = self.0.shared.queue.push(Command::Close(self.0.id, Duration::ZERO), true);
+        let at_once = grace.is_zero();
+        let asked = if at_once { &self.0.breaking } else { &self.0.leaving };
+        // Once each, which bounds them. Another would change nothing.
+        if !asked.swap(true, Ordering::Relaxed) {
+            // Refused: the fabric has ended, and this with it.
+            let _ = self.0.shared.queue.push_always(Command::Close(self.0.id, grace), at_once);
         }
     }
 

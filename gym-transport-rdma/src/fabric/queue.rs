@@ -1,4 +1,7 @@
 //! What other threads want of the fabric's thread, and how it is woken up.
+//!
+//! Parcels have a bound. What ends something has none of its own: each connection is ended by two commands at most, and a thread
+//! that is full of parcels is to hear of its end all the more.
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -7,7 +10,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rustix::event::{EventfdFlags, eventfd};
 
-/// Two lines with a bound each; the urgent one is emptied first.
+/// Two lines with a bound each for parcels; the urgent one is emptied first.
 pub(super) struct Queue<T> {
     lines: Mutex<Lines<T>>,
     max: usize,
@@ -20,6 +23,12 @@ struct Lines<T> {
     urgent: VecDeque<T>,
     ordinary: VecDeque<T>,
     closed: bool,
+}
+
+impl<T> Lines<T> {
+    fn of(&mut self, urgent: bool) -> &mut VecDeque<T> {
+        if urgent { &mut self.urgent } else { &mut self.ordinary }
+    }
 }
 
 /// Why something was not taken.
@@ -46,18 +55,34 @@ impl<T> Queue<T> {
         if lines.closed {
             return Err((item, Refused::Closed));
         }
-        let line = if urgent { &mut lines.urgent } else { &mut lines.ordinary };
+        let line = lines.of(urgent);
         if line.len() >= self.max {
             return Err((item, Refused::Full));
         }
         line.push_back(item);
         drop(lines);
+        self.wake_sleeper();
+        Ok(())
+    }
+
+    /// Puts something in line however long the line is; gives it back only when the queue is closed. For what its callers bound.
+    pub(super) fn push_always(&self, item: T, urgent: bool) -> Result<(), T> {
+        let mut lines = self.lines();
+        if lines.closed {
+            return Err(item);
+        }
+        lines.of(urgent).push_back(item);
+        drop(lines);
+        self.wake_sleeper();
+        Ok(())
+    }
+
+    fn wake_sleeper(&self) {
         // Pairs with `sleep`: either it sees what was added, or this sees that it sleeps.
         std::sync::atomic::fence(Ordering::SeqCst);
         if self.sleeping.swap(false, Ordering::SeqCst) {
             self.wake();
         }
-        Ok(())
     }
 
     /// Ends a sleep.
@@ -126,6 +151,21 @@ mod tests {
         assert_eq!(taken, [10, 1]);
         assert_eq!(queue.close(), [2]);
         assert_eq!(queue.push(4, true), Err((4, Refused::Closed)));
+    }
+
+    #[test]
+    fn a_full_line_takes_what_must_arrive_in_its_order() {
+        let queue = Queue::new(1).unwrap();
+        for urgent in [false, true] {
+            queue.push(1, urgent).unwrap();
+            queue.push_always(2, urgent).unwrap();
+            assert_eq!(queue.push(3, urgent), Err((3, Refused::Full)));
+        }
+        let mut taken = VecDeque::new();
+        assert!(queue.take(&mut taken, 8));
+        assert_eq!(taken, [1, 2, 1, 2]);
+        queue.close();
+        assert_eq!(queue.push_always(4, true), Err(4));
     }
 
     #[test]
