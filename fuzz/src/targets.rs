@@ -3,7 +3,7 @@
 use bytes::Bytes;
 use gym_core::frame::{self, Lengths};
 use gym_core::mux::header::{put_failed, put_request, put_response, read_failed};
-use gym_core::mux::{Greeting, RequestHeader, ResponseHeader};
+use gym_core::mux::{self, Greeting, RequestHeader, ResponseHeader};
 use gym_core::{CallContext, ContentType, Message, Metadata, Route, TraceContext, Verb};
 use gym_transport_rdma::fuzzing;
 
@@ -14,6 +14,9 @@ const LIMITS: frame::Limits = frame::Limits { head_bytes_max: 1 << 10, segments_
 
 /// The texts of an error, and what a call has besides what came.
 const FIXED_BYTES: usize = 2 << 10;
+
+/// What a calling end has before anything comes.
+const CALLER_BYTES: usize = 8 << 10;
 
 /// What one connection keeps to read frames: its staging buffer, which grows to the largest header, and a message within the
 /// limits.
@@ -44,6 +47,12 @@ pub const TARGETS: &[Target] = &[
         read: parcels,
         // A parcel of five bytes may be an opening that is made up: a message within its bounds, and what is kept of it.
         allowed: |input| FIXED_BYTES + 8 * LIMITS.message_bytes_max * (1 + input),
+    },
+    Target {
+        name: "answers",
+        read: answers,
+        // As of parcels; and a call that is made takes two bytes of input, and its header, its task's places and its texts.
+        allowed: |input| CALLER_BYTES + 8 * LIMITS.message_bytes_max * (1 + input),
     },
     Target { name: "frames", read: frames, allowed: |input| FIXED_BYTES + CONNECTION_BYTES + 32 * input },
 ];
@@ -148,4 +157,15 @@ fn bootstrap(input: &Bytes) {
 /// Parcels to an answering end of UCX: openings, pieces in any order, cancels, and landings that take their time.
 fn parcels(input: &Bytes) {
     let _ = fuzzing::take_parcels(input, &LIMITS);
+}
+
+/// Parcels to a calling end of UCX: answers, whole or in pieces, failures, and callers that come and leave meanwhile.
+fn answers(input: &Bytes) {
+    let limits = mux::Limits {
+        head_bytes_max: LIMITS.head_bytes_max,
+        segments_max: LIMITS.segments_max,
+        message_bytes_max: LIMITS.message_bytes_max,
+        ..mux::Limits::default()
+    };
+    let _ = fuzzing::take_answers(input, &limits);
 }

@@ -4,7 +4,7 @@ use gym_core::Result;
 
 use crate::bootstrap::{Answer, Ask};
 pub use crate::fabric::fuzzing::read_message;
-pub use crate::pipe::fuzzing::take_parcels;
+pub use crate::pipe::fuzzing::{take_answers, take_parcels};
 
 /// Reads the question of a bootstrap and writes it again.
 ///

@@ -15,7 +15,7 @@ use crate::bootstrap::{Answer, Ask, ROUTE, Way};
 use crate::config::Ucx;
 use crate::fabric::{ConnectionId, Expect, Fabric, Token};
 use crate::host;
-use crate::pipe::{Answerer, Opened, Outbox};
+use crate::pipe::{Answerer, Answers, Opened, Outbox};
 
 /// Peers that were told to come, or have come and are not accepted yet: one for each worker of a large job at a time.
 const AWAITED_MAX: usize = 1_024;
@@ -161,7 +161,9 @@ impl Incoming for UcxIncoming {
         let (connection, events) = opened.served();
         let peer = events.peer.clone();
         let about = format!("serve {}", peer.address);
-        let outbox = Outbox::new(connection, ucx.config().cut_bytes);
+        // A caller that cancels need not have taken what was answered before.
+        let answers = Answers::Given { waiting_max: limits.calls_max.saturating_mul(2) };
+        let outbox = Outbox::new(connection, ucx.config().cut_bytes, answers);
         ucx.watch(Arc::clone(&peer.address), &outbox);
         let end = AnsweringEnd::new(outbox, limits.clone(), events.theirs.clone(), calls, handler, peer);
         let ending = end.end_on_drop();

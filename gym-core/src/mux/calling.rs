@@ -91,6 +91,11 @@ impl<O: Outbox> CallingEnd<O> {
         }
     }
 
+    /// Whether somebody still waits for an answer.
+    pub fn is_awaited(&self, call: u64) -> bool {
+        self.lock().waiting.contains_key(&call)
+    }
+
     /// An answer is complete.
     pub fn on_answer(&self, call: u64, response: Response) {
         if let Some(waiting) = self.remove(call) {
@@ -283,9 +288,9 @@ struct CancelOnDrop<O: Outbox> {
 impl<O: Outbox> Drop for CancelOnDrop<O> {
     fn drop(&mut self) {
         if let Some(call) = self.call.take()
-            && self.end.remove(call).is_some()
+            && let Some(waiting) = self.end.remove(call)
         {
-            self.end.outbox.cancel(call);
+            self.end.outbox.cancel(call, Room::of([waiting.reply_room]));
         }
     }
 }

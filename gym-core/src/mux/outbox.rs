@@ -44,7 +44,10 @@ pub trait Outbox: fmt::Debug + Send + Sync + 'static {
     fn post_failed(&self, call: u64, reason: BytesMut);
 
     /// Takes back a request that has not begun to leave, or sends a cancel, which must arrive after the request's beginning.
-    fn cancel(&self, call: u64);
+    ///
+    /// `reply` is the answer's room. Of an answer that is on its way already, what takes memory still takes it: a transport that
+    /// cannot stop that drops the room when it has ended, any other at once.
+    fn cancel(&self, call: u64, reply: Room);
 
     /// Sends, urgently, that this end takes no new calls.
     fn post_drain(&self);

@@ -9,10 +9,17 @@ use super::limits::{Greeting, Limits};
 /// Room is counted in these, because a semaphore hands out at most `u32::MAX` at once.
 const ROOM_BYTES: usize = 1 << 10;
 
-/// What a call holds on the caller's side: its slot, and the bytes of its request. The default holds nothing.
+/// What a call holds on the caller's side: its slot and the bytes of its request, or those of its answer. The default holds
+/// nothing.
 #[derive(Clone, Debug, Default)]
 pub struct Room {
-    _permits: Option<Arc<[OwnedSemaphorePermit; 2]>>,
+    _permits: Option<Arc<[OwnedSemaphorePermit]>>,
+}
+
+impl Room {
+    pub(super) fn of<const N: usize>(permits: [OwnedSemaphorePermit; N]) -> Self {
+        Self { _permits: Some(Arc::new(permits)) }
+    }
 }
 
 /// How much room there is on one connection.
@@ -53,7 +60,7 @@ impl Rooms {
         let slot = take(&self.slots, 1).await?;
         let reply = take(&self.replies, units(reply_bytes_max).min(self.replies_max)).await?;
         let bytes = take(&self.requests, units(request_bytes).min(self.requests_max)).await?;
-        Ok((Room { _permits: Some(Arc::new([slot, bytes])) }, reply))
+        Ok((Room::of([slot, bytes]), reply))
     }
 
     /// The most that all replies together may take, in bytes.

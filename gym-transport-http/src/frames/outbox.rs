@@ -265,7 +265,7 @@ impl mux::Outbox for FramesOutbox {
         self.post_urgent(framed(Kind::Failed, call, reason).freeze());
     }
 
-    fn cancel(&self, call: u64) {
+    fn cancel(&self, call: u64, _reply: Room) {
         let mut state = self.lock();
         if state.closed {
             return;

@@ -74,7 +74,9 @@ impl Answerer {
         door: mpsc::Sender<Opened>,
         awaited: OwnedSemaphorePermit,
     ) -> Arc<Self> {
-        let desk = Desk::new(Inbox::new(limits.of_message(), pool));
+        // What a peer of ours has under way, cancelled or not: one message that is longer than the room goes alone.
+        let given_up_bytes_max = limits.request_bytes_in_flight_max.max(limits.message_bytes_max);
+        let desk = Desk::new(Inbox::new(limits.of_message(), given_up_bytes_max, pool));
         Arc::new_cyclic(|me| Self {
             me: Weak::clone(me),
             theirs,
@@ -123,7 +125,7 @@ impl Answerer {
         if let Some(opening) = opening
             && serving.end.on_opening(opening.0, &opening.1.header, opening.1.total)?
         {
-            self.desk().keep(opening);
+            self.desk().keep(opening)?;
             self.hand_over(serving);
         }
         Ok(())

@@ -99,6 +99,12 @@ impl<H: Header> Assembly<H> {
         }
     }
 
+    /// The bytes of every piece that is landing.
+    pub(crate) fn landing(&self) -> impl Iterator<Item = usize> {
+        let pieces = self.pieces.iter().zip(&self.plan.pieces);
+        pieces.filter(|(piece, _)| matches!(piece, Piece::Landing)).map(|(_, bytes)| *bytes)
+    }
+
     pub(crate) fn is_complete(&self) -> bool {
         self.missing == 0
     }

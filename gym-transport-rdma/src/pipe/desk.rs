@@ -4,7 +4,7 @@ use std::collections::{HashSet, VecDeque};
 
 use bytes::Bytes;
 use gym_core::Result;
-use gym_core::mux::{RequestHeader, malformed};
+use gym_core::mux::{RequestHeader, Room, malformed};
 
 use super::assembly::Landed;
 use super::inbox::{Inbox, Opening};
@@ -43,10 +43,14 @@ impl Desk {
     }
 
     /// A request that is wanted takes its place in line.
-    pub(crate) fn keep(&mut self, opening: Opening<RequestHeader>) {
+    ///
+    /// # Errors
+    /// When more are incomplete than a peer of ours sends at a time.
+    pub(crate) fn keep(&mut self, opening: Opening<RequestHeader>) -> Result<()> {
         let call = opening.0;
-        let landed = self.inbox.keep(opening);
+        let landed = self.inbox.keep(opening)?;
         self.line.push_back((call, landed));
+        Ok(())
     }
 
     /// A piece has come: where to put it.
@@ -83,7 +87,8 @@ impl Desk {
             self.early.insert(call);
             return Ok(false);
         }
-        self.inbox.forget(call);
+        // A peer of ours keeps its own room for a request until what it sent has landed.
+        self.inbox.forget(call, Room::default());
         if let Ok(at) = self.place(call) {
             self.line.remove(at);
         }

@@ -3,12 +3,13 @@
 use std::collections::HashMap;
 
 use bytes::{Bytes, BytesMut};
-use gym_core::Result;
 use gym_core::frame::Limits;
 use gym_core::mux::header::HEADER_BYTES_MAX;
-use gym_core::mux::malformed;
+use gym_core::mux::{Room, malformed};
+use gym_core::{Code, Error, Result};
 
 use super::assembly::{Assembly, Header, Landed, aligned};
+use super::outbox::POSTED_MAX;
 use super::wire::Wire;
 use crate::fabric::{Arrived, Disposition, Payload};
 use crate::pool::Pool;
@@ -16,11 +17,17 @@ use crate::pool::Pool;
 /// What a peer may cut at: below, messages would be all pieces; above, everything would be copied.
 pub(crate) const CUT_BYTES: std::ops::RangeInclusive<usize> = 1 << 10..=1 << 24;
 
+/// Messages that may be incomplete at a time, and landings of messages that were given up: far more than a peer of ours, which has
+/// [`POSTED_MAX`] parcels on their way, can bring about.
+const UNDER_WAY_MAX: usize = 8 * POSTED_MAX;
+
 /// An opening that is complete; its message is wanted if it is [kept](Inbox::keep).
 pub(crate) type Opening<H> = (u64, Assembly<H>);
 
+#[derive(Debug)]
 pub(crate) struct Inbox<H> {
     limits: Limits,
+    given_up_bytes_max: usize,
     pool: Pool,
     begun: Option<Begun>,
     /// By call: the number of the message here, and the message.
@@ -28,10 +35,48 @@ pub(crate) struct Inbox<H> {
     /// Of every landing: its call, the number of its message, and its place in the plan. A call may be given up and, by a hostile
     /// peer, begun again while something of the first still lands.
     landings: HashMap<u64, (u64, u64, usize)>,
+    given_up: GivenUp,
     next_key: u64,
 }
 
+/// What still lands of messages that nobody wants any more: its memory is taken until it has.
+#[derive(Debug, Default)]
+struct GivenUp {
+    landings: usize,
+    bytes: usize,
+    /// By message: how many landings it has, and what room they keep.
+    messages: HashMap<u64, (usize, Room)>,
+}
+
+impl GivenUp {
+    /// These payloads of a message.
+    fn add(&mut self, number: u64, landing: impl Iterator<Item = usize>, room: Room) {
+        let mut landings = 0;
+        for bytes in landing {
+            landings += 1;
+            self.bytes += bytes;
+        }
+        if landings > 0 {
+            self.landings += landings;
+            self.messages.insert(number, (landings, room));
+        }
+    }
+
+    /// One of them has landed.
+    fn landed(&mut self, number: u64, bytes: usize) {
+        self.landings -= 1;
+        self.bytes -= bytes;
+        if let Some((landings, _)) = self.messages.get_mut(&number) {
+            *landings -= 1;
+            if *landings == 0 {
+                self.messages.remove(&number);
+            }
+        }
+    }
+}
+
 /// A header that is too long for one parcel.
+#[derive(Debug)]
 struct Begun {
     call: u64,
     header_bytes: usize,
@@ -40,8 +85,18 @@ struct Begun {
 }
 
 impl<H: Header> Inbox<H> {
-    pub(crate) fn new(limits: Limits, pool: Pool) -> Self {
-        Self { limits, pool, begun: None, partial: HashMap::new(), landings: HashMap::new(), next_key: 0 }
+    /// `given_up_bytes_max`: bytes that may still land of messages that were given up without a room of their own.
+    pub(crate) fn new(limits: Limits, given_up_bytes_max: usize, pool: Pool) -> Self {
+        Self {
+            limits,
+            given_up_bytes_max,
+            pool,
+            begun: None,
+            partial: HashMap::new(),
+            landings: HashMap::new(),
+            given_up: GivenUp::default(),
+            next_key: 0,
+        }
     }
 
     /// A message begins.
@@ -88,18 +143,28 @@ impl<H: Header> Inbox<H> {
     }
 
     /// The message is wanted. It, if nothing of it is still to come.
-    pub(crate) fn keep(&mut self, (call, assembly): Opening<H>) -> Option<Landed<H>> {
+    ///
+    /// # Errors
+    /// When more are incomplete than a peer of ours sends at a time. Their headers are in nobody's room.
+    pub(crate) fn keep(&mut self, (call, assembly): Opening<H>) -> Result<Option<Landed<H>>> {
         if assembly.is_complete() {
-            return Some(assembly.finish());
+            return Ok(Some(assembly.finish()));
+        }
+        if self.partial.len() >= UNDER_WAY_MAX {
+            return Err(too_much(format!("{UNDER_WAY_MAX} messages that do not go on")));
         }
         let number = self.number();
         self.partial.insert(call, (number, assembly));
-        None
+        Ok(None)
     }
 
     /// A piece has come: where to put it. One of a message that is not wanted is not.
     pub(crate) fn piece(&mut self, wire: Wire, payload: &Payload<'_>) -> Result<Disposition> {
         let Some((number, assembly)) = self.partial.get_mut(&wire.call) else { return Ok(Disposition::Done) };
+        let GivenUp { landings, bytes, .. } = self.given_up;
+        if landings >= UNDER_WAY_MAX || bytes > self.given_up_bytes_max {
+            return Err(too_much(format!("{landings} payloads of {bytes} bytes that do not come and were given up")));
+        }
         let place = wire.first as usize;
         let expected = assembly.begin(place)?;
         let found = length(payload);
@@ -115,7 +180,10 @@ impl<H: Header> Inbox<H> {
     /// A piece is there. Its message, if that is complete now and still wanted.
     pub(crate) fn landed(&mut self, key: u64, bytes: Bytes) -> Option<(u64, Landed<H>)> {
         let (call, number, place) = self.landings.remove(&key)?;
-        let (_, assembly) = self.partial.get_mut(&call).filter(|(here, _)| *here == number)?;
+        let Some((_, assembly)) = self.partial.get_mut(&call).filter(|(here, _)| *here == number) else {
+            self.given_up.landed(number, bytes.len());
+            return None;
+        };
         assembly.put(place, bytes);
         if !assembly.is_complete() {
             return None;
@@ -128,15 +196,27 @@ impl<H: Header> Inbox<H> {
         self.next_key
     }
 
-    /// The message is not wanted any more.
-    pub(crate) fn forget(&mut self, call: u64) {
-        self.partial.remove(&call);
+    /// The message is not wanted any more; `room` is kept until what lands of it has. Whether there was one.
+    pub(crate) fn forget(&mut self, call: u64, room: Room) -> bool {
+        let Some((number, assembly)) = self.partial.remove(&call) else { return false };
+        self.given_up.add(number, assembly.landing(), room);
+        true
+    }
+
+    /// How many messages have begun, and are not complete.
+    #[cfg(feature = "testing")]
+    pub(crate) fn incomplete(&self) -> usize {
+        self.partial.len()
     }
 
     /// Whether every message that began is complete.
     pub(crate) fn is_at_rest(&self) -> bool {
         self.begun.is_none() && self.partial.is_empty()
     }
+}
+
+fn too_much(said: String) -> Error {
+    Error::unknown(Code::ResourceExhausted, said)
 }
 
 /// The bytes of a payload of a kind that is never announced.

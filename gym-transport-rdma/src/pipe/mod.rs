@@ -27,5 +27,5 @@ mod wire;
 pub(crate) use answerer::{Answerer, Opened};
 pub(crate) use caller::{Caller, Greeted};
 pub(crate) use inbox::CUT_BYTES;
-pub(crate) use outbox::{Outbox, Watched};
+pub(crate) use outbox::{Answers, Outbox, POSTED_MAX, Watched};
 pub use pulse::RoundTrips;

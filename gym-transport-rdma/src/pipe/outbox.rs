@@ -6,9 +6,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
-use gym_core::mux::{self, Greeting, Limits, Room};
+use gym_core::mux::{self, Greeting, Limits, ResponseHeader, Room};
 use gym_core::{Code, Message, Result};
 
+use super::inbox::Inbox;
 use super::plan::Plan;
 use super::pulse::{Pulse, RoundTrips};
 use super::wire::{Kind, Wire};
@@ -16,7 +17,7 @@ use crate::fabric::{Connection, Lane, Parcel, URGENT_BYTES_MAX};
 
 /// Parcels of one connection that the fabric has at a time: enough to keep any network busy, and few enough that hundreds of
 /// connections do not fill the fabric's queue, and that a request which is given up early can be taken back.
-const POSTED_MAX: usize = 128;
+pub(crate) const POSTED_MAX: usize = 128;
 
 /// What an ended connection may still say.
 const CLOSE_GRACE: Duration = Duration::from_secs(1);
@@ -64,8 +65,21 @@ struct Shared<C> {
     carrier: C,
     /// Where messages are cut.
     cut: usize,
+    answers: Answers,
     state: Mutex<State>,
     pulse: Pulse,
+}
+
+/// What this end has to do with answers.
+#[derive(Debug)]
+pub(crate) enum Answers {
+    /// It takes them, here: what of one has come is forgotten with its call.
+    Taken(Arc<Mutex<Inbox<ResponseHeader>>>),
+    /// It gives them. So many may wait for a peer that does not take them; one more ends the connection.
+    Given {
+        /// No less than the calls that a peer may have under way, and room for those that it cancels meanwhile.
+        waiting_max: usize,
+    },
 }
 
 #[derive(Debug, Default)]
@@ -77,6 +91,8 @@ struct State {
     posting: bool,
     closed: bool,
     last_call: u64,
+    /// Answers that have not begun to leave.
+    answers: usize,
 }
 
 /// A parcel on its way out.
@@ -90,8 +106,8 @@ struct Item {
 
 impl<C: Carrier> Outbox<C> {
     /// `cut`: bytes from which on a segment is sent by itself, from where it lies.
-    pub(crate) fn new(carrier: C, cut: usize) -> Self {
-        Self(Arc::new(Shared { carrier, cut, state: Mutex::default(), pulse: Pulse::new() }))
+    pub(crate) fn new(carrier: C, cut: usize, answers: Answers) -> Self {
+        Self(Arc::new(Shared { carrier, cut, answers, state: Mutex::default(), pulse: Pulse::new() }))
     }
 
     /// What the answering end says first.
@@ -141,6 +157,7 @@ impl<C: Carrier> Shared<C> {
                     return;
                 }
                 let Some(item) = state.queue.pop_front() else { return };
+                state.answers -= usize::from(item.wire.kind == Kind::Response);
                 state.posted += 1;
                 state.posting = true;
                 item
@@ -157,6 +174,23 @@ impl<C: Carrier> Shared<C> {
             self.state().posting = false;
             self.settle(posted);
         }
+    }
+
+    /// A peer that asks and never takes an answer is not waited for.
+    fn look_at_answers(&self) {
+        let Answers::Given { waiting_max } = self.answers else { return };
+        let queue = {
+            let mut state = self.state();
+            if state.answers <= waiting_max {
+                return;
+            }
+            state.closed = true;
+            state.answers = 0;
+            std::mem::take(&mut state.queue)
+        };
+        drop(queue);
+        tracing::warn!("the connection is closed: {waiting_max} answers wait for a peer that does not take them");
+        self.carrier.close(Duration::ZERO);
     }
 
     /// A fabric that has no room for what must arrive breaks the connection; one that has ended has told everybody.
@@ -201,11 +235,14 @@ impl<C: Carrier> mux::Outbox for Outbox<C> {
         let cut = Cut::new(Kind::Response, header, message, self.0.cut);
         {
             let mut state = self.0.state();
-            if !state.closed {
-                cut.queue(call, &Room::default(), &mut state.queue);
+            if state.closed {
+                return;
             }
+            cut.queue(call, &Room::default(), &mut state.queue);
+            state.answers += 1;
         }
         self.0.pump();
+        self.0.look_at_answers();
     }
 
     fn post_failed(&self, call: u64, mut reason: BytesMut) {
@@ -213,7 +250,10 @@ impl<C: Carrier> mux::Outbox for Outbox<C> {
         self.urgent(Wire::bare(Kind::Failed, call), reason.freeze());
     }
 
-    fn cancel(&self, call: u64) {
+    fn cancel(&self, call: u64, reply: Room) {
+        if let Answers::Taken(inbox) = &self.0.answers {
+            inbox.lock().unwrap_or_else(PoisonError::into_inner).forget(call, reply);
+        }
         let (begun, taken) = {
             let mut state = self.0.state();
             if state.closed {
@@ -247,6 +287,7 @@ impl<C: Carrier> mux::Outbox for Outbox<C> {
         let queue = {
             let mut state = self.0.state();
             state.closed = true;
+            state.answers = 0;
             std::mem::take(&mut state.queue)
         };
         drop(queue);

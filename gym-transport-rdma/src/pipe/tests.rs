@@ -1,26 +1,32 @@
 //! Messages through an outbox and an inbox without a fabric: what is posted here is taken there by the test.
 
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bytes::{BufMut, Bytes, BytesMut};
+use futures_util::FutureExt;
 use gym_core::frame::Limits;
-use gym_core::mux::header::put_request;
-use gym_core::mux::{Outbox as _, RequestHeader, Room};
-use gym_core::{CallContext, ContentType, Message, Result, Rope, Route, Verb};
+use gym_core::mux::header::{put_request, put_response};
+use gym_core::mux::{self, Greeting, MuxLink, Outbox as _, RequestHeader, Room};
+use gym_core::{
+    CallContext, Code, ContentType, Error, Link as _, Message, PathInfo, Reply, Request, Response, Result, Rope, Route,
+    Status, Verb,
+};
 use proptest::prelude::*;
 
 use super::assembly::Landed;
+use super::caller::Caller;
 use super::desk::Desk;
 use super::inbox::{CUT_BYTES, Inbox};
-use super::outbox::{Carrier, Outbox};
+use super::outbox::{Answers, Carrier, Outbox, POSTED_MAX};
 use super::wire::{Kind, Wire};
-use crate::fabric::{Arrived, Disposition, Lane, Parcel, Payload};
+use crate::fabric::{Arrived, Disposition, Lane, Lanes, Parcel, Payload};
 use crate::pool::{Pool, PoolOptions};
 
-/// Keeps what is posted.
+/// Keeps what is posted, and whether it was closed.
 #[derive(Clone, Debug, Default)]
-struct Shelf(Arc<Mutex<Vec<Kept>>>);
+struct Shelf(Arc<Mutex<Vec<Kept>>>, Arc<AtomicBool>);
 
 struct Kept(Wire, Parcel);
 
@@ -38,7 +44,9 @@ impl Carrier for Shelf {
         Ok(())
     }
 
-    fn close(&self, _grace: Duration) {}
+    fn close(&self, _grace: Duration) {
+        self.1.store(true, Relaxed);
+    }
 }
 
 impl Shelf {
@@ -69,7 +77,11 @@ fn pool() -> Pool {
 }
 
 fn desk() -> Desk {
-    Desk::new(Inbox::new(Limits::default(), pool()))
+    Desk::new(Inbox::new(Limits::default(), usize::MAX, pool()))
+}
+
+fn outbox(shelf: &Shelf, cut: usize) -> Outbox<Shelf> {
+    Outbox::new(shelf.clone(), cut, Answers::Given { waiting_max: 1_000 })
 }
 
 fn message(sizes: &[usize]) -> Message {
@@ -107,7 +119,7 @@ fn deliver(
         match wire.kind {
             Kind::Request | Kind::Header => {
                 if let Some(opening) = desk.begin(wire, &payload)? {
-                    desk.keep(opening);
+                    desk.keep(opening)?;
                 }
             }
             Kind::Piece => {
@@ -148,7 +160,7 @@ proptest! {
         cut in 1_024..3_000_usize,
     ) {
         let shelf = Shelf::default();
-        let outbox = Outbox::new(shelf.clone(), cut);
+        let outbox = outbox(&shelf, cut);
         let sent: Vec<_> = shapes.iter().map(|(sizes, metadata)| {
             let message = message(sizes);
             (post(&outbox, &message, *metadata), message, *metadata)
@@ -182,7 +194,7 @@ proptest! {
     ) {
         let mut desk = desk();
         let shelf = Shelf::default();
-        post(&Outbox::new(shelf.clone(), 1 << 10), &message(&[3, 5_000]), 1);
+        post(&outbox(&shelf, 1 << 10), &message(&[3, 5_000]), 1);
         let opening = shelf.take().remove(0);
         if valid {
             deliver(&mut desk, vec![opening], 1 << 10, &[]).unwrap();
@@ -215,7 +227,7 @@ fn a_parcels_header_is_read_as_it_was_written_and_another_is_refused() {
 #[test]
 fn the_fabric_has_a_bounded_number_of_parcels_at_a_time() {
     let shelf = Shelf::default();
-    let outbox = Outbox::new(shelf.clone(), 1 << 10);
+    let outbox = outbox(&shelf, 1 << 10);
     for _ in 0..1_000 {
         post(&outbox, &message(&[2]), 0);
     }
@@ -227,15 +239,15 @@ fn the_fabric_has_a_bounded_number_of_parcels_at_a_time() {
 #[test]
 fn a_request_that_has_not_begun_is_taken_back_and_one_that_has_is_cancelled() {
     let shelf = Shelf::default();
-    let outbox = Outbox::new(shelf.clone(), 1 << 10);
+    let outbox = outbox(&shelf, 1 << 10);
     // More pieces than the fabric takes at once.
     let large = message(&[[2].as_slice(), &[2_000; 300]].concat());
     for message in [&large, &message(&[3]), &large] {
         post(&outbox, message, 0);
     }
-    outbox.cancel(2);
-    outbox.cancel(1);
-    outbox.cancel(77);
+    outbox.cancel(2, Room::default());
+    outbox.cancel(1, Room::default());
+    outbox.cancel(77, Room::default());
     let before = shelf.kinds().len();
     let taken = shelf.take();
     let of = |call| taken.iter().filter(|(wire, _)| wire.call == call).map(|(wire, _)| wire.kind).collect::<Vec<_>>();
@@ -252,7 +264,7 @@ fn a_request_that_has_not_begun_is_taken_back_and_one_that_has_is_cancelled() {
 #[test]
 fn a_cancelled_request_holds_nobody_up_whether_it_comes_before_its_cancel_or_after() {
     let (shelf, mut desk) = (Shelf::default(), desk());
-    let outbox = Outbox::new(shelf.clone(), 1 << 10);
+    let outbox = outbox(&shelf, 1 << 10);
     for message in [message(&[2, 5_000]), message(&[3]), message(&[4, 5_000]), message(&[5])] {
         post(&outbox, &message, 0);
     }
@@ -270,7 +282,7 @@ fn a_cancelled_request_holds_nobody_up_whether_it_comes_before_its_cancel_or_aft
 fn a_piece_that_is_not_as_announced_or_comes_twice_is_refused() {
     let opened = || {
         let (shelf, mut desk) = (Shelf::default(), desk());
-        post(&Outbox::new(shelf.clone(), 1 << 10), &message(&[2, 5_000, 6_000]), 0);
+        post(&outbox(&shelf, 1 << 10), &message(&[2, 5_000, 6_000]), 0);
         let mut parcels = shelf.take();
         deliver(&mut desk, vec![parcels.remove(0)], 1 << 10, &[]).unwrap();
         desk
@@ -310,13 +322,13 @@ fn an_opening_that_says_too_much_is_refused_before_anything_is_kept() {
 
 #[test]
 fn what_lands_for_a_message_that_was_given_up_is_not_put_into_another_of_its_number() {
-    let mut inbox = Inbox::<RequestHeader>::new(Limits::default(), pool());
+    let mut inbox = Inbox::<RequestHeader>::new(Limits::default(), usize::MAX, pool());
     let begin = |inbox: &mut Inbox<RequestHeader>, segment: usize| {
         let shelf = Shelf::default();
-        post(&Outbox::new(shelf.clone(), 1 << 10), &message(&[2, segment]), 0);
+        post(&outbox(&shelf, 1 << 10), &message(&[2, segment]), 0);
         let (wire, payload) = shelf.take().remove(0);
         let opening = inbox.begin(wire, &Payload::Here(Arrived::Owned(payload))).unwrap().unwrap();
-        assert!(inbox.keep(opening).is_none(), "its segment is to come");
+        assert!(inbox.keep(opening).unwrap().is_none(), "its segment is to come");
         let piece = Wire { first: 1, ..Wire::bare(Kind::Piece, wire.call) };
         let Disposition::Land { key, buffer } = inbox.piece(piece, &Payload::Announced(segment as u64)).unwrap() else {
             panic!("it is wanted")
@@ -324,7 +336,7 @@ fn what_lands_for_a_message_that_was_given_up_is_not_put_into_another_of_its_num
         (key, buffer.freeze())
     };
     let first = begin(&mut inbox, 5_000);
-    inbox.forget(1);
+    assert!(inbox.forget(1, Room::default()));
     let second = begin(&mut inbox, 6_000);
     assert!(inbox.landed(first.0, first.1).is_none(), "of the message that was given up");
     let (call, landed) = inbox.landed(second.0, second.1).unwrap();
@@ -334,21 +346,137 @@ fn what_lands_for_a_message_that_was_given_up_is_not_put_into_another_of_its_num
 #[test]
 fn a_message_that_begins_again_while_it_is_on_its_way_is_refused() {
     let shelf = Shelf::default();
-    post(&Outbox::new(shelf.clone(), 1 << 10), &message(&[2, 5_000]), 0);
+    post(&outbox(&shelf, 1 << 10), &message(&[2, 5_000]), 0);
     let (wire, payload) = shelf.take().remove(0);
     let (mut inbox, payload) =
-        (Inbox::<RequestHeader>::new(Limits::default(), pool()), Payload::Here(Arrived::Owned(payload)));
+        (Inbox::<RequestHeader>::new(Limits::default(), usize::MAX, pool()), Payload::Here(Arrived::Owned(payload)));
     let opening = inbox.begin(wire, &payload).unwrap().unwrap();
-    inbox.keep(opening);
+    inbox.keep(opening).unwrap();
     assert!(inbox.begin(wire, &payload).unwrap_err().to_string().contains("begins again"));
 }
 
 #[test]
 fn a_request_whose_number_came_already_is_refused() {
     let shelf = Shelf::default();
-    post(&Outbox::new(shelf.clone(), 1 << 10), &message(&[2, 5_000]), 0);
+    post(&outbox(&shelf, 1 << 10), &message(&[2, 5_000]), 0);
     let (wire, payload) = shelf.take().remove(0);
     let (mut desk, payload) = (desk(), Payload::Here(Arrived::Owned(payload)));
     assert!(desk.begin(wire, &payload).unwrap().is_some());
     assert!(desk.begin(wire, &payload).unwrap_err().to_string().contains("call 1 after call 1"));
+}
+
+/// The opening of a message with one large segment, under another number.
+fn opening_of(call: u64, segment: usize) -> (Wire, Bytes) {
+    let shelf = Shelf::default();
+    post(&outbox(&shelf, 1 << 10), &message(&[2, segment]), 0);
+    let (wire, payload) = shelf.take().remove(0);
+    (Wire { call, ..wire }, payload)
+}
+
+#[test]
+fn messages_that_do_not_go_on_are_bounded() {
+    let mut desk = desk();
+    let refused = (1..10_000).find_map(|call| deliver(&mut desk, vec![opening_of(call, 5_000)], 1 << 10, &[]).err());
+    assert_eq!(refused.unwrap().code(), Code::ResourceExhausted);
+}
+
+#[test]
+fn what_lands_for_nobody_is_bounded_in_number_and_in_bytes() {
+    for (bytes_max, most) in [(usize::MAX, 10_000), (1_000_000, 202)] {
+        let mut inbox = Inbox::<RequestHeader>::new(Limits::default(), bytes_max, pool());
+        let mut give_up = |call| {
+            let (wire, payload) = opening_of(call, 5_000);
+            let opening = inbox.begin(wire, &Payload::Here(Arrived::Owned(payload)))?.unwrap();
+            inbox.keep(opening)?;
+            inbox.piece(Wire { first: 1, ..Wire::bare(Kind::Piece, call) }, &Payload::Announced(5_000))?;
+            inbox.forget(call, Room::default());
+            Ok(())
+        };
+        let refused: Error = (1..=most).find_map(|call| give_up(call).err()).expect("it is refused at last");
+        assert_eq!(refused.code(), Code::ResourceExhausted);
+    }
+}
+
+#[test]
+fn answers_that_nobody_takes_end_the_connection() {
+    let shelf = Shelf::default();
+    let outbox = Outbox::new(shelf.clone(), 1 << 10, Answers::Given { waiting_max: 10 });
+    let answer = |call| outbox.post_response(call, BytesMut::from(&b"header"[..]), &message(&[2]), false);
+    let in_the_fabric = POSTED_MAX as u64;
+    (1..=in_the_fabric + 10).for_each(answer);
+    assert!(!shelf.1.load(Relaxed), "so many may wait");
+    answer(in_the_fabric + 11);
+    assert!(shelf.1.load(Relaxed));
+    assert_eq!(shelf.take().len(), POSTED_MAX, "what waited is dropped");
+}
+
+/// A calling end whose peer is the test.
+struct Calling {
+    caller: Arc<Caller<Shelf>>,
+    link: MuxLink<Outbox<Shelf>>,
+}
+
+impl Calling {
+    fn new(limits: mux::Limits) -> Self {
+        let mut greeting = BytesMut::new();
+        Greeting::of(&limits).put(&mut greeting);
+        let (caller, mut greeted) = Caller::new(limits, 1 << 10, pool());
+        caller.on_opened(&Shelf::default(), &Lanes::default());
+        let calling = Wire::bare(Kind::Greeting, 0);
+        caller.on_message(&calling.write(), &Payload::Here(Arrived::Borrowed(&greeting))).unwrap();
+        let end = greeted.try_recv().unwrap().unwrap().end;
+        Self { caller, link: MuxLink::new(end, PathInfo::new("ucx", "peer", true)) }
+    }
+
+    fn start(&self) -> Option<Result<Reply>> {
+        let request = Request::post(CallContext::within(Duration::from_secs(60)), "/x", "{}");
+        self.link.send(request).now_or_never()
+    }
+
+    fn hear(&self, wire: Wire, payload: &Payload<'_>) -> Result<Disposition> {
+        self.caller.on_message(&wire.write(), payload)
+    }
+
+    /// The answer of a call begins, and its one large segment begins to land.
+    fn begin(&self, call: u64, segment: usize) -> (u64, Bytes) {
+        let shelf = Shelf::default();
+        let response = Response::new(Status::OK, message(&[2, segment]));
+        outbox(&shelf, 1 << 10).post_response(call, put_response(0, &response), &response.message, false);
+        let (wire, payload) = shelf.take().remove(0);
+        self.hear(wire, &Payload::Here(Arrived::Owned(payload))).unwrap();
+        let Disposition::Land { key, buffer } = self.piece(call, segment) else { panic!("it is wanted") };
+        (key, buffer.freeze())
+    }
+
+    fn piece(&self, call: u64, segment: usize) -> Disposition {
+        let piece = Wire { first: 1, ..Wire::bare(Kind::Piece, call) };
+        self.hear(piece, &Payload::Announced(segment as u64)).unwrap()
+    }
+}
+
+#[test]
+fn an_answer_that_is_given_up_is_forgotten_and_keeps_its_room_until_it_has_landed() {
+    let calling = Calling::new(mux::Limits { reply_bytes_in_flight_max: 1 << 20, ..mux::Limits::default() });
+    let reply = calling.start().expect("there is room").unwrap();
+    let (key, bytes) = calling.begin(1, 5_000);
+    drop(reply);
+    assert!(matches!(calling.piece(1, 5_000), Disposition::Done), "nobody wants what comes now");
+    assert!(calling.start().is_none(), "what lands takes the room");
+    calling.caller.on_landed(key, bytes);
+    let reply = calling.start().expect("there is room again").unwrap();
+    drop(reply);
+    assert!(calling.start().is_some(), "nothing of it was on its way");
+}
+
+#[test]
+fn a_call_does_not_fail_within_its_answer_nor_for_a_long_reason() {
+    let calling = Calling::new(mux::Limits::default());
+    let _replies = [calling.start(), calling.start()];
+    let failed = |call, reason: &[u8]| {
+        let error = calling.hear(Wire::bare(Kind::Failed, call), &Payload::Here(Arrived::Borrowed(reason)));
+        error.unwrap_err().to_string()
+    };
+    calling.begin(1, 5_000);
+    assert!(failed(1, &[0, 0]).contains("within its answer"));
+    assert!(failed(2, &[0; 1 << 20]).contains("1048576 bytes"));
 }

@@ -172,6 +172,18 @@ async fn a_reply_that_is_dropped_cancels_its_call() {
 }
 
 #[tokio::test]
+async fn the_room_of_an_answer_that_nobody_wants_any_more_is_free_when_the_transport_says_so() {
+    let caller = Limits { reply_bytes_in_flight_max: 1 << 20, ..Limits::default() };
+    let pair = Pair::new(&caller, Limits::default(), echo());
+    drop(pair.channel.start(post("/1")).await.unwrap());
+    let mut second = std::pin::pin!(pair.channel.start(post("/2")));
+    assert!(futures_util::poll!(&mut second).is_pending());
+    // Hands the cancel over, which is what this transport keeps the room until.
+    let second = pair.during(second).await.unwrap();
+    pair.during(second).await.unwrap();
+}
+
+#[tokio::test]
 async fn an_answer_beyond_its_room_ends_the_connection_and_one_that_comes_twice_does_not() {
     let pair = Pair::new(&Limits::default(), Limits::default(), echo());
     let mut request = post("/x");

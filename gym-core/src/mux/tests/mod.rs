@@ -29,7 +29,7 @@ enum Posted {
     Request(u64, Bytes, Message, Room),
     Response(u64, Bytes, Message),
     Failed(u64, Bytes),
-    Cancel(u64),
+    Cancel(u64, Room),
     Drain,
     Heartbeat,
 }
@@ -94,8 +94,8 @@ impl Outbox for Shelf {
         self.put(Posted::Failed(call, behind(reason)));
     }
 
-    fn cancel(&self, call: u64) {
-        self.put(Posted::Cancel(call));
+    fn cancel(&self, call: u64, reply: Room) {
+        self.put(Posted::Cancel(call, reply));
     }
 
     fn post_drain(&self) {
@@ -157,7 +157,7 @@ impl Pair {
                         self.answering.on_request(call, header, message.head.to_bytes(), message.segments);
                     }
                 }
-                Posted::Cancel(call) => self.answering.on_cancel(call),
+                Posted::Cancel(call, _room) => self.answering.on_cancel(call),
                 Posted::Heartbeat => {}
                 other => panic!("{other:?} of a caller"),
             }

@@ -244,8 +244,8 @@ async fn a_request_that_has_not_begun_is_taken_back_and_one_that_has_is_cancelle
     for message in [&large, &sized(&[3]), &large] {
         outbox.post_request(request_header(message), message, Room::default(), false, |_| Ok(())).unwrap();
     }
-    outbox.cancel(2);
-    outbox.cancel(1);
+    outbox.cancel(2, Room::default());
+    outbox.cancel(1, Room::default());
     tokio::select! { error = outbox.run() => panic!("{error}"), () = until_idle(&outbox) => {} }
     let wire = sink.wire.lock().unwrap().bytes.clone();
     let mut seen = Vec::new();

@@ -1,24 +1,19 @@
 //! The answering end's parcels without a fabric.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::LazyLock;
 
-use bytes::{Buf, Bytes, BytesMut};
+use bytes::{Buf, Bytes};
 use gym_core::frame::Limits;
 use gym_core::mux::header::put_request;
-use gym_core::{CallContext, ContentType, Message, Result, Route, Verb};
+use gym_core::{CallContext, Result, Route, Verb};
 
-use super::desk::Desk;
-use super::inbox::Inbox;
-use super::plan::Plan;
-use super::wire::{Kind, Wire};
+use super::super::desk::Desk;
+use super::super::inbox::Inbox;
+use super::super::wire::{Kind, WIRE_BYTES, Wire};
+use super::{POOL, byte, opening, parts, take, take_some};
 use crate::fabric::{Arrived, Disposition, Payload};
-use crate::pool::{Buffer, Pool, PoolOptions};
+use crate::pool::Buffer;
 
-/// Where the made-up openings are cut: the least that is allowed.
-const CUT: usize = 1 << 10;
-/// The head and segments of a request that is made up are no more.
-const PARTS_MAX: usize = 4;
 /// Pieces and cancels are of one of the last calls, or of the next.
 const CALLS: u8 = 8;
 
@@ -44,7 +39,7 @@ impl Session {
         match wire.kind {
             Kind::Request | Kind::Header => {
                 if let Some(opening) = self.desk.begin(wire, payload)? {
-                    self.desk.keep(opening);
+                    self.desk.keep(opening)?;
                 }
             }
             Kind::Piece => {
@@ -66,13 +61,13 @@ impl Session {
     fn step(&mut self, input: &mut &[u8]) -> Result<()> {
         match byte(input) % 6 {
             0 => {
-                let header = take(input, super::wire::WIRE_BYTES);
+                let header = take(input, WIRE_BYTES);
                 let wire = Wire::read(header)?;
                 let payload = take_some(input);
                 self.parcel(wire, &Payload::Here(Arrived::Borrowed(payload)))
             }
             1 => {
-                let wire = Wire::read(take(input, super::wire::WIRE_BYTES))?;
+                let wire = Wire::read(take(input, WIRE_BYTES))?;
                 let announced = u64::from_le_bytes(take(input, 8).try_into().unwrap_or_default());
                 self.parcel(wire, &Payload::Announced(announced))
             }
@@ -80,10 +75,7 @@ impl Session {
                 // Seldom a number that was there already.
                 self.last += u64::from(byte(input) > 8);
                 let call = self.last;
-                let parts: Vec<usize> = (0..usize::from(byte(input)) % PARTS_MAX + 1)
-                    .map(|_| usize::from(byte(input)) * usize::from(byte(input)) / 16)
-                    .collect();
-                let (wire, payload, pieces) = opening(call, &parts);
+                let (wire, payload, pieces) = request(call, &parts(input));
                 self.pieces.insert(call, pieces);
                 self.parcel(wire, &Payload::Here(Arrived::Owned(payload)))
             }
@@ -116,8 +108,7 @@ impl Session {
 /// # Errors
 /// What would have ended the connection.
 pub fn take_parcels(mut input: &[u8], limits: &Limits) -> Result<usize> {
-    static POOL: LazyLock<Pool> = LazyLock::new(|| Pool::new(PoolOptions::default()));
-    let desk = Desk::new(Inbox::new(limits.clone(), POOL.clone()));
+    let desk = Desk::new(Inbox::new(limits.clone(), limits.message_bytes_max, POOL.clone()));
     let mut session = Session { desk, landing: VecDeque::new(), pieces: HashMap::new(), last: 0, taken: 0 };
     while input.has_remaining() {
         session.step(&mut input)?;
@@ -125,32 +116,9 @@ pub fn take_parcels(mut input: &[u8], limits: &Limits) -> Result<usize> {
     Ok(session.taken)
 }
 
-/// A request's opening with a head and segments of these lengths, as a peer of ours sends it.
-fn opening(call: u64, parts: &[usize]) -> (Wire, Bytes, Vec<usize>) {
-    let mut parts_of_zeros = parts.iter().map(|length| Bytes::from(vec![0; *length]));
-    let head = parts_of_zeros.next().unwrap_or_default();
-    let message = Message { content_type: ContentType::Json, head: head.into(), segments: parts_of_zeros.collect() };
+/// A request's opening with a head and segments of these lengths, as a peer of ours sends it, and the bytes of its pieces.
+fn request(call: u64, parts: &[usize]) -> (Wire, Bytes, Vec<usize>) {
     let context = CallContext::default();
-    let header = put_request(0, Verb::Post, &Route::from("/".to_owned()), &context, 0, &message);
-    let plan = Plan::new(header.len(), parts.iter().copied(), CUT);
-    let wire = Wire { first: header.len() as u32, second: CUT as u32, ..Wire::bare(Kind::Request, call) };
-    let mut payload = BytesMut::from(&header[..]);
-    payload.resize(plan.pieces[0], 0);
-    (wire, payload.freeze(), plan.pieces)
-}
-
-fn byte(input: &mut &[u8]) -> u8 {
-    input.try_get_u8().unwrap_or_default()
-}
-
-fn take<'a>(input: &mut &'a [u8], length: usize) -> &'a [u8] {
-    let (taken, rest) = input.split_at(length.min(input.len()));
-    *input = rest;
-    taken
-}
-
-/// As many bytes as the next two say.
-fn take_some<'a>(input: &mut &'a [u8]) -> &'a [u8] {
-    let length = usize::from(byte(input)) | usize::from(byte(input)) << 8;
-    take(input, length)
+    let header = |message: &_| put_request(0, Verb::Post, &Route::from("/".to_owned()), &context, 0, message);
+    opening(Wire::bare(Kind::Request, call), parts, header)
 }

@@ -1,0 +1,193 @@
+//! A calling end, whose peer is the input.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::{Buf, Bytes, BytesMut};
+use futures_util::FutureExt;
+use gym_core::mux::header::{put_failed, put_response};
+use gym_core::mux::{Greeting, Limits, MuxLink};
+use gym_core::{CallContext, Code, Error, Link, PathInfo, Reply, Request, Response, Result, Status};
+
+use super::super::caller::Caller;
+use super::super::outbox::{Carrier, Outbox};
+use super::super::wire::{Kind, WIRE_BYTES, Wire};
+use super::{CUT, POOL, byte, opening, parts, take, take_some};
+use crate::fabric::{Arrived, Disposition, End, Lanes, Parcel, Payload};
+use crate::pool::Buffer;
+
+/// Calls that wait at a time.
+const CALLS: usize = 8;
+
+/// A network that takes everything at once, and a peer that never sees it.
+#[derive(Clone, Debug)]
+struct Nowhere;
+
+impl Carrier for Nowhere {
+    fn post(&self, mut parcel: Parcel) -> Result<()> {
+        if let Some(done) = parcel.done.take() {
+            done(Ok(()));
+        }
+        Ok(())
+    }
+
+    fn close(&self, _grace: Duration) {}
+}
+
+/// What a fuzzer's bytes do to a calling end.
+struct Session {
+    caller: Arc<Caller<Nowhere>>,
+    link: MuxLink<Outbox<Nowhere>>,
+    /// Calls that wait, with their numbers.
+    calls: Vec<(u64, Reply)>,
+    last_call: u64,
+    /// Payloads that were announced and taken, and are still on their way.
+    landing: VecDeque<(u64, Buffer)>,
+    /// Of every answer that was made up last for a call: the bytes of its pieces.
+    pieces: HashMap<u64, Vec<usize>>,
+    taken: usize,
+}
+
+impl Session {
+    fn new(limits: &Limits) -> Self {
+        let (caller, mut greeted) = Caller::new(limits.clone(), CUT, POOL.clone());
+        caller.on_opened(&Nowhere, &Lanes::default());
+        let mut greeting = BytesMut::with_capacity(Greeting::BYTES);
+        Greeting::of(limits).put(&mut greeting);
+        let wire = Wire::bare(Kind::Greeting, 0).write();
+        caller.on_message(&wire, &Payload::Here(Arrived::Borrowed(&greeting))).expect("as a peer of ours says it");
+        let greeted = greeted.try_recv().expect("it was greeted").expect("well");
+        let link = MuxLink::new(greeted.end, PathInfo::new("ucx", "peer", true));
+        let (calls, landing, pieces) = (Vec::new(), VecDeque::new(), HashMap::new());
+        Self { caller, link, calls, last_call: 0, landing, pieces, taken: 0 }
+    }
+
+    /// The number of a call that may be there.
+    fn call(&self, input: &mut &[u8]) -> u64 {
+        self.last_call.saturating_sub(u64::from(byte(input)) % CALLS as u64)
+    }
+
+    fn start(&mut self) {
+        let request = Request::post(CallContext::default(), "/", "");
+        if self.calls.len() < CALLS
+            && let Some(Ok(reply)) = self.link.send(request).now_or_never()
+        {
+            self.last_call += 1;
+            self.calls.push((self.last_call, reply));
+        }
+    }
+
+    /// A caller looks for its answer (`leaves`: for the last time).
+    fn look(&mut self, at: usize, leaves: bool) {
+        if let Some((_, reply)) = self.calls.get_mut(at)
+            && (reply.now_or_never().is_some() || leaves)
+        {
+            drop(self.calls.remove(at));
+        }
+    }
+
+    fn parcel(&mut self, wire: Wire, payload: &Payload<'_>) -> Result<()> {
+        if let Disposition::Land { key, buffer } = self.caller.on_message(&wire.write(), payload)? {
+            self.taken += buffer.len();
+            self.landing.push_back((key, buffer));
+        }
+        Ok(())
+    }
+
+    fn here(&mut self, wire: Wire, payload: &[u8]) -> Result<()> {
+        self.parcel(wire, &Payload::Here(Arrived::Borrowed(payload)))
+    }
+
+    /// The next thing that happens: a raw parcel, one that a peer of ours would send, or something at this end.
+    fn step(&mut self, input: &mut &[u8]) -> Result<()> {
+        match byte(input) % 9 {
+            0 => {
+                let wire = Wire::read(take(input, WIRE_BYTES))?;
+                let payload = take_some(input);
+                self.here(wire, payload)
+            }
+            1 => {
+                let wire = Wire::read(take(input, WIRE_BYTES))?;
+                let announced = u64::from_le_bytes(take(input, 8).try_into().unwrap_or_default());
+                self.parcel(wire, &Payload::Announced(announced))
+            }
+            2 => {
+                let call = self.call(input);
+                let (wire, payload, pieces) = answer(call, &parts(input));
+                self.pieces.insert(call, pieces);
+                self.parcel(wire, &Payload::Here(Arrived::Owned(payload)))
+            }
+            3 => {
+                let (call, place, wrong) = (self.call(input), byte(input) % 8, byte(input));
+                let length = self.pieces.get(&call).and_then(|pieces| pieces.get(usize::from(place)));
+                // Seldom of another length than its opening said.
+                let length = length.map_or(0, |length| *length as u64) + u64::from(wrong.saturating_sub(250));
+                let wire = Wire { first: u32::from(place), ..Wire::bare(Kind::Piece, call) };
+                self.parcel(wire, &Payload::Announced(length))
+            }
+            4 => {
+                let reason = put_failed(0, &Error::not_started(Code::Unavailable, "no"));
+                let wire = Wire::bare(Kind::Failed, self.call(input));
+                self.here(wire, &reason)
+            }
+            5 => {
+                let at = usize::from(byte(input));
+                if let Some((key, buffer)) = self.landing.remove(at % self.landing.len().max(1)) {
+                    self.caller.on_landed(key, buffer.freeze());
+                }
+                Ok(())
+            }
+            6 => {
+                self.start();
+                Ok(())
+            }
+            7 => {
+                let (at, leaves) = (byte(input), byte(input));
+                self.look(usize::from(at) % CALLS, leaves % 2 == 1);
+                Ok(())
+            }
+            _ => {
+                let kind = [Kind::Ping, Kind::Pong, Kind::Ping, Kind::Drain][usize::from(byte(input)) % 4];
+                self.here(Wire::bare(kind, 0), &[])
+            }
+        }
+    }
+
+    /// The connection ends: everybody is told, and nothing is kept for anybody.
+    fn end(mut self, ended: Result<()>) -> Result<usize> {
+        let told =
+            ended.as_ref().map_or_else(|error| Error::unknown(error.code(), "ended"), |()| Error::internal("left"));
+        for (key, buffer) in std::mem::take(&mut self.landing) {
+            if ended.is_ok() {
+                self.caller.on_landed(key, buffer.freeze());
+            }
+        }
+        self.caller.on_ended(End::Lost(told));
+        for (call, reply) in self.calls {
+            assert!(reply.now_or_never().is_some(), "nobody tells call {call} that the connection is over");
+        }
+        ended.map(|()| self.taken)
+    }
+}
+
+/// Hands a calling end the parcels that the input describes, with landings in any order and callers that come and leave. Returns
+/// the bytes of the buffers that were taken for them.
+///
+/// # Errors
+/// What would have ended the connection.
+pub fn take_answers(mut input: &[u8], limits: &Limits) -> Result<usize> {
+    let mut session = Session::new(limits);
+    let mut went = Ok(());
+    while went.is_ok() && input.has_remaining() {
+        went = session.step(&mut input);
+        assert!(session.caller.keeps() <= session.calls.len(), "what nobody waits for is not kept");
+    }
+    session.end(went)
+}
+
+/// An answer's opening with a head and segments of these lengths, as a peer of ours sends it, and the bytes of its pieces.
+fn answer(call: u64, parts: &[usize]) -> (Wire, Bytes, Vec<usize>) {
+    let header = |message: &_| put_response(0, &Response::new(Status::OK, gym_core::Message::clone(message)));
+    opening(Wire::bare(Kind::Response, call), parts, header)
+}
