@@ -1,22 +1,22 @@
 //! How a process uses UCX: one fabric, opened when it is first needed, that its connectors and listeners share.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use gym_core::mux::Limits;
 use gym_core::{Code, Error, Result};
-use tokio::sync::OnceCell;
 
 use crate::fabric::{Connection, ConnectionStats, Fabric, FabricOptions, FabricStats, Lanes};
-use crate::pipe::{CUT_BYTES, Outbox, RoundTrips, Watched};
+use crate::pipe::{CUT_BYTES, Outbox, POSTED_MAX, RoundTrips, Watched};
 use crate::pool::PoolStats;
 
 /// Limits, timeouts and the fabric of UCX connections.
 #[derive(Clone, Debug)]
 pub struct UcxConfig {
     /// The library, the transports, how the thread waits. [`FabricOptions::listen`] is where a listener takes peers from other
-    /// hosts; without it it takes those of its own. [`FabricOptions::rendezvous_bytes`] is set to `cut_bytes`.
+    /// hosts; without it it takes those of its own. [`FabricOptions::rendezvous_bytes`] is set to `cut_bytes`,
+    /// and [`FabricOptions::held_bytes_max`] is raised to 128 times as much if it is less.
     pub fabric: FabricOptions,
     /// Limits of each connection; each end has its own, and both keep to the smaller.
     pub limits: Limits,
@@ -48,8 +48,44 @@ pub struct Ucx {
 
 #[derive(Default)]
 struct Shared {
-    fabric: OnceCell<Result<Fabric, String>>,
+    fabric: Opened<Result<Fabric, String>>,
     watched: Mutex<Vec<(Arc<str>, Watched)>>,
+}
+
+/// What is opened when it is first needed, once.
+struct Opened<T> {
+    opened: Arc<OnceLock<T>>,
+    /// Whose turn it is to have it opened: the others need no thread to wait in. Held across the wait for that.
+    turn: tokio::sync::Mutex<()>,
+}
+
+impl<T> Default for Opened<T> {
+    fn default() -> Self {
+        Self { opened: Arc::default(), turn: tokio::sync::Mutex::default() }
+    }
+}
+
+impl<T: Send + Sync + 'static> Opened<T> {
+    fn seen(&self) -> Option<&T> {
+        self.opened.get()
+    }
+
+    /// It; `open` may block.
+    async fn get(&self, open: impl FnOnce() -> T + Send + 'static) -> Result<&T> {
+        if let Some(opened) = self.seen() {
+            return Ok(opened);
+        }
+        let _turn = self.turn.lock().await;
+        if self.seen().is_none() {
+            let opened = Arc::clone(&self.opened);
+            // Kept by the thread that opens it: whoever asked may leave meanwhile, and the next waits for the same.
+            let opening = tokio::task::spawn_blocking(move || {
+                opened.get_or_init(open);
+            });
+            opening.await.map_err(|error| Error::internal(format!("open UCX: {error}")))?;
+        }
+        self.seen().ok_or_else(|| Error::internal("open UCX: nothing was opened"))
+    }
 }
 
 impl Ucx {
@@ -58,6 +94,8 @@ impl Ucx {
     pub fn new(mut config: UcxConfig) -> Self {
         config.cut_bytes = config.cut_bytes.clamp(*CUT_BYTES.start(), *CUT_BYTES.end());
         config.fabric.rendezvous_bytes = Some(config.cut_bytes);
+        // What peers with the same settings have on its way unannounced may all come ahead of its turn.
+        config.fabric.held_bytes_max = config.fabric.held_bytes_max.max(POSTED_MAX * config.cut_bytes);
         Self { config: Arc::new(config), shared: Arc::default() }
     }
 
@@ -79,19 +117,15 @@ impl Ucx {
     /// # Errors
     /// `Unavailable` when UCX cannot be loaded or opened: what was looked for, and the fix.
     pub async fn fabric(&self) -> Result<&Fabric> {
-        let opened = self.shared.fabric.get_or_init(|| async {
-            let options = self.config.fabric.clone();
-            // It reads files and waits for a thread.
-            let opened = tokio::task::spawn_blocking(move || Fabric::open(options)).await;
-            opened.map_err(|error| error.to_string())?.map_err(|error| error.to_string())
-        });
-        opened.await.as_ref().map_err(|said| Error::not_started(Code::Unavailable, said.clone()))
+        let config = Arc::clone(&self.config);
+        let open = move || Fabric::open(config.fabric.clone()).map_err(|error| error.to_string());
+        self.shared.fabric.get(open).await?.as_ref().map_err(|said| Error::not_started(Code::Unavailable, said.clone()))
     }
 
     /// What happened so far, if the fabric is open: for a metrics page.
     #[must_use]
     pub fn stats(&self) -> Option<UcxStats> {
-        let fabric = self.shared.fabric.get()?.as_ref().ok()?;
+        let fabric = self.shared.fabric.seen()?.as_ref().ok()?;
         let mut connections = Vec::new();
         self.shared.watched.lock().unwrap_or_else(PoisonError::into_inner).retain(|(peer, watched)| {
             let seen = watched.look(|connection: &Connection, round_trips| ConnectionReport {
@@ -151,4 +185,33 @@ pub struct ConnectionReport {
     pub parcels: ConnectionStats,
     /// How long signs of life took there and back.
     pub round_trips: RoundTrips,
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use tokio::sync::oneshot;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn it_is_opened_once_although_the_first_who_asked_has_left() {
+        let opened = Opened::default();
+        let (begin, begun) = oneshot::channel();
+        let (release, released) = mpsc::channel::<()>();
+        let first = opened.get(move || {
+            begin.send(()).unwrap();
+            // Ends when the other half is dropped.
+            let _ = released.recv();
+            "first"
+        });
+        tokio::select! {
+            biased;
+            _ = first => panic!("it is held up"),
+            begun = begun => begun.unwrap(),
+        }
+        let (second, ()) = tokio::join!(opened.get(|| "second"), async { drop(release) });
+        assert_eq!(*second.unwrap(), "first");
+    }
 }

@@ -11,7 +11,7 @@ use super::inbox::{Inbox, Incoming};
 use super::peer::{Body, Goodbye, Message, Phase};
 use super::state::{How, LEAVE_WITHIN, State, Stranger};
 use super::wire::{Kind, Prefix, read_hello};
-use super::{Arrived, Connection, ConnectionId, Disposition, End, Lanes, Payload};
+use super::{Arrived, Connection, ConnectionId, Disposition, End, Lanes, Payload, URGENT_BYTES_MAX};
 use crate::pool::Buffer;
 use crate::ucx::{Announcement, Endpoint, EndpointKey, RawRequest, Status};
 
@@ -20,6 +20,9 @@ impl State {
     pub(super) fn hand_up_at_once(&mut self, prefix: Prefix, header: &[u8], bytes: &[u8]) -> bool {
         let Some(peer) = self.peers.get_mut(&prefix.receiver) else { return false };
         if !matches!(peer.phase, Phase::Open) {
+            return false;
+        }
+        if prefix.kind == Kind::Urgent && bytes.len() > URGENT_BYTES_MAX {
             return false;
         }
         if prefix.kind == Kind::Parcel {
@@ -65,6 +68,10 @@ impl State {
         };
         match peer.phase {
             Phase::Expecting { .. } | Phase::Broken => return self.shared.counters.dropped_unknown.add(1),
+            Phase::Calling | Phase::Open if kind == Kind::Urgent && !message.may_be_urgent() => {
+                let error = format!("an urgent parcel that is longer than {URGENT_BYTES_MAX} bytes, or announced");
+                return self.break_off(id, Error::unknown(Code::DataLoss, error));
+            }
             Phase::Calling if kind == Kind::Urgent => {
                 if peer.early.len() < self.options.held_max {
                     peer.early.push(message);
@@ -82,7 +89,7 @@ impl State {
         if !peer.order.is_next(sequence) {
             peer.link.counters.held.add(1);
         }
-        if let Err(error) = peer.order.hold(sequence, message) {
+        if let Err(error) = peer.order.hold(sequence, message.body.held_bytes(), message) {
             return self.break_off(id, Error::unknown(Code::DataLoss, error.to_string()));
         }
         while let Some(message) = self.peers.get_mut(&id).and_then(|peer| peer.order.pop()) {

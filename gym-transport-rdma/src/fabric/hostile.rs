@@ -18,8 +18,13 @@ const SOON: Duration = Duration::from_secs(30);
 const SETTINGS: [(&str, &str); 1] = [("TLS", "posix,cma,self")];
 
 fn fabric() -> Option<Fabric> {
-    let options =
-        FabricOptions { transports: Some("posix,cma,self".to_owned()), held_max: 8, ..FabricOptions::default() };
+    let options = FabricOptions {
+        transports: Some("posix,cma,self".to_owned()),
+        unsent_max: 64,
+        held_max: 8,
+        held_bytes_max: 10_000,
+        ..FabricOptions::default()
+    };
     match Fabric::open(options) {
         Ok(fabric) => Some(fabric),
         Err(FabricError::Load(error)) if std::env::var_os("GYM_UCX_REQUIRED").is_none() => {
@@ -49,6 +54,20 @@ impl PeerEvents for Seen {
 
     fn ended(&self, why: End) {
         *self.end.lock().unwrap() = Some(why);
+    }
+}
+
+impl Seen {
+    /// Whether the connection was lost for a reason with these words.
+    fn lost(&self, said: &str) -> bool {
+        match &*self.end.lock().unwrap() {
+            Some(End::Lost(error)) => {
+                assert!(error.to_string().contains(said), "{error}");
+                true
+            }
+            Some(other) => panic!("{other:?}"),
+            None => false,
+        }
     }
 }
 
@@ -208,4 +227,50 @@ fn a_second_hello_does_not_disturb_the_first() {
     intruder.send(message(id, 0, Kind::Parcel), Bytes::new(), Protocol::Eager);
     intruder.until("the parcel comes", || seen.messages.load(Ordering::Relaxed) == 1);
     connection.close(Duration::ZERO);
+}
+
+#[test]
+fn what_waits_for_its_turn_is_bounded_in_bytes_too() {
+    let Some(fabric) = fabric() else { return };
+    let intruder = Intruder::new(&fabric);
+    let (id, _, seen) = intruder.introduced(&fabric);
+    for sequence in [1, 2] {
+        intruder.send(message(id, sequence, Kind::Parcel), Bytes::from(vec![1; 4_999]), Protocol::Eager);
+    }
+    intruder.send(message(id, 3, Kind::Parcel), Bytes::from(vec![1; 3]), Protocol::Eager);
+    intruder.until("it ends", || seen.lost("no more than 10000 bytes"));
+}
+
+#[test]
+fn a_long_urgent_parcel_ends_the_connection() {
+    let Some(fabric) = fabric() else { return };
+    let intruder = Intruder::new(&fabric);
+    for (length, protocol) in [(URGENT_BYTES_MAX + 1, Protocol::Eager), (8, Protocol::Rendezvous)] {
+        let (id, _, seen) = intruder.introduced(&fabric);
+        intruder.send(message(id, 0, Kind::Urgent), Bytes::from(vec![1; length]), protocol);
+        intruder.until("it ends", || seen.lost("urgent"));
+        assert_eq!(seen.messages.load(Ordering::Relaxed), 0);
+    }
+}
+
+#[test]
+fn parcels_that_a_peer_does_not_take_end_the_connection() {
+    let Some(fabric) = fabric() else { return };
+    let intruder = Intruder::new(&fabric);
+    let (_, connection, seen) = intruder.introduced(&fabric);
+    let told = Arc::new(AtomicUsize::new(0));
+    let mut posted = 0;
+    let deadline = Instant::now() + SOON;
+    // It makes no progress meanwhile.
+    while !seen.lost("64 parcels wait") {
+        assert!(Instant::now() < deadline, "{posted} parcels were taken by nobody");
+        let told = Arc::clone(&told);
+        let done: Done = Box::new(move |_| {
+            told.fetch_add(1, Ordering::Relaxed);
+        });
+        let payload = Bytes::from_static(&[1; 1000]);
+        let parcel = Parcel { header: Bytes::from_static(b"answer"), payload, lane: Lane::Urgent, done: Some(done) };
+        posted += usize::from(connection.post(parcel).is_ok());
+    }
+    intruder.until("every parcel is told", || told.load(Ordering::Relaxed) == posted);
 }

@@ -13,8 +13,9 @@
 //! # Rules that it keeps
 //! - Header and payload belong to the fabric from [`Connection::post`] until UCX has said that it is done with them,
 //!   whatever becomes of the caller. What UCX may still read when the fabric ends is leaked, never freed.
-//! - Nothing waits without bound: the queue has one, so have parcels that came ahead of their turn, connections that have
-//!   not said who they are, and memory that is registered.
+//! - Nothing waits without bound: the queue has one, so have parcels that a peer does not take, parcels that came ahead of their
+//!   turn (in number and in bytes), connections that have not said who they are, and memory that is registered. What ends
+//!   something finds room in any queue.
 //! - A parcel for a connection that is not known is dropped and counted.
 //! - [`Lane::Urgent`] parcels are outside of the order and have room of their own in the queue.
 

@@ -36,8 +36,12 @@ pub struct FabricOptions {
     pub pool: PoolOptions,
     /// Parcels that may wait for the thread; urgent ones have as much again.
     pub commands_max: usize,
+    /// Parcels of one connection that may wait for its peer to take them; one more ends the connection.
+    pub unsent_max: usize,
     /// Messages of one connection that may wait for one before them.
     pub held_max: usize,
+    /// Bytes of the payloads that came with these messages.
+    pub held_bytes_max: usize,
     /// Peers from the listener that may not have shown a token yet.
     pub strangers_max: usize,
     /// How long each of them may take.
@@ -59,8 +63,12 @@ impl Default for FabricOptions {
             pool: PoolOptions::default(),
             // Callers are bounded by calls and bytes long before this; it only keeps a defect from eating the memory.
             commands_max: 65_536,
+            // Answers to urgent parcels have no other bound: a peer may ask and never read.
+            unsent_max: 32_768,
             // As many short messages as can overtake one announcement that is a round of the thread late.
             held_max: 4096,
+            // Eight times what a peer of ours has on its way at a time without having announced it.
+            held_bytes_max: 64 << 20,
             // One for each worker of a large job that connects in the same moment.
             strangers_max: 1024,
             hello_within: Duration::from_secs(10),

@@ -3,12 +3,15 @@
 
 use std::collections::BTreeMap;
 
-/// What came ahead of its turn waits here, up to a bound.
+/// What came ahead of its turn waits here, up to a number and a sum of bytes.
 #[derive(Debug)]
 pub(super) struct Order<T> {
     next: u64,
-    held: BTreeMap<u64, T>,
+    /// With the bytes of each.
+    held: BTreeMap<u64, (usize, T)>,
+    held_bytes: usize,
     held_max: usize,
+    held_bytes_max: usize,
 }
 
 /// Why the sender is not to be believed any more.
@@ -18,11 +21,13 @@ pub(super) enum OrderError {
     Twice(u64),
     #[error("message {found} came, {missing} is missing, and no more than {held_max} may wait for it")]
     TooMany { found: u64, missing: u64, held_max: usize },
+    #[error("message {found} came, {missing} is missing, and no more than {held_bytes_max} bytes may wait for it")]
+    TooLong { found: u64, missing: u64, held_bytes_max: usize },
 }
 
 impl<T> Order<T> {
-    pub(super) fn new(held_max: usize) -> Self {
-        Self { next: 0, held: BTreeMap::new(), held_max }
+    pub(super) fn new(held_max: usize, held_bytes_max: usize) -> Self {
+        Self { next: 0, held: BTreeMap::new(), held_bytes: 0, held_max, held_bytes_max }
     }
 
     /// Whether this one is next and nobody waits: then [`Order::pass`] is enough.
@@ -35,22 +40,28 @@ impl<T> Order<T> {
         self.next += 1;
     }
 
-    /// Takes one in; [`Order::pop`] gives it out when it is its turn.
-    pub(super) fn hold(&mut self, sequence: u64, message: T) -> Result<(), OrderError> {
+    /// Takes one of so many bytes in; [`Order::pop`] gives it out when it is its turn.
+    pub(super) fn hold(&mut self, sequence: u64, bytes: usize, message: T) -> Result<(), OrderError> {
         if sequence < self.next || self.held.contains_key(&sequence) {
             return Err(OrderError::Twice(sequence));
         }
+        let (found, missing) = (sequence, self.next);
         // The next one always has a place: it is given out at once.
-        if sequence != self.next && self.held.len() >= self.held_max {
-            return Err(OrderError::TooMany { found: sequence, missing: self.next, held_max: self.held_max });
+        if found != missing && self.held.len() >= self.held_max {
+            return Err(OrderError::TooMany { found, missing, held_max: self.held_max });
         }
-        self.held.insert(sequence, message);
+        if found != missing && self.held_bytes + bytes > self.held_bytes_max {
+            return Err(OrderError::TooLong { found, missing, held_bytes_max: self.held_bytes_max });
+        }
+        self.held_bytes += bytes;
+        self.held.insert(sequence, (bytes, message));
         Ok(())
     }
 
     /// The next one, if it is here.
     pub(super) fn pop(&mut self) -> Option<T> {
-        let message = self.held.remove(&self.next)?;
+        let (bytes, message) = self.held.remove(&self.next)?;
+        self.held_bytes -= bytes;
         self.next += 1;
         Some(message)
     }
@@ -65,31 +76,45 @@ mod tests {
     proptest! {
         #[test]
         fn any_arrival_order_is_handed_up_as_it_was_sent(arrival in Just((0..40_u64).collect::<Vec<_>>()).prop_shuffle()) {
-            let mut order = Order::new(40);
+            let mut order = Order::new(40, 40);
             let mut seen = Vec::new();
             for sequence in arrival {
                 if order.is_next(sequence) {
                     seen.push(sequence);
                     order.pass();
                 } else {
-                    order.hold(sequence, sequence).unwrap();
+                    order.hold(sequence, 1, sequence).unwrap();
                 }
                 seen.extend(std::iter::from_fn(|| order.pop()));
             }
             prop_assert_eq!(seen, (0..40).collect::<Vec<_>>());
+            prop_assert_eq!(order.held_bytes, 0);
         }
     }
 
     #[test]
     fn what_came_twice_or_too_far_ahead_is_an_error() {
-        let mut order = Order::new(2);
+        let mut order = Order::new(2, 100);
         order.pass();
-        assert_eq!(order.hold(0, ()), Err(OrderError::Twice(0)));
-        order.hold(2, ()).unwrap();
-        assert_eq!(order.hold(2, ()), Err(OrderError::Twice(2)));
-        order.hold(u64::MAX, ()).unwrap();
-        assert_eq!(order.hold(3, ()), Err(OrderError::TooMany { found: 3, missing: 1, held_max: 2 }));
-        order.hold(1, ()).unwrap();
+        assert_eq!(order.hold(0, 1, ()), Err(OrderError::Twice(0)));
+        order.hold(2, 1, ()).unwrap();
+        assert_eq!(order.hold(2, 1, ()), Err(OrderError::Twice(2)));
+        order.hold(u64::MAX, 1, ()).unwrap();
+        assert_eq!(order.hold(3, 1, ()), Err(OrderError::TooMany { found: 3, missing: 1, held_max: 2 }));
+        order.hold(1, 1, ()).unwrap();
         assert_eq!(std::iter::from_fn(|| order.pop()).count(), 2);
+    }
+
+    #[test]
+    fn what_waits_is_bounded_in_bytes_and_what_is_next_is_not() {
+        let mut order = Order::new(9, 100);
+        order.hold(2, 60, 2).unwrap();
+        assert_eq!(order.hold(3, 41, 3), Err(OrderError::TooLong { found: 3, missing: 0, held_bytes_max: 100 }));
+        order.hold(3, 40, 3).unwrap();
+        order.hold(0, 1_000, 0).unwrap();
+        assert_eq!(order.pop(), Some(0));
+        order.hold(1, 1_000, 1).unwrap();
+        assert_eq!(std::iter::from_fn(|| order.pop()).collect::<Vec<_>>(), [1, 2, 3]);
+        order.hold(5, 100, 5).unwrap();
     }
 }

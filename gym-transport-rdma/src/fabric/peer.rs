@@ -13,7 +13,7 @@ use tokio::time::Instant;
 
 use super::order::Order;
 use super::wire::{Kind, MESSAGE_ID, Prefix};
-use super::{ConnectionId, Done, Lane, Link, Parcel, PeerEvents, Token};
+use super::{ConnectionId, Done, Lane, Link, Parcel, PeerEvents, Token, URGENT_BYTES_MAX};
 use crate::ucx::{Announcement, Endpoint, ErrorMode, Memory, Outgoing, Protocol};
 
 /// What it is doing.
@@ -50,15 +50,33 @@ pub(super) struct Message {
     pub(super) body: Body,
 }
 
+impl Message {
+    /// What a peer of ours sends outside of the order is short, and comes with its header.
+    pub(super) fn may_be_urgent(&self) -> bool {
+        matches!(&self.body, Body::Here(bytes) if bytes.len() <= URGENT_BYTES_MAX)
+    }
+}
+
 pub(super) enum Body {
     Here(Bytes),
     Announced(Announcement),
+}
+
+impl Body {
+    /// Bytes that it takes here.
+    pub(super) fn held_bytes(&self) -> usize {
+        match self {
+            Self::Here(bytes) => bytes.len(),
+            Self::Announced(_) => 0,
+        }
+    }
 }
 
 /// What of the fabric's options concerns one connection.
 #[derive(Clone, Copy)]
 pub(super) struct Limits {
     pub(super) held_max: usize,
+    pub(super) held_bytes_max: usize,
     pub(super) rendezvous_bytes: Option<usize>,
 }
 
@@ -103,7 +121,7 @@ impl Peer {
             endpoint: None,
             serial: 0,
             limits,
-            order: Order::new(limits.held_max),
+            order: Order::new(limits.held_max, limits.held_bytes_max),
             sending: Rc::default(),
             landing: 0,
             next_sequence: 0,
@@ -126,6 +144,11 @@ impl Peer {
             Phase::Expecting { .. } | Phase::Calling => self.waiting.push_back(parcel),
             Phase::Closing { .. } | Phase::Left { .. } | Phase::Broken => finish(parcel.done, Err(ended_before())),
         }
+    }
+
+    /// Parcels that the peer has still to take.
+    pub(super) fn unsent(&self) -> usize {
+        self.waiting.len() + self.sending.len()
     }
 
     /// What was posted before it was open.
@@ -221,8 +244,12 @@ impl Sending {
         finish(done, result);
     }
 
+    fn len(&self) -> usize {
+        self.0.borrow().1.len()
+    }
+
     pub(super) fn is_empty(&self) -> bool {
-        self.0.borrow().1.is_empty()
+        self.len() == 0
     }
 
     /// Tells all who still wait. UCX may go on with their memory, which stays with the operations.

@@ -177,7 +177,8 @@ impl State {
     }
 
     fn limits(&self) -> Limits {
-        Limits { held_max: self.options.held_max, rendezvous_bytes: self.options.rendezvous_bytes }
+        let FabricOptions { held_max, held_bytes_max, rendezvous_bytes, .. } = self.options;
+        Limits { held_max, held_bytes_max, rendezvous_bytes }
     }
 
     fn add(&mut self, mut peer: Peer) {
@@ -204,6 +205,12 @@ impl State {
 
     pub(super) fn post(&mut self, id: ConnectionId, parcel: Parcel) {
         let Some(peer) = self.peers.get_mut(&id) else { return finish(parcel.done, Err(ended_before())) };
+        let unsent_max = self.options.unsent_max;
+        if peer.unsent() >= unsent_max {
+            let said = format!("{unsent_max} parcels wait for a peer that does not take them");
+            finish(parcel.done, Err(Error::not_started(Code::ResourceExhausted, said.clone())));
+            return self.break_off(id, Error::unknown(Code::ResourceExhausted, said));
+        }
         let registered = &mut self.registered;
         peer.post(parcel, |payload| registered.of_payload(payload));
     }
