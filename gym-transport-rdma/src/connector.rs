@@ -3,12 +3,14 @@
 use std::fmt;
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use async_trait::async_trait;
 use gym_core::mux::{CallingEnd, MuxLink, heartbeat};
 use gym_core::{
     CallContext, Channel, Code, ConnectOptions, Connector, Endpoint, Error, Execution, Level, PathInfo, Request, Result,
 };
+use tokio::time::Instant;
 
 use crate::SCHEME;
 use crate::bootstrap::{Answer, Ask, ROUTE, Way};
@@ -43,7 +45,13 @@ impl UcxConnector {
     }
 
     /// The rungs that are asked for, one after another until one can be had.
-    async fn open(&self, cx: &CallContext, to: &Endpoint, level: Option<Level>) -> Result<MuxLink<Outbox>> {
+    async fn open(
+        &self,
+        cx: &CallContext,
+        until: Instant,
+        to: &Endpoint,
+        level: Option<Level>,
+    ) -> Result<MuxLink<Outbox>> {
         let fabric = self.ucx.fabric().await?;
         let error = match level {
             Some(Level::SharedMemory) => return self.attempt(cx, fabric, to, Level::SharedMemory).await,
@@ -51,10 +59,14 @@ impl UcxConnector {
             Some(other) => {
                 return Err(Error::not_started(Code::Unavailable, format!("UCX has no level {other}")));
             }
-            None => match self.attempt(cx, fabric, to, Level::SharedMemory).await {
-                Ok(link) => return Ok(link),
-                Err(error) => error,
-            },
+            None => {
+                // Where nothing answers, time is left for the network.
+                let half = cx.remaining().min(until.saturating_duration_since(Instant::now())) / 2;
+                match within(half, self.attempt(cx, fabric, to, Level::SharedMemory)).await {
+                    Ok(link) => return Ok(link),
+                    Err(error) => error,
+                }
+            }
         };
         tracing::debug!(%error, endpoint = %to, "no shared memory");
         self.attempt(cx, fabric, to, Level::UcxTcp).await.map_err(|last| {
@@ -108,6 +120,11 @@ impl UcxConnector {
     }
 }
 
+async fn within<T>(patience: Duration, opening: impl Future<Output = Result<T>>) -> Result<T> {
+    let opened = tokio::time::timeout(patience, opening).await;
+    opened.map_err(|_| Error::not_started(Code::Unavailable, format!("no answer within {patience:?}"))).flatten()
+}
+
 /// The address of a listener; one that listens everywhere is reached where its bootstrap was.
 async fn reach(listener: SocketAddr, bootstrap: &Endpoint) -> Result<SocketAddr> {
     if !listener.ip().is_unspecified() {
@@ -144,7 +161,7 @@ impl Opening {
 impl Drop for Opening {
     fn drop(&mut self) {
         if let Some(connection) = self.0.take() {
-            connection.close(std::time::Duration::ZERO);
+            connection.close(Duration::ZERO);
         }
     }
 }
@@ -180,10 +197,7 @@ impl Connector for UcxConnector {
         }
         let patience = self.ucx.config().connect_timeout;
         let opened = cx.bound(Execution::NotStarted, async {
-            tokio::time::timeout(patience, self.open(cx, to, options.level))
-                .await
-                .map_err(|_| Error::not_started(Code::Unavailable, format!("no answer within {patience:?}")))
-                .flatten()
+            within(patience, self.open(cx, Instant::now() + patience, to, options.level)).await
         });
         // Nothing of a call has left, whatever went wrong.
         let link = opened

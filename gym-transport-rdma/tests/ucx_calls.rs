@@ -12,10 +12,10 @@ use common::Way;
 use common::transport::Ends;
 use gym_core::mux::Limits;
 use gym_core::{
-    CallContext, Channel, Code, ConnectOptions, Connector, Execution, Handler, Level, Listener, Request, Response,
-    Result, Status, handler_fn,
+    CallContext, Channel, Code, ConnectOptions, Connector, Endpoint, Error, Execution, Handler, InProcess, Level,
+    Listener, Request, Response, Result, Status, handler_fn,
 };
-use gym_transport_rdma::UcxStats;
+use gym_transport_rdma::{UcxConfig, UcxConnector, UcxStats};
 use tokio::task::JoinHandle;
 
 /// Far beyond what anything here needs, so that only a hang meets it.
@@ -280,4 +280,30 @@ async fn polled<T, E>(future: &mut (impl Future<Output = Result<T, E>> + Unpin),
         tokio::task::yield_now().await;
     }
     None
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_peer_that_says_nothing_of_shared_memory_leaves_time_for_the_network() {
+    let fabric = common::network();
+    // One that is not there is said here.
+    let Some(_) = common::open(fabric.clone()) else { return };
+    let names = InProcess::new();
+    let mut desk = names.listen("half").unwrap();
+    let endpoint = Endpoint::parse(&format!("ucx://{}", desk.endpoints()[0].address())).unwrap();
+    let bootstrap = handler_fn(|request: Request| async move {
+        if request.message.head.to_bytes().windows(8).any(|text| text == b"\"worker\"") {
+            std::future::pending::<()>().await;
+        }
+        Err(Error::not_started(Code::Unavailable, "asked for the network"))
+    });
+    let bootstrap = Arc::new(bootstrap);
+    tokio::spawn(async move {
+        while let Ok(incoming) = desk.accept().await {
+            tokio::spawn(incoming.serve(bootstrap.clone(), Default::default()));
+        }
+    });
+    let connector = UcxConnector::new(Arc::new(names), UcxConfig { fabric, ..UcxConfig::default() });
+    let connected = connector.connect(&CallContext::within(FAR), &endpoint, &ConnectOptions::default()).await;
+    let said = connected.unwrap_err().to_string();
+    assert!(said.contains("asked for the network") && said.contains("no shared memory: no answer within 5s"), "{said}");
 }
