@@ -41,13 +41,14 @@ fn main() -> ExitCode {
         return gym_server::cli::main(Servers::stock().resources("digit", |_| Ok(Digit)));
     }
     let wanted = std::env::args().nth(1).filter(|argument| !argument.starts_with('-')).unwrap_or_default();
-    let cases: [(&str, fn()); 10] = [
+    let cases: [(&str, fn()); 11] = [
         ("run_announces_serves_and_stops_in_order", run_announces_serves_and_stops_in_order),
         ("a_second_signal_stops_at_once", a_second_signal_stops_at_once),
         ("services_run_in_processes_of_their_own", services_run_in_processes_of_their_own),
         ("ucx_is_chosen_by_configuration_alone", ucx_is_chosen_by_configuration_alone),
         ("servers_of_one_process_call_each_other_over_ucx", servers_of_one_process_call_each_other_over_ucx),
         ("a_required_transport_fails_instead_of_falling", a_required_transport_fails_instead_of_falling),
+        ("doctor_says_why_a_required_transport_cannot_be_had", doctor_says_why_a_required_transport_cannot_be_had),
         ("collect_uses_the_servers_that_run", collect_uses_the_servers_that_run),
         ("collect_brings_its_own_servers", collect_brings_its_own_servers),
         ("a_failed_rollout_ends_with_3", a_failed_rollout_ends_with_3),
@@ -376,6 +377,22 @@ fn a_required_transport_fails_instead_of_falling() {
         assert!(failures.contains(words), "{words}: {failures}{out}{error}");
     }
     assert_eq!(started.interrupt(), Some(0));
+}
+
+fn doctor_says_why_a_required_transport_cannot_be_had() {
+    let place = Place::new();
+    let doctor = place.run(&["doctor", "--json", "--require-transport", "rdma"]);
+    let diagnosis: serde_json::Value = serde_json::from_slice(&doctor.stdout).unwrap();
+    let rungs = diagnosis["transports"].as_array().unwrap();
+    let rdma = rungs.iter().find(|rung| rung["transport"] == "rdma").unwrap();
+    let error = String::from_utf8_lossy(&doctor.stderr);
+    if rdma["usable"] == true {
+        assert!(doctor.status.code() != Some(1) && rdma["fix"].is_null(), "{diagnosis}{error}");
+        return;
+    }
+    assert_eq!(doctor.status.code(), Some(1), "{diagnosis}{error}");
+    let said = [&rdma["because"], &rdma["fix"]].map(|text| text.as_str().expect("a text"));
+    assert!(said.iter().all(|text| error.contains(text)), "{said:?} in {error}");
 }
 
 fn collect_uses_the_servers_that_run() {

@@ -48,6 +48,9 @@ impl Transports {
     /// The in-process switchboard; with the feature `http` also HTTP and framed connections, over TCP and Unix sockets; with the
     /// feature `rdma` also UCX, which is loaded when a peer is first to be reached by it. Where it cannot be loaded its rungs
     /// are refused with the reason.
+    ///
+    /// Call it once and clone: every call makes connectors, and a UCX with a thread and registered memory, of its own. Where
+    /// that cannot be, `with_ucx` hands one's `ucx()` to another.
     #[must_use]
     pub fn from_features(in_process: InProcess) -> Self {
         let transports = Self::new().with(Arc::new(in_process));

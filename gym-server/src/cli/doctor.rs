@@ -33,6 +33,8 @@ struct Rung {
     usable: bool,
     /// By which devices, or why not.
     because: String,
+    /// What to do about it; null when it can be used.
+    fix: Option<String>,
 }
 
 #[derive(Debug, Serialize)]
@@ -65,10 +67,11 @@ pub(super) async fn doctor(args: &DoctorArgs) -> Outcome {
 }
 
 impl Diagnosis {
-    /// Why a required rung cannot be had; `None` when it can.
+    /// Why a required rung cannot be had, and what to do about it; `None` when it can.
     fn missing(&self, level: Level) -> Option<String> {
         let rung = self.transports.iter().find(|rung| rung.transport == level)?;
-        (!rung.usable).then(|| format!("{level} cannot be used here: {}", rung.because))
+        let fix = rung.fix.as_deref().unwrap_or("see the findings");
+        (!rung.usable).then(|| format!("{level} cannot be used here: {}; fix: {fix}", rung.because))
     }
 
     fn text(&self) -> String {
@@ -101,6 +104,17 @@ mod look {
 
     use super::{Diagnosis, Finding, Rung};
 
+    const NO_TRANSPORT: &str = "UCX has no transport for it here";
+    const WITH_VERBS: &str = "install a UCX with verbs (Debian's libucx0, dnf's ucx-ib; the wheel libucx-cu12 has none), and look at \
+                              the findings on device nodes and pinned memory: UCX hides a device that it cannot open";
+
+    fn to_load() -> String {
+        format!(
+            "install UCX 1.13 or later (apt-get install libucx0; dnf install ucx ucx-ib), or name its folder in {}",
+            rdma::LIBRARY_VARIABLE
+        )
+    }
+
     pub(super) async fn diagnosis(ucx_timeout: Duration) -> Diagnosis {
         // It reads files, and loads NVIDIA's libraries: not for a thread that others wait for.
         let probing = tokio::task::spawn_blocking(rdma::probe);
@@ -120,10 +134,7 @@ mod look {
                 (Topic::Ucx, Ok(report)) => loaded(report, ports),
                 (Topic::Ucx, Err(why)) => Finding {
                     status: if finding.status == Status::Missing { "missing" } else { "warning" },
-                    fix: Some(format!(
-                        "install UCX 1.13 or later (apt-get install libucx0; dnf install ucx ucx-ib), or name its folder in {}",
-                        rdma::LIBRARY_VARIABLE
-                    )),
+                    fix: Some(to_load()),
                     ..written(finding, why.clone())
                 },
                 _ => written(finding, finding.found.clone()),
@@ -159,9 +170,7 @@ mod look {
     fn loaded(report: &UcxReport, ports: bool) -> Finding {
         let found = format!("UCX {} ({}): {}", report.version, report.path.display(), report.resources.join(", "));
         let (status, fix) = if ports && report.of(Level::Rdma).is_empty() {
-            let fix = "install a UCX with verbs (Debian's libucx0, dnf's ucx-ib; the wheel libucx-cu12 has none), and look at \
-                       the findings on device nodes and pinned memory: UCX hides a device that it cannot open";
-            ("warning", Some(fix.to_owned()))
+            ("warning", Some(WITH_VERBS.to_owned()))
         } else if report.patched.is_empty() {
             ("ok", None)
         } else {
@@ -171,24 +180,28 @@ mod look {
     }
 
     fn rung(level: Level, probe: &Probe, ucx: &Result<UcxReport, String>) -> Rung {
-        let (usable, because) = match (level, ucx) {
-            (Level::InProcess | Level::Http, _) => (true, "always".to_owned()),
-            (level, Err(_)) => match probe.rdma_fault() {
-                Some(fault) if level == Level::Rdma && fault.topic != Topic::Ucx => (false, fault.found.clone()),
-                _ => (false, "UCX cannot be loaded: see the finding ucx".to_owned()),
-            },
-            (level, Ok(report)) => {
-                let devices = report.of(level);
-                let fault = (level == Level::Rdma).then(|| probe.rdma_fault()).flatten();
-                // The probe looks for UCX in the loader's folders; the one that was loaded may be another.
-                match fault.filter(|fault| fault.topic != Topic::Ucx) {
-                    Some(fault) => (false, fault.found.clone()),
-                    None if devices.is_empty() => (false, "UCX has no transport for it here".to_owned()),
-                    None => (true, devices.join(", ")),
-                }
-            }
+        let usable = |because: String| Rung { transport: level, usable: true, because, fix: None };
+        let not = |because: &str, fix: Option<&str>| Rung {
+            transport: level,
+            usable: false,
+            because: because.to_owned(),
+            fix: fix.map(str::to_owned),
         };
-        Rung { transport: level, usable, because }
+        if matches!(level, Level::InProcess | Level::Http) {
+            return usable("always".to_owned());
+        }
+        // The probe looks for UCX in the loader's folders; the one that was loaded may be another.
+        let fault =
+            (level == Level::Rdma).then(|| probe.rdma_fault()).flatten().filter(|fault| fault.topic != Topic::Ucx);
+        if let Some(fault) = fault {
+            return not(&fault.found, fault.fix.as_deref());
+        }
+        let Ok(report) = ucx else { return not("UCX cannot be loaded: see the finding ucx", Some(&to_load())) };
+        match report.of(level)[..] {
+            [] if level == Level::Rdma => not(NO_TRANSPORT, Some(WITH_VERBS)),
+            [] => not(NO_TRANSPORT, Some("look at UCX_TLS and UCX_NET_DEVICES: they keep UCX from what it has")),
+            ref devices => usable(devices.join(", ")),
+        }
     }
 }
 
@@ -204,15 +217,17 @@ mod look {
     #[expect(clippy::unused_async, reason = "the same as with the feature")]
     pub(super) async fn diagnosis(_: Duration) -> Diagnosis {
         let summary = "This program was built without the feature `rdma`, so it has no UCX and did not look for it.";
+        let fix = "build with the feature `rdma` of gym-server (it is a default feature)";
         let rung = |level: Level| {
             let because = if level.is_ucx() { "built without the feature `rdma`" } else { "always" };
-            Rung { transport: level, usable: !level.is_ucx(), because: because.to_owned() }
+            let fix = level.is_ucx().then(|| fix.to_owned());
+            Rung { transport: level, usable: !level.is_ucx(), because: because.to_owned(), fix }
         };
         let finding = Finding {
             topic: "ucx".to_owned(),
             status: "missing",
             found: "built without the feature `rdma`".to_owned(),
-            fix: Some("build with the feature `rdma` of gym-server (it is a default feature)".to_owned()),
+            fix: Some(fix.to_owned()),
         };
         Diagnosis {
             summary: summary.to_owned(),
@@ -276,7 +291,8 @@ mod tests {
         // UCX lists the device, but the process could not pin its memory.
         let poor = diagnosis(&[FIT[0], FIT[1]], Ok(&devices));
         assert_eq!(usable(&poor), ["mem", "shm", "ucx_tcp", "http"]);
-        assert!(poor.missing(Level::Rdma).unwrap().contains("may be pinned"), "{poor:?}");
+        let missing = poor.missing(Level::Rdma).unwrap();
+        assert!(missing.contains("may be pinned") && missing.contains("; fix: "), "{missing}");
     }
 
     #[test]
@@ -302,7 +318,10 @@ mod tests {
 
     #[test]
     fn every_warning_and_everything_missing_has_a_fix() {
-        for found in [diagnosis(&[], Err("not there")), diagnosis(&FIT, Ok(&["tcp/lo"]))] {
+        for found in [diagnosis(&[], Err("not there")), diagnosis(&FIT, Ok(&["tcp/lo"])), diagnosis(&FIT, Ok(&[]))] {
+            for rung in &found.transports {
+                assert_eq!(rung.fix.is_none(), rung.usable, "{rung:?}");
+            }
             for finding in &found.findings {
                 let wanted = matches!(finding.status, "warning" | "missing");
                 assert_eq!(finding.fix.is_some(), wanted, "{finding:?}");
