@@ -1,6 +1,7 @@
 //! What tests and benchmarks of this and other crates share: conformance suites of the seams, figures of a transport, a storm
-//! of dropped calls, a simulated disk and a simulated network.
+//! of dropped calls, tables of bad input, a simulated disk and a simulated network.
 
+pub mod bad_input;
 pub mod conformance;
 pub mod figures;
 mod files;
