@@ -35,6 +35,7 @@ pub struct Storm {
 
 impl Storm {
     /// What is to be served at the other end: it echoes, or holds a call until it is cancelled.
+    #[must_use]
     pub fn handler(&self) -> impl Handler + use<> {
         let running = Arc::clone(&self.running);
         handler_fn(move |request: Request| {
@@ -50,7 +51,7 @@ impl Storm {
         })
     }
 
-    /// How many calls the handler has not ended, nor been told to give up.
+    /// How many calls the handler still holds.
     #[must_use]
     pub fn running(&self) -> usize {
         self.running.load(Ordering::SeqCst)

@@ -26,7 +26,7 @@ pub(super) fn of(metadata: &Map<String, Value>) -> Result<Option<String>> {
 }
 
 /// The request with the audio before the text of its last message of the user, and without it in the metadata.
-pub(super) fn put(request: &RawObject, uri: String) -> Result<RawObject> {
+pub(super) fn put(request: &RawObject, uri: &str) -> Result<RawObject> {
     let audio = json!({"type": "audio_url", "audio_url": {"url": uri}});
     let mut messages: Vec<Value> = request.get_as("messages")?.unwrap_or_default();
     match messages.iter_mut().rev().find(|message| message["role"] == "user") {

@@ -60,7 +60,7 @@ pub(super) fn prepare(config: &VllmModelConfig, request: &RawObject) -> Result<R
     }
     let prepared = edit.to_object()?;
     let prepared = match audio {
-        Some(audio) => audio::put(&prepared, audio)?,
+        Some(audio) => audio::put(&prepared, &audio)?,
         None => prepared,
     };
     let several = prepared.get_as::<Value>("n")?.is_some_and(|n| !n.is_null() && n != 1);
