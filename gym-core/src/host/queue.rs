@@ -142,7 +142,7 @@ mod tests {
     #[test]
     fn a_thread_that_waits_is_woken_by_each_item() {
         let (entrance, mut arrivals) = queue(2);
-        let (told, heard) = std::sync::mpsc::channel();
+        let (told, heard) = std::sync::mpsc::sync_channel(100);
         let taking = std::thread::spawn(move || (0..100).for_each(|_| told.send(arrivals.blocking_next()).unwrap()));
         for number in 0..100 {
             entrance.put(number).unwrap();
