@@ -85,25 +85,31 @@ impl FabricOptions {
         let kept = [("RNDV_SCHEME", "get_zcopy"), ("ZCOPY_THRESH", "inf")];
         // What is copied goes out in parts of 8 KiB by default, each a system call: these make it thrice as fast.
         // These two are only TCP's, and 1.13 knows them without its name. It warns of settings of a transport that is not there.
-        let tcp = self.transports.as_ref().is_none_or(|list| list.contains("tcp") || list.contains("all"));
+        let said = self.transports_said();
+        let tcp = ["tcp", "all"].iter().any(|name| said.contains(name));
         let parts = [("TX_SEG_SIZE", "256k"), ("RX_SEG_SIZE", "256k")].into_iter().filter(|_| tcp);
         let old = kept.into_iter().chain(parts);
         let old = old.filter(|_| version.starts_with("1.13."));
-        let fixed = old.map(|(name, value)| (name.to_owned(), value.to_owned()));
+        // As many buffers as a queue over shared memory has places, and some to keep. The usual 512 of 8 KiB are for the peers of
+        // a whole host, and take 4 MB of each worker at once.
+        let buffers = shared_memory_of(&said).map(|_| ("MM_RX_BUFS_GROW", "96"));
+        let fixed = old.chain(buffers).map(|(name, value)| (name.to_owned(), value.to_owned()));
         fixed.chain(named).chain(self.settings.iter().cloned()).collect()
+    }
+
+    /// `UCX_TLS` as it is in the end.
+    fn transports_said(&self) -> String {
+        let set = self.settings.iter().rev().find(|(name, _)| name == "TLS").map(|(_, list)| list.clone());
+        let said = set.or_else(|| self.transports.clone()).or_else(|| std::env::var("UCX_TLS").ok());
+        said.unwrap_or_else(|| "all".to_owned())
     }
 
     /// The settings for the workers of peers on this host: of the transports only those over shared memory. `None` when there
     /// are none.
     pub(super) fn berth_settings(&self, version: &str) -> Option<Vec<(String, String)>> {
         let mut settings = self.ucx_settings(version);
-        let said = settings.iter().rev().find(|(name, _)| name == "TLS").map(|(_, said)| said.clone());
-        let said = said.or_else(|| std::env::var("UCX_TLS").ok());
-        let transports = shared_memory_of(said.as_deref().unwrap_or("all"))?;
+        let transports = shared_memory_of(&self.transports_said())?;
         settings.retain(|(name, _)| !OF_NETWORKS.iter().any(|network| name.starts_with(network)));
-        // As many as a queue has places, and some to keep: the usual 512 of 8 KiB are for the peers of a whole host, and take
-        // 2 MB of each worker at once.
-        settings.insert(0, ("MM_RX_BUFS_GROW".to_owned(), "96".to_owned()));
         // Nothing is registered for shared memory, and what a worker leaves in the cache when it goes is never taken out.
         settings.insert(0, ("RCACHE_ENABLE".to_owned(), "n".to_owned()));
         settings.push(("TLS".to_owned(), transports));

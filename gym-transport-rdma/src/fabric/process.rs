@@ -40,3 +40,28 @@ impl Process {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::process::{Command, Stdio};
+
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+    use super::*;
+
+    #[test]
+    fn the_end_of_another_process_is_told_and_our_own_is_not_awaited() {
+        let mut child = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
+        let watched = Process::watch(child.id());
+        let descriptor = watched.descriptor().expect("it is there");
+        child.kill().unwrap();
+        let patience = Timespec { tv_sec: 30, tv_nsec: 0 };
+        assert_eq!(poll(&mut [PollFd::from_borrowed_fd(descriptor, PollFlags::IN)], Some(&patience)), Ok(1));
+        child.wait().unwrap();
+        assert!(Process::watch(child.id()).has_ended());
+        for nobody in [std::process::id(), 0, u32::MAX] {
+            let unknown = Process::watch(nobody);
+            assert!(!unknown.has_ended() && unknown.descriptor().is_none());
+        }
+    }
+}
