@@ -190,6 +190,8 @@ async fn peers_that_get(test: &'static str, signal: &'static str, rounds: usize)
                 panic!("{way:?}, round {round}: a bystander notices: {error}; its end: {}", beside.closed().await);
             }
         }
+        let another = Peer::start(test, way);
+        another.connect(&ucx).await.call(request("/echo", 100_000)).await.unwrap();
     }
 }
 
