@@ -381,14 +381,13 @@ impl Berths {
         self.places.values().any(|place| place.is_awaited(now))
     }
 
-    /// Arms the workers before a sleep, and adds what wakes it up. Returns whether one of them is busy: it has something to
-    /// do, or waits for its peer to make room. One that is left keeps nobody awake for that; a tick sees to it.
-    pub(super) fn arm<'a>(&'a self, watched: &mut Vec<PollFd<'a>>) -> bool {
+    /// Arms the workers before a sleep, and adds those that then wake it up. Returns whether one of them is busy: it has
+    /// something to do, or waits for its peer to make room. One that is left keeps nobody awake for that; a tick sees to it.
+    pub(super) fn arm<'a>(&'a self, armed: &mut Vec<&'a Worker>) -> bool {
         let mut busy = false;
         for place in self.places.values() {
-            let armed = if place.worker.is_armed() { Ok(Armed::Yes) } else { place.worker.arm() };
-            match armed {
-                Ok(Armed::Yes) => watched.push(PollFd::from_borrowed_fd(place.worker.wakeup(), PollFlags::IN)),
+            match if place.worker.is_armed() { Ok(Armed::Yes) } else { place.worker.arm() } {
+                Ok(Armed::Yes) => armed.push(&place.worker),
                 Ok(Armed::Busy) => busy |= !matches!(place.stage, Stage::Leaving(_)),
                 Err(status) => tracing::debug!(%status, "arm a berth's worker"),
             }

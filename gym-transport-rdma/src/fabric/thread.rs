@@ -253,12 +253,12 @@ enum Woken {
 }
 
 fn sleep(shared: &Shared, state: &State, rest: &mut Rest, now: Instant) -> Woken {
-    let mut watched = vec![PollFd::from_borrowed_fd(shared.queue.wakeup(), PollFlags::IN)];
+    let mut armed: Vec<&Worker> = Vec::new();
     // Only an armed worker makes its descriptor readable; one that is busy has something to do, or waits for a peer to send.
     // It announces nothing new, and its descriptor may be readable from what is over.
-    let mut busy = state.berths.arm(&mut watched);
+    let mut busy = state.berths.arm(&mut armed);
     match state.worker.arm() {
-        Ok(Armed::Yes) => watched.push(PollFd::from_borrowed_fd(state.worker.wakeup(), PollFlags::IN)),
+        Ok(Armed::Yes) => armed.push(&state.worker),
         Ok(Armed::Busy) => busy = true,
         // Without events there is still the tick.
         Err(status) => tracing::debug!(%status, "arm the worker"),
@@ -270,8 +270,9 @@ fn sleep(shared: &Shared, state: &State, rest: &mut Rest, now: Instant) -> Woken
             return Woken::Otherwise;
         }
     }
-    let workers = watched.len();
-    watched.extend(state.berths.processes().map(|process| PollFd::from_borrowed_fd(process, PollFlags::IN)));
+    let command = std::iter::once(shared.queue.wakeup());
+    let wakeups = command.chain(armed.iter().map(|worker| worker.wakeup())).chain(state.berths.processes());
+    let mut watched: Vec<_> = wakeups.map(|wakeup| PollFd::from_borrowed_fd(wakeup, PollFlags::IN)).collect();
     if !shared.queue.sleep() {
         return Woken::Otherwise;
     }
@@ -279,8 +280,12 @@ fn sleep(shared: &Shared, state: &State, rest: &mut Rest, now: Instant) -> Woken
     let timeout = Timespec { tv_sec: most.as_secs() as i64, tv_nsec: i64::from(most.subsec_nanos()) };
     // An interruption is as good as a tick.
     let ready = poll(&mut watched, Some(&timeout)).unwrap_or(0);
-    let readable = |watched: &[PollFd<'_>]| watched.iter().any(|one| one.revents().contains(PollFlags::IN));
-    let (event, process) = (readable(&watched[1..workers]), readable(&watched[workers..]));
+    let readable = |one: &PollFd<'_>| one.revents().contains(PollFlags::IN);
+    let (workers, processes) = watched[1..].split_at(armed.len());
+    let (event, process) = (workers.iter().any(readable), processes.iter().any(readable));
+    for (worker, _) in armed.iter().zip(workers).filter(|(_, one)| readable(one)) {
+        worker.disarm();
+    }
     let command = shared.queue.awake();
     match (ready, event, command) {
         (0, ..) => shared.counters.woken_by_tick.add(1),

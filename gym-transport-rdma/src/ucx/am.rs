@@ -273,6 +273,7 @@ impl Drop for Announcement {
         if self.worker.is_gone() {
             return;
         }
+        self.worker.disarm();
         // SAFETY: a descriptor that was announced and neither fetched nor released, of a live worker.
         unsafe { (self.worker.library().api.ucp_am_data_release)(self.worker.raw(), self.descriptor) }
     }

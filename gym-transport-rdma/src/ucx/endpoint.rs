@@ -106,6 +106,7 @@ impl Endpoint {
         };
         params.err_handler = ucp_err_handler_t { cb: Some(on_error), arg: failed.cast() };
         address(&mut params);
+        worker.disarm();
         let mut raw = std::ptr::null_mut();
         // SAFETY: parameters with their mask; addresses outlive the call; the callback's argument lives until the
         // endpoint is closed.

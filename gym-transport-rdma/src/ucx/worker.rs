@@ -95,7 +95,7 @@ impl Worker {
         // SAFETY: a live worker, on the only thread that has it.
         let worked = unsafe { (self.library().api.ucp_worker_progress)(raw) != 0 };
         if worked {
-            self.armed.set(false);
+            self.disarm();
         }
         worked
     }
@@ -103,6 +103,11 @@ impl Worker {
     /// Whether it was armed and nothing has come or been sent since, so that it need not be armed again.
     pub(crate) fn is_armed(&self) -> bool {
         self.armed.get()
+    }
+
+    /// It is to be armed anew: something was done with it, or its descriptor became readable.
+    pub(crate) fn disarm(&self) {
+        self.armed.set(false);
     }
 
     /// To be called when [`Worker::progress`] found nothing, and not on one that was abandoned.
@@ -149,7 +154,7 @@ impl Worker {
 
     /// Keeps what an operation needs until [`Worker::ended`], and tells under which number.
     pub(super) fn began(&self, operation: *mut dyn Operation) -> usize {
-        self.armed.set(false);
+        self.disarm();
         self.operations.borrow_mut().add(operation)
     }
 
