@@ -184,10 +184,7 @@ impl InProcessGroup {
     }
 
     fn channel(&self, rank: Rank, host: impl Handler, closed: CancelToken) -> Channel {
-        let InProcessOptions { host: HostOptions { calls_max, .. }, faithful } = self.options;
-        // Twice what the host lets in, so that it is the host that refuses: the link would wait.
-        let calls_max = calls_max.saturating_mul(2).max(2);
-        channel_to(&format!("{}/{rank}", self.name), Arc::new(host), calls_max, faithful, closed)
+        channel_to(&format!("{}/{rank}", self.name), Arc::new(host), self.options.faithful, closed)
     }
 
     fn end(&self, rank: Rank, state: RankState) -> Result<()> {

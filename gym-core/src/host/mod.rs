@@ -267,6 +267,11 @@ impl Handler for WorkerHost {
             }
         }
     }
+
+    /// [`HostOptions::calls_max`].
+    fn bounds_calls(&self) -> bool {
+        true
+    }
 }
 
 impl fmt::Debug for WorkerHost {
