@@ -210,7 +210,7 @@ impl VirtualCluster {
         }
         let tenancy = self.tenants.admit(group, &bundles, self.spec.groups_max())?;
         let turns = (self.spec.enable_colocation == Some(true)).then(|| self.turns.clone());
-        let share = turns.map(|turns| Share { turns, group: tenancy.number, bundles });
+        let share = turns.map(|turns| Share::new(turns, tenancy.number, bundles));
         let monitor = self.spec.monitor_memory.then(|| {
             let mut monitor = self.monitor.lock().unwrap_or_else(PoisonError::into_inner);
             Arc::clone(monitor.get_or_insert_with(|| Arc::new(Monitor::start())))
