@@ -74,12 +74,25 @@ fn scan(file: &[u8]) -> Result<RolloutsIndex, MetricsError> {
 #[test]
 fn replies_equal_nemo_gyms_in_every_golden_case() {
     for case in cases() {
-        let reply = aggregate_metrics(case.request.to_string().as_bytes());
+        let reply = aggregate_metrics(case.request.to_string().as_bytes(), usize::MAX);
         match case.expected {
             Some(expected) => assert_same(&case.name, &serde_json::from_slice(&reply.unwrap()).unwrap(), &expected),
             None => {
                 assert!(reply.unwrap_err().to_string().contains("_ng_task_index 0, _ng_rollout_index 0 appears more"))
             }
+        }
+    }
+}
+
+#[test]
+fn a_reply_that_its_caller_does_not_take_is_an_error_that_names_the_bound() {
+    for case in cases() {
+        let body = case.request.to_string();
+        let Ok(reply) = aggregate_metrics(body.as_bytes(), usize::MAX) else { continue };
+        assert_eq!(aggregate_metrics(body.as_bytes(), reply.len()).unwrap(), reply, "{}", case.name);
+        for bytes_max in [reply.len() - 1, reply.len() / 2, 0] {
+            let error = aggregate_metrics(body.as_bytes(), bytes_max).unwrap_err();
+            assert!(matches!(error, MetricsError::ReplyTooLarge { bytes_max: bound } if bound == bytes_max), "{error}");
         }
     }
 }
@@ -115,7 +128,7 @@ fn one_column_at_a_time_gives_the_same_statistics() {
         let narrow = Aggregation::compute(&mut rows, AggregateOptions { column_bytes_max: 1 }).unwrap();
         let mut reply = Vec::new();
         narrow.write_reply(&mut rows, &mut reply).unwrap();
-        assert_eq!(reply, aggregate_metrics(body.as_bytes()).unwrap(), "{}", case.name);
+        assert_eq!(reply, aggregate_metrics(body.as_bytes(), usize::MAX).unwrap(), "{}", case.name);
     }
 }
 
@@ -154,7 +167,7 @@ fn the_file_pass_writes_the_report_that_the_servers_reply_gives() {
             continue;
         };
         written.unwrap();
-        let reply = aggregate_metrics(case.request.to_string().as_bytes()).unwrap();
+        let reply = aggregate_metrics(case.request.to_string().as_bytes(), usize::MAX).unwrap();
         let entry = ReportEntry {
             label: "env".to_owned(),
             server: "env".to_owned(),
@@ -248,7 +261,7 @@ fn broken_rollout_rows_are_named_by_line() {
             "verify_responses[0]: _ng_rollout_index is 0.5; expected",
         ),
     ] {
-        let error = aggregate_metrics(bad.as_bytes()).unwrap_err().to_string();
+        let error = aggregate_metrics(bad.as_bytes(), usize::MAX).unwrap_err().to_string();
         assert!(error.starts_with(message), "{error}");
     }
 }

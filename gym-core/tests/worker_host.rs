@@ -1,7 +1,7 @@
 //! A host whose worker blocks: what its callers hear when it is given up, and what those who leave the line keep.
 
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Mutex, OnceLock};
 use std::time::Duration;
 
@@ -36,14 +36,14 @@ impl Method for Count {
 /// What a test and its worker, which is found by its group's name, share.
 struct Shared {
     go: Mutex<Receiver<()>>,
-    told: Mutex<Sender<bool>>,
-    ended: Mutex<Sender<()>>,
+    told: Mutex<SyncSender<bool>>,
+    ended: Mutex<SyncSender<()>>,
     counted: AtomicU32,
 }
 
 /// The test's ends.
 struct Strings {
-    go: Sender<()>,
+    go: SyncSender<()>,
     told: Receiver<bool>,
     ended: Receiver<()>,
     shared: &'static Shared,
@@ -57,7 +57,7 @@ fn shared(group: &str) -> &'static OnceLock<Shared> {
 }
 
 fn strings(group: &str) -> Strings {
-    let ((go, waits), (tells, told), (ends, ended)) = (channel(), channel(), channel());
+    let ((go, waits), (tells, told), (ends, ended)) = (sync_channel(1), sync_channel(1), sync_channel(1));
     let made =
         Shared { go: Mutex::new(waits), told: Mutex::new(tells), ended: Mutex::new(ends), counted: AtomicU32::new(0) };
     let shared = shared(group).get_or_init(|| made);

@@ -80,6 +80,11 @@ digit_agent:
       model_server: {type: responses_api_models, name: policy_model}
 ";
 
+/// What is collected in a [`Place`].
+const TASKS: [&str; 6] = ["-a", "digit_agent", "-i", "tasks.jsonl", "-o", "out/rollouts.jsonl"];
+/// The servers of the configuration, each of which can run in a process of its own.
+const SERVICES: [&str; 4] = ["policy_model", "digit", "digit_agent", "digit_environment_server"];
+
 /// A folder with a configuration and tasks, and a port for its head.
 struct Place {
     folder: tempfile::TempDir,
@@ -108,6 +113,11 @@ impl Place {
         format!("http://127.0.0.1:{}", self.head_port)
     }
 
+    /// The option that makes the head listen there.
+    fn port(&self) -> String {
+        format!("+head_server.port={}", self.head_port)
+    }
+
     fn command(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(arguments).current_dir(self.folder.path()).env(PROGRAM, "1").env_remove("HEAD_SERVER_URL");
@@ -118,9 +128,24 @@ impl Place {
         self.command(arguments).output().unwrap()
     }
 
+    /// `rgym collect` of the tasks.
+    fn collect(&self, arguments: &[&str]) -> Command {
+        self.command(&[&["collect"], &TASKS[..], arguments].concat())
+    }
+
+    /// The same with the servers that run, to its end.
+    fn collected(&self, arguments: &[&str]) -> Output {
+        self.collect(&[&["--head-url", &self.head()], arguments].concat()).output().unwrap()
+    }
+
+    fn status(&self) -> serde_json::Value {
+        let (out, _) = ended_with(&self.run(&["status", "--json", "--head-url", &self.head()]), 0);
+        serde_json::from_str(&out).unwrap()
+    }
+
     /// Starts `rgym run …` and waits for its ready line.
     fn start(&self, arguments: &[&str]) -> Started {
-        let port = format!("+head_server.port={}", self.head_port);
+        let port = self.port();
         let arguments = [&["run", "--config", "gym.yaml", &port][..], arguments].concat();
         let mut child = self.command(&arguments).stdout(Stdio::piped()).spawn().unwrap();
         let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
@@ -132,6 +157,13 @@ impl Place {
             }
         }
         panic!("{arguments:?} ended before it was ready, with {:?}: {said:?}", child.wait());
+    }
+
+    /// Starts each of [`SERVICES`] in a process of its own, which finds the others by the head.
+    fn start_services(&self, arguments: &[&str]) -> Vec<Started> {
+        let head = self.head();
+        let start = |name| self.start(&[&["--serve", name, "--head-url", &head], arguments].concat());
+        SERVICES.into_iter().map(start).collect()
     }
 
     fn rollouts(&self) -> Vec<serde_json::Value> {
@@ -199,19 +231,17 @@ fn run_announces_serves_and_stops_in_order() {
         let mut started = place.start(&[]);
         let ready = started.said.last().unwrap();
         assert_eq!(*ready, format!("ready: 4 servers, head {}", place.head()));
-        for name in ["head_server", "policy_model", "digit", "digit_agent", "digit_environment_server"] {
+        for name in ["head_server"].into_iter().chain(SERVICES) {
             assert!(started.said.iter().any(|line| line.split_whitespace().next() == Some(name)), "{:?}", started.said);
         }
         let health = get(place.head_port, "/health");
         assert!(health.starts_with("HTTP/1.1 200") && health.contains(r#"{"status":"ok"}"#), "{health}");
 
-        let (out, _) = ended_with(&place.run(&["status", "--json", "--head-url", &place.head()]), 0);
-        let status: serde_json::Value = serde_json::from_str(&out).unwrap();
+        let status = place.status();
         let servers = status["servers"].as_array().unwrap();
         assert_eq!(servers.len(), 4);
         assert!(servers.iter().all(|server| server["healthy"] == true && server["in_flight"] == 0), "{status}");
-        let port = format!("+head_server.port={}", place.head_port);
-        let (table, _) = ended_with(&place.run(&["ng_status", &port]), 0);
+        let (table, _) = ended_with(&place.run(&["ng_status", &place.port()]), 0);
         assert!(table.contains("4 of 4 servers healthy"), "{table}");
 
         started.signal(signal);
@@ -226,13 +256,11 @@ fn a_second_signal_stops_at_once() {
     let mut hanging = row("", 0);
     hanging["wait_for"] = serde_json::json!(place.file("never"));
     place.tasks([hanging]);
-    let collect = ["collect", "-a", "digit_agent", "-i", "tasks.jsonl", "-o", "o.jsonl", "--head-url", &place.head()];
-    let _collector =
-        Started { child: place.command(&collect).stderr(Stdio::null()).spawn().unwrap(), said: Vec::new() };
+    let mut collect = place.collect(&["--head-url", &place.head()]);
+    let _collector = Started { child: collect.stderr(Stdio::null()).spawn().unwrap(), said: Vec::new() };
     let in_flight = || {
-        let (out, _) = ended_with(&place.run(&["status", "--json", "--head-url", &place.head()]), 0);
-        let status: serde_json::Value = serde_json::from_str(&out).unwrap();
-        let servers = status["servers"].as_array().unwrap().clone();
+        let status = place.status();
+        let servers = status["servers"].as_array().unwrap();
         servers.iter().find(|server| server["name"] == "digit").unwrap()["in_flight"].as_i64()
     };
     wait_until(|| in_flight() == Some(1));
@@ -248,19 +276,14 @@ fn services_run_in_processes_of_their_own() {
     place.tasks((0..5).map(|number| row("0123456789", number)));
     let head = place.start(&["--serve", "head_server"]);
     assert_eq!(*head.said.last().unwrap(), format!("ready: 0 servers, head {}", place.head()));
-    let url = place.head();
-    let services: Vec<Started> = ["policy_model", "digit", "digit_agent", "digit_environment_server"]
-        .iter()
-        .map(|name| place.start(&["--serve", name, "--head-url", &url]))
-        .collect();
+    let services = place.start_services(&[]);
     assert!(services.iter().all(|service| service.said.last().unwrap().starts_with("ready: 1 servers, head ")));
-    let collect = ["collect", "-a", "digit_agent", "-i", "tasks.jsonl", "-o", "out/rollouts.jsonl", "--head-url", &url];
-    ended_with(&place.run(&collect), 0);
+    ended_with(&place.collected(&[]), 0);
     assert_eq!(place.rollouts().len(), 5);
     for service in services {
         assert_eq!(service.interrupt(), Some(0));
     }
-    let (out, _) = ended_with(&place.run(&["status", "--head-url", &url]), 0);
+    let (out, _) = ended_with(&place.run(&["status", "--head-url", &place.head()]), 0);
     assert!(out.contains("0 of 0 servers healthy"), "who stops lets go of its lease: {out}");
     assert_eq!(head.interrupt(), Some(0));
 }
@@ -292,31 +315,13 @@ fn ucx_is_chosen_by_configuration_alone() {
         }
         place.tasks((0..5).map(|number| row("0123456789", number)));
         let head = place.start(&["--serve", "head_server"]);
-        let url = place.head();
         // The agent's process is told by an option, the others by the file.
         let config = format!("{CONFIG}transport: {rung}\n");
         std::fs::write(place.file("gym.yaml"), config).unwrap();
-        let services: Vec<Started> = ["policy_model", "digit", "digit_agent", "digit_environment_server"]
-            .iter()
-            .map(|name| place.start(&["--serve", name, "--head-url", &url, "--transport", rung]))
-            .collect();
-        let collect = [
-            "collect",
-            "-a",
-            "digit_agent",
-            "-i",
-            "tasks.jsonl",
-            "-o",
-            "out/rollouts.jsonl",
-            "--head-url",
-            &url,
-            "--transport",
-            rung,
-        ];
-        ended_with(&place.run(&collect), 0);
+        let services = place.start_services(&["--transport", rung]);
+        ended_with(&place.collected(&["--transport", rung]), 0);
         assert_eq!(place.rollouts().len(), 5);
-        let (out, _) = ended_with(&place.run(&["status", "--json", "--head-url", &url]), 0);
-        let status: serde_json::Value = serde_json::from_str(&out).unwrap();
+        let status = place.status();
         let reached = paths(&status, "digit_agent");
         assert_eq!(reached.len(), 2, "model and resources: {status}");
         for (level, lanes) in &reached {
@@ -336,9 +341,7 @@ fn servers_of_one_process_call_each_other_over_ucx() {
     }
     place.tasks((0..5).map(|number| row("0123456789", number)));
     let started = place.start(&["--transport", "shm"]);
-    let collect =
-        ["collect", "-a", "digit_agent", "-i", "tasks.jsonl", "-o", "out/rollouts.jsonl", "--head-url", &place.head()];
-    ended_with(&place.run(&collect), 0);
+    ended_with(&place.collected(&[]), 0);
     assert_eq!(place.rollouts().len(), 5);
     let metrics = get(place.head_port, "/metrics");
     assert!(metrics.contains(r#"gym_transport_connections_total{level="shm"}"#), "{metrics}");
@@ -355,22 +358,7 @@ fn a_required_transport_fails_instead_of_falling() {
     let place = Place::new();
     place.tasks([row("0123456789", 0)]);
     let started = place.start(&[]);
-    let collect = [
-        "collect",
-        "-a",
-        "digit_agent",
-        "-i",
-        "tasks.jsonl",
-        "-o",
-        "out/rollouts.jsonl",
-        "--head-url",
-        &place.head(),
-        "--require-transport",
-        "rdma",
-        "--attempts",
-        "1",
-    ];
-    let (out, error) = ended_with(&place.run(&collect), 3);
+    let (out, error) = ended_with(&place.collected(&["--require-transport", "rdma", "--attempts", "1"]), 3);
     let failures = std::fs::read_to_string(place.file("out/rollouts_failures.jsonl")).unwrap();
     for words in ["http: below require_transport rdma", "it offers no ucx endpoint", "rgym doctor"] {
         assert!(failures.contains(words), "{words}: {failures}{out}{error}");
@@ -382,7 +370,6 @@ fn collect_uses_the_servers_that_run() {
     let place = Place::new();
     place.tasks((0..20).map(|number| row("01234", number)));
     let started = place.start(&[]);
-    let port = format!("+head_server.port={}", place.head_port);
     let (out, error) = ended_with(
         &place.run(&[
             "ng_collect_rollouts",
@@ -393,7 +380,7 @@ fn collect_uses_the_servers_that_run() {
             "+num_repeats_add_seed=true",
             "+num_samples_in_parallel=8",
             "+limit=10",
-            &port,
+            &place.port(),
         ]),
         0,
     );
@@ -418,13 +405,12 @@ fn collect_uses_the_servers_that_run() {
 fn collect_brings_its_own_servers() {
     let place = Place::new();
     place.tasks((0..10).map(|number| row("0123456789", number)));
-    let port = format!("+head_server.port={}", place.head_port);
-    let arguments =
-        ["eval", "run", "--config", "gym.yaml", "-a", "digit_agent", "-i", "tasks.jsonl", "-o", "out/rollouts.jsonl"];
-    let (out, error) = ended_with(&place.run(&[&arguments[..], &[&port, "--progress", "plain"]].concat()), 0);
+    let port = place.port();
+    let arguments = [&["eval", "run", "--config", "gym.yaml", &port], &TASKS[..]].concat();
+    let (out, error) = ended_with(&place.run(&[&arguments[..], &["--progress", "plain"]].concat()), 0);
     assert!(out.contains("10 of 10 rollouts are recorded"), "{out}{error}");
     assert!(place.rollouts().iter().all(|row| row["reward"] == 1.0));
-    let (out, _) = ended_with(&place.run(&[&arguments[..], &[&port, "--resume"]].concat()), 0);
+    let (out, _) = ended_with(&place.run(&[&arguments[..], &["--resume"]].concat()), 0);
     assert!(out.contains("(10 of them by earlier runs)"), "{out}");
     assert_eq!(place.rollouts().len(), 10);
 }
@@ -435,10 +421,8 @@ fn a_failed_rollout_ends_with_3() {
     // The verifier cannot read this task.
     rows[1].as_object_mut().unwrap().remove("digits");
     place.tasks(rows);
-    let port = format!("+head_server.port={}", place.head_port);
-    let collect =
-        ["collect", "--config", "gym.yaml", "-a", "digit_agent", "-i", "tasks.jsonl", "-o", "out/rollouts.jsonl"];
-    let (out, error) = ended_with(&place.run(&[&collect[..], &[&port, "--attempts", "1"]].concat()), 3);
+    let mut collect = place.collect(&["--config", "gym.yaml", &place.port(), "--attempts", "1"]);
+    let (out, error) = ended_with(&collect.output().unwrap(), 3);
     assert!(out.contains("2 of 3 rollouts are recorded, 1 failed") && out.contains("agent_run_error"), "{out}");
     assert!(error.contains("out/rollouts_failures.jsonl") && error.contains("--resume"), "{error}");
 }
@@ -451,24 +435,9 @@ fn a_stopped_collection_goes_on_where_it_was() {
         row["wait_for"] = serde_json::json!(gate);
     }
     place.tasks(rows);
-    let port = format!("+head_server.port={}", place.head_port);
-    let collect = [
-        "collect",
-        "--config",
-        "gym.yaml",
-        "-a",
-        "digit_agent",
-        "-i",
-        "tasks.jsonl",
-        "-o",
-        "out/rollouts.jsonl",
-        "--stop-grace",
-        "0.2",
-        "--progress",
-        "plain",
-        &port,
-    ];
-    let child = place.command(&collect).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let port = place.port();
+    let collect = || place.collect(&["--config", "gym.yaml", "--stop-grace", "0.2", "--progress", "plain", &port]);
+    let child = collect().stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let mut started = Started { child, said: Vec::new() };
     wait_until(|| place.rollouts_so_far() == 3);
     started.signal(rustix::process::Signal::INT);
@@ -479,7 +448,7 @@ fn a_stopped_collection_goes_on_where_it_was() {
     assert!(said.contains("stopped with 3 rollouts open") && said.contains("--resume"), "{said}");
 
     std::fs::write(&gate, "").unwrap();
-    let (out, _) = ended_with(&place.run(&[&collect[..], &["--resume"]].concat()), 0);
+    let (out, _) = ended_with(&collect().arg("--resume").output().unwrap(), 0);
     assert!(out.contains("6 of 6 rollouts are recorded (3 of them by earlier runs)"), "{out}");
     assert_eq!(place.rollouts().len(), 6);
 }

@@ -3,7 +3,6 @@
 
 mod common;
 
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -11,6 +10,7 @@ use bytes::Bytes;
 use common::Way;
 use common::transport::Ends;
 use gym_core::mux::Limits;
+use gym_core::testing::{Storm, with_segment};
 use gym_core::{
     CallContext, Channel, Code, ConnectOptions, Connector, Execution, Handler, Level, Listener, Request, Response,
     Result, Status, handler_fn,
@@ -59,12 +59,6 @@ fn post(route: &'static str) -> Request {
     Request::post(CallContext::within(FAR), route, "{}")
 }
 
-fn with_segment(route: &'static str, bytes: usize) -> Request {
-    let mut request = post(route);
-    request.message.segments.push(Bytes::from(vec![7; bytes]));
-    request
-}
-
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn calls_arrive_in_the_order_in_which_they_were_sent_whatever_their_size() {
     for &way in Way::all() {
@@ -78,7 +72,7 @@ async fn calls_arrive_in_the_order_in_which_they_were_sent_whatever_their_size()
         let mut replies = Vec::new();
         let sent: Vec<_> = (0..500).map(|call| Bytes::from(call.to_string())).collect();
         for (call, text) in sent.iter().enumerate() {
-            let mut request = with_segment("/next", if call % 50 == 0 { 3 << 20 } else { call });
+            let mut request = with_segment(post("/next"), if call % 50 == 0 { 3 << 20 } else { call });
             request.message.head = text.clone().into();
             replies.push(both.channel.start(request).await.unwrap());
         }
@@ -150,7 +144,7 @@ async fn a_header_that_is_longer_than_an_opening_arrives() {
     let Some(both) = Both::open(Way::SharedMemory, Limits::default(), echo()).await else { return };
     let handler_saw = |request: &mut Request, bytes: usize| request.context.metadata.push("cookie", "c".repeat(bytes));
     for bytes in [60_000, 66_000, 900_000] {
-        let mut request = with_segment("/echo", 100);
+        let mut request = with_segment(post("/echo"), 100);
         handler_saw(&mut request, bytes);
         assert_eq!(soon(both.channel.call(request)).await.unwrap().message.segments[0].len(), 100);
     }
@@ -162,7 +156,7 @@ async fn full_ends_do_not_block_each_other() {
         // Each end takes one large message at a time; both directions are full at once.
         let limits = Limits { request_bytes_in_flight_max: 4 << 20, calls_max: 8, ..Limits::default() };
         let Some(both) = Both::open(way, limits, echo()).await else { return };
-        let calls = (0..32).map(|_| both.channel.call(with_segment("/echo", 3 << 20)));
+        let calls = (0..32).map(|_| both.channel.call(with_segment(post("/echo"), 3 << 20)));
         for answer in soon(futures_util::future::join_all(calls)).await {
             assert_eq!(answer.unwrap().message.segments[0].len(), 3 << 20);
         }
@@ -208,60 +202,19 @@ async fn what_is_unknown_to_a_bootstrap_goes_on_to_the_server() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn ten_thousand_calls_dropped_anywhere_leave_nothing_running_and_the_pools_whole() {
-    const CALLS: u64 = 10_000;
-    struct Running(Arc<AtomicUsize>);
-    impl Drop for Running {
-        fn drop(&mut self) {
-            self.0.fetch_sub(1, Ordering::SeqCst);
-        }
-    }
     for &way in Way::all() {
-        let running = Arc::new(AtomicUsize::new(0));
-        let count = Arc::clone(&running);
-        let handler = handler_fn(move |request: Request| {
-            count.fetch_add(1, Ordering::SeqCst);
-            let guard = Running(Arc::clone(&count));
-            async move {
-                let _guard = guard;
-                if request.route.path() == "/hold" {
-                    request.context.cancel.cancelled().await;
-                }
-                Ok(Response::new(Status::OK, request.message))
-            }
-        });
+        let storm = Storm::default();
         let limits = Limits { calls_max: 64, request_bytes_in_flight_max: 4 << 20, ..Limits::default() };
-        let Some(both) = Both::open(way, limits, handler).await else { return };
-        // A fixed seed, so that a failure comes again.
-        let mut random = 0x2545_F491_4F6C_DD17_u64;
-        let mut next = |below: u64| {
-            random ^= random << 13;
-            random ^= random >> 7;
-            random ^= random << 17;
-            random % below
-        };
-        let mut kept = Vec::new();
-        for call in 0..CALLS {
-            let bytes = if call % 20 == 0 { 300_000 } else { usize::try_from(next(3_000)).unwrap() };
-            let request = with_segment(if next(2) == 0 { "/hold" } else { "/echo" }, bytes);
-            let mut started = Box::pin(both.channel.start(request));
-            let Some(mut reply) = polled(&mut started, next(3)).await else { continue };
-            match next(10) {
-                0 => kept.push(reply),
-                polls => drop(polled(&mut reply, polls).await),
-            }
-            if kept.len() > 16 {
-                drop(kept.swap_remove(usize::try_from(next(16)).unwrap()));
-            }
-        }
-        drop(kept);
+        let Some(both) = Both::open(way, limits, storm.handler()).await else { return };
+        storm.rage(&both.channel).await;
         // All the room is there again.
-        let calls = (0..64).map(|_| both.channel.call(with_segment("/echo", 60_000)));
+        let calls = (0..64).map(|_| both.channel.call(with_segment(post("/echo"), 60_000)));
         for answer in soon(futures_util::future::join_all(calls)).await {
             answer.unwrap();
         }
         soon(async {
             let whole = || both.stats().iter().all(|stats| stats.pool.bytes_free == stats.pool.bytes_kept);
-            while running.load(Ordering::SeqCst) > 0 || !whole() {
+            while storm.running() > 0 || !whole() {
                 tokio::time::sleep(Duration::from_millis(1)).await;
             }
         })
@@ -269,15 +222,4 @@ async fn ten_thousand_calls_dropped_anywhere_leave_nothing_running_and_the_pools
         both.channel.close(FAR).await.expect("no call is left");
         soon(both.serving).await.unwrap().unwrap();
     }
-}
-
-/// What a future gives within so many polls.
-async fn polled<T, E>(future: &mut (impl Future<Output = Result<T, E>> + Unpin), polls: u64) -> Option<T> {
-    for _ in 0..=polls {
-        if let std::task::Poll::Ready(done) = futures_util::poll!(&mut *future) {
-            return done.ok();
-        }
-        tokio::task::yield_now().await;
-    }
-    None
 }

@@ -1,6 +1,6 @@
 //! The command line and its configuration files.
 
-use super::case::Case;
+use super::Case;
 use super::support::examples;
 
 const CONFIG: &str = "configuration error";

@@ -1,16 +1,6 @@
 //! Environments that go wrong: never a reward.
 
-use super::case::Case;
-
-fn rolled(
-    kind: &'static str,
-    name: &'static str,
-    agent: &'static str,
-    outcome: &'static str,
-    says: &'static [&'static str],
-) -> Case {
-    Case::new(kind, name, outcome, says, move |ground| Box::pin(async move { ground.roll_out(agent).await }))
-}
+use super::{Case, rolled};
 
 pub(crate) fn cases() -> Vec<Case> {
     const FAILS: &str = "environment fails";

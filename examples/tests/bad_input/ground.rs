@@ -9,6 +9,7 @@ use std::time::Duration;
 use gym_client::collect::{CollectOptions, Collected, RolloutCollector, ServerNames, connect_head};
 use gym_client::http::HttpConfig;
 use gym_client::{ServerClient, Transports};
+use gym_core::testing::bad_input;
 use gym_core::{Endpoint, InProcess, Result, World};
 use gym_server::{Stack, StackOptions};
 use serde_json::Value;
@@ -18,7 +19,7 @@ use tokio::process::Command;
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
-use super::case::Got;
+use super::Got;
 use super::servers;
 use super::support::{self, examples};
 use super::upstream::Upstream;
@@ -134,52 +135,10 @@ impl Ground {
         folder
     }
 
-    /// The text for the table: one line, no ports, no folders, not too long. Where what counts stands far behind in a long
-    /// text, it begins there.
-    pub(crate) fn shown(&self, text: &str, counts: &[&str]) -> String {
-        let at = counts.first().and_then(|part| text.find(part)).filter(|at| *at > SHOWN_CHARS / 2);
-        let text = at.map_or_else(|| text.to_owned(), |at| format!("… {}", &text[at..]));
-        let own = |part: &str| part.trim_start_matches('/').trim_start_matches(|c: char| c.is_ascii_digit()).to_owned();
-        let folder = self.folder.path().display().to_string();
-        let mut parts = text.split(&folder);
-        let first = parts.next().unwrap_or_default().to_owned();
-        let text = parts.fold(first, |text, part| text + "…" + &own(part));
-        let text = text.split_whitespace().collect::<Vec<_>>().join(" ").replace('|', "\\|");
-        let parts: Vec<&str> = text.split("127.0.0.1:").collect();
-        let shown = parts.iter().enumerate().map(|(at, part)| match at {
-            0 => (*part).to_owned(),
-            _ => format!("127.0.0.1:PORT{}", part.trim_start_matches(|c: char| c.is_ascii_digit())),
-        });
-        let shown: String = shown.collect();
-        match shown.char_indices().nth(SHOWN_CHARS) {
-            Some((end, _)) => format!("{}…", &shown[..end]),
-            None => shown,
-        }
-    }
-
     async fn reward_of(&self, row: &str) -> Option<f64> {
         let answer = self.post("math_environment_server", "/run", row).await;
         assert_eq!(answer.status, 200, "{answer:?}");
         serde_json::from_str::<Value>(&answer.body).unwrap()["reward"].as_f64()
-    }
-
-    /// Every server says that it is well and idle, and a rollout scores as it did.
-    pub(crate) async fn assert_healthy(&self) {
-        assert_eq!(self.reward_of(&self.solved).await, Some(1.0), "a correct rollout");
-        let deadline = Instant::now() + PATIENCE;
-        for (name, address) in &self.addresses {
-            loop {
-                let answer = self.send(address, &request("GET", "/health", &[], "")).await;
-                assert_eq!(answer.status, 200, "{name}: {answer:?}");
-                let health: Value = serde_json::from_str(&answer.body).unwrap();
-                assert_eq!(health["status"], "ok", "{name}");
-                if health["in_flight"].as_u64().unwrap_or_default() == 0 {
-                    break;
-                }
-                assert!(Instant::now() < deadline, "{name} still has requests in flight: {health}");
-                sleep(Duration::from_millis(5)).await;
-            }
-        }
     }
 
     pub(crate) async fn post(&self, server: &str, path: &str, body: &str) -> Answer {
@@ -239,11 +198,54 @@ impl Ground {
     }
 }
 
+impl bad_input::Ground for Ground {
+    /// Every server says that it is well and idle, and a rollout scores as it did.
+    async fn assert_well(&self) {
+        assert_eq!(self.reward_of(&self.solved).await, Some(1.0), "a correct rollout");
+        let deadline = Instant::now() + PATIENCE;
+        for (name, address) in &self.addresses {
+            loop {
+                let answer = self.send(address, &request("GET", "/health", &[], "")).await;
+                assert_eq!(answer.status, 200, "{name}: {answer:?}");
+                let health: Value = serde_json::from_str(&answer.body).unwrap();
+                assert_eq!(health["status"], "ok", "{name}");
+                if health["in_flight"].as_u64().unwrap_or_default() == 0 {
+                    break;
+                }
+                assert!(Instant::now() < deadline, "{name} still has requests in flight: {health}");
+                sleep(Duration::from_millis(5)).await;
+            }
+        }
+    }
+
+    /// Where what counts stands far behind in a long text, it begins there.
+    fn shown(&self, text: &str, counts: &[&str]) -> String {
+        let at = counts.first().and_then(|part| text.find(part)).filter(|at| *at > SHOWN_CHARS / 2);
+        let text = at.map_or_else(|| text.to_owned(), |at| format!("… {}", &text[at..]));
+        let own = |part: &str| part.trim_start_matches('/').trim_start_matches(|c: char| c.is_ascii_digit()).to_owned();
+        let folder = self.folder.path().display().to_string();
+        let mut parts = text.split(&folder);
+        let first = parts.next().unwrap_or_default().to_owned();
+        let text = parts.fold(first, |text, part| text + "…" + &own(part));
+        let text = text.split_whitespace().collect::<Vec<_>>().join(" ").replace('|', "\\|");
+        let parts: Vec<&str> = text.split("127.0.0.1:").collect();
+        let shown = parts.iter().enumerate().map(|(at, part)| match at {
+            0 => (*part).to_owned(),
+            _ => format!("127.0.0.1:PORT{}", part.trim_start_matches(|c: char| c.is_ascii_digit())),
+        });
+        let shown: String = shown.collect();
+        match shown.char_indices().nth(SHOWN_CHARS) {
+            Some((end, _)) => format!("{}…", &shown[..end]),
+            None => shown,
+        }
+    }
+}
+
 /// What a collection came to: refused, rows, or failures in the sidecar.
 pub(crate) fn outcome(collected: Result<Collected>) -> Got {
     let collected = match collected {
         Ok(collected) => collected,
-        Err(error) => return Got::new(format!("refused: {}", error.code().as_str()), error.to_string()),
+        Err(error) => return Got::refusal(&error),
     };
     let lines = |path: &std::path::Path| -> Vec<Value> {
         let text = std::fs::read_to_string(path).unwrap();

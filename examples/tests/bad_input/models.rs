@@ -1,17 +1,7 @@
 //! Models and their endpoints.
 
-use super::case::Case;
 use super::ground::Ground;
-
-fn rolled(
-    kind: &'static str,
-    name: &'static str,
-    agent: &'static str,
-    outcome: &'static str,
-    says: &'static [&'static str],
-) -> Case {
-    Case::new(kind, name, outcome, says, move |ground| Box::pin(async move { ground.roll_out(agent).await }))
-}
+use super::{Case, rolled};
 
 /// The endpoint is asked so many times.
 fn asked(

@@ -7,9 +7,9 @@ use gym_client::collect::ledger::{JsonlLedger, Start};
 use gym_client::collect::{CollectOptions, OutputFiles};
 use gym_core::{CallContext, World};
 
-use super::case::{Case, Got};
 use super::ground::{Ground, outcome};
 use super::support;
+use super::{Case, Got};
 
 const ROWS: usize = 6;
 

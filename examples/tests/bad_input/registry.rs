@@ -7,8 +7,8 @@ use gym_client::collect::connect_head;
 use gym_core::{Endpoint, InProcess, World};
 use serde_json::{Value, json};
 
-use super::case::{Case, Got};
 use super::ground::Ground;
+use super::{Case, Got};
 
 fn registration(name: &str) -> Value {
     json!({
@@ -34,7 +34,7 @@ async fn ask_head(url: &str) -> Got {
     let asked = connect_head(&head, transports, &world);
     match tokio::time::timeout(Duration::from_secs(30), asked).await.expect("asking a head ends") {
         Ok(_) => Got::new("accepted", url),
-        Err(error) => Got::new(format!("refused: {}", error.code().as_str()), error.to_string()),
+        Err(error) => Got::refusal(&error),
     }
 }
 

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use gym_client::collect::CollectOptions;
 use gym_client::collect::source::Repeats;
 
-use super::case::Case;
+use super::Case;
 
 type Adjust = fn(&mut CollectOptions);
 

@@ -5,8 +5,8 @@ use std::time::Duration;
 use tokio::io::AsyncWriteExt;
 use tokio::time::{Instant, sleep, timeout};
 
-use super::case::{Case, Got};
 use super::ground::{BODY_BYTES_MAX, SILENCE_MAX, connect, read_answer, request};
+use super::{Case, Got};
 
 fn body(
     kind: &'static str,

@@ -1,7 +1,8 @@
 //! Changing named members of a JSON object and nothing else: every other byte stays as it came.
 //!
 //! Rows hold numbers that no parser keeps (`1E5`, 23-digit integers) and fields that we do not know; printing a parsed row
-//! would change them.
+//! would change them. What `RawObject::edit` does for messages is done here for [`Members`], which are borrowed from a line and
+//! written into a buffer that is used again.
 
 use gym_core::metrics::Members;
 

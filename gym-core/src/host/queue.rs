@@ -163,7 +163,7 @@ mod tests {
     #[test]
     fn a_thread_that_waits_is_woken_by_each_item() {
         let (entrance, mut arrivals) = queue(2, |_| false);
-        let (told, heard) = std::sync::mpsc::channel();
+        let (told, heard) = std::sync::mpsc::sync_channel(100);
         let taking = std::thread::spawn(move || {
             while let Some(number) = arrivals.blocking_next() {
                 told.send(number).unwrap();

@@ -233,13 +233,39 @@ impl Aggregation {
     }
 }
 
-/// Answers a `POST /aggregate_metrics` body with the reply body.
-pub fn aggregate_metrics(body: &[u8]) -> Result<Vec<u8>, MetricsError> {
+/// Answers a `POST /aggregate_metrics` body with the reply body, of at most so many bytes: a task's statistics are longer than
+/// its rows, so that the body's own bound does not bound them.
+pub fn aggregate_metrics(body: &[u8], reply_bytes_max: usize) -> Result<Vec<u8>, MetricsError> {
     let mut rows = BodyRows::parse(body)?;
     let aggregation = Aggregation::compute(&mut rows, AggregateOptions::default())?;
-    let mut reply = Vec::new();
-    aggregation.write_reply(&mut rows, &mut reply)?;
-    Ok(reply)
+    let mut reply = Bounded { bytes: Vec::new(), bytes_max: reply_bytes_max, full: false };
+    match aggregation.write_reply(&mut rows, &mut reply) {
+        Err(_) if reply.full => Err(MetricsError::ReplyTooLarge { bytes_max: reply_bytes_max }),
+        written => written.map(|()| reply.bytes),
+    }
+}
+
+/// Bytes in memory, up to a bound.
+struct Bounded {
+    bytes: Vec<u8>,
+    bytes_max: usize,
+    /// More was to be written.
+    full: bool,
+}
+
+impl Write for Bounded {
+    fn write(&mut self, part: &[u8]) -> std::io::Result<usize> {
+        self.full |= part.len() > self.bytes_max - self.bytes.len();
+        if self.full {
+            return Err(std::io::ErrorKind::FileTooLarge.into());
+        }
+        self.bytes.extend_from_slice(part);
+        Ok(part.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
 }
 
 fn finish(written: Result<(), serde_json::Error>, failure: Option<MetricsError>) -> Result<(), MetricsError> {

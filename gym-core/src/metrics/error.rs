@@ -30,6 +30,14 @@ pub enum MetricsError {
         /// `_ng_rollout_index` of both rows.
         rollout: i64,
     },
+    /// The statistics of each task make the reply larger than its caller takes.
+    #[error(
+        "the statistics are larger than {bytes_max} bytes; ask for fewer rollouts at a time, or allow a larger reply"
+    )]
+    ReplyTooLarge {
+        /// The bound.
+        bytes_max: usize,
+    },
     /// Reading the rows or writing the result failed.
     #[error("{doing}")]
     Io {

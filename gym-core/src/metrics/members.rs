@@ -2,6 +2,11 @@
 //!
 //! Statistics and the collector look at a handful of keys of rows that may be megabytes; everything else is skipped over,
 //! never built. Values stay slices of the row's own text, so a caller can splice them bit for bit.
+//!
+//! Not a [`RawObject`](crate::RawObject), which is for messages. Members are borrowed from a line in a buffer that the next line
+//! reuses, where a raw object owns its text. They are read by the whole grammar, because what is read here is a user's file or is
+//! written to one, where a raw object leaves training arrays unread. And a repeated key keeps its first place, which is the order
+//! in which NeMo Gym writes its statistics.
 
 use std::borrow::Cow;
 use std::collections::HashMap;

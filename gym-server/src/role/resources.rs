@@ -117,7 +117,7 @@ impl ResourcesRole {
                 let reply = RawObject::empty().edit().set("resources_session_id", id).to_rope();
                 Ok(Response::json(reply))
             }
-            "/aggregate_metrics" => crate::aggregate::reply(&body),
+            "/aggregate_metrics" => crate::aggregate::reply(cx, &body),
             tool => {
                 let name = percent::decoded(tool.strip_prefix('/').unwrap_or(tool));
                 self.0.call_tool(cx, session, &name, &body).await

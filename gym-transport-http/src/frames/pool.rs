@@ -203,6 +203,15 @@ mod tests {
     }
 
     #[test]
+    fn a_gibibyte_lands_again_where_the_last_did() {
+        // Never touched, so the kernel gives no memory for it.
+        let pool = LandingPool::new(super::super::FramesConfig::default().pool_bytes_max);
+        let place = pool.landing(1 << 30).unwrap().freeze().as_ptr();
+        assert_eq!(pool.landing(1 << 30).unwrap().freeze().as_ptr(), place);
+        assert!(pool.bytes().0 >= 1 << 30, "kept for the next");
+    }
+
+    #[test]
     fn memory_that_there_is_none_of_is_an_error() {
         let error = LandingPool::new(0).landing(isize::MAX as usize / 2).err().unwrap();
         assert_eq!(error.code(), Code::ResourceExhausted);

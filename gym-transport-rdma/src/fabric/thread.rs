@@ -174,7 +174,8 @@ fn go_round(driver: Driver, shared: &Shared, state: &RefCell<State>, inbox: &Inb
         } else if rest.is_over(now) {
             sleep(shared, &worker, &mut rest, timers);
         } else {
-            std::hint::spin_loop();
+            // On a machine with few cores those that are to give it work need this one.
+            std::thread::yield_now();
         }
     }
 }

@@ -20,7 +20,8 @@ use gym_core::testing::figures::{Figures, RoundTrips};
 use gym_transport_rdma::fabric::FabricOptions;
 
 const MIB: usize = 1 << 20;
-/// The sizes of bulk, how many of them make a figure, and how many calls with them are under way.
+/// The sizes of bulk, how many of them make a figure, and how many parcels or calls with them are under way: few, because
+/// `ucx_perftest` receives into one buffer again and again, and ours have one each.
 const BULK: [(&str, usize, usize, usize); 2] = [("1MiB", MIB, 2_000, 8), ("64MiB", 64 * MIB, 40, 2)];
 
 /// How two processes of one machine reach each other.
@@ -132,7 +133,7 @@ fn parcel_figures(options: &Options, way: Way) -> Result<Option<f64>> {
         let aim = Aim::AtMost(way.parcel_factor_max());
         figure(&format!("{name}_parcel_busy_of_perftest"), "", &shares(&ours, &peer), &[], Some(aim));
     }
-    for (label, bytes, count, _) in BULK {
+    for (label, bytes, count, window) in BULK {
         let wanted = format!("{name}_parcel_{label}");
         if options.wants(&wanted) {
             let count = if options.quick { count / 10 } else { count };
@@ -140,7 +141,7 @@ fn parcel_figures(options: &Options, way: Way) -> Result<Option<f64>> {
                 options,
                 || {
                     let pair = parcels::Pair::start(way, true)?;
-                    Ok(pair.bandwidth(&pair.segment(bytes)?, count)? / 1e9)
+                    Ok(pair.bandwidth(&pair.segment(bytes)?, count, window)? / 1e9)
                 },
                 || Ok(perftest::bandwidth(way, bytes, u32::try_from(count)?)?.bandwidth / 1e9),
             )?;

@@ -23,8 +23,6 @@ use crate::Way;
 pub(crate) const SERVE: &str = "serve-parcels";
 /// Anything that takes longer has failed.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Parcels that have been posted and are not done: as many as `ucx_perftest` has active messages under way.
-const WINDOW: usize = 32;
 /// Parcels up to this come back.
 const ECHO_BYTES_MAX: usize = 64;
 
@@ -105,7 +103,7 @@ fn driver(busy: bool) -> Driver {
 enum Work {
     Nothing,
     Trips { times: Vec<Duration>, sent: Instant, left: usize },
-    Bulk { segment: Bytes, left: usize, under_way: usize },
+    Bulk { segment: Bytes, left: usize, under_way: usize, window: usize },
 }
 
 struct Calling {
@@ -125,9 +123,9 @@ impl Calling {
     fn more_bulk(&self, done: bool) {
         let mut post = Vec::new();
         let mut work = self.work();
-        if let Work::Bulk { segment, left, under_way } = &mut *work {
+        if let Work::Bulk { segment, left, under_way, window } = &mut *work {
             *under_way -= usize::from(done);
-            while *left > 0 && *under_way < WINDOW {
+            while *left > 0 && *under_way < *window {
                 *left -= 1;
                 *under_way += 1;
                 let me = std::sync::Weak::clone(&self.me);
@@ -245,12 +243,12 @@ impl Pair {
         Ok(RoundTrips::of(times[warm_up..].to_vec()))
     }
 
-    /// Bytes a second one way, always from the same memory.
-    pub(crate) fn bandwidth(&self, segment: &Bytes, parcels: usize) -> Result<f64> {
+    /// Bytes a second one way, always from the same memory, `window` parcels at a time.
+    pub(crate) fn bandwidth(&self, segment: &Bytes, parcels: usize, window: usize) -> Result<f64> {
         let mut began = Instant::now();
         for count in [3, parcels] {
             began = Instant::now();
-            *self.calling.work() = Work::Bulk { segment: segment.clone(), left: count, under_way: 0 };
+            *self.calling.work() = Work::Bulk { segment: segment.clone(), left: count, under_way: 0, window };
             self.calling.more_bulk(false);
             self.done.recv_timeout(PATIENCE).context("parcels were not done")?;
         }

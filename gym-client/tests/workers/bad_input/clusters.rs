@@ -5,7 +5,7 @@ use gym_core::Result;
 use gym_core::cluster::{ClusterSpec, NodeResources, place};
 
 use super::super::local;
-use super::case::{Case, Got};
+use super::{Case, Got};
 
 const SPEC: &str = "cluster that cannot be";
 const ROOM: &str = "more than there is";

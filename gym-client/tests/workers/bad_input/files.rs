@@ -3,7 +3,7 @@
 use gym_client::config::ConfigError;
 use gym_client::provision::ClusterFile;
 
-use super::case::{Case, Got};
+use super::{Case, Got};
 
 const FILE: &str = "mistake in a cluster file";
 

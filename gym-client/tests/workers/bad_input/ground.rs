@@ -6,11 +6,12 @@ use std::path::{Path, PathBuf};
 use gym_client::group::{Group, GroupOptions, StartError};
 use gym_client::provision::{GroupRequest, LaunchSpec, Local, VirtualCluster};
 use gym_core::cluster::ClusterSpec;
+use gym_core::testing::bad_input;
 use gym_core::{CallContext, Error, WorkerGroupExt};
 
 use super::super::types::{Describe, Init};
 use super::super::{LONG, local, options, spec, start, stop, until};
-use super::case::Got;
+use super::{Got, got};
 
 /// Every process of a case has it in its environment.
 const MARK: &str = "GYM_BAD_INPUT_CASE";
@@ -38,14 +39,6 @@ impl Ground {
         let ranks = self.group.call(Describe, ()).deadline(LONG).await.expect("the bystanders answer").into_values();
         assert!(ranks.iter().all(|rank| rank.incarnation == 1), "a bystander was restarted");
         ranks.into_iter().map(|rank| rank.pid).collect()
-    }
-
-    /// The bystanders serve as before, and nothing is left of the case.
-    pub(crate) async fn assert_well(&self) {
-        assert_eq!(self.describe().await, self.pids);
-        let mark = self.mark();
-        until("all processes of the case are gone", || !anybody_has(&mark)).await;
-        self.cases.set(self.cases.get() + 1);
     }
 
     fn mark(&self) -> String {
@@ -90,7 +83,7 @@ impl Ground {
             group.call(Describe, ()).deadline(LONG).await.expect("who starts answers");
             stop(group).await;
         }
-        Got::started(started)
+        got::started(started)
     }
 
     /// Does wrong to a group of its own, which must be usable afterwards, with a restart where a rank ended.
@@ -117,9 +110,18 @@ impl Ground {
     pub(crate) async fn end(self) {
         stop(&self.group).await;
     }
+}
 
-    /// The text for the table: one line, without what differs from run to run, not too long.
-    pub(crate) fn shown(&self, text: &str) -> String {
+impl bad_input::Ground for Ground {
+    /// The bystanders serve as before, and nothing is left of the case.
+    async fn assert_well(&self) {
+        assert_eq!(self.describe().await, self.pids);
+        let mark = self.mark();
+        until("all processes of the case are gone", || !anybody_has(&mark)).await;
+        self.cases.set(self.cases.get() + 1);
+    }
+
+    fn shown(&self, text: &str, _: &[&str]) -> String {
         let text = text.replace(&self.folder.path().display().to_string(), "…");
         let text = text.split_whitespace().collect::<Vec<_>>().join(" ").replace('|', "\\|");
         let text = without(&text, "/gym-workers-", |c| c.is_ascii_hexdigit() || c == '-', "/…");

@@ -7,7 +7,7 @@ use gym_core::{CallContext, InProcess, RankLayout};
 
 use super::super::types::{Init, workers};
 use super::super::{LONG, options, stop};
-use super::case::{Case, Got};
+use super::{Case, Got};
 
 const PLACE: &str = "group that does not fit its cluster";
 const SHARED: &str = "bundles that others use";

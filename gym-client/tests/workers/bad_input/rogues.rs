@@ -20,7 +20,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::super::types::Describe;
 use super::super::{LONG, local, options};
-use super::case::{Case, Got};
+use super::{Case, got};
 
 const GREETING: &str = "worker that lies about where it serves";
 const ANSWER: &str = "rank that lies in its answers";
@@ -145,7 +145,7 @@ fn call(name: &'static str, worker: &'static str, outcome: &'static str, says: &
     Case::new(ANSWER, name, outcome, says, move |ground| {
         Box::pin(async move {
             let group: Group = ground.start(&local(), ground.spec(worker), options()).await.expect("starts");
-            let got = Got::called(group.call(Describe, ()).dispatch(Dispatch::rank(0)).deadline(LONG).await);
+            let got = got::called(group.call(Describe, ()).dispatch(Dispatch::rank(0)).deadline(LONG).await);
             group.shutdown(LONG).await.expect("stops");
             got
         })

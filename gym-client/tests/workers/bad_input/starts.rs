@@ -10,8 +10,8 @@ use gym_client::provision::{LaunchSpec, Local, LocalOptions};
 
 use super::super::types::workers;
 use super::super::{LONG, options};
-use super::case::{Case, Got};
 use super::ground::Ground;
+use super::{Case, got};
 
 const START: &str = "worker that does not start";
 const PROGRAM: &str = "program that is no worker";
@@ -46,7 +46,7 @@ fn program(
             options.lines = std::sync::Arc::new(|_, _, _| {});
             options.program = Some(make(ground));
             let local = Local::new(workers()).with(options);
-            Got::started(ground.start(&local, ground.spec("obedient"), super::super::options()).await)
+            got::started(ground.start(&local, ground.spec("obedient"), super::super::options()).await)
         })
     })
 }
@@ -70,7 +70,7 @@ fn request(
         Box::pin(async move {
             let mut spec = ground.spec("obedient");
             let _held = change(&mut spec);
-            Got::started(ground.start(&super::super::local(), spec, options()).await)
+            got::started(ground.start(&super::super::local(), spec, options()).await)
         })
     })
 }
@@ -178,7 +178,7 @@ pub(crate) fn cases() -> Vec<Case> {
                     let mut spec = ground.spec("never");
                     spec.start_timeout = LONG;
                     let started = gym_client::group::Group::start(&cx, &super::super::local(), spec, options()).await;
-                    Got::started(started)
+                    got::started(started)
                 })
             },
         ),

@@ -46,9 +46,9 @@ pub struct VllmModelConfig {
     /// Whether earlier reasoning is shown to the engine again.
     #[serde(default = "yes")]
     pub uses_interleaved_reasoning: bool,
-    /// Under which keys it is.
+    /// Under which keys it is; without them, `NEMO_GYM_REASONING_FIELD` of the environment, then both.
     #[serde(default)]
-    pub reasoning_field: ReasoningField,
+    pub reasoning_field: Option<ReasoningField>,
     /// Leaves think tags in the text of earlier answers.
     #[serde(default)]
     pub preserve_reasoning_in_assistant_content: bool,
@@ -108,6 +108,9 @@ fn half_a_second() -> u64 {
     500
 }
 
+/// With which launchers choose the reasoning field where no configuration does.
+pub(super) const REASONING_FIELD: &str = "NEMO_GYM_REASONING_FIELD";
+
 /// What NeMo Gym's server can do and this one cannot.
 const UNSUPPORTED: [&str; 4] = ["use_completions_api", "supply_prefix_token_ids", "endpoint_file", "audio_root"];
 
@@ -124,7 +127,7 @@ impl VllmModelConfig {
             propagate_context_overflow_errors: false,
             uses_reasoning_parser: true,
             uses_interleaved_reasoning: true,
-            reasoning_field: ReasoningField::Both,
+            reasoning_field: None,
             preserve_reasoning_in_assistant_content: false,
             replace_developer_role_with_system: false,
             sequential_reasoning_allowed: true,
@@ -146,6 +149,19 @@ impl VllmModelConfig {
             OneOrMany::One(url) => vec![url],
             OneOrMany::Many(urls) => urls.iter().map(String::as_str).collect(),
         }
+    }
+
+    /// The reasoning field of the configuration; without one, that of the environment, if it is set.
+    pub(super) fn choose_reasoning_field(&mut self, variable: Option<&str>) -> Result<()> {
+        let Some(name) = variable.map(str::trim).filter(|name| !name.is_empty() && self.reasoning_field.is_none())
+        else {
+            return Ok(());
+        };
+        let field = serde_json::from_value(name.into()).map_err(|_| {
+            Error::invalid(format!("{REASONING_FIELD} is {name:?}: write both, reasoning or reasoning_content"))
+        })?;
+        self.reasoning_field = Some(field);
+        Ok(())
     }
 
     pub(super) fn check(&self) -> Result<()> {

@@ -1,9 +1,12 @@
 //! The `vllm_model` server: fronts engines that speak Chat Completions, with the Responses dialect and the training fields that
 //! NeMo Gym adds.
 //!
-//! What NeMo Gym's server can do and this one cannot: the completions API, prefix supply, endpoint files, audio. A
-//! configuration that asks for one of them is refused.
+//! What NeMo Gym's server can do and this one cannot: the completions API, prefix supply, endpoint files, audio from files. A
+//! configuration or request that asks for one of them is refused. Not here either, and not asked for by a configuration of this
+//! server: `/v1/messages`, which no model server of ours answers; token capture with its external staging; the transport log of
+//! `NEMO_GYM_VLLM_TRANSPORT_LOG`.
 
+mod audio;
 mod config;
 mod prepare;
 mod request;
@@ -11,7 +14,7 @@ mod response;
 mod think;
 
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::sync::Arc;
+use std::sync::{Arc, Once};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -35,6 +38,8 @@ pub struct VllmModel {
     config: Arc<VllmModelConfig>,
     engines: Vec<Upstream>,
     world: World,
+    /// That template arguments of requests are dropped is said once.
+    template_dropped: Arc<Once>,
 }
 
 impl VllmModel {
@@ -43,8 +48,9 @@ impl VllmModel {
     /// # Errors
     /// `InvalidArgument` naming the key when a URL or a header is wrong, when it is https and this program has no TLS, or
     /// when something is asked for that this server cannot do.
-    pub fn new(config: VllmModelConfig, world: &World) -> Result<Self> {
+    pub fn new(mut config: VllmModelConfig, world: &World) -> Result<Self> {
         config.check()?;
+        config.choose_reasoning_field(std::env::var(config::REASONING_FIELD).ok().as_deref())?;
         let key = Secret::or_from_environment(config.api_key.clone());
         let engines = config
             .base_urls()
@@ -55,7 +61,7 @@ impl VllmModel {
                 Upstream::new(url, &options, world)
             })
             .collect::<Result<_>>()?;
-        Ok(Self { config: Arc::new(config), engines, world: world.clone() })
+        Ok(Self { config: Arc::new(config), engines, world: world.clone(), template_dropped: Arc::new(Once::new()) })
     }
 
     /// The engine of a session: always the same one, because it has the session's prefix in its cache.
@@ -68,6 +74,14 @@ impl VllmModel {
 
     async fn chat(&self, cx: &CallContext, session: &SessionId, request: &RawObject) -> Result<RawObject> {
         let config = &*self.config;
+        if !config.forward_request_chat_template_kwargs && request.contains("chat_template_kwargs") {
+            self.template_dropped.call_once(|| {
+                tracing::warn!(
+                    model = config.model,
+                    "chat_template_kwargs of requests are dropped: forward_request_chat_template_kwargs is off"
+                );
+            });
+        }
         let mut body = prepare::prepare(config, request)?;
         if config.forward_session_id_as_conversation_id {
             let conversation = json!({"conversation_id": session.as_str()});

@@ -4,19 +4,13 @@ use gym_core::{Code, Error, RawObject, Result};
 use serde_json::{Map, Value};
 
 use super::config::{ReasoningField, VllmModelConfig};
-use super::think;
-
-/// The keys of the metadata with which NeMo Gym carries audio; this server does not.
-const AUDIO: [&str; 3] = ["audio_data", "audio_path", "audio_paths"];
+use super::{audio, think};
 
 /// The request as the engine gets it.
 pub(super) fn prepare(config: &VllmModelConfig, request: &RawObject) -> Result<RawObject> {
     let metadata: Map<String, Value> =
         request.get_as::<Option<Map<String, Value>>>("metadata")?.flatten().unwrap_or_default();
-    if let Some(key) = AUDIO.iter().find(|key| metadata.contains_key(**key)) {
-        let text = format!("`metadata.{key}`: this vllm_model does not carry audio");
-        return Err(Error::finished(Code::Unimplemented, text));
-    }
+    let audio = audio::of(&metadata)?;
     let object_in = |key: &str| -> Result<Map<String, Value>> {
         let text = metadata.get(key).and_then(Value::as_str).filter(|text| !text.is_empty()).unwrap_or("{}");
         serde_json::from_str(text).map_err(|error| {
@@ -33,15 +27,8 @@ pub(super) fn prepare(config: &VllmModelConfig, request: &RawObject) -> Result<R
     }
 
     let mut template = config.chat_template_kwargs.clone().unwrap_or_default();
-    if let Some(own) = request.get_as::<Option<Map<String, Value>>>("chat_template_kwargs")?.flatten() {
-        if config.forward_request_chat_template_kwargs {
-            template.extend(own);
-        } else {
-            tracing::debug!(
-                "the request's chat_template_kwargs are dropped: forward_request_chat_template_kwargs is off"
-            );
-        }
-    }
+    let own = request.get_as::<Option<Map<String, Value>>>("chat_template_kwargs")?.flatten();
+    template.extend(own.filter(|_| config.forward_request_chat_template_kwargs).unwrap_or_default());
     template.extend(object_in("chat_template_kwargs")?);
     edit = if template.is_empty() {
         edit.remove("chat_template_kwargs")
@@ -72,6 +59,10 @@ pub(super) fn prepare(config: &VllmModelConfig, request: &RawObject) -> Result<R
         edit = edit.set(key.clone(), value.to_string());
     }
     let prepared = edit.to_object()?;
+    let prepared = match audio {
+        Some(audio) => audio::put(&prepared, &audio)?,
+        None => prepared,
+    };
     let several = prepared.get_as::<Value>("n")?.is_some_and(|n| !n.is_null() && n != 1);
     if config.return_token_id_information && several {
         return Err(Error::finished(Code::InvalidArgument, "token ids can be captured only with n=1"));
@@ -144,11 +135,11 @@ fn messages(config: &VllmModelConfig, request: &RawObject) -> Result<Option<Stri
                     changed = true;
                     edit = edit.set("content", content.to_string());
                     let thought = Value::from(thought).to_string();
-                    let (content_key, key) = (ReasoningField::ReasoningContent, ReasoningField::Reasoning);
-                    if config.uses_interleaved_reasoning && config.reasoning_field != key {
+                    let field = config.reasoning_field.unwrap_or_default();
+                    if config.uses_interleaved_reasoning && field != ReasoningField::Reasoning {
                         edit = edit.set("reasoning_content", thought.clone());
                     }
-                    if config.uses_interleaved_reasoning && config.reasoning_field != content_key {
+                    if config.uses_interleaved_reasoning && field != ReasoningField::ReasoningContent {
                         edit = edit.set("reasoning", thought);
                     }
                 }

@@ -148,12 +148,55 @@ async fn what_chat_cannot_say_is_refused_before_the_engine_is_asked() {
         (r#"{"input":"x","tools":[{"type":"web_search"}]}"#, "web_search"),
         (r#"{"input":"x","tool_choice":"required"}"#, "at least one tool"),
         (r#"{"input":"x","reasoning":{"summary":"auto"}}"#, "summary"),
-        (r#"{"input":"x","metadata":{"audio_path":"a.wav"}}"#, "audio"),
+        (r#"{"input":"x","metadata":{"audio_path":"a.wav"}}"#, "metadata.audio_path"),
     ] {
         let error = ask(&model, body).await.unwrap_err();
         assert!(error.to_string().contains(says), "{error}");
     }
     assert_eq!(mock.count(), 0);
+}
+
+#[tokio::test]
+async fn audio_of_the_metadata_stands_before_the_last_words_of_the_user() {
+    let audio = json!({"type": "audio_url", "audio_url": {"url": "data:audio/wav;base64,AA=="}});
+    let text = json!({"type": "text", "text": "x"});
+    let earlier = json!({"role": "assistant", "content": "y"});
+    for (messages, metadata, expected) in [
+        (
+            json!([{"role": "user", "content": "x"}, earlier]),
+            json!({}),
+            json!([{"role": "user", "content": [audio, text]}, earlier]),
+        ),
+        (
+            json!([{"role": "user", "content": [text]}]),
+            json!({"extra_body": "{}"}),
+            json!([{"role": "user", "content": [audio, text]}]),
+        ),
+        (json!([earlier]), json!({}), json!([earlier, {"role": "user", "content": [audio]}])),
+    ] {
+        let mock = Mock::new(vec![answer(200, CHAT_ANSWER)]).await;
+        let mut with_audio = metadata.clone();
+        with_audio["audio_data"] = "data:audio/wav;base64,AA==".into();
+        let body = RawObject::from_value(&json!({"messages": messages, "metadata": with_audio})).unwrap();
+        model(&mock, |_| ()).chat_completions(&CallContext::default(), &SessionId::new("s"), &body).await.unwrap();
+        let asked = mock.body(0);
+        assert_eq!(asked["messages"], expected);
+        assert_eq!(asked.get("metadata").cloned().unwrap_or_else(|| json!({})), metadata);
+    }
+}
+
+#[test]
+fn the_environment_chooses_the_reasoning_field_that_no_configuration_names() {
+    let chosen = |configured, variable| {
+        let mut config = VllmModelConfig::new("http://a/v1", "m");
+        config.reasoning_field = configured;
+        config.choose_reasoning_field(variable).map(|()| config.reasoning_field.unwrap_or_default())
+    };
+    assert_eq!(chosen(None, None).unwrap(), ReasoningField::Both);
+    assert_eq!(chosen(None, Some(" reasoning ")).unwrap(), ReasoningField::Reasoning);
+    assert_eq!(chosen(Some(ReasoningField::Both), Some("reasoning")).unwrap(), ReasoningField::Both);
+    let error = chosen(None, Some("content")).unwrap_err();
+    assert!(error.to_string().contains("NEMO_GYM_REASONING_FIELD"), "{error}");
 }
 
 #[tokio::test]

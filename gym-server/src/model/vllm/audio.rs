@@ -1,0 +1,53 @@
+//! Audio, which the Responses dialect has no place for: NeMo Gym's rows carry it in the metadata.
+
+use gym_core::{Code, Error, RawObject, Result};
+use serde_json::{Map, Value, json};
+
+/// A data URI.
+const DATA: &str = "audio_data";
+/// Files, which NeMo Gym's server reads and this one does not.
+const FILES: [&str; 2] = ["audio_path", "audio_paths"];
+
+/// The data URI in the metadata of a request.
+pub(super) fn of(metadata: &Map<String, Value>) -> Result<Option<String>> {
+    let given = |key: &str| metadata.get(key).filter(|value| !matches!(value, Value::Null) && **value != "");
+    if let Some(key) = FILES.into_iter().find(|key| given(key).is_some()) {
+        let text =
+            format!("`metadata.{key}`: this vllm_model reads no audio files; put a data URI into `metadata.{DATA}`");
+        return Err(Error::finished(Code::Unimplemented, text));
+    }
+    match given(DATA) {
+        Some(Value::String(uri)) => Ok(Some(uri.clone())),
+        Some(_) => {
+            Err(Error::finished(Code::InvalidArgument, format!("`metadata.{DATA}` is no text: write a data URI")))
+        }
+        None => Ok(None),
+    }
+}
+
+/// The request with the audio before the text of its last message of the user, and without it in the metadata.
+pub(super) fn put(request: &RawObject, uri: &str) -> Result<RawObject> {
+    let audio = json!({"type": "audio_url", "audio_url": {"url": uri}});
+    let mut messages: Vec<Value> = request.get_as("messages")?.unwrap_or_default();
+    match messages.iter_mut().rev().find(|message| message["role"] == "user") {
+        Some(message) => {
+            let mut parts = vec![audio];
+            match message["content"].take() {
+                Value::String(text) => parts.push(json!({"type": "text", "text": text})),
+                Value::Array(others) => parts.extend(others),
+                _ => {}
+            }
+            message["content"] = parts.into();
+        }
+        None => messages.push(json!({"role": "user", "content": [audio]})),
+    }
+    let mut metadata: Map<String, Value> = request.get_as("metadata")?.unwrap_or_default();
+    metadata.shift_remove(DATA);
+    let edit = request.edit().set("messages", Value::from(messages).to_string());
+    let edit = if metadata.is_empty() {
+        edit.remove("metadata")
+    } else {
+        edit.set("metadata", Value::from(metadata).to_string())
+    };
+    Ok(edit.to_object()?)
+}
