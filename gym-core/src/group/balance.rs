@@ -142,7 +142,7 @@ impl Balancer {
                     break;
                 }
                 idle.get_or_insert_with(|| Idle::of(self));
-                let waited = cx.bound(Execution::NotStarted, async { Ok(room.await) }).await;
+                let waited = cx.bound(Execution::NotStarted, room.map(Ok)).await;
                 waited.map_err(|error| self.refused::<M>(self.kept_full(per_rank, &error)))?;
                 continue;
             }
