@@ -4,11 +4,12 @@ use std::cell::Cell;
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::FutureExt;
 use futures_util::future::join_all;
 use gym_core::{
     Balance, Balancer, Batch, CallContext, Code, ConnectOptions, Connector, Execution, Handles, HostOptions, InProcess,
-    InProcessGroup, InProcessOptions, Listener, Method, Methods, Payload, Rank, RankLayout, Request, Result, Worker,
-    WorkerEnv, WorkerGroupExt, WorkerHost,
+    InProcessGroup, InProcessOptions, Listener, Method, Methods, Payload, Rank, RankLayout, RankState, Request, Result,
+    Worker, WorkerEnv, WorkerGroup, WorkerGroupExt, WorkerHost,
 };
 use tokio_util::sync::CancellationToken;
 
@@ -121,6 +122,18 @@ async fn calls_beyond_what_a_rank_takes_are_refused_and_never_wait() {
         assert_eq!((error.cause().code(), error.execution()), (Code::ResourceExhausted, Execution::NotStarted));
         assert!(error.to_string().contains("4 calls run or wait at this rank"), "{error}");
     }
+}
+
+#[tokio::test]
+async fn a_rank_whose_restart_a_stop_overtakes_stays_stopped() {
+    let group = desks(1, 4).await;
+    let mut restart = Box::pin(group.restart(0));
+    assert!(restart.as_mut().now_or_never().is_none(), "a worker is made on a thread that may block");
+    group.stop(SOON).await.unwrap();
+    for error in [restart.await.unwrap_err(), group.restart(0).await.unwrap_err()] {
+        assert_eq!((error.code(), error.execution()), (Code::Unavailable, Execution::NotStarted), "{error}");
+    }
+    assert_eq!(group.view().borrow().members()[0].state, RankState::Stopped);
 }
 
 #[tokio::test(start_paused = true)]
