@@ -5,7 +5,8 @@
 //!            200  {"version":1, "id":"…", "token":"…", "worker":"…"} or {…, "address":"10.0.0.7:7012"}
 //! ```
 //!
-//! Numbers and bytes are hexadecimal. A question with a worker address asks for shared memory, one without for the network.
+//! Numbers and bytes are hexadecimal. A question with a worker asks for shared memory, one without for the network: it is the
+//! address of a berth, which the one who says it has opened for this connection.
 //! The token is good once and soon; whoever can ask can connect, so the route is as guarded as the transport that it is on.
 
 use bytes::{Bytes, BytesMut};

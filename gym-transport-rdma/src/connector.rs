@@ -13,7 +13,7 @@ use gym_core::{
 use crate::SCHEME;
 use crate::bootstrap::{Answer, Ask, ROUTE, Way};
 use crate::config::Ucx;
-use crate::fabric::{Connect, Connection, ConnectionId, Fabric, Lanes, Target};
+use crate::fabric::{Alongside, Connect, Connection, ConnectionId, Fabric, Lanes, Target};
 use crate::host;
 use crate::pipe::{Caller, Greeted, Outbox};
 
@@ -24,6 +24,7 @@ use crate::pipe::{Caller, Greeted, Outbox};
 /// | UCX cannot be loaded, the peer cannot be reached or does not answer in time | `Unavailable`, not started |
 /// | the peer's server has no UCX | its refusal, not started |
 /// | what is negotiated is not the level that was asked for | `Unavailable`, not started: what it was |
+/// | too many peers of this host share memory with it | `ResourceExhausted`, not started |
 /// | no room by the deadline | `DeadlineExceeded`, not started |
 /// | the message exceeds a limit of the peer | `ResourceExhausted`, not started |
 /// | the connection breaks, or the peer is silent too long | `Unavailable`; unknown for calls under way |
@@ -70,12 +71,17 @@ impl UcxConnector {
             return Err(Error::not_started(Code::Unavailable, said));
         }
         let config = self.ucx.config();
-        let worker = (level == Level::SharedMemory).then(|| fabric.worker_address().clone());
+        // Given up when this is.
+        let berth = match level {
+            Level::SharedMemory => Some(fabric.berth(config.connect_timeout).await?),
+            _ => None,
+        };
+        let worker = berth.as_ref().map(|berth| berth.address().clone());
         let ask = Ask::new(ConnectionId::random(), &config.limits, host::identity(), worker);
         let answer = self.ask(cx, to, &ask).await?;
-        let target = match answer.way {
-            Way::Worker(worker) if level == Level::SharedMemory => Target::Worker(worker),
-            Way::Address(address) if level != Level::SharedMemory => Target::Socket(reach(address, to).await?),
+        let target = match (answer.way, berth) {
+            (Way::Worker(peer), Some(berth)) => Target::Alongside(Alongside { berth, peer }),
+            (Way::Address(address), None) => Target::Socket(reach(address, to).await?),
             _ => return Err(Error::unknown(Code::DataLoss, "the peer answered with another way than was asked for")),
         };
         let connect =

@@ -13,7 +13,7 @@ use tokio_util::sync::CancellationToken;
 use crate::SCHEME;
 use crate::bootstrap::{Answer, Ask, ROUTE, Way};
 use crate::config::Ucx;
-use crate::fabric::{ConnectionId, Expect, Fabric, Token};
+use crate::fabric::{Alongside, ConnectionId, Expect, Fabric, Token};
 use crate::host;
 use crate::pipe::{Answerer, Opened, Outbox};
 
@@ -80,42 +80,40 @@ impl Handler for Bootstrap {
         if request.route.path() != ROUTE {
             return self.next.handle(request);
         }
-        let answer = match self.reception.upgrade() {
-            Some(reception) => reception.tell(&request).map(|answer| Response::json(answer.write())),
-            None => Err(Error::not_started(Code::Unavailable, "this server's UCX listener is gone")),
-        };
-        Box::pin(std::future::ready(answer.map_err(|error| error.with_execution(gym_core::Execution::NotStarted))))
+        let reception = self.reception.upgrade();
+        Box::pin(async move {
+            let answer = match reception {
+                Some(reception) => reception.tell(&request).await.map(|answer| Response::json(answer.write())),
+                None => Err(Error::not_started(Code::Unavailable, "this server's UCX listener is gone")),
+            };
+            answer.map_err(|error| error.with_execution(gym_core::Execution::NotStarted))
+        })
     }
 }
 
 impl Reception {
-    fn tell(&self, request: &Request) -> Result<Answer> {
+    async fn tell(&self, request: &Request) -> Result<Answer> {
         let ask = Ask::read(&request.message.head.to_bytes())?;
         let refuse = |said: String| Error::not_started(Code::Unavailable, said);
-        let way = if ask.worker.is_some() {
-            if let Some(why) = host::apart(&self.host, &ask.host) {
-                return Err(refuse(why));
-            }
-            Way::Worker(self.fabric.worker_address().clone())
-        } else {
-            let nowhere =
-                || refuse("the server's UCX takes peers of its own host only: it has no address to listen on".into());
-            Way::Address(self.fabric.listen_address().ok_or_else(nowhere)?)
-        };
         let awaited = Arc::clone(&self.awaited).try_acquire_owned();
         let awaited = awaited.map_err(|_| refuse(format!("{AWAITED_MAX} peers are awaited already")))?;
         let config = self.ucx.config();
+        let (way, alongside) = if let Some(peer) = ask.worker {
+            if let Some(why) = host::apart(&self.host, &ask.host) {
+                return Err(refuse(why));
+            }
+            let berth = self.fabric.berth(config.connect_timeout).await?;
+            (Way::Worker(berth.address().clone()), Some(Alongside { berth, peer }))
+        } else {
+            let nowhere =
+                || refuse("the server's UCX takes peers of its own host only: it has no address to listen on".into());
+            (Way::Address(self.fabric.listen_address().ok_or_else(nowhere)?), None)
+        };
         let (id, token) = (ConnectionId::random(), Token::random());
         let peer = request.peer.clone().unwrap_or_default();
         let pool = self.fabric.pool().clone();
         let events = Answerer::new(&config.limits, ask.greeting, peer, pool, self.door.clone(), awaited);
-        let expect = Expect {
-            id,
-            token: token.clone(),
-            peer: ask.id,
-            worker_address: ask.worker,
-            within: config.connect_timeout,
-        };
+        let expect = Expect { id, token: token.clone(), peer: ask.id, alongside, within: config.connect_timeout };
         self.fabric.expect(expect, events)?;
         Ok(Answer { id, token, way })
     }

@@ -6,10 +6,11 @@ mod common;
 
 use std::time::Duration;
 
-use common::{EndOf, Meeting, SOON, Way, open, pair, parcel, payload, recorder};
+use bytes::Bytes;
+use common::{EndOf, Meeting, Names, SOON, Way, berth, open, pair, parcel, payload, recorder};
 use gym_core::{Code, Error};
 use gym_transport_rdma::fabric::{
-    Connect, ConnectionId, Disposition, End, Expect, Fabric, FabricOptions, Parcel, Target, Token,
+    Alongside, Connect, ConnectionId, Disposition, End, Expect, Fabric, FabricOptions, Parcel, Target, Token,
 };
 
 const BIG: usize = 1 << 20;
@@ -86,7 +87,9 @@ fn a_shutdown_says_goodbye_for_every_connection() {
         assert!(matches!(here.ended(), End::Closed), "{way:?}");
         there.message();
         assert!(matches!(there.ended(), End::ClosedByPeer), "{way:?}");
-        assert!(caller.connect(Meeting::new().connect(way.target(&answerer)), recorder(&answerer, None).0).is_err());
+        let to = Names::new().connect(Target::Socket(([127, 0, 0, 1], 1).into()));
+        assert!(caller.connect(to, recorder(&answerer, None).0).is_err());
+        assert!(berth(&caller).is_err());
         assert!(answerer.shutdown(SOON), "{way:?}");
     }
 }
@@ -107,24 +110,23 @@ fn breaking_off_is_seen_by_the_peer() {
 fn a_wrong_token_is_refused_and_the_right_one_still_works_once() {
     for &way in Way::all() {
         let Some((caller, answerer)) = fabrics(way) else { return };
-        let meeting = Meeting::new();
-        let there = expect(&answerer, meeting.expect(way, &caller));
-        let target = way.target(&answerer);
+        let meeting = Meeting::new(way, &caller, &answerer);
+        let there = expect(&answerer, meeting.expect());
         let wrong = Connect {
             token: Token::random(),
             id: ConnectionId::random(),
             within: REFUSED_WITHIN,
-            ..meeting.connect(target.clone())
+            ..meeting.connect_from(&caller)
         };
         let intruder = connect(&caller, wrong);
         assert_eq!(lost(intruder.ended()).code(), Code::Unavailable, "{way:?}");
         assert_eq!(answerer.stats().refused_tokens, 1, "{way:?}");
-        let here = connect(&caller, meeting.connect(target.clone()));
+        let here = connect(&caller, meeting.connect());
         here.opened();
         there.opened();
         // The same hello again: the token was used.
-        let replay = Connect { id: meeting.caller, within: REFUSED_WITHIN, ..meeting.connect(target) };
         let Some(other) = open(way.calling()) else { return };
+        let replay = Connect { within: REFUSED_WITHIN, ..meeting.connect_from(&other) };
         let replay = connect(&other, replay);
         assert_eq!(lost(replay.ended()).code(), Code::Unavailable, "{way:?}");
         assert_eq!(answerer.stats().refused_tokens, 2, "{way:?}");
@@ -139,12 +141,13 @@ fn a_wrong_token_is_refused_and_the_right_one_still_works_once() {
 fn a_peer_that_does_not_come_in_time_is_told_as_lost_and_its_token_is_void() {
     for &way in Way::all() {
         let Some((caller, answerer)) = fabrics(way) else { return };
-        let meeting = Meeting::new();
-        let there = expect(&answerer, Expect { within: Duration::from_millis(20), ..meeting.expect(way, &caller) });
+        let meeting = Meeting::new(way, &caller, &answerer);
+        let there = expect(&answerer, Expect { within: Duration::from_millis(20), ..meeting.expect() });
         assert!(lost(there.ended()).to_string().contains("did not come in time"), "{way:?}");
-        let late = Connect { within: REFUSED_WITHIN, ..meeting.connect(way.target(&answerer)) };
+        let late = Connect { within: REFUSED_WITHIN, ..meeting.connect() };
         assert_eq!(lost(connect(&caller, late).ended()).code(), Code::Unavailable, "{way:?}");
-        assert_eq!(answerer.stats().refused_tokens, 1, "{way:?}");
+        // Over shared memory the berth has gone with it.
+        assert_eq!(answerer.stats().refused_tokens, u64::from(way == Way::Network), "{way:?}");
         shut_down(way, &(caller, answerer));
     }
 }
@@ -153,7 +156,7 @@ fn a_peer_that_does_not_come_in_time_is_told_as_lost_and_its_token_is_void() {
 fn nobody_listening_is_told_as_lost() {
     let Some(caller) = open(Way::Network.calling()) else { return };
     let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-    let here = connect(&caller, Meeting::new().connect(Target::Socket(port)));
+    let here = connect(&caller, Names::new().connect(Target::Socket(port)));
     let error = lost(here.ended());
     assert_eq!((error.code(), error.execution()), (Code::Unavailable, gym_core::Execution::NotStarted), "{error}");
     assert!(caller.shutdown(SOON));
@@ -162,19 +165,44 @@ fn nobody_listening_is_told_as_lost() {
 #[test]
 fn rubbish_in_place_of_a_worker_address_is_an_error() {
     let Some(caller) = open(Way::SharedMemory.calling()) else { return };
-    for rubbish in [vec![], vec![0; 100]] {
-        let to =
-            Connect { within: Duration::from_millis(200), ..Meeting::new().connect(Target::Worker(rubbish.into())) };
+    for rubbish in [vec![], vec![0; 100], [vec![1], vec![0; 100]].concat()] {
+        let target = Target::Alongside(Alongside { berth: berth(&caller).unwrap(), peer: rubbish.into() });
+        let to = Connect { within: Duration::from_millis(200), ..Names::new().connect(target) };
         assert_eq!(lost(connect(&caller, to).ended()).code(), Code::Unavailable);
     }
     assert!(caller.shutdown(SOON));
 }
 
 #[test]
+fn peers_on_this_host_beyond_the_bound_are_refused_until_one_leaves() {
+    let options = FabricOptions { shared_memory_peers_max: 1, ..common::shared_memory() };
+    let Some(fabric) = open(options) else { return };
+    let first = berth(&fabric).unwrap();
+    let error = berth(&fabric).unwrap_err();
+    assert_eq!((error.code(), error.execution()), (Code::ResourceExhausted, gym_core::Execution::NotStarted));
+    drop(first);
+    let second = berth(&fabric).unwrap();
+    assert_eq!(fabric.stats().berths_refused, 1);
+    let rubbish = Target::Alongside(Alongside { berth: second.clone(), peer: Bytes::new() });
+    lost(connect(&fabric, Names::new().connect(rubbish)).ended());
+    drop(second);
+    berth(&fabric).unwrap();
+    assert!(fabric.shutdown(SOON));
+}
+
+#[test]
+fn without_shared_memory_there_is_no_berth() {
+    let Some(fabric) = open(common::calling_network()) else { return };
+    let error = berth(&fabric).unwrap_err();
+    assert_eq!((error.code(), error.execution()), (Code::Unavailable, gym_core::Execution::NotStarted), "{error}");
+    assert!(fabric.shutdown(SOON));
+}
+
+#[test]
 fn strangers_beyond_the_bound_are_turned_away() {
     let answering = FabricOptions { strangers_max: 0, ..Way::Network.answering() };
     let (Some(answerer), Some(caller)) = (open(answering), open(Way::Network.calling())) else { return };
-    let here = connect(&caller, Meeting::new().connect(Way::Network.target(&answerer)));
+    let here = connect(&caller, Meeting::new(Way::Network, &caller, &answerer).connect());
     assert_eq!(lost(here.ended()).code(), Code::Unavailable);
     assert!(answerer.stats().refused_strangers >= 1);
     shut_down(Way::Network, &(caller, answerer));
@@ -280,8 +308,6 @@ fn parcels_of_a_connection_that_broke_are_told_as_failed_before_its_end() {
         here.connection.close(Duration::ZERO);
         here.ended();
         assert_eq!(done.try_iter().count(), 500, "{way:?}");
-        // Over shared memory an endpoint that is broken off under load may have to be left to lie.
-        let clean = fabrics.0.shutdown(SOON) & fabrics.1.shutdown(SOON);
-        assert!(clean || way == Way::SharedMemory, "{way:?}");
+        shut_down(way, &fabrics);
     }
 }

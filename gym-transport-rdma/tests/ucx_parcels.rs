@@ -102,12 +102,12 @@ fn done_is_called_once_for_every_parcel_and_the_payload_is_let_go() {
 fn what_is_posted_before_the_connection_is_open_is_sent_after_it() {
     for &way in Way::all() {
         let Some((caller, answerer)) = fabrics(way) else { return };
-        let meeting = common::Meeting::new();
+        let meeting = common::Meeting::new(way, &caller, &answerer);
         let (recorder, events) = common::recorder(&answerer, None);
-        let connection = answerer.expect(meeting.expect(way, &caller), recorder).unwrap();
+        let connection = answerer.expect(meeting.expect(), recorder).unwrap();
         let there = common::EndOf { connection, events };
         let (recorder, events) = common::recorder(&caller, None);
-        let connection = caller.connect(meeting.connect(way.target(&answerer)), recorder).unwrap();
+        let connection = caller.connect(meeting.connect(), recorder).unwrap();
         let here = common::EndOf { connection, events };
         here.connection.post(Parcel { lane: Lane::Urgent, ..parcel(vec![1], vec![1]) }).unwrap();
         here.post(vec![2], vec![2; 100_000]);

@@ -1,6 +1,6 @@
 //! Peers in processes of their own that are killed, or stopped, in the middle of calls: every call hears of it in time.
 //!
-//! UCX tells of a killed peer on networks; of one over shared memory, and of a stopped one, only our heartbeats do.
+//! UCX tells of a killed peer on networks, the kernel of one over shared memory; of a stopped one only our heartbeats do.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -190,6 +190,8 @@ async fn peers_that_get(test: &'static str, signal: &'static str, rounds: usize)
                 panic!("{way:?}, round {round}: a bystander notices: {error}; its end: {}", beside.closed().await);
             }
         }
+        let another = Peer::start(test, way);
+        another.connect(&ucx).await.call(request("/echo", 100_000)).await.unwrap();
     }
 }
 

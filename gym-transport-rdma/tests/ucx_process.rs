@@ -10,9 +10,9 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::Duration;
 
 use bytes::Bytes;
-use common::{EndOf, Meeting, SOON, Way, open, payload, recorder};
+use common::{EndOf, Names, SOON, Way, open, payload, recorder};
 use gym_core::Code;
-use gym_transport_rdma::fabric::{ConnectionId, End, Expect, Fabric, Target, Token};
+use gym_transport_rdma::fabric::{Alongside, ConnectionId, End, Expect, Fabric, Target, Token};
 
 /// Set for the process that runs only one case.
 const ROLE: &str = "GYM_UCX_TEST_ROLE";
@@ -130,7 +130,6 @@ fn a_process_ends_well_with_and_without_a_shutdown() {
 /// A peer in a process of its own: it expects one connection, and answers every parcel with the same.
 struct Peer {
     process: Child,
-
     output: BufReader<ChildStdout>,
 }
 
@@ -149,17 +148,19 @@ impl Peer {
         .spawn()
         .unwrap();
         let (mut input, output) = (process.stdin.take().unwrap(), BufReader::new(process.stdout.take().unwrap()));
-        let meeting = Meeting::new();
-        let token = hex(&meeting.token.0);
-        let address = hex(caller.worker_address());
-        writeln!(input, "{} {} {token} {address}", meeting.caller.0, meeting.answerer.0).unwrap();
+        let names = Names::new();
+        let token = hex(&names.token.0);
+        let berth = (way == Way::SharedMemory).then(|| common::berth(caller).unwrap());
+        let address = berth.as_ref().map_or_else(|| "-".to_owned(), |berth| hex(berth.address()));
+        writeln!(input, "{} {} {token} {address}", names.caller.0, names.answerer.0).unwrap();
         let mut peer = Self { process, output };
-        let target = match way {
-            Way::Network => Target::Socket(peer.told("listening ").parse().unwrap()),
-            Way::SharedMemory => Target::Worker(unhex(&peer.told("listening "))),
+        let address = peer.told("listening ");
+        let target = match berth {
+            None => Target::Socket(address.parse().unwrap()),
+            Some(berth) => Target::Alongside(Alongside { berth, peer: unhex(&address) }),
         };
         let (recorder, events) = recorder(caller, None);
-        let here = EndOf { connection: caller.connect(meeting.connect(target), recorder).unwrap(), events };
+        let here = EndOf { connection: caller.connect(names.connect(target), recorder).unwrap(), events };
         way.check(&here.opened());
         (peer, here)
     }
@@ -189,6 +190,31 @@ impl Drop for Peer {
     }
 }
 
+/// Makes the peer end in the middle of sending its answer.
+const DIE_IN_A_COPY: &[u8] = b"die";
+
+/// Whoever reads it is killed by SIGBUS: pages of a file that has become shorter.
+fn deadly(len: usize) -> Bytes {
+    struct Gone(*mut std::ffi::c_void, usize);
+    // SAFETY: an address that is the same for every thread.
+    unsafe impl Send for Gone {}
+    impl AsRef<[u8]> for Gone {
+        fn as_ref(&self) -> &[u8] {
+            // SAFETY: mapped for good. To read it ends the process, which is what it is for.
+            unsafe { std::slice::from_raw_parts(self.0.cast(), self.1) }
+        }
+    }
+    let file = tempfile::tempfile().unwrap();
+    file.set_len(len as u64).unwrap();
+    // SAFETY: new pages at an address that the kernel chooses.
+    let start = unsafe {
+        let (prot, flags) = (rustix::mm::ProtFlags::READ, rustix::mm::MapFlags::SHARED);
+        rustix::mm::mmap(std::ptr::null_mut(), len, prot, flags, &file, 0).unwrap()
+    };
+    file.set_len(0).unwrap();
+    Bytes::from_owner(Gone(start, len))
+}
+
 /// What the peer's process does.
 fn be_peer(way: Way) {
     let mut line = String::new();
@@ -196,24 +222,33 @@ fn be_peer(way: Way) {
     let words: Vec<_> = line.split_whitespace().collect();
     let Some(fabric) = open(way.answering()) else { panic!("the other process has UCX") };
     let (recorder, events) = recorder(&fabric, None);
+    let berth = (way == Way::SharedMemory).then(|| common::berth(&fabric).unwrap());
     let expected = Expect {
         id: ConnectionId(words[1].parse().unwrap()),
         token: Token(unhex(words[2])[..].try_into().unwrap()),
         peer: ConnectionId(words[0].parse().unwrap()),
-        worker_address: (way == Way::SharedMemory).then(|| unhex(words[3])),
+        alongside: berth.clone().map(|berth| Alongside { berth, peer: unhex(words[3]) }),
         within: SOON,
     };
     let there = EndOf { connection: fabric.expect(expected, recorder).unwrap(), events };
-    let address = match way {
-        Way::Network => fabric.listen_address().unwrap().to_string(),
-        Way::SharedMemory => hex(fabric.worker_address()),
+    let address = match berth {
+        None => fabric.listen_address().unwrap().to_string(),
+        Some(berth) => hex(berth.address()),
     };
     println!("\nlistening {address}");
     way.check(&there.opened());
     loop {
         match there.events.recv_timeout(SOON) {
-            Ok(common::Event::Message { header, payload, .. }) => there.post(header, payload),
+            Ok(common::Event::Message { header, .. }) if header == DIE_IN_A_COPY => there.post(header, deadly(4000)),
+            // Refused: its end is about to be told.
+            Ok(common::Event::Message { header, payload, .. }) => {
+                let _ = there.connection.post(common::parcel(header, payload));
+            }
             Ok(common::Event::Ended(End::ClosedByPeer)) => break,
+            Ok(common::Event::Ended(End::Lost(error))) => {
+                println!("\nlost {error}");
+                break;
+            }
             other => panic!("{other:?}"),
         }
     }
@@ -256,17 +291,16 @@ fn parcels_of_every_size_go_between_two_processes() {
     }
 }
 
-/// UCX tells over a network. Over shared memory it does not: there the connection must at least be closed in time, with
-/// every parcel told.
+/// UCX tells over a network; over shared memory the end of the peer's process is seen.
 #[test]
-fn a_killed_peer_is_told_or_can_be_broken_off() {
+fn a_killed_peer_is_told_and_nothing_of_it_is_kept() {
     if peer_role() {
         return;
     }
     for &way in Way::all() {
         for in_flight in [false, true] {
             let Some(caller) = open(way.calling()) else { return };
-            let (mut peer, here) = Peer::start("a_killed_peer_is_told_or_can_be_broken_off", way, &caller);
+            let (mut peer, here) = Peer::start("a_killed_peer_is_told_and_nothing_of_it_is_kept", way, &caller);
             here.post(vec![1], vec![]);
             here.message();
             if in_flight {
@@ -276,18 +310,12 @@ fn a_killed_peer_is_told_or_can_be_broken_off() {
             }
             peer.signal("-KILL");
             peer.process.wait().unwrap();
-            if way == Way::SharedMemory {
-                here.connection.close(Duration::ZERO);
-            }
             match here.ended() {
-                // Some versions of UCX notice it over shared memory too.
-                End::Closed if way == Way::SharedMemory => {}
                 End::Lost(error) => assert_eq!(error.code(), Code::Unavailable),
                 other => panic!("{way:?} {in_flight} {other:?}"),
             }
-            // What was under way to a dead peer over shared memory is leaked rather than freed.
-            let clean = caller.shutdown(SOON);
-            assert!(clean || (way == Way::SharedMemory && in_flight), "{way:?} {in_flight}");
+            assert!(caller.shutdown(SOON), "{way:?} {in_flight}");
+            assert_all_berths_are_gone(&caller);
         }
     }
 }
@@ -314,33 +342,134 @@ fn a_peer_that_stands_still_does_not_hold_up_a_close_beyond_its_grace() {
     }
 }
 
+/// Over shared memory a sender first takes a place in the receiver's queue, then copies. One that dies between the two blocks
+/// everybody who shares the queue with it.
 #[test]
-fn many_peers_killed_at_random_moments_leave_the_fabric_well() {
+fn a_peer_that_dies_while_it_writes_to_us_disturbs_nobody_else() {
+    const TEST: &str = "a_peer_that_dies_while_it_writes_to_us_disturbs_nobody_else";
     if peer_role() {
+        return;
+    }
+    // A socket gives the dying process an error instead.
+    for &way in Way::all().iter().filter(|way| **way == Way::SharedMemory) {
+        let Some(caller) = open(way.calling()) else { return };
+        let echo = |here: &EndOf, byte: u8| {
+            here.post(vec![byte], payload(5000, 1));
+            assert_eq!(here.message().0[..], [byte], "{way:?}");
+        };
+        let (_bystander, beside) = Peer::start(TEST, way, &caller);
+        for byte in 0..3 {
+            let (mut peer, here) = Peer::start(TEST, way, &caller);
+            here.post(DIE_IN_A_COPY, vec![]);
+            assert!(!peer.process.wait().unwrap().success(), "{way:?}: it has died");
+            echo(&beside, byte);
+            match here.ended() {
+                End::Lost(error) => assert_eq!(error.code(), Code::Unavailable, "{way:?}"),
+                other => panic!("{way:?} {other:?}"),
+            }
+        }
+        let (_peer, here) = Peer::start(TEST, way, &caller);
+        echo(&here, 9);
+        assert!(caller.shutdown(SOON), "{way:?}");
+    }
+}
+
+fn assert_all_berths_are_gone(fabric: &Fabric) {
+    let stats = fabric.stats();
+    assert_eq!(stats.berths_opened, stats.berths_closed, "{stats:?}");
+}
+
+/// Between its being given up and its going on, what it had been announced lies ready for it.
+#[test]
+fn a_peer_that_stood_still_and_goes_on_hears_that_it_was_given_up() {
+    const TEST: &str = "a_peer_that_stood_still_and_goes_on_hears_that_it_was_given_up";
+    if peer_role() {
+        return;
+    }
+    for &way in Way::all() {
+        let Some(caller) = open(way.calling()) else { return };
+        let (mut peer, here) = Peer::start(TEST, way, &caller);
+        peer.signal("-STOP");
+        for _ in 0..20 {
+            here.post(vec![2], payload(8 << 20, 2));
+            here.post(vec![3], payload(5000, 2));
+        }
+        here.connection.close(Duration::ZERO);
+        assert!(matches!(here.ended(), End::Closed), "{way:?}");
+        peer.signal("-CONT");
+        peer.told("lost ");
+        assert!(peer.process.wait().unwrap().success(), "{way:?}");
+        assert!(caller.shutdown(SOON), "{way:?}");
+        assert_all_berths_are_gone(&caller);
+    }
+}
+
+/// What this process has now.
+struct Footprint {
+    resident_kib: usize,
+    descriptors: usize,
+}
+
+impl Footprint {
+    fn now() -> Self {
+        let status = std::fs::read_to_string("/proc/self/status").unwrap();
+        let resident = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+        let resident_kib = resident.trim().trim_end_matches(" kB").parse().unwrap();
+        Self { resident_kib, descriptors: std::fs::read_dir("/proc/self/fd").unwrap().count() }
+    }
+
+    /// Each worker that is kept has some five descriptors, and a round of payloads that is kept 120 MB.
+    fn assert_not_grown_since(&self, before: &Self) {
+        let (found, allowed) = (self.descriptors, before.descriptors + 8);
+        assert!(found <= allowed, "{found} descriptors; {} before", before.descriptors);
+        let (found, allowed) = (self.resident_kib, before.resident_kib + (64 << 10));
+        assert!(found <= allowed, "{found} KiB; {} before", before.resident_kib);
+    }
+}
+
+#[test]
+fn many_peers_killed_at_random_moments_leave_the_fabric_well_and_the_process_no_larger() {
+    const TEST: &str = "many_peers_killed_at_random_moments_leave_the_fabric_well_and_the_process_no_larger";
+    // In a process of its own, so that it is only this that grows.
+    if role().is_none() {
+        run(TEST, "killer", &[]);
+    }
+    if peer_role() || role().is_none() {
         return;
     }
     let rounds = std::env::var("GYM_UCX_KILLS").map_or(6, |text| text.parse().unwrap());
     let mut random = fastrand::Rng::with_seed(std::env::var("GYM_UCX_SEED").map_or(1, |text| text.parse().unwrap()));
     for &way in Way::all() {
         let Some(caller) = open(way.calling()) else { return };
+        let mut before = None;
         for round in 0..rounds {
-            let (mut peer, here) =
-                Peer::start("many_peers_killed_at_random_moments_leave_the_fabric_well", way, &caller);
-            let (before, size) = (random.usize(0..30), [10, 100_000, 4 << 20][random.usize(..3)]);
+            let (mut peer, here) = Peer::start(TEST, way, &caller);
+            let (echoed, size) = (random.usize(0..30), [10, 100_000, 4 << 20][random.usize(..3)]);
             for _ in 0..30 {
                 here.post(vec![3], payload(size, 3));
             }
-            for _ in 0..before {
+            for _ in 0..echoed {
                 here.message();
             }
             peer.signal("-KILL");
             peer.process.wait().unwrap();
-            if way == Way::SharedMemory {
-                here.connection.close(Duration::ZERO);
-            }
             let end = here.ended();
-            assert!(!matches!(end, End::ClosedByPeer), "{way:?} round {round}: {end:?}");
+            assert!(matches!(end, End::Lost(_)), "{way:?} round {round}: {end:?}");
+            drop((peer, here));
+            let deadline = tokio::time::Instant::now() + SOON;
+            while caller.stats().berths_opened > caller.stats().berths_closed {
+                assert!(tokio::time::Instant::now() < deadline, "{:?}", caller.stats());
+                std::thread::yield_now();
+            }
+            // The first rounds fill what is kept for the next ones.
+            if round == 2 {
+                before = Some(Footprint::now());
+            }
         }
-        let _ = caller.shutdown(Duration::from_millis(200));
+        let clean = caller.shutdown(SOON);
+        if way == Way::SharedMemory {
+            assert!(clean, "{:?}", caller.stats());
+            before.inspect(|before| Footprint::now().assert_not_grown_since(before));
+        }
     }
 }

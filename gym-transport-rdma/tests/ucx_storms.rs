@@ -96,13 +96,10 @@ fn parcels_abandoned_at_random_moments_touch_nobodys_memory() {
         let mut posted = 0;
         while posted < parcels {
             // A connection of a hundred parcels or so, which is broken off or closed while they are under way.
-            let meeting = common::Meeting::new();
-            answerer.expect(meeting.expect(way, &caller), Arc::<Judge>::clone(&judge)).unwrap();
+            let meeting = common::Meeting::new(way, &caller, &answerer);
+            answerer.expect(meeting.expect(), Arc::<Judge>::clone(&judge)).unwrap();
             let (recorder, events) = common::recorder(&caller, None);
-            let here = common::EndOf {
-                connection: caller.connect(meeting.connect(way.target(&answerer)), recorder).unwrap(),
-                events,
-            };
+            let here = common::EndOf { connection: caller.connect(meeting.connect(), recorder).unwrap(), events };
             if random.bool() {
                 here.opened();
             }
@@ -146,10 +143,10 @@ fn parcels_abandoned_at_random_moments_touch_nobodys_memory() {
         );
         assert!(judge.seen.load(Ordering::Relaxed) > 0, "{way:?}");
         // Over shared memory nobody tells the answering end of a caller that left before it was answered.
-        let clean = caller.shutdown(SOON) & answerer.shutdown(Duration::from_secs(2));
-        assert!(clean || way == Way::SharedMemory, "{way:?}");
-        if clean {
-            assert_eq!(caller.pool().stats().bytes_kept, 0, "{way:?}: a buffer of the pool is still held");
+        assert!(caller.shutdown(SOON) & answerer.shutdown(Duration::from_secs(2)), "{way:?}");
+        assert_eq!(caller.pool().stats().bytes_kept, 0, "{way:?}: a buffer of the pool is still held");
+        for stats in [caller.stats(), answerer.stats()] {
+            assert_eq!(stats.berths_opened, stats.berths_closed, "{way:?} {stats:?}");
         }
     }
 }
@@ -190,11 +187,11 @@ fn headers_posted_from_within_events_while_connecting_arrive_whole() {
     for &way in Way::all() {
         let Some((caller, answerer)) = fabrics(way) else { return };
         for round in 0..10 {
-            let meeting = common::Meeting::new();
+            let meeting = common::Meeting::new(way, &caller, &answerer);
             let replies = Arc::new(Replies { connection: std::sync::OnceLock::new() });
-            answerer.expect(meeting.expect(way, &caller), replies).unwrap();
+            answerer.expect(meeting.expect(), replies).unwrap();
             let (recorder, events) = common::recorder(&caller, None);
-            let connection = caller.connect(meeting.connect(way.target(&answerer)), recorder).unwrap();
+            let connection = caller.connect(meeting.connect(), recorder).unwrap();
             let here = common::EndOf { connection, events };
             here.post(vec![99; 104], vec![99; 10]);
             here.opened();

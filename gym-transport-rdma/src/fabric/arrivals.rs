@@ -7,19 +7,26 @@ use bytes::Bytes;
 use gym_core::{Code, Error};
 use tokio::time::Instant;
 
-use super::inbox::{Inbox, Incoming};
+use super::berth::BerthId;
+use super::inbox::{Inbox, Incoming, Origin};
 use super::peer::{Body, Goodbye, Message, Phase};
 use super::state::{How, LEAVE_WITHIN, State, Stranger};
 use super::wire::{Kind, Prefix, read_hello};
 use super::{Arrived, Connection, ConnectionId, Disposition, End, Lanes, Payload};
 use crate::pool::Buffer;
-use crate::ucx::{Announcement, Endpoint, EndpointKey, RawRequest, Status};
+use crate::ucx::{Announcement, Endpoint, RawRequest, Status};
 
 impl State {
     /// From within UCX: hands up what came whole and is next. `false`: it must go the long way.
-    pub(super) fn hand_up_at_once(&mut self, prefix: Prefix, header: &[u8], bytes: &[u8]) -> bool {
+    pub(super) fn hand_up_at_once(
+        &mut self,
+        prefix: Prefix,
+        header: &[u8],
+        bytes: &[u8],
+        berth: Option<BerthId>,
+    ) -> bool {
         let Some(peer) = self.peers.get_mut(&prefix.receiver) else { return false };
-        if !matches!(peer.phase, Phase::Open) {
+        if !matches!(peer.phase, Phase::Open) || peer.berth != berth {
             return false;
         }
         if prefix.kind == Kind::Parcel {
@@ -38,7 +45,7 @@ impl State {
         while let Some(incoming) = inbox.pop() {
             worked = true;
             match incoming {
-                Incoming::Message { message, from } => self.message(message, from),
+                Incoming::Message { message, origin } => self.message(message, origin),
                 Incoming::Landed { id, key, result } => self.landed(id, key, result),
                 Incoming::Failed { serial, status } => self.failed(serial, status),
                 Incoming::Request(request) => self.request(request),
@@ -55,12 +62,16 @@ impl State {
         worked
     }
 
-    fn message(&mut self, message: Message, from: Option<EndpointKey>) {
+    fn message(&mut self, message: Message, origin: Origin) {
         let Prefix { receiver: id, sequence, kind } = message.prefix;
         if kind == Kind::Hello {
-            return self.hello(&message, from);
+            return self.hello(&message, origin);
         }
-        let Some(peer) = self.peers.get_mut(&id) else {
+        if let (Kind::Last, Some(berth)) = (kind, origin.berth()) {
+            self.berths.peer_left(berth);
+        }
+        // Whoever knows the id of a connection can write into it, but not from another's berth.
+        let Some(peer) = self.peers.get_mut(&id).filter(|peer| peer.berth == origin.berth()) else {
             return self.shared.counters.dropped_unknown.add(1);
         };
         match peer.phase {
@@ -72,8 +83,9 @@ impl State {
                 return;
             }
             Phase::Open if kind == Kind::Urgent => return self.hand_up_message(id, message),
-            Phase::Closing { .. } | Phase::Left { .. } if kind == Kind::Urgent => return,
-            _ if kind == Kind::Broken => {
+            Phase::Closing { .. } | Phase::Left { .. } if matches!(kind, Kind::Urgent | Kind::Last) => return,
+            // What it sent to break it off can have been lost with its time.
+            _ if matches!(kind, Kind::Broken | Kind::Last) => {
                 let error = Error::unknown(Code::Unavailable, "the peer has broken the connection off");
                 return self.end(id, End::Lost(error), How::Force);
             }
@@ -120,28 +132,31 @@ impl State {
     }
 
     /// A hello: from one whom we expect, or not.
-    fn hello(&mut self, message: &Message, from: Option<EndpointKey>) {
+    fn hello(&mut self, message: &Message, origin: Origin) {
         let id = message.prefix.receiver;
-        let stranger = from.and_then(|from| self.strangers.iter().position(|stranger| stranger.endpoint.key() == from));
+        let stranger = match origin {
+            Origin::Network(Some(from)) => self.strangers.iter().position(|stranger| stranger.endpoint.key() == from),
+            Origin::Network(None) | Origin::Berth(_) => None,
+        };
         let stranger = stranger.map(|at| self.strangers.swap_remove(at));
         let expected = read_hello(&message.header).zip(self.peers.get_mut(&id)).and_then(|((shown, own), peer)| {
             let Phase::Expecting { token, address } = &peer.phase else { return None };
-            // Whoever was given our worker's address comes by it, everybody else by the listener.
-            let way = address.is_some() == from.is_none() && from.is_some() == stranger.is_some();
+            // Whoever was given a berth comes by it, everybody else by the listener.
+            let way = peer.berth == origin.berth() && stranger.is_some() == peer.berth.is_none();
             (token.matches(shown) && own == peer.id && way).then(|| address.clone())
         });
         let Some(address) = expected else {
             self.shared.counters.refused_tokens.add(1);
             if let Some(stranger) = stranger {
-                self.closing.push(stranger.endpoint.close(true));
+                self.closing.push(stranger.endpoint.close());
             }
             return;
         };
         let way = match (stranger, address) {
             (Some(stranger), _) => Ok((stranger.endpoint, stranger.serial)),
-            (None, Some(address)) => {
+            (None, Some((worker, address))) => {
                 let (serial, failed) = self.next_serial();
-                Endpoint::to_worker(&self.worker, &address, failed).map(|endpoint| (endpoint, serial))
+                Endpoint::to_worker(&worker, &address, failed).map(|endpoint| (endpoint, serial))
             }
             (None, None) => return,
         };
@@ -213,7 +228,7 @@ impl State {
             Given::Owned(bytes) => buffer.copy_from_slice(&bytes),
             Given::Announced(announcement) => {
                 peer.landing += 1;
-                let memory = self.registered.of(&buffer);
+                let memory = if peer.berth.is_some() { None } else { self.registered.of(&buffer) };
                 let (inbox, operations) = (Rc::clone(&self.inbox), Rc::clone(&peer.sending));
                 return announcement.fetch(buffer, memory.as_deref(), move |result| {
                     // Told apart from the connection, which may be over: its endpoint waits for this.
@@ -244,23 +259,27 @@ impl State {
 
     fn failed(&mut self, serial: u64, status: Status) {
         if let Some(at) = self.strangers.iter().position(|stranger| stranger.serial == serial) {
-            self.closing.push(self.strangers.swap_remove(at).endpoint.close(true));
+            self.closing.push(self.strangers.swap_remove(at).endpoint.close());
             return;
         }
         if self.stop_lingering(|lingering| lingering.serial == serial) {
             return;
         }
-        let Some((id, peer)) = self.peers.iter().find(|(_, peer)| peer.serial == serial) else { return };
-        let lost = |execution: fn(Code, String) -> Error| {
-            End::Lost(execution(Code::Unavailable, format!("peer lost: {status}")))
-        };
+        let Some((id, _)) = self.peers.iter().find(|(_, peer)| peer.serial == serial) else { return };
+        let id = *id;
+        self.lose(id, &format!("peer lost: {status}"));
+    }
+
+    /// Its peer is not there any more.
+    pub(super) fn lose(&mut self, id: ConnectionId, said: &str) {
+        let Some(peer) = self.peers.get(&id) else { return };
+        let lost = |execution: fn(Code, String) -> Error| End::Lost(execution(Code::Unavailable, said.to_owned()));
         let why = match peer.phase {
             Phase::Expecting { .. } | Phase::Calling => lost(Error::not_started),
             Phase::Closing { .. } => End::Closed,
             Phase::Left { .. } if peer.landing == 0 => End::ClosedByPeer,
             Phase::Open | Phase::Broken | Phase::Left { .. } => lost(Error::unknown),
         };
-        let id = *id;
         self.end(id, why, How::Force);
     }
 

@@ -7,9 +7,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
-use bytes::Bytes;
 use gym_core::{Code, Error, Result};
+use tokio::sync::oneshot;
 
+use super::berth::{Berth, BerthId};
 use super::peer::{ended_before, finish};
 use super::queue::{Queue, Refused};
 use super::stats::{ConnectionCounters, FabricCounters};
@@ -46,7 +47,6 @@ pub(super) struct Shared {
 
 /// What is known when the thread runs.
 pub(super) struct Ready {
-    pub(super) worker_address: Bytes,
     pub(super) listen_address: Option<SocketAddr>,
     pub(super) library: LibraryInfo,
     pub(super) devices: Vec<String>,
@@ -54,6 +54,9 @@ pub(super) struct Ready {
 
 pub(super) enum Command {
     Open(Box<(Opening, Arc<Link>, Arc<dyn PeerEvents>)>),
+    Berth(Duration, oneshot::Sender<Result<Berth>>),
+    /// Nobody will take it.
+    GiveUp(BerthId),
     Post(ConnectionId, Parcel),
     Close(ConnectionId, Duration),
     Shutdown(Duration),
@@ -87,11 +90,15 @@ impl Fabric {
         self.0.0.ready.get().expect("set before `open` returns")
     }
 
-    /// What a peer on the same host connects to. Comes from UCX, is some hundred bytes long, and is to be handed over
-    /// only to peers that may connect.
-    #[must_use]
-    pub fn worker_address(&self) -> &Bytes {
-        &self.ready().worker_address
+    /// A worker of its own for one peer on this host, kept for so long unless a connection takes it.
+    ///
+    /// # Errors
+    /// Not started: `ResourceExhausted` beyond [`FabricOptions::shared_memory_peers_max`] or when the queue is full,
+    /// `Unavailable` when there is no shared memory among the transports, UCX cannot open a worker, or the fabric has ended.
+    pub async fn berth(&self, within: Duration) -> Result<Berth> {
+        let (told, opened) = oneshot::channel();
+        self.0.0.queue.push(Command::Berth(within, told), true).map_err(|(_, refused)| refused.into_error())?;
+        opened.await.unwrap_or_else(|_| Err(Refused::Closed.into_error()))
     }
 
     /// What a peer anywhere connects to, if [`FabricOptions::listen`] asked for it; the port is the real one.
@@ -307,7 +314,8 @@ impl Command {
                     tracing::error!("what was to be told of a connection's end panicked");
                 }
             }
-            Self::Close(..) | Self::Shutdown(_) => {}
+            // Whoever asked for a berth hears of its being dropped.
+            Self::Berth(..) | Self::GiveUp(_) | Self::Close(..) | Self::Shutdown(_) => {}
         }
     }
 }

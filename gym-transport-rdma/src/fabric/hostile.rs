@@ -12,14 +12,15 @@ use tokio::time::Instant;
 use super::wire::{Kind, MESSAGE_ID, Prefix, hello};
 use super::*;
 use crate::sys::LoadOptions;
-use crate::ucx::{Arrival, Context, Endpoint, EndpointKey, HEADER_ROOM, Outgoing, Protocol, Receiver, Worker};
+use crate::ucx::{Arrival, Context, Endpoint, EndpointKey, HEADER_ROOM, Others, Outgoing, Protocol, Receiver, Worker};
 
 const SOON: Duration = Duration::from_secs(30);
-const SETTINGS: [(&str, &str); 1] = [("TLS", "posix,cma,self")];
 
 fn fabric() -> Option<Fabric> {
-    let options =
-        FabricOptions { transports: Some("posix,cma,self".to_owned()), held_max: 8, ..FabricOptions::default() };
+    open(FabricOptions { transports: Some("posix,cma,self".to_owned()), held_max: 8, ..FabricOptions::default() })
+}
+
+fn open(options: FabricOptions) -> Option<Fabric> {
     match Fabric::open(options) {
         Ok(fabric) => Some(fabric),
         Err(FabricError::Load(error)) if std::env::var_os("GYM_UCX_REQUIRED").is_none() => {
@@ -58,20 +59,41 @@ impl Receiver for Deaf {
     fn receive(&self, _: &[u8], _: Arrival<'_>, _: Option<EndpointKey>) {}
 }
 
-/// A bare worker that has an endpoint to the fabric.
+/// A bare worker that has an endpoint to a berth of the fabric.
 struct Intruder {
     worker: std::rc::Rc<Worker>,
     endpoint: Endpoint,
+    berth: Option<Berth>,
+}
+
+fn bare_worker(transports: &str) -> std::rc::Rc<Worker> {
+    let settings = [("TLS", transports), ("NET_DEVICES", "lo")];
+    let settings = settings.map(|(name, value)| (name.to_owned(), value.to_owned()));
+    let context = Context::open(crate::sys::load(&LoadOptions::default()).unwrap(), &settings).unwrap();
+    let worker = Worker::open(&context).unwrap();
+    worker.receive(MESSAGE_ID, Box::new(Deaf), Others::All).unwrap();
+    worker
+}
+
+/// Before UCX's own in an address.
+const PREFIX: [u8; 5] = [1, 0, 0, 0, 0];
+
+fn berth(fabric: &Fabric) -> Berth {
+    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    runtime.block_on(fabric.berth(SOON)).unwrap()
 }
 
 impl Intruder {
     fn new(fabric: &Fabric) -> Self {
-        let settings = SETTINGS.map(|(name, value)| (name.to_owned(), value.to_owned()));
-        let context = Context::open(crate::sys::load(&LoadOptions::default()).unwrap(), &settings).unwrap();
-        let worker = Worker::open(&context).unwrap();
-        worker.receive(MESSAGE_ID, Box::new(Deaf)).unwrap();
-        let endpoint = Endpoint::to_worker(&worker, fabric.worker_address(), |_| {}).unwrap();
-        Self { worker, endpoint }
+        let (worker, berth) = (bare_worker("posix,cma,self"), berth(fabric));
+        let endpoint = Endpoint::to_worker(&worker, &berth.address()[PREFIX.len()..], |_| {}).unwrap();
+        Self { worker, endpoint, berth: Some(berth) }
+    }
+
+    fn over_tcp(fabric: &Fabric) -> Self {
+        let worker = bare_worker("tcp");
+        let endpoint = Endpoint::to_socket(&worker, fabric.listen_address().unwrap(), |_| {}).unwrap();
+        Self { worker, endpoint, berth: None }
     }
 
     /// Sends it, and waits until UCX has let it go.
@@ -95,12 +117,14 @@ impl Intruder {
         }
     }
 
-    /// A connection that the fabric has opened to this worker.
+    /// The connection that the fabric has opened to this worker, once.
     fn introduced(&self, fabric: &Fabric) -> (ConnectionId, Connection, Arc<Seen>) {
         let (id, own, token, seen) =
             (ConnectionId::random(), ConnectionId::random(), Token::random(), Arc::<Seen>::default());
-        let worker_address = Some(Bytes::copy_from_slice(self.worker.address()));
-        let expected = Expect { id, token: token.clone(), peer: own, worker_address, within: SOON };
+        // Of process 0, whose end is not watched.
+        let peer = [&PREFIX, self.worker.address()].concat().into();
+        let alongside = Some(Alongside { berth: self.berth.clone().unwrap(), peer });
+        let expected = Expect { id, token: token.clone(), peer: own, alongside, within: SOON };
         let connection = fabric.expect(expected, Arc::<Seen>::clone(&seen)).unwrap();
         let prefix = Prefix { receiver: id, sequence: 0, kind: Kind::Hello };
         self.send(prefix.encode(&hello(&token, own)), Bytes::new(), Protocol::Eager);
@@ -126,7 +150,7 @@ fn rubbish_and_unknown_ids_are_dropped_and_announcements_of_them_refused() {
         intruder.send((header, length), Bytes::from(vec![1; random.usize(..5000)]), Protocol::Any);
     }
     let big = Bytes::from(vec![1; 8 << 20]);
-    for id in [1, 2, 7, 100, 4096, 60_000, 65_535] {
+    for id in [0, 1, 2, 7, 100, 102] {
         intruder.send_as(id, ([0; HEADER_ROOM], 8), Bytes::from_static(b"for nobody"), Protocol::Eager);
     }
     // That these end at all is the refusal.
@@ -143,6 +167,19 @@ fn rubbish_and_unknown_ids_are_dropped_and_announcements_of_them_refused() {
     assert!(seen.end.lock().unwrap().is_none(), "nobody else is disturbed");
     assert_eq!(fabric.pool().stats().fresh, 0, "nothing was allocated");
     connection.close(Duration::ZERO);
+}
+
+#[test]
+fn messages_of_any_id_from_a_stranger_are_dropped() {
+    let (transports, devices) = (Some("tcp".to_owned()), Some("lo".to_owned()));
+    let listen = Some(([127, 0, 0, 1], 0).into());
+    let Some(fabric) = open(FabricOptions { transports, devices, listen, ..FabricOptions::default() }) else { return };
+    let intruder = Intruder::over_tcp(&fabric);
+    for id in [0, 1, 2, 7, 100, 4096, 60_000, 65_535] {
+        intruder.send_as(id, ([0; HEADER_ROOM], 8), Bytes::from_static(b"for nobody"), Protocol::Eager);
+    }
+    intruder.send(message(ConnectionId::random(), 0, Kind::Hello), Bytes::new(), Protocol::Eager);
+    intruder.until("what came behind them is looked at", || fabric.stats().refused_tokens == 1);
 }
 
 #[test]
@@ -166,7 +203,6 @@ fn untouched_zeros(len: usize) -> Bytes {
 #[test]
 fn what_has_no_place_in_the_order_ends_the_connection() {
     let Some(fabric) = fabric() else { return };
-    let intruder = Intruder::new(&fabric);
     let cases: [(&str, &[(u64, Kind)]); 5] = [
         ("the same place twice", &[(0, Kind::Parcel), (0, Kind::Parcel)]),
         (
@@ -188,6 +224,7 @@ fn what_has_no_place_in_the_order_ends_the_connection() {
         ("it says that it is broken", &[(0, Kind::Broken)]),
     ];
     for (what, messages) in cases {
+        let intruder = Intruder::new(&fabric);
         let (id, _, seen) = intruder.introduced(&fabric);
         for (sequence, kind) in messages {
             intruder.send(message(id, *sequence, *kind), Bytes::new(), Protocol::Eager);

@@ -11,6 +11,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 
+use super::berth::BerthId;
 use super::peer::{Body, Message};
 use super::state::State;
 use super::wire::{Kind, Prefix};
@@ -23,10 +24,28 @@ use crate::ucx::{Arrival, EndpointKey, RawRequest, Receiver, Status};
 pub(super) struct Inbox(RefCell<VecDeque<Incoming>>);
 
 pub(super) enum Incoming {
-    Message { message: Message, from: Option<EndpointKey> },
+    Message { message: Message, origin: Origin },
     Landed { id: ConnectionId, key: u64, result: Result<Buffer, Status> },
     Failed { serial: u64, status: Status },
     Request(RawRequest),
+}
+
+/// Where a message came in.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Origin {
+    /// At a peer's own worker.
+    Berth(BerthId),
+    /// At the worker of the networks: the endpoint to answer on, when the sender asked for that.
+    Network(Option<EndpointKey>),
+}
+
+impl Origin {
+    pub(super) fn berth(self) -> Option<BerthId> {
+        match self {
+            Self::Berth(berth) => Some(berth),
+            Self::Network(_) => None,
+        }
+    }
 }
 
 impl Inbox {
@@ -52,23 +71,31 @@ pub(super) struct Inbound {
     inbox: Rc<Inbox>,
     state: Weak<RefCell<State>>,
     shared: Arc<Shared>,
+    berth: Option<BerthId>,
 }
 
 impl Inbound {
-    pub(super) fn new(inbox: Rc<Inbox>, state: Weak<RefCell<State>>, shared: Arc<Shared>) -> Self {
-        Self { inbox, state, shared }
+    /// Of a berth's worker, or that of the networks.
+    pub(super) fn new(
+        inbox: Rc<Inbox>,
+        state: Weak<RefCell<State>>,
+        shared: Arc<Shared>,
+        berth: Option<BerthId>,
+    ) -> Self {
+        Self { inbox, state, shared, berth }
     }
 }
 
 impl Receiver for Inbound {
     fn receive(&self, header: &[u8], payload: Arrival<'_>, from: Option<EndpointKey>) {
+        let origin = self.berth.map_or(Origin::Network(from), Origin::Berth);
         let Some((prefix, header)) = Prefix::decode(header) else {
             self.shared.counters.dropped_malformed.add(1);
             // An announcement must outlive this call.
             if let Arrival::Announced(announcement) = payload {
                 let prefix = Prefix { receiver: ConnectionId(0), sequence: 0, kind: Kind::Urgent };
                 let message = Message { prefix, header: Bytes::new(), body: Body::Announced(announcement) };
-                self.inbox.push(Incoming::Message { message, from: None });
+                self.inbox.push(Incoming::Message { message, origin });
             }
             return;
         };
@@ -76,7 +103,7 @@ impl Receiver for Inbound {
             && matches!(prefix.kind, Kind::Parcel | Kind::Urgent)
             && let Some(state) = self.state.upgrade()
             && let Ok(mut state) = state.try_borrow_mut()
-            && state.hand_up_at_once(prefix, header, bytes)
+            && state.hand_up_at_once(prefix, header, bytes, self.berth)
         {
             return;
         }
@@ -85,6 +112,6 @@ impl Receiver for Inbound {
             Arrival::Announced(announcement) => Body::Announced(announcement),
         };
         let message = Message { prefix, header: Bytes::copy_from_slice(header), body };
-        self.inbox.push(Incoming::Message { message, from });
+        self.inbox.push(Incoming::Message { message, origin });
     }
 }

@@ -1,24 +1,26 @@
-//! The fabric: one thread that owns one UCX context and worker, and everything that happens on them.
+//! The fabric: one thread that owns UCX's workers, and everything that happens on them.
 //!
 //! ```text
-//!  any thread ── Connection::post ──▶ bounded queue ──▶ ┌ fabric thread ────────────┐ ◀──▶ UCX worker ◀──▶ shm, tcp, rdma
-//!  PeerEvents ◀── opened, message, landed, ended ────── └ spin, arm, wait with tick ┘
+//!  any thread ── Connection::post ──▶ bounded queue ──▶ ┌ fabric thread ────────────┐ ◀──▶ UCX worker ◀──▶ tcp, rdma
+//!  PeerEvents ◀── opened, message, landed, ended ────── └ spin, arm, wait with tick ┘ ◀──▶ a worker for each peer over shm
 //! ```
 //!
 //! It moves *parcels*: a small header and one contiguous payload, in order within a connection, eager or by rendezvous as
 //! UCX decides. What a parcel means is the business of the layer above. Two ends know each other from a bootstrap over
 //! another transport: each tells the other its [`ConnectionId`], the answering end adds a one-time [`Token`] which the
-//! calling end shows in its first message.
+//! calling end shows in its first message. Over shared memory each connection has a worker of its own at both ends, a
+//! [`Berth`], so that a peer that dies while it writes blocks nobody else's queue.
 //!
 //! # Rules that it keeps
 //! - Header and payload belong to the fabric from [`Connection::post`] until UCX has said that it is done with them,
-//!   whatever becomes of the caller. What UCX may still read when the fabric ends is leaked, never freed.
+//!   whatever becomes of the caller. What UCX or a peer may still read when the fabric ends is leaked, never freed.
 //! - Nothing waits without bound: the queue has one, so have parcels that came ahead of their turn, connections that have
-//!   not said who they are, and memory that is registered.
+//!   not said who they are, peers on this host, and memory that is registered.
 //! - A parcel for a connection that is not known is dropped and counted.
 //! - [`Lane::Urgent`] parcels are outside of the order and have room of their own in the queue.
 
 mod arrivals;
+mod berth;
 mod driver;
 mod exit;
 #[cfg(feature = "testing")]
@@ -32,6 +34,7 @@ mod lanes;
 mod options;
 mod order;
 mod peer;
+mod process;
 mod queue;
 mod registered;
 mod report;
@@ -46,6 +49,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use gym_core::{Error, Result};
 
+pub use berth::Berth;
 pub use driver::Driver;
 use handle::{Command, Link, Opening, Shared};
 pub use handle::{Connection, Fabric};
@@ -72,8 +76,8 @@ pub struct Expect {
     pub token: Token,
     /// The peer's id, as it said in the bootstrap.
     pub peer: ConnectionId,
-    /// The peer's worker address, when it will connect to ours. `None`: it comes through the listener.
-    pub worker_address: Option<Bytes>,
+    /// Where it comes, when it is on this host. `None`: through the listener.
+    pub alongside: Option<Alongside>,
     /// How long it may take.
     pub within: Duration,
 }
@@ -98,8 +102,18 @@ pub struct Connect {
 pub enum Target {
     /// Its listener: networks. UCX tells when such a peer is lost.
     Socket(SocketAddr),
-    /// Its worker: shared memory on one host. UCX does **not** tell when such a peer is lost; heartbeats must.
-    Worker(Bytes),
+    /// Its berth, from one of ours: shared memory on one host. UCX does **not** tell when such a peer is lost. The end of its
+    /// process is noticed here; of one that stands still, heartbeats must tell.
+    Alongside(Alongside),
+}
+
+/// The two ends of a connection over shared memory. Both processes must have one numbering of processes, as UCX needs too.
+#[derive(Clone, Debug)]
+pub struct Alongside {
+    /// Ours, whose address the peer was told.
+    pub berth: Berth,
+    /// The address of the peer's.
+    pub peer: Bytes,
 }
 
 /// What the fabric tells the owner of a connection, on the fabric's thread. Every method must return soon and never

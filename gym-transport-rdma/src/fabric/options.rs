@@ -24,7 +24,7 @@ pub struct FabricOptions {
     pub rendezvous_bytes: Option<usize>,
     /// Further settings of UCX, by name without `UCX_`.
     pub settings: Vec<(String, String)>,
-    /// Where to listen; port 0 takes a free one. `None`: only worker addresses. Choose an address that only peers reach:
+    /// Where to listen; port 0 takes a free one. `None`: only peers of this host. Choose an address that only peers reach:
     /// UCX neither authenticates nor encrypts, and its tcp listener (seen with 1.13) gives the whole process up when it is
     /// sent something that is not UCX's.
     pub listen: Option<SocketAddr>,
@@ -42,6 +42,9 @@ pub struct FabricOptions {
     pub strangers_max: usize,
     /// How long each of them may take.
     pub hello_within: Duration,
+    /// Connections over shared memory at a time. Each has a worker of its own, which takes about a megabyte and six
+    /// descriptors.
+    pub shared_memory_peers_max: usize,
 }
 
 impl Default for FabricOptions {
@@ -64,6 +67,8 @@ impl Default for FabricOptions {
             // One for each worker of a large job that connects in the same moment.
             strangers_max: 1024,
             hello_within: Duration::from_secs(10),
+            // A group of a hundred ranks on one host, each with a connection for calls and one for heartbeats.
+            shared_memory_peers_max: 256,
         }
     }
 }
@@ -73,21 +78,70 @@ impl FabricOptions {
     pub(super) fn ucx_settings(&self, version: &str) -> Vec<(String, String)> {
         let named = [("TLS", self.transports.clone()), ("NET_DEVICES", self.devices.clone())];
         let named = named.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?)));
-        // Without it ids on the wire are bare addresses over shared memory, and a peer that was stopped, was given up and comes
-        // back would name an endpoint that is freed. With it a stale id is looked up, not found and dropped.
         // Large parts are fetched where there are fetches (RDMA, memory of one host) and are copied messages elsewhere. What UCX sends
         // over TCP without a copy, puts and messages alike, ends the process with an assertion when its peer dies at the wrong
         // moment (1.13: tcp_ep.c:939, uct_iface.h:884; 3 of 40 runs of the test that kills peers, none of 40 with this).
         // Later versions choose their protocols in another way, and the test does not end them.
         let kept = [("RNDV_SCHEME", "get_zcopy"), ("ZCOPY_THRESH", "inf")];
         // What is copied goes out in parts of 8 KiB by default, each a system call: these make it thrice as fast.
-        let parts = [("TCP_TX_SEG_SIZE", "256k"), ("TCP_RX_SEG_SIZE", "256k")];
+        // These two are only TCP's, and 1.13 knows them without its name. It warns of settings of a transport that is not there.
+        let said = self.transports_said();
+        let tcp = ["tcp", "all"].iter().any(|name| said.contains(name));
+        let parts = [("TX_SEG_SIZE", "256k"), ("RX_SEG_SIZE", "256k")].into_iter().filter(|_| tcp);
         let old = kept.into_iter().chain(parts);
         let old = old.filter(|_| version.starts_with("1.13."));
-        let fixed = std::iter::once(("PROTO_INDIRECT_ID", "y")).chain(old);
-        let fixed = fixed.map(|(name, value)| (name.to_owned(), value.to_owned()));
+        // As many buffers as a queue over shared memory has places, and some to keep. The usual 512 of 8 KiB are for the peers of
+        // a whole host, and take 4 MB of each worker at once.
+        let buffers = shared_memory_of(&said).map(|_| ("MM_RX_BUFS_GROW", "96"));
+        let fixed = old.chain(buffers).map(|(name, value)| (name.to_owned(), value.to_owned()));
         fixed.chain(named).chain(self.settings.iter().cloned()).collect()
     }
+
+    /// `UCX_TLS` as it is in the end.
+    fn transports_said(&self) -> String {
+        let set = self.settings.iter().rev().find(|(name, _)| name == "TLS").map(|(_, list)| list.clone());
+        let said = set.or_else(|| self.transports.clone()).or_else(|| std::env::var("UCX_TLS").ok());
+        said.unwrap_or_else(|| "all".to_owned())
+    }
+
+    /// The settings for the workers of peers on this host: of the transports only those over shared memory. `None` when there
+    /// are none.
+    pub(super) fn berth_settings(&self, version: &str) -> Option<Vec<(String, String)>> {
+        let mut settings = self.ucx_settings(version);
+        let transports = shared_memory_of(&self.transports_said())?;
+        settings.retain(|(name, _)| !OF_NETWORKS.iter().any(|network| name.starts_with(network)));
+        // Nothing is registered for shared memory, and what a worker leaves in the cache when it goes is never taken out.
+        settings.insert(0, ("RCACHE_ENABLE".to_owned(), "n".to_owned()));
+        settings.push(("TLS".to_owned(), transports));
+        // With ids that are looked up UCX keeps a list of its requests, and 1.13 gives the process up when a worker is destroyed
+        // that has some: those to a dead peer. They are not needed, because a berth's worker stays as long as its peer may
+        // name anything of it.
+        settings.push(("PROTO_INDIRECT_ID".to_owned(), "n".to_owned()));
+        Some(settings)
+    }
+}
+
+/// How settings of transports begin that a berth does not have: UCX warns of them.
+const OF_NETWORKS: [&str; 10] =
+    ["TCP_", "TX_SEG_SIZE", "RX_SEG_SIZE", "RC_", "UD_", "DC_", "IB_", "GGA_", "SRD_", "RDMA_CM_"];
+
+/// What of a list of transports, as in `UCX_TLS`, is shared memory on one host.
+fn shared_memory_of(transports: &str) -> Option<String> {
+    const QUEUES: [&str; 6] = ["posix", "sysv", "xpmem", "sm", "shm", "mm"];
+    const BESIDE: [&str; 3] = ["cma", "knem", "self"];
+    let (transports, all_but) = transports.strip_prefix('^').map_or((transports, false), |list| (list, true));
+    let names: Vec<_> = transports.split(',').map(str::trim).collect();
+    let found: Vec<_> = if all_but {
+        let aliases: &[&str] = if names.contains(&"mm") { &QUEUES } else { &[] };
+        let none = names.contains(&"sm") || names.contains(&"shm");
+        let single = ["posix", "sysv", "cma"].into_iter().filter(|name| !none && !names.contains(name));
+        single.filter(|name| !aliases.contains(name)).collect()
+    } else if names.contains(&"all") {
+        vec!["sm"]
+    } else {
+        names.into_iter().filter(|name| QUEUES.contains(name) || BESIDE.contains(name)).collect()
+    };
+    found.iter().any(|name| QUEUES.contains(name)).then(|| found.join(","))
 }
 
 /// Why a fabric cannot be opened.
@@ -113,5 +167,40 @@ pub enum FabricError {
 impl From<FabricError> for Error {
     fn from(error: FabricError) -> Self {
         Self::not_started(Code::Unavailable, error.to_string())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn berths_have_the_shared_memory_of_the_transports_alone() {
+        for (transports, found) in [
+            ("all", Some("sm")),
+            ("posix,cma,self", Some("posix,cma,self")),
+            ("rc,tcp, shm", Some("shm")),
+            ("tcp", None),
+            ("tcp,cma", None),
+            ("^tcp", Some("posix,sysv,cma")),
+            ("^posix,tcp", Some("sysv,cma")),
+            ("^sm", None),
+            ("^mm", None),
+        ] {
+            assert_eq!(shared_memory_of(transports).as_deref(), found, "{transports}");
+        }
+    }
+
+    #[test]
+    fn the_last_word_on_transports_is_heard_and_buffers_are_a_callers_to_set() {
+        let mut options = FabricOptions { transports: Some("tcp".to_owned()), ..FabricOptions::default() };
+        assert_eq!(options.berth_settings("1.22.0"), None);
+        options.settings.push(("TLS".to_owned(), "posix,rc".to_owned()));
+        options.settings.push(("TCP_TX_SEG_SIZE".to_owned(), "1m".to_owned()));
+        options.settings.push(("MM_RX_BUFS_GROW".to_owned(), "7".to_owned()));
+        let settings = options.berth_settings("1.22.0").expect("posix is shared memory");
+        let last = |name: &str| settings.iter().rev().find(|(known, _)| known == name).map(|(_, value)| value.as_str());
+        assert_eq!((last("TLS"), last("MM_RX_BUFS_GROW")), (Some("posix"), Some("7")));
+        assert_eq!(last("TCP_TX_SEG_SIZE"), None, "of a transport that is not there");
     }
 }

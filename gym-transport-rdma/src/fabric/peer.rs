@@ -11,15 +11,16 @@ use bytes::Bytes;
 use gym_core::{Code, Error, Result};
 use tokio::time::Instant;
 
+use super::berth::BerthId;
 use super::order::Order;
 use super::wire::{Kind, MESSAGE_ID, Prefix};
 use super::{ConnectionId, Done, Lane, Link, Parcel, PeerEvents, Token};
-use crate::ucx::{Announcement, Endpoint, ErrorMode, Memory, Outgoing, Protocol};
+use crate::ucx::{Announcement, Endpoint, ErrorMode, Memory, Outgoing, Protocol, Worker};
 
 /// What it is doing.
 pub(super) enum Phase {
-    /// The answering end awaits a hello. The address is there when the peer comes by ours.
-    Expecting { token: Token, address: Option<Bytes> },
+    /// The answering end awaits a hello. The worker and the peer's address are there when it comes by a berth.
+    Expecting { token: Token, address: Option<(Rc<Worker>, Bytes)> },
     /// The calling end awaits the welcome.
     Calling,
     /// Both ends know each other.
@@ -67,6 +68,8 @@ pub(super) struct Peer {
     pub(super) link: Arc<Link>,
     pub(super) events: Arc<dyn PeerEvents>,
     pub(super) id: ConnectionId,
+    /// Over shared memory: whose worker it has for itself.
+    pub(super) berth: Option<BerthId>,
     pub(super) phase: Phase,
     /// When the phase must have ended.
     pub(super) deadline: Option<Instant>,
@@ -98,6 +101,7 @@ impl Peer {
             link,
             events,
             id,
+            berth: None,
             phase,
             deadline: Some(deadline),
             endpoint: None,
@@ -143,7 +147,7 @@ impl Peer {
     ) {
         let Some(endpoint) = &self.endpoint else { return finish(done, Err(ended_before())) };
         let sequence = match kind {
-            Kind::Hello | Kind::Urgent | Kind::Broken => 0,
+            Kind::Hello | Kind::Urgent | Kind::Broken | Kind::Last => 0,
             Kind::Welcome | Kind::Parcel | Kind::Bye | Kind::Gone => {
                 self.next_sequence += 1;
                 self.next_sequence - 1

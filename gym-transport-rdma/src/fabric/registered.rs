@@ -33,6 +33,13 @@ impl Registered {
         memory
     }
 
+    /// A payload that goes over shared memory, which nothing need be registered for; counted as any.
+    pub(super) fn count(&self, payload: &[u8]) {
+        if payload.len() >= REGISTERED_FROM && self.shared.pool.region_of(payload.as_ptr().addr()).is_none() {
+            self.shared.counters.bytes_unregistered.add(payload.len() as u64);
+        }
+    }
+
     /// What these bytes are registered with.
     pub(super) fn of(&mut self, bytes: &[u8]) -> Option<Rc<Memory>> {
         if bytes.len() < REGISTERED_FROM {

@@ -10,14 +10,16 @@ use bytes::Bytes;
 use gym_core::{Code, Error};
 use tokio::time::Instant;
 
+use super::berth::{Berth, Berths, Left};
 use super::inbox::{Inbox, Incoming};
 use super::peer::{Goodbye, Limits, Peer, Phase, Sending, ended_before, finish};
 use super::registered::Registered;
 use super::wire::{Kind, hello};
 use super::{
-    Command, Connect, ConnectionId, End, Expect, FabricOptions, Link, Opening, Parcel, PeerEvents, Shared, Target,
+    Alongside, Command, Connect, ConnectionId, End, Expect, FabricOptions, Link, Opening, Parcel, PeerEvents, Shared,
+    Target,
 };
-use crate::ucx::{Closing, Endpoint, ErrorMode, Listener, Status, Worker};
+use crate::ucx::{Closing, Endpoint, Listener, Status, Worker};
 
 /// How long UCX may take to end the operations of an endpoint that is broken off.
 const BREAK_OFF_WITHIN: Duration = Duration::from_secs(1);
@@ -49,7 +51,9 @@ pub(super) struct State {
     ends_at: Option<Instant>,
     pub(super) inbox: Rc<Inbox>,
     pub(super) listener: Option<Rc<Listener>>,
+    /// Of the networks.
     pub(super) worker: Rc<Worker>,
+    pub(super) berths: Berths,
 }
 
 /// How an endpoint ends.
@@ -103,6 +107,7 @@ impl State {
         shared: Arc<Shared>,
         registered: Registered,
         worker: Rc<Worker>,
+        berths: Berths,
         listener: Option<Rc<Listener>>,
         inbox: Rc<Inbox>,
     ) -> Self {
@@ -123,6 +128,7 @@ impl State {
             inbox,
             listener,
             worker,
+            berths,
         }
     }
 
@@ -136,9 +142,15 @@ impl State {
                 let (opening, link, events) = *opening;
                 match opening {
                     Opening::Expect(expected) => self.expect(expected, link, events),
-                    Opening::Connect(to) => self.connect(to, link, events),
+                    Opening::Connect(to) => self.connect(&to, link, events),
                 }
             }
+            Command::Berth(within, told) => {
+                let opened = if self.ends_at.is_none() { self.berths.open(within) } else { Err(ended_before()) };
+                // Whoever asked may be gone: then it is given up as it is dropped.
+                let _ = told.send(opened);
+            }
+            Command::GiveUp(berth) => self.berths.give_up(berth),
             Command::Post(id, parcel) => self.post(id, parcel),
             Command::Close(id, grace) => self.close(id, grace),
             // Acted on behind the commands that came in the same round: this one has overtaken them.
@@ -147,18 +159,36 @@ impl State {
     }
 
     fn expect(&mut self, expected: Expect, link: Arc<Link>, events: Arc<dyn PeerEvents>) {
-        let phase = Phase::Expecting { token: expected.token, address: expected.worker_address };
         let until = Instant::now() + expected.within;
-        self.add(Peer::new(link, events, expected.peer, phase, until, self.limits()));
+        let limits = self.limits();
+        let new = |address| {
+            let phase = Phase::Expecting { token: expected.token, address };
+            Peer::new(link, events, expected.peer, phase, until, limits)
+        };
+        let Some(alongside) = &expected.alongside else { return self.add(new(None)) };
+        match self.berths.take(&alongside.berth, expected.id, &alongside.peer) {
+            Ok(taken) => {
+                let mut peer = new(Some(taken));
+                peer.berth = Some(alongside.berth.id());
+                self.add(peer);
+            }
+            Err(why) => self.refuse(new(None), &alongside.berth, why),
+        }
     }
 
-    fn connect(&mut self, to: Connect, link: Arc<Link>, events: Arc<dyn PeerEvents>) {
+    fn connect(&mut self, to: &Connect, link: Arc<Link>, events: Arc<dyn PeerEvents>) {
         let until = Instant::now() + to.within;
         let mut peer = Peer::new(link, events, to.peer, Phase::Calling, until, self.limits());
         let (serial, failed) = self.next_serial();
-        let (endpoint, whom) = match to.target {
-            Target::Socket(address) => (Endpoint::to_socket(&self.worker, address, failed), address.to_string()),
-            Target::Worker(address) => (Endpoint::to_worker(&self.worker, &address, failed), "a worker".to_owned()),
+        let (endpoint, whom) = match &to.target {
+            Target::Socket(address) => (Endpoint::to_socket(&self.worker, *address, failed), address.to_string()),
+            Target::Alongside(Alongside { berth, peer: address }) => match self.berths.take(berth, to.id, address) {
+                Ok((worker, address)) => {
+                    peer.berth = Some(berth.id());
+                    (Endpoint::to_worker(&worker, &address, failed), "a worker".to_owned())
+                }
+                Err(why) => return self.refuse(peer, berth, why),
+            },
         };
         match endpoint {
             Ok(endpoint) => {
@@ -170,10 +200,19 @@ impl State {
             }
             Err(status) => {
                 peer.shut();
+                self.leave_berth(&mut peer);
                 let error = Error::not_started(Code::Unavailable, format!("connect to {whom}: {status}"));
                 tell_end(&peer, End::Lost(error));
             }
         }
+    }
+
+    /// A connection cannot have this berth, which nobody else will want either.
+    fn refuse(&mut self, mut peer: Peer, berth: &Berth, why: &str) {
+        peer.shut();
+        self.berths.give_up(berth.id());
+        let error = Error::not_started(Code::Unavailable, format!("connect from {berth:?}: {why}"));
+        tell_end(&peer, End::Lost(error));
     }
 
     fn limits(&self) -> Limits {
@@ -184,6 +223,7 @@ impl State {
         let id = peer.link.id();
         if self.ends_at.is_some() || self.peers.contains_key(&id) {
             peer.shut();
+            self.leave_berth(&mut peer);
             let why = if self.ends_at.is_some() {
                 End::Closed
             } else {
@@ -204,8 +244,14 @@ impl State {
 
     pub(super) fn post(&mut self, id: ConnectionId, parcel: Parcel) {
         let Some(peer) = self.peers.get_mut(&id) else { return finish(parcel.done, Err(ended_before())) };
-        let registered = &mut self.registered;
-        peer.post(parcel, |payload| registered.of_payload(payload));
+        let (registered, alongside) = (&mut self.registered, peer.berth.is_some());
+        peer.post(parcel, |payload| {
+            if alongside {
+                registered.count(payload);
+                return None;
+            }
+            registered.of_payload(payload)
+        });
     }
 
     fn close(&mut self, id: ConnectionId, grace: Duration) {
@@ -235,24 +281,25 @@ impl State {
             self.close(id, within);
         }
         for stranger in self.strangers.drain(..) {
-            self.closing.push(stranger.endpoint.close(true));
+            self.closing.push(stranger.endpoint.close());
         }
+        self.berths.give_up_all();
         self.listener = None;
     }
 
     /// Whether a shutdown has come to its end, or its time has.
     pub(super) fn ended(&self, now: Instant) -> bool {
-        self.ends_at.is_some_and(|at| now >= at || (self.peers.is_empty() && !self.is_closing()))
+        self.ends_at.is_some_and(|at| now >= at || (self.peers.is_empty() && !self.is_closing(now)))
     }
 
-    fn is_closing(&self) -> bool {
-        !(self.ending.is_empty() && self.closing.is_empty() && self.lingering.is_empty())
+    fn is_closing(&self, now: Instant) -> bool {
+        !(self.ending.is_empty() && self.closing.is_empty() && self.lingering.is_empty()) || self.berths.is_awaited(now)
     }
 
     /// Whether something is to happen at a certain time.
-    pub(super) fn has_timers(&self) -> bool {
+    pub(super) fn has_timers(&self, now: Instant) -> bool {
         self.ends_at.is_some()
-            || self.is_closing()
+            || self.is_closing(now)
             || !self.strangers.is_empty()
             || self.peers.values().any(|peer| peer.deadline.is_some())
     }
@@ -287,30 +334,35 @@ impl State {
         let Some(mut peer) = self.peers.remove(&id) else { return };
         peer.shut();
         let now = Instant::now();
-        let mode = peer.endpoint.as_ref().map(Endpoint::mode);
-        // One that was never open may be no peer of ours at all.
-        if mode == Some(ErrorMode::Silent) && how == How::Force && !matches!(peer.phase, Phase::Calling) {
-            // UCX does not tell the peer, so we do.
-            peer.say(Kind::Broken);
+        if peer.berth.is_some() {
+            // One that was never open may be no peer of ours at all.
+            if how == How::Force && !matches!(peer.phase, Phase::Calling) && peer.endpoint.is_some() {
+                // UCX does not tell the peer, so we do.
+                peer.say(Kind::Broken);
+            }
+            self.leave_berth(&mut peer);
+            // Operations to a peer that stands still do not end: not waited for.
+            return self.ending.push(Ending { peer, why, until: now });
         }
         // UCX 1.13 gives the process up when an endpoint is closed in certain moments of its connecting.
         let connecting = matches!(peer.phase, Phase::Calling) && !peer.sending.is_empty();
         if let Some(endpoint) = peer.endpoint.take() {
-            match (endpoint.mode(), how) {
-                (ErrorMode::Peer, How::Force) if connecting => {
-                    self.linger(endpoint, &peer, now + CONNECT_WITHIN);
-                }
-                (ErrorMode::Peer, How::Force | How::Done) => self.closing.push(endpoint.close(true)),
-                // Closing it waits for the last message.
-                (ErrorMode::Silent, How::Done | How::Linger) => self.closing.push(endpoint.close(false)),
-                (ErrorMode::Peer, How::Linger) | (ErrorMode::Silent, How::Force) => {
-                    self.linger(endpoint, &peer, now + BREAK_OFF_WITHIN);
-                }
+            match how {
+                How::Force if connecting => self.linger(endpoint, &peer, now + CONNECT_WITHIN),
+                How::Force | How::Done => self.closing.push(endpoint.close()),
+                How::Linger => self.linger(endpoint, &peer, now + BREAK_OFF_WITHIN),
             }
         }
-        // Without UCX's own error mode operations to a dead peer never end: not waited for.
-        let until = if mode == Some(ErrorMode::Peer) && !connecting { now + BREAK_OFF_WITHIN } else { now };
+        let until = if connecting { now } else { now + BREAK_OFF_WITHIN };
         self.ending.push(Ending { peer, why, until });
+    }
+
+    /// What a connection over shared memory leaves behind goes with its berth.
+    fn leave_berth(&mut self, peer: &mut Peer) {
+        let Some(berth) = peer.berth else { return };
+        let was_open = !matches!(peer.phase, Phase::Calling | Phase::Expecting { .. });
+        let left = Left { endpoint: peer.endpoint.take(), peer: peer.id, sending: Rc::clone(&peer.sending), was_open };
+        self.berths.leave(berth, left);
     }
 
     fn linger(&mut self, endpoint: Endpoint, peer: &Peer, until: Instant) {
@@ -324,10 +376,7 @@ impl State {
         let mut found = false;
         for lingering in self.lingering.extract_if(.., |lingering| enough(lingering)) {
             found = true;
-            // To a dead peer over shared memory closing would wait for ever, so the endpoint is left to the worker.
-            if lingering.endpoint.mode() == ErrorMode::Peer || !lingering.has_operations() {
-                self.closing.push(lingering.endpoint.close(true));
-            }
+            self.closing.push(lingering.endpoint.close());
         }
         found
     }
@@ -343,6 +392,11 @@ impl State {
             peer.sending.give_up(|| Error::unknown(Code::Unavailable, "the connection ended before this was sent"));
             tell_end(&peer, why);
         }
+    }
+
+    /// Has the time kept in this round, whatever was kept before.
+    pub(super) fn check_now(&mut self) {
+        self.next_check = Instant::now();
     }
 
     /// Keeps deadlines, and gives up registrations that the pool has no use for.
@@ -366,7 +420,10 @@ impl State {
         }
         for stranger in self.strangers.extract_if(.., |stranger| now >= stranger.until) {
             self.shared.counters.refused_strangers.add(1);
-            self.closing.push(stranger.endpoint.close(true));
+            self.closing.push(stranger.endpoint.close());
+        }
+        for id in self.berths.keep_time(now) {
+            self.lose(id, "the peer's process has ended");
         }
         self.stop_lingering(|lingering| now >= lingering.until || lingering.has_connected());
         self.registered.tidy();
@@ -397,13 +454,17 @@ impl State {
         }
         for _ in 0..8 {
             self.worker.progress();
+            for worker in self.berths.workers().borrow().iter() {
+                worker.progress();
+            }
         }
         self.closing.retain_mut(|closing| !closing.ended());
         self.ending.iter_mut().for_each(|ending| ending.until = Instant::now());
         self.finish_ended();
         while self.inbox.pop().is_some() {}
-        let Self { closing, strangers, lingering, listener, registered, worker, .. } = self;
+        let Self { closing, strangers, lingering, listener, registered, worker, berths, .. } = self;
         drop((strangers, lingering, listener));
+        let berths_clean = berths.give_back();
         let mut clean = closing.is_empty();
         std::mem::forget(closing);
         // An operation that has not ended keeps the worker.
@@ -414,7 +475,7 @@ impl State {
         } else {
             registered.leak();
         }
-        clean
+        clean && berths_clean
     }
 }
 

@@ -60,6 +60,12 @@ counters! {
         bytes_unregistered,
         /// Regions of the pool that could not be registered, and are used as they are.
         registrations_failed,
+        /// Workers that were opened for a peer on this host.
+        berths_opened,
+        /// Of these, the ones that were given back.
+        berths_closed,
+        /// Peers on this host that were turned away, because there were too many.
+        berths_refused,
     }
 }
 

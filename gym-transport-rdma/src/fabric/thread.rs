@@ -2,16 +2,16 @@
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
-use std::rc::Rc;
+use std::rc::{Rc, Weak};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::time::Duration;
 
-use bytes::Bytes;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tokio::time::Instant;
 
+use super::berth::{Berths, Settings};
 use super::handle::Ready;
 use super::inbox::{Inbound, Inbox};
 use super::registered::Registered;
@@ -20,7 +20,7 @@ use super::state::State;
 use super::wire::{MESSAGE_ID, PREFIX_BYTES};
 use super::{Driver, FabricError, FabricOptions, HEADER_BYTES_MAX, Shared, exit};
 use crate::sys;
-use crate::ucx::{Armed, Context, Listener, Status, Worker};
+use crate::ucx::{Armed, Context, Listener, Others, Status, Worker};
 
 /// Commands of one round, so that what arrives is not kept waiting by what goes out.
 const COMMANDS_A_ROUND: usize = 256;
@@ -115,25 +115,25 @@ fn open(options: FabricOptions, shared: &Arc<Shared>) -> Result<Open, FabricErro
             Some(listener.address().map_err(|status| refused(("ask where it listens".to_owned(), status)))?)
         }
     };
-    let ready = Ready {
-        worker_address: Bytes::copy_from_slice(worker.address()),
-        listen_address,
-        library: library.info(),
-        devices: devices(&context.describe()),
-    };
+    let ready = Ready { listen_address, library: library.info(), devices: devices(&context.describe()) };
     // Set once, here.
     let _ = shared.ready.set(ready);
     let registered = Registered::new(context, Arc::clone(shared));
-    let state = State::new(options, Arc::clone(shared), registered, Rc::clone(&worker), listener, Rc::clone(&inbox));
-    let state = Rc::new(RefCell::new(state));
-    let inbound = Inbound::new(Rc::clone(&inbox), Rc::downgrade(&state), Arc::clone(shared));
-    worker.receive(MESSAGE_ID, Box::new(inbound)).map_err(|status| refused(("receive messages".to_owned(), status)))?;
+    let berth_settings = Settings::new(library, &options);
+    let state = Rc::new_cyclic(|state| {
+        let berths = Berths::new(Arc::clone(shared), berth_settings, Rc::clone(&inbox), Weak::clone(state));
+        let (shared, worker, inbox) = (Arc::clone(shared), Rc::clone(&worker), Rc::clone(&inbox));
+        RefCell::new(State::new(options, shared, registered, worker, berths, listener, inbox))
+    });
+    let inbound = Inbound::new(Rc::clone(&inbox), Rc::downgrade(&state), Arc::clone(shared), None);
+    let received = worker.receive(MESSAGE_ID, Box::new(inbound), Others::All);
+    received.map_err(|status| refused(("receive messages".to_owned(), status)))?;
     Ok((state, inbox))
 }
 
 /// Goes round until a shutdown has ended.
 fn go_round(driver: Driver, shared: &Shared, state: &RefCell<State>, inbox: &Inbox) {
-    let worker = state.borrow().worker();
+    let (worker, berths) = (state.borrow().worker(), state.borrow().berths.workers());
     let mut commands = VecDeque::new();
     let mut rest = Rest::new(driver);
     loop {
@@ -146,11 +146,9 @@ fn go_round(driver: Driver, shared: &Shared, state: &RefCell<State>, inbox: &Inb
             state.shut_down();
         }
         // The state is not borrowed here, so that what arrives can be handed up from within UCX.
-        for _ in 0..PROGRESS_A_ROUND {
-            if !worker.progress() {
-                break;
-            }
-            worked = true;
+        worked |= progress(&worker);
+        for berth in berths.borrow().iter() {
+            worked |= progress(berth);
         }
         let mut state = state.borrow_mut();
         // Who tells a peer the way has told us to expect it before: its hello must not be looked at first.
@@ -166,18 +164,29 @@ fn go_round(driver: Driver, shared: &Shared, state: &RefCell<State>, inbox: &Inb
         if state.ended(now) || shared.stopped.load(Ordering::Relaxed) {
             return;
         }
-        let timers = !worked && rest.is_over(now) && state.has_timers();
-        drop(state);
         if worked {
             shared.counters.rounds_busy.add(1);
             rest.worked(now);
         } else if rest.is_over(now) {
-            sleep(shared, &worker, &mut rest, timers);
+            if sleep(shared, &state, &mut rest, now) == Woken::ByProcess {
+                state.check_now();
+            }
         } else {
             // On a machine with few cores those that are to give it work need this one.
             std::thread::yield_now();
         }
     }
+}
+
+fn progress(worker: &Worker) -> bool {
+    let mut worked = false;
+    for _ in 0..PROGRESS_A_ROUND {
+        if !worker.progress() {
+            break;
+        }
+        worked = true;
+    }
+    worked
 }
 
 /// How long nothing has happened, and how long to sleep then.
@@ -235,45 +244,56 @@ const NAP_MIN: Duration = Duration::from_micros(50);
 /// How exactly deadlines are kept.
 const TIMER_TICK: Duration = Duration::from_millis(5);
 
-fn sleep(shared: &Shared, worker: &Worker, rest: &mut Rest, timers: bool) {
+/// What ended a sleep, as far as it matters.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Woken {
+    /// A peer's process has ended.
+    ByProcess,
+    Otherwise,
+}
+
+fn sleep(shared: &Shared, state: &State, rest: &mut Rest, now: Instant) -> Woken {
+    let mut armed: Vec<&Worker> = Vec::new();
     // Only an armed worker makes its descriptor readable; one that is busy has something to do, or waits for a peer to send.
-    let nap = match worker.arm() {
-        Ok(Armed::Yes) => None,
-        Ok(Armed::Busy) => {
-            shared.counters.arm_busy.add(1);
-            let nap = rest.next_nap();
-            if nap.is_zero() {
-                return;
-            }
-            Some(nap)
-        }
-        Err(status) => {
-            // Without events there is still the tick.
-            tracing::debug!(%status, "arm the worker");
-            None
-        }
-    };
-    if !shared.queue.sleep() {
-        return;
+    // It announces nothing new, and its descriptor may be readable from what is over.
+    let mut busy = state.berths.arm(&mut armed);
+    match state.worker.arm() {
+        Ok(Armed::Yes) => armed.push(&state.worker),
+        Ok(Armed::Busy) => busy = true,
+        // Without events there is still the tick.
+        Err(status) => tracing::debug!(%status, "arm the worker"),
     }
-    let most = nap.unwrap_or_else(|| rest.next_sleep(timers));
+    let nap = busy.then(|| rest.next_nap());
+    if busy {
+        shared.counters.arm_busy.add(1);
+        if nap.is_some_and(|nap| nap.is_zero()) {
+            return Woken::Otherwise;
+        }
+    }
+    let command = std::iter::once(shared.queue.wakeup());
+    let wakeups = command.chain(armed.iter().map(|worker| worker.wakeup())).chain(state.berths.processes());
+    let mut watched: Vec<_> = wakeups.map(|wakeup| PollFd::from_borrowed_fd(wakeup, PollFlags::IN)).collect();
+    if !shared.queue.sleep() {
+        return Woken::Otherwise;
+    }
+    let most = nap.unwrap_or_else(|| rest.next_sleep(state.has_timers(now)));
     let timeout = Timespec { tv_sec: most.as_secs() as i64, tv_nsec: i64::from(most.subsec_nanos()) };
-    let wakeup = worker.wakeup();
-    let mut descriptors = [
-        PollFd::from_borrowed_fd(shared.queue.wakeup(), PollFlags::IN),
-        PollFd::from_borrowed_fd(wakeup, PollFlags::IN),
-    ];
-    // A worker that is not armed announces nothing new, and its descriptor may be readable from what is over.
-    let watched = if nap.is_some() { 1 } else { 2 };
     // An interruption is as good as a tick.
-    let ready = poll(&mut descriptors[..watched], Some(&timeout)).unwrap_or(0);
-    let event = descriptors[1].revents().contains(PollFlags::IN);
+    let ready = poll(&mut watched, Some(&timeout)).unwrap_or(0);
+    let readable = |one: &PollFd<'_>| one.revents().contains(PollFlags::IN);
+    let (workers, processes) = watched[1..].split_at(armed.len());
+    let (event, process) = (workers.iter().any(readable), processes.iter().any(readable));
+    for (worker, _) in armed.iter().zip(workers).filter(|(_, one)| readable(one)) {
+        worker.disarm();
+    }
     let command = shared.queue.awake();
     match (ready, event, command) {
         (0, ..) => shared.counters.woken_by_tick.add(1),
         (_, true, _) => shared.counters.woken_by_event.add(1),
-        (_, false, _) => shared.counters.woken_by_command.add(1),
+        (_, false, true) => shared.counters.woken_by_command.add(1),
+        (_, false, false) => {}
     }
+    if process { Woken::ByProcess } else { Woken::Otherwise }
 }
 
 /// Endpoints are closed by now, or will not be. Worker, memory and context, in this order.

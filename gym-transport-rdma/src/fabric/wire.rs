@@ -34,6 +34,8 @@ pub(super) enum Kind {
     Gone = 6,
     /// The sender has broken it off. Only where UCX does not tell.
     Broken = 7,
+    /// The connection is over for the sender, and nothing of it is under way there. Only between berths.
+    Last = 8,
 }
 
 /// The prefix.
@@ -70,6 +72,7 @@ impl Prefix {
             5 => Kind::Bye,
             6 => Kind::Gone,
             7 => Kind::Broken,
+            8 => Kind::Last,
             _ => return None,
         };
         let length = usize::from(u16::from_le_bytes([prefix[18], prefix[19]]));
@@ -101,8 +104,8 @@ mod tests {
     use super::*;
 
     fn kinds() -> impl Strategy<Value = Kind> {
-        use Kind::{Broken, Bye, Gone, Hello, Parcel, Urgent, Welcome};
-        prop::sample::select(vec![Hello, Welcome, Parcel, Urgent, Bye, Gone, Broken])
+        use Kind::{Broken, Bye, Gone, Hello, Last, Parcel, Urgent, Welcome};
+        prop::sample::select(vec![Hello, Welcome, Parcel, Urgent, Bye, Gone, Broken, Last])
     }
 
     proptest! {

@@ -7,6 +7,7 @@ use bytes::Bytes;
 
 use super::endpoint::{Endpoint, EndpointKey};
 use super::memory::Memory;
+use super::operations::Operation;
 use super::status::{Started, Status};
 use super::worker::Worker;
 use crate::pool::Buffer;
@@ -64,17 +65,35 @@ pub(crate) struct Outgoing {
 struct Sending<F> {
     message: Outgoing,
     worker: Rc<Worker>,
+    /// Its number among the worker's.
+    operation: usize,
     done: F,
 }
 
+impl<F: FnOnce(Result<(), Status>) + 'static> Operation for Sending<F> {
+    fn cancel(self: Box<Self>) {
+        let Self { done, message, worker, .. } = *self;
+        drop(message);
+        done(Err(Status::new(worker.library(), UCS_ERR_CANCELED)));
+    }
+}
+
 impl Endpoint {
-    /// Sends it. `done` is called once, now or from within [`Worker::progress`]; until then header and payload stay.
+    /// Sends it. `done` is called once, now or from within [`Worker::progress`] or [`Worker::abandon`]; until then header
+    /// and payload stay.
     pub(crate) fn send<F>(&self, message: Outgoing, memory: Option<&Memory>, done: F)
     where
         F: FnOnce(Result<(), Status>) + 'static,
     {
         let library = self.worker.library();
-        let sending = Box::into_raw(Box::new(Sending { message, worker: Rc::clone(&self.worker), done }));
+        if self.worker.is_gone() {
+            return done(Err(Status::new(library, UCS_ERR_CANCELED)));
+        }
+        let worker = Rc::clone(&self.worker);
+        let sending = Box::into_raw(Box::new(Sending { message, worker, operation: 0, done }));
+        let operation = self.worker.began(sending);
+        // SAFETY: just boxed, and UCX has not seen it.
+        unsafe { (*sending).operation = operation };
         // SAFETY: just boxed; UCX only reads through it, and it is taken back by exactly one of the branches below or by
         // the callback.
         let message = unsafe { &(*sending).message };
@@ -116,6 +135,7 @@ impl Endpoint {
         };
         // SAFETY: the callback is not called when there is no request, so the box is still ours.
         let sending = unsafe { Box::from_raw(sending) };
+        self.worker.ended(operation);
         (sending.done)(result);
     }
 }
@@ -129,7 +149,8 @@ where
     let library = sending.worker.library();
     // SAFETY: the request that has just ended, freed once; allowed from its own callback.
     unsafe { (library.api.ucp_request_free)(request) };
-    let Sending { done, message, worker } = *sending;
+    let Sending { done, message, worker, operation } = *sending;
+    worker.ended(operation);
     drop(message);
     done(Status::check(library, status));
     drop(worker);
@@ -145,8 +166,18 @@ pub(crate) struct Announcement {
 struct Receiving<F> {
     buffer: Buffer,
     worker: Rc<Worker>,
+    /// Its number among the worker's.
+    operation: usize,
     received: usize,
     done: F,
+}
+
+impl<F: FnOnce(Result<Buffer, Status>) + 'static> Operation for Receiving<F> {
+    fn cancel(self: Box<Self>) {
+        let Self { done, buffer, worker, .. } = *self;
+        drop(buffer);
+        done(Err(Status::new(worker.library(), UCS_ERR_CANCELED)));
+    }
 }
 
 impl Announcement {
@@ -156,7 +187,7 @@ impl Announcement {
     }
 
     /// Fetches it into a buffer that is exactly as long. `done` is called once, now or from within
-    /// [`Worker::progress`]; until then the buffer stays.
+    /// [`Worker::progress`] or [`Worker::abandon`]; until then the buffer stays.
     pub(crate) fn fetch<F>(self, buffer: Buffer, memory: Option<&Memory>, done: F)
     where
         F: FnOnce(Result<Buffer, Status>) + 'static,
@@ -165,8 +196,14 @@ impl Announcement {
         if buffer.len() != self.length {
             return done(Err(Status::new(library, UCS_ERR_MESSAGE_TRUNCATED)));
         }
+        if self.worker.is_gone() {
+            return done(Err(Status::new(library, UCS_ERR_CANCELED)));
+        }
         let worker = Rc::clone(&self.worker);
-        let receiving = Box::into_raw(Box::new(Receiving { buffer, worker, received: 0, done }));
+        let receiving = Box::into_raw(Box::new(Receiving { buffer, worker, operation: 0, received: 0, done }));
+        let operation = self.worker.began(receiving);
+        // SAFETY: just boxed, and UCX has not seen it.
+        unsafe { (*receiving).operation = operation };
         // SAFETY: all zeros is a valid value, with an empty mask.
         let mut params: ucp_request_param_t = unsafe { std::mem::zeroed() };
         params.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_RECV_INFO;
@@ -207,7 +244,8 @@ impl Announcement {
 
 impl<F: FnOnce(Result<Buffer, Status>) + 'static> Receiving<F> {
     fn end(self, code: ucs_status_t) {
-        let Self { buffer, worker, received, done } = self;
+        let Self { buffer, worker, operation, received, done } = self;
+        worker.ended(operation);
         let library = worker.library();
         let result = Status::check(library, code).and_then(|()| {
             // A peer that sends less than it announced would leave what was in the buffer before.
@@ -231,15 +269,34 @@ where
 
 impl Drop for Announcement {
     fn drop(&mut self) {
-        // SAFETY: a descriptor that was announced and neither fetched nor released.
+        // The descriptor is gone with its worker.
+        if self.worker.is_gone() {
+            return;
+        }
+        self.worker.disarm();
+        // SAFETY: a descriptor that was announced and neither fetched nor released, of a live worker.
         unsafe { (self.worker.library().api.ucp_am_data_release)(self.worker.raw(), self.descriptor) }
     }
 }
 
-/// Sets the receiver of one id, and one that does nothing for every other: UCX 1.13 calls what happens to lie in memory when
-/// a peer sends a message of an id without a receiver. From the highest on, so that its table grows once (1.5 MB).
-pub(super) fn set_receivers(worker: &Rc<Worker>, id: u16) -> Result<(), Status> {
-    (0..=u16::MAX)
+/// Which ids get a receiver that does nothing. UCX 1.13 calls what happens to lie in memory when a peer sends a message of an
+/// id without one.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Others {
+    /// All that there are, against strangers from a network: a table of 1.5 MB.
+    All,
+    /// Those up to the one that is used: where peers share memory with us, and could do worse by writing into it.
+    Lower,
+}
+
+/// Sets the receivers from the highest on, so that the table grows once.
+pub(super) fn set_receivers(worker: &Rc<Worker>, id: u16, others: Others) -> Result<(), Status> {
+    let highest = match others {
+        Others::All => u16::MAX,
+        // The table has an even number of places.
+        Others::Lower => id | 1,
+    };
+    (0..=highest)
         .rev()
         .try_for_each(|each| set_receiver(worker, each, if each == id { on_message } else { on_unwanted }))
 }

@@ -29,7 +29,8 @@ pub(crate) enum ErrorMode {
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) struct EndpointKey(pub(super) usize);
 
-/// A way to a peer. Dropping it without [`Endpoint::close`] leaves it to the worker's end.
+/// A way to a peer. Dropping it without [`Endpoint::close`] leaves it to the worker's end, and
+/// [`Endpoint::give_back`] says that this has come.
 pub(crate) struct Endpoint {
     pub(super) worker: Rc<Worker>,
     pub(super) raw: ucp_ep_h,
@@ -105,6 +106,7 @@ impl Endpoint {
         };
         params.err_handler = ucp_err_handler_t { cb: Some(on_error), arg: failed.cast() };
         address(&mut params);
+        worker.disarm();
         let mut raw = std::ptr::null_mut();
         // SAFETY: parameters with their mask; addresses outlive the call; the callback's argument lives until the
         // endpoint is closed.
@@ -125,16 +127,15 @@ impl Endpoint {
         self.mode
     }
 
-    /// Begins to close it: after everything that was sent has gone out, or (`force`) at once. An endpoint with
-    /// [`ErrorMode::Silent`] cannot be forced: the peer may be writing into our memory.
-    pub(crate) fn close(self, force: bool) -> Closing {
+    /// Begins to close one with [`ErrorMode::Peer`], at once. Another cannot be forced, because the peer may be writing
+    /// into our memory, and may never end otherwise: it goes with its worker.
+    pub(crate) fn close(self) -> Closing {
+        debug_assert!(self.mode == ErrorMode::Peer, "it goes with its worker");
         let library = self.worker.library();
         // SAFETY: all zeros is a valid value, with an empty mask.
         let mut params: ucp_request_param_t = unsafe { std::mem::zeroed() };
-        if force && self.mode == ErrorMode::Peer {
-            params.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS;
-            params.flags = UCP_EP_CLOSE_FLAG_FORCE;
-        }
+        params.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS;
+        params.flags = UCP_EP_CLOSE_FLAG_FORCE;
         // SAFETY: an endpoint of a live worker, closed once: `self` is consumed.
         let started = Started::from(unsafe { (library.api.ucp_ep_close_nbx)(self.raw, &raw const params) });
         let request = match started {
@@ -142,6 +143,14 @@ impl Endpoint {
             Started::Done | Started::Failed(_) => std::ptr::null_mut(),
         };
         Closing { worker: self.worker, request, failed: self.failed }
+    }
+
+    /// Gives back what it kept for UCX's callback, when its worker was [abandoned](Worker::abandon).
+    pub(crate) fn give_back(self) {
+        if self.worker.is_gone() {
+            // SAFETY: from into_raw in `create`, given back once; the endpoint went with its worker, so nobody calls it.
+            drop(unsafe { Box::from_raw(self.failed) });
+        }
     }
 
     /// What UCX prints about it: its lanes among others.

@@ -1,20 +1,25 @@
 //! The worker: what makes everything go on.
 
-use std::cell::OnceCell;
+use std::cell::{Cell, OnceCell, RefCell};
 use std::os::fd::{BorrowedFd, RawFd};
 use std::rc::Rc;
 
-use super::am::{self, Receiver};
+use super::am::{self, Others, Receiver};
 use super::context::{Context, Refused};
+use super::operations::{Operation, Operations};
 use super::status::Status;
 use crate::sys::Library;
 use crate::sys::ucp::*;
 
 /// One UCP worker of one thread. Given back when the last of what stands on it is gone; an operation that never ends
-/// keeps it, so that what UCX still knows is leaked rather than freed.
+/// keeps it, so that what UCX still knows is leaked rather than freed, unless it is [abandoned](Worker::abandon).
 pub(crate) struct Worker {
     context: Rc<Context>,
-    raw: ucp_worker_h,
+    /// Null when it was abandoned.
+    raw: Cell<ucp_worker_h>,
+    /// It was armed, and nothing has been done with it since.
+    armed: Cell<bool>,
+    operations: RefCell<Operations>,
     wakeup: RawFd,
     address: Vec<u8>,
     header_bytes_max: usize,
@@ -36,14 +41,18 @@ impl Worker {
         let check = |what: &str, code| Status::check(library, code).map_err(|status| (what.to_owned(), status));
         // SAFETY: all zeros is a valid value, with an empty mask.
         let mut params: ucp_worker_params_t = unsafe { std::mem::zeroed() };
-        params.field_mask = u64::from(UCP_WORKER_PARAM_FIELD_THREAD_MODE);
+        params.field_mask = u64::from(UCP_WORKER_PARAM_FIELD_THREAD_MODE | UCP_WORKER_PARAM_FIELD_FLAGS);
         params.thread_mode = UCS_THREAD_MODE_SINGLE;
+        // One that is abandoned has operations that did not end.
+        params.flags = u64::from(UCP_WORKER_FLAG_IGNORE_REQUEST_LEAK);
         let mut raw = std::ptr::null_mut();
         // SAFETY: a live context, parameters with their mask, a place for the result.
         check("open a worker", unsafe { (api.ucp_worker_create)(context.raw, &raw const params, &raw mut raw) })?;
         let mut worker = Self {
             context: Rc::clone(context),
-            raw,
+            raw: Cell::new(raw),
+            armed: Cell::new(false),
+            operations: RefCell::default(),
             wakeup: -1,
             address: Vec::new(),
             header_bytes_max: 0,
@@ -67,10 +76,10 @@ impl Worker {
         Ok(Rc::new(worker))
     }
 
-    /// Sets what active messages of this id are given to; once.
-    pub(crate) fn receive(self: &Rc<Self>, id: u16, receiver: Box<dyn Receiver>) -> Result<(), Status> {
+    /// Sets what active messages of this id are given to; once. `others` of the other ids are taken and dropped, from 0 on.
+    pub(crate) fn receive(self: &Rc<Self>, id: u16, receiver: Box<dyn Receiver>, others: Others) -> Result<(), Status> {
         self.receiver.get_or_init(|| receiver);
-        am::set_receivers(self, id)
+        am::set_receivers(self, id, others)
     }
 
     pub(super) fn receiver(&self) -> Option<&dyn Receiver> {
@@ -79,15 +88,36 @@ impl Worker {
 
     /// Does what there is to do, calling receivers and callbacks, and says whether there was anything.
     pub(crate) fn progress(&self) -> bool {
+        let raw = self.raw.get();
+        if raw.is_null() {
+            return false;
+        }
         // SAFETY: a live worker, on the only thread that has it.
-        unsafe { (self.library().api.ucp_worker_progress)(self.raw) != 0 }
+        let worked = unsafe { (self.library().api.ucp_worker_progress)(raw) != 0 };
+        if worked {
+            self.disarm();
+        }
+        worked
     }
 
-    /// To be called when [`Worker::progress`] found nothing.
+    /// Whether it was armed and nothing has come or been sent since, so that it need not be armed again.
+    pub(crate) fn is_armed(&self) -> bool {
+        self.armed.get()
+    }
+
+    /// It is to be armed anew: something was done with it, or its descriptor became readable.
+    pub(crate) fn disarm(&self) {
+        self.armed.set(false);
+    }
+
+    /// To be called when [`Worker::progress`] found nothing, and not on one that was abandoned.
     pub(crate) fn arm(&self) -> Result<Armed, Status> {
-        // SAFETY: a live worker.
-        match unsafe { (self.library().api.ucp_worker_arm)(self.raw) } {
-            UCS_OK => Ok(Armed::Yes),
+        // SAFETY: a live worker, as the caller promises; UCX looks at the handle before it uses it.
+        match unsafe { (self.library().api.ucp_worker_arm)(self.raw.get()) } {
+            UCS_OK => {
+                self.armed.set(true);
+                Ok(Armed::Yes)
+            }
             UCS_ERR_BUSY => Ok(Armed::Busy),
             code => Err(Status::new(self.library(), code)),
         }
@@ -97,6 +127,10 @@ impl Worker {
     pub(crate) fn wakeup(&self) -> BorrowedFd<'_> {
         // SAFETY: the worker, which is borrowed, keeps its descriptor open.
         unsafe { BorrowedFd::borrow_raw(self.wakeup) }
+    }
+
+    fn any_operation(&self) -> Option<*mut dyn Operation> {
+        self.operations.borrow_mut().pop()
     }
 
     /// What peers connect to.
@@ -110,7 +144,45 @@ impl Worker {
     }
 
     pub(super) fn raw(&self) -> ucp_worker_h {
-        self.raw
+        self.raw.get()
+    }
+
+    /// Whether [`Worker::abandon`] was called: nothing that stands on it may be used any more.
+    pub(super) fn is_gone(&self) -> bool {
+        self.raw.get().is_null()
+    }
+
+    /// Keeps what an operation needs until [`Worker::ended`], and tells under which number.
+    pub(super) fn began(&self, operation: *mut dyn Operation) -> usize {
+        self.disarm();
+        self.operations.borrow_mut().add(operation)
+    }
+
+    /// UCX has ended an operation.
+    pub(super) fn ended(&self, operation: usize) {
+        self.operations.borrow_mut().remove(operation);
+    }
+
+    /// Destroys it although operations have not ended. Each of them is told `UCS_ERR_CANCELED`, and what it kept is given
+    /// back.
+    ///
+    /// # Safety
+    /// Nobody but UCX in this process still reads or writes what the operations keep: the peer has ended, or was never
+    /// told of any of it, or there is no operation that it takes part in.
+    pub(crate) unsafe fn abandon(&self) {
+        let raw = self.raw.replace(std::ptr::null_mut());
+        if raw.is_null() {
+            return;
+        }
+        // SAFETY: a live worker, destroyed once, outside of its progress, on its thread. Endpoints and descriptors go with
+        // it; whoever holds one asks `is_gone` before using it.
+        unsafe { (self.library().api.ucp_worker_destroy)(raw) };
+        // UCX has called back for some of them meanwhile, which has taken them out.
+        while let Some(operation) = self.any_operation() {
+            // SAFETY: a box that was given to `began` and whose callback was not called, and will not be any more.
+            let operation = unsafe { Box::from_raw(operation) };
+            operation.cancel();
+        }
     }
 
     pub(crate) fn library(&self) -> &'static Library {
@@ -120,8 +192,11 @@ impl Worker {
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        // SAFETY: everything that stands on it and every operation that has not ended holds an `Rc` of it, so there is
-        // none left; called on the thread that made it, because it cannot leave it. The receiver is dropped after it.
-        unsafe { (self.library().api.ucp_worker_destroy)(self.raw) }
+        let raw = self.raw.get();
+        if !raw.is_null() {
+            // SAFETY: everything that stands on it and every operation that has not ended holds an `Rc` of it, so there is
+            // none left; called on the thread that made it, because it cannot leave it. The receiver is dropped after it.
+            unsafe { (self.library().api.ucp_worker_destroy)(raw) }
+        }
     }
 }

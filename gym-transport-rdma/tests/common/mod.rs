@@ -13,8 +13,8 @@ use std::time::Duration;
 use bytes::Bytes;
 use gym_core::Result;
 use gym_transport_rdma::fabric::{
-    Connect, Connection, ConnectionId, Disposition, End, Expect, Fabric, FabricError, FabricOptions, Lane, Lanes,
-    Parcel, Payload, PeerEvents, Target, Token,
+    Alongside, Berth, Connect, Connection, ConnectionId, Disposition, End, Expect, Fabric, FabricError, FabricOptions,
+    Lane, Lanes, Parcel, Payload, PeerEvents, Target, Token,
 };
 use gym_transport_rdma::pool::Pool;
 
@@ -89,13 +89,6 @@ impl Way {
         match self {
             Self::Network => calling_network(),
             Self::SharedMemory => shared_memory(),
-        }
-    }
-
-    pub(crate) fn target(self, fabric: &Fabric) -> Target {
-        match self {
-            Self::Network => Target::Socket(fabric.listen_address().expect("it listens")),
-            Self::SharedMemory => Target::Worker(fabric.worker_address().clone()),
         }
     }
 
@@ -222,26 +215,26 @@ pub(crate) fn parcel(header: impl Into<Bytes>, payload: impl Into<Bytes>) -> Par
     Parcel { header: header.into(), payload: payload.into(), lane: Lane::Ordered, done: None }
 }
 
-/// What both ends say of each other before they meet.
-pub(crate) struct Meeting {
+/// A berth of a fabric, opened now.
+pub(crate) fn berth(fabric: &Fabric) -> Result<Berth> {
+    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    runtime.block_on(fabric.berth(SOON))
+}
+
+/// Who both ends are, before they say where.
+pub(crate) struct Names {
     pub(crate) caller: ConnectionId,
     pub(crate) answerer: ConnectionId,
     pub(crate) token: Token,
 }
 
-impl Meeting {
+impl Names {
     pub(crate) fn new() -> Self {
         Self { caller: ConnectionId::random(), answerer: ConnectionId::random(), token: Token::random() }
     }
 
-    pub(crate) fn expect(&self, way: Way, caller: &Fabric) -> Expect {
-        Expect {
-            id: self.answerer,
-            token: self.token.clone(),
-            peer: self.caller,
-            worker_address: (way == Way::SharedMemory).then(|| caller.worker_address().clone()),
-            within: SOON,
-        }
+    pub(crate) fn expect(&self, alongside: Option<Alongside>) -> Expect {
+        Expect { id: self.answerer, token: self.token.clone(), peer: self.caller, alongside, within: SOON }
     }
 
     pub(crate) fn connect(&self, target: Target) -> Connect {
@@ -249,14 +242,49 @@ impl Meeting {
     }
 }
 
+/// What both ends of one process say of each other before they meet.
+pub(crate) struct Meeting {
+    pub(crate) names: Names,
+    listener: Option<SocketAddr>,
+    berths: Option<(Berth, Berth)>,
+}
+
+impl Meeting {
+    pub(crate) fn new(way: Way, caller: &Fabric, answerer: &Fabric) -> Self {
+        let berths = (way == Way::SharedMemory).then(|| (berth(caller).unwrap(), berth(answerer).unwrap()));
+        Self { names: Names::new(), listener: answerer.listen_address(), berths }
+    }
+
+    pub(crate) fn expect(&self) -> Expect {
+        let berths = self.berths.as_ref();
+        self.names.expect(berths.map(|(here, there)| Alongside { berth: there.clone(), peer: here.address().clone() }))
+    }
+
+    pub(crate) fn connect(&self) -> Connect {
+        self.names.connect(self.target(self.berths.as_ref().map(|(here, _)| here.clone())))
+    }
+
+    /// From another place than the one that is expected.
+    pub(crate) fn connect_from(&self, other: &Fabric) -> Connect {
+        self.names.connect(self.target(self.berths.as_ref().map(|_| berth(other).unwrap())))
+    }
+
+    fn target(&self, here: Option<Berth>) -> Target {
+        match (here, &self.berths) {
+            (Some(berth), Some((_, there))) => Target::Alongside(Alongside { berth, peer: there.address().clone() }),
+            _ => Target::Socket(self.listener.expect("it listens")),
+        }
+    }
+}
+
 /// Connects two fabrics: the calling end and the answering one, both open, the path checked.
 pub(crate) fn pair(way: Way, caller: &Fabric, answerer: &Fabric, hook: Option<Hook>) -> (EndOf, EndOf) {
-    let meeting = Meeting::new();
+    let meeting = Meeting::new(way, caller, answerer);
     let (recorder_there, events) = recorder(answerer, hook);
-    let there = answerer.expect(meeting.expect(way, caller), recorder_there).unwrap();
+    let there = answerer.expect(meeting.expect(), recorder_there).unwrap();
     let there = EndOf { connection: there, events };
     let (recorder_here, events) = recorder(caller, None);
-    let here = caller.connect(meeting.connect(way.target(answerer)), recorder_here).unwrap();
+    let here = caller.connect(meeting.connect(), recorder_here).unwrap();
     let here = EndOf { connection: here, events };
     way.check(&there.opened());
     way.check(&here.opened());

@@ -6,12 +6,12 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result, bail, ensure};
 use bytes::Bytes;
 use gym_core::testing::figures::RoundTrips;
 use gym_transport_rdma::fabric::{
-    Connect, Connection, ConnectionId, Disposition, Driver, End, Expect, Fabric, FabricOptions, Lane, Lanes, Parcel,
-    Payload, PeerEvents, Target, Token,
+    Alongside, Berth, Connect, Connection, ConnectionId, Disposition, Driver, End, Expect, Fabric, FabricOptions, Lane,
+    Lanes, Parcel, Payload, PeerEvents, Target, Token,
 };
 use gym_transport_rdma::pool::Pool;
 use serde::{Deserialize, Serialize};
@@ -69,6 +69,12 @@ impl PeerEvents for Answering {
     fn ended(&self, _: End) {}
 }
 
+/// A place for the other process, where memory is shared.
+fn berth(way: Way, fabric: &Fabric) -> Result<Option<Berth>> {
+    let runtime = tokio::runtime::Builder::new_current_thread().build()?;
+    Ok(if way == Way::SharedMemory { Some(runtime.block_on(fabric.berth(PATIENCE))?) } else { None })
+}
+
 fn parcel(header: Bytes, payload: Bytes) -> Parcel {
     Parcel { header, payload, lane: Lane::Ordered, done: None }
 }
@@ -80,15 +86,17 @@ pub(crate) fn serve(way: Way, busy: bool) -> Result<()> {
     let mut line = String::new();
     input.read_line(&mut line)?;
     let said: Greeting = serde_json::from_str(&line)?;
+    let berth = berth(way, &fabric)?;
     let expected = Expect {
         id: ConnectionId(said.answerer),
         token: Token(said.token),
         peer: ConnectionId(said.caller),
-        worker_address: (way == Way::SharedMemory).then(|| said.worker.clone().into()),
+        alongside: berth.clone().map(|berth| Alongside { berth, peer: said.worker.clone().into() }),
         within: PATIENCE,
     };
     fabric.expect(expected, Arc::new(Answering(fabric.pool().clone(), OnceLock::new())))?;
-    let said = Greeting { worker: fabric.worker_address().to_vec(), listens: fabric.listen_address(), ..said };
+    let worker = berth.map(|berth| berth.address().to_vec()).unwrap_or_default();
+    let said = Greeting { worker, listens: fabric.listen_address(), ..said };
     println!("{}", serde_json::to_string(&said)?);
     input.read_to_end(&mut Vec::new())?;
     ensure!(fabric.shutdown(PATIENCE), "the fabric did not end in time");
@@ -200,15 +208,17 @@ impl Pair {
         let mut input = child.stdin.take().context("no input")?;
         let fabric = open(way, driver(busy), false)?;
         let (caller, answerer, token) = (ConnectionId::random(), ConnectionId::random(), Token::random());
-        let worker = fabric.worker_address().to_vec();
+        let berth = berth(way, &fabric)?;
+        let worker = berth.as_ref().map(|berth| berth.address().to_vec()).unwrap_or_default();
         let said = Greeting { caller: caller.0, answerer: answerer.0, token: token.0, worker, listens: None };
         writeln!(input, "{}", serde_json::to_string(&said)?)?;
         let mut line = String::new();
         BufReader::new(child.stdout.take().context("no output")?).read_line(&mut line)?;
         let said: Greeting = serde_json::from_str(&line).context("the answering process ended")?;
-        let target = match said.listens {
-            Some(address) => Target::Socket(address),
-            None => Target::Worker(said.worker.into()),
+        let target = match (said.listens, berth) {
+            (_, Some(berth)) => Target::Alongside(Alongside { berth, peer: said.worker.into() }),
+            (Some(address), None) => Target::Socket(address),
+            (None, None) => bail!("the answering process listens nowhere"),
         };
         let (told, done) = sync_channel(1);
         let (opened, is_open) = sync_channel(1);

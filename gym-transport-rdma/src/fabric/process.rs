@@ -1,0 +1,67 @@
+//! Whether the process of a peer on this host still is.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, getpid, pidfd_open};
+
+/// A process that is watched for its end.
+pub(super) enum Process {
+    /// It is. The descriptor is readable when it has ended.
+    There(OwnedFd),
+    /// It has ended: it reads and writes nothing any more.
+    Ended,
+    /// Nobody tells: it is our own, or the kernel is older than 5.3.
+    Unknown,
+}
+
+impl Process {
+    /// By the number that it has said.
+    pub(super) fn watch(number: u32) -> Self {
+        let Some(pid) = i32::try_from(number).ok().and_then(Pid::from_raw).filter(|pid| *pid != getpid()) else {
+            return Self::Unknown;
+        };
+        match pidfd_open(pid, PidfdFlags::empty()) {
+            Ok(descriptor) => Self::There(descriptor),
+            Err(Errno::SRCH) => Self::Ended,
+            Err(_) => Self::Unknown,
+        }
+    }
+
+    pub(super) fn has_ended(&self) -> bool {
+        matches!(self, Self::Ended)
+    }
+
+    /// Readable when it has ended and that is not known yet.
+    pub(super) fn descriptor(&self) -> Option<BorrowedFd<'_>> {
+        match self {
+            Self::There(descriptor) => Some(descriptor.as_fd()),
+            Self::Ended | Self::Unknown => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::{Command, Stdio};
+
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+    use super::*;
+
+    #[test]
+    fn the_end_of_another_process_is_told_and_our_own_is_not_awaited() {
+        let mut child = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
+        let watched = Process::watch(child.id());
+        let descriptor = watched.descriptor().expect("it is there");
+        child.kill().unwrap();
+        let patience = Timespec { tv_sec: 30, tv_nsec: 0 };
+        assert_eq!(poll(&mut [PollFd::from_borrowed_fd(descriptor, PollFlags::IN)], Some(&patience)), Ok(1));
+        child.wait().unwrap();
+        assert!(Process::watch(child.id()).has_ended());
+        for nobody in [std::process::id(), 0, u32::MAX] {
+            let unknown = Process::watch(nobody);
+            assert!(!unknown.has_ended() && unknown.descriptor().is_none());
+        }
+    }
+}
