@@ -35,7 +35,7 @@ pub struct ServerClient {
 struct Inner {
     registry: Arc<dyn Registry>,
     transports: Transports,
-    picker: Picker,
+    balance: Balance,
     policy: RetryPolicy,
     rng: Mutex<fastrand::Rng>,
     names: RwLock<BTreeMap<String, Arc<Resolved>>>,
@@ -46,6 +46,8 @@ struct Inner {
 #[derive(Debug)]
 struct Resolved {
     replicas: Vec<Arc<Replica>>,
+    /// Of this name alone: whose turn it is among its replicas is nothing to those of another.
+    picker: Arc<Picker>,
     /// When the registry last had them.
     seen: Instant,
     stale_from: Instant,
@@ -56,7 +58,8 @@ struct Resolved {
 impl Resolved {
     /// Nobody, for the one call that asked.
     fn absent() -> Self {
-        Self { replicas: Vec::new(), seen: Instant::now(), stale_from: Instant::now(), doubtful: true }
+        let (replicas, picker, now) = (Vec::new(), Arc::default(), Instant::now());
+        Self { replicas, picker, seen: now, stale_from: now, doubtful: true }
     }
 }
 
@@ -106,7 +109,7 @@ impl ServerClient {
             inner: Arc::new(Inner {
                 registry,
                 transports,
-                picker: Picker::default(),
+                balance: Balance::default(),
                 policy: RetryPolicy::default(),
                 rng: Mutex::new(world.rng()),
                 names: RwLock::default(),
@@ -124,7 +127,7 @@ impl ServerClient {
             inner: Arc::new(Inner {
                 registry: Arc::clone(&inner.registry),
                 transports: inner.transports.clone(),
-                picker: Picker::new(balance),
+                balance,
                 policy,
                 rng: Mutex::new(lock(&inner.rng).fork()),
                 names: RwLock::default(),
@@ -148,7 +151,7 @@ impl ServerClient {
     /// `POST` of a JSON text to a route of the named server. Any complete answer is `Ok`.
     ///
     /// # Errors
-    /// `Unavailable, NotStarted` when nobody serves that name; otherwise the last attempt's error.
+    /// `Unavailable, NotStarted` when nobody serves that name, or none that does has a weight; otherwise the last attempt's error.
     pub async fn post(
         &self,
         cx: &CallContext,
@@ -239,11 +242,18 @@ impl ServerClient {
         let replicas = || resolved.replicas.iter().enumerate();
         let open = replicas().filter(|(_, replica)| !failed.contains(&replica.rank));
         let load = |(index, replica): (usize, &Arc<Replica>)| Load { index, pending: replica.pending.count() };
-        let picker = &self.inner.picker;
+        let picker = &resolved.picker;
         let chosen = picker.pick(&open.map(load).collect::<Vec<_>>());
         // All have failed once: any of them again.
         let chosen = chosen.or_else(|| picker.pick(&replicas().map(load).collect::<Vec<_>>()));
-        Ok(chosen.map(|index| Arc::clone(&resolved.replicas[index])))
+        match chosen {
+            Some(index) => Ok(Some(Arc::clone(&resolved.replicas[index]))),
+            None if resolved.replicas.is_empty() => Ok(None),
+            None => {
+                let why = format!("its {} replicas have weight 0, which is never chosen", resolved.replicas.len());
+                Err(Error::not_started(Code::Unavailable, why).about(server.to_owned()))
+            }
+        }
     }
 
     async fn resolve(&self, cx: &CallContext, server: &str) -> Result<Arc<Resolved>> {
@@ -298,7 +308,7 @@ impl ServerClient {
                 let Some(known) = known else { return Err(error) };
                 // The head is away: what was known goes on being used, and is not asked about by every call.
                 tracing::debug!(server, %error, "resolve from the cache");
-                return Ok(self.keep(server, known.replicas.clone(), known.seen));
+                return Ok(self.keep(server, known.replicas.clone(), Some(&known), known.seen));
             }
         };
         if instances.is_empty() {
@@ -307,19 +317,27 @@ impl ServerClient {
             if let Some(known) = &known
                 && known.seen.elapsed() < DEFAULT_TTL
             {
-                return Ok(self.keep(server, known.replicas.clone(), known.seen));
+                return Ok(self.keep(server, known.replicas.clone(), Some(known), known.seen));
             }
             asked.last = Some((Instant::now(), Fruitless::Absent));
             return Ok(Arc::new(Resolved::absent()));
         }
         asked.last = None;
         let replicas = instances.into_iter().map(|instance| replica(instance, known.as_deref())).collect();
-        Ok(self.keep(server, replicas, Instant::now()))
+        Ok(self.keep(server, replicas, known.as_deref(), Instant::now()))
     }
 
-    fn keep(&self, server: &str, replicas: Vec<Arc<Replica>>, seen: Instant) -> Arc<Resolved> {
+    fn keep(
+        &self,
+        server: &str,
+        replicas: Vec<Arc<Replica>>,
+        known: Option<&Resolved>,
+        seen: Instant,
+    ) -> Arc<Resolved> {
         let stale_from = Instant::now() + RESOLVE_EVERY;
-        let resolved = Arc::new(Resolved { replicas, seen, stale_from, doubtful: false });
+        let fresh = || Arc::new(Picker::new(self.inner.balance.clone()));
+        let picker = known.map_or_else(fresh, |known| Arc::clone(&known.picker));
+        let resolved = Arc::new(Resolved { replicas, picker, seen, stale_from, doubtful: false });
         let mut names = self.inner.names.write().unwrap_or_else(PoisonError::into_inner);
         names.insert(server.to_owned(), Arc::clone(&resolved));
         resolved
@@ -333,8 +351,8 @@ impl ServerClient {
     fn forget(&self, server: &str) {
         let mut names = self.inner.names.write().unwrap_or_else(PoisonError::into_inner);
         if let Some(known) = names.get(server) {
-            let (replicas, seen) = (known.replicas.clone(), known.seen);
-            let doubted = Resolved { replicas, seen, stale_from: Instant::now(), doubtful: true };
+            let (replicas, picker, seen) = (known.replicas.clone(), Arc::clone(&known.picker), known.seen);
+            let doubted = Resolved { replicas, picker, seen, stale_from: Instant::now(), doubtful: true };
             names.insert(server.to_owned(), Arc::new(doubted));
         }
     }

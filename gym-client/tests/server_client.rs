@@ -1,7 +1,7 @@
 //! Calling by name: replicas that restart, sessions that are lost, many callers at once. Over the simulated network.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -10,8 +10,8 @@ use futures_util::stream::BoxStream;
 use gym_client::{CallOptions, ServerClient, Transports};
 use gym_core::testing::{Faults, SimFiles, SimHost, SimNet};
 use gym_core::{
-    CallContext, Code, Endpoint, Error, Execution, Fenced, Incarnation, Instance, Lease, Listener, MemoryRegistry,
-    Registration, Registry, Request, Response, Result, ServerKind, World, handler_fn,
+    Balance, CallContext, Code, Endpoint, Error, Execution, Fenced, Incarnation, Instance, Lease, Listener,
+    MemoryRegistry, Registration, Registry, Request, Response, Result, RetryPolicy, ServerKind, World, handler_fn,
 };
 use tokio_util::sync::CancellationToken;
 
@@ -70,6 +70,29 @@ impl Bench {
         let transports = Transports::new().with(Arc::new(net.host("caller")));
         let client = ServerClient::new(Arc::clone(&registry) as _, transports, &world);
         Self { net, registry, client }
+    }
+
+    /// A replica of `name`, which notes that it was called.
+    async fn start_replica(&self, name: &str, rank: u32, called: &Arc<Mutex<Vec<String>>>) {
+        let host = self.net.host(&format!("{name}{rank}"));
+        let (called, note) = (Arc::clone(called), format!("{name}{rank}"));
+        let answer = handler_fn(move |_| {
+            called.lock().expect("nobody panics").push(note.clone());
+            async { Ok(Response::json("{}")) }
+        });
+        serve(&host, Fenced::new(Incarnation(1), answer));
+        let endpoint = format!("sim://{name}{rank}/gym");
+        let registration = Registration {
+            name: name.to_owned(),
+            rank: Some(rank),
+            kind: ServerKind::Agent,
+            implementation: String::new(),
+            endpoints: vec![Endpoint::parse(&endpoint).expect("an endpoint")],
+            incarnation: Incarnation(1),
+            ttl: Duration::from_secs(60),
+            labels: Default::default(),
+        };
+        self.registry.register(&CallContext::default(), registration).await.expect("a new server");
     }
 
     /// The next life of the agent's host, which answers with its number.
@@ -195,4 +218,44 @@ async fn while_the_head_is_away_what_was_known_is_used_by_all_alike() {
         assert_eq!(answer.unwrap(), "1");
     }
     assert!(began.elapsed() < Duration::from_secs(15), "{:?}", began.elapsed());
+}
+
+#[tokio::test(start_paused = true)]
+async fn each_name_has_a_turn_of_its_own() {
+    let bench = Bench::new();
+    let called = Arc::default();
+    for (name, rank) in [("a", 0), ("a", 1), ("b", 0), ("b", 1)] {
+        bench.start_replica(name, rank, &called).await;
+    }
+    let cx = CallContext::within(Duration::from_secs(30));
+    for balance in [Balance::RoundRobin, Balance::Weighted(vec![1, 1])] {
+        let client = bench.client.with(balance.clone(), RetryPolicy::default());
+        for name in ["a", "b", "a", "b"] {
+            client.post(&cx, name, "/run", "{}", CallOptions::default()).await.unwrap();
+        }
+        // Still so after the registry was asked again.
+        tokio::time::sleep(Duration::from_secs(5)).await;
+        for name in ["a", "b"] {
+            client.post(&cx, name, "/run", "{}", CallOptions::default()).await.unwrap();
+        }
+        let called = std::mem::take(&mut *called.lock().unwrap());
+        assert_eq!(called, ["a0", "b0", "a1", "b1", "a0", "b0"], "{balance:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn replicas_that_all_have_weight_0_are_told_apart_from_none() {
+    let bench = Bench::new();
+    let called = Arc::default();
+    bench.start_replica("a", 0, &called).await;
+    let client = bench.client.with(Balance::Weighted(vec![0, 1]), RetryPolicy::default());
+    let cx = CallContext::within(Duration::from_secs(5));
+    let error = client.post(&cx, "a", "/run", "{}", CallOptions::default()).await.unwrap_err();
+    assert_eq!(error.execution(), Execution::NotStarted);
+    assert!(error.to_string().contains("its 1 replicas have weight 0"), "{error}");
+    bench.start_replica("a", 1, &called).await;
+    tokio::time::sleep(Duration::from_secs(5)).await;
+    let cx = CallContext::within(Duration::from_secs(5));
+    client.post(&cx, "a", "/run", "{}", CallOptions::default()).await.unwrap();
+    assert_eq!(*called.lock().unwrap(), ["a1"]);
 }

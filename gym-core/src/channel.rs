@@ -79,8 +79,6 @@ pub struct PathInfo {
     pub ordered: bool,
     /// Whether the peer reads the caller's own memory, so that nothing need be written out for it.
     pub shares_memory: bool,
-    /// Whether an answer holds what calls of others wait for until it is read, such as a turn: somebody must read each at once.
-    pub holds_others: bool,
     /// The rung of the [`Ladder`](crate::Ladder) that was negotiated; `None` where the scheme alone says it.
     pub level: Option<Level>,
     /// What moves the bytes, as the transport names it, such as `posix/memory, cma/memory`; empty where the scheme says it.
@@ -98,13 +96,6 @@ impl PathInfo {
     #[must_use]
     pub fn sharing_memory(mut self) -> Self {
         self.shares_memory = true;
-        self
-    }
-
-    /// The same path, on which an answer that nobody reads holds up others.
-    #[must_use]
-    pub fn holding_others(mut self) -> Self {
-        self.holds_others = true;
         self
     }
 

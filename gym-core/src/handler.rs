@@ -18,11 +18,21 @@ use crate::message::{Request, Response};
 pub trait Handler: fmt::Debug + Send + Sync + 'static {
     /// Takes one call.
     fn handle(&self, request: Request) -> BoxFuture<'static, Result<Response>>;
+
+    /// Whether it bounds its calls itself: it refuses at once what is more than it takes, and an answer that nobody has read keeps no
+    /// place. A link of the same process then bounds nothing, and nobody waits for room on it.
+    fn bounds_calls(&self) -> bool {
+        false
+    }
 }
 
 impl<H: Handler + ?Sized> Handler for Arc<H> {
     fn handle(&self, request: Request) -> BoxFuture<'static, Result<Response>> {
         (**self).handle(request)
+    }
+
+    fn bounds_calls(&self) -> bool {
+        (**self).bounds_calls()
     }
 }
 
@@ -123,5 +133,9 @@ impl<H: Handler> Handler for Fenced<H> {
                 })
             }
         }
+    }
+
+    fn bounds_calls(&self) -> bool {
+        self.handler.bounds_calls()
     }
 }

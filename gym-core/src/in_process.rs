@@ -32,8 +32,8 @@ pub const SCHEME: &str = "mem";
 /// Peers that have connected and are not accepted yet; a server accepts at once, so more means that it is stuck.
 const ACCEPT_QUEUE_MAX: usize = 1_024;
 
-/// Calls under way on one link. The same as an HTTP server's default queue, so that moving a server out of the process does
-/// not change how much it takes.
+/// Calls under way on one link, unless its handler bounds them. The same as an HTTP server's default queue, so that moving a server
+/// out of the process does not change how much it takes.
 const CALLS_MAX: usize = 16_384;
 
 /// The switchboard of one process: listeners by name. Cheap to clone; clones share the names.
@@ -51,7 +51,8 @@ impl InProcess {
         Self { listeners: Arc::default(), calls_max: CALLS_MAX, faithful: false }
     }
 
-    /// The same names, with another bound on the calls under way on one link.
+    /// The same names, with another bound on the calls under way on one link, for handlers that do not
+    /// [bound](Handler::bounds_calls) them. One more waits, within its deadline, until another is answered and its answer read.
     #[must_use]
     pub fn with_calls_max(mut self, calls_max: usize) -> Self {
         self.calls_max = calls_max;
@@ -121,15 +122,9 @@ impl Connector for InProcess {
 
 /// A channel to a handler of this process, without a name and a listener; `faithful` writes every message out and reads it back
 /// as a wire would. It breaks when `closed` fires: running calls end as `Unavailable, Unknown`.
-pub(crate) fn channel_to(
-    peer: &str,
-    handler: Arc<dyn Handler>,
-    calls_max: usize,
-    faithful: bool,
-    closed: CancelToken,
-) -> Channel {
-    let connection = Connection::new(peer.into(), calls_max, closed);
-    let _ = connection.handler.set(handler);
+pub(crate) fn channel_to(peer: &str, handler: Arc<dyn Handler>, faithful: bool, closed: CancelToken) -> Channel {
+    let connection = Connection::new(peer.into(), CALLS_MAX, closed);
+    connection.answer_by(handler);
     Channel::new(InProcessLink { connection: Arc::new(connection), path: path(peer, faithful), faithful })
 }
 
@@ -185,7 +180,7 @@ impl Incoming for InProcessIncoming {
 
     async fn serve(self: Box<Self>, handler: Arc<dyn Handler>, drain: CancellationToken) -> Result<()> {
         let connection = &self.0.0;
-        let _ = connection.handler.set(handler);
+        connection.answer_by(handler);
         connection.served.notify_one();
         tokio::select! {
             biased;
@@ -221,7 +216,7 @@ impl InProcessLink {
 
     /// Hands over a request that has a place.
     fn hand_over(&self, mut request: Request, running: Running) -> Result<Reply> {
-        let handler = self.connection.handler.get().ok_or_else(|| self.unavailable())?;
+        let handler = self.connection.handler().ok_or_else(|| self.unavailable())?;
         if self.faithful {
             request = rewritten_request(request)?;
         }

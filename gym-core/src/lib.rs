@@ -52,8 +52,8 @@ pub use context::{CallContext, DEFAULT_DEADLINE, DEFAULT_REPLY_BYTES_MAX, Incarn
 pub use dispatch::{Assignment, Dispatch, Free, PlanError};
 pub use error::{Code, Error, Execution, Result};
 pub use group::{
-    Balancer, ExitCause, FailureKind, Gathered, GroupCall, GroupError, GroupView, InProcessGroup, InProcessOptions,
-    Member, Pending, RankExit, RankOutcome, RankReply, RankState, WorkerGroup, WorkerGroupExt,
+    Balancer, ExitCause, FailureKind, Gate, Gathered, GroupCall, GroupError, GroupView, InProcessGroup,
+    InProcessOptions, Leave, Member, Pending, RankExit, RankOutcome, RankReply, RankState, WorkerGroup, WorkerGroupExt,
 };
 pub use handler::{Fenced, Handler, from_tower, handler_fn};
 pub use host::{HostOptions, REPLY_METADATA, REPLY_NONE, RunningCall, STATUS_ROUTE, WorkerHost, WorkerStatus};

@@ -26,6 +26,14 @@ pub enum Balance {
     PowerOfTwoChoices,
 }
 
+impl Balance {
+    /// Whether the one with this index may ever be chosen: it has a weight, or there are none.
+    #[must_use]
+    pub fn chooses(&self, index: usize) -> bool {
+        !matches!(self, Self::Weighted(weights) if weights.get(index) == Some(&0))
+    }
+}
+
 /// Chooses, and remembers whose turn it is.
 #[derive(Debug, Default)]
 pub struct Picker {

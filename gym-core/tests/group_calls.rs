@@ -341,6 +341,25 @@ async fn ranks_that_are_all_given_up_are_called_all_the_same() {
     assert_eq!(balancer.given_up(), [0]);
 }
 
+#[tokio::test]
+async fn a_rank_without_weight_is_no_alternative_to_one_that_is_given_up() {
+    let group = wedged(2).await;
+    let balancer = Balancer::new(Arc::clone(&group) as _, Balance::Weighted(vec![1, 0])).unwrap();
+    let cx = CallContext::within(SOON);
+    for _ in 0..5 {
+        let error = balancer.submit(&cx, Try, true, Batch::empty()).await.unwrap_err();
+        assert!(error.to_string().contains("the engine does not move"), "{error}");
+    }
+    assert_eq!(balancer.given_up(), [0]);
+    group.kill(0).unwrap();
+    let error = balancer.submit(&cx, Try, true, Batch::empty()).await.unwrap_err();
+    assert_eq!((error.cause().code(), error.execution()), (Code::Unavailable, Execution::NotStarted));
+    assert!(error.to_string().contains("ranks [1] are healthy and have weight 0"), "{error}");
+    group.kill(1).unwrap();
+    let error = balancer.submit(&cx, Try, true, Batch::empty()).await.unwrap_err();
+    assert!(error.to_string().contains("no rank is healthy"), "{error}");
+}
+
 #[tokio::test(start_paused = true)]
 async fn failed_calls_are_made_again_within_their_budget() {
     let group = wedged(2).await;

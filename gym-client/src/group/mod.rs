@@ -35,17 +35,17 @@ use std::time::Duration;
 
 use futures_util::future::join_all;
 use gym_core::{
-    Balancer, CallContext, Code, Error, Execution, GroupView, Member, Rank, RankExit, RankLayout, RankState, Result,
-    WorkerGroup,
+    Balancer, CallContext, Code, Error, Execution, Gate, GroupView, Member, Rank, RankExit, RankLayout, RankState,
+    Result, WorkerGroup,
 };
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
 
+mod apart;
 mod metrics;
 mod options;
 mod seat;
-mod solo;
 mod status;
 mod supervise;
 mod turns;
@@ -55,8 +55,7 @@ pub use options::{DEFAULT_MAX_RESTARTS, GroupOptions};
 pub use status::{RankStatus, RankUsage, StuckRank, StuckReason};
 pub use turns::BundleId;
 
-pub(crate) use supervise::Share;
-pub(crate) use turns::Turns;
+pub(crate) use turns::{Share, Turns};
 
 use crate::provision::{LaunchSpec, Monitor, Provisioner, Tenancy};
 use seat::Seat;
@@ -352,6 +351,10 @@ impl WorkerGroup for Group {
 
     fn view(&self) -> watch::Receiver<Arc<GroupView>> {
         self.shared.view.subscribe()
+    }
+
+    fn gate(&self) -> Option<Arc<dyn Gate>> {
+        self.shared.gate()
     }
 }
 

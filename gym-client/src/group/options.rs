@@ -7,7 +7,7 @@ use std::time::Duration;
 use futures_util::future::BoxFuture;
 use gym_core::{Balance, CallContext, GroupError, Method, RankLayout, WorkerGroupExt};
 
-use super::solo::Solo;
+use super::apart::Apart;
 use crate::Transports;
 
 /// Restarts of one rank in the life of its group, when restarts are on and no number is given.
@@ -40,7 +40,7 @@ pub struct GroupOptions {
     pub(crate) on_restart: Option<Arc<OnRestart>>,
 }
 
-pub(crate) type OnRestart = dyn Fn(Solo, CallContext) -> BoxFuture<'static, Result<(), GroupError>> + Send + Sync;
+pub(crate) type OnRestart = dyn Fn(Apart, CallContext) -> BoxFuture<'static, Result<(), GroupError>> + Send + Sync;
 
 impl GroupOptions {
     /// Ranks reached over these transports; no restarts.
@@ -69,12 +69,13 @@ impl GroupOptions {
         self
     }
 
-    /// A restarted rank is stale, and not called, until this method has succeeded on it: old weights must not serve.
+    /// A restarted rank is stale, and not called, until this method has succeeded on it: old weights must not serve. Ranks that are
+    /// tied are called together.
     #[must_use]
     pub fn on_restart<M: Method>(mut self, method: M, args: M::Args) -> Self {
-        self.on_restart = Some(Arc::new(move |solo, cx| {
+        self.on_restart = Some(Arc::new(move |apart, cx| {
             let args = args.clone();
-            Box::pin(async move { solo.call(method, args).context(&cx).await.map(drop) })
+            Box::pin(async move { apart.call(method, args).context(&cx).await.map(drop) })
         }));
         self
     }

@@ -26,8 +26,8 @@ pub(crate) struct Seat {
     pub(crate) last_error: Option<String>,
     /// Why its present life is being ended by us.
     pub(crate) condemned: Option<String>,
-    /// What has to be done after a restart has been.
-    warm: bool,
+    /// What came of what has to be done after a restart.
+    fitness: Fitness,
     pub(crate) restarts_used: u32,
     /// Ends in a row, without a life between them that served long enough to be forgiven.
     streak: u32,
@@ -37,6 +37,14 @@ pub(crate) struct Seat {
     pub(crate) report: Option<WorkerStatus>,
     pub(crate) probing: bool,
     pub(crate) memory_high: bool,
+}
+
+/// Whether what has to be done after a restart has been.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Fitness {
+    Unknown,
+    Fit,
+    Unfit,
 }
 
 /// What follows from the end of a life.
@@ -60,7 +68,7 @@ impl Seat {
             exit: None,
             last_error: None,
             condemned: None,
-            warm: false,
+            fitness: Fitness::Unknown,
             restarts_used: 0,
             streak: 0,
             healthy_since: None,
@@ -126,9 +134,19 @@ impl Seat {
         self.heard = Some(now);
     }
 
-    /// What has to be done after a restart has been.
-    pub(crate) fn warmed(&mut self) {
-        self.warm = true;
+    /// What has to be done after a restart has been, or has failed.
+    pub(crate) fn warmed(&mut self, warmed: Result<(), String>) {
+        match warmed {
+            // It has ended meanwhile, which says more.
+            _ if self.state != RankState::Stale => {}
+            Ok(()) => self.fitness = Fitness::Fit,
+            Err(error) => (self.fitness, self.last_error) = (Fitness::Unfit, Some(error)),
+        }
+    }
+
+    /// It failed to be made fit.
+    pub(crate) fn is_unfit(&self) -> bool {
+        self.fitness == Fitness::Unfit
     }
 
     /// It may be called.
@@ -174,7 +192,7 @@ impl Seat {
 
     fn leave(&mut self) {
         (self.channel, self.control, self.heard, self.report, self.pid) = (None, None, None, None, None);
-        (self.probing, self.memory_high, self.warm) = (false, false, false);
+        (self.probing, self.memory_high, self.fitness) = (false, false, Fitness::Unknown);
         self.condemned = None;
     }
 }
@@ -232,7 +250,7 @@ pub(crate) fn ended(
 pub(crate) fn gather(seats: &mut [Seat], rank: Rank, now: Instant, options: &GroupOptions) -> Vec<Member> {
     let all = |seats: &mut [Seat], is: fn(&Seat) -> bool| tied(seats, rank).all(|seat| is(seat));
     let waits = |seat: &Seat| matches!(seat.state, RankState::Starting | RankState::Restarting);
-    if all(seats, |seat| seat.state == RankState::Stale && seat.warm) {
+    if all(seats, |seat| seat.state == RankState::Stale && seat.fitness == Fitness::Fit) {
         tied(seats, rank).for_each(|seat| seat.serve(now));
     } else if tied(seats, rank).all(|seat| waits(seat) && seat.channel.is_some()) {
         let stale = options.on_restart.is_some() && all(seats, |seat| seat.incarnation > Incarnation(1));

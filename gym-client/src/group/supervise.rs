@@ -1,23 +1,24 @@
 //! The task that keeps a group's ranks: hears what becomes of them, connects to them, looks at them, starts them again.
 
 use std::collections::BTreeSet;
+use std::panic::AssertUnwindSafe;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use futures_util::StreamExt;
 use futures_util::stream::BoxStream;
+use futures_util::{FutureExt, StreamExt};
 use gym_core::{
-    CallContext, Channel, ConnectOptions, Endpoint, GroupView, Incarnation, Member, Rank, RankExit, RankState, Request,
-    Result, Route, STATUS_ROUTE, WorkerStatus,
+    CallContext, Channel, ConnectOptions, Endpoint, Error, Gate, GroupView, Incarnation, Rank, RankExit, RankState,
+    Request, Result, Route, STATUS_ROUTE, WorkerStatus,
 };
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior, sleep};
 
+use super::apart::Apart;
 use super::options::GroupOptions;
 use super::seat::{self, Next, Seat};
-use super::solo::Solo;
-use super::turns::{InTurn, Turns};
+use super::turns::Share;
 use crate::provision::{Deployment, RankEvent};
 
 /// A rank that has just said where it serves is reached within this time, or never.
@@ -34,17 +35,9 @@ pub(super) struct Shared {
     pub(super) options: GroupOptions,
     pub(super) deployment: Box<dyn Deployment>,
     pub(super) view: watch::Sender<Arc<GroupView>>,
-    pub(super) share: Option<Share>,
+    pub(super) share: Option<Arc<Share>>,
     /// In rank order, from 0.
     seats: Mutex<Vec<Seat>>,
-}
-
-/// A group's part in the turns on its bundles.
-#[derive(Clone, Debug)]
-pub(crate) struct Share {
-    pub(crate) turns: Turns,
-    pub(crate) group: u64,
-    pub(crate) bundles: Arc<std::collections::BTreeSet<super::BundleId>>,
 }
 
 /// What the group asks of its supervisor.
@@ -71,7 +64,12 @@ impl Shared {
     ) -> Self {
         let members = seats.iter().map(Seat::member).collect();
         let view = watch::Sender::new(Arc::new(GroupView::new(1, members)));
-        Self { name, options, deployment, view, share, seats: Mutex::new(seats) }
+        Self { name, options, deployment, view, share: share.map(Arc::new), seats: Mutex::new(seats) }
+    }
+
+    /// What each of its calls passes.
+    pub(super) fn gate(&self) -> Option<Arc<dyn Gate>> {
+        self.share.clone().map(|share| share as Arc<dyn Gate>)
     }
 
     pub(super) fn seats(&self) -> MutexGuard<'_, Vec<Seat>> {
@@ -98,14 +96,15 @@ impl Shared {
         let request = Request::get(CallContext::within(LOOK_WAIT), Route::from_static(STATUS_ROUTE));
         let response = control.call(request).await?.into_result()?;
         serde_json::from_slice(&response.message.head.to_bytes())
-            .map_err(|error| gym_core::Error::internal("the status cannot be read").caused_by(error))
+            .map_err(|error| Error::internal("the status cannot be read").caused_by(error))
     }
 }
 
 /// What a job of the supervisor's came to.
 enum Done {
     Connected(Rank, Incarnation, Result<(Channel, Channel)>),
-    Warmed(Rank, Incarnation, Result<()>),
+    /// These, which are tied, were to be made fit.
+    Warmed(Vec<(Rank, Incarnation)>, Result<()>),
     PauseOver(Rank, Incarnation),
     /// Another life of these was begun, or could not be: the lives before would not go.
     Restarted(Vec<(Rank, Incarnation)>, Result<()>),
@@ -173,10 +172,8 @@ impl Supervisor {
             }
             RankEvent::Ready { rank, incarnation, endpoints } => {
                 let transports = options.transports;
-                self.jobs.spawn(async move {
-                    let connected = connect(&transports, incarnation, &endpoints).await;
-                    Done::Connected(rank, incarnation, connected)
-                });
+                let connecting = async move { connect(&transports, incarnation, &endpoints).await };
+                self.spawn(connecting, move |connected| Done::Connected(rank, incarnation, connected));
             }
             RankEvent::MemoryHigh { rank, incarnation, .. } => {
                 self.change(rank, incarnation, |seat| seat.memory_high = true);
@@ -198,6 +195,24 @@ impl Supervisor {
         }
     }
 
+    /// Has a job done. Others' code runs in it (transports, provisioners, methods): its panic is a failure, which is told like any
+    /// other, since somebody waits for what came of the job.
+    fn spawn<T>(
+        &mut self,
+        job: impl Future<Output = Result<T>> + Send + 'static,
+        done: impl FnOnce(Result<T>) -> Done + Send + 'static,
+    ) {
+        let job = AssertUnwindSafe(job).catch_unwind();
+        self.jobs.spawn(async move {
+            let outcome = job.await.unwrap_or_else(|panic| {
+                let text = panic.downcast_ref::<String>().map(String::as_str);
+                let text = text.or_else(|| panic.downcast_ref::<&'static str>().copied()).unwrap_or("not a text");
+                Err(Error::internal(format!("it panicked: {text}")))
+            });
+            done(outcome)
+        });
+    }
+
     /// Ends the processes of these. Their ends come as events.
     fn end(&mut self, ranks: Vec<Rank>) {
         for rank in ranks {
@@ -214,12 +229,6 @@ impl Supervisor {
         let options = self.shared.options.clone();
         match done {
             Done::Connected(rank, incarnation, Ok((channel, control))) => {
-                let channel = match &self.shared.share {
-                    Some(Share { turns, group, bundles }) => {
-                        InTurn::channel(channel, turns.clone(), *group, Arc::clone(bundles))
-                    }
-                    None => channel,
-                };
                 self.change(rank, incarnation, |seat| {
                     // One that has ended meanwhile, with those it is tied to, has nothing left to reach.
                     if matches!(seat.state, RankState::Starting | RankState::Restarting) {
@@ -235,15 +244,18 @@ impl Supervisor {
                     self.end(vec![rank]);
                 }
             }
-            Done::Warmed(rank, incarnation, warmed) => {
+            Done::Warmed(lives, warmed) => {
+                let ranks: Vec<Rank> = lives.iter().map(|(rank, _)| *rank).collect();
                 if let Err(error) = &warmed {
-                    tracing::error!(group = %self.shared.name, rank, %error, "a restarted rank could not be made fit");
+                    tracing::error!(group = %self.shared.name, ?ranks, %error, "restarted ranks could not be made fit");
                 }
-                self.change(rank, incarnation, |seat| match warmed {
-                    Ok(()) => seat.warmed(),
-                    Err(error) => seat.last_error = Some(error.to_string()),
-                });
-                self.gather(rank);
+                let warmed = warmed.map_err(|error| error.to_string());
+                for (rank, incarnation) in lives {
+                    self.change(rank, incarnation, |seat| seat.warmed(warmed.clone()));
+                }
+                if let Some(rank) = ranks.first() {
+                    self.gather(*rank);
+                }
             }
             Done::PauseOver(rank, incarnation) => self.restart(rank, incarnation),
             Done::Restarted(lives, begun) => {
@@ -273,17 +285,14 @@ impl Supervisor {
         let unfit = seat::gather(&mut self.shared.seats(), rank, Instant::now(), &self.shared.options);
         self.shared.publish();
         let Some(on_restart) = self.shared.options.on_restart.clone() else { return };
-        for member in unfit {
-            let (name, on_restart) = (Arc::clone(&self.shared.name), Arc::clone(&on_restart));
-            self.jobs.spawn(async move {
-                let Member { rank, incarnation, .. } = member;
-                let warmed = match Solo::of(name, member) {
-                    Ok(solo) => on_restart(solo, CallContext::within(WARM_WAIT)).await.map_err(Into::into),
-                    Err(error) => Err(error),
-                };
-                Done::Warmed(rank, incarnation, warmed)
-            });
+        if unfit.is_empty() {
+            return;
         }
+        let lives = unfit.iter().map(|member| (member.rank, member.incarnation)).collect();
+        // By one call: they may meet inside it.
+        let apart = Apart::of(Arc::clone(&self.shared.name), unfit, self.shared.gate());
+        let warming = async move { on_restart(apart?, CallContext::within(WARM_WAIT)).await.map_err(Error::from) };
+        self.spawn(warming, |warmed| Done::Warmed(lives, warmed));
     }
 
     /// Starts the life after `last` of a rank and of those tied to it, unless somebody has already.
@@ -303,11 +312,10 @@ impl Supervisor {
         };
         self.shared.publish();
         let shared = Arc::clone(&self.shared);
-        self.jobs.spawn(async move {
-            // What keeps a single one from starting comes as an event.
-            let begun = shared.deployment.restart(&CallContext::default(), &lives).await;
-            Done::Restarted(lives, begun)
-        });
+        let again = lives.clone();
+        // What keeps a single one from starting comes as an event.
+        let restarting = async move { shared.deployment.restart(&CallContext::default(), &again).await };
+        self.spawn(restarting, |begun| Done::Restarted(lives, begun));
     }
 
     /// Those that were started again may have been given up meanwhile.
@@ -337,8 +345,7 @@ impl Supervisor {
             for (_, rank) in firsts.into_iter().filter(|(tied, _)| seen.insert(*tied)) {
                 let ranks: Vec<Rank> = seat::tied(&mut seats, rank).map(|seat| seat.place.rank).collect();
                 // Those that are tied are in the same state, but for one that failed to become fit: as good as dead.
-                let unfit = seat::tied(&mut seats, rank)
-                    .any(|seat| seat.state == RankState::Stale && seat.last_error.is_some());
+                let unfit = seat::tied(&mut seats, rank).any(|seat| seat.state == RankState::Stale && seat.is_unfit());
                 let pending = options.restart_on_failure;
                 let seat = &seats[rank as usize];
                 let (state, incarnation) = (seat.state, seat.incarnation);
@@ -380,7 +387,8 @@ impl Supervisor {
             }
         }
         for (rank, incarnation, control) in looks {
-            self.jobs.spawn(async move { Done::Looked(rank, incarnation, Shared::look(&control).await.ok()) });
+            let look = async move { Shared::look(&control).await };
+            self.spawn(look, move |looked| Done::Looked(rank, incarnation, looked.ok()));
         }
     }
 }

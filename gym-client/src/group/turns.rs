@@ -1,15 +1,15 @@
 //! Groups that share bundles, in turns.
 //!
-//! A group's turn is over all its bundles at once, never rank by rank: two groups that each held half of the other's ranks would
-//! wait for one another inside their collectives for ever. Calls of one group share its turn; when another group waits, later
-//! calls of the holder queue behind it, so nobody starves. First come, first served, among those who want the same bundles.
+//! A group's turn is over all its bundles at once, and a call takes it once for all its ranks: two calls that each had half of their
+//! ranks would wait for one another inside their collectives for ever. So ranks that wait for each other are called by one call.
+//! Calls of one group share its turn; when another group waits, later calls of the holder queue behind it, so nobody starves. First
+//! come, first served, among those who want the same bundles.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
 
-use async_trait::async_trait;
-use gym_core::{Channel, Error, Link, PathInfo, Reply, Request, Result, Verb};
+use futures_util::future::BoxFuture;
+use gym_core::{Gate, Leave};
 use tokio::sync::oneshot;
 
 /// A bundle of a cluster: node and index on it.
@@ -128,50 +128,25 @@ impl Drop for Place {
     }
 }
 
-/// A path to a rank whose calls take their group's turn: before they are handed over, until they are answered or dropped. The
-/// wait is before the hand-over, so its end by the deadline means that the rank has seen nothing.
-#[derive(Debug)]
-pub(crate) struct InTurn {
-    channel: Channel,
-    path: PathInfo,
+/// A group's part in the turns: each of its calls takes the turn, all ranks together, before any rank has its part, and keeps it until
+/// the last has answered. The wait is before the hand-over, so its end by the deadline means that no rank has seen anything.
+#[derive(Clone, Debug)]
+pub(crate) struct Share {
     turns: Turns,
     group: u64,
     bundles: Arc<BTreeSet<BundleId>>,
 }
 
-impl InTurn {
-    pub(crate) fn channel(channel: Channel, turns: Turns, group: u64, bundles: Arc<BTreeSet<BundleId>>) -> Channel {
-        let path = channel.path().clone().holding_others();
-        Channel::new(Self { channel, path, turns, group, bundles })
+impl Share {
+    pub(crate) fn new(turns: Turns, group: u64, bundles: Arc<BTreeSet<BundleId>>) -> Self {
+        Self { turns, group, bundles }
     }
 }
 
-#[async_trait]
-impl Link for InTurn {
-    async fn send(&self, request: Request) -> Result<Reply> {
-        // A question about a rank's status is no work on its bundle.
-        if request.verb != Verb::Post {
-            return self.channel.start(request).await;
-        }
-        let turn = self.turns.take(self.group, &self.bundles).await;
-        let reply = self.channel.start(request).await?;
-        Ok(Box::pin(async move {
-            let answer = reply.await;
-            drop(turn);
-            answer
-        }))
-    }
-
-    fn path(&self) -> &PathInfo {
-        &self.path
-    }
-
-    async fn closed(&self) -> Error {
-        self.channel.closed().await
-    }
-
-    async fn close(&self, grace: Duration) -> Result<()> {
-        self.channel.close(grace).await
+impl Gate for Share {
+    fn enter(&self) -> BoxFuture<'static, Leave> {
+        let Self { turns, group, bundles } = self.clone();
+        Box::pin(async move { Arc::new(turns.take(group, &bundles).await) as Leave })
     }
 }
 

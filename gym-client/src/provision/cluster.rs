@@ -17,7 +17,7 @@ use std::time::Duration;
 
 use futures_util::future::join_all;
 use gym_core::cluster::{
-    ClusterSpec, NodeResources, Placement, WorkerGroupConfig, WorkerPlace, WorkersOn, engine_port, place,
+    ClusterSpec, ModelSpan, NodeResources, Placement, WorkerGroupConfig, WorkerPlace, WorkersOn, engine_port, place,
 };
 use gym_core::{CallContext, Code, Error, Result};
 use serde::Serialize;
@@ -145,6 +145,24 @@ impl VirtualCluster {
         self
     }
 
+    /// Unified if a model that is trained with these degrees spans nodes.
+    #[must_use]
+    pub fn for_training(mut self, span: &ModelSpan) -> Self {
+        self.unified = span.megatron_spans(self.spec.num_gpus_per_node.get());
+        self
+    }
+
+    /// Unified if a generation engine of these degrees spans nodes; its bundles are close together, unless it shares them with others.
+    #[must_use]
+    pub fn for_generation(mut self, span: &ModelSpan) -> Self {
+        self.unified = span.engine_spans(self.spec.num_gpus_per_node.get());
+        let colocated = self.spec.enable_colocation == Some(true);
+        if let Some(strategy) = ModelSpan::generation_strategy(colocated) {
+            self.spec.placement_group_strategy = strategy;
+        }
+        self
+    }
+
     /// The number of bundles.
     #[must_use]
     pub fn world_size(&self) -> usize {
@@ -210,7 +228,7 @@ impl VirtualCluster {
         }
         let tenancy = self.tenants.admit(group, &bundles, self.spec.groups_max())?;
         let turns = (self.spec.enable_colocation == Some(true)).then(|| self.turns.clone());
-        let share = turns.map(|turns| Share { turns, group: tenancy.number, bundles });
+        let share = turns.map(|turns| Share::new(turns, tenancy.number, bundles));
         let monitor = self.spec.monitor_memory.then(|| {
             let mut monitor = self.monitor.lock().unwrap_or_else(PoisonError::into_inner);
             Arc::clone(monitor.get_or_insert_with(|| Arc::new(Monitor::start())))
@@ -297,5 +315,37 @@ impl Tenancy {
 impl Drop for Tenancy {
     fn drop(&mut self) {
         self.tenants.lock().1.remove(&self.number);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use gym_core::cluster::PlacementStrategy;
+
+    use super::super::{Local, Workers};
+    use super::*;
+
+    fn nodes_of(
+        colocated: Option<bool>,
+        span: ModelSpan,
+        made: fn(VirtualCluster, &ModelSpan) -> VirtualCluster,
+    ) -> VirtualCluster {
+        let mut spec = ClusterSpec::new([4, 4]);
+        spec.num_gpus_per_node = std::num::NonZeroU32::new(4).unwrap();
+        spec.enable_colocation = colocated;
+        let cluster = VirtualCluster::new(spec, Local::new(Workers::new())).unwrap().simulate_nodes(&[4, 4]);
+        made(cluster, &span)
+    }
+
+    #[test]
+    fn a_cluster_for_a_model_is_unified_if_it_spans_nodes() {
+        let wide = ModelSpan { tensor: 4, pipeline: 2, ..ModelSpan::default() };
+        let groups = |cluster: VirtualCluster| cluster.placement().unwrap().groups.len();
+        assert_eq!(groups(nodes_of(None, wide, VirtualCluster::for_generation)), 1, "an engine is one group of ranks");
+        assert_eq!(groups(nodes_of(None, wide, VirtualCluster::for_training)), 2, "stages may be on different nodes");
+        let strategy =
+            |colocated| nodes_of(colocated, wide, VirtualCluster::for_generation).spec.placement_group_strategy;
+        assert_eq!(strategy(None), PlacementStrategy::Pack);
+        assert_eq!(strategy(Some(true)), ClusterSpec::new([1]).placement_group_strategy);
     }
 }

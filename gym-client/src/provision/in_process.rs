@@ -13,7 +13,7 @@ use gym_core::{
     WorkerHost,
 };
 use tokio_util::sync::CancellationToken;
-use tokio_util::task::AbortOnDropHandle;
+use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 
 use super::events::{EventLog, RankEvent};
 use super::usage::Usage;
@@ -58,9 +58,10 @@ impl Provisioner for InProcessRanks {
             meeting,
             log: EventLog::new(),
             living: Mutex::default(),
+            tasks: TaskTracker::new(),
         });
         for place in &shared.spec.ranks {
-            Shared::start(&shared, place.clone(), Incarnation(1));
+            Shared::start(&shared, place.clone(), Incarnation(1))?;
         }
         Ok(Box::new(InProcessDeployment(shared)))
     }
@@ -77,7 +78,24 @@ struct Shared {
     spec: LaunchSpec,
     meeting: MeetingPoint,
     log: EventLog,
-    living: Mutex<BTreeMap<Rank, Life>>,
+    living: Mutex<Living>,
+    /// All lives, those that are being ended too.
+    tasks: TaskTracker,
+}
+
+#[derive(Debug, Default)]
+struct Living {
+    lives: BTreeMap<Rank, Life>,
+    /// The ranks were shut down, or nobody holds them any more: none is started.
+    closed: bool,
+}
+
+impl Living {
+    /// Takes all lives, and starts no others.
+    fn close(&mut self) -> BTreeMap<Rank, Life> {
+        self.closed = true;
+        std::mem::take(&mut self.lives)
+    }
 }
 
 /// A rank's present life: a task that makes the worker, serves it, and says how it ended.
@@ -97,15 +115,22 @@ struct End {
 }
 
 impl Shared {
-    fn start(this: &Arc<Self>, place: RankPlace, incarnation: Incarnation) {
+    fn start(this: &Arc<Self>, place: RankPlace, incarnation: Incarnation) -> Result<()> {
         let (rank, end) = (place.rank, End::default());
         let (shared, ends) = (Arc::clone(this), end.clone());
-        let task = AbortOnDropHandle::new(tokio::spawn(async move {
+        // Over the start, so that whoever closes finds every life that was started.
+        let mut living = this.lock();
+        if living.closed {
+            let message = format!("the ranks of group {} were shut down", this.spec.group);
+            return Err(Error::not_started(Code::Unavailable, message));
+        }
+        let task = AbortOnDropHandle::new(this.tasks.spawn(async move {
             shared.log.push(RankEvent::Started { rank, incarnation, pid: None });
             let exit = shared.live(&place, incarnation, &ends).await;
             shared.log.push(RankEvent::Exited { rank, exit });
         }));
-        this.lock().insert(rank, Life { incarnation, end, task });
+        living.lives.insert(rank, Life { incarnation, end, task });
+        Ok(())
     }
 
     async fn live(&self, place: &RankPlace, incarnation: Incarnation, end: &End) -> RankExit {
@@ -119,17 +144,15 @@ impl Shared {
             Ok(Err(error)) => return RankExit::start_failed(incarnation, error.to_string()),
             Err(_) => return RankExit::not_ready(incarnation, self.spec.start_timeout),
         };
+        let host = KillOnDrop(host);
         let endpoints = listener.endpoints().to_vec();
         self.log.push(RankEvent::Ready { rank: place.rank, incarnation, endpoints });
         // A kill breaks the connections below; until then calls that run have all the time they want.
-        let serving = crate::serve(listener, Arc::new(host.clone()), end.ask.clone(), Duration::MAX);
+        let serving = crate::serve(listener, Arc::new(host.0.clone()), end.ask.clone(), Duration::MAX);
         tokio::select! { biased;
-            () = end.kill.cancelled() => {
-                host.kill();
-                RankExit::new(incarnation, ExitCause::Died)
-            }
+            () = end.kill.cancelled() => RankExit::new(incarnation, ExitCause::Died),
             _ = serving => {
-                let _ = host.stop(Duration::ZERO).await;
+                let _ = host.0.stop(Duration::ZERO).await;
                 RankExit::new(incarnation, ExitCause::Stopped)
             }
         }
@@ -148,12 +171,21 @@ impl Shared {
         Ok((host, Box::new(self.switchboard.listen(&name)?)))
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, BTreeMap<Rank, Life>> {
+    fn lock(&self) -> std::sync::MutexGuard<'_, Living> {
         self.living.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn no_such(&self, rank: Rank) -> Error {
         Error::not_started(Code::NotFound, format!("group {} has no rank {rank}", self.spec.group))
+    }
+}
+
+/// Ends a worker however its life ends: an aborted one too, and though somebody keeps a channel to it.
+struct KillOnDrop(WorkerHost);
+
+impl Drop for KillOnDrop {
+    fn drop(&mut self) {
+        self.0.kill();
     }
 }
 
@@ -190,17 +222,14 @@ impl Deployment for InProcessDeployment {
         let places = places.collect::<Result<Vec<_>>>()?;
         let old: Vec<Life> = {
             let mut living = self.0.lock();
-            lives.iter().filter_map(|(rank, _)| living.remove(rank)).collect()
+            lives.iter().filter_map(|(rank, _)| living.lives.remove(rank)).collect()
         };
         join_all(old.into_iter().map(Life::kill)).await;
-        for (place, life) in places {
-            Shared::start(&self.0, place, life);
-        }
-        Ok(())
+        places.into_iter().try_for_each(|(place, life)| Shared::start(&self.0, place, life))
     }
 
     async fn kill(&self, rank: Rank) -> Result<()> {
-        let life = self.0.lock().remove(&rank);
+        let life = self.0.lock().lives.remove(&rank);
         let life = life.ok_or_else(|| self.0.no_such(rank))?;
         tracing::debug!(group = %self.0.spec.group, rank, incarnation = %life.incarnation, "killed");
         life.kill().await;
@@ -212,8 +241,84 @@ impl Deployment for InProcessDeployment {
     }
 
     async fn shutdown(&self, grace: Duration) -> Result<()> {
-        let lives = std::mem::take(&mut *self.0.lock());
+        let lives = self.0.lock().close();
         join_all(lives.into_values().map(|life| life.finish(grace))).await;
+        // Those that a restart or a kill is ending as well.
+        self.0.tasks.close();
+        self.0.tasks.wait().await;
         Ok(())
+    }
+}
+
+impl Drop for InProcessDeployment {
+    fn drop(&mut self) {
+        // The lives hold what holds them.
+        let lives = self.0.lock().close();
+        drop(lives);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use futures_util::{FutureExt, StreamExt};
+    use gym_core::{Handles, Method, Methods, Payload, Worker};
+
+    use super::super::WorkerKind;
+    use super::*;
+
+    #[derive(Clone, Copy, Debug)]
+    struct Nothing;
+
+    impl Method for Nothing {
+        const NAME: &'static str = "nothing";
+        type Args = ();
+        type Reply = ();
+    }
+
+    struct Idle;
+
+    impl Worker for Idle {
+        type Init = ();
+
+        fn start(_: WorkerEnv, (): ()) -> Result<Self> {
+            Ok(Self)
+        }
+
+        fn methods(methods: &mut Methods<Self>) {
+            methods.exclusive(Nothing);
+        }
+    }
+
+    impl Handles<Nothing> for Idle {
+        async fn handle(&mut self, _: &CallContext, _: Payload<()>) -> Result<Payload<()>> {
+            Ok(().into())
+        }
+    }
+
+    #[tokio::test]
+    async fn a_restart_that_a_shutdown_overtakes_starts_nothing() {
+        let workers = Workers::new().with("idle", WorkerKind::of::<Idle>());
+        let provisioner = InProcessRanks::new(workers, InProcess::new());
+        let init = serde_json::value::to_raw_value(&()).unwrap();
+        let ranks = (0..2).map(|rank| RankPlace::on_one_node(rank, 2)).collect();
+        let spec = LaunchSpec::new("group", "idle", init, ranks);
+        let deployment = provisioner.launch(&CallContext::default(), spec).await.unwrap();
+        let (cx, lives) = (CallContext::default(), [(0, Incarnation(2)), (1, Incarnation(2))]);
+        let mut restart = deployment.restart(&cx, &lives);
+        assert!(restart.as_mut().now_or_never().is_none(), "the old lives end first");
+        deployment.shutdown(Duration::from_secs(20)).await.unwrap();
+        assert_eq!(restart.await.unwrap_err().code(), Code::Unavailable);
+        assert_eq!(deployment.restart(&cx, &lives).await.unwrap_err().code(), Code::Unavailable);
+        let mut events = deployment.events();
+        drop(deployment);
+        let mut ended = 0;
+        while let Some(event) = events.next().await {
+            match event {
+                RankEvent::Started { incarnation, .. } => assert_eq!(incarnation, Incarnation(1)),
+                RankEvent::Exited { .. } => ended += 1,
+                _ => {}
+            }
+        }
+        assert_eq!(ended, 2, "gone before the shutdown returns");
     }
 }

@@ -82,7 +82,7 @@ pub trait Deployment: fmt::Debug + Send + Sync + 'static {
     /// old life must not meet a new one at the rendezvous. Returns when they are started.
     ///
     /// # Errors
-    /// `NotFound` for a rank that the launch had not; what keeps one from starting is in the events.
+    /// `NotFound` for a rank that the launch had not. What keeps one from starting, a shutdown among it, is an error or in the events.
     async fn restart(&self, cx: &CallContext, lives: &[(Rank, Incarnation)]) -> Result<()>;
 
     /// Ends a rank as a crash would.

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use gym_core::advantages::{Baselines, Comparison};
+use gym_core::health::Skips;
 use gym_core::{Batch, CallContext, Code, Error, Result, Tensor};
 use tokio::time::Instant;
 
@@ -18,12 +19,19 @@ pub struct GrpoConfig {
     pub use_leave_one_out_baseline: bool,
     /// Whether advantages are divided by the standard deviation of their group.
     pub normalize_rewards: bool,
+    /// Prompts that the run may leave out because none of their answers has a reward; `None`: any number.
+    pub max_skipped_prompts: Option<u32>,
 }
 
 impl Default for GrpoConfig {
-    /// NeMo RL's: 16 generations, both switches on.
+    /// NeMo RL's: 16 generations, both switches on. Any number of prompts may be left out.
     fn default() -> Self {
-        Self { num_generations_per_prompt: 16, use_leave_one_out_baseline: true, normalize_rewards: true }
+        Self {
+            num_generations_per_prompt: 16,
+            use_leave_one_out_baseline: true,
+            normalize_rewards: true,
+            max_skipped_prompts: None,
+        }
     }
 }
 
@@ -31,6 +39,7 @@ impl Default for GrpoConfig {
 #[derive(Debug)]
 pub struct Grpo {
     config: GrpoConfig,
+    skips: Option<Skips>,
     stale: bool,
     steps: u64,
 }
@@ -76,7 +85,8 @@ impl Grpo {
         if config.num_generations_per_prompt == 0 {
             return Err(Error::invalid("num_generations_per_prompt must be at least 1"));
         }
-        Ok(Self { config, stale: true, steps: 0 })
+        let skips = config.max_skipped_prompts.map(Skips::new);
+        Ok(Self { config, skips, stale: true, steps: 0 })
     }
 
     /// Refit if stale, generate, step, log probs, reference log probs, advantages, train.
@@ -85,7 +95,8 @@ impl Grpo {
     /// `total_reward` (0 where there is none), `sample_mask` (1 where there is one, else 0), `baseline`, `std`, `advantages`.
     ///
     /// # Errors
-    /// The first error of an interface; `FailedPrecondition` when no row has a reward. Nothing was trained then.
+    /// The first error of an interface; `FailedPrecondition` when no row has a reward, or more prompts than may be are without one.
+    /// Nothing was trained then.
     pub async fn step<P: Policy, G: Generation, E: Environment>(
         &mut self,
         cx: &CallContext,
@@ -107,6 +118,7 @@ impl Grpo {
 
         let scores = environment.step(cx, &generations).await?;
         of_rows(scores.rewards.len(), generations.rows(), "environment step")?;
+        self.skip_unscored(&scores.rewards)?;
         durations.reward_calculation = lap.next();
 
         let log_probs = policy.log_probs(cx, &generations).await?;
@@ -124,6 +136,18 @@ impl Grpo {
         self.steps += 1;
         let unscored = scores.rewards.len() - scored;
         Ok(GrpoStep { number: self.steps, stats, reward_mean, scored, unscored, durations })
+    }
+
+    /// Counts the prompts of which no answer has a reward.
+    fn skip_unscored(&mut self, rewards: &[Option<f32>]) -> Result<()> {
+        let Some(skips) = &mut self.skips else { return Ok(()) };
+        for (prompt, rewards) in rewards.chunks(self.config.num_generations_per_prompt).enumerate() {
+            if rewards.iter().all(Option::is_none) {
+                let why = format!("none of the {} rollouts of prompt {prompt} has a reward", rewards.len());
+                skips.skip(Error::not_started(Code::FailedPrecondition, why))?;
+            }
+        }
+        Ok(())
     }
 
     /// The generations with their rewards and advantages, the mean reward, and how many rows have one.
@@ -165,5 +189,28 @@ impl Lap {
     fn next(&mut self) -> Duration {
         let now = Instant::now();
         now.duration_since(std::mem::replace(&mut self.0, now))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn prompts_without_a_reward_are_left_out_within_the_budget_of_the_run() {
+        let two_lost = [None, None, Some(1.0), None, None, None];
+        let run = |max_skipped_prompts| {
+            let config = GrpoConfig { num_generations_per_prompt: 2, max_skipped_prompts, ..GrpoConfig::default() };
+            Grpo::new(config).expect("generations")
+        };
+        let mut any = run(None);
+        (0..9).for_each(|_| any.skip_unscored(&two_lost).expect("no budget was given"));
+        let mut three = run(Some(3));
+        three.skip_unscored(&two_lost).expect("two of three");
+        let error = three.skip_unscored(&two_lost).expect_err("the fourth");
+        assert_eq!(error.code(), Code::FailedPrecondition);
+        let text = error.to_string();
+        assert!(text.contains("the budget of 3 skipped prompts is spent"), "{text}");
+        assert!(text.contains("none of the 2 rollouts of prompt 2 has a reward"), "{text}");
     }
 }

@@ -1,5 +1,6 @@
 //! Virtual clusters: placed before anything starts, shared as their configuration says.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use gym_client::Transports;
@@ -8,7 +9,9 @@ use gym_client::provision::{GroupRequest, InProcessRanks, VirtualCluster};
 use gym_core::cluster::{ClusterSpec, GpuIds};
 use gym_core::{CallContext, Code, Dispatch, Error, FailureKind, InProcess, Result, WorkerGroupExt};
 
-use super::types::{Describe, Init, Job, Work, workers};
+use tokio::task::JoinSet;
+
+use super::types::{Describe, Init, Job, Meet, Work, workers};
 use super::{LONG, local, options, stop, until};
 
 fn request(name: &str, options: GroupOptions) -> GroupRequest {
@@ -92,6 +95,31 @@ pub(crate) async fn colocation_is_off_open_or_in_turns() {
         let unread = policy.call(Describe, ()).dispatch(one).deadline(LONG).start().await.expect("started");
         generation.call(Describe, ()).deadline(LONG).await.expect("an answer that nobody reads yet holds no turn");
         unread.await.expect("its answer");
+    }
+}
+
+pub(crate) async fn groups_in_turns_may_meet_inside_their_calls() {
+    let switchboard = InProcess::new();
+    let mut spec = cpus(&[16]);
+    spec.enable_colocation = Some(true);
+    let cluster = VirtualCluster::new(spec, InProcessRanks::new(workers(), switchboard.clone())).expect("valid");
+    let cluster = cluster.simulate_nodes(&[16]);
+    let mut calls = JoinSet::new();
+    for name in ["left", "right"] {
+        let mut request = request(name, GroupOptions::new(Transports::from_features(switchboard.clone())));
+        request.worker = "meeting".to_owned();
+        let group = Arc::new(cluster.start(&CallContext::within(LONG), request).await.expect("starts"));
+        for _ in 0..4 {
+            let group = Arc::clone(&group);
+            calls.spawn(async move {
+                for _ in 0..100 {
+                    group.call(Meet, ()).deadline(LONG).await.expect("all ranks are there");
+                }
+            });
+        }
+    }
+    while let Some(called) = calls.join_next().await {
+        called.expect("no panic");
     }
 }
 

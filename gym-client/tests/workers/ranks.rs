@@ -2,14 +2,17 @@
 
 use std::collections::BTreeSet;
 use std::os::unix::fs::PermissionsExt;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use gym_core::{CallContext, Dispatch, WorkerGroupExt};
+use gym_client::Transports;
+use gym_client::group::{Group, GroupOptions};
+use gym_client::provision::InProcessRanks;
+use gym_core::{CallContext, Code, Dispatch, InProcess, WorkerGroup, WorkerGroupExt};
 use tokio::process::Command;
 
-use super::types::{Describe, Description, Init, Job, Work, allowed_cpus};
+use super::types::{COUNTED, Deafen, Describe, Description, Init, Job, Work, allowed_cpus, workers};
 use super::{LONG, group, options, provisioners, spec, start, stop, until};
-use gym_client::group::{Group, GroupOptions};
 
 async fn describe(group: &Group) -> Vec<Description> {
     group.call(Describe, ()).deadline(LONG).await.expect("answers").into_values()
@@ -174,4 +177,21 @@ pub(crate) async fn c194_a_rank_runs_on_the_cpus_near_its_gpu() {
     assert_eq!(ranks[0].cpus, allowed_cpus(), "without a GPU it is not bound");
     assert_eq!(ranks[1].cpus, first.to_string());
     stop(&group).await;
+}
+
+pub(crate) async fn ranks_of_this_process_end_with_a_group_that_is_dropped() {
+    let switchboard = InProcess::new();
+    let provisioner = InProcessRanks::new(workers(), switchboard.clone());
+    let options = GroupOptions::new(Transports::from_features(switchboard));
+    let group = Group::start(&CallContext::within(LONG), &provisioner, spec("counted", 2), options).await;
+    let group = group.expect("starts");
+    let call = group.call(Deafen, ()).deadline(LONG).start().await.expect("started");
+    // Whoever keeps a channel to them keeps no rank.
+    let view = group.view().borrow().clone();
+    assert_eq!(COUNTED.load(Ordering::Relaxed), 2);
+    drop(group);
+    let error = call.await.expect_err("they are gone");
+    assert_eq!(error.cause().code(), Code::Unavailable, "{error}");
+    until("both have ended", || COUNTED.load(Ordering::Relaxed) == 0).await;
+    drop(view);
 }

@@ -1,16 +1,31 @@
 //! Tied ranks are one model: they end together, start together and serve together.
 
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use gym_client::group::{Group, GroupOptions};
-use gym_client::provision::{GroupRequest, LaunchSpec, VirtualCluster};
+use async_trait::async_trait;
+use futures_util::stream::BoxStream;
+use gym_client::Transports;
+use gym_client::group::{Group, GroupOptions, RankStatus};
+use gym_client::provision::{
+    Deployment, GroupRequest, InProcessRanks, LaunchSpec, Provisioner, RankEvent, Usage, VirtualCluster,
+};
 use gym_core::cluster::{ClusterSpec, WorkersOn};
-use gym_core::{CallContext, Code, Dispatch, ExitCause, FailureKind, RankState, WorkerGroup, WorkerGroupExt};
+use gym_core::{
+    CallContext, Code, Dispatch, ExitCause, FailureKind, InProcess, Incarnation, Rank, RankState, Result, WorkerGroup,
+    WorkerGroupExt,
+};
 use rustix::process::Signal;
+use tokio::task::JoinSet;
 use tokio::time::timeout;
 
-use super::types::{Describe, Init, Job, Warm, Work};
+use super::types::{Describe, Init, Job, Meet, Warm, Work, workers};
 use super::{LONG, alive, local, options, pid, provisioners, signal, spec, start, status, stop, until};
+
+/// Restarts of the engine that is made fit again and again.
+const LIVES: u32 = 10;
 
 /// Two engines of two ranks each.
 fn engines(worker: &str) -> LaunchSpec {
@@ -123,4 +138,104 @@ pub(crate) async fn a_tied_group_of_which_one_does_not_start_is_ended() {
         error.failed().filter(|(_, state, _)| *state == RankState::Dead).map(|(rank, ..)| rank).collect();
     assert!(dead.contains(&0) && dead.contains(&1) || dead.contains(&2) && dead.contains(&3), "{error}");
     assert!(error.to_string().contains("only rank 0 has room"), "{error}");
+}
+
+pub(crate) async fn tied_ranks_are_made_fit_by_one_call_in_which_they_may_meet() {
+    let switchboard = InProcess::new();
+    let mut spec = ClusterSpec::new([2]);
+    (spec.use_gpus, spec.enable_colocation) = (false, Some(true));
+    let cluster = VirtualCluster::new(spec, InProcessRanks::new(workers(), switchboard.clone())).expect("valid");
+    let cluster = cluster.simulate_nodes(&[2]);
+    let cx = CallContext::within(LONG);
+    let mut options = GroupOptions::new(Transports::from_features(switchboard)).restarting(LIVES);
+    (options.backoff_min, options.backoff_max) = (Duration::from_millis(1), Duration::from_millis(1));
+    let warmed = options.clone().on_restart(Meet, ());
+    let mut request = GroupRequest::new("engine", "meeting", &Init::default(), warmed).expect("JSON");
+    request.on = WorkersOn::Tied(vec![(0, vec![0, 1])]);
+    let engine = cluster.start(&cx, request).await.expect("starts");
+    let request = GroupRequest::new("busy", "obedient", &Init::default(), options).expect("JSON");
+    let busy = Arc::new(cluster.start(&cx, request).await.expect("starts"));
+    let mut calls = JoinSet::new();
+    for _ in 0..4 {
+        let busy = Arc::clone(&busy);
+        calls.spawn(async move {
+            loop {
+                busy.call(Describe, ()).deadline(LONG).await.expect("its turn comes");
+            }
+        });
+    }
+    for life in 1..=LIVES {
+        engine.kill(0).await.expect("it lives");
+        until("they serve again", || {
+            let serves = |status: &RankStatus| status.incarnation.0 > life.into() && status.state == RankState::Healthy;
+            engine.worker_status().iter().all(serves)
+        })
+        .await;
+    }
+    calls.shutdown().await;
+    stop(&engine).await;
+    stop(&busy).await;
+}
+
+/// Ranks of a provisioner that panics when it is first asked to restart some.
+#[derive(Debug)]
+struct Clumsy(Box<dyn Provisioner>);
+
+#[derive(Debug)]
+struct ClumsyRanks {
+    ranks: Box<dyn Deployment>,
+    stumbled: AtomicBool,
+}
+
+#[async_trait]
+impl Provisioner for Clumsy {
+    async fn launch(&self, cx: &CallContext, spec: LaunchSpec) -> Result<Box<dyn Deployment>> {
+        Ok(Box::new(ClumsyRanks { ranks: self.0.launch(cx, spec).await?, stumbled: AtomicBool::new(false) }))
+    }
+}
+
+#[async_trait]
+impl Deployment for ClumsyRanks {
+    fn events(&self) -> BoxStream<'static, RankEvent> {
+        self.ranks.events()
+    }
+
+    async fn restart(&self, cx: &CallContext, lives: &[(Rank, Incarnation)]) -> Result<()> {
+        assert!(self.stumbled.swap(true, Ordering::Relaxed), "no node is left");
+        self.ranks.restart(cx, lives).await
+    }
+
+    async fn kill(&self, rank: Rank) -> Result<()> {
+        self.ranks.kill(rank).await
+    }
+
+    fn usage(&self) -> BTreeMap<Rank, Usage> {
+        self.ranks.usage()
+    }
+
+    async fn shutdown(&self, grace: Duration) -> Result<()> {
+        self.ranks.shutdown(grace).await
+    }
+}
+
+pub(crate) async fn a_restart_that_panics_is_one_that_failed() {
+    for (name, provisioner, transports) in provisioners() {
+        let mut options = GroupOptions::new(transports).restarting(3);
+        options.backoff_min = Duration::from_millis(1);
+        let cx = CallContext::within(LONG);
+        let group = Group::start(&cx, &Clumsy(provisioner), engines("obedient"), options).await.expect(name);
+        group.kill(1).await.expect("it lives");
+        until("they serve in their third life", || {
+            let now = status(&group, 0);
+            (now.incarnation.0, now.state) == (3, RankState::Healthy)
+        })
+        .await;
+        let exit = group.view().borrow().member(0).and_then(|member| member.exit.clone()).expect("an end");
+        assert_eq!((exit.incarnation, exit.cause), (2, ExitCause::StartFailed), "{name}: {exit}");
+        assert!(
+            exit.to_string().contains("could not be started again") && exit.to_string().contains("no node is left")
+        );
+        assert_eq!(lives(&group).await, [3, 3, 1, 1], "{name}");
+        stop(&group).await;
+    }
 }

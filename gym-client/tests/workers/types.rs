@@ -2,6 +2,8 @@
 
 use std::collections::BTreeMap;
 use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use gym_client::provision::{Configured, WorkerKind, Workers};
@@ -10,6 +12,7 @@ use gym_core::{
     CallContext, Error, Handles, HandlesShared, HostOptions, Method, Methods, Payload, Result, Worker, WorkerEnv,
 };
 use serde::{Deserialize, Serialize};
+use tokio::sync::Barrier;
 
 use super::bad_input::rogues::ROGUES;
 
@@ -32,6 +35,8 @@ pub(crate) fn workers() -> Workers {
         .with("fails", WorkerKind::of::<Unwilling<2>>())
         .with("never", WorkerKind::of::<Unwilling<3>>())
         .with("panics", WorkerKind::of::<Unwilling<4>>())
+        .with("meeting", WorkerKind::of::<Meeting>())
+        .with("counted", WorkerKind::of::<Counted>())
         .with("first-only", WorkerKind::of::<Unwilling<5>>())
         .with("narrow", WorkerKind::of::<Obedient>().with_host(taking(3)));
     // What the controller knows of them is their name.
@@ -71,6 +76,7 @@ method!(Leave, "leave", i32, ());
 method!(Warm, "warm", bool, ());
 method!(Deafen, "deafen", (), ());
 method!(Collapse, "collapse", (), ());
+method!(Meet, "meet", (), ());
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Description {
@@ -240,5 +246,63 @@ impl<const HOW: u8> HandlesShared<Describe> for Unwilling<HOW> {
     async fn handle(&self, _: &CallContext, _: Payload<()>) -> Result<Payload<Description>> {
         let (pid, variables, init) = (std::process::id(), BTreeMap::new(), Init::default());
         Ok(Description { pid, incarnation: 0, variables, init, warmed: 0, cpus: String::new() }.into())
+    }
+}
+
+/// Waits inside its calls for all ranks of its group, which are in one process: what a collective does.
+pub(crate) struct Meeting(Arc<Barrier>);
+
+/// Where the ranks of each group meet in each of their lives.
+static MEETINGS: Mutex<BTreeMap<(String, u64), Arc<Barrier>>> = Mutex::new(BTreeMap::new());
+
+impl Worker for Meeting {
+    type Init = Init;
+
+    fn start(env: WorkerEnv, _: Init) -> Result<Self> {
+        let mut meetings = MEETINGS.lock().expect("nobody panics");
+        let meeting = meetings.entry((env.group.to_string(), env.incarnation.0));
+        Ok(Self(Arc::clone(meeting.or_insert_with(|| Arc::new(Barrier::new(env.world_size as usize))))))
+    }
+
+    fn methods(methods: &mut Methods<Self>) {
+        methods.exclusive(Meet);
+    }
+}
+
+impl Handles<Meet> for Meeting {
+    async fn handle(&mut self, _: &CallContext, _: Payload<()>) -> Result<Payload<()>> {
+        self.0.wait().await;
+        Ok(().into())
+    }
+}
+
+/// Workers of the type below that live in this process.
+pub(crate) static COUNTED: AtomicUsize = AtomicUsize::new(0);
+
+/// Is counted while it lives.
+pub(crate) struct Counted;
+
+impl Worker for Counted {
+    type Init = Init;
+
+    fn start(_: WorkerEnv, _: Init) -> Result<Self> {
+        COUNTED.fetch_add(1, Ordering::Relaxed);
+        Ok(Self)
+    }
+
+    fn methods(methods: &mut Methods<Self>) {
+        methods.exclusive(Deafen);
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        COUNTED.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl Handles<Deafen> for Counted {
+    async fn handle(&mut self, _: &CallContext, _: Payload<()>) -> Result<Payload<()>> {
+        std::future::pending().await
     }
 }

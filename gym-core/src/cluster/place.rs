@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::num::NonZeroUsize;
 
 use super::spec::{ClusterSpec, PlacementStrategy};
-use super::topology::{BundleSite, Segments, Topology, order_bundles};
+use super::topology::{BundleSite, Segments, Topology, order_bundles, select_segments};
 use crate::error::{Code, Error, Result};
 
 /// What a node offers.
@@ -86,8 +86,11 @@ pub struct Placement {
 
 /// Places the bundles of `spec` on `nodes`. `unified`: every bundle stands alone, in one group, for models that span nodes.
 ///
+/// With a `segment_size`, and nodes whose domain is known, only as many nodes are used as the spec has, in whole segments of one domain
+/// each ([`select_segments`]); the others are left to other clusters.
+///
 /// # Errors
-/// What [`ClusterSpec::validate`] refuses; `InvalidArgument` for a GPU that no node has; `ResourceExhausted` that says what was
+/// What [`ClusterSpec::validate`] and [`select_segments`] refuse; `InvalidArgument` for a GPU that no node has; `ResourceExhausted` that says what was
 /// asked for and what each node has.
 pub fn place(spec: &ClusterSpec, nodes: &[NodeResources], unified: bool) -> Result<Placement> {
     spec.validate()?;
@@ -103,7 +106,7 @@ pub fn place(spec: &ClusterSpec, nodes: &[NodeResources], unified: bool) -> Resu
         }
     }
     check_totals(spec, nodes)?;
-    let board = Board::new(spec, nodes);
+    let board = Board::new(spec, nodes, &usable(spec, nodes)?);
     let Some(mut board) = board.assign(&units, spec.placement_group_strategy) else {
         check_ids(&units, nodes)?;
         return Err(insufficient(spec, nodes, "they do not fit the nodes one by one"));
@@ -126,6 +129,18 @@ pub fn place(spec: &ClusterSpec, nodes: &[NodeResources], unified: bool) -> Resu
     let gpus_per_node = spec.num_gpus_per_node.get();
     let sorted = if unified { Some(sort(&groups[0], nodes, spec)?) } else { None };
     Ok(Placement { groups, sorted, gpus_per_node })
+}
+
+/// By node: whether its bundles may be used.
+fn usable(spec: &ClusterSpec, nodes: &[NodeResources]) -> Result<Vec<bool>> {
+    let size = spec.segment_size.and_then(|size| NonZeroUsize::new(size.get() as usize));
+    let Some(size) = size.filter(|_| nodes.iter().any(|node| node.topology.domain.is_some())) else {
+        return Ok(vec![true; nodes.len()]);
+    };
+    let topologies: Vec<Topology> = nodes.iter().map(|node| node.topology.clone()).collect();
+    let (selected, _) =
+        select_segments(&topologies, size, spec.node_count()).map_err(|error| error.about("place cluster"))?;
+    Ok((0..nodes.len()).map(|at| selected.contains(&at)).collect())
 }
 
 fn sort(group: &PlacementGroup, nodes: &[NodeResources], spec: &ClusterSpec) -> Result<Vec<u32>> {
@@ -226,17 +241,18 @@ struct Host {
 }
 
 impl Board {
-    fn new(spec: &ClusterSpec, nodes: &[NodeResources]) -> Self {
-        let host = |node: &NodeResources| Host {
+    fn new(spec: &ClusterSpec, nodes: &[NodeResources], usable: &[bool]) -> Self {
+        let host = |(node, usable): (&NodeResources, &bool)| Host {
             gpus: match &node.gpus {
+                _ if !usable => Vec::new(),
                 Devices::Named(names) => names.iter().cloned().map(Some).collect(),
                 Devices::Simulated(count) => vec![None; *count as usize],
             },
-            cpus: node.cpus.map(u64::from),
+            cpus: if *usable { node.cpus.map(u64::from) } else { Some(0) },
             units: 0,
         };
         Self {
-            hosts: nodes.iter().map(host).collect(),
+            hosts: nodes.iter().zip(usable).map(host).collect(),
             use_gpus: spec.use_gpus,
             cpus_per_bundle: u64::from(spec.cpus_per_bundle()),
             taken: Vec::new(),

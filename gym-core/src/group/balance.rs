@@ -1,16 +1,19 @@
 //! Calls that any rank may take: one at a time, or more items than there are ranks.
 
 use std::fmt;
+use std::pin::pin;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use futures_util::FutureExt;
 use futures_util::stream::{FuturesUnordered, StreamExt};
+use tokio::sync::{Notify, watch};
 
 use crate::batch::{Batch, Payload};
 use crate::context::{CallContext, Incarnation};
 use crate::dispatch::Dispatch;
-use crate::error::{Error, Execution, Result};
-use crate::group::{GroupError, GroupView, RankState, WorkerGroup, WorkerGroupExt};
+use crate::error::{Code, Error, Execution, Result};
+use crate::group::{GroupError, GroupView, Member, RankState, WorkerGroup, WorkerGroupExt};
 use crate::health::{Disposition, FailureOrigin, Fleet, HealthEvent, HealthPolicy, Replica, RetryBudget, RetryBudgets};
 use crate::layout::Rank;
 use crate::pick::{Balance, Picker};
@@ -26,6 +29,10 @@ pub struct Balancer {
     picker: Picker,
     again: Option<RetryBudgets>,
     known: Mutex<Known>,
+    /// A call has left its rank, or somebody is no longer let pass.
+    room: Notify,
+    /// Lists of items that have no call under way and wait for room.
+    idle: AtomicUsize,
 }
 
 /// What calls have shown of the ranks, by their position in the group.
@@ -51,7 +58,14 @@ impl Balancer {
         // How often a rank may be restarted is its group's business.
         let fleet = Fleet::new(ranks, HealthPolicy { restarts_max: u32::MAX, ..HealthPolicy::default() })?;
         let lives = group.view().borrow().members().iter().map(|member| member.incarnation).collect();
-        Ok(Self { group, picker: Picker::new(balance), again: None, known: Mutex::new(Known { fleet, lives }) })
+        Ok(Self {
+            group,
+            picker: Picker::new(balance),
+            again: None,
+            known: Mutex::new(Known { fleet, lives }),
+            room: Notify::new(),
+            idle: AtomicUsize::new(0),
+        })
     }
 
     /// Makes failed calls of idempotent methods again, at whichever rank is chosen then, within these budgets for each call.
@@ -73,7 +87,7 @@ impl Balancer {
     /// Has one rank run one call.
     ///
     /// # Errors
-    /// `Unavailable` when no rank is healthy; else the call's own.
+    /// `Unavailable` when no rank is healthy and has a weight; else the call's own.
     pub async fn submit<M: Method>(
         &self,
         cx: &CallContext,
@@ -81,15 +95,18 @@ impl Balancer {
         args: M::Args,
         batch: Batch,
     ) -> Result<Payload<M::Reply>, GroupError> {
-        let taken = self.take(usize::MAX).map_err(|error| self.refused::<M>(error))?;
+        let taken = self.take_any().map_err(|error| self.refused::<M>(error))?;
         self.attempts(cx, method, args, batch, taken).await
     }
 
     /// Has the ranks run a call for each item, at most `per_rank` at one rank at a time (those that are made again apart), and
     /// returns the replies in the order of the items. The first failure ends it, and what is under way is cancelled.
     ///
+    /// Ranks that are full with the calls of others are waited for. A list that has calls under way begins no others while one waits
+    /// that has none, so that a long one does not keep a short one waiting for its end.
+    ///
     /// # Errors
-    /// As [`Balancer::submit`].
+    /// As [`Balancer::submit`]; `DeadlineExceeded`, not started, when others keep the ranks full until the deadline.
     pub async fn map<M: Method>(
         &self,
         cx: &CallContext,
@@ -101,23 +118,39 @@ impl Balancer {
         let mut items = items.into_iter().enumerate();
         let mut replies: Vec<Option<M::Reply>> = (0..count).map(|_| None).collect();
         let (mut running, mut next) = (FuturesUnordered::new(), items.next());
+        let (mut view, mut idle) = (self.group.view(), None);
         loop {
+            // Before the look for room: what becomes free after it is told.
+            let room = pin!(self.changed(&mut view));
             while let Some((index, args)) = next.take() {
-                // Ranks that are full are passed over; with all of them full, one must finish first.
-                let taken = match self.take(per_rank) {
+                let taken = match self.take_beside(running.len(), per_rank) {
                     Ok(taken) => taken,
-                    Err(_) if !running.is_empty() => {
-                        next = Some((index, args));
-                        break;
-                    }
+                    Err(_) if !running.is_empty() => None,
                     Err(error) => return Err(self.refused::<M>(error)),
                 };
+                let Some(taken) = taken else {
+                    next = Some((index, args));
+                    break;
+                };
+                idle = None;
                 let attempts = self.attempts(cx, method, args, Batch::empty(), taken);
                 running.push(attempts.map(move |answer| (index, answer)));
                 next = items.next();
             }
-            let Some((index, answer)) = running.next().await else { break };
-            replies[index] = Some(answer?.value);
+            if running.is_empty() {
+                if next.is_none() {
+                    break;
+                }
+                idle.get_or_insert_with(|| Idle::of(self));
+                let waited = cx.bound(Execution::NotStarted, room.map(Ok)).await;
+                waited.map_err(|error| self.refused::<M>(self.kept_full(per_rank, &error)))?;
+                continue;
+            }
+            tokio::select! {
+                biased;
+                Some((index, answer)) = running.next() => replies[index] = Some(answer?.value),
+                () = room, if next.is_some() => {}
+            }
         }
         Ok(replies.into_iter().flatten().collect())
     }
@@ -152,7 +185,7 @@ impl Balancer {
             tracing::debug!(%error, attempt, "call again");
             let pause = async {
                 tokio::time::sleep(after).await;
-                self.take(usize::MAX)
+                self.take_any()
             };
             taken = match cx.bound(Execution::NotStarted, pause).await {
                 Ok(taken) => taken,
@@ -165,18 +198,68 @@ impl Balancer {
         GroupError::new::<M>(self.group.name(), error, None, Vec::new())
     }
 
-    /// A call's place at the rank that is chosen among those with fewer than `room` calls.
-    fn take(&self, room: usize) -> Result<Taken<'_>> {
+    /// A call's place at the rank that is chosen.
+    fn take_any(&self) -> Result<Taken<'_>> {
+        // No rank has as many calls as this.
+        self.take(usize::MAX)?.ok_or_else(|| Error::internal("a rank without room for one call"))
+    }
+
+    /// As [`Balancer::take`], for a list that has `running` calls under way.
+    fn take_beside(&self, running: usize, room: usize) -> Result<Option<Taken<'_>>> {
+        let lets_pass = running > 0 && self.idle.load(Ordering::Acquire) > 0;
+        if lets_pass { Ok(None) } else { self.take(room) }
+    }
+
+    /// A call's place at the rank that is chosen among those with fewer than `room` calls; `None` when there is no such rank.
+    fn take(&self, room: usize) -> Result<Option<Taken<'_>>> {
         let view = Arc::clone(&self.group.view().borrow());
         let members = view.members();
         let mut known = self.known(&view);
-        let up = |index: usize| members.get(index).is_some_and(|member| member.state == RankState::Healthy);
-        let any = known.fleet.serving().into_iter().any(up);
-        let fit = |index: usize, replica: &Replica| up(index) && replica.in_flight < room;
+        let open = |index: usize| self.is_open(index, members);
+        if !(0..members.len()).any(open) {
+            return Err(self.none_open(members));
+        }
+        let serving = known.fleet.serving().into_iter().any(open);
+        let fit = |index: usize, replica: &Replica| open(index) && replica.in_flight < room;
         let fleet = &mut known.fleet;
-        let index = if any { fleet.acquire(&self.picker, fit) } else { fleet.take(&self.picker, fit) };
-        let index = index.map_err(|error| error.about(self.group.name().to_owned()))?;
-        Ok(Taken { balancer: self, index, rank: members[index].rank, life: members[index].incarnation })
+        let index = if serving { fleet.acquire(&self.picker, fit) } else { fleet.take(&self.picker, fit) };
+        // There are ranks to choose from, so it is for want of room alone that none was.
+        let taken =
+            |index: usize| Taken { balancer: self, index, rank: members[index].rank, life: members[index].incarnation };
+        Ok(index.ok().map(taken))
+    }
+
+    fn is_open(&self, index: usize, members: &[Member]) -> bool {
+        let healthy = members.get(index).is_some_and(|member| member.state == RankState::Healthy);
+        healthy && self.picker.balance().chooses(index)
+    }
+
+    fn none_open(&self, members: &[Member]) -> Error {
+        let healthy = members.iter().filter(|member| member.state == RankState::Healthy);
+        let healthy: Vec<Rank> = healthy.map(|member| member.rank).collect();
+        let why = match healthy.is_empty() {
+            true => "no rank is healthy".to_owned(),
+            false => format!("ranks {healthy:?} are healthy and have weight 0, which is never chosen"),
+        };
+        Error::not_started(Code::Unavailable, why).about(self.group.name().to_owned())
+    }
+
+    fn kept_full(&self, per_rank: usize, ended: &Error) -> Error {
+        let why = format!("{} while others had {per_rank} calls under way at each rank", ended.message());
+        Error::not_started(ended.code(), why).about(self.group.name().to_owned())
+    }
+
+    /// Resolves when there may be room that there was not when it was made.
+    fn changed<'a>(&'a self, view: &'a mut watch::Receiver<Arc<GroupView>>) -> impl Future<Output = ()> + Send + 'a {
+        let room = self.room.notified();
+        view.mark_unchanged();
+        async move {
+            tokio::select! {
+                biased;
+                () = room => {}
+                Ok(()) = view.changed() => {}
+            }
+        }
     }
 
     /// What is known, with the lives of now: what an earlier life failed says nothing about this one.
@@ -222,6 +305,24 @@ impl Taken<'_> {
 impl Drop for Taken<'_> {
     fn drop(&mut self) {
         self.balancer.known.lock().unwrap_or_else(PoisonError::into_inner).fleet.release(self.index);
+        self.balancer.room.notify_waiters();
+    }
+}
+
+/// A list of items that has no call under way and waits for room, until it is dropped.
+struct Idle<'b>(&'b Balancer);
+
+impl<'b> Idle<'b> {
+    fn of(balancer: &'b Balancer) -> Self {
+        balancer.idle.fetch_add(1, Ordering::AcqRel);
+        Self(balancer)
+    }
+}
+
+impl Drop for Idle<'_> {
+    fn drop(&mut self) {
+        self.0.idle.fetch_sub(1, Ordering::AcqRel);
+        self.0.room.notify_waiters();
     }
 }
 

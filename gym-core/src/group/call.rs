@@ -13,14 +13,13 @@ use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 use crate::batch::{Batch, Payload, Uneven};
-use crate::channel::PathInfo;
 use crate::context::{CallContext, DEFAULT_DEADLINE};
 use crate::dispatch::{Assignment, Dispatch};
 use crate::error::{Code, Error, Result};
 use crate::few::Few;
 use crate::group::gather::{Part, Terms, gather};
 use crate::group::one::One;
-use crate::group::{Gathered, GroupError, GroupView, RankOutcome, WorkerGroup};
+use crate::group::{Gate, Gathered, GroupError, GroupView, RankOutcome, WorkerGroup};
 use crate::layout::RankLayout;
 use crate::message::Message;
 use crate::worker::{Method, write};
@@ -32,6 +31,7 @@ pub struct GroupCall<'g, M: Method> {
     group: Arc<str>,
     layout: &'g RankLayout,
     view: watch::Receiver<Arc<GroupView>>,
+    gate: Option<Arc<dyn Gate>>,
     args: Args<M::Args>,
     batch: Batch,
     dispatch: Dispatch,
@@ -61,6 +61,7 @@ impl<'g, M: Method> GroupCall<'g, M> {
             group: group.shared_name(),
             layout: group.layout(),
             view: group.view(),
+            gate: group.gate(),
             args,
             batch: Batch::empty(),
             dispatch: Dispatch::all(),
@@ -109,19 +110,19 @@ impl<'g, M: Method> GroupCall<'g, M> {
     ///
     /// # Errors
     /// When the call fails before every rank has its part.
-    pub async fn start(self) -> Result<Pending<M>, GroupError> {
-        let mut parts = Few::One(None);
+    pub async fn start(mut self) -> Result<Pending<M>, GroupError> {
+        let (mut parts, gate) = (Few::One(None), self.gate.take());
         let terms = self.plan(&mut parts)?;
-        // In one process an answer keeps no more than its own place on the link until its caller reads it.
-        let keeps_little = |path: &PathInfo| path.shares_memory && !path.holds_others;
-        if let Some(part) = parts.take_only(|part| keeps_little(part.channel.path())) {
+        // In one process an answer that its caller has not read keeps nothing that others wait for.
+        let keeps_nothing = |part: &Part| gate.is_none() && part.channel.path().shares_memory;
+        if let Some(part) = parts.take_only(keeps_nothing) {
             let mut one = One::<M>::send(terms, part);
             poll_fn(|cx| one.poll_handed_over(cx)).await?;
             return Ok(Pending(Answers::Here(one)));
         }
         let (handed_over, all_handed_over) = oneshot::channel();
         // A task of its own reads the answers even if the caller does not: an answer that nobody reads keeps its room.
-        let mut task = AbortOnDrop(tokio::spawn(gather::<M>(terms, parts, Some(handed_over))));
+        let mut task = AbortOnDrop(tokio::spawn(gather::<M>(terms, gate, parts, Some(handed_over))));
         match all_handed_over.await {
             Ok(()) => Ok(Pending(Answers::Read(task))),
             Err(_) => match (&mut task.0).await {
@@ -247,15 +248,20 @@ impl<'g, M: Method> IntoFuture for GroupCall<'g, M> {
     type Output = Result<Gathered<M::Reply>, GroupError>;
     type IntoFuture = BoxFuture<'static, Self::Output>;
 
-    fn into_future(self) -> Self::IntoFuture {
-        let mut parts = Few::One(None);
+    fn into_future(mut self) -> Self::IntoFuture {
+        let (mut parts, gate) = (Few::One(None), self.gate.take());
         let terms = self.plan(&mut parts);
         Box::pin(async move {
             let terms = terms?;
+            if gate.is_some() {
+                // A task of its own: what the gate gives is given back though the caller looks at something else.
+                let task = AbortOnDrop(tokio::spawn(gather::<M>(terms, gate, parts, None)));
+                return Pending::<M>(Answers::Read(task)).await;
+            }
             match parts.take_only(|_| true) {
                 Some(part) => One::<M>::send(terms, part).await,
                 // In a box, so that a call to one rank does not carry it.
-                None => Box::pin(gather::<M>(terms, parts, None)).await,
+                None => Box::pin(gather::<M>(terms, None, parts, None)).await,
             }
         })
     }

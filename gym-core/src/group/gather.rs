@@ -18,7 +18,7 @@ use crate::context::{CallContext, Incarnation};
 use crate::error::{Code, Error, Execution, Result};
 use crate::few::Few;
 use crate::group::error::Answer;
-use crate::group::{GroupError, GroupView, RankOutcome};
+use crate::group::{Gate, GroupError, GroupView, RankOutcome};
 use crate::host::{REPLY_METADATA, REPLY_NONE};
 use crate::layout::Rank;
 use crate::message::{CODE_METADATA, Message, Request, Response, Verb};
@@ -107,9 +107,10 @@ impl<R> Gathered<R> {
     }
 }
 
-/// Sends to all and reads all. `handed_over` is told once every rank has been handed its part.
+/// Sends to all and reads all, once `gate` lets the call pass. `handed_over` is told once every rank has been handed its part.
 pub(crate) async fn gather<M: Method>(
     terms: Terms,
+    gate: Option<Arc<dyn Gate>>,
     parts: Few<Part>,
     handed_over: Option<oneshot::Sender<()>>,
 ) -> Result<Gathered<M::Reply>, GroupError> {
@@ -119,11 +120,19 @@ pub(crate) async fn gather<M: Method>(
     let mut call = Call::<M> { group, cancel: context.cancel.clone(), deadline: context.deadline, view, slots };
     // The ranks' own token: a rank that fails ends the others, and the caller's stays whole.
     let told = context.cancel.child_token();
+    // Of the whole call: each part keeps it, so that it lasts until the last of them is answered.
+    let passing = gate.map(|gate| gate.enter().shared());
     let mut answers: FuturesUnordered<_> = (parts.into_iter().enumerate())
         .map(|(index, part)| {
             let context = CallContext { cancel: told.clone(), ..context.clone() };
-            let stages = Arc::clone(&stages);
-            async move { (index, ask::<M>(index, part, context, &stages).await) }
+            let (stages, passing) = (Arc::clone(&stages), passing.clone());
+            async move {
+                let _leave = match passing {
+                    Some(passing) => Some(passing.await),
+                    None => None,
+                };
+                (index, ask::<M>(index, part, context, &stages).await)
+            }
         })
         .collect();
     let ended = call.read(&mut answers).await;

@@ -1,6 +1,7 @@
 //! A group whose ranks live in this process: for tests, for small jobs, and for workers that are threads.
 
 use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -55,6 +56,8 @@ pub struct InProcessGroup {
     start: StartRank,
     options: InProcessOptions,
     ranks: Mutex<Vec<RunningRank>>,
+    /// No rank is started any more. Changed and looked at under the lock of `ranks`.
+    stopped: AtomicBool,
     view: watch::Sender<Arc<GroupView>>,
 }
 
@@ -66,6 +69,13 @@ struct RunningRank {
     host: WorkerHost,
     /// Breaks the channels to it.
     closed: CancelToken,
+}
+
+impl RunningRank {
+    fn end(self) {
+        self.host.kill();
+        self.closed.cancel();
+    }
 }
 
 impl InProcessGroup {
@@ -106,6 +116,7 @@ impl InProcessGroup {
             start,
             options,
             ranks: Mutex::default(),
+            stopped: AtomicBool::new(false),
             view: watch::Sender::new(Arc::default()),
         };
         let mut ranks = group.layout.ranks().to_vec();
@@ -128,18 +139,27 @@ impl InProcessGroup {
     /// Ends a rank if it still runs, and starts it anew from the same `init`, with a higher incarnation.
     ///
     /// # Errors
-    /// `NotFound` when the group has no such rank; what [`Worker::start`] says, and the rank is then dead.
+    /// `NotFound` when the group has no such rank; `Unavailable` when the group is stopped, before this or meanwhile; what
+    /// [`Worker::start`] says, and the rank is then dead.
     pub async fn restart(&self, rank: Rank) -> Result<()> {
+        self.check_open()?;
         self.end(rank, RankState::Restarting)?;
         let incarnation = self.find(rank, |running| running.incarnation)?;
         let incarnation = Incarnation(incarnation.0 + 1);
-        match self.start_rank(rank, incarnation).await {
+        let started = self.start_rank(rank, incarnation).await;
+        // Over the change of the view, so that whoever stops the group finds the new life or this the stop.
+        let mut ranks = self.ranks();
+        if let Err(error) = self.check_open() {
+            if let Ok((running, _)) = started {
+                running.end();
+            }
+            return Err(error);
+        }
+        match started {
             Ok((running, member)) => {
-                let mut ranks = self.ranks();
                 if let Some(known) = ranks.iter_mut().find(|known| known.rank == rank) {
                     *known = running;
                 }
-                drop(ranks);
                 let exit = self.view.borrow().member(rank).and_then(|member| member.exit.clone());
                 self.change(Member { exit, ..member });
                 Ok(())
@@ -157,7 +177,11 @@ impl InProcessGroup {
     /// # Errors
     /// The first rank's error, when calls were still running after `grace`.
     pub async fn stop(&self, grace: Duration) -> Result<()> {
-        let hosts: Vec<WorkerHost> = self.ranks().iter().map(|running| running.host.clone()).collect();
+        let hosts: Vec<WorkerHost> = {
+            let ranks = self.ranks();
+            self.stopped.store(true, Ordering::Relaxed);
+            ranks.iter().map(|running| running.host.clone()).collect()
+        };
         let stopped = join_all(hosts.iter().map(|host| host.stop(grace))).await;
         let view = Arc::clone(&self.view.borrow());
         let members = view.members().iter().map(|member| member.clone().in_state(RankState::Stopped));
@@ -184,10 +208,7 @@ impl InProcessGroup {
     }
 
     fn channel(&self, rank: Rank, host: impl Handler, closed: CancelToken) -> Channel {
-        let InProcessOptions { host: HostOptions { calls_max, .. }, faithful } = self.options;
-        // Twice what the host lets in, so that it is the host that refuses: the link would wait.
-        let calls_max = calls_max.saturating_mul(2).max(2);
-        channel_to(&format!("{}/{rank}", self.name), Arc::new(host), calls_max, faithful, closed)
+        channel_to(&format!("{}/{rank}", self.name), Arc::new(host), self.options.faithful, closed)
     }
 
     fn end(&self, rank: Rank, state: RankState) -> Result<()> {
@@ -197,6 +218,14 @@ impl InProcessGroup {
         self.change(Member::starting(rank, incarnation).in_state(state).ended(exit));
         host.kill();
         closed.cancel();
+        Ok(())
+    }
+
+    fn check_open(&self) -> Result<()> {
+        if self.stopped.load(Ordering::Relaxed) {
+            let error = Error::not_started(Code::Unavailable, "the group is stopped");
+            return Err(error.about(self.name.to_string()));
+        }
         Ok(())
     }
 
@@ -238,10 +267,7 @@ impl WorkerGroup for InProcessGroup {
 
 impl Drop for InProcessGroup {
     fn drop(&mut self) {
-        for running in self.ranks().drain(..) {
-            running.host.kill();
-            running.closed.cancel();
-        }
+        self.ranks().drain(..).for_each(RunningRank::end);
     }
 }
 

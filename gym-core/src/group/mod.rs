@@ -9,11 +9,13 @@
 //!        └── a rank fails, or is replaced ──► the others are told and not waited for ──► GroupError: every rank's outcome
 //! ```
 //!
-//! A backend implements [`WorkerGroup`], three methods; everybody calls through [`WorkerGroupExt`].
+//! A backend implements [`WorkerGroup`], three methods; everybody calls through [`WorkerGroupExt`]. A group whose calls need more than
+//! its ranks has a [`Gate`] before them.
 
 mod balance;
 mod call;
 mod error;
+mod gate;
 mod gather;
 mod in_process;
 mod one;
@@ -29,6 +31,7 @@ use tokio::sync::watch;
 pub use balance::Balancer;
 pub use call::{GroupCall, Pending};
 pub use error::{FailureKind, GroupError, RankOutcome};
+pub use gate::{Gate, Leave};
 pub use gather::{Gathered, RankReply};
 pub use in_process::{InProcessGroup, InProcessOptions};
 pub use view::{ExitCause, GroupView, Member, RankExit, RankState};
@@ -55,6 +58,11 @@ pub trait WorkerGroup: fmt::Debug + Send + Sync + 'static {
     /// Who is there now, and every later moment. A call keeps the view it started with, and ends if a rank it waits for is
     /// replaced.
     fn view(&self) -> watch::Receiver<Arc<GroupView>>;
+
+    /// What each call passes before the first rank has its part; `None`: nothing.
+    fn gate(&self) -> Option<Arc<dyn Gate>> {
+        None
+    }
 }
 
 /// The typed calls of every group.

@@ -35,13 +35,23 @@ pub(crate) fn launch<W: Worker + Send + Sync>(start: Start<W>) -> BoxFuture<'sta
                 while !shared.is_empty() && shared.try_join_next().is_some() {}
                 match entries[job.method()] {
                     Entry::Exclusive(handle) => {
-                        if !shared.is_empty() {
+                        if !shared.is_empty()
+                            && let Some(left) = job.caller_left().filter(|left| !left.is_cancelled())
+                        {
                             line.put_back(job);
-                            line.until(async { while shared.join_next().await.is_some() {} }).await;
+                            let free = async {
+                                tokio::select! {
+                                    biased;
+                                    () = async { while shared.join_next().await.is_some() {} } => {}
+                                    // Those behind it need not wait any more.
+                                    () = left.cancelled() => {}
+                                }
+                            };
+                            line.until(free).await;
                             continue;
                         }
-                        let worker = Arc::get_mut(&mut worker).expect("shared calls have ended and hold nothing");
                         if let Some((begun, context, message)) = job.begin() {
+                            let worker = Arc::get_mut(&mut worker).expect("shared calls have ended and hold nothing");
                             line.until(exclusive(begun, &context, handle(worker, &context, message))).await;
                         }
                     }

@@ -24,10 +24,7 @@ pub(crate) enum Item {
 }
 
 /// A call that has been let in.
-pub(crate) struct Job {
-    outlet: Outlet,
-    place: Place,
-}
+pub(crate) struct Job(Outlet);
 
 /// A call that runs: on the board, and in its place, until it is dropped.
 pub(crate) struct Begun {
@@ -52,7 +49,8 @@ struct State {
 
 #[allow(clippy::large_enum_variant, reason = "it lies in one place, and each variant is used once by every call")]
 enum Stage {
-    Waiting(CallContext, Message),
+    /// In line, with the place that it has among the host's calls: who leaves takes it along.
+    Waiting(CallContext, Message, Place),
     Running,
     Answered(Result<Response>),
     /// Nobody waits for an answer.
@@ -85,32 +83,54 @@ pub(crate) fn answer_and_job(
     let told = CallerLeft(Some(context.cancel.clone()));
     let deadline = context.deadline;
     let until = keep_deadline.then(|| Box::pin(sleep_until(deadline)));
-    let state = Mutex::new(State { stage: Stage::Waiting(context, message), caller: None });
+    let state = Mutex::new(State { stage: Stage::Waiting(context, message, place), caller: None });
     let ticket = Arc::new(Ticket { method, name, deadline, reply, state });
     let outlet = Outlet { ticket: Arc::clone(&ticket), open: true };
-    (Box::pin(Answer { ticket, told, deadline: until }), Job { outlet, place })
+    (Box::pin(Answer { ticket, told, deadline: until }), Job(outlet))
+}
+
+impl Item {
+    /// Whether it is a call whose caller has left the line.
+    pub(crate) fn has_left(&self) -> bool {
+        matches!(self, Self::Call(job) if job.has_left())
+    }
 }
 
 impl Job {
     pub(crate) fn method(&self) -> usize {
-        self.outlet.ticket.method
+        self.0.ticket.method
     }
 
     /// When its caller stops waiting.
     pub(crate) fn deadline(&self) -> Instant {
-        self.outlet.ticket.deadline
+        self.0.ticket.deadline
+    }
+
+    /// Whether its caller has left the line.
+    pub(crate) fn has_left(&self) -> bool {
+        self.caller_left().is_none_or(|left| left.is_cancelled())
+    }
+
+    /// Fires when its caller leaves the line; `None` when it has.
+    pub(crate) fn caller_left(&self) -> Option<CancelToken> {
+        match &self.0.ticket.state().stage {
+            Stage::Waiting(context, ..) => Some(context.cancel.clone()),
+            _ => None,
+        }
     }
 
     /// Starts it, unless its caller has left or its deadline has passed.
     pub(crate) fn begin(self) -> Option<(Begun, CallContext, Message)> {
-        let Self { outlet, place } = self;
+        let outlet = self.0;
+        let (mut context, message, place) = outlet.ticket.take_request()?;
         if place.board().is_abandoned() {
             return None;
         }
-        let (mut context, message) = outlet.ticket.take_request()?;
         let now = Instant::now();
         if let Err(error) = context.check_at(now) {
             outlet.send(Err(error), place.board());
+            // Whoever looks at the line for it need not.
+            context.cancel.cancel();
             return None;
         }
         let (progress, shown) = place.show(outlet.ticket.name, now);
@@ -121,10 +141,10 @@ impl Job {
 
 impl Ticket {
     /// What is asked for, if somebody still waits for it.
-    fn take_request(&self) -> Option<(CallContext, Message)> {
+    fn take_request(&self) -> Option<(CallContext, Message, Place)> {
         let mut state = self.state();
         match std::mem::replace(&mut state.stage, Stage::Running) {
-            Stage::Waiting(context, message) => Some((context, message)),
+            Stage::Waiting(context, message, place) => Some((context, message, place)),
             other => {
                 state.stage = other;
                 None
@@ -190,12 +210,41 @@ impl Outlet {
 impl Drop for Outlet {
     fn drop(&mut self) {
         if self.open {
-            self.ticket.put_answer(Err(Error::unknown(Code::Unavailable, "the worker ended before it answered")));
+            self.ticket.put_answer(Err(ended()));
         }
     }
 }
 
+/// The caller of a call that runs, for who gives the call up.
+pub(crate) struct Caller {
+    ticket: Arc<Ticket>,
+    cancel: CancelToken,
+}
+
+impl Caller {
+    /// Tells the caller that the worker has ended, and the worker that nobody waits.
+    pub(crate) fn give_up(self) {
+        self.ticket.put_answer(Err(ended()));
+        self.cancel.cancel();
+    }
+}
+
+fn ended() -> Error {
+    Error::unknown(Code::Unavailable, "the worker ended before it answered")
+}
+
 impl Begun {
+    /// Who waits for the call, which was begun with `context`.
+    pub(crate) fn caller(&self, context: &CallContext) -> Option<Caller> {
+        let ticket = Arc::clone(&self.outlet.as_ref()?.ticket);
+        Some(Caller { ticket, cancel: context.cancel.clone() })
+    }
+
+    /// Where the call is counted.
+    pub(crate) fn board(&self) -> &Board {
+        self.shown.board()
+    }
+
     /// Answers; only the first answer counts.
     pub(crate) fn answer(&mut self, result: Result<Message>) {
         if let Some(outlet) = self.outlet.take() {

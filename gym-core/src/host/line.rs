@@ -1,5 +1,6 @@
 //! The calls that wait for an async worker. Who cannot wait any longer is answered at the deadline and leaves the line, however
-//! long the call before takes: a place in it is for those who still want their turn.
+//! long the call before takes: a place in it is for those who still want their turn. Whose caller has left has no place any more; what
+//! is left of it here is cleared away now and then.
 
 use std::collections::VecDeque;
 use std::future::Future;
@@ -13,15 +14,20 @@ use crate::host::queue::Arrivals;
 /// What waits for a worker, in order of arrival.
 pub(crate) struct Line {
     queue: Arrivals<Item>,
-    /// Taken out of the queue while the worker was busy. No more than the host lets in.
+    /// Taken out of the queue while the worker was busy. At most twice what the host lets in, or [`CLEARED_FROM`].
     waiting: VecDeque<Item>,
+    /// How many may wait before it is looked who has left.
+    clear_at: usize,
     /// None of those that wait has an earlier deadline.
     soonest: Option<Instant>,
 }
 
+/// Looking through a shorter line is not worth its while.
+const CLEARED_FROM: usize = 64;
+
 impl Line {
     pub(crate) fn new(queue: Arrivals<Item>) -> Self {
-        Self { queue, waiting: VecDeque::new(), soonest: None }
+        Self { queue, waiting: VecDeque::new(), clear_at: CLEARED_FROM, soonest: None }
     }
 
     /// The next call; `None` at the end of the line.
@@ -63,6 +69,10 @@ impl Line {
             self.note(job.deadline());
         }
         self.waiting.push_back(item);
+        if self.waiting.len() >= self.clear_at {
+            self.waiting.retain(|item| !item.has_left());
+            self.clear_at = CLEARED_FROM.max(self.waiting.len() * 2);
+        }
     }
 
     fn note(&mut self, deadline: Instant) {

@@ -25,6 +25,7 @@ use futures_util::future::BoxFuture;
 use tokio::task::JoinHandle;
 
 pub(crate) use async_lane::launch as launch_async;
+use blocking_lane::Desk;
 pub(crate) use blocking_lane::launch as launch_blocking;
 use board::{Board, Refusal};
 pub use board::{RunningCall, WorkerStatus};
@@ -77,8 +78,8 @@ struct Core {
 /// What runs a worker.
 pub(crate) enum Running {
     Task(JoinHandle<()>),
-    /// Ends when the thread does; a thread cannot be ended from outside.
-    Thread(tokio::sync::oneshot::Receiver<()>),
+    /// Ends when the thread does; a thread cannot be ended from outside, only given up.
+    Thread(tokio::sync::oneshot::Receiver<()>, Desk),
 }
 
 /// What a lane needs to start.
@@ -105,8 +106,9 @@ impl WorkerHost {
         let about = |error: Error| if error.subject().is_empty() { error.about(subject.clone()) } else { error };
         let (launch, named) = Methods::<W>::of().checked().map_err(about)?;
         let (methods, entries): (Vec<_>, Vec<_>) = named.into_iter().unzip();
-        // One more than the calls that are let in, for the item that stops the lane.
-        let (entrance, queue) = queue(options.calls_max.max(1) + 1);
+        // One more than the calls that are let in, for the item that stops the lane; and as much again for what those who have left leave
+        // behind, so that it is seldom cleared away.
+        let (entrance, queue) = queue(options.calls_max.max(1).saturating_add(1).saturating_mul(2), Item::has_left);
         let board = Arc::new(Board::new(&env, options.calls_max.max(1)));
         let start = Start { env: env.clone(), init, entries, queue };
         let running = (launch.start)(start).await.map_err(about)?;
@@ -143,7 +145,7 @@ impl WorkerHost {
     ///
     /// # Errors
     /// `DeadlineExceeded` when calls were still running after `grace`. An async worker is ended all the same; a thread that
-    /// blocks cannot be, and ends after its call.
+    /// blocks is given up, as [`WorkerHost::kill`] does.
     pub async fn stop(&self, grace: Duration) -> Result<()> {
         self.0.stopping.store(true, Ordering::Release);
         // The queue holds at most the calls that were let in, and this.
@@ -158,7 +160,13 @@ impl WorkerHost {
                     false
                 }
             },
-            Running::Thread(ended) => tokio::time::timeout(grace, ended).await.is_ok(),
+            Running::Thread(ended, desk) => {
+                let ended = tokio::time::timeout(grace, ended).await.is_ok();
+                if !ended {
+                    self.0.give_up(&desk);
+                }
+                ended
+            }
         };
         if ended {
             return Ok(());
@@ -168,8 +176,8 @@ impl WorkerHost {
             .about(format!("stop rank {rank} of {group}")))
     }
 
-    /// Ends the worker where it is, as the end of its process would: callers see `Unavailable, Unknown`. A thread that blocks
-    /// ends after its call, whose answer nobody gets.
+    /// Ends the worker where it is, as the end of its process would: callers see `Unavailable, Unknown`. A thread that blocks is told,
+    /// and ends after its call, whose answer nobody gets.
     pub fn kill(&self) {
         self.0.kill();
     }
@@ -184,12 +192,15 @@ impl Core {
         self.stopping.store(true, Ordering::Release);
         match self.take_running() {
             Some(Running::Task(task)) => task.abort(),
-            Some(Running::Thread(_)) => {
-                self.board.abandon();
-                let _ = self.queue.put(Item::Stop);
-            }
+            Some(Running::Thread(_, desk)) => self.give_up(&desk),
             None => {}
         }
+    }
+
+    /// Nobody waits any more for a thread that may block, neither for the call that it runs nor for its turn.
+    fn give_up(&self, desk: &Desk) {
+        desk.abandon(&self.board);
+        self.queue.close();
     }
 
     fn accept(&self, request: Request) -> Result<BoxFuture<'static, Result<Response>>> {
@@ -255,6 +266,11 @@ impl Handler for WorkerHost {
                 Box::pin(async move { Err(error) })
             }
         }
+    }
+
+    /// [`HostOptions::calls_max`].
+    fn bounds_calls(&self) -> bool {
+        true
     }
 }
 

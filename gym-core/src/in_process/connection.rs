@@ -17,7 +17,7 @@ pub(super) struct Connection {
     pub(super) name: Arc<str>,
     /// What the accepting end calls the connecting one.
     pub(super) caller: PeerInfo,
-    pub(super) handler: OnceLock<Arc<dyn Handler>>,
+    answering: OnceLock<Answering>,
     pub(super) served: Notify,
     /// Fires when either end is gone: running calls end with it.
     pub(super) closed: CancelToken,
@@ -26,6 +26,12 @@ pub(super) struct Connection {
     /// Places of calls that have ended, on their way to those who wait for one.
     handed_on: Semaphore,
     idle: Notify,
+}
+
+/// Who answers, and how many calls it may have under way here.
+struct Answering {
+    handler: Arc<dyn Handler>,
+    calls_max: usize,
 }
 
 #[derive(Default)]
@@ -44,7 +50,7 @@ impl Connection {
         Self {
             name,
             caller: PeerInfo { address: "in-process".into() },
-            handler: OnceLock::new(),
+            answering: OnceLock::new(),
             served: Notify::new(),
             closed,
             calls_max,
@@ -54,11 +60,25 @@ impl Connection {
         }
     }
 
+    /// Has `handler` answer from now on; only the first one counts.
+    pub(super) fn answer_by(&self, handler: Arc<dyn Handler>) {
+        let calls_max = if handler.bounds_calls() { usize::MAX } else { self.calls_max };
+        let _ = self.answering.set(Answering { handler, calls_max });
+    }
+
+    pub(super) fn handler(&self) -> Option<&Arc<dyn Handler>> {
+        Some(&self.answering.get()?.handler)
+    }
+
+    fn is_full(&self, calls: &Calls) -> bool {
+        calls.waiting > 0 || calls.running >= self.answering.get().map_or(self.calls_max, |by| by.calls_max)
+    }
+
     /// A place for one call; `None` when there is none, or others wait for one.
     pub(super) fn try_begin(self: &Arc<Self>) -> Result<Option<Running>> {
         let mut calls = lock(&self.calls);
         self.check_open(&calls)?;
-        if calls.running >= self.calls_max || calls.waiting > 0 {
+        if self.is_full(&calls) {
             return Ok(None);
         }
         calls.running += 1;
@@ -70,7 +90,7 @@ impl Connection {
         let in_line = {
             let mut calls = lock(&self.calls);
             self.check_open(&calls)?;
-            if calls.running < self.calls_max && calls.waiting == 0 {
+            if !self.is_full(&calls) {
                 calls.running += 1;
                 return Ok(Running(Arc::clone(self)));
             }

@@ -120,21 +120,31 @@ fn spreading_a_unified_cluster_interleaves_and_its_order_puts_machines_together(
 }
 
 #[test]
-fn bundles_outside_whole_segments_are_not_silently_lost() {
-    let nodes: Vec<NodeResources> = (1..=3)
-        .map(|rank| NodeResources {
-            topology: Topology { domain: Some("A".to_owned()), rank: Some(rank) },
-            ..node(&format!("n{rank}"), 2)
-        })
-        .collect();
+fn segments_are_whole_nodes_of_one_domain_and_the_other_nodes_are_left_alone() {
+    let in_domain = |(domain, rank): (&str, u32)| NodeResources {
+        topology: Topology { domain: Some(domain.to_owned()), rank: Some(rank) },
+        ..node(&format!("{domain}{rank}"), 2)
+    };
+    let nodes = [("A", 1), ("B", 2), ("B", 3), ("B", 4)].map(in_domain);
     let with = |counts: &[u32]| ClusterSpec {
         segment_size: std::num::NonZeroU32::new(2),
         num_gpus_per_node: std::num::NonZeroU32::new(2).unwrap(),
         ..spec(counts, PlacementStrategy::Pack)
     };
-    assert!(place(&with(&[2, 2]), &nodes, true).is_ok());
+    for unified in [true, false] {
+        let placement = place(&with(&[2, 2]), &nodes, unified).unwrap();
+        let used: BTreeSet<usize> =
+            placement.groups.iter().flat_map(|group| group.bundles.iter().map(|bundle| bundle.host)).collect();
+        assert_eq!(used, BTreeSet::from([1, 2]), "unified: {unified}");
+    }
     let error = place(&with(&[2, 2, 2]), &nodes, true).unwrap_err();
-    assert!(error.to_string().contains("2 bundles are in no whole segment"), "{error}");
+    assert_eq!(error.code(), Code::InvalidArgument);
+    assert!(error.to_string().contains("3 nodes must be divisible by the segment size 2"), "{error}");
+    let error = place(&with(&[2; 4]), &nodes, true).unwrap_err();
+    assert_eq!(error.code(), Code::ResourceExhausted);
+    assert!(error.to_string().contains("cannot form 2 segments of 2 nodes"), "{error}");
+    let anywhere = [node("a", 2), node("b", 2), node("c", 2)];
+    assert!(place(&with(&[2, 2, 2]), &anywhere, true).is_ok(), "nobody knows their domains");
 }
 
 proptest::proptest! {

@@ -1,6 +1,6 @@
 //! How calls end when they do not succeed: for the caller, for the ranks that were called, and for those that come after.
 
-use super::workers::{Echo, FailOn, Hold, HoldShared, Note, Notes, Panic};
+use super::workers::{Echo, EchoShared, FailOn, Hold, HoldShared, Note, Notes, Panic};
 use super::{FAR, GroupBench, GroupSetup, NEAR, TestWorkerKind, far, line, run_cases, start, until, until_running};
 use crate::dispatch::Dispatch;
 use crate::error::{Code, Execution};
@@ -19,6 +19,8 @@ pub(super) async fn run(bench: &dyn GroupBench) {
         a_replaced_rank_takes_calls_in_its_new_life,
         a_full_queue_refuses_at_once_without_starting,
         a_call_in_line_is_answered_at_its_deadline_and_leaves_its_place,
+        a_call_in_line_leaves_its_place_with_its_caller,
+        a_call_that_has_left_the_line_holds_up_nobody,
         a_panic_is_an_error_of_its_rank_and_the_worker_lives_on,
         a_blocking_worker_is_told_and_its_panic_caught,
     );
@@ -163,6 +165,38 @@ async fn a_call_in_line_is_answered_at_its_deadline_and_leaves_its_place(bench: 
     drop(held);
     waits.await.unwrap();
     assert_eq!(notes(&*group).await, [["told", "5"]]);
+}
+
+async fn a_call_in_line_leaves_its_place_with_its_caller(bench: &dyn GroupBench) {
+    for worker in [TestWorkerKind::Async, TestWorkerKind::Blocking] {
+        let tested = bench.start(GroupSetup { layout: RankLayout::line(1).unwrap(), worker, calls_max: 3 }).await;
+        let group = tested.group();
+        let held = group.call(Hold, ()).deadline(FAR).start().await.unwrap();
+        until(&*group, |status| status.running.len() == 1).await;
+        let stays = group.call(Note, 1).deadline(FAR).start().await.unwrap();
+        for number in 2..20 {
+            let leaves = group.call(Note, number).deadline(FAR).start().await.unwrap();
+            until(&*group, |status| status.waiting == 2).await;
+            drop(leaves);
+            until(&*group, |status| status.waiting == 1).await;
+        }
+        drop(held);
+        stays.await.unwrap();
+        assert_eq!(notes(&*group).await, [["told", "1"]]);
+    }
+}
+
+async fn a_call_that_has_left_the_line_holds_up_nobody(bench: &dyn GroupBench) {
+    let tested = line(bench, 1).await;
+    let group = tested.group();
+    let _shared = group.call(HoldShared, ()).deadline(FAR).start().await.unwrap();
+    until_running(&*group).await;
+    // It waits for the shared one, and with it whoever comes after.
+    let exclusive = group.call(Note, 1).deadline(FAR).start().await.unwrap();
+    until(&*group, |status| status.waiting == 1).await;
+    let after = group.call(EchoShared, String::new()).deadline(FAR).start().await.unwrap();
+    drop(exclusive);
+    after.await.unwrap();
 }
 
 async fn a_panic_is_an_error_of_its_rank_and_the_worker_lives_on(bench: &dyn GroupBench) {

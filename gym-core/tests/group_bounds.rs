@@ -1,0 +1,185 @@
+//! Who waits, who is refused and who lets whom pass when ranks of this process have as many calls as they take.
+
+use std::cell::Cell;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::FutureExt;
+use futures_util::future::join_all;
+use gym_core::{
+    Balance, Balancer, Batch, CallContext, Code, ConnectOptions, Connector, Execution, Handles, HostOptions, InProcess,
+    InProcessGroup, InProcessOptions, Listener, Method, Methods, Payload, Rank, RankLayout, RankState, Request, Result,
+    Worker, WorkerEnv, WorkerGroup, WorkerGroupExt, WorkerHost,
+};
+use tokio_util::sync::CancellationToken;
+
+/// Runs until its caller leaves.
+#[derive(Clone, Copy, Debug)]
+struct Occupy;
+
+impl Method for Occupy {
+    const NAME: &'static str = "occupy";
+    type Args = ();
+    type Reply = ();
+}
+
+/// Gives the rank.
+#[derive(Clone, Copy, Debug)]
+struct Pass;
+
+impl Method for Pass {
+    const NAME: &'static str = "pass";
+    type Args = ();
+    type Reply = Rank;
+}
+
+struct Desk(Rank);
+
+impl Worker for Desk {
+    type Init = ();
+
+    fn start(env: WorkerEnv, (): ()) -> Result<Self> {
+        Ok(Self(env.rank))
+    }
+
+    fn methods(methods: &mut Methods<Self>) {
+        methods.exclusive(Occupy).exclusive(Pass);
+    }
+}
+
+impl Handles<Occupy> for Desk {
+    async fn handle(&mut self, cx: &CallContext, _: Payload<()>) -> Result<Payload<()>> {
+        cx.cancel.cancelled().await;
+        Ok(().into())
+    }
+}
+
+impl Handles<Pass> for Desk {
+    async fn handle(&mut self, _: &CallContext, _: Payload<()>) -> Result<Payload<Rank>> {
+        tokio::task::yield_now().await;
+        Ok(self.0.into())
+    }
+}
+
+const SOON: Duration = Duration::from_secs(20);
+
+async fn desks(ranks: usize, calls_max: usize) -> Arc<InProcessGroup> {
+    let layout = RankLayout::line(ranks).expect("the test is right");
+    let mut options = InProcessOptions::default();
+    options.host.calls_max = calls_max;
+    Arc::new(InProcessGroup::start_with::<Desk>("desks", layout, (), options).await.expect("the test is right"))
+}
+
+fn least_pending(group: &Arc<InProcessGroup>) -> Balancer {
+    Balancer::new(Arc::clone(group) as _, Balance::LeastPending).expect("no weights")
+}
+
+#[tokio::test(start_paused = true)]
+async fn answers_that_nobody_reads_keep_no_room_that_others_wait_for() {
+    let group = desks(1, 4).await;
+    let mut unread = Vec::new();
+    for _ in 0..100 {
+        unread.push(group.call(Pass, ()).deadline(SOON).start().await.unwrap());
+        // Answered after it, so that the rank has room again.
+        group.call(Pass, ()).deadline(SOON).await.unwrap();
+    }
+    for pending in unread {
+        assert_eq!(pending.await.unwrap().into_values(), [0]);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn nor_do_they_over_a_link_to_a_name_of_this_process() {
+    let options = HostOptions::default();
+    let host = WorkerHost::start::<Desk>(WorkerEnv::new("desks", 0, 1), (), &options).await.unwrap();
+    let switchboard = InProcess::new().with_calls_max(2);
+    let mut listener = switchboard.listen("desk").unwrap();
+    let endpoint = listener.endpoints()[0].clone();
+    let serving = tokio::spawn(async move {
+        let peer = listener.accept().await.expect("the one below");
+        peer.serve(Arc::new(host), CancellationToken::new()).await
+    });
+    let channel = switchboard.connect(&CallContext::within(SOON), &endpoint, &ConnectOptions::default()).await.unwrap();
+    let pass = || Request::post(CallContext::within(SOON), "/worker/pass", r#"{"value":null}"#);
+    let mut unread = Vec::new();
+    for _ in 0..10 {
+        unread.push(channel.start(pass()).await.unwrap());
+    }
+    assert!(channel.call(pass()).await.unwrap().status.is_success());
+    drop((unread, channel));
+    serving.await.unwrap().unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn calls_beyond_what_a_rank_takes_are_refused_and_never_wait() {
+    let group = desks(1, 4).await;
+    let mut started = Vec::new();
+    for _ in 0..100 {
+        started.push(group.call(Occupy, ()).deadline(SOON).start().await.unwrap());
+    }
+    for refused in started.drain(4..) {
+        let error = refused.await.unwrap_err();
+        assert_eq!((error.cause().code(), error.execution()), (Code::ResourceExhausted, Execution::NotStarted));
+        assert!(error.to_string().contains("4 calls run or wait at this rank"), "{error}");
+    }
+}
+
+#[tokio::test]
+async fn a_rank_whose_restart_a_stop_overtakes_stays_stopped() {
+    let group = desks(1, 4).await;
+    let mut restart = Box::pin(group.restart(0));
+    assert!(restart.as_mut().now_or_never().is_none(), "a worker is made on a thread that may block");
+    group.stop(SOON).await.unwrap();
+    for error in [restart.await.unwrap_err(), group.restart(0).await.unwrap_err()] {
+        assert_eq!((error.code(), error.execution()), (Code::Unavailable, Execution::NotStarted), "{error}");
+    }
+    assert_eq!(group.view().borrow().members()[0].state, RankState::Stopped);
+}
+
+#[tokio::test(start_paused = true)]
+async fn items_wait_until_their_deadline_for_ranks_that_are_busy_with_calls_of_others() {
+    let group = desks(2, 64).await;
+    let balancer = least_pending(&group);
+    let (near, far) = (CallContext::within(SOON), CallContext::within(SOON * 2));
+    let others = join_all((0..2).map(|_| balancer.submit(&far, Occupy, (), Batch::empty())));
+    let (late, others) = tokio::join!(balancer.map(&near, Pass, vec![(); 3], 1), others);
+    assert!(others.iter().all(Result::is_err), "they end at their deadline");
+    let late = late.unwrap_err();
+    assert_eq!((late.cause().code(), late.execution()), (Code::DeadlineExceeded, Execution::NotStarted));
+    assert!(late.to_string().contains("1 calls under way at each rank"), "{late}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn items_go_to_a_rank_as_soon_as_the_calls_of_others_leave_it() {
+    let group = desks(1, 64).await;
+    let balancer = least_pending(&group);
+    let (other, cx) = (CallContext::within(SOON), CallContext::within(SOON));
+    let (left, replies, ()) = tokio::join!(
+        balancer.submit(&other, Occupy, (), Batch::empty()),
+        balancer.map(&cx, Pass, vec![(); 3], 1),
+        async {
+            tokio::task::yield_now().await;
+            other.cancel.cancel();
+        },
+    );
+    assert_eq!(left.unwrap_err().cause().code(), Code::Cancelled);
+    assert_eq!(replies.unwrap(), [0, 0, 0]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_long_list_of_items_lets_a_short_one_pass() {
+    let group = desks(2, 64).await;
+    let balancer = least_pending(&group);
+    let cx = CallContext::within(SOON);
+    let (long_ended, passed) = (Cell::new(false), Cell::new(false));
+    let long = async {
+        balancer.map(&cx, Pass, vec![(); 1_000], 4).await.unwrap();
+        long_ended.set(true);
+    };
+    let short = async {
+        balancer.map(&cx, Pass, vec![(); 3], 1).await.unwrap();
+        passed.set(!long_ended.get());
+    };
+    tokio::join!(long, short);
+    assert!(passed.get(), "three items waited for a thousand");
+}

@@ -1,0 +1,158 @@
+//! A host whose worker blocks: what its callers hear when it is given up, and what those who leave the line keep.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::{Mutex, OnceLock};
+use std::time::Duration;
+
+use futures_util::FutureExt;
+use gym_core::{
+    CallContext, Code, Execution, Handler, HandlesBlocking, HostOptions, Method, Methods, Payload, Request, Result,
+    Worker, WorkerEnv, WorkerHost,
+};
+use tokio::time::timeout;
+
+const SOON: Duration = Duration::from_secs(20);
+
+/// Blocks, whatever its caller does, until the test lets it go; answers whether it was told to stop.
+#[derive(Clone, Copy, Debug)]
+struct Block;
+
+impl Method for Block {
+    const NAME: &'static str = "block";
+    type Args = ();
+    type Reply = ();
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Count;
+
+impl Method for Count {
+    const NAME: &'static str = "count";
+    type Args = ();
+    type Reply = ();
+}
+
+/// What a test and its worker, which is found by its group's name, share.
+struct Shared {
+    go: Mutex<Receiver<()>>,
+    told: Mutex<SyncSender<bool>>,
+    ended: Mutex<SyncSender<()>>,
+    counted: AtomicU32,
+}
+
+/// The test's ends.
+struct Strings {
+    go: SyncSender<()>,
+    told: Receiver<bool>,
+    ended: Receiver<()>,
+    shared: &'static Shared,
+}
+
+static GIVEN_UP: OnceLock<Shared> = OnceLock::new();
+static LEFT: OnceLock<Shared> = OnceLock::new();
+
+fn shared(group: &str) -> &'static OnceLock<Shared> {
+    if group == "given-up" { &GIVEN_UP } else { &LEFT }
+}
+
+fn strings(group: &str) -> Strings {
+    let ((go, waits), (tells, told), (ends, ended)) = (sync_channel(1), sync_channel(1), sync_channel(1));
+    let made =
+        Shared { go: Mutex::new(waits), told: Mutex::new(tells), ended: Mutex::new(ends), counted: AtomicU32::new(0) };
+    let shared = shared(group).get_or_init(|| made);
+    Strings { go, told, ended, shared }
+}
+
+struct Blocking(&'static Shared);
+
+impl Worker for Blocking {
+    type Init = ();
+
+    fn start(env: WorkerEnv, (): ()) -> Result<Self> {
+        Ok(Self(shared(&env.group).get().expect("the test made it")))
+    }
+
+    fn methods(methods: &mut Methods<Self>) {
+        methods.blocking(Block).blocking(Count);
+    }
+}
+
+impl Drop for Blocking {
+    fn drop(&mut self) {
+        let _ = self.0.ended.lock().expect("nobody panics").send(());
+    }
+}
+
+impl HandlesBlocking<Block> for Blocking {
+    fn handle(&mut self, cx: &CallContext, _: Payload<()>) -> Result<Payload<()>> {
+        let _ = self.0.go.lock().expect("nobody panics").recv();
+        let _ = self.0.told.lock().expect("nobody panics").send(cx.cancel.is_cancelled());
+        Ok(().into())
+    }
+}
+
+impl HandlesBlocking<Count> for Blocking {
+    fn handle(&mut self, _: &CallContext, _: Payload<()>) -> Result<Payload<()>> {
+        self.0.counted.fetch_add(1, Ordering::Relaxed);
+        Ok(().into())
+    }
+}
+
+async fn host(group: &'static str, calls_max: usize) -> WorkerHost {
+    let mut options = HostOptions::default();
+    options.calls_max = calls_max;
+    WorkerHost::start::<Blocking>(WorkerEnv::new(group, 0, 1), (), &options).await.expect("starts")
+}
+
+fn post(method: &'static str) -> Request {
+    Request::post(CallContext::within(SOON * 30), method, r#"{"value":null}"#)
+}
+
+async fn until_running(host: &WorkerHost) {
+    let running = async {
+        while host.status().running.is_empty() {
+            tokio::task::yield_now().await;
+        }
+    };
+    timeout(SOON, running).await.expect("it runs");
+}
+
+#[tokio::test]
+async fn a_worker_that_blocks_beyond_the_grace_keeps_nobody_waiting_and_runs_nothing_more() {
+    let strings = strings("given-up");
+    let host = host("given-up", 8).await;
+    let running = tokio::spawn(host.handle(post("/worker/block")));
+    until_running(&host).await;
+    let waiting = tokio::spawn(host.handle(post("/worker/count")));
+    let error = host.stop(Duration::ZERO).await.expect_err("it blocks");
+    assert_eq!(error.code(), Code::DeadlineExceeded);
+    for answer in [running, waiting] {
+        let error = timeout(SOON, answer).await.expect("at once").expect("no panic").expect_err("nobody answers");
+        assert_eq!((error.code(), error.execution()), (Code::Unavailable, Execution::Unknown), "{error}");
+    }
+    strings.go.send(()).expect("it waits");
+    assert_eq!(strings.told.recv_timeout(SOON), Ok(true), "it was told");
+    strings.ended.recv_timeout(SOON).expect("the worker ends after the call that it ran");
+    assert_eq!(strings.shared.counted.load(Ordering::Relaxed), 0);
+}
+
+#[tokio::test]
+async fn those_who_leave_the_line_of_a_worker_that_blocks_keep_no_room() {
+    let strings = strings("left");
+    let host = host("left", 2).await;
+    let running = tokio::spawn(host.handle(post("/worker/block")));
+    until_running(&host).await;
+    for number in 0..1_000 {
+        let mut leaves = host.handle(post("/worker/count"));
+        assert!(leaves.as_mut().now_or_never().is_none(), "call {number} has a place");
+        drop(leaves);
+        assert_eq!(host.status().waiting, 0, "call {number}");
+    }
+    let stays = tokio::spawn(host.handle(post("/worker/count")));
+    strings.go.send(()).expect("it waits");
+    for answer in [running, stays] {
+        timeout(SOON, answer).await.expect("soon").expect("no panic").expect("an answer");
+    }
+    assert_eq!(strings.shared.counted.load(Ordering::Relaxed), 1);
+}
