@@ -416,6 +416,8 @@ impl Berths {
 
     /// The last. Returns whether all could be given back; the others are leaked, with the context.
     pub(super) fn give_back(mut self) -> bool {
+        // One that ended a moment ago may not have been seen yet.
+        self.look_at_processes();
         self.remove_where(Place::may_go);
         self.workers.borrow_mut().clear();
         let clean = self.places.is_empty();
