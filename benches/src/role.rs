@@ -42,21 +42,12 @@ where
         // Spawned: a future that is blocked on is not on a worker, and each of its wake-ups crosses threads.
         return runtime.block_on(async { tokio::spawn(take_part(arguments)).await? });
     }
-    raise_descriptors();
+    // A thousand connections need as many.
+    gym_core::raise_descriptors();
     let options = Options::of_arguments()?;
     let runtime = Builder::new_current_thread().enable_all().build()?;
     let bench = bench(options);
     runtime.block_on(async { tokio::spawn(bench).await? })
-}
-
-/// A thousand connections need as many descriptors, and some machines start programs with 1,024.
-fn raise_descriptors() {
-    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-    let limit = getrlimit(Resource::Nofile);
-    let raised = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });
-    if let Err(error) = raised {
-        eprintln!("the limit on file descriptors stays as it is: {error}");
-    }
 }
 
 async fn take_part(arguments: Vec<String>) -> Result<()> {

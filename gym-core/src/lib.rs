@@ -7,6 +7,7 @@ mod cancel;
 mod channel;
 pub mod cluster;
 mod context;
+mod descriptors;
 mod dispatch;
 mod error;
 mod few;
@@ -49,6 +50,7 @@ pub use batch::{
 pub use cancel::{CancelOnDrop, CancelToken, Cancelled};
 pub use channel::{Channel, Handing, INCARNATION_METADATA, Link, PathInfo, Reply};
 pub use context::{CallContext, DEFAULT_DEADLINE, DEFAULT_REPLY_BYTES_MAX, Incarnation, TraceContext};
+pub use descriptors::raise_descriptors;
 pub use dispatch::{Assignment, Dispatch, Free, PlanError};
 pub use error::{Code, Error, Execution, Result};
 pub use group::{

@@ -5,9 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use gym_core::{Code, Endpoint, Error, Incoming, Listener, PeerInfo, Result};
+use gym_core::{Code, Endpoint, Error, Incoming, Listener, PeerInfo, Result, raise_descriptors};
 use rustix::io::Errno;
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::net::{TcpListener, TcpSocket};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::sleep;
@@ -101,17 +100,6 @@ fn listen(address: SocketAddr, backlog: u32) -> std::io::Result<TcpListener> {
     keep_alive(&socket)?;
     socket.bind(address)?;
     socket.listen(backlog)
-}
-
-/// Raises the limit on file descriptors as far as this process may, and returns it.
-fn raise_descriptors() -> u64 {
-    let limit = getrlimit(Resource::Nofile);
-    if limit.current != limit.maximum
-        && let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum })
-    {
-        tracing::debug!(%error, "the limit on file descriptors stays as it is");
-    }
-    getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
 }
 
 /// How many connections that many file descriptors allow.

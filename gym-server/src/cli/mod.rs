@@ -41,7 +41,6 @@ use clap::{CommandFactory, FromArgMatches};
 use gym_client::config::ConfigError;
 use gym_client::launch;
 use gym_core::{Code, Error};
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::stack::Servers;
 use args::{Cli, Command};
@@ -161,7 +160,8 @@ fn parse(argv: impl IntoIterator<Item = OsString>) -> Result<Parsed, Failure> {
 fn start(cli: Cli, overrides: Vec<String>, head_typed: bool, servers: Servers, console: &Console) -> Outcome {
     let serves = matches!(cli.command, Command::Run(_));
     console::log_to(console, &cli.shared, serves)?;
-    raise_descriptor_limit();
+    // A thousand connections to each of several servers is usual.
+    gym_core::raise_descriptors();
     let mut runtime = tokio::runtime::Builder::new_multi_thread();
     if let Some(threads) = cli.shared.threads {
         runtime.worker_threads(usize::from(threads));
@@ -186,16 +186,6 @@ fn start(cli: Cli, overrides: Vec<String>, head_typed: bool, servers: Servers, c
     // Whatever still runs was told to end, or is not worth waiting for.
     runtime.shutdown_timeout(Duration::from_secs(1));
     ended.unwrap_or_else(|error| Err(Failure::Failed(format!("the command ended unexpectedly: {error}"))))
-}
-
-/// As many descriptors as this process may have: a thousand connections to each of several servers is usual.
-fn raise_descriptor_limit() {
-    let limit = getrlimit(Resource::Nofile);
-    if limit.current != limit.maximum
-        && let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum })
-    {
-        tracing::debug!(%error, ?limit, "the limit of open files stays as it is");
-    }
 }
 
 #[cfg(test)]
