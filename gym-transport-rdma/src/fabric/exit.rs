@@ -6,6 +6,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, Once, PoisonError, Weak};
 use std::time::Duration;
 
+use tokio::time::Instant;
+
 use super::Shared;
 
 /// How long the exit waits for all of them together; a thread that is inside of a handler of ours may take longer.
@@ -53,9 +55,9 @@ extern "C" fn stop_all() {
     for shared in &running {
         shared.stop();
     }
+    let until = Instant::now() + WITHIN;
     for shared in &running {
-        // One after another, but all were told at once.
-        shared.wait_for_end(WITHIN);
+        shared.wait_for_end(until.saturating_duration_since(Instant::now()));
     }
 }
 
