@@ -24,6 +24,8 @@ pub struct UcxConfig {
     pub connect_timeout: Duration,
     /// Bytes from which on a segment is sent by itself, by rendezvous, from where it lies and into a buffer of the pool; shorter
     /// ones are copied together. 1 KiB to 16 MiB. 64 KiB: a copy of so much takes about as long as the rendezvous' question.
+    /// Both ends need about the same: each has room for 128 of its own size ahead of their turn, and ends the connection of a peer
+    /// that sends much longer ones unannounced.
     pub cut_bytes: usize,
 }
 

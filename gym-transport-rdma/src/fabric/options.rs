@@ -40,14 +40,16 @@ pub struct FabricOptions {
     pub unsent_max: usize,
     /// Messages of one connection that may wait for one before them.
     pub held_max: usize,
-    /// Bytes of the payloads that came with these messages.
+    /// Bytes of the payloads that came with these messages. What a peer sends unannounced is bounded by its `rendezvous_bytes`, so
+    /// both ends need like ones.
     pub held_bytes_max: usize,
     /// Peers from the listener that may not have shown a token yet.
     pub strangers_max: usize,
     /// How long each of them may take.
     pub hello_within: Duration,
-    /// Connections over shared memory at a time. Each has a worker of its own, which takes about a megabyte and six
-    /// descriptors.
+    /// Connections over shared memory at a time. Each has a worker of its own, which takes about a megabyte and seven
+    /// descriptors; together they get no more than half of those that this process may have, whose limit is raised as far as it
+    /// may be with the fabric.
     pub shared_memory_peers_max: usize,
 }
 
@@ -98,7 +100,7 @@ impl FabricOptions {
         let parts = [("TX_SEG_SIZE", "256k"), ("RX_SEG_SIZE", "256k")].into_iter().filter(|_| tcp);
         let old = kept.into_iter().chain(parts);
         let old = old.filter(|_| version.starts_with("1.13."));
-        // As many buffers as a queue over shared memory has places, and some to keep. The usual 512 of 8 KiB are for the peers of
+        // As many buffers as a berth's queue has places, and some to keep. The usual 512 of 8 KiB are for the peers of
         // a whole host, and take 4 MB of each worker at once.
         let buffers = shared_memory_of(&said).map(|_| ("MM_RX_BUFS_GROW", "96"));
         let fixed = old.chain(buffers).map(|(name, value)| (name.to_owned(), value.to_owned()));
@@ -120,6 +122,9 @@ impl FabricOptions {
         settings.retain(|(name, _)| !OF_NETWORKS.iter().any(|network| name.starts_with(network)));
         // Nothing is registered for shared memory, and what a worker leaves in the cache when it goes is never taken out.
         settings.insert(0, ("RCACHE_ENABLE".to_owned(), "n".to_owned()));
+        // Places of a queue: 64 in 1.13, 256 from 1.16 on. A sender counts with its own number, so both ends need the same; and more
+        // than 64 are not needed by one peer.
+        settings.insert(0, ("MM_FIFO_SIZE".to_owned(), "64".to_owned()));
         settings.push(("TLS".to_owned(), transports));
         // With ids that are looked up UCX keeps a list of its requests, and 1.13 gives the process up when a worker is destroyed
         // that has some: those to a dead peer. They are not needed, because a berth's worker stays as long as its peer may
@@ -135,21 +140,32 @@ const OF_NETWORKS: [&str; 10] =
 
 /// What of a list of transports, as in `UCX_TLS`, is shared memory on one host.
 fn shared_memory_of(transports: &str) -> Option<String> {
-    const QUEUES: [&str; 6] = ["posix", "sysv", "xpmem", "sm", "shm", "mm"];
+    const QUEUES: [&str; 3] = ["posix", "sysv", "xpmem"];
     const BESIDE: [&str; 3] = ["cma", "knem", "self"];
-    let (transports, all_but) = transports.strip_prefix('^').map_or((transports, false), |list| (list, true));
-    let names: Vec<_> = transports.split(',').map(str::trim).collect();
-    let found: Vec<_> = if all_but {
-        let aliases: &[&str] = if names.contains(&"mm") { &QUEUES } else { &[] };
-        let none = names.contains(&"sm") || names.contains(&"shm");
-        let single = ["posix", "sysv", "cma"].into_iter().filter(|name| !none && !names.contains(name));
-        single.filter(|name| !aliases.contains(name)).collect()
-    } else if names.contains(&"all") {
-        vec!["sm"]
-    } else {
-        names.into_iter().filter(|name| QUEUES.contains(name) || BESIDE.contains(name)).collect()
-    };
+    let (list, all_but) = transports.strip_prefix('^').map_or((transports, false), |list| (list, true));
+    let mut named: Vec<_> = list.split(',').flat_map(|name| meant_by(name.trim())).collect();
+    if all_but {
+        named = OF_ONE_HOST.into_iter().filter(|name| !named.contains(name)).collect();
+    }
+    let mut found: Vec<&str> = Vec::new();
+    for name in named {
+        if (QUEUES.contains(&name) || BESIDE.contains(&name)) && !found.contains(&name) {
+            found.push(name);
+        }
+    }
     found.iter().any(|name| QUEUES.contains(name)).then(|| found.join(","))
+}
+
+/// What names of several transports stand for. Who wants `xpmem` or `knem` names it: a rendezvous that reads through mapped
+/// memory, as xpmem's do from UCX 1.16 on, ends the process when its worker is destroyed meanwhile.
+const OF_ONE_HOST: [&str; 4] = ["posix", "sysv", "cma", "self"];
+
+fn meant_by(name: &str) -> Vec<&str> {
+    match name {
+        "all" | "sm" | "shm" => OF_ONE_HOST.to_vec(),
+        "mm" => vec!["posix", "sysv"],
+        one => vec![one],
+    }
 }
 
 /// Why a fabric cannot be opened.
@@ -185,13 +201,15 @@ mod tests {
     #[test]
     fn berths_have_the_shared_memory_of_the_transports_alone() {
         for (transports, found) in [
-            ("all", Some("sm")),
+            ("all", Some("posix,sysv,cma,self")),
             ("posix,cma,self", Some("posix,cma,self")),
-            ("rc,tcp, shm", Some("shm")),
+            ("rc,tcp, shm", Some("posix,sysv,cma,self")),
+            ("sm,xpmem,posix", Some("posix,sysv,cma,self,xpmem")),
+            ("mm,tcp", Some("posix,sysv")),
             ("tcp", None),
             ("tcp,cma", None),
-            ("^tcp", Some("posix,sysv,cma")),
-            ("^posix,tcp", Some("sysv,cma")),
+            ("^tcp", Some("posix,sysv,cma,self")),
+            ("^posix,tcp", Some("sysv,cma,self")),
             ("^sm", None),
             ("^mm", None),
         ] {
@@ -210,5 +228,12 @@ mod tests {
         let last = |name: &str| settings.iter().rev().find(|(known, _)| known == name).map(|(_, value)| value.as_str());
         assert_eq!((last("TLS"), last("MM_RX_BUFS_GROW")), (Some("posix"), Some("7")));
         assert_eq!(last("TCP_TX_SEG_SIZE"), None, "of a transport that is not there");
+        assert_eq!(last("MM_FIFO_SIZE"), Some("64"));
+        options.settings.push(("MM_FIFO_SIZE".to_owned(), "128".to_owned()));
+        let settings = options.berth_settings("1.22.0").expect("posix is shared memory");
+        assert_eq!(
+            settings.iter().rfind(|(name, _)| name == "MM_FIFO_SIZE").map(|(_, size)| size.as_str()),
+            Some("128")
+        );
     }
 }
