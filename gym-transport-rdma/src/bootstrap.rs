@@ -1,13 +1,16 @@
 //! How two ends come to know each other, over any transport that both have: one question, one answer, both JSON.
 //!
 //! ```text
-//! POST /.gym/ucx  {"version":1, "id":"…", "greeting":"…", "host":"…", "worker":"…"?}
+//! POST /.gym/ucx  {"version":1, "id":"…", "greeting":"…", "host":"…", "within_ms":5000, "worker":"…"?}
 //!            200  {"version":1, "id":"…", "token":"…", "worker":"…"} or {…, "address":"10.0.0.7:7012"}
 //! ```
 //!
 //! Numbers and bytes are hexadecimal. A question with a worker asks for shared memory, one without for the network: it is the
-//! address of a berth, which the one who says it has opened for this connection.
+//! address of a berth, which the one who says it has opened for this connection. Neither end uses the other's later than
+//! `within_ms` after the question.
 //! The token is good once and soon; whoever can ask can connect, so the route is as guarded as the transport that it is on.
+
+use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use gym_core::mux::{Greeting, Limits, malformed};
@@ -30,6 +33,8 @@ pub(crate) struct Ask {
     pub(crate) greeting: Greeting,
     /// Its host's identity.
     pub(crate) host: String,
+    /// How long it goes on with this.
+    pub(crate) within: Duration,
     /// It wants to share memory.
     pub(crate) worker: Option<Bytes>,
 }
@@ -56,6 +61,7 @@ struct AskText {
     id: String,
     greeting: String,
     host: String,
+    within_ms: u64,
     #[serde(skip_serializing_if = "Option::is_none")]
     worker: Option<String>,
 }
@@ -72,8 +78,14 @@ struct AnswerText {
 }
 
 impl Ask {
-    pub(crate) fn new(id: ConnectionId, limits: &Limits, host: String, worker: Option<Bytes>) -> Self {
-        Self { id, greeting: Greeting::of(limits), host, worker }
+    pub(crate) fn new(
+        id: ConnectionId,
+        limits: &Limits,
+        host: String,
+        within: Duration,
+        worker: Option<Bytes>,
+    ) -> Self {
+        Self { id, greeting: Greeting::of(limits), host, within, worker }
     }
 
     pub(crate) fn write(&self) -> String {
@@ -84,6 +96,7 @@ impl Ask {
             id: hex(&self.id.0.to_be_bytes()),
             greeting: hex(&greeting),
             host: self.host.clone(),
+            within_ms: u64::try_from(self.within.as_millis()).unwrap_or(u64::MAX),
             worker: self.worker.as_deref().map(hex),
         })
     }
@@ -99,6 +112,7 @@ impl Ask {
             id: id(&asked.id)?,
             greeting: Greeting::read(unhex("greeting", &asked.greeting)?.into())?,
             host: asked.host,
+            within: Duration::from_millis(asked.within_ms),
             worker,
         })
     }
@@ -180,15 +194,15 @@ mod tests {
     proptest! {
         #[test]
         fn question_and_answer_are_read_as_they_were_written(
-            (number, token) in any::<(u64, [u8; 32])>(), host in ".{0,30}",
+            (number, token, within_ms) in any::<(u64, [u8; 32], u64)>(), host in ".{0,30}",
             worker in prop::option::of(prop::collection::vec(any::<u8>(), 1..400)), port in any::<u16>(),
         ) {
             let limits = Limits { calls_max: 3, ..Limits::default() };
-            let worker = worker.map(Bytes::from);
-            let ask = Ask::new(ConnectionId(number), &limits, host.clone(), worker.clone());
+            let (worker, within) = (worker.map(Bytes::from), Duration::from_millis(within_ms));
+            let ask = Ask::new(ConnectionId(number), &limits, host.clone(), within, worker.clone());
             let ask = Ask::read(ask.write().as_bytes()).unwrap();
             prop_assert_eq!((ask.id, ask.host, &ask.worker), (ConnectionId(number), host, &worker));
-            prop_assert_eq!(ask.greeting, Greeting::of(&limits));
+            prop_assert_eq!((ask.greeting, ask.within), (Greeting::of(&limits), within));
             let way = worker.map_or(Way::Address(([10, 0, 0, 7], port).into()), Way::Worker);
             let answer = Answer { id: ConnectionId(number), token: Token(token), way: way.clone() };
             let answer = Answer::read(answer.write().as_bytes()).unwrap();
@@ -197,7 +211,8 @@ mod tests {
 
         #[test]
         fn no_bytes_make_a_reader_panic(bytes in prop::collection::vec(any::<u8>(), 0..200), at in any::<prop::sample::Index>()) {
-            let ask = Ask::new(ConnectionId(1), &Limits::default(), "here".into(), Some(Bytes::from_static(b"w")));
+            let worker = Some(Bytes::from_static(b"w"));
+            let ask = Ask::new(ConnectionId(1), &Limits::default(), "here".into(), Duration::from_secs(5), worker);
             let mut mixed = ask.write().into_bytes();
             let at = at.index(mixed.len());
             mixed.splice(at..at, bytes.iter().copied().take(2));
@@ -209,12 +224,13 @@ mod tests {
 
     #[test]
     fn what_is_not_a_bootstrap_is_refused_with_its_field() {
-        let ask = Ask::new(ConnectionId(7), &Limits::default(), "here".into(), None).write();
+        let ask = Ask::new(ConnectionId(7), &Limits::default(), "here".into(), Duration::from_secs(5), None).write();
         for (from, to, said) in [
             ("\"version\":1", "\"version\":9", "version 9"),
             ("\"id\":\"00", "\"id\":\"0", "id: not hexadecimal"),
             ("\"greeting\":\"", "\"greeting\":\"zz", "greeting: not hexadecimal"),
             ("\"host\"", "\"nest\"", "host"),
+            ("\"within_ms\"", "\"within\"", "within_ms"),
         ] {
             let error = Ask::read(ask.replace(from, to).as_bytes()).unwrap_err();
             assert!(error.to_string().contains(said), "{error}");

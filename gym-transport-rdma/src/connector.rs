@@ -55,28 +55,37 @@ impl UcxConnector {
     ) -> Result<MuxLink<Outbox>> {
         let fabric = self.ucx.fabric().await?;
         let error = match level {
-            Some(Level::SharedMemory) => return self.attempt(cx, fabric, to, Level::SharedMemory).await,
-            Some(level @ (Level::Rdma | Level::UcxTcp)) => return self.attempt(cx, fabric, to, level).await,
+            Some(level @ (Level::SharedMemory | Level::Rdma | Level::UcxTcp)) => {
+                return self.attempt(cx, until, fabric, to, level).await;
+            }
             Some(other) => {
                 return Err(Error::not_started(Code::Unavailable, format!("UCX has no level {other}")));
             }
             None => {
                 // Where nothing answers, time is left for the network.
-                let half = cx.remaining().min(until.saturating_duration_since(Instant::now())) / 2;
-                match within(half, self.attempt(cx, fabric, to, Level::SharedMemory)).await {
+                let half = cx.remaining().min(left(until)) / 2;
+                let halftime = Instant::now() + half;
+                match within(half, self.attempt(cx, halftime, fabric, to, Level::SharedMemory)).await {
                     Ok(link) => return Ok(link),
                     Err(error) => error,
                 }
             }
         };
         tracing::debug!(%error, endpoint = %to, "no shared memory");
-        self.attempt(cx, fabric, to, Level::UcxTcp).await.map_err(|last| {
+        self.attempt(cx, until, fabric, to, Level::UcxTcp).await.map_err(|last| {
             let said = format!("{}; and no shared memory: {}", last.message(), error.message());
             Error::new(last.code(), last.execution(), said)
         })
     }
 
-    async fn attempt(&self, cx: &CallContext, fabric: &Fabric, to: &Endpoint, level: Level) -> Result<MuxLink<Outbox>> {
+    async fn attempt(
+        &self,
+        cx: &CallContext,
+        until: Instant,
+        fabric: &Fabric,
+        to: &Endpoint,
+        level: Level,
+    ) -> Result<MuxLink<Outbox>> {
         let devices = Lanes::of(fabric.devices());
         if level == Level::Rdma && !devices.rdma() {
             let said = format!("UCX finds no RDMA device here, only {devices}");
@@ -85,19 +94,24 @@ impl UcxConnector {
         let config = self.ucx.config();
         // Given up when this is.
         let berth = match level {
-            Level::SharedMemory => Some(fabric.berth(config.connect_timeout).await?),
+            Level::SharedMemory => Some(fabric.berth(left(until)).await?),
             _ => None,
         };
         let worker = berth.as_ref().map(|berth| berth.address().clone());
-        let ask = Ask::new(ConnectionId::random(), &config.limits, host::identity(), worker);
-        let answer = self.ask(cx, to, &ask).await?;
+        let ask = Ask::new(ConnectionId::random(), &config.limits, host::identity(), left(until), worker);
+        let answer = self.ask(cx, to, &ask).await;
+        if let (Some(berth), Err(error)) = (&berth, &answer)
+            && error.execution() == Execution::NotStarted
+        {
+            berth.withdraw();
+        }
+        let answer = answer?;
         let target = match (answer.way, berth) {
             (Way::Worker(peer), Some(berth)) => Target::Alongside(Alongside { berth, peer }),
             (Way::Address(address), None) => Target::Socket(reach(address, to).await?),
             _ => return Err(Error::unknown(Code::DataLoss, "the peer answered with another way than was asked for")),
         };
-        let connect =
-            Connect { id: ask.id, token: answer.token, peer: answer.id, target, within: config.connect_timeout };
+        let connect = Connect { id: ask.id, token: answer.token, peer: answer.id, target, within: left(until) };
         let (caller, greeted) = Caller::new(config.limits.clone(), config.cut_bytes, fabric.pool().clone());
         let opening = Opening(Some(fabric.connect(connect, Arc::clone(&caller) as _)?));
         let Greeted { end, lanes } =
@@ -124,6 +138,10 @@ impl UcxConnector {
         let answer = channel.call(Request::post(cx.clone(), ROUTE, ask.write())).await?.into_result()?;
         Answer::read(&answer.message.head.to_bytes())
     }
+}
+
+fn left(until: Instant) -> Duration {
+    until.saturating_duration_since(Instant::now())
 }
 
 async fn within<T>(patience: Duration, opening: impl Future<Output = Result<T>>) -> Result<T> {

@@ -59,7 +59,7 @@
 //! # What opening a fabric does to the process
 //!
 //! UCX is loaded, once and for ever. The handlers are put back; the patches are reported in [`LibraryInfo`]. The
-//! environment is only read. Forking without exec is not supported by UCX while a fabric is open.
+//! environment is only read. The soft limit on file descriptors is raised to the hard one. Forking without exec is not supported by UCX while a fabric is open.
 #![deny(unsafe_code)]
 
 mod bootstrap;

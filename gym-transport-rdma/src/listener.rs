@@ -98,11 +98,12 @@ impl Reception {
         let awaited = Arc::clone(&self.awaited).try_acquire_owned();
         let awaited = awaited.map_err(|_| refuse(format!("{AWAITED_MAX} peers are awaited already")))?;
         let config = self.ucx.config();
+        let within = ask.within.min(config.connect_timeout);
         let (way, alongside) = if let Some(peer) = ask.worker {
             if let Some(why) = host::apart(&self.host, &ask.host) {
                 return Err(refuse(why));
             }
-            let berth = self.fabric.berth(config.connect_timeout).await?;
+            let berth = self.fabric.berth(within).await?;
             (Way::Worker(berth.address().clone()), Some(Alongside { berth, peer }))
         } else {
             let nowhere =
@@ -113,7 +114,7 @@ impl Reception {
         let peer = request.peer.clone().unwrap_or_default();
         let pool = self.fabric.pool().clone();
         let events = Answerer::new(&config.limits, ask.greeting, peer, pool, self.door.clone(), awaited);
-        let expect = Expect { id, token: token.clone(), peer: ask.id, alongside, within: config.connect_timeout };
+        let expect = Expect { id, token: token.clone(), peer: ask.id, alongside, within };
         self.fabric.expect(expect, events)?;
         Ok(Answer { id, token, way })
     }

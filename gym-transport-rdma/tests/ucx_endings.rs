@@ -8,7 +8,7 @@ use std::sync::{Mutex, mpsc};
 use std::time::Duration;
 
 use bytes::Bytes;
-use common::{EndOf, Hook, Meeting, Names, SOON, Way, berth, open, pair, parcel, payload, recorder};
+use common::{EndOf, Hook, Meeting, Names, SOON, Way, berth, block_on, open, pair, parcel, payload, recorder};
 use gym_core::{Code, Error};
 use gym_transport_rdma::fabric::{
     Alongside, Connect, ConnectionId, Disposition, End, Expect, Fabric, FabricOptions, Lane, Parcel, Target, Token,
@@ -195,12 +195,11 @@ fn a_peer_that_does_not_come_in_time_is_told_as_lost_and_its_token_is_void() {
     for &way in Way::all() {
         let Some((caller, answerer)) = fabrics(way) else { return };
         let meeting = Meeting::new(way, &caller, &answerer);
+        let late = Connect { within: REFUSED_WITHIN, ..meeting.connect() };
         let there = expect(&answerer, Expect { within: Duration::from_millis(20), ..meeting.expect() });
         assert!(lost(there.ended()).to_string().contains("did not come in time"), "{way:?}");
-        let late = Connect { within: REFUSED_WITHIN, ..meeting.connect() };
         let late = connect(&caller, late);
-        // Over shared memory the berth has gone with it.
-        refused(&answerer, u64::from(way == Way::Network));
+        refused(&answerer, 1);
         assert_eq!(lost(late.ended()).code(), Code::Unavailable, "{way:?}");
         shut_down(way, &(caller, answerer));
     }
@@ -242,6 +241,45 @@ fn peers_on_this_host_beyond_the_bound_are_refused_until_one_leaves() {
     drop(second);
     berth(&fabric).unwrap();
     assert!(fabric.shutdown(SOON));
+}
+
+/// What it names would be something else when the worker is gone, and be written to by whoever comes.
+#[test]
+fn an_address_that_was_told_keeps_its_berth_until_nobody_may_come_by_it() {
+    let options = FabricOptions { shared_memory_peers_max: 1, ..common::shared_memory() };
+    let Some(fabric) = open(options) else { return };
+    let told = berth(&fabric).unwrap();
+    let _ = told.address();
+    told.withdraw();
+    drop(told);
+    let short = block_on(fabric.berth(Duration::from_millis(1))).unwrap();
+    let _ = short.address();
+    drop(short);
+    let deadline = tokio::time::Instant::now() + SOON;
+    while fabric.stats().berths_closed < 2 {
+        assert!(tokio::time::Instant::now() < deadline, "{:?}", fabric.stats());
+        std::thread::yield_now();
+    }
+    let told = berth(&fabric).unwrap();
+    let _ = told.address();
+    drop(told);
+    assert_eq!(berth(&fabric).unwrap_err().code(), Code::ResourceExhausted);
+    assert!(fabric.shutdown(SOON));
+    let stats = fabric.stats();
+    assert_eq!(stats.berths_opened, stats.berths_closed, "{stats:?}");
+}
+
+#[test]
+fn nobody_goes_to_a_berth_after_its_time() {
+    let Some((caller, answerer)) = fabrics(Way::SharedMemory) else { return };
+    let meeting = Meeting::new(Way::SharedMemory, &caller, &answerer);
+    let there = expect(&answerer, meeting.expect());
+    let late = connect(&caller, Connect { within: Duration::ZERO, ..meeting.connect() });
+    let said = lost(late.ended()).to_string();
+    assert!(said.contains("it took too long"), "{said}");
+    assert_eq!(answerer.stats().refused_tokens, 0);
+    there.connection.close(Duration::ZERO);
+    shut_down(Way::SharedMemory, &(caller, answerer));
 }
 
 #[test]

@@ -71,7 +71,7 @@ impl State {
             return self.hello(&message, origin);
         }
         if let (Kind::Last, Some(berth)) = (kind, origin.berth()) {
-            self.berths.peer_left(berth);
+            self.berths.peer_left(berth, id);
         }
         // Whoever knows the id of a connection can write into it, but not from another's berth.
         let Some(peer) = self.peers.get_mut(&id).filter(|peer| peer.berth == origin.berth()) else {
@@ -150,7 +150,9 @@ impl State {
             let Phase::Expecting { token, address } = &peer.phase else { return None };
             // Whoever was given a berth comes by it, everybody else by the listener.
             let way = peer.berth == origin.berth() && stranger.is_some() == peer.berth.is_none();
-            (token.matches(shown) && own == peer.id && way).then(|| address.clone())
+            // Past its time the address of its berth may name something else.
+            let timely = peer.deadline.is_none_or(|at| Instant::now() < at);
+            (token.matches(shown) && own == peer.id && way && timely).then(|| address.clone())
         });
         let Some(address) = expected else {
             self.shared.counters.refused_tokens.add(1);

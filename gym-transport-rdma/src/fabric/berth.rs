@@ -7,12 +7,16 @@
 //!
 //! ```text
 //!  opened ──▶ free ──▶ taken ──▶ leaving ──▶ gone
-//!               └── nobody came ──────────────▲
+//!               └─────▶ given up ─────────────▲
 //! ```
 //!
 //! A worker that is destroyed answers nobody: what the peer has announced to it would wait for ever, and what was announced
 //! to the peer may still be read by it. So a berth that is left stays until both ends have said that nothing of theirs is
 //! under way ([`Kind::Last`]), or the peer's process has ended.
+//!
+//! An address names the memory of its worker by a number, the descriptor's, which means something else when the worker is gone:
+//! whoever comes by it then maps, and writes, what it finds there. So a berth whose address was told stays as long as somebody
+//! may come by it, and nobody comes later ([`Berth::address`]). Only the end of the fabric does not wait for that.
 #![allow(unsafe_code)]
 
 use std::cell::{Cell, RefCell};
@@ -21,10 +25,11 @@ use std::fmt;
 use std::os::fd::BorrowedFd;
 use std::rc::{Rc, Weak};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use bytes::{BufMut, Bytes, BytesMut};
-use gym_core::{Code, Error, Result};
+use gym_core::{Code, Error, Result, raise_descriptors};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tokio::time::Instant;
 
@@ -40,6 +45,8 @@ use crate::ucx::{Armed, Context, Endpoint, Others, Outgoing, Protocol, Worker};
 
 /// How long a berth that is left is waited for by a shutdown, or stays for a peer that never was one.
 pub(super) const LEAVE_BERTH_WITHIN: Duration = Duration::from_secs(1);
+/// What a berth takes of the process's descriptors: UCX's, and the one of the peer's process.
+const BERTH_DESCRIPTORS: usize = 7;
 /// How long one stays in which nothing of ours is under way, for the peer to say the same.
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -51,6 +58,7 @@ pub struct Berth(Arc<Reserved>);
 struct Reserved {
     id: BerthId,
     address: Bytes,
+    told: Arc<AtomicBool>,
     shared: Arc<Shared>,
 }
 
@@ -59,10 +67,17 @@ struct Reserved {
 pub(super) struct BerthId(u64);
 
 impl Berth {
-    /// What the peer connects to. Some hundred bytes, to be handed over to that peer only.
+    /// What the peer connects to. Some hundred bytes, to be handed over to that peer only, which must not use it later than the
+    /// berth's time and a second: from here on the berth stays so long, whatever becomes of it, unless a connection has opened.
     #[must_use]
     pub fn address(&self) -> &Bytes {
+        self.0.told.store(true, Ordering::Relaxed);
         &self.0.address
+    }
+
+    /// The peer will not use the address: it has refused, and the berth need not stay for it.
+    pub fn withdraw(&self) {
+        self.0.told.store(false, Ordering::Relaxed);
     }
 
     pub(super) fn id(&self) -> BerthId {
@@ -135,26 +150,35 @@ pub(super) struct Settings {
 impl Settings {
     pub(super) fn new(library: &'static Library, options: &FabricOptions) -> Self {
         let settings = options.berth_settings(&library.info().version);
-        Self { library, settings, max: options.shared_memory_peers_max }
+        let descriptors = usize::try_from(raise_descriptors()).unwrap_or(usize::MAX);
+        let max = options.shared_memory_peers_max.min(descriptors / 2 / BERTH_DESCRIPTORS);
+        Self { library, settings, max }
     }
 }
 
 struct Place {
     worker: Rc<Worker>,
     process: Process,
+    /// Its time.
+    until: Instant,
+    /// Somebody may come by its address.
+    told: Arc<AtomicBool>,
     /// The peer has said its last word.
     peer_left: bool,
     stage: Stage,
 }
 
 enum Stage {
-    Free { until: Instant },
+    Free,
+    /// Nobody here wants it any more.
+    GivenUp,
     Taken(ConnectionId),
     Leaving(Leaving),
 }
 
 /// A berth without a connection.
 struct Leaving {
+    own: ConnectionId,
     endpoint: Option<Endpoint>,
     peer: ConnectionId,
     sending: Rc<Sending>,
@@ -200,16 +224,23 @@ impl Leaving {
 }
 
 impl Place {
+    /// Whether somebody may still come by its address, unless a connection has opened.
+    fn is_sought(&self, now: Instant) -> bool {
+        self.told.load(Ordering::Relaxed) && now < self.until + LEAVE_BERTH_WITHIN
+    }
+
     /// Whether nobody needs it any more.
     fn is_over(&self, now: Instant) -> bool {
         match &self.stage {
-            Stage::Free { until } => now >= *until,
+            Stage::Free => now >= self.until && !self.is_sought(now),
+            Stage::GivenUp => !self.is_sought(now),
             Stage::Taken(_) => false,
             Stage::Leaving(leaving) => {
                 let since = now.duration_since(leaving.since);
                 let agreed = self.peer_left && leaving.last.get() == Last::Taken;
                 // Only a hello can be under way to one that never was a peer.
-                let nobody = leaving.endpoint.is_none() || (!leaving.was_open && since >= LEAVE_BERTH_WITHIN);
+                let without_hello = leaving.endpoint.is_none() || since >= LEAVE_BERTH_WITHIN;
+                let nobody = !leaving.was_open && without_hello && !self.is_sought(now);
                 agreed || nobody || self.process.has_ended() || (!leaving.has_operations() && since >= PATIENCE)
             }
         }
@@ -218,7 +249,8 @@ impl Place {
     /// Whether its time is kept, and a shutdown waits for it.
     fn is_awaited(&self, now: Instant) -> bool {
         match &self.stage {
-            Stage::Free { .. } => true,
+            Stage::Free => true,
+            Stage::GivenUp => false,
             Stage::Taken(_) => self.process.has_ended(),
             Stage::Leaving(leaving) => {
                 self.process.has_ended() || now.duration_since(leaving.since) < LEAVE_BERTH_WITHIN
@@ -229,7 +261,7 @@ impl Place {
     /// Whether it may go at the very end, although nothing was agreed.
     fn may_go(&self) -> bool {
         match &self.stage {
-            Stage::Free { .. } => true,
+            Stage::Free | Stage::GivenUp => true,
             Stage::Taken(_) => false,
             Stage::Leaving(leaving) => !leaving.was_open || !leaving.has_operations() || self.process.has_ended(),
         }
@@ -239,7 +271,9 @@ impl Place {
     fn go(self) {
         let Self { worker, stage, .. } = self;
         // SAFETY: of the reasons to let it go each means that nothing is left which somebody might still use: both ends have
-        // said so, or ours knows of nothing; only a hello was sent, without a payload; the peer's process has ended.
+        // said so, or ours knows of nothing; only a hello was sent, without a payload; the peer's process has ended. The peer
+        // vouches for its last word and for the number of its process. A lie lets payloads be freed that it still copies, which
+        // only a process can that may read and write our memory anyway.
         unsafe { worker.abandon() };
         if let Stage::Leaving(Leaving { endpoint: Some(endpoint), .. }) = stage {
             endpoint.give_back();
@@ -270,10 +304,11 @@ impl Berths {
         self.next += 1;
         let address = Address::ours(&worker);
         self.workers.borrow_mut().push(Rc::clone(&worker));
-        let stage = Stage::Free { until: Instant::now() + within };
-        self.places.insert(id, Place { worker, process: Process::Unknown, peer_left: false, stage });
+        let (until, told) = (Instant::now() + within, Arc::new(AtomicBool::new(false)));
+        let (process, reserved) = (Process::Unknown, Arc::clone(&told));
+        self.places.insert(id, Place { worker, process, until, told, peer_left: false, stage: Stage::Free });
         self.shared.counters.berths_opened.add(1);
-        Ok(Berth(Arc::new(Reserved { id, address, shared: Arc::clone(&self.shared) })))
+        Ok(Berth(Arc::new(Reserved { id, address, told: reserved, shared: Arc::clone(&self.shared) })))
     }
 
     fn worker(&mut self, id: BerthId) -> Result<Rc<Worker>, String> {
@@ -302,8 +337,10 @@ impl Berths {
         peer: &Bytes,
     ) -> Result<(Rc<Worker>, Bytes), &'static str> {
         let place = self.places.get_mut(&berth.id()).ok_or("its time is over")?;
-        if !matches!(place.stage, Stage::Free { .. }) {
-            return Err("it is taken");
+        match place.stage {
+            Stage::Free if Instant::now() < place.until => {}
+            Stage::Free | Stage::GivenUp => return Err("its time is over"),
+            Stage::Taken(_) | Stage::Leaving(_) => return Err("it is taken"),
         }
         let address = Address::read(peer).ok_or("the peer's address is none")?;
         place.process = Process::watch(address.process);
@@ -313,7 +350,9 @@ impl Berths {
 
     /// Nobody will take it, unless somebody has.
     pub(super) fn give_up(&mut self, id: BerthId) {
-        if self.places.get(&id).is_some_and(|place| matches!(place.stage, Stage::Free { .. })) {
+        let Some(place) = self.places.get_mut(&id).filter(|place| matches!(place.stage, Stage::Free)) else { return };
+        place.stage = Stage::GivenUp;
+        if place.is_over(Instant::now()) {
             self.remove(id);
         }
     }
@@ -321,21 +360,25 @@ impl Berths {
     /// Its connection has ended.
     pub(super) fn leave(&mut self, id: BerthId, left: Left) {
         let Some(place) = self.places.get_mut(&id) else { return };
+        let Stage::Taken(own) = place.stage else { return };
         let Left { endpoint, peer, sending, was_open } = left;
         let (since, last) = (Instant::now(), Rc::new(Cell::new(Last::NotSaid)));
-        place.stage = Stage::Leaving(Leaving { endpoint, peer, sending, was_open, since, last });
+        place.stage = Stage::Leaving(Leaving { own, endpoint, peer, sending, was_open, since, last });
     }
 
-    /// The peer has said its last word.
-    pub(super) fn peer_left(&mut self, id: BerthId) {
-        if let Some(place) = self.places.get_mut(&id) {
-            place.peer_left = true;
-        }
+    /// The peer of this connection has said its last word. Of any other it is not heard here.
+    pub(super) fn peer_left(&mut self, id: BerthId, connection: ConnectionId) {
+        let Some(place) = self.places.get_mut(&id) else { return };
+        let own = match &place.stage {
+            Stage::Taken(own) | Stage::Leaving(Leaving { own, .. }) => *own,
+            Stage::Free | Stage::GivenUp => return,
+        };
+        place.peer_left |= own == connection;
     }
 
-    /// Gives up all that nobody has taken.
+    /// Gives up all that nobody has taken, at once.
     pub(super) fn give_up_all(&mut self) {
-        self.remove_where(|place| matches!(place.stage, Stage::Free { .. }));
+        self.remove_where(|place| matches!(place.stage, Stage::Free | Stage::GivenUp));
     }
 
     /// Goes on with those that are left, and says whose peer has ended: everything that it sent has come by then.
@@ -347,7 +390,7 @@ impl Berths {
                 Stage::Leaving(leaving) if leaving.last.get() == Last::NotSaid && !leaving.has_operations() => {
                     leaving.say_last();
                 }
-                Stage::Free { .. } | Stage::Taken(_) | Stage::Leaving(_) => {}
+                Stage::Free | Stage::GivenUp | Stage::Taken(_) | Stage::Leaving(_) => {}
             }
         }
         self.remove_where(|place| place.is_over(now));
@@ -388,7 +431,7 @@ impl Berths {
         for place in self.places.values() {
             match if place.worker.is_armed() { Ok(Armed::Yes) } else { place.worker.arm() } {
                 Ok(Armed::Yes) => armed.push(&place.worker),
-                Ok(Armed::Busy) => busy |= !matches!(place.stage, Stage::Leaving(_)),
+                Ok(Armed::Busy) => busy |= matches!(place.stage, Stage::Free | Stage::Taken(_)),
                 Err(status) => tracing::debug!(%status, "arm a berth's worker"),
             }
         }

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use gym_core::{Code, Error, Result};
 use tokio::sync::oneshot;
+use tokio::time::Instant;
 
 use super::berth::{Berth, BerthId};
 use super::peer::{ended_before, finish};
@@ -62,9 +63,10 @@ pub(super) enum Command {
     Shutdown(Duration),
 }
 
+/// What is to be opened, and until when: its time begins with the call.
 pub(super) enum Opening {
-    Expect(Expect),
-    Connect(Connect),
+    Expect(Expect, Instant),
+    Connect(Connect, Instant),
 }
 
 impl Fabric {
@@ -118,7 +120,8 @@ impl Fabric {
     /// # Errors
     /// When the fabric has ended, or its queue is full.
     pub fn expect(&self, expected: Expect, events: Arc<dyn PeerEvents>) -> Result<Connection> {
-        self.begin(expected.id, Opening::Expect(expected), events)
+        let until = Instant::now() + expected.within;
+        self.begin(expected.id, Opening::Expect(expected, until), events)
     }
 
     /// Connects to a peer that expects us. `opened` comes when it answered; [`End::Lost`](super::End::Lost) when it did
@@ -127,7 +130,8 @@ impl Fabric {
     /// # Errors
     /// When the fabric has ended, or its queue is full.
     pub fn connect(&self, to: Connect, events: Arc<dyn PeerEvents>) -> Result<Connection> {
-        self.begin(to.id, Opening::Connect(to), events)
+        let until = Instant::now() + to.within;
+        self.begin(to.id, Opening::Connect(to, until), events)
     }
 
     fn begin(&self, id: ConnectionId, opening: Opening, events: Arc<dyn PeerEvents>) -> Result<Connection> {

@@ -176,12 +176,14 @@ fn rubbish_and_unknown_ids_are_dropped_and_announcements_of_them_refused() {
     // That these end at all is the refusal.
     intruder.send(([0xff; HEADER_ROOM], 100), big.clone(), Protocol::Rendezvous);
     intruder.send(message(ConnectionId::random(), 0, Kind::Parcel), big, Protocol::Rendezvous);
-    for kind in [Kind::Hello, Kind::Welcome, Kind::Parcel, Kind::Urgent, Kind::Bye, Kind::Gone, Kind::Broken] {
+    for kind in
+        [Kind::Hello, Kind::Welcome, Kind::Parcel, Kind::Urgent, Kind::Bye, Kind::Gone, Kind::Broken, Kind::Last]
+    {
         intruder.send(message(ConnectionId::random(), 0, kind), Bytes::new(), Protocol::Eager);
     }
     intruder.until("they are counted", || {
         let stats = fabric.stats();
-        stats.dropped_malformed >= 201 && stats.dropped_unknown >= 7 && stats.refused_tokens >= 1
+        stats.dropped_malformed >= 201 && stats.dropped_unknown >= 8 && stats.refused_tokens >= 1
     });
     assert_eq!(seen.messages.load(Ordering::Relaxed), 0);
     assert!(seen.end.lock().unwrap().is_none(), "nobody else is disturbed");
@@ -223,7 +225,7 @@ fn untouched_zeros(len: usize) -> Bytes {
 #[test]
 fn what_has_no_place_in_the_order_ends_the_connection() {
     let Some(fabric) = fabric() else { return };
-    let cases: [(&str, &[(u64, Kind)]); 5] = [
+    let cases: [(&str, &[(u64, Kind)]); 6] = [
         ("the same place twice", &[(0, Kind::Parcel), (0, Kind::Parcel)]),
         (
             "too many ahead of a gap",
@@ -242,6 +244,7 @@ fn what_has_no_place_in_the_order_ends_the_connection() {
         ("a welcome to the one who gives it", &[(0, Kind::Welcome)]),
         ("an answer to a goodbye that was not said", &[(0, Kind::Gone)]),
         ("it says that it is broken", &[(0, Kind::Broken)]),
+        ("it says that it is over", &[(0, Kind::Last)]),
     ];
     for (what, messages) in cases {
         let intruder = Intruder::new(&fabric);

@@ -1,4 +1,8 @@
 //! Whether the process of a peer on this host still is.
+//!
+//! The peer vouches for its number. With one that is a lie, or was given to another process before we looked, a stranger is
+//! watched: the peer is missed too early or too late, and payloads may be freed that it still copies, which only a process can
+//! that may read and write our memory anyway. One that becomes another program (exec) does not end.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
@@ -11,7 +15,8 @@ pub(super) enum Process {
     There(OwnedFd),
     /// It has ended: it reads and writes nothing any more.
     Ended,
-    /// Nobody tells: it is our own, or the kernel is older than 5.3.
+    /// Nobody tells: it is our own, or there is no descriptor for it. The kernel is older than 5.3, seccomp forbids to ask, or
+    /// there are as many descriptors as there may be.
     Unknown,
 }
 
@@ -24,7 +29,11 @@ impl Process {
         match pidfd_open(pid, PidfdFlags::empty()) {
             Ok(descriptor) => Self::There(descriptor),
             Err(Errno::SRCH) => Self::Ended,
-            Err(_) => Self::Unknown,
+            Err(Errno::NOSYS) => Self::Unknown,
+            Err(error) => {
+                tracing::warn!(%error, process = number, "the end of a peer's process will not be seen");
+                Self::Unknown
+            }
         }
     }
 

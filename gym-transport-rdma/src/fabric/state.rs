@@ -141,8 +141,8 @@ impl State {
             Command::Open(opening) => {
                 let (opening, link, events) = *opening;
                 match opening {
-                    Opening::Expect(expected) => self.expect(expected, link, events),
-                    Opening::Connect(to) => self.connect(&to, link, events),
+                    Opening::Expect(expected, until) => self.expect(expected, until, link, events),
+                    Opening::Connect(to, until) => self.connect(&to, until, link, events),
                 }
             }
             Command::Berth(within, told) => {
@@ -158,8 +158,7 @@ impl State {
         }
     }
 
-    fn expect(&mut self, expected: Expect, link: Arc<Link>, events: Arc<dyn PeerEvents>) {
-        let until = Instant::now() + expected.within;
+    fn expect(&mut self, expected: Expect, until: Instant, link: Arc<Link>, events: Arc<dyn PeerEvents>) {
         let limits = self.limits();
         let new = |address| {
             let phase = Phase::Expecting { token: expected.token, address };
@@ -176,12 +175,15 @@ impl State {
         }
     }
 
-    fn connect(&mut self, to: &Connect, link: Arc<Link>, events: Arc<dyn PeerEvents>) {
-        let until = Instant::now() + to.within;
+    fn connect(&mut self, to: &Connect, until: Instant, link: Arc<Link>, events: Arc<dyn PeerEvents>) {
         let mut peer = Peer::new(link, events, to.peer, Phase::Calling, until, self.limits());
         let (serial, failed) = self.next_serial();
         let (endpoint, whom) = match &to.target {
             Target::Socket(address) => (Endpoint::to_socket(&self.worker, *address, failed), address.to_string()),
+            // The peer's address may name something else by now.
+            Target::Alongside(Alongside { berth, .. }) if Instant::now() >= until => {
+                return self.refuse(peer, berth, "it took too long until here");
+            }
             Target::Alongside(Alongside { berth, peer: address }) => match self.berths.take(berth, to.id, address) {
                 Ok((worker, address)) => {
                     peer.berth = Some(berth.id());

@@ -217,8 +217,11 @@ pub(crate) fn parcel(header: impl Into<Bytes>, payload: impl Into<Bytes>) -> Par
 
 /// A berth of a fabric, opened now.
 pub(crate) fn berth(fabric: &Fabric) -> Result<Berth> {
-    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-    runtime.block_on(fabric.berth(SOON))
+    block_on(fabric.berth(SOON))
+}
+
+pub(crate) fn block_on<T>(future: impl Future<Output = T>) -> T {
+    tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(future)
 }
 
 /// Who both ends are, before they say where.
