@@ -4,6 +4,10 @@
 //! ranks would wait for one another inside their collectives for ever. So ranks that wait for each other are called by one call.
 //! Calls of one group share its turn; when another group waits, later calls of the holder queue behind it, so nobody starves. First
 //! come, first served, among those who want the same bundles.
+//!
+//! A turn is a call's and is given back when the call has ended. A call that its deadline, its caller or a failed rank ended is over before
+//! its ranks are: an exclusive or blocking handler is told, not torn, and may still use the bundles while the next turn begins. Who must
+//! not meet it there asks the hosts ([`WorkerGroupExt::ask_hosts`](gym_core::WorkerGroupExt::ask_hosts)) until none of them runs a call.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
