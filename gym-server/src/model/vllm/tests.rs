@@ -159,11 +159,13 @@ async fn what_chat_cannot_say_is_refused_before_the_engine_is_asked() {
 #[tokio::test]
 async fn metadata_that_names_no_audio_file_is_not_audio() {
     for nothing in [json!(null), json!(false), json!(0), json!(0.0), json!(""), json!([]), json!({})] {
-        let metadata =
-            Map::from_iter([("audio_paths".to_owned(), nothing.clone()), ("audio_data".to_owned(), nothing)]);
+        let metadata = serde_json::Map::from_iter([
+            ("audio_paths".to_owned(), nothing.clone()),
+            ("audio_data".to_owned(), nothing),
+        ]);
         assert_eq!(audio::of(&metadata).unwrap(), None, "{metadata:?}");
     }
-    assert!(audio::of(&Map::from_iter([("audio_paths".to_owned(), json!(["a.wav"]))])).is_err());
+    assert!(audio::of(&serde_json::Map::from_iter([("audio_paths".to_owned(), json!(["a.wav"]))])).is_err());
 }
 
 #[tokio::test]
