@@ -61,6 +61,24 @@ impl Resolved {
         let (replicas, picker, now) = (Vec::new(), Arc::default(), Instant::now());
         Self { replicas, picker, seen: now, stale_from: now, doubtful: true }
     }
+
+    /// A replica, if it can be helped none that has `failed`. By rank, which a replica keeps, while its place among those that live now
+    /// changes: a weight is a replica's.
+    fn choose(&self, server: &str, failed: &[u32]) -> Result<Arc<Replica>> {
+        let load = |replica: &Arc<Replica>| Load { index: replica.rank as usize, pending: replica.pending.count() };
+        let open = self.replicas.iter().filter(|replica| !failed.contains(&replica.rank));
+        let chosen = self.picker.pick(&open.map(load).collect::<Vec<_>>());
+        // All have failed once: any of them again.
+        let chosen = chosen.or_else(|| self.picker.pick(&self.replicas.iter().map(load).collect::<Vec<_>>()));
+        let replica = chosen.and_then(|rank| self.replicas.iter().find(|replica| replica.rank as usize == rank));
+        replica.cloned().ok_or_else(|| match self.replicas.len() {
+            0 => absent(server),
+            count => {
+                let why = format!("its {count} replicas have weight 0, which is never chosen");
+                Error::not_started(Code::Unavailable, why).about(server.to_owned())
+            }
+        })
+    }
 }
 
 /// Held by the one caller that asks the registry for a name; the others wait for its answer. A thousand rollouts that begin
@@ -118,8 +136,8 @@ impl ServerClient {
         }
     }
 
-    /// The same servers, with another way to choose a replica and retry policy; channels and counters are its own. Weights are in the
-    /// order in which the registry names the replicas.
+    /// The same servers, with another way to choose a replica and retry policy; channels and counters are its own. A weight's
+    /// index is the rank of the replica that it is for.
     #[must_use]
     pub fn with(&self, balance: Balance, policy: RetryPolicy) -> Self {
         let inner = &self.inner;
@@ -194,14 +212,14 @@ impl ServerClient {
     ) -> Result<(Arc<Replica>, Response)> {
         let cx = &request.context;
         // A registry that cannot be asked has been tried often enough by its own client.
-        let first = self.pick(cx, server, &[]).await.map_err(|error| about(error, server, request))?;
-        let rank = first.as_ref().map(|replica| replica.rank);
-        let error = match first {
-            Some(replica) => match self.call(&replica, request).await {
+        let resolved = self.resolve(cx, server).await.map_err(|error| about(error, server, request))?;
+        let (rank, error) = match resolved.choose(server, &[]) {
+            Ok(replica) => match self.call(&replica, request).await {
                 Ok(response) => return Ok((replica, response)),
-                Err(error) => error,
+                Err(error) => (Some(replica.rank), error),
             },
-            None => absent(server),
+            // One that can be chosen may come.
+            Err(error) => (None, error),
         };
         if !error.may_resend(options.idempotent) {
             return Err(about(error, server, request));
@@ -213,7 +231,7 @@ impl ServerClient {
         Box::pin(retry_after(error, cx, &self.inner.policy, &mut rng, options.idempotent, |_| async {
             self.forget(server);
             let exclude = lock(&failed).clone();
-            let replica = self.pick(cx, server, &exclude).await?.ok_or_else(|| absent(server))?;
+            let replica = self.resolve(cx, server).await?.choose(server, &exclude)?;
             let result = self.call(&replica, request).await;
             if result.is_err() {
                 lock(&failed).push(replica.rank);
@@ -234,26 +252,6 @@ impl ServerClient {
             return response.into_result();
         }
         Ok(response)
-    }
-
-    /// A replica of the name; `None` when nobody has registered under it.
-    async fn pick(&self, cx: &CallContext, server: &str, failed: &[u32]) -> Result<Option<Arc<Replica>>> {
-        let resolved = self.resolve(cx, server).await?;
-        let replicas = || resolved.replicas.iter().enumerate();
-        let open = replicas().filter(|(_, replica)| !failed.contains(&replica.rank));
-        let load = |(index, replica): (usize, &Arc<Replica>)| Load { index, pending: replica.pending.count() };
-        let picker = &resolved.picker;
-        let chosen = picker.pick(&open.map(load).collect::<Vec<_>>());
-        // All have failed once: any of them again.
-        let chosen = chosen.or_else(|| picker.pick(&replicas().map(load).collect::<Vec<_>>()));
-        match chosen {
-            Some(index) => Ok(Some(Arc::clone(&resolved.replicas[index]))),
-            None if resolved.replicas.is_empty() => Ok(None),
-            None => {
-                let why = format!("its {} replicas have weight 0, which is never chosen", resolved.replicas.len());
-                Err(Error::not_started(Code::Unavailable, why).about(server.to_owned()))
-            }
-        }
     }
 
     async fn resolve(&self, cx: &CallContext, server: &str) -> Result<Arc<Resolved>> {

@@ -259,3 +259,35 @@ async fn replicas_that_all_have_weight_0_are_told_apart_from_none() {
     client.post(&cx, "a", "/run", "{}", CallOptions::default()).await.unwrap();
     assert_eq!(*called.lock().unwrap(), ["a1"]);
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_weight_is_that_of_the_rank_whoever_else_lives() {
+    let bench = Bench::new();
+    let called = Arc::default();
+    bench.start_replica("a", 1, &called).await;
+    bench.start_replica("a", 2, &called).await;
+    let client = bench.client.with(Balance::Weighted(vec![0, 3, 1]), RetryPolicy::default());
+    let cx = CallContext::within(Duration::from_secs(5));
+    for _ in 0..4 {
+        client.post(&cx, "a", "/run", "{}", CallOptions::default()).await.unwrap();
+    }
+    assert_eq!(*called.lock().unwrap(), ["a1", "a1", "a2", "a1"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_call_waits_for_a_replica_with_a_weight_as_for_any() {
+    let bench = Bench::new();
+    let called = Arc::default();
+    bench.start_replica("a", 0, &called).await;
+    let client = bench.client.with(Balance::Weighted(vec![0, 1]), RetryPolicy::default());
+    let cx = CallContext::within(Duration::from_secs(5));
+    let (answer, ()) = tokio::join!(client.post(&cx, "a", "/run", "{}", CallOptions::default()), async {
+        // Not before it has seen that there is none.
+        while bench.registry.questions.load(Ordering::Relaxed) < 2 {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        bench.start_replica("a", 1, &called).await;
+    });
+    answer.unwrap();
+    assert_eq!(*called.lock().unwrap(), ["a1"]);
+}

@@ -1,16 +1,19 @@
 //! Who waits, who is refused and who lets whom pass when ranks of this process have as many calls as they take.
 
 use std::cell::Cell;
-use std::sync::Arc;
+use std::future::IntoFuture;
+use std::sync::mpsc::{Receiver, sync_channel};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use futures_util::FutureExt;
-use futures_util::future::join_all;
+use futures_util::future::{BoxFuture, join_all};
 use gym_core::{
-    Balance, Balancer, Batch, CallContext, Code, ConnectOptions, Connector, Execution, Handles, HostOptions, InProcess,
-    InProcessGroup, InProcessOptions, Listener, Method, Methods, Payload, Rank, RankLayout, RankState, Request, Result,
-    Worker, WorkerEnv, WorkerGroup, WorkerGroupExt, WorkerHost,
+    Balance, Balancer, Batch, CallContext, Code, ConnectOptions, Connector, Execution, Gate, GroupView, Handles,
+    HostOptions, InProcess, InProcessGroup, InProcessOptions, Incarnation, Leave, Listener, Method, Methods, Payload,
+    Rank, RankLayout, RankState, Request, Result, Worker, WorkerEnv, WorkerGroup, WorkerGroupExt, WorkerHost,
 };
+use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 /// Runs until its caller leaves.
@@ -62,6 +65,65 @@ impl Handles<Pass> for Desk {
 }
 
 const SOON: Duration = Duration::from_secs(20);
+
+/// Has its later lives wait for the test before they begin.
+struct Late;
+
+/// Of the one test that has such workers.
+static GO: Mutex<Option<Receiver<()>>> = Mutex::new(None);
+
+impl Worker for Late {
+    type Init = ();
+
+    fn start(env: WorkerEnv, (): ()) -> Result<Self> {
+        if env.incarnation > Incarnation(1) {
+            let go = GO.lock().expect("nobody panics").take().expect("the test made it");
+            go.recv_timeout(SOON).expect("the test lets it go");
+        }
+        Ok(Self)
+    }
+
+    fn methods(methods: &mut Methods<Self>) {
+        methods.exclusive(Pass);
+    }
+}
+
+impl Handles<Pass> for Late {
+    async fn handle(&mut self, _: &CallContext, _: Payload<()>) -> Result<Payload<Rank>> {
+        Ok(0.into())
+    }
+}
+
+/// Desks whose calls wait for a turn that never comes.
+#[derive(Debug)]
+struct Shut(Arc<InProcessGroup>);
+
+impl WorkerGroup for Shut {
+    fn name(&self) -> &str {
+        self.0.name()
+    }
+
+    fn layout(&self) -> &RankLayout {
+        self.0.layout()
+    }
+
+    fn view(&self) -> watch::Receiver<Arc<GroupView>> {
+        self.0.view()
+    }
+
+    fn gate(&self) -> Option<Arc<dyn Gate>> {
+        Some(Arc::new(NeverOpens))
+    }
+}
+
+#[derive(Debug)]
+struct NeverOpens;
+
+impl Gate for NeverOpens {
+    fn enter(&self) -> BoxFuture<'static, Leave> {
+        Box::pin(std::future::pending())
+    }
+}
 
 async fn desks(ranks: usize, calls_max: usize) -> Arc<InProcessGroup> {
     let layout = RankLayout::line(ranks).expect("the test is right");
@@ -126,10 +188,13 @@ async fn calls_beyond_what_a_rank_takes_are_refused_and_never_wait() {
 
 #[tokio::test]
 async fn a_rank_whose_restart_a_stop_overtakes_stays_stopped() {
-    let group = desks(1, 4).await;
+    let (go, waits) = sync_channel(1);
+    *GO.lock().unwrap() = Some(waits);
+    let group = InProcessGroup::start::<Late>("late", RankLayout::line(1).unwrap(), ()).await.unwrap();
     let mut restart = Box::pin(group.restart(0));
-    assert!(restart.as_mut().now_or_never().is_none(), "a worker is made on a thread that may block");
+    assert!(restart.as_mut().now_or_never().is_none(), "its next life waits");
     group.stop(SOON).await.unwrap();
+    go.send(()).unwrap();
     for error in [restart.await.unwrap_err(), group.restart(0).await.unwrap_err()] {
         assert_eq!((error.code(), error.execution()), (Code::Unavailable, Execution::NotStarted), "{error}");
     }
@@ -142,11 +207,52 @@ async fn items_wait_until_their_deadline_for_ranks_that_are_busy_with_calls_of_o
     let balancer = least_pending(&group);
     let (near, far) = (CallContext::within(SOON), CallContext::within(SOON * 2));
     let others = join_all((0..2).map(|_| balancer.submit(&far, Occupy, (), Batch::empty())));
-    let (late, others) = tokio::join!(balancer.map(&near, Pass, vec![(); 3], 1), others);
+    let (others, late) = tokio::join!(others, balancer.map(&near, Pass, vec![(); 3], 1));
     assert!(others.iter().all(Result::is_err), "they end at their deadline");
     let late = late.unwrap_err();
     assert_eq!((late.cause().code(), late.execution()), (Code::DeadlineExceeded, Execution::NotStarted));
     assert!(late.to_string().contains("1 calls under way at each rank"), "{late}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_list_that_is_late_after_some_of_its_items_may_have_run() {
+    let group = desks(1, 64).await;
+    let balancer = least_pending(&group);
+    let (near, far) = (CallContext::within(SOON), CallContext::within(SOON * 2));
+    // The other one's call is behind the first item, and keeps the second one out.
+    let (late, other) =
+        tokio::join!(balancer.map(&near, Pass, vec![(); 2], 1), balancer.submit(&far, Occupy, (), Batch::empty()));
+    assert!(other.is_err(), "it ends at its deadline");
+    let late = late.unwrap_err();
+    assert_eq!((late.cause().code(), late.execution()), (Code::DeadlineExceeded, Execution::Unknown), "{late:?}");
+    assert!(!late.may_resend(), "the first item has been answered");
+}
+
+#[tokio::test(start_paused = true)]
+async fn nor_can_a_list_be_repeated_whose_later_item_is_refused() {
+    let group = desks(1, 1).await;
+    let balancer = least_pending(&group);
+    let cx = CallContext::within(SOON);
+    let refused = balancer.map(&cx, Pass, vec![(); 2], 2).await.unwrap_err();
+    assert_eq!((refused.cause().code(), refused.execution()), (Code::ResourceExhausted, Execution::Unknown));
+    let alone = group.call(Occupy, ()).deadline(SOON).start().await.unwrap();
+    let refused = balancer.map(&cx, Pass, vec![()], 2).await.unwrap_err();
+    assert_eq!((refused.cause().code(), refused.execution()), (Code::ResourceExhausted, Execution::NotStarted));
+    drop(alone);
+}
+
+#[tokio::test(start_paused = true)]
+async fn no_rank_has_run_a_call_that_waited_for_its_turn_when_one_was_replaced() {
+    let desks = desks(2, 4).await;
+    let group = Shut(Arc::clone(&desks));
+    let (error, ()) = tokio::join!(group.call(Pass, ()).deadline(SOON).into_future(), async {
+        tokio::task::yield_now().await;
+        desks.restart(1).await.unwrap();
+    });
+    let error = error.unwrap_err();
+    assert_eq!((error.cause().code(), error.execution()), (Code::Unavailable, Execution::NotStarted), "{error:?}");
+    assert_eq!(error.first().map(|first| (first.rank, first.incarnation)), Some((1, Incarnation(1))));
+    assert!(error.may_resend());
 }
 
 #[tokio::test(start_paused = true)]

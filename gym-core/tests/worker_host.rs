@@ -51,9 +51,16 @@ struct Strings {
 
 static GIVEN_UP: OnceLock<Shared> = OnceLock::new();
 static LEFT: OnceLock<Shared> = OnceLock::new();
+static LATE: OnceLock<Shared> = OnceLock::new();
+static HALF_STOPPED: OnceLock<Shared> = OnceLock::new();
 
 fn shared(group: &str) -> &'static OnceLock<Shared> {
-    if group == "given-up" { &GIVEN_UP } else { &LEFT }
+    match group {
+        "given-up" => &GIVEN_UP,
+        "left" => &LEFT,
+        "late" => &LATE,
+        _ => &HALF_STOPPED,
+    }
 }
 
 fn strings(group: &str) -> Strings {
@@ -106,7 +113,11 @@ async fn host(group: &'static str, calls_max: usize) -> WorkerHost {
 }
 
 fn post(method: &'static str) -> Request {
-    Request::post(CallContext::within(SOON * 30), method, r#"{"value":null}"#)
+    post_within(SOON * 30, method)
+}
+
+fn post_within(timeout: Duration, method: &'static str) -> Request {
+    Request::post(CallContext::within(timeout), method, r#"{"value":null}"#)
 }
 
 async fn until_running(host: &WorkerHost) {
@@ -155,4 +166,34 @@ async fn those_who_leave_the_line_of_a_worker_that_blocks_keep_no_room() {
         timeout(SOON, answer).await.expect("soon").expect("no panic").expect("an answer");
     }
     assert_eq!(strings.shared.counted.load(Ordering::Relaxed), 1);
+}
+
+#[tokio::test]
+async fn those_whose_deadline_passes_in_the_line_of_a_worker_that_blocks_keep_no_room() {
+    let strings = strings("late");
+    let host = host("late", 2).await;
+    let running = tokio::spawn(host.handle(post("/worker/block")));
+    until_running(&host).await;
+    for number in 0..100 {
+        let mut answer = host.handle(post_within(Duration::ZERO, "/worker/count"));
+        let error = timeout(SOON, answer.as_mut()).await.expect("at once").expect_err("it is late");
+        assert_eq!((error.code(), error.execution()), (Code::DeadlineExceeded, Execution::NotStarted), "call {number}");
+        // The answer is not dropped yet.
+        assert_eq!(host.status().waiting, 0, "call {number}");
+    }
+    strings.go.send(()).expect("it waits");
+    timeout(SOON, running).await.expect("soon").expect("no panic").expect("an answer");
+}
+
+#[tokio::test]
+async fn a_stop_that_is_given_up_ends_the_worker() {
+    let strings = strings("half-stopped");
+    let host = host("half-stopped", 8).await;
+    let running = tokio::spawn(host.handle(post("/worker/block")));
+    until_running(&host).await;
+    assert!(host.stop(SOON * 30).now_or_never().is_none(), "it blocks");
+    let error = timeout(SOON, running).await.expect("at once").expect("no panic").expect_err("nobody answers");
+    assert_eq!((error.code(), error.execution()), (Code::Unavailable, Execution::Unknown), "{error}");
+    strings.go.send(()).expect("it waits");
+    strings.ended.recv_timeout(SOON).expect("the worker ends after the call that it ran");
 }

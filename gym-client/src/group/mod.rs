@@ -289,7 +289,7 @@ impl Group {
     /// # Errors
     /// `NotFound` for a rank that does not live.
     pub async fn kill(&self, rank: Rank) -> Result<()> {
-        self.shared.deployment.kill(rank).await
+        self.shared.deployment.kill(rank, None).await
     }
 
     /// Takes no new calls, asks every rank to end, kills after `grace` those that have not, and returns when they are gone.

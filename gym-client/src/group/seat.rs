@@ -202,7 +202,7 @@ impl Seat {
 pub(crate) struct Ending {
     pub(crate) next: Next,
     /// They are dead to the group; their processes have to be ended.
-    pub(crate) others: Vec<Rank>,
+    pub(crate) others: Vec<(Rank, Incarnation)>,
 }
 
 /// The seats of the ranks that are tied to `rank`, itself included.
@@ -227,10 +227,16 @@ pub(crate) fn ended(
 ) -> Option<Ending> {
     let seat = seats.get_mut(rank as usize).filter(|seat| seat.incarnation.0 == exit.incarnation)?;
     if let (RankState::Dead | RankState::Retired, Some(known)) = (seat.state, &mut seat.exit) {
-        // It was given up with one that it is tied to; now it is gone as well.
-        let RankExit { code, signal, stderr_tail, .. } = exit;
-        let known = Arc::make_mut(known);
-        (known.code, known.signal, known.stderr_tail) = (code, signal, stderr_tail);
+        if known.incarnation == exit.incarnation {
+            // It was given up with one that it is tied to; now it is gone as well.
+            let RankExit { code, signal, stderr_tail, .. } = exit;
+            let known = Arc::make_mut(known);
+            (known.code, known.signal, known.stderr_tail) = (code, signal, stderr_tail);
+        } else {
+            // It was given up because it could not be made fit, which is no end; this is.
+            seat.exit = Some(Arc::new(exit));
+            seat.leave();
+        }
         return None;
     }
     let next = seat.ended(exit.clone(), now, options);
@@ -238,8 +244,8 @@ pub(crate) fn ended(
     let mut others = Vec::new();
     if seat.state != RankState::Stopped {
         for other in tied(seats, rank).filter(|seat| seat.place.rank != rank && seat.state != RankState::Stopped) {
+            others.push((other.place.rank, other.incarnation));
             other.ended(RankExit::tied(other.incarnation, rank, &exit), now, options);
-            others.push(other.place.rank);
         }
     }
     Some(Ending { next, others })
@@ -317,7 +323,10 @@ mod tests {
             let ending = ended(&mut seats, rank as Rank, exit, now, &options).expect("news");
             assert_eq!(
                 ending,
-                Ending { next: Next::Restart(Duration::from_secs(seconds)), others: vec![1 - rank as Rank] }
+                Ending {
+                    next: Next::Restart(Duration::from_secs(seconds)),
+                    others: vec![(1 - rank as Rank, seats[1 - rank].incarnation)]
+                }
             );
             let mut late = died(&seats[1 - rank]);
             late.signal = Some(9);
@@ -336,6 +345,23 @@ mod tests {
             [0, 1, 2].map(|rank| told(&seats[rank])),
             [retired, retired, (RankState::Starting, Incarnation(1), 0)]
         );
+    }
+
+    #[test]
+    fn the_end_of_a_life_that_was_given_up_is_not_written_into_that_of_the_life_before() {
+        let (options, now) = (GroupOptions::new(Transports::new()).restarting(1), Instant::now());
+        let mut seats = vec![seat()];
+        let first = died(&seats[0]);
+        ended(&mut seats, 0, first, now, &options).expect("news");
+        seats[0].restarting();
+        seats[0].state = RankState::Stale;
+        seats[0].warmed(Err("no weights".to_owned()));
+        assert!(!seats[0].spend(&options), "its one restart is used");
+        let mut second = died(&seats[0]);
+        second.signal = Some(9);
+        assert_eq!(ended(&mut seats, 0, second, now, &options), None, "it is retired already");
+        let told = seats[0].exit.as_deref().map(|exit| (exit.incarnation, exit.signal));
+        assert_eq!((seats[0].state, told), (RankState::Retired, Some((2, Some(9)))));
     }
 
     #[test]

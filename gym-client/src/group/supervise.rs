@@ -214,12 +214,12 @@ impl Supervisor {
     }
 
     /// Ends the processes of these. Their ends come as events.
-    fn end(&mut self, ranks: Vec<Rank>) {
-        for rank in ranks {
+    fn end(&mut self, lives: Vec<(Rank, Incarnation)>) {
+        for (rank, life) in lives {
             let shared = Arc::clone(&self.shared);
             self.jobs.spawn(async move {
-                // One that is not there needs no end.
-                let _ = shared.deployment.kill(rank).await;
+                // One that is not there needs no end, and the next one is not meant.
+                let _ = shared.deployment.kill(rank, Some(life)).await;
                 Done::Nothing
             });
         }
@@ -241,7 +241,7 @@ impl Supervisor {
                 // It cannot be used. Its end comes as an event, and is treated like any other.
                 let why = format!("it cannot be reached where it says that it serves: {error}");
                 if self.change(rank, incarnation, |seat| seat.condemned = Some(why)).is_some() {
-                    self.end(vec![rank]);
+                    self.end(vec![(rank, incarnation)]);
                 }
             }
             Done::Warmed(lives, warmed) => {
@@ -264,6 +264,8 @@ impl Supervisor {
                     // No event comes of a life that was never begun, and all that are tied end with one.
                     let exit = RankExit::start_failed(life, format!("it could not be started again: {error}"));
                     self.happened(RankEvent::Exited { rank, exit });
+                    // Some may have been begun, this one among them.
+                    self.end(lives);
                 }
             }
             Done::Looked(rank, incarnation, answer) => {
@@ -330,20 +332,22 @@ impl Supervisor {
         if self.again.remove(&tied) {
             self.restart(rank, life);
         } else if over {
-            self.end(lives.iter().map(|(rank, _)| *rank).collect());
+            self.end(lives.to_vec());
         }
     }
 
     fn restart_failed(&mut self) -> Restarts {
         let mut restarts = Restarts::default();
         let options = self.shared.options.clone();
-        let mut due = Vec::new();
+        let (mut due, mut over) = (Vec::new(), Vec::new());
         {
             let mut seats = self.shared.seats();
             let firsts: BTreeSet<(u32, Rank)> = seats.iter().map(|seat| (seat.place.tied, seat.place.rank)).collect();
             let mut seen = BTreeSet::new();
             for (_, rank) in firsts.into_iter().filter(|(tied, _)| seen.insert(*tied)) {
-                let ranks: Vec<Rank> = seat::tied(&mut seats, rank).map(|seat| seat.place.rank).collect();
+                let lives: Vec<_> =
+                    seat::tied(&mut seats, rank).map(|seat| (seat.place.rank, seat.incarnation)).collect();
+                let ranks = lives.iter().map(|(rank, _)| *rank);
                 // Those that are tied are in the same state, but for one that failed to become fit: as good as dead.
                 let unfit = seat::tied(&mut seats, rank).any(|seat| seat.state == RankState::Stale && seat.is_unfit());
                 let pending = options.restart_on_failure;
@@ -365,12 +369,15 @@ impl Supervisor {
                     restarts.begun.extend(ranks);
                 } else {
                     restarts.refused.extend(ranks);
+                    // Those that are unfit live on until they are ended.
+                    over.extend(lives.iter().copied().filter(|_| unfit));
                 }
             }
         }
         for (rank, incarnation) in due {
             self.restart(rank, incarnation);
         }
+        self.end(over);
         restarts.begun.sort_unstable();
         restarts.refused.sort_unstable();
         self.shared.publish();

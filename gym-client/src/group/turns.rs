@@ -4,6 +4,10 @@
 //! ranks would wait for one another inside their collectives for ever. So ranks that wait for each other are called by one call.
 //! Calls of one group share its turn; when another group waits, later calls of the holder queue behind it, so nobody starves. First
 //! come, first served, among those who want the same bundles.
+//!
+//! A turn is a call's and is given back when the call has ended. A call that its deadline, its caller or a failed rank ended is over before
+//! its ranks are: an exclusive or blocking handler is told, not torn, and may still use the bundles while the next turn begins. Who must
+//! not meet it there asks the hosts ([`WorkerGroupExt::ask_hosts`](gym_core::WorkerGroupExt::ask_hosts)) until none of them runs a call.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -70,6 +74,7 @@ impl Turns {
     fn grant(&self) {
         let granted = {
             let mut state = self.lock();
+            // By the first in line for them.
             let mut wanted: BTreeMap<BundleId, u64> = BTreeMap::new();
             let mut granted = Vec::new();
             for waiting in std::mem::take(&mut state.waiting) {
@@ -80,7 +85,9 @@ impl Turns {
                     .any(|(group, (_, bundles))| foreign(group) && !bundles.is_disjoint(&waiting.bundles));
                 let behind = waiting.bundles.iter().any(|bundle| wanted.get(bundle).is_some_and(foreign));
                 if held || behind {
-                    wanted.extend(waiting.bundles.iter().map(|bundle| (*bundle, waiting.group)));
+                    for bundle in waiting.bundles.iter() {
+                        wanted.entry(*bundle).or_insert(waiting.group);
+                    }
                     state.waiting.push_back(waiting);
                 } else {
                     let holder = state.holders.entry(waiting.group);
@@ -175,6 +182,21 @@ mod tests {
         assert!(again.as_mut().now_or_never().is_none());
         drop(second);
         assert!(again.as_mut().now_or_never().is_some());
+    }
+
+    #[tokio::test]
+    async fn a_group_that_waits_is_not_passed_by_any_of_the_calls_behind_it() {
+        let (turns, all) = (Turns::default(), bundles(0..2));
+        let holds = turns.take(1, &all).await;
+        let mut waits = Box::pin(turns.take(2, &all));
+        assert!(waits.as_mut().now_or_never().is_none(), "the bundles are taken");
+        let mut behind = [(); 3].map(|()| Box::pin(turns.take(1, &all)));
+        assert!(behind.iter_mut().all(|call| call.as_mut().now_or_never().is_none()), "behind the other group");
+        drop(holds);
+        let turn = waits.as_mut().now_or_never().expect("its turn");
+        assert!(behind.iter_mut().all(|call| call.as_mut().now_or_never().is_none()));
+        drop(turn);
+        assert!(behind.iter_mut().all(|call| call.as_mut().now_or_never().is_some()), "they share theirs");
     }
 
     #[tokio::test]

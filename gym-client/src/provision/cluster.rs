@@ -199,6 +199,9 @@ impl VirtualCluster {
     /// Starts a worker group and waits until all its ranks take calls. Everything that can be told before a process exists
     /// is: bundles, colocation, configuration.
     ///
+    /// With `enable_colocation` groups on the same bundles take turns, call by call. A turn is given back when its call has ended, which
+    /// after a deadline or a failed rank may be before a rank's exclusive handler has: that is told, and goes on until it returns.
+    ///
     /// # Errors
     /// As [`VirtualCluster::placement`] and [`Group::start`]; `ResourceExhausted` when other groups use the bundles and no more
     /// are allowed to.

@@ -228,8 +228,12 @@ impl Deployment for InProcessDeployment {
         places.into_iter().try_for_each(|(place, life)| Shared::start(&self.0, place, life))
     }
 
-    async fn kill(&self, rank: Rank) -> Result<()> {
-        let life = self.0.lock().lives.remove(&rank);
+    async fn kill(&self, rank: Rank, life: Option<Incarnation>) -> Result<()> {
+        let life = {
+            let lives = &mut self.0.lock().lives;
+            let meant = lives.get(&rank).is_some_and(|now| life.is_none_or(|life| now.incarnation == life));
+            meant.then(|| lives.remove(&rank)).flatten()
+        };
         let life = life.ok_or_else(|| self.0.no_such(rank))?;
         tracing::debug!(group = %self.0.spec.group, rank, incarnation = %life.incarnation, "killed");
         life.kill().await;
@@ -295,14 +299,29 @@ mod tests {
         }
     }
 
-    #[tokio::test]
-    async fn a_restart_that_a_shutdown_overtakes_starts_nothing() {
+    async fn idle() -> Box<dyn Deployment> {
         let workers = Workers::new().with("idle", WorkerKind::of::<Idle>());
         let provisioner = InProcessRanks::new(workers, InProcess::new());
         let init = serde_json::value::to_raw_value(&()).unwrap();
         let ranks = (0..2).map(|rank| RankPlace::on_one_node(rank, 2)).collect();
         let spec = LaunchSpec::new("group", "idle", init, ranks);
-        let deployment = provisioner.launch(&CallContext::default(), spec).await.unwrap();
+        provisioner.launch(&CallContext::default(), spec).await.unwrap()
+    }
+
+    #[tokio::test]
+    async fn a_life_that_is_over_is_not_killed_in_the_next_one() {
+        let deployment = idle().await;
+        deployment.restart(&CallContext::default(), &[(0, Incarnation(2))]).await.unwrap();
+        let late = deployment.kill(0, Some(Incarnation(1))).await.unwrap_err();
+        assert_eq!(late.code(), Code::NotFound);
+        deployment.kill(0, Some(Incarnation(2))).await.unwrap();
+        deployment.kill(1, None).await.unwrap();
+        assert_eq!(deployment.kill(1, None).await.unwrap_err().code(), Code::NotFound);
+    }
+
+    #[tokio::test]
+    async fn a_restart_that_a_shutdown_overtakes_starts_nothing() {
+        let deployment = idle().await;
         let (cx, lives) = (CallContext::default(), [(0, Incarnation(2)), (1, Incarnation(2))]);
         let mut restart = deployment.restart(&cx, &lives);
         assert!(restart.as_mut().now_or_never().is_none(), "the old lives end first");

@@ -282,8 +282,9 @@ impl Deployment for LocalDeployment {
         Ok(())
     }
 
-    async fn kill(&self, rank: Rank) -> Result<()> {
-        let process = self.shared.process(rank).ok_or_else(|| no_such(rank, &self.shared.spec.group))?;
+    async fn kill(&self, rank: Rank, life: Option<Incarnation>) -> Result<()> {
+        let process = self.shared.process(rank).filter(|process| life.is_none_or(|life| process.incarnation == life));
+        let process = process.ok_or_else(|| no_such(rank, &self.shared.spec.group))?;
         process.crash().map_err(|error| Error::internal(format!("kill rank {rank}")).caused_by(error))
     }
 

@@ -85,11 +85,11 @@ pub trait Deployment: fmt::Debug + Send + Sync + 'static {
     /// `NotFound` for a rank that the launch had not. What keeps one from starting, a shutdown among it, is an error or in the events.
     async fn restart(&self, cx: &CallContext, lives: &[(Rank, Incarnation)]) -> Result<()>;
 
-    /// Ends a rank as a crash would.
+    /// Ends a rank as a crash would: this life of it, or whichever lives. One who has decided over a life does not end the next.
     ///
     /// # Errors
-    /// `NotFound` for a rank that does not live.
-    async fn kill(&self, rank: Rank) -> Result<()>;
+    /// `NotFound` for a rank that does not live, or lives another life.
+    async fn kill(&self, rank: Rank, life: Option<Incarnation>) -> Result<()>;
 
     /// What each living rank used at the last sample. Never waits for a rank. Empty where ranks have no process of their own.
     fn usage(&self) -> BTreeMap<Rank, Usage>;

@@ -94,6 +94,20 @@ pub(crate) async fn a_rank_that_cannot_be_warmed_stays_stale() {
     stop(&group).await;
 }
 
+pub(crate) async fn a_rank_that_cannot_be_warmed_ends_with_its_budget() {
+    let group = group(1, options().restarting(1).on_restart(Warm, false)).await;
+    signal(pid(&group, 0), Signal::KILL);
+    until("the method failed", || status(&group, 0).last_error.is_some_and(|error| error.contains("no weights"))).await;
+    let unfit = pid(&group, 0);
+    let error = group.restart_failed_workers(&CallContext::within(LONG)).await.expect_err("no budget");
+    assert_eq!(error.code(), Code::ResourceExhausted, "{error}");
+    until("its process is gone", || !alive(unfit)).await;
+    let exit = || group.view().borrow().member(0).and_then(|member| member.exit.clone());
+    until("its end is told", || exit().is_some_and(|exit| (exit.incarnation, exit.signal) == (2, Some(9)))).await;
+    assert_eq!(status(&group, 0).state, RankState::Retired);
+    stop(&group).await;
+}
+
 pub(crate) async fn a_rank_that_exits_is_told_with_its_status() {
     let group = group(2, options()).await;
     let error = group.call(Leave, 7).dispatch(Dispatch::rank(1)).deadline(LONG).await.expect_err("it left");

@@ -68,6 +68,7 @@ pub(crate) fn main() {
         failure::a_killed_rank_comes_back_by_itself_within_its_budget,
         failure::a_restarted_rank_is_stale_until_it_is_warm,
         failure::a_rank_that_cannot_be_warmed_stays_stale,
+        failure::a_rank_that_cannot_be_warmed_ends_with_its_budget,
         failure::a_rank_that_exits_is_told_with_its_status,
         failure::an_old_life_is_never_answered_for_a_new_one,
         failure::a_killed_controller_leaves_no_process_and_its_folder_to_the_next,

@@ -205,8 +205,8 @@ impl Deployment for ClumsyRanks {
         self.ranks.restart(cx, lives).await
     }
 
-    async fn kill(&self, rank: Rank) -> Result<()> {
-        self.ranks.kill(rank).await
+    async fn kill(&self, rank: Rank, life: Option<Incarnation>) -> Result<()> {
+        self.ranks.kill(rank, life).await
     }
 
     fn usage(&self) -> BTreeMap<Rank, Usage> {

@@ -106,7 +106,8 @@ impl Balancer {
     /// that has none, so that a long one does not keep a short one waiting for its end.
     ///
     /// # Errors
-    /// As [`Balancer::submit`]; `DeadlineExceeded`, not started, when others keep the ranks full until the deadline.
+    /// As [`Balancer::submit`]; `DeadlineExceeded` when others keep the ranks full until the deadline. Not started only when no item was
+    /// begun but the one that failed: what others have done is not repeated by [`GroupError::may_resend`].
     pub async fn map<M: Method>(
         &self,
         cx: &CallContext,
@@ -116,6 +117,7 @@ impl Balancer {
     ) -> Result<Vec<M::Reply>, GroupError> {
         let (count, per_rank) = (items.len(), per_rank.max(1));
         let mut items = items.into_iter().enumerate();
+        let mut begun = 0;
         let mut replies: Vec<Option<M::Reply>> = (0..count).map(|_| None).collect();
         let (mut running, mut next) = (FuturesUnordered::new(), items.next());
         let (mut view, mut idle) = (self.group.view(), None);
@@ -126,13 +128,14 @@ impl Balancer {
                 let taken = match self.take_beside(running.len(), per_rank) {
                     Ok(taken) => taken,
                     Err(_) if !running.is_empty() => None,
-                    Err(error) => return Err(self.refused::<M>(error)),
+                    Err(error) => return Err(self.refused::<M>(error).beside(begun)),
                 };
                 let Some(taken) = taken else {
                     next = Some((index, args));
                     break;
                 };
                 idle = None;
+                begun += 1;
                 let attempts = self.attempts(cx, method, args, Batch::empty(), taken);
                 running.push(attempts.map(move |answer| (index, answer)));
                 next = items.next();
@@ -143,12 +146,14 @@ impl Balancer {
                 }
                 idle.get_or_insert_with(|| Idle::of(self));
                 let waited = cx.bound(Execution::NotStarted, room.map(Ok)).await;
-                waited.map_err(|error| self.refused::<M>(self.kept_full(per_rank, &error)))?;
+                waited.map_err(|error| self.refused::<M>(self.kept_full(per_rank, &error)).beside(begun))?;
                 continue;
             }
             tokio::select! {
                 biased;
-                Some((index, answer)) = running.next() => replies[index] = Some(answer?.value),
+                Some((index, answer)) = running.next() => {
+                    replies[index] = Some(answer.map_err(|error| error.beside(begun - 1))?.value);
+                }
                 () = room, if next.is_some() => {}
             }
         }

@@ -22,6 +22,8 @@ struct Inner {
     cause: Error,
     first: Option<Rank>,
     outcomes: Vec<RankOutcome>,
+    /// Other items of the list that the call was of have been begun.
+    others_begun: bool,
 }
 
 /// What a group call came to at one rank.
@@ -123,7 +125,15 @@ impl GroupError {
     /// `first`: the rank whose failure ended the call.
     pub(crate) fn new<M: Method>(group: &str, cause: Error, first: Option<Rank>, outcomes: Vec<RankOutcome>) -> Self {
         let (method, idempotent) = (M::NAME, M::IDEMPOTENT);
-        Self(Box::new(Inner { group: group.to_owned(), method, idempotent, cause, first, outcomes }))
+        let group = group.to_owned();
+        Self(Box::new(Inner { group, method, idempotent, cause, first, outcomes, others_begun: false }))
+    }
+
+    /// The error of a list, `others` of whose items have been begun beside the one that failed.
+    #[must_use]
+    pub(crate) fn beside(mut self, others: usize) -> Self {
+        self.0.others_begun = others > 0;
+        self
     }
 
     /// The group that was called.
@@ -163,9 +173,13 @@ impl GroupError {
         self.0.outcomes.iter().find(|outcome| outcome.rank == rank)
     }
 
-    /// Whether any rank can have run the call: `NotStarted` if none can, `Finished` if every rank answered, else `Unknown`.
+    /// Whether any rank can have run the call: `NotStarted` if none can, `Finished` if every rank answered, else `Unknown`. Of a list of
+    /// items ([`Balancer::map`](crate::Balancer::map)): `Unknown` as soon as another item than the one that failed was begun.
     #[must_use]
     pub fn execution(&self) -> Execution {
+        if self.0.others_begun {
+            return Execution::Unknown;
+        }
         let mut executions = self.0.outcomes.iter().map(RankOutcome::execution);
         let Some(first) = executions.next() else { return self.0.cause.execution() };
         if executions.all(|other| other == first) { first } else { Execution::Unknown }

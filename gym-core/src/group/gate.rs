@@ -14,5 +14,6 @@ pub trait Gate: fmt::Debug + Send + Sync + 'static {
     fn enter(&self) -> BoxFuture<'static, Leave>;
 }
 
-/// What a call was given by its [`Gate`]: kept until its last rank has answered or the call has ended.
+/// What a call was given by its [`Gate`]: kept until its last rank has answered or the call has ended. A call that ends early may be over
+/// before its handlers are.
 pub type Leave = Arc<dyn Send + Sync>;

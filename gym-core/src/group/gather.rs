@@ -135,7 +135,7 @@ pub(crate) async fn gather<M: Method>(
             }
         })
         .collect();
-    let ended = call.read(&mut answers).await;
+    let ended = call.read(&mut answers, &stages).await;
     let Some((first, cause)) = ended else { return Ok(call.gathered()) };
     while let Some(Some((index, answer))) = answers.next().now_or_never() {
         call.slots[index].answer.get_or_insert(answer);
@@ -281,7 +281,7 @@ pub(crate) fn cannot_answer(view: &GroupView, rank: Rank, incarnation: Incarnati
 
 impl<M: Method> Call<M> {
     /// Until every rank has answered, or something ends the call.
-    async fn read<S>(&mut self, answers: &mut S) -> Option<Ended>
+    async fn read<S>(&mut self, answers: &mut S, stages: &Stages) -> Option<Ended>
     where
         S: futures_util::Stream<Item = (usize, Result<Option<Payload<M::Reply>>>)> + Unpin,
     {
@@ -312,18 +312,19 @@ impl<M: Method> Call<M> {
             };
             // A group that is gone changes no more; its ranks' links tell the rest.
             watching = !ended;
-            if let Some(index) = self.replaced() {
+            if let Some(index) = self.replaced(stages) {
                 return Some((Some(index), None));
             }
         }
     }
 
     /// A rank that is waited for and cannot answer any more, with its answer filled in.
-    fn replaced(&mut self) -> Option<usize> {
+    fn replaced(&mut self, stages: &Stages) -> Option<usize> {
         let view = Arc::clone(&self.view.borrow_and_update());
         let mut waiting = self.slots.iter_mut().enumerate().filter(|(_, slot)| slot.answer.is_none());
         let (index, slot) = waiting.find(|(_, slot)| !may_answer(&view, slot.rank, slot.incarnation))?;
-        slot.answer = Some(Err(cannot_answer(&view, slot.rank, slot.incarnation)));
+        let error = cannot_answer(&view, slot.rank, slot.incarnation);
+        slot.answer = Some(Err(error.with_execution(stages.execution(index))));
         Some(index)
     }
 

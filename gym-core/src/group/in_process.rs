@@ -133,7 +133,7 @@ impl InProcessGroup {
     /// # Errors
     /// `NotFound` when the group has no such rank.
     pub fn kill(&self, rank: Rank) -> Result<()> {
-        self.end(rank, RankState::Dead)
+        self.end(rank, RankState::Dead, |_| Ok(())).map(drop)
     }
 
     /// Ends a rank if it still runs, and starts it anew from the same `init`, with a higher incarnation.
@@ -142,10 +142,8 @@ impl InProcessGroup {
     /// `NotFound` when the group has no such rank; `Unavailable` when the group is stopped, before this or meanwhile; what
     /// [`Worker::start`] says, and the rank is then dead.
     pub async fn restart(&self, rank: Rank) -> Result<()> {
-        self.check_open()?;
-        self.end(rank, RankState::Restarting)?;
-        let incarnation = self.find(rank, |running| running.incarnation)?;
-        let incarnation = Incarnation(incarnation.0 + 1);
+        let last = self.end(rank, RankState::Restarting, Self::check_open)?;
+        let incarnation = Incarnation(last.0 + 1);
         let started = self.start_rank(rank, incarnation).await;
         // Over the change of the view, so that whoever stops the group finds the new life or this the stop.
         let mut ranks = self.ranks();
@@ -194,7 +192,7 @@ impl InProcessGroup {
     /// # Errors
     /// `NotFound` when the group has no such rank.
     pub fn host(&self, rank: Rank) -> Result<WorkerHost> {
-        self.find(rank, |running| running.host.clone())
+        Ok(self.find(&self.ranks(), rank)?.host.clone())
     }
 
     async fn start_rank(&self, rank: Rank, incarnation: Incarnation) -> Result<(RunningRank, Member)> {
@@ -211,14 +209,20 @@ impl InProcessGroup {
         channel_to(&format!("{}/{rank}", self.name), Arc::new(host), self.options.faithful, closed)
     }
 
-    fn end(&self, rank: Rank, state: RankState) -> Result<()> {
-        let (host, closed, incarnation) =
-            self.find(rank, |running| (running.host.clone(), running.closed.clone(), running.incarnation))?;
-        let exit = RankExit::new(incarnation, ExitCause::Died);
-        self.change(Member::starting(rank, incarnation).in_state(state).ended(exit));
+    /// Ends the present life of a rank, if it `may` be, and says which it was.
+    fn end(&self, rank: Rank, state: RankState, may: fn(&Self) -> Result<()>) -> Result<Incarnation> {
+        let (host, closed, incarnation) = {
+            // Over the change of the view, so that who stops the group has the last word there.
+            let ranks = self.ranks();
+            may(self)?;
+            let running = self.find(&ranks, rank)?;
+            let exit = RankExit::new(running.incarnation, ExitCause::Died);
+            self.change(Member::starting(rank, running.incarnation).in_state(state).ended(exit));
+            (running.host.clone(), running.closed.clone(), running.incarnation)
+        };
         host.kill();
         closed.cancel();
-        Ok(())
+        Ok(incarnation)
     }
 
     fn check_open(&self) -> Result<()> {
@@ -233,10 +237,8 @@ impl InProcessGroup {
         self.view.send_modify(|view| *view = Arc::new(view.with([member])));
     }
 
-    fn find<T>(&self, rank: Rank, of: impl FnOnce(&RunningRank) -> T) -> Result<T> {
-        let ranks = self.ranks();
-        let running = ranks.iter().find(|running| running.rank == rank);
-        running.map(of).ok_or_else(|| {
+    fn find<'r>(&self, ranks: &'r [RunningRank], rank: Rank) -> Result<&'r RunningRank> {
+        ranks.iter().find(|running| running.rank == rank).ok_or_else(|| {
             Error::not_started(Code::NotFound, format!("no rank {rank}; there are {} ranks", self.layout.size()))
                 .about(self.name.to_string())
         })

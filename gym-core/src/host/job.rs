@@ -11,7 +11,7 @@ use tokio::time::{Instant, Sleep, sleep_until};
 use crate::cancel::CancelToken;
 use crate::channel::INCARNATION_METADATA;
 use crate::context::CallContext;
-use crate::error::{Code, Error, Result};
+use crate::error::{Code, Error, Execution, Result};
 use crate::host::board::{Board, Place, Shown};
 use crate::host::{REPLY_METADATA, REPLY_NONE};
 use crate::message::{Message, Request, Response, Status};
@@ -262,6 +262,16 @@ struct Answer {
 }
 
 impl Answer {
+    /// Waits no longer: what is in line gives its place up at once. Returns what a call without an answer means then.
+    fn leave(&mut self) -> Execution {
+        let mut state = self.ticket.state();
+        let unwanted = std::mem::replace(&mut state.stage, Stage::Left);
+        let caller = state.caller.take();
+        drop(state);
+        drop(caller);
+        if matches!(unwanted, Stage::Waiting(..)) { Execution::NotStarted } else { Execution::Unknown }
+    }
+
     fn poll_ticket(&self, cx: &mut Context<'_>) -> Poll<Result<Response>> {
         let mut state = self.ticket.state();
         match std::mem::replace(&mut state.stage, Stage::Left) {
@@ -289,21 +299,17 @@ impl Future for Answer {
         if !passed {
             return Poll::Pending;
         }
+        let execution = self.leave();
         self.told.fire();
-        Poll::Ready(Err(Error::unknown(Code::DeadlineExceeded, "the deadline has passed")))
+        Poll::Ready(Err(Error::new(Code::DeadlineExceeded, execution, "the deadline has passed")))
     }
 }
 
 impl Drop for Answer {
     fn drop(&mut self) {
-        if self.told.0.is_none() {
-            return;
+        if self.told.0.is_some() {
+            self.leave();
         }
-        let mut state = self.ticket.state();
-        let unwanted = std::mem::replace(&mut state.stage, Stage::Left);
-        let caller = state.caller.take();
-        drop(state);
-        drop((unwanted, caller));
     }
 }
 

@@ -141,7 +141,8 @@ impl WorkerHost {
         self.0.board.status()
     }
 
-    /// Takes no new calls, lets those that were let in finish, and ends the worker.
+    /// Takes no new calls, lets those that were let in finish, and ends the worker. Dropped before it is through, it ends the worker
+    /// as [`WorkerHost::kill`] does.
     ///
     /// # Errors
     /// `DeadlineExceeded` when calls were still running after `grace`. An async worker is ended all the same; a thread that
@@ -151,26 +152,15 @@ impl WorkerHost {
         // The queue holds at most the calls that were let in, and this.
         let _ = self.0.queue.put(Item::Stop);
         let Some(running) = self.0.take_running() else { return Ok(()) };
-        let ended = match running {
-            Running::Task(mut task) => match tokio::time::timeout(grace, &mut task).await {
-                Ok(_) => true,
-                Err(_) => {
-                    task.abort();
-                    let _ = task.await;
-                    false
-                }
-            },
-            Running::Thread(ended, desk) => {
-                let ended = tokio::time::timeout(grace, ended).await.is_ok();
-                if !ended {
-                    self.0.give_up(&desk);
-                }
-                ended
-            }
+        let mut stopping = Stopping { core: &self.0, running };
+        let ended = match &mut stopping.running {
+            Running::Task(task) => tokio::time::timeout(grace, task).await.is_ok(),
+            Running::Thread(ended, _) => tokio::time::timeout(grace, ended).await.is_ok(),
         };
         if ended {
             return Ok(());
         }
+        stopping.end().await;
         let WorkerEnv { rank, group, .. } = &self.0.env;
         Err(Error::unknown(Code::DeadlineExceeded, format!("calls were still running after {grace:?}"))
             .about(format!("stop rank {rank} of {group}")))
@@ -183,6 +173,28 @@ impl WorkerHost {
     }
 }
 
+/// What is waited for, and ended when nobody waits any more: what has ended by then does not mind.
+struct Stopping<'c> {
+    core: &'c Core,
+    running: Running,
+}
+
+impl Stopping<'_> {
+    /// Ends the worker; one that is a task is gone then.
+    async fn end(mut self) {
+        self.core.end(&self.running);
+        if let Running::Task(task) = &mut self.running {
+            let _ = task.await;
+        }
+    }
+}
+
+impl Drop for Stopping<'_> {
+    fn drop(&mut self) {
+        self.core.end(&self.running);
+    }
+}
+
 impl Core {
     fn take_running(&self) -> Option<Running> {
         self.running.lock().unwrap_or_else(PoisonError::into_inner).take()
@@ -190,10 +202,15 @@ impl Core {
 
     fn kill(&self) {
         self.stopping.store(true, Ordering::Release);
-        match self.take_running() {
-            Some(Running::Task(task)) => task.abort(),
-            Some(Running::Thread(_, desk)) => self.give_up(&desk),
-            None => {}
+        if let Some(running) = self.take_running() {
+            self.end(&running);
+        }
+    }
+
+    fn end(&self, running: &Running) {
+        match running {
+            Running::Task(task) => task.abort(),
+            Running::Thread(_, desk) => self.give_up(desk),
         }
     }
 

@@ -56,9 +56,11 @@ pub(crate) struct Entrance<T>(Arc<Queue<T>>);
 impl<T> Entrance<T> {
     /// Puts an item at the end of the line; gives it back when the line is full or nobody takes items any more.
     pub(crate) fn put(&self, item: T) -> Result<(), T> {
+        // Made before the lock is taken, so that it is dropped after that is free: an item's drop runs what others wrote.
+        let mut cleared = VecDeque::new();
         let mut line = self.0.line();
         if line.items.len() >= self.0.items_max {
-            line.items.retain(|item| !(self.0.left)(item));
+            (cleared, line.items) = std::mem::take(&mut line.items).into_iter().partition(self.0.left);
         }
         if line.closed || line.items.len() >= self.0.items_max {
             return Err(item);
@@ -67,6 +69,7 @@ impl<T> Entrance<T> {
         let lane = line.lane.take();
         drop(line);
         self.0.wake(lane);
+        drop(cleared);
         Ok(())
     }
 

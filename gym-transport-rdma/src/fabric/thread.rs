@@ -26,6 +26,8 @@ use crate::ucx::{Armed, Context, Listener, Others, Status, Worker};
 const COMMANDS_A_ROUND: usize = 256;
 /// Calls of progress of one round, so that commands are not kept waiting by what arrives.
 const PROGRESS_A_ROUND: usize = 64;
+/// While berths have work, networks are looked at once in so many rounds: a look takes as long as a message of theirs.
+const BERTHS_FIRST: u32 = 8;
 
 /// Starts it, and returns when it is ready.
 pub(super) fn start(options: FabricOptions, shared: &Arc<Shared>) -> Result<(), FabricError> {
@@ -135,8 +137,9 @@ fn open(options: FabricOptions, shared: &Arc<Shared>) -> Result<Open, FabricErro
 fn go_round(driver: Driver, shared: &Shared, state: &RefCell<State>, inbox: &Inbox) {
     let (worker, berths) = (state.borrow().worker(), state.borrow().berths.workers());
     let mut commands = VecDeque::new();
-    let mut rest = Rest::new(driver);
+    let (mut rest, mut round) = (Rest::new(driver), 0_u32);
     loop {
+        round = round.wrapping_add(1);
         let mut worked = shared.queue.take(&mut commands, COMMANDS_A_ROUND);
         if worked {
             let mut state = state.borrow_mut();
@@ -146,9 +149,10 @@ fn go_round(driver: Driver, shared: &Shared, state: &RefCell<State>, inbox: &Inb
             state.shut_down();
         }
         // The state is not borrowed here, so that what arrives can be handed up from within UCX.
-        worked |= progress(&worker);
-        for berth in berths.borrow().iter() {
-            worked |= progress(berth);
+        let arrived = berths.borrow().iter().fold(false, |arrived, berth| arrived | progress(berth));
+        worked |= arrived;
+        if !arrived || round.is_multiple_of(BERTHS_FIRST) {
+            worked |= progress(&worker);
         }
         let mut state = state.borrow_mut();
         // Who tells a peer the way has told us to expect it before: its hello must not be looked at first.
@@ -172,8 +176,7 @@ fn go_round(driver: Driver, shared: &Shared, state: &RefCell<State>, inbox: &Inb
                 state.check_now();
             }
         } else {
-            // On a machine with few cores those that are to give it work need this one.
-            std::thread::yield_now();
+            rest.pause(now);
         }
     }
 }
@@ -198,12 +201,15 @@ struct Rest {
     sleep: Duration,
     /// The next nap while UCX refuses to be armed although there is nothing to do.
     nap: Duration,
+    /// Until then it sleeps instead of looking for more work.
+    crowded_until: Instant,
 }
 
 impl Rest {
     fn new(driver: Driver) -> Self {
-        let mut rest = Self { driver, last_work: Instant::now(), sleep: Duration::ZERO, nap: Duration::ZERO };
-        rest.worked(Instant::now());
+        let now = Instant::now();
+        let mut rest = Self { driver, last_work: now, sleep: Duration::ZERO, nap: Duration::ZERO, crowded_until: now };
+        rest.worked(now);
         rest
     }
 
@@ -218,7 +224,24 @@ impl Rest {
     fn is_over(&self, now: Instant) -> bool {
         match self.driver {
             Driver::Busy => false,
-            Driver::Hybrid { spin, .. } => now.duration_since(self.last_work) >= spin,
+            Driver::Hybrid { spin, .. } => now < self.crowded_until || now.duration_since(self.last_work) >= spin,
+        }
+    }
+
+    /// Between two looks for work. Those who are to give it may need this core. But where there are more who want to run than
+    /// cores, who yields waits for a turn of milliseconds, and who sleeps is woken at once: it sleeps then, for a while.
+    fn pause(&mut self, now: Instant) {
+        if self.driver == Driver::Busy {
+            std::hint::spin_loop();
+            return;
+        }
+        std::thread::yield_now();
+        self.yielded(now, Instant::now());
+    }
+
+    fn yielded(&mut self, from: Instant, until: Instant) {
+        if until.duration_since(from) > YIELD_MAX {
+            self.crowded_until = until + CROWDED_FOR;
         }
     }
 
@@ -239,6 +262,10 @@ impl Rest {
     }
 }
 
+/// A yield that takes longer went to somebody who has work for long.
+const YIELD_MAX: Duration = Duration::from_micros(200);
+/// How long it then sleeps instead of yielding.
+const CROWDED_FOR: Duration = Duration::from_secs(1);
 /// The first nap: as long as the spinning before it.
 const NAP_MIN: Duration = Duration::from_micros(50);
 /// How exactly deadlines are kept.
@@ -354,6 +381,20 @@ mod tests {
         }
         assert!(wakeups < 610, "{wakeups}");
         assert_eq!(rest.next_sleep(true), TIMER_TICK);
+    }
+
+    #[test]
+    fn one_that_lost_its_core_sleeps_instead_of_yielding_for_a_while() {
+        let mut rest = rest();
+        let now = Instant::now();
+        rest.worked(now);
+        rest.yielded(now, now + Duration::from_micros(20));
+        assert!(!rest.is_over(now + Duration::from_micros(20)), "to those who have little to do");
+        rest.yielded(now, now + ms(3));
+        rest.worked(now + ms(4));
+        assert!(rest.is_over(now + ms(4)), "to one who has much to do");
+        rest.worked(now + ms(3) + CROWDED_FOR);
+        assert!(!rest.is_over(now + ms(3) + CROWDED_FOR), "it tries again");
     }
 
     #[test]

@@ -10,7 +10,7 @@ const FILES: [&str; 2] = ["audio_path", "audio_paths"];
 
 /// The data URI in the metadata of a request.
 pub(super) fn of(metadata: &Map<String, Value>) -> Result<Option<String>> {
-    let given = |key: &str| metadata.get(key).filter(|value| !matches!(value, Value::Null) && **value != "");
+    let given = |key: &str| metadata.get(key).filter(|value| is_given(value));
     if let Some(key) = FILES.into_iter().find(|key| given(key).is_some()) {
         let text =
             format!("`metadata.{key}`: this vllm_model reads no audio files; put a data URI into `metadata.{DATA}`");
@@ -22,6 +22,18 @@ pub(super) fn of(metadata: &Map<String, Value>) -> Result<Option<String>> {
             Err(Error::finished(Code::InvalidArgument, format!("`metadata.{DATA}` is no text: write a data URI")))
         }
         None => Ok(None),
+    }
+}
+
+/// Whether Python, which NeMo Gym's server asks, takes the value for true.
+fn is_given(value: &Value) -> bool {
+    match value {
+        Value::Null => false,
+        Value::Bool(value) => *value,
+        Value::Number(value) => value.as_f64() != Some(0.0),
+        Value::String(text) => !text.is_empty(),
+        Value::Array(items) => !items.is_empty(),
+        Value::Object(members) => !members.is_empty(),
     }
 }
 

@@ -157,6 +157,18 @@ async fn what_chat_cannot_say_is_refused_before_the_engine_is_asked() {
 }
 
 #[tokio::test]
+async fn metadata_that_names_no_audio_file_is_not_audio() {
+    for nothing in [json!(null), json!(false), json!(0), json!(0.0), json!(""), json!([]), json!({})] {
+        let metadata = serde_json::Map::from_iter([
+            ("audio_paths".to_owned(), nothing.clone()),
+            ("audio_data".to_owned(), nothing),
+        ]);
+        assert_eq!(audio::of(&metadata).unwrap(), None, "{metadata:?}");
+    }
+    assert!(audio::of(&serde_json::Map::from_iter([("audio_paths".to_owned(), json!(["a.wav"]))])).is_err());
+}
+
+#[tokio::test]
 async fn audio_of_the_metadata_stands_before_the_last_words_of_the_user() {
     let audio = json!({"type": "audio_url", "audio_url": {"url": "data:audio/wav;base64,AA=="}});
     let text = json!({"type": "text", "text": "x"});

@@ -19,6 +19,7 @@ pub(super) async fn run(bench: &dyn GroupBench) {
         a_replaced_rank_takes_calls_in_its_new_life,
         a_full_queue_refuses_at_once_without_starting,
         a_call_in_line_is_answered_at_its_deadline_and_leaves_its_place,
+        a_call_behind_a_shared_one_is_answered_at_its_deadline_and_leaves_its_place,
         a_call_in_line_leaves_its_place_with_its_caller,
         a_call_that_has_left_the_line_holds_up_nobody,
         a_panic_is_an_error_of_its_rank_and_the_worker_lives_on,
@@ -145,6 +146,23 @@ async fn a_full_queue_refuses_at_once_without_starting(bench: &dyn GroupBench) {
 }
 
 async fn a_call_in_line_is_answered_at_its_deadline_and_leaves_its_place(bench: &dyn GroupBench) {
+    // Twice as many as the rank takes at a time: those who leave make room for those who come.
+    for worker in [TestWorkerKind::Async, TestWorkerKind::Blocking] {
+        let tested = bench.start(GroupSetup { layout: RankLayout::line(1).unwrap(), worker, calls_max: 3 }).await;
+        let group = tested.group();
+        let held = group.call(Hold, ()).deadline(FAR).start().await.unwrap();
+        until_running(&*group).await;
+        for number in 0..6 {
+            let late = group.call(Note, number).deadline(NEAR).await.unwrap_err();
+            assert_eq!(late.cause().code(), Code::DeadlineExceeded, "{late:?}");
+            until(&*group, |status| status.running.len() == 1 && status.waiting == 0).await;
+        }
+        drop(held);
+        assert_eq!(notes(&*group).await, [["told"]]);
+    }
+}
+
+async fn a_call_behind_a_shared_one_is_answered_at_its_deadline_and_leaves_its_place(bench: &dyn GroupBench) {
     let layout = RankLayout::line(1).unwrap();
     let tested = bench.start(GroupSetup { layout, worker: TestWorkerKind::Async, calls_max: 3 }).await;
     let group = tested.group();
@@ -156,9 +174,9 @@ async fn a_call_in_line_is_answered_at_its_deadline_and_leaves_its_place(bench: 
     until(&*group, |status| status.running.len() == 1 && status.waiting == 1).await;
     drop(shared);
     until(&*group, |status| status.running.iter().any(|call| call.method == "test.hold")).await;
-    let late = [2, 3].map(|number| group.call(Note, number).deadline(NEAR).start());
-    for late in futures_util::future::try_join_all(late).await.unwrap() {
-        assert_eq!(late.await.unwrap_err().cause().code(), Code::DeadlineExceeded);
+    let late = [2, 3].map(|number| group.call(Note, number).deadline(NEAR).into_future());
+    for late in futures_util::future::join_all(late).await {
+        assert_eq!(late.unwrap_err().cause().code(), Code::DeadlineExceeded);
     }
     until(&*group, |status| status.running.len() == 1 && status.waiting == 0).await;
     let waits = group.call(Note, 5).deadline(FAR).start().await.unwrap();
