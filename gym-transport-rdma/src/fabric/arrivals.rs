@@ -70,8 +70,8 @@ impl State {
         if kind == Kind::Hello {
             return self.hello(&message, origin);
         }
-        if let (Kind::Last, Some(berth)) = (kind, origin.berth()) {
-            self.berths.peer_left(berth, id);
+        if let (Kind::Last | Kind::Destroyed, Some(berth)) = (kind, origin.berth()) {
+            self.berths.peer_left(berth, id, kind == Kind::Destroyed);
         }
         // Whoever knows the id of a connection can write into it, but not from another's berth.
         let Some(peer) = self.peers.get_mut(&id).filter(|peer| peer.berth == origin.berth()) else {
@@ -92,7 +92,7 @@ impl State {
             Phase::Open if kind == Kind::Urgent => return self.hand_up_message(id, message),
             Phase::Closing { .. } | Phase::Left { .. } if matches!(kind, Kind::Urgent | Kind::Last) => return,
             // What it sent to break it off can have been lost with its time.
-            _ if matches!(kind, Kind::Broken | Kind::Last) => {
+            _ if matches!(kind, Kind::Broken | Kind::Last | Kind::Destroyed) => {
                 let error = Error::unknown(Code::Unavailable, "the peer has broken the connection off");
                 return self.end(id, End::Lost(error), How::Force);
             }

@@ -12,7 +12,8 @@
 //!
 //! A worker that is destroyed answers nobody: what the peer has announced to it would wait for ever, and what was announced
 //! to the peer may still be read by it. So a berth that is left stays until both ends have said that nothing of theirs is
-//! under way ([`Kind::Last`]), or the peer's process has ended.
+//! under way ([`Kind::Last`]), or the peer's process has ended. One that goes earlier, because its fabric ends or its peer says
+//! nothing for too long, says so ([`Kind::Destroyed`]): then the peer's need not stay either.
 //!
 //! An address names the memory of its worker by a number, the descriptor's, which means something else when the worker is gone:
 //! whoever comes by it then maps, and writes, what it finds there. So a berth whose address was told stays as long as somebody
@@ -165,6 +166,8 @@ struct Place {
     told: Arc<AtomicBool>,
     /// The peer has said its last word.
     peer_left: bool,
+    /// The peer's worker is destroyed.
+    peer_destroyed: bool,
     stage: Stage,
 }
 
@@ -214,12 +217,26 @@ impl Leaving {
         let Some(endpoint) = self.endpoint.as_ref().filter(|_| self.was_open) else {
             return self.last.set(Last::Taken);
         };
-        let (header, header_bytes) = Prefix { receiver: self.peer, sequence: 0, kind: Kind::Last }.encode(&[]);
-        let (payload, protocol) = (Bytes::new(), Protocol::Eager);
-        let message = Outgoing { id: MESSAGE_ID, header, header_bytes, payload, protocol, reply: false };
         self.last.set(Last::UnderWay);
         let last = Rc::clone(&self.last);
-        endpoint.send(message, None, move |_| last.set(Last::Taken));
+        endpoint.send(self.message(Kind::Last), None, move |_| last.set(Last::Taken));
+    }
+
+    /// Says that the worker is destroyed next, if the peer makes room for it at once.
+    fn say_destroyed(&self) {
+        if let Some(endpoint) = self.endpoint.as_ref().filter(|_| self.was_open) {
+            endpoint.send(self.message(Kind::Destroyed), None, |_| {});
+        }
+    }
+
+    fn message(&self, kind: Kind) -> Outgoing {
+        let (header, header_bytes) = Prefix { receiver: self.peer, sequence: 0, kind }.encode(&[]);
+        let (payload, protocol) = (Bytes::new(), Protocol::Eager);
+        Outgoing { id: MESSAGE_ID, header, header_bytes, payload, protocol, reply: false }
+    }
+
+    fn has_said_last(&self) -> bool {
+        self.last.get() == Last::Taken
     }
 }
 
@@ -227,6 +244,11 @@ impl Place {
     /// Whether somebody may still come by its address, unless a connection has opened.
     fn is_sought(&self, now: Instant) -> bool {
         self.told.load(Ordering::Relaxed) && now < self.until + LEAVE_BERTH_WITHIN
+    }
+
+    /// Whether the peer reads and writes nothing any more.
+    fn peer_is_over(&self) -> bool {
+        self.peer_destroyed || self.process.has_ended()
     }
 
     /// Whether nobody needs it any more.
@@ -237,11 +259,11 @@ impl Place {
             Stage::Taken(_) => false,
             Stage::Leaving(leaving) => {
                 let since = now.duration_since(leaving.since);
-                let agreed = self.peer_left && leaving.last.get() == Last::Taken;
+                let agreed = self.peer_left && leaving.has_said_last();
                 // Only a hello can be under way to one that never was a peer.
                 let without_hello = leaving.endpoint.is_none() || since >= LEAVE_BERTH_WITHIN;
                 let nobody = !leaving.was_open && without_hello && !self.is_sought(now);
-                agreed || nobody || self.process.has_ended() || (!leaving.has_operations() && since >= PATIENCE)
+                agreed || nobody || self.peer_is_over() || (!leaving.has_operations() && since >= PATIENCE)
             }
         }
     }
@@ -252,9 +274,7 @@ impl Place {
             Stage::Free => true,
             Stage::GivenUp => false,
             Stage::Taken(_) => self.process.has_ended(),
-            Stage::Leaving(leaving) => {
-                self.process.has_ended() || now.duration_since(leaving.since) < LEAVE_BERTH_WITHIN
-            }
+            Stage::Leaving(leaving) => self.peer_is_over() || now.duration_since(leaving.since) < LEAVE_BERTH_WITHIN,
         }
     }
 
@@ -263,16 +283,22 @@ impl Place {
         match &self.stage {
             Stage::Free | Stage::GivenUp => true,
             Stage::Taken(_) => false,
-            Stage::Leaving(leaving) => !leaving.was_open || !leaving.has_operations() || self.process.has_ended(),
+            Stage::Leaving(leaving) => !leaving.was_open || !leaving.has_operations() || self.peer_is_over(),
         }
     }
 
     /// Destroys the worker. To be called when it [is over](Place::is_over) or [may go](Place::may_go).
     fn go(self) {
+        if let Stage::Leaving(leaving) = &self.stage
+            && !(self.peer_left && leaving.has_said_last())
+            && !self.peer_is_over()
+        {
+            leaving.say_destroyed();
+        }
         let Self { worker, stage, .. } = self;
         // SAFETY: of the reasons to let it go each means that nothing is left which somebody might still use: both ends have
-        // said so, or ours knows of nothing; only a hello was sent, without a payload; the peer's process has ended. The peer
-        // vouches for its last word and for the number of its process. A lie lets payloads be freed that it still copies, which
+        // said so, or ours knows of nothing; only a hello was sent, without a payload; the peer's worker is destroyed, or its
+        // process has ended. The peer vouches for what it says and for the number of its process. A lie lets payloads be freed that it still copies, which
         // only a process can that may read and write our memory anyway.
         unsafe { worker.abandon() };
         if let Stage::Leaving(Leaving { endpoint: Some(endpoint), .. }) = stage {
@@ -306,7 +332,10 @@ impl Berths {
         self.workers.borrow_mut().push(Rc::clone(&worker));
         let (until, told) = (Instant::now() + within, Arc::new(AtomicBool::new(false)));
         let (process, reserved) = (Process::Unknown, Arc::clone(&told));
-        self.places.insert(id, Place { worker, process, until, told, peer_left: false, stage: Stage::Free });
+        self.places.insert(
+            id,
+            Place { worker, process, until, told, peer_left: false, peer_destroyed: false, stage: Stage::Free },
+        );
         self.shared.counters.berths_opened.add(1);
         Ok(Berth(Arc::new(Reserved { id, address, told: reserved, shared: Arc::clone(&self.shared) })))
     }
@@ -367,13 +396,16 @@ impl Berths {
     }
 
     /// The peer of this connection has said its last word. Of any other it is not heard here.
-    pub(super) fn peer_left(&mut self, id: BerthId, connection: ConnectionId) {
+    pub(super) fn peer_left(&mut self, id: BerthId, connection: ConnectionId, destroyed: bool) {
         let Some(place) = self.places.get_mut(&id) else { return };
         let own = match &place.stage {
             Stage::Taken(own) | Stage::Leaving(Leaving { own, .. }) => *own,
             Stage::Free | Stage::GivenUp => return,
         };
-        place.peer_left |= own == connection;
+        if own == connection {
+            place.peer_left = true;
+            place.peer_destroyed |= destroyed;
+        }
     }
 
     /// Gives up all that nobody has taken, at once.

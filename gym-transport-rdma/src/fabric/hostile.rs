@@ -88,7 +88,10 @@ struct Intruder {
 
 fn bare_worker(transports: &str) -> std::rc::Rc<Worker> {
     let settings = [("TLS", transports), ("NET_DEVICES", "lo")];
-    let settings = settings.map(|(name, value)| (name.to_owned(), value.to_owned()));
+    // As a berth has it: a worker counts the places of another's queue with its own number.
+    let queue = transports.contains("posix").then_some(("MM_FIFO_SIZE", "64"));
+    let settings = settings.into_iter().chain(queue).map(|(name, value)| (name.to_owned(), value.to_owned()));
+    let settings: Vec<_> = settings.collect();
     let context = Context::open(crate::sys::load(&LoadOptions::default()).unwrap(), &settings).unwrap();
     let worker = Worker::open(&context).unwrap();
     worker.receive(MESSAGE_ID, Box::new(Deaf), Others::All).unwrap();
@@ -176,14 +179,22 @@ fn rubbish_and_unknown_ids_are_dropped_and_announcements_of_them_refused() {
     // That these end at all is the refusal.
     intruder.send(([0xff; HEADER_ROOM], 100), big.clone(), Protocol::Rendezvous);
     intruder.send(message(ConnectionId::random(), 0, Kind::Parcel), big, Protocol::Rendezvous);
-    for kind in
-        [Kind::Hello, Kind::Welcome, Kind::Parcel, Kind::Urgent, Kind::Bye, Kind::Gone, Kind::Broken, Kind::Last]
-    {
+    for kind in [
+        Kind::Hello,
+        Kind::Welcome,
+        Kind::Parcel,
+        Kind::Urgent,
+        Kind::Bye,
+        Kind::Gone,
+        Kind::Broken,
+        Kind::Last,
+        Kind::Destroyed,
+    ] {
         intruder.send(message(ConnectionId::random(), 0, kind), Bytes::new(), Protocol::Eager);
     }
     intruder.until("they are counted", || {
         let stats = fabric.stats();
-        stats.dropped_malformed >= 201 && stats.dropped_unknown >= 8 && stats.refused_tokens >= 1
+        stats.dropped_malformed >= 201 && stats.dropped_unknown >= 9 && stats.refused_tokens >= 1
     });
     assert_eq!(seen.messages.load(Ordering::Relaxed), 0);
     assert!(seen.end.lock().unwrap().is_none(), "nobody else is disturbed");
@@ -225,7 +236,7 @@ fn untouched_zeros(len: usize) -> Bytes {
 #[test]
 fn what_has_no_place_in_the_order_ends_the_connection() {
     let Some(fabric) = fabric() else { return };
-    let cases: [(&str, &[(u64, Kind)]); 6] = [
+    let cases: [(&str, &[(u64, Kind)]); 7] = [
         ("the same place twice", &[(0, Kind::Parcel), (0, Kind::Parcel)]),
         (
             "too many ahead of a gap",
@@ -245,6 +256,7 @@ fn what_has_no_place_in_the_order_ends_the_connection() {
         ("an answer to a goodbye that was not said", &[(0, Kind::Gone)]),
         ("it says that it is broken", &[(0, Kind::Broken)]),
         ("it says that it is over", &[(0, Kind::Last)]),
+        ("it says that its worker is destroyed", &[(0, Kind::Destroyed)]),
     ];
     for (what, messages) in cases {
         let intruder = Intruder::new(&fabric);
@@ -254,6 +266,33 @@ fn what_has_no_place_in_the_order_ends_the_connection() {
         }
         intruder.until(what, || matches!(&*seen.end.lock().unwrap(), Some(End::Lost(_))));
     }
+}
+
+/// What was announced to a worker that is destroyed is never read, and nobody says so but its owner.
+#[test]
+fn a_berth_whose_peers_worker_is_destroyed_does_not_stay_for_what_was_announced_to_it() {
+    let Some(fabric) = fabric() else { return };
+    let intruder = Intruder::new(&fabric);
+    let (id, connection, seen) = intruder.introduced(&fabric);
+    let told = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&told);
+    let done: Done = Box::new(move |_| {
+        counted.fetch_add(1, Ordering::Relaxed);
+    });
+    let payload = Bytes::from(vec![1; 8 << 20]);
+    let parcel = Parcel { header: Bytes::from_static(b"unread"), payload, lane: Lane::Ordered, done: Some(done) };
+    connection.post(parcel).unwrap();
+    // Said twice: of another connection it is not believed. Neither waits for the intruder's own progress.
+    intruder.send(message(ConnectionId::random(), 0, Kind::Destroyed), Bytes::new(), Protocol::Eager);
+    intruder.send(message(id, 0, Kind::Destroyed), Bytes::new(), Protocol::Eager);
+    let deadline = Instant::now() + SOON;
+    while fabric.stats().berths_closed == 0 {
+        assert!(Instant::now() < deadline, "{:?}", fabric.stats());
+        std::thread::yield_now();
+    }
+    assert!(seen.lost("the peer has broken the connection off"));
+    assert_eq!(told.load(Ordering::Relaxed), 1);
+    assert!(fabric.shutdown(SOON));
 }
 
 #[test]

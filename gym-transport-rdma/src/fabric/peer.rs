@@ -170,7 +170,7 @@ impl Peer {
     ) {
         let Some(endpoint) = &self.endpoint else { return finish(done, Err(ended_before())) };
         let sequence = match kind {
-            Kind::Hello | Kind::Urgent | Kind::Broken | Kind::Last => 0,
+            Kind::Hello | Kind::Urgent | Kind::Broken | Kind::Last | Kind::Destroyed => 0,
             Kind::Welcome | Kind::Parcel | Kind::Bye | Kind::Gone => {
                 self.next_sequence += 1;
                 self.next_sequence - 1

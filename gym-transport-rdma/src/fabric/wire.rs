@@ -36,6 +36,8 @@ pub(super) enum Kind {
     Broken = 7,
     /// The connection is over for the sender, and nothing of it is under way there. Only between berths.
     Last = 8,
+    /// The sender's worker is destroyed next, although nothing was agreed: nothing more is read or written there. Only between berths.
+    Destroyed = 9,
 }
 
 /// The prefix.
@@ -73,6 +75,7 @@ impl Prefix {
             6 => Kind::Gone,
             7 => Kind::Broken,
             8 => Kind::Last,
+            9 => Kind::Destroyed,
             _ => return None,
         };
         let length = usize::from(u16::from_le_bytes([prefix[18], prefix[19]]));
@@ -104,8 +107,8 @@ mod tests {
     use super::*;
 
     fn kinds() -> impl Strategy<Value = Kind> {
-        use Kind::{Broken, Bye, Gone, Hello, Last, Parcel, Urgent, Welcome};
-        prop::sample::select(vec![Hello, Welcome, Parcel, Urgent, Bye, Gone, Broken, Last])
+        use Kind::{Broken, Bye, Destroyed, Gone, Hello, Last, Parcel, Urgent, Welcome};
+        prop::sample::select(vec![Hello, Welcome, Parcel, Urgent, Bye, Gone, Broken, Last, Destroyed])
     }
 
     proptest! {
