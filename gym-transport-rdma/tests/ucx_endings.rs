@@ -127,8 +127,8 @@ fn a_queue_that_is_full_of_parcels_still_takes_an_end() {
             else {
                 return;
             };
-            let (entered, enters) = mpsc::channel();
-            let (release, released) = mpsc::channel::<()>();
+            let (entered, enters) = mpsc::sync_channel(8);
+            let (release, released) = mpsc::sync_channel::<()>(1);
             let held = Mutex::new((entered, released));
             let hook: Hook = Box::new(move |_, _| {
                 let (entered, released) = &*held.lock().unwrap();
