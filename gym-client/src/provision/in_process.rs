@@ -265,39 +265,10 @@ impl Drop for InProcessDeployment {
 #[cfg(test)]
 mod tests {
     use futures_util::{FutureExt, StreamExt};
-    use gym_core::{Handles, Method, Methods, Payload, Worker};
 
     use super::super::WorkerKind;
+    use super::super::tests::Idle;
     use super::*;
-
-    #[derive(Clone, Copy, Debug)]
-    struct Nothing;
-
-    impl Method for Nothing {
-        const NAME: &'static str = "nothing";
-        type Args = ();
-        type Reply = ();
-    }
-
-    struct Idle;
-
-    impl Worker for Idle {
-        type Init = ();
-
-        fn start(_: WorkerEnv, (): ()) -> Result<Self> {
-            Ok(Self)
-        }
-
-        fn methods(methods: &mut Methods<Self>) {
-            methods.exclusive(Nothing);
-        }
-    }
-
-    impl Handles<Nothing> for Idle {
-        async fn handle(&mut self, _: &CallContext, _: Payload<()>) -> Result<Payload<()>> {
-            Ok(().into())
-        }
-    }
 
     async fn idle() -> Box<dyn Deployment> {
         let workers = Workers::new().with("idle", WorkerKind::of::<Idle>());

@@ -202,7 +202,8 @@ mod tests {
 
     use super::*;
 
-    struct Idle;
+    /// A worker with a method that does nothing.
+    pub(super) struct Idle;
 
     #[derive(Clone, Copy, Debug)]
     struct Nothing;
