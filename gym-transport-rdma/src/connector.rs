@@ -112,7 +112,7 @@ impl UcxConnector {
             _ => return Err(Error::unknown(Code::DataLoss, "the peer answered with another way than was asked for")),
         };
         let connect = Connect { id: ask.id, token: answer.token, peer: answer.id, target, within: left(until) };
-        let (caller, greeted) = Caller::new(config.limits.clone(), config.cut_bytes, fabric.pool().clone());
+        let (caller, greeted) = Caller::new(config.limits.clone(), config.cut_bytes);
         let opening = Opening(Some(fabric.connect(connect, Arc::clone(&caller) as _)?));
         let Greeted { end, lanes } =
             greeted.await.unwrap_or_else(|_| Err(Error::unknown(Code::Unavailable, "the fabric has ended")))?;

@@ -112,8 +112,7 @@ impl Reception {
         };
         let (id, token) = (ConnectionId::random(), Token::random());
         let peer = request.peer.clone().unwrap_or_default();
-        let pool = self.fabric.pool().clone();
-        let events = Answerer::new(&config.limits, ask.greeting, peer, pool, self.door.clone(), awaited);
+        let events = Answerer::new(&config.limits, ask.greeting, peer, self.door.clone(), awaited);
         let expect = Expect { id, token: token.clone(), peer: ask.id, alongside, within };
         self.fabric.expect(expect, events)?;
         Ok(Answer { id, token, way })

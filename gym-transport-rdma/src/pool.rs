@@ -105,6 +105,13 @@ impl Pool {
         Ok(Buffer { region: Some(region), len, home: Some(Arc::clone(&self.0)) })
     }
 
+    /// These bytes in a buffer of its own.
+    pub(crate) fn copy(&self, bytes: &[u8]) -> Result<Bytes> {
+        let mut buffer = self.take(bytes.len())?;
+        buffer.copy_from_slice(bytes);
+        Ok(buffer.freeze())
+    }
+
     /// What it did so far, and has now.
     #[must_use]
     pub fn stats(&self) -> PoolStats {

@@ -3,12 +3,15 @@
 
 mod common;
 
-use std::sync::mpsc::sync_channel;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bytes::Bytes;
 use common::{Way, open, pair, parcel, payload};
-use gym_transport_rdma::fabric::{Driver, Fabric, FabricOptions, Lane, Parcel};
+use gym_transport_rdma::fabric::{
+    Connection, Disposition, Driver, End, Fabric, FabricOptions, Lane, Lanes, Parcel, Payload, PeerEvents,
+};
 
 const EDGE: usize = 16 << 10;
 
@@ -103,10 +106,10 @@ fn what_is_posted_before_the_connection_is_open_is_sent_after_it() {
     for &way in Way::all() {
         let Some((caller, answerer)) = fabrics(way) else { return };
         let meeting = common::Meeting::new(way, &caller, &answerer);
-        let (recorder, events) = common::recorder(&answerer, None);
+        let (recorder, events) = common::recorder(None);
         let connection = answerer.expect(meeting.expect(), recorder).unwrap();
         let there = common::EndOf { connection, events };
-        let (recorder, events) = common::recorder(&caller, None);
+        let (recorder, events) = common::recorder(None);
         let connection = caller.connect(meeting.connect(), recorder).unwrap();
         let here = common::EndOf { connection, events };
         here.connection.post(Parcel { lane: Lane::Urgent, ..parcel(vec![1], vec![1]) }).unwrap();
@@ -153,6 +156,58 @@ fn landing_buffers_are_used_again_and_nothing_grows() {
         assert!(stats.fresh <= 2 && stats.reused >= 298 && stats.plain == 0, "{way:?} {stats:?}");
         shut_down(way, &fabrics);
     }
+}
+
+/// Takes no parcel before it is told to, and drops what lands.
+struct Dropping {
+    go: Mutex<Receiver<()>>,
+    landed: SyncSender<usize>,
+}
+
+impl PeerEvents for Dropping {
+    fn opened(&self, _: &Connection, _: &Lanes) {}
+
+    fn message(&self, _: &[u8], payload: Payload<'_>) -> gym_core::Result<Disposition> {
+        if let Payload::Announced(_) = payload {
+            return Ok(Disposition::Land { key: 0 });
+        }
+        let _ = self.go.lock().unwrap().recv_timeout(common::SOON);
+        Ok(Disposition::Done)
+    }
+
+    fn landed(&self, _: u64, bytes: Bytes) {
+        self.landed.send(bytes.len()).unwrap();
+    }
+
+    fn ended(&self, _: End) {}
+}
+
+#[test]
+fn what_a_peer_on_this_host_has_announced_lands_in_one_buffer_if_it_is_given_back() {
+    const ANNOUNCED: usize = 16;
+    let Some((caller, answerer)) = fabrics(Way::SharedMemory) else { return };
+    let meeting = common::Meeting::new(Way::SharedMemory, &caller, &answerer);
+    let ((go, told_to_go), (told, landed)) = (sync_channel(2), sync_channel(ANNOUNCED));
+    let dropping = Dropping { go: Mutex::new(told_to_go), landed: told };
+    answerer.expect(meeting.expect(), Arc::new(dropping)).unwrap();
+    let (recorder, events) = common::recorder(None);
+    let here = common::EndOf { connection: caller.connect(meeting.connect(), recorder).unwrap(), events };
+    here.opened();
+    here.post(vec![], vec![1]);
+    for _ in 0..ANNOUNCED {
+        here.post(vec![], vec![1; 1 << 20]);
+    }
+    let (told, sent) = sync_channel(1);
+    let done = Box::new(move |_| told.send(()).unwrap());
+    here.connection.post(Parcel { done: Some(done), ..parcel(vec![], vec![1]) }).unwrap();
+    sent.recv_timeout(common::SOON).expect("all were announced");
+    [(), ()].map(|()| go.send(()).unwrap());
+    for _ in 0..ANNOUNCED {
+        assert_eq!(landed.recv_timeout(common::SOON), Ok(1 << 20));
+    }
+    let stats = answerer.pool().stats();
+    assert_eq!((stats.fresh, stats.reused), (1, ANNOUNCED as u64 - 1));
+    shut_down(Way::SharedMemory, &(caller, answerer));
 }
 
 /// Every wait goes through arming: progress until there is nothing, arm, and progress again when UCX says that it is busy.

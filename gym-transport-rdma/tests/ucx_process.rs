@@ -159,7 +159,7 @@ impl Peer {
             None => Target::Socket(address.parse().unwrap()),
             Some(berth) => Target::Alongside(Alongside { berth, peer: unhex(&address) }),
         };
-        let (recorder, events) = recorder(caller, None);
+        let (recorder, events) = recorder(None);
         let here = EndOf { connection: caller.connect(names.connect(target), recorder).unwrap(), events };
         way.check(&here.opened());
         (peer, here)
@@ -221,7 +221,7 @@ fn be_peer(way: Way) {
     std::io::stdin().read_line(&mut line).unwrap();
     let words: Vec<_> = line.split_whitespace().collect();
     let Some(fabric) = open(way.answering()) else { panic!("the other process has UCX") };
-    let (recorder, events) = recorder(&fabric, None);
+    let (recorder, events) = recorder(None);
     let berth = (way == Way::SharedMemory).then(|| common::berth(&fabric).unwrap());
     let expected = Expect {
         id: ConnectionId(words[1].parse().unwrap()),

@@ -62,9 +62,9 @@ impl PeerEvents for Judge {
         match payload {
             Payload::Here(bytes) => self.judge(mark, bytes.as_slice()),
             Payload::Announced(length) if header[1].is_multiple_of(3) => {
-                let mut buffer = self.pool.take(usize::try_from(length).unwrap())?;
-                buffer.fill(CANARY);
-                return Ok(Disposition::Land { key: mark.into(), buffer });
+                // Whoever lands in it next must leave nothing of this.
+                self.pool.take(usize::try_from(length).unwrap())?.fill(CANARY);
+                return Ok(Disposition::Land { key: mark.into() });
             }
             Payload::Announced(_) => {}
         }
@@ -98,7 +98,7 @@ fn parcels_abandoned_at_random_moments_touch_nobodys_memory() {
             // A connection of a hundred parcels or so, which is broken off or closed while they are under way.
             let meeting = common::Meeting::new(way, &caller, &answerer);
             answerer.expect(meeting.expect(), Arc::<Judge>::clone(&judge)).unwrap();
-            let (recorder, events) = common::recorder(&caller, None);
+            let (recorder, events) = common::recorder(None);
             let here = common::EndOf { connection: caller.connect(meeting.connect(), recorder).unwrap(), events };
             if random.bool() {
                 here.opened();
@@ -190,7 +190,7 @@ fn headers_posted_from_within_events_while_connecting_arrive_whole() {
             let meeting = common::Meeting::new(way, &caller, &answerer);
             let replies = Arc::new(Replies { connection: std::sync::OnceLock::new() });
             answerer.expect(meeting.expect(), replies).unwrap();
-            let (recorder, events) = common::recorder(&caller, None);
+            let (recorder, events) = common::recorder(None);
             let connection = caller.connect(meeting.connect(), recorder).unwrap();
             let here = common::EndOf { connection, events };
             here.post(vec![99; 104], vec![99; 10]);

@@ -60,8 +60,6 @@ pub use options::{FabricError, FabricOptions};
 pub use report::{Report, report};
 pub use stats::{ConnectionStats, FabricStats};
 
-use crate::pool::Buffer;
-
 /// The longest header of a parcel. Every one travels with its payload in one active message and is copied once.
 pub const HEADER_BYTES_MAX: usize = 104;
 
@@ -183,13 +181,11 @@ impl Arrived<'_> {
 pub enum Disposition {
     /// Nothing more: it was taken, or is not wanted. The sender's `done` is called either way.
     Done,
-    /// Put it here, then call `landed` with this key. The buffer must be exactly as long as the payload. Bytes that came
-    /// with the header are copied, and `landed` is called at once.
+    /// Put it into a buffer of the fabric's pool, which is taken when it begins to land, then call `landed` with this key.
+    /// Bytes that came with the header are copied, and `landed` is called at once.
     Land {
         /// Given back in `landed`.
         key: u64,
-        /// From [`Pool::take`](crate::pool::Pool::take).
-        buffer: Buffer,
     },
 }
 

@@ -81,6 +81,21 @@ pub(super) struct Limits {
     pub(super) rendezvous_bytes: Option<usize>,
 }
 
+/// Payloads that were announced and are wanted.
+#[derive(Default)]
+pub(super) struct Landing {
+    /// They wait for their turn, with their keys.
+    pub(super) announced: VecDeque<(u64, Announcement)>,
+    /// On their way into our memory.
+    pub(super) under_way: usize,
+}
+
+impl Landing {
+    pub(super) fn is_over(&self) -> bool {
+        self.under_way == 0 && self.announced.is_empty()
+    }
+}
+
 /// One connection.
 pub(super) struct Peer {
     pub(super) link: Arc<Link>,
@@ -96,8 +111,7 @@ pub(super) struct Peer {
     pub(super) serial: u64,
     pub(super) order: Order<Message>,
     pub(super) sending: Rc<Sending>,
-    /// Payloads that are on their way into our memory.
-    pub(super) landing: usize,
+    pub(super) landing: Landing,
     limits: Limits,
     next_sequence: u64,
     /// Posted before it was open.
@@ -127,7 +141,7 @@ impl Peer {
             limits,
             order: Order::new(limits.held_max, limits.held_bytes_max),
             sending: Rc::default(),
-            landing: 0,
+            landing: Landing::default(),
             next_sequence: 0,
             waiting: VecDeque::new(),
             early: Vec::new(),

@@ -316,7 +316,7 @@ impl State {
     /// Goes on with a goodbye when what it waited for has come.
     pub(super) fn settle(&mut self, id: ConnectionId) {
         let Some(peer) = self.peers.get_mut(&id) else { return };
-        if peer.landing > 0 {
+        if !peer.landing.is_over() {
             return;
         }
         let (Phase::Closing { peer: goodbye } | Phase::Left { peer: goodbye }) = &mut peer.phase else { return };
@@ -446,7 +446,7 @@ impl State {
             Phase::Calling => unavailable("the peer did not answer in time, or does not expect us"),
             Phase::Open | Phase::Broken => return,
             Phase::Closing { .. } => End::Closed,
-            Phase::Left { .. } if peer.landing == 0 => End::ClosedByPeer,
+            Phase::Left { .. } if peer.landing.is_over() => End::ClosedByPeer,
             Phase::Left { .. } => {
                 End::Lost(Error::unknown(Code::Unavailable, "the peer left before its last payloads had come"))
             }

@@ -15,7 +15,6 @@ use super::inbox::Inbox;
 use super::outbox::Outbox;
 use super::wire::{Kind, Wire};
 use crate::fabric::{Connection, Disposition, End, Lanes, Payload, PeerEvents};
-use crate::pool::Pool;
 
 /// The answering end of one connection, as its fabric sees it.
 pub(crate) struct Answerer {
@@ -70,13 +69,12 @@ impl Answerer {
         limits: &Limits,
         theirs: Greeting,
         peer: PeerInfo,
-        pool: Pool,
         door: mpsc::Sender<Opened>,
         awaited: OwnedSemaphorePermit,
     ) -> Arc<Self> {
         // What a peer of ours has under way, cancelled or not: one message that is longer than the room goes alone.
         let given_up_bytes_max = limits.request_bytes_in_flight_max.max(limits.message_bytes_max);
-        let desk = Desk::new(Inbox::new(limits.of_message(), given_up_bytes_max, pool));
+        let desk = Desk::new(Inbox::new(limits.of_message(), given_up_bytes_max));
         Arc::new_cyclic(|me| Self {
             me: Weak::clone(me),
             theirs,

@@ -13,7 +13,6 @@ use super::inbox::{Inbox, Opening, here};
 use super::outbox::{Answers, Carrier, Outbox};
 use super::wire::{Kind, Wire};
 use crate::fabric::{Connection, Disposition, End, Lanes, Payload, PeerEvents};
-use crate::pool::Pool;
 
 /// The calling end of one connection, as its fabric sees it.
 pub(crate) struct Caller<C: Carrier = Connection> {
@@ -35,10 +34,10 @@ pub(crate) struct Greeted<C: Carrier = Connection> {
 
 impl<C: Carrier + Clone> Caller<C> {
     /// One whose peer's greeting somebody waits for.
-    pub(crate) fn new(limits: Limits, cut: usize, pool: Pool) -> (Arc<Self>, oneshot::Receiver<Result<Greeted<C>>>) {
+    pub(crate) fn new(limits: Limits, cut: usize) -> (Arc<Self>, oneshot::Receiver<Result<Greeted<C>>>) {
         let (waiting, greeted) = oneshot::channel();
         // What lands of an answer that was given up keeps its call's room.
-        let inbox = Inbox::new(limits.of_message(), usize::MAX, pool);
+        let inbox = Inbox::new(limits.of_message(), usize::MAX);
         let caller = Self {
             limits,
             cut,

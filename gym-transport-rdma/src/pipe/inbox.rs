@@ -12,7 +12,6 @@ use super::assembly::{Assembly, Header, Landed, aligned};
 use super::outbox::POSTED_MAX;
 use super::wire::Wire;
 use crate::fabric::{Arrived, Disposition, Payload};
-use crate::pool::Pool;
 
 /// What a peer may cut at: below, messages would be all pieces; above, everything would be copied.
 pub(crate) const CUT_BYTES: std::ops::RangeInclusive<usize> = 1 << 10..=1 << 24;
@@ -28,7 +27,6 @@ pub(crate) type Opening<H> = (u64, Assembly<H>);
 pub(crate) struct Inbox<H> {
     limits: Limits,
     given_up_bytes_max: usize,
-    pool: Pool,
     begun: Option<Begun>,
     /// By call: the number of the message here, and the message.
     partial: HashMap<u64, (u64, Assembly<H>)>,
@@ -86,11 +84,10 @@ struct Begun {
 
 impl<H: Header> Inbox<H> {
     /// `given_up_bytes_max`: bytes that may still land of messages that were given up without a room of their own.
-    pub(crate) fn new(limits: Limits, given_up_bytes_max: usize, pool: Pool) -> Self {
+    pub(crate) fn new(limits: Limits, given_up_bytes_max: usize) -> Self {
         Self {
             limits,
             given_up_bytes_max,
-            pool,
             begun: None,
             partial: HashMap::new(),
             landings: HashMap::new(),
@@ -174,7 +171,7 @@ impl<H: Header> Inbox<H> {
         let number = *number;
         let key = self.number();
         self.landings.insert(key, (wire.call, number, place));
-        Ok(Disposition::Land { key, buffer: self.pool.take(expected)? })
+        Ok(Disposition::Land { key })
     }
 
     /// A piece is there. Its message, if that is complete now and still wanted.
@@ -228,7 +225,7 @@ pub(crate) fn here<'a>(payload: &'a Payload<'_>) -> Result<&'a [u8]> {
     }
 }
 
-fn length(payload: &Payload<'_>) -> u64 {
+pub(crate) fn length(payload: &Payload<'_>) -> u64 {
     match payload {
         Payload::Here(Arrived::Borrowed(bytes)) => bytes.len() as u64,
         Payload::Here(Arrived::Owned(bytes)) => bytes.len() as u64,

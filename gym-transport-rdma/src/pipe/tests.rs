@@ -72,12 +72,8 @@ impl Shelf {
     }
 }
 
-fn pool() -> Pool {
-    Pool::new(PoolOptions::default())
-}
-
 fn desk() -> Desk {
-    Desk::new(Inbox::new(Limits::default(), usize::MAX, pool()))
+    Desk::new(Inbox::new(Limits::default(), usize::MAX))
 }
 
 fn outbox(shelf: &Shelf, cut: usize) -> Outbox<Shelf> {
@@ -109,7 +105,7 @@ fn deliver(
     cut: usize,
     turns: &[usize],
 ) -> Result<Vec<(u64, Landed<RequestHeader>)>> {
-    let (mut out, mut landing) = (Vec::new(), Vec::new());
+    let (mut out, mut landing, pool) = (Vec::new(), Vec::new(), Pool::new(PoolOptions::default()));
     for (wire, bytes) in parcels {
         let payload = if bytes.len() >= cut {
             Payload::Announced(bytes.len() as u64)
@@ -123,9 +119,8 @@ fn deliver(
                 }
             }
             Kind::Piece => {
-                if let Disposition::Land { key, mut buffer } = desk.piece(wire, &payload)? {
-                    buffer.copy_from_slice(&bytes);
-                    landing.push((key, buffer.freeze()));
+                if let Disposition::Land { key } = desk.piece(wire, &payload)? {
+                    landing.push((key, pool.copy(&bytes)?));
                 }
             }
             Kind::Cancel => {
@@ -322,7 +317,7 @@ fn an_opening_that_says_too_much_is_refused_before_anything_is_kept() {
 
 #[test]
 fn what_lands_for_a_message_that_was_given_up_is_not_put_into_another_of_its_number() {
-    let mut inbox = Inbox::<RequestHeader>::new(Limits::default(), usize::MAX, pool());
+    let mut inbox = Inbox::<RequestHeader>::new(Limits::default(), usize::MAX);
     let begin = |inbox: &mut Inbox<RequestHeader>, segment: usize| {
         let shelf = Shelf::default();
         post(&outbox(&shelf, 1 << 10), &message(&[2, segment]), 0);
@@ -330,10 +325,10 @@ fn what_lands_for_a_message_that_was_given_up_is_not_put_into_another_of_its_num
         let opening = inbox.begin(wire, &Payload::Here(Arrived::Owned(payload))).unwrap().unwrap();
         assert!(inbox.keep(opening).unwrap().is_none(), "its segment is to come");
         let piece = Wire { first: 1, ..Wire::bare(Kind::Piece, wire.call) };
-        let Disposition::Land { key, buffer } = inbox.piece(piece, &Payload::Announced(segment as u64)).unwrap() else {
+        let Disposition::Land { key } = inbox.piece(piece, &Payload::Announced(segment as u64)).unwrap() else {
             panic!("it is wanted")
         };
-        (key, buffer.freeze())
+        (key, Bytes::from(vec![0; segment]))
     };
     let first = begin(&mut inbox, 5_000);
     assert!(inbox.forget(1, Room::default()));
@@ -349,7 +344,7 @@ fn a_message_that_begins_again_while_it_is_on_its_way_is_refused() {
     post(&outbox(&shelf, 1 << 10), &message(&[2, 5_000]), 0);
     let (wire, payload) = shelf.take().remove(0);
     let (mut inbox, payload) =
-        (Inbox::<RequestHeader>::new(Limits::default(), usize::MAX, pool()), Payload::Here(Arrived::Owned(payload)));
+        (Inbox::<RequestHeader>::new(Limits::default(), usize::MAX), Payload::Here(Arrived::Owned(payload)));
     let opening = inbox.begin(wire, &payload).unwrap().unwrap();
     inbox.keep(opening).unwrap();
     assert!(inbox.begin(wire, &payload).unwrap_err().to_string().contains("begins again"));
@@ -383,7 +378,7 @@ fn messages_that_do_not_go_on_are_bounded() {
 #[test]
 fn what_lands_for_nobody_is_bounded_in_number_and_in_bytes() {
     for (bytes_max, most) in [(usize::MAX, 10_000), (1_000_000, 202)] {
-        let mut inbox = Inbox::<RequestHeader>::new(Limits::default(), bytes_max, pool());
+        let mut inbox = Inbox::<RequestHeader>::new(Limits::default(), bytes_max);
         let mut give_up = |call| {
             let (wire, payload) = opening_of(call, 5_000);
             let opening = inbox.begin(wire, &Payload::Here(Arrived::Owned(payload)))?.unwrap();
@@ -420,7 +415,7 @@ impl Calling {
     fn new(limits: mux::Limits) -> Self {
         let mut greeting = BytesMut::new();
         Greeting::of(&limits).put(&mut greeting);
-        let (caller, mut greeted) = Caller::new(limits, 1 << 10, pool());
+        let (caller, mut greeted) = Caller::new(limits, 1 << 10);
         caller.on_opened(&Shelf::default(), &Lanes::default());
         let calling = Wire::bare(Kind::Greeting, 0);
         caller.on_message(&calling.write(), &Payload::Here(Arrived::Borrowed(&greeting))).unwrap();
@@ -444,8 +439,8 @@ impl Calling {
         outbox(&shelf, 1 << 10).post_response(call, put_response(0, &response), &response.message, false);
         let (wire, payload) = shelf.take().remove(0);
         self.hear(wire, &Payload::Here(Arrived::Owned(payload))).unwrap();
-        let Disposition::Land { key, buffer } = self.piece(call, segment) else { panic!("it is wanted") };
-        (key, buffer.freeze())
+        let Disposition::Land { key } = self.piece(call, segment) else { panic!("it is wanted") };
+        (key, Bytes::from(vec![0; segment]))
     }
 
     fn piece(&self, call: u64, segment: usize) -> Disposition {

@@ -16,7 +16,6 @@ use gym_transport_rdma::fabric::{
     Alongside, Berth, Connect, Connection, ConnectionId, Disposition, End, Expect, Fabric, FabricError, FabricOptions,
     Lane, Lanes, Parcel, Payload, PeerEvents, Target, Token,
 };
-use gym_transport_rdma::pool::Pool;
 
 /// How long anything may take on a busy machine.
 pub(crate) const SOON: Duration = Duration::from_secs(30);
@@ -124,7 +123,6 @@ pub(crate) struct Recorder {
     told: SyncSender<Event>,
     /// Headers of payloads that are landing; their place is the key.
     landing: Mutex<Vec<Bytes>>,
-    pool: Pool,
     hook: Option<Hook>,
 }
 
@@ -147,11 +145,10 @@ impl PeerEvents for Recorder {
                 self.told.send(Event::Message { header, payload: bytes.into_bytes(), eager: true }).unwrap();
                 Ok(Disposition::Done)
             }
-            Payload::Announced(length) => {
+            Payload::Announced(_) => {
                 let mut landing = self.landing.lock().unwrap();
                 landing.push(header);
-                let buffer = self.pool.take(usize::try_from(length).unwrap())?;
-                Ok(Disposition::Land { key: landing.len() as u64 - 1, buffer })
+                Ok(Disposition::Land { key: landing.len() as u64 - 1 })
             }
         }
     }
@@ -173,9 +170,9 @@ pub(crate) struct EndOf {
     pub(crate) events: Receiver<Event>,
 }
 
-pub(crate) fn recorder(fabric: &Fabric, hook: Option<Hook>) -> (Arc<Recorder>, Receiver<Event>) {
+pub(crate) fn recorder(hook: Option<Hook>) -> (Arc<Recorder>, Receiver<Event>) {
     let (told, events) = sync_channel(1 << 12);
-    (Arc::new(Recorder { told, landing: Mutex::default(), pool: fabric.pool().clone(), hook }), events)
+    (Arc::new(Recorder { told, landing: Mutex::default(), hook }), events)
 }
 
 impl EndOf {
@@ -283,10 +280,10 @@ impl Meeting {
 /// Connects two fabrics: the calling end and the answering one, both open, the path checked.
 pub(crate) fn pair(way: Way, caller: &Fabric, answerer: &Fabric, hook: Option<Hook>) -> (EndOf, EndOf) {
     let meeting = Meeting::new(way, caller, answerer);
-    let (recorder_there, events) = recorder(answerer, hook);
+    let (recorder_there, events) = recorder(hook);
     let there = answerer.expect(meeting.expect(), recorder_there).unwrap();
     let there = EndOf { connection: there, events };
-    let (recorder_here, events) = recorder(caller, None);
+    let (recorder_here, events) = recorder(None);
     let here = caller.connect(meeting.connect(), recorder_here).unwrap();
     let here = EndOf { connection: here, events };
     way.check(&there.opened());

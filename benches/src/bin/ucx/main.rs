@@ -21,7 +21,7 @@ use gym_transport_rdma::fabric::FabricOptions;
 
 const MIB: usize = 1 << 20;
 /// The sizes of bulk, how many of them make a figure, and how many parcels or calls with them are under way: few, because
-/// `ucx_perftest` receives into one buffer again and again, and ours have one each.
+/// `ucx_perftest` receives into one buffer again and again, and ours have one each that is landing, or not yet given back.
 const BULK: [(&str, usize, usize, usize); 2] = [("1MiB", MIB, 2_000, 8), ("64MiB", 64 * MIB, 40, 2)];
 
 /// How two processes of one machine reach each other.

@@ -13,7 +13,6 @@ use gym_transport_rdma::fabric::{
     Alongside, Berth, Connect, Connection, ConnectionId, Disposition, Driver, End, Expect, Fabric, FabricOptions, Lane,
     Lanes, Parcel, Payload, PeerEvents, Target, Token,
 };
-use gym_transport_rdma::pool::Pool;
 use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
@@ -42,25 +41,23 @@ fn open(way: Way, driver: Driver, listen: bool) -> Result<Fabric> {
 }
 
 /// Gives short parcels back, and lets long ones land.
-struct Answering(Pool, OnceLock<Connection>);
+#[derive(Default)]
+struct Answering(OnceLock<Connection>);
 
 impl PeerEvents for Answering {
     fn opened(&self, connection: &Connection, _: &Lanes) {
-        let _ = self.1.set(connection.clone());
+        let _ = self.0.set(connection.clone());
     }
 
     fn message(&self, header: &[u8], payload: Payload<'_>) -> gym_core::Result<Disposition> {
         match payload {
             Payload::Here(bytes) => {
-                if let Some(connection) = self.1.get().filter(|_| bytes.as_slice().len() <= ECHO_BYTES_MAX) {
+                if let Some(connection) = self.0.get().filter(|_| bytes.as_slice().len() <= ECHO_BYTES_MAX) {
                     connection.post(parcel(Bytes::copy_from_slice(header), bytes.into_bytes()))?;
                 }
                 Ok(Disposition::Done)
             }
-            Payload::Announced(length) => {
-                let length = usize::try_from(length).unwrap_or(usize::MAX);
-                Ok(Disposition::Land { key: 0, buffer: self.0.take(length)? })
-            }
+            Payload::Announced(_) => Ok(Disposition::Land { key: 0 }),
         }
     }
 
@@ -94,7 +91,7 @@ pub(crate) fn serve(way: Way, busy: bool) -> Result<()> {
         alongside: berth.clone().map(|berth| Alongside { berth, peer: said.worker.clone().into() }),
         within: PATIENCE,
     };
-    fabric.expect(expected, Arc::new(Answering(fabric.pool().clone(), OnceLock::new())))?;
+    fabric.expect(expected, Arc::new(Answering::default()))?;
     let worker = berth.map(|berth| berth.address().to_vec()).unwrap_or_default();
     let said = Greeting { worker, listens: fabric.listen_address(), ..said };
     println!("{}", serde_json::to_string(&said)?);

@@ -10,9 +10,8 @@ use gym_core::{CallContext, Result, Route, Verb};
 use super::super::desk::Desk;
 use super::super::inbox::Inbox;
 use super::super::wire::{Kind, WIRE_BYTES, Wire};
-use super::{POOL, byte, opening, parts, take, take_some};
+use super::{byte, land, opening, parts, take, take_some};
 use crate::fabric::{Arrived, Disposition, Payload};
-use crate::pool::Buffer;
 
 /// Pieces and cancels are of one of the last calls, or of the next.
 const CALLS: u8 = 8;
@@ -21,7 +20,7 @@ const CALLS: u8 = 8;
 struct Session {
     desk: Desk,
     /// Payloads that were announced and taken, and are still on their way.
-    landing: VecDeque<(u64, Buffer)>,
+    landing: VecDeque<(u64, Bytes)>,
     /// Of every call that was made up last under a number: the bytes of its pieces.
     pieces: HashMap<u64, Vec<usize>>,
     /// The last number that was made up.
@@ -43,9 +42,10 @@ impl Session {
                 }
             }
             Kind::Piece => {
-                if let Disposition::Land { key, buffer } = self.desk.piece(wire, payload)? {
-                    self.taken += buffer.len();
-                    self.landing.push_back((key, buffer));
+                if let Disposition::Land { key } = self.desk.piece(wire, payload)? {
+                    let landed = land(payload);
+                    self.taken += landed.len();
+                    self.landing.push_back((key, landed));
                 }
             }
             Kind::Cancel => {
@@ -93,8 +93,8 @@ impl Session {
             }
             _ => {
                 let at = usize::from(byte(input));
-                if let Some((key, buffer)) = self.landing.remove(at % self.landing.len().max(1)) {
-                    self.desk.landed(key, buffer.freeze());
+                if let Some((key, landed)) = self.landing.remove(at % self.landing.len().max(1)) {
+                    self.desk.landed(key, landed);
                 }
                 Ok(())
             }
@@ -108,7 +108,7 @@ impl Session {
 /// # Errors
 /// What would have ended the connection.
 pub fn take_parcels(mut input: &[u8], limits: &Limits) -> Result<usize> {
-    let desk = Desk::new(Inbox::new(limits.clone(), limits.message_bytes_max, POOL.clone()));
+    let desk = Desk::new(Inbox::new(limits.clone(), limits.message_bytes_max));
     let mut session = Session { desk, landing: VecDeque::new(), pieces: HashMap::new(), last: 0, taken: 0 };
     while input.has_remaining() {
         session.step(&mut input)?;

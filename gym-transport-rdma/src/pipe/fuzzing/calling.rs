@@ -13,9 +13,8 @@ use gym_core::{CallContext, Code, Error, Link, PathInfo, Reply, Request, Respons
 use super::super::caller::Caller;
 use super::super::outbox::{Carrier, Outbox};
 use super::super::wire::{Kind, WIRE_BYTES, Wire};
-use super::{CUT, POOL, byte, opening, parts, take, take_some};
+use super::{CUT, byte, land, opening, parts, take, take_some};
 use crate::fabric::{Arrived, Disposition, End, Lanes, Parcel, Payload};
-use crate::pool::Buffer;
 
 /// Calls that wait at a time.
 const CALLS: usize = 8;
@@ -43,7 +42,7 @@ struct Session {
     calls: Vec<(u64, Reply)>,
     last_call: u64,
     /// Payloads that were announced and taken, and are still on their way.
-    landing: VecDeque<(u64, Buffer)>,
+    landing: VecDeque<(u64, Bytes)>,
     /// Of every answer that was made up last for a call: the bytes of its pieces.
     pieces: HashMap<u64, Vec<usize>>,
     taken: usize,
@@ -51,7 +50,7 @@ struct Session {
 
 impl Session {
     fn new(limits: &Limits) -> Self {
-        let (caller, mut greeted) = Caller::new(limits.clone(), CUT, POOL.clone());
+        let (caller, mut greeted) = Caller::new(limits.clone(), CUT);
         caller.on_opened(&Nowhere, &Lanes::default());
         let mut greeting = BytesMut::with_capacity(Greeting::BYTES);
         Greeting::of(limits).put(&mut greeting);
@@ -88,9 +87,10 @@ impl Session {
     }
 
     fn parcel(&mut self, wire: Wire, payload: &Payload<'_>) -> Result<()> {
-        if let Disposition::Land { key, buffer } = self.caller.on_message(&wire.write(), payload)? {
-            self.taken += buffer.len();
-            self.landing.push_back((key, buffer));
+        if let Disposition::Land { key } = self.caller.on_message(&wire.write(), payload)? {
+            let landed = land(payload);
+            self.taken += landed.len();
+            self.landing.push_back((key, landed));
         }
         Ok(())
     }
@@ -133,8 +133,8 @@ impl Session {
             }
             5 => {
                 let at = usize::from(byte(input));
-                if let Some((key, buffer)) = self.landing.remove(at % self.landing.len().max(1)) {
-                    self.caller.on_landed(key, buffer.freeze());
+                if let Some((key, landed)) = self.landing.remove(at % self.landing.len().max(1)) {
+                    self.caller.on_landed(key, landed);
                 }
                 Ok(())
             }
@@ -158,9 +158,9 @@ impl Session {
     fn end(mut self, ended: Result<()>) -> Result<usize> {
         let told =
             ended.as_ref().map_or_else(|error| Error::unknown(error.code(), "ended"), |()| Error::internal("left"));
-        for (key, buffer) in std::mem::take(&mut self.landing) {
+        for (key, landed) in std::mem::take(&mut self.landing) {
             if ended.is_ok() {
-                self.caller.on_landed(key, buffer.freeze());
+                self.caller.on_landed(key, landed);
             }
         }
         self.caller.on_ended(End::Lost(told));

@@ -11,9 +11,11 @@ use gym_core::{ContentType, Message};
 pub use answering::take_parcels;
 pub use calling::take_answers;
 
+use super::inbox;
 use super::plan::Plan;
 use super::wire::Wire;
-use crate::pool::{Pool, PoolOptions};
+use crate::fabric::Payload;
+use crate::pool::{Buffer, Pool, PoolOptions};
 
 static POOL: LazyLock<Pool> = LazyLock::new(|| Pool::new(PoolOptions::default()));
 
@@ -38,6 +40,12 @@ fn opening(wire: Wire, parts: &[usize], header: impl Fn(&Message) -> BytesMut) -
 fn parts(input: &mut &[u8]) -> Vec<usize> {
     let count = usize::from(byte(input)) % PARTS_MAX + 1;
     (0..count).map(|_| usize::from(byte(input)) * usize::from(byte(input)) / 16).collect()
+}
+
+/// What a payload that is wanted lands in.
+fn land(payload: &Payload<'_>) -> Bytes {
+    let length = usize::try_from(inbox::length(payload)).unwrap_or(usize::MAX);
+    POOL.take(length).map(Buffer::freeze).expect("lengths that exceed the limits are refused before")
 }
 
 fn byte(input: &mut &[u8]) -> u8 {
