@@ -173,6 +173,16 @@ async fn nor_do_they_over_a_link_to_a_name_of_this_process() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_call_to_one_rank_that_shares_no_memory_is_handed_over_by_who_starts_it() {
+    let mut options = InProcessOptions::default();
+    options.faithful = true;
+    let layout = RankLayout::line(1).unwrap();
+    let group = InProcessGroup::start_with::<Desk>("desks", layout, (), options).await.unwrap();
+    let started = group.call(Pass, ()).deadline(SOON).start().now_or_never();
+    assert_eq!(started.expect("the rank has room").unwrap().await.unwrap().into_values(), [0]);
+}
+
+#[tokio::test(start_paused = true)]
 async fn calls_beyond_what_a_rank_takes_are_refused_and_never_wait() {
     let group = desks(1, 4).await;
     let mut started = Vec::new();

@@ -113,16 +113,26 @@ impl<'g, M: Method> GroupCall<'g, M> {
     pub async fn start(mut self) -> Result<Pending<M>, GroupError> {
         let (mut parts, gate) = (Few::One(None), self.gate.take());
         let terms = self.plan(&mut parts)?;
-        // In one process an answer that its caller has not read keeps nothing that others wait for.
-        let keeps_nothing = |part: &Part| gate.is_none() && part.channel.path().shares_memory;
-        if let Some(part) = parts.take_only(keeps_nothing) {
-            let mut one = One::<M>::send(terms, part);
-            poll_fn(|cx| one.poll_handed_over(cx)).await?;
-            return Ok(Pending(Answers::Here(one)));
-        }
-        let (handed_over, all_handed_over) = oneshot::channel();
         // A task of its own reads the answers even if the caller does not: an answer that nobody reads keeps its room.
-        let mut task = AbortOnDrop(tokio::spawn(gather::<M>(terms, gate, parts, Some(handed_over))));
+        let (handed_over, all_handed_over, task);
+        if let Some(part) = parts.take_only(|_| gate.is_none()) {
+            let shares_memory = part.channel.path().shares_memory;
+            let mut one = One::<M>::send(terms, part);
+            if shares_memory {
+                // In one process it keeps nothing that others wait for.
+                poll_fn(|cx| one.poll_handed_over(cx)).await?;
+                return Ok(Pending(Answers::Here(one)));
+            }
+            if one.is_handed_over() {
+                return Ok(Pending(Answers::Read(AbortOnDrop(tokio::spawn(one)))));
+            }
+            (handed_over, all_handed_over) = oneshot::channel();
+            task = tokio::spawn(one.telling(handed_over));
+        } else {
+            (handed_over, all_handed_over) = oneshot::channel();
+            task = tokio::spawn(gather::<M>(terms, gate, parts, Some(handed_over)));
+        }
+        let mut task = AbortOnDrop(task);
         match all_handed_over.await {
             Ok(()) => Ok(Pending(Answers::Read(task))),
             Err(_) => match (&mut task.0).await {

@@ -1,13 +1,13 @@
-//! A group call to one rank, which most calls are: no task, no token and no list are needed for one answer.
+//! A group call to one rank, which most calls are: no token and no list are needed for one answer.
 
-use std::future::Future;
+use std::future::{Future, poll_fn};
 use std::marker::PhantomData;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use futures_util::future::BoxFuture;
-use tokio::sync::watch;
+use tokio::sync::{oneshot, watch};
 use tokio::time::{Instant, sleep_until};
 
 use crate::cancel::CancelToken;
@@ -62,6 +62,19 @@ impl<M: Method> One<M> {
             Handing::Waits(request) => Stage::HandingOver(Box::pin(async move { channel.hand_over(request).await })),
         };
         Self { group, cancel, deadline, view, rank, incarnation, shard, stage, early: None, method: PhantomData }
+    }
+
+    /// Whether the rank had room, and has its part.
+    pub(crate) fn is_handed_over(&self) -> bool {
+        matches!(self.stage, Stage::Answering(_))
+    }
+
+    /// The call, which tells when the rank has its part.
+    pub(crate) async fn telling(mut self, handed_over: oneshot::Sender<()>) -> Outcome<M> {
+        poll_fn(|cx| self.poll_handed_over(cx)).await?;
+        // Who asked may be gone.
+        let _ = handed_over.send(());
+        self.await
     }
 
     /// Ready when the rank has its part.
