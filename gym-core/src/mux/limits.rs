@@ -22,7 +22,8 @@ pub struct Limits {
     pub request_bytes_in_flight_max: usize,
     /// Sum of `reply_bytes_max` over the calls under way on one connection: what this end may have to hold. Each call takes
     /// its part before its request leaves, so that replies never wait for room that requests hold. It bounds promises, not
-    /// memory in use: 4 TiB is `calls_max` replies of the default limit; lower both on a machine where they are to bind.
+    /// memory in use: 4 TiB is `calls_max` replies of the default limit; lower both on a machine where they are to bind. The end
+    /// that answers refuses calls while answers of more bytes than its own limit wait for a peer that does not take them.
     pub reply_bytes_in_flight_max: usize,
     /// Bytes of one message, head and segments. 4 GiB, the same as in flight.
     pub message_bytes_max: usize,
