@@ -32,7 +32,8 @@ pub struct Limits {
     /// The most binary segments of one message, either way: one per column and rank of a large batch.
     pub segments_max: usize,
     /// A peer from which nothing comes for this long is gone: stopped, hung, or cut off. Each end sends at least a heartbeat
-    /// every third of it. 15 s: a machine that swaps is slower than one expects; a crash is seen at once anyway.
+    /// every third of it. 15 s: a machine that swaps is slower than one expects; a crash is seen at once anyway. Less than 300 ms count as
+    /// 300 ms, at both ends: no peer is to ask for more than ten heartbeats a second.
     pub silence_max: Duration,
 }
 

@@ -303,3 +303,21 @@ async fn a_caller_that_takes_no_answers_is_refused_by_their_bytes_and_ended_by_t
     pair.answering.outbox().0.lock().unwrap().posted.clear();
     ask().await.expect("what was taken does not count");
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_peer_that_bears_little_silence_hears_no_more_than_ten_signs_of_life_a_second() {
+    let brief = Limits { silence_max: Duration::from_millis(1), ..Limits::default() };
+    let beats = |shelf: &Shelf| shelf.0.lock().unwrap().posted.len();
+    for (ours, theirs) in [(Limits::default(), &brief), (brief.clone(), &Limits::default())] {
+        let (shelf, heard) = (Shelf::default(), Heard::default());
+        let (theirs, living) = (Greeting::of(theirs), || heard.set());
+        let beating = heartbeat(&shelf, &heard, &ours, &theirs, living);
+        let ended = tokio::time::timeout(Duration::from_millis(10_050), beating).await;
+        assert!(ended.is_err(), "its peer lives: {ended:?}");
+        assert_eq!(beats(&shelf), 100);
+    }
+    // Both ends have the same least in mind, so that neither gives the other up too soon.
+    let began = tokio::time::Instant::now();
+    heartbeat(&Shelf::default(), &Heard::default(), &brief, &Greeting::of(&brief), || {}).await;
+    assert_eq!(began.elapsed().as_millis(), 300);
+}
