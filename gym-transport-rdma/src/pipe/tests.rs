@@ -412,7 +412,7 @@ async fn answers_and_refusals_that_the_network_does_not_take_are_bounded() {
         let mut header = header.freeze();
         gym_core::frame::Lengths::take(&mut header, &Limits::default()).unwrap();
         let header = RequestHeader::read(header)?;
-        if end.on_opening(last_call, &header, 0)? && turn % 2 == 0 {
+        if end.on_opening(last_call, &header, 0)? && turn.is_multiple_of(2) {
             end.on_request(last_call, header, Bytes::new(), Vec::new());
         }
         Ok(())
