@@ -60,8 +60,8 @@ where
     endings::run(&make).await;
 }
 
-/// Runs what a transport must do beside that whose calls arrive in the order in which they were sent: each case against pairs that
-/// `make` builds, as [`transport`] does.
+/// Runs what a transport must do beside [`transport`] if its calls are to arrive in the order in which they were sent, as worker groups
+/// want it: every case against pairs that `make` builds.
 ///
 /// # Panics
 /// When a case fails; the message names it.
