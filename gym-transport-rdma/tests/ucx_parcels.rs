@@ -171,12 +171,12 @@ impl PeerEvents for Dropping {
         if let Payload::Announced(_) = payload {
             return Ok(Disposition::Land { key: 0 });
         }
-        let _ = self.go.lock().unwrap().recv_timeout(common::SOON);
+        let _ = self.go.lock().expect("nobody panics").recv_timeout(common::SOON);
         Ok(Disposition::Done)
     }
 
     fn landed(&self, _: u64, bytes: Bytes) {
-        self.landed.send(bytes.len()).unwrap();
+        self.landed.send(bytes.len()).expect("the test waits for it");
     }
 
     fn ended(&self, _: End) {}
