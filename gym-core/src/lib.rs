@@ -15,6 +15,7 @@ pub mod frame;
 mod group;
 mod handler;
 pub mod health;
+mod hex;
 mod host;
 pub mod in_process;
 mod ladder;
