@@ -4,17 +4,18 @@
 pub mod collect;
 pub mod config;
 mod cookies;
-#[cfg(target_os = "linux")]
+#[cfg(all(feature = "groups", target_os = "linux"))]
 pub mod group;
 #[cfg(target_os = "linux")]
 pub mod launch;
 mod peer;
 mod pick;
-#[cfg(target_os = "linux")]
+#[cfg(all(feature = "groups", target_os = "linux"))]
 pub mod provision;
 pub mod registry;
 mod serve;
 mod server_client;
+#[cfg(feature = "groups")]
 pub mod train;
 mod transports;
 

@@ -157,6 +157,7 @@ impl Channel {
         }))
     }
 
+    #[cfg(feature = "groups")]
     /// As [`Channel::start`], without a timer and a look at the clock: for who has one of each for many calls.
     pub(crate) async fn hand_over(&self, request: Request) -> Result<Reply> {
         match self.link.try_send(request) {
@@ -165,6 +166,7 @@ impl Channel {
         }
     }
 
+    #[cfg(feature = "groups")]
     /// As [`Link::try_send`].
     pub(crate) fn try_hand_over(&self, request: Request) -> Handing {
         self.link.try_send(request)

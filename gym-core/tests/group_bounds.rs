@@ -123,6 +123,10 @@ impl Gate for NeverOpens {
     fn enter(&self) -> BoxFuture<'static, Leave> {
         Box::pin(std::future::pending())
     }
+
+    fn holder(&self) -> Option<String> {
+        Some("another group has had its bundles for ever".into())
+    }
 }
 
 async fn desks(ranks: usize, calls_max: usize) -> Arc<InProcessGroup> {
@@ -288,4 +292,36 @@ async fn a_long_list_of_items_lets_a_short_one_pass() {
     };
     tokio::join!(long, short);
     assert!(passed.get(), "three items waited for a thousand");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_kill_ends_a_stop_that_still_waits_and_what_is_stopped_stays_so() {
+    let group = desks(2, 4).await;
+    let call = group.call(Occupy, ()).deadline(SOON * 90).start().await.unwrap();
+    let began = tokio::time::Instant::now();
+    let mut stopping = Box::pin(group.stop(SOON * 30));
+    assert!(stopping.as_mut().now_or_never().is_none(), "its calls run");
+    let state = |rank: usize| group.view().borrow().members()[rank].state;
+    group.kill(0).unwrap();
+    assert_eq!((state(0), state(1)), (RankState::Dead, RankState::Healthy));
+    // Before anybody looks at the stop.
+    let error = call.await.unwrap_err();
+    assert_eq!(error.cause().code(), Code::Unavailable, "{error:?}");
+    group.kill(1).unwrap();
+    let error = stopping.await.unwrap_err();
+    assert_eq!((error.code(), error.execution()), (Code::Unavailable, Execution::Unknown), "{error}");
+    assert!(began.elapsed() < SOON, "{:?}", began.elapsed());
+    group.kill(0).unwrap();
+    assert_eq!((state(0), state(1)), (RankState::Stopped, RankState::Stopped));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_call_that_waits_for_its_turn_in_vain_says_for_whom() {
+    let group = Shut(desks(2, 4).await);
+    let error = group.call(Pass, ()).deadline(SOON).await.unwrap_err();
+    assert_eq!((error.cause().code(), error.execution()), (Code::DeadlineExceeded, Execution::NotStarted), "{error:?}");
+    for outcome in error.outcomes() {
+        let said = outcome.error().expect("it failed").to_string();
+        assert!(said.ends_with("waited for its turn: another group has had its bundles for ever"), "{said}");
+    }
 }

@@ -1,7 +1,7 @@
 //! The in-process transport passes the suite that every transport passes.
 
 use gym_core::InProcess;
-use gym_core::testing::conformance::{TransportPair, TransportSetup, transport};
+use gym_core::testing::conformance::{TransportPair, TransportSetup, ordered_transport, transport};
 use gym_core::testing::{Faults, SimNet};
 
 fn pair(switchboard: &InProcess, setup: TransportSetup) -> TransportPair {
@@ -13,16 +13,19 @@ fn pair(switchboard: &InProcess, setup: TransportSetup) -> TransportPair {
 #[tokio::test]
 async fn in_process() {
     transport(async |setup| pair(&InProcess::new(), setup)).await;
+    ordered_transport(async |setup| pair(&InProcess::new(), setup)).await;
 }
 
 #[tokio::test]
 async fn in_process_written_out_and_read_back() {
     transport(async |setup| pair(&InProcess::new().faithful(), setup)).await;
+    ordered_transport(async |setup| pair(&InProcess::new().faithful(), setup)).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn in_process_on_two_threads() {
     transport(async |setup| pair(&InProcess::new(), setup)).await;
+    ordered_transport(async |setup| pair(&InProcess::new(), setup)).await;
 }
 
 fn simulated(setup: TransportSetup, faults: Faults) -> TransportPair {

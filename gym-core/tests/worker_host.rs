@@ -53,12 +53,14 @@ static GIVEN_UP: OnceLock<Shared> = OnceLock::new();
 static LEFT: OnceLock<Shared> = OnceLock::new();
 static LATE: OnceLock<Shared> = OnceLock::new();
 static HALF_STOPPED: OnceLock<Shared> = OnceLock::new();
+static KILLED: OnceLock<Shared> = OnceLock::new();
 
 fn shared(group: &str) -> &'static OnceLock<Shared> {
     match group {
         "given-up" => &GIVEN_UP,
         "left" => &LEFT,
         "late" => &LATE,
+        "killed" => &KILLED,
         _ => &HALF_STOPPED,
     }
 }
@@ -196,4 +198,22 @@ async fn a_stop_that_is_given_up_ends_the_worker() {
     assert_eq!((error.code(), error.execution()), (Code::Unavailable, Execution::Unknown), "{error}");
     strings.go.send(()).expect("it waits");
     strings.ended.recv_timeout(SOON).expect("the worker ends after the call that it ran");
+}
+
+#[tokio::test]
+async fn a_kill_ends_a_stop_that_still_waits() {
+    let strings = strings("killed");
+    let host = host("killed", 8).await;
+    let running = tokio::spawn(host.handle(post("/worker/block")));
+    until_running(&host).await;
+    let mut stopping = Box::pin(host.stop(SOON * 30));
+    assert!(stopping.as_mut().now_or_never().is_none(), "it blocks");
+    host.kill();
+    let error = timeout(SOON, running).await.expect("at once").expect("no panic").expect_err("nobody answers");
+    assert_eq!((error.code(), error.execution()), (Code::Unavailable, Execution::Unknown), "{error}");
+    let error = timeout(SOON, stopping).await.expect("at once").expect_err("a call was running");
+    assert_eq!((error.code(), error.execution()), (Code::Unavailable, Execution::Unknown), "{error}");
+    strings.go.send(()).expect("it waits");
+    strings.ended.recv_timeout(SOON).expect("the worker ends after the call that it ran");
+    host.stop(SOON).await.expect("it has ended");
 }

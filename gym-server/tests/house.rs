@@ -14,6 +14,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("gym-server", &["gym-client", "gym-core"]),
     ("gym-fuzz", &["gym-core", "gym-transport-http", "gym-transport-rdma"]),
     ("gym-examples", &["gym-client", "gym-core", "gym-server"]),
+    ("gym-group-examples", &["gym-client", "gym-core", "gym-examples", "gym-server"]),
     (
         "gym-benches",
         &["gym-client", "gym-core", "gym-examples", "gym-server", "gym-transport-http", "gym-transport-rdma"],

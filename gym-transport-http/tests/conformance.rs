@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use async_trait::async_trait;
 use gym_core::mux::Limits;
-use gym_core::testing::conformance::{TransportPair, TransportSetup, transport};
+use gym_core::testing::conformance::{TransportPair, TransportSetup, ordered_transport, transport};
 use gym_core::{Endpoint, Incoming, Listener, Result};
 use gym_transport_http::{FramesConfig, FramesConnector, HttpConfig, HttpConnector, HttpListener, UnixListener};
 
@@ -15,7 +15,11 @@ fn http_pair(setup: TransportSetup) -> TransportPair {
 }
 
 fn frames_config(setup: TransportSetup) -> FramesConfig {
-    FramesConfig { limits: Limits { calls_max: setup.calls_max, ..Limits::default() }, ..FramesConfig::default() }
+    let TransportSetup { calls_max, request_bytes_in_flight_max, .. } = setup;
+    FramesConfig {
+        limits: Limits { calls_max, request_bytes_in_flight_max, ..Limits::default() },
+        ..FramesConfig::default()
+    }
 }
 
 /// A listener whose frames are asked for.
@@ -61,19 +65,23 @@ async fn http_on_two_threads() {
 #[tokio::test]
 async fn frames_over_tcp() {
     transport(async |setup| frames_pair(setup)).await;
+    ordered_transport(async |setup| frames_pair(setup)).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn frames_over_tcp_on_two_threads() {
     transport(async |setup| frames_pair(setup)).await;
+    ordered_transport(async |setup| frames_pair(setup)).await;
 }
 
 #[tokio::test]
 async fn frames_over_a_unix_socket() {
     transport(async |setup| unix_pair(setup)).await;
+    ordered_transport(async |setup| unix_pair(setup)).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn frames_over_a_unix_socket_on_two_threads() {
     transport(async |setup| unix_pair(setup)).await;
+    ordered_transport(async |setup| unix_pair(setup)).await;
 }

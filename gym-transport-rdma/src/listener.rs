@@ -160,9 +160,7 @@ impl Incoming for UcxIncoming {
         let (connection, events) = opened.served();
         let peer = events.peer.clone();
         let about = format!("serve {}", peer.address);
-        // A caller that cancels need not have taken what was answered before.
-        let answers = Answers::Given { waiting_max: limits.calls_max.saturating_mul(2) };
-        let outbox = Outbox::new(connection, ucx.config().cut_bytes, answers);
+        let outbox = Outbox::new(connection, ucx.config().cut_bytes, Answers::Given);
         ucx.watch(Arc::clone(&peer.address), &outbox);
         let end = AnsweringEnd::new(outbox, limits.clone(), events.theirs.clone(), calls, handler, peer);
         let ending = end.end_on_drop();

@@ -3,8 +3,8 @@
 
 mod common;
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -59,31 +59,6 @@ fn echo() -> impl Handler {
 
 fn post(route: &'static str) -> Request {
     Request::post(CallContext::within(FAR), route, "{}")
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn calls_arrive_in_the_order_in_which_they_were_sent_whatever_their_size() {
-    for &way in Way::all() {
-        let arrived = Arc::new(Mutex::new(Vec::new()));
-        let order = Arc::clone(&arrived);
-        let handler = handler_fn(move |request: Request| {
-            order.lock().unwrap().push(request.message.head.to_bytes());
-            async move { Ok(Response::new(Status::OK, request.message)) }
-        });
-        let Some(both) = Both::open(way, Limits::default(), handler).await else { return };
-        let mut replies = Vec::new();
-        let sent: Vec<_> = (0..500).map(|call| Bytes::from(call.to_string())).collect();
-        for (call, text) in sent.iter().enumerate() {
-            let mut request = with_segment(post("/next"), if call % 50 == 0 { 3 << 20 } else { call });
-            request.message.head = text.clone().into();
-            replies.push(both.channel.start(request).await.unwrap());
-        }
-        // The last first.
-        for (reply, text) in replies.into_iter().zip(&sent).rev() {
-            assert_eq!(soon(reply).await.unwrap().message.head.to_bytes(), text);
-        }
-        assert_eq!(*arrived.lock().unwrap(), sent, "{way:?}");
-    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -149,19 +124,6 @@ async fn a_header_that_is_longer_than_an_opening_arrives() {
         let mut request = with_segment(post("/echo"), 100);
         handler_saw(&mut request, bytes);
         assert_eq!(soon(both.channel.call(request)).await.unwrap().message.segments[0].len(), 100);
-    }
-}
-
-#[tokio::test]
-async fn full_ends_do_not_block_each_other() {
-    for &way in Way::all() {
-        // Each end takes one large message at a time; both directions are full at once.
-        let limits = Limits { request_bytes_in_flight_max: 4 << 20, calls_max: 8, ..Limits::default() };
-        let Some(both) = Both::open(way, limits, echo()).await else { return };
-        let calls = (0..32).map(|_| both.channel.call(with_segment(post("/echo"), 3 << 20)));
-        for answer in soon(futures_util::future::join_all(calls)).await {
-            assert_eq!(answer.unwrap().message.segments[0].len(), 3 << 20);
-        }
     }
 }
 

@@ -7,12 +7,13 @@ use std::sync::Arc;
 use common::Way;
 use common::transport::Ends;
 use gym_core::mux::Limits;
-use gym_core::testing::conformance::{ServedGroups, group, transport};
+use gym_core::testing::conformance::{ServedGroups, group, ordered_transport, transport};
 use gym_core::{CallContext, ConnectOptions, Connector, Listener};
 
 async fn transport_over(way: Way) {
     let Some(ends) = Ends::open(way).await else { return };
     transport(async |setup| ends.conformance_pair(setup).await).await;
+    ordered_transport(async |setup| ends.conformance_pair(setup).await).await;
 }
 
 async fn group_over(way: Way) {

@@ -1,6 +1,6 @@
 //! The quickstart: a head server, three environments with their agents, a scripted model and a collector in one process.
 //!
-//! `cargo run --release --bin quickstart` collects 1,440 rollouts; further arguments are those of `rgym collect`, such as
+//! `cargo run --release -p gym-examples --bin quickstart` collects 1,440 rollouts; further arguments are those of `rgym collect`, such as
 //! `--resume` or `--concurrency 64`.
 
 use std::ffi::OsString;

@@ -16,5 +16,6 @@ mod splice;
 pub use collector::{CollectOptions, Collected, RolloutCollector};
 pub use driver::{Driver, DriverOptions, Ended, OutputFiles, RolloutRow};
 pub use names::{ServerNames, connect_head};
+#[cfg(feature = "groups")]
 pub(crate) use outcome::reward_of;
 pub use progress::{Progress, Score, Snapshot};

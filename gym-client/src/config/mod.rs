@@ -13,6 +13,7 @@
 //! and what they refuse is refused here, with file, line, key and fix. Where a mistake would pass there in silence (a
 //! misspelt server kind), it is refused or listed in [`GymConfig::warnings`].
 
+#[cfg(feature = "groups")]
 mod blocks;
 mod check;
 mod compose;
@@ -27,10 +28,12 @@ mod merge;
 mod node;
 mod overrides;
 mod problem;
+mod slip;
 mod transport;
 mod typed;
 mod yaml;
 
+#[cfg(feature = "groups")]
 pub(crate) use blocks::Blocks;
 pub use gym_core::ServerKind;
 pub use load::ConfigLoader;

@@ -10,7 +10,7 @@ use serde_json::Value;
 use super::lax::Lax;
 use super::node::{Key, Node, Tree};
 use super::problem::{ConfigError, Mistake, Origin, Problem, suggest};
-use super::{blocks, emit};
+use super::{emit, slip};
 use gym_core::{Ladder, ServerKind};
 
 /// A whole configuration, merged and checked.
@@ -286,7 +286,7 @@ impl InstanceConfig {
             value = &value[*step];
         }
         let node = at.iter().try_fold(&self.node, |node, step| node.step(step)).unwrap_or(&self.node);
-        blocks::read(node, Lax(value.clone())).map_err(|slip| {
+        slip::read(node, Lax(value.clone())).map_err(|slip| {
             let mut before = vec![self.name.as_str(), self.kind.as_str(), self.implementation.as_str()];
             before.extend(at);
             let fix = "correct the value in the file, or override it with ++key=value";

@@ -48,6 +48,7 @@ pub(super) struct Member {
 
 /// What `/proc` says of a process in one line.
 #[derive(Debug, Clone, Copy)]
+#[cfg_attr(not(feature = "groups"), allow(dead_code, reason = "only the usage of workers asks for time and memory"))]
 pub(crate) struct Stat {
     state: u8,
     pub(crate) parent: i32,

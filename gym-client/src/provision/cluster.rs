@@ -229,9 +229,9 @@ impl VirtualCluster {
         if let Some(ladder) = &spec.ladder {
             options.transports = options.transports.with_ladder(ladder.clone());
         }
-        let tenancy = self.tenants.admit(group, &bundles, self.spec.groups_max())?;
+        let tenancy = self.tenants.admit(Arc::clone(&group), &bundles, self.spec.groups_max())?;
         let turns = (self.spec.enable_colocation == Some(true)).then(|| self.turns.clone());
-        let share = turns.map(|turns| Share::new(turns, tenancy.number, bundles));
+        let share = turns.map(|turns| Share::new(turns, tenancy.number, group, bundles));
         let monitor = self.spec.monitor_memory.then(|| {
             let mut monitor = self.monitor.lock().unwrap_or_else(PoisonError::into_inner);
             Arc::clone(monitor.get_or_insert_with(|| Arc::new(Monitor::start())))

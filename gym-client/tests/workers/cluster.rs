@@ -88,6 +88,8 @@ pub(crate) async fn colocation_is_off_open_or_in_turns() {
         let error = short().await.expect_err("it is not its turn");
         assert_eq!(error.outcomes()[0].kind(), Some(FailureKind::Timeout), "{error:?}");
         assert_eq!(error.execution(), gym_core::Execution::NotStarted, "it never had the bundles: {error:?}");
+        let said = error.outcomes()[0].error().expect("it failed").to_string();
+        assert!(said.contains("policy has had its bundles for "), "{said}");
         drop(training);
         generation.call(Describe, ()).deadline(LONG).await.expect("its turn");
         policy.call(Describe, ()).deadline(LONG).await.expect("and back");

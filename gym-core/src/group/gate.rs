@@ -12,6 +12,12 @@ pub trait Gate: fmt::Debug + Send + Sync + 'static {
     /// Waits until a call may pass. Made and polled by a task of the call's own, which waits no longer than the call's deadline and
     /// drops it when the caller leaves: it then has no place in line any more.
     fn enter(&self) -> BoxFuture<'static, Leave>;
+
+    /// Whom a call that waits now waits for, and since when: for the error of a call whose deadline came first. Asked seldom, and as the
+    /// end of a sentence: `policy has had its bundles for 60s`.
+    fn holder(&self) -> Option<String> {
+        None
+    }
 }
 
 /// What a call was given by its [`Gate`]: kept until its last rank has answered or the call has ended. A call that ends early may be over

@@ -1,6 +1,7 @@
 //! One group call under way: parts are sent and answers read together, by whoever polls it, so that a rank whose answer nobody
 //! has read cannot keep the room that another part waits for.
 
+use std::borrow::Cow;
 use std::pin::pin;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -121,7 +122,7 @@ pub(crate) async fn gather<M: Method>(
     // The ranks' own token: a rank that fails ends the others, and the caller's stays whole.
     let told = context.cancel.child_token();
     // Of the whole call: each part keeps it, so that it lasts until the last of them is answered.
-    let passing = gate.map(|gate| gate.enter().shared());
+    let passing = gate.as_ref().map(|gate| gate.enter().shared());
     let mut answers: FuturesUnordered<_> = (parts.into_iter().enumerate())
         .map(|(index, part)| {
             let context = CallContext { cancel: told.clone(), ..context.clone() };
@@ -137,11 +138,19 @@ pub(crate) async fn gather<M: Method>(
         .collect();
     let ended = call.read(&mut answers, &stages).await;
     let Some((first, cause)) = ended else { return Ok(call.gathered()) };
+    let waits = passing.is_some_and(|passing| passing.peek().is_none());
+    let holder = gate.filter(|_| waits).and_then(|gate| gate.holder());
     while let Some(Some((index, answer))) = answers.next().now_or_never() {
         call.slots[index].answer.get_or_insert(answer);
     }
     told.cancel();
     drop(answers);
+    let cause = cause.map(|(code, why)| match holder {
+        Some(holder) if code == Code::DeadlineExceeded => {
+            (code, format!("{why} while the call waited for its turn: {holder}").into())
+        }
+        _ => (code, why.into()),
+    });
     Err(call.failed(first, cause, |index| stages.execution(index)).await)
 }
 
@@ -344,12 +353,12 @@ impl<M: Method> Call<M> {
     pub(crate) async fn failed(
         mut self,
         first: Option<usize>,
-        cause: Option<(Code, &'static str)>,
+        cause: Option<(Code, Cow<'static, str>)>,
         handed: impl Fn(usize) -> Execution,
     ) -> GroupError {
         let first_rank = first.map(|index| self.slots[index].rank);
         let (code, why) = match (cause, first_rank) {
-            (Some((code, why)), _) => (code, why.to_owned()),
+            (Some((code, why)), _) => (code, why.into_owned()),
             (None, Some(rank)) => (Code::Cancelled, format!("told to stop because rank {rank} failed")),
             (None, None) => (Code::Internal, "ended without a cause".to_owned()),
         };

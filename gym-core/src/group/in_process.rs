@@ -128,7 +128,8 @@ impl InProcessGroup {
         Ok(group)
     }
 
-    /// Ends a rank where it is, as the end of its process would. What runs on it is lost; it stays dead until it is restarted.
+    /// Ends a rank where it is, as the end of its process would. What runs on it is lost; it stays dead until it is restarted. A rank of a
+    /// group that has stopped stays as it is.
     ///
     /// # Errors
     /// `NotFound` when the group has no such rank.
@@ -173,7 +174,7 @@ impl InProcessGroup {
     /// Takes no new calls, lets the running ones finish, and ends every rank.
     ///
     /// # Errors
-    /// The first rank's error, when calls were still running after `grace`.
+    /// The first rank's error, when calls were still running after `grace` or when it was killed.
     pub async fn stop(&self, grace: Duration) -> Result<()> {
         let hosts: Vec<WorkerHost> = {
             let ranks = self.ranks();
@@ -181,6 +182,8 @@ impl InProcessGroup {
             ranks.iter().map(|running| running.host.clone()).collect()
         };
         let stopped = join_all(hosts.iter().map(|host| host.stop(grace))).await;
+        // Over the change of the view, so that a rank that is killed meanwhile is stopped too.
+        let _ranks = self.ranks();
         let view = Arc::clone(&self.view.borrow());
         let members = view.members().iter().map(|member| member.clone().in_state(RankState::Stopped));
         self.view.send_replace(Arc::new(view.with(members)));
@@ -216,8 +219,10 @@ impl InProcessGroup {
             let ranks = self.ranks();
             may(self)?;
             let running = self.find(&ranks, rank)?;
-            let exit = RankExit::new(running.incarnation, ExitCause::Died);
-            self.change(Member::starting(rank, running.incarnation).in_state(state).ended(exit));
+            if !self.has_stopped(rank) {
+                let exit = RankExit::new(running.incarnation, ExitCause::Died);
+                self.change(Member::starting(rank, running.incarnation).in_state(state).ended(exit));
+            }
             (running.host.clone(), running.closed.clone(), running.incarnation)
         };
         host.kill();
@@ -231,6 +236,10 @@ impl InProcessGroup {
             return Err(error.about(self.name.to_string()));
         }
         Ok(())
+    }
+
+    fn has_stopped(&self, rank: Rank) -> bool {
+        self.view.borrow().member(rank).is_some_and(|member| member.state == RankState::Stopped)
     }
 
     fn change(&self, member: Member) {

@@ -131,7 +131,9 @@ impl<M: Method> One<M> {
             view: self.view.clone(),
             slots: vec![Slot { rank, incarnation, shard, answer: answer.map(Err) }],
         };
-        self.stage = Stage::Failing(Box::pin(async move { call.failed(first, cause, |_| execution).await }));
+        self.stage = Stage::Failing(Box::pin(async move {
+            call.failed(first, cause.map(|(code, why)| (code, why.into())), |_| execution).await
+        }));
     }
 }
 

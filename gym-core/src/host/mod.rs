@@ -22,7 +22,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use futures_util::future::BoxFuture;
-use tokio::task::JoinHandle;
+use tokio::task::{AbortHandle, JoinHandle};
 
 pub(crate) use async_lane::launch as launch_async;
 use blocking_lane::Desk;
@@ -32,6 +32,7 @@ pub use board::{RunningCall, WorkerStatus};
 use job::{Item, answer_and_job};
 use queue::{Arrivals, Entrance, queue};
 
+use crate::cancel::CancelToken;
 use crate::error::{Code, Error, Result};
 use crate::handler::Handler;
 use crate::message::{Request, Response, Verb};
@@ -72,7 +73,10 @@ struct Core {
     queue: Entrance<Item>,
     board: Arc<Board>,
     stopping: AtomicBool,
+    /// Taken by whoever waits for its end.
     running: Mutex<Option<Running>>,
+    ender: Ender,
+    killed: CancelToken,
 }
 
 /// What runs a worker.
@@ -80,6 +84,32 @@ pub(crate) enum Running {
     Task(JoinHandle<()>),
     /// Ends when the thread does; a thread cannot be ended from outside, only given up.
     Thread(tokio::sync::oneshot::Receiver<()>, Desk),
+}
+
+impl Running {
+    fn ender(&self) -> Ender {
+        match self {
+            Self::Task(task) => Ender::Task(task.abort_handle()),
+            Self::Thread(_, desk) => Ender::Thread(desk.clone()),
+        }
+    }
+
+    /// Waits until it has ended; whether it was let go to its end.
+    async fn ended(&mut self) -> bool {
+        match self {
+            Self::Task(task) => !matches!(task.await, Err(torn) if torn.is_cancelled()),
+            Self::Thread(ended, _) => {
+                let _ = ended.await;
+                true
+            }
+        }
+    }
+}
+
+/// What ends a worker, whoever waits for it. What has ended already does not mind.
+enum Ender {
+    Task(AbortHandle),
+    Thread(Desk),
 }
 
 /// What a lane needs to start.
@@ -119,7 +149,9 @@ impl WorkerHost {
             queue: entrance,
             board,
             stopping: AtomicBool::new(false),
+            ender: running.ender(),
             running: Mutex::new(Some(running)),
+            killed: CancelToken::new(),
         })))
     }
 
@@ -146,24 +178,27 @@ impl WorkerHost {
     ///
     /// # Errors
     /// `DeadlineExceeded` when calls were still running after `grace`. An async worker is ended all the same; a thread that
-    /// blocks is given up, as [`WorkerHost::kill`] does.
+    /// blocks is given up, as [`WorkerHost::kill`] does. `Unavailable` when it was killed meanwhile, which does not wait for the grace.
     pub async fn stop(&self, grace: Duration) -> Result<()> {
         self.0.stopping.store(true, Ordering::Release);
         // The queue holds at most the calls that were let in, and this.
         let _ = self.0.queue.put(Item::Stop);
-        let Some(running) = self.0.take_running() else { return Ok(()) };
-        let mut stopping = Stopping { core: &self.0, running };
-        let ended = match &mut stopping.running {
-            Running::Task(task) => tokio::time::timeout(grace, task).await.is_ok(),
-            Running::Thread(ended, _) => tokio::time::timeout(grace, ended).await.is_ok(),
-        };
-        if ended {
+        if self.0.killed.is_cancelled() {
             return Ok(());
         }
+        let Some(running) = self.0.take_running() else { return Ok(()) };
+        let mut stopping = Stopping { core: &self.0, running };
+        let error = tokio::select! {
+            biased;
+            true = stopping.running.ended() => return Ok(()),
+            () = self.0.killed.cancelled() => Error::unknown(Code::Unavailable, "it was killed before its calls had ended"),
+            () = tokio::time::sleep(grace) => {
+                Error::unknown(Code::DeadlineExceeded, format!("calls were still running after {grace:?}"))
+            }
+        };
         stopping.end().await;
         let WorkerEnv { rank, group, .. } = &self.0.env;
-        Err(Error::unknown(Code::DeadlineExceeded, format!("calls were still running after {grace:?}"))
-            .about(format!("stop rank {rank} of {group}")))
+        Err(error.about(format!("stop rank {rank} of {group}")))
     }
 
     /// Ends the worker where it is, as the end of its process would: callers see `Unavailable, Unknown`. A thread that blocks is told,
@@ -173,7 +208,7 @@ impl WorkerHost {
     }
 }
 
-/// What is waited for, and ended when nobody waits any more: what has ended by then does not mind.
+/// What is waited for, and ended when nobody waits any more.
 struct Stopping<'c> {
     core: &'c Core,
     running: Running,
@@ -182,8 +217,10 @@ struct Stopping<'c> {
 impl Stopping<'_> {
     /// Ends the worker; one that is a task is gone then.
     async fn end(mut self) {
-        self.core.end(&self.running);
-        if let Running::Task(task) = &mut self.running {
+        self.core.end();
+        if let Running::Task(task) = &mut self.running
+            && !task.is_finished()
+        {
             let _ = task.await;
         }
     }
@@ -191,7 +228,7 @@ impl Stopping<'_> {
 
 impl Drop for Stopping<'_> {
     fn drop(&mut self) {
-        self.core.end(&self.running);
+        self.core.end();
     }
 }
 
@@ -202,15 +239,15 @@ impl Core {
 
     fn kill(&self) {
         self.stopping.store(true, Ordering::Release);
-        if let Some(running) = self.take_running() {
-            self.end(&running);
-        }
+        self.end();
+        // A stop that is under way has no reason to wait any more.
+        self.killed.cancel();
     }
 
-    fn end(&self, running: &Running) {
-        match running {
-            Running::Task(task) => task.abort(),
-            Running::Thread(_, desk) => self.give_up(desk),
+    fn end(&self) {
+        match &self.ender {
+            Ender::Task(task) => task.abort(),
+            Ender::Thread(desk) => self.give_up(desk),
         }
     }
 

@@ -17,11 +17,16 @@ use super::calling::check_size;
 use super::header::{HEADER_BYTES_MAX, RequestHeader, malformed, put_failed, put_response};
 use super::limits::{Greeting, Limits};
 use super::outbox::Outbox;
+use super::room::Unread;
 use crate::cancel::CancelToken;
 use crate::error::{Code, Error, Result};
 use crate::handler::Handler;
 use crate::message::Response;
 use crate::transport::PeerInfo;
+
+/// Answers that may wait for a peer beyond twice the calls that it may have under way. Twice: a caller that cancels need not have taken
+/// what was answered before. More: a transport may know later than its peer that an answer is there, by all that it has on its way.
+const UNREAD_MORE: usize = 1_024;
 
 /// The answering end of one connection. What reads for it calls `on_…`, from one place at a time.
 pub struct AnsweringEnd<O> {
@@ -32,6 +37,7 @@ pub struct AnsweringEnd<O> {
     peer: PeerInfo,
     /// Calls of all connections of a listener.
     calls: Arc<Semaphore>,
+    unread: Unread,
     draining: AtomicBool,
     running: Mutex<Running>,
     /// None when the connection is over.
@@ -79,6 +85,7 @@ impl<O: Outbox> AnsweringEnd<O> {
             handler,
             peer,
             calls,
+            unread: Unread::default(),
             draining: AtomicBool::new(false),
             running: Mutex::default(),
             tasks: Mutex::new(Some(JoinSet::new())),
@@ -99,7 +106,8 @@ impl<O: Outbox> AnsweringEnd<O> {
     /// anything is allocated for it; its message is to be read past.
     ///
     /// # Errors
-    /// `DataLoss` when the number is not larger than all before it.
+    /// `DataLoss` when the number is not larger than all before it, `ResourceExhausted` when the peer asks on and on and takes no
+    /// answers: the connection ends.
     pub fn on_opening(&self, call: u64, header: &RequestHeader, total: usize) -> Result<bool> {
         match self.admit(call, header, total)? {
             Ok(()) => Ok(true),
@@ -171,6 +179,12 @@ impl<O: Outbox> AnsweringEnd<O> {
     /// Takes a call in before its message is there, so that what has no room is never allocated.
     fn admit(&self, call: u64, header: &RequestHeader, bytes: usize) -> Result<Result<()>> {
         let full = |said: String| Ok(Err(Error::not_started(Code::ResourceExhausted, said)));
+        // Looked at where calls come in, because only they make more: refusals are answers too.
+        let unread_max = self.ours.calls_max.saturating_mul(2).saturating_add(UNREAD_MORE);
+        if self.unread.answers() >= unread_max {
+            let said = format!("{unread_max} answers wait for a peer that does not take them");
+            return Err(Error::unknown(Code::ResourceExhausted, said));
+        }
         let mut running = self.lock();
         if call <= running.last_call {
             return Err(malformed(format!("call {call} after call {}: numbers only grow", running.last_call)));
@@ -182,12 +196,18 @@ impl<O: Outbox> AnsweringEnd<O> {
         let Ok(room) = Arc::clone(&self.calls).try_acquire_owned() else {
             return full("the peer has as many calls under way as requests_max allows".into());
         };
-        let Limits { calls_max, request_bytes_in_flight_max: bytes_max, .. } = self.ours;
+        let Limits { calls_max, request_bytes_in_flight_max: bytes_max, reply_bytes_in_flight_max: unread_max, .. } =
+            self.ours;
         if running.calls.len() >= calls_max {
             return full(format!("this connection has calls_max = {calls_max} calls under way"));
         }
         if running.bytes > 0 && running.bytes.saturating_add(bytes) > bytes_max {
             return full(format!("the requests under way exceed request_bytes_in_flight_max = {bytes_max}"));
+        }
+        if self.unread.bytes() > unread_max {
+            return full(format!(
+                "the answers that wait for their caller exceed reply_bytes_in_flight_max = {unread_max}"
+            ));
         }
         running.bytes += bytes;
         let cancel = header.context.cancel.clone();
@@ -200,7 +220,9 @@ impl<O: Outbox> AnsweringEnd<O> {
     }
 
     fn fail(&self, call: u64, error: &Error) {
-        self.outbox.post_failed(call, put_failed(O::HEADROOM, error));
+        let reason = put_failed(O::HEADROOM, error);
+        let room = self.unread.add(reason.len());
+        self.outbox.post_failed(call, reason, room);
     }
 
     fn answer(&self, call: u64, reply_bytes_max: usize, response: &Response) {
@@ -227,7 +249,8 @@ impl<O: Outbox> AnsweringEnd<O> {
         if header.len() - O::HEADROOM > HEADER_BYTES_MAX {
             return too_large(format!("the metadata of the reply take more than {HEADER_BYTES_MAX} bytes"));
         }
-        self.outbox.post_response(call, header, &response.message, crowded);
+        let room = self.unread.add(header.len() + length);
+        self.outbox.post_response(call, header, &response.message, room, crowded);
     }
 
     fn lock(&self) -> MutexGuard<'_, Running> {

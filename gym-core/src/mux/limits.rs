@@ -22,7 +22,8 @@ pub struct Limits {
     pub request_bytes_in_flight_max: usize,
     /// Sum of `reply_bytes_max` over the calls under way on one connection: what this end may have to hold. Each call takes
     /// its part before its request leaves, so that replies never wait for room that requests hold. It bounds promises, not
-    /// memory in use: 4 TiB is `calls_max` replies of the default limit; lower both on a machine where they are to bind.
+    /// memory in use: 4 TiB is `calls_max` replies of the default limit; lower both on a machine where they are to bind. The end
+    /// that answers refuses calls while answers of more bytes than its own limit wait for a peer that does not take them.
     pub reply_bytes_in_flight_max: usize,
     /// Bytes of one message, head and segments. 4 GiB, the same as in flight.
     pub message_bytes_max: usize,
@@ -31,7 +32,8 @@ pub struct Limits {
     /// The most binary segments of one message, either way: one per column and rank of a large batch.
     pub segments_max: usize,
     /// A peer from which nothing comes for this long is gone: stopped, hung, or cut off. Each end sends at least a heartbeat
-    /// every third of it. 15 s: a machine that swaps is slower than one expects; a crash is seen at once anyway.
+    /// every third of it. 15 s: a machine that swaps is slower than one expects; a crash is seen at once anyway. Less than 300 ms count as
+    /// 300 ms, at both ends: no peer is to ask for more than ten heartbeats a second.
     pub silence_max: Duration,
 }
 

@@ -38,10 +38,11 @@ pub trait Outbox: fmt::Debug + Send + Sync + 'static {
     ) -> Result<u64>;
 
     /// Sends the answer of a call, in the same form.
-    fn post_response(&self, call: u64, header: BytesMut, message: &Message, crowded: bool);
+    fn post_response(&self, call: u64, header: BytesMut, message: &Message, room: Room, crowded: bool);
 
-    /// Sends, urgently, why a call has no answer; `reason` begins with headroom, as a header does.
-    fn post_failed(&self, call: u64, reason: BytesMut);
+    /// Sends, urgently, why a call has no answer; `reason` begins with headroom, as a header does. `room` is dropped when it is
+    /// on its way, or never will be.
+    fn post_failed(&self, call: u64, reason: BytesMut, room: Room);
 
     /// Takes back a request that has not begun to leave, or sends a cancel, which must arrive after the request's beginning.
     ///

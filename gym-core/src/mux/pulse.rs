@@ -1,6 +1,7 @@
 //! Is the peer still there? A crash closes a socket; a peer that is stopped, or cut off, is only silent.
 
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::time::Duration;
 
 use tokio::time::sleep;
 
@@ -10,6 +11,9 @@ use crate::error::{Code, Error};
 
 /// Signs of life within the time after which an end gives up: two may be lost in a busy moment.
 const BEATS: u32 = 3;
+/// No end gives up sooner, whatever its limits say, so that none need send more than ten signs of life a second to a peer that claims to
+/// bear less.
+const SILENCE_MIN: Duration = Duration::from_millis(300);
 
 /// Whether anything has come since somebody looked last.
 #[derive(Debug, Default)]
@@ -23,7 +27,7 @@ impl Heard {
 }
 
 /// Sends signs of life, and ends when the peer has sent nothing for `silence_max`. `each_beat` is called at every beat, three
-/// or more times in the shorter `silence_max` of both ends: for what is to be looked after now and then.
+/// or more times in the shorter `silence_max` of both ends, which counts as 300 ms at least: for what is to be looked after now and then.
 ///
 /// Beats are counted, not time: an end that was itself stopped for a minute first reads what has come meanwhile.
 pub async fn heartbeat(
@@ -33,9 +37,9 @@ pub async fn heartbeat(
     theirs: &Greeting,
     each_beat: impl Fn(),
 ) -> Error {
-    let silence_max = ours.silence_max;
-    let beat = silence_max.min(theirs.silence_max) / BEATS;
-    let beats_max = silence_max.as_nanos().div_ceil(beat.as_nanos().max(1));
+    let silence_max = ours.silence_max.max(SILENCE_MIN);
+    let beat = silence_max.min(theirs.silence_max.max(SILENCE_MIN)) / BEATS;
+    let beats_max = silence_max.as_nanos().div_ceil(beat.as_nanos());
     let mut silent = 0;
     loop {
         sleep(beat).await;

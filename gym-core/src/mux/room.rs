@@ -1,6 +1,8 @@
-//! Room on the calling side: a slot, room for the reply, room for the request.
+//! Room: on the calling side a slot, room for the reply, room for the request; on the answering side what waits for the peer.
 
+use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 use tokio::sync::{AcquireError, OwnedSemaphorePermit, Semaphore};
 
@@ -9,16 +11,21 @@ use super::limits::{Greeting, Limits};
 /// Room is counted in these, because a semaphore hands out at most `u32::MAX` at once.
 const ROOM_BYTES: usize = 1 << 10;
 
-/// What a call holds on the caller's side: its slot and the bytes of its request, or those of its answer. The default holds
-/// nothing.
+/// What a message holds until the last clone of this is dropped. On the caller's side: its call's slot and the bytes of its request,
+/// or those of its answer. On the answering side: its place among the answers that wait for the peer. The default holds nothing.
 #[derive(Clone, Debug, Default)]
 pub struct Room {
-    _permits: Option<Arc<[OwnedSemaphorePermit]>>,
+    _held: Option<Arc<dyn Held>>,
 }
+
+trait Held: fmt::Debug + Send + Sync {}
+
+impl<const N: usize> Held for [OwnedSemaphorePermit; N] {}
+impl Held for Place {}
 
 impl Room {
     pub(super) fn of<const N: usize>(permits: [OwnedSemaphorePermit; N]) -> Self {
-        Self { _permits: Some(Arc::new(permits)) }
+        Self { _held: Some(Arc::new(permits)) }
     }
 }
 
@@ -79,5 +86,48 @@ async fn take(from: &Arc<Semaphore>, count: usize) -> Result<OwnedSemaphorePermi
     match Arc::clone(from).try_acquire_many_owned(count) {
         Ok(room) => Ok(room),
         Err(_) => Arc::clone(from).acquire_many_owned(count).await,
+    }
+}
+
+/// Answers that wait for the peer to take them: of an answering end.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Unread(Arc<Counts>);
+
+#[derive(Debug, Default)]
+struct Counts {
+    answers: AtomicUsize,
+    bytes: AtomicUsize,
+}
+
+/// One of them.
+#[derive(Debug)]
+struct Place {
+    bytes: usize,
+    among: Unread,
+}
+
+impl Unread {
+    /// One more, until its room is dropped.
+    pub(super) fn add(&self, bytes: usize) -> Room {
+        self.0.answers.fetch_add(1, Relaxed);
+        self.0.bytes.fetch_add(bytes, Relaxed);
+        Room { _held: Some(Arc::new(Place { bytes, among: self.clone() })) }
+    }
+
+    /// How many wait.
+    pub(super) fn answers(&self) -> usize {
+        self.0.answers.load(Relaxed)
+    }
+
+    /// The bytes of those that wait.
+    pub(super) fn bytes(&self) -> usize {
+        self.0.bytes.load(Relaxed)
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.among.0.answers.fetch_sub(1, Relaxed);
+        self.among.0.bytes.fetch_sub(self.bytes, Relaxed);
     }
 }

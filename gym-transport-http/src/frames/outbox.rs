@@ -38,11 +38,11 @@ pub(super) struct Parcel {
     left: usize,
     begun: bool,
     /// Given back when the last byte is on its way.
-    _room: Option<Room>,
+    _room: Room,
 }
 
 impl Parcel {
-    pub(super) fn new(call: u64, mut frame: BytesMut, message: &Message, room: Option<Room>) -> Self {
+    pub(super) fn new(call: u64, mut frame: BytesMut, message: &Message, room: Room) -> Self {
         let parts = message.head.pieces().iter().chain(&message.segments);
         let (mut pieces, mut left) = (VecDeque::new(), message.len());
         if left <= JOINED_BYTES_MAX {
@@ -57,7 +57,7 @@ impl Parcel {
     /// A frame that has to wait for its turn.
     fn bare(kind: Kind, call: u64) -> Self {
         let frame = BytesMut::from(&bare(kind, call)[..]);
-        Self { call, frame, pieces: VecDeque::new(), left: 0, begun: false, _room: None }
+        Self { call, frame, pieces: VecDeque::new(), left: 0, begun: false, _room: Room::default() }
     }
 
     fn number(&mut self, call: u64) {
@@ -75,7 +75,7 @@ pub(super) struct FramesOutbox {
 }
 
 struct State {
-    urgent: VecDeque<Bytes>,
+    urgent: VecDeque<(Bytes, Room)>,
     queue: VecDeque<Parcel>,
     /// None while somebody writes.
     pen: Option<Pen>,
@@ -130,9 +130,13 @@ impl FramesOutbox {
 
     /// Sends a frame without a message, before messages that have not begun and between the chunks of one that has.
     pub(super) fn post_urgent(&self, frame: Bytes) {
+        self.hurry(frame, Room::default());
+    }
+
+    fn hurry(&self, frame: Bytes, room: Room) {
         let mut state = self.lock();
         if !state.closed {
-            state.urgent.push_back(frame);
+            state.urgent.push_back((frame, room));
             self.begin(state, false);
         }
     }
@@ -246,7 +250,7 @@ impl mux::Outbox for FramesOutbox {
         crowded: bool,
         register: impl FnOnce(u64) -> Result<()>,
     ) -> Result<u64> {
-        let mut parcel = Parcel::new(0, framed(Kind::Request, 0, header), message, Some(room));
+        let mut parcel = Parcel::new(0, framed(Kind::Request, 0, header), message, room);
         let mut state = self.lock();
         let call = state.next_call;
         register(call)?;
@@ -257,12 +261,12 @@ impl mux::Outbox for FramesOutbox {
         Ok(call)
     }
 
-    fn post_response(&self, call: u64, header: BytesMut, message: &Message, crowded: bool) {
-        self.post(Parcel::new(call, framed(Kind::Response, call, header), message, None), crowded);
+    fn post_response(&self, call: u64, header: BytesMut, message: &Message, room: Room, crowded: bool) {
+        self.post(Parcel::new(call, framed(Kind::Response, call, header), message, room), crowded);
     }
 
-    fn post_failed(&self, call: u64, reason: BytesMut) {
-        self.post_urgent(framed(Kind::Failed, call, reason).freeze());
+    fn post_failed(&self, call: u64, reason: BytesMut, room: Room) {
+        self.hurry(framed(Kind::Failed, call, reason).freeze(), room);
     }
 
     fn cancel(&self, call: u64, _reply: Room) {
@@ -280,7 +284,7 @@ impl mux::Outbox for FramesOutbox {
                 state.queue.remove(at);
             }
             Err(_) => {
-                state.urgent.push_back(bare(Kind::Cancel, call));
+                state.urgent.push_back((bare(Kind::Cancel, call), Room::default()));
                 self.begin(state, false);
             }
         }
@@ -293,19 +297,18 @@ impl mux::Outbox for FramesOutbox {
     fn post_heartbeat(&self) {
         let mut state = self.lock();
         if !state.closed && !std::mem::take(&mut state.has_spoken) && state.urgent.is_empty() {
-            state.urgent.push_back(bare(Kind::Heartbeat, 0));
+            state.urgent.push_back((bare(Kind::Heartbeat, 0), Room::default()));
             self.begin(state, false);
         }
     }
 
     fn close(&self) {
-        let (queue, waiting) = {
+        let unsent = {
             let mut state = self.lock();
             state.closed = true;
-            state.urgent.clear();
-            (std::mem::take(&mut state.queue), state.waiting.take())
+            (std::mem::take(&mut state.urgent), std::mem::take(&mut state.queue), state.waiting.take())
         };
-        drop((queue, waiting));
+        drop(unsent);
         self.socket.shut();
     }
 }
@@ -319,7 +322,7 @@ impl fmt::Debug for FramesOutbox {
 impl State {
     /// Gives the pen what is next: everything urgent, then up to a chunk of messages.
     fn refill(&mut self, pen: &mut Pen) {
-        pen.pieces.extend(self.urgent.drain(..));
+        pen.pieces.extend(self.urgent.drain(..).map(|(frame, _room)| frame));
         let mut bytes = 0;
         while let Some(parcel) = self.queue.front_mut()
             && bytes < CHUNK_BYTES

@@ -17,6 +17,8 @@
 //! - Nothing waits without bound: the queue has one, so have parcels that a peer does not take, parcels that came ahead of their
 //!   turn (in number and in bytes), connections that have not said who they are, peers on this host, and memory that is
 //!   registered. What ends something finds room in any queue.
+//!   What UCX holds before it calls back is beyond these bounds: it assembles the fragments of an eager message itself, in memory of
+//!   the length that the peer says, and has no hook before.
 //! - A parcel for a connection that is not known is dropped and counted.
 //! - [`Lane::Urgent`] parcels are outside of the order and have room of their own in the queue.
 

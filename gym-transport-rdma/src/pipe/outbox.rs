@@ -13,7 +13,7 @@ use super::inbox::Inbox;
 use super::plan::Plan;
 use super::pulse::{Pulse, RoundTrips};
 use super::wire::{Kind, Wire};
-use crate::fabric::{Connection, Lane, Parcel, URGENT_BYTES_MAX};
+use crate::fabric::{Connection, Done, Lane, Parcel, URGENT_BYTES_MAX};
 
 /// Parcels of one connection that the fabric has at a time: enough to keep any network busy, and few enough that hundreds of
 /// connections do not fill the fabric's queue, and that a request which is given up early can be taken back.
@@ -75,11 +75,8 @@ struct Shared<C> {
 pub(crate) enum Answers {
     /// It takes them, here: what of one has come is forgotten with its call.
     Taken(Arc<Mutex<Inbox<ResponseHeader>>>),
-    /// It gives them. So many may wait for a peer that does not take them; one more ends the connection.
-    Given {
-        /// No less than the calls that a peer may have under way, and room for those that it cancels meanwhile.
-        waiting_max: usize,
-    },
+    /// It gives them.
+    Given,
 }
 
 #[derive(Debug, Default)]
@@ -91,8 +88,6 @@ struct State {
     posting: bool,
     closed: bool,
     last_call: u64,
-    /// Answers that have not begun to leave.
-    answers: usize,
 }
 
 /// A parcel on its way out.
@@ -135,10 +130,14 @@ impl<C: Carrier> Outbox<C> {
     }
 
     fn urgent(&self, wire: Wire, payload: Bytes) {
+        self.hurry(wire, payload, None);
+    }
+
+    fn hurry(&self, wire: Wire, payload: Bytes, done: Option<Done>) {
         if self.0.state().closed {
             return;
         }
-        let parcel = Parcel { header: wire.write(), payload, lane: Lane::Urgent, done: None };
+        let parcel = Parcel { header: wire.write(), payload, lane: Lane::Urgent, done };
         self.0.settle(self.0.carrier.post(parcel));
     }
 }
@@ -157,7 +156,6 @@ impl<C: Carrier> Shared<C> {
                     return;
                 }
                 let Some(item) = state.queue.pop_front() else { return };
-                state.answers -= usize::from(item.wire.kind == Kind::Response);
                 state.posted += 1;
                 state.posting = true;
                 item
@@ -174,23 +172,6 @@ impl<C: Carrier> Shared<C> {
             self.state().posting = false;
             self.settle(posted);
         }
-    }
-
-    /// A peer that asks and never takes an answer is not waited for.
-    fn look_at_answers(&self) {
-        let Answers::Given { waiting_max } = self.answers else { return };
-        let queue = {
-            let mut state = self.state();
-            if state.answers <= waiting_max {
-                return;
-            }
-            state.closed = true;
-            state.answers = 0;
-            std::mem::take(&mut state.queue)
-        };
-        drop(queue);
-        tracing::warn!("the connection is closed: {waiting_max} answers wait for a peer that does not take them");
-        self.carrier.close(Duration::ZERO);
     }
 
     /// A fabric that has no room for what must arrive breaks the connection; one that has ended has told everybody.
@@ -231,23 +212,22 @@ impl<C: Carrier> mux::Outbox for Outbox<C> {
         Ok(call)
     }
 
-    fn post_response(&self, call: u64, header: BytesMut, message: &Message, _crowded: bool) {
+    fn post_response(&self, call: u64, header: BytesMut, message: &Message, room: Room, _crowded: bool) {
         let cut = Cut::new(Kind::Response, header, message, self.0.cut);
         {
             let mut state = self.0.state();
             if state.closed {
                 return;
             }
-            cut.queue(call, &Room::default(), &mut state.queue);
-            state.answers += 1;
+            cut.queue(call, &room, &mut state.queue);
         }
         self.0.pump();
-        self.0.look_at_answers();
     }
 
-    fn post_failed(&self, call: u64, mut reason: BytesMut) {
+    fn post_failed(&self, call: u64, mut reason: BytesMut, room: Room) {
         reason.truncate(URGENT_BYTES_MAX);
-        self.urgent(Wire::bare(Kind::Failed, call), reason.freeze());
+        let done = move |_| drop(room);
+        self.hurry(Wire::bare(Kind::Failed, call), reason.freeze(), Some(Box::new(done)));
     }
 
     fn cancel(&self, call: u64, reply: Room) {
@@ -287,7 +267,6 @@ impl<C: Carrier> mux::Outbox for Outbox<C> {
         let queue = {
             let mut state = self.0.state();
             state.closed = true;
-            state.answers = 0;
             std::mem::take(&mut state.queue)
         };
         drop(queue);

@@ -1,6 +1,5 @@
 //! Messages through an outbox and an inbox without a fabric: what is posted here is taken there by the test.
 
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -8,25 +7,26 @@ use bytes::{BufMut, Bytes, BytesMut};
 use futures_util::FutureExt;
 use gym_core::frame::Limits;
 use gym_core::mux::header::{put_request, put_response};
-use gym_core::mux::{self, Greeting, MuxLink, Outbox as _, RequestHeader, Room};
+use gym_core::mux::{self, AnsweringEnd, Greeting, MuxLink, Outbox as _, RequestHeader, Room};
 use gym_core::{
-    CallContext, Code, ContentType, Error, Link as _, Message, PathInfo, Reply, Request, Response, Result, Rope, Route,
-    Status, Verb,
+    CallContext, Code, ContentType, Error, Link as _, Message, PathInfo, PeerInfo, Reply, Request, Response, Result,
+    Rope, Route, Status, Verb, handler_fn,
 };
 use proptest::prelude::*;
+use tokio::sync::Semaphore;
 
 use super::assembly::Landed;
 use super::caller::Caller;
 use super::desk::Desk;
 use super::inbox::{CUT_BYTES, Inbox};
-use super::outbox::{Answers, Carrier, Outbox, POSTED_MAX};
+use super::outbox::{Answers, Carrier, Outbox};
 use super::wire::{Kind, Wire};
 use crate::fabric::{Arrived, Disposition, Lane, Lanes, Parcel, Payload};
 use crate::pool::{Pool, PoolOptions};
 
-/// Keeps what is posted, and whether it was closed.
+/// Keeps what is posted.
 #[derive(Clone, Debug, Default)]
-struct Shelf(Arc<Mutex<Vec<Kept>>>, Arc<AtomicBool>);
+struct Shelf(Arc<Mutex<Vec<Kept>>>);
 
 struct Kept(Wire, Parcel);
 
@@ -44,9 +44,7 @@ impl Carrier for Shelf {
         Ok(())
     }
 
-    fn close(&self, _grace: Duration) {
-        self.1.store(true, Relaxed);
-    }
+    fn close(&self, _grace: Duration) {}
 }
 
 impl Shelf {
@@ -81,7 +79,7 @@ fn desk() -> Desk {
 }
 
 fn outbox(shelf: &Shelf, cut: usize) -> Outbox<Shelf> {
-    Outbox::new(shelf.clone(), cut, Answers::Given { waiting_max: 1_000 })
+    Outbox::new(shelf.clone(), cut, Answers::Given)
 }
 
 fn message(sizes: &[usize]) -> Message {
@@ -397,17 +395,39 @@ fn what_lands_for_nobody_is_bounded_in_number_and_in_bytes() {
     }
 }
 
-#[test]
-fn answers_that_nobody_takes_end_the_connection() {
+#[tokio::test]
+async fn answers_and_refusals_that_the_network_does_not_take_are_bounded() {
     let shelf = Shelf::default();
-    let outbox = Outbox::new(shelf.clone(), 1 << 10, Answers::Given { waiting_max: 10 });
-    let answer = |call| outbox.post_response(call, BytesMut::from(&b"header"[..]), &message(&[2]), false);
-    let in_the_fabric = POSTED_MAX as u64;
-    (1..=in_the_fabric + 10).for_each(answer);
-    assert!(!shelf.1.load(Relaxed), "so many may wait");
-    answer(in_the_fabric + 11);
-    assert!(shelf.1.load(Relaxed));
-    assert_eq!(shelf.take().len(), POSTED_MAX, "what waited is dropped");
+    let limits = mux::Limits { calls_max: 4, ..mux::Limits::default() };
+    let handler = Arc::new(handler_fn(|_| async { Ok(Response::new(Status::OK, message(&[2, 5_000]))) }));
+    let calls = Arc::new(Semaphore::new(9));
+    let (theirs, peer) = (Greeting::of(&limits), PeerInfo::default());
+    let end = AnsweringEnd::new(outbox(&shelf, 1 << 10), limits, theirs, calls, handler, peer);
+    let _ending = end.end_on_drop();
+    let mut last_call = 0;
+    let mut ask = |turn: usize| {
+        last_call += 1;
+        let header =
+            put_request(0, Verb::Post, &Route::from_static("/x"), &CallContext::default(), 9_999, &message(&[0]));
+        let mut header = header.freeze();
+        gym_core::frame::Lengths::take(&mut header, &Limits::default()).unwrap();
+        let header = RequestHeader::read(header)?;
+        if end.on_opening(last_call, &header, 0)? && turn.is_multiple_of(2) {
+            end.on_request(last_call, header, Bytes::new(), Vec::new());
+        }
+        Ok(())
+    };
+    for turn in 0..5_000 {
+        ask(turn).expect("the network takes everything");
+        tokio::task::yield_now().await;
+        shelf.take();
+    }
+    let mut refused: Option<Error> = None;
+    for turn in 0..5_000 {
+        refused = refused.or(ask(turn).err());
+        tokio::task::yield_now().await;
+    }
+    assert_eq!(refused.expect("it is refused at last").code(), Code::ResourceExhausted);
 }
 
 /// A calling end whose peer is the test.
@@ -441,7 +461,13 @@ impl Calling {
     fn begin(&self, call: u64, segment: usize) -> (u64, Bytes) {
         let shelf = Shelf::default();
         let response = Response::new(Status::OK, message(&[2, segment]));
-        outbox(&shelf, 1 << 10).post_response(call, put_response(0, &response), &response.message, false);
+        outbox(&shelf, 1 << 10).post_response(
+            call,
+            put_response(0, &response),
+            &response.message,
+            Room::default(),
+            false,
+        );
         let (wire, payload) = shelf.take().remove(0);
         self.hear(wire, &Payload::Here(Arrived::Owned(payload))).unwrap();
         let Disposition::Land { key, buffer } = self.piece(call, segment) else { panic!("it is wanted") };

@@ -50,7 +50,9 @@ impl Ends {
     }
 
     pub(crate) async fn conformance_pair(&self, setup: TransportSetup) -> TransportPair {
-        let (connector, listener) = self.pair(Limits { calls_max: setup.calls_max, ..Limits::default() }).await;
+        let TransportSetup { calls_max, request_bytes_in_flight_max, .. } = setup;
+        let limits = Limits { calls_max, request_bytes_in_flight_max, ..Limits::default() };
+        let (connector, listener) = self.pair(limits).await;
         (Box::new(connector), Box::new(listener))
     }
 }

@@ -7,7 +7,8 @@ use tokio::sync::Notify;
 use super::*;
 use crate::error::{Code, Execution};
 use crate::handler::handler_fn;
-use crate::message::{Response, Status};
+use crate::message::{Response, Route, Status, Verb};
+use crate::mux::header::put_request;
 
 fn facts(error: &Error) -> (Code, Execution) {
     (error.code(), error.execution())
@@ -261,4 +262,62 @@ async fn a_server_that_ends_drops_what_runs_and_tells_nobody() {
     })
     .await;
     assert!(pair.answering.outbox().is_closed() && pair.answering.outbox().next().is_none());
+}
+
+#[tokio::test]
+async fn a_caller_that_takes_no_answers_is_refused_by_their_bytes_and_ended_by_their_number() {
+    let limits = Limits { calls_max: 4, reply_bytes_in_flight_max: 100 << 10, ..Limits::default() };
+    let pair = Pair::new(&Limits::default(), limits, echo());
+    let mut last_call = 0;
+    let mut ask = async || {
+        last_call += 1;
+        let message = with_segment("/echo", 10 << 10).message;
+        let mut header = behind(put_request(
+            Shelf::HEADROOM,
+            Verb::Post,
+            &Route::from_static("/echo"),
+            &CallContext::default(),
+            1 << 20,
+            &message,
+        ));
+        Lengths::take(&mut header, &pair.limits.of_message())?;
+        let header = RequestHeader::read(header)?;
+        if pair.answering.on_opening(last_call, &header, message.len())? {
+            pair.answering.on_request(last_call, header, message.head.to_bytes(), message.segments);
+        }
+        tokio::task::yield_now().await;
+        Ok::<_, Error>(())
+    };
+    for _ in 0..20 {
+        ask().await.unwrap();
+    }
+    let kinds = |posted: &Posted| matches!(posted, Posted::Response(..));
+    let answers = pair.answering.outbox().0.lock().unwrap().posted.iter().filter(|posted| kinds(posted)).count();
+    assert_eq!(answers, 10, "what comes after a hundred KiB of answers is refused");
+    let mut ended = Ok(());
+    for _ in 0..2_000 {
+        ended = ended.and(ask().await);
+    }
+    assert_eq!(facts(&ended.unwrap_err()), (Code::ResourceExhausted, Execution::Unknown));
+
+    pair.answering.outbox().0.lock().unwrap().posted.clear();
+    ask().await.expect("what was taken does not count");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_peer_that_bears_little_silence_hears_no_more_than_ten_signs_of_life_a_second() {
+    let brief = Limits { silence_max: Duration::from_millis(1), ..Limits::default() };
+    let beats = |shelf: &Shelf| shelf.0.lock().unwrap().posted.len();
+    for (ours, theirs) in [(Limits::default(), &brief), (brief.clone(), &Limits::default())] {
+        let (shelf, heard) = (Shelf::default(), Heard::default());
+        let (theirs, living) = (Greeting::of(theirs), || heard.set());
+        let beating = heartbeat(&shelf, &heard, &ours, &theirs, living);
+        let ended = tokio::time::timeout(Duration::from_millis(10_050), beating).await;
+        assert!(ended.is_err(), "its peer lives: {ended:?}");
+        assert_eq!(beats(&shelf), 100);
+    }
+    // Both ends have the same least in mind, so that neither gives the other up too soon.
+    let began = tokio::time::Instant::now();
+    heartbeat(&Shelf::default(), &Heard::default(), &brief, &Greeting::of(&brief), || {}).await;
+    assert_eq!(began.elapsed().as_millis(), 300);
 }

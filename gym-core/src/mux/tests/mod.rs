@@ -27,8 +27,8 @@ const CALLS_MAX: usize = 100;
 #[derive(Debug)]
 enum Posted {
     Request(u64, Bytes, Message, Room),
-    Response(u64, Bytes, Message),
-    Failed(u64, Bytes),
+    Response(u64, Bytes, Message, Room),
+    Failed(u64, Bytes, Room),
     Cancel(u64, Room),
     Drain,
     Heartbeat,
@@ -86,12 +86,12 @@ impl Outbox for Shelf {
         Ok(call)
     }
 
-    fn post_response(&self, call: u64, header: BytesMut, message: &Message, _crowded: bool) {
-        self.put(Posted::Response(call, behind(header), message.clone()));
+    fn post_response(&self, call: u64, header: BytesMut, message: &Message, room: Room, _crowded: bool) {
+        self.put(Posted::Response(call, behind(header), message.clone(), room));
     }
 
-    fn post_failed(&self, call: u64, reason: BytesMut) {
-        self.put(Posted::Failed(call, behind(reason)));
+    fn post_failed(&self, call: u64, reason: BytesMut, room: Room) {
+        self.put(Posted::Failed(call, behind(reason), room));
     }
 
     fn cancel(&self, call: u64, reply: Room) {
@@ -164,7 +164,7 @@ impl Pair {
         }
         while let Some(posted) = self.answering.outbox().next() {
             match posted {
-                Posted::Response(call, mut header, message) => {
+                Posted::Response(call, mut header, message, _room) => {
                     let lengths = Lengths::take(&mut header, &crate::frame::Limits::default())?;
                     let header = ResponseHeader::read(header)?;
                     if self.calling.on_opening(call, lengths.total)? {
@@ -172,7 +172,7 @@ impl Pair {
                         self.calling.on_answer(call, response);
                     }
                 }
-                Posted::Failed(call, reason) => self.calling.on_failed(call, reason)?,
+                Posted::Failed(call, reason, _room) => self.calling.on_failed(call, reason)?,
                 Posted::Drain => self.calling.on_drain(),
                 Posted::Heartbeat => {}
                 other => panic!("{other:?} of a server"),

@@ -18,7 +18,7 @@ pub use group::{
     group_rogues,
 };
 pub use ledger::{LedgerBench, ledger};
-pub use transport::{TransportPair, TransportSetup, transport};
+pub use transport::{TransportPair, TransportSetup, ordered_transport, transport};
 
 /// How long one case may take: far beyond what any needs, so that only a hang meets it.
 const CASE_TIMEOUT: Duration = Duration::from_secs(30);

@@ -6,6 +6,7 @@
 mod answers;
 mod bounds;
 mod endings;
+mod ordered;
 
 use std::future::Future;
 use std::sync::Arc;
@@ -34,6 +35,8 @@ const NEAR: Duration = Duration::from_millis(60);
 pub struct TransportSetup {
     /// Calls that one channel can have under way.
     pub calls_max: usize,
+    /// Bytes of the requests that one channel can have under way, where the transport bounds them.
+    pub request_bytes_in_flight_max: usize,
 }
 
 /// Both ends of a transport, not yet connected.
@@ -55,6 +58,19 @@ where
     answers::run(&make).await;
     bounds::run(&make).await;
     endings::run(&make).await;
+}
+
+/// Runs what a transport must do beside [`transport`] if its calls are to arrive in the order in which they were sent, as worker groups
+/// want it: every case against pairs that `make` builds.
+///
+/// # Panics
+/// When a case fails; the message names it.
+pub async fn ordered_transport<F, Fut>(make: F)
+where
+    F: Fn(TransportSetup) -> Fut,
+    Fut: Future<Output = TransportPair>,
+{
+    ordered::run(&|setup| make(setup).boxed_local()).await;
 }
 
 macro_rules! run_cases {
@@ -80,7 +96,11 @@ impl Bench {
     }
 
     async fn with_calls_max(make: Make<'_>, calls_max: usize, handler: impl Handler) -> Self {
-        let (connector, listener) = make(TransportSetup { calls_max }).await;
+        Self::with(make, TransportSetup { calls_max, request_bytes_in_flight_max: 4 << 30 }, handler).await
+    }
+
+    async fn with(make: Make<'_>, setup: TransportSetup, handler: impl Handler) -> Self {
+        let (connector, listener) = make(setup).await;
         let endpoint = listener.endpoints().first().expect("a listener has an endpoint").clone();
         assert_eq!(endpoint.scheme(), connector.scheme(), "connector and listener have one scheme");
         let (drain, deaf) = (CancellationToken::new(), CancellationToken::new());

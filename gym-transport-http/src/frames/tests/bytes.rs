@@ -71,7 +71,7 @@ fn decoder(already: &[u8]) -> Decoder {
 }
 
 fn request_parcel(call: u64, message: &Message) -> Parcel {
-    Parcel::new(call, request_frame(call, message), message, None)
+    Parcel::new(call, request_frame(call, message), message, Room::default())
 }
 
 /// Puts bytes in, so many at a time, and gives what comes of them to `take`.

@@ -253,3 +253,38 @@ async fn a_socket_file_is_ours_alone_replaced_when_stale_and_removed_at_the_end(
     assert!(!path.exists());
     std::fs::remove_dir_all(&folder).unwrap();
 }
+
+/// Sends `calls` calls from a caller that never reads; how its serving ends.
+async fn never_reading(calls: u64, handler: impl gym_core::Handler) -> Error {
+    let (mut near, far) = UnixStream::pair().unwrap();
+    let limits = Limits { calls_max: 4, ..Limits::default() };
+    let config = FramesConfig { limits, ..FramesConfig::default() };
+    let hall = super::Hall::new(config, std::sync::Arc::new(tokio::sync::Semaphore::new(9)));
+    let handler = std::sync::Arc::new(handler);
+    let peer = gym_core::PeerInfo::default();
+    let serving = super::serve(super::Socket::Unix(far), &[], hall, handler, peer, Default::default());
+    let serving = tokio::spawn(serving);
+    let message = Request::get(CallContext::default(), "/x").message;
+    let mut sent = near.write_all(&greeting_frame(&Limits::default())).await;
+    for call in 1..=calls {
+        if sent.is_err() {
+            break;
+        }
+        sent = near.write_all(&request_frame(call, &message)).await;
+        // Each alone: a call that comes with others finds no room.
+        tokio::task::yield_now().await;
+    }
+    let _ = near.shutdown().await;
+    soon(serving).await.unwrap().expect_err("nobody takes what it is to say")
+}
+
+#[tokio::test]
+async fn a_caller_that_never_reads_is_not_answered_without_end() {
+    let answered =
+        handler_fn(|_| async { Ok(Response::new(Status::OK, gym_core::Message::text("x".repeat(4 << 10)))) });
+    let error = never_reading(9_000, answered).await;
+    assert_eq!(facts(&error), (Code::ResourceExhausted, Execution::Unknown), "{error}");
+    let refused = handler_fn(|_| std::future::pending());
+    let error = never_reading(90_000, refused).await;
+    assert_eq!(facts(&error), (Code::ResourceExhausted, Execution::Unknown), "{error}");
+}

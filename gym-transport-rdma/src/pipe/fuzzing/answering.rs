@@ -1,7 +1,5 @@
 //! The answering end's parcels without a fabric.
 
-use std::collections::{HashMap, VecDeque};
-
 use bytes::{Buf, Bytes};
 use gym_core::frame::Limits;
 use gym_core::mux::header::put_request;
@@ -9,10 +7,9 @@ use gym_core::{CallContext, Result, Route, Verb};
 
 use super::super::desk::Desk;
 use super::super::inbox::Inbox;
-use super::super::wire::{Kind, WIRE_BYTES, Wire};
-use super::{POOL, byte, opening, parts, take, take_some};
+use super::super::wire::{Kind, Wire};
+use super::{OnTheWay, POOL, byte, opening, parts, raw, raw_announced};
 use crate::fabric::{Arrived, Disposition, Payload};
-use crate::pool::Buffer;
 
 /// Pieces and cancels are of one of the last calls, or of the next.
 const CALLS: u8 = 8;
@@ -20,13 +17,9 @@ const CALLS: u8 = 8;
 /// What a fuzzer's bytes do to an answering end.
 struct Session {
     desk: Desk,
-    /// Payloads that were announced and taken, and are still on their way.
-    landing: VecDeque<(u64, Buffer)>,
-    /// Of every call that was made up last under a number: the bytes of its pieces.
-    pieces: HashMap<u64, Vec<usize>>,
+    coming: OnTheWay,
     /// The last number that was made up.
     last: u64,
-    taken: usize,
 }
 
 impl Session {
@@ -44,8 +37,7 @@ impl Session {
             }
             Kind::Piece => {
                 if let Disposition::Land { key, buffer } = self.desk.piece(wire, payload)? {
-                    self.taken += buffer.len();
-                    self.landing.push_back((key, buffer));
+                    self.coming.land(key, buffer);
                 }
             }
             Kind::Cancel => {
@@ -61,40 +53,33 @@ impl Session {
     fn step(&mut self, input: &mut &[u8]) -> Result<()> {
         match byte(input) % 6 {
             0 => {
-                let header = take(input, WIRE_BYTES);
-                let wire = Wire::read(header)?;
-                let payload = take_some(input);
-                self.parcel(wire, &Payload::Here(Arrived::Borrowed(payload)))
+                let (wire, payload) = raw(input)?;
+                self.parcel(wire, &payload)
             }
             1 => {
-                let wire = Wire::read(take(input, WIRE_BYTES))?;
-                let announced = u64::from_le_bytes(take(input, 8).try_into().unwrap_or_default());
-                self.parcel(wire, &Payload::Announced(announced))
+                let (wire, payload) = raw_announced(input)?;
+                self.parcel(wire, &payload)
             }
             2 => {
                 // Seldom a number that was there already.
                 self.last += u64::from(byte(input) > 8);
                 let call = self.last;
                 let (wire, payload, pieces) = request(call, &parts(input));
-                self.pieces.insert(call, pieces);
+                self.coming.pieces.insert(call, pieces);
                 self.parcel(wire, &Payload::Here(Arrived::Owned(payload)))
             }
             3 => {
-                let (call, place, wrong) = (self.call(input), byte(input) % 8, byte(input));
-                let length = self.pieces.get(&call).and_then(|pieces| pieces.get(usize::from(place)));
-                // Seldom of another length than its opening said.
-                let length = length.map_or(0, |length| *length as u64) + u64::from(wrong.saturating_sub(250));
-                let wire = Wire { first: u32::from(place), ..Wire::bare(Kind::Piece, call) };
-                self.parcel(wire, &Payload::Announced(length))
+                let call = self.call(input);
+                let (wire, payload) = self.coming.piece(call, input);
+                self.parcel(wire, &payload)
             }
             4 => {
                 let cancel = Wire::bare(Kind::Cancel, self.call(input));
                 self.parcel(cancel, &Payload::Here(Arrived::Borrowed(&[])))
             }
             _ => {
-                let at = usize::from(byte(input));
-                if let Some((key, buffer)) = self.landing.remove(at % self.landing.len().max(1)) {
-                    self.desk.landed(key, buffer.freeze());
+                if let Some((key, bytes)) = self.coming.landed(input) {
+                    self.desk.landed(key, bytes);
                 }
                 Ok(())
             }
@@ -109,11 +94,11 @@ impl Session {
 /// What would have ended the connection.
 pub fn take_parcels(mut input: &[u8], limits: &Limits) -> Result<usize> {
     let desk = Desk::new(Inbox::new(limits.clone(), limits.message_bytes_max, POOL.clone()));
-    let mut session = Session { desk, landing: VecDeque::new(), pieces: HashMap::new(), last: 0, taken: 0 };
+    let mut session = Session { desk, coming: OnTheWay::default(), last: 0 };
     while input.has_remaining() {
         session.step(&mut input)?;
     }
-    Ok(session.taken)
+    Ok(session.coming.taken)
 }
 
 /// A request's opening with a head and segments of these lengths, as a peer of ours sends it, and the bytes of its pieces.

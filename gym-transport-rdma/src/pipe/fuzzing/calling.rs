@@ -1,6 +1,5 @@
 //! A calling end, whose peer is the input.
 
-use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,10 +11,9 @@ use gym_core::{CallContext, Code, Error, Link, PathInfo, Reply, Request, Respons
 
 use super::super::caller::Caller;
 use super::super::outbox::{Carrier, Outbox};
-use super::super::wire::{Kind, WIRE_BYTES, Wire};
-use super::{CUT, POOL, byte, opening, parts, take, take_some};
+use super::super::wire::{Kind, Wire};
+use super::{CUT, OnTheWay, POOL, byte, opening, parts, raw, raw_announced};
 use crate::fabric::{Arrived, Disposition, End, Lanes, Parcel, Payload};
-use crate::pool::Buffer;
 
 /// Calls that wait at a time.
 const CALLS: usize = 8;
@@ -42,11 +40,7 @@ struct Session {
     /// Calls that wait, with their numbers.
     calls: Vec<(u64, Reply)>,
     last_call: u64,
-    /// Payloads that were announced and taken, and are still on their way.
-    landing: VecDeque<(u64, Buffer)>,
-    /// Of every answer that was made up last for a call: the bytes of its pieces.
-    pieces: HashMap<u64, Vec<usize>>,
-    taken: usize,
+    coming: OnTheWay,
 }
 
 impl Session {
@@ -59,8 +53,7 @@ impl Session {
         caller.on_message(&wire, &Payload::Here(Arrived::Borrowed(&greeting))).expect("as a peer of ours says it");
         let greeted = greeted.try_recv().expect("it was greeted").expect("well");
         let link = MuxLink::new(greeted.end, PathInfo::new("ucx", "peer", true));
-        let (calls, landing, pieces) = (Vec::new(), VecDeque::new(), HashMap::new());
-        Self { caller, link, calls, last_call: 0, landing, pieces, taken: 0 }
+        Self { caller, link, calls: Vec::new(), last_call: 0, coming: OnTheWay::default() }
     }
 
     /// The number of a call that may be there.
@@ -89,8 +82,7 @@ impl Session {
 
     fn parcel(&mut self, wire: Wire, payload: &Payload<'_>) -> Result<()> {
         if let Disposition::Land { key, buffer } = self.caller.on_message(&wire.write(), payload)? {
-            self.taken += buffer.len();
-            self.landing.push_back((key, buffer));
+            self.coming.land(key, buffer);
         }
         Ok(())
     }
@@ -103,28 +95,23 @@ impl Session {
     fn step(&mut self, input: &mut &[u8]) -> Result<()> {
         match byte(input) % 9 {
             0 => {
-                let wire = Wire::read(take(input, WIRE_BYTES))?;
-                let payload = take_some(input);
-                self.here(wire, payload)
+                let (wire, payload) = raw(input)?;
+                self.parcel(wire, &payload)
             }
             1 => {
-                let wire = Wire::read(take(input, WIRE_BYTES))?;
-                let announced = u64::from_le_bytes(take(input, 8).try_into().unwrap_or_default());
-                self.parcel(wire, &Payload::Announced(announced))
+                let (wire, payload) = raw_announced(input)?;
+                self.parcel(wire, &payload)
             }
             2 => {
                 let call = self.call(input);
                 let (wire, payload, pieces) = answer(call, &parts(input));
-                self.pieces.insert(call, pieces);
+                self.coming.pieces.insert(call, pieces);
                 self.parcel(wire, &Payload::Here(Arrived::Owned(payload)))
             }
             3 => {
-                let (call, place, wrong) = (self.call(input), byte(input) % 8, byte(input));
-                let length = self.pieces.get(&call).and_then(|pieces| pieces.get(usize::from(place)));
-                // Seldom of another length than its opening said.
-                let length = length.map_or(0, |length| *length as u64) + u64::from(wrong.saturating_sub(250));
-                let wire = Wire { first: u32::from(place), ..Wire::bare(Kind::Piece, call) };
-                self.parcel(wire, &Payload::Announced(length))
+                let call = self.call(input);
+                let (wire, payload) = self.coming.piece(call, input);
+                self.parcel(wire, &payload)
             }
             4 => {
                 let reason = put_failed(0, &Error::not_started(Code::Unavailable, "no"));
@@ -132,9 +119,8 @@ impl Session {
                 self.here(wire, &reason)
             }
             5 => {
-                let at = usize::from(byte(input));
-                if let Some((key, buffer)) = self.landing.remove(at % self.landing.len().max(1)) {
-                    self.caller.on_landed(key, buffer.freeze());
+                if let Some((key, bytes)) = self.coming.landed(input) {
+                    self.caller.on_landed(key, bytes);
                 }
                 Ok(())
             }
@@ -158,7 +144,7 @@ impl Session {
     fn end(mut self, ended: Result<()>) -> Result<usize> {
         let told =
             ended.as_ref().map_or_else(|error| Error::unknown(error.code(), "ended"), |()| Error::internal("left"));
-        for (key, buffer) in std::mem::take(&mut self.landing) {
+        for (key, buffer) in std::mem::take(&mut self.coming.landing) {
             if ended.is_ok() {
                 self.caller.on_landed(key, buffer.freeze());
             }
@@ -167,7 +153,7 @@ impl Session {
         for (call, reply) in self.calls {
             assert!(reply.now_or_never().is_some(), "nobody tells call {call} that the connection is over");
         }
-        ended.map(|()| self.taken)
+        ended.map(|()| self.coming.taken)
     }
 }
 

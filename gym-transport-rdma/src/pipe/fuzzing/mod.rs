@@ -3,17 +3,19 @@
 mod answering;
 mod calling;
 
+use std::collections::{HashMap, VecDeque};
 use std::sync::LazyLock;
 
 use bytes::{Buf, Bytes, BytesMut};
-use gym_core::{ContentType, Message};
+use gym_core::{ContentType, Message, Result};
 
 pub use answering::take_parcels;
 pub use calling::take_answers;
 
 use super::plan::Plan;
-use super::wire::Wire;
-use crate::pool::{Pool, PoolOptions};
+use super::wire::{Kind, WIRE_BYTES, Wire};
+use crate::fabric::{Arrived, Payload};
+use crate::pool::{Buffer, Pool, PoolOptions};
 
 static POOL: LazyLock<Pool> = LazyLock::new(|| Pool::new(PoolOptions::default()));
 
@@ -21,6 +23,52 @@ static POOL: LazyLock<Pool> = LazyLock::new(|| Pool::new(PoolOptions::default())
 const CUT: usize = 1 << 10;
 /// The head and segments of a message that is made up are no more.
 const PARTS_MAX: usize = 4;
+
+/// What is on its way to an end, whichever it is.
+#[derive(Default)]
+struct OnTheWay {
+    /// Payloads that were announced and taken.
+    landing: VecDeque<(u64, Buffer)>,
+    /// Of every message that was made up last under a number: the bytes of its pieces.
+    pieces: HashMap<u64, Vec<usize>>,
+    /// Bytes of the buffers that were taken.
+    taken: usize,
+}
+
+impl OnTheWay {
+    /// An announced payload is wanted.
+    fn land(&mut self, key: u64, buffer: Buffer) {
+        self.taken += buffer.len();
+        self.landing.push_back((key, buffer));
+    }
+
+    /// A piece of a call's message, seldom of another length than its opening said.
+    fn piece(&self, call: u64, input: &mut &[u8]) -> (Wire, Payload<'static>) {
+        let (place, wrong) = (byte(input) % 8, byte(input));
+        let length = self.pieces.get(&call).and_then(|pieces| pieces.get(usize::from(place)));
+        let length = length.map_or(0, |length| *length as u64) + u64::from(wrong.saturating_sub(250));
+        (Wire { first: u32::from(place), ..Wire::bare(Kind::Piece, call) }, Payload::Announced(length))
+    }
+
+    /// One of the payloads is there.
+    fn landed(&mut self, input: &mut &[u8]) -> Option<(u64, Bytes)> {
+        let at = usize::from(byte(input));
+        let (key, buffer) = self.landing.remove(at % self.landing.len().max(1))?;
+        Some((key, buffer.freeze()))
+    }
+}
+
+/// A parcel of the input's bytes as they are.
+fn raw<'a>(input: &mut &'a [u8]) -> Result<(Wire, Payload<'a>)> {
+    let wire = Wire::read(take(input, WIRE_BYTES))?;
+    Ok((wire, Payload::Here(Arrived::Borrowed(take_some(input)))))
+}
+
+/// One that announces whatever the input says.
+fn raw_announced(input: &mut &[u8]) -> Result<(Wire, Payload<'static>)> {
+    let wire = Wire::read(take(input, WIRE_BYTES))?;
+    Ok((wire, Payload::Announced(u64::from_le_bytes(take(input, 8).try_into().unwrap_or_default()))))
+}
 
 /// The opening of a message with a head and segments of these lengths, as a peer of ours sends it, and the bytes of its pieces.
 fn opening(wire: Wire, parts: &[usize], header: impl Fn(&Message) -> BytesMut) -> (Wire, Bytes, Vec<usize>) {
