@@ -164,7 +164,9 @@ impl Plan {
         serde_json::to_string(self).unwrap_or_default()
     }
 
-    fn options(&self) -> CollectOptions {
+    /// What the collector is asked for.
+    #[must_use]
+    pub fn options(&self) -> CollectOptions {
         let mut options = CollectOptions::new(&self.input, &self.output);
         options.materialize.repeats = Repeats::Each(self.repeats);
         options.driver.concurrency = self.concurrency;
@@ -216,15 +218,25 @@ pub async fn collect_from_head(head: &str, plan: &Plan) -> Result<Collection> {
 /// # Errors
 /// The stack's and the collector's.
 pub async fn collect_all_in_one(config: &str, plan: &Plan) -> Result<Collection> {
+    let (stack, collector) = all_in_one(config, plan.concurrency).await?;
+    let collection = measured(collector, plan).await;
+    stack.stop().await;
+    collection
+}
+
+/// A stack in this process, with room for so many rollouts at once, and a collector of its servers.
+///
+/// # Errors
+/// The stack's.
+pub async fn all_in_one(config: &str, concurrency: usize) -> Result<(Stack, RolloutCollector)> {
     let world = World::real();
     let config = load(config)?;
     let names = ServerNames::of_config(&config);
-    let mut options = StackOptions { in_process_calls_max: plan.concurrency.max(16_384), ..StackOptions::default() };
+    let mut options = StackOptions { in_process_calls_max: concurrency.max(16_384), ..StackOptions::default() };
     options.http.requests_max = options.in_process_calls_max;
     let stack = Stack::start(config, &servers(), &world, options).await?;
-    let collection = measured(RolloutCollector::new(stack.client().clone(), names, world), plan).await;
-    stack.stop().await;
-    collection
+    let collector = RolloutCollector::new(stack.client().clone(), names, world);
+    Ok((stack, collector))
 }
 
 async fn measured(collector: RolloutCollector, plan: &Plan) -> Result<Collection> {

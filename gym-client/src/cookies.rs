@@ -1,6 +1,7 @@
 //! The cookies of one episode, as far as servers use them to keep a session: names and values (RFC 6265, section 5).
 
 use gym_core::Metadata;
+use memchr::{memchr, memchr_iter};
 
 /// Cookies by name, in the order in which they were first set.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -38,9 +39,10 @@ impl CookieJar {
     /// Takes in the `set-cookie` metadata of a response.
     pub fn merge(&mut self, metadata: &Metadata) {
         for header in metadata.all("set-cookie") {
-            let (pair, attributes) = header.split_once(';').unwrap_or((header, ""));
+            let end = memchr(b';', header.as_bytes()).unwrap_or(header.len());
+            let (pair, attributes) = header.split_at(end);
             let Some((name, value)) = pair.split_once('=') else { continue };
-            let expired = attributes.as_bytes().split(|byte| *byte == b';').any(is_expiry);
+            let expired = is_expired(attributes.as_bytes());
             if expired {
                 self.0.retain(|(known, _)| known != name.trim());
             } else {
@@ -82,6 +84,16 @@ impl CookieJar {
         }
         (!header.is_empty()).then_some(header)
     }
+}
+
+/// Whether one of the attributes, each behind a semicolon, says so.
+fn is_expired(attributes: &[u8]) -> bool {
+    memchr_iter(b';', attributes).any(|at| {
+        let rest = &attributes[at + 1..];
+        // The others are not looked at beyond their first letter.
+        matches!(rest.trim_ascii_start().first(), Some(b'm' | b'M'))
+            && is_expiry(&rest[..memchr(b';', rest).unwrap_or(rest.len())])
+    })
 }
 
 /// Whether an attribute says that the cookie is of the past.

@@ -211,7 +211,7 @@ fn materialized_rows_stream_back_as_written() {
     let file = rows.join("\n");
     let back: Vec<_> = MaterializedRows::new(file.as_bytes(), "out.jsonl").collect::<Result<_, _>>().unwrap();
     assert_eq!(
-        back.iter().map(|row| row.raw.as_slice()).collect::<Vec<_>>(),
+        back.iter().map(|row| row.row.text().as_ref()).collect::<Vec<_>>(),
         rows.iter().map(String::as_bytes).collect::<Vec<_>>()
     );
     assert_eq!(back[1].key.rollout_index, 1);
@@ -255,7 +255,7 @@ proptest! {
         let (got, _) = materialize(&input, options).unwrap();
         let got: Vec<_> = MaterializedRows::new(got.join("\n").as_bytes(), "out").map(|row| {
             let row = row.unwrap();
-            (row.key.task_index, row.key.rollout_index, row.raw)
+            (row.key.task_index, row.key.rollout_index, row.row.into_text())
         }).collect();
         prop_assert_eq!(got.len(), expected.len());
         for ((task, rollout, raw), (expected_task, expected_rollout, line)) in got.iter().zip(&expected) {

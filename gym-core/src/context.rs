@@ -10,6 +10,7 @@ use tokio::time::Instant;
 
 use crate::cancel::CancelToken;
 use crate::error::{Code, Error, Execution, Result};
+use crate::hex;
 use crate::message::Metadata;
 use crate::progress::Progress;
 
@@ -181,8 +182,16 @@ impl TraceContext {
     /// The `traceparent` text, or none when nothing is traced.
     #[must_use]
     pub fn to_traceparent(self) -> Option<String> {
-        (self.trace_id != 0)
-            .then(|| format!("00-{:032x}-{:016x}-{:02x}", self.trace_id, self.span_id, u8::from(self.sampled)))
+        if self.trace_id == 0 {
+            return None;
+        }
+        let mut text = String::with_capacity(55);
+        text.push_str("00-");
+        hex::push::<32>(&mut text, self.trace_id);
+        text.push('-');
+        hex::push::<16>(&mut text, self.span_id.into());
+        text.push_str(if self.sampled { "-01" } else { "-00" });
+        Some(text)
     }
 
     /// Reads a `traceparent`; one that does not follow the format is ignored, as the specification asks.

@@ -102,6 +102,8 @@ where
 #[derive(Debug)]
 pub struct Fenced<H> {
     incarnation: Incarnation,
+    /// As each answer tells it.
+    told: String,
     handler: H,
 }
 
@@ -109,7 +111,7 @@ impl<H: Handler> Fenced<H> {
     /// Fences `handler` to `incarnation`.
     #[must_use]
     pub fn new(incarnation: Incarnation, handler: H) -> Self {
-        Self { incarnation, handler }
+        Self { incarnation, told: incarnation.to_string(), handler }
     }
 }
 
@@ -125,10 +127,10 @@ impl<H: Handler> Handler for Fenced<H> {
                 Box::pin(async move { Err(error) })
             }
             _ => {
-                let answer = self.handler.handle(request);
+                let (answer, told) = (self.handler.handle(request), self.told.clone());
                 Box::pin(async move {
                     let mut response = answer.await?;
-                    response.metadata.push(INCARNATION_METADATA, here.to_string());
+                    response.metadata.push(INCARNATION_METADATA, told);
                     Ok(response)
                 })
             }

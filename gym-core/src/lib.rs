@@ -22,6 +22,7 @@ mod group;
 mod handler;
 #[cfg(feature = "groups")]
 pub mod health;
+mod hex;
 #[cfg(feature = "groups")]
 mod host;
 pub mod in_process;

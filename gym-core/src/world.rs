@@ -13,6 +13,7 @@ use bytes::Bytes;
 use tokio::time::Instant;
 
 use crate::error::Result;
+use crate::hex;
 
 pub use real::RealFiles;
 
@@ -62,7 +63,9 @@ impl World {
     #[must_use]
     pub fn unique_id(&self) -> String {
         let id = self.seed.lock().unwrap_or_else(PoisonError::into_inner).u128(..);
-        format!("{id:032x}")
+        let mut text = String::with_capacity(32);
+        hex::push::<32>(&mut text, id);
+        text
     }
 
     /// The time of day, since the Unix epoch.

@@ -3,9 +3,11 @@
 //! Straight into and out of the bytes of the wire: between two servers of ours a map of headers would be built only to be taken
 //! apart, on either side of every hop.
 
+use std::mem::MaybeUninit;
+
 use gym_core::{Code, Error, INCARNATION_METADATA, Metadata, Request, Result, Verb};
 use http::Uri;
-use httparse::{EMPTY_HEADER, Header, Status};
+use httparse::{Header, ParserConfig, Status};
 
 use crate::body::Format;
 use crate::headers::{
@@ -98,9 +100,10 @@ impl AnswerHead {
     /// # Errors
     /// `DataLoss`, unknown, when it is not HTTP.
     pub(crate) fn read(input: &[u8], verb: Verb) -> Result<Option<Self>> {
-        let mut headers = [EMPTY_HEADER; HEADERS_MAX];
-        let mut answer = httparse::Response::new(&mut headers);
-        let bytes = match answer.parse(input).map_err(not_http)? {
+        let mut headers = [const { MaybeUninit::uninit() }; HEADERS_MAX];
+        let mut answer = httparse::Response::new(&mut []);
+        let parsed = ParserConfig::default().parse_response_with_uninit_headers(&mut answer, input, &mut headers);
+        let bytes = match parsed.map_err(not_http)? {
             Status::Complete(bytes) => bytes,
             Status::Partial if input.len() >= HEAD_BYTES_MAX => return Err(not_http("its head does not end")),
             Status::Partial => return Ok(None),

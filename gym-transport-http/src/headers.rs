@@ -142,8 +142,11 @@ where
     I: Iterator<Item = (&'a str, &'a [u8])>,
 {
     let mut metadata = Metadata::new();
+    let is_connection = |(name, _): &(&str, _)| name.eq_ignore_ascii_case("connection");
+    // Between servers of ours there is none.
+    let has_connection = headers().any(|header| is_connection(&header));
     let of_connection = |name: &str| {
-        let connection = headers().filter(|(name, _)| name.eq_ignore_ascii_case("connection"));
+        let connection = headers().filter(is_connection);
         let mut named = connection.flat_map(|(_, value)| value.split(|byte| *byte == b',')).map(<[u8]>::trim_ascii);
         named.any(|one| one.eq_ignore_ascii_case(name.as_bytes()))
     };
@@ -152,7 +155,7 @@ where
             true => Cow::Owned(name.to_ascii_lowercase()),
             false => Cow::Borrowed(name),
         };
-        if !is_own(&name) && Some(&*name) != but && !of_connection(&name) {
+        if !is_own(&name) && Some(&*name) != but && !(has_connection && of_connection(&name)) {
             let value = match std::str::from_utf8(value) {
                 Ok(value) => Cow::Borrowed(value),
                 Err(_) => String::from_utf8_lossy(value),

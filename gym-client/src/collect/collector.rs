@@ -10,7 +10,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures_util::future::BoxFuture;
 use futures_util::stream::{self, StreamExt as _};
-use gym_core::{CallContext, Code, Error, RawObject, Result, Rope, TaskKey, World};
+use gym_core::{CallContext, Code, Error, Result, Rope, TaskKey, World};
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
@@ -370,9 +370,8 @@ impl Resolve {
                 route
             }
         };
-        let raw = RawObject::parse(row.raw).map_err(|error| Error::from(error).about(place()))?;
         let Route { agent, server, result_type } = route;
-        Ok(RolloutRow { key, agent, server, result_type: Some(result_type), row: raw })
+        Ok(RolloutRow { key, agent, server, result_type: Some(result_type), row: row.row })
     }
 }
 

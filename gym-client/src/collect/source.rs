@@ -3,7 +3,9 @@
 use std::collections::BTreeMap;
 use std::io::{self, BufRead};
 
+use bytes::Bytes;
 use gym_core::metrics::{Members, ROLLOUT_INDEX, TASK_INDEX};
+use gym_core::{JsonError, RawObject};
 use serde_json::{Map, Value};
 use thiserror::Error;
 
@@ -224,7 +226,7 @@ pub struct RowKey {
 }
 
 /// One row of a materialized inputs file.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct MaterializedRow {
     /// Its rollout.
     pub key: RowKey,
@@ -233,7 +235,7 @@ pub struct MaterializedRow {
     /// The environment server it is bound to, if one is stamped on it.
     pub environment_server: Option<String>,
     /// The row's line, bit for bit, without the line end.
-    pub raw: Vec<u8>,
+    pub row: RawObject,
     /// Its line in the file, counted from 1.
     pub line: u64,
 }
@@ -264,18 +266,18 @@ impl<R: BufRead> MaterializedRows<R> {
         self.line += 1;
         raw.truncate(raw.trim_ascii_end().len());
         let fail = |problem: String| SourceError::line(&self.name, self.line, problem);
-        let text = std::str::from_utf8(&raw).map_err(|error| fail(format!("not UTF-8: {error}")))?;
-        let members = parse_row(text).map_err(&fail)?;
+        let raw = Bytes::from(raw);
+        let row = RawObject::parse(raw.clone()).and_then(|row| row.check().map(|()| row));
+        let row = row.map_err(|error| fail(wrong_row(&raw, &error)))?;
         let index = |key: &str| {
-            members.get(key).and_then(|value| value.parse().ok()).ok_or_else(|| {
+            row.get_as(key).ok().flatten().ok_or_else(|| {
                 fail(format!("{key} is not a whole number; collect again without --resume to rewrite the file"))
             })
         };
         let key = RowKey { task_index: index(TASK_INDEX)?, rollout_index: index(ROLLOUT_INDEX)? };
-        let agent = agent_name(&members).map_err(&fail)?;
-        let environment_server =
-            members.get(ENVIRONMENT_SERVER).and_then(|value| serde_json::from_str::<String>(value).ok());
-        Ok(Some(MaterializedRow { key, agent, environment_server, raw, line: self.line }))
+        let agent = agent_of(&row).map_err(&fail)?;
+        let environment_server = row.get_as(ENVIRONMENT_SERVER).ok().flatten();
+        Ok(Some(MaterializedRow { key, agent, environment_server, row, line: self.line }))
     }
 }
 
@@ -299,12 +301,32 @@ pub(crate) fn parse_row(text: &str) -> Result<Members<'_>, String> {
     })
 }
 
+/// What is wrong with a line that is no row.
+fn wrong_row(raw: &[u8], error: &JsonError) -> String {
+    match std::str::from_utf8(raw) {
+        Ok(text) => parse_row(text).err().unwrap_or_else(|| error.to_string()),
+        Err(error) => format!("not UTF-8: {error}"),
+    }
+}
+
+/// As [`agent_name`], of a row that is parsed for sending.
+fn agent_of(row: &RawObject) -> Result<Option<String>, String> {
+    let truthy = |raw: &[u8]| std::str::from_utf8(raw).is_ok_and(gym_core::metrics::is_truthy);
+    if !row.get(AGENT_REF).is_some_and(|reference| truthy(&reference)) {
+        return Ok(None);
+    }
+    let reference = row.get_object(AGENT_REF).map_err(|_| NO_OBJECT.to_owned())?.unwrap_or_default();
+    reference.get_as::<Option<String>>("name").map(Option::flatten).map_err(|_| NO_TEXT.to_owned())
+}
+
+const NO_OBJECT: &str = "agent_ref is not an object; expected {\"name\": \"<agent>\"}";
+const NO_TEXT: &str = "agent_ref.name is not a text; name the agent";
+
 /// `agent_ref.name`, if the row has one.
 pub(crate) fn agent_name(row: &Members<'_>) -> Result<Option<String>, String> {
     let Some(reference) = row.get(AGENT_REF).filter(|raw| gym_core::metrics::is_truthy(raw)) else { return Ok(None) };
-    let reference = Members::parse(reference)
-        .map_err(|_| "agent_ref is not an object; expected {\"name\": \"<agent>\"}".to_owned())?;
-    text_member(&reference, "name").map_err(|()| "agent_ref.name is not a text; name the agent".to_owned())
+    let reference = Members::parse(reference).map_err(|_| NO_OBJECT.to_owned())?;
+    text_member(&reference, "name").map_err(|()| NO_TEXT.to_owned())
 }
 
 /// A member that is a text or absent (or null).

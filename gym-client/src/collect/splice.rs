@@ -66,7 +66,14 @@ impl<'a> Edits<'a> {
 
 /// Appends `text` as a JSON string.
 pub(crate) fn push_string(into: &mut String, text: &str) {
-    into.push_str(&serde_json::Value::from(text).to_string());
+    // Nearly every key is its own JSON.
+    if text.bytes().all(|byte| byte >= b' ' && byte != b'"' && byte != b'\\') {
+        into.push('"');
+        into.push_str(text);
+        into.push('"');
+    } else {
+        into.push_str(&json_string(text));
+    }
 }
 
 /// `text` as a JSON string.

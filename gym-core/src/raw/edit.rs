@@ -1,6 +1,7 @@
 //! Changes named keys of an indexed object. The rest of its text stays as it was, and large parts of it where they are.
 
 use std::borrow::Cow;
+use std::ops::Range;
 
 use bytes::{BufMut, Bytes, BytesMut};
 use serde::Serialize;
@@ -18,18 +19,52 @@ const SHARE_BYTES_MIN: usize = 16 << 10;
 #[must_use = "an edit does nothing until it is turned into a text"]
 pub struct Edit<'a> {
     object: &'a RawObject,
-    /// A key and its new value's JSON text; `None` removes it.
-    changes: Vec<(Cow<'static, str>, Option<Bytes>)>,
+    changes: Vec<Change>,
+}
+
+/// As many as the rows of a collection are stamped with.
+const CHANGES: usize = 8;
+
+/// A key and what becomes of it.
+#[derive(Debug)]
+struct Change {
+    key: Cow<'static, str>,
+    to: To,
+}
+
+#[derive(Debug)]
+enum To {
+    Removed,
+    /// A text that somebody says is JSON.
+    Text(Bytes),
+    /// One that was written or read as JSON.
+    Json(Bytes),
+}
+
+impl To {
+    fn text(&self) -> Option<&Bytes> {
+        match self {
+            Self::Removed => None,
+            Self::Text(text) | Self::Json(text) => Some(text),
+        }
+    }
+
+    fn is_json(&self) -> bool {
+        match self {
+            Self::Removed | Self::Json(_) => true,
+            Self::Text(text) => scan::is_value(text),
+        }
+    }
 }
 
 impl<'a> Edit<'a> {
     pub(super) fn new(object: &'a RawObject) -> Self {
-        Self { object, changes: Vec::new() }
+        Self { object, changes: Vec::with_capacity(CHANGES) }
     }
 
     /// Sets a key to a JSON text: in place if the key is there, else at the end.
     pub fn set(mut self, key: impl Into<Cow<'static, str>>, json: impl Into<Bytes>) -> Self {
-        self.change(key.into(), Some(json.into()));
+        self.change(key.into(), To::Text(json.into()));
         self
     }
 
@@ -37,21 +72,31 @@ impl<'a> Edit<'a> {
     ///
     /// # Errors
     /// When the value cannot be serialised.
-    pub fn set_value(self, key: impl Into<Cow<'static, str>>, value: &(impl Serialize + ?Sized)) -> Result<Self> {
+    pub fn set_value(mut self, key: impl Into<Cow<'static, str>>, value: &(impl Serialize + ?Sized)) -> Result<Self> {
         let json = serde_json::to_vec(value).map_err(|error| Error::internal("cannot serialise").caused_by(error))?;
-        Ok(self.set(key, json))
+        self.change(key.into(), To::Json(json.into()));
+        Ok(self)
+    }
+
+    /// Sets a key to another object, whose text is not looked at again.
+    pub fn set_object(mut self, key: impl Into<Cow<'static, str>>, object: RawObject) -> Self {
+        let text = &object.text;
+        // Not with blanks around it, nor if arrays were left out of its check.
+        let known = object.hollow.is_none() && text.starts_with(b"{") && text.ends_with(b"}");
+        self.change(key.into(), if known { To::Json } else { To::Text }(object.into_text()));
+        self
     }
 
     /// Removes a key.
     pub fn remove(mut self, key: impl Into<Cow<'static, str>>) -> Self {
-        self.change(key.into(), None);
+        self.change(key.into(), To::Removed);
         self
     }
 
-    fn change(&mut self, key: Cow<'static, str>, json: Option<Bytes>) {
-        match self.changes.iter_mut().find(|(known, _)| *known == key) {
-            Some((_, value)) => *value = json,
-            None => self.changes.push((key, json)),
+    fn change(&mut self, key: Cow<'static, str>, to: To) {
+        match self.changes.iter_mut().find(|change| change.key == key) {
+            Some(change) => change.to = to,
+            None => self.changes.push(Change { key, to }),
         }
     }
 
@@ -59,55 +104,62 @@ impl<'a> Edit<'a> {
     #[must_use]
     pub fn to_rope(&self) -> Rope {
         let object = self.object;
-        let text = &object.text;
-        let change = |(key, json): &(Cow<'_, str>, Option<Bytes>)| key.len() + json.as_ref().map_or(0, Bytes::len) + 4;
-        let bytes = text.len() + self.changes.iter().map(change).sum::<usize>();
+        let (text, indexed) = (&object.text, object.indexed());
+        let added = |change: &Change| change.key.len() + change.to.text().map_or(0, Bytes::len) + 4;
+        let bytes = text.len() + self.changes.iter().map(added).sum::<usize>();
         // Room for all of a small text; of a large one the pieces between the shared ones are seldom longer.
         let mut out = Pieces { rope: Rope::new(), small: BytesMut::with_capacity(bytes.min(SHARE_BYTES_MIN)) };
         let mut fields = Vec::with_capacity(object.fields.len() + self.changes.len());
-        // The text is copied or shared up to `done`.
-        let mut done = text.iter().position(|byte| *byte == b'{').map_or(0, |at| at + 1);
-        out.share(text.slice(..done));
+        // The text is copied or shared up to `done`, and the untouched members from there to the end of the last one follow.
+        let mut done = 0;
+        let mut end = text.iter().position(|byte| *byte == b'{').map_or(0, |at| at + 1);
         let mut first = true;
         for field in object.fields.iter() {
             let range = object.original(&field.value);
-            let changed = self.changes.iter().find(|(key, _)| key == object.key(field)).map(|(_, json)| json);
-            if !matches!(changed, Some(None)) {
-                // From the end of the last field: the separator, the key and the value as they came.
-                let from = if first { skip_separator(text, done) } else { done };
-                let key = field.key.moved(from, out.small.len());
-                out.share(text.slice(from..range.start));
-                let start = out.small.len();
-                out.share(changed.cloned().flatten().unwrap_or_else(|| text.slice(range.clone())));
-                fields.push(Field { key, value: start..out.small.len() });
+            let changed = self.changes.iter().find(|change| change.key.as_bytes() == field.key.bytes(indexed));
+            let changed = changed.map(|change| change.to.text());
+            if let Some(None) = changed {
+                out.share(text, done..end);
+                done = range.end;
+            } else {
+                if first && done > 0 {
+                    done = skip_separator(text, done);
+                }
+                // Where what was at `done` will be; wrapping, see `Key::moved`.
+                let moved = |at: usize| at.wrapping_sub(done).wrapping_add(out.small.len());
+                let (key, start) = (field.key.moved(done, out.small.len()), moved(range.start));
+                let value = match changed.flatten() {
+                    None => start..moved(range.end),
+                    Some(json) => {
+                        out.share(text, done..range.start);
+                        out.share(json, 0..json.len());
+                        done = range.end;
+                        start..start.wrapping_add(json.len())
+                    }
+                };
+                fields.push(Field { key, value });
                 first = false;
             }
-            done = range.end;
+            end = range.end;
         }
-        for (key, json) in &self.changes {
-            let Some(json) = json else { continue };
-            if object.contains(key) {
-                continue;
-            }
+        out.share(text, done..end);
+        let absent = |change: &&Change| !object.contains(&change.key);
+        for change in self.changes.iter().filter(absent) {
+            let Some(json) = change.to.text() else { continue };
             if !first {
                 out.small.put_u8(b',');
             }
-            let quoted = serde_json::to_string(key).unwrap_or_default();
-            let start = out.small.len() + 1;
-            let escaped = quoted.len() > key.len() + 2;
-            let key = if escaped { Key::Decoded((**key).into()) } else { Key::Plain(start..start + key.len()) };
-            out.small.put_slice(quoted.as_bytes());
-            out.small.put_u8(b':');
+            let key = out.key(&change.key);
             let start = out.small.len();
-            out.share(json.clone());
+            out.share(json, 0..json.len());
             fields.push(Field { key, value: start..out.small.len() });
             first = false;
         }
-        out.share(text.slice(done..));
+        out.share(text, end..text.len());
         let rope = out.finish();
         // The positions are those in one small piece; where there is more to it, whoever reads it parses it.
         let indexed = bytes < SHARE_BYTES_MIN && object.hollow.is_none() && !object.shadowed;
-        if indexed && self.changes.iter().filter_map(|(_, json)| json.as_ref()).all(|json| scan::is_value(json)) {
+        if indexed && self.changes.iter().all(|change| change.to.is_json()) {
             return RawObject::new(rope.to_bytes(), None, Index { fields, shadowed: false }).into();
         }
         rope
@@ -136,13 +188,27 @@ struct Pieces {
 }
 
 impl Pieces {
-    fn share(&mut self, piece: Bytes) {
+    fn share(&mut self, text: &Bytes, piece: Range<usize>) {
         if piece.len() < SHARE_BYTES_MIN {
-            self.small.put_slice(&piece);
+            self.small.put_slice(&text[piece]);
         } else {
             self.rope.push(self.small.split().freeze());
-            self.rope.push(piece);
+            self.rope.push(text.slice(piece));
         }
+    }
+
+    /// Adds a key and its colon.
+    fn key(&mut self, key: &str) -> Key {
+        let start = self.small.len() + 1;
+        if scan::is_plain(key) {
+            self.small.put_u8(b'"');
+            self.small.put_slice(key.as_bytes());
+            self.small.put_slice(b"\":");
+            return Key::Plain(start..start + key.len());
+        }
+        self.small.put_slice(serde_json::to_string(key).unwrap_or_default().as_bytes());
+        self.small.put_u8(b':');
+        Key::Decoded(key.into())
     }
 
     fn finish(mut self) -> Rope {

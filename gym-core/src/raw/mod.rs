@@ -59,6 +59,14 @@ enum Key {
 }
 
 impl Key {
+    /// Its UTF-8. To compare keys is what is done most, and needs no look at whether it is one.
+    fn bytes<'a>(&'a self, indexed: &'a [u8]) -> &'a [u8] {
+        match self {
+            Self::Plain(range) => &indexed[range.clone()],
+            Self::Decoded(key) => key.as_bytes(),
+        }
+    }
+
     /// The same key in a text where what was at `from` is at `to`.
     fn moved(&self, from: usize, to: usize) -> Self {
         match self {
@@ -205,8 +213,10 @@ impl RawObject {
     /// # Errors
     /// As [`RawObject::view`].
     pub fn outline<T: DeserializeOwned>(&self) -> Result<T> {
-        let text = self.hollow.as_ref().map_or(&self.text, |hollow| hollow.skeleton());
-        serde_json::from_slice(text).map_err(|error| Error::invalid("the object cannot be read").caused_by(error))
+        let wrong = || Error::invalid("the object cannot be read");
+        // Checked as one text: of bytes, the parser would check each string.
+        let text = std::str::from_utf8(self.indexed()).map_err(|error| wrong().caused_by(error))?;
+        serde_json::from_str(text).map_err(|error| wrong().caused_by(error))
     }
 
     /// The same text with some keys replaced in place, added at the end, or removed.
@@ -215,14 +225,12 @@ impl RawObject {
     }
 
     fn find(&self, key: &str) -> Option<&Field> {
-        self.fields.iter().find(|field| self.key(field) == key)
+        let indexed = self.indexed();
+        self.fields.iter().find(|field| field.key.bytes(indexed) == key.as_bytes())
     }
 
     fn key<'a>(&'a self, field: &'a Field) -> &'a str {
-        match &field.key {
-            Key::Plain(range) => std::str::from_utf8(&self.indexed()[range.clone()]).unwrap_or_default(),
-            Key::Decoded(key) => key,
-        }
+        std::str::from_utf8(field.key.bytes(self.indexed())).unwrap_or_default()
     }
 
     /// What the index points into.
@@ -344,10 +352,7 @@ impl<'de> Visitor<'de> for Parser {
 /// Of equal keys the last counts, as in Python's `json`.
 fn drop_shadowed(text: &[u8], fields: &mut Vec<Field>) {
     fn key<'a>(text: &'a [u8], field: &'a Field) -> &'a [u8] {
-        match &field.key {
-            Key::Plain(range) => &text[range.clone()],
-            Key::Decoded(key) => key.as_bytes(),
-        }
+        field.key.bytes(text)
     }
     // Rows have a dozen keys: comparing each with each costs less than the memory for a sort.
     if fields.len() <= 24 {

@@ -51,6 +51,11 @@ pub(super) fn is_value(text: &[u8]) -> bool {
     starts && std::str::from_utf8(text).is_ok() && scan.value().is_some() && scan.at == text.len()
 }
 
+/// Whether a text is the same between quotes, without an escape.
+pub(super) fn is_plain(text: &str) -> bool {
+    plain_length(text.as_bytes()) == text.len()
+}
+
 struct Scan<'a> {
     text: &'a [u8],
     at: usize,

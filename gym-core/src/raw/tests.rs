@@ -229,6 +229,18 @@ fn value() -> impl Strategy<Value = &'static str> {
     ]
 }
 
+#[test]
+fn an_object_that_is_set_need_not_be_parsed_again_whatever_is_around_it() {
+    for (inner, known) in [(r#"{"b":[1E5]}"#, true), (r#" {"b":2}"#, false), ("{} ", false)] {
+        let rope =
+            object(r#"{"a":0,"z":1}"#).edit().set_object("a", object(inner)).set_object("n", object(inner)).to_rope();
+        assert_eq!(rope.is_parsed(), known, "{inner}");
+        let edited = rope.to_object().unwrap();
+        assert_eq!(edited.text(), &format!(r#"{{"a":{inner},"z":1,"n":{inner}}}"#));
+        assert_eq!(edited.fields, RawObject::parse(edited.text.clone()).unwrap().fields);
+    }
+}
+
 proptest! {
     #[test]
     fn the_index_of_an_edited_text_is_the_one_that_parsing_it_gives(

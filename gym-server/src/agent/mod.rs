@@ -137,7 +137,7 @@ impl SimpleAgent {
         }
         post(&mut session, cx, resources, "/seed_session", row.clone()).await?;
         let response = self.converse(cx, &mut session, params).await?;
-        let row = row.edit().set("response", response.0.into_text());
+        let row = row.edit().set_object("response", response.0);
         if self.config.skip_verification {
             let row = row.set_value("reward", &self.config.skip_verification_reward)?;
             return Ok(Response::json(row.set("verification_skipped", "true").to_rope()));

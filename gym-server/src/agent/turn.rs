@@ -119,7 +119,8 @@ pub(super) struct Conversation {
     /// The items of all turns, without brackets: pieces of the answers, and what the tools gave.
     said: Vec<Bytes>,
     turns: u32,
-    usage: Option<RawObject>,
+    /// Of all turns so far; read only when there is a second one to add.
+    usage: Option<Bytes>,
 }
 
 impl Conversation {
@@ -149,14 +150,12 @@ impl Conversation {
         self.turns += 1;
         self.say(inside(&turn.response.get("output").unwrap_or_default()));
         if turn.outline.usage.is_some() {
-            let usage = turn
-                .response
-                .get_object("usage")
-                .map_err(|error| Error::finished(Code::DataLoss, format!("the model's `usage`: {error}")))?;
-            self.usage = match (self.usage.take(), usage) {
-                (Some(total), Some(more)) => Some(add_usage(&total, &more)?),
-                (total, more) => total.or(more),
-            };
+            let usage = turn.response.get("usage").unwrap_or_default();
+            self.usage = Some(match self.usage.take() {
+                None if usage.starts_with(b"{") => usage,
+                None => return Err(wrong_usage(&Error::invalid("not a JSON object"))),
+                Some(total) => add_usage(&usage_of(total)?, &usage_of(usage)?)?,
+            });
         }
         Ok(())
     }
@@ -184,7 +183,7 @@ impl Conversation {
         if !whole {
             edit = edit.set("output", list(&self.said));
             if let Some(usage) = self.usage {
-                edit = edit.set("usage", usage.into_text());
+                edit = edit.set("usage", usage);
             }
         }
         if let Some(reason) = nothing {
@@ -227,9 +226,10 @@ fn list<'a>(pieces: impl IntoIterator<Item = &'a Bytes> + Clone) -> Bytes {
 }
 
 /// The sum of two usages; what is unknown in one of them is unknown in the sum. Other keys are the first one's.
-fn add_usage(total: &RawObject, more: &RawObject) -> Result<RawObject> {
-    let wrong = |error: Error| Error::finished(Code::DataLoss, format!("the model's `usage`: {error}"));
-    let count = |usage: &RawObject, key: &str| usage.get_as::<Option<u64>>(key).map(Option::flatten).map_err(wrong);
+fn add_usage(total: &RawObject, more: &RawObject) -> Result<Bytes> {
+    let count = |usage: &RawObject, key: &str| {
+        usage.get_as::<Option<u64>>(key).map(Option::flatten).map_err(|error| wrong_usage(&error))
+    };
     let mut edit = total.edit();
     for key in ["input_tokens", "output_tokens", "total_tokens"] {
         if let (Some(a), Some(b)) = (count(total, key)?, count(more, key)?) {
@@ -237,13 +237,23 @@ fn add_usage(total: &RawObject, more: &RawObject) -> Result<RawObject> {
         }
     }
     for (group, key) in [("input_tokens_details", "cached_tokens"), ("output_tokens_details", "reasoning_tokens")] {
-        let details = |usage: &RawObject| usage.get_as::<Option<RawObject>>(group).map(Option::flatten).map_err(wrong);
+        let details = |usage: &RawObject| {
+            usage.get_as::<Option<RawObject>>(group).map(Option::flatten).map_err(|error| wrong_usage(&error))
+        };
         if let (Some(a), Some(b)) = (details(total)?, details(more)?) {
             let sum = count(&a, key)?.zip(count(&b, key)?).map(|(a, b)| a.saturating_add(b));
             edit = edit.set(group, a.edit().set_value(key, &sum)?.to_rope().to_bytes());
         }
     }
-    Ok(edit.to_object()?)
+    Ok(edit.to_rope().to_bytes())
+}
+
+fn usage_of(text: Bytes) -> Result<RawObject> {
+    RawObject::parse(text).map_err(|error| wrong_usage(&error.into()))
+}
+
+fn wrong_usage(error: &Error) -> Error {
+    Error::finished(Code::DataLoss, format!("the model's `usage`: {error}"))
 }
 
 /// A text, if that is what is there: items of kinds that this agent does not act on use the same keys for other things.

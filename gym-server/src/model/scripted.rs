@@ -161,7 +161,8 @@ impl ScriptedModel {
         let input_tokens = request.text().len() / 4 + 1;
         let written = items.iter().map(ScriptedItem::length).sum::<usize>();
         let output_tokens = self.config.generation_tokens.unwrap_or(written / 4 + 1);
-        Ok(Answer { id: rng.u128(..), items, input_tokens, output_tokens, created: self.world.now().as_secs(), rng })
+        let id = format!("{:032x}", rng.u128(..));
+        Ok(Answer { id, items, input_tokens, output_tokens, created: self.world.now().as_secs(), rng })
     }
 
     fn token_fields(&self, answer: &mut Answer, text: &mut String) {
@@ -176,7 +177,8 @@ impl ScriptedModel {
 }
 
 struct Answer {
-    id: u128,
+    /// 32 hexadecimal digits.
+    id: String,
     items: Vec<ScriptedItem>,
     input_tokens: usize,
     output_tokens: usize,
@@ -187,13 +189,11 @@ struct Answer {
 impl ModelServer for ScriptedModel {
     async fn responses(&self, cx: &CallContext, _: &SessionId, body: &RawObject) -> Result<ModelResponse> {
         let mut answer = self.decide(cx, body).await?;
-        let (id, created, model) = (answer.id, answer.created, &self.model);
+        let (id, created, model) = (std::mem::take(&mut answer.id), answer.created, &self.model);
         let mut text = String::with_capacity(1_024);
         put(
             &mut text,
-            format_args!(
-                r#"{{"id":"resp_{id:032x}","created_at":{created},"model":{model},"object":"response","output":["#
-            ),
+            format_args!(r#"{{"id":"resp_{id}","created_at":{created},"model":{model},"object":"response","output":["#),
         );
         for (index, item) in answer.items.iter().enumerate() {
             if index > 0 {
@@ -201,15 +201,12 @@ impl ModelServer for ScriptedModel {
             }
             match item {
                 ScriptedItem::Reasoning(thought) => {
-                    put(&mut text, format_args!(r#"{{"id":"rs_{id:032x}_{index}","summary":[{{"text":"#));
+                    put(&mut text, format_args!(r#"{{"id":"rs_{id}_{index}","summary":[{{"text":"#));
                     put_json(&mut text, thought);
                     text.push_str(r#","type":"summary_text"}],"type":"reasoning","status":"completed""#);
                 }
                 ScriptedItem::Message(said) => {
-                    put(
-                        &mut text,
-                        format_args!(r#"{{"id":"msg_{id:032x}_{index}","content":[{{"annotations":[],"text":"#),
-                    );
+                    put(&mut text, format_args!(r#"{{"id":"msg_{id}_{index}","content":[{{"annotations":[],"text":"#));
                     put_json(&mut text, said);
                     text.push_str(
                         r#","type":"output_text"}],"role":"assistant","status":"completed","type":"message""#,
@@ -218,11 +215,11 @@ impl ModelServer for ScriptedModel {
                 ScriptedItem::ToolCall { name, arguments } => {
                     text.push_str(r#"{"arguments":"#);
                     put_json(&mut text, arguments);
-                    put(&mut text, format_args!(r#","call_id":"call_{id:032x}_{index}","name":"#));
+                    put(&mut text, format_args!(r#","call_id":"call_{id}_{index}","name":"#));
                     put_json(&mut text, name);
                     put(
                         &mut text,
-                        format_args!(r#","type":"function_call","id":"fc_{id:032x}_{index}","status":"completed""#),
+                        format_args!(r#","type":"function_call","id":"fc_{id}_{index}","status":"completed""#),
                     );
                 }
             }
@@ -246,7 +243,7 @@ impl ModelServer for ScriptedModel {
 
     async fn chat_completions(&self, cx: &CallContext, _: &SessionId, body: &RawObject) -> Result<RawObject> {
         let mut answer = self.decide(cx, body).await?;
-        let (id, created, model) = (answer.id, answer.created, &self.model);
+        let (id, created, model) = (std::mem::take(&mut answer.id), answer.created, &self.model);
         let (mut content, mut thought, mut calls) = (None::<String>, None::<String>, String::new());
         for (index, item) in answer.items.iter().enumerate() {
             match item {
@@ -256,7 +253,7 @@ impl ModelServer for ScriptedModel {
                     calls.push_str(if calls.is_empty() { "" } else { "," });
                     put(
                         &mut calls,
-                        format_args!(r#"{{"id":"call_{id:032x}_{index}","type":"function","function":{{"name":"#),
+                        format_args!(r#"{{"id":"call_{id}_{index}","type":"function","function":{{"name":"#),
                     );
                     put_json(&mut calls, name);
                     calls.push_str(r#","arguments":"#);
@@ -269,7 +266,7 @@ impl ModelServer for ScriptedModel {
         put(
             &mut text,
             format_args!(
-                r#"{{"id":"chatcmpl-{id:032x}","object":"chat.completion","created":{created},"model":{model},"choices":[{{"index":0,"message":{{"role":"assistant","content":"#
+                r#"{{"id":"chatcmpl-{id}","object":"chat.completion","created":{created},"model":{model},"choices":[{{"index":0,"message":{{"role":"assistant","content":"#
             ),
         );
         match &content {

@@ -1,0 +1,42 @@
+//! So many rollouts in one process, from the embedded model, every row written, and nothing else: for counting what one costs,
+//! where a machine cannot time.
+//!
+//! `rollout_costs ROLLOUTS CONCURRENCY`. Run it twice under `valgrind --tool=callgrind`; the difference is that of the rollouts.
+
+use std::time::Duration;
+
+use anyhow::{Result, bail, ensure};
+use gym_benches::measure::cpu_of;
+use gym_benches::stack::{ModelAt, Plan, Scratch, all_in_one, free_port, write_config, write_rows};
+use tokio::runtime::Builder;
+use tokio_util::sync::CancellationToken;
+
+/// Rows of the input, each repeated as often as it takes.
+const TASKS: u32 = 5;
+
+fn main() -> Result<()> {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let [rollouts, concurrency] = &arguments[..] else { bail!("rollout_costs ROLLOUTS CONCURRENCY") };
+    let (rollouts, concurrency) = (rollouts.parse()?, concurrency.parse()?);
+    // One worker: which of two takes a task would be counted.
+    let runtime = Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
+    runtime.block_on(async { tokio::spawn(collect(rollouts, concurrency)).await? })
+}
+
+async fn collect(rollouts: u32, concurrency: usize) -> Result<()> {
+    let scratch = Scratch::new("rollout_costs")?;
+    let config = write_config(&scratch, "config.yaml", ModelAt::Embedded(Duration::ZERO), free_port()?)?;
+    let (input, output) = (write_rows(&scratch)?, scratch.path("rollouts.jsonl"));
+    let plan = Plan { input, output, repeats: rollouts / TASKS, concurrency };
+    let (stack, collector) = all_in_one(&config.to_string_lossy(), concurrency).await?;
+    // As the kernel tells in `/proc`: its clocks are no place that valgrind knows.
+    let process = [std::process::id()];
+    let before = cpu_of(&process);
+    let collected = collector.collect(plan.options(), CancellationToken::new()).await?;
+    let cpu = cpu_of(&process).saturating_sub(before);
+    stack.stop().await;
+    ensure!(collected.is_complete(), "{:?}", collected.snapshot);
+    let rows = collected.snapshot.completed;
+    println!("{rows} rollouts, {:.1} us of CPU time each", cpu.as_secs_f64() * 1e6 / rows as f64);
+    Ok(())
+}
