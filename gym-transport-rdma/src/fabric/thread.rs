@@ -240,8 +240,9 @@ impl Rest {
     }
 
     fn yielded(&mut self, from: Instant, until: Instant) {
-        if until.duration_since(from) > YIELD_MAX {
-            self.crowded_until = until + CROWDED_FOR;
+        let lost = until.duration_since(from);
+        if lost > YIELD_MAX {
+            self.crowded_until = until + (lost * CROWDED_TIMES).min(CROWDED_MAX);
         }
     }
 
@@ -264,8 +265,10 @@ impl Rest {
 
 /// A yield that takes longer went to somebody who has work for long.
 const YIELD_MAX: Duration = Duration::from_micros(200);
-/// How long it then sleeps instead of yielding.
-const CROWDED_FOR: Duration = Duration::from_secs(1);
+/// How long it then sleeps instead of yielding, in times of what was lost: lost are a hundredth of the time at most, and a machine
+/// that is crowded for a moment is not taken for one that is crowded.
+const CROWDED_TIMES: u32 = 100;
+const CROWDED_MAX: Duration = Duration::from_secs(1);
 /// The first nap: as long as the spinning before it.
 const NAP_MIN: Duration = Duration::from_micros(50);
 /// How exactly deadlines are kept.
@@ -393,8 +396,13 @@ mod tests {
         rest.yielded(now, now + ms(3));
         rest.worked(now + ms(4));
         assert!(rest.is_over(now + ms(4)), "to one who has much to do");
-        rest.worked(now + ms(3) + CROWDED_FOR);
-        assert!(!rest.is_over(now + ms(3) + CROWDED_FOR), "it tries again");
+        rest.worked(now + ms(302));
+        assert!(rest.is_over(now + ms(302)));
+        rest.worked(now + ms(303));
+        assert!(!rest.is_over(now + ms(303)), "it tries again");
+        rest.yielded(now, now + ms(5_000));
+        rest.worked(now + ms(6_000));
+        assert!(rest.is_over(now + ms(5_999)) && !rest.is_over(now + ms(6_000)), "after a second at the most");
     }
 
     #[test]
