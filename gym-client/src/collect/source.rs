@@ -275,7 +275,8 @@ impl<R: BufRead> MaterializedRows<R> {
             })
         };
         let key = RowKey { task_index: index(TASK_INDEX)?, rollout_index: index(ROLLOUT_INDEX)? };
-        let agent = agent_of(&row).map_err(&fail)?;
+        let reference = row.get(AGENT_REF);
+        let agent = name_of(reference.as_deref().and_then(|raw| std::str::from_utf8(raw).ok())).map_err(&fail)?;
         let environment_server = row.get_as(ENVIRONMENT_SERVER).ok().flatten();
         Ok(Some(MaterializedRow { key, agent, environment_server, row, line: self.line }))
     }
@@ -309,24 +310,17 @@ fn wrong_row(raw: &[u8], error: &JsonError) -> String {
     }
 }
 
-/// As [`agent_name`], of a row that is parsed for sending.
-fn agent_of(row: &RawObject) -> Result<Option<String>, String> {
-    let truthy = |raw: &[u8]| std::str::from_utf8(raw).is_ok_and(gym_core::metrics::is_truthy);
-    if !row.get(AGENT_REF).is_some_and(|reference| truthy(&reference)) {
-        return Ok(None);
-    }
-    let reference = row.get_object(AGENT_REF).map_err(|_| NO_OBJECT.to_owned())?.unwrap_or_default();
-    reference.get_as::<Option<String>>("name").map(Option::flatten).map_err(|_| NO_TEXT.to_owned())
-}
-
-const NO_OBJECT: &str = "agent_ref is not an object; expected {\"name\": \"<agent>\"}";
-const NO_TEXT: &str = "agent_ref.name is not a text; name the agent";
-
 /// `agent_ref.name`, if the row has one.
 pub(crate) fn agent_name(row: &Members<'_>) -> Result<Option<String>, String> {
-    let Some(reference) = row.get(AGENT_REF).filter(|raw| gym_core::metrics::is_truthy(raw)) else { return Ok(None) };
-    let reference = Members::parse(reference).map_err(|_| NO_OBJECT.to_owned())?;
-    text_member(&reference, "name").map_err(|()| NO_TEXT.to_owned())
+    name_of(row.get(AGENT_REF))
+}
+
+/// The name in an `agent_ref`.
+fn name_of(reference: Option<&str>) -> Result<Option<String>, String> {
+    let Some(reference) = reference.filter(|raw| gym_core::metrics::is_truthy(raw)) else { return Ok(None) };
+    let reference = Members::parse(reference)
+        .map_err(|_| "agent_ref is not an object; expected {\"name\": \"<agent>\"}".to_owned())?;
+    text_member(&reference, "name").map_err(|()| "agent_ref.name is not a text; name the agent".to_owned())
 }
 
 /// A member that is a text or absent (or null).
