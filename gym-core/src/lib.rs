@@ -88,7 +88,7 @@ pub use message::{
 };
 pub use pick::{Balance, Load, Picker};
 pub use progress::Progress;
-pub use raw::{Edit, JsonError, RawObject};
+pub use raw::{Edit, JsonError, RawObject, push_json_string};
 pub use registry::{DEFAULT_TTL, Instance, Lease, MemoryRegistry, Registration, Registry, RegistryState};
 pub use responses::{
     Content, ContentPart, FunctionCall, FunctionCallOutput, Ignored, IncompleteDetails, ModelResponse, OutputItem,

@@ -2,11 +2,11 @@
 //! Python's `str.format_map`.
 
 use gym_core::metrics::Members;
+use gym_core::push_json_string;
 use serde::Deserialize;
 use thiserror::Error;
 
 use super::python::{Json, float_repr, repr, str_of};
-use super::splice::push_string;
 use crate::config::parse_yaml;
 
 /// What is wrong with a template, or why a row does not fill it.
@@ -100,11 +100,11 @@ impl PromptTemplate {
         let mut messages = String::from("[");
         if let Some(system) = &self.system {
             messages.push_str(r#"{"role":"system","content":"#);
-            push_string(&mut messages, &render(system, row)?);
+            push_json_string(&mut messages, &render(system, row)?);
             messages.push_str("},");
         }
         messages.push_str(r#"{"role":"user","content":"#);
-        push_string(&mut messages, &render(&self.user, row)?);
+        push_json_string(&mut messages, &render(&self.user, row)?);
         messages.push_str("}]");
         Ok(messages)
     }

@@ -5,6 +5,7 @@
 //! written into a buffer that is used again.
 
 use gym_core::metrics::Members;
+use gym_core::push_json_string;
 
 /// Members to set, in the order in which a Python dict would see them set; a key set twice keeps its first place.
 #[derive(Clone, Debug, Default)]
@@ -50,7 +51,7 @@ impl<'a> Edits<'a> {
                 into.push(',');
             }
             empty = false;
-            push_string(into, key);
+            push_json_string(into, key);
             into.push(':');
             into.push_str(value);
         }
@@ -64,21 +65,11 @@ impl<'a> Edits<'a> {
     }
 }
 
-/// Appends `text` as a JSON string.
-pub(crate) fn push_string(into: &mut String, text: &str) {
-    // Nearly every key is its own JSON.
-    if text.bytes().all(|byte| byte >= b' ' && byte != b'"' && byte != b'\\') {
-        into.push('"');
-        into.push_str(text);
-        into.push('"');
-    } else {
-        into.push_str(&json_string(text));
-    }
-}
-
 /// `text` as a JSON string.
 pub(crate) fn json_string(text: &str) -> String {
-    serde_json::Value::from(text).to_string()
+    let mut string = String::with_capacity(text.len() + 2);
+    push_json_string(&mut string, text);
+    string
 }
 
 #[cfg(test)]

@@ -349,6 +349,18 @@ impl<'de> Visitor<'de> for Parser {
     }
 }
 
+/// Appends a text as a JSON string.
+pub fn push_json_string(into: &mut String, text: &str) {
+    // Nearly every key is its own JSON.
+    if scan::is_plain(text) {
+        into.push('"');
+        into.push_str(text);
+        into.push('"');
+    } else {
+        into.push_str(&serde_json::Value::from(text).to_string());
+    }
+}
+
 /// Of equal keys the last counts, as in Python's `json`.
 fn drop_shadowed(text: &[u8], fields: &mut Vec<Field>) {
     fn key<'a>(text: &'a [u8], field: &'a Field) -> &'a [u8] {

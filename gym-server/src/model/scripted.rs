@@ -8,7 +8,9 @@ use std::fmt::Write as _;
 use std::sync::Arc;
 use std::time::Duration;
 
-use gym_core::{CallContext, Execution, ModelResponse, ModelServer, RawObject, Result, SessionId, World};
+use gym_core::{
+    CallContext, Execution, ModelResponse, ModelServer, RawObject, Result, SessionId, World, push_json_string,
+};
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -202,21 +204,21 @@ impl ModelServer for ScriptedModel {
             match item {
                 ScriptedItem::Reasoning(thought) => {
                     put(&mut text, format_args!(r#"{{"id":"rs_{id}_{index}","summary":[{{"text":"#));
-                    put_json(&mut text, thought);
+                    push_json_string(&mut text, thought);
                     text.push_str(r#","type":"summary_text"}],"type":"reasoning","status":"completed""#);
                 }
                 ScriptedItem::Message(said) => {
                     put(&mut text, format_args!(r#"{{"id":"msg_{id}_{index}","content":[{{"annotations":[],"text":"#));
-                    put_json(&mut text, said);
+                    push_json_string(&mut text, said);
                     text.push_str(
                         r#","type":"output_text"}],"role":"assistant","status":"completed","type":"message""#,
                     );
                 }
                 ScriptedItem::ToolCall { name, arguments } => {
                     text.push_str(r#"{"arguments":"#);
-                    put_json(&mut text, arguments);
+                    push_json_string(&mut text, arguments);
                     put(&mut text, format_args!(r#","call_id":"call_{id}_{index}","name":"#));
-                    put_json(&mut text, name);
+                    push_json_string(&mut text, name);
                     put(
                         &mut text,
                         format_args!(r#","type":"function_call","id":"fc_{id}_{index}","status":"completed""#),
@@ -255,9 +257,9 @@ impl ModelServer for ScriptedModel {
                         &mut calls,
                         format_args!(r#"{{"id":"call_{id}_{index}","type":"function","function":{{"name":"#),
                     );
-                    put_json(&mut calls, name);
+                    push_json_string(&mut calls, name);
                     calls.push_str(r#","arguments":"#);
-                    put_json(&mut calls, arguments);
+                    push_json_string(&mut calls, arguments);
                     calls.push_str("}}");
                 }
             }
@@ -270,12 +272,12 @@ impl ModelServer for ScriptedModel {
             ),
         );
         match &content {
-            Some(content) => put_json(&mut text, content),
+            Some(content) => push_json_string(&mut text, content),
             None => text.push_str("null"),
         }
         if let Some(thought) = &thought {
             text.push_str(r#","reasoning_content":"#);
-            put_json(&mut text, thought);
+            push_json_string(&mut text, thought);
         }
         let finish_reason = if calls.is_empty() { "stop" } else { "tool_calls" };
         if !calls.is_empty() {
@@ -296,18 +298,6 @@ impl ModelServer for ScriptedModel {
 
 fn put(text: &mut String, arguments: std::fmt::Arguments<'_>) {
     text.write_fmt(arguments).expect("writing to a string cannot fail");
-}
-
-/// A string as JSON.
-fn put_json(text: &mut String, value: &str) {
-    let plain = value.bytes().all(|byte| byte >= 0x20 && byte != b'"' && byte != b'\\');
-    if plain {
-        text.push('"');
-        text.push_str(value);
-        text.push('"');
-    } else {
-        text.push_str(&Value::from(value).to_string());
-    }
 }
 
 fn numbers(text: &mut String, key: &str, count: usize, mut one: impl FnMut(&mut String) -> std::fmt::Result) {

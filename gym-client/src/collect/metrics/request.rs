@@ -3,9 +3,9 @@
 use std::io::{Read, Seek, Write};
 
 use gym_core::metrics::{Members, MetricsError, Rows};
+use gym_core::push_json_string;
 
 use super::index::FileRows;
-use crate::collect::splice::push_string;
 
 /// What is left out of a result: it is heavy and no statistic reads it.
 const LEFT_OUT: [&str; 5] =
@@ -86,7 +86,7 @@ fn push_stripped(row: &Members<'_>, into: &mut String) {
         if !std::mem::take(&mut first) {
             into.push(',');
         }
-        push_string(into, key);
+        push_json_string(into, key);
         into.push(':');
         into.push_str(value);
     };
@@ -98,7 +98,7 @@ fn push_stripped(row: &Members<'_>, into: &mut String) {
     for key in KEPT_OF_RESPONSE {
         if let Some(value) = response.get(key).filter(|value| *value != "null") {
             kept.push(if kept.is_empty() { '{' } else { ',' });
-            push_string(&mut kept, key);
+            push_json_string(&mut kept, key);
             kept.push(':');
             kept.push_str(value);
         }
