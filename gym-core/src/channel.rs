@@ -157,8 +157,8 @@ impl Channel {
         }))
     }
 
-    #[cfg(feature = "groups")]
     /// As [`Channel::start`], without a timer and a look at the clock: for who has one of each for many calls.
+    #[cfg(feature = "groups")]
     pub(crate) async fn hand_over(&self, request: Request) -> Result<Reply> {
         match self.link.try_send(request) {
             Handing::Done(handed) => handed,
@@ -166,8 +166,8 @@ impl Channel {
         }
     }
 
-    #[cfg(feature = "groups")]
     /// As [`Link::try_send`].
+    #[cfg(feature = "groups")]
     pub(crate) fn try_hand_over(&self, request: Request) -> Handing {
         self.link.try_send(request)
     }

@@ -120,9 +120,9 @@ impl Connector for InProcess {
     }
 }
 
-#[cfg(feature = "groups")]
 /// A channel to a handler of this process, without a name and a listener; `faithful` writes every message out and reads it back
 /// as a wire would. It breaks when `closed` fires: running calls end as `Unavailable, Unknown`.
+#[cfg(feature = "groups")]
 pub(crate) fn channel_to(peer: &str, handler: Arc<dyn Handler>, faithful: bool, closed: CancelToken) -> Channel {
     let connection = Connection::new(peer.into(), CALLS_MAX, closed);
     connection.answer_by(handler);

@@ -30,8 +30,8 @@ impl Progress {
         Self(Some(Arc::new(Meter { since, units: AtomicU64::new(0), moved_ns: AtomicU64::new(0) })))
     }
 
-    #[cfg(feature = "groups")]
     /// The same memory for another call, if nobody else holds it.
+    #[cfg(feature = "groups")]
     pub(crate) fn renewed(mut self, since: Instant) -> Option<Self> {
         let meter = Arc::get_mut(self.0.as_mut()?)?;
         *meter = Meter { since, units: AtomicU64::new(0), moved_ns: AtomicU64::new(0) };

@@ -97,8 +97,8 @@ pub(super) fn judge(wanted: &RolloutRow, attempt: Attempt, answer: Result<Respon
     }
 }
 
-#[cfg(feature = "groups")]
 /// The reward of a completed row; `None` where it has none.
+#[cfg(feature = "groups")]
 pub(crate) fn reward_of(row: &RawObject) -> Option<f64> {
     number(row.get_as("reward").ok()?).ok()?
 }
