@@ -11,6 +11,7 @@
 #![forbid(unsafe_code)]
 
 pub mod bodies;
+pub mod count;
 pub mod load;
 pub mod measure;
 pub mod mock;

@@ -2,6 +2,7 @@
 //! output when it is ready and what came of it, and ends when its standard input does.
 
 use std::future::Future;
+use std::path::Path;
 use std::process::Stdio;
 use std::time::Duration;
 
@@ -14,7 +15,7 @@ use tokio::runtime::Builder;
 use tokio::time::{Instant, timeout};
 
 use crate::options::Options;
-use crate::{mock, stack};
+use crate::{count, mock, stack};
 
 /// The first argument of a part.
 const ROLE: &str = "role";
@@ -65,7 +66,7 @@ async fn take_part(arguments: Vec<String>) -> Result<()> {
         }
         "serve" => {
             let stack = stack::start(&text(3)?, &text(4)?).await?;
-            tell(&stack.rows().iter().map(|row| (row.name.clone(), row.url.clone())).collect::<Vec<_>>());
+            tell(&stack.servers().iter().map(|row| (row.name.clone(), row.url.clone())).collect::<Vec<_>>());
             end_of_input().await;
             stack.stop().await;
             Ok(())
@@ -112,8 +113,22 @@ impl Part {
     /// # Errors
     /// When the program cannot be started.
     pub fn start(arguments: &[&str]) -> Result<Self> {
+        Self::run(Command::new(std::env::current_exe()?), arguments)
+    }
+
+    /// Starts a part under valgrind, which writes the number of its instructions to `log` when the part ends.
+    ///
+    /// # Errors
+    /// When valgrind cannot be started.
+    pub fn start_counted(arguments: &[&str], log: &Path) -> Result<Self> {
+        let mut command = count::valgrind(log);
+        command.arg(std::env::current_exe()?);
+        Self::run(command, arguments)
+    }
+
+    fn run(mut command: Command, arguments: &[&str]) -> Result<Self> {
         let began = Instant::now();
-        let mut child = Command::new(std::env::current_exe()?)
+        let mut child = command
             .arg(ROLE)
             .args(arguments)
             .stdin(Stdio::piped())

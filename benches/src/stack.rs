@@ -8,13 +8,14 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use gym_client::Transports;
-use gym_client::collect::source::Repeats;
+use gym_client::collect::input::Repeats;
 use gym_client::collect::{CollectOptions, RolloutCollector, ServerNames, connect_head};
 use gym_client::config::{ConfigLoader, GymConfig, Overrides};
 use gym_core::{Endpoint, InProcess, World};
 use gym_examples::nemo::SingleToolCall;
 use gym_server::metrics::{process_cpu, resident_bytes};
-use gym_server::{ScriptedItem, Servers, Stack, StackOptions};
+use gym_server::model::ScriptedItem;
+use gym_server::{Servers, Stack, StackOptions};
 use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -300,14 +301,35 @@ impl Served {
     /// # Errors
     /// When a process does not come up.
     pub async fn start(config: &Path, head_port: u16, separated: bool) -> Result<Self> {
+        Self::start_with(config, head_port, separated, |_, arguments| crate::role::Part::start(arguments)).await
+    }
+
+    /// Starts a process for each server, each under valgrind, which writes the server's instructions to `SERVER.log` in `logs`
+    /// when the server stops.
+    ///
+    /// # Errors
+    /// When a process does not start.
+    pub async fn start_counted(config: &Path, head_port: u16, logs: &Path) -> Result<Self> {
+        let start = |name: &str, arguments: &[&str]| {
+            crate::role::Part::start_counted(arguments, &logs.join(name).with_extension("log"))
+        };
+        Self::start_with(config, head_port, true, start).await
+    }
+
+    async fn start_with(
+        config: &Path,
+        head_port: u16,
+        separated: bool,
+        start: impl Fn(&str, &[&str]) -> Result<crate::role::Part>,
+    ) -> Result<Self> {
         let config = config.to_str().context("a path that is not UTF-8")?;
         let mut served =
             Self { parts: Vec::new(), addresses: Vec::new(), head: format!("http://127.0.0.1:{head_port}") };
         let alone = ["head_server"].into_iter().chain(INSTANCES);
         let names: Vec<&str> = if separated { alone.collect() } else { vec!["all"] };
         for name in names {
-            let mut part = crate::role::Part::start(&["serve", config, name, if separated { "1" } else { "2" }])?;
-            let rows: Vec<(String, String)> = part.told(Duration::from_secs(30)).await?;
+            let mut part = start(name, &["serve", config, name, if separated { "1" } else { "2" }])?;
+            let rows: Vec<(String, String)> = part.told(Duration::from_secs(60)).await?;
             for (name, url) in rows {
                 let address = url.trim_start_matches("http://").parse().with_context(|| format!("{name} at {url}"))?;
                 served.addresses.push((name, address));

@@ -1,6 +1,7 @@
 //! The worker whose calls are measured, in one process and between processes.
 
-use gym_core::{CallContext, Handles, Method, Methods, Payload, Result, Worker, WorkerEnv};
+use gym_core::group::{Handles, Method, Methods, Payload, Worker, WorkerEnv};
+use gym_core::{CallContext, Result};
 
 /// Gives the number back.
 #[derive(Clone, Copy, Debug)]

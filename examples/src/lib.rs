@@ -9,15 +9,12 @@
 //! | [`tasks`] | writes the tasks of the three under `data` |
 //! | [`policy`] | a scripted stand-in for a model that plays the three |
 //! | [`servers`] | all of them by implementation name, for a stack or the command line |
-//! | [`arguments`], [`sessions`] | what several of them share: refusals in pydantic's words, bounded state by session |
 #![forbid(unsafe_code)]
 
-pub mod arguments;
 pub mod choice;
 pub mod math;
 pub mod nemo;
 pub mod policy;
 pub mod servers;
-pub mod sessions;
 pub mod tasks;
 pub mod warehouse;

@@ -3,14 +3,15 @@
 use bytes::Bytes;
 use gym_core::frame::{self, Lengths};
 use gym_core::mux::header::{put_failed, put_request, put_response, read_failed};
-use gym_core::mux::{self, Greeting, RequestHeader, ResponseHeader};
+use gym_core::mux::{self, Handshake, RequestHeader, ResponseHeader};
 use gym_core::{CallContext, ContentType, Message, Metadata, Route, TraceContext, Verb};
 use gym_transport_rdma::fuzzing;
 
 use crate::Target;
 
 /// Small, so that inputs of a few hundred bytes reach every limit.
-const LIMITS: frame::Limits = frame::Limits { head_bytes_max: 1 << 10, segments_max: 16, message_bytes_max: 4 << 10 };
+const LIMITS: frame::MessageLimits =
+    frame::MessageLimits { head_bytes_max: 1 << 10, segments_max: 16, message_bytes_max: 4 << 10 };
 
 /// The texts of an error, and what a call has besides what came.
 const FIXED_BYTES: usize = 2 << 10;
@@ -43,15 +44,15 @@ pub const TARGETS: &[Target] = &[
         allowed: |input| FIXED_BYTES + 16 * input,
     },
     Target {
-        name: "parcels",
-        read: parcels,
-        // A parcel of five bytes may be an opening that is made up: a message within its bounds, and what is kept of it.
+        name: "ucx_requests",
+        read: ucx_requests,
+        // Five bytes may describe a first chunk: a message within its bounds, and what is kept of it.
         allowed: |input| FIXED_BYTES + 8 * LIMITS.message_bytes_max * (1 + input),
     },
     Target {
-        name: "answers",
-        read: answers,
-        // As of parcels; and a call that is made takes two bytes of input, and its header, its task's places and its texts.
+        name: "ucx_responses",
+        read: ucx_responses,
+        // As for requests. A call that is made takes two bytes of input, and needs its header, its task's state and its texts.
         allowed: |input| CALLER_BYTES + 8 * LIMITS.message_bytes_max * (1 + input),
     },
     Target { name: "frames", read: frames, allowed: |input| FIXED_BYTES + CONNECTION_BYTES + 32 * input },
@@ -59,7 +60,7 @@ pub const TARGETS: &[Target] = &[
 
 /// A whole framed message, as it lies in an HTTP body.
 fn message(input: &Bytes) {
-    for limits in [LIMITS, frame::Limits::default()] {
+    for limits in [LIMITS, frame::MessageLimits::default()] {
         if let Ok(message) = frame::decode(input.clone(), &limits, ContentType::Json) {
             assert!(message.len() <= limits.message_bytes_max);
             // The reserved field is not looked at.
@@ -98,8 +99,8 @@ fn header(input: &Bytes) {
             }
         }
         _ => {
-            if let Ok(greeting) = Greeting::read(input.clone()) {
-                let mut again = bytes::BytesMut::with_capacity(Greeting::BYTES);
+            if let Ok(greeting) = Handshake::read(input.clone()) {
+                let mut again = bytes::BytesMut::with_capacity(Handshake::BYTES);
                 greeting.put(&mut again);
                 assert_eq!(again, input);
             }
@@ -108,7 +109,7 @@ fn header(input: &Bytes) {
 }
 
 fn behind_the_lengths(mut written: Bytes) -> Bytes {
-    Lengths::take(&mut written, &frame::Limits::default()).expect("a header begins with lengths");
+    Lengths::take(&mut written, &frame::MessageLimits::default()).expect("a header begins with lengths");
     written
 }
 
@@ -123,7 +124,7 @@ fn said(header: &RequestHeader) -> (Verb, &Route, &ContentType, &Metadata, Trace
 /// A connection's bytes, cut into reads of the length that the first byte says.
 fn frames(input: &Bytes) {
     let Some((first, came)) = input.split_first() else { return };
-    if let Ok(landed) = gym_transport_http::testing::read_frames(came, &LIMITS, usize::from(*first) + 1) {
+    if let Ok(landed) = gym_transport_http::frames::testing::read_frames(came, &LIMITS, usize::from(*first) + 1) {
         assert!(landed <= came.len(), "{landed} bytes of messages in {} bytes", came.len());
     }
 }
@@ -136,17 +137,17 @@ fn bootstrap(input: &Bytes) {
     };
     match first % 3 {
         0 => {
-            if let Ok(written) = fuzzing::read_question(came) {
-                again(written, fuzzing::read_question);
+            if let Ok(written) = fuzzing::read_bootstrap_request(came) {
+                again(written, fuzzing::read_bootstrap_request);
             }
         }
         1 => {
-            if let Ok(written) = fuzzing::read_answer(came) {
-                again(written, fuzzing::read_answer);
+            if let Ok(written) = fuzzing::read_bootstrap_response(came) {
+                again(written, fuzzing::read_bootstrap_response);
             }
         }
         _ => {
-            if let Some(written) = fuzzing::read_message(came) {
+            if let Some(written) = fuzzing::read_prefix(came) {
                 // Four reserved bytes are not looked at.
                 assert!(written.len() == came.len() && written[..20] == came[..20] && written[24..] == came[24..]);
             }
@@ -154,18 +155,18 @@ fn bootstrap(input: &Bytes) {
     }
 }
 
-/// Parcels to an answering end of UCX: openings, pieces in any order, cancels, and landings that take their time.
-fn parcels(input: &Bytes) {
-    let _ = fuzzing::take_parcels(input, &LIMITS);
+/// Active messages to an answering end of UCX: first chunks, further chunks in any order, cancels, and payloads that complete later.
+fn ucx_requests(input: &Bytes) {
+    let _ = fuzzing::take_requests(input, &LIMITS);
 }
 
-/// Parcels to a calling end of UCX: answers, whole or in pieces, failures, and callers that come and leave meanwhile.
-fn answers(input: &Bytes) {
-    let limits = mux::Limits {
+/// Active messages to a calling end of UCX: responses, whole or in chunks, failures, and callers that come and leave meanwhile.
+fn ucx_responses(input: &Bytes) {
+    let limits = mux::ConnectionLimits {
         head_bytes_max: LIMITS.head_bytes_max,
         segments_max: LIMITS.segments_max,
         message_bytes_max: LIMITS.message_bytes_max,
-        ..mux::Limits::default()
+        ..mux::ConnectionLimits::default()
     };
-    let _ = fuzzing::take_answers(input, &limits);
+    let _ = fuzzing::take_responses(input, &limits);
 }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use gym_client::collect::ledger::{JsonlLedger, Start};
+use gym_client::collect::ledger::{JsonlLedger, OpenMode};
 use gym_core::{CallContext, Ledger as _, Outcome, RawObject, RealFiles, TaskKey};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
@@ -77,7 +77,7 @@ fn floor(output: &std::path::Path, rows: u32, bytes: usize) -> AnyResult {
 
 async fn one(output: &std::path::Path, tasks: usize, rows: u32, bytes: usize) -> AnyResult {
     let cx = CallContext::within(Duration::from_secs(3_600));
-    let (ledger, _) = JsonlLedger::open(&cx, Arc::new(RealFiles::new()), output, Start::Fresh).await?;
+    let (ledger, _) = JsonlLedger::open(&cx, Arc::new(RealFiles::new()), output, OpenMode::Fresh).await?;
     let ledger = Arc::new(ledger);
     let next = Arc::new(AtomicU32::new(0));
     let padding = "x".repeat(bytes.saturating_sub(80));
@@ -110,11 +110,11 @@ async fn one(output: &std::path::Path, tasks: usize, rows: u32, bytes: usize) ->
     waited.sort_unstable();
     let at = |share: f64| waited[((waited.len() - 1) as f64 * share) as usize].as_secs_f64() * 1e3;
     let reopened = Instant::now();
-    JsonlLedger::open(&cx, Arc::new(RealFiles::new()), output, Start::Resume).await?.0.close(&cx).await?;
+    JsonlLedger::open(&cx, Arc::new(RealFiles::new()), output, OpenMode::Resume).await?.0.close(&cx).await?;
     let with_index = reopened.elapsed();
     std::fs::remove_file(ledger_paths(output).1)?;
     let reopened = Instant::now();
-    JsonlLedger::open(&cx, Arc::new(RealFiles::new()), output, Start::Resume).await?.0.close(&cx).await?;
+    JsonlLedger::open(&cx, Arc::new(RealFiles::new()), output, OpenMode::Resume).await?.0.close(&cx).await?;
     println!(
         "{tasks:>5} {:>8.0} {:>11.2} {:>11.3} {:>11.3} {:>10.1} ({:.1})",
         f64::from(rows) / wall.as_secs_f64(),

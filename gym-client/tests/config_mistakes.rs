@@ -314,7 +314,7 @@ fn ports_are_chosen_apart_from_fixed_ones() {
     )
     .unwrap();
     let overrides = Overrides::default();
-    let lowest = |wish: &gym_client::config::PortWish<'_>| {
+    let lowest = |wish: &gym_client::config::PortRequest<'_>| {
         (wish.range.low..=wish.range.high).find(|port| !wish.disallowed.contains(port))
     };
     let mut loader = ConfigLoader::new(folder.path()).pick_port(lowest);

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::stream;
-use gym_client::collect::ledger::{JsonlLedger, Start};
-use gym_client::collect::{Driver, DriverOptions, Ended, RolloutRow, Snapshot};
+use gym_client::collect::ledger::{JsonlLedger, OpenMode};
+use gym_client::collect::{Driver, DriverOptions, ProgressSnapshot, RolloutRow, RunEnd};
 
 use gym_client::{ServerClient, Transports};
 use gym_core::testing::{Faults, SimFiles, SimNet};
@@ -19,7 +19,7 @@ use tokio_util::sync::CancellationToken;
 const OUTPUT: &str = "rollouts.jsonl";
 
 /// Collects one rollout, whose environment answers at once, over a disk of this latency.
-async fn collect(latency_max: Duration, options: DriverOptions) -> (Result<Ended>, Snapshot, Vec<u8>) {
+async fn collect(latency_max: Duration, options: DriverOptions) -> (Result<RunEnd>, ProgressSnapshot, Vec<u8>) {
     let net = SimNet::new(1, Faults::calm());
     let host = net.host("env");
     let mut listener = host.listen("gym").expect("the test sets it up right");
@@ -48,10 +48,10 @@ async fn collect(latency_max: Duration, options: DriverOptions) -> (Result<Ended
     registry.register(&CallContext::default(), registration).await.expect("the test sets it up right");
     let files = SimFiles::new(1);
     let world = World::new(Arc::new(files.clone()), 1, Duration::ZERO);
-    let transports = Transports::new().with(Arc::new(net.host("collector")));
+    let transports = Transports::new().with_connector(Arc::new(net.host("collector")));
     let client = ServerClient::new(registry as _, transports, &world);
     let cx = CallContext::within(Duration::from_secs(100_000));
-    let (ledger, _) = JsonlLedger::open(&cx, Arc::new(files.clone()), OUTPUT, Start::Resume)
+    let (ledger, _) = JsonlLedger::open(&cx, Arc::new(files.clone()), OUTPUT, OpenMode::Resume)
         .await
         .expect("the test sets it up right");
     files.set_latency_max(latency_max);
@@ -73,7 +73,7 @@ async fn collect(latency_max: Duration, options: DriverOptions) -> (Result<Ended
 #[tokio::test(start_paused = true)]
 async fn a_disk_that_stands_still_for_minutes_holds_the_run_up_and_does_not_end_it() {
     let (ended, counted, written) = collect(Duration::from_secs(3_600), DriverOptions::default()).await;
-    assert_eq!(ended.unwrap(), Ended::Exhausted);
+    assert_eq!(ended.unwrap(), RunEnd::Exhausted);
     assert_eq!((counted.completed, counted.given_up), (1, 0));
     assert_eq!(written.iter().filter(|byte| **byte == b'\n').count(), 1);
 }

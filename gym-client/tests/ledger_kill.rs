@@ -7,15 +7,15 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use gym_client::collect::ledger::{JsonlLedger, Opened, Start};
+use gym_client::collect::ledger::{JsonlLedger, OpenMode, RecoveryReport};
 use gym_core::{CallContext, Code, KeyState, Ledger as _, Outcome, RawObject, RealFiles, Result, TaskKey};
 use tokio::task::JoinSet;
 
 /// Names the output file to the process that is to be killed.
 const OUTPUT: &str = "GYM_TEST_LEDGER_OUTPUT";
 
-async fn open(output: &Path) -> Result<(JsonlLedger, Opened)> {
-    JsonlLedger::open(&CallContext::default(), Arc::new(RealFiles::new()), output, Start::Resume).await
+async fn open(output: &Path) -> Result<(JsonlLedger, RecoveryReport)> {
+    JsonlLedger::open(&CallContext::default(), Arc::new(RealFiles::new()), output, OpenMode::Resume).await
 }
 
 /// Not a test of its own: the process that the test below kills. It never ends by itself.

@@ -5,9 +5,9 @@
 use std::collections::{BTreeMap, HashMap};
 use std::io::Cursor;
 
-use gym_client::collect::materialize::{Materializer, Names, Summary};
-use gym_client::collect::prompt::PromptTemplate;
-use gym_client::collect::source::{MaterializeOptions, MaterializedRows, Repeats, Routing, SourceError};
+use gym_client::collect::input::PromptTemplate;
+use gym_client::collect::input::{AgentNames, MaterializeSummary, Materializer};
+use gym_client::collect::input::{InputError, MaterializeOptions, MaterializedRows, Repeats, Routing};
 use proptest::prelude::*;
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 /// Task sources that are agents themselves, as in the golden script's configuration.
 struct Servers;
 
-impl Names for Servers {
+impl AgentNames for Servers {
     fn agent_of_task_source(&self, task_source: &str) -> Result<String, String> {
         match task_source {
             "alpha" | "beta" => Ok(task_source.to_owned()),
@@ -53,7 +53,7 @@ struct Options {
     environment_server_routes: BTreeMap<String, String>,
 }
 
-fn materialize(input: &str, options: Options) -> Result<(Vec<String>, Summary), SourceError> {
+fn materialize(input: &str, options: Options) -> Result<(Vec<String>, MaterializeSummary), InputError> {
     let mut wanted = MaterializeOptions::new("tasks.jsonl");
     wanted.limit = options.limit;
     wanted.repeats = match options.num_repeats {

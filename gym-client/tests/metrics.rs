@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 use std::io::Cursor;
 
-use gym_client::collect::metrics::{
+use gym_client::collect::report::{
     AggregateRequest, ReportEntry, RolloutsIndex, label_runs, write_computed_report, write_report,
 };
 use gym_core::metrics::{

@@ -67,7 +67,7 @@ impl Bench {
         let net = SimNet::new(1, Faults::calm());
         let registry = Arc::new(Asked::default());
         let world = World::new(Arc::new(SimFiles::new(1)), 1, Duration::ZERO);
-        let transports = Transports::new().with(Arc::new(net.host("caller")));
+        let transports = Transports::new().with_connector(Arc::new(net.host("caller")));
         let client = ServerClient::new(Arc::clone(&registry) as _, transports, &world);
         Self { net, registry, client }
     }

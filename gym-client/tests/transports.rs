@@ -4,7 +4,8 @@
 use std::sync::Arc;
 
 use gym_client::Transports;
-use gym_client::http::{HttpConfig, HttpListener};
+use gym_client::transport::http::HttpConfig;
+use gym_client::transport::http::http1::HttpListener;
 use gym_core::{CallContext, Code, ConnectOptions, InProcess, Listener, Request, Response, handler_fn};
 use tokio_util::sync::CancellationToken;
 

@@ -3,15 +3,13 @@
 use std::sync::Arc;
 
 use async_trait::async_trait;
+use gym_core::group::{InProcessGroup, InProcessOptions, Rank, WorkerGroup};
 use gym_core::testing::conformance::{
-    GroupBench, GroupSetup, ServedGroups, TestBlockingWorker, TestGroup, TestWorker, TestWorkerKind, group,
+    GroupFixture, GroupSetup, ServedGroups, TestBlockingWorker, TestGroup, TestWorker, TestWorkerKind, group,
     group_rogues,
 };
 use gym_core::testing::{Faults, SimNet};
-use gym_core::{
-    CallContext, Channel, ConnectOptions, Connector, Handler, InProcess, InProcessGroup, InProcessOptions, Listener,
-    Rank, WorkerGroup,
-};
+use gym_core::{CallContext, Channel, ConnectOptions, Connector, Handler, InProcess, Listener};
 use tokio_util::sync::CancellationToken;
 
 /// [`InProcessGroup`]s.
@@ -23,7 +21,7 @@ struct InThisProcess {
 struct Started(Arc<InProcessGroup>);
 
 #[async_trait(?Send)]
-impl GroupBench for InThisProcess {
+impl GroupFixture for InThisProcess {
     async fn start(&self, setup: GroupSetup) -> Box<dyn TestGroup> {
         let mut options = InProcessOptions::default();
         options.faithful = self.faithful;
@@ -78,9 +76,9 @@ async fn served(connector: impl Connector, mut listener: impl Listener, handler:
 }
 
 async fn over_memory(handler: Arc<dyn Handler>) -> Channel {
-    let switchboard = InProcess::new();
-    let listener = switchboard.listen("rank").expect("the switchboard is new");
-    served(switchboard, listener, handler).await
+    let in_process = InProcess::new();
+    let listener = in_process.listen("rank").expect("no name is taken yet");
+    served(in_process, listener, handler).await
 }
 
 async fn over_simulated_wires(handler: Arc<dyn Handler>) -> Channel {

@@ -8,10 +8,12 @@ use std::time::Duration;
 
 use futures_util::FutureExt;
 use futures_util::future::{BoxFuture, join_all};
+use gym_core::group::{
+    Balancer, Batch, Gate, GroupView, Handles, HostOptions, InProcessGroup, InProcessOptions, Method, Methods, Payload,
+    Permit, Rank, RankLayout, RankState, Worker, WorkerEnv, WorkerGroup, WorkerGroupExt, WorkerHost,
+};
 use gym_core::{
-    Balance, Balancer, Batch, CallContext, Code, ConnectOptions, Connector, Execution, Gate, GroupView, Handles,
-    HostOptions, InProcess, InProcessGroup, InProcessOptions, Incarnation, Leave, Listener, Method, Methods, Payload,
-    Rank, RankLayout, RankState, Request, Result, Worker, WorkerEnv, WorkerGroup, WorkerGroupExt, WorkerHost,
+    Balance, CallContext, Code, ConnectOptions, Connector, Execution, InProcess, Incarnation, Listener, Request, Result,
 };
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
@@ -36,9 +38,9 @@ impl Method for Pass {
     type Reply = Rank;
 }
 
-struct Desk(Rank);
+struct BusyWorker(Rank);
 
-impl Worker for Desk {
+impl Worker for BusyWorker {
     type Init = ();
 
     fn start(env: WorkerEnv, (): ()) -> Result<Self> {
@@ -50,14 +52,14 @@ impl Worker for Desk {
     }
 }
 
-impl Handles<Occupy> for Desk {
+impl Handles<Occupy> for BusyWorker {
     async fn handle(&mut self, cx: &CallContext, _: Payload<()>) -> Result<Payload<()>> {
         cx.cancel.cancelled().await;
         Ok(().into())
     }
 }
 
-impl Handles<Pass> for Desk {
+impl Handles<Pass> for BusyWorker {
     async fn handle(&mut self, _: &CallContext, _: Payload<()>) -> Result<Payload<Rank>> {
         tokio::task::yield_now().await;
         Ok(self.0.into())
@@ -96,9 +98,9 @@ impl Handles<Pass> for Late {
 
 /// Desks whose calls wait for a turn that never comes.
 #[derive(Debug)]
-struct Shut(Arc<InProcessGroup>);
+struct GatedGroup(Arc<InProcessGroup>);
 
-impl WorkerGroup for Shut {
+impl WorkerGroup for GatedGroup {
     fn name(&self) -> &str {
         self.0.name()
     }
@@ -112,15 +114,15 @@ impl WorkerGroup for Shut {
     }
 
     fn gate(&self) -> Option<Arc<dyn Gate>> {
-        Some(Arc::new(NeverOpens))
+        Some(Arc::new(ClosedGate))
     }
 }
 
 #[derive(Debug)]
-struct NeverOpens;
+struct ClosedGate;
 
-impl Gate for NeverOpens {
-    fn enter(&self) -> BoxFuture<'static, Leave> {
+impl Gate for ClosedGate {
+    fn enter(&self) -> BoxFuture<'static, Permit> {
         Box::pin(std::future::pending())
     }
 
@@ -133,7 +135,7 @@ async fn desks(ranks: usize, calls_max: usize) -> Arc<InProcessGroup> {
     let layout = RankLayout::line(ranks).expect("the test is right");
     let mut options = InProcessOptions::default();
     options.host.calls_max = calls_max;
-    Arc::new(InProcessGroup::start_with::<Desk>("desks", layout, (), options).await.expect("the test is right"))
+    Arc::new(InProcessGroup::start_with::<BusyWorker>("desks", layout, (), options).await.expect("the test is right"))
 }
 
 fn least_pending(group: &Arc<InProcessGroup>) -> Balancer {
@@ -157,15 +159,15 @@ async fn answers_that_nobody_reads_keep_no_room_that_others_wait_for() {
 #[tokio::test(start_paused = true)]
 async fn nor_do_they_over_a_link_to_a_name_of_this_process() {
     let options = HostOptions::default();
-    let host = WorkerHost::start::<Desk>(WorkerEnv::new("desks", 0, 1), (), &options).await.unwrap();
-    let switchboard = InProcess::new().with_calls_max(2);
-    let mut listener = switchboard.listen("desk").unwrap();
+    let host = WorkerHost::start::<BusyWorker>(WorkerEnv::new("desks", 0, 1), (), &options).await.unwrap();
+    let in_process = InProcess::new().with_calls_max(2);
+    let mut listener = in_process.listen("desk").unwrap();
     let endpoint = listener.endpoints()[0].clone();
     let serving = tokio::spawn(async move {
         let peer = listener.accept().await.expect("the one below");
         peer.serve(Arc::new(host), CancellationToken::new()).await
     });
-    let channel = switchboard.connect(&CallContext::within(SOON), &endpoint, &ConnectOptions::default()).await.unwrap();
+    let channel = in_process.connect(&CallContext::within(SOON), &endpoint, &ConnectOptions::default()).await.unwrap();
     let pass = || Request::post(CallContext::within(SOON), "/worker/pass", r#"{"value":null}"#);
     let mut unread = Vec::new();
     for _ in 0..10 {
@@ -181,7 +183,7 @@ async fn a_call_to_one_rank_that_shares_no_memory_is_handed_over_by_who_starts_i
     let mut options = InProcessOptions::default();
     options.faithful = true;
     let layout = RankLayout::line(1).unwrap();
-    let group = InProcessGroup::start_with::<Desk>("desks", layout, (), options).await.unwrap();
+    let group = InProcessGroup::start_with::<BusyWorker>("desks", layout, (), options).await.unwrap();
     let started = group.call(Pass, ()).deadline(SOON).start().now_or_never();
     assert_eq!(started.expect("the rank has room").unwrap().await.unwrap().into_values(), [0]);
 }
@@ -258,7 +260,7 @@ async fn nor_can_a_list_be_repeated_whose_later_item_is_refused() {
 #[tokio::test(start_paused = true)]
 async fn no_rank_has_run_a_call_that_waited_for_its_turn_when_one_was_replaced() {
     let desks = desks(2, 4).await;
-    let group = Shut(Arc::clone(&desks));
+    let group = GatedGroup(Arc::clone(&desks));
     let (error, ()) = tokio::join!(group.call(Pass, ()).deadline(SOON).into_future(), async {
         tokio::task::yield_now().await;
         desks.restart(1).await.unwrap();
@@ -327,7 +329,7 @@ async fn a_kill_ends_a_stop_that_still_waits_and_what_is_stopped_stays_so() {
 
 #[tokio::test(start_paused = true)]
 async fn a_call_that_waits_for_its_turn_in_vain_says_for_whom() {
-    let group = Shut(desks(2, 4).await);
+    let group = GatedGroup(desks(2, 4).await);
     let error = group.call(Pass, ()).deadline(SOON).await.unwrap_err();
     assert_eq!((error.cause().code(), error.execution()), (Code::DeadlineExceeded, Execution::NotStarted), "{error:?}");
     for outcome in error.outcomes() {

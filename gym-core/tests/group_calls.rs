@@ -4,12 +4,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use gym_core::health::RetryBudgets;
-use gym_core::testing::conformance::TestWorker;
-use gym_core::{
-    Balance, Balancer, Batch, CallContext, Code, Dispatch, Execution, Free, Gathered, Handles, InProcessGroup, Method,
-    Methods, Payload, Rank, RankLayout, Result, Tensor, Worker, WorkerEnv, WorkerGroup, WorkerGroupExt,
+use gym_core::group::health::RetryBudgets;
+use gym_core::group::{
+    Balancer, Batch, Dispatch, Free, Gathered, Handles, InProcessGroup, Method, Methods, Payload, Rank, RankLayout,
+    Tensor, Worker, WorkerEnv, WorkerGroup, WorkerGroupExt,
 };
+use gym_core::testing::conformance::TestWorker;
+use gym_core::{Balance, CallContext, Code, Execution, Result};
 use serde::{Deserialize, Serialize};
 
 /// What NeMo RL's test worker does: returns what it was called with, and counts its calls.
@@ -324,9 +325,9 @@ async fn a_rank_whose_calls_fail_is_given_up_until_its_next_life() {
         came_to.push(submit().await);
     }
     assert_eq!(came_to, [None, Some(1), None, Some(1), None, Some(1), Some(1), Some(1)]);
-    assert_eq!(balancer.given_up(), [0]);
+    assert_eq!(balancer.ejected(), [0]);
     group.restart(0).await.unwrap();
-    assert_eq!(balancer.given_up(), [0; 0]);
+    assert_eq!(balancer.ejected(), [0; 0]);
     assert!([submit().await, submit().await].contains(&Some(7)));
 }
 
@@ -338,7 +339,7 @@ async fn ranks_that_are_all_given_up_are_called_all_the_same() {
         let error = balancer.submit(&CallContext::within(SOON), Try, true, Batch::empty()).await.unwrap_err();
         assert!(error.to_string().contains("the engine does not move"), "{error}");
     }
-    assert_eq!(balancer.given_up(), [0]);
+    assert_eq!(balancer.ejected(), [0]);
 }
 
 #[tokio::test]
@@ -350,7 +351,7 @@ async fn a_rank_without_weight_is_no_alternative_to_one_that_is_given_up() {
         let error = balancer.submit(&cx, Try, true, Batch::empty()).await.unwrap_err();
         assert!(error.to_string().contains("the engine does not move"), "{error}");
     }
-    assert_eq!(balancer.given_up(), [0]);
+    assert_eq!(balancer.ejected(), [0]);
     group.kill(0).unwrap();
     let error = balancer.submit(&cx, Try, true, Batch::empty()).await.unwrap_err();
     assert_eq!((error.cause().code(), error.execution()), (Code::Unavailable, Execution::NotStarted));

@@ -5,8 +5,8 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use gym_core::safetensors::SafeTensors;
-use gym_core::{Batch, DType, JsonRows, Packed, Ragged, Scalar, Tensor};
+use gym_core::group::batch::safetensors::SafeTensors;
+use gym_core::group::{Batch, DType, JsonRows, Packed, Ragged, Scalar, Tensor};
 use serde_json::Value;
 
 fn peer(test: &str) -> Option<PathBuf> {

@@ -4,10 +4,10 @@ use gym_core::InProcess;
 use gym_core::testing::conformance::{TransportPair, TransportSetup, ordered_transport, transport};
 use gym_core::testing::{Faults, SimNet};
 
-fn pair(switchboard: &InProcess, setup: TransportSetup) -> TransportPair {
-    let switchboard = switchboard.clone().with_calls_max(setup.calls_max);
-    let listener = switchboard.listen("peer").expect("the name is free again");
-    (Box::new(switchboard), Box::new(listener))
+fn pair(in_process: &InProcess, setup: TransportSetup) -> TransportPair {
+    let in_process = in_process.clone().with_calls_max(setup.calls_max);
+    let listener = in_process.listen("peer").expect("the name is free again");
+    (Box::new(in_process), Box::new(listener))
 }
 
 #[tokio::test]

@@ -6,10 +6,8 @@ use std::sync::{Mutex, OnceLock};
 use std::time::Duration;
 
 use futures_util::FutureExt;
-use gym_core::{
-    CallContext, Code, Execution, Handler, HandlesBlocking, HostOptions, Method, Methods, Payload, Request, Result,
-    Worker, WorkerEnv, WorkerHost,
-};
+use gym_core::group::{HandlesBlocking, HostOptions, Method, Methods, Payload, Worker, WorkerEnv, WorkerHost};
+use gym_core::{CallContext, Code, Execution, Handler, Request, Result};
 use tokio::time::timeout;
 
 const SOON: Duration = Duration::from_secs(20);

@@ -4,10 +4,11 @@
 use std::alloc::System;
 use std::time::Duration;
 
-use gym_core::{
-    Batch, CallContext, Dispatch, Handles, InProcessGroup, Method, Methods, Payload, RankLayout, Result, Tensor,
-    Worker, WorkerEnv, WorkerGroupExt,
+use gym_core::group::{
+    Batch, Dispatch, Handles, InProcessGroup, Method, Methods, Payload, RankLayout, Tensor, Worker, WorkerEnv,
+    WorkerGroupExt,
 };
+use gym_core::{CallContext, Result};
 use stats_alloc::{INSTRUMENTED_SYSTEM, Region, StatsAlloc};
 
 #[global_allocator]

@@ -1,32 +1,66 @@
-//! The answering side of the gym SDK: head server, role servers, the rgym command line.
+//! Server library of the gym SDK: serves environments, agents and models, composes them from a configuration, and provides the
+//! `rgym` command line.
+//!
+//! ```text
+//!   rgym ─► cli ─► stack ─┬─► head          names of live servers
+//!                         ├─► environment   /run ─► agent
+//!                         ├─► agent         /run ─► model, resources
+//!                         ├─► model         /v1/responses
+//!                         └─► yours         tools, /verify       each served by role::RoleServer
+//! ```
+//!
+//! A program that has every command of `rgym`, and a resources server of its own:
+//!
+//! ```no_run
+//! use gym_server::prelude::*;
+//!
+//! struct Exact;
+//!
+//! #[derive(serde::Deserialize)]
+//! struct Task {
+//!     expected: String,
+//! }
+//!
+//! impl ResourcesServer for Exact {
+//!     type Task = Task;
+//!     async fn verify(&self, _: &CallContext, _: &SessionId, task: Task, response: &ModelResponse) -> Result<Verdict> {
+//!         Ok(Verdict::correct(response.last_text()?.trim() == task.expected))
+//!     }
+//! }
+//!
+//! # #[cfg(feature = "cli")]
+//! fn main() -> std::process::ExitCode {
+//!     cli::main(Servers::stock().resources("exact", |_| Ok(Exact)))
+//! }
+//! # #[cfg(not(feature = "cli"))]
+//! # fn main() {}
+//! ```
+//!
+//! | module | purpose |
+//! |---|---|
+//! | [`prelude`] | the names that most programs use |
+//! | `cli` | the `rgym` command line as a function (feature `cli`) |
+//! | `stack` | starts the servers of a configuration in one process (feature `http`) |
+//! | [`head`] | the head server: names of live servers, and the merged configuration |
+//! | [`environment`], [`agent`], [`model`] | the servers that the SDK ships |
+//! | [`role`] | serves an implementation of a role |
+//! | [`metrics`] | Prometheus metrics of the process |
 #![forbid(unsafe_code)]
 
 pub mod agent;
-mod aggregate;
 #[cfg(feature = "cli")]
 pub mod cli;
+pub mod environment;
 pub mod head;
 pub mod metrics;
 pub mod model;
-mod once;
-mod params;
-mod percent;
-mod relay;
-mod reply;
-mod role;
+pub mod prelude;
+pub mod role;
 
 #[cfg(feature = "http")]
 pub mod stack;
 #[cfg(test)]
 mod testing;
 
-pub use agent::{SimpleAgent, SimpleAgentConfig};
-pub use gym_client::serve;
-pub use head::{HEAD_PORT, HeadServer};
-pub use metrics::Metrics;
-pub use model::{ScriptedItem, ScriptedModel, ScriptedModelConfig};
-pub use relay::{Relay, RelayConfig};
-pub use reply::{Detail, unprocessable};
-pub use role::{Agent, Environment, Model, Resources, Site};
 #[cfg(feature = "http")]
 pub use stack::{Build, Servers, Stack, StackOptions};

@@ -40,7 +40,7 @@ struct RequestLabels {
 }
 
 impl Metrics {
-    /// Metrics that nobody has counted in yet.
+    /// Creates empty metrics.
     #[must_use]
     pub fn new() -> Self {
         // 50 µs to 1.7 hours: a hop in memory, and an agent of many turns.
@@ -65,12 +65,12 @@ impl Metrics {
         metrics
     }
 
-    /// Adds metrics of one's own.
+    /// Calls `register` with the registry, to add metrics of your own.
     pub fn with<T>(&self, register: impl FnOnce(&mut Registry) -> T) -> T {
         register(&mut self.registry.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// The metrics in OpenMetrics' text form.
+    /// Returns the metrics in the text format of OpenMetrics.
     #[must_use]
     pub fn text(&self) -> String {
         self.cpu_seconds.set(process_cpu().as_secs_f64());
@@ -155,14 +155,14 @@ impl Drop for RouteGuard<'_> {
     }
 }
 
-/// User and system time of this process.
+/// Returns the user and system time of this process.
 #[must_use]
 pub fn process_cpu() -> Duration {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
     Duration::new(u64::try_from(time.tv_sec).unwrap_or(0), u32::try_from(time.tv_nsec).unwrap_or(0))
 }
 
-/// Resident memory of this process; 0 where `/proc` does not say.
+/// Returns the resident memory of this process, or 0 if `/proc` does not report it.
 #[must_use]
 pub fn resident_bytes() -> u64 {
     let pages = std::fs::read_to_string("/proc/self/statm")

@@ -1,4 +1,4 @@
-//! What the tests of this crate share.
+//! Test support of this crate.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -58,28 +58,28 @@ impl Files for NoFiles {
 
 /// Servers of one process that call each other by name.
 #[derive(Debug)]
-pub(crate) struct Net {
-    switchboard: InProcess,
+pub(crate) struct TestNetwork {
+    in_process: InProcess,
     servers: tokio::task::JoinSet<Result<()>>,
 }
 
-impl Net {
+impl TestNetwork {
     pub(crate) fn new() -> Self {
-        Self { switchboard: InProcess::new(), servers: tokio::task::JoinSet::new() }
+        Self { in_process: InProcess::new(), servers: tokio::task::JoinSet::new() }
     }
 
     /// A client of the servers of these names, those still to come included.
     pub(crate) fn client(&self, names: &[&str]) -> ServerClient {
         let instances = names.iter().map(|name| instance(name)).collect();
-        let transports = Transports::new().with(Arc::new(self.switchboard.clone()));
+        let transports = Transports::new().with_connector(Arc::new(self.in_process.clone()));
         ServerClient::new(Arc::new(StaticRegistry::new(instances)), transports, &world())
     }
 
     /// Serves a handler under a name.
     pub(crate) fn serve(&mut self, name: &str, handler: impl Handler) {
-        let listener = self.switchboard.listen(name).unwrap();
+        let listener = self.in_process.listen(name).unwrap();
         let (drain, grace) = (CancellationToken::new(), Duration::from_secs(1));
-        self.servers.spawn(crate::serve(Box::new(listener), Arc::new(handler), drain, grace));
+        self.servers.spawn(gym_core::transport::serve(Box::new(listener), Arc::new(handler), drain, grace));
     }
 }
 

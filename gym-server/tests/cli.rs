@@ -47,8 +47,11 @@ fn main() -> ExitCode {
         ("services_run_in_processes_of_their_own", services_run_in_processes_of_their_own),
         ("ucx_is_chosen_by_configuration_alone", ucx_is_chosen_by_configuration_alone),
         ("servers_of_one_process_call_each_other_over_ucx", servers_of_one_process_call_each_other_over_ucx),
-        ("a_required_transport_fails_instead_of_falling", a_required_transport_fails_instead_of_falling),
-        ("doctor_says_why_a_required_transport_cannot_be_had", doctor_says_why_a_required_transport_cannot_be_had),
+        ("a_required_transport_fails_without_fallback", a_required_transport_fails_without_fallback),
+        (
+            "doctor_reports_why_a_required_transport_is_unavailable",
+            doctor_reports_why_a_required_transport_is_unavailable,
+        ),
         ("collect_uses_the_servers_that_run", collect_uses_the_servers_that_run),
         ("collect_brings_its_own_servers", collect_brings_its_own_servers),
         ("a_failed_rollout_ends_with_3", a_failed_rollout_ends_with_3),
@@ -81,28 +84,28 @@ digit_agent:
       model_server: {type: responses_api_models, name: policy_model}
 ";
 
-/// What is collected in a [`Place`].
+/// What is collected in a [`TestFolder`].
 const TASKS: [&str; 6] = ["-a", "digit_agent", "-i", "tasks.jsonl", "-o", "out/rollouts.jsonl"];
 /// The servers of the configuration, each of which can run in a process of its own.
 const SERVICES: [&str; 4] = ["policy_model", "digit", "digit_agent", "digit_environment_server"];
 
 /// A folder with a configuration and tasks, and a port for its head.
-struct Place {
-    folder: tempfile::TempDir,
+struct TestFolder {
+    directory: tempfile::TempDir,
     head_port: u16,
 }
 
-impl Place {
+impl TestFolder {
     fn new() -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        std::fs::write(folder.path().join("gym.yaml"), CONFIG).unwrap();
+        let directory = tempfile::tempdir().unwrap();
+        std::fs::write(directory.path().join("gym.yaml"), CONFIG).unwrap();
         // The head must be named before it listens. Whoever takes the port meanwhile makes the test fail, loudly.
         let head_port = TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port();
-        Self { folder, head_port }
+        Self { directory, head_port }
     }
 
     fn file(&self, name: &str) -> PathBuf {
-        self.folder.path().join(name)
+        self.directory.path().join(name)
     }
 
     fn tasks(&self, rows: impl IntoIterator<Item = serde_json::Value>) {
@@ -121,7 +124,7 @@ impl Place {
 
     fn command(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(arguments).current_dir(self.folder.path()).env(PROGRAM, "1").env_remove("HEAD_SERVER_URL");
+        command.args(arguments).current_dir(self.directory.path()).env(PROGRAM, "1").env_remove("HEAD_SERVER_URL");
         command
     }
 
@@ -228,39 +231,39 @@ fn ended_with(output: &Output, code: i32) -> (String, String) {
 
 fn run_announces_serves_and_stops_in_order() {
     for signal in [rustix::process::Signal::INT, rustix::process::Signal::TERM] {
-        let place = Place::new();
-        let mut started = place.start(&[]);
+        let folder = TestFolder::new();
+        let mut started = folder.start(&[]);
         let ready = started.said.last().unwrap();
-        assert_eq!(*ready, format!("ready: 4 servers, head {}", place.head()));
+        assert_eq!(*ready, format!("ready: 4 servers, head {}", folder.head()));
         for name in ["head_server"].into_iter().chain(SERVICES) {
             assert!(started.said.iter().any(|line| line.split_whitespace().next() == Some(name)), "{:?}", started.said);
         }
-        let health = get(place.head_port, "/health");
+        let health = get(folder.head_port, "/health");
         assert!(health.starts_with("HTTP/1.1 200") && health.contains(r#"{"status":"ok"}"#), "{health}");
 
-        let status = place.status();
+        let status = folder.status();
         let servers = status["servers"].as_array().unwrap();
         assert_eq!(servers.len(), 4);
         assert!(servers.iter().all(|server| server["healthy"] == true && server["in_flight"] == 0), "{status}");
-        let (table, _) = ended_with(&place.run(&["ng_status", &place.port()]), 0);
+        let (table, _) = ended_with(&folder.run(&["ng_status", &folder.port()]), 0);
         assert!(table.contains("4 of 4 servers healthy"), "{table}");
 
         started.signal(signal);
         assert_eq!(started.child.wait().unwrap().code(), Some(0));
-        assert!(TcpStream::connect(("127.0.0.1", place.head_port)).is_err(), "the head has gone");
+        assert!(TcpStream::connect(("127.0.0.1", folder.head_port)).is_err(), "the head has gone");
     }
 }
 
 fn a_second_signal_stops_at_once() {
-    let place = Place::new();
-    let mut started = place.start(&["--stop-grace", "600"]);
+    let folder = TestFolder::new();
+    let mut started = folder.start(&["--stop-grace", "600"]);
     let mut hanging = row("", 0);
-    hanging["wait_for"] = serde_json::json!(place.file("never"));
-    place.tasks([hanging]);
-    let mut collect = place.collect(&["--head-url", &place.head()]);
+    hanging["wait_for"] = serde_json::json!(folder.file("never"));
+    folder.tasks([hanging]);
+    let mut collect = folder.collect(&["--head-url", &folder.head()]);
     let _collector = Started { child: collect.stderr(Stdio::null()).spawn().unwrap(), said: Vec::new() };
     let in_flight = || {
-        let status = place.status();
+        let status = folder.status();
         let servers = status["servers"].as_array().unwrap();
         servers.iter().find(|server| server["name"] == "digit").unwrap()["in_flight"].as_i64()
     };
@@ -273,25 +276,25 @@ fn a_second_signal_stops_at_once() {
 }
 
 fn services_run_in_processes_of_their_own() {
-    let place = Place::new();
-    place.tasks((0..5).map(|number| row("0123456789", number)));
-    let head = place.start(&["--serve", "head_server"]);
-    assert_eq!(*head.said.last().unwrap(), format!("ready: 0 servers, head {}", place.head()));
-    let services = place.start_services(&[]);
+    let folder = TestFolder::new();
+    folder.tasks((0..5).map(|number| row("0123456789", number)));
+    let head = folder.start(&["--serve", "head_server"]);
+    assert_eq!(*head.said.last().unwrap(), format!("ready: 0 servers, head {}", folder.head()));
+    let services = folder.start_services(&[]);
     assert!(services.iter().all(|service| service.said.last().unwrap().starts_with("ready: 1 servers, head ")));
-    ended_with(&place.collected(&[]), 0);
-    assert_eq!(place.rollouts().len(), 5);
+    ended_with(&folder.collected(&[]), 0);
+    assert_eq!(folder.rollouts().len(), 5);
     for service in services {
         assert_eq!(service.interrupt(), Some(0));
     }
-    let (out, _) = ended_with(&place.run(&["status", "--head-url", &place.head()]), 0);
+    let (out, _) = ended_with(&folder.run(&["status", "--head-url", &folder.head()]), 0);
     assert!(out.contains("0 of 0 servers healthy"), "who stops lets go of its lease: {out}");
     assert_eq!(head.interrupt(), Some(0));
 }
 
-/// Whether this machine has the rung. A missing one is said, or a failure with `GYM_UCX_REQUIRED=1`.
-fn has(place: &Place, rung: &str) -> bool {
-    let doctor = place.run(&["doctor", "--require-transport", rung]);
+/// Whether this machine supports the transport. A missing one is printed, or a failure with `GYM_UCX_REQUIRED=1`.
+fn has(folder: &TestFolder, transport: &str) -> bool {
+    let doctor = folder.run(&["doctor", "--require-transport", transport]);
     let has = doctor.status.code() != Some(1);
     assert!(has || std::env::var_os("GYM_UCX_REQUIRED").is_none(), "{}", String::from_utf8_lossy(&doctor.stderr));
     if !has {
@@ -305,28 +308,28 @@ fn paths(status: &serde_json::Value, name: &str) -> Vec<(String, String)> {
     let server = status["servers"].as_array().unwrap().iter().find(|server| server["name"] == name).unwrap();
     let text = |peer: &serde_json::Value, key: &str| peer[key].as_str().unwrap_or_default().to_owned();
     let peers = server["peers"].as_array().unwrap().iter();
-    peers.map(|peer| (text(peer, "level"), text(peer, "lanes"))).collect()
+    peers.map(|peer| (text(peer, "transport"), text(peer, "lanes"))).collect()
 }
 
 fn ucx_is_chosen_by_configuration_alone() {
-    for (rung, lane) in [("shm", "/memory"), ("ucx_tcp", "tcp/")] {
-        let place = Place::new();
-        if !has(&place, rung) {
+    for (transport, lane) in [("shm", "/memory"), ("ucx_tcp", "tcp/")] {
+        let folder = TestFolder::new();
+        if !has(&folder, transport) {
             return;
         }
-        place.tasks((0..5).map(|number| row("0123456789", number)));
-        let head = place.start(&["--serve", "head_server"]);
+        folder.tasks((0..5).map(|number| row("0123456789", number)));
+        let head = folder.start(&["--serve", "head_server"]);
         // The agent's process is told by an option, the others by the file.
-        let config = format!("{CONFIG}transport: {rung}\n");
-        std::fs::write(place.file("gym.yaml"), config).unwrap();
-        let services = place.start_services(&["--transport", rung]);
-        ended_with(&place.collected(&["--transport", rung]), 0);
-        assert_eq!(place.rollouts().len(), 5);
-        let status = place.status();
+        let config = format!("{CONFIG}transport: {transport}\n");
+        std::fs::write(folder.file("gym.yaml"), config).unwrap();
+        let services = folder.start_services(&["--transport", transport]);
+        ended_with(&folder.collected(&["--transport", transport]), 0);
+        assert_eq!(folder.rollouts().len(), 5);
+        let status = folder.status();
         let reached = paths(&status, "digit_agent");
         assert_eq!(reached.len(), 2, "model and resources: {status}");
-        for (level, lanes) in &reached {
-            assert!(level == rung && lanes.contains(lane), "{status}");
+        for (name, lanes) in &reached {
+            assert!(name == transport && lanes.contains(lane), "{status}");
         }
         for service in services {
             assert_eq!(service.interrupt(), Some(0));
@@ -336,43 +339,43 @@ fn ucx_is_chosen_by_configuration_alone() {
 }
 
 fn servers_of_one_process_call_each_other_over_ucx() {
-    let place = Place::new();
-    if !has(&place, "shm") {
+    let folder = TestFolder::new();
+    if !has(&folder, "shm") {
         return;
     }
-    place.tasks((0..5).map(|number| row("0123456789", number)));
-    let started = place.start(&["--transport", "shm"]);
-    ended_with(&place.collected(&[]), 0);
-    assert_eq!(place.rollouts().len(), 5);
-    let metrics = get(place.head_port, "/metrics");
-    assert!(metrics.contains(r#"gym_transport_connections_total{level="shm"}"#), "{metrics}");
+    folder.tasks((0..5).map(|number| row("0123456789", number)));
+    let started = folder.start(&["--transport", "shm"]);
+    ended_with(&folder.collected(&[]), 0);
+    assert_eq!(folder.rollouts().len(), 5);
+    let metrics = get(folder.head_port, "/metrics");
+    assert!(metrics.contains(r#"gym_transport_connections_total{transport="shm"}"#), "{metrics}");
     assert!(
         metrics.contains("gym_ucx_wakeups_total{source=") && metrics.contains("gym_ucx_bytes_total{peer="),
         "{metrics}"
     );
-    let (table, _) = ended_with(&place.run(&["status", "--head-url", &place.head()]), 0);
+    let (table, _) = ended_with(&folder.run(&["status", "--head-url", &folder.head()]), 0);
     assert!(table.contains("shm 3"), "environment, model and resources: {table}");
     assert_eq!(started.interrupt(), Some(0));
 }
 
-fn a_required_transport_fails_instead_of_falling() {
-    let place = Place::new();
-    place.tasks([row("0123456789", 0)]);
-    let started = place.start(&[]);
-    let (out, error) = ended_with(&place.collected(&["--require-transport", "rdma", "--attempts", "1"]), 3);
-    let failures = std::fs::read_to_string(place.file("out/rollouts_failures.jsonl")).unwrap();
+fn a_required_transport_fails_without_fallback() {
+    let folder = TestFolder::new();
+    folder.tasks([row("0123456789", 0)]);
+    let started = folder.start(&[]);
+    let (out, error) = ended_with(&folder.collected(&["--require-transport", "rdma", "--attempts", "1"]), 3);
+    let failures = std::fs::read_to_string(folder.file("out/rollouts_failures.jsonl")).unwrap();
     for words in ["http: below require_transport rdma", "it offers no ucx endpoint", "rgym doctor"] {
         assert!(failures.contains(words), "{words}: {failures}{out}{error}");
     }
     assert_eq!(started.interrupt(), Some(0));
 }
 
-fn doctor_says_why_a_required_transport_cannot_be_had() {
-    let place = Place::new();
-    let doctor = place.run(&["doctor", "--json", "--require-transport", "rdma"]);
+fn doctor_reports_why_a_required_transport_is_unavailable() {
+    let folder = TestFolder::new();
+    let doctor = folder.run(&["doctor", "--json", "--require-transport", "rdma"]);
     let diagnosis: serde_json::Value = serde_json::from_slice(&doctor.stdout).unwrap();
-    let rungs = diagnosis["transports"].as_array().unwrap();
-    let rdma = rungs.iter().find(|rung| rung["transport"] == "rdma").unwrap();
+    let transports = diagnosis["transports"].as_array().unwrap();
+    let rdma = transports.iter().find(|row| row["transport"] == "rdma").unwrap();
     let error = String::from_utf8_lossy(&doctor.stderr);
     if rdma["usable"] == true {
         assert!(doctor.status.code() != Some(1) && rdma["fix"].is_null(), "{diagnosis}{error}");
@@ -384,11 +387,11 @@ fn doctor_says_why_a_required_transport_cannot_be_had() {
 }
 
 fn collect_uses_the_servers_that_run() {
-    let place = Place::new();
-    place.tasks((0..20).map(|number| row("01234", number)));
-    let started = place.start(&[]);
+    let folder = TestFolder::new();
+    folder.tasks((0..20).map(|number| row("01234", number)));
+    let started = folder.start(&[]);
     let (out, error) = ended_with(
-        &place.run(&[
+        &folder.run(&[
             "ng_collect_rollouts",
             "+agent_name=digit_agent",
             "+input_jsonl_fpath=tasks.jsonl",
@@ -397,66 +400,66 @@ fn collect_uses_the_servers_that_run() {
             "+num_repeats_add_seed=true",
             "+num_samples_in_parallel=8",
             "+limit=10",
-            &place.port(),
+            &folder.port(),
         ]),
         0,
     );
     assert!(out.contains("30 of 30 rollouts are recorded"), "{out}{error}");
     assert!(out.contains("digit_agent") && out.contains("out/rollouts.jsonl"), "{out}");
-    let rollouts = place.rollouts();
+    let rollouts = folder.rollouts();
     assert_eq!(rollouts.len(), 30);
     assert!(rollouts.iter().any(|row| row["reward"] == 1.0) && rollouts.iter().any(|row| row["reward"] == 0.0));
-    assert!(place.file("out/rollouts_aggregate_metrics.json").is_file(), "{out}{error}");
+    assert!(folder.file("out/rollouts_aggregate_metrics.json").is_file(), "{out}{error}");
 
-    let unknown = ["collect", "-a", "digit_agnet", "-i", "tasks.jsonl", "-o", "o.jsonl", "--head-url", &place.head()];
-    let (_, error) = ended_with(&place.run(&unknown), 2);
+    let unknown = ["collect", "-a", "digit_agnet", "-i", "tasks.jsonl", "-o", "o.jsonl", "--head-url", &folder.head()];
+    let (_, error) = ended_with(&folder.run(&unknown), 2);
     assert!(error.contains("digit_agent"), "{error}");
-    let broken = place.file("broken.jsonl");
+    let broken = folder.file("broken.jsonl");
     std::fs::write(&broken, "{}\n{\"a\": \n").unwrap();
-    let broken = ["collect", "-a", "digit_agent", "-i", "broken.jsonl", "-o", "o.jsonl", "--head-url", &place.head()];
-    let (_, error) = ended_with(&place.run(&broken), 2);
+    let broken = ["collect", "-a", "digit_agent", "-i", "broken.jsonl", "-o", "o.jsonl", "--head-url", &folder.head()];
+    let (_, error) = ended_with(&folder.run(&broken), 2);
     assert!(error.contains("broken.jsonl"), "{error}");
     assert_eq!(started.interrupt(), Some(0));
 }
 
 fn collect_brings_its_own_servers() {
-    let place = Place::new();
-    place.tasks((0..10).map(|number| row("0123456789", number)));
-    let port = place.port();
+    let folder = TestFolder::new();
+    folder.tasks((0..10).map(|number| row("0123456789", number)));
+    let port = folder.port();
     let arguments = [&["eval", "run", "--config", "gym.yaml", &port], &TASKS[..]].concat();
-    let (out, error) = ended_with(&place.run(&[&arguments[..], &["--progress", "plain"]].concat()), 0);
+    let (out, error) = ended_with(&folder.run(&[&arguments[..], &["--progress", "plain"]].concat()), 0);
     assert!(out.contains("10 of 10 rollouts are recorded"), "{out}{error}");
-    assert!(place.rollouts().iter().all(|row| row["reward"] == 1.0));
-    let (out, _) = ended_with(&place.run(&[&arguments[..], &["--resume"]].concat()), 0);
+    assert!(folder.rollouts().iter().all(|row| row["reward"] == 1.0));
+    let (out, _) = ended_with(&folder.run(&[&arguments[..], &["--resume"]].concat()), 0);
     assert!(out.contains("(10 of them by earlier runs)"), "{out}");
-    assert_eq!(place.rollouts().len(), 10);
+    assert_eq!(folder.rollouts().len(), 10);
 }
 
 fn a_failed_rollout_ends_with_3() {
-    let place = Place::new();
+    let folder = TestFolder::new();
     let mut rows: Vec<_> = (0..3).map(|number| row("0123456789", number)).collect();
     // The verifier cannot read this task.
     rows[1].as_object_mut().unwrap().remove("digits");
-    place.tasks(rows);
-    let mut collect = place.collect(&["--config", "gym.yaml", &place.port(), "--attempts", "1"]);
+    folder.tasks(rows);
+    let mut collect = folder.collect(&["--config", "gym.yaml", &folder.port(), "--attempts", "1"]);
     let (out, error) = ended_with(&collect.output().unwrap(), 3);
     assert!(out.contains("2 of 3 rollouts are recorded, 1 failed") && out.contains("agent_run_error"), "{out}");
     assert!(error.contains("out/rollouts_failures.jsonl") && error.contains("--resume"), "{error}");
 }
 
 fn a_stopped_collection_goes_on_where_it_was() {
-    let place = Place::new();
-    let gate = place.file("gate");
+    let folder = TestFolder::new();
+    let gate = folder.file("gate");
     let mut rows: Vec<_> = (0..6).map(|number| row("0123456789", number)).collect();
     for row in &mut rows[3..] {
         row["wait_for"] = serde_json::json!(gate);
     }
-    place.tasks(rows);
-    let port = place.port();
-    let collect = || place.collect(&["--config", "gym.yaml", "--stop-grace", "0.2", "--progress", "plain", &port]);
+    folder.tasks(rows);
+    let port = folder.port();
+    let collect = || folder.collect(&["--config", "gym.yaml", "--stop-grace", "0.2", "--progress", "plain", &port]);
     let child = collect().stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let mut started = Started { child, said: Vec::new() };
-    wait_until(|| place.rollouts_so_far() == 3);
+    wait_until(|| folder.rollouts_so_far() == 3);
     started.signal(rustix::process::Signal::INT);
     assert_eq!(started.child.wait().unwrap().code(), Some(3));
     let mut said = String::new();
@@ -467,10 +470,10 @@ fn a_stopped_collection_goes_on_where_it_was() {
     std::fs::write(&gate, "").unwrap();
     let (out, _) = ended_with(&collect().arg("--resume").output().unwrap(), 0);
     assert!(out.contains("6 of 6 rollouts are recorded (3 of them by earlier runs)"), "{out}");
-    assert_eq!(place.rollouts().len(), 6);
+    assert_eq!(folder.rollouts().len(), 6);
 }
 
-impl Place {
+impl TestFolder {
     fn rollouts_so_far(&self) -> usize {
         let text = std::fs::read(self.file("out/rollouts.jsonl")).unwrap_or_default();
         text.iter().filter(|byte| **byte == b'\n').count()

@@ -1,11 +1,15 @@
-//! The picture of the house in ARCHITECTURE.md, checked: which crate may stand on which, and what the foundation must not know.
+//! Checks the layers of ARCHITECTURE.md: which crate may depend on which, and what gym-core must not depend on.
+
+#[path = "house/rooms.rs"]
+mod rooms;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
 use std::process::Command;
 
 use serde_json::Value;
 
-/// The edges that the picture allows.
+/// The dependencies that the picture allows.
 const ALLOWED: &[(&str, &[&str])] = &[
     ("gym-core", &[]),
     ("gym-transport-http", &["gym-core"]),
@@ -21,6 +25,87 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ),
 ];
 
+/// The rooms of each crate, a line for each layer. A room may use the rooms of the lines below its own, and no others. `prelude`
+/// re-exports from every room.
+const ROOMS: &[(&str, &[&[&str]])] = &[
+    (
+        "gym-core",
+        &[
+            &["prelude"],
+            &["testing"],
+            &["group"],
+            &["registry"],
+            &["server"],
+            &["rollout", "transport"],
+            &["message"],
+            &["base"],
+        ],
+    ),
+    ("gym-transport-http", &[&["backend"], &["http1"], &["frames"], &["wire"]]),
+    (
+        "gym-transport-rdma",
+        &[&["backend", "fuzzing"], &["transport"], &["messaging"], &["fabric"], &["ucx"], &["sys", "memory", "probe"]],
+    ),
+    (
+        "gym-client",
+        &[&["prelude"], &["group"], &["collect"], &["config", "registry", "client", "launch"], &["transport"]],
+    ),
+    (
+        "gym-server",
+        &[&["prelude"], &["cli"], &["stack"], &["head", "environment", "agent", "model"], &["role"], &["metrics"]],
+    ),
+];
+
+/// Entries of one level, beyond which a reader no longer finds things at a glance.
+const ENTRIES_MAX: usize = 9;
+
+/// Modules inside one room that name each other on purpose: (crate, level).
+const CYCLES_ALLOWED: &[(&str, &str)] = &[
+    // A trait and the builder that its implementations are registered with; the host that runs them.
+    ("gym-core", "group::worker"),
+    // A simulated network: hosts, connections and the wire between them.
+    ("gym-core", "testing::net"),
+    // Handles and the commands that they send to the progress thread, which carry handles.
+    ("gym-transport-rdma", "fabric::handle"),
+];
+
+fn sources(name: &str) -> rooms::Crate {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the workspace");
+    rooms::Crate::read(&root.join(name).join("src"))
+}
+
+#[test]
+fn every_room_uses_only_the_rooms_below_it() {
+    for (name, layers) in ROOMS {
+        let read = sources(name);
+        let layer_of: BTreeMap<&str, usize> =
+            layers.iter().enumerate().flat_map(|(at, rooms)| rooms.iter().map(move |room| (*room, at))).collect();
+        let mut rooms = read.rooms(&[]);
+        // Test fixtures of one crate.
+        rooms.retain(|room| !(*name == "gym-server" && room == "testing"));
+        let drawn: BTreeSet<String> = layer_of.keys().map(|room| (*room).to_owned()).collect();
+        assert_eq!(rooms, drawn, "the rooms of {name} and of the picture");
+        for ((from, to), (module, path)) in read.edges(&[]) {
+            let (Some(above), Some(below)) = (layer_of.get(from.as_str()), layer_of.get(to.as_str())) else { continue };
+            assert!(above < below, "{name}: {from} must not use {to}: {module} names {path}");
+        }
+    }
+}
+
+#[test]
+fn no_two_modules_of_a_level_depend_on_each_other() {
+    for (name, _) in ROOMS {
+        let read = sources(name);
+        for level in read.levels() {
+            let found = rooms::cycles(&read.edges(&level));
+            let allowed = CYCLES_ALLOWED.contains(&(name, level.join("::").as_str()));
+            assert!(allowed || found.is_empty(), "{name}, {}: a cycle:\n{found}", level.join("::"));
+            let entries = read.rooms(&level).len();
+            assert!(entries <= ENTRIES_MAX, "{name}, {}: {entries} entries", level.join("::"));
+        }
+    }
+}
+
 fn cargo(arguments: &[&str]) -> String {
     let output = Command::new(env!("CARGO"))
         .args(arguments)
@@ -32,7 +117,7 @@ fn cargo(arguments: &[&str]) -> String {
 }
 
 #[test]
-fn every_crate_stands_only_on_the_floors_below_it() {
+fn every_crate_depends_only_on_the_layers_below_it() {
     let metadata: Value = serde_json::from_str(&cargo(&["metadata", "--no-deps", "--format-version", "1"])).unwrap();
     let allowed: BTreeMap<&str, BTreeSet<&str>> =
         ALLOWED.iter().map(|(name, below)| (*name, below.iter().copied().collect())).collect();
@@ -52,7 +137,7 @@ fn every_crate_stands_only_on_the_floors_below_it() {
 }
 
 #[test]
-fn the_foundation_knows_no_socket_library() {
+fn gym_core_depends_on_no_socket_library() {
     let tree = cargo(&["tree", "-p", "gym-core", "--edges", "normal", "--prefix", "none"]);
     for line in tree.lines() {
         let name = line.split(' ').next().unwrap_or_default();

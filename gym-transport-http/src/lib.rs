@@ -1,30 +1,29 @@
-//! The HTTP/1.1 transport of the gym SDK: a hyper server and a small connection pool behind the `Connector` and `Listener` seam.
+//! HTTP/1.1 transport of the gym SDK: a hyper server and a pooled client behind the `Connector` and `Listener` traits.
 //!
 //! ```text
 //!   Channel ── HttpConnector ── pool of ≤ 1,024 connections ──► HttpListener ── HttpIncoming ── Handler
 //!              (scheme http)     one call per connection         backlog 4,096   ≤ 16,384 calls
 //! ```
 //!
-//! The same port takes connections that are upgraded to frames (scheme `http+frames`): ordered, many calls at a time.
+//! The same port accepts connections that are upgraded to frames (scheme `http+frames`): ordered, many calls at a time.
 //!
-//! A message without segments travels as it is, so curl and Python servers can take part; one with segments travels as
-//! [`application/x-gym-frame`](gym_core::frame). No body is flattened or parsed.
+//! A message without segments is sent as it is, so curl and Python servers can take part. A message with segments is sent as
+//! [`application/x-gym-frame`](gym_core::frame). Bodies are neither flattened nor parsed.
 //!
-//! | module | holds |
+//! | module | purpose |
 //! |---|---|
-//! | [`HttpConfig`] | every limit and timeout, each with its why |
-//! | [`HttpConnector`] | the calling end, and how failures map to errors |
-//! | [`HttpListener`] | the answering end |
-//! | `exchange`, `head` | one request and its answer over one connection |
-//! | [`FramesConnector`], [`UnixListener`] | the ordered transport for worker groups: many calls at a time over one connection |
-//! | `headers`, `body` | metadata and messages on the wire |
+//! | [`HttpBackend`] | both transports as one backend of a program; [`HttpConfig`] and [`FramesConfig`] hold their limits and timeouts |
+//! | [`http1`] | plain HTTP: `HttpConnector` with its connection pool, `HttpListener` |
+//! | [`frames`] | ordered transport for worker groups, many calls over one connection: `FramesConnector`, `UnixListener` |
+//! | `wire` | HTTP/1.1 as both use it: addresses, sockets, heads, headers and bodies |
 //!
 //! ```
 //! use std::sync::Arc;
 //! use std::time::Duration;
 //!
 //! use gym_core::{CallContext, ConnectOptions, Connector, Listener, Request, Response, handler_fn};
-//! use gym_transport_http::{HttpConfig, HttpConnector, HttpListener};
+//! use gym_transport_http::HttpConfig;
+//! use gym_transport_http::http1::{HttpConnector, HttpListener};
 //! use tokio_util::sync::CancellationToken;
 //!
 //! # #[tokio::main(flavor = "current_thread")]
@@ -47,25 +46,11 @@
 //! ```
 #![forbid(unsafe_code)]
 
-mod body;
-mod config;
-mod connector;
-mod exchange;
-mod frames;
-mod head;
-mod headers;
-mod incoming;
-mod listener;
-mod pool;
+mod backend;
+pub mod frames;
+pub mod http1;
 mod wire;
 
-pub use config::HttpConfig;
-pub use connector::HttpConnector;
-#[cfg(feature = "testing")]
-pub use frames::testing;
-pub use frames::{FRAMES_SCHEME, FramesConfig, FramesConnector, UNIX_SCHEME, UnixIncoming, UnixListener};
-pub use incoming::HttpIncoming;
-pub use listener::HttpListener;
-
-/// The scheme of plain HTTP endpoints: `http://host:port`.
-pub const SCHEME: &str = "http";
+pub use backend::HttpBackend;
+pub use frames::FramesConfig;
+pub use http1::HttpConfig;

@@ -3,10 +3,11 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use async_trait::async_trait;
-use gym_core::mux::Limits;
+use gym_core::mux::ConnectionLimits;
 use gym_core::testing::conformance::{TransportPair, TransportSetup, ordered_transport, transport};
 use gym_core::{Endpoint, Incoming, Listener, Result};
-use gym_transport_http::{FramesConfig, FramesConnector, HttpConfig, HttpConnector, HttpListener, UnixListener};
+use gym_transport_http::frames::{FramesConfig, FramesConnector, UnixListener};
+use gym_transport_http::http1::{HttpConfig, HttpConnector, HttpListener};
 
 fn http_pair(setup: TransportSetup) -> TransportPair {
     let config = HttpConfig { connections_max: setup.calls_max, ..HttpConfig::default() };
@@ -17,7 +18,7 @@ fn http_pair(setup: TransportSetup) -> TransportPair {
 fn frames_config(setup: TransportSetup) -> FramesConfig {
     let TransportSetup { calls_max, request_bytes_in_flight_max, .. } = setup;
     FramesConfig {
-        limits: Limits { calls_max, request_bytes_in_flight_max, ..Limits::default() },
+        limits: ConnectionLimits { calls_max, request_bytes_in_flight_max, ..ConnectionLimits::default() },
         ..FramesConfig::default()
     }
 }

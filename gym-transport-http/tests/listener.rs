@@ -444,7 +444,7 @@ async fn a_dropped_serve_breaks_the_connection() {
 #[tokio::test]
 async fn a_taken_port_is_named() {
     let server = Server::start(HttpConfig::default(), echo());
-    let error = gym_transport_http::HttpListener::bind(server.address, HttpConfig::default()).unwrap_err();
+    let error = gym_transport_http::http1::HttpListener::bind(server.address, HttpConfig::default()).unwrap_err();
     assert_eq!(error.code(), gym_core::Code::AlreadyExists);
     assert!(error.to_string().contains(&server.address.to_string()), "{error}");
 }

@@ -1,23 +1,23 @@
-//! What comes from a peer, without UCX: for fuzzers. Only with the feature `testing`.
+//! Readers of what a peer sends, without UCX, for fuzzers. Only with the feature `testing`.
 
 use gym_core::Result;
 
-use crate::bootstrap::{Answer, Ask};
-pub use crate::fabric::fuzzing::read_message;
-pub use crate::pipe::fuzzing::{take_answers, take_parcels};
+pub use crate::fabric::protocol::fuzzing::read_prefix;
+pub use crate::messaging::fuzzing::{take_requests, take_responses};
+use crate::transport::bootstrap::{BootstrapRequest, BootstrapResponse};
 
-/// Reads the question of a bootstrap and writes it again.
+/// Reads a bootstrap request and writes it again.
 ///
 /// # Errors
 /// What a peer would be told.
-pub fn read_question(bytes: &[u8]) -> Result<String> {
-    Ask::read(bytes).map(|ask| ask.write())
+pub fn read_bootstrap_request(bytes: &[u8]) -> Result<String> {
+    BootstrapRequest::read(bytes).map(|ask| ask.write())
 }
 
-/// Reads the answer of a bootstrap and writes it again.
+/// Reads a bootstrap response and writes it again.
 ///
 /// # Errors
 /// Why no connection is tried.
-pub fn read_answer(bytes: &[u8]) -> Result<String> {
-    Answer::read(bytes).map(|answer| answer.write())
+pub fn read_bootstrap_response(bytes: &[u8]) -> Result<String> {
+    BootstrapResponse::read(bytes).map(|answer| answer.write())
 }

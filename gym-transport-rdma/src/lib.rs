@@ -1,43 +1,56 @@
-//! The UCX transport: shared memory, RDMA and TCP behind the same seam; and what of it this machine has, said in a sentence.
+//! UCX transport of the gym SDK: shared memory, RDMA and TCP behind the `Connector` and `Listener` traits.
 //!
 //! ```text
 //!  Channel ── UcxConnector ─┐ POST /.gym/ucx over any other transport ┌─ UcxListener::bootstrap
-//!                           └── pipe ── fabric ═══ UCX ═══ fabric ── pipe ── UcxListener ── Handler
+//!                           └── messaging ── fabric ═══ UCX ═══ fabric ── messaging ── UcxListener ── Handler
 //! ```
 //!
-//! - A [`UcxConnector`] asks the peer, over a transport that is handed in, where it is; a [`UcxListener`] tells it. On one host
-//!   both share memory, else they meet at UCX's listener. [`PathInfo::lanes`](gym_core::PathInfo) says what was negotiated.
-//! - What the calls of both ends need is [`gym_core::mux`], as over framed sockets: order, room, cancels, drain, heartbeats.
-//! - Large segments leave from where they lie and land in registered buffers of the [`pool`], and are handed up as they are.
-//! - [`Ucx`] is one [`fabric`], loaded when it is first needed, for all connectors and listeners of a process. Everything
+//! - A [`UcxConnector`](transport::UcxConnector) asks the peer for its address over another transport (the *bootstrap*), and a
+//!   [`UcxListener`](transport::UcxListener) answers. Two processes on one host share memory; others connect to UCX's listener.
+//!   [`PathInfo::lanes`](gym_core::PathInfo) reports what UCX negotiated.
+//! - Calls on both ends use [`gym_core::mux`], as framed sockets do: order, capacity, cancellation, drain and heartbeats.
+//! - Large segments are sent from where they lie, received into registered buffers of the [memory pool](memory), and passed on
+//!   without a copy.
+//! - [`Ucx`] is one [`fabric`], shared by all connectors and listeners of a process. It loads UCX on first use, so everything
 //!   builds without UCX.
 //!
 //! ```no_run
 //! # async fn example(server: std::sync::Arc<dyn gym_core::Handler>) -> gym_core::Result<()> {
 //! use gym_core::{CallContext, ConnectOptions, Connector, InProcess, Listener};
-//! use gym_transport_rdma::{Ucx, UcxConfig, UcxConnector, UcxListener};
+//! use gym_transport_rdma::transport::{UcxConnector, UcxListener};
+//! use gym_transport_rdma::{Ucx, UcxConfig};
 //!
-//! // Any transport does for the bootstrap; between processes it is HTTP.
+//! // Any transport can carry the bootstrap; between processes it is HTTP.
 //! let (names, ucx) = (InProcess::new(), Ucx::new(UcxConfig::default()));
 //! let bootstrap = names.listen("bootstrap")?;
 //! let listener = UcxListener::open(ucx.clone(), bootstrap.endpoints()).await?;
-//! // Stands before what `bootstrap` serves anyway; `listener` is accepted from as any other.
+//! // Wraps the handler that `bootstrap` serves. Accept from `listener` as from any other.
 //! let handler = listener.bootstrap(server);
 //!
 //! let connector = UcxConnector::new(std::sync::Arc::new(names), ucx);
 //! let endpoint = &listener.endpoints()[0];
 //! let channel = connector.connect(&CallContext::default(), endpoint, &ConnectOptions::default()).await?;
-//! println!("reached over {}", channel.path().lanes);
+//! println!("connected over {}", channel.path().lanes);
 //! # Ok(())
 //! # }
 //! ```
 //!
-//! [`probe()`] says what there is:
+//! | module | purpose |
+//! |---|---|
+//! | [`UcxBackend`] | the backend of a program; [`Ucx`] and [`UcxConfig`] hold its fabric, limits and timeouts |
+//! | [`transport`] | connector, listener, bootstrap and statistics |
+//! | `messaging` | one connection: splits messages into chunks, reassembles them, restores the order of requests |
+//! | [`fabric`] | the progress thread, its connections and workers |
+//! | [`memory`] | registered buffers that are reused |
+//! | `ucx`, `sys` | UCX in safe Rust; its bindings, and how the library is loaded |
+//! | [`mod@probe`] | what this machine has for RDMA and NCCL, without loading UCX |
+//!
+//! [`probe()`](fn@probe) reports what this machine has:
 //!
 //! ```text
-//!   /sys/class/infiniband  /dev/infiniband  /proc/self/{limits,status}  library folders
+//!   /sys/class/infiniband  /dev/infiniband  /proc/self/{limits,status}  library directories
 //!               └────────────────┴────────────┬─────────────┴──────────────┘
-//!                                          probe() ──▶ Probe: sentence, findings, fixes
+//!                                          probe() ──▶ Probe: summary, findings, fixes
 //! ```
 //!
 //! ```
@@ -50,47 +63,30 @@
 //!
 //! # What probing does to the process
 //!
-//! Only NVIDIA's two libraries are loaded, for their version functions, and never unloaded. **UCX is not loaded**: its
-//! constructors replace the handlers of SIGSEGV, SIGBUS, SIGILL and SIGFPE (so Rust's message about a stack overflow is
-//! lost) and patch libc's `mmap` in memory, and the variables that prevent it have to be in the environment before, where
-//! a library must not put them. So UCX's version is read from its file. libibverbs has no version function, and says its
-//! version in its file name.
+//! The probe loads only NVIDIA's two libraries, for their version functions, and never unloads them. **It does not load UCX**:
+//! UCX's constructors replace the handlers of SIGSEGV, SIGBUS, SIGILL and SIGFPE (so Rust's message about a stack overflow is
+//! lost) and patch libc's `mmap` in memory. The variables that prevent this must be in the environment before, and a library must
+//! not put them there. The probe therefore reads UCX's version from its file. libibverbs has no version function; its version
+//! is in its file name.
 //!
 //! # What opening a fabric does to the process
 //!
-//! UCX is loaded, once and for ever. The handlers are put back; the patches are reported in [`LibraryInfo`]. The
-//! environment is only read. The soft limit on file descriptors is raised to the hard one. Forking without exec is not supported by UCX while a fabric is open.
+//! Opening loads UCX permanently. The signal handlers are put back; [`LibraryInfo`](fabric::LibraryInfo) reports the patches. The
+//! environment is only read. The soft limit on file descriptors is raised to the hard one. UCX does not support forking without
+//! exec while a fabric is open.
 #![deny(unsafe_code)]
 
-mod bootstrap;
-mod config;
-mod connector;
-mod container;
-mod elf;
+mod backend;
 pub mod fabric;
-mod files;
 #[cfg(feature = "testing")]
 pub mod fuzzing;
-mod host;
-mod listener;
-mod pipe;
-pub mod pool;
-mod ports;
-mod probe;
-mod report;
+pub mod memory;
+mod messaging;
+pub mod probe;
 mod sys;
+pub mod transport;
 mod ucx;
-mod versions;
 
-pub use bootstrap::ROUTE;
-pub use config::{ConnectionReport, Ucx, UcxConfig, UcxStats};
-pub use connector::UcxConnector;
-pub use listener::{UcxIncoming, UcxListener};
-pub use pipe::RoundTrips;
-pub use ports::{Gid, Port};
-pub use probe::{Finding, Probe, ProbeOptions, Status, Topic, probe};
-pub use report::UcxReport;
-pub use sys::{LIBRARY_VARIABLE, LibraryInfo, LoadError, LoadOptions};
-
-/// The scheme of UCX connections: `ucx://` and the address at which the peer's bootstrap answers.
-pub const SCHEME: &str = "ucx";
+pub use backend::UcxBackend;
+pub use probe::probe;
+pub use transport::{Ucx, UcxConfig};

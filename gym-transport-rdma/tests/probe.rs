@@ -3,7 +3,8 @@
 use std::fs;
 use std::path::Path;
 
-use gym_transport_rdma::{Probe, ProbeOptions, Status, Topic, probe};
+use gym_transport_rdma::probe;
+use gym_transport_rdma::probe::{Probe, ProbeOptions, Status, Topic};
 
 struct Machine(tempfile::TempDir);
 

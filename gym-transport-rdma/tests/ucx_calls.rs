@@ -10,14 +10,15 @@ use std::time::Duration;
 use bytes::Bytes;
 use common::Way;
 use common::transport::Ends;
-use gym_core::mux::Limits;
+use gym_core::mux::ConnectionLimits;
 use gym_core::testing::{Storm, with_segment};
 use gym_core::{
-    CallContext, Channel, Code, ConnectOptions, Connector, Endpoint, Error, Execution, Handler, InProcess, Level,
-    Listener, Request, Response, Result, Status, handler_fn,
+    CallContext, Channel, Code, ConnectOptions, Connector, Endpoint, Error, Execution, Handler, InProcess, Listener,
+    Request, Response, Result, Status, Transport, handler_fn,
 };
+use gym_transport_rdma::UcxConfig;
 use gym_transport_rdma::fabric::FabricOptions;
-use gym_transport_rdma::{UcxConfig, UcxConnector, UcxStats};
+use gym_transport_rdma::transport::{UcxConnector, UcxStats};
 use tokio::task::JoinHandle;
 
 /// Far beyond what anything here needs, so that only a hang meets it.
@@ -35,7 +36,7 @@ struct Both {
 }
 
 impl Both {
-    async fn open(way: Way, limits: Limits, handler: impl Handler) -> Option<Self> {
+    async fn open(way: Way, limits: ConnectionLimits, handler: impl Handler) -> Option<Self> {
         let ends = Ends::open(way).await?;
         let (connector, mut listener) = ends.pair(limits).await;
         let endpoint = listener.endpoints()[0].clone();
@@ -64,7 +65,7 @@ fn post(route: &'static str) -> Request {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn messages_of_every_shape_come_back_and_large_segments_go_by_rendezvous_into_aligned_memory() {
     for &way in Way::all() {
-        let Some(both) = Both::open(way, Limits::default(), echo()).await else { return };
+        let Some(both) = Both::open(way, ConnectionLimits::default(), echo()).await else { return };
         for (head, segments) in [
             (0, vec![]),
             (1, vec![0, 0]),
@@ -87,10 +88,10 @@ async fn messages_of_every_shape_come_back_and_large_segments_go_by_rendezvous_i
         let [caller, server] = both.stats();
         for (stats, end) in [(&caller, "caller"), (&server, "server")] {
             let [connection] = &stats.connections[..] else { panic!("one connection: {stats:?}") };
-            let parcels = &connection.parcels;
+            let messages = &connection.messages;
             // The heads of 70,000 and 200,000 bytes and five segments of 64 KiB and more.
-            assert_eq!(parcels.rendezvous_received, 7, "{way:?}, {end}: {parcels:?}");
-            assert!(parcels.eager_received > 60, "{way:?}, {end}: {parcels:?}");
+            assert_eq!(messages.rendezvous_received, 7, "{way:?}, {end}: {messages:?}");
+            assert!(messages.eager_received > 60, "{way:?}, {end}: {messages:?}");
             assert!(connection.lanes.names().iter().all(|lane| both.channel.path().lanes.contains(lane.as_str())));
         }
     }
@@ -99,7 +100,7 @@ async fn messages_of_every_shape_come_back_and_large_segments_go_by_rendezvous_i
 #[tokio::test]
 async fn memory_of_the_pool_leaves_without_a_copy_and_other_memory_is_counted() {
     for &way in Way::all() {
-        let Some(both) = Both::open(way, Limits::default(), echo()).await else { return };
+        let Some(both) = Both::open(way, ConnectionLimits::default(), echo()).await else { return };
         let unregistered = || both.ends.caller.stats().unwrap().fabric.bytes_unregistered;
         let pool = both.ends.caller.fabric().await.unwrap().pool().clone();
         let mut buffer = pool.take(1 << 20).unwrap();
@@ -117,8 +118,8 @@ async fn memory_of_the_pool_leaves_without_a_copy_and_other_memory_is_counted() 
 }
 
 #[tokio::test]
-async fn a_header_that_is_longer_than_an_opening_arrives() {
-    let Some(both) = Both::open(Way::SharedMemory, Limits::default(), echo()).await else { return };
+async fn a_header_that_is_longer_than_a_first_chunk_arrives() {
+    let Some(both) = Both::open(Way::SharedMemory, ConnectionLimits::default(), echo()).await else { return };
     let handler_saw = |request: &mut Request, bytes: usize| request.context.metadata.push("cookie", "c".repeat(bytes));
     for bytes in [60_000, 66_000, 900_000] {
         let mut request = with_segment(post("/echo"), 100);
@@ -131,14 +132,14 @@ async fn a_header_that_is_longer_than_an_opening_arrives() {
 async fn a_level_that_cannot_be_had_is_refused_with_what_there_is() {
     let Some(ends) = Ends::open(Way::Network).await else { return };
     for (level, said) in [
-        (Level::SharedMemory, "the transports that this process may use have no shared memory"),
-        (Level::Rdma, "UCX finds no RDMA device here, only"),
-        (Level::Http, "UCX has no level http"),
+        (Transport::SHM, "the transports that this process may use have no shared memory"),
+        (Transport::RDMA, "UCX finds no RDMA device here, only"),
+        (Transport::HTTP, "UCX has no level http"),
     ] {
-        if level == Level::Rdma && std::env::var_os("GYM_UCX_TRANSPORTS").is_some() {
+        if level == Transport::RDMA && std::env::var_os("GYM_UCX_TRANSPORTS").is_some() {
             continue;
         }
-        let (connector, mut listener) = ends.pair(Limits::default()).await;
+        let (connector, mut listener) = ends.pair(ConnectionLimits::default()).await;
         let endpoint = listener.endpoints()[0].clone();
         let serving =
             tokio::spawn(async move { listener.accept().await?.serve(Arc::new(echo()), Default::default()).await });
@@ -153,14 +154,14 @@ async fn a_level_that_cannot_be_had_is_refused_with_what_there_is() {
 #[tokio::test]
 async fn what_is_unknown_to_a_bootstrap_goes_on_to_the_server() {
     let Some(ends) = Ends::open(Way::SharedMemory).await else { return };
-    let (_, listener) = ends.pair(Limits::default()).await;
+    let (_, listener) = ends.pair(ConnectionLimits::default()).await;
     let bootstrap = listener.bootstrap(Arc::new(echo()));
     let answer = bootstrap.handle(post("/other")).await.unwrap();
     assert_eq!(answer.message.head.to_bytes(), "{}");
-    let error = bootstrap.handle(post(gym_transport_rdma::ROUTE)).await.unwrap_err();
+    let error = bootstrap.handle(post(gym_transport_rdma::transport::ROUTE)).await.unwrap_err();
     assert_eq!((error.code(), error.execution()), (Code::DataLoss, Execution::NotStarted), "{error}");
     drop(listener);
-    let error = bootstrap.handle(post(gym_transport_rdma::ROUTE)).await.unwrap_err();
+    let error = bootstrap.handle(post(gym_transport_rdma::transport::ROUTE)).await.unwrap_err();
     assert_eq!(error.code(), Code::Unavailable, "{error}");
 }
 
@@ -168,9 +169,10 @@ async fn what_is_unknown_to_a_bootstrap_goes_on_to_the_server() {
 async fn ten_thousand_calls_dropped_anywhere_leave_nothing_running_and_the_pools_whole() {
     for &way in Way::all() {
         let storm = Storm::default();
-        let limits = Limits { calls_max: 64, request_bytes_in_flight_max: 4 << 20, ..Limits::default() };
+        let limits =
+            ConnectionLimits { calls_max: 64, request_bytes_in_flight_max: 4 << 20, ..ConnectionLimits::default() };
         let Some(both) = Both::open(way, limits, storm.handler()).await else { return };
-        storm.rage(&both.channel).await;
+        storm.run(&both.channel).await;
         // All the room is there again.
         let calls = (0..64).map(|_| both.channel.call(with_segment(post("/echo"), 60_000)));
         for answer in soon(futures_util::future::join_all(calls)).await {
@@ -194,8 +196,8 @@ async fn a_peer_that_says_nothing_of_shared_memory_leaves_time_for_the_network()
     // One that is not there is said here.
     let Some(_) = common::open(fabric.clone()) else { return };
     let names = InProcess::new();
-    let mut desk = names.listen("half").unwrap();
-    let endpoint = Endpoint::parse(&format!("ucx://{}", desk.endpoints()[0].address())).unwrap();
+    let mut bootstrap_listener = names.listen("half").unwrap();
+    let endpoint = Endpoint::parse(&format!("ucx://{}", bootstrap_listener.endpoints()[0].address())).unwrap();
     let asked = Arc::new(AtomicBool::new(false));
     let noted = Arc::clone(&asked);
     let bootstrap = handler_fn(move |request: Request| {
@@ -210,7 +212,7 @@ async fn a_peer_that_says_nothing_of_shared_memory_leaves_time_for_the_network()
     });
     let bootstrap = Arc::new(bootstrap);
     tokio::spawn(async move {
-        while let Ok(incoming) = desk.accept().await {
+        while let Ok(incoming) = bootstrap_listener.accept().await {
             tokio::spawn(incoming.serve(bootstrap.clone(), Default::default()));
         }
     });

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use common::Way;
 use common::transport::Ends;
-use gym_core::mux::Limits;
+use gym_core::mux::ConnectionLimits;
 use gym_core::testing::conformance::{ServedGroups, group, ordered_transport, transport};
 use gym_core::{CallContext, ConnectOptions, Connector, Listener};
 
@@ -22,7 +22,7 @@ async fn group_over(way: Way) {
     group(&ServedGroups::over(move |handler| {
         let ends = Arc::clone(&ends);
         async move {
-            let (connector, mut listener) = ends.pair(Limits::default()).await;
+            let (connector, mut listener) = ends.pair(ConnectionLimits::default()).await;
             let endpoint = listener.endpoints()[0].clone();
             tokio::spawn(async move {
                 while let Ok(incoming) = listener.accept().await {

@@ -1,4 +1,4 @@
-//! How connections begin and end over real UCX: tokens, strangers, goodbyes, refusals, nonsense.
+//! How connections begin and end over real UCX: tokens, unidentified_peers, goodbyes, refusals, nonsense.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -8,10 +8,13 @@ use std::sync::{Mutex, mpsc};
 use std::time::Duration;
 
 use bytes::Bytes;
-use common::{EndOf, Hook, Meeting, Names, SOON, Way, berth, block_on, open, pair, parcel, payload, recorder};
+use common::{
+    EndOf, Hook, Meeting, Names, SOON, Way, active_message, block_on, open, pair, payload, peer_worker, recorder,
+};
 use gym_core::{Code, Error};
 use gym_transport_rdma::fabric::{
-    Alongside, Connect, ConnectionId, Disposition, End, Expect, Fabric, FabricOptions, Lane, Parcel, Target, Token,
+    ActiveMessage, CloseReason, Connect, ConnectionId, Delivery, Disposition, Expect, Fabric, FabricOptions, Target,
+    Token, WorkerPair,
 };
 
 const BIG: usize = 1 << 20;
@@ -46,9 +49,9 @@ fn refused(answerer: &Fabric, hellos: u64) {
     assert_eq!(answerer.stats().refused_tokens, hellos);
 }
 
-fn lost(end: End) -> Error {
+fn lost(end: CloseReason) -> Error {
     match end {
-        End::Lost(error) => error,
+        CloseReason::Lost(error) => error,
         other => panic!("{other:?} instead of lost"),
     }
 }
@@ -65,9 +68,9 @@ fn a_goodbye_comes_after_everything_that_was_posted_before() {
         let mut arrived: Vec<u8> = (0..20).map(|_| there.message().0[0]).collect();
         arrived.sort_unstable();
         assert!(arrived.into_iter().eq(0..20), "{way:?}");
-        assert!(matches!(there.ended(), End::ClosedByPeer), "{way:?}");
-        assert!(matches!(here.ended(), End::Closed), "{way:?}");
-        let refused = here.connection.post(parcel(vec![], vec![])).unwrap_err();
+        assert!(matches!(there.ended(), CloseReason::ClosedByPeer), "{way:?}");
+        assert!(matches!(here.ended(), CloseReason::Closed), "{way:?}");
+        let refused = here.connection.post(active_message(vec![], vec![])).unwrap_err();
         assert_eq!(refused.code(), Code::Unavailable);
         shut_down(way, &fabrics);
     }
@@ -81,8 +84,8 @@ fn both_ends_may_say_goodbye_at_once() {
             let (here, there) = pair(way, &fabrics.0, &fabrics.1, None);
             here.connection.close(SOON);
             there.connection.close(SOON);
-            assert!(matches!(here.ended(), End::Closed | End::ClosedByPeer), "{way:?}");
-            assert!(matches!(there.ended(), End::Closed | End::ClosedByPeer), "{way:?}");
+            assert!(matches!(here.ended(), CloseReason::Closed | CloseReason::ClosedByPeer), "{way:?}");
+            assert!(matches!(there.ended(), CloseReason::Closed | CloseReason::ClosedByPeer), "{way:?}");
         }
         shut_down(way, &fabrics);
     }
@@ -95,12 +98,12 @@ fn a_shutdown_says_goodbye_for_every_connection() {
         let (here, there) = pair(way, &caller, &answerer, None);
         here.post(vec![1], payload(BIG, 1));
         assert!(caller.shutdown(SOON), "{way:?}");
-        assert!(matches!(here.ended(), End::Closed), "{way:?}");
+        assert!(matches!(here.ended(), CloseReason::Closed), "{way:?}");
         there.message();
-        assert!(matches!(there.ended(), End::ClosedByPeer), "{way:?}");
-        let to = Names::new().connect(Target::Socket(([127, 0, 0, 1], 1).into()));
+        assert!(matches!(there.ended(), CloseReason::ClosedByPeer), "{way:?}");
+        let to = Names::new().connect(Target::Network(([127, 0, 0, 1], 1).into()));
         assert!(caller.connect(to, recorder(None).0).is_err());
-        assert!(berth(&caller).is_err());
+        assert!(peer_worker(&caller).is_err());
         assert!(answerer.shutdown(SOON), "{way:?}");
     }
 }
@@ -111,7 +114,7 @@ fn breaking_off_is_seen_by_the_peer() {
         let Some(fabrics) = fabrics(way) else { return };
         let (here, there) = pair(way, &fabrics.0, &fabrics.1, None);
         here.connection.close(Duration::ZERO);
-        assert!(matches!(here.ended(), End::Closed), "{way:?}");
+        assert!(matches!(here.ended(), CloseReason::Closed), "{way:?}");
         assert_eq!(lost(there.ended()).code(), Code::Unavailable, "{way:?}");
         shut_down(way, &fabrics);
     }
@@ -119,7 +122,7 @@ fn breaking_off_is_seen_by_the_peer() {
 
 /// The thread is held up in a handler meanwhile, so nothing makes room.
 #[test]
-fn a_queue_that_is_full_of_parcels_still_takes_an_end() {
+fn a_queue_that_is_full_of_messages_still_takes_an_end() {
     for &way in Way::all() {
         for how in ["close", "goodbye", "drop"] {
             let (Some(caller), Some(answerer)) =
@@ -140,8 +143,8 @@ fn a_queue_that_is_full_of_parcels_still_takes_an_end() {
             let (here, there) = pair(way, &caller, &answerer, Some(hook));
             here.post(vec![1], vec![]);
             enters.recv_timeout(SOON).unwrap();
-            for lane in [Lane::Ordered, Lane::Urgent] {
-                let post = || there.connection.post(Parcel { lane, ..parcel(vec![2], vec![]) });
+            for delivery in [Delivery::Ordered, Delivery::Urgent] {
+                let post = || there.connection.post(ActiveMessage { delivery, ..active_message(vec![2], vec![]) });
                 let refused = std::iter::repeat_with(post).find_map(Result::err).unwrap();
                 assert_eq!(refused.code(), Code::ResourceExhausted);
             }
@@ -152,7 +155,7 @@ fn a_queue_that_is_full_of_parcels_still_takes_an_end() {
                 _ => drop(answerer.take()),
             }
             drop(release);
-            assert!(matches!(there.ended(), End::Closed), "{way:?} {how}");
+            assert!(matches!(there.ended(), CloseReason::Closed), "{way:?} {how}");
             drop(answerer);
             assert!(caller.shutdown(SOON), "{way:?} {how}");
         }
@@ -209,7 +212,7 @@ fn a_peer_that_does_not_come_in_time_is_told_as_lost_and_its_token_is_void() {
 fn nobody_listening_is_told_as_lost() {
     let Some(caller) = open(Way::Network.calling()) else { return };
     let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-    let here = connect(&caller, Names::new().connect(Target::Socket(port)));
+    let here = connect(&caller, Names::new().connect(Target::Network(port)));
     let error = lost(here.ended());
     assert_eq!((error.code(), error.execution()), (Code::Unavailable, gym_core::Execution::NotStarted), "{error}");
     assert!(caller.shutdown(SOON));
@@ -219,7 +222,7 @@ fn nobody_listening_is_told_as_lost() {
 fn rubbish_in_place_of_a_worker_address_is_an_error() {
     let Some(caller) = open(Way::SharedMemory.calling()) else { return };
     for rubbish in [vec![], vec![0; 100], [vec![1], vec![0; 100]].concat()] {
-        let target = Target::Alongside(Alongside { berth: berth(&caller).unwrap(), peer: rubbish.into() });
+        let target = Target::SharedMemory(WorkerPair { local: peer_worker(&caller).unwrap(), remote: rubbish.into() });
         let to = Connect { within: Duration::from_millis(200), ..Names::new().connect(target) };
         assert_eq!(lost(connect(&caller, to).ended()).code(), Code::Unavailable);
     }
@@ -230,47 +233,47 @@ fn rubbish_in_place_of_a_worker_address_is_an_error() {
 fn peers_on_this_host_beyond_the_bound_are_refused_until_one_leaves() {
     let options = FabricOptions { shared_memory_peers_max: 1, ..common::shared_memory() };
     let Some(fabric) = open(options) else { return };
-    let first = berth(&fabric).unwrap();
-    let error = berth(&fabric).unwrap_err();
+    let first = peer_worker(&fabric).unwrap();
+    let error = peer_worker(&fabric).unwrap_err();
     assert_eq!((error.code(), error.execution()), (Code::ResourceExhausted, gym_core::Execution::NotStarted));
     drop(first);
-    let second = berth(&fabric).unwrap();
-    assert_eq!(fabric.stats().berths_refused, 1);
-    let rubbish = Target::Alongside(Alongside { berth: second.clone(), peer: Bytes::new() });
+    let second = peer_worker(&fabric).unwrap();
+    assert_eq!(fabric.stats().peer_workers_refused, 1);
+    let rubbish = Target::SharedMemory(WorkerPair { local: second.clone(), remote: Bytes::new() });
     lost(connect(&fabric, Names::new().connect(rubbish)).ended());
     drop(second);
-    berth(&fabric).unwrap();
+    peer_worker(&fabric).unwrap();
     assert!(fabric.shutdown(SOON));
 }
 
 /// What it names would be something else when the worker is gone, and be written to by whoever comes.
 #[test]
-fn an_address_that_was_told_keeps_its_berth_until_nobody_may_come_by_it() {
+fn an_advertised_address_keeps_its_worker_until_no_peer_may_connect_to_it() {
     let options = FabricOptions { shared_memory_peers_max: 1, ..common::shared_memory() };
     let Some(fabric) = open(options) else { return };
-    let told = berth(&fabric).unwrap();
+    let told = peer_worker(&fabric).unwrap();
     let _ = told.address();
     told.withdraw();
     drop(told);
-    let short = block_on(fabric.berth(Duration::from_millis(1))).unwrap();
+    let short = block_on(fabric.peer_worker(Duration::from_millis(1))).unwrap();
     let _ = short.address();
     drop(short);
     let deadline = tokio::time::Instant::now() + SOON;
-    while fabric.stats().berths_closed < 2 {
+    while fabric.stats().peer_workers_closed < 2 {
         assert!(tokio::time::Instant::now() < deadline, "{:?}", fabric.stats());
         std::thread::yield_now();
     }
-    let told = berth(&fabric).unwrap();
+    let told = peer_worker(&fabric).unwrap();
     let _ = told.address();
     drop(told);
-    assert_eq!(berth(&fabric).unwrap_err().code(), Code::ResourceExhausted);
+    assert_eq!(peer_worker(&fabric).unwrap_err().code(), Code::ResourceExhausted);
     assert!(fabric.shutdown(SOON));
     let stats = fabric.stats();
-    assert_eq!(stats.berths_opened, stats.berths_closed, "{stats:?}");
+    assert_eq!(stats.peer_workers_opened, stats.peer_workers_closed, "{stats:?}");
 }
 
 #[test]
-fn nobody_goes_to_a_berth_after_its_time() {
+fn no_peer_connects_to_a_worker_after_its_time() {
     let Some((caller, answerer)) = fabrics(Way::SharedMemory) else { return };
     let meeting = Meeting::new(Way::SharedMemory, &caller, &answerer);
     let there = expect(&answerer, meeting.expect());
@@ -283,20 +286,20 @@ fn nobody_goes_to_a_berth_after_its_time() {
 }
 
 #[test]
-fn without_shared_memory_there_is_no_berth() {
+fn without_shared_memory_there_is_no_peer_worker() {
     let Some(fabric) = open(common::calling_network()) else { return };
-    let error = berth(&fabric).unwrap_err();
+    let error = peer_worker(&fabric).unwrap_err();
     assert_eq!((error.code(), error.execution()), (Code::Unavailable, gym_core::Execution::NotStarted), "{error}");
     assert!(fabric.shutdown(SOON));
 }
 
 #[test]
-fn strangers_beyond_the_bound_are_turned_away() {
-    let answering = FabricOptions { strangers_max: 0, ..Way::Network.answering() };
+fn unidentified_peers_beyond_the_bound_are_refused() {
+    let answering = FabricOptions { unidentified_peers_max: 0, ..Way::Network.answering() };
     let (Some(answerer), Some(caller)) = (open(answering), open(Way::Network.calling())) else { return };
     let here = connect(&caller, Meeting::new(Way::Network, &caller, &answerer).connect());
     assert_eq!(lost(here.ended()).code(), Code::Unavailable);
-    assert!(answerer.stats().refused_strangers >= 1);
+    assert!(answerer.stats().unidentified_refused >= 1);
     shut_down(Way::Network, &(caller, answerer));
 }
 
@@ -323,7 +326,9 @@ fn a_refused_payload_ends_the_senders_part_and_nothing_is_allocated() {
         let (here, there) = pair(way, &fabrics.0, &fabrics.1, Some(hook));
         let (told, done) = std::sync::mpsc::sync_channel(1);
         let done_call = Box::new(move |result: gym_core::Result<()>| told.send(result.is_ok()).unwrap());
-        here.connection.post(Parcel { done: Some(done_call), ..parcel(vec![9], payload(64 << 20, 0)) }).unwrap();
+        here.connection
+            .post(ActiveMessage { done: Some(done_call), ..active_message(vec![9], payload(64 << 20, 0)) })
+            .unwrap();
         done.recv_timeout(SOON).expect("a refusal ends the send");
         here.post(vec![1], payload(BIG, 1));
         assert_eq!(there.message().0[..], [1], "{way:?}");
@@ -345,7 +350,7 @@ fn an_error_or_a_panic_of_the_handler_ends_this_connection_alone() {
             let (here, there) = pair(way, &fabrics.0, &fabrics.1, Some(hook));
             here.post(vec![header], vec![]);
             // It may have been told by now.
-            let _ = here.connection.post(parcel(vec![header], payload(BIG, 0)));
+            let _ = here.connection.post(active_message(vec![header], payload(BIG, 0)));
             assert_eq!(lost(there.ended()).code(), code, "{way:?}");
             // UCX tells it over a network; over shared memory the fabric does.
             assert_eq!(lost(here.ended()).code(), Code::Unavailable, "{way:?}");
@@ -360,15 +365,18 @@ fn an_error_or_a_panic_of_the_handler_ends_this_connection_alone() {
 fn a_header_and_an_urgent_payload_that_are_too_long_are_refused_here() {
     let Some(fabrics) = fabrics(Way::Network) else { return };
     let (here, _there) = pair(Way::Network, &fabrics.0, &fabrics.1, None);
-    let error = here.connection.post(parcel(vec![0; 105], vec![])).unwrap_err();
+    let error = here.connection.post(active_message(vec![0; 105], vec![])).unwrap_err();
     assert_eq!(error.code(), Code::InvalidArgument);
-    let urgent = Parcel { lane: gym_transport_rdma::fabric::Lane::Urgent, ..parcel(vec![], vec![0; 4097]) };
+    let urgent = ActiveMessage {
+        delivery: gym_transport_rdma::fabric::Delivery::Urgent,
+        ..active_message(vec![], vec![0; 4097])
+    };
     assert_eq!(here.connection.post(urgent).unwrap_err().code(), Code::InvalidArgument);
     shut_down(Way::Network, &fabrics);
 }
 
 #[test]
-fn parcels_of_a_connection_that_broke_are_told_as_failed_before_its_end() {
+fn messages_of_a_connection_that_broke_are_reported_as_failed_before_its_end() {
     for &way in Way::all() {
         let Some(fabrics) = fabrics(way) else { return };
         let (here, there) = pair(way, &fabrics.0, &fabrics.1, None);
@@ -376,7 +384,9 @@ fn parcels_of_a_connection_that_broke_are_told_as_failed_before_its_end() {
         for _ in 0..500 {
             let told = told.clone();
             let done_call = Box::new(move |result: gym_core::Result<()>| told.send(result.is_ok()).unwrap());
-            here.connection.post(Parcel { done: Some(done_call), ..parcel(vec![], payload(BIG, 0)) }).unwrap();
+            here.connection
+                .post(ActiveMessage { done: Some(done_call), ..active_message(vec![], payload(BIG, 0)) })
+                .unwrap();
         }
         drop(told);
         there.connection.close(Duration::ZERO);

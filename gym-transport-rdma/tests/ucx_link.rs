@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use common::Way;
 use common::transport::{Ends, OnWay};
-use gym_core::mux::Limits;
+use gym_core::mux::ConnectionLimits;
 use gym_core::testing::figures::{Figures, answering};
 use gym_core::{CallContext, Code, ConnectOptions, Connector, Endpoint, Execution, Listener, Request};
 use tokio::time::{Instant, timeout};
@@ -47,7 +47,8 @@ async fn a_pulled_cable_ends_calls_within_their_deadlines_and_a_new_connection_w
         return;
     };
     let Some(ends) = Ends::open(Way::Network).await else { return };
-    let (connector, mut listener) = ends.pair(Limits { silence_max: SILENCE, ..Limits::default() }).await;
+    let (connector, mut listener) =
+        ends.pair(ConnectionLimits { silence_max: SILENCE, ..ConnectionLimits::default() }).await;
     let endpoint = listener.endpoints()[0].clone();
     let handler = Arc::new(answering());
     tokio::spawn(async move {

@@ -14,12 +14,13 @@ use std::time::Duration;
 use async_trait::async_trait;
 use bytes::Bytes;
 use common::{Way, open};
-use gym_core::mux::Limits;
+use gym_core::mux::ConnectionLimits;
 use gym_core::{
     CallContext, Channel, Code, ConnectOptions, Connector, Endpoint, Error, Execution, Handler, Link, Listener,
     PathInfo, Reply, Request, Response, Result, Status, handler_fn,
 };
-use gym_transport_rdma::{Ucx, UcxConfig, UcxConnector, UcxListener};
+use gym_transport_rdma::transport::{UcxConnector, UcxListener};
+use gym_transport_rdma::{Ucx, UcxConfig};
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
 use tokio::process::{Child, ChildStdin, ChildStdout, Command};
 use tokio::sync::Mutex;
@@ -34,8 +35,8 @@ const NOTICED: Duration = Duration::from_secs(15);
 /// Peers at a time.
 const PEERS: usize = 5;
 
-fn limits() -> Limits {
-    Limits { silence_max: SILENCE_MAX, ..Limits::default() }
+fn limits() -> ConnectionLimits {
+    ConnectionLimits { silence_max: SILENCE_MAX, ..ConnectionLimits::default() }
 }
 
 /// A process that serves: its bootstrap is its standard input and output, a line for each question and answer.
@@ -147,7 +148,7 @@ async fn be_peer(way: Way) {
     });
     let mut lines = BufReader::new(tokio::io::stdin()).lines();
     while let Ok(Some(line)) = lines.next_line().await {
-        let asked = Request::post(CallContext::within(NOTICED), gym_transport_rdma::ROUTE, line);
+        let asked = Request::post(CallContext::within(NOTICED), gym_transport_rdma::transport::ROUTE, line);
         let answer = bootstrap.handle(asked).await.unwrap();
         println!("\nanswer {}", String::from_utf8_lossy(&answer.message.head.to_bytes()));
     }

@@ -12,7 +12,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use common::{EndOf, Names, SOON, Way, open, payload, recorder};
 use gym_core::Code;
-use gym_transport_rdma::fabric::{Alongside, ConnectionId, End, Expect, Fabric, Target, Token};
+use gym_transport_rdma::fabric::{CloseReason, ConnectionId, Expect, Fabric, Target, Token, WorkerPair};
 
 /// Set for the process that runs only one case.
 const ROLE: &str = "GYM_UCX_TEST_ROLE";
@@ -127,7 +127,7 @@ fn a_process_ends_well_with_and_without_a_shutdown() {
     }
 }
 
-/// A peer in a process of its own: it expects one connection, and answers every parcel with the same.
+/// A peer in a process of its own: it expects one connection, and answers every message with the same.
 struct Peer {
     process: Child,
     output: BufReader<ChildStdout>,
@@ -150,14 +150,14 @@ impl Peer {
         let (mut input, output) = (process.stdin.take().unwrap(), BufReader::new(process.stdout.take().unwrap()));
         let names = Names::new();
         let token = hex(&names.token.0);
-        let berth = (way == Way::SharedMemory).then(|| common::berth(caller).unwrap());
-        let address = berth.as_ref().map_or_else(|| "-".to_owned(), |berth| hex(berth.address()));
+        let peer_worker = (way == Way::SharedMemory).then(|| common::peer_worker(caller).unwrap());
+        let address = peer_worker.as_ref().map_or_else(|| "-".to_owned(), |peer_worker| hex(peer_worker.address()));
         writeln!(input, "{} {} {token} {address}", names.caller.0, names.answerer.0).unwrap();
         let mut peer = Self { process, output };
         let address = peer.told("listening ");
-        let target = match berth {
-            None => Target::Socket(address.parse().unwrap()),
-            Some(berth) => Target::Alongside(Alongside { berth, peer: unhex(&address) }),
+        let target = match peer_worker {
+            None => Target::Network(address.parse().unwrap()),
+            Some(peer_worker) => Target::SharedMemory(WorkerPair { local: peer_worker, remote: unhex(&address) }),
         };
         let (recorder, events) = recorder(None);
         let here = EndOf { connection: caller.connect(names.connect(target), recorder).unwrap(), events };
@@ -222,18 +222,20 @@ fn be_peer(way: Way) {
     let words: Vec<_> = line.split_whitespace().collect();
     let Some(fabric) = open(way.answering()) else { panic!("the other process has UCX") };
     let (recorder, events) = recorder(None);
-    let berth = (way == Way::SharedMemory).then(|| common::berth(&fabric).unwrap());
+    let peer_worker = (way == Way::SharedMemory).then(|| common::peer_worker(&fabric).unwrap());
     let expected = Expect {
         id: ConnectionId(words[1].parse().unwrap()),
         token: Token(unhex(words[2])[..].try_into().unwrap()),
         peer: ConnectionId(words[0].parse().unwrap()),
-        alongside: berth.clone().map(|berth| Alongside { berth, peer: unhex(words[3]) }),
+        shared_memory: peer_worker
+            .clone()
+            .map(|peer_worker| WorkerPair { local: peer_worker, remote: unhex(words[3]) }),
         within: SOON,
     };
     let there = EndOf { connection: fabric.expect(expected, recorder).unwrap(), events };
-    let address = match berth {
+    let address = match peer_worker {
         None => fabric.listen_address().unwrap().to_string(),
-        Some(berth) => hex(berth.address()),
+        Some(peer_worker) => hex(peer_worker.address()),
     };
     println!("\nlistening {address}");
     way.check(&there.opened());
@@ -242,10 +244,10 @@ fn be_peer(way: Way) {
             Ok(common::Event::Message { header, .. }) if header == DIE_IN_A_COPY => there.post(header, deadly(4000)),
             // Refused: its end is about to be told.
             Ok(common::Event::Message { header, payload, .. }) => {
-                let _ = there.connection.post(common::parcel(header, payload));
+                let _ = there.connection.post(common::active_message(header, payload));
             }
-            Ok(common::Event::Ended(End::ClosedByPeer)) => break,
-            Ok(common::Event::Ended(End::Lost(error))) => {
+            Ok(common::Event::Ended(CloseReason::ClosedByPeer)) => break,
+            Ok(common::Event::Ended(CloseReason::Lost(error))) => {
                 println!("\nlost {error}");
                 break;
             }
@@ -274,13 +276,13 @@ fn peer_role() -> bool {
 }
 
 #[test]
-fn parcels_of_every_size_go_between_two_processes() {
+fn messages_of_every_size_go_between_two_processes() {
     if peer_role() {
         return;
     }
     for &way in Way::all() {
         let Some(caller) = open(way.calling()) else { return };
-        let (mut peer, here) = Peer::start("parcels_of_every_size_go_between_two_processes", way, &caller);
+        let (mut peer, here) = Peer::start("messages_of_every_size_go_between_two_processes", way, &caller);
         for size in [0, 1, 1000, 8191, 8192, 8193, 65_535, 65_536, 65_537, 1 << 20, 64 << 20] {
             let sent = payload(size, size);
             here.post(vec![7], sent.clone());
@@ -311,11 +313,11 @@ fn a_killed_peer_is_told_and_nothing_of_it_is_kept() {
             peer.signal("-KILL");
             peer.process.wait().unwrap();
             match here.ended() {
-                End::Lost(error) => assert_eq!(error.code(), Code::Unavailable),
+                CloseReason::Lost(error) => assert_eq!(error.code(), Code::Unavailable),
                 other => panic!("{way:?} {in_flight} {other:?}"),
             }
             assert!(caller.shutdown(SOON), "{way:?} {in_flight}");
-            assert_all_berths_are_gone(&caller);
+            assert_all_peer_workers_are_closed(&caller);
         }
     }
 }
@@ -336,7 +338,7 @@ fn a_peer_that_stands_still_does_not_hold_up_a_close_beyond_its_grace() {
             here.post(vec![2], payload(8 << 20, 2));
         }
         here.connection.close(Duration::from_millis(100));
-        assert!(matches!(here.ended(), End::Closed), "{way:?}");
+        assert!(matches!(here.ended(), CloseReason::Closed), "{way:?}");
         let _ = caller.shutdown(Duration::from_millis(100));
         drop(peer);
     }
@@ -364,7 +366,7 @@ fn a_peer_that_dies_while_it_writes_to_us_disturbs_nobody_else() {
             assert!(!peer.process.wait().unwrap().success(), "{way:?}: it has died");
             echo(&beside, byte);
             match here.ended() {
-                End::Lost(error) => assert_eq!(error.code(), Code::Unavailable, "{way:?}"),
+                CloseReason::Lost(error) => assert_eq!(error.code(), Code::Unavailable, "{way:?}"),
                 other => panic!("{way:?} {other:?}"),
             }
         }
@@ -374,9 +376,9 @@ fn a_peer_that_dies_while_it_writes_to_us_disturbs_nobody_else() {
     }
 }
 
-fn assert_all_berths_are_gone(fabric: &Fabric) {
+fn assert_all_peer_workers_are_closed(fabric: &Fabric) {
     let stats = fabric.stats();
-    assert_eq!(stats.berths_opened, stats.berths_closed, "{stats:?}");
+    assert_eq!(stats.peer_workers_opened, stats.peer_workers_closed, "{stats:?}");
 }
 
 /// Between its being given up and its going on, what it had been announced lies ready for it.
@@ -395,12 +397,12 @@ fn a_peer_that_stood_still_and_goes_on_hears_that_it_was_given_up() {
             here.post(vec![3], payload(5000, 2));
         }
         here.connection.close(Duration::ZERO);
-        assert!(matches!(here.ended(), End::Closed), "{way:?}");
+        assert!(matches!(here.ended(), CloseReason::Closed), "{way:?}");
         peer.signal("-CONT");
         peer.told("lost ");
         assert!(peer.process.wait().unwrap().success(), "{way:?}");
         assert!(caller.shutdown(SOON), "{way:?}");
-        assert_all_berths_are_gone(&caller);
+        assert_all_peer_workers_are_closed(&caller);
     }
 }
 
@@ -460,10 +462,10 @@ fn many_peers_killed_at_random_moments_leave_the_fabric_well_and_the_process_no_
             peer.signal("-KILL");
             peer.process.wait().unwrap();
             let end = here.ended();
-            assert!(matches!(end, End::Lost(_)), "{way:?} round {round}: {end:?}");
+            assert!(matches!(end, CloseReason::Lost(_)), "{way:?} round {round}: {end:?}");
             drop((peer, here));
             let deadline = tokio::time::Instant::now() + SOON;
-            while caller.stats().berths_opened > caller.stats().berths_closed {
+            while caller.stats().peer_workers_opened > caller.stats().peer_workers_closed {
                 assert!(tokio::time::Instant::now() < deadline, "{:?}", caller.stats());
                 std::thread::yield_now();
             }

@@ -1,4 +1,4 @@
-//! Many parcels at once, posted and abandoned at random, with canaries around every buffer. `GYM_UCX_STORM` says how many
+//! Many active messages at once, posted and abandoned at random, with canaries around every buffer. `GYM_UCX_STORM` says how many
 //! (2,000); under valgrind and with a large number this is the test of who owns what until when.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests")]
@@ -13,15 +13,16 @@ use bytes::Bytes;
 use common::{SOON, Way, open, pair};
 use gym_core::Result;
 use gym_transport_rdma::fabric::{
-    Connection, Disposition, End, Fabric, FabricOptions, Lane, Lanes, Parcel, Payload, PeerEvents,
+    ActiveMessage, CloseReason, Connection, ConnectionEvents, Delivery, Disposition, Fabric, FabricOptions, Lanes,
+    Payload,
 };
-use gym_transport_rdma::pool::Pool;
+use gym_transport_rdma::memory::Pool;
 
 /// Stands before and behind what is sent; the receiver must never see it.
 const CANARY: u8 = 0xC5;
 const MARGIN: usize = 64;
 
-/// A payload inside of a larger buffer, sometimes of the pool: each byte tells its parcel, never the canary's.
+/// A payload inside of a larger buffer, sometimes of the pool: each byte tells its message, never the canary's.
 fn guarded(pool: &Pool, random: &mut fastrand::Rng, len: usize, seed: u8) -> (Bytes, Bytes) {
     let mark = seed & 0x3f;
     let whole = if random.bool() {
@@ -54,13 +55,13 @@ impl Judge {
     }
 }
 
-impl PeerEvents for Judge {
+impl ConnectionEvents for Judge {
     fn opened(&self, _: &Connection, _: &Lanes) {}
 
     fn message(&self, header: &[u8], payload: Payload<'_>) -> Result<Disposition> {
         let mark = header[0] & 0x3f;
         match payload {
-            Payload::Here(bytes) => self.judge(mark, bytes.as_slice()),
+            Payload::Eager(bytes) => self.judge(mark, bytes.as_slice()),
             Payload::Announced(length) if header[1].is_multiple_of(3) => {
                 // Whoever lands in it next must leave nothing of this.
                 self.pool.take(usize::try_from(length).unwrap())?.fill(CANARY);
@@ -75,7 +76,7 @@ impl PeerEvents for Judge {
         self.judge(u8::try_from(key).unwrap(), &bytes);
     }
 
-    fn ended(&self, _: End) {}
+    fn ended(&self, _: CloseReason) {}
 }
 
 fn fabrics(way: Way) -> Option<(Fabric, Fabric)> {
@@ -84,18 +85,18 @@ fn fabrics(way: Way) -> Option<(Fabric, Fabric)> {
 }
 
 #[test]
-fn parcels_abandoned_at_random_moments_touch_nobodys_memory() {
-    let parcels: usize = std::env::var("GYM_UCX_STORM").map_or(2000, |text| text.parse().unwrap());
+fn messages_abandoned_at_random_moments_touch_no_other_memory() {
+    let messages: usize = std::env::var("GYM_UCX_STORM").map_or(2000, |text| text.parse().unwrap());
     let seed = std::env::var("GYM_UCX_SEED").map_or(11, |text| text.parse().unwrap());
-    println!("GYM_UCX_STORM={parcels} GYM_UCX_SEED={seed}");
+    println!("GYM_UCX_STORM={messages} GYM_UCX_SEED={seed}");
     for &way in Way::all() {
         let mut random = fastrand::Rng::with_seed(seed);
         let Some((caller, answerer)) = fabrics(way) else { return };
         let judge = Arc::new(Judge { pool: answerer.pool().clone(), seen: 0.into(), wrong: 0.into() });
         let told = Arc::new(AtomicUsize::new(0));
         let mut posted = 0;
-        while posted < parcels {
-            // A connection of a hundred parcels or so, which is broken off or closed while they are under way.
+        while posted < messages {
+            // A connection of a hundred messages or so, which is broken off or closed while they are under way.
             let meeting = common::Meeting::new(way, &caller, &answerer);
             answerer.expect(meeting.expect(), Arc::<Judge>::clone(&judge)).unwrap();
             let (recorder, events) = common::recorder(None);
@@ -108,15 +109,15 @@ fn parcels_abandoned_at_random_moments_touch_nobodys_memory() {
                 let len = [0, 1, 100, 8191, 8192, 60_000, 1 << 20][random.usize(..7)];
                 let mark = random.u8(..);
                 let (whole, payload) = guarded(caller.pool(), &mut random, len, mark);
-                let lane = if len <= 100 && random.u8(..10) == 0 { Lane::Urgent } else { Lane::Ordered };
+                let delivery = if len <= 100 && random.u8(..10) == 0 { Delivery::Urgent } else { Delivery::Ordered };
                 let counter = Arc::clone(&told);
-                let done: gym_transport_rdma::fabric::Done = Box::new(move |_| {
+                let done: gym_transport_rdma::fabric::SentCallback = Box::new(move |_| {
                     counter.fetch_add(1, Ordering::Relaxed);
                 });
                 // The header's own memory goes away with this round; so does the payload's last handle here, mostly.
                 let header = vec![mark, random.u8(..), 0, 0];
-                let parcel = Parcel { header: header.into(), payload, lane, done: Some(done) };
-                if here.connection.post(parcel).is_err() {
+                let message = ActiveMessage { header: header.into(), payload, delivery, done: Some(done) };
+                if here.connection.post(message).is_err() {
                     told.fetch_add(1, Ordering::Relaxed);
                 }
                 posted += 1;
@@ -134,7 +135,7 @@ fn parcels_abandoned_at_random_moments_touch_nobodys_memory() {
                 assert!(payload.iter().all(|byte| *byte == mark), "{way:?}: a payload was written");
             }
         }
-        assert_eq!(told.load(Ordering::Relaxed), posted, "{way:?}: every parcel is told exactly once");
+        assert_eq!(told.load(Ordering::Relaxed), posted, "{way:?}: every message is told exactly once");
         assert_eq!(
             judge.wrong.load(Ordering::Relaxed),
             0,
@@ -146,7 +147,7 @@ fn parcels_abandoned_at_random_moments_touch_nobodys_memory() {
         assert!(caller.shutdown(SOON) & answerer.shutdown(Duration::from_secs(2)), "{way:?}");
         assert_eq!(caller.pool().stats().bytes_kept, 0, "{way:?}: a buffer of the pool is still held");
         for stats in [caller.stats(), answerer.stats()] {
-            assert_eq!(stats.berths_opened, stats.berths_closed, "{way:?} {stats:?}");
+            assert_eq!(stats.peer_workers_opened, stats.peer_workers_closed, "{way:?} {stats:?}");
         }
     }
 }
@@ -162,10 +163,10 @@ fn headers_posted_from_within_events_while_connecting_arrive_whole() {
         fn reply(&self, header: &[u8], payload: Bytes) {
             let scratch = header.to_vec();
             let connection = self.connection.get().expect("it is open");
-            connection.post(common::parcel(Bytes::copy_from_slice(&scratch), payload)).unwrap();
+            connection.post(common::active_message(Bytes::copy_from_slice(&scratch), payload)).unwrap();
         }
     }
-    impl PeerEvents for Replies {
+    impl ConnectionEvents for Replies {
         fn opened(&self, connection: &Connection, _: &Lanes) {
             let _ = self.connection.set(connection.clone());
             for index in 0..50_u8 {
@@ -174,7 +175,7 @@ fn headers_posted_from_within_events_while_connecting_arrive_whole() {
         }
 
         fn message(&self, header: &[u8], payload: Payload<'_>) -> Result<Disposition> {
-            if let Payload::Here(bytes) = payload {
+            if let Payload::Eager(bytes) = payload {
                 self.reply(header, bytes.into_bytes());
             }
             Ok(Disposition::Done)
@@ -182,7 +183,7 @@ fn headers_posted_from_within_events_while_connecting_arrive_whole() {
 
         fn landed(&self, _: u64, _: Bytes) {}
 
-        fn ended(&self, _: End) {}
+        fn ended(&self, _: CloseReason) {}
     }
     for &way in Way::all() {
         let Some((caller, answerer)) = fabrics(way) else { return };

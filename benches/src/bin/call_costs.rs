@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
 use gym_benches::worker::{Bencher, Ping};
-use gym_core::{CallContext, Dispatch, InProcessGroup, RankLayout, TraceContext, WorkerGroupExt};
+use gym_core::group::{Dispatch, InProcessGroup, RankLayout, WorkerGroupExt};
+use gym_core::{CallContext, TraceContext};
 
 /// Calls under way at once in a pipeline, as in the timed benchmark.
 const WINDOW: u64 = 1_000;

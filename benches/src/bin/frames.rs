@@ -16,8 +16,10 @@ use bytes::Bytes;
 use gym_benches::measure;
 use gym_benches::options::Options;
 use gym_benches::report::{Aim, figure};
-use gym_client::http::{FRAMES_SCHEME, HttpConfig, HttpListener, UNIX_SCHEME, UnixListener};
-use gym_client::{Transports, http::FramesConfig};
+use gym_client::Transports;
+use gym_client::transport::http::frames::{FRAMES_SCHEME, UNIX_SCHEME, UnixListener};
+use gym_client::transport::http::http1::HttpListener;
+use gym_client::transport::http::{FramesConfig, HttpConfig};
 use gym_core::{
     CallContext, Channel, ConnectOptions, Endpoint, Handler, InProcess, Listener, Message, Request, Response, Status,
     handler_fn,
@@ -120,7 +122,7 @@ fn serve(folder: &std::path::Path) -> Result<()> {
         }));
         for listener in [Box::new(tcp) as Box<dyn Listener>, Box::new(unix)] {
             let drain = CancellationToken::new();
-            tokio::spawn(gym_server::serve(listener, Arc::clone(&handler), drain, Duration::ZERO));
+            tokio::spawn(gym_core::transport::serve(listener, Arc::clone(&handler), drain, Duration::ZERO));
         }
         // Until the bench has gone, however it went.
         tokio::task::spawn_blocking(|| std::io::stdin().read_to_end(&mut Vec::new())).await??;

@@ -10,7 +10,7 @@ use gym_core::{CallContext, ModelResponse, RawObject, ResourcesServer, Response,
 use serde::Deserialize;
 use serde_json::json;
 
-use crate::arguments::Arguments;
+use gym_core::server::Arguments;
 
 /// The environment. It has no state.
 #[derive(Debug, Default)]

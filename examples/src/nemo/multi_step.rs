@@ -8,7 +8,7 @@ use serde_json::value::RawValue;
 use serde_json::{Value, json};
 
 use super::python_equal;
-use crate::arguments::{Argument, Arguments, Problems};
+use gym_core::server::{Argument, ArgumentErrors, Arguments};
 
 /// Values of synonyms, and whether the last list that was handed in is the expected one.
 #[derive(Debug, Default)]
@@ -88,6 +88,6 @@ impl ResourcesServer for MultiStep {
 
 /// Reads integers as leniently as the original's models do.
 fn integer<T: Argument>(what: &str, text: &str) -> Result<T> {
-    T::read(text, &mut Problems::default())
+    T::read(text, &mut ArgumentErrors::default())
         .ok_or_else(|| Error::invalid(format!("`{what}` has something that is not an integer: {text:.200}")))
 }

@@ -5,8 +5,8 @@ use serde::Deserialize;
 use serde_json::json;
 use serde_json::value::RawValue;
 
-use crate::arguments::{Argument, Arguments, Problems};
-use crate::sessions::Sessions;
+use gym_core::server::Sessions;
+use gym_core::server::{Argument, ArgumentErrors, Arguments};
 
 /// Counts. The reward is 1 when the session's counter ends where the row expects it.
 #[derive(Debug, Default)]
@@ -60,7 +60,7 @@ impl ResourcesServer for SessionState {
     }
 
     async fn verify(&self, _: &CallContext, session: &SessionId, task: Task, _: &ModelResponse) -> Result<Verdict> {
-        let expected = i128::read(task.expected_count.get(), &mut Problems::default())
+        let expected = i128::read(task.expected_count.get(), &mut ArgumentErrors::default())
             .ok_or_else(|| Error::invalid(format!("`expected_count` is not an integer: {}", task.expected_count)))?;
         // A session that never counted has no counter, which is not the same as one that stands at 0.
         Ok(Verdict::correct(self.counters.score(session, |counter| *counter == expected).unwrap_or(false)))

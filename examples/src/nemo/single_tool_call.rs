@@ -4,7 +4,7 @@ use gym_core::{CallContext, ModelResponse, RawObject, ResourcesServer, Response,
 use serde::Deserialize;
 use serde_json::json;
 
-use crate::arguments::Arguments;
+use gym_core::server::Arguments;
 
 /// Tells the weather, which is cold. The reward is 1 when the model asked for it.
 #[derive(Debug, Default)]

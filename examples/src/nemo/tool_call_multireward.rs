@@ -8,7 +8,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use super::python_equal;
-use crate::arguments::Arguments;
+use gym_core::server::Arguments;
 
 /// Tells the weather, which is sunny. One point each for the right call, for valid arguments, and for nothing but one call.
 #[derive(Debug, Default)]

@@ -10,8 +10,8 @@ use gym_core::{CallContext, ModelResponse, RawObject, ResourcesServer, Response,
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use crate::arguments::Arguments;
-use crate::sessions::Sessions;
+use gym_core::server::Arguments;
+use gym_core::server::Sessions;
 pub use stock::{QUANTITY_MAX, Stock, StockError};
 
 /// The environment, with the warehouse of every episode.

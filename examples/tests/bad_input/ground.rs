@@ -6,8 +6,8 @@ use std::process::Stdio;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use gym_client::collect::{CollectOptions, Collected, RolloutCollector, ServerNames, connect_head};
-use gym_client::http::HttpConfig;
+use gym_client::collect::{CollectOptions, CollectSummary, RolloutCollector, ServerNames, connect_head};
+use gym_client::transport::http::HttpConfig;
 use gym_client::{ServerClient, Transports};
 use gym_core::testing::bad_input;
 use gym_core::{Endpoint, InProcess, Result, World};
@@ -77,7 +77,7 @@ impl Ground {
         };
         let options = StackOptions { http, stop_grace: Duration::from_secs(1), ..StackOptions::default() };
         let (stack, head) = support::start(&files, &[], &servers::servers(), options).await;
-        let addresses = stack.rows().iter().map(|row| (row.name.clone(), row.url.replace("http://", ""))).collect();
+        let addresses = stack.servers().iter().map(|row| (row.name.clone(), row.url.replace("http://", ""))).collect();
         let world = World::real();
         let endpoint = Endpoint::parse(&head).unwrap();
         // As a collector on another machine would see the stack: over HTTP only.
@@ -165,7 +165,7 @@ impl Ground {
     }
 
     /// Collects, whatever comes of it; a run that does not end is a panic.
-    pub(crate) async fn run(&self, options: CollectOptions) -> Result<Collected> {
+    pub(crate) async fn run(&self, options: CollectOptions) -> Result<CollectSummary> {
         let collector = RolloutCollector::new(self.client.clone(), self.names.clone(), self.world.clone());
         let collected = timeout(PATIENCE, Box::pin(collector.collect(options, CancellationToken::new()))).await;
         let collected = collected.expect("the collection ends")?;
@@ -242,7 +242,7 @@ impl bad_input::Ground for Ground {
 }
 
 /// What a collection came to: refused, rows, or failures in the sidecar.
-pub(crate) fn outcome(collected: Result<Collected>) -> Got {
+pub(crate) fn outcome(collected: Result<CollectSummary>) -> Got {
     let collected = match collected {
         Ok(collected) => collected,
         Err(error) => return Got::refusal(&error),

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use gym_client::collect::ledger::{JsonlLedger, Start};
+use gym_client::collect::ledger::{JsonlLedger, OpenMode};
 use gym_client::collect::{CollectOptions, OutputFiles};
 use gym_core::{CallContext, World};
 
@@ -85,7 +85,7 @@ pub(crate) fn cases() -> Vec<Case> {
                     std::fs::write(&output, "").unwrap();
                     let cx = CallContext::within(Duration::from_secs(10));
                     let files = World::real().files;
-                    let (other, _) = JsonlLedger::open(&cx, files, &output, Start::Resume).await.unwrap();
+                    let (other, _) = JsonlLedger::open(&cx, files, &output, OpenMode::Resume).await.unwrap();
                     let got = outcome(ground.run(options(ground, &output)).await);
                     other.close(&cx).await.unwrap();
                     let left: Vec<_> = std::fs::read_dir(output.parent().unwrap()).unwrap().collect();

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use gym_client::collect::CollectOptions;
-use gym_client::collect::source::Repeats;
+use gym_client::collect::input::Repeats;
 
 use super::Case;
 

@@ -37,7 +37,7 @@ pub(crate) async fn start(
         .expect("a configuration");
     let starting = tokio::time::timeout(PATIENCE, Stack::start(config, servers, &world, options));
     let stack = starting.await.expect("the stack starts in time").expect("the stack starts");
-    let head = stack.rows().iter().find(|row| row.kind == "head_server").expect("a head").url.clone();
+    let head = stack.servers().iter().find(|row| row.kind == "head_server").expect("a head").url.clone();
     (stack, head)
 }
 

@@ -14,14 +14,15 @@ use gym_core::{CallContext, Code, Error, Result, Rope, TaskKey, World};
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
-use super::driver::{Driver, DriverOptions, Ended, OutputFiles, RolloutRow};
-use super::ledger::{JsonlLedger, Start};
-use super::materialize::{Materializer, Summary};
-use super::metrics::{AggregateRequest, ReportEntry, RolloutsIndex, label_runs, write_report};
-use super::names::ServerNames;
-use super::progress::{Progress, Snapshot};
-use super::source::{MaterializeOptions, MaterializedRow, MaterializedRows, SourceError};
-use crate::server_client::{CallOptions, ServerClient};
+use crate::client::{CallOptions, ServerClient};
+use crate::collect::files::OutputFiles;
+use crate::collect::input::{
+    InputError, MaterializeOptions, MaterializeSummary, MaterializedRow, MaterializedRows, Materializer,
+};
+use crate::collect::ledger::{JsonlLedger, OpenMode};
+use crate::collect::names::ServerNames;
+use crate::collect::report::{AggregateRequest, ReportEntry, RolloutsIndex, label_runs, write_report};
+use crate::collect::run::{CollectProgress, Driver, DriverOptions, ProgressSnapshot, RolloutRow, RunEnd};
 
 /// Rows that the reader hands over together: waking another thread for each would cost as much as the row itself.
 const ROWS_TOGETHER: usize = 64;
@@ -81,20 +82,20 @@ impl CollectOptions {
 
 /// What a collection came to.
 #[derive(Clone, Debug)]
-pub struct Collected {
+pub struct CollectSummary {
     /// Where it wrote.
     pub files: OutputFiles,
     /// Whether it was stopped early.
-    pub ended: Ended,
+    pub ended: RunEnd,
     /// The counters at the end.
-    pub snapshot: Snapshot,
+    pub snapshot: ProgressSnapshot,
     /// What the user should hear about the input.
     pub warnings: Vec<String>,
     /// Why there is no report of statistics, if there should be one.
     pub aggregate_error: Option<String>,
 }
 
-impl Collected {
+impl CollectSummary {
     /// Whether every wanted rollout has a row.
     #[must_use]
     pub fn is_complete(&self) -> bool {
@@ -108,7 +109,7 @@ pub struct RolloutCollector {
     client: ServerClient,
     names: ServerNames,
     world: World,
-    progress: Arc<Progress>,
+    progress: Arc<CollectProgress>,
 }
 
 impl RolloutCollector {
@@ -120,7 +121,7 @@ impl RolloutCollector {
 
     /// The counters of the collection under way.
     #[must_use]
-    pub fn progress(&self) -> Arc<Progress> {
+    pub fn progress(&self) -> Arc<CollectProgress> {
         Arc::clone(&self.progress)
     }
 
@@ -129,7 +130,7 @@ impl RolloutCollector {
     /// # Errors
     /// `InvalidArgument` for what is wrong with the input or the options, naming file and line; the disk's and the ledger's.
     #[must_use = "a future does nothing until it is awaited"]
-    pub fn collect(&self, options: CollectOptions, stop: CancellationToken) -> BoxFuture<'_, Result<Collected>> {
+    pub fn collect(&self, options: CollectOptions, stop: CancellationToken) -> BoxFuture<'_, Result<CollectSummary>> {
         Box::pin(async move {
             let files = OutputFiles::beside(&options.output);
             let resumes = options.resume && goes_on(&files)?;
@@ -138,7 +139,7 @@ impl RolloutCollector {
             // process's own: a second collector is refused only by the ledger's lock.
             let partial = files.materialized.with_extension(format!("jsonl.{}.partial", std::process::id()));
             let summary = if resumes { None } else { Some(self.materialize(&options, &partial).await?) };
-            let start = if resumes { Start::Resume } else { Start::Fresh };
+            let start = if resumes { OpenMode::Resume } else { OpenMode::Fresh };
             let opened = JsonlLedger::open(&cx, Arc::clone(&self.world.files), &files.rollouts, start).await;
             let (ledger, opened) = opened.inspect_err(|_| drop(std::fs::remove_file(&partial)))?;
             tracing::info!(?opened, output = %files.rollouts.display(), "the ledger is open");
@@ -161,15 +162,15 @@ impl RolloutCollector {
             ledger.close(&CallContext::within(OPEN_TIMEOUT)).await?;
             let ended = ended?;
             let aggregate_error = match (options.aggregate, ended) {
-                (true, Ended::Exhausted) => self.aggregate(&files).await.err().map(|error| error.to_string()),
+                (true, RunEnd::Exhausted) => self.aggregate(&files).await.err().map(|error| error.to_string()),
                 _ => None,
             };
-            Ok(Collected { files, ended, snapshot: self.progress.snapshot(), warnings, aggregate_error })
+            Ok(CollectSummary { files, ended, snapshot: self.progress.snapshot(), warnings, aggregate_error })
         })
     }
 
     /// Writes the rows to dispatch, and checks that each has a server.
-    async fn materialize(&self, options: &CollectOptions, partial: &Path) -> Result<Summary> {
+    async fn materialize(&self, options: &CollectOptions, partial: &Path) -> Result<MaterializeSummary> {
         let (input, target) = (options.input.clone(), partial.to_owned());
         let materializer =
             Materializer::new(options.materialize.clone(), self.names.clone()).map_err(|error| invalid(&error))?;
@@ -177,17 +178,17 @@ impl RolloutCollector {
             let reader = File::open(&input).map_err(|error| {
                 Error::invalid(format!("cannot read the input: {error}")).about(input.display().to_string())
             })?;
-            let write = || -> Result<Summary, SourceError> {
+            let write = || -> Result<MaterializeSummary, InputError> {
                 let doing = || format!("write {}", target.display());
                 if let Some(folder) = target.parent() {
-                    std::fs::create_dir_all(folder).map_err(|error| SourceError::io(doing(), error))?;
+                    std::fs::create_dir_all(folder).map_err(|error| InputError::io(doing(), error))?;
                 }
-                let file = File::create(&target).map_err(|error| SourceError::io(doing(), error))?;
+                let file = File::create(&target).map_err(|error| InputError::io(doing(), error))?;
                 let mut writer = BufWriter::with_capacity(BUFFER_BYTES, file);
                 let summary = materializer.write(BufReader::new(reader), &mut writer)?;
-                writer.flush().map_err(|error| SourceError::io(doing(), error))?;
+                writer.flush().map_err(|error| InputError::io(doing(), error))?;
                 // On the disk before it takes its name: a resumed run believes it.
-                writer.get_ref().sync_all().map_err(|error| SourceError::io(doing(), error))?;
+                writer.get_ref().sync_all().map_err(|error| InputError::io(doing(), error))?;
                 Ok(summary)
             };
             write().map_err(|error| {
@@ -305,7 +306,7 @@ fn aggregate_body(index: &RolloutsIndex, group: usize, rollouts: &Path, bytes_ma
 fn read_rows(path: PathBuf, names: ServerNames) -> impl futures_util::Stream<Item = Result<RolloutRow>> + Unpin {
     let (sender, receiver) = mpsc::channel(GROUPS_AHEAD);
     tokio::task::spawn_blocking(move || {
-        let mut resolve = Resolve { names, known: BTreeMap::new() };
+        let mut resolve = RowRouter { names, known: BTreeMap::new() };
         let file = match open(&path) {
             Ok(file) => BufReader::with_capacity(BUFFER_BYTES, file),
             Err(error) => return drop(sender.blocking_send(vec![Err(error)])),
@@ -332,22 +333,22 @@ fn read_rows(path: PathBuf, names: ServerNames) -> impl futures_util::Stream<Ite
 }
 
 /// Looks up each agent once.
-struct Resolve {
+struct RowRouter {
     names: ServerNames,
-    known: BTreeMap<Asked, Route>,
+    known: BTreeMap<RouteKey, ServerRoute>,
 }
 
 /// The agent and the environment server that a row names.
-type Asked = (Option<String>, Option<String>);
+type RouteKey = (Option<String>, Option<String>);
 
 #[derive(Clone)]
-struct Route {
+struct ServerRoute {
     agent: Arc<str>,
     server: Arc<str>,
     result_type: Arc<str>,
 }
 
-impl Resolve {
+impl RowRouter {
     fn row(&mut self, row: MaterializedRow) -> Result<RolloutRow> {
         let place = || format!("materialized row {}", row.line);
         let key = |value: i64| {
@@ -365,12 +366,12 @@ impl Resolve {
                     (None, None) => return Err(Error::invalid("the row names no agent").about(place())),
                 };
                 let agent = asked.0.as_deref().unwrap_or(&server).into();
-                let route = Route { agent, server: server.as_str().into(), result_type: kind.as_str().into() };
+                let route = ServerRoute { agent, server: server.as_str().into(), result_type: kind.as_str().into() };
                 self.known.insert(asked, route.clone());
                 route
             }
         };
-        let Route { agent, server, result_type } = route;
+        let ServerRoute { agent, server, result_type } = route;
         Ok(RolloutRow { key, agent, server, result_type: Some(result_type), row: row.row })
     }
 }
@@ -406,9 +407,9 @@ async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T> + Send + '
         .unwrap_or_else(|error| Err(Error::internal("a file task ended").caused_by(error)))
 }
 
-fn invalid(error: &SourceError) -> Error {
+fn invalid(error: &InputError) -> Error {
     match error {
-        SourceError::Io { source, .. } if source.kind() == std::io::ErrorKind::StorageFull => {
+        InputError::Io { source, .. } if source.kind() == std::io::ErrorKind::StorageFull => {
             Error::not_started(Code::ResourceExhausted, error.to_string())
         }
         _ => Error::invalid(error.to_string()),

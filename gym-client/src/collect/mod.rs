@@ -1,21 +1,16 @@
 //! The rollout collector: a JSONL of tasks becomes a JSONL of scored rollouts.
 
 mod collector;
-mod driver;
+mod files;
+pub mod input;
 pub mod ledger;
-pub mod materialize;
-pub mod metrics;
 mod names;
-mod outcome;
-mod progress;
-pub mod prompt;
-mod python;
-pub mod source;
-mod splice;
+pub mod report;
+pub(crate) mod run;
 
-pub use collector::{CollectOptions, Collected, RolloutCollector};
-pub use driver::{Driver, DriverOptions, Ended, OutputFiles, RolloutRow};
+pub use collector::{CollectOptions, CollectSummary, RolloutCollector};
+pub use files::OutputFiles;
 pub use names::{ServerNames, connect_head};
-#[cfg(feature = "groups")]
-pub(crate) use outcome::reward_of;
-pub use progress::{Progress, Score, Snapshot};
+pub use run::{
+    AgentScore, CollectProgress, Driver, DriverOptions, ProgressSnapshot, Rollout, RolloutRow, Rollouts, RunEnd,
+};

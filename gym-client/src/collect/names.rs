@@ -6,15 +6,16 @@ use std::time::Duration;
 
 use futures_util::future::BoxFuture;
 use gym_core::{
-    CallContext, Code, Endpoint, Error, Incarnation, Instance, Ladder, Registry, Request, Result, ServerKind, World,
+    CallContext, Code, Endpoint, Error, Incarnation, Instance, Registry, Request, Result, ServerKind, TransportPolicy,
+    World,
 };
 use serde_json::Value;
 
-use super::materialize::Names;
+use crate::client::ServerClient;
+use crate::collect::input::AgentNames;
 use crate::config::{GymConfig, nearest_name, parse_yaml};
 use crate::registry::{RemoteRegistry, StaticRegistry};
-use crate::server_client::ServerClient;
-use crate::transports::Transports;
+use crate::transport::Transports;
 
 /// Asking a head takes this long at most: it answers from memory.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(15);
@@ -22,11 +23,11 @@ const HEAD_TIMEOUT: Duration = Duration::from_secs(15);
 /// The servers of a configuration, by name.
 #[derive(Clone, Debug, Default)]
 pub struct ServerNames {
-    servers: Arc<BTreeMap<String, Known>>,
+    servers: Arc<BTreeMap<String, ServerEntry>>,
 }
 
 #[derive(Clone, Debug)]
-struct Known {
+struct ServerEntry {
     kind: ServerKind,
     implementation: String,
     address: Option<(String, u16)>,
@@ -64,7 +65,7 @@ impl ServerNames {
                 datasets.filter_map(|dataset| dataset["agent"].as_str().map(str::to_owned)).collect();
             let address = host.map(str::to_owned).zip(port);
             let implementation = implementation.clone();
-            servers.insert(name.clone(), Known { kind, implementation, address, agent, resources, pins });
+            servers.insert(name.clone(), ServerEntry { kind, implementation, address, agent, resources, pins });
         }
         Self { servers: Arc::new(servers) }
     }
@@ -139,7 +140,7 @@ fn unknown<'a>(what: &str, name: &str, known: impl Iterator<Item = &'a str>) -> 
     Error::not_started(Code::NotFound, format!("there is no {what} `{name}`; {hint}"))
 }
 
-impl Names for ServerNames {
+impl AgentNames for ServerNames {
     /// A task source is the instance that declared the row's dataset: the dataset's pinned agent, else the instance itself
     /// if it is an agent, else the only agent of that resources server.
     fn agent_of_task_source(&self, task_source: &str) -> Result<String, String> {
@@ -183,8 +184,8 @@ pub fn connect_head<'a>(
     world: &'a World,
 ) -> BoxFuture<'a, Result<(ServerClient, ServerNames)>> {
     Box::pin(async move {
-        // The head is asked over HTTP whatever the ladder says.
-        let control = transports.clone().with_ladder(Ladder::without_ucx());
+        // The head is asked over HTTP whatever the policy says.
+        let control = transports.clone().with_policy(TransportPolicy::without_ucx());
         let remote = RemoteRegistry::new(head.clone(), control, world.clone());
         let cx = CallContext::within(HEAD_TIMEOUT);
         let response = remote.send(&Request::get(cx.child(), "/global_config_dict_yaml"), true).await?;

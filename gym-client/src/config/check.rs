@@ -1,7 +1,7 @@
 //! From the merged tree to instances: which top-level blocks are servers, and what is wrong with those that should be.
 
-use super::node::{Map, Node, Tree};
-use super::problem::{Mistake, Origin, Problem, nearest, suggest};
+use crate::config::problem::{Mistake, Origin, Problem, nearest, suggest};
+use crate::config::yaml::node::{Map, Node, Tree};
 use gym_core::ServerKind;
 
 /// Top-level keys with a meaning of their own: never servers, never variables.
@@ -89,14 +89,14 @@ pub(crate) fn is_reserved(key: &str) -> bool {
 
 /// A block that is a server: its place in the tree.
 #[derive(Clone, Debug)]
-pub(crate) struct Found {
+pub(crate) struct FoundServer {
     pub(crate) name: String,
     pub(crate) kind: ServerKind,
     pub(crate) implementation: String,
 }
 
 /// Sorts the top level (interpolations resolved) into servers and the problems of those that nearly are one.
-pub(crate) fn servers(root: &Node) -> (Vec<Found>, Vec<Problem>) {
+pub(crate) fn servers(root: &Node) -> (Vec<FoundServer>, Vec<Problem>) {
     let mut found = Vec::new();
     let mut problems = Vec::new();
     for (key, block) in root.as_map().map(|map| map.0.as_slice()).unwrap_or_default() {
@@ -144,7 +144,7 @@ fn misspelt_kind(name: &str, block: &Map) -> Option<Problem> {
     })
 }
 
-fn server(name: &str, kind: ServerKind, block: &Map, found: &mut Vec<Found>, problems: &mut Vec<Problem>) {
+fn server(name: &str, kind: ServerKind, block: &Map, found: &mut Vec<FoundServer>, problems: &mut Vec<Problem>) {
     let inner = block.get(kind.as_str()).expect("the caller looked the kind up");
     if !has_entrypoint(block, kind.as_str()) {
         return;
@@ -170,7 +170,7 @@ fn server(name: &str, kind: ServerKind, block: &Map, found: &mut Vec<Found>, pro
         check.settings(kind, map, &settings.origin);
     }
     if check.problems.is_empty() {
-        found.push(Found { name: name.to_owned(), kind, implementation });
+        found.push(FoundServer { name: name.to_owned(), kind, implementation });
     }
     problems.append(&mut check.problems);
 }
@@ -363,7 +363,7 @@ pub(crate) fn references(node: &Node, key: &str, out: &mut Vec<(String, ServerKi
 }
 
 /// Variables whose names are one slip away from a key with a meaning.
-pub(crate) fn reserved_typos(root: &Node, servers: &[Found]) -> Vec<Problem> {
+pub(crate) fn reserved_typos(root: &Node, servers: &[FoundServer]) -> Vec<Problem> {
     let top = root.as_map().map(|map| map.0.as_slice()).unwrap_or_default();
     top.iter()
         .filter_map(|(key, node)| {

@@ -14,10 +14,13 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 
-use super::family::{Family, KILL_WAIT, Leader, MARK_VARIABLE, Member, start_ticks};
-use super::lines::{Stream, Tail, forward};
-use super::spec::RestartBudget;
-use super::{ChildSpec, LaunchError, Shared, shim, spawner};
+use crate::launch::context::SupervisionContext;
+use crate::launch::error::LaunchError;
+use crate::launch::lines::{OutputTail, Stream, forward};
+use crate::launch::process::tree::{KILL_WAIT, MARK_VARIABLE, ProcessTree, SessionLeader, TreeProcess, start_ticks};
+use crate::launch::process::{shim, spawner};
+use crate::launch::spec::ChildSpec;
+use crate::launch::spec::RestartBudget;
 
 /// What is still in the output pipes when everybody is dead is read in this time.
 const DRAIN_WAIT: Duration = Duration::from_secs(1);
@@ -90,7 +93,7 @@ impl ChildState {
     }
 }
 
-/// A running child's controls. Cheap to clone; dropping it leaves the child to its [`Launcher`](super::Launcher).
+/// A running child's controls. Cheap to clone; dropping it leaves the child to its [`Launcher`](crate::launch::Launcher).
 #[derive(Debug, Clone)]
 pub struct ChildHandle {
     pub(super) name: Arc<str>,
@@ -153,18 +156,18 @@ impl ChildHandle {
 }
 
 /// One incarnation.
-pub(super) struct Incarnation {
+pub(super) struct RunningChild {
     process: Child,
-    leader: Leader,
-    family: Family,
+    leader: SessionLeader,
+    tree: ProcessTree,
     output: JoinSet<()>,
-    tail: Tail,
+    tail: OutputTail,
     number: u32,
 }
 
 /// Everything a supervisor needs.
-pub(super) struct Supervisor {
-    pub(super) shared: Arc<Shared>,
+pub(super) struct ChildSupervisor {
+    pub(super) shared: Arc<SupervisionContext>,
     pub(super) spec: ChildSpec,
     pub(super) mark: String,
     pub(super) state: watch::Sender<ChildState>,
@@ -172,14 +175,14 @@ pub(super) struct Supervisor {
     pub(super) budget: RestartBudget,
 }
 
-impl Supervisor {
+impl ChildSupervisor {
     /// Starts one incarnation: shim first, then the watchdog's register, then the program.
-    pub(super) async fn start(&self, number: u32) -> Result<Incarnation, LaunchError> {
+    pub(super) async fn start(&self, number: u32) -> Result<RunningChild, LaunchError> {
         let program = self.spec.resolve()?;
         let refused = |program: PathBuf, source| LaunchError::Spawn { name: self.spec.name.clone(), program, source };
         let mut process =
             spawner::spawn(self.command(&program)).await.map_err(|error| refused(program.clone(), error))?;
-        let tail = Tail::default();
+        let tail = OutputTail::default();
         let mut output = JoinSet::new();
         let name: Arc<str> = self.spec.name.as_str().into();
         if let Some(out) = process.stdout.take() {
@@ -194,7 +197,7 @@ impl Supervisor {
         let (Some(pid), Some(mut gate)) = (pid, process.stdin.take()) else {
             return Err(refused(program, std::io::Error::other("it has no process id or input pipe")));
         };
-        let leader = Leader { pid, start_ticks: start_ticks(pid).unwrap_or(0) };
+        let leader = SessionLeader { pid, start_ticks: start_ticks(pid).unwrap_or(0) };
         if let Some(cgroup) = &self.spec.cgroup {
             // The kernel's answer to a write of one number; nothing here waits for a disk.
             std::fs::write(cgroup.join("cgroup.procs"), pid.to_string())
@@ -209,8 +212,8 @@ impl Supervisor {
             self.shared.forget(leader).await;
             return Err(refused(program, error));
         }
-        let family = Family { leaders: vec![leader], mark: self.mark.clone() };
-        Ok(Incarnation { process, leader, family, output, tail, number })
+        let tree = ProcessTree { leaders: vec![leader], mark: self.mark.clone() };
+        Ok(RunningChild { process, leader, tree, output, tail, number })
     }
 
     fn command(&self, program: &std::path::Path) -> Command {
@@ -234,7 +237,7 @@ impl Supervisor {
     }
 
     /// Lives as long as the child does.
-    pub(super) async fn run(mut self, first: Incarnation) {
+    pub(super) async fn run(mut self, first: RunningChild) {
         let mut number = first.number;
         let mut current = Ok(first);
         loop {
@@ -247,7 +250,7 @@ impl Supervisor {
                         status = incarnation.process.wait() => Ok(status),
                     };
                     match ended {
-                        Ok(status) => self.bury(incarnation, status).await,
+                        Ok(status) => self.reap(incarnation, status).await,
                         Err(_) => {
                             let report = self.stop_incarnation(incarnation).await;
                             self.state.send_replace(ChildState::Stopped(Some(report)));
@@ -284,28 +287,28 @@ impl Supervisor {
     }
 
     /// After the program ended by itself: ends what it left behind, which would hold its port, and reports.
-    async fn bury(&self, incarnation: Incarnation, status: std::io::Result<ExitStatus>) -> ExitReport {
+    async fn reap(&self, incarnation: RunningChild, status: std::io::Result<ExitStatus>) -> ExitReport {
         let steps = [(Duration::ZERO, Signal::TERM), (self.spec.stop_grace, Signal::KILL)];
         let mut stop = self.stop.clone();
         let left = tokio::select! { biased;
-            left = incarnation.family.end(&steps) => left,
+            left = incarnation.tree.end(&steps) => left,
             // Somebody may not want to wait as long as this child's grace.
-            () = stop_due(&mut stop) => incarnation.family.end(&[(Duration::ZERO, Signal::KILL)]).await,
+            () = stop_due(&mut stop) => incarnation.tree.end(&[(Duration::ZERO, Signal::KILL)]).await,
         };
         self.report(incarnation, status.map_err(|error| error.to_string()), &left).await
     }
 
-    async fn stop_incarnation(&self, mut incarnation: Incarnation) -> ExitReport {
+    async fn stop_incarnation(&self, mut incarnation: RunningChild) -> ExitReport {
         let until = self.stop.borrow().unwrap_or_else(Instant::now);
         let grace = until.saturating_duration_since(Instant::now());
         let ask = [(Duration::ZERO, Signal::INT), (grace / 2, Signal::TERM), (grace, Signal::KILL)];
         let steps = if grace.is_zero() { &ask[2..] } else { &ask[..] };
         let mut stop = self.stop.clone();
-        let Incarnation { process, family, .. } = &mut incarnation;
+        let RunningChild { process, tree, .. } = &mut incarnation;
         let left = tokio::select! { biased;
-            left = family.end(steps) => left,
+            left = tree.end(steps) => left,
             // The grace was shortened meanwhile.
-            () = stop_due(&mut stop) => family.end(&[(Duration::ZERO, Signal::KILL)]).await,
+            () = stop_due(&mut stop) => tree.end(&[(Duration::ZERO, Signal::KILL)]).await,
         };
         // Reaped only now: until here its number, which is the group's, could not go to anybody else.
         let status = match timeout(KILL_WAIT, process.wait()).await {
@@ -317,9 +320,9 @@ impl Supervisor {
 
     async fn report(
         &self,
-        mut incarnation: Incarnation,
+        mut incarnation: RunningChild,
         status: Result<ExitStatus, String>,
-        left: &[Member],
+        left: &[TreeProcess],
     ) -> ExitReport {
         // Somebody outside the family may hold the pipes open; then the last lines are those that came so far.
         let _ = timeout(DRAIN_WAIT, async { while incarnation.output.join_next().await.is_some() {} }).await;
@@ -327,7 +330,7 @@ impl Supervisor {
         if left.is_empty() {
             self.shared.forget(incarnation.leader).await;
         } else {
-            let pids: Vec<i32> = left.iter().map(Member::pid).collect();
+            let pids: Vec<i32> = left.iter().map(TreeProcess::pid).collect();
             tracing::error!(server = %self.spec.name, ?pids, "processes left after SIGKILL");
         }
         let (status, reason) = match status {

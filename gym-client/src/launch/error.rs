@@ -8,7 +8,7 @@ use std::time::Duration;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LaunchError {
-    /// [`enter`](super::enter) was not called, so running this executable again would run its `main` a second time.
+    /// [`enter`](crate::launch::enter) was not called, so running this executable again would run its `main` a second time.
     #[error(
         "launch children from this program: call gym_client::launch::enter() as the first line of main, \
          or name an executable that does with Launcher::builder().shim(path)"

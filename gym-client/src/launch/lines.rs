@@ -45,9 +45,9 @@ pub fn prefixed(writer: impl Write + Send + 'static) -> LineSink {
 
 /// The last lines of standard error.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Tail(Arc<Mutex<VecDeque<String>>>);
+pub(super) struct OutputTail(Arc<Mutex<VecDeque<String>>>);
 
-impl Tail {
+impl OutputTail {
     fn push(&self, line: &str) {
         let mut lines = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if lines.len() == TAIL_LINES {
@@ -67,9 +67,9 @@ pub(super) async fn forward(
     name: Arc<str>,
     stream: Stream,
     sink: LineSink,
-    tail: Tail,
+    tail: OutputTail,
 ) {
-    let mut splitter = Splitter::default();
+    let mut splitter = LineSplitter::default();
     let mut bytes = vec![0_u8; READ_BYTES];
     let emit = |line: &str| {
         if stream == Stream::Stderr {
@@ -88,13 +88,13 @@ pub(super) async fn forward(
 
 /// Cuts bytes into lines. A carriage return ends a line too: progress bars write nothing else for minutes.
 #[derive(Debug, Default)]
-struct Splitter {
+struct LineSplitter {
     line: Vec<u8>,
     cut: usize,
     after_return: bool,
 }
 
-impl Splitter {
+impl LineSplitter {
     fn push(&mut self, mut bytes: &[u8], mut emit: impl FnMut(&str)) {
         while let Some(end) = memchr::memchr2(b'\n', b'\r', bytes) {
             self.keep(&bytes[..end]);
@@ -144,7 +144,7 @@ mod tests {
 
     fn split(pieces: &[&[u8]]) -> Vec<String> {
         let mut lines = Vec::new();
-        let mut splitter = Splitter::default();
+        let mut splitter = LineSplitter::default();
         for piece in pieces {
             splitter.push(piece, |line| lines.push(line.to_owned()));
         }
@@ -176,7 +176,7 @@ mod tests {
 
     #[test]
     fn the_tail_keeps_the_last_lines() {
-        let tail = Tail::default();
+        let tail = OutputTail::default();
         for number in 0..TAIL_LINES + 3 {
             tail.push(&number.to_string());
         }

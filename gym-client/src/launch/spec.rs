@@ -9,7 +9,7 @@ use std::time::Duration;
 use rustix::fs::{Access, access};
 use tokio::time::Instant;
 
-use super::LaunchError;
+use crate::launch::error::LaunchError;
 
 /// The kernel's limit on one argument or one `NAME=value`, the closing zero byte included (`MAX_ARG_STRLEN`).
 const TEXT_BYTES_MAX: usize = 128 * 1024;
@@ -69,7 +69,7 @@ pub struct ChildSpec {
     /// What to do when the program exits without having been asked to, whatever its status.
     pub restart: RestartPolicy,
     /// Time between asking and killing, for what a program leaves behind when it exits by itself and for
-    /// [`Launcher::shutdown`](super::Launcher::shutdown).
+    /// [`Launcher::shutdown`](crate::launch::launcher::Launcher::shutdown).
     pub stop_grace: Duration,
     /// A control group (its folder) that the child joins before its program is executed, so that all it ever starts is
     /// in it.

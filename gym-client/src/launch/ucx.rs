@@ -5,7 +5,7 @@
 //! and its like (Rust's report of a stack overflow is lost) and patches libc's `mmap` in memory. A library must not write its
 //! process's environment, so a *program* that uses UCX starts itself again with them, and a launcher gives them to its children.
 
-use gym_core::Ladder;
+use gym_core::TransportPolicy;
 
 /// The settings, by name. Whoever has set one already keeps theirs.
 pub const UCX_SETTINGS: [(&str, &str); 2] = [("UCX_HANDLE_ERRORS", "none"), ("UCX_MEM_MMAP_HOOK_MODE", "none")];
@@ -14,7 +14,7 @@ pub const UCX_SETTINGS: [(&str, &str); 2] = [("UCX_HANDLE_ERRORS", "none"), ("UC
 #[cfg(feature = "rdma")]
 const RESTARTED_VARIABLE: &str = "GYM_UCX_RESTARTED";
 
-/// Starts this program again, with the same arguments and under the same process id, if `ladder` may use UCX and the environment
+/// Starts this program again, with the same arguments and under the same process id, if `policy` may use UCX and the environment
 /// lacks [`UCX_SETTINGS`]; then it does not return. Otherwise it returns at once: also without the feature `rdma`, and in a process
 /// that was started again already.
 ///
@@ -22,13 +22,13 @@ const RESTARTED_VARIABLE: &str = "GYM_UCX_RESTARTED";
 ///
 /// # Errors
 /// When the program's file cannot be executed. UCX can be used all the same; its reports of crashes then replace Rust's.
-pub fn prepare_ucx(ladder: &Ladder) -> std::io::Result<()> {
+pub fn prepare_ucx(policy: &TransportPolicy) -> std::io::Result<()> {
     #[cfg(feature = "rdma")]
-    if ladder.uses_ucx() {
+    if policy.uses_ucx() {
         return restart();
     }
     #[cfg(not(feature = "rdma"))]
-    let _ = ladder;
+    let _ = policy;
     Ok(())
 }
 
@@ -51,9 +51,9 @@ fn restart() -> std::io::Result<()> {
 }
 
 #[cfg(feature = "rdma")]
-pub use report::ucx_report;
+pub(super) use report::be_reporter;
 #[cfg(feature = "rdma")]
-pub(super) use report::{REPORT_ROLE, be_reporter};
+pub use report::ucx_report;
 
 #[cfg(feature = "rdma")]
 mod report {
@@ -62,26 +62,26 @@ mod report {
     use std::process::{Output, Stdio};
     use std::time::Duration;
 
-    use gym_transport_rdma::{LoadOptions, UcxReport};
+    use gym_transport_rdma::fabric::LoadOptions;
+    use gym_transport_rdma::transport::UcxReport;
     use tokio::process::Command;
 
-    use super::UCX_SETTINGS;
+    use crate::launch::process::roles::{self, REPORT_ROLE};
+    use crate::launch::ucx::UCX_SETTINGS;
 
-    /// First argument that makes a process load UCX and say what it found.
-    pub(in super::super) const REPORT_ROLE: &str = "--gym-ucx-report";
     /// How its line begins: UCX writes lines of its own to standard output.
     const MARK: &str = "gym-ucx-report ";
 
     /// What UCX says of itself, found out in a child process, because loading it changes a process for ever. [`enter`] must have
     /// been called in this program.
     ///
-    /// [`enter`]: super::super::enter
+    /// [`enter`]: crate::launch::enter
     ///
     /// # Errors
     /// Why UCX cannot be used: it is not there (with every place that was looked in and how to install it), it crashed, or it took
     /// longer than `within`.
     pub async fn ucx_report(within: Duration) -> Result<UcxReport, String> {
-        if !super::super::shim::entered() {
+        if !roles::entered() {
             return Err("UCX was not looked at: call launch::enter() as the first line of main".to_owned());
         }
         let mut command = Command::new("/proc/self/exe");
@@ -111,7 +111,7 @@ mod report {
         }
     }
 
-    pub(in super::super) fn be_reporter() -> ! {
+    pub(in crate::launch) fn be_reporter() -> ! {
         let found = UcxReport::take(&LoadOptions::default()).map_err(|error| error.to_string());
         let text = serde_json::to_string(&found).expect("a report can be written as JSON");
         // A line of its own, whatever UCX has printed.

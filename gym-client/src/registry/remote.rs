@@ -22,8 +22,8 @@ use gym_core::{
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::peer::Peer;
-use crate::transports::Transports;
+use crate::transport::Transports;
+use crate::transport::peer::ReconnectingPeer;
 
 /// A registry call that takes longer than this finds the head gone.
 const CALL_TIMEOUT: Duration = Duration::from_secs(10);
@@ -45,7 +45,7 @@ pub struct WatchRequest {
 /// A head server's registry. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct RemoteRegistry {
-    peer: Arc<Peer>,
+    peer: Arc<ReconnectingPeer>,
     transports: Transports,
     world: World,
 }
@@ -54,7 +54,7 @@ impl RemoteRegistry {
     /// The registry of the head server at `head`; the first call connects.
     #[must_use]
     pub fn new(head: Endpoint, transports: Transports, world: World) -> Self {
-        Self { peer: Arc::new(Peer::new(vec![head], ConnectOptions::default())), transports, world }
+        Self { peer: Arc::new(ReconnectingPeer::new(vec![head], ConnectOptions::default())), transports, world }
     }
 
     /// Where the head is.

@@ -5,9 +5,10 @@ use std::time::Duration;
 
 use gym_client::Transports;
 use gym_client::group::{Group, GroupOptions};
-use gym_client::provision::{GroupRequest, InProcessRanks, VirtualCluster};
-use gym_core::cluster::{ClusterSpec, GpuIds};
-use gym_core::{CallContext, Code, Dispatch, Error, FailureKind, InProcess, Result, WorkerGroupExt};
+use gym_client::group::{GroupRequest, InProcessRanks, VirtualCluster};
+use gym_core::group::cluster::{ClusterSpec, GpuIds};
+use gym_core::group::{Dispatch, FailureKind, WorkerGroupExt};
+use gym_core::{CallContext, Code, Error, InProcess, Result};
 
 use tokio::task::JoinSet;
 

@@ -5,22 +5,27 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use gym_client::Transports;
 use gym_client::group::{Group, GroupOptions};
-use gym_client::provision::{LaunchSpec, Provisioner, RankPlace};
-use gym_core::testing::conformance::{GroupBench, GroupSetup, TestGroup, TestWorkerKind, group};
-use gym_core::{CallContext, Ladder, Rank, WorkerGroup};
+use gym_client::group::{LaunchSpec, Provisioner, RankPlace};
+use gym_core::group::{Rank, WorkerGroup};
+use gym_core::testing::conformance::{GroupFixture, GroupSetup, TestGroup, TestWorkerKind, group};
+use gym_core::{CallContext, TransportPolicy};
 
 use super::{LONG, provisioners};
 
 pub(super) struct Provisioned {
     provisioner: Box<dyn Provisioner>,
     options: GroupOptions,
-    ladder: Option<Ladder>,
+    policy: Option<TransportPolicy>,
 }
 
 impl Provisioned {
-    /// Ranks of `provisioner` that are reached over `transports`; told to offer what `ladder` allows.
-    pub(super) fn over(provisioner: Box<dyn Provisioner>, transports: Transports, ladder: Option<Ladder>) -> Self {
-        Self { provisioner, options: GroupOptions::new(transports), ladder }
+    /// Ranks of `provisioner` that are reached over `transports`; told to offer what `policy` allows.
+    pub(super) fn over(
+        provisioner: Box<dyn Provisioner>,
+        transports: Transports,
+        policy: Option<TransportPolicy>,
+    ) -> Self {
+        Self { provisioner, options: GroupOptions::new(transports), policy }
     }
 
     pub(super) async fn pass(self) {
@@ -32,7 +37,7 @@ impl Provisioned {
 struct Started(Arc<Group>);
 
 #[async_trait(?Send)]
-impl GroupBench for Provisioned {
+impl GroupFixture for Provisioned {
     async fn start(&self, setup: GroupSetup) -> Box<dyn TestGroup> {
         let worker = match setup.worker {
             TestWorkerKind::Async => "test-async",
@@ -45,7 +50,7 @@ impl GroupBench for Provisioned {
         let mut options = self.options.clone();
         options.layout = Some(setup.layout);
         let mut spec = LaunchSpec::new("tested", worker, init, places);
-        spec.ladder.clone_from(&self.ladder);
+        spec.transport_policy.clone_from(&self.policy);
         let group = Group::start(&CallContext::within(LONG), &*self.provisioner, spec, options).await;
         Box::new(Started(Arc::new(group.expect("the suite's workers start"))))
     }

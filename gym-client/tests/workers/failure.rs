@@ -4,10 +4,8 @@ use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::Stdio;
 
-use gym_core::{
-    CallContext, Code, Dispatch, ExitCause, FailureKind, Incarnation, RankState, Request, Route, WorkerGroup,
-    WorkerGroupExt,
-};
+use gym_core::group::{Dispatch, ExitCause, FailureKind, RankState, WorkerGroup, WorkerGroupExt};
+use gym_core::{CallContext, Code, Incarnation, Request, Route};
 use rustix::process::Signal;
 use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::Child;

@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use gym_client::group::{GroupOptions, StuckReason};
-use gym_core::{CallContext, Dispatch, ExitCause, RankState, WorkerGroup, WorkerGroupExt};
+use gym_core::CallContext;
+use gym_core::group::{Dispatch, ExitCause, RankState, WorkerGroup, WorkerGroupExt};
 use rustix::process::Signal;
 
 use super::types::{Describe, Hold, Job, Work};
@@ -33,8 +34,8 @@ pub(crate) async fn a_rank_over_its_memory_limit_is_killed_and_told_so() {
     assert_eq!((exit.cause, exit.signal), (ExitCause::MemoryLimitExceeded, Some(9)));
     assert!(exit.to_string().contains(&format!("of {} bytes; raise its memory limit", 200 * MIB)), "{exit}");
     let error = group.call(Describe, ()).deadline(LONG).await.expect_err("it is dead");
-    let kind = error.outcome(1).and_then(gym_core::RankOutcome::kind);
-    assert_eq!(kind, Some(gym_core::FailureKind::MemoryLimitExceeded), "{error:?}");
+    let kind = error.outcome(1).and_then(gym_core::group::RankOutcome::kind);
+    assert_eq!(kind, Some(gym_core::group::FailureKind::MemoryLimitExceeded), "{error:?}");
     assert_eq!(status(&group, 0).state, RankState::Healthy, "its neighbour keeps to the limit");
     assert_eq!(group.restart_failed_workers(&CallContext::within(LONG)).await.expect("restarts"), [1]);
     stop(&group).await;

@@ -7,7 +7,8 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use gym_core::{CallContext, Execution, Incarnation, RankState, WorkerGroup, WorkerGroupExt};
+use gym_core::group::{RankState, WorkerGroup, WorkerGroupExt};
+use gym_core::{CallContext, Execution, Incarnation};
 use rustix::process::Signal;
 use tokio::time::{Instant, sleep, timeout};
 

@@ -6,8 +6,9 @@ use std::time::Duration;
 
 use gym_client::Transports;
 use gym_client::group::{Group, GroupOptions, RankStatus, StartError};
-use gym_client::provision::{InProcessRanks, LaunchSpec, Local, LocalOptions, Provisioner, RankPlace};
-use gym_core::{CallContext, InProcess, Rank};
+use gym_client::group::{InProcessRanks, LaunchSpec, Local, LocalOptions, Provisioner, RankPlace};
+use gym_core::group::Rank;
+use gym_core::{CallContext, InProcess};
 use tokio::time::{interval, timeout};
 
 #[path = "../harness/mod.rs"]
@@ -39,7 +40,7 @@ macro_rules! cases {
 }
 
 pub(crate) fn main() {
-    bad_input::rogues::enter();
+    bad_input::faulty::enter();
     workers().enter();
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     if arguments.first().is_some_and(|role| role == "controller") {

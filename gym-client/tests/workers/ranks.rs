@@ -6,9 +6,10 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use gym_client::Transports;
+use gym_client::group::InProcessRanks;
 use gym_client::group::{Group, GroupOptions};
-use gym_client::provision::InProcessRanks;
-use gym_core::{CallContext, Code, Dispatch, InProcess, WorkerGroup, WorkerGroupExt};
+use gym_core::group::{Dispatch, WorkerGroup, WorkerGroupExt};
+use gym_core::{CallContext, Code, InProcess};
 use tokio::process::Command;
 
 use super::types::{COUNTED, Deafen, Describe, Description, Init, Job, Work, allowed_cpus, workers};
@@ -39,10 +40,10 @@ pub(crate) async fn c138_ranks_find_their_place_and_meet_at_a_held_port() {
     }
     let port: u16 = ranks[0].variables["MASTER_PORT"].parse().expect("a port");
     assert!((1400..1999).contains(&port));
-    assert!(gym_client::provision::ports::HeldPort::bind(port).is_err(), "it is held as long as the group lives");
+    assert!(gym_client::group::HeldPort::bind(port).is_err(), "it is held as long as the group lives");
     stop(&group).await;
     drop(group);
-    until("it is given back", || gym_client::provision::ports::HeldPort::bind(port).is_ok()).await;
+    until("it is given back", || gym_client::group::HeldPort::bind(port).is_ok()).await;
 }
 
 pub(crate) async fn c141_c142_later_layers_of_the_environment_win() {
@@ -166,7 +167,7 @@ pub(crate) async fn c161_a_profiled_worker_type_runs_under_the_profiler() {
 pub(crate) async fn c194_a_rank_runs_on_the_cpus_near_its_gpu() {
     let folder = tempfile::tempdir().expect("a folder");
     let file = folder.path().join("affinity");
-    let cpus = gym_core::cluster::parse_cpu_list(&allowed_cpus()).expect("a list");
+    let cpus = gym_core::group::cluster::parse_cpu_list(&allowed_cpus()).expect("a list");
     let first = cpus.first().expect("a CPU");
     std::fs::write(&file, format!("0:99\n5:{first}\n")).expect("writes");
     let mut spec = spec("obedient", 2);

@@ -3,12 +3,13 @@
 use std::time::Duration;
 
 use gym_client::group::StartError;
-use gym_core::{Code, ExitCause, RankExit, WorkerGroupExt};
+use gym_core::Code;
+use gym_core::group::{ExitCause, RankExit, WorkerGroupExt};
 
 use super::types::Describe;
 use super::{LONG, options, spec, start, stop};
 
-async fn refused(worker: &str, change: impl FnOnce(&mut gym_client::provision::LaunchSpec)) -> (StartError, RankExit) {
+async fn refused(worker: &str, change: impl FnOnce(&mut gym_client::group::LaunchSpec)) -> (StartError, RankExit) {
     let mut spec = spec(worker, 2);
     change(&mut spec);
     let error = start(spec, options()).await.expect_err("does not start");
@@ -57,5 +58,5 @@ pub(crate) async fn an_unknown_worker_type_starts_nothing() {
 pub(crate) async fn a_start_within_its_budget_tries_again() {
     let error = start(spec("exits", 1), options().restarting(2)).await.expect_err("never starts");
     let (_, state, exit) = error.failed().next().expect("rank 0");
-    assert_eq!((state, exit.map(|exit| exit.incarnation)), (gym_core::RankState::Retired, Some(3)), "{error}");
+    assert_eq!((state, exit.map(|exit| exit.incarnation)), (gym_core::group::RankState::Retired, Some(3)), "{error}");
 }

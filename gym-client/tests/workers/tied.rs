@@ -8,15 +8,13 @@ use std::time::Duration;
 use async_trait::async_trait;
 use futures_util::stream::BoxStream;
 use gym_client::Transports;
+use gym_client::group::{
+    Deployment, GroupRequest, InProcessRanks, LaunchSpec, ProcessUsage, Provisioner, RankEvent, VirtualCluster,
+};
 use gym_client::group::{Group, GroupOptions, RankStatus};
-use gym_client::provision::{
-    Deployment, GroupRequest, InProcessRanks, LaunchSpec, Provisioner, RankEvent, Usage, VirtualCluster,
-};
-use gym_core::cluster::{ClusterSpec, WorkersOn};
-use gym_core::{
-    CallContext, Code, Dispatch, ExitCause, FailureKind, InProcess, Incarnation, Rank, RankState, Result, WorkerGroup,
-    WorkerGroupExt,
-};
+use gym_core::group::cluster::{ClusterSpec, WorkersOn};
+use gym_core::group::{Dispatch, ExitCause, FailureKind, Rank, RankState, WorkerGroup, WorkerGroupExt};
+use gym_core::{CallContext, Code, InProcess, Incarnation, Result};
 use rustix::process::Signal;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
@@ -50,7 +48,7 @@ pub(crate) async fn tied_ranks_end_and_come_back_together() {
         let mut view = group.view();
         group.kill(3).await.expect("it lives");
         let healthy = |life: u64| {
-            move |member: &gym_core::Member| member.incarnation.0 == life && member.state == RankState::Healthy
+            move |member: &gym_core::group::Member| member.incarnation.0 == life && member.state == RankState::Healthy
         };
         loop {
             timeout(LONG, view.changed()).await.expect("in time").expect("supervised");
@@ -78,7 +76,7 @@ pub(crate) async fn a_call_to_a_tied_rank_fails_with_the_rank_that_it_is_tied_to
     let call = group.call(Work, job).dispatch(Dispatch::rank(0)).deadline(LONG).start().await.expect("started");
     signal(other, Signal::KILL);
     let error = call.await.expect_err("half of it is gone");
-    assert_eq!(error.first().and_then(gym_core::RankOutcome::kind), Some(FailureKind::Died), "{error:?}");
+    assert_eq!(error.first().and_then(gym_core::group::RankOutcome::kind), Some(FailureKind::Died), "{error:?}");
     assert!(error.to_string().contains("ended with a rank to which it is tied: rank 1 died by signal 9"), "{error}");
     until("its process is gone", || !alive(leader)).await;
     assert_eq!(group.restart_failed_workers(&CallContext::within(LONG)).await.expect("restarts"), [0, 1]);
@@ -209,7 +207,7 @@ impl Deployment for ClumsyRanks {
         self.ranks.kill(rank, life).await
     }
 
-    fn usage(&self) -> BTreeMap<Rank, Usage> {
+    fn usage(&self) -> BTreeMap<Rank, ProcessUsage> {
         self.ranks.usage()
     }
 

@@ -6,15 +6,14 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use gym_client::provision::{Configured, WorkerKind, Workers};
+use gym_client::group::{RankOverrides, WorkerKind, Workers};
+use gym_core::group::{Handles, HandlesShared, HostOptions, Method, Methods, Payload, Worker, WorkerEnv};
 use gym_core::testing::conformance::{TestBlockingWorker, TestWorker};
-use gym_core::{
-    CallContext, Error, Handles, HandlesShared, HostOptions, Method, Methods, Payload, Result, Worker, WorkerEnv,
-};
+use gym_core::{CallContext, Error, Result};
 use serde::{Deserialize, Serialize};
 use tokio::sync::Barrier;
 
-use super::bad_input::rogues::ROGUES;
+use super::bad_input::faulty::FAULTY_WORKERS;
 
 pub(crate) fn workers() -> Workers {
     // A program with other worker types than its controller's.
@@ -25,7 +24,7 @@ pub(crate) fn workers() -> Workers {
         BTreeMap::from([("SHARED".to_owned(), name.to_owned()), (format!("ONLY_{name}"), name.to_owned())])
     };
     let layered = WorkerKind::of::<Obedient>().with_defaults(variables("defaults")).with_configure(move |place| {
-        Configured::variables(variables("configured")).with_init("name", format!("w{}", place.rank))
+        RankOverrides::variables(variables("configured")).with_init("name", format!("w{}", place.rank))
     });
     let own = Workers::new()
         .with("obedient", WorkerKind::of::<Obedient>())
@@ -40,7 +39,7 @@ pub(crate) fn workers() -> Workers {
         .with("first-only", WorkerKind::of::<Unwilling<5>>())
         .with("narrow", WorkerKind::of::<Obedient>().with_host(taking(3)));
     // What the controller knows of them is their name.
-    let own = ROGUES.into_iter().fold(own, |all, name| all.with(name, WorkerKind::of::<Obedient>()));
+    let own = FAULTY_WORKERS.into_iter().fold(own, |all, name| all.with(name, WorkerKind::of::<Obedient>()));
     // The bounds that the cases of the suite ask for are part of the names.
     [3, 8, 64].into_iter().fold(own, |all, calls_max| {
         let waiting = WorkerKind::of::<TestWorker>().with_host(taking(calls_max));

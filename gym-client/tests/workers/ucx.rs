@@ -2,10 +2,11 @@
 
 use std::time::Duration;
 
+use gym_client::group::{GroupRequest, VirtualCluster};
 use gym_client::launch::ucx_report;
-use gym_client::provision::{GroupRequest, VirtualCluster};
-use gym_core::cluster::{ClusterSpec, WorkerGroupConfig};
-use gym_core::{CallContext, Level, WorkerGroupExt};
+use gym_core::group::WorkerGroupExt;
+use gym_core::group::cluster::{ClusterSpec, WorkerGroupConfig};
+use gym_core::{CallContext, Transport};
 
 use super::conformance::Provisioned;
 use super::types::{Describe, Init};
@@ -39,15 +40,15 @@ pub(crate) async fn ucx_is_chosen_by_the_groups_configuration_alone() {
         return;
     }
     for (config, level, lane) in [
-        (r#"{"transport": "auto", "require_transport": "shm"}"#, Level::SharedMemory, "/memory"),
-        (r#"{"transport": ["ucx_tcp", "http"]}"#, Level::UcxTcp, "tcp/"),
+        (r#"{"transport": "auto", "require_transport": "shm"}"#, Transport::SHM, "/memory"),
+        (r#"{"transport": ["ucx_tcp", "http"]}"#, Transport::UCX_TCP, "tcp/"),
     ] {
         let group = cluster().start(&CallContext::within(LONG), request(config)).await.expect("starts");
         let ranks = group.call(Describe, ()).deadline(LONG).await.expect("answers").into_values();
         assert!(ranks.iter().all(|rank| rank.variables["UCX_HANDLE_ERRORS"] == "none"), "as UCX wants it at its load");
         for status in group.worker_status() {
             let path = status.path.expect("it is reached");
-            assert_eq!((path.scheme, path.level), ("ucx", Some(level)), "{config}");
+            assert_eq!((path.scheme, path.transport), ("ucx", Some(level)), "{config}");
             assert!(path.lanes.contains(lane), "{}", path.lanes);
         }
         stop(&group).await;
@@ -59,7 +60,7 @@ pub(crate) async fn ucx_that_cannot_be_had_as_required_starts_no_group() {
         return;
     }
     let report = ucx_report(LONG).await.expect("there is");
-    if !report.of(Level::Rdma).is_empty() {
+    if !report.of(Transport::RDMA).is_empty() {
         eprintln!("NOT RUN: this machine has RDMA");
         return;
     }
@@ -69,20 +70,20 @@ pub(crate) async fn ucx_that_cannot_be_had_as_required_starts_no_group() {
 }
 
 pub(crate) async fn ucx_shared_memory_passes_the_suite_of_all_groups() {
-    suite(Level::SharedMemory).await;
+    suite(Transport::SHM).await;
 }
 
 pub(crate) async fn ucx_tcp_passes_the_suite_of_all_groups() {
-    suite(Level::UcxTcp).await;
+    suite(Transport::UCX_TCP).await;
 }
 
-async fn suite(level: Level) {
+async fn suite(level: Transport) {
     if !there_is_ucx().await {
         return;
     }
-    let ladder = gym_core::Ladder::of([level]).expect("a rung");
-    let transports = transports().with_ladder(ladder.clone());
-    Provisioned::over(Box::new(local()), transports.clone(), Some(ladder)).pass().await;
+    let policy = gym_core::TransportPolicy::of([level]).expect("a rung");
+    let transports = transports().with_policy(policy.clone());
+    Provisioned::over(Box::new(local()), transports.clone(), Some(policy)).pass().await;
     let paths = transports.paths();
-    assert!(!paths.is_empty() && paths.iter().all(|path| path.level == Some(level)), "{paths:?}");
+    assert!(!paths.is_empty() && paths.iter().all(|path| path.transport == Some(level)), "{paths:?}");
 }

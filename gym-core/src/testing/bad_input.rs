@@ -11,7 +11,7 @@ use futures_util::FutureExt;
 use futures_util::future::LocalBoxFuture;
 use tokio::time::timeout;
 
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
 
 /// One case with all its waits; none takes longer than a few seconds.
 const PATIENCE: Duration = Duration::from_secs(60);

@@ -15,12 +15,12 @@ use std::time::Duration;
 use bytes::Bytes;
 use tokio::time::{Instant, sleep};
 
-use crate::channel::Channel;
-use crate::context::CallContext;
-use crate::error::{Code, Error, Result};
-use crate::handler::{Handler, handler_fn};
+use crate::base::error::{Code, Error, Result};
+use crate::message::CallContext;
 use crate::message::{Message, Request, Response, Status};
+use crate::transport::Channel;
 use crate::transport::{ConnectOptions, Connector, Endpoint};
+use crate::transport::{Handler, handler_fn};
 
 /// Gives the message back.
 const ECHO: &str = "/figures/echo";
@@ -212,8 +212,8 @@ mod tests {
     use tokio_util::sync::CancellationToken;
 
     use super::*;
-    use crate::in_process::InProcess;
     use crate::transport::Listener;
+    use crate::transport::mem::InProcess;
 
     #[test]
     fn half_of_the_times_are_at_most_the_median() {

@@ -12,8 +12,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use bytes::Bytes;
 
-use crate::error::{Code, Error, Result};
-use crate::world::{FileLock, Files};
+use crate::base::error::{Code, Error, Result};
+use crate::base::world::{FileLock, Files};
 
 /// What a disk writes whole or not at all. A hole in a torn tail starts and ends on such a boundary, or at an end of what
 /// was not synced.

@@ -1,5 +1,5 @@
-//! What tests and benchmarks of this and other crates share: conformance suites of the seams, figures of a transport, a storm
-//! of dropped calls, tables of bad input, a simulated disk and a simulated network.
+//! Shared code of tests and benchmarks: conformance suites of the traits, measurements of a transport, calls that are dropped at arbitrary
+//! points, tables of bad input, a simulated disk and a simulated network.
 
 pub mod bad_input;
 pub mod conformance;

@@ -1,4 +1,4 @@
-//! Calls that are dropped anywhere on their way: whatever a transport keeps for them must come back.
+//! Calls that are dropped at arbitrary points: a transport must release everything that it keeps for them.
 
 use std::future::Future;
 use std::pin::pin;
@@ -9,11 +9,11 @@ use std::time::Duration;
 
 use bytes::Bytes;
 
-use crate::channel::Channel;
-use crate::context::CallContext;
-use crate::error::Result;
-use crate::handler::{Handler, handler_fn};
+use crate::base::error::Result;
+use crate::message::CallContext;
 use crate::message::{Request, Response, Status};
+use crate::transport::Channel;
+use crate::transport::{Handler, handler_fn};
 
 /// Far beyond what a call needs, so that only its drop ends one that is held.
 const FAR: Duration = Duration::from_secs(60);
@@ -34,7 +34,7 @@ pub struct Storm {
 }
 
 impl Storm {
-    /// What is to be served at the other end: it echoes, or holds a call until it is cancelled.
+    /// The handler for the other end: echoes a call, or holds it until it is cancelled.
     #[must_use]
     pub fn handler(&self) -> impl Handler + use<> {
         let running = Arc::clone(&self.running);
@@ -51,14 +51,14 @@ impl Storm {
         })
     }
 
-    /// How many calls the handler still holds.
+    /// Number of calls that the handler still holds.
     #[must_use]
     pub fn running(&self) -> usize {
         self.running.load(Ordering::SeqCst)
     }
 
-    /// Makes the calls and drops each somewhere; returns when the last is dropped, not when it is forgotten.
-    pub async fn rage(&self, channel: &Channel) {
+    /// Makes the calls and drops each at some point; returns when the last is dropped, which may be before the peer is notified.
+    pub async fn run(&self, channel: &Channel) {
         let mut random = fastrand::Rng::with_seed(SEED);
         let mut kept = Vec::new();
         for call in 0..CALLS {

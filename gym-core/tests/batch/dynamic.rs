@@ -2,7 +2,8 @@
 
 use std::num::NonZeroUsize;
 
-use gym_core::{Batch, Code, DynamicBatching, Sharding};
+use gym_core::Code;
+use gym_core::group::{Batch, DynamicBatching, Sharding};
 
 use crate::{plan, refusal, sequences, shard, x, xs};
 

@@ -8,7 +8,8 @@ mod packed;
 mod packing;
 mod shard;
 
-use gym_core::{Batch, JsonRows, Ragged, Result, Sharded, Sharding, Tensor};
+use gym_core::Result;
+use gym_core::group::{Batch, JsonRows, Ragged, Sharded, Sharding, Tensor};
 
 /// A batch of one column `x` of these numbers.
 fn numbers(x: &[i64]) -> Batch {
@@ -52,7 +53,7 @@ fn sequences(lengths: &[i32], width: usize) -> Batch {
 /// What each shard's plan says: `(first row, end, length)` of each micro-batch of each chunk.
 fn plan(batch: &Batch) -> Vec<Vec<(usize, usize, usize)>> {
     let chunks = &batch.micro_batches().unwrap().chunks;
-    let micro = |chunk: &gym_core::MicroBatchChunk| {
+    let micro = |chunk: &gym_core::group::MicroBatchChunk| {
         chunk.micro_batches.iter().map(|micro| (micro.rows.start, micro.rows.end, micro.length)).collect()
     };
     chunks.iter().map(micro).collect()

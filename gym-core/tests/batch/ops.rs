@@ -1,6 +1,7 @@
 //! Section 5.4: pieces, slices and parts put together. Repeats, selections and padding are tested beside their code.
 
-use gym_core::{Assembly, Batch, Code, Packed, Ragged, Tensor};
+use gym_core::Code;
+use gym_core::group::{Assembly, Batch, Packed, Ragged, Tensor};
 
 use crate::{every_kind, numbers, positions, refusal, x};
 
@@ -52,7 +53,7 @@ fn c062_a_global_batch_without_a_plan_goes_by_its_size() {
 fn c063_c064_a_slice_beyond_the_rows_is_refused_for_every_kind_of_column() {
     let text = refusal(positions(6).slice(4..9));
     assert!(["9", "6", "\"x\""].iter().all(|part| text.contains(part)), "{text}");
-    let lists = Batch::empty().with("list", gym_core::JsonRows::from_values([1, 2, 3]).unwrap()).unwrap();
+    let lists = Batch::empty().with("list", gym_core::group::JsonRows::from_values([1, 2, 3]).unwrap()).unwrap();
     let text = refusal(lists.slice(2..9));
     assert!(["9", "3", "\"list\""].iter().all(|part| text.contains(part)), "{text}");
 }

@@ -1,6 +1,6 @@
 //! Section 5.5 and the media cases of 5.4: rows made of tensors, which rows may share.
 
-use gym_core::{Assembly, Batch, DType, Packed, Segment, Tensor, Uneven};
+use gym_core::group::{Assembly, Batch, DType, Packed, Segment, Tensor, Uneven};
 
 use crate::{numbers, positions, refusal};
 
@@ -78,7 +78,7 @@ fn c075_media_are_the_packed_columns_and_the_token_types() {
         .unwrap()
         .with("ids", positions(2).column("x").unwrap().clone())
         .unwrap()
-        .with("list", gym_core::JsonRows::from_values([1, 2]).unwrap())
+        .with("list", gym_core::group::JsonRows::from_values([1, 2]).unwrap())
         .unwrap();
     assert_eq!(batch.media(None).unwrap().names().collect::<Vec<_>>(), ["packed", "token_type_ids"]);
 }
@@ -244,7 +244,8 @@ fn c095_a_packed_column_comes_back_as_it_went_and_shares_as_it_did() {
 
 #[test]
 fn a_packed_column_that_lies_is_refused() {
-    use gym_core::{Code, ColumnSchema};
+    use gym_core::Code;
+    use gym_core::group::ColumnSchema;
     let (schema, segments) = column(seeded()).encode();
     let refused = |edit: &dyn Fn(&mut ColumnSchema), swap: Option<usize>| {
         let (mut schema, mut segments) = (schema.clone(), segments.clone());
@@ -255,7 +256,7 @@ fn a_packed_column_that_lies_is_refused() {
         let error = Batch::decode(schema, segments).unwrap_err();
         assert!(error.code() == Code::DataLoss && error.to_string().contains("packed"), "{error}");
     };
-    let known = |edit: fn(&mut Vec<gym_core::SegmentSchema>)| {
+    let known = |edit: fn(&mut Vec<gym_core::group::SegmentSchema>)| {
         move |column: &mut ColumnSchema| {
             let ColumnSchema::Packed { segments, .. } = column else { panic!("a packed column") };
             edit(segments);

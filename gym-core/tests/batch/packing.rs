@@ -2,8 +2,10 @@
 
 use std::num::NonZeroUsize;
 
-use gym_core::packing::PackingAlgorithm::{self, Concatenative, FirstFitDecreasing, ModifiedFirstFitDecreasing};
-use gym_core::{Batch, MicrobatchOrder, SequencePacking, Sharding};
+use gym_core::group::batch::packing::PackingAlgorithm::{
+    self, Concatenative, FirstFitDecreasing, ModifiedFirstFitDecreasing,
+};
+use gym_core::group::{Batch, MicrobatchOrder, SequencePacking, Sharding};
 
 use crate::{plan, refusal, sequences, shard, x, xs};
 

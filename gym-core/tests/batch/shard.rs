@@ -1,6 +1,7 @@
 //! Section 5.1: sharding by rows.
 
-use gym_core::{Batch, Code, Packed, Sharding, Tensor, Uneven};
+use gym_core::Code;
+use gym_core::group::{Batch, Packed, Sharding, Tensor, Uneven};
 
 use crate::{every_kind, numbers, positions, refusal, shard, x, xs};
 

@@ -15,13 +15,13 @@ const TERMINATION_MESSAGE: &str = "Ending trajectory: model returned no assistan
 #[derive(Debug)]
 pub(super) struct Turn {
     response: RawObject,
-    outline: Outline,
+    outline: TurnOutline,
     calls: Vec<FunctionCall>,
 }
 
 /// What follows an answer.
 #[derive(Debug)]
-pub(super) enum Next<'a> {
+pub(super) enum NextStep<'a> {
     /// Run these, one after the other.
     Tools(&'a [FunctionCall]),
     /// The model is done, or ran out of tokens.
@@ -39,8 +39,8 @@ pub(super) struct FunctionCall {
 }
 
 #[derive(Debug, Deserialize)]
-struct Outline {
-    output: Vec<Item>,
+struct TurnOutline {
+    output: Vec<TurnItem>,
     #[serde(default)]
     incomplete_details: Option<IgnoredAny>,
     #[serde(default)]
@@ -48,22 +48,22 @@ struct Outline {
 }
 
 #[derive(Debug, Deserialize)]
-struct Item {
+struct TurnItem {
     #[serde(rename = "type")]
-    kind: Kind,
+    kind: ItemKind,
     #[serde(default)]
-    role: Text,
+    role: OptionalText,
     #[serde(default)]
-    call_id: Text,
+    call_id: OptionalText,
     #[serde(default)]
-    name: Text,
+    name: OptionalText,
     #[serde(default)]
-    arguments: Text,
+    arguments: OptionalText,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
-enum Kind {
+enum ItemKind {
     Message,
     FunctionCall,
     #[serde(other)]
@@ -78,10 +78,10 @@ impl Turn {
             Error::finished(Code::DataLoss, format!("received an invalid response from model server: {why}: {shown}"))
         };
         let response = text.to_object().map_err(|error| invalid(error.to_string()))?;
-        let mut outline: Outline = response.outline().map_err(|error| invalid(error.to_string()))?;
+        let mut outline: TurnOutline = response.outline().map_err(|error| invalid(error.to_string()))?;
         let mut calls = Vec::new();
         for item in &mut outline.output {
-            if item.kind == Kind::FunctionCall {
+            if item.kind == ItemKind::FunctionCall {
                 let (call_id, name, arguments) = (item.call_id.0.take(), item.name.0.take(), item.arguments.0.take());
                 let (Some(call_id), Some(name), Some(arguments)) = (call_id, name, arguments) else {
                     return Err(invalid("a function call needs `call_id`, `name` and `arguments`".into()));
@@ -92,19 +92,20 @@ impl Turn {
         Ok(Self { response, outline, calls })
     }
 
-    pub(super) fn next(&self) -> Next<'_> {
-        let answered =
-            |item: &Item| item.kind == Kind::Message && item.role.0.as_deref().is_some_and(|role| role == "assistant");
+    pub(super) fn next(&self) -> NextStep<'_> {
+        let answered = |item: &TurnItem| {
+            item.kind == ItemKind::Message && item.role.0.as_deref().is_some_and(|role| role == "assistant")
+        };
         if self.outline.incomplete_details.is_some() {
-            Next::Stop
+            NextStep::Stop
         } else if !self.calls.is_empty() {
-            Next::Tools(&self.calls)
+            NextStep::Tools(&self.calls)
         } else if self.outline.output.iter().any(answered) {
-            Next::Stop
+            NextStep::Stop
         } else if self.outline.output.is_empty() {
-            Next::Nothing("empty_output")
+            NextStep::Nothing("empty_output")
         } else {
-            Next::Nothing("incomplete_reasoning")
+            NextStep::Nothing("incomplete_reasoning")
         }
     }
 }
@@ -258,58 +259,58 @@ fn wrong_usage(error: &Error) -> Error {
 
 /// A text, if that is what is there: items of kinds that this agent does not act on use the same keys for other things.
 #[derive(Debug, Default)]
-struct Text(Option<String>);
+struct OptionalText(Option<String>);
 
-impl<'de> Deserialize<'de> for Text {
+impl<'de> Deserialize<'de> for OptionalText {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(TextVisitor)
+        deserializer.deserialize_any(OptionalTextVisitor)
     }
 }
 
-struct TextVisitor;
+struct OptionalTextVisitor;
 
-impl<'de> Visitor<'de> for TextVisitor {
-    type Value = Text;
+impl<'de> Visitor<'de> for OptionalTextVisitor {
+    type Value = OptionalText;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("anything")
     }
 
-    fn visit_str<E>(self, text: &str) -> Result<Text, E> {
-        Ok(Text(Some(text.to_owned())))
+    fn visit_str<E>(self, text: &str) -> Result<OptionalText, E> {
+        Ok(OptionalText(Some(text.to_owned())))
     }
 
-    fn visit_string<E>(self, text: String) -> Result<Text, E> {
-        Ok(Text(Some(text)))
+    fn visit_string<E>(self, text: String) -> Result<OptionalText, E> {
+        Ok(OptionalText(Some(text)))
     }
 
-    fn visit_unit<E>(self) -> Result<Text, E> {
-        Ok(Text(None))
+    fn visit_unit<E>(self) -> Result<OptionalText, E> {
+        Ok(OptionalText(None))
     }
 
-    fn visit_bool<E>(self, _: bool) -> Result<Text, E> {
-        Ok(Text(None))
+    fn visit_bool<E>(self, _: bool) -> Result<OptionalText, E> {
+        Ok(OptionalText(None))
     }
 
-    fn visit_i64<E>(self, _: i64) -> Result<Text, E> {
-        Ok(Text(None))
+    fn visit_i64<E>(self, _: i64) -> Result<OptionalText, E> {
+        Ok(OptionalText(None))
     }
 
-    fn visit_u64<E>(self, _: u64) -> Result<Text, E> {
-        Ok(Text(None))
+    fn visit_u64<E>(self, _: u64) -> Result<OptionalText, E> {
+        Ok(OptionalText(None))
     }
 
-    fn visit_f64<E>(self, _: f64) -> Result<Text, E> {
-        Ok(Text(None))
+    fn visit_f64<E>(self, _: f64) -> Result<OptionalText, E> {
+        Ok(OptionalText(None))
     }
 
-    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Text, A::Error> {
+    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<OptionalText, A::Error> {
         while items.next_element::<IgnoredAny>()?.is_some() {}
-        Ok(Text(None))
+        Ok(OptionalText(None))
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, mut fields: A) -> Result<Text, A::Error> {
+    fn visit_map<A: MapAccess<'de>>(self, mut fields: A) -> Result<OptionalText, A::Error> {
         while fields.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {}
-        Ok(Text(None))
+        Ok(OptionalText(None))
     }
 }

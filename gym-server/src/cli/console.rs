@@ -10,8 +10,8 @@ use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::layer::SubscriberExt as _;
 use tracing_subscriber::util::SubscriberInitExt as _;
 
-use super::Failure;
-use super::args::{LogFormat, Shared};
+use crate::cli::args::options::{CommonOptions, LogFormat};
+use crate::cli::exit::Failure;
 
 /// Standard error. Cheap to clone; clones share the bar. As a writer it takes whole lines.
 #[derive(Clone, Debug)]
@@ -78,7 +78,7 @@ impl Write for Console {
 }
 
 /// Sends the log to the console: `RUST_LOG` decides, else `-v`; servers tell more than other commands.
-pub(super) fn log_to(console: &Console, shared: &Shared, serves: bool) -> Result<(), Failure> {
+pub(super) fn log_to(console: &Console, shared: &CommonOptions, serves: bool) -> Result<(), Failure> {
     let ours = match (shared.verbose, serves) {
         (0, false) => LevelFilter::WARN,
         (0, true) => LevelFilter::INFO,

@@ -20,80 +20,28 @@
 //!
 //! Exit codes: 0 all done, 1 the run failed, 2 wrong usage or configuration, 3 done with failed or open rollouts.
 
-mod aliases;
 mod args;
 mod collect;
-mod config;
 mod console;
-mod doctor;
-mod head;
-mod python;
+mod exit;
+mod inspect;
 mod run;
-mod status;
-mod stop;
-mod words;
+mod setup;
 
 use std::ffi::OsString;
 use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::{CommandFactory, FromArgMatches};
-use gym_client::config::ConfigError;
 use gym_client::launch;
-use gym_core::{Code, Error};
 
+use crate::cli::args::aliases;
+use crate::cli::args::options::{self, Cli, Command};
+use crate::cli::args::translation;
+use crate::cli::console::Console;
+use crate::cli::exit::{Failure, Outcome, USAGE};
+use crate::cli::inspect::{config, doctor, status};
 use crate::stack::Servers;
-use args::{Cli, Command};
-use console::Console;
-
-/// Why a command did not do what it was asked for.
-#[derive(Debug, PartialEq, Eq)]
-enum Failure {
-    /// The user's mistake: exit code 2.
-    Usage(String),
-    /// The run's failure: exit code 1.
-    Failed(String),
-}
-
-/// What a command ends with.
-type Outcome = Result<ExitCode, Failure>;
-
-/// The run failed.
-const FAILED: u8 = 1;
-/// Wrong usage or configuration.
-const USAGE: u8 = 2;
-/// Done, but rollouts failed or are still open.
-const INCOMPLETE: u8 = 3;
-
-impl Failure {
-    fn code(&self) -> ExitCode {
-        ExitCode::from(match self {
-            Self::Usage(_) => USAGE,
-            Self::Failed(_) => FAILED,
-        })
-    }
-
-    fn text(&self) -> &str {
-        match self {
-            Self::Usage(text) | Self::Failed(text) => text,
-        }
-    }
-}
-
-impl From<ConfigError> for Failure {
-    fn from(error: ConfigError) -> Self {
-        Self::Usage(error.to_string())
-    }
-}
-
-impl From<Error> for Failure {
-    fn from(error: Error) -> Self {
-        match error.code() {
-            Code::InvalidArgument => Self::Usage(error.to_string()),
-            _ => Self::Failed(error.to_string()),
-        }
-    }
-}
 
 /// Runs the command of the process's arguments with these servers. Call it first in `main`, before anything starts a thread:
 /// in a process that is to become a Python server it does not return.
@@ -108,14 +56,14 @@ pub fn main_with(servers: Servers, arguments: impl IntoIterator<Item = OsString>
     launch::enter();
     let console = Console::new();
     match parse(arguments) {
-        Ok(Parsed::Command { cli, overrides, head_typed }) => {
-            let ended = start(*cli, overrides, head_typed, servers, &console);
+        Ok(Parsed::Command { cli, overrides, head_url_given }) => {
+            let ended = start(*cli, overrides, head_url_given, servers, &console);
             ended.unwrap_or_else(|failure| {
                 console.line(&format!("error: {}", failure.text()));
                 failure.code()
             })
         }
-        Ok(Parsed::Said(error)) => {
+        Ok(Parsed::Message(error)) => {
             // Help goes to standard output and ends with 0, mistakes to standard error and with 2: clap knows which.
             let _ = error.print();
             ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(USAGE))
@@ -132,14 +80,14 @@ enum Parsed {
         cli: Box<Cli>,
         overrides: Vec<String>,
         /// Whether `--head-url` was typed, and not taken from the environment.
-        head_typed: bool,
+        head_url_given: bool,
     },
     /// Help, the version, or what clap finds wrong.
-    Said(clap::Error),
+    Message(clap::Error),
 }
 
 fn parse(argv: impl IntoIterator<Item = OsString>) -> Result<Parsed, Failure> {
-    let typed = words::translate(argv, &args::valued_options())?;
+    let typed = translation::translate(argv, &options::valued_options())?;
     let program = typed.arguments[0].to_string_lossy().into_owned();
     let command = Cli::command().display_name(program.clone()).bin_name(program);
     let matched = command
@@ -147,17 +95,17 @@ fn parse(argv: impl IntoIterator<Item = OsString>) -> Result<Parsed, Failure> {
         .and_then(|matches| Ok((Box::new(Cli::from_arg_matches(&matches)?), matches)));
     Ok(match matched {
         Ok((cli, matches)) => {
-            let head_typed = matches.subcommand().is_some_and(|(_, matches)| {
+            let head_url_given = matches.subcommand().is_some_and(|(_, matches)| {
                 let known = matches.try_contains_id("head_url").unwrap_or_default();
                 known && matches.value_source("head_url") == Some(clap::parser::ValueSource::CommandLine)
             });
-            Parsed::Command { cli, overrides: typed.overrides, head_typed }
+            Parsed::Command { cli, overrides: typed.overrides, head_url_given }
         }
-        Err(error) => Parsed::Said(error),
+        Err(error) => Parsed::Message(error),
     })
 }
 
-fn start(cli: Cli, overrides: Vec<String>, head_typed: bool, servers: Servers, console: &Console) -> Outcome {
+fn start(cli: Cli, overrides: Vec<String>, head_url_given: bool, servers: Servers, console: &Console) -> Outcome {
     let serves = matches!(cli.command, Command::Run(_));
     console::log_to(console, &cli.shared, serves)?;
     // A thousand connections to each of several servers is usual.
@@ -173,9 +121,9 @@ fn start(cli: Cli, overrides: Vec<String>, head_typed: bool, servers: Servers, c
     let console = console.clone();
     let command = async move {
         match cli.command {
-            Command::Run(args) => run::run(*args, &overrides, head_typed, &servers, &console).await,
-            Command::Collect(args) => collect::collect(*args, &overrides, head_typed, &servers, &console).await,
-            Command::Status(args) => status::status(args, &overrides, head_typed).await,
+            Command::Run(args) => run::run(*args, &overrides, head_url_given, &servers, &console).await,
+            Command::Collect(args) => collect::collect(*args, &overrides, head_url_given, &servers, &console).await,
+            Command::Status(args) => status::status(args, &overrides, head_url_given).await,
             Command::Doctor(args) => doctor::doctor(&args).await,
             Command::Config(args) => config::command(args, &overrides, &servers, &console).await,
             Command::Aliases => aliases::print(),
@@ -199,7 +147,7 @@ mod tests {
     fn command(line: &[&str]) -> (String, Vec<String>) {
         match parsed(line) {
             Parsed::Command { cli, overrides, .. } => (format!("{:?}", cli.command), overrides),
-            Parsed::Said(error) => panic!("{line:?}: {error}"),
+            Parsed::Message(error) => panic!("{line:?}: {error}"),
         }
     }
 
@@ -238,14 +186,14 @@ mod tests {
             (&["rgym", "status"], false),
             (&["rgym", "config", "show"], false),
         ] {
-            let Parsed::Command { head_typed, .. } = parsed(line) else { panic!("{line:?}") };
-            assert_eq!(head_typed, expected, "{line:?}");
+            let Parsed::Command { head_url_given, .. } = parsed(line) else { panic!("{line:?}") };
+            assert_eq!(head_url_given, expected, "{line:?}");
         }
     }
 
     #[test]
     fn a_mistyped_option_is_refused_with_the_nearest_one() {
-        let Parsed::Said(error) = parsed(&["rgym", "collect", "--concurency", "4"]) else { panic!("accepted") };
+        let Parsed::Message(error) = parsed(&["rgym", "collect", "--concurency", "4"]) else { panic!("accepted") };
         assert_eq!(error.exit_code(), 2);
         assert!(error.to_string().contains("--concurrency"), "{error}");
     }

@@ -1,29 +1,29 @@
 //! `rgym run`: starts the servers of a configuration and keeps them until a signal.
 
-use std::ffi::OsString;
-use std::path::PathBuf;
 use std::process::ExitCode;
 
-use gym_client::http::HttpConfig;
+use gym_client::transport::http::HttpConfig;
 use gym_core::World;
 
-use super::args::{RunArgs, Starting};
-use super::config::{Loaded, Need, load, nothing_named};
-use super::console::{self, Console};
-use super::stop::Stop;
-use super::{FAILED, Failure, Outcome, head};
+use crate::cli::args::options::RunArgs;
+use crate::cli::console::{self, Console};
+use crate::cli::exit::{FAILED, Failure, Outcome};
+use crate::cli::setup::configuration::{Need, load, nothing_named};
+use crate::cli::setup::head_server;
+use crate::cli::setup::signals::StopSignals;
+use crate::cli::setup::stack_options::{options, prepare_ucx};
 use crate::stack::{HEAD_NAME, Servers, Stack, StackOptions};
 
 pub(super) async fn run(
     args: RunArgs,
     overrides: &[String],
-    head_typed: bool,
+    head_url_given: bool,
     servers: &Servers,
     console: &Console,
 ) -> Outcome {
     refuse_what_is_not_there_yet(&args)?;
     let serves_head = args.serve.is_empty() || args.serve.iter().any(|name| name == HEAD_NAME);
-    if head_typed && serves_head {
+    if head_url_given && serves_head {
         return Err(Failure::Usage(
             "--head-url names the head of others, but this would serve a head itself\n  fix: name the instances to serve \
              with --serve NAME, or leave --head-url out"
@@ -36,7 +36,7 @@ pub(super) async fn run(
     }
     prepare_ucx(&loaded, console);
     loaded.config.warnings.iter().for_each(|warning| console.warn(warning));
-    let head = head::endpoint(args.head_url.as_deref(), head_typed, overrides, &loaded.config)?;
+    let head = head_server::endpoint(args.head_url.as_deref(), head_url_given, overrides, &loaded.config)?;
     let options = StackOptions {
         head: (!serves_head).then(|| head.clone()),
         only: args.serve,
@@ -45,24 +45,24 @@ pub(super) async fn run(
         ..options(&loaded, &args.starting, console)
     };
     let world = World::real();
-    let stop = Stop::listen()?;
+    let stop = StopSignals::listen()?;
     let stack = tokio::select! {
         biased;
         // What has been started goes with the dropped future.
-        () = stop.orderly.cancelled() => {
+        () = stop.graceful.cancelled() => {
             return Err(Failure::Failed("stopped before everything was ready".to_owned()));
         }
         stack = Box::pin(Stack::start(loaded.config, servers, &world, options)) => stack?,
     };
     announce(&stack, head.as_str());
-    stop.orderly.cancelled().await;
+    stop.graceful.cancelled().await;
     console.line(&format!(
         "stopping: requests under way have up to {:?}; the same signal again stops at once",
         args.stop_grace
     ));
     tokio::select! {
         biased;
-        () = stop.at_once.cancelled() => {
+        () = stop.immediate.cancelled() => {
             console.line("stopped at once; requests under way were broken off");
             Ok(ExitCode::from(FAILED))
         }
@@ -71,37 +71,6 @@ pub(super) async fn run(
             Ok(ExitCode::SUCCESS)
         }
     }
-}
-
-/// Starts this program again with what UCX reads when it is loaded, if the configuration may use it. Nothing is started yet.
-pub(super) fn prepare_ucx(loaded: &Loaded, console: &Console) {
-    if let Some(ladder) = &loaded.config.ladder
-        && let Err(error) = gym_client::launch::prepare_ucx(ladder)
-    {
-        console.warn(format!("this program cannot start itself again with what UCX reads at its load: {error}"));
-    }
-}
-
-/// What a stack of this configuration needs, besides what to serve.
-pub(super) fn options(loaded: &Loaded, starting: &Starting, console: &Console) -> StackOptions {
-    StackOptions {
-        python: loaded.python.as_ref().map(|python| python.path.clone()),
-        python_roots: loaded.roots.clone(),
-        python_env: extra_roots(&loaded.searched),
-        lines: Some(console.lines()),
-        start_timeout: starting.start_timeout,
-        ..StackOptions::default()
-    }
-}
-
-/// NeMo Gym's servers look for prompts and skills where their launcher was told to look.
-fn extra_roots(searched: &[PathBuf]) -> Vec<(String, OsString)> {
-    if searched.is_empty() {
-        return Vec::new();
-    }
-    // A folder with a colon in its name cannot be in such a list, and was not found in one.
-    let list = std::env::join_paths(searched).ok();
-    list.map(|list| ("NEMO_GYM_EXTRA_ROOTS".to_owned(), list)).into_iter().collect()
 }
 
 fn refuse_what_is_not_there_yet(args: &RunArgs) -> Result<(), Failure> {
@@ -119,7 +88,7 @@ fn refuse_what_is_not_there_yet(args: &RunArgs) -> Result<(), Failure> {
 }
 
 fn announce(stack: &Stack, head: &str) {
-    let rows = stack.rows();
+    let rows = stack.servers();
     let table = rows.iter().map(|row| {
         [row.name.clone(), row.kind.clone(), row.implementation.clone(), row.url.clone(), row.runs_as.clone()]
     });

@@ -30,22 +30,22 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 use crate::metrics::{Metrics, RouteMetrics};
-use crate::reply;
+use crate::role::reply;
 
 /// The port that NeMo Gym's tools expect.
 pub const HEAD_PORT: u16 = 11_000;
 
-/// A watcher asks for at most this long a wait; it asks again afterwards.
+/// The longest wait of one `watch` request; the watcher then sends the next.
 const WATCH_WAIT_MAX: Duration = Duration::from_secs(60);
 
-/// Gives the text of `/global_config_dict_yaml` for the servers that live now.
+/// Returns the text of `/global_config_dict_yaml` for the live servers.
 pub type GlobalConfig = Arc<dyn Fn(&[Instance]) -> String + Send + Sync>;
 
 /// The head server's handler. Cheap to clone; clones share the state.
 #[derive(Clone)]
-pub struct HeadServer(Arc<Head>);
+pub struct HeadServer(Arc<HeadState>);
 
-struct Head {
+struct HeadState {
     registry: MemoryRegistry,
     config: GlobalConfig,
     ready: AtomicBool,
@@ -56,22 +56,22 @@ struct Head {
 }
 
 impl HeadServer {
-    /// A head over `registry` that hands out what `config` says. Not ready until [`HeadServer::set_ready`].
+    /// Creates a head server over `registry` that serves the text of `config`. `/health` reports 503 until [`HeadServer::set_ready`].
     #[must_use]
     pub fn new(registry: MemoryRegistry, config: GlobalConfig, world: &World, metrics: Metrics) -> Self {
         let live = Gauge::default();
         metrics.with(|known| known.register("gym_registered_servers", "Servers with a live lease", live.clone()));
         let routes = metrics.route("head_server", "all");
         let start_time = world.now().as_secs_f64();
-        Self(Arc::new(Head { registry, config, ready: AtomicBool::new(false), start_time, metrics, routes, live }))
+        Self(Arc::new(HeadState { registry, config, ready: AtomicBool::new(false), start_time, metrics, routes, live }))
     }
 
-    /// From now on `/health` says that everything asked for serves.
+    /// Reports from now on in `/health` that all servers serve.
     pub fn set_ready(&self) {
         self.0.ready.store(true, Ordering::Release);
     }
 
-    /// The registry behind it.
+    /// Returns the registry.
     #[must_use]
     pub fn registry(&self) -> &MemoryRegistry {
         &self.0.registry
@@ -96,7 +96,7 @@ impl Handler for HeadServer {
     }
 }
 
-impl Head {
+impl HeadState {
     async fn answer(&self, request: Request) -> Result<Response> {
         let cx = &request.context;
         match (request.verb, request.route.path()) {
@@ -109,7 +109,7 @@ impl Head {
             }
             (Verb::Get, "/server_instances") => {
                 let now: Vec<Value> =
-                    self.registry.list(cx).await?.iter().map(|instance| self.in_their_form(instance)).collect();
+                    self.registry.list(cx).await?.iter().map(|instance| self.nemo_gym_instance(instance)).collect();
                 json(&now)
             }
             (Verb::Get, "/registry/instances") => match query(request.route.query().unwrap_or_default(), "name") {
@@ -181,7 +181,7 @@ impl Head {
     }
 
     /// A server as NeMo Gym's `/server_instances` writes it.
-    fn in_their_form(&self, instance: &Instance) -> Value {
+    fn nemo_gym_instance(&self, instance: &Instance) -> Value {
         let label = |name: &str| instance.labels.get(name).map(String::as_str);
         let http = instance.endpoints.iter().find(|endpoint| endpoint.scheme() == "http");
         let (host, port) = http.and_then(|http| http.address().rsplit_once(':')).unwrap_or_default();

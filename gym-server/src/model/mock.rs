@@ -8,7 +8,7 @@ use tokio::task::JoinSet;
 
 /// Answers each request with the next text: an empty one hangs, and each closes its connection.
 #[derive(Debug)]
-pub(super) struct Mock {
+pub(super) struct MockEndpoint {
     url: String,
     requests: Arc<Mutex<Vec<String>>>,
     _server: JoinSet<()>,
@@ -25,7 +25,7 @@ pub(super) fn answer_with(status: u16, headers: &str, body: &str) -> String {
     format!("HTTP/1.1 {status} x\r\n{headers}content-length: {length}\r\nconnection: close\r\n\r\n{body}")
 }
 
-impl Mock {
+impl MockEndpoint {
     pub(super) async fn new(answers: Vec<String>) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}/v1", listener.local_addr().unwrap());

@@ -1,20 +1,14 @@
-//! Model servers: fronts of OpenAI-compatible engines, and one that needs none.
+//! Model servers: proxies of OpenAI-compatible endpoints, and a scripted model that needs no endpoint.
 
-#[cfg(feature = "http")]
-mod direct;
 #[cfg(test)]
 mod mock;
 mod openai;
-mod place;
 mod scripted;
 mod secret;
-#[cfg(feature = "tls")]
-mod secured;
 mod upstream;
-pub(crate) use upstream::Refused;
 mod vllm;
 
 pub use openai::{OpenAiModel, OpenAiModelConfig};
-pub use scripted::{Latency, Policy, ScriptedItem, ScriptedModel, ScriptedModelConfig};
+pub use scripted::{Latency, ScriptedItem, ScriptedModel, ScriptedModelConfig, ScriptedPolicy};
 pub use secret::Secret;
 pub use vllm::{OneOrMany, ReasoningField, VllmModel, VllmModelConfig};

@@ -11,8 +11,8 @@ use serde_json::value::RawValue;
 use serde_json::{Map, Value};
 use tokio::sync::Semaphore;
 
-use super::secret::Secret;
-use super::upstream::{Upstream, UpstreamOptions};
+use crate::model::secret::Secret;
+use crate::model::upstream::{Upstream, UpstreamOptions};
 
 /// The keys of an `openai_model` block; other keys of the block are not this server's.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
@@ -79,7 +79,7 @@ pub struct OpenAiModel {
     model: String,
     extra_body: Arc<[(String, String)]>,
     drop_reasoning: bool,
-    room: Option<Arc<Semaphore>>,
+    permits: Option<Arc<Semaphore>>,
 }
 
 impl OpenAiModel {
@@ -92,25 +92,25 @@ impl OpenAiModel {
         let mut options = UpstreamOptions::new("openai_base_url", key, config.openai_default_headers);
         options.attempts_max = config.max_http_attempts;
         options.backoff_min = std::time::Duration::from_millis(config.retry_backoff_ms);
-        let room = match config.max_concurrent_requests {
+        let permits = match config.max_concurrent_requests {
             Some(0) => return Err(Error::invalid("`max_concurrent_requests` is 0: no request could be made")),
-            room => room.map(|room| Arc::new(Semaphore::new(room.min(Semaphore::MAX_PERMITS)))),
+            permits => permits.map(|permits| Arc::new(Semaphore::new(permits.min(Semaphore::MAX_PERMITS)))),
         };
         Ok(Self {
             upstream: Upstream::new(&config.openai_base_url, &options, world)?,
             model: Value::from(config.openai_model).to_string(),
             extra_body: config.extra_body.into_iter().map(|(key, value)| (key, value.to_string())).collect(),
             drop_reasoning: config.drop_input_reasoning_items,
-            room,
+            permits,
         })
     }
 
     async fn ask(&self, cx: &CallContext, path: &str, body: Bytes, key: &str) -> Result<RawObject> {
-        let _room = match &self.room {
+        let _permit = match &self.permits {
             None => None,
-            Some(room) => Some(
+            Some(permits) => Some(
                 cx.bound(Execution::NotStarted, async {
-                    room.acquire().await.map_err(|_| Error::not_started(Code::Unavailable, "the server is closed"))
+                    permits.acquire().await.map_err(|_| Error::not_started(Code::Unavailable, "the server is closed"))
                 })
                 .await?,
             ),

@@ -1,8 +1,8 @@
-//! A model that is none: answers from a program, for runs without a GPU and without a key.
+//! A stand-in for a model, for runs without a GPU and without a key: a program decides the answers.
 //!
-//! What it answers is decided by a [`Policy`] of the user's program and by a seed. Each request has a source of randomness of
-//! its own, made of the seed and the request's text, so a run gives the same answers whatever its concurrency. Equal requests
-//! get equal answers; repeats of a task differ when the collector adds a seed to each.
+//! The answers depend on a [`ScriptedPolicy`] of the user's program and on a seed. Each request has its own random number
+//! generator, seeded with the seed and the text of the request, so a run gives the same answers at any concurrency. Equal
+//! requests get equal answers; repeats of a task differ if the collector adds a seed to each.
 
 use std::fmt::Write as _;
 use std::sync::Arc;
@@ -14,16 +14,16 @@ use gym_core::{
 use serde::Deserialize;
 use serde_json::Value;
 
-/// Decides what a [`ScriptedModel`] answers.
+/// Decides the answers of a [`ScriptedModel`]. Functions of this signature implement it.
 ///
-/// The request is the body of `/v1/responses` or `/v1/chat/completions`, whichever was called. All randomness must come from
-/// `rng`, or runs will not repeat.
-pub trait Policy: Send + Sync + 'static {
-    /// The items of the answer, in order.
+/// The request is the body of `/v1/responses` or `/v1/chat/completions`. All randomness must come from `rng`; otherwise runs
+/// are not reproducible.
+pub trait ScriptedPolicy: Send + Sync + 'static {
+    /// Returns the items of the answer, in order.
     fn answer(&self, request: &RawObject, rng: &mut fastrand::Rng) -> Vec<ScriptedItem>;
 }
 
-impl<F> Policy for F
+impl<F> ScriptedPolicy for F
 where
     F: Fn(&RawObject, &mut fastrand::Rng) -> Vec<ScriptedItem> + Send + Sync + 'static,
 {
@@ -35,27 +35,27 @@ where
 /// One item of a scripted answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ScriptedItem {
-    /// Thought that is not part of the answer.
+    /// Reasoning before the answer.
     Reasoning(String),
     /// A message of the assistant.
     Message(String),
     /// A call of a tool.
     ToolCall {
-        /// The tool.
+        /// The name of the tool.
         name: String,
-        /// Its arguments, a JSON text (or not, to see what the agent makes of it).
+        /// The arguments: a JSON text, or not, to test an agent.
         arguments: String,
     },
 }
 
 impl ScriptedItem {
-    /// A message.
+    /// Creates a message.
     #[must_use]
     pub fn message(text: impl Into<String>) -> Self {
         Self::Message(text.into())
     }
 
-    /// A tool call with the given arguments, a JSON text.
+    /// Creates a tool call with arguments in JSON.
     #[must_use]
     pub fn tool_call(name: impl Into<String>, arguments: impl Into<String>) -> Self {
         Self::ToolCall { name: name.into(), arguments: arguments.into() }
@@ -73,15 +73,15 @@ impl ScriptedItem {
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(default)]
 pub struct ScriptedModelConfig {
-    /// What the answers' `model` says: a reader of the rollouts must see that no model wrote them.
+    /// The `model` of the answers: a reader of the rollouts must see that no model wrote them. `scripted_model` by default.
     pub model: String,
-    /// Decides the answers, together with the requests.
+    /// The seed of the answers. 0 by default.
     pub seed: u64,
-    /// How long an answer takes, in milliseconds: a number, or `[least, most]`.
+    /// The latency of an answer in milliseconds: a number, or `[minimum, maximum]`. None by default.
     pub latency_ms: Option<Latency>,
-    /// Adds made-up `prompt_token_ids`, `generation_token_ids` and `generation_log_probs` to the last item.
+    /// Adds random `prompt_token_ids`, `generation_token_ids` and `generation_log_probs` to the last item. Off by default.
     pub token_fields: bool,
-    /// How many tokens the made-up generation has; about a quarter of the text's bytes unless given.
+    /// The number of random generation tokens. By default about a quarter of the bytes of the text.
     pub generation_tokens: Option<usize>,
 }
 
@@ -92,13 +92,13 @@ impl Default for ScriptedModelConfig {
     }
 }
 
-/// How long an answer takes.
+/// The latency of an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(untagged)]
 pub enum Latency {
-    /// Always so many milliseconds.
+    /// Always this many milliseconds.
     Fixed(u64),
-    /// At least and at most so many milliseconds.
+    /// Minimum and maximum milliseconds.
     Range(u64, u64),
 }
 
@@ -114,13 +114,21 @@ impl Latency {
     }
 }
 
-/// A model server whose answers a program decides. It is no model, and its answers say so.
+/// A model server whose answers a program decides. It is not a model, and its answers say so.
+///
+/// ```
+/// use gym_core::{RawObject, World};
+/// use gym_server::model::{ScriptedItem, ScriptedModel, ScriptedModelConfig};
+///
+/// let policy = |_: &RawObject, rng: &mut fastrand::Rng| vec![ScriptedItem::message(rng.u32(0..10).to_string())];
+/// let model = ScriptedModel::new(ScriptedModelConfig::default(), &World::real(), policy);
+/// ```
 #[derive(Clone)]
 pub struct ScriptedModel {
     config: ScriptedModelConfig,
     /// The model's name as a JSON text.
     model: String,
-    policy: Arc<dyn Policy>,
+    policy: Arc<dyn ScriptedPolicy>,
     world: World,
 }
 
@@ -131,14 +139,14 @@ impl std::fmt::Debug for ScriptedModel {
 }
 
 impl ScriptedModel {
-    /// A model that answers by `policy`.
+    /// Creates a model that answers by `policy`.
     #[must_use]
-    pub fn new(config: ScriptedModelConfig, world: &World, policy: impl Policy) -> Self {
+    pub fn new(config: ScriptedModelConfig, world: &World, policy: impl ScriptedPolicy) -> Self {
         let model = Value::from(config.model.as_str()).to_string();
         Self { config, model, policy: Arc::new(policy), world: world.clone() }
     }
 
-    /// A model for programs that have no policy: it answers each request with a small number.
+    /// Creates a model that answers each request with a random digit.
     #[must_use]
     pub fn with_default_policy(config: ScriptedModelConfig, world: &World) -> Self {
         Self::new(config, world, |_: &RawObject, rng: &mut fastrand::Rng| {
@@ -146,7 +154,7 @@ impl ScriptedModel {
         })
     }
 
-    async fn decide(&self, cx: &CallContext, request: &RawObject) -> Result<Answer> {
+    async fn decide(&self, cx: &CallContext, request: &RawObject) -> Result<ScriptedAnswer> {
         let mut rng = fastrand::Rng::with_seed(digest(request.text(), self.config.seed));
         let wait = self.config.latency_ms.map_or(Duration::ZERO, |latency| latency.pick(&mut rng));
         // The runtime's shortest sleep is a millisecond.
@@ -164,10 +172,10 @@ impl ScriptedModel {
         let written = items.iter().map(ScriptedItem::length).sum::<usize>();
         let output_tokens = self.config.generation_tokens.unwrap_or(written / 4 + 1);
         let id = format!("{:032x}", rng.u128(..));
-        Ok(Answer { id, items, input_tokens, output_tokens, created: self.world.now().as_secs(), rng })
+        Ok(ScriptedAnswer { id, items, input_tokens, output_tokens, created: self.world.now().as_secs(), rng })
     }
 
-    fn token_fields(&self, answer: &mut Answer, text: &mut String) {
+    fn token_fields(&self, answer: &mut ScriptedAnswer, text: &mut String) {
         if !self.config.token_fields {
             return;
         }
@@ -178,7 +186,7 @@ impl ScriptedModel {
     }
 }
 
-struct Answer {
+struct ScriptedAnswer {
     /// 32 hexadecimal digits.
     id: String,
     items: Vec<ScriptedItem>,

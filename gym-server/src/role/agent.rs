@@ -1,54 +1,59 @@
-//! An agent server behind the seam: `/run`, `/v1/responses` and `/aggregate_metrics`.
+//! The agent role: `/run`, `/v1/responses` and `/aggregate_metrics`.
 
-use std::sync::Arc;
+use async_trait::async_trait;
+use gym_core::{AgentServer, CallContext, RawObject, Response, Result, ServerKind, SessionId, Verb};
 
-use futures_util::future::BoxFuture;
-use gym_core::{AgentServer, Handler, Request, Response, Result, ServerKind, Verb};
+use crate::role::reply;
+use crate::role::route::{RoleRequest, RoleSpec};
 
-use super::{Call, Role, RoleServer, Site, Trade};
-use crate::reply;
+pub(super) const SPEC: RoleSpec =
+    RoleSpec { kind: ServerKind::Agent, routes: &["/run", "/v1/responses", "/aggregate_metrics"], sessions: true };
 
-/// Serves an [`AgentServer`].
-#[derive(Clone, Debug)]
-pub struct Agent(Arc<dyn Handler>);
+/// An [`AgentServer`] as an object, so that what surrounds it is compiled once and not once per implementation.
+#[async_trait]
+trait DynAgentServer: Send + Sync + 'static {
+    async fn run(&self, cx: &CallContext, session: &SessionId, row: &RawObject) -> Result<Response>;
+    async fn responses(&self, cx: &CallContext, session: &SessionId, body: &RawObject) -> Result<Response>;
+    async fn aggregate_metrics(&self, cx: &CallContext, session: &SessionId, body: &RawObject) -> Result<Response>;
+}
 
-impl Agent {
-    /// Serves `server` at `site`.
-    #[must_use]
-    pub fn new<S: AgentServer>(server: S, site: &Site) -> Self {
-        Self(Arc::new(RoleServer::new(&TRADE, Box::new(AgentRole(server)), site)))
+#[async_trait]
+impl<S: AgentServer> DynAgentServer for S {
+    async fn run(&self, cx: &CallContext, session: &SessionId, row: &RawObject) -> Result<Response> {
+        AgentServer::run(self, cx, session, row).await
+    }
+
+    async fn responses(&self, cx: &CallContext, session: &SessionId, body: &RawObject) -> Result<Response> {
+        AgentServer::responses(self, cx, session, body).await
+    }
+
+    async fn aggregate_metrics(&self, cx: &CallContext, session: &SessionId, body: &RawObject) -> Result<Response> {
+        AgentServer::aggregate_metrics(self, cx, session, body).await
     }
 }
 
-impl Handler for Agent {
-    fn handle(&self, request: Request) -> BoxFuture<'static, Result<Response>> {
-        self.0.handle(request)
+pub(super) struct AgentRole(Box<dyn DynAgentServer>);
+
+impl AgentRole {
+    pub(super) fn new(agent: impl AgentServer) -> Self {
+        Self(Box::new(agent))
     }
-}
 
-const TRADE: Trade =
-    Trade { kind: ServerKind::Agent, routes: &["/run", "/v1/responses", "/aggregate_metrics"], sessions: true };
-
-struct AgentRole<S>(S);
-
-impl<S: AgentServer> Role for AgentRole<S> {
-    fn answer<'a>(&'a self, call: &'a Call) -> BoxFuture<'a, Result<Response>> {
-        Box::pin(async move {
-            match call.what() {
-                (Verb::Post, "/run" | "/v1/responses" | "/aggregate_metrics") => {}
-                (_, "/run" | "/v1/responses" | "/aggregate_metrics") => return Ok(reply::method_not_allowed("POST")),
-                _ => return Ok(reply::not_found()),
-            }
-            let body = match reply::object(&call.message) {
-                Ok(body) => body,
-                Err(response) => return Ok(response),
-            };
-            let (cx, session) = (&call.context, &call.session);
-            match call.path() {
-                "/run" => self.0.run(cx, session, &body).await,
-                "/v1/responses" => self.0.responses(cx, session, &body).await,
-                _ => self.0.aggregate_metrics(cx, session, &body).await,
-            }
-        })
+    pub(super) async fn respond(&self, request: &RoleRequest) -> Result<Response> {
+        match request.target() {
+            (Verb::Post, "/run" | "/v1/responses" | "/aggregate_metrics") => {}
+            (_, "/run" | "/v1/responses" | "/aggregate_metrics") => return Ok(reply::method_not_allowed("POST")),
+            _ => return Ok(reply::not_found()),
+        }
+        let body = match reply::object(&request.message) {
+            Ok(body) => body,
+            Err(response) => return Ok(response),
+        };
+        let (cx, session) = (&request.context, &request.session);
+        match request.path() {
+            "/run" => self.0.run(cx, session, &body).await,
+            "/v1/responses" => self.0.responses(cx, session, &body).await,
+            _ => self.0.aggregate_metrics(cx, session, &body).await,
+        }
     }
 }

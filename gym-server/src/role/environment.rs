@@ -1,51 +1,52 @@
-//! An environment server behind the seam: what a collector talks to.
+//! The environment role, which a collector calls: `/run` and `/aggregate_metrics`.
 
-use std::sync::Arc;
+use async_trait::async_trait;
+use gym_core::{CallContext, EnvironmentServer, RawObject, Response, Result, ServerKind, Verb};
 
-use futures_util::future::BoxFuture;
-use gym_core::{EnvironmentServer, Handler, Request, Response, Result, ServerKind, Verb};
+use crate::role::reply;
+use crate::role::route::{RoleRequest, RoleSpec};
 
-use super::{Call, Role, RoleServer, Site, Trade};
-use crate::reply;
+pub(super) const SPEC: RoleSpec =
+    RoleSpec { kind: ServerKind::Environment, routes: &["/run", "/aggregate_metrics"], sessions: false };
 
-/// Serves an [`EnvironmentServer`]. It has no session of its own: cookies pass through it.
-#[derive(Clone, Debug)]
-pub struct Environment(Arc<dyn Handler>);
+/// An [`EnvironmentServer`] as an object.
+#[async_trait]
+trait DynEnvironmentServer: Send + Sync + 'static {
+    async fn run(&self, cx: &CallContext, row: &RawObject) -> Result<Response>;
+    async fn aggregate_metrics(&self, cx: &CallContext, body: &RawObject) -> Result<Response>;
+}
 
-impl Environment {
-    /// Serves `server` at `site`.
-    #[must_use]
-    pub fn new<S: EnvironmentServer>(server: S, site: &Site) -> Self {
-        Self(Arc::new(RoleServer::new(&TRADE, Box::new(EnvironmentRole(server)), site)))
+#[async_trait]
+impl<S: EnvironmentServer> DynEnvironmentServer for S {
+    async fn run(&self, cx: &CallContext, row: &RawObject) -> Result<Response> {
+        EnvironmentServer::run(self, cx, row).await
+    }
+
+    async fn aggregate_metrics(&self, cx: &CallContext, body: &RawObject) -> Result<Response> {
+        EnvironmentServer::aggregate_metrics(self, cx, body).await
     }
 }
 
-impl Handler for Environment {
-    fn handle(&self, request: Request) -> BoxFuture<'static, Result<Response>> {
-        self.0.handle(request)
+pub(super) struct EnvironmentRole(Box<dyn DynEnvironmentServer>);
+
+impl EnvironmentRole {
+    pub(super) fn new(environment: impl EnvironmentServer) -> Self {
+        Self(Box::new(environment))
     }
-}
 
-const TRADE: Trade = Trade { kind: ServerKind::Environment, routes: &["/run", "/aggregate_metrics"], sessions: false };
-
-struct EnvironmentRole<S>(S);
-
-impl<S: EnvironmentServer> Role for EnvironmentRole<S> {
-    fn answer<'a>(&'a self, call: &'a Call) -> BoxFuture<'a, Result<Response>> {
-        Box::pin(async move {
-            match call.what() {
-                (Verb::Post, "/run" | "/aggregate_metrics") => {}
-                (_, "/run" | "/aggregate_metrics") => return Ok(reply::method_not_allowed("POST")),
-                _ => return Ok(reply::not_found()),
-            }
-            let body = match reply::object(&call.message) {
-                Ok(body) => body,
-                Err(response) => return Ok(response),
-            };
-            match call.path() {
-                "/run" => self.0.run(&call.context, &body).await,
-                _ => self.0.aggregate_metrics(&call.context, &body).await,
-            }
-        })
+    pub(super) async fn respond(&self, request: &RoleRequest) -> Result<Response> {
+        match request.target() {
+            (Verb::Post, "/run" | "/aggregate_metrics") => {}
+            (_, "/run" | "/aggregate_metrics") => return Ok(reply::method_not_allowed("POST")),
+            _ => return Ok(reply::not_found()),
+        }
+        let body = match reply::object(&request.message) {
+            Ok(body) => body,
+            Err(response) => return Ok(response),
+        };
+        match request.path() {
+            "/run" => self.0.run(&request.context, &body).await,
+            _ => self.0.aggregate_metrics(&request.context, &body).await,
+        }
     }
 }

@@ -1,12 +1,18 @@
-//! Turns an implementation of a role into a handler: sessions, health, metrics, rollout prefixes and error bodies are the same
-//! for all of them and live here.
+//! Serves an implementation of a role: sessions, health, metrics, rollout prefixes and error bodies are the same for all roles.
+//!
+//! ```text
+//!   request ──► RoleServer: incarnation ▸ session ▸ health, metrics ──► agent · environment · model · resources
+//!                   reply ◄── error bodies, session cookie ◄───────────────┘ (one call of the implementation)
+//! ```
 
 mod agent;
+pub(crate) mod dialect;
 mod environment;
-mod harness;
-mod model;
+pub(crate) mod model;
+pub(crate) mod reply;
 mod resources;
-mod stream;
+pub(crate) mod route;
+pub(crate) mod settings;
 
 use std::fmt;
 use std::panic::AssertUnwindSafe;
@@ -14,169 +20,224 @@ use std::sync::Arc;
 
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
-use gym_client::{CookieJar, PeerPath, Transports};
+use gym_client::{CookieJar, Transports};
+use gym_core::transport::Fence;
 use gym_core::{
-    CallContext, Error, Handler, Level, Message, Request, Response, Result, Route, ServerKind, SessionId, Verb, World,
+    AgentServer, CallContext, EnvironmentServer, Error, Handler, Incarnation, ModelServer, Request, ResourcesServer,
+    Response, Result, SessionId, Verb, World,
 };
 
-pub use agent::Agent;
-pub use environment::Environment;
-pub use model::Model;
-pub use resources::Resources;
+pub use reply::validation::{ValidationProblem, unprocessable};
+pub use settings::{Seconds, ServerRef};
 
 use crate::metrics::{Metrics, RouteMetrics};
-use crate::reply;
+use crate::role::agent::AgentRole;
+use crate::role::environment::EnvironmentRole;
+use crate::role::model::ModelRole;
+use crate::role::reply::health;
+use crate::role::resources::ResourcesRole;
+use crate::role::route::{RoleRequest, RoleSpec};
 
-/// Peers that `/health` lists: more than a configuration has servers, and few enough for an answer that is asked for often.
-const HEALTH_PEERS_MAX: usize = 64;
-
-/// Under which name a role is served, and what it shares with the other servers of the process.
+/// The name of a server, and what it shares with the other servers of its process.
 #[derive(Clone, Debug)]
-pub struct Site {
+pub struct ServerContext {
     /// The instance's name in the configuration.
     pub name: String,
     /// The implementation's name.
     pub implementation: String,
-    /// Where session ids come from.
+    /// The source of session ids.
     pub world: World,
-    /// Where requests are counted.
+    /// Counts the requests.
     pub metrics: Metrics,
-    /// What its implementation calls others with, if it does: `/health` says how they are reached.
+    /// The transports that the implementation calls other servers with; `/health` reports their peers. `None` if it calls none.
     pub transports: Option<Transports>,
+    /// The incarnation of the instance: requests for another one are rejected, and responses carry it.
+    pub incarnation: Option<Incarnation>,
 }
 
-impl Site {
-    /// A site with metrics of its own.
+impl ServerContext {
+    /// Creates a context with metrics of its own, without transports and incarnation.
     #[must_use]
     pub fn new(name: impl Into<String>, implementation: impl Into<String>, world: &World) -> Self {
         let (name, implementation) = (name.into(), implementation.into());
-        Self { name, implementation, world: world.clone(), metrics: Metrics::new(), transports: None }
+        Self {
+            name,
+            implementation,
+            world: world.clone(),
+            metrics: Metrics::new(),
+            transports: None,
+            incarnation: None,
+        }
     }
 }
 
-/// What a role makes of a request whose session and route are known. An object, so that what surrounds it is compiled once
-/// and not once per implementation.
-pub(crate) trait Role: Send + Sync + 'static {
-    fn answer<'a>(&'a self, call: &'a Call) -> BoxFuture<'a, Result<Response>>;
-}
-
-/// What the implementations of a role have in common.
-pub(crate) struct Trade {
-    /// Which of the four it is.
-    pub(crate) kind: ServerKind,
-    /// The routes it counts separately; anything else is counted as a tool.
-    pub(crate) routes: &'static [&'static str],
-    /// Whether it keeps sessions: a relay passes on those of others.
-    pub(crate) sessions: bool,
-}
-
-/// One request to a role.
-#[derive(Debug)]
-pub(crate) struct Call {
-    pub(crate) verb: Verb,
-    route: Route,
-    pub(crate) context: CallContext,
-    pub(crate) session: SessionId,
-    pub(crate) message: Message,
-}
-
-impl Call {
-    /// What is asked for, for a `match`.
-    pub(crate) fn what(&self) -> (Verb, &str) {
-        (self.verb, self.path())
-    }
-
-    /// The path without a rollout prefix and without a query.
-    pub(crate) fn path(&self) -> &str {
-        without_rollout_prefix(self.route.path())
-    }
-}
-
-/// A role behind the seam. Cheap to clone.
+/// The handler of a role. Cheap to clone; clones share the implementation.
+///
+/// ```
+/// use gym_core::{CallContext, Handler, ModelResponse, Request, ResourcesServer, Result, SessionId, Verdict, World};
+/// use gym_server::role::{RoleServer, ServerContext};
+///
+/// struct AlwaysRight;
+///
+/// impl ResourcesServer for AlwaysRight {
+///     type Task = serde_json::Value;
+///     async fn verify(&self, _: &CallContext, _: &SessionId, _: Self::Task, _: &ModelResponse) -> Result<Verdict> {
+///         Ok(Verdict::correct(true))
+///     }
+/// }
+///
+/// # async fn example() -> Result<()> {
+/// let context = ServerContext::new("always_right", "always_right", &World::real());
+/// let server = RoleServer::resources(AlwaysRight, &context);
+/// let response = server.handle(Request::get(CallContext::default(), "/health")).await?;
+/// # Ok(()) }
+/// ```
 #[derive(Clone)]
-pub(crate) struct RoleServer(Arc<Inner>);
+pub struct RoleServer(Arc<RoleState>);
 
-struct Inner {
-    role: Box<dyn Role>,
-    trade: &'static Trade,
-    site: Site,
+struct RoleState {
+    role: Role,
+    spec: &'static RoleSpec,
+    server: ServerContext,
+    fence: Option<Fence>,
+    /// The name of the session cookie.
     cookie: String,
+    /// The metrics of the routes in `spec`, in their order.
     routes: Vec<RouteMetrics>,
-    others: RouteMetrics,
+    other_routes: RouteMetrics,
+}
+
+/// An enum and not a trait object: the role's part of a request runs in the future that [`RoleServer`] allocates.
+enum Role {
+    Agent(AgentRole),
+    Environment(EnvironmentRole),
+    Model(ModelRole),
+    Resources(ResourcesRole),
+}
+
+impl Role {
+    fn spec(&self) -> &'static RoleSpec {
+        match self {
+            Self::Agent(_) => &agent::SPEC,
+            Self::Environment(_) => &environment::SPEC,
+            Self::Model(_) => &model::SPEC,
+            Self::Resources(_) => &resources::SPEC,
+        }
+    }
+
+    async fn respond(&self, request: &RoleRequest) -> Result<Response> {
+        match self {
+            Self::Agent(role) => role.respond(request).await,
+            Self::Environment(role) => role.respond(request).await,
+            Self::Model(role) => role.respond(request).await,
+            Self::Resources(role) => role.respond(request).await,
+        }
+    }
 }
 
 impl RoleServer {
-    pub(crate) fn new(trade: &'static Trade, role: Box<dyn Role>, site: &Site) -> Self {
-        let routes = trade.routes.iter().map(|route| site.metrics.route(&site.name, route)).collect();
-        let others = site.metrics.route(&site.name, "other");
-        let cookie = token(&format!("{}___{}", site.implementation, site.name));
-        Self(Arc::new(Inner { role, trade, site: site.clone(), cookie, routes, others }))
+    /// Serves an agent: `/run`, `/v1/responses` and `/aggregate_metrics`.
+    #[must_use]
+    pub fn agent(agent: impl AgentServer, context: &ServerContext) -> Self {
+        Self::new(Role::Agent(AgentRole::new(agent)), context)
+    }
+
+    /// Serves an environment server: `/run` and `/aggregate_metrics`. It keeps no sessions and forwards cookies.
+    #[must_use]
+    pub fn environment(environment: impl EnvironmentServer, context: &ServerContext) -> Self {
+        Self::new(Role::Environment(EnvironmentRole::new(environment)), context)
+    }
+
+    /// Serves a model: `/v1/responses` and `/v1/chat/completions`, as events if the client asks for a stream.
+    #[must_use]
+    pub fn model(model: impl ModelServer, context: &ServerContext) -> Self {
+        Self::new(Role::Model(ModelRole::new(model, &context.world)), context)
+    }
+
+    /// Serves a resources server: `/seed_session`, `/verify`, `/close_session`, `/aggregate_metrics`, `/reverify_mode` and a
+    /// route for each tool.
+    #[must_use]
+    pub fn resources(resources: impl ResourcesServer, context: &ServerContext) -> Self {
+        Self::new(Role::Resources(ResourcesRole::new(resources)), context)
+    }
+
+    fn new(role: Role, server: &ServerContext) -> Self {
+        let spec = role.spec();
+        let fence = server.incarnation.map(Fence::new);
+        let routes = spec.routes.iter().map(|route| server.metrics.route(&server.name, route)).collect();
+        let other_routes = server.metrics.route(&server.name, "other");
+        let cookie = cookie_name(&format!("{}___{}", server.implementation, server.name));
+        Self(Arc::new(RoleState { role, spec, server: server.clone(), fence, cookie, routes, other_routes }))
     }
 }
 
 impl fmt::Debug for RoleServer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}({})", self.0.trade.kind, self.0.site.name)
+        write!(f, "{}({})", self.0.spec.kind, self.0.server.name)
     }
 }
 
 impl Handler for RoleServer {
     fn handle(&self, request: Request) -> BoxFuture<'static, Result<Response>> {
-        let inner = Arc::clone(&self.0);
+        let state = Arc::clone(&self.0);
+        if let Some(Err(error)) = state.fence.as_ref().map(|fence| fence.check(&request.context)) {
+            return Box::pin(async move { Err(error) });
+        }
         // Outside of the future, which would hold the request beside the call that is made of it.
-        let session = if inner.trade.sessions { inner.session(&request.context) } else { SessionId::new("") };
+        let session = if state.spec.sessions { state.session(&request.context) } else { SessionId::new("") };
         let Request { verb, route, context, message, .. } = request;
-        let call = Call { verb, route, context, session, message };
-        Box::pin(async move { Ok(inner.answer(&call).await) })
+        let request = RoleRequest { verb, route, context, session, message };
+        Box::pin(async move {
+            let mut response = state.respond(&request).await;
+            if let Some(fence) = &state.fence {
+                fence.mark(&mut response);
+            }
+            Ok(response)
+        })
     }
 }
 
-impl Inner {
-    async fn answer(&self, call: &Call) -> Response {
-        let path = call.path();
-        match (call.verb, path) {
-            (Verb::Get | Verb::Head, "/" | "/livez" | "/readyz" | "/healthz" | "/health") => return self.health(path),
-            (Verb::Get | Verb::Head, "/metrics") => return reply::metrics(&self.site.metrics),
+impl RoleState {
+    async fn respond(&self, request: &RoleRequest) -> Response {
+        let path = request.path();
+        match (request.verb, path) {
+            (Verb::Get | Verb::Head, "/" | "/livez" | "/readyz" | "/healthz") => return reply::ok(),
+            (Verb::Get | Verb::Head, "/health") => return self.health(),
+            (Verb::Get | Verb::Head, "/metrics") => return reply::metrics(&self.server.metrics),
             _ => {}
         }
-        let metrics =
-            self.trade.routes.iter().position(|route| *route == path).map_or(&self.others, |at| &self.routes[at]);
+        let route = self.spec.routes.iter().position(|route| *route == path);
+        let metrics = route.map_or(&self.other_routes, |index| &self.routes[index]);
         let counted = metrics.begin();
-        let answered = AssertUnwindSafe(self.role.answer(call)).catch_unwind().await;
-        let mut response = match answered {
+        let responded = AssertUnwindSafe(self.role.respond(request)).catch_unwind().await;
+        let mut response = match responded {
             Ok(Ok(response)) => response,
             Ok(Err(error)) => {
-                tracing::debug!(server = self.site.name, path, %error, "answered with an error");
+                tracing::debug!(server = self.server.name, path, %error, "answered with an error");
                 reply::of_error(&error)
             }
             Err(panic) => {
-                let what = panic_text(&*panic);
-                tracing::error!(server = self.site.name, path, what, "a handler panicked");
-                reply::of_error(&Error::internal(format!("the handler panicked: {what}")))
+                let message = panic_message(&*panic);
+                tracing::error!(server = self.server.name, path, message, "a handler panicked");
+                reply::of_error(&Error::internal(format!("the handler panicked: {message}")))
             }
         };
-        if self.trade.sessions {
+        if self.spec.sessions {
             // On every answer, because clients carry only the cookies of the last one forward.
             let attributes = "; path=/; Max-Age=1209600; httponly; samesite=lax";
-            let value = [&self.cookie, "=", call.session.as_str(), attributes].concat();
+            let value = [&self.cookie, "=", request.session.as_str(), attributes].concat();
             response.metadata.push("set-cookie", value);
         }
         counted.finish(&response);
         response
     }
 
-    fn health(&self, path: &str) -> Response {
-        if path != "/health" {
-            return reply::ok();
-        }
-        let in_flight: i64 = self.routes.iter().chain([&self.others]).map(RouteMetrics::in_flight).sum();
-        let peers = self.site.transports.as_ref().map(Transports::paths).unwrap_or_default();
-        // Those in this process are no news.
-        let peers = peers.into_iter().filter(|peer| peer.level != Some(Level::InProcess));
-        let peers: Vec<PeerPath> = peers.take(HEALTH_PEERS_MAX).collect();
+    fn health(&self) -> Response {
+        let in_flight: i64 = self.routes.iter().chain([&self.other_routes]).map(RouteMetrics::in_flight).sum();
+        let peers = self.server.transports.as_ref().map(Transports::paths).unwrap_or_default();
         let body = serde_json::json!({
-            "status": "ok", "name": self.site.name, "server_type": self.trade.kind.as_str(),
-            "implementation": self.site.implementation, "in_flight": in_flight, "peers": peers,
+            "status": "ok", "name": self.server.name, "server_type": self.spec.kind.as_str(),
+            "implementation": self.server.implementation, "in_flight": in_flight, "peers": health::reports(&peers),
         });
         Response::json(body.to_string())
     }
@@ -186,54 +247,20 @@ impl Inner {
         match CookieJar::find_in_request(&context.metadata, &self.cookie) {
             // Longer ones are not ours, and would be kept in maps.
             Some(id) if !id.is_empty() && id.len() <= 128 => SessionId::new(id),
-            _ => SessionId::new(self.site.world.unique_id()),
+            _ => SessionId::new(self.server.world.unique_id()),
         }
     }
 }
 
-/// Only characters that Python's cookie writer leaves unquoted.
-fn token(text: &str) -> String {
+/// Replaces the characters that Python's cookie writer would quote.
+fn cookie_name(text: &str) -> String {
     text.chars().map(|c| if c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-') { c } else { '-' }).collect()
 }
 
-/// `/ng-rollout/<id>[/training-token-capture]` may stand before any path.
-fn without_rollout_prefix(path: &str) -> &str {
-    let Some(rest) = path.strip_prefix("/ng-rollout/") else { return path };
-    let Some((id, _)) = rest.split_once('/') else { return path };
-    let valid = id.starts_with(|c: char| c.is_ascii_alphanumeric())
-        && id.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-'));
-    if !valid {
-        return path;
-    }
-    let rest = &rest[id.len()..];
-    match rest.strip_prefix("/training-token-capture") {
-        Some(route) if route.starts_with('/') => route,
-        _ => rest,
-    }
-}
-
-fn panic_text(panic: &(dyn std::any::Any + Send)) -> &str {
+fn panic_message(panic: &(dyn std::any::Any + Send)) -> &str {
     panic
         .downcast_ref::<&str>()
         .copied()
         .or_else(|| panic.downcast_ref::<String>().map(String::as_str))
         .unwrap_or("no message")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_rollout_prefix_is_taken_off() {
-        for (path, bare) in [
-            ("/run", "/run"),
-            ("/ng-rollout/3-0-a1/v1/responses", "/v1/responses"),
-            ("/ng-rollout/a.b/training-token-capture/v1/responses", "/v1/responses"),
-            ("/ng-rollout/-x/run", "/ng-rollout/-x/run"),
-            ("/ng-rollout/x", "/ng-rollout/x"),
-        ] {
-            assert_eq!(without_rollout_prefix(path), bare);
-        }
-    }
 }

@@ -1,53 +1,30 @@
-//! A model server behind the seam: `/v1/responses` and `/v1/chat/completions`, streamed on request.
-
-use std::sync::Arc;
+//! The model role: `/v1/responses` and `/v1/chat/completions`, as events if the client asks for a stream.
 
 use async_trait::async_trait;
-use futures_util::future::BoxFuture;
+use bytes::Bytes;
 use gym_core::{
-    CallContext, Error, Handler, Message, ModelResponse, ModelServer, RawObject, Request, Response, Result, ServerKind,
-    SessionId, Status, Verb, World,
+    CallContext, Error, Message, ModelResponse, ModelServer, RawObject, Response, Result, ServerKind, SessionId,
+    Status, Verb, World,
 };
 
-use super::{Call, Role, RoleServer, Site, Trade, harness, stream};
-use crate::model::Refused;
-use crate::params::Dialect;
-use crate::reply;
+use crate::role::dialect::schema::Dialect;
+use crate::role::dialect::{events, harness};
+use crate::role::reply;
+use crate::role::reply::validation::unprocessable;
+use crate::role::route::{RoleRequest, RoleSpec};
 
-/// Serves a [`ModelServer`].
-#[derive(Clone, Debug)]
-pub struct Model(Arc<dyn Handler>);
-
-impl Model {
-    /// Serves `server` at `site`.
-    #[must_use]
-    pub fn new<S: ModelServer>(server: S, site: &Site) -> Self {
-        Self(Arc::new(RoleServer::new(
-            &TRADE,
-            Box::new(ModelRole { server: Box::new(server), world: site.world.clone() }),
-            site,
-        )))
-    }
-}
-
-impl Handler for Model {
-    fn handle(&self, request: Request) -> BoxFuture<'static, Result<Response>> {
-        self.0.handle(request)
-    }
-}
-
-const TRADE: Trade =
-    Trade { kind: ServerKind::Model, routes: &["/v1/responses", "/v1/chat/completions"], sessions: true };
+pub(super) const SPEC: RoleSpec =
+    RoleSpec { kind: ServerKind::Model, routes: &["/v1/responses", "/v1/chat/completions"], sessions: true };
 
 /// A [`ModelServer`] as an object.
 #[async_trait]
-trait AnyModel: Send + Sync + 'static {
+trait DynModelServer: Send + Sync + 'static {
     async fn responses(&self, cx: &CallContext, session: &SessionId, body: &RawObject) -> Result<ModelResponse>;
     async fn chat_completions(&self, cx: &CallContext, session: &SessionId, body: &RawObject) -> Result<RawObject>;
 }
 
 #[async_trait]
-impl<S: ModelServer> AnyModel for S {
+impl<S: ModelServer> DynModelServer for S {
     async fn responses(&self, cx: &CallContext, session: &SessionId, body: &RawObject) -> Result<ModelResponse> {
         ModelServer::responses(self, cx, session, body).await
     }
@@ -57,51 +34,58 @@ impl<S: ModelServer> AnyModel for S {
     }
 }
 
-struct ModelRole {
-    server: Box<dyn AnyModel>,
+pub(super) struct ModelRole {
+    server: Box<dyn DynModelServer>,
     world: World,
 }
 
-impl Role for ModelRole {
-    fn answer<'a>(&'a self, call: &'a Call) -> BoxFuture<'a, Result<Response>> {
-        Box::pin(self.answered(call))
-    }
-}
-
 impl ModelRole {
-    async fn answered(&self, call: &Call) -> Result<Response> {
-        let dialect = match call.what() {
+    pub(super) fn new(model: impl ModelServer, world: &World) -> Self {
+        Self { server: Box::new(model), world: world.clone() }
+    }
+
+    pub(super) async fn respond(&self, request: &RoleRequest) -> Result<Response> {
+        let dialect = match request.target() {
             (Verb::Post, "/v1/responses") => Dialect::Responses,
             (Verb::Post, "/v1/chat/completions") => Dialect::Chat,
             (_, "/v1/responses" | "/v1/chat/completions") => return Ok(reply::method_not_allowed("POST")),
             _ => return Ok(reply::not_found()),
         };
-        let body = match reply::object(&call.message) {
+        let body = match reply::object(&request.message) {
             Ok(body) => body,
             Err(response) => return Ok(response),
         };
         let stream = match body.get("stream") {
             None => false,
             Some(flag) if dialect == Dialect::Chat => flag == "true",
-            Some(flag) => serde_json::from_slice(&flag).is_ok_and(|flag| stream::truthy(&flag)),
+            Some(flag) => serde_json::from_slice(&flag).is_ok_and(|flag| events::truthy(&flag)),
         };
         if stream {
-            return Box::pin(self.streamed(call, dialect, &body)).await;
+            return Box::pin(self.streamed(request, dialect, &body)).await;
         }
         let wrong = dialect.check(&body, &[]);
         if !wrong.is_empty() {
-            return Ok(reply::unprocessable(wrong));
+            return Ok(unprocessable(wrong));
         }
-        match self.complete(call, dialect, &body).await {
+        match self.complete(request, dialect, &body).await {
             Ok(answer) => Ok(Response::json(answer)),
             Err(error) => passed_on(&error).ok_or(error),
         }
     }
 }
 
+/// What an endpoint answered instead of a result: kept as the cause, so that a client of ours sees the endpoint's own status
+/// and words.
+#[derive(Debug, thiserror::Error)]
+#[error("answered {status}")]
+pub(crate) struct EndpointRejection {
+    pub(crate) status: u16,
+    pub(crate) body: Bytes,
+}
+
 /// The endpoint's own refusal, where it is a JSON object: OpenAI's clients find status and `error` as they know them.
 fn passed_on(error: &Error) -> Option<Response> {
-    let refused = std::error::Error::source(error)?.downcast_ref::<Refused>()?;
+    let refused = std::error::Error::source(error)?.downcast_ref::<EndpointRejection>()?;
     RawObject::parse(refused.body.clone()).ok()?;
     let mut response = Response::new(Status(refused.status), Message::json(refused.body.clone()));
     response.metadata.push(gym_core::CODE_METADATA, error.code().as_str());
@@ -110,8 +94,8 @@ fn passed_on(error: &Error) -> Option<Response> {
 }
 
 impl ModelRole {
-    async fn complete(&self, call: &Call, dialect: Dialect, body: &RawObject) -> Result<RawObject> {
-        let (cx, session) = (&call.context, &call.session);
+    async fn complete(&self, request: &RoleRequest, dialect: Dialect, body: &RawObject) -> Result<RawObject> {
+        let (cx, session) = (&request.context, &request.session);
         match dialect {
             Dialect::Responses => Ok(self.server.responses(cx, session, body).await?.0),
             Dialect::Chat => self.server.chat_completions(cx, session, body).await,
@@ -120,28 +104,28 @@ impl ModelRole {
 
     /// The whole answer, replayed as events. A failure of the Responses dialect is an event too; of the chat dialect it is a
     /// status, as long as nothing was promised.
-    async fn streamed(&self, call: &Call, dialect: Dialect, body: &RawObject) -> Result<Response> {
+    async fn streamed(&self, request: &RoleRequest, dialect: Dialect, body: &RawObject) -> Result<Response> {
         let (plain, names) = match dialect {
-            Dialect::Chat => (dialect.without_stream(body)?, harness::Names::default()),
+            Dialect::Chat => (dialect.without_stream(body)?, harness::JoinedNames::default()),
             Dialect::Responses => {
-                let harness::Plain { body, names } = harness::plain(body)?;
+                let harness::PlainRequest { body, names } = harness::plain(body)?;
                 (body, names)
             }
         };
         let wrong = dialect.check(&plain, &[]);
         if !wrong.is_empty() {
-            return Ok(reply::unprocessable(wrong));
+            return Ok(unprocessable(wrong));
         }
-        let answer = self.complete(call, dialect, &plain).await;
+        let answer = self.complete(request, dialect, &plain).await;
         match dialect {
             Dialect::Chat => match answer {
-                Ok(answer) => stream::chat(&answer, stream::wants_usage(body)),
+                Ok(answer) => events::chat(&answer, events::wants_usage(body)),
                 Err(error) => passed_on(&error).ok_or(error),
             },
             Dialect::Responses => {
-                Ok(answer.and_then(|answer| stream::responses(&answer, &names)).unwrap_or_else(|error| {
+                Ok(answer.and_then(|answer| events::responses(&answer, &names)).unwrap_or_else(|error| {
                     tracing::debug!(%error, "a streamed response failed");
-                    stream::responses_failure(&error, &self.world.unique_id())
+                    events::responses_failure(&error, &self.world.unique_id())
                 }))
             }
         }
@@ -149,5 +133,4 @@ impl ModelRole {
 }
 
 #[cfg(test)]
-#[path = "model_tests.rs"]
 mod tests;

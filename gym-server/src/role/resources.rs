@@ -1,39 +1,17 @@
-//! A resources server behind the seam: the session's state and tools, and the verdict spliced into the row.
-
-use std::sync::Arc;
+//! The resources role: the state and tools of a session, and the verdict spliced into the row.
 
 use async_trait::async_trait;
-use futures_util::future::BoxFuture;
 use gym_core::{
-    CallContext, Error, Handler, ModelResponse, RawObject, Request, ResourcesServer, Response, Result, Rope,
-    ServerKind, SessionId, Verb, Verdict,
+    CallContext, Error, ModelResponse, RawObject, ResourcesServer, Response, Result, Rope, ServerKind, SessionId, Verb,
+    Verdict,
 };
 use serde_json::Value;
 
-use super::{Call, Role, RoleServer, Site, Trade};
-use crate::percent;
-use crate::reply::{self, Detail};
+use crate::role::reply;
+use crate::role::reply::validation::{ValidationProblem, unprocessable};
+use crate::role::route::{self, RoleRequest, RoleSpec};
 
-/// Serves a [`ResourcesServer`]: `/seed_session`, `/verify`, `/close_session`, `/aggregate_metrics`, `/reverify_mode` and a
-/// route for each tool.
-#[derive(Clone, Debug)]
-pub struct Resources(Arc<dyn Handler>);
-
-impl Resources {
-    /// Serves `server` at `site`.
-    #[must_use]
-    pub fn new<S: ResourcesServer>(server: S, site: &Site) -> Self {
-        Self(Arc::new(RoleServer::new(&TRADE, Box::new(ResourcesRole(Box::new(server))), site)))
-    }
-}
-
-impl Handler for Resources {
-    fn handle(&self, request: Request) -> BoxFuture<'static, Result<Response>> {
-        self.0.handle(request)
-    }
-}
-
-const TRADE: Trade = Trade {
+pub(super) const SPEC: RoleSpec = RoleSpec {
     kind: ServerKind::Resources,
     routes: &["/seed_session", "/verify", "/close_session", "/aggregate_metrics", "/reverify_mode"],
     sessions: true,
@@ -41,7 +19,7 @@ const TRADE: Trade = Trade {
 
 /// A [`ResourcesServer`] as an object: what is generic about one is only how its task is read.
 #[async_trait]
-trait AnyResources: Send + Sync + 'static {
+trait DynResourcesServer: Send + Sync + 'static {
     async fn seed_session(&self, cx: &CallContext, session: &SessionId, row: &RawObject) -> Result<RawObject>;
     async fn call_tool(&self, cx: &CallContext, session: &SessionId, tool: &str, body: &RawObject) -> Result<Response>;
     async fn verify(
@@ -56,7 +34,7 @@ trait AnyResources: Send + Sync + 'static {
 }
 
 #[async_trait]
-impl<S: ResourcesServer> AnyResources for S {
+impl<S: ResourcesServer> DynResourcesServer for S {
     async fn seed_session(&self, cx: &CallContext, session: &SessionId, row: &RawObject) -> Result<RawObject> {
         ResourcesServer::seed_session(self, cx, session, row).await
     }
@@ -85,17 +63,15 @@ impl<S: ResourcesServer> AnyResources for S {
     }
 }
 
-struct ResourcesRole(Box<dyn AnyResources>);
-
-impl Role for ResourcesRole {
-    fn answer<'a>(&'a self, call: &'a Call) -> BoxFuture<'a, Result<Response>> {
-        Box::pin(self.answered(call))
-    }
-}
+pub(super) struct ResourcesRole(Box<dyn DynResourcesServer>);
 
 impl ResourcesRole {
-    async fn answered(&self, call: &Call) -> Result<Response> {
-        match call.what() {
+    pub(super) fn new(resources: impl ResourcesServer) -> Self {
+        Self(Box::new(resources))
+    }
+
+    pub(super) async fn respond(&self, request: &RoleRequest) -> Result<Response> {
+        match request.target() {
             (Verb::Get, "/reverify_mode") => return Ok(Response::json("\"unknown\"")),
             (verb, "/seed_session" | "/verify" | "/close_session" | "/aggregate_metrics") if verb != Verb::Post => {
                 return Ok(reply::method_not_allowed("POST"));
@@ -103,12 +79,12 @@ impl ResourcesRole {
             (Verb::Post, _) => {}
             _ => return Ok(reply::not_found()),
         }
-        let body = match reply::object(&call.message) {
+        let body = match reply::object(&request.message) {
             Ok(body) => body,
             Err(response) => return Ok(response),
         };
-        let (cx, session) = (&call.context, &call.session);
-        match call.path() {
+        let (cx, session) = (&request.context, &request.session);
+        match request.path() {
             "/seed_session" => self.seed_session(cx, session, &body).await,
             "/verify" => self.verify(cx, session, &body).await,
             "/close_session" => {
@@ -117,9 +93,9 @@ impl ResourcesRole {
                 let reply = RawObject::empty().edit().set("resources_session_id", id).to_rope();
                 Ok(Response::json(reply))
             }
-            "/aggregate_metrics" => crate::aggregate::reply(cx, &body),
+            "/aggregate_metrics" => reply::aggregate::reply(cx, &body),
             tool => {
-                let name = percent::decoded(tool.strip_prefix('/').unwrap_or(tool));
+                let name = route::percent_decoded(tool.strip_prefix('/').unwrap_or(tool));
                 self.0.call_tool(cx, session, &name, &body).await
             }
         }
@@ -142,18 +118,23 @@ impl ResourcesRole {
     }
 
     async fn verify(&self, cx: &CallContext, session: &SessionId, body: &RawObject) -> Result<Response> {
-        let missing: Vec<Detail> = ["responses_create_params", "response"]
+        let missing: Vec<ValidationProblem> = ["responses_create_params", "response"]
             .into_iter()
             .filter(|key| !body.contains(key))
-            .map(|key| Detail::missing(&[key], body.outline().unwrap_or(Value::Null)))
+            .map(|key| ValidationProblem::missing(&[key], body.outline().unwrap_or(Value::Null)))
             .collect();
         if !missing.is_empty() {
-            return Ok(reply::unprocessable(missing));
+            return Ok(unprocessable(missing));
         }
         let Ok(Some(response)) = body.get_object("response") else {
             let kind = "Input should be a valid dictionary or object to extract fields from";
             let input = body.get_as::<Value>("response")?.unwrap_or_default();
-            return Ok(reply::unprocessable(vec![Detail::new("model_attributes_type", &["response"], kind, input)]));
+            return Ok(unprocessable(vec![ValidationProblem::new(
+                "model_attributes_type",
+                &["response"],
+                kind,
+                input,
+            )]));
         };
         let verdict = self.0.verify(cx, session, body, &ModelResponse(response)).await?;
         Ok(Response::json(spliced(body, &verdict, |key| self.0.returns(key))?))

@@ -8,27 +8,28 @@ use std::time::Duration;
 use gym_client::Transports;
 use gym_client::config::{GymConfig, InstanceConfig};
 use gym_client::launch::{ChildHandle, ChildSpec, ChildState, Launcher};
-use gym_client::registry::{KeptLease, keep};
+use gym_client::registry::LeaseKeeper;
 use gym_core::{CallContext, Code, ConnectOptions, Endpoint, Error, InProcess, Incarnation, Registry, Request, Result};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
-use super::{Running, StackOptions, registration};
+use crate::stack::instance::{RunningServer, registration};
+use crate::stack::options::StackOptions;
 
 /// How often a server that is starting is asked whether it answers.
 const POLL_EVERY: Duration = Duration::from_millis(200);
 
 /// The Python servers of a stack.
 #[derive(Debug)]
-pub(super) struct Children {
+pub(super) struct PythonServers {
     launcher: Launcher,
     servers: Vec<(InstanceConfig, Endpoint, ChildHandle)>,
     watchers: JoinSet<()>,
     stop: CancellationToken,
 }
 
-impl Children {
+impl PythonServers {
     /// Starts all of them and waits until each has answered once and is registered.
     pub(super) async fn start(
         config: &GymConfig,
@@ -48,13 +49,13 @@ impl Children {
             builder = builder.lines(Arc::clone(lines));
         }
         let launcher = builder.build().map_err(|error| Error::internal(error.to_string()))?;
-        let mut children =
+        let mut servers =
             Self { launcher, servers: Vec::new(), watchers: JoinSet::new(), stop: CancellationToken::new() };
-        let started = children.start_all(config, instances, &python, options, registry, incarnation).await;
+        let started = servers.start_all(config, instances, &python, options, registry, incarnation).await;
         match started {
-            Ok(()) => Ok(children),
+            Ok(()) => Ok(servers),
             Err(error) => {
-                children.stop(options.stop_grace).await;
+                servers.stop(options.stop_grace).await;
                 Err(error)
             }
         }
@@ -84,8 +85,8 @@ impl Children {
                 ("dir_path".to_owned(), folder.display().to_string()),
                 ("entrypoint".to_owned(), entrypoint.display().to_string()),
             ]);
-            let (tell, told) = watch::channel(false);
-            self.watchers.spawn(watch_over(Watched {
+            let (on_registered, registered) = watch::channel(false);
+            self.watchers.spawn(keep_registered(WatchedServer {
                 instance: instance.clone(),
                 endpoint: endpoint.clone(),
                 child: child.clone(),
@@ -93,17 +94,17 @@ impl Children {
                 registry: Arc::clone(registry),
                 incarnation,
                 stop: self.stop.clone(),
-                ready: tell,
+                ready: on_registered,
             }));
-            ready.push((child.clone(), told));
+            ready.push((child.clone(), registered));
             self.servers.push((instance, endpoint, child));
         }
         let deadline = tokio::time::Instant::now() + options.start_timeout;
-        for (child, mut told) in ready {
+        for (child, mut registered) in ready {
             let mut events = child.events();
             let up = async {
                 loop {
-                    if *told.borrow_and_update() {
+                    if *registered.borrow_and_update() {
                         return Ok(());
                     }
                     if let ChildState::GaveUp(report)
@@ -117,7 +118,7 @@ impl Children {
                     }
                     tokio::select! {
                         biased;
-                        changed = told.changed() => if changed.is_err() {
+                        changed = registered.changed() => if changed.is_err() {
                             return Err(Error::not_started(Code::Unavailable, "it ended while starting"));
                         },
                         _ = events.changed() => {}
@@ -135,13 +136,13 @@ impl Children {
         Ok(())
     }
 
-    pub(super) fn rows(&self) -> impl Iterator<Item = Running> {
+    pub(super) fn running(&self) -> impl Iterator<Item = RunningServer> {
         self.servers.iter().map(|(instance, endpoint, child)| {
             let pid = match &*child.events().borrow() {
                 ChildState::Running { pid, .. } => format!("python (pid {pid})"),
                 _ => "python".to_owned(),
             };
-            Running {
+            RunningServer {
                 name: instance.name.clone(),
                 kind: instance.kind.to_string(),
                 implementation: instance.implementation.clone(),
@@ -197,7 +198,7 @@ fn spec(instance: &InstanceConfig, yaml: &str, python: &Path, folder: &Path, ent
         .env("PYTHONUNBUFFERED", "1")
 }
 
-struct Watched {
+struct WatchedServer {
     instance: InstanceConfig,
     endpoint: Endpoint,
     child: ChildHandle,
@@ -209,9 +210,9 @@ struct Watched {
 }
 
 /// Registers the server while it answers: rollouts fail as unavailable while it is down, and find it again when it is back.
-async fn watch_over(watched: Watched) {
+async fn keep_registered(watched: WatchedServer) {
     let mut events = watched.child.events();
-    let mut lease: Option<KeptLease> = None;
+    let mut lease: Option<LeaseKeeper> = None;
     loop {
         let state = events.borrow_and_update().clone();
         match &state {
@@ -257,7 +258,7 @@ async fn watch_over(watched: Watched) {
 }
 
 /// Waits until the server answers anything, then registers it.
-async fn register(watched: &Watched, pid: u32, incarnation: Incarnation) -> KeptLease {
+async fn register(watched: &WatchedServer, pid: u32, incarnation: Incarnation) -> LeaseKeeper {
     let transports = Transports::from_features(InProcess::new());
     loop {
         let cx = CallContext::within(Duration::from_secs(5));
@@ -271,7 +272,7 @@ async fn register(watched: &Watched, pid: u32, incarnation: Incarnation) -> Kept
                 let mut labels = watched.labels.clone();
                 labels.insert("pid".to_owned(), pid.to_string());
                 let wanted = registration(&watched.instance, vec![watched.endpoint.clone()], incarnation, labels);
-                match keep(Arc::clone(&watched.registry), &cx, wanted).await {
+                match LeaseKeeper::start(Arc::clone(&watched.registry), &cx, wanted).await {
                     Ok(lease) => return lease,
                     Err(error) => {
                         tracing::warn!(server = watched.instance.name, %error, "not registered; trying again")

@@ -1,4 +1,4 @@
-//! The implementations that a program has natively, by kind and name.
+//! The implementations that run in this process, by kind and name.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -6,30 +6,32 @@ use std::sync::Arc;
 
 use gym_client::ServerClient;
 use gym_client::config::InstanceConfig;
-use gym_core::{AgentServer, EnvironmentServer, Error, Handler, ModelServer, ResourcesServer, Result, ServerKind};
+use gym_core::{
+    AgentServer, EnvironmentServer, Error, Fenced, Handler, ModelServer, ResourcesServer, Result, ServerKind,
+};
 use serde::de::DeserializeOwned;
 
 use crate::agent::SimpleAgent;
-use crate::model::{OpenAiModel, Policy, ScriptedModel, VllmModel};
-use crate::relay::Relay;
-use crate::role::{Agent, Environment, Model, Resources, Site};
+use crate::environment::Relay;
+use crate::model::{OpenAiModel, ScriptedModel, ScriptedPolicy, VllmModel};
+use crate::role::{RoleServer, ServerContext};
 
-/// What an implementation is made of: one instance of the configuration.
+/// The input of a factory: one instance of the configuration.
 #[derive(Debug)]
 pub struct Build<'a> {
-    /// Its block.
+    /// The instance's block.
     pub instance: &'a InstanceConfig,
-    /// Where it is served.
-    pub site: &'a Site,
+    /// The name and the shared parts of the server.
+    pub context: &'a ServerContext,
     /// Calls the other servers by name.
     pub client: &'a ServerClient,
 }
 
 impl Build<'_> {
-    /// The block as a type of yours.
+    /// Deserializes the block.
     ///
     /// # Errors
-    /// `InvalidArgument` naming file, line and key of what does not fit.
+    /// `InvalidArgument` with file, line and key of a value that does not fit.
     pub fn settings<T: DeserializeOwned>(&self) -> Result<T> {
         self.instance.settings_as().map_err(|error| Error::invalid(error.to_string()))
     }
@@ -37,8 +39,8 @@ impl Build<'_> {
 
 type Factory = Arc<dyn Fn(&Build<'_>) -> Result<Arc<dyn Handler>> + Send + Sync>;
 
-/// The implementations that a program has natively. A configuration's instance whose implementation is here runs in this
-/// process; one with a Python `entrypoint` runs as a child.
+/// The implementations that run in this process. An instance of the configuration with another implementation needs a Python
+/// `entrypoint`, which runs as a child process.
 ///
 /// ```
 /// use gym_core::{CallContext, ModelResponse, ResourcesServer, Result, SessionId, Verdict};
@@ -66,42 +68,42 @@ pub struct Servers {
 }
 
 impl Servers {
-    /// None at all.
+    /// Creates an empty set.
     #[must_use]
     pub fn none() -> Self {
         Self::default()
     }
 
-    /// The SDK's own: `simple_agent`, the `legacy_agent` relay, `openai_model`, `vllm_model` and `scripted_model`.
+    /// Creates the set that the SDK ships: `simple_agent`, the `legacy_agent` relay, `openai_model`, `vllm_model` and `scripted_model`.
     #[must_use]
     pub fn stock() -> Self {
         Self::none()
             .agent("simple_agent", |build| Ok(SimpleAgent::new(build.settings()?, build.client.clone())))
             .environment("legacy_agent", |build| Ok(Relay::new(build.settings()?, build.client.clone())))
-            .model("openai_model", |build| OpenAiModel::new(build.settings()?, &build.site.world))
-            .model("vllm_model", |build| VllmModel::new(build.settings()?, &build.site.world))
+            .model("openai_model", |build| OpenAiModel::new(build.settings()?, &build.context.world))
+            .model("vllm_model", |build| VllmModel::new(build.settings()?, &build.context.world))
             .model("scripted_model", |build| {
-                Ok(ScriptedModel::with_default_policy(build.settings()?, &build.site.world))
+                Ok(ScriptedModel::with_default_policy(build.settings()?, &build.context.world))
             })
     }
 
-    /// Has `scripted_model` answer by a policy of yours.
+    /// Replaces the policy of `scripted_model`.
     #[must_use]
-    pub fn scripted_policy(self, policy: impl Policy + Clone) -> Self {
+    pub fn scripted_policy(self, policy: impl ScriptedPolicy + Clone) -> Self {
         self.model("scripted_model", move |build| {
-            Ok(ScriptedModel::new(build.settings()?, &build.site.world, policy.clone()))
+            Ok(ScriptedModel::new(build.settings()?, &build.context.world, policy.clone()))
         })
     }
 
-    /// Adds an environment's resources server under an implementation name.
+    /// Adds a resources server under an implementation name.
     #[must_use]
     pub fn resources<S: ResourcesServer>(
         self,
         implementation: &str,
         make: impl Fn(&Build<'_>) -> Result<S> + Send + Sync + 'static,
     ) -> Self {
-        self.handler(ServerKind::Resources, implementation, move |build| {
-            Ok(Arc::new(Resources::new(make(build)?, build.site)))
+        self.role(ServerKind::Resources, implementation, move |build| {
+            Ok(RoleServer::resources(make(build)?, build.context))
         })
     }
 
@@ -112,7 +114,7 @@ impl Servers {
         implementation: &str,
         make: impl Fn(&Build<'_>) -> Result<S> + Send + Sync + 'static,
     ) -> Self {
-        self.handler(ServerKind::Model, implementation, move |build| Ok(Arc::new(Model::new(make(build)?, build.site))))
+        self.role(ServerKind::Model, implementation, move |build| Ok(RoleServer::model(make(build)?, build.context)))
     }
 
     /// Adds an agent server under an implementation name.
@@ -122,7 +124,7 @@ impl Servers {
         implementation: &str,
         make: impl Fn(&Build<'_>) -> Result<S> + Send + Sync + 'static,
     ) -> Self {
-        self.handler(ServerKind::Agent, implementation, move |build| Ok(Arc::new(Agent::new(make(build)?, build.site))))
+        self.role(ServerKind::Agent, implementation, move |build| Ok(RoleServer::agent(make(build)?, build.context)))
     }
 
     /// Adds an environment server under an implementation name.
@@ -132,14 +134,39 @@ impl Servers {
         implementation: &str,
         make: impl Fn(&Build<'_>) -> Result<S> + Send + Sync + 'static,
     ) -> Self {
-        self.handler(ServerKind::Environment, implementation, move |build| {
-            Ok(Arc::new(Environment::new(make(build)?, build.site)))
+        self.role(ServerKind::Environment, implementation, move |build| {
+            Ok(RoleServer::environment(make(build)?, build.context))
         })
     }
 
-    /// Adds any handler, for what the four roles do not cover.
+    /// Adds any handler, for what the four roles do not cover. In a stack, it receives only calls that are meant for its own
+    /// incarnation or name none, as roles do.
     #[must_use]
     pub fn handler(
+        self,
+        kind: ServerKind,
+        implementation: &str,
+        make: impl Fn(&Build<'_>) -> Result<Arc<dyn Handler>> + Send + Sync + 'static,
+    ) -> Self {
+        self.with(kind, implementation, move |build| {
+            let handler = make(build)?;
+            Ok(match build.context.incarnation {
+                Some(incarnation) => Arc::new(Fenced::new(incarnation, handler)),
+                None => handler,
+            })
+        })
+    }
+
+    fn role(
+        self,
+        kind: ServerKind,
+        implementation: &str,
+        make: impl Fn(&Build<'_>) -> Result<RoleServer> + Send + Sync + 'static,
+    ) -> Self {
+        self.with(kind, implementation, move |build| Ok(Arc::new(make(build)?)))
+    }
+
+    fn with(
         mut self,
         kind: ServerKind,
         implementation: &str,
@@ -149,13 +176,13 @@ impl Servers {
         self
     }
 
-    /// Whether the implementation is here.
+    /// Returns `true` if the set has the implementation.
     #[must_use]
     pub fn has(&self, kind: ServerKind, implementation: &str) -> bool {
         self.factories.contains_key(&(kind, implementation.to_owned()))
     }
 
-    /// The implementations of a kind, in alphabetical order.
+    /// Returns the implementations of a kind, in alphabetical order.
     pub fn names(&self, kind: ServerKind) -> impl Iterator<Item = &str> {
         self.factories.keys().filter(move |(known, _)| *known == kind).map(|(_, name)| name.as_str())
     }
@@ -169,5 +196,42 @@ impl Servers {
 impl fmt::Debug for Servers {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_set().entries(self.factories.keys()).finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use gym_client::config::{ConfigLoader, Overrides};
+    use gym_core::{CallContext, Code, INCARNATION_METADATA, Incarnation, Request, Response, handler_fn};
+
+    use super::*;
+    use crate::testing::{TestNetwork, world};
+
+    #[tokio::test]
+    async fn a_handler_that_is_no_role_gets_no_calls_for_another_incarnation() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(
+            folder.path().join("a.yaml"),
+            "echo: {resources_servers: {echo: {entrypoint: app.py, domain: other}}}\n",
+        )
+        .unwrap();
+        let config = ConfigLoader::new(folder.path()).load(&["a.yaml"], &Overrides::default()).unwrap();
+        let context =
+            ServerContext { incarnation: Some(Incarnation(3)), ..ServerContext::new("echo", "echo", &world()) };
+        let build =
+            Build { instance: &config.instances[0], context: &context, client: &TestNetwork::new().client(&[]) };
+        let echo = || handler_fn(|_: Request| async { Ok(Response::json("{}")) });
+        let servers = Servers::none().handler(ServerKind::Resources, "echo", move |_| Ok(Arc::new(echo())));
+        let handler = servers.make(&build).unwrap().unwrap();
+        let call = |incarnation| {
+            let mut cx = CallContext::default();
+            cx.incarnation = incarnation;
+            handler.handle(Request::get(cx, "/"))
+        };
+        for incarnation in [None, Some(Incarnation(3))] {
+            let response = call(incarnation).await.unwrap();
+            assert_eq!(response.metadata.get(INCARNATION_METADATA), Some(Incarnation(3).to_string().as_str()));
+        }
+        assert_eq!(call(Some(Incarnation(2))).await.unwrap_err().code(), Code::Unavailable);
     }
 }

@@ -287,13 +287,13 @@ impl<H: Handler> Handler for AuditedHead<H> {
 
 /// Inside the fence: whatever comes through must be meant for this life.
 #[derive(Debug)]
-pub(crate) struct MeantForUs<H> {
+pub(crate) struct AuditedIncarnation<H> {
     pub(crate) life: Incarnation,
     pub(crate) handler: H,
     pub(crate) audit: Audit,
 }
 
-impl<H: Handler> Handler for MeantForUs<H> {
+impl<H: Handler> Handler for AuditedIncarnation<H> {
     fn handle(&self, request: Request) -> BoxFuture<'static, Result<Response>> {
         if request.context.incarnation != Some(self.life) {
             let meant = request.context.incarnation;

@@ -7,21 +7,25 @@ use std::sync::{Arc, Mutex, Once, PoisonError};
 use std::time::Duration;
 
 use futures_util::stream;
-use gym_client::collect::ledger::{JsonlLedger, Start};
-use gym_client::collect::{Driver, Ended, RolloutRow};
-use gym_client::registry::{RemoteRegistry, keep};
+use gym_client::collect::ledger::{JsonlLedger, OpenMode};
+use gym_client::collect::{Driver, RolloutRow, RunEnd};
+use gym_client::registry::{LeaseKeeper, RemoteRegistry};
 use gym_client::{ServerClient, Transports};
 use gym_core::testing::net::{SimHost, Trace};
 use gym_core::testing::{Faults, FileFault, SimFiles, SimNet};
+use gym_core::transport::serve;
 use gym_core::{
     CallContext, Code, Endpoint, Fenced, Handler, Incarnation, KeyState, Ledger, MemoryRegistry, RawObject,
     Registration, Registry, ServerKind, TaskKey, World,
 };
-use gym_server::{Agent, Environment, HeadServer, Metrics, Relay, RelayConfig, Resources, Site, serve};
+use gym_server::environment::{Relay, RelayConfig};
+use gym_server::head::HeadServer;
+use gym_server::metrics::Metrics;
+use gym_server::role::{RoleServer, ServerContext};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use crate::audit::{Audit, AuditedHead, AuditedLedger, Counts, MeantForUs};
+use crate::audit::{Audit, AuditedHead, AuditedIncarnation, AuditedLedger, Counts};
 use crate::plan::{
     AGENT_RESTART, AGENTS, COLLECTOR, COLLECTOR_CRASH, COLLECTOR_KILL, DISK_FULL, DISK_STALL, DISK_WELL, HEAD,
     HEAD_RESTART, HOSTS, LateCheck, Plan, RELAY, RESOURCES, STOP, SYNC_FAILED, Step,
@@ -232,17 +236,19 @@ impl Deployment {
             RESOURCES => (RESOURCES, 0, ServerKind::Resources),
             agent => ("agent", u32::from(agent == AGENTS[1]), ServerKind::Agent),
         };
-        let (site, registry) = (Site::new(name, "small", &world), Arc::clone(client.registry()));
+        let (context, registry) = (ServerContext::new(name, "small", &world), Arc::clone(client.registry()));
         let Plan { steps, think_max, ttl, .. } = self.plan;
         let handler: Arc<dyn Handler> = match kind {
-            ServerKind::Environment => Arc::new(Environment::new(Relay::new(RelayConfig::new("agent"), client), &site)),
+            ServerKind::Environment => {
+                Arc::new(RoleServer::environment(Relay::new(RelayConfig::new("agent"), client), &context))
+            }
             ServerKind::Resources => {
                 let server = SmallResources { audit: self.audit.clone(), sessions: Arc::default(), steps };
-                Arc::new(Resources::new(server, &site))
+                Arc::new(RoleServer::resources(server, &context))
             }
-            _ => Arc::new(Agent::new(SmallAgent { client, world: world.clone(), steps, think_max }, &site)),
+            _ => Arc::new(RoleServer::agent(SmallAgent { client, world: world.clone(), steps, think_max }, &context)),
         };
-        let handler = MeantForUs { life, handler, audit: self.audit.clone() };
+        let handler = AuditedIncarnation { life, handler, audit: self.audit.clone() };
         let endpoint = self.serve(host, Arc::new(Fenced::new(life, handler)));
         let registration = Registration {
             name: name.to_owned(),
@@ -268,7 +274,7 @@ impl Deployment {
     }
 
     fn client(&self, host: &SimHost) -> ServerClient {
-        let transports = Transports::new().with(Arc::new(host.clone()));
+        let transports = Transports::new().with_connector(Arc::new(host.clone()));
         let head = Endpoint::parse("sim://head/gym").expect("an endpoint");
         let world = self.world(host);
         let registry = RemoteRegistry::new(head, transports.clone(), world.clone());
@@ -292,7 +298,13 @@ async fn audit_leases(audit: Audit, registry: Arc<Mutex<MemoryRegistry>>) {
 
 async fn stay_registered(registry: Arc<dyn Registry>, registration: Registration) {
     loop {
-        match keep(Arc::clone(&registry), &CallContext::within(Duration::from_secs(5)), registration.clone()).await {
+        match LeaseKeeper::start(
+            Arc::clone(&registry),
+            &CallContext::within(Duration::from_secs(5)),
+            registration.clone(),
+        )
+        .await
+        {
             Ok(_kept) => std::future::pending().await,
             Err(_) => tokio::time::sleep(Duration::from_millis(500)).await,
         }
@@ -349,7 +361,7 @@ impl Collector {
     /// How many rollouts are still open; none when that is not known.
     async fn once(&self) -> Option<usize> {
         let cx = CallContext::within(Duration::from_secs(120));
-        let opened = JsonlLedger::open(&cx, Arc::new(self.files.clone()), OUTPUT, Start::Resume).await;
+        let opened = JsonlLedger::open(&cx, Arc::new(self.files.clone()), OUTPUT, OpenMode::Resume).await;
         let (ledger, opened) = match opened {
             Ok(opened) => opened,
             Err(error) => {
@@ -380,7 +392,7 @@ impl Collector {
         let closed = ledger.ledger.close(&cx).await;
         self.net.note(COLLECTOR, format_args!("closes the ledger: {closed:?}"));
         match ended {
-            Ok(Ended::Exhausted | Ended::Stopped) => {}
+            Ok(RunEnd::Exhausted | RunEnd::Stopped) => {}
             Err(_) => return None,
         }
         let open = |state| matches!(state, KeyState::Open { failures } if failures < self.plan.options.attempts_max);

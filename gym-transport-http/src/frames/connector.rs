@@ -10,16 +10,16 @@ use gym_core::{CallContext, Channel, Code, ConnectOptions, Connector, Endpoint, 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 
-use super::config::FramesConfig;
-use super::link::open;
-use super::outbox::FramesOutbox;
-use super::pool::LandingPool;
-use super::socket::Socket;
-use super::{FRAMES_SCHEME, UNIX_SCHEME};
-use crate::connector::parse;
-use crate::head::{HEAD_BYTES_MAX, HEADERS_MAX};
-use crate::headers::is_value;
-use crate::pool::connect_stream;
+use crate::frames::buffers::ReceiveBufferPool;
+use crate::frames::config::FramesConfig;
+use crate::frames::connection::calling::open;
+use crate::frames::connection::send_queue::FrameSendQueue;
+use crate::frames::connection::socket::Socket;
+use crate::frames::{FRAMES_SCHEME, UNIX_SCHEME};
+use crate::wire::address::parse;
+use crate::wire::head::{HEAD_BYTES_MAX, HEADERS_MAX};
+use crate::wire::headers::is_value;
+use crate::wire::socket::connect;
 
 /// What an HTTP connection is upgraded to.
 pub(crate) const UPGRADE: &str = "gym-frames/1";
@@ -42,7 +42,7 @@ const SWITCHING_PROTOCOLS: u16 = 101;
 pub struct FramesConnector {
     scheme: &'static str,
     config: FramesConfig,
-    pool: Arc<LandingPool>,
+    pool: Arc<ReceiveBufferPool>,
 }
 
 impl FramesConnector {
@@ -59,11 +59,11 @@ impl FramesConnector {
     }
 
     fn new(scheme: &'static str, config: FramesConfig) -> Self {
-        let pool = LandingPool::new(config.pool_bytes_max);
+        let pool = ReceiveBufferPool::new(config.pool_bytes_max);
         Self { scheme, config, pool }
     }
 
-    async fn open(&self, to: &Endpoint) -> Result<MuxLink<FramesOutbox>> {
+    async fn open(&self, to: &Endpoint) -> Result<MuxLink<FrameSendQueue>> {
         let path = PathInfo::new(self.scheme, to.address(), true);
         let (socket, already) = if self.scheme == UNIX_SCHEME {
             let stream = UnixStream::connect(to.address()).await.map_err(refused)?;
@@ -85,6 +85,10 @@ impl fmt::Debug for FramesConnector {
 impl Connector for FramesConnector {
     fn scheme(&self) -> &'static str {
         self.scheme
+    }
+
+    fn transports(&self) -> Vec<gym_core::Transport> {
+        vec![gym_core::Transport::HTTP]
     }
 
     async fn connect(&self, cx: &CallContext, to: &Endpoint, options: &ConnectOptions) -> Result<Channel> {
@@ -118,7 +122,7 @@ async fn upgrade(to: &Endpoint) -> Result<(Socket, Bytes)> {
     if !is_value(host) {
         return Err(Error::invalid(format!("`{to}` has a host that no HTTP request can name")));
     }
-    let mut stream = connect_stream(&address).await?;
+    let mut stream = connect(&address).await?;
     let question = format!("GET {ROUTE} HTTP/1.1\r\nhost: {host}\r\nconnection: upgrade\r\nupgrade: {UPGRADE}\r\n\r\n");
     stream.write_all(question.as_bytes()).await.map_err(broken)?;
     let mut answer = BytesMut::new();

@@ -13,11 +13,11 @@ use tokio::sync::Semaphore;
 use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
 
-use super::UNIX_SCHEME;
-use super::config::FramesConfig;
-use super::serve::{Hall, serve};
-use super::socket::Socket;
-use crate::listener::EXHAUSTED_PAUSE;
+use crate::frames::UNIX_SCHEME;
+use crate::frames::config::FramesConfig;
+use crate::frames::connection::answering::{ListenerState, serve};
+use crate::frames::connection::socket::Socket;
+use crate::wire::socket::ACCEPT_RETRY_DELAY;
 
 /// Tells apart the listeners that this process makes at the same time.
 static DRAFTS: AtomicU32 = AtomicU32::new(0);
@@ -35,7 +35,7 @@ pub struct UnixListener {
     /// Device and file number of our own socket.
     identity: (u64, u64),
     endpoints: [Endpoint; 1],
-    hall: Hall,
+    state: ListenerState,
 }
 
 impl UnixListener {
@@ -55,7 +55,13 @@ fn claim(path: PathBuf, config: FramesConfig) -> Result<UnixListener, (PathBuf, 
     match listen(&path) {
         Ok((listener, identity, endpoint)) => {
             let calls = Arc::new(Semaphore::new(Semaphore::MAX_PERMITS));
-            Ok(UnixListener { listener, path, identity, endpoints: [endpoint], hall: Hall::new(config, calls) })
+            Ok(UnixListener {
+                listener,
+                path,
+                identity,
+                endpoints: [endpoint],
+                state: ListenerState::new(config, calls),
+            })
         }
         Err(error) => Err((path, error)),
     }
@@ -135,12 +141,12 @@ impl Listener for UnixListener {
                     let pid = stream.peer_cred().ok().and_then(|cred| cred.pid());
                     let address = pid.map_or_else(|| "local process".to_owned(), |pid| format!("process {pid}"));
                     let peer = PeerInfo { address: address.into() };
-                    return Ok(Box::new(UnixIncoming { stream, peer, hall: self.hall.clone() }));
+                    return Ok(Box::new(UnixIncoming { stream, peer, state: self.state.clone() }));
                 }
                 Err(error) => {
                     // Out of descriptors or memory, or the peer gave up: neither ends the listener.
-                    tracing::warn!(%error, "no new connections for {EXHAUSTED_PAUSE:?}");
-                    sleep(EXHAUSTED_PAUSE).await;
+                    tracing::warn!(%error, "no new connections for {ACCEPT_RETRY_DELAY:?}");
+                    sleep(ACCEPT_RETRY_DELAY).await;
                 }
             }
         }
@@ -152,7 +158,7 @@ impl Listener for UnixListener {
 pub struct UnixIncoming {
     stream: UnixStream,
     peer: PeerInfo,
-    hall: Hall,
+    state: ListenerState,
 }
 
 #[async_trait]
@@ -163,7 +169,7 @@ impl Incoming for UnixIncoming {
 
     async fn serve(self: Box<Self>, handler: Arc<dyn Handler>, drain: CancellationToken) -> Result<()> {
         let about = format!("serve {}", self.peer.address);
-        serve(Socket::Unix(self.stream), &[], self.hall, handler, self.peer, drain)
+        serve(Socket::Unix(self.stream), &[], self.state, handler, self.peer, drain)
             .await
             .map_err(|error| error.about(about))
     }

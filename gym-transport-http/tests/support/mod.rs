@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gym_core::{CallContext, Channel, ConnectOptions, Connector, Endpoint, Handler, Listener};
-use gym_transport_http::{HttpConfig, HttpConnector, HttpListener};
+use gym_transport_http::http1::{HttpConfig, HttpConnector, HttpListener};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::sync::watch;

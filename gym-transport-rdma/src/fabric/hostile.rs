@@ -1,4 +1,4 @@
-//! What a peer can do that speaks UCX but not our language: messages made by hand, sent from a bare worker to a fabric.
+//! Hostile peers that speak UCX but not our protocol: handmade messages, sent from a bare worker to a fabric.
 
 use std::io::Write;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -9,8 +9,8 @@ use bytes::Bytes;
 use gym_core::Result;
 use tokio::time::Instant;
 
-use super::wire::{Kind, MESSAGE_ID, Prefix, hello};
-use super::*;
+use crate::fabric::protocol::prefix::{MESSAGE_ID, MessageKind, MessagePrefix, hello};
+use crate::fabric::*;
 use crate::sys::LoadOptions;
 use crate::ucx::{Arrival, Context, Endpoint, EndpointKey, HEADER_ROOM, Others, Outgoing, Protocol, Receiver, Worker};
 
@@ -20,8 +20,8 @@ fn fabric() -> Option<Fabric> {
     open(FabricOptions {
         transports: Some("posix,cma,self".to_owned()),
         unsent_max: 64,
-        held_max: 8,
-        held_bytes_max: 10_000,
+        reorder_max: 8,
+        reorder_bytes_max: 10_000,
         ..FabricOptions::default()
     })
 }
@@ -41,10 +41,10 @@ fn open(options: FabricOptions) -> Option<Fabric> {
 #[derive(Default)]
 struct Seen {
     messages: AtomicUsize,
-    end: Mutex<Option<End>>,
+    end: Mutex<Option<CloseReason>>,
 }
 
-impl PeerEvents for Seen {
+impl ConnectionEvents for Seen {
     fn opened(&self, _: &Connection, _: &Lanes) {}
 
     fn message(&self, _: &[u8], _: Payload<'_>) -> Result<Disposition> {
@@ -54,7 +54,7 @@ impl PeerEvents for Seen {
 
     fn landed(&self, _: u64, _: Bytes) {}
 
-    fn ended(&self, why: End) {
+    fn ended(&self, why: CloseReason) {
         *self.end.lock().unwrap() = Some(why);
     }
 }
@@ -63,7 +63,7 @@ impl Seen {
     /// Whether the connection was lost for a reason with these words.
     fn lost(&self, said: &str) -> bool {
         match &*self.end.lock().unwrap() {
-            Some(End::Lost(error)) => {
+            Some(CloseReason::Lost(error)) => {
                 assert!(error.to_string().contains(said), "{error}");
                 true
             }
@@ -79,16 +79,16 @@ impl Receiver for Deaf {
     fn receive(&self, _: &[u8], _: Arrival<'_>, _: Option<EndpointKey>) {}
 }
 
-/// A bare worker that has an endpoint to a berth of the fabric.
+/// A bare worker that has an endpoint to a peer worker of the fabric.
 struct Intruder {
     worker: std::rc::Rc<Worker>,
     endpoint: Endpoint,
-    berth: Option<Berth>,
+    peer_worker: Option<PeerWorker>,
 }
 
 fn bare_worker(transports: &str) -> std::rc::Rc<Worker> {
     let settings = [("TLS", transports), ("NET_DEVICES", "lo")];
-    // As a berth has it: a worker counts the places of another's queue with its own number.
+    // As a peer worker has it: a worker counts the slots of another's queue with its own number.
     let queue = transports.contains("posix").then_some(("MM_FIFO_SIZE", "64"));
     let settings = settings.into_iter().chain(queue).map(|(name, value)| (name.to_owned(), value.to_owned()));
     let settings: Vec<_> = settings.collect();
@@ -101,22 +101,22 @@ fn bare_worker(transports: &str) -> std::rc::Rc<Worker> {
 /// Before UCX's own in an address.
 const PREFIX: [u8; 5] = [1, 0, 0, 0, 0];
 
-fn berth(fabric: &Fabric) -> Berth {
+fn peer_worker(fabric: &Fabric) -> PeerWorker {
     let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-    runtime.block_on(fabric.berth(SOON)).unwrap()
+    runtime.block_on(fabric.peer_worker(SOON)).unwrap()
 }
 
 impl Intruder {
     fn new(fabric: &Fabric) -> Self {
-        let (worker, berth) = (bare_worker("posix,cma,self"), berth(fabric));
-        let endpoint = Endpoint::to_worker(&worker, &berth.address()[PREFIX.len()..], |_| {}).unwrap();
-        Self { worker, endpoint, berth: Some(berth) }
+        let (worker, peer_worker) = (bare_worker("posix,cma,self"), peer_worker(fabric));
+        let endpoint = Endpoint::to_worker(&worker, &peer_worker.address()[PREFIX.len()..], |_| {}).unwrap();
+        Self { worker, endpoint, peer_worker: Some(peer_worker) }
     }
 
     fn over_tcp(fabric: &Fabric) -> Self {
         let worker = bare_worker("tcp");
         let endpoint = Endpoint::to_socket(&worker, fabric.listen_address().unwrap(), |_| {}).unwrap();
-        Self { worker, endpoint, berth: None }
+        Self { worker, endpoint, peer_worker: None }
     }
 
     /// Sends it, and waits until UCX has let it go.
@@ -146,18 +146,18 @@ impl Intruder {
             (ConnectionId::random(), ConnectionId::random(), Token::random(), Arc::<Seen>::default());
         // Of process 0, whose end is not watched.
         let peer = [&PREFIX, self.worker.address()].concat().into();
-        let alongside = Some(Alongside { berth: self.berth.clone().unwrap(), peer });
-        let expected = Expect { id, token: token.clone(), peer: own, alongside, within: SOON };
+        let shared_memory = Some(WorkerPair { local: self.peer_worker.clone().unwrap(), remote: peer });
+        let expected = Expect { id, token: token.clone(), peer: own, shared_memory, within: SOON };
         let connection = fabric.expect(expected, Arc::<Seen>::clone(&seen)).unwrap();
-        let prefix = Prefix { receiver: id, sequence: 0, kind: Kind::Hello };
+        let prefix = MessagePrefix { receiver: id, sequence: 0, kind: MessageKind::Hello };
         self.send(prefix.encode(&hello(&token, own)), Bytes::new(), Protocol::Eager);
         self.until("it opens", || connection.lanes().is_some());
         (id, connection, seen)
     }
 }
 
-fn message(receiver: ConnectionId, sequence: u64, kind: Kind) -> ([u8; HEADER_ROOM], usize) {
-    Prefix { receiver, sequence, kind }.encode(b"header")
+fn message(receiver: ConnectionId, sequence: u64, kind: MessageKind) -> ([u8; HEADER_ROOM], usize) {
+    MessagePrefix { receiver, sequence, kind }.encode(b"header")
 }
 
 #[test]
@@ -178,17 +178,17 @@ fn rubbish_and_unknown_ids_are_dropped_and_announcements_of_them_refused() {
     }
     // That these end at all is the refusal.
     intruder.send(([0xff; HEADER_ROOM], 100), big.clone(), Protocol::Rendezvous);
-    intruder.send(message(ConnectionId::random(), 0, Kind::Parcel), big, Protocol::Rendezvous);
+    intruder.send(message(ConnectionId::random(), 0, MessageKind::Ordered), big, Protocol::Rendezvous);
     for kind in [
-        Kind::Hello,
-        Kind::Welcome,
-        Kind::Parcel,
-        Kind::Urgent,
-        Kind::Bye,
-        Kind::Gone,
-        Kind::Broken,
-        Kind::Last,
-        Kind::Destroyed,
+        MessageKind::Hello,
+        MessageKind::Welcome,
+        MessageKind::Ordered,
+        MessageKind::Urgent,
+        MessageKind::Close,
+        MessageKind::Closed,
+        MessageKind::Aborted,
+        MessageKind::Finished,
+        MessageKind::WorkerDestroyed,
     ] {
         intruder.send(message(ConnectionId::random(), 0, kind), Bytes::new(), Protocol::Eager);
     }
@@ -203,7 +203,7 @@ fn rubbish_and_unknown_ids_are_dropped_and_announcements_of_them_refused() {
 }
 
 #[test]
-fn messages_of_any_id_from_a_stranger_are_dropped() {
+fn messages_of_any_id_from_an_unidentified_peer_are_dropped() {
     let (transports, devices) = (Some("tcp".to_owned()), Some("lo".to_owned()));
     let listen = Some(([127, 0, 0, 1], 0).into());
     let Some(fabric) = open(FabricOptions { transports, devices, listen, ..FabricOptions::default() }) else { return };
@@ -211,7 +211,7 @@ fn messages_of_any_id_from_a_stranger_are_dropped() {
     for id in [0, 1, 2, 7, 100, 4096, 60_000, 65_535] {
         intruder.send_as(id, ([0; HEADER_ROOM], 8), Bytes::from_static(b"for nobody"), Protocol::Eager);
     }
-    intruder.send(message(ConnectionId::random(), 0, Kind::Hello), Bytes::new(), Protocol::Eager);
+    intruder.send(message(ConnectionId::random(), 0, MessageKind::Hello), Bytes::new(), Protocol::Eager);
     intruder.until("what came behind them is looked at", || fabric.stats().refused_tokens == 1);
 }
 
@@ -222,7 +222,7 @@ fn an_advertised_length_costs_nothing_before_it_is_wanted() {
     let (id, connection, seen) = intruder.introduced(&fabric);
     // Never written, so it is only an address range here, and 8 GiB there if it were believed.
     let huge = untouched_zeros(8 << 30);
-    intruder.send(message(id, 0, Kind::Parcel), huge, Protocol::Rendezvous);
+    intruder.send(message(id, 0, MessageKind::Ordered), huge, Protocol::Rendezvous);
     intruder.until("it is handed up", || seen.messages.load(Ordering::Relaxed) == 1);
     assert_eq!((fabric.pool().stats().fresh, fabric.pool().stats().plain), (0, 0));
     connection.close(Duration::ZERO);
@@ -230,33 +230,33 @@ fn an_advertised_length_costs_nothing_before_it_is_wanted() {
 
 /// Zeros that take no memory.
 fn untouched_zeros(len: usize) -> Bytes {
-    crate::pool::Pool::new(crate::pool::PoolOptions::default()).take(len).unwrap().freeze()
+    crate::memory::Pool::new(crate::memory::PoolOptions::default()).take(len).unwrap().freeze()
 }
 
 #[test]
 fn what_has_no_place_in_the_order_ends_the_connection() {
     let Some(fabric) = fabric() else { return };
-    let cases: [(&str, &[(u64, Kind)]); 7] = [
-        ("the same place twice", &[(0, Kind::Parcel), (0, Kind::Parcel)]),
+    let cases: [(&str, &[(u64, MessageKind)]); 7] = [
+        ("the same place twice", &[(0, MessageKind::Ordered), (0, MessageKind::Ordered)]),
         (
             "too many ahead of a gap",
             &[
-                (2, Kind::Parcel),
-                (3, Kind::Parcel),
-                (4, Kind::Parcel),
-                (5, Kind::Parcel),
-                (6, Kind::Parcel),
-                (7, Kind::Parcel),
-                (8, Kind::Parcel),
-                (9, Kind::Parcel),
-                (10, Kind::Parcel),
+                (2, MessageKind::Ordered),
+                (3, MessageKind::Ordered),
+                (4, MessageKind::Ordered),
+                (5, MessageKind::Ordered),
+                (6, MessageKind::Ordered),
+                (7, MessageKind::Ordered),
+                (8, MessageKind::Ordered),
+                (9, MessageKind::Ordered),
+                (10, MessageKind::Ordered),
             ],
         ),
-        ("a welcome to the one who gives it", &[(0, Kind::Welcome)]),
-        ("an answer to a goodbye that was not said", &[(0, Kind::Gone)]),
-        ("it says that it is broken", &[(0, Kind::Broken)]),
-        ("it says that it is over", &[(0, Kind::Last)]),
-        ("it says that its worker is destroyed", &[(0, Kind::Destroyed)]),
+        ("a welcome to the one who gives it", &[(0, MessageKind::Welcome)]),
+        ("an answer to a goodbye that was not said", &[(0, MessageKind::Closed)]),
+        ("it says that it is broken", &[(0, MessageKind::Aborted)]),
+        ("it says that it is over", &[(0, MessageKind::Finished)]),
+        ("it says that its worker is destroyed", &[(0, MessageKind::WorkerDestroyed)]),
     ];
     for (what, messages) in cases {
         let intruder = Intruder::new(&fabric);
@@ -264,29 +264,30 @@ fn what_has_no_place_in_the_order_ends_the_connection() {
         for (sequence, kind) in messages {
             intruder.send(message(id, *sequence, *kind), Bytes::new(), Protocol::Eager);
         }
-        intruder.until(what, || matches!(&*seen.end.lock().unwrap(), Some(End::Lost(_))));
+        intruder.until(what, || matches!(&*seen.end.lock().unwrap(), Some(CloseReason::Lost(_))));
     }
 }
 
 /// What was announced to a worker that is destroyed is never read, and nobody says so but its owner.
 #[test]
-fn a_berth_whose_peers_worker_is_destroyed_does_not_stay_for_what_was_announced_to_it() {
+fn a_peer_worker_whose_peer_destroyed_its_own_is_not_kept_for_what_was_announced_to_it() {
     let Some(fabric) = fabric() else { return };
     let intruder = Intruder::new(&fabric);
     let (id, connection, seen) = intruder.introduced(&fabric);
     let told = Arc::new(AtomicUsize::new(0));
     let counted = Arc::clone(&told);
-    let done: Done = Box::new(move |_| {
+    let done: SentCallback = Box::new(move |_| {
         counted.fetch_add(1, Ordering::Relaxed);
     });
     let payload = Bytes::from(vec![1; 8 << 20]);
-    let parcel = Parcel { header: Bytes::from_static(b"unread"), payload, lane: Lane::Ordered, done: Some(done) };
-    connection.post(parcel).unwrap();
+    let unread =
+        ActiveMessage { header: Bytes::from_static(b"unread"), payload, delivery: Delivery::Ordered, done: Some(done) };
+    connection.post(unread).unwrap();
     // Said twice: of another connection it is not believed. Neither waits for the intruder's own progress.
-    intruder.send(message(ConnectionId::random(), 0, Kind::Destroyed), Bytes::new(), Protocol::Eager);
-    intruder.send(message(id, 0, Kind::Destroyed), Bytes::new(), Protocol::Eager);
+    intruder.send(message(ConnectionId::random(), 0, MessageKind::WorkerDestroyed), Bytes::new(), Protocol::Eager);
+    intruder.send(message(id, 0, MessageKind::WorkerDestroyed), Bytes::new(), Protocol::Eager);
     let deadline = Instant::now() + SOON;
-    while fabric.stats().berths_closed == 0 {
+    while fabric.stats().peer_workers_closed == 0 {
         assert!(Instant::now() < deadline, "{:?}", fabric.stats());
         std::thread::yield_now();
     }
@@ -300,12 +301,12 @@ fn a_second_hello_does_not_disturb_the_first() {
     let Some(fabric) = fabric() else { return };
     let intruder = Intruder::new(&fabric);
     let (id, connection, seen) = intruder.introduced(&fabric);
-    intruder.send(message(id, 0, Kind::Hello), Bytes::new(), Protocol::Eager);
-    let replayed = Prefix { receiver: id, sequence: 0, kind: Kind::Hello };
+    intruder.send(message(id, 0, MessageKind::Hello), Bytes::new(), Protocol::Eager);
+    let replayed = MessagePrefix { receiver: id, sequence: 0, kind: MessageKind::Hello };
     intruder.send(replayed.encode(&hello(&Token::random(), ConnectionId::random())), Bytes::new(), Protocol::Eager);
     intruder.until("both are refused", || fabric.stats().refused_tokens == 2);
-    intruder.send(message(id, 0, Kind::Parcel), Bytes::new(), Protocol::Eager);
-    intruder.until("the parcel comes", || seen.messages.load(Ordering::Relaxed) == 1);
+    intruder.send(message(id, 0, MessageKind::Ordered), Bytes::new(), Protocol::Eager);
+    intruder.until("the message comes", || seen.messages.load(Ordering::Relaxed) == 1);
     connection.close(Duration::ZERO);
 }
 
@@ -315,26 +316,26 @@ fn what_waits_for_its_turn_is_bounded_in_bytes_too() {
     let intruder = Intruder::new(&fabric);
     let (id, _, seen) = intruder.introduced(&fabric);
     for sequence in [1, 2] {
-        intruder.send(message(id, sequence, Kind::Parcel), Bytes::from(vec![1; 4_999]), Protocol::Eager);
+        intruder.send(message(id, sequence, MessageKind::Ordered), Bytes::from(vec![1; 4_999]), Protocol::Eager);
     }
-    intruder.send(message(id, 3, Kind::Parcel), Bytes::from(vec![1; 3]), Protocol::Eager);
+    intruder.send(message(id, 3, MessageKind::Ordered), Bytes::from(vec![1; 3]), Protocol::Eager);
     intruder.until("it ends", || seen.lost("no more than 10000 bytes"));
 }
 
 #[test]
-fn a_long_urgent_parcel_ends_the_connection() {
+fn a_long_urgent_message_ends_the_connection() {
     let Some(fabric) = fabric() else { return };
     for (length, protocol) in [(URGENT_BYTES_MAX + 1, Protocol::Eager), (8, Protocol::Rendezvous)] {
         let intruder = Intruder::new(&fabric);
         let (id, _, seen) = intruder.introduced(&fabric);
-        intruder.send(message(id, 0, Kind::Urgent), Bytes::from(vec![1; length]), protocol);
+        intruder.send(message(id, 0, MessageKind::Urgent), Bytes::from(vec![1; length]), protocol);
         intruder.until("it ends", || seen.lost("urgent"));
         assert_eq!(seen.messages.load(Ordering::Relaxed), 0);
     }
 }
 
 #[test]
-fn parcels_that_a_peer_does_not_take_end_the_connection() {
+fn messages_that_a_peer_does_not_take_end_the_connection() {
     let Some(fabric) = fabric() else { return };
     let intruder = Intruder::new(&fabric);
     let (_, connection, seen) = intruder.introduced(&fabric);
@@ -342,15 +343,20 @@ fn parcels_that_a_peer_does_not_take_end_the_connection() {
     let mut posted = 0;
     let deadline = Instant::now() + SOON;
     // It makes no progress meanwhile.
-    while !seen.lost("64 parcels wait") {
-        assert!(Instant::now() < deadline, "{posted} parcels were taken by nobody");
+    while !seen.lost("64 messages wait") {
+        assert!(Instant::now() < deadline, "{posted} messages were taken");
         let told = Arc::clone(&told);
-        let done: Done = Box::new(move |_| {
+        let done: SentCallback = Box::new(move |_| {
             told.fetch_add(1, Ordering::Relaxed);
         });
         let payload = Bytes::from_static(&[1; 1000]);
-        let parcel = Parcel { header: Bytes::from_static(b"answer"), payload, lane: Lane::Urgent, done: Some(done) };
-        posted += usize::from(connection.post(parcel).is_ok());
+        let message = ActiveMessage {
+            header: Bytes::from_static(b"answer"),
+            payload,
+            delivery: Delivery::Urgent,
+            done: Some(done),
+        };
+        posted += usize::from(connection.post(message).is_ok());
     }
-    intruder.until("every parcel is told", || told.load(Ordering::Relaxed) == posted);
+    intruder.until("every message is told", || told.load(Ordering::Relaxed) == posted);
 }

@@ -1,4 +1,4 @@
-//! Which transports a connection really has.
+//! Transports that a connection uses.
 
 use std::fmt;
 
@@ -11,7 +11,7 @@ pub struct Lanes {
 
 impl Lanes {
     /// From what `ucp_ep_print_info` writes: `#  lane[0]:  2:tcp/lo.0 md[1] -> md[1]/tcp/sysdev[255] am am_bw#0`.
-    pub(super) fn parse(description: &str) -> Self {
+    pub(crate) fn parse(description: &str) -> Self {
         let mut names: Vec<String> = Vec::new();
         for line in description.lines() {
             let Some((_, lane)) = line.split_once("lane[") else { continue };

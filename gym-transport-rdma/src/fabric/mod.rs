@@ -1,234 +1,197 @@
-//! The fabric: one thread that owns UCX's workers, and everything that happens on them.
+//! The fabric: one thread that owns UCX's workers, its connections and their memory.
 //!
 //! ```text
 //!  any thread ── Connection::post ──▶ bounded queue ──▶ ┌ fabric thread ────────────┐ ◀──▶ UCX worker ◀──▶ tcp, rdma
-//!  PeerEvents ◀── opened, message, landed, ended ────── └ spin, arm, wait with tick ┘ ◀──▶ a worker for each peer over shm
+//!  ConnectionEvents ◀── opened, message, landed, ended ─ └ spin, arm, wait with tick ┘ ◀──▶ a worker for each peer over shm
 //! ```
 //!
-//! It moves *parcels*: a small header and one contiguous payload, in order within a connection, eager or by rendezvous as
-//! UCX decides. What a parcel means is the business of the layer above. Two ends know each other from a bootstrap over
-//! another transport: each tells the other its [`ConnectionId`], the answering end adds a one-time [`Token`] which the
-//! calling end shows in its first message. Over shared memory each connection has a worker of its own at both ends, a
-//! [`Berth`], so that a peer that dies while it writes blocks nobody else's queue.
+//! The fabric moves [`ActiveMessage`]s: a small header and one contiguous payload, in order within a connection, eager or by
+//! rendezvous as UCX decides. Their content is up to the layer above. Both ends of a connection know each other from a bootstrap
+//! over another transport: each gives the other its [`ConnectionId`], and the answering end adds a one-time [`Token`], which the
+//! calling end shows in its first message. Over shared memory each connection has a dedicated UCX worker at both ends, a
+//! [`PeerWorker`], so that a peer that dies while it writes blocks no other peer's queue.
 //!
-//! # Rules that it keeps
-//! - Header and payload belong to the fabric from [`Connection::post`] until UCX has said that it is done with them,
-//!   whatever becomes of the caller. What UCX or a peer may still read when the fabric ends is leaked, never freed.
-//! - Nothing waits without bound: the queue has one, so have parcels that a peer does not take, parcels that came ahead of their
-//!   turn (in number and in bytes), connections that have not said who they are, peers on this host, and memory that is
-//!   registered. What ends something finds room in any queue.
-//!   What UCX holds before it calls back is beyond these bounds: it assembles the fragments of an eager message itself, in memory of
-//!   the length that the peer says, and has no hook before.
-//! - A parcel for a connection that is not known is dropped and counted.
-//! - [`Lane::Urgent`] parcels are outside of the order and have room of their own in the queue.
+//! | module | purpose |
+//! |---|---|
+//! | `handle` | what other threads hold: connections, commands, the command queue, counters |
+//! | `thread` | what only the fabric's thread uses: the event loop, the state of connections, peer workers, registrations |
+//! | `protocol` | what two fabrics exchange: ids and tokens, the prefix of each message, sequence numbers |
+//! | `options`, `devices`, `lanes` | options and their UCX settings; devices that UCX finds; transports that a connection uses |
+//!
+//! # Rules
+//! - Header and payload belong to the fabric from [`Connection::post`] until UCX has finished with them, even if the caller is gone.
+//!   Memory that UCX or a peer may still read when the fabric ends is leaked, never freed.
+//! - Every wait is bounded: the queue, messages that a peer does not receive, messages that arrive out of order (in number and in
+//!   bytes), connections that have not shown a token, peers on this host, and registered memory. Commands that end something are
+//!   accepted by a full queue.
+//!   These bounds do not include what UCX holds before it calls back: it assembles the fragments of an eager message itself, in
+//!   memory of the length that the peer announces, and offers no hook before.
+//! - A message for an unknown connection is dropped and counted.
+//! - [`Delivery::Urgent`] messages are not ordered and have their own share of the queue.
 
-mod arrivals;
-mod berth;
-mod driver;
-mod exit;
-#[cfg(feature = "testing")]
-pub(crate) mod fuzzing;
+mod devices;
 mod handle;
 #[cfg(test)]
 mod hostile;
-mod identity;
-mod inbox;
 mod lanes;
 mod options;
-mod order;
-mod peer;
-mod process;
-mod queue;
-mod registered;
-mod report;
-mod state;
-mod stats;
+pub(crate) mod protocol;
 mod thread;
-mod wire;
 
+use std::fmt;
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::Duration;
 
-use bytes::Bytes;
-use gym_core::{Error, Result};
+use gym_core::Result;
+use tokio::sync::oneshot;
+use tokio::time::Instant;
 
-pub use berth::Berth;
-pub use driver::Driver;
-use handle::{Command, Link, Opening, Shared};
-pub use handle::{Connection, Fabric};
-pub use identity::{ConnectionId, Token};
+pub(crate) use devices::{DeviceReport, device_report};
+pub use handle::connection::Connection;
+pub use handle::events::{CloseReason, ConnectionEvents, Disposition, EagerBytes, Payload};
+pub use handle::message::{ActiveMessage, Delivery, SentCallback};
+pub use handle::peer_worker::PeerWorker;
+pub use handle::stats::{ConnectionStats, FabricStats};
+pub use handle::target::{Connect, Expect, Target, WorkerPair};
 pub use lanes::Lanes;
+pub use options::driver::Driver;
 pub use options::{FabricError, FabricOptions};
-pub use report::{Report, report};
-pub use stats::{ConnectionStats, FabricStats};
+pub use protocol::identity::{ConnectionId, Token};
+pub use protocol::prefix::{HEADER_BYTES_MAX, URGENT_BYTES_MAX};
 
-/// The longest header of a parcel. Every one travels with its payload in one active message and is copied once.
-pub const HEADER_BYTES_MAX: usize = 104;
+use crate::fabric::handle::command::{Command, FabricInfo, FabricShared, OpenRequest};
+use crate::fabric::handle::connection::ConnectionShared;
+use crate::fabric::handle::queue::PushError;
+use crate::memory::Pool;
+pub use crate::sys::{LIBRARY_VARIABLE, LibraryInfo, LoadError, LoadOptions};
 
-/// The longest payload of an urgent parcel: it always travels eagerly.
-pub const URGENT_BYTES_MAX: usize = 4096;
+/// Grace for connections to close when the last handle is dropped.
+const GRACE_OF_DROP: Duration = Duration::from_secs(1);
+/// How much longer than its deadline a shutdown is waited for. The thread keeps the deadline itself, unless a handler blocks it.
+const SHUTDOWN_SLACK: Duration = Duration::from_secs(5);
 
-/// Whom an answering end awaits.
-#[derive(Clone, Debug)]
-pub struct Expect {
-    /// Our own id of this connection, which the peer writes into everything it sends.
-    pub id: ConnectionId,
-    /// What the peer must show, once.
-    pub token: Token,
-    /// The peer's id, as it said in the bootstrap.
-    pub peer: ConnectionId,
-    /// Where it comes, when it is on this host. `None`: through the listener.
-    pub alongside: Option<Alongside>,
-    /// How long it may take.
-    pub within: Duration,
-}
+/// Handle to the fabric's thread. The thread shuts down in order when the last handle is dropped or [`Fabric::shutdown`] is
+/// called; [`Connection`]s do not keep it alive.
+#[derive(Clone)]
+pub struct Fabric(Arc<ShutdownOnDrop>);
 
-/// Whom a calling end connects to.
-#[derive(Clone, Debug)]
-pub struct Connect {
-    /// Our own id of this connection, which the peer writes into everything it sends.
-    pub id: ConnectionId,
-    /// What the peer gave us to show.
-    pub token: Token,
-    /// The peer's id, as it said in the bootstrap.
-    pub peer: ConnectionId,
-    /// The way.
-    pub target: Target,
-    /// How long it may take until the peer has answered.
-    pub within: Duration,
-}
+struct ShutdownOnDrop(Arc<FabricShared>);
 
-/// The way to a peer.
-#[derive(Clone, Debug)]
-pub enum Target {
-    /// Its listener: networks. UCX tells when such a peer is lost.
-    Socket(SocketAddr),
-    /// Its berth, from one of ours: shared memory on one host. UCX does **not** tell when such a peer is lost. The end of its
-    /// process is noticed here; of one that stands still, heartbeats must tell.
-    Alongside(Alongside),
-}
-
-/// The two ends of a connection over shared memory. Both processes must have one numbering of processes, as UCX needs too.
-#[derive(Clone, Debug)]
-pub struct Alongside {
-    /// Ours, whose address the peer was told.
-    pub berth: Berth,
-    /// The address of the peer's.
-    pub peer: Bytes,
-}
-
-/// What the fabric tells the owner of a connection, on the fabric's thread. Every method must return soon and never
-/// block; all of them may post to any connection. A panic ends the connection.
-///
-/// Order: `opened`, then `message` and `landed`, then `ended` exactly once as the last (also when `opened` never came).
-pub trait PeerEvents: Send + Sync + 'static {
-    /// The peer has shown its token, or answered ours.
-    fn opened(&self, connection: &Connection, lanes: &Lanes);
-
-    /// A parcel. Ordered ones come in the order in which the peer posted them; an announced payload that is landing does
-    /// not hold up those behind it.
+impl Fabric {
+    /// Loads the library, starts the thread, and waits until its worker (and listener) is ready. Takes some ten
+    /// milliseconds and reads files: not for an async worker thread.
     ///
     /// # Errors
-    /// End the connection: they come back in [`End::Lost`].
-    fn message(&self, header: &[u8], payload: Payload<'_>) -> Result<Disposition>;
+    /// When UCX cannot be loaded, a setting is refused, no transport fits, or the address cannot be listened on.
+    pub fn open(options: FabricOptions) -> Result<Self, FabricError> {
+        let shared = Arc::new(FabricShared::new(&options)?);
+        thread::start(options, &shared)?;
+        Ok(Self(Arc::new(ShutdownOnDrop(shared))))
+    }
 
-    /// The payload of a parcel that was answered with [`Disposition::Land`] is here, whole. Several landings may end in
-    /// another order than they began.
-    fn landed(&self, key: u64, bytes: Bytes);
+    fn ready(&self) -> &FabricInfo {
+        self.0.0.ready.get().expect("set before `open` returns")
+    }
 
-    /// Nothing comes any more. Parcels that were not sent yet have had their `done` called with an error by then.
-    fn ended(&self, why: End);
-}
+    /// Opens a worker for one peer on this host. It is kept for `within`, unless a connection takes it.
+    ///
+    /// # Errors
+    /// Not started: `ResourceExhausted` beyond [`FabricOptions::shared_memory_peers_max`] or when the queue is full,
+    /// `Unavailable` when there is no shared memory among the transports, UCX cannot open a worker, or the fabric has ended.
+    pub async fn peer_worker(&self, within: Duration) -> Result<PeerWorker> {
+        let (reply, opened) = oneshot::channel();
+        self.0
+            .0
+            .queue
+            .push(Command::OpenPeerWorker(within, reply), true)
+            .map_err(|(_, refused)| refused.into_error())?;
+        opened.await.unwrap_or_else(|_| Err(PushError::Closed.into_error()))
+    }
 
-/// The payload of a parcel that has arrived.
-#[derive(Debug)]
-pub enum Payload<'a> {
-    /// It came with the header.
-    Here(Arrived<'a>),
-    /// The peer holds it ready: so many bytes, as it says. Nothing has been allocated for it.
-    Announced(u64),
-}
-
-/// Bytes that arrived with their header.
-#[derive(Debug)]
-pub enum Arrived<'a> {
-    /// They lie in UCX's receive buffer until `message` returns.
-    Borrowed(&'a [u8]),
-    /// They had to be copied already, because they came ahead of their turn.
-    Owned(Bytes),
-}
-
-impl Arrived<'_> {
-    /// The bytes, without a copy.
+    /// What a peer anywhere connects to, if [`FabricOptions::listen`] asked for it; the port is the real one.
     #[must_use]
-    pub fn as_slice(&self) -> &[u8] {
-        match self {
-            Self::Borrowed(bytes) => bytes,
-            Self::Owned(bytes) => bytes,
-        }
+    pub fn listen_address(&self) -> Option<SocketAddr> {
+        self.ready().listen_address
     }
 
-    /// The bytes to keep: a copy, unless one was made already.
+    /// Which UCX it is.
     #[must_use]
-    pub fn into_bytes(self) -> Bytes {
-        match self {
-            Self::Borrowed(bytes) => Bytes::copy_from_slice(bytes),
-            Self::Owned(bytes) => bytes,
-        }
+    pub fn library(&self) -> &LibraryInfo {
+        &self.ready().library
+    }
+
+    /// What UCX can use with these options, as `transport/device`: `posix/memory`, `tcp/eth0`, `rc_verbs/mlx5_0:1`.
+    #[must_use]
+    pub fn devices(&self) -> &[String] {
+        &self.ready().devices
+    }
+
+    /// Awaits a peer that shows the token. Its `opened` comes when it did; [`CloseReason::Lost`] when it did
+    /// not in time.
+    ///
+    /// # Errors
+    /// When the fabric has ended, or its queue is full.
+    pub fn expect(&self, expected: Expect, events: Arc<dyn ConnectionEvents>) -> Result<Connection> {
+        let until = Instant::now() + expected.within;
+        self.begin(expected.id, OpenRequest::Expect(expected, until), events)
+    }
+
+    /// Connects to a peer that expects us. `opened` comes when it answered; [`CloseReason::Lost`] when it did
+    /// not in time, or cannot be reached. What is posted before `opened` is sent after it.
+    ///
+    /// # Errors
+    /// When the fabric has ended, or its queue is full.
+    pub fn connect(&self, to: Connect, events: Arc<dyn ConnectionEvents>) -> Result<Connection> {
+        let until = Instant::now() + to.within;
+        self.begin(to.id, OpenRequest::Connect(to, until), events)
+    }
+
+    fn begin(&self, id: ConnectionId, request: OpenRequest, events: Arc<dyn ConnectionEvents>) -> Result<Connection> {
+        let connection = Arc::new(ConnectionShared::new(id, Arc::clone(&self.0.0)));
+        let command = Command::Open(Box::new((request, Arc::clone(&connection), events)));
+        // In the urgent queue, because urgent messages may be posted to the connection at once.
+        self.0.0.queue.push(command, true).map_err(|(_, refused)| refused.into_error())?;
+        Ok(Connection(connection))
+    }
+
+    /// The memory that is kept registered.
+    #[must_use]
+    pub fn pool(&self) -> &Pool {
+        &self.0.0.pool
+    }
+
+    /// Counters of what the fabric did so far.
+    #[must_use]
+    pub fn stats(&self) -> FabricStats {
+        self.0.0.counters.read()
+    }
+
+    /// Closes all connections (each is told `ended`), then worker, memory and context on the thread, and waits for it.
+    /// What does not end `within` is leaked. Blocks: not for an async worker thread, and never from [`ConnectionEvents`].
+    ///
+    /// Returns whether everything was given back.
+    #[allow(clippy::must_use_candidate, reason = "what was leaked is seldom of interest")]
+    pub fn shutdown(&self, within: Duration) -> bool {
+        let shared = &self.0.0;
+        // Refused: it has ended already.
+        let _ = shared.queue.push_always(Command::Shutdown(within), true);
+        shared.wait_for_end(within + SHUTDOWN_SLACK).unwrap_or(false)
     }
 }
 
-/// What becomes of a payload.
-#[derive(Debug)]
-pub enum Disposition {
-    /// Nothing more: it was taken, or is not wanted. The sender's `done` is called either way.
-    Done,
-    /// Put it into a buffer of the fabric's pool, which is taken when it begins to land, then call `landed` with this key.
-    /// Bytes that came with the header are copied, and `landed` is called at once.
-    Land {
-        /// Given back in `landed`.
-        key: u64,
-    },
-}
-
-/// Why a connection ended.
-#[derive(Debug)]
-pub enum End {
-    /// [`Connection::close`] was called here, or the fabric was shut down.
-    Closed,
-    /// The peer closed it in an orderly way: everything it posted before has come.
-    ClosedByPeer,
-    /// It broke. `Unavailable` when the peer is lost or never came; `DataLoss` when it spoke nonsense.
-    Lost(Error),
-}
-
-/// What is sent in one active message.
-pub struct Parcel {
-    /// At most [`HEADER_BYTES_MAX`] bytes.
-    pub header: Bytes,
-    /// Not copied when it is long; read until `done` is called.
-    pub payload: Bytes,
-    /// In order or not.
-    pub lane: Lane,
-    /// Called once, on the fabric's thread, when header and payload are not needed any more: the parcel was taken by the
-    /// network or the peer (`Ok`; it says nothing about the peer's having *seen* it) or will never be (`Err`).
-    pub done: Option<Done>,
-}
-
-impl std::fmt::Debug for Parcel {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Parcel({:?}, header {}, payload {})", self.lane, self.header.len(), self.payload.len())
+impl fmt::Debug for Fabric {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Fabric")
+            .field("library", self.library())
+            .field("listen_address", &self.listen_address())
+            .finish_non_exhaustive()
     }
 }
 
-/// See [`Parcel::done`].
-pub type Done = Box<dyn FnOnce(Result<()>) + Send>;
-
-/// Whether a parcel keeps its place in line.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Lane {
-    /// Handed up in the order in which they were posted.
-    Ordered,
-    /// Sent and handed up as soon as possible. At most [`URGENT_BYTES_MAX`] bytes.
-    Urgent,
+impl Drop for ShutdownOnDrop {
+    fn drop(&mut self) {
+        // Refused: it has ended already.
+        let _ = self.0.queue.push_always(Command::Shutdown(GRACE_OF_DROP), true);
+    }
 }

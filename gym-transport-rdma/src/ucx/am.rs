@@ -10,7 +10,7 @@ use super::memory::Memory;
 use super::operations::Operation;
 use super::status::{Started, Status};
 use super::worker::Worker;
-use crate::pool::Buffer;
+use crate::memory::Buffer;
 use crate::sys::ucp::*;
 
 /// How long a header may be.

@@ -13,8 +13,8 @@ use std::time::Duration;
 use bytes::Bytes;
 use gym_core::Result;
 use gym_transport_rdma::fabric::{
-    Alongside, Berth, Connect, Connection, ConnectionId, Disposition, End, Expect, Fabric, FabricError, FabricOptions,
-    Lane, Lanes, Parcel, Payload, PeerEvents, Target, Token,
+    ActiveMessage, CloseReason, Connect, Connection, ConnectionEvents, ConnectionId, Delivery, Disposition, Expect,
+    Fabric, FabricError, FabricOptions, Lanes, Payload, PeerWorker, Target, Token, WorkerPair,
 };
 
 /// How long anything may take on a busy machine.
@@ -112,7 +112,7 @@ pub(crate) enum Event {
         payload: Bytes,
         eager: bool,
     },
-    Ended(End),
+    Ended(CloseReason),
 }
 
 /// Given the header and how long the payload is said to be; an answer of its own keeps the usual from happening.
@@ -126,14 +126,14 @@ pub(crate) struct Recorder {
     hook: Option<Hook>,
 }
 
-impl PeerEvents for Recorder {
+impl ConnectionEvents for Recorder {
     fn opened(&self, _: &Connection, lanes: &Lanes) {
         self.told.send(Event::Opened(lanes.clone())).unwrap();
     }
 
     fn message(&self, header: &[u8], payload: Payload<'_>) -> Result<Disposition> {
         let length = match &payload {
-            Payload::Here(bytes) => bytes.as_slice().len() as u64,
+            Payload::Eager(bytes) => bytes.as_slice().len() as u64,
             Payload::Announced(length) => *length,
         };
         if let Some(answer) = self.hook.as_ref().and_then(|hook| hook(header, length)) {
@@ -141,7 +141,7 @@ impl PeerEvents for Recorder {
         }
         let header = Bytes::copy_from_slice(header);
         match payload {
-            Payload::Here(bytes) => {
+            Payload::Eager(bytes) => {
                 self.told.send(Event::Message { header, payload: bytes.into_bytes(), eager: true }).unwrap();
                 Ok(Disposition::Done)
             }
@@ -158,7 +158,7 @@ impl PeerEvents for Recorder {
         self.told.send(Event::Message { header, payload, eager: false }).unwrap();
     }
 
-    fn ended(&self, why: End) {
+    fn ended(&self, why: CloseReason) {
         // The test may have ended first.
         let _ = self.told.send(Event::Ended(why));
     }
@@ -195,7 +195,7 @@ impl EndOf {
     }
 
     /// Drops messages until the end.
-    pub(crate) fn ended(&self) -> End {
+    pub(crate) fn ended(&self) -> CloseReason {
         loop {
             if let Event::Ended(why) = self.next() {
                 return why;
@@ -204,17 +204,17 @@ impl EndOf {
     }
 
     pub(crate) fn post(&self, header: impl Into<Bytes>, payload: impl Into<Bytes>) {
-        self.connection.post(parcel(header, payload)).unwrap();
+        self.connection.post(active_message(header, payload)).unwrap();
     }
 }
 
-pub(crate) fn parcel(header: impl Into<Bytes>, payload: impl Into<Bytes>) -> Parcel {
-    Parcel { header: header.into(), payload: payload.into(), lane: Lane::Ordered, done: None }
+pub(crate) fn active_message(header: impl Into<Bytes>, payload: impl Into<Bytes>) -> ActiveMessage {
+    ActiveMessage { header: header.into(), payload: payload.into(), delivery: Delivery::Ordered, done: None }
 }
 
-/// A berth of a fabric, opened now.
-pub(crate) fn berth(fabric: &Fabric) -> Result<Berth> {
-    block_on(fabric.berth(SOON))
+/// A peer_worker of a fabric, opened now.
+pub(crate) fn peer_worker(fabric: &Fabric) -> Result<PeerWorker> {
+    block_on(fabric.peer_worker(SOON))
 }
 
 pub(crate) fn block_on<T>(future: impl Future<Output = T>) -> T {
@@ -233,8 +233,8 @@ impl Names {
         Self { caller: ConnectionId::random(), answerer: ConnectionId::random(), token: Token::random() }
     }
 
-    pub(crate) fn expect(&self, alongside: Option<Alongside>) -> Expect {
-        Expect { id: self.answerer, token: self.token.clone(), peer: self.caller, alongside, within: SOON }
+    pub(crate) fn expect(&self, shared_memory: Option<WorkerPair>) -> Expect {
+        Expect { id: self.answerer, token: self.token.clone(), peer: self.caller, shared_memory, within: SOON }
     }
 
     pub(crate) fn connect(&self, target: Target) -> Connect {
@@ -246,33 +246,38 @@ impl Names {
 pub(crate) struct Meeting {
     pub(crate) names: Names,
     listener: Option<SocketAddr>,
-    berths: Option<(Berth, Berth)>,
+    peer_workers: Option<(PeerWorker, PeerWorker)>,
 }
 
 impl Meeting {
     pub(crate) fn new(way: Way, caller: &Fabric, answerer: &Fabric) -> Self {
-        let berths = (way == Way::SharedMemory).then(|| (berth(caller).unwrap(), berth(answerer).unwrap()));
-        Self { names: Names::new(), listener: answerer.listen_address(), berths }
+        let peer_workers =
+            (way == Way::SharedMemory).then(|| (peer_worker(caller).unwrap(), peer_worker(answerer).unwrap()));
+        Self { names: Names::new(), listener: answerer.listen_address(), peer_workers }
     }
 
     pub(crate) fn expect(&self) -> Expect {
-        let berths = self.berths.as_ref();
-        self.names.expect(berths.map(|(here, there)| Alongside { berth: there.clone(), peer: here.address().clone() }))
+        let peer_workers = self.peer_workers.as_ref();
+        self.names.expect(
+            peer_workers.map(|(here, there)| WorkerPair { local: there.clone(), remote: here.address().clone() }),
+        )
     }
 
     pub(crate) fn connect(&self) -> Connect {
-        self.names.connect(self.target(self.berths.as_ref().map(|(here, _)| here.clone())))
+        self.names.connect(self.target(self.peer_workers.as_ref().map(|(here, _)| here.clone())))
     }
 
     /// From another place than the one that is expected.
     pub(crate) fn connect_from(&self, other: &Fabric) -> Connect {
-        self.names.connect(self.target(self.berths.as_ref().map(|_| berth(other).unwrap())))
+        self.names.connect(self.target(self.peer_workers.as_ref().map(|_| peer_worker(other).unwrap())))
     }
 
-    fn target(&self, here: Option<Berth>) -> Target {
-        match (here, &self.berths) {
-            (Some(berth), Some((_, there))) => Target::Alongside(Alongside { berth, peer: there.address().clone() }),
-            _ => Target::Socket(self.listener.expect("it listens")),
+    fn target(&self, here: Option<PeerWorker>) -> Target {
+        match (here, &self.peer_workers) {
+            (Some(peer_worker), Some((_, there))) => {
+                Target::SharedMemory(WorkerPair { local: peer_worker, remote: there.address().clone() })
+            }
+            _ => Target::Network(self.listener.expect("it listens")),
         }
     }
 }

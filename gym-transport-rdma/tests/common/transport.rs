@@ -4,12 +4,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use async_trait::async_trait;
-use gym_core::mux::Limits;
+use gym_core::mux::ConnectionLimits;
 use gym_core::testing::conformance::{TransportPair, TransportSetup};
 use gym_core::{
-    CallContext, Channel, ConnectOptions, Connector, Endpoint, Error, InProcess, Level, Listener, Result, handler_fn,
+    CallContext, Channel, ConnectOptions, Connector, Endpoint, Error, InProcess, Listener, Result, Transport,
+    handler_fn,
 };
-use gym_transport_rdma::{Ucx, UcxConfig, UcxConnector, UcxListener};
+use gym_transport_rdma::transport::{UcxConnector, UcxListener};
+use gym_transport_rdma::{Ucx, UcxConfig};
 
 use super::{Way, open};
 
@@ -31,17 +33,17 @@ impl Ends {
     }
 
     /// A fresh connector and listener on this way.
-    pub(crate) async fn pair(&self, limits: Limits) -> (OnWay, UcxListener) {
+    pub(crate) async fn pair(&self, limits: ConnectionLimits) -> (OnWay, UcxListener) {
         static NAMES: AtomicUsize = AtomicUsize::new(0);
         let name = format!("bootstrap-{}", NAMES.fetch_add(1, Ordering::Relaxed));
-        let mut desk = self.names.listen(&name).unwrap();
-        let listener = UcxListener::open(self.server.with_limits(limits.clone()), desk.endpoints()).await.unwrap();
+        let mut bootstrap = self.names.listen(&name).unwrap();
+        let listener = UcxListener::open(self.server.with_limits(limits.clone()), bootstrap.endpoints()).await.unwrap();
         let nothing =
             handler_fn(|request| async move { Err(Error::invalid(format!("{} is not served here", request.route))) });
         let handler = Arc::new(listener.bootstrap(Arc::new(nothing)));
         // It ends with the test's runtime.
         tokio::spawn(async move {
-            while let Ok(incoming) = desk.accept().await {
+            while let Ok(incoming) = bootstrap.accept().await {
                 tokio::spawn(incoming.serve(handler.clone(), Default::default()));
             }
         });
@@ -51,7 +53,7 @@ impl Ends {
 
     pub(crate) async fn conformance_pair(&self, setup: TransportSetup) -> TransportPair {
         let TransportSetup { calls_max, request_bytes_in_flight_max, .. } = setup;
-        let limits = Limits { calls_max, request_bytes_in_flight_max, ..Limits::default() };
+        let limits = ConnectionLimits { calls_max, request_bytes_in_flight_max, ..ConnectionLimits::default() };
         let (connector, listener) = self.pair(limits).await;
         (Box::new(connector), Box::new(listener))
     }
@@ -73,16 +75,16 @@ impl Connector for OnWay {
     async fn connect(&self, cx: &CallContext, to: &Endpoint, options: &ConnectOptions) -> Result<Channel> {
         let rdma = std::env::var("GYM_UCX_TRANSPORTS").is_ok_and(|transports| transports != "tcp");
         let level = match self.way {
-            Way::SharedMemory => Level::SharedMemory,
-            Way::Network if rdma => Level::Rdma,
-            Way::Network => Level::UcxTcp,
+            Way::SharedMemory => Transport::SHM,
+            Way::Network if rdma => Transport::RDMA,
+            Way::Network => Transport::UCX_TCP,
         };
         let channel = self.connector.connect(cx, to, &options.clone().at(level)).await?;
         let path = channel.path();
-        assert_eq!(path.level, Some(level), "{path:?}");
+        assert_eq!(path.transport, Some(level), "{path:?}");
         let lane = match level {
-            Level::SharedMemory => "posix/memory",
-            Level::Rdma => "rc_",
+            Transport::SHM => "posix/memory",
+            Transport::RDMA => "rc_",
             _ => "tcp/",
         };
         assert!(path.lanes.contains(lane), "{path:?}");

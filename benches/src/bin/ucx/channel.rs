@@ -9,14 +9,16 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 use gym_benches::worker::{Bencher, Ping};
 use gym_client::Transports;
-use gym_client::http::{HttpConfig, HttpConnector, HttpListener, SCHEME as HTTP_SCHEME};
-use gym_core::mux::Limits;
-use gym_core::testing::figures::{Figures, RoundTrips, answering};
-use gym_core::{
-    CallContext, ConnectOptions, Endpoint, GroupView, Handler, HostOptions, Incarnation, Level, Listener, Member,
-    RankLayout, RankState, Request, WorkerEnv, WorkerGroup, WorkerGroupExt as _, WorkerHost, handler_fn,
+use gym_client::transport::http::HttpConfig;
+use gym_client::transport::http::http1::{HttpConnector, HttpListener, SCHEME as HTTP_SCHEME};
+use gym_core::group::{
+    GroupView, HostOptions, Member, RankLayout, RankState, WorkerEnv, WorkerGroup, WorkerGroupExt as _, WorkerHost,
 };
-use gym_transport_rdma::{Ucx, UcxConfig, UcxConnector, UcxListener};
+use gym_core::mux::ConnectionLimits;
+use gym_core::testing::figures::{Figures, RoundTrips, answering};
+use gym_core::{CallContext, ConnectOptions, Endpoint, Handler, Incarnation, Listener, Request, Transport, handler_fn};
+use gym_transport_rdma::transport::{UcxConnector, UcxListener};
+use gym_transport_rdma::{Ucx, UcxConfig};
 use tokio::sync::watch;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -30,7 +32,7 @@ const PATIENCE: Duration = Duration::from_secs(600);
 fn ucx(way: Way, listen: bool) -> Ucx {
     let mut fabric = way.fabric();
     fabric.listen = (listen && way == Way::Tcp).then(|| ([127, 0, 0, 1], 0).into());
-    Ucx::new(UcxConfig { fabric, limits: Limits::default(), ..UcxConfig::default() })
+    Ucx::new(UcxConfig { fabric, limits: ConnectionLimits::default(), ..UcxConfig::default() })
 }
 
 /// The answering process.
@@ -55,8 +57,8 @@ pub(crate) async fn serve(way: Way) -> Result<()> {
     println!("{} {} {raw_address}", bootstraps[0], fabric.endpoints()[0]);
     let front: Arc<dyn Handler> = Arc::new(fabric.bootstrap(Arc::clone(&served)));
     let drain = CancellationToken::new();
-    tokio::spawn(gym_server::serve(Box::new(http), front, drain.clone(), Duration::ZERO));
-    tokio::spawn(gym_server::serve(Box::new(fabric), served, drain, Duration::ZERO));
+    tokio::spawn(gym_core::transport::serve(Box::new(http), front, drain.clone(), Duration::ZERO));
+    tokio::spawn(gym_core::transport::serve(Box::new(fabric), served, drain, Duration::ZERO));
     // Until the bench has gone, however it went.
     tokio::task::spawn_blocking(|| std::io::stdin().read_to_end(&mut Vec::new())).await??;
     Ok(())
@@ -138,12 +140,12 @@ impl Peer {
 
     /// Figures over UCX; the way that was negotiated is the one that was asked for.
     pub(crate) async fn over_ucx(&self) -> Result<Figures> {
-        let level = if self.way == Way::Tcp { Level::UcxTcp } else { Level::SharedMemory };
+        let level = if self.way == Way::Tcp { Transport::UCX_TCP } else { Transport::SHM };
         let bootstrap = HttpConnector::new(HttpConfig::default());
         let connector = UcxConnector::new(Arc::new(bootstrap), self.ucx.clone());
         let figures = Figures::of(&connector, &self.fabric).await?;
         let path = figures.channel().path();
-        ensure!(path.level == Some(level), "{path:?} instead of {level}");
+        ensure!(path.transport == Some(level), "{path:?} instead of {level}");
         println!("# calls over {}", path.lanes);
         Ok(figures)
     }

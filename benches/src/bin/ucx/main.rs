@@ -1,11 +1,11 @@
 //! Calls over UCX between two processes of one machine, beside `ucx_perftest`, a bare socket, frames and HTTP.
 //!
-//! Three floors are measured, so that it is seen which one costs what: UCX itself (`ucx_perftest`), parcels between the progress
+//! Three floors are measured, so that it is seen which one costs what: UCX itself (`ucx_perftest`), active messages between the progress
 //! threads of two fabrics, and calls of a channel. Like is compared with like: a busy fabric with `ucx_perftest`, which polls
 //! busily; and everybody sends bulk from one registered buffer, again and again.
 
+mod active_messages;
 mod channel;
-mod parcels;
 mod perftest;
 
 use std::time::Duration;
@@ -20,7 +20,7 @@ use gym_core::testing::figures::{Figures, RoundTrips};
 use gym_transport_rdma::fabric::FabricOptions;
 
 const MIB: usize = 1 << 20;
-/// The sizes of bulk, how many of them make a figure, and how many parcels or calls with them are under way: few, because
+/// The sizes of bulk, how many of them make a figure, and how many messages or calls with them are under way: few, because
 /// `ucx_perftest` receives into one buffer again and again, and ours have one each that is landing, or not yet given back.
 const BULK: [(&str, usize, usize, usize); 2] = [("1MiB", MIB, 2_000, 8), ("64MiB", 64 * MIB, 40, 2)];
 
@@ -61,9 +61,9 @@ impl Way {
         }
     }
 
-    /// How much longer a parcel's round trip may take than twice `ucx_perftest`'s latency, which over shared memory is less than
+    /// How much longer a message's round trip may take than twice `ucx_perftest`'s latency, which over shared memory is less than
     /// a queue between two threads costs.
-    fn parcel_factor_max(self) -> f64 {
+    fn message_factor_max(self) -> f64 {
         match self {
             Self::SharedMemory => 2.5,
             Self::Tcp => 1.2,
@@ -78,7 +78,9 @@ fn main() -> Result<()> {
         Way::ALL.into_iter().find(|way| Some(way.name()) == name).context("which way?")
     };
     match arguments.first().map(String::as_str) {
-        Some(parcels::SERVE) => return parcels::serve(way()?, arguments.get(2).is_some_and(|word| word == "busy")),
+        Some(active_messages::SERVE) => {
+            return active_messages::serve(way()?, arguments.get(2).is_some_and(|word| word == "busy"));
+        }
         Some(channel::SERVE) => return runtime()?.block_on(channel::serve(way()?)),
         _ => {}
     }
@@ -86,7 +88,7 @@ fn main() -> Result<()> {
     let ray = options.peer.as_deref().map(|python| Ray::measure(python, options.quick)).transpose()?;
     println!("# load average {:.1}; medians of {} runs", measure::load_average(), options.rounds());
     for way in Way::ALL {
-        let hybrid = parcel_figures(&options, way)?;
+        let hybrid = message_figures(&options, way)?;
         runtime()?.block_on(call_figures(&options, way, ray.as_ref(), hybrid))?;
     }
     Ok(())
@@ -119,18 +121,18 @@ fn shares(ours: &[f64], peer: &[f64]) -> Vec<f64> {
 }
 
 /// The progress threads' figures; returns the hybrid round trip, if it was wanted.
-fn parcel_figures(options: &Options, way: Way) -> Result<Option<f64>> {
+fn message_figures(options: &Options, way: Way) -> Result<Option<f64>> {
     let (name, trips) = (way.name(), if options.quick { 2_000 } else { 50_000 });
     let mut hybrid = None;
     if options.wants(&format!("{name}_parcel_busy")) {
         // A pair for each round: while it is there its threads leave nobody else a core.
         let (ours, peer) = in_turn(
             options,
-            || Ok(micros(parcels::Pair::start(way, true)?.round_trips(trips)?.p50)),
+            || Ok(micros(active_messages::Pair::start(way, true)?.round_trips(trips)?.p50)),
             || Ok(2.0 * perftest::latency(way, u32::try_from(trips)?)?.p50_us),
         )?;
         figure(&format!("{name}_parcel_busy_p50"), "us", &ours, &peer, None);
-        let aim = Aim::AtMost(way.parcel_factor_max());
+        let aim = Aim::AtMost(way.message_factor_max());
         figure(&format!("{name}_parcel_busy_of_perftest"), "", &shares(&ours, &peer), &[], Some(aim));
     }
     for (label, bytes, count, window) in BULK {
@@ -140,7 +142,7 @@ fn parcel_figures(options: &Options, way: Way) -> Result<Option<f64>> {
             let (ours, peer) = in_turn(
                 options,
                 || {
-                    let pair = parcels::Pair::start(way, true)?;
+                    let pair = active_messages::Pair::start(way, true)?;
                     Ok(pair.bandwidth(&pair.segment(bytes)?, count, window)? / 1e9)
                 },
                 || Ok(perftest::bandwidth(way, bytes, u32::try_from(count)?)?.bandwidth / 1e9),
@@ -150,7 +152,7 @@ fn parcel_figures(options: &Options, way: Way) -> Result<Option<f64>> {
         }
     }
     if options.wants(&format!("{name}_parcel_hybrid")) || options.wants(&format!("{name}_call_adds")) {
-        let pair = parcels::Pair::start(way, false)?;
+        let pair = active_messages::Pair::start(way, false)?;
         let trips: Vec<RoundTrips> = (0..options.rounds()).map(|_| pair.round_trips(trips)).collect::<Result<_>>()?;
         let p50: Vec<f64> = trips.iter().map(|trips| micros(trips.p50)).collect();
         figure(&format!("{name}_parcel_hybrid_p50"), "us", &p50, &[], None);

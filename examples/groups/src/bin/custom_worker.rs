@@ -2,10 +2,11 @@
 
 use std::time::Duration;
 
-use gym_core::{
-    Batch, CallContext, Dispatch, Handles, InProcessGroup, Method, Methods, Payload, RankLayout, Result, Tensor,
-    Worker, WorkerEnv, WorkerGroupExt,
+use gym_core::group::{
+    Batch, Dispatch, Handles, InProcessGroup, Method, Methods, Payload, RankLayout, Tensor, Worker, WorkerEnv,
+    WorkerGroupExt,
 };
+use gym_core::{CallContext, Result};
 
 #[derive(Clone, Copy, Debug)]
 struct TrainStep;

@@ -6,22 +6,21 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use async_trait::async_trait;
 use gym_core::{Attempt, CallContext, KeyState, Ledger, Outcome, Result, TaskKey};
 
-use super::index::Class;
-use super::states::KeyStates;
+use crate::collect::ledger::states::{KeyStates, OutcomeClass};
 
 /// Outcomes in memory, under the same rules as those on a disk: late attempts are refused, a failure is no reward.
 #[derive(Debug, Default)]
 pub struct MemoryLedger {
-    inner: Mutex<Inner>,
+    inner: Mutex<MemoryState>,
 }
 
 #[derive(Debug)]
-struct Inner {
+struct MemoryState {
     states: KeyStates,
     outcomes: BTreeMap<TaskKey, Outcome>,
 }
 
-impl Default for Inner {
+impl Default for MemoryState {
     fn default() -> Self {
         Self { states: KeyStates::new(), outcomes: BTreeMap::new() }
     }
@@ -40,7 +39,7 @@ impl MemoryLedger {
         std::mem::take(&mut self.inner().outcomes)
     }
 
-    fn inner(&self) -> MutexGuard<'_, Inner> {
+    fn inner(&self) -> MutexGuard<'_, MemoryState> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -59,7 +58,7 @@ impl Ledger for MemoryLedger {
         cx.check()?;
         let mut inner = self.inner();
         inner.states.claim(attempt).map_err(|late| late.into_error("record", &attempt))?;
-        inner.states.on_disk(attempt, Class::of(&outcome));
+        inner.states.on_disk(attempt, OutcomeClass::of(&outcome));
         inner.outcomes.insert(attempt.key, outcome);
         Ok(())
     }

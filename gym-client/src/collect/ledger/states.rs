@@ -4,16 +4,38 @@ use std::collections::HashMap;
 use std::fmt;
 use std::hash::{BuildHasherDefault, Hasher};
 
-use gym_core::{Attempt, Code, Error, KeyState, TaskKey};
+use gym_core::{Attempt, Code, Error, KeyState, Outcome, TaskKey};
 
-use super::index::Class;
+/// What a line is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(super) enum OutcomeClass {
+    /// A row of the rollouts file.
+    Completed = 1,
+    /// A row of the sidecar.
+    Failed = 2,
+    /// A row of the sidecar after which there is no other attempt.
+    Terminal = 3,
+    /// A blank line, or one of the sidecar that names no rollout.
+    Ignored = 4,
+}
+
+impl OutcomeClass {
+    pub(super) fn of(outcome: &Outcome) -> Self {
+        match outcome {
+            Outcome::Completed(_) => Self::Completed,
+            Outcome::Failed { terminal: true, .. } => Self::Terminal,
+            Outcome::Failed { terminal: false, .. } => Self::Failed,
+        }
+    }
+}
 
 /// What is known of every rollout that has been touched. Pure: no clock, no files.
 #[derive(Debug)]
 pub(super) struct KeyStates {
     /// Looked up by key only, never walked: its order does not matter. 16 bytes an entry and one of control: at most 39 a
     /// rollout, 58 while the table grows.
-    keys: HashMap<TaskKey, Known, BuildHasherDefault<KeyHasher>>,
+    keys: HashMap<TaskKey, RolloutState, BuildHasherDefault<KeyHasher>>,
     check_late: bool,
 }
 
@@ -40,7 +62,7 @@ impl Hasher for KeyHasher {
 
 /// Eight bytes, because there is one per rollout.
 #[derive(Clone, Copy, Debug, Default)]
-struct Known {
+struct RolloutState {
     failures: u32,
     /// The number that follows the newest attempt begun, below the flags.
     next_and_flags: u32,
@@ -54,7 +76,7 @@ const NUMBER: u32 = RUNNING - 1;
 
 /// Why an attempt does not count.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Late {
+pub(super) enum LateReason {
     Completed,
     Terminal,
     /// This one has begun since.
@@ -64,7 +86,7 @@ pub(super) enum Late {
     NeverBegun,
 }
 
-impl Known {
+impl RolloutState {
     fn next(self) -> u32 {
         self.next_and_flags & NUMBER
     }
@@ -73,11 +95,11 @@ impl Known {
         self.next_and_flags & flag != 0
     }
 
-    fn over(self) -> Option<Late> {
+    fn over(self) -> Option<LateReason> {
         if self.has(COMPLETED) {
-            return Some(Late::Completed);
+            return Some(LateReason::Completed);
         }
-        self.has(TERMINAL).then_some(Late::Terminal)
+        self.has(TERMINAL).then_some(LateReason::Terminal)
     }
 }
 
@@ -94,14 +116,14 @@ impl KeyStates {
     pub(super) fn state(&self, key: TaskKey) -> KeyState {
         let known = self.known(key);
         match known.over() {
-            Some(Late::Completed) => KeyState::Completed,
+            Some(LateReason::Completed) => KeyState::Completed,
             Some(_) => KeyState::Terminal,
             None => KeyState::Open { failures: known.failures },
         }
     }
 
     /// The next attempt: after the newest one begun, and never below the number of failures on record.
-    pub(super) fn begin(&mut self, key: TaskKey) -> Result<Attempt, Late> {
+    pub(super) fn begin(&mut self, key: TaskKey) -> Result<Attempt, LateReason> {
         let known = self.keys.entry(key).or_default();
         if let Some(late) = known.over() {
             return Err(late);
@@ -113,20 +135,20 @@ impl KeyStates {
 
     /// The late check: whether an outcome of this attempt must not count. Asked when the outcome arrives, and again, with
     /// [`KeyStates::claim`], when it is put into a group to be written.
-    pub(super) fn late(&self, attempt: Attempt) -> Option<Late> {
+    pub(super) fn late(&self, attempt: Attempt) -> Option<LateReason> {
         if !self.check_late {
             return None;
         }
         let known = self.known(attempt.key);
         known.over().or_else(|| match attempt.number.saturating_add(1).cmp(&known.next()) {
-            std::cmp::Ordering::Less => Some(Late::Newer(known.next() - 1)),
-            std::cmp::Ordering::Greater => Some(Late::NeverBegun),
-            std::cmp::Ordering::Equal => (!known.has(RUNNING)).then_some(Late::Ended),
+            std::cmp::Ordering::Less => Some(LateReason::Newer(known.next() - 1)),
+            std::cmp::Ordering::Greater => Some(LateReason::NeverBegun),
+            std::cmp::Ordering::Equal => (!known.has(RUNNING)).then_some(LateReason::Ended),
         })
     }
 
     /// Decides for good that this attempt's outcome is written: another outcome of the same attempt is late from here on.
-    pub(super) fn claim(&mut self, attempt: Attempt) -> Result<(), Late> {
+    pub(super) fn claim(&mut self, attempt: Attempt) -> Result<(), LateReason> {
         if let Some(late) = self.late(attempt) {
             return Err(late);
         }
@@ -135,37 +157,37 @@ impl KeyStates {
     }
 
     /// The outcome is on the disk. Whether it is the rollout's first completion.
-    pub(super) fn on_disk(&mut self, attempt: Attempt, class: Class) -> bool {
+    pub(super) fn on_disk(&mut self, attempt: Attempt, class: OutcomeClass) -> bool {
         let known = self.keys.entry(attempt.key).or_default();
         let first = !known.has(COMPLETED);
         match class {
-            Class::Completed => known.next_and_flags |= COMPLETED,
-            Class::Failed => known.failures = known.failures.saturating_add(1),
-            Class::Terminal => {
+            OutcomeClass::Completed => known.next_and_flags |= COMPLETED,
+            OutcomeClass::Failed => known.failures = known.failures.saturating_add(1),
+            OutcomeClass::Terminal => {
                 known.failures = known.failures.saturating_add(1);
                 known.next_and_flags |= TERMINAL;
             }
-            Class::Ignored => {}
+            OutcomeClass::Ignored => {}
         }
         // Matters for a row found on opening, whose attempt did not begin in this process.
         if known.next() <= attempt.number {
             known.next_and_flags = known.next_and_flags & !NUMBER | attempt.number.saturating_add(1).min(NUMBER);
         }
-        class == Class::Completed && first
+        class == OutcomeClass::Completed && first
     }
 
-    fn known(&self, key: TaskKey) -> Known {
+    fn known(&self, key: TaskKey) -> RolloutState {
         self.keys.get(&key).copied().unwrap_or_default()
     }
 
     /// Bytes held, at least: the table's buckets, one control byte each.
     pub(super) fn bytes(&self) -> usize {
         // The table is filled to seven eighths.
-        (self.keys.capacity() * 8).div_ceil(7) * (size_of::<(TaskKey, Known)>() + 1)
+        (self.keys.capacity() * 8).div_ceil(7) * (size_of::<(TaskKey, RolloutState)>() + 1)
     }
 }
 
-impl fmt::Display for Late {
+impl fmt::Display for LateReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Completed => f.write_str("the rollout has its row already"),
@@ -177,7 +199,7 @@ impl fmt::Display for Late {
     }
 }
 
-impl Late {
+impl LateReason {
     pub(super) fn into_error(self, doing: &str, what: &dyn fmt::Display) -> Error {
         Error::not_started(Code::FailedPrecondition, self.to_string()).about(format!("{doing} {what}"))
     }
@@ -194,7 +216,7 @@ mod tests {
         for n in 0..10_000_u32 {
             let attempt = states.begin(TaskKey::new(n / 8, n % 8)).unwrap();
             states.claim(attempt).unwrap();
-            states.on_disk(attempt, Class::Completed);
+            states.on_disk(attempt, OutcomeClass::Completed);
             let now = states.bytes();
             // While the table grows the old and the new one exist.
             let peak = if now == before { now } else { now + before };
@@ -203,16 +225,16 @@ mod tests {
             }
             before = now;
         }
-        assert_eq!(size_of::<(TaskKey, Known)>(), 16);
+        assert_eq!(size_of::<(TaskKey, RolloutState)>(), 16);
     }
 
     #[test]
     fn a_failed_attempt_that_was_found_on_the_disk_is_not_begun_again_under_its_number() {
         let mut states = KeyStates::new();
         let key = TaskKey::new(0, 0);
-        states.on_disk(Attempt { key, number: 4 }, Class::Failed);
+        states.on_disk(Attempt { key, number: 4 }, OutcomeClass::Failed);
         assert_eq!(states.state(key), KeyState::Open { failures: 1 });
-        assert_eq!(states.late(Attempt { key, number: 4 }), Some(Late::Ended));
+        assert_eq!(states.late(Attempt { key, number: 4 }), Some(LateReason::Ended));
         assert_eq!(states.begin(key).unwrap().number, 5);
     }
 }

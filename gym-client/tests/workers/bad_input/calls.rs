@@ -5,14 +5,13 @@ use std::time::Duration;
 
 use futures_util::future::join_all;
 use gym_client::group::Group;
-use gym_core::{
-    Balance, Balancer, Batch, CallContext, Dispatch, Method, RankState, Tensor, WorkerGroup, WorkerGroupExt,
-};
+use gym_core::group::{Balancer, Batch, Dispatch, Method, RankState, Tensor, WorkerGroup, WorkerGroupExt};
+use gym_core::{Balance, CallContext};
 use rustix::process::Signal;
 
 use super::super::types::{Collapse, Deafen, Describe, Hold, Job, Leave, Warm, Work};
 use super::super::{LONG, pid, signal, status, until};
-use super::{Case, Got, got};
+use super::{Case, Got, outcome};
 
 const DATA: &str = "data that do not divide";
 const DISPATCH: &str = "ranks that there are not";
@@ -46,7 +45,7 @@ fn wrong(
     says: &'static [&'static str],
     call: impl AsyncFn(&Group) -> Got + Copy + 'static,
 ) -> Case {
-    Case::new(kind, name, outcome, says, move |ground| Box::pin(async move { call(&ground.group).await }))
+    Case::new(kind, name, outcome, says, move |fixture| Box::pin(async move { call(&fixture.group).await }))
 }
 
 /// A wrong done to a group of its own, which is usable again afterwards.
@@ -58,11 +57,11 @@ fn harm(
     worker: &'static str,
     call: impl AsyncFn(&Group) -> Got + Copy + 'static,
 ) -> Case {
-    Case::new(kind, name, outcome, says, move |ground| {
+    Case::new(kind, name, outcome, says, move |fixture| {
         Box::pin(async move {
-            let mut spec = ground.spec(worker);
+            let mut spec = fixture.spec(worker);
             spec.memory_limit_bytes = Some(200 << 20);
-            ground.wronged(spec, async |group| call(group).await).await
+            fixture.wronged(spec, async |group| call(group).await).await
         })
     })
 }
@@ -73,11 +72,11 @@ fn rows(count: i64) -> Batch {
 }
 
 async fn described(group: &Group, dispatch: Dispatch, batch: Batch) -> Got {
-    got::called(group.call(Describe, ()).batch(batch).dispatch(dispatch).deadline(LONG).await)
+    outcome::called(group.call(Describe, ()).batch(batch).dispatch(dispatch).deadline(LONG).await)
 }
 
 async fn warmed_each(group: &Group, count: usize) -> Got {
-    got::called(group.call_each(Warm, vec![true; count]).deadline(LONG).await)
+    outcome::called(group.call_each(Warm, vec![true; count]).deadline(LONG).await)
 }
 
 /// Waits for the end that the call already told of, so that a restart finds it.
@@ -129,7 +128,7 @@ fn wrong_calls() -> Vec<Case> {
             "a name that it does not know",
             "fails: refused",
             &["rank 0", "/worker/unheard", "describe, work"],
-            async |group| got::called(group.call(Unheard, ()).dispatch(Dispatch::rank(0)).deadline(LONG).await),
+            async |group| outcome::called(group.call(Unheard, ()).dispatch(Dispatch::rank(0)).deadline(LONG).await),
         ),
         wrong(
             METHOD,
@@ -137,29 +136,31 @@ fn wrong_calls() -> Vec<Case> {
             "fails: refused",
             &["rank 0", "expected struct Job"],
             async |group| {
-                got::called(group.call(WorkInWords, "hard".to_owned()).dispatch(Dispatch::rank(0)).deadline(LONG).await)
+                outcome::called(
+                    group.call(WorkInWords, "hard".to_owned()).dispatch(Dispatch::rank(0)).deadline(LONG).await,
+                )
             },
         ),
         wrong(METHOD, "an answer of another type", "fails: bad_reply", &["no reply of describe"], async |group| {
-            got::called(group.call(DescribeInNumbers, ()).deadline(LONG).await)
+            outcome::called(group.call(DescribeInNumbers, ()).deadline(LONG).await)
         }),
         wrong(LIMIT, "a deadline that has passed", "refused: deadline_exceeded", &["call describe of policy"], {
-            async |group| got::called(group.call(Describe, ()).deadline(Duration::ZERO).await)
+            async |group| outcome::called(group.call(Describe, ()).deadline(Duration::ZERO).await)
         }),
         wrong(LIMIT, "an answer larger than the caller takes", "fails: exception", &["call describe of policy"], {
             async |group| {
                 let mut cx = CallContext::within(LONG);
                 cx.reply_bytes_max = 10;
-                got::called(group.call(Describe, ()).context(&cx).await)
+                outcome::called(group.call(Describe, ()).context(&cx).await)
             }
         }),
         wrong(DISPATCH, "a rank to kill that it has not", "refused: not_found", &["group policy has no rank 7"], {
             async |group| Got::refused(group.kill(7).await)
         }),
-        Case::new(DISPATCH, "weights for one rank of two", WRONG, &["weights [1] for 2 ranks"], |ground| {
+        Case::new(DISPATCH, "weights for one rank of two", WRONG, &["weights [1] for 2 ranks"], |fixture| {
             Box::pin(async move {
                 let group =
-                    ground.start(&super::super::local(), ground.spec("obedient"), super::super::options()).await;
+                    fixture.start(&super::super::local(), fixture.spec("obedient"), super::super::options()).await;
                 let group: Arc<dyn WorkerGroup> = Arc::new(group.expect("starts"));
                 Got::refused(Balancer::new(group, Balance::Weighted(vec![1])))
             })
@@ -170,7 +171,7 @@ fn wrong_calls() -> Vec<Case> {
 fn harms() -> Vec<Case> {
     vec![
         harm(WORKER, "fails", "fails: exception", &["rank 0", "no weights to load"], "obedient", async |group| {
-            got::called(group.call(Warm, false).dispatch(Dispatch::rank(0)).deadline(LONG).await)
+            outcome::called(group.call(Warm, false).dispatch(Dispatch::rank(0)).deadline(LONG).await)
         }),
         harm(
             WORKER,
@@ -178,16 +179,16 @@ fn harms() -> Vec<Case> {
             "fails: exception",
             &["rank 0", "the worker panicked: no ground to stand on"],
             "obedient",
-            async |group| got::called(group.call(Collapse, ()).dispatch(Dispatch::rank(0)).deadline(LONG).await),
+            async |group| outcome::called(group.call(Collapse, ()).dispatch(Dispatch::rank(0)).deadline(LONG).await),
         ),
         harm(WORKER, "exits", "fails: died", &["rank 0", "exit code 7", "leaving with 7"], "obedient", async |group| {
-            ended(group, got::called(group.call(Leave, 7).dispatch(Dispatch::rank(0)).deadline(LONG).await)).await
+            ended(group, outcome::called(group.call(Leave, 7).dispatch(Dispatch::rank(0)).deadline(LONG).await)).await
         }),
         harm(WORKER, "is killed", "fails: died", &["rank 0", "signal 9"], "obedient", async |group| {
             let call =
                 group.call(Work, HOURS).dispatch(Dispatch::rank(0)).deadline(LONG).start().await.expect("started");
             signal(pid(group, 0), Signal::KILL);
-            ended(group, got::called(call.await)).await
+            ended(group, outcome::called(call.await)).await
         }),
         harm(
             WORKER,
@@ -195,7 +196,7 @@ fn harms() -> Vec<Case> {
             "fails: timeout",
             &["call work of policy", "deadline"],
             "obedient",
-            async |group| got::called(group.call(Work, HOURS).deadline(Duration::from_millis(200)).await),
+            async |group| outcome::called(group.call(Work, HOURS).deadline(Duration::from_millis(200)).await),
         ),
         harm(
             WORKER,
@@ -204,7 +205,7 @@ fn harms() -> Vec<Case> {
             &["deadline"],
             "obedient",
             async |group| {
-                let got = got::called(group.call(Deafen, ()).deadline(Duration::from_millis(200)).await);
+                let got = outcome::called(group.call(Deafen, ()).deadline(Duration::from_millis(200)).await);
                 // What it does not hear cannot be told to it: only its end helps.
                 for rank in 0..2 {
                     group.kill(rank).await.expect("it lives");
@@ -223,7 +224,7 @@ fn harms() -> Vec<Case> {
                 let hold = group.call(Hold, 400 << 20).dispatch(Dispatch::rank(0)).deadline(LONG).await;
                 until("its end is known", || status(group, 0).state == RankState::Dead).await;
                 // It may have answered before it was measured; then the next call tells.
-                got::called(match hold {
+                outcome::called(match hold {
                     Ok(_) => group.call(Describe, ()).deadline(LONG).await.map(drop),
                     Err(error) => Err(error),
                 })
@@ -235,7 +236,7 @@ fn harms() -> Vec<Case> {
                 let calls = (0..3).map(|_| group.call(Work, HOURS).dispatch(dispatch()).deadline(LONG).start());
                 let running = join_all(calls).await;
                 until_taken(group, 3).await;
-                let got = got::called(group.call(Describe, ()).dispatch(dispatch()).deadline(LONG).await);
+                let got = outcome::called(group.call(Describe, ()).dispatch(dispatch()).deadline(LONG).await);
                 drop(running);
                 until_taken(group, 0).await;
                 got

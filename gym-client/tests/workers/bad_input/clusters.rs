@@ -1,8 +1,8 @@
 //! Clusters that cannot be.
 
-use gym_client::provision::VirtualCluster;
+use gym_client::group::VirtualCluster;
 use gym_core::Result;
-use gym_core::cluster::{ClusterSpec, NodeResources, place};
+use gym_core::group::cluster::{ClusterSpec, NodeResources, place};
 
 use super::super::local;
 use super::{Case, Got};

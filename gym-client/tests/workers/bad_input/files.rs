@@ -1,16 +1,16 @@
 //! Files of clusters and groups with a mistake in them: the error names file, line and key.
 
 use gym_client::config::ConfigError;
-use gym_client::provision::ClusterFile;
+use gym_client::group::ClusterFile;
 
 use super::{Case, Got};
 
 const FILE: &str = "mistake in a cluster file";
 
 fn file(name: &'static str, text: &'static str, says: &'static [&'static str]) -> Case {
-    Case::new(FILE, name, "refused", says, move |ground| {
+    Case::new(FILE, name, "refused", says, move |fixture| {
         Box::pin(async move {
-            match ClusterFile::read(ground.file("cluster.yaml", text)) {
+            match ClusterFile::read(fixture.file("cluster.yaml", text)) {
                 Ok(_) => Got::new("accepted", ""),
                 Err(error) => Got::new("refused", error.to_string()),
             }
@@ -89,9 +89,9 @@ pub(crate) fn cases() -> Vec<Case> {
         file("half a file", "cluster: {bundle_ct_per_node_list: [2]\npolicy:\n", &["cluster.yaml:", "malformed YAML"]),
         file("a list", "- 2\n", &["cluster.yaml:1", "not a mapping"]),
     ];
-    cases.push(Case::new(FILE, "no file", "refused", &["clutser.yaml: cannot be read"], |ground| {
+    cases.push(Case::new(FILE, "no file", "refused", &["clutser.yaml: cannot be read"], |fixture| {
         Box::pin(async move {
-            let error: Result<_, ConfigError> = ClusterFile::read(ground.folder().join("clutser.yaml"));
+            let error: Result<_, ConfigError> = ClusterFile::read(fixture.folder().join("clutser.yaml"));
             Got::new("refused", error.expect_err("there is none").to_string())
         })
     }));
@@ -100,10 +100,10 @@ pub(crate) fn cases() -> Vec<Case> {
         "a group that it has not",
         "refused: not_found",
         &["cluster.yaml", "`policy`?"],
-        |ground| {
+        |fixture| {
             Box::pin(async move {
                 let text = "cluster: {bundle_ct_per_node_list: [2]}\npolicy: {}\n";
-                let file = ClusterFile::read(ground.file("cluster.yaml", text)).expect("a file");
+                let file = ClusterFile::read(fixture.file("cluster.yaml", text)).expect("a file");
                 Got::refused(file.group("polcy"))
             })
         },

@@ -6,29 +6,30 @@
 
 mod calls;
 mod clusters;
+pub(crate) mod faulty;
 mod files;
-mod got;
-mod ground;
-mod places;
-pub(crate) mod rogues;
+mod fixture;
+mod outcome;
+mod placement;
 mod starts;
 
 use std::path::{Path, PathBuf};
 
-use ground::Ground;
+use fixture::Fixture;
 use gym_core::testing::bad_input::{self, Got};
 
-type Case = bad_input::Case<Ground>;
+type Case = bad_input::Case<Fixture>;
 
 fn cases() -> Vec<Case> {
-    let groups = [clusters::cases(), files::cases(), places::cases(), starts::cases(), rogues::cases(), calls::cases()];
+    let groups =
+        [clusters::cases(), files::cases(), placement::cases(), starts::cases(), faulty::cases(), calls::cases()];
     groups.into_iter().flatten().collect()
 }
 
 pub(crate) async fn bad_input_gets_an_error_that_names_the_place_and_harms_nobody_else() {
-    let ground = Ground::new().await;
-    let tried = bad_input::try_all(&ground, &cases(), |line| println!("{line}")).await;
-    ground.end().await;
+    let fixture = Fixture::new().await;
+    let tried = bad_input::try_all(&fixture, &cases(), |line| println!("{line}")).await;
+    fixture.end().await;
     tried.assert(30, 10);
     tried.document(&table_file(), "Bad input of worker groups, and what it gets", ABOUT);
 }

@@ -5,13 +5,13 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use gym_client::provision::ports::HeldPort;
-use gym_client::provision::{LaunchSpec, Local, LocalOptions};
+use gym_client::group::HeldPort;
+use gym_client::group::{LaunchSpec, Local, LocalOptions};
 
 use super::super::types::workers;
 use super::super::{LONG, options};
-use super::ground::Ground;
-use super::{Case, got};
+use super::fixture::Fixture;
+use super::{Case, outcome};
 
 const START: &str = "worker that does not start";
 const PROGRAM: &str = "program that is no worker";
@@ -19,14 +19,14 @@ const REQUEST: &str = "launch that cannot be";
 const PORTS: &str = "ports that are taken";
 
 fn worker(name: &'static str, worker: &'static str, outcome: &'static str, says: &'static [&'static str]) -> Case {
-    Case::new(START, name, outcome, says, move |ground| {
+    Case::new(START, name, outcome, says, move |fixture| {
         Box::pin(async move {
             let change = |spec: &mut LaunchSpec| {
                 if worker == "never" {
                     spec.start_timeout = Duration::from_millis(300);
                 }
             };
-            ground.starts(worker, change).await
+            fixture.starts(worker, change).await
         })
     })
 }
@@ -36,23 +36,23 @@ fn program(
     name: &'static str,
     outcome: &'static str,
     says: &'static [&'static str],
-    make: impl Fn(&Ground) -> PathBuf + 'static,
+    make: impl Fn(&Fixture) -> PathBuf + 'static,
 ) -> Case {
     let make = std::rc::Rc::new(make);
-    Case::new(PROGRAM, name, outcome, says, move |ground| {
+    Case::new(PROGRAM, name, outcome, says, move |fixture| {
         let make = std::rc::Rc::clone(&make);
         Box::pin(async move {
             let mut options = LocalOptions::default();
             options.lines = std::sync::Arc::new(|_, _, _| {});
-            options.program = Some(make(ground));
+            options.program = Some(make(fixture));
             let local = Local::new(workers()).with(options);
-            got::started(ground.start(&local, ground.spec("obedient"), super::super::options()).await)
+            outcome::started(fixture.start(&local, fixture.spec("obedient"), super::super::options()).await)
         })
     })
 }
 
-fn script(ground: &Ground, text: &str, mode: u32) -> PathBuf {
-    let path = ground.file("program", text);
+fn script(fixture: &Fixture, text: &str, mode: u32) -> PathBuf {
+    let path = fixture.file("program", text);
     std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode)).expect("may");
     path
 }
@@ -65,12 +65,12 @@ fn request(
     change: impl Fn(&mut LaunchSpec) -> Vec<HeldPort> + 'static,
 ) -> Case {
     let change = std::rc::Rc::new(change);
-    Case::new(kind, name, outcome, says, move |ground| {
+    Case::new(kind, name, outcome, says, move |fixture| {
         let change = std::rc::Rc::clone(&change);
         Box::pin(async move {
-            let mut spec = ground.spec("obedient");
+            let mut spec = fixture.spec("obedient");
             let _held = change(&mut spec);
-            got::started(ground.start(&super::super::local(), spec, options()).await)
+            outcome::started(fixture.start(&super::super::local(), spec, options()).await)
         })
     })
 }
@@ -86,19 +86,19 @@ pub(crate) fn cases() -> Vec<Case> {
         worker("prints rubbish first", "rubbish", "starts", &[]),
         worker("a name that nobody registered", "obedeint", "does not start: not_found", &["`obedeint`", "obedient"]),
         program("is missing", FAILED, &["rank 0", "/no/such/program"], |_| "/no/such/program".into()),
-        program("is a folder", FAILED, &["rank 0"], |ground| ground.folder().to_owned()),
-        program("may not be run", FAILED, &["rank 0", "program"], |ground| script(ground, "#!/bin/sh\n", 0o600)),
-        program("does nothing", DIED, &["rank 0", "exit code 0"], |ground| {
-            script(ground, "#!/bin/sh\nexit 0\n", 0o700)
+        program("is a folder", FAILED, &["rank 0"], |fixture| fixture.folder().to_owned()),
+        program("may not be run", FAILED, &["rank 0", "program"], |fixture| script(fixture, "#!/bin/sh\n", 0o600)),
+        program("does nothing", DIED, &["rank 0", "exit code 0"], |fixture| {
+            script(fixture, "#!/bin/sh\nexit 0\n", 0o700)
         }),
-        program("does not know what a worker is", DIED, &["rank 0", "exit code 2", "--gym-worker: what?"], |ground| {
-            script(ground, "#!/bin/sh\necho \"$1: what?\" >&2\nexit 2\n", 0o700)
+        program("does not know what a worker is", DIED, &["rank 0", "exit code 2", "--gym-worker: what?"], |fixture| {
+            script(fixture, "#!/bin/sh\necho \"$1: what?\" >&2\nexit 2\n", 0o700)
         }),
-        program("has other worker types", FAILED, &["rank 0", "no worker type `obedient`"], |ground| {
+        program("has other worker types", FAILED, &["rank 0", "no worker type `obedient`"], |fixture| {
             // Any other program that enters workers does; this one forgets its own.
             let own = std::env::current_exe().expect("own path");
             let text = format!("#!/bin/sh\nGYM_WITHOUT_WORKERS=1 exec {} \"$@\"\n", own.display());
-            script(ground, &text, 0o700)
+            script(fixture, &text, 0o700)
         }),
         request(
             REQUEST,
@@ -164,21 +164,25 @@ pub(crate) fn cases() -> Vec<Case> {
                 held.into_iter().take(1).collect()
             },
         ),
-        Case::new(PORTS, "no range", "does not start: invalid_argument", &["the port range 7..7 is empty"], |ground| {
-            Box::pin(ground.starts("obedient", |spec| spec.ports = 7..7))
-        }),
+        Case::new(
+            PORTS,
+            "no range",
+            "does not start: invalid_argument",
+            &["the port range 7..7 is empty"],
+            |fixture| Box::pin(fixture.starts("obedient", |spec| spec.ports = 7..7)),
+        ),
         Case::new(
             START,
             "a caller without time",
             "does not start: deadline_exceeded",
             &["start group policy", "the deadline has passed"],
-            |ground| {
+            |fixture| {
                 Box::pin(async move {
                     let cx = gym_core::CallContext::within(Duration::from_millis(300));
-                    let mut spec = ground.spec("never");
+                    let mut spec = fixture.spec("never");
                     spec.start_timeout = LONG;
                     let started = gym_client::group::Group::start(&cx, &super::super::local(), spec, options()).await;
-                    got::started(started)
+                    outcome::started(started)
                 })
             },
         ),

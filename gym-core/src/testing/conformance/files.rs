@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 
-use crate::error::Code;
-use crate::world::Files;
+use crate::base::error::Code;
+use crate::base::world::Files;
 
 /// Checks an implementation within a folder that is its own.
 ///

@@ -1,6 +1,6 @@
 //! What every worker group must do, wherever its ranks live.
 //!
-//! A backend implements [`GroupBench`] and runs [`group`]. One whose ranks are handlers of this process, reached over some
+//! A backend implements [`GroupFixture`] and runs [`group`]. One whose ranks are handlers of this process, reached over some
 //! transport, says only how a handler is reached: [`ServedGroups`].
 
 mod calls;
@@ -17,13 +17,15 @@ use async_trait::async_trait;
 use futures_util::future::{BoxFuture, try_join_all};
 use tokio::sync::watch;
 
-use crate::channel::Channel;
-use crate::context::{CallContext, Incarnation};
-use crate::group::{ExitCause, GroupView, Member, RankExit, RankState, WorkerGroup, WorkerGroupExt};
-use crate::handler::Handler;
-use crate::host::{HostOptions, WorkerHost};
-use crate::layout::{Rank, RankLayout};
-use crate::worker::WorkerEnv;
+use crate::base::error::{Error, Result};
+use crate::group::call::{ExitCause, GroupView, Member, RankExit, WorkerGroup, WorkerGroupExt};
+use crate::group::health::RankState;
+use crate::group::layout::{Rank, RankLayout};
+use crate::group::worker::WorkerEnv;
+use crate::group::worker::host::{HostOptions, WorkerHost};
+use crate::message::{CallContext, Incarnation};
+use crate::transport::Channel;
+use crate::transport::Handler;
 
 pub use rogues::group_rogues;
 pub use workers::{TestBlockingWorker, TestWorker};
@@ -59,7 +61,7 @@ impl GroupSetup {
     ///
     /// # Errors
     /// None of the suite's workers fails to start.
-    pub async fn start_host(&self, env: WorkerEnv) -> crate::Result<WorkerHost> {
+    pub async fn start_host(&self, env: WorkerEnv) -> Result<WorkerHost> {
         let options = HostOptions { calls_max: self.calls_max };
         match self.worker {
             TestWorkerKind::Async => WorkerHost::start::<TestWorker>(env, (), &options).await,
@@ -70,7 +72,7 @@ impl GroupSetup {
 
 /// A backend under test.
 #[async_trait(?Send)]
-pub trait GroupBench {
+pub trait GroupFixture {
     /// A group whose ranks all take calls.
     async fn start(&self, setup: GroupSetup) -> Box<dyn TestGroup>;
 }
@@ -89,14 +91,14 @@ pub trait TestGroup: fmt::Debug {
 ///
 /// # Panics
 /// When a case fails; the message names it.
-pub async fn group(bench: &dyn GroupBench) {
-    calls::run(bench).await;
-    endings::run(bench).await;
+pub async fn group(fixture: &dyn GroupFixture) {
+    calls::run(fixture).await;
+    endings::run(fixture).await;
 }
 
 macro_rules! run_cases {
-    ($bench:expr; $($case:ident),* $(,)?) => {
-        $(crate::testing::conformance::run_case("group", stringify!($case), $case($bench)).await;)*
+    ($fixture:expr; $($case:ident),* $(,)?) => {
+        $(crate::testing::conformance::run_case("group", stringify!($case), $case($fixture)).await;)*
     };
 }
 use run_cases;
@@ -124,7 +126,7 @@ impl<C> fmt::Debug for ServedGroups<C> {
 type Connect = Box<dyn Fn(Arc<dyn Handler>) -> BoxFuture<'static, Channel> + Send + Sync>;
 
 #[async_trait(?Send)]
-impl<C, Fut> GroupBench for ServedGroups<C>
+impl<C, Fut> GroupFixture for ServedGroups<C>
 where
     C: Fn(Arc<dyn Handler>) -> Fut + Clone + Send + Sync + 'static,
     Fut: Future<Output = Channel> + Send + 'static,
@@ -138,7 +140,7 @@ where
         let starts = ranks.into_iter().map(async |rank| {
             let host = served.host(rank, Incarnation(1)).await;
             let channel = (served.connect)(Arc::new(host.clone())).await;
-            Ok::<_, crate::Error>((host, member(rank, Incarnation(1), channel)))
+            Ok::<_, Error>((host, member(rank, Incarnation(1), channel)))
         });
         let (hosts, members): (Vec<_>, Vec<_>) =
             try_join_all(starts).await.expect("the suite's workers start").into_iter().unzip();
@@ -222,12 +224,12 @@ impl TestGroup for Served {
     }
 }
 
-async fn start(bench: &dyn GroupBench, layout: RankLayout, worker: TestWorkerKind) -> Box<dyn TestGroup> {
-    bench.start(GroupSetup { layout, worker, calls_max: 64 }).await
+async fn start(fixture: &dyn GroupFixture, layout: RankLayout, worker: TestWorkerKind) -> Box<dyn TestGroup> {
+    fixture.start(GroupSetup { layout, worker, calls_max: 64 }).await
 }
 
-async fn line(bench: &dyn GroupBench, ranks: usize) -> Box<dyn TestGroup> {
-    start(bench, RankLayout::line(ranks).expect("a case has ranks"), TestWorkerKind::Async).await
+async fn line(fixture: &dyn GroupFixture, ranks: usize) -> Box<dyn TestGroup> {
+    start(fixture, RankLayout::line(ranks).expect("a case has ranks"), TestWorkerKind::Async).await
 }
 
 /// Two data replicas of two tensor ranks each: ranks 0 and 1, 2 and 3.
@@ -240,7 +242,7 @@ fn far() -> CallContext {
 }
 
 /// Asks the hosts until `ready` says so of all of them.
-async fn until(group: &dyn WorkerGroup, ready: impl Fn(&crate::WorkerStatus) -> bool) {
+async fn until(group: &dyn WorkerGroup, ready: impl Fn(&crate::group::WorkerStatus) -> bool) {
     loop {
         let statuses = group.ask_hosts(&far()).await;
         if statuses.iter().all(|status| status.as_ref().is_ok_and(&ready)) {

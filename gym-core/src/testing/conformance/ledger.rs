@@ -5,15 +5,15 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 
-use crate::context::CallContext;
-use crate::error::{Code, Result};
-use crate::ledger::{KeyState, Ledger, Outcome};
-use crate::raw::RawObject;
+use crate::base::error::{Code, Result};
+use crate::message::CallContext;
+use crate::message::RawObject;
 use crate::rollout::{Attempt, FailureClass, TaskKey};
+use crate::rollout::{KeyState, Ledger, Outcome};
 
 /// A ledger under test, and a way to end the process that has it.
 #[async_trait]
-pub trait LedgerBench: fmt::Debug + Send + Sync {
+pub trait LedgerFixture: fmt::Debug + Send + Sync {
     /// Opens the ledger at its place; everything durable is in it.
     async fn open(&mut self) -> Result<Arc<dyn Ledger>>;
 
@@ -31,7 +31,7 @@ pub trait LedgerBench: fmt::Debug + Send + Sync {
 ///
 /// # Panics
 /// When it does not do what [`Ledger`] says.
-pub async fn ledger<B: LedgerBench>(mut make: impl FnMut() -> B) {
+pub async fn ledger<B: LedgerFixture>(mut make: impl FnMut() -> B) {
     an_empty_ledger_is_open_everywhere(make()).await;
     a_completed_rollout_stays_completed(make()).await;
     failures_count_and_attempts_go_on_from_them(make()).await;
@@ -73,18 +73,18 @@ async fn refused(ledger: &Arc<dyn Ledger>, attempt: Attempt, outcome: Outcome, w
     assert_eq!(error.code(), Code::FailedPrecondition, "{why}: {error}");
 }
 
-async fn an_empty_ledger_is_open_everywhere(mut bench: impl LedgerBench) {
-    let ledger = bench.open().await.expect("opens");
+async fn an_empty_ledger_is_open_everywhere(mut fixture: impl LedgerFixture) {
+    let ledger = fixture.open().await.expect("opens");
     assert_eq!(ledger.state(key(0, 0)), KeyState::Open { failures: 0 });
     assert_eq!(ledger.state(key(u32::MAX, u32::MAX)), KeyState::Open { failures: 0 });
     ledger.flush(&CallContext::default()).await.expect("nothing to flush");
     drop(ledger);
-    bench.close().await;
-    assert!(bench.rows().await.is_empty());
+    fixture.close().await;
+    assert!(fixture.rows().await.is_empty());
 }
 
-async fn a_completed_rollout_stays_completed(mut bench: impl LedgerBench) {
-    let ledger = bench.open().await.expect("opens");
+async fn a_completed_rollout_stays_completed(mut fixture: impl LedgerFixture) {
+    let ledger = fixture.open().await.expect("opens");
     let attempt = ledger.begin(key(3, 1)).expect("begins");
     assert_eq!(attempt, Attempt { key: key(3, 1), number: 0 });
     assert_eq!(ledger.state(key(3, 1)), KeyState::Open { failures: 0 }, "a begun attempt is no outcome");
@@ -96,18 +96,18 @@ async fn a_completed_rollout_stays_completed(mut bench: impl LedgerBench) {
     }
     assert_eq!(ledger.begin(key(3, 1)).expect_err("done is done").code(), Code::FailedPrecondition);
     drop(ledger);
-    bench.close().await;
-    let ledger = bench.open().await.expect("opens again");
+    fixture.close().await;
+    let ledger = fixture.open().await.expect("opens again");
     assert_eq!(ledger.state(key(3, 1)), KeyState::Completed);
     assert_eq!(ledger.begin(key(3, 1)).expect_err("done is done").code(), Code::FailedPrecondition);
     drop(ledger);
-    bench.close().await;
+    fixture.close().await;
     let text = String::from_utf8(row(attempt).into_text().to_vec()).expect("text");
-    assert_eq!(bench.rows().await, [text], "the row as it was, bit for bit");
+    assert_eq!(fixture.rows().await, [text], "the row as it was, bit for bit");
 }
 
-async fn failures_count_and_attempts_go_on_from_them(mut bench: impl LedgerBench) {
-    let ledger = bench.open().await.expect("opens");
+async fn failures_count_and_attempts_go_on_from_them(mut fixture: impl LedgerFixture) {
+    let ledger = fixture.open().await.expect("opens");
     for number in 0..2 {
         let attempt = ledger.begin(key(7, 0)).expect("begins");
         assert_eq!(attempt.number, number);
@@ -115,34 +115,34 @@ async fn failures_count_and_attempts_go_on_from_them(mut bench: impl LedgerBench
         assert_eq!(ledger.state(key(7, 0)), KeyState::Open { failures: number + 1 });
     }
     drop(ledger);
-    bench.close().await;
-    let ledger = bench.open().await.expect("opens again");
+    fixture.close().await;
+    let ledger = fixture.open().await.expect("opens again");
     assert_eq!(ledger.state(key(7, 0)), KeyState::Open { failures: 2 });
     let attempt = ledger.begin(key(7, 0)).expect("begins");
     assert_eq!(attempt.number, 2, "the number of earlier failures");
     record(&ledger, attempt, Outcome::Completed(row(attempt))).await.expect("records");
     assert_eq!(ledger.state(key(7, 0)), KeyState::Completed);
     drop(ledger);
-    bench.close().await;
-    assert_eq!(bench.rows().await.len(), 1, "failures are no rows");
+    fixture.close().await;
+    assert_eq!(fixture.rows().await.len(), 1, "failures are no rows");
 }
 
-async fn a_terminal_failure_ends_a_rollout(mut bench: impl LedgerBench) {
-    let ledger = bench.open().await.expect("opens");
+async fn a_terminal_failure_ends_a_rollout(mut fixture: impl LedgerFixture) {
+    let ledger = fixture.open().await.expect("opens");
     let attempt = ledger.begin(key(0, 5)).expect("begins");
     record(&ledger, attempt, failure(attempt, true)).await.expect("records");
     assert_eq!(ledger.state(key(0, 5)), KeyState::Terminal);
     assert_eq!(ledger.begin(key(0, 5)).expect_err("over").code(), Code::FailedPrecondition);
     drop(ledger);
-    bench.close().await;
-    let ledger = bench.open().await.expect("opens again");
+    fixture.close().await;
+    let ledger = fixture.open().await.expect("opens again");
     assert_eq!(ledger.state(key(0, 5)), KeyState::Terminal);
     drop(ledger);
-    bench.close().await;
+    fixture.close().await;
 }
 
-async fn late_attempts_are_refused(mut bench: impl LedgerBench) {
-    let ledger = bench.open().await.expect("opens");
+async fn late_attempts_are_refused(mut fixture: impl LedgerFixture) {
+    let ledger = fixture.open().await.expect("opens");
     let first = ledger.begin(key(1, 1)).expect("begins");
     let second = ledger.begin(key(1, 1)).expect("begins another");
     assert_eq!(second.number, 1);
@@ -158,12 +158,12 @@ async fn late_attempts_are_refused(mut bench: impl LedgerBench) {
     refused(&ledger, failed, Outcome::Completed(row(failed)), "that attempt has its outcome").await;
     assert_eq!(ledger.state(key(1, 2)), KeyState::Open { failures: 1 });
     drop(ledger);
-    bench.close().await;
-    assert_eq!(bench.rows().await.len(), 1);
+    fixture.close().await;
+    assert_eq!(fixture.rows().await.len(), 1);
 }
 
-async fn of_two_records_of_one_attempt_one_counts(mut bench: impl LedgerBench) {
-    let ledger = bench.open().await.expect("opens");
+async fn of_two_records_of_one_attempt_one_counts(mut fixture: impl LedgerFixture) {
+    let ledger = fixture.open().await.expect("opens");
     let attempt = ledger.begin(key(2, 2)).expect("begins");
     let (one, two) = tokio::join!(
         record(&ledger, attempt, Outcome::Completed(row(attempt))),
@@ -171,31 +171,31 @@ async fn of_two_records_of_one_attempt_one_counts(mut bench: impl LedgerBench) {
     );
     assert_eq!(u32::from(one.is_ok()) + u32::from(two.is_ok()), 1, "{one:?} {two:?}");
     drop(ledger);
-    bench.close().await;
-    assert_eq!(bench.rows().await.len(), 1);
+    fixture.close().await;
+    assert_eq!(fixture.rows().await.len(), 1);
 }
 
-async fn what_was_acknowledged_survives(mut bench: impl LedgerBench) {
-    let ledger = bench.open().await.expect("opens");
+async fn what_was_acknowledged_survives(mut fixture: impl LedgerFixture) {
+    let ledger = fixture.open().await.expect("opens");
     for task in 0..20 {
         let attempt = ledger.begin(key(task, 0)).expect("begins");
         record(&ledger, attempt, Outcome::Completed(row(attempt))).await.expect("records");
     }
-    if !bench.crash().await {
+    if !fixture.crash().await {
         return;
     }
     drop(ledger);
-    let ledger = bench.open().await.expect("opens after the crash");
+    let ledger = fixture.open().await.expect("opens after the crash");
     for task in 0..20 {
         assert_eq!(ledger.state(key(task, 0)), KeyState::Completed, "task {task}");
     }
     drop(ledger);
-    bench.close().await;
-    assert_eq!(bench.rows().await.len(), 20);
+    fixture.close().await;
+    assert_eq!(fixture.rows().await.len(), 20);
 }
 
-async fn opening_again_changes_nothing(mut bench: impl LedgerBench) {
-    let ledger = bench.open().await.expect("opens");
+async fn opening_again_changes_nothing(mut fixture: impl LedgerFixture) {
+    let ledger = fixture.open().await.expect("opens");
     for task in 0..10 {
         let attempt = ledger.begin(key(task, 0)).expect("begins");
         let outcome = if task % 3 == 0 { failure(attempt, false) } else { Outcome::Completed(row(attempt)) };
@@ -203,16 +203,16 @@ async fn opening_again_changes_nothing(mut bench: impl LedgerBench) {
     }
     ledger.flush(&CallContext::default()).await.expect("flushes");
     drop(ledger);
-    bench.close().await;
-    let rows = bench.rows().await;
+    fixture.close().await;
+    let rows = fixture.rows().await;
     for _ in 0..3 {
-        let ledger = bench.open().await.expect("opens again");
+        let ledger = fixture.open().await.expect("opens again");
         for task in 0..10 {
             let wanted = if task % 3 == 0 { KeyState::Open { failures: 1 } } else { KeyState::Completed };
             assert_eq!(ledger.state(key(task, 0)), wanted);
         }
         drop(ledger);
-        bench.close().await;
-        assert_eq!(bench.rows().await, rows);
+        fixture.close().await;
+        assert_eq!(fixture.rows().await, rows);
     }
 }

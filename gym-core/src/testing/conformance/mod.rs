@@ -1,4 +1,4 @@
-//! One suite per seam, run by every implementation of it. A case that fails panics and names itself.
+//! One suite for each trait, run by every implementation of the trait. A case that fails panics with its name.
 
 mod files;
 #[allow(clippy::unwrap_used, reason = "a suite is a test")]
@@ -14,10 +14,10 @@ use futures_util::FutureExt;
 
 pub use files::files;
 pub use group::{
-    GroupBench, GroupSetup, ServedGroups, TestBlockingWorker, TestGroup, TestWorker, TestWorkerKind, group,
+    GroupFixture, GroupSetup, ServedGroups, TestBlockingWorker, TestGroup, TestWorker, TestWorkerKind, group,
     group_rogues,
 };
-pub use ledger::{LedgerBench, ledger};
+pub use ledger::{LedgerFixture, ledger};
 pub use transport::{TransportPair, TransportSetup, ordered_transport, transport};
 
 /// How long one case may take: far beyond what any needs, so that only a hang meets it.

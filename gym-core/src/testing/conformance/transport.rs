@@ -1,4 +1,4 @@
-//! What every transport must do, whatever moves the bytes.
+//! The conformance suite of every transport.
 //!
 //! Each case is a function with a name that reads as a sentence; a failure names its case. Nothing sleeps: cases wait for
 //! events, under one deadline for all of them.
@@ -18,10 +18,10 @@ use tokio::sync::{Notify, mpsc};
 use tokio::task::{JoinHandle, JoinSet};
 use tokio_util::sync::CancellationToken;
 
-use crate::channel::Channel;
-use crate::context::CallContext;
-use crate::handler::Handler;
+use crate::message::CallContext;
 use crate::message::Request;
+use crate::transport::Channel;
+use crate::transport::Handler;
 use crate::transport::{ConnectOptions, Connector, Endpoint, Listener};
 
 /// A deadline that no call is meant to reach.
@@ -29,13 +29,13 @@ const FAR: Duration = Duration::from_secs(20);
 /// A deadline that a call is meant to reach.
 const NEAR: Duration = Duration::from_millis(60);
 
-/// What a case asks of a fresh pair.
+/// The limits that a case requests of a new pair.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct TransportSetup {
-    /// Calls that one channel can have under way.
+    /// Concurrent calls of one channel.
     pub calls_max: usize,
-    /// Bytes of the requests that one channel can have under way, where the transport bounds them.
+    /// Bytes of the requests in flight on one channel, if the transport bounds them.
     pub request_bytes_in_flight_max: usize,
 }
 
@@ -60,8 +60,8 @@ where
     endings::run(&make).await;
 }
 
-/// Runs what a transport must do beside [`transport`] if its calls are to arrive in the order in which they were sent, as worker groups
-/// want it: every case against pairs that `make` builds.
+/// Runs the cases of an ordered transport, whose calls arrive in the order in which they were sent, as worker groups require. Runs in
+/// addition to [`transport`], against pairs that `make` builds.
 ///
 /// # Panics
 /// When a case fails; the message names it.
@@ -81,16 +81,16 @@ macro_rules! run_cases {
 use run_cases;
 
 /// A server with one handler, and a connector to it.
-struct Bench {
+struct Fixture {
     connector: Box<dyn Connector>,
     endpoint: Endpoint,
     drain: CancellationToken,
-    /// Fires when nothing is accepted any more.
-    deaf: CancellationToken,
+    /// Fires when the server has stopped accepting.
+    closed: CancellationToken,
     accepting: JoinHandle<()>,
 }
 
-impl Bench {
+impl Fixture {
     async fn new(make: Make<'_>, handler: impl Handler) -> Self {
         Self::with_calls_max(make, 64, handler).await
     }
@@ -103,9 +103,9 @@ impl Bench {
         let (connector, listener) = make(setup).await;
         let endpoint = listener.endpoints().first().expect("a listener has an endpoint").clone();
         assert_eq!(endpoint.scheme(), connector.scheme(), "connector and listener have one scheme");
-        let (drain, deaf) = (CancellationToken::new(), CancellationToken::new());
-        let accepting = tokio::spawn(accept(listener, Arc::new(handler), drain.clone(), deaf.clone()));
-        Self { connector, endpoint, drain, deaf, accepting }
+        let (drain, closed) = (CancellationToken::new(), CancellationToken::new());
+        let accepting = tokio::spawn(accept(listener, Arc::new(handler), drain.clone(), closed.clone()));
+        Self { connector, endpoint, drain, closed, accepting }
     }
 
     async fn channel(&self) -> Channel {
@@ -116,10 +116,10 @@ impl Bench {
         self.connector.connect(&far(), &self.endpoint, options).await.expect("the listener accepts")
     }
 
-    /// Has the server take nothing new; returns once its door is closed.
+    /// Starts to drain the server; returns when it has stopped accepting.
     async fn begin_drain(&self) {
         self.drain.cancel();
-        self.deaf.cancelled().await;
+        self.closed.cancelled().await;
     }
 
     /// Waits until all connections have ended.
@@ -127,7 +127,7 @@ impl Bench {
         (&mut self.accepting).await.expect("the server did not panic");
     }
 
-    /// Ends the server without a farewell.
+    /// Ends the server without a close handshake.
     async fn kill(&mut self) {
         self.accepting.abort();
         let ended = (&mut self.accepting).await;
@@ -135,7 +135,7 @@ impl Bench {
     }
 }
 
-impl Drop for Bench {
+impl Drop for Fixture {
     fn drop(&mut self) {
         self.accepting.abort();
     }
@@ -145,7 +145,7 @@ async fn accept(
     mut listener: Box<dyn Listener>,
     handler: Arc<dyn Handler>,
     drain: CancellationToken,
-    deaf: CancellationToken,
+    closed: CancellationToken,
 ) {
     let mut connections = JoinSet::new();
     loop {
@@ -158,7 +158,7 @@ async fn accept(
         connections.spawn(incoming.serve(Arc::clone(&handler), drain.clone()));
     }
     drop(listener);
-    deaf.cancel();
+    closed.cancel();
     while connections.join_next().await.is_some() {}
 }
 
@@ -174,16 +174,16 @@ fn post(cx: CallContext, route: &'static str) -> Request {
     Request::post(cx, route, "{}")
 }
 
-/// A handler's own account of what happens to its calls.
+/// Reports the calls of a handler to the case.
 #[derive(Clone)]
-struct Witness {
+struct CallProbe {
     started: mpsc::Sender<Request>,
     release: Arc<Notify>,
     dropped: mpsc::Sender<()>,
 }
 
-/// The case's end of a witness.
-struct Seen {
+/// The receiving end of a [`CallProbe`].
+struct ProbeEvents {
     started: mpsc::Receiver<Request>,
     release: Arc<Notify>,
     dropped: mpsc::Receiver<()>,
@@ -192,33 +192,33 @@ struct Seen {
 /// More calls than any case makes.
 const SEEN_MAX: usize = 1_024;
 
-fn witness() -> (Witness, Seen) {
+fn probe() -> (CallProbe, ProbeEvents) {
     let (started, started_seen) = mpsc::channel(SEEN_MAX);
     let (dropped, dropped_seen) = mpsc::channel(SEEN_MAX);
     let release = Arc::new(Notify::new());
     (
-        Witness { started, release: Arc::clone(&release), dropped },
-        Seen { started: started_seen, release, dropped: dropped_seen },
+        CallProbe { started, release: Arc::clone(&release), dropped },
+        ProbeEvents { started: started_seen, release, dropped: dropped_seen },
     )
 }
 
-impl Witness {
-    /// Tells that a call has started; the guard tells, when it is dropped, that its future is gone.
-    fn enter(&self, request: &Request) -> Told {
+impl CallProbe {
+    /// Reports that a call has started. The guard reports, when it is dropped, that the future of the call was dropped.
+    fn enter(&self, request: &Request) -> DropNotice {
         self.started.try_send(request.clone()).expect("a case makes few calls");
-        Told(self.dropped.clone())
+        DropNotice(self.dropped.clone())
     }
 }
 
-struct Told(mpsc::Sender<()>);
+struct DropNotice(mpsc::Sender<()>);
 
-impl Drop for Told {
+impl Drop for DropNotice {
     fn drop(&mut self) {
         let _ = self.0.try_send(());
     }
 }
 
-impl Seen {
+impl ProbeEvents {
     async fn started(&mut self) -> Request {
         self.started.recv().await.expect("a call starts")
     }

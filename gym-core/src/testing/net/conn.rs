@@ -13,28 +13,29 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::SCHEME;
-use super::wire::{Shared, What, drained};
-use crate::cancel::CancelToken;
-use crate::channel::{Link, PathInfo, Reply};
-use crate::context::{CallContext, TraceContext};
-use crate::error::{Code, Error, Result};
-use crate::frame::{Limits, decode, encode};
-use crate::handler::Handler;
+use super::wire::{Packet, SimState, drained};
+use crate::base::cancel::CancelToken;
+use crate::base::error::{Code, Error, Result};
+use crate::message::PeerInfo;
+use crate::message::frame::{MessageLimits, decode, encode};
+use crate::message::{CallContext, TraceContext};
 use crate::message::{Message, Request, Response};
-use crate::transport::{Incoming, PeerInfo};
+use crate::transport::Handler;
+use crate::transport::Incoming;
+use crate::transport::{Link, PathInfo, Reply};
 
-/// What both ends share. It knows nothing of the network, so that what is under way does not keep the network alive.
+/// The state that both ends share. It has no reference to the network, so that messages in flight do not keep the network alive.
 pub(super) struct Conn {
     pub(super) id: u64,
     pub(super) client: Arc<str>,
     pub(super) server: Arc<str>,
-    /// The caller knows that it is over: its calls end.
+    /// The caller knows that the connection has ended: its calls end.
     pub(super) client_closed: CancellationToken,
-    /// The server knows that it is over: its handlers are dropped.
+    /// The server knows that the connection has ended: its handlers are dropped.
     pub(super) server_closed: CancellationToken,
     drained: AtomicBool,
     next_call: AtomicU64,
-    arrivals: mpsc::Sender<Parcel>,
+    arrivals: mpsc::Sender<SimRequest>,
     ends: Mutex<Ends>,
     idle: Notify,
 }
@@ -45,7 +46,7 @@ struct Ends {
     waiting: BTreeMap<u64, oneshot::Sender<Result<Response>>>,
     /// Calls that have arrived, or whose cancellation has.
     present: BTreeMap<u64, CancelToken>,
-    /// The caller takes no new calls.
+    /// The caller accepts no new calls.
     closing: bool,
     /// No channel is left: the last reply closes the connection.
     abandoned: bool,
@@ -54,27 +55,27 @@ struct Ends {
 }
 
 /// A request on the wire.
-pub(super) struct Parcel {
+pub(super) struct SimRequest {
     pub(super) call: u64,
     request: Request,
     remaining: Duration,
 }
 
-impl fmt::Display for Parcel {
+impl fmt::Display for SimRequest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {} as #{}", self.request.verb, self.request.route, self.call)
     }
 }
 
-impl Parcel {
-    /// Written out, as a wire would: texts instead of shared memory, the time that is left instead of an instant.
+impl SimRequest {
+    /// Serializes the request as a wire would: text instead of shared memory, the remaining time instead of an instant.
     fn write(call: u64, request: Request) -> Result<Self> {
         let remaining = request.context.remaining();
         let message = rewritten(&request.message)?;
         Ok(Self { call, remaining, request: Request { message, ..request } })
     }
 
-    /// As the server reads it: a deadline of its own clock, and a cancel token that fires when the caller is known to have left.
+    /// The request as the server reads it: a deadline by its own clock, and a cancel token that fires when the caller is known to be gone.
     fn read(self, from: &Arc<str>, gone: &CancelToken) -> Request {
         let sent = self.request.context;
         let mut context = CallContext::within(self.remaining);
@@ -89,11 +90,11 @@ impl Parcel {
 }
 
 fn rewritten(message: &Message) -> Result<Message> {
-    Ok(decode(encode(message).to_bytes(), &Limits::default(), message.content_type.clone())?)
+    Ok(decode(encode(message).to_bytes(), &MessageLimits::default(), message.content_type.clone())?)
 }
 
 impl Conn {
-    pub(super) fn new(id: u64, client: Arc<str>, server: Arc<str>, arrivals: mpsc::Sender<Parcel>) -> Self {
+    pub(super) fn new(id: u64, client: Arc<str>, server: Arc<str>, arrivals: mpsc::Sender<SimRequest>) -> Self {
         Self {
             id,
             client,
@@ -124,9 +125,9 @@ impl Conn {
         self.drained.load(Ordering::Relaxed)
     }
 
-    pub(super) fn arrive(&self, parcel: Parcel) -> Result<()> {
+    pub(super) fn arrive(&self, request: SimRequest) -> Result<()> {
         self.arrivals
-            .try_send(parcel)
+            .try_send(request)
             .map_err(|_| Error::not_started(Code::ResourceExhausted, "too many calls wait on this connection"))
     }
 
@@ -152,16 +153,16 @@ impl Conn {
 
 /// The caller's end.
 pub(super) struct SimLink {
-    shared: Arc<Shared>,
+    shared: Arc<SimState>,
     conn: Arc<Conn>,
     path: PathInfo,
-    room: Arc<Semaphore>,
+    slots: Arc<Semaphore>,
 }
 
 impl SimLink {
-    pub(super) fn new(shared: Arc<Shared>, conn: Arc<Conn>, calls_max: usize, ordered: bool) -> Self {
+    pub(super) fn new(shared: Arc<SimState>, conn: Arc<Conn>, calls_max: usize, ordered: bool) -> Self {
         let path = PathInfo::new(SCHEME, Arc::clone(&conn.server), ordered);
-        Self { shared, conn, path, room: Arc::new(Semaphore::new(calls_max)) }
+        Self { shared, conn, path, slots: Arc::new(Semaphore::new(calls_max)) }
     }
 }
 
@@ -171,10 +172,10 @@ impl fmt::Debug for SimLink {
     }
 }
 
-fn close_client(shared: &Shared, conn: &Arc<Conn>) {
+fn close_client(shared: &SimState, conn: &Arc<Conn>) {
     if !conn.client_closed.is_cancelled() {
         conn.client_closed.cancel();
-        shared.transmit(conn, true, What::Gone);
+        shared.transmit(conn, true, Packet::Gone);
     }
 }
 
@@ -193,10 +194,10 @@ impl Drop for SimLink {
 
 /// A caller that waits for its reply; dropped without one, it has left.
 struct Waiting {
-    shared: Arc<Shared>,
+    shared: Arc<SimState>,
     conn: Arc<Conn>,
     call: u64,
-    _room: OwnedSemaphorePermit,
+    _slot: OwnedSemaphorePermit,
 }
 
 impl Drop for Waiting {
@@ -206,7 +207,7 @@ impl Drop for Waiting {
         let (idle, abandoned) = (ends.waiting.is_empty(), ends.abandoned);
         drop(ends);
         if unanswered && !self.conn.client_closed.is_cancelled() {
-            self.shared.transmit(&self.conn, true, What::Cancel { call: self.call });
+            self.shared.transmit(&self.conn, true, Packet::Cancel { call: self.call });
         }
         if idle {
             self.conn.idle.notify_waiters();
@@ -223,14 +224,14 @@ impl Link for SimLink {
         let conn = &self.conn;
         let unavailable =
             || Error::not_started(Code::Unavailable, "the connection is closed").about(conn.server.to_string());
-        let room = tokio::select! {
+        let slot = tokio::select! {
             biased;
             () = conn.client_closed.cancelled() => return Err(unavailable()),
-            room = Arc::clone(&self.room).acquire_owned() => room.map_err(|_| unavailable())?,
+            slot = Arc::clone(&self.slots).acquire_owned() => slot.map_err(|_| unavailable())?,
         };
         let call = conn.next_call.fetch_add(1, Ordering::Relaxed);
         let reply_bytes_max = request.context.reply_bytes_max;
-        let parcel = Parcel::write(call, request)?;
+        let request = SimRequest::write(call, request)?;
         let (sender, answer) = oneshot::channel();
         {
             let mut ends = conn.ends();
@@ -239,8 +240,8 @@ impl Link for SimLink {
             }
             ends.waiting.insert(call, sender);
         }
-        let waiting = Waiting { shared: Arc::clone(&self.shared), conn: Arc::clone(conn), call, _room: room };
-        self.shared.transmit(conn, true, What::Request(Box::new(parcel)));
+        let waiting = Waiting { shared: Arc::clone(&self.shared), conn: Arc::clone(conn), call, _slot: slot };
+        self.shared.transmit(conn, true, Packet::Request(Box::new(request)));
         Ok(Box::pin(async move {
             let conn = Arc::clone(&waiting.conn);
             let answered = tokio::select! {
@@ -295,13 +296,13 @@ impl Link for SimLink {
 /// The server's end, accepted or about to be.
 pub(super) struct SimIncoming {
     server: ServerEnd,
-    arrived: mpsc::Receiver<Parcel>,
+    arrived: mpsc::Receiver<SimRequest>,
     peer: PeerInfo,
 }
 
 /// Tells the caller when it is dropped.
 struct ServerEnd {
-    shared: Arc<Shared>,
+    shared: Arc<SimState>,
     conn: Arc<Conn>,
 }
 
@@ -309,13 +310,13 @@ impl Drop for ServerEnd {
     fn drop(&mut self) {
         if !self.conn.server_closed.is_cancelled() {
             self.conn.server_closed.cancel();
-            self.shared.transmit(&self.conn, false, What::Gone);
+            self.shared.transmit(&self.conn, false, Packet::Gone);
         }
     }
 }
 
 impl SimIncoming {
-    pub(super) fn new(shared: Arc<Shared>, conn: Arc<Conn>, arrived: mpsc::Receiver<Parcel>) -> Self {
+    pub(super) fn new(shared: Arc<SimState>, conn: Arc<Conn>, arrived: mpsc::Receiver<SimRequest>) -> Self {
         let peer = PeerInfo { address: Arc::clone(&conn.client) };
         Self { server: ServerEnd { shared, conn }, arrived, peer }
     }
@@ -336,8 +337,8 @@ impl Incoming for SimIncoming {
     async fn serve(self: Box<Self>, handler: Arc<dyn Handler>, drain: CancellationToken) -> Result<()> {
         let Self { server, mut arrived, peer } = *self;
         let (shared, conn) = (&server.shared, &server.conn);
-        let refuse = |parcel: Parcel| {
-            let refusal = What::Reply { call: parcel.call, result: Err(drained()) };
+        let refuse = |request: SimRequest| {
+            let refusal = Packet::Reply { call: request.call, result: Err(drained()) };
             shared.transmit(conn, false, refusal);
         };
         let mut running = FuturesUnordered::new();
@@ -348,20 +349,20 @@ impl Incoming for SimIncoming {
                 () = conn.server_closed.cancelled() => return Ok(()),
                 () = drain.cancelled(), if !draining => draining = true,
                 Some(()) = running.next(), if !running.is_empty() => {}
-                Some(parcel) = arrived.recv() => {
+                Some(request) = arrived.recv() => {
                     if draining {
-                        refuse(parcel);
+                        refuse(request);
                         continue;
                     }
-                    let call = parcel.call;
+                    let call = request.call;
                     let gone = conn.ends().present.entry(call).or_default().clone();
                     if gone.is_cancelled() {
                         continue;
                     }
                     // Here, in the order of arrival, and not when it is first polled.
-                    let answer = handler.handle(parcel.read(&peer.address, &gone));
+                    let answer = handler.handle(request.read(&peer.address, &gone));
                     running.push(async move {
-                        // Told to whoever the handler handed it to as well.
+                        // Cancels calls that the handler made as well.
                         let _gone = gone.clone().drop_guard();
                         let answered = tokio::select! {
                             biased;
@@ -375,14 +376,14 @@ impl Incoming for SimIncoming {
                             response.message = message;
                             response
                         });
-                        shared.transmit(conn, false, What::Reply { call, result });
+                        shared.transmit(conn, false, Packet::Reply { call, result });
                     });
                 }
             }
         }
         conn.drained.store(true, Ordering::Relaxed);
-        while let Ok(parcel) = arrived.try_recv() {
-            refuse(parcel);
+        while let Ok(request) = arrived.try_recv() {
+            refuse(request);
         }
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! What goes wrong, as numbers.
+//! The faults of a simulated network, as probabilities and durations.
 
 use std::fmt;
 use std::time::Duration;

@@ -11,10 +11,10 @@ use tokio_util::sync::CancellationToken;
 
 use super::SCHEME;
 use super::conn::{Conn, SimIncoming, SimLink};
-use super::wire::{Knock, Shared};
-use crate::channel::Channel;
-use crate::context::CallContext;
-use crate::error::{Code, Error, Execution, Result};
+use super::wire::{ConnectOutcome, SimState};
+use crate::base::error::{Code, Error, Execution, Result};
+use crate::message::CallContext;
+use crate::transport::Channel;
 use crate::transport::{ConnectOptions, Connector, Endpoint, Incoming, Listener};
 
 /// Peers that have connected and are not accepted yet; a server accepts at once, so more means that it is stuck.
@@ -26,7 +26,7 @@ const CALLS_MAX: usize = 16_384;
 /// One life of a host. Clones are the same life; after a crash everything it tries fails.
 #[derive(Clone)]
 pub struct SimHost {
-    shared: Arc<Shared>,
+    shared: Arc<SimState>,
     name: Arc<str>,
     life: u64,
     crashed: CancellationToken,
@@ -34,7 +34,7 @@ pub struct SimHost {
 }
 
 impl SimHost {
-    pub(super) fn start(shared: Arc<Shared>, name: &str) -> Self {
+    pub(super) fn start(shared: Arc<SimState>, name: &str) -> Self {
         let name: Arc<str> = name.into();
         let (life, crashed) = shared.start(&name);
         Self { shared, name, life, crashed, calls_max: CALLS_MAX }
@@ -118,26 +118,26 @@ impl Connector for SimHost {
         cx.check()?;
         let refused = |why| Error::not_started(Code::Unavailable, why).about(format!("connect to {to}"));
         let server: Arc<str> = to.address().split('/').next().unwrap_or_default().into();
-        let (knock, delay) = {
+        let (connect_outcome, delay) = {
             let mut net = self.shared.net();
             if !net.is_alive(&self.name, self.life) {
                 return Err(self.over());
             }
-            (net.knock(&self.name, &server), net.delay() + net.delay())
+            (net.connect_outcome(&self.name, &server), net.delay() + net.delay())
         };
         let link = cx.bound(Execution::NotStarted, async {
-            match knock {
-                Knock::Through | Knock::Refused => {
+            match connect_outcome {
+                ConnectOutcome::Through | ConnectOutcome::Refused => {
                     if !delay.is_zero() {
                         tokio::time::sleep(delay).await;
                     }
                 }
-                Knock::Silence(timeout) => {
+                ConnectOutcome::Silence(timeout) => {
                     tokio::time::sleep(timeout).await;
                     return Err(refused("no answer within the connect timeout"));
                 }
             }
-            if matches!(knock, Knock::Refused) {
+            if matches!(connect_outcome, ConnectOutcome::Refused) {
                 return Err(refused("refused"));
             }
             let mut net = self.shared.net();

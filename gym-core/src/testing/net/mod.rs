@@ -1,7 +1,7 @@
 //! A network in memory that loses, delays, reorders, resets, refuses and partitions, all from one seed.
 //!
 //! It is a [`Connector`](crate::Connector) and [`Listener`](crate::Listener) at the level of messages, with the contract of
-//! the seam and nothing kinder: a lost request or reply lets its caller wait until its deadline (`Unknown`), a reset ends
+//! the traits and no further guarantees: a lost request or reply lets its caller wait until its deadline (`Unknown`), a reset ends
 //! every call of its connection (`Unavailable, Unknown`), a refused connect is `Unavailable, NotStarted`, a crashed host's
 //! handlers are dropped where they are. With no faults it passes the suite that every transport passes.
 //!
@@ -20,20 +20,20 @@ use std::sync::Arc;
 pub use faults::{Faults, kind};
 pub use host::{SimHost, SimListener};
 pub use trace::Trace;
-use wire::Shared;
+use wire::SimState;
 
 /// The scheme of simulated endpoints: `sim://host/service`.
 pub const SCHEME: &str = "sim";
 
 /// A network of named hosts. Cheap to clone; clones share it.
 #[derive(Clone)]
-pub struct SimNet(Arc<Shared>);
+pub struct SimNet(Arc<SimState>);
 
 impl SimNet {
     /// A network without hosts. Must be called within a tokio runtime: its wire is a task there, and ends with the network.
     #[must_use]
     pub fn new(seed: u64, faults: Faults) -> Self {
-        let shared = Arc::new(Shared::new(seed));
+        let shared = Arc::new(SimState::new(seed));
         tokio::spawn(wire::run(Arc::downgrade(&shared), shared.wake()));
         shared.set_faults(faults);
         Self(shared)
@@ -71,7 +71,7 @@ impl SimNet {
         self.0.injected(actor, kind);
     }
 
-    /// What has happened so far.
+    /// The trace so far.
     #[must_use]
     pub fn trace(&self) -> Trace {
         self.0.trace()

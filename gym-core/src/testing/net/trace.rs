@@ -1,4 +1,4 @@
-//! What happened, in order: a running hash that two runs of a seed must agree on, and the lines behind it.
+//! The trace of a simulation: a running hash on which two runs of a seed must agree, and the events behind it.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;

@@ -1,4 +1,4 @@
-//! What is under way between hosts, and the one task that delivers it.
+//! Messages in flight between hosts, and the one task that delivers them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -9,14 +9,14 @@ use tokio::sync::{Notify, mpsc};
 use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
 
-use super::conn::{Conn, Parcel, SimIncoming};
+use super::conn::{Conn, SimIncoming, SimRequest};
 use super::faults::{Faults, kind};
 use super::trace::Trace;
-use crate::error::{Code, Error, Result};
+use crate::base::error::{Code, Error, Result};
 use crate::message::Response;
 
 /// The state that all hosts of one network share.
-pub(super) struct Shared {
+pub(super) struct SimState {
     net: Mutex<Net>,
     wake: Arc<Notify>,
 }
@@ -46,19 +46,19 @@ struct HostState {
 }
 
 enum Event {
-    Deliver { conn: Arc<Conn>, to_server: bool, what: What },
+    Deliver { conn: Arc<Conn>, to_server: bool, packet: Packet },
     Partition { regime: u64 },
     Heal { regime: u64, pairs: Vec<(Arc<str>, Arc<str>)> },
 }
 
-/// What travels on a connection.
-pub(super) enum What {
-    Request(Box<Parcel>),
+/// A message on a connection.
+pub(super) enum Packet {
+    Request(Box<SimRequest>),
     Reply {
         call: u64,
         result: Result<Response>,
     },
-    /// The caller has left.
+    /// The caller cancelled the call.
     Cancel {
         call: u64,
     },
@@ -66,10 +66,10 @@ pub(super) enum What {
     Gone,
 }
 
-impl fmt::Display for What {
+impl fmt::Display for Packet {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Request(parcel) => write!(f, "{parcel}"),
+            Self::Request(request) => write!(f, "{request}"),
             Self::Reply { call, result: Ok(response) } => write!(f, "reply {} of #{call}", response.status),
             Self::Reply { call, result: Err(error) } => write!(f, "refusal of #{call}: {error}"),
             Self::Cancel { call } => write!(f, "cancel of #{call}"),
@@ -78,14 +78,14 @@ impl fmt::Display for What {
     }
 }
 
-/// What becomes of a connect.
-pub(super) enum Knock {
+/// The outcome of a connection attempt.
+pub(super) enum ConnectOutcome {
     Silence(Duration),
     Refused,
     Through,
 }
 
-impl Shared {
+impl SimState {
     pub(super) fn new(seed: u64) -> Self {
         let net = Net {
             rng: fastrand::Rng::with_seed(seed),
@@ -176,13 +176,13 @@ impl Shared {
             if at_server && !conn.server_closed.is_cancelled() {
                 conn.server_closed.cancel();
                 if !silent {
-                    net.transmit(&conn, false, What::Gone);
+                    net.transmit(&conn, false, Packet::Gone);
                 }
             }
             if at_client && !conn.client_closed.is_cancelled() {
                 conn.client_closed.cancel();
                 if !silent {
-                    net.transmit(&conn, true, What::Gone);
+                    net.transmit(&conn, true, Packet::Gone);
                 }
             }
         }
@@ -191,13 +191,13 @@ impl Shared {
         self.wake.notify_one();
     }
 
-    pub(super) fn transmit(&self, conn: &Arc<Conn>, to_server: bool, what: What) {
-        self.net().transmit(conn, to_server, what);
+    pub(super) fn transmit(&self, conn: &Arc<Conn>, to_server: bool, packet: Packet) {
+        self.net().transmit(conn, to_server, packet);
         self.wake.notify_one();
     }
 }
 
-impl Drop for Shared {
+impl Drop for SimState {
     fn drop(&mut self) {
         // The wire's task sees that the network is gone.
         self.wake.notify_one();
@@ -244,20 +244,20 @@ impl Net {
         conn
     }
 
-    /// What a connect from one host to another meets on its way there and back.
-    pub(super) fn knock(&mut self, from: &Arc<str>, to: &Arc<str>) -> Knock {
+    /// Decides the outcome of a connection attempt from one host to another.
+    pub(super) fn connect_outcome(&mut self, from: &Arc<str>, to: &Arc<str>) -> ConnectOutcome {
         if self.is_cut(from, to) || self.is_cut(to, from) {
             self.fault(from, kind::CUT_OFF, format_args!("connect to {to}"));
-            return Knock::Silence(self.faults.connect_timeout);
+            return ConnectOutcome::Silence(self.faults.connect_timeout);
         }
         if self.is_silent(to) {
-            return Knock::Silence(self.faults.connect_timeout);
+            return ConnectOutcome::Silence(self.faults.connect_timeout);
         }
         if self.happens(self.faults.refuse_connect) {
             self.fault(from, kind::REFUSED, format_args!("connect to {to}"));
-            return Knock::Refused;
+            return ConnectOutcome::Refused;
         }
-        Knock::Through
+        ConnectOutcome::Through
     }
 
     fn schedule(&mut self, at: Instant, event: Event) {
@@ -265,44 +265,44 @@ impl Net {
         self.next_event += 1;
     }
 
-    /// Hands something to the wire. It may never arrive.
-    pub(super) fn transmit(&mut self, conn: &Arc<Conn>, to_server: bool, what: What) {
+    /// Sends a message, which may never arrive.
+    pub(super) fn transmit(&mut self, conn: &Arc<Conn>, to_server: bool, packet: Packet) {
         let (from, to) = conn.direction(to_server);
         let (from, to) = (Arc::clone(from), Arc::clone(to));
         if self.is_cut(&from, &to) {
-            return self.fault(&from, kind::CUT_OFF, format_args!("{what} to {to}"));
+            return self.fault(&from, kind::CUT_OFF, format_args!("{packet} to {to}"));
         }
-        let (loss, lost) = match what {
-            What::Gone => (0.0, kind::REPLY_LOST),
+        let (loss, lost) = match packet {
+            Packet::Gone => (0.0, kind::REPLY_LOST),
             _ if to_server => (self.faults.loss_request, kind::REQUEST_LOST),
             _ => (self.faults.loss_reply, kind::REPLY_LOST),
         };
         if self.happens(loss) {
-            return self.fault(&from, lost, format_args!("{what} to {to}"));
+            return self.fault(&from, lost, format_args!("{packet} to {to}"));
         }
         let mut delay = self.delay();
         if self.happens(self.faults.long_way) {
             let max = u64::try_from(self.faults.long_way_max.as_millis()).unwrap_or(u64::MAX);
             delay += Duration::from_millis(self.rng.u64(0..=max));
-            self.fault(&from, kind::DELAYED, format_args!("{what} to {to}, {delay:?}"));
+            self.fault(&from, kind::DELAYED, format_args!("{packet} to {to}, {delay:?}"));
         }
         let mut at = Instant::now() + delay;
         let overtakes = self.happens(self.faults.reorder);
         let last = conn.last_arrival(to_server, at);
         if at < last {
             if overtakes {
-                self.fault(&from, kind::REORDERED, format_args!("{what} to {to}"));
+                self.fault(&from, kind::REORDERED, format_args!("{packet} to {to}"));
             } else {
                 at = last;
             }
         }
-        if !matches!(what, What::Gone) && self.happens(self.faults.reset) {
-            self.fault(&from, kind::RESET, format_args!("under {what} to {to}"));
-            self.schedule(at, Event::Deliver { conn: Arc::clone(conn), to_server: true, what: What::Gone });
-            self.schedule(at, Event::Deliver { conn: Arc::clone(conn), to_server: false, what: What::Gone });
+        if !matches!(packet, Packet::Gone) && self.happens(self.faults.reset) {
+            self.fault(&from, kind::RESET, format_args!("under {packet} to {to}"));
+            self.schedule(at, Event::Deliver { conn: Arc::clone(conn), to_server: true, packet: Packet::Gone });
+            self.schedule(at, Event::Deliver { conn: Arc::clone(conn), to_server: false, packet: Packet::Gone });
             return;
         }
-        self.schedule(at, Event::Deliver { conn: Arc::clone(conn), to_server, what });
+        self.schedule(at, Event::Deliver { conn: Arc::clone(conn), to_server, packet });
     }
 
     fn schedule_partition(&mut self) {
@@ -347,37 +347,37 @@ impl Net {
                 }
             }
             Event::Partition { .. } | Event::Heal { .. } => {}
-            Event::Deliver { conn, to_server, what } => self.deliver(&conn, to_server, what),
+            Event::Deliver { conn, to_server, packet } => self.deliver(&conn, to_server, packet),
         }
     }
 
-    fn deliver(&mut self, conn: &Arc<Conn>, to_server: bool, what: What) {
+    fn deliver(&mut self, conn: &Arc<Conn>, to_server: bool, packet: Packet) {
         let (from, to) = conn.direction(to_server);
         if self.is_cut(from, to) {
-            return self.fault(from, kind::CUT_OFF, format_args!("{what} to {to}, on its way"));
+            return self.fault(from, kind::CUT_OFF, format_args!("{packet} to {to}, on its way"));
         }
         if self.is_silent(to) {
             return;
         }
-        self.note(to, format_args!("{from} sent {what} on {}", conn.id));
-        match (to_server, what) {
-            (true, What::Request(parcel)) => {
-                let call = parcel.call;
+        self.note(to, format_args!("{from} sent {packet} on {}", conn.id));
+        match (to_server, packet) {
+            (true, Packet::Request(request)) => {
+                let call = request.call;
                 if conn.server_closed.is_cancelled() {
                     if conn.was_drained() {
-                        // It was told that it may not have been processed, so it is known that it was not.
-                        self.transmit(conn, false, What::Reply { call, result: Err(drained()) });
+                        // The drained server has processed nothing after it stopped, so the call was not processed.
+                        self.transmit(conn, false, Packet::Reply { call, result: Err(drained()) });
                     }
                     // As a system does that knows no such connection.
-                    return self.transmit(conn, false, What::Gone);
+                    return self.transmit(conn, false, Packet::Gone);
                 }
-                if let Err(error) = conn.arrive(*parcel) {
-                    self.transmit(conn, false, What::Reply { call, result: Err(error) });
+                if let Err(error) = conn.arrive(*request) {
+                    self.transmit(conn, false, Packet::Reply { call, result: Err(error) });
                 }
             }
-            (true, What::Cancel { call }) => conn.cancel(call),
+            (true, Packet::Cancel { call }) => conn.cancel(call),
             (true, _) => conn.server_closed.cancel(),
-            (false, What::Reply { call, result }) => conn.answer(call, result),
+            (false, Packet::Reply { call, result }) => conn.answer(call, result),
             (false, _) => conn.client_closed.cancel(),
         }
     }
@@ -388,7 +388,7 @@ pub(super) fn drained() -> Error {
 }
 
 /// The wire: delivers what is due, until the network is gone.
-pub(super) async fn run(shared: Weak<Shared>, wake: Arc<Notify>) {
+pub(super) async fn run(shared: Weak<SimState>, wake: Arc<Notify>) {
     loop {
         let next = {
             let Some(shared) = shared.upgrade() else { return };

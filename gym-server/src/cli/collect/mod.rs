@@ -8,27 +8,28 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use gym_client::collect::{RolloutCollector, ServerNames, connect_head};
-use gym_client::{Offer, ServerClient, Transports};
-use gym_core::{InProcess, Ladder, World};
+use gym_client::{ServerClient, Transports};
+use gym_core::{InProcess, TransportPolicy, World};
 use tokio_util::sync::CancellationToken;
 
-use super::args::CollectArgs;
-use super::config::{Loaded, Need, load, nothing_named};
-use super::console::{self, Console};
-use super::run::{options, prepare_ucx};
-use super::stop::Stop;
-use super::{FAILED, Failure, INCOMPLETE, Outcome, head};
+use crate::cli::args::options::CollectArgs;
+use crate::cli::console::{self, Console};
+use crate::cli::exit::{FAILED, Failure, INCOMPLETE, Outcome};
+use crate::cli::setup::configuration::{LoadedConfig, Need, load, nothing_named};
+use crate::cli::setup::head_server;
+use crate::cli::setup::signals::StopSignals;
+use crate::cli::setup::stack_options::{options, prepare_ucx};
 use crate::stack::{Servers, Stack, StackOptions};
 
 pub(super) async fn collect(
     args: CollectArgs,
     overrides: &[String],
-    head_typed: bool,
+    head_url_given: bool,
     servers: &Servers,
     console: &Console,
 ) -> Outcome {
     let serves = !args.no_serve && (args.serve || !args.sources.files.is_empty());
-    if serves && head_typed {
+    if serves && head_url_given {
         return Err(Failure::Usage(
             "--head-url names servers that run, but a configuration is named, whose servers would be started\n  fix: add \
              --no-serve to collect from the servers that run, or leave --head-url out"
@@ -44,12 +45,12 @@ pub(super) async fn collect(
     loaded.config.warnings.iter().for_each(|warning| console.warn(warning));
     let options = settings::read(&args, &loaded, overrides, |warning| console.warn(warning))?;
     let world = World::real();
-    let stop = Stop::listen()?;
+    let stop = StopSignals::listen()?;
     let mut stack = None;
     let prepared = tokio::select! {
         biased;
-        () = stop.orderly.cancelled() => Err(Failure::Failed("stopped before the first rollout".to_owned())),
-        prepared = Box::pin(prepare(&args, &loaded, overrides, head_typed, servers, console, serves, &world, &mut stack))
+        () = stop.graceful.cancelled() => Err(Failure::Failed("stopped before the first rollout".to_owned())),
+        prepared = Box::pin(prepare(&args, &loaded, overrides, head_url_given, servers, console, serves, &world, &mut stack))
             => prepared,
     };
     let (client, names) = prepared?;
@@ -61,13 +62,13 @@ pub(super) async fn collect(
         args.progress,
         console.clone(),
         args.stop_grace,
-        stop.orderly.clone(),
+        stop.graceful.clone(),
         ended.clone(),
     ));
     let collected = tokio::select! {
         biased;
-        () = stop.at_once.cancelled() => None,
-        collected = Box::pin(collector.collect(options, stop.orderly.clone())) => Some(collected),
+        () = stop.immediate.cancelled() => None,
+        collected = Box::pin(collector.collect(options, stop.graceful.clone())) => Some(collected),
     };
     ended.cancel();
     // It only draws: what it could not draw is not missed.
@@ -87,7 +88,7 @@ pub(super) async fn collect(
     if let Some(stack) = stack {
         tokio::select! {
             biased;
-            () = stop.at_once.cancelled() => {}
+            () = stop.immediate.cancelled() => {}
             () = Box::pin(Stack::stop(stack)) => {}
         }
     }
@@ -104,9 +105,9 @@ pub(super) async fn collect(
 #[allow(clippy::too_many_arguments)] // The parts of one start, used once.
 async fn prepare(
     args: &CollectArgs,
-    loaded: &Loaded,
+    loaded: &LoadedConfig,
     overrides: &[String],
-    head_typed: bool,
+    head_url_given: bool,
     servers: &Servers,
     console: &Console,
     serves: bool,
@@ -124,9 +125,9 @@ async fn prepare(
         let started = stack.insert(Stack::start(loaded.config.clone(), servers, world, options).await?);
         return Ok((started.client().clone(), ServerNames::of_config(&loaded.config)));
     }
-    let head = head::endpoint(args.head_url.as_deref(), head_typed, overrides, &loaded.config)?;
-    let ladder = loaded.config.ladder.clone().unwrap_or_else(Ladder::without_ucx);
-    let transports = Offer::new(&ladder, None).calling(Transports::from_features(InProcess::new()));
+    let head = head_server::endpoint(args.head_url.as_deref(), head_url_given, overrides, &loaded.config)?;
+    let policy = loaded.config.transport_policy.clone().unwrap_or_else(TransportPolicy::without_ucx);
+    let transports = Transports::from_features(InProcess::new()).scoped(&policy, None);
     connect_head(&head, transports, world).await.map_err(|error| {
         Failure::Failed(format!(
             "{error}\n  fix: start servers with `rgym run`, name their head with --head-url or HEAD_SERVER_URL, or name a \

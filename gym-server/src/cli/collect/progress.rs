@@ -6,12 +6,12 @@ use std::io::IsTerminal;
 use std::sync::Arc;
 use std::time::Duration;
 
-use gym_client::collect::{Progress, Snapshot};
+use gym_client::collect::{CollectProgress, ProgressSnapshot};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use tokio::time::{Instant, MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 
-use crate::cli::args::ProgressMode;
+use crate::cli::args::options::ProgressMode;
 use crate::cli::console::Console;
 
 /// Often enough to look alive.
@@ -23,7 +23,7 @@ const RATE_WINDOW: Duration = Duration::from_secs(15);
 
 /// Shows `progress` until `ended` fires, and says so once when `stop` does.
 pub(super) async fn show(
-    progress: Arc<Progress>,
+    progress: Arc<CollectProgress>,
     mode: ProgressMode,
     console: Console,
     stop_grace: Duration,
@@ -105,7 +105,7 @@ impl Rate {
 }
 
 /// `120/1000 rollouts (12.0%), 350.2/s, mean reward 0.532, 16 in flight, 3 failed, ETA 00:00:02`.
-fn line(snapshot: &Snapshot, rate: Option<f64>) -> String {
+fn line(snapshot: &ProgressSnapshot, rate: Option<f64>) -> String {
     let (done, total) = (snapshot.done(), snapshot.total);
     let mut text = format!("{done}/{total} rollouts");
     // Writing to a string cannot fail.
@@ -136,25 +136,25 @@ fn line(snapshot: &Snapshot, rate: Option<f64>) -> String {
 mod tests {
     use std::collections::BTreeMap;
 
-    use gym_client::collect::Score;
+    use gym_client::collect::AgentScore;
 
     use super::*;
 
     #[test]
     fn the_line_says_how_far_how_fast_how_well_and_how_long() {
-        let score = Score { count: 100, reward_sum: 53.2, unscored: 0 };
-        let snapshot = Snapshot {
+        let score = AgentScore { count: 100, reward_sum: 53.2, unscored: 0 };
+        let snapshot = ProgressSnapshot {
             total: 1_000,
             completed: 100,
             already_completed: 17,
             given_up: 3,
             in_flight: 16,
             scores: BTreeMap::from([(Arc::from("a"), score)]),
-            ..Snapshot::default()
+            ..ProgressSnapshot::default()
         };
         let expected = "120/1000 rollouts (12.0%), 0.5/s, mean reward 0.532, 16 in flight, 3 failed, ETA 00:29:20";
         assert_eq!(line(&snapshot, Some(0.5)), expected);
-        assert_eq!(line(&Snapshot::default(), None), "0/0 rollouts, 0 in flight");
+        assert_eq!(line(&ProgressSnapshot::default(), None), "0/0 rollouts, 0 in flight");
     }
 
     #[tokio::test(start_paused = true)]

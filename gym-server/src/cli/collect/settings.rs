@@ -3,18 +3,18 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use gym_client::collect::prompt::PromptTemplate;
-use gym_client::collect::source::{MaterializeOptions, Repeats, Routing};
+use gym_client::collect::input::PromptTemplate;
+use gym_client::collect::input::{MaterializeOptions, Repeats, Routing};
 use gym_client::collect::{CollectOptions, DriverOptions};
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
-use crate::cli::Failure;
-use crate::cli::args::CollectArgs;
-use crate::cli::config::{Loaded, find_file};
+use crate::cli::args::options::CollectArgs;
+use crate::cli::exit::Failure;
+use crate::cli::setup::configuration::{LoadedConfig, find_file};
 
-/// Keys that are read here.
-const READ: [&str; 17] = [
+/// ConfigKeys that are read here.
+const SUPPORTED_KEYS: [&str; 17] = [
     "agent_name",
     "input_jsonl_fpath",
     "output_jsonl_fpath",
@@ -34,8 +34,8 @@ const READ: [&str; 17] = [
     "environment_server_routes",
 ];
 
-/// Keys of NeMo Gym's that ask for what this collector does anyway, or that change nothing in its files.
-const GRANTED: [&str; 8] = [
+/// ConfigKeys of NeMo Gym's that ask for what this collector does anyway, or that change nothing in its files.
+const ACCEPTED_KEYS: [&str; 8] = [
     "max_resident_rollout_tasks",
     "retain_results_in_memory",
     "route_failures_to_sidecar",
@@ -46,8 +46,8 @@ const GRANTED: [&str; 8] = [
     "head_server",
 ];
 
-/// Keys of NeMo Gym's that would change what is collected, and that this collector does not have yet.
-const REFUSED: [&str; 10] = [
+/// ConfigKeys of NeMo Gym's that would change what is collected, and that this collector does not have yet.
+const UNSUPPORTED_KEYS: [&str; 10] = [
     "skills",
     "rollout_collection_driver",
     "count_failure_classes_as_zero",
@@ -61,20 +61,20 @@ const REFUSED: [&str; 10] = [
 ];
 
 /// A name this near to a known one is a slip of the keyboard.
-const NEAR: f64 = 0.8;
+const SIMILARITY_MIN: f64 = 0.8;
 
 /// Puts options and configuration together.
 pub(super) fn read(
     args: &CollectArgs,
-    loaded: &Loaded,
+    loaded: &LoadedConfig,
     overrides: &[String],
     mut warn: impl FnMut(String),
 ) -> Result<CollectOptions, Failure> {
-    let keys = Keys(&loaded.config.merged);
-    if let Some(key) = REFUSED.into_iter().find(|key| keys.asks_for(key)) {
+    let keys = ConfigKeys(&loaded.config.merged);
+    if let Some(key) = UNSUPPORTED_KEYS.into_iter().find(|key| keys.asks_for(key)) {
         return Err(Failure::Usage(format!("{key} is not supported yet\n  fix: remove it")));
     }
-    slips(overrides, &mut warn);
+    warn_of_misspelled_keys(overrides, &mut warn);
     let input = match &args.input {
         Some(input) => input.clone(),
         None => {
@@ -97,8 +97,8 @@ pub(super) fn read(
 
 fn materialize(
     args: &CollectArgs,
-    keys: &Keys<'_>,
-    loaded: &Loaded,
+    keys: &ConfigKeys<'_>,
+    loaded: &LoadedConfig,
     input: &Path,
 ) -> Result<MaterializeOptions, Failure> {
     let usage = |error: &dyn std::fmt::Display| Failure::Usage(error.to_string());
@@ -158,7 +158,7 @@ fn materialize(
     }
 }
 
-fn driver(args: &CollectArgs, keys: &Keys<'_>) -> Result<DriverOptions, Failure> {
+fn driver(args: &CollectArgs, keys: &ConfigKeys<'_>) -> Result<DriverOptions, Failure> {
     let default = DriverOptions::default();
     let concurrency: Option<u32> =
         args.concurrency.map_or_else(|| keys.get("num_samples_in_parallel"), |concurrency| Ok(Some(concurrency)))?;
@@ -178,9 +178,9 @@ fn driver(args: &CollectArgs, keys: &Keys<'_>) -> Result<DriverOptions, Failure>
 }
 
 /// The merged configuration's top level.
-struct Keys<'a>(&'a Value);
+struct ConfigKeys<'a>(&'a Value);
 
-impl Keys<'_> {
+impl ConfigKeys<'_> {
     fn value(&self, key: &str) -> Option<&Value> {
         self.0.get(key).filter(|value| !value.is_null())
     }
@@ -210,16 +210,16 @@ impl Keys<'_> {
 }
 
 /// Warns of overrides whose key is nearly one that is read: it would do nothing, silently.
-fn slips(overrides: &[String], warn: &mut impl FnMut(String)) {
+fn warn_of_misspelled_keys(overrides: &[String], warn: &mut impl FnMut(String)) {
     for text in overrides {
         let key = text.trim_start_matches(['"', '\'', '+']).split(['=', '.']).next().unwrap_or_default();
-        let known = || READ.iter().chain(&GRANTED).chain(&REFUSED).copied();
+        let known = || SUPPORTED_KEYS.iter().chain(&ACCEPTED_KEYS).chain(&UNSUPPORTED_KEYS).copied();
         if known().any(|name| name == key) {
             continue;
         }
         let score = |name: &&str| strsim::normalized_damerau_levenshtein(key, name);
         let nearest = known().max_by(|a, b| score(a).total_cmp(&score(b)));
-        if let Some(name) = nearest.filter(|name| score(name) >= NEAR) {
+        if let Some(name) = nearest.filter(|name| score(name) >= SIMILARITY_MIN) {
             warn(format!("{text}: nothing here reads {key}; did you mean {name}?"));
         }
     }
@@ -230,7 +230,7 @@ fn missing(what: &str, option: &str, key: &str) -> Failure {
 }
 
 /// The configuration's data sets are named, because they are what is probably meant.
-fn no_input(loaded: &Loaded) -> Failure {
+fn no_input(loaded: &LoadedConfig) -> Failure {
     let Failure::Usage(mut text) = missing("which tasks to run", "--input FILE", "input_jsonl_fpath") else {
         unreachable!("a missing option is a usage error")
     };
@@ -248,17 +248,17 @@ mod tests {
     use gym_client::config::{ConfigLoader, Overrides};
 
     use super::*;
-    use crate::cli::args::{Cli, Command};
-    use crate::cli::{args, words};
+    use crate::cli::args::options::{self, Cli, Command};
+    use crate::cli::args::translation;
 
     fn settings(line: &[&str]) -> Result<(CollectOptions, Vec<String>), Failure> {
-        let typed = words::translate(line.iter().map(std::ffi::OsString::from), &args::valued_options())?;
+        let typed = translation::translate(line.iter().map(std::ffi::OsString::from), &options::valued_options())?;
         let cli = Cli::try_parse_from(&typed.arguments).expect("clap takes the line");
         let Command::Collect(args) = cli.command else { panic!("not a collection") };
         let folder = tempfile::tempdir().expect("a folder");
         let overrides = Overrides::parse(&typed.overrides)?;
         let config = ConfigLoader::new(folder.path()).load(&[] as &[&str], &overrides)?;
-        let loaded = Loaded { config, python: None, roots: Vec::new(), searched: Vec::new() };
+        let loaded = LoadedConfig { config, python: None, roots: Vec::new(), searched: Vec::new() };
         let mut warnings = Vec::new();
         let options = read(&args, &loaded, &typed.overrides, |warning| warnings.push(warning))?;
         Ok((options, warnings))

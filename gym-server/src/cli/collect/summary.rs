@@ -3,12 +3,12 @@
 use std::fmt::Write;
 use std::time::Duration;
 
-use gym_client::collect::{Collected, Ended};
+use gym_client::collect::{CollectSummary, RunEnd};
 
 use crate::cli::console::table;
 
 /// The tables and the files.
-pub(super) fn text(collected: &Collected, took: Duration) -> String {
+pub(super) fn text(collected: &CollectSummary, took: Duration) -> String {
     let snapshot = &collected.snapshot;
     let mut text = String::new();
     // Writing to a string cannot fail.
@@ -44,7 +44,7 @@ pub(super) fn text(collected: &Collected, took: Duration) -> String {
         ("rollouts", &files.rollouts, true),
         ("failures", &files.failures, failed > 0 || !snapshot.failures.is_empty()),
         ("inputs", &files.materialized, true),
-        ("statistics", &files.aggregate, collected.ended == Ended::Exhausted && files.aggregate.exists()),
+        ("statistics", &files.aggregate, collected.ended == RunEnd::Exhausted && files.aggregate.exists()),
     ];
     for (what, path, show) in written {
         if show {
@@ -56,17 +56,17 @@ pub(super) fn text(collected: &Collected, took: Duration) -> String {
 }
 
 /// What to do when something is missing.
-pub(super) fn advice(collected: &Collected) -> Option<String> {
+pub(super) fn advice(collected: &CollectSummary) -> Option<String> {
     let snapshot = &collected.snapshot;
     if collected.is_complete() {
         return None;
     }
     let open = snapshot.total.saturating_sub(snapshot.done());
     Some(match collected.ended {
-        Ended::Stopped => {
+        RunEnd::Stopped => {
             format!("stopped with {open} rollouts open; the same command with --resume goes on from here")
         }
-        Ended::Exhausted => format!(
+        RunEnd::Exhausted => format!(
             "{} rollouts failed; see {}, and run the same command with --resume to try again those with attempts left",
             snapshot.total.saturating_sub(recorded(collected)),
             collected.files.failures.display()
@@ -74,7 +74,7 @@ pub(super) fn advice(collected: &Collected) -> Option<String> {
     })
 }
 
-fn recorded(collected: &Collected) -> u64 {
+fn recorded(collected: &CollectSummary) -> u64 {
     collected.snapshot.completed + collected.snapshot.already_completed
 }
 
@@ -83,28 +83,28 @@ mod tests {
     use std::collections::BTreeMap;
     use std::sync::Arc;
 
-    use gym_client::collect::{OutputFiles, Score, Snapshot};
+    use gym_client::collect::{AgentScore, OutputFiles, ProgressSnapshot};
     use gym_core::FailureClass;
 
     use super::*;
 
-    fn collected(ended: Ended, completed: u64, given_up: u64) -> Collected {
-        let score = Score { count: completed, reward_sum: completed as f64 / 2.0, unscored: 0 };
-        let snapshot = Snapshot {
+    fn collected(ended: RunEnd, completed: u64, given_up: u64) -> CollectSummary {
+        let score = AgentScore { count: completed, reward_sum: completed as f64 / 2.0, unscored: 0 };
+        let snapshot = ProgressSnapshot {
             total: 10,
             completed,
             given_up,
             scores: BTreeMap::from([(Arc::from("math"), score)]),
             failures: BTreeMap::from([(FailureClass::AgentRunError, given_up)]),
-            ..Snapshot::default()
+            ..ProgressSnapshot::default()
         };
         let files = OutputFiles::beside("out/r.jsonl");
-        Collected { files, ended, snapshot, warnings: Vec::new(), aggregate_error: None }
+        CollectSummary { files, ended, snapshot, warnings: Vec::new(), aggregate_error: None }
     }
 
     #[test]
     fn it_names_agents_failures_counts_and_files() {
-        let text = text(&collected(Ended::Exhausted, 8, 2), Duration::from_secs(4));
+        let text = text(&collected(RunEnd::Exhausted, 8, 2), Duration::from_secs(4));
         let words: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
         assert!(words.contains(&vec!["math", "8", "0.5000", "0"]), "{text}");
         assert!(words.contains(&vec!["agent_run_error", "2"]), "{text}");
@@ -114,10 +114,10 @@ mod tests {
 
     #[test]
     fn what_is_missing_comes_with_the_way_to_go_on() {
-        assert_eq!(advice(&collected(Ended::Exhausted, 10, 0)), None);
-        let stopped = advice(&collected(Ended::Stopped, 4, 1)).unwrap();
+        assert_eq!(advice(&collected(RunEnd::Exhausted, 10, 0)), None);
+        let stopped = advice(&collected(RunEnd::Stopped, 4, 1)).unwrap();
         assert!(stopped.contains("5 rollouts open") && stopped.contains("--resume"), "{stopped}");
-        let failed = advice(&collected(Ended::Exhausted, 8, 2)).unwrap();
+        let failed = advice(&collected(RunEnd::Exhausted, 8, 2)).unwrap();
         assert!(failed.contains("2 rollouts failed") && failed.contains("r_failures.jsonl"), "{failed}");
     }
 }

@@ -4,10 +4,10 @@ use gym_core::Rope;
 use tokio::time::Instant;
 
 use super::*;
-use crate::model::mock::{Mock, answer, answer_with};
+use crate::model::mock::{MockEndpoint, answer, answer_with};
 use crate::testing::world;
 
-fn model(mock: &Mock, change: impl FnOnce(&mut OpenAiModelConfig)) -> OpenAiModel {
+fn model(mock: &MockEndpoint, change: impl FnOnce(&mut OpenAiModelConfig)) -> OpenAiModel {
     let mut config = OpenAiModelConfig::new(mock.url(), "gpt \"x\"");
     config.openai_api_key = Some(Secret::new("sk-hidden"));
     config.retry_backoff_ms = 1;
@@ -29,7 +29,7 @@ const ANSWER: &str = r#"{"output":[], "n": 1E5, "id": 12345678901234567890123}"#
 
 #[tokio::test]
 async fn request_and_answer_pass_as_text() {
-    let mock = Mock::new(vec![answer(200, ANSWER)]).await;
+    let mock = MockEndpoint::new(vec![answer(200, ANSWER)]).await;
     let model = model(&mock, |config| {
         config.extra_body = serde_json::from_str(r#"{"seed":3,"temperature":9}"#).unwrap();
         config.openai_default_headers.insert("x-team".into(), Secret::new("gym"));
@@ -46,7 +46,8 @@ async fn request_and_answer_pass_as_text() {
 #[tokio::test]
 async fn a_busy_endpoint_is_asked_again_after_the_time_it_names() {
     let mock =
-        Mock::new(vec![answer_with(429, "retry-after: 1\r\n", "{}"), answer(503, ""), answer(200, ANSWER)]).await;
+        MockEndpoint::new(vec![answer_with(429, "retry-after: 1\r\n", "{}"), answer(503, ""), answer(200, ANSWER)])
+            .await;
     let began = Instant::now();
     assert_eq!(ask(&model(&mock, |_| ()), r#"{"input":"x"}"#).await.unwrap().to_bytes(), ANSWER);
     assert!(began.elapsed() >= Duration::from_secs(1));
@@ -55,7 +56,7 @@ async fn a_busy_endpoint_is_asked_again_after_the_time_it_names() {
 
 #[tokio::test]
 async fn a_retry_after_beyond_the_deadline_is_not_waited_for() {
-    let mock = Mock::new(vec![answer_with(429, "retry-after: 600\r\n", r#"{"error":"slow down"}"#)]).await;
+    let mock = MockEndpoint::new(vec![answer_with(429, "retry-after: 600\r\n", r#"{"error":"slow down"}"#)]).await;
     let error = ask(&model(&mock, |_| ()), r#"{"input":"x"}"#).await.unwrap_err();
     assert_eq!((error.code(), error.execution(), mock.count()), (Code::ResourceExhausted, Execution::Finished, 1));
     assert!(error.to_string().contains("slow down"));
@@ -63,11 +64,11 @@ async fn a_retry_after_beyond_the_deadline_is_not_waited_for() {
 
 #[tokio::test]
 async fn attempts_are_bounded_and_the_last_answer_is_the_error() {
-    let mock = Mock::new(vec![answer(500, "a"), answer(500, "b"), answer(500, "the engine broke")]).await;
+    let mock = MockEndpoint::new(vec![answer(500, "a"), answer(500, "b"), answer(500, "the engine broke")]).await;
     let error = ask(&model(&mock, |_| ()), r#"{"input":"x"}"#).await.unwrap_err();
     assert_eq!((error.code(), mock.count()), (Code::Internal, 3));
     assert!(error.to_string().starts_with(&format!("POST {}/responses: answered 500: the engine broke", mock.url())));
-    let refused = Mock::new(vec![answer(400, r#"{"message":"bad input"}"#)]).await;
+    let refused = MockEndpoint::new(vec![answer(400, r#"{"message":"bad input"}"#)]).await;
     let error = ask(&model(&refused, |_| ()), r#"{"input":"x"}"#).await.unwrap_err();
     assert_eq!((error.code(), refused.count()), (Code::InvalidArgument, 1));
 }
@@ -78,11 +79,13 @@ async fn a_spent_quota_or_a_wrong_key_is_not_tried_again_and_stops_nobody_else()
         (429, r#"{"error":{"code":"insufficient_quota","message":"pay"}}"#),
         (401, r#"{"error":{"message":"Incorrect API key provided: sk-hid***"}}"#),
     ] {
-        let mock = Mock::new(vec![answer(status, body), answer(200, r#"{"object":"response","output":[]}"#)]).await;
+        let mock =
+            MockEndpoint::new(vec![answer(status, body), answer(200, r#"{"object":"response","output":[]}"#)]).await;
         let model = model(&mock, |_| ());
         let error = ask(&model, r#"{"input":"x"}"#).await.unwrap_err();
         assert_eq!(mock.count(), 1);
-        let refused = std::error::Error::source(&error).and_then(|cause| cause.downcast_ref::<crate::model::Refused>());
+        let refused = std::error::Error::source(&error)
+            .and_then(|cause| cause.downcast_ref::<crate::role::model::EndpointRejection>());
         assert_eq!(refused.map(|refused| (refused.status, refused.body.clone())), Some((status, body.into())));
         ask(&model, r#"{"input":"x"}"#).await.unwrap();
     }
@@ -90,7 +93,7 @@ async fn a_spent_quota_or_a_wrong_key_is_not_tried_again_and_stops_nobody_else()
 
 #[tokio::test]
 async fn a_hanging_endpoint_ends_at_the_deadline() {
-    let mock = Mock::new(vec![String::new()]).await;
+    let mock = MockEndpoint::new(vec![String::new()]).await;
     let error = ask_within(&model(&mock, |_| ()), r#"{"input":"x"}"#, Duration::from_millis(200)).await.unwrap_err();
     assert_eq!((error.code(), error.execution()), (Code::DeadlineExceeded, Execution::Unknown));
     assert!(error.to_string().contains(mock.url()));
@@ -99,12 +102,12 @@ async fn a_hanging_endpoint_ends_at_the_deadline() {
 #[tokio::test]
 async fn garbage_and_too_much_are_errors_that_say_so() {
     for garbage in ["<html>no</html>", "[1]", "{\"output\":", r#"{"object":"error"}"#] {
-        let mock = Mock::new(vec![answer(200, garbage)]).await;
+        let mock = MockEndpoint::new(vec![answer(200, garbage)]).await;
         let error = ask(&model(&mock, |_| ()), r#"{"input":"x"}"#).await.unwrap_err();
         assert_eq!(error.code(), Code::DataLoss, "{garbage}");
         assert!(error.to_string().contains(&garbage[..3]), "{error}");
     }
-    let mock = Mock::new(vec![answer(200, &format!(r#"{{"output":"{}"}}"#, "x".repeat(100_000)))]).await;
+    let mock = MockEndpoint::new(vec![answer(200, &format!(r#"{{"output":"{}"}}"#, "x".repeat(100_000)))]).await;
     let model = model(&mock, |_| ());
     let mut cx = CallContext::default();
     cx.reply_bytes_max = 50_000;
@@ -116,13 +119,13 @@ async fn garbage_and_too_much_are_errors_that_say_so() {
 #[tokio::test]
 async fn a_lost_connection_is_tried_again() {
     let half = "HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{".to_owned();
-    let mock = Mock::new(vec![half, "nonsense\r\n\r\n".into(), answer(200, ANSWER)]).await;
+    let mock = MockEndpoint::new(vec![half, "nonsense\r\n\r\n".into(), answer(200, ANSWER)]).await;
     assert_eq!(ask(&model(&mock, |_| ()), r#"{"input":"x"}"#).await.unwrap().to_bytes(), ANSWER);
 }
 
 #[tokio::test]
 async fn reasoning_is_left_out_of_the_input_when_asked() {
-    let mock = Mock::new(vec![answer(200, ANSWER)]).await;
+    let mock = MockEndpoint::new(vec![answer(200, ANSWER)]).await;
     let model = model(&mock, |config| config.drop_input_reasoning_items = true);
     ask(&model, r#"{"input":[{"role":"user","x":1E5},{"type":"reasoning","summary":[]},{"type":"message"}]}"#)
         .await
@@ -147,7 +150,7 @@ async fn a_wrong_configuration_names_its_key() {
 
 #[tokio::test]
 async fn credentials_of_the_url_are_sent_where_there_is_no_key() {
-    let mock = Mock::new(vec![answer(200, ANSWER), answer(200, ANSWER)]).await;
+    let mock = MockEndpoint::new(vec![answer(200, ANSWER), answer(200, ANSWER)]).await;
     for (key, authorization) in [("", "Basic dXNlcjpwdzo="), ("sk-hidden", "Bearer sk-hidden")] {
         let model = model(&mock, |config| {
             config.openai_base_url = mock.url().replace("http://", "HTTP://user:pw%3A@");
@@ -161,7 +164,7 @@ async fn credentials_of_the_url_are_sent_where_there_is_no_key() {
 
 #[tokio::test]
 async fn headers_of_the_connection_cannot_be_set_but_the_host_can() {
-    let mock = Mock::new(vec![answer(200, ANSWER)]).await;
+    let mock = MockEndpoint::new(vec![answer(200, ANSWER)]).await;
     let with = |name: &str, value: &str| {
         let mut config = OpenAiModelConfig::new(mock.url(), "m");
         config.openai_default_headers.insert(name.to_owned(), Secret::new(value));
@@ -175,7 +178,7 @@ async fn headers_of_the_connection_cannot_be_set_but_the_host_can() {
 
 #[tokio::test]
 async fn reasoning_goes_back_to_the_endpoint_without_the_status_that_it_refuses() {
-    let mock = Mock::new(vec![answer(200, ANSWER)]).await;
+    let mock = MockEndpoint::new(vec![answer(200, ANSWER)]).await;
     let input = r#"{"input":[{"type":"reasoning","status":null,"n":1E5},{"type":"message","status":"completed","x":"\"reasoning\""}]}"#;
     ask(&model(&mock, |_| ()), input).await.unwrap();
     let expected =
@@ -188,13 +191,13 @@ async fn a_redirect_that_loses_the_body_or_leaves_the_host_is_an_answer() {
     // Followed, the request would be a GET without its body, or a stranger would get the key.
     for (status, place) in [(302, "/v1/elsewhere"), (308, "http://stranger.invalid/v1")] {
         let location = format!("location: {place}\r\n");
-        let mock = Mock::new(vec![answer_with(status, &location, "moved"), answer(200, ANSWER)]).await;
+        let mock = MockEndpoint::new(vec![answer_with(status, &location, "moved"), answer(200, ANSWER)]).await;
         let error = ask(&model(&mock, |_| ()), r#"{"input":"x"}"#).await.unwrap_err();
         assert_eq!((error.code(), mock.count()), (Code::Internal, 1));
         let said = format!("answered {status} and refers to {place}: moved");
         assert!(error.to_string().contains(&said), "{error}");
     }
-    let mock = Mock::new(vec![answer_with(307, "location: /v1/responses/\r\n", ""), answer(200, ANSWER)]).await;
+    let mock = MockEndpoint::new(vec![answer_with(307, "location: /v1/responses/\r\n", ""), answer(200, ANSWER)]).await;
     assert_eq!(ask(&model(&mock, |_| ()), r#"{"input":"x"}"#).await.unwrap().to_bytes(), ANSWER);
     let second = mock.request(1);
     assert!(second.starts_with("POST /v1/responses/ ") && second.contains(r#""input":"x""#), "{second}");

@@ -23,14 +23,14 @@ use serde_json::{Value, json};
 
 pub use config::{OneOrMany, ReasoningField, VllmModelConfig};
 
-use super::secret::Secret;
-use super::upstream::{Answer, Upstream, UpstreamOptions};
-use response::{Completion, Tokens};
+use crate::model::secret::Secret;
+use crate::model::upstream::{EndpointResponse, Upstream, UpstreamOptions};
+use response::{Completion, TokenFields};
 
 /// Keys of the request that decide how the engine turns it into tokens.
-const TOKENIZE: [&str; 5] = ["model", "messages", "tools", "chat_template_kwargs", "mm_processor_kwargs"];
+const TOKENIZE_KEYS: [&str; 5] = ["model", "messages", "tools", "chat_template_kwargs", "mm_processor_kwargs"];
 
-const CHAT: &str = "/chat/completions";
+const CHAT_ROUTE: &str = "/chat/completions";
 
 /// Fronts vLLM and other engines that speak Chat Completions.
 #[derive(Clone, Debug)]
@@ -91,17 +91,17 @@ impl VllmModel {
             return response::empty(&config.model, "content_filter", &self.world);
         }
         let engine = self.engine(session);
-        let answer = engine.post(cx, CHAT, body.text().clone()).await?;
+        let answer = engine.post(cx, CHAT_ROUTE, body.text().clone()).await?;
         if is_overflow(&answer) && !config.propagate_context_overflow_errors {
             return response::empty(&config.model, "length", &self.world);
         }
-        let mut completion = Completion::parse(engine.object(CHAT, answer)?)?;
+        let mut completion = Completion::parse(engine.object(CHAT_ROUTE, answer)?)?;
         let continued = body.get("continue_final_message").is_some_and(|value| value == "true");
         completion.fold_reasoning(config.uses_reasoning_parser, continued)?;
         if config.return_token_id_information {
             match completion.tokens()? {
-                Tokens::Inline => completion.put_tokens(None)?,
-                Tokens::Apart { prompt, generation, log_probs } => {
+                TokenFields::Inline => completion.put_tokens(None)?,
+                TokenFields::Apart { prompt, generation, log_probs } => {
                     let prompt = match prompt {
                         Some(prompt) => prompt,
                         None => self.tokenize(cx, engine, &body).await?,
@@ -115,13 +115,13 @@ impl VllmModel {
 
     /// The prompt's token ids, asked for on their own.
     async fn tokenize(&self, cx: &CallContext, engine: &Upstream, body: &RawObject) -> Result<Bytes> {
-        let mut fields = request::Fields::default();
-        for key in TOKENIZE {
+        let mut fields = request::ObjectText::default();
+        for key in TOKENIZE_KEYS {
             if let Some(value) = body.get(key) {
                 fields.add(key, &String::from_utf8_lossy(&value));
             }
         }
-        let answer = engine.post_beside(cx, "/tokenize", fields.finish().into()).await?;
+        let answer = engine.post_outside_v1(cx, "/tokenize", fields.finish().into()).await?;
         let answer = engine.object("/tokenize", answer)?;
         answer.get("tokens").filter(|tokens| tokens.first() == Some(&b'[')).ok_or_else(|| {
             Error::finished(
@@ -133,7 +133,7 @@ impl VllmModel {
 }
 
 /// Whether the prompt is longer than the engine can take.
-fn is_overflow(answer: &Answer) -> bool {
+fn is_overflow(answer: &EndpointResponse) -> bool {
     let text = String::from_utf8_lossy(&answer.body);
     answer.status == 400 && (text.contains("context length") || text.contains("max_tokens"))
 }

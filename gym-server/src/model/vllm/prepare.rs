@@ -3,8 +3,8 @@
 use gym_core::{Code, Error, RawObject, Result};
 use serde_json::{Map, Value};
 
-use super::config::{ReasoningField, VllmModelConfig};
-use super::{audio, think};
+use crate::model::vllm::config::{ReasoningField, VllmModelConfig};
+use crate::model::vllm::{audio, think};
 
 /// The request as the engine gets it.
 pub(super) fn prepare(config: &VllmModelConfig, request: &RawObject) -> Result<RawObject> {

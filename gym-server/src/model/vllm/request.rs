@@ -6,7 +6,7 @@ use serde::de::IgnoredAny;
 use serde_json::value::RawValue;
 use serde_json::{Value, json};
 
-use super::think;
+use crate::model::vllm::think;
 
 /// Keys of a Responses request that a chat completion has no place for.
 const UNSUPPORTED: [&str; 8] = [
@@ -27,7 +27,7 @@ const CONVERTED: [&str; 7] =
 pub(super) const TOKEN_FIELDS: [&str; 3] = ["prompt_token_ids", "generation_token_ids", "generation_log_probs"];
 
 #[derive(Deserialize)]
-struct Item<'a> {
+struct InputItem<'a> {
     #[serde(default, rename = "type")]
     kind: Option<String>,
     #[serde(default)]
@@ -84,13 +84,13 @@ pub(super) fn to_chat(params: &RawObject, tokens: bool) -> Result<RawObject> {
             "the fields {refused:?} of a Responses request have no Chat Completions representation; route it to a model server that passes Responses through"
         )));
     }
-    let mut messages = Messages { tokens, ..Messages::default() };
+    let mut messages = ChatMessages { tokens, ..ChatMessages::default() };
     let input = present("input").unwrap_or_else(|| "[]".into());
     if input.first() == Some(&b'"') {
         let text = std::str::from_utf8(&input).unwrap_or_default();
         messages.push("user", &format!(r#"[{{"type":"text","text":{text}}}]"#), "");
     } else {
-        let items: Vec<Item<'_>> = serde_json::from_slice(&input)
+        let items: Vec<InputItem<'_>> = serde_json::from_slice(&input)
             .map_err(|error| wrong(format!("an item of `input` cannot be converted: {error}")))?;
         for item in &items {
             messages.take(item)?;
@@ -103,7 +103,7 @@ pub(super) fn to_chat(params: &RawObject, tokens: bool) -> Result<RawObject> {
         messages.lead_with(instructions);
     }
 
-    let mut chat = Fields::default();
+    let mut chat = ObjectText::default();
     chat.add(
         "messages",
         &format!("[{}]", messages.done.iter().map(|message| message.text.as_str()).collect::<Vec<_>>().join(",")),
@@ -138,7 +138,7 @@ pub(super) fn to_chat(params: &RawObject, tokens: bool) -> Result<RawObject> {
     Ok(RawObject::parse(chat.finish())?)
 }
 
-fn reasoning(params: &RawObject, chat: &mut Fields) -> Result<()> {
+fn reasoning(params: &RawObject, chat: &mut ObjectText) -> Result<()> {
     let Some(Value::Object(reasoning)) = params.get_as::<Value>("reasoning")? else { return Ok(()) };
     let refused: Vec<_> =
         reasoning.iter().filter(|(key, value)| *key != "effort" && !value.is_null()).map(|(key, _)| key).collect();
@@ -151,7 +151,7 @@ fn reasoning(params: &RawObject, chat: &mut Fields) -> Result<()> {
     Ok(())
 }
 
-fn text_format(params: &RawObject, chat: &mut Fields) -> Result<()> {
+fn text_format(params: &RawObject, chat: &mut ObjectText) -> Result<()> {
     let Some(text) = params.get_as::<Value>("text")?.filter(Value::is_object) else { return Ok(()) };
     let format = &text["format"];
     match format["type"].as_str() {
@@ -223,9 +223,9 @@ fn tool_choice_to_chat(choice: Value) -> Result<Value> {
 
 /// A JSON object that is written key by key.
 #[derive(Default)]
-pub(super) struct Fields(String);
+pub(super) struct ObjectText(String);
 
-impl Fields {
+impl ObjectText {
     pub(super) fn add(&mut self, key: &str, json: &str) {
         self.0.push(if self.0.is_empty() { '{' } else { ',' });
         self.0.push_str(&Value::from(key).to_string());
@@ -243,9 +243,9 @@ impl Fields {
 }
 
 #[derive(Default)]
-struct Messages {
+struct ChatMessages {
     tokens: bool,
-    done: Vec<Message>,
+    done: Vec<ChatMessage>,
     content: String,
     refusal: String,
     tool_calls: Vec<Value>,
@@ -254,17 +254,17 @@ struct Messages {
     token_fields: Option<String>,
 }
 
-struct Message {
+struct ChatMessage {
     role: String,
     content: String,
     text: String,
 }
 
-impl Messages {
+impl ChatMessages {
     /// Adds a message; `content` and `more` are JSON texts, `more` with its leading comma.
     fn push(&mut self, role: &str, content: &str, more: &str) {
         let text = format!(r#"{{"content":{content},"role":"{role}"{more}}}"#);
-        self.done.push(Message { role: role.to_owned(), content: content.to_owned(), text });
+        self.done.push(ChatMessage { role: role.to_owned(), content: content.to_owned(), text });
     }
 
     fn flush(&mut self) {
@@ -289,7 +289,7 @@ impl Messages {
         self.assistant = false;
     }
 
-    fn take(&mut self, item: &Item<'_>) -> Result<()> {
+    fn take(&mut self, item: &InputItem<'_>) -> Result<()> {
         let kind = match (&item.kind, &item.role) {
             (Some(kind), _) if !kind.is_empty() => kind.as_str(),
             (_, Some(_)) => "message",
@@ -339,7 +339,7 @@ impl Messages {
         self.tool_calls.push(json!({"id": id, "function": function, "type": "function"}));
     }
 
-    fn take_tokens(&mut self, item: &Item<'_>) -> Result<()> {
+    fn take_tokens(&mut self, item: &InputItem<'_>) -> Result<()> {
         let values = [item.prompt_token_ids, item.generation_token_ids, item.generation_log_probs];
         let known = values.iter().flatten().count();
         if known == 0 {
@@ -359,7 +359,7 @@ impl Messages {
         Ok(())
     }
 
-    fn take_message(&mut self, item: &Item<'_>) -> Result<()> {
+    fn take_message(&mut self, item: &InputItem<'_>) -> Result<()> {
         if item.phase.is_some() {
             return Err(unsupported("a message's phase has no Chat Completions representation".into()));
         }

@@ -7,8 +7,8 @@ use serde::Deserialize;
 use serde_json::value::RawValue;
 use serde_json::{Value, json};
 
-use super::request::{Fields, TOKEN_FIELDS};
-use super::think;
+use crate::model::vllm::request::{ObjectText, TOKEN_FIELDS};
+use crate::model::vllm::think;
 
 fn broken(text: impl Into<std::borrow::Cow<'static, str>>) -> Error {
     Error::finished(Code::DataLoss, text)
@@ -23,7 +23,7 @@ pub(super) struct Completion {
 }
 
 /// Where the token fields were found.
-pub(super) enum Tokens {
+pub(super) enum TokenFields {
     /// On the message already, complete.
     Inline,
     /// In the answer; the prompt's ids too, unless the engine must be asked for them.
@@ -69,7 +69,7 @@ impl Completion {
     }
 
     /// Finds the token fields.
-    pub(super) fn tokens(&self) -> Result<Tokens> {
+    pub(super) fn tokens(&self) -> Result<TokenFields> {
         let known = TOKEN_FIELDS.iter().filter(|key| self.message.contains(key)).count();
         let prompt = self.whole.get("prompt_token_ids").filter(|ids| ids != "null");
         let generation = self.choices[0].get("token_ids").filter(|ids| ids != "null");
@@ -87,7 +87,7 @@ impl Completion {
                     }
                 }
                 counts_agree(&field(TOKEN_FIELDS[1]), &field(TOKEN_FIELDS[2]))?;
-                return Ok(Tokens::Inline);
+                return Ok(TokenFields::Inline);
             };
             return Err(broken(format!("the engine's message has partial token metadata; missing: {missing}")));
         }
@@ -95,7 +95,7 @@ impl Completion {
         if generation.is_some_and(|generation| !same(&generation, ids.as_bytes())) {
             return Err(broken("the engine's generation token ids disagree with those of its log-probabilities"));
         }
-        Ok(Tokens::Apart { prompt, generation: ids, log_probs })
+        Ok(TokenFields::Apart { prompt, generation: ids, log_probs })
     }
 
     /// Puts the token fields on the message, and takes away the forms in which they came.
@@ -234,7 +234,7 @@ pub(super) fn to_response(
         _ => None,
     };
     let text = |bytes: Bytes| String::from_utf8_lossy(&bytes).into_owned();
-    let mut answer = Fields::default();
+    let mut answer = ObjectText::default();
     answer.add("id", &format!(r#""resp_{}""#, world.unique_id()));
     answer.add("created_at", &completion.whole.get("created").map_or_else(|| "0".into(), text));
     answer.add("model", &Value::from(model).to_string());

@@ -1,8 +1,8 @@
 use super::*;
-use crate::model::mock::{Mock, answer};
+use crate::model::mock::{MockEndpoint, answer};
 use crate::testing::world;
 
-fn model(mock: &Mock, change: impl FnOnce(&mut VllmModelConfig)) -> VllmModel {
+fn model(mock: &MockEndpoint, change: impl FnOnce(&mut VllmModelConfig)) -> VllmModel {
     let mut config = VllmModelConfig::new(mock.url(), "qwen");
     config.retry_backoff_ms = 1;
     change(&mut config);
@@ -31,7 +31,7 @@ const REQUEST: &str = r#"{"input":[
 
 #[tokio::test]
 async fn a_responses_request_is_asked_as_chat_and_answered_as_a_response() {
-    let mock = Mock::new(vec![answer(200, CHAT_ANSWER)]).await;
+    let mock = MockEndpoint::new(vec![answer(200, CHAT_ANSWER)]).await;
     let (got, _) = ask(&model(&mock, |_| ()), REQUEST).await.unwrap();
     let asked = mock.body(0);
     assert_eq!(
@@ -71,7 +71,7 @@ async fn token_ids_and_log_probabilities_keep_their_text() {
     let chat = format!(
         r#"{{"id":"c","created":1,"choices":[{{"finish_reason":"length","message":{{"role":"assistant","content":"x"}},"logprobs":{logprobs}}}]}}"#
     );
-    let mock = Mock::new(vec![answer(200, &chat), answer(200, r#"{"tokens":[7, 8],"count":2}"#)]).await;
+    let mock = MockEndpoint::new(vec![answer(200, &chat), answer(200, r#"{"tokens":[7, 8],"count":2}"#)]).await;
     let (got, text) = ask(&model(&mock, |config| config.return_token_id_information = true), REQUEST).await.unwrap();
     let fields = r#""prompt_token_ids":[7, 8],"generation_token_ids":[11,12],"generation_log_probs":[-1E-5,-0.10000000000000001]"#;
     assert!(text.contains(fields), "{text}");
@@ -91,7 +91,7 @@ async fn token_ids_and_log_probabilities_keep_their_text() {
 #[tokio::test]
 async fn token_ids_of_the_engine_s_answer_need_no_second_request() {
     let chat = r#"{"created":1,"prompt_token_ids":[5, 6],"choices":[{"token_ids":[11],"message":{"role":"assistant","content":"x"},"logprobs":{"content":[{"token":"token_id:11","logprob":-2.50}]}}]}"#;
-    let mock = Mock::new(vec![answer(200, chat)]).await;
+    let mock = MockEndpoint::new(vec![answer(200, chat)]).await;
     let model = model(&mock, |config| config.return_token_id_information = true);
     let body = RawObject::parse(r#"{"messages":[{"role":"user","content":"x"}]}"#).unwrap();
     let got = model.chat_completions(&CallContext::default(), &SessionId::new("s"), &body).await.unwrap();
@@ -112,7 +112,7 @@ async fn token_metadata_that_disagree_or_miss_are_errors() {
         (choice_with_token("11"), "token_id:<int>"),
         (r#"{"choices":[]}"#.into(), "no `choices`"),
     ] {
-        let mock = Mock::new(vec![answer(200, &chat)]).await;
+        let mock = MockEndpoint::new(vec![answer(200, &chat)]).await;
         let model = model(&mock, |config| config.return_token_id_information = true);
         let error = ask(&model, r#"{"input":"x"}"#).await.unwrap_err();
         assert_eq!(error.code(), Code::DataLoss, "{chat}");
@@ -129,7 +129,8 @@ fn choice_with_token(token: &str) -> String {
 #[tokio::test]
 async fn a_context_overflow_is_an_answer_that_was_cut() {
     let overflow = r#"{"object":"error","message":"This model's maximum context length is 10 tokens."}"#;
-    let mock = Mock::new(vec![answer(400, overflow), answer(400, overflow), answer(400, "no such thing")]).await;
+    let mock =
+        MockEndpoint::new(vec![answer(400, overflow), answer(400, overflow), answer(400, "no such thing")]).await;
     let (got, _) = ask(&model(&mock, |_| ()), r#"{"input":"x"}"#).await.unwrap();
     assert_eq!(got["incomplete_details"]["reason"], "max_output_tokens");
     assert_eq!(got["output"][0]["content"][0]["text"], "");
@@ -140,7 +141,7 @@ async fn a_context_overflow_is_an_answer_that_was_cut() {
 
 #[tokio::test]
 async fn what_chat_cannot_say_is_refused_before_the_engine_is_asked() {
-    let mock = Mock::new(Vec::new()).await;
+    let mock = MockEndpoint::new(Vec::new()).await;
     let model = model(&mock, |_| ());
     for (body, says) in [
         (r#"{"input":"x","previous_response_id":"r"}"#, "previous_response_id"),
@@ -186,7 +187,7 @@ async fn audio_of_the_metadata_stands_before_the_last_words_of_the_user() {
         ),
         (json!([earlier]), json!({}), json!([earlier, {"role": "user", "content": [audio]}])),
     ] {
-        let mock = Mock::new(vec![answer(200, CHAT_ANSWER)]).await;
+        let mock = MockEndpoint::new(vec![answer(200, CHAT_ANSWER)]).await;
         let mut with_audio = metadata.clone();
         with_audio["audio_data"] = "data:audio/wav;base64,AA==".into();
         let body = RawObject::from_value(&json!({"messages": messages, "metadata": with_audio})).unwrap();

@@ -5,18 +5,18 @@ use std::sync::{Arc, Mutex};
 
 use async_trait::async_trait;
 use bytes::{Bytes, BytesMut};
-use gym_core::frame::Limits;
+use gym_core::frame::MessageLimits;
 use gym_core::mux::header::read_failed;
-use gym_core::mux::{Outbox, RequestHeader, ResponseHeader, Room};
+use gym_core::mux::{CapacityPermit, MessageSender, RequestHeader, ResponseHeader};
 use gym_core::{Code, ContentType, Message, Response, Status};
 use proptest::prelude::*;
 
-use super::super::decode::{Decoder, Event};
-use super::super::layout::{CHUNK_BYTES, FrameHead, Kind, bare};
-use super::super::outbox::{FramesOutbox, Parcel};
-use super::super::pool::LandingPool;
-use super::super::socket::WriteHalf;
 use super::{request_frame, request_header, response_frame};
+use crate::frames::buffers::ReceiveBufferPool;
+use crate::frames::codec::decoder::{Decoder, Event};
+use crate::frames::codec::frame::{CHUNK_BYTES, FrameHeader, FrameKind, bare};
+use crate::frames::connection::send_queue::{FrameSendQueue, OutgoingMessage};
+use crate::frames::connection::socket::WriteHalf;
 
 /// Takes so many bytes at a time, and notes where they came from.
 #[derive(Clone, Debug)]
@@ -67,11 +67,11 @@ impl WriteHalf for Sink {
 }
 
 fn decoder(already: &[u8]) -> Decoder {
-    Decoder::new(Limits::default(), LandingPool::new(1 << 20), already)
+    Decoder::new(MessageLimits::default(), ReceiveBufferPool::new(1 << 20), already)
 }
 
-fn request_parcel(call: u64, message: &Message) -> Parcel {
-    Parcel::new(call, request_frame(call, message), message, Room::default())
+fn outgoing_request(call: u64, message: &Message) -> OutgoingMessage {
+    OutgoingMessage::new(call, request_frame(call, message), message, CapacityPermit::default())
 }
 
 /// Puts bytes in, so many at a time, and gives what comes of them to `take`.
@@ -98,13 +98,13 @@ fn decode(bytes: &[u8], at_a_time: usize, mut take: impl FnMut(&mut Decoder, Eve
 fn messages(bytes: &[u8], at_a_time: usize, keep: impl Fn(u64) -> bool) -> Vec<(u64, Message)> {
     let mut landed = Vec::new();
     let at_rest = decode(bytes, at_a_time, |decoder, event| match event {
-        Event::Opening(opening) => {
-            RequestHeader::read(opening.header).unwrap();
-            if keep(opening.call) {
+        Event::Start(start) => {
+            RequestHeader::read(start.header).unwrap();
+            if keep(start.call) {
                 decoder.keep().unwrap();
             }
         }
-        Event::Landed(message) => {
+        Event::Complete(message) => {
             let (head, segments) = (message.head.into(), message.segments);
             landed.push((message.call, Message { content_type: ContentType::Json, head, segments }));
         }
@@ -137,12 +137,12 @@ proptest! {
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         let sent: Vec<_> = shapes.iter().map(|sizes| sized(sizes)).collect();
         let sink = Sink::new(write.max(read / 50), 10_000);
-        let outbox = FramesOutbox::new(Box::new(sink.clone()));
+        let send_queue = FrameSendQueue::new(Box::new(sink.clone()));
         for (call, message) in sent.iter().enumerate() {
-            outbox.post(request_parcel(call as u64, message), call % 2 == 0);
+            send_queue.post(outgoing_request(call as u64, message), call % 2 == 0);
         }
         runtime.block_on(async {
-            tokio::select! { error = outbox.run() => panic!("{error}"), () = until_idle(&outbox) => {} }
+            tokio::select! { error = send_queue.run() => panic!("{error}"), () = until_idle(&send_queue) => {} }
         });
         let wire = sink.wire.lock().unwrap().bytes.clone();
         let landed = messages(&wire, read, |call| call != skipped);
@@ -160,7 +160,7 @@ proptest! {
         let message = sized(&[20, 100]);
         let valid = match begun {
             0 => BytesMut::new(),
-            1 => BytesMut::from(&bare(Kind::Heartbeat, 0)[..]),
+            1 => BytesMut::from(&bare(FrameKind::Heartbeat, 0)[..]),
             2 => request_frame(1, &message),
             _ => response_frame(1, &Response::new(Status::OK, message)),
         };
@@ -173,13 +173,13 @@ proptest! {
         wire.append(&mut bytes);
         let mut kept = 0;
         let _ = decode(&wire, at_a_time, |decoder, event| match event {
-            Event::Opening(opening) => {
-                let _ = (RequestHeader::read(opening.header.clone()), ResponseHeader::read(opening.header));
-                if opening.total <= 1 << 20 {
+            Event::Start(start) => {
+                let _ = (RequestHeader::read(start.header.clone()), ResponseHeader::read(start.header));
+                if start.total <= 1 << 20 {
                     let _ = decoder.keep();
                 }
             }
-            Event::Landed(landed) => kept += landed.head.len() + landed.segments.iter().map(Bytes::len).sum::<usize>(),
+            Event::Complete(message) => kept += message.head.len() + message.segments.iter().map(Bytes::len).sum::<usize>(),
             Event::Failed(_, payload) => { let _ = read_failed(payload); }
             _ => {}
         });
@@ -187,9 +187,9 @@ proptest! {
     }
 }
 
-/// The parcel's room is the last thing that is let go.
-async fn until_idle(outbox: &FramesOutbox) {
-    while !outbox.is_idle() {
+/// The capacity of a message is the last thing that is given back.
+async fn until_idle(send_queue: &FrameSendQueue) {
+    while !send_queue.is_idle() {
         tokio::task::yield_now().await;
     }
 }
@@ -197,38 +197,38 @@ async fn until_idle(outbox: &FramesOutbox) {
 #[tokio::test]
 async fn what_is_urgent_goes_between_the_chunks_and_no_message_overtakes_another() {
     let sink = Sink::new(50_000, 60_000);
-    let outbox = FramesOutbox::new(Box::new(sink.clone()));
+    let send_queue = FrameSendQueue::new(Box::new(sink.clone()));
     let large = sized(&[10, 5 * CHUNK_BYTES]);
-    outbox.post(request_parcel(1, &large), false);
-    outbox.post(request_parcel(2, &sized(&[5])), false);
+    send_queue.post(outgoing_request(1, &large), false);
+    send_queue.post(outgoing_request(2, &sized(&[5])), false);
     // The socket is full within the first chunk.
-    outbox.post_urgent(bare(Kind::Cancel, 77));
-    tokio::select! { error = outbox.run() => panic!("{error}"), () = until_idle(&outbox) => {} }
+    send_queue.post_urgent(bare(FrameKind::Cancel, 77));
+    tokio::select! { error = send_queue.run() => panic!("{error}"), () = until_idle(&send_queue) => {} }
     let wire = sink.wire.lock().unwrap().bytes.clone();
     let mut seen = Vec::new();
     let at_rest = decode(&wire, usize::MAX, |decoder, event| {
         seen.push(match event {
-            Event::Opening(opening) => {
+            Event::Start(start) => {
                 decoder.keep().unwrap();
-                format!("opening {}", opening.call)
+                format!("opening {}", start.call)
             }
-            Event::Landed(landed) => format!("landed {}", landed.call),
+            Event::Complete(message) => format!("landed {}", message.call),
             Event::Cancel(call) => format!("cancel {call}"),
             other => panic!("{other:?}"),
         });
     });
     assert!(at_rest.unwrap());
     assert_eq!(seen, ["opening 1", "cancel 77", "landed 1", "opening 2", "landed 2"]);
-    let cancel = wire.windows(16).position(|window| window == &bare(Kind::Cancel, 77)[..]).unwrap();
+    let cancel = wire.windows(16).position(|window| window == &bare(FrameKind::Cancel, 77)[..]).unwrap();
     assert!(cancel < CHUNK_BYTES + 1_000, "after the chunk that was under way, at {cancel}");
 }
 
 #[tokio::test]
 async fn large_parts_are_written_from_where_they_lie() {
     let sink = Sink::new(usize::MAX, usize::MAX);
-    let outbox = FramesOutbox::new(Box::new(sink.clone()));
+    let send_queue = FrameSendQueue::new(Box::new(sink.clone()));
     let message = sized(&[4_000, 100_000, 200_000]);
-    outbox.post(request_parcel(1, &message), false);
+    send_queue.post(outgoing_request(1, &message), false);
     let places = sink.wire.lock().unwrap().places.clone();
     let parts = message.head.pieces().iter().chain(&message.segments);
     for part in parts {
@@ -239,19 +239,21 @@ async fn large_parts_are_written_from_where_they_lie() {
 #[tokio::test]
 async fn a_request_that_has_not_begun_is_taken_back_and_one_that_has_is_cancelled_behind_it() {
     let sink = Sink::new(usize::MAX, 100_000);
-    let outbox = FramesOutbox::new(Box::new(sink.clone()));
+    let send_queue = FrameSendQueue::new(Box::new(sink.clone()));
     let large = sized(&[0, 3 * CHUNK_BYTES]);
     for message in [&large, &sized(&[3]), &large] {
-        outbox.post_request(request_header(message), message, Room::default(), false, |_| Ok(())).unwrap();
+        send_queue
+            .post_request(request_header(message), message, CapacityPermit::default(), false, |_| Ok(()))
+            .unwrap();
     }
-    outbox.cancel(2, Room::default());
-    outbox.cancel(1, Room::default());
-    tokio::select! { error = outbox.run() => panic!("{error}"), () = until_idle(&outbox) => {} }
+    send_queue.cancel(2, CapacityPermit::default());
+    send_queue.cancel(1, CapacityPermit::default());
+    tokio::select! { error = send_queue.run() => panic!("{error}"), () = until_idle(&send_queue) => {} }
     let wire = sink.wire.lock().unwrap().bytes.clone();
     let mut seen = Vec::new();
     decode(&wire, 70_000, |decoder, event| match event {
-        Event::Opening(_) => decoder.keep().unwrap(),
-        Event::Landed(landed) => seen.push(("landed", landed.call)),
+        Event::Start(_) => decoder.keep().unwrap(),
+        Event::Complete(message) => seen.push(("landed", message.call)),
         Event::Cancel(call) => seen.push(("cancel", call)),
         other => panic!("{other:?}"),
     })
@@ -263,18 +265,25 @@ async fn a_request_that_has_not_begun_is_taken_back_and_one_that_has_is_cancelle
 fn a_frame_that_announces_too_much_is_refused_before_anything_is_allocated() {
     let refused = |kind, length| {
         let mut bytes = BytesMut::new();
-        FrameHead { kind, length, call: 1 }.write(&mut bytes);
+        FrameHeader { kind, length, call: 1 }.write(&mut bytes);
         decode(&bytes, usize::MAX, |_, _| {}).unwrap_err()
     };
-    for kind in [Kind::Request, Kind::Response, Kind::Failed, Kind::Greeting, Kind::Cancel, Kind::Heartbeat] {
+    for kind in [
+        FrameKind::Request,
+        FrameKind::Response,
+        FrameKind::Failed,
+        FrameKind::Handshake,
+        FrameKind::Cancel,
+        FrameKind::Heartbeat,
+    ] {
         let error = refused(kind, u32::MAX as usize);
         assert_eq!(error.code(), Code::DataLoss, "{error}");
         assert!(error.to_string().contains(&format!("{kind:?}")), "{error}");
     }
-    assert!(refused(Kind::Body, 1).to_string().contains("where none can be"));
-    let limits = Limits { message_bytes_max: 10, ..Limits::default() };
+    assert!(refused(FrameKind::Body, 1).to_string().contains("where none can be"));
+    let limits = MessageLimits { message_bytes_max: 10, ..MessageLimits::default() };
     let frame = request_frame(1, &sized(&[5, 6]));
-    let mut decoder = Decoder::new(limits, LandingPool::new(0), &frame);
+    let mut decoder = Decoder::new(limits, ReceiveBufferPool::new(0), &frame);
     let error = decoder.next().unwrap_err();
     assert_eq!(error.code(), Code::ResourceExhausted);
     assert!(error.to_string().contains("message_bytes_max = 10"), "{error}");

@@ -4,7 +4,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::time::Duration;
 
 use bytes::Bytes;
-use gym_core::mux::Limits;
+use gym_core::mux::ConnectionLimits;
 use gym_core::{
     CallContext, Channel, Code, ConnectOptions, Connector, Endpoint, Error, Execution, Listener, Request, Response,
     Status, handler_fn,
@@ -12,18 +12,18 @@ use gym_core::{
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 
-use super::super::config::FramesConfig;
-use super::super::layout::{FrameHead, Kind, bare, greeting_frame};
-use super::super::pool::LandingPool;
-use super::super::{FRAMES_SCHEME, FramesConnector, UnixListener};
 use super::{joined, open, post, request_frame, response_frame, soon};
+use crate::frames::buffers::ReceiveBufferPool;
+use crate::frames::codec::frame::{FrameHeader, FrameKind, bare, greeting_frame};
+use crate::frames::config::FramesConfig;
+use crate::frames::{FRAMES_SCHEME, FramesConnector, UnixListener};
 
 /// A channel to a peer that has greeted, and that peer's raw socket.
 async fn greeted() -> (Channel, UnixStream) {
     let (near, mut far) = UnixStream::pair().unwrap();
     let config = FramesConfig::default();
     far.write_all(&greeting_frame(&config.limits)).await.unwrap();
-    let link = open(near, &config, &LandingPool::new(0)).await;
+    let link = open(near, &config, &ReceiveBufferPool::new(0)).await;
     let mut theirs = vec![0; greeting_frame(&config.limits).len()];
     far.read_exact(&mut theirs).await.unwrap();
     (Channel::new(link), far)
@@ -46,7 +46,7 @@ async fn a_peer_that_is_stopped_is_missed_and_its_calls_end() {
     assert_eq!(facts(&error), GONE, "{error}");
     assert!(error.to_string().contains("silence_max"), "{error}");
     assert_eq!(facts(&channel.closed().await), GONE);
-    let silence_max = Limits::default().silence_max;
+    let silence_max = ConnectionLimits::default().silence_max;
     assert!((silence_max..silence_max * 2).contains(&began.elapsed()), "{:?}", began.elapsed());
     drop(far);
 }
@@ -68,7 +68,7 @@ async fn a_peer_that_stops_reading_holds_nobody_beyond_the_deadline() {
     let (channel, mut far) = greeted().await;
     let alive = tokio::spawn(async move {
         // It lives, it only does not read.
-        while far.write_all(&bare(Kind::Heartbeat, 0)).await.is_ok() {
+        while far.write_all(&bare(FrameKind::Heartbeat, 0)).await.is_ok() {
             tokio::time::sleep(Duration::from_secs(1)).await;
         }
     });
@@ -109,12 +109,12 @@ fn answer(call: u64, bytes: usize) -> Vec<u8> {
 #[tokio::test]
 async fn a_hostile_server_ends_its_calls_with_a_typed_error() {
     let mut head = bytes::BytesMut::new();
-    FrameHead { kind: Kind::Body, length: 5, call: 1 }.write(&mut head);
+    FrameHeader { kind: FrameKind::Body, length: 5, call: 1 }.write(&mut head);
     let cases = [
         ("garbage", vec![0xff; 100]),
         ("HTTP", b"HTTP/1.1 400 Bad Request\r\n\r\n".to_vec()),
-        ("a second greeting", greeting_frame(&Limits::default()).to_vec()),
-        ("a cancel", bare(Kind::Cancel, 1).to_vec()),
+        ("a second greeting", greeting_frame(&ConnectionLimits::default()).to_vec()),
+        ("a cancel", bare(FrameKind::Cancel, 1).to_vec()),
         ("a body of nothing", head.to_vec()),
         ("more than there is room for", answer(1, 2_000)),
         ("an answer with a damaged header", {
@@ -157,7 +157,7 @@ async fn an_answer_that_is_cut_off_or_comes_twice_is_never_taken_for_one() {
 async fn a_hostile_caller_ends_its_connection_and_nothing_else() {
     let message = Request::get(CallContext::default(), "/x").message;
     let request = |call| request_frame(call, &message).to_vec();
-    let greeting = greeting_frame(&Limits::default()).to_vec();
+    let greeting = greeting_frame(&ConnectionLimits::default()).to_vec();
     let cases = [
         ("no greeting", request(1)),
         ("garbage", [greeting.clone(), vec![0xee; 64]].concat()),
@@ -167,17 +167,18 @@ async fn a_hostile_caller_ends_its_connection_and_nothing_else() {
     ];
     for (what, bytes) in cases {
         let (mut near, far) = UnixStream::pair().unwrap();
-        let hall = super::Hall::new(FramesConfig::default(), std::sync::Arc::new(tokio::sync::Semaphore::new(9)));
+        let listener =
+            super::ListenerState::new(FramesConfig::default(), std::sync::Arc::new(tokio::sync::Semaphore::new(9)));
         let handler = std::sync::Arc::new(handler_fn(|_| std::future::pending()));
         let peer = gym_core::PeerInfo::default();
-        let serving = super::serve(super::Socket::Unix(far), &[], hall.clone(), handler, peer, Default::default());
+        let serving = super::serve(super::Socket::Unix(far), &[], listener.clone(), handler, peer, Default::default());
         let serving = tokio::spawn(serving);
         near.write_all(&bytes).await.unwrap();
         near.shutdown().await.unwrap();
         let error = soon(serving).await.unwrap().unwrap_err();
         assert_eq!(facts(&error), (Code::DataLoss, Execution::Unknown), "{what}: {error}");
         soon(async {
-            while hall.calls.available_permits() != 9 {
+            while listener.calls.available_permits() != 9 {
                 tokio::task::yield_now().await;
             }
         })
@@ -257,15 +258,15 @@ async fn a_socket_file_is_ours_alone_replaced_when_stale_and_removed_at_the_end(
 /// Sends `calls` calls from a caller that never reads; how its serving ends.
 async fn never_reading(calls: u64, handler: impl gym_core::Handler) -> Error {
     let (mut near, far) = UnixStream::pair().unwrap();
-    let limits = Limits { calls_max: 4, ..Limits::default() };
+    let limits = ConnectionLimits { calls_max: 4, ..ConnectionLimits::default() };
     let config = FramesConfig { limits, ..FramesConfig::default() };
-    let hall = super::Hall::new(config, std::sync::Arc::new(tokio::sync::Semaphore::new(9)));
+    let listener = super::ListenerState::new(config, std::sync::Arc::new(tokio::sync::Semaphore::new(9)));
     let handler = std::sync::Arc::new(handler);
     let peer = gym_core::PeerInfo::default();
-    let serving = super::serve(super::Socket::Unix(far), &[], hall, handler, peer, Default::default());
+    let serving = super::serve(super::Socket::Unix(far), &[], listener, handler, peer, Default::default());
     let serving = tokio::spawn(serving);
     let message = Request::get(CallContext::default(), "/x").message;
-    let mut sent = near.write_all(&greeting_frame(&Limits::default())).await;
+    let mut sent = near.write_all(&greeting_frame(&ConnectionLimits::default())).await;
     for call in 1..=calls {
         if sent.is_err() {
             break;

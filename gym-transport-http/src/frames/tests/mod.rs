@@ -1,8 +1,8 @@
 //! What is particular to this transport; what every transport must do is in the conformance suite.
 
 mod bytes;
+mod capacity;
 mod endings;
-mod room;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,13 +16,13 @@ use tokio::sync::Semaphore;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
-use super::config::FramesConfig;
-use super::layout::{FRAME_BYTES, Kind, framed};
-use super::link;
-use super::outbox::FramesOutbox;
-use super::pool::LandingPool;
-use super::serve::{Hall, serve};
-use super::socket::Socket;
+use crate::frames::buffers::ReceiveBufferPool;
+use crate::frames::codec::frame::{FRAME_BYTES, FrameKind, framed};
+use crate::frames::config::FramesConfig;
+use crate::frames::connection::answering::{ListenerState, serve};
+use crate::frames::connection::calling;
+use crate::frames::connection::send_queue::FrameSendQueue;
+use crate::frames::connection::socket::Socket;
 
 /// Far beyond what anything here needs, so that only a hang meets it.
 const FAR: Duration = Duration::from_secs(20);
@@ -40,20 +40,20 @@ fn post(route: &'static str) -> Request {
 /// Two ends joined by a pair of sockets.
 struct Joined {
     channel: Channel,
-    caller_pool: Arc<LandingPool>,
-    hall: Hall,
+    caller_pool: Arc<ReceiveBufferPool>,
+    listener: ListenerState,
     serving: JoinHandle<Result<()>>,
 }
 
 async fn joined(caller: FramesConfig, server: FramesConfig, handler: impl Handler) -> Joined {
     let (near, far) = UnixStream::pair().unwrap();
-    let hall = Hall::new(server, Arc::new(Semaphore::new(CALLS_MAX)));
+    let listener = ListenerState::new(server, Arc::new(Semaphore::new(CALLS_MAX)));
     let peer = PeerInfo { address: "the other end".into() };
-    let serving = serve(Socket::Unix(far), &[], hall.clone(), Arc::new(handler), peer, CancellationToken::new());
+    let serving = serve(Socket::Unix(far), &[], listener.clone(), Arc::new(handler), peer, CancellationToken::new());
     let serving = tokio::spawn(serving);
-    let caller_pool = LandingPool::new(caller.pool_bytes_max);
+    let caller_pool = ReceiveBufferPool::new(caller.pool_bytes_max);
     let channel = Channel::new(open(near, &caller, &caller_pool).await);
-    Joined { channel, caller_pool, hall, serving }
+    Joined { channel, caller_pool, listener, serving }
 }
 
 fn request_header(message: &Message) -> BytesMut {
@@ -62,15 +62,15 @@ fn request_header(message: &Message) -> BytesMut {
 
 /// What goes before the message of a request.
 fn request_frame(call: u64, message: &Message) -> BytesMut {
-    framed(Kind::Request, call, request_header(message))
+    framed(FrameKind::Request, call, request_header(message))
 }
 
 /// What goes before the message of an answer.
 fn response_frame(call: u64, response: &Response) -> BytesMut {
-    framed(Kind::Response, call, put_response(FRAME_BYTES, response))
+    framed(FrameKind::Response, call, put_response(FRAME_BYTES, response))
 }
 
-async fn open(near: UnixStream, config: &FramesConfig, pool: &Arc<LandingPool>) -> MuxLink<FramesOutbox> {
+async fn open(near: UnixStream, config: &FramesConfig, pool: &Arc<ReceiveBufferPool>) -> MuxLink<FrameSendQueue> {
     let path = PathInfo::new("unix+frames", "/pair", true);
-    soon(link::open(Socket::Unix(near), &[], path, config, Arc::clone(pool))).await.unwrap()
+    soon(calling::open(Socket::Unix(near), &[], path, config, Arc::clone(pool))).await.unwrap()
 }

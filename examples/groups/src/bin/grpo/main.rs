@@ -13,10 +13,11 @@ use clap::Parser;
 use gym_client::Transports;
 use gym_client::config::{ConfigLoader, Overrides, free_port};
 use gym_client::group::GroupOptions;
+use gym_client::group::train::{Grpo, GrpoConfig, RolloutEnvironment};
+use gym_client::group::{ClusterFile, GroupRequest, Local, VirtualCluster, WorkerKind, Workers};
 use gym_client::launch;
-use gym_client::provision::{ClusterFile, GroupRequest, Local, VirtualCluster, WorkerKind, Workers};
-use gym_client::train::{Grpo, GrpoConfig, RolloutEnvironment};
-use gym_core::{CallContext, InProcess, RankLayout, World};
+use gym_core::group::RankLayout;
+use gym_core::{CallContext, InProcess, World};
 use gym_examples::math::Math;
 use gym_server::{Servers, Stack, StackOptions};
 
@@ -75,10 +76,10 @@ async fn train(arguments: Arguments) -> anyhow::Result<()> {
     let file = ClusterFile::read(&arguments.cluster)?;
     // Before anything is started, because this program may be started again with what UCX reads when it is loaded.
     let ladders = [
-        config.ladder.clone(),
-        file.cluster.ladder(),
-        file.group("policy")?.ladder()?,
-        file.group("generation")?.ladder()?,
+        config.transport_policy.clone(),
+        file.cluster.transport_policy(),
+        file.group("policy")?.transport_policy()?,
+        file.group("generation")?.transport_policy()?,
     ];
     ladders.iter().flatten().try_for_each(launch::prepare_ucx)?;
     let servers = Servers::stock().scripted_policy(played).resources("math", |_| Ok(Math));

@@ -3,9 +3,10 @@
 use std::sync::Arc;
 
 use gym_client::group::Group;
-use gym_client::provision::VirtualCluster;
-use gym_core::cluster::WorkerGroupConfig;
-use gym_core::{Batch, CallContext, Device, Dispatch, Tensor, WorkerGroupExt};
+use gym_client::group::VirtualCluster;
+use gym_core::CallContext;
+use gym_core::group::cluster::WorkerGroupConfig;
+use gym_core::group::{Batch, Device, Dispatch, Tensor, WorkerGroupExt};
 
 use crate::request;
 use crate::scorer::{Greet, Mean};

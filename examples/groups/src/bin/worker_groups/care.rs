@@ -4,8 +4,9 @@ use std::num::NonZeroU32;
 use std::time::Duration;
 
 use gym_client::group::Group;
-use gym_client::provision::VirtualCluster;
-use gym_core::{Batch, CallContext, Dispatch, Incarnation, RankState, WorkerGroup, WorkerGroupExt};
+use gym_client::group::VirtualCluster;
+use gym_core::group::{Batch, Dispatch, RankState, WorkerGroup, WorkerGroupExt};
+use gym_core::{CallContext, Incarnation};
 
 use crate::request;
 use crate::scorer::{Greet, Hoard, Mean};

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use gym_client::Transports;
 use gym_client::group::GroupOptions;
-use gym_client::provision::{ClusterFile, GroupRequest, Local, VirtualCluster, WorkerKind, Workers};
+use gym_client::group::{ClusterFile, GroupRequest, Local, VirtualCluster, WorkerKind, Workers};
 use gym_core::{CallContext, InProcess};
 
 use scorer::Scorer;

@@ -1,7 +1,7 @@
 //! Clusters before anything runs on them: bundles, nodes, GPUs.
 
-use gym_client::provision::{Local, VirtualCluster};
-use gym_core::cluster::{ClusterSpec, GpuIds, NodeResources, place};
+use gym_client::group::{Local, VirtualCluster};
+use gym_core::group::cluster::{ClusterSpec, GpuIds, NodeResources, place};
 
 use crate::workers;
 

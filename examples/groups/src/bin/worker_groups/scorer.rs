@@ -1,6 +1,7 @@
 //! The worker of all chapters.
 
-use gym_core::{CallContext, Handles, Method, Methods, Payload, Result, Worker, WorkerEnv};
+use gym_core::group::{Handles, Method, Methods, Payload, Worker, WorkerEnv};
+use gym_core::{CallContext, Result};
 
 /// The mean of the column `score` of the rank's shard, and who computed it.
 #[derive(Clone, Copy, Debug)]

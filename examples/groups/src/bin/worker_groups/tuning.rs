@@ -1,6 +1,6 @@
 //! What makes it faster, and what is not here yet.
 
-use gym_core::cluster::{ClusterSpec, ProfilerRequest, WorkerGroupConfig};
+use gym_core::group::cluster::{ClusterSpec, ProfilerRequest, WorkerGroupConfig};
 
 /// Backends and gradient compression: accepted by name, refused with the reason where they are not there.
 pub(crate) fn communication() -> anyhow::Result<()> {

@@ -14,13 +14,13 @@ const TASKS: u32 = 12;
 
 /// What the callers were told.
 #[derive(Default)]
-struct Told {
+struct Acknowledged {
     completed: BTreeSet<TaskKey>,
     failures: BTreeMap<TaskKey, u32>,
 }
 
 /// Hands in outcomes from many tasks until every rollout is over or the disk is gone.
-fn collect(ledger: &Arc<JsonlLedger>, rng: &mut fastrand::Rng, told: &Arc<Mutex<Told>>) -> JoinSet<()> {
+fn collect(ledger: &Arc<JsonlLedger>, rng: &mut fastrand::Rng, told: &Arc<Mutex<Acknowledged>>) -> JoinSet<()> {
     let mut running = JoinSet::new();
     for task in 0..TASKS {
         let (ledger, told, mut rng) = (Arc::clone(ledger), Arc::clone(told), rng.fork());
@@ -70,7 +70,7 @@ fn counts(contents: &[u8]) -> BTreeMap<TaskKey, u32> {
 }
 
 /// What must hold after any ending, once the ledger is open again.
-fn check(files: &SimFiles, ledger: &JsonlLedger, told: &Told) -> Result<(), String> {
+fn check(files: &SimFiles, ledger: &JsonlLedger, told: &Acknowledged) -> Result<(), String> {
     let rows = counts(&files.contents(&output()));
     let failures = counts(&files.contents(&failures_path(&output())));
     for task in 0..TASKS {
@@ -95,7 +95,7 @@ fn check(files: &SimFiles, ledger: &JsonlLedger, told: &Told) -> Result<(), Stri
 
 /// What is left of a scenario.
 #[derive(Debug, PartialEq)]
-struct Left {
+struct Outcomes {
     torn_bytes: u64,
     rows: Vec<u8>,
     failures: Vec<u8>,
@@ -103,10 +103,10 @@ struct Left {
 }
 
 /// A collection that ends badly a few times and is then finished.
-async fn scenario(seed: u64, with_check: bool) -> Result<Left, String> {
+async fn scenario(seed: u64, with_check: bool) -> Result<Outcomes, String> {
     let mut rng = fastrand::Rng::with_seed(seed);
     let mut files = SimFiles::new(rng.u64(..));
-    let told = Arc::new(Mutex::new(Told::default()));
+    let told = Arc::new(Mutex::new(Acknowledged::default()));
     let mut torn_bytes = 0;
     for end in 0..4 {
         let (ledger, opened) = open(&files).await.map_err(|error| format!("opening {end}: {error}"))?;
@@ -147,7 +147,7 @@ async fn scenario(seed: u64, with_check: bool) -> Result<Left, String> {
     check(&files, &ledger, &told.lock().unwrap())?;
     close(ledger).await;
     let (rows, failures) = (files.contents(&output()), files.contents(&failures_path(&output())));
-    Ok(Left { torn_bytes, rows, failures, syncs: files.counts().syncs })
+    Ok(Outcomes { torn_bytes, rows, failures, syncs: files.counts().syncs })
 }
 
 #[tokio::test(start_paused = true)]

@@ -17,7 +17,7 @@ async fn written(rows: u32) -> SimFiles {
     files
 }
 
-async fn opened(files: &SimFiles) -> Opened {
+async fn opened(files: &SimFiles) -> RecoveryReport {
     let (ledger, opened) = open(files).await.unwrap();
     close(ledger).await;
     opened
@@ -43,7 +43,7 @@ async fn a_line_cut_short_is_dropped_at_every_byte() {
             assert!(found.rebuilt_index);
             let contents = files.contents(&output());
             assert!(contents.ends_with(b"\n") && lines(&contents).len() as u64 == 2 + kept);
-            let wanted = Opened { completed: 2 + kept, failed: 3, ..Opened::default() };
+            let wanted = RecoveryReport { completed: 2 + kept, failed: 3, ..RecoveryReport::default() };
             assert_eq!(opened(&files).await, wanted, "the second opening finds all in order");
         }
     }
@@ -130,7 +130,7 @@ async fn a_broken_line_without_an_index_is_named_to_the_byte() {
 async fn an_index_that_is_missing_torn_stale_or_ahead_is_mended() {
     let whole = written(5).await;
     let index = whole.contents(&index_path(&output()));
-    let wanted = Opened { completed: 5, failed: 5, ..Opened::default() };
+    let wanted = RecoveryReport { completed: 5, failed: 5, ..RecoveryReport::default() };
     assert_eq!(opened(&whole).await, wanted);
     let mut flipped = index.clone();
     flipped[40 * 3 + 7] ^= 16;
@@ -152,17 +152,17 @@ async fn an_index_that_is_missing_torn_stale_or_ahead_is_mended() {
     ] {
         whole.set_contents(&index_path(&output()), damaged);
         let found = opened(&whole).await;
-        assert_eq!(found, Opened { rebuilt_index: true, ..wanted }, "{name}");
+        assert_eq!(found, RecoveryReport { rebuilt_index: true, ..wanted }, "{name}");
         assert_eq!(opened(&whole).await, wanted, "{name}: mended");
     }
     whole.remove(&index_path(&output())).await.unwrap();
-    assert_eq!(opened(&whole).await, Opened { rebuilt_index: true, ..wanted });
+    assert_eq!(opened(&whole).await, RecoveryReport { rebuilt_index: true, ..wanted });
     // Ahead: somebody has cut the rows.
     let contents = whole.contents(&output());
     let three: usize = lines(&contents)[..3].iter().map(|line| line.len() + 1).sum();
     whole.set_contents(&output(), &contents[..three]);
-    assert_eq!(opened(&whole).await, Opened { completed: 3, rebuilt_index: true, ..wanted });
-    assert_eq!(opened(&whole).await, Opened { completed: 3, ..wanted });
+    assert_eq!(opened(&whole).await, RecoveryReport { completed: 3, rebuilt_index: true, ..wanted });
+    assert_eq!(opened(&whole).await, RecoveryReport { completed: 3, ..wanted });
 }
 
 #[tokio::test(start_paused = true)]
@@ -179,7 +179,10 @@ async fn a_file_that_another_program_wrote_anew_is_read_again() {
     assert_eq!(opened(&files).await.completed, 5);
     rows[0].insert(1, ' ');
     files.set_contents(&output(), rows.join("\n") + "\n");
-    assert_eq!(opened(&files).await, Opened { completed: 5, failed: 5, rebuilt_index: true, ..Opened::default() });
+    assert_eq!(
+        opened(&files).await,
+        RecoveryReport { completed: 5, failed: 5, rebuilt_index: true, ..RecoveryReport::default() }
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -224,7 +227,7 @@ async fn files_of_nemo_gyms_collector_open_and_are_gone_on_with() {
     assert!(lines(&contents).last().unwrap().contains(r#""_ng_attempt_index": 1"#));
     assert!(files.contents(&failures_path(&output())).ends_with(b"}\n"), "the whole last line got its newline");
     let found = opened(&files).await;
-    assert_eq!(found, Opened { completed: 3, failed: 5, ..Opened::default() });
+    assert_eq!(found, RecoveryReport { completed: 3, failed: 5, ..RecoveryReport::default() });
 }
 
 /// Found by the simulation: the failed append of an opening left the file closed to all further ones.

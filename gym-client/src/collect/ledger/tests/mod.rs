@@ -12,14 +12,15 @@ use gym_core::{
     Attempt, CallContext, Code, FailureClass, Files, Ledger, Outcome, RawObject, RealFiles, Result, TaskKey,
 };
 
-use super::{JsonlLedger, MemoryLedger, Opened, Start, failures_path, index_path, one_line};
+use crate::collect::ledger::jsonl::one_line;
+use crate::collect::ledger::{JsonlLedger, MemoryLedger, OpenMode, RecoveryReport, failures_path, index_path};
 
 fn output() -> PathBuf {
     PathBuf::from("results/rollouts.jsonl")
 }
 
-async fn open(files: &SimFiles) -> Result<(JsonlLedger, Opened)> {
-    JsonlLedger::open(&CallContext::default(), Arc::new(files.clone()), output(), Start::Resume).await
+async fn open(files: &SimFiles) -> Result<(JsonlLedger, RecoveryReport)> {
+    JsonlLedger::open(&CallContext::default(), Arc::new(files.clone()), output(), OpenMode::Resume).await
 }
 
 fn row(attempt: Attempt, padding: usize) -> RawObject {
@@ -64,7 +65,7 @@ struct SimBench {
 }
 
 #[async_trait]
-impl conformance::LedgerBench for SimBench {
+impl conformance::LedgerFixture for SimBench {
     async fn open(&mut self) -> Result<Arc<dyn Ledger>> {
         let ledger = Arc::new(open(&self.files).await?.0);
         self.open = Some(Arc::clone(&ledger));
@@ -98,10 +99,10 @@ impl RealBench {
 }
 
 #[async_trait]
-impl conformance::LedgerBench for RealBench {
+impl conformance::LedgerFixture for RealBench {
     async fn open(&mut self) -> Result<Arc<dyn Ledger>> {
         let files = Arc::new(RealFiles::new());
-        let ledger = JsonlLedger::open(&CallContext::default(), files, self.output(), Start::Resume).await?.0;
+        let ledger = JsonlLedger::open(&CallContext::default(), files, self.output(), OpenMode::Resume).await?.0;
         let ledger = Arc::new(ledger);
         self.open = Some(Arc::clone(&ledger));
         Ok(ledger)
@@ -143,7 +144,7 @@ struct MemoryBench {
 }
 
 #[async_trait]
-impl conformance::LedgerBench for MemoryBench {
+impl conformance::LedgerFixture for MemoryBench {
     async fn open(&mut self) -> Result<Arc<dyn Ledger>> {
         Ok(Arc::<MemoryLedger>::clone(&self.ledger))
     }
@@ -175,16 +176,16 @@ async fn a_second_collector_is_refused_and_told_why() {
     let folder = tempfile::tempdir().unwrap();
     let output = folder.path().join("rollouts.jsonl");
     let cx = CallContext::default();
-    let (ledger, _) = JsonlLedger::open(&cx, Arc::new(RealFiles::new()), &output, Start::Resume).await.unwrap();
+    let (ledger, _) = JsonlLedger::open(&cx, Arc::new(RealFiles::new()), &output, OpenMode::Resume).await.unwrap();
     complete(&ledger, 0).await.unwrap();
-    for start in [Start::Resume, Start::Fresh] {
+    for start in [OpenMode::Resume, OpenMode::Fresh] {
         let error = JsonlLedger::open(&cx, Arc::new(RealFiles::new()), &output, start).await.unwrap_err();
         assert_eq!(error.code(), Code::FailedPrecondition);
         assert!(error.to_string().contains("rollouts.jsonl: another collector is writing it"), "{error}");
     }
     close(ledger).await;
-    let (ledger, opened) = JsonlLedger::open(&cx, Arc::new(RealFiles::new()), &output, Start::Resume).await.unwrap();
-    assert_eq!(opened, Opened { completed: 1, ..Opened::default() });
+    let (ledger, opened) = JsonlLedger::open(&cx, Arc::new(RealFiles::new()), &output, OpenMode::Resume).await.unwrap();
+    assert_eq!(opened, RecoveryReport { completed: 1, ..RecoveryReport::default() });
     close(ledger).await;
 }
 
@@ -192,17 +193,17 @@ async fn a_second_collector_is_refused_and_told_why() {
 async fn a_fresh_start_forgets_and_a_closed_ledger_refuses() {
     let files = SimFiles::new(1);
     let (ledger, opened) = open(&files).await.unwrap();
-    assert_eq!(opened, Opened::default());
+    assert_eq!(opened, RecoveryReport::default());
     complete(&ledger, 0).await.unwrap();
     fail(&ledger, 1).await.unwrap();
     let cx = CallContext::default();
     ledger.close(&cx).await.unwrap();
     assert_eq!(complete(&ledger, 2).await.unwrap_err().code(), Code::Unavailable);
     let (again, opened) = open(&files).await.unwrap();
-    assert_eq!(opened, Opened { completed: 1, failed: 1, ..Opened::default() });
+    assert_eq!(opened, RecoveryReport { completed: 1, failed: 1, ..RecoveryReport::default() });
     close(again).await;
-    let (fresh, opened) = JsonlLedger::open(&cx, Arc::new(files.clone()), output(), Start::Fresh).await.unwrap();
-    assert_eq!(opened, Opened::default());
+    let (fresh, opened) = JsonlLedger::open(&cx, Arc::new(files.clone()), output(), OpenMode::Fresh).await.unwrap();
+    assert_eq!(opened, RecoveryReport::default());
     close(fresh).await;
     assert_eq!(files.length(&output()).await.unwrap(), Some(0));
     assert_eq!(files.length(&failures_path(&output())).await.unwrap(), Some(0), "the sidecar is always there");
@@ -243,7 +244,7 @@ async fn a_group_shares_one_sync() {
     assert!(files.counts().syncs - before.syncs <= 3, "{:?}", files.counts());
     close(ledger).await;
     let (ledger, opened) = open(&files).await.unwrap();
-    assert_eq!(opened, Opened { completed: 500, ..Opened::default() });
+    assert_eq!(opened, RecoveryReport { completed: 500, ..RecoveryReport::default() });
     close(ledger).await;
 }
 

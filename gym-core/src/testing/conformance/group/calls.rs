@@ -3,16 +3,16 @@
 use futures_util::future::join_all;
 
 use super::workers::{Advance, Echo, EchoShared, Echoed, Hold, HoldShared, Note, Notes};
-use super::{FAR, GroupBench, GroupSetup, TestWorkerKind, far, line, run_cases, square, start, until, until_running};
-use crate::batch::{Batch, Ragged, Uneven};
-use crate::dispatch::{Dispatch, Free};
-use crate::error::Code;
-use crate::group::WorkerGroupExt;
-use crate::layout::RankLayout;
-use crate::tensor::Tensor;
+use super::{FAR, GroupFixture, GroupSetup, TestWorkerKind, far, line, run_cases, square, start, until, until_running};
+use crate::base::error::Code;
+use crate::group::batch::tensor::Tensor;
+use crate::group::batch::{Batch, Ragged, Uneven};
+use crate::group::call::WorkerGroupExt;
+use crate::group::layout::RankLayout;
+use crate::group::layout::dispatch::{Dispatch, Free};
 
-pub(super) async fn run(bench: &dyn GroupBench) {
-    run_cases!(bench;
+pub(super) async fn run(fixture: &dyn GroupFixture) {
+    run_cases!(fixture;
         a_call_reaches_every_rank_and_its_answers_come_in_rank_order,
         arguments_of_its_own_reach_each_rank,
         arguments_for_more_or_fewer_ranks_are_refused_before_anybody_is_called,
@@ -41,22 +41,22 @@ fn ids(batch: &Batch) -> Vec<i64> {
     column.expect("the column that was sent")
 }
 
-async fn a_call_reaches_every_rank_and_its_answers_come_in_rank_order(bench: &dyn GroupBench) {
-    let tested = line(bench, 5).await;
+async fn a_call_reaches_every_rank_and_its_answers_come_in_rank_order(fixture: &dyn GroupFixture) {
+    let tested = line(fixture, 5).await;
     let answers = tested.group().call(Echo, "hello".to_owned()).deadline(FAR).await.unwrap();
     let echoed = |rank| Echoed { rank, world_size: 5, incarnation: 1, text: "hello".to_owned(), rows: 0 };
     assert_eq!(answers.into_values(), (0..5).map(echoed).collect::<Vec<_>>());
 }
 
-async fn arguments_of_its_own_reach_each_rank(bench: &dyn GroupBench) {
-    let tested = line(bench, 4).await;
+async fn arguments_of_its_own_reach_each_rank(fixture: &dyn GroupFixture) {
+    let tested = line(fixture, 4).await;
     let names: Vec<String> = ["a", "b", "c", "d"].map(String::from).to_vec();
     let answers = tested.group().call_each(Echo, names.clone()).deadline(FAR).await.unwrap();
     assert_eq!(answers.into_values().into_iter().map(|echoed| echoed.text).collect::<Vec<_>>(), names);
 }
 
-async fn arguments_for_more_or_fewer_ranks_are_refused_before_anybody_is_called(bench: &dyn GroupBench) {
-    let tested = line(bench, 2).await;
+async fn arguments_for_more_or_fewer_ranks_are_refused_before_anybody_is_called(fixture: &dyn GroupFixture) {
+    let tested = line(fixture, 2).await;
     for count in [0, 1, 3] {
         let error = tested.group().call_each(Note, vec![7; count]).deadline(FAR).await.unwrap_err();
         assert_eq!((error.cause().code(), error.outcomes().len()), (Code::InvalidArgument, 0));
@@ -65,8 +65,8 @@ async fn arguments_for_more_or_fewer_ranks_are_refused_before_anybody_is_called(
     assert!(notes.into_values().iter().all(Vec::is_empty));
 }
 
-async fn a_batch_is_sharded_over_one_axis_and_replicated_over_the_other(bench: &dyn GroupBench) {
-    let tested = start(bench, square(), TestWorkerKind::Async).await;
+async fn a_batch_is_sharded_over_one_axis_and_replicated_over_the_other(fixture: &dyn GroupFixture) {
+    let tested = start(fixture, square(), TestWorkerKind::Async).await;
     let dispatch = Dispatch::shard("data").replicate(["tensor"]);
     let group = tested.group();
     let answers = group.call(Echo, String::new()).batch(rows(6)).dispatch(dispatch).deadline(FAR).await.unwrap();
@@ -76,8 +76,8 @@ async fn a_batch_is_sharded_over_one_axis_and_replicated_over_the_other(bench: &
     assert_eq!(ids(&answers.batch().unwrap()), ids(&rows(6)), "of each shard one answer");
 }
 
-async fn of_a_free_axis_only_the_first_rank_is_called_or_the_others_without_data(bench: &dyn GroupBench) {
-    let tested = start(bench, square(), TestWorkerKind::Async).await;
+async fn of_a_free_axis_only_the_first_rank_is_called_or_the_others_without_data(fixture: &dyn GroupFixture) {
+    let tested = start(fixture, square(), TestWorkerKind::Async).await;
     let group = tested.group();
     let call = |dispatch: Dispatch| group.call(Echo, String::new()).batch(rows(4)).dispatch(dispatch).deadline(FAR);
     let answers = call(Dispatch::shard("tensor")).await.unwrap();
@@ -90,8 +90,8 @@ async fn of_a_free_axis_only_the_first_rank_is_called_or_the_others_without_data
     assert_eq!(calls, [2, 2, 1, 1], "they were called the second time");
 }
 
-async fn collect_once_takes_the_answers_of_one_replica_alone(bench: &dyn GroupBench) {
-    let tested = start(bench, square(), TestWorkerKind::Async).await;
+async fn collect_once_takes_the_answers_of_one_replica_alone(fixture: &dyn GroupFixture) {
+    let tested = start(fixture, square(), TestWorkerKind::Async).await;
     let dispatch = Dispatch::shard("data").replicate(["tensor"]).collect_once(["tensor"]);
     let group = tested.group();
     let answers = group.call(Echo, String::new()).batch(rows(4)).dispatch(dispatch).deadline(FAR).await.unwrap();
@@ -101,8 +101,8 @@ async fn collect_once_takes_the_answers_of_one_replica_alone(bench: &dyn GroupBe
     assert!(statuses.iter().all(|status| status.as_ref().unwrap().succeeded == 1), "all four worked");
 }
 
-async fn a_call_to_one_rank_leaves_the_others_alone(bench: &dyn GroupBench) {
-    let tested = line(bench, 3).await;
+async fn a_call_to_one_rank_leaves_the_others_alone(fixture: &dyn GroupFixture) {
+    let tested = line(fixture, 3).await;
     let group = tested.group();
     let one = group.call(Echo, "only".to_owned()).dispatch(Dispatch::rank(1)).deadline(FAR).await.unwrap();
     assert_eq!(one.into_one().unwrap().value.rank, 1);
@@ -111,8 +111,8 @@ async fn a_call_to_one_rank_leaves_the_others_alone(bench: &dyn GroupBench) {
     assert_eq!(notes.iter().map(Vec::len).collect::<Vec<_>>(), [0, 0, 1]);
 }
 
-async fn uneven_rows_are_refused_unless_they_are_allowed(bench: &dyn GroupBench) {
-    let tested = line(bench, 3).await;
+async fn uneven_rows_are_refused_unless_they_are_allowed(fixture: &dyn GroupFixture) {
+    let tested = line(fixture, 3).await;
     let group = tested.group();
     let call = |uneven| {
         let call = group.call(Echo, String::new()).batch(rows(4)).dispatch(Dispatch::shard("rank"));
@@ -125,8 +125,8 @@ async fn uneven_rows_are_refused_unless_they_are_allowed(bench: &dyn GroupBench)
     assert_eq!(ids(&answers.batch().unwrap()), [0, 1, 2, 3]);
 }
 
-async fn empty_and_ragged_batches_come_back_as_they_went(bench: &dyn GroupBench) {
-    let tested = line(bench, 2).await;
+async fn empty_and_ragged_batches_come_back_as_they_went(fixture: &dyn GroupFixture) {
+    let tested = line(fixture, 2).await;
     let group = tested.group();
     let answers = group.call(Echo, String::new()).dispatch(Dispatch::shard("rank")).deadline(FAR).await.unwrap();
     assert!(answers.batch().unwrap().is_empty());
@@ -136,8 +136,8 @@ async fn empty_and_ragged_batches_come_back_as_they_went(bench: &dyn GroupBench)
     assert_eq!(call.deadline(FAR).await.unwrap().batch().unwrap(), batch);
 }
 
-async fn started_calls_arrive_in_order_even_if_the_first_is_awaited_last(bench: &dyn GroupBench) {
-    let tested = line(bench, 3).await;
+async fn started_calls_arrive_in_order_even_if_the_first_is_awaited_last(fixture: &dyn GroupFixture) {
+    let tested = line(fixture, 3).await;
     let group = tested.group();
     let mut pending = Vec::new();
     for number in 0..50 {
@@ -152,8 +152,8 @@ async fn started_calls_arrive_in_order_even_if_the_first_is_awaited_last(bench: 
     }
 }
 
-async fn sixteen_group_calls_at_once_to_sixty_four_ranks_all_end(bench: &dyn GroupBench) {
-    let tested = line(bench, 64).await;
+async fn sixteen_group_calls_at_once_to_sixty_four_ranks_all_end(fixture: &dyn GroupFixture) {
+    let tested = line(fixture, 64).await;
     let group = tested.group();
     let batch = rows(640);
     let calls = (0..16).map(|number: u64| {
@@ -166,8 +166,8 @@ async fn sixteen_group_calls_at_once_to_sixty_four_ranks_all_end(bench: &dyn Gro
     }
 }
 
-async fn shared_calls_run_beside_each_other(bench: &dyn GroupBench) {
-    let tested = line(bench, 1).await;
+async fn shared_calls_run_beside_each_other(fixture: &dyn GroupFixture) {
+    let tested = line(fixture, 1).await;
     let group = tested.group();
     let held = group.call(HoldShared, ()).deadline(FAR).start().await.unwrap();
     until_running(&*group).await;
@@ -177,9 +177,9 @@ async fn shared_calls_run_beside_each_other(bench: &dyn GroupBench) {
     group.call(Echo, String::new()).deadline(FAR).await.unwrap();
 }
 
-async fn a_blocking_worker_that_is_not_send_stays_on_its_thread(bench: &dyn GroupBench) {
+async fn a_blocking_worker_that_is_not_send_stays_on_its_thread(fixture: &dyn GroupFixture) {
     let layout = RankLayout::line(2).unwrap();
-    let tested = start(bench, layout, TestWorkerKind::Blocking).await;
+    let tested = start(fixture, layout, TestWorkerKind::Blocking).await;
     let group = tested.group();
     for number in 0..10 {
         group.call(Note, number).deadline(FAR).await.unwrap();
@@ -190,13 +190,13 @@ async fn a_blocking_worker_that_is_not_send_stays_on_its_thread(bench: &dyn Grou
     assert!(notes.iter().all(|notes| notes.len() == 10));
 }
 
-async fn a_rank_tells_what_it_runs_and_how_far_it_is(bench: &dyn GroupBench) {
+async fn a_rank_tells_what_it_runs_and_how_far_it_is(fixture: &dyn GroupFixture) {
     let layout = RankLayout::line(2).unwrap();
-    let tested = bench.start(GroupSetup { layout, worker: TestWorkerKind::Async, calls_max: 8 }).await;
+    let tested = fixture.start(GroupSetup { layout, worker: TestWorkerKind::Async, calls_max: 8 }).await;
     let group = tested.group();
     let moving = group.call(Advance, 7).dispatch(Dispatch::rank(0)).deadline(FAR).start().await.unwrap();
     let waiting = group.call(Hold, ()).dispatch(Dispatch::rank(0)).deadline(FAR).start().await.unwrap();
-    let seen = |status: &crate::WorkerStatus| {
+    let seen = |status: &crate::group::WorkerStatus| {
         let told = status.running.iter().any(|call| call.method == "test.advance" && call.progress == 7);
         status.rank == 1 || (told && status.waiting == 1)
     };
@@ -205,8 +205,8 @@ async fn a_rank_tells_what_it_runs_and_how_far_it_is(bench: &dyn GroupBench) {
     until(&*group, |status| status.running.is_empty() && status.waiting == 0).await;
 }
 
-async fn an_unknown_axis_or_rank_is_refused_before_anybody_is_called(bench: &dyn GroupBench) {
-    let tested = line(bench, 2).await;
+async fn an_unknown_axis_or_rank_is_refused_before_anybody_is_called(fixture: &dyn GroupFixture) {
+    let tested = line(fixture, 2).await;
     let group = tested.group();
     for dispatch in [Dispatch::shard("pipeline"), Dispatch::rank(2), Dispatch::shard("rank").replicate(["rank"])] {
         let error = group.call(Note, 1).dispatch(dispatch).deadline(FAR).await.unwrap_err();

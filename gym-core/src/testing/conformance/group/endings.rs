@@ -1,14 +1,14 @@
 //! How calls end when they do not succeed: for the caller, for the ranks that were called, and for those that come after.
 
 use super::workers::{Echo, EchoShared, FailOn, Hold, HoldShared, Note, Notes, Panic};
-use super::{FAR, GroupBench, GroupSetup, NEAR, TestWorkerKind, far, line, run_cases, start, until, until_running};
-use crate::dispatch::Dispatch;
-use crate::error::{Code, Execution};
-use crate::group::{FailureKind, GroupError, WorkerGroup, WorkerGroupExt};
-use crate::layout::RankLayout;
+use super::{FAR, GroupFixture, GroupSetup, NEAR, TestWorkerKind, far, line, run_cases, start, until, until_running};
+use crate::base::error::{Code, Execution};
+use crate::group::call::{FailureKind, GroupError, WorkerGroup, WorkerGroupExt};
+use crate::group::layout::RankLayout;
+use crate::group::layout::dispatch::Dispatch;
 
-pub(super) async fn run(bench: &dyn GroupBench) {
-    run_cases!(bench;
+pub(super) async fn run(fixture: &dyn GroupFixture) {
+    run_cases!(fixture;
         one_failing_rank_ends_the_call_and_the_others_are_told,
         a_caller_that_leaves_is_told_to_every_rank,
         a_dropped_call_is_told_to_every_rank,
@@ -32,11 +32,11 @@ async fn notes(group: &dyn WorkerGroup) -> Vec<Vec<String>> {
 }
 
 fn kinds(error: &GroupError) -> Vec<FailureKind> {
-    error.outcomes().iter().filter_map(crate::group::RankOutcome::kind).collect()
+    error.outcomes().iter().filter_map(crate::group::call::RankOutcome::kind).collect()
 }
 
-async fn one_failing_rank_ends_the_call_and_the_others_are_told(bench: &dyn GroupBench) {
-    let tested = line(bench, 4).await;
+async fn one_failing_rank_ends_the_call_and_the_others_are_told(fixture: &dyn GroupFixture) {
+    let tested = line(fixture, 4).await;
     let group = tested.group();
     let error = group.call(FailOn, 2).deadline(FAR).await.unwrap_err();
     let first = error.first().unwrap();
@@ -51,8 +51,8 @@ async fn one_failing_rank_ends_the_call_and_the_others_are_told(bench: &dyn Grou
     assert!(told.iter().enumerate().all(|(rank, notes)| notes.len() <= usize::from(rank != 2)), "{told:?}: {error:?}");
 }
 
-async fn a_caller_that_leaves_is_told_to_every_rank(bench: &dyn GroupBench) {
-    let tested = line(bench, 3).await;
+async fn a_caller_that_leaves_is_told_to_every_rank(fixture: &dyn GroupFixture) {
+    let tested = line(fixture, 3).await;
     let group = tested.group();
     let cx = far();
     let pending = group.call(Hold, ()).context(&cx).start().await.unwrap();
@@ -64,8 +64,8 @@ async fn a_caller_that_leaves_is_told_to_every_rank(bench: &dyn GroupBench) {
     assert_eq!(notes(&*group).await, vec![vec!["told"]; 3]);
 }
 
-async fn a_dropped_call_is_told_to_every_rank(bench: &dyn GroupBench) {
-    let tested = line(bench, 3).await;
+async fn a_dropped_call_is_told_to_every_rank(fixture: &dyn GroupFixture) {
+    let tested = line(fixture, 3).await;
     let group = tested.group();
     let pending = group.call(Hold, ()).deadline(FAR).start().await.unwrap();
     until_running(&*group).await;
@@ -73,8 +73,8 @@ async fn a_dropped_call_is_told_to_every_rank(bench: &dyn GroupBench) {
     assert_eq!(notes(&*group).await, vec![vec!["told"]; 3]);
 }
 
-async fn a_deadline_ends_the_call_and_the_ranks_go_on(bench: &dyn GroupBench) {
-    let tested = line(bench, 3).await;
+async fn a_deadline_ends_the_call_and_the_ranks_go_on(fixture: &dyn GroupFixture) {
+    let tested = line(fixture, 3).await;
     let group = tested.group();
     let error = group.call(Hold, ()).deadline(NEAR).await.unwrap_err();
     assert_eq!((error.cause().code(), error.execution()), (Code::DeadlineExceeded, Execution::Unknown));
@@ -82,16 +82,16 @@ async fn a_deadline_ends_the_call_and_the_ranks_go_on(bench: &dyn GroupBench) {
     assert_eq!(notes(&*group).await, vec![vec!["told"]; 3]);
 }
 
-async fn a_passed_deadline_calls_nobody(bench: &dyn GroupBench) {
-    let tested = line(bench, 2).await;
+async fn a_passed_deadline_calls_nobody(fixture: &dyn GroupFixture) {
+    let tested = line(fixture, 2).await;
     let group = tested.group();
     let error = group.call(Note, 1).deadline(std::time::Duration::ZERO).await.unwrap_err();
     assert_eq!((error.cause().code(), error.execution()), (Code::DeadlineExceeded, Execution::NotStarted));
     assert!(notes(&*group).await.iter().all(Vec::is_empty));
 }
 
-async fn a_shared_call_is_dropped_with_its_caller(bench: &dyn GroupBench) {
-    let tested = line(bench, 2).await;
+async fn a_shared_call_is_dropped_with_its_caller(fixture: &dyn GroupFixture) {
+    let tested = line(fixture, 2).await;
     let group = tested.group();
     let pending = group.call(HoldShared, ()).deadline(FAR).start().await.unwrap();
     until_running(&*group).await;
@@ -100,8 +100,8 @@ async fn a_shared_call_is_dropped_with_its_caller(bench: &dyn GroupBench) {
     group.call(Echo, String::new()).deadline(FAR).await.unwrap();
 }
 
-async fn a_replaced_rank_ends_the_call_that_waits_for_it(bench: &dyn GroupBench) {
-    let tested = line(bench, 3).await;
+async fn a_replaced_rank_ends_the_call_that_waits_for_it(fixture: &dyn GroupFixture) {
+    let tested = line(fixture, 3).await;
     let group = tested.group();
     let pending = group.call(Hold, ()).deadline(FAR).start().await.unwrap();
     until_running(&*group).await;
@@ -115,8 +115,8 @@ async fn a_replaced_rank_ends_the_call_that_waits_for_it(bench: &dyn GroupBench)
     assert_eq!(told, [vec!["told"], vec![], vec!["told"]], "the new life has run nothing");
 }
 
-async fn a_replaced_rank_takes_calls_in_its_new_life(bench: &dyn GroupBench) {
-    let tested = line(bench, 2).await;
+async fn a_replaced_rank_takes_calls_in_its_new_life(fixture: &dyn GroupFixture) {
+    let tested = line(fixture, 2).await;
     let group = tested.group();
     tested.replace(0).await;
     group.ready(&far()).await.unwrap();
@@ -124,9 +124,9 @@ async fn a_replaced_rank_takes_calls_in_its_new_life(bench: &dyn GroupBench) {
     assert_eq!(answers.iter().map(|echoed| echoed.incarnation).collect::<Vec<_>>(), [2, 1]);
 }
 
-async fn a_full_queue_refuses_at_once_without_starting(bench: &dyn GroupBench) {
+async fn a_full_queue_refuses_at_once_without_starting(fixture: &dyn GroupFixture) {
     let layout = RankLayout::line(1).unwrap();
-    let tested = bench.start(GroupSetup { layout, worker: TestWorkerKind::Async, calls_max: 3 }).await;
+    let tested = fixture.start(GroupSetup { layout, worker: TestWorkerKind::Async, calls_max: 3 }).await;
     let group = tested.group();
     let held = group.call(Hold, ()).deadline(FAR).start().await.unwrap();
     let mut waiting = Vec::new();
@@ -145,10 +145,10 @@ async fn a_full_queue_refuses_at_once_without_starting(bench: &dyn GroupBench) {
     assert_eq!(notes(&*group).await, [["told", "0", "1"]]);
 }
 
-async fn a_call_in_line_is_answered_at_its_deadline_and_leaves_its_place(bench: &dyn GroupBench) {
+async fn a_call_in_line_is_answered_at_its_deadline_and_leaves_its_place(fixture: &dyn GroupFixture) {
     // Twice as many as the rank takes at a time: those who leave make room for those who come.
     for worker in [TestWorkerKind::Async, TestWorkerKind::Blocking] {
-        let tested = bench.start(GroupSetup { layout: RankLayout::line(1).unwrap(), worker, calls_max: 3 }).await;
+        let tested = fixture.start(GroupSetup { layout: RankLayout::line(1).unwrap(), worker, calls_max: 3 }).await;
         let group = tested.group();
         let held = group.call(Hold, ()).deadline(FAR).start().await.unwrap();
         until_running(&*group).await;
@@ -162,9 +162,9 @@ async fn a_call_in_line_is_answered_at_its_deadline_and_leaves_its_place(bench: 
     }
 }
 
-async fn a_call_behind_a_shared_one_is_answered_at_its_deadline_and_leaves_its_place(bench: &dyn GroupBench) {
+async fn a_call_behind_a_shared_one_is_answered_at_its_deadline_and_leaves_its_place(fixture: &dyn GroupFixture) {
     let layout = RankLayout::line(1).unwrap();
-    let tested = bench.start(GroupSetup { layout, worker: TestWorkerKind::Async, calls_max: 3 }).await;
+    let tested = fixture.start(GroupSetup { layout, worker: TestWorkerKind::Async, calls_max: 3 }).await;
     let group = tested.group();
     // A shared call holds the first exclusive one up, that one the others.
     let shared = group.call(HoldShared, ()).deadline(FAR).start().await.unwrap();
@@ -185,9 +185,9 @@ async fn a_call_behind_a_shared_one_is_answered_at_its_deadline_and_leaves_its_p
     assert_eq!(notes(&*group).await, [["told", "5"]]);
 }
 
-async fn a_call_in_line_leaves_its_place_with_its_caller(bench: &dyn GroupBench) {
+async fn a_call_in_line_leaves_its_place_with_its_caller(fixture: &dyn GroupFixture) {
     for worker in [TestWorkerKind::Async, TestWorkerKind::Blocking] {
-        let tested = bench.start(GroupSetup { layout: RankLayout::line(1).unwrap(), worker, calls_max: 3 }).await;
+        let tested = fixture.start(GroupSetup { layout: RankLayout::line(1).unwrap(), worker, calls_max: 3 }).await;
         let group = tested.group();
         let held = group.call(Hold, ()).deadline(FAR).start().await.unwrap();
         until(&*group, |status| status.running.len() == 1).await;
@@ -204,8 +204,8 @@ async fn a_call_in_line_leaves_its_place_with_its_caller(bench: &dyn GroupBench)
     }
 }
 
-async fn a_call_that_has_left_the_line_holds_up_nobody(bench: &dyn GroupBench) {
-    let tested = line(bench, 1).await;
+async fn a_call_that_has_left_the_line_holds_up_nobody(fixture: &dyn GroupFixture) {
+    let tested = line(fixture, 1).await;
     let group = tested.group();
     let _shared = group.call(HoldShared, ()).deadline(FAR).start().await.unwrap();
     until_running(&*group).await;
@@ -217,8 +217,8 @@ async fn a_call_that_has_left_the_line_holds_up_nobody(bench: &dyn GroupBench) {
     after.await.unwrap();
 }
 
-async fn a_panic_is_an_error_of_its_rank_and_the_worker_lives_on(bench: &dyn GroupBench) {
-    let tested = line(bench, 1).await;
+async fn a_panic_is_an_error_of_its_rank_and_the_worker_lives_on(fixture: &dyn GroupFixture) {
+    let tested = line(fixture, 1).await;
     let group = tested.group();
     let error = group.call(Panic, ()).dispatch(Dispatch::rank(0)).deadline(FAR).await.unwrap_err();
     assert_eq!((error.cause().code(), error.execution()), (Code::Internal, Execution::Finished));
@@ -227,8 +227,8 @@ async fn a_panic_is_an_error_of_its_rank_and_the_worker_lives_on(bench: &dyn Gro
     group.call(Echo, String::new()).deadline(FAR).await.unwrap();
 }
 
-async fn a_blocking_worker_is_told_and_its_panic_caught(bench: &dyn GroupBench) {
-    let tested = start(bench, RankLayout::line(2).unwrap(), TestWorkerKind::Blocking).await;
+async fn a_blocking_worker_is_told_and_its_panic_caught(fixture: &dyn GroupFixture) {
+    let tested = start(fixture, RankLayout::line(2).unwrap(), TestWorkerKind::Blocking).await;
     let group = tested.group();
     let error = group.call(Hold, ()).deadline(NEAR).await.unwrap_err();
     assert_eq!(error.cause().code(), Code::DeadlineExceeded);

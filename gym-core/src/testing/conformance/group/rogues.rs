@@ -7,15 +7,15 @@ use tokio::sync::watch;
 
 use super::workers::Echo;
 use super::{FAR, ServedGroup, member};
-use crate::batch::{Batch, Payload};
-use crate::channel::{Channel, INCARNATION_METADATA};
-use crate::context::Incarnation;
-use crate::error::{Code, Execution};
-use crate::group::{FailureKind, GroupError, GroupView, WorkerGroupExt};
-use crate::handler::{Handler, handler_fn};
-use crate::layout::RankLayout;
+use crate::base::error::{Code, Execution};
+use crate::group::batch::tensor::Tensor;
+use crate::group::batch::{Batch, Payload};
+use crate::group::call::{FailureKind, GroupError, GroupView, WorkerGroupExt};
+use crate::group::layout::RankLayout;
+use crate::message::Incarnation;
 use crate::message::{Message, Response};
-use crate::tensor::Tensor;
+use crate::transport::{Channel, INCARNATION_METADATA};
+use crate::transport::{Handler, handler_fn};
 
 /// Runs the cases of ranks that lie, each a handler that `connect` serves.
 ///

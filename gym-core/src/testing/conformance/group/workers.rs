@@ -5,11 +5,11 @@ use std::rc::Rc;
 
 use serde::{Deserialize, Serialize};
 
-use crate::batch::Payload;
-use crate::context::CallContext;
-use crate::error::{Code, Error, Result};
-use crate::layout::Rank;
-use crate::worker::{Handles, HandlesBlocking, HandlesShared, Method, Methods, Worker, WorkerEnv};
+use crate::base::error::{Code, Error, Result};
+use crate::group::batch::Payload;
+use crate::group::layout::Rank;
+use crate::group::worker::{Handles, HandlesBlocking, HandlesShared, Method, Methods, Worker, WorkerEnv};
+use crate::message::CallContext;
 
 macro_rules! methods {
     ($($(#[$doc:meta])* $name:ident = $text:literal: $args:ty => $reply:ty;)*) => {

@@ -5,12 +5,12 @@ use std::sync::Arc;
 use bytes::Bytes;
 use tokio::sync::Barrier;
 
-use super::{Bench, FAR, Make, far, post, run_cases, witness};
-use crate::context::{Incarnation, TraceContext};
-use crate::error::{Code, Error, Execution};
-use crate::handler::{Fenced, Handler, handler_fn};
+use super::{FAR, Fixture, Make, far, post, probe, run_cases};
+use crate::base::error::{Code, Error, Execution};
 use crate::message::{ContentType, Message, Request, Response, Rope, Status, Verb};
+use crate::message::{Incarnation, TraceContext};
 use crate::transport::ConnectOptions;
+use crate::transport::{Fenced, Handler, handler_fn};
 
 pub(super) async fn run(make: Make<'_>) {
     run_cases!(make;
@@ -36,28 +36,28 @@ fn echo() -> impl Handler {
 }
 
 async fn a_call_is_answered(make: Make<'_>) {
-    let (witness, mut seen) = witness();
-    let bench = Bench::new(
+    let (probe, mut seen) = probe();
+    let fixture = Fixture::new(
         make,
         handler_fn(move |request: Request| {
-            let _told = witness.enter(&request);
+            let _told = probe.enter(&request);
             async move { Ok(Response::json(request.message.head)) }
         }),
     )
     .await;
-    let channel = bench.channel().await;
+    let channel = fixture.channel().await;
     let answer = channel.call(Request::post(far(), "/verify", r#"{"a":1}"#)).await.expect("an answer");
     assert_eq!(answer.status, Status::OK);
     assert_eq!(answer.message, Message::json(r#"{"a":1}"#));
     let request = seen.started().await;
     assert!(request.peer.is_some_and(|peer| !peer.address.is_empty()), "the transport says who called");
-    assert_eq!(channel.path().scheme, bench.connector.scheme());
+    assert_eq!(channel.path().scheme, fixture.connector.scheme());
 }
 
 /// Nothing is parsed on the way.
 async fn a_body_comes_back_bit_for_bit(make: Make<'_>) {
-    let bench = Bench::new(make, echo()).await;
-    let channel = bench.channel().await;
+    let fixture = Fixture::new(make, echo()).await;
+    let channel = fixture.channel().await;
     for text in [
         r#"{"reward":1E5,"n":12345678901234567890123,"z":-0.0,"tiny":1e-400}"#,
         "{ \"unknown\" :\t[ 1 , 2.50 ] ,\r\n \"esc\": \"\\u00e9\\/\\ud83d\\ude00\" }  ",
@@ -80,8 +80,8 @@ async fn a_body_comes_back_bit_for_bit(make: Make<'_>) {
 }
 
 async fn a_message_of_any_shape_comes_back(make: Make<'_>) {
-    let bench = Bench::new(make, echo()).await;
-    let channel = bench.channel().await;
+    let fixture = Fixture::new(make, echo()).await;
+    let channel = fixture.channel().await;
     let large = Bytes::from((0..3_000_000_u32).flat_map(u32::to_le_bytes).collect::<Vec<u8>>());
     let pieces: Rope = (0..100).map(|piece| Bytes::from(format!("{piece},"))).collect();
     let shapes = [
@@ -113,16 +113,16 @@ fn shape(message: &Message) -> (&ContentType, usize, Vec<usize>) {
 
 /// A receive buffer that is used again must not change under those who still read it.
 async fn what_a_handler_keeps_stays_as_it_was(make: Make<'_>) {
-    let (witness, mut seen) = witness();
-    let bench = Bench::new(
+    let (probe, mut seen) = probe();
+    let fixture = Fixture::new(
         make,
         handler_fn(move |request: Request| {
-            let _told = witness.enter(&request);
+            let _told = probe.enter(&request);
             async move { Ok(Response::new(Status::OK, request.message)) }
         }),
     )
     .await;
-    let channel = bench.channel().await;
+    let channel = fixture.channel().await;
     let message = |fill: u8| Message {
         content_type: ContentType::Json,
         head: vec![fill; 3_000].into(),
@@ -140,7 +140,7 @@ async fn what_a_handler_keeps_stays_as_it_was(make: Make<'_>) {
 }
 
 async fn any_status_is_an_answer(make: Make<'_>) {
-    let bench = Bench::new(
+    let fixture = Fixture::new(
         make,
         handler_fn(|request: Request| async move {
             let status = request.route.path().trim_start_matches('/').parse().expect("a number");
@@ -148,7 +148,7 @@ async fn any_status_is_an_answer(make: Make<'_>) {
         }),
     )
     .await;
-    let channel = bench.channel().await;
+    let channel = fixture.channel().await;
     for (status, route) in
         [(200, "/200"), (201, "/201"), (404, "/404"), (422, "/422"), (429, "/429"), (500, "/500"), (503, "/503")]
     {
@@ -158,11 +158,11 @@ async fn any_status_is_an_answer(make: Make<'_>) {
 }
 
 async fn a_repeated_name_keeps_its_values_in_order(make: Make<'_>) {
-    let (witness, mut seen) = witness();
-    let bench = Bench::new(
+    let (probe, mut seen) = probe();
+    let fixture = Fixture::new(
         make,
         handler_fn(move |request: Request| {
-            let _told = witness.enter(&request);
+            let _told = probe.enter(&request);
             async move {
                 let mut response = Response::json("{}");
                 for value in ["b=2; Path=/; HttpOnly", "a=1", "b=3"] {
@@ -175,7 +175,7 @@ async fn a_repeated_name_keeps_its_values_in_order(make: Make<'_>) {
     )
     .await;
     let cx = far().with_metadata("cookie", "s=1; t=\"2\"").with_metadata("x-two", "1").with_metadata("x-two", "2");
-    let answer = bench.channel().await.call(post(cx, "/seed")).await.expect("an answer");
+    let answer = fixture.channel().await.call(post(cx, "/seed")).await.expect("an answer");
     let cookies: Vec<_> = answer.metadata.all("set-cookie").collect();
     assert_eq!(cookies, ["b=2; Path=/; HttpOnly", "a=1", "b=3"]);
     assert_eq!(answer.metadata.get("x-late"), Some("1"));
@@ -185,7 +185,7 @@ async fn a_repeated_name_keeps_its_values_in_order(make: Make<'_>) {
 }
 
 async fn an_error_of_the_handler_keeps_code_and_execution(make: Make<'_>) {
-    let bench = Bench::new(
+    let fixture = Fixture::new(
         make,
         handler_fn(|request: Request| async move {
             let (code, execution) = request.route.query().and_then(|query| query.split_once('&')).expect("two words");
@@ -195,7 +195,7 @@ async fn an_error_of_the_handler_keeps_code_and_execution(make: Make<'_>) {
         }),
     )
     .await;
-    let channel = bench.channel().await;
+    let channel = fixture.channel().await;
     for code in Code::ALL {
         for execution in [Execution::NotStarted, Execution::Unknown, Execution::Finished] {
             let route = format!("/fail?{}&{}", code.as_str(), execution.as_str());
@@ -209,16 +209,16 @@ async fn an_error_of_the_handler_keeps_code_and_execution(make: Make<'_>) {
 }
 
 async fn verb_route_and_query_arrive(make: Make<'_>) {
-    let (witness, mut seen) = witness();
-    let bench = Bench::new(
+    let (probe, mut seen) = probe();
+    let fixture = Fixture::new(
         make,
         handler_fn(move |request: Request| {
-            let _told = witness.enter(&request);
+            let _told = probe.enter(&request);
             async { Ok(Response::json("{}")) }
         }),
     )
     .await;
-    let channel = bench.channel().await;
+    let channel = fixture.channel().await;
     for verb in Verb::ALL {
         let route = format!("/a%20b/{verb}?x=1&y=%2F&z");
         let request = Request { verb, ..Request::get(far(), route.clone()) };
@@ -230,16 +230,16 @@ async fn verb_route_and_query_arrive(make: Make<'_>) {
 }
 
 async fn the_trace_arrives(make: Make<'_>) {
-    let (witness, mut seen) = witness();
-    let bench = Bench::new(
+    let (probe, mut seen) = probe();
+    let fixture = Fixture::new(
         make,
         handler_fn(move |request: Request| {
-            let _told = witness.enter(&request);
+            let _told = probe.enter(&request);
             async { Ok(Response::json("{}")) }
         }),
     )
     .await;
-    let channel = bench.channel().await;
+    let channel = fixture.channel().await;
     for trace in [
         TraceContext::default(),
         TraceContext { trace_id: 0x4bf9_2f35_77b3_4da6_a3ce_929d_0e0e_4736, span_id: 7, sampled: true },
@@ -252,18 +252,18 @@ async fn the_trace_arrives(make: Make<'_>) {
 }
 
 async fn no_more_time_arrives_than_the_caller_has(make: Make<'_>) {
-    let (witness, mut seen) = witness();
-    let bench = Bench::new(
+    let (probe, mut seen) = probe();
+    let fixture = Fixture::new(
         make,
         handler_fn(move |request: Request| {
-            let _told = witness.enter(&request);
+            let _told = probe.enter(&request);
             async { Ok(Response::json("{}")) }
         }),
     )
     .await;
     let cx = far();
     let deadline = cx.deadline;
-    bench.channel().await.call(post(cx, "/run")).await.expect("an answer");
+    fixture.channel().await.call(post(cx, "/run")).await.expect("an answer");
     let at_peer = seen.started().await.context.deadline;
     // On the way the time that is left is rounded down, and counted again on arrival.
     assert!(
@@ -277,7 +277,7 @@ async fn no_more_time_arrives_than_the_caller_has(make: Make<'_>) {
 async fn calls_run_at_the_same_time(make: Make<'_>) {
     const CALLS: usize = 32;
     let all = Arc::new(Barrier::new(CALLS));
-    let bench = Bench::new(
+    let fixture = Fixture::new(
         make,
         handler_fn(move |request: Request| {
             let all = Arc::clone(&all);
@@ -289,7 +289,7 @@ async fn calls_run_at_the_same_time(make: Make<'_>) {
         }),
     )
     .await;
-    let channel = bench.channel().await;
+    let channel = fixture.channel().await;
     let calls = (0..CALLS).map(|call| channel.call(Request::post(far(), "/wait", call.to_string())));
     for (call, answer) in futures_util::future::join_all(calls).await.into_iter().enumerate() {
         assert_eq!(answer.expect("an answer").message.head.to_bytes(), call.to_string());
@@ -298,16 +298,16 @@ async fn calls_run_at_the_same_time(make: Make<'_>) {
 
 async fn the_first_answer_may_be_awaited_last(make: Make<'_>) {
     const CALLS: usize = 16;
-    let (witness, mut seen) = witness();
-    let bench = Bench::new(
+    let (probe, mut seen) = probe();
+    let fixture = Fixture::new(
         make,
         handler_fn(move |request: Request| {
-            let _told = witness.enter(&request);
+            let _told = probe.enter(&request);
             async move { Ok(Response::json(request.message.head)) }
         }),
     )
     .await;
-    let channel = bench.channel().await;
+    let channel = fixture.channel().await;
     let mut replies = Vec::new();
     for call in 0..CALLS {
         replies.push(channel.start(Request::post(far(), "/next", call.to_string())).await.expect("handed over"));
@@ -327,16 +327,16 @@ async fn the_first_answer_may_be_awaited_last(make: Make<'_>) {
 }
 
 async fn a_call_for_another_incarnation_is_refused(make: Make<'_>) {
-    let (witness, mut seen) = witness();
+    let (probe, mut seen) = probe();
     let handler = handler_fn(move |request: Request| {
-        let _told = witness.enter(&request);
+        let _told = probe.enter(&request);
         async { Ok(Response::json("{}")) }
     });
-    let bench = Bench::new(make, Fenced::new(Incarnation(2), handler)).await;
+    let fixture = Fixture::new(make, Fenced::new(Incarnation(2), handler)).await;
     let answer = |meant: Option<Incarnation>| {
         let options = meant.map_or_else(ConnectOptions::default, ConnectOptions::to_incarnation);
-        let bench = &bench;
-        async move { bench.channel_with(&options).await.call(post(far(), "/run")).await.and_then(Response::into_result) }
+        let fixture = &fixture;
+        async move { fixture.channel_with(&options).await.call(post(far(), "/run")).await.and_then(Response::into_result) }
     };
     let refused = answer(Some(Incarnation(1))).await.expect_err("refused");
     assert_eq!((refused.code(), refused.execution()), (Code::Unavailable, Execution::NotStarted), "{refused}");
@@ -348,11 +348,11 @@ async fn a_call_for_another_incarnation_is_refused(make: Make<'_>) {
 async fn an_answer_of_another_incarnation_is_refused(make: Make<'_>) {
     let handler = handler_fn(|_| async {
         let mut response = Response::json("{}");
-        response.metadata.push(crate::channel::INCARNATION_METADATA, "2");
+        response.metadata.push(crate::transport::INCARNATION_METADATA, "2");
         Ok(response)
     });
-    let bench = Bench::new(make, handler).await;
-    let channel = bench.channel_with(&ConnectOptions::to_incarnation(Incarnation(1))).await;
+    let fixture = Fixture::new(make, handler).await;
+    let channel = fixture.channel_with(&ConnectOptions::to_incarnation(Incarnation(1))).await;
     let refused = channel.call(post(far(), "/run")).await.expect_err("refused");
     assert_eq!((refused.code(), refused.execution()), (Code::Unavailable, Execution::Unknown), "{refused}");
 }

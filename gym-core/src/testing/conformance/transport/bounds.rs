@@ -4,11 +4,11 @@ use std::future::poll_fn;
 use std::pin::pin;
 use std::task::Poll;
 
-use super::{Bench, Make, far, near, post, run_cases, witness};
-use crate::context::CallContext;
-use crate::error::{Code, Error, Execution};
-use crate::handler::{Handler, handler_fn};
+use super::{Fixture, Make, far, near, post, probe, run_cases};
+use crate::base::error::{Code, Error, Execution};
+use crate::message::CallContext;
 use crate::message::{Request, Response};
+use crate::transport::{Handler, handler_fn};
 
 pub(super) async fn run(make: Make<'_>) {
     run_cases!(make;
@@ -24,10 +24,10 @@ pub(super) async fn run(make: Make<'_>) {
 }
 
 /// Answers `/now` at once, and everything else when released.
-fn held(witness: super::Witness) -> impl Handler {
+fn held(probe: super::CallProbe) -> impl Handler {
     handler_fn(move |request: Request| {
-        let told = witness.enter(&request);
-        let release = std::sync::Arc::clone(&witness.release);
+        let told = probe.enter(&request);
+        let release = std::sync::Arc::clone(&probe.release);
         async move {
             let _told = told;
             if request.route.path() != "/now" {
@@ -38,48 +38,48 @@ fn held(witness: super::Witness) -> impl Handler {
     })
 }
 
-fn facts(error: &Error) -> (Code, Execution) {
+fn code_and_execution(error: &Error) -> (Code, Execution) {
     (error.code(), error.execution())
 }
 
 async fn a_passed_deadline_is_refused_before_anything_is_sent(make: Make<'_>) {
-    let (witness, mut seen) = witness();
-    let bench = Bench::new(make, held(witness)).await;
-    let channel = bench.channel().await;
+    let (probe, mut seen) = probe();
+    let fixture = Fixture::new(make, held(probe)).await;
+    let channel = fixture.channel().await;
     let passed = CallContext::until(tokio::time::Instant::now());
     let error = channel.call(post(passed.clone(), "/now")).await.expect_err("refused");
-    assert_eq!(facts(&error), (Code::DeadlineExceeded, Execution::NotStarted), "{error}");
+    assert_eq!(code_and_execution(&error), (Code::DeadlineExceeded, Execution::NotStarted), "{error}");
     let error = channel.start(post(passed, "/now")).await.err().expect("refused");
-    assert_eq!(facts(&error), (Code::DeadlineExceeded, Execution::NotStarted), "{error}");
+    assert_eq!(code_and_execution(&error), (Code::DeadlineExceeded, Execution::NotStarted), "{error}");
     channel.call(post(far(), "/now")).await.expect("an answer");
     seen.started().await;
     assert!(seen.nothing_started(), "only the last call was sent");
 }
 
 async fn a_caller_that_has_left_sends_nothing(make: Make<'_>) {
-    let (witness, mut seen) = witness();
-    let bench = Bench::new(make, held(witness)).await;
-    let channel = bench.channel().await;
+    let (probe, mut seen) = probe();
+    let fixture = Fixture::new(make, held(probe)).await;
+    let channel = fixture.channel().await;
     let cx = far();
     cx.cancel.cancel();
     let error = channel.call(post(cx, "/now")).await.expect_err("refused");
-    assert_eq!(facts(&error), (Code::Cancelled, Execution::NotStarted), "{error}");
+    assert_eq!(code_and_execution(&error), (Code::Cancelled, Execution::NotStarted), "{error}");
     channel.call(post(far(), "/now")).await.expect("an answer");
     seen.started().await;
     assert!(seen.nothing_started(), "only the last call was sent");
 }
 
 async fn the_deadline_ends_the_wait_for_room(make: Make<'_>) {
-    let (witness, mut seen) = witness();
-    let bench = Bench::with_calls_max(make, 1, held(witness)).await;
-    let channel = bench.channel().await;
+    let (probe, mut seen) = probe();
+    let fixture = Fixture::with_calls_max(make, 1, held(probe)).await;
+    let channel = fixture.channel().await;
     let holder = tokio::spawn({
         let channel = channel.clone();
         async move { channel.call(post(far(), "/hold")).await }
     });
     seen.started().await;
     let error = channel.call(post(near(), "/now")).await.expect_err("there is no room");
-    assert_eq!(facts(&error), (Code::DeadlineExceeded, Execution::NotStarted), "{error}");
+    assert_eq!(code_and_execution(&error), (Code::DeadlineExceeded, Execution::NotStarted), "{error}");
     assert!(seen.nothing_started(), "a call without room is not sent");
     seen.release.notify_one();
     holder.await.expect("no panic").expect("an answer");
@@ -87,23 +87,23 @@ async fn the_deadline_ends_the_wait_for_room(make: Make<'_>) {
 }
 
 async fn the_deadline_ends_the_wait_for_an_answer(make: Make<'_>) {
-    let (witness, mut seen) = witness();
-    let bench = Bench::new(make, held(witness)).await;
-    let channel = bench.channel().await;
+    let (probe, mut seen) = probe();
+    let fixture = Fixture::new(make, held(probe)).await;
+    let channel = fixture.channel().await;
     let error = channel.call(post(near(), "/hold")).await.expect_err("nobody answers");
-    assert_eq!(facts(&error), (Code::DeadlineExceeded, Execution::Unknown), "{error}");
+    assert_eq!(code_and_execution(&error), (Code::DeadlineExceeded, Execution::Unknown), "{error}");
     seen.started().await;
     seen.dropped().await;
     let reply = channel.start(post(near(), "/hold")).await.expect("handed over");
     let error = reply.await.expect_err("nobody answers");
-    assert_eq!(facts(&error), (Code::DeadlineExceeded, Execution::Unknown), "{error}");
+    assert_eq!(code_and_execution(&error), (Code::DeadlineExceeded, Execution::Unknown), "{error}");
     channel.call(post(far(), "/now")).await.expect("the channel still works");
 }
 
 async fn the_cancel_token_ends_the_wait_for_an_answer(make: Make<'_>) {
-    let (witness, mut seen) = witness();
-    let bench = Bench::new(make, held(witness)).await;
-    let channel = bench.channel().await;
+    let (probe, mut seen) = probe();
+    let fixture = Fixture::new(make, held(probe)).await;
+    let channel = fixture.channel().await;
     let cx = far();
     let cancel = cx.cancel.clone();
     let call = tokio::spawn({
@@ -113,14 +113,14 @@ async fn the_cancel_token_ends_the_wait_for_an_answer(make: Make<'_>) {
     seen.started().await;
     cancel.cancel();
     let error = call.await.expect("no panic").expect_err("cancelled");
-    assert_eq!(facts(&error), (Code::Cancelled, Execution::Unknown), "{error}");
+    assert_eq!(code_and_execution(&error), (Code::Cancelled, Execution::Unknown), "{error}");
     seen.dropped().await;
 }
 
 async fn dropping_a_reply_drops_the_handler(make: Make<'_>) {
-    let (witness, mut seen) = witness();
-    let bench = Bench::new(make, held(witness)).await;
-    let channel = bench.channel().await;
+    let (probe, mut seen) = probe();
+    let fixture = Fixture::new(make, held(probe)).await;
+    let channel = fixture.channel().await;
     let mut reply = channel.start(post(far(), "/hold")).await.expect("handed over");
     let request = tokio::select! {
         biased;
@@ -136,9 +136,9 @@ async fn dropping_a_reply_drops_the_handler(make: Make<'_>) {
 
 /// A call is dropped after each number of polls, so at each of its waits.
 async fn dropping_a_call_anywhere_gives_back_its_room(make: Make<'_>) {
-    let (witness, _seen) = witness();
-    let bench = Bench::with_calls_max(make, 2, held(witness)).await;
-    let channel = bench.channel().await;
+    let (probe, _seen) = probe();
+    let fixture = Fixture::with_calls_max(make, 2, held(probe)).await;
+    let channel = fixture.channel().await;
     for polls in 0..12 {
         let mut call = pin!(channel.call(post(far(), "/hold")));
         for _ in 0..polls {
@@ -153,7 +153,7 @@ async fn dropping_a_call_anywhere_gives_back_its_room(make: Make<'_>) {
 }
 
 async fn a_reply_above_its_limit_names_the_limit(make: Make<'_>) {
-    let bench = Bench::new(
+    let fixture = Fixture::new(
         make,
         handler_fn(|request: Request| async move {
             let mut response = Response::json("[".repeat(600));
@@ -164,7 +164,7 @@ async fn a_reply_above_its_limit_names_the_limit(make: Make<'_>) {
         }),
     )
     .await;
-    let channel = bench.channel().await;
+    let channel = fixture.channel().await;
     for (route, reply_bytes_max, fits) in
         [("/head", 599, false), ("/head", 600, true), ("/segments", 1_199, false), ("/segments", 1_200, true)]
     {
@@ -174,7 +174,7 @@ async fn a_reply_above_its_limit_names_the_limit(make: Make<'_>) {
             Ok(_) => assert!(fits, "{route} within {reply_bytes_max}"),
             Err(error) => {
                 assert!(!fits, "{route} within {reply_bytes_max}: {error}");
-                assert_eq!(facts(&error), (Code::ResourceExhausted, Execution::Finished), "{error}");
+                assert_eq!(code_and_execution(&error), (Code::ResourceExhausted, Execution::Finished), "{error}");
                 assert!(error.to_string().contains("reply_bytes_max"), "{error}");
             }
         }

@@ -5,10 +5,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use bytes::Bytes;
 use futures_util::future::join_all;
 
-use super::{Bench, Make, TransportSetup, far, post, run_cases};
-use crate::handler::{Handler, handler_fn};
+use super::{Fixture, Make, TransportSetup, far, post, run_cases};
 use crate::message::{Request, Response, Status};
 use crate::testing::with_segment;
+use crate::transport::{Handler, handler_fn};
 
 /// Far more than is copied or sent in one piece.
 const LARGE: usize = 3 << 20;
@@ -34,8 +34,8 @@ async fn calls_arrive_in_the_order_in_which_they_were_sent_whatever_their_size(m
     let handler = echo(move |request| {
         order.lock().unwrap_or_else(PoisonError::into_inner).push(request.message.head.to_bytes());
     });
-    let bench = Bench::with_calls_max(make, 1_000, handler).await;
-    let channel = bench.channel().await;
+    let fixture = Fixture::with_calls_max(make, 1_000, handler).await;
+    let channel = fixture.channel().await;
     let mut replies = Vec::new();
     let sent: Vec<_> = (0..500).map(|call| Bytes::from(call.to_string())).collect();
     for (call, text) in sent.iter().enumerate() {
@@ -53,8 +53,8 @@ async fn calls_arrive_in_the_order_in_which_they_were_sent_whatever_their_size(m
 async fn full_ends_do_not_block_each_other(make: Make<'_>) {
     // Each end takes one large message at a time; both directions are full at once.
     let setup = TransportSetup { calls_max: 8, request_bytes_in_flight_max: LARGE + (1 << 20) };
-    let bench = Bench::with(make, setup, echo(|_| ())).await;
-    let channel = bench.channel().await;
+    let fixture = Fixture::with(make, setup, echo(|_| ())).await;
+    let channel = fixture.channel().await;
     let calls = (0..32).map(|_| channel.call(with_segment(post(far(), "/echo"), LARGE)));
     for answer in join_all(calls).await {
         assert_eq!(answer.expect("an answer").message.segments[0].len(), LARGE);

@@ -1,9 +1,7 @@
 //! The ranks that answer prompts.
 
-use gym_core::{
-    CallContext, Error, Handles, HandlesShared, JsonRows, Method, Methods, Payload, RawObject, Result, Tensor, Worker,
-    WorkerEnv,
-};
+use gym_core::group::{Handles, HandlesShared, JsonRows, Method, Methods, Payload, Tensor, Worker, WorkerEnv};
+use gym_core::{CallContext, Error, RawObject, Result};
 use serde::Deserialize;
 use serde_json::json;
 

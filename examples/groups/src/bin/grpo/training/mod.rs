@@ -13,8 +13,9 @@ mod tasks;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use gym_client::train::{Generation, Policy};
-use gym_core::{Batch, CallContext, Dispatch, Result, WorkerGroup, WorkerGroupExt};
+use gym_client::group::train::{GenerationInterface, PolicyInterface};
+use gym_core::group::{Batch, Dispatch, WorkerGroup, WorkerGroupExt};
+use gym_core::{CallContext, Result};
 
 pub(crate) use generation::{Generate, GenerationWorker, LoadWeights};
 pub(crate) use model::{Operator, Table};
@@ -53,7 +54,7 @@ impl TablePolicy {
     }
 }
 
-impl Policy for TablePolicy {
+impl PolicyInterface for TablePolicy {
     type Loss = Loss;
     type Stats = Stats;
 
@@ -106,7 +107,7 @@ impl TableGeneration {
     }
 }
 
-impl Generation for TableGeneration {
+impl GenerationInterface for TableGeneration {
     /// By way of the controller, because a table is a few numbers. Real weights move from rank to rank.
     async fn refit(&self, cx: &CallContext) -> Result<()> {
         let weights = self.weights(cx).await?;

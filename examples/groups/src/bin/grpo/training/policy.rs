@@ -1,8 +1,7 @@
 //! The ranks that are trained: log probabilities, gradients of a stand-in loss, updates.
 
-use gym_core::{
-    Batch, CallContext, Error, Handles, HandlesShared, Method, Methods, Payload, Result, Tensor, Worker, WorkerEnv,
-};
+use gym_core::group::{Batch, Handles, HandlesShared, Method, Methods, Payload, Tensor, Worker, WorkerEnv};
+use gym_core::{CallContext, Error, Result};
 use serde::{Deserialize, Serialize};
 
 use super::model::{CHOICES, OPERATORS, Table};

@@ -1,6 +1,7 @@
 //! The tasks of the stand-in policy, and the model server that plays its answers.
 
-use gym_core::{Batch, JsonRows, RawObject, Result, Tensor};
+use gym_core::group::{Batch, JsonRows, Tensor};
+use gym_core::{RawObject, Result};
 use gym_server::model::ScriptedItem;
 use serde::Deserialize;
 use serde_json::json;

@@ -1,0 +1,92 @@
+//! Instructions of one rollout and of one worker call, counted by valgrind: for machines that are too busy to time.
+//!
+//! Each figure is the difference between a long and a short run, divided by the difference of their rollouts or calls.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use gym_benches::count;
+use gym_benches::options::Options;
+use gym_benches::role::{self, Part};
+use gym_benches::stack::{Collection, INSTANCES, ModelAt, Plan, Scratch, Served, free_port, write_config, write_rows};
+
+/// One counted run; valgrind is some fifty times slower than the processor.
+const PATIENCE: Duration = Duration::from_secs(600);
+
+/// Rows of the input, each repeated as often as it takes.
+const TASKS: u64 = 5;
+
+fn main() -> Result<()> {
+    role::main(bench)
+}
+
+async fn bench(options: Options) -> Result<()> {
+    let scratch = Scratch::new("instructions")?;
+    let logs = scratch.path("logs");
+    std::fs::create_dir_all(&logs)?;
+    let times = if options.quick { 1 } else { 4 };
+    // Name, program, its first argument, and how many of what in the short run; the long one has so many more.
+    let alone = [
+        ("all_in_one", "rollout_costs", None, 1_000, 750 * times),
+        ("pipelined_call", "call_costs", Some("pipelined"), 10_000, 2_500 * times),
+        ("single_call", "call_costs", Some("call"), 10_000, 2_500 * times),
+    ];
+    for (name, program, how, short, more) in alone {
+        if options.wants(name) {
+            let mut counted = Vec::new();
+            for count in [short, short + more] {
+                let mut arguments: Vec<String> = how.into_iter().map(str::to_owned).collect();
+                arguments.push(count.to_string());
+                if how.is_none() {
+                    arguments.push("1000".to_owned());
+                }
+                counted.push(count::run(&sibling(program)?, &arguments, &logs.join(name), PATIENCE).await?);
+            }
+            print(name, counted[1].saturating_sub(counted[0]) / more);
+        }
+    }
+    if options.wants("separated") {
+        separated(&scratch, &logs, 250 * times).await?;
+    }
+    Ok(())
+}
+
+/// Another program of this build.
+fn sibling(name: &str) -> Result<PathBuf> {
+    Ok(std::env::current_exe()?.with_file_name(name))
+}
+
+fn print(name: &str, instructions: u64) {
+    println!("{name}_instructions ours={instructions}");
+}
+
+/// What a rollout of the collector costs each server, 32 in flight, with a process for each server.
+async fn separated(scratch: &Scratch, logs: &Path, more: u64) -> Result<()> {
+    let input = write_rows(scratch)?;
+    let mut counted = [[0; INSTANCES.len()]; 2];
+    let short = 250;
+    for (run, rollouts) in [short, short + more].into_iter().enumerate() {
+        let head_port = free_port()?;
+        let config = write_config(scratch, "separated.yaml", ModelAt::Embedded(Duration::ZERO), head_port)?;
+        let served = Served::start_counted(&config, head_port, logs).await?;
+        let plan = Plan {
+            input: input.clone(),
+            output: scratch.path(&format!("separated-{rollouts}.jsonl")),
+            repeats: u32::try_from(rollouts / TASKS).context("too many rollouts")?,
+            concurrency: 32,
+        };
+        let mut part = Part::start(&["collect", &served.head, &plan.argument()])?;
+        let done: Collection = part.told(PATIENCE).await?;
+        part.end(Duration::from_secs(10)).await?;
+        ensure!(done.rows == rollouts, "{} of {rollouts} rollouts were recorded", done.rows);
+        served.stop().await?;
+        for (at, name) in INSTANCES.into_iter().enumerate() {
+            counted[run][at] = count::instructions(&logs.join(name).with_extension("log"))?;
+        }
+    }
+    for (at, name) in ["model", "resources", "agent", "environment"].into_iter().enumerate() {
+        print(&format!("separated_{name}"), counted[1][at].saturating_sub(counted[0][at]) / more);
+    }
+    Ok(())
+}

@@ -1,0 +1,636 @@
+//! From the input's rows to the rows that are dispatched: who runs each, how often, under which task and rollout index.
+//!
+//! The rules are NeMo Gym 0.7.0's. Rows stream through; what stays in memory is a digest for each distinct line (equal lines
+//! are one task) and, when repeats are interleaved, 24 bytes for each output row.
+
+use std::collections::hash_map::{DefaultHasher, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
+use std::hash::Hasher;
+use std::io::{BufRead, Seek, SeekFrom, Write};
+
+use gym_core::metrics::{JsonFields, ROLLOUT_INDEX, TASK_INDEX, is_truthy};
+
+use crate::collect::input::error::InputError;
+use crate::collect::input::options::{DEFAULT_KEY, MaterializeOptions, Repeats, Routing};
+use crate::collect::input::prompt::PromptTemplate;
+use crate::collect::input::python::{PythonValue, dumps};
+use crate::collect::input::rows::{AGENT_REF, ENVIRONMENT_SERVER, agent_name, parse_row, text_member};
+use crate::collect::input::splice::{MemberEdits, json_string};
+
+const PARAMS: &str = "responses_create_params";
+const TASK_SOURCE: &str = "task_source";
+/// How many lines an error about many rows names.
+const LINES_NAMED_MAX: usize = 10;
+
+/// Looks up names that only the merged configuration knows.
+pub trait AgentNames {
+    /// The agent that serves the rows of a task source; the error says why there is none.
+    fn agent_of_task_source(&self, task_source: &str) -> Result<String, String>;
+    /// The agent behind an environment server, if it has one.
+    fn agent_of_environment_server(&self, server: &str) -> Option<String>;
+}
+
+/// For rows that all name their agent.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct NoAgentNames;
+
+impl AgentNames for NoAgentNames {
+    fn agent_of_task_source(&self, _: &str) -> Result<String, String> {
+        Err("no configuration is loaded that says which agent serves it; route it with agent_map".to_owned())
+    }
+
+    fn agent_of_environment_server(&self, _: &str) -> Option<String> {
+        None
+    }
+}
+
+/// What a materialization wrote.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct MaterializeSummary {
+    /// Input rows read.
+    pub rows_read: u64,
+    /// Rows written: rollouts to dispatch.
+    pub rows_written: u64,
+    /// By agent (by environment server where a row is bound to one): how many rows, and the first one's input line.
+    pub targets: BTreeMap<String, TargetUse>,
+    /// What the user should hear about, without stopping.
+    pub warnings: Vec<String>,
+}
+
+/// How much one agent was given.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TargetUse {
+    /// Rows.
+    pub rows: u64,
+    /// Line of the input that first needed it, so that an unknown name can be reported with its place.
+    pub first_line: u64,
+}
+
+/// Turns input rows into dispatchable ones.
+#[derive(Debug)]
+pub struct Materializer<N = NoAgentNames> {
+    options: MaterializeOptions,
+    names: N,
+    overrides: Vec<(String, String)>,
+    skills_ref: Option<String>,
+}
+
+impl<N: AgentNames> Materializer<N> {
+    /// Checks the options.
+    pub fn new(options: MaterializeOptions, names: N) -> Result<Self, InputError> {
+        options.check()?;
+        let overrides = options.overrides.iter().map(|(key, value)| (key.clone(), value.to_string())).collect();
+        let skills_ref = options.skills_ref.as_ref().map(ToString::to_string);
+        Ok(Self { options, names, overrides, skills_ref })
+    }
+
+    /// Reads rows, from the reader's start on, and writes the rows to dispatch, one line each.
+    ///
+    /// An error may come after rows were written: write to a temporary file and rename it.
+    pub fn write<R: BufRead + Seek, W: Write>(
+        &self,
+        mut reader: R,
+        mut writer: W,
+    ) -> Result<MaterializeSummary, InputError> {
+        let mut run = MaterializeRun::new(self);
+        let mut lines = InputLines::new(&self.options.input_name);
+        let mut deferred: Vec<DeferredRow> = Vec::new();
+        let limit = self.options.limit.filter(|limit| *limit > 0).unwrap_or(u64::MAX);
+        let mut out = String::new();
+        while lines.count < limit && lines.next(&mut reader)? {
+            let row = self.prepare(&lines)?;
+            let Some(row) = row else {
+                run.without_agent(lines.count);
+                continue;
+            };
+            let task = match row.task_index {
+                Some(task) => task,
+                None => run.task_of(&lines.text),
+            };
+            for (place, target) in row.targets.iter().enumerate() {
+                let repeats = run.repeats_of(target.as_deref(), row.basis.as_deref(), lines.count);
+                for _ in 0..repeats {
+                    let rollout = run.next_rollout(task);
+                    let target_name = if self.options.interleave {
+                        deferred.push(DeferredRow { offset: lines.offset, task, rollout, target: place as u32 });
+                        // Built now too, so that a row that cannot be built is found before anything is written.
+                        self.emit(&lines, &row, target.as_deref(), task, rollout, &mut out)?
+                    } else {
+                        let name = self.emit(&lines, &row, target.as_deref(), task, rollout, &mut out)?;
+                        write_line(&mut writer, &mut out)?;
+                        name
+                    };
+                    out.clear();
+                    run.wrote(target_name, lines.count);
+                }
+            }
+            if let Some(overridden) = row.overridden {
+                run.overridden.insert(overridden);
+            }
+        }
+        let summary = run.finish(lines.count)?;
+        // Stable, so that each round keeps the input's order.
+        deferred.sort_by_key(|row| row.rollout);
+        for row in deferred {
+            lines.seek(&mut reader, row.offset)?;
+            let prepared = self.prepare(&lines)?.ok_or_else(|| {
+                InputError::line(
+                    &self.options.input_name,
+                    lines.count,
+                    "the input changed while it was read; start again",
+                )
+            })?;
+            let target = prepared.targets.get(row.target as usize).cloned().flatten();
+            self.emit(&lines, &prepared, target.as_deref(), row.task, row.rollout, &mut out)?;
+            write_line(&mut writer, &mut out)?;
+        }
+        writer.flush().map_err(|error| InputError::io("write materialized inputs", error))?;
+        Ok(summary)
+    }
+
+    /// Everything about a row that does not depend on the copy; `None` if nothing sends it anywhere.
+    fn prepare<'a>(&self, lines: &'a InputLines<'_>) -> Result<Option<PreparedRow<'a>>, InputError> {
+        let fail = |problem: String| lines.fail(problem);
+        let text = lines.row()?;
+        let members = parse_row(text).map_err(fail)?;
+        let task_source = text_member(&members, TASK_SOURCE)
+            .map_err(|()| fail("task_source is not a text; name the dataset's server".to_owned()))?;
+        let named = agent_name(&members).map_err(fail)?;
+        let taskset = taskset(&members);
+        let environment_server = self.environment_server(taskset.as_deref()).map_err(fail)?;
+
+        let mut agent = named.clone();
+        let mut basis = named.clone().or_else(|| task_source.clone());
+        let mut agent_ref = None;
+        let mut overridden = None;
+        if let Some(server) = &environment_server {
+            basis = taskset.clone().or_else(|| task_source.clone()).or_else(|| Some(server.clone()));
+        } else {
+            let map = &self.options.agent_map;
+            let mapped = [&named, &task_source]
+                .into_iter()
+                .flatten()
+                .find_map(|key| map.get(key))
+                .or_else(|| map.get(DEFAULT_KEY));
+            if let Some(mapped) = mapped {
+                overridden = named.clone().filter(|name| name != mapped).map(|name| (name, mapped.clone()));
+                agent = Some(mapped.clone());
+                agent_ref = Some(agent_reference(mapped));
+            }
+        }
+        let fanned =
+            basis.as_ref().filter(|_| environment_server.is_none()).and_then(|basis| self.options.fan_out.get(basis));
+        let targets = match (fanned, &agent) {
+            _ if environment_server.is_some() => vec![None],
+            (Some(agents), _) => agents.iter().cloned().map(Some).collect(),
+            (None, Some(agent)) => vec![Some(agent.clone())],
+            (None, None) if task_source.is_some() => vec![None],
+            (None, None) => return Ok(None),
+        };
+        let params = self.params(&members, taskset.is_some()).map_err(fail)?;
+        let task_index = members.get(TASK_INDEX).map(|raw| {
+            // The bound is the ledger's, and is checked here because nothing of an earlier run has been removed yet.
+            let index = raw.parse::<u32>().map(i64::from);
+            let bounds = format!("a whole number from 0 to {}", u32::MAX);
+            index.map_err(|_| fail(format!("{TASK_INDEX} is {raw}; expected {bounds}, or leave it out")))
+        });
+        Ok(Some(PreparedRow {
+            text,
+            task_index: task_index.transpose()?,
+            members,
+            taskset,
+            task_source,
+            environment_server,
+            agent,
+            agent_ref,
+            basis,
+            targets,
+            params,
+            overridden,
+        }))
+    }
+
+    fn environment_server(&self, taskset: Option<&str>) -> Result<Option<String>, String> {
+        match (taskset, &self.options.routing) {
+            (Some(taskset), _) => match self.options.environment_server_routes.get(taskset) {
+                Some(server) => Ok(Some(server.clone())),
+                None => {
+                    Err(format!("no environment server for taskset {taskset:?}; add it to environment_server_routes"))
+                }
+            },
+            (None, Routing::Agent) => Ok(None),
+            (None, Routing::Legacy(server)) => Ok(Some(server.clone())),
+            (None, Routing::Taskset) => {
+                Err("the row has no task_id.taskset and task_input, which environment_routing_mode \
+                 taskset requires; use environment_routing_mode agent to mix both kinds"
+                    .to_owned())
+            }
+        }
+    }
+
+    /// The row's `responses_create_params` with prompt and overrides; `None` where they stay as they are.
+    fn params(&self, row: &JsonFields<'_>, materialized_task: bool) -> Result<Option<String>, String> {
+        let filled = match &self.options.prompt {
+            Some(prompt) => Some(prompted(prompt, row)?),
+            None => None,
+        };
+        if materialized_task {
+            let refused = if !self.overrides.is_empty() {
+                "responses_create_params overrides"
+            } else if self.skills_ref.is_some() {
+                "run-level skills"
+            } else if self.options.add_seed {
+                "num_repeats_add_seed"
+            } else {
+                return Ok(filled);
+            };
+            return Err(format!(
+                "{refused} cannot be applied to a row with task_id and task_input; leave the option out"
+            ));
+        }
+        let missing =
+            "responses_create_params is missing; give the row at least {\"responses_create_params\": {\"input\": …}}";
+        let text = filled.as_deref().or_else(|| row.get(PARAMS)).ok_or(missing)?;
+        let members = object(text, PARAMS)?;
+        if self.overrides.is_empty() {
+            return Ok(filled);
+        }
+        let mut edits = MemberEdits::default();
+        for (key, value) in &self.overrides {
+            edits.set(key, value);
+        }
+        Ok(Some(edits.applied(text, &members)))
+    }
+
+    /// Appends one copy's line to `out`; answers with the name it is dispatched to.
+    fn emit(
+        &self,
+        lines: &InputLines<'_>,
+        row: &PreparedRow<'_>,
+        target: Option<&str>,
+        task: i64,
+        rollout: u32,
+        out: &mut String,
+    ) -> Result<String, InputError> {
+        let fail = |problem: String| lines.fail(problem);
+        let (task, rollout_text) = (task.to_string(), rollout.to_string());
+        let server = row.environment_server.as_deref().map(json_string);
+        let mut agent = row.agent.clone();
+        let mut edits = MemberEdits::default();
+        // In the order in which NeMo Gym sets them: it decides where new keys land.
+        if let (Some(_), Some(params)) = (&self.options.prompt, &row.params) {
+            edits.set(PARAMS, params);
+        }
+        if let Some(agent_ref) = &row.agent_ref {
+            edits.set(AGENT_REF, agent_ref);
+        }
+        if let Some(params) = &row.params {
+            edits.set(PARAMS, params);
+        }
+        if let (Some(skills), None) = (&self.skills_ref, &row.taskset) {
+            edits.set("skills_ref", skills);
+        }
+        if row.task_index.is_none() {
+            edits.set(TASK_INDEX, &task);
+        }
+        if let Some(server) = &server {
+            edits.set(ENVIRONMENT_SERVER, server);
+        }
+        let restamped = target.filter(|target| agent.as_deref() != Some(target)).map(agent_reference);
+        if let (Some(target), Some(restamped)) = (target, &restamped) {
+            agent = Some(target.to_owned());
+            edits.set(AGENT_REF, restamped);
+        }
+        edits.set(ROLLOUT_INDEX, &rollout_text);
+        let seeded;
+        if self.options.add_seed {
+            let params = row.params.as_deref().or_else(|| row.members.get(PARAMS)).unwrap_or("{}");
+            seeded = with_seed(params, rollout).map_err(fail)?;
+            edits.set(PARAMS, &seeded);
+        }
+        let resolved;
+        if agent.is_none() && row.taskset.is_none() {
+            agent = match (&row.environment_server, &row.task_source) {
+                (Some(server), _) => self.names.agent_of_environment_server(server),
+                (None, Some(source)) => Some(
+                    self.names
+                        .agent_of_task_source(source)
+                        .map_err(|problem| fail(format!("no agent for task_source {source:?}: {problem}")))?,
+                ),
+                (None, None) => None,
+            };
+            if let Some(agent) = &agent {
+                resolved = agent_reference(agent);
+                edits.set(AGENT_REF, &resolved);
+            }
+        }
+        edits.apply(row.text, &row.members, out);
+        Ok(row.environment_server.clone().or(agent).unwrap_or_default())
+    }
+}
+
+/// A row with everything decided but its indices.
+struct PreparedRow<'a> {
+    text: &'a str,
+    members: JsonFields<'a>,
+    task_index: Option<i64>,
+    taskset: Option<String>,
+    task_source: Option<String>,
+    environment_server: Option<String>,
+    agent: Option<String>,
+    /// Set where the agent map re-routes the row.
+    agent_ref: Option<String>,
+    /// The name the row routes by as written, before any re-routing.
+    basis: Option<String>,
+    targets: Vec<Option<String>>,
+    params: Option<String>,
+    overridden: Option<(String, String)>,
+}
+
+/// An output row that waits for its round: where its input is and what it gets.
+struct DeferredRow {
+    offset: u64,
+    task: i64,
+    rollout: u32,
+    target: u32,
+}
+
+/// The line at hand, in the input's text.
+struct InputLines<'a> {
+    name: &'a str,
+    text: Vec<u8>,
+    count: u64,
+    offset: u64,
+    next_offset: u64,
+}
+
+impl<'a> InputLines<'a> {
+    fn new(name: &'a str) -> Self {
+        Self { name, text: Vec::new(), count: 0, offset: 0, next_offset: 0 }
+    }
+
+    fn next(&mut self, reader: &mut impl BufRead) -> Result<bool, InputError> {
+        self.text.clear();
+        let read = reader
+            .read_until(b'\n', &mut self.text)
+            .map_err(|error| InputError::io(format!("read {}", self.name), error))?;
+        self.offset = self.next_offset;
+        self.next_offset += read as u64;
+        self.count += u64::from(read > 0);
+        Ok(read > 0)
+    }
+
+    fn seek(&mut self, reader: &mut (impl BufRead + Seek), offset: u64) -> Result<(), InputError> {
+        if offset == self.offset && !self.text.is_empty() {
+            return Ok(());
+        }
+        reader
+            .seek(SeekFrom::Start(offset))
+            .map_err(|error| InputError::io(format!("read {} at byte {offset}", self.name), error))?;
+        self.next_offset = offset;
+        self.next(reader).map(|_| ())
+    }
+
+    fn row(&self) -> Result<&str, InputError> {
+        std::str::from_utf8(self.text.trim_ascii())
+            .map_err(|error| self.fail(format!("not UTF-8 ({error}); save the file as UTF-8")))
+    }
+
+    fn fail(&self, problem: String) -> InputError {
+        InputError::line(self.name, self.count, problem)
+    }
+}
+
+/// What accumulates over the rows.
+struct MaterializeRun<'a> {
+    repeats: &'a Repeats,
+    file: &'a str,
+    tasks: TaskIndices,
+    rollouts: RolloutCounters,
+    summary: MaterializeSummary,
+    names_seen: BTreeSet<String>,
+    overridden: BTreeSet<(String, String)>,
+    lines_without_agent: Vec<u64>,
+    rows_without_agent: u64,
+    names_without_repeats: BTreeSet<String>,
+    first_without_repeats: u64,
+}
+
+impl<'a> MaterializeRun<'a> {
+    fn new<N>(materializer: &'a Materializer<N>) -> Self {
+        Self {
+            repeats: &materializer.options.repeats,
+            file: &materializer.options.input_name,
+            tasks: TaskIndices::default(),
+            rollouts: RolloutCounters::default(),
+            summary: MaterializeSummary::default(),
+            names_seen: BTreeSet::new(),
+            overridden: BTreeSet::new(),
+            lines_without_agent: Vec::new(),
+            rows_without_agent: 0,
+            names_without_repeats: BTreeSet::new(),
+            first_without_repeats: 0,
+        }
+    }
+
+    fn without_agent(&mut self, line: u64) {
+        self.rows_without_agent += 1;
+        if self.lines_without_agent.len() < LINES_NAMED_MAX {
+            self.lines_without_agent.push(line);
+        }
+    }
+
+    fn task_of(&mut self, line: &[u8]) -> i64 {
+        i64::from(self.tasks.index_of(line))
+    }
+
+    fn next_rollout(&mut self, task: i64) -> u32 {
+        self.rollouts.next(task)
+    }
+
+    /// How often a row runs on a target; the target's own entry wins over that of the name the row routes by.
+    fn repeats_of(&mut self, target: Option<&str>, basis: Option<&str>, line: u64) -> u32 {
+        let keys: Vec<&str> = target.into_iter().chain(basis.filter(|basis| Some(*basis) != target)).collect();
+        let map = match self.repeats {
+            Repeats::Each(repeats) => return *repeats,
+            Repeats::PerAgent(map) => map,
+        };
+        for key in &keys {
+            if !self.names_seen.contains(*key) {
+                self.names_seen.insert((*key).to_owned());
+            }
+        }
+        let named = keys.iter().filter(|key| **key != DEFAULT_KEY).find_map(|key| map.get(*key));
+        if let Some(repeats) = named.or_else(|| map.get(DEFAULT_KEY)) {
+            return *repeats;
+        }
+        if self.names_without_repeats.is_empty() {
+            self.first_without_repeats = line;
+        }
+        self.names_without_repeats.insert(keys.join(" / "));
+        0
+    }
+
+    fn wrote(&mut self, target: String, line: u64) {
+        self.summary.rows_written += 1;
+        self.summary.targets.entry(target).or_insert(TargetUse { rows: 0, first_line: line }).rows += 1;
+    }
+
+    fn finish(mut self, rows_read: u64) -> Result<MaterializeSummary, InputError> {
+        let file = self.file.to_owned();
+        let known = match self.repeats {
+            Repeats::Each(_) => Vec::new(),
+            Repeats::PerAgent(map) => map.keys().filter(|key| *key != DEFAULT_KEY).cloned().collect(),
+        };
+        if self.rows_without_agent > 0 {
+            return Err(InputError::NoAgent { file, lines: self.lines_without_agent, count: self.rows_without_agent });
+        }
+        if !self.names_without_repeats.is_empty() {
+            let names = self.names_without_repeats.into_iter().collect();
+            return Err(InputError::NoRepeats { file, line: self.first_without_repeats, names, known });
+        }
+        for (from, to) in self.overridden {
+            self.summary
+                .warnings
+                .push(format!("rows of agent {from:?} go to {to:?}: agent_map overrides their agent_ref"));
+        }
+        for name in known.into_iter().filter(|name| !self.names_seen.contains(name)) {
+            self.summary
+                .warnings
+                .push(format!("num_repeats names {name:?}, which no row routes by; is it spelled right?"));
+        }
+        self.summary.rows_read = rows_read;
+        Ok(self.summary)
+    }
+}
+
+/// Task indices by line: equal lines share one, numbered by first appearance. A 128-bit digest stands for the line.
+#[derive(Default)]
+struct TaskIndices {
+    // Sharded, so that a table that grows copies a sixteenth of the digests, not all: 24 bytes each, at most 59 with slack.
+    shards: [HashMap<[u64; 2], u32>; 16],
+    count: u32,
+}
+
+impl TaskIndices {
+    fn index_of(&mut self, line: &[u8]) -> u32 {
+        let digest = line_digest(line);
+        let count = &mut self.count;
+        *self.shards[(digest[0] & 15) as usize].entry(digest).or_insert_with(|| {
+            *count += 1;
+            *count - 1
+        })
+    }
+}
+
+/// Digest of a line as Python reads it: `\r\n` is `\n`, and a last line without its end differs from the same one with it.
+fn line_digest(line: &[u8]) -> [u64; 2] {
+    let (text, ended) = match line.strip_suffix(b"\n") {
+        Some(text) => (text.strip_suffix(b"\r").unwrap_or(text), true),
+        None => (line, false),
+    };
+    [0_u8, 1].map(|half| {
+        let mut hasher = DefaultHasher::new();
+        hasher.write_u8(half);
+        hasher.write_u8(u8::from(ended));
+        hasher.write(text);
+        hasher.finish()
+    })
+}
+
+/// The next rollout index of each task: a plain list where indices are dense, a map for far ones that rows bring along.
+#[derive(Default)]
+struct RolloutCounters {
+    dense: Vec<u32>,
+    sparse: HashMap<i64, u32>,
+    asked: usize,
+}
+
+impl RolloutCounters {
+    fn next(&mut self, task: i64) -> u32 {
+        self.asked += 1;
+        let place = usize::try_from(task).ok().filter(|_| !self.sparse.contains_key(&task));
+        let counter = match place {
+            // Small against what was asked for, so the list stays within a few bytes a row.
+            Some(place) if place < self.dense.len() || place <= self.asked * 2 + 1_024 => {
+                if place >= self.dense.len() {
+                    self.dense.resize(place + 1, 0);
+                }
+                &mut self.dense[place]
+            }
+            _ => self.sparse.entry(task).or_insert(0),
+        };
+        *counter += 1;
+        *counter - 1
+    }
+}
+
+fn agent_reference(agent: &str) -> String {
+    format!(r#"{{"name":{}}}"#, json_string(agent))
+}
+
+/// `task_id.taskset` of a row that is already a task: `task_id` is an object and `task_input` is there.
+fn taskset(row: &JsonFields<'_>) -> Option<String> {
+    let task_id = JsonFields::parse(row.get("task_id")?).ok()?;
+    row.get("task_input")?;
+    text_member(&task_id, "taskset").ok().flatten().filter(|taskset| !taskset.is_empty())
+}
+
+fn object<'a>(text: &'a str, key: &str) -> Result<JsonFields<'a>, String> {
+    JsonFields::parse(text).map_err(|_| format!("{key} is not an object; write it as {{…}}"))
+}
+
+/// `responses_create_params` with the template's messages as `input`.
+fn prompted(prompt: &PromptTemplate, row: &JsonFields<'_>) -> Result<String, String> {
+    let params = row.get(PARAMS).unwrap_or("{}");
+    let members = object(params, PARAMS)?;
+    if members.get("input").is_some_and(is_truthy) {
+        return Err(
+            "the row has responses_create_params.input, and a prompt template is set too; use one of them".to_owned()
+        );
+    }
+    let input = prompt.fill(row).map_err(|error| error.to_string())?;
+    let mut edits = MemberEdits::default();
+    edits.set("input", &input);
+    Ok(edits.applied(params, &members))
+}
+
+/// `responses_create_params` with the seed in `metadata.extra_body`, a JSON text within the JSON as vLLM servers read it.
+fn with_seed(params: &str, seed: u32) -> Result<String, String> {
+    let members = object(params, PARAMS)?;
+    let metadata = members.get("metadata").filter(|raw| is_truthy(raw)).unwrap_or("{}");
+    let metadata_members = object(metadata, "responses_create_params.metadata")?;
+    let not_text = "responses_create_params.metadata.extra_body must be a text that holds a JSON object";
+    let body = match metadata_members.get("extra_body") {
+        None => "{}".to_owned(),
+        Some(raw) => serde_json::from_str::<String>(raw).map_err(|_| not_text)?,
+    };
+    let Ok(PythonValue::Dict(mut extra)) = PythonValue::parse(&body) else { return Err(not_text.to_owned()) };
+    let seed = seed.to_string();
+    extra.set("seed", &seed);
+    let mut dumped = String::from("{");
+    for (place, (key, value)) in extra.iter().enumerate() {
+        if place > 0 {
+            dumped.push_str(", ");
+        }
+        dumps(&json_string(key), &mut dumped).map_err(|error| error.to_string())?;
+        dumped.push_str(": ");
+        dumps(value, &mut dumped).map_err(|_| not_text)?;
+    }
+    dumped.push('}');
+    let dumped = json_string(&dumped);
+    let mut edits = MemberEdits::default();
+    edits.set("extra_body", &dumped);
+    let metadata = edits.applied(metadata, &metadata_members);
+    let mut edits = MemberEdits::default();
+    edits.set("metadata", &metadata);
+    Ok(edits.applied(params, &members))
+}
+
+/// Writes the line in `out` and empties it for the next one.
+fn write_line(writer: &mut impl Write, out: &mut String) -> Result<(), InputError> {
+    out.push('\n');
+    let written = writer.write_all(out.as_bytes());
+    out.clear();
+    written.map_err(|error| InputError::io("write materialized inputs", error))
+}

@@ -1,0 +1,15 @@
+//! From a JSONL of tasks to the rows that are dispatched: options, prompt templates, materialization.
+
+mod error;
+mod materializer;
+mod options;
+mod prompt;
+mod python;
+pub(in crate::collect) mod rows;
+pub(in crate::collect) mod splice;
+
+pub use error::InputError;
+pub use materializer::{AgentNames, MaterializeSummary, Materializer, NoAgentNames, TargetUse};
+pub use options::{DEFAULT_KEY, MaterializeOptions, Repeats, Routing};
+pub use prompt::{PromptError, PromptTemplate};
+pub use rows::{MaterializedRow, MaterializedRows, RowKey};

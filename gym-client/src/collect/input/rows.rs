@@ -1,0 +1,124 @@
+//! The rows of an input: what names their agent, and the materialized rows read back.
+
+use std::io::BufRead;
+
+use bytes::Bytes;
+use gym_core::metrics::{JsonFields, ROLLOUT_INDEX, TASK_INDEX};
+use gym_core::{JsonError, RawObject};
+
+use crate::collect::input::error::InputError;
+
+pub(crate) const AGENT_REF: &str = "agent_ref";
+pub(crate) const ENVIRONMENT_SERVER: &str = "_ng_environment_server";
+
+/// Which rollout a row is about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct RowKey {
+    /// `_ng_task_index`.
+    pub task_index: i64,
+    /// `_ng_rollout_index`.
+    pub rollout_index: i64,
+}
+
+/// One row of a materialized inputs file.
+#[derive(Clone, Debug, PartialEq)]
+pub struct MaterializedRow {
+    /// Its rollout.
+    pub key: RowKey,
+    /// The agent it goes to; materialized tasks name none.
+    pub agent: Option<String>,
+    /// The environment server it is bound to, if one is stamped on it.
+    pub environment_server: Option<String>,
+    /// The row's line, bit for bit, without the line end.
+    pub row: RawObject,
+    /// Its line in the file, counted from 1.
+    pub line: u64,
+}
+
+/// Streams the rows of a materialized inputs file; one row is held at a time.
+#[derive(Debug)]
+pub struct MaterializedRows<R> {
+    reader: R,
+    name: String,
+    line: u64,
+}
+
+impl<R: BufRead> MaterializedRows<R> {
+    /// Rows of `reader`; `name` is the file's name for errors.
+    pub fn new(reader: R, name: impl Into<String>) -> Self {
+        Self { reader, name: name.into(), line: 0 }
+    }
+
+    fn read(&mut self) -> Result<Option<MaterializedRow>, InputError> {
+        let mut raw = Vec::new();
+        let read = self
+            .reader
+            .read_until(b'\n', &mut raw)
+            .map_err(|error| InputError::io(format!("read {}", self.name), error))?;
+        if read == 0 {
+            return Ok(None);
+        }
+        self.line += 1;
+        raw.truncate(raw.trim_ascii_end().len());
+        let fail = |problem: String| InputError::line(&self.name, self.line, problem);
+        let raw = Bytes::from(raw);
+        let row = RawObject::parse(raw.clone()).and_then(|row| row.check().map(|()| row));
+        let row = row.map_err(|error| fail(wrong_row(&raw, &error)))?;
+        let index = |key: &str| {
+            row.get_as(key).ok().flatten().ok_or_else(|| {
+                fail(format!("{key} is not a whole number; collect again without --resume to rewrite the file"))
+            })
+        };
+        let key = RowKey { task_index: index(TASK_INDEX)?, rollout_index: index(ROLLOUT_INDEX)? };
+        let reference = row.get(AGENT_REF);
+        let agent = name_of(reference.as_deref().and_then(|raw| std::str::from_utf8(raw).ok())).map_err(&fail)?;
+        let environment_server = row.get_as(ENVIRONMENT_SERVER).ok().flatten();
+        Ok(Some(MaterializedRow { key, agent, environment_server, row, line: self.line }))
+    }
+}
+
+impl<R: BufRead> Iterator for MaterializedRows<R> {
+    type Item = Result<MaterializedRow, InputError>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        self.read().transpose()
+    }
+}
+
+/// A line's members, or what is wrong with it.
+pub(crate) fn parse_row(text: &str) -> Result<JsonFields<'_>, String> {
+    if text.trim().is_empty() {
+        return Err("the line is blank; remove it".to_owned());
+    }
+    JsonFields::parse(text).map_err(|error| {
+        // The line is one of a file: its own line number would mislead.
+        let error = error.to_string().replace(" at line 1 column", " at column");
+        format!("malformed JSON: {error}; each line must be one complete JSON object")
+    })
+}
+
+/// What is wrong with a line that is no row.
+fn wrong_row(raw: &[u8], error: &JsonError) -> String {
+    match std::str::from_utf8(raw) {
+        Ok(text) => parse_row(text).err().unwrap_or_else(|| error.to_string()),
+        Err(error) => format!("not UTF-8: {error}"),
+    }
+}
+
+/// `agent_ref.name`, if the row has one.
+pub(crate) fn agent_name(row: &JsonFields<'_>) -> Result<Option<String>, String> {
+    name_of(row.get(AGENT_REF))
+}
+
+/// The name in an `agent_ref`.
+fn name_of(reference: Option<&str>) -> Result<Option<String>, String> {
+    let Some(reference) = reference.filter(|raw| gym_core::metrics::is_truthy(raw)) else { return Ok(None) };
+    let reference = JsonFields::parse(reference)
+        .map_err(|_| "agent_ref is not an object; expected {\"name\": \"<agent>\"}".to_owned())?;
+    text_member(&reference, "name").map_err(|()| "agent_ref.name is not a text; name the agent".to_owned())
+}
+
+/// A member that is a text or absent (or null).
+pub(crate) fn text_member(members: &JsonFields<'_>, key: &str) -> Result<Option<String>, ()> {
+    members.get(key).map_or(Ok(None), |raw| serde_json::from_str::<Option<String>>(raw).map_err(|_| ()))
+}

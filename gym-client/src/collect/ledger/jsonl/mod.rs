@@ -1,0 +1,249 @@
+//! The ledger whose log is the file that the user wants.
+//!
+//! ```text
+//! record ─► late? ─► queue ─► one writer: late? ─► rollouts.jsonl          ─► sync ─► acknowledged
+//!                                          └─────► rollouts_failures.jsonl ─► sync ─┘     └─► rollouts.jsonl.index
+//! ```
+//!
+//! A database would store every row twice. Here rows go to the JSONL itself, a group and a sync at a time; the index beside
+//! it is a cache that makes opening fast and finds changed lines.
+
+mod index;
+mod lines;
+mod paths;
+mod recovery;
+mod writer;
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+
+use async_trait::async_trait;
+use bytes::{Bytes, BytesMut};
+use futures_util::future::BoxFuture;
+use gym_core::{Attempt, CallContext, Code, Error, Execution, Files, KeyState, Ledger, Outcome, Result, TaskKey};
+use memchr::memchr2;
+use tokio::sync::{mpsc, oneshot};
+use tokio::task::JoinHandle;
+
+use crate::collect::ledger::states::{KeyStates, OutcomeClass};
+use paths::LedgerPaths;
+pub use paths::{failures_path, index_path};
+pub use recovery::RecoveryReport;
+use writer::{LedgerWriter, PendingRow, QUEUE_ROWS, WriterCommand, WriterFailure};
+
+/// A ledger in `rollouts.jsonl`, its failures sidecar and an index, in the format of NeMo Gym 0.7.0.
+///
+/// Rows of completed attempts are appended to the output as they come; those of failed ones to `<stem>_failures.jsonl`. Both
+/// must carry `_ng_task_index` and `_ng_rollout_index`, by which they are found again. Files that NeMo Gym's collector wrote
+/// open as well, and the other way round.
+///
+/// Dropping it lets its task write what was handed in; [`JsonlLedger::close`] waits for that, and for the lock to be free.
+pub struct JsonlLedger {
+    paths: Arc<LedgerPaths>,
+    states: Arc<Mutex<KeyStates>>,
+    commands: mpsc::Sender<WriterCommand>,
+    stopped: Arc<OnceLock<WriterFailure>>,
+    writer: Mutex<Option<JoinHandle<()>>>,
+}
+
+/// What becomes of an earlier collection's files.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OpenMode {
+    /// Removed.
+    Fresh,
+    /// Gone on with.
+    Resume,
+}
+
+impl JsonlLedger {
+    /// Opens the ledger of an output file, creating what is not there, and says what it found. Holds the output file's lock.
+    ///
+    /// # Errors
+    /// `FailedPrecondition` when another collector has it open. `DataLoss`, naming file, line and byte, when a line is no
+    /// row or not what was written. The disk's.
+    pub fn open(
+        cx: &CallContext,
+        files: Arc<dyn Files>,
+        output: impl Into<PathBuf>,
+        start: OpenMode,
+    ) -> BoxFuture<'_, Result<(Self, RecoveryReport)>> {
+        let output = output.into();
+        Box::pin(async move {
+            cx.check()?;
+            let paths = Arc::new(LedgerPaths::new(output));
+            if paths.rollouts.file_name().is_none() {
+                return Err(
+                    Error::invalid("name a file for the output").about(format!("open {}", paths.rollouts.display()))
+                );
+            }
+            cx.bound(Execution::Unknown, Box::pin(Self::open_unbounded(files, paths, start))).await
+        })
+    }
+
+    async fn open_unbounded(
+        files: Arc<dyn Files>,
+        paths: Arc<LedgerPaths>,
+        start: OpenMode,
+    ) -> Result<(Self, RecoveryReport)> {
+        let lock = files.lock(&paths.rollouts).await.map_err(|error| match error.code() {
+            Code::FailedPrecondition => Error::finished(
+                Code::FailedPrecondition,
+                "another collector is writing it; wait for its end or choose another output",
+            )
+            .about(format!("open {}", paths.rollouts.display()))
+            .caused_by(error),
+            _ => error,
+        })?;
+        if start == OpenMode::Fresh {
+            files.remove(&paths.index).await?;
+            files.remove(&paths.failures).await?;
+            files.truncate(&paths.rollouts, 0).await?;
+        }
+        let recovered = recovery::recover(&*files, &paths).await?;
+        let states = Arc::new(Mutex::new(recovered.states));
+        let stopped = Arc::new(OnceLock::new());
+        let (commands, waiting) = mpsc::channel(QUEUE_ROWS);
+        let writer = LedgerWriter {
+            files,
+            paths: Arc::clone(&paths),
+            states: Arc::clone(&states),
+            stopped: Arc::clone(&stopped),
+            lengths: recovered.lengths,
+            index: BytesMut::new(),
+            index_works: true,
+            small: Default::default(),
+            lock,
+        };
+        let writer = Mutex::new(Some(tokio::spawn(writer.run(waiting))));
+        Ok((Self { paths, states, commands, stopped, writer }, recovered.opened))
+    }
+
+    /// The file of the rows.
+    #[must_use]
+    pub fn output(&self) -> &Path {
+        &self.paths.rollouts
+    }
+
+    /// Waits until everything handed in is on the disk and lets go of the files. Further records are refused.
+    ///
+    /// # Errors
+    /// The disk's, also an earlier one.
+    pub fn close<'a>(&'a self, cx: &'a CallContext) -> BoxFuture<'a, Result<()>> {
+        Box::pin(async move {
+            let flushed = self.command(cx, WriterCommand::Close).await;
+            let writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner).take();
+            if let Some(writer) = writer {
+                let ended =
+                    async { writer.await.map_err(|error| Error::internal("the writer panicked").caused_by(error)) };
+                cx.bound(Execution::Unknown, ended).await?;
+            }
+            flushed
+        })
+    }
+
+    /// Bytes held for what is known of the rollouts.
+    #[must_use]
+    pub fn state_bytes(&self) -> usize {
+        self.states().bytes()
+    }
+
+    /// Lets late attempts count, which is wrong: for the simulation that shows why they must not.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn without_late_check(self) -> Self {
+        self.states().without_late_check();
+        self
+    }
+
+    fn states(&self) -> MutexGuard<'_, KeyStates> {
+        self.states.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    async fn command(
+        &self,
+        cx: &CallContext,
+        command: impl FnOnce(oneshot::Sender<Result<()>>) -> WriterCommand,
+    ) -> Result<()> {
+        let (done, answer) = oneshot::channel();
+        let sent = async { self.commands.send(command(done)).await.map_err(|_| self.ended()) };
+        cx.bound(Execution::NotStarted, sent).await.map_err(|error| self.silent(error))?;
+        // The answer does not depend on being waited for: an outcome once handed in is written.
+        let answered = async { answer.await.unwrap_or_else(|_| Err(self.ended())) };
+        cx.bound(Execution::Unknown, answered).await.map_err(|error| self.silent(error))
+    }
+
+    /// The error of whoever waited for the disk in vain.
+    fn silent(&self, error: Error) -> Error {
+        if error.code() != Code::DeadlineExceeded {
+            return error;
+        }
+        let text = "the disk has not taken the rows that were handed in; look for a full, failing or unreachable disk under \
+                    this file, then resume: rows that counted are safe";
+        Error::new(Code::DeadlineExceeded, error.execution(), text)
+            .about(format!("write {}", self.paths.rollouts.display()))
+            .caused_by(error)
+    }
+
+    fn ended(&self) -> Error {
+        match self.stopped.get() {
+            Some(stopped) => stopped.error(),
+            None => Error::finished(Code::Unavailable, "the ledger is closed")
+                .about(self.paths.rollouts.display().to_string()),
+        }
+    }
+}
+
+#[async_trait]
+impl Ledger for JsonlLedger {
+    fn state(&self, key: TaskKey) -> KeyState {
+        self.states().state(key)
+    }
+
+    fn begin(&self, key: TaskKey) -> Result<Attempt> {
+        let begun = self.states().begin(key);
+        begun.map_err(|late| late.into_error("begin an attempt at rollout", &key))
+    }
+
+    async fn record(&self, cx: &CallContext, attempt: Attempt, outcome: Outcome) -> Result<()> {
+        cx.check()?;
+        if let Some(stopped) = self.stopped.get() {
+            return Err(stopped.error());
+        }
+        // Spares a late row the queue; the writer asks again, because a newer attempt may begin meanwhile.
+        let late = self.states().late(attempt);
+        if let Some(late) = late {
+            return Err(late.into_error("record", &attempt));
+        }
+        let class = OutcomeClass::of(&outcome);
+        let (Outcome::Completed(row) | Outcome::Failed { row, .. }) = outcome;
+        recovery::check_row(attempt, class, &row)?;
+        let text = one_line(row.into_text());
+        self.command(cx, |done| WriterCommand::Row(PendingRow { attempt, class, text, done })).await
+    }
+
+    async fn flush(&self, cx: &CallContext) -> Result<()> {
+        self.command(cx, WriterCommand::Flush).await
+    }
+}
+
+impl fmt::Debug for JsonlLedger {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("JsonlLedger")
+            .field("output", &self.paths.rollouts)
+            .field("stopped", &self.stopped.get())
+            .finish_non_exhaustive()
+    }
+}
+
+/// The row as one line: line breaks between tokens become spaces. In a JSON string they cannot be: there they are escaped.
+pub(in crate::collect::ledger) fn one_line(text: Bytes) -> Bytes {
+    let Some(first) = memchr2(b'\n', b'\r', &text) else { return text };
+    let mut line = BytesMut::from(&text[..]);
+    for byte in &mut line[first..] {
+        if matches!(byte, b'\n' | b'\r') {
+            *byte = b' ';
+        }
+    }
+    line.freeze()
+}

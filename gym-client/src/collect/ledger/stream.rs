@@ -1,0 +1,55 @@
+//! The ledger of rollouts that are used as they come: it hands outcomes on, under the rules of those on a disk.
+
+use std::sync::{Mutex, PoisonError};
+
+use async_trait::async_trait;
+use gym_core::{Attempt, CallContext, KeyState, Ledger, Outcome, Result, TaskKey};
+use tokio::sync::mpsc;
+
+use crate::collect::ledger::states::{KeyStates, OutcomeClass};
+
+/// A ledger that hands outcomes on, and keeps none.
+#[derive(Debug)]
+pub(in crate::collect) struct StreamLedger {
+    states: Mutex<KeyStates>,
+    ended: mpsc::Sender<Result<(TaskKey, Outcome)>>,
+}
+
+impl StreamLedger {
+    pub(in crate::collect) fn new(ended: mpsc::Sender<Result<(TaskKey, Outcome)>>) -> Self {
+        Self { states: Mutex::new(KeyStates::new()), ended }
+    }
+
+    fn states(&self) -> std::sync::MutexGuard<'_, KeyStates> {
+        self.states.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[async_trait]
+impl Ledger for StreamLedger {
+    fn state(&self, key: TaskKey) -> KeyState {
+        self.states().state(key)
+    }
+
+    fn begin(&self, key: TaskKey) -> Result<Attempt> {
+        self.states().begin(key).map_err(|late| late.into_error("begin an attempt at rollout", &key))
+    }
+
+    async fn record(&self, cx: &CallContext, attempt: Attempt, outcome: Outcome) -> Result<()> {
+        let place = cx.bound(gym_core::Execution::NotStarted, async {
+            self.ended.reserve().await.map_err(|_| gym_core::Error::internal("nobody takes the rollouts any more"))
+        });
+        let place = place.await?;
+        {
+            let mut states = self.states();
+            states.claim(attempt).map_err(|late| late.into_error("record", &attempt))?;
+            states.on_disk(attempt, OutcomeClass::of(&outcome));
+        }
+        place.send(Ok((attempt.key, outcome)));
+        Ok(())
+    }
+
+    async fn flush(&self, _: &CallContext) -> Result<()> {
+        Ok(())
+    }
+}

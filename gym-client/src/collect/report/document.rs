@@ -1,0 +1,202 @@
+//! `<output>_aggregate_metrics.json`: one entry for each environment server, indented by two as NeMo Gym writes it.
+
+use std::cell::RefCell;
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::io::{self, Read, Seek, Write};
+
+use gym_core::metrics::{AggregateOptions, Aggregation, JsonFields, MetricsError};
+use serde::ser::{Serialize, SerializeMap, SerializeSeq, Serializer};
+
+use crate::collect::input::splice::json_string;
+use crate::collect::report::index::{FileRows, RolloutsIndex};
+
+/// One environment server's statistics as its `/aggregate_metrics` answered.
+#[derive(Clone, Debug)]
+pub struct ReportEntry<'a> {
+    /// What to call it; see [`label_runs`].
+    pub label: String,
+    /// The environment server's name.
+    pub server: String,
+    /// The reply's body.
+    pub reply: &'a str,
+}
+
+/// What each environment server is called in reports: its agent's name where that names one server only, else its own.
+#[must_use]
+pub fn label_runs(agent_by_server: &BTreeMap<String, Option<String>>) -> BTreeMap<String, String> {
+    let mut servers_of_agent: HashMap<&str, usize> = HashMap::new();
+    for agent in agent_by_server.values().flatten() {
+        *servers_of_agent.entry(agent).or_default() += 1;
+    }
+    let mut labels: BTreeMap<String, String> = agent_by_server
+        .iter()
+        .map(|(server, agent)| {
+            let alone = agent.as_ref().filter(|agent| servers_of_agent[agent.as_str()] == 1);
+            (server.clone(), alone.unwrap_or(server).clone())
+        })
+        .collect();
+    // A label may still equal another server's name; whoever is not that server gives way.
+    loop {
+        let mut counts: HashMap<&str, usize> = HashMap::new();
+        for label in labels.values() {
+            *counts.entry(label).or_default() += 1;
+        }
+        let clashing: HashSet<String> = labels
+            .iter()
+            .filter(|(server, label)| counts[label.as_str()] > 1 && label != server)
+            .map(|(server, _)| server.clone())
+            .collect();
+        if clashing.is_empty() {
+            return labels;
+        }
+        for server in clashing {
+            labels.insert(server.clone(), server);
+        }
+    }
+}
+
+/// Writes the report of servers' replies; their numbers keep their text.
+pub fn write_report(entries: &[ReportEntry<'_>], mut writer: impl Write) -> Result<(), MetricsError> {
+    let fail = |source| MetricsError::Io { doing: "write the aggregate metrics report".to_owned(), source };
+    let mut report = Indenter::new(&mut writer);
+    report.text("[").map_err(fail)?;
+    for (place, entry) in entries.iter().enumerate() {
+        let reply = JsonFields::parse(entry.reply).map_err(|error| MetricsError::Row {
+            place: format!("the /aggregate_metrics reply of {}", entry.server),
+            problem: error.to_string(),
+        })?;
+        let head = format!(
+            r#"{{"agent_ref":{{"name":{}}},"_ng_environment_server":{}"#,
+            json_string(&entry.label),
+            json_string(&entry.server)
+        );
+        if place > 0 {
+            report.text(",").map_err(fail)?;
+        }
+        report.text(&head).map_err(fail)?;
+        for (key, absent) in [
+            ("agent_metrics", Some("{}")),
+            ("key_metrics", Some("{}")),
+            ("group_level_metrics", Some("[]")),
+            ("repeat_level_metrics", Some("[]")),
+            ("perf_summary", None),
+        ] {
+            if let Some(value) = reply.get(key).filter(|value| *value != "null").or(absent) {
+                report.text(&format!(",\"{key}\":")).map_err(fail)?;
+                report.text(value).map_err(fail)?;
+            }
+        }
+        report.text("}").map_err(fail)?;
+    }
+    report.text("]").map_err(fail)?;
+    report.flush().map_err(fail)
+}
+
+/// Computes and writes the report from the file alone, where no server has statistics of its own.
+pub fn write_computed_report<R: Read + Seek>(
+    index: &RolloutsIndex,
+    reader: &mut R,
+    options: AggregateOptions,
+    writer: impl Write,
+) -> Result<(), MetricsError> {
+    let agents = index.groups().iter().map(|group| (group.server.clone(), group.agent.clone())).collect();
+    let labels = label_runs(&agents);
+    let mut serializer = serde_json::Serializer::pretty(writer);
+    let fail = |error: serde_json::Error| MetricsError::Io {
+        doing: "write the aggregate metrics report".to_owned(),
+        source: error.into(),
+    };
+    let mut report = serializer.serialize_seq(Some(index.groups().len())).map_err(fail)?;
+    for group in index.groups() {
+        let mut rows = index.rows(group, reader);
+        let aggregation = Aggregation::compute(&mut rows, options)?;
+        let source = RefCell::new((rows, None));
+        let entry = ComputedEntry {
+            label: &labels[&group.server],
+            server: &group.server,
+            aggregation: &aggregation,
+            source: &source,
+        };
+        let written = SerializeSeq::serialize_element(&mut report, &entry);
+        if let Some(failure) = source.into_inner().1 {
+            return Err(failure);
+        }
+        written.map_err(fail)?;
+    }
+    SerializeSeq::end(report).map_err(fail)
+}
+
+/// An entry whose tasks are computed while it is written.
+struct ComputedEntry<'a, 'b, R> {
+    label: &'a str,
+    server: &'a str,
+    aggregation: &'a Aggregation,
+    source: &'a RefCell<(FileRows<'b, R>, Option<MetricsError>)>,
+}
+
+impl<R: Read + Seek> Serialize for ComputedEntry<'_, '_, R> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut source = self.source.borrow_mut();
+        let (rows, failure) = &mut *source;
+        let mut entry = serializer.serialize_map(None)?;
+        entry.serialize_entry("agent_ref", &BTreeMap::from([("name", self.label)]))?;
+        entry.serialize_entry("_ng_environment_server", self.server)?;
+        self.aggregation.write_entry(rows, &mut entry, failure)?;
+        entry.end()
+    }
+}
+
+/// Indents JSON text as it passes through; strings and numbers keep their text.
+struct Indenter<W: Write> {
+    writer: io::BufWriter<W>,
+    depth: usize,
+    in_string: bool,
+    escaped: bool,
+    /// A bracket was opened and nothing followed yet: an empty one closes on its line.
+    opened: bool,
+}
+
+impl<W: Write> Indenter<W> {
+    fn new(writer: W) -> Self {
+        Self { writer: io::BufWriter::new(writer), depth: 0, in_string: false, escaped: false, opened: false }
+    }
+
+    fn line(&mut self) -> io::Result<()> {
+        write!(self.writer, "\n{:1$}", "", self.depth * 2)
+    }
+
+    fn text(&mut self, json: &str) -> io::Result<()> {
+        for byte in json.bytes() {
+            if self.in_string {
+                self.in_string = self.escaped || byte != b'"';
+                self.escaped = !self.escaped && byte == b'\\';
+                self.writer.write_all(&[byte])?;
+                continue;
+            }
+            if byte.is_ascii_whitespace() {
+                continue;
+            }
+            let closes = matches!(byte, b']' | b'}');
+            if closes {
+                self.depth = self.depth.saturating_sub(1);
+            }
+            if self.opened != closes {
+                self.line()?;
+            }
+            self.opened = matches!(byte, b'[' | b'{');
+            self.writer.write_all(&[byte])?;
+            match byte {
+                b'[' | b'{' => self.depth += 1,
+                b',' => self.line()?,
+                b':' => self.writer.write_all(b" ")?,
+                b'"' => self.in_string = true,
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.writer.flush()
+    }
+}

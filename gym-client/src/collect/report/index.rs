@@ -1,0 +1,178 @@
+//! Where each rollout lies in the file, by environment server, task and rollout.
+
+use std::collections::HashMap;
+use std::io::{BufRead, Read, Seek, SeekFrom};
+
+use gym_core::metrics::{JsonFields, MetricsError, Rows, Visit, row_key};
+
+use crate::collect::input::rows::{ENVIRONMENT_SERVER, agent_name, parse_row, text_member};
+
+/// The rollouts of one environment server.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ServerRollouts {
+    /// The server's name.
+    pub server: String,
+    /// The agent that ran them, as its first rollout says.
+    pub agent: Option<String>,
+    start: usize,
+    end: usize,
+}
+
+impl ServerRollouts {
+    /// How many rollouts there are.
+    #[must_use]
+    pub fn count(&self) -> usize {
+        self.end - self.start
+    }
+}
+
+/// One row: 32 bytes.
+#[derive(Clone, Copy, Debug)]
+struct RowLocation {
+    task: i64,
+    offset: u64,
+    rollout: i64,
+    length: u32,
+    group: u32,
+}
+
+/// The index of a rollouts file.
+#[derive(Clone, Debug)]
+pub struct RolloutsIndex {
+    name: String,
+    locations: Vec<RowLocation>,
+    groups: Vec<ServerRollouts>,
+}
+
+impl RolloutsIndex {
+    /// Reads the file once. `name` is its name for errors; `server_of_agent` names the environment server in front of an
+    /// agent, for rows that bear no `_ng_environment_server`.
+    ///
+    /// Rows that name neither are left out, as NeMo Gym does; blank lines are skipped.
+    pub fn scan(
+        mut reader: impl BufRead,
+        name: impl Into<String>,
+        server_of_agent: impl Fn(&str) -> Result<String, String>,
+    ) -> Result<Self, MetricsError> {
+        let name = name.into();
+        let mut locations = Vec::new();
+        let mut groups: Vec<ServerRollouts> = Vec::new();
+        let mut by_server: HashMap<String, u32> = HashMap::new();
+        let mut text = Vec::new();
+        let (mut offset, mut line) = (0_u64, 0_u64);
+        loop {
+            text.clear();
+            let read = reader.read_until(b'\n', &mut text).map_err(|source| io(&name, source))?;
+            if read == 0 {
+                break;
+            }
+            line += 1;
+            let start = offset;
+            offset += read as u64;
+            if text.trim_ascii().is_empty() {
+                continue;
+            }
+            let fail = |problem: String| MetricsError::Row { place: format!("{name}, line {line}"), problem };
+            let row = std::str::from_utf8(&text).map_err(|error| fail(format!("not UTF-8: {error}")))?;
+            let row = parse_row(row.trim()).map_err(&fail)?;
+            let (task, rollout) = row_key(&row, &|| format!("{name}, line {line}"))?;
+            let agent = agent_name(&row).map_err(&fail)?;
+            let stamp = text_member(&row, ENVIRONMENT_SERVER)
+                .map_err(|()| fail(format!("{ENVIRONMENT_SERVER} is not a text; remove it, or name the server")))?;
+            let server = match (stamp, &agent) {
+                (Some(stamp), _) => stamp,
+                (None, Some(agent)) => server_of_agent(agent).map_err(&fail)?,
+                (None, None) => continue,
+            };
+            let length = u32::try_from(text.trim_ascii_end().len())
+                .map_err(|_| fail("the row is larger than 4 GiB".to_owned()))?;
+            let group = *by_server.entry(server).or_insert_with_key(|server| {
+                groups.push(ServerRollouts { server: server.clone(), agent, start: 0, end: 0 });
+                groups.len() as u32 - 1
+            });
+            locations.push(RowLocation { task, offset: start, rollout, length, group });
+        }
+        locations.shrink_to_fit();
+        // Unstable, hence no scratch half the index's size: rows of one key keep the file's order by their offset.
+        locations.sort_unstable_by_key(|place| (place.group, place.task, place.rollout, place.offset));
+        let mut start = 0;
+        for rows in locations.chunk_by(|left, right| left.group == right.group) {
+            let group = &mut groups[rows[0].group as usize];
+            (group.start, group.end) = (start, start + rows.len());
+            start = group.end;
+        }
+        // In the order in which a reader sorted by (task, rollout) meets them.
+        groups.sort_by_key(|group| {
+            let first = locations[group.start];
+            (first.task, first.rollout, first.offset)
+        });
+        Ok(Self { name, locations, groups })
+    }
+
+    /// The environment servers, in the order of their first rollout.
+    #[must_use]
+    pub fn groups(&self) -> &[ServerRollouts] {
+        &self.groups
+    }
+
+    /// How many rollouts are indexed.
+    #[must_use]
+    pub fn count(&self) -> usize {
+        self.locations.len()
+    }
+
+    /// The rows of one group, read from `reader`, which holds the file that was scanned.
+    pub fn rows<'a, R: Read + Seek>(&'a self, group: &ServerRollouts, reader: &'a mut R) -> FileRows<'a, R> {
+        FileRows { name: &self.name, locations: &self.locations[group.start..group.end], reader, text: Vec::new() }
+    }
+}
+
+fn io(name: &str, source: std::io::Error) -> MetricsError {
+    MetricsError::Io { doing: format!("read {name}: {source}"), source }
+}
+
+/// One group's rollouts in the order of (task, rollout), each read from the file when it is visited.
+#[derive(Debug)]
+pub struct FileRows<'a, R> {
+    name: &'a str,
+    locations: &'a [RowLocation],
+    reader: &'a mut R,
+    text: Vec<u8>,
+}
+
+impl<R: Read + Seek> FileRows<'_, R> {
+    /// The text of row `index`.
+    pub fn text(&mut self, index: usize) -> Result<&str, MetricsError> {
+        let place = self.locations[index];
+        self.text.resize(place.length as usize, 0);
+        self.reader
+            .seek(SeekFrom::Start(place.offset))
+            .and_then(|_| self.reader.read_exact(&mut self.text))
+            .map_err(|source| io(self.name, source))?;
+        std::str::from_utf8(&self.text).map_err(|_| self.changed(index))
+    }
+
+    fn changed(&self, index: usize) -> MetricsError {
+        MetricsError::Row {
+            place: format!("{}, byte {}", self.name, self.locations[index].offset),
+            problem: "the file changed while it was read; aggregate again when nothing writes to it".to_owned(),
+        }
+    }
+}
+
+impl<R: Read + Seek> Rows for FileRows<'_, R> {
+    fn count(&self) -> usize {
+        self.locations.len()
+    }
+
+    fn key(&self, index: usize) -> (i64, i64) {
+        (self.locations[index].task, self.locations[index].rollout)
+    }
+
+    fn visit(&mut self, index: usize, visit: &mut Visit<'_>) -> Result<(), MetricsError> {
+        let changed = self.changed(index);
+        let text = self.text(index)?;
+        let row = JsonFields::parse(text).map_err(|_| changed)?;
+        visit(&row)
+    }
+}

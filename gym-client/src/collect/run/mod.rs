@@ -1,0 +1,12 @@
+//! Runs rollouts: the driver with its attempts, what their answers mean, and the same as a stream.
+
+mod driver;
+pub(crate) mod outcome;
+mod progress;
+pub(crate) mod rollouts;
+mod row;
+
+pub use driver::{Driver, DriverOptions, RunEnd};
+pub use progress::{AgentScore, CollectProgress, ProgressSnapshot};
+pub use rollouts::{Rollout, Rollouts};
+pub use row::RolloutRow;

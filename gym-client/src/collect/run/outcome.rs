@@ -1,0 +1,199 @@
+//! What an answer to `/run` means: a row for the rollouts, a row for the failures sidecar, or nothing.
+//!
+//! The keys are NeMo Gym 0.7.0's, so that its `profile`, `aggregate` and `--resume` read what is written here.
+
+use bytes::Bytes;
+use gym_core::{Attempt, CODE_METADATA, Code, Error, FailureClass, Outcome, RawObject, Response, Result};
+use serde::Deserialize;
+use serde_json::Value;
+
+use crate::collect::ledger::truth;
+use crate::collect::run::row::RolloutRow;
+
+/// Bytes of a failed answer's body kept in the sidecar; NeMo Gym keeps as many characters.
+const BODY_KEPT_MAX: usize = 2_000;
+
+/// What becomes of an attempt.
+#[derive(Debug)]
+pub(super) enum AttemptResult {
+    /// A rollout, with its reward if it has one.
+    Completed { row: RawObject, reward: Option<f64> },
+    /// A failure.
+    Failed { class: FailureClass, terminal: bool, row: RawObject },
+    /// The environment asks that nothing be kept; a resumed run tries again.
+    Lost,
+}
+
+impl AttemptResult {
+    pub(super) fn into_outcome(self) -> Option<Outcome> {
+        match self {
+            Self::Completed { row, .. } => Some(Outcome::Completed(row)),
+            Self::Failed { class, terminal, row } => Some(Outcome::Failed { class, terminal, row }),
+            Self::Lost => None,
+        }
+    }
+}
+
+/// What is read of a result to judge it.
+#[derive(Deserialize)]
+struct ResultFields {
+    #[serde(default)]
+    reward: Option<Value>,
+    #[serde(default, rename = "_ng_failure_class")]
+    failure_class: Option<String>,
+    #[serde(default, rename = "_ng_failure_terminal")]
+    terminal: Option<Value>,
+    #[serde(default, rename = "_ng_no_persist")]
+    no_persist: Option<Value>,
+}
+
+/// Judges the answer, or the lack of one.
+pub(super) fn classify(wanted: &RolloutRow, attempt: Attempt, answer: Result<Response>) -> Result<AttemptResult> {
+    let response = match answer {
+        Ok(response) => response,
+        Err(error) => return failed(wanted, attempt, FailureClass::of(&error), &error, None),
+    };
+    let body = response.message.head.to_bytes();
+    if !response.status.is_success() {
+        let status = response.status.0;
+        // NeMo Gym's own split: these four say that the server could not take it, anything else that it ran and failed.
+        let class = match status {
+            429 | 502 | 503 | 504 => FailureClass::AgentRequestFailed,
+            // Ours: a server on the way was restarted and has forgotten the episode. A new attempt begins a new one.
+            412 if of_code(&response, Code::FailedPrecondition) => FailureClass::SessionLost,
+            _ => FailureClass::AgentRunError,
+        };
+        let error = Error::internal(format!("`/run` was answered with {status}"));
+        return failed(wanted, attempt, class, &error, Some((status, &body)));
+    }
+    let status = response.status.0;
+    let bad = |why: String| {
+        let error = Error::internal(why);
+        failed(wanted, attempt, FailureClass::VerifierError, &error, Some((status, &body)))
+    };
+    let result = match response.message.head.to_object() {
+        Ok(result) => result,
+        Err(error) => return bad(format!("the answer to `/run` is not a JSON object: {error}")),
+    };
+    // Nobody on the way has read the training arrays of a large row, and a line that is no JSON would spoil the file.
+    if let Err(error) = result.check() {
+        return bad(format!("the answer to `/run` is not JSON: {error}"));
+    }
+    let fields: ResultFields = match result.view() {
+        Ok(fields) => fields,
+        Err(error) => return bad(format!("the answer to `/run` cannot be read: {error}")),
+    };
+    if fields.no_persist.as_ref().is_some_and(truth) {
+        return Ok(AttemptResult::Lost);
+    }
+    let row = stamped(wanted, attempt, &result)?;
+    if let Some(class) = fields.failure_class {
+        let class = serde_json::from_value(Value::String(class)).unwrap_or(FailureClass::AgentRunError);
+        return Ok(AttemptResult::Failed { class, terminal: fields.terminal.as_ref().is_some_and(truth), row });
+    }
+    match number(fields.reward) {
+        Ok(reward) => Ok(AttemptResult::Completed { row, reward }),
+        Err(other) => bad(format!("the answer to `/run` has the reward {other}, which is not a number")),
+    }
+}
+
+/// The reward of a completed row; `None` where it has none.
+pub(crate) fn reward_of(row: &RawObject) -> Option<f64> {
+    number(row.get_as("reward").ok()?).ok()?
+}
+
+/// What counts as a reward: a number, or Python's bool; `null` is none.
+fn number(reward: Option<Value>) -> std::result::Result<Option<f64>, Value> {
+    match reward {
+        None | Some(Value::Null) => Ok(None),
+        Some(Value::Number(reward)) => Ok(reward.as_f64()),
+        Some(Value::Bool(reward)) => Ok(Some(f64::from(u8::from(reward)))),
+        Some(other) => Err(other),
+    }
+}
+
+fn of_code(response: &Response, code: Code) -> bool {
+    response.metadata.get(CODE_METADATA) == Some(code.as_str())
+}
+
+/// The result with the keys that tie it to its row, in NeMo Gym's order.
+fn stamped(wanted: &RolloutRow, attempt: Attempt, result: &RawObject) -> Result<RawObject> {
+    let mut edit = result.edit();
+    for key in ["_ng_task_index", "_ng_rollout_index", "agent_ref", "task_source", "skills_ref"] {
+        if let Some(value) = wanted.row.get(key) {
+            edit = edit.set(key, value);
+        }
+    }
+    // A row that was collected before may bring an earlier attempt's.
+    edit = match attempt.number {
+        0 => edit.remove("_ng_attempt_index"),
+        number => edit.set("_ng_attempt_index", number.to_string()),
+    };
+    if let Some(id) = wanted.row.get("_ng_rollout_id") {
+        edit = edit.set("_ng_rollout_id", id);
+    }
+    edit = edit.set_value("_ng_environment_server", &*wanted.server)?;
+    if let Some(kind) = &wanted.result_type {
+        edit = edit.set_value("_ng_result_type", &**kind)?;
+    }
+    Ok(edit.to_object()?)
+}
+
+/// The failure of an answer that the ledger does not take, because it contradicts its own row.
+pub(super) fn contradiction(wanted: &RolloutRow, attempt: Attempt, error: &Error) -> Result<Outcome> {
+    let result = failed(wanted, attempt, FailureClass::VerifierError, error, None)?;
+    result.into_outcome().ok_or_else(|| Error::internal("a failure is an outcome"))
+}
+
+/// The sidecar's row of an attempt without a result.
+fn failed(
+    wanted: &RolloutRow,
+    attempt: Attempt,
+    class: FailureClass,
+    error: &Error,
+    answer: Option<(u16, &Bytes)>,
+) -> Result<AttemptResult> {
+    let body = answer.map(|(_, body)| {
+        let kept = &body[..body.len().min(BODY_KEPT_MAX)];
+        String::from_utf8_lossy(kept).into_owned()
+    });
+    let fields = RawObject::empty()
+        .edit()
+        .set_value("_ng_failure_class", class.as_str())?
+        .set_value("_ng_failure_type", error.code().as_str())?
+        .set_value("_ng_failure_message", &error.to_string())?
+        .set_value("_ng_failure_execution", error.execution().as_str())?
+        .set_value("_ng_failure_http_status", &answer.map(|(status, _)| status))?
+        .set_value("_ng_failure_response_body", &body)?
+        .to_object()?;
+    let row = stamped(wanted, attempt, &fields)?;
+    Ok(AttemptResult::Failed { class, terminal: false, row })
+}
+
+#[cfg(test)]
+mod tests {
+    use gym_core::{Execution, Message, Status, TaskKey};
+
+    use super::*;
+
+    fn class_of(answer: Result<Response>) -> FailureClass {
+        let key = TaskKey::new(0, 0);
+        let row = RawObject::parse(r#"{"_ng_task_index":0,"_ng_rollout_index":0}"#).unwrap();
+        let wanted = RolloutRow { key, agent: "a".into(), server: "e".into(), result_type: None, row };
+        match classify(&wanted, Attempt { key, number: 0 }, answer).unwrap() {
+            AttemptResult::Failed { class, terminal: false, .. } => class,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_lost_session_is_told_from_an_episode_that_failed() {
+        let lost = Error::new(Code::FailedPrecondition, Execution::Finished, "no such session");
+        assert_eq!(class_of(Ok(Response::from_error(&lost))), FailureClass::SessionLost);
+        assert_eq!(class_of(Err(lost)), FailureClass::SessionLost);
+        let foreign = Response::new(Status(412), Message::json("{}"));
+        assert_eq!(class_of(Ok(foreign)), FailureClass::AgentRunError);
+        let busy = Response::new(Status(503), Message::json("{}"));
+        assert_eq!(class_of(Ok(busy)), FailureClass::AgentRequestFailed);
+    }
+}

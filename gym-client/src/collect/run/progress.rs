@@ -1,0 +1,135 @@
+//! What a collection has done so far, for those who watch it.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use gym_core::FailureClass;
+
+/// Counters of one collection. Written by the driver, read by progress bars and metrics.
+#[derive(Debug, Default)]
+pub struct CollectProgress {
+    total: AtomicU64,
+    completed: AtomicU64,
+    already_completed: AtomicU64,
+    already_given_up: AtomicU64,
+    given_up: AtomicU64,
+    in_flight: AtomicU64,
+    scores: Mutex<BTreeMap<Arc<str>, AgentScore>>,
+    failures: Mutex<BTreeMap<FailureClass, u64>>,
+}
+
+/// The rewards of one agent's rollouts so far, in this run.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct AgentScore {
+    /// Rollouts with a reward.
+    pub count: u64,
+    /// The sum of their rewards.
+    pub reward_sum: f64,
+    /// Rollouts that came back without a reward.
+    pub unscored: u64,
+}
+
+/// The counters at one moment.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct ProgressSnapshot {
+    /// Rollouts wanted.
+    pub total: u64,
+    /// Rollouts recorded in this run.
+    pub completed: u64,
+    /// Rollouts that an earlier run had recorded.
+    pub already_completed: u64,
+    /// Rollouts that an earlier run had given up.
+    pub already_given_up: u64,
+    /// Rollouts that ran out of attempts, or failed for good, in this run.
+    pub given_up: u64,
+    /// Rollouts under way.
+    pub in_flight: u64,
+    /// Rewards by agent.
+    pub scores: BTreeMap<Arc<str>, AgentScore>,
+    /// Failed attempts by class.
+    pub failures: BTreeMap<FailureClass, u64>,
+}
+
+impl ProgressSnapshot {
+    /// The mean reward over all agents; `None` before the first.
+    #[must_use]
+    pub fn mean_reward(&self) -> Option<f64> {
+        let (count, sum) =
+            self.scores.values().fold((0, 0.0), |(count, sum), score| (count + score.count, sum + score.reward_sum));
+        (count > 0).then(|| sum / count as f64)
+    }
+
+    /// Rollouts that need nothing more.
+    #[must_use]
+    pub fn done(&self) -> u64 {
+        self.completed + self.already_completed + self.given_up + self.already_given_up
+    }
+}
+
+impl CollectProgress {
+    /// The counters now.
+    #[must_use]
+    pub fn snapshot(&self) -> ProgressSnapshot {
+        let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        ProgressSnapshot {
+            total: of(&self.total),
+            completed: of(&self.completed),
+            already_completed: of(&self.already_completed),
+            already_given_up: of(&self.already_given_up),
+            given_up: of(&self.given_up),
+            in_flight: of(&self.in_flight),
+            scores: self.scores.lock().unwrap_or_else(PoisonError::into_inner).clone(),
+            failures: self.failures.lock().unwrap_or_else(PoisonError::into_inner).clone(),
+        }
+    }
+
+    /// Says how many rollouts are wanted.
+    pub fn set_total(&self, total: u64) {
+        self.total.store(total, Ordering::Relaxed);
+    }
+
+    pub(super) fn skip(&self, completed: bool) {
+        let counter = if completed { &self.already_completed } else { &self.already_given_up };
+        counter.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(super) fn complete(&self, agent: &Arc<str>, reward: Option<f64>) {
+        self.completed.fetch_add(1, Ordering::Relaxed);
+        let mut scores = self.scores.lock().unwrap_or_else(PoisonError::into_inner);
+        let score = match scores.get_mut(agent) {
+            Some(score) => score,
+            None => scores.entry(Arc::clone(agent)).or_default(),
+        };
+        match reward {
+            Some(reward) => {
+                score.count += 1;
+                score.reward_sum += reward;
+            }
+            None => score.unscored += 1,
+        }
+    }
+
+    pub(super) fn fail(&self, class: FailureClass) {
+        *self.failures.lock().unwrap_or_else(PoisonError::into_inner).entry(class).or_default() += 1;
+    }
+
+    pub(super) fn give_up(&self) {
+        self.given_up.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Counts a rollout as under way until the guard is dropped.
+    pub(super) fn begin(self: &Arc<Self>) -> InFlightGuard {
+        self.in_flight.fetch_add(1, Ordering::Relaxed);
+        InFlightGuard(Arc::clone(self))
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct InFlightGuard(Arc<CollectProgress>);
+
+impl Drop for InFlightGuard {
+    fn drop(&mut self) {
+        self.0.in_flight.fetch_sub(1, Ordering::Relaxed);
+    }
+}

@@ -1,0 +1,230 @@
+//! `_inherit_from`, `_copy`, `_delete_key` and their `${inherit_from:…}`, `${copy:…}` forms.
+//!
+//! Inheriting moves: the source disappears from where it was, and environment servers that named a moved agent are
+//! pointed at its new name. Copying leaves it. Both read the configuration as it was before any of them ran.
+
+use crate::config::compose::merge;
+use crate::config::problem::{Mistake, Origin, Problem, nearest};
+use crate::config::resolve::interpolation::{Resolver, VariableLookup};
+use crate::config::yaml::node::{Key, Map, Node, Tree};
+
+pub(crate) const INHERIT: &str = "_inherit_from";
+pub(crate) const COPY: &str = "_copy";
+pub(crate) const DELETE: &str = "_delete_key";
+
+/// Runs every directive of the tree.
+pub(super) fn run(root: &mut Node, environment: &VariableLookup<'_>) -> Result<(), Vec<Problem>> {
+    let frozen = root.clone();
+    let mut directives = Directives { root, frozen: &frozen, environment, problems: Vec::new() };
+    directives.mapping(&mut Vec::new());
+    let problems = directives.problems;
+    if problems.is_empty() { Ok(()) } else { Err(problems) }
+}
+
+struct Directives<'a> {
+    root: &'a mut Node,
+    frozen: &'a Node,
+    environment: &'a VariableLookup<'a>,
+    problems: Vec<Problem>,
+}
+
+/// What a path leads to.
+enum PathTarget {
+    Value(Node),
+    /// The path runs into `???`.
+    Missing,
+    /// There is no such key: the first step that is absent, and its sisters.
+    Absent(String, Vec<String>),
+}
+
+impl Directives<'_> {
+    fn here(&self, path: &[String]) -> Option<&Node> {
+        self.root.at(path)
+    }
+
+    fn here_mut(&mut self, path: &[String]) -> Option<&mut Node> {
+        let mut node = &mut *self.root;
+        for step in path {
+            node = match &mut node.value {
+                Tree::Map(map) => map.0.iter_mut().find(|(key, _)| key.to_string() == *step).map(|(_, node)| node)?,
+                Tree::List(items) => items.get_mut(step.parse::<usize>().ok()?)?,
+                _ => return None,
+            };
+        }
+        Some(node)
+    }
+
+    fn mapping(&mut self, path: &mut Vec<String>) {
+        let Some(entries) = self.here(path).and_then(Node::as_map).map(|map| map.0.clone()) else { return };
+        for (key, before) in entries {
+            path.push(key.to_string());
+            self.entry(path, &key, before);
+            path.pop();
+        }
+    }
+
+    fn entry(&mut self, path: &mut Vec<String>, key: &Key, before: Node) {
+        let mut value = self.here(path).cloned().unwrap_or(before);
+        let mut delete = Vec::new();
+        let deletes = value.as_map_mut().and_then(|map| map.remove(DELETE));
+        if let Some(names) = &deletes {
+            let Some(names) = names.as_text() else {
+                let what = format!("{DELETE} is {}, not text", names.kind());
+                let origin = names.origin.clone();
+                return self.problem(&origin, path, what, format!("write {DELETE}: 'a, b'"));
+            };
+            let map = value.as_map_mut().expect("a key was taken out of it above");
+            for name in names.split(',').map(str::trim) {
+                if map.remove(name).is_none() {
+                    delete.push(name.to_owned());
+                }
+            }
+            if let Some(here) = self.here_mut(path) {
+                *here = value.clone();
+            }
+        }
+        match &value.value {
+            Tree::Map(_) => self.mapping(path),
+            Tree::List(items) => {
+                for index in 0..items.len() {
+                    path.push(index.to_string());
+                    if self.here(path).is_some_and(|node| node.as_map().is_some()) {
+                        self.mapping(path);
+                    }
+                    path.pop();
+                }
+            }
+            _ => {}
+        }
+        if let Some(now) = self.here(path) {
+            value = now.clone();
+        }
+        self.swap(path, key, value, &delete, deletes.is_some());
+    }
+
+    fn swap(&mut self, path: &[String], key: &Key, mut value: Node, delete: &[String], deletes: bool) {
+        let origin = value.origin.clone();
+        let mut source = None;
+        let mut moves = false;
+        let mut property = false;
+        for (name, prefix, is_move) in [(INHERIT, "${inherit_from:", true), (COPY, "${copy:", false)] {
+            if let Some(rest) = value.as_text().and_then(|text| text.strip_prefix(prefix)) {
+                source = Some(Node::text(rest.strip_suffix('}').unwrap_or(rest), &origin));
+                moves |= is_move;
+            } else if let Some(named) = value.as_map_mut().and_then(|map| map.remove(name)) {
+                source = Some(named);
+                moves |= is_move;
+                property = true;
+            }
+        }
+        let Some(source) = source else { return };
+        let Some(from) = source.as_text().map(str::trim) else {
+            let what = format!("the source of the inheritance is {}, not a path", source.kind());
+            return self.problem(
+                &source.origin,
+                path,
+                what,
+                "write a dotted path, for example other_server.resources_servers",
+            );
+        };
+        let steps: Vec<String> = from.split('.').map(str::to_owned).collect();
+        let (leaf, parent) = steps.split_last().expect("split gives at least one part");
+        // The way to the source is looked up in what is left by now: what was moved away is gone.
+        let (missing, gone) = match self.target(self.root, parent) {
+            PathTarget::Missing => (true, None),
+            PathTarget::Absent(step, sisters) => (false, Some((step, sisters))),
+            PathTarget::Value(_) => (false, None),
+        };
+        let found = match gone {
+            Some((step, sisters)) => PathTarget::Absent(step, sisters),
+            None => self.target(self.frozen, &steps),
+        };
+        let swapped = match found {
+            PathTarget::Value(node) if !missing => node,
+            PathTarget::Value(_) | PathTarget::Missing => return self.put(path, key, Node::text("???", &origin)),
+            PathTarget::Absent(step, sisters) => {
+                let near = nearest(&step, sisters.iter().map(String::as_str));
+                let fix = match near {
+                    Some(near) => format!("did you mean '{near}' instead of '{step}'?"),
+                    None => format!("load the file that defines '{from}' as well, or correct the path"),
+                };
+                return self.problem(&source.origin, path, format!("'{from}' does not exist: no '{step}'"), fix);
+            }
+        };
+        if moves && let Some(map) = self.here_mut(parent).and_then(Node::as_map_mut) {
+            map.remove(leaf);
+        }
+        let mut result = swapped;
+        if property {
+            if result.as_map().is_none() {
+                let what = format!("'{from}' is {}, which a mapping cannot inherit from", result.kind());
+                return self.problem(
+                    &source.origin,
+                    path,
+                    what,
+                    format!("write ${{copy:{from}}} as the value instead"),
+                );
+            }
+            if let Err(problems) = merge::merge(&mut result, &value, self.environment) {
+                self.problems.extend(problems);
+                return;
+            }
+        }
+        if deletes {
+            for name in delete {
+                if result.as_map_mut().and_then(|map| map.remove(name)).is_none() {
+                    let names: Vec<String> =
+                        result.as_map().into_iter().flat_map(|map| &map.0).map(|(key, _)| key.to_string()).collect();
+                    let near = nearest(name, names.iter().map(String::as_str));
+                    let fix =
+                        near.map_or_else(|| "remove it from the list".to_owned(), |n| format!("did you mean '{n}'?"));
+                    self.problem(&origin, path, format!("{DELETE} names '{name}', which '{from}' does not have"), fix);
+                }
+            }
+        }
+        self.put(path, key, result);
+    }
+
+    fn put(&mut self, path: &[String], key: &Key, node: Node) {
+        let Some((_, parent)) = path.split_last() else { return };
+        if let Some(map) = self.here_mut(parent).and_then(Node::as_map_mut) {
+            map.set(key.clone(), node);
+        }
+    }
+
+    fn target(&self, root: &Node, steps: &[String]) -> PathTarget {
+        let mut node = root.clone();
+        let mut so_far: Vec<&str> = Vec::new();
+        for step in steps {
+            let Some(next) = node.as_map().and_then(|map| map.get(step)) else {
+                let sisters = node.as_map().map(|map| map.0.iter().map(|(key, _)| key.to_string()).collect());
+                return PathTarget::Absent(step.clone(), sisters.unwrap_or_default());
+            };
+            if next.is_missing() {
+                return PathTarget::Missing;
+            }
+            so_far.push(step);
+            node = if next.is_interpolation() {
+                Resolver::new(root, self.environment).value_at(&so_far).unwrap_or_else(|| next.clone())
+            } else {
+                next.clone()
+            };
+        }
+        PathTarget::Value(node)
+    }
+
+    fn problem(&mut self, origin: &Origin, path: &[String], what: impl Into<Box<str>>, fix: impl AsRef<str>) {
+        self.problems.push(Problem::new(Mistake::Inheritance, origin, path.join("."), what).fix(fix));
+    }
+}
+
+/// The source that a top-level value inherits from, when it does.
+pub(crate) fn inherited(value: &Node) -> Option<&str> {
+    match &value.value {
+        Tree::Text(text) => text.strip_prefix("${inherit_from:").map(|rest| rest.strip_suffix('}').unwrap_or(rest)),
+        Tree::Map(Map(entries)) => {
+            entries.iter().find(|(key, _)| key.text() == Some(INHERIT)).and_then(|(_, node)| node.as_text())
+        }
+        _ => None,
+    }
+}

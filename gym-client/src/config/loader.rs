@@ -1,0 +1,650 @@
+//! Files, `env.yaml` and overrides to one [`GymConfig`], in NeMo Gym's order.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+use crate::config::check;
+use crate::config::compose::files::{ConfigFiles, SearchRoots};
+use crate::config::compose::merge;
+use crate::config::compose::{self, agents};
+use crate::config::problem::{ConfigError, Mistake, Origin, Problem, suggest};
+use crate::config::resolve::interpolation::{InterpolationFailure, Resolver};
+use crate::config::resolve::overrides::Overrides;
+use crate::config::schema::transport;
+use crate::config::schema::{
+    GeneratedRelay, GymConfig, HeadConfig, InstanceConfig, PortRange, PortRequest, ServerReference,
+};
+use crate::config::yaml::node::{Key, Map, Node, Tree};
+use gym_core::ServerKind;
+
+const HEAD_PORT: u16 = 11_000;
+
+type OwnedLookup = Box<dyn Fn(&str) -> Option<String> + Send>;
+type PickPort = Box<dyn FnMut(&PortRequest<'_>) -> Option<u16> + Send>;
+
+/// Reads NeMo Gym's configuration.
+///
+/// ```no_run
+/// use gym_client::config::{ConfigLoader, Overrides};
+///
+/// let overrides = Overrides::parse(["+policy_model_name=my-model"])?;
+/// let config = ConfigLoader::new("/the/working/dir").load(&["env.yaml", "model.yaml"], &overrides)?;
+/// for instance in &config.instances {
+///     println!("{} is a {}", instance.name, instance.kind);
+/// }
+/// # Ok::<(), gym_client::config::ConfigError>(())
+/// ```
+pub struct ConfigLoader {
+    roots: SearchRoots,
+    environment: OwnedLookup,
+    pick_port: Option<PickPort>,
+    env_file: bool,
+    initial: Option<Value>,
+    defaults: Vec<(String, Value)>,
+    absolute_ip: Option<String>,
+}
+
+impl fmt::Debug for ConfigLoader {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ConfigLoader").field("roots", &self.roots).finish_non_exhaustive()
+    }
+}
+
+impl ConfigLoader {
+    /// A loader whose relative paths start at `working_dir`, with the process's environment variables.
+    #[must_use]
+    pub fn new(working_dir: impl Into<PathBuf>) -> Self {
+        Self {
+            roots: SearchRoots { searched: Vec::new(), working_dir: working_dir.into(), installed: Vec::new() },
+            environment: Box::new(|name| std::env::var(name).ok()),
+            pick_port: None,
+            env_file: true,
+            initial: None,
+            defaults: Vec::new(),
+            absolute_ip: None,
+        }
+    }
+
+    /// Folders searched before the working directory: `--search-dir` and `NEMO_GYM_EXTRA_ROOTS`.
+    #[must_use]
+    pub fn search_dirs<P: Into<PathBuf>>(mut self, dirs: impl IntoIterator<Item = P>) -> Self {
+        self.roots.searched.extend(dirs.into_iter().map(Into::into));
+        self
+    }
+
+    /// Folders searched last: where a Python interpreter has `nemo-gym` installed.
+    #[must_use]
+    pub fn installed_dirs<P: Into<PathBuf>>(mut self, dirs: impl IntoIterator<Item = P>) -> Self {
+        self.roots.installed.extend(dirs.into_iter().map(Into::into));
+        self
+    }
+
+    /// Environment variables come from here instead of the process.
+    #[must_use]
+    pub fn environment(mut self, lookup: impl Fn(&str) -> Option<String> + Send + 'static) -> Self {
+        self.environment = Box::new(lookup);
+        self
+    }
+
+    /// Chooses a port for each instance that has none. Without it they stay without one ([`InstanceConfig::port`] is
+    /// `None`, and the global YAML says -1, as `gym env resolve` does).
+    #[must_use]
+    pub fn pick_port(mut self, pick: impl FnMut(&PortRequest<'_>) -> Option<u16> + Send + 'static) -> Self {
+        self.pick_port = Some(Box::new(pick));
+        self
+    }
+
+    /// Do not read `env.yaml`.
+    #[must_use]
+    pub fn without_env_file(mut self) -> Self {
+        self.env_file = false;
+        self
+    }
+
+    /// A configuration handed over by a program: above files and `env.yaml`, below the overrides.
+    #[must_use]
+    pub fn initial(mut self, value: Value) -> Self {
+        self.initial = Some(value);
+        self
+    }
+
+    /// A top-level key that is set when nobody else sets it, as in `python_version`.
+    #[must_use]
+    pub fn default_value(mut self, key: impl Into<String>, value: Value) -> Self {
+        self.defaults.push((key.into(), value));
+        self
+    }
+
+    /// This machine's address, used as default host under `use_absolute_ip: true`.
+    #[must_use]
+    pub fn absolute_ip(mut self, ip: impl Into<String>) -> Self {
+        self.absolute_ip = Some(ip.into());
+        self
+    }
+
+    /// Reads, merges and checks.
+    ///
+    /// # Errors
+    /// [`ConfigError::Invalid`] with every mistake found together, [`ConfigError::Unsupported`] for a Ray cluster.
+    pub fn load<P: AsRef<str>>(&mut self, paths: &[P], overrides: &Overrides) -> Result<GymConfig, ConfigError> {
+        let (mut command_line, late) = overrides.tree()?;
+        let initial = match &self.initial {
+            Some(value) => Node::from_json(value, &Origin::of("initial configuration")),
+            None => Node::map(Vec::new(), &Origin::default()),
+        };
+        let mut files = ConfigFiles::new(&self.roots, &*self.environment);
+        let env_file = if self.env_file { files.env_file()? } else { None };
+        let env_file = env_file.unwrap_or_else(|| Node::map(Vec::new(), &Origin::default()));
+
+        let named = self.named_paths(paths, &env_file, &initial, &command_line)?;
+        files.read(named)?;
+        let mut root = Node::map(Vec::new(), &Origin::default());
+        for layer in files.layers().chain([&env_file, &initial]) {
+            self.lay(&mut root, layer)?;
+        }
+        let held = hold_back(&mut command_line, &root);
+        self.lay(&mut root, &command_line)?;
+        let config_paths = files.config_paths();
+        let mut warnings = files.warnings();
+        let files = files.into_paths();
+        set(&mut root, "config_paths", config_paths);
+        late.apply(&mut root)?;
+
+        compose::inherit(&mut root, &*self.environment).map_err(ConfigError::Invalid)?;
+        agents::standalone_agent(&mut root, held, &*self.environment).map_err(ConfigError::Invalid)?;
+        agents::renamed_agents(&mut root);
+        raise_missing(&root)?;
+        let relays = agents::relays(&mut root, &*self.environment).map_err(ConfigError::Invalid)?;
+        self.refuse_ray(&root)?;
+
+        let (resolved, _) = Resolver::new(&root, &*self.environment).all();
+        let (servers, mut problems) = check::servers(&resolved);
+        if matches!(resolved.step("error_on_almost_servers").map(|node| &node.value), Some(Tree::Bool(false))) {
+            warnings.append(&mut problems);
+        }
+        problems.extend(agents::unsupported_models(&root, &*self.environment));
+        warnings.extend(check::reserved_typos(&root, &servers));
+        dangling(&resolved, &servers, &mut problems, &mut warnings);
+        if !problems.is_empty() {
+            return Err(ConfigError::Invalid(problems));
+        }
+
+        let network = self.network(&mut root, &resolved, &servers)?;
+        self.defaults(&mut root, &resolved)?;
+        self.finish(root, &servers, network, LoadedFiles { relays, warnings, files })
+    }
+
+    fn lay(&self, root: &mut Node, layer: &Node) -> Result<(), ConfigError> {
+        merge::merge(root, layer, &*self.environment).map_err(ConfigError::Invalid)
+    }
+
+    /// The files to read: those given, then `config_paths` of the highest layer that has it.
+    fn named_paths<P: AsRef<str>>(
+        &self,
+        paths: &[P],
+        env_file: &Node,
+        initial: &Node,
+        command_line: &Node,
+    ) -> Result<Vec<Node>, ConfigError> {
+        let origin = Origin::of(crate::config::resolve::overrides::COMMAND_LINE);
+        let mut named: Vec<Node> = paths.iter().map(|path| Node::text(path.as_ref(), &origin)).collect();
+        let listed = if command_line.step("config_paths").is_some() || !named.is_empty() {
+            command_line.clone()
+        } else {
+            let mut early = env_file.clone();
+            self.lay(&mut early, initial)?;
+            early
+        };
+        named.extend(crate::config::compose::files::listed(&listed, &*self.environment)?);
+        Ok(named)
+    }
+
+    fn refuse_ray(&self, root: &Node) -> Result<(), ConfigError> {
+        let key = "ray_head_node_address";
+        let Some(node) = root.step(key) else { return Ok(()) };
+        let value = Resolver::new(root, &*self.environment).value_at(&[key]);
+        if value.is_some_and(|value| matches!(value.value, Tree::Null)) {
+            return Ok(());
+        }
+        Err(ConfigError::Unsupported {
+            origin: node.origin.clone(),
+            key: key.to_owned(),
+            what: "joining a Ray cluster".to_owned(),
+            fix: format!("remove {key} (or set it to null) and run everything on this machine"),
+        })
+    }
+
+    fn network(
+        &mut self,
+        root: &mut Node,
+        resolved: &Node,
+        servers: &[check::FoundServer],
+    ) -> Result<NetworkSettings, ConfigError> {
+        let absolute = matches!(resolved.step("use_absolute_ip").map(|n| &n.value), Some(Tree::Bool(true)));
+        let default_host = if absolute {
+            self.absolute_ip.clone().or_else(own_ip).ok_or_else(|| {
+                place(resolved, "use_absolute_ip", "this machine's host name has no IPv4 address")
+                    .fix("set default_host to the address and use_absolute_ip to false")
+            })?
+        } else {
+            truthy(resolved, &["default_host"]).unwrap_or_else(|| "127.0.0.1".to_owned())
+        };
+        set_default(root, "use_absolute_ip", Tree::Bool(false));
+        let head = HeadConfig {
+            host: text_or(resolved, &["head_server", "host"], &default_host)?,
+            port: port_at(resolved, &["head_server", "port"])?.unwrap_or(HEAD_PORT),
+        };
+        let low = port_at(resolved, &["port_range_low"])?.unwrap_or(10_001);
+        let high = port_at(resolved, &["port_range_high"])?.unwrap_or(20_000);
+        if low > high {
+            return Err(place(resolved, "port_range_low", format!("{low} is above port_range_high, {high}"))
+                .fix("swap the two")
+                .into());
+        }
+        set_default(root, "port_range_low", Tree::Int(i128::from(low)));
+        set_default(root, "port_range_high", Tree::Int(i128::from(high)));
+
+        let ports = PortRange { low, high };
+        let mut fixed = vec![head.port];
+        for server in servers {
+            fixed.extend(port_at(resolved, &server.path("port"))?.filter(|port| *port != 0));
+        }
+        let mut disallowed = vec![head.port];
+        // As they were written: a port given as text stays text in the mapping that Python reads.
+        let mut listed = vec![Node::new(Tree::Int(i128::from(head.port)), Origin::default())];
+        for server in servers {
+            let port = port_at(resolved, &server.path("port"))?.filter(|port| *port != 0);
+            let host = truthy(resolved, &server.path("host"));
+            let chosen = match (port, &mut self.pick_port) {
+                (Some(port), _) => Some(port),
+                (None, None) => None,
+                (None, Some(pick)) => {
+                    let request = PortRequest { instance: &server.name, range: ports, disallowed: &fixed };
+                    let port = pick(&request).ok_or_else(|| {
+                        Problem::new(
+                            Mistake::Port,
+                            &Origin::default(),
+                            "",
+                            format!("no port from {low} to {high} is free"),
+                        )
+                        .instance(&server.name)
+                        .fix("widen port_range_low to port_range_high, or set the instance's port")
+                    })?;
+                    fixed.push(port);
+                    Some(port)
+                }
+            };
+            disallowed.extend(chosen);
+            listed.extend(chosen.map(|port| match at(resolved, &server.path("port")) {
+                Some(node) if !matches!(node.value, Tree::Null | Tree::Int(0)) => node.clone(),
+                _ => Node::new(Tree::Int(i128::from(port)), Origin::default()),
+            }));
+            let skip: Vec<(&str, Node)> = ["skip_verification", "skip_verification_reward"]
+                .into_iter()
+                .filter(|_| server.kind == ServerKind::Agent)
+                .filter_map(|key| Some((key, resolved.step(key)?.clone())))
+                .filter(|(_, node)| !matches!(node.value, Tree::Null))
+                .collect();
+            let Some(settings) = settings_mut(root, server) else { continue };
+            if host.is_none() {
+                settings.set(Key::from("host"), Node::text(default_host.clone(), &Origin::default()));
+            }
+            if port.is_none() {
+                let port = chosen.map_or(-1, i128::from);
+                settings.set(Key::from("port"), Node::new(Tree::Int(port), Origin::default()));
+            }
+            for (key, node) in skip {
+                if !settings.contains(key) {
+                    settings.set(Key::from(key), node);
+                }
+            }
+        }
+        set(root, "disallowed_ports", Node::new(Tree::List(listed), Origin::default()));
+        let mut block = root
+            .step("head_server")
+            .filter(|node| node.as_map().is_some())
+            .cloned()
+            .unwrap_or_else(|| Node::map(Vec::new(), &Origin::default()));
+        set_default(&mut block, "host", Tree::Text(default_host.clone()));
+        set_default(&mut block, "port", Tree::Int(i128::from(HEAD_PORT)));
+        set(root, "head_server", block);
+        Ok(NetworkSettings { default_host, head, ports, disallowed })
+    }
+
+    /// The other keys that NeMo Gym's servers expect to be filled in.
+    fn defaults(&self, root: &mut Node, resolved: &Node) -> Result<(), ConfigError> {
+        for (key, value) in &self.defaults {
+            set_default(root, key, Node::from_json(value, &Origin::default()).value);
+        }
+        for key in ["allow_openai_version_skew", "skip_venv_if_present", "dry_run"] {
+            set_default(root, key, Tree::Bool(false));
+        }
+        for key in ["server_spinup_timeout_seconds", "model_endpoint_readiness_timeout_seconds"] {
+            set_default(root, key, Tree::Int(600));
+        }
+        let working_dir =
+            std::path::absolute(&self.roots.working_dir).unwrap_or_else(|_| self.roots.working_dir.clone());
+        for (key, folder) in [("results_dir", "results"), ("cache_dir", "cache")] {
+            let path = match resolved.step(key) {
+                None => working_dir.join(folder),
+                Some(node) => match node.as_text().filter(|text| !text.is_empty()) {
+                    Some(text) => working_dir.join(self.home(text)),
+                    None => return Err(place(resolved, key, "a path is expected").fix("write a folder's name").into()),
+                },
+            };
+            let origin = root.step(key).map(|node| node.origin.clone()).unwrap_or_default();
+            set(root, key, Node::text(settled(&path).to_string_lossy(), &origin));
+        }
+        let cache = root.step("cache_dir").and_then(Node::as_text).map(PathBuf::from).unwrap_or_default();
+        set_default(root, "uv_cache_dir", Tree::Text(cache.join("uv").to_string_lossy().into_owned()));
+        let exported = (self.environment)("UV_LOCK_TIMEOUT").and_then(|text| text.trim().parse::<u64>().ok());
+        set_default(root, "uv_lock_timeout_seconds", Tree::Int(i128::from(exported.unwrap_or(1_800))));
+        set_default(root, "uv_venv_dir", Tree::Text(working_dir.to_string_lossy().into_owned()));
+        Ok(())
+    }
+
+    fn home(&self, path: &str) -> PathBuf {
+        match path.strip_prefix("~/").and_then(|rest| Some(PathBuf::from((self.environment)("HOME")?).join(rest))) {
+            Some(path) => path,
+            None => PathBuf::from(path),
+        }
+    }
+
+    fn finish(
+        &self,
+        root: Node,
+        servers: &[check::FoundServer],
+        network: NetworkSettings,
+        loaded: LoadedFiles,
+    ) -> Result<GymConfig, ConfigError> {
+        let (resolved, failures) = Resolver::new(&root, &*self.environment).all();
+        let mut problems = Vec::new();
+        let mut later: Vec<(InterpolationFailure, Problem)> = Vec::new();
+        for failure in failures {
+            let problem = failure_problem(&failure, servers);
+            // NeMo Gym looks at the top level and at the first level of a server; what is below, it resolves when a
+            // server asks for it.
+            let first = servers.iter().any(|server| failure.path.len() == 4 && server.holds(&failure.path));
+            if failure.path.len() == 1 || first {
+                problems.push(problem);
+            } else {
+                later.push((failure, problem));
+            }
+        }
+        if !problems.is_empty() {
+            return Err(ConfigError::Invalid(problems));
+        }
+        let mut instances = Vec::new();
+        for server in servers {
+            let unresolved =
+                later.iter().filter(|(failure, _)| server.holds(&failure.path)).map(|(_, p)| p.clone()).collect();
+            instances.push(instance(server, &resolved, unresolved)?);
+        }
+        let transport_policy = transport::transport_policy(&resolved)?;
+        let mut warnings = loaded.warnings;
+        warnings.extend(later.into_iter().map(|(_, problem)| problem));
+        shared_ports(&instances, &network.head, &mut warnings);
+        let top = resolved.as_map().map(|map| map.0.as_slice()).unwrap_or_default();
+        let variables = top
+            .iter()
+            .map(|(key, node)| (key.to_string(), node))
+            .filter(|(key, _)| !check::is_reserved(key) && !servers.iter().any(|server| server.name == *key))
+            .map(|(key, node)| (key, node.to_json()))
+            .collect();
+        Ok(GymConfig {
+            instances,
+            head: network.head,
+            transport_policy,
+            default_host: network.default_host,
+            ports: network.ports,
+            disallowed_ports: network.disallowed,
+            variables,
+            merged: resolved.to_json(),
+            relays: loaded.relays.into_iter().map(|(agent, name)| GeneratedRelay { agent, name }).collect(),
+            files: loaded.files,
+            warnings,
+            raw: root,
+        })
+    }
+}
+
+struct NetworkSettings {
+    default_host: String,
+    head: HeadConfig,
+    ports: PortRange,
+    disallowed: Vec<u16>,
+}
+
+struct LoadedFiles {
+    relays: Vec<(String, String)>,
+    warnings: Vec<Problem>,
+    files: Vec<PathBuf>,
+}
+
+impl check::FoundServer {
+    fn path<'a>(&'a self, key: &'a str) -> [&'a str; 4] {
+        [&self.name, self.kind.as_str(), &self.implementation, key]
+    }
+
+    fn holds(&self, path: &[String]) -> bool {
+        path.len() >= 3 && path[0] == self.name && path[1] == self.kind.as_str() && path[2] == self.implementation
+    }
+}
+
+fn at<'a>(root: &'a Node, path: &[&str]) -> Option<&'a Node> {
+    path.iter().try_fold(root, |node, step| node.step(step))
+}
+
+fn set(root: &mut Node, key: &str, node: Node) {
+    root.as_map_mut().expect("the root is a mapping").set(Key::from(key), node);
+}
+
+/// Fills a key that is absent; a null that somebody wrote stays, as with Python's `setdefault`.
+fn set_default(root: &mut Node, key: &str, value: Tree) {
+    if root.step(key).is_none() {
+        set(root, key, Node::new(value, Origin::default()));
+    }
+}
+
+fn settings_mut<'a>(root: &'a mut Node, server: &check::FoundServer) -> Option<&'a mut Map> {
+    let kinds = root.as_map_mut()?.get_mut(&server.name)?.as_map_mut()?;
+    let implementations = kinds.get_mut(server.kind.as_str())?.as_map_mut()?;
+    implementations.0.iter_mut().find(|(key, _)| key.to_string() == server.implementation)?.1.as_map_mut()
+}
+
+fn place(root: &Node, key: &str, what: impl Into<Box<str>>) -> Problem {
+    let mut path = key.split('.').collect::<Vec<_>>();
+    let mut origin = Origin::default();
+    while !path.is_empty() {
+        if let Some(node) = at(root, &path) {
+            origin = node.origin.clone();
+            break;
+        }
+        path.pop();
+    }
+    Problem::new(Mistake::Value, &origin, key, what)
+}
+
+fn truthy(root: &Node, path: &[&str]) -> Option<String> {
+    at(root, path)?.as_text().filter(|text| !text.is_empty()).map(str::to_owned)
+}
+
+fn text_or(root: &Node, path: &[&str], default: &str) -> Result<String, Problem> {
+    match at(root, path) {
+        None | Some(Node { value: Tree::Null, .. }) => Ok(default.to_owned()),
+        Some(node) => node.as_text().map(str::to_owned).ok_or_else(|| {
+            place(root, &path.join("."), format!("{} where text is expected", node.kind())).fix("put it in quotes")
+        }),
+    }
+}
+
+fn port_at(root: &Node, path: &[&str]) -> Result<Option<u16>, Problem> {
+    let Some(node) = at(root, path) else { return Ok(None) };
+    let port = match &node.value {
+        Tree::Null => return Ok(None),
+        Tree::Int(int) => u16::try_from(*int).ok(),
+        Tree::Float(float) if float.fract() == 0.0 => u16::try_from(*float as i128).ok(),
+        Tree::Text(text) => text.trim().parse().ok(),
+        _ => None,
+    };
+    port.map(Some).ok_or_else(|| {
+        place(root, &path.join("."), format!("'{}' is no port", node.python_str())).fix("use a number from 1 to 65535")
+    })
+}
+
+/// An absolute path without `.`, `..` and, where it exists, symbolic links.
+fn settled(path: &Path) -> PathBuf {
+    if let Ok(path) = std::fs::canonicalize(path) {
+        return path;
+    }
+    let mut out = PathBuf::new();
+    for part in path.components() {
+        match part {
+            std::path::Component::ParentDir => {
+                out.pop();
+            }
+            std::path::Component::CurDir => {}
+            part => out.push(part),
+        }
+    }
+    out
+}
+
+/// What this machine's own name resolves to.
+fn own_ip() -> Option<String> {
+    use std::net::ToSocketAddrs;
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").ok()?;
+    let mut addresses = (name.trim(), 0).to_socket_addrs().ok()?;
+    addresses.find(std::net::SocketAddr::is_ipv4).map(|address| address.ip().to_string())
+}
+
+/// Takes overrides of agents that composing is about to create out of the command line.
+fn hold_back(command_line: &mut Node, root: &Node) -> Map {
+    let names = agents::composed_names(root);
+    let mut held = Map::default();
+    if let Some(map) = command_line.as_map_mut() {
+        for name in names {
+            if let Some(node) = map.remove(&name) {
+                held.set(Key::Text(name), node);
+            }
+        }
+    }
+    held
+}
+
+fn raise_missing(root: &Node) -> Result<(), ConfigError> {
+    let mut missing = Vec::new();
+    check::missing(root, "", &mut missing);
+    let problems: Vec<Problem> = missing
+        .into_iter()
+        .map(|(path, origin)| {
+            Problem::new(Mistake::Missing, &origin, path.clone(), "the value is required and still ???")
+                .fix(format!("set it on the command line (++{path}=<value>), in env.yaml or in a file"))
+        })
+        .collect();
+    if problems.is_empty() { Ok(()) } else { Err(ConfigError::Invalid(problems)) }
+}
+
+/// References to servers that are not there: at the first level an error as in NeMo Gym, deeper a warning.
+fn dangling(resolved: &Node, servers: &[check::FoundServer], problems: &mut Vec<Problem>, warnings: &mut Vec<Problem>) {
+    for server in servers {
+        let Some(settings) = at(resolved, &server.path("")[..3]) else { continue };
+        let mut references = Vec::new();
+        check::references(settings, "", &mut references);
+        for (field, kind, name, origin) in references {
+            if field.is_empty() || servers.iter().any(|other| other.kind == kind && other.name == name) {
+                continue;
+            }
+            let same: Vec<&str> = servers.iter().filter(|s| s.kind == kind).map(|s| s.name.as_str()).collect();
+            let other = servers.iter().find(|other| other.name == name);
+            let fix = match other {
+                Some(other) => format!("'{name}' is one of the {}: write type: {}", other.kind, other.kind),
+                None if resolved.step(&name).is_some() => format!(
+                    "'{name}' has no entrypoint, so it is no server; add 'entrypoint: app.py' to it, or name one of: {}",
+                    same.join(", ")
+                ),
+                None => suggest(&name, &same, kind.as_str()),
+            };
+            let key = server.path(&field).join(".");
+            let what = format!("it refers to '{name}' of {kind}, which no file defines");
+            let problem = Problem::new(Mistake::Reference, &origin, key, what).instance(&server.name).fix(fix);
+            if field.contains(['.', '[']) { warnings.push(problem) } else { problems.push(problem) }
+        }
+    }
+}
+
+fn failure_problem(failure: &InterpolationFailure, servers: &[check::FoundServer]) -> Problem {
+    let problem =
+        Problem::new(Mistake::Interpolation, &failure.origin, failure.path.join("."), failure.why.what.as_str())
+            .fix(&failure.why.fix);
+    match servers.iter().find(|server| server.holds(&failure.path)) {
+        Some(server) => problem.instance(&server.name),
+        None => problem,
+    }
+}
+
+fn instance(
+    server: &check::FoundServer,
+    resolved: &Node,
+    unresolved: Vec<Problem>,
+) -> Result<InstanceConfig, ConfigError> {
+    let path = server.path("");
+    let node = at(resolved, &path[..3]).cloned().unwrap_or_else(|| Node::map(Vec::new(), &Origin::default()));
+    let mut found = Vec::new();
+    check::references(&node, "", &mut found);
+    let references = found.into_iter().map(|(field, kind, name, _)| ServerReference { field, kind, name }).collect();
+    let text = |key: &str| node.step(key).and_then(Node::as_text).map(str::to_owned);
+    let settings = match node.to_json() {
+        Value::Object(map) => map,
+        _ => serde_json::Map::new(),
+    };
+    let num_workers = settings.get("num_workers").and_then(|value| match value {
+        Value::String(text) => text.trim().parse().ok(),
+        value => value.as_u64().or_else(|| value.as_f64().map(|float| float as u64)),
+    });
+    let mut config = InstanceConfig {
+        name: server.name.clone(),
+        kind: server.kind,
+        implementation: server.implementation.clone(),
+        host: text("host").unwrap_or_default(),
+        port: match node.step("port").map(|node| &node.value) {
+            Some(Tree::Int(-1)) => None,
+            _ => port_at(resolved, &server.path("port"))?,
+        },
+        num_workers,
+        entrypoint: text("entrypoint"),
+        domain: text("domain"),
+        references,
+        datasets: Vec::new(),
+        settings,
+        origin: node.origin.clone(),
+        unresolved,
+        node,
+    };
+    config.datasets = match config.settings.get("datasets") {
+        Some(Value::Array(items)) if !items.is_empty() => config.read(&["datasets"])?,
+        _ => Vec::new(),
+    };
+    Ok(config)
+}
+
+/// Two servers that want one port on one host cannot both start.
+fn shared_ports(instances: &[InstanceConfig], head: &HeadConfig, warnings: &mut Vec<Problem>) {
+    for (index, instance) in instances.iter().enumerate() {
+        let Some(port) = instance.port else { continue };
+        let earlier = instances[..index].iter().find(|other| other.port == Some(port) && other.host == instance.host);
+        let other = match earlier {
+            Some(other) => format!("'{}'", other.name),
+            None if head.port == port && head.host == instance.host => "the head server".to_owned(),
+            None => continue,
+        };
+        let origin = instance.node.step("port").map_or(&instance.origin, |node| &node.origin);
+        warnings.push(
+            Problem::new(Mistake::Port, origin, "port", format!("port {port} is also the port of {other}"))
+                .instance(&instance.name)
+                .fix("give one of them another port, or remove the key to have one chosen"),
+        );
+    }
+}

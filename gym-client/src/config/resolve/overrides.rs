@@ -1,0 +1,365 @@
+//! Command-line overrides in Hydra's language: `+key=value`, `++key=value`, `key=value`, `~key`.
+//!
+//! `+` adds and `++` adds or replaces before the files are merged, as in NeMo Gym. `key=value` and `~key` change what
+//! the files define, so they are applied to the merged result; NeMo Gym itself refuses them there.
+
+use crate::config::problem::{ConfigError, Mistake, Origin, Problem, nearest};
+use crate::config::resolve::grammar::{Inserted, ValueParser};
+use crate::config::yaml::node::{Key, Map, Node, Tree};
+
+/// The place that errors about overrides name.
+pub(crate) const COMMAND_LINE: &str = "command line";
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum OverrideVerb {
+    /// `+key=value`
+    Add,
+    /// `++key=value`
+    Force,
+    /// `key=value`
+    Change,
+    /// `~key`
+    Delete,
+}
+
+#[derive(Clone, Debug)]
+struct ParsedOverride {
+    verb: OverrideVerb,
+    path: Vec<String>,
+    value: Option<Node>,
+    text: String,
+}
+
+/// Parsed command-line overrides, in their order.
+#[derive(Clone, Debug, Default)]
+pub struct Overrides {
+    items: Vec<ParsedOverride>,
+}
+
+impl Overrides {
+    /// Parses each argument; all bad ones are reported together.
+    ///
+    /// # Errors
+    /// [`ConfigError::Invalid`] with one problem for each argument that is no override.
+    pub fn parse<I>(arguments: I) -> Result<Self, ConfigError>
+    where
+        I: IntoIterator,
+        I::Item: AsRef<str>,
+    {
+        let mut items = Vec::new();
+        let mut problems = Vec::new();
+        for argument in arguments {
+            match parse_one(argument.as_ref()) {
+                Ok(item) => items.push(item),
+                Err(problem) => problems.push(problem),
+            }
+        }
+        if problems.is_empty() { Ok(Self { items }) } else { Err(ConfigError::Invalid(problems)) }
+    }
+
+    /// Whether an argument looks like an override and not like an option or a file.
+    #[must_use]
+    pub fn looks_like_one(argument: &str) -> bool {
+        let argument = unquoted(argument);
+        let body = argument.trim_start_matches(['+', '~']);
+        !argument.starts_with('-') && (argument.starts_with('~') || body.contains('=')) && !body.is_empty()
+    }
+
+    /// No override at all.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.items.is_empty()
+    }
+
+    /// What `+` and `++` build, and the `key=value` and `~key` that wait for the merged files.
+    pub(crate) fn tree(&self) -> Result<(Node, LateOverrides<'_>), ConfigError> {
+        let mut root = Node::map(Vec::new(), &Origin::of(COMMAND_LINE));
+        let mut late = Vec::new();
+        let mut problems = Vec::new();
+        for item in &self.items {
+            let there = root.at(&item.path);
+            let result = match (item.verb, &item.value) {
+                (OverrideVerb::Add, Some(value)) => match there {
+                    Some(node) if !value.is_container() && !matches!(node.value, Tree::Null) => Err(item
+                        .problem("the key was given twice")
+                        .fix("keep one, or write ++ to replace the earlier value")),
+                    _ => update(&mut root, &item.path, value).map_err(|what| item.problem(what)),
+                },
+                (OverrideVerb::Force, Some(value)) => {
+                    update(&mut root, &item.path, value).map_err(|what| item.problem(what))
+                }
+                (OverrideVerb::Change, Some(value)) if there.is_some() => {
+                    update(&mut root, &item.path, value).map_err(|what| item.problem(what))
+                }
+                (OverrideVerb::Delete, _) if there.is_some() => {
+                    remove(&mut root, &item.path);
+                    Ok(())
+                }
+                (OverrideVerb::Change | OverrideVerb::Delete, _) if item.path[0] == "config_paths" => Err(item
+                    .problem("the list of files is read before anything can change it")
+                    .fix("write +config_paths=[a.yaml,b.yaml]")),
+                _ => {
+                    late.push(item);
+                    Ok(())
+                }
+            };
+            if let Err(problem) = result {
+                problems.push(problem);
+            }
+        }
+        if problems.is_empty() { Ok((root, LateOverrides(late))) } else { Err(ConfigError::Invalid(problems)) }
+    }
+}
+
+/// `key=value` and `~key`, which need the merged files.
+#[derive(Debug)]
+pub(crate) struct LateOverrides<'a>(Vec<&'a ParsedOverride>);
+
+impl LateOverrides<'_> {
+    pub(crate) fn apply(&self, root: &mut Node) -> Result<(), ConfigError> {
+        let mut problems = Vec::new();
+        for item in &self.0 {
+            let Some(there) = root.at(&item.path) else {
+                problems.push(item.absent(root));
+                continue;
+            };
+            match (&item.value, item.verb) {
+                (Some(value), OverrideVerb::Delete) if there.to_json() != value.to_json() => problems.push(
+                    item.problem("the key has another value, so it is not deleted")
+                        .fix(format!("write ~{} to delete it whatever it holds", item.path.join("."))),
+                ),
+                (_, OverrideVerb::Delete) => remove(root, &item.path),
+                (Some(value), _) => {
+                    if let Err(what) = update(root, &item.path, value) {
+                        problems.push(item.problem(what));
+                    }
+                }
+                (None, _) => {}
+            }
+        }
+        if problems.is_empty() { Ok(()) } else { Err(ConfigError::Invalid(problems)) }
+    }
+}
+
+impl ParsedOverride {
+    fn problem(&self, what: impl Into<Box<str>>) -> Problem {
+        let what: Box<str> = what.into();
+        let what = format!("{what} (in '{}')", hidden(&self.text));
+        Problem::new(Mistake::Override, &Origin::of(COMMAND_LINE), self.path.join("."), what)
+    }
+
+    fn absent(&self, root: &Node) -> Problem {
+        let mut parent = root;
+        let mut known = 0;
+        while let Some(next) = self.path.get(known).and_then(|step| parent.step(step)) {
+            parent = next;
+            known += 1;
+        }
+        let names: Vec<String> =
+            parent.as_map().map(|map| map.0.iter().map(|(key, _)| key.to_string()).collect()).unwrap_or_default();
+        let near = nearest(&self.path[known.min(self.path.len() - 1)], names.iter().map(String::as_str));
+        let near = near.map(|name| format!("did you mean '{}'? ", joined(&self.path[..known], name)));
+        let near = near.unwrap_or_default();
+        match self.verb {
+            OverrideVerb::Delete => {
+                self.problem("there is no such key to delete").fix(format!("{near}else leave it out"))
+            }
+            _ => self
+                .problem("no file defines the key")
+                .fix(format!("{near}to add a new key, write +{}", hidden(&self.text))),
+        }
+    }
+}
+
+fn joined(path: &[String], last: &str) -> String {
+    path.iter().map(String::as_str).chain([last]).collect::<Vec<_>>().join(".")
+}
+
+/// A value that goes with a key that names a secret is not repeated in an error.
+fn hidden(text: &str) -> String {
+    match text.split_once('=') {
+        Some((key, _)) if crate::config::yaml::writer::is_secret_key(key.rsplit('.').next().unwrap_or(key)) => {
+            format!("{key}=****")
+        }
+        _ => text.to_owned(),
+    }
+}
+
+/// The argument without the quotes that a paste may have left around it.
+fn unquoted(argument: &str) -> &str {
+    let trimmed = argument.trim();
+    for quote in ['"', '\''] {
+        if let Some(inner) = trimmed.strip_prefix(quote).and_then(|rest| rest.strip_suffix(quote))
+            && inner.starts_with(['+', '~'])
+        {
+            return inner;
+        }
+    }
+    trimmed
+}
+
+fn parse_one(argument: &str) -> Result<ParsedOverride, Problem> {
+    let text = unquoted(argument);
+    let origin = Origin::of(COMMAND_LINE);
+    let bad = |what: String, fix: String| Problem::new(Mistake::Override, &origin, "", what).fix(fix);
+    let (verb, rest) = if let Some(rest) = text.strip_prefix("++") {
+        (OverrideVerb::Force, rest)
+    } else if let Some(rest) = text.strip_prefix('+') {
+        (OverrideVerb::Add, rest)
+    } else if let Some(rest) = text.strip_prefix('~') {
+        (OverrideVerb::Delete, rest)
+    } else {
+        (OverrideVerb::Change, text)
+    };
+    let (key, value) = match rest.split_once('=') {
+        Some((key, value)) => (key, Some(value)),
+        None => (rest, None),
+    };
+    if value.is_none() && verb != OverrideVerb::Delete {
+        return Err(bad(
+            format!("'{text}' is no override: there is no '='"),
+            format!("write {text}=VALUE, or ~{rest} to delete a key"),
+        ));
+    }
+    if key.is_empty() {
+        return Err(bad(format!("'{}' names no key", hidden(text)), "write +key=value".to_owned()));
+    }
+    if key != key.trim() {
+        return Err(bad(
+            format!("'{}' has a space beside its key", hidden(text)),
+            format!("write it without: +{}=…", key.trim()),
+        ));
+    }
+    if key.contains('/') || key.contains('@') {
+        return Err(bad(
+            format!("'{key}' is a Hydra config group, and there are none here"),
+            "separate the keys by dots: a.b.c".to_owned(),
+        ));
+    }
+    let path: Vec<String> = key.split('.').map(str::to_owned).collect();
+    for (index, step) in path.iter().enumerate() {
+        let word = step.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_' || c == '$')
+            && step.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'_' | b'-' | b'$'));
+        let number = index > 0 && !step.is_empty() && step.bytes().all(|b| b.is_ascii_digit());
+        if !word && !number {
+            let shown = if step.is_empty() { "an empty step".to_owned() } else { format!("'{step}'") };
+            return Err(bad(
+                format!("'{key}' is no key: {shown} is not a name"),
+                "use letters, digits, _ and - with dots between, for example a.b.c; put other names into a file"
+                    .to_owned(),
+            ));
+        }
+    }
+    let value = match value.map(str::trim) {
+        None => None,
+        Some("") => Some(Node::text("", &origin)),
+        Some(value) => Some(ValueParser::new(value, &origin, |_| Ok(Inserted::Verbatim)).only().map_err(|what| {
+            let shown = hidden(text);
+            let fix = if what.starts_with("a list without") {
+                format!("write brackets: {key}=[{value}]")
+            } else if shown == text {
+                format!(
+                    "quote the value for this parser and for the shell: '{}=\"{}\"'",
+                    &text[..text.len() - value.len() - 1],
+                    value.replace('"', "\\\"")
+                )
+            } else {
+                "quote the value for this parser and for the shell: '+key=\"value\"'".to_owned()
+            };
+            Problem::new(Mistake::Override, &origin, key, format!("cannot read '{shown}': {what}")).fix(fix)
+        })?),
+    };
+    Ok(ParsedOverride { verb, path, value, text: text.to_owned() })
+}
+
+/// Sets a key, making the mappings on the way; mappings are merged, lists replaced.
+fn update(root: &mut Node, path: &[String], value: &Node) -> Result<(), String> {
+    let (last, way) = path.split_last().expect("a key has at least one step");
+    let mut place = root;
+    for step in way {
+        if !place.is_container() {
+            place.value = Tree::Map(Map::default());
+        }
+        let origin = value.origin.clone();
+        place = match &mut place.value {
+            Tree::List(items) => {
+                let length = items.len();
+                step.parse::<usize>()
+                    .ok()
+                    .and_then(|index| items.get_mut(index))
+                    .ok_or_else(|| format!("the list has {length} entries, and '{step}' is none of them"))?
+            }
+            Tree::Map(map) => {
+                let key = map
+                    .0
+                    .iter()
+                    .find(|(k, _)| k.to_string() == *step)
+                    .map_or(Key::from(step.as_str()), |(k, _)| k.clone());
+                if map.get_key(&key).is_none() {
+                    map.set(key.clone(), Node::new(Tree::Map(Map::default()), origin));
+                }
+                map.get_key_mut(&key).expect("set just above")
+            }
+            _ => unreachable!("made a mapping above"),
+        };
+        if !place.is_container() {
+            *place = Node::new(Tree::Map(Map::default()), value.origin.clone());
+        }
+    }
+    match &mut place.value {
+        Tree::List(items) => {
+            let length = items.len();
+            let item = last
+                .parse::<usize>()
+                .ok()
+                .and_then(|index| items.get_mut(index))
+                .ok_or_else(|| format!("the list has {length} entries, and '{last}' is none of them"))?;
+            *item = value.clone();
+        }
+        Tree::Map(map) => {
+            let key =
+                map.0.iter().find(|(k, _)| k.to_string() == *last).map_or(Key::from(last.as_str()), |(k, _)| k.clone());
+            match (map.get_key_mut(&key), &value.value) {
+                (Some(Node { value: Tree::Map(old), .. }), Tree::Map(new)) => overlay(old, new),
+                _ => map.set(key, value.clone()),
+            }
+        }
+        _ => return Err("the key above it holds no mapping".to_owned()),
+    }
+    Ok(())
+}
+
+fn overlay(old: &mut Map, new: &Map) {
+    for (key, node) in &new.0 {
+        match (old.get_key_mut(key), &node.value) {
+            (Some(Node { value: Tree::Map(below), .. }), Tree::Map(above)) => overlay(below, above),
+            (Some(_), _) if node.is_missing() => {}
+            _ => old.set(key.clone(), node.clone()),
+        }
+    }
+}
+
+fn remove(root: &mut Node, path: &[String]) {
+    let (last, way) = path.split_last().expect("a key has at least one step");
+    let mut place = root;
+    for step in way {
+        let next = match &mut place.value {
+            Tree::Map(map) => map.0.iter_mut().find(|(k, _)| k.to_string() == *step).map(|(_, node)| node),
+            Tree::List(items) => step.parse::<usize>().ok().and_then(|index| items.get_mut(index)),
+            _ => None,
+        };
+        match next {
+            Some(next) => place = next,
+            None => return,
+        }
+    }
+    match &mut place.value {
+        Tree::Map(map) => map.0.retain(|(key, _)| key.to_string() != *last),
+        Tree::List(items) => {
+            if let Some(index) = last.parse::<usize>().ok().filter(|index| *index < items.len()) {
+                items.remove(index);
+            }
+        }
+        _ => {}
+    }
+}

@@ -1,0 +1,102 @@
+//! A cluster and its worker groups as data, with the key names of NeMo RL's documentation.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use gym_core::group::cluster::{ClusterSpec, WorkerGroupConfig};
+use gym_core::{Code, Error};
+
+use crate::config::{ConfigError, Mistake, Problem, nearest_name};
+use crate::group::cluster::blocks::Blocks;
+
+/// The block of the cluster; every other block is a worker group.
+const CLUSTER: &str = "cluster";
+
+/// A file with a block `cluster` and a block for each worker group, as JSON or YAML:
+///
+/// ```yaml
+/// cluster: {bundle_ct_per_node_list: [4, 8, 2], enable_colocation: true}
+/// policy: {memory_limit: 8GB, restart_on_failure: true, max_restarts: 3}
+/// generation: {load_balancing_strategy: least_pending}
+/// ```
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct ClusterFile {
+    /// The cluster.
+    pub cluster: ClusterSpec,
+    /// Its worker groups by name.
+    pub groups: BTreeMap<String, WorkerGroupConfig>,
+    source: String,
+}
+
+impl ClusterFile {
+    /// Reads and checks a file.
+    ///
+    /// # Errors
+    /// Names file, line and key of what is no key, has the wrong type, contradicts something, or is not there yet
+    /// ([`ConfigError::Unsupported`]).
+    pub fn read(path: impl AsRef<Path>) -> Result<Self, ConfigError> {
+        let path = path.as_ref();
+        let blocks = Blocks::read(path)?;
+        let cluster: ClusterSpec = blocks.block(CLUSTER)?;
+        cluster.validate().map_err(|error| placed(&blocks, CLUSTER, &error))?;
+        let mut groups = BTreeMap::new();
+        for name in blocks.names().into_iter().filter(|name| name != CLUSTER) {
+            let group: WorkerGroupConfig = blocks.block(&name)?;
+            group.validate().map_err(|error| placed(&blocks, &name, &error))?;
+            groups.insert(name, group);
+        }
+        Ok(Self { cluster, groups, source: path.display().to_string() })
+    }
+
+    /// The worker group of that name.
+    ///
+    /// # Errors
+    /// `NotFound` naming the file and the nearest name, or those there are.
+    pub fn group(&self, name: &str) -> Result<WorkerGroupConfig, Error> {
+        self.groups.get(name).cloned().ok_or_else(|| {
+            let known: Vec<&str> = self.groups.keys().map(String::as_str).collect();
+            let fix = match nearest_name(name, known.iter().copied()) {
+                Some(near) => format!("did you mean `{near}`?"),
+                None => format!("it has {}", if known.is_empty() { "none".to_owned() } else { known.join(", ") }),
+            };
+            Error::not_started(Code::NotFound, format!("no worker group `{name}`; {fix}")).about(self.source.clone())
+        })
+    }
+}
+
+/// What a block's own check refuses, at its place: its text begins with the key.
+fn placed(blocks: &Blocks, block: &str, error: &Error) -> ConfigError {
+    let key = error.message().split(' ').next().unwrap_or_default();
+    let (origin, path) = (blocks.origin([block, key]), format!("{block}.{key}"));
+    let (what, fix) = error.message().split_once("; ").unwrap_or((error.message(), ""));
+    if error.code() == Code::Unimplemented {
+        let what = format!("the value {}", blocks.text([block, key]).unwrap_or_default());
+        return ConfigError::Unsupported { origin, key: path, what, fix: fix.to_owned() };
+    }
+    Problem::new(Mistake::Value, &origin, path, what).fix(fix).into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(text: &str) -> Result<ClusterFile, ConfigError> {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("cluster.yaml");
+        std::fs::write(&path, text).expect("writes");
+        ClusterFile::read(&path)
+    }
+
+    #[test]
+    fn json_and_yaml_are_read_alike() {
+        let json =
+            read("{\n  \"cluster\": {\"bundle_ct_per_node_list\": [2]},\n  \"policy\": {\"memory_limit\": \"1GB\"}\n}");
+        let yaml = read("cluster: {bundle_ct_per_node_list: [2]}\npolicy: {memory_limit: 1GB}\n").expect("reads");
+        let json = json.expect("reads");
+        assert_eq!((&json.cluster, &json.groups), (&yaml.cluster, &yaml.groups));
+        assert_eq!(yaml.group("policy").expect("is there").memory_limit, Some(1_000_000_000));
+        let error = yaml.group("polcy").expect_err("misspelled").to_string();
+        assert!(error.contains("cluster.yaml") && error.contains("did you mean `policy`?"), "{error}");
+    }
+}

@@ -1,0 +1,313 @@
+//! Leases of bundles that several groups share.
+//!
+//! A lease covers all bundles of a group, and a call takes it once for all its ranks: two calls that each held half of their ranks
+//! would wait for each other inside their collectives permanently. So one call must address all ranks that wait for each other.
+//! Calls of one group share its lease. When another group waits, later calls of the holder queue behind it, so no group starves.
+//! Groups that want the same bundles are served in the order of their requests.
+//!
+//! A call returns its lease when it has ended. A call that ends by its deadline, its caller or a failed rank is over before its ranks
+//! are: an exclusive or blocking handler receives a cancellation signal but runs to completion, and may still use the bundles while
+//! the next lease begins. A caller that must not overlap with it asks the hosts ([`WorkerGroupExt::ask_hosts`](gym_core::group::WorkerGroupExt::ask_hosts)) until none of them runs a call.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use futures_util::future::BoxFuture;
+use gym_core::group::{Gate, Permit};
+use tokio::sync::oneshot;
+use tokio::time::Instant;
+
+use crate::group::supervise::BundleId;
+
+/// The bundle leases of the groups on one cluster. Cheap to clone.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct BundleLeases(Arc<Mutex<LeaseQueue>>);
+
+/// A group that leases bundles, always the same ones.
+#[derive(Debug)]
+struct LeasingGroup {
+    group: u64,
+    name: Arc<str>,
+    bundles: Arc<BTreeSet<BundleId>>,
+}
+
+impl LeasingGroup {
+    /// Whether the other one is another group on one of its bundles.
+    fn conflicts_with(&self, other: &Self) -> bool {
+        self.group != other.group && !self.bundles.is_disjoint(&other.bundles)
+    }
+}
+
+/// A group that holds a lease.
+#[derive(Debug)]
+struct LeaseHolder {
+    owner: Arc<LeasingGroup>,
+    calls: usize,
+    since: Instant,
+}
+
+#[derive(Debug, Default)]
+struct LeaseQueue {
+    holders: BTreeMap<u64, LeaseHolder>,
+    waiting: VecDeque<LeaseRequest>,
+    next: u64,
+}
+
+#[derive(Debug)]
+struct LeaseRequest {
+    number: u64,
+    owner: Arc<LeasingGroup>,
+    granted: oneshot::Sender<BundleLease>,
+}
+
+/// The right to use the bundles of a group; dropping it ends it.
+#[derive(Debug)]
+pub(crate) struct BundleLease {
+    leases: BundleLeases,
+    group: u64,
+}
+
+/// A request in the queue; dropping it before it is granted withdraws it.
+struct LeaseQueueEntry {
+    leases: BundleLeases,
+    number: u64,
+}
+
+impl BundleLeases {
+    /// Takes the lease of a group. Waits as long as the caller does.
+    async fn take(&self, owner: Arc<LeasingGroup>) -> BundleLease {
+        let (granted, grant) = oneshot::channel();
+        let number = {
+            let mut state = self.lock();
+            state.next += 1;
+            let number = state.next;
+            state.waiting.push_back(LeaseRequest { number, owner, granted });
+            number
+        };
+        let place = LeaseQueueEntry { leases: self.clone(), number };
+        self.grant();
+        let lease = grant.await.expect("a place in line is granted, or given up by its owner");
+        drop(place);
+        lease
+    }
+
+    /// Grants all requests that need not wait for an earlier one.
+    fn grant(&self) {
+        let granted = {
+            let mut state = self.lock();
+            // By the first in line for them.
+            let mut wanted: BTreeMap<BundleId, u64> = BTreeMap::new();
+            let mut granted = Vec::new();
+            for waiting in std::mem::take(&mut state.waiting) {
+                let owner = &waiting.owner;
+                let foreign = |group: &u64| *group != owner.group;
+                let held = state.holders.values().any(|holder| owner.conflicts_with(&holder.owner));
+                let behind = owner.bundles.iter().any(|bundle| wanted.get(bundle).is_some_and(foreign));
+                if held || behind {
+                    for bundle in owner.bundles.iter() {
+                        wanted.entry(*bundle).or_insert(owner.group);
+                    }
+                    state.waiting.push_back(waiting);
+                } else {
+                    let first = || LeaseHolder { owner: Arc::clone(owner), calls: 0, since: Instant::now() };
+                    state.holders.entry(owner.group).or_insert_with(first).calls += 1;
+                    granted.push(waiting);
+                }
+            }
+            granted
+        };
+        for LeaseRequest { owner, granted, .. } in granted {
+            // If the caller has left, the drop here returns the lease.
+            let _ = granted.send(BundleLease { leases: self.clone(), group: owner.group });
+        }
+    }
+
+    /// Whom a call of this group that waits now waits for.
+    fn holder(&self, owner: &LeasingGroup) -> Option<String> {
+        let state = self.lock();
+        let holds = state.holders.values().find(|holder| owner.conflicts_with(&holder.owner));
+        if let Some(LeaseHolder { owner: other, since, .. }) = holds {
+            return Some(format!("{} has had its bundles for {:.1?}", other.name, since.elapsed()));
+        }
+        // Its own group may hold the lease, which ends because another group asked first.
+        let before = state.waiting.iter().find(|waiting| owner.conflicts_with(&waiting.owner))?;
+        Some(format!("{} waits before it", before.owner.name))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, LeaseQueue> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for BundleLease {
+    fn drop(&mut self) {
+        let mut state = self.leases.lock();
+        if let Some(holder) = state.holders.get_mut(&self.group) {
+            holder.calls -= 1;
+            if holder.calls == 0 {
+                state.holders.remove(&self.group);
+            }
+        }
+        drop(state);
+        self.leases.grant();
+    }
+}
+
+impl Drop for LeaseQueueEntry {
+    fn drop(&mut self) {
+        let mut state = self.leases.lock();
+        let before = state.waiting.len();
+        state.waiting.retain(|waiting| waiting.number != self.number);
+        let left = state.waiting.len() < before;
+        drop(state);
+        if left {
+            self.leases.grant();
+        }
+    }
+}
+
+/// The gate of a group that shares bundles: each call takes the group's lease before it sends anything to a rank, and keeps it until
+/// the last rank has answered. A deadline that passes during the wait therefore means that no rank has seen the call.
+#[derive(Clone, Debug)]
+pub(crate) struct LeaseGate {
+    leases: BundleLeases,
+    owner: Arc<LeasingGroup>,
+}
+
+impl LeaseGate {
+    /// That of the group with this number and name.
+    pub(crate) fn new(leases: BundleLeases, group: u64, name: Arc<str>, bundles: Arc<BTreeSet<BundleId>>) -> Self {
+        Self { leases, owner: Arc::new(LeasingGroup { group, name, bundles }) }
+    }
+}
+
+impl Gate for LeaseGate {
+    fn enter(&self) -> BoxFuture<'static, Permit> {
+        let Self { leases, owner } = self.clone();
+        Box::pin(async move { Arc::new(leases.take(owner).await) as Permit })
+    }
+
+    fn holder(&self) -> Option<String> {
+        self.leases.holder(&self.owner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use futures_util::FutureExt;
+    use proptest::prelude::*;
+    use std::future::Future;
+    use std::pin::Pin;
+
+    fn bundles(range: std::ops::Range<u32>) -> Arc<BTreeSet<BundleId>> {
+        Arc::new(range.map(|bundle| (0, bundle)).collect())
+    }
+
+    fn owner(group: u64, bundles: &Arc<BTreeSet<BundleId>>) -> Arc<LeasingGroup> {
+        Arc::new(LeasingGroup { group, name: format!("group {group}").into(), bundles: Arc::clone(bundles) })
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn who_waits_can_say_for_whom_and_how_long_that_one_has_had_its_turn() {
+        let (leases, all, other) = (BundleLeases::default(), bundles(0..8), owner(2, &bundles(4..9)));
+        assert_eq!(leases.holder(&other), None);
+        let first = leases.take(owner(1, &all)).await;
+        tokio::time::advance(std::time::Duration::from_secs(60)).await;
+        let second = leases.take(owner(1, &all)).await;
+        assert_eq!(leases.holder(&other).expect("a holder"), "group 1 has had its bundles for 60.0s");
+        assert_eq!(leases.holder(&owner(3, &bundles(8..9))), None, "it does not meet it");
+        let mut waits = Box::pin(leases.take(Arc::clone(&other)));
+        assert!(waits.as_mut().now_or_never().is_none());
+        assert_eq!(leases.holder(&owner(1, &all)).expect("one before it"), "group 2 waits before it");
+        drop((first, second));
+        let _turn = waits.await;
+        assert_eq!(leases.holder(&other), None, "it has its turn");
+    }
+
+    #[tokio::test]
+    async fn two_groups_on_the_same_bundles_take_turns_in_order() {
+        let (leases, all) = (BundleLeases::default(), bundles(0..8));
+        let first = leases.take(owner(1, &all)).await;
+        let mut other = Box::pin(leases.take(owner(2, &all)));
+        assert!(other.as_mut().now_or_never().is_none(), "the bundles are taken");
+        let mut again = Box::pin(leases.take(owner(1, &all)));
+        assert!(again.as_mut().now_or_never().is_none(), "behind the other group, or it would starve");
+        drop(first);
+        let second = other.as_mut().now_or_never().expect("its turn");
+        assert!(again.as_mut().now_or_never().is_none());
+        drop(second);
+        assert!(again.as_mut().now_or_never().is_some());
+    }
+
+    #[tokio::test]
+    async fn a_group_that_waits_is_not_passed_by_any_of_the_calls_behind_it() {
+        let (leases, all) = (BundleLeases::default(), bundles(0..2));
+        let holds = leases.take(owner(1, &all)).await;
+        let mut waits = Box::pin(leases.take(owner(2, &all)));
+        assert!(waits.as_mut().now_or_never().is_none(), "the bundles are taken");
+        let mut behind = [(); 3].map(|()| Box::pin(leases.take(owner(1, &all))));
+        assert!(behind.iter_mut().all(|call| call.as_mut().now_or_never().is_none()), "behind the other group");
+        drop(holds);
+        let lease = waits.as_mut().now_or_never().expect("its turn");
+        assert!(behind.iter_mut().all(|call| call.as_mut().now_or_never().is_none()));
+        drop(lease);
+        assert!(behind.iter_mut().all(|call| call.as_mut().now_or_never().is_some()), "they share theirs");
+    }
+
+    #[tokio::test]
+    async fn calls_of_one_group_share_its_turn_and_disjoint_groups_do_not_meet() {
+        let leases = BundleLeases::default();
+        let _first = leases.take(owner(1, &bundles(0..4))).await;
+        assert!(leases.take(owner(1, &bundles(0..4))).now_or_never().is_some());
+        assert!(leases.take(owner(2, &bundles(4..8))).now_or_never().is_some());
+        assert!(leases.take(owner(3, &bundles(3..5))).now_or_never().is_none());
+    }
+
+    #[tokio::test]
+    async fn one_who_leaves_the_line_holds_up_nobody() {
+        let (leases, all) = (BundleLeases::default(), bundles(0..2));
+        let first = leases.take(owner(1, &all)).await;
+        let mut leaves = Box::pin(leases.take(owner(2, &all)));
+        assert!(leaves.as_mut().now_or_never().is_none());
+        drop(leaves);
+        assert!(leases.take(owner(1, &all)).now_or_never().is_some(), "nobody is before it any more");
+        drop(first);
+        assert!(leases.lock().holders.is_empty() && leases.lock().waiting.is_empty());
+    }
+
+    proptest! {
+        /// Never two groups on one bundle, and each request is granted once the earlier leases have ended.
+        #[test]
+        fn bundles_have_one_group_at_a_time(steps in proptest::collection::vec((0_u64..4, any::<bool>()), 1..60)) {
+            let spans = [bundles(0..4), bundles(2..6), bundles(4..8), bundles(0..8)];
+            let groups: Vec<_> = (0..).zip(&spans).map(|(group, span)| owner(group, span)).collect();
+            let leases = BundleLeases::default();
+            let mut held: Vec<BundleLease> = Vec::new();
+            type LeaseRequest<'a> = Pin<Box<dyn Future<Output = BundleLease> + 'a>>;
+            let mut waiting: Vec<LeaseRequest<'_>> = Vec::new();
+            let settle = |waiting: &mut Vec<LeaseRequest<'_>>, held: &mut Vec<BundleLease>| {
+                waiting.retain_mut(|one| one.as_mut().now_or_never().map(|lease| held.push(lease)).is_none());
+                for (at, one) in held.iter().enumerate() {
+                    for other in &held[at + 1..] {
+                        let (a, b) = (one.group as usize, other.group as usize);
+                        assert!(a == b || spans[a].is_disjoint(&spans[b]), "groups {a} and {b} at once");
+                    }
+                }
+            };
+            for (group, end) in steps {
+                if end && !held.is_empty() {
+                    held.remove(0);
+                } else {
+                    waiting.push(Box::pin(leases.take(Arc::clone(&groups[group as usize]))));
+                }
+                settle(&mut waiting, &mut held);
+            }
+            while !held.is_empty() {
+                held.remove(0);
+                settle(&mut waiting, &mut held);
+            }
+            prop_assert!(waiting.is_empty(), "{} never had a turn", waiting.len());
+        }
+    }
+}

@@ -1,0 +1,321 @@
+//! Ranks as tasks and threads of this process: for all-in-one programs, for tests, for a laptop.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use futures_util::future::join_all;
+use futures_util::stream::BoxStream;
+use gym_core::group::{ExitCause, Rank, RankExit, WorkerEnv, WorkerHost};
+use gym_core::{CallContext, Code, Error, Handler, Incarnation, ListenOptions, Listener, Result};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::{AbortOnDropHandle, TaskTracker};
+
+use crate::group::provision::deployment::{Deployment, LaunchSpec, Provisioner};
+use crate::group::provision::events::{EventLog, RankEvent};
+use crate::group::provision::place::{HeldRendezvous, RankPlace};
+use crate::group::provision::workers::{Workers, start_inputs};
+use crate::group::usage::process::ProcessUsage;
+use crate::transport::Transports;
+
+/// Starts ranks in this process; they are reached in memory, by names of their own.
+///
+/// Their environment variables are in [`WorkerEnv::variables`] only: a process has one environment.
+#[derive(Clone, Debug)]
+pub struct InProcessRanks {
+    workers: Workers,
+    transports: Transports,
+}
+
+impl InProcessRanks {
+    /// Ranks with these worker types, reached by what of these transports needs no socket; the controller must have it too.
+    #[must_use]
+    pub fn new(workers: Workers, transports: impl Into<Transports>) -> Self {
+        Self { workers, transports: transports.into() }
+    }
+}
+
+#[async_trait]
+impl Provisioner for InProcessRanks {
+    async fn launch(&self, cx: &CallContext, spec: LaunchSpec) -> Result<Box<dyn Deployment>> {
+        cx.check()?;
+        let subject = format!("start group {}", spec.group);
+        self.workers.kind(&spec.worker).map_err(|error| error.about(subject.clone()))?;
+        if spec.memory_limit_bytes.is_some() {
+            let message = "a memory limit needs processes; ranks in one process share its memory";
+            return Err(Error::not_started(Code::Unimplemented, message).about(subject));
+        }
+        let rendezvous = HeldRendezvous::hold(spec.ranks.len(), &spec.ports).map_err(|error| error.about(subject))?;
+        // Groups of one name may follow each other faster than the old one's names come free.
+        static LAUNCHES: AtomicU64 = AtomicU64::new(1);
+        let state = Arc::new(InProcessState {
+            launch: LAUNCHES.fetch_add(1, Ordering::Relaxed),
+            workers: self.workers.clone(),
+            transports: self.transports.clone(),
+            spec,
+            rendezvous,
+            log: EventLog::new(),
+            live: Mutex::default(),
+            tasks: TaskTracker::new(),
+        });
+        for place in &state.spec.ranks {
+            InProcessState::start(&state, place.clone(), Incarnation(1))?;
+        }
+        Ok(Box::new(InProcessDeployment(state)))
+    }
+}
+
+#[derive(Debug)]
+struct InProcessDeployment(Arc<InProcessState>);
+
+#[derive(Debug)]
+struct InProcessState {
+    launch: u64,
+    workers: Workers,
+    transports: Transports,
+    spec: LaunchSpec,
+    rendezvous: HeldRendezvous,
+    log: EventLog,
+    live: Mutex<LiveRanks>,
+    /// All lives, those that are being ended too.
+    tasks: TaskTracker,
+}
+
+#[derive(Debug, Default)]
+struct LiveRanks {
+    lives: BTreeMap<Rank, LiveRank>,
+    /// The ranks were shut down, or nobody holds them any more: none is started.
+    closed: bool,
+}
+
+impl LiveRanks {
+    /// Takes all lives, and starts no others.
+    fn close(&mut self) -> BTreeMap<Rank, LiveRank> {
+        self.closed = true;
+        std::mem::take(&mut self.lives)
+    }
+}
+
+/// A rank's present life: a task that makes the worker, serves it, and says how it ended.
+#[derive(Debug)]
+struct LiveRank {
+    incarnation: Incarnation,
+    end: StopSignals,
+    task: AbortOnDropHandle<()>,
+}
+
+/// How a life is ended from outside.
+#[derive(Clone, Debug, Default)]
+struct StopSignals {
+    /// Calls that run may finish.
+    ask: CancellationToken,
+    kill: CancellationToken,
+}
+
+impl InProcessState {
+    fn start(this: &Arc<Self>, place: RankPlace, incarnation: Incarnation) -> Result<()> {
+        let (rank, end) = (place.rank, StopSignals::default());
+        let (state, ends) = (Arc::clone(this), end.clone());
+        // Over the start, so that whoever closes finds every life that was started.
+        let mut live = this.lock();
+        if live.closed {
+            let message = format!("the ranks of group {} were shut down", this.spec.group);
+            return Err(Error::not_started(Code::Unavailable, message));
+        }
+        let task = AbortOnDropHandle::new(this.tasks.spawn(async move {
+            state.log.push(RankEvent::Started { rank, incarnation, pid: None });
+            let exit = state.live(&place, incarnation, &ends).await;
+            state.log.push(RankEvent::Exited { rank, exit });
+        }));
+        live.lives.insert(rank, LiveRank { incarnation, end, task });
+        Ok(())
+    }
+
+    async fn live(&self, place: &RankPlace, incarnation: Incarnation, end: &StopSignals) -> RankExit {
+        let made = tokio::select! { biased;
+            () = end.kill.cancelled() => return RankExit::new(incarnation, ExitCause::Died),
+            () = end.ask.cancelled() => return RankExit::new(incarnation, ExitCause::Stopped),
+            made = tokio::time::timeout(self.spec.start_timeout, self.make(place, incarnation)) => made,
+        };
+        let (host, listener, handler) = match made {
+            Ok(Ok(made)) => made,
+            Ok(Err(error)) => return RankExit::start_failed(incarnation, error.to_string()),
+            Err(_) => return RankExit::not_ready(incarnation, self.spec.start_timeout),
+        };
+        let host = KillOnDrop(host);
+        let endpoints = listener.endpoints().to_vec();
+        self.log.push(RankEvent::Ready { rank: place.rank, incarnation, endpoints });
+        // A kill breaks the connections below; until then calls that run have all the time they want.
+        let serving = gym_core::transport::serve(listener, handler, end.ask.clone(), Duration::MAX);
+        tokio::select! { biased;
+            () = end.kill.cancelled() => RankExit::new(incarnation, ExitCause::Died),
+            _ = serving => {
+                let _ = host.0.stop(Duration::ZERO).await;
+                RankExit::new(incarnation, ExitCause::Stopped)
+            }
+        }
+    }
+
+    async fn make(
+        &self,
+        place: &RankPlace,
+        incarnation: Incarnation,
+    ) -> Result<(WorkerHost, Box<dyn Listener>, Arc<dyn Handler>)> {
+        let kind = self.workers.kind(&self.spec.worker)?;
+        let (variables, init) = start_inputs(kind, &self.spec, place, &self.rendezvous.addresses)?;
+        let mut env = WorkerEnv::new(Arc::clone(&self.spec.group), place.rank, place.world_size);
+        env.local_rank = place.local_rank;
+        env.node_rank = place.node_rank;
+        env.incarnation = incarnation;
+        env.variables = variables;
+        let host = kind.start(env, init).await?;
+        let name = format!("{}.{}/{}/{incarnation}", self.spec.group, self.launch, place.rank);
+        let (listener, handler) =
+            self.transports.listen(ListenOptions::named(name), Arc::new(host.clone()), &[]).await?;
+        Ok((host, listener, handler))
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, LiveRanks> {
+        self.live.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn no_such(&self, rank: Rank) -> Error {
+        Error::not_started(Code::NotFound, format!("group {} has no rank {rank}", self.spec.group))
+    }
+}
+
+/// Ends a worker however its life ends: an aborted one too, and though somebody keeps a channel to it.
+struct KillOnDrop(WorkerHost);
+
+impl Drop for KillOnDrop {
+    fn drop(&mut self) {
+        self.0.kill();
+    }
+}
+
+impl LiveRank {
+    /// Ends it as a crash would, without asking first: it must not look like a stop. Returns when it is over.
+    async fn kill(self) {
+        self.end.kill.cancel();
+        let _ = self.task.await;
+    }
+
+    /// Ends it, and returns when it is over.
+    async fn finish(self, grace: Duration) {
+        let Self { end, task, .. } = self;
+        end.ask.cancel();
+        let mut task = task;
+        if tokio::time::timeout(grace, &mut task).await.is_err() {
+            end.kill.cancel();
+            let _ = task.await;
+        }
+    }
+}
+
+#[async_trait]
+impl Deployment for InProcessDeployment {
+    fn events(&self) -> BoxStream<'static, RankEvent> {
+        self.0.log.stream()
+    }
+
+    async fn restart(&self, cx: &CallContext, lives: &[(Rank, Incarnation)]) -> Result<()> {
+        cx.check()?;
+        let place_of = |rank: Rank| self.0.spec.ranks.iter().find(|place| place.rank == rank).cloned();
+        let places =
+            lives.iter().map(|(rank, life)| Ok((place_of(*rank).ok_or_else(|| self.0.no_such(*rank))?, *life)));
+        let places = places.collect::<Result<Vec<_>>>()?;
+        let old: Vec<LiveRank> = {
+            let mut live = self.0.lock();
+            lives.iter().filter_map(|(rank, _)| live.lives.remove(rank)).collect()
+        };
+        join_all(old.into_iter().map(LiveRank::kill)).await;
+        places.into_iter().try_for_each(|(place, life)| InProcessState::start(&self.0, place, life))
+    }
+
+    async fn kill(&self, rank: Rank, life: Option<Incarnation>) -> Result<()> {
+        let life = {
+            let lives = &mut self.0.lock().lives;
+            let meant = lives.get(&rank).is_some_and(|now| life.is_none_or(|life| now.incarnation == life));
+            meant.then(|| lives.remove(&rank)).flatten()
+        };
+        let life = life.ok_or_else(|| self.0.no_such(rank))?;
+        tracing::debug!(group = %self.0.spec.group, rank, incarnation = %life.incarnation, "killed");
+        life.kill().await;
+        Ok(())
+    }
+
+    fn usage(&self) -> BTreeMap<Rank, ProcessUsage> {
+        BTreeMap::new()
+    }
+
+    async fn shutdown(&self, grace: Duration) -> Result<()> {
+        let lives = self.0.lock().close();
+        join_all(lives.into_values().map(|life| life.finish(grace))).await;
+        // Those that a restart or a kill is ending as well.
+        self.0.tasks.close();
+        self.0.tasks.wait().await;
+        Ok(())
+    }
+}
+
+impl Drop for InProcessDeployment {
+    fn drop(&mut self) {
+        // The lives hold what holds them.
+        let lives = self.0.lock().close();
+        drop(lives);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use futures_util::{FutureExt, StreamExt};
+    use gym_core::InProcess;
+
+    use super::*;
+    use crate::group::provision::workers::WorkerKind;
+    use crate::group::provision::workers::tests::Idle;
+
+    async fn idle() -> Box<dyn Deployment> {
+        let workers = Workers::new().with("idle", WorkerKind::of::<Idle>());
+        let provisioner = InProcessRanks::new(workers, InProcess::new());
+        let init = serde_json::value::to_raw_value(&()).unwrap();
+        let ranks = (0..2).map(|rank| RankPlace::on_one_node(rank, 2)).collect();
+        let spec = LaunchSpec::new("group", "idle", init, ranks);
+        provisioner.launch(&CallContext::default(), spec).await.unwrap()
+    }
+
+    #[tokio::test]
+    async fn a_life_that_is_over_is_not_killed_in_the_next_one() {
+        let deployment = idle().await;
+        deployment.restart(&CallContext::default(), &[(0, Incarnation(2))]).await.unwrap();
+        let late = deployment.kill(0, Some(Incarnation(1))).await.unwrap_err();
+        assert_eq!(late.code(), Code::NotFound);
+        deployment.kill(0, Some(Incarnation(2))).await.unwrap();
+        deployment.kill(1, None).await.unwrap();
+        assert_eq!(deployment.kill(1, None).await.unwrap_err().code(), Code::NotFound);
+    }
+
+    #[tokio::test]
+    async fn a_restart_that_a_shutdown_overtakes_starts_nothing() {
+        let deployment = idle().await;
+        let (cx, lives) = (CallContext::default(), [(0, Incarnation(2)), (1, Incarnation(2))]);
+        let mut restart = deployment.restart(&cx, &lives);
+        assert!(restart.as_mut().now_or_never().is_none(), "the old lives end first");
+        deployment.shutdown(Duration::from_secs(20)).await.unwrap();
+        assert_eq!(restart.await.unwrap_err().code(), Code::Unavailable);
+        assert_eq!(deployment.restart(&cx, &lives).await.unwrap_err().code(), Code::Unavailable);
+        let mut events = deployment.events();
+        drop(deployment);
+        let mut ended = 0;
+        while let Some(event) = events.next().await {
+            match event {
+                RankEvent::Started { incarnation, .. } => assert_eq!(incarnation, Incarnation(1)),
+                RankEvent::Exited { .. } => ended += 1,
+                _ => {}
+            }
+        }
+        assert_eq!(ended, 2, "gone before the shutdown returns");
+    }
+}

@@ -1,0 +1,75 @@
+//! Workers on the CPUs near their GPU: memory that a GPU copies from is best on its own socket.
+//!
+//! As in NeMo RL, somebody who knows the machine writes a file of lines `gpu:cpus` (`0:0-71`), and names it in
+//! `NRL_GPU_CPU_AFFINITY_FILE`; `NRL_DISABLE_NUMA_BINDING=1` turns it off. Without the file nothing is bound.
+
+use std::collections::BTreeSet;
+
+use gym_core::group::cluster::parse_cpu_list;
+use gym_core::{Error, Result};
+use rustix::thread::{CpuSet, sched_setaffinity};
+
+const FILE: &str = "NRL_GPU_CPU_AFFINITY_FILE";
+const OFF: &str = "NRL_DISABLE_NUMA_BINDING";
+
+/// Binds this thread, and those that it will start, to the CPUs near the GPU that this process was given. A worker that cannot be
+/// bound is slower, not wrong: it is said, and it goes on.
+pub(crate) fn bind_to_gpu() {
+    let bound = cpus_of(|name| std::env::var(name).ok()).and_then(|cpus| match cpus {
+        Some(cpus) => bind(&cpus),
+        None => Ok(()),
+    });
+    if let Err(error) = bound {
+        eprintln!("gym worker: not bound to CPUs: {error}");
+    }
+}
+
+fn bind(cpus: &BTreeSet<u16>) -> Result<()> {
+    let mut set = CpuSet::new();
+    for cpu in cpus.iter().map(|cpu| usize::from(*cpu)).filter(|cpu| *cpu < CpuSet::MAX_CPU) {
+        set.set(cpu);
+    }
+    sched_setaffinity(None, &set).map_err(|error| Error::internal(format!("CPUs {cpus:?}")).caused_by(error))
+}
+
+/// The CPUs of the file for the first of this process's GPUs; `None` where nothing is asked for.
+fn cpus_of(variable: impl Fn(&str) -> Option<String>) -> Result<Option<BTreeSet<u16>>> {
+    let off = variable(OFF).is_some_and(|value| value == "1");
+    let gpu = variable("CUDA_VISIBLE_DEVICES").and_then(|all| all.split(',').next().map(|gpu| gpu.trim().to_owned()));
+    let (Some(path), Some(gpu), false) = (variable(FILE), gpu.filter(|gpu| !gpu.is_empty()), off) else {
+        return Ok(None);
+    };
+    let text =
+        std::fs::read_to_string(&path).map_err(|error| Error::invalid(format!("{FILE}={path}")).caused_by(error))?;
+    let line = text.lines().filter_map(|line| line.split_once(':')).find(|(name, _)| name.trim() == gpu);
+    let (_, cpus) =
+        line.ok_or_else(|| Error::invalid(format!("{path} has no line for GPU {gpu}; add `{gpu}:<cpus>`")))?;
+    parse_cpu_list(cpus).map(Some)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_cpus_are_those_of_the_first_gpu_unless_it_is_turned_off() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("affinity");
+        std::fs::write(&path, "0: 0-3\n1: 4-5, 9\n").expect("writes");
+        let path = path.display().to_string();
+        let with = |gpus: &str, off: &str| {
+            let (path, gpus, off) = (path.clone(), gpus.to_owned(), off.to_owned());
+            cpus_of(move |name| match name {
+                FILE => Some(path.clone()),
+                OFF => Some(off.clone()),
+                _ => Some(gpus.clone()),
+            })
+        };
+        assert_eq!(with("1,0", "0").expect("reads"), Some(BTreeSet::from([4, 5, 9])));
+        assert_eq!(with("", "0").expect("no GPU"), None);
+        assert_eq!(with("1", "1").expect("off"), None);
+        let error = with("7", "0").expect_err("no line").to_string();
+        assert!(error.contains("has no line for GPU 7"), "{error}");
+        assert_eq!(cpus_of(|_| None).expect("nothing asked"), None);
+    }
+}

@@ -1,0 +1,325 @@
+//! Ranks as child processes of this one, on this machine.
+
+mod address;
+mod affinity;
+mod cgroup;
+mod handshake;
+mod process;
+mod worker;
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use futures_util::future::{join_all, try_join_all};
+use futures_util::stream::BoxStream;
+use gym_core::group::cluster::ProfilerRequest;
+use gym_core::group::{Rank, RankExit};
+use gym_core::{CallContext, Code, Error, Incarnation, Result, TransportPolicy};
+use tokio::time::{Instant, MissedTickBehavior};
+use tokio_util::task::AbortOnDropHandle;
+
+use crate::group::provision::deployment::{Deployment, LaunchSpec, Provisioner};
+use crate::group::provision::events::{EventLog, RankEvent};
+use crate::group::provision::place::{HeldRendezvous, RankPlace};
+use crate::group::provision::workers::{Workers, start_inputs};
+use crate::group::usage::gpu::GpuMemoryMeter;
+use crate::group::usage::process::{KernelUnits, ProcessUsage, UsageMeter};
+use crate::launch::process::tree::ProcessStat;
+use crate::launch::{Launcher, LineSink, prefixed};
+use address::ListenAddresses;
+use handshake::{WorkerAssignment, token};
+use process::{PendingHandshakes, ProcessStart, RankProcess};
+use worker::entered;
+
+/// Pause between two samples of a group with a memory limit that only sampling keeps. A pass costs some ten microseconds for
+/// each process of the machine; a worker that allocates 1 GB/s is seen within 250 MB of its limit.
+const GUARD_PERIOD: Duration = Duration::from_millis(250);
+/// Pause between two samples that are for reading only.
+const SAMPLE_PERIOD: Duration = Duration::from_secs(1);
+/// Share of the limit from which on a warning is due.
+const HIGH_SHARE: f64 = 0.9;
+
+/// Starts ranks as processes of the running program, or of another one that registers the same worker types.
+///
+/// Worker types whose name fits `NRL_NSYS_WORKER_PATTERNS` (of the group's variables, or this process's) run under Nsight Systems, see
+/// [`ProfilerRequest`].
+#[derive(Clone, Debug)]
+pub struct Local {
+    workers: Workers,
+    options: LocalOptions,
+}
+
+/// How local processes are run.
+#[derive(Clone)]
+#[non_exhaustive]
+pub struct LocalOptions {
+    /// The program that becomes workers; its `main` must call [`Workers::enter`] first. Default: the running one, which stays
+    /// right when its file is replaced meanwhile.
+    pub program: Option<PathBuf>,
+    /// The host at which workers are reached; `None`: at sockets that only this user can reach.
+    pub host: Option<String>,
+    /// The transports that may be used where the group's configuration names none.
+    pub transport: TransportPolicy,
+    /// Where the workers' output goes. Default: our standard error, each line with its worker's name.
+    pub lines: LineSink,
+}
+
+impl Default for LocalOptions {
+    fn default() -> Self {
+        Self {
+            program: None,
+            host: None,
+            transport: TransportPolicy::without_ucx(),
+            lines: prefixed(std::io::stderr()),
+        }
+    }
+}
+
+impl fmt::Debug for LocalOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LocalOptions").field("program", &self.program).field("host", &self.host).finish_non_exhaustive()
+    }
+}
+
+impl Local {
+    /// Processes of the running program, with these worker types.
+    #[must_use]
+    pub fn new(workers: Workers) -> Self {
+        Self { workers, options: LocalOptions::default() }
+    }
+
+    /// The same with other options.
+    #[must_use]
+    pub fn with(mut self, options: LocalOptions) -> Self {
+        self.options = options;
+        self
+    }
+}
+
+#[async_trait]
+impl Provisioner for Local {
+    async fn launch(&self, cx: &CallContext, mut spec: LaunchSpec) -> Result<Box<dyn Deployment>> {
+        cx.check()?;
+        let subject = format!("start group {}", spec.group);
+        self.workers.kind(&spec.worker).map_err(|error| error.about(subject.clone()))?;
+        if self.options.program.is_none() && !entered() {
+            let message = "call Workers::enter() as the first line of main, so that this program can become a worker, \
+                           or name a program that does in LocalOptions::program";
+            return Err(Error::not_started(Code::FailedPrecondition, message).about(subject));
+        }
+        let asked = |name: &str| spec.variables.get(name).cloned().or_else(|| std::env::var(name).ok());
+        let profiler = ProfilerRequest::from_variables(asked)
+            .map_err(|error| Error::invalid(error.to_string()).about(subject.clone()))?;
+        let runner = profiler.and_then(|profiler| profiler.command_for(&spec.worker)).unwrap_or_default();
+        let handshakes = PendingHandshakes::default();
+        let launcher = Launcher::builder().lines(handshakes.sink(Arc::clone(&self.options.lines))).build();
+        let launcher = launcher
+            .map_err(|error| Error::not_started(Code::FailedPrecondition, error.to_string()).about(subject.clone()))?;
+        let rendezvous =
+            HeldRendezvous::hold(spec.ranks.len(), &spec.ports).map_err(|error| error.about(subject.clone()))?;
+        let policy = spec.transport_policy.get_or_insert_with(|| self.options.transport.clone()).clone();
+        let known = self.workers.transports().known();
+        let addresses = ListenAddresses::open(self.options.host.as_deref(), &policy, &known)
+            .map_err(|error| error.about(subject))?;
+        let state = Arc::new(LocalState {
+            workers: self.workers.clone(),
+            program: match &self.options.program {
+                Some(program) => program.clone(),
+                // Under a runner that link is the runner's.
+                None if !runner.is_empty() => std::env::current_exe()
+                    .map_err(|error| Error::internal("cannot find this program's file").caused_by(error))?,
+                None => Path::new("/proc/self/exe").to_owned(),
+            },
+            runner,
+            addresses,
+            spec,
+            rendezvous,
+            launcher,
+            handshakes,
+            log: EventLog::new(),
+            live: Mutex::default(),
+        });
+        join_all(state.spec.ranks.iter().map(|place| state.start(place, Incarnation(1)))).await;
+        let sampler = AbortOnDropHandle::new(tokio::spawn(sample(Arc::clone(&state))));
+        Ok(Box::new(LocalDeployment { state, _sampler: sampler }))
+    }
+}
+
+/// The processes of one group.
+#[derive(Debug)]
+struct LocalDeployment {
+    state: Arc<LocalState>,
+    _sampler: AbortOnDropHandle<()>,
+}
+
+struct LocalState {
+    workers: Workers,
+    program: PathBuf,
+    runner: Vec<String>,
+    addresses: ListenAddresses,
+    spec: LaunchSpec,
+    rendezvous: HeldRendezvous,
+    launcher: Launcher,
+    handshakes: PendingHandshakes,
+    log: EventLog,
+    live: Mutex<BTreeMap<Rank, LocalRank>>,
+}
+
+/// A rank's present process, and what it was last seen to use.
+#[derive(Debug)]
+struct LocalRank {
+    process: Arc<RankProcess>,
+    meter: UsageMeter,
+    usage: Option<ProcessUsage>,
+    warned: bool,
+}
+
+impl fmt::Debug for LocalState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LocalState").field("group", &self.spec.group).field("live", &self.live).finish_non_exhaustive()
+    }
+}
+
+impl LocalState {
+    fn live(&self) -> MutexGuard<'_, BTreeMap<Rank, LocalRank>> {
+        self.live.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Starts one life. A failure is an event like any other end.
+    async fn start(&self, place: &RankPlace, incarnation: Incarnation) {
+        let started = match self.process_start(place, incarnation) {
+            Ok(process_start) => RankProcess::start(&self.launcher, &self.handshakes, &self.log, process_start).await,
+            Err(error) => Err(RankExit::start_failed(incarnation, error.to_string())),
+        };
+        match started {
+            Ok(process) => {
+                let meter = UsageMeter::new(i32::try_from(process.pid).unwrap_or(0));
+                let life = LocalRank { process: Arc::new(process), meter, usage: None, warned: false };
+                self.live().insert(place.rank, life);
+            }
+            Err(exit) => self.log.push(RankEvent::Exited { rank: place.rank, exit }),
+        }
+    }
+
+    fn process_start(&self, place: &RankPlace, incarnation: Incarnation) -> Result<ProcessStart> {
+        let kind = self.workers.kind(&self.spec.worker)?;
+        let (environment, init) = start_inputs(kind, &self.spec, place, &self.rendezvous.addresses)?;
+        Ok(ProcessStart {
+            name: place.name.clone(),
+            program: self.program.clone(),
+            runner: self.runner.clone(),
+            environment,
+            assignment: WorkerAssignment {
+                worker: self.spec.worker.clone(),
+                group: self.spec.group.to_string(),
+                rank: place.rank,
+                world_size: place.world_size,
+                local_rank: place.local_rank,
+                node_rank: place.node_rank,
+                incarnation: incarnation.0,
+                token: token(),
+                address: self.addresses.of(place.rank, incarnation),
+                init,
+            },
+            memory_limit_bytes: self.spec.memory_limit_bytes,
+            start_timeout: self.spec.start_timeout,
+        })
+    }
+
+    fn process(&self, rank: Rank) -> Option<Arc<RankProcess>> {
+        self.live().get(&rank).map(|life| Arc::clone(&life.process))
+    }
+
+    /// One sample of every life; kills those that use more than they may.
+    fn measure(
+        &self,
+        processes: &BTreeMap<i32, ProcessStat>,
+        gpu: Option<&GpuMemoryMeter>,
+        now: Instant,
+        units: KernelUnits,
+    ) {
+        for (rank, life) in self.live().iter_mut() {
+            life.usage = life.meter.sample(processes, gpu, now, units);
+            let (Some(usage), Some(limit_bytes)) = (life.usage, life.process.limit()) else { continue };
+            let resident_bytes = usage.resident_bytes;
+            if life.process.sampled_limit().is_some() && resident_bytes > limit_bytes {
+                life.process.exceeded(resident_bytes, limit_bytes);
+            }
+            #[expect(clippy::cast_precision_loss, reason = "a threshold of a tenth")]
+            if !life.warned && resident_bytes as f64 > HIGH_SHARE * limit_bytes as f64 {
+                life.warned = true;
+                let incarnation = life.process.incarnation;
+                tracing::warn!(group = %self.spec.group, rank, resident_bytes, limit_bytes, "nearly at its memory limit");
+                self.log.push(RankEvent::MemoryHigh { rank: *rank, incarnation, resident_bytes, limit_bytes });
+            }
+        }
+    }
+}
+
+/// Measures until it is aborted.
+async fn sample(state: Arc<LocalState>) {
+    let units = KernelUnits::of_this_machine();
+    let gpu = GpuMemoryMeter::start();
+    let period = if state.spec.memory_limit_bytes.is_some() { GUARD_PERIOD } else { SAMPLE_PERIOD };
+    let mut tick = tokio::time::interval(period);
+    tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        tick.tick().await;
+        // Reading `/proc` may wait for a lock of the kernel's; not on a thread that answers calls.
+        let Ok(Ok(processes)) = tokio::task::spawn_blocking(ProcessStat::all).await else { continue };
+        state.measure(&processes, gpu.as_ref(), Instant::now(), units);
+    }
+}
+
+fn no_such(rank: Rank, group: &str) -> Error {
+    Error::not_started(Code::NotFound, format!("group {group} has no rank {rank}"))
+}
+
+#[async_trait]
+impl Deployment for LocalDeployment {
+    fn events(&self) -> BoxStream<'static, RankEvent> {
+        self.state.log.stream()
+    }
+
+    async fn restart(&self, cx: &CallContext, lives: &[(Rank, Incarnation)]) -> Result<()> {
+        cx.check()?;
+        let state = &self.state;
+        let place_of = |rank: Rank| {
+            let place = state.spec.ranks.iter().find(|place| place.rank == rank);
+            place.ok_or_else(|| no_such(rank, &state.spec.group))
+        };
+        let places = lives.iter().map(|(rank, life)| Ok((place_of(*rank)?, *life))).collect::<Result<Vec<_>>>()?;
+        let old: Vec<Arc<RankProcess>> = lives.iter().filter_map(|(rank, _)| state.process(*rank)).collect();
+        try_join_all(old.iter().map(|process| process.stop(Duration::ZERO)))
+            .await
+            .map_err(|error| Error::internal(error.to_string()))?;
+        join_all(places.into_iter().map(|(place, life)| state.start(place, life))).await;
+        Ok(())
+    }
+
+    async fn kill(&self, rank: Rank, life: Option<Incarnation>) -> Result<()> {
+        let process = self.state.process(rank).filter(|process| life.is_none_or(|life| process.incarnation == life));
+        let process = process.ok_or_else(|| no_such(rank, &self.state.spec.group))?;
+        process.crash().map_err(|error| Error::internal(format!("kill rank {rank}")).caused_by(error))
+    }
+
+    fn usage(&self) -> BTreeMap<Rank, ProcessUsage> {
+        self.state.live().iter().filter_map(|(rank, life)| Some((*rank, life.usage?))).collect()
+    }
+
+    async fn shutdown(&self, grace: Duration) -> Result<()> {
+        let processes: Vec<Arc<RankProcess>> =
+            self.state.live().values().map(|life| Arc::clone(&life.process)).collect();
+        let stopped = join_all(processes.iter().map(|process| process.stop(grace))).await;
+        let closed = self.state.launcher.shutdown(grace).await;
+        stopped
+            .into_iter()
+            .chain([closed])
+            .collect::<Result<(), _>>()
+            .map_err(|error| Error::internal(error.to_string()).about(format!("stop group {}", self.state.spec.group)))
+    }
+}

@@ -1,0 +1,131 @@
+//! How a process becomes a worker: the other end of the handshake.
+
+use std::io::Write;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use gym_core::group::{WorkerEnv, WorkerHost};
+use gym_core::{Handler, Incarnation, Listener, Result};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio_util::sync::CancellationToken;
+
+use crate::group::provision::local::affinity::bind_to_gpu;
+use crate::group::provision::local::handshake::{ASSIGNMENT_VARIABLE, HandshakeReply, WORKER_ROLE, WorkerAssignment};
+use crate::group::provision::variables::process_variables;
+use crate::group::provision::workers::Workers;
+use crate::launch;
+
+/// Time for the calls that run when a worker process is told to end. The launcher's own grace comes first if it is shorter.
+const DRAIN_GRACE: Duration = Duration::from_secs(30);
+/// Exit status of a process that could not become a worker.
+const START_FAILED: i32 = 1;
+
+static ENTERED: AtomicBool = AtomicBool::new(false);
+
+impl Workers {
+    /// Must be the first line of `main` in every program that has worker processes; it calls [`launch::enter`] too.
+    ///
+    /// Worker processes are this program, run again with a hidden first argument. In such a process this function does not
+    /// return: the process makes its worker, says where it serves, and serves until it is told to end. In all others it
+    /// returns at once.
+    pub fn enter(&self) {
+        launch::enter();
+        if std::env::args_os().nth(1).is_some_and(|role| role == WORKER_ROLE) {
+            std::process::exit(self.be_worker());
+        }
+        ENTERED.store(true, Ordering::Release);
+    }
+
+    fn be_worker(&self) -> i32 {
+        // Before there are other threads.
+        bind_to_gpu();
+        let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
+            Ok(runtime) => runtime,
+            Err(error) => {
+                eprintln!("gym worker: start a runtime: {error}");
+                return START_FAILED;
+            }
+        };
+        runtime.block_on(async {
+            let assignment = match std::env::var(ASSIGNMENT_VARIABLE) {
+                Ok(text) => serde_json::from_str::<WorkerAssignment>(&text).map_err(|error| error.to_string()),
+                Err(error) => Err(error.to_string()),
+            };
+            let assignment = match assignment {
+                Ok(assignment) => assignment,
+                Err(error) => {
+                    eprintln!("gym worker: {ASSIGNMENT_VARIABLE}: {error}; {WORKER_ROLE} is for worker processes only");
+                    return START_FAILED;
+                }
+            };
+            let token = assignment.token.clone();
+            match self.make(assignment).await {
+                Ok((host, listener, handler)) => {
+                    let reply = HandshakeReply::Serves(listener.endpoints().to_vec());
+                    // Without a reader the controller is gone, and this process with it in a moment.
+                    let _ = say(&reply.line(&token));
+                    serve_until_signalled(host, listener, handler).await
+                }
+                Err(error) => {
+                    let _ = say(&HandshakeReply::Failed(error.to_string()).line(&token));
+                    eprintln!("gym worker: {error}");
+                    START_FAILED
+                }
+            }
+        })
+    }
+
+    async fn make(&self, assignment: WorkerAssignment) -> Result<(WorkerHost, Box<dyn Listener>, Arc<dyn Handler>)> {
+        let WorkerAssignment {
+            worker, group, rank, world_size, local_rank, node_rank, incarnation, address, init, ..
+        } = assignment;
+        let mut env = WorkerEnv::new(group, rank, world_size);
+        env.local_rank = local_rank;
+        env.node_rank = node_rank;
+        env.incarnation = Incarnation(incarnation);
+        env.variables = process_variables();
+        let host = self.kind(&worker)?.start(env, init).await?;
+        let (listener, handler) = address.open(&self.transports(), Arc::new(host.clone())).await?;
+        Ok((host, listener, handler))
+    }
+}
+
+/// Whether [`Workers::enter`] ran in this process, so that running the program again will not run its `main` twice.
+pub(crate) fn entered() -> bool {
+    ENTERED.load(Ordering::Acquire)
+}
+
+fn say(line: &str) -> std::io::Result<()> {
+    let mut out = std::io::stdout().lock();
+    out.write_all(line.as_bytes())?;
+    out.flush()
+}
+
+async fn serve_until_signalled(host: WorkerHost, listener: Box<dyn Listener>, handler: Arc<dyn Handler>) -> i32 {
+    let drain = CancellationToken::new();
+    let signalled = drain.clone();
+    let signals = [SignalKind::interrupt(), SignalKind::terminate()].map(signal);
+    let [Ok(mut interrupt), Ok(mut terminate)] = signals else {
+        eprintln!("gym worker: cannot listen for signals");
+        return START_FAILED;
+    };
+    let watch = tokio::spawn(async move {
+        tokio::select! { biased;
+            _ = interrupt.recv() => {}
+            _ = terminate.recv() => {}
+        }
+        signalled.cancel();
+    });
+    let served = gym_core::transport::serve(listener, handler, drain, DRAIN_GRACE).await;
+    watch.abort();
+    // Its calls have ended or been broken by now; a thread that blocks is left to the end of the process.
+    let stopped = host.stop(Duration::from_secs(1)).await;
+    match served.and(stopped) {
+        Ok(()) => 0,
+        Err(error) => {
+            eprintln!("gym worker: {error}");
+            START_FAILED
+        }
+    }
+}

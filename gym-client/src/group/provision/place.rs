@@ -1,0 +1,92 @@
+//! Where a rank runs, and where the ranks of a group meet.
+
+use std::collections::BTreeSet;
+use std::net::{IpAddr, Ipv4Addr};
+use std::ops::Range;
+
+use gym_core::Result;
+use gym_core::group::Rank;
+
+use crate::group::provision::ports::{HeldPort, SearchOrder, search};
+
+/// Where one rank runs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct RankPlace {
+    /// Its number in the group.
+    pub rank: Rank,
+    /// Its name, as in logs: `<group>-<node>-<bundle>`. Unique within the group.
+    pub name: String,
+    /// How many ranks the group has.
+    pub world_size: u32,
+    /// The index of its (first) bundle on its node.
+    pub local_rank: u32,
+    /// The index of its node.
+    pub node_rank: u32,
+    /// Its GPUs, as `CUDA_VISIBLE_DEVICES` names them; none on a node without.
+    pub gpus: Vec<String>,
+    /// The bundles of its tied group, for the group's leader; `None` for the others.
+    pub bundles: Option<Vec<u32>>,
+    /// Its tied group: ranks of the same number live and end together.
+    pub tied: u32,
+    /// The first of a hundred ports that the engine of its tied group has for itself on this node; the leader's alone.
+    pub engine_port: Option<u16>,
+}
+
+impl RankPlace {
+    /// A rank on the bundle of the same number, on one node, without a GPU, tied to nobody.
+    #[must_use]
+    pub fn on_one_node(rank: Rank, world_size: u32) -> Self {
+        let name = format!("worker-0-{rank}");
+        let bundles = Some(vec![rank]);
+        let (gpus, engine_port) = (Vec::new(), None);
+        Self { rank, name, world_size, local_rank: rank, node_rank: 0, gpus, bundles, tied: rank, engine_port }
+    }
+}
+
+/// Where the ranks of a group meet: the same for all of them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Rendezvous {
+    /// The address of rank 0's node.
+    pub master_address: IpAddr,
+    /// A port there that is held for rank 0 to listen on.
+    pub master_port: u16,
+    /// One address and held port for each rank, in rank order.
+    pub available: Vec<(IpAddr, u16)>,
+}
+
+impl Rendezvous {
+    pub(super) fn variables(&self) -> [(&'static str, String); 4] {
+        let quoted = |(address, _): &(IpAddr, u16)| format!("'{address}'");
+        let addresses: Vec<String> = self.available.iter().map(quoted).collect();
+        let ports: Vec<String> = self.available.iter().map(|(_, port)| port.to_string()).collect();
+        [
+            ("MASTER_ADDR", self.master_address.to_string()),
+            ("MASTER_PORT", self.master_port.to_string()),
+            // Python's text of a list, which is how NeMo RL's workers read it.
+            ("AVAILABLE_ADDR_LIST", format!("[{}]", addresses.join(", "))),
+            ("AVAILABLE_PORT_LIST", format!("[{}]", ports.join(", "))),
+        ]
+    }
+}
+
+/// Ports held for one group on this machine, and the meeting point made of them. They are held as long as this lives, over
+/// all restarts.
+#[derive(Debug)]
+pub(crate) struct HeldRendezvous {
+    _held: Vec<HeldPort>,
+    pub(crate) addresses: Rendezvous,
+}
+
+impl HeldRendezvous {
+    pub(crate) fn hold(ranks: usize, range: &Range<u16>) -> Result<Self> {
+        let mut random = fastrand::Rng::new();
+        let held = (0..=ranks)
+            .map(|_| search(range, SearchOrder::EachOnce, &BTreeSet::new(), &mut random, HeldPort::bind))
+            .collect::<Result<Vec<_>>>()?;
+        let here = IpAddr::V4(Ipv4Addr::LOCALHOST);
+        let available = held[1..].iter().map(|port| (here, port.port())).collect();
+        let rendezvous = Rendezvous { master_address: here, master_port: held[0].port(), available };
+        Ok(Self { _held: held, addresses: rendezvous })
+    }
+}

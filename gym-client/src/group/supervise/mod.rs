@@ -1,0 +1,17 @@
+//! Keeps the ranks of a group alive.
+
+mod group;
+mod metrics;
+mod options;
+mod record;
+mod registration;
+mod status;
+mod subset;
+mod supervisor;
+
+pub use group::{Group, StartError};
+pub use metrics::GroupMetrics;
+pub use options::{DEFAULT_MAX_RESTARTS, GroupOptions};
+pub use registration::BundleId;
+pub(in crate::group) use registration::{ClusterBinding, ClusterGroups};
+pub use status::{RankStatus, RankUsage, StuckRank, StuckReason};

@@ -1,0 +1,49 @@
+//! A subset of ranks as a group of its own, so that ranks that take no calls yet can be prepared.
+
+use std::sync::Arc;
+
+use gym_core::Result;
+use gym_core::group::{Gate, GroupView, Member, RankLayout, RankState, WorkerGroup};
+use tokio::sync::watch;
+
+/// A group of some ranks of another, which are called whatever their state.
+#[derive(Debug)]
+pub(crate) struct RankSubset {
+    name: Arc<str>,
+    layout: RankLayout,
+    view: watch::Sender<Arc<GroupView>>,
+    gate: Option<Arc<dyn Gate>>,
+}
+
+impl RankSubset {
+    /// `gate`: the other group's.
+    pub(crate) fn of(name: Arc<str>, members: Vec<Member>, gate: Option<Arc<dyn Gate>>) -> Result<Self> {
+        let ranks = members.iter().map(|member| member.rank).collect();
+        let layout = RankLayout::from_ranks([("rank".to_owned(), members.len())], ranks)?;
+        let members = members.into_iter().map(|member| member.in_state(RankState::Healthy)).collect();
+        let view = GroupView::new(1, members);
+        Ok(Self { name, layout, view: watch::Sender::new(Arc::new(view)), gate })
+    }
+}
+
+impl WorkerGroup for RankSubset {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn shared_name(&self) -> Arc<str> {
+        Arc::clone(&self.name)
+    }
+
+    fn layout(&self) -> &RankLayout {
+        &self.layout
+    }
+
+    fn view(&self) -> watch::Receiver<Arc<GroupView>> {
+        self.view.subscribe()
+    }
+
+    fn gate(&self) -> Option<Arc<dyn Gate>> {
+        self.gate.clone()
+    }
+}

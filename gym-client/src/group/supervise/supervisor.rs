@@ -1,0 +1,429 @@
+//! The task that keeps a group's ranks: hears what becomes of them, connects to them, looks at them, starts them again.
+
+use std::collections::BTreeSet;
+use std::panic::AssertUnwindSafe;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
+
+use futures_util::stream::BoxStream;
+use futures_util::{FutureExt, StreamExt};
+use gym_core::group::{Gate, GroupView, Rank, RankExit, RankState, STATUS_ROUTE, WorkerStatus};
+use gym_core::{CallContext, Channel, ConnectOptions, Endpoint, Error, Incarnation, Request, Result, Route};
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio::task::JoinSet;
+use tokio::time::{Instant, MissedTickBehavior, sleep};
+
+use crate::group::provision::deployment::Deployment;
+use crate::group::provision::events::RankEvent;
+use crate::group::supervise::options::GroupOptions;
+use crate::group::supervise::record::{self, AfterExit, RankRecord};
+use crate::group::supervise::subset::RankSubset;
+
+/// A rank that has just said where it serves is reached within this time, or never.
+const CONNECT_WAIT: Duration = Duration::from_secs(10);
+/// An answer to "how are you" takes microseconds; this leaves room for a machine that swaps.
+const PROBE_WAIT: Duration = Duration::from_secs(2);
+/// The declared method after a restart loads weights; it may take as long as a start.
+const PREPARE_WAIT: Duration = crate::group::provision::DEFAULT_START_TIMEOUT;
+
+/// What the group and its supervisor share.
+#[derive(Debug)]
+pub(super) struct GroupState {
+    pub(super) name: Arc<str>,
+    pub(super) options: GroupOptions,
+    pub(super) deployment: Box<dyn Deployment>,
+    pub(super) view: watch::Sender<Arc<GroupView>>,
+    /// What each of its calls passes.
+    pub(super) gate: Option<Arc<dyn Gate>>,
+    /// In rank order, from 0.
+    records: Mutex<Vec<RankRecord>>,
+}
+
+/// What the group asks of its supervisor.
+#[derive(Debug)]
+pub(super) enum SupervisorCommand {
+    /// Start again whatever has ended; answered with the ranks that are, and those that may not be any more.
+    RestartFailed(oneshot::Sender<RestartReply>),
+}
+
+/// What a wish for restarts came to.
+#[derive(Debug, Default)]
+pub(super) struct RestartReply {
+    pub(super) begun: Vec<Rank>,
+    pub(super) refused: Vec<Rank>,
+}
+
+impl GroupState {
+    pub(super) fn new(
+        name: Arc<str>,
+        options: GroupOptions,
+        deployment: Box<dyn Deployment>,
+        gate: Option<Arc<dyn Gate>>,
+        records: Vec<RankRecord>,
+    ) -> Self {
+        let members = records.iter().map(RankRecord::member).collect();
+        let view = watch::Sender::new(Arc::new(GroupView::new(1, members)));
+        Self { name, options, deployment, view, gate, records: Mutex::new(records) }
+    }
+
+    pub(super) fn records(&self) -> MutexGuard<'_, Vec<RankRecord>> {
+        self.records.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes no new calls, and ends all ranks.
+    pub(super) async fn stop(&self, grace: Duration) -> Result<()> {
+        for record in self.records().iter_mut() {
+            record.state = RankState::Stopped;
+        }
+        self.publish();
+        self.deployment.shutdown(grace).await
+    }
+
+    /// Shows the world what is known now.
+    pub(super) fn publish(&self) {
+        let members: Vec<_> = self.records().iter().map(RankRecord::member).collect();
+        self.view.send_modify(|view| *view = Arc::new(view.with(members)));
+    }
+
+    /// Asks a rank how it is.
+    pub(super) async fn probe(control: &Channel) -> Result<WorkerStatus> {
+        let request = Request::get(CallContext::within(PROBE_WAIT), Route::from_static(STATUS_ROUTE));
+        let response = control.call(request).await?.into_result()?;
+        serde_json::from_slice(&response.message.head.to_bytes())
+            .map_err(|error| Error::internal("the status cannot be read").caused_by(error))
+    }
+}
+
+/// Ends a group from outside, if it still lives.
+#[derive(Clone, Debug)]
+pub(crate) struct GroupStop(Weak<GroupState>);
+
+impl GroupStop {
+    pub(super) fn of(shared: &Arc<GroupState>) -> Self {
+        Self(Arc::downgrade(shared))
+    }
+
+    pub(crate) async fn stop(&self, grace: Duration) -> Result<()> {
+        match self.0.upgrade() {
+            Some(shared) => shared.stop(grace).await,
+            None => Ok(()),
+        }
+    }
+}
+
+/// What a job of the supervisor's came to.
+enum JobResult {
+    Connected(Rank, Incarnation, Result<(Channel, Channel)>),
+    /// These tied ranks were prepared after a restart.
+    Prepared(Vec<(Rank, Incarnation)>, Result<()>),
+    PauseOver(Rank, Incarnation),
+    /// Another life of these was begun, or could not be: the lives before would not go.
+    Restarted(Vec<(Rank, Incarnation)>, Result<()>),
+    Probed(Rank, Incarnation, Option<WorkerStatus>),
+    Nothing,
+}
+
+pub(super) struct GroupSupervisor {
+    shared: Arc<GroupState>,
+    jobs: JoinSet<JobResult>,
+    /// Tied groups that are being started again, and those of them that have to be once more.
+    restarting: BTreeSet<u32>,
+    again: BTreeSet<u32>,
+}
+
+impl GroupSupervisor {
+    pub(super) fn new(shared: Arc<GroupState>) -> Self {
+        Self { shared, jobs: JoinSet::new(), restarting: BTreeSet::new(), again: BTreeSet::new() }
+    }
+
+    /// Runs until it is dropped, or the deployment is.
+    pub(super) async fn run(
+        mut self,
+        mut events: BoxStream<'static, RankEvent>,
+        mut commands: mpsc::Receiver<SupervisorCommand>,
+    ) {
+        let mut tick = tokio::time::interval(self.shared.options.heartbeat);
+        tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            tokio::select! { biased;
+                event = events.next() => match event {
+                    Some(event) => self.on_event(event),
+                    None => return,
+                },
+                Some(done) = self.jobs.join_next(), if !self.jobs.is_empty() => match done {
+                    Ok(done) => self.done(done),
+                    Err(error) => tracing::error!(group = %self.shared.name, %error, "a job of the supervisor failed"),
+                },
+                Some(command) = commands.recv() => match command {
+                    SupervisorCommand::RestartFailed(reply) => {
+                        let _ = reply.send(self.restart_failed());
+                    }
+                },
+                _ = tick.tick() => self.probe_all(),
+            }
+        }
+    }
+
+    /// Changes the record of a rank if this is still its incarnation, and publishes it.
+    fn change<T>(&self, rank: Rank, incarnation: Incarnation, change: impl FnOnce(&mut RankRecord) -> T) -> Option<T> {
+        let changed = {
+            let mut records = self.shared.records();
+            let record = records.get_mut(rank as usize).filter(|record| record.incarnation == incarnation)?;
+            change(record)
+        };
+        self.shared.publish();
+        Some(changed)
+    }
+
+    fn on_event(&mut self, event: RankEvent) {
+        let options = self.shared.options.clone();
+        match event {
+            RankEvent::Started { rank, incarnation, pid } => {
+                self.change(rank, incarnation, |record| record.pid = pid);
+            }
+            RankEvent::Ready { rank, incarnation, endpoints } => {
+                let transports = options.transports;
+                let connecting = async move { connect(&transports, incarnation, &endpoints).await };
+                self.spawn(connecting, move |connected| JobResult::Connected(rank, incarnation, connected));
+            }
+            RankEvent::MemoryHigh { rank, incarnation, .. } => {
+                self.change(rank, incarnation, |record| record.memory_high = true);
+            }
+            RankEvent::Exited { rank, exit } => {
+                tracing::warn!(group = %self.shared.name, rank, incarnation = exit.incarnation, %exit, "a rank ended");
+                let incarnation = Incarnation(exit.incarnation);
+                let ending = record::ended(&mut self.shared.records(), rank, exit, Instant::now(), &options);
+                self.shared.publish();
+                let Some(record::GroupExit { next, others }) = ending else { return };
+                self.end(others);
+                if let AfterExit::Restart(pause) = next {
+                    self.jobs.spawn(async move {
+                        sleep(pause).await;
+                        JobResult::PauseOver(rank, incarnation)
+                    });
+                }
+            }
+        }
+    }
+
+    /// Has a job done. Others' code runs in it (transports, provisioners, methods): its panic is a failure, which is told like any
+    /// other, since somebody waits for what came of the job.
+    fn spawn<T>(
+        &mut self,
+        job: impl Future<Output = Result<T>> + Send + 'static,
+        done: impl FnOnce(Result<T>) -> JobResult + Send + 'static,
+    ) {
+        let job = AssertUnwindSafe(job).catch_unwind();
+        self.jobs.spawn(async move {
+            let outcome = job.await.unwrap_or_else(|panic| {
+                let text = panic.downcast_ref::<String>().map(String::as_str);
+                let text = text.or_else(|| panic.downcast_ref::<&'static str>().copied()).unwrap_or("not a text");
+                Err(Error::internal(format!("it panicked: {text}")))
+            });
+            done(outcome)
+        });
+    }
+
+    /// Ends the processes of these. Their ends come as events.
+    fn end(&mut self, lives: Vec<(Rank, Incarnation)>) {
+        for (rank, life) in lives {
+            let shared = Arc::clone(&self.shared);
+            self.jobs.spawn(async move {
+                // One that is not there needs no end, and the next one is not meant.
+                let _ = shared.deployment.kill(rank, Some(life)).await;
+                JobResult::Nothing
+            });
+        }
+    }
+
+    fn done(&mut self, done: JobResult) {
+        let options = self.shared.options.clone();
+        match done {
+            JobResult::Connected(rank, incarnation, Ok((channel, control))) => {
+                self.change(rank, incarnation, |record| {
+                    // One that has ended meanwhile, with those it is tied to, has nothing left to reach.
+                    if matches!(record.state, RankState::Starting | RankState::Restarting) {
+                        record.reached(channel, control, Instant::now());
+                    }
+                });
+                self.serve_when_complete(rank);
+            }
+            JobResult::Connected(rank, incarnation, Err(error)) => {
+                // It cannot be used. Its end comes as an event, and is treated like any other.
+                let why = format!("it cannot be reached where it says that it serves: {error}");
+                if self.change(rank, incarnation, |record| record.kill_reason = Some(why)).is_some() {
+                    self.end(vec![(rank, incarnation)]);
+                }
+            }
+            JobResult::Prepared(lives, prepared) => {
+                let ranks: Vec<Rank> = lives.iter().map(|(rank, _)| *rank).collect();
+                if let Err(error) = &prepared {
+                    tracing::error!(group = %self.shared.name, ?ranks, %error, "restarted ranks could not be made fit");
+                }
+                let prepared = prepared.map_err(|error| error.to_string());
+                for (rank, incarnation) in lives {
+                    self.change(rank, incarnation, |record| record.prepared(prepared.clone()));
+                }
+                if let Some(rank) = ranks.first() {
+                    self.serve_when_complete(*rank);
+                }
+            }
+            JobResult::PauseOver(rank, incarnation) => self.restart(rank, incarnation),
+            JobResult::Restarted(lives, begun) => {
+                self.restarted(&lives);
+                if let (Err(error), Some(&(rank, life))) = (begun, lives.first()) {
+                    // No event comes of a life that was never begun, and all that are tied end with one.
+                    let exit = RankExit::start_failed(life, format!("it could not be started again: {error}"));
+                    self.on_event(RankEvent::Exited { rank, exit });
+                    // Some may have been begun, this one among them.
+                    self.end(lives);
+                }
+            }
+            JobResult::Probed(rank, incarnation, answer) => {
+                let changed = {
+                    let mut records = self.shared.records();
+                    let record = records.get_mut(rank as usize).filter(|record| record.incarnation == incarnation);
+                    record.is_some_and(|record| record.probed(answer, Instant::now(), &options))
+                };
+                if changed {
+                    self.shared.publish();
+                }
+            }
+            JobResult::Nothing => {}
+        }
+    }
+
+    /// Lets a rank and those tied to it serve, or prepares them, if all of them can be reached.
+    fn serve_when_complete(&mut self, rank: Rank) {
+        let unprepared =
+            record::serve_when_complete(&mut self.shared.records(), rank, Instant::now(), &self.shared.options);
+        self.shared.publish();
+        let Some(on_restart) = self.shared.options.on_restart.clone() else { return };
+        if unprepared.is_empty() {
+            return;
+        }
+        let lives = unprepared.iter().map(|member| (member.rank, member.incarnation)).collect();
+        // By one call: they may meet inside it.
+        let subset = RankSubset::of(Arc::clone(&self.shared.name), unprepared, self.shared.gate.clone());
+        let preparing =
+            async move { on_restart(subset?, CallContext::within(PREPARE_WAIT)).await.map_err(Error::from) };
+        self.spawn(preparing, |prepared| JobResult::Prepared(lives, prepared));
+    }
+
+    /// Starts the life after `last` of a rank and of those tied to it, unless somebody has already.
+    fn restart(&mut self, rank: Rank, last: Incarnation) {
+        let lives: Vec<(Rank, Incarnation)> = {
+            let mut records = self.shared.records();
+            let due = |record: &RankRecord| record.incarnation == last && record.state == RankState::Dead;
+            let Some(tied) = records.get(rank as usize).filter(|record| due(record)).map(|record| record.place.tied)
+            else {
+                return;
+            };
+            // What is being started cannot be ended before it is there.
+            if !self.restarting.insert(tied) {
+                self.again.insert(tied);
+                return;
+            }
+            record::tied(&mut records, rank).map(|record| (record.place.rank, record.restarting())).collect()
+        };
+        self.shared.publish();
+        let shared = Arc::clone(&self.shared);
+        let again = lives.clone();
+        // What keeps a single one from starting comes as an event.
+        let restarting = async move { shared.deployment.restart(&CallContext::default(), &again).await };
+        self.spawn(restarting, |begun| JobResult::Restarted(lives, begun));
+    }
+
+    /// Those that were started again may have been given up meanwhile.
+    fn restarted(&mut self, lives: &[(Rank, Incarnation)]) {
+        let Some(&(rank, life)) = lives.first() else { return };
+        let (tied, over) = {
+            let records = self.shared.records();
+            let Some(record) = records.get(rank as usize) else { return };
+            (record.place.tied, matches!(record.state, RankState::Dead | RankState::Retired))
+        };
+        self.restarting.remove(&tied);
+        if self.again.remove(&tied) {
+            self.restart(rank, life);
+        } else if over {
+            self.end(lives.to_vec());
+        }
+    }
+
+    fn restart_failed(&mut self) -> RestartReply {
+        let mut restarts = RestartReply::default();
+        let options = self.shared.options.clone();
+        let (mut due, mut over) = (Vec::new(), Vec::new());
+        {
+            let mut records = self.shared.records();
+            let firsts: BTreeSet<(u32, Rank)> =
+                records.iter().map(|record| (record.place.tied, record.place.rank)).collect();
+            let mut seen = BTreeSet::new();
+            for (_, rank) in firsts.into_iter().filter(|(tied, _)| seen.insert(*tied)) {
+                let lives: Vec<_> =
+                    record::tied(&mut records, rank).map(|record| (record.place.rank, record.incarnation)).collect();
+                let ranks = lives.iter().map(|(rank, _)| *rank);
+                // Those that are tied are in the same state, but for one that failed to become fit: as good as dead.
+                let unprepared = record::tied(&mut records, rank)
+                    .any(|record| record.state == RankState::Stale && record.preparation_failed());
+                let pending = options.restart_on_failure;
+                let record = &records[rank as usize];
+                let (state, incarnation) = (record.state, record.incarnation);
+                let allowed = match state {
+                    // Its restart is paid for and waits for its pause, which ends now.
+                    RankState::Dead if pending => true,
+                    RankState::Dead => record::use_restarts(record::tied(&mut records, rank), &options),
+                    RankState::Stale if unprepared => {
+                        record::tied(&mut records, rank).for_each(|record| record.state = RankState::Dead);
+                        record::use_restarts(record::tied(&mut records, rank), &options)
+                    }
+                    RankState::Retired => false,
+                    _ => continue,
+                };
+                if allowed {
+                    due.push((rank, incarnation));
+                    restarts.begun.extend(ranks);
+                } else {
+                    restarts.refused.extend(ranks);
+                    // Ranks whose preparation failed run until they are ended.
+                    over.extend(lives.iter().copied().filter(|_| unprepared));
+                }
+            }
+        }
+        for (rank, incarnation) in due {
+            self.restart(rank, incarnation);
+        }
+        self.end(over);
+        restarts.begun.sort_unstable();
+        restarts.refused.sort_unstable();
+        self.shared.publish();
+        restarts
+    }
+
+    /// A look at every rank that can be reached and is not looked at yet.
+    fn probe_all(&mut self) {
+        let mut probes: Vec<(Rank, Incarnation, Channel)> = Vec::new();
+        for record in self.shared.records().iter_mut().filter(|record| !record.probing) {
+            if let Some(control) = record.control.clone() {
+                record.probing = true;
+                probes.push((record.place.rank, record.incarnation, control));
+            }
+        }
+        for (rank, incarnation, control) in probes {
+            let probe = async move { GroupState::probe(&control).await };
+            self.spawn(probe, move |probed| JobResult::Probed(rank, incarnation, probed.ok()));
+        }
+    }
+}
+
+async fn connect(
+    transports: &crate::transport::Transports,
+    incarnation: Incarnation,
+    endpoints: &[Endpoint],
+) -> Result<(Channel, Channel)> {
+    let cx = CallContext::within(CONNECT_WAIT);
+    let options = ConnectOptions::to_incarnation(incarnation);
+    let calls = transports.connect_ordered(&cx, endpoints, &options).await?;
+    let control = transports.connect(&cx, endpoints, &options).await?;
+    Ok((calls, control))
+}

@@ -1,0 +1,167 @@
+//! What a worker process uses, with all that it started.
+
+use std::collections::BTreeMap;
+use std::fs;
+
+use tokio::time::Instant;
+
+use crate::group::usage::gpu::GpuMemoryMeter;
+use crate::launch::process::tree::ProcessStat;
+
+/// What a worker uses, its child processes included, as last sampled.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ProcessUsage {
+    /// CPU time since the sample before, in percent of one core: 250 is two and a half cores. `None` on the first sample.
+    pub cpu_percent: Option<f64>,
+    /// Resident memory in bytes. Pages that processes share count once for each.
+    pub resident_bytes: u64,
+    /// The most that was seen, the kernel's own record for the worker's main process included, in bytes.
+    pub peak_resident_bytes: u64,
+    /// How many processes that is.
+    pub processes: u32,
+    /// GPU memory that they hold, in bytes, as of some seconds ago. `None` where there is no GPU, no `nvidia-smi`, or none of
+    /// them is known to the driver: it uses no GPU, or has another number outside of its container.
+    pub gpu_memory_bytes: Option<u64>,
+}
+
+/// Measures one worker from sample to sample.
+#[derive(Debug)]
+pub(crate) struct UsageMeter {
+    leader: i32,
+    last: Option<(Instant, u64)>,
+    peak_bytes: u64,
+}
+
+impl UsageMeter {
+    /// Measures the session that process `leader` leads; every child of the launcher leads one.
+    pub(crate) fn new(leader: i32) -> Self {
+        Self { leader, last: None, peak_bytes: 0 }
+    }
+
+    /// One sample. `None` when the worker is gone.
+    pub(crate) fn sample(
+        &mut self,
+        processes: &BTreeMap<i32, ProcessStat>,
+        gpu: Option<&GpuMemoryMeter>,
+        now: Instant,
+        units: KernelUnits,
+    ) -> Option<ProcessUsage> {
+        let members = members(processes, self.leader);
+        if members.is_empty() {
+            return None;
+        }
+        let resident_bytes =
+            members.values().map(|stat| stat.resident_pages).sum::<u64>().saturating_mul(units.page_bytes);
+        let record = high_water_bytes(self.leader).unwrap_or(0);
+        self.peak_bytes = self.peak_bytes.max(resident_bytes).max(record);
+        let ticks = members.values().map(|stat| stat.cpu_ticks).sum::<u64>();
+        let cpu_percent = self.last.and_then(|(then, before)| {
+            let seconds = now.duration_since(then).as_secs_f64();
+            // A child that ended takes its share of the sum with it.
+            let used = ticks.saturating_sub(before);
+            #[expect(clippy::cast_precision_loss, reason = "a percentage")]
+            (seconds > 0.0).then(|| 100.0 * used as f64 / units.ticks_per_second as f64 / seconds)
+        });
+        self.last = Some((now, ticks));
+        Some(ProcessUsage {
+            cpu_percent,
+            resident_bytes,
+            peak_resident_bytes: self.peak_bytes,
+            processes: u32::try_from(members.len()).unwrap_or(u32::MAX),
+            gpu_memory_bytes: gpu.and_then(|gpu| gpu.held_bytes(members.keys().copied())),
+        })
+    }
+}
+
+/// The kernel's units.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct KernelUnits {
+    pub(crate) page_bytes: u64,
+    pub(crate) ticks_per_second: u64,
+}
+
+impl KernelUnits {
+    pub(crate) fn of_this_machine() -> Self {
+        Self {
+            page_bytes: rustix::param::page_size() as u64,
+            ticks_per_second: rustix::param::clock_ticks_per_second(),
+        }
+    }
+}
+
+/// Those in the leader's session, and their descendants that left it.
+fn members(processes: &BTreeMap<i32, ProcessStat>, leader: i32) -> BTreeMap<i32, &ProcessStat> {
+    let mut found: BTreeMap<i32, &ProcessStat> =
+        processes.iter().filter(|(_, stat)| stat.session == leader).map(|(pid, stat)| (*pid, stat)).collect();
+    loop {
+        let more: Vec<(i32, &ProcessStat)> = processes
+            .iter()
+            .filter(|(pid, stat)| !found.contains_key(pid) && found.contains_key(&stat.parent))
+            .map(|(pid, stat)| (*pid, stat))
+            .collect();
+        if more.is_empty() {
+            return found;
+        }
+        found.extend(more);
+    }
+}
+
+/// The kernel's record of a process's resident memory (`VmHWM`), in bytes.
+fn high_water_bytes(pid: i32) -> Option<u64> {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+    line.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    const UNITS: KernelUnits = KernelUnits { page_bytes: 4096, ticks_per_second: 100 };
+    /// No process has this number, so the kernel's record adds nothing.
+    const LEADER: i32 = i32::MAX;
+
+    fn process(parent: i32, session: i32, ticks: u64, pages: u64) -> ProcessStat {
+        let line = format!("1 (w) S {parent} 1 {session} 0 0 0 0 0 0 0 {ticks} 0 0 0 0 0 0 0 7 0 {pages}");
+        ProcessStat::parse(line.as_bytes()).expect("parses")
+    }
+
+    #[test]
+    fn a_worker_counts_with_its_session_and_its_descendants() {
+        let all = BTreeMap::from([
+            (LEADER, process(1, LEADER, 10, 100)),
+            (20, process(LEADER, LEADER, 5, 10)),
+            (30, process(20, 30, 5, 1)),
+            (40, process(1, 40, 1_000, 1_000)),
+        ]);
+        let usage = UsageMeter::new(LEADER).sample(&all, None, Instant::now(), UNITS).expect("alive");
+        assert_eq!((usage.resident_bytes, usage.processes, usage.cpu_percent), (111 * 4096, 3, None));
+    }
+
+    #[test]
+    fn processor_time_is_the_share_since_the_last_sample_and_the_peak_stays() {
+        let mut meter = UsageMeter::new(LEADER);
+        let begin = Instant::now();
+        let mut at = |seconds: u64, ticks, pages| {
+            let all = BTreeMap::from([(LEADER, process(1, LEADER, ticks, pages))]);
+            meter.sample(&all, None, begin + Duration::from_secs(seconds), UNITS).expect("alive")
+        };
+        assert_eq!(at(0, 100, 50).cpu_percent, None);
+        let busy = at(2, 400, 20);
+        assert_eq!(busy.cpu_percent, Some(150.0));
+        assert_eq!((busy.resident_bytes, busy.peak_resident_bytes), (20 * 4096, 50 * 4096));
+        assert_eq!(at(4, 300, 20).cpu_percent, Some(0.0), "a child that ended does not make it negative");
+    }
+
+    #[test]
+    fn a_worker_that_is_gone_uses_nothing_that_can_be_told() {
+        assert_eq!(UsageMeter::new(LEADER).sample(&BTreeMap::new(), None, Instant::now(), UNITS), None);
+    }
+
+    #[test]
+    fn this_process_has_a_record() {
+        let own = i32::try_from(std::process::id()).expect("fits");
+        assert!(high_water_bytes(own).is_some_and(|bytes| bytes > 1 << 20));
+    }
+}

@@ -1,0 +1,81 @@
+//! What the supervisors of one launcher's children share: its settings, and the watchdog with all leaders that it knows.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use tokio::sync::Mutex;
+
+use crate::launch::error::LaunchError;
+use crate::launch::lines::LineSink;
+use crate::launch::process::tree::SessionLeader;
+use crate::launch::process::watchdog::Watchdog;
+
+/// What the supervisors share. The launcher does not hold its children through it, so dropping the launcher ends them.
+pub(super) struct SupervisionContext {
+    pub(super) shim: PathBuf,
+    pub(super) identity: String,
+    pub(super) grace: Duration,
+    pub(super) sink: LineSink,
+    pub(super) watchdog: Mutex<WatchdogState>,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct WatchdogState {
+    pub(super) watchdog: Option<Watchdog>,
+    pub(super) leaders: Vec<SessionLeader>,
+}
+
+impl fmt::Debug for SupervisionContext {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SupervisionContext")
+            .field("shim", &self.shim)
+            .field("identity", &self.identity)
+            .finish_non_exhaustive()
+    }
+}
+
+impl SupervisionContext {
+    /// Tells the watchdog about a child, starting the watchdog with the first one and again should it be gone.
+    pub(super) async fn register(&self, leader: SessionLeader) -> Result<(), LaunchError> {
+        let mut guarded = self.watchdog.lock().await;
+        guarded.leaders.push(leader);
+        if let Some(watchdog) = &mut guarded.watchdog
+            && watchdog.register(leader).await.is_ok()
+        {
+            return Ok(());
+        }
+        if let Some(dead) = guarded.watchdog.take() {
+            tracing::warn!("the watchdog is gone; starting another");
+            dead.discard().await;
+        }
+        let failed = |reason| LaunchError::Watchdog { shim: self.shim.clone(), reason };
+        let started = async {
+            let mut fresh = Watchdog::start(&self.shim, &self.identity, self.grace).await.map_err(failed)?;
+            for known in &guarded.leaders {
+                fresh.register(*known).await.map_err(|error| failed(error.to_string()))?;
+            }
+            Ok(fresh)
+        };
+        match started.await {
+            Ok(fresh) => {
+                guarded.watchdog = Some(fresh);
+                Ok(())
+            }
+            Err(error) => {
+                guarded.leaders.retain(|known| *known != leader);
+                Err(error)
+            }
+        }
+    }
+
+    pub(super) async fn forget(&self, leader: SessionLeader) {
+        let mut guarded = self.watchdog.lock().await;
+        guarded.leaders.retain(|known| *known != leader);
+        if let Some(watchdog) = &mut guarded.watchdog {
+            // A dead watchdog is noticed, and replaced, at the next start. A stale entry does no harm: the start time
+            // tells a new process of that number apart.
+            let _ = watchdog.forget(leader).await;
+        }
+    }
+}

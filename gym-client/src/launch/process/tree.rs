@@ -1,0 +1,300 @@
+//! Who belongs to a child: everything that has to go when it goes.
+//!
+//! Linux has no handle on "this process and all it started" that an unprivileged process may always create (cgroups need
+//! delegation), so a family is found by four signs, any of which is enough: the child's process group, its session, the
+//! mark in the environment that every descendant inherits, and descent (parent process ids) from any of these. A
+//! grandchild that calls `setsid`, forks twice and closes everything still carries the mark. Only one that *also*
+//! replaces its environment, after its parent is gone, is missed; `PR_SET_CHILD_SUBREAPER` would catch that one too, but
+//! it is a setting of the whole process and would hand the controller zombies that it may not reap without stealing
+//! those of the user's own children.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io;
+use std::time::Duration;
+
+use rustix::process::{Pid, PidfdFlags, Signal};
+use tokio::time::Instant;
+
+/// Environment variable that names the launchers and children a process descends from, separated by `:`.
+pub(in crate::launch) const MARK_VARIABLE: &str = "GYM_LAUNCH_MARK";
+/// Pause between two looks at processes that are not ours to wait for. Short against any grace, long against a look.
+const LOOK_EVERY: Duration = Duration::from_millis(20);
+/// How long killed processes get to vanish. Only one stuck in the kernel (a dead network mount) takes longer.
+pub(in crate::launch) const KILL_WAIT: Duration = Duration::from_secs(5);
+
+/// The child that leads a process group and session. The start time tells it from a later process of the same number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::launch) struct SessionLeader {
+    pub(in crate::launch) pid: i32,
+    pub(in crate::launch) start_ticks: u64,
+}
+
+/// The signs by which members are found.
+#[derive(Debug, Clone)]
+pub(in crate::launch) struct ProcessTree {
+    pub(in crate::launch) leaders: Vec<SessionLeader>,
+    /// `launcher.child`, or `launcher.` for all children of a launcher.
+    pub(in crate::launch) mark: String,
+}
+
+/// A living process of a family.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::launch) struct TreeProcess {
+    pid: i32,
+    start_ticks: u64,
+    group: i32,
+}
+
+/// What `/proc` says of a process in one line.
+#[derive(Debug, Clone, Copy)]
+#[cfg_attr(not(feature = "groups"), allow(dead_code, reason = "only the usage of workers asks for time and memory"))]
+pub(crate) struct ProcessStat {
+    state: u8,
+    pub(crate) parent: i32,
+    group: i32,
+    pub(crate) session: i32,
+    /// CPU time used, user and system, in clock ticks.
+    pub(crate) cpu_ticks: u64,
+    /// When it started, in clock ticks since boot.
+    pub(crate) start_ticks: u64,
+    /// Memory that is resident, in pages.
+    pub(crate) resident_pages: u64,
+}
+
+impl ProcessStat {
+    fn read(pid: i32) -> Option<Self> {
+        Self::parse(&fs::read(format!("/proc/{pid}/stat")).ok()?)
+    }
+
+    /// Fields follow the last `)`: the name before it may contain anything, blanks and parentheses included.
+    pub(crate) fn parse(text: &[u8]) -> Option<Self> {
+        let close = memchr::memrchr(b')', text)?;
+        let rest = std::str::from_utf8(text.get(close + 1..)?).ok()?;
+        let mut fields = rest.split_ascii_whitespace();
+        let state = *fields.next()?.as_bytes().first()?;
+        let parent = fields.next()?.parse().ok()?;
+        let group = fields.next()?.parse().ok()?;
+        let session = fields.next()?.parse().ok()?;
+        // Fields 14, 15, 22 and 24 of the line (proc_pid_stat(5)); six are gone, numbered from 1.
+        let user: u64 = fields.nth(7)?.parse().ok()?;
+        let system: u64 = fields.next()?.parse().ok()?;
+        let start_ticks = fields.nth(6)?.parse().ok()?;
+        let resident_pages = fields.nth(1)?.parse().ok()?;
+        Some(Self {
+            state,
+            parent,
+            group,
+            session,
+            cpu_ticks: user.saturating_add(system),
+            start_ticks,
+            resident_pages,
+        })
+    }
+
+    /// All living processes by their ids. Reads `/proc`: call it off the runtime's threads.
+    pub(crate) fn all() -> io::Result<BTreeMap<i32, Self>> {
+        let mut all = BTreeMap::new();
+        for entry in fs::read_dir("/proc")? {
+            let Some(pid) = entry?.file_name().to_str().and_then(|name| name.parse::<i32>().ok()) else { continue };
+            if let Some(stat) = Self::read(pid).filter(|stat| stat.alive()) {
+                all.insert(pid, stat);
+            }
+        }
+        Ok(all)
+    }
+
+    /// A zombie is dead already and waits for its parent only.
+    fn alive(self) -> bool {
+        !matches!(self.state, b'Z' | b'X' | b'x')
+    }
+}
+
+/// When process `pid` started, in clock ticks since boot.
+pub(in crate::launch) fn start_ticks(pid: i32) -> Option<u64> {
+    ProcessStat::read(pid).map(|stat| stat.start_ticks)
+}
+
+impl ProcessTree {
+    /// All living members, ordered by process id. Reads `/proc`: call it off the runtime's threads.
+    fn look(&self) -> io::Result<Vec<TreeProcess>> {
+        let own = i32::try_from(std::process::id()).unwrap_or(0);
+        let mut all = ProcessStat::all()?;
+        all.remove(&own);
+        // A number in use again by a process that started later: the whole old group is gone, else it were not free.
+        let leaders: Vec<i32> = self
+            .leaders
+            .iter()
+            .filter(|leader| all.get(&leader.pid).is_none_or(|stat| stat.start_ticks == leader.start_ticks))
+            .map(|leader| leader.pid)
+            .collect();
+        let mut found: BTreeMap<i32, TreeProcess> = BTreeMap::new();
+        for (&pid, stat) in &all {
+            if leaders.contains(&pid)
+                || leaders.contains(&stat.group)
+                || leaders.contains(&stat.session)
+                || self.marks(pid)
+            {
+                found.insert(pid, TreeProcess { pid, start_ticks: stat.start_ticks, group: stat.group });
+            }
+        }
+        // Descent, to a fixed point: bounded by the number of processes.
+        loop {
+            let more: Vec<TreeProcess> = all
+                .iter()
+                .filter(|(pid, stat)| !found.contains_key(pid) && found.contains_key(&stat.parent))
+                .map(|(&pid, stat)| TreeProcess { pid, start_ticks: stat.start_ticks, group: stat.group })
+                .collect();
+            if more.is_empty() {
+                return Ok(found.into_values().collect());
+            }
+            found.extend(more.into_iter().map(|member| (member.pid, member)));
+        }
+    }
+
+    /// Whether the environment of `pid` carries our mark. Not readable means another user's, which cannot be ours.
+    fn marks(&self, pid: i32) -> bool {
+        let Ok(environment) = fs::read(format!("/proc/{pid}/environ")) else { return false };
+        carries_mark(&environment, &self.mark)
+    }
+
+    async fn members(&self) -> Vec<TreeProcess> {
+        let tree = self.clone();
+        // Without `/proc` nobody can be told apart safely; the parent-death signal still holds.
+        tokio::task::spawn_blocking(move || tree.look().unwrap_or_default()).await.unwrap_or_default()
+    }
+
+    fn signal(&self, members: &[TreeProcess], signal: Signal) {
+        for leader in &self.leaders {
+            // At once for the whole group, so nothing can fork away between two calls. A number without members
+            // may belong to others by now.
+            if members.iter().any(|member| member.group == leader.pid)
+                && let Some(group) = Pid::from_raw(leader.pid)
+            {
+                let _ = rustix::process::kill_process_group(group, signal);
+            }
+        }
+        for member in members {
+            // Not twice: a second SIGINT means "at once" to many servers.
+            if !self.leaders.iter().any(|leader| leader.pid == member.group) {
+                member.signal(signal);
+            }
+        }
+    }
+
+    /// Ends the family: each signal of `steps` at its time from now, `SIGKILL` again and again after the last of them,
+    /// until nobody is left or [`KILL_WAIT`] has passed. Returns who is left.
+    ///
+    /// Does not reap: the caller waits for its own child meanwhile.
+    pub(in crate::launch) async fn end(&self, steps: &[(Duration, Signal)]) -> Vec<TreeProcess> {
+        let begin = Instant::now();
+        let last = steps.last().map_or(Duration::ZERO, |(after, _)| *after);
+        let mut taken = 0;
+        let mut members = self.members().await;
+        let mut look = tokio::time::interval(LOOK_EVERY);
+        look.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        loop {
+            if members.is_empty() {
+                return members;
+            }
+            let elapsed = begin.elapsed();
+            let due = steps.iter().take_while(|(after, _)| *after <= elapsed).count();
+            if due > taken {
+                taken = due;
+                self.signal(&members, steps[due - 1].1);
+            }
+            if elapsed >= last + KILL_WAIT {
+                return members;
+            }
+            look.tick().await;
+            // A full look costs a read per process of the machine: only when the known ones are gone, or when killing.
+            if taken == steps.len() {
+                members = self.members().await;
+                self.signal(&members, Signal::KILL);
+            } else {
+                members.retain(|member| member.alive());
+                if members.is_empty() {
+                    members = self.members().await;
+                    if let Some((_, signal)) = taken.checked_sub(1).and_then(|at| steps.get(at)) {
+                        self.signal(&members, *signal);
+                    }
+                }
+            }
+        }
+    }
+}
+
+impl TreeProcess {
+    pub(in crate::launch) fn pid(&self) -> i32 {
+        self.pid
+    }
+
+    fn alive(self) -> bool {
+        ProcessStat::read(self.pid).is_some_and(|stat| stat.alive() && stat.start_ticks == self.start_ticks)
+    }
+
+    /// Signals exactly this process: the handle is taken first, then its identity is checked, so a number given to
+    /// another process in between is never hit.
+    fn signal(&self, signal: Signal) {
+        let Some(pid) = Pid::from_raw(self.pid) else { return };
+        match rustix::process::pidfd_open(pid, PidfdFlags::empty()) {
+            Ok(handle) => {
+                if self.alive() {
+                    let _ = rustix::process::pidfd_send_signal(handle, signal);
+                }
+            }
+            // Kernels before 5.3, or a sandbox that filters the call.
+            Err(rustix::io::Errno::NOSYS | rustix::io::Errno::PERM) => {
+                if self.alive() {
+                    let _ = rustix::process::kill_process(pid, signal);
+                }
+            }
+            Err(_) => {}
+        }
+    }
+}
+
+fn carries_mark(environment: &[u8], mark: &str) -> bool {
+    environment
+        .split(|byte| *byte == 0)
+        .filter_map(|entry| entry.strip_prefix(MARK_VARIABLE.as_bytes())?.strip_prefix(b"="))
+        .flat_map(|value| value.split(|byte| *byte == b':'))
+        .any(|one| if mark.ends_with('.') { one.starts_with(mark.as_bytes()) } else { one == mark.as_bytes() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_with_blanks_and_parentheses_does_not_shift_the_fields() {
+        let line = b"77 (a) b (c)) S 12 34 56 0 -1 4194560 1 2 3 4 5 6 7 8 20 0 1 0 987654 1 55 3";
+        let stat = ProcessStat::parse(line).expect("parses");
+        assert_eq!((stat.state, stat.parent, stat.group, stat.session), (b'S', 12, 34, 56));
+        assert_eq!((stat.start_ticks, stat.cpu_ticks, stat.resident_pages), (987_654, 11, 55));
+    }
+
+    #[test]
+    fn a_short_or_empty_line_is_no_process() {
+        for line in [&b""[..], b"77", b"77 (a)", b"77 (a) S 1 2", b"77 (a) S x y z"] {
+            assert!(ProcessStat::parse(line).is_none(), "{line:?}");
+        }
+    }
+
+    #[test]
+    fn own_process_has_a_start_time() {
+        let own = i32::try_from(std::process::id()).expect("fits");
+        assert!(start_ticks(own).is_some_and(|ticks| ticks > 0));
+    }
+
+    #[test]
+    fn marks_match_whole_or_by_launcher_and_never_by_accident() {
+        let environment = b"A=1\0GYM_LAUNCH_MARK=9-8-0.1:10-5-0.12\0B=2\0";
+        assert!(carries_mark(environment, "10-5-0.12"));
+        assert!(carries_mark(environment, "9-8-0.1"));
+        assert!(carries_mark(environment, "10-5-0."));
+        assert!(!carries_mark(environment, "10-5-0.1"), "a longer child number");
+        assert!(!carries_mark(environment, "0-5-0."), "the end of another launcher's name");
+        assert!(!carries_mark(b"X=GYM_LAUNCH_MARK=9-8-0.1\0", "9-8-0.1"), "in another variable's value");
+    }
+}

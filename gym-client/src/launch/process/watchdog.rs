@@ -1,0 +1,171 @@
+//! The process that outlives the controller by a moment, to end what the controller started.
+//!
+//! `PDEATHSIG` reaches a child but not the child's children. So a launcher starts, with its first child, one watchdog:
+//! our own binary again, holding the read end of a pipe whose only write end is in the controller. However the
+//! controller dies (`kill -9`, out of memory, a panic that aborts) the kernel closes the pipe; the watchdog then sends
+//! every registered family `SIGTERM`, after a grace `SIGKILL`, and exits.
+
+use std::ffi::OsString;
+use std::io::Write;
+use std::os::fd::AsFd;
+use std::path::Path;
+use std::process::Stdio;
+use std::time::Duration;
+
+use rustix::process::Signal;
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::net::unix::pipe;
+use tokio::process::{Child, ChildStdin, Command};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::time::timeout;
+
+use crate::launch::process::roles::{WATCHDOG_ROLE, parse_pid, tie_to};
+use crate::launch::process::spawner;
+use crate::launch::process::tree::{ProcessTree, SessionLeader};
+
+/// What the watchdog says when it stands: proves that the executable calls [`enter`](crate::launch::enter) first.
+const READY: &[u8] = b"gym-launch-watchdog 1\n";
+/// A loaded machine starts a process in well under a second; ten leave room for a cold binary on a network disk.
+const START_WAIT: Duration = Duration::from_secs(10);
+/// The watchdog reads all the time; a pipe that stays full this long has no reader.
+const WRITE_WAIT: Duration = Duration::from_secs(5);
+/// A registration is two numbers; longer lines do not come from us.
+const LINE_BYTES_MAX: u64 = 128;
+
+/// The controller's end.
+#[derive(Debug)]
+pub(in crate::launch) struct Watchdog {
+    process: Child,
+    pipe: ChildStdin,
+}
+
+impl Watchdog {
+    /// Starts the watchdog and waits until it says that it stands.
+    pub(in crate::launch) async fn start(shim: &Path, launcher: &str, grace: Duration) -> Result<Self, String> {
+        let mut command = Command::new(shim);
+        command
+            .arg(WATCHDOG_ROLE)
+            .arg(std::process::id().to_string())
+            .arg(launcher)
+            .arg(grace.as_millis().to_string())
+            // It must not keep a file system busy, nor a reader of our output waiting.
+            .current_dir("/")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null());
+        let mut process = spawner::spawn(command).await.map_err(|error| error.to_string())?;
+        let (Some(pipe), Some(mut said)) = (process.stdin.take(), process.stdout.take()) else {
+            return Err("its pipes are missing".to_owned());
+        };
+        let mut answer = vec![0_u8; READY.len()];
+        match timeout(START_WAIT, said.read_exact(&mut answer)).await {
+            Ok(Ok(_)) if answer == READY => Ok(Self { process, pipe }),
+            outcome => {
+                let _ = process.start_kill();
+                let _ = timeout(WRITE_WAIT, process.wait()).await;
+                Err(match outcome {
+                    Err(_) => format!("no answer within {} s", START_WAIT.as_secs()),
+                    Ok(Err(_)) => "it ended without an answer".to_owned(),
+                    Ok(Ok(_)) => "it answered with something else".to_owned(),
+                })
+            }
+        }
+    }
+
+    pub(in crate::launch) async fn register(&mut self, leader: SessionLeader) -> std::io::Result<()> {
+        self.say(format!("+{} {}\n", leader.pid, leader.start_ticks)).await
+    }
+
+    pub(in crate::launch) async fn forget(&mut self, leader: SessionLeader) -> std::io::Result<()> {
+        self.say(format!("-{} {}\n", leader.pid, leader.start_ticks)).await
+    }
+
+    async fn say(&mut self, line: String) -> std::io::Result<()> {
+        timeout(WRITE_WAIT, self.pipe.write_all(line.as_bytes())).await.unwrap_or_else(|late| Err(late.into()))
+    }
+
+    /// Gets rid of a watchdog that does not listen any more. Killed before the pipe closes: one that is only slow would
+    /// take that for our death.
+    pub(in crate::launch) async fn discard(mut self) {
+        let _ = self.process.start_kill();
+        let _ = timeout(WRITE_WAIT, self.process.wait()).await;
+    }
+
+    /// Closes the pipe and reaps the process.
+    pub(in crate::launch) async fn end(self, wait: Duration) {
+        let Self { mut process, pipe } = self;
+        drop(pipe);
+        if timeout(wait, process.wait()).await.is_err() {
+            let _ = process.start_kill();
+            let _ = timeout(WRITE_WAIT, process.wait()).await;
+        }
+    }
+}
+
+/// The watchdog process itself.
+pub(in crate::launch) fn run(mut arguments: impl Iterator<Item = OsString>) -> ! {
+    let controller = arguments.next().and_then(|text| parse_pid(&text));
+    let launcher = arguments.next().and_then(|text| text.into_string().ok());
+    let grace = arguments.next().and_then(|text| text.to_str()?.parse().ok()).map(Duration::from_millis);
+    let (Some(controller), Some(launcher), Some(grace)) = (controller, launcher, grace) else { std::process::exit(2) };
+    let Ok(runtime) = tokio::runtime::Builder::new_current_thread().enable_all().build() else { std::process::exit(1) };
+    let status = runtime.block_on(async {
+        // Whoever signals all processes of our name, or the terminal's group, means the controller to stop in order;
+        // we are needed until it is gone. A handler that nobody listens to is enough to survive.
+        let ignored = [SignalKind::terminate(), SignalKind::interrupt(), SignalKind::hangup(), SignalKind::quit()];
+        let _kept: Vec<_> = ignored.into_iter().filter_map(|kind| signal(kind).ok()).collect();
+        // The pipe alone would miss the death of a controller that forked without executing: the copy holds the pipe.
+        let Ok(mut controller_died) = signal(SignalKind::user_defined1()) else { return 1 };
+        let alive = tie_to(controller, Signal::USR1).is_ok();
+        let Ok(input) = std::io::stdin().as_fd().try_clone_to_owned() else { return 1 };
+        let Ok(input) = pipe::Receiver::from_owned_fd(input) else { return 1 };
+        let mut lines = Registrations { input: BufReader::new(input), leaders: Vec::new() };
+        if alive {
+            if std::io::stdout().write_all(READY).and_then(|()| std::io::stdout().flush()).is_err() {
+                return 1;
+            }
+            tokio::select! { biased;
+                () = lines.follow() => {}
+                _ = controller_died.recv() => {}
+            }
+        }
+        // What the dead controller had written still counts. A full pipe is read in far less; a pipe held open by a
+        // copy of the controller never ends, hence the bound.
+        let _ = timeout(Duration::from_millis(100), lines.follow()).await;
+        let tree = ProcessTree { leaders: lines.leaders, mark: format!("{launcher}.") };
+        let left = tree.end(&[(Duration::ZERO, Signal::TERM), (grace, Signal::KILL)]).await;
+        i32::from(!left.is_empty())
+    });
+    std::process::exit(status)
+}
+
+struct Registrations {
+    input: BufReader<pipe::Receiver>,
+    leaders: Vec<SessionLeader>,
+}
+
+impl Registrations {
+    /// Reads until the pipe closes. Dropped in mid-line it may lose that line, whose child is then still behind its
+    /// gate and ends by itself.
+    async fn follow(&mut self) {
+        let mut line = String::new();
+        loop {
+            line.clear();
+            match (&mut self.input).take(LINE_BYTES_MAX).read_line(&mut line).await {
+                Ok(0) | Err(_) => return,
+                Ok(_) => self.take(line.trim_end()),
+            }
+        }
+    }
+
+    fn take(&mut self, line: &str) {
+        let Some((sign, rest)) = line.split_at_checked(1) else { return };
+        let Some((pid, start)) = rest.split_once(' ') else { return };
+        let (Ok(pid), Ok(start_ticks)) = (pid.parse(), start.parse()) else { return };
+        let leader = SessionLeader { pid, start_ticks };
+        self.leaders.retain(|known| *known != leader);
+        if sign == "+" {
+            self.leaders.push(leader);
+        }
+    }
+}

@@ -1,0 +1,156 @@
+//! One attempt to connect to a peer: its transports in order of preference, until one connects.
+
+use std::sync::Arc;
+
+use gym_core::{
+    CallContext, Channel, Code, ConnectOptions, Connector, Endpoint, Error, Result, Transport, TransportPolicy,
+};
+
+use crate::transport::connectors::{Connectors, missing, transports_of};
+use crate::transport::paths::Refusal;
+
+pub(super) struct ConnectAttempt<'a> {
+    connectors: &'a Connectors,
+    policy: &'a TransportPolicy,
+    endpoints: &'a [Endpoint],
+    refused: Vec<Refusal>,
+}
+
+/// One thing to try.
+struct Candidate<'a> {
+    endpoint: &'a Endpoint,
+    connector: &'a Arc<dyn Connector>,
+    transport: Option<Transport>,
+    /// What the connector is asked for: nothing, if it has one way only.
+    requested: Option<Transport>,
+}
+
+impl<'a> ConnectAttempt<'a> {
+    pub(super) fn new(connectors: &'a Connectors, policy: &'a TransportPolicy, endpoints: &'a [Endpoint]) -> Self {
+        Self { connectors, policy, endpoints, refused: Vec::new() }
+    }
+
+    pub(super) fn refused(&self) -> &[Refusal] {
+        &self.refused
+    }
+
+    pub(super) async fn run(&mut self, cx: &CallContext, options: &ConnectOptions, ordered: bool) -> Result<Channel> {
+        let candidates = self.candidates();
+        let last_candidate = candidates.len().saturating_sub(1);
+        let mut last = None;
+        for (at, candidate) in candidates.into_iter().enumerate() {
+            // A transport that hangs leaves time for the next ones.
+            let bounded = if at < last_candidate { cx.clone().at_most(cx.remaining() / 2) } else { cx.clone() };
+            let options =
+                candidate.requested.map_or_else(|| options.clone(), |transport| options.clone().at(transport));
+            let error = match candidate.connector.connect(&bounded, candidate.endpoint, &options).await {
+                Ok(channel) => match self.rejection(&candidate, &channel, ordered) {
+                    None => return Ok(channel),
+                    Some(error) => error,
+                },
+                Err(error) => error,
+            };
+            self.refuse(candidate.transport, error.message());
+            cx.check()?;
+            // That an endpoint keeps no order is said only when nothing worse is to be said.
+            if error.code() != Code::Unimplemented || last.is_none() {
+                last = Some(error);
+            }
+        }
+        Err(last.unwrap_or_else(|| self.nothing_tried()))
+    }
+
+    /// What is to be tried. What is not is refused right away.
+    fn candidates(&mut self) -> Vec<Candidate<'a>> {
+        let mut candidates = Vec::new();
+        for endpoint in self.endpoints {
+            let scheme = self.connectors.get(endpoint.scheme());
+            let transports = scheme.map_or(transports_of(endpoint.scheme()), |scheme| &scheme.transports);
+            for transport in transports.iter().copied() {
+                match (self.policy.refusal(transport), scheme) {
+                    (Some(reason), _) => self.refuse(Some(transport), &reason),
+                    (None, None) => self.refuse(Some(transport), &missing(endpoint.scheme())),
+                    (None, Some(scheme)) => {
+                        let requested = (transports.len() > 1).then_some(transport);
+                        candidates.push(Candidate {
+                            endpoint,
+                            connector: &scheme.connector,
+                            transport: Some(transport),
+                            requested,
+                        });
+                    }
+                }
+            }
+        }
+        candidates
+    }
+
+    fn refuse(&mut self, transport: Option<Transport>, reason: &str) {
+        // A peer with several endpoints of one transport has several reasons; the first was the preferred endpoint.
+        if let Some(transport) = transport
+            && !self.refused.iter().any(|known| known.transport == transport)
+        {
+            self.refused.push(Refusal { transport, reason: reason.to_owned() });
+        }
+    }
+
+    fn nothing_tried(&self) -> Error {
+        let wanted: Vec<_> = self.endpoints.iter().map(Endpoint::as_str).collect();
+        let here: Vec<_> = self.connectors.keys().copied().collect();
+        Error::not_started(
+            Code::Unimplemented,
+            format!("no transport here for {}; this program has {}", wanted.join(", "), here.join(", ")),
+        )
+    }
+
+    /// Why a channel that was opened will not do.
+    fn rejection(&self, candidate: &Candidate<'_>, channel: &Channel, ordered: bool) -> Option<Error> {
+        let path = channel.path();
+        let refused = |reason: String| Some(Error::not_started(Code::Unimplemented, reason));
+        if ordered && !path.ordered {
+            return refused(format!(
+                "{} keeps no order; give its http+frames or unix+frames endpoint too",
+                candidate.endpoint
+            ));
+        }
+        match (candidate.requested, path.transport) {
+            // Better than asked for is as good, where it is allowed; a less preferred one is tried by itself later.
+            (Some(requested), Some(negotiated)) if negotiated > requested || !self.policy.allows(negotiated) => {
+                refused(format!("asked for {requested}, negotiated {negotiated} ({})", path.lanes))
+            }
+            (Some(requested), None) => {
+                refused(format!("asked for {requested}, and the transport does not say what it negotiated"))
+            }
+            _ => None,
+        }
+    }
+
+    /// The error of a peer that was not reached, with what was found for each transport and what to do about it. Where there was
+    /// nothing to choose it stays as it is.
+    pub(super) async fn explain(&self, error: Error) -> Error {
+        let chosen = self.policy.required().is_some()
+            || self.refused.iter().any(|refusal| refusal.transport.is_ucx() || !self.policy.allows(refusal.transport));
+        if !chosen || self.refused.is_empty() || matches!(error.code(), Code::DeadlineExceeded | Code::Cancelled) {
+            return error;
+        }
+        let reasons: Vec<String> = self.refused.iter().map(ToString::to_string).collect();
+        let peer = self.endpoints.last().map_or("", Endpoint::as_str);
+        let mut fixes = Vec::new();
+        #[cfg(feature = "rdma")]
+        if self.policy.allows(Transport::RDMA)
+            && self.refused.iter().any(|refusal| refusal.transport == Transport::RDMA)
+        {
+            fixes.extend(crate::transport::ucx::rdma_fault().await);
+        }
+        if self.policy.named_transports().len() < Transport::KNOWN.len() || self.policy.required().is_some() {
+            fixes.push(format!("allow more than `{}` by transport and require_transport", self.policy));
+        }
+        if !self.endpoints.iter().any(|endpoint| endpoint.scheme() == "ucx") && self.policy.uses_ucx() {
+            fixes.push("give the peer the same transport setting: it offers no ucx endpoint".to_owned());
+        }
+        fixes.push("`rgym doctor` says what each host has".to_owned());
+        let message =
+            format!("no transport that may be used reaches it ({}); fix: {}", reasons.join("; "), fixes.join("; "));
+        Error::not_started(error.code(), message).about(format!("connect to {peer}")).caused_by(error)
+    }
+}

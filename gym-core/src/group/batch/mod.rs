@@ -1,0 +1,212 @@
+//! Named columns with equal rows: what a worker call carries beside its arguments, and what is sharded over ranks.
+//!
+//! ```
+//! use gym_core::group::{Batch, Ragged, Tensor, Uneven};
+//! # fn main() -> gym_core::Result<()> {
+//! let batch = Batch::empty()
+//!     .with("reward", Tensor::from_vec([4], vec![1.0_f32, 0.0, 0.0, 1.0])?)?
+//!     .with("tokens", Ragged::from_rows(&[vec![1_i64, 2], vec![3], vec![4, 5, 6], vec![]]))?;
+//! let shards = batch.shard(2, Uneven::Refuse)?;
+//! assert_eq!(shards[1].column("reward")?.dense()?.view::<f32>()?.as_ref(), [0.0, 1.0]);
+//! assert_eq!(Batch::concat(&shards)?, batch);
+//! # Ok(()) }
+//! ```
+//!
+//! `slice` and `shard` share the memory of the whole; `select`, `concat` and `repeat_interleave` copy, once.
+
+mod codec;
+mod column;
+mod metadata;
+pub mod packing;
+mod rows;
+pub mod safetensors;
+mod shard;
+pub mod tensor;
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use serde_json::{Map, Value};
+
+pub use codec::Payload;
+pub use codec::{BatchSchema, ColumnSchema, SegmentSchema};
+pub use column::Offsets;
+pub use column::{Column, JsonRows, Ragged};
+pub use column::{Packed, Segment, SegmentId};
+pub use rows::Assembly;
+pub use rows::Device;
+pub use rows::{Padding, Side};
+pub use shard::Uneven;
+pub use shard::{DynamicBatching, MicrobatchOrder, SequencePacking, Sharded, Sharding};
+pub use shard::{MicroBatch, MicroBatchChunk, MicroBatches, RowShape};
+
+use crate::base::error::{Code, Error, Result};
+use crate::group::batch::metadata::BatchMetadata;
+use crate::group::batch::tensor::check_range;
+
+/// The most rows that a column may have whose rows have no bytes: a shape of a peer's that no memory stands behind.
+const ROWS_WITHOUT_BYTES_MAX: usize = 1 << 20;
+
+/// Named columns with equal rows, in order. Cheap to clone. Equal rows are kept by every constructor and every change.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Batch {
+    columns: Vec<(Arc<str>, Column)>,
+    metadata: BatchMetadata,
+    micro_batches: Option<Arc<MicroBatches>>,
+}
+
+impl Batch {
+    /// No columns, no rows.
+    #[must_use]
+    pub fn empty() -> Self {
+        Self::default()
+    }
+
+    /// A batch of these columns.
+    ///
+    /// # Errors
+    /// As [`Self::insert`], and `AlreadyExists` when a name comes twice.
+    pub fn new<N: Into<Arc<str>>>(columns: impl IntoIterator<Item = (N, Column)>) -> Result<Self> {
+        let mut batch = Self::empty();
+        for (name, column) in columns {
+            let name = name.into();
+            if batch.get(&name).is_some() {
+                return Err(Error::not_started(Code::AlreadyExists, format!("column {name:?} comes twice")));
+            }
+            batch.insert(name, column)?;
+        }
+        Ok(batch)
+    }
+
+    /// The same batch with one more column, or with that column replaced.
+    ///
+    /// # Errors
+    /// As [`Self::insert`].
+    pub fn with(mut self, name: impl Into<Arc<str>>, column: impl Into<Column>) -> Result<Self> {
+        self.insert(name, column)?;
+        Ok(self)
+    }
+
+    /// Adds a column at the end, or replaces the one of that name in its place; returns the replaced one.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when the column is a scalar, has another number of rows than the other columns, or more than 2²⁰ rows of no
+    /// bytes.
+    pub fn insert(&mut self, name: impl Into<Arc<str>>, column: impl Into<Column>) -> Result<Option<Column>> {
+        let (name, column) = (name.into(), column.into());
+        if matches!(&column, Column::Dense(tensor) if tensor.shape().is_empty()) {
+            return Err(Error::invalid(format!("column {name:?} is a scalar; dimension 0 must count the rows")));
+        }
+        if matches!(&column, Column::Dense(tensor) if tensor.row_bytes() == 0) && column.rows() > ROWS_WITHOUT_BYTES_MAX
+        {
+            let rows = column.rows();
+            return Err(Error::invalid(format!(
+                "column {name:?} has {rows} rows of no bytes; at most {ROWS_WITHOUT_BYTES_MAX} are taken"
+            )));
+        }
+        let position = self.position(&name);
+        let others = self.columns.iter().enumerate().find(|(index, _)| Some(*index) != position);
+        if let Some((_, (other, rows))) = others.map(|(index, (other, column))| (index, (other, column.rows())))
+            && rows != column.rows()
+        {
+            let found = column.rows();
+            return Err(Error::invalid(format!(
+                "batch sizes are not the same: column {name:?} has {found} rows, column {other:?} has {rows}"
+            )));
+        }
+        Ok(match position {
+            Some(position) => Some(std::mem::replace(&mut self.columns[position].1, column)),
+            None => {
+                self.columns.push((name, column));
+                None
+            }
+        })
+    }
+
+    /// Takes a column out; the order of the others stays.
+    pub fn remove(&mut self, name: &str) -> Option<Column> {
+        self.position(name).map(|position| self.columns.remove(position).1)
+    }
+
+    /// Number of rows; 0 without columns.
+    #[must_use]
+    pub fn rows(&self) -> usize {
+        self.columns.first().map_or(0, |(_, column)| column.rows())
+    }
+
+    /// Whether there is no column. A batch may have columns of no rows, such as the last shard of an uneven split.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.columns.is_empty()
+    }
+
+    /// The column of that name.
+    ///
+    /// # Errors
+    /// `NotFound`, with the names that there are.
+    pub fn column(&self, name: &str) -> Result<&Column> {
+        self.get(name).ok_or_else(|| {
+            let names: Vec<_> = self.names().collect();
+            Error::not_started(Code::NotFound, format!("no column {name:?}; there are {names:?}"))
+        })
+    }
+
+    /// The column of that name, if there is one.
+    #[must_use]
+    pub fn get(&self, name: &str) -> Option<&Column> {
+        self.columns().find(|(known, _)| *known == name).map(|(_, column)| column)
+    }
+
+    /// The names, in order.
+    #[must_use]
+    pub fn names(&self) -> impl ExactSizeIterator<Item = &str> {
+        self.columns.iter().map(|(name, _)| name.as_ref())
+    }
+
+    /// Names and columns, in order.
+    #[must_use]
+    pub fn columns(&self) -> impl ExactSizeIterator<Item = (&str, &Column)> {
+        self.columns.iter().map(|(name, column)| (name.as_ref(), column))
+    }
+
+    /// Metadata of the batch as a whole. Slices and shards keep them; `concat` keeps what its parts agree on.
+    #[must_use]
+    pub fn metadata(&self) -> &Map<String, Value> {
+        &self.metadata
+    }
+
+    /// Metadata of the batch as a whole, to be changed.
+    pub fn metadata_mut(&mut self) -> &mut Map<String, Value> {
+        self.metadata.to_mut()
+    }
+
+    /// Neighbouring rows, sharing the memory.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when the range is reversed or ends beyond the rows; it names the first column.
+    pub fn slice(&self, rows: Range<usize>) -> Result<Self> {
+        check_range(&rows, self.rows()).map_err(|error| {
+            let first = self.names().next().unwrap_or("no column at all");
+            error.about(format!("slice of a batch of {first:?}"))
+        })?;
+        Ok(self.slice_rows(rows))
+    }
+
+    /// As [`Self::slice`], for a range that was checked.
+    fn slice_rows(&self, rows: Range<usize>) -> Self {
+        self.map_columns(|column| column.slice_rows(rows.clone()))
+    }
+
+    /// A batch of the same names and metadata.
+    fn map_columns(&self, mut of: impl FnMut(&Column) -> Column) -> Self {
+        let columns = self.columns.iter().map(|(name, column)| (Arc::clone(name), of(column))).collect();
+        Self { columns, metadata: self.metadata.clone(), micro_batches: None }
+    }
+
+    fn position(&self, name: &str) -> Option<usize> {
+        self.columns.iter().position(|(known, _)| known.as_ref() == name)
+    }
+}
+
+#[cfg(test)]
+mod tests;

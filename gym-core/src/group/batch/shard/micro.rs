@@ -1,0 +1,160 @@
+//! Micro-batches: the pieces of a shard that go through the model one at a time.
+//!
+//! They are either equal pieces, or what [`Batch::shard_by_batch_size`] planned by the lengths of the rows. A plan travels with
+//! its shard, because every rank must run the same number of them.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+use crate::base::error::{Code, Error, Result};
+use crate::group::batch::Batch;
+
+/// One micro-batch of a plan.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MicroBatch {
+    /// Its rows, counted from the first row of its chunk.
+    pub rows: Range<usize>,
+    /// Tokens: of each row when the rows are padded, of all rows together when they are packed.
+    pub length: usize,
+}
+
+/// The micro-batches of one global batch, as far as it lies on this shard.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MicroBatchChunk {
+    /// Number of rows of the chunk on this shard.
+    pub rows: usize,
+    /// Its micro-batches, which cover the rows in order.
+    pub micro_batches: Vec<MicroBatch>,
+}
+
+/// How the rows of a micro-batch come to one shape.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RowShape {
+    /// Each row is padded to the length of the micro-batch: dynamic batching.
+    Padded,
+    /// The rows follow each other in one: sequence packing. The training backend puts them together.
+    Packed,
+}
+
+/// A shard's plan of micro-batches, one chunk for each global batch.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MicroBatches {
+    /// How the rows of a micro-batch come to one shape.
+    pub row_shape: RowShape,
+    /// The chunks, in the order of the global batches.
+    pub chunks: Vec<MicroBatchChunk>,
+}
+
+impl MicroBatches {
+    /// Whether the chunks cover exactly this many rows, each in order and without gaps; a plan from a peer may not.
+    pub(in crate::group::batch) fn fits(&self, rows: usize) -> bool {
+        let covers = |chunk: &MicroBatchChunk| {
+            let end = chunk
+                .micro_batches
+                .iter()
+                .try_fold(0, |at, micro| (micro.rows.start == at && micro.rows.end >= at).then_some(micro.rows.end));
+            end == Some(chunk.rows)
+        };
+        self.chunks.iter().all(covers)
+            && self.chunks.iter().try_fold(0_usize, |sum, chunk| sum.checked_add(chunk.rows)) == Some(rows)
+    }
+
+    /// The number of micro-batches in all chunks.
+    #[must_use]
+    pub fn count(&self) -> usize {
+        self.chunks.iter().map(|chunk| chunk.micro_batches.len()).sum()
+    }
+
+    /// The length of the longest micro-batch, 0 without any.
+    #[must_use]
+    pub fn longest(&self) -> usize {
+        let micro_batches = self.chunks.iter().flat_map(|chunk| &chunk.micro_batches);
+        micro_batches.map(|micro| micro.length).max().unwrap_or(0)
+    }
+}
+
+impl Batch {
+    /// The plan of micro-batches that the batch carries as a shard. Slices and selections do not.
+    #[must_use]
+    pub fn micro_batches(&self) -> Option<&MicroBatches> {
+        self.micro_batches.as_deref()
+    }
+
+    /// The `rank`-th of `chunks` equal pieces, sharing the memory.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when the rows are not a multiple of `chunks`, or `rank` is not below it.
+    pub fn chunk(&self, rank: usize, chunks: usize) -> Result<Self> {
+        let rows = self.rows();
+        if chunks == 0 || !rows.is_multiple_of(chunks) {
+            return Err(Error::invalid(format!("batch size ({rows}) is not a multiple of chunks ({chunks})")));
+        }
+        if rank >= chunks {
+            return Err(Error::invalid(format!("chunk {rank} of {chunks}")));
+        }
+        let size = rows / chunks;
+        Ok(self.slice_rows(rank * size..(rank + 1) * size))
+    }
+
+    /// The `index`-th global batch of this shard, sharing the memory.
+    ///
+    /// A shard with a plan of micro-batches goes by the plan's chunks, and the answer carries its part of the plan. One
+    /// without goes by `size` rows each.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when there is no such global batch.
+    pub fn get_batch(&self, index: usize, size: usize) -> Result<Self> {
+        let Some(plan) = self.micro_batches() else {
+            let start = index.saturating_mul(size);
+            return self.slice(start..start.saturating_add(size));
+        };
+        let Some(chunk) = plan.chunks.get(index) else {
+            return Err(Error::invalid(format!("global batch {index} of {}", plan.chunks.len())));
+        };
+        let start = plan.chunks[..index].iter().map(|chunk| chunk.rows).sum::<usize>();
+        let mut batch = self.slice(start..start + chunk.rows)?;
+        let plan = MicroBatches { row_shape: plan.row_shape, chunks: vec![chunk.clone()] };
+        batch.micro_batches = Some(Arc::new(plan));
+        Ok(batch)
+    }
+
+    /// Micro-batches of `size` rows each, sharing the memory.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when the rows are not a multiple of `size`.
+    pub fn iter_micro_batches(&self, size: usize) -> Result<impl ExactSizeIterator<Item = Self> + '_> {
+        let rows = self.rows();
+        if size == 0 || !rows.is_multiple_of(size) {
+            return Err(Error::invalid(format!(
+                "batch size ({rows}) is not a multiple of the micro-batch size ({size})"
+            )));
+        }
+        Ok((0..rows / size).map(move |index| self.slice_rows(index * size..(index + 1) * size)))
+    }
+
+    /// The micro-batches of the plan that the batch carries. Padded ones are narrowed along dimension 1 to their length, which
+    /// copies; packed ones share the memory.
+    ///
+    /// # Errors
+    /// `FailedPrecondition` when the batch carries no plan, or one of several global batches: take one with
+    /// [`Self::get_batch`] first. An item is an error where a column is narrower than its micro-batch is long.
+    pub fn iter_planned_micro_batches(&self) -> Result<impl ExactSizeIterator<Item = Result<Self>> + '_> {
+        let refuse = |what: String| Error::not_started(Code::FailedPrecondition, what);
+        let plan = self.micro_batches().ok_or_else(|| {
+            refuse("the batch carries no plan of micro-batches; shard it by lengths, or ask for equal ones".into())
+        })?;
+        let [chunk] = plan.chunks.as_slice() else {
+            return Err(refuse(format!("the plan has {} global batches; take one with get_batch", plan.chunks.len())));
+        };
+        Ok(chunk.micro_batches.iter().map(move |micro| {
+            let rows = self.slice(micro.rows.clone())?;
+            match plan.row_shape {
+                RowShape::Padded => rows.truncate(1, micro.length),
+                RowShape::Packed => Ok(rows),
+            }
+        }))
+    }
+}

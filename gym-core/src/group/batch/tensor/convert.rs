@@ -1,0 +1,134 @@
+//! Tensors made of tensors by a copy: elements as wide numbers, other float types, inner dimensions narrowed.
+
+use half::{bf16, f16};
+
+use crate::base::error::{Error, Result};
+use crate::group::batch::tensor::{DType, Tensor};
+
+impl Tensor {
+    /// The elements of an integer or `BOOL` tensor.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a float tensor, and for a `U64` beyond `i64`.
+    pub fn to_i64s(&self) -> Result<Vec<i64>> {
+        Ok(match self.dtype() {
+            DType::Bool | DType::U8 => self.view::<u8>()?.iter().map(|x| i64::from(*x)).collect(),
+            DType::I8 => self.view::<i8>()?.iter().map(|x| i64::from(*x)).collect(),
+            DType::U16 => self.view::<u16>()?.iter().map(|x| i64::from(*x)).collect(),
+            DType::I16 => self.view::<i16>()?.iter().map(|x| i64::from(*x)).collect(),
+            DType::U32 => self.view::<u32>()?.iter().map(|x| i64::from(*x)).collect(),
+            DType::I32 => self.view::<i32>()?.iter().map(|x| i64::from(*x)).collect(),
+            DType::I64 => self.view::<i64>()?.into_owned(),
+            DType::U64 => {
+                let wide = |x: &u64| i64::try_from(*x).map_err(|_| Error::invalid(format!("{x} is beyond 2^63 - 1")));
+                self.view::<u64>()?.iter().map(wide).collect::<Result<_>>()?
+            }
+            float => return Err(Error::invalid(format!("a {float} tensor holds no integers"))),
+        })
+    }
+
+    /// The elements of a tensor of any type; integers beyond 2⁵³ are rounded.
+    ///
+    /// # Errors
+    /// `DataLoss` when the bytes are no such elements.
+    pub fn to_f64s(&self) -> Result<Vec<f64>> {
+        Ok(match self.dtype() {
+            DType::F16 => self.view::<u16>()?.iter().map(|bits| f16::from_bits(*bits).to_f64()).collect(),
+            DType::Bf16 => self.view::<u16>()?.iter().map(|bits| bf16::from_bits(*bits).to_f64()).collect(),
+            DType::F32 => self.view::<f32>()?.iter().map(|x| f64::from(*x)).collect(),
+            DType::F64 => self.view::<f64>()?.into_owned(),
+            DType::U64 => self.view::<u64>()?.iter().map(|x| *x as f64).collect(),
+            _ => self.to_i64s()?.into_iter().map(|x| x as f64).collect(),
+        })
+    }
+
+    /// The same numbers in another float type, each as the nearest one there is; the tensor itself, shared, if it has that type.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when either type is no float type.
+    pub fn to_float(&self, dtype: DType) -> Result<Self> {
+        if !self.dtype().is_float() || !dtype.is_float() {
+            return Err(Error::invalid(format!("{} as {dtype}: only float types are converted", self.dtype())));
+        }
+        if self.dtype() == dtype {
+            return Ok(self.clone());
+        }
+        // From F64 to a 16-bit type the value is rounded twice, as numpy and torch do it.
+        let wide = self.to_f64s()?;
+        #[allow(clippy::cast_possible_truncation)] // Rounding to the type is what is asked for.
+        let narrow = wide.iter().map(|x| *x as f32);
+        let (shape, bits) = (self.shape().to_vec(), |of: fn(f32) -> u16| narrow.clone().map(of).collect::<Vec<_>>());
+        match dtype {
+            DType::F16 => {
+                Self::from_vec(shape, bits(|x| f16::from_f32(x).to_bits())).map(|tensor| tensor.relabelled(dtype))
+            }
+            DType::Bf16 => {
+                Self::from_vec(shape, bits(|x| bf16::from_f32(x).to_bits())).map(|tensor| tensor.relabelled(dtype))
+            }
+            DType::F32 => Self::from_vec(shape, narrow.collect()),
+            _ => Self::from_vec(shape, wide),
+        }
+    }
+
+    /// The same bytes under another type of the same size.
+    fn relabelled(self, dtype: DType) -> Self {
+        Self { dtype, ..self }
+    }
+
+    /// The first `length` steps of a dimension after the first: a copy, unless nothing is cut off.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when there is no such dimension, or it has less than `length` steps.
+    pub(crate) fn narrow(&self, dimension: usize, length: usize) -> Result<Self> {
+        let size = *self
+            .shape()
+            .get(dimension)
+            .ok_or_else(|| Error::invalid(format!("no dimension {dimension} in {self:?}")))?;
+        if length > size {
+            return Err(Error::invalid(format!("dimension {dimension} of {self:?} has {size} steps, not {length}")));
+        }
+        if length == size {
+            return Ok(self.clone());
+        }
+        let step = self.dtype().size() * self.shape()[dimension + 1..].iter().product::<usize>();
+        let mut shape = self.shape().to_vec();
+        shape[dimension] = length;
+        let mut kept = Vec::with_capacity(crate::group::batch::tensor::bytes_of_shape(self.dtype(), &shape)?);
+        // An empty step has nothing to copy, and chunks of no bytes cannot be counted.
+        for run in self.bytes().chunks(step.saturating_mul(size).max(1)) {
+            kept.extend_from_slice(&run[..step * length]);
+        }
+        Self::new(self.dtype(), shape, kept.into())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use bytes::Bytes;
+
+    use super::*;
+
+    #[test]
+    fn every_type_reads_as_wide_numbers() {
+        for dtype in DType::ALL {
+            let ones = crate::group::batch::tensor::Scalar::Int(1).to_bytes(dtype).unwrap().repeat(2);
+            let tensor = Tensor::new(dtype, [2], Bytes::from(ones)).unwrap();
+            assert_eq!(tensor.to_f64s().unwrap(), [1.0, 1.0], "{dtype}");
+            assert_eq!(tensor.to_i64s().ok(), (!dtype.is_float()).then(|| vec![1, 1]), "{dtype}");
+        }
+        assert!(Tensor::from_vec([1], vec![u64::MAX]).unwrap().to_i64s().is_err());
+        assert_eq!(Tensor::from_vec([1], vec![-3_i8]).unwrap().to_i64s().unwrap(), [-3]);
+    }
+
+    #[test]
+    fn floats_become_other_floats_and_back() {
+        let exact = Tensor::from_vec([4], vec![1.0_f32, -0.5, 0.0, 96.0]).unwrap();
+        for dtype in [DType::F16, DType::Bf16, DType::F32, DType::F64] {
+            let there = exact.to_float(dtype).unwrap();
+            assert_eq!(there.dtype(), dtype);
+            assert_eq!(there.to_float(DType::F32).unwrap(), exact);
+        }
+        assert_eq!(exact.to_float(DType::F32).unwrap().bytes().as_ptr(), exact.bytes().as_ptr());
+        assert!(exact.to_float(DType::I32).is_err());
+    }
+}

@@ -1,0 +1,188 @@
+//! A block of numbers in host memory: element type, shape, and shared bytes.
+//!
+//! Row-major, little-endian, as safetensors lays them out. A slice along the first dimension shares the memory; nothing here
+//! copies unless its doc says so. Device memory is not a tensor: batches are host memory, weights move by collectives.
+
+mod block;
+mod convert;
+mod dtype;
+mod element;
+mod scalar;
+
+use std::borrow::Cow;
+use std::fmt;
+use std::ops::Range;
+
+use bytes::Bytes;
+
+pub(crate) use block::copy_into_block;
+pub use dtype::DType;
+pub use element::Element;
+pub use scalar::Scalar;
+
+use crate::base::error::{Code, Error, Result};
+
+#[cfg(target_endian = "big")]
+compile_error!("tensors lie in memory as they travel, little-endian; this host is big-endian");
+
+/// Element type, shape and shared row-major bytes. Cheap to clone.
+#[derive(Clone, PartialEq)]
+pub struct Tensor {
+    dtype: DType,
+    shape: Vec<usize>,
+    bytes: Bytes,
+}
+
+impl Tensor {
+    /// A tensor over bytes that exist already.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when the shape does not take exactly these bytes.
+    pub fn new(dtype: DType, shape: impl Into<Vec<usize>>, bytes: Bytes) -> Result<Self> {
+        let shape = shape.into();
+        let expected = bytes_of_shape(dtype, &shape)?;
+        if expected != bytes.len() {
+            let found = bytes.len();
+            return Err(Error::invalid(format!("{dtype} of shape {shape:?} takes {expected} bytes, got {found}")));
+        }
+        Ok(Self { dtype, shape, bytes })
+    }
+
+    /// A tensor that takes over a vector, without a copy.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when the shape does not take exactly these elements.
+    pub fn from_vec<T: Element>(shape: impl Into<Vec<usize>>, elements: Vec<T>) -> Result<Self> {
+        Self::new(T::DTYPE, shape, Bytes::from_owner(Elements(elements)))
+    }
+
+    /// A tensor of zeros.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when the shape has more bytes than can be counted.
+    pub fn zeros(dtype: DType, shape: impl Into<Vec<usize>>) -> Result<Self> {
+        let shape = shape.into();
+        let bytes = Bytes::from(vec![0; bytes_of_shape(dtype, &shape)?]);
+        Ok(Self { dtype, shape, bytes })
+    }
+
+    /// Type of the elements.
+    #[must_use]
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Sizes of the dimensions, outermost first; empty for a scalar.
+    #[must_use]
+    pub fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    /// Size of the first dimension; 1 for a scalar.
+    #[must_use]
+    pub fn rows(&self) -> usize {
+        self.shape.first().copied().unwrap_or(1)
+    }
+
+    /// Number of elements.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.bytes.len() / self.dtype.size()
+    }
+
+    /// Whether there is no element.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.bytes.is_empty()
+    }
+
+    /// Bytes of one row, that is of one step along the first dimension.
+    #[must_use]
+    pub fn row_bytes(&self) -> usize {
+        self.dtype.size() * self.shape.iter().skip(1).product::<usize>()
+    }
+
+    /// The bytes, row-major and little-endian; a clone shares them.
+    #[must_use]
+    pub fn bytes(&self) -> &Bytes {
+        &self.bytes
+    }
+
+    /// The elements in row-major order: in place where the memory is aligned for `T`, a copy otherwise.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when the tensor's type is not read as `T`; `DataLoss` when a `BOOL` byte is neither 0 nor 1.
+    pub fn view<T: Element>(&self) -> Result<Cow<'_, [T]>> {
+        if !T::reads(self.dtype) {
+            return Err(Error::invalid(format!("a {} tensor cannot be viewed as {}", self.dtype, T::DTYPE)));
+        }
+        T::cast(&self.bytes).ok_or_else(|| {
+            Error::not_started(Code::DataLoss, format!("a {} tensor holds bytes that are no such element", self.dtype))
+        })
+    }
+
+    /// Rows of the first dimension, sharing the memory.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a scalar, or when the range is reversed or ends beyond the rows.
+    pub fn slice(&self, rows: Range<usize>) -> Result<Self> {
+        if self.shape.is_empty() {
+            return Err(Error::invalid("a scalar has no rows to slice"));
+        }
+        check_range(&rows, self.rows())?;
+        Ok(self.slice_rows(rows))
+    }
+
+    /// As [`Self::slice`], for a range that was checked and a tensor that is not a scalar.
+    pub(crate) fn slice_rows(&self, rows: Range<usize>) -> Self {
+        let row = self.row_bytes();
+        let mut shape = self.shape.clone();
+        shape[0] = rows.len();
+        Self { dtype: self.dtype, shape, bytes: self.bytes.slice(rows.start * row..rows.end * row) }
+    }
+
+    /// The same bytes under another shape.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when the shape has another number of elements.
+    pub fn reshape(&self, shape: impl Into<Vec<usize>>) -> Result<Self> {
+        Self::new(self.dtype, shape, self.bytes.clone())
+    }
+}
+
+impl fmt::Debug for Tensor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Tensor({} {:?})", self.dtype, self.shape)
+    }
+}
+
+/// Lets a vector of elements own the memory that a tensor shares.
+struct Elements<T>(Vec<T>);
+
+impl<T: Element> AsRef<[u8]> for Elements<T> {
+    fn as_ref(&self) -> &[u8] {
+        T::bytes_of(&self.0)
+    }
+}
+
+/// The bytes that a shape takes; a shape from a peer may be larger than can be counted.
+pub(crate) fn bytes_of_shape(dtype: DType, shape: &[usize]) -> Result<usize> {
+    // The zeros last: [huge, huge, 0] takes no bytes, yet its rows could not be counted in bytes.
+    shape
+        .iter()
+        .filter(|size| **size > 0)
+        .try_fold(dtype.size(), |bytes, size| bytes.checked_mul(*size))
+        .map(|bytes| if shape.contains(&0) { 0 } else { bytes })
+        .ok_or_else(|| Error::invalid(format!("{dtype} of shape {shape:?} has more bytes than can be counted")))
+}
+
+/// Refuses a range that is reversed or ends beyond the rows.
+pub(crate) fn check_range(range: &Range<usize>, rows: usize) -> Result<()> {
+    if range.start > range.end || range.end > rows {
+        return Err(Error::invalid(format!("rows {}..{} of {rows}", range.start, range.end)));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;

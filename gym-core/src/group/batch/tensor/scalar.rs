@@ -1,0 +1,112 @@
+//! One element of any type, as a padding value is given.
+
+use half::{bf16, f16};
+
+use crate::base::error::{Error, Result};
+use crate::group::batch::tensor::DType;
+
+/// A number or a truth value that becomes an element of whatever type a tensor has.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Scalar {
+    /// Goes into every type: integers if it fits, floats as the nearest one.
+    Int(i64),
+    /// Goes into float types.
+    Float(f64),
+    /// Goes into `BOOL`.
+    Bool(bool),
+}
+
+impl Scalar {
+    /// The bytes of an element of that type.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when the type cannot hold it, such as -1 in `U8` or 0.5 in `I64`.
+    pub fn to_bytes(self, dtype: DType) -> Result<Vec<u8>> {
+        let bytes = match (self, dtype) {
+            (Self::Bool(value), DType::Bool) => Some(vec![u8::from(value)]),
+            (Self::Int(value @ (0 | 1)), DType::Bool) => u8::try_from(value).ok().map(|byte| vec![byte]),
+            (Self::Int(value), _) if dtype.is_float() => float_bytes(value as f64, dtype),
+            (Self::Int(value), _) => int_bytes(value, dtype),
+            (Self::Float(value), _) => float_bytes(value, dtype),
+            (Self::Bool(_), _) => None,
+        };
+        bytes.ok_or_else(|| Error::invalid(format!("{self:?} is no element of a {dtype} tensor")))
+    }
+}
+
+fn int_bytes(value: i64, dtype: DType) -> Option<Vec<u8>> {
+    fn fit<T: TryFrom<i64>, const N: usize>(value: i64, bytes: fn(T) -> [u8; N]) -> Option<Vec<u8>> {
+        T::try_from(value).ok().map(|value| bytes(value).to_vec())
+    }
+    match dtype {
+        DType::U8 => fit(value, u8::to_le_bytes),
+        DType::I8 => fit(value, i8::to_le_bytes),
+        DType::U16 => fit(value, u16::to_le_bytes),
+        DType::I16 => fit(value, i16::to_le_bytes),
+        DType::U32 => fit(value, u32::to_le_bytes),
+        DType::I32 => fit(value, i32::to_le_bytes),
+        DType::U64 => fit(value, u64::to_le_bytes),
+        DType::I64 => Some(value.to_le_bytes().to_vec()),
+        DType::Bool | DType::F16 | DType::Bf16 | DType::F32 | DType::F64 => None,
+    }
+}
+
+#[allow(clippy::cast_possible_truncation)] // Rounding to the type is what is asked for.
+fn float_bytes(value: f64, dtype: DType) -> Option<Vec<u8>> {
+    match dtype {
+        DType::F16 => Some(f16::from_f32(value as f32).to_le_bytes().to_vec()),
+        DType::Bf16 => Some(bf16::from_f32(value as f32).to_le_bytes().to_vec()),
+        DType::F32 => Some((value as f32).to_le_bytes().to_vec()),
+        DType::F64 => Some(value.to_le_bytes().to_vec()),
+        _ => None,
+    }
+}
+
+impl From<i64> for Scalar {
+    fn from(value: i64) -> Self {
+        Self::Int(value)
+    }
+}
+
+impl From<i32> for Scalar {
+    fn from(value: i32) -> Self {
+        Self::Int(value.into())
+    }
+}
+
+impl From<f64> for Scalar {
+    fn from(value: f64) -> Self {
+        Self::Float(value)
+    }
+}
+
+impl From<bool> for Scalar {
+    fn from(value: bool) -> Self {
+        Self::Bool(value)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_scalar_becomes_an_element_of_the_tensors_type_or_is_refused() {
+        assert_eq!(Scalar::from(-1).to_bytes(DType::I16).unwrap(), [0xff, 0xff]);
+        assert_eq!(Scalar::from(1).to_bytes(DType::Bf16).unwrap(), [0x80, 0x3f]);
+        assert_eq!(Scalar::from(0.5).to_bytes(DType::F16).unwrap(), [0x00, 0x38]);
+        assert_eq!(Scalar::from(true).to_bytes(DType::Bool).unwrap(), [1]);
+        for dtype in DType::ALL {
+            assert_eq!(Scalar::Int(0).to_bytes(dtype).unwrap(), vec![0; dtype.size()], "{dtype}");
+        }
+        for (scalar, dtype) in [
+            (Scalar::from(-1), DType::U8),
+            (Scalar::from(300), DType::U8),
+            (Scalar::from(0.5), DType::I64),
+            (Scalar::from(2), DType::Bool),
+            (Scalar::from(true), DType::U8),
+        ] {
+            assert!(scalar.to_bytes(dtype).is_err(), "{scalar:?} as {dtype}");
+        }
+    }
+}

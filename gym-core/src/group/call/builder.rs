@@ -1,0 +1,328 @@
+//! A group call as its caller builds it: method, ranks, data, and deadline.
+
+use std::fmt;
+use std::future::{Future, IntoFuture, poll_fn};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use futures_util::future::BoxFuture;
+use smallvec::SmallVec;
+use tokio::sync::{oneshot, watch};
+use tokio::task::JoinHandle;
+use tokio::time::Instant;
+
+use crate::base::error::{Code, Error, Execution, Result};
+use crate::group::batch::{Batch, Payload, Uneven};
+use crate::group::call::gather::{CallResult, RankCall, Terms, gather, take_single};
+use crate::group::call::single::SingleRankCall;
+use crate::group::call::{Gate, Gathered, GroupError, GroupView, RankOutcome, WorkerGroup};
+use crate::group::layout::dispatch::{Assignment, Dispatch};
+use crate::group::layout::{Rank, RankLayout};
+use crate::group::worker::{Method, write};
+use crate::message::Message;
+use crate::message::{CallContext, DEFAULT_DEADLINE};
+
+/// A call to a group. Awaiting it makes the call and gathers the replies; [`GroupCall::start`] makes the call and gathers the replies
+/// later. Dropping either future cancels the call.
+#[must_use = "a group call does nothing until it is awaited or started"]
+pub struct GroupCall<'g, M: Method> {
+    group: Arc<str>,
+    layout: &'g RankLayout,
+    view: watch::Receiver<Arc<GroupView>>,
+    gate: Option<Arc<dyn Gate>>,
+    args: Args<M::Args>,
+    batch: Batch,
+    dispatch: Dispatch,
+    uneven: Uneven,
+    deadline: Option<Instant>,
+    context: Option<CallContext>,
+    method: M,
+}
+
+/// Arguments: the same for every rank, or separate ones for each.
+enum Args<A> {
+    Same(A),
+    Each(Vec<A>),
+}
+
+impl<'g, M: Method> GroupCall<'g, M> {
+    pub(crate) fn same<G: WorkerGroup + ?Sized>(group: &'g G, method: M, args: M::Args) -> Self {
+        Self::new(group, method, Args::Same(args))
+    }
+
+    pub(crate) fn each<G: WorkerGroup + ?Sized>(group: &'g G, method: M, args: Vec<M::Args>) -> Self {
+        Self::new(group, method, Args::Each(args))
+    }
+
+    fn new<G: WorkerGroup + ?Sized>(group: &'g G, method: M, args: Args<M::Args>) -> Self {
+        Self {
+            group: group.shared_name(),
+            layout: group.layout(),
+            view: group.view(),
+            gate: group.gate(),
+            args,
+            batch: Batch::empty(),
+            dispatch: Dispatch::all(),
+            uneven: Uneven::Refuse,
+            deadline: None,
+            context: None,
+            method,
+        }
+    }
+
+    /// The data, which the dispatch shards, replicates or withholds. Shards share the memory of the batch.
+    pub fn batch(mut self, batch: Batch) -> Self {
+        self.batch = batch;
+        self
+    }
+
+    /// Which ranks are called with which data, and whose replies are collected. The default is all ranks with the whole batch.
+    pub fn dispatch(mut self, dispatch: Dispatch) -> Self {
+        self.dispatch = dispatch;
+        self
+    }
+
+    /// How to shard rows that cannot be split evenly. The default is to reject them.
+    pub fn uneven(mut self, uneven: Uneven) -> Self {
+        self.uneven = uneven;
+        self
+    }
+
+    /// The time within which every rank must reply, from now on; the context's deadline applies too. The default is
+    /// [`DEFAULT_DEADLINE`](crate::DEFAULT_DEADLINE).
+    pub fn deadline(mut self, within: Duration) -> Self {
+        self.deadline = Some(Instant::now() + within);
+        self
+    }
+
+    /// Makes the call on behalf of another call, with its deadline, cancellation, trace, metadata and reply limit (for each rank).
+    pub fn context(mut self, context: &CallContext) -> Self {
+        self.context = Some(context.clone());
+        self
+    }
+
+    /// Sends the requests of all ranks, and returns when every transport has accepted its request; the replies are gathered later. Calls
+    /// that are started one after another reach every rank in that order.
+    ///
+    /// The queues of the ranks bound the calls in flight; a full queue rejects a call at once.
+    ///
+    /// # Errors
+    /// If the call fails before every transport has accepted its request.
+    pub async fn start(mut self) -> Result<Pending<M>, GroupError> {
+        let (mut parts, gate) = (SmallVec::new(), self.gate.take());
+        let terms = self.plan(&mut parts)?;
+        // A separate task reads the replies even if the caller does not: an unread reply keeps its capacity.
+        let (sent, all_sent, task);
+        if let Some(part) = take_single(&mut parts, gate.is_none()) {
+            let shares_memory = part.channel.path().shares_memory;
+            let mut one = SingleRankCall::<M>::send(terms, part);
+            if shares_memory {
+                // Within one process, an unread reply holds no capacity of others.
+                poll_fn(|cx| one.poll_sent(cx)).await?;
+                return Ok(Pending(Answers::Here(one)));
+            }
+            if one.is_sent() {
+                return Ok(Pending(Answers::Read(AbortOnDrop(tokio::spawn(one)))));
+            }
+            (sent, all_sent) = oneshot::channel();
+            task = tokio::spawn(one.notifying(sent));
+        } else {
+            (sent, all_sent) = oneshot::channel();
+            task = tokio::spawn(gather::<M>(terms, gate, parts, Some(sent)));
+        }
+        let mut task = AbortOnDrop(task);
+        match all_sent.await {
+            Ok(()) => Ok(Pending(Answers::Read(task))),
+            Err(_) => match (&mut task.0).await {
+                Ok(Err(error)) => Err(error),
+                _ => unreachable!("a successful gather has notified `sent`, and the task was not aborted"),
+            },
+        }
+    }
+
+    fn plan(mut self, parts: &mut SmallVec<[RankCall; 1]>) -> Result<Terms, GroupError> {
+        let group = self.group;
+        let view = Arc::clone(&self.view.borrow_and_update());
+        let refuse = |error: Error| GroupError::new::<M>(&group, error, None, Vec::new());
+        let now = Instant::now();
+        let mut context =
+            self.context.unwrap_or_else(|| CallContext::until(self.deadline.unwrap_or(now + DEFAULT_DEADLINE)));
+        context.deadline = self.deadline.map_or(context.deadline, |deadline| deadline.min(context.deadline));
+        context.check_at(now).map_err(refuse)?;
+        let assignments = self.dispatch.assignments(self.layout).map_err(|error| refuse(error.into()))?;
+        let shards = self.dispatch.shards(self.layout).map_err(|error| refuse(error.into()))?;
+        let shards = match shards {
+            Some(count) if !self.batch.is_empty() => self.batch.shard(count, self.uneven).map_err(refuse)?,
+            _ => Vec::new(),
+        };
+        let mut args = EachArgs::of(self.args, &assignments).map_err(refuse)?;
+        parts.reserve(assignments.len());
+        for (index, assignment) in assignments.iter().enumerate() {
+            let (rank, member) = (assignment.rank, view.member(assignment.rank));
+            let member = member.ok_or_else(|| refuse(Error::invalid(format!("the group has no rank {rank}"))))?;
+            let channel = match member.open() {
+                Ok(channel) => channel.clone(),
+                Err(error) => return Err(closed::<M>(&group, &view, &assignments, rank, &error)),
+            };
+            let batch = match assignment.shard {
+                _ if assignment.dummy => Batch::empty(),
+                Some(shard) => shards.get(shard).cloned().unwrap_or_default(),
+                // The last one needs no copy.
+                None if index + 1 == assignments.len() => std::mem::take(&mut self.batch),
+                None => self.batch.clone(),
+            };
+            let message = args.message(batch, channel.path().shares_memory).map_err(refuse)?;
+            let shard = assignment.collect.then(|| assignment.shard.unwrap_or(index));
+            parts.push(RankCall { rank, incarnation: member.incarnation, channel, message, shard });
+        }
+        Ok(Terms { group, context, view: self.view })
+    }
+}
+
+/// The error of a call to a rank that accepts no calls: no rank is called.
+fn closed<M: Method>(
+    group: &str,
+    view: &GroupView,
+    assignments: &[Assignment],
+    first: Rank,
+    cause: &Error,
+) -> GroupError {
+    let outcomes = assignments.iter().filter_map(|assignment| {
+        let member = view.member(assignment.rank)?;
+        let error = match member.open() {
+            Err(error) => error,
+            Ok(_) => Error::not_started(Code::Cancelled, format!("not called because rank {first} takes no calls")),
+        };
+        let mut outcome = RankOutcome::new(member.rank, member.incarnation, Err(error));
+        outcome.exit = member.exit.clone().filter(|exit| exit.incarnation == member.incarnation.0);
+        Some(outcome)
+    });
+    let cause = Error::not_started(cause.code(), cause.message().to_owned());
+    GroupError::new::<M>(group, cause, Some(first), outcomes.collect())
+}
+
+/// Arguments for one rank after another: serialized at most once if they are the same for all.
+enum EachArgs<A> {
+    Same { left: usize, args: Option<A>, text: Option<Box<serde_json::value::RawValue>> },
+    Each { args: std::vec::IntoIter<A> },
+}
+
+impl<A: serde::Serialize + Clone + Send + Sync + 'static> EachArgs<A> {
+    fn of(args: Args<A>, assignments: &[Assignment]) -> Result<Self> {
+        match args {
+            Args::Same(args) => Ok(Self::Same { left: assignments.len(), args: Some(args), text: None }),
+            Args::Each(args) if args.len() == assignments.len() => Ok(Self::Each { args: args.into_iter() }),
+            Args::Each(args) => Err(Error::invalid(format!(
+                "{} arguments for {} ranks that are called; give one for each, or balance the load",
+                args.len(),
+                assignments.len()
+            ))),
+        }
+    }
+
+    fn message(&mut self, batch: Batch, in_memory: bool) -> Result<Message> {
+        match self {
+            Self::Same { left, args, text } => {
+                *left -= 1;
+                if !in_memory {
+                    let text = match text {
+                        Some(text) => text,
+                        none => {
+                            let value = args.as_ref().map(serde_json::value::to_raw_value).transpose();
+                            let value = value.map_err(|error| {
+                                Error::invalid("the arguments cannot be written as JSON").caused_by(error)
+                            })?;
+                            none.insert(value.ok_or_else(given_away)?)
+                        }
+                    };
+                    return Payload { value: &**text, batch }.to_message();
+                }
+                let value = if *left == 0 && text.is_none() { args.take() } else { args.clone() };
+                write(Payload { value: value.ok_or_else(given_away)?, batch }, true)
+            }
+            Self::Each { args } => {
+                let value = args.next().ok_or_else(given_away)?;
+                write(Payload { value, batch }, in_memory)
+            }
+        }
+    }
+}
+
+fn given_away() -> Error {
+    Error::internal("more parts than ranks").with_execution(Execution::NotStarted)
+}
+
+impl<'g, M: Method> IntoFuture for GroupCall<'g, M> {
+    type Output = Result<Gathered<M::Reply>, GroupError>;
+    type IntoFuture = BoxFuture<'static, Self::Output>;
+
+    fn into_future(mut self) -> Self::IntoFuture {
+        let (mut parts, gate) = (SmallVec::new(), self.gate.take());
+        let terms = self.plan(&mut parts);
+        Box::pin(async move {
+            let terms = terms?;
+            if gate.is_some() {
+                // A separate task: the permit is released even if the caller stops polling.
+                let task = AbortOnDrop(tokio::spawn(gather::<M>(terms, gate, parts, None)));
+                return Pending::<M>(Answers::Read(task)).await;
+            }
+            match take_single(&mut parts, true) {
+                Some(part) => SingleRankCall::<M>::send(terms, part).await,
+                // In a box, so that a call to one rank does not carry it.
+                None => Box::pin(gather::<M>(terms, None, parts, None)).await,
+            }
+        })
+    }
+}
+
+impl<M: Method> fmt::Debug for GroupCall<'_, M> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "GroupCall({:?} of {})", self.method, self.group)
+    }
+}
+
+/// A group call in flight. Awaiting it gathers the replies; dropping it cancels the call.
+#[must_use = "dropping it cancels the call"]
+pub struct Pending<M: Method>(Answers<M>);
+
+enum Answers<M: Method> {
+    /// Read when the caller polls.
+    Here(SingleRankCall<M>),
+    /// Read by a task.
+    Read(AbortOnDrop<CallResult<M>>),
+}
+
+struct AbortOnDrop<T>(JoinHandle<T>);
+
+impl<T> Drop for AbortOnDrop<T> {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+impl<M: Method> Future for Pending<M> {
+    type Output = CallResult<M>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let joined = match &mut self.0 {
+            Answers::Here(one) => return Pin::new(one).poll(cx),
+            Answers::Read(task) => Pin::new(&mut task.0).poll(cx),
+        };
+        joined.map(|joined| match joined {
+            Ok(result) => result,
+            Err(ended) if ended.is_panic() => std::panic::resume_unwind(ended.into_panic()),
+            Err(_) => {
+                let error = Error::unknown(Code::Cancelled, "the runtime is shutting down");
+                Err(GroupError::new::<M>("", error, None, Vec::new()))
+            }
+        })
+    }
+}
+
+impl<M: Method> fmt::Debug for Pending<M> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Pending({})", M::NAME)
+    }
+}

@@ -1,0 +1,226 @@
+//! The error of a group call, with the outcome of every rank.
+
+use std::any::Any;
+use std::fmt;
+use std::sync::Arc;
+
+use crate::base::error::{Code, Error, Execution};
+use crate::group::batch::Payload;
+use crate::group::call::{ExitCause, RankExit};
+use crate::group::layout::Rank;
+use crate::group::worker::Method;
+use crate::message::Incarnation;
+
+/// The error of a group call. Failed calls are not retried; [`GroupError::may_resend`] reports whether a caller may retry.
+pub struct GroupError(Box<Inner>);
+
+struct Inner {
+    group: String,
+    method: &'static str,
+    idempotent: bool,
+    cause: Error,
+    first: Option<Rank>,
+    outcomes: Vec<RankOutcome>,
+    /// Other items of the same list have been started.
+    others_started: bool,
+}
+
+/// The outcome of a group call at one rank.
+#[non_exhaustive]
+pub struct RankOutcome {
+    /// The rank.
+    pub rank: Rank,
+    /// The incarnation that was called.
+    pub incarnation: Incarnation,
+    /// How that incarnation ended, if it ended with this call.
+    pub exit: Option<Arc<RankExit>>,
+    answer: Result<Answer, Error>,
+}
+
+/// A reply with its type erased; `None` if the rank's reply was not collected.
+pub(crate) type Answer = Option<Arc<dyn Any + Send + Sync>>;
+
+/// Why a rank failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum FailureKind {
+    /// The process ended.
+    Died,
+    /// The method returned an error or panicked. The rank keeps running.
+    Exception,
+    /// The deadline passed before the rank replied.
+    Timeout,
+    /// The rank was ended because it exceeded its memory limit.
+    MemoryLimitExceeded,
+    /// The rank is unreachable or accepts no calls.
+    Unreachable,
+    /// The rank failed before it accepted calls.
+    StartFailed,
+    /// The rank rejected the call: its queue was full, or the call was invalid.
+    Refused,
+    /// The reply does not match the method.
+    BadReply,
+    /// Another rank failed, or the caller cancelled the call, before the rank replied.
+    Cancelled,
+}
+
+impl RankOutcome {
+    pub(crate) fn new(rank: Rank, incarnation: Incarnation, answer: Result<Answer, Error>) -> Self {
+        Self { rank, incarnation, exit: None, answer }
+    }
+
+    /// The error of the rank; `None` if the rank replied.
+    #[must_use]
+    pub fn error(&self) -> Option<&Error> {
+        self.answer.as_ref().err()
+    }
+
+    /// Whether the call may have run at this rank.
+    #[must_use]
+    pub fn execution(&self) -> Execution {
+        self.error().map_or(Execution::Finished, Error::execution)
+    }
+
+    /// The reply, if the rank replied and its reply was collected; `M` is the method that was called.
+    #[must_use]
+    pub fn reply<M: Method>(&self) -> Option<&Payload<M::Reply>> {
+        self.answer.as_ref().ok()?.as_ref()?.downcast_ref()
+    }
+
+    /// Why the rank failed; `None` if the rank replied.
+    #[must_use]
+    pub fn kind(&self) -> Option<FailureKind> {
+        let error = self.error()?;
+        if let Some(exit) = &self.exit {
+            return Some(match exit.cause {
+                ExitCause::Died | ExitCause::Tied | ExitCause::Stopped => FailureKind::Died,
+                ExitCause::StartFailed => FailureKind::StartFailed,
+                ExitCause::MemoryLimitExceeded => FailureKind::MemoryLimitExceeded,
+            });
+        }
+        Some(match (error.code(), error.execution()) {
+            (Code::DataLoss, Execution::Finished | Execution::Unknown) => FailureKind::BadReply,
+            (_, Execution::Finished) => FailureKind::Exception,
+            (Code::Cancelled, _) => FailureKind::Cancelled,
+            (Code::DeadlineExceeded, _) => FailureKind::Timeout,
+            (Code::Unavailable, _) => FailureKind::Unreachable,
+            _ => FailureKind::Refused,
+        })
+    }
+}
+
+impl fmt::Debug for RankOutcome {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "rank {} (incarnation {}): ", self.rank, self.incarnation)?;
+        match (&self.answer, &self.exit) {
+            (Ok(_), _) => f.write_str("answered"),
+            (Err(error), Some(exit)) => write!(f, "{error:?}; it {exit}"),
+            (Err(error), None) => write!(f, "{error:?}"),
+        }
+    }
+}
+
+impl GroupError {
+    /// `first`: the rank whose failure ended the call.
+    pub(crate) fn new<M: Method>(group: &str, cause: Error, first: Option<Rank>, outcomes: Vec<RankOutcome>) -> Self {
+        let (method, idempotent) = (M::NAME, M::IDEMPOTENT);
+        let group = group.to_owned();
+        Self(Box::new(Inner { group, method, idempotent, cause, first, outcomes, others_started: false }))
+    }
+
+    /// The error of a list, in which `others` items besides the failed one were started.
+    #[must_use]
+    pub(crate) fn with_others_started(mut self, others: usize) -> Self {
+        self.0.others_started = others > 0;
+        self
+    }
+
+    /// The group that was called.
+    #[must_use]
+    pub fn group(&self) -> &str {
+        &self.0.group
+    }
+
+    /// The method that was called.
+    #[must_use]
+    pub fn method(&self) -> &'static str {
+        self.0.method
+    }
+
+    /// What ended the call: the failure of the first rank, the deadline, a cancellation, or an invalid call.
+    #[must_use]
+    pub fn cause(&self) -> &Error {
+        &self.0.cause
+    }
+
+    /// The rank whose failure ended the call; the other ranks were cancelled.
+    #[must_use]
+    pub fn first(&self) -> Option<&RankOutcome> {
+        let first = self.0.first?;
+        self.outcome(first)
+    }
+
+    /// Every rank that was called, ascending; empty if the call was invalid and no rank was called.
+    #[must_use]
+    pub fn outcomes(&self) -> &[RankOutcome] {
+        &self.0.outcomes
+    }
+
+    /// The outcome of that rank, if it was called.
+    #[must_use]
+    pub fn outcome(&self, rank: Rank) -> Option<&RankOutcome> {
+        self.0.outcomes.iter().find(|outcome| outcome.rank == rank)
+    }
+
+    /// Whether any rank may have run the call: `NotStarted` if none can have, `Finished` if every rank replied, otherwise `Unknown`. For
+    /// a list of items ([`Balancer::map`](crate::group::Balancer::map)): `Unknown` as soon as another item was started.
+    #[must_use]
+    pub fn execution(&self) -> Execution {
+        if self.0.others_started {
+            return Execution::Unknown;
+        }
+        let mut executions = self.0.outcomes.iter().map(RankOutcome::execution);
+        let Some(first) = executions.next() else { return self.0.cause.execution() };
+        if executions.all(|other| other == first) { first } else { Execution::Unknown }
+    }
+
+    /// Returns `true` if the same call may be made again, by the rule of [`Error::may_resend`].
+    #[must_use]
+    pub fn may_resend(&self) -> bool {
+        Error::new(self.0.cause.code(), self.execution(), "").may_resend(self.0.idempotent)
+    }
+}
+
+impl fmt::Display for GroupError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Inner { group, method, cause, first, outcomes, .. } = &*self.0;
+        write!(f, "call {method} of {group}: ")?;
+        if let Some(rank) = first {
+            write!(f, "rank {rank} failed: ")?;
+        }
+        write!(f, "{cause}")?;
+        if let Some(exit) = self.first().and_then(|outcome| outcome.exit.as_ref()) {
+            write!(f, "; it {exit}")?;
+        }
+        let answered = outcomes.iter().filter(|outcome| outcome.error().is_none()).count();
+        match outcomes.len() {
+            0 | 1 => Ok(()),
+            all => write!(f, " ({answered} of {all} ranks answered)"),
+        }
+    }
+}
+
+impl fmt::Debug for GroupError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("GroupError").field(&self.to_string()).field(&self.0.outcomes).finish()
+    }
+}
+
+impl std::error::Error for GroupError {}
+
+impl From<GroupError> for Error {
+    fn from(error: GroupError) -> Self {
+        let (code, execution) = (error.cause().code(), error.execution());
+        Self::new(code, execution, error.to_string())
+    }
+}

@@ -1,0 +1,423 @@
+//! A group call in flight. Requests are sent and replies read concurrently, in one future, so that an unread reply of one rank cannot
+//! hold the capacity for which the request to another rank waits.
+
+use std::borrow::Cow;
+use std::pin::pin;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use futures_util::FutureExt;
+use futures_util::stream::{FuturesUnordered, StreamExt};
+use smallvec::SmallVec;
+use tokio::sync::{oneshot, watch};
+use tokio::time::{Instant, sleep_until};
+
+use crate::base::cancel::CancelToken;
+use crate::base::error::{Code, Error, Execution, Result};
+use crate::group::batch::{Batch, Payload};
+use crate::group::call::error::Answer;
+use crate::group::call::{Gate, GroupError, GroupView, RankOutcome};
+use crate::group::layout::Rank;
+use crate::group::worker::host::{REPLY_METADATA, REPLY_NONE};
+use crate::group::worker::{Method, read, route};
+use crate::message::{CODE_METADATA, Message, Request, Response, Verb};
+use crate::message::{CallContext, Incarnation};
+use crate::transport::channel::check_incarnation;
+use crate::transport::{Channel, Reply, TrySendOutcome};
+
+/// How long a failed call waits for the exit status of a rank whose connection broke: the link notices the end of a process before its
+/// supervisor does.
+const EXIT_WAIT: Duration = Duration::from_millis(500);
+
+/// The call of one rank.
+pub(crate) struct RankCall {
+    pub(crate) rank: Rank,
+    pub(crate) incarnation: Incarnation,
+    pub(crate) channel: Channel,
+    pub(crate) message: Message,
+    /// The shard of the batch that the rank returns; `None`: the rank's reply is not collected.
+    pub(crate) shard: Option<usize>,
+}
+
+pub(crate) type CallResult<M> = Result<Gathered<<M as Method>::Reply>, GroupError>;
+
+/// What all ranks of a group call share.
+pub(crate) struct Terms {
+    pub(crate) group: Arc<str>,
+    pub(crate) context: CallContext,
+    pub(crate) view: watch::Receiver<Arc<GroupView>>,
+}
+
+/// The replies of a group call.
+#[derive(Clone, Debug)]
+pub struct Gathered<R> {
+    replies: SmallVec<[RankReply<R>; 1]>,
+}
+
+/// The reply of one rank.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct RankReply<R> {
+    /// The rank.
+    pub rank: Rank,
+    /// The value that the rank returned.
+    pub value: R,
+    /// The batch that the rank returned.
+    pub batch: Batch,
+    shard: usize,
+}
+
+impl<R> Gathered<R> {
+    /// The collected replies, in rank order.
+    #[must_use]
+    pub fn replies(&self) -> &[RankReply<R>] {
+        &self.replies
+    }
+
+    /// The values of the replies, in rank order.
+    #[must_use]
+    pub fn into_values(self) -> Vec<R> {
+        self.replies.into_iter().map(|reply| reply.value).collect()
+    }
+
+    /// The batches, concatenated in shard order. For each shard, the batch of its lowest rank is used: replicas did the same work.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if the ranks returned different columns.
+    pub fn batch(&self) -> Result<Batch> {
+        let mut by_shard: Vec<&RankReply<R>> = self.replies.iter().collect();
+        by_shard.sort_by_key(|reply| (reply.shard, reply.rank));
+        by_shard.dedup_by_key(|reply| reply.shard);
+        let parts: Vec<Batch> = by_shard.into_iter().map(|reply| reply.batch.clone()).collect();
+        Batch::concat(&parts).map_err(|error| error.with_execution(Execution::Finished))
+    }
+
+    /// The one reply of a call to one rank.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if there is no reply, or more than one.
+    pub fn into_one(mut self) -> Result<Payload<R>> {
+        match take_single(&mut self.replies, true) {
+            Some(RankReply { value, batch, .. }) => Ok(Payload { value, batch }),
+            None => Err(Error::invalid("the call was not to one rank").with_execution(Execution::Finished)),
+        }
+    }
+
+    /// The reply of one rank; none if the reply was not collected.
+    pub(crate) fn of_one(rank: Rank, shard: Option<usize>, answer: Option<Payload<R>>) -> Self {
+        let reply = shard.zip(answer).map(|(shard, Payload { value, batch })| RankReply { rank, value, batch, shard });
+        Self { replies: reply.map_or_else(SmallVec::new, |reply| SmallVec::from_buf([reply])) }
+    }
+}
+
+/// Takes the item of a list that has only one, if it is `wanted`.
+#[inline]
+pub(crate) fn take_single<T>(list: &mut SmallVec<[T; 1]>, wanted: bool) -> Option<T> {
+    if wanted && list.len() == 1 { list.pop() } else { None }
+}
+
+/// Calls all ranks, once `gate` has admitted the call. `sent` is notified when every rank's transport has accepted its request.
+pub(crate) async fn gather<M: Method>(
+    terms: Terms,
+    gate: Option<Arc<dyn Gate>>,
+    parts: SmallVec<[RankCall; 1]>,
+    sent: Option<oneshot::Sender<()>>,
+) -> CallResult<M> {
+    let Terms { group, context, view } = terms;
+    let stages = Arc::new(Stages::new(parts.len(), sent));
+    let slots = parts.iter().map(Slot::of).collect();
+    let mut call = Call::<M> { group, cancel: context.cancel.clone(), deadline: context.deadline, view, slots };
+    // The token of the ranks: a rank that fails cancels the others, without cancelling the caller's token.
+    let rank_cancel = context.cancel.child_token();
+    // One permit for the whole call. Each part keeps a clone, so that the permit lasts until the last rank has replied.
+    let permit = gate.as_ref().map(|gate| gate.enter().shared());
+    let mut answers: FuturesUnordered<_> = (parts.into_iter().enumerate())
+        .map(|(index, part)| {
+            let context = CallContext { cancel: rank_cancel.clone(), ..context.clone() };
+            let (stages, permit) = (Arc::clone(&stages), permit.clone());
+            async move {
+                let _permit = match permit {
+                    Some(permit) => Some(permit.await),
+                    None => None,
+                };
+                (index, ask::<M>(index, part, context, &stages).await)
+            }
+        })
+        .collect();
+    let ended = call.read(&mut answers, &stages).await;
+    let Some((first, cause)) = ended else { return Ok(call.gathered()) };
+    let waits = permit.is_some_and(|permit| permit.peek().is_none());
+    let holder = gate.filter(|_| waits).and_then(|gate| gate.holder());
+    while let Some(Some((index, answer))) = answers.next().now_or_never() {
+        call.slots[index].answer.get_or_insert(answer);
+    }
+    rank_cancel.cancel();
+    drop(answers);
+    let cause = cause.map(|(code, why)| match holder {
+        Some(holder) if code == Code::DeadlineExceeded => {
+            (code, format!("{why} while the call waited for its turn: {holder}").into())
+        }
+        _ => (code, why.into()),
+    });
+    Err(call.failed(first, cause, |index| stages.execution(index)).await)
+}
+
+/// Sends the request of one rank and reads its reply.
+async fn ask<M: Method>(
+    index: usize,
+    part: RankCall,
+    context: CallContext,
+    stages: &Stages,
+) -> Result<Option<Payload<M::Reply>>> {
+    let (rank, incarnation, wanted) = (part.rank, part.incarnation, part.shard.is_some());
+    let (channel, request) = request::<M>(part, context);
+    let reply = send_request(&channel, request).await?;
+    stages.sent(index);
+    answer_of::<M>(rank, wanted, incarnation, reply.await)
+}
+
+pub(crate) fn request<M: Method>(part: RankCall, mut context: CallContext) -> (Channel, Request) {
+    let RankCall { incarnation, channel, message, shard, .. } = part;
+    context.incarnation = Some(incarnation);
+    if shard.is_none() {
+        context.metadata.push(REPLY_METADATA, REPLY_NONE);
+    }
+    (channel, Request { verb: Verb::Post, route: route::<M>(), context, peer: None, message })
+}
+
+pub(crate) fn answer_of<M: Method>(
+    rank: Rank,
+    wanted: bool,
+    incarnation: Incarnation,
+    answer: Result<Response>,
+) -> Result<Option<Payload<M::Reply>>> {
+    let response = check_incarnation(Some(incarnation), answer?)?;
+    if !response.status.is_success() {
+        return Err(error_of(response));
+    }
+    if !wanted {
+        return Ok(None);
+    }
+    let reply = read(response.message).map_err(|error| {
+        Error::finished(Code::DataLoss, format!("the answer of rank {rank} is no reply of {}", M::NAME))
+            .caused_by(error)
+    })?;
+    Ok(Some(reply))
+}
+
+/// The error of a host, without the wrapping that a foreign server's response gets.
+fn error_of(response: Response) -> Error {
+    let text = response.metadata.get(CODE_METADATA).is_some().then(|| response.message.head.to_bytes());
+    let text = text.and_then(|text| serde_json::from_slice::<String>(&text).ok());
+    match (response.into_result(), text) {
+        (Err(error), Some(text)) => Error::new(error.code(), error.execution(), text),
+        (Err(error), None) => error,
+        (Ok(_), _) => Error::finished(Code::DataLoss, "an answer without success or failure"),
+    }
+}
+
+/// Which requests have been accepted by their transport.
+struct Stages {
+    sent: Vec<AtomicBool>,
+    left: AtomicUsize,
+    all: Mutex<Option<oneshot::Sender<()>>>,
+}
+
+impl Stages {
+    fn new(parts: usize, all: Option<oneshot::Sender<()>>) -> Self {
+        let sent = (0..parts).map(|_| AtomicBool::new(false)).collect();
+        Self { sent, left: AtomicUsize::new(parts), all: Mutex::new(all) }
+    }
+
+    fn sent(&self, index: usize) {
+        self.sent[index].store(true, Ordering::Release);
+        if self.left.fetch_sub(1, Ordering::AcqRel) == 1 {
+            let all = self.all.lock().unwrap_or_else(PoisonError::into_inner).take();
+            if let Some(all) = all {
+                let _ = all.send(());
+            }
+        }
+    }
+
+    /// What a missing reply means for a rank.
+    fn execution(&self, index: usize) -> Execution {
+        if self.sent[index].load(Ordering::Acquire) { Execution::Unknown } else { Execution::NotStarted }
+    }
+}
+
+/// A rank's reply, once there is one.
+pub(crate) struct Slot<R> {
+    pub(crate) rank: Rank,
+    pub(crate) incarnation: Incarnation,
+    pub(crate) shard: Option<usize>,
+    pub(crate) answer: Option<Result<Option<Payload<R>>>>,
+}
+
+impl<R> Slot<R> {
+    fn of(part: &RankCall) -> Self {
+        Self { rank: part.rank, incarnation: part.incarnation, shard: part.shard, answer: None }
+    }
+}
+
+/// The replies of a group call so far.
+pub(crate) struct Call<M: Method> {
+    pub(crate) group: Arc<str>,
+    pub(crate) cancel: CancelToken,
+    pub(crate) deadline: Instant,
+    pub(crate) view: watch::Receiver<Arc<GroupView>>,
+    pub(crate) slots: Vec<Slot<M::Reply>>,
+}
+
+/// What ended a call early: a failed rank, or another cause.
+pub(crate) type Ended = (Option<usize>, Option<(Code, &'static str)>);
+
+pub(crate) const DEADLINE_PASSED: Ended = (None, Some((Code::DeadlineExceeded, "the deadline has passed")));
+pub(crate) const CANCELLED: Ended = (None, Some((Code::Cancelled, "the caller has left")));
+
+/// Hosts enforce the deadline and receive cancellations, and may report them before this side notices: the rank is not at fault.
+pub(crate) fn ended_by(error: &Error, index: usize, cancel: &CancelToken) -> Ended {
+    match (error.code(), error.execution()) {
+        _ if cancel.is_cancelled() => CANCELLED,
+        (Code::DeadlineExceeded, Execution::Unknown | Execution::NotStarted) => DEADLINE_PASSED,
+        _ => (Some(index), None),
+    }
+}
+
+/// Returns `true` if this incarnation of the rank can still reply.
+pub(crate) fn may_answer(view: &GroupView, rank: Rank, incarnation: Incarnation) -> bool {
+    view.member(rank).is_some_and(|member| member.may_answer(incarnation))
+}
+
+/// The error of a rank that can no longer reply.
+pub(crate) fn no_answer(view: &GroupView, rank: Rank, incarnation: Incarnation) -> Error {
+    let now = view
+        .member(rank)
+        .map_or("gone", |member| if member.incarnation == incarnation { member.state.as_str() } else { "replaced" });
+    Error::unknown(Code::Unavailable, format!("the rank is {now}; it has not answered"))
+}
+
+impl<M: Method> Call<M> {
+    /// Reads replies until every rank has replied or the call ends early.
+    async fn read<S>(&mut self, answers: &mut S, stages: &Stages) -> Option<Ended>
+    where
+        S: futures_util::Stream<Item = (usize, Result<Option<Payload<M::Reply>>>)> + Unpin,
+    {
+        let cancel = self.cancel.clone();
+        let mut deadline = pin!(sleep_until(self.deadline));
+        let mut left = pin!(cancel.cancelled());
+        let mut watching = true;
+        loop {
+            let mut view = self.view.clone();
+            let mut changed = pin!(view.changed());
+            let ended = loop {
+                tokio::select! {
+                    biased;
+                    next = answers.next() => match next {
+                        None => return None,
+                        Some((index, answer)) => {
+                            let ended = answer.as_ref().err().map(|error| ended_by(error, index, &cancel));
+                            self.slots[index].answer = Some(answer);
+                            if ended.is_some() {
+                                return ended;
+                            }
+                        }
+                    },
+                    () = &mut left => return Some(CANCELLED),
+                    () = &mut deadline => return Some(DEADLINE_PASSED),
+                    ended = &mut changed, if watching => break ended.is_err(),
+                }
+            };
+            // The view of a dropped group no longer changes; the links of its ranks report the rest.
+            watching = !ended;
+            if let Some(index) = self.replaced(stages) {
+                return Some((Some(index), None));
+            }
+        }
+    }
+
+    /// Finds a rank that has not replied and no longer can, and records its error.
+    fn replaced(&mut self, stages: &Stages) -> Option<usize> {
+        let view = Arc::clone(&self.view.borrow_and_update());
+        let mut waiting = self.slots.iter_mut().enumerate().filter(|(_, slot)| slot.answer.is_none());
+        let (index, slot) = waiting.find(|(_, slot)| !may_answer(&view, slot.rank, slot.incarnation))?;
+        let error = no_answer(&view, slot.rank, slot.incarnation);
+        slot.answer = Some(Err(error.with_execution(stages.execution(index))));
+        Some(index)
+    }
+
+    fn gathered(self) -> Gathered<M::Reply> {
+        let replies = (self.slots.into_iter())
+            .filter_map(|slot| {
+                let (Some(shard), Some(Ok(Some(Payload { value, batch })))) = (slot.shard, slot.answer) else {
+                    return None;
+                };
+                Some(RankReply { rank: slot.rank, value, batch, shard })
+            })
+            .collect();
+        Gathered { replies }
+    }
+
+    /// The error of a failed call; `sent`: what a missing reply means for a rank.
+    pub(crate) async fn failed(
+        mut self,
+        first: Option<usize>,
+        cause: Option<(Code, Cow<'static, str>)>,
+        sent: impl Fn(usize) -> Execution,
+    ) -> GroupError {
+        let first_rank = first.map(|index| self.slots[index].rank);
+        let (code, why) = match (cause, first_rank) {
+            (Some((code, why)), _) => (code, why.into_owned()),
+            (None, Some(rank)) => (Code::Cancelled, format!("told to stop because rank {rank} failed")),
+            (None, None) => (Code::Internal, "ended without a cause".to_owned()),
+        };
+        for (index, slot) in self.slots.iter_mut().enumerate() {
+            slot.answer.get_or_insert_with(|| Err(Error::new(code, sent(index), why.clone())));
+        }
+        if let Some(index) = first {
+            self.await_exit(index).await;
+        }
+        let view = Arc::clone(&self.view.borrow());
+        let first_cause = first.and_then(|index| match &self.slots[index].answer {
+            Some(Err(error)) => Some(Error::new(error.code(), error.execution(), error.to_string())),
+            _ => None,
+        });
+        let outcomes: Vec<RankOutcome> = (self.slots.into_iter())
+            .map(|Slot { rank, incarnation, answer, .. }| {
+                let answer = answer.unwrap_or_else(|| Err(Error::internal("no outcome")));
+                let answer = answer.map(|payload| -> Answer { payload.map(|payload| Arc::new(payload) as _) });
+                let mut outcome = RankOutcome::new(rank, incarnation, answer);
+                if outcome.error().is_some_and(|error| error.code() == Code::Unavailable) {
+                    let exit = view.member(rank).and_then(|member| member.exit.clone());
+                    outcome.exit = exit.filter(|exit| exit.incarnation == incarnation.0);
+                }
+                outcome
+            })
+            .collect();
+        let execution = |outcomes: &[RankOutcome]| {
+            let started = outcomes.iter().any(|outcome| outcome.execution() != Execution::NotStarted);
+            if started { Execution::Unknown } else { Execution::NotStarted }
+        };
+        let cause = first_cause.unwrap_or_else(|| Error::new(code, execution(&outcomes), why));
+        GroupError::new::<M>(&self.group, cause, first_rank, outcomes)
+    }
+
+    /// Waits briefly for the view to report how a disconnected rank has ended.
+    async fn await_exit(&mut self, index: usize) {
+        let Slot { rank, incarnation, answer, .. } = &self.slots[index];
+        if !matches!(answer, Some(Err(error)) if error.code() == Code::Unavailable) {
+            return;
+        }
+        let wait = EXIT_WAIT.min(self.deadline.saturating_duration_since(Instant::now()));
+        let ended = |view: &Arc<GroupView>| !may_answer(view, *rank, *incarnation);
+        let _ = tokio::time::timeout(wait, self.view.wait_for(ended)).await;
+    }
+}
+
+/// Sends a request under the group's own timer, without a wait where possible.
+pub(super) async fn send_request(channel: &Channel, request: Request) -> Result<Reply> {
+    match channel.link().try_send(request) {
+        TrySendOutcome::Done(sent) => sent,
+        TrySendOutcome::WouldBlock(request) => channel.link().send(request).await,
+    }
+}

@@ -1,0 +1,138 @@
+//! Worker groups: typed calls to all ranks of a group, to some of them, or to the least busy one.
+//!
+//! ```text
+//!   group.call(Train, args).batch(b).dispatch(d).deadline(t)
+//!        │ Dispatch::plan            ranks, shards, and whose replies to collect; no I/O
+//!        │ one GroupView             ranks, incarnations and channels at one moment
+//!        ▼
+//!   send to every rank and read every reply, concurrently ──► Gathered: in rank order; batches merged in shard order
+//!        └── a rank fails, or is replaced ──► cancel the others without waiting ──► GroupError: the outcome of every rank
+//! ```
+//!
+//! A backend implements the three methods of [`WorkerGroup`]; callers use [`WorkerGroupExt`]. A group whose calls need more than its
+//! ranks has a [`Gate`].
+
+mod balance;
+mod builder;
+mod error;
+mod gate;
+mod gather;
+mod in_process;
+mod single;
+mod view;
+
+use std::fmt;
+use std::future::Future;
+use std::sync::Arc;
+
+use futures_util::future::join_all;
+use tokio::sync::watch;
+
+pub use balance::Balancer;
+pub use builder::{GroupCall, Pending};
+pub use error::{FailureKind, GroupError, RankOutcome};
+pub use gate::{Gate, Permit};
+pub use gather::{Gathered, RankReply};
+pub use in_process::{InProcessGroup, InProcessOptions};
+pub use view::{ExitCause, GroupView, Member, RankExit};
+
+use crate::base::error::{Code, Error, Execution, Result};
+use crate::group::health::RankState;
+use crate::group::layout::RankLayout;
+use crate::group::worker::Method;
+use crate::group::worker::host::{STATUS_ROUTE, WorkerStatus};
+use crate::message::{CallContext, Request};
+use crate::transport::Channel;
+
+/// A group of ranks. Implemented by backends, object-safe, and called through [`WorkerGroupExt`].
+pub trait WorkerGroup: fmt::Debug + Send + Sync + 'static {
+    /// Name of the group, for logs and errors.
+    fn name(&self) -> &str;
+
+    /// The name in an `Arc`, which every call keeps for its errors. Override this if the group stores its name in an `Arc`.
+    fn shared_name(&self) -> Arc<str> {
+        self.name().into()
+    }
+
+    /// The ranks and their axes.
+    fn layout(&self) -> &RankLayout;
+
+    /// The current members and every change of them. A call keeps the view it started with, and ends if a rank it waits for is
+    /// replaced.
+    fn view(&self) -> watch::Receiver<Arc<GroupView>>;
+
+    /// Admission control, which each call passes before it is sent to any rank; `None`: calls are always admitted.
+    fn gate(&self) -> Option<Arc<dyn Gate>> {
+        None
+    }
+}
+
+/// The typed calls of every group.
+pub trait WorkerGroupExt: WorkerGroup {
+    /// Calls a method with the same arguments at every rank.
+    fn call<M: Method>(&self, method: M, args: M::Args) -> GroupCall<'_, M> {
+        GroupCall::same(self, method, args)
+    }
+
+    /// Calls a method with separate arguments for each rank: the i-th called rank gets the i-th arguments.
+    fn call_each<M: Method>(&self, method: M, args: Vec<M::Args>) -> GroupCall<'_, M> {
+        GroupCall::each(self, method, args)
+    }
+
+    /// Requests the status of every rank, in rank order. Busy ranks respond as well. A rank that misses the deadline yields an error at
+    /// its position.
+    ///
+    /// The supervised group of `gym-client` also reports what it knows without a request, and which ranks are stuck.
+    fn ask_hosts(&self, cx: &CallContext) -> impl Future<Output = Vec<Result<WorkerStatus>>> + Send {
+        let (view, cx) = (Arc::clone(&self.view().borrow()), cx.child());
+        async move { request_statuses(&view, &cx).await }
+    }
+
+    /// Waits until every rank is healthy.
+    ///
+    /// # Errors
+    /// `FailedPrecondition` when a rank is retired or stopped, `Unavailable` when the group is gone, and those of the context.
+    fn ready(&self, cx: &CallContext) -> impl Future<Output = Result<()>> + Send {
+        let (mut view, cx) = (self.view(), cx.child());
+        async move {
+            let settled = view.wait_for(|view| {
+                let states = || view.members().iter().map(|member| member.state);
+                let lost = states().any(|state| matches!(state, RankState::Retired | RankState::Stopped));
+                lost || (states().all(|state| state == RankState::Healthy) && !view.members().is_empty())
+            });
+            let settled = async { settled.await.map(|view| Arc::clone(&view)) };
+            let gone = |_| Error::not_started(Code::Unavailable, "the group is gone");
+            let bounded = cx.bound(Execution::NotStarted, async { settled.await.map_err(gone) });
+            let view = bounded.await?;
+            match view.members().iter().find(|member| member.state != RankState::Healthy) {
+                Some(lost) => Err(Error::not_started(
+                    Code::FailedPrecondition,
+                    format!("rank {} is {} and will not be healthy again", lost.rank, lost.state),
+                )),
+                None => Ok(()),
+            }
+        }
+    }
+}
+
+impl<G: WorkerGroup + ?Sized> WorkerGroupExt for G {}
+
+/// Requests the status of every rank from its host; never waits for a worker.
+async fn request_statuses(view: &GroupView, cx: &CallContext) -> Vec<Result<WorkerStatus>> {
+    join_all(view.members().iter().map(|member| async {
+        match &member.channel {
+            Some(channel) => request_status(channel, cx).await,
+            None => {
+                let why = format!("rank {} is {} and has no address", member.rank, member.state);
+                Err(Error::not_started(Code::Unavailable, why))
+            }
+        }
+    }))
+    .await
+}
+
+async fn request_status(channel: &Channel, cx: &CallContext) -> Result<WorkerStatus> {
+    let response = channel.call(Request::get(cx.child(), STATUS_ROUTE)).await?.into_result()?;
+    serde_json::from_slice(&response.message.head.to_bytes())
+        .map_err(|error| Error::finished(Code::DataLoss, "no status of a worker").caused_by(error))
+}

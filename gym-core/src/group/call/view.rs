@@ -1,0 +1,219 @@
+//! The members of a group at one moment. A view is immutable: ranks, incarnations, states and channels change together, so that a call
+//! and a restart cannot race.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use crate::base::error::{Code, Error};
+use crate::group::health::RankState;
+use crate::group::layout::Rank;
+use crate::message::Incarnation;
+use crate::transport::Channel;
+
+/// A group at one moment.
+#[derive(Clone, Debug, Default)]
+pub struct GroupView {
+    /// Increases with every change.
+    pub generation: u64,
+    /// One for each rank, ascending by rank.
+    members: Vec<Member>,
+}
+
+/// One rank at one moment.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Member {
+    /// The rank.
+    pub rank: Rank,
+    /// The current incarnation, or the last one.
+    pub incarnation: Incarnation,
+    /// The health state.
+    pub state: RankState,
+    /// The channel to the rank; `None` while the rank has no address.
+    pub channel: Option<Channel>,
+    /// How the last incarnation that ended did so.
+    pub exit: Option<Arc<RankExit>>,
+}
+
+/// How one incarnation of a rank ended.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct RankExit {
+    /// The incarnation.
+    pub incarnation: u64,
+    /// The cause, as far as it is known.
+    pub cause: ExitCause,
+    /// The process's exit code, if it ended by itself.
+    pub code: Option<i32>,
+    /// The signal that ended the process, if one did.
+    pub signal: Option<i32>,
+    /// Further details, with the fix; may be empty.
+    pub detail: String,
+    /// The last lines that it wrote to standard error.
+    pub stderr_tail: Vec<String>,
+}
+
+/// Why an incarnation of a rank ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum ExitCause {
+    /// The process ended, or the host was killed.
+    Died,
+    /// The rank failed before it accepted calls.
+    StartFailed,
+    /// The rank was ended because it exceeded its memory limit.
+    MemoryLimitExceeded,
+    /// The rank was ended because a rank to which it is tied had ended.
+    Tied,
+    /// The rank was stopped on request.
+    Stopped,
+}
+
+impl GroupView {
+    /// A view of these members, sorted by rank.
+    #[must_use]
+    pub fn new(generation: u64, mut members: Vec<Member>) -> Self {
+        members.sort_by_key(|member| member.rank);
+        Self { generation, members }
+    }
+
+    /// One for each rank, ascending by rank.
+    #[must_use]
+    pub fn members(&self) -> &[Member] {
+        &self.members
+    }
+
+    /// The member of that rank, if the group has one.
+    #[must_use]
+    pub fn member(&self, rank: Rank) -> Option<&Member> {
+        // In nearly all layouts, ranks are 0..n.
+        let at = self.members.get(rank as usize).filter(|member| member.rank == rank);
+        at.or_else(|| self.members.iter().find(|member| member.rank == rank))
+    }
+
+    /// The next view, in which these members replace those of the same ranks.
+    #[must_use]
+    pub fn with(&self, changed: impl IntoIterator<Item = Member>) -> Self {
+        let mut next = Self { generation: self.generation + 1, members: self.members.clone() };
+        for member in changed {
+            match next.members.iter_mut().find(|known| known.rank == member.rank) {
+                Some(known) => *known = member,
+                None => next.members.push(member),
+            }
+        }
+        next.members.sort_by_key(|member| member.rank);
+        next
+    }
+}
+
+impl Member {
+    /// A rank whose `incarnation` is starting.
+    #[must_use]
+    pub fn starting(rank: Rank, incarnation: Incarnation) -> Self {
+        Self { rank, incarnation, state: RankState::Starting, channel: None, exit: None }
+    }
+
+    /// The same rank in another state.
+    #[must_use]
+    pub fn in_state(mut self, state: RankState) -> Self {
+        self.state = state;
+        self
+    }
+
+    /// The same rank with this channel, which is fenced to the rank's incarnation.
+    #[must_use]
+    pub fn reached_over(mut self, channel: Channel) -> Self {
+        self.channel = Some(channel.fenced(Some(self.incarnation)));
+        self
+    }
+
+    /// The same rank with the exit of its last incarnation.
+    #[must_use]
+    pub fn ended(mut self, exit: RankExit) -> Self {
+        self.exit = Some(Arc::new(exit));
+        self
+    }
+
+    /// The channel, if the rank accepts calls.
+    pub(crate) fn open(&self) -> Result<&Channel, Error> {
+        match &self.channel {
+            Some(channel) if self.state == RankState::Healthy => Ok(channel),
+            _ => Err(Error::not_started(Code::Unavailable, format!("the rank is {} and takes no calls", self.state))),
+        }
+    }
+
+    /// Returns `true` if a call that was sent to `incarnation` can still be answered.
+    pub(crate) fn may_answer(&self, incarnation: Incarnation) -> bool {
+        let alive =
+            matches!(self.state, RankState::Healthy | RankState::Suspect | RankState::Stale | RankState::Starting);
+        self.incarnation == incarnation && alive
+    }
+}
+
+impl RankExit {
+    /// The end of an incarnation, without an exit status.
+    #[must_use]
+    pub fn new(incarnation: Incarnation, cause: ExitCause) -> Self {
+        let detail = String::new();
+        Self { incarnation: incarnation.0, cause, code: None, signal: None, detail, stderr_tail: Vec::new() }
+    }
+
+    /// An incarnation that failed before it accepted calls, with the reason.
+    #[must_use]
+    pub fn start_failed(incarnation: Incarnation, why: impl Into<String>) -> Self {
+        Self { detail: why.into(), ..Self::new(incarnation, ExitCause::StartFailed) }
+    }
+
+    /// An incarnation that ran, but did not report its endpoints in time.
+    #[must_use]
+    pub fn not_ready(incarnation: Incarnation, waited: Duration) -> Self {
+        let why =
+            format!("it did not say within {waited:?} where it serves; raise the start timeout if it needs longer");
+        Self::start_failed(incarnation, why)
+    }
+
+    /// An incarnation that was ended because `rank`, to which it is tied, had ended.
+    #[must_use]
+    pub fn tied(incarnation: Incarnation, rank: Rank, exit: &Self) -> Self {
+        let detail = format!("rank {rank} {exit}");
+        Self { detail, ..Self::new(incarnation, ExitCause::Tied) }
+    }
+
+    /// An incarnation that was ended at its memory limit; `resident_bytes` is `None` if the kernel ended it.
+    #[must_use]
+    pub fn over_memory_limit(incarnation: Incarnation, resident_bytes: Option<u64>, limit_bytes: u64) -> Self {
+        let used = resident_bytes.map_or_else(|| "all".to_owned(), |bytes| bytes.to_string());
+        let detail = format!("it used {used} of {limit_bytes} bytes; raise its memory limit, or use less");
+        Self { detail, ..Self::new(incarnation, ExitCause::MemoryLimitExceeded) }
+    }
+}
+
+impl fmt::Display for RankExit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.cause == ExitCause::Tied {
+            return write!(f, "was ended with a rank to which it is tied: {}", self.detail);
+        }
+        f.write_str(match self.cause {
+            ExitCause::Died => "died",
+            ExitCause::StartFailed => "failed to start",
+            ExitCause::MemoryLimitExceeded => "exceeded its memory limit",
+            ExitCause::Tied | ExitCause::Stopped => "was stopped",
+        })?;
+        match (self.code, self.signal) {
+            (_, Some(signal)) => write!(f, " by signal {signal}")?,
+            (Some(code), None) => write!(f, " with exit code {code}")?,
+            (None, None) => {}
+        }
+        if !self.detail.is_empty() {
+            write!(f, ": {}", self.detail)?;
+        }
+        match self.stderr_tail.last() {
+            Some(line) => write!(f, "; its last line: {line}"),
+            None => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,339 @@
+//! Placement of bundles on nodes and GPUs, decided before anything starts.
+
+use std::cmp::Reverse;
+use std::collections::BTreeSet;
+use std::num::NonZeroUsize;
+
+use super::spec::{ClusterSpec, PlacementStrategy};
+use super::topology::{BundleLocation, Segments, Topology, order_bundles, select_segments};
+use crate::base::error::{Code, Error, Result};
+
+/// What a node offers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NodeResources {
+    /// Its name.
+    pub name: String,
+    /// Its CPUs; `None`: they are not counted.
+    pub cpus: Option<u32>,
+    /// Its GPUs.
+    pub gpus: Devices,
+    /// Where it is in the network.
+    pub topology: Topology,
+}
+
+/// The GPUs of a node.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Devices {
+    /// These, as `CUDA_VISIBLE_DEVICES` names them.
+    Named(Vec<String>),
+    /// As many bundles as this are placed as if there were a GPU for each; workers get none.
+    Simulated(u32),
+}
+
+impl NodeResources {
+    /// A node with these CPUs and GPUs, at an unknown place.
+    #[must_use]
+    pub fn new(name: impl Into<String>, cpus: u32, gpus: Vec<String>) -> Self {
+        Self { name: name.into(), cpus: Some(cpus), gpus: Devices::Named(gpus), topology: Topology::default() }
+    }
+
+    /// A node that stands for one with `gpus` GPUs and as many CPUs as it takes: what `--simulate-nodes` makes.
+    #[must_use]
+    pub fn simulated(name: impl Into<String>, gpus: u32) -> Self {
+        Self { name: name.into(), cpus: None, gpus: Devices::Simulated(gpus), topology: Topology::default() }
+    }
+
+    fn gpu_count(&self) -> usize {
+        match &self.gpus {
+            Devices::Named(names) => names.len(),
+            Devices::Simulated(count) => *count as usize,
+        }
+    }
+}
+
+/// A bundle and where it is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PlacedBundle {
+    /// The logical node of the spec.
+    pub node: u32,
+    /// Its number in its placement group.
+    pub index: u32,
+    /// The machine, as a position in the nodes offered.
+    pub host: usize,
+    /// Its GPU, as `CUDA_VISIBLE_DEVICES` names it; `None` without GPUs and on simulated nodes.
+    pub gpu: Option<String>,
+}
+
+/// Bundles that are addressed together: those of a logical node, or all of a unified cluster.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PlacementGroup {
+    /// `<cluster>-node<i>` or `<cluster>-unified`; without the dash for a cluster without a name.
+    pub name: String,
+    /// In the order of their numbers.
+    pub bundles: Vec<PlacedBundle>,
+}
+
+/// Where every bundle of a cluster is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Placement {
+    /// Those with at least one bundle, by node.
+    pub groups: Vec<PlacementGroup>,
+    /// In a unified cluster: its bundles in topological order, in which ranks are given to them.
+    pub sorted: Option<Vec<u32>>,
+    /// GPUs of a physical node, for layouts that depend on it.
+    pub gpus_per_node: u32,
+}
+
+/// Places the bundles of `spec` on `nodes`. `unified`: every bundle stands alone, in one group, for models that span nodes.
+///
+/// With a `segment_size`, and nodes whose domain is known, only as many nodes are used as the spec has, in whole segments of one domain
+/// each ([`select_segments`]); the others are left to other clusters.
+///
+/// # Errors
+/// What [`ClusterSpec::validate`] and [`select_segments`] refuse; `InvalidArgument` for a GPU that no node has; `ResourceExhausted` that says what was
+/// asked for and what each node has.
+pub fn place(spec: &ClusterSpec, nodes: &[NodeResources], unified: bool) -> Result<Placement> {
+    spec.validate()?;
+    let ids = spec.gpus_of_nodes()?;
+    let (mut sets, mut node_of) = (Vec::new(), Vec::new());
+    for (node, &count) in (0..).zip(&spec.bundle_ct_per_node_list) {
+        let ids: Option<Vec<String>> = ids.as_ref().map(|ids| ids[node as usize].iter().map(u32::to_string).collect());
+        let (many, each) = if unified { (count, 1) } else { (u32::from(count > 0), count) };
+        for set in 0..many as usize {
+            let ids = ids.as_ref().map(|ids| if unified { ids[set..=set].to_vec() } else { ids.clone() });
+            sets.push(BundleSet { bundles: each as usize, ids });
+            node_of.push(node);
+        }
+    }
+    check_totals(spec, nodes)?;
+    let allocation = Allocation::new(spec, nodes, &usable(spec, nodes)?);
+    let Some(mut allocation) = allocation.assign(&sets, spec.placement_group_strategy) else {
+        check_ids(&sets, nodes)?;
+        return Err(insufficient(spec, nodes, "they do not fit the nodes one by one"));
+    };
+    let mut groups: Vec<PlacementGroup> = Vec::new();
+    for (set, (host, gpus)) in std::mem::take(&mut allocation.assigned).into_iter().enumerate() {
+        let node = node_of[set];
+        if !unified || groups.is_empty() {
+            let kind = if unified { "unified".to_owned() } else { format!("node{node}") };
+            let name = if spec.name.is_empty() { kind } else { format!("{}-{kind}", spec.name) };
+            groups.push(PlacementGroup { name, bundles: Vec::new() });
+        }
+        if let Some(group) = groups.last_mut() {
+            for gpu in gpus {
+                let index = group.bundles.len() as u32;
+                group.bundles.push(PlacedBundle { node, index, host, gpu });
+            }
+        }
+    }
+    let gpus_per_node = spec.num_gpus_per_node.get();
+    let sorted = if unified { Some(sort(&groups[0], nodes, spec)?) } else { None };
+    Ok(Placement { groups, sorted, gpus_per_node })
+}
+
+/// By node: whether its bundles may be used.
+fn usable(spec: &ClusterSpec, nodes: &[NodeResources]) -> Result<Vec<bool>> {
+    let size = spec.segment_size.and_then(|size| NonZeroUsize::new(size.get() as usize));
+    let Some(size) = size.filter(|_| nodes.iter().any(|node| node.topology.domain.is_some())) else {
+        return Ok(vec![true; nodes.len()]);
+    };
+    let topologies: Vec<Topology> = nodes.iter().map(|node| node.topology.clone()).collect();
+    let (selected, _) =
+        select_segments(&topologies, size, spec.node_count()).map_err(|error| error.about("place cluster"))?;
+    Ok((0..nodes.len()).map(|at| selected.contains(&at)).collect())
+}
+
+fn sort(group: &PlacementGroup, nodes: &[NodeResources], spec: &ClusterSpec) -> Result<Vec<u32>> {
+    let locations: Vec<BundleLocation> = (group.bundles.iter())
+        .map(|bundle| BundleLocation {
+            node: nodes[bundle.host].name.clone(),
+            gpu: bundle.gpu.as_ref().and_then(|gpu| gpu.parse().ok()).unwrap_or(bundle.index),
+            topology: nodes[bundle.host].topology.clone(),
+        })
+        .collect();
+    let segments = spec.segment_size.and_then(|size| {
+        let nodes = NonZeroUsize::new(size.get() as usize)?;
+        Some(Segments { nodes, gpus_per_node: NonZeroUsize::new(spec.num_gpus_per_node.get() as usize)? })
+    });
+    let order = order_bundles(&locations, segments);
+    if order.len() < locations.len() {
+        let lost = locations.len() - order.len();
+        return Err(insufficient(spec, nodes, &format!("{lost} bundles are in no whole segment of their domain")));
+    }
+    Ok(order.into_iter().map(|at| at as u32).collect())
+}
+
+fn check_totals(spec: &ClusterSpec, nodes: &[NodeResources]) -> Result<()> {
+    let gpus: usize = nodes.iter().map(NodeResources::gpu_count).sum();
+    if spec.use_gpus && spec.world_size() > gpus {
+        return Err(insufficient(spec, nodes, &format!("{} GPUs are asked for, {gpus} are there", spec.world_size())));
+    }
+    let cpus: Option<u64> = nodes.iter().map(|node| node.cpus.map(u64::from)).sum();
+    let asked = spec.world_size() as u64 * u64::from(spec.cpus_per_bundle());
+    match cpus {
+        Some(cpus) if asked > cpus => {
+            Err(insufficient(spec, nodes, &format!("{asked} CPUs are asked for, {cpus} are there")))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// A named GPU that exists nowhere is a mistake of the spec, not a lack.
+fn check_ids(sets: &[BundleSet], nodes: &[NodeResources]) -> Result<()> {
+    let known: BTreeSet<&String> = (nodes.iter())
+        .filter_map(|node| if let Devices::Named(names) = &node.gpus { Some(names) } else { None })
+        .flatten()
+        .collect();
+    match sets.iter().flat_map(|set| set.ids.iter().flatten()).find(|id| !known.contains(id)) {
+        Some(id) => Err(Error::invalid(format!("gpu_ids names GPU {id}; {}", offered(nodes))).about("place cluster")),
+        None => Ok(()),
+    }
+}
+
+fn insufficient(spec: &ClusterSpec, nodes: &[NodeResources], why: &str) -> Error {
+    let asked = &spec.bundle_ct_per_node_list;
+    let of = if spec.use_gpus { "a GPU and" } else { "" };
+    let cpus = spec.cpus_per_bundle();
+    Error::not_started(
+        Code::ResourceExhausted,
+        format!("not enough resources for bundles {asked:?} of {of} {cpus} CPU each: {why}; {}", offered(nodes)),
+    )
+    .about("place cluster")
+}
+
+fn offered(nodes: &[NodeResources]) -> String {
+    if nodes.is_empty() {
+        return "there is no node".to_owned();
+    }
+    let node = |node: &NodeResources| {
+        let gpus = match &node.gpus {
+            Devices::Named(names) => format!("GPUs [{}]", names.join(", ")),
+            Devices::Simulated(count) => format!("{count} simulated GPUs"),
+        };
+        let cpus = node.cpus.map(|cpus| format!("{cpus} CPUs, ")).unwrap_or_default();
+        format!("{} has {cpus}{gpus}", node.name)
+    };
+    nodes.iter().map(node).collect::<Vec<_>>().join("; ")
+}
+
+/// Bundles that must be placed on one machine.
+struct BundleSet {
+    bundles: usize,
+    ids: Option<Vec<String>>,
+}
+
+/// The free capacity of the nodes, and the bundle sets assigned so far.
+#[derive(Clone)]
+struct Allocation {
+    hosts: Vec<HostCapacity>,
+    use_gpus: bool,
+    cpus_per_bundle: u64,
+    /// For each bundle set: the host, and the GPU of each bundle.
+    assigned: Vec<(usize, Vec<Option<String>>)>,
+}
+
+#[derive(Clone)]
+struct HostCapacity {
+    /// Free GPUs; `None` in a list stands for a simulated one.
+    gpus: Vec<Option<String>>,
+    cpus: Option<u64>,
+    sets: usize,
+}
+
+impl Allocation {
+    fn new(spec: &ClusterSpec, nodes: &[NodeResources], usable: &[bool]) -> Self {
+        let host = |(node, usable): (&NodeResources, &bool)| HostCapacity {
+            gpus: match &node.gpus {
+                _ if !usable => Vec::new(),
+                Devices::Named(names) => names.iter().cloned().map(Some).collect(),
+                Devices::Simulated(count) => vec![None; *count as usize],
+            },
+            cpus: if *usable { node.cpus.map(u64::from) } else { Some(0) },
+            sets: 0,
+        };
+        Self {
+            hosts: nodes.iter().zip(usable).map(host).collect(),
+            use_gpus: spec.use_gpus,
+            cpus_per_bundle: u64::from(spec.cpus_per_bundle()),
+            assigned: Vec::new(),
+        }
+    }
+
+    /// Number of bundles that still fit on a host.
+    fn free_bundles(&self, host: usize) -> usize {
+        let HostCapacity { gpus, cpus, .. } = &self.hosts[host];
+        let cpus = cpus.map_or(usize::MAX, |cpus| (cpus / self.cpus_per_bundle) as usize);
+        if self.use_gpus { cpus.min(gpus.len()) } else { cpus }
+    }
+
+    fn fits(&self, host: usize, set: &BundleSet) -> bool {
+        let free = |id: &String| self.hosts[host].gpus.iter().any(|gpu| gpu.as_ref() == Some(id));
+        self.free_bundles(host) >= set.bundles && set.ids.iter().flatten().all(free)
+    }
+
+    fn take(&mut self, at: usize, set: &BundleSet) -> (usize, Vec<Option<String>>) {
+        let host = &mut self.hosts[at];
+        host.sets += 1;
+        host.cpus = host.cpus.map(|cpus| cpus - set.bundles as u64 * self.cpus_per_bundle);
+        let gpus = match &set.ids {
+            _ if !self.use_gpus => vec![None; set.bundles],
+            None => host.gpus.drain(..set.bundles).collect(),
+            Some(ids) => {
+                host.gpus.retain(|gpu| gpu.as_ref().is_none_or(|gpu| !ids.contains(gpu)));
+                ids.iter().cloned().map(Some).collect()
+            }
+        };
+        (at, gpus)
+    }
+
+    fn assign(self, sets: &[BundleSet], strategy: PlacementStrategy) -> Option<Self> {
+        match strategy {
+            PlacementStrategy::StrictPack => {
+                (0..self.hosts.len()).find_map(|only| self.clone().try_each(sets, false, |_, host| host == only))
+            }
+            // The smallest free machine that is large enough: with one machine each, this finds a way whenever there is one.
+            PlacementStrategy::StrictSpread => {
+                self.try_each(sets, false, |allocation, host| allocation.hosts[host].sets == 0)
+            }
+            PlacementStrategy::Spread => {
+                let spread = self.clone().try_each(sets, true, |_, _| true);
+                spread.or_else(|| self.assign(sets, PlacementStrategy::Pack))
+            }
+            PlacementStrategy::Pack => {
+                let in_order = self.clone().try_each(sets, false, |_, _| true);
+                in_order.or_else(|| self.largest_first(sets))
+            }
+        }
+    }
+
+    /// Assigns each bundle set, in order, to the host with the least free capacity that fits it (`even`: to the host with the fewest sets).
+    fn try_each(mut self, sets: &[BundleSet], even: bool, allowed: impl Fn(&Self, usize) -> bool) -> Option<Self> {
+        for set in sets {
+            let fitting = (0..self.hosts.len()).filter(|host| allowed(&self, *host) && self.fits(*host, set));
+            let best = fitting.min_by_key(|host| {
+                let sets = self.hosts[*host].sets;
+                (if even { sets } else { usize::from(sets == 0) }, self.free_bundles(*host), *host)
+            })?;
+            let taken = self.take(best, set);
+            self.assigned.push(taken);
+        }
+        Some(self)
+    }
+
+    /// Assigns the largest bundle sets first, which succeeds more often than the order of the spec.
+    fn largest_first(mut self, sets: &[BundleSet]) -> Option<Self> {
+        let mut order: Vec<usize> = (0..sets.len()).collect();
+        order.sort_by_key(|at| Reverse(sets[*at].bundles));
+        let mut taken = vec![(0, Vec::new()); sets.len()];
+        for at in order {
+            let fitting = (0..self.hosts.len()).filter(|host| self.fits(*host, &sets[at]));
+            let best = fitting.min_by_key(|host| (self.free_bundles(*host), *host))?;
+            taken[at] = self.take(best, &sets[at]);
+        }
+        self.assigned = taken;
+        Some(self)
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,402 @@
+//! What a cluster should be, with the key names of NeMo RL's documentation.
+
+use std::fmt;
+use std::num::NonZeroU32;
+use std::ops::Range;
+
+use serde::de::{self, Deserializer};
+use serde::{Deserialize, Serialize};
+
+use super::ports::MASTER_PORTS;
+use crate::base::error::{Code, Error, Result};
+use crate::transport::{Transport, TransportPolicy};
+
+/// The cluster that is asked for. Read from a configuration by these names; a key that is none of them is an error that lists
+/// them. Nothing is started or looked for before it is placed.
+///
+/// ```
+/// use gym_core::group::cluster::ClusterSpec;
+///
+/// let spec: ClusterSpec = serde_json::from_str(r#"{"bundle_ct_per_node_list": [4, 0, 2], "gpu_ids": "auto"}"#)?;
+/// spec.validate()?;
+/// assert_eq!((spec.world_size(), spec.node_count()), (6, 2));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+#[non_exhaustive]
+pub struct ClusterSpec {
+    /// Bundles of each logical node. A node with none keeps its index and takes no part.
+    pub bundle_ct_per_node_list: Vec<u32>,
+    /// Prefix of the placement groups' names.
+    #[serde(default)]
+    pub name: String,
+    /// Whether each bundle has a GPU.
+    #[serde(default = "yes")]
+    pub use_gpus: bool,
+    /// GPUs of a physical node, for layouts that depend on it.
+    #[serde(default = "eight")]
+    pub num_gpus_per_node: NonZeroU32,
+    /// Worker groups that may share the bundles; also the CPUs of a bundle. Not given: one where colocation is off, else any
+    /// number, with one CPU.
+    #[serde(default)]
+    pub max_colocated_worker_groups: Option<NonZeroU32>,
+    /// How logical nodes are laid over machines.
+    #[serde(default)]
+    pub placement_group_strategy: PlacementStrategy,
+    /// Which GPUs.
+    #[serde(default)]
+    pub gpu_ids: GpuIds,
+    /// Whether several groups may use the bundles. On: in turns. Off: a second group is an error. Not given: allowed, without turns.
+    #[serde(default)]
+    pub enable_colocation: Option<bool>,
+    /// What moves bulk data.
+    #[serde(default)]
+    pub communication_backend: CommunicationBackend,
+    /// Whether the memory of nodes and GPUs is sampled. That of workers always is.
+    #[serde(default)]
+    pub monitor_memory: bool,
+    /// The first port for rendezvous.
+    #[serde(default = "port_low")]
+    pub port_range_low: u16,
+    /// The port after the last one for rendezvous.
+    #[serde(default = "port_high")]
+    pub port_range_high: u16,
+    /// Nodes that must be of one NVLink domain.
+    #[serde(default)]
+    pub segment_size: Option<NonZeroU32>,
+}
+
+/// How logical nodes are laid over machines. A logical node is never split; in a unified cluster each bundle stands alone.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "SCREAMING_SNAKE_CASE")]
+pub enum PlacementStrategy {
+    /// On as few machines as may be.
+    Pack,
+    /// On as many machines as may be.
+    #[default]
+    Spread,
+    /// On one machine, or not at all.
+    StrictPack,
+    /// Each on a machine of its own, or not at all.
+    StrictSpread,
+}
+
+/// Which GPUs a cluster uses.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum GpuIds {
+    /// The first ones that a machine offers.
+    #[default]
+    Auto,
+    /// These, for all logical nodes one after the other.
+    Flat(Vec<u32>),
+    /// These, a list for each logical node.
+    PerNode(Vec<Vec<u32>>),
+}
+
+/// What moves bulk data between workers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum CommunicationBackend {
+    /// The best there is.
+    #[default]
+    Auto,
+    /// NCCL.
+    Nccl,
+    /// UCX.
+    Ucx,
+    /// TCP.
+    Tcp,
+    /// Shared memory of one machine.
+    Shm,
+}
+
+fn yes() -> bool {
+    true
+}
+
+fn eight() -> NonZeroU32 {
+    NonZeroU32::MIN.saturating_add(7)
+}
+
+fn port_low() -> u16 {
+    MASTER_PORTS.start
+}
+
+fn port_high() -> u16 {
+    MASTER_PORTS.end
+}
+
+impl ClusterSpec {
+    /// These bundles per node, and defaults for the rest.
+    #[must_use]
+    pub fn new(bundle_ct_per_node_list: impl Into<Vec<u32>>) -> Self {
+        Self {
+            bundle_ct_per_node_list: bundle_ct_per_node_list.into(),
+            name: String::new(),
+            use_gpus: true,
+            num_gpus_per_node: eight(),
+            max_colocated_worker_groups: None,
+            placement_group_strategy: PlacementStrategy::default(),
+            gpu_ids: GpuIds::Auto,
+            enable_colocation: None,
+            communication_backend: CommunicationBackend::Auto,
+            monitor_memory: false,
+            port_range_low: port_low(),
+            port_range_high: port_high(),
+            segment_size: None,
+        }
+    }
+
+    /// The number of bundles.
+    #[must_use]
+    pub fn world_size(&self) -> usize {
+        self.bundle_ct_per_node_list.iter().map(|count| *count as usize).sum()
+    }
+
+    /// The number of logical nodes with at least one bundle.
+    #[must_use]
+    pub fn node_count(&self) -> usize {
+        self.bundle_ct_per_node_list.iter().filter(|count| **count > 0).count()
+    }
+
+    /// Ports for rendezvous.
+    #[must_use]
+    pub fn ports(&self) -> Range<u16> {
+        self.port_range_low..self.port_range_high
+    }
+
+    /// The CPUs that a bundle asks for: one for each group that may share it.
+    #[must_use]
+    pub fn cpus_per_bundle(&self) -> u32 {
+        self.max_colocated_worker_groups.map_or(1, NonZeroU32::get)
+    }
+
+    /// How many worker groups may use the bundles; `None`: any number.
+    #[must_use]
+    pub fn groups_max(&self) -> Option<u32> {
+        match (self.enable_colocation, self.max_colocated_worker_groups) {
+            (Some(false), _) => Some(1),
+            (_, max) => max.map(NonZeroU32::get),
+        }
+    }
+
+    /// The GPU ids of each logical node; `None`: whichever a machine offers.
+    pub(super) fn gpus_of_nodes(&self) -> Result<Option<Vec<Vec<u32>>>> {
+        let counts = &self.bundle_ct_per_node_list;
+        let nested = match &self.gpu_ids {
+            GpuIds::Auto => return Ok(None),
+            GpuIds::PerNode(nested) => nested.clone(),
+            GpuIds::Flat(flat) => {
+                let total = self.world_size();
+                if flat.len() != total {
+                    return Err(invalid("gpu_ids", &format!("has {} ids for {total} bundles", flat.len())));
+                }
+                let mut rest = &flat[..];
+                let split = |count: &u32| {
+                    let (these, after) = rest.split_at(*count as usize);
+                    rest = after;
+                    these.to_vec()
+                };
+                counts.iter().map(split).collect()
+            }
+        };
+        if nested.len() != counts.len() {
+            return Err(invalid("gpu_ids", &format!("has {} lists for {} nodes", nested.len(), counts.len())));
+        }
+        for (node, (ids, count)) in nested.iter().zip(counts).enumerate() {
+            if ids.len() != *count as usize {
+                return Err(invalid(
+                    "gpu_ids",
+                    &format!("has {} ids for the {count} bundles of node {node}", ids.len()),
+                ));
+            }
+            if let Some(twice) = ids.iter().enumerate().find_map(|(at, id)| ids[..at].contains(id).then_some(id)) {
+                return Err(invalid("gpu_ids", &format!("names GPU {twice} twice on node {node}")));
+            }
+        }
+        Ok(Some(nested))
+    }
+
+    /// Checks what can be told without a machine.
+    ///
+    /// # Errors
+    /// `InvalidArgument`: no bundle at all, GPU ids that do not fit the bundles, an empty port range. `Unimplemented`: a
+    /// communication backend that this build lacks.
+    pub fn validate(&self) -> Result<()> {
+        if self.world_size() == 0 {
+            return Err(invalid("bundle_ct_per_node_list", "has no bundle; name at least one node with one"));
+        }
+        if !self.use_gpus && self.gpu_ids != GpuIds::Auto {
+            return Err(invalid("gpu_ids", "is given although use_gpus is false; leave one of them out"));
+        }
+        self.gpus_of_nodes()?;
+        if self.ports().is_empty() || self.port_range_low == 0 {
+            let ports = format!("{}..{}", self.port_range_low, self.port_range_high);
+            return Err(invalid("port_range_low", &format!("and port_range_high give no ports: {ports}")));
+        }
+        match self.communication_backend {
+            CommunicationBackend::Nccl => Err(Error::not_started(
+                Code::Unimplemented,
+                "communication_backend 'nccl' is not there yet; use 'auto', 'ucx', 'shm' or 'tcp'",
+            )
+            .about("cluster")),
+            _ => Ok(()),
+        }
+    }
+
+    /// How the cluster's groups are reached unless their own configuration says so; `None` when the cluster does not say either:
+    /// then without UCX. Ranks in this process are reached in this process whatever it is.
+    #[must_use]
+    pub fn transport_policy(&self) -> Option<TransportPolicy> {
+        let transports: &[Transport] = match self.communication_backend {
+            CommunicationBackend::Auto | CommunicationBackend::Nccl | CommunicationBackend::Tcp => return None,
+            CommunicationBackend::Ucx => &[Transport::MEM, Transport::SHM, Transport::RDMA, Transport::UCX_TCP],
+            CommunicationBackend::Shm => &[Transport::MEM, Transport::SHM],
+        };
+        TransportPolicy::of(transports.iter().copied()).ok()
+    }
+}
+
+fn invalid(key: &str, what: &str) -> Error {
+    Error::invalid(format!("{key} {what}")).about("cluster")
+}
+
+impl CommunicationBackend {
+    const ALL: [Self; 5] = [Self::Auto, Self::Nccl, Self::Ucx, Self::Tcp, Self::Shm];
+
+    /// The name in a configuration.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Nccl => "nccl",
+            Self::Ucx => "ucx",
+            Self::Tcp => "tcp",
+            Self::Shm => "shm",
+        }
+    }
+}
+
+impl fmt::Display for CommunicationBackend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+impl<'de> Deserialize<'de> for CommunicationBackend {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let name = String::deserialize(deserializer)?;
+        let known = Self::ALL.into_iter().find(|backend| backend.as_str().eq_ignore_ascii_case(&name));
+        known.ok_or_else(|| {
+            de::Error::custom(format!("unknown backend '{name}'; there are auto, nccl, ucx, tcp and shm"))
+        })
+    }
+}
+
+impl<'de> Deserialize<'de> for GpuIds {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        #[derive(Deserialize)]
+        #[serde(untagged)]
+        enum Written {
+            Word(String),
+            Flat(Vec<u32>),
+            PerNode(Vec<Vec<u32>>),
+        }
+        match Written::deserialize(deserializer) {
+            Ok(Written::Word(word)) if word.eq_ignore_ascii_case("auto") => Ok(Self::Auto),
+            Ok(Written::Flat(ids)) => Ok(Self::Flat(ids)),
+            Ok(Written::PerNode(ids)) => Ok(Self::PerNode(ids)),
+            _ => Err(de::Error::custom("gpu_ids is \"auto\", a list of GPU numbers, or one such list for each node")),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(text: &str) -> Result<ClusterSpec, serde_json::Error> {
+        serde_json::from_str(text)
+    }
+
+    fn refused(spec: &ClusterSpec) -> (Code, String) {
+        let error = spec.validate().unwrap_err();
+        (error.code(), error.to_string())
+    }
+
+    #[test]
+    fn the_documented_configuration_parses_and_nccl_is_typed_as_not_there() {
+        let spec = parse(
+            r#"{"bundle_ct_per_node_list": [8], "gpu_ids": [0, 1, 2, 3, 4, 5, 6, 7], "enable_colocation": true,
+                "communication_backend": "NCCL", "monitor_memory": true}"#,
+        )
+        .unwrap();
+        assert_eq!(spec.enable_colocation, Some(true));
+        assert_eq!(refused(&spec).0, Code::Unimplemented);
+        assert!(ClusterSpec { communication_backend: CommunicationBackend::Tcp, ..spec }.validate().is_ok());
+    }
+
+    #[test]
+    fn a_communication_backend_of_ucx_selects_its_transports() {
+        let policy =
+            |backend| ClusterSpec { communication_backend: backend, ..ClusterSpec::new([1]) }.transport_policy();
+        assert_eq!(policy(CommunicationBackend::Auto), None);
+        assert_eq!(policy(CommunicationBackend::Shm).unwrap().to_string(), "mem, shm");
+        let ucx = policy(CommunicationBackend::Ucx).unwrap();
+        assert!(ucx.uses_ucx() && !ucx.allows(Transport::HTTP), "who asks for UCX is not given less");
+    }
+
+    #[test]
+    fn an_unknown_key_is_answered_with_those_there_are() {
+        let error = parse(r#"{"bundle_ct_per_node_list": [1], "gpus": [0]}"#).unwrap_err().to_string();
+        assert!(error.contains("gpus") && error.contains("gpu_ids") && error.contains("monitor_memory"), "{error}");
+        assert!(parse(r#"{"bundle_ct_per_node_list": [-1]}"#).is_err());
+        assert!(parse(r#"{"bundle_ct_per_node_list": [1], "gpu_ids": "all"}"#).is_err());
+        assert!(parse(r#"{"bundle_ct_per_node_list": [1], "communication_backend": "mpi"}"#).is_err());
+    }
+
+    #[test]
+    fn a_cluster_has_at_least_one_bundle() {
+        for none in [vec![], vec![0, 0]] {
+            assert_eq!(refused(&ClusterSpec::new(none)).0, Code::InvalidArgument);
+        }
+    }
+
+    #[test]
+    fn c175_ports_are_the_documented_ones_unless_given() {
+        assert_eq!(ClusterSpec::new([1]).ports(), 1400..1999);
+        let spec =
+            parse(r#"{"bundle_ct_per_node_list": [1], "port_range_low": 11001, "port_range_high": 11100}"#).unwrap();
+        assert_eq!(spec.ports(), 11001..11100);
+        assert!(refused(&ClusterSpec { port_range_high: 1, ..spec }).1.contains("give no ports: 11001..1"));
+    }
+
+    #[test]
+    fn gpu_ids_fit_the_bundles() {
+        let with = |counts: &[u32], gpu_ids| ClusterSpec { gpu_ids, ..ClusterSpec::new(counts) };
+        let split = with(&[1, 0, 2], GpuIds::Flat(vec![3, 4, 5])).gpus_of_nodes().unwrap();
+        assert_eq!(split, Some(vec![vec![3], vec![], vec![4, 5]]));
+        for (spec, text) in [
+            (with(&[4], GpuIds::Flat(vec![0, 1, 2])), "has 3 ids for 4 bundles"),
+            (with(&[1, 1], GpuIds::PerNode(vec![vec![0]])), "has 1 lists for 2 nodes"),
+            (with(&[1, 1], GpuIds::PerNode(vec![vec![0], vec![1, 2]])), "has 2 ids for the 1 bundles of node 1"),
+            (with(&[2], GpuIds::Flat(vec![5, 5])), "names GPU 5 twice on node 0"),
+        ] {
+            let (code, found) = refused(&spec);
+            assert!(code == Code::InvalidArgument && found.contains(text), "{found}");
+        }
+    }
+
+    #[test]
+    fn colocation_is_off_on_or_left_open() {
+        let with = |enable_colocation, max| ClusterSpec {
+            enable_colocation,
+            max_colocated_worker_groups: NonZeroU32::new(max),
+            ..ClusterSpec::new([1])
+        };
+        assert_eq!(with(None, 0).groups_max(), None);
+        assert_eq!(with(Some(true), 2).groups_max(), Some(2));
+        assert_eq!(with(Some(false), 2).groups_max(), Some(1));
+        assert_eq!((with(None, 0).cpus_per_bundle(), with(None, 2).cpus_per_bundle()), (1, 2));
+    }
+}

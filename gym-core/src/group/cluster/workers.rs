@@ -1,0 +1,214 @@
+//! Which rank runs on which bundles: one worker each, or tied groups that work as one model.
+
+use std::num::NonZeroU32;
+
+use super::placement::Placement;
+use super::spec::PlacementStrategy;
+use crate::base::error::{Error, Result};
+use crate::group::layout::Rank;
+
+/// How workers are laid over the bundles.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum WorkersOn {
+    /// One on each bundle.
+    #[default]
+    EachBundle,
+    /// This many on each node, on its first bundles.
+    PerNode(u32),
+    /// As many on each node as the list says.
+    PerNodeList(Vec<u32>),
+    /// Tied groups: a node's index and its bundles. Ranks go by this order. In a unified cluster the index is only a label.
+    Tied(Vec<(u32, Vec<u32>)>),
+}
+
+/// Where one rank runs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WorkerPlacement {
+    /// Its number in the group.
+    pub rank: Rank,
+    /// Its name: `<prefix>-<node>-<bundle>`, in a tied group of several `<prefix>-grp<group>-<number>`.
+    pub name: String,
+    /// The index of its placement group; in a unified cluster the label of its tied group.
+    pub node: u32,
+    /// Its bundle, which is its `LOCAL_RANK`.
+    pub bundle: u32,
+    /// Its tied group, which is its shard of the data.
+    pub group: u32,
+    /// All bundles of its tied group, for the leader; `None` for the others.
+    pub bundles: Option<Vec<u32>>,
+    /// The machine, as a position in the nodes offered.
+    pub host: usize,
+    /// Its GPU, as `CUDA_VISIBLE_DEVICES` names it.
+    pub gpu: Option<String>,
+}
+
+impl Placement {
+    /// The ranks of a worker group.
+    ///
+    /// # Errors
+    /// `InvalidArgument`: a list of another length than there are nodes, more workers than bundles, a bundle that is not there or
+    /// named twice, a tied group without bundles.
+    pub fn workers(&self, prefix: &str, on: &WorkersOn) -> Result<Vec<WorkerPlacement>> {
+        let singles = |counts: Vec<u32>| -> Result<Vec<(u32, Vec<u32>)>> {
+            let mut tied = Vec::new();
+            for (node, (group, workers)) in (0..).zip(self.groups.iter().zip(counts)) {
+                let bundles = group.bundles.len();
+                if workers as usize > bundles {
+                    let text =
+                        format!("placement group {node} has {bundles} bundles, but {workers} workers were requested");
+                    return Err(Error::invalid(text).about("place workers"));
+                }
+                tied.extend((0..workers).map(|at| match &self.sorted {
+                    Some(sorted) => (at / self.gpus_per_node, vec![sorted[at as usize]]),
+                    None => (node, vec![at]),
+                }));
+            }
+            Ok(tied)
+        };
+        let tied = match on {
+            WorkersOn::EachBundle => singles(self.groups.iter().map(|group| group.bundles.len() as u32).collect())?,
+            WorkersOn::PerNode(workers) => singles(vec![*workers; self.groups.len()])?,
+            WorkersOn::PerNodeList(list) if list.len() == self.groups.len() => singles(list.clone())?,
+            WorkersOn::PerNodeList(list) => {
+                let text =
+                    format!("workers_per_node has {} entries for {} placement groups", list.len(), self.groups.len());
+                return Err(Error::invalid(text).about("place workers"));
+            }
+            WorkersOn::Tied(tied) => tied.clone(),
+        };
+        let mut places: Vec<WorkerPlacement> = Vec::new();
+        for (group, (node, bundles)) in (0..).zip(&tied) {
+            if bundles.is_empty() {
+                return Err(Error::invalid(format!("tied group {group} has no bundles")).about("place workers"));
+            }
+            for (number, &bundle) in bundles.iter().enumerate() {
+                places.push(self.worker(prefix, places.len(), group, *node, bundles, number, bundle)?);
+            }
+        }
+        let mut seen = std::collections::BTreeSet::new();
+        let one = self.groups.len() == 1;
+        match places.iter().find(|place| !seen.insert((if one { 0 } else { place.node }, place.bundle))) {
+            Some(twice) => {
+                let text = format!("bundle {} of node {} is named twice", twice.bundle, twice.node);
+                Err(Error::invalid(text).about("place workers"))
+            }
+            None => Ok(places),
+        }
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "one caller, and each is a field of the result")]
+    fn worker(
+        &self,
+        prefix: &str,
+        rank: usize,
+        group: u32,
+        node: u32,
+        bundles: &[u32],
+        number: usize,
+        bundle: u32,
+    ) -> Result<WorkerPlacement> {
+        let home = if self.groups.len() == 1 { self.groups.first() } else { self.groups.get(node as usize) };
+        let placed = home.and_then(|home| home.bundles.get(bundle as usize)).ok_or_else(|| {
+            Error::invalid(format!("there is no bundle {bundle} on node {node}")).about("place workers")
+        })?;
+        let name = if bundles.len() > 1 {
+            format!("{prefix}-grp{group}-{number}")
+        } else {
+            format!("{prefix}-{node}-{bundle}")
+        };
+        let bundles = (number == 0).then(|| bundles.to_vec());
+        Ok(WorkerPlacement {
+            rank: rank as Rank,
+            name,
+            node,
+            bundle,
+            group,
+            bundles,
+            host: placed.host,
+            gpu: placed.gpu.clone(),
+        })
+    }
+
+    /// Tied groups of `size` consecutive bundles, for engines of that many GPUs: within each node, what is left over unused; over the
+    /// topological order in a unified cluster, labelled by the first bundle's machine.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when not even one group fits.
+    pub fn tied_groups(&self, size: NonZeroU32) -> Result<WorkersOn> {
+        let size = size.get() as usize;
+        let tied: Vec<(u32, Vec<u32>)> = match &self.sorted {
+            Some(sorted) => {
+                let host = |bundle: u32| self.groups[0].bundles[bundle as usize].host;
+                let hosts: std::collections::BTreeSet<usize> = sorted.iter().map(|bundle| host(*bundle)).collect();
+                let label = |bundle: u32| hosts.iter().take_while(|known| **known != host(bundle)).count() as u32;
+                sorted.chunks_exact(size).map(|bundles| (label(bundles[0]), bundles.to_vec())).collect()
+            }
+            None => {
+                let node = |(node, group): (u32, &super::PlacementGroup)| -> Vec<(u32, Vec<u32>)> {
+                    let all: Vec<u32> = group.bundles.iter().map(|bundle| bundle.index).collect();
+                    all.chunks_exact(size).map(|bundles| (node, bundles.to_vec())).collect()
+                };
+                (0..).zip(&self.groups).flat_map(node).collect()
+            }
+        };
+        if tied.is_empty() {
+            let text = format!(
+                "unable to allocate any worker groups of {size} bundles; use a unified cluster or smaller engines"
+            );
+            return Err(Error::invalid(text).about("place workers"));
+        }
+        Ok(WorkersOn::Tied(tied))
+    }
+}
+
+/// The first rank of each tied group, by group: those that are called with data, and which know the group's bundles.
+#[must_use]
+pub fn leaders(workers: &[WorkerPlacement]) -> Vec<Rank> {
+    workers.iter().filter(|worker| worker.bundles.is_some()).map(|worker| worker.rank).collect()
+}
+
+/// The degrees of parallelism that decide whether one model spans nodes; 1 means none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ModelSpan {
+    /// Ranks that share one layer.
+    pub tensor: u32,
+    /// Stages of the pipeline.
+    pub pipeline: u32,
+    /// Ranks that share one sequence.
+    pub context: u32,
+    /// Ranks that share the experts.
+    pub expert: u32,
+    /// Ranks that share one expert's layer.
+    pub expert_tensor: u32,
+}
+
+impl Default for ModelSpan {
+    fn default() -> Self {
+        Self { tensor: 1, pipeline: 1, context: 1, expert: 1, expert_tensor: 1 }
+    }
+}
+
+impl ModelSpan {
+    /// Whether a Megatron model needs a unified cluster: its tensor and context ranks, or its experts', are more than a node has.
+    /// Pipeline stages may be on different nodes.
+    #[must_use]
+    pub fn megatron_spans(&self, gpus_per_node: u32) -> bool {
+        (self.tensor * self.context).max(self.expert_tensor * self.expert) > gpus_per_node
+    }
+
+    /// Whether a generation engine needs a unified cluster: all of it is one group of ranks.
+    #[must_use]
+    pub fn engine_spans(&self, gpus_per_node: u32) -> bool {
+        self.tensor * self.pipeline > gpus_per_node
+    }
+
+    /// The strategy that a generation group asks for: none of its own on the bundles that it shares with training, else close together,
+    /// because spreading would interleave an engine's bundles over the nodes.
+    #[must_use]
+    pub fn generation_strategy(colocated: bool) -> Option<PlacementStrategy> {
+        (!colocated).then_some(PlacementStrategy::Pack)
+    }
+}
+
+#[cfg(test)]
+mod tests;

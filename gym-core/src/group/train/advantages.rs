@@ -1,0 +1,217 @@
+//! What a reward is worth beside the other answers to the same prompt: the baselines of group-relative policy optimisation.
+//!
+//! The formulas are NeMo RL's. A row's baseline is the mean reward of its group, without the row itself where leave-one-out is asked
+//! for; its deviation is the sample deviation of the same rewards. Rewards of invalid rows count for nobody.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::hash::Hash;
+
+use crate::base::error::{Code, Error, Result};
+use crate::group::batch::Batch;
+use crate::group::batch::tensor::Tensor;
+
+/// Which rewards a row is compared with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum Comparison {
+    /// With the other rows of its group, so that a reward does not lower its own advantage.
+    #[default]
+    LeaveOneOut,
+    /// With all rows of its group, itself among them.
+    WholeGroup,
+}
+
+/// A baseline and a deviation for each row.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Baselines {
+    /// The mean of the rewards that the row is compared with; its own reward where at most one row of the group is valid.
+    pub mean: Vec<f64>,
+    /// Their sample deviation, in units of the reward; 0 where there are fewer than two.
+    pub deviation: Vec<f64>,
+}
+
+impl Baselines {
+    /// The baselines of rows that share a group if they have equal `prompts`, in whatever order they come.
+    ///
+    /// An invalid row gets a baseline too, which means little and is masked in the loss: with leave-one-out the sum of the
+    /// valid rewards is divided by one less than their number, as if the row had been among them.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when there is not one prompt, reward and validity a row.
+    pub fn of_groups<K: Eq + Hash>(
+        prompts: &[K],
+        rewards: &[f64],
+        valid: &[bool],
+        compare: Comparison,
+    ) -> Result<Self> {
+        let rows = rewards.len();
+        if (prompts.len(), valid.len()) != (rows, rows) {
+            let (prompts, valid) = (prompts.len(), valid.len());
+            return Err(Error::invalid(format!("{prompts} prompts and {valid} validities for {rows} rewards")));
+        }
+        let mut groups: HashMap<&K, Vec<usize>> = HashMap::new();
+        prompts.iter().enumerate().for_each(|(row, prompt)| groups.entry(prompt).or_default().push(row));
+        let mut baselines = Self { mean: rewards.to_vec(), deviation: vec![0.0; rows] };
+        // The order in which a table gives its groups does not matter: each writes its own rows.
+        for group in groups.values() {
+            let counted: Vec<usize> = group.iter().copied().filter(|row| valid[*row]).collect();
+            if counted.len() < 2 {
+                continue;
+            }
+            for row in group {
+                let without = if compare == Comparison::LeaveOneOut { *row } else { usize::MAX };
+                let others = counted.iter().filter(|other| **other != without).map(|other| rewards[*other]);
+                let count = counted.len() - usize::from(compare == Comparison::LeaveOneOut);
+                (baselines.mean[*row], baselines.deviation[*row]) = mean_and_deviation(others, count);
+            }
+        }
+        Ok(baselines)
+    }
+
+    /// Each reward less its baseline, divided by the deviation where `normalize` is asked for and the deviation is not 0.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when there is not one reward for each baseline.
+    pub fn advantages(&self, rewards: &[f64], normalize: bool) -> Result<Vec<f64>> {
+        if rewards.len() != self.mean.len() {
+            return Err(Error::invalid(format!("{} rewards for {} baselines", rewards.len(), self.mean.len())));
+        }
+        let advantage = |((reward, mean), deviation): ((&f64, &f64), &f64)| {
+            let scale = if normalize && *deviation > 0.0 { *deviation } else { 1.0 };
+            (reward - mean) / scale
+        };
+        Ok(rewards.iter().zip(&self.mean).zip(&self.deviation).map(advantage).collect())
+    }
+}
+
+/// Mean and sample deviation of rewards that are taken to be `count`.
+fn mean_and_deviation(rewards: impl Iterator<Item = f64> + Clone, count: usize) -> (f64, f64) {
+    let mut seen = rewards.clone();
+    if let Some(first) = seen.next()
+        && rewards.clone().count() == count
+        && seen.all(|reward| reward == first)
+    {
+        // A mean of equal numbers is rounded, and what is left over would be scaled up to an advantage of order one.
+        return (first, 0.0);
+    }
+    let mean = rewards.clone().sum::<f64>() / count as f64;
+    if count < 2 {
+        return (mean, 0.0);
+    }
+    let squares: f64 = rewards.map(|reward| (reward - mean).powi(2)).sum();
+    (mean, (squares / (count - 1) as f64).sqrt())
+}
+
+/// The parts of each row's reward as columns `reward/{name}`, `F64`, sorted by name; 0 where a row does not have the part.
+///
+/// # Errors
+/// `InvalidArgument` when there are not as many rows of parts as rewards; `DataLoss` when the parts of a row that has some do
+/// not add up to its reward within 10⁻⁵ of it or 10⁻⁶.
+pub fn reward_components(rewards: &[f64], components: &[BTreeMap<String, f64>]) -> Result<Batch> {
+    if rewards.len() != components.len() {
+        return Err(Error::invalid(format!("{} rows of components for {} rewards", components.len(), rewards.len())));
+    }
+    for (row, (reward, parts)) in rewards.iter().zip(components).enumerate() {
+        let sum: f64 = parts.values().sum();
+        let near = (sum - reward).abs() <= (1e-5 * reward.abs().max(sum.abs())).max(1e-6);
+        if !parts.is_empty() && !near {
+            let message = format!("row {row}: the components of the reward add up to {sum}, the reward is {reward}");
+            return Err(Error::not_started(Code::DataLoss, message));
+        }
+    }
+    let names: BTreeSet<&String> = components.iter().flat_map(BTreeMap::keys).collect();
+    let column = |name: &String| {
+        let column = components.iter().map(|parts| parts.get(name).copied().unwrap_or(0.0)).collect();
+        Ok((format!("reward/{name}"), Tensor::from_vec([rewards.len()], column)?.into()))
+    };
+    Batch::new(names.into_iter().map(column).collect::<Result<Vec<_>>>()?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn baselines(prompts: &[i32], rewards: &[f64]) -> Baselines {
+        Baselines::of_groups(prompts, rewards, &vec![true; rewards.len()], Comparison::LeaveOneOut).unwrap()
+    }
+
+    fn near(found: &[f64], expected: &[f64]) {
+        let all = found.len() == expected.len() && found.iter().zip(expected).all(|(a, b)| (a - b).abs() < 1e-4);
+        assert!(all, "{found:?}, expected {expected:?}");
+    }
+
+    #[test]
+    fn c223_a_row_is_compared_with_the_others_of_its_prompt() {
+        let six = baselines(&[7, 7, 7, 8, 8, 8], &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
+        near(&six.mean, &[2.5, 2.0, 1.5, 5.5, 5.0, 4.5]);
+        let (half, two) = (0.5_f64.sqrt(), 2.0_f64.sqrt());
+        near(&six.deviation, &[half, two, half, half, two, half]);
+        let mixed = baselines(&[7, 8, 7, 8, 7, 8], &[1.0, 4.0, 2.0, 5.0, 3.0, 6.0]);
+        near(&mixed.mean, &[2.5, 5.5, 2.0, 5.0, 1.5, 4.5]);
+    }
+
+    #[test]
+    fn c224_a_row_alone_is_its_own_baseline() {
+        assert_eq!(baselines(&[1, 2], &[3.0, 4.0]), Baselines { mean: vec![3.0, 4.0], deviation: vec![0.0; 2] });
+    }
+
+    #[test]
+    fn c225_two_rows_are_each_others_baseline() {
+        assert_eq!(baselines(&[1, 1], &[1.0, 2.0]), Baselines { mean: vec![2.0, 1.0], deviation: vec![0.0; 2] });
+    }
+
+    #[test]
+    fn c226_equal_rewards_have_no_advantage_whatever_rounding_does() {
+        for reward in [1.0, 0.1, 1.0 / 3.0] {
+            for compare in [Comparison::LeaveOneOut, Comparison::WholeGroup] {
+                let rewards = [reward; 6];
+                let equal = Baselines::of_groups(&[0; 6], &rewards, &[true; 6], compare).unwrap();
+                assert_eq!(equal, Baselines { mean: vec![reward; 6], deviation: vec![0.0; 6] });
+                assert_eq!(equal.advantages(&rewards, true).unwrap(), [0.0; 6]);
+            }
+        }
+    }
+
+    #[test]
+    fn c227_an_invalid_reward_counts_for_nobody() {
+        let rewards = [1.0, 999.0, 3.0];
+        let masked = Baselines::of_groups(&[0; 3], &rewards, &[true, false, true], Comparison::LeaveOneOut).unwrap();
+        assert_eq!(masked, Baselines { mean: vec![3.0, 4.0, 1.0], deviation: vec![0.0; 3] });
+    }
+
+    #[test]
+    fn c228_leaving_oneself_out_makes_the_advantage_larger() {
+        let rewards = [1.0, 0.0, 0.0, 1.0];
+        let without = baselines(&[0; 4], &rewards);
+        near(&without.mean, &[1.0 / 3.0, 2.0 / 3.0, 2.0 / 3.0, 1.0 / 3.0]);
+        near(&without.deviation, &[0.57735; 4]);
+        near(&without.advantages(&rewards, true).unwrap(), &[1.1547, -1.1547, -1.1547, 1.1547]);
+        let whole = Baselines::of_groups(&[0; 4], &rewards, &[true; 4], Comparison::WholeGroup).unwrap();
+        near(&whole.advantages(&rewards, true).unwrap(), &[0.866, -0.866, -0.866, 0.866]);
+        near(&whole.advantages(&rewards, false).unwrap(), &[0.5, -0.5, -0.5, 0.5]);
+    }
+
+    #[test]
+    fn rows_that_do_not_match_are_refused() {
+        assert!(Baselines::of_groups(&[0; 2], &[1.0], &[true], Comparison::WholeGroup).is_err());
+        assert!(Baselines::of_groups(&[0], &[1.0], &[true; 2], Comparison::WholeGroup).is_err());
+        assert!(baselines(&[0], &[1.0]).advantages(&[1.0, 2.0], true).is_err());
+    }
+
+    #[test]
+    fn c232_components_add_up_to_the_reward_and_become_columns() {
+        let parts = |parts: &[(&str, f64)]| parts.iter().map(|(name, part)| ((*name).to_owned(), *part)).collect();
+        let components = [parts(&[("style", 0.25), ("right", 0.5)]), parts(&[]), parts(&[("right", 1.0)])];
+        let batch = reward_components(&[0.75, 0.5, 1.0], &components).unwrap();
+        let columns: Vec<_> =
+            batch.columns().map(|(name, column)| (name, column.dense().unwrap().to_f64s().unwrap())).collect();
+        assert_eq!(columns, [("reward/right", vec![0.5, 0.0, 1.0]), ("reward/style", vec![0.25, 0.0, 0.0])]);
+        let error = reward_components(&[0.75, 0.5, 1.1], &components).unwrap_err();
+        assert!(error.code() == Code::DataLoss && error.message().contains("row 2"), "{error}");
+        assert!(
+            reward_components(&[0.75, f64::NAN, 1.0], &components).is_ok(),
+            "a row without components says nothing"
+        );
+        assert!(reward_components(&[f64::NAN], &components[2..]).is_err());
+        assert!(reward_components(&[1.0], &components).is_err());
+    }
+}

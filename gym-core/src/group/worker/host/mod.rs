@@ -1,0 +1,293 @@
+//! Runs the worker of one rank: admits calls, queues them in order, and cancels those whose caller disconnects.
+//!
+//! ```text
+//!   Handler::handle ── check incarnation ▸ find method ▸ admit, or reject if full ──► FIFO queue
+//!     async worker: one task; exclusive calls run in it, shared calls run concurrently     ◄──┤
+//!     blocking worker: the thread that created the worker                                  ◄──┘
+//! ```
+//!
+//! A call joins the queue before [`Handler::handle`] returns, so its position does not depend on polling by the caller.
+
+mod async_executor;
+mod blocking_executor;
+mod call;
+mod call_queue;
+mod executor;
+mod queue;
+mod stats;
+
+use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use futures_util::future::BoxFuture;
+
+pub(crate) use async_executor::launch as launch_async;
+pub(crate) use blocking_executor::launch as launch_blocking;
+pub use call::{REPLY_METADATA, REPLY_NONE};
+pub(crate) use executor::{ExecutorKind, Launcher};
+pub use stats::{RunningCall, WorkerStatus};
+
+use call::{QueueItem, new_call};
+use executor::{CurrentCaller, Executor, KillHandle, WorkerSetup};
+use queue::{QueueSender, queue};
+use stats::{CallStats, QueueFull};
+
+use crate::base::cancel::CancelToken;
+use crate::base::error::{Code, Error, Result};
+use crate::group::worker::{Methods, PREFIX, Worker, WorkerEnv};
+use crate::message::{Request, Response, Verb};
+use crate::transport::Handler;
+
+/// The route that returns the [`WorkerStatus`] as JSON, at once, whatever the worker is doing.
+pub const STATUS_ROUTE: &str = "/worker/status";
+
+/// Limits of a [`WorkerHost`].
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct HostOptions {
+    /// Calls that run or wait; a further call is rejected at once (`ResourceExhausted, NotStarted`).
+    pub calls_max: usize,
+}
+
+impl Default for HostOptions {
+    /// 1,024 calls: far more than a controller keeps in flight at one rank, and a few hundred kilobytes.
+    fn default() -> Self {
+        Self { calls_max: 1_024 }
+    }
+}
+
+/// Runs the calls of one rank's worker. Cheap to clone; dropping the last clone ends the worker as [`WorkerHost::kill`] does.
+#[derive(Clone)]
+pub struct WorkerHost(Arc<Core>);
+
+struct Core {
+    env: WorkerEnv,
+    methods: Vec<&'static str>,
+    kind: ExecutorKind,
+    queue: QueueSender<QueueItem>,
+    stats: Arc<CallStats>,
+    stopping: AtomicBool,
+    /// Taken by the first call of [`WorkerHost::stop`].
+    executor: Mutex<Option<Executor>>,
+    kill_handle: KillHandle,
+    killed: CancelToken,
+}
+
+impl WorkerHost {
+    /// Starts a worker and accepts calls for it.
+    ///
+    /// # Errors
+    /// The error of [`Worker::start`]; `InvalidArgument` if the methods contradict each other; `Internal` if the worker panics.
+    ///
+    /// # Cancel safety
+    /// Dropping the future does not interrupt [`Worker::start`]; the worker is dropped once it has started.
+    pub async fn start<W: Worker>(env: WorkerEnv, init: W::Init, options: &HostOptions) -> Result<Self> {
+        let subject = format!("start rank {} of {}", env.rank, env.group);
+        let about = |error: Error| if error.subject().is_empty() { error.about(subject.clone()) } else { error };
+        let (launcher, named) = Methods::<W>::of().checked().map_err(about)?;
+        let (methods, entries): (Vec<_>, Vec<_>) = named.into_iter().unzip();
+        // One more than the admitted calls, for the item that stops the worker; and as much again for cancelled calls, so that they are
+        // seldom removed.
+        let (sender, queue) =
+            queue(options.calls_max.max(1).saturating_add(1).saturating_mul(2), QueueItem::is_cancelled);
+        let stats = Arc::new(CallStats::new(&env, options.calls_max.max(1)));
+        let setup = WorkerSetup { env: env.clone(), init, entries, queue };
+        let executor = (launcher.start)(setup).await.map_err(about)?;
+        Ok(Self(Arc::new(Core {
+            env,
+            methods,
+            kind: launcher.kind,
+            queue: sender,
+            stats,
+            stopping: AtomicBool::new(false),
+            kill_handle: executor.kill_handle(),
+            executor: Mutex::new(Some(executor)),
+            killed: CancelToken::new(),
+        })))
+    }
+
+    /// The rank, the group and the environment of the worker.
+    #[must_use]
+    pub fn env(&self) -> &WorkerEnv {
+        &self.0.env
+    }
+
+    /// The methods that the worker handles, in order of registration.
+    #[must_use]
+    pub fn methods(&self) -> &[&'static str] {
+        &self.0.methods
+    }
+
+    /// Reports what the worker is doing. Never waits for the worker.
+    #[must_use]
+    pub fn status(&self) -> WorkerStatus {
+        self.0.stats.status()
+    }
+
+    /// Stops the worker: rejects new calls, waits up to `grace` for admitted calls, then ends the worker.
+    ///
+    /// # Errors
+    /// `DeadlineExceeded` if calls were still running after `grace`: an async worker is then aborted, and a blocking thread exits
+    /// after its current call. `Unavailable`, without waiting, if [`WorkerHost::kill`] is called in the meantime.
+    ///
+    /// # Cancel safety
+    /// Not cancel safe: dropping the future kills the worker.
+    pub async fn stop(&self, grace: Duration) -> Result<()> {
+        self.0.stopping.store(true, Ordering::Release);
+        // The queue has room for the admitted calls and this item.
+        let _ = self.0.queue.push(QueueItem::Stop);
+        if self.0.killed.is_cancelled() {
+            return Ok(());
+        }
+        let Some(executor) = self.0.take_executor() else { return Ok(()) };
+        let mut stopping = Stopping { core: &self.0, executor };
+        let error = tokio::select! {
+            biased;
+            true = stopping.executor.ended() => return Ok(()),
+            () = self.0.killed.cancelled() => Error::unknown(Code::Unavailable, "it was killed before its calls had ended"),
+            () = tokio::time::sleep(grace) => {
+                Error::unknown(Code::DeadlineExceeded, format!("calls were still running after {grace:?}"))
+            }
+        };
+        stopping.end().await;
+        let WorkerEnv { rank, group, .. } = &self.0.env;
+        Err(error.about(format!("stop rank {rank} of {group}")))
+    }
+
+    /// Kills the worker, as the end of its process would: callers get `Unavailable, Unknown`. A blocking thread receives a cancellation
+    /// signal and exits after its current call, whose reply is dropped.
+    pub fn kill(&self) {
+        self.0.kill();
+    }
+}
+
+/// An executor that is being stopped; dropping this ends the executor.
+struct Stopping<'c> {
+    core: &'c Core,
+    executor: Executor,
+}
+
+impl Stopping<'_> {
+    /// Ends the worker. Waits for a task to be gone; a thread is only abandoned.
+    async fn end(mut self) {
+        self.core.end();
+        if let Executor::Task(task) = &mut self.executor
+            && !task.is_finished()
+        {
+            let _ = task.await;
+        }
+    }
+}
+
+impl Drop for Stopping<'_> {
+    fn drop(&mut self) {
+        self.core.end();
+    }
+}
+
+impl Core {
+    fn take_executor(&self) -> Option<Executor> {
+        self.executor.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    fn kill(&self) {
+        self.stopping.store(true, Ordering::Release);
+        self.end();
+        // A concurrent stop need not wait any longer.
+        self.killed.cancel();
+    }
+
+    fn end(&self) {
+        match &self.kill_handle {
+            KillHandle::Task(task) => task.abort(),
+            KillHandle::Thread(current) => self.abandon(current),
+        }
+    }
+
+    /// Abandons a thread that may be blocked: answers the caller of its current call and the callers in the queue.
+    fn abandon(&self, current: &CurrentCaller) {
+        current.abandon(&self.stats);
+        self.queue.close();
+    }
+
+    fn accept(&self, request: Request) -> Result<BoxFuture<'static, Result<Response>>> {
+        if let Some(meant) = request.context.incarnation
+            && meant != self.env.incarnation
+        {
+            let here = self.env.incarnation;
+            return Err(Error::not_started(
+                Code::Unavailable,
+                format!("the call is meant for incarnation {meant}; this is {here}"),
+            ));
+        }
+        // No method name contains `?`, so the query is removed only if the whole route names no method.
+        let named = |route: &str| {
+            let name = route.strip_prefix(PREFIX)?;
+            self.methods.iter().position(|known| *known == name)
+        };
+        let Some(method) = named(request.route.as_str()).or_else(|| named(request.route.path())) else {
+            return self.other(&request);
+        };
+        if self.stopping.load(Ordering::Acquire) {
+            return Err(Error::not_started(Code::Unavailable, "the worker takes no new calls"));
+        }
+        let permit = self.stats.admit().map_err(|QueueFull { calls_max }| {
+            Error::not_started(
+                Code::ResourceExhausted,
+                format!("{calls_max} calls run or wait at this rank, which is calls_max of its HostOptions"),
+            )
+        })?;
+        let keep_deadline = self.kind == ExecutorKind::Blocking;
+        let (response, call) = new_call(request, method, self.methods[method], permit, keep_deadline);
+        self.queue
+            .push(QueueItem::Call(call))
+            .map_err(|_| Error::not_started(Code::Unavailable, "the worker has ended"))?;
+        Ok(response)
+    }
+
+    /// Serves the status route; any other route is an error.
+    fn other(&self, request: &Request) -> Result<BoxFuture<'static, Result<Response>>> {
+        if request.verb == Verb::Get && request.route.path() == STATUS_ROUTE {
+            let text = serde_json::to_vec(&self.stats.status())
+                .map_err(|error| Error::internal("the status cannot be written").caused_by(error))?;
+            return Ok(Box::pin(async move { Ok(Response::json(text)) }));
+        }
+        Err(Error::not_started(
+            Code::NotFound,
+            format!("no method at {}; this worker handles {}", request.route, self.methods.join(", ")),
+        ))
+    }
+}
+
+impl Drop for Core {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+impl Handler for WorkerHost {
+    fn handle(&self, request: Request) -> BoxFuture<'static, Result<Response>> {
+        match self.0.accept(request) {
+            Ok(response) => response,
+            Err(error) => {
+                let WorkerEnv { rank, group, .. } = &self.0.env;
+                let error = error.about(format!("rank {rank} of {group}"));
+                Box::pin(async move { Err(error) })
+            }
+        }
+    }
+
+    /// Bounded by [`HostOptions::calls_max`].
+    fn bounds_calls(&self) -> bool {
+        true
+    }
+}
+
+impl fmt::Debug for WorkerHost {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let WorkerEnv { rank, group, incarnation, .. } = &self.0.env;
+        write!(f, "WorkerHost(rank {rank} of {group}, incarnation {incarnation})")
+    }
+}

@@ -1,0 +1,201 @@
+//! Statistics of a host's calls: how many wait, which run and how far they are, and how they ended.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use serde::{Deserialize, Serialize};
+use tokio::time::Instant;
+
+use crate::base::progress::CallProgress;
+use crate::group::layout::Rank;
+use crate::group::worker::WorkerEnv;
+use crate::message::Incarnation;
+
+/// What a rank is doing, as its host reports it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct WorkerStatus {
+    /// The rank.
+    pub rank: Rank,
+    /// The incarnation of the rank.
+    pub incarnation: u64,
+    /// Calls that wait for the worker.
+    pub waiting: usize,
+    /// Running calls, oldest first.
+    pub running: Vec<RunningCall>,
+    /// Calls that ended with a reply.
+    pub succeeded: u64,
+    /// Calls that ended with an error, panics included.
+    pub failed: u64,
+}
+
+/// A running call.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct RunningCall {
+    /// Name of the method.
+    pub method: String,
+    /// Time since the call started, in milliseconds.
+    pub elapsed_ms: u64,
+    /// Units of work reported by [`CallProgress::advance`].
+    pub progress: u64,
+    /// Time since the last reported progress, in milliseconds.
+    pub still_ms: u64,
+}
+
+/// The call statistics of one host, which also bound its calls.
+#[derive(Debug)]
+pub(crate) struct CallStats {
+    rank: Rank,
+    incarnation: Incarnation,
+    calls_max: usize,
+    /// Calls that run or wait.
+    admitted: AtomicUsize,
+    succeeded: AtomicU64,
+    failed: AtomicU64,
+    running: Mutex<RunningCalls>,
+    /// The callers of running calls have been answered; what still runs is ignored.
+    abandoned: AtomicBool,
+}
+
+#[derive(Debug, Default)]
+struct RunningCalls {
+    next: u64,
+    /// Oldest first. A list keeps its memory when it is empty, as it is after each exclusive call.
+    entries: Vec<Entry>,
+    /// The counter of the last call, reused by the next one unless a clone of it is alive.
+    spare: Option<CallProgress>,
+}
+
+#[derive(Debug)]
+struct Entry {
+    number: u64,
+    method: &'static str,
+    since: Instant,
+    progress: CallProgress,
+}
+
+/// A call was rejected because `calls_max` calls run or wait.
+pub(crate) struct QueueFull {
+    pub(crate) calls_max: usize,
+}
+
+impl CallStats {
+    pub(crate) fn new(env: &WorkerEnv, calls_max: usize) -> Self {
+        Self {
+            rank: env.rank,
+            incarnation: env.incarnation,
+            calls_max,
+            admitted: AtomicUsize::new(0),
+            succeeded: AtomicU64::new(0),
+            failed: AtomicU64::new(0),
+            running: Mutex::default(),
+            abandoned: AtomicBool::new(false),
+        }
+    }
+
+    /// Admits a call to those that run or wait, until the permit is dropped.
+    pub(crate) fn admit(self: &Arc<Self>) -> Result<AdmissionPermit, QueueFull> {
+        if self.admitted.fetch_add(1, Ordering::AcqRel) < self.calls_max {
+            return Ok(AdmissionPermit(Arc::clone(self)));
+        }
+        self.admitted.fetch_sub(1, Ordering::AcqRel);
+        Err(QueueFull { calls_max: self.calls_max })
+    }
+
+    pub(crate) fn incarnation(&self) -> Incarnation {
+        self.incarnation
+    }
+
+    pub(crate) fn rank(&self) -> Rank {
+        self.rank
+    }
+
+    pub(crate) fn abandon(&self) {
+        self.abandoned.store(true, Ordering::Release);
+    }
+
+    pub(crate) fn is_abandoned(&self) -> bool {
+        self.abandoned.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn status(&self) -> WorkerStatus {
+        let ms = |duration: std::time::Duration| u64::try_from(duration.as_millis()).unwrap_or(u64::MAX);
+        let running: Vec<RunningCall> = (self.running().entries.iter())
+            .map(|entry| RunningCall {
+                method: entry.method.to_owned(),
+                elapsed_ms: ms(entry.since.elapsed()),
+                progress: entry.progress.units(),
+                still_ms: ms(entry.progress.still_for()),
+            })
+            .collect();
+        WorkerStatus {
+            rank: self.rank,
+            incarnation: self.incarnation.0,
+            waiting: self.admitted.load(Ordering::Acquire).saturating_sub(running.len()),
+            running,
+            succeeded: self.succeeded.load(Ordering::Relaxed),
+            failed: self.failed.load(Ordering::Relaxed),
+        }
+    }
+
+    fn running(&self) -> MutexGuard<'_, RunningCalls> {
+        self.running.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Counts one call as admitted until it is dropped.
+#[derive(Debug)]
+pub(crate) struct AdmissionPermit(Arc<CallStats>);
+
+impl AdmissionPermit {
+    pub(crate) fn stats(&self) -> &CallStats {
+        &self.0
+    }
+
+    /// Lists the call as running since `since`, which is now.
+    pub(crate) fn run(self, method: &'static str, since: Instant) -> (CallProgress, RunningEntry) {
+        let mut running = self.0.running();
+        let renewed = running.spare.take().and_then(|spare| spare.renewed(since));
+        let progress = renewed.unwrap_or_else(|| CallProgress::watched_since(since));
+        let number = running.next;
+        running.next += 1;
+        running.entries.push(Entry { number, method, since, progress: progress.clone() });
+        drop(running);
+        (progress, RunningEntry { permit: self, number })
+    }
+}
+
+impl Drop for AdmissionPermit {
+    fn drop(&mut self) {
+        self.0.admitted.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+/// Lists one call as running, and counts it as admitted, until it is dropped.
+#[derive(Debug)]
+pub(crate) struct RunningEntry {
+    permit: AdmissionPermit,
+    number: u64,
+}
+
+impl RunningEntry {
+    pub(crate) fn stats(&self) -> &CallStats {
+        self.permit.stats()
+    }
+
+    /// Counts how the call ended.
+    pub(crate) fn count(&self, succeeded: bool) {
+        let counter = if succeeded { &self.stats().succeeded } else { &self.stats().failed };
+        counter.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+impl Drop for RunningEntry {
+    fn drop(&mut self) {
+        let mut running = self.stats().running();
+        if let Some(at) = running.entries.iter().position(|entry| entry.number == self.number) {
+            running.spare = Some(running.entries.remove(at).progress);
+        }
+    }
+}

@@ -1,0 +1,173 @@
+//! The methods of a worker by name, with their types erased.
+
+use std::any::type_name;
+use std::fmt;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use futures_util::future::BoxFuture;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::base::error::{Error, Execution, Result};
+use crate::group::batch::Payload;
+use crate::group::worker::host::{ExecutorKind, Launcher, launch_async, launch_blocking};
+use crate::group::worker::{Handles, HandlesBlocking, HandlesShared, Method, Worker};
+use crate::message::CallContext;
+use crate::message::{ContentType, Message, Rope};
+
+/// The methods of a worker. Filled by [`Worker::methods`].
+pub struct Methods<W: Worker> {
+    entries: Vec<Named<W>>,
+    launcher: Option<Launcher<W>>,
+    mistake: Option<String>,
+}
+
+/// How one method is run, with its types erased.
+pub(crate) enum Entry<W> {
+    Exclusive(for<'a> fn(&'a mut W, &'a CallContext, Message) -> BoxFuture<'a, Result<Message>>),
+    Shared(fn(Arc<W>, CallContext, Message) -> BoxFuture<'static, Result<Message>>),
+    Blocking(fn(&mut W, &CallContext, Message) -> Result<Message>),
+}
+
+impl<W> Clone for Entry<W> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<W> Copy for Entry<W> {}
+
+/// A method's name and how it is run.
+pub(crate) type Named<W> = (&'static str, Entry<W>);
+
+impl<W: Worker> Methods<W> {
+    pub(crate) fn of() -> Self {
+        let mut methods = Self { entries: Vec::new(), launcher: None, mistake: None };
+        W::methods(&mut methods);
+        methods
+    }
+
+    /// Registers a method whose calls run exclusively, in order of arrival.
+    pub fn exclusive<M: Method>(&mut self, _: M) -> &mut Self
+    where
+        W: Handles<M>,
+    {
+        self.add::<M>(
+            Launcher { kind: ExecutorKind::Async, start: launch_async::<W> },
+            Entry::Exclusive(exclusive::<W, M>),
+        )
+    }
+
+    /// Registers a method whose calls run concurrently with other shared calls.
+    pub fn shared<M: Method>(&mut self, _: M) -> &mut Self
+    where
+        W: HandlesShared<M>,
+    {
+        self.add::<M>(Launcher { kind: ExecutorKind::Async, start: launch_async::<W> }, Entry::Shared(shared::<W, M>))
+    }
+
+    /// Registers a method whose calls run on the rank's own thread, in order of arrival.
+    pub fn blocking<M: Method>(&mut self, _: M) -> &mut Self
+    where
+        W: HandlesBlocking<M>,
+    {
+        self.add::<M>(
+            Launcher { kind: ExecutorKind::Blocking, start: launch_blocking::<W> },
+            Entry::Blocking(blocking::<W, M>),
+        )
+    }
+
+    fn add<M: Method>(&mut self, launcher: Launcher<W>, entry: Entry<W>) -> &mut Self {
+        let mut mistake = None;
+        if self.entries.iter().any(|(known, _)| *known == M::NAME) {
+            mistake = Some(format!("method {} is registered twice", M::NAME));
+        }
+        if self.launcher.as_ref().is_some_and(|first| first.kind != launcher.kind) {
+            mistake = Some(format!("{} is blocking or async, not both: see method {}", type_name::<W>(), M::NAME));
+        }
+        self.mistake = self.mistake.take().or(mistake);
+        self.launcher = Some(launcher);
+        self.entries.push((M::NAME, entry));
+        self
+    }
+
+    /// The launcher of the worker, and its methods.
+    pub(crate) fn checked(self) -> Result<(Launcher<W>, Vec<Named<W>>)> {
+        if let Some(mistake) = self.mistake {
+            return Err(Error::invalid(mistake));
+        }
+        let launcher = self.launcher.ok_or_else(|| Error::invalid(format!("{} has no methods", type_name::<W>())))?;
+        Ok((launcher, self.entries))
+    }
+}
+
+impl<W: Worker> fmt::Debug for Methods<W> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_set().entries(self.entries.iter().map(|(name, _)| name)).finish()
+    }
+}
+
+fn exclusive<'a, W: Handles<M>, M: Method>(
+    worker: &'a mut W,
+    cx: &'a CallContext,
+    message: Message,
+) -> BoxFuture<'a, Result<Message>> {
+    Box::pin(async move {
+        let in_memory = message.head.is_lazy();
+        let call = read(message)?;
+        write(worker.handle(cx, call).await.map_err(ran)?, in_memory).map_err(ran)
+    })
+}
+
+fn shared<W: HandlesShared<M>, M: Method>(
+    worker: Arc<W>,
+    cx: CallContext,
+    message: Message,
+) -> BoxFuture<'static, Result<Message>> {
+    Box::pin(async move {
+        let in_memory = message.head.is_lazy();
+        let call = read(message)?;
+        write(worker.handle(&cx, call).await.map_err(ran)?, in_memory).map_err(ran)
+    })
+}
+
+fn blocking<W: HandlesBlocking<M>, M: Method>(worker: &mut W, cx: &CallContext, message: Message) -> Result<Message> {
+    let in_memory = message.head.is_lazy();
+    let call = read(message)?;
+    write(worker.handle(cx, call).map_err(ran)?, in_memory).map_err(ran)
+}
+
+/// The handler ran, whatever its error says about calls that it made itself.
+fn ran(error: Error) -> Error {
+    error.with_execution(Execution::Finished)
+}
+
+/// The message of a payload: in memory the value itself, otherwise its text.
+pub(crate) fn write<T>(payload: Payload<T>, in_memory: bool) -> Result<Message>
+where
+    T: Serialize + Send + Sync + 'static,
+{
+    if !in_memory {
+        return payload.to_message();
+    }
+    let segments = if payload.batch.is_empty() { Vec::new() } else { payload.batch.encode().1 };
+    Ok(Message { content_type: ContentType::Json, head: Rope::lazy(payload, write_head), segments })
+}
+
+/// A value that cannot be serialized has no text, which the reader rejects.
+fn write_head<T: Serialize>(payload: &Payload<T>) -> Bytes {
+    payload.to_message().map(|message| message.head.to_bytes()).unwrap_or_default()
+}
+
+/// The payload of a message: the value itself, or the parsed text.
+pub(crate) fn read<T>(message: Message) -> Result<Payload<T>>
+where
+    T: DeserializeOwned + Send + Sync + 'static,
+{
+    let Message { content_type, head, segments } = message;
+    match head.try_into_value() {
+        Ok(payload) => Ok(payload),
+        Err(head) => Payload::from_message(Message { content_type, head, segments }),
+    }
+}

@@ -1,0 +1,223 @@
+//! Changes named keys of an indexed object. The rest of its text stays as it was, and large parts of it where they are.
+
+use std::borrow::Cow;
+use std::ops::Range;
+
+use bytes::{BufMut, Bytes, BytesMut};
+use serde::Serialize;
+
+use super::index::{Index, JsonError};
+use super::object::RawObject;
+use super::rope::Rope;
+use super::scan::{self, Field, Key};
+use crate::base::error::{Error, Result};
+
+/// Below this a splice copies into one piece; above, it shares the text it came from. A copy of 16 kB costs about as much
+/// as writing one more piece to a socket.
+const SHARE_BYTES_MIN: usize = 16 << 10;
+
+/// Changes to a [`RawObject`], not applied yet.
+#[derive(Debug)]
+#[must_use = "an edit does nothing until it is turned into a text"]
+pub struct Edit<'a> {
+    object: &'a RawObject,
+    changes: Vec<Change>,
+}
+
+/// As many as the rows of a collection are stamped with.
+const CHANGES: usize = 8;
+
+/// A key and its new value.
+#[derive(Debug)]
+struct Change {
+    key: Cow<'static, str>,
+    to: NewValue,
+}
+
+#[derive(Debug)]
+enum NewValue {
+    Removed,
+    /// Text from the caller, not checked to be JSON.
+    Text(Bytes),
+    /// Text that was serialized or parsed as JSON.
+    Json(Bytes),
+}
+
+impl NewValue {
+    fn text(&self) -> Option<&Bytes> {
+        match self {
+            Self::Removed => None,
+            Self::Text(text) | Self::Json(text) => Some(text),
+        }
+    }
+
+    fn is_json(&self) -> bool {
+        match self {
+            Self::Removed | Self::Json(_) => true,
+            Self::Text(text) => scan::is_value(text),
+        }
+    }
+}
+
+impl RawObject {
+    /// The same text with some keys replaced in place, added at the end, or removed.
+    pub fn edit(&self) -> Edit<'_> {
+        Edit { object: self, changes: Vec::with_capacity(CHANGES) }
+    }
+}
+
+impl<'a> Edit<'a> {
+    /// Sets a key to a JSON text: in place if the key is there, else at the end.
+    pub fn set(mut self, key: impl Into<Cow<'static, str>>, json: impl Into<Bytes>) -> Self {
+        self.change(key.into(), NewValue::Text(json.into()));
+        self
+    }
+
+    /// Sets a key to what `value` serialises to.
+    ///
+    /// # Errors
+    /// When the value cannot be serialised.
+    pub fn set_value(mut self, key: impl Into<Cow<'static, str>>, value: &(impl Serialize + ?Sized)) -> Result<Self> {
+        let json = serde_json::to_vec(value).map_err(|error| Error::internal("cannot serialise").caused_by(error))?;
+        self.change(key.into(), NewValue::Json(json.into()));
+        Ok(self)
+    }
+
+    /// Sets a key to another object, whose text is not looked at again.
+    pub fn set_object(mut self, key: impl Into<Cow<'static, str>>, object: RawObject) -> Self {
+        let text = &object.text;
+        // Not with blanks around it, nor if arrays were left out of its check.
+        let known = object.elided.is_none() && text.starts_with(b"{") && text.ends_with(b"}");
+        self.change(key.into(), if known { NewValue::Json } else { NewValue::Text }(object.into_text()));
+        self
+    }
+
+    /// Removes a key.
+    pub fn remove(mut self, key: impl Into<Cow<'static, str>>) -> Self {
+        self.change(key.into(), NewValue::Removed);
+        self
+    }
+
+    fn change(&mut self, key: Cow<'static, str>, to: NewValue) {
+        match self.changes.iter_mut().find(|change| change.key == key) {
+            Some(change) => change.to = to,
+            None => self.changes.push(Change { key, to }),
+        }
+    }
+
+    /// The changed text. Large untouched parts are shared with the original; a small text is indexed already.
+    #[must_use]
+    pub fn to_rope(&self) -> Rope {
+        let object = self.object;
+        let (text, indexed) = (&object.text, object.indexed());
+        let added = |change: &Change| change.key.len() + change.to.text().map_or(0, Bytes::len) + 4;
+        let bytes = text.len() + self.changes.iter().map(added).sum::<usize>();
+        // Room for all of a small text; of a large one the pieces between the shared ones are seldom longer.
+        let mut out = RopeBuilder { rope: Rope::new(), small: BytesMut::with_capacity(bytes.min(SHARE_BYTES_MIN)) };
+        let mut fields = Vec::with_capacity(object.fields.len() + self.changes.len());
+        // The text is copied or shared up to `done`, and the untouched members from there to the end of the last one follow.
+        let mut done = 0;
+        let mut end = text.iter().position(|byte| *byte == b'{').map_or(0, |at| at + 1);
+        let mut first = true;
+        for field in object.fields.iter() {
+            let range = object.original(&field.value);
+            let changed = self.changes.iter().find(|change| change.key.as_bytes() == field.key.bytes(indexed));
+            let changed = changed.map(|change| change.to.text());
+            if let Some(None) = changed {
+                out.share(text, done..end);
+                done = range.end;
+            } else {
+                if first && done > 0 {
+                    done = skip_separator(text, done);
+                }
+                // Where what was at `done` will be; wrapping, see `Key::moved`.
+                let moved = |at: usize| at.wrapping_sub(done).wrapping_add(out.small.len());
+                let (key, start) = (field.key.moved(done, out.small.len()), moved(range.start));
+                let value = match changed.flatten() {
+                    None => start..moved(range.end),
+                    Some(json) => {
+                        out.share(text, done..range.start);
+                        out.share(json, 0..json.len());
+                        done = range.end;
+                        start..start.wrapping_add(json.len())
+                    }
+                };
+                fields.push(Field { key, value });
+                first = false;
+            }
+            end = range.end;
+        }
+        out.share(text, done..end);
+        let absent = |change: &&Change| !object.contains(&change.key);
+        for change in self.changes.iter().filter(absent) {
+            let Some(json) = change.to.text() else { continue };
+            if !first {
+                out.small.put_u8(b',');
+            }
+            let key = out.key(&change.key);
+            let start = out.small.len();
+            out.share(json, 0..json.len());
+            fields.push(Field { key, value: start..out.small.len() });
+            first = false;
+        }
+        out.share(text, end..text.len());
+        let rope = out.finish();
+        // The positions are those in one small piece; where there is more to it, whoever reads it parses it.
+        let indexed = bytes < SHARE_BYTES_MIN && object.elided.is_none() && !object.shadowed;
+        if indexed && self.changes.iter().all(|change| change.to.is_json()) {
+            return RawObject::new(rope.to_bytes(), None, Index { fields, shadowed: false }).into();
+        }
+        rope
+    }
+
+    /// The changed object.
+    ///
+    /// # Errors
+    /// When a text given to [`Edit::set`] was not JSON.
+    pub fn to_object(&self) -> Result<RawObject, JsonError> {
+        self.to_rope().to_object()
+    }
+}
+
+/// After a removed first field, the comma (and space) that separated it from the next one.
+fn skip_separator(text: &[u8], from: usize) -> usize {
+    let rest = &text[from..];
+    let blank = rest.iter().take_while(|byte| byte.is_ascii_whitespace()).count();
+    if rest.get(blank) == Some(&b',') { from + blank + 1 } else { from }
+}
+
+/// Collects pieces: small ones are copied together, large ones are shared.
+struct RopeBuilder {
+    rope: Rope,
+    small: BytesMut,
+}
+
+impl RopeBuilder {
+    fn share(&mut self, text: &Bytes, piece: Range<usize>) {
+        if piece.len() < SHARE_BYTES_MIN {
+            self.small.put_slice(&text[piece]);
+        } else {
+            self.rope.push(self.small.split().freeze());
+            self.rope.push(text.slice(piece));
+        }
+    }
+
+    /// Adds a key and its colon.
+    fn key(&mut self, key: &str) -> Key {
+        let start = self.small.len() + 1;
+        if scan::is_plain(key) {
+            self.small.put_u8(b'"');
+            self.small.put_slice(key.as_bytes());
+            self.small.put_slice(b"\":");
+            return Key::Plain(start..start + key.len());
+        }
+        self.small.put_slice(serde_json::to_string(key).unwrap_or_default().as_bytes());
+        self.small.put_u8(b':');
+        Key::Decoded(key.into())
+    }
+
+    fn finish(mut self) -> Rope {
+        self.rope.push(self.small.freeze());
+        self.rope
+    }
+}

@@ -1,0 +1,19 @@
+//! JSON text in its original form: indexed, spliced, and serialized on demand.
+
+mod edit;
+mod elided;
+mod index;
+mod lazy;
+mod object;
+mod rope;
+mod scan;
+mod view;
+
+pub use edit::Edit;
+pub use index::JsonError;
+pub use object::RawObject;
+pub use rope::Rope;
+pub use scan::push_json_string;
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,211 @@
+//! A JSON object as it came. What nobody touches stays as it was, bit for bit.
+//!
+//! Rollouts carry 23-digit integers, `1E5`, unknown fields and megabytes of token ids. Parsing them into values and printing
+//! them again loses the first two and costs milliseconds per megabyte; so a [`RawObject`] keeps the text and an index of its
+//! top-level keys. One reads what one names ([`RawObject::view`]) and changes what one names ([`RawObject::edit`]).
+
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
+
+use super::elided::ElidedJson;
+use super::index::{Index, JsonError, index, json_error};
+use super::scan::Field;
+use crate::base::error::{Error, Result};
+
+/// A JSON object as it came: its text, and where each top-level key's value lies in it.
+///
+/// ```
+/// use gym_core::RawObject;
+/// let row = RawObject::parse(r#"{"n": 1E5, "id": 12345678901234567890123, "x": null}"#)?;
+/// let scored = row.edit().set("reward", "1.0").to_rope().to_bytes();
+/// assert_eq!(scored, r#"{"n": 1E5, "id": 12345678901234567890123, "x": null,"reward":1.0}"#);
+/// # Ok::<(), gym_core::JsonError>(())
+/// ```
+///
+/// Cheap to clone: clones share text and index. In a [`Rope`](crate::Rope) it keeps its index, so whoever gets the rope in
+/// memory need not parse it again.
+#[derive(Clone)]
+pub struct RawObject {
+    pub(super) text: Bytes,
+    pub(super) elided: Option<Arc<ElidedJson>>,
+    pub(super) fields: Arc<[Field]>,
+    /// Whether the text has values that do not count, because their key comes again.
+    pub(super) shadowed: bool,
+}
+
+impl RawObject {
+    /// Indexes the top-level keys of a JSON object. Arrays of token ids and log-probabilities in a large text are checked
+    /// for their alphabet only; their grammar is checked when somebody reads them.
+    ///
+    /// # Errors
+    /// When the text is not one JSON object.
+    pub fn parse(text: impl Into<Bytes>) -> Result<Self, JsonError> {
+        let text = text.into();
+        if let Some(elided) = ElidedJson::of(&text)
+            && let Ok(index) = index(elided.skeleton())
+        {
+            return Ok(Self::new(text, Some(elided), index));
+        }
+        let index = index(&text)?;
+        Ok(Self::new(text, None, index))
+    }
+
+    pub(super) fn new(text: Bytes, elided: Option<ElidedJson>, index: Index) -> Self {
+        Self { text, elided: elided.map(Arc::new), fields: index.fields.into(), shadowed: index.shadowed }
+    }
+
+    /// The object that a value serialises to.
+    ///
+    /// # Errors
+    /// When the value is not one that JSON can hold as an object.
+    pub fn from_value(value: &impl Serialize) -> Result<Self> {
+        let text = serde_json::to_vec(value).map_err(|error| Error::internal("cannot serialise").caused_by(error))?;
+        Ok(Self::parse(text)?)
+    }
+
+    /// Checks the grammar of what [`RawObject::parse`] checked for its alphabet only.
+    ///
+    /// # Errors
+    /// When a training array is not JSON.
+    pub fn check(&self) -> Result<(), JsonError> {
+        if self.elided.is_none() {
+            return Ok(());
+        }
+        serde_json::from_slice::<serde::de::IgnoredAny>(&self.text)
+            .map(drop)
+            .map_err(|error| json_error(&self.text, &error))
+    }
+
+    /// `{}`.
+    #[must_use]
+    pub fn empty() -> Self {
+        Self::new(Bytes::from_static(b"{}"), None, Index::default())
+    }
+
+    /// The text as it came.
+    #[must_use]
+    pub fn text(&self) -> &Bytes {
+        &self.text
+    }
+
+    /// The text as it came.
+    #[must_use]
+    pub fn into_text(self) -> Bytes {
+        self.text
+    }
+
+    /// The top-level keys, in order.
+    pub fn keys(&self) -> impl Iterator<Item = &str> {
+        self.fields.iter().map(|field| self.key(field))
+    }
+
+    /// Whether the key is there.
+    #[must_use]
+    pub fn contains(&self, key: &str) -> bool {
+        self.find(key).is_some()
+    }
+
+    /// The value's own text; the last of equal keys.
+    #[must_use]
+    pub fn get(&self, key: &str) -> Option<Bytes> {
+        self.find(key).map(|field| self.text.slice(self.original(&field.value)))
+    }
+
+    /// The value of a key, read as `T`; `None` when the key is absent.
+    ///
+    /// # Errors
+    /// `InvalidArgument` naming the key when the value is not a `T`.
+    pub fn get_as<T: DeserializeOwned>(&self, key: &str) -> Result<Option<T>> {
+        let Some(text) = self.get(key) else { return Ok(None) };
+        serde_json::from_slice(&text)
+            .map(Some)
+            .map_err(|error| Error::invalid(format!("`{key}` cannot be read")).caused_by(error))
+    }
+
+    /// The object under a key, sharing this one's text; `None` when the key is absent.
+    ///
+    /// # Errors
+    /// When the value is not an object.
+    pub fn get_object(&self, key: &str) -> Result<Option<Self>, JsonError> {
+        let Some(field) = self.find(key) else { return Ok(None) };
+        let original = self.original(&field.value);
+        let text = self.text.slice(original.clone());
+        let elided = self.elided.as_ref().map(|elided| elided.slice(&field.value));
+        let index = index(elided.as_ref().map_or(&text, |elided| elided.skeleton()))
+            .map_err(|error| JsonError { offset: original.start, ..error })?;
+        Ok(Some(Self::new(text, elided, index)))
+    }
+
+    /// Like [`RawObject::view`], for readers who do not want the training arrays: those of a large text are seen as empty
+    /// lists, which makes reading a megabyte cost what its few kilobytes of prose cost.
+    ///
+    /// # Errors
+    /// As [`RawObject::view`].
+    pub fn outline<T: DeserializeOwned>(&self) -> Result<T> {
+        let wrong = || Error::invalid("the object cannot be read");
+        // Checked as one text: of bytes, the parser would check each string.
+        let text = std::str::from_utf8(self.indexed()).map_err(|error| wrong().caused_by(error))?;
+        serde_json::from_str(text).map_err(|error| wrong().caused_by(error))
+    }
+
+    pub(super) fn find(&self, key: &str) -> Option<&Field> {
+        let indexed = self.indexed();
+        self.fields.iter().find(|field| field.key.bytes(indexed) == key.as_bytes())
+    }
+
+    pub(super) fn key<'a>(&'a self, field: &'a Field) -> &'a str {
+        std::str::from_utf8(field.key.bytes(self.indexed())).unwrap_or_default()
+    }
+
+    /// What the index points into.
+    pub(super) fn indexed(&self) -> &Bytes {
+        self.elided.as_ref().map_or(&self.text, |elided| elided.skeleton())
+    }
+
+    pub(super) fn original(&self, range: &Range<usize>) -> Range<usize> {
+        match &self.elided {
+            Some(elided) => elided.original(range.start)..elided.original(range.end),
+            None => range.clone(),
+        }
+    }
+}
+
+impl Default for RawObject {
+    fn default() -> Self {
+        Self::empty()
+    }
+}
+
+impl fmt::Debug for RawObject {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let shown = &self.text[..self.text.len().min(200)];
+        write!(f, "RawObject({} bytes: {})", self.text.len(), String::from_utf8_lossy(shown))
+    }
+}
+
+impl PartialEq for RawObject {
+    fn eq(&self, other: &Self) -> bool {
+        self.text == other.text
+    }
+}
+
+impl Serialize for RawObject {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let text = std::str::from_utf8(&self.text).map_err(serde::ser::Error::custom)?;
+        let raw: &RawValue = serde_json::from_str(text).map_err(serde::ser::Error::custom)?;
+        raw.serialize(serializer)
+    }
+}
+
+impl<'de> Deserialize<'de> for RawObject {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let raw = Box::<RawValue>::deserialize(deserializer)?;
+        Self::parse(String::from(Box::<str>::from(raw))).map_err(serde::de::Error::custom)
+    }
+}

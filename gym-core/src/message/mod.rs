@@ -1,0 +1,17 @@
+//! Calls: context, request, response, and their contents.
+
+mod content;
+mod context;
+pub mod frame;
+mod json;
+mod metadata;
+mod request;
+mod response;
+
+pub use content::{ContentType, Message};
+pub(crate) use context::bounded;
+pub use context::{CallContext, DEFAULT_DEADLINE, DEFAULT_REPLY_BYTES_MAX, Incarnation, TraceContext};
+pub use json::{Edit, JsonError, RawObject, Rope, push_json_string};
+pub use metadata::Metadata;
+pub use request::{PeerInfo, Request, Route, Verb};
+pub use response::{CODE_METADATA, EXECUTION_METADATA, Response, Status};

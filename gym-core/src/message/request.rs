@@ -1,0 +1,151 @@
+//! One call on its way: what is asked for, of whom, and with what.
+
+use std::borrow::Cow;
+use std::fmt;
+use std::sync::Arc;
+
+use super::content::Message;
+use super::context::CallContext;
+use super::json::Rope;
+
+/// What is asked for, as HTTP names it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+#[allow(missing_docs)] // The names are HTTP's own.
+pub enum Verb {
+    Get,
+    Head,
+    #[default]
+    Post,
+    Put,
+    Patch,
+    Delete,
+    Options,
+}
+
+impl Verb {
+    /// Every verb.
+    pub const ALL: [Self; 7] = [Self::Get, Self::Head, Self::Post, Self::Put, Self::Patch, Self::Delete, Self::Options];
+
+    /// The upper-case name.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Get => "GET",
+            Self::Head => "HEAD",
+            Self::Post => "POST",
+            Self::Put => "PUT",
+            Self::Patch => "PATCH",
+            Self::Delete => "DELETE",
+            Self::Options => "OPTIONS",
+        }
+    }
+
+    /// The verb of that name, if there is one.
+    #[must_use]
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|verb| verb.as_str() == name)
+    }
+}
+
+impl fmt::Display for Verb {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+/// A path with an optional query, such as `/v1/responses`.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Route(Cow<'static, str>);
+
+impl Route {
+    /// A route known when the program is written.
+    #[must_use]
+    pub const fn from_static(route: &'static str) -> Self {
+        Self(Cow::Borrowed(route))
+    }
+
+    /// Path and query as they travel.
+    #[must_use]
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+
+    /// The path without the query.
+    #[must_use]
+    pub fn path(&self) -> &str {
+        // Byte by byte: routes are too short for a search to pay.
+        let end = self.0.bytes().position(|byte| byte == b'?').unwrap_or(self.0.len());
+        &self.0[..end]
+    }
+
+    /// The query without the question mark.
+    #[must_use]
+    pub fn query(&self) -> Option<&str> {
+        self.0.split_once('?').map(|(_, query)| query)
+    }
+}
+
+impl From<&'static str> for Route {
+    fn from(route: &'static str) -> Self {
+        Self::from_static(route)
+    }
+}
+
+impl From<String> for Route {
+    fn from(route: String) -> Self {
+        Self(Cow::Owned(route))
+    }
+}
+
+impl fmt::Display for Route {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// One call on its way to a handler.
+#[derive(Clone, Debug)]
+pub struct Request {
+    /// What is asked for.
+    pub verb: Verb,
+    /// Of whom, within the peer.
+    pub route: Route,
+    /// Deadline, cancellation, trace, metadata.
+    pub context: CallContext,
+    /// Who called; filled in by the accepting transport, never sent.
+    pub peer: Option<PeerInfo>,
+    /// What is carried.
+    pub message: Message,
+}
+
+impl Request {
+    /// A `POST` of a JSON text.
+    #[must_use]
+    pub fn post(context: CallContext, route: impl Into<Route>, json: impl Into<Rope>) -> Self {
+        Self { verb: Verb::Post, route: route.into(), context, peer: None, message: Message::json(json) }
+    }
+
+    /// A `GET` without a body.
+    #[must_use]
+    pub fn get(context: CallContext, route: impl Into<Route>) -> Self {
+        Self { verb: Verb::Get, route: route.into(), context, peer: None, message: Message::default() }
+    }
+}
+
+/// Who is at the other end of an accepted connection, as far as the transport knows.
+#[derive(Clone, Debug, PartialEq, Eq, Default)]
+pub struct PeerInfo {
+    /// Where it called from, as the transport writes it.
+    pub address: Arc<str>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_route_splits_at_the_question_mark() {
+        let route = Route::from_static("/a/b?x=1&y");
+        assert_eq!((route.path(), route.query()), ("/a/b", Some("x=1&y")));
+    }
+}

@@ -1,0 +1,114 @@
+//! A complete answer, and how an error travels as one.
+
+use std::fmt;
+
+use super::content::Message;
+use super::json::Rope;
+use super::metadata::Metadata;
+use crate::base::error::{Code, Error, Execution, Result};
+
+/// The status of a complete answer, with HTTP's numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Status(pub u16);
+
+impl Status {
+    /// 200.
+    pub const OK: Self = Self(200);
+
+    /// Whether it is one of 200 to 299.
+    #[must_use]
+    pub fn is_success(self) -> bool {
+        (200..300).contains(&self.0)
+    }
+}
+
+impl fmt::Display for Status {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// The metadata name that says whether an answer that is an error was refused before running.
+pub const EXECUTION_METADATA: &str = "x-gym-execution";
+/// The metadata name that carries an error's code.
+pub const CODE_METADATA: &str = "x-gym-code";
+
+/// A complete answer, whatever it says: 404 and 500 too.
+#[derive(Clone, Debug)]
+pub struct Response {
+    /// How it went.
+    pub status: Status,
+    /// Ordered pairs, such as `set-cookie`.
+    pub metadata: Metadata,
+    /// What is carried.
+    pub message: Message,
+}
+
+impl Response {
+    /// 200 with a JSON text.
+    #[must_use]
+    pub fn json(head: impl Into<Rope>) -> Self {
+        Self::new(Status::OK, Message::json(head))
+    }
+
+    /// 200 with a plain text.
+    #[must_use]
+    pub fn text(head: impl Into<Rope>) -> Self {
+        Self::new(Status::OK, Message::text(head))
+    }
+
+    /// An answer without metadata.
+    #[must_use]
+    pub fn new(status: Status, message: Message) -> Self {
+        Self { status, metadata: Metadata::new(), message }
+    }
+
+    /// Itself if it is a success, else the error that it stands for.
+    ///
+    /// # Errors
+    /// The code and execution that the answer carries; an answer of a foreign server, which carries neither, is `Finished`
+    /// with the code of its status.
+    pub fn into_result(self) -> Result<Self> {
+        if self.status.is_success() {
+            return Ok(self);
+        }
+        let code = self
+            .metadata
+            .get(CODE_METADATA)
+            .and_then(Code::from_name)
+            .unwrap_or_else(|| Code::from_status(self.status.0));
+        let execution =
+            self.metadata.get(EXECUTION_METADATA).and_then(Execution::from_name).unwrap_or(Execution::Finished);
+        let body = self.message.head.to_bytes();
+        // Long enough for a Python traceback's last lines, short enough for a log line.
+        let shown = String::from_utf8_lossy(&body[..body.len().min(2_000)]).into_owned();
+        Err(Error::new(code, execution, format!("answered {}: {shown}", self.status)))
+    }
+
+    /// How a handler's error travels, on every transport: status, code and execution, and the text as a JSON string, which
+    /// is the form that NeMo Gym's servers give a 500.
+    #[must_use]
+    pub fn from_error(error: &Error) -> Self {
+        let text = serde_json::to_string(&error.to_string()).unwrap_or_else(|_| "\"\"".into());
+        let mut response = Self::new(Status(error.code().status()), Message::json(text));
+        response.metadata.push(CODE_METADATA, error.code().as_str());
+        response.metadata.push(EXECUTION_METADATA, error.execution().as_str());
+        response
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_travels_as_an_answer_and_comes_back_the_same() {
+        for code in Code::ALL {
+            for execution in [Execution::NotStarted, Execution::Unknown, Execution::Finished] {
+                let error = Response::from_error(&Error::new(code, execution, "no room")).into_result().unwrap_err();
+                assert_eq!((error.code(), error.execution()), (code, execution));
+                assert!(error.message().contains("no room"));
+            }
+        }
+    }
+}

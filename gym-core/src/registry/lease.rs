@@ -1,0 +1,338 @@
+//! Registrations with leases: a lease that is not renewed within its time to live expires, and watchers are notified.
+//!
+//! [`RegistryState`] is the rules without clock or tasks; [`MemoryRegistry`] drives it by tokio's clock. A head server serves
+//! one over the network; an all-in-one process uses it as it is.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use futures_util::stream::{self, BoxStream, StreamExt};
+use serde::{Deserialize, Serialize};
+use tokio::sync::Notify;
+use tokio::time::{Instant, sleep_until};
+
+use crate::base::error::{Code, Error, Result};
+use crate::message::{CallContext, Incarnation};
+use crate::server::ServerKind;
+use crate::transport::Endpoint;
+
+/// How long an instance lives without a renewal, unless it asks otherwise: three missed heartbeats of ten seconds.
+pub const DEFAULT_TTL: Duration = Duration::from_secs(30);
+
+/// A server that wants to be found.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Registration {
+    /// The instance name of the configuration; replicas share it.
+    pub name: String,
+    /// Which replica; `None` takes the lowest free rank.
+    #[serde(default)]
+    pub rank: Option<u32>,
+    /// What it is.
+    pub kind: ServerKind,
+    /// The implementation's name, such as `simple_agent`.
+    #[serde(default)]
+    pub implementation: String,
+    /// Where it can be reached, best first.
+    pub endpoints: Vec<Endpoint>,
+    /// Which life of it this is: higher than that of any earlier one.
+    #[serde(with = "incarnation")]
+    pub incarnation: Incarnation,
+    /// How long it lives without a renewal.
+    #[serde(rename = "ttl_ms", with = "millis")]
+    pub ttl: Duration,
+    /// What else those who look should know, such as `pid` and `entrypoint`.
+    #[serde(default)]
+    pub labels: BTreeMap<String, String>,
+}
+
+/// A live server.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Instance {
+    /// The instance name of the configuration; replicas share it.
+    pub name: String,
+    /// Which replica.
+    pub rank: u32,
+    /// What it is.
+    pub kind: ServerKind,
+    /// The implementation's name, such as `simple_agent`.
+    #[serde(default)]
+    pub implementation: String,
+    /// Where it can be reached, best first.
+    pub endpoints: Vec<Endpoint>,
+    /// Which life of it this is.
+    #[serde(with = "incarnation")]
+    pub incarnation: Incarnation,
+    /// What else those who look should know, such as `pid` and `entrypoint`.
+    #[serde(default)]
+    pub labels: BTreeMap<String, String>,
+}
+
+/// The right to be found until it runs out.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Lease {
+    /// The instance's name.
+    pub name: String,
+    /// Which replica.
+    pub rank: u32,
+    /// Which life of it.
+    #[serde(with = "incarnation")]
+    pub incarnation: Incarnation,
+    /// How long it lives without a renewal; renew at a third of it.
+    #[serde(rename = "ttl_ms", with = "millis")]
+    pub ttl: Duration,
+}
+
+mod millis {
+    use serde::{Deserialize, Deserializer, Serializer};
+    use std::time::Duration;
+
+    pub(super) fn serialize<S: Serializer>(duration: &Duration, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_u64(u64::try_from(duration.as_millis()).unwrap_or(u64::MAX))
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Duration, D::Error> {
+        u64::deserialize(deserializer).map(Duration::from_millis)
+    }
+}
+
+mod incarnation {
+    use crate::message::Incarnation;
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    pub(super) fn serialize<S: Serializer>(incarnation: &Incarnation, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_u64(incarnation.0)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Incarnation, D::Error> {
+        u64::deserialize(deserializer).map(Incarnation)
+    }
+}
+
+/// Names to live instances.
+#[async_trait]
+pub trait Registry: fmt::Debug + Send + Sync + 'static {
+    /// Makes an instance known. A newer incarnation of the same (name, rank) replaces the older.
+    ///
+    /// # Errors
+    /// `AlreadyExists` when the same or a newer incarnation of that (name, rank) lives; `InvalidArgument` when the
+    /// registration has no endpoint, an empty name or no time to live.
+    async fn register(&self, cx: &CallContext, registration: Registration) -> Result<Lease>;
+
+    /// Keeps a lease alive.
+    ///
+    /// # Errors
+    /// `NotFound` when it has run out or was replaced: register again.
+    async fn renew(&self, cx: &CallContext, lease: &Lease) -> Result<()>;
+
+    /// Ends a lease; one that is gone already is fine.
+    async fn deregister(&self, cx: &CallContext, lease: Lease) -> Result<()>;
+
+    /// The live instances of a name, by rank. Empty: known to be absent.
+    async fn resolve(&self, cx: &CallContext, name: &str) -> Result<Vec<Instance>>;
+
+    /// Every live instance, by name and rank.
+    async fn list(&self, cx: &CallContext) -> Result<Vec<Instance>>;
+
+    /// The current instances of a name first, then each change.
+    fn watch(&self, name: &str) -> BoxStream<'static, Vec<Instance>>;
+}
+
+/// The rules of a registry: no clock, no tasks, no network.
+#[derive(Debug, Default)]
+pub struct RegistryState {
+    entries: BTreeMap<(String, u32), Entry>,
+}
+
+#[derive(Debug)]
+struct Entry {
+    instance: Instance,
+    ttl: Duration,
+    expires: Instant,
+}
+
+impl RegistryState {
+    /// See [`Registry::register`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn register(&mut self, now: Instant, registration: Registration) -> Result<Lease> {
+        let Registration { name, rank, kind, implementation, endpoints, incarnation, ttl, labels } = registration;
+        let refused = |code, why: String| Err(Error::not_started(code, why).about(format!("register {name}")));
+        if name.is_empty() || name.contains(|c: char| c.is_whitespace() || c.is_control()) {
+            return refused(Code::InvalidArgument, "a name without blanks is needed".into());
+        }
+        if endpoints.is_empty() {
+            return refused(Code::InvalidArgument, "at least one endpoint is needed".into());
+        }
+        if ttl.is_zero() {
+            return refused(Code::InvalidArgument, "ttl_ms must be more than 0".into());
+        }
+        self.expire(now);
+        let replayed = self.entries.values().map(|entry| &entry.instance).find(|there| {
+            (&there.name, there.incarnation, there.kind, &there.endpoints) == (&name, incarnation, kind, &endpoints)
+        });
+        let rank = rank.or_else(|| replayed.map(|there| there.rank)).unwrap_or_else(|| {
+            (0..).find(|rank| !self.entries.contains_key(&(name.clone(), *rank))).unwrap_or_default()
+        });
+        if let Some(known) = self.entries.get(&(name.clone(), rank)) {
+            let there = &known.instance;
+            // A replay of the same registration (an answer was lost) is not a second server.
+            let replay = there.incarnation == incarnation && there.endpoints == endpoints && there.kind == kind;
+            if there.incarnation >= incarnation && !replay {
+                // All of them: the best may be one that only its own process can reach.
+                let places: Vec<_> = there.endpoints.iter().map(Endpoint::as_str).collect();
+                return refused(
+                    Code::AlreadyExists,
+                    format!(
+                        "rank {rank} lives at {} with incarnation {}; stop it, or choose another name or rank",
+                        places.join(" and "),
+                        there.incarnation
+                    ),
+                );
+            }
+        }
+        let lease = Lease { name: name.clone(), rank, incarnation, ttl };
+        let instance = Instance { name: name.clone(), rank, kind, implementation, endpoints, incarnation, labels };
+        self.entries.insert((name, rank), Entry { instance, ttl, expires: now + ttl });
+        Ok(lease)
+    }
+
+    /// See [`Registry::renew`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn renew(&mut self, now: Instant, lease: &Lease) -> Result<()> {
+        self.expire(now);
+        match self.held(lease) {
+            Some(entry) => {
+                entry.expires = now + entry.ttl;
+                Ok(())
+            }
+            None => Err(Error::not_started(Code::NotFound, "the lease has run out or was replaced; register again")
+                .about(format!("renew {} rank {}", lease.name, lease.rank))),
+        }
+    }
+
+    /// See [`Registry::deregister`]. Whether there was such a lease.
+    pub fn deregister(&mut self, lease: &Lease) -> bool {
+        self.held(lease).is_some() && self.entries.remove(&(lease.name.clone(), lease.rank)).is_some()
+    }
+
+    /// Forgets the leases that have run out, and says which names changed.
+    pub fn expire(&mut self, now: Instant) -> BTreeSet<String> {
+        let mut changed = BTreeSet::new();
+        self.entries.retain(|(name, _), entry| {
+            let lives = entry.expires > now;
+            if !lives {
+                changed.insert(name.clone());
+            }
+            lives
+        });
+        changed
+    }
+
+    /// When the next lease runs out, unless it is renewed.
+    #[must_use]
+    pub fn next_expiry(&self) -> Option<Instant> {
+        self.entries.values().map(|entry| entry.expires).min()
+    }
+
+    /// The instances of a name that live now, by rank.
+    #[must_use]
+    pub fn resolve(&self, now: Instant, name: &str) -> Vec<Instance> {
+        self.entries
+            .range((name.to_owned(), 0)..=(name.to_owned(), u32::MAX))
+            .filter(|(_, entry)| entry.expires > now)
+            .map(|(_, entry)| entry.instance.clone())
+            .collect()
+    }
+
+    /// Every instance that lives now.
+    #[must_use]
+    pub fn list(&self, now: Instant) -> Vec<Instance> {
+        self.entries.values().filter(|entry| entry.expires > now).map(|entry| entry.instance.clone()).collect()
+    }
+
+    fn held(&mut self, lease: &Lease) -> Option<&mut Entry> {
+        self.entries
+            .get_mut(&(lease.name.clone(), lease.rank))
+            .filter(|entry| entry.instance.incarnation == lease.incarnation)
+    }
+}
+
+/// A registry in the memory of one process. Cheap to clone; clones share it.
+#[derive(Clone, Debug, Default)]
+pub struct MemoryRegistry {
+    state: Arc<Mutex<RegistryState>>,
+    changed: Arc<Notify>,
+}
+
+impl MemoryRegistry {
+    /// An empty registry.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    fn state(&self) -> MutexGuard<'_, RegistryState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[async_trait]
+impl Registry for MemoryRegistry {
+    async fn register(&self, _: &CallContext, registration: Registration) -> Result<Lease> {
+        let lease = self.state().register(Instant::now(), registration)?;
+        self.changed.notify_waiters();
+        Ok(lease)
+    }
+
+    async fn renew(&self, _: &CallContext, lease: &Lease) -> Result<()> {
+        self.state().renew(Instant::now(), lease)
+    }
+
+    async fn deregister(&self, _: &CallContext, lease: Lease) -> Result<()> {
+        if self.state().deregister(&lease) {
+            self.changed.notify_waiters();
+        }
+        Ok(())
+    }
+
+    async fn resolve(&self, _: &CallContext, name: &str) -> Result<Vec<Instance>> {
+        Ok(self.state().resolve(Instant::now(), name))
+    }
+
+    async fn list(&self, _: &CallContext) -> Result<Vec<Instance>> {
+        Ok(self.state().list(Instant::now()))
+    }
+
+    fn watch(&self, name: &str) -> BoxStream<'static, Vec<Instance>> {
+        let start = (self.clone(), name.to_owned(), None::<Vec<Instance>>);
+        stream::unfold(start, |(registry, name, last)| async move {
+            loop {
+                let changed = registry.changed.notified();
+                let (now, expiry) = {
+                    let state = registry.state();
+                    (state.resolve(Instant::now(), &name), state.next_expiry())
+                };
+                if last.as_ref() != Some(&now) {
+                    return Some((now.clone(), (registry.clone(), name, Some(now))));
+                }
+                match expiry {
+                    None => changed.await,
+                    Some(expiry) => tokio::select! {
+                        biased;
+                        () = changed => {}
+                        () = sleep_until(expiry) => {
+                            registry.state().expire(Instant::now());
+                        }
+                    },
+                }
+            }
+        })
+        .boxed()
+    }
+}

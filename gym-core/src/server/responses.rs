@@ -1,0 +1,246 @@
+//! The parts of the Responses API that agents and verifiers read. Everything else passes through as it came.
+//!
+//! Source: OpenAI's Responses API reference, and NeMo Gym's training fields on output items.
+
+use std::fmt;
+
+use serde::de::value::SeqAccessDeserializer;
+use serde::de::{SeqAccess, Visitor};
+use serde::{Deserialize, Deserializer};
+
+use crate::base::error::Result;
+use crate::message::RawObject;
+
+/// A model's complete answer, as it came.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ModelResponse(pub RawObject);
+
+impl ModelResponse {
+    /// What agents and verifiers read of it. Training arrays are left out of large ones.
+    ///
+    /// # Errors
+    /// When `output` is not a list of items with a `type`.
+    pub fn outline(&self) -> Result<ResponseOutline> {
+        self.0.outline()
+    }
+
+    /// The text of all output messages, in order, joined without a separator.
+    ///
+    /// # Errors
+    /// As [`ModelResponse::outline`].
+    pub fn output_text(&self) -> Result<String> {
+        Ok(self.outline()?.output_text())
+    }
+
+    /// The text of the last message that has one: what most verifiers score.
+    ///
+    /// # Errors
+    /// As [`ModelResponse::outline`].
+    pub fn last_text(&self) -> Result<String> {
+        Ok(self.outline()?.last_text())
+    }
+}
+
+/// What is read of a response.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq)]
+pub struct ResponseOutline {
+    /// Items in order.
+    #[serde(default)]
+    pub output: Vec<OutputItem>,
+    /// Why it is incomplete, if it is.
+    #[serde(default)]
+    pub incomplete_details: Option<IncompleteDetails>,
+}
+
+impl ResponseOutline {
+    /// The text of all output messages, in order, joined without a separator.
+    #[must_use]
+    pub fn output_text(&self) -> String {
+        self.output.iter().filter_map(OutputItem::text).collect()
+    }
+
+    /// The text of the last message that has one; empty if none has.
+    #[must_use]
+    pub fn last_text(&self) -> String {
+        self.output.iter().rev().find_map(OutputItem::text).unwrap_or_default()
+    }
+
+    /// The function calls, in order.
+    pub fn function_calls(&self) -> impl Iterator<Item = &FunctionCall> {
+        self.output.iter().filter_map(|item| match item {
+            OutputItem::FunctionCall(call) => Some(call),
+            _ => None,
+        })
+    }
+}
+
+/// `incomplete_details`.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq)]
+pub struct IncompleteDetails {
+    /// `max_output_tokens` or `content_filter`.
+    #[serde(default)]
+    pub reason: Option<String>,
+}
+
+/// One item of `output` (or of `input`).
+#[derive(Clone, Debug, Deserialize, PartialEq)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub enum OutputItem {
+    /// A message.
+    Message(OutputMessage),
+    /// A tool call that the model asks for.
+    FunctionCall(FunctionCall),
+    /// What a tool answered.
+    FunctionCallOutput(FunctionCallOutput),
+    /// Hidden thought.
+    Reasoning(Ignored),
+    /// Any other item.
+    #[serde(other)]
+    Other,
+}
+
+/// An item nobody looks into.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq)]
+pub struct Ignored {}
+
+impl OutputItem {
+    /// The text of a message; `None` for other items and for messages without text.
+    #[must_use]
+    pub fn text(&self) -> Option<String> {
+        let Self::Message(message) = self else { return None };
+        let text: String = match &message.content {
+            Content::Text(text) => text.clone(),
+            Content::Parts(parts) => parts.iter().filter_map(|part| part.text.as_deref()).collect(),
+        };
+        (!text.is_empty()).then_some(text)
+    }
+}
+
+/// A message.
+#[derive(Clone, Debug, Deserialize, PartialEq)]
+pub struct OutputMessage {
+    /// Who speaks.
+    #[serde(default)]
+    pub role: String,
+    /// What is said.
+    #[serde(default)]
+    pub content: Content,
+}
+
+/// The content of a message: a text, or parts.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Content {
+    /// As one text.
+    Text(String),
+    /// As parts; those without text (images, refusals) have none here.
+    Parts(Vec<ContentPart>),
+}
+
+impl Default for Content {
+    fn default() -> Self {
+        Self::Parts(Vec::new())
+    }
+}
+
+/// By what is there. An untagged enum would come to the same by trying one after the other on a copy, and that is the dearest
+/// part of reading a small answer.
+impl<'de> Deserialize<'de> for Content {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(ContentVisitor)
+    }
+}
+
+struct ContentVisitor;
+
+impl<'de> Visitor<'de> for ContentVisitor {
+    type Value = Content;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a text or a list of parts")
+    }
+
+    fn visit_str<E>(self, text: &str) -> Result<Content, E> {
+        Ok(Content::Text(text.to_owned()))
+    }
+
+    fn visit_string<E>(self, text: String) -> Result<Content, E> {
+        Ok(Content::Text(text))
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, parts: A) -> Result<Content, A::Error> {
+        Vec::deserialize(SeqAccessDeserializer::new(parts)).map(Content::Parts)
+    }
+}
+
+/// One part of a message.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq)]
+pub struct ContentPart {
+    /// `output_text`, `input_text`, `refusal`, …
+    #[serde(default, rename = "type")]
+    pub kind: String,
+    /// The text, if it has one.
+    #[serde(default)]
+    pub text: Option<String>,
+}
+
+/// A tool call that the model asks for.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq)]
+pub struct FunctionCall {
+    /// Ties the output to the call.
+    #[serde(default)]
+    pub call_id: String,
+    /// The tool.
+    #[serde(default)]
+    pub name: String,
+    /// A JSON text, or what the model took for one.
+    #[serde(default)]
+    pub arguments: String,
+}
+
+/// What a tool answered.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq)]
+pub struct FunctionCallOutput {
+    /// The call that it answers.
+    #[serde(default)]
+    pub call_id: String,
+    /// The answer's body: a text, or parts that are not read here.
+    #[serde(default)]
+    pub output: serde_json::Value,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_response_is_read_for_text_and_calls_and_unknown_items_are_skipped() {
+        let response = ModelResponse(
+            RawObject::parse(
+                r#"{"id":"r","output":[
+                {"type":"reasoning","summary":[]},
+                {"type":"message","role":"assistant","content":[{"type":"output_text","text":"a"},{"type":"refusal","refusal":"no"}]},
+                {"type":"function_call","call_id":"c1","name":"add","arguments":"{}"},
+                {"type":"web_search_call","id":"w"},
+                {"type":"message","role":"assistant","content":[]}
+            ],"incomplete_details":null}"#,
+            )
+            .unwrap(),
+        );
+        let outline = response.outline().unwrap();
+        assert_eq!((outline.output_text(), outline.last_text()), ("a".into(), "a".into()));
+        assert_eq!(outline.function_calls().next().unwrap().name, "add");
+        assert_eq!(outline.output[3], OutputItem::Other);
+    }
+
+    #[test]
+    fn content_is_a_text_or_parts_and_nothing_else() {
+        let read =
+            |content: &str| serde_json::from_str::<OutputItem>(&format!(r#"{{"content":{content},"type":"message"}}"#));
+        for content in [r#""a""#, r#""\u0061""#, r#"[{"text":"a","type":"output_text","annotations":[{}]}]"#] {
+            assert_eq!(read(content).unwrap().text().as_deref(), Some("a"), "{content}");
+        }
+        for content in ["1", "null", "{}", "[1]"] {
+            assert!(read(content).is_err(), "{content}");
+        }
+    }
+}

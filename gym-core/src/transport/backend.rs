@@ -1,0 +1,134 @@
+//! Transports that a program plugs in: how it connects to others, and how it listens.
+
+use std::fmt;
+use std::net::IpAddr;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use futures_util::future::select_all;
+
+use crate::base::error::{Code, Error, Result};
+use crate::transport::{Connector, Endpoint, Handler, Incoming, Listener, Transport, TransportPolicy};
+
+/// Where and under which name to serve a handler. Each backend uses the fields that concern it.
+#[derive(Clone, Debug, Default)]
+#[non_exhaustive]
+pub struct ListenOptions {
+    /// Name for callers of this process; `None` if no caller of this process uses the handler.
+    pub name: Option<String>,
+    /// Host and port for callers on other hosts; port 0 is any free port. `None`: reachable from this host only.
+    pub host: Option<(String, u16)>,
+    /// Path of a Unix socket, in a directory that only this user can enter.
+    pub socket: Option<PathBuf>,
+    /// Endpoints that serve the same handler already, over less preferred transports: peers can be met over them.
+    pub bound: Vec<Endpoint>,
+}
+
+impl ListenOptions {
+    /// Serves callers of this process under a name.
+    #[must_use]
+    pub fn named(name: impl Into<String>) -> Self {
+        Self { name: Some(name.into()), ..Self::default() }
+    }
+
+    /// Also serves callers on other hosts at this host and port.
+    #[must_use]
+    pub fn at(mut self, host: impl Into<String>, port: u16) -> Self {
+        self.host = Some((host.into(), port));
+        self
+    }
+
+    /// Also serves other processes of this host over this Unix socket.
+    #[must_use]
+    pub fn socket(mut self, path: impl Into<PathBuf>) -> Self {
+        self.socket = Some(path.into());
+        self
+    }
+}
+
+/// A listener, and the handler to serve at it and at the endpoints bound before.
+pub struct BoundListener {
+    /// Accepts peers.
+    pub listener: Box<dyn Listener>,
+    /// The handler that was passed in, possibly wrapped in one that also tells peers how to reach the new listener.
+    pub handler: Arc<dyn Handler>,
+}
+
+impl fmt::Debug for BoundListener {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("BoundListener").field("endpoints", &self.listener.endpoints()).finish_non_exhaustive()
+    }
+}
+
+/// An implementation of one or more transports, with both ends.
+#[async_trait]
+pub trait Backend: std::any::Any + fmt::Debug + Send + Sync {
+    /// The connectors, one for each scheme. [`Connector::transports`] gives the names that configurations use for them.
+    fn connectors(&self) -> Vec<Arc<dyn Connector>>;
+
+    /// Starts to listen. Backends are asked from the least preferred to the most preferred, so that each one finds the endpoints of
+    /// less preferred transports in [`ListenOptions::bound`]. Returns `None` if the options name nothing that the backend can
+    /// listen at.
+    ///
+    /// # Errors
+    /// Why the backend cannot listen, with the fix.
+    async fn listen(&self, options: &ListenOptions, handler: Arc<dyn Handler>) -> Result<Option<BoundListener>>;
+
+    /// Returns a copy of the backend for one part of a program, limited to the transports of `policy`, which accepts peers of other
+    /// hosts at `host`. `None`: the backend itself is used. Called before the backend is used.
+    fn scoped(&self, policy: &TransportPolicy, host: Option<IpAddr>) -> Option<Arc<dyn Backend>> {
+        let _ = (policy, host);
+        None
+    }
+}
+
+impl BoundListener {
+    /// A listener that advertises these endpoints instead of its own, and the handler to serve.
+    #[must_use]
+    pub fn advertised(listener: impl Listener, endpoints: Vec<Endpoint>, handler: Arc<dyn Handler>) -> Self {
+        Self { listener: Box::new(MergedListener { endpoints, listeners: vec![Box::new(listener)] }), handler }
+    }
+}
+
+/// Several listeners as one. Accepts from all of them, and fails as soon as one fails.
+#[derive(Debug)]
+pub struct MergedListener {
+    endpoints: Vec<Endpoint>,
+    listeners: Vec<Box<dyn Listener>>,
+}
+
+impl MergedListener {
+    /// Merges listeners; the endpoints are those of the listeners, in this order.
+    ///
+    /// # Errors
+    /// `Unimplemented` without a listener.
+    pub fn new(listeners: Vec<Box<dyn Listener>>) -> Result<Self> {
+        if listeners.is_empty() {
+            return Err(Error::not_started(
+                Code::Unimplemented,
+                "no transport of this program listens at such a place",
+            ));
+        }
+        let endpoints = listeners.iter().flat_map(|listener| listener.endpoints().to_vec()).collect();
+        Ok(Self { endpoints, listeners })
+    }
+}
+
+#[async_trait]
+impl Listener for MergedListener {
+    fn endpoints(&self) -> &[Endpoint] {
+        &self.endpoints
+    }
+
+    async fn accept(&mut self) -> Result<Box<dyn Incoming>> {
+        select_all(self.listeners.iter_mut().map(|listener| listener.accept())).await.0
+    }
+}
+
+/// The most preferred of a backend's transports that the policy allows.
+#[must_use]
+pub fn preferred_transport(backend: &dyn Backend, policy: &TransportPolicy) -> Option<Transport> {
+    let all = backend.connectors();
+    all.iter().flat_map(|connector| connector.transports()).filter(|transport| policy.allows(*transport)).min()
+}

@@ -1,0 +1,168 @@
+//! The server side of a call, and its adapters for tower.
+
+use std::fmt;
+use std::future::{Future, poll_fn};
+use std::sync::Arc;
+
+use futures_util::future::BoxFuture;
+
+use crate::base::error::{Code, Error, Result};
+use crate::message::{CallContext, Incarnation, Request, Response};
+use crate::transport::INCARNATION_METADATA;
+
+/// Serves calls.
+///
+/// - **Order.** A handler with a queue enqueues the call *before `handle` returns*, so calls are queued in the order of arrival. The
+///   position in the queue must not depend on polling the returned future.
+/// - **Cancellation.** Dropping the returned future cancels the call.
+/// - **Errors.** Every transport sends an `Err` to the caller as [`Response::from_error`].
+pub trait Handler: fmt::Debug + Send + Sync + 'static {
+    /// Accepts one call and returns the future of its response.
+    fn handle(&self, request: Request) -> BoxFuture<'static, Result<Response>>;
+
+    /// Returns `true` if the handler bounds its calls itself: it rejects calls beyond its capacity at once, and an unread response
+    /// occupies no capacity. A link within the process then sets no bound of its own, and no caller waits for it.
+    fn bounds_calls(&self) -> bool {
+        false
+    }
+}
+
+impl<H: Handler + ?Sized> Handler for Arc<H> {
+    fn handle(&self, request: Request) -> BoxFuture<'static, Result<Response>> {
+        (**self).handle(request)
+    }
+
+    fn bounds_calls(&self) -> bool {
+        (**self).bounds_calls()
+    }
+}
+
+/// A handler that calls a function.
+pub fn handler_fn<F, Fut>(function: F) -> impl Handler
+where
+    F: Fn(Request) -> Fut + Send + Sync + 'static,
+    Fut: Future<Output = Result<Response>> + Send + 'static,
+{
+    FunctionHandler(function)
+}
+
+struct FunctionHandler<F>(F);
+
+impl<F> fmt::Debug for FunctionHandler<F> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(std::any::type_name::<F>())
+    }
+}
+
+impl<F, Fut> Handler for FunctionHandler<F>
+where
+    F: Fn(Request) -> Fut + Send + Sync + 'static,
+    Fut: Future<Output = Result<Response>> + Send + 'static,
+{
+    fn handle(&self, request: Request) -> BoxFuture<'static, Result<Response>> {
+        Box::pin((self.0)(request))
+    }
+}
+
+/// A handler that calls a tower service, so that tower's layers can wrap a role. The service is cloned for each call and polled for
+/// readiness within the call: its backpressure delays that call only.
+pub fn from_tower<S>(service: S) -> impl Handler
+where
+    S: tower_service::Service<Request, Response = Response> + Clone + Send + Sync + 'static,
+    S::Error: Into<Error>,
+    S::Future: Send,
+{
+    TowerHandler(service)
+}
+
+struct TowerHandler<S>(S);
+
+impl<S> fmt::Debug for TowerHandler<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(std::any::type_name::<S>())
+    }
+}
+
+impl<S> Handler for TowerHandler<S>
+where
+    S: tower_service::Service<Request, Response = Response> + Clone + Send + Sync + 'static,
+    S::Error: Into<Error>,
+    S::Future: Send,
+{
+    fn handle(&self, request: Request) -> BoxFuture<'static, Result<Response>> {
+        let mut service = self.0.clone();
+        Box::pin(async move {
+            poll_fn(|cx| service.poll_ready(cx)).await.map_err(Into::into)?;
+            service.call(request).await.map_err(Into::into)
+        })
+    }
+}
+
+/// Ties a server to one of its incarnations: rejects calls that are meant for another one, and marks responses.
+#[derive(Debug)]
+pub struct Fence {
+    incarnation: Incarnation,
+    /// The incarnation as responses carry it.
+    text: String,
+}
+
+impl Fence {
+    /// Creates the fence of `incarnation`.
+    #[must_use]
+    pub fn new(incarnation: Incarnation) -> Self {
+        Self { incarnation, text: incarnation.to_string() }
+    }
+
+    /// Checks that a call is meant for this incarnation. A call that names none passes.
+    ///
+    /// # Errors
+    /// `Unavailable`, not started, if the call names another incarnation.
+    pub fn check(&self, context: &CallContext) -> Result<()> {
+        let here = self.incarnation;
+        match context.incarnation {
+            Some(meant) if meant != here => Err(Error::not_started(
+                Code::Unavailable,
+                format!("the call is meant for incarnation {meant}; this is {here}"),
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    /// Adds the incarnation to the metadata of a response.
+    pub fn mark(&self, response: &mut Response) {
+        response.metadata.push(INCARNATION_METADATA, self.text.clone());
+    }
+}
+
+/// A handler behind a [`Fence`], for handlers that do not hold a fence themselves.
+#[derive(Debug)]
+pub struct Fenced<H> {
+    fence: Fence,
+    handler: H,
+}
+
+impl<H: Handler> Fenced<H> {
+    /// Fences `handler` to `incarnation`.
+    #[must_use]
+    pub fn new(incarnation: Incarnation, handler: H) -> Self {
+        Self { fence: Fence::new(incarnation), handler }
+    }
+}
+
+impl<H: Handler> Handler for Fenced<H> {
+    fn handle(&self, request: Request) -> BoxFuture<'static, Result<Response>> {
+        if let Err(error) = self.fence.check(&request.context) {
+            return Box::pin(async move { Err(error) });
+        }
+        let (response, incarnation) = (self.handler.handle(request), self.fence.text.clone());
+        Box::pin(async move {
+            let mut response = response.await?;
+            response.metadata.push(INCARNATION_METADATA, incarnation);
+            Ok(response)
+        })
+    }
+
+    fn bounds_calls(&self) -> bool {
+        self.handler.bounds_calls()
+    }
+}

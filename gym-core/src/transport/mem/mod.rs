@@ -1,0 +1,329 @@
+//! The in-process transport: calls between servers of one process, without a socket and without a copy.
+//!
+//! All-in-one runs use no other transport. [`InProcess::faithful`] serializes and parses every message as a wire would, so that tests
+//! find code that works only because it shares memory.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use tokio::sync::mpsc;
+use tokio_util::sync::CancellationToken;
+
+use crate::base::cancel::CancelToken;
+use crate::base::error::{Code, Error, Execution, Result};
+use crate::message::PeerInfo;
+use crate::message::frame::{MessageLimits, decode, encode};
+use crate::message::{CallContext, TraceContext};
+use crate::message::{Message, Request, Response};
+use crate::transport::Handler;
+use crate::transport::{
+    Backend, BoundListener, ConnectOptions, Connector, Endpoint, Incoming, ListenOptions, Listener, Transport,
+};
+use crate::transport::{Channel, Link, PathInfo, Reply, TrySendOutcome};
+
+mod connection;
+
+use connection::{CallSlot, CloseOnDrop, Connection, lock};
+
+/// The scheme of in-process endpoints: `mem://name`.
+pub const SCHEME: &str = "mem";
+
+/// Peers that have connected and are not accepted yet; a server accepts at once, so more peers mean that it is stuck.
+const ACCEPT_QUEUE_MAX: usize = 1_024;
+
+/// Concurrent calls on one link, unless its handler bounds them. The same as an HTTP server's default queue, so that moving a server
+/// out of the process does not change its capacity.
+const CALLS_MAX: usize = 16_384;
+
+/// The in-process transport and its registry of listeners by name. Cheap to clone; clones share the names.
+#[derive(Clone, Debug)]
+pub struct InProcess {
+    listeners: Arc<Mutex<BTreeMap<String, mpsc::Sender<Arc<Connection>>>>>,
+    calls_max: usize,
+    faithful: bool,
+}
+
+impl InProcess {
+    /// A transport without listeners.
+    #[must_use]
+    pub fn new() -> Self {
+        Self { listeners: Arc::default(), calls_max: CALLS_MAX, faithful: false }
+    }
+
+    /// The same names, with another bound on the concurrent calls of one link, for handlers that do not
+    /// [bound](Handler::bounds_calls) them. A further call waits, within its deadline, until the response of another call is read.
+    #[must_use]
+    pub fn with_calls_max(mut self, calls_max: usize) -> Self {
+        self.calls_max = calls_max;
+        self
+    }
+
+    /// The same names; every message is serialized and parsed as a wire would.
+    #[must_use]
+    pub fn faithful(mut self) -> Self {
+        self.faithful = true;
+        self
+    }
+
+    /// Registers the name and accepts peers under it until the listener is dropped.
+    ///
+    /// # Errors
+    /// `AlreadyExists` when the name is taken.
+    pub fn listen(&self, name: &str) -> Result<InProcessListener> {
+        let (sender, accepted) = mpsc::channel(ACCEPT_QUEUE_MAX);
+        let mut listeners = lock(&self.listeners);
+        if listeners.get(name).is_some_and(|known| !known.is_closed()) {
+            return Err(Error::not_started(Code::AlreadyExists, "the name is taken in this process")
+                .about(format!("listen on {SCHEME}://{name}")));
+        }
+        listeners.insert(name.to_owned(), sender);
+        let endpoints = [Endpoint::parse(&format!("{SCHEME}://{name}"))?];
+        Ok(InProcessListener { endpoints, accepted })
+    }
+}
+
+impl Default for InProcess {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+#[async_trait]
+impl Connector for InProcess {
+    fn scheme(&self) -> &'static str {
+        SCHEME
+    }
+
+    fn transports(&self) -> Vec<Transport> {
+        vec![Transport::MEM]
+    }
+
+    async fn connect(&self, cx: &CallContext, to: &Endpoint, options: &ConnectOptions) -> Result<Channel> {
+        cx.check()?;
+        let refused = |why| Error::not_started(Code::Unavailable, why).about(format!("connect to {to}"));
+        let listener = lock(&self.listeners).get(to.address()).cloned();
+        let listener = listener.ok_or_else(|| refused("nobody listens under this name in this process"))?;
+        let connection = Arc::new(Connection::new(to.address().into(), self.calls_max, CancelToken::new()));
+        // Made before the peer is notified, so that every failure from here on closes the connection.
+        let link = InProcessLink {
+            connection: Arc::clone(&connection),
+            path: path(to.address(), self.faithful),
+            faithful: self.faithful,
+        };
+        cx.bound(Execution::NotStarted, async {
+            listener.send(Arc::clone(&connection)).await.map_err(|_| refused("the listener has left"))?;
+            tokio::select! {
+                biased;
+                () = connection.closed.cancelled() => Err(refused("the peer left before serving")),
+                () = connection.served.notified() => Ok(()),
+            }
+        })
+        .await?;
+        Ok(Channel::new(link).fenced(options.incarnation))
+    }
+}
+
+#[async_trait]
+impl Backend for InProcess {
+    fn connectors(&self) -> Vec<Arc<dyn Connector>> {
+        vec![Arc::new(self.clone())]
+    }
+
+    async fn listen(&self, options: &ListenOptions, handler: Arc<dyn Handler>) -> Result<Option<BoundListener>> {
+        let Some(name) = &options.name else { return Ok(None) };
+        Ok(Some(BoundListener { listener: Box::new(Self::listen(self, name)?), handler }))
+    }
+}
+
+/// A channel to a handler of this process, without a name and a listener; with `faithful`, every message is serialized and parsed as a
+/// wire would. The channel breaks when `closed` fires: running calls end as `Unavailable, Unknown`.
+#[must_use]
+pub fn channel_to(peer: &str, handler: Arc<dyn Handler>, faithful: bool, closed: CancelToken) -> Channel {
+    let connection = Connection::new(peer.into(), CALLS_MAX, closed);
+    connection.serve_with(handler);
+    Channel::new(InProcessLink { connection: Arc::new(connection), path: path(peer, faithful), faithful })
+}
+
+fn path(peer: &str, faithful: bool) -> PathInfo {
+    let path = PathInfo::new(SCHEME, peer, true);
+    if faithful { path } else { path.sharing_memory() }
+}
+
+/// Accepts in-process peers under one name.
+#[derive(Debug)]
+pub struct InProcessListener {
+    endpoints: [Endpoint; 1],
+    accepted: mpsc::Receiver<Arc<Connection>>,
+}
+
+#[async_trait]
+impl Listener for InProcessListener {
+    fn endpoints(&self) -> &[Endpoint] {
+        &self.endpoints
+    }
+
+    async fn accept(&mut self) -> Result<Box<dyn Incoming>> {
+        match self.accepted.recv().await {
+            Some(connection) => Ok(Box::new(InProcessIncoming(CloseOnDrop(connection)))),
+            None => Err(Error::not_started(Code::Unavailable, "the name was taken over")),
+        }
+    }
+}
+
+impl Drop for InProcessListener {
+    fn drop(&mut self) {
+        // Peers in the queue would wait forever.
+        self.accepted.close();
+        while let Ok(connection) = self.accepted.try_recv() {
+            connection.closed.cancel();
+        }
+    }
+}
+
+struct InProcessIncoming(CloseOnDrop);
+
+impl fmt::Debug for InProcessIncoming {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "InProcessIncoming({})", self.peer().address)
+    }
+}
+
+#[async_trait]
+impl Incoming for InProcessIncoming {
+    fn peer(&self) -> &PeerInfo {
+        &self.0.0.caller
+    }
+
+    async fn serve(self: Box<Self>, handler: Arc<dyn Handler>, drain: CancellationToken) -> Result<()> {
+        let connection = &self.0.0;
+        connection.serve_with(handler);
+        connection.served.notify_one();
+        tokio::select! {
+            biased;
+            () = connection.closed.cancelled() => {}
+            () = drain.cancelled() => connection.drain().await,
+        }
+        Ok(())
+    }
+}
+
+struct InProcessLink {
+    connection: Arc<Connection>,
+    path: PathInfo,
+    faithful: bool,
+}
+
+impl fmt::Debug for InProcessLink {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "InProcessLink({})", self.path.peer)
+    }
+}
+
+impl Drop for InProcessLink {
+    fn drop(&mut self) {
+        self.connection.abandon();
+    }
+}
+
+impl InProcessLink {
+    fn unavailable(&self) -> Error {
+        Error::not_started(Code::Unavailable, "the peer has left").about(self.path.peer.to_string())
+    }
+
+    /// Passes a request that has a slot to the handler.
+    fn dispatch(&self, mut request: Request, slot: CallSlot) -> Result<Reply> {
+        let handler = self.connection.handler().ok_or_else(|| self.unavailable())?;
+        if self.faithful {
+            request = rewritten_request(request)?;
+        }
+        request.peer = Some(self.connection.caller.clone());
+        // The call's own token: calls that the handler makes are cancelled when the reply is dropped, as over a wire.
+        let cancel = request.context.cancel.into_child();
+        request.context.cancel = cancel.clone();
+        let cancel_guard = cancel.drop_guard();
+        let reply_bytes_max = request.context.reply_bytes_max;
+        let (faithful, answer) = (self.faithful, handler.handle(request));
+        Ok(Box::pin(async move {
+            let (answer, cancel_guard) = (answer, cancel_guard);
+            let response = tokio::select! {
+                biased;
+                response = answer => response,
+                () = slot.0.closed.cancelled() => {
+                    let peer = slot.0.name.to_string();
+                    return Err(Error::unknown(Code::Unavailable, "the peer has left").about(peer));
+                }
+            };
+            let _ = cancel_guard.disarm();
+            drop(slot);
+            let mut response = response.unwrap_or_else(|error| Response::from_error(&error));
+            let reply_bytes = bytes_taken(&response.message);
+            if reply_bytes > reply_bytes_max {
+                return Err(Error::finished(
+                    Code::ResourceExhausted,
+                    format!("the reply has {reply_bytes} bytes, more than the {reply_bytes_max} of reply_bytes_max"),
+                ));
+            }
+            if faithful {
+                response.message = rewritten_message(&response.message)?;
+            }
+            Ok(response)
+        }))
+    }
+}
+
+#[async_trait]
+impl Link for InProcessLink {
+    async fn send(&self, request: Request) -> Result<Reply> {
+        let slot = self.connection.acquire_slot().await?;
+        self.dispatch(request, slot)
+    }
+
+    fn try_send(&self, request: Request) -> TrySendOutcome {
+        match self.connection.try_acquire_slot() {
+            Ok(Some(slot)) => TrySendOutcome::Done(self.dispatch(request, slot)),
+            Ok(None) => TrySendOutcome::WouldBlock(request),
+            Err(error) => TrySendOutcome::Done(Err(error)),
+        }
+    }
+
+    fn path(&self) -> &PathInfo {
+        &self.path
+    }
+
+    async fn closed(&self) -> Error {
+        self.connection.closed.cancelled().await;
+        Error::unknown(Code::Unavailable, "the peer has left").about(self.path.peer.to_string())
+    }
+
+    async fn close(&self, grace: Duration) -> Result<()> {
+        let drained = tokio::time::timeout(grace, self.connection.drain()).await;
+        self.connection.closed.cancel();
+        drained.map_err(|_| Error::unknown(Code::DeadlineExceeded, "calls were still running when the channel closed"))
+    }
+}
+
+/// Bytes of a message; a lazy value counts nothing, because it is not serialized.
+fn bytes_taken(message: &Message) -> usize {
+    if message.head.is_lazy() { message.segments.iter().map(Bytes::len).sum() } else { message.len() }
+}
+
+/// The request as it is after a wire: the deadline is computed from the remaining time, and texts are serialized and parsed.
+fn rewritten_request(request: Request) -> Result<Request> {
+    let mut context = CallContext::within(request.context.remaining());
+    context.cancel = request.context.cancel.clone();
+    context.trace =
+        request.context.trace.to_traceparent().as_deref().and_then(TraceContext::from_traceparent).unwrap_or_default();
+    context.reply_bytes_max = request.context.reply_bytes_max;
+    context.incarnation = request.context.incarnation;
+    context.metadata = request.context.metadata;
+    let message = rewritten_message(&request.message)?;
+    Ok(Request { context, message, ..request })
+}
+
+fn rewritten_message(message: &Message) -> Result<Message> {
+    Ok(decode(encode(message).to_bytes(), &MessageLimits::default(), message.content_type.clone())?)
+}

@@ -1,0 +1,58 @@
+//! Detects silent peers. A crash closes the socket; a peer that is stopped or cut off only stops sending.
+
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::time::Duration;
+
+use tokio::time::sleep;
+
+use super::limits::{ConnectionLimits, Handshake};
+use super::sender::MessageSender;
+use crate::base::error::{Code, Error};
+
+/// Heartbeats within the time after which an end gives up: two may be lost in a busy moment.
+const BEATS: u32 = 3;
+/// The least time after which an end gives up, whatever its limits say, so that no end sends more than ten heartbeats a second to a peer
+/// that claims to tolerate less.
+const SILENCE_MIN: Duration = Duration::from_millis(300);
+
+/// Records whether the peer has sent anything since the last check.
+#[derive(Debug, Default)]
+pub struct PeerActivity(AtomicBool);
+
+impl PeerActivity {
+    /// Records that something was received.
+    pub fn record(&self) {
+        self.0.store(true, Relaxed);
+    }
+}
+
+/// Sends heartbeats, and returns an error when the peer has sent nothing for `silence_max`.
+///
+/// Calls `each_beat` at every heartbeat, for periodic checks of the transport: at least three times in the shorter `silence_max` of
+/// both ends, which counts as at least 300 ms.
+///
+/// The function counts heartbeats, not time: an end that was itself stopped for a minute first reads what has arrived meanwhile.
+pub async fn heartbeat(
+    sender: &impl MessageSender,
+    activity: &PeerActivity,
+    ours: &ConnectionLimits,
+    theirs: &Handshake,
+    each_beat: impl Fn(),
+) -> Error {
+    let silence_max = ours.silence_max.max(SILENCE_MIN);
+    let beat = silence_max.min(theirs.silence_max.max(SILENCE_MIN)) / BEATS;
+    let beats_max = silence_max.as_nanos().div_ceil(beat.as_nanos());
+    let mut silent = 0;
+    loop {
+        sleep(beat).await;
+        sender.post_heartbeat();
+        each_beat();
+        silent = if activity.0.swap(false, Relaxed) { 0 } else { silent + 1 };
+        if silent >= beats_max {
+            return Error::unknown(
+                Code::Unavailable,
+                format!("the peer has been silent for longer than silence_max = {silence_max:?}"),
+            );
+        }
+    }
+}

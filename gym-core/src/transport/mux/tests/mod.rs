@@ -1,0 +1,222 @@
+//! Both ends without a wire: what one posts is handed to the other when a test says so.
+
+mod calls;
+mod headers;
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use bytes::{Bytes, BytesMut};
+use tokio::sync::Semaphore;
+use tokio_util::sync::CancellationToken;
+
+use super::*;
+use crate::base::error::{Error, Result};
+use crate::message::CallContext;
+use crate::message::PeerInfo;
+use crate::message::frame::Lengths;
+use crate::message::{Message, Request};
+use crate::transport::Handler;
+use crate::transport::{Channel, PathInfo};
+
+/// Far beyond what anything here needs, so that only a hang meets it.
+const FAR: Duration = Duration::from_secs(20);
+const CALLS_MAX: usize = 100;
+
+#[derive(Debug)]
+enum Posted {
+    Request(u64, Bytes, Message, CapacityPermit),
+    Response(u64, Bytes, Message, CapacityPermit),
+    Failed(u64, Bytes, CapacityPermit),
+    Cancel(u64, CapacityPermit),
+    Drain,
+    Heartbeat,
+}
+
+/// Keeps what is posted.
+#[derive(Clone, Debug, Default)]
+struct FakeSender(Arc<Mutex<PostedMessages>>);
+
+#[derive(Debug, Default)]
+struct PostedMessages {
+    posted: VecDeque<Posted>,
+    last_call: u64,
+    closed: bool,
+}
+
+impl FakeSender {
+    fn put(&self, posted: Posted) {
+        let mut messages = self.0.lock().unwrap();
+        if !messages.closed {
+            messages.posted.push_back(posted);
+        }
+    }
+
+    fn next(&self) -> Option<Posted> {
+        self.0.lock().unwrap().posted.pop_front()
+    }
+
+    fn is_closed(&self) -> bool {
+        self.0.lock().unwrap().closed
+    }
+}
+
+/// What stands behind the headroom, which nobody has written to.
+fn behind(header: BytesMut) -> Bytes {
+    assert_eq!(header[..FakeSender::HEADROOM], [0; FakeSender::HEADROOM]);
+    header.freeze().split_off(FakeSender::HEADROOM)
+}
+
+impl MessageSender for FakeSender {
+    const HEADROOM: usize = 3;
+
+    fn post_request(
+        &self,
+        header: BytesMut,
+        message: &Message,
+        permit: CapacityPermit,
+        _crowded: bool,
+        register: impl FnOnce(u64) -> Result<()>,
+    ) -> Result<u64> {
+        let call = self.0.lock().unwrap().last_call + 1;
+        register(call)?;
+        self.0.lock().unwrap().last_call = call;
+        self.put(Posted::Request(call, behind(header), message.clone(), permit));
+        Ok(call)
+    }
+
+    fn post_response(&self, call: u64, header: BytesMut, message: &Message, permit: CapacityPermit, _crowded: bool) {
+        self.put(Posted::Response(call, behind(header), message.clone(), permit));
+    }
+
+    fn post_failed(&self, call: u64, reason: BytesMut, permit: CapacityPermit) {
+        self.put(Posted::Failed(call, behind(reason), permit));
+    }
+
+    fn cancel(&self, call: u64, reply: CapacityPermit) {
+        self.put(Posted::Cancel(call, reply));
+    }
+
+    fn post_drain(&self) {
+        self.put(Posted::Drain);
+    }
+
+    fn post_heartbeat(&self) {
+        self.put(Posted::Heartbeat);
+    }
+
+    fn close(&self) {
+        let mut messages = self.0.lock().unwrap();
+        messages.closed = true;
+        messages.posted.clear();
+    }
+}
+
+/// Two ends that know each other's limits.
+struct Pair {
+    channel: Channel,
+    calling: Arc<CallingEnd<FakeSender>>,
+    answering: Arc<AnsweringEnd<FakeSender>>,
+    ending: Option<EndOnDrop<FakeSender>>,
+    calls: Arc<Semaphore>,
+    limits: ConnectionLimits,
+}
+
+impl Pair {
+    fn new(caller: &ConnectionLimits, server: ConnectionLimits, handler: impl Handler) -> Self {
+        let announced = server.clone();
+        Self::with_announced(caller, &announced, server, handler)
+    }
+
+    /// Ends whose caller was announced other limits than the server's.
+    fn with_announced(
+        caller: &ConnectionLimits,
+        announced: &ConnectionLimits,
+        server: ConnectionLimits,
+        handler: impl Handler,
+    ) -> Self {
+        let calls = Arc::new(Semaphore::new(CALLS_MAX));
+        let calling = CallingEnd::new(FakeSender::default(), caller, Handshake::of(announced));
+        let answering = AnsweringEnd::new(
+            FakeSender::default(),
+            server.clone(),
+            Handshake::of(caller),
+            Arc::clone(&calls),
+            Arc::new(handler),
+            PeerInfo::default(),
+        );
+        let channel = Channel::new(MuxLink::new(Arc::clone(&calling), PathInfo::new("pair", "peer", true)));
+        let ending = answering.end_on_drop();
+        Self { channel, calling, answering, ending: Some(ending), calls, limits: server }
+    }
+
+    /// Hands over what has been posted, both ways.
+    fn deliver(&self) -> Result<()> {
+        while let Some(posted) = self.calling.sender().next() {
+            match posted {
+                Posted::Request(call, mut header, message, _permit) => {
+                    let lengths = Lengths::take(&mut header, &self.limits.message_limits())?;
+                    let header = RequestHeader::read(header)?;
+                    if self.answering.on_opening(call, &header, lengths.total)? {
+                        self.answering.on_request(call, header, message.head.to_bytes(), message.segments);
+                    }
+                }
+                Posted::Cancel(call, _permit) => self.answering.on_cancel(call),
+                Posted::Heartbeat => {}
+                other => panic!("{other:?} of a caller"),
+            }
+        }
+        while let Some(posted) = self.answering.sender().next() {
+            match posted {
+                Posted::Response(call, mut header, message, _permit) => {
+                    let lengths = Lengths::take(&mut header, &crate::message::frame::MessageLimits::default())?;
+                    let header = ResponseHeader::read(header)?;
+                    if self.calling.on_opening(call, lengths.total)? {
+                        let response = header.into_response(message.head.to_bytes(), message.segments);
+                        self.calling.on_answer(call, response);
+                    }
+                }
+                Posted::Failed(call, reason, _permit) => self.calling.on_failed(call, reason)?,
+                Posted::Drain => self.calling.on_drain(),
+                Posted::Heartbeat => {}
+                other => panic!("{other:?} of a server"),
+            }
+        }
+        Ok(())
+    }
+
+    /// Hands over what is posted until the future is done.
+    async fn during<T>(&self, future: impl Future<Output = T>) -> T {
+        let mut future = std::pin::pin!(future);
+        tokio::time::timeout(FAR, async {
+            loop {
+                if let std::task::Poll::Ready(done) = futures_util::poll!(&mut future) {
+                    return done;
+                }
+                self.deliver().unwrap();
+                tokio::task::yield_now().await;
+            }
+        })
+        .await
+        .expect("it does not hang")
+    }
+
+    fn calls_running(&self) -> usize {
+        CALLS_MAX - self.calls.available_permits()
+    }
+}
+
+fn post(route: &'static str) -> Request {
+    Request::post(CallContext::within(FAR), route, "{}")
+}
+
+fn with_segment(route: &'static str, bytes: usize) -> Request {
+    let mut request = post(route);
+    request.message.segments.push(Bytes::from(vec![7; bytes]));
+    request
+}
+
+fn wire_cut() -> Error {
+    Error::unknown(crate::base::error::Code::Unavailable, "the wire was cut")
+}

@@ -1,0 +1,160 @@
+//! Sending a message again, by the one rule of [`Error::may_resend`](crate::Error::may_resend).
+
+use std::future::Future;
+use std::time::Duration;
+
+use crate::base::error::{Error, Execution, Result};
+use crate::message::CallContext;
+
+/// How often and how fast a message is sent again.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RetryPolicy {
+    /// Attempts in all, the first included.
+    pub attempts_max: u32,
+    /// The wait before the second attempt; doubled before each further one.
+    pub backoff_min: Duration,
+    /// The longest wait.
+    pub backoff_max: Duration,
+}
+
+impl Default for RetryPolicy {
+    /// Five attempts, 50 ms to 2 s: about 4 s in all, enough for a server that restarts, short enough to be noticed.
+    fn default() -> Self {
+        Self { attempts_max: 5, backoff_min: Duration::from_millis(50), backoff_max: Duration::from_secs(2) }
+    }
+}
+
+impl RetryPolicy {
+    /// One attempt.
+    #[must_use]
+    pub fn never() -> Self {
+        Self { attempts_max: 1, ..Self::default() }
+    }
+
+    /// The wait before attempt `number` (the first is 0): half of it fixed, half random, so that callers who failed together
+    /// do not come back together.
+    #[must_use]
+    pub fn backoff(&self, number: u32, rng: &mut fastrand::Rng) -> Duration {
+        let doubled = self.backoff_min.saturating_mul(1 << number.saturating_sub(1).min(20)).min(self.backoff_max);
+        doubled.mul_f64(0.5 + 0.5 * rng.f64())
+    }
+}
+
+/// Runs `attempt` until it succeeds, fails with an error that must not be resent, or the policy or the deadline ends it. The
+/// last error is returned as it is.
+///
+/// # Errors
+/// The last attempt's.
+pub async fn retry<T, F, Fut>(
+    cx: &CallContext,
+    policy: &RetryPolicy,
+    rng: &mut fastrand::Rng,
+    idempotent: bool,
+    mut attempt: F,
+) -> Result<T>
+where
+    F: FnMut(u32) -> Fut,
+    Fut: Future<Output = Result<T>>,
+{
+    match attempt(0).await {
+        Ok(done) => Ok(done),
+        Err(error) => retry_after(error, cx, policy, rng, idempotent, attempt).await,
+    }
+}
+
+/// Like [`retry`], after a first attempt that failed with `error`: it counts as one of the policy's attempts.
+///
+/// # Errors
+/// The last attempt's.
+pub async fn retry_after<T, F, Fut>(
+    mut error: Error,
+    cx: &CallContext,
+    policy: &RetryPolicy,
+    rng: &mut fastrand::Rng,
+    idempotent: bool,
+    mut attempt: F,
+) -> Result<T>
+where
+    F: FnMut(u32) -> Fut,
+    Fut: Future<Output = Result<T>>,
+{
+    let mut number = 0;
+    // Once an attempt may have run, a later "not started" does not undo that.
+    let mut worst = Execution::NotStarted;
+    loop {
+        worst = worst.max(error.execution());
+        let execution = error.execution().max(worst.min(Execution::Unknown));
+        number += 1;
+        let wait = policy.backoff(number, rng);
+        if number >= policy.attempts_max || !error.may_resend(idempotent) || cx.remaining() <= wait {
+            return Err(error.with_execution(execution));
+        }
+        tracing::debug!(%error, number, "resend");
+        tokio::select! {
+            biased;
+            () = cx.cancel.cancelled() => return Err(error.with_execution(execution)),
+            () = tokio::time::sleep(wait) => {}
+        }
+        error = match attempt(number).await {
+            Ok(done) => return Ok(done),
+            Err(error) => error,
+        };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::base::error::Code;
+
+    async fn attempts(idempotent: bool, error: fn() -> Error) -> (u32, Error) {
+        let cx = CallContext::default();
+        let mut count = 0;
+        let error = retry(&cx, &RetryPolicy::default(), &mut fastrand::Rng::with_seed(1), idempotent, |_| {
+            count += 1;
+            std::future::ready(Err::<(), _>(error()))
+        })
+        .await
+        .unwrap_err();
+        (count, error)
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn only_what_may_be_resent_is() {
+        let refused = || Error::not_started(Code::Unavailable, "x");
+        let lost = || Error::unknown(Code::Unavailable, "x");
+        let answered = || Error::finished(Code::Unavailable, "x");
+        assert_eq!(attempts(false, refused).await.0, 5);
+        assert_eq!(attempts(false, lost).await.0, 1);
+        assert_eq!(attempts(true, lost).await.0, 5);
+        assert_eq!(attempts(true, answered).await.0, 1);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_deadline_ends_it() {
+        let cx = CallContext::within(Duration::from_millis(120));
+        let started = tokio::time::Instant::now();
+        let policy = RetryPolicy { attempts_max: 1_000, ..RetryPolicy::default() };
+        let result = retry(&cx, &policy, &mut fastrand::Rng::with_seed(1), true, |_| {
+            std::future::ready(Err::<(), _>(Error::not_started(Code::Unavailable, "x")))
+        })
+        .await;
+        assert!(result.is_err());
+        assert!(started.elapsed() <= Duration::from_millis(120));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_refusal_after_a_lost_attempt_stays_unknown() {
+        let cx = CallContext::default();
+        let policy = RetryPolicy { attempts_max: 2, ..RetryPolicy::default() };
+        let error = retry(&cx, &policy, &mut fastrand::Rng::with_seed(1), true, |number| {
+            std::future::ready(Err::<(), _>(match number {
+                0 => Error::unknown(Code::Unavailable, "lost"),
+                _ => Error::not_started(Code::Unavailable, "refused"),
+            }))
+        })
+        .await
+        .unwrap_err();
+        assert_eq!(error.execution(), Execution::Unknown);
+    }
+}

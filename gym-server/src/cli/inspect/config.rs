@@ -1,0 +1,77 @@
+//! `rgym config check` and `rgym config show`.
+
+use std::process::ExitCode;
+
+use gym_core::World;
+
+use crate::cli::args::options::{CheckArgs, ConfigCommand, ShowArgs, ShowFormat, Sources};
+use crate::cli::console::{self, Console};
+use crate::cli::exit::{Failure, Outcome};
+use crate::cli::setup::configuration::{LoadedConfig, Need, load, locations, nothing_named};
+use crate::stack::{self, Servers};
+
+/// `rgym config …`.
+pub(in crate::cli) async fn command(
+    command: ConfigCommand,
+    overrides: &[String],
+    servers: &Servers,
+    console: &Console,
+) -> Outcome {
+    match command {
+        ConfigCommand::Check(args) => check(*args, overrides, servers, console).await,
+        ConfigCommand::Show(args) => show(*args, overrides, servers, console).await,
+    }
+}
+
+async fn show(args: ShowArgs, overrides: &[String], servers: &Servers, console: &Console) -> Outcome {
+    let sources = with_named(args.sources, args.named);
+    let LoadedConfig { config, .. } = load(&sources, overrides, servers, Need::Values).await?;
+    config.warnings.iter().for_each(|warning| console.warn(warning));
+    let text = match args.format {
+        ShowFormat::Yaml => config.masked_yaml(),
+        ShowFormat::Json => format!("{:#}", config.masked()),
+    };
+    console::print(text.trim_end());
+    Ok(ExitCode::SUCCESS)
+}
+
+async fn check(args: CheckArgs, overrides: &[String], servers: &Servers, console: &Console) -> Outcome {
+    let sources = with_named(args.sources, args.named);
+    let loaded = load(&sources, overrides, servers, Need::Locations).await?;
+    let config = &loaded.config;
+    if config.files.is_empty() && config.instances.is_empty() {
+        return Err(nothing_named("check", &[]));
+    }
+    config.warnings.iter().for_each(|warning| console.warn(warning));
+    let found = locations(&loaded, servers, |_| true)?;
+    let world = World::real();
+    let built = found.iter().map(|(instance, _)| stack::try_build(instance, servers, &world));
+    let problems: Vec<String> = built.filter_map(|built| built.err().map(|error| error.to_string())).collect();
+    if !problems.is_empty() {
+        return Err(Failure::Usage(problems.join("\n")));
+    }
+    let rows: Vec<[String; 4]> = found
+        .into_iter()
+        .map(|(instance, runs_as)| {
+            let (name, implementation) = (instance.name.clone(), instance.implementation.clone());
+            [name, instance.kind.to_string(), implementation, runs_as.to_string()]
+        })
+        .collect();
+    if args.strict && !config.warnings.is_empty() {
+        return Err(Failure::Usage(format!("{} warnings, and --strict refuses them", config.warnings.len())));
+    }
+    let files = config.files.len();
+    console::print(&console::table(["name", "kind", "implementation", "runs as"], rows));
+    console::print(&format!(
+        "ok: {} servers from {files} file{}",
+        config.instances.len(),
+        if files == 1 { "" } else { "s" }
+    ));
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Files without an option and those of `--config` are the same thing.
+fn with_named(mut sources: Sources, named: Vec<String>) -> Sources {
+    sources.files.splice(0..0, named);
+    sources
+}

@@ -1,0 +1,340 @@
+//! `rgym doctor`: reports which transports this machine supports, why others are unavailable, and how to fix them.
+//!
+//! Most findings come from files. UCX is loaded in a child process, under a deadline: loading UCX changes a process
+//! permanently, and a broken UCX may crash or hang.
+
+use std::fmt::Write;
+use std::process::ExitCode;
+
+use gym_core::Transport;
+use serde::Serialize;
+
+use crate::cli::args::options::DoctorArgs;
+use crate::cli::console;
+use crate::cli::exit::{FAILED, Failure, INCOMPLETE, Outcome};
+
+/// The report.
+#[derive(Debug, Serialize)]
+struct Diagnosis {
+    /// One sentence.
+    summary: String,
+    /// In order of preference.
+    transports: Vec<TransportCheck>,
+    findings: Vec<Finding>,
+    /// Ports of RDMA devices, with the GID to use.
+    ports: serde_json::Value,
+    /// UCX's own report; null if UCX could not be loaded.
+    ucx: serde_json::Value,
+}
+
+/// Whether a transport can be used here, as far as one machine alone can tell.
+#[derive(Debug, Serialize)]
+struct TransportCheck {
+    transport: Transport,
+    usable: bool,
+    /// The devices, or the reason why it is unavailable.
+    because: String,
+    /// The fix; null if the transport can be used.
+    fix: Option<String>,
+}
+
+#[derive(Debug, Serialize)]
+struct Finding {
+    topic: String,
+    /// `ok`, `warning`, `missing` or `not_needed`.
+    status: &'static str,
+    found: String,
+    fix: Option<String>,
+}
+
+pub(in crate::cli) async fn doctor(args: &DoctorArgs) -> Outcome {
+    let diagnosis = checks::diagnosis(args.ucx_timeout).await;
+    let required = args.require_transport.and_then(|transport| diagnosis.missing(transport));
+    let text = if args.json {
+        serde_json::to_string_pretty(&diagnosis).map_err(|error| Failure::Failed(error.to_string()))?
+    } else {
+        diagnosis.text()
+    };
+    console::print(&text);
+    Ok(match required {
+        Some(why) if args.json => {
+            eprintln!("error: {why}");
+            ExitCode::from(FAILED)
+        }
+        Some(why) => return Err(Failure::Failed(why)),
+        None if diagnosis.findings.iter().any(|finding| finding.status == "warning") => ExitCode::from(INCOMPLETE),
+        None => ExitCode::SUCCESS,
+    })
+}
+
+impl Diagnosis {
+    /// Returns why a required transport is unavailable, with the fix; `None` if it is available.
+    fn missing(&self, transport: Transport) -> Option<String> {
+        let check = self.transports.iter().find(|check| check.transport == transport)?;
+        let fix = check.fix.as_deref().unwrap_or("see the findings");
+        (!check.usable).then(|| format!("{transport} cannot be used here: {}; fix: {fix}", check.because))
+    }
+
+    fn text(&self) -> String {
+        let rows = self.transports.iter().map(|check| {
+            let usable = if check.usable { "yes" } else { "no" };
+            [check.transport.to_string(), usable.to_owned(), check.because.clone()]
+        });
+        let mut text = console::table(["transport", "usable", "devices, or why unavailable"], rows);
+        text.push('\n');
+        for finding in &self.findings {
+            let _ =
+                write!(text, "\n{:<10}  {:<14}  {}", finding.status.replace('_', " "), finding.topic, finding.found);
+            if let Some(fix) = &finding.fix {
+                let _ = write!(text, "\n{:<10}  {:<14}  fix: {fix}", "", "");
+            }
+        }
+        let _ = write!(text, "\n\n{}", self.summary);
+        text
+    }
+}
+
+#[cfg(feature = "rdma")]
+mod checks {
+    use std::time::Duration;
+
+    use gym_client::launch::ucx_report;
+    use gym_client::transport::rdma;
+    use gym_client::transport::rdma::probe::{Probe, ProbeOptions, Status, Topic};
+    use gym_client::transport::rdma::transport::UcxReport;
+    use gym_core::Transport;
+    use serde_json::to_value;
+
+    use super::{Diagnosis, Finding, TransportCheck};
+
+    const NO_TRANSPORT: &str = "UCX has no transport for it here";
+    const WITH_VERBS: &str = "install a UCX with verbs (Debian's libucx0, dnf's ucx-ib; the wheel libucx-cu12 has none), and look at \
+                              the findings on device nodes and pinned memory: UCX hides a device that it cannot open";
+
+    fn to_load() -> String {
+        format!(
+            "install UCX 1.13 or later (apt-get install libucx0; dnf install ucx ucx-ib), or name its folder in {}",
+            rdma::fabric::LIBRARY_VARIABLE
+        )
+    }
+
+    pub(super) async fn diagnosis(ucx_timeout: Duration) -> Diagnosis {
+        // It reads files, and loads NVIDIA's libraries: not for a thread that others wait for.
+        let probing = tokio::task::spawn_blocking(rdma::probe);
+        let (probe, ucx) = tokio::join!(probing, ucx_report(ucx_timeout));
+        let probe = probe.unwrap_or_else(|_| ProbeOptions::new().without_loading().probe());
+        judge(&probe, &ucx)
+    }
+
+    /// Combines the findings from files with UCX's own report.
+    pub(super) fn judge(probe: &Probe, ucx: &Result<UcxReport, String>) -> Diagnosis {
+        let ports = probe.ports.iter().any(|port| port.active);
+        let mut findings: Vec<Finding> = probe
+            .findings
+            .iter()
+            .map(|finding| match (finding.topic, ucx) {
+                // A loaded UCX knows better than its files; a UCX that is present and cannot be loaded is broken.
+                (Topic::Ucx, Ok(report)) => loaded(report, ports),
+                (Topic::Ucx, Err(why)) => Finding {
+                    status: if finding.status == Status::Missing { "missing" } else { "warning" },
+                    fix: Some(to_load()),
+                    ..written(finding, why.clone())
+                },
+                _ => written(finding, finding.found.clone()),
+            })
+            .collect();
+        let transports = Transport::KNOWN.into_iter().map(|transport| check(transport, probe, ucx)).collect();
+        // Broken first, then missing; otherwise in the order of their dependencies.
+        findings.sort_by_key(|finding| match finding.status {
+            "warning" => 0,
+            "missing" => 1,
+            _ => 2,
+        });
+        Diagnosis {
+            summary: probe.summary.clone(),
+            transports,
+            findings,
+            ports: to_value(&probe.ports).unwrap_or_default(),
+            ucx: ucx.as_ref().ok().and_then(|report| to_value(report).ok()).unwrap_or_default(),
+        }
+    }
+
+    fn written(finding: &rdma::probe::Finding, found: String) -> Finding {
+        let topic = to_value(finding.topic).ok().and_then(|name| name.as_str().map(str::to_owned)).unwrap_or_default();
+        let status = match finding.status {
+            Status::Ok => "ok",
+            Status::Warning => "warning",
+            Status::Missing => "missing",
+            Status::NotNeeded => "not_needed",
+        };
+        Finding { topic, status, found, fix: finding.fix.clone() }
+    }
+
+    fn loaded(report: &UcxReport, ports: bool) -> Finding {
+        let found = format!("UCX {} ({}): {}", report.version, report.path.display(), report.resources.join(", "));
+        let (status, fix) = if ports && report.of(Transport::RDMA).is_empty() {
+            ("warning", Some(WITH_VERBS.to_owned()))
+        } else if report.patched.is_empty() {
+            ("ok", None)
+        } else {
+            ("warning", Some("set UCX_MEM_MMAP_HOOK_MODE=none: this UCX patches libc's memory functions".to_owned()))
+        };
+        Finding { topic: "ucx".to_owned(), status, found, fix }
+    }
+
+    fn check(transport: Transport, probe: &Probe, ucx: &Result<UcxReport, String>) -> TransportCheck {
+        let usable = |because: String| TransportCheck { transport, usable: true, because, fix: None };
+        let not = |because: &str, fix: Option<&str>| TransportCheck {
+            transport,
+            usable: false,
+            because: because.to_owned(),
+            fix: fix.map(str::to_owned),
+        };
+        if matches!(transport, Transport::MEM | Transport::HTTP) {
+            return usable("always".to_owned());
+        }
+        // The probe looks for UCX in the loader's folders; the one that was loaded may be another.
+        let fault = (transport == Transport::RDMA)
+            .then(|| probe.rdma_fault())
+            .flatten()
+            .filter(|fault| fault.topic != Topic::Ucx);
+        if let Some(fault) = fault {
+            return not(&fault.found, fault.fix.as_deref());
+        }
+        let Ok(report) = ucx else { return not("UCX cannot be loaded: see the finding ucx", Some(&to_load())) };
+        match report.of(transport)[..] {
+            [] if transport == Transport::RDMA => not(NO_TRANSPORT, Some(WITH_VERBS)),
+            [] => not(NO_TRANSPORT, Some("look at UCX_TLS and UCX_NET_DEVICES: they keep UCX from what it has")),
+            ref devices => usable(devices.join(", ")),
+        }
+    }
+}
+
+#[cfg(not(feature = "rdma"))]
+mod checks {
+    use std::time::Duration;
+
+    use gym_core::Transport;
+    use serde_json::Value;
+
+    use super::{Diagnosis, Finding, TransportCheck};
+
+    #[expect(clippy::unused_async, reason = "the same as with the feature")]
+    pub(super) async fn diagnosis(_: Duration) -> Diagnosis {
+        let summary = "This program was built without the feature `rdma`, so it has no UCX and did not look for it.";
+        let fix = "build with the feature `rdma` of gym-server (it is a default feature)";
+        let check = |transport: Transport| {
+            let because = if transport.is_ucx() { "built without the feature `rdma`" } else { "always" };
+            let fix = transport.is_ucx().then(|| fix.to_owned());
+            TransportCheck { transport, usable: !transport.is_ucx(), because: because.to_owned(), fix }
+        };
+        let finding = Finding {
+            topic: "ucx".to_owned(),
+            status: "missing",
+            found: "built without the feature `rdma`".to_owned(),
+            fix: Some(fix.to_owned()),
+        };
+        Diagnosis {
+            summary: summary.to_owned(),
+            transports: Transport::KNOWN.into_iter().map(check).collect(),
+            findings: vec![finding],
+            ports: Value::Array(Vec::new()),
+            ucx: Value::Null,
+        }
+    }
+}
+
+#[cfg(all(test, feature = "rdma"))]
+mod tests {
+    use gym_client::transport::rdma::probe::ProbeOptions;
+    use gym_client::transport::rdma::transport::UcxReport;
+    use serde_json::json;
+
+    use super::*;
+
+    /// The report of a machine with one RoCE port, these files and this UCX.
+    fn diagnosis(files: &[(&str, &str)], ucx: Result<&[&str], &str>) -> Diagnosis {
+        let port = "sys/class/infiniband/rxe0/ports/1";
+        let root = tempfile::tempdir().expect("folder");
+        let of_port =
+            [("state", "4: ACTIVE"), ("link_layer", "Ethernet"), ("rate", "2.5 Gb/sec"), ("gids/0", "fe80::1")];
+        let of_port = of_port.map(|(name, text)| (format!("{port}/{name}"), text));
+        let gid = [("types", "RoCE v2"), ("ndevs", "v0")];
+        let gid = gid.map(|(name, text)| (format!("{port}/gid_attrs/{name}/0"), text));
+        let rest =
+            ["sys/class/net/v0/operstate", "usr/lib/libibverbs.so.1", "dev/shm/x"].map(|path| (path.to_owned(), "up"));
+        let own = files.iter().map(|(path, text)| ((*path).to_owned(), *text));
+        for (path, text) in of_port.into_iter().chain(gid).chain(rest).chain(own) {
+            let path = root.path().join(path);
+            std::fs::create_dir_all(path.parent().expect("has a folder")).expect("folders");
+            std::fs::write(path, text).expect("writes");
+        }
+        let report = |resources: &[&str]| -> UcxReport {
+            let report = json!({"version": "1.13.1", "path": "/opt/libucp.so.0", "resources": resources,
+                "signals_restored": [], "patched": []});
+            serde_json::from_value(report).expect("a report")
+        };
+        checks::judge(&ProbeOptions::new().root(root.path()).probe(), &ucx.map(report).map_err(str::to_owned))
+    }
+
+    const COMPLETE: [(&str, &str); 4] = [
+        ("dev/infiniband/uverbs0", ""),
+        ("dev/infiniband/rdma_cm", ""),
+        ("proc/self/limits", "Max locked memory         unlimited            unlimited            bytes\n"),
+        ("proc/self/status", "CapEff:\t0000000000000000\n"),
+    ];
+
+    fn usable(diagnosis: &Diagnosis) -> Vec<&'static str> {
+        diagnosis.transports.iter().filter(|check| check.usable).map(|check| check.transport.as_str()).collect()
+    }
+
+    #[test]
+    fn a_transport_is_usable_if_the_machine_meets_its_requirements_and_ucx_has_a_device_for_it() {
+        let devices = ["posix/memory", "tcp/lo", "rc_verbs/rxe0:1"];
+        let complete = diagnosis(&COMPLETE, Ok(&devices));
+        assert_eq!(usable(&complete), ["mem", "shm", "rdma", "ucx_tcp", "http"]);
+        assert_eq!(complete.missing(Transport::RDMA), None);
+        // UCX lists the device, but the process could not pin its memory.
+        let poor = diagnosis(&[COMPLETE[0], COMPLETE[1]], Ok(&devices));
+        assert_eq!(usable(&poor), ["mem", "shm", "ucx_tcp", "http"]);
+        let missing = poor.missing(Transport::RDMA).unwrap();
+        assert!(missing.contains("may be pinned") && missing.contains("; fix: "), "{missing}");
+    }
+
+    #[test]
+    fn a_ucx_that_does_not_see_the_device_is_a_warning_with_a_fix_and_comes_first() {
+        let blind = diagnosis(&COMPLETE, Ok(&["tcp/lo"]));
+        assert_eq!(usable(&blind), ["mem", "ucx_tcp", "http"]);
+        let first = &blind.findings[0];
+        assert_eq!((first.topic.as_str(), first.status), ("ucx", "warning"));
+        assert!(first.fix.as_deref().unwrap().contains("with verbs"), "{first:?}");
+    }
+
+    #[test]
+    fn a_ucx_that_cannot_be_loaded_is_reported_in_its_own_words() {
+        let broken = diagnosis(&[("usr/lib/libucp.so.0", "")], Err("died by signal 11"));
+        assert_eq!(usable(&broken), ["mem", "http"]);
+        let ucx = broken.findings.iter().find(|finding| finding.topic == "ucx").unwrap();
+        assert_eq!((ucx.status, ucx.found.as_str()), ("warning", "died by signal 11"));
+        let absent = diagnosis(&[], Err("not there"));
+        let ucx = absent.findings.iter().find(|finding| finding.topic == "ucx").unwrap();
+        assert_eq!(ucx.status, "missing", "absence is no defect");
+        assert!(ucx.fix.as_deref().unwrap().contains("apt-get install libucx0"));
+    }
+
+    #[test]
+    fn every_warning_and_everything_missing_has_a_fix() {
+        for found in
+            [diagnosis(&[], Err("not there")), diagnosis(&COMPLETE, Ok(&["tcp/lo"])), diagnosis(&COMPLETE, Ok(&[]))]
+        {
+            for check in &found.transports {
+                assert_eq!(check.fix.is_none(), check.usable, "{check:?}");
+            }
+            for finding in &found.findings {
+                let wanted = matches!(finding.status, "warning" | "missing");
+                assert_eq!(finding.fix.is_some(), wanted, "{finding:?}");
+            }
+            assert!(found.text().contains(&found.summary));
+        }
+    }
+}

@@ -1,0 +1,248 @@
+//! `rgym status`: lists the servers of a head server, ours or NeMo Gym's, with the health of each.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use gym_client::Transports;
+use gym_core::{CallContext, ConnectOptions, Endpoint, Error, InProcess, Request, Response, Result, Transport, World};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::cli::args::options::{Sources, StatusArgs};
+use crate::cli::console;
+use crate::cli::exit::{Failure, Outcome};
+use crate::cli::setup::configuration::{LoadedConfig, Need, load};
+use crate::cli::setup::head_server;
+use crate::role::reply::health::PeerReport;
+use crate::stack::Servers;
+
+/// The head answers from memory.
+const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
+/// A server that takes longer to say that it is well is not.
+const HEALTH_TIMEOUT: Duration = Duration::from_secs(2);
+/// An answer to a question about health is short; this is for what some other server may send.
+const REASON_CHARS_MAX: usize = 80;
+
+#[derive(Debug, Serialize)]
+struct Status {
+    head: ServerHealth,
+    servers: Vec<ServerHealth>,
+}
+
+#[derive(Debug, Serialize)]
+struct ServerHealth {
+    name: String,
+    kind: String,
+    implementation: String,
+    url: String,
+    pid: Option<u32>,
+    healthy: bool,
+    /// The reported status, or why there is none.
+    health: String,
+    in_flight: Option<i64>,
+    uptime_seconds: Option<u64>,
+    /// The paths to its peers in other processes.
+    peers: Vec<PeerReport>,
+}
+
+/// What is read of `/server_instances`.
+#[derive(Debug, Deserialize)]
+struct ListedServer {
+    process_name: String,
+    #[serde(default)]
+    name: Option<String>,
+    #[serde(default)]
+    server_type: Option<String>,
+    #[serde(default)]
+    url: Option<String>,
+    #[serde(default)]
+    pid: Option<u32>,
+    #[serde(default)]
+    start_time: Option<f64>,
+}
+
+pub(in crate::cli) async fn status(args: StatusArgs, overrides: &[String], head_url_given: bool) -> Outcome {
+    let LoadedConfig { config, .. } = load(&Sources::default(), overrides, &Servers::none(), Need::Values).await?;
+    let head = head_server::endpoint(args.head_url.as_deref(), head_url_given, overrides, &config)?;
+    let world = World::real();
+    let transports = Transports::from_features(InProcess::new());
+    let listed = list(&transports, &head).await.map_err(|error| {
+        Failure::Failed(format!(
+            "{error}\n  fix: start servers with `rgym run`, or name another head with --head-url or HEAD_SERVER_URL"
+        ))
+    })?;
+    let now = world.now().as_secs_f64();
+    let servers = listed.into_iter().map(|listed| health(&transports, listed, now));
+    let head_entry = ListedServer {
+        process_name: "head_server".to_owned(),
+        name: Some("head".to_owned()),
+        server_type: Some("head_server".to_owned()),
+        url: Some(head.to_string()),
+        pid: None,
+        start_time: None,
+    };
+    let (head, servers) = tokio::join!(health(&transports, head_entry, now), join_all(servers));
+    let status = Status { head, servers };
+    if args.json {
+        let text = serde_json::to_string_pretty(&status).map_err(|error| Failure::Failed(error.to_string()))?;
+        console::print(&text);
+    } else {
+        console::print(&text(&status));
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+async fn list(transports: &Transports, head: &Endpoint) -> Result<Vec<ListedServer>> {
+    let response = get(transports, head, "/server_instances", HEAD_TIMEOUT).await?.into_result()?;
+    serde_json::from_slice(&response.message.head.to_bytes()).map_err(|error| {
+        Error::internal("its list of servers cannot be read; is it a head server?")
+            .about(format!("GET {head}/server_instances"))
+            .caused_by(error)
+    })
+}
+
+async fn get(transports: &Transports, at: &Endpoint, route: &'static str, within: Duration) -> Result<Response> {
+    let cx = CallContext::within(within);
+    let channel = transports.connect(&cx, std::slice::from_ref(at), &ConnectOptions::default()).await?;
+    channel.call(Request::get(cx.child(), route)).await.map_err(|error| match error.subject() {
+        "" => error.about(format!("GET {at}{route}")),
+        _ => error,
+    })
+}
+
+async fn health(transports: &Transports, listed: ListedServer, now: f64) -> ServerHealth {
+    let uptime = listed.start_time.map(|start| (now - start).max(0.0) as u64);
+    let mut health = ServerHealth {
+        name: listed.process_name,
+        kind: listed.server_type.unwrap_or_default(),
+        implementation: listed.name.unwrap_or_default(),
+        url: listed.url.clone().unwrap_or_default(),
+        pid: listed.pid,
+        healthy: false,
+        health: String::new(),
+        in_flight: None,
+        uptime_seconds: uptime,
+        peers: Vec::new(),
+    };
+    let answered = match listed.url.as_deref().map(Endpoint::parse) {
+        None => Err(Error::invalid("it has no URL")),
+        Some(Err(error)) => Err(error),
+        Some(Ok(endpoint)) => get(transports, &endpoint, "/health", HEALTH_TIMEOUT).await,
+    };
+    match answered {
+        Ok(response) => {
+            let body: Value = serde_json::from_slice(&response.message.head.to_bytes()).unwrap_or_default();
+            let said = body["status"].as_str().map(|status| status.chars().take(REASON_CHARS_MAX).collect::<String>());
+            // A server without that route answers all the same; NeMo Gym's older ones have none.
+            health.healthy = response.status.is_success() || response.status.0 == 404;
+            health.health = match (said, response.status.is_success()) {
+                (Some(said), _) => said,
+                (None, true) => "ok".to_owned(),
+                (None, false) => format!("answers {}", response.status.0),
+            };
+            health.in_flight = body["in_flight"].as_i64();
+            // Other servers say nothing of it.
+            health.peers = serde_json::from_value(body["peers"].clone()).unwrap_or_default();
+        }
+        Err(error) => health.health = error.message().chars().take(REASON_CHARS_MAX).collect(),
+    }
+    health
+}
+
+fn text(status: &Status) -> String {
+    let dash = || "-".to_owned();
+    let rows = [&status.head].into_iter().chain(&status.servers).map(|server| {
+        [
+            server.name.clone(),
+            server.kind.clone(),
+            server.implementation.clone(),
+            server.url.clone(),
+            server.pid.map_or_else(dash, |pid| pid.to_string()),
+            server.health.clone(),
+            server.in_flight.map_or_else(dash, |count| count.to_string()),
+            server.uptime_seconds.map_or_else(dash, uptime),
+            transports(&server.peers).unwrap_or_else(dash),
+        ]
+    });
+    let header = ["name", "kind", "implementation", "url", "pid", "health", "in flight", "uptime", "transports"];
+    let mut text = console::table(header, rows);
+    // Servers of one process reach their peers by the same transports, so they would say the same.
+    let rejections: BTreeSet<String> =
+        status.servers.iter().flat_map(|server| &server.peers).filter_map(rejections).collect();
+    rejections.iter().for_each(|line| text.push_str(&format!("\n{line}")));
+    let healthy = status.servers.iter().filter(|server| server.healthy).count();
+    let _ = write!(text, "\n{healthy} of {} servers healthy, head {}", status.servers.len(), status.head.url);
+    text
+}
+
+/// Counts peers by transport, the preferred one first: `shm 2, http 1`.
+fn transports(peers: &[PeerReport]) -> Option<String> {
+    let mut counts: BTreeMap<(usize, &str), usize> = BTreeMap::new();
+    for peer in peers {
+        *counts.entry((order(peer), transport_name(peer))).or_default() += 1;
+    }
+    let words: Vec<String> = counts.into_iter().map(|((_, name), count)| format!("{name} {count}")).collect();
+    (!words.is_empty()).then(|| words.join(", "))
+}
+
+/// The transport's name, or the scheme of a connector without one.
+fn transport_name(peer: &PeerReport) -> &str {
+    match &peer.transport {
+        Some(transport) => transport,
+        None if peer.scheme.is_empty() => "unreachable",
+        None => &peer.scheme,
+    }
+}
+
+/// Unreachable peers first, then ours by preference, then transports that this program does not know.
+fn order(peer: &PeerReport) -> usize {
+    let known = |name: &String| Transport::KNOWN.iter().position(|known| known.as_str() == name);
+    match &peer.transport {
+        None => 0,
+        Some(name) => 1 + known(name).unwrap_or(Transport::KNOWN.len()),
+    }
+}
+
+/// Why the preferred transports to a peer were rejected. That a peer in another process is not in this one is no news.
+fn rejections(peer: &PeerReport) -> Option<String> {
+    let reasons = peer.refused.iter().filter(|refused| refused.transport != Transport::MEM.as_str());
+    let reasons: Vec<String> = reasons.map(|refused| format!("{}: {}", refused.transport, refused.why)).collect();
+    (!reasons.is_empty()).then(|| format!("{} over {} ({})", peer.peer, transport_name(peer), reasons.join("; ")))
+}
+
+/// `3d 04:05:06`.
+fn uptime(seconds: u64) -> String {
+    let (days, rest) = (seconds / 86_400, seconds % 86_400);
+    let clock = format!("{:02}:{:02}:{:02}", rest / 3_600, rest / 60 % 60, rest % 60);
+    if days == 0 { clock } else { format!("{days}d {clock}") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_server_reports_the_transports_to_its_peers_and_why_preferred_ones_were_rejected() {
+        let peers = serde_json::json!([
+            {"peer": "http://a:1", "transport": "http", "scheme": "http", "lanes": "",
+             "refused": [{"transport": "mem", "why": "no"}, {"transport": "shm", "why": "another host"}]},
+            {"peer": "http://b:1", "transport": "shm", "scheme": "ucx", "lanes": "posix/memory", "refused": []},
+            {"peer": "http://c:1", "transport": "shm", "scheme": "ucx", "lanes": "posix/memory", "refused": []},
+            {"peer": "http://d:1", "transport": null, "scheme": "", "lanes": "", "refused": []},
+        ]);
+        let peers: Vec<PeerReport> = serde_json::from_value(peers).unwrap();
+        assert_eq!(transports(&peers).as_deref(), Some("unreachable 1, shm 2, http 1"));
+        let reasons: Vec<String> = peers.iter().filter_map(rejections).collect();
+        assert_eq!(reasons, ["http://a:1 over http (shm: another host)"]);
+        assert_eq!(transports(&[]), None);
+    }
+
+    #[test]
+    fn uptime_is_a_clock_with_days_in_front() {
+        assert_eq!(uptime(59), "00:00:59");
+        assert_eq!(uptime(3 * 86_400 + 4 * 3_600 + 5 * 60 + 6), "3d 04:05:06");
+    }
+}

@@ -1,0 +1,74 @@
+//! Which head server a command talks to.
+
+use gym_client::config::GymConfig;
+use gym_core::Endpoint;
+
+use crate::cli::exit::Failure;
+
+/// The address of the head: `--head-url`, then `+head_server.…`, then `HEAD_SERVER_URL`, then `env.yaml` or the default.
+///
+/// `url` is the option's value, which may come from the environment; `typed` says whether it was typed.
+pub(in crate::cli) fn endpoint(
+    url: Option<&str>,
+    typed: bool,
+    overrides: &[String],
+    config: &GymConfig,
+) -> Result<Endpoint, Failure> {
+    let overridden = overrides.iter().any(|text| {
+        let key = text.trim_start_matches(['"', '\'', '+']);
+        key.starts_with("head_server.") || key.starts_with("head_server=")
+    });
+    match url.filter(|url| typed || (!overridden && !url.is_empty())) {
+        Some(url) => parse(url),
+        None => parse(&format!("http://{}:{}", config.head.host, config.head.port)),
+    }
+}
+
+/// An address that this program can call.
+pub(in crate::cli) fn parse(url: &str) -> Result<Endpoint, Failure> {
+    let wrong = |why: &str| {
+        Failure::Usage(format!("head URL `{url}`: {why}\n  fix: write it as in --head-url http://127.0.0.1:11000"))
+    };
+    let endpoint = Endpoint::parse(url).map_err(|_| wrong("it has no scheme"))?;
+    if endpoint.scheme() != "http" {
+        return Err(wrong("head servers are reached over http"));
+    }
+    let (host, port) = endpoint.address().rsplit_once(':').ok_or_else(|| wrong("it has no port"))?;
+    if host.is_empty() || port.parse::<u16>().is_err() {
+        return Err(wrong("it is not http://HOST:PORT"));
+    }
+    Ok(endpoint)
+}
+
+#[cfg(test)]
+mod tests {
+    use gym_client::config::{ConfigLoader, Overrides};
+
+    use super::*;
+
+    fn chosen(url: Option<&str>, typed: bool, overrides: &[&str]) -> String {
+        let folder = tempfile::tempdir().unwrap();
+        let overrides: Vec<String> = overrides.iter().map(|text| (*text).to_owned()).collect();
+        let parsed = Overrides::parse(&overrides).unwrap();
+        let config = ConfigLoader::new(folder.path()).load(&[] as &[&str], &parsed).unwrap();
+        endpoint(url, typed, &overrides, &config).unwrap().to_string()
+    }
+
+    #[test]
+    fn what_was_typed_goes_before_the_environment_and_that_before_the_configuration() {
+        let overrides = ["+head_server.host=10.0.0.7", "+head_server.port=7"];
+        assert_eq!(chosen(None, false, &[]), "http://127.0.0.1:11000");
+        assert_eq!(chosen(None, false, &overrides), "http://10.0.0.7:7");
+        assert_eq!(chosen(Some("http://env:1"), false, &[]), "http://env:1");
+        assert_eq!(chosen(Some("http://env:1"), false, &overrides), "http://10.0.0.7:7");
+        assert_eq!(chosen(Some("http://typed:1/"), true, &overrides), "http://typed:1");
+    }
+
+    #[test]
+    fn an_address_that_cannot_be_called_is_refused_with_an_example() {
+        for url in ["coordinator:11000", "https://h:1", "http://h", "http://h:port", "http://:1"] {
+            let Failure::Usage(text) = parse(url).unwrap_err() else { panic!("{url}") };
+            assert!(text.contains(url) && text.contains("--head-url http://"), "{text}");
+        }
+    }
+}

@@ -1,0 +1,384 @@
+//! Runs each `/run` once per rollout, attempt and body.
+//!
+//! Python clients resend a POST when a connection breaks, whether or not it ran. Each resent request would start a second episode
+//! with its own side effects. So an episode whose caller disconnects runs on for a grace period, and an equal request within
+//! that period joins it. A delivered response is forgotten at once: a second collection of the same rows never receives the
+//! rollouts of the first.
+//!
+//! The callers that wait for an episode poll it. Without callers, a task polls it until the grace period ends and then drops
+//! it, which cancels its calls.
+
+use std::collections::HashMap;
+use std::future::Future;
+use std::panic::AssertUnwindSafe;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures_util::FutureExt;
+use futures_util::future::{BoxFuture, Shared, WeakShared};
+use gym_core::{Error, RawObject, Response};
+use tokio::runtime::Handle;
+use tokio::task::JoinSet;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+/// The grace period of an episode without callers. NeMo Gym's clients resend after half a second; a restarted load balancer or a
+/// flapping link takes longer.
+pub(crate) const DEFAULT_GRACE: Duration = Duration::from_secs(30);
+
+/// Episodes without callers; beyond this number an episode is dropped with its last caller. As many as a server queues.
+const ABANDONED_MAX: usize = 16_384;
+
+type RunFuture = BoxFuture<'static, Response>;
+
+/// Identifies the rollout and attempt of a body: the texts of the keys that name them, each after a byte that JSON cannot contain.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct RunKey(Arc<[u8]>);
+
+impl RunKey {
+    /// Returns the key of a body, or `None` if the body names no rollout.
+    pub(crate) fn of(body: &RawObject) -> Option<Self> {
+        let keys = ["_ng_rollout_id", "_ng_task_index", "_ng_rollout_index"];
+        let mut texts = Vec::with_capacity(64);
+        for key in keys {
+            texts.push(0);
+            texts.extend_from_slice(&body.get(key).unwrap_or_default());
+        }
+        let known = texts.len() > keys.len();
+        texts.push(0);
+        texts.extend_from_slice(&body.get("_ng_attempt_index").unwrap_or_default());
+        known.then(|| Self(texts.into()))
+    }
+}
+
+/// Runs equal requests as one episode. Cheap to clone; clones share the episodes in progress.
+#[derive(Clone, Debug)]
+pub(crate) struct RunDeduplicator {
+    shared: Arc<SharedRuns>,
+}
+
+#[derive(Debug)]
+struct SharedRuns {
+    grace: Duration,
+    table: Mutex<RunTable>,
+}
+
+#[derive(Debug, Default)]
+struct RunTable {
+    /// A key can have several episodes: requests with the same ids and different bodies are not equal.
+    episodes: HashMap<RunKey, Vec<Arc<InFlightRun>>>,
+    /// The tasks that poll episodes without callers; dropping the table ends them.
+    abandoned: JoinSet<()>,
+}
+
+#[derive(Debug)]
+struct InFlightRun {
+    body: Bytes,
+    deadline: Instant,
+    /// Held by whoever polls the episode; the episode ends when nothing holds it.
+    run: WeakShared<RunFuture>,
+    callers: Mutex<usize>,
+    /// Fires when a response has been delivered.
+    delivered: CancellationToken,
+}
+
+impl RunDeduplicator {
+    /// Creates a deduplicator that keeps an episode without callers for `grace`.
+    pub(crate) fn new(grace: Duration) -> Self {
+        Self { shared: Arc::new(SharedRuns { grace, table: Mutex::default() }) }
+    }
+
+    /// Returns the response to `body`, from the episode in progress for it or from the one that `start` begins. The future of
+    /// `start` outlives this call if the caller disconnects.
+    pub(crate) async fn run<Fut>(
+        &self,
+        key: RunKey,
+        body: &Bytes,
+        deadline: Instant,
+        start: impl FnOnce() -> Fut,
+    ) -> Response
+    where
+        Fut: Future<Output = Response> + Send + 'static,
+    {
+        let (episode, run) = {
+            let mut table = lock(&self.shared.table);
+            let known = table.episodes.entry(key.clone()).or_default();
+            let joined = known
+                .iter()
+                .filter(|episode| episode.body == *body)
+                .find_map(|episode| Some((Arc::clone(episode), episode.run.upgrade()?)));
+            let joined = joined.unwrap_or_else(|| {
+                // A panic must not poison the response for callers that join.
+                let run = AssertUnwindSafe(start()).catch_unwind().map(|answer| {
+                    answer.unwrap_or_else(|_| Response::from_error(&Error::internal("the episode panicked")))
+                });
+                let run = run.boxed().shared();
+                let episode = Arc::new(InFlightRun {
+                    body: body.clone(),
+                    deadline,
+                    run: run.downgrade().expect("a shared future that was never polled has a value to come"),
+                    callers: Mutex::new(0),
+                    delivered: CancellationToken::new(),
+                });
+                known.push(Arc::clone(&episode));
+                (episode, run)
+            });
+            *lock(&joined.0.callers) += 1;
+            joined
+        };
+        let mut caller = Waiter { runs: self, key, episode, run: Some(run.clone()) };
+        let answer = run.await;
+        caller.answered();
+        answer
+    }
+
+    /// Counts the episodes in progress.
+    #[cfg(test)]
+    pub(crate) fn len(&self) -> usize {
+        lock(&self.shared.table).episodes.values().map(Vec::len).sum()
+    }
+}
+
+impl RunTable {
+    fn forget(&mut self, key: &RunKey, episode: &Arc<InFlightRun>) {
+        if let Some(known) = self.episodes.get_mut(key) {
+            known.retain(|known| !Arc::ptr_eq(known, episode));
+            if known.is_empty() {
+                self.episodes.remove(key);
+            }
+        }
+    }
+}
+
+/// A caller that waits for an episode. Dropped before the response, it has disconnected.
+struct Waiter<'a> {
+    runs: &'a RunDeduplicator,
+    key: RunKey,
+    episode: Arc<InFlightRun>,
+    run: Option<Shared<RunFuture>>,
+}
+
+impl Waiter<'_> {
+    fn answered(&mut self) {
+        self.run = None;
+        self.episode.delivered.cancel();
+        lock(&self.runs.shared.table).forget(&self.key, &self.episode);
+    }
+}
+
+impl Drop for Waiter<'_> {
+    fn drop(&mut self) {
+        let run = self.run.take();
+        // Counted and handed to a task under one lock, so that no resent request comes between.
+        let mut table = lock(&self.runs.shared.table);
+        let last = {
+            let mut callers = lock(&self.episode.callers);
+            *callers -= 1;
+            *callers == 0
+        };
+        while table.abandoned.try_join_next().is_some() {}
+        let Some(run) = run.filter(|_| last && !self.episode.delivered.is_cancelled()) else { return };
+        let until = (Instant::now() + self.runs.shared.grace).min(self.episode.deadline);
+        if until > Instant::now()
+            && table.abandoned.len() < ABANDONED_MAX
+            && let Ok(runtime) = Handle::try_current()
+        {
+            let runs = Arc::downgrade(&self.runs.shared);
+            let driver = drive_abandoned(runs, self.key.clone(), Arc::clone(&self.episode), run, until);
+            table.abandoned.spawn_on(driver, &runtime);
+            return;
+        }
+        table.forget(&self.key, &self.episode);
+        drop(table);
+        drop(run);
+    }
+}
+
+/// Polls an episode without callers until `until`, and keeps its response for a resent request.
+async fn drive_abandoned(
+    runs: std::sync::Weak<SharedRuns>,
+    key: RunKey,
+    episode: Arc<InFlightRun>,
+    run: Shared<RunFuture>,
+    until: Instant,
+) {
+    let driven = async {
+        let answer = run.clone().await;
+        // The shared future keeps its answer as long as `run` is held.
+        drop(answer);
+        std::future::pending::<()>().await;
+    };
+    tokio::select! {
+        biased;
+        () = episode.delivered.cancelled() => return,
+        () = tokio::time::sleep_until(until) => {}
+        () = driven => {}
+    }
+    let Some(runs) = runs.upgrade() else { return };
+    // A caller that has joined meanwhile polls the episode from now on, and forgets it.
+    let mut table = lock(&runs.table);
+    if *lock(&episode.callers) == 0 {
+        tracing::debug!(?key, "episode dropped: no caller came back within the grace period");
+        table.forget(&key, &episode);
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use super::*;
+
+    /// An episode that takes `seconds`, and counts how often it began, ended and was dropped unfinished.
+    #[derive(Clone, Default)]
+    struct Counts {
+        begun: Arc<AtomicUsize>,
+        ended: Arc<AtomicUsize>,
+        dropped: Arc<AtomicUsize>,
+    }
+
+    struct Unfinished(Counts, bool);
+
+    impl Drop for Unfinished {
+        fn drop(&mut self) {
+            if !self.1 {
+                self.0.dropped.fetch_add(1, Ordering::SeqCst);
+            }
+        }
+    }
+
+    impl Counts {
+        fn episode(&self, seconds: u64) -> impl Future<Output = Response> + Send + use<> {
+            let number = self.begun.fetch_add(1, Ordering::SeqCst);
+            let counts = self.clone();
+            async move {
+                let mut guard = Unfinished(counts.clone(), false);
+                tokio::time::sleep(Duration::from_secs(seconds)).await;
+                guard.1 = true;
+                counts.ended.fetch_add(1, Ordering::SeqCst);
+                Response::json(format!("{number}"))
+            }
+        }
+
+        fn get(&self) -> (usize, usize, usize) {
+            let load = |count: &AtomicUsize| count.load(Ordering::SeqCst);
+            (load(&self.begun), load(&self.ended), load(&self.dropped))
+        }
+    }
+
+    const ROW: &str = r#"{"_ng_task_index":3,"_ng_rollout_index":0,"x":1}"#;
+
+    async fn call(runs: &RunDeduplicator, counts: &Counts, row: &str, seconds: u64) -> String {
+        let body = RawObject::parse(row.to_owned()).unwrap();
+        let key = RunKey::of(&body).unwrap();
+        let deadline = Instant::now() + Duration::from_secs(600);
+        let answer = runs.run(key, body.text(), deadline, || counts.episode(seconds)).await;
+        String::from_utf8(answer.message.head.to_bytes().to_vec()).unwrap()
+    }
+
+    /// A caller who leaves after `seconds`.
+    async fn leave_after(seconds: u64, runs: &RunDeduplicator, counts: &Counts, takes: u64) {
+        let patience = Duration::from_secs(seconds);
+        tokio::time::timeout(patience, call(runs, counts, ROW, takes)).await.unwrap_err();
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn equal_calls_at_once_are_one_episode() {
+        let (runs, counts) = (RunDeduplicator::new(DEFAULT_GRACE), Counts::default());
+        let both = tokio::join!(call(&runs, &counts, ROW, 5), call(&runs, &counts, ROW, 5));
+        assert_eq!((both, counts.get()), (("0".into(), "0".into()), (1, 1, 0)));
+        assert_eq!(runs.len(), 0);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_replay_within_the_grace_joins_the_running_episode() {
+        let (runs, counts) = (RunDeduplicator::new(DEFAULT_GRACE), Counts::default());
+        leave_after(2, &runs, &counts, 20).await;
+        tokio::time::sleep(Duration::from_secs(3)).await;
+        let began = Instant::now();
+        assert_eq!(call(&runs, &counts, ROW, 20).await, "0");
+        assert_eq!((began.elapsed().as_secs(), counts.get()), (15, (1, 1, 0)));
+        assert_eq!(runs.len(), 0);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_replay_within_the_grace_gets_an_answer_that_nobody_took() {
+        let (runs, counts) = (RunDeduplicator::new(DEFAULT_GRACE), Counts::default());
+        leave_after(2, &runs, &counts, 5).await;
+        tokio::time::sleep(Duration::from_secs(20)).await;
+        assert_eq!(counts.get(), (1, 1, 0));
+        assert_eq!(call(&runs, &counts, ROW, 5).await, "0");
+        assert_eq!(runs.len(), 0);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_episode_without_caller_is_dropped_when_the_grace_is_over() {
+        let (runs, counts) = (RunDeduplicator::new(DEFAULT_GRACE), Counts::default());
+        leave_after(2, &runs, &counts, 100).await;
+        tokio::time::sleep(Duration::from_secs(29)).await;
+        assert_eq!((counts.get(), runs.len()), ((1, 0, 0), 1));
+        tokio::time::sleep(Duration::from_secs(2)).await;
+        assert_eq!((counts.get(), runs.len()), ((1, 0, 1), 0));
+        assert_eq!(call(&runs, &counts, ROW, 1).await, "1");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_caller_who_came_back_outlives_the_grace_and_may_leave_again() {
+        let (runs, counts) = (RunDeduplicator::new(DEFAULT_GRACE), Counts::default());
+        leave_after(2, &runs, &counts, 100).await;
+        tokio::time::sleep(Duration::from_secs(20)).await;
+        leave_after(40, &runs, &counts, 100).await;
+        assert_eq!((counts.get(), runs.len()), ((1, 0, 0), 1));
+        tokio::time::sleep(Duration::from_secs(20)).await;
+        assert_eq!(call(&runs, &counts, ROW, 100).await, "0");
+        assert_eq!(counts.get(), (1, 1, 0));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_delivered_answer_is_forgotten_at_once() {
+        let (runs, counts) = (RunDeduplicator::new(DEFAULT_GRACE), Counts::default());
+        assert_eq!(call(&runs, &counts, ROW, 5).await, "0");
+        assert_eq!(call(&runs, &counts, ROW, 5).await, "1");
+        leave_after(1, &runs, &counts, 5).await;
+        assert_eq!(call(&runs, &counts, ROW, 5).await, "2");
+        assert_eq!(call(&runs, &counts, ROW, 5).await, "3");
+        assert_eq!(lock(&runs.shared.table).episodes.len(), 0);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn other_bodies_and_other_attempts_are_other_episodes() {
+        let (runs, counts) = (RunDeduplicator::new(DEFAULT_GRACE), Counts::default());
+        let other = r#"{"_ng_task_index":3,"_ng_rollout_index":0,"x":2}"#;
+        let later = r#"{"_ng_task_index":3,"_ng_rollout_index":0,"x":1,"_ng_attempt_index":1}"#;
+        let three =
+            tokio::join!(call(&runs, &counts, ROW, 5), call(&runs, &counts, other, 5), call(&runs, &counts, later, 5));
+        assert_eq!(three, ("0".into(), "1".into(), "2".into()));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn without_grace_the_episode_leaves_with_its_caller() {
+        let (runs, counts) = (RunDeduplicator::new(Duration::ZERO), Counts::default());
+        leave_after(2, &runs, &counts, 100).await;
+        assert_eq!((counts.get(), runs.len()), ((1, 0, 1), 0));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn dropping_the_table_ends_what_it_kept() {
+        let (runs, counts) = (RunDeduplicator::new(DEFAULT_GRACE), Counts::default());
+        leave_after(2, &runs, &counts, 100).await;
+        drop(runs);
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        assert_eq!(counts.get(), (1, 0, 1));
+    }
+
+    #[test]
+    fn a_body_without_ids_is_nobody_s_replay() {
+        assert_eq!(RunKey::of(&RawObject::parse(r#"{"x":1}"#).unwrap()), None);
+        assert!(RunKey::of(&RawObject::parse(r#"{"_ng_rollout_id":"a"}"#).unwrap()).is_some());
+    }
+}

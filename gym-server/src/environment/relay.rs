@@ -1,0 +1,120 @@
+//! The environment server that most configurations use: forwards `/run` to an agent and returns the agent's response.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use gym_client::{CallOptions, ServerClient};
+use gym_core::{
+    CallContext, EnvironmentServer, INCARNATION_METADATA, Metadata, RawObject, Request, Response, Result, Route,
+};
+use serde::Deserialize;
+
+use crate::environment::deduplication::{DEFAULT_GRACE, RunDeduplicator, RunKey};
+use crate::role::reply;
+use crate::role::settings::{Seconds, ServerRef};
+
+/// Metadata that describes one hop: each hop writes its own, so it is not forwarded.
+const HOP_BY_HOP: &[&str] = &[
+    "accept-encoding",
+    "connection",
+    "content-encoding",
+    "content-length",
+    "content-type",
+    "date",
+    "expect",
+    "host",
+    "keep-alive",
+    "proxy-connection",
+    "server",
+    "te",
+    "trailer",
+    "transfer-encoding",
+    "upgrade",
+    INCARNATION_METADATA,
+];
+
+/// The keys of a `legacy_agent` block; other keys of the block are not this server's.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+pub struct RelayConfig {
+    /// The agent that receives all requests.
+    pub agent_server: ServerRef,
+    /// Seconds that a `/run` runs on after its caller has disconnected, so that a resent request joins it. 30 by default.
+    #[serde(default)]
+    pub replay_grace_seconds: Option<Seconds>,
+}
+
+impl RelayConfig {
+    /// Creates the default configuration in front of an agent.
+    #[must_use]
+    pub fn new(agent_server: impl Into<String>) -> Self {
+        Self { agent_server: ServerRef::new(agent_server), replay_grace_seconds: None }
+    }
+}
+
+/// Forwards `/run` and `/aggregate_metrics` to an agent: the body unchanged, and end-to-end metadata such as cookies in both
+/// directions. A `/run` that arrives twice, because its caller lost the connection, runs once.
+#[derive(Clone, Debug)]
+pub struct Relay {
+    agent: AgentClient,
+    runs: RunDeduplicator,
+}
+
+/// Calls the agent. Separate from the deduplicator, because each episode holds a clone and must not keep the deduplicator alive.
+#[derive(Clone, Debug)]
+struct AgentClient {
+    name: Arc<str>,
+    client: ServerClient,
+}
+
+impl AgentClient {
+    async fn ask(&self, request: &Request, options: CallOptions) -> Result<Response> {
+        let mut response = self.client.send(&self.name, request, options).await?;
+        response.metadata.retain(|name| !HOP_BY_HOP.contains(&name));
+        Ok(response)
+    }
+}
+
+impl Relay {
+    /// Creates a relay that calls its agent through `client`.
+    #[must_use]
+    pub fn new(config: RelayConfig, client: ServerClient) -> Self {
+        let grace: Duration = config.replay_grace_seconds.map_or(DEFAULT_GRACE, |seconds| seconds.0);
+        Self { agent: AgentClient { name: config.agent_server.name.into(), client }, runs: RunDeduplicator::new(grace) }
+    }
+}
+
+impl EnvironmentServer for Relay {
+    async fn run(&self, cx: &CallContext, row: &RawObject) -> Result<Response> {
+        let Some(key) = RunKey::of(row) else {
+            let request = outgoing(cx.child(), &cx.metadata, "/run", row);
+            return self.agent.ask(&request, CallOptions::default()).await;
+        };
+        let start = || {
+            // Not `child`: the episode must not be cancelled with this caller.
+            let mut own = CallContext::until(cx.deadline);
+            own.trace = cx.trace;
+            own.reply_bytes_max = cx.reply_bytes_max;
+            let request = outgoing(own, &cx.metadata, "/run", row);
+            let agent = self.agent.clone();
+            async move {
+                match agent.ask(&request, CallOptions::default()).await {
+                    Ok(response) => response,
+                    Err(error) => reply::of_error(&error),
+                }
+            }
+        };
+        Ok(self.runs.run(key, row.text(), cx.deadline, start).await)
+    }
+
+    async fn aggregate_metrics(&self, cx: &CallContext, body: &RawObject) -> Result<Response> {
+        let request = outgoing(cx.child(), &cx.metadata, "/aggregate_metrics", body);
+        self.agent.ask(&request, CallOptions::idempotent()).await
+    }
+}
+
+/// Creates the request to the agent: the body unchanged, with the end-to-end metadata of the caller.
+fn outgoing(mut cx: CallContext, metadata: &Metadata, route: &'static str, body: &RawObject) -> Request {
+    cx.metadata = metadata.clone();
+    cx.metadata.retain(|name| !HOP_BY_HOP.contains(&name));
+    Request::post(cx, Route::from_static(route), body.clone())
+}

@@ -1,0 +1,81 @@
+//! Calls `http` endpoints over our own HTTP transport, which starts no task for a call.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use gym_client::transport::http::HttpConfig;
+use gym_client::transport::http::http1::HttpConnector;
+use gym_core::{
+    CallContext, Channel, Code, ConnectOptions, Connector as _, Endpoint, Error, Metadata, Request, Result, Route,
+};
+use http::header::{ACCEPT_ENCODING, CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, HOST, HeaderMap, TRANSFER_ENCODING};
+use tokio::sync::OnceCell;
+
+use crate::model::upstream::response::EndpointResponse;
+
+/// The client of one `http` origin.
+pub(super) struct PlainClient {
+    endpoint: Endpoint,
+    connector: HttpConnector,
+    channel: OnceCell<Channel>,
+    metadata: Metadata,
+}
+
+impl PlainClient {
+    /// # Errors
+    /// `InvalidArgument` when a header is one that the connection sets itself.
+    pub(super) fn to(
+        origin: &str,
+        headers: &HeaderMap,
+        connections_max: usize,
+        connect_timeout: Duration,
+    ) -> Result<Self> {
+        let mut metadata = Metadata::new();
+        let mut config = HttpConfig { connections_max, connect_timeout, ..HttpConfig::default() };
+        for (name, value) in headers {
+            let value = value
+                .to_str()
+                .map_err(|_| Error::invalid(format!("the header `{name}` has a character that no header can carry")))?;
+            if name == CONTENT_TYPE || (name == ACCEPT_ENCODING && value == "identity") {
+                // What is sent anyway.
+            } else if name == HOST {
+                config.host = Some(value.to_owned());
+            } else if [ACCEPT_ENCODING, CONNECTION, CONTENT_LENGTH, TRANSFER_ENCODING].contains(name) {
+                return Err(Error::invalid(format!(
+                    "the default header `{name}` is set by the connection: leave it out"
+                )));
+            } else {
+                metadata.push(name.as_str().to_owned(), value);
+            }
+        }
+        let endpoint = Endpoint::parse(origin)?;
+        Ok(Self { endpoint, connector: HttpConnector::new(config), channel: OnceCell::new(), metadata })
+    }
+
+    /// `POST` of a JSON body; any complete answer is `Ok`.
+    pub(super) async fn post(&self, cx: &CallContext, path: String, body: Bytes) -> Result<EndpointResponse> {
+        let options = ConnectOptions::default();
+        // Opens nothing yet: connections are made call by call.
+        let connect = || self.connector.connect(cx, &self.endpoint, &options);
+        let channel = self.channel.get_or_try_init(connect).await?;
+        let mut own = cx.child();
+        own.metadata = self.metadata.clone();
+        own.reply_bytes_max = cx.reply_bytes_max;
+        let answer = channel.call(Request::post(own, Route::from(path), body)).await.map_err(of_transport)?;
+        let header = |name: &str| answer.metadata.get(name).map(str::to_owned);
+        Ok(EndpointResponse::new(
+            answer.status.0,
+            header("retry-after"),
+            header("location"),
+            answer.message.head.to_bytes(),
+        ))
+    }
+}
+
+/// A model call has no effect but its answer: one that was garbled on its way may be asked for again like a lost one.
+fn of_transport(error: Error) -> Error {
+    match error.code() {
+        Code::DataLoss => Error::unknown(Code::Unavailable, "the answer is not HTTP").caused_by(error),
+        _ => error,
+    }
+}

@@ -1,0 +1,89 @@
+//! Calls `https` endpoints with reqwest and rustls.
+
+use std::time::Duration;
+
+use bytes::{Bytes, BytesMut};
+use gym_core::{CallContext, Code, Error, Execution, Result};
+use http::header::{HeaderMap, LOCATION, RETRY_AFTER};
+use reqwest::Client;
+use reqwest::redirect::Policy;
+
+use crate::model::upstream::response::EndpointResponse;
+
+/// The client of one `https` origin.
+pub(super) struct TlsClient {
+    client: Client,
+    origin: String,
+    headers: HeaderMap,
+}
+
+impl TlsClient {
+    /// # Errors
+    /// `Internal` when the client cannot be set up.
+    pub(super) fn to(
+        origin: &str,
+        headers: &HeaderMap,
+        connections_max: usize,
+        connect_timeout: Duration,
+    ) -> Result<Self> {
+        static INSTALL: std::sync::Once = std::sync::Once::new();
+        INSTALL.call_once(|| {
+            // Refused when the program has installed one of its own, which is then used.
+            let _ = rustls::crypto::ring::default_provider().install_default();
+        });
+        let client = Client::builder()
+            .connect_timeout(connect_timeout)
+            .pool_max_idle_per_host(connections_max)
+            // uvicorn, and so vLLM, closes idle connections after 5 s; a request on one that is just closing would be lost.
+            .pool_idle_timeout(Duration::from_secs(4))
+            .tcp_keepalive(Duration::from_secs(60))
+            .redirect(Policy::none())
+            .no_proxy()
+            .http1_only()
+            .build()
+            .map_err(|error| {
+                Error::internal("cannot set up the HTTP client").about(origin.to_owned()).caused_by(error)
+            })?;
+        Ok(Self { client, origin: origin.to_owned(), headers: headers.clone() })
+    }
+
+    /// `POST` of a JSON body; any complete answer is `Ok`.
+    pub(super) async fn post(&self, cx: &CallContext, path: &str, body: Bytes) -> Result<EndpointResponse> {
+        // Boxed: it is large.
+        Box::pin(cx.bound(Execution::Unknown, async {
+            let url = format!("{}{path}", self.origin);
+            let request = self.client.post(url).headers(self.headers.clone()).body(body);
+            let mut response = request.send().await.map_err(of_reqwest)?;
+            let too_large = |length: u64| {
+                let text = format!("the answer has {length} bytes or more; at most {} are taken", cx.reply_bytes_max);
+                Error::finished(Code::ResourceExhausted, text)
+            };
+            let limit = cx.reply_bytes_max as u64;
+            if let Some(length) = response.content_length().filter(|length| *length > limit) {
+                return Err(too_large(length));
+            }
+            let mut whole = BytesMut::new();
+            while let Some(chunk) = response.chunk().await.map_err(of_reqwest)? {
+                let length = (whole.len() + chunk.len()) as u64;
+                if length > limit {
+                    return Err(too_large(length));
+                }
+                whole.extend_from_slice(&chunk);
+            }
+            let header = |name| response.headers().get(name).and_then(|value| value.to_str().ok().map(str::to_owned));
+            let (retry_after, location) = (header(RETRY_AFTER), header(LOCATION));
+            Ok(EndpointResponse::new(response.status().as_u16(), retry_after, location, whole.freeze()))
+        }))
+        .await
+    }
+}
+
+/// Whether the peer can have seen the request. The URL is left out: it may have credentials.
+fn of_reqwest(error: reqwest::Error) -> Error {
+    let (execution, text) = if error.is_connect() {
+        (Execution::NotStarted, "cannot connect")
+    } else {
+        (Execution::Unknown, "the connection was lost before the answer was complete")
+    };
+    Error::new(Code::Unavailable, execution, text).caused_by(error.without_url())
+}

@@ -1,0 +1,189 @@
+//! What NeMo Gym's request schemas forbid: top-level keys that they do not know, and the absence of the one they need.
+//!
+//! The bodies are not validated deeper: a value of the wrong type is the upstream engine's to refuse.
+
+use gym_core::RawObject;
+use serde_json::Value;
+
+use crate::role::reply::validation::ValidationProblem;
+
+/// The keys of `responses_create_params` in NeMo Gym 0.7.0.
+const RESPONSES_KEYS: &[&str] = &[
+    "background",
+    "context_management",
+    "conversation",
+    "include",
+    "input",
+    "instructions",
+    "max_output_tokens",
+    "max_tool_calls",
+    "metadata",
+    "model",
+    "moderation",
+    "parallel_tool_calls",
+    "previous_response_id",
+    "prompt",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "reasoning",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "stream",
+    "stream_options",
+    "temperature",
+    "text",
+    "tool_choice",
+    "tools",
+    "top_logprobs",
+    "top_p",
+    "truncation",
+    "user",
+];
+
+/// The keys of a chat completion request in NeMo Gym 0.7.0.
+const CHAT_KEYS: &[&str] = &[
+    "audio",
+    "chat_template_kwargs",
+    "frequency_penalty",
+    "logit_bias",
+    "logprobs",
+    "max_completion_tokens",
+    "max_tokens",
+    "messages",
+    "metadata",
+    "modalities",
+    "model",
+    "moderation",
+    "n",
+    "output_config",
+    "parallel_tool_calls",
+    "prediction",
+    "presence_penalty",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "reasoning_effort",
+    "response_format",
+    "safety_identifier",
+    "seed",
+    "service_tier",
+    "stop",
+    "store",
+    "stream",
+    "stream_options",
+    "temperature",
+    "thinking",
+    "tool_choice",
+    "tools",
+    "top_logprobs",
+    "top_p",
+    "user",
+    "verbosity",
+    "web_search_options",
+];
+
+/// The three that a streaming chat client may send and that are dropped, not passed on.
+const CHAT_EXTENSIONS: &[&str] = &["chat_template_kwargs", "output_config", "thinking"];
+
+/// Which of the two requests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Dialect {
+    Responses,
+    Chat,
+}
+
+impl Dialect {
+    fn known(self) -> &'static [&'static str] {
+        match self {
+            Self::Responses => RESPONSES_KEYS,
+            Self::Chat => CHAT_KEYS,
+        }
+    }
+
+    fn required(self) -> &'static str {
+        match self {
+            Self::Responses => "input",
+            Self::Chat => "messages",
+        }
+    }
+
+    /// The problems of a request body; `within` is where in the whole body it lies.
+    pub(crate) fn check(self, body: &RawObject, within: &[&str]) -> Vec<ValidationProblem> {
+        let mut details = Vec::new();
+        let path = |key| -> Vec<&str> { within.iter().copied().chain([key]).collect() };
+        let value = |key: &str| body.get_as::<Value>(key).ok().flatten().unwrap_or_default();
+        if !body.contains(self.required()) {
+            details.push(ValidationProblem::missing(&path(self.required()), body.outline().unwrap_or(Value::Null)));
+        }
+        if let Some(given) = body.get(self.required()) {
+            let key = self.required();
+            // Read only for a complaint: nearly every input is right, and some are long.
+            let list =
+                |path: &[&str]| ValidationProblem::new("list_type", path, "Input should be a valid list", value(key));
+            match (self, given.first()) {
+                (_, Some(b'[')) | (Self::Responses, Some(b'"')) => {}
+                (Self::Chat, _) => details.push(list(&path(key))),
+                (Self::Responses, _) => {
+                    let arm = |arm| [path(key), vec![arm]].concat();
+                    let text = "Input should be a valid string";
+                    details.push(ValidationProblem::new("string_type", &arm("str"), text, value(key)));
+                    details.push(list(&arm("list")));
+                }
+            }
+        }
+        for key in body.keys() {
+            if self.known().binary_search(&key).is_err() {
+                let text = "Extra inputs are not permitted";
+                details.push(ValidationProblem::new("extra_forbidden", &path(key), text, value(key)));
+            } else if key == "stream" && !matches!(body.get(key).as_deref(), Some(b"false" | b"null")) {
+                details.push(ValidationProblem::new("literal_error", &path(key), "Input should be False", value(key)));
+            }
+        }
+        details
+    }
+
+    /// A streaming client's body as a plain request: the keys that the schema does not know are left out, and so is the
+    /// wish to stream.
+    pub(crate) fn without_stream(self, body: &RawObject) -> Result<RawObject, gym_core::JsonError> {
+        let mut edit = body.edit();
+        for key in body.keys() {
+            let dropped = self.known().binary_search(&key).is_err()
+                || matches!(key, "stream" | "stream_options")
+                || (self == Self::Chat && CHAT_EXTENSIONS.contains(&key));
+            if dropped {
+                edit = edit.remove(key.to_owned());
+            }
+        }
+        edit.to_object()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::role::reply::validation::unprocessable;
+
+    #[test]
+    fn the_lists_can_be_searched() {
+        assert!(RESPONSES_KEYS.is_sorted() && CHAT_KEYS.is_sorted());
+    }
+
+    #[test]
+    fn what_is_missing_or_unknown_is_named_as_pydantic_names_it() {
+        let body = RawObject::parse(r#"{"model":"m","n":1,"stream":true}"#).unwrap();
+        let text = unprocessable(Dialect::Responses.check(&body, &["responses_create_params"])).message.head.to_bytes();
+        let got: Value = serde_json::from_slice(&text).unwrap();
+        let details = got["detail"].as_array().unwrap();
+        assert_eq!(details[0]["type"], "missing");
+        assert_eq!(details[0]["loc"], serde_json::json!(["body", "responses_create_params", "input"]));
+        assert_eq!((&details[1]["type"], &details[1]["input"]), (&"extra_forbidden".into(), &1.into()));
+        assert_eq!(details[2]["type"], "literal_error");
+        let chat = RawObject::parse(r#"{"messages":[],"stream":null,"seed":1}"#).unwrap();
+        assert_eq!(Dialect::Chat.check(&chat, &[]), []);
+        let number = RawObject::parse(r#"{"input":3,"messages":"x"}"#).unwrap();
+        let text = unprocessable(Dialect::Responses.check(&number, &[])).message.head.to_bytes();
+        let got: Value = serde_json::from_slice(&text).unwrap();
+        assert_eq!(got["detail"][0]["loc"], serde_json::json!(["body", "input", "str"]));
+        assert_eq!((&got["detail"][1]["type"], &got["detail"][1]["input"]), (&"list_type".into(), &3.into()));
+    }
+}

@@ -1,0 +1,48 @@
+//! How a server reaches its peers, as `/health` and `rgym status` show it.
+
+use gym_client::transport::PeerPath;
+use gym_core::Transport;
+use serde::{Deserialize, Serialize};
+
+/// Peers that `/health` lists: more than a configuration has servers, and few enough for a reply that is requested often.
+const PEERS_MAX: usize = 64;
+
+/// The path to one peer.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct PeerReport {
+    pub(crate) peer: String,
+    /// The transport's name; `None` for a connector without one, and for a peer that was not reached.
+    pub(crate) transport: Option<String>,
+    /// The scheme of the endpoint; empty for a peer that was not reached.
+    pub(crate) scheme: String,
+    /// What moves the bytes, as the transport names it.
+    pub(crate) lanes: String,
+    /// The preferred transports that were rejected.
+    pub(crate) refused: Vec<RejectedTransport>,
+}
+
+/// A transport that was not used, and the reason.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct RejectedTransport {
+    pub(crate) transport: String,
+    pub(crate) why: String,
+}
+
+/// Reports the peers in other processes.
+pub(crate) fn reports(peers: &[PeerPath]) -> Vec<PeerReport> {
+    peers.iter().filter(|peer| peer.transport != Some(Transport::MEM)).take(PEERS_MAX).map(report).collect()
+}
+
+fn report(path: &PeerPath) -> PeerReport {
+    let refused = path
+        .refused
+        .iter()
+        .map(|refusal| RejectedTransport { transport: refusal.transport.to_string(), why: refusal.reason.clone() });
+    PeerReport {
+        peer: path.peer.clone(),
+        transport: path.transport.map(|transport| transport.to_string()),
+        scheme: path.scheme.to_owned(),
+        lanes: path.lanes.clone(),
+        refused: refused.collect(),
+    }
+}

@@ -1,0 +1,71 @@
+//! The bodies that NeMo Gym's clients know: FastAPI's 404, 405 and 422, and the JSON string of a 500.
+
+pub(crate) mod aggregate;
+pub(crate) mod health;
+pub(crate) mod validation;
+
+use gym_core::{Code, ContentType, Error, Execution, Message, RawObject, Response, Status};
+use serde_json::{Value, json};
+
+use crate::metrics::Metrics;
+use crate::role::reply::validation::{ValidationProblem, unprocessable};
+
+/// `{"detail":"Not Found"}`.
+pub(crate) fn not_found() -> Response {
+    Response::new(Status(404), Message::json(r#"{"detail":"Not Found"}"#))
+}
+
+/// `{"detail":"Method Not Allowed"}`.
+pub(crate) fn method_not_allowed(allow: &'static str) -> Response {
+    let mut response = Response::new(Status(405), Message::json(r#"{"detail":"Method Not Allowed"}"#));
+    response.metadata.push("allow", allow);
+    response
+}
+
+/// `{"status":"ok"}`.
+pub(crate) fn ok() -> Response {
+    Response::json(r#"{"status":"ok"}"#)
+}
+
+/// The metrics of the process, as Prometheus scrapes them.
+pub(crate) fn metrics(metrics: &Metrics) -> Response {
+    let mut response = Response::text(metrics.text());
+    response.message.content_type =
+        ContentType::Other("application/openmetrics-text; version=1.0.0; charset=utf-8".into());
+    response
+}
+
+/// The answer that an error of a role is: 422 and 404 as FastAPI writes them, anything else as every transport does.
+pub(crate) fn of_error(error: &Error) -> Response {
+    match (error.code(), error.execution()) {
+        (Code::InvalidArgument, Execution::NotStarted) => {
+            unprocessable(vec![ValidationProblem::new("value_error", &[], error.to_string(), json!({}))])
+        }
+        (Code::NotFound, Execution::NotStarted) if error.subject().is_empty() => {
+            let mut response = not_found();
+            response.metadata.push(gym_core::CODE_METADATA, Code::NotFound.as_str());
+            response.metadata.push(gym_core::EXECUTION_METADATA, Execution::NotStarted.as_str());
+            response
+        }
+        _ => Response::from_error(error),
+    }
+}
+
+/// The body of a request as an object; the 422 that it deserves otherwise.
+#[expect(clippy::result_large_err, reason = "the answer is sent next; a box would be taken apart at once")]
+pub(crate) fn object(message: &Message) -> Result<RawObject, Response> {
+    message.head.to_object().map_err(|error| {
+        let text = message.head.to_bytes();
+        unprocessable(vec![match serde_json::from_slice::<Value>(&text) {
+            // JSON, but a list or a number.
+            Ok(other) => ValidationProblem::new(
+                "model_attributes_type",
+                &[],
+                "Input should be a valid dictionary or object to extract fields from",
+                other,
+            ),
+            Err(_) if text.is_empty() => ValidationProblem::missing(&[], Value::Null),
+            Err(_) => ValidationProblem::json(&error),
+        }])
+    })
+}

@@ -1,0 +1,134 @@
+//! Requests to a role and their paths: rollout prefixes, the paths of tools, percent-encoding (RFC 3986, section 2.1).
+
+use std::borrow::Cow;
+
+use gym_core::{CallContext, Message, Route, ServerKind, SessionId, Verb};
+
+/// The properties that all implementations of a role share.
+#[derive(Debug)]
+pub(crate) struct RoleSpec {
+    /// The kind of server.
+    pub(crate) kind: ServerKind,
+    /// The routes that metrics count separately; all others are counted together.
+    pub(crate) routes: &'static [&'static str],
+    /// Whether the role keeps sessions; an environment server forwards the sessions of other servers.
+    pub(crate) sessions: bool,
+}
+
+/// A request to a role whose session is known.
+#[derive(Debug)]
+pub(crate) struct RoleRequest {
+    pub(crate) verb: Verb,
+    pub(crate) route: Route,
+    pub(crate) context: CallContext,
+    pub(crate) session: SessionId,
+    pub(crate) message: Message,
+}
+
+impl RoleRequest {
+    /// Returns verb and path, for a `match`.
+    pub(crate) fn target(&self) -> (Verb, &str) {
+        (self.verb, self.path())
+    }
+
+    /// Returns the path without rollout prefix and query.
+    pub(crate) fn path(&self) -> &str {
+        without_rollout_prefix(self.route.path())
+    }
+}
+
+/// Strips `/ng-rollout/<id>[/training-token-capture]`, which may precede any path.
+fn without_rollout_prefix(path: &str) -> &str {
+    let Some(rest) = path.strip_prefix("/ng-rollout/") else { return path };
+    let Some((id, _)) = rest.split_once('/') else { return path };
+    let valid = id.starts_with(|c: char| c.is_ascii_alphanumeric())
+        && id.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-'));
+    if !valid {
+        return path;
+    }
+    let rest = &rest[id.len()..];
+    match rest.strip_prefix("/training-token-capture") {
+        Some(route) if route.starts_with('/') => route,
+        _ => rest,
+    }
+}
+
+/// Decodes `%20` and the like. A `%` without two hexadecimal digits is kept, and a text whose bytes are not UTF-8 is returned
+/// unchanged.
+pub(crate) fn percent_decoded(text: &str) -> Cow<'_, str> {
+    if !text.contains('%') {
+        return Cow::Borrowed(text);
+    }
+    let mut bytes = Vec::with_capacity(text.len());
+    let mut rest = text.as_bytes();
+    while let [first, tail @ ..] = rest {
+        let escaped = (*first == b'%').then(|| tail.get(..2)).flatten().and_then(|pair| {
+            let digit = |byte: u8| char::from(byte).to_digit(16);
+            u8::try_from(digit(pair[0])? * 16 + digit(pair[1])?).ok()
+        });
+        bytes.push(escaped.unwrap_or(*first));
+        rest = if escaped.is_some() { &tail[2..] } else { tail };
+    }
+    String::from_utf8(bytes).map_or(Cow::Borrowed(text), Cow::Owned)
+}
+
+/// The routes of a resources server that are no tools. A model that could call one would end, score or restart its own episode.
+const PROTOCOL: [&str; 4] = ["seed_session", "verify", "close_session", "aggregate_metrics"];
+
+/// Returns `true` if a tool of this name would have a path of the protocol, for a server that ignores extra slashes.
+pub(crate) fn is_protocol(name: &str) -> bool {
+    let path = name.split('?').next().unwrap_or_default().trim_matches('/');
+    let path = match path.strip_prefix("ng-rollout/") {
+        Some(prefixed) => prefixed.rsplit('/').next().unwrap_or_default(),
+        None => path,
+    };
+    PROTOCOL.contains(&path)
+}
+
+/// Returns the path of a tool. Characters that a path cannot hold are percent-encoded, because the name comes from a model.
+pub(crate) fn tool_route(name: &str) -> Route {
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-._~!$&'()*+,;=:@/?".contains(&byte);
+    let mut route = String::with_capacity(name.len() + 1);
+    route.push('/');
+    for byte in name.bytes() {
+        if plain(byte) {
+            route.push(char::from(byte));
+        } else {
+            route.push_str(&format!("%{byte:02X}"));
+        }
+    }
+    Route::from(route)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rollout_prefix_is_taken_off() {
+        for (path, bare) in [
+            ("/run", "/run"),
+            ("/ng-rollout/3-0-a1/v1/responses", "/v1/responses"),
+            ("/ng-rollout/a.b/training-token-capture/v1/responses", "/v1/responses"),
+            ("/ng-rollout/-x/run", "/ng-rollout/-x/run"),
+            ("/ng-rollout/x", "/ng-rollout/x"),
+        ] {
+            assert_eq!(without_rollout_prefix(path), bare);
+        }
+    }
+
+    #[test]
+    fn escapes_become_the_text_they_stand_for() {
+        for (written, meant) in [
+            ("plain", "plain"),
+            ("get%20weather", "get weather"),
+            ("%C3%A9t%c3%a9", "été"),
+            ("a%2Fb", "a/b"),
+            ("100%", "100%"),
+            ("%zz%2", "%zz%2"),
+            ("%ff", "%ff"),
+        ] {
+            assert_eq!(percent_decoded(written), meant);
+        }
+    }
+}

@@ -1,0 +1,34 @@
+//! Values that the configuration blocks of several servers share.
+
+use std::time::Duration;
+
+use serde::{Deserialize, Deserializer};
+
+/// Names another server of the configuration: `{type: resources_servers, name: my_env}`.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+pub struct ServerRef {
+    /// The instance's name.
+    pub name: String,
+}
+
+impl ServerRef {
+    /// Refers to the server of this name.
+    #[must_use]
+    pub fn new(name: impl Into<String>) -> Self {
+        Self { name: name.into() }
+    }
+}
+
+/// A positive time, written as a number of seconds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Seconds(pub Duration);
+
+impl<'de> Deserialize<'de> for Seconds {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let seconds = f64::deserialize(deserializer)?;
+        match Duration::try_from_secs_f64(seconds) {
+            Ok(duration) if !duration.is_zero() => Ok(Self(duration)),
+            _ => Err(serde::de::Error::custom(format!("{seconds} is not a positive number of seconds"))),
+        }
+    }
+}

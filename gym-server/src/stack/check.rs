@@ -1,0 +1,58 @@
+//! Whether and how the instances of a configuration would run, without starting them.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use gym_client::config::InstanceConfig;
+use gym_client::{ServerClient, Transports};
+use gym_core::{InProcess, MemoryRegistry, Result, World};
+
+use crate::role::ServerContext;
+use crate::stack::instance::unknown_implementation;
+use crate::stack::python;
+use crate::stack::servers::{Build, Servers};
+
+/// How an instance runs here.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum RunsAs {
+    /// In this process.
+    Native,
+    /// As a child, from this folder.
+    Python(PathBuf),
+}
+
+impl fmt::Display for RunsAs {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Native => f.write_str("native"),
+            Self::Python(folder) => write!(f, "python {}", folder.display()),
+        }
+    }
+}
+
+/// Returns how an instance runs with these implementations and these directories of Python servers.
+///
+/// # Errors
+/// The error of starting the instance.
+pub(crate) fn runs_as(instance: &InstanceConfig, servers: &Servers, roots: &[PathBuf]) -> Result<RunsAs> {
+    if servers.has(instance.kind, &instance.implementation) {
+        return Ok(RunsAs::Native);
+    }
+    if instance.entrypoint.is_none() {
+        return Err(unknown_implementation(instance, servers));
+    }
+    python::find(instance, roots).map(|(folder, _)| RunsAs::Python(folder))
+}
+
+/// Creates a native instance without serving it, to find mistakes in its block. A Python instance is not checked.
+///
+/// # Errors
+/// The error of starting the instance.
+pub(crate) fn try_build(instance: &InstanceConfig, servers: &Servers, world: &World) -> Result<()> {
+    let registry = Arc::new(MemoryRegistry::new());
+    let client = ServerClient::new(registry, Transports::from_features(InProcess::new()), world);
+    let context = ServerContext::new(&instance.name, &instance.implementation, world);
+    let made = servers.make(&Build { instance, context: &context, client: &client });
+    made.map_or(Ok(()), |made| made.map(drop)).map_err(|error| error.about(format!("start {}", instance.name)))
+}

@@ -1,0 +1,56 @@
+//! One instance of a configuration: how it is registered and shown.
+
+use std::collections::BTreeMap;
+
+use gym_client::config::InstanceConfig;
+use gym_core::{Endpoint, Error, Incarnation, Registration};
+
+use crate::stack::servers::Servers;
+
+/// A server of a stack.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RunningServer {
+    /// The instance's name.
+    pub name: String,
+    /// The kind of server; `head_server` for the head server.
+    pub kind: String,
+    /// The implementation's name.
+    pub implementation: String,
+    /// The URL of the server.
+    pub url: String,
+    /// `native`, or `python` with the process id of the child.
+    pub runs_as: String,
+}
+
+/// Returns the registration of an instance.
+pub(super) fn registration(
+    instance: &InstanceConfig,
+    endpoints: Vec<Endpoint>,
+    incarnation: Incarnation,
+    labels: BTreeMap<String, String>,
+) -> Registration {
+    Registration {
+        name: instance.name.clone(),
+        rank: None,
+        kind: instance.kind,
+        implementation: instance.implementation.clone(),
+        endpoints,
+        incarnation,
+        ttl: gym_core::DEFAULT_TTL,
+        labels,
+    }
+}
+
+pub(super) fn unknown_implementation(instance: &InstanceConfig, servers: &Servers) -> Error {
+    let known: Vec<_> = servers.names(instance.kind).collect();
+    Error::invalid(format!(
+        "{}: {}.{}.{}: this program has no implementation `{}`, and the block names no Python entrypoint\n  fix: add \
+         `entrypoint: app.py` to run it with Python, or use one of {}",
+        instance.origin,
+        instance.name,
+        instance.kind,
+        instance.implementation,
+        instance.implementation,
+        known.join(", "),
+    ))
+}

@@ -1,0 +1,72 @@
+//! The options of a stack.
+
+use std::ffi::OsString;
+use std::fmt;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use gym_client::Transports;
+use gym_client::launch::LineSink;
+use gym_client::transport::http::HttpConfig;
+use gym_core::Endpoint;
+
+/// The options of a [`Stack`](crate::stack::Stack).
+///
+/// ```
+/// use gym_server::StackOptions;
+///
+/// let options = StackOptions { only: vec!["math".to_owned()], ..StackOptions::default() };
+/// ```
+#[derive(Clone)]
+pub struct StackOptions {
+    /// Serves only these instances; `head_server` is the head server. Empty by default: everything.
+    pub only: Vec<String>,
+    /// The head server to register with if it is not served here. By default `head_server` of the configuration.
+    pub head: Option<Endpoint>,
+    /// The interpreter of Python entrypoints. Required by a configuration that has one.
+    pub python: Option<PathBuf>,
+    /// Directories that contain the directories of Python servers, in the order of the search. Empty by default.
+    pub python_roots: Vec<PathBuf>,
+    /// Environment variables of Python servers, in addition to those that NeMo Gym sets. Empty by default.
+    pub python_env: Vec<(String, OsString)>,
+    /// Receives the output lines of Python servers.
+    pub lines: Option<LineSink>,
+    /// Time until a Python server must answer. 300 s by default.
+    pub start_timeout: Duration,
+    /// Time that calls in flight have after a stop. 10 s by default.
+    pub stop_grace: Duration,
+    /// Maximum calls in flight on one in-process channel. 16,384 by default.
+    pub in_process_calls_max: usize,
+    /// The transports that the servers listen on and call with. `None` by default: those that the program was built with.
+    pub transports: Option<Transports>,
+    /// Limits of the HTTP servers.
+    pub http: HttpConfig,
+}
+
+impl Default for StackOptions {
+    fn default() -> Self {
+        Self {
+            only: Vec::new(),
+            head: None,
+            python: None,
+            python_roots: Vec::new(),
+            python_env: Vec::new(),
+            lines: None,
+            // A Python server imports for seconds, on a busy machine for a minute.
+            start_timeout: Duration::from_secs(300),
+            stop_grace: Duration::from_secs(10),
+            in_process_calls_max: 16_384,
+            transports: None,
+            http: HttpConfig::default(),
+        }
+    }
+}
+
+impl fmt::Debug for StackOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("StackOptions").field("only", &self.only).field("python", &self.python).finish_non_exhaustive()
+    }
+}
+
+/// The name of the head server in [`StackOptions::only`].
+pub const HEAD_NAME: &str = "head_server";

@@ -1,0 +1,355 @@
+//! The running servers of a configuration, started and stopped in order.
+
+use std::collections::BTreeMap;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+use std::time::Duration;
+
+use gym_client::collect::{DriverOptions, Rollouts, ServerNames};
+use gym_client::config::{GymConfig, InstanceConfig};
+use gym_client::registry::{LeaseKeeper, RemoteRegistry};
+use gym_client::transport::http::http1::HttpListener;
+use gym_client::{ServerClient, Transports};
+use gym_core::{
+    CallContext, Code, Endpoint, Error, Handler, InProcess, Incarnation, Instance, ListenOptions, Listener,
+    MemoryRegistry, RawObject, Registry, Result, ServerKind, Transport, TransportPolicy, World,
+};
+use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
+
+use crate::head::{GlobalConfig, HeadServer};
+use crate::metrics::Metrics;
+use crate::role::ServerContext;
+use crate::stack::instance::{RunningServer, registration, unknown_implementation};
+use crate::stack::options::{HEAD_NAME, StackOptions};
+use crate::stack::python;
+use crate::stack::servers::{Build, Servers};
+use gym_core::transport::serve;
+
+/// The running servers of a configuration. [`Stack::stop`] stops them in order; dropping the stack aborts them.
+#[derive(Debug)]
+pub struct Stack {
+    client: ServerClient,
+    registry: Arc<dyn Registry>,
+    head: Option<HeadServer>,
+    running: Vec<RunningServer>,
+    leases: Vec<LeaseKeeper>,
+    /// Drained one after the other: callers before the servers that they call.
+    stages: Vec<ShutdownStage>,
+    python_servers: Option<python::PythonServers>,
+    stop_grace: Duration,
+    metrics: Metrics,
+    names: ServerNames,
+    world: World,
+}
+
+#[derive(Debug)]
+struct ShutdownStage {
+    drain: CancellationToken,
+    tasks: JoinSet<Result<()>>,
+}
+
+impl ShutdownStage {
+    fn new() -> Self {
+        Self { drain: CancellationToken::new(), tasks: JoinSet::new() }
+    }
+
+    fn serve(&mut self, listener: Box<dyn Listener>, handler: &Arc<dyn Handler>, grace: Duration) {
+        self.tasks.spawn(serve(listener, Arc::clone(handler), self.drain.clone(), grace));
+    }
+
+    async fn stop(mut self) {
+        self.drain.cancel();
+        while let Some(ended) = self.tasks.join_next().await {
+            match ended {
+                Ok(Ok(())) => {}
+                Ok(Err(error)) => tracing::warn!(%error, "a listener ended with an error"),
+                Err(error) => tracing::warn!(%error, "a server's task ended"),
+            }
+        }
+    }
+}
+
+/// Callers stop before the servers that they call.
+const SHUTDOWN_ORDER: [ServerKind; 4] =
+    [ServerKind::Environment, ServerKind::Agent, ServerKind::Model, ServerKind::Resources];
+
+impl Stack {
+    /// Starts the servers of `config` and waits until all of them serve.
+    ///
+    /// # Errors
+    /// `InvalidArgument` with place and fix for a mistake in the configuration, such as an implementation that is neither native
+    /// nor Python; `Unavailable` if a server does not start. The servers that have started are stopped again.
+    pub async fn start(config: GymConfig, servers: &Servers, world: &World, options: StackOptions) -> Result<Self> {
+        let in_process = InProcess::new().with_calls_max(options.in_process_calls_max);
+        // The head server is called over HTTP whatever the policy allows: it is how all others are found.
+        let control = Transports::from_features(in_process.clone()).with_policy(TransportPolicy::without_ucx());
+        let metrics = Metrics::new();
+        let config = Arc::new(config);
+        let wanted = wanted(&config, &options.only)?;
+        let policy = config.transport_policy.clone().unwrap_or_else(TransportPolicy::without_ucx);
+        let all = options.transports.clone().unwrap_or_else(|| {
+            Transports::from_features(in_process.clone())
+                .with(gym_client::transport::http::HttpBackend { http: options.http.clone(), ..Default::default() })
+        });
+        policy.check(&all.known())?;
+        let transports = all.scoped(&policy, Some(ucx_address(&wanted)));
+        metrics.with(|known| {
+            known.register_collector(Box::new(transports.metrics()));
+            #[cfg(feature = "rdma")]
+            known.register_collector(Box::new(transports.ucx_metrics()));
+        });
+        let serves_head = options.only.is_empty() || options.only.iter().any(|name| name == HEAD_NAME);
+        let memory = MemoryRegistry::new();
+        let local = options.only.is_empty();
+        let registry: Arc<dyn Registry> = if serves_head {
+            Arc::new(memory.clone())
+        } else {
+            let head = match &options.head {
+                Some(head) => head.clone(),
+                None => Endpoint::parse(&format!("http://{}:{}", config.head.host, config.head.port))?,
+            };
+            Arc::new(RemoteRegistry::new(head, control, world.clone()))
+        };
+        let client = ServerClient::new(Arc::clone(&registry), transports, world);
+        let mut stack = Self {
+            client,
+            registry,
+            head: None,
+            running: Vec::new(),
+            leases: Vec::new(),
+            stages: SHUTDOWN_ORDER.iter().chain(&[ServerKind::Resources]).map(|_| ShutdownStage::new()).collect(),
+            python_servers: None,
+            stop_grace: options.stop_grace,
+            metrics,
+            names: ServerNames::of_config(&config),
+            world: world.clone(),
+        };
+        let started = stack.bring_up(&config, &wanted, servers, world, &options, serves_head.then_some(memory), local);
+        match started.await {
+            Ok(()) => Ok(stack),
+            Err(error) => {
+                stack.stop().await;
+                Err(error)
+            }
+        }
+    }
+
+    #[allow(clippy::too_many_arguments)] // The parts of one start, used once.
+    async fn bring_up(
+        &mut self,
+        config: &Arc<GymConfig>,
+        wanted: &[InstanceConfig],
+        servers: &Servers,
+        world: &World,
+        options: &StackOptions,
+        head: Option<MemoryRegistry>,
+        local: bool,
+    ) -> Result<()> {
+        if let Some(memory) = head {
+            self.start_head(memory, config, world, options)?;
+        }
+        let incarnation = Incarnation(u64::try_from(world.now().as_millis()).unwrap_or(u64::MAX));
+        let mut python_instances = Vec::new();
+        for instance in wanted {
+            let mut context = ServerContext::new(&instance.name, &instance.implementation, world);
+            context.metrics = self.metrics.clone();
+            context.transports = Some(self.client.transports().clone());
+            context.incarnation = Some(incarnation);
+            let build = Build { instance, context: &context, client: &self.client };
+            match servers.make(&build) {
+                Some(handler) => {
+                    let handler = handler.map_err(|error| error.about(format!("start {}", instance.name)))?;
+                    self.start_native(instance, handler, incarnation, local, options).await?;
+                }
+                None if instance.entrypoint.is_some() => python_instances.push(instance.clone()),
+                None => return Err(unknown_implementation(instance, servers)),
+            }
+        }
+        if !python_instances.is_empty() {
+            let python_servers =
+                python::PythonServers::start(config, python_instances, options, &self.registry, incarnation).await?;
+            self.running.extend(python_servers.running());
+            self.python_servers = Some(python_servers);
+        }
+        self.running.sort_by_key(|row| config.instances.iter().position(|instance| instance.name == row.name));
+        if let Some(head) = &self.head {
+            head.set_ready();
+        }
+        Ok(())
+    }
+
+    fn start_head(
+        &mut self,
+        memory: MemoryRegistry,
+        config: &Arc<GymConfig>,
+        world: &World,
+        options: &StackOptions,
+    ) -> Result<()> {
+        let yaml = Arc::clone(config);
+        let text: GlobalConfig = Arc::new(move |instances: &[Instance]| yaml.to_global_yaml_with(&live(instances)));
+        let head = HeadServer::new(memory, text, world, self.metrics.clone());
+        let listener = bind(&config.head.host, config.head.port, options).map_err(|error| {
+            error.about(format!("start the head server on {}:{}", config.head.host, config.head.port))
+        })?;
+        let url = listener.endpoints()[0].to_string();
+        self.running.push(RunningServer {
+            name: HEAD_NAME.to_owned(),
+            kind: HEAD_NAME.to_owned(),
+            implementation: "head".to_owned(),
+            url,
+            runs_as: "native".to_owned(),
+        });
+        let handler: Arc<dyn Handler> = Arc::new(head.clone());
+        self.stages.last_mut().expect("one stage per kind and the head's").serve(
+            listener,
+            &handler,
+            options.stop_grace,
+        );
+        self.head = Some(head);
+        Ok(())
+    }
+
+    async fn start_native(
+        &mut self,
+        instance: &InstanceConfig,
+        handler: Arc<dyn Handler>,
+        incarnation: Incarnation,
+        local: bool,
+        options: &StackOptions,
+    ) -> Result<()> {
+        let stage = SHUTDOWN_ORDER.iter().position(|kind| *kind == instance.kind).unwrap_or_default();
+        let stage = &mut self.stages[stage];
+        let place = if local { ListenOptions::named(&instance.name) } else { ListenOptions::default() };
+        let place = place.at(instance.host.clone(), instance.port.unwrap_or(0));
+        let listened = self.client.transports().listen(place, handler, &[Transport::HTTP]).await;
+        let (listener, handler) =
+            listened.map_err(|error| error.about(format!("start {} on {}", instance.name, instance.host)))?;
+        // The preferred one first; HTTP last, because every caller has it.
+        let mut endpoints = listener.endpoints().to_vec();
+        endpoints.retain(|endpoint| endpoint.scheme() != "http+frames");
+        let url = endpoints.last().cloned().ok_or_else(|| Error::internal("nothing listens"))?;
+        stage.serve(listener, &handler, options.stop_grace);
+        let labels = BTreeMap::from([("pid".to_owned(), std::process::id().to_string())]);
+        let registration = registration(instance, endpoints, incarnation, labels);
+        let cx = CallContext::within(Duration::from_secs(30));
+        self.leases.push(LeaseKeeper::start(Arc::clone(&self.registry), &cx, registration).await?);
+        self.running.push(RunningServer {
+            name: instance.name.clone(),
+            kind: instance.kind.to_string(),
+            implementation: instance.implementation.clone(),
+            url: url.to_string(),
+            runs_as: "native".to_owned(),
+        });
+        Ok(())
+    }
+
+    /// Runs an agent of this stack on tasks and returns the rollouts in the order in which they end.
+    ///
+    /// # Errors
+    /// `NotFound` with the nearest name if the stack has no such agent.
+    pub fn rollouts(
+        &self,
+        agent: &str,
+        tasks: impl IntoIterator<Item = RawObject, IntoIter: Send + 'static>,
+    ) -> Result<Rollouts> {
+        let (server, _) = self.names.server_of_agent(agent)?;
+        let tasks = futures_util::stream::iter(tasks.into_iter().map(Ok));
+        Ok(Rollouts::run(self.client.clone(), &self.world, (&server, agent), tasks, DriverOptions::default()))
+    }
+
+    /// Returns a client that calls the servers by name.
+    #[must_use]
+    pub fn client(&self) -> &ServerClient {
+        &self.client
+    }
+
+    /// Returns the servers in the order of the configuration, the head server first.
+    #[must_use]
+    pub fn servers(&self) -> &[RunningServer] {
+        &self.running
+    }
+
+    /// Returns the metrics of this process.
+    #[must_use]
+    pub fn metrics(&self) -> &Metrics {
+        &self.metrics
+    }
+
+    /// Stops environment servers, agents, models and resources servers in this order, each within the grace period, so that
+    /// episodes in progress can finish; then ends the leases, the Python servers and the head server.
+    pub async fn stop(mut self) {
+        let head = self.stages.pop();
+        for stage in self.stages.drain(..) {
+            stage.stop().await;
+        }
+        let mut ending = JoinSet::new();
+        for lease in self.leases.drain(..) {
+            ending.spawn(lease.end(Duration::from_secs(2)));
+        }
+        while ending.join_next().await.is_some() {}
+        if let Some(python_servers) = self.python_servers.take() {
+            python_servers.stop(self.stop_grace).await;
+        }
+        if let Some(head) = head {
+            head.stop().await;
+        }
+    }
+}
+
+/// Returns the address that UCX listens on for other hosts: the host of the servers if they share one, else any address.
+fn ucx_address(wanted: &[InstanceConfig]) -> IpAddr {
+    let mut hosts = wanted.iter().map(|instance| instance.host.as_str());
+    let first = hosts.next().filter(|first| hosts.all(|host| host == *first));
+    let resolved = first.and_then(|host| std::net::ToSocketAddrs::to_socket_addrs(&(host, 0)).ok()?.next());
+    resolved.map_or_else(|| std::net::Ipv4Addr::UNSPECIFIED.into(), |address| address.ip())
+}
+
+/// Returns the instances that `only` names, or all if it is empty.
+fn wanted(config: &GymConfig, only: &[String]) -> Result<Vec<InstanceConfig>> {
+    if only.is_empty() {
+        return Ok(config.instances.clone());
+    }
+    let named = only.iter().filter(|name| *name != HEAD_NAME);
+    named.map(|name| config.require(name).cloned().map_err(|error| Error::invalid(error.to_string()))).collect()
+}
+
+/// Returns host and port of each live server with an HTTP endpoint.
+fn live(instances: &[Instance]) -> Vec<gym_client::config::LiveServer> {
+    instances
+        .iter()
+        .filter_map(|instance| {
+            let http = instance.endpoints.iter().find(|endpoint| endpoint.scheme() == "http")?;
+            let (host, port) = http.address().rsplit_once(':')?;
+            Some(gym_client::config::LiveServer {
+                name: instance.name.clone(),
+                kind: instance.kind,
+                implementation: instance.implementation.clone(),
+                host: host.to_owned(),
+                port: port.parse().ok()?,
+            })
+        })
+        .collect()
+}
+
+fn bind(host: &str, port: u16, options: &StackOptions) -> Result<Box<dyn Listener>> {
+    let address =
+        std::net::ToSocketAddrs::to_socket_addrs(&(host, port)).ok().and_then(|mut found| found.next()).ok_or_else(
+            || Error::invalid(format!("the host `{host}` cannot be resolved; use an address of this machine")),
+        )?;
+    let listener = HttpListener::bind(address, options.http.clone())
+        .and_then(|listener| listener.advertised_as(host))
+        .map_err(|error| explain_bind(error, address))?;
+    Ok(Box::new(listener))
+}
+
+fn explain_bind(error: Error, address: SocketAddr) -> Error {
+    match error.code() {
+        Code::AlreadyExists => Error::not_started(
+            Code::AlreadyExists,
+            format!("{address} is in use; stop what listens there, or choose another port"),
+        )
+        .caused_by(error),
+        _ => error,
+    }
+}

@@ -1,0 +1,299 @@
+//! The reading end as a machine without a socket: it says where the next bytes go, and what the bytes so far mean.
+//!
+//! Large parts of a message are read from the socket straight into the buffer they stay in; everything else passes through a
+//! small staging buffer. A length is checked before anything is allocated for it, and each part only gets its buffer when the
+//! part before it is complete: a peer that announces much and sends little costs little.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use gym_core::Result;
+use gym_core::frame::{Lengths, MessageLimits};
+use gym_core::mux::malformed;
+
+use crate::frames::buffers::{ReceiveBuffer, ReceiveBufferPool};
+use crate::frames::codec::frame::{CHUNK_BYTES, FRAME_BYTES, FrameHeader, FrameKind};
+
+/// Bytes of the staging buffer: a few hundred small calls at a time.
+const STAGING_BYTES: usize = 64 << 10;
+/// From here on, bytes of a part are read where they stay; below, one more system call costs more than the copy.
+const DIRECT_BYTES_MIN: usize = 4 << 10;
+
+/// What has come.
+#[derive(Debug)]
+pub(crate) enum Event {
+    Handshake(Bytes),
+    /// The start of a message. The message is skipped unless [`Decoder::keep`] is called before the next event.
+    Start(MessageStart),
+    /// The kept message is complete.
+    Complete(CompleteMessage),
+    Cancel(u64),
+    Failed(u64, Bytes),
+    Heartbeat,
+    Drain,
+}
+
+/// The start of a message.
+#[derive(Debug)]
+pub(crate) struct MessageStart {
+    pub(crate) kind: FrameKind,
+    pub(crate) call: u64,
+    /// What follows the lengths in its header.
+    pub(crate) header: Bytes,
+    /// Bytes of its head and segments.
+    pub(crate) total: usize,
+}
+
+/// A complete message.
+#[derive(Debug)]
+pub(crate) struct CompleteMessage {
+    pub(crate) call: u64,
+    pub(crate) head: Bytes,
+    pub(crate) segments: Vec<Bytes>,
+}
+
+pub(crate) struct Decoder {
+    limits: MessageLimits,
+    pool: Arc<ReceiveBufferPool>,
+    staging: Vec<u8>,
+    start: usize,
+    end: usize,
+    stage: Stage,
+    partial: Option<PartialMessage>,
+    chunk_left: usize,
+    /// Whether the last space given out was a part's own buffer.
+    direct: bool,
+}
+
+#[derive(Clone, Copy)]
+enum Stage {
+    Frame,
+    Payload(FrameHeader),
+    Body,
+}
+
+/// A message on its way in.
+struct PartialMessage {
+    call: u64,
+    lengths: Lengths,
+    left: usize,
+    keep: bool,
+    /// Complete parts: the head, then the segments.
+    parts: Vec<Bytes>,
+    buffer: Option<ReceiveBuffer>,
+    filled: usize,
+}
+
+impl PartialMessage {
+    /// Freezes what is full and makes room for the part that comes next.
+    fn settle(&mut self, pool: &Arc<ReceiveBufferPool>) -> Result<()> {
+        loop {
+            match self.buffer.take() {
+                Some(buffer) if self.filled < buffer.len() => {
+                    self.buffer = Some(buffer);
+                    return Ok(());
+                }
+                Some(buffer) => {
+                    self.parts.push(buffer.freeze());
+                    self.filled = 0;
+                }
+                None if self.parts.len() <= self.lengths.segments.len() => {
+                    let next = self.parts.len().checked_sub(1).map(|segment| self.lengths.segments[segment]);
+                    self.buffer = Some(pool.buffer(next.unwrap_or(self.lengths.head))?);
+                }
+                None => return Ok(()),
+            }
+        }
+    }
+
+    /// Bytes that the part under way still wants.
+    fn part_left(&self) -> usize {
+        self.buffer.as_ref().map_or(0, |buffer| buffer.len() - self.filled)
+    }
+}
+
+impl Decoder {
+    /// `already` came before this machine was there.
+    pub(crate) fn new(limits: MessageLimits, pool: Arc<ReceiveBufferPool>, already: &[u8]) -> Self {
+        let mut staging = vec![0; STAGING_BYTES.max(already.len())];
+        staging[..already.len()].copy_from_slice(already);
+        Self {
+            limits,
+            pool,
+            staging,
+            start: 0,
+            end: already.len(),
+            stage: Stage::Frame,
+            partial: None,
+            chunk_left: 0,
+            direct: false,
+        }
+    }
+
+    /// Where the next bytes are to be put; never empty. To be asked when [`Decoder::next`] has nothing more.
+    pub(crate) fn space(&mut self) -> &mut [u8] {
+        let staged = self.end - self.start;
+        if staged == 0 {
+            (self.start, self.end) = (0, 0);
+        }
+        self.direct = false;
+        let mut staging_max = usize::MAX;
+        if let Some(partial) = &self.partial {
+            let wanted = partial.part_left().min(self.chunk_left);
+            if staged == 0 && wanted >= DIRECT_BYTES_MIN {
+                self.direct = true;
+            } else if matches!(self.stage, Stage::Frame) && partial.left >= DIRECT_BYTES_MIN {
+                // Only the frame's first bytes: what follows is to be read where it stays.
+                staging_max = FRAME_BYTES - staged;
+            }
+        }
+        if self.direct {
+            let partial = self.partial.as_mut().expect("it was there above");
+            let wanted = partial.part_left().min(self.chunk_left);
+            let buffer = partial.buffer.as_mut().expect("a part that wants bytes has a buffer");
+            return &mut buffer.from(partial.filled)[..wanted];
+        }
+        let needed = match self.stage {
+            Stage::Payload(head) => head.length,
+            Stage::Frame => FRAME_BYTES,
+            Stage::Body => 1,
+        };
+        if self.staging.len() - self.start < needed.max(staged + 1) {
+            self.staging.copy_within(self.start..self.end, 0);
+            (self.start, self.end) = (0, staged);
+            if self.staging.len() < needed {
+                self.staging.resize(needed, 0);
+            }
+        }
+        let until = self.staging.len().min(self.end.saturating_add(staging_max));
+        &mut self.staging[self.end..until]
+    }
+
+    /// So many bytes were put into the space.
+    pub(crate) fn advance(&mut self, count: usize) {
+        match &mut self.partial {
+            Some(partial) if self.direct => {
+                partial.filled += count;
+                partial.left -= count;
+                self.chunk_left -= count;
+            }
+            _ => self.end += count,
+        }
+    }
+
+    /// Whether the bytes so far end where a frame ends.
+    pub(crate) fn is_at_rest(&self) -> bool {
+        self.partial.is_none() && self.start == self.end && matches!(self.stage, Stage::Frame)
+    }
+
+    /// Keeps the message whose start came last.
+    pub(crate) fn keep(&mut self) -> Result<()> {
+        let Some(partial) = &mut self.partial else { return Ok(()) };
+        partial.keep = true;
+        partial.parts.reserve_exact(1 + partial.lengths.segments.len());
+        partial.settle(&self.pool)
+    }
+
+    /// What the bytes so far mean; none when more are needed.
+    pub(crate) fn next(&mut self) -> Result<Option<Event>> {
+        loop {
+            let staged = &self.staging[self.start..self.end];
+            match self.stage {
+                Stage::Frame => {
+                    let Some(first) = staged.first_chunk() else { return Ok(None) };
+                    let head = FrameHeader::read(*first)?;
+                    self.start += FRAME_BYTES;
+                    if let Some(event) = self.begin(head)? {
+                        return Ok(Some(event));
+                    }
+                }
+                Stage::Payload(head) => {
+                    let Some(payload) = staged.get(..head.length) else { return Ok(None) };
+                    let payload = Bytes::copy_from_slice(payload);
+                    self.start += head.length;
+                    self.stage = Stage::Frame;
+                    return self.complete(head, payload).map(Some);
+                }
+                Stage::Body => {
+                    let Some(partial) = &mut self.partial else { return Err(malformed("a body without a message")) };
+                    if partial.keep {
+                        partial.settle(&self.pool)?;
+                    }
+                    if partial.left == 0 {
+                        self.stage = Stage::Frame;
+                        let done = self.partial.take().filter(|partial| partial.keep);
+                        if let Some(mut done) = done {
+                            let segments = done.parts.split_off(1);
+                            let head = done.parts.pop().unwrap_or_default();
+                            return Ok(Some(Event::Complete(CompleteMessage { call: done.call, head, segments })));
+                        }
+                        continue;
+                    }
+                    if self.chunk_left == 0 {
+                        self.stage = Stage::Frame;
+                        continue;
+                    }
+                    if staged.is_empty() {
+                        return Ok(None);
+                    }
+                    let mut count = staged.len().min(self.chunk_left);
+                    if let Some(buffer) = &mut partial.buffer {
+                        count = count.min(buffer.len() - partial.filled);
+                        buffer.from(partial.filled)[..count].copy_from_slice(&staged[..count]);
+                        partial.filled += count;
+                    }
+                    partial.left -= count;
+                    self.chunk_left -= count;
+                    self.start += count;
+                }
+            }
+        }
+    }
+
+    fn begin(&mut self, head: FrameHeader) -> Result<Option<Event>> {
+        match (head.kind, &self.partial) {
+            (FrameKind::Cancel, _) => return Ok(Some(Event::Cancel(head.call))),
+            (FrameKind::Heartbeat, _) => return Ok(Some(Event::Heartbeat)),
+            (FrameKind::Drain, _) => return Ok(Some(Event::Drain)),
+            (FrameKind::Body, Some(partial)) => {
+                if head.call != partial.call || head.length == 0 || head.length > partial.left {
+                    let (call, left) = (partial.call, partial.left);
+                    return Err(malformed(format!(
+                        "{} bytes of call {} where {left} of call {call} are awaited",
+                        head.length, head.call
+                    )));
+                }
+                self.chunk_left = head.length;
+                self.stage = Stage::Body;
+            }
+            (FrameKind::Failed, _) | (FrameKind::Handshake | FrameKind::Request | FrameKind::Response, None) => {
+                self.stage = Stage::Payload(head);
+            }
+            (kind, _) => return Err(malformed(format!("a {kind:?} frame where none can be"))),
+        }
+        Ok(None)
+    }
+
+    fn complete(&mut self, head: FrameHeader, mut payload: Bytes) -> Result<Event> {
+        match head.kind {
+            FrameKind::Handshake => return Ok(Event::Handshake(payload)),
+            FrameKind::Failed => return Ok(Event::Failed(head.call, payload)),
+            _ => {}
+        }
+        let lengths = Lengths::take(&mut payload, &self.limits)
+            .map_err(|error| gym_core::Error::from(error).with_execution(gym_core::Execution::Unknown))?;
+        let total = lengths.total;
+        self.chunk_left = total.min(CHUNK_BYTES);
+        self.stage = Stage::Body;
+        self.partial = Some(PartialMessage {
+            call: head.call,
+            lengths,
+            left: total,
+            keep: false,
+            parts: Vec::new(),
+            buffer: None,
+            filled: 0,
+        });
+        Ok(Event::Start(MessageStart { kind: head.kind, call: head.call, header: payload, total }))
+    }
+}

@@ -1,0 +1,384 @@
+//! The send queue of a connection. Whoever holds its write batch writes to the socket.
+//!
+//! A sender takes the batch and writes at once if no other task holds it, without a hop through another task. Otherwise its
+//! message stays in the queue, and the holder writes it. When the socket is full, the batch goes to the writer task, which waits.
+//!
+//! Messages leave one after another, whole, in the order in which they were posted: this is what keeps calls in order, and it
+//! needs one partly received message per connection. Only frames without a message (cancel, failed, heartbeat, drain) go
+//! between the chunks of one.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::io::{self, IoSlice};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use bytes::{Buf, Bytes, BytesMut};
+use gym_core::mux::{self, CapacityPermit};
+use gym_core::{Message, Result};
+use tokio::sync::Notify;
+
+use crate::frames::codec::frame::{CHUNK_BYTES, FRAME_BYTES, FrameKind, bare, body_head, framed, number_frame};
+use crate::frames::connection::socket::WriteHalf;
+
+/// Pieces that one system call writes. The kernel takes 1,024; beyond some dozens nothing is gained.
+const PIECES_MAX: usize = 64;
+/// What a caller writes itself before it leaves the rest to the writer task: a caller's task is not to move gigabytes.
+const INLINE_BYTES_MAX: usize = 256 << 10;
+/// A message up to this size is copied behind its header: cheaper than a piece of its own.
+const JOINED_BYTES_MAX: usize = 2 << 10;
+
+/// A message to send.
+pub(crate) struct OutgoingMessage {
+    call: u64,
+    /// The frame with its header, not numbered yet; sent before `pieces`.
+    frame: BytesMut,
+    /// Head and segments as they are.
+    pieces: VecDeque<Bytes>,
+    /// Bytes of the message that are still to be taken.
+    left: usize,
+    begun: bool,
+    /// Released when the last byte is on its way.
+    _room: CapacityPermit,
+}
+
+impl OutgoingMessage {
+    pub(crate) fn new(call: u64, mut frame: BytesMut, message: &Message, room: CapacityPermit) -> Self {
+        let parts = message.head.pieces().iter().chain(&message.segments);
+        let (mut pieces, mut left) = (VecDeque::new(), message.len());
+        if left <= JOINED_BYTES_MAX {
+            parts.for_each(|part| frame.extend_from_slice(part));
+            left = 0;
+        } else {
+            pieces = parts.filter(|part| !part.is_empty()).cloned().collect();
+        }
+        Self { call, frame, pieces, left, begun: false, _room: room }
+    }
+
+    /// A frame that has to wait for its turn.
+    fn bare(kind: FrameKind, call: u64) -> Self {
+        let frame = BytesMut::from(&bare(kind, call)[..]);
+        Self { call, frame, pieces: VecDeque::new(), left: 0, begun: false, _room: CapacityPermit::default() }
+    }
+
+    fn number(&mut self, call: u64) {
+        self.call = call;
+        number_frame(&mut self.frame, call);
+    }
+}
+
+/// What one connection has to send.
+pub(crate) struct FrameSendQueue {
+    socket: Box<dyn WriteHalf>,
+    state: Mutex<QueueState>,
+    /// Notified when the batch is in `waiting`, or when there is something for the writer task to take.
+    writer: Notify,
+}
+
+struct QueueState {
+    urgent: VecDeque<(Bytes, CapacityPermit)>,
+    queue: VecDeque<OutgoingMessage>,
+    /// `None` while a task writes.
+    batch: Option<WriteBatch>,
+    /// The batch, left for the writer task.
+    waiting: Option<WriteBatch>,
+    /// Something has left since the last heartbeat was due.
+    sent_since_heartbeat: bool,
+    closed: bool,
+    /// The number of the next request.
+    next_call: u64,
+    /// What a caller met while it wrote; the writer task reports it.
+    broken: Option<io::Error>,
+}
+
+/// Pieces that are next on the wire, in order; also the right to write.
+#[derive(Default)]
+struct WriteBatch {
+    pieces: VecDeque<Bytes>,
+}
+
+enum WriteOutcome {
+    Idle,
+    Full(WriteBatch),
+    Spent(WriteBatch),
+}
+
+impl FrameSendQueue {
+    pub(crate) fn new(socket: Box<dyn WriteHalf>) -> Self {
+        let state = QueueState {
+            urgent: VecDeque::new(),
+            queue: VecDeque::new(),
+            batch: Some(WriteBatch::default()),
+            waiting: None,
+            sent_since_heartbeat: false,
+            closed: false,
+            next_call: 1,
+            broken: None,
+        };
+        Self { socket, state: Mutex::new(state), writer: Notify::new() }
+    }
+
+    /// Sends a message after all that were posted before. `crowded`: others will follow at once, so it is left to the writer
+    /// task, which writes many with one system call.
+    pub(crate) fn post(&self, outgoing: OutgoingMessage, crowded: bool) {
+        let mut state = self.lock();
+        if state.closed {
+            return;
+        }
+        state.queue.push_back(outgoing);
+        self.start_writing(state, crowded);
+    }
+
+    /// Sends a frame without a message, before messages that have not begun and between the chunks of one that has.
+    pub(crate) fn post_urgent(&self, frame: Bytes) {
+        self.push_urgent(frame, CapacityPermit::default());
+    }
+
+    fn push_urgent(&self, frame: Bytes, room: CapacityPermit) {
+        let mut state = self.lock();
+        if !state.closed {
+            state.urgent.push_back((frame, room));
+            self.start_writing(state, false);
+        }
+    }
+
+    /// Whether everything posted so far has left.
+    #[cfg(test)]
+    pub(crate) fn is_idle(&self) -> bool {
+        let state = self.lock();
+        state.batch.is_some() && state.queue.is_empty() && state.urgent.is_empty()
+    }
+
+    /// Writes what callers leave, whenever the socket takes more; ends with the socket's error.
+    pub(crate) async fn run(&self) -> io::Error {
+        loop {
+            self.writer.notified().await;
+            // Behind the tasks that are about to post something too: one system call for all of them.
+            tokio::task::yield_now().await;
+            let taken = {
+                let mut state = self.lock();
+                if let Some(error) = state.broken.take() {
+                    return error;
+                }
+                state.waiting.take().or_else(|| state.batch.take())
+            };
+            let Some(mut batch) = taken else { continue };
+            loop {
+                match self.pump(batch, CHUNK_BYTES) {
+                    Ok(WriteOutcome::Idle) => break,
+                    Ok(WriteOutcome::Spent(back)) => {
+                        batch = back;
+                        tokio::task::yield_now().await;
+                    }
+                    Ok(WriteOutcome::Full(back)) => {
+                        batch = back;
+                        if let Err(error) = self.socket.writable().await {
+                            return error;
+                        }
+                    }
+                    Err(error) => return error,
+                }
+            }
+        }
+    }
+
+    /// Makes sure that the queue is written: by this caller, the holder of the batch, or the writer task.
+    fn start_writing(&self, mut state: MutexGuard<'_, QueueState>, crowded: bool) {
+        if state.batch.is_none() {
+            return;
+        }
+        if crowded {
+            drop(state);
+            self.writer.notify_one();
+            return;
+        }
+        let Some(batch) = state.batch.take() else { return };
+        drop(state);
+        match self.pump(batch, INLINE_BYTES_MAX) {
+            Ok(WriteOutcome::Idle) => {}
+            Ok(WriteOutcome::Full(batch) | WriteOutcome::Spent(batch)) => {
+                self.lock().waiting = Some(batch);
+                self.writer.notify_one();
+            }
+            Err(error) => {
+                self.lock().broken = Some(error);
+                self.writer.notify_one();
+            }
+        }
+    }
+
+    /// Writes until there is nothing left, the socket is full, or about `bytes_max` have left.
+    fn pump(&self, mut batch: WriteBatch, bytes_max: usize) -> io::Result<WriteOutcome> {
+        let mut written = 0;
+        loop {
+            if batch.pieces.is_empty() {
+                let mut state = self.lock();
+                state.refill(&mut batch);
+                if batch.pieces.is_empty() {
+                    state.batch = Some(batch);
+                    return Ok(WriteOutcome::Idle);
+                }
+            }
+            if written >= bytes_max {
+                return Ok(WriteOutcome::Spent(batch));
+            }
+            match self.socket.try_write(&batch.slices()) {
+                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(count) => {
+                    written += count;
+                    batch.advance(count);
+                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(WriteOutcome::Full(batch)),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, QueueState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl mux::MessageSender for FrameSendQueue {
+    const HEADROOM: usize = FRAME_BYTES;
+
+    fn post_request(
+        &self,
+        header: BytesMut,
+        message: &Message,
+        room: CapacityPermit,
+        crowded: bool,
+        register: impl FnOnce(u64) -> Result<()>,
+    ) -> Result<u64> {
+        let mut outgoing = OutgoingMessage::new(0, framed(FrameKind::Request, 0, header), message, room);
+        let mut state = self.lock();
+        let call = state.next_call;
+        register(call)?;
+        state.next_call += 1;
+        outgoing.number(call);
+        state.queue.push_back(outgoing);
+        self.start_writing(state, crowded);
+        Ok(call)
+    }
+
+    fn post_response(&self, call: u64, header: BytesMut, message: &Message, room: CapacityPermit, crowded: bool) {
+        self.post(OutgoingMessage::new(call, framed(FrameKind::Response, call, header), message, room), crowded);
+    }
+
+    fn post_failed(&self, call: u64, reason: BytesMut, room: CapacityPermit) {
+        self.push_urgent(framed(FrameKind::Failed, call, reason).freeze(), room);
+    }
+
+    fn cancel(&self, call: u64, _reply: CapacityPermit) {
+        let mut state = self.lock();
+        if state.closed {
+            return;
+        }
+        // Requests are posted in the order of their numbers.
+        match state.queue.binary_search_by_key(&call, |outgoing| outgoing.call) {
+            Ok(at) if state.queue[at].begun => {
+                let cancel = OutgoingMessage::bare(FrameKind::Cancel, call);
+                state.queue.insert(at + 1, cancel);
+            }
+            Ok(at) => {
+                state.queue.remove(at);
+            }
+            Err(_) => {
+                state.urgent.push_back((bare(FrameKind::Cancel, call), CapacityPermit::default()));
+                self.start_writing(state, false);
+            }
+        }
+    }
+
+    fn post_drain(&self) {
+        self.post_urgent(bare(FrameKind::Drain, 0));
+    }
+
+    fn post_heartbeat(&self) {
+        let mut state = self.lock();
+        if !state.closed && !std::mem::take(&mut state.sent_since_heartbeat) && state.urgent.is_empty() {
+            state.urgent.push_back((bare(FrameKind::Heartbeat, 0), CapacityPermit::default()));
+            self.start_writing(state, false);
+        }
+    }
+
+    fn close(&self) {
+        let unsent = {
+            let mut state = self.lock();
+            state.closed = true;
+            (std::mem::take(&mut state.urgent), std::mem::take(&mut state.queue), state.waiting.take())
+        };
+        drop(unsent);
+        self.socket.shut();
+    }
+}
+
+impl fmt::Debug for FrameSendQueue {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "FrameSendQueue({:?}, {} messages wait)", self.socket, self.lock().queue.len())
+    }
+}
+
+impl QueueState {
+    /// Moves what is next into the batch: everything urgent, then up to a chunk of messages.
+    fn refill(&mut self, batch: &mut WriteBatch) {
+        batch.pieces.extend(self.urgent.drain(..).map(|(frame, _room)| frame));
+        let mut bytes = 0;
+        while let Some(outgoing) = self.queue.front_mut()
+            && bytes < CHUNK_BYTES
+            && batch.pieces.len() < PIECES_MAX
+        {
+            bytes += outgoing.take_chunk(&mut batch.pieces);
+            if outgoing.left == 0 {
+                self.queue.pop_front();
+            } else {
+                // What is urgent may go before its next chunk.
+                break;
+            }
+        }
+        self.sent_since_heartbeat |= !batch.pieces.is_empty();
+    }
+}
+
+impl OutgoingMessage {
+    /// Moves the next chunk to the wire; the number of its bytes.
+    fn take_chunk(&mut self, to: &mut VecDeque<Bytes>) -> usize {
+        let chunk = self.left.min(CHUNK_BYTES);
+        if self.begun {
+            to.push_back(body_head(self.call, chunk));
+        } else {
+            self.begun = true;
+            to.push_back(std::mem::take(&mut self.frame).freeze());
+        }
+        self.left -= chunk;
+        let mut wanted = chunk;
+        while wanted > 0
+            && let Some(piece) = self.pieces.front_mut()
+        {
+            let part = piece.split_to(piece.len().min(wanted));
+            wanted -= part.len();
+            to.push_back(part);
+            if piece.is_empty() {
+                self.pieces.pop_front();
+            }
+        }
+        FRAME_BYTES + chunk
+    }
+}
+
+impl WriteBatch {
+    fn slices(&self) -> Vec<IoSlice<'_>> {
+        self.pieces.iter().take(PIECES_MAX).map(|piece| IoSlice::new(piece)).collect()
+    }
+
+    fn advance(&mut self, mut count: usize) {
+        while let Some(piece) = self.pieces.front_mut() {
+            if count < piece.len() {
+                piece.advance(count);
+                return;
+            }
+            count -= piece.len();
+            self.pieces.pop_front();
+        }
+    }
+}

@@ -1,0 +1,85 @@
+//! TCP and Unix sockets behind one interface.
+
+use std::fmt;
+use std::io::{self, IoSlice};
+use std::os::fd::AsFd;
+
+use async_trait::async_trait;
+use rustix::net::{Shutdown, shutdown};
+use tokio::io::AsyncRead;
+use tokio::net::{TcpStream, UnixStream, tcp, unix};
+
+/// The reading half of a socket.
+pub(crate) type ReadHalf = Box<dyn AsyncRead + Send + Unpin>;
+
+/// The writing half of a socket, which several may hold and one at a time uses.
+#[async_trait]
+pub(crate) trait WriteHalf: fmt::Debug + Send + Sync + 'static {
+    /// Writes what the socket takes now.
+    fn try_write(&self, pieces: &[IoSlice<'_>]) -> io::Result<usize>;
+
+    /// Waits until the socket may take more.
+    async fn writable(&self) -> io::Result<()>;
+
+    /// Ends the connection both ways, whoever still holds a half of it.
+    fn shut(&self);
+}
+
+#[async_trait]
+impl WriteHalf for tcp::OwnedWriteHalf {
+    fn shut(&self) {
+        shut(self.as_ref());
+    }
+
+    fn try_write(&self, pieces: &[IoSlice<'_>]) -> io::Result<usize> {
+        self.try_write_vectored(pieces)
+    }
+
+    async fn writable(&self) -> io::Result<()> {
+        Self::writable(self).await
+    }
+}
+
+#[async_trait]
+impl WriteHalf for unix::OwnedWriteHalf {
+    fn shut(&self) {
+        shut(self.as_ref());
+    }
+
+    fn try_write(&self, pieces: &[IoSlice<'_>]) -> io::Result<usize> {
+        self.try_write_vectored(pieces)
+    }
+
+    async fn writable(&self) -> io::Result<()> {
+        Self::writable(self).await
+    }
+}
+
+fn shut(socket: impl AsFd) {
+    if let Err(error) = shutdown(socket, Shutdown::Both) {
+        // The peer was faster.
+        tracing::trace!(%error, "shutdown");
+    }
+}
+
+/// A connected socket.
+#[derive(Debug)]
+pub(crate) enum Socket {
+    Tcp(TcpStream),
+    Unix(UnixStream),
+}
+
+impl Socket {
+    pub(crate) fn split(self) -> (ReadHalf, Box<dyn WriteHalf>) {
+        match self {
+            Self::Tcp(stream) => {
+                let (read, write) = stream.into_split();
+                (Box::new(read), Box::new(write))
+            }
+            Self::Unix(stream) => {
+                let (read, write) = stream.into_split();
+                (Box::new(read), Box::new(write))
+            }
+        }
+    }
+}

@@ -1,0 +1,196 @@
+//! Connector, and one call over a pooled connection.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::future::{poll_fn, ready};
+use std::sync::Arc;
+use std::task::Poll;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use gym_core::{
+    CallContext, Channel, Code, ConnectOptions, Connector, Endpoint, Error, Execution, Link, PathInfo, Reply, Request,
+    Response, Result, Verb,
+};
+use tokio::sync::OwnedSemaphorePermit;
+
+use crate::http1::SCHEME;
+use crate::http1::config::HttpConfig;
+use crate::http1::exchange::exchange;
+use crate::http1::pool::{ConnectionPool, PooledConnection};
+use crate::wire::address::parse;
+use crate::wire::body::pieces;
+use crate::wire::head;
+use crate::wire::headers::is_value;
+
+/// Opens channels to `http://host[:port][/prefix]`, ours and other people's. Each has its own connections, opened when needed.
+///
+/// | what happens | the caller gets |
+/// |---|---|
+/// | no free connection by the deadline | `DeadlineExceeded`, not started |
+/// | cannot connect, or not in time | `Unavailable`, not started |
+/// | no file descriptor left for it | `ResourceExhausted`, not started |
+/// | the connection breaks before a byte has left | another one is tried; a new one: `Unavailable`, not started |
+/// | it breaks afterwards | `Unavailable`, unknown |
+/// | what comes back is not HTTP, or not a frame where it says so | `DataLoss`, unknown |
+/// | the reply is larger than `reply_bytes_max` | `ResourceExhausted`, finished |
+/// | any complete reply, 4xx and 5xx too | that reply |
+///
+/// Dropping a reply closes its connection, by which the peer knows that the call is cancelled. Bytes move while the reply is
+/// polled.
+#[derive(Clone, Debug, Default)]
+pub struct HttpConnector {
+    config: HttpConfig,
+}
+
+impl HttpConnector {
+    /// A connector with these limits and timeouts.
+    #[must_use]
+    pub fn new(config: HttpConfig) -> Self {
+        Self { config }
+    }
+}
+
+#[async_trait]
+impl Connector for HttpConnector {
+    fn scheme(&self) -> &'static str {
+        SCHEME
+    }
+
+    fn transports(&self) -> Vec<gym_core::Transport> {
+        vec![gym_core::Transport::HTTP]
+    }
+
+    async fn connect(&self, cx: &CallContext, to: &Endpoint, options: &ConnectOptions) -> Result<Channel> {
+        cx.check()?;
+        let (address, prefix) = parse(to, SCHEME)?;
+        let own = to.address().split('/').next().unwrap_or_default();
+        let host = self.config.host.as_deref().unwrap_or(own);
+        if !is_value(host) {
+            return Err(Error::invalid(format!("`{to}` has a host that no HTTP request can name")));
+        }
+        let link = HttpLink {
+            path: PathInfo::new(SCHEME, to.address(), false),
+            pool: Arc::new(ConnectionPool::new(address, self.config.clone())),
+            host: host.into(),
+            prefix,
+        };
+        Ok(Channel::new(link).fenced(options.incarnation))
+    }
+}
+
+struct HttpLink {
+    path: PathInfo,
+    pool: Arc<ConnectionPool>,
+    host: Arc<str>,
+    prefix: Arc<str>,
+}
+
+impl fmt::Debug for HttpLink {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "HttpLink({:?})", self.pool)
+    }
+}
+
+impl HttpLink {
+    /// What goes over the wire, in pieces: the head, and the body as it is.
+    fn pieces(&self, request: &Request) -> Result<VecDeque<Bytes>> {
+        let mut pieces = pieces(&request.message);
+        let length = pieces.iter().map(Bytes::len).sum();
+        pieces.push_front(head::write_request(request, &self.host, &self.prefix, length)?.into());
+        Ok(pieces)
+    }
+
+    fn subject(&self, request: &Request) -> String {
+        format!("{} {} at {SCHEME}://{}", request.verb, request.route, self.path.peer)
+    }
+}
+
+#[async_trait]
+impl Link for HttpLink {
+    async fn send(&self, request: Request) -> Result<Reply> {
+        loop {
+            let permit = self.pool.permit().await.map_err(|error| error.about(self.subject(&request)))?;
+            let (connection, reused) = match self.pool.reuse() {
+                Some(connection) => (connection, true),
+                None => (self.pool.connect().await.map_err(|error| error.about(self.subject(&request)))?, false),
+            };
+            // Only now, so that the time that is left is told as it is.
+            let pieces = match self.pieces(&request) {
+                Ok(pieces) => pieces,
+                Err(error) => {
+                    self.pool.keep(connection);
+                    return Err(error);
+                }
+            };
+            let call = ActiveCall {
+                pool: Arc::clone(&self.pool),
+                path: self.path.clone(),
+                verb: request.verb,
+                route: request.route.clone(),
+                reply_bytes_max: request.context.reply_bytes_max,
+                permit,
+            };
+            let mut reply: Reply = Box::pin(call.run(connection, pieces));
+            // The first poll writes the request, so that it is on its way when this returns.
+            match poll_fn(|cx| Poll::Ready(reply.as_mut().poll(cx))).await {
+                Poll::Pending => return Ok(reply),
+                // The peer closed an unused connection under us and has seen nothing: take another.
+                Poll::Ready(Err(error)) if reused && error.execution() == Execution::NotStarted => {}
+                Poll::Ready(Err(error)) if error.execution() == Execution::NotStarted => return Err(error),
+                Poll::Ready(done) => return Ok(Box::pin(ready(done))),
+            }
+        }
+    }
+
+    fn path(&self) -> &PathInfo {
+        &self.path
+    }
+
+    async fn closed(&self) -> Error {
+        self.pool.closed.cancelled().await;
+        Error::unknown(Code::Unavailable, "the channel was closed").about(self.path.peer.to_string())
+    }
+
+    async fn close(&self, grace: Duration) -> Result<()> {
+        let drained = tokio::time::timeout(grace, self.pool.drain()).await;
+        self.pool.close();
+        drained.map_err(|_| {
+            Error::unknown(Code::DeadlineExceeded, "calls were still running when the channel closed")
+                .about(self.path.peer.to_string())
+        })
+    }
+}
+
+/// One call that has a connection.
+struct ActiveCall {
+    pool: Arc<ConnectionPool>,
+    path: PathInfo,
+    verb: Verb,
+    route: gym_core::Route,
+    reply_bytes_max: usize,
+    permit: OwnedSemaphorePermit,
+}
+
+impl ActiveCall {
+    async fn run(self, mut connection: PooledConnection, request: VecDeque<Bytes>) -> Result<Response> {
+        let closed = self.pool.closed.clone();
+        let answered = tokio::select! {
+            biased;
+            answered = exchange(&mut connection, request, self.verb, self.reply_bytes_max) => answered,
+            () = closed.cancelled() => Err(Error::unknown(Code::Unavailable, "the channel was closed")),
+        };
+        match answered {
+            Ok(response) => {
+                self.pool.keep(connection);
+                drop(self.permit);
+                Ok(response)
+            }
+            Err(error) => {
+                let subject = format!("{} {} at {SCHEME}://{}", self.verb, self.route, self.path.peer);
+                Err(error.about(subject))
+            }
+        }
+    }
+}

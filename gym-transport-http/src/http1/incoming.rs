@@ -1,0 +1,329 @@
+//! One accepted connection.
+
+use std::convert::Infallible;
+use std::fmt;
+use std::future::{Future, poll_fn};
+use std::pin::{Pin, pin};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::Poll;
+
+use async_trait::async_trait;
+use gym_core::{
+    CancelToken, Code, Error, Execution, Handler, Incoming, PeerInfo, Request, Response, Result, Route, Status, Verb,
+};
+use http::{HeaderValue, StatusCode};
+use hyper::body::{Body, Incoming as WireBody};
+use hyper::server::conn::http1::Builder;
+use hyper::service::service_fn;
+use hyper_util::rt::TokioIo;
+use tokio::net::TcpStream;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::time::{sleep_until, timeout};
+use tokio_util::sync::CancellationToken;
+
+use crate::frames::connection::answering::{ListenerState, serve as serve_frames};
+use crate::frames::connection::socket::Socket;
+use crate::frames::connector::{ROUTE, UPGRADE};
+use crate::http1::activity::{ConnectionActivity, WatchedSocket};
+use crate::http1::config::HttpConfig;
+use crate::wire::body::{BodyCollector, BodyFormat, RopeBody};
+use crate::wire::headers::{context_of, media_types_of, put_content_type, put_metadata};
+
+/// One accepted connection, and the calls that come over it.
+///
+/// - A client that closes its sending side has left, as NeMo Gym's servers see it too: the handler's future is dropped and the
+///   call's cancel token fires.
+/// - A call whose deadline has passed before it could start gets 504, not started.
+/// - A body above `request_bytes_max` is read to its end, without being kept, and gets 413: a client whose connection breaks
+///   instead would send it again, NeMo Gym's for ever.
+/// - A request to upgrade to frames gets them, on the same connection.
+/// - What is not HTTP gets 400, and the connection ends.
+pub struct HttpIncoming {
+    stream: TcpStream,
+    peer: PeerInfo,
+    config: Arc<HttpConfig>,
+    calls: Arc<Semaphore>,
+    frames: ListenerState,
+    /// Released when the connection ends.
+    permit: Option<OwnedSemaphorePermit>,
+}
+
+impl HttpIncoming {
+    pub(crate) fn new(
+        stream: TcpStream,
+        peer: PeerInfo,
+        config: Arc<HttpConfig>,
+        calls: Arc<Semaphore>,
+        frames: ListenerState,
+        permit: Option<OwnedSemaphorePermit>,
+    ) -> Self {
+        Self { stream, peer, config, calls, frames, permit }
+    }
+}
+
+impl fmt::Debug for HttpIncoming {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "HttpIncoming({})", self.peer.address)
+    }
+}
+
+#[async_trait]
+impl Incoming for HttpIncoming {
+    fn peer(&self) -> &PeerInfo {
+        &self.peer
+    }
+
+    async fn serve(self: Box<Self>, handler: Arc<dyn Handler>, drain: CancellationToken) -> Result<()> {
+        let Self { stream, peer, config, calls, frames, permit } = *self;
+        let activity = Arc::new(ConnectionActivity::new());
+        let wire = TokioIo::new(WatchedSocket::new(stream, Arc::clone(&activity)));
+        let server = Arc::new(ServerContext { handler, peer, config, calls });
+        let upgrade = Arc::new(Mutex::new(None));
+        let service = service_fn(|mut request: http::Request<WireBody>| {
+            let asks = asks_for_frames(&request);
+            if asks {
+                *lock(&upgrade) = Some(hyper::upgrade::on(&mut request));
+            }
+            let busy = BusyGuard::begin(Arc::clone(&activity));
+            let server = Arc::clone(&server);
+            async move {
+                let _busy = busy;
+                Ok::<_, Infallible>(if asks { switching_protocols() } else { answer(&server, request).await })
+            }
+        });
+        // Not `pipeline_flush`: it holds answers back for as long as anything else has come in (the 400 to garbage for ever),
+        // and copies every body to do so.
+        let http = Builder::new().keep_alive(true).half_close(false).serve_connection(wire, service).with_upgrades();
+        let mut connection = pin!(http);
+        // A child of its own: all connections share the lock of the parent.
+        let drain = drain.child_token();
+        let mut drained = pin!(drain.cancelled());
+        let mut draining = false;
+        let (head_timeout, keep_alive_timeout) = (server.config.head_timeout, server.config.keep_alive_timeout);
+        let mut alarm = pin!(sleep_until(activity.due(head_timeout, keep_alive_timeout).map_err(exceeded)?));
+        let ended = poll_fn(|cx| {
+            if let Poll::Ready(ended) = connection.as_mut().poll(cx) {
+                return Poll::Ready(ended.map_err(connection_ended));
+            }
+            if !draining && drained.as_mut().poll(cx).is_ready() {
+                draining = true;
+                connection.as_mut().graceful_shutdown();
+                if let Poll::Ready(ended) = connection.as_mut().poll(cx) {
+                    return Poll::Ready(ended.map_err(connection_ended));
+                }
+            }
+            while alarm.as_mut().poll(cx).is_ready() {
+                match activity.due(head_timeout, keep_alive_timeout) {
+                    Ok(next) => alarm.as_mut().reset(next),
+                    Err(field) => return Poll::Ready(Err(exceeded(field))),
+                }
+            }
+            Poll::Pending
+        })
+        .await;
+        let upgrade = lock(&upgrade).take();
+        let ended = match (ended, upgrade) {
+            (Ok(()), Some(upgrade)) => {
+                let upgraded = upgrade.await.map_err(connection_ended).and_then(|upgraded| {
+                    upgraded.downcast().map_err(|_| Error::internal("hyper gave back another socket than it was given"))
+                });
+                match upgraded {
+                    Ok(hyper::upgrade::Parts { io, read_buf, .. }) => {
+                        let io: TokioIo<WatchedSocket> = io;
+                        let socket = Socket::Tcp(io.into_inner().into_inner());
+                        let (handler, peer) = (Arc::clone(&server.handler), server.peer.clone());
+                        Box::pin(serve_frames(socket, &read_buf, frames, handler, peer, drain.clone())).await
+                    }
+                    Err(error) => Err(error),
+                }
+            }
+            (ended, _) => ended,
+        };
+        drop(permit);
+        match ended {
+            Err(error) if error.code() == Code::Cancelled => Ok(()),
+            ended => ended.map_err(|error| error.about(format!("serve {}", server.peer.address))),
+        }
+    }
+}
+
+fn asks_for_frames(request: &http::Request<WireBody>) -> bool {
+    // A look at one header of each request; the others are only looked at when it is there.
+    request.headers().get(http::header::UPGRADE).is_some_and(|wanted| wanted.as_bytes() == UPGRADE.as_bytes())
+        && request.uri().path() == ROUTE
+}
+
+fn switching_protocols() -> http::Response<RopeBody> {
+    let mut response = http::Response::new(RopeBody::default());
+    *response.status_mut() = StatusCode::SWITCHING_PROTOCOLS;
+    response.headers_mut().insert(http::header::CONNECTION, HeaderValue::from_static("upgrade"));
+    response.headers_mut().insert(http::header::UPGRADE, HeaderValue::from_static(UPGRADE));
+    response
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn exceeded(field: &'static str) -> Error {
+    Error::unknown(Code::DeadlineExceeded, format!("the client was silent for longer than {field}"))
+}
+
+/// A client that disconnects is no error; one that does not speak HTTP is.
+fn connection_ended(error: hyper::Error) -> Error {
+    let code = if error.is_parse() { Code::InvalidArgument } else { Code::Cancelled };
+    Error::unknown(code, "the connection ended").caused_by(error)
+}
+
+/// What all calls of a connection need.
+struct ServerContext {
+    handler: Arc<dyn Handler>,
+    peer: PeerInfo,
+    config: Arc<HttpConfig>,
+    calls: Arc<Semaphore>,
+}
+
+/// Marks a call as running for as long as this guard lives.
+struct BusyGuard(Arc<ConnectionActivity>);
+
+impl BusyGuard {
+    fn begin(activity: Arc<ConnectionActivity>) -> Self {
+        activity.call_began();
+        Self(activity)
+    }
+}
+
+impl Drop for BusyGuard {
+    fn drop(&mut self) {
+        self.0.call_ended();
+    }
+}
+
+/// Cancels a call when it is dropped before the call is done, which means that the caller disconnected.
+struct CancelOnDrop(Option<CancelToken>);
+
+impl Drop for CancelOnDrop {
+    fn drop(&mut self) {
+        if let Some(cancel) = self.0.take() {
+            cancel.cancel();
+        }
+    }
+}
+
+async fn answer(server: &ServerContext, request: http::Request<WireBody>) -> http::Response<RopeBody> {
+    let response = match call(server, request).await {
+        Ok(response) => response,
+        Err(refused) => refused,
+    };
+    wire_response(&response).unwrap_or_else(|error| {
+        // Nothing that this makes can be refused again.
+        wire_response(&Response::from_error(&error.with_execution(Execution::Finished))).unwrap_or_default()
+    })
+}
+
+fn wire_response(response: &Response) -> Result<http::Response<RopeBody>> {
+    // 1xx announces an answer; as the answer itself it would leave the client waiting.
+    let status = StatusCode::from_u16(response.status.0).ok().filter(|status| !status.is_informational());
+    let status = status.ok_or_else(|| Error::internal(format!("status {} is no answer", response.status)))?;
+    let mut wire = http::Response::new(RopeBody::of(&response.message));
+    *wire.status_mut() = status;
+    put_content_type(&response.message, wire.headers_mut())?;
+    put_metadata(&response.metadata, wire.headers_mut())?;
+    Ok(wire)
+}
+
+/// What a refusal looks like, with a status other than the code's own.
+fn refusal(error: &Error, status: u16) -> Response {
+    Response { status: Status(status), ..Response::from_error(error) }
+}
+
+/// Acquires a permit, reads the body and runs the handler. The error is a refusal: the handler did not run.
+async fn call(server: &ServerContext, request: http::Request<WireBody>) -> Result<Response, Response> {
+    let (head, body) = request.into_parts();
+    let config = &server.config;
+    let refuse = |error: Error| Response::from_error(&error);
+    let context = context_of(&head.headers, config.default_deadline).map_err(refuse)?;
+    let mut caller = CancelOnDrop(Some(context.cancel.clone()));
+    let verb = Verb::from_name(head.method.as_str()).ok_or_else(|| {
+        refusal(&Error::not_started(Code::Unimplemented, format!("method {} is not served", head.method)), 405)
+    })?;
+
+    // The permit before the body: what waits here costs the kernel's buffers, not ours.
+    let _permit = match server.calls.try_acquire() {
+        Ok(permit) => permit,
+        Err(_) => context
+            .bound(Execution::NotStarted, async {
+                server.calls.acquire().await.map_err(|_| Error::not_started(Code::Unavailable, "the server has closed"))
+            })
+            .await
+            .map_err(refuse)?,
+    };
+    let expects = head.headers.contains_key(http::header::EXPECT);
+    let bytes = if body.is_end_stream() {
+        bytes::Bytes::new()
+    } else {
+        context.bound(Execution::NotStarted, receive(body, expects, config)).await.map_err(|error| {
+            match error.code() {
+                Code::ResourceExhausted => refusal(&error, 413),
+                Code::InvalidArgument => refusal(&error, 400),
+                _ => refuse(error),
+            }
+        })?
+    };
+    let (media_type, framed_head) = media_types_of(&head.headers);
+    let message = BodyFormat::of(media_type, framed_head).message(bytes, config.segments_max).map_err(|error| {
+        let error = Error::from(error);
+        refusal(&error, if error.code() == Code::ResourceExhausted { 413 } else { 400 })
+    })?;
+    context.check().map_err(refuse)?;
+
+    let route = head.uri.path_and_query().map_or("/", http::uri::PathAndQuery::as_str);
+    let route = Route::from(route.to_owned());
+    let request = Request { verb, route, context, peer: Some(server.peer.clone()), message };
+    let answered = server.handler.handle(request).await;
+    caller.0 = None;
+    Ok(answered.unwrap_or_else(|error| Response::from_error(&error)))
+}
+
+/// The whole body.
+async fn receive(body: WireBody, expects: bool, config: &HttpConfig) -> Result<bytes::Bytes> {
+    let too_long = || {
+        Error::not_started(
+            Code::ResourceExhausted,
+            format!(
+                "the body is larger than request_bytes_max = {}; raise it on this server",
+                config.request_bytes_max
+            ),
+        )
+    };
+    let mut collector = BodyCollector::new(body.size_hint().exact(), config.request_bytes_max).ok();
+    if collector.is_none() && expects {
+        // The client asked before sending, and need not send.
+        return Err(too_long());
+    }
+    let mut body = pin!(body);
+    loop {
+        let frame = poll_fn(|cx| Pin::new(&mut body).poll_frame(cx));
+        let frame = timeout(config.body_timeout, frame).await.map_err(|_| {
+            Error::not_started(
+                Code::DeadlineExceeded,
+                format!("no byte of the body came within body_timeout = {:?}", config.body_timeout),
+            )
+        })?;
+        match frame {
+            None => break,
+            Some(Ok(frame)) => {
+                if let (Ok(piece), Some(kept)) = (frame.into_data(), collector.as_mut())
+                    && kept.push(piece).is_err()
+                {
+                    collector = None;
+                }
+            }
+            Some(Err(error)) => return Err(Error::invalid("the body is not what its headers say").caused_by(error)),
+        }
+        if body.is_end_stream() {
+            break;
+        }
+    }
+    collector.map(BodyCollector::finish).ok_or_else(too_long)
+}

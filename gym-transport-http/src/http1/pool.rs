@@ -1,0 +1,191 @@
+//! Outgoing connections of one channel.
+//!
+//! A connection belongs to one call at a time, and the call drives it: no task is spawned or woken for it, and dropping the call
+//! closes it.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use gym_core::{Code, Error, Result};
+use rustix::io::Errno;
+use rustix::net::RecvFlags;
+use tokio::net::TcpStream;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::task::AbortHandle;
+use tokio::time::{Instant, sleep_until, timeout};
+use tokio_util::sync::CancellationToken;
+
+use crate::http1::config::HttpConfig;
+use crate::http1::exchange::Connection;
+use crate::wire::address::HostPort;
+use crate::wire::socket::connect;
+
+/// One connection; boxed, because it moves between the pool and calls.
+pub(crate) type PooledConnection = Box<Connection<TcpStream>>;
+
+/// Whether the next request can go over it. The kernel is asked: the runtime learns that the peer has closed only when it next
+/// looks for events, which may be after a request was written into the closed connection.
+fn is_open(connection: &PooledConnection) -> bool {
+    // An unused connection has nothing to say; whatever comes other than "not yet" makes it unusable.
+    let asked = rustix::net::recv(&connection.stream, &mut [0; 1], RecvFlags::PEEK | RecvFlags::DONTWAIT);
+    matches!(asked, Err(Errno::AGAIN | Errno::INTR))
+}
+
+pub(crate) struct ConnectionPool {
+    pub(crate) address: HostPort,
+    pub(crate) config: HttpConfig,
+    /// Fires when running calls are to end.
+    pub(crate) closed: CancellationToken,
+    permits: Arc<Semaphore>,
+    idle: Mutex<IdleConnections>,
+}
+
+#[derive(Default)]
+struct IdleConnections {
+    /// The longest unused first.
+    connections: VecDeque<(PooledConnection, Instant)>,
+    reaper: Option<AbortHandle>,
+    closing: bool,
+}
+
+impl ConnectionPool {
+    pub(crate) fn new(address: HostPort, config: HttpConfig) -> Self {
+        let permits = config.connections_max.clamp(1, Semaphore::MAX_PERMITS);
+        Self {
+            address,
+            config,
+            closed: CancellationToken::new(),
+            permits: Arc::new(Semaphore::new(permits)),
+            idle: Mutex::default(),
+        }
+    }
+
+    /// Waits until one more call may use a connection.
+    pub(crate) async fn permit(&self) -> Result<OwnedSemaphorePermit> {
+        // Before the wait, or it would be for the last running call; and after it, for those who waited already.
+        self.check_open()?;
+        let permit = Arc::clone(&self.permits).acquire_owned().await.map_err(|_| closed())?;
+        self.check_open()?;
+        Ok(permit)
+    }
+
+    fn check_open(&self) -> Result<()> {
+        if self.lock().closing { Err(closed()) } else { Ok(()) }
+    }
+
+    /// An unused connection that is still open.
+    pub(crate) fn reuse(&self) -> Option<PooledConnection> {
+        loop {
+            // The one used last: it is the least likely to be closed, and lets the others age.
+            let (connection, _) = self.lock().connections.pop_back()?;
+            if is_open(&connection) {
+                return Some(connection);
+            }
+        }
+    }
+
+    /// Keeps a connection for the next call, if it can have one.
+    pub(crate) fn keep(self: &Arc<Self>, connection: PooledConnection) {
+        if !connection.reusable {
+            return;
+        }
+        let now = Instant::now();
+        let mut idle = self.lock();
+        if idle.closing {
+            return;
+        }
+        idle.connections.push_back((connection, now));
+        if idle.reaper.is_none() {
+            // The handle is kept, and ended with the pool.
+            idle.reaper = Some(tokio::spawn(reap(Arc::downgrade(self))).abort_handle());
+        }
+    }
+
+    /// A new connection.
+    pub(crate) async fn connect(&self) -> Result<PooledConnection> {
+        let stream = timeout(self.config.connect_timeout, connect(&self.address))
+            .await
+            .map_err(|_| {
+                let waited = self.config.connect_timeout;
+                Error::not_started(Code::Unavailable, format!("no answer within connect_timeout = {waited:?}"))
+            })
+            .flatten()?;
+        Ok(Box::new(Connection::new(stream)))
+    }
+
+    /// Takes no new calls; `true` once no call is running.
+    pub(crate) async fn drain(&self) {
+        let unused = {
+            let mut idle = self.lock();
+            idle.closing = true;
+            std::mem::take(&mut idle.connections)
+        };
+        drop(unused);
+        let all = self.config.connections_max.clamp(1, Semaphore::MAX_PERMITS);
+        let mut running = all;
+        // In handfuls: a semaphore hands out at most `u32::MAX` at once.
+        while running > 0 {
+            let some = u32::try_from(running).unwrap_or(u32::MAX);
+            match self.permits.acquire_many(some).await {
+                Ok(permits) => permits.forget(),
+                Err(_) => return,
+            }
+            running -= some as usize;
+        }
+    }
+
+    /// Ends what still runs and refuses what comes.
+    pub(crate) fn close(&self) {
+        self.permits.close();
+        self.closed.cancel();
+    }
+
+    fn lock(&self) -> MutexGuard<'_, IdleConnections> {
+        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for ConnectionPool {
+    fn drop(&mut self) {
+        if let Some(reaper) = self.lock().reaper.take() {
+            reaper.abort();
+        }
+    }
+}
+
+impl fmt::Debug for ConnectionPool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "ConnectionPool({}:{}, {} idle)", self.address.host, self.address.port, self.lock().connections.len())
+    }
+}
+
+fn closed() -> Error {
+    Error::not_started(Code::Unavailable, "the channel was closed")
+}
+
+/// Closes connections that were not used for too long; ends when there are none.
+async fn reap(pool: Weak<ConnectionPool>) {
+    loop {
+        let (old, next) = {
+            let Some(pool) = pool.upgrade() else { return };
+            let idle_timeout = pool.config.idle_timeout;
+            let mut idle = pool.lock();
+            let now = Instant::now();
+            let old: Vec<_> = {
+                let count = idle.connections.iter().take_while(|(_, since)| *since + idle_timeout <= now).count();
+                idle.connections.drain(..count).collect()
+            };
+            let next = idle.connections.front().map(|(_, since)| *since + idle_timeout);
+            if next.is_none() {
+                idle.reaper = None;
+            }
+            (old, next)
+        };
+        drop(old);
+        match next {
+            Some(next) => sleep_until(next).await,
+            None => return,
+        }
+    }
+}

@@ -1,0 +1,48 @@
+//! Devices that UCX finds on this machine, for diagnostics.
+
+use crate::sys;
+use crate::sys::{LibraryInfo, LoadOptions};
+use crate::ucx::Context;
+
+use crate::fabric::options::FabricError;
+
+/// Library and devices that UCX finds on this machine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct DeviceReport {
+    /// The library, and what loading it did to the process.
+    pub(crate) library: LibraryInfo,
+    /// The transports and devices that it can use, as `transport/device`.
+    pub(crate) devices: Vec<String>,
+}
+
+/// Loads UCX into this process, and asks it which transports and devices it can use with the environment's settings.
+///
+/// # Errors
+/// When it cannot be loaded, or does not start.
+pub(crate) fn device_report(options: &LoadOptions) -> Result<DeviceReport, FabricError> {
+    let library = sys::load(options)?;
+    let context =
+        Context::open(library, &[]).map_err(|(what, status)| FabricError::Ucx { what, status: status.to_string() })?;
+    Ok(DeviceReport { library: library.info(), devices: devices(&context.describe()) })
+}
+
+/// From what `ucp_context_print_info` writes: `#  resource 1  :  md 1  dev 1  flags -- tcp/lo`.
+pub(crate) fn devices(description: &str) -> Vec<String> {
+    let resource = |line: &str| line.trim_start_matches(['#', ' ']).strip_prefix("resource ").map(str::to_owned);
+    let name = |resource: String| resource.split_whitespace().last().map(str::to_owned);
+    let resources = description.lines().filter_map(resource).filter_map(name);
+    resources.filter(|name| name.contains('/')).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn devices_are_read_from_what_ucx_prints() {
+        let printed = "#     component 0  :  self\n#\n#            md 1  :  component 1  tcp \n\
+                       #      resource 0  :  md 0  dev 0  flags -- self/memory0\n\
+                       #      resource 1  :  md 1  dev 1  flags -- rc_verbs/mlx5_0:1\n";
+        assert_eq!(devices(printed), ["self/memory0", "rc_verbs/mlx5_0:1"]);
+    }
+}

@@ -1,0 +1,116 @@
+//! Handle of a connection.
+
+use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use gym_core::{Code, Error, Result};
+
+use crate::fabric::handle::command::{Command, FabricShared};
+use crate::fabric::handle::message::{ActiveMessage, Delivery};
+use crate::fabric::handle::stats::{ConnectionCounters, ConnectionStats};
+use crate::fabric::lanes::Lanes;
+use crate::fabric::protocol::identity::ConnectionId;
+use crate::fabric::protocol::prefix::{HEADER_BYTES_MAX, URGENT_BYTES_MAX};
+
+/// One connection. Cheap to clone. Dropping it does nothing: it ends with [`Connection::close`], by the peer, or with the fabric.
+#[derive(Clone)]
+pub struct Connection(pub(crate) Arc<ConnectionShared>);
+
+/// State of one connection that the thread and the handles share.
+pub(crate) struct ConnectionShared {
+    id: ConnectionId,
+    shared: Arc<FabricShared>,
+    pub(crate) ended: AtomicBool,
+    /// An orderly close was requested.
+    leaving: AtomicBool,
+    /// An abort was requested.
+    breaking: AtomicBool,
+    pub(crate) lanes: OnceLock<Lanes>,
+    pub(crate) counters: ConnectionCounters,
+}
+
+impl ConnectionShared {
+    pub(crate) fn new(id: ConnectionId, shared: Arc<FabricShared>) -> Self {
+        Self {
+            id,
+            shared,
+            ended: AtomicBool::new(false),
+            leaving: AtomicBool::new(false),
+            breaking: AtomicBool::new(false),
+            lanes: OnceLock::new(),
+            counters: ConnectionCounters::default(),
+        }
+    }
+
+    pub(crate) fn id(&self) -> ConnectionId {
+        self.id
+    }
+}
+
+impl Connection {
+    /// Posts a message to the fabric; never blocks. On an error `done` is not called.
+    ///
+    /// # Errors
+    /// `ResourceExhausted` when the queue is full (its bound is far above what bounded callers can fill; a full queue still takes
+    /// [`Connection::close`]),
+    /// `InvalidArgument` for a header or an urgent payload that is too long, `Unavailable` when the connection or the
+    /// fabric has ended. All `NotStarted`.
+    pub fn post(&self, message: ActiveMessage) -> Result<()> {
+        let urgent = message.delivery == Delivery::Urgent;
+        if message.header.len() > HEADER_BYTES_MAX {
+            let found = message.header.len();
+            return Err(Error::invalid(format!("a header of {found} bytes; at most {HEADER_BYTES_MAX} fit")));
+        }
+        if urgent && message.payload.len() > URGENT_BYTES_MAX {
+            let found = message.payload.len();
+            return Err(Error::invalid(format!("an urgent payload of {found} bytes; at most {URGENT_BYTES_MAX} fit")));
+        }
+        if self.0.ended.load(Ordering::Acquire) {
+            return Err(connection_ended());
+        }
+        self.0.shared.queue.push(Command::Post(self.0.id, message), urgent).map_err(|(_, refused)| refused.into_error())
+    }
+
+    /// Closes the connection. Everything posted before is sent within `grace`, then the peer is notified; after `grace` the
+    /// connection is aborted. `ended` is called in either case. `Duration::ZERO` aborts at once and drops what still waits. The
+    /// first grace counts.
+    pub fn close(&self, grace: Duration) {
+        let at_once = grace.is_zero();
+        let asked = if at_once { &self.0.breaking } else { &self.0.leaving };
+        // Once each, which bounds them. Another would change nothing.
+        if !asked.swap(true, Ordering::Relaxed) {
+            // Refused: the fabric has ended, and this with it.
+            let _ = self.0.shared.queue.push_always(Command::Close(self.0.id, grace), at_once);
+        }
+    }
+
+    /// Our id.
+    #[must_use]
+    pub fn id(&self) -> ConnectionId {
+        self.0.id
+    }
+
+    /// The transports that UCX negotiated, once the connection is open.
+    #[must_use]
+    pub fn lanes(&self) -> Option<&Lanes> {
+        self.0.lanes.get()
+    }
+
+    /// Counters of what went over the connection so far.
+    #[must_use]
+    pub fn stats(&self) -> ConnectionStats {
+        self.0.counters.read()
+    }
+}
+
+impl fmt::Debug for Connection {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Connection").field("id", &self.0.id).field("lanes", &self.lanes()).finish_non_exhaustive()
+    }
+}
+
+pub(crate) fn connection_ended() -> Error {
+    Error::not_started(Code::Unavailable, "the connection has ended")
+}

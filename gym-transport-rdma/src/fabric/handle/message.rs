@@ -1,0 +1,50 @@
+//! Active messages, as a caller posts them.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use bytes::Bytes;
+use gym_core::Result;
+
+#[cfg(doc)]
+use crate::fabric::protocol::prefix::{HEADER_BYTES_MAX, URGENT_BYTES_MAX};
+
+/// A header and a payload that are sent as one UCX active message.
+pub struct ActiveMessage {
+    /// At most [`HEADER_BYTES_MAX`] bytes.
+    pub header: Bytes,
+    /// Not copied when it is long; read until `done` is called.
+    pub payload: Bytes,
+    /// In order or not.
+    pub delivery: Delivery,
+    /// Called once, on the fabric's thread, when header and payload are no longer needed: the message was taken by the network or
+    /// the peer (`Ok`, which does not say that the peer has *seen* it), or will never be (`Err`).
+    pub done: Option<SentCallback>,
+}
+
+impl std::fmt::Debug for ActiveMessage {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (header, payload) = (self.header.len(), self.payload.len());
+        write!(f, "ActiveMessage({:?}, header {header}, payload {payload})", self.delivery)
+    }
+}
+
+/// See [`ActiveMessage::done`].
+pub type SentCallback = Box<dyn FnOnce(Result<()>) + Send>;
+
+/// The delivery class of an active message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Delivery {
+    /// Delivered in the order of posting.
+    Ordered,
+    /// Sent and delivered as soon as possible. At most [`URGENT_BYTES_MAX`] bytes.
+    Urgent,
+}
+
+/// Calls a `done`. UCX may be the caller, and no panic may unwind through UCX.
+pub(crate) fn finish(done: Option<SentCallback>, result: Result<()>) {
+    if let Some(done) = done
+        && catch_unwind(AssertUnwindSafe(|| done(result))).is_err()
+    {
+        tracing::error!("the callback of a sent message panicked");
+    }
+}

@@ -1,0 +1,14 @@
+//! The prefix of a message without a fabric.
+
+use crate::fabric::protocol::prefix::{MessagePrefix, read_hello};
+
+/// Reads what UCX calls the header of an active message, as a hello too. Returns it as it is written, if it is ours.
+#[must_use]
+pub fn read_prefix(bytes: &[u8]) -> Option<Vec<u8>> {
+    let (prefix, header) = MessagePrefix::decode(bytes)?;
+    if let Some((token, own)) = read_hello(header) {
+        assert_eq!(token.len() + own.0.to_le_bytes().len(), header.len());
+    }
+    let (written, length) = prefix.encode(header);
+    Some(written[..length].to_vec())
+}

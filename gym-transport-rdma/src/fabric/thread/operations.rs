@@ -1,0 +1,42 @@
+//! Operations of a connection that UCX has begun and not ended.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+
+use gym_core::{Error, Result};
+
+use crate::fabric::handle::message::{SentCallback, finish};
+
+/// Send operations of a connection with their callbacks. Receive operations only hold a reference.
+#[derive(Default)]
+pub(crate) struct PendingOperations(RefCell<(u64, HashMap<u64, Option<SentCallback>>)>);
+
+impl PendingOperations {
+    pub(crate) fn begin(&self, done: Option<SentCallback>) -> u64 {
+        let (last, operations) = &mut *self.0.borrow_mut();
+        *last += 1;
+        operations.insert(*last, done);
+        *last
+    }
+
+    pub(crate) fn end(&self, operation: u64, result: Result<()>) {
+        let done = self.0.borrow_mut().1.remove(&operation).flatten();
+        finish(done, result);
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.0.borrow().1.len()
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Calls back all senders that still wait. UCX may continue to use their memory, which stays with the operations.
+    pub(crate) fn give_up(&self, error: impl Fn() -> Error) {
+        let operations = std::mem::take(&mut self.0.borrow_mut().1);
+        for done in operations.into_values() {
+            finish(done, Err(error()));
+        }
+    }
+}

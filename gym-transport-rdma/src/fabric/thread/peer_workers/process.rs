@@ -1,0 +1,76 @@
+//! Watches whether the process of a peer on this host has ended.
+//!
+//! The peer reports its own process id. If it lies, or the id was reused before we looked, an unrelated process is watched: the end of
+//! the peer is noticed too early or too late, and payloads may be freed that it still copies. Only a process that may read and write
+//! our memory anyway can do that. A process that becomes another program (exec) does not end.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, getpid, pidfd_open};
+
+/// A process that is watched for its end.
+pub(crate) enum PeerProcess {
+    /// It runs. The descriptor becomes readable when it has ended.
+    Running(OwnedFd),
+    /// It has ended: it reads and writes nothing any more.
+    Ended,
+    /// Nobody tells: it is our own, or there is no descriptor for it. The kernel is older than 5.3, seccomp forbids to ask, or
+    /// there are as many descriptors as there may be.
+    Unknown,
+}
+
+impl PeerProcess {
+    /// By the number that it has said.
+    pub(crate) fn watch(number: u32) -> Self {
+        let Some(pid) = i32::try_from(number).ok().and_then(Pid::from_raw).filter(|pid| *pid != getpid()) else {
+            return Self::Unknown;
+        };
+        match pidfd_open(pid, PidfdFlags::empty()) {
+            Ok(descriptor) => Self::Running(descriptor),
+            Err(Errno::SRCH) => Self::Ended,
+            Err(Errno::NOSYS) => Self::Unknown,
+            Err(error) => {
+                tracing::warn!(%error, process = number, "the end of a peer's process will not be seen");
+                Self::Unknown
+            }
+        }
+    }
+
+    pub(crate) fn has_ended(&self) -> bool {
+        matches!(self, Self::Ended)
+    }
+
+    /// Readable when it has ended and that is not known yet.
+    pub(crate) fn descriptor(&self) -> Option<BorrowedFd<'_>> {
+        match self {
+            Self::Running(descriptor) => Some(descriptor.as_fd()),
+            Self::Ended | Self::Unknown => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::{Command, Stdio};
+
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+    use super::*;
+
+    #[test]
+    fn the_end_of_another_process_is_told_and_our_own_is_not_awaited() {
+        let mut child = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
+        let watched = PeerProcess::watch(child.id());
+        let descriptor = watched.descriptor().expect("it is there");
+        child.kill().unwrap();
+        let patience = Timespec { tv_sec: 30, tv_nsec: 0 };
+        assert_eq!(poll(&mut [PollFd::from_borrowed_fd(descriptor, PollFlags::IN)], Some(&patience)), Ok(1));
+        child.wait().unwrap();
+        assert!(PeerProcess::watch(child.id()).has_ended());
+        for nobody in [std::process::id(), 0, u32::MAX] {
+            let unknown = PeerProcess::watch(nobody);
+            assert!(!unknown.has_ended() && unknown.descriptor().is_none());
+        }
+    }
+}

@@ -1,0 +1,528 @@
+//! State of the thread: connections and their endpoints, commands, timers and shutdown. `arrivals` handles what arrives.
+
+mod arrivals;
+pub(crate) mod callbacks;
+pub(crate) mod registrations;
+
+use std::collections::HashMap;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use gym_core::{Code, Error};
+use tokio::time::Instant;
+
+use crate::fabric::handle::command::{Command, FabricShared, OpenRequest};
+use crate::fabric::handle::connection::{ConnectionShared, connection_ended};
+use crate::fabric::handle::events::{CloseReason, ConnectionEvents};
+use crate::fabric::handle::message::{ActiveMessage, finish};
+use crate::fabric::handle::peer_worker::PeerWorker;
+use crate::fabric::handle::target::{Connect, Expect, Target, WorkerPair};
+use crate::fabric::options::FabricOptions;
+use crate::fabric::protocol::identity::ConnectionId;
+use crate::fabric::protocol::prefix::{MessageKind, hello};
+use crate::fabric::thread::operations::PendingOperations;
+use crate::fabric::thread::peer::{ConnectionLimits, PeerClose, PeerConnection, Phase};
+use crate::fabric::thread::peer_workers::PeerWorkers;
+use crate::fabric::thread::peer_workers::slot::ClosedConnection;
+use crate::fabric::thread::state::callbacks::{Callback, CallbackQueue};
+use crate::fabric::thread::state::registrations::Registrations;
+use crate::ucx::{Closing, Endpoint, Listener, Status, Worker};
+
+/// How long UCX may take to end the operations of an endpoint that is broken off.
+const BREAK_OFF_WITHIN: Duration = Duration::from_secs(1);
+/// How long an unwanted endpoint may take to connect before it is closed.
+const CONNECT_WITHIN: Duration = Duration::from_secs(10);
+/// How long payloads that a peer announced before its `Close` may still take; the peer keeps its own deadline.
+pub(crate) const LEAVE_WITHIN: Duration = Duration::from_secs(60);
+
+/// Everything that only the fabric's thread uses.
+pub(crate) struct FabricState {
+    pub(crate) options: FabricOptions,
+    pub(crate) shared: Arc<FabricShared>,
+    pub(crate) peers: HashMap<ConnectionId, PeerConnection>,
+    /// Connections that are over, whose operations UCX has still to end before `ended` is told.
+    ending: Vec<EndingConnection>,
+    lingering: Vec<LingeringEndpoint>,
+    /// Endpoints that are being closed.
+    pub(crate) closing: Vec<Closing>,
+    /// Peers that came through the listener and have not shown a token.
+    pub(crate) unidentified_peers: Vec<UnidentifiedPeer>,
+    /// The next endpoint's.
+    serial: u64,
+    pub(crate) registrations: Registrations,
+    /// Connections in which something went wrong while they could not be ended.
+    pub(crate) broken: Vec<(ConnectionId, CloseReason)>,
+    next_check: Instant,
+    /// A shutdown was asked for, within this.
+    shutdown: Option<Duration>,
+    ends_at: Option<Instant>,
+    pub(crate) callbacks: Rc<CallbackQueue>,
+    pub(crate) listener: Option<Rc<Listener>>,
+    /// Of the networks.
+    pub(crate) worker: Rc<Worker>,
+    pub(crate) peer_workers: PeerWorkers,
+}
+
+/// How an endpoint is closed.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum CloseMode {
+    /// Aborted: what it has not sent may be dropped.
+    Force,
+    /// Both ends know that everything has arrived.
+    Agreed,
+    /// The last message is still to reach the peer, which then closes.
+    Linger,
+}
+
+/// An endpoint without a connection. It still sends its last message, or refuses what the peer announced before it was notified,
+/// until the peer closes or its time is over.
+pub(crate) struct LingeringEndpoint {
+    pub(crate) serial: u64,
+    endpoint: Endpoint,
+    operations: Rc<PendingOperations>,
+    /// Its hello has not gone out: it may be closed as soon as it has.
+    connecting: bool,
+    until: Instant,
+}
+
+impl LingeringEndpoint {
+    /// Each operation that UCX has not ended, in either direction, holds a reference.
+    fn has_operations(&self) -> bool {
+        Rc::strong_count(&self.operations) > 1
+    }
+
+    fn has_connected(&self) -> bool {
+        self.connecting && !self.has_operations()
+    }
+}
+
+struct EndingConnection {
+    peer: PeerConnection,
+    why: CloseReason,
+    until: Instant,
+}
+
+pub(crate) struct UnidentifiedPeer {
+    pub(crate) endpoint: Endpoint,
+    pub(crate) serial: u64,
+    pub(crate) until: Instant,
+}
+
+impl FabricState {
+    pub(crate) fn new(
+        options: FabricOptions,
+        shared: Arc<FabricShared>,
+        registrations: Registrations,
+        worker: Rc<Worker>,
+        peer_workers: PeerWorkers,
+        listener: Option<Rc<Listener>>,
+        callbacks: Rc<CallbackQueue>,
+    ) -> Self {
+        Self {
+            options,
+            shared,
+            peers: HashMap::new(),
+            ending: Vec::new(),
+            lingering: Vec::new(),
+            closing: Vec::new(),
+            unidentified_peers: Vec::new(),
+            serial: 0,
+            registrations,
+            broken: Vec::new(),
+            next_check: Instant::now(),
+            shutdown: None,
+            ends_at: None,
+            callbacks,
+            listener,
+            worker,
+            peer_workers,
+        }
+    }
+
+    pub(crate) fn worker(&self) -> Rc<Worker> {
+        Rc::clone(&self.worker)
+    }
+
+    pub(crate) fn command(&mut self, command: Command) {
+        match command {
+            Command::Open(open) => {
+                let (request, connection, events) = *open;
+                match request {
+                    OpenRequest::Expect(expected, until) => self.expect(expected, until, connection, events),
+                    OpenRequest::Connect(to, until) => self.connect(&to, until, connection, events),
+                }
+            }
+            Command::OpenPeerWorker(within, reply) => {
+                let opened =
+                    if self.ends_at.is_none() { self.peer_workers.open(within) } else { Err(connection_ended()) };
+                // Whoever asked may be gone: then it is given up as it is dropped.
+                let _ = reply.send(opened);
+            }
+            Command::ReleasePeerWorker(peer_worker) => self.peer_workers.release(peer_worker),
+            Command::Post(id, message) => self.post(id, message),
+            Command::Close(id, grace) => self.close(id, grace),
+            // Acted on behind the commands that came in the same round: this one has overtaken them.
+            Command::Shutdown(within) => self.shutdown = self.shutdown.or(Some(within)),
+        }
+    }
+
+    fn expect(
+        &mut self,
+        expected: Expect,
+        until: Instant,
+        connection: Arc<ConnectionShared>,
+        events: Arc<dyn ConnectionEvents>,
+    ) {
+        let limits = self.limits();
+        let new = |address| {
+            let phase = Phase::Expecting { token: expected.token, address };
+            PeerConnection::new(connection, events, expected.peer, phase, until, limits)
+        };
+        let Some(shared_memory) = &expected.shared_memory else { return self.add(new(None)) };
+        match self.peer_workers.take(&shared_memory.local, expected.id, &shared_memory.remote) {
+            Ok(taken) => {
+                let mut peer = new(Some(taken));
+                peer.peer_worker = Some(shared_memory.local.id());
+                self.add(peer);
+            }
+            Err(why) => self.refuse(new(None), &shared_memory.local, why),
+        }
+    }
+
+    fn connect(
+        &mut self,
+        to: &Connect,
+        until: Instant,
+        connection: Arc<ConnectionShared>,
+        events: Arc<dyn ConnectionEvents>,
+    ) {
+        let mut peer = PeerConnection::new(connection, events, to.peer, Phase::Calling, until, self.limits());
+        let (serial, failed) = self.next_serial();
+        let (endpoint, whom) = match &to.target {
+            Target::Network(address) => (Endpoint::to_socket(&self.worker, *address, failed), address.to_string()),
+            // The peer's address may name something else by now.
+            Target::SharedMemory(WorkerPair { local: peer_worker, .. }) if Instant::now() >= until => {
+                return self.refuse(peer, peer_worker, "it took too long until here");
+            }
+            Target::SharedMemory(WorkerPair { local: peer_worker, remote: address }) => {
+                match self.peer_workers.take(peer_worker, to.id, address) {
+                    Ok((worker, address)) => {
+                        peer.peer_worker = Some(peer_worker.id());
+                        (Endpoint::to_worker(&worker, &address, failed), "a worker".to_owned())
+                    }
+                    Err(why) => return self.refuse(peer, peer_worker, why),
+                }
+            }
+        };
+        match endpoint {
+            Ok(endpoint) => {
+                peer.endpoint = Some(endpoint);
+                peer.serial = serial;
+                let header = hello(&to.token, to.id);
+                peer.send(MessageKind::Hello, &header, Bytes::new(), None, None);
+                self.add(peer);
+            }
+            Err(status) => {
+                peer.shut();
+                self.leave_peer_worker(&mut peer);
+                let error = Error::not_started(Code::Unavailable, format!("connect to {whom}: {status}"));
+                notify_ended(&peer, CloseReason::Lost(error));
+            }
+        }
+    }
+
+    /// A connection cannot use this peer worker, and no other connection will.
+    fn refuse(&mut self, mut peer: PeerConnection, peer_worker: &PeerWorker, why: &str) {
+        peer.shut();
+        self.peer_workers.release(peer_worker.id());
+        let error = Error::not_started(Code::Unavailable, format!("connect from {peer_worker:?}: {why}"));
+        notify_ended(&peer, CloseReason::Lost(error));
+    }
+
+    fn limits(&self) -> ConnectionLimits {
+        let FabricOptions { reorder_max, reorder_bytes_max, rendezvous_bytes, .. } = self.options;
+        ConnectionLimits { reorder_max, reorder_bytes_max, rendezvous_bytes }
+    }
+
+    fn add(&mut self, mut peer: PeerConnection) {
+        let id = peer.connection.id();
+        if self.ends_at.is_some() || self.peers.contains_key(&id) {
+            peer.shut();
+            self.leave_peer_worker(&mut peer);
+            let why = if self.ends_at.is_some() {
+                CloseReason::Closed
+            } else {
+                CloseReason::Lost(Error::invalid("this connection id is in use"))
+            };
+            self.ending.push(EndingConnection { peer, why, until: Instant::now() });
+        } else {
+            self.peers.insert(id, peer);
+        }
+    }
+
+    /// The name of a new endpoint, and what it calls when it fails.
+    pub(crate) fn next_serial(&mut self) -> (u64, impl Fn(Status) + 'static) {
+        self.serial += 1;
+        let (serial, callbacks) = (self.serial, Rc::clone(&self.callbacks));
+        (serial, move |status| callbacks.push(Callback::Failed { serial, status }))
+    }
+
+    pub(crate) fn post(&mut self, id: ConnectionId, message: ActiveMessage) {
+        let Some(peer) = self.peers.get_mut(&id) else { return finish(message.done, Err(connection_ended())) };
+        let unsent_max = self.options.unsent_max;
+        if peer.unsent() >= unsent_max {
+            let said = format!("{unsent_max} messages wait for a peer that does not receive them");
+            finish(message.done, Err(Error::not_started(Code::ResourceExhausted, said.clone())));
+            return self.break_off(id, Error::unknown(Code::ResourceExhausted, said));
+        }
+        let (registrations, shared_memory) = (&mut self.registrations, peer.peer_worker.is_some());
+        peer.post(message, |payload| {
+            if shared_memory {
+                registrations.count(payload);
+                return None;
+            }
+            registrations.of_payload(payload)
+        });
+    }
+
+    fn close(&mut self, id: ConnectionId, grace: Duration) {
+        let Some(peer) = self.peers.get_mut(&id) else { return };
+        match peer.phase {
+            Phase::Open if !grace.is_zero() => {
+                peer.send_control(MessageKind::Close);
+                peer.phase = Phase::Closing { peer_close: PeerClose::NotReceived };
+                peer.deadline = Some(Instant::now() + grace);
+            }
+            // It is ending already, and may take as long as it was given.
+            Phase::Closing { .. } | Phase::PeerClosing { .. } if !grace.is_zero() => {}
+            _ => self.end(id, CloseReason::Closed, CloseMode::Force),
+        }
+    }
+
+    /// Begins to shut down, when that was asked for.
+    pub(crate) fn shut_down(&mut self) {
+        let (Some(within), None) = (self.shutdown, self.ends_at) else { return };
+        // What was posted before is still to be sent.
+        for command in self.shared.queue.close() {
+            self.command(command);
+        }
+        self.ends_at = Some(Instant::now() + within + BREAK_OFF_WITHIN);
+        let ids: Vec<_> = self.peers.keys().copied().collect();
+        for id in ids {
+            self.close(id, within);
+        }
+        for unidentified in self.unidentified_peers.drain(..) {
+            self.closing.push(unidentified.endpoint.close());
+        }
+        self.peer_workers.release_all();
+        self.listener = None;
+    }
+
+    /// Whether a shutdown has come to its end, or its time has.
+    pub(crate) fn ended(&self, now: Instant) -> bool {
+        self.ends_at.is_some_and(|at| now >= at || (self.peers.is_empty() && !self.is_closing(now)))
+    }
+
+    fn is_closing(&self, now: Instant) -> bool {
+        !(self.ending.is_empty() && self.closing.is_empty() && self.lingering.is_empty())
+            || self.peer_workers.is_awaited(now)
+    }
+
+    /// Whether something is to happen at a certain time.
+    pub(crate) fn has_timers(&self, now: Instant) -> bool {
+        self.ends_at.is_some()
+            || self.is_closing(now)
+            || !self.unidentified_peers.is_empty()
+            || self.peers.values().any(|peer| peer.deadline.is_some())
+    }
+
+    /// Continues a close once the payloads that it waited for have arrived.
+    pub(crate) fn settle(&mut self, id: ConnectionId) {
+        let Some(peer) = self.peers.get_mut(&id) else { return };
+        if !peer.landing.is_over() {
+            return;
+        }
+        let (Phase::Closing { peer_close } | Phase::PeerClosing { peer_close }) = &mut peer.phase else { return };
+        if *peer_close == PeerClose::Received {
+            *peer_close = PeerClose::Acknowledged;
+            peer.send_control(MessageKind::Closed);
+        }
+        if matches!(peer.phase, Phase::PeerClosing { peer_close: PeerClose::Acknowledged })
+            && peer.operations.is_empty()
+        {
+            self.end(id, CloseReason::ClosedByPeer, CloseMode::Linger);
+        }
+    }
+
+    /// Ends it with an error, when UCX has returned.
+    pub(crate) fn break_off(&mut self, id: ConnectionId, error: Error) {
+        let Some(peer) = self.peers.get_mut(&id) else { return };
+        if !matches!(peer.phase, Phase::Broken) {
+            peer.phase = Phase::Broken;
+            self.broken.push((id, CloseReason::Lost(error)));
+        }
+    }
+
+    /// Removes the connection. `ended` is called when UCX has ended its operations, or will not.
+    pub(crate) fn end(&mut self, id: ConnectionId, why: CloseReason, how: CloseMode) {
+        let Some(mut peer) = self.peers.remove(&id) else { return };
+        peer.shut();
+        let now = Instant::now();
+        if peer.peer_worker.is_some() {
+            // One that was never open may be no peer of ours at all.
+            if how == CloseMode::Force && !matches!(peer.phase, Phase::Calling) && peer.endpoint.is_some() {
+                // UCX does not tell the peer, so we do.
+                peer.send_control(MessageKind::Aborted);
+            }
+            self.leave_peer_worker(&mut peer);
+            // Operations to a peer that stands still do not end: not waited for.
+            return self.ending.push(EndingConnection { peer, why, until: now });
+        }
+        // UCX 1.13 gives the process up when an endpoint is closed in certain moments of its connecting.
+        let connecting = matches!(peer.phase, Phase::Calling) && !peer.operations.is_empty();
+        if let Some(endpoint) = peer.endpoint.take() {
+            match how {
+                CloseMode::Force if connecting => self.linger(endpoint, &peer, now + CONNECT_WITHIN),
+                CloseMode::Force | CloseMode::Agreed => self.closing.push(endpoint.close()),
+                CloseMode::Linger => self.linger(endpoint, &peer, now + BREAK_OFF_WITHIN),
+            }
+        }
+        let until = if connecting { now } else { now + BREAK_OFF_WITHIN };
+        self.ending.push(EndingConnection { peer, why, until });
+    }
+
+    /// Moves what a connection over shared memory leaves behind to its peer worker.
+    fn leave_peer_worker(&mut self, peer: &mut PeerConnection) {
+        let Some(peer_worker) = peer.peer_worker else { return };
+        let was_open = !matches!(peer.phase, Phase::Calling | Phase::Expecting { .. });
+        let closed = ClosedConnection {
+            endpoint: peer.endpoint.take(),
+            peer: peer.id,
+            operations: Rc::clone(&peer.operations),
+            was_open,
+        };
+        self.peer_workers.leave(peer_worker, closed);
+    }
+
+    fn linger(&mut self, endpoint: Endpoint, peer: &PeerConnection, until: Instant) {
+        let connecting = matches!(peer.phase, Phase::Calling);
+        let (serial, operations) = (peer.serial, Rc::clone(&peer.operations));
+        self.lingering.push(LingeringEndpoint { serial, endpoint, operations, connecting, until });
+    }
+
+    /// Closes endpoints that lingered long enough. Returns whether there was one.
+    pub(crate) fn stop_lingering(&mut self, enough: impl Fn(&LingeringEndpoint) -> bool) -> bool {
+        let mut found = false;
+        for lingering in self.lingering.extract_if(.., |lingering| enough(lingering)) {
+            found = true;
+            self.closing.push(lingering.endpoint.close());
+        }
+        found
+    }
+
+    pub(crate) fn finish_ended(&mut self) {
+        if self.ending.is_empty() {
+            return;
+        }
+        let now = Instant::now();
+        for EndingConnection { peer, why, .. } in
+            self.ending.extract_if(.., |ending| ending.peer.operations.is_empty() || now >= ending.until)
+        {
+            peer.operations.give_up(|| Error::unknown(Code::Unavailable, "the connection ended before this was sent"));
+            notify_ended(&peer, why);
+        }
+    }
+
+    /// Has the time kept in this round, whatever was kept before.
+    pub(crate) fn check_now(&mut self) {
+        self.next_check = Instant::now();
+    }
+
+    /// Keeps deadlines, and gives up registrations that the pool has no use for.
+    pub(crate) fn check_timers(&mut self, now: Instant) {
+        if now < self.next_check {
+            return;
+        }
+        self.next_check = now + Duration::from_millis(5);
+        let over =
+            |(id, peer): (&ConnectionId, &PeerConnection)| peer.deadline.is_some_and(|at| now >= at).then_some(*id);
+        let over: Vec<_> = self.peers.iter().filter_map(over).collect();
+        for id in over {
+            self.deadline_passed(id);
+        }
+        // A close that waited only for its own sends.
+        let leaving = |(id, peer): (&ConnectionId, &PeerConnection)| {
+            matches!(peer.phase, Phase::PeerClosing { peer_close: PeerClose::Acknowledged }).then_some(*id)
+        };
+        let leaving: Vec<_> = self.peers.iter().filter_map(leaving).collect();
+        for id in leaving {
+            self.settle(id);
+        }
+        for unidentified in self.unidentified_peers.extract_if(.., |unidentified| now >= unidentified.until) {
+            self.shared.counters.unidentified_refused.add(1);
+            self.closing.push(unidentified.endpoint.close());
+        }
+        for id in self.peer_workers.check_timers(now) {
+            self.peer_lost(id, "the peer's process has ended");
+        }
+        self.stop_lingering(|lingering| now >= lingering.until || lingering.has_connected());
+        self.registrations.tidy();
+    }
+
+    fn deadline_passed(&mut self, id: ConnectionId) {
+        let Some(peer) = self.peers.get(&id) else { return };
+        let unavailable = |what: &str| CloseReason::Lost(Error::not_started(Code::Unavailable, what.to_owned()));
+        let why = match peer.phase {
+            Phase::Expecting { .. } => unavailable("the peer did not come in time"),
+            Phase::Calling => unavailable("the peer did not answer in time, or does not expect us"),
+            Phase::Open | Phase::Broken => return,
+            Phase::Closing { .. } => CloseReason::Closed,
+            Phase::PeerClosing { .. } if peer.landing.is_over() => CloseReason::ClosedByPeer,
+            Phase::PeerClosing { .. } => {
+                CloseReason::Lost(Error::unknown(Code::Unavailable, "the peer left before its last payloads had come"))
+            }
+        };
+        self.end(id, why, CloseMode::Force);
+    }
+
+    /// The last: worker, memory and context, in this order. Returns whether everything could be given back; what could
+    /// not is leaked.
+    pub(crate) fn give_back(mut self) -> bool {
+        let ids: Vec<_> = self.peers.keys().copied().collect();
+        for id in ids {
+            self.end(id, CloseReason::Closed, CloseMode::Force);
+        }
+        for _ in 0..8 {
+            self.worker.progress();
+            for worker in self.peer_workers.workers().borrow().iter() {
+                worker.progress();
+            }
+        }
+        self.closing.retain_mut(|closing| !closing.ended());
+        self.ending.iter_mut().for_each(|ending| ending.until = Instant::now());
+        self.finish_ended();
+        while self.callbacks.pop().is_some() {}
+        let Self { closing, unidentified_peers, lingering, listener, registrations, worker, peer_workers, .. } = self;
+        drop((unidentified_peers, lingering, listener));
+        let berths_clean = peer_workers.give_back();
+        let mut clean = closing.is_empty();
+        std::mem::forget(closing);
+        // An operation that has not ended keeps the worker.
+        clean &= Rc::strong_count(&worker) == 1;
+        drop(worker);
+        if clean {
+            registrations.give_back();
+        } else {
+            registrations.leak();
+        }
+        clean && berths_clean
+    }
+}
+
+fn notify_ended(peer: &PeerConnection, why: CloseReason) {
+    if peer.notify(|events| events.ended(why)).is_err() {
+        tracing::error!("connection close callback panicked");
+    }
+}

@@ -1,0 +1,468 @@
+//! Probe: what this machine has for RDMA and NCCL, found in files and without loading UCX.
+
+mod container;
+mod elf;
+mod files;
+mod finding;
+mod ports;
+mod versions;
+
+use std::fmt;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+
+use crate::probe::files::{Files, loader_path, version_in_name};
+use crate::probe::finding::finding;
+pub use crate::probe::finding::{Finding, Status, Topic};
+use crate::probe::ports::ports;
+pub use crate::probe::ports::{Gid, Port};
+
+/// Bit of `CAP_IPC_LOCK` in a capability mask.
+const CAP_IPC_LOCK: u32 = 14;
+/// The first kernel that lends GPU memory to RDMA devices by dma-buf.
+const DMA_BUF_KERNEL: (u32, u32) = (5, 12);
+
+/// What RDMA needs, first things first.
+const RDMA_TOPICS: [Topic; 7] = [
+    Topic::RdmaDevices,
+    Topic::DeviceNodes,
+    Topic::Container,
+    Topic::RoceGid,
+    Topic::LockedMemory,
+    Topic::Verbs,
+    Topic::Ucx,
+];
+
+/// What this machine has. Displayed as the sentence and one line for each finding.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct Probe {
+    /// One sentence.
+    pub summary: String,
+    /// Device, nodes, pinned memory, verbs and UCX with its RDMA transport are all there.
+    pub rdma_usable: bool,
+    /// A GPU, its driver and NCCL are there.
+    pub nccl_usable: bool,
+    /// In the order in which they depend on each other.
+    pub findings: Vec<Finding>,
+    /// Every port of every RDMA device.
+    pub ports: Vec<Port>,
+}
+
+impl Probe {
+    /// The finding about `topic`.
+    #[must_use]
+    pub fn finding(&self, topic: Topic) -> Option<&Finding> {
+        self.findings.iter().find(|finding| finding.topic == topic)
+    }
+
+    /// What keeps RDMA from being used, first things first; `None` when it is usable.
+    #[must_use]
+    pub fn rdma_fault(&self) -> Option<&Finding> {
+        let mut findings = RDMA_TOPICS.iter().filter_map(|topic| self.finding(*topic));
+        findings.find(|finding| finding.status != Status::Ok)
+    }
+}
+
+impl fmt::Display for Probe {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.summary)?;
+        for finding in &self.findings {
+            write!(f, "\n  {finding}")?;
+        }
+        Ok(())
+    }
+}
+
+/// Where to look.
+#[derive(Debug, Clone)]
+pub struct ProbeOptions {
+    root: PathBuf,
+    library_folders: Vec<PathBuf>,
+    load: bool,
+}
+
+impl Default for ProbeOptions {
+    fn default() -> Self {
+        Self { root: "/".into(), library_folders: loader_path(std::env::var_os("LD_LIBRARY_PATH")), load: true }
+    }
+}
+
+impl ProbeOptions {
+    /// This machine, with the folders of `LD_LIBRARY_PATH` searched first.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Looks at files below `root` only (a container's file system, a test's) and loads no library.
+    #[must_use]
+    pub fn root(mut self, root: impl Into<PathBuf>) -> Self {
+        self.root = root.into();
+        self.library_folders.clear();
+        self.load = false;
+        self
+    }
+
+    /// Looks at files only: no library is loaded, so this may be done in any process.
+    #[must_use]
+    pub fn without_loading(mut self) -> Self {
+        self.load = false;
+        self
+    }
+
+    /// Searches `folder` before all folders named so far: where Python wheels put libraries, for example
+    /// `site-packages/nvidia/nccl/lib`.
+    #[must_use]
+    pub fn library_folder(mut self, folder: impl Into<PathBuf>) -> Self {
+        self.library_folders.insert(0, folder.into());
+        self
+    }
+
+    /// Looks. Never fails and never panics: what cannot be read is reported as missing.
+    #[must_use]
+    pub fn probe(&self) -> Probe {
+        let look = Look { files: Files::new(&self.root, &self.library_folders), load: self.load };
+        let ports = ports(&look.files);
+        let devices = look.devices(&ports);
+        let has_device = devices.status != Status::Missing;
+        let gpu = look.gpu();
+        let has_gpu = gpu.status != Status::Missing;
+        let findings = vec![
+            devices,
+            look.nodes(has_device),
+            container::container(&look.files, &ports),
+            roce_gid(&ports),
+            look.locked_memory(has_device),
+            look.verbs(),
+            look.ucx(),
+            gpu,
+            look.nccl(),
+            look.gpu_direct(has_device && has_gpu),
+            container::shared_memory(&look.files),
+        ];
+        judge(findings, ports)
+    }
+}
+
+/// Looks at this machine. See [`ProbeOptions`] for another root or more library folders.
+#[must_use]
+pub fn probe() -> Probe {
+    ProbeOptions::new().probe()
+}
+
+fn judge(findings: Vec<Finding>, ports: Vec<Port>) -> Probe {
+    let of = |topic| findings.iter().find(move |finding: &&Finding| finding.topic == topic);
+    let first_fault = |topics: &[Topic]| {
+        topics.iter().filter_map(|topic| of(*topic)).find(|finding| finding.status != Status::Ok).cloned()
+    };
+    let rdma_fault = first_fault(&RDMA_TOPICS);
+    let nccl_fault = first_fault(&[Topic::Gpu, Topic::Nccl]);
+    let found = |topic| of(topic).map(|finding| finding.found.clone()).unwrap_or_default();
+    let rdma = match &rdma_fault {
+        None => format!("RDMA is usable ({}, by {})", found(Topic::RdmaDevices), found(Topic::Ucx)),
+        Some(fault) => format!("RDMA is not usable here: {}", fault.found),
+    };
+    let nccl = match &nccl_fault {
+        None => format!("NCCL is usable ({} with {})", found(Topic::Nccl), found(Topic::Gpu)),
+        Some(fault) => format!("NCCL is not usable here: {}", fault.found),
+    };
+    // UCX is of use between processes of one host even without a device, so it is named in either case.
+    let ucx = match (of(Topic::Ucx), &rdma_fault) {
+        (Some(ucx), Some(fault)) if fault.topic != Topic::Ucx => format!("; {}", ucx.found),
+        _ => String::new(),
+    };
+    Probe {
+        summary: format!("{rdma}{ucx}; {nccl}."),
+        rdma_usable: rdma_fault.is_none(),
+        nccl_usable: nccl_fault.is_none(),
+        findings,
+        ports,
+    }
+}
+
+struct Look {
+    files: Files,
+    load: bool,
+}
+
+impl Look {
+    fn devices(&self, ports: &[Port]) -> Finding {
+        let topic = Topic::RdmaDevices;
+        let folder = "/sys/class/infiniband";
+        let devices = self.files.names(folder);
+        if devices.is_empty() {
+            let state = if self.files.exists(folder) { "is empty" } else { "does not exist" };
+            return finding(topic, Status::Missing, format!("no RDMA device ({folder} {state})")).fix(
+                "install a network card with RDMA and load its driver (mlx5_ib, irdma, efa), or for tests emulate one: \
+                 modprobe rdma_rxe && rdma link add rxe0 type rxe netdev INTERFACE; in a container, mount the host's /sys",
+            );
+        }
+        let words = |port: &Port| format!("{} {}, {}, {}", port.name(), port.state, port.link_layer, port.rate);
+        let of = |active| ports.iter().filter(move |port| port.active == active).map(words).collect::<Vec<_>>();
+        let (active, down) = (of(true), of(false));
+        if active.is_empty() {
+            let what = if down.is_empty() { format!("{} without ports", devices.join(", ")) } else { down.join("; ") };
+            return finding(topic, Status::Warning, format!("no active RDMA port ({what})"))
+                .fix("bring the network interface of the port up (ip link set INTERFACE up) and check the cable");
+        }
+        finding(topic, Status::Ok, active.join("; "))
+    }
+
+    fn nodes(&self, has_device: bool) -> Finding {
+        let topic = Topic::DeviceNodes;
+        let folder = "/dev/infiniband";
+        let nodes: Vec<String> = self
+            .files
+            .names(folder)
+            .into_iter()
+            .filter(|name| name.starts_with("uverbs") || name == "rdma_cm")
+            .map(|name| format!("{folder}/{name}"))
+            .collect();
+        if !has_device {
+            return finding(topic, Status::NotNeeded, "device nodes matter only with an RDMA device".to_owned());
+        }
+        let missing: Vec<&str> = ["uverbs", "rdma_cm"]
+            .into_iter()
+            .filter(|kind| !nodes.iter().any(|node| node.starts_with(&format!("{folder}/{kind}"))))
+            .collect();
+        if !missing.is_empty() {
+            return finding(topic, Status::Missing, format!("no {} in {folder}", missing.join(" and no "))).fix(
+                "modprobe ib_uverbs rdma_ucm; in a container, pass the nodes (docker: --device=/dev/infiniband, \
+                 compose: devices: [/dev/infiniband])",
+            );
+        }
+        let closed: Vec<&str> = nodes
+            .iter()
+            .filter(|node| File::options().read(true).write(true).open(self.files.path(node)).is_err())
+            .map(String::as_str)
+            .collect();
+        if !closed.is_empty() {
+            return finding(topic, Status::Missing, format!("{} may not be opened", closed.join(", ")))
+                .fix("add the user to the group of the nodes (often rdma), or chmod 666 them by a udev rule");
+        }
+        finding(topic, Status::Ok, nodes.join(", "))
+    }
+
+    /// Either is enough: the limit, or the capability that overrides it.
+    fn locked_memory(&self, has_device: bool) -> Finding {
+        let topic = Topic::LockedMemory;
+        let limits = self.files.text("/proc/self/limits").unwrap_or_default();
+        let soft = limits
+            .lines()
+            .find_map(|line| line.strip_prefix("Max locked memory"))
+            .and_then(|rest| rest.split_whitespace().next())
+            .unwrap_or("unknown")
+            .to_owned();
+        let status = self.files.text("/proc/self/status").unwrap_or_default();
+        let capable = status
+            .lines()
+            .find_map(|line| line.strip_prefix("CapEff:"))
+            .and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok())
+            .is_some_and(|mask| mask >> CAP_IPC_LOCK & 1 == 1);
+        let what = match (soft.as_str(), capable) {
+            ("unlimited", _) => "memory may be pinned without limit".to_owned(),
+            (_, true) => {
+                format!("memory may be pinned without limit (CAP_IPC_LOCK overrides the limit of {soft} bytes)")
+            }
+            (_, false) => format!("only {soft} bytes of memory may be pinned, and CAP_IPC_LOCK is not held"),
+        };
+        let enough = soft == "unlimited" || capable;
+        if enough {
+            finding(topic, Status::Ok, what)
+        } else if has_device {
+            finding(topic, Status::Warning, what).fix(
+                "ulimit -l unlimited (limits.conf: memlock); in a container: --ulimit memlock=-1 --cap-add=IPC_LOCK",
+            )
+        } else {
+            finding(topic, Status::NotNeeded, what)
+        }
+    }
+
+    fn verbs(&self) -> Finding {
+        let topic = Topic::Verbs;
+        match self.files.library("libibverbs.so.1") {
+            Some(path) => {
+                let version = version_in_name(&path, "libibverbs.so.");
+                finding(topic, Status::Ok, format!("libibverbs {} ({})", or_unknown(version), path.display()))
+            }
+            None => finding(
+                topic,
+                Status::Missing,
+                "libibverbs not found (no libibverbs.so.1 in the loader's folders)".to_owned(),
+            )
+            .fix("apt-get install libibverbs1 ibverbs-providers (dnf: libibverbs)"),
+        }
+    }
+
+    fn ucx(&self) -> Finding {
+        let topic = Topic::Ucx;
+        let Some(path) = self.files.library("libucp.so.0") else {
+            return finding(
+                topic,
+                Status::Missing,
+                "UCX not found (no libucp.so.0 in the loader's folders)".to_owned(),
+            )
+            .fix("apt-get install libucx0 (dnf: ucx ucx-ib), or add the folder of a UCX to LD_LIBRARY_PATH");
+        };
+        let what = format!("UCX {} ({})", or_unknown(elf::version(&path)), path.display());
+        // Transports are plug-ins, in a folder `ucx` beside the library; a build without verbs has none for RDMA.
+        if has_rdma_transport(&path) {
+            finding(topic, Status::Ok, what)
+        } else {
+            finding(topic, Status::Warning, format!("{what} without RDMA transport (no ucx/libuct_ib* beside it)")).fix(
+                "install a build with verbs: Debian's libucx0, dnf's ucx-ib, or the vendor's; the wheel libucx-cu12 has none",
+            )
+        }
+    }
+
+    fn gpu(&self) -> Finding {
+        let topic = Topic::Gpu;
+        let driver = self.files.text("/proc/driver/nvidia/version").map(|text| driver_version(&text));
+        let nodes = self.files.names("/dev");
+        let gpus = nodes
+            .iter()
+            .filter(|name| {
+                name.strip_prefix("nvidia").is_some_and(|n| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()))
+            })
+            .count();
+        let cuda = self.files.library("libcuda.so.1");
+        let (Some(driver), true) = (&driver, gpus > 0) else {
+            let what = match (driver, gpus) {
+                (None, 0) => "no NVIDIA GPU (neither /proc/driver/nvidia/version nor /dev/nvidia0)".to_owned(),
+                (None, _) => "/dev/nvidia0 without a driver (no /proc/driver/nvidia/version)".to_owned(),
+                (Some(driver), _) => format!("NVIDIA driver {driver} without a GPU (no /dev/nvidia0)"),
+            };
+            return finding(topic, Status::Missing, what).fix(
+                "install the NVIDIA driver; in a container use the NVIDIA container toolkit (docker: --gpus all)",
+            );
+        };
+        let what = format!("{gpus} NVIDIA GPU{}, driver {driver}", if gpus == 1 { "" } else { "s" });
+        let Some(cuda) = cuda else {
+            return finding(topic, Status::Missing, format!("{what}, but no libcuda.so.1 in the loader's folders"))
+                .fix(
+                    "install the driver's user part (apt: libcuda1), or give the container the capability compute \
+                 (NVIDIA_DRIVER_CAPABILITIES=compute,utility)",
+                );
+        };
+        let management = match self.files.library("libnvidia-ml.so.1") {
+            Some(_) => "",
+            None => ", no libnvidia-ml.so.1 for monitoring",
+        };
+        if !self.load {
+            return finding(topic, Status::Ok, format!("{what}{management}"));
+        }
+        match versions::cuda_driver_version(&cuda) {
+            Ok(version) => finding(topic, Status::Ok, format!("{what}, up to CUDA {version}{management}")),
+            Err(error) => finding(topic, Status::Missing, format!("{what}, but {}: {error}", cuda.display()))
+                .fix("reinstall the driver so that its kernel and user parts have one version"),
+        }
+    }
+
+    fn nccl(&self) -> Finding {
+        let topic = Topic::Nccl;
+        let fix = "apt-get install libnccl2 (NVIDIA's repository) or pip install nvidia-nccl-cu12, and add its folder to LD_LIBRARY_PATH";
+        let Some(path) = self.files.library("libnccl.so.2") else {
+            let what = "NCCL not found (no libnccl.so.2 in the loader's folders)".to_owned();
+            return finding(topic, Status::Missing, what).fix(fix);
+        };
+        let from_name = version_in_name(&path, "libnccl.so.");
+        let version = if self.load { versions::nccl_version(&path) } else { Ok(or_unknown(from_name)) };
+        match version {
+            Ok(version) => finding(topic, Status::Ok, format!("NCCL {version} ({})", path.display())),
+            Err(error) => {
+                finding(topic, Status::Missing, format!("NCCL cannot be loaded from {}: {error}", path.display()))
+                    .fix(fix)
+            }
+        }
+    }
+
+    fn gpu_direct(&self, needed: bool) -> Finding {
+        let topic = Topic::GpuDirect;
+        if !needed {
+            let what = "GPUDirect RDMA needs an RDMA device and an NVIDIA GPU".to_owned();
+            return finding(topic, Status::NotNeeded, what);
+        }
+        for module in ["nvidia_peermem", "nv_peer_mem"] {
+            if self.files.exists(format!("/sys/module/{module}")) {
+                return finding(topic, Status::Ok, format!("GPUDirect RDMA by {module}"));
+            }
+        }
+        let release = self.files.text("/proc/sys/kernel/osrelease").unwrap_or_default();
+        let open =
+            self.files.text("/proc/driver/nvidia/version").is_some_and(|text| text.contains("Open Kernel Module"));
+        if open && kernel(&release).is_some_and(|version| version >= DMA_BUF_KERNEL) {
+            return finding(topic, Status::Ok, format!("GPUDirect RDMA by dma-buf (kernel {release}, open driver)"));
+        }
+        finding(topic, Status::Warning, "no GPUDirect RDMA: transfers go through host memory".to_owned())
+            .fix("modprobe nvidia_peermem, or use the open NVIDIA driver on kernel 5.12 or later")
+    }
+}
+
+/// Without an address of version 2 nothing leaves a RoCE port.
+fn roce_gid(ports: &[Port]) -> Finding {
+    let topic = Topic::RoceGid;
+    let roce: Vec<&Port> = ports.iter().filter(|port| port.active && port.is_ethernet()).collect();
+    if roce.is_empty() {
+        let found = "no active RoCE port, so no address to choose".to_owned();
+        return finding(topic, if ports.is_empty() { Status::NotNeeded } else { Status::Ok }, found);
+    }
+    let without: Vec<String> = roce.iter().filter(|port| port.gid.is_none()).map(|port| port.name()).collect();
+    let chosen: Vec<String> = roce
+        .iter()
+        .filter_map(|port| port.gid.as_ref().map(|gid| (port, gid)))
+        .map(|(port, gid)| {
+            format!("{}: GID index {} ({}, {}, {})", port.name(), gid.index, gid.kind, gid.address, gid.interface)
+        })
+        .collect();
+    if without.is_empty() {
+        return finding(topic, Status::Ok, chosen.join("; "));
+    }
+    let others = if chosen.is_empty() { String::new() } else { format!(" ({})", chosen.join("; ")) };
+    finding(topic, Status::Warning, format!("no RoCE v2 address on {}{others}", without.join(" and "))).fix(
+        "give the port's network interface an address and bring it up (ip addr add ADDRESS dev INTERFACE; ip link set \
+         INTERFACE up)",
+    )
+}
+
+fn or_unknown(version: Option<String>) -> String {
+    version.unwrap_or_else(|| "of unknown version".to_owned())
+}
+
+fn has_rdma_transport(libucp: &Path) -> bool {
+    let beside = |path: &Path| path.parent().map(|folder| folder.join("ucx"));
+    // A link may lead to where the plug-ins are.
+    let real = std::fs::canonicalize(libucp).ok();
+    [beside(libucp), real.as_deref().and_then(beside)].into_iter().flatten().any(|folder| {
+        std::fs::read_dir(folder).into_iter().flatten().flatten().any(|entry| {
+            entry.file_name().to_str().is_some_and(|name| name.starts_with("libuct_ib") && name.contains(".so"))
+        })
+    })
+}
+
+/// `NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue …` → `550.54.15`.
+fn driver_version(text: &str) -> String {
+    let numbers = |word: &&str| word.contains('.') && word.bytes().all(|byte| byte.is_ascii_digit() || byte == b'.');
+    text.split_whitespace().find(numbers).unwrap_or("of unknown version").to_owned()
+}
+
+fn kernel(release: &str) -> Option<(u32, u32)> {
+    let mut numbers = release.split(|letter: char| !letter.is_ascii_digit());
+    Some((numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_are_read_from_what_the_kernel_says() {
+        let open = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build";
+        assert_eq!(driver_version(open), "570.86.15");
+        assert_eq!(driver_version("rubbish"), "of unknown version");
+        assert_eq!(kernel("6.1.0-56-amd64"), Some((6, 1)));
+        assert_eq!(kernel(""), None);
+    }
+}

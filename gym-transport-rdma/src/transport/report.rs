@@ -1,0 +1,81 @@
+//! Report of UCX on itself when it is loaded: version, transports and devices, and what loading did to the process.
+//!
+//! Loading is permanent and patches libc, so a program that only wants the report loads UCX in a child process, as `rgym doctor` does.
+
+use std::path::PathBuf;
+
+use gym_core::Transport;
+use serde::{Deserialize, Serialize};
+
+use crate::fabric::{DeviceReport, FabricError, Lanes, device_report};
+use crate::sys::LoadOptions;
+
+/// What was found by loading UCX and starting a context with its own defaults and the environment's `UCX_…` settings.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct UcxReport {
+    /// Such as `1.13.1`.
+    pub version: String,
+    /// The file of libucp.
+    pub path: PathBuf,
+    /// Every `transport/device`, as in `posix/memory`, `tcp/eth0`, `rc_mlx5/mlx5_0:1`.
+    pub resources: Vec<String>,
+    /// Signals whose handlers it had replaced, and that were given back.
+    pub signals_restored: Vec<i32>,
+    /// Functions of libc that it patched in memory.
+    pub patched: Vec<String>,
+}
+
+impl UcxReport {
+    /// Loads UCX into this process and asks it.
+    ///
+    /// # Errors
+    /// When it cannot be loaded, or starts no context.
+    pub fn take(options: &LoadOptions) -> Result<Self, FabricError> {
+        let DeviceReport { library, devices } = device_report(options)?;
+        Ok(Self {
+            version: library.version,
+            path: library.path,
+            resources: devices,
+            signals_restored: library.signals_restored,
+            patched: library.patched.into_iter().map(str::to_owned).collect(),
+        })
+    }
+
+    /// The resources of a transport; none for transports that are not UCX's.
+    #[must_use]
+    pub fn of(&self, level: Transport) -> Vec<&str> {
+        let is_of = |name: &str| {
+            let lanes = Lanes::of(&[name.to_owned()]);
+            match level {
+                // `self` stays within a process, and `cma` moves bulk only.
+                Transport::SHM => lanes.shared_memory() && !name.starts_with("self/") && !name.starts_with("cma/"),
+                Transport::RDMA => lanes.rdma(),
+                Transport::UCX_TCP => name.starts_with("tcp/"),
+                _ => false,
+            }
+        };
+        self.resources.iter().map(String::as_str).filter(|name| is_of(name)).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn resources_are_sorted_by_transport() {
+        let names = ["self/memory0", "tcp/lo", "posix/memory", "cma/memory", "rc_verbs/rxe0:1", "ud_verbs/rxe0:1"];
+        let report = UcxReport {
+            version: "1.13.1".to_owned(),
+            path: PathBuf::new(),
+            resources: names.map(str::to_owned).to_vec(),
+            signals_restored: Vec::new(),
+            patched: Vec::new(),
+        };
+        assert_eq!(report.of(Transport::SHM), ["posix/memory"]);
+        assert_eq!(report.of(Transport::RDMA), ["rc_verbs/rxe0:1", "ud_verbs/rxe0:1"]);
+        assert_eq!(report.of(Transport::UCX_TCP), ["tcp/lo"]);
+        assert!(report.of(Transport::HTTP).is_empty());
+    }
+}
