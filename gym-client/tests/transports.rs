@@ -6,7 +6,8 @@ use std::sync::Arc;
 use gym_client::Transports;
 use gym_client::transport::http::HttpConfig;
 use gym_client::transport::http::http1::HttpListener;
-use gym_core::{CallContext, Code, ConnectOptions, InProcess, Listener, Request, Response, handler_fn};
+use gym_core::transport::{ConnectOptions, InProcess, Listener, handler_fn};
+use gym_core::{CallContext, Code, Request, Response};
 use tokio_util::sync::CancellationToken;
 
 #[tokio::test]

@@ -9,7 +9,8 @@ use gym_core::testing::conformance::{
     group_rogues,
 };
 use gym_core::testing::{Faults, SimNet};
-use gym_core::{CallContext, Channel, ConnectOptions, Connector, Handler, InProcess, Listener};
+use gym_core::transport::{ConnectOptions, Connector, InProcess, Listener};
+use gym_core::{CallContext, Channel, Handler};
 use tokio_util::sync::CancellationToken;
 
 /// [`InProcessGroup`]s.

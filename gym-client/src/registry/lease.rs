@@ -4,7 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::BoxFuture;
-use gym_core::{CallContext, Code, Lease, Registration, Registry, Result};
+use gym_core::registry::{Lease, Registration, Registry};
+use gym_core::{CallContext, Code, Result};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 

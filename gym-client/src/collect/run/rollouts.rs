@@ -5,7 +5,8 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use futures_util::stream::{Stream, StreamExt};
-use gym_core::{FailureClass, Outcome, RawObject, Result, TaskKey, World};
+use gym_core::rollout::{FailureClass, Outcome, TaskKey};
+use gym_core::{RawObject, Result, World};
 use tokio::sync::mpsc;
 use tokio_util::sync::{CancellationToken, DropGuard};
 

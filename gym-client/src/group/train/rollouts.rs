@@ -5,7 +5,8 @@ use std::sync::Arc;
 use bytes::Bytes;
 use futures_util::stream;
 use gym_core::group::{Batch, JsonRows, Offsets};
-use gym_core::{CallContext, Error, Execution, Outcome, RawObject, Result, TaskKey, World};
+use gym_core::rollout::{Outcome, TaskKey};
+use gym_core::{CallContext, Error, Execution, RawObject, Result, World};
 use tokio_util::sync::CancellationToken;
 
 use crate::client::ServerClient;

@@ -6,7 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use gym_core::group::{WorkerEnv, WorkerHost};
-use gym_core::{Handler, Incarnation, Listener, Result};
+use gym_core::transport::Listener;
+use gym_core::{Handler, Incarnation, Result};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
