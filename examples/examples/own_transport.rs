@@ -10,10 +10,9 @@ use std::time::Duration;
 use bytes::Bytes;
 use gym_core::testing::figures::{Figures, answering};
 use gym_core::{
-    CallContext, Channel, ConnectOptions, Connector, Endpoint, Error, InProcess, Link, Listener, PathInfo, Reply,
-    Request, Result,
+    CallContext, CancelToken, Channel, ConnectOptions, Connector, Endpoint, Error, InProcess, Link, Listener, PathInfo,
+    Reply, Request, Result,
 };
-use tokio_util::sync::CancellationToken;
 
 #[derive(Debug)]
 struct Toll {
@@ -67,9 +66,7 @@ async fn main() -> Result<()> {
     let road = InProcess::new().faithful();
     let mut listener = road.listen("figures")?;
     let serving =
-        tokio::spawn(
-            async move { listener.accept().await?.serve(Arc::new(answering()), CancellationToken::new()).await },
-        );
+        tokio::spawn(async move { listener.accept().await?.serve(Arc::new(answering()), CancelToken::new()).await });
     let toll = Toll { road, paid: Arc::default() };
     let figures = Figures::of(&toll, &Endpoint::parse("toll://figures")?).await?;
 

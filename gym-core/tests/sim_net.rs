@@ -6,11 +6,10 @@ use std::time::Duration;
 use gym_core::testing::net::{SimHost, kind};
 use gym_core::testing::{Faults, SimNet};
 use gym_core::{
-    CallContext, Channel, Code, ConnectOptions, Connector, Endpoint, Error, Execution, Listener, Request, Response,
-    Result, handler_fn,
+    CallContext, CancelToken, Channel, Code, ConnectOptions, Connector, Endpoint, Error, Execution, Listener, Request,
+    Response, Result, handler_fn,
 };
 use tokio::sync::mpsc;
-use tokio_util::sync::CancellationToken;
 
 /// Tells when it is dropped.
 struct DropNotice(mpsc::Sender<()>);
@@ -48,7 +47,7 @@ impl Fixture {
         let host = server.clone();
         server.spawn(async move {
             while let Ok(peer) = listener.accept().await {
-                let serving = peer.serve(Arc::clone(&handler) as _, CancellationToken::new());
+                let serving = peer.serve(Arc::clone(&handler) as _, CancelToken::new());
                 host.spawn(async move {
                     let _ = serving.await;
                 });

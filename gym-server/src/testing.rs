@@ -9,9 +9,9 @@ use bytes::Bytes;
 use gym_client::registry::StaticRegistry;
 use gym_client::{ServerClient, Transports};
 use gym_core::{
-    Code, Endpoint, Error, FileLock, Files, Handler, InProcess, Incarnation, Instance, Result, ServerKind, World,
+    CancelToken, Code, Endpoint, Error, FileLock, Files, Handler, InProcess, Incarnation, Instance, Result, ServerKind,
+    World,
 };
-use tokio_util::sync::CancellationToken;
 
 /// A world without files, with a fixed seed and a fixed start.
 pub(crate) fn world() -> World {
@@ -78,7 +78,7 @@ impl TestNetwork {
     /// Serves a handler under a name.
     pub(crate) fn serve(&mut self, name: &str, handler: impl Handler) {
         let listener = self.in_process.listen(name).unwrap();
-        let (drain, grace) = (CancellationToken::new(), Duration::from_secs(1));
+        let (drain, grace) = (CancelToken::new(), Duration::from_secs(1));
         self.servers.spawn(gym_core::transport::serve(Box::new(listener), Arc::new(handler), drain, grace));
     }
 }

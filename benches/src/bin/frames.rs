@@ -21,12 +21,11 @@ use gym_client::transport::http::frames::{FRAMES_SCHEME, UNIX_SCHEME, UnixListen
 use gym_client::transport::http::http1::HttpListener;
 use gym_client::transport::http::{FramesConfig, HttpConfig};
 use gym_core::{
-    CallContext, Channel, ConnectOptions, Endpoint, Handler, InProcess, Listener, Message, Request, Response, Status,
-    handler_fn,
+    CallContext, CancelToken, Channel, ConnectOptions, Endpoint, Handler, InProcess, Listener, Message, Request,
+    Response, Status, handler_fn,
 };
 use hdrhistogram::Histogram;
 use tokio::time::Instant;
-use tokio_util::sync::CancellationToken;
 
 /// The argument that makes this program the answering process.
 const SERVE: &str = "serve-frames";
@@ -121,7 +120,7 @@ fn serve(folder: &std::path::Path) -> Result<()> {
             Ok(Response::new(Status::OK, message))
         }));
         for listener in [Box::new(tcp) as Box<dyn Listener>, Box::new(unix)] {
-            let drain = CancellationToken::new();
+            let drain = CancelToken::new();
             tokio::spawn(gym_core::transport::serve(listener, Arc::clone(&handler), drain, Duration::ZERO));
         }
         // Until the bench has gone, however it went.

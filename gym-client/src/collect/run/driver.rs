@@ -8,12 +8,11 @@ use std::time::Duration;
 
 use futures_util::stream::{Stream, StreamExt};
 use gym_core::{
-    Attempt, CallContext, Code, Error, FailureClass, KeyState, Ledger, Request, Result, RetryPolicy, Route, TaskKey,
-    TraceContext, World,
+    Attempt, CallContext, CancelToken, Code, Error, FailureClass, KeyState, Ledger, Request, Result, RetryPolicy,
+    Route, TaskKey, TraceContext, World,
 };
 use tokio::task::JoinSet;
 use tokio::time::Instant;
-use tokio_util::sync::CancellationToken;
 
 use crate::client::{CallOptions, ServerClient};
 use crate::collect::run::outcome::{AttemptResult, classify, contradiction};
@@ -99,7 +98,7 @@ impl Driver {
     pub async fn run(
         self: &Arc<Self>,
         rows: impl Stream<Item = Result<RolloutRow>> + Unpin,
-        stop: CancellationToken,
+        stop: CancelToken,
     ) -> Result<RunEnd> {
         let mut rows = rows.fuse();
         let mut running: JoinSet<Result<()>> = JoinSet::new();
