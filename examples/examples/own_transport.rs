@@ -10,8 +10,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use gym_core::testing::figures::{Figures, answering};
 use gym_core::transport::{ConnectOptions, Connector, InProcess, Link, Listener, PathInfo, Reply};
-use gym_core::{CallContext, Channel, Endpoint, Error, Request, Result};
-use tokio_util::sync::CancellationToken;
+use gym_core::{CallContext, CancelToken, Channel, Endpoint, Error, Request, Result};
 
 #[derive(Debug)]
 struct Toll {
@@ -65,9 +64,7 @@ async fn main() -> Result<()> {
     let road = InProcess::new().faithful();
     let mut listener = road.listen("figures")?;
     let serving =
-        tokio::spawn(
-            async move { listener.accept().await?.serve(Arc::new(answering()), CancellationToken::new()).await },
-        );
+        tokio::spawn(async move { listener.accept().await?.serve(Arc::new(answering()), CancelToken::new()).await });
     let toll = Toll { road, paid: Arc::default() };
     let figures = Figures::of(&toll, &Endpoint::parse("toll://figures")?).await?;
 

@@ -12,8 +12,9 @@ use gym_core::registry::{Balance, Instance, Lease, MemoryRegistry, Registration,
 use gym_core::server::ServerKind;
 use gym_core::testing::{Faults, SimFiles, SimHost, SimNet};
 use gym_core::transport::{Fenced, Listener, RetryPolicy, handler_fn};
-use gym_core::{CallContext, Code, Endpoint, Error, Execution, Incarnation, Request, Response, Result, World};
-use tokio_util::sync::CancellationToken;
+use gym_core::{
+    CallContext, CancelToken, Code, Endpoint, Error, Execution, Incarnation, Request, Response, Result, World,
+};
 
 /// A registry that takes its time, counts the questions, and is away on demand.
 #[derive(Debug, Default)]
@@ -132,7 +133,7 @@ fn serve(host: &SimHost, handler: impl gym_core::Handler) {
     let served = host.clone();
     host.spawn(async move {
         while let Ok(peer) = listener.accept().await {
-            let serving = peer.serve(Arc::clone(&handler) as _, CancellationToken::new());
+            let serving = peer.serve(Arc::clone(&handler) as _, CancelToken::new());
             served.spawn(async move {
                 let _ = serving.await;
             });

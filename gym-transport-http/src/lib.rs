@@ -21,10 +21,9 @@
 //! use std::sync::Arc;
 //! use std::time::Duration;
 //!
-//! use gym_core::{CallContext, Request, Response, transport::{ConnectOptions, Connector, Listener, handler_fn}};
+//! use gym_core::{CallContext, CancelToken, Request, Response, transport::{ConnectOptions, Connector, Listener, handler_fn}};
 //! use gym_transport_http::HttpConfig;
 //! use gym_transport_http::http1::{HttpConnector, HttpListener};
-//! use tokio_util::sync::CancellationToken;
 //!
 //! # #[tokio::main(flavor = "current_thread")]
 //! # async fn main() -> gym_core::Result<()> {
@@ -32,7 +31,7 @@
 //! let endpoint = listener.endpoints()[0].clone();
 //! let server = tokio::spawn(async move {
 //!     let echo = Arc::new(handler_fn(|request: Request| async move { Ok(Response::json(request.message.head)) }));
-//!     listener.accept().await?.serve(echo, CancellationToken::new()).await
+//!     listener.accept().await?.serve(echo, CancelToken::new()).await
 //! });
 //!
 //! let cx = CallContext::within(Duration::from_secs(5));

@@ -17,13 +17,12 @@ use gym_core::server::ServerKind;
 use gym_core::testing::net::{SimHost, Trace};
 use gym_core::testing::{Faults, FileFault, SimFiles, SimNet};
 use gym_core::transport::{Fenced, serve};
-use gym_core::{CallContext, Code, Endpoint, Handler, Incarnation, RawObject, World};
+use gym_core::{CallContext, CancelToken, Code, Endpoint, Handler, Incarnation, RawObject, World};
 use gym_server::environment::{Relay, RelayConfig};
 use gym_server::head::HeadServer;
 use gym_server::metrics::Metrics;
 use gym_server::role::{RoleServer, ServerContext};
 use tokio::time::Instant;
-use tokio_util::sync::CancellationToken;
 
 use crate::audit::{Audit, AuditedHead, AuditedIncarnation, AuditedLedger, Counts};
 use crate::plan::{
@@ -98,9 +97,9 @@ fn watch_for_panics() {
 /// What the collector is told and tells.
 #[derive(Clone, Default)]
 struct Orders {
-    stop: Arc<Mutex<CancellationToken>>,
-    healed: CancellationToken,
-    done: CancellationToken,
+    stop: Arc<Mutex<CancelToken>>,
+    healed: CancelToken,
+    done: CancelToken,
 }
 
 struct Deployment {
@@ -268,7 +267,7 @@ impl Deployment {
         let endpoint = Endpoint::parse(&format!("sim://{}/gym", host.name())).expect("an endpoint");
         host.spawn(async move {
             // Ends with the host.
-            let _ = serve(Box::new(listener), handler, CancellationToken::new(), Duration::ZERO).await;
+            let _ = serve(Box::new(listener), handler, CancelToken::new(), Duration::ZERO).await;
         });
         endpoint
     }
@@ -384,7 +383,7 @@ impl Collector {
             &self.world,
             self.plan.options.clone(),
         );
-        let stop = CancellationToken::new();
+        let stop = CancelToken::new();
         *self.orders.stop.lock().unwrap_or_else(PoisonError::into_inner) = stop.clone();
         let rows = self.rows.clone();
         let ended = Arc::new(driver).run(stream::iter(rows.into_iter().map(Ok)), stop).await;

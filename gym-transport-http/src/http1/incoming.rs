@@ -19,7 +19,6 @@ use hyper_util::rt::TokioIo;
 use tokio::net::TcpStream;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{sleep_until, timeout};
-use tokio_util::sync::CancellationToken;
 
 use crate::frames::connection::answering::{ListenerState, serve as serve_frames};
 use crate::frames::connection::socket::Socket;
@@ -73,7 +72,7 @@ impl Incoming for HttpIncoming {
         &self.peer
     }
 
-    async fn serve(self: Box<Self>, handler: Arc<dyn Handler>, drain: CancellationToken) -> Result<()> {
+    async fn serve(self: Box<Self>, handler: Arc<dyn Handler>, drain: CancelToken) -> Result<()> {
         let Self { stream, peer, config, calls, frames, permit } = *self;
         let activity = Arc::new(ConnectionActivity::new());
         let wire = TokioIo::new(WatchedSocket::new(stream, Arc::clone(&activity)));

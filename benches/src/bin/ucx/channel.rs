@@ -17,12 +17,11 @@ use gym_core::group::{
 use gym_core::testing::figures::{Figures, RoundTrips, answering};
 use gym_core::transport::mux::ConnectionLimits;
 use gym_core::transport::{ConnectOptions, Listener, Transport, handler_fn};
-use gym_core::{CallContext, Endpoint, Handler, Incarnation, Request};
+use gym_core::{CallContext, CancelToken, Endpoint, Handler, Incarnation, Request};
 use gym_transport_rdma::transport::{UcxConnector, UcxListener};
 use gym_transport_rdma::{Ucx, UcxConfig};
 use tokio::sync::watch;
 use tokio::time::Instant;
-use tokio_util::sync::CancellationToken;
 
 use crate::Way;
 
@@ -57,7 +56,7 @@ pub(crate) async fn serve(way: Way) -> Result<()> {
     let fabric = UcxListener::open(ucx(way, true), &bootstraps).await?;
     println!("{} {} {raw_address}", bootstraps[0], fabric.endpoints()[0]);
     let front: Arc<dyn Handler> = Arc::new(fabric.bootstrap(Arc::clone(&served)));
-    let drain = CancellationToken::new();
+    let drain = CancelToken::new();
     tokio::spawn(gym_core::transport::serve(Box::new(http), front, drain.clone(), Duration::ZERO));
     tokio::spawn(gym_core::transport::serve(Box::new(fabric), served, drain, Duration::ZERO));
     // Until the bench has gone, however it went.

@@ -10,8 +10,7 @@ use futures_util::future::join_all;
 use futures_util::stream::BoxStream;
 use gym_core::group::{ExitCause, Rank, RankExit, WorkerEnv, WorkerHost};
 use gym_core::transport::{ListenOptions, Listener};
-use gym_core::{CallContext, Code, Error, Handler, Incarnation, Result};
-use tokio_util::sync::CancellationToken;
+use gym_core::{CallContext, CancelToken, Code, Error, Handler, Incarnation, Result};
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 
 use crate::group::provision::deployment::{Deployment, LaunchSpec, Provisioner};
@@ -111,8 +110,8 @@ struct LiveRank {
 #[derive(Clone, Debug, Default)]
 struct StopSignals {
     /// Calls that run may finish.
-    ask: CancellationToken,
-    kill: CancellationToken,
+    ask: CancelToken,
+    kill: CancelToken,
 }
 
 impl InProcessState {
