@@ -57,8 +57,7 @@ impl Balancer {
                 "weights {weights:?} for {ranks} ranks; give one for each, at least one of them above 0"
             )));
         }
-        // The group limits the restarts, not the balancer.
-        let fleet = Fleet::new(ranks, HealthPolicy { restarts_max: u32::MAX, ..HealthPolicy::default() })?;
+        let fleet = Fleet::new(ranks, HealthPolicy::default())?;
         let incarnations = group.view().borrow().members().iter().map(|member| member.incarnation).collect();
         Ok(Self {
             group,
@@ -83,7 +82,7 @@ impl Balancer {
         let view = Arc::clone(&self.group.view().borrow());
         let observed = self.observed(&view);
         let members = view.members().iter().zip(observed.fleet.replicas());
-        members.filter(|(_, replica)| !replica.serves()).map(|(member, _)| member.rank).collect()
+        members.filter(|(_, replica)| !replica.health.serves()).map(|(member, _)| member.rank).collect()
     }
 
     /// Runs one call on one rank.
@@ -283,9 +282,7 @@ impl Balancer {
             if *incarnation < member.incarnation {
                 *incarnation = member.incarnation;
                 // The group lets only prepared incarnations serve.
-                for event in [HealthEvent::RestartBegun, HealthEvent::Loaded, HealthEvent::Refit(incarnation.0)] {
-                    fleet.note(index, event);
-                }
+                fleet.replace(index);
             }
         }
         observed
