@@ -252,12 +252,12 @@ impl Balancer {
             true => "no rank is healthy".to_owned(),
             false => format!("ranks {healthy:?} are healthy and have weight 0, which is never chosen"),
         };
-        Error::not_started(Code::Unavailable, why).about(self.group.name().to_owned())
+        Error::not_started(Code::Unavailable, why).about(self.group.name().to_string())
     }
 
     fn kept_full(&self, per_rank: usize, ended: &Error) -> Error {
         let why = format!("{} while others had {per_rank} calls under way at each rank", ended.message());
-        Error::not_started(ended.code(), why).about(self.group.name().to_owned())
+        Error::not_started(ended.code(), why).about(self.group.name().to_string())
     }
 
     /// Resolves when there may be more capacity than when this was called.
