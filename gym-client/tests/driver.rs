@@ -9,11 +9,12 @@ use gym_client::collect::ledger::{JsonlLedger, OpenMode};
 use gym_client::collect::{Driver, DriverOptions, ProgressSnapshot, RolloutRow, RunEnd};
 
 use gym_client::{ServerClient, Transports};
+use gym_core::registry::{MemoryRegistry, Registration, Registry};
+use gym_core::rollout::TaskKey;
+use gym_core::server::ServerKind;
 use gym_core::testing::{Faults, SimFiles, SimNet};
-use gym_core::{
-    CallContext, CancelToken, Endpoint, Incarnation, Listener, MemoryRegistry, RawObject, Registration, Registry,
-    Request, Response, Result, ServerKind, TaskKey, World, handler_fn,
-};
+use gym_core::transport::{Listener, handler_fn};
+use gym_core::{CallContext, CancelToken, Endpoint, Incarnation, RawObject, Request, Response, Result, World};
 
 const OUTPUT: &str = "rollouts.jsonl";
 

@@ -8,11 +8,12 @@ use async_trait::async_trait;
 use futures_util::future::join_all;
 use futures_util::stream::BoxStream;
 use gym_client::{CallOptions, ServerClient, Transports};
+use gym_core::registry::{Balance, Instance, Lease, MemoryRegistry, Registration, Registry};
+use gym_core::server::ServerKind;
 use gym_core::testing::{Faults, SimFiles, SimHost, SimNet};
+use gym_core::transport::{Fenced, Listener, RetryPolicy, handler_fn};
 use gym_core::{
-    Balance, CallContext, CancelToken, Code, Endpoint, Error, Execution, Fenced, Incarnation, Instance, Lease,
-    Listener, MemoryRegistry, Registration, Registry, Request, Response, Result, RetryPolicy, ServerKind, World,
-    handler_fn,
+    CallContext, CancelToken, Code, Endpoint, Error, Execution, Incarnation, Request, Response, Result, World,
 };
 
 /// A registry that takes its time, counts the questions, and is away on demand.

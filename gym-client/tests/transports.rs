@@ -6,7 +6,8 @@ use std::sync::Arc;
 use gym_client::Transports;
 use gym_client::transport::http::HttpConfig;
 use gym_client::transport::http::http1::HttpListener;
-use gym_core::{CallContext, CancelToken, Code, ConnectOptions, InProcess, Listener, Request, Response, handler_fn};
+use gym_core::transport::{ConnectOptions, InProcess, Listener, handler_fn};
+use gym_core::{CallContext, CancelToken, Code, Request, Response};
 
 #[tokio::test]
 async fn one_port_offers_plain_http_and_ordered_frames() {

@@ -9,7 +9,8 @@ use gym_core::testing::conformance::{
     group_rogues,
 };
 use gym_core::testing::{Faults, SimNet};
-use gym_core::{CallContext, CancelToken, Channel, ConnectOptions, Connector, Handler, InProcess, Listener};
+use gym_core::transport::{ConnectOptions, Connector, InProcess, Listener};
+use gym_core::{CallContext, CancelToken, Channel, Handler};
 
 /// [`InProcessGroup`]s.
 struct InThisProcess {

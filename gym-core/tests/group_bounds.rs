@@ -12,10 +12,9 @@ use gym_core::group::{
     Balancer, Batch, Gate, GroupView, Handles, HostOptions, InProcessGroup, InProcessOptions, Method, Methods, Payload,
     Permit, Rank, RankLayout, RankState, Worker, WorkerEnv, WorkerGroup, WorkerGroupExt, WorkerHost,
 };
-use gym_core::{
-    Balance, CallContext, CancelToken, Code, ConnectOptions, Connector, Execution, InProcess, Incarnation, Listener,
-    Request, Result,
-};
+use gym_core::registry::Balance;
+use gym_core::transport::{ConnectOptions, Connector, InProcess, Listener};
+use gym_core::{CallContext, CancelToken, Code, Execution, Incarnation, Request, Result};
 use tokio::sync::watch;
 
 /// Runs until its caller leaves.

@@ -5,10 +5,8 @@ use std::time::Duration;
 
 use gym_core::testing::net::{SimHost, kind};
 use gym_core::testing::{Faults, SimNet};
-use gym_core::{
-    CallContext, CancelToken, Channel, Code, ConnectOptions, Connector, Endpoint, Error, Execution, Listener, Request,
-    Response, Result, handler_fn,
-};
+use gym_core::transport::{ConnectOptions, Connector, Listener, handler_fn};
+use gym_core::{CallContext, CancelToken, Channel, Code, Endpoint, Error, Execution, Request, Response, Result};
 use tokio::sync::mpsc;
 
 /// Tells when it is dropped.

@@ -8,10 +8,11 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use gym_client::registry::StaticRegistry;
 use gym_client::{ServerClient, Transports};
-use gym_core::{
-    CancelToken, Code, Endpoint, Error, FileLock, Files, Handler, InProcess, Incarnation, Instance, Result, ServerKind,
-    World,
-};
+use gym_core::base::{FileLock, Files};
+use gym_core::registry::Instance;
+use gym_core::server::ServerKind;
+use gym_core::transport::InProcess;
+use gym_core::{CancelToken, Code, Endpoint, Error, Handler, Incarnation, Result, World};
 
 /// A world without files, with a fixed seed and a fixed start.
 pub(crate) fn world() -> World {

@@ -8,7 +8,7 @@
 //! The same port accepts connections that are upgraded to frames (scheme `http+frames`): ordered, many calls at a time.
 //!
 //! A message without segments is sent as it is, so curl and Python servers can take part. A message with segments is sent as
-//! [`application/x-gym-frame`](gym_core::frame). Bodies are neither flattened nor parsed.
+//! [`application/x-gym-frame`](gym_core::message::frame). Bodies are neither flattened nor parsed.
 //!
 //! | module | purpose |
 //! |---|---|
@@ -21,7 +21,7 @@
 //! use std::sync::Arc;
 //! use std::time::Duration;
 //!
-//! use gym_core::{CallContext, CancelToken, ConnectOptions, Connector, Listener, Request, Response, handler_fn};
+//! use gym_core::{CallContext, CancelToken, Request, Response, transport::{ConnectOptions, Connector, Listener, handler_fn}};
 //! use gym_transport_http::HttpConfig;
 //! use gym_transport_http::http1::{HttpConnector, HttpListener};
 //!

@@ -20,10 +20,8 @@ use gym_client::Transports;
 use gym_client::transport::http::frames::{FRAMES_SCHEME, UNIX_SCHEME, UnixListener};
 use gym_client::transport::http::http1::HttpListener;
 use gym_client::transport::http::{FramesConfig, HttpConfig};
-use gym_core::{
-    CallContext, CancelToken, Channel, ConnectOptions, Endpoint, Handler, InProcess, Listener, Message, Request,
-    Response, Status, handler_fn,
-};
+use gym_core::transport::{ConnectOptions, InProcess, Listener, handler_fn};
+use gym_core::{CallContext, CancelToken, Channel, Endpoint, Handler, Message, Request, Response, Status};
 use hdrhistogram::Histogram;
 use tokio::time::Instant;
 

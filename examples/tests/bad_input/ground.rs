@@ -10,7 +10,8 @@ use gym_client::collect::{CollectOptions, CollectSummary, RolloutCollector, Serv
 use gym_client::transport::http::HttpConfig;
 use gym_client::{ServerClient, Transports};
 use gym_core::testing::bad_input;
-use gym_core::{CancelToken, Endpoint, InProcess, Result, World};
+use gym_core::transport::InProcess;
+use gym_core::{CancelToken, Endpoint, Result, World};
 use gym_server::{Stack, StackOptions};
 use serde_json::Value;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};

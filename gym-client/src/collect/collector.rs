@@ -10,7 +10,8 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures_util::future::BoxFuture;
 use futures_util::stream::{self, StreamExt as _};
-use gym_core::{CallContext, CancelToken, Code, Error, Result, Rope, TaskKey, World};
+use gym_core::rollout::TaskKey;
+use gym_core::{CallContext, CancelToken, Code, Error, Result, Rope, World};
 use tokio::sync::mpsc;
 
 use crate::client::{CallOptions, ServerClient};

@@ -4,7 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::BoxFuture;
-use gym_core::{CallContext, CancelToken, Code, Lease, Registration, Registry, Result};
+use gym_core::registry::{Lease, Registration, Registry};
+use gym_core::{CallContext, CancelToken, Code, Result};
 use tokio::task::JoinHandle;
 
 /// A registered server. Dropping it stops the renewals; [`LeaseKeeper::end`] tells the head as well.

@@ -9,9 +9,9 @@ use gym_client::Transports;
 use gym_client::config::{GymConfig, InstanceConfig};
 use gym_client::launch::{ChildHandle, ChildSpec, ChildState, Launcher};
 use gym_client::registry::LeaseKeeper;
-use gym_core::{
-    CallContext, CancelToken, Code, ConnectOptions, Endpoint, Error, InProcess, Incarnation, Registry, Request, Result,
-};
+use gym_core::registry::Registry;
+use gym_core::transport::{ConnectOptions, InProcess};
+use gym_core::{CallContext, CancelToken, Code, Endpoint, Error, Incarnation, Request, Result};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 

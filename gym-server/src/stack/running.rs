@@ -10,10 +10,10 @@ use gym_client::config::{GymConfig, InstanceConfig};
 use gym_client::registry::{LeaseKeeper, RemoteRegistry};
 use gym_client::transport::http::http1::HttpListener;
 use gym_client::{ServerClient, Transports};
-use gym_core::{
-    CallContext, CancelToken, Code, Endpoint, Error, Handler, InProcess, Incarnation, Instance, ListenOptions,
-    Listener, MemoryRegistry, RawObject, Registry, Result, ServerKind, Transport, TransportPolicy, World,
-};
+use gym_core::registry::{Instance, MemoryRegistry, Registry};
+use gym_core::server::ServerKind;
+use gym_core::transport::{InProcess, ListenOptions, Listener, Transport, TransportPolicy};
+use gym_core::{CallContext, CancelToken, Code, Endpoint, Error, Handler, Incarnation, RawObject, Result, World};
 use tokio::task::JoinSet;
 
 use crate::head::{GlobalConfig, HeadServer};

@@ -11,13 +11,13 @@ use gym_client::collect::ledger::{JsonlLedger, OpenMode};
 use gym_client::collect::{Driver, RolloutRow, RunEnd};
 use gym_client::registry::{LeaseKeeper, RemoteRegistry};
 use gym_client::{ServerClient, Transports};
+use gym_core::registry::{MemoryRegistry, Registration, Registry};
+use gym_core::rollout::{KeyState, Ledger, TaskKey};
+use gym_core::server::ServerKind;
 use gym_core::testing::net::{SimHost, Trace};
 use gym_core::testing::{Faults, FileFault, SimFiles, SimNet};
-use gym_core::transport::serve;
-use gym_core::{
-    CallContext, CancelToken, Code, Endpoint, Fenced, Handler, Incarnation, KeyState, Ledger, MemoryRegistry,
-    RawObject, Registration, Registry, ServerKind, TaskKey, World,
-};
+use gym_core::transport::{Fenced, serve};
+use gym_core::{CallContext, CancelToken, Code, Endpoint, Handler, Incarnation, RawObject, World};
 use gym_server::environment::{Relay, RelayConfig};
 use gym_server::head::HeadServer;
 use gym_server::metrics::Metrics;
@@ -222,7 +222,7 @@ impl Deployment {
     fn start_head(&self, host: &SimHost) {
         let registry = MemoryRegistry::new();
         *self.registry.lock().unwrap_or_else(PoisonError::into_inner) = registry.clone();
-        let config = Arc::new(|_: &[gym_core::Instance]| String::new());
+        let config = Arc::new(|_: &[gym_core::registry::Instance]| String::new());
         let head = HeadServer::new(registry, config, &self.world(host), Metrics::new());
         self.serve(host, Arc::new(AuditedHead { head, audit: self.audit.clone() }));
     }

@@ -7,7 +7,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
 use async_trait::async_trait;
-use gym_core::{CancelToken, Code, Endpoint, Error, Handler, Incoming, Listener, PeerInfo, Result};
+use gym_core::message::PeerInfo;
+use gym_core::transport::{Incoming, Listener};
+use gym_core::{CancelToken, Code, Endpoint, Error, Handler, Result};
 use tokio::net::UnixStream;
 use tokio::sync::Semaphore;
 use tokio::time::sleep;

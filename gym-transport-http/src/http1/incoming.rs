@@ -8,9 +8,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Poll;
 
 use async_trait::async_trait;
-use gym_core::{
-    CancelToken, Code, Error, Execution, Handler, Incoming, PeerInfo, Request, Response, Result, Route, Status, Verb,
-};
+use gym_core::message::PeerInfo;
+use gym_core::transport::Incoming;
+use gym_core::{CancelToken, Code, Error, Execution, Handler, Request, Response, Result, Route, Status, Verb};
 use http::{HeaderValue, StatusCode};
 use hyper::body::{Body, Incoming as WireBody};
 use hyper::server::conn::http1::Builder;

@@ -5,7 +5,8 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use gym_core::{CallContext, CancelToken, Channel, ConnectOptions, Connector, Endpoint, Handler, Listener};
+use gym_core::transport::{ConnectOptions, Connector, Listener};
+use gym_core::{CallContext, CancelToken, Channel, Endpoint, Handler};
 use gym_transport_http::http1::{HttpConfig, HttpConnector, HttpListener};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;

@@ -5,8 +5,10 @@ use std::sync::{Arc, Weak};
 
 use async_trait::async_trait;
 use futures_util::future::BoxFuture;
-use gym_core::mux::{AnsweringEnd, heartbeat};
-use gym_core::{CancelToken, Code, Endpoint, Error, Handler, Incoming, Listener, PeerInfo, Request, Response, Result};
+use gym_core::message::PeerInfo;
+use gym_core::transport::mux::{AnsweringEnd, heartbeat};
+use gym_core::transport::{Incoming, Listener};
+use gym_core::{CancelToken, Code, Endpoint, Error, Handler, Request, Response, Result};
 use tokio::sync::{Semaphore, mpsc};
 
 use crate::fabric::{ConnectionId, Expect, Fabric, Token, WorkerPair};

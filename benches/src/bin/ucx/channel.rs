@@ -14,11 +14,10 @@ use gym_client::transport::http::http1::{HttpConnector, HttpListener, SCHEME as 
 use gym_core::group::{
     GroupView, HostOptions, Member, RankLayout, RankState, WorkerEnv, WorkerGroup, WorkerGroupExt as _, WorkerHost,
 };
-use gym_core::mux::ConnectionLimits;
 use gym_core::testing::figures::{Figures, RoundTrips, answering};
-use gym_core::{
-    CallContext, CancelToken, ConnectOptions, Endpoint, Handler, Incarnation, Listener, Request, Transport, handler_fn,
-};
+use gym_core::transport::mux::ConnectionLimits;
+use gym_core::transport::{ConnectOptions, Listener, Transport, handler_fn};
+use gym_core::{CallContext, CancelToken, Endpoint, Handler, Incarnation, Request};
 use gym_transport_rdma::transport::{UcxConnector, UcxListener};
 use gym_transport_rdma::{Ucx, UcxConfig};
 use tokio::sync::watch;
@@ -160,7 +159,7 @@ impl Peer {
     /// Figures over frames on the same port.
     pub(crate) async fn over_frames(&self) -> Result<Figures> {
         let endpoint = Endpoint::parse(&format!("http+frames://{}", self.http.address()))?;
-        let transports = Transports::from_features(gym_core::InProcess::new());
+        let transports = Transports::from_features(gym_core::transport::InProcess::new());
         let (context, options) = (CallContext::within(PATIENCE), ConnectOptions::default());
         Ok(Figures::over(transports.connect_ordered(&context, &[endpoint], &options).await?))
     }

@@ -5,7 +5,9 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use futures_util::stream::{Stream, StreamExt};
-use gym_core::{CancelOnDrop, CancelToken, FailureClass, Outcome, RawObject, Result, TaskKey, World};
+use gym_core::base::CancelOnDrop;
+use gym_core::rollout::{FailureClass, Outcome, TaskKey};
+use gym_core::{CancelToken, RawObject, Result, World};
 use tokio::sync::mpsc;
 
 use crate::client::ServerClient;

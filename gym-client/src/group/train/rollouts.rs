@@ -5,7 +5,8 @@ use std::sync::Arc;
 use bytes::Bytes;
 use futures_util::stream;
 use gym_core::group::{Batch, JsonRows, Offsets};
-use gym_core::{CallContext, CancelToken, Error, Execution, Outcome, RawObject, Result, TaskKey, World};
+use gym_core::rollout::{Outcome, TaskKey};
+use gym_core::{CallContext, CancelToken, Error, Execution, RawObject, Result, World};
 
 use crate::client::ServerClient;
 use crate::collect::ledger::MemoryLedger;

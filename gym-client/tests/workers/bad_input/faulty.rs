@@ -13,9 +13,8 @@ use gym_client::group::LaunchSpec;
 use gym_client::transport::http::FramesConfig;
 use gym_client::transport::http::frames::UnixListener;
 use gym_core::group::{Batch, Dispatch, Tensor, WorkerGroupExt};
-use gym_core::{
-    CancelToken, Error, Handler, INCARNATION_METADATA, Listener, Message, Request, Response, Result, Verb, handler_fn,
-};
+use gym_core::transport::{INCARNATION_METADATA, Listener, handler_fn};
+use gym_core::{CancelToken, Error, Handler, Message, Request, Response, Result, Verb};
 use tokio::io::AsyncWriteExt;
 
 use super::super::types::Describe;

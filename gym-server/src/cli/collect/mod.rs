@@ -9,7 +9,8 @@ use std::time::Duration;
 
 use gym_client::collect::{RolloutCollector, ServerNames, connect_head};
 use gym_client::{ServerClient, Transports};
-use gym_core::{CancelToken, InProcess, TransportPolicy, World};
+use gym_core::transport::{InProcess, TransportPolicy};
+use gym_core::{CancelToken, World};
 
 use crate::cli::args::options::CollectArgs;
 use crate::cli::console::{self, Console};

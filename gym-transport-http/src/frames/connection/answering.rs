@@ -3,8 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use gym_core::mux::{AnsweringEnd, PeerActivity, RequestHeader, heartbeat, malformed};
-use gym_core::{CancelToken, Code, Error, Handler, PeerInfo, Result};
+use gym_core::message::PeerInfo;
+use gym_core::transport::mux::{AnsweringEnd, PeerActivity, RequestHeader, heartbeat, malformed};
+use gym_core::{CancelToken, Code, Error, Handler, Result};
 use tokio::io::AsyncReadExt;
 use tokio::sync::Semaphore;
 use tokio::task::JoinSet;

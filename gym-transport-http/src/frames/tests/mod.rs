@@ -8,11 +8,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ::bytes::BytesMut;
-use gym_core::mux::MuxLink;
-use gym_core::mux::header::{put_request, put_response};
-use gym_core::{
-    CallContext, CancelToken, Channel, Handler, Message, PathInfo, PeerInfo, Request, Response, Result, Route, Verb,
-};
+use gym_core::message::PeerInfo;
+use gym_core::transport::PathInfo;
+use gym_core::transport::mux::MuxLink;
+use gym_core::transport::mux::header::{put_request, put_response};
+use gym_core::{CallContext, CancelToken, Channel, Handler, Message, Request, Response, Result, Route, Verb};
 use tokio::net::UnixStream;
 use tokio::sync::Semaphore;
 use tokio::task::JoinHandle;

@@ -6,8 +6,9 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::Duration;
 
 use bytes::Bytes;
-use gym_core::mux::{AnsweringEnd, ConnectionLimits, Handshake, PeerActivity, malformed};
-use gym_core::{CancelToken, PeerInfo, Result};
+use gym_core::message::PeerInfo;
+use gym_core::transport::mux::{AnsweringEnd, ConnectionLimits, Handshake, PeerActivity, malformed};
+use gym_core::{CancelToken, Result};
 use tokio::runtime::Handle;
 use tokio::sync::{OwnedSemaphorePermit, mpsc};
 

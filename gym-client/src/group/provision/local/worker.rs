@@ -6,7 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use gym_core::group::{WorkerEnv, WorkerHost};
-use gym_core::{CancelToken, Handler, Incarnation, Listener, Result};
+use gym_core::transport::Listener;
+use gym_core::{CancelToken, Handler, Incarnation, Result};
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::group::provision::local::affinity::bind_to_gpu;
