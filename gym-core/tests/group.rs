@@ -18,7 +18,7 @@ struct InThisProcess {
 }
 
 #[derive(Debug)]
-struct Started(Arc<InProcessGroup>);
+struct Started(Arc<InProcessGroup>, TestWorkerKind);
 
 #[async_trait(?Send)]
 impl GroupFixture for InThisProcess {
@@ -34,7 +34,7 @@ impl GroupFixture for InThisProcess {
                 InProcessGroup::start_with::<TestBlockingWorker>("tested", setup.layout, (), options).await
             }
         };
-        Box::new(Started(Arc::new(started.expect("the suite's workers start"))))
+        Box::new(Started(Arc::new(started.expect("the suite's workers start")), setup.worker))
     }
 }
 
@@ -45,7 +45,11 @@ impl TestGroup for Started {
     }
 
     async fn replace(&self, rank: Rank) {
-        self.0.restart(rank).await.expect("the suite's workers start");
+        let restarted = match self.1 {
+            TestWorkerKind::Async => self.0.restart::<TestWorker>(rank, ()).await,
+            TestWorkerKind::Blocking => self.0.restart::<TestBlockingWorker>(rank, ()).await,
+        };
+        restarted.expect("the suite's workers start");
     }
 }
 

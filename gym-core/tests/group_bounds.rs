@@ -100,7 +100,7 @@ impl Handles<Pass> for Late {
 struct GatedGroup(Arc<InProcessGroup>);
 
 impl WorkerGroup for GatedGroup {
-    fn name(&self) -> &str {
+    fn name(&self) -> &Arc<str> {
         self.0.name()
     }
 
@@ -206,11 +206,11 @@ async fn a_rank_whose_restart_a_stop_overtakes_stays_stopped() {
     let (go, waits) = sync_channel(1);
     *GO.lock().unwrap() = Some(waits);
     let group = InProcessGroup::start::<Late>("late", RankLayout::line(1).unwrap(), ()).await.unwrap();
-    let mut restart = Box::pin(group.restart(0));
+    let mut restart = Box::pin(group.restart::<Late>(0, ()));
     assert!(restart.as_mut().now_or_never().is_none(), "its next life waits");
     group.stop(SOON).await.unwrap();
     go.send(()).unwrap();
-    for error in [restart.await.unwrap_err(), group.restart(0).await.unwrap_err()] {
+    for error in [restart.await.unwrap_err(), group.restart::<Late>(0, ()).await.unwrap_err()] {
         assert_eq!((error.code(), error.execution()), (Code::Unavailable, Execution::NotStarted), "{error}");
     }
     assert_eq!(group.view().borrow().members()[0].state, RankState::Stopped);
@@ -262,7 +262,7 @@ async fn no_rank_has_run_a_call_that_waited_for_its_turn_when_one_was_replaced()
     let group = GatedGroup(Arc::clone(&desks));
     let (error, ()) = tokio::join!(group.call(Pass, ()).deadline(SOON).into_future(), async {
         tokio::task::yield_now().await;
-        desks.restart(1).await.unwrap();
+        desks.restart::<BusyWorker>(1, ()).await.unwrap();
     });
     let error = error.unwrap_err();
     assert_eq!((error.cause().code(), error.execution()), (Code::Unavailable, Execution::NotStarted), "{error:?}");

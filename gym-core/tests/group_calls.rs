@@ -327,7 +327,7 @@ async fn a_rank_whose_calls_fail_is_given_up_until_its_next_life() {
     }
     assert_eq!(came_to, [None, Some(1), None, Some(1), None, Some(1), Some(1), Some(1)]);
     assert_eq!(balancer.ejected(), [0]);
-    group.restart(0).await.unwrap();
+    group.restart::<Wedged>(0, ()).await.unwrap();
     assert_eq!(balancer.ejected(), [0; 0]);
     assert!([submit().await, submit().await].contains(&Some(7)));
 }
