@@ -48,6 +48,26 @@ pub struct Registration {
     pub labels: BTreeMap<String, String>,
 }
 
+impl Registration {
+    /// Creates the registration of a server's first incarnation.
+    ///
+    /// Defaults: the lowest free rank, incarnation 1, a lease of [`DEFAULT_TTL`], no implementation name and no labels.
+    /// A server that restarts must set a higher incarnation.
+    #[must_use]
+    pub fn new(name: impl Into<String>, kind: ServerKind, endpoints: impl Into<Vec<Endpoint>>) -> Self {
+        Self {
+            name: name.into(),
+            rank: None,
+            kind,
+            implementation: String::new(),
+            endpoints: endpoints.into(),
+            incarnation: Incarnation(1),
+            ttl: DEFAULT_TTL,
+            labels: BTreeMap::new(),
+        }
+    }
+}
+
 /// A live server.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Instance {
