@@ -29,7 +29,7 @@ async fn a_full_disk_is_named_and_nothing_is_added_before_a_cut() {
     let path = Path::new("/dev/full");
     let error = files.append(path, &[Bytes::from_static(b"x")], false).await.unwrap_err();
     assert_eq!(error.code(), Code::ResourceExhausted);
-    assert!(error.to_string().starts_with("append to /dev/full: the disk is full; free room"), "{error}");
+    assert!(error.to_string().starts_with("append to /dev/full: the disk is full; free space"), "{error}");
     let error = files.append(path, &[], true).await.unwrap_err();
     assert!(error.to_string().contains("an earlier write failed"), "{error}");
 }

@@ -1,7 +1,7 @@
-//! How a caller tells that it has left: a token that fires once, for everybody who holds it or a child of it.
+//! Cancellation of calls: a token that fires once, together with its children.
 //!
-//! Every call has one of its own, made by the link, and hardly any is ever asked. So making a child only remembers the parent:
-//! it is looked at when the child is, and learns of the child when somebody first waits for it.
+//! The link creates a token for each call, and few of them are ever waited for. A new child therefore only stores its
+//! parent. It checks the parent when it is checked itself, and registers with the parent at the first wait.
 
 use std::fmt;
 use std::future::Future;
@@ -10,7 +10,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::task::{Context, Poll, Waker};
 
-/// Fires once, when the caller has left or asks for the end. Clones are the same token; children fire with it, never the reverse.
+/// Signals that a call is cancelled. Fires once. Clones are the same token; a child fires with its parent, never the
+/// reverse.
 #[derive(Clone, Default)]
 pub struct CancelToken(Arc<Node>);
 
@@ -23,7 +24,8 @@ struct Node {
     listeners: Mutex<Listeners>,
 }
 
-/// The listeners that a token notifies when it fires. Slots are reused, so that a token of a thousand consecutive calls stays small.
+/// The listeners that a token notifies when it fires. Slots are reused, so that a token of a thousand consecutive calls
+/// stays small.
 #[derive(Default)]
 struct Listeners {
     slots: Vec<ListenerSlot>,
@@ -37,19 +39,19 @@ enum ListenerSlot {
 }
 
 impl CancelToken {
-    /// A token that has not fired.
+    /// Creates a token that has not fired.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// A token that fires with this one, or alone.
+    /// Creates a token that fires when this one fires; it can also fire alone.
     #[must_use]
     pub fn child_token(&self) -> Self {
         self.clone().into_child()
     }
 
-    /// As [`CancelToken::child_token`], for who has no more use for this handle.
+    /// Like [`CancelToken::child_token`], but consumes this handle.
     pub(crate) fn into_child(self) -> Self {
         let parent = Some(self);
         Self(Arc::new(Node {
@@ -60,12 +62,12 @@ impl CancelToken {
         }))
     }
 
-    /// Fires. More than once is the same as once.
+    /// Fires the token and its children. Further calls have no effect.
     pub fn cancel(&self) {
         self.0.fire();
     }
 
-    /// Whether it has fired, or a token that it is a child of.
+    /// Returns `true` if the token or one of its ancestors has fired.
     #[must_use]
     pub fn is_cancelled(&self) -> bool {
         let mut node = &self.0;
@@ -80,12 +82,12 @@ impl CancelToken {
         }
     }
 
-    /// Resolves when it fires; at once if it has.
+    /// Waits until the token fires; resolves immediately if it has fired. Cancel safe.
     pub fn cancelled(&self) -> Cancelled<'_> {
         Cancelled { token: self, slot: None }
     }
 
-    /// Fires when the guard is dropped, unless it is disarmed.
+    /// Returns a guard that fires the token when it is dropped, unless it is [disarmed](CancelOnDrop::disarm).
     #[must_use = "dropping the guard fires the token"]
     pub fn drop_guard(self) -> CancelOnDrop {
         CancelOnDrop(Some(self))
@@ -97,7 +99,7 @@ impl Node {
         if self.fired.swap(true, Ordering::AcqRel) {
             return;
         }
-        // A listener that takes a slot after this finds, under the same lock, that the token has fired.
+        // A listener that takes a slot later checks, under the same lock, whether the token has fired.
         let listeners = std::mem::take(&mut *self.listeners());
         for slot in listeners.slots {
             match slot {
@@ -144,7 +146,8 @@ impl Listeners {
         }
     }
 
-    /// Returns the content of the slot, to be dropped without a lock; `None` after the token has fired, which removes all slots.
+    /// Returns the content of the slot, to be dropped without a lock; `None` after the token has fired, which removes
+    /// all slots.
     fn remove(&mut self, at: usize) -> Option<ListenerSlot> {
         let slot = self.slots.get_mut(at)?;
         let left = std::mem::replace(slot, ListenerSlot::Free { next: self.free });
@@ -159,7 +162,7 @@ impl fmt::Debug for CancelToken {
     }
 }
 
-/// Waits for a [`CancelToken`].
+/// The future of [`CancelToken::cancelled`].
 #[must_use = "a future does nothing until it is polled"]
 pub struct Cancelled<'t> {
     token: &'t CancelToken,
@@ -215,10 +218,10 @@ impl fmt::Debug for Cancelled<'_> {
 pub struct CancelOnDrop(Option<CancelToken>);
 
 impl CancelOnDrop {
-    /// The token, which is not fired.
+    /// Returns the token without firing it.
     #[must_use]
     pub fn disarm(mut self) -> CancelToken {
-        self.0.take().expect("taken by disarm alone, which consumes")
+        self.0.take().expect("only disarm takes the token, and it consumes the guard")
     }
 }
 

@@ -211,7 +211,7 @@ impl Content {
 fn full(path: &Path) -> Error {
     Error::finished(
         Code::ResourceExhausted,
-        "the disk is full; free room on its file system or choose another path, then resume",
+        "the disk is full; free space on its file system or choose another path, then resume",
     )
     .about(format!("append to {}", path.display()))
 }
@@ -255,7 +255,7 @@ impl Files for SimFiles {
             disk.counts.bytes += written as u64;
             let content = disk.files.entry(path.to_owned()).or_default();
             if content.broken {
-                return Err(Error::finished(Code::Internal, "an earlier write failed; cut the file first")
+                return Err(Error::finished(Code::Internal, "an earlier write failed; truncate the file first")
                     .about(format!("append to {}", path.display())));
             }
             let before = content.bytes.len();
@@ -295,7 +295,7 @@ impl Files for SimFiles {
         let content = disk.files.get_mut(path).ok_or_else(|| missing("cut", path))?;
         let length = usize::try_from(length).unwrap_or(usize::MAX);
         if length > content.bytes.len() {
-            return Err(Error::finished(Code::InvalidArgument, "the file is shorter than the length to cut it to")
+            return Err(Error::finished(Code::InvalidArgument, "the file is shorter than the requested length")
                 .about(format!("cut {}", path.display())));
         }
         content.bytes.truncate(length);
@@ -328,7 +328,7 @@ impl Files for SimFiles {
         if !disk.locked.insert(path.to_owned()) {
             return Err(Error::finished(
                 Code::FailedPrecondition,
-                "another process, or another part of this one, holds it",
+                "another process, or another part of this one, holds the lock",
             )
             .about(format!("lock {}", path.display())));
         }
