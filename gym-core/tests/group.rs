@@ -1,4 +1,4 @@
-//! Groups in this process pass the suite that every group passes, over memory as over messages that are written and read back.
+//! In-process groups pass the conformance suite, with messages in memory and with serialized messages.
 
 use std::sync::Arc;
 
@@ -68,7 +68,7 @@ async fn in_process_written_out_and_read_back() {
     group(&InThisProcess { faithful: true }).await;
 }
 
-/// Serves a handler under a name of its own and connects to it.
+/// Serves a handler under a unique name and connects to it.
 async fn served(connector: impl Connector, mut listener: impl Listener, handler: Arc<dyn Handler>) -> Channel {
     let endpoint = listener.endpoints()[0].clone();
     tokio::spawn(async move {

@@ -98,7 +98,7 @@ pub(crate) fn cases() -> Vec<Case> {
             "full disk",
             "in the middle of a run",
             "exit 1",
-            &["append to rollouts.jsonl", "the file is as large as the limit allows", "free room", "then resume"],
+            &["append to rollouts.jsonl", "the file has reached the size limit", "free space", "then resume"],
             |ground| Box::pin(full_disk(ground)),
         ),
         damaged("a row in the middle is garbage", "refused: data_loss", &["rollouts.jsonl", "line 3"], |files| {

@@ -46,7 +46,7 @@ pub(crate) fn cases() -> Vec<Case> {
         register(
             "a server that lives already",
             "HTTP 409",
-            &["register math", "rank 0 lives at mem://math and http://127.0.0.1:", "choose another name or rank"],
+            &["register math", "rank 0 is live at mem://math and http://127.0.0.1:", "choose another name or rank"],
             |body| body["name"] = "math".into(),
         ),
         register("no endpoint", "HTTP 422", &["register newcomer", "at least one endpoint"], |body| {
@@ -55,7 +55,7 @@ pub(crate) fn cases() -> Vec<Case> {
         register("an endpoint that is no URL", "HTTP 422", &["cannot be read"], |body| {
             body["endpoints"] = json!(["somewhere"]);
         }),
-        register("a name with a blank", "HTTP 422", &["a name without blanks is needed"], |body| {
+        register("a name with a blank", "HTTP 422", &["use a name such as math_server"], |body| {
             body["name"] = "new comer".into();
         }),
         register("no time to live", "HTTP 422", &["ttl_ms must be more than 0"], |body| body["ttl_ms"] = 0.into()),

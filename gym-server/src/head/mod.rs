@@ -293,7 +293,7 @@ mod tests {
         assert_eq!(post(&head, "/registry/register", &at(7001, 5)).await.0, 200, "a replay is not a second server");
         let (status, why) = post(&head, "/registry/register", &at(7002, 4)).await;
         assert_eq!(status, 409);
-        assert!(why.as_str().unwrap().contains("rank 0 lives at http://127.0.0.1:7001"), "{why}");
+        assert!(why.as_str().unwrap().contains("rank 0 is live at http://127.0.0.1:7001"), "{why}");
         assert_eq!(post(&head, "/registry/register", &at(7002, 6)).await.0, 200);
         assert_eq!(get(&head, "/server_instances").await.1[0]["port"], 7002);
     }

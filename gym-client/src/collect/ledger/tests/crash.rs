@@ -192,7 +192,7 @@ async fn a_full_disk_loses_nothing_acknowledged_and_names_the_file() {
         assert!(!error.may_resend(true), "the same row must not be sent again: {error:?}");
         if fault == FileFault::DiskFull {
             assert_eq!(error.code(), Code::ResourceExhausted);
-            assert!(error.to_string().contains("free room"), "{error}");
+            assert!(error.to_string().contains("free space"), "{error}");
         }
         // The disk would take it now, but what is on it is only known after it is read again.
         let refused = complete(&ledger, 2).await.unwrap_err();
