@@ -1,15 +1,16 @@
-//! Bootstrap: how two ends learn of each other over any transport that both have. One request and one response, both JSON.
+//! Bootstrap: one JSON request and one JSON response by which two ends exchange UCX addresses over another transport.
 //!
 //! ```text
 //! POST /.gym/ucx  {"version":1, "id":"…", "greeting":"…", "host":"…", "within_ms":5000, "worker":"…"?}
 //!            200  {"version":1, "id":"…", "token":"…", "worker":"…"} or {…, "address":"10.0.0.7:7012"}
 //! ```
 //!
-//! Numbers and bytes are hexadecimal. A request with a worker asks for shared memory: it is the address of a peer worker that the
-//! sender has opened for this connection. A request without one asks for the network. Neither end uses the other's address later than
-//! `within_ms` after the request.
-//! The token is valid once and for a short time. Any client that can send the request can connect, so the route is as protected as
-//! the transport that carries it.
+//! Numbers and bytes are hexadecimal. A request with `worker` asks for shared memory: `worker` is the address of a peer
+//! worker that the sender has opened for this connection. A request without `worker` asks for the network. Neither end
+//! uses the other's address more than `within_ms` after the request.
+//!
+//! The token is valid once and for a short time. Any client that can send the request can connect, so the route is as
+//! protected as the transport that carries it.
 
 use std::time::Duration;
 
@@ -24,7 +25,8 @@ use crate::fabric::{ConnectionId, Token};
 pub const ROUTE: &str = "/.gym/ucx";
 
 const VERSION: u32 = 1;
-/// The longest request or response; a worker address is some hundred bytes, of a machine with many devices some thousand.
+/// Maximum length of a request or response. A worker address has some hundred bytes, and some thousand on a machine
+/// with many devices.
 const TEXT_BYTES_MAX: usize = 64 << 10;
 
 /// The request of the calling end.
@@ -32,11 +34,11 @@ const TEXT_BYTES_MAX: usize = 64 << 10;
 pub(crate) struct BootstrapRequest {
     pub(crate) id: ConnectionId,
     pub(crate) greeting: Handshake,
-    /// Its host's identity.
+    /// Identity of the sender's host.
     pub(crate) host: String,
-    /// How long the calling end keeps trying.
+    /// Time for which the calling end keeps trying.
     pub(crate) within: Duration,
-    /// The address of its peer worker, if it asks for shared memory.
+    /// Address of the sender's peer worker, if it asks for shared memory.
     pub(crate) worker: Option<Bytes>,
 }
 
@@ -48,11 +50,11 @@ pub(crate) struct BootstrapResponse {
     pub(crate) way: PeerAddress,
 }
 
-/// The address for the calling end to connect to.
+/// The address that the calling end connects to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum PeerAddress {
     Worker(Bytes),
-    /// An address without a host (`0.0.0.0`) means that of the endpoint.
+    /// An unspecified address (`0.0.0.0`) stands for the host of the bootstrap endpoint.
     Listener(std::net::SocketAddr),
 }
 
@@ -135,21 +137,21 @@ impl BootstrapResponse {
         let way = match (answered.worker, answered.address) {
             (Some(worker), None) => PeerAddress::Worker(unhex("worker", &worker)?.into()),
             (None, Some(address)) => PeerAddress::Listener(address),
-            _ => return Err(bad("one of worker and address is needed")),
+            _ => return Err(bad("expected either worker or address")),
         };
         let token = unhex("token", &answered.token)?;
-        let token = token.try_into().map_err(|_| bad("token: not of its length"))?;
+        let token = token.try_into().map_err(|_| bad("token: wrong length"))?;
         Ok(Self { id: id(&answered.id)?, token: Token(token), way })
     }
 }
 
 fn text(value: &impl Serialize) -> String {
-    serde_json::to_string(value).expect("texts and numbers are JSON")
+    serde_json::to_string(value).expect("strings and numbers are JSON")
 }
 
 fn parse<'a, T: Deserialize<'a>>(bytes: &'a [u8]) -> Result<T> {
     if bytes.len() > TEXT_BYTES_MAX {
-        return Err(bad(format!("{} bytes; {TEXT_BYTES_MAX} are the most", bytes.len())));
+        return Err(bad(format!("{} bytes; the maximum is {TEXT_BYTES_MAX}", bytes.len())));
     }
     serde_json::from_slice(bytes).map_err(|error| bad(error.to_string()))
 }
@@ -158,16 +160,16 @@ fn check(version: u32) -> Result<()> {
     if version == VERSION {
         return Ok(());
     }
-    Err(bad(format!("version {version}; this side speaks version {VERSION}")))
+    Err(bad(format!("version {version}; this end supports version {VERSION}")))
 }
 
-fn bad(said: impl std::fmt::Display) -> Error {
-    malformed(format!("not a bootstrap of UCX: {said}"))
+fn bad(problem: impl std::fmt::Display) -> Error {
+    malformed(format!("invalid UCX bootstrap message: {problem}"))
 }
 
 fn id(text: &str) -> Result<ConnectionId> {
     let bytes = unhex("id", text)?;
-    let bytes = bytes.try_into().map_err(|_| bad("id: not of its length"))?;
+    let bytes = bytes.try_into().map_err(|_| bad("id: wrong length"))?;
     Ok(ConnectionId(u64::from_be_bytes(bytes)))
 }
 

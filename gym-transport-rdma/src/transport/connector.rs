@@ -20,33 +20,34 @@ use crate::transport::bootstrap::{BootstrapRequest, BootstrapResponse, PeerAddre
 use crate::transport::config::Ucx;
 use crate::transport::{SCHEME, host};
 
-/// Opens channels to `ucx://` endpoints, whose address is that of the peer's bootstrap. Each has one connection of its own.
+/// Opens channels to `ucx://` endpoints, whose address is that of the peer's bootstrap. Each channel has its own
+/// connection.
 ///
-/// | what happens | the caller gets |
+/// | event | error or result |
 /// |---|---|
-/// | UCX cannot be loaded, the peer cannot be reached or does not respond in time | `Unavailable`, not started |
-/// | the peer's server has no UCX | its refusal, not started |
-/// | UCX negotiated another transport than was requested | `Unavailable`, not started: what it was |
-/// | too many peers of this host share memory with it | `ResourceExhausted`, not started |
-/// | no room by the deadline | `DeadlineExceeded`, not started |
+/// | UCX cannot be loaded, or the peer cannot be reached or does not respond in time | `Unavailable`, not started |
+/// | the peer's server does not support UCX | its rejection, not started |
+/// | UCX negotiated a lower transport than requested | `Unavailable` with the lanes, not started |
+/// | too many peers on this host share memory with one process | `ResourceExhausted`, not started |
+/// | no capacity before the deadline | `DeadlineExceeded`, not started |
 /// | the message exceeds a limit of the peer | `ResourceExhausted`, not started |
-/// | the connection breaks, or the peer is silent too long | `Unavailable`; unknown for calls under way |
-/// | what comes back is not what a peer of ours sends | `DataLoss`, unknown |
+/// | the connection breaks, or the peer sends no heartbeat | `Unavailable`; unknown for calls in flight |
+/// | the peer violates the protocol | `DataLoss`, unknown |
 /// | the reply is larger than `reply_bytes_max` | `ResourceExhausted`, finished |
-/// | any complete reply, 4xx and 5xx too | that reply |
+/// | any complete reply, including 4xx and 5xx | that reply |
 pub struct UcxConnector {
     bootstrap: Arc<dyn Connector>,
     ucx: Ucx,
 }
 
 impl UcxConnector {
-    /// A connector that asks peers over `bootstrap` where they are. UCX is loaded at the first connection.
+    /// Creates a connector that sends bootstrap requests over `bootstrap`. UCX is loaded with the first connection.
     #[must_use]
     pub fn new(bootstrap: Arc<dyn Connector>, ucx: impl Into<Ucx>) -> Self {
         Self { bootstrap, ucx: ucx.into() }
     }
 
-    /// Connects over the requested transport, or over each in turn until one succeeds.
+    /// Connects over the requested transport. Without one, tries shared memory, then the network.
     async fn open(
         &self,
         cx: &CallContext,
@@ -60,10 +61,10 @@ impl UcxConnector {
                 return self.attempt(cx, until, fabric, to, level).await;
             }
             Some(other) => {
-                return Err(Error::not_started(Code::Unavailable, format!("UCX has no level {other}")));
+                return Err(Error::not_started(Code::Unavailable, format!("{other} is not a UCX transport")));
             }
             None => {
-                // Where nothing answers, time is left for the network.
+                // Half of the time is left for the network if the peer does not respond.
                 let half = cx.remaining().min(left(until)) / 2;
                 let halftime = Instant::now() + half;
                 match within(half, self.attempt(cx, halftime, fabric, to, Transport::SHM)).await {
@@ -72,7 +73,7 @@ impl UcxConnector {
                 }
             }
         };
-        tracing::debug!(%error, endpoint = %to, "no shared memory");
+        tracing::debug!(%error, endpoint = %to, "shared memory unavailable; connecting over the network");
         self.attempt(cx, until, fabric, to, Transport::UCX_TCP).await.map_err(|last| {
             let said = format!("{}; and no shared memory: {}", last.message(), error.message());
             Error::new(last.code(), last.execution(), said)
@@ -93,7 +94,7 @@ impl UcxConnector {
             return Err(Error::not_started(Code::Unavailable, said));
         }
         let config = self.ucx.config();
-        // Given up when this is.
+        // Dropping it, if this attempt is cancelled, releases the worker.
         let peer_worker = match level {
             Transport::SHM => Some(fabric.peer_worker(left(until)).await?),
             _ => None,
@@ -113,7 +114,7 @@ impl UcxConnector {
                 Target::SharedMemory(WorkerPair { local: peer_worker, remote: peer })
             }
             (PeerAddress::Listener(address), None) => Target::Network(reach(address, to).await?),
-            _ => return Err(Error::unknown(Code::DataLoss, "the peer answered with another way than was asked for")),
+            _ => return Err(Error::unknown(Code::DataLoss, "the peer's address is of another kind than requested")),
         };
         let connect = Connect { id: request.id, token: response.token, peer: response.id, target, within: left(until) };
         let (caller, greeted) = CallingEvents::new(config.limits.clone(), config.cut_bytes);
@@ -124,18 +125,18 @@ impl UcxConnector {
         if level < opened {
             return Err(Error::not_started(
                 Code::Unavailable,
-                format!("{level} was asked for; UCX negotiated {lanes}"),
+                format!("requested {level}, but UCX negotiated {lanes}"),
             ));
         }
         guard.done();
         let path = PathInfo::new(SCHEME, to.address(), true).at(opened, lanes.to_string());
         self.ucx.watch(Arc::clone(&path.peer), end.sender());
-        // It ends when the end is over: with the last channel and call, or with the connection.
+        // Ends with the last channel and call, or with the connection.
         tokio::spawn(drive(Arc::clone(&end), caller, config.limits.clone(), fabric.clone()));
         Ok(MuxLink::new(end, path))
     }
 
-    /// Asks the peer for its address over the bootstrap transport.
+    /// Sends the bootstrap request to the peer.
     async fn ask(&self, cx: &CallContext, to: &Endpoint, request: &BootstrapRequest) -> Result<BootstrapResponse> {
         let bootstrap = Endpoint::parse(&format!("{}://{}", self.bootstrap.scheme(), to.address()))?;
         let channel = self.bootstrap.connect(cx, &bootstrap, &ConnectOptions::default()).await?;
@@ -153,20 +154,21 @@ async fn within<T>(patience: Duration, opening: impl Future<Output = Result<T>>)
     opened.map_err(|_| Error::not_started(Code::Unavailable, format!("no answer within {patience:?}"))).flatten()
 }
 
-/// The address of a listener; one that listens everywhere is reached where its bootstrap was.
+/// Returns the address of a listener. For an unspecified address (`0.0.0.0`), resolves the host of the bootstrap
+/// endpoint.
 async fn reach(listener: SocketAddr, bootstrap: &Endpoint) -> Result<SocketAddr> {
     if !listener.ip().is_unspecified() {
         return Ok(listener);
     }
     let cannot = |said: String| Error::not_started(Code::Unavailable, said);
     let mut found = tokio::net::lookup_host(bootstrap.address()).await.map_err(|error| {
-        cannot(format!("the peer listens everywhere, and `{}` names no host", bootstrap.address())).caused_by(error)
+        cannot(format!("the peer listens on all addresses, but `{}` has no host", bootstrap.address())).caused_by(error)
     })?;
-    let found = found.next().ok_or_else(|| cannot(format!("`{}` has no address", bootstrap.address())))?;
+    let found = found.next().ok_or_else(|| cannot(format!("`{}` resolves to no address", bootstrap.address())))?;
     Ok(SocketAddr::new(found.ip(), listener.port()))
 }
 
-/// The transport that these lanes belong to.
+/// Returns the transport of these lanes.
 fn negotiated(lanes: &Lanes) -> Transport {
     if lanes.shared_memory() {
         Transport::SHM
@@ -177,7 +179,7 @@ fn negotiated(lanes: &Lanes) -> Transport {
     }
 }
 
-/// Closes a connection unless it was opened in time.
+/// Closes a connection on drop, unless it was opened in time.
 struct ConnectGuard(Option<Connection>);
 
 impl ConnectGuard {
@@ -194,14 +196,14 @@ impl Drop for ConnectGuard {
     }
 }
 
-/// Exchanges heartbeats until the connection is over; keeps its fabric until then.
+/// Exchanges heartbeats until the connection ends, and keeps its fabric open until then.
 async fn drive(
     end: Arc<CallingEnd<UcxSendQueue>>,
     caller: Arc<CallingEvents>,
     limits: gym_core::mux::ConnectionLimits,
     fabric: Fabric,
 ) {
-    // The first at once: its echo is the first round trip that is counted.
+    // The first heartbeat is sent at once, so that its echo is the first measured round trip.
     gym_core::mux::MessageSender::post_heartbeat(end.sender());
     let error = tokio::select! {
         biased;
@@ -236,7 +238,7 @@ impl Connector for UcxConnector {
         let opened = cx.bound(Execution::NotStarted, async {
             within(patience, self.open(cx, Instant::now() + patience, to, options.transport)).await
         });
-        // Nothing of a call has left, whatever went wrong.
+        // No call has been sent, whatever the error.
         let link = opened
             .await
             .map_err(|error| error.with_execution(Execution::NotStarted).about(format!("connect to {to}")))?;
