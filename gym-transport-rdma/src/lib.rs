@@ -165,7 +165,8 @@
 //! - **Decision.** Rendezvous may only fetch. TCP cannot fetch, so it sends parts of 256 KiB that each side copies
 //!   once.
 //! - **Why.** UCX 1.13 aborts the process when a TCP peer dies at the wrong moment of a zero-copy send.
-//! - **Cost.** About 2/3 of the bandwidth of `ucx_perftest` at 1 MiB and 9/10 at 64 MiB; with these settings, the same.
+//! - **Cost.** About 2/3 of `ucx_perftest`'s bandwidth at 1 MiB, 9/10 at 64 MiB. `ucx_perftest` measures the same with
+//!   these settings.
 //! - **Alternatives.** UCX's own choice of protocol: used with later versions.
 //!
 //! ### The negotiated transport is compared with the requested one

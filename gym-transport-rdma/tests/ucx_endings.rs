@@ -200,7 +200,7 @@ fn a_peer_that_does_not_come_in_time_is_told_as_lost_and_its_token_is_void() {
         let meeting = Meeting::new(way, &caller, &answerer);
         let late = Connect { within: REFUSED_WITHIN, ..meeting.connect() };
         let there = expect(&answerer, Expect { within: Duration::from_millis(20), ..meeting.expect() });
-        assert!(lost(there.ended()).to_string().contains("did not come in time"), "{way:?}");
+        assert!(lost(there.ended()).to_string().contains("did not connect in time"), "{way:?}");
         let late = connect(&caller, late);
         refused(&answerer, 1);
         assert_eq!(lost(late.ended()).code(), Code::Unavailable, "{way:?}");

@@ -291,7 +291,7 @@ fn a_peer_worker_whose_peer_destroyed_its_own_is_not_kept_for_what_was_announced
         assert!(Instant::now() < deadline, "{:?}", fabric.stats());
         std::thread::yield_now();
     }
-    assert!(seen.lost("the peer has broken the connection off"));
+    assert!(seen.lost("the peer has aborted the connection"));
     assert_eq!(told.load(Ordering::Relaxed), 1);
     assert!(fabric.shutdown(SOON));
 }
@@ -343,7 +343,7 @@ fn messages_that_a_peer_does_not_take_end_the_connection() {
     let mut posted = 0;
     let deadline = Instant::now() + SOON;
     // It makes no progress meanwhile.
-    while !seen.lost("64 messages wait") {
+    while !seen.lost("has not received 64 messages") {
         assert!(Instant::now() < deadline, "{posted} messages were taken");
         let told = Arc::clone(&told);
         let done: SentCallback = Box::new(move |_| {

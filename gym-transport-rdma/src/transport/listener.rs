@@ -101,7 +101,8 @@ impl ListenerState {
         let ask = BootstrapRequest::read(&request.message.head.to_bytes())?;
         let refuse = |said: String| Error::not_started(Code::Unavailable, said);
         let awaited = Arc::clone(&self.awaited).try_acquire_owned();
-        let awaited = awaited.map_err(|_| refuse(format!("{AWAITED_MAX} peers are connecting already; retry later")))?;
+        let awaited =
+            awaited.map_err(|_| refuse(format!("{AWAITED_MAX} peers are connecting already; retry later")))?;
         let config = self.ucx.config();
         let within = ask.within.min(config.connect_timeout);
         let (way, shared_memory) = if let Some(peer) = ask.worker {

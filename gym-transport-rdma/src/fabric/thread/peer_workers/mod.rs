@@ -1,25 +1,25 @@
 //! Dedicated UCX workers, one for each peer on this host.
 //!
-//! All peers that write to a worker over shared memory share one queue: a writer reserves a slot, fills it, and then marks it as
-//! full. A peer that is killed or stopped between these steps blocks the queue for all others, for as long as the worker lives.
-//! Therefore every connection over shared memory has its own worker, which receives its messages and ends with it. The death of a
-//! peer then blocks only its own connection.
+//! All peers that write to a worker over shared memory share one queue: a writer reserves a slot, fills it, and then
+//! marks it as full. A peer that is killed or stopped between these steps blocks the queue for all others, for as long
+//! as the worker exists. Therefore every connection over shared memory has its own worker, which receives its messages
+//! and ends with it. The death of a peer then blocks only its own connection.
 //!
 //! ```text
 //!  opened ──▶ free ──▶ taken ──▶ closing ──▶ destroyed
 //!               └─────▶ released ─────────────▲
 //! ```
 //!
-//! A destroyed worker answers no peer. What the peer has announced to it would wait permanently, and the peer may still read what
-//! was announced to it. Therefore a worker whose connection has ended is kept until both ends have reported that they have no
-//! operation in flight ([`MessageKind::Finished`]), or until the peer's process has ended. A worker that is destroyed earlier,
-//! because its fabric ends or its peer is silent for too long, reports that ([`MessageKind::WorkerDestroyed`]), and the peer need
-//! not keep its own.
+//! A destroyed worker responds to no peer. Messages that the peer has announced to it would wait permanently, and the
+//! peer may still read messages that were announced to the peer. Therefore a worker whose connection has ended is kept
+//! until both ends have reported that they have no operation in flight ([`MessageKind::Finished`]), or until the peer's
+//! process has ended. A worker may be destroyed earlier, because its fabric ends or its peer is silent for too long. It
+//! reports that ([`MessageKind::WorkerDestroyed`]), and the peer need not keep its own worker.
 //!
-//! An address refers to the memory of its worker by a descriptor number, which means something else once the worker is gone. A peer
-//! that then connects to the address maps and writes whatever it finds there. Therefore a worker whose address was advertised is
-//! kept for as long as the peer may connect, and the peer does not connect later ([`PeerWorker::address`]). Only the end of the
-//! fabric does not wait for that.
+//! An address refers to the memory of its worker by a descriptor number, which is reused once the worker is destroyed.
+//! A peer that then connects to the address maps and writes unrelated memory. Therefore a worker whose address was
+//! advertised is kept for as long as the peer may connect, and the peer does not connect later
+//! ([`PeerWorker::address`]). Only the end of the fabric does not wait for that.
 
 mod address;
 mod process;
@@ -51,10 +51,10 @@ use crate::fabric::thread::peer_workers::slot::{ClosedConnection, ClosingSlot, F
 use crate::sys::Library;
 use crate::ucx::{Armed, Context, Others, Receiver, Worker};
 
-/// File descriptors that a peer worker takes: UCX's, and the one of the peer's process.
+/// File descriptors per peer worker: UCX's, and that of the peer's process.
 const PEER_WORKER_DESCRIPTORS: usize = 7;
 
-/// The UCX workers of all peer workers, for the thread to poll without the state.
+/// The UCX workers of all peer workers, which the thread polls without borrowing the state.
 pub(crate) type Workers = Rc<RefCell<Vec<Rc<Worker>>>>;
 
 /// Creates the receiver of a peer worker's messages.
@@ -64,7 +64,8 @@ pub(crate) type ReceiverOf = Box<dyn Fn(PeerWorkerId) -> Box<dyn Receiver>>;
 pub(crate) struct PeerWorkers {
     shared: Arc<FabricShared>,
     settings: SharedMemorySettings,
-    /// Has only shared memory, because a worker opens every device of its context. Opened with the first peer worker.
+    /// Context with shared memory only, because a worker opens every device of its context. Opened with the first peer
+    /// worker.
     context: Option<Rc<Context>>,
     receiver: ReceiverOf,
     slots: HashMap<PeerWorkerId, Slot>,
@@ -104,7 +105,7 @@ impl PeerWorkers {
         let refused = |code, said: String| Error::not_started(code, said);
         if self.slots.len() >= self.settings.max {
             self.shared.counters.peer_workers_refused.add(1);
-            let said = format!("{} connections share memory with this process already", self.slots.len());
+            let said = format!("{} connections share memory with this process, which is the maximum", self.slots.len());
             return Err(refused(Code::ResourceExhausted, said));
         }
         let id = PeerWorkerId(self.next);
@@ -157,9 +158,9 @@ impl PeerWorkers {
         match slot.stage {
             SlotStage::Free if Instant::now() < slot.until => {}
             SlotStage::Free | SlotStage::Released => return Err("its time is over"),
-            SlotStage::Taken(_) | SlotStage::Closing(_) => return Err("it is taken"),
+            SlotStage::Taken(_) | SlotStage::Closing(_) => return Err("another connection uses it"),
         }
-        let address = Address::read(peer).ok_or("the peer's address is none")?;
+        let address = Address::read(peer).ok_or("the peer's address is malformed")?;
         slot.process = PeerProcess::watch(address.process);
         slot.stage = SlotStage::Taken(connection);
         Ok((Rc::clone(&slot.worker), address.worker))
@@ -202,7 +203,8 @@ impl PeerWorkers {
         self.remove_where(|slot| matches!(slot.stage, SlotStage::Free | SlotStage::Released));
     }
 
-    /// Continues closing, and returns the connections whose peer process has ended: everything that it sent has arrived by then.
+    /// Continues closing, and returns the connections whose peer process has ended. Everything that the peer sent has
+    /// arrived by then.
     pub(crate) fn check_timers(&mut self, now: Instant) -> Vec<ConnectionId> {
         let mut lost = Vec::new();
         for slot in self.slots.values() {
@@ -221,8 +223,8 @@ impl PeerWorkers {
         lost
     }
 
-    /// Records which peer processes have ended. It takes effect one round later, because what the peer sent before is still in the
-    /// worker's queue.
+    /// Records which peer processes have ended. This takes effect one round later, because the worker's queue still
+    /// holds messages that the peer sent before.
     fn look_at_processes(&mut self) {
         let watched: Vec<_> =
             self.slots.iter().filter_map(|(id, slot)| Some((*id, slot.process.descriptor()?))).collect();
@@ -243,13 +245,15 @@ impl PeerWorkers {
         }
     }
 
-    /// Whether something will happen soon that no descriptor announces.
+    /// Whether a timer is pending that no descriptor announces.
     pub(crate) fn is_awaited(&self, now: Instant) -> bool {
         self.slots.values().any(|slot| slot.is_awaited(now))
     }
 
-    /// Arms the workers before a sleep, and adds those that can end it. Returns whether one of them is busy: it has something to
-    /// do, or waits for space in the queue of its peer. A closing worker does not prevent the sleep; a tick handles it.
+    /// Arms the workers before a sleep, and adds those that can end it to `armed`.
+    ///
+    /// Returns whether one of them is busy: it has work, or waits for space in the queue of its peer. A closing worker
+    /// does not prevent the sleep; a tick handles it.
     pub(crate) fn arm<'a>(&'a self, armed: &mut Vec<&'a Worker>) -> bool {
         let mut busy = false;
         for slot in self.slots.values() {
@@ -283,7 +287,7 @@ impl PeerWorkers {
 
     /// Closes all workers at the end. Returns whether all could be closed; the others are leaked, with the context.
     pub(crate) fn give_back(mut self) -> bool {
-        // One that ended a moment ago may not have been seen yet.
+        // A process that ended a moment ago may not be recorded yet.
         self.look_at_processes();
         self.remove_where(Slot::can_be_destroyed);
         self.workers.borrow_mut().clear();

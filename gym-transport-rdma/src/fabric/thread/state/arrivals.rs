@@ -1,4 +1,4 @@
-//! Handles what arrives from UCX.
+//! Handles messages and other callbacks from UCX.
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -19,12 +19,13 @@ use crate::fabric::thread::state::{CloseMode, FabricState, LEAVE_WITHIN, Unident
 use crate::memory::Buffer;
 use crate::ucx::{Announcement, Endpoint, RawRequest, Status};
 
-/// Payloads of one peer on this host that are received at a time. This thread copies them itself, one after another. Beginning
-/// more gains nothing, and takes buffers that are not in the cache when they are used (at a mebibyte, a quarter slower).
+/// Payloads per peer on this host that are received at a time. This thread copies them itself, one after another.
+/// Starting more gains nothing, and uses buffers that are no longer in the cache (a quarter slower at 1 MiB).
 const SHARED_MEMORY_LANDINGS_MAX: usize = 1;
 
 impl FabricState {
-    /// Called from within UCX: delivers a message that came whole and in order. Returns `false` if it must be queued instead.
+    /// Called from within UCX: delivers a complete message that is next in order. Returns `false` if it must be queued
+    /// instead.
     pub(crate) fn deliver_at_once(
         &mut self,
         prefix: MessagePrefix,
@@ -81,14 +82,16 @@ impl FabricState {
         {
             self.peer_workers.peer_finished(peer_worker, id, kind == MessageKind::WorkerDestroyed);
         }
-        // Any peer that knows the id of a connection can write into it, but not through another's peer worker.
+        // Any peer that knows the id of a connection can write into it, but not through the peer worker of another
+        // connection.
         let Some(peer) = self.peers.get_mut(&id).filter(|peer| peer.peer_worker == origin.peer_worker()) else {
             return self.shared.counters.dropped_unknown.add(1);
         };
         match peer.phase {
             Phase::Expecting { .. } | Phase::Broken => return self.shared.counters.dropped_unknown.add(1),
             Phase::Calling | Phase::Open if kind == MessageKind::Urgent && !message.may_be_urgent() => {
-                let error = format!("an urgent message that is longer than {URGENT_BYTES_MAX} bytes, or announced");
+                let error =
+                    format!("the peer sent an urgent message longer than {URGENT_BYTES_MAX} bytes, or announced it");
                 return self.break_off(id, Error::unknown(Code::DataLoss, error));
             }
             Phase::Calling if kind == MessageKind::Urgent => {
@@ -103,9 +106,9 @@ impl FabricState {
             {
                 return;
             }
-            // What it sent to break it off can have been lost with its time.
+            // The peer's `Aborted` may have been lost when its time was over.
             _ if matches!(kind, MessageKind::Aborted | MessageKind::Finished | MessageKind::WorkerDestroyed) => {
-                let error = Error::unknown(Code::Unavailable, "the peer has broken the connection off");
+                let error = Error::unknown(Code::Unavailable, "the peer has aborted the connection");
                 return self.end(id, CloseReason::Lost(error), CloseMode::Force);
             }
             Phase::Calling | Phase::Open | Phase::Closing { .. } | Phase::PeerClosing { .. } => {}
@@ -137,20 +140,21 @@ impl FabricState {
                 self.settle(id);
             }
             (MessageKind::Closed, Phase::Closing { peer_close }) => {
-                // It has all of ours. If it waits for our answer too, that must not be thrown away with the endpoint.
+                // The peer has received everything. If it waits for our `Closed` too, closing the endpoint must not
+                // discard it.
                 let how = if *peer_close == PeerClose::NotReceived { CloseMode::Agreed } else { CloseMode::Linger };
                 self.end(id, CloseReason::Closed, how);
             }
-            // We have sent `Close`, or are about to abort: the message is not wanted any more.
+            // This end has sent `Close` or is about to abort, so the message is not wanted any more.
             (MessageKind::Ordered, Phase::Closing { .. } | Phase::Broken) => {}
             (kind, _) => {
-                let error = format!("the peer sent a {kind:?} where none belongs");
+                let error = format!("the peer sent an unexpected {kind:?} message");
                 self.break_off(id, Error::unknown(Code::DataLoss, error));
             }
         }
     }
 
-    /// A hello: from one whom we expect, or not.
+    /// Handles a hello, from an expected peer or any other.
     fn hello(&mut self, message: &IncomingMessage, origin: Origin) {
         let id = message.prefix.receiver;
         let unidentified = match origin {
@@ -162,9 +166,9 @@ impl FabricState {
         let unidentified = unidentified.map(|at| self.unidentified_peers.swap_remove(at));
         let expected = read_hello(&message.header).zip(self.peers.get_mut(&id)).and_then(|((shown, own), peer)| {
             let Phase::Expecting { token, address } = &peer.phase else { return None };
-            // A peer with a peer worker comes through it, all others come through the listener.
+            // A peer with a peer worker connects through it; all others connect through the listener.
             let way = peer.peer_worker == origin.peer_worker() && unidentified.is_some() == peer.peer_worker.is_none();
-            // After its deadline the address of the peer worker may refer to something else.
+            // After the deadline, the address of the peer worker may refer to other memory.
             let timely = peer.deadline.is_none_or(|at| Instant::now() < at);
             (token.matches(shown) && own == peer.id && way && timely).then(|| address.clone())
         });
@@ -193,7 +197,7 @@ impl FabricState {
                 self.open(id);
             }
             Err(status) => {
-                let error = Error::not_started(Code::Unavailable, format!("connect back to a worker: {status}"));
+                let error = Error::not_started(Code::Unavailable, format!("connect to the peer's worker: {status}"));
                 self.end(id, CloseReason::Lost(error), CloseMode::Force);
             }
         }
@@ -240,7 +244,7 @@ impl FabricState {
             Ok(Ok(disposition)) => disposition,
             Ok(Err(error)) | Err(error) => return self.break_off(id, error),
         };
-        // `Done` refuses what was announced, by dropping it.
+        // `Done` drops an announcement, which rejects it.
         let Disposition::Land { key } = disposition else { return };
         let landed = match given {
             Given::Borrowed(bytes) => self.shared.pool.copy(bytes),
@@ -256,7 +260,7 @@ impl FabricState {
         }
     }
 
-    /// Begins to receive announced payloads, as many at a time as is useful.
+    /// Starts to receive announced payloads, as many at a time as is useful.
     fn land(&mut self, id: ConnectionId) {
         let Some(peer) = self.peers.get_mut(&id) else { return };
         let most = if peer.peer_worker.is_some() { SHARED_MEMORY_LANDINGS_MAX } else { usize::MAX };
@@ -271,7 +275,7 @@ impl FabricState {
             let memory = if peer.peer_worker.is_some() { None } else { self.registrations.of(&buffer) };
             let (callbacks, operations) = (Rc::clone(&self.callbacks), Rc::clone(&peer.operations));
             announcement.fetch(buffer, memory.as_deref(), move |result| {
-                // Told apart from the connection, which may be over: its endpoint waits for this.
+                // Released independently of the connection, which may have ended: its endpoint waits for this.
                 drop(operations);
                 callbacks.push(Callback::Landed { id, key, result });
             });
@@ -279,7 +283,7 @@ impl FabricState {
     }
 
     fn landed(&mut self, id: ConnectionId, key: u64, result: Result<Buffer, Status>) {
-        // A connection that is over has told its end; the buffer goes back.
+        // A connection that has ended has called `ended` already; the buffer returns to the pool.
         let Some(peer) = self.peers.get_mut(&id) else { return };
         peer.landing.under_way -= 1;
         let told = match (result, &peer.phase) {
@@ -291,7 +295,7 @@ impl FabricState {
         };
         match told {
             Ok(()) => {
-                // What was told may have given the buffer back, which is still in the cache.
+                // The callback may have returned a buffer to the pool that is still in the cache.
                 self.land(id);
                 self.settle(id);
             }
@@ -336,7 +340,7 @@ impl FabricState {
         let until = Instant::now() + self.options.hello_timeout;
         match Endpoint::to_request(&self.worker, request, failed) {
             Ok(endpoint) => self.unidentified_peers.push(UnidentifiedPeer { endpoint, serial, until }),
-            Err(status) => tracing::debug!(%status, "a peer that came through the listener is gone"),
+            Err(status) => tracing::debug!(%status, "a peer of the listener disconnected"),
         }
     }
 }
