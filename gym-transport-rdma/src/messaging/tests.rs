@@ -97,7 +97,8 @@ fn post(send_queue: &UcxSendQueue<Recorder>, message: &Message, metadata_bytes: 
     send_queue.post_request(header, message, CapacityPermit::default(), false, |_| Ok(())).unwrap()
 }
 
-/// Delivers active messages to a request queue. Eager ones come borrowed; longer ones are announced and land in the order of `turns`.
+/// Delivers active messages to a request queue. Eager ones come borrowed; longer ones are announced and land in the
+/// order of `turns`.
 fn deliver(
     requests: &mut RequestQueue,
     messages: Vec<(AmHeader, Bytes)>,

@@ -1,4 +1,4 @@
-//! An answering end, whose peer is the input.
+//! Fuzz target: an answering end whose peer is the input.
 
 use bytes::{Buf, Bytes};
 use gym_core::frame::MessageLimits;
@@ -11,19 +11,19 @@ use crate::messaging::fuzzing::{OnTheWay, byte, first_chunk, parts, raw, raw_ann
 use crate::messaging::header::{AmHeader, AmKind};
 use crate::messaging::reassembly::Reassembly;
 
-/// Chunks and cancels are of one of the last calls, or of the next.
+/// Chunks and cancellations refer to one of this many recent calls, or to the next one.
 const CALLS: u8 = 8;
 
-/// What a fuzzer's bytes do to an answering end.
+/// State of an answering end under fuzzing.
 struct Session {
     requests: RequestQueue,
     coming: OnTheWay,
-    /// The last number that was made up.
+    /// Last generated call number.
     last: u64,
 }
 
 impl Session {
-    /// The number of a call that may be there.
+    /// Returns the number of a recent call.
     fn call(&self, input: &mut &[u8]) -> u64 {
         self.last.saturating_sub(u64::from(byte(input) % CALLS)) + 1
     }
@@ -49,7 +49,7 @@ impl Session {
         Ok(())
     }
 
-    /// The next message of the input: raw, or one that a peer of ours would send, as its first byte says.
+    /// Delivers the next message of the input, raw or valid, as its first byte selects.
     fn step(&mut self, input: &mut &[u8]) -> Result<()> {
         match byte(input) % 6 {
             0 => {
@@ -61,7 +61,7 @@ impl Session {
                 self.message(am, &payload)
             }
             2 => {
-                // Seldom a number that was there already.
+                // Seldom a number that was used before.
                 self.last += u64::from(byte(input) > 8);
                 let call = self.last;
                 let (am, payload, chunks) = request(call, &parts(input));
@@ -87,11 +87,11 @@ impl Session {
     }
 }
 
-/// Delivers the active messages that the input describes to an answering end, with payloads in any order. Returns the bytes of the buffers
-/// that were taken for them.
+/// Delivers the active messages that the input describes to an answering end, with payloads in any order. Returns the
+/// total bytes of the buffers that were taken for them.
 ///
 /// # Errors
-/// What would have ended the connection.
+/// The error that would have ended the connection.
 pub fn take_requests(mut input: &[u8], limits: &MessageLimits) -> Result<usize> {
     let requests = RequestQueue::new(Reassembly::new(limits.clone(), limits.message_bytes_max));
     let mut session = Session { requests, coming: OnTheWay::default(), last: 0 };
@@ -101,7 +101,7 @@ pub fn take_requests(mut input: &[u8], limits: &MessageLimits) -> Result<usize> 
     Ok(session.coming.taken)
 }
 
-/// A request's first chunk with a head and segments of these lengths, as a peer of ours sends it, and the bytes of its chunks.
+/// Generates a request's first chunk for a head and segments of these lengths, and the lengths of its chunks.
 fn request(call: u64, parts: &[usize]) -> (AmHeader, Bytes, Vec<usize>) {
     let context = CallContext::default();
     let header = |message: &_| put_request(0, Verb::Post, &Route::from("/".to_owned()), &context, 0, message);
