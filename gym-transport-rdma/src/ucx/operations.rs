@@ -1,12 +1,12 @@
-//! What UCX has begun for a worker and not ended, so that a worker can be abandoned without leaking what they keep.
+//! Pending operations of a worker, so that a worker can be abandoned without leaking their memory.
 
-/// What an operation keeps until UCX calls back.
+/// Memory and callback that an operation holds until UCX calls back.
 pub(super) trait Operation {
-    /// UCX will not call back any more.
+    /// Frees the memory and calls back with an error, because UCX will not call back any more.
     fn cancel(self: Box<Self>);
 }
 
-/// The operations of one worker, by number. A number is given out again when its operation has ended.
+/// Pending operations of one worker, by number. The number of a completed operation is reused.
 #[derive(Default)]
 pub(super) struct Operations {
     places: Vec<Option<*mut dyn Operation>>,
@@ -29,7 +29,7 @@ impl Operations {
         }
     }
 
-    /// Any of them, which is taken out.
+    /// Removes and returns any operation.
     pub(super) fn pop(&mut self) -> Option<*mut dyn Operation> {
         while let Some(operation) = self.places.pop() {
             if operation.is_some() {
