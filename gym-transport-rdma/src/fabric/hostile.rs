@@ -1,4 +1,4 @@
-//! Hostile peers that speak UCX but not our protocol: handmade messages, sent from a bare worker to a fabric.
+//! Hostile peers that speak UCX but not our protocol: hand-written messages from a bare worker to a fabric.
 
 use std::io::Write;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -37,7 +37,7 @@ fn open(options: FabricOptions) -> Option<Fabric> {
     }
 }
 
-/// Counts what is handed up, wants nothing, and keeps the end.
+/// Counts messages, rejects them, and stores the close reason.
 #[derive(Default)]
 struct Seen {
     messages: AtomicUsize,
@@ -60,7 +60,7 @@ impl ConnectionEvents for Seen {
 }
 
 impl Seen {
-    /// Whether the connection was lost for a reason with these words.
+    /// Returns whether the connection was lost, and checks that the reason contains `said`.
     fn lost(&self, said: &str) -> bool {
         match &*self.end.lock().unwrap() {
             Some(CloseReason::Lost(error)) => {
@@ -79,7 +79,7 @@ impl Receiver for Deaf {
     fn receive(&self, _: &[u8], _: Arrival<'_>, _: Option<EndpointKey>) {}
 }
 
-/// A bare worker that has an endpoint to a peer worker of the fabric.
+/// A bare worker with an endpoint to a peer worker of the fabric.
 struct Intruder {
     worker: std::rc::Rc<Worker>,
     endpoint: Endpoint,
@@ -88,7 +88,7 @@ struct Intruder {
 
 fn bare_worker(transports: &str) -> std::rc::Rc<Worker> {
     let settings = [("TLS", transports), ("NET_DEVICES", "lo")];
-    // As a peer worker has it: a worker counts the slots of another's queue with its own number.
+    // As in a peer worker: a worker computes the slots of another's queue with its own number.
     let queue = transports.contains("posix").then_some(("MM_FIFO_SIZE", "64"));
     let settings = settings.into_iter().chain(queue).map(|(name, value)| (name.to_owned(), value.to_owned()));
     let settings: Vec<_> = settings.collect();
@@ -98,7 +98,7 @@ fn bare_worker(transports: &str) -> std::rc::Rc<Worker> {
     worker
 }
 
-/// Before UCX's own in an address.
+/// Prefix of UCX's part of an address.
 const PREFIX: [u8; 5] = [1, 0, 0, 0, 0];
 
 fn peer_worker(fabric: &Fabric) -> PeerWorker {
@@ -119,7 +119,7 @@ impl Intruder {
         Self { worker, endpoint, peer_worker: None }
     }
 
-    /// Sends it, and waits until UCX has let it go.
+    /// Sends a message, and waits until UCX has completed it.
     fn send(&self, message: ([u8; HEADER_ROOM], usize), payload: Bytes, protocol: Protocol) {
         self.send_as(MESSAGE_ID, message, payload, protocol);
     }
@@ -140,11 +140,11 @@ impl Intruder {
         }
     }
 
-    /// The connection that the fabric has opened to this worker, once.
+    /// Makes the fabric open a connection to this worker, once.
     fn introduced(&self, fabric: &Fabric) -> (ConnectionId, Connection, Arc<Seen>) {
         let (id, own, token, seen) =
             (ConnectionId::random(), ConnectionId::random(), Token::random(), Arc::<Seen>::default());
-        // Of process 0, whose end is not watched.
+        // Process id 0 is not watched for its end.
         let peer = [&PREFIX, self.worker.address()].concat().into();
         let shared_memory = Some(WorkerPair { local: self.peer_worker.clone().unwrap(), remote: peer });
         let expected = Expect { id, token: token.clone(), peer: own, shared_memory, within: SOON };
@@ -176,7 +176,7 @@ fn rubbish_and_unknown_ids_are_dropped_and_announcements_of_them_refused() {
     for id in [0, 1, 2, 7, 100, 102] {
         intruder.send_as(id, ([0; HEADER_ROOM], 8), Bytes::from_static(b"for nobody"), Protocol::Eager);
     }
-    // That these end at all is the refusal.
+    // These sends complete only if the announcements are rejected.
     intruder.send(([0xff; HEADER_ROOM], 100), big.clone(), Protocol::Rendezvous);
     intruder.send(message(ConnectionId::random(), 0, MessageKind::Ordered), big, Protocol::Rendezvous);
     for kind in [
@@ -220,7 +220,8 @@ fn an_advertised_length_costs_nothing_before_it_is_wanted() {
     let Some(fabric) = fabric() else { return };
     let intruder = Intruder::new(&fabric);
     let (id, connection, seen) = intruder.introduced(&fabric);
-    // Never written, so it is only an address range here, and 8 GiB there if it were believed.
+    // Never written, so it is only an address range at this end. A receiver that trusted the length would allocate 8
+    // GiB.
     let huge = untouched_zeros(8 << 30);
     intruder.send(message(id, 0, MessageKind::Ordered), huge, Protocol::Rendezvous);
     intruder.until("it is handed up", || seen.messages.load(Ordering::Relaxed) == 1);
@@ -228,7 +229,7 @@ fn an_advertised_length_costs_nothing_before_it_is_wanted() {
     connection.close(Duration::ZERO);
 }
 
-/// Zeros that take no memory.
+/// Returns zeros that take no memory.
 fn untouched_zeros(len: usize) -> Bytes {
     crate::memory::Pool::new(crate::memory::PoolOptions::default()).take(len).unwrap().freeze()
 }
@@ -268,7 +269,8 @@ fn what_has_no_place_in_the_order_ends_the_connection() {
     }
 }
 
-/// What was announced to a worker that is destroyed is never read, and nobody says so but its owner.
+/// The peer never reads messages that were announced to a destroyed worker, and only the owner of the worker can report
+/// that.
 #[test]
 fn a_peer_worker_whose_peer_destroyed_its_own_is_not_kept_for_what_was_announced_to_it() {
     let Some(fabric) = fabric() else { return };
@@ -283,7 +285,7 @@ fn a_peer_worker_whose_peer_destroyed_its_own_is_not_kept_for_what_was_announced
     let unread =
         ActiveMessage { header: Bytes::from_static(b"unread"), payload, delivery: Delivery::Ordered, done: Some(done) };
     connection.post(unread).unwrap();
-    // Said twice: of another connection it is not believed. Neither waits for the intruder's own progress.
+    // Sent twice: for another connection it is ignored. Neither requires the intruder to make progress.
     intruder.send(message(ConnectionId::random(), 0, MessageKind::WorkerDestroyed), Bytes::new(), Protocol::Eager);
     intruder.send(message(id, 0, MessageKind::WorkerDestroyed), Bytes::new(), Protocol::Eager);
     let deadline = Instant::now() + SOON;
@@ -342,7 +344,7 @@ fn messages_that_a_peer_does_not_take_end_the_connection() {
     let told = Arc::new(AtomicUsize::new(0));
     let mut posted = 0;
     let deadline = Instant::now() + SOON;
-    // It makes no progress meanwhile.
+    // The intruder makes no progress meanwhile.
     while !seen.lost("has not received 64 messages") {
         assert!(Instant::now() < deadline, "{posted} messages were taken");
         let told = Arc::clone(&told);

@@ -1,4 +1,4 @@
-//! Messages through a send queue and the reassembly without a fabric: the test takes what is posted and delivers it.
+//! Sends messages through a send queue and the reassembly without a fabric: the test delivers the posted messages.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -25,7 +25,7 @@ use crate::messaging::reassembly::Reassembly;
 use crate::messaging::reassembly::message::CompleteMessage;
 use crate::messaging::send_queue::{Carrier, EndRole, UcxSendQueue};
 
-/// Keeps what is posted.
+/// Records posted messages.
 #[derive(Clone, Debug, Default)]
 struct Recorder(Arc<Mutex<Vec<Kept>>>);
 
@@ -49,7 +49,7 @@ impl Carrier for Recorder {
 }
 
 impl Recorder {
-    /// What was posted, taken by the network.
+    /// Takes the posted messages and completes their sends.
     fn take(&self) -> Vec<(AmHeader, Bytes)> {
         let mut taken = Vec::new();
         loop {
@@ -83,7 +83,7 @@ fn message(sizes: &[usize]) -> Message {
     let part = |(at, size): (usize, &usize)| (0..*size).map(|byte| (byte * 31 + at) as u8).collect::<Vec<_>>();
     let mut parts = sizes.iter().enumerate().map(part);
     let head: Vec<u8> = parts.next().unwrap_or_default();
-    // In two pieces, as a head that was spliced is.
+    // Two slices, as in a head that was spliced.
     let half = head.len() / 2;
     let head: Rope =
         [Bytes::copy_from_slice(&head[..half]), Bytes::copy_from_slice(&head[half..])].into_iter().collect();
@@ -97,8 +97,8 @@ fn post(send_queue: &UcxSendQueue<Recorder>, message: &Message, metadata_bytes: 
     send_queue.post_request(header, message, CapacityPermit::default(), false, |_| Ok(())).unwrap()
 }
 
-/// Delivers active messages to a request queue. Eager ones come borrowed; longer ones are announced and land in the
-/// order of `turns`.
+/// Delivers active messages to a request queue. Short ones are eager and borrowed; longer ones are announced and land
+/// in the order of `turns`.
 fn deliver(
     requests: &mut RequestQueue,
     messages: Vec<(AmHeader, Bytes)>,
@@ -235,7 +235,7 @@ fn the_fabric_has_a_bounded_number_of_messages_at_a_time() {
 fn a_request_that_has_not_begun_is_taken_back_and_one_that_has_is_cancelled() {
     let recorder = Recorder::default();
     let queue = send_queue(&recorder, 1 << 10);
-    // More chunks than the fabric takes at once.
+    // More chunks than the fabric accepts at once.
     let large = message(&[[2].as_slice(), &[2_000; 300]].concat());
     for message in [&large, &message(&[3]), &large] {
         post(&queue, message, 0);
@@ -268,7 +268,7 @@ fn a_cancelled_request_holds_nobody_up_whether_it_comes_before_its_cancel_or_aft
         post(&queue, &message, 0);
     }
     let mut messages = recorder.take();
-    // Of the first the first chunk alone has come; the cancel of the third has overtaken it.
+    // Only the first chunk of call 1 has arrived. The cancellation of call 3 has overtaken its request.
     assert_eq!(messages.remove(1).0.kind, AmKind::Chunk);
     messages.insert(2, (AmHeader::bare(AmKind::Cancel, 3), Bytes::new()));
     messages.push((AmHeader::bare(AmKind::Cancel, 1), Bytes::new()));
@@ -367,7 +367,7 @@ fn a_request_whose_number_came_already_is_refused() {
     assert!(requests.begin(am, &payload).unwrap_err().to_string().contains("call 1 after call 1"));
 }
 
-/// The first chunk of a message with one large segment, under another number.
+/// Returns the first chunk of a message with one large segment, with this call number.
 fn first_chunk_of(call: u64, segment: usize) -> (AmHeader, Bytes) {
     let recorder = Recorder::default();
     post(&send_queue(&recorder, 1 << 10), &message(&[2, segment]), 0);
@@ -463,7 +463,7 @@ impl Calling {
         self.caller.on_message(&am.write(), payload)
     }
 
-    /// The answer of a call begins, and its one large segment begins to land.
+    /// Delivers the beginning of a response, whose one large segment then starts to land.
     fn begin(&self, call: u64, segment: usize) -> (u64, Bytes) {
         let recorder = Recorder::default();
         let response = Response::new(Status::OK, message(&[2, segment]));

@@ -162,7 +162,7 @@ async fn reach(listener: SocketAddr, bootstrap: &Endpoint) -> Result<SocketAddr>
     }
     let cannot = |said: String| Error::not_started(Code::Unavailable, said);
     let mut found = tokio::net::lookup_host(bootstrap.address()).await.map_err(|error| {
-        cannot(format!("the peer listens on all addresses, but `{}` has no host", bootstrap.address())).caused_by(error)
+        cannot(format!("resolve the peer's bootstrap address `{}`", bootstrap.address())).caused_by(error)
     })?;
     let found = found.next().ok_or_else(|| cannot(format!("`{}` resolves to no address", bootstrap.address())))?;
     Ok(SocketAddr::new(found.ip(), listener.port()))

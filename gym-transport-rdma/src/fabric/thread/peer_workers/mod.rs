@@ -105,7 +105,10 @@ impl PeerWorkers {
         let refused = |code, said: String| Error::not_started(code, said);
         if self.slots.len() >= self.settings.max {
             self.shared.counters.peer_workers_refused.add(1);
-            let said = format!("{} connections share memory with this process, which is the maximum", self.slots.len());
+            let said = format!(
+                "{} connections share memory with this process; raise shared_memory_peers_max or the limit on file descriptors",
+                self.slots.len()
+            );
             return Err(refused(Code::ResourceExhausted, said));
         }
         let id = PeerWorkerId(self.next);
