@@ -11,7 +11,7 @@ use crate::transport::bootstrap::{BootstrapRequest, BootstrapResponse};
 /// # Errors
 /// The error that a peer would receive: the request is malformed.
 pub fn read_bootstrap_request(bytes: &[u8]) -> Result<String> {
-    BootstrapRequest::read(bytes).map(|ask| ask.write())
+    BootstrapRequest::read(bytes).map(|request| request.write())
 }
 
 /// Reads a bootstrap response and writes it again.
@@ -19,5 +19,5 @@ pub fn read_bootstrap_request(bytes: &[u8]) -> Result<String> {
 /// # Errors
 /// The error that ends the connection attempt: the response is malformed.
 pub fn read_bootstrap_response(bytes: &[u8]) -> Result<String> {
-    BootstrapResponse::read(bytes).map(|answer| answer.write())
+    BootstrapResponse::read(bytes).map(|response| response.write())
 }

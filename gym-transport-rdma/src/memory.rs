@@ -85,24 +85,24 @@ impl Pool {
         if size > self.0.options.buffer_bytes_max || state.closed {
             state.stats.plain += 1;
             drop(state);
-            return Ok(Buffer { region: Some(Region::map(size)?), len, home: None });
+            return Ok(Buffer { region: Some(Region::map(size)?), len, owner: None });
         }
         if let Some(region) = state.free.get_mut(&size).and_then(Vec::pop) {
             state.stats.reused += 1;
             state.stats.bytes_free -= size;
-            return Ok(Buffer { region: Some(region), len, home: Some(Arc::clone(&self.0)) });
+            return Ok(Buffer { region: Some(region), len, owner: Some(Arc::clone(&self.0)) });
         }
         if state.stats.bytes_kept + size > self.0.options.bytes_max {
             state.stats.plain += 1;
             state.retire(size);
             drop(state);
-            return Ok(Buffer { region: Some(Region::map(size)?), len, home: None });
+            return Ok(Buffer { region: Some(Region::map(size)?), len, owner: None });
         }
         let region = Region::map(size)?;
         state.stats.fresh += 1;
         state.stats.bytes_kept += size;
         state.kept.insert(region.start.addr().get(), size);
-        Ok(Buffer { region: Some(region), len, home: Some(Arc::clone(&self.0)) })
+        Ok(Buffer { region: Some(region), len, owner: Some(Arc::clone(&self.0)) })
     }
 
     /// Copies the bytes into a buffer of the pool.
@@ -143,9 +143,9 @@ impl Pool {
         state.closed = true;
         state.stats.bytes_kept -= state.stats.bytes_free;
         state.stats.bytes_free = 0;
-        let gone = (std::mem::take(&mut state.free), std::mem::take(&mut state.retired));
+        let freed = (std::mem::take(&mut state.free), std::mem::take(&mut state.retired));
         drop(state);
-        drop(gone);
+        drop(freed);
     }
 }
 
@@ -160,7 +160,7 @@ impl PoolShared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn give_back(&self, region: Region) {
+    fn return_region(&self, region: Region) {
         let mut state = self.state();
         if state.closed {
             state.stats.bytes_kept -= region.size;
@@ -242,7 +242,7 @@ pub struct Buffer {
     region: Option<Region>,
     len: usize,
     /// The pool that the region returns to; `None` for plain memory.
-    home: Option<Arc<PoolShared>>,
+    owner: Option<Arc<PoolShared>>,
 }
 
 impl Buffer {
@@ -281,15 +281,15 @@ impl AsRef<[u8]> for Buffer {
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        if let (Some(home), Some(region)) = (self.home.take(), self.region.take()) {
-            home.give_back(region);
+        if let (Some(owner), Some(region)) = (self.owner.take(), self.region.take()) {
+            owner.return_region(region);
         }
     }
 }
 
 impl fmt::Debug for Buffer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Buffer({} bytes{})", self.len, if self.home.is_some() { "" } else { ", plain" })
+        write!(f, "Buffer({} bytes{})", self.len, if self.owner.is_some() { "" } else { ", plain" })
     }
 }
 
@@ -324,10 +324,10 @@ mod tests {
         let pool = pool(64 << 10, 64 << 10);
         let held = pool.take(32 << 10).unwrap();
         drop(pool.take(16 << 10).unwrap());
-        assert!(pool.take(24 << 10).unwrap().home.is_none(), "16 + 32 + 24 KiB are too many");
+        assert!(pool.take(24 << 10).unwrap().owner.is_none(), "16 + 32 + 24 KiB are too many");
         assert_eq!(pool.retired().len(), 1, "the unused 16 KiB");
-        assert!(pool.take(24 << 10).unwrap().home.is_some());
-        assert!(pool.take((64 << 10) + 1).unwrap().home.is_none(), "longer than any that is kept");
+        assert!(pool.take(24 << 10).unwrap().owner.is_some());
+        assert!(pool.take((64 << 10) + 1).unwrap().owner.is_none(), "longer than any that is kept");
         assert_eq!(pool.stats().plain, 2);
         drop(held);
     }
@@ -353,7 +353,7 @@ mod tests {
         pool.close();
         drop(held);
         assert_eq!((pool.stats().bytes_kept, pool.stats().bytes_free), (0, 0));
-        assert!(pool.take(5000).unwrap().home.is_none());
+        assert!(pool.take(5000).unwrap().owner.is_none());
     }
 
     #[test]

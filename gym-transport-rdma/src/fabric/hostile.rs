@@ -12,7 +12,9 @@ use tokio::time::Instant;
 use crate::fabric::protocol::prefix::{MESSAGE_ID, MessageKind, MessagePrefix, hello};
 use crate::fabric::*;
 use crate::sys::LoadOptions;
-use crate::ucx::{Arrival, Context, Endpoint, EndpointKey, HEADER_ROOM, Others, Outgoing, Protocol, Receiver, Worker};
+use crate::ucx::{
+    Arrival, Context, Endpoint, EndpointKey, HEADER_ROOM, Outgoing, Protocol, Receiver, UnhandledIds, Worker,
+};
 
 const SOON: Duration = Duration::from_secs(30);
 
@@ -30,7 +32,7 @@ fn open(options: FabricOptions) -> Option<Fabric> {
     match Fabric::open(options) {
         Ok(fabric) => Some(fabric),
         Err(FabricError::Load(error)) if std::env::var_os("GYM_UCX_REQUIRED").is_none() => {
-            let _ = writeln!(std::io::stderr(), "NOT RUN, for want of UCX: {error}");
+            let _ = writeln!(std::io::stderr(), "NOT RUN, UCX unavailable: {error}");
             None
         }
         Err(error) => panic!("{error}"),
@@ -60,11 +62,11 @@ impl ConnectionEvents for Seen {
 }
 
 impl Seen {
-    /// Returns whether the connection was lost, and checks that the reason contains `said`.
-    fn lost(&self, said: &str) -> bool {
+    /// Returns whether the connection was lost, and checks that its error contains `reason`.
+    fn lost(&self, reason: &str) -> bool {
         match &*self.end.lock().unwrap() {
             Some(CloseReason::Lost(error)) => {
-                assert!(error.to_string().contains(said), "{error}");
+                assert!(error.to_string().contains(reason), "{error}");
                 true
             }
             Some(other) => panic!("{other:?}"),
@@ -94,7 +96,7 @@ fn bare_worker(transports: &str) -> std::rc::Rc<Worker> {
     let settings: Vec<_> = settings.collect();
     let context = Context::open(crate::sys::load(&LoadOptions::default()).unwrap(), &settings).unwrap();
     let worker = Worker::open(&context).unwrap();
-    worker.receive(MESSAGE_ID, Box::new(Deaf), Others::All).unwrap();
+    worker.receive(MESSAGE_ID, Box::new(Deaf), UnhandledIds::All).unwrap();
     worker
 }
 
@@ -126,9 +128,9 @@ impl Intruder {
 
     fn send_as(&self, id: u16, (header, header_bytes): ([u8; HEADER_ROOM], usize), payload: Bytes, protocol: Protocol) {
         let done = std::rc::Rc::new(std::cell::Cell::new(false));
-        let told = std::rc::Rc::clone(&done);
+        let completed = std::rc::Rc::clone(&done);
         let message = Outgoing { id, header, header_bytes, payload, protocol, reply: false };
-        self.endpoint.send(message, None, move |_| told.set(true));
+        self.endpoint.send(message, None, move |_| completed.set(true));
         self.until("a message is let go", || done.get());
     }
 
@@ -197,7 +199,7 @@ fn rubbish_and_unknown_ids_are_dropped_and_announcements_of_them_refused() {
         stats.dropped_malformed >= 201 && stats.dropped_unknown >= 9 && stats.refused_tokens >= 1
     });
     assert_eq!(seen.messages.load(Ordering::Relaxed), 0);
-    assert!(seen.end.lock().unwrap().is_none(), "nobody else is disturbed");
+    assert!(seen.end.lock().unwrap().is_none(), "other connections are not affected");
     assert_eq!(fabric.pool().stats().fresh, 0, "nothing was allocated");
     connection.close(Duration::ZERO);
 }
@@ -238,7 +240,7 @@ fn untouched_zeros(len: usize) -> Bytes {
 fn what_has_no_place_in_the_order_ends_the_connection() {
     let Some(fabric) = fabric() else { return };
     let cases: [(&str, &[(u64, MessageKind)]); 7] = [
-        ("the same place twice", &[(0, MessageKind::Ordered), (0, MessageKind::Ordered)]),
+        ("the same sequence number twice", &[(0, MessageKind::Ordered), (0, MessageKind::Ordered)]),
         (
             "too many ahead of a gap",
             &[
@@ -253,11 +255,11 @@ fn what_has_no_place_in_the_order_ends_the_connection() {
                 (10, MessageKind::Ordered),
             ],
         ),
-        ("a welcome to the one who gives it", &[(0, MessageKind::Welcome)]),
-        ("an answer to a goodbye that was not said", &[(0, MessageKind::Closed)]),
-        ("it says that it is broken", &[(0, MessageKind::Aborted)]),
-        ("it says that it is over", &[(0, MessageKind::Finished)]),
-        ("it says that its worker is destroyed", &[(0, MessageKind::WorkerDestroyed)]),
+        ("a welcome to the answering end", &[(0, MessageKind::Welcome)]),
+        ("a response to a close that was not sent", &[(0, MessageKind::Closed)]),
+        ("the peer aborts", &[(0, MessageKind::Aborted)]),
+        ("the peer has finished", &[(0, MessageKind::Finished)]),
+        ("the peer has destroyed its worker", &[(0, MessageKind::WorkerDestroyed)]),
     ];
     for (what, messages) in cases {
         let intruder = Intruder::new(&fabric);
@@ -276,8 +278,8 @@ fn a_peer_worker_whose_peer_destroyed_its_own_is_not_kept_for_what_was_announced
     let Some(fabric) = fabric() else { return };
     let intruder = Intruder::new(&fabric);
     let (id, connection, seen) = intruder.introduced(&fabric);
-    let told = Arc::new(AtomicUsize::new(0));
-    let counted = Arc::clone(&told);
+    let completed = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&completed);
     let done: SentCallback = Box::new(move |_| {
         counted.fetch_add(1, Ordering::Relaxed);
     });
@@ -294,7 +296,7 @@ fn a_peer_worker_whose_peer_destroyed_its_own_is_not_kept_for_what_was_announced
         std::thread::yield_now();
     }
     assert!(seen.lost("the peer has aborted the connection"));
-    assert_eq!(told.load(Ordering::Relaxed), 1);
+    assert_eq!(completed.load(Ordering::Relaxed), 1);
     assert!(fabric.shutdown(SOON));
 }
 
@@ -341,15 +343,15 @@ fn messages_that_a_peer_does_not_take_end_the_connection() {
     let Some(fabric) = fabric() else { return };
     let intruder = Intruder::new(&fabric);
     let (_, connection, seen) = intruder.introduced(&fabric);
-    let told = Arc::new(AtomicUsize::new(0));
+    let completed = Arc::new(AtomicUsize::new(0));
     let mut posted = 0;
     let deadline = Instant::now() + SOON;
     // The intruder makes no progress meanwhile.
     while !seen.lost("has not received 64 messages") {
         assert!(Instant::now() < deadline, "{posted} messages were taken");
-        let told = Arc::clone(&told);
+        let completed = Arc::clone(&completed);
         let done: SentCallback = Box::new(move |_| {
-            told.fetch_add(1, Ordering::Relaxed);
+            completed.fetch_add(1, Ordering::Relaxed);
         });
         let payload = Bytes::from_static(&[1; 1000]);
         let message = ActiveMessage {
@@ -360,5 +362,5 @@ fn messages_that_a_peer_does_not_take_end_the_connection() {
         };
         posted += usize::from(connection.post(message).is_ok());
     }
-    intruder.until("every message is told", || told.load(Ordering::Relaxed) == posted);
+    intruder.until("every message completes", || completed.load(Ordering::Relaxed) == posted);
 }

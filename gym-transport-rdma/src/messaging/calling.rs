@@ -23,7 +23,7 @@ pub(crate) struct CallingEvents<C: Carrier = Connection> {
     waiting: Mutex<Option<oneshot::Sender<Result<EstablishedConnection<C>>>>>,
     end: OnceLock<Arc<CallingEnd<UcxSendQueue<C>>>>,
     reassembly: Arc<Mutex<Reassembly<ResponseHeader>>>,
-    pub(crate) heard: PeerActivity,
+    pub(crate) activity: PeerActivity,
 }
 
 /// A connection that is ready for calls.
@@ -38,7 +38,7 @@ impl<C: Carrier + Clone> CallingEvents<C> {
         limits: ConnectionLimits,
         cut: usize,
     ) -> (Arc<Self>, oneshot::Receiver<Result<EstablishedConnection<C>>>) {
-        let (waiting, greeted) = oneshot::channel();
+        let (waiting, established) = oneshot::channel();
         // The chunks of a response whose call was cancelled hold the capacity of the call.
         let reassembly = Reassembly::new(limits.message_limits(), usize::MAX);
         let caller = Self {
@@ -48,12 +48,12 @@ impl<C: Carrier + Clone> CallingEvents<C> {
             waiting: Mutex::new(Some(waiting)),
             end: OnceLock::new(),
             reassembly: Arc::new(Mutex::new(reassembly)),
-            heard: PeerActivity::default(),
+            activity: PeerActivity::default(),
         };
-        (Arc::new(caller), greeted)
+        (Arc::new(caller), established)
     }
 
-    fn greet(&self, payload: &[u8]) -> Result<()> {
+    fn on_handshake(&self, payload: &[u8]) -> Result<()> {
         let theirs = Handshake::read(Bytes::copy_from_slice(payload))?;
         let Some((carrier, lanes)) = self.opened.get() else {
             return Err(malformed("a handshake before the connection opened"));
@@ -63,10 +63,10 @@ impl<C: Carrier + Clone> CallingEvents<C> {
         if self.end.set(Arc::clone(&end)).is_err() {
             return Err(malformed("a second handshake"));
         }
-        let told = self
+        let delivered = self
             .take_waiting()
             .map(|waiting| waiting.send(Ok(EstablishedConnection { end: Arc::clone(&end), lanes: lanes.clone() })));
-        if !matches!(told, Some(Ok(()))) {
+        if !matches!(delivered, Some(Ok(()))) {
             // The caller that connected was cancelled.
             end.end(&Error::unknown(Code::Unavailable, "connecting was cancelled"));
         }
@@ -81,7 +81,7 @@ impl<C: Carrier + Clone> CallingEvents<C> {
         }
         let landed = self.reassembly().keep(first_chunk)?;
         if let Some(landed) = landed {
-            answer(end, call, landed);
+            complete(end, call, landed);
         } else if !end.is_awaited(call) {
             // The caller was cancelled meanwhile, before there was a message to discard.
             self.reassembly().forget(call, CapacityPermit::default());
@@ -95,7 +95,7 @@ impl<C: Carrier + Clone> CallingEvents<C> {
             return Err(malformed(format!("a reason of {} bytes; the maximum is {FAILED_BYTES_MAX}", reason.len())));
         }
         if self.reassembly().forget(call, CapacityPermit::default()) {
-            return Err(malformed(format!("call {call} fails within its answer")));
+            return Err(malformed(format!("call {call} fails within its response")));
         }
         end.on_failed(call, Bytes::copy_from_slice(reason))
     }
@@ -109,10 +109,10 @@ impl<C: Carrier + Clone> CallingEvents<C> {
     }
 
     pub(super) fn on_message(&self, header: &[u8], payload: &Payload<'_>) -> Result<Disposition> {
-        self.heard.record();
+        self.activity.record();
         let am = AmHeader::read(header)?;
         if am.kind == AmKind::Handshake {
-            self.greet(eager_bytes(payload)?)?;
+            self.on_handshake(eager_bytes(payload)?)?;
             return Ok(Disposition::Done);
         }
         let Some(end) = self.end.get() else {
@@ -144,10 +144,10 @@ impl<C: Carrier + Clone> CallingEvents<C> {
     }
 
     pub(super) fn on_landed(&self, key: u64, bytes: Bytes) {
-        self.heard.record();
+        self.activity.record();
         let landed = self.reassembly().landed(key, bytes);
         if let (Some((call, landed)), Some(end)) = (landed, self.end.get()) {
-            answer(end, call, landed);
+            complete(end, call, landed);
         }
     }
 
@@ -169,7 +169,7 @@ impl<C: Carrier + Clone> CallingEvents<C> {
 
     /// Number of responses that are incomplete.
     #[cfg(feature = "testing")]
-    pub(super) fn keeps(&self) -> usize {
+    pub(super) fn incomplete(&self) -> usize {
         self.reassembly().incomplete()
     }
 
@@ -178,7 +178,7 @@ impl<C: Carrier + Clone> CallingEvents<C> {
     }
 }
 
-fn answer<C: Carrier>(end: &CallingEnd<UcxSendQueue<C>>, call: u64, landed: CompleteMessage<ResponseHeader>) {
+fn complete<C: Carrier>(end: &CallingEnd<UcxSendQueue<C>>, call: u64, landed: CompleteMessage<ResponseHeader>) {
     end.on_answer(call, landed.header.into_response(landed.head, landed.segments));
 }
 

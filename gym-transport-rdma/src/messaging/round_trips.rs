@@ -46,8 +46,8 @@ impl RoundTripHistogram {
     }
 
     /// Records an echo. An echo with a future time was not sent by this end and is not counted.
-    pub(crate) fn echo(&self, said: u64) {
-        if let Some(nanos) = self.now().checked_sub(said) {
+    pub(crate) fn echo(&self, sent_at: u64) {
+        if let Some(nanos) = self.now().checked_sub(sent_at) {
             let micros = nanos / 1_000;
             let at = (u64::BITS - micros.leading_zeros()) as usize;
             self.counts[at.min(BUCKETS - 1)].fetch_add(1, Relaxed);

@@ -51,9 +51,9 @@ impl<C> Clone for UcxSendQueue<C> {
 pub(crate) struct ConnectionWatch<C = Connection>(Weak<SendQueueShared<C>>);
 
 impl<C> ConnectionWatch<C> {
-    /// Calls `look` with the connection and its round trips. Returns `None` if the connection has ended.
-    pub(crate) fn look<T>(&self, look: impl FnOnce(&C, RoundTrips) -> T) -> Option<T> {
-        self.0.upgrade().map(|shared| look(&shared.carrier, shared.round_trips.round_trips()))
+    /// Calls `inspect` with the connection and its round trips. Returns `None` if the connection has ended.
+    pub(crate) fn inspect<T>(&self, inspect: impl FnOnce(&C, RoundTrips) -> T) -> Option<T> {
+        self.0.upgrade().map(|shared| inspect(&shared.carrier, shared.round_trips.round_trips()))
     }
 }
 
@@ -93,7 +93,7 @@ struct QueuedMessage {
     am: AmHeader,
     payload: Bytes,
     /// Released when all chunks of the message have been sent.
-    room: CapacityPermit,
+    permit: CapacityPermit,
 }
 
 impl<C: Carrier> UcxSendQueue<C> {
@@ -109,26 +109,26 @@ impl<C: Carrier> UcxSendQueue<C> {
     }
 
     /// Posts the handshake, the first message of the answering end.
-    pub(crate) fn post_greeting(&self, limits: &ConnectionLimits) {
+    pub(crate) fn post_handshake(&self, limits: &ConnectionLimits) {
         let mut payload = BytesMut::with_capacity(Handshake::BYTES);
         Handshake::of(limits).put(&mut payload);
         let am = AmHeader::bare(AmKind::Handshake, 0);
         self.0.state().queue.push_back(QueuedMessage {
             am,
             payload: payload.freeze(),
-            room: CapacityPermit::default(),
+            permit: CapacityPermit::default(),
         });
-        self.0.pump();
+        self.0.post_queued();
     }
 
     /// Responds to a heartbeat.
-    pub(crate) fn echo(&self, said: u64) {
-        self.urgent(AmHeader::bare(AmKind::Pong, said), Bytes::new());
+    pub(crate) fn echo(&self, sent_at: u64) {
+        self.urgent(AmHeader::bare(AmKind::Pong, sent_at), Bytes::new());
     }
 
     /// Records the response to a heartbeat.
-    pub(crate) fn echoed(&self, said: u64) {
-        self.0.round_trips.echo(said);
+    pub(crate) fn echoed(&self, sent_at: u64) {
+        self.0.round_trips.echo(sent_at);
     }
 
     /// Returns a watch that does not keep the connection alive.
@@ -145,7 +145,7 @@ impl<C: Carrier> UcxSendQueue<C> {
             return;
         }
         let message = ActiveMessage { header: am.write(), payload, delivery: Delivery::Urgent, done };
-        self.0.settle(self.0.carrier.post(message));
+        self.0.close_if_rejected(self.0.carrier.post(message));
     }
 }
 
@@ -155,7 +155,7 @@ impl<C: Carrier> SendQueueShared<C> {
     }
 
     /// Posts messages until the fabric holds [`IN_FLIGHT_MAX`]. One thread at a time does so, which keeps the order.
-    fn pump(self: &Arc<Self>) {
+    fn post_queued(self: &Arc<Self>) {
         loop {
             let item = {
                 let mut state = self.state();
@@ -167,23 +167,23 @@ impl<C: Carrier> SendQueueShared<C> {
                 state.posting = true;
                 item
             };
-            let QueuedMessage { am, payload, room } = item;
+            let QueuedMessage { am, payload, permit } = item;
             let shared = Arc::clone(self);
             let done = move |_| {
-                drop(room);
+                drop(permit);
                 shared.state().posted -= 1;
-                shared.pump();
+                shared.post_queued();
             };
             let message =
                 ActiveMessage { header: am.write(), payload, delivery: am.kind.delivery(), done: Some(Box::new(done)) };
             let posted = self.carrier.post(message);
             self.state().posting = false;
-            self.settle(posted);
+            self.close_if_rejected(posted);
         }
     }
 
     /// Closes the connection if the fabric's queue is full. A fabric that has ended has already reported it.
-    fn settle(&self, posted: Result<()>) {
+    fn close_if_rejected(&self, posted: Result<()>) {
         if let Err(error) = posted
             && error.code() != Code::Unavailable
         {
@@ -200,7 +200,7 @@ impl<C: Carrier> mux::MessageSender for UcxSendQueue<C> {
         &self,
         header: BytesMut,
         message: &Message,
-        room: CapacityPermit,
+        permit: CapacityPermit,
         _crowded: bool,
         register: impl FnOnce(u64) -> Result<()>,
     ) -> Result<u64> {
@@ -212,29 +212,29 @@ impl<C: Carrier> mux::MessageSender for UcxSendQueue<C> {
             register(call)?;
             state.last_call = call;
             if !state.closed {
-                cut.queue(call, &room, &mut state.queue);
+                cut.queue(call, &permit, &mut state.queue);
             }
             call
         };
-        self.0.pump();
+        self.0.post_queued();
         Ok(call)
     }
 
-    fn post_response(&self, call: u64, header: BytesMut, message: &Message, room: CapacityPermit, _crowded: bool) {
+    fn post_response(&self, call: u64, header: BytesMut, message: &Message, permit: CapacityPermit, _crowded: bool) {
         let cut = SplitMessage::new(AmKind::Response, header, message, self.0.cut);
         {
             let mut state = self.0.state();
             if state.closed {
                 return;
             }
-            cut.queue(call, &room, &mut state.queue);
+            cut.queue(call, &permit, &mut state.queue);
         }
-        self.0.pump();
+        self.0.post_queued();
     }
 
-    fn post_failed(&self, call: u64, mut reason: BytesMut, room: CapacityPermit) {
+    fn post_failed(&self, call: u64, mut reason: BytesMut, permit: CapacityPermit) {
         reason.truncate(URGENT_BYTES_MAX);
-        let done = move |_| drop(room);
+        let done = move |_| drop(permit);
         self.post_urgent(AmHeader::bare(AmKind::Failed, call), reason.freeze(), Some(Box::new(done)));
     }
 
@@ -315,8 +315,8 @@ impl SplitMessage {
         Self { first_chunk: (first_chunk, first), rest }
     }
 
-    fn queue(self, call: u64, room: &CapacityPermit, queue: &mut VecDeque<QueuedMessage>) {
-        let item = |(am, payload)| QueuedMessage { am: AmHeader { call, ..am }, payload, room: room.clone() };
+    fn queue(self, call: u64, permit: &CapacityPermit, queue: &mut VecDeque<QueuedMessage>) {
+        let item = |(am, payload)| QueuedMessage { am: AmHeader { call, ..am }, payload, permit: permit.clone() };
         queue.push_back(item(self.first_chunk));
         queue.extend(self.rest.into_iter().map(item));
     }

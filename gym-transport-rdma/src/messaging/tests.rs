@@ -256,7 +256,7 @@ fn a_request_that_has_not_begun_is_taken_back_and_one_that_has_is_cancelled() {
     let chunks = of(3).iter().filter(|kind| **kind == AmKind::Chunk).count();
     assert_eq!(
         chunks, 301,
-        "whole: every segment, and the head, which does not fit into the first chunk beside so long a header"
+        "whole: every segment, and the head, which does not fit into the first chunk after such a long header"
     );
 }
 
@@ -299,7 +299,7 @@ fn a_chunk_that_is_not_as_announced_or_comes_twice_is_refused() {
     let unknown = AmHeader { call: 2, ..chunk(1) };
     assert!(
         matches!(requests.chunk(unknown, &Payload::Announced(u64::MAX)).unwrap(), Disposition::Done),
-        "nobody wants it"
+        "the call is unknown"
     );
 }
 
@@ -444,13 +444,13 @@ struct Calling {
 
 impl Calling {
     fn new(limits: mux::ConnectionLimits) -> Self {
-        let mut greeting = BytesMut::new();
-        Handshake::of(&limits).put(&mut greeting);
-        let (caller, mut greeted) = CallingEvents::new(limits, 1 << 10);
+        let mut handshake = BytesMut::new();
+        Handshake::of(&limits).put(&mut handshake);
+        let (caller, mut established) = CallingEvents::new(limits, 1 << 10);
         caller.on_opened(&Recorder::default(), &Lanes::default());
         let calling = AmHeader::bare(AmKind::Handshake, 0);
-        caller.on_message(&calling.write(), &Payload::Eager(EagerBytes::Borrowed(&greeting))).unwrap();
-        let end = greeted.try_recv().unwrap().unwrap().end;
+        caller.on_message(&calling.write(), &Payload::Eager(EagerBytes::Borrowed(&handshake))).unwrap();
+        let end = established.try_recv().unwrap().unwrap().end;
         Self { caller, link: MuxLink::new(end, PathInfo::new("ucx", "peer", true)) }
     }
 
@@ -493,7 +493,7 @@ fn an_answer_that_is_given_up_is_forgotten_and_keeps_its_room_until_it_has_lande
     let reply = calling.start().expect("there is room").unwrap();
     let (key, bytes) = calling.begin(1, 5_000);
     drop(reply);
-    assert!(matches!(calling.chunk(1, 5_000), Disposition::Done), "nobody wants what comes now");
+    assert!(matches!(calling.chunk(1, 5_000), Disposition::Done), "the response is not wanted any more");
     assert!(calling.start().is_none(), "what lands takes the room");
     calling.caller.on_landed(key, bytes);
     let reply = calling.start().expect("there is room again").unwrap();
@@ -510,6 +510,6 @@ fn a_call_does_not_fail_within_its_answer_nor_for_a_long_reason() {
         error.unwrap_err().to_string()
     };
     calling.begin(1, 5_000);
-    assert!(failed(1, &[0, 0]).contains("within its answer"));
+    assert!(failed(1, &[0, 0]).contains("within its response"));
     assert!(failed(2, &[0; 1 << 20]).contains("1048576 bytes"));
 }

@@ -6,7 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Library directories of distributions and vendors, in addition to those in `ld.so.conf`.
-const LIBRARY_FOLDERS: [&str; 11] = [
+const LIBRARY_DIRECTORIES: [&str; 11] = [
     "/usr/lib/x86_64-linux-gnu",
     "/usr/lib/aarch64-linux-gnu",
     "/usr/lib64",
@@ -25,20 +25,20 @@ const INCLUDE_DEPTH_MAX: u32 = 4;
 #[derive(Debug)]
 pub(crate) struct Files {
     root: PathBuf,
-    library_folders: Vec<PathBuf>,
+    library_directories: Vec<PathBuf>,
 }
 
 impl Files {
     /// Creates a view of `root`. The `extra` directories are searched first and are not below `root`.
     pub(crate) fn new(root: &Path, extra: &[PathBuf]) -> Self {
-        let mut files = Self { root: root.to_owned(), library_folders: extra.to_vec() };
+        let mut files = Self { root: root.to_owned(), library_directories: extra.to_vec() };
         let mut configured = Vec::new();
-        files.loader_folders("/etc/ld.so.conf", INCLUDE_DEPTH_MAX, &mut configured);
-        let known = configured.into_iter().chain(LIBRARY_FOLDERS.map(PathBuf::from));
-        let known: Vec<PathBuf> = known.map(|folder| files.path(&folder)).collect();
-        files.library_folders.extend(known);
+        files.loader_directories("/etc/ld.so.conf", INCLUDE_DEPTH_MAX, &mut configured);
+        let known = configured.into_iter().chain(LIBRARY_DIRECTORIES.map(PathBuf::from));
+        let known: Vec<PathBuf> = known.map(|directory| files.path(&directory)).collect();
+        files.library_directories.extend(known);
         let mut seen = BTreeSet::new();
-        files.library_folders.retain(|folder| seen.insert(folder.clone()));
+        files.library_directories.retain(|directory| seen.insert(directory.clone()));
         files
     }
 
@@ -69,10 +69,10 @@ impl Files {
 
     /// Returns the first library with this soname.
     pub(crate) fn library(&self, soname: &str) -> Option<PathBuf> {
-        self.library_folders.iter().map(|folder| folder.join(soname)).find(|path| path.is_file())
+        self.library_directories.iter().map(|directory| directory.join(soname)).find(|path| path.is_file())
     }
 
-    fn loader_folders(&self, absolute: &str, depth: u32, found: &mut Vec<PathBuf>) {
+    fn loader_directories(&self, absolute: &str, depth: u32, found: &mut Vec<PathBuf>) {
         let Some(text) = self.text(absolute) else { return };
         for line in text.lines().map(|line| line.split('#').next().unwrap_or_default().trim()) {
             match line.strip_prefix("include") {
@@ -87,10 +87,10 @@ impl Files {
     fn include(&self, pattern: &str, depth: u32, found: &mut Vec<PathBuf>) {
         let pattern = if pattern.starts_with('/') { pattern.to_owned() } else { format!("/etc/{pattern}") };
         match pattern.split_once('*') {
-            None => self.loader_folders(&pattern, depth - 1, found),
-            Some((folder, suffix)) if folder.ends_with('/') => {
-                for name in self.names(folder).into_iter().filter(|name| name.ends_with(suffix)) {
-                    self.loader_folders(&format!("{folder}{name}"), depth - 1, found);
+            None => self.loader_directories(&pattern, depth - 1, found),
+            Some((directory, suffix)) if directory.ends_with('/') => {
+                for name in self.names(directory).into_iter().filter(|name| name.ends_with(suffix)) {
+                    self.loader_directories(&format!("{directory}{name}"), depth - 1, found);
                 }
             }
             Some(_) => {}

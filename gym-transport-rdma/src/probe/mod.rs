@@ -80,13 +80,13 @@ impl fmt::Display for Probe {
 #[derive(Debug, Clone)]
 pub struct ProbeOptions {
     root: PathBuf,
-    library_folders: Vec<PathBuf>,
+    library_directories: Vec<PathBuf>,
     load: bool,
 }
 
 impl Default for ProbeOptions {
     fn default() -> Self {
-        Self { root: "/".into(), library_folders: loader_path(std::env::var_os("LD_LIBRARY_PATH")), load: true }
+        Self { root: "/".into(), library_directories: loader_path(std::env::var_os("LD_LIBRARY_PATH")), load: true }
     }
 }
 
@@ -101,7 +101,7 @@ impl ProbeOptions {
     #[must_use]
     pub fn root(mut self, root: impl Into<PathBuf>) -> Self {
         self.root = root.into();
-        self.library_folders.clear();
+        self.library_directories.clear();
         self.load = false;
         self
     }
@@ -113,35 +113,35 @@ impl ProbeOptions {
         self
     }
 
-    /// Searches `folder` before all directories named so far, for libraries from Python wheels such as
+    /// Searches `directory` before all directories named so far, for libraries from Python wheels such as
     /// `site-packages/nvidia/nccl/lib`.
     #[must_use]
-    pub fn library_folder(mut self, folder: impl Into<PathBuf>) -> Self {
-        self.library_folders.insert(0, folder.into());
+    pub fn library_folder(mut self, directory: impl Into<PathBuf>) -> Self {
+        self.library_directories.insert(0, directory.into());
         self
     }
 
     /// Runs the probe. Never fails or panics: what cannot be read is reported as missing.
     #[must_use]
     pub fn probe(&self) -> Probe {
-        let look = Look { files: Files::new(&self.root, &self.library_folders), load: self.load };
-        let ports = ports(&look.files);
-        let devices = look.devices(&ports);
+        let prober = Prober { files: Files::new(&self.root, &self.library_directories), load: self.load };
+        let ports = ports(&prober.files);
+        let devices = prober.devices(&ports);
         let has_device = devices.status != Status::Missing;
-        let gpu = look.gpu();
+        let gpu = prober.gpu();
         let has_gpu = gpu.status != Status::Missing;
         let findings = vec![
             devices,
-            look.nodes(has_device),
-            container::container(&look.files, &ports),
+            prober.nodes(has_device),
+            container::container(&prober.files, &ports),
             roce_gid(&ports),
-            look.locked_memory(has_device),
-            look.verbs(),
-            look.ucx(),
+            prober.locked_memory(has_device),
+            prober.verbs(),
+            prober.ucx(),
             gpu,
-            look.nccl(),
-            look.gpu_direct(has_device && has_gpu),
-            container::shared_memory(&look.files),
+            prober.nccl(),
+            prober.gpu_direct(has_device && has_gpu),
+            container::shared_memory(&prober.files),
         ];
         judge(findings, ports)
     }
@@ -183,19 +183,19 @@ fn judge(findings: Vec<Finding>, ports: Vec<Port>) -> Probe {
     }
 }
 
-struct Look {
+struct Prober {
     files: Files,
     load: bool,
 }
 
-impl Look {
+impl Prober {
     fn devices(&self, ports: &[Port]) -> Finding {
         let topic = Topic::RdmaDevices;
-        let folder = "/sys/class/infiniband";
-        let devices = self.files.names(folder);
+        let directory = "/sys/class/infiniband";
+        let devices = self.files.names(directory);
         if devices.is_empty() {
-            let state = if self.files.exists(folder) { "is empty" } else { "does not exist" };
-            return finding(topic, Status::Missing, format!("no RDMA device ({folder} {state})")).fix(
+            let state = if self.files.exists(directory) { "is empty" } else { "does not exist" };
+            return finding(topic, Status::Missing, format!("no RDMA device ({directory} {state})")).fix(
                 "install a network card with RDMA and load its driver (mlx5_ib, irdma, efa), or for tests emulate one: \
                  modprobe rdma_rxe && rdma link add rxe0 type rxe netdev INTERFACE; in a container, mount the host's /sys",
             );
@@ -213,23 +213,23 @@ impl Look {
 
     fn nodes(&self, has_device: bool) -> Finding {
         let topic = Topic::DeviceNodes;
-        let folder = "/dev/infiniband";
+        let directory = "/dev/infiniband";
         let nodes: Vec<String> = self
             .files
-            .names(folder)
+            .names(directory)
             .into_iter()
             .filter(|name| name.starts_with("uverbs") || name == "rdma_cm")
-            .map(|name| format!("{folder}/{name}"))
+            .map(|name| format!("{directory}/{name}"))
             .collect();
         if !has_device {
             return finding(topic, Status::NotNeeded, "device nodes are needed only with an RDMA device".to_owned());
         }
         let missing: Vec<&str> = ["uverbs", "rdma_cm"]
             .into_iter()
-            .filter(|kind| !nodes.iter().any(|node| node.starts_with(&format!("{folder}/{kind}"))))
+            .filter(|kind| !nodes.iter().any(|node| node.starts_with(&format!("{directory}/{kind}"))))
             .collect();
         if !missing.is_empty() {
-            return finding(topic, Status::Missing, format!("no {} in {folder}", missing.join(" and no "))).fix(
+            return finding(topic, Status::Missing, format!("no {} in {directory}", missing.join(" and no "))).fix(
                 "modprobe ib_uverbs rdma_ucm; in a container, pass the nodes (docker: --device=/dev/infiniband, \
                  compose: devices: [/dev/infiniband])",
             );
@@ -432,11 +432,11 @@ fn or_unknown(version: Option<String>) -> String {
 }
 
 fn has_rdma_transport(libucp: &Path) -> bool {
-    let beside = |path: &Path| path.parent().map(|folder| folder.join("ucx"));
+    let plugins_next_to = |path: &Path| path.parent().map(|directory| directory.join("ucx"));
     // The plug-ins may be next to the target of a link.
     let real = std::fs::canonicalize(libucp).ok();
-    [beside(libucp), real.as_deref().and_then(beside)].into_iter().flatten().any(|folder| {
-        std::fs::read_dir(folder).into_iter().flatten().flatten().any(|entry| {
+    [plugins_next_to(libucp), real.as_deref().and_then(plugins_next_to)].into_iter().flatten().any(|directory| {
+        std::fs::read_dir(directory).into_iter().flatten().flatten().any(|entry| {
             entry.file_name().to_str().is_some_and(|name| name.starts_with("libuct_ib") && name.contains(".so"))
         })
     })

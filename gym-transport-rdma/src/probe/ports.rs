@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use crate::probe::files::Files;
 
-const FOLDER: &str = "/sys/class/infiniband";
+const SYSFS: &str = "/sys/class/infiniband";
 
 /// One port of an RDMA device.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -66,15 +66,15 @@ impl Port {
 
 /// Returns all ports of all devices, sorted by name.
 pub(crate) fn ports(files: &Files) -> Vec<Port> {
-    let devices = files.names(FOLDER).into_iter();
+    let devices = files.names(SYSFS).into_iter();
     devices.flat_map(|device| ports_of(files, &device)).collect()
 }
 
 fn ports_of(files: &Files, device: &str) -> Vec<Port> {
     let mut ports: Vec<Port> = Vec::new();
-    for name in files.names(format!("{FOLDER}/{device}/ports")) {
+    for name in files.names(format!("{SYSFS}/{device}/ports")) {
         let Ok(port) = name.parse() else { continue };
-        let base = format!("{FOLDER}/{device}/ports/{name}");
+        let base = format!("{SYSFS}/{device}/ports/{name}");
         let read = |name: &str| files.text(format!("{base}/{name}")).unwrap_or_else(|| "unknown".to_owned());
         let state = read("state");
         let link_layer = read("link_layer");

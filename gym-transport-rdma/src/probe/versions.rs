@@ -32,13 +32,13 @@ fn version(library: &Path, symbol: &'static [u8]) -> Result<i32, String> {
     // SAFETY: loading runs the library's constructors. Callers pass a file with the library's own soname, in a
     // directory of the dynamic loader or one that the user named, so any user of NCCL or CUDA in this process would run
     // the same code. Neither library changes signal handlers or libc, and both can be loaded on any thread.
-    let library = unsafe { Library::new(library) }.map_err(|error| words(&error))?;
+    let library = unsafe { Library::new(library) }.map_err(|error| loader_message(&error))?;
     // SAFETY: both symbols have this signature in every version of their headers.
     let function = unsafe { library.get::<unsafe extern "C" fn(*mut c_int) -> c_int>(symbol) };
     let function = match function {
         Ok(function) => *function,
         Err(error) => {
-            let message = words(&error);
+            let message = loader_message(&error);
             // Not unloaded on this path either, because constructors may have left threads or exit handlers behind.
             std::mem::forget(library);
             return Err(message);
@@ -53,7 +53,7 @@ fn version(library: &Path, symbol: &'static [u8]) -> Result<i32, String> {
 }
 
 /// Returns the loader's own message, which is the source of libloading's error.
-fn words(error: &libloading::Error) -> String {
+fn loader_message(error: &libloading::Error) -> String {
     match std::error::Error::source(error) {
         Some(source) => format!("{error}: {source}"),
         None => error.to_string(),

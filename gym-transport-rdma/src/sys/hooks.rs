@@ -11,9 +11,9 @@ const FUNCTIONS: [&CStr; 8] = [c"mmap", c"munmap", c"mremap", c"madvise", c"brk"
 const FIRST_BYTES: usize = 16;
 
 /// The first bytes of the functions at one point in time.
-pub(super) struct Beginnings([Option<[u8; FIRST_BYTES]>; FUNCTIONS.len()]);
+pub(super) struct FunctionStarts([Option<[u8; FIRST_BYTES]>; FUNCTIONS.len()]);
 
-impl Beginnings {
+impl FunctionStarts {
     pub(super) fn now() -> Self {
         Self(FUNCTIONS.map(first_bytes))
     }
@@ -40,7 +40,7 @@ mod tests {
 
     #[test]
     fn every_function_is_found_and_a_changed_one_is_named() {
-        let mut before = Beginnings::now();
+        let mut before = FunctionStarts::now();
         assert!(before.0.iter().all(Option::is_some));
         assert_eq!(before.patched(), [""; 0]);
         before.0[1] = Some([0xCC; FIRST_BYTES]);

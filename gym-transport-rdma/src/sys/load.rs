@@ -10,8 +10,8 @@ use std::sync::{Mutex, PoisonError};
 
 use libloading::os::unix::{Library as Loaded, RTLD_GLOBAL, RTLD_LAZY};
 
-use super::folder::{self, LIBRARIES};
-use super::hooks::Beginnings;
+use super::directory::{self, LIBRARIES};
+use super::hooks::FunctionStarts;
 use super::signals;
 use super::ucp::{UCP_API_MAJOR, UCP_API_MINOR, Ucp};
 
@@ -117,7 +117,7 @@ pub(crate) struct Library {
     path: PathBuf,
     wanted: Option<PathBuf>,
     signals_restored: Vec<i32>,
-    before: Beginnings,
+    before: FunctionStarts,
 }
 
 impl fmt::Debug for Library {
@@ -152,7 +152,7 @@ pub(crate) fn load(options: &LoadOptions) -> Result<&'static Library, LoadError>
             _ => Ok(library),
         };
     }
-    let library = load_first(&places(options, std::env::var_os(LIBRARY_VARIABLE)), options.path.clone())?;
+    let library = load_first(&locations(options, std::env::var_os(LIBRARY_VARIABLE)), options.path.clone())?;
     let library = &*Box::leak(Box::new(library));
     *loaded = Some(library);
     Ok(library)
@@ -160,28 +160,28 @@ pub(crate) fn load(options: &LoadOptions) -> Result<&'static Library, LoadError>
 
 /// A location to try.
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum Place {
+enum Location {
     /// A directory, or the path of libucp.
     Path(PathBuf),
     /// The dynamic loader's directories.
     Loader,
 }
 
-fn places(options: &LoadOptions, variable: Option<OsString>) -> Vec<Place> {
+fn locations(options: &LoadOptions, variable: Option<OsString>) -> Vec<Location> {
     if let Some(path) = &options.path {
-        return vec![Place::Path(path.clone())];
+        return vec![Location::Path(path.clone())];
     }
     if let Some(path) = variable.filter(|path| !path.is_empty()) {
-        return vec![Place::Path(path.into())];
+        return vec![Location::Path(path.into())];
     }
-    std::iter::once(Place::Loader).chain(options.search.iter().cloned().map(Place::Path)).collect()
+    std::iter::once(Location::Loader).chain(options.search.iter().cloned().map(Location::Path)).collect()
 }
 
-fn load_first(places: &[Place], wanted: Option<PathBuf>) -> Result<Library, LoadError> {
+fn load_first(locations: &[Location], wanted: Option<PathBuf>) -> Result<Library, LoadError> {
     let mut tried = Vec::new();
-    for place in places {
-        let before = Beginnings::now();
-        let (opened, signals_restored) = signals::kept(|| open(place));
+    for place in locations {
+        let before = FunctionStarts::now();
+        let (opened, signals_restored) = signals::preserving(|| open(place));
         match opened {
             Ok(loaded) => return bind(loaded, wanted, signals_restored, before),
             Err(attempt) => tried.push(attempt),
@@ -193,19 +193,19 @@ fn load_first(places: &[Place], wanted: Option<PathBuf>) -> Result<Library, Load
 /// With `RTLD_NODELETE`, a library stays in the process even if its handle is closed.
 const FLAGS: i32 = RTLD_LAZY | RTLD_GLOBAL | libc::RTLD_NODELETE;
 
-fn open(place: &Place) -> Result<Loaded, Attempt> {
+fn open(place: &Location) -> Result<Loaded, Attempt> {
     let failed = |place: String, why: String| Err(Attempt { place, why });
     let (files, library) = match place {
-        Place::Loader => (Vec::new(), PathBuf::from(SONAME)),
-        Place::Path(path) if path.is_dir() => match folder::find(path) {
+        Location::Loader => (Vec::new(), PathBuf::from(SONAME)),
+        Location::Path(path) if path.is_dir() => match directory::find(path) {
             Some([ucm, ucs, uct, ucp]) => (vec![ucm, ucs, uct], ucp),
             None => return failed(path.display().to_string(), format!("has no {}", LIBRARIES.join(", "))),
         },
-        Place::Path(path) if path.is_file() => {
-            let beside = path.parent().and_then(folder::find).map(|[ucm, ucs, uct, _]| vec![ucm, ucs, uct]);
-            (beside.unwrap_or_default(), path.clone())
+        Location::Path(path) if path.is_file() => {
+            let same_directory = path.parent().and_then(directory::find).map(|[ucm, ucs, uct, _]| vec![ucm, ucs, uct]);
+            (same_directory.unwrap_or_default(), path.clone())
         }
-        Place::Path(path) => return failed(path.display().to_string(), "no such file or directory".to_owned()),
+        Location::Path(path) => return failed(path.display().to_string(), "no such file or directory".to_owned()),
     };
     let open = |file: &PathBuf| {
         // SAFETY: loading runs the library's constructors. This is UCX, under its own name from the loader's
@@ -213,10 +213,10 @@ fn open(place: &Place) -> Result<Loaded, Attempt> {
         // (signal handlers, patches of libc), and holds the lock that makes this the only load.
         unsafe { Loaded::open(Some(file), FLAGS) }.map_err(|error| {
             let place = match place {
-                Place::Loader => "in the loader's directories".to_owned(),
-                Place::Path(_) => file.display().to_string(),
+                Location::Loader => "in the loader's directories".to_owned(),
+                Location::Path(_) => file.display().to_string(),
             };
-            Attempt { place, why: words(&error) }
+            Attempt { place, why: loader_message(&error) }
         })
     };
     for file in &files {
@@ -229,13 +229,13 @@ fn bind(
     loaded: Loaded,
     wanted: Option<PathBuf>,
     signals_restored: Vec<i32>,
-    before: Beginnings,
+    before: FunctionStarts,
 ) -> Result<Library, LoadError> {
     // SAFETY: `Ucp`'s fields have the types of the headers of 1.13. An older library is rejected below before any
     // function is called except the version function, whose type never changed.
     let api = match unsafe { Ucp::from_library(loaded) } {
         Ok(api) => api,
-        Err(error) => return Err(LoadError::Unfit { path: PathBuf::from(SONAME), why: words(&error) }),
+        Err(error) => return Err(LoadError::Unfit { path: PathBuf::from(SONAME), why: loader_message(&error) }),
     };
     let path = path_of(api.ucp_get_version as *const c_void).unwrap_or_else(|| PathBuf::from(SONAME));
     let (mut major, mut minor, mut patch) = (0, 0, 0);
@@ -262,7 +262,7 @@ fn path_of(function: *const c_void) -> Option<PathBuf> {
 }
 
 /// Returns the loader's own message, which is the source of libloading's error.
-fn words(error: &libloading::Error) -> String {
+fn loader_message(error: &libloading::Error) -> String {
     std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string)
 }
 
@@ -270,23 +270,23 @@ fn words(error: &libloading::Error) -> String {
 mod tests {
     use super::*;
 
-    fn message(places: &[Place]) -> String {
-        load_first(places, None).unwrap_err().to_string()
+    fn message(locations: &[Location]) -> String {
+        load_first(locations, None).unwrap_err().to_string()
     }
 
     #[test]
     fn a_path_comes_before_the_variable_and_both_exclude_everything_else() {
         let options = LoadOptions { path: Some("/opt/ucx".into()), search: vec!["/site".into()] };
-        assert_eq!(places(&options, Some("/env".into())), [Place::Path("/opt/ucx".into())]);
+        assert_eq!(locations(&options, Some("/env".into())), [Location::Path("/opt/ucx".into())]);
         let options = LoadOptions { path: None, ..options };
-        assert_eq!(places(&options, Some("/env".into())), [Place::Path("/env".into())]);
-        assert_eq!(places(&options, Some("".into())), [Place::Loader, Place::Path("/site".into())]);
+        assert_eq!(locations(&options, Some("/env".into())), [Location::Path("/env".into())]);
+        assert_eq!(locations(&options, Some("".into())), [Location::Loader, Location::Path("/site".into())]);
     }
 
     #[test]
     fn a_missing_library_is_told_with_every_place_and_how_to_install_it() {
         let empty = tempfile::tempdir().unwrap();
-        let message = message(&[Place::Path("/nowhere/libucp.so.0".into()), Place::Path(empty.path().into())]);
+        let message = message(&[Location::Path("/nowhere/libucp.so.0".into()), Location::Path(empty.path().into())]);
         assert!(message.contains("/nowhere/libucp.so.0: no such file or directory"), "{message}");
         assert!(message.contains(&format!("{}: has no libucm, libucs", empty.path().display())), "{message}");
         assert!(message.contains("apt-get install libucx0") && message.contains(LIBRARY_VARIABLE), "{message}");
@@ -297,7 +297,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("libucp.so.0");
         std::fs::write(&file, "rubbish").unwrap();
-        let message = message(&[Place::Path(file.clone())]);
+        let message = message(&[Location::Path(file.clone())]);
         assert!(message.contains(&format!("{}: ", file.display())) && message.contains("too short"), "{message}");
     }
 
@@ -307,8 +307,8 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let link = folder.path().join("libucp.so.0");
         std::os::unix::fs::symlink(path_of(libc::malloc as *const c_void).unwrap(), &link).unwrap();
-        let Ok(opened) = open(&Place::Path(link)) else { panic!("libc can be opened again") };
-        let error = bind(opened, None, Vec::new(), Beginnings::now()).unwrap_err();
+        let Ok(opened) = open(&Location::Path(link)) else { panic!("libc can be opened again") };
+        let error = bind(opened, None, Vec::new(), FunctionStarts::now()).unwrap_err();
         assert!(matches!(&error, LoadError::Unfit { why, .. } if why.contains("uc")), "{error}");
     }
 }

@@ -3,7 +3,7 @@
 //! The declarations are generated and committed, and the symbols are resolved at run time, so everything builds without
 //! UCX. The published `ucx-sys` crate would serve this purpose, but it no longer builds.
 
-mod folder;
+mod directory;
 mod hooks;
 #[cfg(test)]
 mod layout;

@@ -13,7 +13,7 @@ const SIGNALS: std::ops::RangeInclusive<i32> = 1..=31;
 /// Runs `change`, then restores the signal actions that it has changed, and returns these signals.
 ///
 /// If another thread installs a handler meanwhile, that handler is lost, so load UCX before you install handlers.
-pub(super) fn kept<T>(change: impl FnOnce() -> T) -> (T, Vec<i32>) {
+pub(super) fn preserving<T>(change: impl FnOnce() -> T) -> (T, Vec<i32>) {
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
     let _guard = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
     let before: Vec<_> = SIGNALS.filter_map(|signal| Some((signal, action(signal)?))).collect();
@@ -44,7 +44,7 @@ mod tests {
     #[test]
     fn a_handler_that_was_replaced_meanwhile_is_put_back() {
         // No other test here uses SIGUSR2.
-        let ((), restored) = kept(|| {
+        let ((), restored) = preserving(|| {
             let mut ignored = action(libc::SIGUSR2).unwrap();
             ignored.sa_sigaction = libc::SIG_IGN;
             // SAFETY: a valid action that ignores the signal.

@@ -33,7 +33,7 @@ const TEXT_BYTES_MAX: usize = 64 << 10;
 #[derive(Clone, Debug)]
 pub(crate) struct BootstrapRequest {
     pub(crate) id: ConnectionId,
-    pub(crate) greeting: Handshake,
+    pub(crate) handshake: Handshake,
     /// Identity of the sender's host.
     pub(crate) host: String,
     /// Time for which the calling end keeps trying.
@@ -47,7 +47,7 @@ pub(crate) struct BootstrapRequest {
 pub(crate) struct BootstrapResponse {
     pub(crate) id: ConnectionId,
     pub(crate) token: Token,
-    pub(crate) way: PeerAddress,
+    pub(crate) address: PeerAddress,
 }
 
 /// The address that the calling end connects to.
@@ -88,13 +88,13 @@ impl BootstrapRequest {
         within: Duration,
         worker: Option<Bytes>,
     ) -> Self {
-        Self { id, greeting: Handshake::of(limits), host, within, worker }
+        Self { id, handshake: Handshake::of(limits), host, within, worker }
     }
 
     pub(crate) fn write(&self) -> String {
         let mut greeting = BytesMut::new();
-        self.greeting.put(&mut greeting);
-        text(&RequestText {
+        self.handshake.put(&mut greeting);
+        to_json(&RequestText {
             version: VERSION,
             id: hex(&self.id.0.to_be_bytes()),
             greeting: hex(&greeting),
@@ -105,17 +105,17 @@ impl BootstrapRequest {
     }
 
     pub(crate) fn read(bytes: &[u8]) -> Result<Self> {
-        let asked: RequestText = parse(bytes)?;
-        check(asked.version)?;
-        let worker = asked.worker.map(|worker| unhex("worker", &worker)).transpose()?.map(Bytes::from);
+        let text: RequestText = parse(bytes)?;
+        check(text.version)?;
+        let worker = text.worker.map(|worker| unhex("worker", &worker)).transpose()?.map(Bytes::from);
         if worker.as_ref().is_some_and(Bytes::is_empty) {
             return Err(bad("worker: empty"));
         }
         Ok(Self {
-            id: id(&asked.id)?,
-            greeting: Handshake::read(unhex("greeting", &asked.greeting)?.into())?,
-            host: asked.host,
-            within: Duration::from_millis(asked.within_ms),
+            id: id(&text.id)?,
+            handshake: Handshake::read(unhex("greeting", &text.greeting)?.into())?,
+            host: text.host,
+            within: Duration::from_millis(text.within_ms),
             worker,
         })
     }
@@ -123,29 +123,29 @@ impl BootstrapRequest {
 
 impl BootstrapResponse {
     pub(crate) fn write(&self) -> String {
-        let (worker, address) = match &self.way {
+        let (worker, address) = match &self.address {
             PeerAddress::Worker(worker) => (Some(hex(worker)), None),
             PeerAddress::Listener(address) => (None, Some(*address)),
         };
         let (id, token) = (hex(&self.id.0.to_be_bytes()), hex(&self.token.0));
-        text(&ResponseText { version: VERSION, id, token, worker, address })
+        to_json(&ResponseText { version: VERSION, id, token, worker, address })
     }
 
     pub(crate) fn read(bytes: &[u8]) -> Result<Self> {
-        let answered: ResponseText = parse(bytes)?;
-        check(answered.version)?;
-        let way = match (answered.worker, answered.address) {
+        let text: ResponseText = parse(bytes)?;
+        check(text.version)?;
+        let address = match (text.worker, text.address) {
             (Some(worker), None) => PeerAddress::Worker(unhex("worker", &worker)?.into()),
             (None, Some(address)) => PeerAddress::Listener(address),
             _ => return Err(bad("expected either worker or address")),
         };
-        let token = unhex("token", &answered.token)?;
+        let token = unhex("token", &text.token)?;
         let token = token.try_into().map_err(|_| bad("token: wrong length"))?;
-        Ok(Self { id: id(&answered.id)?, token: Token(token), way })
+        Ok(Self { id: id(&text.id)?, token: Token(token), address })
     }
 }
 
-fn text(value: &impl Serialize) -> String {
+fn to_json(value: &impl Serialize) -> String {
     serde_json::to_string(value).expect("strings and numbers are JSON")
 }
 
@@ -205,11 +205,11 @@ mod tests {
             let ask = BootstrapRequest::new(ConnectionId(number), &limits, host.clone(), within, worker.clone());
             let ask = BootstrapRequest::read(ask.write().as_bytes()).unwrap();
             prop_assert_eq!((ask.id, ask.host, &ask.worker), (ConnectionId(number), host, &worker));
-            prop_assert_eq!((ask.greeting, ask.within), (Handshake::of(&limits), within));
-            let way = worker.map_or(PeerAddress::Listener(([10, 0, 0, 7], port).into()), PeerAddress::Worker);
-            let answer = BootstrapResponse { id: ConnectionId(number), token: Token(token), way: way.clone() };
+            prop_assert_eq!((ask.handshake, ask.within), (Handshake::of(&limits), within));
+            let address = worker.map_or(PeerAddress::Listener(([10, 0, 0, 7], port).into()), PeerAddress::Worker);
+            let answer = BootstrapResponse { id: ConnectionId(number), token: Token(token), address: address.clone() };
             let answer = BootstrapResponse::read(answer.write().as_bytes()).unwrap();
-            prop_assert_eq!((answer.id, answer.token.0, answer.way), (ConnectionId(number), token, way));
+            prop_assert_eq!((answer.id, answer.token.0, answer.address), (ConnectionId(number), token, address));
         }
 
         #[test]

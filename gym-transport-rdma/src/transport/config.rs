@@ -67,36 +67,36 @@ struct UcxInstance {
 struct OpenOnce<T> {
     opened: Arc<OnceLock<T>>,
     /// Held while the value is opened, across the wait, so that only one caller occupies a blocking thread.
-    turn: tokio::sync::Mutex<()>,
+    opening: tokio::sync::Mutex<()>,
 }
 
 impl<T> Default for OpenOnce<T> {
     fn default() -> Self {
-        Self { opened: Arc::default(), turn: tokio::sync::Mutex::default() }
+        Self { opened: Arc::default(), opening: tokio::sync::Mutex::default() }
     }
 }
 
 impl<T: Send + Sync + 'static> OpenOnce<T> {
-    fn seen(&self) -> Option<&T> {
+    fn value(&self) -> Option<&T> {
         self.opened.get()
     }
 
     /// Returns the value, and opens it first if necessary; `open` may block.
     async fn get(&self, open: impl FnOnce() -> T + Send + 'static) -> Result<&T> {
-        if let Some(opened) = self.seen() {
+        if let Some(opened) = self.value() {
             return Ok(opened);
         }
-        let _turn = self.turn.lock().await;
-        if self.seen().is_none() {
+        let _guard = self.opening.lock().await;
+        if self.value().is_none() {
             let opened = Arc::clone(&self.opened);
             // The blocking thread stores the value: the caller may be cancelled meanwhile, and the next caller waits
             // for the same value.
-            let opening = tokio::task::spawn_blocking(move || {
+            let task = tokio::task::spawn_blocking(move || {
                 opened.get_or_init(open);
             });
-            opening.await.map_err(|error| Error::internal(format!("open UCX: {error}")))?;
+            task.await.map_err(|error| Error::internal(format!("open UCX: {error}")))?;
         }
-        self.seen().ok_or_else(|| Error::internal("open UCX: the blocking task stored no result"))
+        self.value().ok_or_else(|| Error::internal("open UCX: the blocking task stored no result"))
     }
 }
 
@@ -136,24 +136,24 @@ impl Ucx {
             .get(open)
             .await?
             .as_ref()
-            .map_err(|said| Error::not_started(Code::Unavailable, said.clone()))
+            .map_err(|reason| Error::not_started(Code::Unavailable, reason.clone()))
     }
 
     /// Returns the statistics for a metrics page, or `None` if the fabric is not open.
     #[must_use]
     pub fn stats(&self) -> Option<UcxStats> {
-        let fabric = self.instance.fabric.seen()?.as_ref().ok()?;
+        let fabric = self.instance.fabric.value()?.as_ref().ok()?;
         let mut connections = Vec::new();
         self.instance.watched.lock().unwrap_or_else(PoisonError::into_inner).retain(|(peer, watched)| {
-            let seen = watched.look(|connection: &Connection, round_trips| ConnectionReport {
+            let report = watched.inspect(|connection: &Connection, round_trips| ConnectionReport {
                 peer: Arc::clone(peer),
                 lanes: connection.lanes().cloned().unwrap_or_default(),
                 messages: connection.stats(),
                 round_trips,
             });
-            let is_there = seen.is_some();
-            connections.extend(seen);
-            is_there
+            let is_open = report.is_some();
+            connections.extend(report);
+            is_open
         });
         Some(UcxStats { fabric: fabric.stats(), pool: fabric.pool().stats(), connections })
     }
@@ -161,7 +161,7 @@ impl Ucx {
     /// Adds a connection to the statistics until it ends.
     pub(crate) fn watch(&self, peer: Arc<str>, send_queue: &UcxSendQueue) {
         let mut watched = self.instance.watched.lock().unwrap_or_else(PoisonError::into_inner);
-        watched.retain(|(_, watched)| watched.look(|_, _| ()).is_some());
+        watched.retain(|(_, watched)| watched.inspect(|_, _| ()).is_some());
         watched.push((peer, send_queue.watch()));
     }
 }

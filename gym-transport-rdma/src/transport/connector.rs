@@ -53,21 +53,21 @@ impl UcxConnector {
         cx: &CallContext,
         until: Instant,
         to: &Endpoint,
-        level: Option<Transport>,
+        transport: Option<Transport>,
     ) -> Result<MuxLink<UcxSendQueue>> {
         let fabric = self.ucx.fabric().await?;
-        let error = match level {
-            Some(level @ (Transport::SHM | Transport::RDMA | Transport::UCX_TCP)) => {
-                return self.attempt(cx, until, fabric, to, level).await;
+        let error = match transport {
+            Some(transport @ (Transport::SHM | Transport::RDMA | Transport::UCX_TCP)) => {
+                return self.attempt(cx, until, fabric, to, transport).await;
             }
             Some(other) => {
                 return Err(Error::not_started(Code::Unavailable, format!("{other} is not a UCX transport")));
             }
             None => {
                 // Half of the time is left for the network if the peer does not respond.
-                let half = cx.remaining().min(left(until)) / 2;
+                let half = cx.remaining().min(time_left(until)) / 2;
                 let halftime = Instant::now() + half;
-                match within(half, self.attempt(cx, halftime, fabric, to, Transport::SHM)).await {
+                match with_timeout(half, self.attempt(cx, halftime, fabric, to, Transport::SHM)).await {
                     Ok(link) => return Ok(link),
                     Err(error) => error,
                 }
@@ -75,8 +75,8 @@ impl UcxConnector {
         };
         tracing::debug!(%error, endpoint = %to, "shared memory unavailable; connecting over the network");
         self.attempt(cx, until, fabric, to, Transport::UCX_TCP).await.map_err(|last| {
-            let said = format!("{}; and no shared memory: {}", last.message(), error.message());
-            Error::new(last.code(), last.execution(), said)
+            let reason = format!("{}; and no shared memory: {}", last.message(), error.message());
+            Error::new(last.code(), last.execution(), reason)
         })
     }
 
@@ -86,58 +86,64 @@ impl UcxConnector {
         until: Instant,
         fabric: &Fabric,
         to: &Endpoint,
-        level: Transport,
+        transport: Transport,
     ) -> Result<MuxLink<UcxSendQueue>> {
         let devices = Lanes::of(fabric.devices());
-        if level == Transport::RDMA && !devices.rdma() {
-            let said = format!("UCX finds no RDMA device here, only {devices}");
-            return Err(Error::not_started(Code::Unavailable, said));
+        if transport == Transport::RDMA && !devices.rdma() {
+            let reason = format!("UCX finds no RDMA device here, only {devices}");
+            return Err(Error::not_started(Code::Unavailable, reason));
         }
         let config = self.ucx.config();
         // Dropping it, if this attempt is cancelled, releases the worker.
-        let peer_worker = match level {
-            Transport::SHM => Some(fabric.peer_worker(left(until)).await?),
+        let peer_worker = match transport {
+            Transport::SHM => Some(fabric.peer_worker(time_left(until)).await?),
             _ => None,
         };
         let worker = peer_worker.as_ref().map(|peer_worker| peer_worker.address().clone());
         let request =
-            BootstrapRequest::new(ConnectionId::random(), &config.limits, host::identity(), left(until), worker);
-        let response = self.ask(cx, to, &request).await;
+            BootstrapRequest::new(ConnectionId::random(), &config.limits, host::identity(), time_left(until), worker);
+        let response = self.bootstrap(cx, to, &request).await;
         if let (Some(peer_worker), Err(error)) = (&peer_worker, &response)
             && error.execution() == Execution::NotStarted
         {
             peer_worker.withdraw();
         }
         let response = response?;
-        let target = match (response.way, peer_worker) {
+        let target = match (response.address, peer_worker) {
             (PeerAddress::Worker(peer), Some(peer_worker)) => {
                 Target::SharedMemory(WorkerPair { local: peer_worker, remote: peer })
             }
-            (PeerAddress::Listener(address), None) => Target::Network(reach(address, to).await?),
+            (PeerAddress::Listener(address), None) => Target::Network(resolve_listener(address, to).await?),
             _ => return Err(Error::unknown(Code::DataLoss, "the peer's address is of another kind than requested")),
         };
-        let connect = Connect { id: request.id, token: response.token, peer: response.id, target, within: left(until) };
-        let (caller, greeted) = CallingEvents::new(config.limits.clone(), config.cut_bytes);
+        let connect =
+            Connect { id: request.id, token: response.token, peer: response.id, target, within: time_left(until) };
+        let (caller, established) = CallingEvents::new(config.limits.clone(), config.cut_bytes);
         let guard = ConnectGuard(Some(fabric.connect(connect, Arc::clone(&caller) as _)?));
         let EstablishedConnection { end, lanes } =
-            greeted.await.unwrap_or_else(|_| Err(Error::unknown(Code::Unavailable, "the fabric has ended")))?;
+            established.await.unwrap_or_else(|_| Err(Error::unknown(Code::Unavailable, "the fabric has ended")))?;
         let opened = negotiated(&lanes);
-        if level < opened {
+        if transport < opened {
             return Err(Error::not_started(
                 Code::Unavailable,
-                format!("requested {level}, but UCX negotiated {lanes}"),
+                format!("requested {transport}, but UCX negotiated {lanes}"),
             ));
         }
         guard.done();
         let path = PathInfo::new(SCHEME, to.address(), true).at(opened, lanes.to_string());
         self.ucx.watch(Arc::clone(&path.peer), end.sender());
         // Ends with the last channel and call, or with the connection.
-        tokio::spawn(drive(Arc::clone(&end), caller, config.limits.clone(), fabric.clone()));
+        tokio::spawn(exchange_heartbeats(Arc::clone(&end), caller, config.limits.clone(), fabric.clone()));
         Ok(MuxLink::new(end, path))
     }
 
     /// Sends the bootstrap request to the peer.
-    async fn ask(&self, cx: &CallContext, to: &Endpoint, request: &BootstrapRequest) -> Result<BootstrapResponse> {
+    async fn bootstrap(
+        &self,
+        cx: &CallContext,
+        to: &Endpoint,
+        request: &BootstrapRequest,
+    ) -> Result<BootstrapResponse> {
         let bootstrap = Endpoint::parse(&format!("{}://{}", self.bootstrap.scheme(), to.address()))?;
         let channel = self.bootstrap.connect(cx, &bootstrap, &ConnectOptions::default()).await?;
         let response = channel.call(Request::post(cx.clone(), ROUTE, request.write())).await?.into_result()?;
@@ -145,22 +151,22 @@ impl UcxConnector {
     }
 }
 
-fn left(until: Instant) -> Duration {
+fn time_left(until: Instant) -> Duration {
     until.saturating_duration_since(Instant::now())
 }
 
-async fn within<T>(patience: Duration, opening: impl Future<Output = Result<T>>) -> Result<T> {
-    let opened = tokio::time::timeout(patience, opening).await;
-    opened.map_err(|_| Error::not_started(Code::Unavailable, format!("no answer within {patience:?}"))).flatten()
+async fn with_timeout<T>(timeout: Duration, opening: impl Future<Output = Result<T>>) -> Result<T> {
+    let opened = tokio::time::timeout(timeout, opening).await;
+    opened.map_err(|_| Error::not_started(Code::Unavailable, format!("no answer within {timeout:?}"))).flatten()
 }
 
 /// Returns the address of a listener. For an unspecified address (`0.0.0.0`), resolves the host of the bootstrap
 /// endpoint.
-async fn reach(listener: SocketAddr, bootstrap: &Endpoint) -> Result<SocketAddr> {
+async fn resolve_listener(listener: SocketAddr, bootstrap: &Endpoint) -> Result<SocketAddr> {
     if !listener.ip().is_unspecified() {
         return Ok(listener);
     }
-    let cannot = |said: String| Error::not_started(Code::Unavailable, said);
+    let cannot = |reason: String| Error::not_started(Code::Unavailable, reason);
     let mut found = tokio::net::lookup_host(bootstrap.address()).await.map_err(|error| {
         cannot(format!("resolve the peer's bootstrap address `{}`", bootstrap.address())).caused_by(error)
     })?;
@@ -197,7 +203,7 @@ impl Drop for ConnectGuard {
 }
 
 /// Exchanges heartbeats until the connection ends, and keeps its fabric open until then.
-async fn drive(
+async fn exchange_heartbeats(
     end: Arc<CallingEnd<UcxSendQueue>>,
     caller: Arc<CallingEvents>,
     limits: gym_core::mux::ConnectionLimits,
@@ -208,7 +214,7 @@ async fn drive(
     let error = tokio::select! {
         biased;
         () = end.over() => return drop(fabric),
-        error = heartbeat(end.sender(), &caller.heard, &limits, end.theirs(), || {}) => error,
+        error = heartbeat(end.sender(), &caller.activity, &limits, end.theirs(), || {}) => error,
     };
     end.end(&error);
 }
@@ -234,9 +240,9 @@ impl Connector for UcxConnector {
         if to.scheme() != SCHEME {
             return Err(Error::invalid(format!("`{to}` is not an endpoint of {SCHEME}")));
         }
-        let patience = self.ucx.config().connect_timeout;
+        let timeout = self.ucx.config().connect_timeout;
         let opened = cx.bound(Execution::NotStarted, async {
-            within(patience, self.open(cx, Instant::now() + patience, to, options.transport)).await
+            with_timeout(timeout, self.open(cx, Instant::now() + timeout, to, options.transport)).await
         });
         // No call has been sent, whatever the error.
         let link = opened

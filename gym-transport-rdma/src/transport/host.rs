@@ -19,7 +19,7 @@ pub(crate) fn identity() -> String {
 }
 
 /// Returns the reason why processes with these identities cannot share memory, or `None` if they can.
-pub(crate) fn why_apart(ours: &str, theirs: &str) -> Option<String> {
+pub(crate) fn why_not_shared(ours: &str, theirs: &str) -> Option<String> {
     if ours.is_empty() || theirs.is_empty() {
         return Some("one process cannot read its host identity (boot id, /dev/shm or PID namespace)".to_owned());
     }
@@ -32,9 +32,9 @@ mod tests {
 
     #[test]
     fn processes_are_apart_unless_they_say_the_same_and_say_something() {
-        assert!(why_apart("", "").is_some());
-        assert!(why_apart("a shm:1 pid:[1]", "a shm:2 pid:[1]").unwrap().contains("container"));
+        assert!(why_not_shared("", "").is_some());
+        assert!(why_not_shared("a shm:1 pid:[1]", "a shm:2 pid:[1]").unwrap().contains("container"));
         let ours = identity();
-        assert!(ours.contains("shm:") && why_apart(&ours, &identity()).is_none());
+        assert!(ours.contains("shm:") && why_not_shared(&ours, &identity()).is_none());
     }
 }

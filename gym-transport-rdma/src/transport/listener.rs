@@ -19,7 +19,7 @@ use crate::transport::{SCHEME, host};
 
 /// Peers that are expected, or connected but not accepted yet: one for each worker of a large job that connects at the
 /// same time.
-const AWAITED_MAX: usize = 1_024;
+const PENDING_PEERS_MAX: usize = 1_024;
 
 /// Accepts the peers to which its [bootstrap](UcxListener::bootstrap) has given an address.
 #[derive(Debug)]
@@ -35,7 +35,7 @@ struct ListenerState {
     ucx: Ucx,
     fabric: Fabric,
     arrivals: mpsc::Sender<ArrivedPeer>,
-    awaited: Arc<Semaphore>,
+    pending: Arc<Semaphore>,
     host: String,
 }
 
@@ -52,9 +52,9 @@ impl UcxListener {
         let fabric = ucx.fabric().await?.clone();
         let endpoint = |bootstrap: &Endpoint| Endpoint::parse(&format!("{SCHEME}://{}", bootstrap.address()));
         let endpoints = bootstraps.iter().map(endpoint).collect::<Result<_>>()?;
-        let (arrivals, arrived) = mpsc::channel(AWAITED_MAX);
-        let awaited = Arc::new(Semaphore::new(AWAITED_MAX));
-        let state = Arc::new(ListenerState { ucx, fabric, arrivals, awaited, host: host::identity() });
+        let (arrivals, arrived) = mpsc::channel(PENDING_PEERS_MAX);
+        let pending = Arc::new(Semaphore::new(PENDING_PEERS_MAX));
+        let state = Arc::new(ListenerState { ucx, fabric, arrivals, pending, host: host::identity() });
         let calls = Arc::new(Semaphore::new(Semaphore::MAX_PERMITS));
         Ok(Self { endpoints, arrived, state, calls })
     }
@@ -87,41 +87,41 @@ impl Handler for BootstrapHandler {
         }
         let state = self.state.upgrade();
         Box::pin(async move {
-            let answer = match state {
-                Some(state) => state.tell(&request).await.map(|answer| Response::json(answer.write())),
+            let response = match state {
+                Some(state) => state.respond(&request).await.map(|response| Response::json(response.write())),
                 None => Err(Error::not_started(Code::Unavailable, "this server's UCX listener is closed")),
             };
-            answer.map_err(|error| error.with_execution(gym_core::Execution::NotStarted))
+            response.map_err(|error| error.with_execution(gym_core::Execution::NotStarted))
         })
     }
 }
 
 impl ListenerState {
-    async fn tell(&self, request: &Request) -> Result<BootstrapResponse> {
-        let ask = BootstrapRequest::read(&request.message.head.to_bytes())?;
-        let refuse = |said: String| Error::not_started(Code::Unavailable, said);
-        let awaited = Arc::clone(&self.awaited).try_acquire_owned();
-        let awaited =
-            awaited.map_err(|_| refuse(format!("{AWAITED_MAX} peers are connecting already; retry later")))?;
+    async fn respond(&self, request: &Request) -> Result<BootstrapResponse> {
+        let bootstrap = BootstrapRequest::read(&request.message.head.to_bytes())?;
+        let refuse = |reason: String| Error::not_started(Code::Unavailable, reason);
+        let pending = Arc::clone(&self.pending).try_acquire_owned();
+        let pending =
+            pending.map_err(|_| refuse(format!("{PENDING_PEERS_MAX} peers are connecting already; retry later")))?;
         let config = self.ucx.config();
-        let within = ask.within.min(config.connect_timeout);
-        let (way, shared_memory) = if let Some(peer) = ask.worker {
-            if let Some(why) = host::why_apart(&self.host, &ask.host) {
+        let within = bootstrap.within.min(config.connect_timeout);
+        let (address, shared_memory) = if let Some(peer) = bootstrap.worker {
+            if let Some(why) = host::why_not_shared(&self.host, &bootstrap.host) {
                 return Err(refuse(why));
             }
             let peer_worker = self.fabric.peer_worker(within).await?;
             (PeerAddress::Worker(peer_worker.address().clone()), Some(WorkerPair { local: peer_worker, remote: peer }))
         } else {
-            let nowhere =
+            let no_address =
                 || refuse("the server's UCX accepts only peers on its own host: it has no listen address".into());
-            (PeerAddress::Listener(self.fabric.listen_address().ok_or_else(nowhere)?), None)
+            (PeerAddress::Listener(self.fabric.listen_address().ok_or_else(no_address)?), None)
         };
         let (id, token) = (ConnectionId::random(), Token::random());
         let peer = request.peer.clone().unwrap_or_default();
-        let events = AnsweringEvents::new(&config.limits, ask.greeting, peer, self.arrivals.clone(), awaited);
-        let expect = Expect { id, token: token.clone(), peer: ask.id, shared_memory, within };
+        let events = AnsweringEvents::new(&config.limits, bootstrap.handshake, peer, self.arrivals.clone(), pending);
+        let expect = Expect { id, token: token.clone(), peer: bootstrap.id, shared_memory, within };
         self.fabric.expect(expect, events)?;
-        Ok(BootstrapResponse { id, token, way })
+        Ok(BootstrapResponse { id, token, address })
     }
 }
 
@@ -171,11 +171,11 @@ impl Incoming for UcxIncoming {
         let ending = end.end_on_drop();
         events.serve(Arc::clone(&end));
         // The peer sends no request before the handshake.
-        end.sender().post_greeting(limits);
+        end.sender().post_handshake(limits);
         let ended = tokio::select! {
             biased;
             ended = events.over() => ended,
-            error = heartbeat(end.sender(), &events.heard, limits, end.theirs(), || {}) => Err(error),
+            error = heartbeat(end.sender(), &events.activity, limits, end.theirs(), || {}) => Err(error),
             never = end.drain_with(&drain) => match never {},
         };
         drop((ending, fabric));

@@ -44,10 +44,10 @@ impl UcxReport {
 
     /// Returns the resources of a transport. Empty for transports that are not UCX's.
     #[must_use]
-    pub fn of(&self, level: Transport) -> Vec<&str> {
+    pub fn of(&self, transport: Transport) -> Vec<&str> {
         let is_of = |name: &str| {
             let lanes = Lanes::of(&[name.to_owned()]);
-            match level {
+            match transport {
                 // `self` connects within one process, and `cma` carries only bulk data.
                 Transport::SHM => lanes.shared_memory() && !name.starts_with("self/") && !name.starts_with("cma/"),
                 Transport::RDMA => lanes.rdma(),

@@ -88,7 +88,7 @@ impl Endpoint {
         F: FnOnce(Result<(), Status>) + 'static,
     {
         let library = self.worker.library();
-        if self.worker.is_gone() {
+        if self.worker.is_destroyed() {
             return done(Err(Status::new(library, UCS_ERR_CANCELED)));
         }
         let worker = Rc::clone(&self.worker);
@@ -199,7 +199,7 @@ impl Announcement {
         if buffer.len() != self.length {
             return done(Err(Status::new(library, UCS_ERR_MESSAGE_TRUNCATED)));
         }
-        if self.worker.is_gone() {
+        if self.worker.is_destroyed() {
             return done(Err(Status::new(library, UCS_ERR_CANCELED)));
         }
         let worker = Rc::clone(&self.worker);
@@ -273,7 +273,7 @@ where
 impl Drop for Announcement {
     fn drop(&mut self) {
         // The descriptor was destroyed with its worker.
-        if self.worker.is_gone() {
+        if self.worker.is_destroyed() {
             return;
         }
         self.worker.disarm();
@@ -285,7 +285,7 @@ impl Drop for Announcement {
 /// Message ids that get a receiver that discards messages. If a peer sends an id without a receiver, UCX 1.13 calls an
 /// arbitrary address.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Others {
+pub(crate) enum UnhandledIds {
     /// All ids, against unknown peers of a network. The table takes 1.5 MB.
     All,
     /// Ids below this crate's id. Sufficient for peers that share memory with us, because they could do worse by
@@ -294,11 +294,11 @@ pub(crate) enum Others {
 }
 
 /// Sets the receivers of all ids, from the highest down, so that UCX's table grows once.
-pub(super) fn set_receivers(worker: &Rc<Worker>, id: u16, others: Others) -> Result<(), Status> {
-    let highest = match others {
-        Others::All => u16::MAX,
+pub(super) fn set_receivers(worker: &Rc<Worker>, id: u16, unhandled: UnhandledIds) -> Result<(), Status> {
+    let highest = match unhandled {
+        UnhandledIds::All => u16::MAX,
         // UCX's table has an even number of entries.
-        Others::Lower => id | 1,
+        UnhandledIds::Lower => id | 1,
     };
     (0..=highest)
         .rev()

@@ -32,7 +32,7 @@ pub(crate) struct EndpointKey(pub(super) usize);
 /// A connection to a peer.
 ///
 /// Dropping it without [`Endpoint::close`] leaves it open until its worker is destroyed; after that, call
-/// [`Endpoint::give_back`].
+/// [`Endpoint::free_callback`].
 pub(crate) struct Endpoint {
     pub(super) worker: Rc<Worker>,
     pub(super) raw: ucp_ep_h,
@@ -44,7 +44,7 @@ pub(crate) struct Endpoint {
 /// Error callback of an endpoint. Called from within [`Worker::progress`].
 struct Failed {
     library: &'static Library,
-    tell: Box<dyn Fn(Status)>,
+    report: Box<dyn Fn(Status)>,
 }
 
 impl Endpoint {
@@ -103,7 +103,7 @@ impl Endpoint {
         address: impl FnOnce(&mut ucp_ep_params_t),
     ) -> Result<Self, Status> {
         let library = worker.library();
-        let failed = Box::into_raw(Box::new(Failed { library, tell: failed }));
+        let failed = Box::into_raw(Box::new(Failed { library, report: failed }));
         // SAFETY: all zeros is a valid value: null pointers, no callback, an empty mask.
         let mut params: ucp_ep_params_t = unsafe { std::mem::zeroed() };
         params.field_mask = u64::from(UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE | UCP_EP_PARAM_FIELD_ERR_HANDLER);
@@ -155,8 +155,8 @@ impl Endpoint {
     }
 
     /// Frees the callback of an endpoint whose worker was [abandoned](Worker::abandon).
-    pub(crate) fn give_back(self) {
-        if self.worker.is_gone() {
+    pub(crate) fn free_callback(self) {
+        if self.worker.is_destroyed() {
             // SAFETY: from `into_raw` in `create`, freed once. The endpoint was destroyed with its worker and calls it
             // no more.
             drop(unsafe { Box::from_raw(self.failed) });
@@ -203,5 +203,5 @@ impl Closing {
 unsafe extern "C" fn on_error(failed: *mut c_void, _: ucp_ep_h, status: ucs_status_t) {
     // SAFETY: the argument passed in `create`, which lives until the endpoint is closed.
     let failed = unsafe { &*failed.cast::<Failed>() };
-    (failed.tell)(Status::new(failed.library, status));
+    (failed.report)(Status::new(failed.library, status));
 }

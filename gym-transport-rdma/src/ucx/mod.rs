@@ -21,7 +21,7 @@ mod print;
 mod status;
 mod worker;
 
-pub(crate) use am::{Announcement, Arrival, HEADER_ROOM, Others, Outgoing, Protocol, Receiver};
+pub(crate) use am::{Announcement, Arrival, HEADER_ROOM, Outgoing, Protocol, Receiver, UnhandledIds};
 pub(crate) use context::Context;
 pub(crate) use endpoint::{Closing, Endpoint, EndpointKey, ErrorMode};
 pub(crate) use listener::{Listener, RawRequest};

@@ -10,15 +10,15 @@ use crate::sys::ucp::{UCS_ERR_LAST, UCS_INPROGRESS, UCS_OK, ucs_status_ptr_t, uc
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Status {
     code: ucs_status_t,
-    words: &'static CStr,
+    description: &'static CStr,
 }
 
 impl Status {
     pub(crate) fn new(library: &'static Library, code: ucs_status_t) -> Self {
         // SAFETY: accepts any status and returns a constant of the library, which is never unloaded. For an unknown
         // status it returns a static buffer that it may overwrite, which is still a C string.
-        let words = unsafe { CStr::from_ptr((library.api.ucs_status_string)(code)) };
-        Self { code, words }
+        let description = unsafe { CStr::from_ptr((library.api.ucs_status_string)(code)) };
+        Self { code, description }
     }
 
     /// Returns `Ok` for success or an operation in progress.
@@ -32,7 +32,7 @@ impl Status {
 
 impl fmt::Display for Status {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} (UCX status {})", self.words.to_string_lossy(), self.code)
+        write!(f, "{} (UCX status {})", self.description.to_string_lossy(), self.code)
     }
 }
 

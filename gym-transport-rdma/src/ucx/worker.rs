@@ -4,7 +4,7 @@ use std::cell::{Cell, OnceCell, RefCell};
 use std::os::fd::{BorrowedFd, RawFd};
 use std::rc::Rc;
 
-use super::am::{self, Others, Receiver};
+use super::am::{self, Receiver, UnhandledIds};
 use super::context::{Context, Refused};
 use super::operations::{Operation, Operations};
 use super::status::Status;
@@ -78,14 +78,19 @@ impl Worker {
         Ok(Rc::new(worker))
     }
 
-    /// Sets the receiver of active messages with this id, once. Messages with the other ids are discarded, as `others`
+    /// Sets the receiver of active messages with this id, once. Messages with the other ids are discarded, as `unhandled`
     /// specifies.
     ///
     /// # Errors
     /// UCX's status.
-    pub(crate) fn receive(self: &Rc<Self>, id: u16, receiver: Box<dyn Receiver>, others: Others) -> Result<(), Status> {
+    pub(crate) fn receive(
+        self: &Rc<Self>,
+        id: u16,
+        receiver: Box<dyn Receiver>,
+        unhandled: UnhandledIds,
+    ) -> Result<(), Status> {
         self.receiver.get_or_init(|| receiver);
-        am::set_receivers(self, id, others)
+        am::set_receivers(self, id, unhandled)
     }
 
     pub(super) fn receiver(&self) -> Option<&dyn Receiver> {
@@ -138,7 +143,7 @@ impl Worker {
         unsafe { BorrowedFd::borrow_raw(self.wakeup) }
     }
 
-    fn any_operation(&self) -> Option<*mut dyn Operation> {
+    fn pop_operation(&self) -> Option<*mut dyn Operation> {
         self.operations.borrow_mut().pop()
     }
 
@@ -157,7 +162,7 @@ impl Worker {
     }
 
     /// Whether [`Worker::abandon`] was called. If so, no object of this worker may be used any more.
-    pub(super) fn is_gone(&self) -> bool {
+    pub(super) fn is_destroyed(&self) -> bool {
         self.raw.get().is_null()
     }
 
@@ -184,10 +189,10 @@ impl Worker {
             return;
         }
         // SAFETY: a live worker, destroyed once, outside its progress, on its thread. Endpoints and descriptors are
-        // destroyed with it; their owners check `is_gone` before they use them.
+        // destroyed with it; their owners check `is_destroyed` before they use them.
         unsafe { (self.library().api.ucp_worker_destroy)(raw) };
         // UCX may have called back meanwhile for some operations, which has removed them.
-        while let Some(operation) = self.any_operation() {
+        while let Some(operation) = self.pop_operation() {
             // SAFETY: a box that was passed to `began`. Its callback was not called and will not be called any more.
             let operation = unsafe { Box::from_raw(operation) };
             operation.cancel();

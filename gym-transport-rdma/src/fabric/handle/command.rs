@@ -108,8 +108,8 @@ impl Command {
                 let (_, connection, events) = *open;
                 connection.ended.store(true, Ordering::Release);
                 // A panicking callback must not prevent the others.
-                let told = catch_unwind(AssertUnwindSafe(|| events.ended(CloseReason::Closed)));
-                if told.is_err() {
+                let result = catch_unwind(AssertUnwindSafe(|| events.ended(CloseReason::Closed)));
+                if result.is_err() {
                     tracing::error!("connection close callback panicked");
                 }
             }

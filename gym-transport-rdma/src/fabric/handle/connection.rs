@@ -26,9 +26,9 @@ pub(crate) struct ConnectionShared {
     shared: Arc<FabricShared>,
     pub(crate) ended: AtomicBool,
     /// An orderly close was requested.
-    leaving: AtomicBool,
+    closing: AtomicBool,
     /// An abort was requested.
-    breaking: AtomicBool,
+    aborting: AtomicBool,
     pub(crate) lanes: OnceLock<Lanes>,
     pub(crate) counters: ConnectionCounters,
 }
@@ -39,8 +39,8 @@ impl ConnectionShared {
             id,
             shared,
             ended: AtomicBool::new(false),
-            leaving: AtomicBool::new(false),
-            breaking: AtomicBool::new(false),
+            closing: AtomicBool::new(false),
+            aborting: AtomicBool::new(false),
             lanes: OnceLock::new(),
             counters: ConnectionCounters::default(),
         }
@@ -82,9 +82,9 @@ impl Connection {
     /// aborted. `Duration::ZERO` aborts at once and drops unsent messages. Only the first non-zero grace takes effect.
     pub fn close(&self, grace: Duration) {
         let at_once = grace.is_zero();
-        let asked = if at_once { &self.0.breaking } else { &self.0.leaving };
+        let requested = if at_once { &self.0.aborting } else { &self.0.closing };
         // At most one command of each kind, which bounds their number. A second one would have no effect.
-        if !asked.swap(true, Ordering::Relaxed) {
+        if !requested.swap(true, Ordering::Relaxed) {
             // Fails only if the fabric has ended, and the connection with it.
             let _ = self.0.shared.queue.push_always(Command::Close(self.0.id, grace), at_once);
         }

@@ -102,30 +102,30 @@ impl FabricOptions {
         // By default, copies are sent in parts of 8 KiB, each with a system call; these settings triple the bandwidth.
         // They apply only to TCP; in 1.13 their names have no prefix TCP_. UCX warns about settings of transports that
         // are not available.
-        let said = self.transports_said();
-        let tcp = ["tcp", "all"].iter().any(|name| said.contains(name));
+        let transports = self.effective_transports();
+        let tcp = ["tcp", "all"].iter().any(|name| transports.contains(name));
         let parts = [("TX_SEG_SIZE", "256k"), ("RX_SEG_SIZE", "256k")].into_iter().filter(|_| tcp);
         let old = kept.into_iter().chain(parts);
         let old = old.filter(|_| version.starts_with("1.13."));
         // One buffer per slot of a peer worker's queue, and some spare ones. UCX's 512 buffers of 8 KiB are meant for
         // the peers of a whole host and take 4 MB per worker at once.
-        let buffers = shared_memory_of(&said).map(|_| ("MM_RX_BUFS_GROW", "96"));
+        let buffers = shared_memory_of(&transports).map(|_| ("MM_RX_BUFS_GROW", "96"));
         let fixed = old.chain(buffers).map(|(name, value)| (name.to_owned(), value.to_owned()));
         fixed.chain(named).chain(self.settings.iter().cloned()).collect()
     }
 
     /// Returns the effective value of `UCX_TLS`.
-    fn transports_said(&self) -> String {
+    fn effective_transports(&self) -> String {
         let set = self.settings.iter().rev().find(|(name, _)| name == "TLS").map(|(_, list)| list.clone());
-        let said = set.or_else(|| self.transports.clone()).or_else(|| std::env::var("UCX_TLS").ok());
-        said.unwrap_or_else(|| "all".to_owned())
+        let chosen = set.or_else(|| self.transports.clone()).or_else(|| std::env::var("UCX_TLS").ok());
+        chosen.unwrap_or_else(|| "all".to_owned())
     }
 
     /// Returns the settings of peer workers, which use only the shared-memory transports. `None` if there are none.
     pub(crate) fn shared_memory_settings(&self, version: &str) -> Option<Vec<(String, String)>> {
         let mut settings = self.ucx_settings(version);
-        let transports = shared_memory_of(&self.transports_said())?;
-        settings.retain(|(name, _)| !OF_NETWORKS.iter().any(|network| name.starts_with(network)));
+        let transports = shared_memory_of(&self.effective_transports())?;
+        settings.retain(|(name, _)| !NETWORK_PREFIXES.iter().any(|network| name.starts_with(network)));
         // Shared memory needs no registration, and UCX never removes the cache entries of a destroyed worker.
         settings.insert(0, ("RCACHE_ENABLE".to_owned(), "n".to_owned()));
         // Slots of a queue: 64 in 1.13, 256 from 1.16 on. A sender uses its own number, so both ends need the same one.
@@ -141,21 +141,21 @@ impl FabricOptions {
 }
 
 /// Prefixes of settings of transports that a peer worker does not have. UCX would warn about them.
-const OF_NETWORKS: [&str; 10] =
+const NETWORK_PREFIXES: [&str; 10] =
     ["TCP_", "TX_SEG_SIZE", "RX_SEG_SIZE", "RC_", "UD_", "DC_", "IB_", "GGA_", "SRD_", "RDMA_CM_"];
 
 /// Returns the shared-memory transports of a list, which has the form of `UCX_TLS`.
 fn shared_memory_of(transports: &str) -> Option<String> {
     const QUEUES: [&str; 3] = ["posix", "sysv", "xpmem"];
-    const BESIDE: [&str; 3] = ["cma", "knem", "self"];
+    const AUXILIARY: [&str; 3] = ["cma", "knem", "self"];
     let (list, all_but) = transports.strip_prefix('^').map_or((transports, false), |list| (list, true));
-    let mut named: Vec<_> = list.split(',').flat_map(|name| meant_by(name.trim())).collect();
+    let mut named: Vec<_> = list.split(',').flat_map(|name| expand_alias(name.trim())).collect();
     if all_but {
-        named = OF_ONE_HOST.into_iter().filter(|name| !named.contains(name)).collect();
+        named = ONE_HOST.into_iter().filter(|name| !named.contains(name)).collect();
     }
     let mut found: Vec<&str> = Vec::new();
     for name in named {
-        if (QUEUES.contains(&name) || BESIDE.contains(&name)) && !found.contains(&name) {
+        if (QUEUES.contains(&name) || AUXILIARY.contains(&name)) && !found.contains(&name) {
             found.push(name);
         }
     }
@@ -164,11 +164,11 @@ fn shared_memory_of(transports: &str) -> Option<String> {
 
 /// Transports that an alias such as `shm` stands for. `xpmem` and `knem` must be named explicitly: from UCX 1.16 on, a
 /// rendezvous that reads mapped memory, as xpmem's does, aborts the process when its worker is destroyed meanwhile.
-const OF_ONE_HOST: [&str; 4] = ["posix", "sysv", "cma", "self"];
+const ONE_HOST: [&str; 4] = ["posix", "sysv", "cma", "self"];
 
-fn meant_by(name: &str) -> Vec<&str> {
+fn expand_alias(name: &str) -> Vec<&str> {
     match name {
-        "all" | "sm" | "shm" => OF_ONE_HOST.to_vec(),
+        "all" | "sm" | "shm" => ONE_HOST.to_vec(),
         "mm" => vec!["posix", "sysv"],
         one => vec![one],
     }

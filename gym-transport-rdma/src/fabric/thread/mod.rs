@@ -28,7 +28,7 @@ use crate::fabric::thread::state::FabricState;
 use crate::fabric::thread::state::callbacks::{CallbackQueue, MessageReceiver};
 use crate::fabric::thread::state::registrations::Registrations;
 use crate::sys;
-use crate::ucx::{Armed, Context, Listener, Others, Receiver, Status, Worker};
+use crate::ucx::{Armed, Context, Listener, Receiver, Status, UnhandledIds, Worker};
 
 /// Commands per round, so that sending does not delay receiving.
 const COMMANDS_A_ROUND: usize = 256;
@@ -69,7 +69,7 @@ fn run(options: FabricOptions, shared: &Arc<FabricShared>, opened: &SyncSender<R
         // UCX's exit handlers run next, so nothing of UCX may be touched any more.
         std::mem::forget((state, callbacks));
     } else {
-        ended.clean = give_back(state);
+        ended.clean = destroy(state);
     }
 }
 
@@ -144,7 +144,7 @@ fn open(options: FabricOptions, shared: &Arc<FabricShared>) -> Result<Open, Fabr
         RefCell::new(FabricState::new(options, shared, registrations, worker, peer_workers, listener, callbacks))
     });
     let receiver = MessageReceiver::new(Rc::clone(&callbacks), Rc::downgrade(&state), Arc::clone(shared), None);
-    let received = worker.receive(MESSAGE_ID, Box::new(receiver), Others::All);
+    let received = worker.receive(MESSAGE_ID, Box::new(receiver), UnhandledIds::All);
     received.map_err(|status| refused(("receive messages".to_owned(), status)))?;
     Ok((state, callbacks))
 }
@@ -261,8 +261,8 @@ fn sleep(shared: &FabricShared, state: &FabricState, backoff: &mut Backoff, now:
 }
 
 /// Closes worker, memory and context, in this order. By now, all endpoints are closed or have been given up.
-fn give_back(state: Rc<RefCell<FabricState>>) -> bool {
+fn destroy(state: Rc<RefCell<FabricState>>) -> bool {
     // All other references are weak.
     let Ok(state) = Rc::try_unwrap(state) else { return false };
-    state.into_inner().give_back()
+    state.into_inner().destroy()
 }

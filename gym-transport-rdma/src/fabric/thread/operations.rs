@@ -33,7 +33,7 @@ impl PendingOperations {
     }
 
     /// Fails all pending callbacks. UCX may continue to use the memory, which stays with the operations.
-    pub(crate) fn give_up(&self, error: impl Fn() -> Error) {
+    pub(crate) fn fail_all(&self, error: impl Fn() -> Error) {
         let operations = std::mem::take(&mut self.0.borrow_mut().1);
         for done in operations.into_values() {
             finish(done, Err(error()));

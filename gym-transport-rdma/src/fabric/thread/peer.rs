@@ -92,12 +92,12 @@ pub(crate) struct PendingLandings {
     /// Payloads that are not being received yet, with their keys.
     pub(crate) announced: VecDeque<(u64, Announcement)>,
     /// Number of payloads that are being received.
-    pub(crate) under_way: usize,
+    pub(crate) in_flight: usize,
 }
 
 impl PendingLandings {
     pub(crate) fn is_over(&self) -> bool {
-        self.under_way == 0 && self.announced.is_empty()
+        self.in_flight == 0 && self.announced.is_empty()
     }
 }
 

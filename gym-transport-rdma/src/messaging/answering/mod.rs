@@ -25,12 +25,12 @@ pub(crate) struct AnsweringEvents {
     pub(crate) theirs: Handshake,
     pub(crate) peer: PeerInfo,
     /// Permit of a peer that has not connected yet.
-    awaited: Mutex<Option<OwnedSemaphorePermit>>,
+    pending: Mutex<Option<OwnedSemaphorePermit>>,
     /// Receives the peer when it connects.
     arrivals: mpsc::Sender<ArrivedPeer>,
     serving: OnceLock<Serving>,
     requests: Mutex<RequestQueue>,
-    pub(crate) heard: PeerActivity,
+    pub(crate) activity: PeerActivity,
     ended: Mutex<Option<CloseReason>>,
     over: CancellationToken,
 }
@@ -40,7 +40,7 @@ pub(crate) struct ArrivedPeer {
     connection: Connection,
     pub(crate) lanes: Lanes,
     pub(crate) events: Arc<AnsweringEvents>,
-    _awaited: Option<OwnedSemaphorePermit>,
+    _pending: Option<OwnedSemaphorePermit>,
     served: bool,
 }
 
@@ -72,7 +72,7 @@ impl AnsweringEvents {
         theirs: Handshake,
         peer: PeerInfo,
         arrivals: mpsc::Sender<ArrivedPeer>,
-        awaited: OwnedSemaphorePermit,
+        pending: OwnedSemaphorePermit,
     ) -> Arc<Self> {
         // What a peer of this crate has in flight, cancelled or not. A message larger than the capacity is sent alone.
         let abandoned_bytes_max = limits.request_bytes_in_flight_max.max(limits.message_bytes_max);
@@ -81,11 +81,11 @@ impl AnsweringEvents {
             me: Weak::clone(me),
             theirs,
             peer,
-            awaited: Mutex::new(Some(awaited)),
+            pending: Mutex::new(Some(pending)),
             arrivals,
             serving: OnceLock::new(),
             requests: Mutex::new(requests),
-            heard: PeerActivity::default(),
+            activity: PeerActivity::default(),
             ended: Mutex::default(),
             over: CancellationToken::new(),
         })
@@ -112,8 +112,8 @@ impl AnsweringEvents {
         }
     }
 
-    fn take_awaited(&self) -> Option<OwnedSemaphorePermit> {
-        self.awaited.lock().unwrap_or_else(PoisonError::into_inner).take()
+    fn take_pending(&self) -> Option<OwnedSemaphorePermit> {
+        self.pending.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
     fn requests(&self) -> MutexGuard<'_, RequestQueue> {
@@ -127,7 +127,7 @@ impl AnsweringEvents {
             && serving.end.on_opening(first_chunk.0, &first_chunk.1.header, first_chunk.1.total)?
         {
             self.requests().keep(first_chunk)?;
-            self.hand_over(serving);
+            self.deliver_complete(serving);
         }
         Ok(())
     }
@@ -137,12 +137,12 @@ impl AnsweringEvents {
         if known {
             serving.end.on_cancel(call);
             // Later requests may have waited only for this one.
-            self.hand_over(serving);
+            self.deliver_complete(serving);
         }
         Ok(())
     }
 
-    fn hand_over(&self, serving: &Serving) {
+    fn deliver_complete(&self, serving: &Serving) {
         let mut inside = None;
         loop {
             let next = self.requests().next();
@@ -157,13 +157,13 @@ impl AnsweringEvents {
 impl ConnectionEvents for AnsweringEvents {
     fn opened(&self, connection: &Connection, lanes: &Lanes) {
         let Some(events) = self.me.upgrade() else { return };
-        let (connection, lanes, awaited) = (connection.clone(), lanes.clone(), self.take_awaited());
+        let (connection, lanes, pending) = (connection.clone(), lanes.clone(), self.take_pending());
         // If the listener was dropped, the peer is dropped and its connection closed.
-        let _ = self.arrivals.try_send(ArrivedPeer { connection, lanes, events, _awaited: awaited, served: false });
+        let _ = self.arrivals.try_send(ArrivedPeer { connection, lanes, events, _pending: pending, served: false });
     }
 
     fn message(&self, header: &[u8], payload: Payload<'_>) -> Result<Disposition> {
-        self.heard.record();
+        self.activity.record();
         let am = AmHeader::read(header)?;
         let Some(serving) = self.serving.get() else {
             return Err(malformed(format!("{:?} before the handshake", am.kind)));
@@ -182,15 +182,15 @@ impl ConnectionEvents for AnsweringEvents {
     }
 
     fn landed(&self, key: u64, bytes: Bytes) {
-        self.heard.record();
+        self.activity.record();
         self.requests().landed(key, bytes);
         if let Some(serving) = self.serving.get() {
-            self.hand_over(serving);
+            self.deliver_complete(serving);
         }
     }
 
     fn ended(&self, why: CloseReason) {
-        drop(self.take_awaited());
+        drop(self.take_pending());
         *self.ended.lock().unwrap_or_else(PoisonError::into_inner) = Some(why);
         self.over.cancel();
     }

@@ -12,7 +12,7 @@ use crate::messaging::reassembly::message::CompleteMessage;
 use crate::messaging::reassembly::{FirstChunk, Reassembly};
 
 /// Maximum cancellations held before their requests arrive: far more than a peer of this crate has in flight.
-const EARLY_MAX: usize = 1 << 16;
+const EARLY_CANCELS_MAX: usize = 1 << 16;
 
 /// Requests that have arrived and were not passed on yet.
 pub(crate) struct RequestQueue {
@@ -20,13 +20,13 @@ pub(crate) struct RequestQueue {
     /// Accepted requests with their call numbers; the message is present once it is complete.
     queue: VecDeque<(u64, Option<CompleteMessage<RequestHeader>>)>,
     /// Calls whose cancellation has overtaken their request.
-    early: HashSet<u64>,
+    early_cancels: HashSet<u64>,
     last_call: u64,
 }
 
 impl RequestQueue {
     pub(crate) fn new(reassembly: Reassembly<RequestHeader>) -> Self {
-        Self { reassembly, queue: VecDeque::new(), early: HashSet::new(), last_call: 0 }
+        Self { reassembly, queue: VecDeque::new(), early_cancels: HashSet::new(), last_call: 0 }
     }
 
     /// Receives the first chunk of a request, or more of its header. Returns the request if its header is complete and
@@ -44,7 +44,7 @@ impl RequestQueue {
             return Err(malformed(format!("call {} after call {}", first_chunk.0, self.last_call)));
         }
         self.last_call = first_chunk.0;
-        Ok(Some(first_chunk).filter(|(call, _)| !self.early.remove(call)))
+        Ok(Some(first_chunk).filter(|(call, _)| !self.early_cancels.remove(call)))
     }
 
     /// Appends an accepted request.
@@ -89,10 +89,10 @@ impl RequestQueue {
     /// If more cancellations are held than a peer of this crate can cause.
     pub(crate) fn cancel(&mut self, call: u64) -> Result<bool> {
         if call > self.last_call {
-            if self.early.len() >= EARLY_MAX {
-                return Err(malformed(format!("{EARLY_MAX} cancellations of calls that have not arrived")));
+            if self.early_cancels.len() >= EARLY_CANCELS_MAX {
+                return Err(malformed(format!("{EARLY_CANCELS_MAX} cancellations of calls that have not arrived")));
             }
-            self.early.insert(call);
+            self.early_cancels.insert(call);
             return Ok(false);
         }
         // A peer of this crate holds the capacity of a request until everything that it sent has been received.

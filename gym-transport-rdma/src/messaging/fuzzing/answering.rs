@@ -7,7 +7,7 @@ use gym_core::{CallContext, Result, Route, Verb};
 
 use crate::fabric::{Disposition, EagerBytes, Payload};
 use crate::messaging::answering::request_queue::RequestQueue;
-use crate::messaging::fuzzing::{OnTheWay, byte, first_chunk, parts, raw, raw_announced};
+use crate::messaging::fuzzing::{PayloadsInFlight, byte, first_chunk, parts, raw, raw_announced};
 use crate::messaging::header::{AmHeader, AmKind};
 use crate::messaging::reassembly::Reassembly;
 
@@ -17,7 +17,7 @@ const CALLS: u8 = 8;
 /// State of an answering end under fuzzing.
 struct Session {
     requests: RequestQueue,
-    coming: OnTheWay,
+    in_flight: PayloadsInFlight,
     /// Last generated call number.
     last: u64,
 }
@@ -37,7 +37,7 @@ impl Session {
             }
             AmKind::Chunk => {
                 if let Disposition::Land { key } = self.requests.chunk(am, payload)? {
-                    self.coming.land(key, payload)?;
+                    self.in_flight.land(key, payload)?;
                 }
             }
             AmKind::Cancel => {
@@ -65,12 +65,12 @@ impl Session {
                 self.last += u64::from(byte(input) > 8);
                 let call = self.last;
                 let (am, payload, chunks) = request(call, &parts(input));
-                self.coming.chunks.insert(call, chunks);
+                self.in_flight.chunks.insert(call, chunks);
                 self.message(am, &Payload::Eager(EagerBytes::Owned(payload)))
             }
             3 => {
                 let call = self.call(input);
-                let (am, payload) = self.coming.chunk(call, input);
+                let (am, payload) = self.in_flight.chunk(call, input);
                 self.message(am, &payload)
             }
             4 => {
@@ -78,7 +78,7 @@ impl Session {
                 self.message(cancel, &Payload::Eager(EagerBytes::Borrowed(&[])))
             }
             _ => {
-                if let Some((key, bytes)) = self.coming.landed(input) {
+                if let Some((key, bytes)) = self.in_flight.landed(input) {
                     self.requests.landed(key, bytes);
                 }
                 Ok(())
@@ -94,11 +94,11 @@ impl Session {
 /// The error that would have ended the connection.
 pub fn take_requests(mut input: &[u8], limits: &MessageLimits) -> Result<usize> {
     let requests = RequestQueue::new(Reassembly::new(limits.clone(), limits.message_bytes_max));
-    let mut session = Session { requests, coming: OnTheWay::default(), last: 0 };
+    let mut session = Session { requests, in_flight: PayloadsInFlight::default(), last: 0 };
     while input.has_remaining() {
         session.step(&mut input)?;
     }
-    Ok(session.coming.taken)
+    Ok(session.in_flight.taken)
 }
 
 /// Generates a request's first chunk for a head and segments of these lengths, and the lengths of its chunks.

@@ -11,7 +11,7 @@ use gym_core::{CallContext, Code, Error, Link, PathInfo, Reply, Request, Respons
 
 use crate::fabric::{ActiveMessage, CloseReason, Disposition, EagerBytes, Lanes, Payload};
 use crate::messaging::calling::CallingEvents;
-use crate::messaging::fuzzing::{CUT, OnTheWay, byte, first_chunk, parts, raw, raw_announced};
+use crate::messaging::fuzzing::{CUT, PayloadsInFlight, byte, first_chunk, parts, raw, raw_announced};
 use crate::messaging::header::{AmHeader, AmKind};
 use crate::messaging::send_queue::{Carrier, UcxSendQueue};
 
@@ -20,9 +20,9 @@ const CALLS: usize = 8;
 
 /// A network that accepts everything and delivers nothing.
 #[derive(Clone, Debug)]
-struct Nowhere;
+struct BlackHole;
 
-impl Carrier for Nowhere {
+impl Carrier for BlackHole {
     fn post(&self, mut message: ActiveMessage) -> Result<()> {
         if let Some(done) = message.done.take() {
             done(Ok(()));
@@ -35,25 +35,25 @@ impl Carrier for Nowhere {
 
 /// State of a calling end under fuzzing.
 struct Session {
-    caller: Arc<CallingEvents<Nowhere>>,
-    link: MuxLink<UcxSendQueue<Nowhere>>,
+    caller: Arc<CallingEvents<BlackHole>>,
+    link: MuxLink<UcxSendQueue<BlackHole>>,
     /// Pending calls with their numbers.
     calls: Vec<(u64, Reply)>,
     last_call: u64,
-    coming: OnTheWay,
+    in_flight: PayloadsInFlight,
 }
 
 impl Session {
     fn new(limits: &ConnectionLimits) -> Self {
-        let (caller, mut greeted) = CallingEvents::new(limits.clone(), CUT);
-        caller.on_opened(&Nowhere, &Lanes::default());
-        let mut greeting = BytesMut::with_capacity(Handshake::BYTES);
-        Handshake::of(limits).put(&mut greeting);
+        let (caller, mut established) = CallingEvents::new(limits.clone(), CUT);
+        caller.on_opened(&BlackHole, &Lanes::default());
+        let mut handshake = BytesMut::with_capacity(Handshake::BYTES);
+        Handshake::of(limits).put(&mut handshake);
         let am = AmHeader::bare(AmKind::Handshake, 0).write();
-        caller.on_message(&am, &Payload::Eager(EagerBytes::Borrowed(&greeting))).expect("a valid handshake");
-        let greeted = greeted.try_recv().expect("a handshake arrived").expect("the handshake was accepted");
-        let link = MuxLink::new(greeted.end, PathInfo::new("ucx", "peer", true));
-        Self { caller, link, calls: Vec::new(), last_call: 0, coming: OnTheWay::default() }
+        caller.on_message(&am, &Payload::Eager(EagerBytes::Borrowed(&handshake))).expect("a valid handshake");
+        let established = established.try_recv().expect("a handshake arrived").expect("the handshake was accepted");
+        let link = MuxLink::new(established.end, PathInfo::new("ucx", "peer", true));
+        Self { caller, link, calls: Vec::new(), last_call: 0, in_flight: PayloadsInFlight::default() }
     }
 
     /// Returns the number of a recent call.
@@ -82,7 +82,7 @@ impl Session {
 
     fn message(&mut self, am: AmHeader, payload: &Payload<'_>) -> Result<()> {
         if let Disposition::Land { key } = self.caller.on_message(&am.write(), payload)? {
-            self.coming.land(key, payload)?;
+            self.in_flight.land(key, payload)?;
         }
         Ok(())
     }
@@ -105,12 +105,12 @@ impl Session {
             2 => {
                 let call = self.call(input);
                 let (am, payload, chunks) = answer(call, &parts(input));
-                self.coming.chunks.insert(call, chunks);
+                self.in_flight.chunks.insert(call, chunks);
                 self.message(am, &Payload::Eager(EagerBytes::Owned(payload)))
             }
             3 => {
                 let call = self.call(input);
-                let (am, payload) = self.coming.chunk(call, input);
+                let (am, payload) = self.in_flight.chunk(call, input);
                 self.message(am, &payload)
             }
             4 => {
@@ -119,7 +119,7 @@ impl Session {
                 self.eager(am, &reason)
             }
             5 => {
-                if let Some((key, bytes)) = self.coming.landed(input) {
+                if let Some((key, bytes)) = self.in_flight.landed(input) {
                     self.caller.on_landed(key, bytes);
                 }
                 Ok(())
@@ -142,18 +142,18 @@ impl Session {
 
     /// Ends the connection, and checks that every call is notified and that nothing is kept.
     fn end(mut self, ended: Result<()>) -> Result<usize> {
-        let told =
+        let error =
             ended.as_ref().map_or_else(|error| Error::unknown(error.code(), "ended"), |()| Error::internal("left"));
-        for (key, buffer) in std::mem::take(&mut self.coming.landing) {
+        for (key, buffer) in std::mem::take(&mut self.in_flight.landing) {
             if ended.is_ok() {
                 self.caller.on_landed(key, buffer.freeze());
             }
         }
-        self.caller.on_ended(CloseReason::Lost(told));
+        self.caller.on_ended(CloseReason::Lost(error));
         for (call, reply) in self.calls {
             assert!(reply.now_or_never().is_some(), "call {call} was not notified of the end of the connection");
         }
-        ended.map(|()| self.coming.taken)
+        ended.map(|()| self.in_flight.taken)
     }
 }
 
@@ -164,12 +164,12 @@ impl Session {
 /// The error that would have ended the connection.
 pub fn take_responses(mut input: &[u8], limits: &ConnectionLimits) -> Result<usize> {
     let mut session = Session::new(limits);
-    let mut went = Ok(());
-    while went.is_ok() && input.has_remaining() {
-        went = session.step(&mut input);
-        assert!(session.caller.keeps() <= session.calls.len(), "responses are kept only for pending calls");
+    let mut result = Ok(());
+    while result.is_ok() && input.has_remaining() {
+        result = session.step(&mut input);
+        assert!(session.caller.incomplete() <= session.calls.len(), "responses are kept only for pending calls");
     }
-    session.end(went)
+    session.end(result)
 }
 
 /// Generates a response's first chunk for a head and segments of these lengths, and the lengths of its chunks.

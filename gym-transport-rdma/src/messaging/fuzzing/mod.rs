@@ -27,7 +27,7 @@ const PARTS_MAX: usize = 4;
 
 /// Payloads in flight to an end.
 #[derive(Default)]
-struct OnTheWay {
+struct PayloadsInFlight {
     /// Announced payloads that the end receives.
     landing: VecDeque<(u64, Buffer)>,
     /// Lengths of the chunks of the last generated message of each call.
@@ -36,7 +36,7 @@ struct OnTheWay {
     taken: usize,
 }
 
-impl OnTheWay {
+impl PayloadsInFlight {
     /// Takes a buffer for an announced payload.
     ///
     /// # Errors

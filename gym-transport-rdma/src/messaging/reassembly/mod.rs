@@ -18,7 +18,7 @@ use crate::messaging::reassembly::message::{CompleteMessage, Header, PartialMess
 
 /// Maximum incomplete messages, and maximum chunks of abandoned messages that are still being received. Far more than a
 /// peer of this crate can cause, which has [`IN_FLIGHT_MAX`] active messages in flight.
-const UNDER_WAY_MAX: usize = 8 * IN_FLIGHT_MAX;
+const INCOMPLETE_MAX: usize = 8 * IN_FLIGHT_MAX;
 
 /// Call number and message of a first chunk. The message is received if it is [kept](Reassembly::keep).
 pub(crate) type FirstChunk<H> = (u64, PartialMessage<H>);
@@ -48,7 +48,7 @@ struct Abandoned {
 
 impl Abandoned {
     /// Adds the chunks of an abandoned message that are being received.
-    fn add(&mut self, number: u64, landing: impl Iterator<Item = usize>, room: CapacityPermit) {
+    fn add(&mut self, number: u64, landing: impl Iterator<Item = usize>, permit: CapacityPermit) {
         let mut landings = 0;
         for bytes in landing {
             landings += 1;
@@ -56,7 +56,7 @@ impl Abandoned {
         }
         if landings > 0 {
             self.landings += landings;
-            self.messages.insert(number, (landings, room));
+            self.messages.insert(number, (landings, permit));
         }
     }
 
@@ -157,8 +157,8 @@ impl<H: Header> Reassembly<H> {
         if partial_message.is_complete() {
             return Ok(Some(partial_message.finish()));
         }
-        if self.partial.len() >= UNDER_WAY_MAX {
-            return Err(too_much(format!("{UNDER_WAY_MAX} incomplete messages, which is the maximum")));
+        if self.partial.len() >= INCOMPLETE_MAX {
+            return Err(too_much(format!("{INCOMPLETE_MAX} incomplete messages, which is the maximum")));
         }
         let number = self.number();
         self.partial.insert(call, (number, partial_message));
@@ -172,7 +172,7 @@ impl<H: Header> Reassembly<H> {
     pub(crate) fn chunk(&mut self, am: AmHeader, payload: &Payload<'_>) -> Result<Disposition> {
         let Some((number, partial_message)) = self.partial.get_mut(&am.call) else { return Ok(Disposition::Done) };
         let Abandoned { landings, bytes, .. } = self.abandoned;
-        if landings >= UNDER_WAY_MAX || bytes > self.abandoned_bytes_max {
+        if landings >= INCOMPLETE_MAX || bytes > self.abandoned_bytes_max {
             return Err(too_much(format!(
                 "{landings} payloads of {bytes} bytes still arriving for abandoned messages"
             )));
@@ -208,11 +208,11 @@ impl<H: Header> Reassembly<H> {
         self.next_key
     }
 
-    /// Abandons a message and holds `room` until its chunks in flight have landed. Returns whether there was such a
+    /// Abandons a message and holds `permit` until its chunks in flight have landed. Returns whether there was such a
     /// message.
-    pub(crate) fn forget(&mut self, call: u64, room: CapacityPermit) -> bool {
+    pub(crate) fn forget(&mut self, call: u64, permit: CapacityPermit) -> bool {
         let Some((number, partial_message)) = self.partial.remove(&call) else { return false };
-        self.abandoned.add(number, partial_message.landing(), room);
+        self.abandoned.add(number, partial_message.landing(), permit);
         true
     }
 
@@ -228,8 +228,8 @@ impl<H: Header> Reassembly<H> {
     }
 }
 
-fn too_much(said: String) -> Error {
-    Error::unknown(Code::ResourceExhausted, said)
+fn too_much(reason: String) -> Error {
+    Error::unknown(Code::ResourceExhausted, reason)
 }
 
 /// Returns the bytes of a payload whose kind is never announced.

@@ -49,7 +49,7 @@ use crate::fabric::thread::peer_workers::address::Address;
 use crate::fabric::thread::peer_workers::process::PeerProcess;
 use crate::fabric::thread::peer_workers::slot::{ClosedConnection, ClosingSlot, FinalMessage, Slot, SlotStage};
 use crate::sys::Library;
-use crate::ucx::{Armed, Context, Others, Receiver, Worker};
+use crate::ucx::{Armed, Context, Receiver, UnhandledIds, Worker};
 
 /// File descriptors per peer worker: UCX's, and that of the peer's process.
 const PEER_WORKER_DESCRIPTORS: usize = 7;
@@ -102,17 +102,17 @@ impl PeerWorkers {
 
     /// Opens a peer worker, kept for `within` unless a connection takes it.
     pub(crate) fn open(&mut self, within: Duration) -> Result<PeerWorker> {
-        let refused = |code, said: String| Error::not_started(code, said);
+        let refused = |code, reason: String| Error::not_started(code, reason);
         if self.slots.len() >= self.settings.max {
             self.shared.counters.peer_workers_refused.add(1);
-            let said = format!(
+            let reason = format!(
                 "{} connections share memory with this process; raise shared_memory_peers_max or the limit on file descriptors",
                 self.slots.len()
             );
-            return Err(refused(Code::ResourceExhausted, said));
+            return Err(refused(Code::ResourceExhausted, reason));
         }
         let id = PeerWorkerId(self.next);
-        let worker = self.worker(id).map_err(|said| refused(Code::Unavailable, said))?;
+        let worker = self.worker(id).map_err(|reason| refused(Code::Unavailable, reason))?;
         self.next += 1;
         let address = Address::ours(&worker);
         self.workers.borrow_mut().push(Rc::clone(&worker));
@@ -145,7 +145,7 @@ impl PeerWorkers {
             Rc::clone(self.context.insert(context))
         };
         let worker = Worker::open(&context).map_err(|(what, status)| format!("{what}: {status}"))?;
-        let received = worker.receive(MESSAGE_ID, (self.receiver)(id), Others::Lower);
+        let received = worker.receive(MESSAGE_ID, (self.receiver)(id), UnhandledIds::Lower);
         received.map_err(|status| format!("receive messages: {status}"))?;
         Ok(worker)
     }
@@ -179,10 +179,10 @@ impl PeerWorkers {
     }
 
     /// Moves a worker whose connection has ended to the closing stage.
-    pub(crate) fn leave(&mut self, id: PeerWorkerId, left: ClosedConnection) {
+    pub(crate) fn begin_close(&mut self, id: PeerWorkerId, closed: ClosedConnection) {
         let Some(slot) = self.slots.get_mut(&id) else { return };
         let SlotStage::Taken(own) = slot.stage else { return };
-        let ClosedConnection { endpoint, peer, operations, was_open } = left;
+        let ClosedConnection { endpoint, peer, operations, was_open } = closed;
         let (since, final_message) = (Instant::now(), Rc::new(Cell::new(FinalMessage::NotSent)));
         slot.stage =
             SlotStage::Closing(ClosingSlot { own, endpoint, peer, operations, was_open, since, final_message });
@@ -222,13 +222,13 @@ impl PeerWorkers {
             }
         }
         self.remove_where(|slot| slot.is_over(now));
-        self.look_at_processes();
+        self.poll_processes();
         lost
     }
 
     /// Records which peer processes have ended. This takes effect one round later, because the worker's queue still
     /// holds messages that the peer sent before.
-    fn look_at_processes(&mut self) {
+    fn poll_processes(&mut self) {
         let watched: Vec<_> =
             self.slots.iter().filter_map(|(id, slot)| Some((*id, slot.process.descriptor()?))).collect();
         if watched.is_empty() {
@@ -289,9 +289,9 @@ impl PeerWorkers {
     }
 
     /// Closes all workers at the end. Returns whether all could be closed; the others are leaked, with the context.
-    pub(crate) fn give_back(mut self) -> bool {
+    pub(crate) fn destroy(mut self) -> bool {
         // A process that ended a moment ago may not be recorded yet.
-        self.look_at_processes();
+        self.poll_processes();
         self.remove_where(Slot::can_be_destroyed);
         self.workers.borrow_mut().clear();
         let clean = self.slots.is_empty();

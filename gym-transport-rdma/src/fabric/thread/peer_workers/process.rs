@@ -69,8 +69,8 @@ mod tests {
         assert_eq!(poll(&mut [PollFd::from_borrowed_fd(descriptor, PollFlags::IN)], Some(&patience)), Ok(1));
         child.wait().unwrap();
         assert!(PeerProcess::watch(child.id()).has_ended());
-        for nobody in [std::process::id(), 0, u32::MAX] {
-            let unknown = PeerProcess::watch(nobody);
+        for unwatched in [std::process::id(), 0, u32::MAX] {
+            let unknown = PeerProcess::watch(unwatched);
             assert!(!unknown.has_ended() && unknown.descriptor().is_none());
         }
     }

@@ -19,7 +19,7 @@ use crate::ucx::{Endpoint, Outgoing, Protocol, Worker};
 /// How long a shutdown waits for a closing worker, and how long a worker is kept for a peer that never connected.
 pub(crate) const CLOSE_WITHIN: Duration = Duration::from_secs(1);
 /// How long a worker without operations of its own is kept until the peer reports that it has none either.
-const PATIENCE: Duration = Duration::from_secs(60);
+const FINISH_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// One peer worker.
 pub(crate) struct Slot {
@@ -129,8 +129,8 @@ impl Slot {
                 let agreed = self.peer_finished && closing.has_sent_final();
                 // Only a hello can be in flight to a peer that never connected.
                 let without_hello = closing.endpoint.is_none() || since >= CLOSE_WITHIN;
-                let nobody = !closing.was_open && without_hello && !self.may_be_used_by_peer(now);
-                agreed || nobody || self.peer_is_over() || (!closing.has_operations() && since >= PATIENCE)
+                let unused = !closing.was_open && without_hello && !self.may_be_used_by_peer(now);
+                agreed || unused || self.peer_is_over() || (!closing.has_operations() && since >= FINISH_TIMEOUT)
             }
         }
     }
@@ -170,7 +170,7 @@ impl Slot {
         // the peer still copies, but only a process that may read and write our memory anyway can copy them.
         unsafe { worker.abandon() };
         if let SlotStage::Closing(ClosingSlot { endpoint: Some(endpoint), .. }) = stage {
-            endpoint.give_back();
+            endpoint.free_callback();
         }
     }
 }

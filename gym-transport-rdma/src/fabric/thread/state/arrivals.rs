@@ -15,7 +15,7 @@ use crate::fabric::protocol::identity::ConnectionId;
 use crate::fabric::protocol::prefix::{MessageKind, MessagePrefix, URGENT_BYTES_MAX, read_hello};
 use crate::fabric::thread::peer::{IncomingMessage, IncomingPayload, PeerClose, Phase};
 use crate::fabric::thread::state::callbacks::{Callback, CallbackQueue, Origin};
-use crate::fabric::thread::state::{CloseMode, FabricState, LEAVE_WITHIN, UnidentifiedPeer};
+use crate::fabric::thread::state::{CloseMode, FabricState, PEER_CLOSE_WITHIN, UnidentifiedPeer};
 use crate::memory::Buffer;
 use crate::ucx::{Announcement, Endpoint, RawRequest, Status};
 
@@ -46,7 +46,7 @@ impl FabricState {
             }
             peer.reorder.pass();
         }
-        self.deliver(prefix.receiver, header, Given::Borrowed(bytes));
+        self.deliver(prefix.receiver, header, PayloadSource::Borrowed(bytes));
         true
     }
 
@@ -92,7 +92,7 @@ impl FabricState {
             Phase::Calling | Phase::Open if kind == MessageKind::Urgent && !message.may_be_urgent() => {
                 let error =
                     format!("the peer sent an urgent message longer than {URGENT_BYTES_MAX} bytes, or announced it");
-                return self.break_off(id, Error::unknown(Code::DataLoss, error));
+                return self.fail(id, Error::unknown(Code::DataLoss, error));
             }
             Phase::Calling if kind == MessageKind::Urgent => {
                 if peer.early.len() < self.options.reorder_max {
@@ -117,7 +117,7 @@ impl FabricState {
             peer.connection.counters.out_of_order.add(1);
         }
         if let Err(error) = peer.reorder.hold(sequence, message.body.held_bytes(), message) {
-            return self.break_off(id, Error::unknown(Code::DataLoss, error.to_string()));
+            return self.fail(id, Error::unknown(Code::DataLoss, error.to_string()));
         }
         while let Some(message) = self.peers.get_mut(&id).and_then(|peer| peer.reorder.pop()) {
             self.deliver_in_order(id, message);
@@ -132,7 +132,7 @@ impl FabricState {
             (MessageKind::Ordered, Phase::Open) => self.deliver_message(id, message),
             (MessageKind::Close, Phase::Open) => {
                 peer.phase = Phase::PeerClosing { peer_close: PeerClose::Received };
-                peer.deadline = Some(Instant::now() + LEAVE_WITHIN);
+                peer.deadline = Some(Instant::now() + PEER_CLOSE_WITHIN);
                 self.settle(id);
             }
             (MessageKind::Close, Phase::Closing { peer_close }) => {
@@ -149,7 +149,7 @@ impl FabricState {
             (MessageKind::Ordered, Phase::Closing { .. } | Phase::Broken) => {}
             (kind, _) => {
                 let error = format!("the peer sent an unexpected {kind:?} message");
-                self.break_off(id, Error::unknown(Code::DataLoss, error));
+                self.fail(id, Error::unknown(Code::DataLoss, error));
             }
         }
     }
@@ -211,7 +211,7 @@ impl FabricState {
         let lanes = peer.connection.lanes.get_or_init(|| Lanes::parse(&description)).clone();
         let connection = Connection(Arc::clone(&peer.connection));
         if let Err(error) = peer.notify(|events| events.opened(&connection, &lanes)) {
-            return self.break_off(id, error);
+            return self.fail(id, error);
         }
         let (waiting, early) = (peer.take_waiting(), std::mem::take(&mut peer.early));
         for message in waiting {
@@ -223,40 +223,41 @@ impl FabricState {
     }
 
     fn deliver_message(&mut self, id: ConnectionId, message: IncomingMessage) {
-        let given = match message.body {
-            IncomingPayload::Eager(bytes) => Given::Owned(bytes),
-            IncomingPayload::Announced(announcement) => Given::Announced(announcement),
+        let source = match message.body {
+            IncomingPayload::Eager(bytes) => PayloadSource::Owned(bytes),
+            IncomingPayload::Announced(announcement) => PayloadSource::Announced(announcement),
         };
-        self.deliver(id, &message.header, given);
+        self.deliver(id, &message.header, source);
     }
 
-    fn deliver(&mut self, id: ConnectionId, header: &[u8], given: Given<'_>) {
+    fn deliver(&mut self, id: ConnectionId, header: &[u8], source: PayloadSource<'_>) {
         let Some(peer) = self.peers.get_mut(&id) else { return };
         let counters = &peer.connection.counters;
-        counters.bytes_received.add(given.len() as u64);
-        if let Given::Announced(_) = given { &counters.rendezvous_received } else { &counters.eager_received }.add(1);
-        let payload = match &given {
-            Given::Borrowed(bytes) => Payload::Eager(EagerBytes::Borrowed(bytes)),
-            Given::Owned(bytes) => Payload::Eager(EagerBytes::Owned(bytes.clone())),
-            Given::Announced(announcement) => Payload::Announced(announcement.length() as u64),
+        counters.bytes_received.add(source.len() as u64);
+        if let PayloadSource::Announced(_) = source { &counters.rendezvous_received } else { &counters.eager_received }
+            .add(1);
+        let payload = match &source {
+            PayloadSource::Borrowed(bytes) => Payload::Eager(EagerBytes::Borrowed(bytes)),
+            PayloadSource::Owned(bytes) => Payload::Eager(EagerBytes::Owned(bytes.clone())),
+            PayloadSource::Announced(announcement) => Payload::Announced(announcement.length() as u64),
         };
         let disposition = match peer.notify(|events| events.message(header, payload)) {
             Ok(Ok(disposition)) => disposition,
-            Ok(Err(error)) | Err(error) => return self.break_off(id, error),
+            Ok(Err(error)) | Err(error) => return self.fail(id, error),
         };
         // `Done` drops an announcement, which rejects it.
         let Disposition::Land { key } = disposition else { return };
-        let landed = match given {
-            Given::Borrowed(bytes) => self.shared.pool.copy(bytes),
-            Given::Owned(bytes) => self.shared.pool.copy(&bytes),
-            Given::Announced(announcement) => {
+        let landed = match source {
+            PayloadSource::Borrowed(bytes) => self.shared.pool.copy(bytes),
+            PayloadSource::Owned(bytes) => self.shared.pool.copy(&bytes),
+            PayloadSource::Announced(announcement) => {
                 peer.landing.announced.push_back((key, announcement));
                 return self.land(id);
             }
         };
-        let told = landed.and_then(|bytes| peer.notify(|events| events.landed(key, bytes)));
-        if let Err(error) = told {
-            self.break_off(id, error);
+        let outcome = landed.and_then(|bytes| peer.notify(|events| events.landed(key, bytes)));
+        if let Err(error) = outcome {
+            self.fail(id, error);
         }
     }
 
@@ -264,14 +265,14 @@ impl FabricState {
     fn land(&mut self, id: ConnectionId) {
         let Some(peer) = self.peers.get_mut(&id) else { return };
         let most = if peer.peer_worker.is_some() { SHARED_MEMORY_LANDINGS_MAX } else { usize::MAX };
-        while peer.landing.under_way < most
+        while peer.landing.in_flight < most
             && let Some((key, announcement)) = peer.landing.announced.pop_front()
         {
             let buffer = match self.shared.pool.take(announcement.length()) {
                 Ok(buffer) => buffer,
-                Err(error) => return self.break_off(id, error),
+                Err(error) => return self.fail(id, error),
             };
-            peer.landing.under_way += 1;
+            peer.landing.in_flight += 1;
             let memory = if peer.peer_worker.is_some() { None } else { self.registrations.of(&buffer) };
             let (callbacks, operations) = (Rc::clone(&self.callbacks), Rc::clone(&peer.operations));
             announcement.fetch(buffer, memory.as_deref(), move |result| {
@@ -285,21 +286,21 @@ impl FabricState {
     fn landed(&mut self, id: ConnectionId, key: u64, result: Result<Buffer, Status>) {
         // A connection that has ended has called `ended` already; the buffer returns to the pool.
         let Some(peer) = self.peers.get_mut(&id) else { return };
-        peer.landing.under_way -= 1;
-        let told = match (result, &peer.phase) {
+        peer.landing.in_flight -= 1;
+        let outcome = match (result, &peer.phase) {
             (Ok(buffer), Phase::Open | Phase::PeerClosing { .. }) => {
                 peer.notify(|events| events.landed(key, buffer.freeze()))
             }
             (Ok(_), _) => Ok(()),
             (Err(status), _) => Err(Error::unknown(Code::Unavailable, format!("receive a payload: {status}"))),
         };
-        match told {
+        match outcome {
             Ok(()) => {
                 // The callback may have returned a buffer to the pool that is still in the cache.
                 self.land(id);
                 self.settle(id);
             }
-            Err(error) => self.break_off(id, error),
+            Err(error) => self.fail(id, error),
         }
     }
 
@@ -317,10 +318,10 @@ impl FabricState {
     }
 
     /// Ends a connection whose peer is lost.
-    pub(crate) fn peer_lost(&mut self, id: ConnectionId, said: &str) {
+    pub(crate) fn peer_lost(&mut self, id: ConnectionId, reason: &str) {
         let Some(peer) = self.peers.get(&id) else { return };
         let lost =
-            |execution: fn(Code, String) -> Error| CloseReason::Lost(execution(Code::Unavailable, said.to_owned()));
+            |execution: fn(Code, String) -> Error| CloseReason::Lost(execution(Code::Unavailable, reason.to_owned()));
         let why = match peer.phase {
             Phase::Expecting { .. } | Phase::Calling => lost(Error::not_started),
             Phase::Closing { .. } => CloseReason::Closed,
@@ -346,13 +347,13 @@ impl FabricState {
 }
 
 /// A payload to deliver.
-enum Given<'a> {
+enum PayloadSource<'a> {
     Borrowed(&'a [u8]),
     Owned(Bytes),
     Announced(Announcement),
 }
 
-impl Given<'_> {
+impl PayloadSource<'_> {
     fn len(&self) -> usize {
         match self {
             Self::Borrowed(bytes) => bytes.len(),

@@ -31,11 +31,11 @@ use crate::fabric::thread::state::registrations::Registrations;
 use crate::ucx::{Closing, Endpoint, Listener, Status, Worker};
 
 /// How long UCX may take to complete the operations of an aborted endpoint.
-const BREAK_OFF_WITHIN: Duration = Duration::from_secs(1);
+const ABORT_WITHIN: Duration = Duration::from_secs(1);
 /// How long an unwanted endpoint may take to connect before it is closed.
 const CONNECT_WITHIN: Duration = Duration::from_secs(10);
 /// How long payloads that a peer announced before its `Close` may still take; the peer keeps its own deadline.
-pub(crate) const LEAVE_WITHIN: Duration = Duration::from_secs(60);
+pub(crate) const PEER_CLOSE_WITHIN: Duration = Duration::from_secs(60);
 
 /// Everything that only the fabric's thread uses.
 pub(crate) struct FabricState {
@@ -200,7 +200,7 @@ impl FabricState {
     ) {
         let mut peer = PeerConnection::new(connection, events, to.peer, Phase::Calling, until, self.limits());
         let (serial, failed) = self.next_serial();
-        let (endpoint, whom) = match &to.target {
+        let (endpoint, target) = match &to.target {
             Target::Network(address) => (Endpoint::to_socket(&self.worker, *address, failed), address.to_string()),
             // The peer's address may refer to other memory by now.
             Target::SharedMemory(WorkerPair { local: peer_worker, .. }) if Instant::now() >= until => {
@@ -226,9 +226,9 @@ impl FabricState {
             }
             Err(status) => {
                 peer.shut();
-                self.leave_peer_worker(&mut peer);
-                let error = Error::not_started(Code::Unavailable, format!("connect to {whom}: {status}"));
-                notify_ended(&peer, CloseReason::Lost(error));
+                self.close_peer_worker(&mut peer);
+                let error = Error::not_started(Code::Unavailable, format!("connect to {target}: {status}"));
+                notify_end(&peer, CloseReason::Lost(error));
             }
         }
     }
@@ -238,7 +238,7 @@ impl FabricState {
         peer.shut();
         self.peer_workers.release(peer_worker.id());
         let error = Error::not_started(Code::Unavailable, format!("connect from {peer_worker:?}: {why}"));
-        notify_ended(&peer, CloseReason::Lost(error));
+        notify_end(&peer, CloseReason::Lost(error));
     }
 
     fn limits(&self) -> ConnectionLimits {
@@ -250,7 +250,7 @@ impl FabricState {
         let id = peer.connection.id();
         if self.ends_at.is_some() || self.peers.contains_key(&id) {
             peer.shut();
-            self.leave_peer_worker(&mut peer);
+            self.close_peer_worker(&mut peer);
             let why = if self.ends_at.is_some() {
                 CloseReason::Closed
             } else {
@@ -273,9 +273,9 @@ impl FabricState {
         let Some(peer) = self.peers.get_mut(&id) else { return finish(message.done, Err(connection_ended())) };
         let unsent_max = self.options.unsent_max;
         if peer.unsent() >= unsent_max {
-            let said = format!("the peer has not received {unsent_max} messages, which is the maximum");
-            finish(message.done, Err(Error::not_started(Code::ResourceExhausted, said.clone())));
-            return self.break_off(id, Error::unknown(Code::ResourceExhausted, said));
+            let reason = format!("the peer has not received {unsent_max} messages, which is the maximum");
+            finish(message.done, Err(Error::not_started(Code::ResourceExhausted, reason.clone())));
+            return self.fail(id, Error::unknown(Code::ResourceExhausted, reason));
         }
         let (registrations, shared_memory) = (&mut self.registrations, peer.peer_worker.is_some());
         peer.post(message, |payload| {
@@ -308,7 +308,7 @@ impl FabricState {
         for command in self.shared.queue.close() {
             self.command(command);
         }
-        self.ends_at = Some(Instant::now() + within + BREAK_OFF_WITHIN);
+        self.ends_at = Some(Instant::now() + within + ABORT_WITHIN);
         let ids: Vec<_> = self.peers.keys().copied().collect();
         for id in ids {
             self.close(id, within);
@@ -357,7 +357,7 @@ impl FabricState {
     }
 
     /// Fails the connection. It ends as soon as UCX has returned.
-    pub(crate) fn break_off(&mut self, id: ConnectionId, error: Error) {
+    pub(crate) fn fail(&mut self, id: ConnectionId, error: Error) {
         let Some(peer) = self.peers.get_mut(&id) else { return };
         if !matches!(peer.phase, Phase::Broken) {
             peer.phase = Phase::Broken;
@@ -376,7 +376,7 @@ impl FabricState {
                 // UCX does not notify the peer.
                 peer.send_control(MessageKind::Aborted);
             }
-            self.leave_peer_worker(&mut peer);
+            self.close_peer_worker(&mut peer);
             // Operations to a stopped peer do not complete, so they are not waited for.
             return self.ending.push(EndingConnection { peer, why, until: now });
         }
@@ -386,15 +386,15 @@ impl FabricState {
             match how {
                 CloseMode::Force if connecting => self.linger(endpoint, &peer, now + CONNECT_WITHIN),
                 CloseMode::Force | CloseMode::Agreed => self.closing.push(endpoint.close()),
-                CloseMode::Linger => self.linger(endpoint, &peer, now + BREAK_OFF_WITHIN),
+                CloseMode::Linger => self.linger(endpoint, &peer, now + ABORT_WITHIN),
             }
         }
-        let until = if connecting { now } else { now + BREAK_OFF_WITHIN };
+        let until = if connecting { now } else { now + ABORT_WITHIN };
         self.ending.push(EndingConnection { peer, why, until });
     }
 
     /// Hands the remaining state of a connection over shared memory to its peer worker.
-    fn leave_peer_worker(&mut self, peer: &mut PeerConnection) {
+    fn close_peer_worker(&mut self, peer: &mut PeerConnection) {
         let Some(peer_worker) = peer.peer_worker else { return };
         let was_open = !matches!(peer.phase, Phase::Calling | Phase::Expecting { .. });
         let closed = ClosedConnection {
@@ -403,7 +403,7 @@ impl FabricState {
             operations: Rc::clone(&peer.operations),
             was_open,
         };
-        self.peer_workers.leave(peer_worker, closed);
+        self.peer_workers.begin_close(peer_worker, closed);
     }
 
     fn linger(&mut self, endpoint: Endpoint, peer: &PeerConnection, until: Instant) {
@@ -430,8 +430,8 @@ impl FabricState {
         for EndingConnection { peer, why, .. } in
             self.ending.extract_if(.., |ending| ending.peer.operations.is_empty() || now >= ending.until)
         {
-            peer.operations.give_up(|| Error::unknown(Code::Unavailable, "the connection ended before this was sent"));
-            notify_ended(&peer, why);
+            peer.operations.fail_all(|| Error::unknown(Code::Unavailable, "the connection ended before this was sent"));
+            notify_end(&peer, why);
         }
     }
 
@@ -489,7 +489,7 @@ impl FabricState {
     }
 
     /// Closes worker, memory and context, in this order. Returns whether everything was released; the rest is leaked.
-    pub(crate) fn give_back(mut self) -> bool {
+    pub(crate) fn destroy(mut self) -> bool {
         let ids: Vec<_> = self.peers.keys().copied().collect();
         for id in ids {
             self.end(id, CloseReason::Closed, CloseMode::Force);
@@ -506,22 +506,22 @@ impl FabricState {
         while self.callbacks.pop().is_some() {}
         let Self { closing, unidentified_peers, lingering, listener, registrations, worker, peer_workers, .. } = self;
         drop((unidentified_peers, lingering, listener));
-        let berths_clean = peer_workers.give_back();
+        let workers_clean = peer_workers.destroy();
         let mut clean = closing.is_empty();
         std::mem::forget(closing);
         // A pending operation keeps the worker alive.
         clean &= Rc::strong_count(&worker) == 1;
         drop(worker);
         if clean {
-            registrations.give_back();
+            registrations.close();
         } else {
             registrations.leak();
         }
-        clean && berths_clean
+        clean && workers_clean
     }
 }
 
-fn notify_ended(peer: &PeerConnection, why: CloseReason) {
+fn notify_end(peer: &PeerConnection, why: CloseReason) {
     if peer.notify(|events| events.ended(why)).is_err() {
         tracing::error!("connection close callback panicked");
     }

@@ -76,7 +76,7 @@ impl Registrations {
     }
 
     /// Drops all registrations and closes the pool, after the worker was closed.
-    pub(crate) fn give_back(self) {
+    pub(crate) fn close(self) {
         drop(self.memory);
         self.shared.pool.close();
         drop(self.context);

@@ -13,18 +13,18 @@ const IN_SITE_PACKAGES: [&str; 3] = ["libucx/lib", "nixl_cu12.libs", "nixl_cu13.
 pub(crate) type Files = [PathBuf; 4];
 
 /// Finds the libraries in this directory, or in that of a Python package below it.
-pub(crate) fn find(folder: &Path) -> Option<Files> {
-    let below = IN_SITE_PACKAGES.iter().map(|below| folder.join(below));
-    std::iter::once(folder.to_path_buf()).chain(below).find_map(|folder| in_folder(&folder))
+pub(crate) fn find(directory: &Path) -> Option<Files> {
+    let below = IN_SITE_PACKAGES.iter().map(|below| directory.join(below));
+    std::iter::once(directory.to_path_buf()).chain(below).find_map(|directory| in_directory(&directory))
 }
 
-fn in_folder(folder: &Path) -> Option<Files> {
+fn in_directory(directory: &Path) -> Option<Files> {
     let mut names: Vec<String> =
-        std::fs::read_dir(folder).ok()?.flatten().filter_map(|entry| entry.file_name().into_string().ok()).collect();
+        std::fs::read_dir(directory).ok()?.flatten().filter_map(|entry| entry.file_name().into_string().ok()).collect();
     names.sort();
     let mut files = Files::default();
     for (file, library) in files.iter_mut().zip(LIBRARIES) {
-        *file = folder.join(names.iter().find(|name| is(library, name))?);
+        *file = directory.join(names.iter().find(|name| is(library, name))?);
     }
     Some(files)
 }
