@@ -130,7 +130,7 @@
 //! ### The UCX port is for trusted hosts only
 //! - **Decision.** Our limits apply to announced payloads and to messages that UCX delivers, not to UCX's own wire
 //!   protocol.
-//! - **Why.** UCX assembles fragmented eager messages itself: it allocates the length in the first fragment, writes the
+//! - **Why.** UCX assembles fragmented eager messages itself. It allocates the length in the first fragment, writes the
 //!   others at unchecked offsets, and offers no earlier hook. Any peer of the port, with or without a token, can
 //!   exploit this.
 //! - **Alternatives.** `UCP_AM_FLAG_WHOLE_MSG` on or off: no difference. Put the port on a network whose hosts are

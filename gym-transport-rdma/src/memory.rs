@@ -106,6 +106,9 @@ impl Pool {
     }
 
     /// Copies the bytes into a buffer of the pool.
+    ///
+    /// # Errors
+    /// `ResourceExhausted` if the system has no memory.
     pub(crate) fn copy(&self, bytes: &[u8]) -> Result<Bytes> {
         let mut buffer = self.take(bytes.len())?;
         buffer.copy_from_slice(bytes);

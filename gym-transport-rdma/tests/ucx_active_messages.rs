@@ -217,7 +217,8 @@ fn what_a_peer_on_this_host_has_announced_lands_in_one_buffer_if_it_is_given_bac
     shut_down(Way::SharedMemory, &(caller, answerer));
 }
 
-/// Every wait arms the worker: progress until there is no work, arm, and progress again if UCX reports that it is busy.
+/// Arms the worker for every wait: progress until there is no work, arm, and progress again if UCX reports that it is
+/// busy.
 #[test]
 fn messages_arrive_at_a_fabric_that_sleeps_whenever_it_can() {
     for &way in Way::all() {

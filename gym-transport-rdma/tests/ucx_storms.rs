@@ -153,8 +153,8 @@ fn messages_abandoned_at_random_moments_touch_no_other_memory() {
     }
 }
 
-/// Regression test: the header of a reply posted from within an event was read after its stack frame had ended, if the
-/// connection was still being established.
+/// Regression test. While a connection was being established, the header of a reply posted from within an event was
+/// read after its stack frame had ended.
 #[test]
 fn headers_posted_from_within_events_while_connecting_arrive_whole() {
     struct Replies {

@@ -23,9 +23,9 @@
 //! # Rules
 //! - Header and payload belong to the fabric from [`Connection::post`] until UCX has finished with them, even if the
 //!   caller is cancelled. Memory that UCX or a peer may still read when the fabric ends is leaked, never freed.
-//! - Every wait and every queue is bounded: commands, messages that a peer does not receive, messages that arrive out
-//!   of order (in number and in bytes), connections that have not shown a token, peers on this host, and registered
-//!   memory. A full queue still accepts commands that end something.
+//! - Every wait and every queue is bounded. Bounds apply to commands, messages that a peer does not receive, and
+//!   messages out of order (in number and bytes). They also apply to connections that have not shown a token, peers on
+//!   this host, and registered memory. A full queue still accepts commands that end something.
 //! - The bounds exclude memory that UCX holds before its callback. UCX assembles the fragments of an eager message
 //!   itself, in memory of the length that the peer announces, and offers no earlier hook.
 //! - A message for an unknown connection is dropped and counted.

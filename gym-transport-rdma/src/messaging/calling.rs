@@ -108,6 +108,10 @@ impl<C: Carrier + Clone> CallingEvents<C> {
         let _ = self.opened.set((carrier.clone(), lanes.clone()));
     }
 
+    /// Handles a message of the peer.
+    ///
+    /// # Errors
+    /// If the message violates the protocol, or the peer drains before its handshake. The connection then ends.
     pub(super) fn on_message(&self, header: &[u8], payload: &Payload<'_>) -> Result<Disposition> {
         self.activity.record();
         let am = AmHeader::read(header)?;

@@ -79,6 +79,7 @@ impl AmHeader {
         Self { kind, first: 0, second: 0, call }
     }
 
+    /// Writes the header.
     pub(crate) fn write(self) -> Bytes {
         let mut bytes = BytesMut::with_capacity(AM_HEADER_BYTES);
         bytes.put_u8(self.kind as u8);
@@ -89,6 +90,10 @@ impl AmHeader {
         bytes.freeze()
     }
 
+    /// Reads a header.
+    ///
+    /// # Errors
+    /// If the length is wrong or the kind is unknown.
     pub(crate) fn read(mut from: &[u8]) -> Result<Self> {
         if from.len() != AM_HEADER_BYTES {
             return Err(malformed(format!("a message header of {} bytes; expected {AM_HEADER_BYTES}", from.len())));

@@ -1,8 +1,8 @@
 //! Layout: splits a message into chunks. Both ends compute it from the lengths of the message alone.
 //!
 //! A part (the head or a segment) of `cut` bytes or more is a chunk of its own. Shorter parts are gathered as long as
-//! their total is below `cut`: first after the header in the first chunk (chunk 0), then in further chunks. Gathered
-//! chunks are sent eagerly, all others by rendezvous, so every eager chunk is short.
+//! their total is below `cut`. The first ones follow the header in the first chunk (chunk 0), the others form further
+//! chunks. Gathered chunks are sent eagerly, all others by rendezvous, so every eager chunk is short.
 
 /// Alignment of segments within a chunk, for vector units and typed views.
 pub(crate) const ALIGNMENT: usize = 64;

@@ -25,6 +25,6 @@ mod tests;
 
 /// Active messages of one connection that the fabric holds at a time.
 ///
-/// Enough to keep any network busy. Few enough that hundreds of connections do not fill the fabric's queue, and that a
-/// request that is cancelled early can be removed from the send queue.
+/// Enough to keep any network busy. Few enough that hundreds of connections do not fill the fabric's queue. A request
+/// that is cancelled early can then be removed from the send queue.
 pub(crate) const IN_FLIGHT_MAX: usize = 128;

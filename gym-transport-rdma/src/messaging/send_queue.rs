@@ -72,7 +72,7 @@ struct SendQueueShared<C> {
 pub(crate) enum EndRole {
     /// Sends requests and receives responses. Cancelling a call discards the part of its response that has arrived.
     Calling(Arc<Mutex<Reassembly<ResponseHeader>>>),
-    /// It sends responses.
+    /// Sends responses.
     Answering,
 }
 

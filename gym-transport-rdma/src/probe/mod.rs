@@ -246,7 +246,7 @@ impl Prober {
         finding(topic, Status::Ok, nodes.join(", "))
     }
 
-    /// Either suffices: the limit, or the capability that overrides it.
+    /// Checks the limit on pinned memory, and the capability that overrides it.
     fn locked_memory(&self, has_device: bool) -> Finding {
         let topic = Topic::LockedMemory;
         let limits = self.files.text("/proc/self/limits").unwrap_or_default();

@@ -30,8 +30,8 @@ pub(crate) fn cuda_driver_version(library: &Path) -> Result<String, String> {
 /// same form. Both results are C enums, passed as `int`, with 0 for success.
 fn version(library: &Path, symbol: &'static [u8]) -> Result<i32, String> {
     // SAFETY: loading runs the library's constructors. Callers pass a file with the library's own soname, in a
-    // directory of the dynamic loader or one that the user named, so any user of NCCL or CUDA in this process would run
-    // the same code. Neither library changes signal handlers or libc, and both can be loaded on any thread.
+    // directory of the dynamic loader or of the user. Any user of NCCL or CUDA in this process would run the same code.
+    // Neither library changes signal handlers or libc, and both can be loaded on any thread.
     let library = unsafe { Library::new(library) }.map_err(|error| loader_message(&error))?;
     // SAFETY: both symbols have this signature in every version of their headers.
     let function = unsafe { library.get::<unsafe extern "C" fn(*mut c_int) -> c_int>(symbol) };

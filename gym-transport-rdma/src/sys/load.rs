@@ -190,7 +190,7 @@ fn load_first(locations: &[Location], wanted: Option<PathBuf>) -> Result<Library
     Err(LoadError::NotFound { tried })
 }
 
-/// With `RTLD_NODELETE`, a library stays in the process even if its handle is closed.
+/// Flags of `dlopen`. With `RTLD_NODELETE`, a library stays in the process even if its handle is closed.
 const FLAGS: i32 = RTLD_LAZY | RTLD_GLOBAL | libc::RTLD_NODELETE;
 
 fn open(place: &Location) -> Result<Loaded, Attempt> {
@@ -209,8 +209,8 @@ fn open(place: &Location) -> Result<Loaded, Attempt> {
     };
     let open = |file: &PathBuf| {
         // SAFETY: loading runs the library's constructors. This is UCX, under its own name from the loader's
-        // directories or from the user's location. The caller undoes or reports the known effects of its constructors
-        // (signal handlers, patches of libc), and holds the lock that makes this the only load.
+        // directories or from the user's location. The caller undoes or reports the known effects of its constructors:
+        // signal handlers and patches of libc. It holds the lock that makes this the only load.
         unsafe { Loaded::open(Some(file), FLAGS) }.map_err(|error| {
             let place = match place {
                 Location::Loader => "in the loader's directories".to_owned(),

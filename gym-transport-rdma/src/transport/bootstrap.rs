@@ -104,6 +104,10 @@ impl BootstrapRequest {
         })
     }
 
+    /// Reads a request.
+    ///
+    /// # Errors
+    /// If it is malformed, too long, or of another version.
     pub(crate) fn read(bytes: &[u8]) -> Result<Self> {
         let text: RequestText = parse(bytes)?;
         check(text.version)?;
@@ -131,6 +135,10 @@ impl BootstrapResponse {
         to_json(&ResponseText { version: VERSION, id, token, worker, address })
     }
 
+    /// Reads a response.
+    ///
+    /// # Errors
+    /// If it is malformed, too long, or of another version.
     pub(crate) fn read(bytes: &[u8]) -> Result<Self> {
         let text: ResponseText = parse(bytes)?;
         check(text.version)?;

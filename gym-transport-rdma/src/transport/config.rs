@@ -32,7 +32,7 @@ pub struct UcxConfig {
     ///
     /// Such a chunk is sent by rendezvous, without a copy, into a buffer of the pool. Shorter segments are copied
     /// together: copying 64 KiB takes about as long as the round trip of a rendezvous. Both ends need similar values.
-    /// Each end holds up to 128 chunks of its own size out of order, and ends the connection of a peer that sends much
+    /// Each end holds up to 128 chunks of its own size out of order. It ends the connection of a peer that sends much
     /// longer ones unannounced.
     pub cut_bytes: usize,
 }

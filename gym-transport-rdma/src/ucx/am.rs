@@ -46,9 +46,9 @@ pub(crate) enum Arrival<'a> {
 pub(crate) enum Protocol {
     /// UCX decides.
     Any,
-    /// With its header, whatever its length.
+    /// Eager: with its header, whatever its length.
     Eager,
-    /// Announced, whatever its length.
+    /// Rendezvous: announced, whatever its length.
     Rendezvous,
 }
 

@@ -48,6 +48,10 @@ struct Failed {
 }
 
 impl Endpoint {
+    /// Connects to a listener. Calls `failed` if the peer is lost.
+    ///
+    /// # Errors
+    /// UCX's status.
     pub(crate) fn to_socket(
         worker: &Rc<Worker>,
         to: SocketAddr,
@@ -61,6 +65,10 @@ impl Endpoint {
         })
     }
 
+    /// Accepts the connection request of a peer. Calls `failed` if the peer is lost.
+    ///
+    /// # Errors
+    /// UCX's status.
     pub(crate) fn to_request(
         worker: &Rc<Worker>,
         request: Request,

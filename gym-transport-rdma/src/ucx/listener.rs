@@ -25,6 +25,10 @@ pub(crate) struct Listener {
 pub(crate) struct RawRequest(ucp_conn_request_h);
 
 impl Listener {
+    /// Listens on `address`.
+    ///
+    /// # Errors
+    /// UCX's status.
     pub(crate) fn open(
         worker: &Rc<Worker>,
         address: SocketAddr,

@@ -5,10 +5,10 @@
 //!      ▲── Memory
 //! ```
 //!
-//! An operation owns everything that UCX may still read or write (header, payload, buffer, callback) until UCX's own
-//! callback, even if all other handles are dropped. If UCX never calls back, the memory is leaked, never freed. The
-//! exception is a worker that is [abandoned](Worker::abandon) by a caller that can guarantee that no process uses the
-//! memory any more.
+//! An operation owns everything that UCX may still read or write: header, payload, buffer and callback. It keeps them
+//! until UCX's own callback, even if all other handles are dropped. If UCX never calls back, the memory is leaked,
+//! never freed. The exception is a worker that is [abandoned](Worker::abandon) by a caller that can guarantee that no
+//! process uses the memory any more.
 #![allow(unsafe_code)]
 
 mod am;

@@ -33,11 +33,15 @@ pub(crate) struct Worker {
 pub(crate) enum Armed {
     /// [`Worker::wakeup`] becomes readable when there is work.
     Yes,
-    /// There is work already: call [`Worker::progress`] again.
+    /// Busy: call [`Worker::progress`] again.
     Busy,
 }
 
 impl Worker {
+    /// Creates a worker.
+    ///
+    /// # Errors
+    /// The rejected operation, and UCX's status.
     pub(crate) fn open(context: &Rc<Context>) -> Result<Rc<Self>, Refused> {
         let (library, api) = (context.library, &context.library.api);
         let check = |what: &str, code| Status::check(library, code).map_err(|status| (what.to_owned(), status));
@@ -78,8 +82,8 @@ impl Worker {
         Ok(Rc::new(worker))
     }
 
-    /// Sets the receiver of active messages with this id, once. Messages with the other ids are discarded, as `unhandled`
-    /// specifies.
+    /// Sets the receiver of active messages with this id, once. Messages with the other ids are discarded, as
+    /// `unhandled` specifies.
     ///
     /// # Errors
     /// UCX's status.

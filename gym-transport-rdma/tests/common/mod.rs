@@ -26,7 +26,7 @@ pub(crate) fn open(options: FabricOptions) -> Option<Fabric> {
         Ok(fabric) => Some(fabric),
         Err(FabricError::Load(error)) if std::env::var_os("GYM_UCX_REQUIRED").is_none() => {
             // Not `eprintln!`, whose output the test harness captures.
-            let _ = writeln!(std::io::stderr(), "NOT RUN, for want of UCX: {error}");
+            let _ = writeln!(std::io::stderr(), "NOT RUN, UCX unavailable: {error}");
             None
         }
         Err(error) => panic!("{error}"),
@@ -243,7 +243,7 @@ impl Names {
     }
 }
 
-/// What two ends in one process exchange in their bootstrap.
+/// Exchanges the bootstrap data of two ends in one process.
 pub(crate) struct Meeting {
     pub(crate) names: Names,
     listener: Option<SocketAddr>,

@@ -57,6 +57,10 @@ pub(crate) enum OpenRequest {
 }
 
 impl FabricShared {
+    /// Creates the state of a fabric that is about to start.
+    ///
+    /// # Errors
+    /// If the system has no descriptor for the queue's wake-up.
     pub(crate) fn new(options: &FabricOptions) -> std::io::Result<Self> {
         Ok(Self {
             queue: CommandQueue::new(options.commands_max)?,

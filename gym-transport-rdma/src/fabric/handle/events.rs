@@ -69,10 +69,10 @@ impl EagerBytes<'_> {
     }
 }
 
-/// What the fabric does with a payload.
+/// Disposition of a payload by the fabric.
 #[derive(Debug)]
 pub enum Disposition {
-    /// Nothing more: the payload was consumed or is not wanted. The sender's `done` is called in both cases.
+    /// No further action: the payload was consumed or is not wanted. The sender's `done` is called in both cases.
     Done,
     /// Receive the payload into a buffer of the fabric's pool, then call `landed` with this key. The buffer is taken
     /// when receiving begins. Bytes that came with the header are copied, and `landed` is called at once.
@@ -82,7 +82,7 @@ pub enum Disposition {
     },
 }
 
-/// Why a connection ended.
+/// Reason why a connection ended.
 #[derive(Debug)]
 pub enum CloseReason {
     /// This end called [`Connection::close`], or the fabric was shut down.

@@ -10,11 +10,11 @@ use crate::fabric::protocol::prefix::{HEADER_BYTES_MAX, URGENT_BYTES_MAX};
 
 /// A header and a payload that are sent as one UCX active message.
 pub struct ActiveMessage {
-    /// At most [`HEADER_BYTES_MAX`] bytes.
+    /// Header of at most [`HEADER_BYTES_MAX`] bytes.
     pub header: Bytes,
-    /// Not copied if it is long. UCX reads it until `done` is called.
+    /// Payload, which is not copied if it is long. UCX reads it until `done` is called.
     pub payload: Bytes,
-    /// Ordered or urgent.
+    /// Delivery class.
     pub delivery: Delivery,
     /// Called once, on the fabric's thread, when header and payload are no longer needed.
     ///

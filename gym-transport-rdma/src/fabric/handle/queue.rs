@@ -39,6 +39,10 @@ pub(crate) enum PushError {
 }
 
 impl<T> CommandQueue<T> {
+    /// Creates a queue with this bound for each class of commands.
+    ///
+    /// # Errors
+    /// If the system has no descriptor for the wake-up.
     pub(crate) fn new(max: usize) -> std::io::Result<Self> {
         let wakeup = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         let queues = Mutex::new(Queues { urgent: VecDeque::new(), ordinary: VecDeque::new(), closed: false });
@@ -50,6 +54,9 @@ impl<T> CommandQueue<T> {
     }
 
     /// Appends an item. Returns it if the queue is full or closed.
+    ///
+    /// # Errors
+    /// The item, and [`PushError`].
     pub(crate) fn push(&self, item: T, urgent: bool) -> Result<(), (T, PushError)> {
         let mut queues = self.queues();
         if queues.closed {
@@ -67,6 +74,9 @@ impl<T> CommandQueue<T> {
 
     /// Appends an item even beyond the bound, for commands whose number is bounded otherwise. Returns it if the queue
     /// is closed.
+    ///
+    /// # Errors
+    /// The item.
     pub(crate) fn push_always(&self, item: T, urgent: bool) -> Result<(), T> {
         let mut queues = self.queues();
         if queues.closed {

@@ -94,10 +94,10 @@ impl FabricOptions {
     pub(crate) fn ucx_settings(&self, version: &str) -> Vec<(String, String)> {
         let named = [("TLS", self.transports.clone()), ("NET_DEVICES", self.devices.clone())];
         let named = named.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?)));
-        // Large payloads are fetched where UCX can fetch (RDMA, memory of one host) and copied elsewhere. A zero-copy
-        // send over TCP, put or message, aborts the process when the peer dies at the wrong moment (1.13: tcp_ep.c:939,
-        // uct_iface.h:884; 3 of 40 runs of the test that kills peers, none of 40 with these settings). Later versions
-        // select protocols in another way and pass the test.
+        // Large payloads are fetched where UCX can fetch (RDMA, memory of one host) and copied elsewhere. In 1.13, a
+        // zero-copy send over TCP, put or message, aborts the process when the peer dies at the wrong moment
+        // (tcp_ep.c:939, uct_iface.h:884). That happened in 3 of 40 runs of the test that kills peers, and in none of
+        // 40 with these settings. Later versions select protocols in another way and pass the test.
         let kept = [("RNDV_SCHEME", "get_zcopy"), ("ZCOPY_THRESH", "inf")];
         // By default, copies are sent in parts of 8 KiB, each with a system call; these settings triple the bandwidth.
         // They apply only to TCP; in 1.13 their names have no prefix TCP_. UCX warns about settings of transports that
@@ -132,9 +132,9 @@ impl FabricOptions {
         // One peer needs no more than 64.
         settings.insert(0, ("MM_FIFO_SIZE".to_owned(), "64".to_owned()));
         settings.push(("TLS".to_owned(), transports));
-        // With indirect ids, UCX keeps a list of requests, and 1.13 aborts the process when a worker with pending
-        // requests is destroyed, such as those to a dead peer. Direct ids are safe, because a peer worker is kept as
-        // long as its peer may refer to it.
+        // With indirect ids, UCX keeps a list of requests. 1.13 aborts the process when a worker with pending requests
+        // is destroyed, such as requests to a dead peer. Direct ids are safe, because a peer worker is kept as long as
+        // its peer may refer to it.
         settings.push(("PROTO_INDIRECT_ID".to_owned(), "n".to_owned()));
         Some(settings)
     }
@@ -162,8 +162,8 @@ fn shared_memory_of(transports: &str) -> Option<String> {
     found.iter().any(|name| QUEUES.contains(name)).then(|| found.join(","))
 }
 
-/// Transports that an alias such as `shm` stands for. `xpmem` and `knem` must be named explicitly: from UCX 1.16 on, a
-/// rendezvous that reads mapped memory, as xpmem's does, aborts the process when its worker is destroyed meanwhile.
+/// Transports that an alias such as `shm` stands for. `xpmem` and `knem` must be named explicitly. From UCX 1.16 on, a
+/// rendezvous of xpmem reads mapped memory and aborts the process when its worker is destroyed meanwhile.
 const ONE_HOST: [&str; 4] = ["posix", "sysv", "cma", "self"];
 
 fn expand_alias(name: &str) -> Vec<&str> {

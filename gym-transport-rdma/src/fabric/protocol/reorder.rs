@@ -43,6 +43,9 @@ impl<T> ReorderBuffer<T> {
     }
 
     /// Stores a message of this many bytes. [`ReorderBuffer::pop`] returns it in order.
+    ///
+    /// # Errors
+    /// If the number was used before, or too many messages or bytes are held.
     pub(crate) fn hold(&mut self, sequence: u64, bytes: usize, message: T) -> Result<(), ReorderError> {
         if sequence < self.next || self.held.contains_key(&sequence) {
             return Err(ReorderError::Twice(sequence));

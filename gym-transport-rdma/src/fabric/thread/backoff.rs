@@ -11,7 +11,7 @@ pub(crate) struct Backoff {
     driver: Driver,
     last_work: Instant,
     /// Next sleep. It doubles while nothing happens. On a device without events, a response therefore waits at most
-    /// about as long again as it has taken, and an idle fabric wakes up ten times a second.
+    /// about as long again as it has taken. An idle fabric wakes up ten times a second.
     sleep: Duration,
     /// Next nap while UCX refuses to be armed although it makes no progress.
     nap: Duration,
@@ -84,8 +84,8 @@ impl Backoff {
 
 /// A longer yield means that another thread had much work.
 const YIELD_MAX: Duration = Duration::from_micros(200);
-/// How long the thread then sleeps instead of yielding, as a multiple of the lost time. At most a hundredth of the time
-/// is lost, and a short burst of load has no lasting effect.
+/// Time for which the thread then sleeps instead of yielding, as a multiple of the lost time. At most a hundredth of
+/// the time is lost, and a short burst of load has no lasting effect.
 const CROWDED_TIMES: u32 = 100;
 const CROWDED_MAX: Duration = Duration::from_secs(1);
 /// First nap: as long as the polling before it.

@@ -10,7 +10,7 @@ use tokio::time::Instant;
 
 use crate::fabric::handle::command::FabricShared;
 
-/// How long the exit waits for all threads together. A thread inside a callback may take longer.
+/// Time that the exit waits for all threads together. A thread inside a callback may take longer.
 const WITHIN: Duration = Duration::from_secs(1);
 
 static RUNNING: Mutex<Vec<Weak<FabricShared>>> = Mutex::new(Vec::new());
@@ -23,7 +23,7 @@ thread_local! {
 
 /// Registers a fabric, and on first use the exit handler.
 ///
-/// Must be called on the fabric's thread after UCX was loaded: exit handlers run in reverse order of registration, and
+/// Must be called on the fabric's thread after UCX was loaded. Exit handlers run in reverse order of registration, and
 /// this one must run before UCX's.
 pub(crate) fn watch(shared: &Arc<FabricShared>) {
     static REGISTERED: Once = Once::new();

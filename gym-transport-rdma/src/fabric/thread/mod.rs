@@ -39,6 +39,9 @@ const PROGRESS_A_ROUND: usize = 64;
 const PEER_WORKERS_FIRST: u32 = 8;
 
 /// Starts the thread, and returns when the fabric is ready.
+///
+/// # Errors
+/// If UCX cannot be opened, or the thread cannot be started or pinned to its CPU.
 pub(crate) fn start(options: FabricOptions, shared: &Arc<FabricShared>) -> Result<(), FabricError> {
     let (opened, result) = sync_channel(1);
     let thread = {
@@ -218,7 +221,7 @@ enum Woken {
 
 fn sleep(shared: &FabricShared, state: &FabricState, backoff: &mut Backoff, now: Instant) -> Woken {
     let mut armed: Vec<&Worker> = Vec::new();
-    // Only an armed worker makes its descriptor readable. A busy worker has work, or waits for space at a peer: it
+    // Only an armed worker makes its descriptor readable. A busy worker has work, or waits for space at a peer. It
     // announces nothing new, and its descriptor may still be readable from an old event.
     let mut busy = state.peer_workers.arm(&mut armed);
     match state.worker.arm() {

@@ -12,6 +12,7 @@ use crate::fabric::handle::message::{SentCallback, finish};
 pub(crate) struct PendingOperations(RefCell<(u64, HashMap<u64, Option<SentCallback>>)>);
 
 impl PendingOperations {
+    /// Adds an operation. Returns its number.
     pub(crate) fn begin(&self, done: Option<SentCallback>) -> u64 {
         let (last, operations) = &mut *self.0.borrow_mut();
         *last += 1;
@@ -19,6 +20,7 @@ impl PendingOperations {
         *last
     }
 
+    /// Removes a completed operation, and calls its callback with the result.
     pub(crate) fn end(&self, operation: u64, result: Result<()>) {
         let done = self.0.borrow_mut().1.remove(&operation).flatten();
         finish(done, result);

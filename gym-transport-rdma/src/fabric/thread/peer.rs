@@ -109,7 +109,7 @@ pub(crate) struct PeerConnection {
     /// Dedicated worker of a connection over shared memory.
     pub(crate) peer_worker: Option<PeerWorkerId>,
     pub(crate) phase: Phase,
-    /// When the phase must have ended.
+    /// Deadline of the phase.
     pub(crate) deadline: Option<Instant>,
     pub(crate) endpoint: Option<Endpoint>,
     /// Identifies the endpoint when UCX reports its failure.
@@ -251,6 +251,9 @@ impl PeerConnection {
     }
 
     /// Calls an event. A panic in it becomes an error of the connection.
+    ///
+    /// # Errors
+    /// `Internal` if the event panicked.
     pub(crate) fn notify<T>(&self, event: impl FnOnce(&dyn ConnectionEvents) -> T) -> Result<T> {
         catch_unwind(AssertUnwindSafe(|| event(self.events.as_ref())))
             .map_err(|_| Error::internal("connection event callback panicked"))

@@ -1,6 +1,6 @@
 //! Dedicated UCX workers, one for each peer on this host.
 //!
-//! All peers that write to a worker over shared memory share one queue: a writer reserves a slot, fills it, and then
+//! All peers that write to a worker over shared memory share one queue. A writer reserves a slot, fills it, and then
 //! marks it as full. A peer that is killed or stopped between these steps blocks the queue for all others, for as long
 //! as the worker exists. Therefore every connection over shared memory has its own worker, which receives its messages
 //! and ends with it. The death of a peer then blocks only its own connection.
@@ -12,9 +12,9 @@
 //!
 //! A destroyed worker responds to no peer. Messages that the peer has announced to it would wait permanently, and the
 //! peer may still read messages that were announced to the peer. Therefore a worker whose connection has ended is kept
-//! until both ends have reported that they have no operation in flight ([`MessageKind::Finished`]), or until the peer's
-//! process has ended. A worker may be destroyed earlier, because its fabric ends or its peer is silent for too long. It
-//! reports that ([`MessageKind::WorkerDestroyed`]), and the peer need not keep its own worker.
+//! until both ends report that they have no operation in flight ([`MessageKind::Finished`]). The end of the peer's
+//! process also suffices. A worker may be destroyed earlier, because its fabric ends or its peer is silent for too
+//! long. It reports that ([`MessageKind::WorkerDestroyed`]), and the peer need not keep its own worker.
 //!
 //! An address refers to the memory of its worker by a descriptor number, which is reused once the worker is destroyed.
 //! A peer that then connects to the address maps and writes unrelated memory. Therefore a worker whose address was
@@ -101,6 +101,9 @@ impl PeerWorkers {
     }
 
     /// Opens a peer worker, kept for `within` unless a connection takes it.
+    ///
+    /// # Errors
+    /// `ResourceExhausted` if there are too many workers, `Unavailable` if UCX cannot open one. Both `NotStarted`.
     pub(crate) fn open(&mut self, within: Duration) -> Result<PeerWorker> {
         let refused = |code, reason: String| Error::not_started(code, reason);
         if self.slots.len() >= self.settings.max {
@@ -151,6 +154,9 @@ impl PeerWorkers {
     }
 
     /// Assigns a worker to its connection. Returns the worker and the UCX part of the peer's address.
+    ///
+    /// # Errors
+    /// The reason: the worker's time is over, another connection uses it, or the peer's address is malformed.
     pub(crate) fn take(
         &mut self,
         peer_worker: &PeerWorker,

@@ -16,9 +16,9 @@ use crate::fabric::thread::operations::PendingOperations;
 use crate::fabric::thread::peer_workers::process::PeerProcess;
 use crate::ucx::{Endpoint, Outgoing, Protocol, Worker};
 
-/// How long a shutdown waits for a closing worker, and how long a worker is kept for a peer that never connected.
+/// Time that a shutdown waits for a closing worker, and that a worker is kept for a peer that never connected.
 pub(crate) const CLOSE_WITHIN: Duration = Duration::from_secs(1);
-/// How long a worker without operations of its own is kept until the peer reports that it has none either.
+/// Time that a worker without operations of its own is kept until the peer reports that it has none either.
 const FINISH_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// One peer worker.
@@ -164,10 +164,11 @@ impl Slot {
             closing.send_destroyed();
         }
         let Self { worker, stage, .. } = self;
-        // SAFETY: in each case in which it is destroyed, neither end can still use its memory: both ends have reported
-        // so, or ours has no operation; only a hello without a payload was sent; the peer's worker is destroyed, or its
-        // process has ended. We trust the peer's reports and its process id. A false report could free payloads that
-        // the peer still copies, but only a process that may read and write our memory anyway can copy them.
+        // SAFETY: the worker is destroyed only if neither end can still use the memory of its operations. Both ends
+        // have reported so, or ours has no operation, or only a hello without a payload was sent. Otherwise, the peer's
+        // worker is destroyed, or its process has ended. We trust the peer's reports and its process id. A false report
+        // could free payloads that the peer still copies. Only a process that may read and write our memory anyway can
+        // copy them.
         unsafe { worker.abandon() };
         if let SlotStage::Closing(ClosingSlot { endpoint: Some(endpoint), .. }) = stage {
             endpoint.free_callback();

@@ -1,7 +1,7 @@
 //! Callbacks from UCX.
 //!
 //! UCX calls back from within `progress`, and from within `send` if a worker sends to itself. A callback only adds to
-//! the [`CallbackQueue`], with one exception for the common case: a complete message that is next in order is delivered
+//! the [`CallbackQueue`], with one exception for the common case. A complete message that is next in order is delivered
 //! at once, without a copy, if the state is not borrowed.
 
 use std::cell::RefCell;

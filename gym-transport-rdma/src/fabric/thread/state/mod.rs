@@ -30,11 +30,11 @@ use crate::fabric::thread::state::callbacks::{Callback, CallbackQueue};
 use crate::fabric::thread::state::registrations::Registrations;
 use crate::ucx::{Closing, Endpoint, Listener, Status, Worker};
 
-/// How long UCX may take to complete the operations of an aborted endpoint.
+/// Time for UCX to complete the operations of an aborted endpoint.
 const ABORT_WITHIN: Duration = Duration::from_secs(1);
-/// How long an unwanted endpoint may take to connect before it is closed.
+/// Time for an unwanted endpoint to connect before it is closed.
 const CONNECT_WITHIN: Duration = Duration::from_secs(10);
-/// How long payloads that a peer announced before its `Close` may still take; the peer keeps its own deadline.
+/// Time for payloads that a peer announced before its `Close`; the peer keeps its own deadline.
 pub(crate) const PEER_CLOSE_WITHIN: Duration = Duration::from_secs(60);
 
 /// Everything that only the fabric's thread uses.
@@ -65,7 +65,7 @@ pub(crate) struct FabricState {
     pub(crate) peer_workers: PeerWorkers,
 }
 
-/// How an endpoint is closed.
+/// Mode in which an endpoint is closed.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum CloseMode {
     /// Abort: unsent messages may be dropped.
