@@ -106,7 +106,7 @@ impl FabricState {
             {
                 return;
             }
-            // The peer's `Aborted` may have been lost when its time was over.
+            // `Finished` and `WorkerDestroyed` abort too, because the peer's `Aborted` may have been lost.
             _ if matches!(kind, MessageKind::Aborted | MessageKind::Finished | MessageKind::WorkerDestroyed) => {
                 let error = Error::unknown(Code::Unavailable, "the peer has aborted the connection");
                 return self.end(id, CloseReason::Lost(error), CloseMode::Force);
