@@ -6,8 +6,9 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::Duration;
 
 use bytes::Bytes;
-use gym_core::mux::{AnsweringEnd, ConnectionLimits, Handshake, PeerActivity, malformed};
-use gym_core::{PeerInfo, Result};
+use gym_core::Result;
+use gym_core::message::PeerInfo;
+use gym_core::transport::mux::{AnsweringEnd, ConnectionLimits, Handshake, PeerActivity, malformed};
 use tokio::runtime::Handle;
 use tokio::sync::{OwnedSemaphorePermit, mpsc};
 use tokio_util::sync::CancellationToken;
@@ -32,7 +33,7 @@ pub(crate) struct AnsweringEvents {
     requests: Mutex<RequestQueue>,
     pub(crate) activity: PeerActivity,
     ended: Mutex<Option<CloseReason>>,
-    over: CancellationToken,
+    over: CancelToken,
 }
 
 /// A peer that has connected. Dropping it closes the connection, unless it is served.
@@ -87,7 +88,7 @@ impl AnsweringEvents {
             requests: Mutex::new(requests),
             activity: PeerActivity::default(),
             ended: Mutex::default(),
-            over: CancellationToken::new(),
+            over: CancelToken::new(),
         })
     }
 
