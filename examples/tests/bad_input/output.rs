@@ -78,7 +78,7 @@ pub(crate) fn cases() -> Vec<Case> {
             "output of another collector",
             "written at this moment",
             "refused: failed_precondition",
-            &["rollouts.jsonl", "another collector is writing it"],
+            &["rollouts.jsonl", "another collector writes to this file"],
             |ground| {
                 Box::pin(async move {
                     let output = ground.fresh().join("rollouts.jsonl");
@@ -132,7 +132,7 @@ pub(crate) fn cases() -> Vec<Case> {
         damaged(
             "a materialized row has lost its index",
             "refused: invalid_argument",
-            &["rollouts_materialized_inputs.jsonl, line 2: _ng_task_index is not a whole number", "without --resume"],
+            &["rollouts_materialized_inputs.jsonl, line 2: _ng_task_index is not an integer", "without --resume"],
             |files| {
                 change_line(&files.materialized, 2, |line| *line = line.replace("_ng_task_index", "_ng_tusk_index"))
             },

@@ -98,7 +98,7 @@ pub(crate) fn cases() -> Vec<Case> {
             HEAD,
             "a server of something else",
             "refused: data_loss",
-            &["its configuration cannot be read"],
+            &["its configuration is invalid"],
             |ground| Box::pin(async move { ask_head(&format!("http://{}", ground.upstream.address())).await }),
         ),
     ]

@@ -60,7 +60,7 @@ pub(crate) fn cases() -> Vec<Case> {
             TYPE,
             "agent_ref.name is a number",
             br#"{"responses_create_params": {"input": "x"}, "agent_ref": {"name": 5}}"#,
-            &["tasks.jsonl, line 2: agent_ref.name is not a text"],
+            &["tasks.jsonl, line 2: agent_ref.name is not a string"],
         ),
         row(
             TYPE,
@@ -170,7 +170,7 @@ pub(crate) fn cases() -> Vec<Case> {
             br#"{"responses_create_params": {"input": "x", "metadata": {"extra_body": "seed"}}, "agent_ref": {"name": "a_good"}}"#,
             |options| options.materialize.add_seed = true,
             REFUSED,
-            &["tasks.jsonl, line 2: responses_create_params.metadata.extra_body must be a text that holds a JSON object"],
+            &["tasks.jsonl, line 2: responses_create_params.metadata.extra_body must be a string that holds a JSON object"],
         ),
         with(
             OPTION,

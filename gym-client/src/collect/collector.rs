@@ -151,7 +151,9 @@ impl RolloutCollector {
                 Some(summary) => {
                     self.world.files.remove(&files.aggregate).await?;
                     std::fs::rename(&partial, &files.materialized).map_err(|error| {
-                        Error::internal("the rename failed").about(format!("write {}", files.materialized.display())).caused_by(error)
+                        Error::internal("the rename failed")
+                            .about(format!("write {}", files.materialized.display()))
+                            .caused_by(error)
                     })?;
                     (summary.rows_written, summary.warnings)
                 }
@@ -245,15 +247,17 @@ impl RolloutCollector {
             let entries: Result<Vec<ReportEntry<'_>>> = replies
                 .iter()
                 .map(|(server, reply)| {
-                    let reply = std::str::from_utf8(reply)
-                        .map_err(|error| Error::finished(Code::DataLoss, "the reply is not valid UTF-8").caused_by(error))?;
+                    let reply = std::str::from_utf8(reply).map_err(|error| {
+                        Error::finished(Code::DataLoss, "the reply is not valid UTF-8").caused_by(error)
+                    })?;
                     Ok(ReportEntry { label: labels[server].clone(), server: server.clone(), reply })
                 })
                 .collect();
             let mut text = Vec::new();
             write_report(&entries?, &mut text).map_err(|error| Error::internal(error.to_string()))?;
-            std::fs::write(&target, text)
-                .map_err(|error| Error::internal("the write failed").about(format!("write {}", target.display())).caused_by(error))
+            std::fs::write(&target, text).map_err(|error| {
+                Error::internal("the write failed").about(format!("write {}", target.display())).caused_by(error)
+            })
         })
         .await
     }
@@ -354,19 +358,24 @@ impl RowRouter {
     fn row(&mut self, row: MaterializedRow) -> Result<RolloutRow> {
         let place = || format!("materialized row {}", row.line);
         let key = |value: i64| {
-            u32::try_from(value)
-                .map_err(|_| Error::invalid(format!("index {value} is out of range; use 0 to {}", u32::MAX)).about(place()))
+            u32::try_from(value).map_err(|_| {
+                Error::invalid(format!("index {value} is out of range; use 0 to {}", u32::MAX)).about(place())
+            })
         };
         let key = TaskKey::new(key(row.key.task_index)?, key(row.key.rollout_index)?);
         let asked = (row.agent, row.environment_server);
         let route = match self.known.get(&asked) {
             Some(route) => route.clone(),
             None => {
-                let (server, kind) = match &asked {
-                    (_, Some(server)) => (server.clone(), self.names.environment(server)?),
-                    (Some(agent), None) => self.names.server_of_agent(agent)?,
-                    (None, None) => return Err(Error::invalid("the row has neither agent_ref nor _ng_environment_server; collect again without --resume").about(place())),
-                };
+                let (server, kind) =
+                    match &asked {
+                        (_, Some(server)) => (server.clone(), self.names.environment(server)?),
+                        (Some(agent), None) => self.names.server_of_agent(agent)?,
+                        (None, None) => return Err(Error::invalid(
+                            "the row has neither agent_ref nor _ng_environment_server; collect again without --resume",
+                        )
+                        .about(place())),
+                    };
                 let agent = asked.0.as_deref().unwrap_or(&server).into();
                 let route = ServerRoute { agent, server: server.as_str().into(), result_type: kind.as_str().into() };
                 self.known.insert(asked, route.clone());
@@ -379,7 +388,9 @@ impl RowRouter {
 }
 
 fn open(path: &Path) -> Result<File> {
-    File::open(path).map_err(|error| Error::invalid("the file cannot be opened").about(format!("read {}", path.display())).caused_by(error))
+    File::open(path).map_err(|error| {
+        Error::invalid("the file cannot be opened").about(format!("read {}", path.display())).caused_by(error)
+    })
 }
 
 async fn count_lines(path: &Path) -> Result<u64> {
@@ -388,8 +399,9 @@ async fn count_lines(path: &Path) -> Result<u64> {
         let mut reader = BufReader::with_capacity(1 << 20, open(&path)?);
         let (mut lines, mut open_line) = (0, false);
         loop {
-            let buffer = std::io::BufRead::fill_buf(&mut reader)
-                .map_err(|error| Error::internal("the read failed").about(format!("read {}", path.display())).caused_by(error))?;
+            let buffer = std::io::BufRead::fill_buf(&mut reader).map_err(|error| {
+                Error::internal("the read failed").about(format!("read {}", path.display())).caused_by(error)
+            })?;
             if buffer.is_empty() {
                 return Ok(lines + u64::from(open_line));
             }

@@ -250,9 +250,7 @@ impl<N: AgentNames> Materializer<N> {
             } else {
                 return Ok(filled);
             };
-            return Err(format!(
-                "{refused} cannot be applied to a row with task_id and task_input; remove the option"
-            ));
+            return Err(format!("{refused} cannot be applied to a row with task_id and task_input; remove the option"));
         }
         let missing =
             "responses_create_params is missing; give the row at least {\"responses_create_params\": {\"input\": …}}";
@@ -596,9 +594,8 @@ fn prompted(prompt: &PromptTemplate, row: &JsonFields<'_>) -> Result<String, Str
     let params = row.get(PARAMS).unwrap_or("{}");
     let members = object(params, PARAMS)?;
     if members.get("input").is_some_and(is_truthy) {
-        return Err(
-            "the row has responses_create_params.input although a prompt template is set; remove one of them".to_owned()
-        );
+        return Err("the row has responses_create_params.input although a prompt template is set; remove one of them"
+            .to_owned());
     }
     let input = prompt.fill(row).map_err(|error| error.to_string())?;
     let mut edits = MemberEdits::default();

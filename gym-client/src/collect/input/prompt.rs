@@ -154,9 +154,10 @@ fn ascii(text: &str) -> String {
 
 fn walk<'a>(value: &'a str, step: &PathStep) -> Result<&'a str, String> {
     match (PythonValue::parse(value).map_err(|error| error.to_string())?, step) {
-        (PythonValue::List(items), PathStep::Index(index)) => {
-            items.get(*index).copied().ok_or_else(|| format!("the list has {} items, so there is no [{index}]", items.len()))
-        }
+        (PythonValue::List(items), PathStep::Index(index)) => items
+            .get(*index)
+            .copied()
+            .ok_or_else(|| format!("the list has {} items, so there is no [{index}]", items.len())),
         (PythonValue::Dict(members), PathStep::Key(key)) => {
             members.get(key).ok_or_else(|| format!("the object has no key {key:?}"))
         }
@@ -188,7 +189,11 @@ fn parse(text: &str) -> Result<Vec<TemplatePart>, String> {
                             ));
                         }
                         Some(other) => written.push(other),
-                        None => return Err(format!("`{{{written}` is not closed; add `}}`, or write `{{{{` for a literal brace")),
+                        None => {
+                            return Err(format!(
+                                "`{{{written}` is not closed; add `}}`, or write `{{{{` for a literal brace"
+                            ));
+                        }
                     }
                 }
                 if !literal.is_empty() {
@@ -236,9 +241,7 @@ fn parse_place(written: &str) -> Result<TemplatePart, String> {
     let mut path = Vec::new();
     while !accessors.is_empty() {
         let Some((key, rest)) = accessors.strip_prefix('[').and_then(|rest| rest.split_once(']')) else {
-            return Err(format!(
-                "`{{{written}}}`: JSON values have no attributes; use [index] or [key]"
-            ));
+            return Err(format!("`{{{written}}}`: JSON values have no attributes; use [index] or [key]"));
         };
         path.push(match key.parse() {
             Ok(index) => PathStep::Index(index),
@@ -340,7 +343,9 @@ impl FormatSpec {
             (Some('f' | 'F'), precision) => Ok(self.signed(&format!("{value:.*}", precision.unwrap_or(6)))),
             (Some('%'), precision) => Ok(self.signed(&format!("{:.*}%", precision.unwrap_or(6), value * 100.0))),
             (None, None) => Ok(self.signed(&float_repr(value))),
-            _ => Err("the format is not valid for a decimal number; give the number of digits, as in {x:.2f}".to_owned()),
+            _ => {
+                Err("the format is not valid for a decimal number; give the number of digits, as in {x:.2f}".to_owned())
+            }
         }
     }
 

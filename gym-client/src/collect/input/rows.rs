@@ -115,7 +115,8 @@ fn name_of(reference: Option<&str>) -> Result<Option<String>, String> {
     let Some(reference) = reference.filter(|raw| gym_core::metrics::is_truthy(raw)) else { return Ok(None) };
     let reference = JsonFields::parse(reference)
         .map_err(|_| "agent_ref is not an object; expected {\"name\": \"<agent>\"}".to_owned())?;
-    text_member(&reference, "name").map_err(|()| "agent_ref.name is not a string; set it to the agent's name".to_owned())
+    text_member(&reference, "name")
+        .map_err(|()| "agent_ref.name is not a string; set it to the agent's name".to_owned())
 }
 
 /// Returns a string field, or `None` if it is absent or null.

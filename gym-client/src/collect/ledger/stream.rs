@@ -37,7 +37,10 @@ impl Ledger for StreamLedger {
 
     async fn record(&self, cx: &CallContext, attempt: Attempt, outcome: Outcome) -> Result<()> {
         let place = cx.bound(gym_core::Execution::NotStarted, async {
-            self.ended.reserve().await.map_err(|_| gym_core::Error::internal("the receiver of the rollouts was dropped"))
+            self.ended
+                .reserve()
+                .await
+                .map_err(|_| gym_core::Error::internal("the receiver of the rollouts was dropped"))
         });
         let place = place.await?;
         {

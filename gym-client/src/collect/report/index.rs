@@ -77,8 +77,9 @@ impl RolloutsIndex {
             let row = parse_row(row.trim()).map_err(&fail)?;
             let (task, rollout) = row_key(&row, &|| format!("{name}, line {line}"))?;
             let agent = agent_name(&row).map_err(&fail)?;
-            let stamp = text_member(&row, ENVIRONMENT_SERVER)
-                .map_err(|()| fail(format!("{ENVIRONMENT_SERVER} is not a string; remove it, or set it to the server's name")))?;
+            let stamp = text_member(&row, ENVIRONMENT_SERVER).map_err(|()| {
+                fail(format!("{ENVIRONMENT_SERVER} is not a string; remove it, or set it to the server's name"))
+            })?;
             let server = match (stamp, &agent) {
                 (Some(stamp), _) => stamp,
                 (None, Some(agent)) => server_of_agent(agent).map_err(&fail)?,

@@ -1,16 +1,16 @@
-//! Reads settings as leniently as NeMo Gym's servers do: a text that spells a number or a boolean is one where one is asked
-//! for. `${oc.env:NAME,false}` is always a text, so configurations depend on it.
+//! Deserializes settings as leniently as NeMo Gym's servers do: where a number or boolean is expected, a string that
+//! spells one is accepted. Configurations depend on this, because `${oc.env:NAME,false}` is always a string.
 
 use serde::de::value::{MapDeserializer, SeqDeserializer};
 use serde::de::{Deserializer, IntoDeserializer, Visitor};
 use serde::forward_to_deserialize_any;
 use serde_json::{Error, Value};
 
-/// A JSON value that is read leniently, at any depth.
+/// A JSON value that is deserialized leniently, at any depth.
 #[derive(Debug)]
 pub(crate) struct LenientValue(pub(crate) Value);
 
-/// Python's spellings, in any case.
+/// Parses a boolean in Python's spellings, in any case.
 fn boolean(text: &str) -> Option<bool> {
     match text.to_ascii_lowercase().as_str() {
         "1" | "true" | "t" | "yes" | "y" | "on" => Some(true),

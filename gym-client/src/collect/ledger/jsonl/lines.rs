@@ -86,9 +86,10 @@ impl<'a> LineReader<'a> {
                 return Ok(if searched == 0 { NextLine::End } else { NextLine::Rest(&self.buffer[self.at..]) });
             }
             if searched > LINE_BYTES_MAX {
-                return Err(
-                    self.error(0, "more than 1 GiB without a newline, so this is not a file of rollouts; choose another output file")
-                );
+                return Err(self.error(
+                    0,
+                    "more than 1 GiB without a newline, so this is not a file of rollouts; choose another output file",
+                ));
             }
             self.fill().await?;
         }

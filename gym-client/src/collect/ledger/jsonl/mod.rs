@@ -76,9 +76,8 @@ impl JsonlLedger {
             cx.check()?;
             let paths = Arc::new(LedgerPaths::new(output));
             if paths.rollouts.file_name().is_none() {
-                return Err(
-                    Error::invalid("the output path has no file name; name a file").about(format!("open {}", paths.rollouts.display()))
-                );
+                return Err(Error::invalid("the output path has no file name; name a file")
+                    .about(format!("open {}", paths.rollouts.display())));
             }
             cx.bound(Execution::Unknown, Box::pin(Self::open_unbounded(files, paths, start))).await
         })

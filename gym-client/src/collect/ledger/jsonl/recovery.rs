@@ -212,7 +212,14 @@ impl Recovery {
     }
 
     /// Brings the index up to date with the files. It is only a cache: an I/O error here makes the next opening slower.
-    async fn repair_index(&mut self, files: &dyn Files, index: &Path, valid_bytes: u64, length: Option<u64>, unknown: bool) {
+    async fn repair_index(
+        &mut self,
+        files: &dyn Files,
+        index: &Path,
+        valid_bytes: u64,
+        length: Option<u64>,
+        unknown: bool,
+    ) {
         let fresh = std::mem::take(&mut self.fresh).freeze();
         self.opened.rebuilt_index = unknown || length.is_some_and(|length| length > valid_bytes);
         let repaired = async {
@@ -257,9 +264,10 @@ fn read_line(file: LedgerFile, text: &Bytes) -> Result<(Attempt, OutcomeClass), 
     match identify(file, &row).map_err(|message| InvalidLine { within: 0, message })? {
         RowIdentity { key: Ok(key), number, class } => Ok((Attempt { key, number: number.unwrap_or(0) }, class)),
         RowIdentity { key: Err(_), .. } if file == LedgerFile::Failures => Ok(ignored),
-        RowIdentity { key: Err(missing), .. } => {
-            Err(InvalidLine { within: 0, message: format!("no `{missing}`, so this is not the output of a collection") })
-        }
+        RowIdentity { key: Err(missing), .. } => Err(InvalidLine {
+            within: 0,
+            message: format!("no `{missing}`, so this is not the output of a collection"),
+        }),
     }
 }
 

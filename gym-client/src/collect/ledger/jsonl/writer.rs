@@ -67,7 +67,10 @@ pub(super) struct WriterFailure {
 
 impl WriterFailure {
     pub(super) fn error(&self) -> Error {
-        let text = format!("an earlier disk error stopped the ledger; repair the disk and open the ledger again: {}", self.text);
+        let text = format!(
+            "an earlier disk error stopped the ledger; repair the disk and open the ledger again: {}",
+            self.text
+        );
         // Not `NotStarted`, because sending the same row again cannot succeed.
         Error::new(self.code, Execution::Finished, text)
     }

@@ -111,8 +111,8 @@ async fn a_broken_line_without_an_index_is_named_to_the_byte() {
         (r#"{"_ng_task_index": 1, "#, 21, "not a JSON object"),
         (r#"[1, 2]"#, 0, "not a JSON object"),
         (r#"{"_ng_rollout_index": 0}"#, 0, "no `_ng_task_index`"),
-        (r#"{"_ng_task_index": -1, "_ng_rollout_index": 0}"#, 0, "`_ng_task_index` is not a number"),
-        (r#"{"_ng_task_index": "1", "_ng_rollout_index": 0}"#, 0, "`_ng_task_index` is not a number"),
+        (r#"{"_ng_task_index": -1, "_ng_rollout_index": 0}"#, 0, "`_ng_task_index` is not an integer"),
+        (r#"{"_ng_task_index": "1", "_ng_rollout_index": 0}"#, 0, "`_ng_task_index` is not an integer"),
     ] {
         files.set_contents(&output(), format!("{first}\n{second}\n{first}\n"));
         let error = open(&files).await.unwrap_err();

@@ -181,7 +181,7 @@ async fn a_second_collector_is_refused_and_told_why() {
     for start in [OpenMode::Resume, OpenMode::Fresh] {
         let error = JsonlLedger::open(&cx, Arc::new(RealFiles::new()), &output, start).await.unwrap_err();
         assert_eq!(error.code(), Code::FailedPrecondition);
-        assert!(error.to_string().contains("rollouts.jsonl: another collector is writing it"), "{error}");
+        assert!(error.to_string().contains("rollouts.jsonl: another collector writes to this file"), "{error}");
     }
     close(ledger).await;
     let (ledger, opened) = JsonlLedger::open(&cx, Arc::new(RealFiles::new()), &output, OpenMode::Resume).await.unwrap();
@@ -276,7 +276,7 @@ async fn a_row_that_would_be_taken_for_another_is_refused() {
         (Outcome::Completed(RawObject::empty()), "no `_ng_task_index`"),
         (Outcome::Completed(other("_ng_rollout_index", "3")), "rollout 4-3"),
         (Outcome::Completed(other("_ng_attempt_index", "1")), "`_ng_attempt_index` is 1"),
-        (Outcome::Completed(other("_ng_task_index", "4.5")), "`_ng_task_index` is not a number"),
+        (Outcome::Completed(other("_ng_task_index", "4.5")), "`_ng_task_index` is not an integer"),
         (untold, "`_ng_failure_terminal`"),
     ] {
         let error = ledger.record(&CallContext::default(), attempt, outcome).await.unwrap_err();
