@@ -166,14 +166,14 @@ fn a_resources_server_without_domain_lists_the_domains() {
 #[test]
 fn ports_and_workers_of_the_wrong_type_name_the_line() {
     Case::main(&format!("{MODEL}      port: http\n"))
-        .says(&["main.yaml:6: policy_model.responses_api_models.openai_model.port: text where an integer"]);
+        .says(&["main.yaml:6: policy_model.responses_api_models.openai_model.port: expected an integer"]);
     Case::main(&format!("{MODEL}      port: 70000\n")).says(&[
         "main.yaml:6:",
         "70000 is out of range",
         "fix: use 0 to 65535",
     ]);
     Case::main(&format!("{MODEL}      num_workers: [1]\n"))
-        .says(&["main.yaml:6:", "num_workers: a list where an integer"]);
+        .says(&["main.yaml:6:", "num_workers: expected an integer, found a list"]);
     Case::main(&format!("{MODEL}head_server: {{port: x}}\n")).says(&["main.yaml:6: head_server.port: 'x' is not a port"]);
 }
 
@@ -236,7 +236,7 @@ fn overrides_say_how_to_write_them() {
         .says(&["command line: x: cannot parse '+x=1,2': a list without brackets", "fix: write brackets: x=[1,2]"]);
     Case::main("").arg("+u=http://h/?a=b").says(&["'=' needs quotes", "fix: quote the value"]);
     Case::main("").arg("+x=[1,2").says(&["the list has no closing ']'"]);
-    Case::main("").arg("policy_model_name").says(&["is no override: there is no '='", "policy_model_name=VALUE"]);
+    Case::main("").arg("policy_model_name").says(&["is not an override: it has no '='", "policy_model_name=VALUE"]);
     Case::main("").arg("+db/mysql=x").says(&["is a Hydra config group", "a.b.c"]);
     Case::main("").arg("+a..b=x").says(&["an empty part is not a name"]);
     Case::main("").arg("+x=1").arg("+x=2").says(&["the key is set twice", "write ++"]);

@@ -171,7 +171,7 @@ fn bad_options_are_refused_before_anything_is_read() {
     assert!(refused(&|options| options.repeats = map("x", 0)).starts_with("num_repeats.x: must be at least 1"));
     assert!(
         refused(&|options| options.fan_out = [("x".to_owned(), vec![])].into())
-            .starts_with("fan_out.x: lists no agent")
+            .starts_with("fan_out.x: the list of agents is empty")
     );
     let twice = vec!["p".to_owned(), "p".to_owned()];
     assert!(

@@ -60,7 +60,7 @@ pub struct CollectOptions {
     pub materialize: MaterializeOptions,
     /// Concurrency, attempts and deadlines. Default: [`DriverOptions::default`].
     pub driver: DriverOptions,
-    /// Whether to request statistics from the environment servers at the end. Default: `true`.
+    /// Request statistics from the environment servers at the end. Default: `true`.
     pub aggregate: bool,
 }
 
@@ -87,7 +87,7 @@ impl CollectOptions {
 pub struct CollectSummary {
     /// The files that were written.
     pub files: OutputFiles,
-    /// Whether all rows were tried, or the collection was stopped early.
+    /// The end of the run: all rows were tried, or the collection was stopped early.
     pub ended: RunEnd,
     /// The counters at the end of the collection.
     pub snapshot: ProgressSnapshot,
@@ -451,7 +451,7 @@ mod tests {
         assert!(
             error
                 .to_string()
-                .contains(&format!("rollouts of env make an aggregate request of more than {}", whole - 1))
+                .contains(&format!("aggregate request for the rollouts of env exceeds {}", whole - 1))
         );
     }
 }

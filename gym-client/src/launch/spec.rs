@@ -62,7 +62,7 @@ pub struct ChildSpec {
     pub args: Vec<OsString>,
     /// Variables added to the inherited environment. Default: none.
     pub env: BTreeMap<OsString, OsString>,
-    /// Whether the environment starts empty instead of inherited. Default: `false`.
+    /// Start with an empty environment instead of the inherited one. Default: `false`.
     pub env_clear: bool,
     /// Working directory. Default: that of the launching process.
     pub cwd: Option<PathBuf>,
@@ -350,7 +350,7 @@ mod tests {
             (ChildSpec::new("math", "no-such-program-here"), &["math", "no-such-program-here", "looked in", "install"]),
             (ChildSpec::new("math", "/no/such/program"), &["/no/such/program", "not found"]),
             (ChildSpec::new("math", &plain), &["plain.txt", "chmod +x"]),
-            (ChildSpec::new("math", folder.path()), &["a folder, not a program"]),
+            (ChildSpec::new("math", folder.path()), &["a directory, not a program"]),
             (ChildSpec::new("math", "sh").cwd("/no/such/folder"), &["/no/such/folder", "correct `cwd`"]),
             (ChildSpec::new("math", "sh").cwd(&plain), &["plain.txt", "not a directory"]),
             (ChildSpec::new("math", "sh").env("BIG", long.clone()), &["variable BIG", "131071", "in a file"]),

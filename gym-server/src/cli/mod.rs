@@ -80,7 +80,7 @@ enum Parsed {
     Command {
         cli: Box<Cli>,
         overrides: Vec<String>,
-        /// Whether `--head-url` was given as an option, not by the environment variable.
+        /// `true` if `--head-url` was given as an option, not by the environment variable.
         head_url_given: bool,
     },
     /// Help, the version, or a mistake that clap found.

@@ -44,9 +44,9 @@ pub struct MaterializeOptions {
     pub fan_out: BTreeMap<String, Vec<String>>,
     /// Number of rollouts per input row. Default: `Repeats::Each(1)`.
     pub repeats: Repeats,
-    /// Whether each rollout gets its rollout index as the seed, in `metadata.extra_body`. Default: `false`.
+    /// Set the seed of each rollout to its rollout index, in `metadata.extra_body`. Default: `false`.
     pub add_seed: bool,
-    /// Whether repeats are dispatched in rounds (abcabc) instead of consecutively (aabbcc). Default: `false`.
+    /// Dispatch repeats in rounds (abcabc) instead of consecutively (aabbcc). Default: `false`.
     pub interleave: bool,
     /// Fields that replace those of each row's `responses_create_params`. Default: empty.
     pub overrides: Map<String, Value>,

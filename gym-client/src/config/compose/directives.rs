@@ -33,7 +33,7 @@ enum PathTarget {
     Value(Node),
     /// The path contains a value `???`.
     Missing,
-    /// A key does not exist: the first absent step, and the keys beside it.
+    /// A key does not exist: the first absent step, and its siblings.
     Absent(String, Vec<String>),
 }
 
@@ -132,18 +132,18 @@ impl Directives<'_> {
         // The parent of the source is looked up in the current tree, without the keys that were moved away.
         let (missing, gone) = match self.target(self.root, parent) {
             PathTarget::Missing => (true, None),
-            PathTarget::Absent(step, sisters) => (false, Some((step, sisters))),
+            PathTarget::Absent(step, siblings) => (false, Some((step, siblings))),
             PathTarget::Value(_) => (false, None),
         };
         let found = match gone {
-            Some((step, sisters)) => PathTarget::Absent(step, sisters),
+            Some((step, siblings)) => PathTarget::Absent(step, siblings),
             None => self.target(self.frozen, &steps),
         };
         let swapped = match found {
             PathTarget::Value(node) if !missing => node,
             PathTarget::Value(_) | PathTarget::Missing => return self.put(path, key, Node::text("???", &origin)),
-            PathTarget::Absent(step, sisters) => {
-                let near = nearest(&step, sisters.iter().map(String::as_str));
+            PathTarget::Absent(step, siblings) => {
+                let near = nearest(&step, siblings.iter().map(String::as_str));
                 let fix = match near {
                     Some(near) => format!("did you mean '{near}' instead of '{step}'?"),
                     None => format!("load the file that defines '{from}' as well, or correct the path"),
@@ -202,8 +202,8 @@ impl Directives<'_> {
         let mut so_far: Vec<&str> = Vec::new();
         for step in steps {
             let Some(next) = node.as_map().and_then(|map| map.get(step)) else {
-                let sisters = node.as_map().map(|map| map.0.iter().map(|(key, _)| key.to_string()).collect());
-                return PathTarget::Absent(step.clone(), sisters.unwrap_or_default());
+                let siblings = node.as_map().map(|map| map.0.iter().map(|(key, _)| key.to_string()).collect());
+                return PathTarget::Absent(step.clone(), siblings.unwrap_or_default());
             };
             if next.is_missing() {
                 return PathTarget::Missing;

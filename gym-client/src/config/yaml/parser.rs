@@ -536,7 +536,7 @@ mod tests {
     fn a_key_given_twice_names_both_lines() {
         let problem = parse("a: 1\nb: 2\na: 3\n", "test.yaml").unwrap_err().to_string();
         assert!(
-            problem.starts_with("test.yaml:3: a: the key stands twice in one mapping (first on line 1)"),
+            problem.starts_with("test.yaml:3: a: duplicate key (first on line 1)"),
             "{problem}"
         );
     }

@@ -30,7 +30,7 @@ pub struct RecoveryReport {
     pub failed: u64,
     /// Bytes that were cut off at the ends of the files because they were not complete rows.
     pub dropped_tail_bytes: u64,
-    /// Whether the index was incomplete or did not match the lines, and was repaired from the rows.
+    /// `true` if the index was incomplete or did not match the lines, and was repaired from the rows.
     pub rebuilt_index: bool,
 }
 

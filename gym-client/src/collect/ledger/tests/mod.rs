@@ -295,7 +295,7 @@ fn the_files_are_named_as_nemo_gym_names_them() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn whoever_waited_for_the_disk_in_vain_is_told_which_file_and_what_to_do() {
+async fn a_wait_for_the_disk_that_times_out_names_the_file_and_the_fix() {
     let files = SimFiles::new(3);
     let (ledger, _) = open(&files).await.unwrap();
     files.set_latency_max(std::time::Duration::from_secs(10_000));
@@ -305,7 +305,7 @@ async fn whoever_waited_for_the_disk_in_vain_is_told_which_file_and_what_to_do()
     assert_eq!(error.code(), Code::DeadlineExceeded);
     let error = error.to_string();
     assert!(
-        error.contains("write results/rollouts.jsonl: the disk has not taken") && error.contains("resume"),
+        error.contains("write results/rollouts.jsonl: the disk has not written") && error.contains("resume"),
         "{error}"
     );
 }
