@@ -174,7 +174,8 @@ fn ports_and_workers_of_the_wrong_type_name_the_line() {
     ]);
     Case::main(&format!("{MODEL}      num_workers: [1]\n"))
         .says(&["main.yaml:6:", "num_workers: expected an integer, found a list"]);
-    Case::main(&format!("{MODEL}head_server: {{port: x}}\n")).says(&["main.yaml:6: head_server.port: 'x' is not a port"]);
+    Case::main(&format!("{MODEL}head_server: {{port: x}}\n"))
+        .says(&["main.yaml:6: head_server.port: 'x' is not a port"]);
 }
 
 #[test]

@@ -175,7 +175,8 @@ fn bad_options_are_refused_before_anything_is_read() {
     );
     let twice = vec!["p".to_owned(), "p".to_owned()];
     assert!(
-        refused(&|options| options.fan_out = [("x".to_owned(), twice.clone())].into()).contains("\"p\" is listed more than once")
+        refused(&|options| options.fan_out = [("x".to_owned(), twice.clone())].into())
+            .contains("\"p\" is listed more than once")
     );
     assert!(refused(&|options| options.routing = Routing::Taskset).starts_with("environment_server_routes: "));
     let mut options = MaterializeOptions::new("tasks.jsonl");

@@ -9,7 +9,7 @@ use super::Case;
 
 type Adjust = fn(&mut CollectOptions);
 
-const REFUSED: &str = "refused: invalid_argument";
+const REFUSED: &str = "rejected: invalid_argument";
 const GOOD: &str =
     r#"{"responses_create_params":{"input":"2+2?"},"expected_answer":"4","agent_ref":{"name":"a_good"}}"#;
 
@@ -46,13 +46,13 @@ pub(crate) fn cases() -> Vec<Case> {
         row(BROKEN, "bytes that are not UTF-8", b"{\"a\": \"\xff\"}", &["tasks.jsonl, line 2: not UTF-8"]),
         row(
             TYPE,
-            "responses_create_params is a text",
+            "responses_create_params is a string",
             br#"{"responses_create_params": "2+2?", "agent_ref": {"name": "a_good"}}"#,
             &["tasks.jsonl, line 2: responses_create_params is not an object"],
         ),
         row(
             TYPE,
-            "agent_ref is a text",
+            "agent_ref is a string",
             br#"{"responses_create_params": {"input": "x"}, "agent_ref": "a_good"}"#,
             &["tasks.jsonl, line 2: agent_ref is not an object"],
         ),
@@ -86,7 +86,7 @@ pub(crate) fn cases() -> Vec<Case> {
         ),
         with(
             TYPE,
-            "a parameter that no schema knows",
+            "an unknown parameter",
             br#"{"responses_create_params": {"input": "x", "temperatur": 1}, "agent_ref": {"name": "a_good"}}"#,
             |_| {},
             "sidecar: agent_run_error",
@@ -158,7 +158,7 @@ pub(crate) fn cases() -> Vec<Case> {
         ),
         with(
             OPTION,
-            "a fan-out to nobody",
+            "a fan-out without agents",
             GOOD.as_bytes(),
             |options| options.materialize.fan_out = BTreeMap::from([("a_good".into(), Vec::new())]),
             REFUSED,
@@ -166,7 +166,7 @@ pub(crate) fn cases() -> Vec<Case> {
         ),
         with(
             OPTION,
-            "a seed where extra_body is no JSON",
+            "a seed where extra_body is not JSON",
             br#"{"responses_create_params": {"input": "x", "metadata": {"extra_body": "seed"}}, "agent_ref": {"name": "a_good"}}"#,
             |options| options.materialize.add_seed = true,
             REFUSED,
@@ -174,7 +174,7 @@ pub(crate) fn cases() -> Vec<Case> {
         ),
         with(
             OPTION,
-            "an input file that is not there",
+            "a missing input file",
             GOOD.as_bytes(),
             |options| options.input = options.input.with_file_name("taks.jsonl"),
             REFUSED,
@@ -182,7 +182,7 @@ pub(crate) fn cases() -> Vec<Case> {
         ),
         with(
             OPTION,
-            "a folder as input",
+            "a directory as input",
             GOOD.as_bytes(),
             |options| options.input.clone_from(&options.input.parent().unwrap().to_owned()),
             REFUSED,

@@ -449,9 +449,7 @@ mod tests {
         let error = aggregate_body(&index, 0, &path, whole - 1).unwrap_err();
         assert_eq!(error.code(), Code::ResourceExhausted);
         assert!(
-            error
-                .to_string()
-                .contains(&format!("aggregate request for the rollouts of env exceeds {}", whole - 1))
+            error.to_string().contains(&format!("aggregate request for the rollouts of env exceeds {}", whole - 1))
         );
     }
 }

@@ -392,7 +392,7 @@ mod tests {
             ("user: \"open\nsystem: x\n", "prompt file p.yaml: line "),
             ("user: 3\n", "p.yaml: invalid type: integer `3`, expected a string"),
             ("system: x\n", "p.yaml: missing field `user`"),
-            ("- user\n", "the file contains a list; expected a mapping"),
+            ("- user\n", "the file contains a list, not a mapping"),
         ] {
             let error = PromptTemplate::from_yaml(text, "p.yaml").unwrap_err().to_string();
             assert!(error.contains(says) && error.ends_with("optionally `system: <string>`"), "{error}");

@@ -56,7 +56,7 @@ pub(crate) fn parse(text: &str, source: &str) -> Result<Node, Problem> {
             Mistake::Syntax,
             &root.origin,
             "",
-            format!("the file contains {}; expected a mapping", root.kind()),
+            format!("the file contains {}, not a mapping", root.kind()),
         )
         .fix("write 'key: value' lines at the top level, for example 'config_paths: [a.yaml]'")),
     }
@@ -535,10 +535,7 @@ mod tests {
     #[test]
     fn a_key_given_twice_names_both_lines() {
         let problem = parse("a: 1\nb: 2\na: 3\n", "test.yaml").unwrap_err().to_string();
-        assert!(
-            problem.starts_with("test.yaml:3: a: duplicate key (first on line 1)"),
-            "{problem}"
-        );
+        assert!(problem.starts_with("test.yaml:3: a: duplicate key (first on line 1)"), "{problem}");
     }
 
     #[test]
