@@ -1,5 +1,4 @@
-//! The keys `transport` and `require_transport`, which select the transports between servers. NeMo Gym does not have
-//! them.
+//! How servers reach each other: the keys `transport` and `require_transport`, which NeMo Gym does not have.
 
 use gym_core::{Transport, TransportPolicy};
 use serde::de::DeserializeOwned;
@@ -10,12 +9,12 @@ use crate::config::yaml::node::{Node, Tree};
 const TRANSPORT: &str = "transport";
 const REQUIRE: &str = "require_transport";
 
-/// Returns the transport policy of the configuration; `None` if neither key is set.
+/// The transport policy that the configuration names; `None` when it names none.
 pub(crate) fn transport_policy(resolved: &Node) -> Result<Option<TransportPolicy>, ConfigError> {
     let transport: Option<TransportPolicy> =
         read(resolved, TRANSPORT, "write auto, or some of mem, shm, rdma, ucx_tcp, http")?;
     let require: Option<Transport> = read(resolved, REQUIRE, "write one of mem, shm, rdma, ucx_tcp, http")?;
-    let unmet = |error: gym_core::Error| problem(resolved, REQUIRE, error.message(), "add it to transport");
+    let unmet = |error: gym_core::Error| problem(resolved, REQUIRE, error.message(), "name it in transport too");
     TransportPolicy::configured(transport, require).map_err(unmet)
 }
 
