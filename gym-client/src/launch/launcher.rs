@@ -272,7 +272,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_program_that_did_not_enter_is_told_to() {
+    fn a_program_that_did_not_call_enter_gets_an_error_that_says_so() {
         // The test harness owns `main`, so `enter` was not called.
         let text = Launcher::new().expect_err("not entered").to_string();
         assert!(text.contains("launch::enter()") && text.contains("first line of main"), "{text}");

@@ -132,13 +132,13 @@ mod report {
         }
 
         #[test]
-        fn the_answer_is_found_among_what_ucx_prints() {
+        fn the_report_is_found_in_the_output_of_ucx() {
             let answer = "[1] UCX  WARN unused environment variable\n\ngym-ucx-report {\"Err\":\"not there\"}\n";
             assert_eq!(read(&output(0, answer, "")), Err("not there".to_owned()));
         }
 
         #[test]
-        fn a_crash_is_told_with_the_last_words() {
+        fn a_crash_is_reported_with_the_last_line() {
             let error = read(&output(11, "", "loading\n")).expect_err("crashed");
             assert!(error.contains("died by signal 11") && error.contains("loading"), "{error}");
             let error = read(&output(0, "gym-ucx-report rubbish\n", "")).expect_err("rubbish");

@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn a_head_that_was_typed_is_told_from_one_of_the_environment() {
+    fn a_head_url_option_is_distinguished_from_the_environment_variable() {
         for (line, expected) in [
             (&["rgym", "status", "--head-url", "http://h:1"][..], true),
             (&["rgym", "status"], false),

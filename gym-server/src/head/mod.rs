@@ -261,7 +261,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn it_is_starting_until_told_that_everything_serves() {
+    async fn health_is_503_until_all_servers_serve() {
         let head = head();
         assert_eq!(get(&head, "/health").await, (503, json!({"status": "starting"})));
         assert_eq!(get(&head, "/").await.0, 200);
@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_registers_is_seen_by_both_kinds_of_clients_until_its_lease_runs_out() {
+    async fn a_registered_server_is_visible_to_both_kinds_of_clients_until_its_lease_expires() {
         let head = head();
         let (status, lease) = post(&head, "/registry/register", &registration("a", 7001, 1)).await;
         assert_eq!((status, &lease["rank"]), (200, &json!(0)));
@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_is_not_served_or_not_understood_gets_the_bodies_that_clients_know() {
+    async fn unknown_routes_and_invalid_bodies_get_the_responses_that_clients_expect() {
         let head = head();
         assert_eq!(get(&head, "/nothing").await, (404, json!({"detail": "Not Found"})));
         assert_eq!(get(&head, "/registry/renew").await, (405, json!({"detail": "Method Not Allowed"})));

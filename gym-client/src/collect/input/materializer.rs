@@ -552,16 +552,16 @@ fn line_digest(line: &[u8]) -> [u64; 2] {
 struct RolloutCounters {
     dense: Vec<u32>,
     sparse: HashMap<i64, u32>,
-    asked: usize,
+    requests: usize,
 }
 
 impl RolloutCounters {
     fn next(&mut self, task: i64) -> u32 {
-        self.asked += 1;
+        self.requests += 1;
         let place = usize::try_from(task).ok().filter(|_| !self.sparse.contains_key(&task));
         let counter = match place {
             // Proportional to the number of requests, so the list takes only a few bytes per row.
-            Some(place) if place < self.dense.len() || place <= self.asked * 2 + 1_024 => {
+            Some(place) if place < self.dense.len() || place <= self.requests * 2 + 1_024 => {
                 if place >= self.dense.len() {
                     self.dense.resize(place + 1, 0);
                 }

@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lost_session_is_told_from_an_episode_that_failed() {
+    fn a_lost_session_is_distinguished_from_a_failed_episode() {
         let lost = Error::new(Code::FailedPrecondition, Execution::Finished, "no such session");
         assert_eq!(class_of(Ok(Response::from_error(&lost))), FailureClass::SessionLost);
         assert_eq!(class_of(Err(lost)), FailureClass::SessionLost);

@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn a_text_that_spells_what_is_asked_for_is_taken_and_a_text_stays_a_text() {
+    fn a_string_that_spells_the_expected_type_is_accepted_and_a_string_stays_a_string() {
         let value =
             json!({"flag": "False", "count": "8", "share": "0.5", "name": "7", "nested": [{"a": "on", "b": true}]});
         let nested = vec![BTreeMap::from([("a".to_owned(), true), ("b".to_owned(), true)])];
@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn what_spells_nothing_of_the_kind_is_refused_as_before() {
+    fn a_string_that_does_not_spell_the_expected_type_is_rejected() {
         for (key, value, why) in [
             ("flag", json!("maybe"), "invalid type: string \"maybe\", expected a boolean"),
             ("count", json!("-1"), "invalid type: string \"-1\", expected u32"),

@@ -55,12 +55,12 @@ impl Watchdog {
             .stdout(Stdio::piped())
             .stderr(Stdio::null());
         let mut process = spawner::spawn(command).await.map_err(|error| error.to_string())?;
-        let (Some(pipe), Some(mut said)) = (process.stdin.take(), process.stdout.take()) else {
+        let (Some(pipe), Some(mut stdout)) = (process.stdin.take(), process.stdout.take()) else {
             return Err("the process has no pipes".to_owned());
         };
-        let mut answer = vec![0_u8; READY.len()];
-        match timeout(START_WAIT, said.read_exact(&mut answer)).await {
-            Ok(Ok(_)) if answer == READY => Ok(Self { process, pipe }),
+        let mut output = vec![0_u8; READY.len()];
+        match timeout(START_WAIT, stdout.read_exact(&mut output)).await {
+            Ok(Ok(_)) if output == READY => Ok(Self { process, pipe }),
             outcome => {
                 let _ = process.start_kill();
                 let _ = timeout(WRITE_WAIT, process.wait()).await;

@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn the_rate_forgets_what_is_long_ago() {
+    async fn the_rate_ignores_samples_before_the_window() {
         let mut rate = Rate::default();
         let began = Instant::now();
         for second in 0..=60 {

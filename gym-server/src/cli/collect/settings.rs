@@ -352,7 +352,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_named_with_its_key_and_its_fix() {
+    fn a_mistake_is_reported_with_its_key_and_fix() {
         for (line, why) in [
             (&["+num_repeats=many"][..], "num_repeats: invalid type"),
             (&["+limit=-1"], "limit: invalid value"),

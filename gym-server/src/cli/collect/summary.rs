@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_comes_with_the_way_to_go_on() {
+    fn missing_rollouts_are_reported_with_the_next_step() {
         assert_eq!(advice(&collected(RunEnd::Exhausted, 10, 0)), None);
         let stopped = advice(&collected(RunEnd::Stopped, 4, 1)).unwrap();
         assert!(stopped.contains("5 rollouts open") && stopped.contains("--resume"), "{stopped}");

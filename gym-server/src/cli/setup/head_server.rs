@@ -56,7 +56,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_typed_goes_before_the_environment_and_that_before_the_configuration() {
+    fn the_option_precedes_the_environment_variable_and_that_the_configuration() {
         let overrides = ["+head_server.host=10.0.0.7", "+head_server.port=7"];
         assert_eq!(chosen(None, false, &[]), "http://127.0.0.1:11000");
         assert_eq!(chosen(None, false, &overrides), "http://10.0.0.7:7");

@@ -49,18 +49,18 @@ impl Interpreter {
             Some(typed) => program(typed).ok_or_else(|| format!("--python {}: program not found", typed.display())),
             None => default_program().ok_or_else(|| format!("no python3 found in PATH\n  {FIX}")),
         }?;
-        let asked = tokio::time::timeout(PROBE_TIMEOUT, probe(&path)).await;
-        let answer = asked.unwrap_or_else(|_| Err(format!("no response within {PROBE_TIMEOUT:?}")));
-        let answer =
-            answer.map_err(|why| format!("the interpreter {} cannot be used: {why}\n  {FIX}", path.display()))?;
-        if !answer.has {
+        let result = tokio::time::timeout(PROBE_TIMEOUT, probe(&path)).await;
+        let result = result.unwrap_or_else(|_| Err(format!("no response within {PROBE_TIMEOUT:?}")));
+        let result =
+            result.map_err(|why| format!("the interpreter {} cannot be used: {why}\n  {FIX}", path.display()))?;
+        if !result.has {
             return Err(format!(
                 "the interpreter {} (Python {}) has no nemo-gym\n  {FIX}",
                 path.display(),
-                answer.version
+                result.version
             ));
         }
-        Ok(Self { path, version: answer.version, roots: answer.roots })
+        Ok(Self { path, version: result.version, roots: result.roots })
     }
 }
 
@@ -73,8 +73,8 @@ async fn probe(path: &Path) -> Result<ProbeOutput, String> {
         .await
         .map_err(|error| error.to_string())?;
     if !output.status.success() {
-        let said = String::from_utf8_lossy(&output.stderr);
-        return Err(format!("{}: {}", output.status, said.lines().last().unwrap_or_default().trim()));
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        return Err(format!("{}: {}", output.status, stderr.lines().last().unwrap_or_default().trim()));
     }
     // Site customizations may print; the result is the last line.
     let text = String::from_utf8_lossy(&output.stdout);

@@ -1,4 +1,4 @@
-//! The ledger over real and simulated files: the common contract, and what is particular to files of lines.
+//! The ledger over real and simulated files: the common contract, and the properties of line-based files.
 
 mod crash;
 mod damage;
@@ -113,7 +113,7 @@ impl conformance::LedgerFixture for RealBench {
     }
 
     async fn crash(&mut self) -> bool {
-        // Only another process could be killed.
+        // Only another process can be killed.
         false
     }
 
@@ -152,7 +152,7 @@ impl conformance::LedgerFixture for MemoryBench {
     async fn close(&mut self) {}
 
     async fn crash(&mut self) -> bool {
-        // It lives and dies with its process.
+        // This ledger exists only as long as its process.
         false
     }
 
@@ -221,7 +221,7 @@ async fn a_row_of_several_lines_becomes_one() {
     let contents = files.contents(&output());
     assert_eq!(contents.iter().filter(|byte| matches!(byte, b'\n' | b'\r')).count(), 1, "{contents:?}");
     assert!(lines(&contents)[0].contains(r#""text": "a\nb", "n": 1E5"#));
-    // A raw line break within a string is no JSON, so it cannot arrive here and be turned into a space.
+    // A raw line break within a string is not valid JSON, so it cannot arrive here and be replaced by a space.
     RawObject::parse("{\"text\": \"a\nb\"}").unwrap_err();
     assert_eq!(one_line("{}".into()), "{}");
 }
@@ -234,7 +234,7 @@ async fn a_group_shares_one_sync() {
     let cx = CallContext::default();
     let records = (0..500).map(|task| {
         let attempt = ledger.begin(TaskKey::new(task, 0)).unwrap();
-        // Rows of every size: copied together and written from where they are.
+        // Rows of all sizes: copied together, and written from their own buffers.
         let outcome = Outcome::Completed(row(attempt, if task % 50 == 7 { 40_000 } else { 10 }));
         ledger.record(&cx, attempt, outcome)
     });
@@ -255,7 +255,7 @@ async fn a_newer_attempt_begun_while_an_outcome_waits_makes_it_late() {
     let cx = CallContext::default();
     let key = TaskKey::new(0, 0);
     let old = ledger.begin(key).unwrap();
-    // Polled once, the record passes the first check and waits for the writer, which has not run yet.
+    // After one poll, the record has passed the first check and waits for the writer, which has not run yet.
     let mut waiting = std::pin::pin!(ledger.record(&cx, old, Outcome::Completed(row(old, 10))));
     assert!(futures_util::poll!(waiting.as_mut()).is_pending());
     let new = ledger.begin(key).unwrap();
