@@ -33,7 +33,7 @@ pub struct DriverOptions {
     pub record_timeout: Duration,
     /// Time that running rollouts may take after a stop was requested. Default: 30 s.
     pub stop_grace: Duration,
-    /// Delays before further attempts. Default: [`RetryPolicy::default`].
+    /// Delays before further attempts. Default: at least 200 ms, otherwise [`RetryPolicy::default`].
     pub backoff: RetryPolicy,
 }
 
@@ -118,7 +118,8 @@ impl Driver {
                     deadline = Some(Instant::now() + self.options.stop_grace);
                 }
                 () = tokio::time::sleep_until(deadline.unwrap_or_else(Instant::now)), if deadline.is_some() => {
-                    tracing::warn!(rollouts = running.len(), "rollouts did not finish within the grace period; resume to run them again");
+                    let rollouts = running.len();
+                    tracing::warn!(rollouts, "rollouts did not finish within the grace period; resume to run them again");
                     break;
                 }
                 Some(joined) = running.join_next(), if !running.is_empty() => {

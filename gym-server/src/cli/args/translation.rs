@@ -248,10 +248,10 @@ mod tests {
 
     #[test]
     fn a_command_that_only_nemo_gym_has_is_refused_with_its_name() {
-        assert!(refused(&["rgym", "env", "init", "--all"]).contains("`env init` is not among"));
-        assert!(refused(&["rgym", "eval"]).contains("`eval` is not among"));
+        assert!(refused(&["rgym", "env", "init", "--all"]).contains("`env init` is not a command"));
+        assert!(refused(&["rgym", "eval"]).contains("`eval` is not a command"));
         assert!(refused(&["ng_prepare_data", "+mode=x"]).contains("gym dataset collate"));
-        assert!(refused(&["ng_rnu"]).contains("there are ng_run, ng_collect_rollouts"));
+        assert!(refused(&["ng_rnu"]).contains("the supported ones are ng_run, ng_collect_rollouts"));
     }
 
     #[test]

@@ -356,11 +356,11 @@ mod tests {
         for (line, why) in [
             (&["+num_repeats=many"][..], "num_repeats: invalid type"),
             (&["+limit=-1"], "limit: invalid value"),
-            (&["+num_samples_in_parallel=0"], "0 rollouts at once"),
+            (&["+num_samples_in_parallel=0"], "num_samples_in_parallel: must be at least 1"),
             (&["+skills.path=skills"], "skills is not supported yet"),
             (&["+environment_routing_mode=magic"], "use agent, legacy or taskset"),
             (&["+environment_routing_mode=legacy"], "+environment_server_name=NAME"),
-            (&["--prompt-config", "no-such-prompt.yaml"], "no-such-prompt.yaml cannot be read"),
+            (&["--prompt-config", "no-such-prompt.yaml"], "cannot read the prompt file no-such-prompt.yaml"),
             (&["--agent", "a", "+agent_map._default=b"], "conflicts with agent_map._default"),
         ] {
             let text = refused(line);
@@ -378,6 +378,6 @@ mod tests {
     fn a_key_that_is_nearly_one_of_ours_is_warned_about() {
         let (_, warnings) =
             settings(&["rgym", "collect", "-i", "i", "-o", "o", "+num_repeat=4", "+policy_model_name=m"]).unwrap();
-        assert_eq!(warnings, ["+num_repeat=4: nothing here reads num_repeat; did you mean num_repeats?"]);
+        assert_eq!(warnings, ["+num_repeat=4: unknown key num_repeat is ignored; did you mean num_repeats?"]);
     }
 }

@@ -116,7 +116,7 @@ mod tests {
     fn missing_rollouts_are_reported_with_the_next_step() {
         assert_eq!(advice(&collected(RunEnd::Exhausted, 10, 0)), None);
         let stopped = advice(&collected(RunEnd::Stopped, 4, 1)).unwrap();
-        assert!(stopped.contains("5 rollouts open") && stopped.contains("--resume"), "{stopped}");
+        assert!(stopped.contains("5 rollouts incomplete") && stopped.contains("--resume"), "{stopped}");
         let failed = advice(&collected(RunEnd::Exhausted, 8, 2)).unwrap();
         assert!(failed.contains("2 rollouts failed") && failed.contains("r_failures.jsonl"), "{failed}");
     }

@@ -32,7 +32,7 @@ pub(in crate::cli) fn parse(url: &str) -> Result<Endpoint, Failure> {
     };
     let endpoint = Endpoint::parse(url).map_err(|_| wrong("the URL has no scheme"))?;
     if endpoint.scheme() != "http" {
-        return Err(wrong("head servers use the scheme http"));
+        return Err(wrong("the scheme must be http"));
     }
     let (host, port) = endpoint.address().rsplit_once(':').ok_or_else(|| wrong("the URL has no port"))?;
     if host.is_empty() || port.parse::<u16>().is_err() {

@@ -125,13 +125,13 @@ mod tests {
         for (text, why) in [
             (r#"echo '{"version": "3.9.2", "has": false, "roots": []}'"#, "(Python 3.9.2) has no nemo-gym"),
             ("echo broken >&2; exit 3", "exit status: 3: broken"),
-            ("echo nonsense", "it answered `nonsense`"),
+            ("echo nonsense", "unexpected output `nonsense`"),
         ] {
             let path = script(folder.path(), text);
             let error = Interpreter::find(Some(&path)).await.unwrap_err();
             assert!(error.contains(why) && error.contains("--python PATH"), "{error}");
         }
         let error = Interpreter::find(Some(Path::new("no/such/python"))).await.unwrap_err();
-        assert!(error.contains("no/such/python: there is no such program"), "{error}");
+        assert!(error.contains("no/such/python: program not found"), "{error}");
     }
 }
