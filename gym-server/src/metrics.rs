@@ -55,9 +55,9 @@ impl Metrics {
             resident_bytes: Gauge::default(),
         };
         metrics.with(|registry| {
-            registry.register("gym_requests", "Requests answered", metrics.requests.clone());
-            registry.register("gym_request_seconds", "Time from arrival to answer", metrics.seconds.clone());
-            registry.register("gym_requests_in_flight", "Requests under way", metrics.in_flight.clone());
+            registry.register("gym_requests", "Completed requests", metrics.requests.clone());
+            registry.register("gym_request_seconds", "Time from arrival to response", metrics.seconds.clone());
+            registry.register("gym_requests_in_flight", "Requests in flight", metrics.in_flight.clone());
             let help = "CPU time of the process, user and system (a total that only grows)";
             registry.register("process_cpu_seconds_total", help, metrics.cpu_seconds.clone());
             registry.register("process_resident_memory_bytes", "Resident memory", metrics.resident_bytes.clone());

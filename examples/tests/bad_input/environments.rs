@@ -27,7 +27,7 @@ pub(crate) fn cases() -> Vec<Case> {
         rolled(FAILS, "a tool breaks", "a_tool_error", "recorded: 1", &["the tool calculator broke"]),
         rolled(NONSENSE, "a list", "a_answers_list", WRONG, &["response to `/run` is not a JSON object", "[1, 2, 3]"]),
         rolled(NONSENSE, "a string", "a_answers_text", WRONG, &["response to `/run` is not a JSON object", "done!"]),
-        rolled(NONSENSE, "bytes that are not UTF-8", "a_not_utf8", WRONG, &["answer to `/run`"]),
+        rolled(NONSENSE, "bytes that are not UTF-8", "a_not_utf8", WRONG, &["response to `/run`"]),
         rolled(NONSENSE, "a string as the reward", "a_text_reward", WRONG, &["reward \"high\", which is not a number"]),
         // As in NeMo Gym, a row without a score: counted as such, and in no mean.
         rolled(NONSENSE, "null as the reward", "a_null_reward", "recorded: 1 without reward", &["\"reward\":null"]),

@@ -48,7 +48,7 @@ fn damaged(name: &'static str, result: &'static str, says: &'static [&'static st
             let damaged = std::fs::read(&output).unwrap();
             let got = outcome(ground.run(CollectOptions { resume: true, ..options }).await);
             let after = std::fs::read(&output).unwrap();
-            if got.outcome.starts_with("rejected") {
+            if got.outcome.starts_with("refused") {
                 assert_eq!(after, damaged, "what is there is left as it is");
             } else {
                 let whole = before.iter().position(|byte| *byte == b'\n').unwrap();
@@ -62,22 +62,22 @@ fn damaged(name: &'static str, result: &'static str, says: &'static [&'static st
 
 pub(crate) fn cases() -> Vec<Case> {
     vec![
-        place("a file as its directory", "rejected: invalid_argument", &["file/rollouts", "write"], |folder| {
+        place("a file as its directory", "refused: invalid_argument", &["file/rollouts", "write"], |folder| {
             std::fs::write(folder.join("file"), "").unwrap();
             folder.join("file/rollouts.jsonl")
         }),
-        place("a directory with its name", "rejected: invalid_argument", &["rollouts.jsonl"], |folder| {
+        place("a directory with its name", "refused: invalid_argument", &["rollouts.jsonl"], |folder| {
             std::fs::create_dir(folder.join("rollouts.jsonl")).unwrap();
             folder.join("rollouts.jsonl")
         }),
         // Not even for root.
-        place("a directory that cannot be written", "rejected: invalid_argument", &["/proc/rollouts", "write"], |_| {
+        place("a directory that cannot be written", "refused: invalid_argument", &["/proc/rollouts", "write"], |_| {
             PathBuf::from("/proc/rollouts.jsonl")
         }),
         Case::new(
             "output of another collector",
             "in use",
-            "rejected: failed_precondition",
+            "refused: failed_precondition",
             &["rollouts.jsonl", "another collector writes to this file"],
             |ground| {
                 Box::pin(async move {
@@ -101,12 +101,12 @@ pub(crate) fn cases() -> Vec<Case> {
             &["append to rollouts.jsonl", "the file is as large as the limit allows", "free room", "then resume"],
             |ground| Box::pin(full_disk(ground)),
         ),
-        damaged("a row in the middle is garbage", "rejected: data_loss", &["rollouts.jsonl", "line 3"], |files| {
+        damaged("a row in the middle is garbage", "refused: data_loss", &["rollouts.jsonl", "line 3"], |files| {
             change_line(&files.rollouts, 3, |line| line.replace_range(10..40, "~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~"))
         }),
         damaged(
             "a row in the middle is garbage, and there is no index",
-            "rejected: data_loss",
+            "refused: data_loss",
             &["rollouts.jsonl", "line 3"],
             |files| {
                 std::fs::remove_file(files.rollouts.with_file_name("rollouts.jsonl.index")).unwrap();
@@ -122,7 +122,7 @@ pub(crate) fn cases() -> Vec<Case> {
         }),
         damaged(
             "a materialized row is cut off",
-            "rejected: invalid_argument",
+            "refused: invalid_argument",
             &["rollouts_materialized_inputs.jsonl, line 6: malformed JSON"],
             |files| {
                 let text = std::fs::read(&files.materialized).unwrap();
@@ -131,7 +131,7 @@ pub(crate) fn cases() -> Vec<Case> {
         ),
         damaged(
             "a materialized row without its index",
-            "rejected: invalid_argument",
+            "refused: invalid_argument",
             &["rollouts_materialized_inputs.jsonl, line 2: _ng_task_index is not an integer", "without --resume"],
             |files| {
                 change_line(&files.materialized, 2, |line| *line = line.replace("_ng_task_index", "_ng_tusk_index"))

@@ -88,17 +88,17 @@ pub(crate) fn cases() -> Vec<Case> {
                 ground.post("head_server", "/registry/renew", &lease).await.got()
             })
         }),
-        Case::new(HEAD, "a port without a listener", "rejected: unavailable", &["http://127.0.0.1:1"], |_| {
+        Case::new(HEAD, "a port without a listener", "refused: unavailable", &["http://127.0.0.1:1"], |_| {
             Box::pin(ask_head("http://127.0.0.1:1"))
         }),
         Case::new(
             HEAD,
             "a server that is not a head server",
-            "rejected: not_found",
+            "refused: not_found",
             &["global_config_dict_yaml"],
             |ground| Box::pin(async move { ask_head(&format!("http://{}", ground.address("math"))).await }),
         ),
-        Case::new(HEAD, "another program", "rejected: data_loss", &["its configuration is invalid"], |ground| {
+        Case::new(HEAD, "another program", "refused: data_loss", &["its configuration is invalid"], |ground| {
             Box::pin(async move { ask_head(&format!("http://{}", ground.upstream.address())).await })
         }),
     ]

@@ -9,7 +9,7 @@ use super::Case;
 
 type Adjust = fn(&mut CollectOptions);
 
-const REFUSED: &str = "rejected: invalid_argument";
+const REFUSED: &str = "refused: invalid_argument";
 const GOOD: &str =
     r#"{"responses_create_params":{"input":"2+2?"},"expected_answer":"4","agent_ref":{"name":"a_good"}}"#;
 
@@ -162,7 +162,7 @@ pub(crate) fn cases() -> Vec<Case> {
             GOOD.as_bytes(),
             |options| options.materialize.fan_out = BTreeMap::from([("a_good".into(), Vec::new())]),
             REFUSED,
-            &["fan_out.a_good: lists no agent"],
+            &["fan_out.a_good: the list of agents is empty"],
         ),
         with(
             OPTION,

@@ -81,6 +81,9 @@ impl MaterializeOptions {
     }
 
     /// Sends every row to `agent` by setting `_default` of the agent map.
+    ///
+    /// # Errors
+    /// [`InputError::Option`] if the agent map already has another `_default`.
     pub fn with_agent(mut self, agent: &str) -> Result<Self, InputError> {
         match self.agent_map.get(DEFAULT_KEY) {
             Some(other) if other != agent => Err(InputError::option(

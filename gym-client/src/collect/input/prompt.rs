@@ -79,6 +79,9 @@ struct FormatSpec {
 
 impl PromptTemplate {
     /// Parses the YAML of a prompt file; `file` is its name in error messages.
+    ///
+    /// # Errors
+    /// [`PromptError::File`] if the YAML has another form; [`PromptError::Template`] if a string is invalid.
     pub fn from_yaml(text: &str, file: &str) -> Result<Self, PromptError> {
         let wrong = |problem: String| PromptError::File { file: file.to_owned(), problem };
         let prompt = parse_yaml(text, file).map_err(|error| match error.problems() {
@@ -90,12 +93,18 @@ impl PromptTemplate {
     }
 
     /// Creates a template from its strings.
+    ///
+    /// # Errors
+    /// [`PromptError::Template`] if a string is not a valid format string.
     pub fn new(user: &str, system: Option<&str>) -> Result<Self, PromptError> {
         let read = |key, text: &str| parse(text).map_err(|problem| PromptError::Template { key, problem });
         Ok(Self { user: read("user", user)?, system: system.map(|text| read("system", text)).transpose()? })
     }
 
     /// Returns the messages for `row`, as JSON for `responses_create_params.input`.
+    ///
+    /// # Errors
+    /// [`PromptError::Fill`] if the row lacks a value, or a value cannot be formatted.
     pub fn fill(&self, row: &JsonFields<'_>) -> Result<String, PromptError> {
         let mut messages = String::from("[");
         if let Some(system) = &self.system {

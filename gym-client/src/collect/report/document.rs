@@ -57,6 +57,9 @@ pub fn label_runs(agent_by_server: &BTreeMap<String, Option<String>>) -> BTreeMa
 }
 
 /// Writes the report of the servers' responses; numbers keep their original text.
+///
+/// # Errors
+/// `MetricsError::Row` if a response is not a JSON object; `MetricsError::Io` if the write fails.
 pub fn write_report(entries: &[ReportEntry<'_>], mut writer: impl Write) -> Result<(), MetricsError> {
     let fail = |source| MetricsError::Io { doing: "write the aggregate metrics report".to_owned(), source };
     let mut report = Indenter::new(&mut writer);
@@ -94,6 +97,9 @@ pub fn write_report(entries: &[ReportEntry<'_>], mut writer: impl Write) -> Resu
 }
 
 /// Computes the report from the rollouts file and writes it, for servers without statistics of their own.
+///
+/// # Errors
+/// `MetricsError::Row` if a row is invalid; `MetricsError::Io` if reading or writing fails.
 pub fn write_computed_report<R: Read + Seek>(
     index: &RolloutsIndex,
     reader: &mut R,

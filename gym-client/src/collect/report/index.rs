@@ -49,6 +49,9 @@ impl RolloutsIndex {
     /// server in front of an agent, for rows without `_ng_environment_server`.
     ///
     /// Rows that name neither a server nor an agent are skipped, as in NeMo Gym. Blank lines are skipped too.
+    ///
+    /// # Errors
+    /// `MetricsError::Row`, with the line, if a row is invalid or its agent is unknown; `MetricsError::Io` if reading fails.
     pub fn scan(
         mut reader: impl BufRead,
         name: impl Into<String>,
@@ -144,6 +147,9 @@ pub struct FileRows<'a, R> {
 
 impl<R: Read + Seek> FileRows<'_, R> {
     /// Returns the text of row `index`.
+    ///
+    /// # Errors
+    /// `MetricsError::Io` if reading fails; `MetricsError::Row` if the file has changed since it was indexed.
     pub fn text(&mut self, index: usize) -> Result<&str, MetricsError> {
         let place = self.locations[index];
         self.text.resize(place.length as usize, 0);

@@ -29,6 +29,9 @@ impl<'a, R: Read + Seek> AggregateRequest<'a, R> {
     }
 
     /// Appends the next piece to `into`; returns `false` at the end, when nothing was appended.
+    ///
+    /// # Errors
+    /// An error of reading the rollouts file, or of a row that has changed since it was indexed.
     pub fn next_piece(&mut self, into: &mut String) -> Result<bool, MetricsError> {
         if self.ended {
             return Ok(false);
@@ -51,6 +54,9 @@ impl<'a, R: Read + Seek> AggregateRequest<'a, R> {
     }
 
     /// Returns the length of the whole body in bytes, for a `content-length` header; reads all rows once.
+    ///
+    /// # Errors
+    /// As [`AggregateRequest::next_piece`].
     pub fn length(&mut self) -> Result<u64, MetricsError> {
         let (next, ended) = (self.next, self.ended);
         (self.next, self.ended) = (0, false);
@@ -65,6 +71,9 @@ impl<'a, R: Read + Seek> AggregateRequest<'a, R> {
     }
 
     /// Writes the rest of the body.
+    ///
+    /// # Errors
+    /// As [`AggregateRequest::next_piece`], and `MetricsError::Io` if the write fails.
     pub fn write_to(mut self, mut writer: impl Write) -> Result<(), MetricsError> {
         let mut piece = String::new();
         while self.next_piece(&mut piece)? {

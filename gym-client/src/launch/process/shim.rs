@@ -7,7 +7,7 @@
 //!    controller;
 //! 2. requests `SIGKILL` for the death of the controller (`PDEATHSIG`), then checks that the controller still exists;
 //! 3. waits for one byte on standard input, which the controller sends after it has registered this process with the
-//!    watchdog, so that every grandchild has a process that ends it;
+//!    watchdog; the watchdog can therefore end every grandchild;
 //! 4. executes the program under the same process ID.
 
 use std::ffi::{OsStr, OsString};

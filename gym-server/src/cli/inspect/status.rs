@@ -141,7 +141,7 @@ async fn health(transports: &Transports, listed: ListedServer, now: f64) -> Serv
             health.health = match (said, response.status.is_success()) {
                 (Some(said), _) => said,
                 (None, true) => "ok".to_owned(),
-                (None, false) => format!("answers {}", response.status.0),
+                (None, false) => format!("HTTP status {}", response.status.0),
             };
             health.in_flight = body["in_flight"].as_i64();
             // Servers of other programs do not report peers.
