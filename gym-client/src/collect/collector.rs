@@ -10,7 +10,8 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures_util::future::BoxFuture;
 use futures_util::stream::{self, StreamExt as _};
-use gym_core::{CallContext, Code, Error, Result, Rope, TaskKey, World};
+use gym_core::rollout::TaskKey;
+use gym_core::{CallContext, Code, Error, Result, Rope, World};
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
@@ -133,7 +134,7 @@ impl RolloutCollector {
     /// `InvalidArgument`, with the file and line, if the input or the options are invalid. The errors of
     /// [`JsonlLedger::open`], of the disk, and of the ledger while it records.
     #[must_use = "a future does nothing until it is awaited"]
-    pub fn collect(&self, options: CollectOptions, stop: CancellationToken) -> BoxFuture<'_, Result<CollectSummary>> {
+    pub fn collect(&self, options: CollectOptions, stop: CancelToken) -> BoxFuture<'_, Result<CollectSummary>> {
         Box::pin(async move {
             let files = OutputFiles::beside(&options.output);
             let resumes = options.resume && has_outcomes(&files)?;

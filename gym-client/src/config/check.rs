@@ -2,7 +2,7 @@
 
 use crate::config::problem::{Mistake, Origin, Problem, nearest, suggest};
 use crate::config::yaml::node::{Map, Node, Tree};
-use gym_core::ServerKind;
+use gym_core::server::ServerKind;
 
 /// Top-level keys that are neither servers nor variables.
 pub(crate) const RESERVED: [&str; 45] = [

@@ -5,7 +5,7 @@
 //! memory. A library must not change the environment of its process. A *program* that uses UCX therefore executes
 //! itself again with these variables, and a launcher sets them for its children.
 
-use gym_core::TransportPolicy;
+use gym_core::transport::TransportPolicy;
 
 /// The environment variables and their values. Variables that the user has set are kept.
 pub const UCX_SETTINGS: [(&str, &str); 2] = [("UCX_HANDLE_ERRORS", "none"), ("UCX_MEM_MMAP_HOOK_MODE", "none")];

@@ -4,8 +4,8 @@
 //! reprinted row would differ. `RawObject::edit` does the same for messages. This module works on [`JsonFields`], which
 //! borrow from a line, and writes to a reused buffer.
 
-use gym_core::metrics::JsonFields;
-use gym_core::push_json_string;
+use gym_core::message::push_json_string;
+use gym_core::rollout::metrics::JsonFields;
 
 /// Fields to set, in the order in which Python would set them in a dict. A key that is set twice keeps its first
 /// position.

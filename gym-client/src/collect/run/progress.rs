@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use gym_core::FailureClass;
+use gym_core::rollout::FailureClass;
 
 /// Counters of one collection. The driver updates them; progress bars and metrics read them.
 #[derive(Debug, Default)]

@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use gym_core::{RawObject, TaskKey};
+use gym_core::RawObject;
+use gym_core::rollout::TaskKey;
 
 /// A requested rollout and its server.
 #[derive(Clone, Debug)]

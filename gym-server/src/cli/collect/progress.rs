@@ -27,8 +27,8 @@ pub(super) async fn show(
     mode: ProgressMode,
     console: Console,
     stop_grace: Duration,
-    stop: CancellationToken,
-    ended: CancellationToken,
+    stop: CancelToken,
+    ended: CancelToken,
 ) {
     let bar = match mode {
         ProgressMode::Bar => true,

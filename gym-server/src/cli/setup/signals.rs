@@ -10,9 +10,9 @@ use crate::cli::exit::Failure;
 #[derive(Debug)]
 pub(in crate::cli) struct StopSignals {
     /// Cancelled at the first signal.
-    pub(in crate::cli) graceful: CancellationToken,
+    pub(in crate::cli) graceful: CancelToken,
     /// Cancelled at the second signal.
-    pub(in crate::cli) immediate: CancellationToken,
+    pub(in crate::cli) immediate: CancelToken,
     listener: JoinHandle<()>,
 }
 
@@ -22,17 +22,13 @@ impl StopSignals {
         let failed = |error| Failure::Failed(format!("cannot listen for signals: {error}"));
         let interrupt = signal(SignalKind::interrupt()).map_err(failed)?;
         let terminate = signal(SignalKind::terminate()).map_err(failed)?;
-        let (graceful, immediate) = (CancellationToken::new(), CancellationToken::new());
+        let (graceful, immediate) = (CancelToken::new(), CancelToken::new());
         let listener = tokio::spawn(listen([interrupt, terminate], graceful.clone(), immediate.clone()));
         Ok(Self { graceful, immediate, listener })
     }
 }
 
-async fn listen(
-    [mut interrupt, mut terminate]: [Signal; 2],
-    graceful: CancellationToken,
-    immediate: CancellationToken,
-) {
+async fn listen([mut interrupt, mut terminate]: [Signal; 2], graceful: CancelToken, immediate: CancelToken) {
     for token in [graceful, immediate] {
         tokio::select! {
             biased;

@@ -4,7 +4,7 @@
 //! file. It is not synced, so after a crash it may be incomplete, torn, or ahead of the rows. Recovery ignores a record
 //! that does not match its line.
 
-use gym_core::{Attempt, TaskKey};
+use gym_core::rollout::{Attempt, TaskKey};
 
 use crate::collect::ledger::states::OutcomeClass;
 
