@@ -1,16 +1,16 @@
-//! Reads settings as leniently as NeMo Gym's servers do: a text that spells a number or a boolean is one where one is asked
-//! for. `${oc.env:NAME,false}` is always a text, so configurations depend on it.
+//! Deserializes settings as leniently as NeMo Gym's servers do: where a number or boolean is expected, a string that
+//! spells one is accepted. Configurations depend on this, because `${oc.env:NAME,false}` is always a string.
 
 use serde::de::value::{MapDeserializer, SeqDeserializer};
 use serde::de::{Deserializer, IntoDeserializer, Visitor};
 use serde::forward_to_deserialize_any;
 use serde_json::{Error, Value};
 
-/// A JSON value that is read leniently, at any depth.
+/// A JSON value that is deserialized leniently, at any depth.
 #[derive(Debug)]
 pub(crate) struct LenientValue(pub(crate) Value);
 
-/// Python's spellings, in any case.
+/// Parses a boolean in Python's spellings, in any case.
 fn boolean(text: &str) -> Option<bool> {
     match text.to_ascii_lowercase().as_str() {
         "1" | "true" | "t" | "yes" | "y" | "on" => Some(true),
@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn a_text_that_spells_what_is_asked_for_is_taken_and_a_text_stays_a_text() {
+    fn a_string_that_spells_the_expected_type_is_accepted_and_a_string_stays_a_string() {
         let value =
             json!({"flag": "False", "count": "8", "share": "0.5", "name": "7", "nested": [{"a": "on", "b": true}]});
         let nested = vec![BTreeMap::from([("a".to_owned(), true), ("b".to_owned(), true)])];
@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn what_spells_nothing_of_the_kind_is_refused_as_before() {
+    fn a_string_that_does_not_spell_the_expected_type_is_rejected() {
         for (key, value, why) in [
             ("flag", json!("maybe"), "invalid type: string \"maybe\", expected a boolean"),
             ("count", json!("-1"), "invalid type: string \"-1\", expected u32"),

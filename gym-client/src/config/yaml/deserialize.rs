@@ -1,4 +1,4 @@
-//! Values that do not fit the type they are read as, told with their line and key.
+//! Deserializes values and reports mismatches with their line and key.
 
 use serde::de::Deserializer;
 use serde_path_to_error::Segment;
@@ -6,14 +6,14 @@ use serde_path_to_error::Segment;
 use crate::config::problem::{Mistake, Origin, Problem, suggest};
 use crate::config::yaml::node::Node;
 
-/// What does not fit its type, and where.
+/// A value that does not have the expected type, and its location.
 pub(crate) struct TypeMismatch {
     path: Vec<String>,
     origin: Option<Origin>,
     message: String,
 }
 
-/// Reads `values`, which `node` holds, as a type.
+/// Deserializes `values`, which belong to `node`.
 pub(crate) fn read<'de, T: serde::Deserialize<'de>, D: Deserializer<'de>>(
     node: &Node,
     values: D,
@@ -36,7 +36,7 @@ pub(crate) fn read<'de, T: serde::Deserialize<'de>, D: Deserializer<'de>>(
 }
 
 impl TypeMismatch {
-    /// The problem, with these steps before its path; `correct` is what to do about a value.
+    /// Converts the mismatch to a problem whose key starts with `before`; `correct` is the fix for a wrong value.
     pub(crate) fn at(self, otherwise: &Origin, before: &[&str], correct: &str) -> Problem {
         let Self { path, origin, message } = self;
         let key = before.iter().copied().chain(path.iter().map(String::as_str)).collect::<Vec<_>>().join(".");
