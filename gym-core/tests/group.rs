@@ -9,8 +9,8 @@ use gym_core::testing::conformance::{
     group_rogues,
 };
 use gym_core::testing::{Faults, SimNet};
-use gym_core::{CallContext, Channel, ConnectOptions, Connector, Handler, InProcess, Listener};
-use tokio_util::sync::CancellationToken;
+use gym_core::transport::{ConnectOptions, Connector, InProcess, Listener};
+use gym_core::{CallContext, CancelToken, Channel, Handler};
 
 /// [`InProcessGroup`]s.
 struct InThisProcess {
@@ -18,7 +18,7 @@ struct InThisProcess {
 }
 
 #[derive(Debug)]
-struct Started(Arc<InProcessGroup>);
+struct Started(Arc<InProcessGroup>, TestWorkerKind);
 
 #[async_trait(?Send)]
 impl GroupFixture for InThisProcess {
@@ -34,7 +34,7 @@ impl GroupFixture for InThisProcess {
                 InProcessGroup::start_with::<TestBlockingWorker>("tested", setup.layout, (), options).await
             }
         };
-        Box::new(Started(Arc::new(started.expect("the suite's workers start"))))
+        Box::new(Started(Arc::new(started.expect("the suite's workers start")), setup.worker))
     }
 }
 
@@ -45,7 +45,11 @@ impl TestGroup for Started {
     }
 
     async fn replace(&self, rank: Rank) {
-        self.0.restart(rank).await.expect("the suite's workers start");
+        let restarted = match self.1 {
+            TestWorkerKind::Async => self.0.restart::<TestWorker>(rank, ()).await,
+            TestWorkerKind::Blocking => self.0.restart::<TestBlockingWorker>(rank, ()).await,
+        };
+        restarted.expect("the suite's workers start");
     }
 }
 
@@ -69,7 +73,7 @@ async fn served(connector: impl Connector, mut listener: impl Listener, handler:
     let endpoint = listener.endpoints()[0].clone();
     tokio::spawn(async move {
         let incoming = listener.accept().await.expect("the channel's own connection");
-        incoming.serve(handler, CancellationToken::new()).await
+        incoming.serve(handler, CancelToken::new()).await
     });
     let connected = connector.connect(&CallContext::default(), &endpoint, &ConnectOptions::default()).await;
     connected.expect("the listener accepts")

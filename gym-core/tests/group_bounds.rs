@@ -12,11 +12,10 @@ use gym_core::group::{
     Balancer, Batch, Gate, GroupView, Handles, HostOptions, InProcessGroup, InProcessOptions, Method, Methods, Payload,
     Permit, Rank, RankLayout, RankState, Worker, WorkerEnv, WorkerGroup, WorkerGroupExt, WorkerHost,
 };
-use gym_core::{
-    Balance, CallContext, Code, ConnectOptions, Connector, Execution, InProcess, Incarnation, Listener, Request, Result,
-};
+use gym_core::registry::Balance;
+use gym_core::transport::{ConnectOptions, Connector, InProcess, Listener};
+use gym_core::{CallContext, CancelToken, Code, Execution, Incarnation, Request, Result};
 use tokio::sync::watch;
-use tokio_util::sync::CancellationToken;
 
 /// Runs until its caller leaves.
 #[derive(Clone, Copy, Debug)]
@@ -101,7 +100,7 @@ impl Handles<Pass> for Late {
 struct GatedGroup(Arc<InProcessGroup>);
 
 impl WorkerGroup for GatedGroup {
-    fn name(&self) -> &str {
+    fn name(&self) -> &Arc<str> {
         self.0.name()
     }
 
@@ -165,7 +164,7 @@ async fn nor_do_they_over_a_link_to_a_name_of_this_process() {
     let endpoint = listener.endpoints()[0].clone();
     let serving = tokio::spawn(async move {
         let peer = listener.accept().await.expect("the one below");
-        peer.serve(Arc::new(host), CancellationToken::new()).await
+        peer.serve(Arc::new(host), CancelToken::new()).await
     });
     let channel = in_process.connect(&CallContext::within(SOON), &endpoint, &ConnectOptions::default()).await.unwrap();
     let pass = || Request::post(CallContext::within(SOON), "/worker/pass", r#"{"value":null}"#);
@@ -207,11 +206,11 @@ async fn a_rank_whose_restart_a_stop_overtakes_stays_stopped() {
     let (go, waits) = sync_channel(1);
     *GO.lock().unwrap() = Some(waits);
     let group = InProcessGroup::start::<Late>("late", RankLayout::line(1).unwrap(), ()).await.unwrap();
-    let mut restart = Box::pin(group.restart(0));
+    let mut restart = Box::pin(group.restart::<Late>(0, ()));
     assert!(restart.as_mut().now_or_never().is_none(), "its next life waits");
     group.stop(SOON).await.unwrap();
     go.send(()).unwrap();
-    for error in [restart.await.unwrap_err(), group.restart(0).await.unwrap_err()] {
+    for error in [restart.await.unwrap_err(), group.restart::<Late>(0, ()).await.unwrap_err()] {
         assert_eq!((error.code(), error.execution()), (Code::Unavailable, Execution::NotStarted), "{error}");
     }
     assert_eq!(group.view().borrow().members()[0].state, RankState::Stopped);
@@ -263,7 +262,7 @@ async fn no_rank_has_run_a_call_that_waited_for_its_turn_when_one_was_replaced()
     let group = GatedGroup(Arc::clone(&desks));
     let (error, ()) = tokio::join!(group.call(Pass, ()).deadline(SOON).into_future(), async {
         tokio::task::yield_now().await;
-        desks.restart(1).await.unwrap();
+        desks.restart::<BusyWorker>(1, ()).await.unwrap();
     });
     let error = error.unwrap_err();
     assert_eq!((error.cause().code(), error.execution()), (Code::Unavailable, Execution::NotStarted), "{error:?}");

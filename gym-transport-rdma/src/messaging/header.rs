@@ -8,7 +8,7 @@
 //!
 //! | kind | delivery | first | second | call | payload |
 //! |---|---|---|---|---|---|
-//! | handshake | ordered | | | | [`Handshake`](gym_core::mux::Handshake) |
+//! | handshake | ordered | | | | [`Handshake`](gym_core::transport::mux::Handshake) |
 //! | request, response | ordered | length of the header | size at which messages are split | call number | as much of the header as fits, then the rest of the first chunk |
 //! | header rest | ordered | | | call number | continuation of the last header |
 //! | chunk | ordered | index in the layout | | call number | the chunk |
@@ -19,7 +19,7 @@
 
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 use gym_core::Result;
-use gym_core::mux::malformed;
+use gym_core::transport::mux::malformed;
 
 use crate::fabric::Delivery;
 

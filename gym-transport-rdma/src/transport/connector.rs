@@ -6,11 +6,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use gym_core::mux::{CallingEnd, MuxLink, heartbeat};
-use gym_core::{
-    CallContext, Channel, Code, ConnectOptions, Connector, Endpoint, Error, Execution, PathInfo, Request, Result,
-    Transport,
-};
+use gym_core::transport::mux::{CallingEnd, MuxLink, heartbeat};
+use gym_core::transport::{ConnectOptions, Connector, PathInfo, Transport};
+use gym_core::{CallContext, Channel, Code, Endpoint, Error, Execution, Request, Result};
 use tokio::time::Instant;
 
 use crate::fabric::{Connect, Connection, ConnectionId, Fabric, Lanes, Target, WorkerPair};
@@ -206,11 +204,11 @@ impl Drop for ConnectGuard {
 async fn exchange_heartbeats(
     end: Arc<CallingEnd<UcxSendQueue>>,
     caller: Arc<CallingEvents>,
-    limits: gym_core::mux::ConnectionLimits,
+    limits: gym_core::transport::mux::ConnectionLimits,
     fabric: Fabric,
 ) {
     // The first heartbeat is sent at once, so that its echo is the first measured round trip.
-    gym_core::mux::MessageSender::post_heartbeat(end.sender());
+    gym_core::transport::mux::MessageSender::post_heartbeat(end.sender());
     let error = tokio::select! {
         biased;
         () = end.over() => return drop(fabric),
@@ -231,7 +229,7 @@ impl Connector for UcxConnector {
         SCHEME
     }
 
-    fn transports(&self) -> Vec<gym_core::Transport> {
+    fn transports(&self) -> Vec<gym_core::transport::Transport> {
         vec![Transport::SHM, Transport::RDMA, Transport::UCX_TCP]
     }
 
