@@ -14,4 +14,6 @@ pub use context::{CallContext, DEFAULT_DEADLINE, DEFAULT_REPLY_BYTES_MAX, Incarn
 pub use json::{Edit, JsonError, RawObject, Rope, push_json_string};
 pub use metadata::Metadata;
 pub use request::{PeerInfo, Request, Route, Verb};
-pub use response::{CODE_METADATA, EXECUTION_METADATA, Response, Status};
+#[doc(hidden)]
+pub use response::{CODE_METADATA, EXECUTION_METADATA};
+pub use response::{Response, Status};
