@@ -5,13 +5,13 @@
 //! items and rows are spliced as text, so token ids, log-probabilities and long numbers come out as they went in.
 
 use bytes::Bytes;
-use gym_client::{CallOptions, CookieJar, ServerClient, Session};
+use gym_client::{CookieJar, ServerClient, Session};
 use gym_core::{AgentServer, CallContext, Code, Error, ModelResponse, RawObject, Response, Result, Route, SessionId};
 use serde_json::{Value, json};
 use tokio::time::Instant;
 
 use crate::agent::config::SimpleAgentConfig;
-use crate::agent::episode::{of_inner, post, scored};
+use crate::agent::episode::{ResourcesSession, aggregate, of_inner, post, scored};
 use crate::agent::tool_arguments;
 use crate::agent::turn::{Conversation, FunctionCall, NextStep, Turn};
 use crate::role::dialect::schema::Dialect;
@@ -121,47 +121,28 @@ impl SimpleAgent {
 
     async fn episode(&self, cx: &CallContext, row: &RawObject, params: &RawObject) -> Result<Response> {
         let resources = self.resources()?;
-        let mut session = self.client.session();
-        // The caller's cookies are this episode's first ones.
-        let cookies = CookieJar::of_request(&cx.metadata);
+        let caller = &cx.metadata;
         let cx = &self.context(cx);
-        if cookies.header().is_some() {
-            *session.jar(resources) = cookies;
-        }
-        post(&mut session, cx, resources, "/seed_session", row.clone()).await?;
-        let response = self.converse(cx, &mut session, params).await?;
+        // Closes the session when the episode is over, however it ends.
+        let mut session = ResourcesSession::seed(cx, caller, &self.client, resources, row).await?;
+        let params = session.with_tools(params)?;
+        let response = self.converse(cx, session.calls(), &params).await?;
         let row = row.edit().set_object("response", response.0);
         if self.config.skip_verification {
             let row = row.set_value("reward", &self.config.skip_verification_reward)?;
             return Ok(Response::json(row.set("verification_skipped", "true").to_rope()));
         }
-        let verdict = post(&mut session, cx, resources, "/verify", row.to_rope()).await?;
+        let verdict = post(session.calls(), cx, resources, "/verify", row.to_rope()).await?;
         scored(verdict.head).map(Response::json).map_err(|error| error.about(format!("POST {resources}/verify")))
     }
 }
 
 impl AgentServer for SimpleAgent {
     async fn run(&self, cx: &CallContext, _: &SessionId, row: &RawObject) -> Result<Response> {
-        let params = match row.get_object("responses_create_params") {
-            Ok(Some(params)) => params,
-            wrong => {
-                let input = |key: &str| row.get_as::<Value>(key).ok().flatten().unwrap_or_default();
-                let path = ["responses_create_params"];
-                return Ok(unprocessable(vec![match wrong {
-                    Err(_) => ValidationProblem::new(
-                        "model_type",
-                        &path,
-                        "Input should be a valid dictionary",
-                        input(path[0]),
-                    ),
-                    _ => ValidationProblem::missing(&path, row.outline().unwrap_or(Value::Null)),
-                }]));
-            }
+        let params = match params_of(row) {
+            Ok(params) => params,
+            Err(refusal) => return Ok(refusal),
         };
-        let wrong = Dialect::Responses.check(&params, &["responses_create_params"]);
-        if !wrong.is_empty() {
-            return Ok(unprocessable(wrong));
-        }
         let began = Instant::now();
         self.episode(cx, row, &params).await.map_err(|error| self.of_limit(error, began))
     }
@@ -194,13 +175,28 @@ impl AgentServer for SimpleAgent {
             const EMPTY: &str = r#"{"group_level_metrics":[],"agent_metrics":{},"key_metrics":{},"perf_summary":null,"repeat_level_metrics":[]}"#;
             return Ok(Response::json(EMPTY));
         }
-        let server = self.resources()?;
-        let route = Route::from_static("/aggregate_metrics");
-        let answer = self.client.post(&cx.child(), server, route, body.text().clone(), CallOptions::idempotent()).await;
-        let answer =
-            answer.and_then(Response::into_result).map_err(|error| of_inner(error, server, "/aggregate_metrics"))?;
-        Ok(Response::json(answer.message.head))
+        aggregate(cx, &self.client, self.resources()?, body).await
     }
+}
+
+/// Returns the request for the model of a row, or the 422 of a row without a valid one.
+#[expect(clippy::result_large_err, reason = "the response is sent next; a box would be taken apart at once")]
+pub(super) fn params_of(row: &RawObject) -> Result<RawObject, Response> {
+    let path = ["responses_create_params"];
+    let params = match row.get_object(path[0]) {
+        Ok(Some(params)) => params,
+        Ok(None) => {
+            let problem = ValidationProblem::missing(&path, row.outline().unwrap_or(Value::Null));
+            return Err(unprocessable(vec![problem]));
+        }
+        Err(_) => {
+            let input = row.get_as::<Value>(path[0]).ok().flatten().unwrap_or_default();
+            let message = "Input should be a valid dictionary";
+            return Err(unprocessable(vec![ValidationProblem::new("model_type", &path, message, input)]));
+        }
+    };
+    let wrong = Dialect::Responses.check(&params, &path);
+    if wrong.is_empty() { Ok(params) } else { Err(unprocessable(wrong)) }
 }
 
 #[cfg(test)]

@@ -92,6 +92,11 @@ impl Turn {
         Ok(Self { response, outline, calls })
     }
 
+    /// Returns the response of the model.
+    pub(super) fn response(&self) -> &RawObject {
+        &self.response
+    }
+
     pub(super) fn next(&self) -> NextStep<'_> {
         let answered = |item: &TurnItem| {
             item.kind == ItemKind::Message && item.role.0.as_deref().is_some_and(|role| role == "assistant")
@@ -168,6 +173,11 @@ impl Conversation {
         self.say(item.into());
     }
 
+    /// Adds a message of the user.
+    pub(super) fn user_said(&mut self, text: &str) {
+        self.say(user_message(text).into());
+    }
+
     fn say(&mut self, items: Bytes) {
         if !items.is_empty() {
             self.said.push(items);
@@ -202,7 +212,28 @@ impl Conversation {
     }
 }
 
-/// The text of a list without its brackets and the blanks next to them.
+/// Returns the `input` of a request as a list with one more item. Returns `None` if that is the input unchanged.
+pub(super) fn items_of(params: &RawObject, more: Option<&str>) -> Result<Option<Bytes>> {
+    let conversation = Conversation::new(params)?;
+    if conversation.listed && more.is_none() {
+        return Ok(None);
+    }
+    let input = match conversation.listed {
+        true => conversation.input,
+        false => {
+            let text: String = params.get_as("input")?.unwrap_or_default();
+            user_message(&text).into()
+        }
+    };
+    Ok(Some(list(&[input, more.unwrap_or_default().to_owned().into()])))
+}
+
+/// Returns the input item of a user's message.
+pub(super) fn user_message(text: &str) -> String {
+    format!(r#"{{"content":{},"role":"user","type":"message"}}"#, Value::from(text))
+}
+
+/// Returns the text of a list without its brackets and the blanks next to them.
 fn inside(list: &Bytes) -> Bytes {
     let blank = |byte: &u8| byte.is_ascii_whitespace();
     let Some(text) = list.get(1..list.len().saturating_sub(1)) else { return Bytes::new() };
