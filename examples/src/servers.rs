@@ -8,11 +8,11 @@ use serde_json::Value;
 
 use crate::choice::Choice;
 use crate::math::Math;
-use crate::nemo::{MultiStep, SessionState, SingleToolCall, ToolCallMultiReward};
+use crate::nemo::{MultiStep, MultiTurn, SessionState, SingleToolCall, ToolCallMultiReward};
 use crate::policy;
 use crate::warehouse::Warehouse;
 
-/// The SDK's stock servers, the three environments, the four ports of NeMo Gym's examples under their own names, and a
+/// The SDK's stock servers, the three environments, the five ports of NeMo Gym's examples under their own names, and a
 /// `scripted_model` that plays the three.
 #[must_use]
 pub fn servers() -> Servers {
@@ -23,6 +23,7 @@ pub fn servers() -> Servers {
         .resources("choice", |_| Ok(Choice))
         .resources("example_single_tool_call", |_| Ok(SingleToolCall))
         .resources("example_multi_step", |_| Ok(MultiStep))
+        .gymnasium("example_multi_turn_gymnasium", |_| Ok(MultiTurn::default()))
         .resources("example_session_state_mgmt", |_| Ok(SessionState::default()))
         .resources("example_tool_call_multireward", |_| Ok(ToolCallMultiReward))
 }

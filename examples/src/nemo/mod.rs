@@ -4,11 +4,13 @@
 //! text, which `tests/nemo_ports.rs` checks against recorded answers of the originals.
 
 mod multi_step;
+mod multi_turn;
 mod session_state_mgmt;
 mod single_tool_call;
 mod tool_call_multireward;
 
 pub use multi_step::MultiStep;
+pub use multi_turn::MultiTurn;
 pub use session_state_mgmt::SessionState;
 pub use single_tool_call::SingleToolCall;
 pub use tool_call_multireward::ToolCallMultiReward;

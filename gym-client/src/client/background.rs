@@ -1,27 +1,31 @@
-//! Requests whose response nobody waits for.
+//! Calls that outlive their caller.
 
 use std::sync::{Mutex, PoisonError};
 
 use tokio::runtime::Handle;
 use tokio::task::JoinSet;
 
-/// Requests of one client that may be in flight in the background: as many as a server queues.
-pub(super) const BACKGROUND_MAX: usize = 16_384;
+use crate::client::server_client::ServerClient;
 
-/// The tasks that send the requests. Dropping it aborts them; each has a deadline.
+/// Tasks of one client that may run in the background: as many as a server queues.
+const BACKGROUND_MAX: usize = 16_384;
+
+/// The tasks of a client. Dropping it aborts them.
 #[derive(Debug, Default)]
-pub(super) struct BackgroundRequests(Mutex<JoinSet<()>>);
+pub(super) struct BackgroundTasks(Mutex<JoinSet<()>>);
 
-impl BackgroundRequests {
-    /// Starts a request, unless too many are in flight.
-    pub(super) fn spawn(&self, request: impl Future<Output = ()> + Send + 'static) {
+impl ServerClient {
+    /// Runs calls that outlive their caller, such as the one that closes the session of a cancelled episode. `calls` must have a
+    /// deadline. They are dropped if this client runs 16,384 of them, and outside of a Tokio runtime.
+    pub fn in_background(&self, calls: impl Future<Output = ()> + Send + 'static) {
         let Ok(runtime) = Handle::try_current() else { return };
-        let mut tasks = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut tasks = self.inner.background.0.lock().unwrap_or_else(PoisonError::into_inner);
         while tasks.try_join_next().is_some() {}
         if tasks.len() < BACKGROUND_MAX {
-            tasks.spawn_on(request, &runtime);
+            tasks.spawn_on(calls, &runtime);
         } else {
-            tracing::warn!(limit = BACKGROUND_MAX, "a request in the background was not sent: too many are in flight");
+            drop(tasks);
+            tracing::warn!(limit = BACKGROUND_MAX, "calls in the background were dropped: too many are in flight");
         }
     }
 }

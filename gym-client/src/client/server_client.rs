@@ -13,7 +13,7 @@ use gym_core::{
 };
 use tokio::time::Instant;
 
-use crate::client::background::BackgroundRequests;
+use crate::client::background::BackgroundTasks;
 use crate::client::replicas::{Replica, ReplicaSet, replica};
 use crate::transport::Transports;
 
@@ -39,7 +39,7 @@ pub(super) struct ClientState {
     pub(super) rng: Mutex<fastrand::Rng>,
     names: RwLock<BTreeMap<String, Arc<ReplicaSet>>>,
     asking: Mutex<BTreeMap<String, Arc<tokio::sync::Mutex<ResolveLock>>>>,
-    pub(super) background: BackgroundRequests,
+    pub(super) background: BackgroundTasks,
 }
 
 /// Held by the one caller that asks the registry for a name; the others wait for its answer. A thousand rollouts that begin
@@ -85,7 +85,7 @@ impl ServerClient {
                 rng: Mutex::new(world.rng()),
                 names: RwLock::default(),
                 asking: Mutex::default(),
-                background: BackgroundRequests::default(),
+                background: BackgroundTasks::default(),
             }),
         }
     }
@@ -104,7 +104,7 @@ impl ServerClient {
                 rng: Mutex::new(lock(&inner.rng).fork()),
                 names: RwLock::default(),
                 asking: Mutex::default(),
-                background: BackgroundRequests::default(),
+                background: BackgroundTasks::default(),
             }),
         }
     }

@@ -62,21 +62,6 @@ impl Session {
         }
     }
 
-    /// Sends a last `POST` of the session in the background, and ends the session. Neither its response nor its failure is reported:
-    /// for notices that a server can do without. It is not sent if this client has 16,384 of them in flight,
-    /// or outside of a Tokio runtime.
-    pub fn post_in_background(mut self, cx: CallContext, server: Arc<str>, route: &'static str, body: impl Into<Rope>) {
-        let client = self.client.clone();
-        let body = body.into();
-        client.inner.background.spawn(async move {
-            // In a box, because a task that awaits a call is as large as the call.
-            let posted = Box::pin(self.post(&cx, &server, Route::from_static(route), body)).await;
-            if let Err(error) = posted.and_then(Response::into_result) {
-                tracing::debug!(%server, route, %error, "a request in the background failed");
-            }
-        });
-    }
-
     fn bound(&mut self, server: &str) -> &mut SessionServer {
         let at = self.servers.iter().position(|bound| bound.server == server).unwrap_or_else(|| {
             // Model and resources are all that most agents call.

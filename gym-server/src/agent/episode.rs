@@ -4,10 +4,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
+use futures_util::FutureExt;
+use futures_util::future::BoxFuture;
 use gym_client::{CallOptions, CookieJar, ServerClient, Session};
 use gym_core::{
-    CallContext, Code, Error, Execution, Message, Metadata, ModelResponse, RawObject, Response, Result, Rope, Route,
-    TraceContext,
+    CallContext, CancelToken, Code, Error, Execution, Message, Metadata, ModelResponse, RawObject, Response, Result,
+    Rope, Route, TraceContext,
 };
 use serde::Deserialize;
 
@@ -95,14 +97,31 @@ impl Episode {
 /// The calls of one episode, with the session at its resources server. The session is closed when this is dropped.
 #[derive(Debug)]
 pub(super) struct ResourcesSession {
-    /// `None` once the session has been closed.
+    client: ServerClient,
+    /// `None` once this is dropped.
     calls: Option<Session>,
     server: Arc<str>,
-    /// The route that closes the session; `None` if the server does not support it.
+    /// The route that closes the session; `None` if the server does not support it, or the session has been closed.
     close: Option<&'static str>,
     trace: TraceContext,
     /// The tools that the server declares, as a JSON list.
     tools: Option<Bytes>,
+}
+
+/// A session whose first request is in flight. If this is dropped, the request continues in the background until its reply reports
+/// whether the session can be closed: it may have begun already.
+struct BeginningSession {
+    client: ServerClient,
+    /// `None` once it is complete.
+    begun: Option<BoxFuture<'static, Result<(ResourcesSession, Response)>>>,
+}
+
+impl Drop for BeginningSession {
+    fn drop(&mut self) {
+        if let Some(begun) = self.begun.take() {
+            self.client.in_background(async move { drop(tokio::time::timeout(CLOSE_DEADLINE, begun).await) });
+        }
+    }
 }
 
 impl ResourcesSession {
@@ -114,18 +133,19 @@ impl ResourcesSession {
         server: &str,
         row: &RawObject,
     ) -> Result<Self> {
-        let (mut session, reply) = Self::begin(cx, caller, client, server, "/seed_session", row).await?;
-        let flags = reply.metadata.get(SESSION_METADATA).unwrap_or_default();
-        if flags.split(", ").any(|flag| flag == "close") {
-            session.close_with("/close_session");
-        }
-        if flags.split(", ").any(|flag| flag == "tools") {
+        let has = |reply: &Response, wanted: &str| {
+            reply.metadata.get(SESSION_METADATA).unwrap_or_default().split(", ").any(|flag| flag == wanted)
+        };
+        let close = move |reply: &Response| has(reply, "close").then_some("/close_session");
+        let (mut session, reply) = Self::begin(cx, caller, client, server, "/seed_session", row, close).await?;
+        if has(&reply, "tools") {
             session.tools = reply.message.head.to_object()?.get(TOOLS_KEY);
         }
         Ok(session)
     }
 
-    /// Begins an episode with a first request, and returns the session and the response.
+    /// Begins an episode with a first request, and returns the session and the response. `close` returns the route that closes the
+    /// session, if the response reports that the server supports it.
     pub(super) async fn begin(
         cx: &CallContext,
         caller: &Metadata,
@@ -133,19 +153,42 @@ impl ResourcesSession {
         server: &str,
         route: &'static str,
         row: &RawObject,
+        close: impl Fn(&Response) -> Option<&'static str> + Send + 'static,
     ) -> Result<(Self, Response)> {
         let mut calls = client.session();
         let cookies = CookieJar::of_request(caller);
         if cookies.header().is_some() {
             *calls.jar(server) = cookies;
         }
-        let reply = post_whole(&mut calls, cx, server, route, row.clone()).await?;
-        Ok((Self { calls: Some(calls), server: server.into(), close: None, trace: cx.trace, tools: None }, reply))
-    }
-
-    /// Closes the session with a route when this is dropped.
-    pub(super) fn close_with(&mut self, route: &'static str) {
-        self.close = Some(route);
+        // The request is not cancelled with the episode, because a session that began unseen could not be closed.
+        let mut own = cx.child();
+        own.cancel = CancelToken::new();
+        own.deadline += CLOSE_DEADLINE;
+        let mut session = Self {
+            client: client.clone(),
+            calls: Some(calls),
+            server: server.into(),
+            close: None,
+            trace: cx.trace,
+            tools: None,
+        };
+        let row = row.clone();
+        let begun = async move {
+            let server = Arc::clone(&session.server);
+            let reply = post_whole(session.calls(), &own, &server, route, row).await?;
+            session.close = close(&reply);
+            Ok((session, reply))
+        };
+        let mut beginning = BeginningSession { client: client.clone(), begun: Some(begun.boxed()) };
+        let finished = cx.bound(Execution::Finished, async {
+            let begun = beginning.begun.as_mut().expect("taken only when this is dropped").await;
+            beginning.begun = None;
+            Ok(begun)
+        });
+        match finished.await {
+            Ok(begun) => begun,
+            Err(stopped) => Err(stopped.about(format!("POST {server}{route}"))),
+        }
     }
 
     /// Not a child of the episode's context: the session is closed although the episode was cancelled or its deadline has passed.
@@ -211,8 +254,14 @@ impl ResourcesSession {
 
 impl Drop for ResourcesSession {
     fn drop(&mut self) {
-        if let (Some(route), Some(calls)) = (self.close, self.calls.take()) {
-            calls.post_in_background(self.closing(), Arc::clone(&self.server), route, "{}");
+        if let (Some(route), Some(mut calls)) = (self.close, self.calls.take()) {
+            let (cx, server) = (self.closing(), Arc::clone(&self.server));
+            // In a box, because a task that awaits a call is as large as the call.
+            self.client.in_background(Box::pin(async move {
+                if let Err(error) = post(&mut calls, &cx, &server, route, "{}").await {
+                    tracing::debug!(%server, route, %error, "a session was not closed; it will expire");
+                }
+            }));
         }
     }
 }

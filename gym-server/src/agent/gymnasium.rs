@@ -141,15 +141,9 @@ impl AgentServer for GymnasiumAgent {
         let environment = self.config.resources_server.name.as_str();
         let (caller, cx) = (&cx.metadata, &cx.child());
         let (mut session, reply) =
-            ResourcesSession::begin(cx, caller, &self.client, environment, "/reset", row).await?;
+            ResourcesSession::begin(cx, caller, &self.client, environment, "/reset", row, close_route).await?;
         let lost = |error: Error| invalid_reply(error, environment, "/reset");
         let reply = reply.message.head.to_object().map_err(|error| lost(error.into()))?;
-        // Before the rest of the reply is read: the environment keeps the session although its reply is invalid.
-        if reply.get_object("info").ok().flatten().and_then(|info| info.get("supports_explicit_close")).as_deref()
-            == Some(b"true")
-        {
-            session.close_with("/close");
-        }
         let reset: ResetReply = reply.outline().map_err(lost)?;
         let first = reset.observation.filter(|text| !text.is_empty()).map(|text| user_message(&text));
         let params = match items_of(&params, first.as_deref())? {
@@ -190,6 +184,12 @@ impl AgentServer for GymnasiumAgent {
     async fn aggregate_metrics(&self, cx: &CallContext, _: &SessionId, body: &RawObject) -> Result<Response> {
         aggregate(cx, &self.client, &self.config.resources_server.name, body).await
     }
+}
+
+/// Returns the route that closes the session that a reply to `/reset` began: also if the rest of the reply is invalid.
+fn close_route(reply: &Response) -> Option<&'static str> {
+    let info = reply.message.head.to_object().ok()?.get_object("info").ok()??;
+    (info.get("supports_explicit_close").as_deref() == Some(b"true")).then_some("/close")
 }
 
 fn invalid_reply(error: Error, environment: &str, route: &str) -> Error {

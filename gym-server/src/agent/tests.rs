@@ -286,11 +286,11 @@ async fn a_server_without_sessions_is_asked_to_close_one_only_once() {
 struct Conversations(Arc<Sessions<u32>>);
 
 impl GymnasiumServer for Conversations {
-    type Task = serde::de::IgnoredAny;
+    type Task = Value;
 
-    async fn reset(&self, _: &CallContext, session: &SessionId, _: Self::Task) -> Result<Option<String>> {
+    async fn reset(&self, _: &CallContext, session: &SessionId, task: Value) -> Result<Option<String>> {
         self.0.begin(session, || 0)?;
-        Ok(Some("say first".into()))
+        Ok(Some(task["first"].as_str().unwrap_or("say first").into()))
     }
 
     async fn step(
@@ -344,9 +344,10 @@ async fn an_environment_replies_as_a_user_up_to_the_limit() {
     assert_eq!((status, &result), (Status(200), &expected), "{result}");
     assert_eq!(SessionTable::counts(&*env.0), SessionCounts { open: 0, closed: 1, expired: 0 });
 
-    // Cancelled and failed episodes are closed too.
-    let slow = servers.run(CallContext::default(), "player", &row("say x"));
-    assert!(tokio::time::timeout(Duration::from_millis(1), slow).await.is_ok());
-    tokio::time::sleep(Duration::from_secs(1)).await;
-    assert_eq!(SessionTable::counts(&*env.0).open, 0);
+    // A cancelled episode is closed too.
+    let slow = json!({"responses_create_params": {"input": "start"}, "first": "wait 1"});
+    let left = tokio::time::timeout(Duration::from_millis(500), servers.run(CallContext::default(), "player", &slow));
+    assert!(left.await.is_err());
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    assert_eq!(SessionTable::counts(&*env.0), SessionCounts { open: 0, closed: 2, expired: 0 });
 }
