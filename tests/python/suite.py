@@ -40,6 +40,8 @@ SERVERS = {
     "example_tool_call_multireward": "example_tool_call_multireward",
     "example_multi_turn_gymnasium": "example_multi_turn_gymnasium",
 }
+# All of them start, whichever are collected.
+STARTED = tuple(SERVERS)
 # The environment that replies as a user has an agent of its own, and a model that only quotes the question.
 TURNS = "example_multi_turn_gymnasium"
 REPEATED = "example_tool_call_multireward"
@@ -93,7 +95,7 @@ class Suite:
 
     def link_venvs(self):
         """One interpreter for every server: what NeMo Gym takes for a ready environment is a link to this one."""
-        folders = [f"resources_servers/{name}" for name in SERVERS]
+        folders = [f"resources_servers/{name}" for name in STARTED]
         folders += ["responses_api_agents/simple_agent", "responses_api_agents/gymnasium_agent", "responses_api_models/openai_model", "environment_servers/legacy_agent"]
         for folder in folders:
             path = self.venvs / folder / ".venv"
@@ -256,7 +258,7 @@ class Suite:
             if not self.self_check:
                 below = "\n".join(process.descendants())
                 count = below.count("app.py")
-                self.check("c runs Python's environments", count >= len(SERVERS), f"{count} Python processes below ours")
+                self.check("c runs Python's environments", count >= len(STARTED), f"{count} Python processes below ours")
             plans = self.plans()
             self.collect_all("c", self.our_collector, head, plans)
             self.check_against_reference("c", "c", plans, whole=True)
