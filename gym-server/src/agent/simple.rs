@@ -1,8 +1,7 @@
 //! The tool-calling loop: seeds the episode, calls the model, runs its tools, and verifies the episode.
 //!
-//! An embodiment of NeMo Gym's `simple_agent`, with the same requests in the same order and the same answer, but for the
-//! call to itself that the Python agent makes over HTTP. Nothing that the model or the environment wrote is printed anew:
-//! items and rows are spliced as text, so token ids, log-probabilities and long numbers come out as they went in.
+//! This is NeMo Gym's `simple_agent`: it sends the same requests in the same order, except for the Python agent's call to itself,
+//! and its response is equal. Items and rows are spliced as text, so token ids, log-probabilities and long numbers are unchanged.
 
 use bytes::Bytes;
 use gym_client::{CookieJar, ServerClient, Session};
@@ -19,7 +18,7 @@ use crate::role::reply::validation::{ValidationProblem, unprocessable};
 use crate::role::route::{is_protocol, tool_route};
 use crate::role::settings::Seconds;
 
-/// The agent that runs tools until the model calls no more of them.
+/// The agent that calls the model and runs its tools, until a response calls no tool.
 ///
 /// The response of a tool, with any status, is data for the model. An error of the model server or of the verifier fails the
 /// attempt: it never becomes a reward.
@@ -50,13 +49,13 @@ impl SimpleAgent {
         }
     }
 
-    /// The error of an episode that ran into this agent's own limit. Not a deadline's: that says "later, perhaps", and
-    /// collectors try it again at once, to run into the same limit.
+    /// Converts the error of an episode that reached this agent's own limit. It is not `DeadlineExceeded`, which collectors retry:
+    /// the next attempt would reach the same limit.
     fn of_limit(&self, error: Error, began: Instant) -> Error {
         match self.config.max_seconds {
             Some(Seconds(limit)) if error.code() == Code::DeadlineExceeded && began.elapsed() >= limit => {
                 let text = format!(
-                    "the episode was not over within the agent's `max_seconds` = {}; raise it, or limit the steps",
+                    "the episode did not end within the agent's `max_seconds` = {}; raise it, or limit the steps",
                     limit.as_secs_f64()
                 );
                 Error::internal(text).caused_by(error)
@@ -65,7 +64,7 @@ impl SimpleAgent {
         }
     }
 
-    /// The loop: model, tools, model, … The answer is the last one's, with the items of all turns and the usage of all.
+    /// Calls the model and its tools in turn. Returns the last response, with the items and the usage of all turns.
     async fn converse(&self, cx: &CallContext, session: &mut Session, params: &RawObject) -> Result<ModelResponse> {
         let mut conversation = Conversation::new(params)?;
         let mut steps = 0;
@@ -83,7 +82,7 @@ impl SimpleAgent {
                 NextStep::Tools(calls) => calls,
                 NextStep::Stop => return conversation.finish(&turn, None),
                 NextStep::Nothing(reason) => {
-                    tracing::warn!(model, reason, steps, "the model gave neither a message nor a tool call");
+                    tracing::warn!(model, reason, steps, "the model returned neither a message nor a tool call");
                     return conversation.finish(&turn, Some(reason));
                 }
             };
@@ -107,14 +106,14 @@ impl SimpleAgent {
         };
         let server = self.resources()?;
         if is_protocol(&call.name) {
-            tracing::warn!(tool = call.name, "the model called a route of the protocol as if it were a tool");
+            tracing::warn!(tool = call.name, "the model called a protocol route as a tool");
             return Ok(json!({"detail": format!("there is no tool `{}`", call.name)}).to_string());
         }
         let route = tool_route(&call.name);
         let answer = session.post(cx, server, route.clone(), body).await;
         let answer = answer.map_err(|error| of_inner(error, server, route.as_str()))?;
         String::from_utf8(answer.message.head.to_bytes().into()).map_err(|_| {
-            Error::finished(Code::DataLoss, format!("tool `{}` answered with bytes that are not UTF-8", call.name))
+            Error::finished(Code::DataLoss, format!("tool `{}`: the response is not UTF-8", call.name))
                 .about(server.to_owned())
         })
     }
@@ -161,7 +160,7 @@ impl AgentServer for SimpleAgent {
         let answer = self.converse(&self.context(cx), &mut session, body).await;
         let answer = answer.map_err(|error| self.of_limit(error, began))?;
         let mut response = Response::json(answer.0);
-        // A Python caller verifies with the cookies of this answer.
+        // A Python caller sends the cookies of this response to `/verify`.
         for server in resources.into_iter().chain([self.config.model_server.name.as_str()]) {
             for (name, value) in session.jar(server).iter() {
                 response.metadata.push("set-cookie", format!("{name}={value}; Path=/; SameSite=lax"));

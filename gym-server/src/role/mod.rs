@@ -235,7 +235,7 @@ impl RoleState {
             }
         };
         if self.spec.sessions {
-            // On every answer, because clients carry only the cookies of the last one forward.
+            // On each response, because clients send only the cookies of the last one.
             let attributes = "; path=/; Max-Age=1209600; httponly; samesite=lax";
             let value = [&self.cookie, "=", request.session.as_str(), attributes].concat();
             response.metadata.push("set-cookie", value);
