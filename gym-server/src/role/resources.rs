@@ -191,8 +191,7 @@ impl ResourcesRole {
 fn spliced(row: &RawObject, verdict: &Verdict, returns: impl Fn(&str) -> bool) -> Result<Rope> {
     if !verdict.reward.is_finite() {
         // JSON has no NaN: a trainer must not read one as a number or as 0.
-        return Err(Error::internal(format!("the verifier's reward is {}; return a finite number", verdict.reward))
-            .about("verify"));
+        return Err(Error::internal(format!("the verifier's reward is {}", verdict.reward)).about("verify"));
     }
     let dropped = row.keys().filter(|key| !returns(key)).map(str::to_owned);
     let mut row = dropped.fold(row.edit(), gym_core::Edit::remove).set_value("reward", &verdict.reward)?;
