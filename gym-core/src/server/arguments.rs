@@ -47,6 +47,7 @@ pub trait Argument: Sized {
     fn schema() -> Value;
 
     /// Returns the value of an argument that a call does not have. `None` makes the argument required, which is the default.
+    #[must_use]
     fn if_missing() -> Option<Self> {
         None
     }
