@@ -40,8 +40,7 @@ SERVERS = {
     "example_tool_call_multireward": "example_tool_call_multireward",
     "example_multi_turn_gymnasium": "example_multi_turn_gymnasium",
 }
-# All of them start, whichever are collected.
-STARTED = tuple(SERVERS)
+EVERY = tuple(SERVERS)
 # The environment that replies as a user has an agent of its own, and a model that only quotes the question.
 TURNS = "example_multi_turn_gymnasium"
 REPEATED = "example_tool_call_multireward"
@@ -85,6 +84,13 @@ class Suite:
 
     # What runs
 
+    def write_stock(self):
+        """The stock configuration of the environments that are tested; each one more starts three Python processes."""
+        lines = (HERE / "configs" / "stock.yaml").read_text().split("\n")
+        others = [f"- resources_servers/{name}/" for name in EVERY if name not in SERVERS]
+        self.stock = self.work / "stock.yaml"
+        self.stock.write_text("\n".join(line for line in lines if not line.startswith(tuple(others))))
+
     def start_mock(self):
         process = self.processes.start("mock", [sys.executable, HERE / "mock_openai.py"])
         wait_until("the mock model", lambda: b"ready http" in process.log.read_bytes(), 30, process.check_alive)
@@ -95,7 +101,7 @@ class Suite:
 
     def link_venvs(self):
         """One interpreter for every server: what NeMo Gym takes for a ready environment is a link to this one."""
-        folders = [f"resources_servers/{name}" for name in STARTED]
+        folders = [f"resources_servers/{name}" for name in SERVERS]
         folders += ["responses_api_agents/simple_agent", "responses_api_agents/gymnasium_agent", "responses_api_models/openai_model", "environment_servers/legacy_agent"]
         for folder in folders:
             path = self.venvs / folder / ".venv"
@@ -118,9 +124,10 @@ class Suite:
 
     def start_python(self, name, extra=()):
         own = ["+skip_venv_if_present=true", f"+uv_venv_dir={self.venvs}", f"+policy_base_url={self.mock}"]
-        return self.start_stack(name, [self.gym, "env", "start"], "stock.yaml", [*own, *extra])
+        return self.start_stack(name, [self.gym, "env", "start"], self.stock, [*own, *extra])
 
-    def start_ours(self, name, binary, config="stock.yaml", extra=()):
+    def start_ours(self, name, binary, config=None, extra=()):
+        config = config or self.stock
         own = ["--python", sys.executable]
         if config != "ports.yaml":
             own.append(f"+policy_base_url={self.mock}")
@@ -258,7 +265,7 @@ class Suite:
             if not self.self_check:
                 below = "\n".join(process.descendants())
                 count = below.count("app.py")
-                self.check("c runs Python's environments", count >= len(STARTED), f"{count} Python processes below ours")
+                self.check("c runs Python's environments", count >= len(SERVERS), f"{count} Python processes below ours")
             plans = self.plans()
             self.collect_all("c", self.our_collector, head, plans)
             self.check_against_reference("c", "c", plans, whole=True)
@@ -317,6 +324,7 @@ class Suite:
             self.processes.stop(process, 60)
 
     def run(self, cases):
+        self.write_stock()
         self.link_venvs()
         self.start_mock()
         steps = [] if cases == ["o"] else [("reference", self.make_reference)]
