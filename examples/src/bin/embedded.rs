@@ -27,7 +27,7 @@ async fn collect() -> anyhow::Result<()> {
     let collector = RolloutCollector::new(stack.client().clone(), names, world);
     let mut options = CollectOptions::new("examples/data/math.jsonl", "results/embedded.jsonl");
     options.materialize.limit = Some(200);
-    let collected = collector.collect(options, CancellationToken::new()).await?;
+    let collected = collector.collect(options, CancelToken::new()).await?;
     stack.stop().await;
     for (agent, score) in &collected.snapshot.scores {
         println!("{agent}: {} rollouts, mean reward {:.3}", score.count, score.reward_sum / score.count as f64);

@@ -190,7 +190,7 @@ macro_rules! tools {
                         $crate::server::ToolReply::into_response($answer)
                     }
                 )+
-                _ => Err($crate::unknown_tool(tool)),
+                _ => Err($crate::server::unknown_tool(tool)),
             }
         }
     };

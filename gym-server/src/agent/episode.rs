@@ -7,9 +7,10 @@ use bytes::Bytes;
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use gym_client::{CallOptions, CookieJar, ServerClient, Session};
+use gym_core::message::TraceContext;
 use gym_core::{
     CallContext, CancelToken, Code, Error, Execution, Message, Metadata, ModelResponse, RawObject, Response, Result,
-    Rope, Route, TraceContext,
+    Rope, Route,
 };
 use serde::Deserialize;
 

@@ -7,7 +7,8 @@ use futures_util::{StreamExt, stream};
 use gym_client::ServerClient;
 use gym_core::prelude::*;
 use gym_core::server::{GymnasiumServer, SessionCounts, Step};
-use gym_core::{Handler, Status, handler_fn};
+use gym_core::transport::handler_fn;
+use gym_core::{Handler, Status};
 use serde_json::{Value, json};
 
 use crate::agent::{Episode, GymnasiumAgent, GymnasiumAgentConfig, SimpleAgent, SimpleAgentConfig};

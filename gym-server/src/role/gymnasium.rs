@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use gym_core::server::{GymnasiumServer, SessionCounts, SessionTable};
-use gym_core::{CallContext, Error, ModelResponse, RawObject, Response, Result, ServerKind, SessionId, Verb};
+use gym_core::server::{GymnasiumServer, ServerKind, SessionCounts, SessionTable};
+use gym_core::{CallContext, Error, ModelResponse, RawObject, Response, Result, SessionId, Verb};
 use serde_json::{Value, json};
 
 use crate::metrics::Metrics;

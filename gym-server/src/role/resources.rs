@@ -5,10 +5,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use gym_core::server::SessionCounts;
+use gym_core::server::{ServerKind, SessionCounts};
 use gym_core::{
-    CallContext, Code, Error, ModelResponse, RawObject, ResourcesServer, Response, Result, Rope, ServerKind, SessionId,
-    Verb, Verdict,
+    CallContext, Code, Error, ModelResponse, RawObject, ResourcesServer, Response, Result, Rope, SessionId, Verb,
+    Verdict,
 };
 use serde_json::Value;
 
@@ -194,7 +194,7 @@ fn spliced(row: &RawObject, verdict: &Verdict, returns: impl Fn(&str) -> bool) -
         return Err(Error::internal(format!("the verifier's reward is {}", verdict.reward)).about("verify"));
     }
     let dropped = row.keys().filter(|key| !returns(key)).map(str::to_owned);
-    let mut row = dropped.fold(row.edit(), gym_core::Edit::remove).set_value("reward", &verdict.reward)?;
+    let mut row = dropped.fold(row.edit(), gym_core::message::Edit::remove).set_value("reward", &verdict.reward)?;
     for (key, value) in &verdict.fields {
         row = row.set_value(*key, value)?;
     }

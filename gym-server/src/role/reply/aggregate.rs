@@ -2,7 +2,7 @@
 //!
 //! Body and reply are complete messages in memory. The transport bounds the body, and the caller's limit bounds the reply.
 
-use gym_core::metrics::{MetricsError, aggregate_metrics};
+use gym_core::rollout::metrics::{MetricsError, aggregate_metrics};
 use gym_core::{CallContext, Code, Error, RawObject, Response, Result, Status};
 
 pub(crate) fn reply(cx: &CallContext, body: &RawObject) -> Result<Response> {
