@@ -1,4 +1,4 @@
-//! A whole stack and a collector inside one program of yours, without the command line: what the SDK is for.
+//! A stack and a collector inside a program of your own, without the command line.
 //!
 //! `cargo run --release --bin embedded` collects 200 rollouts of the math environment in process.
 
@@ -12,7 +12,7 @@ fn main() -> anyhow::Result<()> {
     // First, because a Python server's child starts as this program.
     gym_client::launch::enter();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    // In a task, so that it runs on a worker thread: every I/O event of a `block_on` future is a wake-up across threads.
+    // In a task, so that it runs on a worker thread: each I/O event of a `block_on` future wakes another thread.
     runtime.block_on(async { tokio::spawn(collect()).await? })
 }
 

@@ -13,6 +13,7 @@ use gym_core::transport::{RetryPolicy, retry_after};
 use gym_core::{CallContext, Code, Error, Execution, Request, Response, Result, Rope, Route, World};
 use tokio::time::Instant;
 
+use crate::client::background::BackgroundTasks;
 use crate::client::replicas::{Replica, ReplicaSet, replica};
 use crate::transport::Transports;
 
@@ -38,6 +39,7 @@ pub(super) struct ClientState {
     pub(super) rng: Mutex<fastrand::Rng>,
     names: RwLock<BTreeMap<String, Arc<ReplicaSet>>>,
     asking: Mutex<BTreeMap<String, Arc<tokio::sync::Mutex<ResolveLock>>>>,
+    pub(super) background: BackgroundTasks,
 }
 
 /// Held by the one caller that asks the registry for a name; the others wait for its answer. A thousand rollouts that begin
@@ -83,6 +85,7 @@ impl ServerClient {
                 rng: Mutex::new(world.rng()),
                 names: RwLock::default(),
                 asking: Mutex::default(),
+                background: BackgroundTasks::default(),
             }),
         }
     }
@@ -101,6 +104,7 @@ impl ServerClient {
                 rng: Mutex::new(lock(&inner.rng).fork()),
                 names: RwLock::default(),
                 asking: Mutex::default(),
+                background: BackgroundTasks::default(),
             }),
         }
     }

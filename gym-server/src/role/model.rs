@@ -84,7 +84,7 @@ pub(crate) struct EndpointRejection {
     pub(crate) body: Bytes,
 }
 
-/// The endpoint's own refusal, where it is a JSON object: OpenAI's clients find status and `error` as they know them.
+/// Returns the endpoint's own error body, if it is a JSON object: OpenAI's clients expect its status and `error`.
 fn passed_on(error: &Error) -> Option<Response> {
     let refused = std::error::Error::source(error)?.downcast_ref::<EndpointRejection>()?;
     RawObject::parse(refused.body.clone()).ok()?;

@@ -1,6 +1,6 @@
-//! What NeMo Gym's request schemas forbid: top-level keys that they do not know, and the absence of the one they need.
+//! Checks requests as NeMo Gym's schemas do: rejects unknown top-level keys, and requests without the required key.
 //!
-//! The bodies are not validated deeper: a value of the wrong type is the upstream engine's to refuse.
+//! The bodies are not validated deeper: the upstream engine rejects values of a wrong type.
 
 use gym_core::RawObject;
 use serde_json::Value;
@@ -117,7 +117,7 @@ impl Dialect {
         }
         if let Some(given) = body.get(self.required()) {
             let key = self.required();
-            // Read only for a complaint: nearly every input is right, and some are long.
+            // Read only for an error message: nearly all inputs are valid, and some are long.
             let list =
                 |path: &[&str]| ValidationProblem::new("list_type", path, "Input should be a valid list", value(key));
             match (self, given.first()) {

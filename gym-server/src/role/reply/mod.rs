@@ -1,4 +1,4 @@
-//! The bodies that NeMo Gym's clients know: FastAPI's 404, 405 and 422, and the JSON string of a 500.
+//! The error bodies of NeMo Gym: FastAPI's 404, 405 and 422, and the JSON string of a 500.
 
 pub(crate) mod aggregate;
 pub(crate) mod health;
@@ -28,7 +28,7 @@ pub(crate) fn ok() -> Response {
     Response::json(r#"{"status":"ok"}"#)
 }
 
-/// The metrics of the process, as Prometheus scrapes them.
+/// Returns the metrics of the process in the format of Prometheus.
 pub(crate) fn metrics(metrics: &Metrics) -> Response {
     let mut response = Response::text(metrics.text());
     response.message.content_type =
@@ -36,7 +36,7 @@ pub(crate) fn metrics(metrics: &Metrics) -> Response {
     response
 }
 
-/// The answer that an error of a role is: 422 and 404 as FastAPI writes them, anything else as every transport does.
+/// Converts an error of a role into a response: 422 and 404 as FastAPI writes them, all others as every transport does.
 pub(crate) fn of_error(error: &Error) -> Response {
     match (error.code(), error.execution()) {
         (Code::InvalidArgument, Execution::NotStarted) => {
@@ -52,7 +52,7 @@ pub(crate) fn of_error(error: &Error) -> Response {
     }
 }
 
-/// The body of a request as an object; the 422 that it deserves otherwise.
+/// Returns the body of a request as an object, or the 422 that describes the problem.
 #[expect(clippy::result_large_err, reason = "the answer is sent next; a box would be taken apart at once")]
 pub(crate) fn object(message: &Message) -> Result<RawObject, Response> {
     message.head.to_object().map_err(|error| {
