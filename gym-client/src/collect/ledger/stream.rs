@@ -1,51 +1,56 @@
-//! The ledger of rollouts that are used as they come: it hands outcomes on, under the rules of those on a disk.
+//! The ledger of rollouts that a program consumes as a stream: keeps the last outcome of each rollout in flight, on no disk.
 
-use std::sync::{Mutex, PoisonError};
+use std::collections::HashMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use async_trait::async_trait;
 use gym_core::{Attempt, CallContext, KeyState, Ledger, Outcome, Result, TaskKey};
-use tokio::sync::mpsc;
 
 use crate::collect::ledger::states::{KeyStates, OutcomeClass};
 
-/// A ledger that hands outcomes on, and keeps none.
+/// A ledger in memory. [`StreamLedger::take`] removes the outcome of a rollout that has ended, so the ledger holds at most one
+/// outcome for each rollout in flight.
 #[derive(Debug)]
 pub(in crate::collect) struct StreamLedger {
-    states: Mutex<KeyStates>,
-    ended: mpsc::Sender<Result<(TaskKey, Outcome)>>,
+    inner: Mutex<StreamState>,
+}
+
+#[derive(Debug)]
+struct StreamState {
+    states: KeyStates,
+    last: HashMap<TaskKey, Outcome>,
 }
 
 impl StreamLedger {
-    pub(in crate::collect) fn new(ended: mpsc::Sender<Result<(TaskKey, Outcome)>>) -> Self {
-        Self { states: Mutex::new(KeyStates::new()), ended }
+    pub(in crate::collect) fn new() -> Self {
+        Self { inner: Mutex::new(StreamState { states: KeyStates::new(), last: HashMap::new() }) }
     }
 
-    fn states(&self) -> std::sync::MutexGuard<'_, KeyStates> {
-        self.states.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Removes and returns the outcome that was recorded last.
+    pub(in crate::collect) fn take(&self, key: TaskKey) -> Option<Outcome> {
+        self.lock().last.remove(&key)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, StreamState> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 #[async_trait]
 impl Ledger for StreamLedger {
     fn state(&self, key: TaskKey) -> KeyState {
-        self.states().state(key)
+        self.lock().states.state(key)
     }
 
     fn begin(&self, key: TaskKey) -> Result<Attempt> {
-        self.states().begin(key).map_err(|late| late.into_error("begin an attempt at rollout", &key))
+        self.lock().states.begin(key).map_err(|late| late.into_error("begin an attempt at rollout", &key))
     }
 
-    async fn record(&self, cx: &CallContext, attempt: Attempt, outcome: Outcome) -> Result<()> {
-        let place = cx.bound(gym_core::Execution::NotStarted, async {
-            self.ended.reserve().await.map_err(|_| gym_core::Error::internal("nobody takes the rollouts any more"))
-        });
-        let place = place.await?;
-        {
-            let mut states = self.states();
-            states.claim(attempt).map_err(|late| late.into_error("record", &attempt))?;
-            states.on_disk(attempt, OutcomeClass::of(&outcome));
-        }
-        place.send(Ok((attempt.key, outcome)));
+    async fn record(&self, _: &CallContext, attempt: Attempt, outcome: Outcome) -> Result<()> {
+        let mut inner = self.lock();
+        inner.states.claim(attempt).map_err(|late| late.into_error("record", &attempt))?;
+        inner.states.on_disk(attempt, OutcomeClass::of(&outcome));
+        inner.last.insert(attempt.key, outcome);
         Ok(())
     }
 

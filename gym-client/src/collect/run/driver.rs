@@ -18,6 +18,7 @@ use tokio_util::sync::CancellationToken;
 use crate::client::{CallOptions, ServerClient};
 use crate::collect::run::outcome::{AttemptResult, classify, contradiction};
 use crate::collect::run::progress::CollectProgress;
+use crate::collect::run::rollouts::RolloutSender;
 use crate::collect::run::row::RolloutRow;
 
 /// How a collection runs.
@@ -60,6 +61,8 @@ pub struct Driver {
     world: World,
     options: DriverOptions,
     progress: Arc<CollectProgress>,
+    /// Receives each rollout at its end, if a program consumes them as a stream.
+    ended: Option<RolloutSender>,
 }
 
 /// How a run ended.
@@ -75,13 +78,19 @@ impl Driver {
     /// A driver that sends with `client` and records in `ledger`.
     #[must_use]
     pub fn new(client: ServerClient, ledger: Arc<dyn Ledger>, world: &World, options: DriverOptions) -> Self {
-        Self { client, ledger, world: world.clone(), options, progress: Arc::default() }
+        Self { client, ledger, world: world.clone(), options, progress: Arc::default(), ended: None }
     }
 
     /// The same driver, counting in `progress`.
     #[must_use]
     pub fn counting_in(mut self, progress: Arc<CollectProgress>) -> Self {
         self.progress = progress;
+        self
+    }
+
+    /// The same driver, which sends each rollout at its end.
+    pub(super) fn sending_to(mut self, ended: RolloutSender) -> Self {
+        self.ended = Some(ended);
         self
     }
 
@@ -168,7 +177,8 @@ impl Driver {
 
     /// Attempts one rollout until it is recorded or its budget is spent. An error is the ledger's.
     async fn rollout(&self, row: Arc<RolloutRow>) -> Result<()> {
-        let _in_flight = self.progress.begin();
+        let in_flight = self.progress.begin();
+        let started = Instant::now();
         // Attempts that were superseded. They end by themselves, soon: their calls' deadline has passed.
         let mut stragglers: Option<JoinSet<()>> = None;
         let mut begun = 0;
@@ -221,6 +231,10 @@ impl Driver {
         // Only now, when nothing more can come: a superseded attempt may have completed the rollout after all.
         if ended.is_ok() && self.ledger.state(row.key) != KeyState::Completed {
             self.progress.give_up();
+        }
+        drop(in_flight);
+        if let (Ok(()), Some(sender)) = (&ended, &self.ended) {
+            sender.send(&row, begun, started.elapsed()).await;
         }
         ended
     }

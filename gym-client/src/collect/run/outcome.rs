@@ -102,6 +102,12 @@ pub(crate) fn reward_of(row: &RawObject) -> Option<f64> {
     number(row.get_as("reward").ok()?).ok()?
 }
 
+/// The message of a failure's row: that of its error, or else its class.
+pub(super) fn failure_message(row: &RawObject) -> String {
+    let text = |key: &str| row.get_as::<String>(key).ok().flatten();
+    text("_ng_failure_message").or_else(|| text("_ng_failure_class")).unwrap_or_default()
+}
+
 /// What counts as a reward: a number, or Python's bool; `null` is none.
 fn number(reward: Option<Value>) -> std::result::Result<Option<f64>, Value> {
     match reward {
