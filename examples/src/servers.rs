@@ -17,7 +17,7 @@ use crate::warehouse::Warehouse;
 #[must_use]
 pub fn servers() -> Servers {
     Servers::stock()
-        .scripted_policy(|request: &RawObject, _: &mut fastrand::Rng| play(request))
+        .scripted_policy(play)
         .resources("math", |_| Ok(Math))
         .resources("warehouse", |_| Ok(Warehouse::default()))
         .resources("choice", |_| Ok(Choice))
@@ -29,7 +29,8 @@ pub fn servers() -> Servers {
 
 /// One turn of the script. Its seed is the rollout's, which the collector gives with `--add-seed`: the same on every turn of an
 /// episode, another for each repeat.
-fn play(request: &RawObject) -> Vec<ScriptedItem> {
+#[must_use]
+pub fn play(request: &RawObject, _: &mut fastrand::Rng) -> Vec<ScriptedItem> {
     policy::answer(request, seed(request)).iter().map(item).collect()
 }
 

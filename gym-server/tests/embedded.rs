@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use gym_client::collect::{DriverOptions, RolloutError};
 use gym_core::FailureClass;
-use gym_server::agent::{SimpleAgent, SimpleAgentConfig};
-use gym_server::model::{ScriptedItem, ScriptedModel, ScriptedModelConfig};
+use gym_server::agent::SimpleAgent;
+use gym_server::model::{ScriptedItem, ScriptedModel};
 use gym_server::prelude::*;
 
 struct Exact;
@@ -53,8 +53,8 @@ async fn exact() -> Stack {
     let policy = |_: &RawObject, _: &mut fastrand::Rng| vec![ScriptedItem::message("4")];
     Stack::embedded()
         .resources("exact", Exact)
-        .model("policy", ScriptedModel::new(ScriptedModelConfig::default(), &World::real(), policy))
-        .agent("exact_agent", |client| SimpleAgent::new(SimpleAgentConfig::new("policy", "exact"), client))
+        .model("policy", ScriptedModel::from_policy(policy))
+        .agent("exact_agent", |client| SimpleAgent::between("policy", "exact", client))
         .start()
         .await
         .unwrap()

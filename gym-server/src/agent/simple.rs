@@ -36,6 +36,12 @@ impl SimpleAgent {
         Self { config, client }
     }
 
+    /// Creates an agent with the default configuration between a model and a resources server, which it calls through `client`.
+    #[must_use]
+    pub fn between(model_server: &str, resources_server: &str, client: ServerClient) -> Self {
+        Self::new(SimpleAgentConfig::new(model_server, resources_server), client)
+    }
+
     fn resources(&self) -> Result<&str> {
         self.config.resources_server.as_ref().map(|server| server.name.as_str()).ok_or_else(|| {
             let text = "this agent has no `resources_server` in its configuration: add `resources_server: {type: resources_servers, name: …}`";

@@ -172,8 +172,8 @@ impl Stack {
     /// callers of this process ([`StackOptions::in_process`]).
     ///
     /// ```
-    /// use gym_server::agent::{SimpleAgent, SimpleAgentConfig};
-    /// use gym_server::model::{ScriptedItem, ScriptedModel, ScriptedModelConfig};
+    /// use gym_server::agent::SimpleAgent;
+    /// use gym_server::model::{ScriptedItem, ScriptedModel};
     /// use gym_server::prelude::*;
     ///
     /// struct Exact;
@@ -190,8 +190,8 @@ impl Stack {
     /// let policy = |_: &RawObject, _: &mut fastrand::Rng| vec![ScriptedItem::message("4")];
     /// let stack = Stack::embedded()
     ///     .resources("exact", Exact)
-    ///     .model("policy", ScriptedModel::new(ScriptedModelConfig::default(), &World::real(), policy))
-    ///     .agent("agent", |client| SimpleAgent::new(SimpleAgentConfig::new("policy", "exact"), client))
+    ///     .model("policy", ScriptedModel::from_policy(policy))
+    ///     .agent("agent", |client| SimpleAgent::between("policy", "exact", client))
     ///     .start()
     ///     .await?;
     /// let row = RawObject::parse(r#"{"responses_create_params": {"input": "2 + 2"}, "expected": "4"}"#)?;
