@@ -4,6 +4,7 @@
 //! reached and carries its cookies.
 
 use std::collections::BTreeMap;
+use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
@@ -166,14 +167,8 @@ impl ServerClient {
             // One that can be chosen may come.
             Err(error) => (None, error),
         };
-        if !error.may_resend(options.idempotent) {
-            return Err(about(error, server, request));
-        }
-        // Only now, because nearly every call succeeds at once and needs no generator.
-        let mut rng = lock(&self.inner.rng).fork();
         let failed = Mutex::new(Vec::from_iter(rank));
-        // Boxed: it is rare, and would otherwise make every waiting call as large as a second one.
-        Box::pin(retry_after(error, cx, &self.inner.policy, &mut rng, options.idempotent, |_| async {
+        self.resend(error, cx, options.idempotent, |_| async {
             self.forget(server);
             let exclude = lock(&failed).clone();
             let replica = self.resolve(cx, server).await?.choose(server, &exclude)?;
@@ -182,21 +177,35 @@ impl ServerClient {
                 lock(&failed).push(replica.rank);
             }
             result.map(|response| (replica, response))
-        }))
+        })
         .await
         .map_err(|error| about(error, server, request))
     }
 
+    /// Repeats a call after a first attempt that failed with `error`, for as long as [`RetryPolicy::next_wait`] allows. Every
+    /// call of this client and of its sessions is repeated here.
+    ///
+    /// Returns a box: a repetition is rare, and would otherwise make the future of every call as large as a second call.
+    pub(super) fn resend<'a, T, F, Fut>(
+        &'a self,
+        error: Error,
+        cx: &'a CallContext,
+        idempotent: bool,
+        attempt: F,
+    ) -> Pin<Box<impl Future<Output = Result<T>> + Send + use<'a, T, F, Fut>>>
+    where
+        T: Send + 'a,
+        F: FnMut(u32) -> Fut + Send + 'a,
+        Fut: Future<Output = Result<T>> + Send + 'a,
+    {
+        // Only here, because nearly every call succeeds at once and needs no generator.
+        let mut rng = lock(&self.inner.rng).fork();
+        Box::pin(async move { retry_after(error, cx, &self.inner.policy, &mut rng, idempotent, attempt).await })
+    }
+
     pub(super) async fn call(&self, replica: &Replica, request: &Request) -> Result<Response> {
         let _pending = replica.pending.begin();
-        let response = replica.peer.call(&self.inner.transports, request).await?;
-        // Another life of the server at this address, or one without room, refuses before it runs anything: that is no
-        // answer, and another replica may give one. Foreign servers do not say so, and their answers stay answers.
-        let refused = response.metadata.get(EXECUTION_METADATA) == Some(Execution::NotStarted.as_str());
-        if refused && matches!(response.status.0, 429 | 503) {
-            return response.into_result();
-        }
-        Ok(response)
+        rejection(replica.peer.call(&self.inner.transports, request).await?)
     }
 
     async fn resolve(&self, cx: &CallContext, server: &str) -> Result<Arc<ReplicaSet>> {
@@ -301,6 +310,15 @@ impl ServerClient {
     }
 }
 
+/// Returns a rejection as an error, and any other response unchanged.
+///
+/// Another incarnation of the server at this address, or one without capacity, rejects a call before it runs anything. Another
+/// replica may serve the call. Servers of other programs do not mark their responses so, and their responses stay responses.
+fn rejection(response: Response) -> Result<Response> {
+    let not_started = response.metadata.get(EXECUTION_METADATA) == Some(Execution::NotStarted.as_str());
+    if not_started && matches!(response.status.0, 429 | 503) { response.into_result() } else { Ok(response) }
+}
+
 /// Says which call failed, unless the error says so already.
 pub(super) fn about(error: Error, server: &str, request: &Request) -> Error {
     match error.subject() {
@@ -311,4 +329,36 @@ pub(super) fn about(error: Error, server: &str, request: &Request) -> Error {
 
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use gym_core::{Message, Status};
+
+    use super::*;
+
+    #[test]
+    fn a_response_is_a_rejection_if_its_server_says_that_nothing_ran() {
+        let not_started = Some(Execution::NotStarted.as_str());
+        let table = [
+            (200, not_started, false),
+            (422, not_started, false),
+            (500, not_started, false),
+            (429, not_started, true),
+            (503, not_started, true),
+            (429, None, false),
+            (503, None, false),
+            (503, Some(Execution::Finished.as_str()), false),
+            (503, Some(Execution::Unknown.as_str()), false),
+        ];
+        for (status, execution, rejected) in table {
+            let mut response = Response::new(Status(status), Message::json("{}"));
+            if let Some(execution) = execution {
+                response.metadata.push(EXECUTION_METADATA, execution);
+            }
+            let result = rejection(response);
+            assert_eq!(result.is_err(), rejected, "{status} {execution:?}");
+            assert!(result.is_ok() || result.unwrap_err().may_resend(false), "{status} {execution:?}");
+        }
+    }
 }

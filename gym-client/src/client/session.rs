@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use gym_core::{CallContext, Code, Error, Request, Response, Result, Rope, Route, retry_after};
+use gym_core::{CallContext, Code, Error, Request, Response, Result, Rope, Route};
 
 use crate::client::cookies::CookieJar;
 use crate::client::replicas::Replica;
-use crate::client::server_client::{CallOptions, ServerClient, about, lock};
+use crate::client::server_client::{CallOptions, ServerClient, about};
 
 impl ServerClient {
     /// An episode's calls: they stay with the replica first reached, and carry its cookies.
@@ -83,10 +83,8 @@ impl SessionServer {
         };
         let mut result = client.call(replica, request).await;
         if let Err(error) = result {
-            let mut rng = lock(&client.inner.rng).fork();
-            let (cx, policy) = (&request.context, &client.inner.policy);
             let again = |_| client.call(replica, request);
-            result = Box::pin(retry_after(error, cx, policy, &mut rng, false, again)).await;
+            result = client.resend(error, &request.context, CallOptions::default().idempotent, again).await;
         }
         result.map_err(|error| {
             let lost = error.code() == Code::Unavailable;

@@ -5,7 +5,8 @@
 //! are integers), recorded from the originals by `tests/python/golden_envs.py`.
 
 use crate::base::error::Result;
-use crate::message::{Message, RawObject, Response, Status};
+use crate::message::{RawObject, Response};
+use crate::server::ValidationProblem;
 use serde_json::value::RawValue;
 
 /// The arguments of one call. Take what you need, then answer with [`Arguments::refusal`] if something was not there.
@@ -34,7 +35,7 @@ pub struct Arguments<'a> {
 pub struct ArgumentErrors {
     /// Steps below `body`, each as a JSON text.
     location: Vec<String>,
-    details: Vec<String>,
+    details: Vec<ValidationProblem>,
 }
 
 /// A type that an argument can have.
@@ -64,18 +65,13 @@ impl<'a> Arguments<'a> {
     /// The 422 that names everything noted.
     #[must_use]
     pub fn refusal(&self) -> Response {
-        let body = format!("{{\"detail\":[{}]}}", self.errors.details.join(","));
-        Response::new(Status(422), Message::json(body))
+        ValidationProblem::response(&self.errors.details)
     }
 }
 
 impl ArgumentErrors {
     fn note<T>(&mut self, kind: &str, message: &str, input: &str) -> Option<T> {
-        let location: String = self.location.iter().map(|step| format!(",{step}")).collect();
-        self.details.push(format!(
-            r#"{{"type":"{kind}","loc":["body"{location}],"msg":"{message}","input":{}}}"#,
-            as_python_writes(input)
-        ));
+        self.details.push(ValidationProblem::at(kind, &self.location, message, &as_python_writes(input), None));
         None
     }
 }

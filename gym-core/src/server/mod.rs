@@ -4,6 +4,7 @@ mod arguments;
 mod responses;
 mod role;
 mod sessions;
+mod validation;
 
 pub use arguments::{Argument, ArgumentErrors, Arguments, ToolReply};
 pub use responses::{
@@ -14,3 +15,4 @@ pub use role::{
     AgentServer, EnvironmentServer, ModelServer, ResourcesServer, ServerKind, SessionId, Verdict, unknown_tool,
 };
 pub use sessions::{IDLE_MIN, SCORED_MAX, SESSIONS_MAX, Sessions, session_lost};
+pub use validation::{ValidationProblem, unprocessable};

@@ -6,6 +6,7 @@
 
 use bytes::Bytes;
 use gym_client::{CallOptions, CookieJar, ServerClient, Session};
+use gym_core::server::{ValidationProblem, unprocessable};
 use gym_core::{AgentServer, CallContext, Code, Error, ModelResponse, RawObject, Response, Result, Route, SessionId};
 use serde_json::{Value, json};
 use tokio::time::Instant;
@@ -15,7 +16,6 @@ use crate::agent::episode::{of_inner, post, scored};
 use crate::agent::tool_arguments;
 use crate::agent::turn::{Conversation, FunctionCall, NextStep, Turn};
 use crate::role::dialect::schema::Dialect;
-use crate::role::reply::validation::{ValidationProblem, unprocessable};
 use crate::role::route::{is_protocol, tool_route};
 use crate::role::settings::Seconds;
 
@@ -153,7 +153,7 @@ impl AgentServer for SimpleAgent {
             wrong => {
                 let input = |key: &str| row.get_as::<Value>(key).ok().flatten().unwrap_or_default();
                 let path = ["responses_create_params"];
-                return Ok(unprocessable(vec![match wrong {
+                return Ok(unprocessable(&[match wrong {
                     Err(_) => ValidationProblem::new(
                         "model_type",
                         &path,
@@ -166,7 +166,7 @@ impl AgentServer for SimpleAgent {
         };
         let wrong = Dialect::Responses.check(&params, &["responses_create_params"]);
         if !wrong.is_empty() {
-            return Ok(unprocessable(wrong));
+            return Ok(unprocessable(&wrong));
         }
         let began = Instant::now();
         self.episode(cx, row, &params).await.map_err(|error| self.of_limit(error, began))
@@ -175,7 +175,7 @@ impl AgentServer for SimpleAgent {
     async fn responses(&self, cx: &CallContext, _: &SessionId, body: &RawObject) -> Result<Response> {
         let wrong = Dialect::Responses.check(body, &[]);
         if !wrong.is_empty() {
-            return Ok(unprocessable(wrong));
+            return Ok(unprocessable(&wrong));
         }
         let mut session = self.client.session();
         let resources = self.config.resources_server.as_ref().map(|server| server.name.as_str());

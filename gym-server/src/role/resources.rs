@@ -1,6 +1,7 @@
 //! The resources role: the state and tools of a session, and the verdict spliced into the row.
 
 use async_trait::async_trait;
+use gym_core::server::{ValidationProblem, unprocessable};
 use gym_core::{
     CallContext, Error, ModelResponse, RawObject, ResourcesServer, Response, Result, Rope, ServerKind, SessionId, Verb,
     Verdict,
@@ -8,7 +9,6 @@ use gym_core::{
 use serde_json::Value;
 
 use crate::role::reply;
-use crate::role::reply::validation::{ValidationProblem, unprocessable};
 use crate::role::route::{self, RoleRequest, RoleSpec};
 
 pub(super) const SPEC: RoleSpec = RoleSpec {
@@ -124,17 +124,12 @@ impl ResourcesRole {
             .map(|key| ValidationProblem::missing(&[key], body.outline().unwrap_or(Value::Null)))
             .collect();
         if !missing.is_empty() {
-            return Ok(unprocessable(missing));
+            return Ok(unprocessable(&missing));
         }
         let Ok(Some(response)) = body.get_object("response") else {
             let kind = "Input should be a valid dictionary or object to extract fields from";
             let input = body.get_as::<Value>("response")?.unwrap_or_default();
-            return Ok(unprocessable(vec![ValidationProblem::new(
-                "model_attributes_type",
-                &["response"],
-                kind,
-                input,
-            )]));
+            return Ok(unprocessable(&[ValidationProblem::new("model_attributes_type", &["response"], kind, input)]));
         };
         let verdict = self.0.verify(cx, session, body, &ModelResponse(response)).await?;
         Ok(Response::json(spliced(body, &verdict, |key| self.0.returns(key))?))

@@ -33,23 +33,22 @@ pub(super) struct Index {
 }
 
 pub(super) fn index(text: &[u8]) -> Result<Index, JsonError> {
-    let mut fields = match scan::members(text) {
-        Some(fields) => fields,
-        None => members_parsed(text)?,
-    };
+    let mut fields = members(text).map_err(|error| json_error(text, &error))?;
     let members = fields.len();
     drop_shadowed(text, &mut fields);
     Ok(Index { shadowed: fields.len() < members, fields })
 }
 
-/// The members by the general parser, for what the scan leaves to it.
-pub(super) fn members_parsed(text: &[u8]) -> Result<Vec<Field>, JsonError> {
+/// The members of an object in the order of the text, repeated keys included. The grammar of the whole text is checked.
+pub(super) fn members(text: &[u8]) -> Result<Vec<Field>, serde_json::Error> {
+    scan::members(text).map_or_else(|| members_parsed(text), Ok)
+}
+
+/// The members by the general parser, for texts that the scan does not accept.
+pub(super) fn members_parsed(text: &[u8]) -> Result<Vec<Field>, serde_json::Error> {
     let mut deserializer = serde_json::Deserializer::from_slice(text);
-    let fields = deserializer
-        .deserialize_map(Parser { base: text.as_ptr() as usize })
-        .and_then(|fields| deserializer.end().map(|()| fields))
-        .map_err(|error| json_error(text, &error))?;
-    Ok(fields)
+    let fields = deserializer.deserialize_map(Parser { base: text.as_ptr() as usize })?;
+    deserializer.end().map(|()| fields)
 }
 
 pub(super) fn json_error(text: &[u8], error: &serde_json::Error) -> JsonError {
