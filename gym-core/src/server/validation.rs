@@ -18,6 +18,7 @@ impl ValidationProblem {
 
     /// Any other problem: pydantic's name of its type, the keys that lead to it in the body, the sentence, and the value there.
     #[must_use]
+    #[expect(clippy::needless_pass_by_value, reason = "callers build the value for this call")]
     pub fn new(kind: &str, path: &[&str], message: impl AsRef<str>, input: Value) -> Self {
         let steps = path.iter().map(|step| Value::from(*step).to_string());
         Self::at(kind, steps, message.as_ref(), &input.to_string(), None)

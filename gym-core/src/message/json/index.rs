@@ -1,4 +1,4 @@
-//! Where the values of an object's top-level keys lie in its text.
+//! The positions of the values of an object's top-level keys in its text.
 
 use std::fmt;
 use std::ops::Range;
@@ -9,13 +9,13 @@ use serde_json::value::RawValue;
 use super::scan::{self, Field, Key};
 use crate::base::error::Error;
 
-/// Why a text is not the JSON object that was expected, and where.
+/// A text is not a JSON object: the cause and the position.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{message} at byte {offset}")]
 pub struct JsonError {
     /// Byte position in the text.
     pub offset: usize,
-    /// What was expected or found.
+    /// The cause.
     pub message: String,
 }
 
@@ -69,7 +69,7 @@ struct Parser {
 }
 
 impl Parser {
-    /// Where a borrowed part of the text lies in it.
+    /// Returns the position of a borrowed part of the text.
     fn range(&self, part: &str) -> Range<usize> {
         let start = part.as_ptr() as usize - self.base;
         start..start + part.len()
@@ -93,12 +93,12 @@ impl<'de> Visitor<'de> for Parser {
     }
 }
 
-/// Of equal keys the last counts, as in Python's `json`.
+/// Drops all but the last of equal keys, as Python's `json` does.
 fn drop_shadowed(text: &[u8], fields: &mut Vec<Field>) {
     fn key<'a>(text: &'a [u8], field: &'a Field) -> &'a [u8] {
         field.key.bytes(text)
     }
-    // Rows have a dozen keys: comparing each with each costs less than the memory for a sort.
+    // Rows have a dozen keys: comparing all pairs costs less than the memory for a sort.
     if fields.len() <= 24 {
         let is_new = |at: usize| fields[..at].iter().all(|before| key(text, before) != key(text, &fields[at]));
         if (1..fields.len()).all(is_new) {
