@@ -46,7 +46,7 @@ where
 
 fn task(expected: &str) -> RawObject {
     let row = serde_json::json!({"responses_create_params": {"input": "2 + 2"}, "expected": expected});
-    RawObject::parse(row.to_string()).unwrap()
+    RawObject::parse(row.to_string()).expect("an object")
 }
 
 async fn exact() -> Stack {
@@ -57,13 +57,13 @@ async fn exact() -> Stack {
         .agent("exact_agent", |client| SimpleAgent::between("policy", "exact", client))
         .start()
         .await
-        .unwrap()
+        .expect("the servers start")
 }
 
 /// The sockets of this process on which somebody could connect: inodes of its descriptors that the kernel lists as listening.
 fn listening() -> BTreeSet<String> {
     let own: BTreeSet<String> = std::fs::read_dir("/proc/self/fd")
-        .unwrap()
+        .expect("Linux lists descriptors")
         .filter_map(|entry| std::fs::read_link(entry.ok()?.path()).ok())
         .filter_map(|to| Some(to.to_str()?.strip_prefix("socket:[")?.strip_suffix(']')?.to_owned()))
         .collect();
