@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use gym_client::collect::{DriverOptions, RolloutError};
-use gym_core::FailureClass;
+use gym_core::rollout::FailureClass;
 use gym_server::agent::SimpleAgent;
 use gym_server::model::{ScriptedItem, ScriptedModel};
 use gym_server::prelude::*;

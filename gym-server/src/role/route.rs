@@ -2,7 +2,8 @@
 
 use std::borrow::Cow;
 
-use gym_core::{CallContext, Message, Route, ServerKind, SessionId, Verb};
+use gym_core::server::ServerKind;
+use gym_core::{CallContext, Message, Route, SessionId, Verb};
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode_str, utf8_percent_encode};
 
 /// The properties that all implementations of a role share.

@@ -6,9 +6,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use gym_client::config::{ConfigError, ConfigLoader, GymConfig, Overrides, free_port};
 use gym_client::{ServerClient, Transports};
-use gym_core::{
-    AgentServer, EnvironmentServer, Error, Handler, ModelServer, ResourcesServer, Result, ServerKind, World,
-};
+use gym_core::server::ServerKind;
+use gym_core::{AgentServer, EnvironmentServer, Error, Handler, ModelServer, ResourcesServer, Result, World};
 
 use crate::role::RoleServer;
 use crate::stack::options::StackOptions;
