@@ -17,7 +17,7 @@ use crate::warehouse::Warehouse;
 #[must_use]
 pub fn servers() -> Servers {
     Servers::stock()
-        .scripted_policy(|request: &RawObject, _: &mut fastrand::Rng| play(request))
+        .scripted_policy(play)
         .resources("math", |_| Ok(Math))
         .resources("warehouse", |_| Ok(Warehouse::default()))
         .resources("choice", |_| Ok(Choice))
@@ -28,9 +28,10 @@ pub fn servers() -> Servers {
         .resources("example_tool_call_multireward", |_| Ok(ToolCallMultiReward))
 }
 
-/// Returns one turn of the script. Its seed is that of the rollout, which `--add-seed` sets: equal for all turns of an episode,
-/// different for each repeat.
-fn play(request: &RawObject) -> Vec<ScriptedItem> {
+/// One turn of the script. Its seed is the rollout's, which the collector gives with `--add-seed`: the same on every turn of an
+/// episode, another for each repeat.
+#[must_use]
+pub fn play(request: &RawObject, _: &mut fastrand::Rng) -> Vec<ScriptedItem> {
     policy::answer(request, seed(request)).iter().map(item).collect()
 }
 

@@ -9,6 +9,7 @@ mod warehouse;
 
 use std::collections::BTreeSet;
 
+use gym_core::{Error, RawObject, Result};
 use serde_json::{Map, Value, json};
 
 /// Tasks in each file.
@@ -38,6 +39,16 @@ pub fn jsonl(environment: &str) -> Option<String> {
         }
     }
     Some(lines)
+}
+
+/// Returns the rows of an environment's file.
+///
+/// # Errors
+/// `InvalidArgument` if there is no such environment.
+pub fn rows(environment: &str) -> Result<Vec<RawObject>> {
+    let unknown = || Error::invalid(format!("no tasks for `{environment}`; use one of {}", ENVIRONMENTS.join(", ")));
+    let lines = jsonl(environment).ok_or_else(unknown)?;
+    lines.lines().map(|line| Ok(RawObject::parse(line.to_owned())?)).collect()
 }
 
 /// A task before it is a row.

@@ -1,4 +1,4 @@
-//! Calls of servers by name, and the episodes' sessions with them.
+//! Calls servers by name, and keeps the sessions of episodes.
 
 mod background;
 mod cookies;

@@ -4,7 +4,8 @@
 //! the Python servers has seen exactly these sentences. They are those of FastAPI and pydantic in lax mode, where `"5"`, `5.0`
 //! and `true` are integers.
 
-use crate::message::{Message, RawObject, Response, Status};
+use crate::message::{RawObject, Response};
+use crate::server::ValidationProblem;
 use serde_json::value::RawValue;
 use serde_json::{Value, json};
 
@@ -34,7 +35,7 @@ pub struct Arguments<'a> {
 pub struct ArgumentErrors {
     /// Steps below `body`, each as a JSON text.
     location: Vec<String>,
-    details: Vec<String>,
+    details: Vec<ValidationProblem>,
 }
 
 /// A type that an argument can have: `String`, `bool`, `f64`, `i64`, `u64`, `i128`, and `Vec` and `Option` of these. With the
@@ -76,22 +77,18 @@ impl<'a> Arguments<'a> {
     /// Returns the 422 response that lists all problems noted.
     #[must_use]
     pub fn refusal(&self) -> Response {
-        let body = format!("{{\"detail\":[{}]}}", self.errors.details.join(","));
-        Response::new(Status(422), Message::json(body))
+        ValidationProblem::response(&self.errors.details)
     }
 }
 
 impl ArgumentErrors {
     fn note<T>(&mut self, kind: &str, message: &str, input: &str) -> Option<T> {
-        self.note_with(kind, message, input, "")
+        self.note_with(kind, message, input, None)
     }
 
-    /// `more` follows the other keys, with its comma.
-    fn note_with<T>(&mut self, kind: &str, message: &str, input: &str, more: &str) -> Option<T> {
-        let location: String = self.location.iter().map(|step| format!(",{step}")).collect();
-        let (message, input) = (quote(message), as_python_writes(input));
-        self.details
-            .push(format!(r#"{{"type":"{kind}","loc":["body"{location}],"msg":{message},"input":{input}{more}}}"#));
+    /// `context` is the JSON text of the key `ctx`.
+    fn note_with<T>(&mut self, kind: &str, message: &str, input: &str, context: Option<&str>) -> Option<T> {
+        self.details.push(ValidationProblem::at(kind, &self.location, message, &as_python_writes(input), context));
         None
     }
 }
@@ -210,7 +207,7 @@ impl Argument for u64 {
         let number = i128::read(text, errors)?;
         if number < 0 {
             let message = "Input should be greater than or equal to 0";
-            return errors.note_with("greater_than_equal", message, text, r#","ctx":{"ge":0}"#);
+            return errors.note_with("greater_than_equal", message, text, Some(r#"{"ge":0}"#));
         }
         Self::try_from(number).ok().or_else(|| errors.note("int_parsing_size", SIZE, text))
     }

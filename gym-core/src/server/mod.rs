@@ -6,6 +6,7 @@ mod responses;
 mod role;
 mod sessions;
 mod tools;
+mod validation;
 
 #[cfg(feature = "schemars")]
 pub use arguments::Json;
@@ -23,3 +24,4 @@ pub use sessions::{
     IDLE_MAX, IDLE_MIN, SCORED_MAX, SESSIONS_MAX, SessionCounts, SessionId, SessionTable, Sessions, session_lost,
 };
 pub use tools::{Tool, ToolReply};
+pub use validation::{ValidationProblem, unprocessable};

@@ -3,6 +3,7 @@
 //! It sends the same requests in the same order as the Python agent, and its result is equal. Items and rows are spliced as text.
 
 use gym_client::{CookieJar, ServerClient, Session};
+use gym_core::server::unprocessable;
 use gym_core::{AgentServer, CallContext, Code, Error, RawObject, Response, Result, Route, SessionId, World};
 use serde::Deserialize;
 use serde_json::json;
@@ -12,7 +13,6 @@ use crate::agent::episode::{ResourcesSession, aggregate, of_inner, post};
 use crate::agent::simple::params_of;
 use crate::agent::turn::{Conversation, Turn, items_of, user_message};
 use crate::role::dialect::schema::Dialect;
-use crate::role::reply::validation::unprocessable;
 
 /// The agent that calls the model and `/step` in turn, until the environment ends the episode or `max_steps` is reached.
 ///
@@ -166,7 +166,7 @@ impl AgentServer for GymnasiumAgent {
     async fn responses(&self, cx: &CallContext, _: &SessionId, body: &RawObject) -> Result<Response> {
         let wrong = Dialect::Responses.check(body, &[]);
         if !wrong.is_empty() {
-            return Ok(unprocessable(wrong));
+            return Ok(unprocessable(&wrong));
         }
         let model = self.config.model_server.name.as_str();
         let mut calls = self.client.session();

@@ -5,6 +5,7 @@
 
 use bytes::Bytes;
 use gym_client::{CookieJar, ServerClient, Session};
+use gym_core::server::{ValidationProblem, unprocessable};
 use gym_core::{AgentServer, CallContext, Code, Error, ModelResponse, RawObject, Response, Result, Route, SessionId};
 use serde_json::{Value, json};
 use tokio::time::Instant;
@@ -14,7 +15,6 @@ use crate::agent::episode::{ResourcesSession, aggregate, of_inner, post, scored}
 use crate::agent::tool_arguments;
 use crate::agent::turn::{Conversation, FunctionCall, NextStep, Turn};
 use crate::role::dialect::schema::Dialect;
-use crate::role::reply::validation::{ValidationProblem, unprocessable};
 use crate::role::route::{is_protocol, tool_route};
 use crate::role::settings::Seconds;
 
@@ -33,6 +33,12 @@ impl SimpleAgent {
     #[must_use]
     pub fn new(config: SimpleAgentConfig, client: ServerClient) -> Self {
         Self { config, client }
+    }
+
+    /// Creates an agent with the default configuration between a model and a resources server, which it calls through `client`.
+    #[must_use]
+    pub fn between(model_server: &str, resources_server: &str, client: ServerClient) -> Self {
+        Self::new(SimpleAgentConfig::new(model_server, resources_server), client)
     }
 
     fn resources(&self) -> Result<&str> {
@@ -149,7 +155,7 @@ impl AgentServer for SimpleAgent {
     async fn responses(&self, cx: &CallContext, _: &SessionId, body: &RawObject) -> Result<Response> {
         let wrong = Dialect::Responses.check(body, &[]);
         if !wrong.is_empty() {
-            return Ok(unprocessable(wrong));
+            return Ok(unprocessable(&wrong));
         }
         let mut session = self.client.session();
         let resources = self.config.resources_server.as_ref().map(|server| server.name.as_str());
@@ -186,16 +192,16 @@ pub(super) fn params_of(row: &RawObject) -> Result<RawObject, Response> {
         Ok(Some(params)) => params,
         Ok(None) => {
             let problem = ValidationProblem::missing(&path, row.outline().unwrap_or(Value::Null));
-            return Err(unprocessable(vec![problem]));
+            return Err(unprocessable(&[problem]));
         }
         Err(_) => {
             let input = row.get_as::<Value>(path[0]).ok().flatten().unwrap_or_default();
             let message = "Input should be a valid dictionary";
-            return Err(unprocessable(vec![ValidationProblem::new("model_type", &path, message, input)]));
+            return Err(unprocessable(&[ValidationProblem::new("model_type", &path, message, input)]));
         }
     };
     let wrong = Dialect::Responses.check(&params, &path);
-    if wrong.is_empty() { Ok(params) } else { Err(unprocessable(wrong)) }
+    if wrong.is_empty() { Ok(params) } else { Err(unprocessable(&wrong)) }
 }
 
 #[cfg(test)]

@@ -3,13 +3,12 @@
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use gym_core::server::{GymnasiumServer, ServerKind, SessionCounts, SessionTable};
+use gym_core::server::{GymnasiumServer, ServerKind, SessionCounts, SessionTable, ValidationProblem, unprocessable};
 use gym_core::{CallContext, Error, ModelResponse, RawObject, Response, Result, SessionId, Verb};
 use serde_json::{Value, json};
 
 use crate::metrics::Metrics;
 use crate::role::reply;
-use crate::role::reply::validation::{ValidationProblem, unprocessable};
 use crate::role::route::{RoleRequest, RoleSpec};
 
 pub(super) const SPEC: RoleSpec = RoleSpec {
@@ -106,7 +105,7 @@ impl GymnasiumRole {
             .map(|key| ValidationProblem::missing(&[key], body.outline().unwrap_or(Value::Null)))
             .collect();
         if !missing.is_empty() {
-            return Ok(unprocessable(missing));
+            return Ok(unprocessable(&missing));
         }
         let (cx, session) = (&request.context, &request.session);
         match request.path() {
@@ -116,7 +115,7 @@ impl GymnasiumRole {
                     let message = "Input should be a valid dictionary or object to extract fields from";
                     let input = body.get_as::<Value>("response")?.unwrap_or_default();
                     let problem = ValidationProblem::new("model_attributes_type", &["response"], message, input);
-                    return Ok(unprocessable(vec![problem]));
+                    return Ok(unprocessable(&[problem]));
                 };
                 self.0.step(cx, session, &body, &ModelResponse(response)).await
             }

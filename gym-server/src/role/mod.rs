@@ -29,7 +29,7 @@ use gym_core::{
     Response, Result, SessionId, Verb, World,
 };
 
-pub use reply::validation::{ValidationProblem, unprocessable};
+pub use gym_core::server::{ValidationProblem, unprocessable};
 pub use settings::{Seconds, ServerRef};
 
 use crate::metrics::{Metrics, RouteMetrics};

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use async_trait::async_trait;
-use gym_core::server::{ServerKind, SessionCounts};
 use bytes::Bytes;
+use gym_core::server::{ServerKind, SessionCounts, ValidationProblem, unprocessable};
 use gym_core::{
     CallContext, Code, Error, ModelResponse, RawObject, ResourcesServer, Response, Result, Rope, SessionId, Verb,
     Verdict,
@@ -14,7 +14,6 @@ use serde_json::Value;
 
 use crate::metrics::Metrics;
 use crate::role::reply;
-use crate::role::reply::validation::{ValidationProblem, unprocessable};
 use crate::role::route::{self, RoleRequest, RoleSpec};
 
 pub(super) const SPEC: RoleSpec = RoleSpec {
@@ -170,17 +169,12 @@ impl ResourcesRole {
             .map(|key| ValidationProblem::missing(&[key], body.outline().unwrap_or(Value::Null)))
             .collect();
         if !missing.is_empty() {
-            return Ok(unprocessable(missing));
+            return Ok(unprocessable(&missing));
         }
         let Ok(Some(response)) = body.get_object("response") else {
             let kind = "Input should be a valid dictionary or object to extract fields from";
             let input = body.get_as::<Value>("response")?.unwrap_or_default();
-            return Ok(unprocessable(vec![ValidationProblem::new(
-                "model_attributes_type",
-                &["response"],
-                kind,
-                input,
-            )]));
+            return Ok(unprocessable(&[ValidationProblem::new("model_attributes_type", &["response"], kind, input)]));
         };
         let verdict = self.server.verify(cx, session, body, &ModelResponse(response)).await?;
         Ok(Response::json(spliced(body, &verdict, |key| self.server.returns(key))?))

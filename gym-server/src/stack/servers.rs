@@ -182,7 +182,7 @@ impl Servers {
         self.with(kind, implementation, move |build| Ok(Arc::new(make(build)?)))
     }
 
-    fn with(
+    pub(super) fn with(
         mut self,
         kind: ServerKind,
         implementation: &str,

@@ -2,14 +2,13 @@
 
 pub(crate) mod aggregate;
 pub(crate) mod health;
-pub(crate) mod validation;
 
 use gym_core::message::ContentType;
+use gym_core::server::{ValidationProblem, unprocessable};
 use gym_core::{Code, Error, Execution, Message, RawObject, Response, Status};
 use serde_json::{Value, json};
 
 use crate::metrics::Metrics;
-use crate::role::reply::validation::{ValidationProblem, unprocessable};
 
 /// `{"detail":"Not Found"}`.
 pub(crate) fn not_found() -> Response {
@@ -40,7 +39,7 @@ pub(crate) fn metrics(metrics: &Metrics) -> Response {
 pub(crate) fn of_error(error: &Error) -> Response {
     match (error.code(), error.execution()) {
         (Code::InvalidArgument, Execution::NotStarted) => {
-            unprocessable(vec![ValidationProblem::new("value_error", &[], error.to_string(), json!({}))])
+            unprocessable(&[ValidationProblem::new("value_error", &[], error.to_string(), json!({}))])
         }
         (Code::NotFound, Execution::NotStarted) if error.subject().is_empty() => {
             let mut response = not_found();
@@ -57,7 +56,7 @@ pub(crate) fn of_error(error: &Error) -> Response {
 pub(crate) fn object(message: &Message) -> Result<RawObject, Response> {
     message.head.to_object().map_err(|error| {
         let text = message.head.to_bytes();
-        unprocessable(vec![match serde_json::from_slice::<Value>(&text) {
+        unprocessable(&[match serde_json::from_slice::<Value>(&text) {
             // JSON, but a list or a number.
             Ok(other) => ValidationProblem::new(
                 "model_attributes_type",
