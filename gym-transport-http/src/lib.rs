@@ -52,5 +52,9 @@ pub mod http1;
 mod wire;
 
 pub use backend::HttpBackend;
+
+/// `http`: HTTP, or framed connections over TCP or a Unix socket.
+pub const HTTP: gym_core::Transport = gym_core::Transport::new("http", 400);
+
 pub use frames::FramesConfig;
 pub use http1::HttpConfig;

@@ -52,10 +52,10 @@ impl Backend for UcxBackend {
     }
 
     fn scoped(&self, policy: &TransportPolicy, host: Option<IpAddr>) -> Option<Arc<dyn Backend>> {
-        let names = [(Transport::SHM, "shm"), (Transport::UCX_TCP, "tcp")];
+        let names = [(crate::SHM, "shm"), (crate::UCX_TCP, "tcp")];
         let allowed = names.into_iter().filter(|(transport, _)| policy.allows(*transport)).map(|(_, name)| name);
         let transports =
-            (!policy.allows(Transport::RDMA)).then(|| allowed.chain(["self"]).collect::<Vec<_>>().join(","));
+            (!policy.allows(crate::RDMA)).then(|| allowed.chain(["self"]).collect::<Vec<_>>().join(","));
         let listen = host.map(|host| SocketAddr::new(host, 0));
         let fabric = FabricOptions { listen, transports, ..self.ucx.config().fabric.clone() };
         let ucx = Ucx::new(UcxConfig { fabric, ..self.ucx.config().clone() });

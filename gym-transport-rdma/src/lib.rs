@@ -89,4 +89,4 @@ mod ucx;
 
 pub use backend::UcxBackend;
 pub use probe::probe;
-pub use transport::{Ucx, UcxConfig};
+pub use transport::{RDMA, SHM, UCX_TCP, Ucx, UcxConfig};

@@ -132,11 +132,11 @@ async fn a_header_that_is_longer_than_a_first_chunk_arrives() {
 async fn a_level_that_cannot_be_had_is_refused_with_what_there_is() {
     let Some(ends) = Ends::open(Way::Network).await else { return };
     for (level, said) in [
-        (Transport::SHM, "the transports that this process may use have no shared memory"),
-        (Transport::RDMA, "UCX finds no RDMA device here, only"),
-        (Transport::HTTP, "UCX has no level http"),
+        (gym_transport_rdma::SHM, "the transports that this process may use have no shared memory"),
+        (gym_transport_rdma::RDMA, "UCX finds no RDMA device here, only"),
+        (gym_core::Transport::new("http", 400), "UCX has no level http"),
     ] {
-        if level == Transport::RDMA && std::env::var_os("GYM_UCX_TRANSPORTS").is_some() {
+        if level == gym_transport_rdma::RDMA && std::env::var_os("GYM_UCX_TRANSPORTS").is_some() {
             continue;
         }
         let (connector, mut listener) = ends.pair(ConnectionLimits::default()).await;

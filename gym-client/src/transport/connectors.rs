@@ -33,8 +33,8 @@ pub(crate) type Connectors = BTreeMap<&'static str, SchemeConnector>;
 pub(super) fn transports_of(scheme: &str) -> &'static [Transport] {
     match scheme {
         "mem" => &[Transport::MEM],
-        "ucx" => &[Transport::SHM, Transport::RDMA, Transport::UCX_TCP],
-        "http" | "http+frames" | "unix+frames" => &[Transport::HTTP],
+        "ucx" => &[crate::transport::SHM, crate::transport::RDMA, crate::transport::UCX_TCP],
+        "http" | "http+frames" | "unix+frames" => &[crate::transport::HTTP],
         _ => &[],
     }
 }

@@ -137,8 +137,8 @@ impl<'a> ConnectAttempt<'a> {
         let peer = self.endpoints.last().map_or("", Endpoint::as_str);
         let mut fixes = Vec::new();
         #[cfg(feature = "rdma")]
-        if self.policy.allows(Transport::RDMA)
-            && self.refused.iter().any(|refusal| refusal.transport == Transport::RDMA)
+        if self.policy.allows(crate::transport::RDMA)
+            && self.refused.iter().any(|refusal| refusal.transport == crate::transport::RDMA)
         {
             fixes.extend(crate::transport::ucx::rdma_fault().await);
         }

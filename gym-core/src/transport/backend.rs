@@ -4,9 +4,11 @@ use std::fmt;
 use std::net::IpAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use async_trait::async_trait;
 use futures_util::future::select_all;
+use serde::Serialize;
 
 use crate::base::error::{Code, Error, Result};
 use crate::transport::{Connector, Endpoint, Handler, Incoming, Listener, Transport, TransportPolicy};
@@ -61,7 +63,37 @@ impl fmt::Debug for BoundListener {
     }
 }
 
+/// Whether a transport can be used on this machine, as far as one machine alone can tell.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct TransportReport {
+    /// The transport.
+    pub transport: Transport,
+    /// Whether it can be used.
+    pub usable: bool,
+    /// The devices, or the reason why the transport cannot be used.
+    pub because: String,
+    /// The fix; `None` if the transport can be used.
+    pub fix: Option<String>,
+}
+
+impl TransportReport {
+    /// A transport that can be used, over these devices or in this case, such as `always`.
+    #[must_use]
+    pub fn usable(transport: Transport, because: impl Into<String>) -> Self {
+        Self { transport, usable: true, because: because.into(), fix: None }
+    }
+
+    /// A transport that cannot be used, with the reason and the fix.
+    #[must_use]
+    pub fn unusable(transport: Transport, because: impl Into<String>, fix: impl Into<String>) -> Self {
+        Self { transport, usable: false, because: because.into(), fix: Some(fix.into()) }
+    }
+}
+
 /// An implementation of one or more transports, with both ends.
+///
+/// A program adds a backend of its own to its `Transports`. From then on, configurations can name its transports.
 #[async_trait]
 pub trait Backend: std::any::Any + fmt::Debug + Send + Sync {
     /// The connectors, one for each scheme. [`Connector::transports`] gives the names that configurations use for them.
@@ -74,6 +106,24 @@ pub trait Backend: std::any::Any + fmt::Debug + Send + Sync {
     /// # Errors
     /// Why the backend cannot listen, with the fix.
     async fn listen(&self, options: &ListenOptions, handler: Arc<dyn Handler>) -> Result<Option<BoundListener>>;
+
+    /// The transports over which peers find each other before this backend connects them. They are listened on if the backend is used,
+    /// whatever the policy says. Empty by default.
+    fn meets_over(&self) -> Vec<Transport> {
+        Vec::new()
+    }
+
+    /// Environment variables that must be set when a process starts that uses the backend, with their values. Empty by default.
+    fn variables(&self) -> Vec<(&'static str, &'static str)> {
+        Vec::new()
+    }
+
+    /// Reports whether this machine supports each transport of the backend; `rgym doctor` shows the reports. May read files and start
+    /// processes, but takes no longer than `within`. By default, every transport is usable.
+    async fn diagnose(&self, within: Duration) -> Vec<TransportReport> {
+        let _ = within;
+        transports(self.connectors()).into_iter().map(|transport| TransportReport::usable(transport, "always")).collect()
+    }
 
     /// Returns a copy of the backend for one part of a program, limited to the transports of `policy`, which accepts peers of other
     /// hosts at `host`. `None`: the backend itself is used. Called before the backend is used.
@@ -126,9 +176,11 @@ impl Listener for MergedListener {
     }
 }
 
-/// The most preferred of a backend's transports that the policy allows.
+/// The transports of some connectors, most preferred first, each once.
 #[must_use]
-pub fn preferred_transport(backend: &dyn Backend, policy: &TransportPolicy) -> Option<Transport> {
-    let all = backend.connectors();
-    all.iter().flat_map(|connector| connector.transports()).filter(|transport| policy.allows(*transport)).min()
+pub fn transports(connectors: impl IntoIterator<Item = Arc<dyn Connector>>) -> Vec<Transport> {
+    let mut all: Vec<Transport> = connectors.into_iter().flat_map(|connector| connector.transports()).collect();
+    all.sort_unstable();
+    all.dedup();
+    all
 }

@@ -222,7 +222,7 @@ impl Stack {
         let stage = &mut self.stages[stage];
         let place = if local { ListenOptions::named(&instance.name) } else { ListenOptions::default() };
         let place = place.at(instance.host.clone(), instance.port.unwrap_or(0));
-        let listened = self.client.transports().listen(place, handler, &[Transport::HTTP]).await;
+        let listened = self.client.transports().listen(place, handler, &[gym_client::transport::HTTP]).await;
         let (listener, handler) =
             listened.map_err(|error| error.about(format!("start {} on {}", instance.name, instance.host)))?;
         // The preferred one first; HTTP last, because every caller has it.

@@ -88,7 +88,7 @@ impl Connector for FramesConnector {
     }
 
     fn transports(&self) -> Vec<gym_core::Transport> {
-        vec![gym_core::Transport::HTTP]
+        vec![crate::HTTP]
     }
 
     async fn connect(&self, cx: &CallContext, to: &Endpoint, options: &ConnectOptions) -> Result<Channel> {

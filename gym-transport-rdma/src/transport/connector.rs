@@ -56,7 +56,7 @@ impl UcxConnector {
     ) -> Result<MuxLink<UcxSendQueue>> {
         let fabric = self.ucx.fabric().await?;
         let error = match level {
-            Some(level @ (Transport::SHM | Transport::RDMA | Transport::UCX_TCP)) => {
+            Some(level @ (crate::SHM | crate::RDMA | crate::UCX_TCP)) => {
                 return self.attempt(cx, until, fabric, to, level).await;
             }
             Some(other) => {
@@ -66,14 +66,14 @@ impl UcxConnector {
                 // Where nothing answers, time is left for the network.
                 let half = cx.remaining().min(left(until)) / 2;
                 let halftime = Instant::now() + half;
-                match within(half, self.attempt(cx, halftime, fabric, to, Transport::SHM)).await {
+                match within(half, self.attempt(cx, halftime, fabric, to, crate::SHM)).await {
                     Ok(link) => return Ok(link),
                     Err(error) => error,
                 }
             }
         };
         tracing::debug!(%error, endpoint = %to, "no shared memory");
-        self.attempt(cx, until, fabric, to, Transport::UCX_TCP).await.map_err(|last| {
+        self.attempt(cx, until, fabric, to, crate::UCX_TCP).await.map_err(|last| {
             let said = format!("{}; and no shared memory: {}", last.message(), error.message());
             Error::new(last.code(), last.execution(), said)
         })
@@ -88,14 +88,14 @@ impl UcxConnector {
         level: Transport,
     ) -> Result<MuxLink<UcxSendQueue>> {
         let devices = Lanes::of(fabric.devices());
-        if level == Transport::RDMA && !devices.rdma() {
+        if level == crate::RDMA && !devices.rdma() {
             let said = format!("UCX finds no RDMA device here, only {devices}");
             return Err(Error::not_started(Code::Unavailable, said));
         }
         let config = self.ucx.config();
         // Given up when this is.
         let peer_worker = match level {
-            Transport::SHM => Some(fabric.peer_worker(left(until)).await?),
+            crate::SHM => Some(fabric.peer_worker(left(until)).await?),
             _ => None,
         };
         let worker = peer_worker.as_ref().map(|peer_worker| peer_worker.address().clone());
@@ -169,11 +169,11 @@ async fn reach(listener: SocketAddr, bootstrap: &Endpoint) -> Result<SocketAddr>
 /// The transport that these lanes belong to.
 fn negotiated(lanes: &Lanes) -> Transport {
     if lanes.shared_memory() {
-        Transport::SHM
+        crate::SHM
     } else if lanes.rdma() {
-        Transport::RDMA
+        crate::RDMA
     } else {
-        Transport::UCX_TCP
+        crate::UCX_TCP
     }
 }
 
@@ -224,7 +224,7 @@ impl Connector for UcxConnector {
     }
 
     fn transports(&self) -> Vec<gym_core::Transport> {
-        vec![Transport::SHM, Transport::RDMA, Transport::UCX_TCP]
+        vec![crate::SHM, crate::RDMA, crate::UCX_TCP]
     }
 
     async fn connect(&self, cx: &CallContext, to: &Endpoint, options: &ConnectOptions) -> Result<Channel> {

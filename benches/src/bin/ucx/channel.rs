@@ -140,7 +140,7 @@ impl Peer {
 
     /// Figures over UCX; the way that was negotiated is the one that was asked for.
     pub(crate) async fn over_ucx(&self) -> Result<Figures> {
-        let level = if self.way == Way::Tcp { Transport::UCX_TCP } else { Transport::SHM };
+        let level = if self.way == Way::Tcp { gym_client::transport::UCX_TCP } else { gym_client::transport::SHM };
         let bootstrap = HttpConnector::new(HttpConfig::default());
         let connector = UcxConnector::new(Arc::new(bootstrap), self.ucx.clone());
         let figures = Figures::of(&connector, &self.fabric).await?;

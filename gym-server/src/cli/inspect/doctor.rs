@@ -172,7 +172,7 @@ mod checks {
 
     fn loaded(report: &UcxReport, ports: bool) -> Finding {
         let found = format!("UCX {} ({}): {}", report.version, report.path.display(), report.resources.join(", "));
-        let (status, fix) = if ports && report.of(Transport::RDMA).is_empty() {
+        let (status, fix) = if ports && report.of(gym_client::transport::RDMA).is_empty() {
             ("warning", Some(WITH_VERBS.to_owned()))
         } else if report.patched.is_empty() {
             ("ok", None)
@@ -190,11 +190,11 @@ mod checks {
             because: because.to_owned(),
             fix: fix.map(str::to_owned),
         };
-        if matches!(transport, Transport::MEM | Transport::HTTP) {
+        if matches!(transport, Transport::MEM | gym_client::transport::HTTP) {
             return usable("always".to_owned());
         }
         // The probe looks for UCX in the loader's folders; the one that was loaded may be another.
-        let fault = (transport == Transport::RDMA)
+        let fault = (transport == gym_client::transport::RDMA)
             .then(|| probe.rdma_fault())
             .flatten()
             .filter(|fault| fault.topic != Topic::Ucx);
@@ -203,7 +203,7 @@ mod checks {
         }
         let Ok(report) = ucx else { return not("UCX cannot be loaded: see the finding ucx", Some(&to_load())) };
         match report.of(transport)[..] {
-            [] if transport == Transport::RDMA => not(NO_TRANSPORT, Some(WITH_VERBS)),
+            [] if transport == gym_client::transport::RDMA => not(NO_TRANSPORT, Some(WITH_VERBS)),
             [] => not(NO_TRANSPORT, Some("look at UCX_TLS and UCX_NET_DEVICES: they keep UCX from what it has")),
             ref devices => usable(devices.join(", ")),
         }
@@ -293,11 +293,11 @@ mod tests {
         let devices = ["posix/memory", "tcp/lo", "rc_verbs/rxe0:1"];
         let complete = diagnosis(&COMPLETE, Ok(&devices));
         assert_eq!(usable(&complete), ["mem", "shm", "rdma", "ucx_tcp", "http"]);
-        assert_eq!(complete.missing(Transport::RDMA), None);
+        assert_eq!(complete.missing(gym_client::transport::RDMA), None);
         // UCX lists the device, but the process could not pin its memory.
         let poor = diagnosis(&[COMPLETE[0], COMPLETE[1]], Ok(&devices));
         assert_eq!(usable(&poor), ["mem", "shm", "ucx_tcp", "http"]);
-        let missing = poor.missing(Transport::RDMA).unwrap();
+        let missing = poor.missing(gym_client::transport::RDMA).unwrap();
         assert!(missing.contains("may be pinned") && missing.contains("; fix: "), "{missing}");
     }
 

@@ -72,7 +72,7 @@ impl ListenAddress {
             options = options.socket(socket.clone());
         }
         // Whoever has UCX meets over HTTP.
-        let needed: &[Transport] = if policy.uses_ucx() { &[Transport::HTTP] } else { &[] };
+        let needed: &[Transport] = if policy.uses_ucx() { &[crate::transport::HTTP] } else { &[] };
         transports.listen(options, handler, needed).await
     }
 }
