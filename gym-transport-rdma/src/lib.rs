@@ -76,7 +76,7 @@
 //! exec while a fabric is open.
 #![deny(unsafe_code)]
 
-mod backend;
+pub mod backend;
 pub mod fabric;
 #[cfg(feature = "testing")]
 pub mod fuzzing;
@@ -87,6 +87,6 @@ mod sys;
 pub mod transport;
 mod ucx;
 
-pub use backend::UcxBackend;
+pub use backend::{UCX_VARIABLES, UcxBackend};
 pub use probe::probe;
 pub use transport::{RDMA, SHM, UCX_TCP, Ucx, UcxConfig};

@@ -14,7 +14,7 @@ use gym_core::mux::ConnectionLimits;
 use gym_core::testing::{Storm, with_segment};
 use gym_core::{
     CallContext, Channel, Code, ConnectOptions, Connector, Endpoint, Error, Execution, Handler, InProcess, Listener,
-    Request, Response, Result, Status, Transport, handler_fn,
+    Request, Response, Result, Status, handler_fn,
 };
 use gym_transport_rdma::UcxConfig;
 use gym_transport_rdma::fabric::FabricOptions;

@@ -5,6 +5,8 @@ use std::sync::Arc;
 
 use gym_core::{Backend, Connector, Handler, ListenOptions, Result, Transport};
 
+use crate::transport::{HTTP, RDMA, SHM, UCX_TCP};
+
 /// A backend that only calls.
 #[derive(Debug)]
 pub(super) struct ConnectOnly(pub(super) Arc<dyn Connector>);
@@ -33,8 +35,8 @@ pub(crate) type Connectors = BTreeMap<&'static str, SchemeConnector>;
 pub(super) fn transports_of(scheme: &str) -> &'static [Transport] {
     match scheme {
         "mem" => &[Transport::MEM],
-        "ucx" => &[crate::transport::SHM, crate::transport::RDMA, crate::transport::UCX_TCP],
-        "http" | "http+frames" | "unix+frames" => &[crate::transport::HTTP],
+        "ucx" => &[SHM, RDMA, UCX_TCP],
+        "http" | "http+frames" | "unix+frames" => &[HTTP],
         _ => &[],
     }
 }

@@ -8,6 +8,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use gym_core::{PathInfo, Transport};
 use serde::Serialize;
 
+use crate::transport::HTTP;
+
 /// Peers that are remembered. Restarted workers have new addresses, so without a bound the list would grow permanently; nobody reads
 /// a longer one.
 const PEERS_MAX: usize = 1_024;
@@ -120,7 +122,7 @@ fn log(path: &PeerPath) {
     let news: Vec<String> =
         path.refused.iter().filter(|refusal| refusal.transport != Transport::MEM).map(ToString::to_string).collect();
     let (peer, transport, lanes) = (&path.peer, path.transport_name(), path.lanes.as_str());
-    if news.is_empty() && !path.transport.is_some_and(Transport::is_ucx) {
+    if news.is_empty() && path.transport.is_none_or(|transport| transport == Transport::MEM || transport == HTTP) {
         tracing::debug!(%peer, transport, "connected");
     } else {
         tracing::info!(%peer, transport, lanes, refused = news.join("; "), "connected");

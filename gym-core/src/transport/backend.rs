@@ -122,7 +122,10 @@ pub trait Backend: std::any::Any + fmt::Debug + Send + Sync {
     /// processes, but takes no longer than `within`. By default, every transport is usable.
     async fn diagnose(&self, within: Duration) -> Vec<TransportReport> {
         let _ = within;
-        transports(self.connectors()).into_iter().map(|transport| TransportReport::usable(transport, "always")).collect()
+        transports(self.connectors())
+            .into_iter()
+            .map(|transport| TransportReport::usable(transport, "always"))
+            .collect()
     }
 
     /// Returns a copy of the backend for one part of a program, limited to the transports of `policy`, which accepts peers of other

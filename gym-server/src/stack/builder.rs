@@ -73,6 +73,7 @@ impl StackBuilder {
                 let files: Vec<_> = self.files.iter().map(|path| path.display().to_string()).collect();
                 let files: Vec<&str> = files.iter().map(String::as_str).collect();
                 ConfigLoader::new(".")
+                    .transports(self.options.transports.clone().unwrap_or_else(|| self.servers.transports()).known())
                     .pick_port(move |wish| free_port(wish, &mut random))
                     .load(&files, &overrides)
                     .map_err(wrong)?

@@ -8,11 +8,13 @@ use std::time::Duration;
 use gym_client::collect::{DriverOptions, Rollouts, ServerNames};
 use gym_client::config::{GymConfig, InstanceConfig};
 use gym_client::registry::{LeaseKeeper, RemoteRegistry};
+use gym_client::transport::HTTP;
+use gym_client::transport::http::HttpBackend;
 use gym_client::transport::http::http1::HttpListener;
 use gym_client::{ServerClient, Transports};
 use gym_core::{
     CallContext, Code, Endpoint, Error, Handler, InProcess, Incarnation, Instance, ListenOptions, Listener,
-    MemoryRegistry, RawObject, Registry, Result, ServerKind, Transport, TransportPolicy, World,
+    MemoryRegistry, RawObject, Registry, Result, ServerKind, TransportPolicy, World,
 };
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
@@ -83,14 +85,15 @@ impl Stack {
     pub async fn start(config: GymConfig, servers: &Servers, world: &World, options: StackOptions) -> Result<Self> {
         let in_process = InProcess::new().with_calls_max(options.in_process_calls_max);
         // The head server is called over HTTP whatever the policy allows: it is how all others are found.
-        let control = Transports::from_features(in_process.clone()).with_policy(TransportPolicy::without_ucx());
+        let control = Transports::from_features(in_process.clone()).with_policy(TransportPolicy::unconfigured());
         let metrics = Metrics::new();
         let config = Arc::new(config);
         let wanted = wanted(&config, &options.only)?;
-        let policy = config.transport_policy.clone().unwrap_or_else(TransportPolicy::without_ucx);
+        let policy = config.transport_policy.clone().unwrap_or_else(TransportPolicy::unconfigured);
         let all = options.transports.clone().unwrap_or_else(|| {
-            Transports::from_features(in_process.clone())
-                .with(gym_client::transport::http::HttpBackend { http: options.http.clone(), ..Default::default() })
+            let all = servers.transports();
+            let frames = all.get::<HttpBackend>().map(|backend| backend.frames.clone()).unwrap_or_default();
+            all.with(in_process.clone()).with(HttpBackend { http: options.http.clone(), frames })
         });
         policy.check(&all.known())?;
         let transports = all.scoped(&policy, Some(ucx_address(&wanted)));
@@ -222,7 +225,7 @@ impl Stack {
         let stage = &mut self.stages[stage];
         let place = if local { ListenOptions::named(&instance.name) } else { ListenOptions::default() };
         let place = place.at(instance.host.clone(), instance.port.unwrap_or(0));
-        let listened = self.client.transports().listen(place, handler, &[gym_client::transport::HTTP]).await;
+        let listened = self.client.transports().listen(place, handler, &[HTTP]).await;
         let (listener, handler) =
             listened.map_err(|error| error.about(format!("start {} on {}", instance.name, instance.host)))?;
         // The preferred one first; HTTP last, because every caller has it.

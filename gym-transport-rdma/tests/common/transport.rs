@@ -7,8 +7,7 @@ use async_trait::async_trait;
 use gym_core::mux::ConnectionLimits;
 use gym_core::testing::conformance::{TransportPair, TransportSetup};
 use gym_core::{
-    CallContext, Channel, ConnectOptions, Connector, Endpoint, Error, InProcess, Listener, Result, Transport,
-    handler_fn,
+    CallContext, Channel, ConnectOptions, Connector, Endpoint, Error, InProcess, Listener, Result, handler_fn,
 };
 use gym_transport_rdma::transport::{UcxConnector, UcxListener};
 use gym_transport_rdma::{Ucx, UcxConfig};

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
-use gym_core::{Transport, TransportPolicy};
+use gym_core::TransportPolicy;
 
 const OVERRIDES: &str = "\
 Overrides (anywhere among the options):
@@ -98,7 +98,7 @@ pub(in crate::cli) struct Sources {
     pub(in crate::cli) transport: Option<TransportPolicy>,
     /// Minimum transport; connecting fails instead of falling back below it: ++require_transport=…
     #[arg(long, value_name = "NAME")]
-    pub(in crate::cli) require_transport: Option<Transport>,
+    pub(in crate::cli) require_transport: Option<String>,
 }
 
 /// How servers are started and stopped.
@@ -231,7 +231,7 @@ pub(in crate::cli) struct DoctorArgs {
     pub(in crate::cli) json: bool,
     /// Fail (exit code 1) unless this machine supports the transport: shm, rdma, ucx_tcp
     #[arg(long, value_name = "NAME")]
-    pub(in crate::cli) require_transport: Option<Transport>,
+    pub(in crate::cli) require_transport: Option<String>,
     /// How long UCX may take to load and to look at its devices, in seconds
     #[arg(long, value_name = "SECS", default_value = "20", value_parser = seconds)]
     pub(in crate::cli) ucx_timeout: Duration,

@@ -45,7 +45,8 @@ pub(in crate::cli) async fn load(
         .map_err(|error| Failure::Usage(format!("the working folder cannot be found: {error}")))?;
     let searched = search_dirs(sources);
     let read = |python: Option<&Interpreter>| {
-        let mut loader = ConfigLoader::new(&working_dir).search_dirs(&searched);
+        let mut loader =
+            ConfigLoader::new(&working_dir).search_dirs(&searched).transports(servers.transports().known());
         if let Some(python) = python {
             let version = Value::from(python.version.as_str());
             loader = loader.installed_dirs(&python.roots).default_value("python_version", version);
@@ -164,11 +165,8 @@ fn shorthands(sources: &Sources) -> impl Iterator<Item = String> {
 
 /// Over what the files say, because a run is often tried with another transport.
 fn transport(sources: &Sources) -> impl Iterator<Item = String> {
-    let allowed = sources
-        .transport
-        .as_ref()
-        .map(|policy| Value::from_iter(policy.named_transports().iter().map(|transport| transport.as_str())));
-    let require = sources.require_transport.map(|transport| Value::from(transport.as_str()));
+    let allowed = sources.transport.as_ref().map(|policy| Value::from_iter(policy.names()));
+    let require = sources.require_transport.clone().map(Value::from);
     [("transport", allowed), ("require_transport", require)]
         .into_iter()
         .filter_map(|(key, value)| Some(format!("++{key}={}", value?)))
@@ -220,7 +218,7 @@ mod tests {
     fn the_transports_options_win_over_the_files() {
         let sources = Sources {
             transport: Some("http,shm".parse().unwrap()),
-            require_transport: Some(gym_client::transport::SHM),
+            require_transport: Some("shm".to_owned()),
             ..Sources::default()
         };
         let folder = tempfile::tempdir().unwrap();
