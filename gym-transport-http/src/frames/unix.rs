@@ -7,16 +7,16 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
 use async_trait::async_trait;
+use bytes::Bytes;
 use gym_core::{Code, Endpoint, Error, Handler, Incoming, Listener, PeerInfo, Result};
 use tokio::net::UnixStream;
-use tokio::sync::Semaphore;
 use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
 
 use crate::frames::UNIX_SCHEME;
 use crate::frames::config::FramesConfig;
-use crate::frames::connection::answering::{ListenerState, serve};
 use crate::frames::connection::socket::Socket;
+use crate::frames::stream::{ByteStream, FramedServer};
 use crate::wire::socket::ACCEPT_RETRY_DELAY;
 
 /// Tells apart the listeners that this process makes at the same time.
@@ -35,7 +35,7 @@ pub struct UnixListener {
     /// Device and file number of our own socket.
     identity: (u64, u64),
     endpoints: [Endpoint; 1],
-    state: ListenerState,
+    server: FramedServer,
 }
 
 impl UnixListener {
@@ -54,14 +54,7 @@ impl UnixListener {
 fn claim(path: PathBuf, config: FramesConfig) -> Result<UnixListener, (PathBuf, Error)> {
     match listen(&path) {
         Ok((listener, identity, endpoint)) => {
-            let calls = Arc::new(Semaphore::new(Semaphore::MAX_PERMITS));
-            Ok(UnixListener {
-                listener,
-                path,
-                identity,
-                endpoints: [endpoint],
-                state: ListenerState::new(config, calls),
-            })
+            Ok(UnixListener { listener, path, identity, endpoints: [endpoint], server: FramedServer::new(config) })
         }
         Err(error) => Err((path, error)),
     }
@@ -141,7 +134,7 @@ impl Listener for UnixListener {
                     let pid = stream.peer_cred().ok().and_then(|cred| cred.pid());
                     let address = pid.map_or_else(|| "local process".to_owned(), |pid| format!("process {pid}"));
                     let peer = PeerInfo { address: address.into() };
-                    return Ok(Box::new(UnixIncoming { stream, peer, state: self.state.clone() }));
+                    return Ok(Box::new(UnixIncoming { stream, peer, server: self.server.clone() }));
                 }
                 Err(error) => {
                     // Out of descriptors or memory, or the peer gave up: neither ends the listener.
@@ -158,7 +151,7 @@ impl Listener for UnixListener {
 pub struct UnixIncoming {
     stream: UnixStream,
     peer: PeerInfo,
-    state: ListenerState,
+    server: FramedServer,
 }
 
 #[async_trait]
@@ -168,9 +161,7 @@ impl Incoming for UnixIncoming {
     }
 
     async fn serve(self: Box<Self>, handler: Arc<dyn Handler>, drain: CancellationToken) -> Result<()> {
-        let about = format!("serve {}", self.peer.address);
-        serve(Socket::Unix(self.stream), &[], self.state, handler, self.peer, drain)
-            .await
-            .map_err(|error| error.about(about))
+        let stream = ByteStream::socket(Socket::Unix(self.stream), Bytes::new());
+        self.server.serve(stream, handler, self.peer, drain).await
     }
 }
