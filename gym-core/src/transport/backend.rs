@@ -1,7 +1,7 @@
 //! Transports that a program plugs in: how it connects to others, and how it listens.
 
 use std::fmt;
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,14 +13,26 @@ use serde::Serialize;
 use crate::base::error::{Code, Error, Result};
 use crate::transport::{Connector, Endpoint, Handler, Incoming, Listener, Transport, TransportPolicy};
 
-/// Where and under which name to serve a handler. Each backend uses the fields that concern it.
+/// Where and under which name to serve a handler. Each backend uses the fields that concern it. The bound address and the
+/// advertised address are kept apart here, and nowhere else.
+///
+/// ```
+/// use gym_core::ListenOptions;
+///
+/// let options = ListenOptions::named("math").at("127.0.0.1", 8000).advertised_as("node-3");
+/// assert_eq!(options.address()?, Some(([127, 0, 0, 1], 8000).into()));
+/// assert_eq!(options.advertised_host(), Some("node-3"));
+/// # Ok::<(), gym_core::Error>(())
+/// ```
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct ListenOptions {
     /// Name for callers of this process; `None` if no caller of this process uses the handler.
     pub name: Option<String>,
-    /// Host and port for callers on other hosts; port 0 is any free port. `None`: reachable from this host only.
-    pub host: Option<(String, u16)>,
+    /// Host and port to bind, for callers on other hosts; port 0 is any free port. `None`: reachable from this host only.
+    pub bind: Option<(String, u16)>,
+    /// Host that endpoints carry, with the port that was bound. `None`: the host of `bind`.
+    pub advertise: Option<String>,
     /// Path of a Unix socket, in a directory that only this user can enter.
     pub socket: Option<PathBuf>,
     /// Endpoints that serve the same handler already, over less preferred transports: peers can be met over them.
@@ -37,8 +49,33 @@ impl ListenOptions {
     /// Also serves callers on other hosts at this host and port.
     #[must_use]
     pub fn at(mut self, host: impl Into<String>, port: u16) -> Self {
-        self.host = Some((host.into(), port));
+        self.bind = Some((host.into(), port));
         self
+    }
+
+    /// Sets the host under which callers reach the bound address, if it differs: a listener on `0.0.0.0` cannot know its name.
+    #[must_use]
+    pub fn advertised_as(mut self, host: impl Into<String>) -> Self {
+        self.advertise = Some(host.into());
+        self
+    }
+
+    /// Resolves the address to bind; `None` if [`ListenOptions::bind`] is `None`. May ask a name server.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if the host cannot be resolved.
+    pub fn address(&self) -> Result<Option<SocketAddr>> {
+        let Some((host, port)) = &self.bind else { return Ok(None) };
+        let unknown =
+            || Error::invalid(format!("the host `{host}` cannot be resolved; use an address of this machine"));
+        let address = (host.as_str(), *port).to_socket_addrs().ok().and_then(|mut found| found.next());
+        address.map(Some).ok_or_else(unknown)
+    }
+
+    /// The host that endpoints carry: the advertised host, else the host of [`ListenOptions::bind`].
+    #[must_use]
+    pub fn advertised_host(&self) -> Option<&str> {
+        self.advertise.as_deref().or_else(|| self.bind.as_ref().map(|(host, _)| host.as_str()))
     }
 
     /// Also serves other processes of this host over this Unix socket.

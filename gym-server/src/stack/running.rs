@@ -1,7 +1,7 @@
 //! The running servers of a configuration, started and stopped in order.
 
 use std::collections::BTreeMap;
-use std::net::{IpAddr, SocketAddr};
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -10,11 +10,10 @@ use gym_client::config::{GymConfig, InstanceConfig};
 use gym_client::registry::{LeaseKeeper, RemoteRegistry};
 use gym_client::transport::HTTP;
 use gym_client::transport::http::HttpBackend;
-use gym_client::transport::http::http1::HttpListener;
 use gym_client::{ServerClient, Transports};
 use gym_core::{
-    CallContext, Code, Endpoint, Error, Handler, InProcess, Incarnation, Instance, ListenOptions, Listener,
-    MemoryRegistry, RawObject, Registry, Result, ServerKind, TransportPolicy, World,
+    CallContext, Endpoint, Error, Handler, InProcess, Incarnation, Instance, ListenOptions, Listener, MemoryRegistry,
+    RawObject, Registry, Result, ServerKind, TransportPolicy, World,
 };
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
@@ -150,7 +149,7 @@ impl Stack {
         local: bool,
     ) -> Result<()> {
         if let Some(memory) = head {
-            self.start_head(memory, config, world, options)?;
+            self.start_head(memory, config, world, options).await?;
         }
         let incarnation = Incarnation(u64::try_from(world.now().as_millis()).unwrap_or(u64::MAX));
         let mut python_instances = Vec::new();
@@ -182,7 +181,7 @@ impl Stack {
         Ok(())
     }
 
-    fn start_head(
+    async fn start_head(
         &mut self,
         memory: MemoryRegistry,
         config: &Arc<GymConfig>,
@@ -192,7 +191,12 @@ impl Stack {
         let yaml = Arc::clone(config);
         let text: GlobalConfig = Arc::new(move |instances: &[Instance]| yaml.to_global_yaml_with(&live(instances)));
         let head = HeadServer::new(memory, text, world, self.metrics.clone());
-        let listener = bind(&config.head.host, config.head.port, options).map_err(|error| {
+        let handler: Arc<dyn Handler> = Arc::new(head.clone());
+        // Over HTTP only, whatever the policy allows: it is how all other servers are found.
+        let http = HttpBackend { http: options.http.clone(), ..HttpBackend::default() };
+        let place = ListenOptions::default().at(config.head.host.clone(), config.head.port);
+        let listened = Transports::new().with(http).listen(place, handler, &[HTTP]).await;
+        let (listener, handler) = listened.map_err(|error| {
             error.about(format!("start the head server on {}:{}", config.head.host, config.head.port))
         })?;
         let url = listener.endpoints()[0].to_string();
@@ -203,7 +207,6 @@ impl Stack {
             url,
             runs_as: "native".to_owned(),
         });
-        let handler: Arc<dyn Handler> = Arc::new(head.clone());
         self.stages.last_mut().expect("one stage per kind and the head's").serve(
             listener,
             &handler,
@@ -333,26 +336,4 @@ fn live(instances: &[Instance]) -> Vec<gym_client::config::LiveServer> {
             })
         })
         .collect()
-}
-
-fn bind(host: &str, port: u16, options: &StackOptions) -> Result<Box<dyn Listener>> {
-    let address =
-        std::net::ToSocketAddrs::to_socket_addrs(&(host, port)).ok().and_then(|mut found| found.next()).ok_or_else(
-            || Error::invalid(format!("the host `{host}` cannot be resolved; use an address of this machine")),
-        )?;
-    let listener = HttpListener::bind(address, options.http.clone())
-        .and_then(|listener| listener.advertised_as(host))
-        .map_err(|error| explain_bind(error, address))?;
-    Ok(Box::new(listener))
-}
-
-fn explain_bind(error: Error, address: SocketAddr) -> Error {
-    match error.code() {
-        Code::AlreadyExists => Error::not_started(
-            Code::AlreadyExists,
-            format!("{address} is in use; stop what listens there, or choose another port"),
-        )
-        .caused_by(error),
-        _ => error,
-    }
 }
