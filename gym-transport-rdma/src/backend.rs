@@ -2,13 +2,14 @@
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
-
 use std::time::Duration;
 
 use async_trait::async_trait;
 use futures_util::future::BoxFuture;
-use gym_core::transport::TransportReport;
-use gym_core::{Backend, BoundListener, Connector, Handler, ListenOptions, Listener, Transport, TransportPolicy};
+use gym_core::Handler;
+use gym_core::transport::{
+    Backend, BoundListener, Connector, ListenOptions, Listener, Transport, TransportPolicy, TransportReport,
+};
 use tokio::sync::OnceCell;
 
 use crate::fabric::{FabricOptions, LIBRARY_VARIABLE};

@@ -10,12 +10,10 @@ use std::time::Duration;
 use bytes::Bytes;
 use common::Way;
 use common::transport::Ends;
-use gym_core::mux::ConnectionLimits;
 use gym_core::testing::{Storm, with_segment};
-use gym_core::{
-    CallContext, Channel, Code, ConnectOptions, Connector, Endpoint, Error, Execution, Handler, InProcess, Listener,
-    Request, Response, Result, Status, handler_fn,
-};
+use gym_core::transport::mux::ConnectionLimits;
+use gym_core::transport::{ConnectOptions, Connector, InProcess, Listener, handler_fn};
+use gym_core::{CallContext, Channel, Code, Endpoint, Error, Execution, Handler, Request, Response, Result, Status};
 use gym_transport_rdma::UcxConfig;
 use gym_transport_rdma::fabric::FabricOptions;
 use gym_transport_rdma::transport::{UcxConnector, UcxStats};
@@ -134,7 +132,7 @@ async fn a_level_that_cannot_be_had_is_refused_with_what_there_is() {
     for (level, said) in [
         (gym_transport_rdma::SHM, "the transports that this process may use have no shared memory"),
         (gym_transport_rdma::RDMA, "UCX finds no RDMA device here, only"),
-        (gym_core::Transport::new("http", 400), "UCX has no level http"),
+        (gym_core::transport::Transport::new("http", 400), "UCX has no level http"),
     ] {
         if level == gym_transport_rdma::RDMA && std::env::var_os("GYM_UCX_TRANSPORTS").is_some() {
             continue;

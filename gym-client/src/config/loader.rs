@@ -18,7 +18,8 @@ use crate::config::schema::{
 };
 use crate::config::yaml::node::{Key, Map, Node, Tree};
 use crate::transport::BUILT_IN;
-use gym_core::{ServerKind, Transport};
+use gym_core::server::ServerKind;
+use gym_core::transport::Transport;
 
 const HEAD_PORT: u16 = 11_000;
 

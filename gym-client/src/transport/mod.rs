@@ -18,11 +18,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::join_all;
-use gym_core::transport::{TransportReport, backend};
-use gym_core::{
-    Backend, CallContext, Channel, ConnectOptions, Connector, Endpoint, Handler, InProcess, ListenOptions, Listener,
-    MergedListener, Result, Transport, TransportPolicy,
+use gym_core::transport::{
+    Backend, ConnectOptions, Connector, InProcess, ListenOptions, Listener, MergedListener, Transport, TransportPolicy,
+    TransportReport, backend,
 };
+use gym_core::{CallContext, Channel, Endpoint, Handler, Result};
 
 #[cfg(feature = "http")]
 pub use gym_transport_http as http;

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use gym_core::{PathInfo, Transport};
+use gym_core::transport::{PathInfo, Transport};
 use serde::Serialize;
 
 use crate::transport::HTTP;

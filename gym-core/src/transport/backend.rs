@@ -17,7 +17,7 @@ use crate::transport::{Connector, Endpoint, Handler, Incoming, Listener, Transpo
 /// advertised address are kept apart here, and nowhere else.
 ///
 /// ```
-/// use gym_core::ListenOptions;
+/// use gym_core::transport::ListenOptions;
 ///
 /// let options = ListenOptions::named("math").at("127.0.0.1", 8000).advertised_as("node-3");
 /// assert_eq!(options.address()?, Some(([127, 0, 0, 1], 8000).into()));

@@ -110,7 +110,7 @@ impl Minimum {
 /// place in the order of preference with [`TransportPolicy::resolved`]; until then, only the minimum itself is allowed.
 ///
 /// ```
-/// use gym_core::{Transport, TransportPolicy};
+/// use gym_core::transport::{Transport, TransportPolicy};
 ///
 /// const QUIC: Transport = Transport::new("quic", 350);
 /// let policy: TransportPolicy = "quic, mem".parse()?;

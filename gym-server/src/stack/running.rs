@@ -11,12 +11,11 @@ use gym_client::registry::{LeaseKeeper, RemoteRegistry};
 use gym_client::transport::HTTP;
 use gym_client::transport::http::HttpBackend;
 use gym_client::{ServerClient, Transports};
-use gym_core::{
-    CallContext, Endpoint, Error, Handler, InProcess, Incarnation, Instance, ListenOptions, Listener, MemoryRegistry,
-    RawObject, Registry, Result, ServerKind, TransportPolicy, World,
-};
+use gym_core::registry::{Instance, MemoryRegistry, Registry};
+use gym_core::server::ServerKind;
+use gym_core::transport::{InProcess, ListenOptions, Listener, TransportPolicy};
+use gym_core::{CallContext, CancelToken, Endpoint, Error, Handler, Incarnation, RawObject, Result, World};
 use tokio::task::JoinSet;
-use tokio_util::sync::CancellationToken;
 
 use crate::head::{GlobalConfig, HeadServer};
 use crate::metrics::Metrics;
@@ -46,13 +45,13 @@ pub struct Stack {
 
 #[derive(Debug)]
 struct ShutdownStage {
-    drain: CancellationToken,
+    drain: CancelToken,
     tasks: JoinSet<Result<()>>,
 }
 
 impl ShutdownStage {
     fn new() -> Self {
-        Self { drain: CancellationToken::new(), tasks: JoinSet::new() }
+        Self { drain: CancelToken::new(), tasks: JoinSet::new() }
     }
 
     fn serve(&mut self, listener: Box<dyn Listener>, handler: &Arc<dyn Handler>, grace: Duration) {

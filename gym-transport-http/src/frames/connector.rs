@@ -4,7 +4,8 @@ use std::fmt;
 
 use async_trait::async_trait;
 use bytes::{Bytes, BytesMut};
-use gym_core::{CallContext, Channel, Code, ConnectOptions, Connector, Endpoint, Error, Result};
+use gym_core::transport::{ConnectOptions, Connector};
+use gym_core::{CallContext, Channel, Code, Endpoint, Error, Result};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 
@@ -57,7 +58,7 @@ impl Connector for FramesConnector {
         self.client.scheme()
     }
 
-    fn transports(&self) -> Vec<gym_core::Transport> {
+    fn transports(&self) -> Vec<gym_core::transport::Transport> {
         vec![crate::HTTP]
     }
 

@@ -6,8 +6,8 @@
 //!     └── oneshot ◄── Decoder ◄── socket ◄── FrameSendQueue ◄─────────────────┘
 //! ```
 //!
-//! Everything that calls need besides sockets is in [`gym_core::mux`]. [`FramedClient`] and [`FramedServer`] make a transport of any
-//! other byte stream ([`ByteStream`]); the transports of this table use them too.
+//! Everything that calls need besides sockets is in [`gym_core::transport::mux`]. [`FramedClient`] and [`FramedServer`] make a
+//! transport of any other byte stream ([`ByteStream`]); the transports of this table use them too.
 //!
 //! | scheme | connection | for |
 //! |---|---|---|

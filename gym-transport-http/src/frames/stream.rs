@@ -16,12 +16,11 @@ use std::task::{Context, Poll, Wake, Waker};
 use async_trait::async_trait;
 use bytes::Bytes;
 use futures_util::task::AtomicWaker;
-use gym_core::{
-    CallContext, Channel, Code, ConnectOptions, Endpoint, Error, Execution, Handler, PathInfo, PeerInfo, Result,
-};
+use gym_core::message::PeerInfo;
+use gym_core::transport::{ConnectOptions, PathInfo};
+use gym_core::{CallContext, CancelToken, Channel, Code, Endpoint, Error, Execution, Handler, Result};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::sync::{Notify, Semaphore};
-use tokio_util::sync::CancellationToken;
 
 use crate::frames::buffers::ReceiveBufferPool;
 use crate::frames::config::FramesConfig;
@@ -78,9 +77,10 @@ impl ByteStream {
 /// use std::sync::Arc;
 /// use std::time::Duration;
 ///
-/// use gym_core::{CallContext, ConnectOptions, Endpoint, PeerInfo, Request, Response, handler_fn};
+/// use gym_core::message::PeerInfo;
+/// use gym_core::transport::{ConnectOptions, handler_fn};
+/// use gym_core::{CallContext, CancelToken, Endpoint, Request, Response};
 /// use gym_transport_http::frames::{ByteStream, FramedClient, FramedServer, FramesConfig};
-/// use tokio_util::sync::CancellationToken;
 ///
 /// # #[tokio::main(flavor = "current_thread")]
 /// # async fn main() -> gym_core::Result<()> {
@@ -88,7 +88,7 @@ impl ByteStream {
 /// let echo = Arc::new(handler_fn(|request: Request| async move { Ok(Response::json(request.message.head)) }));
 /// let server = FramedServer::new(FramesConfig::default());
 /// let peer = PeerInfo { address: "the other end".into() };
-/// tokio::spawn(server.serve(ByteStream::of(far), echo, peer, CancellationToken::new()));
+/// tokio::spawn(server.serve(ByteStream::of(far), echo, peer, CancelToken::new()));
 ///
 /// let client = FramedClient::new("pipe", FramesConfig::default());
 /// let (cx, to) = (CallContext::within(Duration::from_secs(5)), Endpoint::parse("pipe://here")?);
@@ -177,7 +177,7 @@ impl FramedServer {
         Self { state: ListenerState::new(config, calls) }
     }
 
-    /// Serves the calls of one connection: [`Incoming::serve`](gym_core::Incoming::serve) of a transport. Returns when the peer
+    /// Serves the calls of one connection: [`Incoming::serve`](gym_core::transport::Incoming::serve) of a transport. Returns when the peer
     /// disconnects, soon after `drain` fires. Dropping the future drops the calls in flight.
     ///
     /// # Errors
@@ -188,7 +188,7 @@ impl FramedServer {
         stream: ByteStream,
         handler: Arc<dyn Handler>,
         peer: PeerInfo,
-        drain: CancellationToken,
+        drain: CancelToken,
     ) -> Result<()> {
         let about = format!("serve {}", peer.address);
         let ByteStream { socket, received } = stream;

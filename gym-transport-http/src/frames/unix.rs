@@ -8,10 +8,11 @@ use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use gym_core::{Code, Endpoint, Error, Handler, Incoming, Listener, PeerInfo, Result};
+use gym_core::message::PeerInfo;
+use gym_core::transport::{Incoming, Listener};
+use gym_core::{CancelToken, Code, Endpoint, Error, Handler, Result};
 use tokio::net::UnixStream;
 use tokio::time::sleep;
-use tokio_util::sync::CancellationToken;
 
 use crate::frames::UNIX_SCHEME;
 use crate::frames::config::FramesConfig;
@@ -160,7 +161,7 @@ impl Incoming for UnixIncoming {
         &self.peer
     }
 
-    async fn serve(self: Box<Self>, handler: Arc<dyn Handler>, drain: CancellationToken) -> Result<()> {
+    async fn serve(self: Box<Self>, handler: Arc<dyn Handler>, drain: CancelToken) -> Result<()> {
         let stream = ByteStream::socket(Socket::Unix(self.stream), Bytes::new());
         self.server.serve(stream, handler, self.peer, drain).await
     }

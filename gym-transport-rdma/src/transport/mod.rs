@@ -7,7 +7,7 @@ pub(crate) mod host;
 pub(crate) mod listener;
 pub(crate) mod report;
 
-use gym_core::Transport;
+use gym_core::transport::Transport;
 
 pub use crate::messaging::round_trips::RoundTrips;
 pub use bootstrap::ROUTE;

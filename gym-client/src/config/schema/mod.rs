@@ -13,7 +13,8 @@ use serde_json::Value;
 use crate::config::problem::{ConfigError, Mistake, Origin, Problem, suggest};
 use crate::config::yaml::node::{Key, Node, Tree};
 use crate::config::yaml::{deserialize, writer};
-use gym_core::{ServerKind, TransportPolicy};
+use gym_core::server::ServerKind;
+use gym_core::transport::TransportPolicy;
 use lenient::LenientValue;
 
 /// A whole configuration, merged and checked.

@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use gym_client::ServerClient;
 use gym_client::collect::{RolloutCollector, ServerNames, connect_head};
-use gym_core::{TransportPolicy, World};
-use tokio_util::sync::CancellationToken;
+use gym_core::transport::TransportPolicy;
+use gym_core::{CancelToken, World};
 
 use crate::cli::args::options::CollectArgs;
 use crate::cli::console::{self, Console};
@@ -56,7 +56,7 @@ pub(super) async fn collect(
     let (client, names) = prepared?;
     let collector = RolloutCollector::new(client, names, world);
     let began = tokio::time::Instant::now();
-    let ended = CancellationToken::new();
+    let ended = CancelToken::new();
     let shown = tokio::spawn(progress::show(
         collector.progress(),
         args.progress,

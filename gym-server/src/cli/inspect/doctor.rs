@@ -6,8 +6,7 @@
 use std::fmt::Write;
 use std::process::ExitCode;
 
-use gym_core::Transport;
-use gym_core::transport::TransportReport;
+use gym_core::transport::{Transport, TransportReport};
 use serde::Serialize;
 
 use crate::cli::args::options::DoctorArgs;
