@@ -132,7 +132,7 @@ async fn a_level_that_cannot_be_had_is_refused_with_what_there_is() {
     for (level, said) in [
         (gym_transport_rdma::SHM, "the transports that this process may use have no shared memory"),
         (gym_transport_rdma::RDMA, "UCX finds no RDMA device here, only"),
-        (gym_core::transport::Transport::new("http", 400), "UCX has no level http"),
+        (gym_core::transport::Transport::new("http", 400), "UCX has no transport http"),
     ] {
         if level == gym_transport_rdma::RDMA && std::env::var_os("GYM_UCX_TRANSPORTS").is_some() {
             continue;

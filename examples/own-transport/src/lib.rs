@@ -8,12 +8,10 @@
 
 mod identity;
 
+use std::io;
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
-use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
 use std::time::Duration;
-use std::{fmt, io};
 
 use gym_client::transport::http::frames::{ByteStream, FramedClient, FramedServer, FramesConfig};
 use gym_core::message::PeerInfo;
@@ -22,7 +20,6 @@ use gym_core::transport::{
     async_trait,
 };
 use gym_core::{CallContext, CancelToken, Channel, Code, Endpoint, Error, Handler, Result};
-use tokio::io::{AsyncRead, ReadBuf};
 
 use crate::identity::{Identity, NAME};
 
@@ -33,7 +30,7 @@ pub const SECRET_VARIABLE: &str = "GYM_QUIC_SECRET";
 /// The scheme of the endpoints: `quic://host:port`.
 const SCHEME: &str = "quic";
 const NO_SECRET: &str = "the environment variable GYM_QUIC_SECRET is not set";
-const SET_SECRET: &str = "set it to the same random text for all processes";
+const FIX: &str = "set GYM_QUIC_SECRET to the same random text for all processes";
 /// Time for the handshake. UDP that a firewall drops has no other sign than silence, and other transports are tried next.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(3);
 
@@ -53,7 +50,7 @@ impl QuicBackend {
         Ok(Self { identity: Some(Identity::of(secret)?), frames })
     }
 
-    /// A backend with the secret of [`SECRET_VARIABLE`]; without a secret, it says so wherever it is used.
+    /// A backend with the secret of [`SECRET_VARIABLE`]; without a secret, it reports that wherever it is used.
     ///
     /// # Errors
     /// When no key can be derived from the secret.
@@ -63,7 +60,7 @@ impl QuicBackend {
     }
 
     fn identity(&self) -> Result<&Identity> {
-        let missing = || Error::not_started(Code::FailedPrecondition, format!("{NO_SECRET}; {SET_SECRET}"));
+        let missing = || Error::not_started(Code::FailedPrecondition, format!("{NO_SECRET}; {FIX}"));
         self.identity.as_ref().ok_or_else(missing)
     }
 }
@@ -84,7 +81,7 @@ impl Backend for QuicBackend {
 
     async fn diagnose(&self, _: Duration) -> Vec<TransportReport> {
         vec![match (&self.identity, UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0))) {
-            (None, _) => TransportReport::unusable(QUIC, NO_SECRET, SET_SECRET),
+            (None, _) => TransportReport::unusable(QUIC, NO_SECRET, FIX),
             (_, Err(error)) => TransportReport::unusable(QUIC, format!("no UDP socket: {error}"), "allow UDP sockets"),
             (Some(_), Ok(_)) => TransportReport::usable(QUIC, "UDP"),
         }]
@@ -160,13 +157,6 @@ impl QuicListener {
     }
 }
 
-impl Drop for QuicListener {
-    fn drop(&mut self) {
-        // Connections that were accepted stay; the socket closes with the last of them.
-        self.endpoint.set_server_config(None);
-    }
-}
-
 #[async_trait]
 impl Listener for QuicListener {
     fn endpoints(&self) -> &[Endpoint] {
@@ -181,16 +171,11 @@ impl Listener for QuicListener {
     }
 }
 
+#[derive(Debug)]
 struct QuicIncoming {
     incoming: quinn::Incoming,
     peer: PeerInfo,
     server: FramedServer,
-}
-
-impl fmt::Debug for QuicIncoming {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "QuicIncoming({})", self.peer.address)
-    }
 }
 
 #[async_trait]
@@ -210,17 +195,5 @@ impl Incoming for QuicIncoming {
 }
 
 fn stream((send, receive): (quinn::SendStream, quinn::RecvStream)) -> ByteStream {
-    ByteStream::new(Reader(receive), send)
-}
-
-/// Reads the end of the stream where the peer has closed the connection, as a socket does.
-struct Reader(quinn::RecvStream);
-
-impl AsyncRead for Reader {
-    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        match AsyncRead::poll_read(Pin::new(&mut self.0), cx, buffer) {
-            Poll::Ready(Err(error)) if error.kind() == io::ErrorKind::NotConnected => Poll::Ready(Ok(())),
-            polled => polled,
-        }
-    }
+    ByteStream::new(receive, send)
 }

@@ -23,7 +23,6 @@ pub struct PeerPath {
     /// Its most general endpoint.
     pub peer: String,
     /// The transport; `None` if the connector has not named it, or the peer was not reached.
-    #[serde(rename = "level")]
     pub transport: Option<Transport>,
     /// The transport's scheme; empty for a peer that was not reached.
     pub scheme: &'static str,
@@ -38,7 +37,6 @@ pub struct PeerPath {
 #[non_exhaustive]
 pub struct Refusal {
     /// The transport.
-    #[serde(rename = "level")]
     pub transport: Transport,
     /// The reason.
     #[serde(rename = "why")]

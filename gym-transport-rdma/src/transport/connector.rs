@@ -50,15 +50,18 @@ impl UcxConnector {
         cx: &CallContext,
         until: Instant,
         to: &Endpoint,
-        level: Option<Transport>,
+        transport: Option<Transport>,
     ) -> Result<MuxLink<UcxSendQueue>> {
         let fabric = self.ucx.fabric().await?;
-        let error = match level {
-            Some(level @ (crate::SHM | crate::RDMA | crate::UCX_TCP)) => {
-                return self.attempt(cx, until, fabric, to, level).await;
+        let error = match transport {
+            Some(transport @ (crate::SHM | crate::RDMA | crate::UCX_TCP)) => {
+                return self.attempt(cx, until, fabric, to, transport).await;
             }
             Some(other) => {
-                return Err(Error::not_started(Code::Unavailable, format!("UCX has no level {other}")));
+                return Err(Error::not_started(
+                    Code::Unavailable,
+                    format!("UCX has no transport {other}; use shm, rdma or ucx_tcp"),
+                ));
             }
             None => {
                 // Where nothing answers, time is left for the network.
@@ -83,16 +86,16 @@ impl UcxConnector {
         until: Instant,
         fabric: &Fabric,
         to: &Endpoint,
-        level: Transport,
+        transport: Transport,
     ) -> Result<MuxLink<UcxSendQueue>> {
         let devices = Lanes::of(fabric.devices());
-        if level == crate::RDMA && !devices.rdma() {
+        if transport == crate::RDMA && !devices.rdma() {
             let said = format!("UCX finds no RDMA device here, only {devices}");
             return Err(Error::not_started(Code::Unavailable, said));
         }
         let config = self.ucx.config();
         // Given up when this is.
-        let peer_worker = match level {
+        let peer_worker = match transport {
             crate::SHM => Some(fabric.peer_worker(left(until)).await?),
             _ => None,
         };
@@ -119,10 +122,10 @@ impl UcxConnector {
         let EstablishedConnection { end, lanes } =
             greeted.await.unwrap_or_else(|_| Err(Error::unknown(Code::Unavailable, "the fabric has ended")))?;
         let opened = negotiated(&lanes);
-        if level < opened {
+        if transport < opened {
             return Err(Error::not_started(
                 Code::Unavailable,
-                format!("{level} was asked for; UCX negotiated {lanes}"),
+                format!("{transport} was asked for; UCX negotiated {lanes}"),
             ));
         }
         guard.done();
