@@ -48,7 +48,7 @@ fn main() -> Result<ExitCode> {
 
 /// Four processes that are reached over QUIC, or not at all.
 async fn group(workers: Workers, transports: Transports) -> Result<()> {
-    let cluster = VirtualCluster::new(ClusterSpec::new([4]), Local::new(workers))?;
+    let cluster = VirtualCluster::new(ClusterSpec::new([4]), Local::new(workers))?.simulate_nodes(&[4]);
     let mut request = GroupRequest::new("squares", "squares", &(), GroupOptions::new(transports.clone()))?;
     request.config = Some(serde_json::from_str(r#"{"transport": ["quic", "http"], "require_transport": "quic"}"#)?);
     let group = cluster.start(&CallContext::within(Duration::from_secs(60)), request).await?;

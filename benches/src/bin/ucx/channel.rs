@@ -16,7 +16,7 @@ use gym_core::group::{
 };
 use gym_core::testing::figures::{Figures, RoundTrips, answering};
 use gym_core::transport::mux::ConnectionLimits;
-use gym_core::transport::{ConnectOptions, Listener, Transport, handler_fn};
+use gym_core::transport::{ConnectOptions, Listener, handler_fn};
 use gym_core::{CallContext, CancelToken, Endpoint, Handler, Incarnation, Request};
 use gym_transport_rdma::transport::{UcxConnector, UcxListener};
 use gym_transport_rdma::{Ucx, UcxConfig};
