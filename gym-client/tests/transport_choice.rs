@@ -45,15 +45,15 @@ impl Connector for Fake {
 
     fn transports(&self) -> Vec<Transport> {
         match self.scheme {
-            "ucx" => vec![Transport::SHM, Transport::RDMA, Transport::UCX_TCP],
-            "http" => vec![Transport::HTTP],
+            "ucx" => vec![gym_client::transport::SHM, gym_client::transport::RDMA, gym_client::transport::UCX_TCP],
+            "http" => vec![gym_client::transport::HTTP],
             other => vec![Transport::new(other, 350)],
         }
     }
 
     async fn connect(&self, cx: &CallContext, to: &Endpoint, options: &ConnectOptions) -> Result<Channel> {
         self.asked.lock().unwrap().push(options.transport);
-        let transport = options.transport.unwrap_or(Transport::HTTP);
+        let transport = options.transport.unwrap_or(gym_client::transport::HTTP);
         let path = |transport: Transport| {
             PathInfo::new(self.scheme, to.address(), true).at(transport, format!("{transport}/0"))
         };
@@ -88,10 +88,10 @@ impl Link for FakeLink {
     }
 }
 
-const NO_SHM: (Transport, Behavior) = (Transport::SHM, Behavior::Refuses("another host"));
-const NO_RDMA: (Transport, Behavior) = (Transport::RDMA, Behavior::Refuses("no RDMA lane"));
-const TCP: (Transport, Behavior) = (Transport::UCX_TCP, Behavior::Holds);
-const HTTP: (Transport, Behavior) = (Transport::HTTP, Behavior::Holds);
+const NO_SHM: (Transport, Behavior) = (gym_client::transport::SHM, Behavior::Refuses("another host"));
+const NO_RDMA: (Transport, Behavior) = (gym_client::transport::RDMA, Behavior::Refuses("no RDMA lane"));
+const TCP: (Transport, Behavior) = (gym_client::transport::UCX_TCP, Behavior::Holds);
+const HTTP: (Transport, Behavior) = (gym_client::transport::HTTP, Behavior::Holds);
 
 fn endpoints(texts: &[&str]) -> Vec<Endpoint> {
     texts.iter().map(|text| Endpoint::parse(text).unwrap()).collect()
@@ -117,8 +117,11 @@ async fn transports_are_requested_in_order_of_preference_until_one_connects() {
     let http = Fake::new("http", [HTTP]);
     let transports = Transports::new().with_connector(ucx.clone()).with_connector(http.clone());
     let channel = connect(&transports, &BOTH).await.unwrap();
-    assert_eq!(channel.path().transport, Some(Transport::UCX_TCP));
-    assert_eq!(ucx.asked(), [Some(Transport::SHM), Some(Transport::RDMA), Some(Transport::UCX_TCP)]);
+    assert_eq!(channel.path().transport, Some(gym_client::transport::UCX_TCP));
+    assert_eq!(
+        ucx.asked(),
+        [Some(gym_client::transport::SHM), Some(gym_client::transport::RDMA), Some(gym_client::transport::UCX_TCP)]
+    );
     assert_eq!(http.asked(), [], "nothing less preferred than the transport that connects is tried");
     let paths = transports.paths();
     assert_eq!(
@@ -131,13 +134,16 @@ async fn transports_are_requested_in_order_of_preference_until_one_connects() {
 
 #[tokio::test(start_paused = true)]
 async fn http_is_the_last_transport_and_the_reasons_of_the_others_are_kept() {
-    let ucx = Fake::new("ucx", [NO_SHM, NO_RDMA, (Transport::UCX_TCP, Behavior::Refuses("UCX cannot be loaded"))]);
+    let ucx = Fake::new(
+        "ucx",
+        [NO_SHM, NO_RDMA, (gym_client::transport::UCX_TCP, Behavior::Refuses("UCX cannot be loaded"))],
+    );
     let transports = Transports::new().with_connector(ucx).with_connector(Fake::new("http", [HTTP]));
     connect(&transports, &BOTH).await.unwrap();
     let path = transports.paths().remove(0);
     assert_eq!(
         (path.transport_name(), transports_of(&path)),
-        ("http", vec![Transport::SHM, Transport::RDMA, Transport::UCX_TCP])
+        ("http", vec![gym_client::transport::SHM, gym_client::transport::RDMA, gym_client::transport::UCX_TCP])
     );
 }
 
@@ -153,7 +159,7 @@ async fn a_program_without_the_transport_falls_and_says_so() {
 async fn a_required_level_fails_instead_of_falling_and_says_what_was_found_and_what_to_do() {
     let ucx = Fake::new("ucx", [NO_SHM, NO_RDMA, TCP]);
     let http = Fake::new("http", [HTTP]);
-    let required = TransportPolicy::auto().require(Transport::RDMA).unwrap();
+    let required = TransportPolicy::auto().require("rdma");
     let transports = Transports::new().with_connector(ucx.clone()).with_connector(http.clone()).with_policy(required);
     let error = connect(&transports, &BOTH).await.unwrap_err();
     assert_eq!((error.code(), error.execution()), (Code::Unavailable, gym_core::Execution::NotStarted));
@@ -169,7 +175,11 @@ async fn a_required_level_fails_instead_of_falling_and_says_what_was_found_and_w
     ] {
         assert!(text.contains(words), "{words:?} in {text}");
     }
-    assert_eq!(ucx.asked(), [Some(Transport::SHM), Some(Transport::RDMA)], "nothing below it is tried");
+    assert_eq!(
+        ucx.asked(),
+        [Some(gym_client::transport::SHM), Some(gym_client::transport::RDMA)],
+        "nothing below it is tried"
+    );
     assert_eq!(http.asked(), []);
     assert_eq!(transports.paths()[0].transport_name(), "none");
 }
@@ -184,28 +194,32 @@ async fn a_peer_without_the_offer_is_told_apart_from_one_that_cannot_be_reached(
 
 #[tokio::test(start_paused = true)]
 async fn only_the_transports_that_are_named_are_used() {
-    let ucx = Fake::new("ucx", [(Transport::SHM, Behavior::Holds), TCP]);
+    let ucx = Fake::new("ucx", [(gym_client::transport::SHM, Behavior::Holds), TCP]);
     let transports = Transports::new().with_connector(ucx.clone()).with_connector(Fake::new("http", [HTTP]));
     let channel = connect(&transports.clone().with_policy(policy("ucx_tcp,http")), &BOTH).await.unwrap();
-    assert_eq!((channel.path().transport, ucx.asked()), (Some(Transport::UCX_TCP), vec![Some(Transport::UCX_TCP)]));
-    let channel = connect(&transports.clone().with_policy(TransportPolicy::without_ucx()), &BOTH).await.unwrap();
+    assert_eq!(
+        (channel.path().transport, ucx.asked()),
+        (Some(gym_client::transport::UCX_TCP), vec![Some(gym_client::transport::UCX_TCP)])
+    );
+    let channel = connect(&transports.clone().with_policy(TransportPolicy::unconfigured()), &BOTH).await.unwrap();
     assert_eq!((channel.path().scheme, ucx.asked().len()), ("http", 1), "UCX is not touched");
     let shm = transports.with_policy(policy("shm"));
-    assert_eq!(connect(&shm, &BOTH).await.unwrap().path().transport, Some(Transport::SHM));
+    assert_eq!(connect(&shm, &BOTH).await.unwrap().path().transport, Some(gym_client::transport::SHM));
     assert_eq!(transports_of(&shm.paths()[0]), [], "less preferred transports are not reported");
 }
 
 #[tokio::test(start_paused = true)]
 async fn what_was_negotiated_counts_and_not_what_was_asked_for() {
-    let ucx = Fake::new("ucx", [(Transport::SHM, Behavior::Negotiates(Transport::UCX_TCP)), TCP]);
+    let ucx =
+        Fake::new("ucx", [(gym_client::transport::SHM, Behavior::Negotiates(gym_client::transport::UCX_TCP)), TCP]);
     let transports = Transports::new().with_connector(ucx).with_policy(policy("shm"));
     let error = connect(&transports, &BOTH).await.unwrap_err();
     assert!(error.to_string().contains("asked for shm, negotiated ucx_tcp (ucx_tcp/0)"), "{error}");
-    let ucx = Fake::new("ucx", [(Transport::UCX_TCP, Behavior::Negotiates(Transport::RDMA))]);
+    let ucx = Fake::new("ucx", [(gym_client::transport::UCX_TCP, Behavior::Negotiates(gym_client::transport::RDMA))]);
     let better = Transports::new().with_connector(ucx.clone()).with_policy(policy("rdma,ucx_tcp"));
     assert_eq!(
         connect(&better, &BOTH).await.unwrap().path().transport,
-        Some(Transport::RDMA),
+        Some(gym_client::transport::RDMA),
         "better than asked for will do"
     );
     let error =
@@ -215,12 +229,15 @@ async fn what_was_negotiated_counts_and_not_what_was_asked_for() {
 
 #[tokio::test(start_paused = true)]
 async fn a_transport_that_hangs_leaves_time_for_the_next_ones() {
-    let ucx = Fake::new("ucx", [(Transport::SHM, Behavior::Hangs), (Transport::RDMA, Behavior::Hangs), TCP]);
+    let ucx = Fake::new(
+        "ucx",
+        [(gym_client::transport::SHM, Behavior::Hangs), (gym_client::transport::RDMA, Behavior::Hangs), TCP],
+    );
     let transports = Transports::new().with_connector(ucx);
     let began = tokio::time::Instant::now();
     let cx = CallContext::within(Duration::from_secs(8));
     let channel = transports.connect(&cx, &endpoints(&BOTH), &ConnectOptions::default()).await.unwrap();
-    assert_eq!((channel.path().transport, began.elapsed().as_secs()), (Some(Transport::UCX_TCP), 6));
+    assert_eq!((channel.path().transport, began.elapsed().as_secs()), (Some(gym_client::transport::UCX_TCP), 6));
     cx.cancel.cancel();
     let error = transports.connect(&cx, &endpoints(&BOTH), &ConnectOptions::default()).await.unwrap_err();
     assert_eq!(error.code(), Code::Cancelled, "a cancelled caller gets no report about transports");
@@ -228,7 +245,7 @@ async fn a_transport_that_hangs_leaves_time_for_the_next_ones() {
 
 #[tokio::test(start_paused = true)]
 async fn an_own_transport_obeys_the_policy() {
-    let own = Fake::new("pigeon", [(Transport::HTTP, Behavior::Holds)]);
+    let own = Fake::new("pigeon", [(gym_client::transport::HTTP, Behavior::Holds)]);
     let transports = Transports::new().with_connector(own.clone());
     let endpoints = ["pigeon://roof", "http://h:1"];
     connect(&transports.clone().with_policy(policy("shm")), &endpoints).await.unwrap_err();

@@ -14,7 +14,8 @@ fn main() {
 mod linux {
     use std::process::Command;
 
-    use gym_client::launch::{self, UCX_SETTINGS};
+    use gym_client::transport::rdma::UCX_VARIABLES as UCX_SETTINGS;
+    use gym_client::{Transports, launch};
 
     const PROGRAM: &str = "program";
 
@@ -34,7 +35,8 @@ mod linux {
     /// Prints a line at each start, and what it has when it goes on.
     fn program(arguments: &[String]) {
         println!("started {}", std::process::id());
-        launch::prepare_ucx(&arguments[2].parse().expect("a ladder")).expect("can be started again");
+        let policy = arguments[2].parse().expect("a policy");
+        launch::prepare(&Transports::standard().with_policy(policy)).expect("can be started again");
         for (name, _) in UCX_SETTINGS {
             println!("{name}={}", std::env::var(name).unwrap_or_default());
         }

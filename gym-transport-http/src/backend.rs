@@ -1,6 +1,6 @@
 //! HTTP and framed connections as one backend of a program.
 
-use std::net::ToSocketAddrs;
+use std::net::SocketAddr;
 use std::sync::Arc;
 
 use async_trait::async_trait;
@@ -30,8 +30,8 @@ impl Backend for HttpBackend {
     }
 
     async fn listen(&self, options: &ListenOptions, handler: Arc<dyn Handler>) -> Result<Option<BoundListener>> {
-        let listener: Box<dyn Listener> = match (&options.host, &options.socket) {
-            (Some((host, port)), _) => Box::new(bind(host, *port, self.http.clone())?),
+        let listener: Box<dyn Listener> = match (options.address()?, &options.socket) {
+            (Some(address), _) => Box::new(bind(address, options.advertised_host(), self.http.clone())?),
             (None, Some(socket)) => Box::new(UnixListener::bind(socket, self.frames.clone())?),
             (None, None) => return Ok(None),
         };
@@ -39,17 +39,17 @@ impl Backend for HttpBackend {
     }
 }
 
-fn bind(host: &str, port: u16, config: HttpConfig) -> Result<HttpListener> {
-    let unknown = || Error::invalid(format!("the host `{host}` cannot be resolved; use an address of this machine"));
-    let address = (host, port).to_socket_addrs().ok().and_then(|mut found| found.next()).ok_or_else(unknown)?;
-    HttpListener::bind(address, config).and_then(|listener| listener.advertised_as(host)).map_err(|error| {
-        match error.code() {
-            Code::AlreadyExists => Error::not_started(
-                Code::AlreadyExists,
-                format!("{address} is in use; stop what listens there, or choose another port"),
-            )
-            .caused_by(error),
-            _ => error,
-        }
+fn bind(address: SocketAddr, advertised: Option<&str>, config: HttpConfig) -> Result<HttpListener> {
+    let listener = HttpListener::bind(address, config).and_then(|listener| match advertised {
+        Some(host) => listener.advertised_as(host),
+        None => Ok(listener),
+    });
+    listener.map_err(|error| match error.code() {
+        Code::AlreadyExists => Error::not_started(
+            Code::AlreadyExists,
+            format!("{address} is in use; stop what listens there, or choose another port"),
+        )
+        .caused_by(error),
+        _ => error,
     })
 }

@@ -51,5 +51,9 @@ pub mod http1;
 mod wire;
 
 pub use backend::HttpBackend;
+
+/// `http`: HTTP, or framed connections over TCP or a Unix socket.
+pub const HTTP: gym_core::transport::Transport = gym_core::transport::Transport::new("http", 400);
+
 pub use frames::FramesConfig;
 pub use http1::HttpConfig;

@@ -182,7 +182,7 @@
 //! - **Why.** Loading UCX changes the process permanently, and a library must not write to the environment.
 #![deny(unsafe_code)]
 
-mod backend;
+pub mod backend;
 pub mod fabric;
 #[cfg(feature = "testing")]
 pub mod fuzzing;
@@ -193,6 +193,6 @@ mod sys;
 pub mod transport;
 mod ucx;
 
-pub use backend::UcxBackend;
+pub use backend::{UCX_VARIABLES, UcxBackend};
 pub use probe::probe;
-pub use transport::{Ucx, UcxConfig};
+pub use transport::{RDMA, SHM, UCX_TCP, Ucx, UcxConfig};

@@ -1,7 +1,6 @@
 //! Reports of a real UCX. With `GYM_UCX_REQUIRED=1`, a missing library is a failure.
 #![allow(clippy::unwrap_used, reason = "in a test a panic is the report")]
 
-use gym_core::transport::Transport;
 use gym_transport_rdma::fabric::FabricError;
 use gym_transport_rdma::fabric::LoadOptions;
 use gym_transport_rdma::transport::UcxReport;
@@ -20,8 +19,8 @@ fn a_real_ucx_names_its_transports_and_what_it_did_to_the_process() {
     let numbers = report.version.split('.').map(|number| number.parse::<u32>().unwrap()).collect::<Vec<_>>();
     assert!(numbers >= vec![1, 13, 0], "{}", report.version);
     assert!(report.path.is_file(), "{}", report.path.display());
-    assert!(report.of(Transport::UCX_TCP).contains(&"tcp/lo"), "every Linux has a loopback: {report:?}");
-    assert!(!report.of(Transport::SHM).is_empty(), "{report:?}");
+    assert!(report.of(gym_transport_rdma::UCX_TCP).contains(&"tcp/lo"), "every Linux has a loopback: {report:?}");
+    assert!(!report.of(gym_transport_rdma::SHM).is_empty(), "{report:?}");
     let text = serde_json::to_string(&report).unwrap();
     assert_eq!(serde_json::from_str::<UcxReport>(&text).unwrap(), report);
 }

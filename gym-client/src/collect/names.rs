@@ -185,7 +185,7 @@ pub fn connect_head<'a>(
 ) -> BoxFuture<'a, Result<(ServerClient, ServerNames)>> {
     Box::pin(async move {
         // Requests to the head server use HTTP, whatever the transport policy allows.
-        let control = transports.clone().with_policy(TransportPolicy::without_ucx());
+        let control = transports.clone().with_policy(TransportPolicy::unconfigured());
         let remote = RemoteRegistry::new(head.clone(), control, world.clone());
         let cx = CallContext::within(HEAD_TIMEOUT);
         let response = remote.send(&Request::get(cx.child(), "/global_config_dict_yaml"), true).await?;

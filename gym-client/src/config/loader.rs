@@ -17,7 +17,9 @@ use crate::config::schema::{
     GeneratedRelay, GymConfig, HeadConfig, InstanceConfig, PortRange, PortRequest, ServerReference,
 };
 use crate::config::yaml::node::{Key, Map, Node, Tree};
+use crate::transport::BUILT_IN;
 use gym_core::server::ServerKind;
+use gym_core::transport::Transport;
 
 const HEAD_PORT: u16 = 11_000;
 
@@ -44,6 +46,7 @@ pub struct ConfigLoader {
     initial: Option<Value>,
     defaults: Vec<(String, Value)>,
     absolute_ip: Option<String>,
+    transports: Vec<Transport>,
 }
 
 impl fmt::Debug for ConfigLoader {
@@ -65,6 +68,7 @@ impl ConfigLoader {
             initial: None,
             defaults: Vec::new(),
             absolute_ip: None,
+            transports: BUILT_IN.to_vec(),
         }
     }
 
@@ -123,6 +127,14 @@ impl ConfigLoader {
     #[must_use]
     pub fn absolute_ip(mut self, ip: impl Into<String>) -> Self {
         self.absolute_ip = Some(ip.into());
+        self
+    }
+
+    /// Sets the transports that `transport` and `require_transport` may name: [`Transports::known`](crate::Transports::known) of the
+    /// program. By default those that the SDK ships.
+    #[must_use]
+    pub fn transports(mut self, known: impl IntoIterator<Item = Transport>) -> Self {
+        self.transports = known.into_iter().collect();
         self
     }
 
@@ -389,7 +401,7 @@ impl ConfigLoader {
                 later.iter().filter(|(failure, _)| server.holds(&failure.path)).map(|(_, p)| p.clone()).collect();
             instances.push(instance(server, &resolved, unresolved)?);
         }
-        let transport_policy = transport::transport_policy(&resolved)?;
+        let transport_policy = transport::transport_policy(&resolved, &self.transports)?;
         let mut warnings = loaded.warnings;
         warnings.extend(later.into_iter().map(|(_, problem)| problem));
         shared_ports(&instances, &network.head, &mut warnings);

@@ -50,19 +50,21 @@ mod context;
 mod error;
 pub(crate) mod launcher;
 mod lines;
+mod prepare;
 pub(crate) mod process;
 mod spec;
-mod ucx;
 
+#[cfg(feature = "rdma")]
+pub use crate::transport::report::ucx_report;
 pub use child::{ChildHandle, ChildState, ExitReport};
 pub use error::LaunchError;
 pub use launcher::{Launcher, LauncherBuilder};
 pub use lines::{LineSink, Stream, prefixed};
+pub use prepare::prepare;
 pub use spec::{ChildSpec, RestartPolicy};
-#[cfg(feature = "rdma")]
-pub use ucx::ucx_report;
-pub use ucx::{UCX_SETTINGS, prepare_ucx};
 
+#[cfg(feature = "rdma")]
+use crate::transport::report;
 use process::{roles, shim, watchdog};
 
 /// Turns the process into a shim or watchdog if it was started as one. Must be the first line of `main` in every
@@ -79,7 +81,11 @@ pub fn enter() {
         Some(role) if role == roles::SHIM_ROLE => shim::become_program(arguments),
         Some(role) if role == roles::WATCHDOG_ROLE => watchdog::run(arguments),
         #[cfg(feature = "rdma")]
-        Some(role) if role == roles::REPORT_ROLE => ucx::be_reporter(),
-        _ => roles::set_entered(),
+        Some(role) if role == report::REPORT_ROLE => report::be_reporter(),
+        _ => {
+            roles::set_entered();
+            #[cfg(feature = "rdma")]
+            report::set_entered();
+        }
     }
 }

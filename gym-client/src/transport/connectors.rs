@@ -6,6 +6,8 @@ use std::sync::Arc;
 use gym_core::transport::{Backend, Connector, ListenOptions, Transport};
 use gym_core::{Handler, Result};
 
+use crate::transport::{HTTP, RDMA, SHM, UCX_TCP};
+
 /// A backend that only calls.
 #[derive(Debug)]
 pub(super) struct ConnectOnly(pub(super) Arc<dyn Connector>);
@@ -38,8 +40,8 @@ pub(crate) type Connectors = BTreeMap<&'static str, SchemeConnector>;
 pub(super) fn transports_of(scheme: &str) -> &'static [Transport] {
     match scheme {
         "mem" => &[Transport::MEM],
-        "ucx" => &[Transport::SHM, Transport::RDMA, Transport::UCX_TCP],
-        "http" | "http+frames" | "unix+frames" => &[Transport::HTTP],
+        "ucx" => &[SHM, RDMA, UCX_TCP],
+        "http" | "http+frames" | "unix+frames" => &[HTTP],
         _ => &[],
     }
 }

@@ -15,10 +15,12 @@ mod ucx;
 
 use std::net::IpAddr;
 use std::sync::Arc;
+use std::time::Duration;
 
+use futures_util::future::join_all;
 use gym_core::transport::{
     Backend, ConnectOptions, Connector, InProcess, ListenOptions, Listener, MergedListener, Transport, TransportPolicy,
-    backend,
+    TransportReport, backend,
 };
 use gym_core::{CallContext, Channel, Endpoint, Handler, Result};
 
@@ -30,10 +32,23 @@ pub use metrics::PathMetrics;
 pub use paths::{PeerPath, Refusal};
 #[cfg(feature = "rdma")]
 pub use ucx::metrics::UcxMetrics;
+#[cfg(feature = "rdma")]
+pub(crate) use ucx::report;
 
 use connectors::{ConnectOnly, Connectors, SchemeConnector};
 use paths::Paths;
 use selection::ConnectAttempt;
+
+/// `shm`: UCX over memory shared by two processes of one host.
+pub const SHM: Transport = Transport::new("shm", 100).on_request();
+/// `rdma`: UCX over an RDMA device.
+pub const RDMA: Transport = Transport::new("rdma", 200).on_request();
+/// `ucx_tcp`: UCX over TCP.
+pub const UCX_TCP: Transport = Transport::new("ucx_tcp", 300).on_request();
+/// `http`: HTTP, or framed connections over TCP or a Unix socket.
+pub const HTTP: Transport = Transport::new("http", 400);
+/// The transports that the SDK ships, most preferred first. A configuration can name them even if the program was built without some.
+pub const BUILT_IN: [Transport; 5] = [Transport::MEM, SHM, RDMA, UCX_TCP, HTTP];
 
 /// The backends of one program, and the policy by which they are used. Cheap to clone; clones share what is known of the peers
 /// ([`Transports::paths`]).
@@ -105,25 +120,69 @@ impl Transports {
     /// What may be named in a configuration of this program, best first.
     #[must_use]
     pub fn known(&self) -> Vec<Transport> {
-        let own = self.connectors.values().flat_map(|scheme| scheme.transports.iter().copied());
-        let mut all: Vec<Transport> = own.chain(Transport::KNOWN).collect();
+        let mut all = self.available();
+        all.extend(BUILT_IN);
         all.sort_unstable();
         all.dedup();
         all
     }
 
+    /// The transports of the backends, most preferred first.
+    fn available(&self) -> Vec<Transport> {
+        backend::transports(self.backends.iter().flat_map(|backend| backend.connectors()))
+    }
+
+    /// The backends with a transport that the policy allows.
+    fn allowed_backends(&self) -> impl Iterator<Item = &Arc<dyn Backend>> {
+        let allowed = |backend: &&Arc<dyn Backend>| {
+            backend::transports(backend.connectors()).iter().any(|transport| self.policy.allows(*transport))
+        };
+        self.backends.iter().filter(allowed)
+    }
+
+    /// The transports over which peers find each other before an allowed backend connects them: they need an address of their own.
+    pub(crate) fn meets_over(&self) -> Vec<Transport> {
+        self.allowed_backends().flat_map(|backend| backend.meets_over()).collect()
+    }
+
+    /// The environment variables that must be set when a process starts that uses the allowed transports, with their values.
+    #[must_use]
+    pub fn variables(&self) -> Vec<(&'static str, &'static str)> {
+        self.allowed_backends().flat_map(|backend| backend.variables()).collect()
+    }
+
+    /// Reports for every transport whether this machine supports it, in order of preference: also for those that the program was built
+    /// without. Takes at most `within`.
+    pub async fn diagnose(&self, within: Duration) -> Vec<TransportReport> {
+        let reports = join_all(self.backends.iter().map(|backend| backend.diagnose(within))).await;
+        let mut reports: Vec<TransportReport> = reports.into_iter().flatten().collect();
+        for transport in BUILT_IN {
+            if !reports.iter().any(|report| report.transport == transport) {
+                let feature = if transport == HTTP { "http" } else { "rdma" };
+                let because = format!("built without the feature `{feature}`");
+                let fix = format!("build with the feature `{feature}` of gym-server (it is a default feature)");
+                reports.push(TransportReport::unusable(transport, because, fix));
+            }
+        }
+        reports.sort_by_key(|report| report.transport);
+        reports.dedup_by_key(|report| report.transport);
+        reports
+    }
+
     /// The same backends, of which only what `policy` allows is used.
     #[must_use]
     pub fn with_policy(mut self, policy: TransportPolicy) -> Self {
-        self.policy = Arc::new(policy);
+        self.policy = Arc::new(policy.resolved(&self.known()));
         self
     }
 
     /// The same for a program that listens at `host`, with backends kept to `policy`: one UCX for calls and listeners.
     #[must_use]
     pub fn scoped(&self, policy: &TransportPolicy, host: Option<IpAddr>) -> Self {
-        let scoped = |backend: &Arc<dyn Backend>| backend.scoped(policy, host).unwrap_or_else(|| Arc::clone(backend));
-        Self::of(self.backends.iter().map(scoped).collect(), Arc::new(policy.clone()))
+        let policy = policy.clone().resolved(&self.known());
+        let scoped = |backend: &Arc<dyn Backend>| backend.scoped(&policy, host).unwrap_or_else(|| Arc::clone(backend));
+        let backends = self.backends.iter().map(scoped).collect();
+        Self::of(backends, Arc::new(policy))
     }
 
     /// The backend of a type, for what only that type has.
@@ -150,14 +209,12 @@ impl Transports {
         needed: &[Transport],
     ) -> Result<(Box<dyn Listener>, Arc<dyn Handler>)> {
         let mut least_preferred_first: Vec<(Transport, bool, &Arc<dyn Backend>)> = Vec::new();
+        let met_over = self.meets_over();
         for backend in self.backends.iter() {
-            let allowed = backend::preferred_transport(&**backend, &self.policy);
-            let connectors = backend.connectors();
-            let must = connectors
-                .iter()
-                .flat_map(|connector| connector.transports())
-                .filter(|transport| needed.contains(transport))
-                .min();
+            let transports = backend::transports(backend.connectors());
+            let allowed = transports.iter().copied().find(|transport| self.policy.allows(*transport));
+            let must =
+                transports.iter().copied().find(|transport| needed.contains(transport) || met_over.contains(transport));
             if let Some(best) = allowed.or(must) {
                 least_preferred_first.push((best, must.is_some(), backend));
             }
@@ -181,7 +238,7 @@ impl Transports {
                         })
                     });
                     if falls_back {
-                        tracing::warn!(transport = %best, endpoints = ?place.bound, %error, "not offered; callers come by what is");
+                        tracing::warn!(transport = %best, endpoints = ?place.bound, %error, "transport unavailable; listening on the others only");
                     } else {
                         failed = Some(error);
                     }
@@ -189,7 +246,7 @@ impl Transports {
             }
         }
         if let Some(error) = failed {
-            return Err(error.about(format!("offer transport {}", self.policy)));
+            return Err(error.about(format!("listen on transport {}", self.policy)));
         }
         Ok((Box::new(MergedListener::new(listeners)?), handler))
     }

@@ -8,6 +8,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use gym_core::transport::{PathInfo, Transport};
 use serde::Serialize;
 
+use crate::transport::HTTP;
+
 /// Peers that are remembered. Restarted workers have new addresses, so without a bound the list would grow permanently; nobody reads
 /// a longer one.
 const PEERS_MAX: usize = 1_024;
@@ -21,7 +23,6 @@ pub struct PeerPath {
     /// Its most general endpoint.
     pub peer: String,
     /// The transport; `None` if the connector has not named it, or the peer was not reached.
-    #[serde(rename = "level")]
     pub transport: Option<Transport>,
     /// The transport's scheme; empty for a peer that was not reached.
     pub scheme: &'static str,
@@ -36,7 +37,6 @@ pub struct PeerPath {
 #[non_exhaustive]
 pub struct Refusal {
     /// The transport.
-    #[serde(rename = "level")]
     pub transport: Transport,
     /// The reason.
     #[serde(rename = "why")]
@@ -120,7 +120,7 @@ fn log(path: &PeerPath) {
     let news: Vec<String> =
         path.refused.iter().filter(|refusal| refusal.transport != Transport::MEM).map(ToString::to_string).collect();
     let (peer, transport, lanes) = (&path.peer, path.transport_name(), path.lanes.as_str());
-    if news.is_empty() && !path.transport.is_some_and(Transport::is_ucx) {
+    if news.is_empty() && path.transport.is_none_or(|transport| transport == Transport::MEM || transport == HTTP) {
         tracing::debug!(%peer, transport, "connected");
     } else {
         tracing::info!(%peer, transport, lanes, refused = news.join("; "), "connected");

@@ -5,6 +5,9 @@ use std::sync::Arc;
 use gym_core::transport::{ConnectOptions, Connector, Transport, TransportPolicy};
 use gym_core::{CallContext, Channel, Code, Endpoint, Error, Result};
 
+use crate::transport::HTTP;
+#[cfg(feature = "rdma")]
+use crate::transport::RDMA;
 use crate::transport::connectors::{Connectors, missing, transports_of};
 use crate::transport::paths::Refusal;
 
@@ -124,11 +127,28 @@ impl<'a> ConnectAttempt<'a> {
         }
     }
 
+    /// A scheme that this program may use, whose transports no endpoint of the peer has.
+    fn scheme_not_offered(&self) -> Option<&'static str> {
+        let of = |scheme: &str| {
+            self.connectors.get(scheme).map_or(transports_of(scheme), |scheme| scheme.transports.as_slice())
+        };
+        let offered: Vec<Transport> =
+            self.endpoints.iter().flat_map(|endpoint| of(endpoint.scheme()).iter().copied()).collect();
+        let missing = |scheme: &&'static str| {
+            let mut wanted = of(scheme).iter().filter(|transport| self.policy.allows(**transport));
+            wanted.clone().next().is_some()
+                && wanted.all(|transport| *transport != Transport::MEM && !offered.contains(transport))
+        };
+        self.connectors.keys().copied().chain(["ucx"]).find(missing)
+    }
+
     /// The error of a peer that was not reached, with what was found for each transport and what to do about it. Where there was
     /// nothing to choose it stays as it is.
     pub(super) async fn explain(&self, error: Error) -> Error {
+        // That a peer in another process is not in this one, and then does not answer either, leaves nothing to choose.
+        let others = self.refused.iter().filter(|refusal| refusal.transport != Transport::MEM);
         let chosen = self.policy.required().is_some()
-            || self.refused.iter().any(|refusal| refusal.transport.is_ucx() || !self.policy.allows(refusal.transport));
+            || others.clone().any(|refusal| refusal.transport != HTTP || !self.policy.allows(refusal.transport));
         if !chosen || self.refused.is_empty() || matches!(error.code(), Code::DeadlineExceeded | Code::Cancelled) {
             return error;
         }
@@ -136,16 +156,14 @@ impl<'a> ConnectAttempt<'a> {
         let peer = self.endpoints.last().map_or("", Endpoint::as_str);
         let mut fixes = Vec::new();
         #[cfg(feature = "rdma")]
-        if self.policy.allows(Transport::RDMA)
-            && self.refused.iter().any(|refusal| refusal.transport == Transport::RDMA)
-        {
+        if self.policy.allows(RDMA) && self.refused.iter().any(|refusal| refusal.transport == RDMA) {
             fixes.extend(crate::transport::ucx::rdma_fault().await);
         }
-        if self.policy.named_transports().len() < Transport::KNOWN.len() || self.policy.required().is_some() {
+        if !self.policy.is_auto() {
             fixes.push(format!("allow more than `{}` by transport and require_transport", self.policy));
         }
-        if !self.endpoints.iter().any(|endpoint| endpoint.scheme() == "ucx") && self.policy.uses_ucx() {
-            fixes.push("give the peer the same transport setting: it offers no ucx endpoint".to_owned());
+        if let Some(scheme) = self.scheme_not_offered() {
+            fixes.push(format!("give the peer the same transport setting: it offers no {scheme} endpoint"));
         }
         fixes.push("`rgym doctor` says what each host has".to_owned());
         let message =

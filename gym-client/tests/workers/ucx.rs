@@ -41,8 +41,8 @@ pub(crate) async fn ucx_is_chosen_by_the_groups_configuration_alone() {
         return;
     }
     for (config, level, lane) in [
-        (r#"{"transport": "auto", "require_transport": "shm"}"#, Transport::SHM, "/memory"),
-        (r#"{"transport": ["ucx_tcp", "http"]}"#, Transport::UCX_TCP, "tcp/"),
+        (r#"{"transport": "auto", "require_transport": "shm"}"#, gym_client::transport::SHM, "/memory"),
+        (r#"{"transport": ["ucx_tcp", "http"]}"#, gym_client::transport::UCX_TCP, "tcp/"),
     ] {
         let group = cluster().start(&CallContext::within(LONG), request(config)).await.expect("starts");
         let ranks = group.call(Describe, ()).deadline(LONG).await.expect("answers").into_values();
@@ -61,7 +61,7 @@ pub(crate) async fn ucx_that_cannot_be_had_as_required_starts_no_group() {
         return;
     }
     let report = ucx_report(LONG).await.expect("there is");
-    if !report.of(Transport::RDMA).is_empty() {
+    if !report.of(gym_client::transport::RDMA).is_empty() {
         eprintln!("NOT RUN: this machine has RDMA");
         return;
     }
@@ -71,11 +71,11 @@ pub(crate) async fn ucx_that_cannot_be_had_as_required_starts_no_group() {
 }
 
 pub(crate) async fn ucx_shared_memory_passes_the_suite_of_all_groups() {
-    suite(Transport::SHM).await;
+    suite(gym_client::transport::SHM).await;
 }
 
 pub(crate) async fn ucx_tcp_passes_the_suite_of_all_groups() {
-    suite(Transport::UCX_TCP).await;
+    suite(gym_client::transport::UCX_TCP).await;
 }
 
 async fn suite(level: Transport) {

@@ -1,24 +1,38 @@
 //! Transports that a program plugs in: how it connects to others, and how it listens.
 
 use std::fmt;
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use async_trait::async_trait;
 use futures_util::future::select_all;
+use serde::Serialize;
 
 use crate::base::error::{Code, Error, Result};
 use crate::transport::{Connector, Endpoint, Handler, Incoming, Listener, Transport, TransportPolicy};
 
-/// Where and under which name to serve a handler. Each backend uses the fields that concern it.
+/// Where and under which name to serve a handler. Each backend uses the fields that concern it. The bound address and the
+/// advertised address are kept apart here, and nowhere else.
+///
+/// ```
+/// use gym_core::transport::ListenOptions;
+///
+/// let options = ListenOptions::named("math").at("127.0.0.1", 8000).advertised_as("node-3");
+/// assert_eq!(options.address()?, Some(([127, 0, 0, 1], 8000).into()));
+/// assert_eq!(options.advertised_host(), Some("node-3"));
+/// # Ok::<(), gym_core::Error>(())
+/// ```
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct ListenOptions {
     /// Name for callers of this process; `None` if no caller of this process uses the handler.
     pub name: Option<String>,
-    /// Host and port for callers on other hosts; port 0 is any free port. `None`: reachable from this host only.
-    pub host: Option<(String, u16)>,
+    /// Host and port to bind, for callers on other hosts; port 0 is any free port. `None`: reachable from this host only.
+    pub bind: Option<(String, u16)>,
+    /// Host that endpoints carry, with the port that was bound. `None`: the host of `bind`.
+    pub advertise: Option<String>,
     /// Path of a Unix socket, in a directory that only this user can enter.
     pub socket: Option<PathBuf>,
     /// Endpoints that serve the same handler already, over less preferred transports: peers can be met over them.
@@ -35,8 +49,33 @@ impl ListenOptions {
     /// Also serves callers on other hosts at this host and port.
     #[must_use]
     pub fn at(mut self, host: impl Into<String>, port: u16) -> Self {
-        self.host = Some((host.into(), port));
+        self.bind = Some((host.into(), port));
         self
+    }
+
+    /// Sets the host under which callers reach the bound address, if it differs: a listener on `0.0.0.0` cannot know its name.
+    #[must_use]
+    pub fn advertised_as(mut self, host: impl Into<String>) -> Self {
+        self.advertise = Some(host.into());
+        self
+    }
+
+    /// Resolves the address to bind; `None` if [`ListenOptions::bind`] is `None`. May ask a name server.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if the host cannot be resolved.
+    pub fn address(&self) -> Result<Option<SocketAddr>> {
+        let Some((host, port)) = &self.bind else { return Ok(None) };
+        let unknown =
+            || Error::invalid(format!("the host `{host}` cannot be resolved; use an address of this machine"));
+        let address = (host.as_str(), *port).to_socket_addrs().ok().and_then(|mut found| found.next());
+        address.map(Some).ok_or_else(unknown)
+    }
+
+    /// The host that endpoints carry: the advertised host, else the host of [`ListenOptions::bind`].
+    #[must_use]
+    pub fn advertised_host(&self) -> Option<&str> {
+        self.advertise.as_deref().or_else(|| self.bind.as_ref().map(|(host, _)| host.as_str()))
     }
 
     /// Also serves other processes of this host over this Unix socket.
@@ -61,7 +100,37 @@ impl fmt::Debug for BoundListener {
     }
 }
 
+/// Whether a transport can be used on this machine, as far as one machine alone can tell.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct TransportReport {
+    /// The transport.
+    pub transport: Transport,
+    /// Whether it can be used.
+    pub usable: bool,
+    /// The devices, or the reason why the transport cannot be used.
+    pub because: String,
+    /// The fix; `None` if the transport can be used.
+    pub fix: Option<String>,
+}
+
+impl TransportReport {
+    /// A transport that can be used, over these devices or in this case, such as `always`.
+    #[must_use]
+    pub fn usable(transport: Transport, because: impl Into<String>) -> Self {
+        Self { transport, usable: true, because: because.into(), fix: None }
+    }
+
+    /// A transport that cannot be used, with the reason and the fix.
+    #[must_use]
+    pub fn unusable(transport: Transport, because: impl Into<String>, fix: impl Into<String>) -> Self {
+        Self { transport, usable: false, because: because.into(), fix: Some(fix.into()) }
+    }
+}
+
 /// An implementation of one or more transports, with both ends.
+///
+/// A program adds a backend of its own to its `Transports`. From then on, configurations can name its transports.
 #[async_trait]
 pub trait Backend: std::any::Any + fmt::Debug + Send + Sync {
     /// The connectors, one for each scheme. [`Connector::transports`] gives the names that configurations use for them.
@@ -74,6 +143,27 @@ pub trait Backend: std::any::Any + fmt::Debug + Send + Sync {
     /// # Errors
     /// Why the backend cannot listen, with the fix.
     async fn listen(&self, options: &ListenOptions, handler: Arc<dyn Handler>) -> Result<Option<BoundListener>>;
+
+    /// The transports over which peers find each other before this backend connects them. They are listened on if the backend is used,
+    /// whatever the policy says. Empty by default.
+    fn meets_over(&self) -> Vec<Transport> {
+        Vec::new()
+    }
+
+    /// Environment variables that must be set when a process starts that uses the backend, with their values. Empty by default.
+    fn variables(&self) -> Vec<(&'static str, &'static str)> {
+        Vec::new()
+    }
+
+    /// Reports whether this machine supports each transport of the backend; `rgym doctor` shows the reports. May read files and start
+    /// processes, but takes no longer than `within`. By default, every transport is usable.
+    async fn diagnose(&self, within: Duration) -> Vec<TransportReport> {
+        let _ = within;
+        transports(self.connectors())
+            .into_iter()
+            .map(|transport| TransportReport::usable(transport, "always"))
+            .collect()
+    }
 
     /// Returns a copy of the backend for one part of a program, limited to the transports of `policy`, which accepts peers of other
     /// hosts at `host`. `None`: the backend itself is used. Called before the backend is used.
@@ -126,9 +216,11 @@ impl Listener for MergedListener {
     }
 }
 
-/// The most preferred of a backend's transports that the policy allows.
+/// The transports of some connectors, most preferred first, each once.
 #[must_use]
-pub fn preferred_transport(backend: &dyn Backend, policy: &TransportPolicy) -> Option<Transport> {
-    let all = backend.connectors();
-    all.iter().flat_map(|connector| connector.transports()).filter(|transport| policy.allows(*transport)).min()
+pub fn transports(connectors: impl IntoIterator<Item = Arc<dyn Connector>>) -> Vec<Transport> {
+    let mut all: Vec<Transport> = connectors.into_iter().flat_map(|connector| connector.transports()).collect();
+    all.sort_unstable();
+    all.dedup();
+    all
 }

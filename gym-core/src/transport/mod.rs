@@ -11,7 +11,7 @@ mod retry;
 mod serve;
 
 pub use async_trait::async_trait;
-pub use backend::{Backend, BoundListener, ListenOptions, MergedListener};
+pub use backend::{Backend, BoundListener, ListenOptions, MergedListener, TransportReport};
 pub use channel::{Channel, INCARNATION_METADATA, Link, PathInfo, Reply, TrySendOutcome};
 pub use endpoint::{ConnectOptions, Connector, Endpoint, Incoming, Listener};
 pub use handler::{Fence, Fenced, Handler, from_tower, handler_fn};

@@ -1,7 +1,7 @@
 //! Transports by name, in order of preference, and the policy that says which of them a program may use.
 //!
 //! ```text
-//!   mem ▸ shm ▸ rdma ▸ ucx_tcp ▸ http      built in; the preference of a transport of your own decides its position
+//!   mem ▸ … ▸ http      the backends of a program name their transports; the preference of each decides its position
 //! ```
 //!
 //! Nothing here does I/O: only connecting shows which transports a peer supports.
@@ -25,18 +25,8 @@ pub struct Transport {
 impl Transport {
     /// `mem`: calls within this process.
     pub const MEM: Self = Self::new("mem", 0);
-    /// `shm`: UCX over memory shared by two processes of one host.
-    pub const SHM: Self = Self::new("shm", 100).on_request();
-    /// `rdma`: UCX over an RDMA device.
-    pub const RDMA: Self = Self::new("rdma", 200).on_request();
-    /// `ucx_tcp`: UCX over TCP.
-    pub const UCX_TCP: Self = Self::new("ucx_tcp", 300).on_request();
-    /// `http`: HTTP, or framed connections over TCP or a Unix socket.
-    pub const HTTP: Self = Self::new("http", 400);
-    /// The built-in transports, most preferred first.
-    pub const KNOWN: [Self; 5] = [Self::MEM, Self::SHM, Self::RDMA, Self::UCX_TCP, Self::HTTP];
 
-    /// A transport of your own. Lower preferences are tried first; the built-in transports have 0, 100, 200, 300 and 400.
+    /// A transport. Lower preferences are tried first: `mem` has 0, the transports of UCX have 100, 200 and 300, `http` has 400.
     #[must_use]
     pub const fn new(name: &'static str, preference: u16) -> Self {
         Self { preference, name, on_request: false }
@@ -55,11 +45,17 @@ impl Transport {
         self.name
     }
 
-    /// Returns `true` for the transports of UCX.
-    #[must_use]
-    pub fn is_ucx(self) -> bool {
-        matches!(self, Self::SHM | Self::RDMA | Self::UCX_TCP)
+    /// Finds a transport by its name.
+    ///
+    /// # Errors
+    /// `InvalidArgument` with the known names.
+    pub fn named(name: &str, known: &[Self]) -> Result<Self> {
+        known.iter().copied().find(|known| known.name == name).ok_or_else(|| unknown(name, known))
     }
+}
+
+fn unknown(name: &str, known: &[Transport]) -> Error {
+    Error::invalid(format!("`{name}` is no transport; use auto, or one or more of {}", list(known)))
 }
 
 impl fmt::Display for Transport {
@@ -68,26 +64,9 @@ impl fmt::Display for Transport {
     }
 }
 
-impl FromStr for Transport {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self> {
-        Self::KNOWN.into_iter().find(|known| known.name == text).ok_or_else(|| {
-            Error::invalid(format!("`{text}` is no transport; use auto, or one or more of {}", list(&Self::KNOWN)))
-        })
-    }
-}
-
 impl Serialize for Transport {
     fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.serialize_str(self.name)
-    }
-}
-
-impl<'de> Deserialize<'de> for Transport {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let text = std::borrow::Cow::<'de, str>::deserialize(deserializer)?;
-        text.parse().map_err(|error: Error| de::Error::custom(error.message()))
     }
 }
 
@@ -101,24 +80,62 @@ enum Allowed {
     Named(Vec<String>),
 }
 
+/// The minimum transport.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Minimum {
+    /// As configured: its place in the order of preference is not known yet.
+    Named(String),
+    Known(Transport),
+}
+
+impl Minimum {
+    fn name(&self) -> &str {
+        match self {
+            Self::Named(name) => name,
+            Self::Known(transport) => transport.name,
+        }
+    }
+
+    fn allows(&self, transport: Transport) -> bool {
+        match self {
+            Self::Named(name) => transport.name == name,
+            Self::Known(minimum) => transport <= *minimum,
+        }
+    }
+}
+
 /// The transports that may be used, and the minimum transport below which a connection fails instead of falling back.
+///
+/// A policy holds names. A program that knows its transports checks them with [`TransportPolicy::check`], and gives the minimum its
+/// place in the order of preference with [`TransportPolicy::resolved`]; until then, only the minimum itself is allowed.
+///
+/// ```
+/// use gym_core::transport::{Transport, TransportPolicy};
+///
+/// const QUIC: Transport = Transport::new("quic", 350);
+/// let policy: TransportPolicy = "quic, mem".parse()?;
+/// let policy = policy.require("quic").resolved(&[Transport::MEM, QUIC]);
+/// assert!(policy.allows(QUIC) && policy.allows(Transport::MEM));
+/// assert_eq!(policy.to_string(), "mem, quic, at least quic");
+/// # Ok::<(), gym_core::Error>(())
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TransportPolicy {
     allowed: Allowed,
-    require: Option<Transport>,
+    minimum: Option<Minimum>,
 }
 
 impl TransportPolicy {
     /// Every transport: `auto`.
     #[must_use]
     pub fn auto() -> Self {
-        Self { allowed: Allowed::Auto, require: None }
+        Self { allowed: Allowed::Auto, minimum: None }
     }
 
     /// Every transport except those used on request only: the policy of a program without configuration.
     #[must_use]
-    pub fn without_ucx() -> Self {
-        Self { allowed: Allowed::Default, require: None }
+    pub fn unconfigured() -> Self {
+        Self { allowed: Allowed::Default, minimum: None }
     }
 
     /// These transports only, in the order of their preference.
@@ -136,64 +153,87 @@ impl TransportPolicy {
     pub fn named(names: impl IntoIterator<Item = String>) -> Result<Self> {
         let names: Vec<String> = names.into_iter().collect();
         if names.is_empty() {
-            return Err(Error::invalid(format!(
-                "no transport is named; use auto, or some of {}",
-                list(&Transport::KNOWN)
-            )));
+            return Err(Error::invalid("no transport is named; use auto, or the names of one or more transports"));
         }
-        Ok(Self { allowed: Allowed::Named(names), require: None })
+        Ok(Self { allowed: Allowed::Named(names), minimum: None })
     }
 
-    /// The same policy with a minimum: no transport less preferred than `transport` is used.
-    ///
-    /// # Errors
-    /// `InvalidArgument` if the policy names only less preferred transports.
-    pub fn require(mut self, transport: Transport) -> Result<Self> {
-        let preferred = |known: &Transport| self.is_named(*known) && *known <= transport;
-        if !Transport::KNOWN.iter().chain([&transport]).any(preferred) {
-            return Err(Error::invalid(format!(
-                "require_transport is {transport}, but transport names only what is below it ({self}); add {transport}"
-            )));
-        }
-        self.require = Some(transport);
-        Ok(self)
+    /// The same policy with a minimum: no transport less preferred than the one of this name is used.
+    #[must_use]
+    pub fn require(mut self, transport: impl Into<String>) -> Self {
+        self.minimum = Some(Minimum::Named(transport.into()));
+        self
     }
 
     /// The policy of the configuration keys `transport` and `require_transport`; `None` if neither is set.
-    ///
-    /// # Errors
-    /// As of [`TransportPolicy::require`].
-    pub fn configured(transport: Option<Self>, require: Option<Transport>) -> Result<Option<Self>> {
-        match (transport, require) {
-            (policy, None) => Ok(policy),
-            (policy, Some(minimum)) => policy.unwrap_or_else(Self::auto).require(minimum).map(Some),
+    #[must_use]
+    pub fn configured(transport: Option<Self>, require: Option<String>) -> Option<Self> {
+        match require {
+            None => transport,
+            Some(minimum) => Some(transport.unwrap_or_else(Self::auto).require(minimum)),
         }
     }
 
-    /// Checks that every name of the policy is in `known`.
+    /// Checks the policy against the transports of a program.
     ///
     /// # Errors
-    /// `InvalidArgument` with an unknown name and the known ones.
+    /// `InvalidArgument` with an unknown name and the known ones, or if the policy names only transports below its minimum.
     pub fn check(&self, known: &[Transport]) -> Result<()> {
-        let Allowed::Named(names) = &self.allowed else { return Ok(()) };
-        match names.iter().find(|name| !known.iter().any(|known| known.name == **name)) {
-            Some(name) => {
-                Err(Error::invalid(format!("`{name}` is no transport; use auto, or one or more of {}", list(known))))
-            }
-            None => Ok(()),
+        if let Some(name) = self.unknown_name(known) {
+            return Err(unknown(name, known));
+        }
+        let Some(minimum) = &self.minimum else { return Ok(()) };
+        let resolved = Minimum::Known(Transport::named(minimum.name(), known)?);
+        if known.iter().any(|known| self.is_named(*known) && resolved.allows(*known)) {
+            return Ok(());
+        }
+        let name = minimum.name();
+        Err(Error::invalid(format!(
+            "require_transport is {name}, but transport allows only less preferred ones ({}); add {name} to transport",
+            self.without_minimum()
+        )))
+    }
+
+    fn unknown_name(&self, known: &[Transport]) -> Option<&str> {
+        let Allowed::Named(names) = &self.allowed else { return None };
+        names.iter().map(String::as_str).find(|name| !known.iter().any(|known| known.name == *name))
+    }
+
+    /// The same policy for a program that has these transports: names in the order of preference, unknown names last.
+    #[must_use]
+    pub fn resolved(mut self, known: &[Transport]) -> Self {
+        let preference = |name: &str| known.iter().find(|known| known.name == name).map(|known| known.preference);
+        if let Allowed::Named(names) = &mut self.allowed {
+            names.sort_by_key(|name| preference(name).map_or(u32::MAX, u32::from));
+        }
+        if let Some(minimum) = &mut self.minimum
+            && let Ok(transport) = Transport::named(minimum.name(), known)
+        {
+            *minimum = Minimum::Known(transport);
+        }
+        self
+    }
+
+    /// The allowed transports as a configuration writes them: `["auto"]`, or names. Empty if nothing was configured.
+    #[must_use]
+    pub fn names(&self) -> Vec<&str> {
+        match &self.allowed {
+            Allowed::Auto => vec!["auto"],
+            Allowed::Default => Vec::new(),
+            Allowed::Named(names) => names.iter().map(String::as_str).collect(),
         }
     }
 
-    /// The built-in transports that the policy names, most preferred first.
+    /// The name of the minimum transport, if one is required.
     #[must_use]
-    pub fn named_transports(&self) -> Vec<Transport> {
-        Transport::KNOWN.into_iter().filter(|known| self.is_named(*known)).collect()
+    pub fn required(&self) -> Option<&str> {
+        self.minimum.as_ref().map(Minimum::name)
     }
 
-    /// The minimum transport, if one is required.
+    /// Returns `true` if the policy allows every transport, whatever a program has.
     #[must_use]
-    pub fn required(&self) -> Option<Transport> {
-        self.require
+    pub fn is_auto(&self) -> bool {
+        self.allowed == Allowed::Auto && self.minimum.is_none()
     }
 
     fn is_named(&self, transport: Transport) -> bool {
@@ -204,27 +244,27 @@ impl TransportPolicy {
         }
     }
 
+    fn without_minimum(&self) -> Self {
+        Self { minimum: None, ..self.clone() }
+    }
+
     /// The reason why a transport may not be used; `None` if it may.
     #[must_use]
     pub fn refusal(&self, transport: Transport) -> Option<String> {
         if !self.is_named(transport) {
-            return Some(format!("transport names only {}", Self { require: None, ..self.clone() }));
+            return Some(match self.allowed {
+                Allowed::Default => format!("used only on request; add {transport} to transport"),
+                _ => format!("transport allows only {}", self.without_minimum()),
+            });
         }
-        self.require
-            .filter(|required| transport > *required)
-            .map(|required| format!("below require_transport {required}"))
+        let minimum = self.minimum.as_ref().filter(|minimum| !minimum.allows(transport))?;
+        Some(format!("below require_transport {}", minimum.name()))
     }
 
     /// Returns `true` if a transport may be used.
     #[must_use]
     pub fn allows(&self, transport: Transport) -> bool {
-        self.refusal(transport).is_none()
-    }
-
-    /// Returns `true` if any transport of UCX may be used.
-    #[must_use]
-    pub fn uses_ucx(&self) -> bool {
-        Transport::KNOWN.into_iter().any(|known| known.is_ucx() && self.allows(known))
+        self.is_named(transport) && self.minimum.as_ref().is_none_or(|minimum| minimum.allows(transport))
     }
 }
 
@@ -238,19 +278,10 @@ impl fmt::Display for TransportPolicy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.allowed {
             Allowed::Auto => f.write_str("auto")?,
-            Allowed::Default => f.write_str(&list(&self.named_transports()))?,
-            Allowed::Named(names) => {
-                let mut known = self.named_transports().into_iter().map(|known| known.name).collect::<Vec<_>>();
-                known.extend(
-                    names
-                        .iter()
-                        .map(String::as_str)
-                        .filter(|name| !Transport::KNOWN.iter().any(|known| known.name == *name)),
-                );
-                f.write_str(&known.join(", "))?;
-            }
+            Allowed::Default => f.write_str("all but those on request")?,
+            Allowed::Named(names) => f.write_str(&names.join(", "))?,
         }
-        self.require.map_or(Ok(()), |minimum| write!(f, ", at least {minimum}"))
+        self.minimum.as_ref().map_or(Ok(()), |minimum| write!(f, ", at least {}", minimum.name()))
     }
 }
 
@@ -286,4 +317,65 @@ impl<'de> Deserialize<'de> for TransportPolicy {
 
 fn list(transports: &[Transport]) -> String {
     transports.iter().map(|transport| transport.name).collect::<Vec<_>>().join(", ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SHM: Transport = Transport::new("shm", 100).on_request();
+    const RDMA: Transport = Transport::new("rdma", 200).on_request();
+    const HTTP: Transport = Transport::new("http", 400);
+    const KNOWN: [Transport; 4] = [Transport::MEM, SHM, RDMA, HTTP];
+
+    fn policy(text: &str) -> TransportPolicy {
+        text.parse::<TransportPolicy>().unwrap().resolved(&KNOWN)
+    }
+
+    fn allowed(policy: &TransportPolicy) -> Vec<Transport> {
+        KNOWN.into_iter().filter(|transport| policy.allows(*transport)).collect()
+    }
+
+    #[test]
+    fn transports_come_back_from_their_names_in_the_order_of_preference() {
+        for transport in KNOWN {
+            assert_eq!(Transport::named(transport.as_str(), &KNOWN).unwrap(), transport);
+        }
+        assert_eq!(allowed(&policy("http, shm,shm")), [SHM, HTTP]);
+        assert_eq!(policy("http, shm").to_string(), "shm, http");
+        assert_eq!(policy("auto").to_string(), "auto");
+        let read = |text: &str| serde_json::from_str::<TransportPolicy>(text).map_err(|error| error.to_string());
+        assert_eq!(read(r#"["rdma", "http"]"#), Ok(policy("rdma,http")));
+        assert_eq!(read(r#""auto""#), Ok(TransportPolicy::auto()));
+        let unknown = read(r#""rmda""#).unwrap().check(&KNOWN).unwrap_err().to_string();
+        assert!(unknown.contains("`rmda` is no transport; use auto"), "names what there is: {unknown}");
+        assert!(read("[]").unwrap_err().contains("no transport is named"));
+        assert!(read("5").unwrap_err().contains("text or a list"));
+    }
+
+    #[test]
+    fn a_required_transport_refuses_what_is_below_it_and_keeps_what_is_better() {
+        let policy = TransportPolicy::auto().require("rdma").resolved(&KNOWN);
+        assert_eq!(allowed(&policy), [Transport::MEM, SHM, RDMA]);
+        assert_eq!(policy.refusal(HTTP).as_deref(), Some("below require_transport rdma"));
+        assert_eq!(policy.to_string(), "auto, at least rdma");
+    }
+
+    #[test]
+    fn what_cannot_be_met_is_refused_when_the_transports_are_known() {
+        let error = policy("http").require("rdma").check(&KNOWN).unwrap_err();
+        assert!(error.to_string().contains("require_transport is rdma") && error.to_string().contains("add rdma"));
+        let error = TransportPolicy::auto().require("rmda").check(&KNOWN).unwrap_err();
+        assert!(error.to_string().contains("`rmda` is no transport"), "{error}");
+        assert_eq!(TransportPolicy::configured(None, None), None);
+        let required = TransportPolicy::configured(None, Some("http".to_owned())).unwrap().resolved(&KNOWN);
+        assert_eq!(allowed(&required), KNOWN);
+    }
+
+    #[test]
+    fn transports_on_request_are_used_only_where_they_are_named() {
+        assert!(policy("auto").allows(SHM) && policy("mem,shm").allows(SHM));
+        assert_eq!(allowed(&TransportPolicy::unconfigured()), [Transport::MEM, HTTP]);
+        assert_eq!(allowed(&TransportPolicy::auto().require("mem").resolved(&KNOWN)), [Transport::MEM]);
+    }
 }

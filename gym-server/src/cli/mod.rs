@@ -122,8 +122,8 @@ fn start(cli: Cli, overrides: Vec<String>, head_url_given: bool, servers: Server
         match cli.command {
             Command::Run(args) => run::run(*args, &overrides, head_url_given, &servers, &console).await,
             Command::Collect(args) => collect::collect(*args, &overrides, head_url_given, &servers, &console).await,
-            Command::Status(args) => status::status(args, &overrides, head_url_given).await,
-            Command::Doctor(args) => doctor::doctor(&args).await,
+            Command::Status(args) => status::status(args, &overrides, head_url_given, &servers).await,
+            Command::Doctor(args) => doctor::doctor(&args, &servers).await,
             Command::Config(args) => config::command(args, &overrides, &servers, &console).await,
             Command::Aliases => aliases::print(),
         }

@@ -11,7 +11,7 @@ use crate::cli::exit::{FAILED, Failure, Outcome};
 use crate::cli::setup::configuration::{Need, load, nothing_named};
 use crate::cli::setup::head_server;
 use crate::cli::setup::signals::StopSignals;
-use crate::cli::setup::stack_options::{options, prepare_ucx};
+use crate::cli::setup::stack_options::{options, prepare_transports};
 use crate::stack::{HEAD_NAME, Servers, Stack, StackOptions};
 
 pub(super) async fn run(
@@ -34,7 +34,7 @@ pub(super) async fn run(
     if loaded.config.instances.is_empty() && args.serve.iter().all(|name| name != HEAD_NAME) {
         return Err(nothing_named("run", &loaded.config.files));
     }
-    prepare_ucx(&loaded, console);
+    prepare_transports(&loaded, servers, console);
     loaded.config.warnings.iter().for_each(|warning| console.warn(warning));
     let head = head_server::endpoint(args.head_url.as_deref(), head_url_given, overrides, &loaded.config)?;
     let options = StackOptions {

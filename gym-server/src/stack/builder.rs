@@ -141,7 +141,10 @@ impl StackBuilder {
         let overrides = Overrides::parse(std::mem::take(&mut self.overrides))?;
         let files: Vec<_> = self.files.iter().map(|path| path.display().to_string()).collect();
         let files: Vec<&str> = files.iter().map(String::as_str).collect();
-        ConfigLoader::new(".").pick_port(move |wish| free_port(wish, &mut random)).load(&files, &overrides)
+        ConfigLoader::new(".")
+            .transports(self.options.transports.clone().unwrap_or_else(|| self.servers.transports()).known())
+            .pick_port(move |wish| free_port(wish, &mut random))
+            .load(&files, &overrides)
     }
 }
 

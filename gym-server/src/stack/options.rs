@@ -39,7 +39,8 @@ pub struct StackOptions {
     pub stop_grace: Duration,
     /// Maximum calls in flight on one in-process channel. 16,384 by default.
     pub in_process_calls_max: usize,
-    /// The transports that the servers listen on and call with. `None` by default: those that the program was built with.
+    /// The transports that the servers listen on and call with. `None` by default: those of [`Servers`](crate::Servers), with
+    /// `in_process_calls_max` and `http` of these options.
     pub transports: Option<Transports>,
     /// Limits of the HTTP servers.
     pub http: HttpConfig,

@@ -1,19 +1,20 @@
 //! The running servers of a configuration, started and stopped in order.
 
 use std::collections::BTreeMap;
-use std::net::{IpAddr, SocketAddr};
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use gym_client::collect::{DriverOptions, Rollouts, ServerNames};
 use gym_client::config::{GymConfig, InstanceConfig};
 use gym_client::registry::{LeaseKeeper, RemoteRegistry};
-use gym_client::transport::http::http1::HttpListener;
+use gym_client::transport::HTTP;
+use gym_client::transport::http::HttpBackend;
 use gym_client::{ServerClient, Transports};
 use gym_core::registry::{Instance, MemoryRegistry, Registry};
 use gym_core::server::ServerKind;
 use gym_core::transport::{InProcess, ListenOptions, Listener, Transport, TransportPolicy};
-use gym_core::{CallContext, CancelToken, Code, Endpoint, Error, Handler, Incarnation, RawObject, Result, World};
+use gym_core::{CallContext, CancelToken, Endpoint, Error, Handler, Incarnation, RawObject, Result, World};
 use tokio::task::JoinSet;
 
 use crate::head::{GlobalConfig, HeadServer};
@@ -82,18 +83,19 @@ impl Stack {
     pub async fn start(config: GymConfig, servers: &Servers, world: &World, options: StackOptions) -> Result<Self> {
         let in_process = InProcess::new().with_calls_max(options.in_process_calls_max);
         // The head server is called over HTTP whatever the policy allows: it is how all others are found.
-        let control = Transports::from_features(in_process.clone()).with_policy(TransportPolicy::without_ucx());
+        let control = Transports::from_features(in_process.clone()).with_policy(TransportPolicy::unconfigured());
         let metrics = Metrics::new();
         let config = Arc::new(config);
         let wanted = wanted(&config, &options.only)?;
         let policy = match &config.transport_policy {
             _ if options.in_process => TransportPolicy::of([Transport::MEM])?,
             Some(policy) => policy.clone(),
-            None => TransportPolicy::without_ucx(),
+            None => TransportPolicy::unconfigured(),
         };
         let all = options.transports.clone().unwrap_or_else(|| {
-            Transports::from_features(in_process.clone())
-                .with(gym_client::transport::http::HttpBackend { http: options.http.clone(), ..Default::default() })
+            let all = servers.transports();
+            let frames = all.get::<HttpBackend>().map(|backend| backend.frames.clone()).unwrap_or_default();
+            all.with(in_process.clone()).with(HttpBackend { http: options.http.clone(), frames })
         });
         policy.check(&all.known())?;
         let transports = all.scoped(&policy, Some(ucx_address(&wanted)));
@@ -151,7 +153,7 @@ impl Stack {
         local: bool,
     ) -> Result<()> {
         if let Some(memory) = head {
-            self.start_head(memory, config, world, options)?;
+            self.start_head(memory, config, world, options).await?;
         }
         let incarnation = Incarnation(u64::try_from(world.now().as_millis()).unwrap_or(u64::MAX));
         let mut python_instances = Vec::new();
@@ -190,7 +192,7 @@ impl Stack {
         Ok(())
     }
 
-    fn start_head(
+    async fn start_head(
         &mut self,
         memory: MemoryRegistry,
         config: &Arc<GymConfig>,
@@ -200,7 +202,12 @@ impl Stack {
         let yaml = Arc::clone(config);
         let text: GlobalConfig = Arc::new(move |instances: &[Instance]| yaml.to_global_yaml_with(&live(instances)));
         let head = HeadServer::new(memory, text, world, self.metrics.clone());
-        let listener = bind(&config.head.host, config.head.port, options).map_err(|error| {
+        let handler: Arc<dyn Handler> = Arc::new(head.clone());
+        // Over HTTP only, whatever the policy allows: it is how all other servers are found.
+        let http = HttpBackend { http: options.http.clone(), ..HttpBackend::default() };
+        let place = ListenOptions::default().at(config.head.host.clone(), config.head.port);
+        let listened = Transports::new().with(http).listen(place, handler, &[HTTP]).await;
+        let (listener, handler) = listened.map_err(|error| {
             error.about(format!("start the head server on {}:{}", config.head.host, config.head.port))
         })?;
         let url = listener.endpoints()[0].to_string();
@@ -211,7 +218,6 @@ impl Stack {
             url,
             runs_as: "native".to_owned(),
         });
-        let handler: Arc<dyn Handler> = Arc::new(head.clone());
         self.stages.last_mut().expect("one stage per kind and the head's").serve(
             listener,
             &handler,
@@ -232,7 +238,7 @@ impl Stack {
         let stage = SHUTDOWN_ORDER.iter().position(|kind| *kind == instance.kind).unwrap_or_default();
         let stage = &mut self.stages[stage];
         let mut place = if local { ListenOptions::named(&instance.name) } else { ListenOptions::default() };
-        let mut needed = [Transport::HTTP].as_slice();
+        let mut needed = [HTTP].as_slice();
         if options.in_process {
             needed = &[];
         } else {
@@ -364,26 +370,4 @@ fn live(instances: &[Instance]) -> Vec<gym_client::config::LiveServer> {
             })
         })
         .collect()
-}
-
-fn bind(host: &str, port: u16, options: &StackOptions) -> Result<Box<dyn Listener>> {
-    let address =
-        std::net::ToSocketAddrs::to_socket_addrs(&(host, port)).ok().and_then(|mut found| found.next()).ok_or_else(
-            || Error::invalid(format!("the host `{host}` cannot be resolved; use an address of this machine")),
-        )?;
-    let listener = HttpListener::bind(address, options.http.clone())
-        .and_then(|listener| listener.advertised_as(host))
-        .map_err(|error| explain_bind(error, address))?;
-    Ok(Box::new(listener))
-}
-
-fn explain_bind(error: Error, address: SocketAddr) -> Error {
-    match error.code() {
-        Code::AlreadyExists => Error::not_started(
-            Code::AlreadyExists,
-            format!("{address} is in use; stop what listens there, or choose another port"),
-        )
-        .caused_by(error),
-        _ => error,
-    }
 }

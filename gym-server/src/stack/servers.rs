@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
-use gym_client::ServerClient;
 use gym_client::config::InstanceConfig;
+use gym_client::{ServerClient, Transports};
 use gym_core::server::{GymnasiumServer, ServerKind};
 use gym_core::transport::Fenced;
 use gym_core::{AgentServer, EnvironmentServer, Error, Handler, ModelServer, ResourcesServer, Result};
@@ -65,6 +65,7 @@ type Factory = Arc<dyn Fn(&Build<'_>) -> Result<Arc<dyn Handler>> + Send + Sync>
 #[derive(Clone, Default)]
 pub struct Servers {
     factories: BTreeMap<(ServerKind, String), Factory>,
+    transports: Option<Transports>,
 }
 
 impl Servers {
@@ -89,6 +90,28 @@ impl Servers {
             .model("scripted_model", |build| {
                 Ok(ScriptedModel::with_default_policy(build.settings()?, &build.context.world))
             })
+    }
+
+    /// Sets the transports of the program: those that its configurations can name, and that its servers listen on and call with. By
+    /// default those that the SDK was built with.
+    ///
+    /// ```
+    /// use gym_client::Transports;
+    /// use gym_server::Servers;
+    ///
+    /// // `.with(backend)` adds a transport of your own.
+    /// let servers = Servers::stock().over(Transports::standard());
+    /// ```
+    #[must_use]
+    pub fn over(mut self, transports: Transports) -> Self {
+        self.transports = Some(transports);
+        self
+    }
+
+    /// Returns the transports of the program.
+    #[must_use]
+    pub fn transports(&self) -> Transports {
+        self.transports.clone().unwrap_or_else(Transports::standard)
     }
 
     /// Replaces the policy of `scripted_model`.

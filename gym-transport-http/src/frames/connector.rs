@@ -1,21 +1,17 @@
 //! Opens framed connections.
 
 use std::fmt;
-use std::sync::Arc;
 
 use async_trait::async_trait;
 use bytes::{Bytes, BytesMut};
-use gym_core::transport::mux::MuxLink;
-use gym_core::transport::{ConnectOptions, Connector, PathInfo};
-use gym_core::{CallContext, Channel, Code, Endpoint, Error, Execution, Result};
+use gym_core::transport::{ConnectOptions, Connector};
+use gym_core::{CallContext, Channel, Code, Endpoint, Error, Result};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 
-use crate::frames::buffers::ReceiveBufferPool;
 use crate::frames::config::FramesConfig;
-use crate::frames::connection::calling::open;
-use crate::frames::connection::send_queue::FrameSendQueue;
 use crate::frames::connection::socket::Socket;
+use crate::frames::stream::{ByteStream, FramedClient};
 use crate::frames::{FRAMES_SCHEME, UNIX_SCHEME};
 use crate::wire::address::parse;
 use crate::wire::head::{HEAD_BYTES_MAX, HEADERS_MAX};
@@ -28,87 +24,54 @@ pub(crate) const UPGRADE: &str = "gym-frames/1";
 pub(crate) const ROUTE: &str = "/.gym/frames";
 const SWITCHING_PROTOCOLS: u16 = 101;
 
-/// Opens channels to `http+frames://host:port` or `unix+frames:///path`. Each has one connection of its own, opened at once.
+/// Opens channels to `http+frames://host:port` or `unix+frames:///path`. Each channel has one connection of its own, opened at once.
 ///
-/// | what happens | the caller gets |
-/// |---|---|
-/// | cannot connect, no HTTP or no greeting in time | `Unavailable`, not started |
-/// | the peer speaks HTTP but takes no frames | `Unimplemented`, not started |
-/// | no room by the deadline | `DeadlineExceeded`, not started |
-/// | the message exceeds a limit of the peer | `ResourceExhausted`, not started |
-/// | the connection breaks, or the peer is silent too long | `Unavailable`; unknown for calls under way |
-/// | what comes back is not what a peer of ours sends | `DataLoss`, unknown |
-/// | the reply is larger than `reply_bytes_max` | `ResourceExhausted`, finished |
-/// | any complete reply, 4xx and 5xx too | that reply |
+/// Errors are those of [`FramedClient`], and `Unimplemented, NotStarted` from a peer that speaks HTTP but does not accept frames.
+/// Every complete reply is returned, 4xx and 5xx too.
 pub struct FramesConnector {
-    scheme: &'static str,
-    config: FramesConfig,
-    pool: Arc<ReceiveBufferPool>,
+    client: FramedClient,
 }
 
 impl FramesConnector {
     /// Over TCP, through an HTTP listener's port.
     #[must_use]
     pub fn tcp(config: FramesConfig) -> Self {
-        Self::new(FRAMES_SCHEME, config)
+        Self { client: FramedClient::new(FRAMES_SCHEME, config) }
     }
 
     /// Over Unix sockets.
     #[must_use]
     pub fn unix(config: FramesConfig) -> Self {
-        Self::new(UNIX_SCHEME, config)
-    }
-
-    fn new(scheme: &'static str, config: FramesConfig) -> Self {
-        let pool = ReceiveBufferPool::new(config.pool_bytes_max);
-        Self { scheme, config, pool }
-    }
-
-    async fn open(&self, to: &Endpoint) -> Result<MuxLink<FrameSendQueue>> {
-        let path = PathInfo::new(self.scheme, to.address(), true);
-        let (socket, already) = if self.scheme == UNIX_SCHEME {
-            let stream = UnixStream::connect(to.address()).await.map_err(refused)?;
-            (Socket::Unix(stream), Bytes::new())
-        } else {
-            upgrade(to).await?
-        };
-        open(socket, &already, path, &self.config, Arc::clone(&self.pool)).await
+        Self { client: FramedClient::new(UNIX_SCHEME, config) }
     }
 }
 
 impl fmt::Debug for FramesConnector {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "FramesConnector({})", self.scheme)
+        write!(f, "FramesConnector({})", self.client.scheme())
     }
 }
 
 #[async_trait]
 impl Connector for FramesConnector {
     fn scheme(&self) -> &'static str {
-        self.scheme
+        self.client.scheme()
     }
 
     fn transports(&self) -> Vec<gym_core::transport::Transport> {
-        vec![gym_core::transport::Transport::HTTP]
+        vec![crate::HTTP]
     }
 
     async fn connect(&self, cx: &CallContext, to: &Endpoint, options: &ConnectOptions) -> Result<Channel> {
-        cx.check()?;
-        if to.scheme() != self.scheme {
-            return Err(Error::invalid(format!("`{to}` is not an endpoint of {}", self.scheme)));
-        }
-        let patience = self.config.connect_timeout;
-        let opened = cx.bound(Execution::NotStarted, async {
-            tokio::time::timeout(patience, self.open(to))
-                .await
-                .map_err(|_| Error::not_started(Code::Unavailable, format!("no answer within {patience:?}")))
-                .flatten()
-        });
-        // Nothing of a call has left, whatever went wrong.
-        let link = opened
-            .await
-            .map_err(|error| error.with_execution(Execution::NotStarted).about(format!("connect to {to}")))?;
-        Ok(Channel::new(link).fenced(options.incarnation))
+        let connecting = async {
+            if self.scheme() == UNIX_SCHEME {
+                let stream = UnixStream::connect(to.address()).await.map_err(refused)?;
+                return Ok(ByteStream::socket(Socket::Unix(stream), Bytes::new()));
+            }
+            let (socket, already) = upgrade(to).await?;
+            Ok(ByteStream::socket(socket, already))
+        };
+        self.client.connect(cx, to, options, connecting).await
     }
 }
 

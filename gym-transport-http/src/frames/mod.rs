@@ -6,7 +6,8 @@
 //!     └── oneshot ◄── Decoder ◄── socket ◄── FrameSendQueue ◄─────────────────┘
 //! ```
 //!
-//! Everything that calls need besides sockets is in [`gym_core::transport::mux`].
+//! Everything that calls need besides sockets is in [`gym_core::transport::mux`]. [`FramedClient`] and [`FramedServer`] make a
+//! transport of any other byte stream ([`ByteStream`]); the transports of this table use them too.
 //!
 //! | scheme | connection | for |
 //! |---|---|---|
@@ -26,6 +27,7 @@ mod codec;
 pub(crate) mod config;
 pub(crate) mod connection;
 pub(crate) mod connector;
+mod stream;
 #[cfg(feature = "testing")]
 pub mod testing;
 #[cfg(test)]
@@ -34,6 +36,7 @@ mod unix;
 
 pub use config::FramesConfig;
 pub use connector::FramesConnector;
+pub use stream::{ByteStream, FramedClient, FramedServer};
 pub use unix::{UnixIncoming, UnixListener};
 
 /// The scheme of framed connections over TCP: `http+frames://host:port`.

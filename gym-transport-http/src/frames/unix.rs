@@ -7,17 +7,17 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
 use async_trait::async_trait;
+use bytes::Bytes;
 use gym_core::message::PeerInfo;
 use gym_core::transport::{Incoming, Listener};
 use gym_core::{CancelToken, Code, Endpoint, Error, Handler, Result};
 use tokio::net::UnixStream;
-use tokio::sync::Semaphore;
 use tokio::time::sleep;
 
 use crate::frames::UNIX_SCHEME;
 use crate::frames::config::FramesConfig;
-use crate::frames::connection::answering::{ListenerState, serve};
 use crate::frames::connection::socket::Socket;
+use crate::frames::stream::{ByteStream, FramedServer};
 use crate::wire::socket::ACCEPT_RETRY_DELAY;
 
 /// Tells apart the listeners that this process makes at the same time.
@@ -36,7 +36,7 @@ pub struct UnixListener {
     /// Device and file number of our own socket.
     identity: (u64, u64),
     endpoints: [Endpoint; 1],
-    state: ListenerState,
+    server: FramedServer,
 }
 
 impl UnixListener {
@@ -55,14 +55,7 @@ impl UnixListener {
 fn claim(path: PathBuf, config: FramesConfig) -> Result<UnixListener, (PathBuf, Error)> {
     match listen(&path) {
         Ok((listener, identity, endpoint)) => {
-            let calls = Arc::new(Semaphore::new(Semaphore::MAX_PERMITS));
-            Ok(UnixListener {
-                listener,
-                path,
-                identity,
-                endpoints: [endpoint],
-                state: ListenerState::new(config, calls),
-            })
+            Ok(UnixListener { listener, path, identity, endpoints: [endpoint], server: FramedServer::new(config) })
         }
         Err(error) => Err((path, error)),
     }
@@ -142,7 +135,7 @@ impl Listener for UnixListener {
                     let pid = stream.peer_cred().ok().and_then(|cred| cred.pid());
                     let address = pid.map_or_else(|| "local process".to_owned(), |pid| format!("process {pid}"));
                     let peer = PeerInfo { address: address.into() };
-                    return Ok(Box::new(UnixIncoming { stream, peer, state: self.state.clone() }));
+                    return Ok(Box::new(UnixIncoming { stream, peer, server: self.server.clone() }));
                 }
                 Err(error) => {
                     // Out of descriptors or memory, or the peer gave up: neither ends the listener.
@@ -159,7 +152,7 @@ impl Listener for UnixListener {
 pub struct UnixIncoming {
     stream: UnixStream,
     peer: PeerInfo,
-    state: ListenerState,
+    server: FramedServer,
 }
 
 #[async_trait]
@@ -169,9 +162,7 @@ impl Incoming for UnixIncoming {
     }
 
     async fn serve(self: Box<Self>, handler: Arc<dyn Handler>, drain: CancelToken) -> Result<()> {
-        let about = format!("serve {}", self.peer.address);
-        serve(Socket::Unix(self.stream), &[], self.state, handler, self.peer, drain)
-            .await
-            .map_err(|error| error.about(about))
+        let stream = ByteStream::socket(Socket::Unix(self.stream), Bytes::new());
+        self.server.serve(stream, handler, self.peer, drain).await
     }
 }

@@ -57,7 +57,7 @@ impl Connector for HttpConnector {
     }
 
     fn transports(&self) -> Vec<gym_core::transport::Transport> {
-        vec![gym_core::transport::Transport::HTTP]
+        vec![crate::HTTP]
     }
 
     async fn connect(&self, cx: &CallContext, to: &Endpoint, options: &ConnectOptions) -> Result<Channel> {

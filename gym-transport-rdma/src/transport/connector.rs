@@ -55,24 +55,27 @@ impl UcxConnector {
     ) -> Result<MuxLink<UcxSendQueue>> {
         let fabric = self.ucx.fabric().await?;
         let error = match transport {
-            Some(transport @ (Transport::SHM | Transport::RDMA | Transport::UCX_TCP)) => {
+            Some(transport @ (crate::SHM | crate::RDMA | crate::UCX_TCP)) => {
                 return self.attempt(cx, until, fabric, to, transport).await;
             }
             Some(other) => {
-                return Err(Error::not_started(Code::Unavailable, format!("{other} is not a UCX transport")));
+                return Err(Error::not_started(
+                    Code::Unavailable,
+                    format!("UCX has no transport {other}; use shm, rdma or ucx_tcp"),
+                ));
             }
             None => {
                 // Half of the time is left for the network if the peer does not respond.
                 let half = cx.remaining().min(time_left(until)) / 2;
                 let halftime = Instant::now() + half;
-                match with_timeout(half, self.attempt(cx, halftime, fabric, to, Transport::SHM)).await {
+                match with_timeout(half, self.attempt(cx, halftime, fabric, to, crate::SHM)).await {
                     Ok(link) => return Ok(link),
                     Err(error) => error,
                 }
             }
         };
         tracing::debug!(%error, endpoint = %to, "shared memory unavailable; connecting over the network");
-        self.attempt(cx, until, fabric, to, Transport::UCX_TCP).await.map_err(|last| {
+        self.attempt(cx, until, fabric, to, crate::UCX_TCP).await.map_err(|last| {
             let reason = format!("{}; and no shared memory: {}", last.message(), error.message());
             Error::new(last.code(), last.execution(), reason)
         })
@@ -87,14 +90,14 @@ impl UcxConnector {
         transport: Transport,
     ) -> Result<MuxLink<UcxSendQueue>> {
         let devices = Lanes::of(fabric.devices());
-        if transport == Transport::RDMA && !devices.rdma() {
+        if transport == crate::RDMA && !devices.rdma() {
             let reason = format!("UCX finds no RDMA device here, only {devices}");
             return Err(Error::not_started(Code::Unavailable, reason));
         }
         let config = self.ucx.config();
         // Dropping it, if this attempt is cancelled, releases the worker.
         let peer_worker = match transport {
-            Transport::SHM => Some(fabric.peer_worker(time_left(until)).await?),
+            crate::SHM => Some(fabric.peer_worker(time_left(until)).await?),
             _ => None,
         };
         let worker = peer_worker.as_ref().map(|peer_worker| peer_worker.address().clone());
@@ -175,11 +178,11 @@ async fn resolve_listener(listener: SocketAddr, bootstrap: &Endpoint) -> Result<
 /// Returns the transport of these lanes.
 fn negotiated(lanes: &Lanes) -> Transport {
     if lanes.shared_memory() {
-        Transport::SHM
+        crate::SHM
     } else if lanes.rdma() {
-        Transport::RDMA
+        crate::RDMA
     } else {
-        Transport::UCX_TCP
+        crate::UCX_TCP
     }
 }
 
@@ -230,7 +233,7 @@ impl Connector for UcxConnector {
     }
 
     fn transports(&self) -> Vec<gym_core::transport::Transport> {
-        vec![Transport::SHM, Transport::RDMA, Transport::UCX_TCP]
+        vec![crate::SHM, crate::RDMA, crate::UCX_TCP]
     }
 
     async fn connect(&self, cx: &CallContext, to: &Endpoint, options: &ConnectOptions) -> Result<Channel> {

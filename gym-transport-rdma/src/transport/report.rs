@@ -49,9 +49,9 @@ impl UcxReport {
             let lanes = Lanes::of(&[name.to_owned()]);
             match transport {
                 // `self` connects within one process, and `cma` carries only bulk data.
-                Transport::SHM => lanes.shared_memory() && !name.starts_with("self/") && !name.starts_with("cma/"),
-                Transport::RDMA => lanes.rdma(),
-                Transport::UCX_TCP => name.starts_with("tcp/"),
+                crate::SHM => lanes.shared_memory() && !name.starts_with("self/") && !name.starts_with("cma/"),
+                crate::RDMA => lanes.rdma(),
+                crate::UCX_TCP => name.starts_with("tcp/"),
                 _ => false,
             }
         };
@@ -73,9 +73,9 @@ mod tests {
             signals_restored: Vec::new(),
             patched: Vec::new(),
         };
-        assert_eq!(report.of(Transport::SHM), ["posix/memory"]);
-        assert_eq!(report.of(Transport::RDMA), ["rc_verbs/rxe0:1", "ud_verbs/rxe0:1"]);
-        assert_eq!(report.of(Transport::UCX_TCP), ["tcp/lo"]);
-        assert!(report.of(Transport::HTTP).is_empty());
+        assert_eq!(report.of(crate::SHM), ["posix/memory"]);
+        assert_eq!(report.of(crate::RDMA), ["rc_verbs/rxe0:1", "ud_verbs/rxe0:1"]);
+        assert_eq!(report.of(crate::UCX_TCP), ["tcp/lo"]);
+        assert!(report.of(Transport::new("http", 400)).is_empty());
     }
 }

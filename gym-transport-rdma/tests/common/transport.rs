@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use async_trait::async_trait;
 use gym_core::testing::conformance::{TransportPair, TransportSetup};
 use gym_core::transport::mux::ConnectionLimits;
-use gym_core::transport::{ConnectOptions, Connector, InProcess, Listener, Transport, handler_fn};
+use gym_core::transport::{ConnectOptions, Connector, InProcess, Listener, handler_fn};
 use gym_core::{CallContext, Channel, Endpoint, Error, Result};
 use gym_transport_rdma::transport::{UcxConnector, UcxListener};
 use gym_transport_rdma::{Ucx, UcxConfig};
@@ -73,16 +73,16 @@ impl Connector for OnWay {
     async fn connect(&self, cx: &CallContext, to: &Endpoint, options: &ConnectOptions) -> Result<Channel> {
         let rdma = std::env::var("GYM_UCX_TRANSPORTS").is_ok_and(|transports| transports != "tcp");
         let level = match self.way {
-            Way::SharedMemory => Transport::SHM,
-            Way::Network if rdma => Transport::RDMA,
-            Way::Network => Transport::UCX_TCP,
+            Way::SharedMemory => gym_transport_rdma::SHM,
+            Way::Network if rdma => gym_transport_rdma::RDMA,
+            Way::Network => gym_transport_rdma::UCX_TCP,
         };
         let channel = self.connector.connect(cx, to, &options.clone().at(level)).await?;
         let path = channel.path();
         assert_eq!(path.transport, Some(level), "{path:?}");
         let lane = match level {
-            Transport::SHM => "posix/memory",
-            Transport::RDMA => "rc_",
+            gym_transport_rdma::SHM => "posix/memory",
+            gym_transport_rdma::RDMA => "rc_",
             _ => "tcp/",
         };
         assert!(path.lanes.contains(lane), "{path:?}");

@@ -16,7 +16,7 @@ use gym_core::group::{
 };
 use gym_core::testing::figures::{Figures, RoundTrips, answering};
 use gym_core::transport::mux::ConnectionLimits;
-use gym_core::transport::{ConnectOptions, Listener, Transport, handler_fn};
+use gym_core::transport::{ConnectOptions, Listener, handler_fn};
 use gym_core::{CallContext, CancelToken, Endpoint, Handler, Incarnation, Request};
 use gym_transport_rdma::transport::{UcxConnector, UcxListener};
 use gym_transport_rdma::{Ucx, UcxConfig};
@@ -141,7 +141,7 @@ impl Peer {
 
     /// Figures over UCX; the way that was negotiated is the one that was asked for.
     pub(crate) async fn over_ucx(&self) -> Result<Figures> {
-        let level = if self.way == Way::Tcp { Transport::UCX_TCP } else { Transport::SHM };
+        let level = if self.way == Way::Tcp { gym_client::transport::UCX_TCP } else { gym_client::transport::SHM };
         let bootstrap = HttpConnector::new(HttpConfig::default());
         let connector = UcxConnector::new(Arc::new(bootstrap), self.ucx.clone());
         let figures = Figures::of(&connector, &self.fabric).await?;

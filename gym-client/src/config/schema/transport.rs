@@ -10,12 +10,22 @@ const TRANSPORT: &str = "transport";
 const REQUIRE: &str = "require_transport";
 
 /// The transport policy that the configuration names; `None` when it names none.
-pub(crate) fn transport_policy(resolved: &Node) -> Result<Option<TransportPolicy>, ConfigError> {
-    let transport: Option<TransportPolicy> =
-        read(resolved, TRANSPORT, "write auto, or some of mem, shm, rdma, ucx_tcp, http")?;
-    let require: Option<Transport> = read(resolved, REQUIRE, "write one of mem, shm, rdma, ucx_tcp, http")?;
-    let unmet = |error: gym_core::Error| problem(resolved, REQUIRE, error.message(), "name it in transport too");
-    TransportPolicy::configured(transport, require).map_err(unmet)
+pub(crate) fn transport_policy(resolved: &Node, known: &[Transport]) -> Result<Option<TransportPolicy>, ConfigError> {
+    let names = known.iter().map(|known| known.as_str()).collect::<Vec<_>>().join(", ");
+    let some = format!("write auto, or some of {names}");
+    let transport: Option<TransportPolicy> = read(resolved, TRANSPORT, &some)?;
+    if let Some(policy) = &transport {
+        policy.check(known).map_err(|error| problem(resolved, TRANSPORT, error.message(), &some))?;
+    }
+    let one = format!("write one of {names}");
+    let require: Option<String> = read(resolved, REQUIRE, &one)?;
+    if let Some(name) = &require {
+        let unknown = |_| problem(resolved, REQUIRE, &format!("`{name}` is no transport"), &one);
+        Transport::named(name, known).map_err(unknown)?;
+    }
+    let Some(policy) = TransportPolicy::configured(transport, require) else { return Ok(None) };
+    policy.check(known).map_err(|error| problem(resolved, REQUIRE, error.message(), "name it in transport too"))?;
+    Ok(Some(policy.resolved(known)))
 }
 
 fn read<T: DeserializeOwned>(resolved: &Node, key: &str, fix: &str) -> Result<Option<T>, ConfigError> {
@@ -47,7 +57,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_names_the_rungs_and_the_command_line_wins() {
+    fn a_file_names_the_transports_and_the_command_line_wins() {
         assert_eq!(load("x: 1\n", &[]).expect("loads").transport_policy, None);
         let file = "transport: [shm, rdma, http]\nrequire_transport: rdma\n";
         let transport_policy = load(file, &[]).expect("loads").transport_policy.expect("named");

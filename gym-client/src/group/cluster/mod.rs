@@ -210,13 +210,14 @@ impl VirtualCluster {
         spec.transport_policy = self.spec.transport_policy();
         if let Some(config) = config {
             config.validate()?;
-            spec.transport_policy = config.transport_policy()?.or(spec.transport_policy);
+            spec.transport_policy = config.transport_policy().or(spec.transport_policy);
             spec.memory_limit_bytes = config.memory_limit;
             options.restart_on_failure = config.restart_on_failure;
             options.balance = config.balancing().or(options.balance);
             options.max_restarts = config.max_restarts.unwrap_or(DEFAULT_MAX_RESTARTS);
         }
         if let Some(transport_policy) = &spec.transport_policy {
+            transport_policy.check(&options.transports.known()).map_err(|error| error.about("worker group"))?;
             options.transports = options.transports.with_policy(transport_policy.clone());
         }
         let registration = self.groups.admit(Arc::clone(&group), &bundles, self.spec.groups_max())?;

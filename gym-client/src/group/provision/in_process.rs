@@ -164,7 +164,8 @@ impl InProcessState {
         incarnation: Incarnation,
     ) -> Result<(WorkerHost, Box<dyn Listener>, Arc<dyn Handler>)> {
         let kind = self.workers.kind(&self.spec.worker)?;
-        let (variables, init) = start_inputs(kind, &self.spec, place, &self.rendezvous.addresses)?;
+        let (variables, init) =
+            start_inputs(kind, &self.workers.transports(), &self.spec, place, &self.rendezvous.addresses)?;
         let mut env = WorkerEnv::new(Arc::clone(&self.spec.group), place.rank, place.world_size);
         env.local_rank = place.local_rank;
         env.node_rank = place.node_rank;

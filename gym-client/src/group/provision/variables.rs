@@ -4,7 +4,7 @@
 //!
 //! | layer | from |
 //! |---|---|
-//! | defaults | [`UCX_SETTINGS`](crate::launch::UCX_SETTINGS) where UCX may be used; the worker type, [`WorkerKind::with_defaults`](crate::group::provision::workers::WorkerKind::with_defaults) |
+//! | defaults | those of the transports that may be used ([`Transports::variables`](crate::transport::Transports::variables)); the worker type, [`WorkerKind::with_defaults`](crate::group::provision::workers::WorkerKind::with_defaults) |
 //! | process | this process, without what belongs to it alone ([`EXCLUDED_PREFIXES`]) |
 //! | group | the variables given to the group |
 //! | rank | `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `NODE_RANK`, `MASTER_ADDR`, `MASTER_PORT`, `AVAILABLE_ADDR_LIST`, `AVAILABLE_PORT_LIST`, `CUDA_VISIBLE_DEVICES`; of a tied group's leader `VLLM_PORT` |

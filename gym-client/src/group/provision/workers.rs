@@ -204,10 +204,12 @@ impl fmt::Debug for WorkerKind {
     }
 }
 
-/// UCX reads some settings when it is loaded, so they must be there when a worker starts; the worker type's own win over them.
-fn defaults(kind: &WorkerKind, policy: Option<&TransportPolicy>) -> Variables {
-    let ucx = crate::launch::UCX_SETTINGS.iter().filter(|_| policy.is_some_and(TransportPolicy::uses_ucx));
-    let mut defaults: Variables = ucx.map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
+/// Some transports read variables when they are loaded, so a worker must start with them; the worker type's own win over them.
+fn defaults(kind: &WorkerKind, transports: &Transports, policy: Option<&TransportPolicy>) -> Variables {
+    let policy = policy.cloned().unwrap_or_else(TransportPolicy::unconfigured);
+    let variables = transports.clone().with_policy(policy).variables();
+    let mut defaults: Variables =
+        variables.into_iter().map(|(name, value)| (name.to_owned(), value.to_owned())).collect();
     defaults.extend(kind.defaults().clone());
     defaults
 }
@@ -215,13 +217,14 @@ fn defaults(kind: &WorkerKind, policy: Option<&TransportPolicy>) -> Variables {
 /// What a worker type and a launch make of one rank: its environment, and what it is made from.
 pub(crate) fn start_inputs(
     kind: &WorkerKind,
+    transports: &Transports,
     spec: &LaunchSpec,
     place: &RankPlace,
     rendezvous: &Rendezvous,
 ) -> Result<(Variables, Box<RawValue>)> {
     let configured = kind.configured(place);
     let layers = VariableLayers {
-        defaults: defaults(kind, spec.transport_policy.as_ref()),
+        defaults: defaults(kind, transports, spec.transport_policy.as_ref()),
         process: process_variables(),
         group: Some(&spec.variables),
         configured: configured.variables.clone(),
@@ -294,18 +297,22 @@ pub(super) mod tests {
         }
     }
 
+    #[cfg(feature = "rdma")]
     #[test]
     fn a_rank_that_may_be_reached_by_ucx_starts_with_what_ucx_reads_at_its_load() {
         let own = Variables::from([("UCX_HANDLE_ERRORS".to_owned(), "bt".to_owned())]);
         let kind = WorkerKind::of::<Idle>().with_defaults(own);
-        assert_eq!(defaults(&kind, Some(&TransportPolicy::auto()))["UCX_MEM_MMAP_HOOK_MODE"], "none");
         assert_eq!(
-            defaults(&kind, Some(&TransportPolicy::auto()))["UCX_HANDLE_ERRORS"],
+            defaults(&kind, &Transports::standard(), Some(&TransportPolicy::auto()))["UCX_MEM_MMAP_HOOK_MODE"],
+            "none"
+        );
+        assert_eq!(
+            defaults(&kind, &Transports::standard(), Some(&TransportPolicy::auto()))["UCX_HANDLE_ERRORS"],
             "bt",
             "the worker type's own win"
         );
-        for without in [None, Some(TransportPolicy::without_ucx())] {
-            assert_eq!(defaults(&kind, without.as_ref()).len(), 1, "{without:?}");
+        for without in [None, Some(TransportPolicy::unconfigured())] {
+            assert_eq!(defaults(&kind, &Transports::standard(), without.as_ref()).len(), 1, "{without:?}");
         }
     }
 }

@@ -10,9 +10,6 @@ use rustix::process::{Pid, Signal};
 pub(in crate::launch) const SHIM_ROLE: &str = "--gym-launch-shim";
 /// First argument that makes a process the watchdog.
 pub(in crate::launch) const WATCHDOG_ROLE: &str = "--gym-launch-watchdog";
-/// First argument that makes a process load UCX and report the result.
-#[cfg(feature = "rdma")]
-pub(in crate::launch) const REPORT_ROLE: &str = "--gym-ucx-report";
 static ENTERED: AtomicBool = AtomicBool::new(false);
 
 /// Records that this executable can be executed again in one of these roles.

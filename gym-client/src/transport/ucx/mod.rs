@@ -1,6 +1,7 @@
 //! UCX as one of this program's backends.
 
 pub(super) mod metrics;
+pub(crate) mod report;
 
 use std::sync::Arc;
 
@@ -9,7 +10,8 @@ use gym_transport_rdma::{Ucx, UcxBackend, UcxConfig};
 
 /// One that is loaded when it is first used.
 pub(super) fn backend() -> UcxBackend {
-    UcxBackend::new(Arc::new(HttpConnector::default()), Ucx::new(UcxConfig::default()))
+    let backend = UcxBackend::new(Arc::new(HttpConnector::default()), Ucx::new(UcxConfig::default()));
+    backend.reported_by(|within| Box::pin(report::ucx_report(within)))
 }
 
 /// What keeps this host from RDMA, if looking at its files can tell.

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::ports::MASTER_PORTS;
 use crate::base::error::{Code, Error, Result};
-use crate::transport::{Transport, TransportPolicy};
+use crate::transport::TransportPolicy;
 
 /// The cluster that is asked for. Read from a configuration by these names; a key that is none of them is an error that lists
 /// them. Nothing is started or looked for before it is placed.
@@ -248,12 +248,12 @@ impl ClusterSpec {
     /// then without UCX. Ranks in this process are reached in this process whatever it is.
     #[must_use]
     pub fn transport_policy(&self) -> Option<TransportPolicy> {
-        let transports: &[Transport] = match self.communication_backend {
+        let transports: &[&str] = match self.communication_backend {
             CommunicationBackend::Auto | CommunicationBackend::Nccl | CommunicationBackend::Tcp => return None,
-            CommunicationBackend::Ucx => &[Transport::MEM, Transport::SHM, Transport::RDMA, Transport::UCX_TCP],
-            CommunicationBackend::Shm => &[Transport::MEM, Transport::SHM],
+            CommunicationBackend::Ucx => &["mem", "shm", "rdma", "ucx_tcp"],
+            CommunicationBackend::Shm => &["mem", "shm"],
         };
-        TransportPolicy::of(transports.iter().copied()).ok()
+        TransportPolicy::named(transports.iter().map(|name| (*name).to_owned())).ok()
     }
 }
 
@@ -314,6 +314,7 @@ impl<'de> Deserialize<'de> for GpuIds {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::transport::Transport;
 
     fn parse(text: &str) -> Result<ClusterSpec, serde_json::Error> {
         serde_json::from_str(text)
@@ -343,7 +344,8 @@ mod tests {
         assert_eq!(policy(CommunicationBackend::Auto), None);
         assert_eq!(policy(CommunicationBackend::Shm).unwrap().to_string(), "mem, shm");
         let ucx = policy(CommunicationBackend::Ucx).unwrap();
-        assert!(ucx.uses_ucx() && !ucx.allows(Transport::HTTP), "who asks for UCX is not given less");
+        let (rdma, http) = (Transport::new("rdma", 200).on_request(), Transport::new("http", 400));
+        assert!(ucx.allows(rdma) && !ucx.allows(http), "who asks for UCX is not given less");
     }
 
     #[test]

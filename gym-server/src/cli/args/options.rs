@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
-use gym_core::transport::{Transport, TransportPolicy};
+use gym_core::transport::TransportPolicy;
 
 const OVERRIDES: &str = "\
 Overrides (at any position among the options):
@@ -99,7 +99,7 @@ pub(in crate::cli) struct Sources {
     pub(in crate::cli) transport: Option<TransportPolicy>,
     /// Minimum transport; connecting fails instead of falling back below it: ++require_transport=…
     #[arg(long, value_name = "NAME")]
-    pub(in crate::cli) require_transport: Option<Transport>,
+    pub(in crate::cli) require_transport: Option<String>,
 }
 
 /// Options for starting servers.
@@ -235,7 +235,7 @@ pub(in crate::cli) struct DoctorArgs {
     pub(in crate::cli) json: bool,
     /// Fail (exit code 1) unless this machine supports the transport: shm, rdma, ucx_tcp
     #[arg(long, value_name = "NAME")]
-    pub(in crate::cli) require_transport: Option<Transport>,
+    pub(in crate::cli) require_transport: Option<String>,
     /// Seconds allowed for UCX to load and to list its devices
     #[arg(long, value_name = "SECS", default_value = "20", value_parser = seconds)]
     pub(in crate::cli) ucx_timeout: Duration,

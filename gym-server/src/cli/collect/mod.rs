@@ -7,9 +7,9 @@ mod summary;
 use std::process::ExitCode;
 use std::time::Duration;
 
+use gym_client::ServerClient;
 use gym_client::collect::{RolloutCollector, ServerNames, connect_head};
-use gym_client::{ServerClient, Transports};
-use gym_core::transport::{InProcess, TransportPolicy};
+use gym_core::transport::TransportPolicy;
 use gym_core::{CancelToken, World};
 
 use crate::cli::args::options::CollectArgs;
@@ -18,7 +18,7 @@ use crate::cli::exit::{FAILED, Failure, INCOMPLETE, Outcome};
 use crate::cli::setup::configuration::{LoadedConfig, Need, load, nothing_named};
 use crate::cli::setup::head_server;
 use crate::cli::setup::signals::StopSignals;
-use crate::cli::setup::stack_options::{options, prepare_ucx};
+use crate::cli::setup::stack_options::{options, prepare_transports};
 use crate::stack::{Servers, Stack, StackOptions};
 
 pub(super) async fn collect(
@@ -41,7 +41,7 @@ pub(super) async fn collect(
     if serves && loaded.config.instances.is_empty() {
         return Err(nothing_named("serve", &loaded.config.files));
     }
-    prepare_ucx(&loaded, console);
+    prepare_transports(&loaded, servers, console);
     loaded.config.warnings.iter().for_each(|warning| console.warn(warning));
     let options = settings::read(&args, &loaded, overrides, |warning| console.warn(warning))?;
     let world = World::real();
@@ -126,8 +126,8 @@ async fn prepare(
         return Ok((started.client().clone(), ServerNames::of_config(&loaded.config)));
     }
     let head = head_server::endpoint(args.head_url.as_deref(), head_url_given, overrides, &loaded.config)?;
-    let policy = loaded.config.transport_policy.clone().unwrap_or_else(TransportPolicy::without_ucx);
-    let transports = Transports::from_features(InProcess::new()).scoped(&policy, None);
+    let policy = loaded.config.transport_policy.clone().unwrap_or_else(TransportPolicy::unconfigured);
+    let transports = servers.transports().scoped(&policy, None);
     connect_head(&head, transports, world).await.map_err(|error| {
         Failure::Failed(format!(
             "{error}\n  fix: start servers with `rgym run`, set their head server with --head-url or HEAD_SERVER_URL, or \

@@ -6,12 +6,13 @@
 use std::fmt::Write;
 use std::process::ExitCode;
 
-use gym_core::transport::Transport;
+use gym_core::transport::{Transport, TransportReport};
 use serde::Serialize;
 
 use crate::cli::args::options::DoctorArgs;
 use crate::cli::console;
 use crate::cli::exit::{FAILED, Failure, INCOMPLETE, Outcome};
+use crate::stack::Servers;
 
 /// The report.
 #[derive(Debug, Serialize)]
@@ -19,23 +20,12 @@ struct Diagnosis {
     /// One sentence.
     summary: String,
     /// In order of preference.
-    transports: Vec<TransportCheck>,
+    transports: Vec<TransportReport>,
     findings: Vec<Finding>,
     /// Ports of RDMA devices, with the GID to use.
     ports: serde_json::Value,
     /// UCX's own report; null if UCX could not be loaded.
     ucx: serde_json::Value,
-}
-
-/// The result for one transport, as far as this machine alone can determine it.
-#[derive(Debug, Serialize)]
-struct TransportCheck {
-    transport: Transport,
-    usable: bool,
-    /// The devices, or the reason why it is unavailable.
-    because: String,
-    /// The fix; null if the transport can be used.
-    fix: Option<String>,
 }
 
 #[derive(Debug, Serialize)]
@@ -47,9 +37,12 @@ struct Finding {
     fix: Option<String>,
 }
 
-pub(in crate::cli) async fn doctor(args: &DoctorArgs) -> Outcome {
-    let diagnosis = checks::diagnosis(args.ucx_timeout).await;
-    let required = args.require_transport.and_then(|transport| diagnosis.missing(transport));
+pub(in crate::cli) async fn doctor(args: &DoctorArgs, servers: &Servers) -> Outcome {
+    let transports = servers.transports();
+    let required = args.require_transport.as_deref().map(|name| Transport::named(name, &transports.known()));
+    let required = required.transpose().map_err(|error| Failure::Usage(error.message().to_owned()))?;
+    let diagnosis = checks::diagnosis(&transports, args.ucx_timeout).await;
+    let required = required.and_then(|transport| diagnosis.missing(transport));
     let text = if args.json {
         serde_json::to_string_pretty(&diagnosis).map_err(|error| Failure::Failed(error.to_string()))?
     } else {
@@ -98,36 +91,28 @@ impl Diagnosis {
 mod checks {
     use std::time::Duration;
 
-    use gym_client::launch::ucx_report;
-    use gym_client::transport::rdma;
-    use gym_client::transport::rdma::probe::{Probe, ProbeOptions, Status, Topic};
+    use gym_client::Transports;
+    use gym_client::transport::RDMA;
+    use gym_client::transport::rdma::UcxBackend;
+    use gym_client::transport::rdma::backend::{WITH_VERBS, to_load};
+    use gym_client::transport::rdma::probe::{Finding as Found, Probe, ProbeOptions, Status, Topic};
     use gym_client::transport::rdma::transport::UcxReport;
-    use gym_core::transport::Transport;
+    use gym_core::transport::TransportReport;
     use serde_json::to_value;
 
-    use super::{Diagnosis, Finding, TransportCheck};
+    use super::{Diagnosis, Finding};
 
-    const NO_TRANSPORT: &str = "UCX has no transport for it here";
-    const WITH_VERBS: &str = "install a UCX with verbs (Debian's libucx0, dnf's ucx-ib; the wheel libucx-cu12 has none), and \
-                              see the findings on device nodes and pinned memory: UCX hides a device that it cannot open";
-
-    fn to_load() -> String {
-        format!(
-            "install UCX 1.13 or later (apt-get install libucx0; dnf install ucx ucx-ib), or set {} to its directory",
-            rdma::fabric::LIBRARY_VARIABLE
-        )
-    }
-
-    pub(super) async fn diagnosis(ucx_timeout: Duration) -> Diagnosis {
-        // Reads files and loads NVIDIA's libraries, so it runs on a blocking thread.
-        let probing = tokio::task::spawn_blocking(rdma::probe);
-        let (probe, ucx) = tokio::join!(probing, ucx_report(ucx_timeout));
-        let probe = probe.unwrap_or_else(|_| ProbeOptions::new().without_loading().probe());
-        judge(&probe, &ucx)
+    pub(super) async fn diagnosis(transports: &Transports, within: Duration) -> Diagnosis {
+        let reports = transports.diagnose(within).await;
+        let (probe, ucx) = match transports.get::<UcxBackend>() {
+            Some(backend) => backend.examine(within).await,
+            None => (ProbeOptions::new().without_loading().probe(), Err("the program has no UCX backend".to_owned())),
+        };
+        judge(reports, &probe, &ucx)
     }
 
     /// Combines the findings from files with UCX's own report.
-    pub(super) fn judge(probe: &Probe, ucx: &Result<UcxReport, String>) -> Diagnosis {
+    pub(super) fn judge(transports: Vec<TransportReport>, probe: &Probe, ucx: &Result<UcxReport, String>) -> Diagnosis {
         let ports = probe.ports.iter().any(|port| port.active);
         let mut findings: Vec<Finding> = probe
             .findings
@@ -144,7 +129,6 @@ mod checks {
                 _ => written(finding, finding.found.clone()),
             })
             .collect();
-        let transports = Transport::KNOWN.into_iter().map(|transport| check(transport, probe, ucx)).collect();
         // Warnings first, then missing components; otherwise in the order of their dependencies.
         findings.sort_by_key(|finding| match finding.status {
             "warning" => 0,
@@ -160,7 +144,7 @@ mod checks {
         }
     }
 
-    fn written(finding: &rdma::probe::Finding, found: String) -> Finding {
+    fn written(finding: &Found, found: String) -> Finding {
         let topic = to_value(finding.topic).ok().and_then(|name| name.as_str().map(str::to_owned)).unwrap_or_default();
         let status = match finding.status {
             Status::Ok => "ok",
@@ -173,7 +157,7 @@ mod checks {
 
     fn loaded(report: &UcxReport, ports: bool) -> Finding {
         let found = format!("UCX {} ({}): {}", report.version, report.path.display(), report.resources.join(", "));
-        let (status, fix) = if ports && report.of(Transport::RDMA).is_empty() {
+        let (status, fix) = if ports && report.of(RDMA).is_empty() {
             ("warning", Some(WITH_VERBS.to_owned()))
         } else if report.patched.is_empty() {
             ("ok", None)
@@ -182,55 +166,20 @@ mod checks {
         };
         Finding { topic: "ucx".to_owned(), status, found, fix }
     }
-
-    fn check(transport: Transport, probe: &Probe, ucx: &Result<UcxReport, String>) -> TransportCheck {
-        let usable = |because: String| TransportCheck { transport, usable: true, because, fix: None };
-        let not = |because: &str, fix: Option<&str>| TransportCheck {
-            transport,
-            usable: false,
-            because: because.to_owned(),
-            fix: fix.map(str::to_owned),
-        };
-        if matches!(transport, Transport::MEM | Transport::HTTP) {
-            return usable("always".to_owned());
-        }
-        // The probe searches the loader's directories; another UCX may have been loaded.
-        let fault = (transport == Transport::RDMA)
-            .then(|| probe.rdma_fault())
-            .flatten()
-            .filter(|fault| fault.topic != Topic::Ucx);
-        if let Some(fault) = fault {
-            return not(&fault.found, fault.fix.as_deref());
-        }
-        let Ok(report) = ucx else { return not("UCX cannot be loaded: see the finding ucx", Some(&to_load())) };
-        match report.of(transport)[..] {
-            [] if transport == Transport::RDMA => not(NO_TRANSPORT, Some(WITH_VERBS)),
-            [] => {
-                not(NO_TRANSPORT, Some("check UCX_TLS and UCX_NET_DEVICES, which may exclude the available transports"))
-            }
-            ref devices => usable(devices.join(", ")),
-        }
-    }
 }
 
 #[cfg(not(feature = "rdma"))]
 mod checks {
     use std::time::Duration;
 
-    use gym_core::transport::Transport;
+    use gym_client::Transports;
     use serde_json::Value;
 
-    use super::{Diagnosis, Finding, TransportCheck};
+    use super::{Diagnosis, Finding};
 
-    #[expect(clippy::unused_async, reason = "the same as with the feature")]
-    pub(super) async fn diagnosis(_: Duration) -> Diagnosis {
+    pub(super) async fn diagnosis(transports: &Transports, within: Duration) -> Diagnosis {
         let summary = "This program was built without the feature `rdma`, so UCX was not checked.";
         let fix = "build with the feature `rdma` of gym-server (it is a default feature)";
-        let check = |transport: Transport| {
-            let because = if transport.is_ucx() { "built without the feature `rdma`" } else { "always" };
-            let fix = transport.is_ucx().then(|| fix.to_owned());
-            TransportCheck { transport, usable: !transport.is_ucx(), because: because.to_owned(), fix }
-        };
         let finding = Finding {
             topic: "ucx".to_owned(),
             status: "missing",
@@ -239,7 +188,7 @@ mod checks {
         };
         Diagnosis {
             summary: summary.to_owned(),
-            transports: Transport::KNOWN.into_iter().map(check).collect(),
+            transports: transports.diagnose(within).await,
             findings: vec![finding],
             ports: Value::Array(Vec::new()),
             ucx: Value::Null,
@@ -249,8 +198,10 @@ mod checks {
 
 #[cfg(all(test, feature = "rdma"))]
 mod tests {
+    use gym_client::transport::rdma::backend::diagnose;
     use gym_client::transport::rdma::probe::ProbeOptions;
     use gym_client::transport::rdma::transport::UcxReport;
+    use gym_client::transport::{HTTP, RDMA, SHM, UCX_TCP};
     use serde_json::json;
 
     use super::*;
@@ -277,7 +228,11 @@ mod tests {
                 "signals_restored": [], "patched": []});
             serde_json::from_value(report).expect("a report")
         };
-        checks::judge(&ProbeOptions::new().root(root.path()).probe(), &ucx.map(report).map_err(str::to_owned))
+        let (probe, ucx) = (ProbeOptions::new().root(root.path()).probe(), ucx.map(report).map_err(str::to_owned));
+        let own = [SHM, RDMA, UCX_TCP].map(|transport| diagnose(transport, &probe, &ucx));
+        let always = |transport| TransportReport::usable(transport, "always");
+        let reports = [always(Transport::MEM)].into_iter().chain(own).chain([always(HTTP)]).collect();
+        checks::judge(reports, &probe, &ucx)
     }
 
     const COMPLETE: [(&str, &str); 4] = [
@@ -296,11 +251,11 @@ mod tests {
         let devices = ["posix/memory", "tcp/lo", "rc_verbs/rxe0:1"];
         let complete = diagnosis(&COMPLETE, Ok(&devices));
         assert_eq!(usable(&complete), ["mem", "shm", "rdma", "ucx_tcp", "http"]);
-        assert_eq!(complete.missing(Transport::RDMA), None);
+        assert_eq!(complete.missing(RDMA), None);
         // UCX lists the device, but the process could not pin its memory.
         let poor = diagnosis(&[COMPLETE[0], COMPLETE[1]], Ok(&devices));
         assert_eq!(usable(&poor), ["mem", "shm", "ucx_tcp", "http"]);
-        let missing = poor.missing(Transport::RDMA).unwrap();
+        let missing = poor.missing(RDMA).unwrap();
         assert!(missing.contains("may be pinned") && missing.contains("; fix: "), "{missing}");
     }
 

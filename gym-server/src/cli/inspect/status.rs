@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use futures_util::future::join_all;
 use gym_client::Transports;
-use gym_core::transport::{ConnectOptions, InProcess, Transport};
+use gym_core::transport::{ConnectOptions, Transport};
 use gym_core::{CallContext, Endpoint, Error, Request, Response, Result, World};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -65,11 +65,17 @@ struct ListedServer {
     start_time: Option<f64>,
 }
 
-pub(in crate::cli) async fn status(args: StatusArgs, overrides: &[String], head_url_given: bool) -> Outcome {
-    let LoadedConfig { config, .. } = load(&Sources::default(), overrides, &Servers::none(), Need::Values).await?;
+pub(in crate::cli) async fn status(
+    args: StatusArgs,
+    overrides: &[String],
+    head_url_given: bool,
+    servers: &Servers,
+) -> Outcome {
+    let none = Servers::none().over(servers.transports());
+    let LoadedConfig { config, .. } = load(&Sources::default(), overrides, &none, Need::Values).await?;
     let head = head_server::endpoint(args.head_url.as_deref(), head_url_given, overrides, &config)?;
     let world = World::real();
-    let transports = Transports::from_features(InProcess::new());
+    let transports = servers.transports();
     let listed = list(&transports, &head).await.map_err(|error| {
         Failure::Failed(format!(
             "{error}\n  fix: start servers with `rgym run`, or set another head server with --head-url or HEAD_SERVER_URL"
@@ -91,7 +97,7 @@ pub(in crate::cli) async fn status(args: StatusArgs, overrides: &[String], head_
         let text = serde_json::to_string_pretty(&status).map_err(|error| Failure::Failed(error.to_string()))?;
         console::print(&text);
     } else {
-        console::print(&text(&status));
+        console::print(&text(&status, &transports.known()));
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -153,7 +159,7 @@ async fn health(transports: &Transports, listed: ListedServer, now: f64) -> Serv
     health
 }
 
-fn text(status: &Status) -> String {
+fn text(status: &Status, known: &[Transport]) -> String {
     let dash = || "-".to_owned();
     let rows = [&status.head].into_iter().chain(&status.servers).map(|server| {
         [
@@ -165,7 +171,7 @@ fn text(status: &Status) -> String {
             server.health.clone(),
             server.in_flight.map_or_else(dash, |count| count.to_string()),
             server.uptime_seconds.map_or_else(dash, uptime),
-            transports(&server.peers).unwrap_or_else(dash),
+            transports(&server.peers, known).unwrap_or_else(dash),
         ]
     });
     let header = ["name", "kind", "implementation", "url", "pid", "health", "in flight", "uptime", "transports"];
@@ -180,10 +186,10 @@ fn text(status: &Status) -> String {
 }
 
 /// Counts peers by transport, the preferred one first: `shm 2, http 1`.
-fn transports(peers: &[PeerReport]) -> Option<String> {
+fn transports(peers: &[PeerReport], known: &[Transport]) -> Option<String> {
     let mut counts: BTreeMap<(usize, &str), usize> = BTreeMap::new();
     for peer in peers {
-        *counts.entry((order(peer), transport_name(peer))).or_default() += 1;
+        *counts.entry((order(peer, known), transport_name(peer))).or_default() += 1;
     }
     let words: Vec<String> = counts.into_iter().map(|((_, name), count)| format!("{name} {count}")).collect();
     (!words.is_empty()).then(|| words.join(", "))
@@ -199,11 +205,11 @@ fn transport_name(peer: &PeerReport) -> &str {
 }
 
 /// Sorts unreachable peers first, then known transports by preference, then transports that this program does not know.
-fn order(peer: &PeerReport) -> usize {
-    let known = |name: &String| Transport::KNOWN.iter().position(|known| known.as_str() == name);
+fn order(peer: &PeerReport, known: &[Transport]) -> usize {
+    let position = |name: &String| known.iter().position(|known| known.as_str() == name);
     match &peer.transport {
         None => 0,
-        Some(name) => 1 + known(name).unwrap_or(Transport::KNOWN.len()),
+        Some(name) => 1 + position(name).unwrap_or(known.len()),
     }
 }
 
@@ -224,6 +230,8 @@ fn uptime(seconds: u64) -> String {
 
 #[cfg(test)]
 mod tests {
+    use gym_client::transport::BUILT_IN;
+
     use super::*;
 
     #[test]
@@ -236,10 +244,10 @@ mod tests {
             {"peer": "http://d:1", "transport": null, "scheme": "", "lanes": "", "refused": []},
         ]);
         let peers: Vec<PeerReport> = serde_json::from_value(peers).unwrap();
-        assert_eq!(transports(&peers).as_deref(), Some("unreachable 1, shm 2, http 1"));
+        assert_eq!(transports(&peers, &BUILT_IN).as_deref(), Some("unreachable 1, shm 2, http 1"));
         let reasons: Vec<String> = peers.iter().filter_map(rejections).collect();
         assert_eq!(reasons, ["http://a:1 over http (shm: another host)"]);
-        assert_eq!(transports(&[]), None);
+        assert_eq!(transports(&[], &BUILT_IN), None);
     }
 
     #[test]

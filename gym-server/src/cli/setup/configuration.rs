@@ -45,7 +45,8 @@ pub(in crate::cli) async fn load(
         .map_err(|error| Failure::Usage(format!("cannot determine the working directory: {error}")))?;
     let searched = search_dirs(sources);
     let read = |python: Option<&Interpreter>| {
-        let mut loader = ConfigLoader::new(&working_dir).search_dirs(&searched);
+        let mut loader =
+            ConfigLoader::new(&working_dir).search_dirs(&searched).transports(servers.transports().known());
         if let Some(python) = python {
             let version = Value::from(python.version.as_str());
             loader = loader.installed_dirs(&python.roots).default_value("python_version", version);
@@ -168,11 +169,8 @@ fn shorthands(sources: &Sources) -> impl Iterator<Item = String> {
 /// Returns the overrides for transports. They replace the values of the files, because runs are often repeated with
 /// another transport.
 fn transport(sources: &Sources) -> impl Iterator<Item = String> {
-    let allowed = sources
-        .transport
-        .as_ref()
-        .map(|policy| Value::from_iter(policy.named_transports().iter().map(|transport| transport.as_str())));
-    let require = sources.require_transport.map(|transport| Value::from(transport.as_str()));
+    let allowed = sources.transport.as_ref().map(|policy| Value::from_iter(policy.names()));
+    let require = sources.require_transport.clone().map(Value::from);
     [("transport", allowed), ("require_transport", require)]
         .into_iter()
         .filter_map(|(key, value)| Some(format!("++{key}={}", value?)))
@@ -225,7 +223,7 @@ mod tests {
     fn the_transports_options_win_over_the_files() {
         let sources = Sources {
             transport: Some("http,shm".parse().unwrap()),
-            require_transport: Some(gym_core::transport::Transport::SHM),
+            require_transport: Some("shm".to_owned()),
             ..Sources::default()
         };
         let folder = tempfile::tempdir().unwrap();

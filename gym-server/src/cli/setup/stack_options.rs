@@ -6,15 +6,15 @@ use std::path::PathBuf;
 use crate::cli::args::options::Starting;
 use crate::cli::console::Console;
 use crate::cli::setup::configuration::LoadedConfig;
-use crate::stack::StackOptions;
+use crate::stack::{Servers, StackOptions};
 
-/// Re-executes this program with the environment variables that UCX reads when it loads, if the configuration may use UCX. Call
-/// it before anything is started.
-pub(in crate::cli) fn prepare_ucx(loaded: &LoadedConfig, console: &Console) {
+/// Re-executes this program with the environment variables that the allowed transports read when they load. Call it before
+/// anything is started.
+pub(in crate::cli) fn prepare_transports(loaded: &LoadedConfig, servers: &Servers, console: &Console) {
     if let Some(policy) = &loaded.config.transport_policy
-        && let Err(error) = gym_client::launch::prepare_ucx(policy)
+        && let Err(error) = gym_client::launch::prepare(&servers.transports().with_policy(policy.clone()))
     {
-        console.warn(format!("cannot re-execute this program with the environment variables for UCX: {error}"));
+        console.warn(format!("cannot re-execute this program with the variables that its transports need: {error}"));
     }
 }
 

@@ -94,6 +94,8 @@ struct QueueState {
 #[derive(Default)]
 struct WriteBatch {
     pieces: VecDeque<Bytes>,
+    /// Something was written since the last flush.
+    unflushed: bool,
 }
 
 enum WriteOutcome {
@@ -211,6 +213,15 @@ impl FrameSendQueue {
         let mut written = 0;
         loop {
             if batch.pieces.is_empty() {
+                if batch.unflushed {
+                    match self.socket.try_flush() {
+                        Ok(()) => batch.unflushed = false,
+                        Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                            return Ok(WriteOutcome::Full(batch));
+                        }
+                        Err(error) => return Err(error),
+                    }
+                }
                 let mut state = self.lock();
                 state.refill(&mut batch);
                 if batch.pieces.is_empty() {
@@ -225,6 +236,7 @@ impl FrameSendQueue {
                 Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
                 Ok(count) => {
                     written += count;
+                    batch.unflushed = true;
                     batch.advance(count);
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(WriteOutcome::Full(batch)),

@@ -18,6 +18,11 @@ pub(crate) trait WriteHalf: fmt::Debug + Send + Sync + 'static {
     /// Writes what the socket takes now.
     fn try_write(&self, pieces: &[IoSlice<'_>]) -> io::Result<usize>;
 
+    /// Passes on what the writer holds back; `WouldBlock` if that has to wait. A socket holds nothing back.
+    fn try_flush(&self) -> io::Result<()> {
+        Ok(())
+    }
+
     /// Waits until the socket may take more.
     async fn writable(&self) -> io::Result<()>;
 
@@ -62,11 +67,21 @@ fn shut(socket: impl AsFd) {
     }
 }
 
-/// A connected socket.
-#[derive(Debug)]
+/// A connected socket, or the halves of another byte stream.
 pub(crate) enum Socket {
     Tcp(TcpStream),
     Unix(UnixStream),
+    Halves(ReadHalf, Box<dyn WriteHalf>),
+}
+
+impl fmt::Debug for Socket {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Tcp(stream) => stream.fmt(f),
+            Self::Unix(stream) => stream.fmt(f),
+            Self::Halves(_, writer) => writer.fmt(f),
+        }
+    }
 }
 
 impl Socket {
@@ -80,6 +95,7 @@ impl Socket {
                 let (read, write) = stream.into_split();
                 (Box::new(read), Box::new(write))
             }
+            Self::Halves(read, write) => (read, write),
         }
     }
 }

@@ -17,7 +17,7 @@ use gym_client::group::train::{Grpo, GrpoConfig, RolloutEnvironment};
 use gym_client::group::{ClusterFile, GroupRequest, Local, VirtualCluster, WorkerKind, Workers};
 use gym_client::launch;
 use gym_core::group::RankLayout;
-use gym_core::transport::InProcess;
+use gym_core::transport::{InProcess, TransportPolicy};
 use gym_core::{CallContext, World};
 use gym_examples::math::Math;
 use gym_server::{Servers, Stack, StackOptions};
@@ -76,13 +76,15 @@ async fn train(arguments: Arguments) -> anyhow::Result<()> {
         .load(&["examples/configs/grpo.yaml"], &Overrides::parse(["+head_server.port=0"])?)?;
     let file = ClusterFile::read(&arguments.cluster)?;
     // Before anything is started, because this program may be started again with what UCX reads when it is loaded.
-    let ladders = [
+    let policies = [
         config.transport_policy.clone(),
         file.cluster.transport_policy(),
-        file.group("policy")?.transport_policy()?,
-        file.group("generation")?.transport_policy()?,
+        file.group("policy")?.transport_policy(),
+        file.group("generation")?.transport_policy(),
     ];
-    ladders.iter().flatten().try_for_each(launch::prepare_ucx)?;
+    let transports = Transports::from_features(InProcess::new());
+    let prepare = |policy: &TransportPolicy| launch::prepare(&transports.clone().with_policy(policy.clone()));
+    policies.iter().flatten().try_for_each(prepare)?;
     let servers = Servers::stock().scripted_policy(played).resources("math", |_| Ok(Math));
     let stack = Stack::start(config, &servers, &world, StackOptions::default()).await?;
     let environment =

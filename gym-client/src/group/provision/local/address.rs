@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use gym_core::group::Rank;
-use gym_core::transport::{ListenOptions, Listener, Transport, TransportPolicy};
+use gym_core::transport::{ListenOptions, Listener, TransportPolicy};
 use gym_core::{Error, Handler, Incarnation, Result};
 use serde::{Deserialize, Serialize};
 
@@ -31,11 +31,12 @@ pub(crate) struct ListenAddresses {
 }
 
 impl ListenAddresses {
-    /// Those of a group on this machine: at `host`, or at sockets. What has to be met over HTTP needs a host.
-    pub(crate) fn open(host: Option<&str>, policy: &TransportPolicy, known: &[Transport]) -> Result<Self> {
-        let allowed = known.iter().filter(|transport| policy.allows(**transport));
+    /// Those of a group on this machine: at `host`, or at sockets. Transports whose peers meet over another one need a host.
+    pub(crate) fn open(host: Option<&str>, transports: &Transports) -> Result<Self> {
+        let needs_host = !transports.meets_over().is_empty();
+        let allowed = transports.known().into_iter().filter(|transport| transports.policy().allows(*transport));
         let transports = allowed.map(|transport| transport.as_str().to_owned()).collect();
-        let host = host.or(policy.uses_ucx().then_some("127.0.0.1")).map(str::to_owned);
+        let host = host.or(needs_host.then_some("127.0.0.1")).map(str::to_owned);
         let directory = if host.is_some() {
             None
         } else {
@@ -72,9 +73,7 @@ impl ListenAddress {
         if let Some(socket) = &self.socket {
             options = options.socket(socket.clone());
         }
-        // Whoever has UCX meets over HTTP.
-        let needed: &[Transport] = if policy.uses_ucx() { &[Transport::HTTP] } else { &[] };
-        transports.listen(options, handler, needed).await
+        transports.listen(options, handler, &[]).await
     }
 }
 
@@ -143,5 +142,56 @@ fn sweep(parent: &Path) {
         {
             let _ = std::fs::remove_dir_all(entry.path());
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    #[test]
+    fn sockets_lie_in_a_folder_of_ones_own_that_goes_with_the_group() {
+        let transports = Transports::standard().with_policy(TransportPolicy::unconfigured());
+        let addresses = ListenAddresses::open(None, &transports).expect("a folder");
+        let first = addresses.of(3, Incarnation(1)).socket.expect("a path");
+        assert_ne!(Some(&first), addresses.of(3, Incarnation(2)).socket.as_ref());
+        let folder = first.parent().expect("a folder").to_owned();
+        assert_eq!(std::fs::metadata(&folder).expect("is there").permissions().mode() & 0o777, 0o700);
+        std::fs::write(&first, "").expect("writes");
+        drop(addresses);
+        assert!(!folder.exists());
+    }
+
+    #[cfg(feature = "rdma")]
+    #[test]
+    fn the_groups_configuration_decides_whether_ucx_is_listened_on_besides() {
+        let address = |policy: TransportPolicy| {
+            let transports = Transports::standard().with_policy(policy);
+            ListenAddresses::open(None, &transports).expect("addresses").of(0, Incarnation(1))
+        };
+        let required = address(TransportPolicy::auto().require("rdma"));
+        assert_eq!(
+            (required.transports, required.host.as_deref()),
+            (["mem", "shm", "rdma"].map(str::to_owned).to_vec(), Some("127.0.0.1"))
+        );
+        let unconfigured = address(TransportPolicy::unconfigured());
+        assert_eq!((unconfigured.transports, unconfigured.host), (["mem", "http"].map(str::to_owned).to_vec(), None));
+    }
+
+    #[test]
+    fn folders_of_the_dead_are_removed_and_those_of_the_living_stay() {
+        let parent = tempfile::tempdir().expect("a folder");
+        let of_the_dead = parent.path().join(format!("{PREFIX}0123456789abcdef"));
+        let of_somebody_else = parent.path().join("gym-0123456789abcdef");
+        for folder in [&of_the_dead, &of_somebody_else] {
+            std::fs::create_dir(folder).expect("makes");
+            std::fs::write(folder.join("0.1"), "").expect("writes");
+        }
+        let living = SocketDirectory::create(parent.path()).expect("a folder");
+        let next = SocketDirectory::create(parent.path()).expect("another");
+        assert!(!of_the_dead.exists());
+        assert!(of_somebody_else.exists() && living.path().exists() && next.path().exists());
     }
 }

@@ -74,7 +74,7 @@ impl Default for LocalOptions {
         Self {
             program: None,
             host: None,
-            transport: TransportPolicy::without_ucx(),
+            transport: TransportPolicy::unconfigured(),
             lines: prefixed(std::io::stderr()),
         }
     }
@@ -123,9 +123,9 @@ impl Provisioner for Local {
         let rendezvous =
             HeldRendezvous::hold(spec.ranks.len(), &spec.ports).map_err(|error| error.about(subject.clone()))?;
         let policy = spec.transport_policy.get_or_insert_with(|| self.options.transport.clone()).clone();
-        let known = self.workers.transports().known();
-        let addresses = ListenAddresses::open(self.options.host.as_deref(), &policy, &known)
-            .map_err(|error| error.about(subject))?;
+        let transports = self.workers.transports().with_policy(policy);
+        let addresses =
+            ListenAddresses::open(self.options.host.as_deref(), &transports).map_err(|error| error.about(subject))?;
         let state = Arc::new(LocalState {
             workers: self.workers.clone(),
             program: match &self.options.program {
@@ -208,7 +208,8 @@ impl LocalState {
 
     fn process_start(&self, place: &RankPlace, incarnation: Incarnation) -> Result<ProcessStart> {
         let kind = self.workers.kind(&self.spec.worker)?;
-        let (environment, init) = start_inputs(kind, &self.spec, place, &self.rendezvous.addresses)?;
+        let (environment, init) =
+            start_inputs(kind, &self.workers.transports(), &self.spec, place, &self.rendezvous.addresses)?;
         Ok(ProcessStart {
             name: place.name.clone(),
             program: self.program.clone(),

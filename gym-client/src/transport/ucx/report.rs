@@ -1,0 +1,99 @@
+//! UCX's report on itself, taken in a child process.
+
+use std::io::Write;
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Output, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use gym_transport_rdma::fabric::LoadOptions;
+use gym_transport_rdma::transport::UcxReport;
+use tokio::process::Command;
+
+use gym_transport_rdma::UCX_VARIABLES;
+
+/// First argument that makes a process load UCX and print what it found.
+pub(crate) const REPORT_ROLE: &str = "--gym-ucx-report";
+static ENTERED: AtomicBool = AtomicBool::new(false);
+
+/// Records that this executable takes roles: running it again does not run the user's `main` twice.
+pub(crate) fn set_entered() {
+    ENTERED.store(true, Ordering::Release);
+}
+
+/// How its line begins: UCX writes lines of its own to standard output.
+const MARK: &str = "gym-ucx-report ";
+
+/// What UCX says of itself, found out in a child process, because loading it changes a process for ever. [`enter`] must have
+/// been called in this program.
+///
+/// [`enter`]: crate::launch::enter
+///
+/// # Errors
+/// Why UCX cannot be used: it is not there (with every place that was looked in and how to install it), it crashed, or it took
+/// longer than `within`.
+pub async fn ucx_report(within: Duration) -> Result<UcxReport, String> {
+    if !ENTERED.load(Ordering::Acquire) {
+        return Err("UCX was not looked at: call launch::enter() as the first line of main".to_owned());
+    }
+    let mut command = Command::new("/proc/self/exe");
+    let missing = UCX_VARIABLES.into_iter().filter(|(name, _)| std::env::var_os(name).is_none());
+    command.arg(REPORT_ROLE).envs(missing).stdin(Stdio::null()).kill_on_drop(true);
+    match tokio::time::timeout(within, command.output()).await {
+        Ok(Ok(output)) => read(&output),
+        Ok(Err(error)) => Err(format!("the process that looks at UCX cannot be started: {error}")),
+        Err(_) => Err(format!("loading UCX took longer than {within:?}")),
+    }
+}
+
+fn read(output: &Output) -> Result<UcxReport, String> {
+    let text = String::from_utf8_lossy(&output.stdout);
+    let said = text.lines().find_map(|line| line.strip_prefix(MARK));
+    match said.and_then(|said| serde_json::from_str::<Result<UcxReport, String>>(said).ok()) {
+        Some(found) => found,
+        None => {
+            let how = match output.status.signal() {
+                Some(signal) => format!("died by signal {signal}"),
+                None => format!("ended with {:?}", output.status.code()),
+            };
+            let errors = String::from_utf8_lossy(&output.stderr);
+            let last = errors.lines().chain(text.lines()).last().unwrap_or("nothing");
+            Err(format!("the process that loaded UCX {how}; it said last: {last}"))
+        }
+    }
+}
+
+pub(crate) fn be_reporter() -> ! {
+    let found = UcxReport::take(&LoadOptions::default()).map_err(|error| error.to_string());
+    let text = serde_json::to_string(&found).expect("a report can be written as JSON");
+    // A line of its own, whatever UCX has printed.
+    let written = writeln!(std::io::stdout(), "\n{MARK}{text}");
+    std::process::exit(i32::from(written.is_err()));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn output(status: i32, stdout: &str, stderr: &str) -> Output {
+        Output {
+            status: std::process::ExitStatus::from_raw(status),
+            stdout: stdout.as_bytes().to_vec(),
+            stderr: stderr.as_bytes().to_vec(),
+        }
+    }
+
+    #[test]
+    fn the_answer_is_found_among_what_ucx_prints() {
+        let answer = "[1] UCX  WARN unused environment variable\n\ngym-ucx-report {\"Err\":\"not there\"}\n";
+        assert_eq!(read(&output(0, answer, "")), Err("not there".to_owned()));
+    }
+
+    #[test]
+    fn a_crash_is_told_with_the_last_words() {
+        let error = read(&output(11, "", "loading\n")).expect_err("crashed");
+        assert!(error.contains("died by signal 11") && error.contains("loading"), "{error}");
+        let error = read(&output(0, "gym-ucx-report rubbish\n", "")).expect_err("rubbish");
+        assert!(error.contains("ended with Some(0)"), "{error}");
+    }
+}
