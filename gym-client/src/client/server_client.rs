@@ -40,7 +40,7 @@ pub(super) struct ClientState {
     pub(super) rng: Mutex<fastrand::Rng>,
     names: RwLock<BTreeMap<String, Arc<ReplicaSet>>>,
     asking: Mutex<BTreeMap<String, Arc<tokio::sync::Mutex<ResolveLock>>>>,
-    pub(super) background: BackgroundTasks,
+    background: BackgroundTasks,
 }
 
 /// Held by the one caller that asks the registry for a name; the others wait for the answer. A thousand rollouts that start
@@ -108,6 +108,12 @@ impl ServerClient {
                 background: BackgroundTasks::default(),
             }),
         }
+    }
+
+    /// Runs calls that outlive their caller, such as the one that closes the session of a cancelled episode. `calls` must have a
+    /// deadline. They are dropped if this client runs 16,384 of them, and outside of a Tokio runtime.
+    pub fn in_background(&self, calls: impl Future<Output = ()> + Send + 'static) {
+        self.inner.background.spawn(calls);
     }
 
     /// Returns the transports that servers are called over.
