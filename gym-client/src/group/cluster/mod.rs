@@ -1,7 +1,7 @@
 //! Virtual clusters: bundles on nodes, and the groups that run on them.
 //!
 //! ```no_run
-//! # use gym_core::group::{cluster::ClusterSpec}; use gym_core::{CallContext, InProcess, Result};
+//! # use gym_core::{CallContext, Result, group::cluster::ClusterSpec, transport::InProcess};
 //! # use gym_client::{Transports, group::{GroupOptions, GroupRequest, Local, VirtualCluster, Workers}};
 //! # async fn example(workers: Workers) -> Result<()> {
 //! let cluster = VirtualCluster::new(ClusterSpec::new([4, 8, 2]), Local::new(workers))?.simulate_nodes(&[4, 8, 2]);
