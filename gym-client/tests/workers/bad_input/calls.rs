@@ -14,11 +14,11 @@ use super::super::types::{Collapse, Deafen, Describe, Hold, Job, Leave, Warm, Wo
 use super::super::{LONG, pid, signal, status, until};
 use super::{Case, Got, outcome};
 
-const DATA: &str = "data that do not divide";
-const DISPATCH: &str = "ranks that there are not";
-const METHOD: &str = "method that the worker does not have";
-const WORKER: &str = "worker that goes wrong in a call";
-const LIMIT: &str = "limit that is met";
+const DATA: &str = "data that cannot be divided";
+const DISPATCH: &str = "ranks that do not exist";
+const METHOD: &str = "method that the worker does not implement";
+const WORKER: &str = "worker that fails during a call";
+const LIMIT: &str = "limit that is exceeded";
 const WRONG: &str = "refused: invalid_argument";
 
 macro_rules! stranger {
@@ -107,26 +107,22 @@ fn wrong_calls() -> Vec<Case> {
         wrong(DATA, "three arguments for two ranks", WRONG, &["3 arguments for 2 ranks"], async |group| {
             warmed_each(group, 3).await
         }),
-        wrong(DATA, "a column of other rows", WRONG, &["more", "3", "2"], async |_| {
+        wrong(DATA, "a column with another number of rows", WRONG, &["more", "3", "2"], async |_| {
             let more = Tensor::from_vec([3], vec![0_i64; 3]).expect("fits");
             Got::refused(rows(2).with("more", more))
         }),
-        wrong(
-            DISPATCH,
-            "an axis that it has not",
-            WRONG,
-            &["call describe of policy", "pipeline", "rank"],
-            async |group| described(group, Dispatch::shard("pipeline"), rows(2)).await,
-        ),
+        wrong(DISPATCH, "an unknown axis", WRONG, &["call describe of policy", "pipeline", "rank"], async |group| {
+            described(group, Dispatch::shard("pipeline"), rows(2)).await
+        }),
         wrong(DISPATCH, "an axis sharded and replicated", WRONG, &["call describe of policy", "rank"], async |group| {
             described(group, Dispatch::shard("rank").replicate(["rank"]), rows(2)).await
         }),
-        wrong(DISPATCH, "a rank that it has not", WRONG, &["call describe of policy", "7"], async |group| {
+        wrong(DISPATCH, "an unknown rank", WRONG, &["call describe of policy", "7"], async |group| {
             described(group, Dispatch::rank(7), Batch::empty()).await
         }),
         wrong(
             METHOD,
-            "a name that it does not know",
+            "an unknown name",
             "fails: refused",
             &["rank 0", "/worker/unheard", "describe, work"],
             async |group| outcome::called(group.call(Unheard, ()).dispatch(Dispatch::rank(0)).deadline(LONG).await),
@@ -142,23 +138,23 @@ fn wrong_calls() -> Vec<Case> {
                 )
             },
         ),
-        wrong(METHOD, "an answer of another type", "fails: bad_reply", &["no reply of describe"], async |group| {
+        wrong(METHOD, "a reply of another type", "fails: bad_reply", &["no reply of describe"], async |group| {
             outcome::called(group.call(DescribeInNumbers, ()).deadline(LONG).await)
         }),
         wrong(LIMIT, "a deadline that has passed", "refused: deadline_exceeded", &["call describe of policy"], {
             async |group| outcome::called(group.call(Describe, ()).deadline(Duration::ZERO).await)
         }),
-        wrong(LIMIT, "an answer larger than the caller takes", "fails: exception", &["call describe of policy"], {
+        wrong(LIMIT, "a reply larger than the caller accepts", "fails: exception", &["call describe of policy"], {
             async |group| {
                 let mut cx = CallContext::within(LONG);
                 cx.reply_bytes_max = 10;
                 outcome::called(group.call(Describe, ()).context(&cx).await)
             }
         }),
-        wrong(DISPATCH, "a rank to kill that it has not", "refused: not_found", &["group policy has no rank 7"], {
+        wrong(DISPATCH, "an unknown rank to kill", "refused: not_found", &["group policy has no rank 7"], {
             async |group| Got::refused(group.kill(7).await)
         }),
-        Case::new(DISPATCH, "weights for one rank of two", WRONG, &["weights [1] for 2 ranks"], |fixture| {
+        Case::new(DISPATCH, "weights for one of two ranks", WRONG, &["weights [1] for 2 ranks"], |fixture| {
             Box::pin(async move {
                 let group =
                     fixture.start(&super::super::local(), fixture.spec("obedient"), super::super::options()).await;
@@ -193,7 +189,7 @@ fn harms() -> Vec<Case> {
         }),
         harm(
             WORKER,
-            "never answers",
+            "never responds",
             "fails: timeout",
             &["call work of policy", "deadline"],
             "obedient",
@@ -201,7 +197,7 @@ fn harms() -> Vec<Case> {
         ),
         harm(
             WORKER,
-            "never answers, and does not listen",
+            "never responds and ignores the cancellation",
             "fails: timeout",
             &["deadline"],
             "obedient",
@@ -217,7 +213,7 @@ fn harms() -> Vec<Case> {
         ),
         harm(
             LIMIT,
-            "more memory than it may use",
+            "more memory than allowed",
             "fails: memory_limit_exceeded",
             &["rank 0", "exceeded its memory limit", "of 209715200 bytes", "raise its memory limit"],
             "obedient",
@@ -231,7 +227,7 @@ fn harms() -> Vec<Case> {
                 })
             },
         ),
-        harm(LIMIT, "more calls than it takes", "fails: refused", &["3 calls run or wait", "calls_max"], "narrow", {
+        harm(LIMIT, "more calls than it accepts", "fails: refused", &["3 calls run or wait", "calls_max"], "narrow", {
             async |group| {
                 let dispatch = || Dispatch::rank(0);
                 let calls = (0..3).map(|_| group.call(Work, HOURS).dispatch(dispatch()).deadline(LONG).start());

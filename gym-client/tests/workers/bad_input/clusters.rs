@@ -7,8 +7,8 @@ use gym_core::group::cluster::{ClusterSpec, NodeResources, place};
 use super::super::local;
 use super::{Case, Got};
 
-const SPEC: &str = "cluster that cannot be";
-const ROOM: &str = "more than there is";
+const SPEC: &str = "invalid cluster";
+const ROOM: &str = "insufficient resources";
 
 /// A cluster of this text, placed on two nodes: one with GPUs 0 to 3, one with 0 and 1.
 fn cluster(
@@ -57,7 +57,7 @@ pub(crate) fn cases() -> Vec<Case> {
         ),
         cluster(
             SPEC,
-            "a GPU twice",
+            "a duplicate GPU",
             r#"{"bundle_ct_per_node_list": [2, 2], "gpu_ids": [[0, 1], [1, 1]]}"#,
             WRONG,
             &["gpu_ids names GPU 1 twice on node 1"],
@@ -78,14 +78,14 @@ pub(crate) fn cases() -> Vec<Case> {
         ),
         cluster(
             SPEC,
-            "a backend that is not there yet",
+            "an unsupported backend",
             r#"{"bundle_ct_per_node_list": [1], "communication_backend": "nccl"}"#,
             "refused: unimplemented",
             &["communication_backend 'nccl'", "use 'auto', 'ucx', 'shm' or 'tcp'"],
         ),
         cluster(
             ROOM,
-            "a GPU that no node has",
+            "a GPU that does not exist",
             r#"{"bundle_ct_per_node_list": [1], "gpu_ids": [9]}"#,
             WRONG,
             &["gpu_ids names GPU 9", "left has 64 CPUs, GPUs [0, 1, 2, 3]"],
@@ -99,14 +99,14 @@ pub(crate) fn cases() -> Vec<Case> {
         ),
         cluster(
             ROOM,
-            "a node larger than any",
+            "a node larger than any other",
             r#"{"bundle_ct_per_node_list": [5]}"#,
             LACKS,
             &["bundles [5]", "they do not fit the nodes one by one"],
         ),
         cluster(
             ROOM,
-            "more CPUs than there are",
+            "more CPUs than available",
             r#"{"bundle_ct_per_node_list": [30], "use_gpus": false, "max_colocated_worker_groups": 3}"#,
             LACKS,
             &["90 CPUs are asked for, 72 are there"],

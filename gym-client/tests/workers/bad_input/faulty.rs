@@ -21,8 +21,8 @@ use super::super::types::Describe;
 use super::super::{LONG, local, options};
 use super::{Case, outcome};
 
-const GREETING: &str = "worker that lies about where it serves";
-const ANSWER: &str = "rank that lies in its answers";
+const GREETING: &str = "worker that reports a wrong address";
+const ANSWER: &str = "rank that returns invalid replies";
 const PREFIX: &str = "rogue-";
 
 /// All types of rogues.
@@ -155,28 +155,23 @@ pub(crate) fn cases() -> Vec<Case> {
     const FAILED: &str = "does not start: start_failed";
     const BAD: &str = "fails: bad_reply";
     vec![
-        greeting("says it twice", "rogue-twice", "starts", &[]),
-        greeting("where nothing is", "rogue-nowhere", FAILED, &["rank 0", "-elsewhere", "cannot connect"]),
-        greeting("in a path that cannot be", "rogue-nobody", FAILED, &["rank 0", "/deeper"]),
-        greeting("in words", "rogue-words", FAILED, &["rank 0", "did not say within 300ms where it serves"]),
-        greeting(
-            "over a transport that nobody has",
-            "rogue-scheme",
-            FAILED,
-            &["rank 0", "carrier+pigeon", "unix+frames"],
-        ),
+        greeting("twice", "rogue-twice", "starts", &[]),
+        greeting("without a listener", "rogue-nowhere", FAILED, &["rank 0", "-elsewhere", "cannot connect"]),
+        greeting("an invalid path", "rogue-nobody", FAILED, &["rank 0", "/deeper"]),
+        greeting("a sentence", "rogue-words", FAILED, &["rank 0", "did not say within 300ms where it serves"]),
+        greeting("an unknown transport", "rogue-scheme", FAILED, &["rank 0", "carrier+pigeon", "unix+frames"]),
         greeting("nowhere", "rogue-none", FAILED, &["rank 0", "no transport here"]),
         greeting(
-            "and talks noise there",
+            "with a listener that sends noise",
             "rogue-noise",
             FAILED,
             &["it cannot be reached where it says that it serves", "no frame begins with"],
         ),
-        call("a segment shorter than it says", "rogue-short", BAD, &["call describe of policy", "rank 0"]),
-        call("a segment more than it says", "rogue-more", BAD, &["call describe of policy", "rank 0"]),
-        call("more rows than memory holds", "rogue-rows", BAD, &["call describe of policy", "rank 0"]),
-        call("the answer of another method", "rogue-other", BAD, &["rank 0", "no reply of describe"]),
-        call("no JSON", "rogue-text", BAD, &["rank 0", "no reply of describe"]),
-        call("an answer of another life", "rogue-life", "fails: unreachable", &["rank 0", "incarnation 7"]),
+        call("a segment shorter than announced", "rogue-short", BAD, &["call describe of policy", "rank 0"]),
+        call("one segment more than announced", "rogue-more", BAD, &["call describe of policy", "rank 0"]),
+        call("more rows than fit in memory", "rogue-rows", BAD, &["call describe of policy", "rank 0"]),
+        call("the reply of another method", "rogue-other", BAD, &["rank 0", "no reply of describe"]),
+        call("a reply that is not JSON", "rogue-text", BAD, &["rank 0", "no reply of describe"]),
+        call("a reply of another incarnation", "rogue-life", "fails: unreachable", &["rank 0", "incarnation 7"]),
     ]
 }

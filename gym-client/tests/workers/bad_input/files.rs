@@ -31,7 +31,7 @@ pub(crate) fn cases() -> Vec<Case> {
             &["cluster.yaml:4: policy.max_restart", "did you mean 'max_restarts'?"],
         ),
         file(
-            "a key twice",
+            "a duplicate key",
             "cluster: {bundle_ct_per_node_list: [2]}\npolicy: {}\npolicy: {}\n",
             &["cluster.yaml:3: policy", "first on line 2"],
         ),
@@ -43,17 +43,17 @@ pub(crate) fn cases() -> Vec<Case> {
             &["cluster.yaml:4: cluster.bundle_ct_per_node_list.1", "`-1`, expected u32"],
         ),
         file(
-            "a text where a switch belongs",
+            "a string instead of a boolean",
             "cluster:\n  bundle_ct_per_node_list: [2]\n  use_gpus: perhaps\n",
             &["cluster.yaml:3: cluster.use_gpus", "expected a boolean"],
         ),
         file(
-            "GPU ids that are none",
+            "invalid GPU ids",
             "cluster:\n  bundle_ct_per_node_list: [2]\n  gpu_ids: all\n",
             &["cluster.yaml:3: cluster.gpu_ids", "\"auto\", a list of GPU numbers"],
         ),
         file(
-            "GPU ids that do not fit",
+            "GPU ids that do not match",
             "cluster:\n  bundle_ct_per_node_list: [2]\n  gpu_ids: [0, 0]\n",
             &["cluster.yaml:3: cluster.gpu_ids", "names GPU 0 twice"],
         ),
@@ -63,7 +63,7 @@ pub(crate) fn cases() -> Vec<Case> {
             &["cluster.yaml:3: cluster.communication_backend", "auto, nccl, ucx, tcp and shm"],
         ),
         file(
-            "a backend that is not there yet",
+            "an unsupported backend",
             "cluster:\n  bundle_ct_per_node_list: [2]\n  communication_backend: nccl\n",
             &[
                 "cluster.yaml:3: cluster.communication_backend",
@@ -72,7 +72,7 @@ pub(crate) fn cases() -> Vec<Case> {
             ],
         ),
         file(
-            "an amount of memory that is none",
+            "an invalid amount of memory",
             "cluster: {bundle_ct_per_node_list: [2]}\npolicy:\n  memory_limit: 8 bananas\n",
             &["cluster.yaml:3: policy.memory_limit", "8 bananas", "GiB"],
         ),
@@ -97,7 +97,7 @@ pub(crate) fn cases() -> Vec<Case> {
     }));
     cases.push(Case::new(
         FILE,
-        "a group that it has not",
+        "an undefined group",
         "refused: not_found",
         &["cluster.yaml", "`policy`?"],
         |fixture| {

@@ -12,7 +12,7 @@ use super::super::{LONG, options, stop};
 use super::{Case, Got};
 
 const PLACE: &str = "group that does not fit its cluster";
-const SHARED: &str = "bundles that others use";
+const SHARED: &str = "bundles in use";
 const WRONG: &str = "refused: invalid_argument";
 
 fn place(
@@ -59,22 +59,17 @@ pub(crate) fn cases() -> Vec<Case> {
             on(WorkersOn::Tied(vec![(0, vec![0]), (0, vec![])])),
         ),
         place(
-            "a bundle that is not there",
+            "a missing bundle",
             WRONG,
             &["there is no bundle 7 on node 0"],
             on(WorkersOn::Tied(vec![(0, vec![0, 7])])),
         ),
-        place("axes of more ranks", WRONG, &["the layout has 4 ranks, the group 2"], |request| {
+        place("axes for more ranks", WRONG, &["the layout has 4 ranks, the group 2"], |request| {
             request.options.layout = Some(RankLayout::new([("dp", 2), ("tp", 2)]).expect("a layout"));
         }),
-        place(
-            "a worker type that nobody registered",
-            "refused: not_found",
-            &["group policy", "`obedeint`"],
-            |request| {
-                request.worker = "obedeint".to_owned();
-            },
-        ),
+        place("an unregistered worker type", "refused: not_found", &["group policy", "`obedeint`"], |request| {
+            request.worker = "obedeint".to_owned();
+        }),
         place("gradient compression", "refused: unimplemented", &["enable_gradient_compression"], |request| {
             let config = serde_json::from_str(r#"{"enable_gradient_compression": true}"#);
             request.config = Some(config.expect("a configuration"));
@@ -106,7 +101,7 @@ pub(crate) fn cases() -> Vec<Case> {
         ),
         Case::new(
             SHARED,
-            "one group more than may share",
+            "too many groups that share bundles",
             "refused: resource_exhausted",
             &["group generation", "used by policy", "max_colocated_worker_groups"],
             |_| Box::pin(second(|spec| spec.max_colocated_worker_groups = std::num::NonZeroU32::new(1))),

@@ -14,9 +14,9 @@ use super::fixture::Fixture;
 use super::{Case, outcome};
 
 const START: &str = "worker that does not start";
-const PROGRAM: &str = "program that is no worker";
-const REQUEST: &str = "launch that cannot be";
-const PORTS: &str = "ports that are taken";
+const PROGRAM: &str = "program that is not a worker";
+const REQUEST: &str = "invalid launch";
+const PORTS: &str = "ports in use";
 
 fn worker(name: &'static str, worker: &'static str, outcome: &'static str, says: &'static [&'static str]) -> Case {
     Case::new(START, name, outcome, says, move |fixture| {
@@ -82,16 +82,16 @@ pub(crate) fn cases() -> Vec<Case> {
         worker("exits", "exits", DIED, &["start group policy", "rank 0", "exit code 3", "no GPU for tiny"]),
         worker("fails", "fails", FAILED, &["rank 0", "no model called tiny"]),
         worker("panics", "panics", FAILED, &["rank 0", "the driver is too old"]),
-        worker("never says that it serves", "never", FAILED, &["rank 0", "300ms", "raise the start timeout"]),
-        worker("prints rubbish first", "rubbish", "starts", &[]),
-        worker("a name that nobody registered", "obedeint", "does not start: not_found", &["`obedeint`", "obedient"]),
+        worker("never reports that it serves", "never", FAILED, &["rank 0", "300ms", "raise the start timeout"]),
+        worker("prints other text first", "rubbish", "starts", &[]),
+        worker("an unregistered name", "obedeint", "does not start: not_found", &["`obedeint`", "obedient"]),
         program("is missing", FAILED, &["rank 0", "/no/such/program"], |_| "/no/such/program".into()),
-        program("is a folder", FAILED, &["rank 0"], |fixture| fixture.folder().to_owned()),
-        program("may not be run", FAILED, &["rank 0", "program"], |fixture| script(fixture, "#!/bin/sh\n", 0o600)),
+        program("is a directory", FAILED, &["rank 0"], |fixture| fixture.folder().to_owned()),
+        program("is not executable", FAILED, &["rank 0", "program"], |fixture| script(fixture, "#!/bin/sh\n", 0o600)),
         program("does nothing", DIED, &["rank 0", "exit code 0"], |fixture| {
             script(fixture, "#!/bin/sh\nexit 0\n", 0o700)
         }),
-        program("does not know what a worker is", DIED, &["rank 0", "exit code 2", "--gym-worker: what?"], |fixture| {
+        program("does not support workers", DIED, &["rank 0", "exit code 2", "--gym-worker: what?"], |fixture| {
             script(fixture, "#!/bin/sh\necho \"$1: what?\" >&2\nexit 2\n", 0o700)
         }),
         program("has other worker types", FAILED, &["rank 0", "no worker type `obedient`"], |fixture| {
@@ -114,13 +114,13 @@ pub(crate) fn cases() -> Vec<Case> {
             spec.init = serde_json::value::to_raw_value(&5).expect("JSON");
             Vec::new()
         }),
-        request(REQUEST, "a variable that cannot be", FAILED, &["rank 0"], |spec| {
+        request(REQUEST, "an invalid variable", FAILED, &["rank 0"], |spec| {
             spec.variables.insert("A=B".to_owned(), "a\0b".to_owned());
             Vec::new()
         }),
         request(
             REQUEST,
-            "half of what a profiler needs",
+            "an incomplete profiler setting",
             "does not start: invalid_argument",
             &["start group policy", "NRL_NSYS_WORKER_PATTERNS and NRL_NSYS_PROFILE_STEP_RANGE go together"],
             |spec| {
@@ -128,19 +128,13 @@ pub(crate) fn cases() -> Vec<Case> {
                 Vec::new()
             },
         ),
-        request(
-            REQUEST,
-            "a profiler that is not there",
-            FAILED,
-            &["rank 0", "nsys", "/nowhere", "install it"],
-            |spec| {
-                for (name, value) in [("WORKER_PATTERNS", "*"), ("PROFILE_STEP_RANGE", "1:2")] {
-                    spec.variables.insert(format!("NRL_NSYS_{name}"), value.to_owned());
-                }
-                spec.variables.insert("PATH".to_owned(), "/nowhere".to_owned());
-                Vec::new()
-            },
-        ),
+        request(REQUEST, "a missing profiler", FAILED, &["rank 0", "nsys", "/nowhere", "install it"], |spec| {
+            for (name, value) in [("WORKER_PATTERNS", "*"), ("PROFILE_STEP_RANGE", "1:2")] {
+                spec.variables.insert(format!("NRL_NSYS_{name}"), value.to_owned());
+            }
+            spec.variables.insert("PATH".to_owned(), "/nowhere".to_owned());
+            Vec::new()
+        }),
         request(
             PORTS,
             "every port of the range",
@@ -173,7 +167,7 @@ pub(crate) fn cases() -> Vec<Case> {
         ),
         Case::new(
             START,
-            "a caller without time",
+            "a deadline that has passed before the start",
             "does not start: deadline_exceeded",
             &["start group policy", "the deadline has passed"],
             |fixture| {
