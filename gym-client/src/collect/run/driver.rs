@@ -18,7 +18,7 @@ use tokio_util::sync::CancellationToken;
 use crate::client::{CallOptions, ServerClient};
 use crate::collect::run::outcome::{AttemptResult, classify, contradiction};
 use crate::collect::run::progress::CollectProgress;
-use crate::collect::run::rollouts::RolloutSender;
+use crate::collect::run::rollout::RolloutSender;
 use crate::collect::run::row::RolloutRow;
 
 /// How a collection runs.
