@@ -7,10 +7,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::stream::{Stream, StreamExt};
-use gym_core::{
-    Attempt, CallContext, Code, Error, FailureClass, KeyState, Ledger, Request, Result, RetryPolicy, Route, TaskKey,
-    TraceContext, World,
-};
+use gym_core::message::TraceContext;
+use gym_core::rollout::{Attempt, FailureClass, KeyState, Ledger, TaskKey};
+use gym_core::transport::RetryPolicy;
+use gym_core::{CallContext, Code, Error, Request, Result, Route, World};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -108,7 +108,7 @@ impl Driver {
     pub async fn run(
         self: &Arc<Self>,
         rows: impl Stream<Item = Result<RolloutRow>> + Unpin,
-        stop: CancellationToken,
+        stop: CancelToken,
     ) -> Result<RunEnd> {
         let mut rows = rows.fuse();
         let mut running: JoinSet<Result<()>> = JoinSet::new();

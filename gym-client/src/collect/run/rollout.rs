@@ -3,7 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use gym_core::{FailureClass, Outcome, RawObject, Result, TaskKey};
+use gym_core::rollout::{FailureClass, Outcome, TaskKey};
+use gym_core::{RawObject, Result};
 use tokio::sync::mpsc;
 
 use crate::collect::ledger::StreamLedger;

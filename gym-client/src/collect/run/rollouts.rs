@@ -5,7 +5,8 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use futures_util::stream::{Stream, StreamExt};
-use gym_core::{RawObject, Result, TaskKey, World};
+use gym_core::rollout::TaskKey;
+use gym_core::{RawObject, Result, World};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
@@ -48,7 +49,7 @@ impl Rollouts {
         let mut task = JoinSet::new();
         task.spawn(async move {
             // Ends with the rows or with the stream: dropping the stream aborts this task.
-            if let Err(error) = driver.run(Box::pin(rows), CancellationToken::new()).await {
+            if let Err(error) = driver.run(Box::pin(rows), CancelToken::new()).await {
                 let _ = sender.send(Err(error)).await;
             }
         });
