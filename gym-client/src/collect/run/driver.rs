@@ -17,7 +17,7 @@ use tokio::time::Instant;
 use crate::client::{CallOptions, ServerClient};
 use crate::collect::run::outcome::{AttemptResult, classify, contradiction};
 use crate::collect::run::progress::CollectProgress;
-use crate::collect::run::rollouts::RolloutSender;
+use crate::collect::run::rollout::RolloutSender;
 use crate::collect::run::row::RolloutRow;
 
 /// Concurrency, attempts and deadlines of a collection; [`DriverOptions::default`] sets the defaults.

@@ -3,10 +3,12 @@
 mod driver;
 pub(crate) mod outcome;
 mod progress;
+mod rollout;
 pub(crate) mod rollouts;
 mod row;
 
 pub use driver::{Driver, DriverOptions, RunEnd};
 pub use progress::{AgentScore, CollectProgress, ProgressSnapshot};
-pub use rollouts::{Rollout, RolloutError, Rollouts};
+pub use rollout::{Rollout, RolloutError};
+pub use rollouts::Rollouts;
 pub use row::RolloutRow;
