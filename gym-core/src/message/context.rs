@@ -3,7 +3,9 @@
 //! The deadline is an instant in memory and the time that is left on the wire, so two machines need not agree on a clock.
 
 use std::fmt;
-use std::future::Future;
+use std::future::{Future, poll_fn};
+use std::pin::pin;
+use std::task::Poll;
 use std::time::Duration;
 
 use tokio::time::Instant;
@@ -133,12 +135,22 @@ pub(crate) async fn bounded<T>(
     execution: Execution,
     future: impl Future<Output = Result<T>>,
 ) -> Result<T> {
+    let mut future = pin!(future);
+    let mut interrupted = pin!(interrupted(cancel, deadline, execution));
+    // By hand, because `select!` is several hundred lines of machine code for each type of future.
+    poll_fn(|cx| match future.as_mut().poll(cx) {
+        Poll::Ready(done) => Poll::Ready(done),
+        Poll::Pending => interrupted.as_mut().poll(cx).map(Err),
+    })
+    .await
+}
+
+/// Waits for the cancellation or the deadline. First polled where there is something to wait for, so that only then a timer is made.
+async fn interrupted(cancel: &CancelToken, deadline: Instant, execution: Execution) -> Error {
     tokio::select! {
         biased;
-        done = future => done,
-        () = cancel.cancelled() => Err(cancelled(execution)),
-        // In a block, so that a timer is made only where there is something to wait for.
-        () = async { tokio::time::sleep_until(deadline).await } => Err(deadline_exceeded(execution)),
+        () = cancel.cancelled() => cancelled(execution),
+        () = async { tokio::time::sleep_until(deadline).await } => deadline_exceeded(execution),
     }
 }
 

@@ -33,6 +33,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::{CommandFactory, FromArgMatches};
+use futures_util::FutureExt as _;
 use gym_client::launch;
 
 use crate::cli::args::aliases;
@@ -130,7 +131,7 @@ fn start(cli: Cli, overrides: Vec<String>, head_url_given: bool, servers: Server
         }
     };
     // Spawned, because the thread in `block_on` is no worker: everything it wakes would cross threads.
-    let ended = runtime.block_on(async move { tokio::spawn(command).await });
+    let ended = runtime.block_on(async move { tokio::spawn(command.boxed()).await });
     // Whatever still runs was told to end, or is not worth waiting for.
     runtime.shutdown_timeout(Duration::from_secs(1));
     ended.unwrap_or_else(|error| Err(Failure::Failed(format!("the command ended unexpectedly: {error}"))))

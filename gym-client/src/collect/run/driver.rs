@@ -6,6 +6,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::FutureExt as _;
 use futures_util::stream::{Stream, StreamExt};
 use gym_core::{
     Attempt, CallContext, Code, Error, FailureClass, KeyState, Ledger, Request, Result, RetryPolicy, Route, TaskKey,
@@ -138,7 +139,7 @@ impl Driver {
                         if self.is_open(row.key) {
                             // Shared with its attempts, one of which may outlive the rollout.
                             let (driver, row) = (Arc::clone(self), Arc::new(row));
-                            running.spawn(async move { driver.rollout(row).await });
+                            running.spawn(async move { driver.rollout(row).await }.boxed());
                         } else {
                             self.progress.skip(self.ledger.state(row.key) == KeyState::Completed);
                         }
@@ -194,12 +195,13 @@ impl Driver {
                     tracing::warn!(%attempt, "not recorded in time; superseded");
                     self.progress.fail(FailureClass::TransportTimeout);
                     cancel.cancel();
-                    stragglers.get_or_insert_default().spawn(async move {
+                    let superseded = async move {
                         // Its outcome is the ledger's to refuse or to take.
                         if let Err(error) = attempted.await {
                             tracing::debug!(%attempt, %error, "a superseded attempt ended");
                         }
-                    });
+                    };
+                    stragglers.get_or_insert_default().spawn(superseded.boxed());
                 }
             }
             if begun >= self.options.attempts_max || !self.is_open(row.key) {

@@ -4,6 +4,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
+use futures_util::FutureExt as _;
 use futures_util::stream::{Stream, StreamExt};
 use gym_core::{FailureClass, Outcome, RawObject, Result, TaskKey, World};
 use tokio::sync::mpsc;
@@ -56,11 +57,12 @@ impl Rollouts {
         let (server, agent): (Arc<str>, Arc<str>) = (server.into(), agent.into());
         let rows = tasks.enumerate().map(move |(at, task)| row(at, &task?, Arc::clone(&server), Arc::clone(&agent)));
         let told = stop.clone();
-        tokio::spawn(async move {
+        let collecting = async move {
             if let Err(error) = driver.run(Box::pin(rows), told).await {
                 let _ = sender.send(Err(error)).await;
             }
-        });
+        };
+        tokio::spawn(collecting.boxed());
         Self { ended, _stop: stop.drop_guard() }
     }
 }

@@ -1,5 +1,6 @@
 //! SIGINT and SIGTERM: the first asks for an graceful end, the second for one at once.
 
+use futures_util::FutureExt as _;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
@@ -23,7 +24,7 @@ impl StopSignals {
         let interrupt = signal(SignalKind::interrupt()).map_err(failed)?;
         let terminate = signal(SignalKind::terminate()).map_err(failed)?;
         let (graceful, immediate) = (CancellationToken::new(), CancellationToken::new());
-        let listener = tokio::spawn(listen([interrupt, terminate], graceful.clone(), immediate.clone()));
+        let listener = tokio::spawn(listen([interrupt, terminate], graceful.clone(), immediate.clone()).boxed());
         Ok(Self { graceful, immediate, listener })
     }
 }
