@@ -44,7 +44,7 @@ where
         return runtime.block_on(async { tokio::spawn(take_part(arguments)).await? });
     }
     // A thousand connections need as many.
-    gym_core::raise_descriptors();
+    gym_core::base::raise_descriptors();
     let options = Options::of_arguments()?;
     let runtime = Builder::new_current_thread().enable_all().build()?;
     let bench = bench(options);

@@ -11,14 +11,14 @@ use gym_client::Transports;
 use gym_client::collect::input::Repeats;
 use gym_client::collect::{CollectOptions, RolloutCollector, ServerNames, connect_head};
 use gym_client::config::{ConfigLoader, GymConfig, Overrides};
-use gym_core::{Endpoint, InProcess, World};
+use gym_core::transport::InProcess;
+use gym_core::{CancelToken, Endpoint, World};
 use gym_examples::nemo::SingleToolCall;
 use gym_server::metrics::{process_cpu, resident_bytes};
 use gym_server::model::ScriptedItem;
 use gym_server::{Servers, Stack, StackOptions};
 use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
-use tokio_util::sync::CancellationToken;
 
 use crate::{bodies, mock};
 
@@ -256,7 +256,7 @@ async fn measured(collector: RolloutCollector, plan: &Plan) -> Result<Collection
         }
     });
     let (began, cpu) = (Instant::now(), process_cpu());
-    let collected = collector.collect(plan.options(), CancellationToken::new()).await?;
+    let collected = collector.collect(plan.options(), CancelToken::new()).await?;
     let (wall, cpu) = (began.elapsed(), process_cpu().saturating_sub(cpu));
     let (resident_max, in_flight_max) = watch.await?;
     let rows = memchr::memchr_iter(b'\n', &fs::read(&collected.files.rollouts)?).count() as u64;

@@ -1,7 +1,7 @@
 //! A transport of your own beside ours: `cargo run --release --example own_transport`.
 //!
 //! Yours here is the in-process one behind a toll: it counts what passes. What moves bytes by itself implements `Link` too, or
-//! builds on `gym_core::mux`. The suite that every transport passes is `gym_core::testing::conformance::transport`.
+//! builds on `gym_core::transport::mux`. The suite that every transport passes is `gym_core::testing::conformance::transport`.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -9,11 +9,8 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use gym_core::testing::figures::{Figures, answering};
-use gym_core::{
-    CallContext, Channel, ConnectOptions, Connector, Endpoint, Error, InProcess, Link, Listener, PathInfo, Reply,
-    Request, Result,
-};
-use tokio_util::sync::CancellationToken;
+use gym_core::transport::{ConnectOptions, Connector, InProcess, Link, Listener, PathInfo, Reply};
+use gym_core::{CallContext, CancelToken, Channel, Endpoint, Error, Request, Result};
 
 #[derive(Debug)]
 struct Toll {
@@ -67,9 +64,7 @@ async fn main() -> Result<()> {
     let road = InProcess::new().faithful();
     let mut listener = road.listen("figures")?;
     let serving =
-        tokio::spawn(
-            async move { listener.accept().await?.serve(Arc::new(answering()), CancellationToken::new()).await },
-        );
+        tokio::spawn(async move { listener.accept().await?.serve(Arc::new(answering()), CancelToken::new()).await });
     let toll = Toll { road, paid: Arc::default() };
     let figures = Figures::of(&toll, &Endpoint::parse("toll://figures")?).await?;
 

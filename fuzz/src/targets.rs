@@ -1,10 +1,11 @@
 //! The readers, one function each.
 
 use bytes::Bytes;
-use gym_core::frame::{self, Lengths};
-use gym_core::mux::header::{put_failed, put_request, put_response, read_failed};
-use gym_core::mux::{self, Handshake, RequestHeader, ResponseHeader};
-use gym_core::{CallContext, ContentType, Message, Metadata, Route, TraceContext, Verb};
+use gym_core::message::frame::{self, Lengths};
+use gym_core::message::{ContentType, TraceContext};
+use gym_core::transport::mux::header::{put_failed, put_request, put_response, read_failed};
+use gym_core::transport::mux::{self, Handshake, RequestHeader, ResponseHeader};
+use gym_core::{CallContext, Message, Metadata, Route, Verb};
 use gym_transport_rdma::fuzzing;
 
 use crate::Target;
@@ -21,7 +22,8 @@ const CALLER_BYTES: usize = 8 << 10;
 
 /// What one connection keeps to read frames: its staging buffer, which grows to the largest header, and a message within the
 /// limits.
-const CONNECTION_BYTES: usize = (64 << 10) + gym_core::mux::header::HEADER_BYTES_MAX + 2 * LIMITS.message_bytes_max;
+const CONNECTION_BYTES: usize =
+    (64 << 10) + gym_core::transport::mux::header::HEADER_BYTES_MAX + 2 * LIMITS.message_bytes_max;
 
 /// All readers.
 pub const TARGETS: &[Target] = &[

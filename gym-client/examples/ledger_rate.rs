@@ -10,7 +10,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use gym_client::collect::ledger::{JsonlLedger, OpenMode};
-use gym_core::{CallContext, Ledger as _, Outcome, RawObject, RealFiles, TaskKey};
+use gym_core::base::RealFiles;
+use gym_core::rollout::{Ledger as _, Outcome, TaskKey};
+use gym_core::{CallContext, RawObject};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 

@@ -9,12 +9,12 @@ use gym_client::collect::ledger::{JsonlLedger, OpenMode};
 use gym_client::collect::{Driver, DriverOptions, ProgressSnapshot, RolloutRow, RunEnd};
 
 use gym_client::{ServerClient, Transports};
+use gym_core::registry::{MemoryRegistry, Registration, Registry};
+use gym_core::rollout::TaskKey;
+use gym_core::server::ServerKind;
 use gym_core::testing::{Faults, SimFiles, SimNet};
-use gym_core::{
-    CallContext, Endpoint, Incarnation, Listener, MemoryRegistry, RawObject, Registration, Registry, Request, Response,
-    Result, ServerKind, TaskKey, World, handler_fn,
-};
-use tokio_util::sync::CancellationToken;
+use gym_core::transport::{Listener, handler_fn};
+use gym_core::{CallContext, CancelToken, Endpoint, Incarnation, RawObject, Request, Response, Result, World};
 
 const OUTPUT: &str = "rollouts.jsonl";
 
@@ -31,7 +31,7 @@ async fn collect(latency_max: Duration, options: DriverOptions) -> (Result<RunEn
     host.spawn(async move {
         while let Ok(peer) = listener.accept().await {
             let answer = Arc::clone(&answer);
-            tokio::spawn(peer.serve(answer, CancellationToken::new()));
+            tokio::spawn(peer.serve(answer, CancelToken::new()));
         }
     });
     let registry = Arc::new(MemoryRegistry::default());
@@ -64,7 +64,7 @@ async fn collect(latency_max: Duration, options: DriverOptions) -> (Result<RunEn
         result_type: None,
         row: RawObject::parse(r#"{"_ng_task_index":0,"_ng_rollout_index":0}"#).expect("the test sets it up right"),
     };
-    let ended = driver.run(stream::iter([Ok(row)]), CancellationToken::new()).await;
+    let ended = driver.run(stream::iter([Ok(row)]), CancelToken::new()).await;
     files.set_latency_max(Duration::ZERO);
     ledger.close(&cx).await.expect("the test sets it up right");
     (ended, driver.progress().snapshot(), files.contents(Path::new(OUTPUT)))

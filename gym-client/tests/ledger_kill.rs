@@ -8,7 +8,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use gym_client::collect::ledger::{JsonlLedger, OpenMode, RecoveryReport};
-use gym_core::{CallContext, Code, KeyState, Ledger as _, Outcome, RawObject, RealFiles, Result, TaskKey};
+use gym_core::base::RealFiles;
+use gym_core::rollout::{KeyState, Ledger as _, Outcome, TaskKey};
+use gym_core::{CallContext, Code, RawObject, Result};
 use tokio::task::JoinSet;
 
 /// Names the output file to the process that is to be killed.

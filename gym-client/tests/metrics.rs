@@ -8,7 +8,7 @@ use std::io::Cursor;
 use gym_client::collect::report::{
     AggregateRequest, ReportEntry, RolloutsIndex, label_runs, write_computed_report, write_report,
 };
-use gym_core::metrics::{
+use gym_core::rollout::metrics::{
     AggregateOptions, Aggregation, BodyRows, MetricsError, Sample, aggregate_metrics, highest_k_metrics, pass_at_k,
     subset_metrics, t_quantile_95,
 };

@@ -8,12 +8,13 @@ use async_trait::async_trait;
 use futures_util::future::join_all;
 use futures_util::stream::BoxStream;
 use gym_client::{CallOptions, ServerClient, Transports};
+use gym_core::registry::{Balance, Instance, Lease, MemoryRegistry, Registration, Registry};
+use gym_core::server::ServerKind;
 use gym_core::testing::{Faults, SimFiles, SimHost, SimNet};
+use gym_core::transport::{Fenced, Listener, RetryPolicy, handler_fn};
 use gym_core::{
-    Balance, CallContext, Code, Endpoint, Error, Execution, Fenced, Incarnation, Instance, Lease, Listener,
-    MemoryRegistry, Registration, Registry, Request, Response, Result, RetryPolicy, ServerKind, World, handler_fn,
+    CallContext, CancelToken, Code, Endpoint, Error, Execution, Incarnation, Request, Response, Result, World,
 };
-use tokio_util::sync::CancellationToken;
 
 /// A registry that takes its time, counts the questions, and is away on demand.
 #[derive(Debug, Default)]
@@ -132,7 +133,7 @@ fn serve(host: &SimHost, handler: impl gym_core::Handler) {
     let served = host.clone();
     host.spawn(async move {
         while let Ok(peer) = listener.accept().await {
-            let serving = peer.serve(Arc::clone(&handler) as _, CancellationToken::new());
+            let serving = peer.serve(Arc::clone(&handler) as _, CancelToken::new());
             served.spawn(async move {
                 let _ = serving.await;
             });

@@ -8,10 +8,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use gym_client::Transports;
 use gym_client::transport::PeerPath;
-use gym_core::{
-    CallContext, Channel, Code, ConnectOptions, Connector, Endpoint, Error, Link, PathInfo, Reply, Request, Result,
-    Transport, TransportPolicy,
-};
+use gym_core::transport::{ConnectOptions, Connector, Link, PathInfo, Reply, Transport, TransportPolicy};
+use gym_core::{CallContext, Channel, Code, Endpoint, Error, Request, Result};
 
 /// What a transport does when it is requested.
 #[derive(Clone, Copy, Debug)]

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use gym_client::Transports;
 use gym_client::transport::http::HttpConfig;
 use gym_client::transport::http::http1::HttpListener;
-use gym_core::{CallContext, Code, ConnectOptions, InProcess, Listener, Request, Response, handler_fn};
-use tokio_util::sync::CancellationToken;
+use gym_core::transport::{ConnectOptions, InProcess, Listener, handler_fn};
+use gym_core::{CallContext, CancelToken, Code, Request, Response};
 
 #[tokio::test]
 async fn one_port_offers_plain_http_and_ordered_frames() {
@@ -17,7 +17,7 @@ async fn one_port_offers_plain_http_and_ordered_frames() {
         let echo = Arc::new(handler_fn(|request: Request| async move { Ok(Response::json(request.message.head)) }));
         let mut peers = tokio::task::JoinSet::new();
         loop {
-            peers.spawn(listener.accept().await.unwrap().serve(echo.clone(), CancellationToken::new()));
+            peers.spawn(listener.accept().await.unwrap().serve(echo.clone(), CancelToken::new()));
         }
     });
     let transports = Transports::from_features(InProcess::new());

@@ -6,8 +6,9 @@ use std::path::Path;
 use std::sync::Arc;
 
 use bytes::Bytes;
+use gym_core::base::{Files as _, RealFiles};
 use gym_core::testing::{FileFault, SimFiles, conformance};
-use gym_core::{Code, Files as _, RealFiles, World};
+use gym_core::{Code, World};
 
 #[tokio::test]
 async fn real_files_keep_the_contract() {

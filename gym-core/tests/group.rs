@@ -9,8 +9,8 @@ use gym_core::testing::conformance::{
     group_rogues,
 };
 use gym_core::testing::{Faults, SimNet};
-use gym_core::{CallContext, Channel, ConnectOptions, Connector, Handler, InProcess, Listener};
-use tokio_util::sync::CancellationToken;
+use gym_core::transport::{ConnectOptions, Connector, InProcess, Listener};
+use gym_core::{CallContext, CancelToken, Channel, Handler};
 
 /// [`InProcessGroup`]s.
 struct InThisProcess {
@@ -69,7 +69,7 @@ async fn served(connector: impl Connector, mut listener: impl Listener, handler:
     let endpoint = listener.endpoints()[0].clone();
     tokio::spawn(async move {
         let incoming = listener.accept().await.expect("the channel's own connection");
-        incoming.serve(handler, CancellationToken::new()).await
+        incoming.serve(handler, CancelToken::new()).await
     });
     let connected = connector.connect(&CallContext::default(), &endpoint, &ConnectOptions::default()).await;
     connected.expect("the listener accepts")

@@ -12,11 +12,10 @@ use gym_core::group::{
     Balancer, Batch, Gate, GroupView, Handles, HostOptions, InProcessGroup, InProcessOptions, Method, Methods, Payload,
     Permit, Rank, RankLayout, RankState, Worker, WorkerEnv, WorkerGroup, WorkerGroupExt, WorkerHost,
 };
-use gym_core::{
-    Balance, CallContext, Code, ConnectOptions, Connector, Execution, InProcess, Incarnation, Listener, Request, Result,
-};
+use gym_core::registry::Balance;
+use gym_core::transport::{ConnectOptions, Connector, InProcess, Listener};
+use gym_core::{CallContext, CancelToken, Code, Execution, Incarnation, Request, Result};
 use tokio::sync::watch;
-use tokio_util::sync::CancellationToken;
 
 /// Runs until its caller leaves.
 #[derive(Clone, Copy, Debug)]
@@ -165,7 +164,7 @@ async fn nor_do_they_over_a_link_to_a_name_of_this_process() {
     let endpoint = listener.endpoints()[0].clone();
     let serving = tokio::spawn(async move {
         let peer = listener.accept().await.expect("the one below");
-        peer.serve(Arc::new(host), CancellationToken::new()).await
+        peer.serve(Arc::new(host), CancelToken::new()).await
     });
     let channel = in_process.connect(&CallContext::within(SOON), &endpoint, &ConnectOptions::default()).await.unwrap();
     let pass = || Request::post(CallContext::within(SOON), "/worker/pass", r#"{"value":null}"#);

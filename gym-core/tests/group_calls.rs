@@ -9,8 +9,9 @@ use gym_core::group::{
     Balancer, Batch, Dispatch, Free, Gathered, Handles, InProcessGroup, Method, Methods, Payload, Rank, RankLayout,
     Tensor, Worker, WorkerEnv, WorkerGroup, WorkerGroupExt,
 };
+use gym_core::registry::Balance;
 use gym_core::testing::conformance::TestWorker;
-use gym_core::{Balance, CallContext, Code, Execution, Result};
+use gym_core::{CallContext, Code, Execution, Result};
 use serde::{Deserialize, Serialize};
 
 /// What NeMo RL's test worker does: returns what it was called with, and counts its calls.
@@ -420,7 +421,7 @@ async fn a_call_has_the_time_that_it_asks_for_and_no_more_than_its_caller_has() 
     let caller = CallContext::within(2 * HOUR);
     let call = || group.call(SecondsLeft, ());
     let calls = [
-        (call(), gym_core::DEFAULT_DEADLINE),
+        (call(), gym_core::message::DEFAULT_DEADLINE),
         (call().deadline(HOUR), HOUR),
         (call().context(&caller), 2 * HOUR),
         (call().context(&caller).deadline(HOUR), HOUR),

@@ -1,8 +1,8 @@
 //! The in-process transport passes the suite that every transport passes.
 
-use gym_core::InProcess;
 use gym_core::testing::conformance::{TransportPair, TransportSetup, ordered_transport, transport};
 use gym_core::testing::{Faults, SimNet};
+use gym_core::transport::InProcess;
 
 fn pair(in_process: &InProcess, setup: TransportSetup) -> TransportPair {
     let in_process = in_process.clone().with_calls_max(setup.calls_max);

@@ -8,10 +8,11 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use gym_client::registry::StaticRegistry;
 use gym_client::{ServerClient, Transports};
-use gym_core::{
-    Code, Endpoint, Error, FileLock, Files, Handler, InProcess, Incarnation, Instance, Result, ServerKind, World,
-};
-use tokio_util::sync::CancellationToken;
+use gym_core::base::{FileLock, Files};
+use gym_core::registry::Instance;
+use gym_core::server::ServerKind;
+use gym_core::transport::InProcess;
+use gym_core::{CancelToken, Code, Endpoint, Error, Handler, Incarnation, Result, World};
 
 /// A world without files, with a fixed seed and a fixed start.
 pub(crate) fn world() -> World {
@@ -78,7 +79,7 @@ impl TestNetwork {
     /// Serves a handler under a name.
     pub(crate) fn serve(&mut self, name: &str, handler: impl Handler) {
         let listener = self.in_process.listen(name).unwrap();
-        let (drain, grace) = (CancellationToken::new(), Duration::from_secs(1));
+        let (drain, grace) = (CancelToken::new(), Duration::from_secs(1));
         self.servers.spawn(gym_core::transport::serve(Box::new(listener), Arc::new(handler), drain, grace));
     }
 }

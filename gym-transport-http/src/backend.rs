@@ -4,7 +4,8 @@ use std::net::ToSocketAddrs;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use gym_core::{Backend, BoundListener, Code, Connector, Error, Handler, ListenOptions, Listener, Result};
+use gym_core::transport::{Backend, BoundListener, Connector, ListenOptions, Listener};
+use gym_core::{Code, Error, Handler, Result};
 
 use crate::frames::{FramesConfig, FramesConnector, UnixListener};
 use crate::http1::{HttpConfig, HttpConnector, HttpListener};

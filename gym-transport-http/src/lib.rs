@@ -8,7 +8,7 @@
 //! The same port accepts connections that are upgraded to frames (scheme `http+frames`): ordered, many calls at a time.
 //!
 //! A message without segments is sent as it is, so curl and Python servers can take part. A message with segments is sent as
-//! [`application/x-gym-frame`](gym_core::frame). Bodies are neither flattened nor parsed.
+//! [`application/x-gym-frame`](gym_core::message::frame). Bodies are neither flattened nor parsed.
 //!
 //! | module | purpose |
 //! |---|---|
@@ -21,10 +21,9 @@
 //! use std::sync::Arc;
 //! use std::time::Duration;
 //!
-//! use gym_core::{CallContext, ConnectOptions, Connector, Listener, Request, Response, handler_fn};
+//! use gym_core::{CallContext, CancelToken, Request, Response, transport::{ConnectOptions, Connector, Listener, handler_fn}};
 //! use gym_transport_http::HttpConfig;
 //! use gym_transport_http::http1::{HttpConnector, HttpListener};
-//! use tokio_util::sync::CancellationToken;
 //!
 //! # #[tokio::main(flavor = "current_thread")]
 //! # async fn main() -> gym_core::Result<()> {
@@ -32,7 +31,7 @@
 //! let endpoint = listener.endpoints()[0].clone();
 //! let server = tokio::spawn(async move {
 //!     let echo = Arc::new(handler_fn(|request: Request| async move { Ok(Response::json(request.message.head)) }));
-//!     listener.accept().await?.serve(echo, CancellationToken::new()).await
+//!     listener.accept().await?.serve(echo, CancelToken::new()).await
 //! });
 //!
 //! let cx = CallContext::within(Duration::from_secs(5));

@@ -3,9 +3,10 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use async_trait::async_trait;
-use gym_core::mux::ConnectionLimits;
 use gym_core::testing::conformance::{TransportPair, TransportSetup, ordered_transport, transport};
-use gym_core::{Endpoint, Incoming, Listener, Result};
+use gym_core::transport::mux::ConnectionLimits;
+use gym_core::transport::{Incoming, Listener};
+use gym_core::{Endpoint, Result};
 use gym_transport_http::frames::{FramesConfig, FramesConnector, UnixListener};
 use gym_transport_http::http1::{HttpConfig, HttpConnector, HttpListener};
 

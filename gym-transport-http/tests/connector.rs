@@ -6,7 +6,8 @@ mod support;
 
 use std::time::Duration;
 
-use gym_core::{Code, Error, Execution, Request, Response, Status, handler_fn};
+use gym_core::transport::handler_fn;
+use gym_core::{Code, Error, Execution, Request, Response, Status};
 use gym_transport_http::HttpConfig;
 use support::{Client, Server, channel_to, soon, within};
 use tokio::net::TcpListener;

@@ -7,7 +7,8 @@ mod support;
 use std::sync::Arc;
 use std::time::Duration;
 
-use gym_core::{Handler, Request, Response, Status, handler_fn};
+use gym_core::transport::handler_fn;
+use gym_core::{Handler, Request, Response, Status};
 use gym_transport_http::HttpConfig;
 use support::{Server, soon};
 use tokio::io::AsyncWriteExt;

@@ -4,9 +4,8 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use gym_core::{
-    Backend, BoundListener, Connector, Handler, ListenOptions, Listener, Result, Transport, TransportPolicy,
-};
+use gym_core::transport::{Backend, BoundListener, Connector, ListenOptions, Listener, Transport, TransportPolicy};
+use gym_core::{Handler, Result};
 
 use crate::fabric::FabricOptions;
 use crate::transport::config::{Ucx, UcxConfig};

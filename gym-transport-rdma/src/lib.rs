@@ -7,8 +7,8 @@
 //!
 //! - A [`UcxConnector`](transport::UcxConnector) asks the peer for its address over another transport (the *bootstrap*), and a
 //!   [`UcxListener`](transport::UcxListener) answers. Two processes on one host share memory; others connect to UCX's listener.
-//!   [`PathInfo::lanes`](gym_core::PathInfo) reports what UCX negotiated.
-//! - Calls on both ends use [`gym_core::mux`], as framed sockets do: order, capacity, cancellation, drain and heartbeats.
+//!   [`PathInfo::lanes`](gym_core::transport::PathInfo) reports what UCX negotiated.
+//! - Calls on both ends use [`gym_core::transport::mux`], as framed sockets do: order, capacity, cancellation, drain and heartbeats.
 //! - Large segments are sent from where they lie, received into registered buffers of the [memory pool](memory), and passed on
 //!   without a copy.
 //! - [`Ucx`] is one [`fabric`], shared by all connectors and listeners of a process. It loads UCX on first use, so everything
@@ -16,7 +16,7 @@
 //!
 //! ```no_run
 //! # async fn example(server: std::sync::Arc<dyn gym_core::Handler>) -> gym_core::Result<()> {
-//! use gym_core::{CallContext, ConnectOptions, Connector, InProcess, Listener};
+//! use gym_core::{CallContext, transport::{ConnectOptions, Connector, InProcess, Listener}};
 //! use gym_transport_rdma::transport::{UcxConnector, UcxListener};
 //! use gym_transport_rdma::{Ucx, UcxConfig};
 //!

@@ -10,12 +10,10 @@ use std::time::Duration;
 use bytes::Bytes;
 use common::Way;
 use common::transport::Ends;
-use gym_core::mux::ConnectionLimits;
 use gym_core::testing::{Storm, with_segment};
-use gym_core::{
-    CallContext, Channel, Code, ConnectOptions, Connector, Endpoint, Error, Execution, Handler, InProcess, Listener,
-    Request, Response, Result, Status, Transport, handler_fn,
-};
+use gym_core::transport::mux::ConnectionLimits;
+use gym_core::transport::{ConnectOptions, Connector, InProcess, Listener, Transport, handler_fn};
+use gym_core::{CallContext, Channel, Code, Endpoint, Error, Execution, Handler, Request, Response, Result, Status};
 use gym_transport_rdma::UcxConfig;
 use gym_transport_rdma::fabric::FabricOptions;
 use gym_transport_rdma::transport::{UcxConnector, UcxStats};

@@ -9,9 +9,10 @@ use std::time::Duration;
 
 use common::Way;
 use common::transport::{Ends, OnWay};
-use gym_core::mux::ConnectionLimits;
 use gym_core::testing::figures::{Figures, answering};
-use gym_core::{CallContext, Code, ConnectOptions, Connector, Endpoint, Execution, Listener, Request};
+use gym_core::transport::mux::ConnectionLimits;
+use gym_core::transport::{ConnectOptions, Connector, Listener};
+use gym_core::{CallContext, Code, Endpoint, Execution, Request};
 use tokio::time::{Instant, timeout};
 
 /// A call that cannot be answered ends by then.

@@ -14,11 +14,9 @@ use std::time::Duration;
 use async_trait::async_trait;
 use bytes::Bytes;
 use common::{Way, open};
-use gym_core::mux::ConnectionLimits;
-use gym_core::{
-    CallContext, Channel, Code, ConnectOptions, Connector, Endpoint, Error, Execution, Handler, Link, Listener,
-    PathInfo, Reply, Request, Response, Result, Status, handler_fn,
-};
+use gym_core::transport::mux::ConnectionLimits;
+use gym_core::transport::{ConnectOptions, Connector, Link, Listener, PathInfo, Reply, handler_fn};
+use gym_core::{CallContext, Channel, Code, Endpoint, Error, Execution, Handler, Request, Response, Result, Status};
 use gym_transport_rdma::transport::{UcxConnector, UcxListener};
 use gym_transport_rdma::{Ucx, UcxConfig};
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};

@@ -1,7 +1,7 @@
 //! What a real UCX says of itself. `GYM_UCX_REQUIRED=1` makes a missing library a failure.
 #![allow(clippy::unwrap_used, reason = "in a test a panic is the report")]
 
-use gym_core::Transport;
+use gym_core::transport::Transport;
 use gym_transport_rdma::fabric::FabricError;
 use gym_transport_rdma::fabric::LoadOptions;
 use gym_transport_rdma::transport::UcxReport;

@@ -7,8 +7,9 @@ use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
 use gym_benches::worker::{Bencher, Ping};
+use gym_core::CallContext;
 use gym_core::group::{Dispatch, InProcessGroup, RankLayout, WorkerGroupExt};
-use gym_core::{CallContext, TraceContext};
+use gym_core::message::TraceContext;
 
 /// Calls under way at once in a pipeline, as in the timed benchmark.
 const WINDOW: u64 = 1_000;

@@ -10,11 +10,12 @@ use gym_benches::options::Options;
 use gym_benches::ray::Ray;
 use gym_benches::report::{Aim, figure};
 use gym_benches::worker::{Bencher, Echo, Ends, Ping};
+use gym_core::CallContext;
 use gym_core::group::{
     Batch, Dispatch, HandlesBlocking, InProcessGroup, Methods, Payload, RankLayout, Tensor, Worker, WorkerEnv,
     WorkerGroupExt,
 };
-use gym_core::{CallContext, TraceContext};
+use gym_core::message::TraceContext;
 use hdrhistogram::Histogram;
 use tokio::runtime::{Builder, Runtime};
 use tokio::time::Instant;

@@ -20,13 +20,10 @@ use gym_client::Transports;
 use gym_client::transport::http::frames::{FRAMES_SCHEME, UNIX_SCHEME, UnixListener};
 use gym_client::transport::http::http1::HttpListener;
 use gym_client::transport::http::{FramesConfig, HttpConfig};
-use gym_core::{
-    CallContext, Channel, ConnectOptions, Endpoint, Handler, InProcess, Listener, Message, Request, Response, Status,
-    handler_fn,
-};
+use gym_core::transport::{ConnectOptions, InProcess, Listener, handler_fn};
+use gym_core::{CallContext, CancelToken, Channel, Endpoint, Handler, Message, Request, Response, Status};
 use hdrhistogram::Histogram;
 use tokio::time::Instant;
-use tokio_util::sync::CancellationToken;
 
 /// The argument that makes this program the answering process.
 const SERVE: &str = "serve-frames";
@@ -121,7 +118,7 @@ fn serve(folder: &std::path::Path) -> Result<()> {
             Ok(Response::new(Status::OK, message))
         }));
         for listener in [Box::new(tcp) as Box<dyn Listener>, Box::new(unix)] {
-            let drain = CancellationToken::new();
+            let drain = CancelToken::new();
             tokio::spawn(gym_core::transport::serve(listener, Arc::clone(&handler), drain, Duration::ZERO));
         }
         // Until the bench has gone, however it went.

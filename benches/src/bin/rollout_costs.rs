@@ -8,8 +8,8 @@ use std::time::Duration;
 use anyhow::{Result, bail, ensure};
 use gym_benches::measure::cpu_of;
 use gym_benches::stack::{ModelAt, Plan, Scratch, all_in_one, free_port, write_config, write_rows};
+use gym_core::CancelToken;
 use tokio::runtime::Builder;
-use tokio_util::sync::CancellationToken;
 
 /// Rows of the input, each repeated as often as it takes.
 const TASKS: u32 = 5;
@@ -32,7 +32,7 @@ async fn collect(rollouts: u32, concurrency: usize) -> Result<()> {
     // As the kernel tells in `/proc`: its clocks are no place that valgrind knows.
     let process = [std::process::id()];
     let before = cpu_of(&process);
-    let collected = collector.collect(plan.options(), CancellationToken::new()).await?;
+    let collected = collector.collect(plan.options(), CancelToken::new()).await?;
     let cpu = cpu_of(&process).saturating_sub(before);
     stack.stop().await;
     ensure!(collected.is_complete(), "{:?}", collected.snapshot);

@@ -4,9 +4,9 @@
 
 use gym_client::collect::{CollectOptions, RolloutCollector, ServerNames};
 use gym_client::config::{ConfigLoader, Overrides, free_port};
+use gym_core::CancelToken;
 use gym_core::World;
 use gym_server::{Stack, StackOptions};
-use tokio_util::sync::CancellationToken;
 
 fn main() -> anyhow::Result<()> {
     // First, because a Python server's child starts as this program.
@@ -27,7 +27,7 @@ async fn collect() -> anyhow::Result<()> {
     let collector = RolloutCollector::new(stack.client().clone(), names, world);
     let mut options = CollectOptions::new("examples/data/math.jsonl", "results/embedded.jsonl");
     options.materialize.limit = Some(200);
-    let collected = collector.collect(options, CancellationToken::new()).await?;
+    let collected = collector.collect(options, CancelToken::new()).await?;
     stack.stop().await;
     for (agent, score) in &collected.snapshot.scores {
         println!("{agent}: {} rollouts, mean reward {:.3}", score.count, score.reward_sum / score.count as f64);

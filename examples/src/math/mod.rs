@@ -28,7 +28,7 @@ impl ResourcesServer for Math {
 
     async fn call_tool(&self, _: &CallContext, _: &SessionId, tool: &str, arguments: &RawObject) -> Result<Response> {
         if tool != "calculator" {
-            return Err(gym_core::unknown_tool(tool));
+            return Err(gym_core::server::unknown_tool(tool));
         }
         let mut arguments = Arguments::of(arguments);
         let Some(expression) = arguments.take::<String>("expression") else { return Ok(arguments.refusal()) };

@@ -43,7 +43,7 @@ impl ResourcesServer for MultiStep {
                 Some(_) => Ok(Response::json(json!({"success": true}).to_string())),
                 None => Ok(arguments.refusal()),
             },
-            _ => Err(gym_core::unknown_tool(tool)),
+            _ => Err(gym_core::server::unknown_tool(tool)),
         }
     }
 

@@ -51,7 +51,7 @@ impl ResourcesServer for SessionState {
                 let count = self.counters.with_or(session, || 0, |counter| *counter)?;
                 Ok(Response::json(format!("{{\"count\":{count}}}")))
             }
-            _ => Err(gym_core::unknown_tool(tool)),
+            _ => Err(gym_core::server::unknown_tool(tool)),
         }
     }
 

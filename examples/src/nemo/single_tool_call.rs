@@ -19,7 +19,7 @@ impl ResourcesServer for SingleToolCall {
 
     async fn call_tool(&self, _: &CallContext, _: &SessionId, tool: &str, arguments: &RawObject) -> Result<Response> {
         if tool != "get_weather" {
-            return Err(gym_core::unknown_tool(tool));
+            return Err(gym_core::server::unknown_tool(tool));
         }
         let mut arguments = Arguments::of(arguments);
         let Some(city) = arguments.take::<String>("city") else { return Ok(arguments.refusal()) };

@@ -1,9 +1,7 @@
 //! `example_tool_call_multireward`: one expected call, scored on three counts that do not depend on each other.
 
-use gym_core::{
-    CallContext, FunctionCall, ModelResponse, OutputItem, RawObject, ResourcesServer, Response, Result, SessionId,
-    Verdict,
-};
+use gym_core::server::{FunctionCall, OutputItem};
+use gym_core::{CallContext, ModelResponse, RawObject, ResourcesServer, Response, Result, SessionId, Verdict};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
@@ -64,7 +62,7 @@ impl ResourcesServer for ToolCallMultiReward {
 
     async fn call_tool(&self, _: &CallContext, _: &SessionId, tool: &str, arguments: &RawObject) -> Result<Response> {
         if tool != "get_weather" {
-            return Err(gym_core::unknown_tool(tool));
+            return Err(gym_core::server::unknown_tool(tool));
         }
         let mut arguments = Arguments::of(arguments);
         let Some(city) = arguments.take::<String>("city") else { return Ok(arguments.refusal()) };

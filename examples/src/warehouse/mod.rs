@@ -107,7 +107,7 @@ impl ResourcesServer for Warehouse {
                 let (Some(item), Some(quantity), Some(to)) = (item, quantity, to) else { return Ok(call.refusal()) };
                 self.change(session, |stock| stock.receive(&item, quantity, &to))?
             }
-            _ => return Err(gym_core::unknown_tool(tool)),
+            _ => return Err(gym_core::server::unknown_tool(tool)),
         };
         Ok(Response::json(reply.to_string()))
     }

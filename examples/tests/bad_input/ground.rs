@@ -10,14 +10,14 @@ use gym_client::collect::{CollectOptions, CollectSummary, RolloutCollector, Serv
 use gym_client::transport::http::HttpConfig;
 use gym_client::{ServerClient, Transports};
 use gym_core::testing::bad_input;
-use gym_core::{Endpoint, InProcess, Result, World};
+use gym_core::transport::InProcess;
+use gym_core::{CancelToken, Endpoint, Result, World};
 use gym_server::{Stack, StackOptions};
 use serde_json::Value;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::process::Command;
 use tokio::time::{Instant, sleep, timeout};
-use tokio_util::sync::CancellationToken;
 
 use super::Got;
 use super::servers;
@@ -167,7 +167,7 @@ impl Ground {
     /// Collects, whatever comes of it; a run that does not end is a panic.
     pub(crate) async fn run(&self, options: CollectOptions) -> Result<CollectSummary> {
         let collector = RolloutCollector::new(self.client.clone(), self.names.clone(), self.world.clone());
-        let collected = timeout(PATIENCE, Box::pin(collector.collect(options, CancellationToken::new()))).await;
+        let collected = timeout(PATIENCE, Box::pin(collector.collect(options, CancelToken::new()))).await;
         let collected = collected.expect("the collection ends")?;
         let snapshot = &collected.snapshot;
         assert_eq!(snapshot.total, snapshot.done(), "every row has a rollout or a failure: {snapshot:?}");

@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use gym_client::Transports;
 use gym_client::collect::connect_head;
-use gym_core::{Endpoint, InProcess, World};
+use gym_core::transport::InProcess;
+use gym_core::{Endpoint, World};
 use serde_json::{Value, json};
 
 use super::ground::Ground;

@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use gym_core::{Code, ConnectOptions, Error, Incarnation, Instance, Load, Picker, Result};
+use gym_core::registry::{Instance, Load, Picker};
+use gym_core::transport::ConnectOptions;
+use gym_core::{Code, Error, Incarnation, Result};
 use tokio::time::Instant;
 
 use crate::client::pending::PendingCalls;

@@ -7,10 +7,10 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
-use gym_core::{
-    Balance, CallContext, Code, DEFAULT_TTL, EXECUTION_METADATA, Error, Execution, Picker, Registry, Request, Response,
-    Result, RetryPolicy, Rope, Route, World, retry_after,
-};
+use gym_core::message::EXECUTION_METADATA;
+use gym_core::registry::{Balance, DEFAULT_TTL, Picker, Registry};
+use gym_core::transport::{RetryPolicy, retry_after};
+use gym_core::{CallContext, Code, Error, Execution, Request, Response, Result, Rope, Route, World};
 use tokio::time::Instant;
 
 use crate::client::replicas::{Replica, ReplicaSet, replica};

@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use gym_core::{CallContext, Code, Error, Request, Response, Result, Rope, Route, retry_after};
+use gym_core::transport::retry_after;
+use gym_core::{CallContext, Code, Error, Request, Response, Result, Rope, Route};
 
 use crate::client::cookies::CookieJar;
 use crate::client::replicas::Replica;

@@ -10,9 +10,9 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures_util::future::BoxFuture;
 use futures_util::stream::{self, StreamExt as _};
-use gym_core::{CallContext, Code, Error, Result, Rope, TaskKey, World};
+use gym_core::rollout::TaskKey;
+use gym_core::{CallContext, CancelToken, Code, Error, Result, Rope, World};
 use tokio::sync::mpsc;
-use tokio_util::sync::CancellationToken;
 
 use crate::client::{CallOptions, ServerClient};
 use crate::collect::files::OutputFiles;
@@ -130,7 +130,7 @@ impl RolloutCollector {
     /// # Errors
     /// `InvalidArgument` for what is wrong with the input or the options, naming file and line; the disk's and the ledger's.
     #[must_use = "a future does nothing until it is awaited"]
-    pub fn collect(&self, options: CollectOptions, stop: CancellationToken) -> BoxFuture<'_, Result<CollectSummary>> {
+    pub fn collect(&self, options: CollectOptions, stop: CancelToken) -> BoxFuture<'_, Result<CollectSummary>> {
         Box::pin(async move {
             let files = OutputFiles::beside(&options.output);
             let resumes = options.resume && goes_on(&files)?;

@@ -5,10 +5,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::BoxFuture;
-use gym_core::{
-    CallContext, Code, Endpoint, Error, Incarnation, Instance, Registry, Request, Result, ServerKind, TransportPolicy,
-    World,
-};
+use gym_core::registry::{Instance, Registry};
+use gym_core::server::ServerKind;
+use gym_core::transport::TransportPolicy;
+use gym_core::{CallContext, Code, Endpoint, Error, Incarnation, Request, Result, World};
 use serde_json::Value;
 
 use crate::client::ServerClient;

@@ -2,7 +2,7 @@
 
 use crate::config::problem::{Mistake, Origin, Problem, nearest, suggest};
 use crate::config::yaml::node::{Map, Node, Tree};
-use gym_core::ServerKind;
+use gym_core::server::ServerKind;
 
 /// Top-level keys with a meaning of their own: never servers, never variables.
 pub(crate) const RESERVED: [&str; 45] = [

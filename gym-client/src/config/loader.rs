@@ -17,7 +17,7 @@ use crate::config::schema::{
     GeneratedRelay, GymConfig, HeadConfig, InstanceConfig, PortRange, PortRequest, ServerReference,
 };
 use crate::config::yaml::node::{Key, Map, Node, Tree};
-use gym_core::ServerKind;
+use gym_core::server::ServerKind;
 
 const HEAD_PORT: u16 = 11_000;
 

@@ -21,7 +21,7 @@ mod resolve;
 mod schema;
 pub(crate) mod yaml;
 
-pub use gym_core::ServerKind;
+pub use gym_core::server::ServerKind;
 pub use loader::ConfigLoader;
 pub(crate) use problem::nearest as nearest_name;
 pub use problem::{ConfigError, Mistake, Origin, Problem};

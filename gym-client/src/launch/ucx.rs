@@ -5,7 +5,7 @@
 //! and its like (Rust's report of a stack overflow is lost) and patches libc's `mmap` in memory. A library must not write its
 //! process's environment, so a *program* that uses UCX starts itself again with them, and a launcher gives them to its children.
 
-use gym_core::TransportPolicy;
+use gym_core::transport::TransportPolicy;
 
 /// The settings, by name. Whoever has set one already keeps theirs.
 pub const UCX_SETTINGS: [(&str, &str); 2] = [("UCX_HANDLE_ERRORS", "none"), ("UCX_MEM_MMAP_HOOK_MODE", "none")];

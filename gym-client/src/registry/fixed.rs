@@ -2,7 +2,8 @@
 
 use async_trait::async_trait;
 use futures_util::stream::{self, BoxStream, StreamExt};
-use gym_core::{CallContext, Code, Error, Instance, Lease, Registration, Registry, Result};
+use gym_core::registry::{Instance, Lease, Registration, Registry};
+use gym_core::{CallContext, Code, Error, Result};
 
 /// Names that a file gave: nothing joins, nothing leaves.
 #[derive(Clone, Debug, Default)]

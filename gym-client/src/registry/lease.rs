@@ -5,14 +5,14 @@ use std::time::Duration;
 
 use futures_util::FutureExt as _;
 use futures_util::future::BoxFuture;
-use gym_core::{CallContext, Code, Lease, Registration, Registry, Result};
+use gym_core::registry::{Lease, Registration, Registry};
+use gym_core::{CallContext, CancelToken, Code, Result};
 use tokio::task::JoinHandle;
-use tokio_util::sync::CancellationToken;
 
 /// A registered server. Dropping it stops the renewals; [`LeaseKeeper::end`] tells the head as well.
 #[derive(Debug)]
 pub struct LeaseKeeper {
-    stop: CancellationToken,
+    stop: CancelToken,
     task: JoinHandle<()>,
     lease: Lease,
 }
@@ -31,7 +31,7 @@ impl LeaseKeeper {
     ) -> BoxFuture<'a, Result<Self>> {
         Box::pin(async move {
             let lease = registry.register(cx, registration.clone()).await?;
-            let stop = CancellationToken::new();
+            let stop = CancelToken::new();
             let task = tokio::spawn(renew(registry, registration, lease.clone(), stop.clone()).boxed());
             Ok(Self { stop, task, lease })
         })
@@ -64,7 +64,7 @@ impl Drop for LeaseKeeper {
     }
 }
 
-async fn renew(registry: Arc<dyn Registry>, registration: Registration, mut lease: Lease, stop: CancellationToken) {
+async fn renew(registry: Arc<dyn Registry>, registration: Registration, mut lease: Lease, stop: CancelToken) {
     let period = (lease.ttl / 3).max(Duration::from_millis(1));
     loop {
         tokio::select! {

@@ -15,10 +15,9 @@ use std::time::Duration;
 use async_trait::async_trait;
 use futures_util::future::BoxFuture;
 use futures_util::stream::{self, BoxStream, StreamExt};
-use gym_core::{
-    CallContext, ConnectOptions, Endpoint, Error, Instance, Lease, Registration, Registry, Request, Response, Result,
-    RetryPolicy, World, retry,
-};
+use gym_core::registry::{Instance, Lease, Registration, Registry};
+use gym_core::transport::{ConnectOptions, RetryPolicy, retry};
+use gym_core::{CallContext, Endpoint, Error, Request, Response, Result, World};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 

@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use gym_core::{Backend, Connector, Handler, ListenOptions, Result, Transport};
+use gym_core::transport::{Backend, Connector, ListenOptions, Transport};
+use gym_core::{Handler, Result};
 
 /// A backend that only calls.
 #[derive(Debug)]
@@ -15,7 +16,11 @@ impl Backend for ConnectOnly {
         vec![Arc::clone(&self.0)]
     }
 
-    async fn listen(&self, _: &ListenOptions, _: Arc<dyn Handler>) -> Result<Option<gym_core::BoundListener>> {
+    async fn listen(
+        &self,
+        _: &ListenOptions,
+        _: Arc<dyn Handler>,
+    ) -> Result<Option<gym_core::transport::BoundListener>> {
         Ok(None)
     }
 }

@@ -16,11 +16,11 @@ mod ucx;
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use gym_core::transport::backend;
-use gym_core::{
-    Backend, CallContext, Channel, ConnectOptions, Connector, Endpoint, Handler, InProcess, ListenOptions, Listener,
-    MergedListener, Result, Transport, TransportPolicy,
+use gym_core::transport::{
+    Backend, ConnectOptions, Connector, InProcess, ListenOptions, Listener, MergedListener, Transport, TransportPolicy,
+    backend,
 };
+use gym_core::{CallContext, Channel, Endpoint, Handler, Result};
 
 #[cfg(feature = "http")]
 pub use gym_transport_http as http;

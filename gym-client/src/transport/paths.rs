@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use gym_core::{PathInfo, Transport};
+use gym_core::transport::{PathInfo, Transport};
 use serde::Serialize;
 
 /// Peers that are remembered. Restarted workers have new addresses, so without a bound the list would grow permanently; nobody reads

@@ -4,7 +4,8 @@ use std::sync::{PoisonError, RwLock};
 
 use futures_util::FutureExt;
 
-use gym_core::{CallContext, Channel, Code, ConnectOptions, Endpoint, Execution, Request, Response, Result};
+use gym_core::transport::ConnectOptions;
+use gym_core::{CallContext, Channel, Code, Endpoint, Execution, Request, Response, Result};
 
 use crate::transport::Transports;
 

@@ -2,9 +2,8 @@
 
 use std::sync::Arc;
 
-use gym_core::{
-    CallContext, Channel, Code, ConnectOptions, Connector, Endpoint, Error, Result, Transport, TransportPolicy,
-};
+use gym_core::transport::{ConnectOptions, Connector, Transport, TransportPolicy};
+use gym_core::{CallContext, Channel, Code, Endpoint, Error, Result};
 
 use crate::transport::connectors::{Connectors, missing, transports_of};
 use crate::transport::paths::Refusal;

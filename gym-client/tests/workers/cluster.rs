@@ -8,7 +8,8 @@ use gym_client::group::{Group, GroupOptions};
 use gym_client::group::{GroupRequest, InProcessRanks, VirtualCluster};
 use gym_core::group::cluster::{ClusterSpec, GpuIds};
 use gym_core::group::{Dispatch, FailureKind, WorkerGroupExt};
-use gym_core::{CallContext, Code, Error, InProcess, Result};
+use gym_core::transport::InProcess;
+use gym_core::{CallContext, Code, Error, Result};
 
 use tokio::task::JoinSet;
 

@@ -6,9 +6,10 @@ use async_trait::async_trait;
 use gym_client::Transports;
 use gym_client::group::{Group, GroupOptions};
 use gym_client::group::{LaunchSpec, Provisioner, RankPlace};
+use gym_core::CallContext;
 use gym_core::group::{Rank, WorkerGroup};
 use gym_core::testing::conformance::{GroupFixture, GroupSetup, TestGroup, TestWorkerKind, group};
-use gym_core::{CallContext, TransportPolicy};
+use gym_core::transport::TransportPolicy;
 
 use super::{LONG, provisioners};
 

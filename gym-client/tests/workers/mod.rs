@@ -7,8 +7,9 @@ use std::time::Duration;
 use gym_client::Transports;
 use gym_client::group::{Group, GroupOptions, RankStatus, StartError};
 use gym_client::group::{InProcessRanks, LaunchSpec, Local, LocalOptions, Provisioner, RankPlace};
+use gym_core::CallContext;
 use gym_core::group::Rank;
-use gym_core::{CallContext, InProcess};
+use gym_core::transport::InProcess;
 use tokio::time::{interval, timeout};
 
 #[path = "../harness/mod.rs"]

@@ -9,7 +9,8 @@ use gym_client::Transports;
 use gym_client::group::InProcessRanks;
 use gym_client::group::{Group, GroupOptions};
 use gym_core::group::{Dispatch, WorkerGroup, WorkerGroupExt};
-use gym_core::{CallContext, Code, InProcess};
+use gym_core::transport::InProcess;
+use gym_core::{CallContext, Code};
 use tokio::process::Command;
 
 use super::types::{COUNTED, Deafen, Describe, Description, Init, Job, Work, allowed_cpus, workers};

@@ -14,7 +14,8 @@ use gym_client::group::{
 use gym_client::group::{Group, GroupOptions, RankStatus};
 use gym_core::group::cluster::{ClusterSpec, WorkersOn};
 use gym_core::group::{Dispatch, ExitCause, FailureKind, Rank, RankState, WorkerGroup, WorkerGroupExt};
-use gym_core::{CallContext, Code, InProcess, Incarnation, Result};
+use gym_core::transport::InProcess;
+use gym_core::{CallContext, Code, Incarnation, Result};
 use rustix::process::Signal;
 use tokio::task::JoinSet;
 use tokio::time::timeout;

@@ -4,9 +4,10 @@ use std::time::Duration;
 
 use gym_client::group::{GroupRequest, VirtualCluster};
 use gym_client::launch::ucx_report;
+use gym_core::CallContext;
 use gym_core::group::WorkerGroupExt;
 use gym_core::group::cluster::{ClusterSpec, WorkerGroupConfig};
-use gym_core::{CallContext, Transport};
+use gym_core::transport::Transport;
 
 use super::conformance::Provisioned;
 use super::types::{Describe, Init};
@@ -81,7 +82,7 @@ async fn suite(level: Transport) {
     if !there_is_ucx().await {
         return;
     }
-    let policy = gym_core::TransportPolicy::of([level]).expect("a rung");
+    let policy = gym_core::transport::TransportPolicy::of([level]).expect("a rung");
     let transports = transports().with_policy(policy.clone());
     Provisioned::over(Box::new(local()), transports.clone(), Some(policy)).pass().await;
     let paths = transports.paths();

@@ -1,7 +1,7 @@
-//! How a caller tells that it has left: a token that fires once, for everybody who holds it or a child of it.
+//! Cancellation of calls, and requests to drain or stop: a token that fires once, for all its clones and children.
 //!
-//! Every call has one of its own, made by the link, and hardly any is ever asked. So making a child only remembers the parent:
-//! it is looked at when the child is, and learns of the child when somebody first waits for it.
+//! Each link creates a child token for each call, and most of these are never waited for. Creating a child therefore only stores the
+//! parent and takes no lock. The child registers with the parent at the first wait.
 
 use std::fmt;
 use std::future::Future;
@@ -10,7 +10,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::task::{Context, Poll, Waker};
 
-/// Fires once, when the caller has left or asks for the end. Clones are the same token; children fire with it, never the reverse.
+/// A signal that fires once: a caller has cancelled its call, or a server is asked to drain or stop. Clones are the same token. A child
+/// fires when its parent does; a parent does not fire when its child does.
 #[derive(Clone, Default)]
 pub struct CancelToken(Arc<Node>);
 
@@ -49,7 +50,7 @@ impl CancelToken {
         self.clone().into_child()
     }
 
-    /// As [`CancelToken::child_token`], for who has no more use for this handle.
+    /// As [`CancelToken::child_token`], without a clone of this handle.
     pub(crate) fn into_child(self) -> Self {
         let parent = Some(self);
         Self(Arc::new(Node {
@@ -60,12 +61,12 @@ impl CancelToken {
         }))
     }
 
-    /// Fires. More than once is the same as once.
+    /// Fires the token. Later calls have no effect.
     pub fn cancel(&self) {
         self.0.fire();
     }
 
-    /// Whether it has fired, or a token that it is a child of.
+    /// Returns `true` if this token or one of its ancestors has fired.
     #[must_use]
     pub fn is_cancelled(&self) -> bool {
         let mut node = &self.0;
@@ -80,12 +81,12 @@ impl CancelToken {
         }
     }
 
-    /// Resolves when it fires; at once if it has.
+    /// Resolves when the token fires, at once if it already has. Cancel safe.
     pub fn cancelled(&self) -> Cancelled<'_> {
         Cancelled { token: self, slot: None }
     }
 
-    /// Fires when the guard is dropped, unless it is disarmed.
+    /// Returns a guard that fires the token when it is dropped, unless it is disarmed.
     #[must_use = "dropping the guard fires the token"]
     pub fn drop_guard(self) -> CancelOnDrop {
         CancelOnDrop(Some(self))
@@ -179,6 +180,10 @@ impl Future for Cancelled<'_> {
         if self.token.is_cancelled() {
             return Poll::Ready(());
         }
+        let registered = self.slot.and_then(|at| listeners.slots.get(at));
+        if matches!(registered, Some(ListenerSlot::Waiter(waker)) if waker.will_wake(cx.waker())) {
+            return Poll::Pending;
+        }
         let waiter = ListenerSlot::Waiter(cx.waker().clone());
         let replaced = match self.slot.and_then(|at| listeners.slots.get_mut(at)) {
             Some(mine) => Some(std::mem::replace(mine, waiter)),
@@ -215,7 +220,7 @@ impl fmt::Debug for Cancelled<'_> {
 pub struct CancelOnDrop(Option<CancelToken>);
 
 impl CancelOnDrop {
-    /// The token, which is not fired.
+    /// Returns the token without firing it.
     #[must_use]
     pub fn disarm(mut self) -> CancelToken {
         self.0.take().expect("taken by disarm alone, which consumes")

@@ -1,4 +1,4 @@
-//! The base of all other modules: errors, cancellation, time, files and randomness.
+//! Errors, cancellation, progress, time, files and randomness: the base of all other modules.
 
 pub(crate) mod cancel;
 pub(crate) mod descriptors;
@@ -6,3 +6,10 @@ pub(crate) mod error;
 pub(crate) mod hex;
 pub(crate) mod progress;
 pub(crate) mod world;
+
+pub use cancel::{CancelOnDrop, CancelToken, Cancelled};
+#[doc(hidden)]
+pub use descriptors::raise_descriptors;
+pub use error::{Code, Error, Execution, Result};
+pub use progress::CallProgress;
+pub use world::{FileLock, Files, RealFiles, World};

@@ -21,7 +21,7 @@ use serde_json::value::RawValue;
 ///     arguments.refusal().message.head.to_bytes(),
 ///     r#"{"detail":[{"type":"string_type","loc":["body","city"],"msg":"Input should be a valid string","input":5}]}"#
 /// );
-/// # Ok::<(), gym_core::JsonError>(())
+/// # Ok::<(), gym_core::message::JsonError>(())
 /// ```
 #[derive(Debug)]
 pub struct Arguments<'a> {
@@ -187,7 +187,7 @@ macro_rules! tools {
                         $crate::server::ToolReply::into_response($answer)
                     }
                 )+
-                _ => Err($crate::unknown_tool(tool)),
+                _ => Err($crate::server::unknown_tool(tool)),
             }
         }
     };

@@ -209,7 +209,7 @@ fn request(route: &'static str, segment: Option<&Bytes>) -> Request {
 mod tests {
     use std::sync::Arc;
 
-    use tokio_util::sync::CancellationToken;
+    use crate::base::cancel::CancelToken;
 
     use super::*;
     use crate::transport::Listener;
@@ -228,7 +228,7 @@ mod tests {
         let mut listener = transport.listen("figures").unwrap();
         let endpoint = listener.endpoints()[0].clone();
         let serving = tokio::spawn(async move {
-            listener.accept().await.unwrap().serve(Arc::new(answering()), CancellationToken::new()).await
+            listener.accept().await.unwrap().serve(Arc::new(answering()), CancelToken::new()).await
         });
         let figures = Figures::of(&transport, &endpoint).await.unwrap();
         let (short, segment) = (Duration::from_millis(5), Bytes::from(vec![7; 1 << 10]));

@@ -6,8 +6,8 @@
 use std::fmt;
 use std::sync::Arc;
 
+use crate::base::cancel::CancelToken;
 use async_trait::async_trait;
-use tokio_util::sync::CancellationToken;
 
 use crate::base::error::{Error, Result};
 use crate::message::PeerInfo;
@@ -145,5 +145,5 @@ pub trait Incoming: fmt::Debug + Send + 'static {
     /// Serves the peer's calls with `handler`. Returns when the peer disconnects, or soon after `drain` fires: the connection then
     /// rejects new calls and running calls finish. Dropping the future breaks the connection: running calls are dropped, and their
     /// callers get `Unavailable, Unknown`.
-    async fn serve(self: Box<Self>, handler: Arc<dyn Handler>, drain: CancellationToken) -> Result<()>;
+    async fn serve(self: Box<Self>, handler: Arc<dyn Handler>, drain: CancelToken) -> Result<()>;
 }

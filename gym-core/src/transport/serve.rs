@@ -3,12 +3,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::base::cancel::CancelToken;
 use crate::base::error::Result;
 use crate::transport::{Handler, Listener};
 use futures_util::FutureExt as _;
 use futures_util::future::BoxFuture;
 use tokio::task::JoinSet;
-use tokio_util::sync::CancellationToken;
 
 /// Answers every peer of `listener` with `handler`. When `drain` fires no new peers and calls are taken; running calls have
 /// `grace` to finish, then their connections are broken.
@@ -18,7 +18,7 @@ use tokio_util::sync::CancellationToken;
 pub fn serve(
     mut listener: Box<dyn Listener>,
     handler: Arc<dyn Handler>,
-    drain: CancellationToken,
+    drain: CancelToken,
     grace: Duration,
 ) -> BoxFuture<'static, Result<()>> {
     Box::pin(async move {

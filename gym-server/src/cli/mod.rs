@@ -110,7 +110,7 @@ fn start(cli: Cli, overrides: Vec<String>, head_url_given: bool, servers: Server
     let serves = matches!(cli.command, Command::Run(_));
     console::log_to(console, &cli.shared, serves)?;
     // A thousand connections to each of several servers is usual.
-    gym_core::raise_descriptors();
+    gym_core::base::raise_descriptors();
     let mut runtime = tokio::runtime::Builder::new_multi_thread();
     if let Some(threads) = cli.shared.threads {
         runtime.worker_threads(usize::from(threads));

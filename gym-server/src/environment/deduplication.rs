@@ -17,11 +17,10 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures_util::FutureExt;
 use futures_util::future::{BoxFuture, Shared, WeakShared};
-use gym_core::{Error, RawObject, Response};
+use gym_core::{CancelToken, Error, RawObject, Response};
 use tokio::runtime::Handle;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
-use tokio_util::sync::CancellationToken;
 
 /// The grace period of an episode without callers. NeMo Gym's clients resend after half a second; a restarted load balancer or a
 /// flapping link takes longer.
@@ -80,7 +79,7 @@ struct InFlightRun {
     run: WeakShared<RunFuture>,
     callers: Mutex<usize>,
     /// Fires when a response has been delivered.
-    delivered: CancellationToken,
+    delivered: CancelToken,
 }
 
 impl RunDeduplicator {
@@ -119,7 +118,7 @@ impl RunDeduplicator {
                     deadline,
                     run: run.downgrade().expect("a shared future that was never polled has a value to come"),
                     callers: Mutex::new(0),
-                    delivered: CancellationToken::new(),
+                    delivered: CancelToken::new(),
                 });
                 known.push(Arc::clone(&episode));
                 (episode, run)

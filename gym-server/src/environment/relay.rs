@@ -4,9 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gym_client::{CallOptions, ServerClient};
-use gym_core::{
-    CallContext, EnvironmentServer, INCARNATION_METADATA, Metadata, RawObject, Request, Response, Result, Route,
-};
+use gym_core::transport::INCARNATION_METADATA;
+use gym_core::{CallContext, EnvironmentServer, Metadata, RawObject, Request, Response, Result, Route};
 use serde::Deserialize;
 
 use crate::environment::deduplication::{DEFAULT_GRACE, RunDeduplicator, RunKey};

@@ -20,10 +20,8 @@ use std::time::Duration;
 use futures_util::StreamExt;
 use futures_util::future::BoxFuture;
 use gym_client::registry::WatchRequest;
-use gym_core::{
-    CallContext, Error, Handler, Instance, Lease, MemoryRegistry, Message, Registration, Registry, Request, Response,
-    Result, Status, Verb, World,
-};
+use gym_core::registry::{Instance, Lease, MemoryRegistry, Registration, Registry};
+use gym_core::{CallContext, Error, Handler, Message, Request, Response, Result, Status, Verb, World};
 use prometheus_client::metrics::gauge::Gauge;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -225,7 +223,8 @@ fn query(text: &str, key: &str) -> Option<String> {
 mod tests {
     use std::collections::BTreeMap;
 
-    use gym_core::{Endpoint, Incarnation, ServerKind};
+    use gym_core::server::ServerKind;
+    use gym_core::{Endpoint, Incarnation};
 
     use super::*;
     use crate::testing::world;

@@ -8,9 +8,8 @@ use std::fmt::Write as _;
 use std::sync::Arc;
 use std::time::Duration;
 
-use gym_core::{
-    CallContext, Execution, ModelResponse, ModelServer, RawObject, Result, SessionId, World, push_json_string,
-};
+use gym_core::message::push_json_string;
+use gym_core::{CallContext, Execution, ModelResponse, ModelServer, RawObject, Result, SessionId, World};
 use serde::Deserialize;
 use serde_json::Value;
 

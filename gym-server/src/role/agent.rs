@@ -1,7 +1,8 @@
 //! The agent role: `/run`, `/v1/responses` and `/aggregate_metrics`.
 
 use async_trait::async_trait;
-use gym_core::{AgentServer, CallContext, RawObject, Response, Result, ServerKind, SessionId, Verb};
+use gym_core::server::ServerKind;
+use gym_core::{AgentServer, CallContext, RawObject, Response, Result, SessionId, Verb};
 
 use crate::role::reply;
 use crate::role::route::{RoleRequest, RoleSpec};

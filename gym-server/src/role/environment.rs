@@ -1,7 +1,8 @@
 //! The environment role, which a collector calls: `/run` and `/aggregate_metrics`.
 
 use async_trait::async_trait;
-use gym_core::{CallContext, EnvironmentServer, RawObject, Response, Result, ServerKind, Verb};
+use gym_core::server::ServerKind;
+use gym_core::{CallContext, EnvironmentServer, RawObject, Response, Result, Verb};
 
 use crate::role::reply;
 use crate::role::route::{RoleRequest, RoleSpec};

@@ -2,9 +2,10 @@
 
 use async_trait::async_trait;
 use bytes::Bytes;
+use gym_core::server::ServerKind;
 use gym_core::{
-    CallContext, Error, Message, ModelResponse, ModelServer, RawObject, Response, Result, ServerKind, SessionId,
-    Status, Verb, World,
+    CallContext, Error, Message, ModelResponse, ModelServer, RawObject, Response, Result, SessionId, Status, Verb,
+    World,
 };
 
 use crate::role::dialect::schema::Dialect;
@@ -88,8 +89,8 @@ fn passed_on(error: &Error) -> Option<Response> {
     let refused = std::error::Error::source(error)?.downcast_ref::<EndpointRejection>()?;
     RawObject::parse(refused.body.clone()).ok()?;
     let mut response = Response::new(Status(refused.status), Message::json(refused.body.clone()));
-    response.metadata.push(gym_core::CODE_METADATA, error.code().as_str());
-    response.metadata.push(gym_core::EXECUTION_METADATA, error.execution().as_str());
+    response.metadata.push(gym_core::message::CODE_METADATA, error.code().as_str());
+    response.metadata.push(gym_core::message::EXECUTION_METADATA, error.execution().as_str());
     Some(response)
 }
 

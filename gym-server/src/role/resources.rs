@@ -1,9 +1,9 @@
 //! The resources role: the state and tools of a session, and the verdict spliced into the row.
 
 use async_trait::async_trait;
+use gym_core::server::ServerKind;
 use gym_core::{
-    CallContext, Error, ModelResponse, RawObject, ResourcesServer, Response, Result, Rope, ServerKind, SessionId, Verb,
-    Verdict,
+    CallContext, Error, ModelResponse, RawObject, ResourcesServer, Response, Result, Rope, SessionId, Verb, Verdict,
 };
 use serde_json::Value;
 
@@ -148,7 +148,7 @@ fn spliced(row: &RawObject, verdict: &Verdict, returns: impl Fn(&str) -> bool) -
         return Err(Error::internal(format!("the verifier's reward is {}", verdict.reward)).about("verify"));
     }
     let dropped = row.keys().filter(|key| !returns(key)).map(str::to_owned);
-    let mut row = dropped.fold(row.edit(), gym_core::Edit::remove).set_value("reward", &verdict.reward)?;
+    let mut row = dropped.fold(row.edit(), gym_core::message::Edit::remove).set_value("reward", &verdict.reward)?;
     for (key, value) in &verdict.fields {
         row = row.set_value(*key, value)?;
     }

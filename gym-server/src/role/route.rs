@@ -2,7 +2,8 @@
 
 use std::borrow::Cow;
 
-use gym_core::{CallContext, Message, Route, ServerKind, SessionId, Verb};
+use gym_core::server::ServerKind;
+use gym_core::{CallContext, Message, Route, SessionId, Verb};
 
 /// The properties that all implementations of a role share.
 #[derive(Debug)]

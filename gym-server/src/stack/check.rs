@@ -6,7 +6,9 @@ use std::sync::Arc;
 
 use gym_client::config::InstanceConfig;
 use gym_client::{ServerClient, Transports};
-use gym_core::{InProcess, MemoryRegistry, Result, World};
+use gym_core::registry::MemoryRegistry;
+use gym_core::transport::InProcess;
+use gym_core::{Result, World};
 
 use crate::role::ServerContext;
 use crate::stack::instance::unknown_implementation;

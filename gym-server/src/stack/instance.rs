@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 
 use gym_client::config::InstanceConfig;
-use gym_core::{Endpoint, Error, Incarnation, Registration};
+use gym_core::registry::Registration;
+use gym_core::{Endpoint, Error, Incarnation};
 
 use crate::stack::servers::Servers;
 
@@ -36,7 +37,7 @@ pub(super) fn registration(
         implementation: instance.implementation.clone(),
         endpoints,
         incarnation,
-        ttl: gym_core::DEFAULT_TTL,
+        ttl: gym_core::registry::DEFAULT_TTL,
         labels,
     }
 }

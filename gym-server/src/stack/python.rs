@@ -10,10 +10,11 @@ use gym_client::Transports;
 use gym_client::config::{GymConfig, InstanceConfig};
 use gym_client::launch::{ChildHandle, ChildSpec, ChildState, Launcher};
 use gym_client::registry::LeaseKeeper;
-use gym_core::{CallContext, Code, ConnectOptions, Endpoint, Error, InProcess, Incarnation, Registry, Request, Result};
+use gym_core::registry::Registry;
+use gym_core::transport::{ConnectOptions, InProcess};
+use gym_core::{CallContext, CancelToken, Code, Endpoint, Error, Incarnation, Request, Result};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
-use tokio_util::sync::CancellationToken;
 
 use crate::stack::instance::{RunningServer, registration};
 use crate::stack::options::StackOptions;
@@ -27,7 +28,7 @@ pub(super) struct PythonServers {
     launcher: Launcher,
     servers: Vec<(InstanceConfig, Endpoint, ChildHandle)>,
     watchers: JoinSet<()>,
-    stop: CancellationToken,
+    stop: CancelToken,
 }
 
 impl PythonServers {
@@ -50,8 +51,7 @@ impl PythonServers {
             builder = builder.lines(Arc::clone(lines));
         }
         let launcher = builder.build().map_err(|error| Error::internal(error.to_string()))?;
-        let mut servers =
-            Self { launcher, servers: Vec::new(), watchers: JoinSet::new(), stop: CancellationToken::new() };
+        let mut servers = Self { launcher, servers: Vec::new(), watchers: JoinSet::new(), stop: CancelToken::new() };
         let started = servers.start_all(config, instances, &python, options, registry, incarnation).await;
         match started {
             Ok(()) => Ok(servers),
@@ -207,7 +207,7 @@ struct WatchedServer {
     labels: BTreeMap<String, String>,
     registry: Arc<dyn Registry>,
     incarnation: Incarnation,
-    stop: CancellationToken,
+    stop: CancelToken,
     ready: watch::Sender<bool>,
 }
 

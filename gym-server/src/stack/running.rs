@@ -10,12 +10,11 @@ use gym_client::config::{GymConfig, InstanceConfig};
 use gym_client::registry::{LeaseKeeper, RemoteRegistry};
 use gym_client::transport::http::http1::HttpListener;
 use gym_client::{ServerClient, Transports};
-use gym_core::{
-    CallContext, Code, Endpoint, Error, Handler, InProcess, Incarnation, Instance, ListenOptions, Listener,
-    MemoryRegistry, RawObject, Registry, Result, ServerKind, Transport, TransportPolicy, World,
-};
+use gym_core::registry::{Instance, MemoryRegistry, Registry};
+use gym_core::server::ServerKind;
+use gym_core::transport::{InProcess, ListenOptions, Listener, Transport, TransportPolicy};
+use gym_core::{CallContext, CancelToken, Code, Endpoint, Error, Handler, Incarnation, RawObject, Result, World};
 use tokio::task::JoinSet;
-use tokio_util::sync::CancellationToken;
 
 use crate::head::{GlobalConfig, HeadServer};
 use crate::metrics::Metrics;
@@ -45,13 +44,13 @@ pub struct Stack {
 
 #[derive(Debug)]
 struct ShutdownStage {
-    drain: CancellationToken,
+    drain: CancelToken,
     tasks: JoinSet<Result<()>>,
 }
 
 impl ShutdownStage {
     fn new() -> Self {
-        Self { drain: CancellationToken::new(), tasks: JoinSet::new() }
+        Self { drain: CancelToken::new(), tasks: JoinSet::new() }
     }
 
     fn serve(&mut self, listener: Box<dyn Listener>, handler: &Arc<dyn Handler>, grace: Duration) {

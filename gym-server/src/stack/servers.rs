@@ -6,9 +6,9 @@ use std::sync::Arc;
 
 use gym_client::ServerClient;
 use gym_client::config::InstanceConfig;
-use gym_core::{
-    AgentServer, EnvironmentServer, Error, Fenced, Handler, ModelServer, ResourcesServer, Result, ServerKind,
-};
+use gym_core::server::ServerKind;
+use gym_core::transport::Fenced;
+use gym_core::{AgentServer, EnvironmentServer, Error, Handler, ModelServer, ResourcesServer, Result};
 use serde::de::DeserializeOwned;
 
 use crate::agent::SimpleAgent;
@@ -202,7 +202,8 @@ impl fmt::Debug for Servers {
 #[cfg(test)]
 mod tests {
     use gym_client::config::{ConfigLoader, Overrides};
-    use gym_core::{CallContext, Code, INCARNATION_METADATA, Incarnation, Request, Response, handler_fn};
+    use gym_core::transport::{INCARNATION_METADATA, handler_fn};
+    use gym_core::{CallContext, Code, Incarnation, Request, Response};
 
     use super::*;
     use crate::testing::{TestNetwork, world};

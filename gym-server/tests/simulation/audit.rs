@@ -9,11 +9,10 @@ use std::time::Duration;
 use async_trait::async_trait;
 use futures_util::future::BoxFuture;
 use gym_client::collect::ledger::failures_path;
+use gym_core::registry::{Lease, MemoryRegistry, Registry};
+use gym_core::rollout::{Attempt, FailureClass, KeyState, Ledger, Outcome, TaskKey};
 use gym_core::testing::{SimFiles, SimNet};
-use gym_core::{
-    Attempt, CallContext, FailureClass, Handler, Incarnation, KeyState, Lease, Ledger, MemoryRegistry, Outcome,
-    Registry, Request, Response, Result, TaskKey, Verb,
-};
+use gym_core::{CallContext, Handler, Incarnation, Request, Response, Result, Verb};
 use serde::Deserialize;
 use tokio::time::Instant;
 

@@ -4,8 +4,8 @@ use std::fmt;
 use std::time::Duration;
 
 use gym_client::collect::DriverOptions;
-use gym_core::RetryPolicy;
 use gym_core::testing::{Faults, FileFault};
+use gym_core::transport::RetryPolicy;
 
 pub(crate) const HEAD: &str = "head";
 pub(crate) const RELAY: &str = "relay";

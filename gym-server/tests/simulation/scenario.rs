@@ -11,19 +11,18 @@ use gym_client::collect::ledger::{JsonlLedger, OpenMode};
 use gym_client::collect::{Driver, RolloutRow, RunEnd};
 use gym_client::registry::{LeaseKeeper, RemoteRegistry};
 use gym_client::{ServerClient, Transports};
+use gym_core::registry::{MemoryRegistry, Registration, Registry};
+use gym_core::rollout::{KeyState, Ledger, TaskKey};
+use gym_core::server::ServerKind;
 use gym_core::testing::net::{SimHost, Trace};
 use gym_core::testing::{Faults, FileFault, SimFiles, SimNet};
-use gym_core::transport::serve;
-use gym_core::{
-    CallContext, Code, Endpoint, Fenced, Handler, Incarnation, KeyState, Ledger, MemoryRegistry, RawObject,
-    Registration, Registry, ServerKind, TaskKey, World,
-};
+use gym_core::transport::{Fenced, serve};
+use gym_core::{CallContext, CancelToken, Code, Endpoint, Handler, Incarnation, RawObject, World};
 use gym_server::environment::{Relay, RelayConfig};
 use gym_server::head::HeadServer;
 use gym_server::metrics::Metrics;
 use gym_server::role::{RoleServer, ServerContext};
 use tokio::time::Instant;
-use tokio_util::sync::CancellationToken;
 
 use crate::audit::{Audit, AuditedHead, AuditedIncarnation, AuditedLedger, Counts};
 use crate::plan::{
@@ -98,9 +97,9 @@ fn watch_for_panics() {
 /// What the collector is told and tells.
 #[derive(Clone, Default)]
 struct Orders {
-    stop: Arc<Mutex<CancellationToken>>,
-    healed: CancellationToken,
-    done: CancellationToken,
+    stop: Arc<Mutex<CancelToken>>,
+    healed: CancelToken,
+    done: CancelToken,
 }
 
 struct Deployment {
@@ -223,7 +222,7 @@ impl Deployment {
     fn start_head(&self, host: &SimHost) {
         let registry = MemoryRegistry::new();
         *self.registry.lock().unwrap_or_else(PoisonError::into_inner) = registry.clone();
-        let config = Arc::new(|_: &[gym_core::Instance]| String::new());
+        let config = Arc::new(|_: &[gym_core::registry::Instance]| String::new());
         let head = HeadServer::new(registry, config, &self.world(host), Metrics::new());
         self.serve(host, Arc::new(AuditedHead { head, audit: self.audit.clone() }));
     }
@@ -268,7 +267,7 @@ impl Deployment {
         let endpoint = Endpoint::parse(&format!("sim://{}/gym", host.name())).expect("an endpoint");
         host.spawn(async move {
             // Ends with the host.
-            let _ = serve(Box::new(listener), handler, CancellationToken::new(), Duration::ZERO).await;
+            let _ = serve(Box::new(listener), handler, CancelToken::new(), Duration::ZERO).await;
         });
         endpoint
     }
@@ -384,7 +383,7 @@ impl Collector {
             &self.world,
             self.plan.options.clone(),
         );
-        let stop = CancellationToken::new();
+        let stop = CancelToken::new();
         *self.orders.stop.lock().unwrap_or_else(PoisonError::into_inner) = stop.clone();
         let rows = self.rows.clone();
         let ended = Arc::new(driver).run(stream::iter(rows.into_iter().map(Ok)), stop).await;

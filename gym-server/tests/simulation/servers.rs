@@ -5,9 +5,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use gym_client::ServerClient;
+use gym_core::rollout::{Attempt, TaskKey};
 use gym_core::{
-    AgentServer, Attempt, CallContext, Code, Error, Execution, ModelResponse, RawObject, ResourcesServer, Response,
-    Result, SessionId, TaskKey, Verdict, World,
+    AgentServer, CallContext, Code, Error, Execution, ModelResponse, RawObject, ResourcesServer, Response, Result,
+    SessionId, Verdict, World,
 };
 use serde::Deserialize;
 
@@ -16,7 +17,7 @@ use crate::audit::Audit;
 /// Status, body and what kind of error it is; not what the hop below wrote for its own caller.
 fn passed_on(answer: &Response) -> Response {
     let mut response = Response::new(answer.status, answer.message.clone());
-    for name in [gym_core::CODE_METADATA, gym_core::EXECUTION_METADATA] {
+    for name in [gym_core::message::CODE_METADATA, gym_core::message::EXECUTION_METADATA] {
         if let Some(value) = answer.metadata.get(name) {
             response.metadata.push(name, value);
         }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use gym_core::mux::ConnectionLimits;
+use gym_core::transport::mux::ConnectionLimits;
 
 /// Limits and timeouts of framed connections.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -5,8 +5,9 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use bytes::{Bytes, BytesMut};
-use gym_core::mux::MuxLink;
-use gym_core::{CallContext, Channel, Code, ConnectOptions, Connector, Endpoint, Error, Execution, PathInfo, Result};
+use gym_core::transport::mux::MuxLink;
+use gym_core::transport::{ConnectOptions, Connector, PathInfo};
+use gym_core::{CallContext, Channel, Code, Endpoint, Error, Execution, Result};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 
@@ -87,8 +88,8 @@ impl Connector for FramesConnector {
         self.scheme
     }
 
-    fn transports(&self) -> Vec<gym_core::Transport> {
-        vec![gym_core::Transport::HTTP]
+    fn transports(&self) -> Vec<gym_core::transport::Transport> {
+        vec![gym_core::transport::Transport::HTTP]
     }
 
     async fn connect(&self, cx: &CallContext, to: &Endpoint, options: &ConnectOptions) -> Result<Channel> {

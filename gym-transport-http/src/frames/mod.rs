@@ -6,7 +6,7 @@
 //!     └── oneshot ◄── Decoder ◄── socket ◄── FrameSendQueue ◄─────────────────┘
 //! ```
 //!
-//! Everything that calls need besides sockets is in [`gym_core::mux`].
+//! Everything that calls need besides sockets is in [`gym_core::transport::mux`].
 //!
 //! | scheme | connection | for |
 //! |---|---|---|

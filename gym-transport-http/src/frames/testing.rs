@@ -1,9 +1,9 @@
 //! A connection's reader without a connection, for fuzzers.
 
 use gym_core::Result;
-use gym_core::frame::MessageLimits;
-use gym_core::mux::header::read_failed;
-use gym_core::mux::{Handshake, RequestHeader, ResponseHeader};
+use gym_core::message::frame::MessageLimits;
+use gym_core::transport::mux::header::read_failed;
+use gym_core::transport::mux::{Handshake, RequestHeader, ResponseHeader};
 
 use crate::frames::buffers::ReceiveBufferPool;
 use crate::frames::codec::decoder::{Decoder, Event};

@@ -7,11 +7,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
 use async_trait::async_trait;
-use gym_core::{Code, Endpoint, Error, Handler, Incoming, Listener, PeerInfo, Result};
+use gym_core::message::PeerInfo;
+use gym_core::transport::{Incoming, Listener};
+use gym_core::{CancelToken, Code, Endpoint, Error, Handler, Result};
 use tokio::net::UnixStream;
 use tokio::sync::Semaphore;
 use tokio::time::sleep;
-use tokio_util::sync::CancellationToken;
 
 use crate::frames::UNIX_SCHEME;
 use crate::frames::config::FramesConfig;
@@ -167,7 +168,7 @@ impl Incoming for UnixIncoming {
         &self.peer
     }
 
-    async fn serve(self: Box<Self>, handler: Arc<dyn Handler>, drain: CancellationToken) -> Result<()> {
+    async fn serve(self: Box<Self>, handler: Arc<dyn Handler>, drain: CancelToken) -> Result<()> {
         let about = format!("serve {}", self.peer.address);
         serve(Socket::Unix(self.stream), &[], self.state, handler, self.peer, drain)
             .await

@@ -9,10 +9,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use gym_core::{
-    CallContext, Channel, Code, ConnectOptions, Connector, Endpoint, Error, Execution, Link, PathInfo, Reply, Request,
-    Response, Result, Verb,
-};
+use gym_core::transport::{ConnectOptions, Connector, Link, PathInfo, Reply};
+use gym_core::{CallContext, Channel, Code, Endpoint, Error, Execution, Request, Response, Result, Verb};
 use tokio::sync::OwnedSemaphorePermit;
 
 use crate::http1::SCHEME;
@@ -58,8 +56,8 @@ impl Connector for HttpConnector {
         SCHEME
     }
 
-    fn transports(&self) -> Vec<gym_core::Transport> {
-        vec![gym_core::Transport::HTTP]
+    fn transports(&self) -> Vec<gym_core::transport::Transport> {
+        vec![gym_core::transport::Transport::HTTP]
     }
 
     async fn connect(&self, cx: &CallContext, to: &Endpoint, options: &ConnectOptions) -> Result<Channel> {

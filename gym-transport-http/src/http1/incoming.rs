@@ -8,9 +8,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Poll;
 
 use async_trait::async_trait;
-use gym_core::{
-    CancelToken, Code, Error, Execution, Handler, Incoming, PeerInfo, Request, Response, Result, Route, Status, Verb,
-};
+use gym_core::message::PeerInfo;
+use gym_core::transport::Incoming;
+use gym_core::{CancelToken, Code, Error, Execution, Handler, Request, Response, Result, Route, Status, Verb};
 use http::{HeaderValue, StatusCode};
 use hyper::body::{Body, Incoming as WireBody};
 use hyper::server::conn::http1::Builder;
@@ -19,7 +19,6 @@ use hyper_util::rt::TokioIo;
 use tokio::net::TcpStream;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{sleep_until, timeout};
-use tokio_util::sync::CancellationToken;
 
 use crate::frames::connection::answering::{ListenerState, serve as serve_frames};
 use crate::frames::connection::socket::Socket;
@@ -73,7 +72,7 @@ impl Incoming for HttpIncoming {
         &self.peer
     }
 
-    async fn serve(self: Box<Self>, handler: Arc<dyn Handler>, drain: CancellationToken) -> Result<()> {
+    async fn serve(self: Box<Self>, handler: Arc<dyn Handler>, drain: CancelToken) -> Result<()> {
         let Self { stream, peer, config, calls, frames, permit } = *self;
         let activity = Arc::new(ConnectionActivity::new());
         let wire = TokioIo::new(WatchedSocket::new(stream, Arc::clone(&activity)));

@@ -4,7 +4,10 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use gym_core::{Code, Endpoint, Error, Incoming, Listener, PeerInfo, Result, raise_descriptors};
+use gym_core::base::raise_descriptors;
+use gym_core::message::PeerInfo;
+use gym_core::transport::{Incoming, Listener};
+use gym_core::{Code, Endpoint, Error, Result};
 use rustix::io::Errno;
 use tokio::net::{TcpListener, TcpSocket};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};

@@ -8,14 +8,13 @@ use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use futures_util::FutureExt as _;
-use gym_core::{Code, Error, Result};
+use gym_core::{CancelToken, Code, Error, Result};
 use rustix::io::Errno;
 use rustix::net::RecvFlags;
 use tokio::net::TcpStream;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, sleep_until, timeout};
-use tokio_util::sync::CancellationToken;
 
 use crate::http1::config::HttpConfig;
 use crate::http1::exchange::Connection;
@@ -37,7 +36,7 @@ pub(crate) struct ConnectionPool {
     pub(crate) address: HostPort,
     pub(crate) config: HttpConfig,
     /// Fires when running calls are to end.
-    pub(crate) closed: CancellationToken,
+    pub(crate) closed: CancelToken,
     permits: Arc<Semaphore>,
     idle: Mutex<IdleConnections>,
 }
@@ -56,7 +55,7 @@ impl ConnectionPool {
         Self {
             address,
             config,
-            closed: CancellationToken::new(),
+            closed: CancelToken::new(),
             permits: Arc::new(Semaphore::new(permits)),
             idle: Mutex::default(),
         }

@@ -7,8 +7,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
 
 use bytes::Bytes;
-use gym_core::frame::{FRAME_MEDIA_TYPE, FrameError, MessageLimits, decode, encode};
-use gym_core::{ContentType, Message, Rope};
+use gym_core::message::ContentType;
+use gym_core::message::frame::{FRAME_MEDIA_TYPE, FrameError, MessageLimits, decode, encode};
+use gym_core::{Message, Rope};
 use http_body::{Body, Frame, SizeHint};
 
 /// Capacity reserved at once for a body of announced length. A length that is announced but never sent must not cost memory;

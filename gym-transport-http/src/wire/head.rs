@@ -5,7 +5,8 @@
 
 use std::mem::MaybeUninit;
 
-use gym_core::{Code, Error, INCARNATION_METADATA, Metadata, Request, Result, Verb};
+use gym_core::transport::INCARNATION_METADATA;
+use gym_core::{Code, Error, Metadata, Request, Result, Verb};
 use http::Uri;
 use httparse::{Header, ParserConfig, Status};
 

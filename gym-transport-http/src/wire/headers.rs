@@ -9,10 +9,10 @@
 use std::borrow::Cow;
 use std::time::Duration;
 
-use gym_core::frame::FRAME_MEDIA_TYPE;
-use gym_core::{
-    CallContext, ContentType, Error, INCARNATION_METADATA, Incarnation, Message, Metadata, Result, TraceContext,
-};
+use gym_core::message::frame::FRAME_MEDIA_TYPE;
+use gym_core::message::{ContentType, TraceContext};
+use gym_core::transport::INCARNATION_METADATA;
+use gym_core::{CallContext, Error, Incarnation, Message, Metadata, Result};
 use http::header::{CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue};
 use tokio::time::Instant;
 
@@ -175,8 +175,8 @@ fn metadata_name(name: &str) -> Cow<'static, str> {
         "set-cookie",
         "user-agent",
         "vary",
-        gym_core::CODE_METADATA,
-        gym_core::EXECUTION_METADATA,
+        gym_core::message::CODE_METADATA,
+        gym_core::message::EXECUTION_METADATA,
         INCARNATION_METADATA,
     ];
     match FREQUENT.into_iter().find(|known| *known == name) {

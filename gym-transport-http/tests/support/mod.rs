@@ -5,13 +5,13 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use gym_core::{CallContext, Channel, ConnectOptions, Connector, Endpoint, Handler, Listener};
+use gym_core::transport::{ConnectOptions, Connector, Listener};
+use gym_core::{CallContext, CancelToken, Channel, Endpoint, Handler};
 use gym_transport_http::http1::{HttpConfig, HttpConnector, HttpListener};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::sync::watch;
 use tokio::task::{JoinHandle, JoinSet};
-use tokio_util::sync::CancellationToken;
 
 /// Far beyond what anything here needs, so that only a hang meets it.
 const TIMEOUT: Duration = Duration::from_secs(20);
@@ -23,7 +23,7 @@ pub async fn soon<T>(future: impl Future<Output = T>) -> T {
 /// A server with one handler.
 pub struct Server {
     pub address: SocketAddr,
-    pub drain: CancellationToken,
+    pub drain: CancelToken,
     /// Connections accepted so far.
     pub accepted: watch::Receiver<usize>,
     accepting: JoinHandle<()>,
@@ -33,7 +33,7 @@ impl Server {
     pub fn start(config: HttpConfig, handler: impl Handler) -> Self {
         let mut listener = HttpListener::bind(([127, 0, 0, 1], 0).into(), config).unwrap();
         let address = listener.local_address();
-        let drain = CancellationToken::new();
+        let drain = CancelToken::new();
         let (count, accepted) = watch::channel(0);
         let draining = drain.clone();
         let handler: Arc<dyn Handler> = Arc::new(handler);

@@ -3,8 +3,10 @@
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use bytes::Bytes;
-use gym_core::mux::header::FAILED_BYTES_MAX;
-use gym_core::mux::{CallingEnd, CapacityPermit, ConnectionLimits, Handshake, PeerActivity, ResponseHeader, malformed};
+use gym_core::transport::mux::header::FAILED_BYTES_MAX;
+use gym_core::transport::mux::{
+    CallingEnd, CapacityPermit, ConnectionLimits, Handshake, PeerActivity, ResponseHeader, malformed,
+};
 use gym_core::{Code, Error, Result};
 use tokio::sync::oneshot;
 

@@ -8,7 +8,7 @@
 //!
 //! | kind | delivery | first | second | call | payload |
 //! |---|---|---|---|---|---|
-//! | greeting | ordered | | | | [`Handshake`](gym_core::mux::Handshake) |
+//! | greeting | ordered | | | | [`Handshake`](gym_core::transport::mux::Handshake) |
 //! | request, response | ordered | bytes of the header | where messages are cut | its number | the header, or as much of it as fits; then the first chunk |
 //! | header rest | ordered | | | its number | more of the header that was begun last |
 //! | chunk | ordered | its place in the layout | | its number | the chunk |
@@ -19,7 +19,7 @@
 
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 use gym_core::Result;
-use gym_core::mux::malformed;
+use gym_core::transport::mux::malformed;
 
 use crate::fabric::Delivery;
 

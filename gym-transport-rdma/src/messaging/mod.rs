@@ -6,7 +6,7 @@
 //!             ◀─ Reassembly ──┘  cancel, failed, drain, ping, pong            urgent     └─ UcxSendQueue ◀─
 //! ```
 //!
-//! [`gym_core::mux`] implements the calls of both ends. This module carries their messages over a fabric: it splits a message into
+//! [`gym_core::transport::mux`] implements the calls of both ends. This module carries their messages over a fabric: it splits a message into
 //! chunks by a [layout] that both ends compute from its lengths, so the first chunk describes the whole message. A large segment is
 //! sent from where it lies and received into a buffer of the pool. Requests are passed on in order, whichever is complete first.
 

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
-use gym_core::mux::{self, CapacityPermit, ConnectionLimits, Handshake, ResponseHeader};
+use gym_core::transport::mux::{self, CapacityPermit, ConnectionLimits, Handshake, ResponseHeader};
 use gym_core::{Code, Message, Result};
 
 use crate::fabric::{ActiveMessage, Connection, Delivery, SentCallback, URGENT_BYTES_MAX};

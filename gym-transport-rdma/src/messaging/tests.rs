@@ -5,13 +5,14 @@ use std::time::Duration;
 
 use bytes::{BufMut, Bytes, BytesMut};
 use futures_util::FutureExt;
-use gym_core::frame::MessageLimits;
-use gym_core::mux::header::{put_request, put_response};
-use gym_core::mux::{self, AnsweringEnd, CapacityPermit, Handshake, MessageSender as _, MuxLink, RequestHeader};
-use gym_core::{
-    CallContext, Code, ContentType, Error, Link as _, Message, PathInfo, PeerInfo, Reply, Request, Response, Result,
-    Rope, Route, Status, Verb, handler_fn,
+use gym_core::message::frame::MessageLimits;
+use gym_core::message::{ContentType, PeerInfo};
+use gym_core::transport::mux::header::{put_request, put_response};
+use gym_core::transport::mux::{
+    self, AnsweringEnd, CapacityPermit, Handshake, MessageSender as _, MuxLink, RequestHeader,
 };
+use gym_core::transport::{Link as _, PathInfo, Reply, handler_fn};
+use gym_core::{CallContext, Code, Error, Message, Request, Response, Result, Rope, Route, Status, Verb};
 use proptest::prelude::*;
 use tokio::sync::Semaphore;
 
@@ -415,7 +416,7 @@ async fn answers_and_refusals_that_the_network_does_not_take_are_bounded() {
         let header =
             put_request(0, Verb::Post, &Route::from_static("/x"), &CallContext::default(), 9_999, &message(&[0]));
         let mut header = header.freeze();
-        gym_core::frame::Lengths::take(&mut header, &MessageLimits::default()).unwrap();
+        gym_core::message::frame::Lengths::take(&mut header, &MessageLimits::default()).unwrap();
         let header = RequestHeader::read(header)?;
         if end.on_opening(last_call, &header, 0)? && turn.is_multiple_of(2) {
             end.on_request(last_call, header, Bytes::new(), Vec::new());

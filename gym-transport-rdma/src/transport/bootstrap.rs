@@ -14,7 +14,7 @@
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
-use gym_core::mux::{ConnectionLimits, Handshake, malformed};
+use gym_core::transport::mux::{ConnectionLimits, Handshake, malformed};
 use gym_core::{Error, Result};
 use serde::{Deserialize, Serialize};
 

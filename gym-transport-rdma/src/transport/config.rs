@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
-use gym_core::mux::ConnectionLimits;
+use gym_core::transport::mux::ConnectionLimits;
 use gym_core::{Code, Error, Result};
 
 use crate::fabric::{Connection, ConnectionStats, Fabric, FabricOptions, FabricStats, Lanes};

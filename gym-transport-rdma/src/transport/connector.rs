@@ -6,11 +6,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use gym_core::mux::{CallingEnd, MuxLink, heartbeat};
-use gym_core::{
-    CallContext, Channel, Code, ConnectOptions, Connector, Endpoint, Error, Execution, PathInfo, Request, Result,
-    Transport,
-};
+use gym_core::transport::mux::{CallingEnd, MuxLink, heartbeat};
+use gym_core::transport::{ConnectOptions, Connector, PathInfo, Transport};
+use gym_core::{CallContext, Channel, Code, Endpoint, Error, Execution, Request, Result};
 use tokio::time::Instant;
 
 use crate::fabric::{Connect, Connection, ConnectionId, Fabric, Lanes, Target, WorkerPair};
@@ -198,11 +196,11 @@ impl Drop for ConnectGuard {
 async fn drive(
     end: Arc<CallingEnd<UcxSendQueue>>,
     caller: Arc<CallingEvents>,
-    limits: gym_core::mux::ConnectionLimits,
+    limits: gym_core::transport::mux::ConnectionLimits,
     fabric: Fabric,
 ) {
     // The first at once: its echo is the first round trip that is counted.
-    gym_core::mux::MessageSender::post_heartbeat(end.sender());
+    gym_core::transport::mux::MessageSender::post_heartbeat(end.sender());
     let error = tokio::select! {
         biased;
         () = end.over() => return drop(fabric),
@@ -223,7 +221,7 @@ impl Connector for UcxConnector {
         SCHEME
     }
 
-    fn transports(&self) -> Vec<gym_core::Transport> {
+    fn transports(&self) -> Vec<gym_core::transport::Transport> {
         vec![Transport::SHM, Transport::RDMA, Transport::UCX_TCP]
     }
 

@@ -5,10 +5,11 @@ use std::sync::{Arc, Weak};
 
 use async_trait::async_trait;
 use futures_util::future::BoxFuture;
-use gym_core::mux::{AnsweringEnd, heartbeat};
-use gym_core::{Code, Endpoint, Error, Handler, Incoming, Listener, PeerInfo, Request, Response, Result};
+use gym_core::message::PeerInfo;
+use gym_core::transport::mux::{AnsweringEnd, heartbeat};
+use gym_core::transport::{Incoming, Listener};
+use gym_core::{CancelToken, Code, Endpoint, Error, Handler, Request, Response, Result};
 use tokio::sync::{Semaphore, mpsc};
-use tokio_util::sync::CancellationToken;
 
 use crate::fabric::{ConnectionId, Expect, Fabric, Token, WorkerPair};
 use crate::messaging::answering::{AnsweringEvents, ArrivedPeer};
@@ -153,7 +154,7 @@ impl Incoming for UcxIncoming {
         &self.arrived_peer.events.peer
     }
 
-    async fn serve(self: Box<Self>, handler: Arc<dyn Handler>, drain: CancellationToken) -> Result<()> {
+    async fn serve(self: Box<Self>, handler: Arc<dyn Handler>, drain: CancelToken) -> Result<()> {
         let Self { arrived_peer, ucx, fabric, calls } = *self;
         let limits = &ucx.config().limits;
         let (connection, events) = arrived_peer.served();

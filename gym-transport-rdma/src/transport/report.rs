@@ -4,7 +4,7 @@
 
 use std::path::PathBuf;
 
-use gym_core::Transport;
+use gym_core::transport::Transport;
 use serde::{Deserialize, Serialize};
 
 use crate::fabric::{DeviceReport, FabricError, Lanes, device_report};

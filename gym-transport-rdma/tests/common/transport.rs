@@ -4,12 +4,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use async_trait::async_trait;
-use gym_core::mux::ConnectionLimits;
 use gym_core::testing::conformance::{TransportPair, TransportSetup};
-use gym_core::{
-    CallContext, Channel, ConnectOptions, Connector, Endpoint, Error, InProcess, Listener, Result, Transport,
-    handler_fn,
-};
+use gym_core::transport::mux::ConnectionLimits;
+use gym_core::transport::{ConnectOptions, Connector, InProcess, Listener, Transport, handler_fn};
+use gym_core::{CallContext, Channel, Endpoint, Error, Result};
 use gym_transport_rdma::transport::{UcxConnector, UcxListener};
 use gym_transport_rdma::{Ucx, UcxConfig};
 

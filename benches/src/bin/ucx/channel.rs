@@ -14,14 +14,14 @@ use gym_client::transport::http::http1::{HttpConnector, HttpListener, SCHEME as 
 use gym_core::group::{
     GroupView, HostOptions, Member, RankLayout, RankState, WorkerEnv, WorkerGroup, WorkerGroupExt as _, WorkerHost,
 };
-use gym_core::mux::ConnectionLimits;
 use gym_core::testing::figures::{Figures, RoundTrips, answering};
-use gym_core::{CallContext, ConnectOptions, Endpoint, Handler, Incarnation, Listener, Request, Transport, handler_fn};
+use gym_core::transport::mux::ConnectionLimits;
+use gym_core::transport::{ConnectOptions, Listener, Transport, handler_fn};
+use gym_core::{CallContext, CancelToken, Endpoint, Handler, Incarnation, Request};
 use gym_transport_rdma::transport::{UcxConnector, UcxListener};
 use gym_transport_rdma::{Ucx, UcxConfig};
 use tokio::sync::watch;
 use tokio::time::Instant;
-use tokio_util::sync::CancellationToken;
 
 use crate::Way;
 
@@ -56,7 +56,7 @@ pub(crate) async fn serve(way: Way) -> Result<()> {
     let fabric = UcxListener::open(ucx(way, true), &bootstraps).await?;
     println!("{} {} {raw_address}", bootstraps[0], fabric.endpoints()[0]);
     let front: Arc<dyn Handler> = Arc::new(fabric.bootstrap(Arc::clone(&served)));
-    let drain = CancellationToken::new();
+    let drain = CancelToken::new();
     tokio::spawn(gym_core::transport::serve(Box::new(http), front, drain.clone(), Duration::ZERO));
     tokio::spawn(gym_core::transport::serve(Box::new(fabric), served, drain, Duration::ZERO));
     // Until the bench has gone, however it went.
@@ -158,7 +158,7 @@ impl Peer {
     /// Figures over frames on the same port.
     pub(crate) async fn over_frames(&self) -> Result<Figures> {
         let endpoint = Endpoint::parse(&format!("http+frames://{}", self.http.address()))?;
-        let transports = Transports::from_features(gym_core::InProcess::new());
+        let transports = Transports::from_features(gym_core::transport::InProcess::new());
         let (context, options) = (CallContext::within(PATIENCE), ConnectOptions::default());
         Ok(Figures::over(transports.connect_ordered(&context, &[endpoint], &options).await?))
     }

@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::hash::Hasher;
 use std::io::{BufRead, Seek, SeekFrom, Write};
 
-use gym_core::metrics::{JsonFields, ROLLOUT_INDEX, TASK_INDEX, is_truthy};
+use gym_core::rollout::metrics::{JsonFields, ROLLOUT_INDEX, TASK_INDEX, is_truthy};
 
 use crate::collect::input::error::InputError;
 use crate::collect::input::options::{DEFAULT_KEY, MaterializeOptions, Repeats, Routing};

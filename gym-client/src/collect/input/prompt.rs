@@ -1,8 +1,8 @@
 //! Prompt templates: a `user` and an optional `system` text whose `{field}` places are filled from a row, by the rules of
 //! Python's `str.format_map`.
 
-use gym_core::metrics::JsonFields;
-use gym_core::push_json_string;
+use gym_core::message::push_json_string;
+use gym_core::rollout::metrics::JsonFields;
 use serde::Deserialize;
 use thiserror::Error;
 

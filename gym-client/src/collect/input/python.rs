@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use gym_core::metrics::JsonFields;
+use gym_core::rollout::metrics::JsonFields;
 use serde_json::value::RawValue;
 
 /// A JSON value by kind, its parts still raw.

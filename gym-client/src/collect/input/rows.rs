@@ -3,8 +3,9 @@
 use std::io::BufRead;
 
 use bytes::Bytes;
-use gym_core::metrics::{JsonFields, ROLLOUT_INDEX, TASK_INDEX};
-use gym_core::{JsonError, RawObject};
+use gym_core::RawObject;
+use gym_core::message::JsonError;
+use gym_core::rollout::metrics::{JsonFields, ROLLOUT_INDEX, TASK_INDEX};
 
 use crate::collect::input::error::InputError;
 
@@ -112,7 +113,7 @@ pub(crate) fn agent_name(row: &JsonFields<'_>) -> Result<Option<String>, String>
 
 /// The name in an `agent_ref`.
 fn name_of(reference: Option<&str>) -> Result<Option<String>, String> {
-    let Some(reference) = reference.filter(|raw| gym_core::metrics::is_truthy(raw)) else { return Ok(None) };
+    let Some(reference) = reference.filter(|raw| gym_core::rollout::metrics::is_truthy(raw)) else { return Ok(None) };
     let reference = JsonFields::parse(reference)
         .map_err(|_| "agent_ref is not an object; expected {\"name\": \"<agent>\"}".to_owned())?;
     text_member(&reference, "name").map_err(|()| "agent_ref.name is not a text; name the agent".to_owned())

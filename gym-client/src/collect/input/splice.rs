@@ -4,8 +4,8 @@
 //! would change them. What `RawObject::edit` does for messages is done here for [`JsonFields`], which are borrowed from a line and
 //! written into a buffer that is used again.
 
-use gym_core::metrics::JsonFields;
-use gym_core::push_json_string;
+use gym_core::message::push_json_string;
+use gym_core::rollout::metrics::JsonFields;
 
 /// JsonFields to set, in the order in which a Python dict would see them set; a key set twice keeps its first place.
 #[derive(Clone, Debug, Default)]

@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use async_trait::async_trait;
-use gym_core::{Attempt, CallContext, KeyState, Ledger, Outcome, Result, TaskKey};
+use gym_core::rollout::{Attempt, KeyState, Ledger, Outcome, TaskKey};
+use gym_core::{CallContext, Result};
 
 use crate::collect::ledger::states::{KeyStates, OutcomeClass};
 

@@ -4,7 +4,8 @@ use std::collections::HashMap;
 use std::fmt;
 use std::hash::{BuildHasherDefault, Hasher};
 
-use gym_core::{Attempt, Code, Error, KeyState, Outcome, TaskKey};
+use gym_core::rollout::{Attempt, KeyState, Outcome, TaskKey};
+use gym_core::{Code, Error};
 
 /// What a line is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

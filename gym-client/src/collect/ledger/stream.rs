@@ -3,7 +3,8 @@
 use std::sync::{Mutex, PoisonError};
 
 use async_trait::async_trait;
-use gym_core::{Attempt, CallContext, KeyState, Ledger, Outcome, Result, TaskKey};
+use gym_core::rollout::{Attempt, KeyState, Ledger, Outcome, TaskKey};
+use gym_core::{CallContext, Result};
 use tokio::sync::mpsc;
 
 use crate::collect::ledger::states::{KeyStates, OutcomeClass};

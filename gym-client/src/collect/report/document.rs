@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io::{self, Read, Seek, Write};
 
-use gym_core::metrics::{AggregateOptions, Aggregation, JsonFields, MetricsError};
+use gym_core::rollout::metrics::{AggregateOptions, Aggregation, JsonFields, MetricsError};
 use serde::ser::{Serialize, SerializeMap, SerializeSeq, Serializer};
 
 use crate::collect::input::splice::json_string;

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::io::{BufRead, Read, Seek, SeekFrom};
 
-use gym_core::metrics::{JsonFields, MetricsError, Rows, Visit, row_key};
+use gym_core::rollout::metrics::{JsonFields, MetricsError, Rows, Visit, row_key};
 
 use crate::collect::input::rows::{ENVIRONMENT_SERVER, agent_name, parse_row, text_member};
 

@@ -2,8 +2,8 @@
 
 use std::io::{Read, Seek, Write};
 
-use gym_core::metrics::{JsonFields, MetricsError, Rows};
-use gym_core::push_json_string;
+use gym_core::message::push_json_string;
+use gym_core::rollout::metrics::{JsonFields, MetricsError, Rows};
 
 use crate::collect::report::index::FileRows;
 

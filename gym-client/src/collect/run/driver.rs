@@ -8,13 +8,12 @@ use std::time::Duration;
 
 use futures_util::FutureExt as _;
 use futures_util::stream::{Stream, StreamExt};
-use gym_core::{
-    Attempt, CallContext, Code, Error, FailureClass, KeyState, Ledger, Request, Result, RetryPolicy, Route, TaskKey,
-    TraceContext, World,
-};
+use gym_core::message::TraceContext;
+use gym_core::rollout::{Attempt, FailureClass, KeyState, Ledger, TaskKey};
+use gym_core::transport::RetryPolicy;
+use gym_core::{CallContext, CancelToken, Code, Error, Request, Result, Route, World};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
-use tokio_util::sync::CancellationToken;
 
 use crate::client::{CallOptions, ServerClient};
 use crate::collect::run::outcome::{AttemptResult, classify, contradiction};
@@ -100,7 +99,7 @@ impl Driver {
     pub async fn run(
         self: &Arc<Self>,
         rows: impl Stream<Item = Result<RolloutRow>> + Unpin,
-        stop: CancellationToken,
+        stop: CancelToken,
     ) -> Result<RunEnd> {
         let mut rows = rows.fuse();
         let mut running: JoinSet<Result<()>> = JoinSet::new();

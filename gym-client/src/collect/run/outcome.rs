@@ -3,7 +3,9 @@
 //! The keys are NeMo Gym 0.7.0's, so that its `profile`, `aggregate` and `--resume` read what is written here.
 
 use bytes::Bytes;
-use gym_core::{Attempt, CODE_METADATA, Code, Error, FailureClass, Outcome, RawObject, Response, Result};
+use gym_core::message::CODE_METADATA;
+use gym_core::rollout::{Attempt, FailureClass, Outcome};
+use gym_core::{Code, Error, RawObject, Response, Result};
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -172,7 +174,8 @@ fn failed(
 
 #[cfg(test)]
 mod tests {
-    use gym_core::{Execution, Message, Status, TaskKey};
+    use gym_core::rollout::TaskKey;
+    use gym_core::{Execution, Message, Status};
 
     use super::*;
 

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use gym_core::FailureClass;
+use gym_core::rollout::FailureClass;
 
 /// Counters of one collection. Written by the driver, read by progress bars and metrics.
 #[derive(Debug, Default)]

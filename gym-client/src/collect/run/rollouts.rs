@@ -6,9 +6,10 @@ use std::task::{Context, Poll};
 
 use futures_util::FutureExt as _;
 use futures_util::stream::{Stream, StreamExt};
-use gym_core::{FailureClass, Outcome, RawObject, Result, TaskKey, World};
+use gym_core::base::CancelOnDrop;
+use gym_core::rollout::{FailureClass, Outcome, TaskKey};
+use gym_core::{CancelToken, RawObject, Result, World};
 use tokio::sync::mpsc;
-use tokio_util::sync::{CancellationToken, DropGuard};
 
 use crate::client::ServerClient;
 use crate::collect::ledger::StreamLedger;
@@ -37,7 +38,7 @@ impl Rollout {
 #[derive(Debug)]
 pub struct Rollouts {
     ended: mpsc::Receiver<Result<(TaskKey, Outcome)>>,
-    _stop: DropGuard,
+    _stop: CancelOnDrop,
 }
 
 impl Rollouts {
@@ -51,7 +52,7 @@ impl Rollouts {
         options: DriverOptions,
     ) -> Self {
         let (sender, ended) = mpsc::channel(options.concurrency.max(1));
-        let stop = CancellationToken::new();
+        let stop = CancelToken::new();
         let ledger = Arc::new(StreamLedger::new(sender.clone()));
         let driver = Arc::new(Driver::new(client, ledger, world, options));
         let (server, agent): (Arc<str>, Arc<str>) = (server.into(), agent.into());

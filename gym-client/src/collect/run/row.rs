@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use gym_core::{RawObject, TaskKey};
+use gym_core::RawObject;
+use gym_core::rollout::TaskKey;
 
 /// A rollout that is wanted, and where it is to be run.
 #[derive(Clone, Debug)]

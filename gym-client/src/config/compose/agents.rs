@@ -6,7 +6,7 @@ use crate::config::compose::merge;
 use crate::config::problem::{Mistake, Origin, Problem, suggest};
 use crate::config::resolve::interpolation::{Resolver, VariableLookup};
 use crate::config::yaml::node::{Key, Map, Node, Tree};
-use gym_core::ServerKind;
+use gym_core::server::ServerKind;
 
 /// Keys of the environment's agent that a standalone agent put in its place takes over.
 const CARRIED: [&str; 3] = ["resources_server", "model_server", "datasets"];

@@ -13,7 +13,8 @@ use crate::config::problem::{ConfigError, Mistake, Origin, Problem, suggest};
 use crate::config::yaml::deserialize::{self, TypeMismatch};
 use crate::config::yaml::node::{Key, Node, Tree};
 use crate::config::yaml::writer;
-use gym_core::{ServerKind, TransportPolicy};
+use gym_core::server::ServerKind;
+use gym_core::transport::TransportPolicy;
 
 /// A whole configuration, merged and checked.
 #[derive(Clone, Debug)]

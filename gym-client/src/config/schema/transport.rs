@@ -1,6 +1,6 @@
 //! How servers reach each other: the keys `transport` and `require_transport`, which NeMo Gym does not have.
 
-use gym_core::{Transport, TransportPolicy};
+use gym_core::transport::{Transport, TransportPolicy};
 use serde::de::DeserializeOwned;
 
 use crate::config::problem::{ConfigError, Mistake, Problem};

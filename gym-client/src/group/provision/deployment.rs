@@ -9,7 +9,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use futures_util::stream::BoxStream;
 use gym_core::group::Rank;
-use gym_core::{CallContext, Incarnation, Result, TransportPolicy};
+use gym_core::transport::TransportPolicy;
+use gym_core::{CallContext, Incarnation, Result};
 use serde_json::value::RawValue;
 
 use crate::group::provision::events::RankEvent;

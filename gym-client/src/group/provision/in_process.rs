@@ -9,8 +9,8 @@ use async_trait::async_trait;
 use futures_util::future::join_all;
 use futures_util::stream::BoxStream;
 use gym_core::group::{ExitCause, Rank, RankExit, WorkerEnv, WorkerHost};
-use gym_core::{CallContext, Code, Error, Handler, Incarnation, ListenOptions, Listener, Result};
-use tokio_util::sync::CancellationToken;
+use gym_core::transport::{ListenOptions, Listener};
+use gym_core::{CallContext, CancelToken, Code, Error, Handler, Incarnation, Result};
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 
 use crate::group::provision::deployment::{Deployment, LaunchSpec, Provisioner};
@@ -110,8 +110,8 @@ struct LiveRank {
 #[derive(Clone, Debug, Default)]
 struct StopSignals {
     /// Calls that run may finish.
-    ask: CancellationToken,
-    kill: CancellationToken,
+    ask: CancelToken,
+    kill: CancelToken,
 }
 
 impl InProcessState {
@@ -271,7 +271,7 @@ impl Drop for InProcessDeployment {
 #[cfg(test)]
 mod tests {
     use futures_util::{FutureExt, StreamExt};
-    use gym_core::InProcess;
+    use gym_core::transport::InProcess;
 
     use super::*;
     use crate::group::provision::workers::WorkerKind;

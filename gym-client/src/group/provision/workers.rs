@@ -6,7 +6,8 @@ use std::sync::Arc;
 
 use futures_util::future::BoxFuture;
 use gym_core::group::{HostOptions, Worker, WorkerEnv, WorkerHost};
-use gym_core::{Code, Error, InProcess, Result, TransportPolicy};
+use gym_core::transport::{InProcess, TransportPolicy};
+use gym_core::{Code, Error, Result};
 use serde_json::value::RawValue;
 use serde_json::{Map, Value};
 

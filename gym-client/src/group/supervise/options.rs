@@ -5,8 +5,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::BoxFuture;
+use gym_core::CallContext;
 use gym_core::group::{GroupError, Method, RankLayout, WorkerGroupExt};
-use gym_core::{Balance, CallContext};
+use gym_core::registry::Balance;
 
 use crate::group::supervise::subset::RankSubset;
 use crate::transport::Transports;

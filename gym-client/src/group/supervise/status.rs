@@ -2,8 +2,9 @@
 
 use std::time::Duration;
 
+use gym_core::Incarnation;
 use gym_core::group::{Rank, RankState, RunningCall};
-use gym_core::{Incarnation, PathInfo};
+use gym_core::transport::PathInfo;
 use tokio::time::Instant;
 
 use crate::group::supervise::options::GroupOptions;

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use bytes::Bytes;
 use futures_util::stream;
 use gym_core::group::{Batch, JsonRows, Offsets};
-use gym_core::{CallContext, Error, Execution, Outcome, RawObject, Result, TaskKey, World};
-use tokio_util::sync::CancellationToken;
+use gym_core::rollout::{Outcome, TaskKey};
+use gym_core::{CallContext, CancelToken, Error, Execution, RawObject, Result, World};
 
 use crate::client::ServerClient;
 use crate::collect::ledger::MemoryLedger;
@@ -76,7 +76,7 @@ impl EnvironmentInterface for RolloutEnvironment {
         let mut options = self.options.clone();
         options.attempt_timeout = options.attempt_timeout.min(cx.remaining());
         let driver = Arc::new(Driver::new(self.client.clone(), ledger.clone(), &self.world, options));
-        let run = driver.run(stream::iter(rows.into_iter().map(Ok)), CancellationToken::new());
+        let run = driver.run(stream::iter(rows.into_iter().map(Ok)), CancelToken::new());
         cx.bound(Execution::Unknown, run).await?;
 
         let mut outcomes = ledger.take_outcomes();

@@ -5,8 +5,9 @@ use std::time::Duration;
 
 use futures_util::future::join_all;
 use gym_client::group::Group;
+use gym_core::CallContext;
 use gym_core::group::{Balancer, Batch, Dispatch, Method, RankState, Tensor, WorkerGroup, WorkerGroupExt};
-use gym_core::{Balance, CallContext};
+use gym_core::registry::Balance;
 use rustix::process::Signal;
 
 use super::super::types::{Collapse, Deafen, Describe, Hold, Job, Leave, Warm, Work};

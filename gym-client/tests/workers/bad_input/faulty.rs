@@ -13,9 +13,9 @@ use gym_client::group::LaunchSpec;
 use gym_client::transport::http::FramesConfig;
 use gym_client::transport::http::frames::UnixListener;
 use gym_core::group::{Batch, Dispatch, Tensor, WorkerGroupExt};
-use gym_core::{Error, Handler, INCARNATION_METADATA, Listener, Message, Request, Response, Result, Verb, handler_fn};
+use gym_core::transport::{INCARNATION_METADATA, Listener, handler_fn};
+use gym_core::{CancelToken, Error, Handler, Message, Request, Response, Result, Verb};
 use tokio::io::AsyncWriteExt;
-use tokio_util::sync::CancellationToken;
 
 use super::super::types::Describe;
 use super::super::{LONG, local, options};
@@ -86,8 +86,7 @@ async fn be_faulty(lie: String, token: &str, socket: PathBuf) {
                 serves(&["unix+frames:///somewhere/else"]);
             }
             let handler: Arc<dyn Handler> = Arc::new(handler_fn(move |request| answer(&lie, &request)));
-            let _ =
-                gym_core::transport::serve(Box::new(listener), handler, CancellationToken::new(), Duration::ZERO).await;
+            let _ = gym_core::transport::serve(Box::new(listener), handler, CancelToken::new(), Duration::ZERO).await;
             return;
         }
     }

@@ -2,9 +2,10 @@
 
 use gym_client::Transports;
 use gym_client::group::{GroupRequest, InProcessRanks, VirtualCluster};
+use gym_core::CallContext;
 use gym_core::group::RankLayout;
 use gym_core::group::cluster::{ClusterSpec, WorkersOn};
-use gym_core::{CallContext, InProcess};
+use gym_core::transport::InProcess;
 
 use super::super::types::{Init, workers};
 use super::super::{LONG, options, stop};

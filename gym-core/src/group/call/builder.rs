@@ -91,7 +91,7 @@ impl<'g, M: Method> GroupCall<'g, M> {
     }
 
     /// The time within which every rank must reply, from now on; the context's deadline applies too. The default is
-    /// [`DEFAULT_DEADLINE`](crate::DEFAULT_DEADLINE).
+    /// [`DEFAULT_DEADLINE`](crate::message::DEFAULT_DEADLINE).
     pub fn deadline(mut self, within: Duration) -> Self {
         self.deadline = Some(Instant::now() + within);
         self

@@ -25,7 +25,7 @@ use crate::base::error::{Error, Result};
 /// let row = RawObject::parse(r#"{"n": 1E5, "id": 12345678901234567890123, "x": null}"#)?;
 /// let scored = row.edit().set("reward", "1.0").to_rope().to_bytes();
 /// assert_eq!(scored, r#"{"n": 1E5, "id": 12345678901234567890123, "x": null,"reward":1.0}"#);
-/// # Ok::<(), gym_core::JsonError>(())
+/// # Ok::<(), gym_core::message::JsonError>(())
 /// ```
 ///
 /// Cheap to clone: clones share text and index. In a [`Rope`](crate::Rope) it keeps its index, so whoever gets the rope in

@@ -12,11 +12,11 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::base::cancel::CancelToken;
 use futures_util::FutureExt;
 use futures_util::future::LocalBoxFuture;
 use tokio::sync::{Notify, mpsc};
 use tokio::task::{JoinHandle, JoinSet};
-use tokio_util::sync::CancellationToken;
 
 use crate::message::CallContext;
 use crate::message::Request;
@@ -84,9 +84,9 @@ use run_cases;
 struct Fixture {
     connector: Box<dyn Connector>,
     endpoint: Endpoint,
-    drain: CancellationToken,
+    drain: CancelToken,
     /// Fires when the server has stopped accepting.
-    closed: CancellationToken,
+    closed: CancelToken,
     accepting: JoinHandle<()>,
 }
 
@@ -103,7 +103,7 @@ impl Fixture {
         let (connector, listener) = make(setup).await;
         let endpoint = listener.endpoints().first().expect("a listener has an endpoint").clone();
         assert_eq!(endpoint.scheme(), connector.scheme(), "connector and listener have one scheme");
-        let (drain, closed) = (CancellationToken::new(), CancellationToken::new());
+        let (drain, closed) = (CancelToken::new(), CancelToken::new());
         let accepting = tokio::spawn(accept(listener, Arc::new(handler), drain.clone(), closed.clone()));
         Self { connector, endpoint, drain, closed, accepting }
     }
@@ -141,12 +141,7 @@ impl Drop for Fixture {
     }
 }
 
-async fn accept(
-    mut listener: Box<dyn Listener>,
-    handler: Arc<dyn Handler>,
-    drain: CancellationToken,
-    closed: CancellationToken,
-) {
+async fn accept(mut listener: Box<dyn Listener>, handler: Arc<dyn Handler>, drain: CancelToken, closed: CancelToken) {
     let mut connections = JoinSet::new();
     loop {
         let incoming = tokio::select! {

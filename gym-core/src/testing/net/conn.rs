@@ -10,7 +10,6 @@ use async_trait::async_trait;
 use futures_util::stream::{FuturesUnordered, StreamExt};
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 use tokio::time::Instant;
-use tokio_util::sync::CancellationToken;
 
 use super::SCHEME;
 use super::wire::{Packet, SimState, drained};
@@ -30,9 +29,9 @@ pub(super) struct Conn {
     pub(super) client: Arc<str>,
     pub(super) server: Arc<str>,
     /// The caller knows that the connection has ended: its calls end.
-    pub(super) client_closed: CancellationToken,
+    pub(super) client_closed: CancelToken,
     /// The server knows that the connection has ended: its handlers are dropped.
-    pub(super) server_closed: CancellationToken,
+    pub(super) server_closed: CancelToken,
     drained: AtomicBool,
     next_call: AtomicU64,
     arrivals: mpsc::Sender<SimRequest>,
@@ -99,8 +98,8 @@ impl Conn {
             id,
             client,
             server,
-            client_closed: CancellationToken::new(),
-            server_closed: CancellationToken::new(),
+            client_closed: CancelToken::new(),
+            server_closed: CancelToken::new(),
             drained: AtomicBool::new(false),
             next_call: AtomicU64::new(0),
             arrivals,
@@ -334,7 +333,7 @@ impl Incoming for SimIncoming {
         &self.peer
     }
 
-    async fn serve(self: Box<Self>, handler: Arc<dyn Handler>, drain: CancellationToken) -> Result<()> {
+    async fn serve(self: Box<Self>, handler: Arc<dyn Handler>, drain: CancelToken) -> Result<()> {
         let Self { server, mut arrived, peer } = *self;
         let (shared, conn) = (&server.shared, &server.conn);
         let refuse = |request: SimRequest| {

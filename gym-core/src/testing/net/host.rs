@@ -4,10 +4,10 @@ use std::fmt;
 use std::future::Future;
 use std::sync::Arc;
 
+use crate::base::cancel::CancelToken;
 use async_trait::async_trait;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
-use tokio_util::sync::CancellationToken;
 
 use super::SCHEME;
 use super::conn::{Conn, SimIncoming, SimLink};
@@ -29,7 +29,7 @@ pub struct SimHost {
     shared: Arc<SimState>,
     name: Arc<str>,
     life: u64,
-    crashed: CancellationToken,
+    crashed: CancelToken,
     calls_max: usize,
 }
 
@@ -61,7 +61,7 @@ impl SimHost {
 
     /// Fires when this life ends.
     #[must_use]
-    pub fn crashed(&self) -> &CancellationToken {
+    pub fn crashed(&self) -> &CancelToken {
         &self.crashed
     }
 

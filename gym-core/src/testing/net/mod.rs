@@ -1,6 +1,6 @@
 //! A network in memory that loses, delays, reorders, resets, refuses and partitions, all from one seed.
 //!
-//! It is a [`Connector`](crate::Connector) and [`Listener`](crate::Listener) at the level of messages, with the contract of
+//! It is a [`Connector`](crate::transport::Connector) and [`Listener`](crate::transport::Listener) at the level of messages, with the contract of
 //! the traits and no further guarantees: a lost request or reply lets its caller wait until its deadline (`Unknown`), a reset ends
 //! every call of its connection (`Unavailable, Unknown`), a refused connect is `Unavailable, NotStarted`, a crashed host's
 //! handlers are dropped where they are. With no faults it passes the suite that every transport passes.

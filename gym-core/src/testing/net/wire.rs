@@ -5,9 +5,9 @@ use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
+use crate::base::cancel::CancelToken;
 use tokio::sync::{Notify, mpsc};
 use tokio::time::{Instant, sleep_until};
-use tokio_util::sync::CancellationToken;
 
 use super::conn::{Conn, SimIncoming, SimRequest};
 use super::faults::{Faults, kind};
@@ -42,7 +42,7 @@ struct HostState {
     life: u64,
     up: bool,
     silent: bool,
-    crashed: CancellationToken,
+    crashed: CancelToken,
 }
 
 enum Event {
@@ -146,13 +146,13 @@ impl SimState {
     }
 
     /// Begins a host's next life.
-    pub(super) fn start(&self, name: &Arc<str>) -> (u64, CancellationToken) {
+    pub(super) fn start(&self, name: &Arc<str>) -> (u64, CancelToken) {
         if self.net().hosts.get(name).is_some_and(|host| host.up) {
             self.crash(name);
         }
         let mut net = self.net();
         let life = net.hosts.get(name).map_or(0, |host| host.life + 1);
-        let crashed = CancellationToken::new();
+        let crashed = CancelToken::new();
         let host = HostState { life, up: true, silent: false, crashed: crashed.clone() };
         net.hosts.insert(Arc::clone(name), host);
         net.note(name, format_args!("is up, life {life}"));

@@ -11,7 +11,6 @@ use std::time::Duration;
 use async_trait::async_trait;
 use bytes::Bytes;
 use tokio::sync::mpsc;
-use tokio_util::sync::CancellationToken;
 
 use crate::base::cancel::CancelToken;
 use crate::base::error::{Code, Error, Execution, Result};
@@ -198,7 +197,7 @@ impl Incoming for InProcessIncoming {
         &self.0.0.caller
     }
 
-    async fn serve(self: Box<Self>, handler: Arc<dyn Handler>, drain: CancellationToken) -> Result<()> {
+    async fn serve(self: Box<Self>, handler: Arc<dyn Handler>, drain: CancelToken) -> Result<()> {
         let connection = &self.0.0;
         connection.serve_with(handler);
         connection.served.notify_one();

@@ -10,7 +10,6 @@ use bytes::Bytes;
 use futures_util::future::BoxFuture;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::{AbortHandle, JoinSet};
-use tokio_util::sync::CancellationToken;
 
 use super::CROWD;
 use super::calling::check_size;
@@ -162,7 +161,7 @@ impl<O: MessageSender> AnsweringEnd<O> {
 
     /// Waits for `drain`, then rejects new calls and notifies the peer. The peer closes the connection after its last response,
     /// because only the peer knows that no call is in flight. Never resolves.
-    pub async fn drain_with(&self, drain: &CancellationToken) -> Infallible {
+    pub async fn drain_with(&self, drain: &CancelToken) -> Infallible {
         // A child of its own: the parent's lock is shared by all connections.
         drain.child_token().cancelled().await;
         self.draining.store(true, Ordering::Relaxed);

@@ -5,9 +5,9 @@ use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
+use crate::base::cancel::CancelToken;
 use bytes::Bytes;
 use tokio::sync::{Notify, OwnedSemaphorePermit, oneshot};
-use tokio_util::sync::CancellationToken;
 
 use super::CROWD;
 use super::capacity::{CapacityPermit, ConnectionCapacity, units};
@@ -27,7 +27,7 @@ pub struct CallingEnd<O> {
     calls: Mutex<Calls>,
     /// Notified when no call is left.
     idle: Notify,
-    over: CancellationToken,
+    over: CancelToken,
     why: OnceLock<(Code, String)>,
 }
 
@@ -64,7 +64,7 @@ impl<O: MessageSender> CallingEnd<O> {
             theirs,
             calls: Mutex::default(),
             idle: Notify::new(),
-            over: CancellationToken::new(),
+            over: CancelToken::new(),
             why: OnceLock::new(),
         })
     }

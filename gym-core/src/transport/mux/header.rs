@@ -7,7 +7,7 @@
 //! failed    code u8 | execution u8 | text
 //! ```
 //!
-//! Little endian. `lengths` is the prefix of [`frame`](crate::frame), which a transport takes off first, by
+//! Little endian. `lengths` is the prefix of [`frame`](crate::message::frame), which a transport takes off first, by
 //! [`Lengths::take`](crate::message::frame::Lengths::take); a text is `length u32 | bytes`, metadata `count u32` and pairs of texts.
 
 use std::borrow::Cow;

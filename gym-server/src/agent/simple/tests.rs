@@ -73,7 +73,7 @@ impl ResourcesServer for RecordingEnvironment {
                 tokio::time::sleep(Duration::from_secs(60)).await;
                 Ok(Response::json("{}"))
             }
-            _ => Err(gym_core::unknown_tool(tool)),
+            _ => Err(gym_core::server::unknown_tool(tool)),
         }
     }
 
@@ -395,7 +395,7 @@ async fn episodes_are_those_of_nemo_gym_s_agent() {
         let mut config = SimpleAgentConfig::new("model", "env");
         config.max_steps = serde_json::from_value(case["max_steps"].clone()).unwrap();
         let context = |name: &str| ServerContext::new(name, "Test", &world());
-        let tools = gym_core::handler_fn(|request: Request| async move {
+        let tools = gym_core::transport::handler_fn(|request: Request| async move {
             let body = String::from_utf8(request.message.head.to_bytes().to_vec()).unwrap();
             let got = if body.is_empty() { "null" } else { &body };
             Ok(Response::json(format!(r#"{{"path": "{}", "got": {got}}}"#, request.route)))

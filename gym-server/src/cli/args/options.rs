@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
-use gym_core::{Transport, TransportPolicy};
+use gym_core::transport::{Transport, TransportPolicy};
 
 const OVERRIDES: &str = "\
 Overrides (anywhere among the options):

@@ -10,8 +10,8 @@ use std::time::Duration;
 use futures_util::FutureExt as _;
 use gym_client::collect::{RolloutCollector, ServerNames, connect_head};
 use gym_client::{ServerClient, Transports};
-use gym_core::{InProcess, TransportPolicy, World};
-use tokio_util::sync::CancellationToken;
+use gym_core::transport::{InProcess, TransportPolicy};
+use gym_core::{CancelToken, World};
 
 use crate::cli::args::options::CollectArgs;
 use crate::cli::console::{self, Console};
@@ -57,7 +57,7 @@ pub(super) async fn collect(
     let (client, names) = prepared?;
     let collector = RolloutCollector::new(client, names, world);
     let began = tokio::time::Instant::now();
-    let ended = CancellationToken::new();
+    let ended = CancelToken::new();
     let showing = progress::show(
         collector.progress(),
         args.progress,

@@ -7,9 +7,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gym_client::collect::{CollectProgress, ProgressSnapshot};
+use gym_core::CancelToken;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use tokio::time::{Instant, MissedTickBehavior, interval};
-use tokio_util::sync::CancellationToken;
 
 use crate::cli::args::options::ProgressMode;
 use crate::cli::console::Console;
@@ -27,8 +27,8 @@ pub(super) async fn show(
     mode: ProgressMode,
     console: Console,
     stop_grace: Duration,
-    stop: CancellationToken,
-    ended: CancellationToken,
+    stop: CancelToken,
+    ended: CancelToken,
 ) {
     let bar = match mode {
         ProgressMode::Bar => true,

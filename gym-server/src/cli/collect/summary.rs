@@ -84,7 +84,7 @@ mod tests {
     use std::sync::Arc;
 
     use gym_client::collect::{AgentScore, OutputFiles, ProgressSnapshot};
-    use gym_core::FailureClass;
+    use gym_core::rollout::FailureClass;
 
     use super::*;
 

@@ -6,7 +6,7 @@
 use std::fmt::Write;
 use std::process::ExitCode;
 
-use gym_core::Transport;
+use gym_core::transport::Transport;
 use serde::Serialize;
 
 use crate::cli::args::options::DoctorArgs;
@@ -102,7 +102,7 @@ mod checks {
     use gym_client::transport::rdma;
     use gym_client::transport::rdma::probe::{Probe, ProbeOptions, Status, Topic};
     use gym_client::transport::rdma::transport::UcxReport;
-    use gym_core::Transport;
+    use gym_core::transport::Transport;
     use serde_json::to_value;
 
     use super::{Diagnosis, Finding, TransportCheck};
@@ -214,7 +214,7 @@ mod checks {
 mod checks {
     use std::time::Duration;
 
-    use gym_core::Transport;
+    use gym_core::transport::Transport;
     use serde_json::Value;
 
     use super::{Diagnosis, Finding, TransportCheck};

@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use futures_util::future::join_all;
 use gym_client::Transports;
-use gym_core::{CallContext, ConnectOptions, Endpoint, Error, InProcess, Request, Response, Result, Transport, World};
+use gym_core::transport::{ConnectOptions, InProcess, Transport};
+use gym_core::{CallContext, Endpoint, Error, Request, Response, Result, World};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 

@@ -220,7 +220,7 @@ mod tests {
     fn the_transports_options_win_over_the_files() {
         let sources = Sources {
             transport: Some("http,shm".parse().unwrap()),
-            require_transport: Some(gym_core::Transport::SHM),
+            require_transport: Some(gym_core::transport::Transport::SHM),
             ..Sources::default()
         };
         let folder = tempfile::tempdir().unwrap();

@@ -1,9 +1,9 @@
 //! SIGINT and SIGTERM: the first asks for an graceful end, the second for one at once.
 
 use futures_util::FutureExt as _;
+use gym_core::CancelToken;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::task::JoinHandle;
-use tokio_util::sync::CancellationToken;
 
 use crate::cli::exit::Failure;
 
@@ -11,9 +11,9 @@ use crate::cli::exit::Failure;
 #[derive(Debug)]
 pub(in crate::cli) struct StopSignals {
     /// Fires at the first signal.
-    pub(in crate::cli) graceful: CancellationToken,
+    pub(in crate::cli) graceful: CancelToken,
     /// Fires at the second.
-    pub(in crate::cli) immediate: CancellationToken,
+    pub(in crate::cli) immediate: CancelToken,
     listener: JoinHandle<()>,
 }
 
@@ -23,17 +23,13 @@ impl StopSignals {
         let failed = |error| Failure::Failed(format!("signals cannot be received: {error}"));
         let interrupt = signal(SignalKind::interrupt()).map_err(failed)?;
         let terminate = signal(SignalKind::terminate()).map_err(failed)?;
-        let (graceful, immediate) = (CancellationToken::new(), CancellationToken::new());
+        let (graceful, immediate) = (CancelToken::new(), CancelToken::new());
         let listener = tokio::spawn(listen([interrupt, terminate], graceful.clone(), immediate.clone()).boxed());
         Ok(Self { graceful, immediate, listener })
     }
 }
 
-async fn listen(
-    [mut interrupt, mut terminate]: [Signal; 2],
-    graceful: CancellationToken,
-    immediate: CancellationToken,
-) {
+async fn listen([mut interrupt, mut terminate]: [Signal; 2], graceful: CancelToken, immediate: CancelToken) {
     for token in [graceful, immediate] {
         tokio::select! {
             biased;

@@ -10,7 +10,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
-use gym_core::{CallContext, Code, Error, Execution, RawObject, Result, RetryPolicy, World};
+use gym_core::transport::RetryPolicy;
+use gym_core::{CallContext, Code, Error, Execution, RawObject, Result, World};
 use http::header::{AUTHORIZATION, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue};
 use serde_json::Value;
 use tokio::sync::Semaphore;

@@ -5,9 +5,8 @@ use std::time::Duration;
 use bytes::Bytes;
 use gym_client::transport::http::HttpConfig;
 use gym_client::transport::http::http1::HttpConnector;
-use gym_core::{
-    CallContext, Channel, Code, ConnectOptions, Connector as _, Endpoint, Error, Metadata, Request, Result, Route,
-};
+use gym_core::transport::{ConnectOptions, Connector as _};
+use gym_core::{CallContext, Channel, Code, Endpoint, Error, Metadata, Request, Result, Route};
 use http::header::{ACCEPT_ENCODING, CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, HOST, HeaderMap, TRANSFER_ENCODING};
 use tokio::sync::OnceCell;
 

@@ -4,7 +4,8 @@
 //! for text.
 
 use bytes::{BufMut, Bytes, BytesMut};
-use gym_core::{ContentType, Error, Message, RawObject, Response, Result, Status};
+use gym_core::message::ContentType;
+use gym_core::{Error, Message, RawObject, Response, Result, Status};
 use serde::Deserialize;
 use serde_json::value::RawValue;
 use serde_json::{Value, json};

@@ -144,7 +144,7 @@ impl Dialect {
 
     /// A streaming client's body as a plain request: the keys that the schema does not know are left out, and so is the
     /// wish to stream.
-    pub(crate) fn without_stream(self, body: &RawObject) -> Result<RawObject, gym_core::JsonError> {
+    pub(crate) fn without_stream(self, body: &RawObject) -> Result<RawObject, gym_core::message::JsonError> {
         let mut edit = body.edit();
         for key in body.keys() {
             let dropped = self.known().binary_search(&key).is_err()

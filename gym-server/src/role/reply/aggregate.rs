@@ -2,7 +2,7 @@
 //!
 //! Body and reply are held whole, as every message is. The body is bounded by the transport, the reply by what the caller takes.
 
-use gym_core::metrics::{MetricsError, aggregate_metrics};
+use gym_core::rollout::metrics::{MetricsError, aggregate_metrics};
 use gym_core::{CallContext, Code, Error, RawObject, Response, Result, Status};
 
 pub(crate) fn reply(cx: &CallContext, body: &RawObject) -> Result<Response> {

@@ -1,7 +1,7 @@
 //! How a server reaches its peers, as `/health` and `rgym status` show it.
 
 use gym_client::transport::PeerPath;
-use gym_core::Transport;
+use gym_core::transport::Transport;
 use serde::{Deserialize, Serialize};
 
 /// Peers that `/health` lists: more than a configuration has servers, and few enough for a reply that is requested often.

@@ -4,7 +4,8 @@ pub(crate) mod aggregate;
 pub(crate) mod health;
 pub(crate) mod validation;
 
-use gym_core::{Code, ContentType, Error, Execution, Message, RawObject, Response, Status};
+use gym_core::message::ContentType;
+use gym_core::{Code, Error, Execution, Message, RawObject, Response, Status};
 use serde_json::{Value, json};
 
 use crate::metrics::Metrics;
@@ -43,8 +44,8 @@ pub(crate) fn of_error(error: &Error) -> Response {
         }
         (Code::NotFound, Execution::NotStarted) if error.subject().is_empty() => {
             let mut response = not_found();
-            response.metadata.push(gym_core::CODE_METADATA, Code::NotFound.as_str());
-            response.metadata.push(gym_core::EXECUTION_METADATA, Execution::NotStarted.as_str());
+            response.metadata.push(gym_core::message::CODE_METADATA, Code::NotFound.as_str());
+            response.metadata.push(gym_core::message::EXECUTION_METADATA, Execution::NotStarted.as_str());
             response
         }
         _ => Response::from_error(error),

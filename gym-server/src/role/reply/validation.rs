@@ -1,6 +1,7 @@
 //! The problems of a request body, as pydantic and so FastAPI's 422 list them.
 
-use gym_core::{Code, Execution, JsonError, Message, Response, Status};
+use gym_core::message::JsonError;
+use gym_core::{Code, Execution, Message, Response, Status};
 use serde_json::{Value, json};
 
 /// One problem of a request body, in pydantic's form.
@@ -53,7 +54,7 @@ impl ValidationProblem {
 pub fn unprocessable(details: Vec<ValidationProblem>) -> Response {
     let details: Vec<Value> = details.into_iter().map(ValidationProblem::value).collect();
     let mut response = Response::new(Status(422), Message::json(json!({"detail": details}).to_string()));
-    response.metadata.push(gym_core::CODE_METADATA, Code::InvalidArgument.as_str());
-    response.metadata.push(gym_core::EXECUTION_METADATA, Execution::NotStarted.as_str());
+    response.metadata.push(gym_core::message::CODE_METADATA, Code::InvalidArgument.as_str());
+    response.metadata.push(gym_core::message::EXECUTION_METADATA, Execution::NotStarted.as_str());
     response
 }

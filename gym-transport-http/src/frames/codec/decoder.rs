@@ -8,8 +8,8 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use gym_core::Result;
-use gym_core::frame::{Lengths, MessageLimits};
-use gym_core::mux::malformed;
+use gym_core::message::frame::{Lengths, MessageLimits};
+use gym_core::transport::mux::malformed;
 
 use crate::frames::buffers::{ReceiveBuffer, ReceiveBufferPool};
 use crate::frames::codec::frame::{CHUNK_BYTES, FRAME_BYTES, FrameHeader, FrameKind};

@@ -1,4 +1,4 @@
-//! What stands on the wire around a message's header and bytes, which are [`gym_core::mux`]'s.
+//! What stands on the wire around a message's header and bytes, which are [`gym_core::transport::mux`]'s.
 //!
 //! ```text
 //! frame     kind u8 | zero u8 | zero u16 | length u32 | call u64 | length bytes
@@ -8,8 +8,8 @@
 
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 use gym_core::Result;
-use gym_core::mux::header::{FAILED_BYTES_MAX, HEADER_BYTES_MAX};
-use gym_core::mux::{ConnectionLimits, Handshake, malformed};
+use gym_core::transport::mux::header::{FAILED_BYTES_MAX, HEADER_BYTES_MAX};
+use gym_core::transport::mux::{ConnectionLimits, Handshake, malformed};
 
 /// Bytes of a frame before its own.
 pub(crate) const FRAME_BYTES: usize = 16;

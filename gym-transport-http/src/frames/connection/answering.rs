@@ -4,12 +4,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::FutureExt as _;
-use gym_core::mux::{AnsweringEnd, PeerActivity, RequestHeader, heartbeat, malformed};
-use gym_core::{Code, Error, Handler, PeerInfo, Result};
+use gym_core::message::PeerInfo;
+use gym_core::transport::mux::{AnsweringEnd, PeerActivity, RequestHeader, heartbeat, malformed};
+use gym_core::{CancelToken, Code, Error, Handler, Result};
 use tokio::io::AsyncReadExt;
 use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
-use tokio_util::sync::CancellationToken;
 
 use crate::frames::buffers::ReceiveBufferPool;
 use crate::frames::codec::decoder::{Decoder, Event};
@@ -43,7 +43,7 @@ pub(crate) async fn serve(
     listener: ListenerState,
     handler: Arc<dyn Handler>,
     peer: PeerInfo,
-    drain: CancellationToken,
+    drain: CancelToken,
 ) -> Result<()> {
     let ListenerState { config, pool, calls } = listener;
     let (mut read, write) = socket.split();

@@ -4,8 +4,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::FutureExt as _;
-use gym_core::mux::{CallingEnd, ConnectionLimits, MuxLink, PeerActivity, ResponseHeader, heartbeat, malformed};
-use gym_core::{Code, Error, PathInfo, Result};
+use gym_core::transport::PathInfo;
+use gym_core::transport::mux::{
+    CallingEnd, ConnectionLimits, MuxLink, PeerActivity, ResponseHeader, heartbeat, malformed,
+};
+use gym_core::{Code, Error, Result};
 use tokio::io::AsyncReadExt;
 use tokio::task::JoinSet;
 

@@ -1,6 +1,6 @@
 //! Shared by both ends of a connection: waiting for the peer's greeting, and the error of a socket that failed.
 
-use gym_core::mux::{Handshake, malformed};
+use gym_core::transport::mux::{Handshake, malformed};
 use gym_core::{Code, Error, Result};
 use tokio::io::AsyncReadExt;
 

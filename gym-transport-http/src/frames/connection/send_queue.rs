@@ -13,7 +13,7 @@ use std::io::{self, IoSlice};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use bytes::{Buf, Bytes, BytesMut};
-use gym_core::mux::{self, CapacityPermit};
+use gym_core::transport::mux::{self, CapacityPermit};
 use gym_core::{Message, Result};
 use tokio::sync::Notify;
 

@@ -5,10 +5,11 @@ use std::sync::{Arc, Mutex};
 
 use async_trait::async_trait;
 use bytes::{Bytes, BytesMut};
-use gym_core::frame::MessageLimits;
-use gym_core::mux::header::read_failed;
-use gym_core::mux::{CapacityPermit, MessageSender, RequestHeader, ResponseHeader};
-use gym_core::{Code, ContentType, Message, Response, Status};
+use gym_core::message::ContentType;
+use gym_core::message::frame::MessageLimits;
+use gym_core::transport::mux::header::read_failed;
+use gym_core::transport::mux::{CapacityPermit, MessageSender, RequestHeader, ResponseHeader};
+use gym_core::{Code, Message, Response, Status};
 use proptest::prelude::*;
 
 use super::{request_frame, request_header, response_frame};

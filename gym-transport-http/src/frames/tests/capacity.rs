@@ -1,7 +1,7 @@
 //! What is left when calls are given up.
 
-use gym_core::mux::ConnectionLimits;
 use gym_core::testing::{Storm, with_segment};
+use gym_core::transport::mux::ConnectionLimits;
 
 use super::{CALLS_MAX, FAR, joined, post, soon};
 use crate::frames::config::FramesConfig;

@@ -4,11 +4,9 @@ use std::os::unix::fs::PermissionsExt;
 use std::time::Duration;
 
 use bytes::Bytes;
-use gym_core::mux::ConnectionLimits;
-use gym_core::{
-    CallContext, Channel, Code, ConnectOptions, Connector, Endpoint, Error, Execution, Listener, Request, Response,
-    Status, handler_fn,
-};
+use gym_core::transport::mux::ConnectionLimits;
+use gym_core::transport::{ConnectOptions, Connector, Listener, handler_fn};
+use gym_core::{CallContext, Channel, Code, Endpoint, Error, Execution, Request, Response, Status};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 
@@ -170,7 +168,7 @@ async fn a_hostile_caller_ends_its_connection_and_nothing_else() {
         let listener =
             super::ListenerState::new(FramesConfig::default(), std::sync::Arc::new(tokio::sync::Semaphore::new(9)));
         let handler = std::sync::Arc::new(handler_fn(|_| std::future::pending()));
-        let peer = gym_core::PeerInfo::default();
+        let peer = gym_core::message::PeerInfo::default();
         let serving = super::serve(super::Socket::Unix(far), &[], listener.clone(), handler, peer, Default::default());
         let serving = tokio::spawn(serving);
         near.write_all(&bytes).await.unwrap();
@@ -262,7 +260,7 @@ async fn never_reading(calls: u64, handler: impl gym_core::Handler) -> Error {
     let config = FramesConfig { limits, ..FramesConfig::default() };
     let listener = super::ListenerState::new(config, std::sync::Arc::new(tokio::sync::Semaphore::new(9)));
     let handler = std::sync::Arc::new(handler);
-    let peer = gym_core::PeerInfo::default();
+    let peer = gym_core::message::PeerInfo::default();
     let serving = super::serve(super::Socket::Unix(far), &[], listener, handler, peer, Default::default());
     let serving = tokio::spawn(serving);
     let message = Request::get(CallContext::default(), "/x").message;

@@ -8,13 +8,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ::bytes::BytesMut;
-use gym_core::mux::MuxLink;
-use gym_core::mux::header::{put_request, put_response};
-use gym_core::{CallContext, Channel, Handler, Message, PathInfo, PeerInfo, Request, Response, Result, Route, Verb};
+use gym_core::message::PeerInfo;
+use gym_core::transport::PathInfo;
+use gym_core::transport::mux::MuxLink;
+use gym_core::transport::mux::header::{put_request, put_response};
+use gym_core::{CallContext, CancelToken, Channel, Handler, Message, Request, Response, Result, Route, Verb};
 use tokio::net::UnixStream;
 use tokio::sync::Semaphore;
 use tokio::task::JoinHandle;
-use tokio_util::sync::CancellationToken;
 
 use crate::frames::buffers::ReceiveBufferPool;
 use crate::frames::codec::frame::{FRAME_BYTES, FrameKind, framed};
@@ -49,7 +50,7 @@ async fn joined(caller: FramesConfig, server: FramesConfig, handler: impl Handle
     let (near, far) = UnixStream::pair().unwrap();
     let listener = ListenerState::new(server, Arc::new(Semaphore::new(CALLS_MAX)));
     let peer = PeerInfo { address: "the other end".into() };
-    let serving = serve(Socket::Unix(far), &[], listener.clone(), Arc::new(handler), peer, CancellationToken::new());
+    let serving = serve(Socket::Unix(far), &[], listener.clone(), Arc::new(handler), peer, CancelToken::new());
     let serving = tokio::spawn(serving);
     let caller_pool = ReceiveBufferPool::new(caller.pool_bytes_max);
     let channel = Channel::new(open(near, &caller, &caller_pool).await);

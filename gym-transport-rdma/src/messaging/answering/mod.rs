@@ -6,11 +6,11 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::Duration;
 
 use bytes::Bytes;
-use gym_core::mux::{AnsweringEnd, ConnectionLimits, Handshake, PeerActivity, malformed};
-use gym_core::{PeerInfo, Result};
+use gym_core::message::PeerInfo;
+use gym_core::transport::mux::{AnsweringEnd, ConnectionLimits, Handshake, PeerActivity, malformed};
+use gym_core::{CancelToken, Result};
 use tokio::runtime::Handle;
 use tokio::sync::{OwnedSemaphorePermit, mpsc};
-use tokio_util::sync::CancellationToken;
 
 use crate::fabric::{CloseReason, Connection, ConnectionEvents, Disposition, Lanes, Payload};
 use crate::messaging::answering::request_queue::RequestQueue;
@@ -32,7 +32,7 @@ pub(crate) struct AnsweringEvents {
     requests: Mutex<RequestQueue>,
     pub(crate) heard: PeerActivity,
     ended: Mutex<Option<CloseReason>>,
-    over: CancellationToken,
+    over: CancelToken,
 }
 
 /// A peer that has arrived. Its connection is closed unless it is served.
@@ -87,7 +87,7 @@ impl AnsweringEvents {
             requests: Mutex::new(requests),
             heard: PeerActivity::default(),
             ended: Mutex::default(),
-            over: CancellationToken::new(),
+            over: CancelToken::new(),
         })
     }
 

@@ -4,7 +4,7 @@ use std::collections::{HashSet, VecDeque};
 
 use bytes::Bytes;
 use gym_core::Result;
-use gym_core::mux::{CapacityPermit, RequestHeader, malformed};
+use gym_core::transport::mux::{CapacityPermit, RequestHeader, malformed};
 
 use crate::fabric::{Disposition, Payload};
 use crate::messaging::header::{AmHeader, AmKind};

@@ -1,8 +1,8 @@
 //! An answering end, whose peer is the input.
 
 use bytes::{Buf, Bytes};
-use gym_core::frame::MessageLimits;
-use gym_core::mux::header::put_request;
+use gym_core::message::frame::MessageLimits;
+use gym_core::transport::mux::header::put_request;
 use gym_core::{CallContext, Result, Route, Verb};
 
 use crate::fabric::{Disposition, EagerBytes, Payload};

@@ -5,9 +5,10 @@ use std::time::Duration;
 
 use bytes::{Buf, Bytes, BytesMut};
 use futures_util::FutureExt;
-use gym_core::mux::header::{put_failed, put_response};
-use gym_core::mux::{ConnectionLimits, Handshake, MuxLink};
-use gym_core::{CallContext, Code, Error, Link, PathInfo, Reply, Request, Response, Result, Status};
+use gym_core::transport::mux::header::{put_failed, put_response};
+use gym_core::transport::mux::{ConnectionLimits, Handshake, MuxLink};
+use gym_core::transport::{Link, PathInfo, Reply};
+use gym_core::{CallContext, Code, Error, Request, Response, Result, Status};
 
 use crate::fabric::{ActiveMessage, CloseReason, Disposition, EagerBytes, Lanes, Payload};
 use crate::messaging::calling::CallingEvents;

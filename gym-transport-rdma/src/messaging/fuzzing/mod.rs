@@ -7,7 +7,8 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::LazyLock;
 
 use bytes::{Buf, Bytes, BytesMut};
-use gym_core::{ContentType, Message, Result};
+use gym_core::message::ContentType;
+use gym_core::{Message, Result};
 
 pub use answering::take_requests;
 pub use calling::take_responses;

@@ -2,8 +2,8 @@
 
 use bytes::Bytes;
 use gym_core::Result;
-use gym_core::frame::{Lengths, MessageLimits};
-use gym_core::mux::{RequestHeader, ResponseHeader, malformed};
+use gym_core::message::frame::{Lengths, MessageLimits};
+use gym_core::transport::mux::{RequestHeader, ResponseHeader, malformed};
 
 use crate::messaging::layout::{ALIGNMENT, ChunkLayout};
 

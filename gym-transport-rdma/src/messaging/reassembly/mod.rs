@@ -5,9 +5,9 @@ pub(crate) mod message;
 use std::collections::HashMap;
 
 use bytes::{Bytes, BytesMut};
-use gym_core::frame::MessageLimits;
-use gym_core::mux::header::HEADER_BYTES_MAX;
-use gym_core::mux::{CapacityPermit, malformed};
+use gym_core::message::frame::MessageLimits;
+use gym_core::transport::mux::header::HEADER_BYTES_MAX;
+use gym_core::transport::mux::{CapacityPermit, malformed};
 use gym_core::{Code, Error, Result};
 
 use crate::fabric::{Disposition, EagerBytes, Payload};

@@ -17,7 +17,8 @@ use gym_client::group::train::{Grpo, GrpoConfig, RolloutEnvironment};
 use gym_client::group::{ClusterFile, GroupRequest, Local, VirtualCluster, WorkerKind, Workers};
 use gym_client::launch;
 use gym_core::group::RankLayout;
-use gym_core::{CallContext, InProcess, World};
+use gym_core::transport::InProcess;
+use gym_core::{CallContext, World};
 use gym_examples::math::Math;
 use gym_server::{Servers, Stack, StackOptions};
 

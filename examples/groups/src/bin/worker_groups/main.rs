@@ -15,7 +15,8 @@ use std::time::Duration;
 use gym_client::Transports;
 use gym_client::group::GroupOptions;
 use gym_client::group::{ClusterFile, GroupRequest, Local, VirtualCluster, WorkerKind, Workers};
-use gym_core::{CallContext, InProcess};
+use gym_core::CallContext;
+use gym_core::transport::InProcess;
 
 use scorer::Scorer;
 

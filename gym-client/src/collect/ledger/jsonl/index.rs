@@ -4,7 +4,7 @@
 //! without a sync, so after a crash it may be behind, torn, or ahead of the rows; opening believes no record that does not fit
 //! the line it speaks of.
 
-use gym_core::{Attempt, TaskKey};
+use gym_core::rollout::{Attempt, TaskKey};
 
 use crate::collect::ledger::states::OutcomeClass;
 

@@ -2,7 +2,8 @@
 
 use std::path::Path;
 
-use gym_core::{Code, Error, Files, Result};
+use gym_core::base::Files;
+use gym_core::{Code, Error, Result};
 use memchr::memchr;
 
 /// Bytes read at a time: large enough that the call costs nothing beside the bytes.

@@ -8,7 +8,9 @@
 use std::path::Path;
 
 use bytes::{BufMut as _, Bytes, BytesMut};
-use gym_core::{Attempt, Error, Files, RawObject, Result, TaskKey};
+use gym_core::base::Files;
+use gym_core::rollout::{Attempt, TaskKey};
+use gym_core::{Error, RawObject, Result};
 
 use crate::collect::ledger::jsonl::index::{IndexRecord, LedgerFile, RECORD_BYTES, header};
 use crate::collect::ledger::jsonl::lines::{LineReader, NextLine, READ_BYTES};

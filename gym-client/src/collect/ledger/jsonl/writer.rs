@@ -8,7 +8,9 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use bytes::{BufMut as _, Bytes, BytesMut};
-use gym_core::{Attempt, Code, Error, Execution, FileLock, Files, Result};
+use gym_core::base::{FileLock, Files};
+use gym_core::rollout::Attempt;
+use gym_core::{Code, Error, Execution, Result};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::Instant;
 

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use gym_core::KeyState;
+use gym_core::rollout::KeyState;
 use gym_core::testing::FileFault;
 use tokio::task::JoinSet;
 

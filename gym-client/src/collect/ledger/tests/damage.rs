@@ -1,6 +1,6 @@
 //! Files that were torn, damaged, rewritten, or written by NeMo Gym's own collector.
 
-use gym_core::KeyState;
+use gym_core::rollout::KeyState;
 use gym_core::testing::FileFault;
 
 use super::*;

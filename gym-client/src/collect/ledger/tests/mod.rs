@@ -7,10 +7,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use async_trait::async_trait;
+use gym_core::base::{Files, RealFiles};
+use gym_core::rollout::{Attempt, FailureClass, Ledger, Outcome, TaskKey};
 use gym_core::testing::{SimFiles, conformance};
-use gym_core::{
-    Attempt, CallContext, Code, FailureClass, Files, Ledger, Outcome, RawObject, RealFiles, Result, TaskKey,
-};
+use gym_core::{CallContext, Code, RawObject, Result};
 
 use crate::collect::ledger::jsonl::one_line;
 use crate::collect::ledger::{JsonlLedger, MemoryLedger, OpenMode, RecoveryReport, failures_path, index_path};

@@ -421,7 +421,7 @@ mod tests {
             json!({"shapes": ["point", {"circle": 0.5}, {"line": [1, 2]}, {"box": {"width": 3}}], "pair": [1, 2]});
         let drawing = Drawing::deserialize(lenient(value)).unwrap();
         let shapes = vec![Shape::Point, Shape::Circle(0.5), Shape::Line(1, 2), Shape::Box { width: 3 }];
-        assert_eq!((drawing.shapes, drawing.pair), (shapes, Some((1, 2))));
+        assert_eq!((drawing.shapes, drawing.named.len(), drawing.pair), (shapes, 0, Some((1, 2))));
         for value in [
             json!("oval"),
             json!({"point": 1}),

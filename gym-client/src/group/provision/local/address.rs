@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use gym_core::group::Rank;
-use gym_core::{Error, Handler, Incarnation, ListenOptions, Listener, Result, Transport, TransportPolicy};
+use gym_core::transport::{ListenOptions, Listener, Transport, TransportPolicy};
+use gym_core::{Error, Handler, Incarnation, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::transport::Transports;

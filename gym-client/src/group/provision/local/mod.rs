@@ -18,7 +18,8 @@ use futures_util::future::{join_all, try_join_all};
 use futures_util::stream::BoxStream;
 use gym_core::group::cluster::ProfilerRequest;
 use gym_core::group::{Rank, RankExit};
-use gym_core::{CallContext, Code, Error, Incarnation, Result, TransportPolicy};
+use gym_core::transport::TransportPolicy;
+use gym_core::{CallContext, Code, Error, Incarnation, Result};
 use tokio::time::{Instant, MissedTickBehavior};
 use tokio_util::task::AbortOnDropHandle;
 

@@ -6,9 +6,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use gym_core::group::{WorkerEnv, WorkerHost};
-use gym_core::{Handler, Incarnation, Listener, Result};
+use gym_core::transport::Listener;
+use gym_core::{CancelToken, Handler, Incarnation, Result};
 use tokio::signal::unix::{SignalKind, signal};
-use tokio_util::sync::CancellationToken;
 
 use crate::group::provision::local::affinity::bind_to_gpu;
 use crate::group::provision::local::handshake::{ASSIGNMENT_VARIABLE, HandshakeReply, WORKER_ROLE, WorkerAssignment};
@@ -103,7 +103,7 @@ fn say(line: &str) -> std::io::Result<()> {
 }
 
 async fn serve_until_signalled(host: WorkerHost, listener: Box<dyn Listener>, handler: Arc<dyn Handler>) -> i32 {
-    let drain = CancellationToken::new();
+    let drain = CancelToken::new();
     let signalled = drain.clone();
     let signals = [SignalKind::interrupt(), SignalKind::terminate()].map(signal);
     let [Ok(mut interrupt), Ok(mut terminate)] = signals else {

@@ -223,7 +223,7 @@ async fn a_drained_server_finishes_what_runs_and_its_caller_leaves() {
     let pair = Pair::new(&ConnectionLimits::default(), ConnectionLimits::default(), held.handler());
     let running = pair.channel.start(post("/hold")).await.unwrap();
     pair.deliver().unwrap();
-    let drain = CancellationToken::new();
+    let drain = CancelToken::new();
     drain.cancel();
     let mut draining = Box::pin(pair.answering.drain_with(&drain));
     assert!(futures_util::poll!(&mut draining).is_pending());

@@ -7,9 +7,9 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use crate::base::cancel::CancelToken;
 use bytes::{Bytes, BytesMut};
 use tokio::sync::Semaphore;
-use tokio_util::sync::CancellationToken;
 
 use super::*;
 use crate::base::error::{Error, Result};

@@ -34,7 +34,8 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use bytes::Bytes;
-use gym_core::{Code, Error, Result, raise_descriptors};
+use gym_core::base::raise_descriptors;
+use gym_core::{Code, Error, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tokio::time::Instant;
 
