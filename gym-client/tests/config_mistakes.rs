@@ -82,7 +82,7 @@ fn a_tab_as_indentation_names_the_line() {
 #[test]
 fn an_absent_file_suggests_its_neighbour() {
     Case::files(&[("main.yaml", "config_paths:\n- openai_modle.yaml\n"), ("openai_model.yaml", "")]).says(&[
-        "main.yaml:2: config_paths: 'openai_modle.yaml' was not found; looked at",
+        "main.yaml:2: config_paths: 'openai_modle.yaml' was not found; searched",
         "fix: did you mean 'openai_model.yaml'?",
     ]);
 }
@@ -96,7 +96,7 @@ fn several_absent_files_are_reported_together() {
 #[test]
 fn config_paths_that_is_no_list_shows_the_list() {
     Case::main("config_paths: other.yaml\n").says(&[
-        "main.yaml:1: config_paths: text where a list of paths is expected",
+        "main.yaml:1: config_paths: expected a list of paths, found a string",
         "fix: write config_paths: [a.yaml, b.yaml]",
     ]);
 }
@@ -104,7 +104,7 @@ fn config_paths_that_is_no_list_shows_the_list() {
 #[test]
 fn missing_values_are_reported_together_with_their_lines() {
     let case = Case::main("a: 1\nb: ???\nc:\n  d: ???\n");
-    case.says(&["main.yaml:2: b: the value is required and still ???", "main.yaml:4: c.d:", "++c.d=<value>"]);
+    case.says(&["main.yaml:2: b: the value is required but not set (???)", "main.yaml:4: c.d:", "++c.d=<value>"]);
     assert!(case.load().unwrap_err().problems().iter().all(|problem| problem.mistake == Mistake::Missing));
 }
 
@@ -112,7 +112,7 @@ fn missing_values_are_reported_together_with_their_lines() {
 fn an_unknown_server_reference_suggests_the_nearest_name() {
     let text = format!("{MODEL}{}", AGENT.replace("name: policy_model", "name: policy_modle"));
     Case::main(&text).says(&[
-        "main.yaml:10: my_agent.responses_api_agents.simple_agent.model_server: it refers to 'policy_modle' of responses_api_models",
+        "main.yaml:10: my_agent.responses_api_agents.simple_agent.model_server: the reference names 'policy_modle' of responses_api_models",
         "fix: did you mean 'policy_model'?",
     ]);
 }
@@ -122,7 +122,7 @@ fn a_reference_of_the_wrong_kind_says_the_right_one() {
     let text = format!("{MODEL}{}", AGENT.replace("type: responses_api_models", "type: resources_servers"));
     Case::main(&text).says(&[
         "main.yaml:10",
-        "fix: 'policy_model' is one of the responses_api_models: write type: responses_api_models",
+        "fix: 'policy_model' belongs to responses_api_models; write type: responses_api_models",
     ]);
 }
 
@@ -136,7 +136,7 @@ fn a_reference_to_a_block_without_entrypoint_says_so() {
 fn a_misspelt_server_kind_suggests_the_kind() {
     Case::main(&MODEL.replace("responses_api_models", "response_api_models")).says(&[
         "main.yaml:",
-        "policy_model.response_api_models: 'response_api_models' is no server kind",
+        "policy_model.response_api_models: unknown server kind 'response_api_models'",
         "fix: did you mean 'responses_api_models'?",
     ]);
 }
@@ -153,12 +153,12 @@ fn a_misspelt_reserved_key_is_a_warning_that_suggests() {
 fn a_resources_server_without_domain_lists_the_domains() {
     let text = "my_env:\n  resources_servers:\n    my_impl:\n      entrypoint: app.py\n";
     Case::main(text).says(&[
-        "main.yaml:4: my_env.resources_servers.my_impl.domain: a resources server needs a domain",
+        "main.yaml:4: my_env.resources_servers.my_impl.domain: the resources server has no domain",
         "math, coding",
     ]);
     Case::main(&format!("{text}      domain: codng\n")).says(&[
         "main.yaml:5:",
-        "'codng' is no domain",
+        "unknown domain 'codng'",
         "did you mean 'coding'?",
     ]);
 }
@@ -166,21 +166,22 @@ fn a_resources_server_without_domain_lists_the_domains() {
 #[test]
 fn ports_and_workers_of_the_wrong_type_name_the_line() {
     Case::main(&format!("{MODEL}      port: http\n"))
-        .says(&["main.yaml:6: policy_model.responses_api_models.openai_model.port: text where an integer"]);
+        .says(&["main.yaml:6: policy_model.responses_api_models.openai_model.port: expected an integer"]);
     Case::main(&format!("{MODEL}      port: 70000\n")).says(&[
         "main.yaml:6:",
         "70000 is out of range",
         "fix: use 0 to 65535",
     ]);
     Case::main(&format!("{MODEL}      num_workers: [1]\n"))
-        .says(&["main.yaml:6:", "num_workers: a list where an integer"]);
-    Case::main(&format!("{MODEL}head_server: {{port: x}}\n")).says(&["main.yaml:6: head_server.port: 'x' is no port"]);
+        .says(&["main.yaml:6:", "num_workers: expected an integer, found a list"]);
+    Case::main(&format!("{MODEL}head_server: {{port: x}}\n"))
+        .says(&["main.yaml:6: head_server.port: 'x' is not a port"]);
 }
 
 #[test]
 fn a_dataset_is_checked_key_by_key() {
     let text = format!("{AGENT}      datasets:\n      - name: d\n        type: trian\n{MODEL}");
-    Case::main(&text).says(&["datasets[0].jsonl_fpath: the dataset lacks this key", "did you mean 'train'?"]);
+    Case::main(&text).says(&["datasets[0].jsonl_fpath: the dataset has no such key", "did you mean 'train'?"]);
 }
 
 #[test]
@@ -192,8 +193,8 @@ fn an_interpolation_without_value_says_how_to_set_it() {
     ]);
     Case::main("a: ${oc.env:GYM_ABSENT}\n")
         .says(&["main.yaml:1: a: environment variable 'GYM_ABSENT' not found", "export GYM_ABSENT"]);
-    Case::main("a: ${b}\nb: ${a}\n").says(&["the interpolation leads back to itself", "fix: break the cycle"]);
-    Case::main("a: ${oc.envv:X}\n").says(&["the resolver 'oc.envv' is not known", "oc.env"]);
+    Case::main("a: ${b}\nb: ${a}\n").says(&["the interpolation refers to itself", "fix: break the cycle"]);
+    Case::main("a: ${oc.envv:X}\n").says(&["unknown resolver 'oc.envv'", "oc.env"]);
     Case::main("a: '${b'\n").says(&["main.yaml:1: a:", "has no closing '}'"]);
 }
 
@@ -223,9 +224,9 @@ fn inheriting_from_nothing_suggests() {
 #[test]
 fn a_list_and_a_mapping_name_both_files() {
     Case::files(&[("one.yaml", "a:\n- 1\n"), ("two.yaml", "x: 1\na: {b: 1}\n")]).says(&[
-        "two.yaml:2: a: a mapping cannot be merged onto a list from",
+        "two.yaml:2: a: a mapping cannot override a list from",
         "one.yaml:2",
-        "fix: give both the same shape",
+        "fix: give both values the same type",
     ]);
 }
 
@@ -233,16 +234,16 @@ fn a_list_and_a_mapping_name_both_files() {
 fn overrides_say_how_to_write_them() {
     Case::main("")
         .arg("+x=1,2")
-        .says(&["command line: x: cannot read '+x=1,2': a list without brackets", "fix: write brackets: x=[1,2]"]);
+        .says(&["command line: x: cannot parse '+x=1,2': a list without brackets", "fix: write brackets: x=[1,2]"]);
     Case::main("").arg("+u=http://h/?a=b").says(&["'=' needs quotes", "fix: quote the value"]);
     Case::main("").arg("+x=[1,2").says(&["the list has no closing ']'"]);
-    Case::main("").arg("policy_model_name").says(&["is no override: there is no '='", "policy_model_name=VALUE"]);
+    Case::main("").arg("policy_model_name").says(&["is not an override: it has no '='", "policy_model_name=VALUE"]);
     Case::main("").arg("+db/mysql=x").says(&["is a Hydra config group", "a.b.c"]);
-    Case::main("").arg("+a..b=x").says(&["an empty step is not a name"]);
-    Case::main("").arg("+x=1").arg("+x=2").says(&["the key was given twice", "write ++"]);
+    Case::main("").arg("+a..b=x").says(&["an empty part is not a name"]);
+    Case::main("").arg("+x=1").arg("+x=2").says(&["the key is set twice", "write ++"]);
     let mut case = Case::main("");
     case.args = vec!["config_paths=[x.yaml]".to_owned()];
-    case.says(&["the list of files is read before anything can change it", "write +config_paths=[a.yaml,b.yaml]"]);
+    case.says(&["config_paths is read before this override is applied", "write +config_paths=[a.yaml,b.yaml]"]);
 }
 
 #[test]
@@ -327,7 +328,7 @@ fn ports_are_chosen_apart_from_fixed_ones() {
     assert_eq!(config.relays[0].name, "my_environment_server");
     assert_eq!(config.instance("my_agent").unwrap().references[0].kind, ServerKind::Model);
     let error = loader.load(&["main.yaml"], &Overrides::parse(["++port_range_high=10002"]).unwrap()).unwrap_err();
-    assert!(error.to_string().contains("no port from 10001 to 10002 is free"), "{error}");
+    assert!(error.to_string().contains("no free port from 10001 to 10002"), "{error}");
 }
 
 #[test]

@@ -130,8 +130,8 @@ fn errors_name_the_file_the_line_and_the_fix() {
         (r#"{"responses_create_params":[],"agent_ref":{"name":"x"}}"#, "responses_create_params is not an object"),
         (r#"{"responses_create_params":{}}"#, "name one with --agent"),
         (r#"{"responses_create_params":{},"agent_ref":"x"}"#, "agent_ref is not an object; expected"),
-        (r#"{"responses_create_params":{},"agent_ref":{"name":3}}"#, "agent_ref.name is not a text"),
-        (r#"{"responses_create_params":{},"task_source":[1]}"#, "task_source is not a text"),
+        (r#"{"responses_create_params":{},"agent_ref":{"name":3}}"#, "agent_ref.name is not a string"),
+        (r#"{"responses_create_params":{},"task_source":[1]}"#, "task_source is not a string"),
         (r#"{"responses_create_params":{},"task_source":"gamma"}"#, "not in the running config"),
         (
             r#"{"responses_create_params":{},"agent_ref":{"name":"x"},"_ng_task_index":"a"}"#,
@@ -155,7 +155,7 @@ fn errors_name_the_file_the_line_and_the_fix() {
     let error = materialize(row, seeded).unwrap_err().to_string();
     assert_eq!(
         error,
-        "tasks.jsonl, line 1: responses_create_params.metadata.extra_body must be a text that holds a JSON object"
+        "tasks.jsonl, line 1: responses_create_params.metadata.extra_body must be a string that holds a JSON object"
     );
 }
 
@@ -171,11 +171,12 @@ fn bad_options_are_refused_before_anything_is_read() {
     assert!(refused(&|options| options.repeats = map("x", 0)).starts_with("num_repeats.x: must be at least 1"));
     assert!(
         refused(&|options| options.fan_out = [("x".to_owned(), vec![])].into())
-            .starts_with("fan_out.x: lists no agent")
+            .starts_with("fan_out.x: the list of agents is empty")
     );
     let twice = vec!["p".to_owned(), "p".to_owned()];
     assert!(
-        refused(&|options| options.fan_out = [("x".to_owned(), twice.clone())].into()).contains("\"p\" more than once")
+        refused(&|options| options.fan_out = [("x".to_owned(), twice.clone())].into())
+            .contains("\"p\" is listed more than once")
     );
     assert!(refused(&|options| options.routing = Routing::Taskset).starts_with("environment_server_routes: "));
     let mut options = MaterializeOptions::new("tasks.jsonl");
@@ -218,7 +219,7 @@ fn materialized_rows_stream_back_as_written() {
     assert_eq!(back[1].agent.as_deref(), Some("x"));
     assert_eq!(back[1].line, 2);
     let error = MaterializedRows::new(&b"{\"_ng_task_index\":0}\n"[..], "out.jsonl").next().unwrap().unwrap_err();
-    assert!(error.to_string().starts_with("out.jsonl, line 1: _ng_rollout_index is not a whole number"));
+    assert!(error.to_string().starts_with("out.jsonl, line 1: _ng_rollout_index is not an integer"));
 }
 
 proptest! {

@@ -247,7 +247,7 @@ fn broken_rollout_rows_are_named_by_line() {
         ("{\"reward\":", "rollouts.jsonl, line 2: malformed JSON"),
         ("{\"_ng_task_index\":\"a\"}", "rollouts.jsonl, line 2: _ng_task_index is \"a\"; expected a whole number"),
         ("{\"agent_ref\":{\"name\":\"q\"}}", "rollouts.jsonl, line 2: no environment server fronts q"),
-        ("{\"_ng_environment_server\":3}", "rollouts.jsonl, line 2: _ng_environment_server is not a text"),
+        ("{\"_ng_environment_server\":3}", "rollouts.jsonl, line 2: _ng_environment_server is not a string"),
     ] {
         let error = scan(format!("{{}}\n{bad}\n").as_bytes()).unwrap_err().to_string();
         assert!(error.starts_with(message), "{error}");

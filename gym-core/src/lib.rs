@@ -1,4 +1,61 @@
-//! Core types of the gym SDK, and the traits that transports, servers and workers implement.
+//! Core types of the gym SDK, and the traits that environments, agents, models, transports and workers implement.
+//!
+//! ```text
+//!   caller ── Request ──► Channel ──► Link ═══ transport ═══ Incoming ──► Handler ──► your server
+//!      ▲                                                                                 │
+//!      └───────────── Response, or Error: what failed, and whether it may have run ◄─────┘
+//! ```
+//!
+//! An environment that scores one answer, and a test of it. It needs neither a server nor a network:
+//!
+//! ```
+//! use gym_core::prelude::*;
+//!
+//! struct Exact;
+//!
+//! #[derive(serde::Deserialize)]
+//! struct Task {
+//!     expected: String,
+//! }
+//!
+//! impl ResourcesServer for Exact {
+//!     type Task = Task;
+//!     async fn verify(&self, _: &CallContext, _: &SessionId, task: Task, response: &ModelResponse) -> Result<Verdict> {
+//!         Ok(Verdict::correct(response.last_text()?.trim() == task.expected))
+//!     }
+//! }
+//!
+//! #[tokio::main]
+//! async fn main() -> Result<()> {
+//!     let answer = r#"{"output": [{"type": "message", "content": [{"type": "output_text", "text": "4 "}]}]}"#;
+//!     let (task, answer) = (Task { expected: "4".into() }, ModelResponse(RawObject::parse(answer)?));
+//!     let verdict = Exact.verify(&CallContext::default(), &SessionId::new("1"), task, &answer).await?;
+//!     assert_eq!(verdict.reward, 1.0);
+//!     Ok(())
+//! }
+//! ```
+//!
+//! | module | purpose |
+//! |---|---|
+//! | [`prelude`] | the names with which environments, agents and models are written |
+//! | [`server`] | roles: environments, agents and models, with sessions, tool arguments and model responses |
+//! | [`message`] | calls: context, request, response, JSON objects that are edited without parsing them |
+//! | [`transport`] | channels to a peer, the traits of a transport, the transport within one process |
+//! | [`registry`] | names of live servers, leases, choice of a replica |
+//! | [`rollout`] | task keys, attempts, outcomes, the ledger, exact statistics |
+//! | `group` | worker groups: typed methods, batches, rank layouts, health (feature `groups`) |
+//! | [`base`] | errors, cancellation, progress, files, time and randomness |
+//! | `testing` | conformance suites, simulated disk and network (feature `testing`) |
+//!
+//! # Which crate do I need?
+//!
+//! | to | depend on |
+//! |---|---|
+//! | write an environment, an agent or a model, and run it with the `rgym` command line | `gym-server` and `gym-core` |
+//! | call servers, collect rollouts, run worker groups from a program of your own | `gym-client` and `gym-core` |
+//! | write a transport, a registry or a ledger | `gym-core`; its feature `testing` has their conformance suites |
+//! | use HTTP, TCP or Unix sockets | `gym-transport-http`: features `http` of `gym-client` and `gym-server`, on by default |
+//! | use shared memory or RDMA through UCX | `gym-transport-rdma`: feature `rdma` of `gym-client` and `gym-server`, on by default in the latter |
 #![forbid(unsafe_code)]
 
 pub mod base;

@@ -1,4 +1,4 @@
-//! docs/conformance.md names tests that exist.
+//! Checks that all tests named in docs/conformance.md exist.
 
 #![allow(clippy::unwrap_used)] // In a test a panic is the message.
 

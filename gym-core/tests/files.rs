@@ -1,4 +1,4 @@
-//! Both file systems keep the contract, and the real one says what is wrong in words.
+//! Both file systems fulfill the contract of `Files`, and errors of the real one name cause and fix.
 
 use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt as _;
@@ -29,7 +29,7 @@ async fn a_full_disk_is_named_and_nothing_is_added_before_a_cut() {
     let path = Path::new("/dev/full");
     let error = files.append(path, &[Bytes::from_static(b"x")], false).await.unwrap_err();
     assert_eq!(error.code(), Code::ResourceExhausted);
-    assert!(error.to_string().starts_with("append to /dev/full: the disk is full; free room"), "{error}");
+    assert!(error.to_string().starts_with("append to /dev/full: the disk is full; free space"), "{error}");
     let error = files.append(path, &[], true).await.unwrap_err();
     assert!(error.to_string().contains("an earlier write failed"), "{error}");
 }
@@ -58,11 +58,11 @@ async fn paths_that_cannot_be_used_say_why() {
         let error = files.append(&path, &[Bytes::from_static(b"x")], true).await.unwrap_err();
         assert_eq!(error.code(), Code::InvalidArgument, "{error}");
         assert!(error.to_string().contains(&*path.to_string_lossy()), "{error}");
-        assert!(error.to_string().contains("folder"), "{error}");
+        assert!(error.to_string().contains("directory"), "{error}");
     }
     std::fs::set_permissions(&file, Permissions::from_mode(0o400)).unwrap();
     let fresh = RealFiles::new();
-    // The superuser may write everywhere: then there is no error to look at.
+    // The superuser may write everywhere, so there is no error to check.
     if let Err(error) = fresh.append(&file, &[Bytes::from_static(b"y")], true).await {
         assert_eq!(error.code(), Code::InvalidArgument, "{error}");
         assert!(error.to_string().contains("permission denied"), "{error}");

@@ -1,4 +1,4 @@
-//! Groups in this process pass the suite that every group passes, over memory as over messages that are written and read back.
+//! In-process groups pass the conformance suite, with messages in memory and with serialized messages.
 
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ struct InThisProcess {
 }
 
 #[derive(Debug)]
-struct Started(Arc<InProcessGroup>);
+struct Started(Arc<InProcessGroup>, TestWorkerKind);
 
 #[async_trait(?Send)]
 impl GroupFixture for InThisProcess {
@@ -34,7 +34,7 @@ impl GroupFixture for InThisProcess {
                 InProcessGroup::start_with::<TestBlockingWorker>("tested", setup.layout, (), options).await
             }
         };
-        Box::new(Started(Arc::new(started.expect("the suite's workers start"))))
+        Box::new(Started(Arc::new(started.expect("the suite's workers start")), setup.worker))
     }
 }
 
@@ -45,7 +45,11 @@ impl TestGroup for Started {
     }
 
     async fn replace(&self, rank: Rank) {
-        self.0.restart(rank).await.expect("the suite's workers start");
+        let restarted = match self.1 {
+            TestWorkerKind::Async => self.0.restart::<TestWorker>(rank, ()).await,
+            TestWorkerKind::Blocking => self.0.restart::<TestBlockingWorker>(rank, ()).await,
+        };
+        restarted.expect("the suite's workers start");
     }
 }
 
@@ -64,7 +68,7 @@ async fn in_process_written_out_and_read_back() {
     group(&InThisProcess { faithful: true }).await;
 }
 
-/// Serves a handler under a name of its own and connects to it.
+/// Serves a handler under a unique name and connects to it.
 async fn served(connector: impl Connector, mut listener: impl Listener, handler: Arc<dyn Handler>) -> Channel {
     let endpoint = listener.endpoints()[0].clone();
     tokio::spawn(async move {

@@ -1,4 +1,4 @@
-//! Who waits, who is refused and who lets whom pass when ranks of this process have as many calls as they take.
+//! Waiting, rejection and order of calls when ranks of this process are at capacity.
 
 use std::cell::Cell;
 use std::future::IntoFuture;
@@ -17,7 +17,7 @@ use gym_core::transport::{ConnectOptions, Connector, InProcess, Listener};
 use gym_core::{CallContext, CancelToken, Code, Execution, Incarnation, Request, Result};
 use tokio::sync::watch;
 
-/// Runs until its caller leaves.
+/// Runs until its call is cancelled.
 #[derive(Clone, Copy, Debug)]
 struct Occupy;
 
@@ -27,7 +27,7 @@ impl Method for Occupy {
     type Reply = ();
 }
 
-/// Gives the rank.
+/// Returns the rank.
 #[derive(Clone, Copy, Debug)]
 struct Pass;
 
@@ -67,10 +67,10 @@ impl Handles<Pass> for BusyWorker {
 
 const SOON: Duration = Duration::from_secs(20);
 
-/// Has its later lives wait for the test before they begin.
+/// Delays the start of later incarnations until the test permits it.
 struct Late;
 
-/// Of the one test that has such workers.
+/// Used by one test only.
 static GO: Mutex<Option<Receiver<()>>> = Mutex::new(None);
 
 impl Worker for Late {
@@ -95,12 +95,12 @@ impl Handles<Pass> for Late {
     }
 }
 
-/// Desks whose calls wait for a turn that never comes.
+/// A group whose calls wait for a turn that never comes.
 #[derive(Debug)]
 struct GatedGroup(Arc<InProcessGroup>);
 
 impl WorkerGroup for GatedGroup {
-    fn name(&self) -> &str {
+    fn name(&self) -> &Arc<str> {
         self.0.name()
     }
 
@@ -147,7 +147,7 @@ async fn answers_that_nobody_reads_keep_no_room_that_others_wait_for() {
     let mut unread = Vec::new();
     for _ in 0..100 {
         unread.push(group.call(Pass, ()).deadline(SOON).start().await.unwrap());
-        // Answered after it, so that the rank has room again.
+        // Its response arrives later, so the rank has capacity again.
         group.call(Pass, ()).deadline(SOON).await.unwrap();
     }
     for pending in unread {
@@ -206,11 +206,11 @@ async fn a_rank_whose_restart_a_stop_overtakes_stays_stopped() {
     let (go, waits) = sync_channel(1);
     *GO.lock().unwrap() = Some(waits);
     let group = InProcessGroup::start::<Late>("late", RankLayout::line(1).unwrap(), ()).await.unwrap();
-    let mut restart = Box::pin(group.restart(0));
+    let mut restart = Box::pin(group.restart::<Late>(0, ()));
     assert!(restart.as_mut().now_or_never().is_none(), "its next life waits");
     group.stop(SOON).await.unwrap();
     go.send(()).unwrap();
-    for error in [restart.await.unwrap_err(), group.restart(0).await.unwrap_err()] {
+    for error in [restart.await.unwrap_err(), group.restart::<Late>(0, ()).await.unwrap_err()] {
         assert_eq!((error.code(), error.execution()), (Code::Unavailable, Execution::NotStarted), "{error}");
     }
     assert_eq!(group.view().borrow().members()[0].state, RankState::Stopped);
@@ -234,7 +234,7 @@ async fn a_list_that_is_late_after_some_of_its_items_may_have_run() {
     let group = desks(1, 64).await;
     let balancer = least_pending(&group);
     let (near, far) = (CallContext::within(SOON), CallContext::within(SOON * 2));
-    // The other one's call is behind the first item, and keeps the second one out.
+    // The other caller's call is queued behind the first item, so there is no capacity for the second item.
     let (late, other) =
         tokio::join!(balancer.map(&near, Pass, vec![(); 2], 1), balancer.submit(&far, Occupy, (), Batch::empty()));
     assert!(other.is_err(), "it ends at its deadline");
@@ -262,7 +262,7 @@ async fn no_rank_has_run_a_call_that_waited_for_its_turn_when_one_was_replaced()
     let group = GatedGroup(Arc::clone(&desks));
     let (error, ()) = tokio::join!(group.call(Pass, ()).deadline(SOON).into_future(), async {
         tokio::task::yield_now().await;
-        desks.restart(1).await.unwrap();
+        desks.restart::<BusyWorker>(1, ()).await.unwrap();
     });
     let error = error.unwrap_err();
     assert_eq!((error.cause().code(), error.execution()), (Code::Unavailable, Execution::NotStarted), "{error:?}");
@@ -315,7 +315,7 @@ async fn a_kill_ends_a_stop_that_still_waits_and_what_is_stopped_stays_so() {
     let state = |rank: usize| group.view().borrow().members()[rank].state;
     group.kill(0).unwrap();
     assert_eq!((state(0), state(1)), (RankState::Dead, RankState::Healthy));
-    // Before anybody looks at the stop.
+    // Before the stopping future is polled again.
     let error = call.await.unwrap_err();
     assert_eq!(error.cause().code(), Code::Unavailable, "{error:?}");
     group.kill(1).unwrap();

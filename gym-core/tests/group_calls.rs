@@ -1,5 +1,5 @@
-//! Group calls as NeMo RL's worker groups make them: the cases of its `RayWorkerGroup`, by their numbers in `docs/conformance.md`,
-//! and balanced calls.
+//! Group calls of NeMo RL's worker groups: the cases of its `RayWorkerGroup`, by their numbers in
+//! `docs/conformance.md`, and balanced calls.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,7 +14,7 @@ use gym_core::testing::conformance::TestWorker;
 use gym_core::{CallContext, Code, Execution, Result};
 use serde::{Deserialize, Serialize};
 
-/// What NeMo RL's test worker does: returns what it was called with, and counts its calls.
+/// The same as NeMo RL's test worker: returns its arguments, and counts its calls.
 #[derive(Clone, Copy, Debug)]
 struct Record;
 
@@ -87,7 +87,7 @@ async fn record(group: &InProcessGroup, batch: Batch, dispatch: Dispatch) -> Gat
     call.deadline(SOON).await.expect("the test is right")
 }
 
-/// How often each rank has been called so far.
+/// Returns the number of calls of each rank so far.
 async fn calls(group: &InProcessGroup) -> Vec<u64> {
     let statuses = group.ask_hosts(&CallContext::within(SOON)).await;
     statuses.iter().map(|status| status.as_ref().expect("every rank answers").succeeded).collect()
@@ -274,7 +274,7 @@ async fn balanced_calls_pass_over_dead_ranks_and_fail_when_none_is_left() {
     assert_eq!((error.cause().code(), error.execution()), (Code::Unavailable, Execution::NotStarted));
 }
 
-/// Fails for the fleet's reasons on rank 0, and for the data's where it is asked to.
+/// Fails with an error of the rank on rank 0, and with an error of the data if its argument is `true`.
 #[derive(Clone, Copy, Debug)]
 struct Try;
 
@@ -291,7 +291,7 @@ impl Worker for Wedged {
     type Init = ();
 
     fn start(env: WorkerEnv, (): ()) -> Result<Self> {
-        // A second life is well.
+        // The second incarnation does not fail.
         Ok(Self(if env.incarnation.0 > 1 { 7 } else { env.rank }))
     }
 
@@ -327,7 +327,7 @@ async fn a_rank_whose_calls_fail_is_given_up_until_its_next_life() {
     }
     assert_eq!(came_to, [None, Some(1), None, Some(1), None, Some(1), Some(1), Some(1)]);
     assert_eq!(balancer.ejected(), [0]);
-    group.restart(0).await.unwrap();
+    group.restart::<Wedged>(0, ()).await.unwrap();
     assert_eq!(balancer.ejected(), [0; 0]);
     assert!([submit().await, submit().await].contains(&Some(7)));
 }
@@ -384,7 +384,7 @@ async fn weights_that_do_not_fit_the_ranks_are_refused() {
     }
 }
 
-/// Says how many seconds its call has left.
+/// Returns the remaining seconds until the deadline of its call.
 #[derive(Clone, Copy, Debug)]
 struct SecondsLeft;
 

@@ -1,4 +1,5 @@
-//! Against the reference implementation in Python: only when `GYM_SAFETENSORS_PYTHON` names an interpreter that has it.
+//! Compares with the reference implementation in Python. Runs only if `GYM_SAFETENSORS_PYTHON` names an interpreter
+//! that has it.
 
 #![allow(clippy::unwrap_used)] // In a test a panic is the message.
 
@@ -17,7 +18,7 @@ fn peer(test: &str) -> Option<PathBuf> {
     python
 }
 
-/// What the peer saw in the file, and the file that it wrote of it.
+/// The contents that the peer read from the file, and the file that it wrote from them.
 fn through_the_peer(python: &Path, file: &SafeTensors) -> (Value, SafeTensors) {
     let folder = tempfile::tempdir().unwrap();
     let (ours, theirs) = (folder.path().join("ours.safetensors"), folder.path().join("theirs.safetensors"));

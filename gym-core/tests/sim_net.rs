@@ -1,4 +1,4 @@
-//! What each fault of the simulated network looks like to those who call and to those who answer.
+//! The effect of each fault of the simulated network on clients and servers.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,7 +9,7 @@ use gym_core::transport::{ConnectOptions, Connector, Listener, handler_fn};
 use gym_core::{CallContext, CancelToken, Channel, Code, Endpoint, Error, Execution, Request, Response, Result};
 use tokio::sync::mpsc;
 
-/// Tells when it is dropped.
+/// Sends a message when it is dropped.
 struct DropNotice(mpsc::Sender<()>);
 
 impl Drop for DropNotice {
@@ -21,12 +21,12 @@ impl Drop for DropNotice {
 struct Fixture {
     net: SimNet,
     client: SimHost,
-    /// A message for each handler whose future is gone.
+    /// A message for each handler whose future was dropped.
     dropped: mpsc::Receiver<()>,
 }
 
 impl Fixture {
-    /// A server that answers everything but `/hang`.
+    /// A server that responds to all routes except `/hang`.
     fn new(faults: Faults) -> Self {
         let net = SimNet::new(7, faults);
         let (client, server) = (net.host("client"), net.host("server"));
@@ -91,7 +91,7 @@ async fn a_lost_message_lets_its_caller_wait_until_the_deadline() {
     fixture.dropped.recv().await.expect("it ran");
     fixture.net.set_faults(Faults::calm());
     call(&channel, "/run").await.unwrap();
-    // The cancellation of the call that never arrived was lost too.
+    // The cancellation of the lost call was lost too.
     assert_eq!((fixture.injected(kind::REQUEST_LOST), fixture.injected(kind::REPLY_LOST)), (2, 1));
 }
 
@@ -150,7 +150,7 @@ async fn a_crash_drops_the_handlers_and_is_told_unless_it_is_silent() {
             code_and_execution(&fixture.connect().await.unwrap_err()),
             (Code::Unavailable, Execution::NotStarted)
         );
-        // The machine is back and knows nothing of the old connection: it says so at once.
+        // The machine is up again without the old connection, and reports so immediately.
         let _back = fixture.net.host("server");
         assert_eq!(call(&channel, "/run").await.unwrap_err().code(), Code::Unavailable);
     }

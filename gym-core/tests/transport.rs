@@ -1,4 +1,4 @@
-//! The in-process transport passes the suite that every transport passes.
+//! The in-process transport passes the conformance suite of transports.
 
 use gym_core::testing::conformance::{TransportPair, TransportSetup, ordered_transport, transport};
 use gym_core::testing::{Faults, SimNet};

@@ -1,4 +1,5 @@
-//! A host whose worker blocks: what its callers hear when it is given up, and what those who leave the line keep.
+//! A host whose worker blocks: the errors of its callers when it is abandoned, and calls that are cancelled while they
+//! wait.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
@@ -12,7 +13,7 @@ use tokio::time::timeout;
 
 const SOON: Duration = Duration::from_secs(20);
 
-/// Blocks, whatever its caller does, until the test lets it go; answers whether it was told to stop.
+/// Blocks until the test releases it, even if it is cancelled. Returns whether it was cancelled.
 #[derive(Clone, Copy, Debug)]
 struct Block;
 
@@ -31,7 +32,7 @@ impl Method for Count {
     type Reply = ();
 }
 
-/// What a test and its worker, which is found by its group's name, share.
+/// The state that a test shares with its worker, which finds it by the name of its group.
 struct Shared {
     go: Mutex<Receiver<()>>,
     told: Mutex<SyncSender<bool>>,
@@ -39,7 +40,7 @@ struct Shared {
     counted: AtomicU32,
 }
 
-/// The test's ends.
+/// The test's ends of the channels.
 struct Strings {
     go: SyncSender<()>,
     told: Receiver<bool>,
@@ -178,7 +179,7 @@ async fn those_whose_deadline_passes_in_the_line_of_a_worker_that_blocks_keep_no
         let mut answer = host.handle(post_within(Duration::ZERO, "/worker/count"));
         let error = timeout(SOON, answer.as_mut()).await.expect("at once").expect_err("it is late");
         assert_eq!((error.code(), error.execution()), (Code::DeadlineExceeded, Execution::NotStarted), "call {number}");
-        // The answer is not dropped yet.
+        // The reply is not dropped yet.
         assert_eq!(host.status().waiting, 0, "call {number}");
     }
     strings.go.send(()).expect("it waits");

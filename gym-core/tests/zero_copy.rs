@@ -1,5 +1,6 @@
-//! Nothing of a batch is copied on its way to the ranks and back: the bytes allocated during a call are counted, and the pointers
-//! compared at the far end. One test, alone in its program, because the count is of the whole process.
+//! A batch is not copied on its way to the ranks and back: the test counts the bytes allocated during a call, and
+//! compares the pointers at the receiver. It is the only test of its program, because the count covers the whole
+//! process.
 
 use std::alloc::System;
 use std::time::Duration;
@@ -16,7 +17,7 @@ static ALLOCATOR: &StatsAlloc<System> = &INSTRUMENTED_SYSTEM;
 
 const MIB: usize = 1 << 20;
 
-/// Where the shard's first byte lies; gives the shard back.
+/// Returns the address of the shard's first byte, and the shard.
 #[derive(Clone, Copy, Debug)]
 struct Where;
 

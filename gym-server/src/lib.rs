@@ -11,7 +11,7 @@
 //!
 //! A program that has every command of `rgym`, and a resources server of its own:
 //!
-//! ```no_run
+//! ```
 //! use gym_server::prelude::*;
 //!
 //! struct Exact;
@@ -30,7 +30,11 @@
 //!
 //! # #[cfg(feature = "cli")]
 //! fn main() -> std::process::ExitCode {
-//!     cli::main(Servers::stock().resources("exact", |_| Ok(Exact)))
+//!     let servers = Servers::stock().resources("exact", |_| Ok(Exact));
+//! #   if std::env::args_os().len() == 1 {
+//! #       return cli::main_with(servers, ["exact", "aliases"].map(Into::into)); // A documentation test has no arguments.
+//! #   }
+//!     cli::main(servers)
 //! }
 //! # #[cfg(not(feature = "cli"))]
 //! # fn main() {}
@@ -45,6 +49,8 @@
 //! | [`environment`], [`agent`], [`model`] | the servers that the SDK ships |
 //! | [`role`] | serves an implementation of a role |
 //! | [`metrics`] | Prometheus metrics of the process |
+//!
+//! To choose among the crates, see [`gym_core`].
 #![forbid(unsafe_code)]
 
 pub mod agent;

@@ -1,4 +1,4 @@
-//! Prometheus metrics of one process: requests by server and route, and what the process uses.
+//! Prometheus metrics of one process: requests by server and route, and resource usage.
 
 use std::fmt;
 use std::sync::atomic::AtomicU64;
@@ -43,7 +43,7 @@ impl Metrics {
     /// Creates empty metrics.
     #[must_use]
     pub fn new() -> Self {
-        // 50 µs to 1.7 hours: a hop in memory, and an agent of many turns.
+        // From 50 µs, an in-memory hop, to 1.7 hours, an agent with many turns.
         let seconds =
             Family::new_with_constructor((|| Histogram::new(exponential_buckets(50e-6, 2.0, 28))) as fn() -> Histogram);
         let metrics = Self {
@@ -55,9 +55,9 @@ impl Metrics {
             resident_bytes: Gauge::default(),
         };
         metrics.with(|registry| {
-            registry.register("gym_requests", "Requests answered", metrics.requests.clone());
-            registry.register("gym_request_seconds", "Time from arrival to answer", metrics.seconds.clone());
-            registry.register("gym_requests_in_flight", "Requests under way", metrics.in_flight.clone());
+            registry.register("gym_requests", "Completed requests", metrics.requests.clone());
+            registry.register("gym_request_seconds", "Time from arrival to response", metrics.seconds.clone());
+            registry.register("gym_requests_in_flight", "Requests in flight", metrics.in_flight.clone());
             let help = "CPU time of the process, user and system (a total that only grows)";
             registry.register("process_cpu_seconds_total", help, metrics.cpu_seconds.clone());
             registry.register("process_resident_memory_bytes", "Resident memory", metrics.resident_bytes.clone());
@@ -76,12 +76,12 @@ impl Metrics {
         self.cpu_seconds.set(process_cpu().as_secs_f64());
         self.resident_bytes.set(i64::try_from(resident_bytes()).unwrap_or(i64::MAX));
         let mut text = String::new();
-        // Writing to a string cannot fail; half a page would be better than a panic if it did.
+        // Writing to a string cannot fail; if encoding fails, an incomplete page is better than a panic.
         let _ = self.with(|registry| encode(&mut text, registry));
         text
     }
 
-    /// The counters of one route, looked up once.
+    /// Returns the counters of one route; callers look them up once.
     #[must_use]
     pub(crate) fn route(&self, server: &str, route: &str) -> RouteMetrics {
         let labels = RouteLabels { server: server.to_owned(), route: route.to_owned() };
@@ -118,19 +118,19 @@ pub(crate) struct RouteMetrics {
 }
 
 impl RouteMetrics {
-    /// Counts a request as under way until the guard is finished or dropped.
+    /// Counts a request as in flight until the guard is finished or dropped.
     pub(crate) fn begin(&self) -> RouteGuard<'_> {
         self.in_flight.inc();
         RouteGuard { metrics: self, began: Instant::now() }
     }
 
-    /// Requests under way.
+    /// Returns the number of requests in flight.
     pub(crate) fn in_flight(&self) -> i64 {
         self.in_flight.get()
     }
 }
 
-/// One request under way. Dropped without [`RouteGuard::finish`], it was abandoned by its caller.
+/// One request in flight. If it is dropped without [`RouteGuard::finish`], its caller cancelled it.
 #[derive(Debug)]
 pub(crate) struct RouteGuard<'a> {
     metrics: &'a RouteMetrics,

@@ -464,8 +464,8 @@ fn a_stopped_collection_goes_on_where_it_was() {
     assert_eq!(started.child.wait().unwrap().code(), Some(3));
     let mut said = String::new();
     started.child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
-    assert!(said.contains("stopping: ") && said.contains("rollouts under way have up to 200ms"), "{said}");
-    assert!(said.contains("stopped with 3 rollouts open") && said.contains("--resume"), "{said}");
+    assert!(said.contains("stopping: ") && said.contains("rollouts in flight may take up to 200ms"), "{said}");
+    assert!(said.contains("stopped with 3 rollouts incomplete") && said.contains("--resume"), "{said}");
 
     std::fs::write(&gate, "").unwrap();
     let (out, _) = ended_with(&collect().arg("--resume").output().unwrap(), 0);

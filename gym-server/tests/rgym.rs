@@ -86,7 +86,7 @@ fn wrong_usage_ends_with_2_and_a_hint() {
         (&["collect", "-i", "i", "-o", "o", "--head-url", "coordinator"], "http://127.0.0.1:11000"),
         (&["eval", "run", "-i", "i", "-o", "o"], "--config FILE"),
         (&["collect", "--config", "model.yaml", "--head-url", "http://h:1"], "--no-serve"),
-        (&["status", "--head-url", "https://h:1"], "over http"),
+        (&["status", "--head-url", "https://h:1"], "the scheme must be http"),
         (&["config", "check"], "--config FILE"),
         (&["env", "init"], "gym env init"),
         (&["ng_prepare_data"], "gym dataset collate"),

@@ -1,4 +1,4 @@
-//! UCX as one backend of a program.
+//! UCX as a backend of a program.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -12,7 +12,9 @@ use crate::transport::config::{Ucx, UcxConfig};
 use crate::transport::connector::UcxConnector;
 use crate::transport::listener::UcxListener;
 
-/// Calls and listens by one fabric of the process, opened when it is first used; peers meet over `bootstrap`.
+/// Backend that connects and listens over UCX, with one fabric that is opened on first use.
+///
+/// `bootstrap` carries the requests by which peers exchange their UCX addresses.
 #[derive(Clone, Debug)]
 pub struct UcxBackend {
     bootstrap: Arc<dyn Connector>,
@@ -20,13 +22,13 @@ pub struct UcxBackend {
 }
 
 impl UcxBackend {
-    /// One whose peers are asked over `bootstrap` where they are.
+    /// Creates a backend whose peers exchange their addresses over `bootstrap`. Loads nothing.
     #[must_use]
     pub fn new(bootstrap: Arc<dyn Connector>, ucx: Ucx) -> Self {
         Self { bootstrap, ucx }
     }
 
-    /// For its statistics.
+    /// The UCX state that connectors and listeners share, for its statistics.
     #[must_use]
     pub fn ucx(&self) -> &Ucx {
         &self.ucx

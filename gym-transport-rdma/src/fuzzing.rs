@@ -1,4 +1,4 @@
-//! Readers of what a peer sends, without UCX, for fuzzers. Only with the feature `testing`.
+//! Entry points for fuzzers: readers of peer messages, without UCX. Requires the feature `testing`.
 
 use gym_core::Result;
 
@@ -9,15 +9,15 @@ use crate::transport::bootstrap::{BootstrapRequest, BootstrapResponse};
 /// Reads a bootstrap request and writes it again.
 ///
 /// # Errors
-/// What a peer would be told.
+/// The error that a peer would receive: the request is malformed.
 pub fn read_bootstrap_request(bytes: &[u8]) -> Result<String> {
-    BootstrapRequest::read(bytes).map(|ask| ask.write())
+    BootstrapRequest::read(bytes).map(|request| request.write())
 }
 
 /// Reads a bootstrap response and writes it again.
 ///
 /// # Errors
-/// Why no connection is tried.
+/// The error that ends the connection attempt: the response is malformed.
 pub fn read_bootstrap_response(bytes: &[u8]) -> Result<String> {
-    BootstrapResponse::read(bytes).map(|answer| answer.write())
+    BootstrapResponse::read(bytes).map(|response| response.write())
 }

@@ -1,7 +1,8 @@
-//! Pool of registered memory: buffers that payloads are received into, and that senders write into so that nothing is copied.
+//! Pool of registered memory: payloads are received into its buffers, and senders can write into them to avoid a copy.
 //!
-//! A buffer can be taken on any thread without waiting. The fabric registers it when it is first used there. It stays registered when
-//! it comes back, and is given to the next user of its size. Beyond the bound, plain memory is given and counted.
+//! [`Pool::take`] can be called on any thread and never waits. The fabric registers a buffer when it first uses it. The
+//! buffer stays registered when it returns to the pool, and serves later requests of its size. Beyond the limit, the
+//! pool returns plain memory and counts it.
 #![allow(unsafe_code)]
 
 use std::collections::BTreeMap;
@@ -14,39 +15,39 @@ use bytes::Bytes;
 use gym_core::{Code, Error, Result};
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 
-/// How much memory is kept.
+/// Limits of a pool.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PoolOptions {
-    /// Bytes that may be kept at once, in use or not. Above it plain memory is given, and counted.
+    /// Maximum bytes in the pool, in use or free. Beyond it, buffers are plain memory.
     pub bytes_max: usize,
-    /// The longest buffer that is kept; a longer one is plain.
+    /// Maximum length of a buffer in the pool. A longer buffer is plain memory.
     pub buffer_bytes_max: usize,
 }
 
 impl Default for PoolOptions {
-    /// 1 GiB, in buffers of up to 256 MiB. Memory is taken from the system only when it is first written.
+    /// 1 GiB, in buffers of up to 256 MiB. The system provides the memory when it is first written.
     fn default() -> Self {
         Self { bytes_max: 1 << 30, buffer_bytes_max: 256 << 20 }
     }
 }
 
-/// What a pool did so far, and has now.
+/// Counters of a pool.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PoolStats {
-    /// Bytes that it keeps, in use or not.
+    /// Bytes in the pool, in use or free.
     pub bytes_kept: usize,
-    /// Bytes of these that nobody uses now.
+    /// Free bytes among them.
     pub bytes_free: usize,
-    /// Buffers that were taken and had been used before.
+    /// Buffers returned by [`Pool::take`] that had been used before.
     pub reused: u64,
-    /// Buffers that were taken and are new.
+    /// Buffers that [`Pool::take`] added to the pool.
     pub fresh: u64,
-    /// Buffers that had to be plain memory.
+    /// Buffers that were plain memory.
     pub plain: u64,
 }
 
-/// Buffers that come back when they are dropped. Cheap to clone.
+/// Pool of buffers, which return to it when they are dropped. Cheap to clone.
 #[derive(Clone)]
 pub struct Pool(Arc<PoolShared>);
 
@@ -57,13 +58,13 @@ struct PoolShared {
 
 #[derive(Default)]
 struct PoolState {
-    /// By size.
+    /// Free regions by size.
     free: BTreeMap<usize, Vec<Region>>,
-    /// Every kept region by its start: its length.
+    /// Length of every region of the pool, by its start.
     kept: BTreeMap<usize, usize>,
-    /// Regions that were given up for others; the fabric may have registered them, so it frees them.
+    /// Regions removed in favor of other sizes. The fabric frees them, because it may have registered them.
     retired: Vec<Region>,
-    /// The fabric is gone: what comes back is freed.
+    /// The fabric has ended, so returned regions are freed.
     closed: bool,
     stats: PoolStats,
 }
@@ -73,58 +74,62 @@ impl Pool {
         Self(Arc::new(PoolShared { options, state: Mutex::default() }))
     }
 
-    /// A buffer of this length, aligned to pages, from any thread; never waits. Its contents are whatever was there:
-    /// zeros, or what an earlier user of this pool left.
+    /// Returns a page-aligned buffer of this length; never waits. Its contents are unspecified: zeros, or bytes of an
+    /// earlier user of this pool.
     ///
     /// # Errors
-    /// `ResourceExhausted` when the system has no memory.
+    /// `ResourceExhausted` if the system has no memory.
     pub fn take(&self, len: usize) -> Result<Buffer> {
         let size = size_of_class(len);
         let mut state = self.0.state();
         if size > self.0.options.buffer_bytes_max || state.closed {
             state.stats.plain += 1;
             drop(state);
-            return Ok(Buffer { region: Some(Region::map(size)?), len, home: None });
+            return Ok(Buffer { region: Some(Region::map(size)?), len, owner: None });
         }
         if let Some(region) = state.free.get_mut(&size).and_then(Vec::pop) {
             state.stats.reused += 1;
             state.stats.bytes_free -= size;
-            return Ok(Buffer { region: Some(region), len, home: Some(Arc::clone(&self.0)) });
+            return Ok(Buffer { region: Some(region), len, owner: Some(Arc::clone(&self.0)) });
         }
         if state.stats.bytes_kept + size > self.0.options.bytes_max {
             state.stats.plain += 1;
             state.retire(size);
             drop(state);
-            return Ok(Buffer { region: Some(Region::map(size)?), len, home: None });
+            return Ok(Buffer { region: Some(Region::map(size)?), len, owner: None });
         }
         let region = Region::map(size)?;
         state.stats.fresh += 1;
         state.stats.bytes_kept += size;
         state.kept.insert(region.start.addr().get(), size);
-        Ok(Buffer { region: Some(region), len, home: Some(Arc::clone(&self.0)) })
+        Ok(Buffer { region: Some(region), len, owner: Some(Arc::clone(&self.0)) })
     }
 
-    /// These bytes in a buffer of its own.
+    /// Copies the bytes into a buffer of the pool.
+    ///
+    /// # Errors
+    /// `ResourceExhausted` if the system has no memory.
     pub(crate) fn copy(&self, bytes: &[u8]) -> Result<Bytes> {
         let mut buffer = self.take(bytes.len())?;
         buffer.copy_from_slice(bytes);
         Ok(buffer.freeze())
     }
 
-    /// What it did so far, and has now.
+    /// Returns the counters.
     #[must_use]
     pub fn stats(&self) -> PoolStats {
         self.0.state().stats
     }
 
-    /// The whole kept region in which this address lies; it stays mapped until it comes out of [`Pool::retired`].
+    /// Returns the region of the pool that contains this address. The region stays mapped until [`Pool::retired`]
+    /// returns it.
     pub(crate) fn region_of(&self, address: usize) -> Option<Range<usize>> {
         let state = self.0.state();
         let (start, size) = state.kept.range(..=address).next_back()?;
         (address < start + size).then(|| *start..start + size)
     }
 
-    /// Regions that nobody uses and that were given up: to be unregistered, then dropped.
+    /// Returns the regions that were removed from the pool. The caller unregisters them, then drops them.
     pub(crate) fn retired(&self) -> Vec<Region> {
         let mut state = self.0.state();
         let retired = std::mem::take(&mut state.retired);
@@ -135,15 +140,15 @@ impl Pool {
         retired
     }
 
-    /// Everything that is free goes now, and the rest when it comes back. All must be unregistered before.
+    /// Frees all free regions now and the others when they return. All registrations must have been dropped before.
     pub(crate) fn close(&self) {
         let mut state = self.0.state();
         state.closed = true;
         state.stats.bytes_kept -= state.stats.bytes_free;
         state.stats.bytes_free = 0;
-        let gone = (std::mem::take(&mut state.free), std::mem::take(&mut state.retired));
+        let freed = (std::mem::take(&mut state.free), std::mem::take(&mut state.retired));
         drop(state);
-        drop(gone);
+        drop(freed);
     }
 }
 
@@ -158,7 +163,7 @@ impl PoolShared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn give_back(&self, region: Region) {
+    fn return_region(&self, region: Region) {
         let mut state = self.state();
         if state.closed {
             state.stats.bytes_kept -= region.size;
@@ -172,7 +177,7 @@ impl PoolShared {
 }
 
 impl PoolState {
-    /// Gives up free regions of other sizes, so that there is room for this one next time.
+    /// Removes free regions of other sizes, so that a buffer of this size fits next time.
     fn retire(&mut self, wanted: usize) {
         let mut gained: usize = self.retired.iter().map(|region| region.size).sum();
         for regions in self.free.values_mut().rev() {
@@ -187,36 +192,36 @@ impl PoolState {
     }
 }
 
-/// Four sizes to each doubling, whole pages: at most a quarter is wasted.
+/// Rounds up to a size class: four classes per doubling, in whole pages, so at most a quarter is unused.
 fn size_of_class(len: usize) -> usize {
     const PAGE: usize = 4096;
     let step = (len.max(1).next_power_of_two() / 8).max(PAGE);
     len.max(1).checked_next_multiple_of(step).unwrap_or(len)
 }
 
-/// Pages of our own.
+/// Pages that were mapped for one buffer.
 pub(crate) struct Region {
     start: NonNull<u8>,
     size: usize,
 }
 
-// SAFETY: it owns the pages alone; they are plain memory, not bound to a thread.
+// SAFETY: a region is the only owner of its pages, which are plain memory and not bound to a thread.
 unsafe impl Send for Region {}
-// SAFETY: a shared region gives nothing but its address.
+// SAFETY: a shared region exposes only its address.
 unsafe impl Sync for Region {}
 
 impl Region {
     fn map(size: usize) -> Result<Self> {
         let refused = |what: &dyn fmt::Display| {
-            Error::not_started(Code::ResourceExhausted, format!("no memory for a buffer of {size} bytes: {what}"))
+            Error::not_started(Code::ResourceExhausted, format!("map a buffer of {size} bytes: {what}"))
         };
-        // SAFETY: new pages at an address that the kernel chooses touch nothing that exists.
+        // SAFETY: maps new pages at an address that the kernel chooses, so it touches no existing mapping.
         let start = unsafe {
             mmap_anonymous(std::ptr::null_mut(), size, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)
         };
         let start = start.map_err(|error| refused(&error))?;
-        let start = NonNull::new(start.cast::<u8>()).ok_or_else(|| refused(&"the kernel gave null"))?;
-        // UCX is given addresses, and the pool looks regions up by them.
+        let start = NonNull::new(start.cast::<u8>()).ok_or_else(|| refused(&"the kernel returned null"))?;
+        // UCX receives addresses as integers, and the pool finds regions by address.
         start.as_ptr().expose_provenance();
         Ok(Self { start, size })
     }
@@ -228,30 +233,30 @@ impl Region {
 
 impl Drop for Region {
     fn drop(&mut self) {
-        // SAFETY: mapped by `map` with this size, unmapped once, and nobody has a slice of it: a buffer owns its region.
-        // An error would mean that it is not mapped, which cannot be.
+        // SAFETY: mapped by `map` with this size and unmapped once. No slice of it exists, because a buffer owns its
+        // region. An error would mean that the region is not mapped, which is impossible.
         let _ = unsafe { munmap(self.start.as_ptr().cast(), self.size) };
     }
 }
 
-/// A buffer that one owner writes into.
+/// A buffer with a single owner, which can write into it.
 pub struct Buffer {
-    /// `None` only while it is dropped.
+    /// `None` only during `drop`.
     region: Option<Region>,
     len: usize,
-    /// Where it goes back to, unless it is plain.
-    home: Option<Arc<PoolShared>>,
+    /// The pool that the region returns to; `None` for plain memory.
+    owner: Option<Arc<PoolShared>>,
 }
 
 impl Buffer {
-    /// Makes it shareable; the memory goes back to the pool with the last slice of it.
+    /// Makes the buffer shareable. The memory returns to the pool with the last slice of it.
     #[must_use]
     pub fn freeze(self) -> Bytes {
         Bytes::from_owner(self)
     }
 
     fn region(&self) -> &Region {
-        self.region.as_ref().expect("taken only by drop")
+        self.region.as_ref().expect("only drop takes the region")
     }
 }
 
@@ -259,14 +264,14 @@ impl Deref for Buffer {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: the region is mapped, at least `len` long, and initialised: the kernel gives zeros.
+        // SAFETY: the region is mapped, at least `len` bytes long, and initialized: the kernel maps zeroed pages.
         unsafe { std::slice::from_raw_parts(self.region().start.as_ptr(), self.len) }
     }
 }
 
 impl DerefMut for Buffer {
     fn deref_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as in `deref`, and this buffer owns the region alone.
+        // SAFETY: as in `deref`; this buffer is the only owner of the region.
         unsafe { std::slice::from_raw_parts_mut(self.region().start.as_ptr(), self.len) }
     }
 }
@@ -279,15 +284,15 @@ impl AsRef<[u8]> for Buffer {
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        if let (Some(home), Some(region)) = (self.home.take(), self.region.take()) {
-            home.give_back(region);
+        if let (Some(owner), Some(region)) = (self.owner.take(), self.region.take()) {
+            owner.return_region(region);
         }
     }
 }
 
 impl fmt::Debug for Buffer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Buffer({} bytes{})", self.len, if self.home.is_some() { "" } else { ", plain" })
+        write!(f, "Buffer({} bytes{})", self.len, if self.owner.is_some() { "" } else { ", plain" })
     }
 }
 
@@ -322,10 +327,10 @@ mod tests {
         let pool = pool(64 << 10, 64 << 10);
         let held = pool.take(32 << 10).unwrap();
         drop(pool.take(16 << 10).unwrap());
-        assert!(pool.take(24 << 10).unwrap().home.is_none(), "16 + 32 + 24 KiB are too many");
+        assert!(pool.take(24 << 10).unwrap().owner.is_none(), "16 + 32 + 24 KiB are too many");
         assert_eq!(pool.retired().len(), 1, "the unused 16 KiB");
-        assert!(pool.take(24 << 10).unwrap().home.is_some());
-        assert!(pool.take((64 << 10) + 1).unwrap().home.is_none(), "longer than any that is kept");
+        assert!(pool.take(24 << 10).unwrap().owner.is_some());
+        assert!(pool.take((64 << 10) + 1).unwrap().owner.is_none(), "longer than any that is kept");
         assert_eq!(pool.stats().plain, 2);
         drop(held);
     }
@@ -351,7 +356,7 @@ mod tests {
         pool.close();
         drop(held);
         assert_eq!((pool.stats().bytes_kept, pool.stats().bytes_free), (0, 0));
-        assert!(pool.take(5000).unwrap().home.is_none());
+        assert!(pool.take(5000).unwrap().owner.is_none());
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! The probe against made-up machines, and against this one.
+//! Probes simulated machines, and this one.
 
 use std::fs;
 use std::path::Path;
@@ -41,7 +41,8 @@ impl Machine {
             .file(&format!("{base}/gid_attrs/ndevs/{index}"), &format!("{interface}\n"))
     }
 
-    /// As sysfs has it: the address is zero, and reading the attributes fails (a folder, here, in place of `EINVAL`).
+    /// An empty row as in sysfs: the address is zero, and reading the attributes fails (a directory, here, in place of
+    /// `EINVAL`).
     fn empty_slot(self, device: &str, index: u32) -> Self {
         let base = format!("sys/class/infiniband/{device}/ports/1");
         for attribute in ["types", "ndevs"] {
@@ -105,7 +106,7 @@ fn an_empty_machine_says_what_was_looked_for_and_how_to_get_it() {
     assert_eq!(
         probe.summary,
         "RDMA is not usable here: no RDMA device (/sys/class/infiniband does not exist); \
-         UCX not found (no libucp.so.0 in the loader's folders); \
+         UCX not found (no libucp.so.0 in the loader's directories); \
          NCCL is not usable here: no NVIDIA GPU (neither /proc/driver/nvidia/version nor /dev/nvidia0)."
     );
     assert!(!probe.rdma_usable && !probe.nccl_usable);
@@ -157,7 +158,7 @@ fn the_gid_of_roce_is_computed_and_empty_slots_are_passed_over() {
     assert_eq!((gid.index, gid.address.as_str(), gid.interface.as_str()), (1, "10.9.0.1", "v0"));
     assert_eq!(status(&rxe, Topic::RoceGid), Status::Ok);
     assert!(rxe.finding(Topic::RoceGid).expect("there").found.contains("rxe0 port 1: GID index 1"), "{rxe}");
-    // Two ports with both versions in their tables; one of them has no address but its link-local one, of version 1.
+    // Two ports with both versions in their tables. One of them has only a link-local address of version 2.
     let two = Machine::new()
         .port("mlx5_0", "4: ACTIVE", "Ethernet", "400 Gb/sec (4X NDR)")
         .empty_slot("mlx5_0", 1)
@@ -291,7 +292,7 @@ fn rubbish_everywhere_is_survived() {
         .file("proc/driver/nvidia/version", "")
         .file("dev/nvidia0", "")
         .file("etc/ld.so.conf", "include\ninclude /etc/ld.so.conf\ninclude *\n/relative/../..\n")
-        // A folder where a file should be.
+        // A directory in place of a file.
         .file("usr/lib/libucp.so.0/x", "");
     let probe = machine.probe();
     assert!(!probe.rdma_usable && !probe.nccl_usable);
@@ -310,7 +311,7 @@ fn a_library_that_is_none_is_reported_and_not_a_crash() {
 
 #[test]
 fn a_library_without_the_version_function_is_reported() {
-    // Any real shared library of another purpose will do.
+    // Any shared library other than NCCL serves.
     let maps = fs::read_to_string("/proc/self/maps").expect("maps");
     let libc = maps.lines().find_map(|line| line.split_whitespace().last().filter(|path| path.contains("/libc.so")));
     let libc = libc.expect("this test is linked to glibc");

@@ -1,5 +1,5 @@
-//! Active messages over real UCX, between two fabrics of one process: every size, every way, in order, and what the thread does
-//! while nothing happens.
+//! Active messages over real UCX between two fabrics of one process: every size, over every transport, in order. Also
+//! the wake-ups of an idle thread.
 
 mod common;
 
@@ -16,7 +16,7 @@ use gym_transport_rdma::fabric::{
 
 const EDGE: usize = 16 << 10;
 
-/// Two fabrics in which payloads from [`EDGE`] on go by rendezvous, or `None` when there is no UCX.
+/// Opens two fabrics that send payloads of at least [`EDGE`] bytes by rendezvous. `None` without UCX.
 fn fabrics(way: Way) -> Option<(Fabric, Fabric)> {
     let edge = |options| FabricOptions { rendezvous_bytes: Some(EDGE), ..options };
     Some((open(edge(way.calling()))?, open(edge(way.answering()))?))
@@ -62,7 +62,7 @@ fn eager_and_announced_messages_are_delivered_in_the_order_of_posting() {
     for &way in Way::all() {
         let Some(fabrics) = fabrics(way) else { return };
         let (seen, order) = sync_channel(1 << 12);
-        // Notes when a message is handed up; then the usual goes on.
+        // Records the delivery, then continues as usual.
         let hook: common::Hook = Box::new(move |header, _| {
             seen.send(u32::from_le_bytes(header.try_into().unwrap())).unwrap();
             None
@@ -161,7 +161,7 @@ fn landing_buffers_are_used_again_and_nothing_grows() {
     }
 }
 
-/// Takes no message before it is told to, and drops what lands.
+/// Blocks the first message until it is released, and drops all landed payloads.
 struct Dropping {
     go: Mutex<Receiver<()>>,
     landed: SyncSender<usize>,
@@ -196,7 +196,7 @@ fn what_a_peer_on_this_host_has_announced_lands_in_one_buffer_if_it_is_given_bac
     let (recorder, events) = common::recorder(None);
     let here = common::EndOf { connection: caller.connect(meeting.connect(), recorder).unwrap(), events };
     here.opened();
-    // UCX announces nothing before both ends have answered each other.
+    // UCX announces nothing before both ends have responded to each other.
     here.post(vec![], vec![1; 1 << 20]);
     assert_eq!(landed.recv_timeout(common::SOON), Ok(1 << 20));
     here.post(vec![], vec![1]);
@@ -207,7 +207,7 @@ fn what_a_peer_on_this_host_has_announced_lands_in_one_buffer_if_it_is_given_bac
     let done = Box::new(move |_| told.send(()).unwrap());
     here.connection.post(ActiveMessage { done: Some(done), ..active_message(vec![], vec![1]) }).unwrap();
     sent.recv_timeout(common::SOON).expect("all were announced");
-    // The first, and the one behind those that are announced.
+    // The first message, and the one behind the announced messages.
     (0..2).for_each(|_| go.send(()).unwrap());
     for _ in 0..ANNOUNCED {
         assert_eq!(landed.recv_timeout(common::SOON), Ok(1 << 20));
@@ -217,7 +217,8 @@ fn what_a_peer_on_this_host_has_announced_lands_in_one_buffer_if_it_is_given_bac
     shut_down(Way::SharedMemory, &(caller, answerer));
 }
 
-/// Every wait goes through arming: progress until there is nothing, arm, and progress again when UCX says that it is busy.
+/// Arms the worker for every wait: progress until there is no work, arm, and progress again if UCX reports that it is
+/// busy.
 #[test]
 fn messages_arrive_at_a_fabric_that_sleeps_whenever_it_can() {
     for &way in Way::all() {

@@ -1,4 +1,4 @@
-//! What is particular to calls over UCX; what every transport must do is in the conformance suite.
+//! Calls over UCX: properties that other transports do not have. The conformance suite tests the common ones.
 #![allow(clippy::unwrap_used, reason = "a test says what went wrong by panicking")]
 
 mod common;
@@ -19,14 +19,14 @@ use gym_transport_rdma::fabric::FabricOptions;
 use gym_transport_rdma::transport::{UcxConnector, UcxStats};
 use tokio::task::JoinHandle;
 
-/// Far beyond what anything here needs, so that only a hang meets it.
+/// Longer than any operation here, so that only a hang exceeds it.
 const FAR: Duration = Duration::from_secs(60);
 
 async fn soon<T>(future: impl Future<Output = T>) -> T {
     tokio::time::timeout(FAR, future).await.expect("it does not hang")
 }
 
-/// A channel, and the server at its other end.
+/// A channel and the server at its other end.
 struct Both {
     ends: Ends,
     channel: Channel,
@@ -87,7 +87,7 @@ async fn messages_of_every_shape_come_back_and_large_segments_go_by_rendezvous_i
         for (stats, end) in [(&caller, "caller"), (&server, "server")] {
             let [connection] = &stats.connections[..] else { panic!("one connection: {stats:?}") };
             let messages = &connection.messages;
-            // The heads of 70,000 and 200,000 bytes and five segments of 64 KiB and more.
+            // The heads of 70,000 and 200,000 bytes and five segments of at least 64 KiB.
             assert_eq!(messages.rendezvous_received, 7, "{way:?}, {end}: {messages:?}");
             assert!(messages.eager_received > 60, "{way:?}, {end}: {messages:?}");
             assert!(connection.lanes.names().iter().all(|lane| both.channel.path().lanes.contains(lane.as_str())));
@@ -132,7 +132,7 @@ async fn a_level_that_cannot_be_had_is_refused_with_what_there_is() {
     for (level, said) in [
         (Transport::SHM, "the transports that this process may use have no shared memory"),
         (Transport::RDMA, "UCX finds no RDMA device here, only"),
-        (Transport::HTTP, "UCX has no level http"),
+        (Transport::HTTP, "http is not a UCX transport"),
     ] {
         if level == Transport::RDMA && std::env::var_os("GYM_UCX_TRANSPORTS").is_some() {
             continue;
@@ -171,7 +171,7 @@ async fn ten_thousand_calls_dropped_anywhere_leave_nothing_running_and_the_pools
             ConnectionLimits { calls_max: 64, request_bytes_in_flight_max: 4 << 20, ..ConnectionLimits::default() };
         let Some(both) = Both::open(way, limits, storm.handler()).await else { return };
         storm.run(&both.channel).await;
-        // All the room is there again.
+        // All capacity is available again.
         let calls = (0..64).map(|_| both.channel.call(with_segment(post("/echo"), 60_000)));
         for answer in soon(futures_util::future::join_all(calls)).await {
             answer.unwrap();
@@ -191,7 +191,7 @@ async fn ten_thousand_calls_dropped_anywhere_leave_nothing_running_and_the_pools
 #[tokio::test]
 async fn a_peer_that_says_nothing_of_shared_memory_leaves_time_for_the_network() {
     let fabric = FabricOptions { transports: Some("tcp,posix,self".to_owned()), ..common::calling_network() };
-    // One that is not there is said here.
+    // Reports a missing UCX.
     let Some(_) = common::open(fabric.clone()) else { return };
     let names = InProcess::new();
     let mut bootstrap_listener = names.listen("half").unwrap();

@@ -1,4 +1,4 @@
-//! UCX passes the suites that every transport and every worker group passes, on each of its ways.
+//! Runs the conformance suites of transports and worker groups over UCX, on shared memory and on the network.
 
 mod common;
 

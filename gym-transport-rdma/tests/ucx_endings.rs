@@ -1,4 +1,5 @@
-//! How connections begin and end over real UCX: tokens, unidentified_peers, goodbyes, refusals, nonsense.
+//! Opening and closing connections over real UCX: tokens, unidentified peers, close handshakes, rejections, malformed
+//! messages.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -18,7 +19,7 @@ use gym_transport_rdma::fabric::{
 };
 
 const BIG: usize = 1 << 20;
-/// Over shared memory a wrong token is answered with silence, so this long passes in each such case.
+/// A wrong token gets no response over shared memory, so each such case takes this long.
 const REFUSED_WITHIN: Duration = Duration::from_secs(2);
 
 fn fabrics(way: Way) -> Option<(Fabric, Fabric)> {
@@ -39,7 +40,7 @@ fn expect(fabric: &Fabric, expected: Expect) -> EndOf {
     EndOf { connection: fabric.expect(expected, recorder).unwrap(), events }
 }
 
-/// Waits until so many hellos were refused.
+/// Waits until this many hellos were rejected.
 fn refused(answerer: &Fabric, hellos: u64) {
     let deadline = tokio::time::Instant::now() + SOON;
     while answerer.stats().refused_tokens < hellos {
@@ -120,7 +121,7 @@ fn breaking_off_is_seen_by_the_peer() {
     }
 }
 
-/// The thread is held up in a handler meanwhile, so nothing makes room.
+/// A callback blocks the thread meanwhile, so the queue does not drain.
 #[test]
 fn a_queue_that_is_full_of_messages_still_takes_an_end() {
     for &way in Way::all() {
@@ -136,7 +137,7 @@ fn a_queue_that_is_full_of_messages_still_takes_an_end() {
             let hook: Hook = Box::new(move |_, _| {
                 let (entered, released) = &*held.lock().unwrap();
                 entered.send(()).unwrap();
-                // Ends when the other half is dropped.
+                // Returns when the sender is dropped.
                 let _ = released.recv_timeout(SOON);
                 None
             });
@@ -180,7 +181,7 @@ fn a_wrong_token_is_refused_and_the_right_one_still_works_once() {
         let here = connect(&caller, meeting.connect());
         here.opened();
         there.opened();
-        // The same hello again: the token was used.
+        // The same hello again; its token was used already.
         let Some(other) = open(way.calling()) else { return };
         let replay = Connect { within: REFUSED_WITHIN, ..meeting.connect_from(&other) };
         let replay = connect(&other, replay);
@@ -200,7 +201,7 @@ fn a_peer_that_does_not_come_in_time_is_told_as_lost_and_its_token_is_void() {
         let meeting = Meeting::new(way, &caller, &answerer);
         let late = Connect { within: REFUSED_WITHIN, ..meeting.connect() };
         let there = expect(&answerer, Expect { within: Duration::from_millis(20), ..meeting.expect() });
-        assert!(lost(there.ended()).to_string().contains("did not come in time"), "{way:?}");
+        assert!(lost(there.ended()).to_string().contains("did not connect in time"), "{way:?}");
         let late = connect(&caller, late);
         refused(&answerer, 1);
         assert_eq!(lost(late.ended()).code(), Code::Unavailable, "{way:?}");
@@ -246,7 +247,7 @@ fn peers_on_this_host_beyond_the_bound_are_refused_until_one_leaves() {
     assert!(fabric.shutdown(SOON));
 }
 
-/// What it names would be something else when the worker is gone, and be written to by whoever comes.
+/// After the worker is destroyed, its address would refer to other memory, which a late peer would overwrite.
 #[test]
 fn an_advertised_address_keeps_its_worker_until_no_peer_may_connect_to_it() {
     let options = FabricOptions { shared_memory_peers_max: 1, ..common::shared_memory() };
@@ -308,7 +309,7 @@ fn connections_that_never_speak_do_not_keep_others_away() {
     let (Some(answerer), Some(caller)) = (open(Way::Network.answering()), open(Way::Network.calling())) else {
         return;
     };
-    // Only silent ones: UCX's tcp listener gives the process up when it is sent something else.
+    // Only peers that send nothing: UCX's TCP listener aborts the process when it receives other bytes.
     let silent: Vec<_> =
         (0..20).filter_map(|_| std::net::TcpStream::connect(answerer.listen_address().unwrap()).ok()).collect();
     let (here, there) = pair(Way::Network, &caller, &answerer, None);
@@ -349,10 +350,10 @@ fn an_error_or_a_panic_of_the_handler_ends_this_connection_alone() {
             });
             let (here, there) = pair(way, &fabrics.0, &fabrics.1, Some(hook));
             here.post(vec![header], vec![]);
-            // It may have been told by now.
+            // The other end may be notified already.
             let _ = here.connection.post(active_message(vec![header], payload(BIG, 0)));
             assert_eq!(lost(there.ended()).code(), code, "{way:?}");
-            // UCX tells it over a network; over shared memory the fabric does.
+            // UCX notifies the other end over a network; the fabric does over shared memory.
             assert_eq!(lost(here.ended()).code(), Code::Unavailable, "{way:?}");
         }
         bystander.post(vec![3], vec![]);

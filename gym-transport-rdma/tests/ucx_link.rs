@@ -1,5 +1,5 @@
-//! The cable between two RDMA devices is pulled, and put back. Only where the environment says how (`GYM_UCX_LINK_DOWN`,
-//! `GYM_UCX_LINK_UP`), as in the virtual machine of `.ci/rdma-vm`.
+//! Disconnects and reconnects two RDMA devices. Runs only if `GYM_UCX_LINK_DOWN` and `GYM_UCX_LINK_UP` contain the
+//! commands, as in the virtual machine of `.ci/rdma-vm`.
 
 mod common;
 
@@ -15,13 +15,13 @@ use gym_core::transport::{ConnectOptions, Connector, Listener};
 use gym_core::{CallContext, Code, Endpoint, Execution, Request};
 use tokio::time::{Instant, timeout};
 
-/// A call that cannot be answered ends by then.
+/// Deadline of a call that gets no response.
 const DEADLINE: Duration = Duration::from_secs(3);
-/// How late a busy, emulated machine may say so.
+/// Tolerance for a busy, emulated machine.
 const LATE: Duration = Duration::from_secs(5);
-/// A peer that is silent for so long is gone.
+/// Time without heartbeats after which a peer is lost.
 const SILENCE: Duration = Duration::from_secs(6);
-/// How long it may take to find each other again.
+/// Maximum time to reconnect.
 const AGAIN: Duration = Duration::from_secs(60);
 
 fn sh(command: &str) {
@@ -29,7 +29,7 @@ fn sh(command: &str) {
     assert!(status.success(), "{command}: {status}");
 }
 
-/// Connects anew until it works: for a moment after the cable is back, the devices are not ready.
+/// Connects until it succeeds, because the devices are not ready for a moment after the link is up.
 async fn again(connector: &OnWay, endpoint: &Endpoint) -> Figures {
     let began = Instant::now();
     loop {
@@ -61,7 +61,7 @@ async fn a_pulled_cable_ends_calls_within_their_deadlines_and_a_new_connection_w
     let figure = figures.round_trips(None, Duration::from_millis(100)).await.unwrap();
     assert!(figure.calls > 0);
 
-    // One call is under way, the others are sent into the void.
+    // One call is in flight; the others are sent after the link is down.
     let waits = Request::post(CallContext::within(DEADLINE * 10), "/figures/wait", "{}");
     let waiting = figures.channel().start(waits).await.unwrap();
     sh(&down);
@@ -72,7 +72,7 @@ async fn a_pulled_cable_ends_calls_within_their_deadlines_and_a_new_connection_w
         assert!(matches!(error.code(), Code::DeadlineExceeded | Code::Unavailable), "{error}");
         assert!(began.elapsed() < DEADLINE + LATE, "{error} after {:?}", began.elapsed());
     }
-    // The link finds out long before the deadline of the call that is under way.
+    // The heartbeats fail long before the deadline of the call in flight.
     timeout(SILENCE * 2 + LATE, figures.channel().closed()).await.expect("the link says that its peer is gone");
     let error = timeout(LATE, waiting).await.expect("at once").expect_err("it has no answer");
     assert_eq!((error.code(), error.execution()), (Code::Unavailable, Execution::Unknown), "{error}");

@@ -1,6 +1,7 @@
-//! Peers in processes of their own that are killed, or stopped, in the middle of calls: every call hears of it in time.
+//! Kills and stops peer processes during calls: every call fails in time.
 //!
-//! UCX tells of a killed peer on networks, the kernel of one over shared memory; of a stopped one only our heartbeats do.
+//! UCX reports a killed peer on networks, and the kernel reports it over shared memory. Only heartbeats detect a
+//! stopped peer.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -24,20 +25,20 @@ use tokio::process::{Child, ChildStdin, ChildStdout, Command};
 use tokio::sync::Mutex;
 use tokio::task::JoinSet;
 
-/// Set for the process that is the peer.
+/// Set for the peer process.
 const ROLE: &str = "GYM_UCX_TEST_PEER";
-/// How long a peer may be silent here: short for the test's sake, long for a busy machine's.
+/// Heartbeat timeout: short for the test, long for a busy machine.
 const SILENCE_MAX: Duration = Duration::from_secs(3);
-/// Beyond it, nobody has noticed. An end may notice a beat later than the silence is over, and the machine is busy.
+/// Maximum time to detect a loss: some heartbeats more than the timeout, on a busy machine.
 const NOTICED: Duration = Duration::from_secs(15);
-/// Peers at a time.
+/// Concurrent peers.
 const PEERS: usize = 5;
 
 fn limits() -> ConnectionLimits {
     ConnectionLimits { silence_max: SILENCE_MAX, ..ConnectionLimits::default() }
 }
 
-/// A process that serves: its bootstrap is its standard input and output, a line for each question and answer.
+/// A serving process. Its bootstrap uses standard input and output, with one line per request and response.
 struct Peer {
     process: Child,
     pipes: Arc<Pipes>,
@@ -102,7 +103,7 @@ impl Link for Ask {
             let (input, output) = &mut *pipes.0.lock().await;
             let broken = |error| Error::unknown(Code::Unavailable, "the child has ended").caused_by(error);
             input.write_all(&[&request.message.head.to_bytes()[..], b"\n"].concat()).await.map_err(broken)?;
-            // The harness writes lines of its own, and the test's name without an end of line.
+            // The test harness writes other lines, and the test's name without an end of line.
             let mut line = String::new();
             while output.read_line(&mut line).await.map_err(broken)? > 0 {
                 if let Some((_, answer)) = line.split_once("answer ") {
@@ -127,7 +128,8 @@ impl Link for Ask {
     }
 }
 
-/// What the peer's process does until it is killed, or its parent has left. It echoes; `/hold` it never answers.
+/// Body of the peer process until it is killed or its parent has ended. It echoes requests, but never responds to
+/// `/hold`.
 async fn be_peer(way: Way) {
     let ucx = Ucx::new(UcxConfig { fabric: way.answering(), limits: limits(), ..UcxConfig::default() });
     let mut listener = UcxListener::open(ucx, &[Endpoint::parse("pipes://child").unwrap()]).await.unwrap();
@@ -159,7 +161,7 @@ fn request(route: &'static str, bytes: usize) -> Request {
     request
 }
 
-/// Starts peers, has calls under way to each, and sends each the signal at some moment.
+/// Starts peers, keeps calls in flight to each, and sends each the signal at a random time.
 async fn peers_that_get(test: &'static str, signal: &'static str, rounds: usize) {
     let role = std::env::var(ROLE).unwrap_or_default();
     for &way in Way::all() {
@@ -201,7 +203,7 @@ async fn meet(test: &str, way: Way, ucx: &Ucx, signal: &str, mut random: fastran
     for call in 0..20 {
         let bytes = [10, 10_000, 100_000, 3 << 20][random.usize(..4)];
         let channel = channel.clone();
-        // One at least is under way when the signal comes.
+        // At least one call is in flight when the signal arrives.
         let route = if call == 0 || random.bool() { "/hold" } else { "/echo" };
         calls.spawn(async move { channel.call(request(route, bytes)).await });
     }
@@ -231,7 +233,7 @@ async fn meet(test: &str, way: Way, ucx: &Ucx, signal: &str, mut random: fastran
     assert_eq!((error.code(), error.execution()), (Code::Unavailable, Execution::NotStarted), "{error}");
 }
 
-/// How many rounds, of [`PEERS`] each, on every way.
+/// Number of rounds with [`PEERS`] peers each, per transport.
 fn rounds(name: &str) -> usize {
     std::env::var(name).map_or(1, |text| text.parse::<usize>().unwrap().div_ceil(PEERS))
 }

@@ -1,5 +1,5 @@
-//! What UCX does to the process, and what happens when the peer's process dies or stands still. Each case runs in a process
-//! of its own: this program, started again for one of its tests.
+//! Effects of UCX on the process, and the death or stop of a peer process. Each case runs in a process of its own: this
+//! test binary, started again for one test.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -14,21 +14,21 @@ use common::{EndOf, Names, SOON, Way, open, payload, recorder};
 use gym_core::Code;
 use gym_transport_rdma::fabric::{CloseReason, ConnectionId, Expect, Fabric, Target, Token, WorkerPair};
 
-/// Set for the process that runs only one case.
+/// Set for a process that runs one case.
 const ROLE: &str = "GYM_UCX_TEST_ROLE";
 
 fn role() -> Option<String> {
     std::env::var(ROLE).ok()
 }
 
-/// This program again, for the test of this name, as `role`.
+/// Returns the command that runs the test of this name in the given role.
 fn again(test: &str, role: &str) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", test, "--nocapture", "--test-threads=1"]).env(ROLE, role);
     command
 }
 
-/// Runs a role to its end; its process must succeed.
+/// Runs a role until it ends. Its process must succeed.
 fn run(test: &str, role: &str, environment: &[(&str, &str)]) -> String {
     let output = again(test, role).envs(environment.iter().copied()).output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -38,7 +38,7 @@ fn run(test: &str, role: &str, environment: &[(&str, &str)]) -> String {
 }
 
 fn handler(signal: i32) -> usize {
-    // The disposition of a signal is in no file under /proc, but who catches one is: SigCgt.
+    // No file under /proc shows a signal's action, but SigCgt shows whether the signal is caught.
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let caught = status.lines().find_map(|line| line.strip_prefix("SigCgt:")).unwrap().trim().to_owned();
     usize::from(u64::from_str_radix(&caught, 16).unwrap() >> (signal - 1) & 1 == 1)
@@ -51,7 +51,7 @@ fn loading_keeps_the_signal_handlers_and_the_environment() {
         run(test, "load", &[]);
         return;
     }
-    // SIGILL, SIGBUS, SIGFPE, SIGSEGV, SIGHUP: what UCX takes, or may.
+    // SIGILL, SIGBUS, SIGFPE, SIGSEGV, SIGHUP: the signals that UCX may handle.
     let signals = [4, 7, 8, 11, 1];
     let before = signals.map(handler);
     let environment: Vec<_> = std::env::vars_os().collect();
@@ -62,7 +62,7 @@ fn loading_keeps_the_signal_handlers_and_the_environment() {
     assert_eq!(signals.map(handler), before);
 }
 
-/// A stack overflow is told by Rust's handler, which only works when UCX has not taken SIGSEGV.
+/// Rust's handler reports a stack overflow, which works only if UCX has not replaced the handler of SIGSEGV.
 #[test]
 fn a_stack_overflow_is_still_told_by_rust() {
     let test = "a_stack_overflow_is_still_told_by_rust";
@@ -101,7 +101,7 @@ fn hooks_are_reported_and_off_when_the_environment_says_so() {
     }
 }
 
-/// The order of giving back, then exit: a crash of an exit handler would be seen in the status.
+/// Closes everything in order, then exits. A crash of an exit handler would change the exit status.
 #[test]
 fn a_process_ends_well_with_and_without_a_shutdown() {
     let test = "a_process_ends_well_with_and_without_a_shutdown";
@@ -127,14 +127,14 @@ fn a_process_ends_well_with_and_without_a_shutdown() {
     }
 }
 
-/// A peer in a process of its own: it expects one connection, and answers every message with the same.
+/// A peer process that expects one connection and echoes every message.
 struct Peer {
     process: Child,
     output: BufReader<ChildStdout>,
 }
 
 impl Peer {
-    /// Starts it, and connects to it.
+    /// Starts the process and connects to it.
     fn start(test: &str, way: Way, caller: &Fabric) -> (Self, EndOf) {
         let mut process = again(
             test,
@@ -165,13 +165,13 @@ impl Peer {
         (peer, here)
     }
 
-    /// The rest of the next line that begins so; the test harness writes lines of its own.
+    /// Returns the rest of the next line with this prefix. The test harness writes other lines.
     fn told(&mut self, beginning: &str) -> String {
         let mut line = String::new();
         loop {
             line.clear();
             assert_ne!(self.output.read_line(&mut line).unwrap(), 0, "the peer's process ended early");
-            // The harness writes the test's name without an end of line.
+            // The test harness writes the test's name without an end of line.
             if let Some(at) = line.find(beginning) {
                 return line[at + beginning.len()..].trim().to_owned();
             }
@@ -190,23 +190,23 @@ impl Drop for Peer {
     }
 }
 
-/// Makes the peer end in the middle of sending its answer.
+/// Makes the peer end while it sends its response.
 const DIE_IN_A_COPY: &[u8] = b"die";
 
-/// Whoever reads it is killed by SIGBUS: pages of a file that has become shorter.
+/// Returns memory whose reader is killed by SIGBUS: pages of a file that was truncated.
 fn deadly(len: usize) -> Bytes {
     struct Gone(*mut std::ffi::c_void, usize);
-    // SAFETY: an address that is the same for every thread.
+    // SAFETY: the address is the same for every thread.
     unsafe impl Send for Gone {}
     impl AsRef<[u8]> for Gone {
         fn as_ref(&self) -> &[u8] {
-            // SAFETY: mapped for good. To read it ends the process, which is what it is for.
+            // SAFETY: mapped permanently. Reading it ends the process, as intended.
             unsafe { std::slice::from_raw_parts(self.0.cast(), self.1) }
         }
     }
     let file = tempfile::tempfile().unwrap();
     file.set_len(len as u64).unwrap();
-    // SAFETY: new pages at an address that the kernel chooses.
+    // SAFETY: maps new pages at an address that the kernel chooses.
     let start = unsafe {
         let (prot, flags) = (rustix::mm::ProtFlags::READ, rustix::mm::MapFlags::SHARED);
         rustix::mm::mmap(std::ptr::null_mut(), len, prot, flags, &file, 0).unwrap()
@@ -215,7 +215,7 @@ fn deadly(len: usize) -> Bytes {
     Bytes::from_owner(Gone(start, len))
 }
 
-/// What the peer's process does.
+/// Body of the peer process.
 fn be_peer(way: Way) {
     let mut line = String::new();
     std::io::stdin().read_line(&mut line).unwrap();
@@ -242,7 +242,7 @@ fn be_peer(way: Way) {
     loop {
         match there.events.recv_timeout(SOON) {
             Ok(common::Event::Message { header, .. }) if header == DIE_IN_A_COPY => there.post(header, deadly(4000)),
-            // Refused: its end is about to be told.
+            // Fails only if the connection has ended, which the fabric reports next.
             Ok(common::Event::Message { header, payload, .. }) => {
                 let _ = there.connection.post(common::active_message(header, payload));
             }
@@ -265,7 +265,7 @@ fn unhex(text: &str) -> Bytes {
     (0..text.len()).step_by(2).map(|at| u8::from_str_radix(&text[at..at + 2], 16).unwrap()).collect::<Vec<_>>().into()
 }
 
-/// The way of this process, if it is the peer's.
+/// Returns the transport of this process, if it is the peer's.
 fn peer_role() -> bool {
     match role().as_deref() {
         Some("network") => be_peer(Way::Network),
@@ -293,7 +293,7 @@ fn messages_of_every_size_go_between_two_processes() {
     }
 }
 
-/// UCX tells over a network; over shared memory the end of the peer's process is seen.
+/// UCX reports the loss over a network; over shared memory, the fabric detects the end of the peer's process.
 #[test]
 fn a_killed_peer_is_told_and_nothing_of_it_is_kept() {
     if peer_role() {
@@ -322,8 +322,7 @@ fn a_killed_peer_is_told_and_nothing_of_it_is_kept() {
     }
 }
 
-/// UCX sees nothing of a peer that stands still, on any way: heartbeats must. What the fabric owes is a close that keeps
-/// its deadline.
+/// UCX never detects a stopped peer; only heartbeats do. The fabric must close the connection by the deadline.
 #[test]
 fn a_peer_that_stands_still_does_not_hold_up_a_close_beyond_its_grace() {
     if peer_role() {
@@ -344,15 +343,15 @@ fn a_peer_that_stands_still_does_not_hold_up_a_close_beyond_its_grace() {
     }
 }
 
-/// Over shared memory a sender first takes a place in the receiver's queue, then copies. One that dies between the two blocks
-/// everybody who shares the queue with it.
+/// Over shared memory, a sender first reserves a slot in the receiver's queue, then copies. If it dies in between, it
+/// blocks all other senders of this queue.
 #[test]
 fn a_peer_that_dies_while_it_writes_to_us_disturbs_nobody_else() {
     const TEST: &str = "a_peer_that_dies_while_it_writes_to_us_disturbs_nobody_else";
     if peer_role() {
         return;
     }
-    // A socket gives the dying process an error instead.
+    // A socket returns an error to the dying process instead.
     for &way in Way::all().iter().filter(|way| **way == Way::SharedMemory) {
         let Some(caller) = open(way.calling()) else { return };
         let echo = |here: &EndOf, byte: u8| {
@@ -381,7 +380,8 @@ fn assert_all_peer_workers_are_closed(fabric: &Fabric) {
     assert_eq!(stats.peer_workers_opened, stats.peer_workers_closed, "{stats:?}");
 }
 
-/// Between its being given up and its going on, what it had been announced lies ready for it.
+/// While the peer is stopped, its connection is aborted. When the peer continues, the announced payloads must still be
+/// readable.
 #[test]
 fn a_peer_that_stood_still_and_goes_on_hears_that_it_was_given_up() {
     const TEST: &str = "a_peer_that_stood_still_and_goes_on_hears_that_it_was_given_up";
@@ -406,7 +406,7 @@ fn a_peer_that_stood_still_and_goes_on_hears_that_it_was_given_up() {
     }
 }
 
-/// What this process has now.
+/// Resources that this process holds.
 struct Footprint {
     resident_kib: usize,
     descriptors: usize,
@@ -414,8 +414,7 @@ struct Footprint {
 
 impl Footprint {
     fn now() -> Self {
-        // Freed memory that the allocator keeps is not what is looked for.
-        // SAFETY: it gives back what nobody has.
+        // Freed memory that the allocator keeps must not count. SAFETY: returns only unused memory to the system.
         #[cfg(target_env = "gnu")]
         unsafe {
             libc::malloc_trim(0);
@@ -426,7 +425,7 @@ impl Footprint {
         Self { resident_kib, descriptors: std::fs::read_dir("/proc/self/fd").unwrap().count() }
     }
 
-    /// Each worker that is kept has some five descriptors, and a round of payloads that is kept 120 MB.
+    /// Each leaked worker would hold some five descriptors, and each leaked round of payloads 120 MB.
     fn assert_not_grown_since(&self, before: &Self) {
         let (found, allowed) = (self.descriptors, before.descriptors + 8);
         assert!(found <= allowed, "{found} descriptors; {} before", before.descriptors);
@@ -438,7 +437,7 @@ impl Footprint {
 #[test]
 fn many_peers_killed_at_random_moments_leave_the_fabric_well_and_the_process_no_larger() {
     const TEST: &str = "many_peers_killed_at_random_moments_leave_the_fabric_well_and_the_process_no_larger";
-    // In a process of its own, so that it is only this that grows.
+    // In a process of its own, so that no other test changes the figures.
     if role().is_none() {
         run(TEST, "killer", &[]);
     }
@@ -469,7 +468,7 @@ fn many_peers_killed_at_random_moments_leave_the_fabric_well_and_the_process_no_
                 assert!(tokio::time::Instant::now() < deadline, "{:?}", caller.stats());
                 std::thread::yield_now();
             }
-            // The first rounds fill what is kept for the next ones.
+            // The first rounds fill caches that later rounds reuse.
             if round == 2 {
                 before = Some(Footprint::now());
             }

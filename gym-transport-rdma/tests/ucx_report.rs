@@ -1,4 +1,4 @@
-//! What a real UCX says of itself. `GYM_UCX_REQUIRED=1` makes a missing library a failure.
+//! Reports of a real UCX. With `GYM_UCX_REQUIRED=1`, a missing library is a failure.
 #![allow(clippy::unwrap_used, reason = "in a test a panic is the report")]
 
 use gym_core::transport::Transport;

@@ -1,5 +1,5 @@
-//! Many active messages at once, posted and abandoned at random, with canaries around every buffer. `GYM_UCX_STORM` says how many
-//! (2,000); under valgrind and with a large number this is the test of who owns what until when.
+//! Many concurrent active messages, posted and aborted at random, with canaries around every buffer. `GYM_UCX_STORM`
+//! sets their number (default 2,000). Under valgrind and with a large number, this tests the ownership of memory.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -18,11 +18,12 @@ use gym_transport_rdma::fabric::{
 };
 use gym_transport_rdma::memory::Pool;
 
-/// Stands before and behind what is sent; the receiver must never see it.
+/// Bytes before and after each payload; the receiver must never see them.
 const CANARY: u8 = 0xC5;
 const MARGIN: usize = 64;
 
-/// A payload inside of a larger buffer, sometimes of the pool: each byte tells its message, never the canary's.
+/// Returns a payload inside a larger buffer, sometimes of the pool. Each byte identifies its message and differs from
+/// the canary.
 fn guarded(pool: &Pool, random: &mut fastrand::Rng, len: usize, seed: u8) -> (Bytes, Bytes) {
     let mark = seed & 0x3f;
     let whole = if random.bool() {
@@ -39,7 +40,7 @@ fn guarded(pool: &Pool, random: &mut fastrand::Rng, len: usize, seed: u8) -> (By
     (whole, payload)
 }
 
-/// Checks every payload against its header, lands some and refuses others.
+/// Checks every payload against its header, lands some and rejects others.
 struct Judge {
     pool: Pool,
     seen: AtomicUsize,
@@ -63,7 +64,7 @@ impl ConnectionEvents for Judge {
         match payload {
             Payload::Eager(bytes) => self.judge(mark, bytes.as_slice()),
             Payload::Announced(length) if header[1].is_multiple_of(3) => {
-                // Whoever lands in it next must leave nothing of this.
+                // Payloads that land in this buffer later must overwrite all of this.
                 self.pool.take(usize::try_from(length).unwrap())?.fill(CANARY);
                 return Ok(Disposition::Land { key: mark.into() });
             }
@@ -96,7 +97,7 @@ fn messages_abandoned_at_random_moments_touch_no_other_memory() {
         let told = Arc::new(AtomicUsize::new(0));
         let mut posted = 0;
         while posted < messages {
-            // A connection of a hundred messages or so, which is broken off or closed while they are under way.
+            // A connection with about a hundred messages, which is aborted or closed while they are in flight.
             let meeting = common::Meeting::new(way, &caller, &answerer);
             answerer.expect(meeting.expect(), Arc::<Judge>::clone(&judge)).unwrap();
             let (recorder, events) = common::recorder(None);
@@ -114,7 +115,7 @@ fn messages_abandoned_at_random_moments_touch_no_other_memory() {
                 let done: gym_transport_rdma::fabric::SentCallback = Box::new(move |_| {
                     counter.fetch_add(1, Ordering::Relaxed);
                 });
-                // The header's own memory goes away with this round; so does the payload's last handle here, mostly.
+                // This iteration drops the header's memory, and usually the payload's last handle.
                 let header = vec![mark, random.u8(..), 0, 0];
                 let message = ActiveMessage { header: header.into(), payload, delivery, done: Some(done) };
                 if here.connection.post(message).is_err() {
@@ -143,7 +144,7 @@ fn messages_abandoned_at_random_moments_touch_no_other_memory() {
             judge.seen.load(Ordering::Relaxed)
         );
         assert!(judge.seen.load(Ordering::Relaxed) > 0, "{way:?}");
-        // Over shared memory nobody tells the answering end of a caller that left before it was answered.
+        // Over shared memory, the answering end is not notified of a caller that disconnects before it gets a response.
         assert!(caller.shutdown(SOON) & answerer.shutdown(Duration::from_secs(2)), "{way:?}");
         assert_eq!(caller.pool().stats().bytes_kept, 0, "{way:?}: a buffer of the pool is still held");
         for stats in [caller.stats(), answerer.stats()] {
@@ -152,8 +153,8 @@ fn messages_abandoned_at_random_moments_touch_no_other_memory() {
     }
 }
 
-/// The header of a reply that is posted from within an event was once read after its frame was gone, when the connection
-/// was still being wired up.
+/// Regression test. While a connection was being established, the header of a reply posted from within an event was
+/// read after its stack frame had ended.
 #[test]
 fn headers_posted_from_within_events_while_connecting_arrive_whole() {
     struct Replies {
@@ -211,7 +212,7 @@ fn headers_posted_from_within_events_while_connecting_arrive_whole() {
     }
 }
 
-/// UCX's listener never negotiates shared memory, whatever is allowed: the path that is reported must say so.
+/// UCX's listener never negotiates shared memory, whatever the settings allow. The reported lanes must show that.
 #[test]
 fn a_listener_gives_network_lanes_even_where_shared_memory_is_allowed() {
     let all = |options| FabricOptions { transports: Some("posix,cma,self,tcp".to_owned()), ..options };

@@ -42,16 +42,24 @@ fn config(name: &'static str, yaml: &'static str, says: &'static [&'static str])
 pub(crate) fn cases() -> Vec<Case> {
     vec![
         config("broken YAML", "a: 1\nb: [1, 2\nc: 3\n", &["main.yaml:", "malformed YAML at column"]),
-        config("a key twice", "a: 1\na: 2\n", &["main.yaml:2: a: the key stands twice"]),
-        config("a value that is still ???", "a:\n  b: ???\n", &["main.yaml:2: a.b", "???", "++a.b=<value>"]),
+        config("a duplicate key", "a: 1\na: 2\n", &["main.yaml:2: a: duplicate key"]),
         config(
-            "a server that nobody defines",
+            "a required value that is not set (???)",
+            "a:\n  b: ???\n",
+            &["main.yaml:2: a.b", "???", "++a.b=<value>"],
+        ),
+        config(
+            "an undefined server",
             "math:\n  resources_servers:\n    math: {entrypoint: app.py, domain: math}\nmy_agent:\n  responses_api_agents:\n    \
              simple_agent:\n      entrypoint: app.py\n      resources_server: {type: resources_servers, name: maht}\n      \
              model_server: {type: responses_api_models, name: policy_model}\n",
             &["main.yaml:8", "my_agent", "maht", "did you mean 'math'?"],
         ),
-        config("an interpolation of nothing", "a: ${b}\n", &["main.yaml:1: a: '${b}' refers to 'b', which is not set"]),
+        config(
+            "an interpolation of an undefined key",
+            "a: ${b}\n",
+            &["main.yaml:1: a: '${b}' refers to 'b', which is not set"],
+        ),
         config(
             "an https endpoint without TLS",
             "m:\n  responses_api_models:\n    openai_model:\n      entrypoint: app.py\n      openai_base_url: \
@@ -59,7 +67,7 @@ pub(crate) fn cases() -> Vec<Case> {
             &["start m", "openai_base_url", "https", "feature `tls`"],
         ),
         config(
-            "a number where a text belongs",
+            "a number instead of a string",
             "m:\n  responses_api_models:\n    openai_model:\n      entrypoint: app.py\n      openai_base_url: 5\n      \
              openai_model: x\n",
             &["main.yaml:", "openai_base_url", "expected a string"],
@@ -77,17 +85,10 @@ pub(crate) fn cases() -> Vec<Case> {
             "exit 2",
             &["/no/such/python"],
         ),
+        cli(CONFIG, "a missing file", "", &["config", "check", "mian.yaml"], "exit 2", &["mian.yaml", "main.yaml"]),
         cli(
             CONFIG,
-            "a file that is not there",
-            "",
-            &["config", "check", "mian.yaml"],
-            "exit 2",
-            &["mian.yaml", "main.yaml"],
-        ),
-        cli(
-            CONFIG,
-            "an override of nothing",
+            "an override of an undefined key",
             "a: 1\n",
             &["config", "check", "main.yaml", "b.c=2"],
             "exit 2",
@@ -95,7 +96,7 @@ pub(crate) fn cases() -> Vec<Case> {
         ),
         cli(
             CONFIG,
-            "an override that is no YAML",
+            "an override that is not YAML",
             "a: 1\n",
             &["config", "check", "main.yaml", "a=[1"],
             "exit 2",
@@ -136,7 +137,7 @@ pub(crate) fn cases() -> Vec<Case> {
         ),
         cli(
             USAGE,
-            "no rollout at once",
+            "a concurrency of zero",
             "",
             &["collect", "--head-url", "HEAD", "--input", "main.yaml", "--output", "o.jsonl", "--concurrency", "0"],
             "exit 2",
@@ -144,7 +145,7 @@ pub(crate) fn cases() -> Vec<Case> {
         ),
         cli(
             USAGE,
-            "an agent that the head does not have",
+            "an agent that the head server does not have",
             "{\"responses_create_params\": {\"input\": \"x\"}}\n",
             &["collect", "--head-url", "HEAD", "--input", "main.yaml", "--output", "o.jsonl", "--agent", "a_god"],
             "exit 2",
@@ -152,7 +153,7 @@ pub(crate) fn cases() -> Vec<Case> {
         ),
         cli(
             USAGE,
-            "no head at that address",
+            "no head server at this address",
             "{\"responses_create_params\": {\"input\": \"x\"}}\n",
             &[
                 "collect",

@@ -26,10 +26,10 @@ fn asked(
 pub(crate) fn cases() -> Vec<Case> {
     const ERROR: &str = "sidecar: agent_run_error";
     const BUSY: &str = "sidecar: agent_request_failed";
-    const NONSENSE: &str = "model answers nonsense";
+    const NONSENSE: &str = "model returns invalid output";
     const TOOLS: &str = "hostile tool call";
     vec![
-        asked("429 with Retry-After, for ever", "s429", 2, BUSY, &["s429/v1/responses", "answered 429", "slow down"]),
+        asked("429 with Retry-After, always", "s429", 2, BUSY, &["s429/v1/responses", "answered 429", "slow down"]),
         asked("429 with Retry-After, once", "s429_once", 2, "recorded: 1", &["\"reward\":1.0"]),
         asked("500", "s500", 2, ERROR, &["s500/v1/responses", "answered 500", "the engine is on fire"]),
         asked("401", "s401", 1, ERROR, &["s401/v1/responses", "answered 401", "who are you?"]),
@@ -41,18 +41,18 @@ pub(crate) fn cases() -> Vec<Case> {
             ERROR,
             &["redirect/v1/responses", "answered 302 and refers to /good/v1/responses"],
         ),
-        asked("never answers", "hang", 1, ERROR, &["hang/v1/responses", "`max_seconds` = 1"]),
-        asked("a byte now and then, for ever", "drip", 1, ERROR, &["drip/v1/responses", "`max_seconds` = 1"]),
+        asked("never responds", "hang", 1, ERROR, &["hang/v1/responses", "`max_seconds` = 1"]),
+        asked("a byte now and then, forever", "drip", 1, ERROR, &["drip/v1/responses", "`max_seconds` = 1"]),
         asked("garbage instead of JSON", "garbage", 1, ERROR, &["garbage/v1/responses", "no JSON object", "It works!"]),
         asked("a list instead of an object", "list", 1, ERROR, &["list/v1/responses", "no JSON object"]),
-        asked("no HTTP", "not_http", 2, BUSY, &["not_http/v1/responses", "is not HTTP"]),
-        asked("half an answer", "truncated", 2, BUSY, &["truncated/v1/responses", "before the answer was complete"]),
+        asked("no HTTP response", "not_http", 2, BUSY, &["not_http/v1/responses", "is not HTTP"]),
+        asked("half a response", "truncated", 2, BUSY, &["truncated/v1/responses", "before the answer was complete"]),
         asked("a connection reset", "reset", 2, BUSY, &["reset/v1/responses", "connection broke"]),
-        asked("an answer of 100 GB", "endless", 1, BUSY, &["endless/v1/responses", "reply_bytes_max"]),
+        asked("a response of 100 GB", "endless", 1, BUSY, &["endless/v1/responses", "reply_bytes_max"]),
         rolled(NONSENSE, "no output", "a_no_output", ERROR, &["/responses", "has no `output`"]),
         rolled(
             NONSENSE,
-            "output is a text",
+            "output is a string",
             "a_text_output",
             ERROR,
             &["POST m_text_output/v1/responses", "invalid response from model"],
@@ -66,7 +66,7 @@ pub(crate) fn cases() -> Vec<Case> {
         ),
         rolled(
             NONSENSE,
-            "an item that nobody knows",
+            "an unknown item",
             "a_unknown_item",
             "recorded: 1",
             &["\"beam\":3", "\"status\":\"incomplete\"", "\"reward\":0.0"],
@@ -85,7 +85,7 @@ pub(crate) fn cases() -> Vec<Case> {
             ERROR,
             &["POST m_call_without_name/v1/responses", "`name`"],
         ),
-        rolled(TOOLS, "arguments that are no JSON", "a_tool_json", "recorded: 1", &["Invalid tool call arguments"]),
+        rolled(TOOLS, "arguments that are not JSON", "a_tool_json", "recorded: 1", &["Invalid tool call arguments"]),
         rolled(
             TOOLS,
             "arguments of another type",

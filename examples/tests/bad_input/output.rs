@@ -62,23 +62,23 @@ fn damaged(name: &'static str, result: &'static str, says: &'static [&'static st
 
 pub(crate) fn cases() -> Vec<Case> {
     vec![
-        place("a file as its folder", "refused: invalid_argument", &["file/rollouts", "write"], |folder| {
+        place("a file as its directory", "refused: invalid_argument", &["file/rollouts", "write"], |folder| {
             std::fs::write(folder.join("file"), "").unwrap();
             folder.join("file/rollouts.jsonl")
         }),
-        place("a folder of its name", "refused: invalid_argument", &["rollouts.jsonl"], |folder| {
+        place("a directory with its name", "refused: invalid_argument", &["rollouts.jsonl"], |folder| {
             std::fs::create_dir(folder.join("rollouts.jsonl")).unwrap();
             folder.join("rollouts.jsonl")
         }),
         // Not even for root.
-        place("a folder where nothing can be made", "refused: invalid_argument", &["/proc/rollouts", "write"], |_| {
+        place("a directory that cannot be written", "refused: invalid_argument", &["/proc/rollouts", "write"], |_| {
             PathBuf::from("/proc/rollouts.jsonl")
         }),
         Case::new(
             "output of another collector",
-            "written at this moment",
+            "in use",
             "refused: failed_precondition",
-            &["rollouts.jsonl", "another collector is writing it"],
+            &["rollouts.jsonl", "another collector writes to this file"],
             |ground| {
                 Box::pin(async move {
                     let output = ground.fresh().join("rollouts.jsonl");
@@ -98,7 +98,7 @@ pub(crate) fn cases() -> Vec<Case> {
             "full disk",
             "in the middle of a run",
             "exit 1",
-            &["append to rollouts.jsonl", "the file is as large as the limit allows", "free room", "then resume"],
+            &["append to rollouts.jsonl", "the file has reached the size limit", "free space", "then resume"],
             |ground| Box::pin(full_disk(ground)),
         ),
         damaged("a row in the middle is garbage", "refused: data_loss", &["rollouts.jsonl", "line 3"], |files| {
@@ -130,9 +130,9 @@ pub(crate) fn cases() -> Vec<Case> {
             },
         ),
         damaged(
-            "a materialized row has lost its index",
+            "a materialized row without its index",
             "refused: invalid_argument",
-            &["rollouts_materialized_inputs.jsonl, line 2: _ng_task_index is not a whole number", "without --resume"],
+            &["rollouts_materialized_inputs.jsonl, line 2: _ng_task_index is not an integer", "without --resume"],
             |files| {
                 change_line(&files.materialized, 2, |line| *line = line.replace("_ng_task_index", "_ng_tusk_index"))
             },

@@ -40,31 +40,31 @@ async fn ask_head(url: &str) -> Got {
 }
 
 pub(crate) fn cases() -> Vec<Case> {
-    const LEASE: &str = "lease that is none";
-    const HEAD: &str = "head that is none";
+    const LEASE: &str = "invalid lease";
+    const HEAD: &str = "invalid head server";
     vec![
         register(
-            "a server that lives already",
+            "a server that is already registered",
             "HTTP 409",
-            &["register math", "rank 0 lives at mem://math and http://127.0.0.1:", "choose another name or rank"],
+            &["register math", "rank 0 is live at mem://math and http://127.0.0.1:", "choose another name or rank"],
             |body| body["name"] = "math".into(),
         ),
         register("no endpoint", "HTTP 422", &["register newcomer", "at least one endpoint"], |body| {
             body["endpoints"] = json!([]);
         }),
-        register("an endpoint that is no URL", "HTTP 422", &["cannot be read"], |body| {
+        register("an endpoint that is not a URL", "HTTP 422", &["the body is invalid"], |body| {
             body["endpoints"] = json!(["somewhere"]);
         }),
-        register("a name with a blank", "HTTP 422", &["a name without blanks is needed"], |body| {
+        register("a name with a blank", "HTTP 422", &["use a name such as math_server"], |body| {
             body["name"] = "new comer".into();
         }),
         register("no time to live", "HTTP 422", &["ttl_ms must be more than 0"], |body| body["ttl_ms"] = 0.into()),
-        register("a kind that nobody knows", "HTTP 422", &["cannot be read", "wizards"], |body| {
+        register("an unknown kind", "HTTP 422", &["the body is invalid", "wizards"], |body| {
             body["kind"] = "wizards".into();
         }),
         Case::new(
             LEASE,
-            "renewed after it has run out",
+            "renewed after it expired",
             "HTTP 404",
             &["renew newcomer", "register again"],
             |ground: &Ground| {
@@ -77,30 +77,30 @@ pub(crate) fn cases() -> Vec<Case> {
                 })
             },
         ),
-        Case::new(LEASE, "renewed and never given", "HTTP 404", &["renew nobody", "register again"], |ground| {
+        Case::new(LEASE, "renewed but never granted", "HTTP 404", &["renew nobody", "register again"], |ground| {
             Box::pin(async move {
                 let lease = json!({"name": "nobody", "rank": 0, "incarnation": 1, "ttl_ms": 1_000}).to_string();
                 ground.post("head_server", "/registry/renew", &lease).await.got()
             })
         }),
-        Case::new(LEASE, "of a server of the same name and another life", "HTTP 404", &["renew math"], |ground| {
+        Case::new(LEASE, "of an earlier server with the same name", "HTTP 404", &["renew math"], |ground| {
             Box::pin(async move {
                 let lease = json!({"name": "math", "rank": 0, "incarnation": 1, "ttl_ms": 1_000}).to_string();
                 ground.post("head_server", "/registry/renew", &lease).await.got()
             })
         }),
-        Case::new(HEAD, "a port where nobody listens", "refused: unavailable", &["http://127.0.0.1:1"], |_| {
+        Case::new(HEAD, "a port without a listener", "refused: unavailable", &["http://127.0.0.1:1"], |_| {
             Box::pin(ask_head("http://127.0.0.1:1"))
-        }),
-        Case::new(HEAD, "a server that is not a head", "refused: not_found", &["global_config_dict_yaml"], |ground| {
-            Box::pin(async move { ask_head(&format!("http://{}", ground.address("math"))).await })
         }),
         Case::new(
             HEAD,
-            "a server of something else",
-            "refused: data_loss",
-            &["its configuration cannot be read"],
-            |ground| Box::pin(async move { ask_head(&format!("http://{}", ground.upstream.address())).await }),
+            "a server that is not a head server",
+            "refused: not_found",
+            &["global_config_dict_yaml"],
+            |ground| Box::pin(async move { ask_head(&format!("http://{}", ground.address("math"))).await }),
         ),
+        Case::new(HEAD, "another program", "refused: data_loss", &["its configuration is invalid"], |ground| {
+            Box::pin(async move { ask_head(&format!("http://{}", ground.upstream.address())).await })
+        }),
     ]
 }

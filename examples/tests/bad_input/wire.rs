@@ -79,7 +79,7 @@ fn cookie(name: &'static str, value: fn() -> String) -> Case {
 }
 
 pub(crate) fn cases() -> Vec<Case> {
-    const JSON: &str = "body that is no request";
+    const JSON: &str = "invalid body";
     const HUGE: &str = "huge body";
     const GARBAGE: &str = "garbage on the port";
     const ROUTE: &str = "unknown route or method";
@@ -96,13 +96,13 @@ pub(crate) fn cases() -> Vec<Case> {
             &["model_attributes_type", r#"["body","response"]"#],
         ),
         body(JSON, "a tool's arguments are a list", "/calculator", "[1]", &["model_attributes_type"]),
-        body(JSON, "a number that never ends", "/verify", "{\"a\": 1e}", &["json_invalid"]),
+        body(JSON, "an unterminated number", "/verify", "{\"a\": 1e}", &["json_invalid"]),
         Case::new(HUGE, "more bytes than the limit", "HTTP 413", &["request_bytes_max = 1048576", "raise it"], |ground| {
             Box::pin(async move { ground.post("math", "/verify", &"x".repeat(BODY_BYTES_MAX + 1)).await.got() })
         }),
         bytes(
             HUGE,
-            "announced and not yet sent",
+            "announced but not sent",
             b"POST /verify HTTP/1.1\r\nhost: a\r\nconnection: close\r\nexpect: 100-continue\r\ncontent-length: 99999999999\r\n\r\n",
             "HTTP 413",
             &["request_bytes_max = 1048576"],
@@ -120,21 +120,21 @@ pub(crate) fn cases() -> Vec<Case> {
                 ground.send(ground.address("math"), &bytes).await.got()
             })
         }),
-        Case::new(HUGE, "a head of 2 MiB", "HTTP 431", &[], |ground| {
+        Case::new(HUGE, "a header section of 2 MiB", "HTTP 431", &[], |ground| {
             Box::pin(async move {
                 let value = "x".repeat(2 << 20);
                 let bytes = request("POST", "/verify", &[("x-long", &value)], "{}");
                 ground.send(ground.address("math"), &bytes).await.got()
             })
         }),
-        silent("half a head", "POST /verify HT", "closed", &["head_timeout"]),
+        silent("half a header section", "POST /verify HT", "closed", &["head_timeout"]),
         silent(
             "half a body",
             "POST /verify HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-length: 100\r\n\r\n{",
             "HTTP 504",
             &["no byte of the body came within body_timeout"],
         ),
-        Case::new("slow client", "one byte of the head at a time", "closed", &["head_timeout"], |ground| {
+        Case::new("slow client", "one byte of the header section at a time", "closed", &["head_timeout"], |ground| {
             Box::pin(async move {
                 let mut stream = connect(ground.address("math")).await;
                 let drip = async {
@@ -152,38 +152,38 @@ pub(crate) fn cases() -> Vec<Case> {
             })
         }),
         bytes(GARBAGE, "a line of text", b"hello?\r\n\r\n", "HTTP 400", &[]),
-        bytes(GARBAGE, "a TLS greeting", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", "HTTP 400", &[]),
+        bytes(GARBAGE, "a TLS handshake", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", "HTTP 400", &[]),
         bytes(
             GARBAGE,
-            "a chunk of no length",
+            "a chunk without a length",
             b"POST /verify HTTP/1.1\r\nhost: a\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n{}\r\n",
             "HTTP 400",
             &["the body is not what its headers say"],
         ),
         bytes(
             GARBAGE,
-            "a length that is no number",
+            "a length that is not a number",
             b"POST /verify HTTP/1.1\r\nhost: a\r\ncontent-length: many\r\n\r\n{}",
             "HTTP 400",
             &[],
         ),
         bytes(
             GARBAGE,
-            "a frame that is none",
+            "an invalid frame",
             b"POST /verify HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-type: application/x-gym-frame\r\ncontent-length: 5\r\n\r\nframe",
             "HTTP 400",
             &["frame"],
         ),
         bytes(
             ROUTE,
-            "a route that nobody has",
+            "an unknown route",
             b"GET /verfy HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n",
             "HTTP 404",
             &[r#"{"detail":"Not Found"}"#],
         ),
         bytes(
             ROUTE,
-            "a tool that nobody has",
+            "an unknown tool",
             b"POST /abacus HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-length: 2\r\n\r\n{}",
             "HTTP 404",
             &[r#"{"detail":"Not Found"}"#],
@@ -197,7 +197,7 @@ pub(crate) fn cases() -> Vec<Case> {
         ),
         bytes(
             ROUTE,
-            "a method of its own",
+            "an unknown method",
             b"BREW /verify HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n",
             "HTTP 405",
             &["method BREW is not served"],
@@ -207,15 +207,15 @@ pub(crate) fn cases() -> Vec<Case> {
         cookie("a session id of 4 KiB", || format!("math___math={}", "x".repeat(4_096))),
         context(
             "bad deadline",
-            "a deadline that is no number",
+            "a deadline that is not a number",
             ("x-gym-timeout-ms", "soon"),
             "HTTP 422",
             &["x-gym-timeout-ms", "must be a whole number"],
         ),
         context("bad deadline", "a deadline that has passed", ("x-gym-timeout-ms", "0"), "HTTP 504", &["deadline"]),
-        context("bad deadline", "a deadline before the upstream answers", ("x-gym-timeout-ms", "200"), "HTTP 504", &["hang/v1/responses"]),
+        context("bad deadline", "a deadline before the upstream responds", ("x-gym-timeout-ms", "200"), "HTTP 504", &["hang/v1/responses"]),
     ];
-    cases.push(Case::new("client that leaves", "in the middle of a rollout", "cancelled", &[], |ground| {
+    cases.push(Case::new("client that disconnects", "in the middle of a rollout", "cancelled", &[], |ground| {
         Box::pin(async move {
             let mut stream = connect(ground.address("a_wait")).await;
             let row = r#"{"responses_create_params": {"input": "x"}, "expected_answer": "4"}"#;
@@ -232,7 +232,7 @@ pub(crate) fn cases() -> Vec<Case> {
         })
     }));
     cases.push(Case::new(
-        "client that leaves",
+        "client that disconnects",
         "in the middle of a body",
         "HTTP 400",
         &["the body is not what its headers say"],

@@ -1,4 +1,4 @@
-//! The whole of a collection: tasks in, rollouts and statistics out.
+//! Runs a whole collection: materializes the tasks, runs the rollouts, records them and requests the statistics.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -24,47 +24,49 @@ use crate::collect::names::ServerNames;
 use crate::collect::report::{AggregateRequest, ReportEntry, RolloutsIndex, label_runs, write_report};
 use crate::collect::run::{CollectProgress, Driver, DriverOptions, ProgressSnapshot, RolloutRow, RunEnd};
 
-/// Rows that the reader hands over together: waking another thread for each would cost as much as the row itself.
-const ROWS_TOGETHER: usize = 64;
+/// Rows that the reader sends in one group: waking another thread for each row would cost as much as reading the row.
+const GROUP_ROWS: usize = 64;
 
-/// Times so many rows are read ahead of the window: enough that reading never waits for a rollout, few enough to hold.
+/// Groups that are read ahead of the rollouts in flight: enough that no rollout waits for the reader, few enough for
+/// memory.
 const GROUPS_AHEAD: usize = 4;
 
-/// Bytes of a file that are read or written at once.
+/// Bytes that one read or write of a file transfers.
 const BUFFER_BYTES: usize = 128 << 10;
 
-/// Opening a ledger reads its index, or the whole file where there is none.
+/// Limit for opening a ledger, which reads its index, or the whole file if there is no index.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(600);
 
-/// Statistics of a million rollouts take a server seconds.
+/// Limit for one aggregate request; a server takes seconds for the statistics of a million rollouts.
 const AGGREGATE_TIMEOUT: Duration = Duration::from_secs(600);
 
-/// Pieces of an aggregate request are joined to this size before they are sent.
+/// Aggregate requests are sent in pieces of at least this size.
 const PIECE_BYTES: usize = 256 << 10;
 
-/// The largest aggregate request, which is held whole until it is answered: some two million rollouts with a dozen fields. A
-/// server that is reached over HTTP takes a quarter of it unless its `request_bytes_max` is raised.
+/// The largest aggregate request: about two million rollouts with a dozen fields. It stays in memory until the server
+/// has responded. Over HTTP, a server accepts a quarter of this size unless its `request_bytes_max` is raised.
 const AGGREGATE_BYTES_MAX: usize = 1 << 30;
 
-/// What to collect, and how.
+/// The input, output and settings of one collection.
 #[derive(Clone, Debug)]
 pub struct CollectOptions {
-    /// The tasks, one JSON object a line.
+    /// The tasks: a JSONL file with one JSON object per line.
     pub input: PathBuf,
-    /// The rollouts; the other files are written beside it.
+    /// The file for the rollouts. The other files are written to the same directory; see [`OutputFiles`].
     pub output: PathBuf,
-    /// Go on with what the output holds, instead of starting over.
+    /// Continue an earlier collection from the files of `output` instead of starting again. Default: `false`.
     pub resume: bool,
-    /// What to make of the input rows.
+    /// Settings that turn input rows into rollouts. Default: one rollout per row; see [`MaterializeOptions::new`].
     pub materialize: MaterializeOptions,
-    /// How the rollouts run.
+    /// Concurrency, attempts and deadlines. Default: [`DriverOptions::default`].
     pub driver: DriverOptions,
-    /// Whether the environment servers are asked for statistics at the end.
+    /// Request statistics from the environment servers at the end. Default: `true`.
     pub aggregate: bool,
 }
 
 impl CollectOptions {
-    /// One rollout of each row of `input`, into `output`.
+    /// Returns the options for one rollout of each row of `input`, recorded in `output`; each field documents its
+    /// default.
     #[must_use]
     pub fn new(input: impl Into<PathBuf>, output: impl Into<PathBuf>) -> Self {
         let input = input.into();
@@ -80,30 +82,30 @@ impl CollectOptions {
     }
 }
 
-/// What a collection came to.
+/// The result of a collection.
 #[derive(Clone, Debug)]
 pub struct CollectSummary {
-    /// Where it wrote.
+    /// The files that were written.
     pub files: OutputFiles,
-    /// Whether it was stopped early.
+    /// The end of the run: all rows were tried, or the collection was stopped early.
     pub ended: RunEnd,
-    /// The counters at the end.
+    /// The counters at the end of the collection.
     pub snapshot: ProgressSnapshot,
-    /// What the user should hear about the input.
+    /// Warnings about the input for the user.
     pub warnings: Vec<String>,
-    /// Why there is no report of statistics, if there should be one.
+    /// The reason why the statistics are missing; `None` if they were written or not requested.
     pub aggregate_error: Option<String>,
 }
 
 impl CollectSummary {
-    /// Whether every wanted rollout has a row.
+    /// Returns `true` if every rollout has a scored row, from this run or an earlier one.
     #[must_use]
     pub fn is_complete(&self) -> bool {
         self.snapshot.total == self.snapshot.completed + self.snapshot.already_completed
     }
 }
 
-/// Collects rollouts from the servers of one head or stack.
+/// Collects rollouts from the servers of a head server or of a stack in this process.
 #[derive(Debug)]
 pub struct RolloutCollector {
     client: ServerClient,
@@ -113,42 +115,45 @@ pub struct RolloutCollector {
 }
 
 impl RolloutCollector {
-    /// A collector that calls with `client` the servers that `names` knows.
+    /// Creates a collector that calls the servers listed in `names` through `client`.
     #[must_use]
     pub fn new(client: ServerClient, names: ServerNames, world: World) -> Self {
         Self { client, names, world, progress: Arc::default() }
     }
 
-    /// The counters of the collection under way.
+    /// Returns the counters of the running collection.
     #[must_use]
     pub fn progress(&self) -> Arc<CollectProgress> {
         Arc::clone(&self.progress)
     }
 
-    /// Collects until every row has been tried or `stop` fires. Whatever has been recorded by then can be resumed.
+    /// Collects until every row has been tried or `stop` is cancelled. Recorded rollouts can be resumed later.
     ///
     /// # Errors
-    /// `InvalidArgument` for what is wrong with the input or the options, naming file and line; the disk's and the ledger's.
+    /// `InvalidArgument`, with the file and line, if the input or the options are invalid. The errors of
+    /// [`JsonlLedger::open`], of the disk, and of the ledger while it records.
     #[must_use = "a future does nothing until it is awaited"]
     pub fn collect(&self, options: CollectOptions, stop: CancelToken) -> BoxFuture<'_, Result<CollectSummary>> {
         Box::pin(async move {
             let files = OutputFiles::beside(&options.output);
-            let resumes = options.resume && goes_on(&files)?;
+            let resumes = options.resume && has_outcomes(&files)?;
             let cx = CallContext::within(OPEN_TIMEOUT);
-            // All that can be wrong with the input is known before anything of an earlier run is removed. The name is this
-            // process's own: a second collector is refused only by the ledger's lock.
+            // The whole input is checked before any file of an earlier run is removed. The name contains the process ID
+            // because only the ledger's lock, which is taken later, rejects a second collector.
             let partial = files.materialized.with_extension(format!("jsonl.{}.partial", std::process::id()));
             let summary = if resumes { None } else { Some(self.materialize(&options, &partial).await?) };
             let start = if resumes { OpenMode::Resume } else { OpenMode::Fresh };
             let opened = JsonlLedger::open(&cx, Arc::clone(&self.world.files), &files.rollouts, start).await;
             let (ledger, opened) = opened.inspect_err(|_| drop(std::fs::remove_file(&partial)))?;
-            tracing::info!(?opened, output = %files.rollouts.display(), "the ledger is open");
+            tracing::info!(?opened, output = %files.rollouts.display(), "opened the ledger");
             let (total, warnings) = match summary {
                 None => (count_lines(&files.materialized).await?, Vec::new()),
                 Some(summary) => {
                     self.world.files.remove(&files.aggregate).await?;
                     std::fs::rename(&partial, &files.materialized).map_err(|error| {
-                        Error::internal("cannot write").about(files.materialized.display().to_string()).caused_by(error)
+                        Error::internal("the rename failed")
+                            .about(format!("write {}", files.materialized.display()))
+                            .caused_by(error)
                     })?;
                     (summary.rows_written, summary.warnings)
                 }
@@ -169,7 +174,7 @@ impl RolloutCollector {
         })
     }
 
-    /// Writes the rows to dispatch, and checks that each has a server.
+    /// Writes the rows to dispatch and checks that each row has a server.
     async fn materialize(&self, options: &CollectOptions, partial: &Path) -> Result<MaterializeSummary> {
         let (input, target) = (options.input.clone(), partial.to_owned());
         let materializer =
@@ -187,12 +192,12 @@ impl RolloutCollector {
                 let mut writer = BufWriter::with_capacity(BUFFER_BYTES, file);
                 let summary = materializer.write(BufReader::new(reader), &mut writer)?;
                 writer.flush().map_err(|error| InputError::io(doing(), error))?;
-                // On the disk before it takes its name: a resumed run believes it.
+                // Synced before the rename, because a resumed run relies on the file.
                 writer.get_ref().sync_all().map_err(|error| InputError::io(doing(), error))?;
                 Ok(summary)
             };
             write().map_err(|error| {
-                // Best effort: the error that matters is the first.
+                // Best effort: only the first error is reported.
                 let _ = std::fs::remove_file(&target);
                 invalid(&error)
             })
@@ -200,7 +205,7 @@ impl RolloutCollector {
         .await?;
         for (target, used) in &summary.targets {
             self.names.check_target(target).map_err(|error| {
-                // As much as can be undone: the next run starts from nothing.
+                // Best effort: a later run writes the file again.
                 let _ = std::fs::remove_file(partial);
                 let place = format!("{}, line {}", options.input.display(), used.first_line);
                 Error::invalid(error.message().to_owned()).about(place)
@@ -209,7 +214,7 @@ impl RolloutCollector {
         Ok(summary)
     }
 
-    /// Asks each environment server for the statistics of its rollouts, and writes the report.
+    /// Requests the statistics of each environment server's rollouts and writes the report.
     async fn aggregate(&self, files: &OutputFiles) -> Result<()> {
         let names = self.names.clone();
         let rollouts = files.rollouts.clone();
@@ -242,31 +247,33 @@ impl RolloutCollector {
             let entries: Result<Vec<ReportEntry<'_>>> = replies
                 .iter()
                 .map(|(server, reply)| {
-                    let reply = std::str::from_utf8(reply)
-                        .map_err(|error| Error::finished(Code::DataLoss, "the reply is not UTF-8").caused_by(error))?;
+                    let reply = std::str::from_utf8(reply).map_err(|error| {
+                        Error::finished(Code::DataLoss, "the reply is not valid UTF-8").caused_by(error)
+                    })?;
                     Ok(ReportEntry { label: labels[server].clone(), server: server.clone(), reply })
                 })
                 .collect();
             let mut text = Vec::new();
             write_report(&entries?, &mut text).map_err(|error| Error::internal(error.to_string()))?;
-            std::fs::write(&target, text)
-                .map_err(|error| Error::internal("cannot write").about(target.display().to_string()).caused_by(error))
+            std::fs::write(&target, text).map_err(|error| {
+                Error::internal("the write failed").about(format!("write {}", target.display())).caused_by(error)
+            })
         })
         .await
     }
 }
 
-/// Whether an earlier run has left anything to go on with.
+/// Returns `true` if an earlier run left outcomes to resume from.
 ///
 /// # Errors
-/// When there are outcomes without the rows that they are of: starting over would remove them.
-fn goes_on(files: &OutputFiles) -> Result<bool> {
+/// `InvalidArgument` if there are outcomes but no materialized inputs: starting again would remove the outcomes.
+fn has_outcomes(files: &OutputFiles) -> Result<bool> {
     let has = |path: &Path| std::fs::metadata(path).is_ok_and(|found| found.len() > 0);
     let recorded = has(&files.rollouts) || has(&files.failures);
     if recorded && !has(&files.materialized) {
         return Err(Error::invalid(format!(
-            "there are rollouts, but {} is not there, which says what they are of; put it back, or collect without --resume \
-             into another output",
+            "there are rollouts, but their inputs file {} is missing; restore it, or collect into another output without \
+             --resume",
             files.materialized.display()
         ))
         .about(format!("resume {}", files.rollouts.display())));
@@ -274,7 +281,7 @@ fn goes_on(files: &OutputFiles) -> Result<bool> {
     Ok(recorded)
 }
 
-/// The request's body in pieces, so that it is never copied into one.
+/// Builds the request body from several pieces, so that it is never copied into one buffer.
 fn aggregate_body(index: &RolloutsIndex, group: usize, rollouts: &Path, bytes_max: usize) -> Result<Rope> {
     let group = &index.groups()[group];
     let mut file = BufReader::new(open(rollouts)?);
@@ -287,8 +294,7 @@ fn aggregate_body(index: &RolloutsIndex, group: usize, rollouts: &Path, bytes_ma
         bytes += piece.len() - before;
         if bytes > bytes_max {
             let text = format!(
-                "the rollouts of {} make an aggregate request of more than {bytes_max} bytes; split the output and have each \
-                 part aggregated",
+                "the aggregate request for the rollouts of {} exceeds {bytes_max} bytes; split the output and aggregate each part",
                 group.server
             );
             return Err(Error::not_started(Code::ResourceExhausted, text).about(rollouts.display().to_string()));
@@ -302,7 +308,7 @@ fn aggregate_body(index: &RolloutsIndex, group: usize, rollouts: &Path, bytes_ma
     }
 }
 
-/// The rows of a materialized file, each with the server that runs it.
+/// Streams the rows of a materialized file, each with the server that runs it.
 fn read_rows(path: PathBuf, names: ServerNames) -> impl futures_util::Stream<Item = Result<RolloutRow>> + Unpin {
     let (sender, receiver) = mpsc::channel(GROUPS_AHEAD);
     tokio::task::spawn_blocking(move || {
@@ -314,14 +320,14 @@ fn read_rows(path: PathBuf, names: ServerNames) -> impl futures_util::Stream<Ite
         let mut rows = MaterializedRows::new(file, path.display().to_string())
             .map(|row| row.map_err(|error| invalid(&error)).and_then(|row| resolve.row(row)));
         loop {
-            let mut group = Vec::with_capacity(ROWS_TOGETHER);
-            // Nothing is read after an error.
-            while group.len() < ROWS_TOGETHER && !group.last().is_some_and(Result::is_err) {
+            let mut group = Vec::with_capacity(GROUP_ROWS);
+            // Reading stops after an error.
+            while group.len() < GROUP_ROWS && !group.last().is_some_and(Result::is_err) {
                 let Some(row) = rows.next() else { break };
                 group.push(row);
             }
-            let ends = group.len() < ROWS_TOGETHER || group.last().is_some_and(Result::is_err);
-            // Nobody reads any more: the run was stopped.
+            let ends = group.len() < GROUP_ROWS || group.last().is_some_and(Result::is_err);
+            // The receiver was dropped: the run was stopped.
             if sender.blocking_send(group).is_err() || ends {
                 return;
             }
@@ -332,7 +338,7 @@ fn read_rows(path: PathBuf, names: ServerNames) -> impl futures_util::Stream<Ite
     Box::pin(groups.flat_map(stream::iter))
 }
 
-/// Looks up each agent once.
+/// Caches the server of each agent, so that each agent is looked up once.
 struct RowRouter {
     names: ServerNames,
     known: BTreeMap<RouteKey, ServerRoute>,
@@ -352,19 +358,24 @@ impl RowRouter {
     fn row(&mut self, row: MaterializedRow) -> Result<RolloutRow> {
         let place = || format!("materialized row {}", row.line);
         let key = |value: i64| {
-            u32::try_from(value)
-                .map_err(|_| Error::invalid(format!("an index of {value}; use 0 to {}", u32::MAX)).about(place()))
+            u32::try_from(value).map_err(|_| {
+                Error::invalid(format!("index {value} is out of range; use 0 to {}", u32::MAX)).about(place())
+            })
         };
         let key = TaskKey::new(key(row.key.task_index)?, key(row.key.rollout_index)?);
         let asked = (row.agent, row.environment_server);
         let route = match self.known.get(&asked) {
             Some(route) => route.clone(),
             None => {
-                let (server, kind) = match &asked {
-                    (_, Some(server)) => (server.clone(), self.names.environment(server)?),
-                    (Some(agent), None) => self.names.server_of_agent(agent)?,
-                    (None, None) => return Err(Error::invalid("the row names no agent").about(place())),
-                };
+                let (server, kind) =
+                    match &asked {
+                        (_, Some(server)) => (server.clone(), self.names.environment(server)?),
+                        (Some(agent), None) => self.names.server_of_agent(agent)?,
+                        (None, None) => return Err(Error::invalid(
+                            "the row has neither agent_ref nor _ng_environment_server; collect again without --resume",
+                        )
+                        .about(place())),
+                    };
                 let agent = asked.0.as_deref().unwrap_or(&server).into();
                 let route = ServerRoute { agent, server: server.as_str().into(), result_type: kind.as_str().into() };
                 self.known.insert(asked, route.clone());
@@ -377,7 +388,9 @@ impl RowRouter {
 }
 
 fn open(path: &Path) -> Result<File> {
-    File::open(path).map_err(|error| Error::invalid("cannot read").about(path.display().to_string()).caused_by(error))
+    File::open(path).map_err(|error| {
+        Error::invalid("the file cannot be opened").about(format!("read {}", path.display())).caused_by(error)
+    })
 }
 
 async fn count_lines(path: &Path) -> Result<u64> {
@@ -386,8 +399,9 @@ async fn count_lines(path: &Path) -> Result<u64> {
         let mut reader = BufReader::with_capacity(1 << 20, open(&path)?);
         let (mut lines, mut open_line) = (0, false);
         loop {
-            let buffer = std::io::BufRead::fill_buf(&mut reader)
-                .map_err(|error| Error::internal("cannot read").about(path.display().to_string()).caused_by(error))?;
+            let buffer = std::io::BufRead::fill_buf(&mut reader).map_err(|error| {
+                Error::internal("the read failed").about(format!("read {}", path.display())).caused_by(error)
+            })?;
             if buffer.is_empty() {
                 return Ok(lines + u64::from(open_line));
             }
@@ -400,17 +414,17 @@ async fn count_lines(path: &Path) -> Result<u64> {
     .await
 }
 
-/// File work of unknown length, off the runtime's threads.
+/// Runs file work of unknown duration on a blocking thread.
 async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T> + Send + 'static) -> Result<T> {
     let done = Arc::new(Mutex::new(None));
     let result = Arc::clone(&done);
-    // Boxed, so that one type of task is compiled and not one for each piece of work.
+    // Boxed, so that the compiler builds one type of task, not one for each closure.
     let task: Box<dyn FnOnce() + Send> = Box::new(move || {
         let worked = work();
         *result.lock().unwrap_or_else(PoisonError::into_inner) = Some(worked);
     });
     let ended = tokio::task::spawn_blocking(task).await;
-    ended.map_err(|error| Error::internal("a file task ended").caused_by(error))?;
+    ended.map_err(|error| Error::internal("a file task panicked or was cancelled").caused_by(error))?;
     let mut done = done.lock().unwrap_or_else(PoisonError::into_inner);
     done.take().expect("the task has ended and left its result")
 }
@@ -443,9 +457,7 @@ mod tests {
         let error = aggregate_body(&index, 0, &path, whole - 1).unwrap_err();
         assert_eq!(error.code(), Code::ResourceExhausted);
         assert!(
-            error
-                .to_string()
-                .contains(&format!("rollouts of env make an aggregate request of more than {}", whole - 1))
+            error.to_string().contains(&format!("aggregate request for the rollouts of env exceeds {}", whole - 1))
         );
     }
 }

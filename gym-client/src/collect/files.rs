@@ -1,22 +1,22 @@
-//! The files of a collection.
+//! The output files of a collection.
 
 use std::path::PathBuf;
 
-/// Where a collection writes, from the name of its rollouts file.
+/// The output files of a collection, named after its rollouts file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OutputFiles {
-    /// `<stem>.jsonl`: the rollouts.
+    /// `<stem>.jsonl`: the scored rollouts.
     pub rollouts: PathBuf,
     /// `<stem>_materialized_inputs.jsonl`: the rows as they were sent.
     pub materialized: PathBuf,
-    /// `<stem>_failures.jsonl`: failed attempts.
+    /// `<stem>_failures.jsonl`: the failed attempts.
     pub failures: PathBuf,
-    /// `<stem>_aggregate_metrics.json`.
+    /// `<stem>_aggregate_metrics.json`: the statistics of the environment servers.
     pub aggregate: PathBuf,
 }
 
 impl OutputFiles {
-    /// The files beside `rollouts`.
+    /// Returns the names of the output files in the directory of `rollouts`.
     #[must_use]
     pub fn beside(rollouts: impl Into<PathBuf>) -> Self {
         let rollouts: PathBuf = rollouts.into();

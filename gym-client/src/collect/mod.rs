@@ -1,4 +1,4 @@
-//! The rollout collector: a JSONL of tasks becomes a JSONL of scored rollouts.
+//! Collects rollouts: turns a JSONL file of tasks into a JSONL file of scored rollouts.
 
 mod collector;
 mod files;

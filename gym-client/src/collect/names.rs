@@ -1,4 +1,4 @@
-//! Which servers there are, as a head or a configuration says: who stands before which agent.
+//! The servers of a configuration or head server: their kinds, addresses and agents.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use crate::config::{GymConfig, nearest_name, parse_yaml};
 use crate::registry::{RemoteRegistry, StaticRegistry};
 use crate::transport::Transports;
 
-/// Asking a head takes this long at most: it answers from memory.
+/// Limit for a request to the head server, which responds from memory.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// The servers of a configuration, by name.
@@ -35,18 +35,18 @@ struct ServerEntry {
     agent: Option<String>,
     /// The resources server behind an agent.
     resources: Option<String>,
-    /// Agents that its datasets ask for.
+    /// The agents that its datasets name.
     pins: BTreeSet<String>,
 }
 
 impl ServerNames {
-    /// The servers of a loaded configuration.
+    /// Returns the servers of a loaded configuration.
     #[must_use]
     pub fn of_config(config: &GymConfig) -> Self {
         Self::of_merged(&config.merged)
     }
 
-    /// The servers of a merged configuration: what `/global_config_dict_yaml` says.
+    /// Returns the servers of a merged configuration, which `/global_config_dict_yaml` serves.
     #[must_use]
     pub fn of_merged(merged: &Value) -> Self {
         let mut servers = BTreeMap::new();
@@ -70,11 +70,11 @@ impl ServerNames {
         Self { servers: Arc::new(servers) }
     }
 
-    /// The server that is asked to run a row of this agent, and its implementation: the environment server before the
-    /// agent, or the agent itself where there is none.
+    /// Returns the server that runs the rows of this agent, and its implementation. It is the environment server in
+    /// front of the agent, or the agent itself if there is none.
     ///
     /// # Errors
-    /// `NotFound` suggesting the nearest name.
+    /// `NotFound`, with the closest name as a suggestion.
     pub fn server_of_agent(&self, agent: &str) -> Result<(String, String)> {
         let before = self
             .servers
@@ -90,10 +90,10 @@ impl ServerNames {
         }
     }
 
-    /// The implementation of an environment server that a row names itself.
+    /// Returns the implementation of an environment server that a row names.
     ///
     /// # Errors
-    /// `NotFound` suggesting the nearest name.
+    /// `NotFound`, with the closest name as a suggestion.
     pub fn environment(&self, server: &str) -> Result<String> {
         match self.servers.get(server) {
             Some(known) if known.kind == ServerKind::Environment => Ok(known.implementation.clone()),
@@ -104,15 +104,15 @@ impl ServerNames {
         }
     }
 
-    /// Whether rows can be sent to this agent or environment server.
+    /// Checks that rows can be sent to this agent or environment server.
     ///
     /// # Errors
-    /// `NotFound` suggesting the nearest name.
+    /// `NotFound`, with the closest name as a suggestion.
     pub fn check_target(&self, target: &str) -> Result<()> {
         if self.environment(target).is_ok() { Ok(()) } else { self.server_of_agent(target).map(drop) }
     }
 
-    /// The servers as a registry that never changes, for heads that have no leases.
+    /// Returns a registry with fixed addresses, for head servers without leases.
     fn registry(&self) -> StaticRegistry {
         let instances = self.servers.iter().filter_map(|(name, known)| {
             let (host, port) = known.address.as_ref()?;
@@ -135,23 +135,23 @@ fn unknown<'a>(what: &str, name: &str, known: impl Iterator<Item = &'a str>) -> 
     let hint = match nearest_name(name, known.iter().copied()) {
         Some(near) => format!("did you mean `{near}`?"),
         None if known.is_empty() => format!("the configuration has no {what}"),
-        None => format!("there are {}", known.join(", ")),
+        None => format!("the configuration has {}", known.join(", ")),
     };
     Error::not_started(Code::NotFound, format!("there is no {what} `{name}`; {hint}"))
 }
 
 impl AgentNames for ServerNames {
-    /// A task source is the instance that declared the row's dataset: the dataset's pinned agent, else the instance itself
-    /// if it is an agent, else the only agent of that resources server.
+    /// Returns the agent of the server that declares the row's dataset: the agent that the dataset names, else the
+    /// server itself if it is an agent, else the only agent that uses the resources server.
     fn agent_of_task_source(&self, task_source: &str) -> Result<String, String> {
         let Some(known) = self.servers.get(task_source) else {
             let names = self.servers.keys().map(String::as_str);
             let near = nearest_name(task_source, names).map(|near| format!("; did you mean `{near}`?"));
-            return Err(format!("no server of that name is in the configuration{}", near.unwrap_or_default()));
+            return Err(format!("the configuration has no server of this name{}", near.unwrap_or_default()));
         };
         let mut pins = known.pins.iter();
         match (known.kind, pins.next(), pins.next()) {
-            (_, Some(_), Some(_)) => Err("its datasets name several agents; pick one with agent_map".to_owned()),
+            (_, Some(_), Some(_)) => Err("its datasets name several agents; choose one with agent_map".to_owned()),
             (_, Some(pin), None) => Ok(pin.clone()),
             (ServerKind::Agent, ..) => Ok(task_source.to_owned()),
             (ServerKind::Resources, ..) => {
@@ -159,11 +159,11 @@ impl AgentNames for ServerNames {
                     self.servers.iter().filter(|(_, agent)| agent.resources.as_deref() == Some(task_source));
                 match (agents.next(), agents.next()) {
                     (Some((agent, _)), None) => Ok(agent.clone()),
-                    (None, _) => Err("no agent uses that resources server; route it with agent_map".to_owned()),
-                    _ => Err("several agents use that resources server; pick one with agent_map".to_owned()),
+                    (None, _) => Err("no agent uses this resources server; set the agent with agent_map".to_owned()),
+                    _ => Err("several agents use this resources server; choose one with agent_map".to_owned()),
                 }
             }
-            _ => Err("it is neither an agent nor a resources server; route it with agent_map".to_owned()),
+            _ => Err("it is neither an agent nor a resources server; set the agent with agent_map".to_owned()),
         }
     }
 
@@ -172,11 +172,11 @@ impl AgentNames for ServerNames {
     }
 }
 
-/// Asks a head server, ours or NeMo Gym's, for its servers. Ours keeps leases, so a server that moves is found again; with
-/// NeMo Gym's the addresses are those of this moment.
+/// Requests the list of servers from a head server, either ours or NeMo Gym's. Our head server keeps leases, so a
+/// server that moves is found again. The addresses of NeMo Gym's head server are read once.
 ///
 /// # Errors
-/// `Unavailable` when the head cannot be reached; `DataLoss` when its answer cannot be read.
+/// `Unavailable` if the head server cannot be reached; `DataLoss` if its response cannot be parsed.
 #[must_use = "a future does nothing until it is awaited"]
 pub fn connect_head<'a>(
     head: &'a Endpoint,
@@ -184,14 +184,14 @@ pub fn connect_head<'a>(
     world: &'a World,
 ) -> BoxFuture<'a, Result<(ServerClient, ServerNames)>> {
     Box::pin(async move {
-        // The head is asked over HTTP whatever the policy says.
+        // Requests to the head server use HTTP, whatever the transport policy allows.
         let control = transports.clone().with_policy(TransportPolicy::without_ucx());
         let remote = RemoteRegistry::new(head.clone(), control, world.clone());
         let cx = CallContext::within(HEAD_TIMEOUT);
         let response = remote.send(&Request::get(cx.child(), "/global_config_dict_yaml"), true).await?;
         let unreadable = |why: String| {
-            Error::finished(Code::DataLoss, format!("its configuration cannot be read: {why}"))
-                .about(format!("head {head}"))
+            Error::finished(Code::DataLoss, format!("its configuration is invalid: {why}"))
+                .about(format!("head server {head}"))
         };
         let yaml: String = serde_json::from_slice(&response.message.head.to_bytes())
             .map_err(|error| unreadable(format!("it is not a JSON string: {error}")))?;

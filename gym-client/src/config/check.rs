@@ -1,10 +1,10 @@
-//! From the merged tree to instances: which top-level blocks are servers, and what is wrong with those that should be.
+//! Finds the servers among the top-level blocks of the merged tree and checks each of them.
 
 use crate::config::problem::{Mistake, Origin, Problem, nearest, suggest};
 use crate::config::yaml::node::{Map, Node, Tree};
 use gym_core::server::ServerKind;
 
-/// Top-level keys with a meaning of their own: never servers, never variables.
+/// Top-level keys that are neither servers nor variables.
 pub(crate) const RESERVED: [&str; 45] = [
     "config_paths",
     "entrypoint",
@@ -87,7 +87,7 @@ pub(crate) fn is_reserved(key: &str) -> bool {
     RESERVED.contains(&key)
 }
 
-/// A block that is a server: its place in the tree.
+/// A block that is a server, and its position in the tree.
 #[derive(Clone, Debug)]
 pub(crate) struct FoundServer {
     pub(crate) name: String,
@@ -95,7 +95,7 @@ pub(crate) struct FoundServer {
     pub(crate) implementation: String,
 }
 
-/// Sorts the top level (interpolations resolved) into servers and the problems of those that nearly are one.
+/// Returns the servers of the top level, whose interpolations are resolved, and the problems of invalid servers.
 pub(crate) fn servers(root: &Node) -> (Vec<FoundServer>, Vec<Problem>) {
     let mut found = Vec::new();
     let mut problems = Vec::new();
@@ -113,9 +113,14 @@ pub(crate) fn servers(root: &Node) -> (Vec<FoundServer>, Vec<Problem>) {
                 if several.iter().any(|kind| has_entrypoint(map, kind.as_str())) {
                     let names = several.iter().map(|kind| kind.as_str()).collect::<Vec<_>>().join(" and ");
                     problems.push(
-                        Problem::new(Mistake::Value, &block.origin, "", format!("one instance holds {names}"))
-                            .instance(&name)
-                            .fix("give each server its own top-level name"),
+                        Problem::new(
+                            Mistake::Value,
+                            &block.origin,
+                            "",
+                            format!("the instance has several server kinds: {names}"),
+                        )
+                        .instance(&name)
+                        .fix("give each server its own top-level name"),
                     );
                 }
             }
@@ -137,7 +142,7 @@ fn misspelt_kind(name: &str, block: &Map) -> Option<Problem> {
         }
         let near = nearest(&key, ServerKind::ALL.map(ServerKind::as_str))?;
         Some(
-            Problem::new(Mistake::Value, &node.origin, format!("{name}.{key}"), format!("'{key}' is no server kind"))
+            Problem::new(Mistake::Value, &node.origin, format!("{name}.{key}"), format!("unknown server kind '{key}'"))
                 .instance(name)
                 .fix(format!("did you mean '{near}'?")),
         )
@@ -145,7 +150,7 @@ fn misspelt_kind(name: &str, block: &Map) -> Option<Problem> {
 }
 
 fn server(name: &str, kind: ServerKind, block: &Map, found: &mut Vec<FoundServer>, problems: &mut Vec<Problem>) {
-    let inner = block.get(kind.as_str()).expect("the caller looked the kind up");
+    let inner = block.get(kind.as_str()).expect("the caller checked that the kind exists");
     if !has_entrypoint(block, kind.as_str()) {
         return;
     }
@@ -157,10 +162,10 @@ fn server(name: &str, kind: ServerKind, block: &Map, found: &mut Vec<FoundServer
                 Mistake::Value,
                 &inner.origin,
                 format!("{name}.{kind}"),
-                format!("one implementation is expected, there are {}: {names}", implementations.len()),
+                format!("expected one implementation, found {}: {names}", implementations.len()),
             )
             .instance(name)
-            .fix("keep one; remove an inherited one by _delete_key"),
+            .fix("keep one; remove an inherited implementation with _delete_key"),
         );
         return;
     };
@@ -193,7 +198,7 @@ impl Checker<'_> {
                 Some(node) if node.as_text().is_some() => {}
                 Some(node) if key == "host" && matches!(node.value, Tree::Null) => {}
                 Some(node) => {
-                    let what = format!("{} where text is expected", node.kind());
+                    let what = format!("expected a string, found {}", node.kind());
                     self.wrong(&node.origin, key, what, format!("write {key}: '…' in quotes"));
                 }
                 None => {}
@@ -210,7 +215,7 @@ impl Checker<'_> {
             Some(node) => {
                 let domain = node.python_str();
                 if !DOMAINS.contains(&domain.as_str()) {
-                    let what = format!("'{domain}' is no domain");
+                    let what = format!("unknown domain '{domain}'");
                     self.wrong(&node.origin, "domain", what, suggest(&domain, &DOMAINS, "domains"));
                 }
             }
@@ -218,7 +223,7 @@ impl Checker<'_> {
                 self.wrong(
                     origin,
                     "domain",
-                    "a resources server needs a domain",
+                    "the resources server has no domain",
                     format!("add domain: one of {}", DOMAINS.join(", ")),
                 );
             }
@@ -233,7 +238,7 @@ impl Checker<'_> {
             }
             Some(node) if node.is_interpolation() => {}
             Some(node) => {
-                let what = format!("{} where a list is expected", node.kind());
+                let what = format!("expected a list, found {}", node.kind());
                 self.wrong(
                     &node.origin,
                     "datasets",
@@ -244,7 +249,7 @@ impl Checker<'_> {
         }
     }
 
-    /// As pydantic has it: null, an integer, or text or a float that is one.
+    /// As in pydantic: null, an integer, or a string or float with an integer value.
     fn integer(&mut self, node: &Node, key: &str, least: i128, most: i128) {
         let int = match &node.value {
             Tree::Null => return,
@@ -260,7 +265,7 @@ impl Checker<'_> {
                 self.wrong(&node.origin, key, format!("{int} is out of range"), format!("use {least} to {most}"))
             }
             None => {
-                let what = format!("{} where an integer is expected", node.kind());
+                let what = format!("expected an integer, found {}", node.kind());
                 self.wrong(&node.origin, key, what, format!("write {key}: {}", if key == "port" { 8000 } else { 1 }));
             }
         }
@@ -270,7 +275,7 @@ impl Checker<'_> {
         let at = |key: &str| format!("datasets[{index}].{key}");
         let Some(map) = item.as_map() else {
             if !item.is_interpolation() {
-                let what = format!("{} where a mapping is expected", item.kind());
+                let what = format!("expected a mapping, found {}", item.kind());
                 self.wrong(
                     &item.origin,
                     &format!("datasets[{index}]"),
@@ -284,23 +289,23 @@ impl Checker<'_> {
             match map.get(key) {
                 Some(node) if node.as_text().is_some() => {}
                 Some(node) => {
-                    let what = format!("{} where text is expected", node.kind());
+                    let what = format!("expected a string, found {}", node.kind());
                     self.wrong(&node.origin, &at(key), what, "put it in quotes");
                 }
-                None => self.wrong(&item.origin, &at(key), "the dataset lacks this key", format!("add {key}: …")),
+                None => self.wrong(&item.origin, &at(key), "the dataset has no such key", format!("add {key}: …")),
             }
         }
         let kind = map.get("type").and_then(Node::as_text).unwrap_or_default();
         let origin = |key: &str| map.get(key).map_or(&item.origin, |node| &node.origin);
         if !kind.is_empty() && !DATASET_TYPES.contains(&kind) && !kind.contains("${") {
             let fix = suggest(kind, &DATASET_TYPES, "dataset types");
-            self.wrong(origin("type"), &at("type"), format!("'{kind}' is no dataset type"), fix);
+            self.wrong(origin("type"), &at("type"), format!("unknown dataset type '{kind}'"), fix);
         }
         if kind == "benchmark" && map.get("prepare_script").is_none_or(|node| matches!(node.value, Tree::Null)) {
             self.wrong(
                 &item.origin,
                 &at("prepare_script"),
-                "a benchmark needs a prepare_script",
+                "the benchmark has no prepare_script",
                 "add prepare_script: prepare.py",
             );
         }
@@ -309,12 +314,12 @@ impl Checker<'_> {
             match license {
                 None if matches!(kind, "train" | "validation") => {
                     let fix = format!("add license: one of {}", LICENSES.join(", "));
-                    self.wrong(&item.origin, &at("license"), format!("a {kind} dataset needs a license"), fix);
+                    self.wrong(&item.origin, &at("license"), format!("the {kind} dataset has no license"), fix);
                 }
                 Some(node) if !node.is_interpolation() && !LICENSES.contains(&node.python_str().as_str()) => {
                     let license = node.python_str();
                     let fix = suggest(&license, &LICENSES, "licenses");
-                    self.wrong(&node.origin, &at("license"), format!("'{license}' is no known license"), fix);
+                    self.wrong(&node.origin, &at("license"), format!("unknown license '{license}'"), fix);
                 }
                 _ => {}
             }
@@ -322,7 +327,7 @@ impl Checker<'_> {
         if let Some(node) = map.get("num_repeats") {
             match node.value {
                 Tree::Null => {
-                    self.wrong(&node.origin, &at("num_repeats"), "null where an integer is expected", "use 1 or more")
+                    self.wrong(&node.origin, &at("num_repeats"), "expected an integer, found null", "use 1 or more")
                 }
                 _ => {
                     let before = self.problems.len();
@@ -334,14 +339,14 @@ impl Checker<'_> {
     }
 }
 
-/// `{type, name}` of a reference to another server.
+/// Returns the `type` and `name` of a reference to another server.
 pub(crate) fn reference(node: &Node) -> Option<(ServerKind, &str)> {
     let map = node.as_map()?;
     let kind = ServerKind::from_key(map.get("type")?.as_text()?)?;
     Some((kind, map.get("name")?.as_text()?))
 }
 
-/// Every reference below a node, with its dotted key and its depth.
+/// Collects every reference below a node, with its dotted key.
 pub(crate) fn references(node: &Node, key: &str, out: &mut Vec<(String, ServerKind, String, Origin)>) {
     if let Some((kind, name)) = reference(node) {
         let origin = node.step("name").map_or(&node.origin, |name| &name.origin);
@@ -362,7 +367,7 @@ pub(crate) fn references(node: &Node, key: &str, out: &mut Vec<(String, ServerKi
     }
 }
 
-/// Variables whose names are one slip away from a key with a meaning.
+/// Finds variables whose names differ from a reserved key by one typing mistake.
 pub(crate) fn reserved_typos(root: &Node, servers: &[FoundServer]) -> Vec<Problem> {
     let top = root.as_map().map(|map| map.0.as_slice()).unwrap_or_default();
     top.iter()
@@ -379,7 +384,7 @@ pub(crate) fn reserved_typos(root: &Node, servers: &[FoundServer]) -> Vec<Proble
                     Mistake::Value,
                     &node.origin,
                     key.clone(),
-                    format!("'{key}' is a variable of your own here"),
+                    format!("'{key}' is not a reserved key, so it defines a variable"),
                 )
                 .fix(format!("did you mean '{near}'?")),
             )
@@ -387,7 +392,7 @@ pub(crate) fn reserved_typos(root: &Node, servers: &[FoundServer]) -> Vec<Proble
         .collect()
 }
 
-/// Every `???` below a node: dotted path and place.
+/// Collects every `???` below a node, with its dotted path and origin.
 pub(crate) fn missing(node: &Node, path: &str, out: &mut Vec<(String, Origin)>) {
     match &node.value {
         Tree::Text(text) if text == "???" => out.push((path.to_owned(), node.origin.clone())),

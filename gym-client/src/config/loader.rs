@@ -1,4 +1,4 @@
-//! Files, `env.yaml` and overrides to one [`GymConfig`], in NeMo Gym's order.
+//! Loads files, `env.yaml` and overrides into one [`GymConfig`], in NeMo Gym's order.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -24,7 +24,7 @@ const HEAD_PORT: u16 = 11_000;
 type OwnedLookup = Box<dyn Fn(&str) -> Option<String> + Send>;
 type PickPort = Box<dyn FnMut(&PortRequest<'_>) -> Option<u16> + Send>;
 
-/// Reads NeMo Gym's configuration.
+/// Loads NeMo Gym's configuration.
 ///
 /// ```no_run
 /// use gym_client::config::{ConfigLoader, Overrides};
@@ -53,7 +53,8 @@ impl fmt::Debug for ConfigLoader {
 }
 
 impl ConfigLoader {
-    /// A loader whose relative paths start at `working_dir`, with the process's environment variables.
+    /// Creates a loader that resolves relative paths from `working_dir` and reads the environment variables of the
+    /// process.
     #[must_use]
     pub fn new(working_dir: impl Into<PathBuf>) -> Self {
         Self {
@@ -67,67 +68,69 @@ impl ConfigLoader {
         }
     }
 
-    /// Folders searched before the working directory: `--search-dir` and `NEMO_GYM_EXTRA_ROOTS`.
+    /// Sets directories that are searched before the working directory: `--search-dir` and `NEMO_GYM_EXTRA_ROOTS`.
     #[must_use]
     pub fn search_dirs<P: Into<PathBuf>>(mut self, dirs: impl IntoIterator<Item = P>) -> Self {
         self.roots.searched.extend(dirs.into_iter().map(Into::into));
         self
     }
 
-    /// Folders searched last: where a Python interpreter has `nemo-gym` installed.
+    /// Sets directories that are searched last: those in which a Python interpreter has `nemo-gym` installed.
     #[must_use]
     pub fn installed_dirs<P: Into<PathBuf>>(mut self, dirs: impl IntoIterator<Item = P>) -> Self {
         self.roots.installed.extend(dirs.into_iter().map(Into::into));
         self
     }
 
-    /// Environment variables come from here instead of the process.
+    /// Replaces the environment variables of the process by `lookup`.
     #[must_use]
     pub fn environment(mut self, lookup: impl Fn(&str) -> Option<String> + Send + 'static) -> Self {
         self.environment = Box::new(lookup);
         self
     }
 
-    /// Chooses a port for each instance that has none. Without it they stay without one ([`InstanceConfig::port`] is
-    /// `None`, and the global YAML says -1, as `gym env resolve` does).
+    /// Chooses a port for each instance without one. By default, [`InstanceConfig::port`] of such an instance is
+    /// `None`, and the global YAML contains -1, as in `gym env resolve`.
     #[must_use]
     pub fn pick_port(mut self, pick: impl FnMut(&PortRequest<'_>) -> Option<u16> + Send + 'static) -> Self {
         self.pick_port = Some(Box::new(pick));
         self
     }
 
-    /// Do not read `env.yaml`.
+    /// Ignores `env.yaml`.
     #[must_use]
     pub fn without_env_file(mut self) -> Self {
         self.env_file = false;
         self
     }
 
-    /// A configuration handed over by a program: above files and `env.yaml`, below the overrides.
+    /// Adds a configuration from a program. It overrides files and `env.yaml`, and is overridden by command-line
+    /// overrides.
     #[must_use]
     pub fn initial(mut self, value: Value) -> Self {
         self.initial = Some(value);
         self
     }
 
-    /// A top-level key that is set when nobody else sets it, as in `python_version`.
+    /// Sets the default of a top-level key, such as `python_version`.
     #[must_use]
     pub fn default_value(mut self, key: impl Into<String>, value: Value) -> Self {
         self.defaults.push((key.into(), value));
         self
     }
 
-    /// This machine's address, used as default host under `use_absolute_ip: true`.
+    /// Sets the address of this machine, which is the default host under `use_absolute_ip: true`.
     #[must_use]
     pub fn absolute_ip(mut self, ip: impl Into<String>) -> Self {
         self.absolute_ip = Some(ip.into());
         self
     }
 
-    /// Reads, merges and checks.
+    /// Reads, merges and checks the configuration.
     ///
     /// # Errors
-    /// [`ConfigError::Invalid`] with every mistake found together, [`ConfigError::Unsupported`] for a Ray cluster.
+    /// [`ConfigError::Invalid`] with all mistakes that were found together; [`ConfigError::Unsupported`] if the
+    /// configuration joins a Ray cluster.
     pub fn load<P: AsRef<str>>(&mut self, paths: &[P], overrides: &Overrides) -> Result<GymConfig, ConfigError> {
         let (mut command_line, late) = overrides.tree()?;
         let initial = match &self.initial {
@@ -180,7 +183,7 @@ impl ConfigLoader {
         merge::merge(root, layer, &*self.environment).map_err(ConfigError::Invalid)
     }
 
-    /// The files to read: those given, then `config_paths` of the highest layer that has it.
+    /// Returns the files to read: the given paths, then `config_paths` of the highest layer that has the key.
     fn named_paths<P: AsRef<str>>(
         &self,
         paths: &[P],
@@ -226,7 +229,7 @@ impl ConfigLoader {
         let default_host = if absolute {
             self.absolute_ip.clone().or_else(own_ip).ok_or_else(|| {
                 place(resolved, "use_absolute_ip", "this machine's host name has no IPv4 address")
-                    .fix("set default_host to the address and use_absolute_ip to false")
+                    .fix("set default_host to the machine's address, and use_absolute_ip to false")
             })?
         } else {
             truthy(resolved, &["default_host"]).unwrap_or_else(|| "127.0.0.1".to_owned())
@@ -239,8 +242,8 @@ impl ConfigLoader {
         let low = port_at(resolved, &["port_range_low"])?.unwrap_or(10_001);
         let high = port_at(resolved, &["port_range_high"])?.unwrap_or(20_000);
         if low > high {
-            return Err(place(resolved, "port_range_low", format!("{low} is above port_range_high, {high}"))
-                .fix("swap the two")
+            return Err(place(resolved, "port_range_low", format!("{low} is greater than port_range_high, {high}"))
+                .fix("swap the two values")
                 .into());
         }
         set_default(root, "port_range_low", Tree::Int(i128::from(low)));
@@ -252,7 +255,7 @@ impl ConfigLoader {
             fixed.extend(port_at(resolved, &server.path("port"))?.filter(|port| *port != 0));
         }
         let mut disallowed = vec![head.port];
-        // As they were written: a port given as text stays text in the mapping that Python reads.
+        // Unchanged: a port given as a string remains a string in the mapping that Python reads.
         let mut listed = vec![Node::new(Tree::Int(i128::from(head.port)), Origin::default())];
         for server in servers {
             let port = port_at(resolved, &server.path("port"))?.filter(|port| *port != 0);
@@ -267,10 +270,10 @@ impl ConfigLoader {
                             Mistake::Port,
                             &Origin::default(),
                             "",
-                            format!("no port from {low} to {high} is free"),
+                            format!("no free port from {low} to {high}"),
                         )
                         .instance(&server.name)
-                        .fix("widen port_range_low to port_range_high, or set the instance's port")
+                        .fix("widen the range with port_range_low and port_range_high, or set the instance's port")
                     })?;
                     fixed.push(port);
                     Some(port)
@@ -313,7 +316,7 @@ impl ConfigLoader {
         Ok(NetworkSettings { default_host, head, ports, disallowed })
     }
 
-    /// The other keys that NeMo Gym's servers expect to be filled in.
+    /// Sets the other keys that NeMo Gym's servers require.
     fn defaults(&self, root: &mut Node, resolved: &Node) -> Result<(), ConfigError> {
         for (key, value) in &self.defaults {
             set_default(root, key, Node::from_json(value, &Origin::default()).value);
@@ -331,7 +334,11 @@ impl ConfigLoader {
                 None => working_dir.join(folder),
                 Some(node) => match node.as_text().filter(|text| !text.is_empty()) {
                     Some(text) => working_dir.join(self.home(text)),
-                    None => return Err(place(resolved, key, "a path is expected").fix("write a folder's name").into()),
+                    None => {
+                        return Err(place(resolved, key, "expected a path")
+                            .fix("write the name of a directory")
+                            .into());
+                    }
                 },
             };
             let origin = root.step(key).map(|node| node.origin.clone()).unwrap_or_default();
@@ -364,8 +371,8 @@ impl ConfigLoader {
         let mut later: Vec<(InterpolationFailure, Problem)> = Vec::new();
         for failure in failures {
             let problem = failure_problem(&failure, servers);
-            // NeMo Gym looks at the top level and at the first level of a server; what is below, it resolves when a
-            // server asks for it.
+            // NeMo Gym checks the top level and the first level of each server. It resolves deeper values when a server
+            // reads them.
             let first = servers.iter().any(|server| failure.path.len() == 4 && server.holds(&failure.path));
             if failure.path.len() == 1 || first {
                 problems.push(problem);
@@ -441,7 +448,7 @@ fn set(root: &mut Node, key: &str, node: Node) {
     root.as_map_mut().expect("the root is a mapping").set(Key::from(key), node);
 }
 
-/// Fills a key that is absent; a null that somebody wrote stays, as with Python's `setdefault`.
+/// Sets a key that is absent; an explicit null is kept, as with Python's `setdefault`.
 fn set_default(root: &mut Node, key: &str, value: Tree) {
     if root.step(key).is_none() {
         set(root, key, Node::new(value, Origin::default()));
@@ -475,7 +482,7 @@ fn text_or(root: &Node, path: &[&str], default: &str) -> Result<String, Problem>
     match at(root, path) {
         None | Some(Node { value: Tree::Null, .. }) => Ok(default.to_owned()),
         Some(node) => node.as_text().map(str::to_owned).ok_or_else(|| {
-            place(root, &path.join("."), format!("{} where text is expected", node.kind())).fix("put it in quotes")
+            place(root, &path.join("."), format!("expected a string, found {}", node.kind())).fix("put it in quotes")
         }),
     }
 }
@@ -490,11 +497,12 @@ fn port_at(root: &Node, path: &[&str]) -> Result<Option<u16>, Problem> {
         _ => None,
     };
     port.map(Some).ok_or_else(|| {
-        place(root, &path.join("."), format!("'{}' is no port", node.python_str())).fix("use a number from 1 to 65535")
+        place(root, &path.join("."), format!("'{}' is not a port", node.python_str()))
+            .fix("use a number from 1 to 65535")
     })
 }
 
-/// An absolute path without `.`, `..` and, where it exists, symbolic links.
+/// Returns an absolute path without `.`, `..` and, where the path exists, symbolic links.
 fn settled(path: &Path) -> PathBuf {
     if let Ok(path) = std::fs::canonicalize(path) {
         return path;
@@ -512,7 +520,7 @@ fn settled(path: &Path) -> PathBuf {
     out
 }
 
-/// What this machine's own name resolves to.
+/// Returns the address to which the host name of this machine resolves.
 fn own_ip() -> Option<String> {
     use std::net::ToSocketAddrs;
     let name = std::fs::read_to_string("/proc/sys/kernel/hostname").ok()?;
@@ -520,7 +528,7 @@ fn own_ip() -> Option<String> {
     addresses.find(std::net::SocketAddr::is_ipv4).map(|address| address.ip().to_string())
 }
 
-/// Takes overrides of agents that composing is about to create out of the command line.
+/// Removes overrides of agents that composition will create from the command line and returns them.
 fn hold_back(command_line: &mut Node, root: &Node) -> Map {
     let names = agents::composed_names(root);
     let mut held = Map::default();
@@ -540,14 +548,15 @@ fn raise_missing(root: &Node) -> Result<(), ConfigError> {
     let problems: Vec<Problem> = missing
         .into_iter()
         .map(|(path, origin)| {
-            Problem::new(Mistake::Missing, &origin, path.clone(), "the value is required and still ???")
+            Problem::new(Mistake::Missing, &origin, path.clone(), "the value is required but not set (???)")
                 .fix(format!("set it on the command line (++{path}=<value>), in env.yaml or in a file"))
         })
         .collect();
     if problems.is_empty() { Ok(()) } else { Err(ConfigError::Invalid(problems)) }
 }
 
-/// References to servers that are not there: at the first level an error as in NeMo Gym, deeper a warning.
+/// Reports references to servers that do not exist: on the first level an error as in NeMo Gym, on deeper levels a
+/// warning.
 fn dangling(resolved: &Node, servers: &[check::FoundServer], problems: &mut Vec<Problem>, warnings: &mut Vec<Problem>) {
     for server in servers {
         let Some(settings) = at(resolved, &server.path("")[..3]) else { continue };
@@ -560,15 +569,15 @@ fn dangling(resolved: &Node, servers: &[check::FoundServer], problems: &mut Vec<
             let same: Vec<&str> = servers.iter().filter(|s| s.kind == kind).map(|s| s.name.as_str()).collect();
             let other = servers.iter().find(|other| other.name == name);
             let fix = match other {
-                Some(other) => format!("'{name}' is one of the {}: write type: {}", other.kind, other.kind),
+                Some(other) => format!("'{name}' belongs to {}; write type: {}", other.kind, other.kind),
                 None if resolved.step(&name).is_some() => format!(
-                    "'{name}' has no entrypoint, so it is no server; add 'entrypoint: app.py' to it, or name one of: {}",
+                    "'{name}' has no entrypoint, so it is not a server; add 'entrypoint: app.py' to it, or name one of: {}",
                     same.join(", ")
                 ),
                 None => suggest(&name, &same, kind.as_str()),
             };
             let key = server.path(&field).join(".");
-            let what = format!("it refers to '{name}' of {kind}, which no file defines");
+            let what = format!("the reference names '{name}' of {kind}, which no file defines");
             let problem = Problem::new(Mistake::Reference, &origin, key, what).instance(&server.name).fix(fix);
             if field.contains(['.', '[']) { warnings.push(problem) } else { problems.push(problem) }
         }
@@ -630,7 +639,7 @@ fn instance(
     Ok(config)
 }
 
-/// Two servers that want one port on one host cannot both start.
+/// Warns about servers with the same port on the same host, because only one of them can start.
 fn shared_ports(instances: &[InstanceConfig], head: &HeadConfig, warnings: &mut Vec<Problem>) {
     for (index, instance) in instances.iter().enumerate() {
         let Some(port) = instance.port else { continue };
@@ -644,7 +653,7 @@ fn shared_ports(instances: &[InstanceConfig], head: &HeadConfig, warnings: &mut 
         warnings.push(
             Problem::new(Mistake::Port, origin, "port", format!("port {port} is also the port of {other}"))
                 .instance(&instance.name)
-                .fix("give one of them another port, or remove the key to have one chosen"),
+                .fix("give one of them another port, or remove the key so that a port is chosen"),
         );
     }
 }

@@ -9,9 +9,9 @@
 //! GymConfig: typed (settings_as), YAML for Python servers (to_global_yaml), JSON to look at (masked)    schema
 //! ```
 //!
-//! The rules are those of NeMo Gym 0.7.0, which are those of OmegaConf and Hydra: the same files give the same mapping,
-//! and what they refuse is refused here, with file, line, key and fix. Where a mistake would pass there in silence (a
-//! misspelt server kind), it is refused or listed in [`GymConfig::warnings`].
+//! The rules are those of NeMo Gym 0.7.0, which follow OmegaConf and Hydra: the same files give the same mapping.
+//! Mistakes that they reject are rejected here with file, line, key and fix. Mistakes that they ignore, such as a
+//! misspelled server kind, are rejected or listed in [`GymConfig::warnings`].
 
 mod check;
 mod compose;
@@ -31,7 +31,7 @@ pub use schema::{
     ServerReference, free_port,
 };
 
-/// A YAML text as OmegaConf reads it, as JSON; `source` is its name for errors.
+/// Parses YAML as OmegaConf does and returns it as JSON; `source` is its name in error messages.
 pub(crate) fn parse_yaml(text: &str, source: &str) -> Result<serde_json::Value, ConfigError> {
     yaml::parser::parse(text, source).map(|node| node.to_json()).map_err(ConfigError::from)
 }

@@ -1,19 +1,19 @@
-//! What is wrong with a configuration: the place, the mistake, the fix.
+//! Configuration errors: the location, the mistake and the fix.
 
 use std::fmt;
 use std::sync::Arc;
 
-/// Where a value came from: a file (or `command line`, `env.yaml`, …) and, when it is known, the line.
+/// The location of a value: a source, such as a file, `command line` or `env.yaml`, and the line if it is known.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Origin {
-    /// The file as it was named, or what stands for it, as in `command line`.
+    /// The name of the file, or of another source such as `command line`.
     pub source: Option<Arc<str>>,
-    /// 1-based line in that file; 0 when there is none.
+    /// Line number, counted from 1; 0 if there is none.
     pub line: u32,
 }
 
 impl Origin {
-    /// A place without a line.
+    /// Creates a location without a line.
     #[must_use]
     pub fn of(source: &str) -> Self {
         Self { source: Some(Arc::from(source)), line: 0 }
@@ -30,48 +30,48 @@ impl fmt::Display for Origin {
     }
 }
 
-/// The class of a mistake, for callers that act on it.
+/// The class of a mistake, for callers that handle classes differently.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Mistake {
-    /// A file that is not there or cannot be read.
+    /// A file does not exist or cannot be read.
     File,
-    /// Text that is not YAML, or YAML that NeMo Gym's loader refuses too.
+    /// The text is not valid YAML, or NeMo Gym's loader rejects it.
     Syntax,
-    /// A command-line override that cannot be parsed or applied.
+    /// A command-line override cannot be parsed or applied.
     Override,
-    /// `???` left after merging.
+    /// A value is `???` after merging.
     Missing,
-    /// An interpolation `${…}` that cannot be resolved.
+    /// An interpolation `${…}` cannot be resolved.
     Interpolation,
-    /// `_inherit_from`, `_copy` or `_delete_key` naming something that is not there.
+    /// `_inherit_from`, `_copy` or `_delete_key` names a key that does not exist.
     Inheritance,
-    /// Two files that give one key values which cannot be merged.
+    /// Two files give a key values that cannot be merged.
     Merge,
-    /// A reference to a server that no file defines.
+    /// A reference names a server that no file defines.
     Reference,
-    /// A value of the wrong type or out of range, or a required key left out.
+    /// A value has the wrong type or is out of range, or a required key is absent.
     Value,
-    /// Agents and servers that do not fit together.
+    /// Agents and servers do not fit together.
     Composition,
-    /// No port was free.
+    /// No port is free.
     Port,
 }
 
-/// One mistake with its place and its fix.
+/// One mistake with its location and fix.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Problem {
-    /// The class.
+    /// The class of the mistake.
     pub mistake: Mistake,
     /// File and line.
     pub origin: Origin,
-    /// The instance (top-level name) it is about, where it is about one.
+    /// The affected instance (top-level name), if any.
     pub instance: Option<Box<str>>,
     /// The dotted key, from the top of the file.
     pub key: Option<Box<str>>,
-    /// What is wrong.
+    /// The cause.
     pub what: Box<str>,
-    /// What to do about it; empty when `what` says it.
+    /// The fix; empty if `what` states it.
     pub fix: Box<str>,
 }
 
@@ -117,29 +117,29 @@ impl fmt::Display for Problem {
     }
 }
 
-/// Why a configuration was refused.
+/// The error of loading or reading a configuration.
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ConfigError {
-    /// Mistakes of the user, all that were found together.
+    /// The user's mistakes, all that were found together.
     #[error("{}", list(.0))]
     Invalid(Vec<Problem>),
-    /// Something that NeMo Gym has and this SDK does not have yet.
+    /// The configuration uses a feature of NeMo Gym that this SDK does not support yet.
     #[error("{origin}: {key}: {what} is not supported yet\n  fix: {fix}")]
     Unsupported {
-        /// Where it was asked for.
+        /// Location of the key.
         origin: Origin,
-        /// The key that asks for it.
+        /// The key that requests the feature.
         key: String,
-        /// What is missing.
+        /// The unsupported feature.
         what: String,
-        /// What to do instead.
+        /// An alternative.
         fix: String,
     },
 }
 
 impl ConfigError {
-    /// The mistakes, empty for [`ConfigError::Unsupported`].
+    /// Returns the mistakes; empty for [`ConfigError::Unsupported`].
     #[must_use]
     pub fn problems(&self) -> &[Problem] {
         match self {
@@ -159,7 +159,7 @@ fn list(problems: &[Problem]) -> String {
     problems.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n")
 }
 
-/// The nearest of `names` to `wanted`, when it is near enough to be a slip of the keyboard.
+/// Returns the element of `names` that is closest to `wanted`, if it differs by at most a typing mistake.
 pub(crate) fn nearest<'a>(wanted: &str, names: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let wanted = wanted.to_lowercase();
     names
@@ -170,11 +170,11 @@ pub(crate) fn nearest<'a>(wanted: &str, names: impl IntoIterator<Item = &'a str>
         .map(|(_, name)| name)
 }
 
-/// `did you mean X?`, else what there is to choose from.
+/// Returns `did you mean X?`, or a list of the available names.
 pub(crate) fn suggest(wanted: &str, names: &[&str], what: &str) -> String {
     match nearest(wanted, names.iter().copied()) {
         Some(name) => format!("did you mean '{name}'?"),
-        None if names.is_empty() => format!("no {what} is defined; add one"),
+        None if names.is_empty() => format!("the configuration defines no {what}; add one"),
         None => format!("available {what}: {}", names.join(", ")),
     }
 }

@@ -1,4 +1,4 @@
-//! One child over all its incarnations: start, watch, report, restart, stop.
+//! Supervises one child process: starts, watches, restarts and stops it, and reports each exit.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -23,25 +23,25 @@ use crate::launch::process::{shim, spawner};
 use crate::launch::spec::ChildSpec;
 use crate::launch::spec::RestartBudget;
 
-/// What is still in the output pipes when everybody is dead is read in this time.
+/// Limit for reading the rest of the output pipes after all processes have ended.
 const DRAIN_WAIT: Duration = Duration::from_secs(1);
-/// The shim reads its gate within milliseconds; one that does not in this time never will.
+/// Limit for opening the shim's gate, which the shim reads within milliseconds.
 const GATE_WAIT: Duration = Duration::from_secs(10);
-/// What comes on top of grace and the killing of the family: the wait for its leader, and for the last of its output.
+/// Time that a stop may take beyond its grace and the kill: the wait for the leader and for the last output.
 const STOP_SLACK: Duration = Duration::from_secs(7);
 
-/// How one incarnation of a child ended.
+/// The report of the end of one incarnation of a child.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct ExitReport {
-    /// Counts from 1; grows with each restart.
+    /// Number of the incarnation: counts from 1 and grows with each restart.
     pub incarnation: u32,
-    /// The exit status; `None` when it could not be started again (then [`reason`](Self::reason) says why) or did not
-    /// end although killed.
+    /// The exit status. `None` if the child could not be restarted or did not end after `SIGKILL`;
+    /// [`reason`](Self::reason) states the cause.
     pub status: Option<ExitStatus>,
-    /// In words: `exit status: 1`, or why the start failed.
+    /// The exit as text: `exit status: 1`, or the reason why the start failed.
     pub reason: String,
-    /// The last lines of its standard error, oldest first.
+    /// The last lines of standard error, oldest first.
     pub stderr_tail: Arc<[String]>,
 }
 
@@ -55,46 +55,47 @@ impl fmt::Display for ExitReport {
     }
 }
 
-/// Where a child stands. `GaveUp` and `Stopped` are final.
+/// The state of a child. `GaveUp` and `Stopped` are final.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub enum ChildState {
-    /// The process is being made.
+    /// The process is being created.
     Starting {
-        /// Counts from 1.
+        /// Number of the incarnation, from 1.
         incarnation: u32,
     },
-    /// The program runs; whether it serves already, only its health route knows.
+    /// The program runs. Only its health route reports whether it serves requests.
     Running {
-        /// Its process id, also its process group and session.
+        /// Process ID, which is also the ID of its process group and session.
         pid: u32,
-        /// Counts from 1.
+        /// Number of the incarnation, from 1.
         incarnation: u32,
     },
-    /// It ended by itself, with all that it had started; what follows is decided next.
+    /// The program exited on its own, and its descendants were ended. A restart or `GaveUp` follows.
     Exited(ExitReport),
-    /// It will be started again.
+    /// The program will be restarted.
     Backoff {
-        /// The pause before the restart.
+        /// Time until the restart.
         delay: Duration,
-        /// How the last incarnation ended.
+        /// The end of the last incarnation.
         last: ExitReport,
     },
-    /// The restart budget is spent.
+    /// The restart limit was reached.
     GaveUp(ExitReport),
-    /// It was asked to stop, and is gone. `None`: it was not running at that moment and had not run before.
+    /// The child was stopped and has ended. `None` if it was not running when the stop was requested and had never run.
     Stopped(Option<ExitReport>),
 }
 
 impl ChildState {
-    /// Whether nothing follows.
+    /// Returns `true` if no other state follows.
     #[must_use]
     pub fn is_final(&self) -> bool {
         matches!(self, Self::GaveUp(_) | Self::Stopped(_))
     }
 }
 
-/// A running child's controls. Cheap to clone; dropping it leaves the child to its [`Launcher`](crate::launch::Launcher).
+/// Controls a running child. Cheap to clone. Dropping it does not stop the child; its
+/// [`Launcher`](crate::launch::Launcher) still manages it.
 #[derive(Debug, Clone)]
 pub struct ChildHandle {
     pub(super) name: Arc<str>,
@@ -103,26 +104,26 @@ pub struct ChildHandle {
 }
 
 impl ChildHandle {
-    /// The child's name.
+    /// Returns the child's name.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// The child's state and its changes. A slow reader sees the newest state only; each state of an ended child
-    /// carries the report of how it ended, so none is needed to understand the next.
+    /// Returns the child's state and its changes. A slow reader sees only the newest state. Each state of an ended
+    /// child contains the report of its end, so skipped states lose no information.
     #[must_use]
     pub fn events(&self) -> watch::Receiver<ChildState> {
         self.state.clone()
     }
 
-    /// Stops the child with all that it started: `SIGINT` now (what NeMo Gym sends), `SIGTERM` after half of `grace`,
-    /// `SIGKILL` after all of it. Returns the final state; at once when the child is final already.
+    /// Stops the child and its descendants: sends `SIGINT` at once, as NeMo Gym does, `SIGTERM` after half of `grace`,
+    /// and `SIGKILL` after all of it. Returns the final state, at once if the child already reached it.
     ///
-    /// A second call can shorten the grace, never lengthen it. Waits at most `grace` and twelve seconds.
+    /// A later call can shorten the grace but not extend it. Waits at most `grace` and twelve seconds.
     ///
     /// # Errors
-    /// [`LaunchError::StillAlive`] when a process does not even go after `SIGKILL`.
+    /// [`LaunchError::StillAlive`] if a process does not end after `SIGKILL`.
     #[must_use = "a future does nothing until it is awaited"]
     pub fn stop(&self, grace: Duration) -> BoxFuture<'_, Result<ChildState, LaunchError>> {
         Box::pin(async move {
@@ -138,7 +139,8 @@ impl ChildHandle {
             if let Ok(Ok(last)) = timeout(grace + KILL_WAIT + STOP_SLACK, state.wait_for(ChildState::is_final)).await {
                 return Ok(last.clone());
             }
-            // Too late, or the supervisor is gone: its first start failed, or the launcher or runtime was dropped.
+            // The child has ended, or its supervisor has: the first start failed, or the launcher or runtime was
+            // dropped.
             let pids = match &*self.state.borrow() {
                 ChildState::Running { pid, .. } => i32::try_from(*pid).into_iter().collect(),
                 last if self.state.has_changed().is_err() => {
@@ -156,7 +158,7 @@ impl ChildHandle {
     }
 }
 
-/// One incarnation.
+/// A running incarnation of a child.
 pub(super) struct RunningChild {
     process: Child,
     leader: SessionLeader,
@@ -166,7 +168,7 @@ pub(super) struct RunningChild {
     number: u32,
 }
 
-/// Everything a supervisor needs.
+/// The state of a child's supervisor.
 pub(super) struct ChildSupervisor {
     pub(super) shared: Arc<SupervisionContext>,
     pub(super) spec: ChildSpec,
@@ -177,7 +179,7 @@ pub(super) struct ChildSupervisor {
 }
 
 impl ChildSupervisor {
-    /// Starts one incarnation: shim first, then the watchdog's register, then the program.
+    /// Starts one incarnation: first the shim, then the registration with the watchdog, then the program.
     pub(super) async fn start(&self, number: u32) -> Result<RunningChild, LaunchError> {
         let program = self.spec.resolve()?;
         let refused = |program: PathBuf, source| LaunchError::Spawn { name: self.spec.name.clone(), program, source };
@@ -195,21 +197,21 @@ impl ChildSupervisor {
             output.spawn(forward(Box::new(err), name, Stream::Stderr, self.shared.sink.clone(), tail.clone()).boxed());
         }
         let pid = process.id().and_then(|pid| i32::try_from(pid).ok());
-        // The shim waits at its gate, so both are there; without them nothing could be registered, and `process` is
-        // killed when it is dropped here.
+        // The shim waits at its gate, so both exist. Without them the process cannot be registered; `process` is then
+        // dropped, which kills it.
         let (Some(pid), Some(mut gate)) = (pid, process.stdin.take()) else {
-            return Err(refused(program, std::io::Error::other("it has no process id or input pipe")));
+            return Err(refused(program, std::io::Error::other("the shim has no process ID or standard input")));
         };
         let leader = SessionLeader { pid, start_ticks: start_ticks(pid).unwrap_or(0) };
         if let Some(cgroup) = &self.spec.cgroup {
-            // The kernel's answer to a write of one number; nothing here waits for a disk.
+            // Writes one number to the kernel; does not wait for a disk.
             std::fs::write(cgroup.join("cgroup.procs"), pid.to_string())
                 .map_err(|error| refused(cgroup.clone(), error))?;
         }
         self.shared.register(leader).await?;
         let opened = timeout(GATE_WAIT, gate.write_all(&[shim::GATE_OPEN])).await;
         if let Err(error) = opened.unwrap_or_else(|late| Err(late.into()))
-            // A shim that ended already says why on its standard error, which the exit report carries.
+            // A shim that ended has printed the reason to standard error, which the exit report contains.
             && error.kind() != std::io::ErrorKind::BrokenPipe
         {
             self.shared.forget(leader).await;
@@ -226,7 +228,7 @@ impl ChildSupervisor {
             command.env_clear();
         }
         command.envs(&self.spec.env);
-        // Launchers nest: a child may be a launcher itself, and belongs to both.
+        // Launchers can be nested: a child that is a launcher belongs to both.
         let mark = match std::env::var(MARK_VARIABLE) {
             Ok(outer) if !outer.is_empty() => format!("{outer}:{}", self.mark),
             _ => self.mark.clone(),
@@ -239,7 +241,7 @@ impl ChildSupervisor {
         command
     }
 
-    /// Lives as long as the child does.
+    /// Runs until the child reaches a final state.
     pub(super) async fn run(mut self, first: RunningChild) {
         let mut number = first.number;
         let mut current = Ok(first);
@@ -271,7 +273,7 @@ impl ChildSupervisor {
             tracing::warn!(server = %self.spec.name, incarnation = number, reason = %last.reason, "child exited");
             self.state.send_replace(ChildState::Exited(last.clone()));
             let Some(delay) = self.budget.next(Instant::now()) else {
-                tracing::error!(server = %self.spec.name, "restart budget spent");
+                tracing::error!(server = %self.spec.name, "restart limit reached");
                 self.state.send_replace(ChildState::GaveUp(last));
                 return;
             };
@@ -289,13 +291,14 @@ impl ChildSupervisor {
         }
     }
 
-    /// After the program ended by itself: ends what it left behind, which would hold its port, and reports.
+    /// Called after the program exited on its own: ends its remaining descendants, which may hold its port, and reports
+    /// the exit.
     async fn reap(&self, incarnation: RunningChild, status: std::io::Result<ExitStatus>) -> ExitReport {
         let steps = [(Duration::ZERO, Signal::TERM), (self.spec.stop_grace, Signal::KILL)];
         let mut stop = self.stop.clone();
         let left = tokio::select! { biased;
             left = incarnation.tree.end(&steps) => left,
-            // Somebody may not want to wait as long as this child's grace.
+            // A stop may have been requested with a shorter grace than this child's.
             () = stop_due(&mut stop) => incarnation.tree.end(&[(Duration::ZERO, Signal::KILL)]).await,
         };
         self.report(incarnation, status.map_err(|error| error.to_string()), &left).await
@@ -310,10 +313,10 @@ impl ChildSupervisor {
         let RunningChild { process, tree, .. } = &mut incarnation;
         let left = tokio::select! { biased;
             left = tree.end(steps) => left,
-            // The grace was shortened meanwhile.
+            // The grace was shortened in the meantime.
             () = stop_due(&mut stop) => tree.end(&[(Duration::ZERO, Signal::KILL)]).await,
         };
-        // Reaped only now: until here its number, which is the group's, could not go to anybody else.
+        // Reaped only now: until then the kernel cannot reuse its process ID, which is also the ID of the group.
         let status = match timeout(KILL_WAIT, process.wait()).await {
             Ok(status) => status.map_err(|error| error.to_string()),
             Err(_) => Err("did not end after SIGKILL".to_owned()),
@@ -327,14 +330,14 @@ impl ChildSupervisor {
         status: Result<ExitStatus, String>,
         left: &[TreeProcess],
     ) -> ExitReport {
-        // Somebody outside the family may hold the pipes open; then the last lines are those that came so far.
+        // Another process may hold the pipes open; the report then contains the lines received so far.
         let _ = timeout(DRAIN_WAIT, async { while incarnation.output.join_next().await.is_some() {} }).await;
         incarnation.output.abort_all();
         if left.is_empty() {
             self.shared.forget(incarnation.leader).await;
         } else {
             let pids: Vec<i32> = left.iter().map(TreeProcess::pid).collect();
-            tracing::error!(server = %self.spec.name, ?pids, "processes left after SIGKILL");
+            tracing::error!(server = %self.spec.name, ?pids, "processes did not end after SIGKILL");
         }
         let (status, reason) = match status {
             Ok(status) => (Some(status), status.to_string()),
@@ -344,7 +347,7 @@ impl ChildSupervisor {
     }
 }
 
-/// Waits until a stop is asked for. The launcher keeps the sender, so it cannot be gone while this runs.
+/// Waits until a stop is requested. The launcher holds the sender, so it exists while this runs.
 async fn stop_wanted(stop: &mut watch::Receiver<Option<Instant>>) -> Instant {
     match stop.wait_for(Option::is_some).await.map(|wanted| *wanted) {
         Ok(Some(until)) => until,
@@ -352,7 +355,7 @@ async fn stop_wanted(stop: &mut watch::Receiver<Option<Instant>>) -> Instant {
     }
 }
 
-/// Waits until the grace of a stop is over, following it when it is shortened.
+/// Waits until the grace of a stop has passed, and follows it when it is shortened.
 async fn stop_due(stop: &mut watch::Receiver<Option<Instant>>) {
     loop {
         let until = stop_wanted(stop).await;

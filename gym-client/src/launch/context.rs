@@ -1,4 +1,5 @@
-//! What the supervisors of one launcher's children share: its settings, and the watchdog with all leaders that it knows.
+//! State that the supervisors of a launcher's children share: the settings, and the watchdog with its registered
+//! leaders.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -11,7 +12,7 @@ use crate::launch::lines::LineSink;
 use crate::launch::process::tree::SessionLeader;
 use crate::launch::process::watchdog::Watchdog;
 
-/// What the supervisors share. The launcher does not hold its children through it, so dropping the launcher ends them.
+/// The state that supervisors share. It does not own the children, so dropping the launcher ends them.
 pub(super) struct SupervisionContext {
     pub(super) shim: PathBuf,
     pub(super) identity: String,
@@ -36,7 +37,7 @@ impl fmt::Debug for SupervisionContext {
 }
 
 impl SupervisionContext {
-    /// Tells the watchdog about a child, starting the watchdog with the first one and again should it be gone.
+    /// Registers a child with the watchdog. Starts the watchdog for the first child, and again if it has ended.
     pub(super) async fn register(&self, leader: SessionLeader) -> Result<(), LaunchError> {
         let mut guarded = self.watchdog.lock().await;
         guarded.leaders.push(leader);
@@ -46,7 +47,7 @@ impl SupervisionContext {
             return Ok(());
         }
         if let Some(dead) = guarded.watchdog.take() {
-            tracing::warn!("the watchdog is gone; starting another");
+            tracing::warn!("the watchdog ended; starting another");
             dead.discard().await;
         }
         let failed = |reason| LaunchError::Watchdog { shim: self.shim.clone(), reason };
@@ -73,8 +74,8 @@ impl SupervisionContext {
         let mut guarded = self.watchdog.lock().await;
         guarded.leaders.retain(|known| *known != leader);
         if let Some(watchdog) = &mut guarded.watchdog {
-            // A dead watchdog is noticed, and replaced, at the next start. A stale entry does no harm: the start time
-            // tells a new process of that number apart.
+            // A dead watchdog is detected and replaced at the next start. A stale entry does no harm, because the start
+            // time distinguishes a new process with the same ID.
             let _ = watchdog.forget(leader).await;
         }
     }

@@ -1,20 +1,21 @@
-//! What can go wrong before a child runs, each with its fix.
+//! Errors of starting and stopping child processes.
 
 use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// Why a child could not be started or stopped. Every message names the child and says what to do.
+/// An error of starting or stopping a child. Every message names the child and the fix.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LaunchError {
-    /// [`enter`](crate::launch::enter) was not called, so running this executable again would run its `main` a second time.
+    /// [`enter`](crate::launch::enter) was not called, so executing this program again would run its `main` a second
+    /// time.
     #[error(
         "launch children from this program: call gym_client::launch::enter() as the first line of main, \
          or name an executable that does with Launcher::builder().shim(path)"
     )]
     NotEntered,
-    /// The executable that should be shim and watchdog did not behave as one.
+    /// The executable for shim and watchdog did not behave as expected.
     #[error(
         "start the watchdog from {}: {reason}; its main must call gym_client::launch::enter() before anything else",
         shim.display()
@@ -22,92 +23,92 @@ pub enum LaunchError {
     Watchdog {
         /// The executable that was started.
         shim: PathBuf,
-        /// What happened instead.
+        /// The cause.
         reason: String,
     },
     /// The launcher was shut down.
-    #[error("start {name}: the launcher is shut down; make a new one")]
+    #[error("start {name}: the launcher was shut down; create a new one")]
     ShutDown {
-        /// The child.
+        /// Name of the child.
         name: String,
     },
-    /// A living child has the name already.
+    /// A running child has the same name.
     #[error("start {name}: a child of this name is running; stop it first or choose another name")]
     DuplicateName {
-        /// The child.
+        /// Name of the child.
         name: String,
     },
-    /// The specification holds text that cannot be handed to a process.
+    /// The specification contains text that cannot be passed to a process.
     #[error("start {name}: {what} {problem}")]
     Text {
-        /// The child.
+        /// Name of the child.
         name: String,
-        /// Which argument or variable.
+        /// The argument or variable.
         what: String,
-        /// What is wrong with it, and the fix.
+        /// The cause and the fix.
         problem: String,
     },
-    /// No such program.
+    /// The program was not found.
     #[error(
         "start {name}: program {} not found{}; install it or give its full path",
         program.display(),
         looked_in.as_ref().map(|path| format!(" (looked in {path})")).unwrap_or_default()
     )]
     ProgramNotFound {
-        /// The child.
+        /// Name of the child.
         name: String,
-        /// The program as given.
+        /// The program as specified.
         program: PathBuf,
-        /// The search path, for a program given without a folder.
+        /// The search path, for a program without a directory.
         looked_in: Option<String>,
     },
-    /// The program is there but is no executable file.
+    /// The program exists but is not an executable file.
     #[error("start {name}: {} is {problem}", program.display())]
     NotExecutable {
-        /// The child.
+        /// Name of the child.
         name: String,
-        /// The file found.
+        /// The file that was found.
         program: PathBuf,
-        /// What it is instead, and the fix.
+        /// The cause and the fix.
         problem: &'static str,
     },
-    /// The working directory is missing or is no directory.
+    /// The working directory does not exist or is not a directory.
     #[error("start {name}: working directory {}: {problem}; create it or correct `cwd`", cwd.display())]
     WorkingDirectory {
-        /// The child.
+        /// Name of the child.
         name: String,
-        /// The directory as given.
+        /// The directory as specified.
         cwd: PathBuf,
-        /// What is wrong with it.
+        /// The cause.
         problem: String,
     },
-    /// The operating system refused.
+    /// The operating system rejected the start.
     #[error("start {name}: run {}: {source}{}", program.display(), hint(source))]
     Spawn {
-        /// The child.
+        /// Name of the child.
         name: String,
         /// The program.
         program: PathBuf,
-        /// What the system said.
+        /// The error of the operating system.
         source: io::Error,
     },
-    /// Processes are left although they were killed.
+    /// Processes did not end after they were killed.
     #[error(
-        "stop {name}: processes {pids:?} still there {} s after SIGKILL; they hang in the kernel \
+        "stop {name}: processes {pids:?} still exist {} s after SIGKILL; they are blocked in the kernel \
          (often a dead network mount): see `cat /proc/PID/stack` as root",
         waited.as_secs()
     )]
     StillAlive {
-        /// The child.
+        /// Name of the child.
         name: String,
-        /// Who is left; empty when the child itself was not seen to end.
+        /// The remaining process IDs; empty if only the exit of the child itself was not observed.
         pids: Vec<i32>,
-        /// How long we waited after the kill.
+        /// Time waited after `SIGKILL`.
         waited: Duration,
     },
 }
 
-/// The fix for the refusals that have one.
+/// Returns the fix for errors that have a known one.
 fn hint(error: &io::Error) -> &'static str {
     let Some(code) = error.raw_os_error() else { return "" };
     match rustix::io::Errno::from_raw_os_error(code) {
@@ -115,7 +116,7 @@ fn hint(error: &io::Error) -> &'static str {
         rustix::io::Errno::NFILE => "; the machine is out of open files (fs.file-max)",
         rustix::io::Errno::AGAIN => "; raise the limit on processes (ulimit -u, or the pids limit of the container)",
         rustix::io::Errno::NOMEM => "; the machine or container is out of memory",
-        rustix::io::Errno::TOOBIG => "; arguments and environment together are too long: make them shorter",
+        rustix::io::Errno::TOOBIG => "; shorten the arguments or the environment, which are too long together",
         _ => "",
     }
 }

@@ -1,4 +1,4 @@
-//! Starts children and stops them all.
+//! Starts child processes and stops all of them.
 
 use std::fmt;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -20,9 +20,9 @@ use crate::launch::lines::LineSink;
 use crate::launch::process::{roles, tree};
 use crate::launch::spec::{ChildSpec, RestartBudget};
 
-/// Starts children, restarts them within their budgets, and stops them all.
+/// Starts children, restarts them within their limits, and stops all of them.
 ///
-/// Dropping it ends them too, but in no order and without waiting: the watchdog does it. Use
+/// Dropping the launcher also ends the children, but in no order and without waiting, because the watchdog does it. Use
 /// [`shutdown`](Self::shutdown) for an orderly end.
 #[derive(Debug)]
 pub struct Launcher {
@@ -35,7 +35,7 @@ pub struct Launcher {
 struct ChildTable {
     closed: bool,
     next_mark: u64,
-    /// In the order of their starts.
+    /// In the order in which they were started.
     entries: Vec<ChildEntry>,
 }
 
@@ -43,11 +43,11 @@ struct ChildTable {
 struct ChildEntry {
     handle: ChildHandle,
     grace: Duration,
-    /// `None` while the first start is under way.
+    /// `None` during the first start.
     supervisor: Option<JoinHandle<()>>,
 }
 
-/// Settings of a [`Launcher`].
+/// Builds a [`Launcher`]; each method documents its default.
 pub struct LauncherBuilder {
     shim: Option<PathBuf>,
     seed: u64,
@@ -66,39 +66,40 @@ impl fmt::Debug for LauncherBuilder {
 }
 
 impl LauncherBuilder {
-    /// The executable that becomes shim and watchdog; its `main` must call [`enter`](crate::launch::enter) first. Default: the running
-    /// executable by `/proc/self/exe`, which stays right when the file is replaced or deleted meanwhile.
+    /// Sets the executable for shim and watchdog. Its `main` must call [`enter`](crate::launch::enter) first. Default:
+    /// the running executable through `/proc/self/exe`, which remains valid if the file is replaced or deleted.
     #[must_use]
     pub fn shim(mut self, executable: impl Into<PathBuf>) -> Self {
         self.shim = Some(executable.into());
         self
     }
 
-    /// The seed of the jitter between restarts; each child's also depends on its name. Default 0.
+    /// Sets the seed of the jitter between restarts; the jitter of a child also depends on its name. Default: 0.
     #[must_use]
     pub fn seed(mut self, seed: u64) -> Self {
         self.seed = seed;
         self
     }
 
-    /// How long the watchdog waits between `SIGTERM` and `SIGKILL` when the controller died. Default 3 s.
+    /// Sets the time that the watchdog waits between `SIGTERM` and `SIGKILL` after the controller has died. Default: 3
+    /// s.
     #[must_use]
     pub fn orphan_grace(mut self, grace: Duration) -> Self {
         self.grace = grace;
         self
     }
 
-    /// Where the children's output lines go. Default: nowhere.
+    /// Sets the sink for the children's output lines. Default: output is discarded.
     #[must_use]
     pub fn lines(mut self, sink: LineSink) -> Self {
         self.sink = sink;
         self
     }
 
-    /// Makes the launcher. No process is started before the first child.
+    /// Creates the launcher. Starts no process before the first child.
     ///
     /// # Errors
-    /// [`LaunchError::NotEntered`] when no shim is named and this program did not call [`enter`](crate::launch::enter).
+    /// [`LaunchError::NotEntered`] if no shim is set and this program did not call [`enter`](crate::launch::enter).
     pub fn build(self) -> Result<Launcher, LaunchError> {
         let shim = match self.shim {
             Some(shim) => shim,
@@ -119,7 +120,8 @@ impl LauncherBuilder {
     }
 }
 
-/// Names this launcher on this machine, until reboot: process, its start time, and a count within the process.
+/// Returns a name of this launcher that is unique on this machine until reboot: process ID, start time and a count
+/// within the process.
 fn identity() -> String {
     static LAUNCHERS: AtomicU64 = AtomicU64::new(0);
     let pid = std::process::id();
@@ -128,26 +130,27 @@ fn identity() -> String {
 }
 
 impl Launcher {
-    /// A launcher with default settings.
+    /// Creates a launcher with default settings.
     ///
     /// # Errors
-    /// [`LaunchError::NotEntered`] when this program did not call [`enter`](crate::launch::enter).
+    /// [`LaunchError::NotEntered`] if this program did not call [`enter`](crate::launch::enter).
     pub fn new() -> Result<Self, LaunchError> {
         Self::builder().build()
     }
 
-    /// Settings first.
+    /// Returns a builder with default settings.
     #[must_use]
     pub fn builder() -> LauncherBuilder {
         LauncherBuilder { shim: None, seed: 0, grace: Duration::from_secs(3), sink: Arc::new(|_, _, _| {}) }
     }
 
-    /// Starts a child and watches it. Returns when the program is being executed, which is before it serves anything.
+    /// Starts a child and supervises it. Returns when the program is being executed, before it serves requests.
     ///
-    /// A failure of this first start is returned and not retried; later ones count against the restart budget.
+    /// If this first start fails, the error is returned without a retry; later starts count towards the restart limit.
     ///
     /// # Errors
-    /// See [`LaunchError`]: wrong specification, program or folder missing, no resources, launcher shut down.
+    /// See [`LaunchError`]: invalid specification, missing program or directory, insufficient resources, launcher shut
+    /// down.
     #[must_use = "a future does nothing until it is awaited"]
     pub fn spawn(&self, spec: ChildSpec) -> BoxFuture<'_, Result<ChildHandle, LaunchError>> {
         Box::pin(async move {
@@ -179,7 +182,7 @@ impl Launcher {
         })
     }
 
-    /// Takes the name and the place in the order.
+    /// Reserves the child's name and its position in the order of starts.
     fn reserve(&self, handle: &ChildHandle, grace: Duration) -> Result<String, LaunchError> {
         let mut children = self.lock();
         if children.closed {
@@ -194,7 +197,7 @@ impl Launcher {
         Ok(format!("{}.{}", self.shared.identity, children.next_mark))
     }
 
-    /// The children that are not final, in the order of their starts.
+    /// Returns the children that have not ended, in the order of their starts.
     #[must_use]
     pub fn children(&self) -> Vec<ChildHandle> {
         let children = self.lock();
@@ -202,12 +205,12 @@ impl Launcher {
         living.map(|entry| entry.handle.clone()).collect()
     }
 
-    /// Stops all children, the last started first, each gone before the next is asked. Each gets its own
-    /// [`stop_grace`](ChildSpec::stop_grace), and all together `grace`: when that is over, the rest is killed at once.
-    /// Then no child can be started any more.
+    /// Stops all children, the last started first, and waits for each before it stops the next. Each child gets its own
+    /// [`stop_grace`](ChildSpec::stop_grace); all together get `grace`, after which the rest is killed at once. Later
+    /// starts are rejected.
     ///
     /// # Errors
-    /// The first child that could not be stopped; the others are stopped all the same.
+    /// The error of the first child that could not be stopped; the others are stopped nevertheless.
     #[must_use = "a future does nothing until it is awaited"]
     pub fn shutdown(&self, grace: Duration) -> BoxFuture<'_, Result<(), LaunchError>> {
         Box::pin(async move {
@@ -226,7 +229,7 @@ impl Launcher {
             }
             let watchdog = self.shared.watchdog.lock().await.watchdog.take();
             if let Some(watchdog) = watchdog {
-                // It has nothing left to end, unless a child could not be stopped.
+                // The watchdog has no process left to end, unless a child could not be stopped.
                 watchdog.end(self.shared.grace + tree::KILL_WAIT + Duration::from_secs(1)).await;
             }
             failed.map_or(Ok(()), Err)
@@ -242,15 +245,15 @@ impl Drop for Launcher {
     fn drop(&mut self) {
         for entry in &self.lock().entries {
             if let Some(supervisor) = &entry.supervisor {
-                // Takes the process handle with it, which kills the child; its family is the watchdog's, whose pipe
-                // closes with the last supervisor.
+                // Drops the process handle, which kills the child. The watchdog ends its descendants when the last
+                // supervisor closes the pipe.
                 supervisor.abort();
             }
         }
     }
 }
 
-/// Takes a name back when the child did not come to life.
+/// Releases the name if the start failed.
 struct NameReservation<'a> {
     launcher: &'a Launcher,
     name: &'a Arc<str>,
@@ -270,8 +273,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_program_that_did_not_enter_is_told_to() {
-        // The test harness owns `main` here, so `enter` was not called.
+    fn a_program_that_did_not_call_enter_gets_an_error_that_says_so() {
+        // The test harness owns `main`, so `enter` was not called.
         let text = Launcher::new().expect_err("not entered").to_string();
         assert!(text.contains("launch::enter()") && text.contains("first line of main"), "{text}");
     }

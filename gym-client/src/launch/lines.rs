@@ -1,4 +1,4 @@
-//! A child's output: whole lines, bounded in length, readable whatever bytes come.
+//! Splits a child's output into lines of bounded length; bytes that are not UTF-8 are replaced.
 
 use std::collections::VecDeque;
 use std::io::Write;
@@ -6,14 +6,14 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use tokio::io::{AsyncRead, AsyncReadExt};
 
-/// Bytes of one line that are kept; a JSON body printed by mistake must not become our memory.
+/// Bytes kept of one line, so that a JSON body printed by mistake does not fill memory.
 const LINE_BYTES_MAX: usize = 16 * 1024;
-/// Lines of standard error kept for the report of an exit: a Python traceback and what led to it.
+/// Lines of standard error kept for the exit report: enough for a Python traceback and the lines before it.
 const TAIL_LINES: usize = 60;
 /// Bytes read at once.
 const READ_BYTES: usize = 8 * 1024;
 
-/// Which of a child's outputs a line came from.
+/// The output stream of a line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stream {
     /// Standard output.
@@ -22,12 +22,12 @@ pub enum Stream {
     Stderr,
 }
 
-/// Takes a child's output lines: name of the child, stream, line without its end.
+/// Receives the output lines of a child: the child's name, the stream, and the line without its end.
 ///
-/// Called from the runtime's threads in the order of the lines of one stream; must not block for long.
+/// Called on runtime threads, in the order of the lines of one stream. Must not block for long.
 pub type LineSink = Arc<dyn Fn(&str, Stream, &str) + Send + Sync>;
 
-/// A sink that writes `[name] line` to `writer`, each line in one piece.
+/// Returns a sink that writes `[name] line` to `writer`, each line in one write.
 ///
 /// ```
 /// let sink = gym_client::launch::prefixed(std::io::stderr());
@@ -38,7 +38,7 @@ pub fn prefixed(writer: impl Write + Send + 'static) -> LineSink {
     Arc::new(move |name, _stream, line| {
         let text = format!("[{name}] {line}\n");
         let mut writer = writer.lock().unwrap_or_else(PoisonError::into_inner);
-        // A log that cannot be written must not stop the server that writes it.
+        // A failed write of the log must not stop the server that produced the line.
         let _ = writer.write_all(text.as_bytes()).and_then(|()| writer.flush());
     })
 }
@@ -61,7 +61,7 @@ impl OutputTail {
     }
 }
 
-/// Reads `input` to its end.
+/// Reads `input` until it ends.
 pub(super) async fn forward(
     mut input: Box<dyn AsyncRead + Send + Unpin>,
     name: Arc<str>,
@@ -86,7 +86,8 @@ pub(super) async fn forward(
     splitter.finish(emit);
 }
 
-/// Cuts bytes into lines. A carriage return ends a line too: progress bars write nothing else for minutes.
+/// Splits bytes into lines. A carriage return also ends a line, because progress bars may write nothing else for
+/// minutes.
 #[derive(Debug, Default)]
 struct LineSplitter {
     line: Vec<u8>,
@@ -129,7 +130,7 @@ impl LineSplitter {
         self.cut = 0;
     }
 
-    /// What stands after the last line end is a line as well.
+    /// Emits the text after the last line end.
     fn finish(&mut self, mut emit: impl FnMut(&str)) {
         if !self.line.is_empty() {
             self.emit(&mut emit);
@@ -185,7 +186,7 @@ mod tests {
     }
 
     proptest! {
-        /// Where reads happen to end changes nothing.
+        /// The boundaries of reads do not affect the lines.
         #[test]
         fn lines_do_not_depend_on_reads(bytes in proptest::collection::vec(prop_oneof![Just(b'\n'), Just(b'\r'), any::<u8>()], 0..200), at in 0_usize..200, step in 1_usize..7) {
             let at = at.min(bytes.len());

@@ -1,4 +1,4 @@
-//! Child processes that cannot outlive us, without `unsafe`.
+//! Child processes that cannot outlive their controller, without `unsafe`.
 //!
 //! ```text
 //!   controller ──pipe──▶ watchdog        controller dies ─▶ pipe closes ─▶ SIGTERM, grace, SIGKILL to every family
@@ -7,7 +7,7 @@
 //!                              PDEATHSIG    restarted within a budget; stopped with SIGINT, SIGTERM, SIGKILL
 //! ```
 //!
-//! A program that launches children calls [`enter`] as the first line of its `main`; then:
+//! A program that launches children calls [`enter`] as the first line of its `main`:
 //!
 //! ```no_run
 //! use gym_client::launch::{self, ChildSpec, Launcher};
@@ -26,23 +26,24 @@
 //! }
 //! ```
 //!
-//! # What is promised, and what is not
+//! # Guarantees and limits
 //!
-//! - However the controller ends (`kill -9` included), the child gets `SIGKILL` from the kernel, and everything it
-//!   started is ended by the watchdog: process group, session, descendants, and whoever inherited the mark in its
-//!   environment (`GYM_LAUNCH_MARK`), so `setsid` and double forks are no escape.
-//! - Not found: a process that left group and session, whose parents are gone, *and* whose environment no longer shows
-//!   the mark (cleared, or overwritten by a program that rewrites its title); one that runs as another user; one that
-//!   somebody else started on request (a container daemon, a cluster scheduler).
-//! - If controller and watchdog are both killed at the same instant, direct children still die, grandchildren may not.
-//! - A watchdog that somebody killed is replaced at the next start or restart of a child, not before.
-//! - A program with set-user-id bits or file capabilities loses the parent-death signal at `exec`; the watchdog still
-//!   applies, as far as it may signal that user.
-//! - A program that puts itself into the background counts as exited, and what it left is ended before a restart.
-//! - A controller that is process 1 of a container inherits orphans as zombies: give the container an init.
+//! - However the controller ends (including `kill -9`), the kernel sends the child `SIGKILL`, and the watchdog ends
+//!   everything that the child started: its process group, session, descendants, and all processes that inherited the
+//!   mark in their environment (`GYM_LAUNCH_MARK`). `setsid` and double forks therefore do not escape.
+//! - Not found: a process that left its group and session, whose parents have ended, *and* whose environment no longer
+//!   contains the mark (cleared, or overwritten by a program that rewrites its title); a process of another user; a
+//!   process that another service started on request (a container daemon, a cluster scheduler).
+//! - If controller and watchdog are killed at the same instant, direct children still die, but grandchildren may
+//!   survive.
+//! - A killed watchdog is replaced at the next start or restart of a child, not earlier.
+//! - A program with set-user-ID bits or file capabilities loses the parent-death signal at `exec`. The watchdog still
+//!   applies if it may signal that user.
+//! - A program that moves to the background counts as exited, and its remaining processes are ended before a restart.
+//! - A controller that is process 1 of a container inherits orphans as zombies; run an init in the container.
 //! - Children get no terminal and an empty standard input.
 //!
-//! Linux only.
+//! Supports only Linux.
 
 mod child;
 mod context;
@@ -64,14 +65,14 @@ pub use ucx::{UCX_SETTINGS, prepare_ucx};
 
 use process::{roles, shim, watchdog};
 
-/// Must be the first line of `main` in every program that launches children.
+/// Turns the process into a shim or watchdog if it was started as one. Must be the first line of `main` in every
+/// program that launches children.
 ///
-/// Children and the watchdog are started by running the current executable again with a hidden first argument. In
-/// such a process this function does not return: the process becomes the child's program, or the watchdog, or says what
-/// UCX there is. In all others it returns at once, and [`Launcher`] knows from then on that the
-/// executable is fit to be run again.
+/// Children and the watchdog are started by executing the current program again with a hidden first argument. In such a
+/// process this function does not return: the process becomes the child's program or the watchdog, or reports on UCX.
+/// Otherwise it returns at once, and [`Launcher`] may execute the program again.
 ///
-/// Call it before any thread is started and before arguments are parsed.
+/// Call it before threads are started and before arguments are parsed.
 pub fn enter() {
     let mut arguments = std::env::args_os().skip(1);
     match arguments.next() {

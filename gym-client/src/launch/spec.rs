@@ -1,4 +1,4 @@
-//! What to run, and how often to try again.
+//! The specification of a child: its program, environment and restart policy.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ffi::{OsStr, OsString};
@@ -11,26 +11,26 @@ use tokio::time::Instant;
 
 use crate::launch::error::LaunchError;
 
-/// The kernel's limit on one argument or one `NAME=value`, the closing zero byte included (`MAX_ARG_STRLEN`).
+/// The kernel's limit for one argument or one `NAME=value`, including the terminating zero byte (`MAX_ARG_STRLEN`).
 const TEXT_BYTES_MAX: usize = 128 * 1024;
-/// Where a program is looked for when the child's environment is cleared and has no `PATH`.
+/// Search path for programs if the child's environment is cleared and has no `PATH`.
 const DEFAULT_PATH: &str = "/usr/local/bin:/usr/bin:/bin";
 
-/// How often, and how soon, a child that exited is started again.
+/// Number and delays of the restarts of a child that exits; the default is five in ten minutes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RestartPolicy {
-    /// Restarts allowed within `window`; 0 means never.
+    /// Maximum number of restarts within `window`; 0 means never. Default: 5.
     pub max_restarts: u32,
-    /// Pause before the first restart; it doubles with every restart inside the window.
+    /// Delay before the first restart; it doubles with every restart inside the window. Default: 0.5 s.
     pub backoff_min: Duration,
-    /// The longest pause.
+    /// Maximum delay. Default: 30 s.
     pub backoff_max: Duration,
-    /// Restarts longer ago than this no longer count.
+    /// Restarts before this time span no longer count. Default: 10 minutes.
     pub window: Duration,
 }
 
 impl RestartPolicy {
-    /// The first exit is final.
+    /// Never restarts: the first exit is final.
     pub const NEVER: Self = Self {
         max_restarts: 0,
         backoff_min: Duration::ZERO,
@@ -40,7 +40,7 @@ impl RestartPolicy {
 }
 
 impl Default for RestartPolicy {
-    /// Five restarts in ten minutes, 0.5 s to 30 s apart.
+    /// Returns five restarts in ten minutes, 0.5 s to 30 s apart.
     fn default() -> Self {
         Self {
             max_restarts: 5,
@@ -51,33 +51,34 @@ impl Default for RestartPolicy {
     }
 }
 
-/// A program to run as a child.
+/// The specification of a child program; [`ChildSpec::new`] sets the defaults.
 #[derive(Debug, Clone)]
 pub struct ChildSpec {
-    /// Unique among the living children of a launcher; prefixes log lines.
+    /// Name of the child, unique among the running children of a launcher; prefixes log lines.
     pub name: String,
-    /// A path, or a name to look up in the child's `PATH`. A relative path counts from `cwd`.
+    /// A path, or a name that is searched in the child's `PATH`. A relative path starts at `cwd`.
     pub program: PathBuf,
-    /// Arguments after the program's name.
+    /// Arguments after the program's name. Default: none.
     pub args: Vec<OsString>,
-    /// Variables set on top of ours.
+    /// Variables added to the inherited environment. Default: none.
     pub env: BTreeMap<OsString, OsString>,
-    /// Start from an empty environment instead of ours.
+    /// Start with an empty environment instead of the inherited one. Default: `false`.
     pub env_clear: bool,
-    /// Working directory; ours when not given.
+    /// Working directory. Default: that of the launching process.
     pub cwd: Option<PathBuf>,
-    /// What to do when the program exits without having been asked to, whatever its status.
+    /// Restart policy for an exit that was not requested, with any status. Default: [`RestartPolicy::default`].
     pub restart: RestartPolicy,
-    /// Time between asking and killing, for what a program leaves behind when it exits by itself and for
-    /// [`Launcher::shutdown`](crate::launch::launcher::Launcher::shutdown).
+    /// Time between the request to stop and the kill, for processes that remain after the program exits on its own, and
+    /// for [`Launcher::shutdown`](crate::launch::launcher::Launcher::shutdown). Default: 5 s.
     pub stop_grace: Duration,
-    /// A control group (its folder) that the child joins before its program is executed, so that all it ever starts is
-    /// in it.
+    /// Directory of a control group. The child joins it before its program is executed, so all its descendants are in
+    /// it. Default: none.
     pub cgroup: Option<PathBuf>,
 }
 
 impl ChildSpec {
-    /// A child in our environment and working directory, restarted by the default policy, with 5 s to stop.
+    /// Creates a specification with the defaults of the fields: inherited environment and working directory, default
+    /// restart policy, and 5 s to stop.
     pub fn new(name: impl Into<String>, program: impl Into<PathBuf>) -> Self {
         Self {
             name: name.into(),
@@ -99,7 +100,7 @@ impl ChildSpec {
         self
     }
 
-    /// Sets a variable.
+    /// Sets an environment variable.
     #[must_use]
     pub fn env(mut self, name: impl Into<OsString>, value: impl Into<OsString>) -> Self {
         self.env.insert(name.into(), value.into());
@@ -120,7 +121,7 @@ impl ChildSpec {
         self
     }
 
-    /// Sets the time between asking and killing.
+    /// Sets the time between the request to stop and the kill.
     #[must_use]
     pub fn stop_grace(mut self, grace: Duration) -> Self {
         self.stop_grace = grace;
@@ -134,9 +135,9 @@ impl ChildSpec {
         self
     }
 
-    /// Checks all that can be known before a process exists, and finds the program.
+    /// Checks the specification as far as possible before a process exists, and finds the program.
     ///
-    /// Better here than in the child: there it could only become an exit status and a line on standard error.
+    /// In the child, an error could only become an exit status and a line on standard error.
     pub(super) fn resolve(&self) -> Result<PathBuf, LaunchError> {
         self.check_text()?;
         if let Some(cwd) = &self.cwd {
@@ -186,25 +187,26 @@ impl ChildSpec {
         })
     }
 
-    /// Symbolic links stay: a Python interpreter finds its virtual environment by the link it was called through.
+    /// Keeps symbolic links: a Python interpreter finds its virtual environment through the link by which it was
+    /// started.
     fn absolute(&self, path: &Path) -> PathBuf {
         let base = self.cwd.clone().unwrap_or_default();
         let joined = base.join(path);
         std::path::absolute(&joined).unwrap_or(joined)
     }
 
-    /// `Err(None)`: not there. `Err(Some(problem))`: there, but cannot be run.
+    /// Returns `Err(None)` if the file does not exist, and `Err(Some(problem))` if it exists but cannot be executed.
     fn executable(&self, path: &Path) -> Result<(), Option<&'static str>> {
         let found = std::fs::metadata(path).map_err(|error| match error.kind() {
             std::io::ErrorKind::PermissionDenied => {
-                Some("in a folder that may not be entered; correct its permissions")
+                Some("in a directory without permission to enter; correct its permissions")
             }
             _ => None,
         })?;
         if found.is_dir() {
-            return Err(Some("a folder, not a program; name the file in it"));
+            return Err(Some("a directory, not a program; name the file in it"));
         }
-        // Not the mode bits: `noexec` mounts and access lists count too.
+        // Mode bits are not sufficient: `noexec` mounts and access lists also count.
         access(path, Access::EXEC_OK)
             .map_err(|_| Some("not executable; chmod +x it, or run it through its interpreter"))
     }
@@ -214,10 +216,13 @@ impl ChildSpec {
             Err(LaunchError::Text { name: self.name.escape_debug().to_string(), what, problem: problem.to_owned() })
         };
         if self.name.is_empty() || self.name.chars().any(char::is_control) {
-            return fault("its name".to_owned(), "is empty or has control characters; it prefixes log lines");
+            return fault(
+                "its name".to_owned(),
+                "is empty or has control characters; choose a printable name, because it prefixes log lines",
+            );
         }
         let too_long = |bytes: usize| {
-            format!("is {bytes} bytes long, and the kernel takes at most {}; pass it in a file", TEXT_BYTES_MAX - 1)
+            format!("is {bytes} bytes long; the kernel accepts at most {}, so pass it in a file", TEXT_BYTES_MAX - 1)
         };
         for (at, argument) in
             std::iter::once(self.program.as_os_str()).chain(self.args.iter().map(|a| &**a)).enumerate()
@@ -231,13 +236,13 @@ impl ChildSpec {
             }
         }
         if self.program.as_os_str().is_empty() {
-            return fault("its program".to_owned(), "is empty; name one");
+            return fault("its program".to_owned(), "is empty; set it");
         }
         for (name, value) in &self.env {
             let what = format!("variable {}", name.to_string_lossy().escape_debug());
             let bytes = name.as_bytes();
             if bytes.is_empty() || bytes.contains(&b'=') || bytes.contains(&0) {
-                return fault(what, "has an empty name, or one with = or a zero byte; rename it");
+                return fault(what, "has a name that is empty or contains = or a zero byte; rename it");
             }
             if value.as_bytes().contains(&0) {
                 return fault(what, "contains a zero byte; remove it");
@@ -250,7 +255,7 @@ impl ChildSpec {
     }
 }
 
-/// Restarts used and pauses due: the policy's arithmetic, apart from processes.
+/// Counts restarts and computes delays; independent of processes.
 #[derive(Debug)]
 pub(super) struct RestartBudget {
     policy: RestartPolicy,
@@ -263,7 +268,7 @@ impl RestartBudget {
         Self { policy, used: VecDeque::new(), random: fastrand::Rng::with_seed(seed) }
     }
 
-    /// The pause before the next restart, which counts from now on; `None` when the budget is spent.
+    /// Returns the delay before the next restart and counts the restart; `None` if the limit is reached.
     pub(super) fn next(&mut self, now: Instant) -> Option<Duration> {
         while self.used.front().is_some_and(|first| now.duration_since(*first) > self.policy.window) {
             self.used.pop_front();
@@ -274,7 +279,7 @@ impl RestartBudget {
         }
         self.used.push_back(now);
         let doubled = self.policy.backoff_min.saturating_mul(1_u32.checked_shl(used).unwrap_or(u32::MAX));
-        // Between half and all of it, so that children that died together do not come back together.
+        // Between half and all of the delay, so that children that died together do not restart together.
         Some(doubled.min(self.policy.backoff_max).mul_f64(0.5 + self.random.f64() / 2.0))
     }
 }
@@ -345,7 +350,7 @@ mod tests {
             (ChildSpec::new("math", "no-such-program-here"), &["math", "no-such-program-here", "looked in", "install"]),
             (ChildSpec::new("math", "/no/such/program"), &["/no/such/program", "not found"]),
             (ChildSpec::new("math", &plain), &["plain.txt", "chmod +x"]),
-            (ChildSpec::new("math", folder.path()), &["a folder, not a program"]),
+            (ChildSpec::new("math", folder.path()), &["a directory, not a program"]),
             (ChildSpec::new("math", "sh").cwd("/no/such/folder"), &["/no/such/folder", "correct `cwd`"]),
             (ChildSpec::new("math", "sh").cwd(&plain), &["plain.txt", "not a directory"]),
             (ChildSpec::new("math", "sh").env("BIG", long.clone()), &["variable BIG", "131071", "in a file"]),

@@ -1,27 +1,27 @@
-//! What UCX needs of a process before it is loaded: settings in the environment, and, for who only wants to know, a process of its
-//! own.
+//! Prepares a process for UCX: environment variables, and a separate process that only reports on UCX.
 //!
-//! UCX reads some settings once, when it is loaded, from the environment only: without them it takes over the handlers of SIGSEGV
-//! and its like (Rust's report of a stack overflow is lost) and patches libc's `mmap` in memory. A library must not write its
-//! process's environment, so a *program* that uses UCX starts itself again with them, and a launcher gives them to its children.
+//! UCX reads some settings once, when it is loaded, and only from the environment. Without them, it replaces the
+//! handlers of SIGSEGV and similar signals (so Rust's report of a stack overflow is lost) and patches libc's `mmap` in
+//! memory. A library must not change the environment of its process. A *program* that uses UCX therefore executes
+//! itself again with these variables, and a launcher sets them for its children.
 
 use gym_core::transport::TransportPolicy;
 
-/// The settings, by name. Whoever has set one already keeps theirs.
+/// The environment variables and their values. Variables that the user has set are kept.
 pub const UCX_SETTINGS: [(&str, &str); 2] = [("UCX_HANDLE_ERRORS", "none"), ("UCX_MEM_MMAP_HOOK_MODE", "none")];
 
-/// Says in the environment that the program was started again already.
+/// Environment variable that marks a program that was executed again.
 #[cfg(feature = "rdma")]
 const RESTARTED_VARIABLE: &str = "GYM_UCX_RESTARTED";
 
-/// Starts this program again, with the same arguments and under the same process id, if `policy` may use UCX and the environment
-/// lacks [`UCX_SETTINGS`]; then it does not return. Otherwise it returns at once: also without the feature `rdma`, and in a process
-/// that was started again already.
+/// Executes this program again, with the same arguments and process ID, if `policy` may use UCX and the environment
+/// lacks [`UCX_SETTINGS`]. In this case it does not return. Otherwise it returns at once: also without the feature
+/// `rdma`, and in a process that was already executed again.
 ///
 /// Call it when the configuration is known and before anything is started: children, threads with work to lose, output.
 ///
 /// # Errors
-/// When the program's file cannot be executed. UCX can be used all the same; its reports of crashes then replace Rust's.
+/// If the program's file cannot be executed. UCX can still be used; its crash reports then replace Rust's.
 pub fn prepare_ucx(policy: &TransportPolicy) -> std::io::Result<()> {
     #[cfg(feature = "rdma")]
     if policy.uses_ucx() {
@@ -43,7 +43,7 @@ fn restart() -> std::io::Result<()> {
     }
     let mut arguments = std::env::args_os();
     let name = arguments.next().unwrap_or_default();
-    // By its own name if it is still there, because that is what `ps` shows.
+    // Uses the program's own path if the file still exists, because `ps` shows it.
     let program = std::env::current_exe().ok().filter(|path| path.is_file()).unwrap_or_else(|| "/proc/self/exe".into());
     let mut command = std::process::Command::new(program);
     command.arg0(name).args(arguments).envs(missing).env(RESTARTED_VARIABLE, "1");
@@ -69,27 +69,27 @@ mod report {
     use crate::launch::process::roles::{self, REPORT_ROLE};
     use crate::launch::ucx::UCX_SETTINGS;
 
-    /// How its line begins: UCX writes lines of its own to standard output.
+    /// Prefix of the report, because UCX also writes lines to standard output.
     const MARK: &str = "gym-ucx-report ";
 
-    /// What UCX says of itself, found out in a child process, because loading it changes a process for ever. [`enter`] must have
-    /// been called in this program.
+    /// Returns UCX's report on itself. A child process loads UCX, because loading changes a process permanently.
+    /// [`enter`] must have been called in this program.
     ///
     /// [`enter`]: crate::launch::enter
     ///
     /// # Errors
-    /// Why UCX cannot be used: it is not there (with every place that was looked in and how to install it), it crashed, or it took
-    /// longer than `within`.
+    /// The reason why UCX cannot be used: it was not found (with all searched paths and how to install it), it crashed,
+    /// or it took longer than `within`.
     pub async fn ucx_report(within: Duration) -> Result<UcxReport, String> {
         if !roles::entered() {
-            return Err("UCX was not looked at: call launch::enter() as the first line of main".to_owned());
+            return Err("UCX was not checked: call launch::enter() as the first line of main".to_owned());
         }
         let mut command = Command::new("/proc/self/exe");
         let missing = UCX_SETTINGS.into_iter().filter(|(name, _)| std::env::var_os(name).is_none());
         command.arg(REPORT_ROLE).envs(missing).stdin(Stdio::null()).kill_on_drop(true);
         match tokio::time::timeout(within, command.output()).await {
             Ok(Ok(output)) => read(&output),
-            Ok(Err(error)) => Err(format!("the process that looks at UCX cannot be started: {error}")),
+            Ok(Err(error)) => Err(format!("cannot start the process that checks UCX: {error}")),
             Err(_) => Err(format!("loading UCX took longer than {within:?}")),
         }
     }
@@ -106,7 +106,7 @@ mod report {
                 };
                 let errors = String::from_utf8_lossy(&output.stderr);
                 let last = errors.lines().chain(text.lines()).last().unwrap_or("nothing");
-                Err(format!("the process that loaded UCX {how}; it said last: {last}"))
+                Err(format!("the process that loaded UCX {how}; its last line: {last}"))
             }
         }
     }
@@ -114,7 +114,7 @@ mod report {
     pub(in crate::launch) fn be_reporter() -> ! {
         let found = UcxReport::take(&LoadOptions::default()).map_err(|error| error.to_string());
         let text = serde_json::to_string(&found).expect("a report can be written as JSON");
-        // A line of its own, whatever UCX has printed.
+        // Starts a new line, whatever UCX has printed.
         let written = writeln!(std::io::stdout(), "\n{MARK}{text}");
         std::process::exit(i32::from(written.is_err()));
     }
@@ -132,13 +132,13 @@ mod report {
         }
 
         #[test]
-        fn the_answer_is_found_among_what_ucx_prints() {
+        fn the_report_is_found_in_the_output_of_ucx() {
             let answer = "[1] UCX  WARN unused environment variable\n\ngym-ucx-report {\"Err\":\"not there\"}\n";
             assert_eq!(read(&output(0, answer, "")), Err("not there".to_owned()));
         }
 
         #[test]
-        fn a_crash_is_told_with_the_last_words() {
+        fn a_crash_is_reported_with_the_last_line() {
             let error = read(&output(11, "", "loading\n")).expect_err("crashed");
             assert!(error.contains("died by signal 11") && error.contains("loading"), "{error}");
             let error = read(&output(0, "gym-ucx-report rubbish\n", "")).expect_err("rubbish");

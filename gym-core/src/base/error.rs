@@ -1,7 +1,7 @@
 //! The error type of the SDK. An error reports what failed, and whether the peer may have run the call.
 //!
-//! The latter decides whether a message may be sent again; [`Error::may_resend`] is the only implementation of that rule. Whether an
-//! *episode* is attempted again is a separate decision of the collector and its ledger.
+//! The latter decides whether a message may be sent again. [`Error::may_resend`] is the only implementation of that
+//! rule. The collector and its ledger decide separately whether an *episode* is attempted again.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -24,38 +24,38 @@ struct Inner {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum Code {
-    /// The request itself is wrong; sending it again cannot help.
+    /// The request is invalid; sending it again cannot succeed.
     InvalidArgument,
-    /// Nothing of that name is known.
+    /// There is nothing with this name.
     NotFound,
-    /// It is there already, with other contents.
+    /// There is already one with this name, and it differs.
     AlreadyExists,
-    /// The state of the peer forbids it (a lost session, a late attempt).
+    /// The state of the peer does not allow the request, as for a lost session or a late attempt.
     FailedPrecondition,
-    /// No room: a queue, a limit, a disk.
+    /// A queue, a limit or a disk is full.
     ResourceExhausted,
-    /// The peer cannot be reached, or says that it cannot serve now.
+    /// The peer cannot be reached, or reports that it cannot serve at the moment.
     Unavailable,
-    /// The deadline passed.
+    /// The deadline passed before the call was over.
     DeadlineExceeded,
-    /// The caller left, or asked for the end.
+    /// The caller disconnected or cancelled the call.
     Cancelled,
-    /// The peer does not offer this.
+    /// The peer does not support this operation.
     Unimplemented,
-    /// What arrived, or what is on disk, is not what was written.
+    /// Received or stored data differs from the data that was written.
     DataLoss,
-    /// A defect, or a foreign server's 500.
+    /// A defect, or a status 500 of a server in another language.
     Internal,
 }
 
-/// Whether the peer can have run the request.
+/// Whether the peer may have run the request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Execution {
-    /// Refused before running, or never handed over.
+    /// The request was rejected before it ran, or was never sent.
     NotStarted,
-    /// Handed over; no answer came.
+    /// The request was sent, and no response arrived. It may have run.
     Unknown,
-    /// It ran and answered.
+    /// The request ran, and the peer responded.
     Finished,
 }
 
@@ -78,13 +78,13 @@ impl Code {
         }
     }
 
-    /// The code of that wire name, if there is one.
+    /// Returns the code with this wire name.
     #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|code| code.as_str() == name)
     }
 
-    /// Every code, in the order of declaration.
+    /// All codes, in the order of declaration.
     pub const ALL: [Self; 11] = [
         Self::InvalidArgument,
         Self::NotFound,
@@ -99,7 +99,7 @@ impl Code {
         Self::Internal,
     ];
 
-    /// The code that a complete answer with this HTTP-like status stands for.
+    /// Returns the code for a complete response with this HTTP status.
     #[must_use]
     pub fn from_status(status: u16) -> Self {
         match status {
@@ -116,7 +116,7 @@ impl Code {
         }
     }
 
-    /// The HTTP-like status with which an error of this code travels.
+    /// Returns the HTTP status that an error with this code is sent with.
     #[must_use]
     pub fn status(self) -> u16 {
         match self {
@@ -145,7 +145,7 @@ impl Execution {
         }
     }
 
-    /// The execution of that wire name, if there is one.
+    /// Returns the execution with this wire name.
     #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {
         [Self::NotStarted, Self::Unknown, Self::Finished].into_iter().find(|known| known.as_str() == name)
@@ -153,91 +153,94 @@ impl Execution {
 }
 
 impl Error {
-    /// An error about no particular subject; [`Error::about`] adds one.
+    /// Creates an error without a subject; [`Error::about`] adds one.
     #[must_use]
     pub fn new(code: Code, execution: Execution, message: impl Into<Cow<'static, str>>) -> Self {
         Self(Box::new(Inner { code, execution, subject: Cow::Borrowed(""), message: message.into(), source: None }))
     }
 
-    /// Never handed over, or refused before running.
+    /// Creates an error of a request that was rejected before it ran, or never sent.
     #[must_use]
     pub fn not_started(code: Code, message: impl Into<Cow<'static, str>>) -> Self {
         Self::new(code, Execution::NotStarted, message)
     }
 
-    /// Handed over; no answer came.
+    /// Creates an error of a request that was sent and got no response.
     #[must_use]
     pub fn unknown(code: Code, message: impl Into<Cow<'static, str>>) -> Self {
         Self::new(code, Execution::Unknown, message)
     }
 
-    /// It ran and answered with this.
+    /// Creates the error that a request ended with after it ran.
     #[must_use]
     pub fn finished(code: Code, message: impl Into<Cow<'static, str>>) -> Self {
         Self::new(code, Execution::Finished, message)
     }
 
-    /// The request is wrong and was not run.
+    /// Creates an `InvalidArgument` error of a request that did not run.
     #[must_use]
     pub fn invalid(message: impl Into<Cow<'static, str>>) -> Self {
         Self::not_started(Code::InvalidArgument, message)
     }
 
-    /// A defect on this side, or work that ran and failed for a reason of its own.
+    /// Creates an `Internal` error of work that ran and failed, or of a defect in this process.
     #[must_use]
     pub fn internal(message: impl Into<Cow<'static, str>>) -> Self {
         Self::finished(Code::Internal, message)
     }
 
-    /// Names what was being done and to what: `connect to policy at http://10.0.0.7:7011`.
+    /// Sets the subject: the operation and its target, such as `connect to policy at http://10.0.0.7:7011`.
     #[must_use]
     pub fn about(mut self, subject: impl Into<Cow<'static, str>>) -> Self {
         self.0.subject = subject.into();
         self
     }
 
-    /// Keeps the cause.
+    /// Sets the cause, which [`std::error::Error::source`] returns and the text of the error ends with.
     #[must_use]
     pub fn caused_by(mut self, source: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Self {
         self.0.source = Some(source.into());
         self
     }
 
-    /// The same error with another answer to "can the peer have run it".
+    /// Replaces the execution.
     #[must_use]
     pub fn with_execution(mut self, execution: Execution) -> Self {
         self.0.execution = execution;
         self
     }
 
-    /// What failed.
+    /// Returns the kind of the error.
     #[must_use]
     pub fn code(&self) -> Code {
         self.0.code
     }
 
-    /// Whether the peer can have run it.
+    /// Returns whether the peer may have run the request.
     #[must_use]
     pub fn execution(&self) -> Execution {
         self.0.execution
     }
 
-    /// What was being done and to what; may be empty.
+    /// Returns the operation and its target; empty if there is no subject.
     #[must_use]
     pub fn subject(&self) -> &str {
         &self.0.subject
     }
 
-    /// What went wrong, without the subject and the cause.
+    /// Returns the message, without the subject and the cause.
     #[must_use]
     pub fn message(&self) -> &str {
         &self.0.message
     }
 
-    /// The one retry rule: whether the same *message* may be sent again.
+    /// Returns `true` if the same *message* may be sent again.
     ///
-    /// Not started: when the peer was out of reach or had no room. Unknown: when the request is idempotent as well. Finished:
-    /// never. Whether an episode is attempted again is the ledger's business.
+    /// - `NotStarted`: if the peer could not be reached or had no capacity.
+    /// - `Unknown`: if the request is idempotent, and the peer was lost or the deadline passed.
+    /// - `Finished`: never.
+    ///
+    /// The ledger decides separately whether an episode is attempted again.
     #[must_use]
     pub fn may_resend(&self, idempotent: bool) -> bool {
         match self.execution() {
@@ -258,7 +261,7 @@ impl fmt::Display for Error {
         let mut said = String::new();
         while let Some(cause) = source {
             let text = cause.to_string();
-            // Wrapping errors often repeat their cause; saying it twice helps nobody.
+            // Wrapping errors often repeat the text of their cause.
             if !self.0.message.contains(&text) && !said.contains(&text) {
                 write!(f, ": {text}")?;
                 said = text;

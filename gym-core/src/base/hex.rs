@@ -1,6 +1,6 @@
-//! Numbers as hexadecimal digits: the ids of sessions and traces, several for each rollout.
+//! Hexadecimal digits of numbers, for the ids of sessions and traces. Each rollout needs several.
 
-/// Appends the lowest `N` digits, in lower case. The formatter would call the text once for each leading zero.
+/// Appends the lowest `N` digits in lower case. `write!` would append each leading zero with a call of its own.
 pub(crate) fn push<const N: usize>(text: &mut String, number: u128) {
     let bytes = number.to_be_bytes();
     let digits: [u8; N] = std::array::from_fn(|at| {

@@ -1,4 +1,4 @@
-//! Progress that a running call reports, which distinguishes a slow call from a stuck one.
+//! Progress reports of a running call, which distinguish a slow call from a stuck one.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// Counts the work of one call, in units that the worker chooses (micro-batches, tokens). Cheap to clone; counting does nothing
-/// unless the call is watched.
+/// Counts the work of one call, in units that the worker chooses (micro-batches, tokens). Cheap to clone; counting does
+/// nothing unless the call is watched.
 #[derive(Clone, Debug, Default)]
 pub struct CallProgress(Option<Arc<Meter>>);
 
@@ -20,7 +20,7 @@ struct Meter {
 }
 
 impl CallProgress {
-    /// A counter that is watched from now on.
+    /// Creates a counter that is watched from now on.
     #[must_use]
     pub fn watched() -> Self {
         Self::watched_since(Instant::now())
@@ -53,7 +53,8 @@ impl CallProgress {
         self.0.as_ref().map_or(0, |meter| meter.units.load(Ordering::Relaxed))
     }
 
-    /// The time since the last progress, or since the start of watching if there was none; zero if the call is not watched.
+    /// The time since the last progress, or since the start of watching if there was none; zero if the call is not
+    /// watched.
     #[must_use]
     pub fn still_for(&self) -> Duration {
         self.0.as_ref().map_or(Duration::ZERO, |meter| {

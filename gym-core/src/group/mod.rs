@@ -16,9 +16,11 @@ pub use batch::{
     SegmentSchema, SequencePacking, Sharded, Sharding, Side, Uneven,
 };
 pub use call::{
-    Balancer, ExitCause, FailureKind, Gate, Gathered, GroupCall, GroupError, GroupView, InProcessGroup,
-    InProcessOptions, Member, Pending, Permit, RankExit, RankOutcome, RankReply, WorkerGroup, WorkerGroupExt,
+    Balancer, ExitCause, FailureKind, Gathered, GroupCall, GroupError, GroupView, InProcessGroup, InProcessOptions,
+    Member, Pending, RankExit, RankOutcome, RankReply, WorkerGroup, WorkerGroupExt,
 };
+#[doc(hidden)]
+pub use call::{Gate, Permit};
 pub use health::RankState;
 pub use layout::dispatch::{Assignment, Dispatch, Free, PlanError};
 pub use layout::{Axis, LayoutError, Parallelism, RANKS_MAX, REPLICATED_AXES, Rank, RankLayout, SubLayout};

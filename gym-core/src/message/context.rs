@@ -137,7 +137,7 @@ pub(crate) async fn bounded<T>(
 ) -> Result<T> {
     let mut future = pin!(future);
     let mut interrupted = pin!(interrupted(cancel, deadline, execution));
-    // By hand, because `select!` is several hundred lines of machine code for each type of future.
+    // Not `select!`, which compiles to several hundred lines for each type of future.
     poll_fn(|cx| match future.as_mut().poll(cx) {
         Poll::Ready(done) => Poll::Ready(done),
         Poll::Pending => interrupted.as_mut().poll(cx).map(Err),
@@ -145,7 +145,7 @@ pub(crate) async fn bounded<T>(
     .await
 }
 
-/// Waits for the cancellation or the deadline. First polled where there is something to wait for, so that only then a timer is made.
+/// Waits for the cancellation or the deadline. The caller polls it only after its own future is pending, so no timer is created before.
 async fn interrupted(cancel: &CancelToken, deadline: Instant, execution: Execution) -> Error {
     tokio::select! {
         biased;

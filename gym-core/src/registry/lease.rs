@@ -1,7 +1,7 @@
 //! Registrations with leases: a lease that is not renewed within its time to live expires, and watchers are notified.
 //!
-//! [`RegistryState`] is the rules without clock or tasks; [`MemoryRegistry`] drives it by tokio's clock. A head server serves
-//! one over the network; an all-in-one process uses it as it is.
+//! [`RegistryState`] has the rules, without clock and tasks. [`MemoryRegistry`] applies them with tokio's clock. A head
+//! server serves one over the network; a program with all servers in one process uses it directly.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -19,33 +19,53 @@ use crate::message::{CallContext, Incarnation};
 use crate::server::ServerKind;
 use crate::transport::Endpoint;
 
-/// How long an instance lives without a renewal, unless it asks otherwise: three missed heartbeats of ten seconds.
+/// The default lifetime of a lease without a renewal: three missed heartbeats of ten seconds.
 pub const DEFAULT_TTL: Duration = Duration::from_secs(30);
 
-/// A server that wants to be found.
+/// A server's request to be listed in the registry.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Registration {
     /// The instance name of the configuration; replicas share it.
     pub name: String,
-    /// Which replica; `None` takes the lowest free rank.
+    /// The number of the replica; `None` for the lowest free rank.
     #[serde(default)]
     pub rank: Option<u32>,
-    /// What it is.
+    /// The role of the server.
     pub kind: ServerKind,
     /// The implementation's name, such as `simple_agent`.
     #[serde(default)]
     pub implementation: String,
-    /// Where it can be reached, best first.
+    /// The addresses of the server, in order of preference.
     pub endpoints: Vec<Endpoint>,
-    /// Which life of it this is: higher than that of any earlier one.
+    /// The incarnation of the server; higher than that of all earlier ones.
     #[serde(with = "incarnation")]
     pub incarnation: Incarnation,
-    /// How long it lives without a renewal.
+    /// The lifetime of the lease without a renewal, in milliseconds on the wire.
     #[serde(rename = "ttl_ms", with = "millis")]
     pub ttl: Duration,
-    /// What else those who look should know, such as `pid` and `entrypoint`.
+    /// Additional labels for clients, such as `pid` and `entrypoint`.
     #[serde(default)]
     pub labels: BTreeMap<String, String>,
+}
+
+impl Registration {
+    /// Creates the registration of a server's first incarnation.
+    ///
+    /// Defaults: the lowest free rank, incarnation 1, a lease of [`DEFAULT_TTL`], no implementation name and no labels.
+    /// A server that restarts must set a higher incarnation.
+    #[must_use]
+    pub fn new(name: impl Into<String>, kind: ServerKind, endpoints: impl Into<Vec<Endpoint>>) -> Self {
+        Self {
+            name: name.into(),
+            rank: None,
+            kind,
+            implementation: String::new(),
+            endpoints: endpoints.into(),
+            incarnation: Incarnation(1),
+            ttl: DEFAULT_TTL,
+            labels: BTreeMap::new(),
+        }
+    }
 }
 
 /// A live server.
@@ -53,34 +73,34 @@ pub struct Registration {
 pub struct Instance {
     /// The instance name of the configuration; replicas share it.
     pub name: String,
-    /// Which replica.
+    /// The number of the replica.
     pub rank: u32,
-    /// What it is.
+    /// The role of the server.
     pub kind: ServerKind,
     /// The implementation's name, such as `simple_agent`.
     #[serde(default)]
     pub implementation: String,
-    /// Where it can be reached, best first.
+    /// The addresses of the server, in order of preference.
     pub endpoints: Vec<Endpoint>,
-    /// Which life of it this is.
+    /// The incarnation of the server.
     #[serde(with = "incarnation")]
     pub incarnation: Incarnation,
-    /// What else those who look should know, such as `pid` and `entrypoint`.
+    /// Additional labels for clients, such as `pid` and `entrypoint`.
     #[serde(default)]
     pub labels: BTreeMap<String, String>,
 }
 
-/// The right to be found until it runs out.
+/// A registration that expires unless it is renewed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Lease {
-    /// The instance's name.
+    /// The name of the instance.
     pub name: String,
-    /// Which replica.
+    /// The number of the replica.
     pub rank: u32,
-    /// Which life of it.
+    /// The incarnation of the server.
     #[serde(with = "incarnation")]
     pub incarnation: Incarnation,
-    /// How long it lives without a renewal; renew at a third of it.
+    /// The lifetime of the lease without a renewal, in milliseconds on the wire. Renew after a third of it.
     #[serde(rename = "ttl_ms", with = "millis")]
     pub ttl: Duration,
 }
@@ -111,32 +131,34 @@ mod incarnation {
     }
 }
 
-/// Names to live instances.
+/// Maps names to live servers. Servers register and renew; clients resolve and watch.
+///
+/// A call may be repeated if its response was lost: a repeated registration returns the same lease.
 #[async_trait]
 pub trait Registry: fmt::Debug + Send + Sync + 'static {
-    /// Makes an instance known. A newer incarnation of the same (name, rank) replaces the older.
+    /// Adds an instance. A newer incarnation replaces an older one with the same name and rank.
     ///
     /// # Errors
-    /// `AlreadyExists` when the same or a newer incarnation of that (name, rank) lives; `InvalidArgument` when the
-    /// registration has no endpoint, an empty name or no time to live.
+    /// `AlreadyExists` if the same or a newer incarnation with this name and rank is live. `InvalidArgument` if the
+    /// registration has no endpoint, an invalid name, or a lifetime of 0.
     async fn register(&self, cx: &CallContext, registration: Registration) -> Result<Lease>;
 
-    /// Keeps a lease alive.
+    /// Renews a lease.
     ///
     /// # Errors
-    /// `NotFound` when it has run out or was replaced: register again.
+    /// `NotFound` if the lease has expired or was replaced: register again.
     async fn renew(&self, cx: &CallContext, lease: &Lease) -> Result<()>;
 
-    /// Ends a lease; one that is gone already is fine.
+    /// Ends a lease. Succeeds if the lease has expired.
     async fn deregister(&self, cx: &CallContext, lease: Lease) -> Result<()>;
 
-    /// The live instances of a name, by rank. Empty: known to be absent.
+    /// Returns the live instances with this name, by rank; empty if there are none.
     async fn resolve(&self, cx: &CallContext, name: &str) -> Result<Vec<Instance>>;
 
-    /// Every live instance, by name and rank.
+    /// Returns all live instances, by name and rank.
     async fn list(&self, cx: &CallContext) -> Result<Vec<Instance>>;
 
-    /// The current instances of a name first, then each change.
+    /// Returns a stream of the live instances with this name: the current ones first, then again after each change.
     fn watch(&self, name: &str) -> BoxStream<'static, Vec<Instance>>;
 }
 
@@ -154,15 +176,18 @@ struct Entry {
 }
 
 impl RegistryState {
-    /// See [`Registry::register`].
+    /// Implements [`Registry::register`].
     ///
     /// # Errors
-    /// As there.
+    /// The same errors.
     pub fn register(&mut self, now: Instant, registration: Registration) -> Result<Lease> {
         let Registration { name, rank, kind, implementation, endpoints, incarnation, ttl, labels } = registration;
         let refused = |code, why: String| Err(Error::not_started(code, why).about(format!("register {name}")));
         if name.is_empty() || name.contains(|c: char| c.is_whitespace() || c.is_control()) {
-            return refused(Code::InvalidArgument, "a name without blanks is needed".into());
+            return refused(
+                Code::InvalidArgument,
+                "the name is empty or contains whitespace or control characters; use a name such as math_server".into(),
+            );
         }
         if endpoints.is_empty() {
             return refused(Code::InvalidArgument, "at least one endpoint is needed".into());
@@ -179,15 +204,15 @@ impl RegistryState {
         });
         if let Some(known) = self.entries.get(&(name.clone(), rank)) {
             let there = &known.instance;
-            // A replay of the same registration (an answer was lost) is not a second server.
+            // A repeated registration, sent again because the response was lost, is not a second server.
             let replay = there.incarnation == incarnation && there.endpoints == endpoints && there.kind == kind;
             if there.incarnation >= incarnation && !replay {
-                // All of them: the best may be one that only its own process can reach.
+                // All of them, because the first may be reachable within its own process only.
                 let places: Vec<_> = there.endpoints.iter().map(Endpoint::as_str).collect();
                 return refused(
                     Code::AlreadyExists,
                     format!(
-                        "rank {rank} lives at {} with incarnation {}; stop it, or choose another name or rank",
+                        "rank {rank} is live at {} with incarnation {}; stop it, or choose another name or rank",
                         places.join(" and "),
                         there.incarnation
                     ),
@@ -200,10 +225,10 @@ impl RegistryState {
         Ok(lease)
     }
 
-    /// See [`Registry::renew`].
+    /// Implements [`Registry::renew`].
     ///
     /// # Errors
-    /// As there.
+    /// The same errors.
     pub fn renew(&mut self, now: Instant, lease: &Lease) -> Result<()> {
         self.expire(now);
         match self.held(lease) {
@@ -211,17 +236,17 @@ impl RegistryState {
                 entry.expires = now + entry.ttl;
                 Ok(())
             }
-            None => Err(Error::not_started(Code::NotFound, "the lease has run out or was replaced; register again")
+            None => Err(Error::not_started(Code::NotFound, "the lease has expired or was replaced; register again")
                 .about(format!("renew {} rank {}", lease.name, lease.rank))),
         }
     }
 
-    /// See [`Registry::deregister`]. Whether there was such a lease.
+    /// Implements [`Registry::deregister`]. Returns `true` if the lease was live.
     pub fn deregister(&mut self, lease: &Lease) -> bool {
         self.held(lease).is_some() && self.entries.remove(&(lease.name.clone(), lease.rank)).is_some()
     }
 
-    /// Forgets the leases that have run out, and says which names changed.
+    /// Removes expired leases and returns the names that changed.
     pub fn expire(&mut self, now: Instant) -> BTreeSet<String> {
         let mut changed = BTreeSet::new();
         self.entries.retain(|(name, _), entry| {
@@ -234,13 +259,13 @@ impl RegistryState {
         changed
     }
 
-    /// When the next lease runs out, unless it is renewed.
+    /// Returns the time when the next lease expires, unless it is renewed.
     #[must_use]
     pub fn next_expiry(&self) -> Option<Instant> {
         self.entries.values().map(|entry| entry.expires).min()
     }
 
-    /// The instances of a name that live now, by rank.
+    /// Implements [`Registry::resolve`].
     #[must_use]
     pub fn resolve(&self, now: Instant, name: &str) -> Vec<Instance> {
         self.entries
@@ -250,7 +275,7 @@ impl RegistryState {
             .collect()
     }
 
-    /// Every instance that lives now.
+    /// Implements [`Registry::list`].
     #[must_use]
     pub fn list(&self, now: Instant) -> Vec<Instance> {
         self.entries.values().filter(|entry| entry.expires > now).map(|entry| entry.instance.clone()).collect()
@@ -271,7 +296,7 @@ pub struct MemoryRegistry {
 }
 
 impl MemoryRegistry {
-    /// An empty registry.
+    /// Creates an empty registry.
     #[must_use]
     pub fn new() -> Self {
         Self::default()

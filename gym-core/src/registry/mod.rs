@@ -1,4 +1,9 @@
-//! The registry of live server instances by name, and the choice among several instances.
+//! The registry of live servers by name, and the choice among several replicas.
+//!
+//! ```text
+//!   server ── register, renew ──► Registry ◄── resolve, watch ── client ── Picker ──► one replica
+//!               (Lease)          a lease that is not renewed expires
+//! ```
 
 mod lease;
 mod pick;

@@ -1,4 +1,4 @@
-//! Which of several replicas or ranks a call goes to, when any will do.
+//! The choice of a replica or rank for a call that any of them can run.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -6,66 +6,69 @@ use std::sync::{Mutex, PoisonError};
 
 use serde::{Deserialize, Serialize};
 
-/// How one is chosen. In a configuration `round_robin`, `least_pending` (or `least_outstanding`), `power_of_two_choices`, or
+/// A strategy of load balancing. Default: `LeastPending`.
+///
+/// In a configuration: `round_robin`, `least_pending` (or `least_outstanding`), `power_of_two_choices`, or
 /// `{"weighted": [3, 1]}`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Balance {
-    /// One after the other.
+    /// Takes turns.
     RoundRobin,
-    /// The one with the fewest calls under way; in turn among equals, since many callers who know only their own calls would
-    /// else all begin with the same one. NeMo RL calls it `least_outstanding`.
+    /// Chooses the replica with the fewest calls in flight, and takes turns among equals. Without turns, clients that
+    /// know only their own calls would all begin with the same replica. NeMo RL calls this `least_outstanding`.
     #[default]
     #[serde(alias = "least_outstanding")]
     LeastPending,
-    /// In proportion to these weights, by index; those behind the last have 1, and 0 is never chosen. Smoothly, as nginx does it: the
-    /// heaviest does not get its share in one burst.
+    /// Chooses in proportion to these weights, by index. Further replicas have weight 1; weight 0 is never chosen. The
+    /// turns are interleaved as in nginx, so the heaviest replica does not get its share in one burst.
     Weighted(Vec<u32>),
-    /// The less busy of two that are drawn: nearly as even as the least busy, and callers who know only their own calls spread.
+    /// Draws two replicas and chooses the one with fewer calls in flight. The load is nearly as even as with
+    /// `LeastPending`, and clients that know only their own calls spread out.
     PowerOfTwoChoices,
 }
 
 impl Balance {
-    /// Whether the one with this index may ever be chosen: it has a weight, or there are none.
+    /// Returns `true` if the replica with this index can be chosen: its weight is not 0.
     #[must_use]
     pub fn chooses(&self, index: usize) -> bool {
         !matches!(self, Self::Weighted(weights) if weights.get(index) == Some(&0))
     }
 }
 
-/// Chooses, and remembers whose turn it is.
+/// Chooses among replicas by a [`Balance`], and stores the turns.
 #[derive(Debug, Default)]
 pub struct Picker {
     balance: Balance,
     turn: AtomicUsize,
-    /// For weights: what each is owed.
+    /// The current credit of each index, for weights.
     owed: Mutex<BTreeMap<usize, i64>>,
 }
 
-/// One that may be chosen.
+/// A candidate for [`Picker::pick`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Load {
-    /// What it is called by: the value that [`Picker::pick`] returns.
+    /// The index that [`Picker::pick`] returns.
     pub index: usize,
-    /// Calls under way at it.
+    /// The number of its calls in flight.
     pub pending: usize,
 }
 
 impl Picker {
-    /// One that has not chosen yet. Two of them choose alike: what is drawn depends on the turn, so that runs can be repeated.
+    /// Creates a picker. Two pickers choose alike: random draws depend on the turn only, so that runs can be repeated.
     #[must_use]
     pub fn new(balance: Balance) -> Self {
         Self { balance, ..Self::default() }
     }
 
-    /// How it chooses.
+    /// Returns the strategy.
     #[must_use]
     pub fn balance(&self) -> &Balance {
         &self.balance
     }
 
-    /// The index of the chosen one. `None` when there is none, or, if weighted, none has a weight.
+    /// Returns the index of the chosen candidate; `None` if there is no candidate, or all weights are 0.
     #[must_use]
     pub fn pick(&self, open: &[Load]) -> Option<usize> {
         let turn = self.turn.fetch_add(1, Ordering::Relaxed);
@@ -84,7 +87,7 @@ impl Picker {
         Some(chosen.index)
     }
 
-    /// Each is owed its weight more every time; who is owed most is chosen and pays what all were given.
+    /// Adds its weight to the credit of each candidate, chooses the largest credit, and subtracts the total from it.
     fn weighted(&self, weights: &[u32], open: &[Load]) -> Option<usize> {
         let weight = |load: &Load| i64::from(weights.get(load.index).copied().unwrap_or(1));
         let mut owed = self.owed.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,4 +1,4 @@
-//! The ledger: the interface through which a collector durably records outcomes.
+//! The ledger, through which a collector records outcomes durably.
 
 use std::fmt;
 
@@ -9,61 +9,63 @@ use crate::message::CallContext;
 use crate::message::RawObject;
 use crate::rollout::{Attempt, FailureClass, TaskKey};
 
-/// What is known of one rollout.
+/// The state of one rollout in the ledger.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KeyState {
-    /// No outcome ends it yet.
+    /// The rollout needs another attempt.
     Open {
-        /// Failed attempts on record.
+        /// The number of recorded failed attempts.
         failures: u32,
     },
-    /// Its row is on the disk.
+    /// The scored row is on the disk.
     Completed,
-    /// It failed for good.
+    /// The rollout failed permanently.
     Terminal,
 }
 
-/// How an attempt ended.
+/// The outcome of one attempt.
 #[derive(Clone, Debug)]
 pub enum Outcome {
-    /// With a scored row.
+    /// The attempt produced this scored row.
     Completed(RawObject),
-    /// With a failure, which is a row of the sidecar.
+    /// The attempt failed. The failures file (sidecar) receives a row.
     Failed {
-        /// Why.
+        /// The class of the failure.
         class: FailureClass,
-        /// Whether another attempt is pointless.
+        /// Whether no further attempt is made.
         terminal: bool,
-        /// The sidecar's row.
+        /// The row of the failures file.
         row: RawObject,
     },
 }
 
-/// Durable outcomes, at most 64 bytes held per rollout.
+/// Records outcomes durably; keeps at most 64 bytes of memory per rollout. The collector calls it.
 ///
-/// Every attempt begins here, so that a late one can be told: [`Ledger::record`] refuses an attempt whose key has an outcome
-/// already, and one that is older than the newest attempt begun.
+/// - **Order.** The collector begins each attempt here, and records its outcome later. Attempts run concurrently.
+/// - **Late attempts.** [`Ledger::record`] rejects an attempt that has an outcome, or that is not the newest at its
+///   key.
+/// - **Cancellation.** After the future of `record` is dropped, the outcome may still be recorded.
 #[async_trait]
 pub trait Ledger: fmt::Debug + Send + Sync + 'static {
-    /// What is known of a rollout.
+    /// Returns the state of a rollout.
     fn state(&self, key: TaskKey) -> KeyState;
 
-    /// Begins the next attempt at a rollout; attempts begun before it are late from now on.
+    /// Begins the next attempt at a rollout. Earlier attempts at it are late from now on.
     ///
     /// # Errors
-    /// `FailedPrecondition` when the rollout is completed or terminal.
+    /// `FailedPrecondition` if the rollout is completed or terminal.
     fn begin(&self, key: TaskKey) -> Result<Attempt>;
 
-    /// Records how an attempt ended, and returns after it is on the disk.
+    /// Records the outcome of an attempt. Returns after it is on the disk.
     ///
     /// # Errors
-    /// `FailedPrecondition` when the attempt is late; nothing is written. `ResourceExhausted` when the disk is full. After
-    /// an error of the disk nothing counts until the ledger is opened again.
+    /// `FailedPrecondition` if the attempt is late; nothing is written. `ResourceExhausted` if the disk is full. After
+    /// an error of the disk, the ledger must be opened again.
     async fn record(&self, cx: &CallContext, attempt: Attempt, outcome: Outcome) -> Result<()>;
 
-    /// Waits until everything accepted so far is on the disk, and writes what is only a cache.
+    /// Waits until all accepted outcomes are on the disk, and writes the cache files.
     ///
     /// # Errors
-    /// The disk's.
+    /// The errors of the disk.
     async fn flush(&self, cx: &CallContext) -> Result<()>;
 }

@@ -1,4 +1,9 @@
-//! Rollouts: keys, attempts, outcomes, and statistics.
+//! Rollouts: task keys, attempts, outcomes, the ledger that records them, and exact statistics.
+//!
+//! ```text
+//!   TaskKey ── Ledger::begin ──► Attempt ── episode ──► Outcome ── Ledger::record ──► disk
+//!   (task, repeat)                (number)               row, or FailureClass           └──► metrics
+//! ```
 
 mod ledger;
 pub mod metrics;

@@ -6,17 +6,17 @@ use serde::{Deserialize, Serialize};
 
 use crate::base::error::{Code, Error};
 
-/// One rollout that is wanted: a task (a row of the input) and which of its repeats.
+/// The key of one rollout: a task (a row of the input) and one of its repeats.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct TaskKey {
-    /// `_ng_task_index`.
+    /// The number of the task: `_ng_task_index`.
     pub task_index: u32,
-    /// `_ng_rollout_index`.
+    /// The number of the repeat: `_ng_rollout_index`.
     pub rollout_index: u32,
 }
 
 impl TaskKey {
-    /// The key of a task's repeat.
+    /// Creates the key of a repeat of a task.
     #[must_use]
     pub fn new(task_index: u32, rollout_index: u32) -> Self {
         Self { task_index, rollout_index }
@@ -29,17 +29,17 @@ impl fmt::Display for TaskKey {
     }
 }
 
-/// One try at a rollout.
+/// One attempt at a rollout.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Attempt {
-    /// Of which rollout.
+    /// The rollout.
     pub key: TaskKey,
-    /// The first is 0.
+    /// The number of the attempt; the first is 0.
     pub number: u32,
 }
 
 impl fmt::Display for Attempt {
-    /// NeMo Gym's rollout id: `3-0`, and `3-0-a2` for the third attempt.
+    /// Writes NeMo Gym's rollout id: `3-0`, and `3-0-a2` for the third attempt.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.number {
             0 => self.key.fmt(f),
@@ -48,7 +48,7 @@ impl fmt::Display for Attempt {
     }
 }
 
-/// Why an attempt gave no reward. A failure is never a reward of 0.
+/// The reason why an attempt has no reward. A failure is never a reward of 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -57,26 +57,26 @@ pub enum FailureClass {
     TransportUnreachable,
     /// The connection was lost; the episode may have run.
     TransportPeerDrop,
-    /// No answer by the deadline.
+    /// The deadline passed before a response arrived.
     TransportTimeout,
-    /// This machine had no room: descriptors, memory, disk.
+    /// This machine ran out of file descriptors, memory or disk space.
     TransportLocalResource,
-    /// The environment or agent answered with an error.
+    /// The environment or agent responded with an error.
     AgentRunError,
-    /// The environment or agent says that it cannot serve now (429, 502, 503, 504).
+    /// The environment or agent reported that it cannot serve at the moment (429, 502, 503, 504).
     AgentRequestFailed,
     /// The verifier's judge failed.
     JudgeFailed,
-    /// The answer is not a rollout: no JSON object, or a reward that is no number.
+    /// The response is not a rollout: not a JSON object, or its reward is not a number.
     VerifierError,
-    /// The session's server was restarted or has forgotten it.
+    /// The server restarted, or no longer has the session.
     SessionLost,
     /// The run was stopped.
     Cancelled,
 }
 
 impl FailureClass {
-    /// The name in `_ng_failure_class`.
+    /// Returns the name that is written to `_ng_failure_class`.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -93,7 +93,7 @@ impl FailureClass {
         }
     }
 
-    /// What a failed call means for the attempt that made it.
+    /// Returns the class of an attempt whose call failed with this error.
     #[must_use]
     pub fn of(error: &Error) -> Self {
         use crate::base::error::Execution::{Finished, NotStarted, Unknown};

@@ -1,5 +1,5 @@
-//! A table of bad inputs: each is tried and must get what its row says, and nobody else may be harmed. The table that a run
-//! prints is a document, too.
+//! Tables of bad inputs. A test tries each input, compares the error with its row, and checks that other clients are
+//! not affected. The table is also a document.
 
 use std::collections::BTreeSet;
 use std::future::Future;
@@ -13,14 +13,14 @@ use tokio::time::timeout;
 
 use crate::base::error::{Error, Result};
 
-/// One case with all its waits; none takes longer than a few seconds.
+/// The deadline of one case; none takes longer than a few seconds.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// With this variable a run writes the document.
+/// If this environment variable is set, a run writes the document.
 const WRITES: &str = "GYM_BAD_INPUT_TABLE";
 
 type Run<G> = Box<dyn for<'a> Fn(&'a G) -> LocalBoxFuture<'a, Got>>;
 
-/// One row of the table: a bad input to a ground `G`, and what it must get.
+/// One row of the table: a bad input to a system under test `G`, and the expected outcome.
 #[allow(missing_debug_implementations, reason = "a row of functions, in a test")]
 pub struct Case<G> {
     kind: &'static str,
@@ -31,7 +31,8 @@ pub struct Case<G> {
 }
 
 impl<G> Case<G> {
-    /// `outcome` is what it must get, in a word or two; `says` is what the error must say, the place among it.
+    /// Creates a row. `outcome` is the expected outcome in a few words. `says` lists the texts that the error must
+    /// contain, such as the position of the mistake.
     pub fn new(
         kind: &'static str,
         name: &'static str,
@@ -42,7 +43,7 @@ impl<G> Case<G> {
         Self { kind, name, outcome, says, run: Box::new(run) }
     }
 
-    /// What is wrong with what it got, if something is.
+    /// Describes how the outcome differs from the expected one; `None` if it does not.
     fn complaint(&self, got: &Got) -> Option<String> {
         let missing: Vec<_> = self.says.iter().filter(|part| !got.text.contains(*part)).collect();
         (got.outcome != self.outcome || !missing.is_empty()).then(|| {
@@ -54,22 +55,22 @@ impl<G> Case<G> {
     }
 }
 
-/// What a bad input got.
+/// The outcome of one bad input.
 #[derive(Debug)]
 pub struct Got {
-    /// In a word or two.
+    /// The outcome in a few words.
     pub outcome: String,
-    /// The whole error.
+    /// The complete text of the error.
     pub text: String,
 }
 
 impl Got {
-    /// An outcome, and the text that came with it.
+    /// Creates an outcome with its text.
     pub fn new(outcome: impl Into<String>, text: impl Into<String>) -> Self {
         Self { outcome: outcome.into(), text: text.into() }
     }
 
-    /// Refused before anything was done.
+    /// Converts the result of a call that must be rejected.
     pub fn refused<T>(outcome: Result<T>) -> Self {
         match outcome {
             Ok(_) => Self::new("accepted", ""),
@@ -77,23 +78,23 @@ impl Got {
         }
     }
 
-    /// The refusal that an error is.
+    /// Converts the error of a rejected call.
     #[must_use]
     pub fn refusal(error: &Error) -> Self {
         Self::new(format!("refused: {}", error.code().as_str()), error.to_string())
     }
 }
 
-/// Whom bad input is tried at.
+/// The system under test.
 pub trait Ground {
-    /// Panics when those whom the last case did not concern are not as before, or when something is left of it.
+    /// Checks that the last case affected no other client and left nothing behind.
     fn assert_well(&self) -> impl Future<Output = ()>;
 
-    /// The text for the table: one line, without what differs from run to run, not too long; what `says` names is in it.
+    /// Shortens a text for the table: one line, without parts that differ between runs, with the texts in `says`.
     fn shown(&self, text: &str, says: &[&str]) -> String;
 }
 
-/// What a run of all cases came to.
+/// The outcomes of all cases.
 #[derive(Debug)]
 pub struct Tried {
     lines: Vec<String>,
@@ -101,7 +102,7 @@ pub struct Tried {
     wrong: Vec<String>,
 }
 
-/// Tries each case, and hands each line of the table to `say`.
+/// Tries each case, and passes each line of the table to `say`.
 pub async fn try_all<G: Ground>(ground: &G, cases: &[Case<G>], say: impl Fn(&str)) -> Tried {
     let kinds = cases.iter().map(|case| case.kind).collect::<BTreeSet<_>>().len();
     let mut tried = Tried { lines: Vec::new(), kinds, wrong: Vec::new() };
@@ -110,12 +111,14 @@ pub async fn try_all<G: Ground>(ground: &G, cases: &[Case<G>], say: impl Fn(&str
         let got = match timeout(PATIENCE, AssertUnwindSafe((case.run)(ground)).catch_unwind()).await {
             Ok(Ok(got)) => got,
             Ok(Err(_)) => Got::new("panic", "the case itself failed; see above"),
-            Err(_) => Got::new("hang", format!("not over within {PATIENCE:?}")),
+            Err(_) => Got::new("hang", format!("still running after {PATIENCE:?}")),
         };
         tried.wrong.extend(case.complaint(&got));
         let well = timeout(PATIENCE, AssertUnwindSafe(ground.assert_well()).catch_unwind()).await;
         if !matches!(well, Ok(Ok(()))) {
-            tried.wrong.push(format!("{} / {}: it harmed others, or left something", case.kind, case.name));
+            tried
+                .wrong
+                .push(format!("{} / {}: the case affected others or left something behind", case.kind, case.name));
         }
         let shown = ground.shown(&got.text, case.says);
         let line = format!("| {} | {} | {} | {shown} |", case.kind, case.name, got.outcome);
@@ -127,20 +130,20 @@ pub async fn try_all<G: Ground>(ground: &G, cases: &[Case<G>], say: impl Fn(&str
 }
 
 impl Tried {
-    /// Checks that all was as expected, and that there were so many cases and kinds.
+    /// Checks that all outcomes were as expected, and that there were at least this many cases and kinds.
     ///
     /// # Panics
-    /// When it was not so.
+    /// Panics if a check fails.
     pub fn assert(&self, cases_min: usize, kinds_min: usize) {
         let (cases, kinds) = (self.lines.len(), self.kinds);
         assert!(self.wrong.is_empty(), "{}", self.wrong.join("\n"));
         assert!(cases >= cases_min && kinds >= kinds_min, "{cases} cases of {kinds} kinds");
     }
 
-    /// Writes the document if the environment asks for it. `about` goes on after the number of bad inputs and kinds.
+    /// Writes the document if `GYM_BAD_INPUT_TABLE` is set. `about` follows the number of bad inputs and kinds.
     ///
     /// # Panics
-    /// When the file cannot be written.
+    /// Panics if the file cannot be written.
     pub fn document(&self, file: &Path, title: &str, about: &str) {
         if std::env::var_os(WRITES).is_none() {
             return;
@@ -156,10 +159,11 @@ impl Tried {
     }
 }
 
-/// Checks that the document's rows are these cases, unless it is being written, and that no two have the same name.
+/// Checks that the rows of the document are these cases, unless the document is being written, and that all names
+/// differ.
 ///
 /// # Panics
-/// When it is not so.
+/// Panics if a check fails.
 pub fn assert_documented<G>(file: &Path, cases: &[Case<G>]) {
     let text = std::fs::read_to_string(file).unwrap_or_default();
     let documented: Vec<String> = text
@@ -170,7 +174,7 @@ pub fn assert_documented<G>(file: &Path, cases: &[Case<G>]) {
     let here: Vec<String> =
         cases.iter().map(|case| format!("| {} | {} | {}", case.kind, case.name, case.outcome)).collect();
     if std::env::var_os(WRITES).is_none() {
-        assert_eq!(documented, here, "write {} anew, as the head of this test says", file.display());
+        assert_eq!(documented, here, "write {} again, as the header of this test describes", file.display());
     }
     let names: BTreeSet<_> = cases.iter().map(|case| (case.kind, case.name)).collect();
     assert_eq!(names.len(), cases.len(), "two cases have the same name");

@@ -1,12 +1,12 @@
-//! What a transport costs: figures of a connector, taken alike of any transport, yours too.
+//! Measurements of a transport: latency, rate, bandwidth, and CPU time while idle. They work with any connector.
 //!
 //! ```text
 //!   Figures::of(connector, endpoint) ──► round_trips · rate · bandwidth · idle · waiting
 //!                        │
-//!              answering() served there, best in another process
+//!              answering() served at the endpoint, best in another process
 //! ```
 //!
-//! They measure with the real clock: run them in a release build, on a machine that has nothing else to do.
+//! They use the real clock: run them in a release build, on an idle machine.
 
 use std::collections::VecDeque;
 use std::future::Future;
@@ -22,20 +22,20 @@ use crate::transport::Channel;
 use crate::transport::{ConnectOptions, Connector, Endpoint};
 use crate::transport::{Handler, handler_fn};
 
-/// Gives the message back.
+/// The route that echoes the message.
 const ECHO: &str = "/figures/echo";
-/// Answers without the segments.
+/// The route that responds without the segments.
 const TAKE: &str = "/figures/take";
-/// Answers at its deadline, or a little before.
+/// The route that responds 200 ms before the deadline.
 const WAIT: &str = "/figures/wait";
-/// A call that has no answer by then has none.
+/// The deadline of each call.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// The largest answer that is asked for.
+/// The largest accepted response.
 const REPLY_BYTES_MAX: usize = 2 << 30;
-/// A small call's head, of the size of a typed call's.
+/// The head of a small call, of the size of a typed call's head.
 const HEAD: &str = r#"{"method":"echo","args":{"step":17}}"#;
 
-/// What the figures call: to be served at the other end.
+/// Returns the handler that the measurements call. Serve it at the endpoint.
 #[must_use]
 pub fn answering() -> impl Handler {
     handler_fn(|request: Request| async move {
@@ -53,25 +53,25 @@ pub fn answering() -> impl Handler {
     })
 }
 
-/// Figures over one channel.
+/// Measurements over one channel.
 #[derive(Clone, Debug)]
 pub struct Figures {
     channel: Channel,
 }
 
-/// Times of calls that were made one after another.
+/// The latency of sequential calls.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct RoundTrips {
-    /// Half of them took at most this.
+    /// The median.
     pub p50: Duration,
-    /// 99 of 100 took at most this.
+    /// The 99th percentile.
     pub p99: Duration,
-    /// How many there were.
+    /// The number of calls.
     pub calls: usize,
 }
 
 impl RoundTrips {
-    /// Of times in any order; zeros of none.
+    /// Computes the percentiles of these times, in any order; zero without times.
     #[must_use]
     pub fn of(mut times: Vec<Duration>) -> Self {
         times.sort_unstable();
@@ -81,40 +81,40 @@ impl RoundTrips {
 }
 
 impl Figures {
-    /// Connects to where [`answering`] is served.
+    /// Connects to the endpoint at which [`answering`] is served.
     ///
     /// # Errors
-    /// What the connector says.
+    /// The errors of the connector.
     pub async fn of(connector: &dyn Connector, to: &Endpoint) -> Result<Self> {
         Ok(Self::over(connector.connect(&CallContext::within(PATIENCE), to, &ConnectOptions::default()).await?))
     }
 
-    /// Over a channel that is there already.
+    /// Uses an open channel.
     #[must_use]
     pub fn over(channel: Channel) -> Self {
         Self { channel }
     }
 
-    /// The channel, for figures of your own.
+    /// Returns the channel, for other measurements.
     #[must_use]
     pub fn channel(&self) -> &Channel {
         &self.channel
     }
 
-    /// Calls one after another for `lasting`, after a tenth of it to warm up; `segment` goes there and comes back.
+    /// Makes sequential calls for `lasting`, of which the first tenth is a warm-up. `segment` is sent and echoed.
     ///
     /// # Errors
-    /// Of the first call that failed, or whose answer is not what was sent.
+    /// The error of the first call that fails; `DataLoss` if a response has another size than its request.
     pub async fn round_trips(&self, segment: Option<&Bytes>, lasting: Duration) -> Result<RoundTrips> {
         let began = Instant::now();
-        // Kept from the beginning, so that none of the calls pays for its growth.
+        // Allocated in advance, so that no call waits for its growth.
         let mut times = Vec::with_capacity(1 << 20);
         loop {
             let at = Instant::now();
             let answer = self.channel.call(request(ECHO, segment)).await?;
             let took = at.elapsed();
             if answer.message.segments.first().map(Bytes::len) != segment.map(Bytes::len) {
-                return Err(Error::finished(Code::DataLoss, "the answer is of another size than what was sent"));
+                return Err(Error::finished(Code::DataLoss, "the response has another size than the request"));
             }
             let since = began.elapsed();
             if since > lasting && !times.is_empty() {
@@ -126,17 +126,17 @@ impl Figures {
         }
     }
 
-    /// Small calls a second, `window` of them under way.
+    /// Measures small calls per second, with `window` calls in flight.
     ///
     /// # Errors
-    /// Of the first call that failed.
+    /// The error of the first call that fails.
     pub async fn rate(&self, window: usize, lasting: Duration) -> Result<f64> {
         let (began, mut replies, mut answered) = (Instant::now(), VecDeque::new(), 0_u32);
         while began.elapsed() < lasting || answered == 0 {
             while replies.len() < window.max(1) {
                 replies.push_back(self.channel.start(request(ECHO, None)).await?);
             }
-            // Half at a time, so that starts and answers come in runs, as a group's do.
+            // Half of the window at a time, so that calls start and end in bursts, as those of a worker group do.
             while replies.len() > window / 2 {
                 let Some(reply) = replies.pop_front() else { break };
                 reply.await?;
@@ -146,10 +146,11 @@ impl Figures {
         Ok(f64::from(answered) / began.elapsed().as_secs_f64())
     }
 
-    /// Bytes a second one way, `window` calls under way, each with the same `segment`, after one window to warm up.
+    /// Measures bytes per second in one direction, with `window` calls of the same `segment` in flight. The first
+    /// window is a warm-up.
     ///
     /// # Errors
-    /// Of the first call that failed.
+    /// The error of the first call that fails.
     pub async fn bandwidth(&self, segment: &Bytes, window: usize, lasting: Duration) -> Result<f64> {
         let (window, mut replies) = (window.max(1), VecDeque::new());
         let (mut began, mut taken) = (Instant::now(), 0_usize);
@@ -169,20 +170,20 @@ impl Figures {
         }
     }
 
-    /// The share of a core that is used while nothing is under way. `cpu` says how much has been used so far, by whichever
-    /// processes are to be counted.
+    /// Measures the CPU time per second without calls in flight, as a share of one core. `cpu` returns the CPU time so
+    /// far of the measured processes.
     ///
     /// # Errors
-    /// When the first call, which opens what opens late, fails.
+    /// The error of the first call, which opens lazy connections.
     pub async fn idle(&self, lasting: Duration, cpu: impl FnMut() -> Duration) -> Result<f64> {
         self.channel.call(request(ECHO, None)).await?;
         Ok(used(cpu, sleep(lasting)).await.0)
     }
 
-    /// As [`Figures::idle`], while one call is under way that is answered at the end of `lasting`.
+    /// Like [`Figures::idle`], with one call in flight, which ends after `lasting`.
     ///
     /// # Errors
-    /// Of that call.
+    /// The error of that call.
     pub async fn waiting(&self, lasting: Duration, cpu: impl FnMut() -> Duration) -> Result<f64> {
         let mut waits = request(WAIT, None);
         waits.context.deadline = Instant::now() + lasting;

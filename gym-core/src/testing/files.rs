@@ -1,7 +1,7 @@
-//! A disk in memory that loses what was not synced.
+//! A simulated disk that loses data that was not synced.
 //!
-//! It takes simulated time, runs full, fails, and crashes, all from one seed; nothing here blocks a thread, so a paused clock
-//! goes on by itself.
+//! Latency, full disks, failures and crashes all follow from one seed. Nothing blocks a thread, so a paused clock
+//! advances by itself.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -15,38 +15,38 @@ use bytes::Bytes;
 use crate::base::error::{Code, Error, Result};
 use crate::base::world::{FileLock, Files};
 
-/// What a disk writes whole or not at all. A hole in a torn tail starts and ends on such a boundary, or at an end of what
-/// was not synced.
+/// The unit that a disk writes atomically. A hole in a torn tail starts and ends at a sector boundary, or at an end of
+/// the unsynced data.
 const SECTOR_BYTES: usize = 512;
 
-/// One process's view of a disk in memory. Clones are the same process; [`SimFiles::crash`] ends it and gives the view of
-/// the next one.
+/// The view that one process has of a simulated disk. Clones are the same process. [`SimFiles::crash`] ends the process
+/// and returns the view of the next one.
 #[derive(Clone, Debug)]
 pub struct SimFiles {
     disk: Arc<Mutex<Disk>>,
-    /// Which life of the process this is.
+    /// The number of the process.
     life: u64,
 }
 
-/// What goes wrong at a call to [`Files::append`].
+/// A fault of a call to [`Files::append`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FileFault {
-    /// Half of the bytes are written, then there is no room.
+    /// The disk is full after half of the bytes.
     DiskFull,
-    /// Everything is written, the sync fails, and the system forgets that it still had to write it.
+    /// All bytes are written, the sync fails, and the system discards the unsynced data.
     SyncFailed,
 }
 
-/// How often a disk was called.
+/// The calls to a disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FileCounts {
-    /// Calls to `append`.
+    /// The number of calls to `append`.
     pub appends: u64,
-    /// Those that were durable.
+    /// The number of durable calls to `append`.
     pub syncs: u64,
-    /// Bytes added.
+    /// The number of appended bytes.
     pub bytes: u64,
-    /// Calls to `read`.
+    /// The number of calls to `read`.
     pub reads: u64,
 }
 
@@ -56,9 +56,9 @@ struct Disk {
     life: u64,
     files: BTreeMap<PathBuf, Content>,
     locked: BTreeSet<PathBuf>,
-    /// Bytes that may still be added.
+    /// Free space in bytes.
     room: u64,
-    /// Counted down at each append that may have a fault.
+    /// The number of appends before the fault, and the fault.
     fault: Option<(u64, FileFault)>,
     counts: FileCounts,
 }
@@ -66,11 +66,11 @@ struct Disk {
 #[derive(Clone, Default)]
 struct Content {
     bytes: Vec<u8>,
-    /// Up to here it survives a crash.
+    /// The length that survives a crash.
     synced: usize,
-    /// From here the system believes, wrongly, that it is on the disk.
+    /// The offset from which the system wrongly treats the data as synced.
     forgotten: Option<usize>,
-    /// An append failed: the end is unknown.
+    /// Whether an append failed, so that the length is unknown.
     broken: bool,
 }
 
@@ -82,7 +82,7 @@ impl fmt::Debug for Disk {
 }
 
 impl SimFiles {
-    /// An empty disk. Each append takes a time of up to 2 ms, drawn from the seed.
+    /// Creates an empty disk. Each append takes up to 2 ms, drawn from the seed.
     #[must_use]
     pub fn new(seed: u64) -> Self {
         let disk = Disk {
@@ -98,47 +98,48 @@ impl SimFiles {
         Self { disk: Arc::new(Mutex::new(disk)), life: 0 }
     }
 
-    /// The longest time that an append takes from now on.
+    /// Sets the maximum latency of an append. Default: 2 ms.
     pub fn set_latency_max(&self, latency_max: Duration) {
         self.disk().latency_max = latency_max;
     }
 
-    /// The disk is full after this many more bytes.
+    /// Sets the free space in bytes. Default: unlimited.
     pub fn set_room(&self, bytes: u64) {
         self.disk().room = bytes;
     }
 
-    /// The n-th append from now, counted from 0, meets this fault.
+    /// Injects a fault into the n-th append from now, counted from 0.
     pub fn fail_append(&self, nth: u64, fault: FileFault) {
         self.disk().fault = Some((nth, fault));
     }
 
-    /// Takes back a fault that has not happened yet.
+    /// Removes a fault that has not happened yet.
     pub fn clear_fault(&self) {
         self.disk().fault = None;
     }
 
-    /// How often the disk was called, by all lives.
+    /// Returns the calls of all processes so far.
     #[must_use]
     pub fn counts(&self) -> FileCounts {
         self.disk().counts
     }
 
-    /// What a file holds now; nothing when it is not there.
+    /// Returns the contents of a file; empty if it does not exist.
     #[must_use]
     pub fn contents(&self, path: &Path) -> Vec<u8> {
         self.disk().files.get(path).map(|content| content.bytes.clone()).unwrap_or_default()
     }
 
-    /// Puts contents in place, synced, behind the back of whoever has the file.
+    /// Replaces the contents of a file, synced, without notifying the process that has it open.
     pub fn set_contents(&self, path: &Path, bytes: impl Into<Vec<u8>>) {
         let bytes = bytes.into();
         let synced = bytes.len();
         self.disk().files.insert(path.to_owned(), Content { bytes, synced, ..Content::default() });
     }
 
-    /// Ends this life of the process, as a loss of power does: every call of it fails from now on, its locks are gone, and
-    /// of what was not synced each file keeps a seeded prefix, perhaps with a hole of zeros. Gives the next life's view.
+    /// Ends the process as a power failure does, and returns the view of the next process. All further calls of this
+    /// one fail, and its locks are released. Each file keeps a random prefix of its unsynced data, which may have a
+    /// hole of zeros.
     #[must_use]
     pub fn crash(&self) -> Self {
         let mut disk = self.disk();
@@ -151,8 +152,8 @@ impl SimFiles {
         Self { disk: Arc::clone(&self.disk), life: disk.life }
     }
 
-    /// Ends this life of the process as `kill -9` does: its calls fail and its locks are gone, but the system goes on and
-    /// keeps what was written. Gives the next life's view.
+    /// Ends the process as `kill -9` does, and returns the view of the next process. All further calls of this one
+    /// fail, and its locks are released. All written data remains.
     #[must_use]
     pub fn kill(&self) -> Self {
         let mut disk = self.disk();
@@ -166,7 +167,7 @@ impl SimFiles {
         self.disk.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The disk, if this life still goes on.
+    /// Returns the disk if this process has not ended.
     fn alive(&self) -> Result<MutexGuard<'_, Disk>> {
         let disk = self.disk();
         if disk.life == self.life {
@@ -188,7 +189,7 @@ impl SimFiles {
 
 impl Content {
     fn tear(&mut self, rng: &mut fastrand::Rng) {
-        // What the system forgot is as good as never written: the length may be there, the bytes are not.
+        // Data that the system discarded is lost: the file may have its length, but not its bytes.
         if let Some(from) = self.forgotten.take() {
             let end = self.bytes.len();
             self.bytes[from.min(end)..].fill(0);
@@ -211,7 +212,7 @@ impl Content {
 fn full(path: &Path) -> Error {
     Error::finished(
         Code::ResourceExhausted,
-        "the disk is full; free room on its file system or choose another path, then resume",
+        "the disk is full; free space on its file system or choose another path, then resume",
     )
     .about(format!("append to {}", path.display()))
 }
@@ -255,7 +256,7 @@ impl Files for SimFiles {
             disk.counts.bytes += written as u64;
             let content = disk.files.entry(path.to_owned()).or_default();
             if content.broken {
-                return Err(Error::finished(Code::Internal, "an earlier write failed; cut the file first")
+                return Err(Error::finished(Code::Internal, "an earlier write failed; truncate the file first")
                     .about(format!("append to {}", path.display())));
             }
             let before = content.bytes.len();
@@ -295,7 +296,7 @@ impl Files for SimFiles {
         let content = disk.files.get_mut(path).ok_or_else(|| missing("cut", path))?;
         let length = usize::try_from(length).unwrap_or(usize::MAX);
         if length > content.bytes.len() {
-            return Err(Error::finished(Code::InvalidArgument, "the file is shorter than the length to cut it to")
+            return Err(Error::finished(Code::InvalidArgument, "the file is shorter than the requested length")
                 .about(format!("cut {}", path.display())));
         }
         content.bytes.truncate(length);
@@ -328,7 +329,7 @@ impl Files for SimFiles {
         if !disk.locked.insert(path.to_owned()) {
             return Err(Error::finished(
                 Code::FailedPrecondition,
-                "another process, or another part of this one, holds it",
+                "another process, or another part of this one, holds the lock",
             )
             .about(format!("lock {}", path.display())));
         }

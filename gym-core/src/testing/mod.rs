@@ -1,10 +1,20 @@
-//! Shared code of tests and benchmarks: conformance suites of the traits, measurements of a transport, calls that are dropped at arbitrary
-//! points, tables of bad input, a simulated disk and a simulated network.
+//! Tools for tests and benchmarks (feature `testing`).
+//!
+//! | item | purpose |
+//! |---|---|
+//! | [`conformance`] | the suites that every transport, ledger, file system and worker group passes |
+//! | [`net`], [`SimNet`], [`SimHost`], [`Faults`] | a simulated network with faults |
+//! | [`SimFiles`] | a simulated disk with faults and crashes |
+//! | [`figures`] | measurements of a transport |
+//! | [`bad_input`] | tables of bad inputs and the errors that they cause |
+//! | [`Storm`] | calls that are dropped at arbitrary points |
 
 pub mod bad_input;
 pub mod conformance;
 pub mod figures;
 mod files;
+#[cfg(feature = "groups")]
+mod group;
 pub mod net;
 mod storm;
 

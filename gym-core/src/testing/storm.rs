@@ -1,4 +1,4 @@
-//! Calls that are dropped at arbitrary points: a transport must release everything that it keeps for them.
+//! Calls that are dropped at arbitrary points. A transport must release everything that it stored for them.
 
 use std::future::Future;
 use std::pin::pin;
@@ -15,26 +15,26 @@ use crate::message::{Request, Response, Status};
 use crate::transport::Channel;
 use crate::transport::{Handler, handler_fn};
 
-/// Far beyond what a call needs, so that only its drop ends one that is held.
+/// A deadline that no call reaches: a held call ends only when it is dropped.
 const FAR: Duration = Duration::from_secs(60);
 const CALLS: usize = 10_000;
-/// Answers that are kept for a while, unread.
+/// Maximum number of replies that are kept unread for a while.
 const KEPT_MAX: usize = 16;
-/// Echoed at once.
+/// The route that echoes the request immediately.
 const ECHO: &str = "/echo";
-/// Answered when the call is cancelled.
+/// The route that responds when the call is cancelled.
 const HOLD: &str = "/hold";
-/// A fixed seed, so that a failure comes again.
+/// A fixed seed, so that failures can be repeated.
 const SEED: u64 = 0x2545_F491_4F6C_DD17;
 
-/// Ten thousand calls of many sizes, each dropped after a few polls, and the handler that they are for.
+/// Ten thousand calls of many sizes, each dropped after a few polls, and their handler.
 #[derive(Clone, Debug, Default)]
 pub struct Storm {
     running: Arc<AtomicUsize>,
 }
 
 impl Storm {
-    /// The handler for the other end: echoes a call, or holds it until it is cancelled.
+    /// Returns the handler for the server: it echoes a call, or holds it until it is cancelled.
     #[must_use]
     pub fn handler(&self) -> impl Handler + use<> {
         let running = Arc::clone(&self.running);
@@ -51,13 +51,14 @@ impl Storm {
         })
     }
 
-    /// Number of calls that the handler still holds.
+    /// Returns the number of calls that the handler holds.
     #[must_use]
     pub fn running(&self) -> usize {
         self.running.load(Ordering::SeqCst)
     }
 
-    /// Makes the calls and drops each at some point; returns when the last is dropped, which may be before the peer is notified.
+    /// Makes the calls and drops each at some point. Returns when the last is dropped, possibly before the peer is
+    /// notified.
     pub async fn run(&self, channel: &Channel) {
         let mut random = fastrand::Rng::with_seed(SEED);
         let mut kept = Vec::new();
@@ -85,14 +86,14 @@ impl Drop for Running {
     }
 }
 
-/// The request with a segment of so many bytes.
+/// Adds a segment of this many bytes to a request.
 #[must_use]
 pub fn with_segment(mut request: Request, bytes: usize) -> Request {
     request.message.segments.push(Bytes::from(vec![7; bytes]));
     request
 }
 
-/// What a future gives within one poll and so many more.
+/// Polls a future up to `polls + 1` times; `None` if it was not ready or failed.
 async fn polled<T>(mut future: impl Future<Output = Result<T>> + Unpin, polls: u8) -> Option<T> {
     for _ in 0..=polls {
         if let Poll::Ready(done) = futures_util::poll!(&mut future) {

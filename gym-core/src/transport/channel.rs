@@ -39,7 +39,8 @@ pub trait Link: fmt::Debug + Send + Sync + 'static {
     async fn send(&self, request: Request) -> Result<Reply>;
 
     /// Accepts the request if that needs no wait, and returns it otherwise, for [`Link::send`]. Order, capacity and errors are those
-    /// of `send`. The default always returns the request.
+    /// of `send`. The default always returns the request. Only for the in-process link.
+    #[doc(hidden)]
     fn try_send(&self, request: Request) -> TrySendOutcome {
         TrySendOutcome::WouldBlock(request)
     }
@@ -55,6 +56,7 @@ pub trait Link: fmt::Debug + Send + Sync + 'static {
 }
 
 /// The outcome of [`Link::try_send`].
+#[doc(hidden)]
 #[allow(clippy::large_enum_variant, reason = "a request is returned only where a call has to wait for capacity")]
 pub enum TrySendOutcome {
     /// The link accepted the request, or failed before it did.

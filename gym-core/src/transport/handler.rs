@@ -21,7 +21,9 @@ pub trait Handler: fmt::Debug + Send + Sync + 'static {
     fn handle(&self, request: Request) -> BoxFuture<'static, Result<Response>>;
 
     /// Returns `true` if the handler bounds its calls itself: it rejects calls beyond its capacity at once, and an unread response
-    /// occupies no capacity. A link within the process then sets no bound of its own, and no caller waits for it.
+    /// occupies no capacity. A link within the process then sets no bound of its own, and no caller waits for it. Only for the host of
+    /// a worker.
+    #[doc(hidden)]
     fn bounds_calls(&self) -> bool {
         false
     }

@@ -1,4 +1,4 @@
-//! Section 5.2: micro-batches by a budget of tokens.
+//! Section 5.2: micro-batches with a token budget.
 
 use std::num::NonZeroUsize;
 
@@ -64,8 +64,8 @@ fn c025_every_global_batch_is_planned_for_itself() {
     for part in &sharded.shards {
         assert_eq!(plan(part), [[(0, 2, 16)], [(0, 2, 32)]]);
     }
-    // Upstream's order goes chunk by chunk here, which restores only the shards' rows interleaved so; ours restores the shards
-    // put together, with one global batch or several.
+    // The original's order goes chunk by chunk here, which only restores rows that are interleaved in the same way.
+    // Ours restores the concatenated shards, with one or more global batches.
     assert_eq!(sharded.order, [0, 1, 6, 5, 2, 3, 4, 7]);
 }
 

@@ -1,4 +1,4 @@
-//! The conformance cases that concern batches, by their ids in docs/conformance.md. Written against the public interface.
+//! The conformance cases of batches, by their ids in docs/conformance.md. They use the public interface only.
 
 #![allow(clippy::unwrap_used)] // In a test a panic is the message.
 
@@ -11,22 +11,22 @@ mod shard;
 use gym_core::Result;
 use gym_core::group::{Batch, JsonRows, Ragged, Sharded, Sharding, Tensor};
 
-/// A batch of one column `x` of these numbers.
+/// Creates a batch with one column `x` of these numbers.
 fn numbers(x: &[i64]) -> Batch {
     Batch::empty().with("x", Tensor::from_vec([x.len()], x.to_vec()).unwrap()).unwrap()
 }
 
-/// A batch of one column `x` with the row's own position.
+/// Creates a batch with one column `x` that contains the index of each row.
 fn positions(rows: usize) -> Batch {
     numbers(&(0..rows as i64).collect::<Vec<_>>())
 }
 
-/// The column `x`.
+/// Returns the column `x`.
 fn x(batch: &Batch) -> Vec<i64> {
     batch.column("x").unwrap().dense().unwrap().to_i64s().unwrap()
 }
 
-/// The column `x` of each.
+/// Returns the column `x` of each batch.
 fn xs(batches: &[Batch]) -> Vec<Vec<i64>> {
     batches.iter().map(x).collect()
 }
@@ -50,7 +50,7 @@ fn sequences(lengths: &[i32], width: usize) -> Batch {
         .unwrap()
 }
 
-/// What each shard's plan says: `(first row, end, length)` of each micro-batch of each chunk.
+/// Returns the plan of each shard: `(first row, end, length)` of each micro-batch of each chunk.
 fn plan(batch: &Batch) -> Vec<Vec<(usize, usize, usize)>> {
     let chunks = &batch.micro_batches().unwrap().chunks;
     let micro = |chunk: &gym_core::group::MicroBatchChunk| {
@@ -63,7 +63,7 @@ fn refusal<T: std::fmt::Debug>(result: Result<T>) -> String {
     result.unwrap_err().to_string()
 }
 
-/// Shards, checked to come back in the original order.
+/// Shards a batch, and checks that the shards can be restored to the original order.
 fn shard(batch: &Batch, sharding: &Sharding) -> Result<Sharded> {
     let sharded = batch.shard_by_batch_size(sharding)?;
     let whole = Batch::concat(&sharded.shards)?.reorder(&sharded.order)?;

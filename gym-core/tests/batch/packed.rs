@@ -1,4 +1,4 @@
-//! Section 5.5 and the media cases of 5.4: rows made of tensors, which rows may share.
+//! Section 5.5 and the media cases of 5.4: rows that consist of tensors, which several rows may share.
 
 use gym_core::group::{Assembly, Batch, DType, Packed, Segment, Tensor, Uneven};
 
@@ -194,7 +194,7 @@ fn c091_a_segment_is_known_by_its_identity_not_by_its_value() {
     assert_eq!((packed_of(&whole).rows(), packed_of(&whole).segments().len()), (3, 2));
 }
 
-/// Two rows that share a seed image and have one of their own each.
+/// Two rows that share a seed image, each with another image.
 fn seeded() -> Packed {
     let [seed, a, b] = [1.0, 2.0, 3.0].map(|value| Segment::new(filled(&[1, 2], value)));
     Packed::from_segments([[seed.clone(), a], [seed, b]], 0)

@@ -1,4 +1,5 @@
-//! The command line with the SDK's own servers. A program with servers of its own has the same one line in its `main`.
+//! The command-line program `rgym` with the servers of the SDK. A program with its own servers has the same one line in
+//! `main`.
 #![forbid(unsafe_code)]
 
 fn main() -> std::process::ExitCode {

@@ -1,4 +1,5 @@
-//! Standard error, shared by log lines, the lines of Python servers and the progress bar, so that none garbles another.
+//! Standard error, shared by log lines, the output of Python servers and the progress bar, so that they do not
+//! overwrite each other.
 
 use std::fmt::Display;
 use std::io::{self, Write};
@@ -13,7 +14,7 @@ use tracing_subscriber::util::SubscriberInitExt as _;
 use crate::cli::args::options::{CommonOptions, LogFormat};
 use crate::cli::exit::Failure;
 
-/// Standard error. Cheap to clone; clones share the bar. As a writer it takes whole lines.
+/// Writes whole lines to standard error. Cheap to clone; clones share the bar.
 #[derive(Clone, Debug)]
 pub(super) struct Console {
     bar: Arc<Mutex<Option<ProgressBar>>>,
@@ -24,12 +25,12 @@ impl Console {
         Self { bar: Arc::default() }
     }
 
-    /// Keeps a bar below all further lines.
+    /// Keeps a bar below all later lines.
     pub(super) fn keep_below(&self, bar: &ProgressBar) {
         *self.bar.lock().unwrap_or_else(PoisonError::into_inner) = Some(bar.clone());
     }
 
-    /// Takes the bar away.
+    /// Removes the bar.
     pub(super) fn clear(&self) {
         if let Some(bar) = self.bar.lock().unwrap_or_else(PoisonError::into_inner).take() {
             bar.finish_and_clear();
@@ -38,23 +39,23 @@ impl Console {
 
     /// Writes one line.
     pub(super) fn line(&self, text: &str) {
-        // Nobody reads any more: then there is nobody to tell.
+        // Fails if the reader closed the pipe; the error cannot be reported anywhere.
         let _ = self.clone().write_all(format!("{text}\n").as_bytes());
     }
 
-    /// Writes what is only probably wrong.
+    /// Writes a warning.
     pub(super) fn warn(&self, warning: impl Display) {
         self.line(&format!("warning: {warning}"));
     }
 
-    /// Takes the output of Python servers: each line with the server's name in front.
+    /// Returns the sink for the output of Python servers; it prefixes each line with the server's name.
     pub(super) fn lines(&self) -> LineSink {
         let console = self.clone();
         Arc::new(move |name, _stream, line| console.line(&with_name(name, line)))
     }
 }
 
-/// NeMo Gym's servers put their name in front of some lines themselves.
+/// Prefixes a line with the server's name, unless NeMo Gym's server has already done so.
 fn with_name(name: &str, line: &str) -> String {
     let named =
         line.strip_prefix('(').and_then(|rest| rest.strip_prefix(name)).is_some_and(|rest| rest.starts_with(')'));
@@ -77,7 +78,7 @@ impl Write for Console {
     }
 }
 
-/// Sends the log to the console: `RUST_LOG` decides, else `-v`; servers tell more than other commands.
+/// Sends log lines to the console. `RUST_LOG` sets the levels, else `-v`; commands that serve log more than others.
 pub(super) fn log_to(console: &Console, shared: &CommonOptions, serves: bool) -> Result<(), Failure> {
     let ours = match (shared.verbose, serves) {
         (0, false) => LevelFilter::WARN,
@@ -88,10 +89,10 @@ pub(super) fn log_to(console: &Console, shared: &CommonOptions, serves: bool) ->
     let filter: Targets = match std::env::var("RUST_LOG") {
         Ok(directives) if !directives.is_empty() => directives.parse().map_err(|error| {
             Failure::Usage(format!(
-                "RUST_LOG={directives}: {error}\n  fix: levels by target, as in RUST_LOG=warn,gym_client=debug"
+                "RUST_LOG={directives}: {error}\n  fix: set levels per target, such as RUST_LOG=warn,gym_client=debug"
             ))
         })?,
-        // The libraries below us have their own ideas of what is worth a line.
+        // Libraries below the SDK log too much at these levels.
         _ => {
             let libraries = ["hyper", "hyper_util", "reqwest", "rustls", "tokio"];
             Targets::new().with_default(ours).with_targets(libraries.map(|library| (library, LevelFilter::WARN)))
@@ -100,7 +101,7 @@ pub(super) fn log_to(console: &Console, shared: &CommonOptions, serves: bool) ->
     let console = console.clone();
     let layer = tracing_subscriber::fmt::layer().with_writer(move || console.clone());
     let registry = tracing_subscriber::registry().with(filter);
-    // A program that has its own subscriber keeps it.
+    // Fails if the program has installed its own subscriber, which is kept.
     let _ = match shared.log_format {
         LogFormat::Text => registry.with(layer).try_init(),
         LogFormat::Json => registry.with(layer.json()).try_init(),
@@ -108,7 +109,7 @@ pub(super) fn log_to(console: &Console, shared: &CommonOptions, serves: bool) ->
     Ok(())
 }
 
-/// A table without lines, which `grep` and `awk` read as well as people.
+/// Returns a table without rules, for people as well as `grep` and `awk`.
 pub(super) fn table<const N: usize>(header: [&str; N], rows: impl IntoIterator<Item = [String; N]>) -> String {
     let rows: Vec<[String; N]> = std::iter::once(header.map(str::to_uppercase)).chain(rows).collect();
     let widths: [usize; N] =
@@ -120,7 +121,7 @@ pub(super) fn table<const N: usize>(header: [&str; N], rows: impl IntoIterator<I
     rows.iter().map(line).collect::<Vec<_>>().join("\n")
 }
 
-/// Prints to standard output; a reader that has gone is no failure.
+/// Prints to standard output; a closed pipe is not an error.
 pub(super) fn print(text: &str) {
     let mut out = io::stdout().lock();
     let _ = out.write_all(text.as_bytes()).and_then(|()| out.write_all(b"\n")).and_then(|()| out.flush());

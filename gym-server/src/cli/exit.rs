@@ -1,27 +1,27 @@
-//! How a command ends: its exit code, and why it failed.
+//! Exit codes of the commands, and their errors.
 
 use std::process::ExitCode;
 
 use gym_client::config::ConfigError;
 use gym_core::{Code, Error};
 
-/// Why a command did not do what it was asked for.
+/// The error of a command.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Failure {
-    /// The user's mistake: exit code 2.
+    /// A mistake of the user: exit code 2.
     Usage(String),
-    /// The run's failure: exit code 1.
+    /// A failure of the run: exit code 1.
     Failed(String),
 }
 
-/// What a command ends with.
+/// The result of a command.
 pub(super) type Outcome = Result<ExitCode, Failure>;
 
 /// The run failed.
 pub(super) const FAILED: u8 = 1;
-/// Wrong usage or configuration.
+/// Invalid usage or configuration.
 pub(super) const USAGE: u8 = 2;
-/// Done, but rollouts failed or are still open.
+/// Finished, but rollouts failed or are incomplete.
 pub(super) const INCOMPLETE: u8 = 3;
 
 impl Failure {

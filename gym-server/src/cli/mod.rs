@@ -1,4 +1,4 @@
-//! The command line, as a function: a program hands over its own servers and gets the same commands as `rgym`.
+//! The command line as a function: a program passes its own servers and gets the commands of `rgym`.
 //!
 //! ```no_run
 //! use gym_core::{CallContext, ModelResponse, ResourcesServer, Result, SessionId, Verdict};
@@ -18,7 +18,8 @@
 //! }
 //! ```
 //!
-//! Exit codes: 0 all done, 1 the run failed, 2 wrong usage or configuration, 3 done with failed or open rollouts.
+//! Exit codes: 0 success, 1 the run failed, 2 invalid usage or configuration, 3 finished with failed or incomplete
+//! rollouts.
 
 mod args;
 mod collect;
@@ -44,14 +45,14 @@ use crate::cli::exit::{Failure, Outcome, USAGE};
 use crate::cli::inspect::{config, doctor, status};
 use crate::stack::Servers;
 
-/// Runs the command of the process's arguments with these servers. Call it first in `main`, before anything starts a thread:
-/// in a process that is to become a Python server it does not return.
+/// Runs the command in the arguments of this process with the given servers. Call it first in `main`, before any thread
+/// starts: in a process that becomes a Python server, it does not return.
 #[must_use]
 pub fn main(servers: Servers) -> ExitCode {
     main_with(servers, std::env::args_os())
 }
 
-/// Like [`main`], with arguments of your own; the first one is the program's name.
+/// Like [`main`], but with the given arguments; the first one is the program's name.
 #[must_use]
 pub fn main_with(servers: Servers, arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
     launch::enter();
@@ -65,7 +66,7 @@ pub fn main_with(servers: Servers, arguments: impl IntoIterator<Item = OsString>
             })
         }
         Ok(Parsed::Message(error)) => {
-            // Help goes to standard output and ends with 0, mistakes to standard error and with 2: clap knows which.
+            // clap prints help to standard output and mistakes to standard error, and sets the exit code to 0 or 2.
             let _ = error.print();
             ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(USAGE))
         }
@@ -80,10 +81,10 @@ enum Parsed {
     Command {
         cli: Box<Cli>,
         overrides: Vec<String>,
-        /// Whether `--head-url` was typed, and not taken from the environment.
+        /// `true` if `--head-url` was given as an option, not by the environment variable.
         head_url_given: bool,
     },
-    /// Help, the version, or what clap finds wrong.
+    /// Help, the version, or a mistake that clap found.
     Message(clap::Error),
 }
 
@@ -109,16 +110,14 @@ fn parse(argv: impl IntoIterator<Item = OsString>) -> Result<Parsed, Failure> {
 fn start(cli: Cli, overrides: Vec<String>, head_url_given: bool, servers: Servers, console: &Console) -> Outcome {
     let serves = matches!(cli.command, Command::Run(_));
     console::log_to(console, &cli.shared, serves)?;
-    // A thousand connections to each of several servers is usual.
+    // Each of several servers may need a thousand connections.
     gym_core::base::raise_descriptors();
     let mut runtime = tokio::runtime::Builder::new_multi_thread();
     if let Some(threads) = cli.shared.threads {
         runtime.worker_threads(usize::from(threads));
     }
-    let runtime = runtime
-        .enable_all()
-        .build()
-        .map_err(|error| Failure::Failed(format!("the runtime cannot be started: {error}")))?;
+    let runtime =
+        runtime.enable_all().build().map_err(|error| Failure::Failed(format!("cannot start the runtime: {error}")))?;
     let console = console.clone();
     let command = async move {
         match cli.command {
@@ -130,11 +129,11 @@ fn start(cli: Cli, overrides: Vec<String>, head_url_given: bool, servers: Server
             Command::Aliases => aliases::print(),
         }
     };
-    // Spawned, because the thread in `block_on` is no worker: everything it wakes would cross threads.
+    // Spawned, because `block_on` does not run on a worker thread, and every wake-up would cross threads.
     let ended = runtime.block_on(async move { tokio::spawn(command.boxed()).await });
-    // Whatever still runs was told to end, or is not worth waiting for.
+    // Remaining tasks were cancelled, or do not need to finish.
     runtime.shutdown_timeout(Duration::from_secs(1));
-    ended.unwrap_or_else(|error| Err(Failure::Failed(format!("the command ended unexpectedly: {error}"))))
+    ended.unwrap_or_else(|error| Err(Failure::Failed(format!("the command panicked: {error}"))))
 }
 
 #[cfg(test)]
@@ -181,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn a_head_that_was_typed_is_told_from_one_of_the_environment() {
+    fn a_head_url_option_is_distinguished_from_the_environment_variable() {
         for (line, expected) in [
             (&["rgym", "status", "--head-url", "http://h:1"][..], true),
             (&["rgym", "status"], false),

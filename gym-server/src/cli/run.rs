@@ -1,4 +1,4 @@
-//! `rgym run`: starts the servers of a configuration and keeps them until a signal.
+//! `rgym run`: starts the servers of a configuration and serves until a signal arrives.
 
 use std::process::ExitCode;
 
@@ -21,12 +21,12 @@ pub(super) async fn run(
     servers: &Servers,
     console: &Console,
 ) -> Outcome {
-    refuse_what_is_not_there_yet(&args)?;
+    reject_unsupported(&args)?;
     let serves_head = args.serve.is_empty() || args.serve.iter().any(|name| name == HEAD_NAME);
     if head_url_given && serves_head {
         return Err(Failure::Usage(
-            "--head-url names the head of others, but this would serve a head itself\n  fix: name the instances to serve \
-             with --serve NAME, or leave --head-url out"
+            "--head-url names another head server, but this command would start its own\n  fix: name the instances to \
+             serve with --serve NAME, or remove --head-url"
                 .to_owned(),
         ));
     }
@@ -48,22 +48,22 @@ pub(super) async fn run(
     let stop = StopSignals::listen()?;
     let stack = tokio::select! {
         biased;
-        // What has been started goes with the dropped future.
+        // Dropping the future ends the servers that were started.
         () = stop.graceful.cancelled() => {
-            return Err(Failure::Failed("stopped before everything was ready".to_owned()));
+            return Err(Failure::Failed("stopped before all servers were ready".to_owned()));
         }
         stack = Box::pin(Stack::start(loaded.config, servers, &world, options)) => stack?,
     };
     announce(&stack, head.as_str());
     stop.graceful.cancelled().await;
     console.line(&format!(
-        "stopping: requests under way have up to {:?}; the same signal again stops at once",
+        "stopping: requests in flight may take up to {:?}; repeat the signal to stop at once",
         args.stop_grace
     ));
     tokio::select! {
         biased;
         () = stop.immediate.cancelled() => {
-            console.line("stopped at once; requests under way were broken off");
+            console.line("stopped at once; requests in flight were aborted");
             Ok(ExitCode::from(FAILED))
         }
         () = Box::pin(stack.stop()) => {
@@ -73,17 +73,17 @@ pub(super) async fn run(
     }
 }
 
-fn refuse_what_is_not_there_yet(args: &RunArgs) -> Result<(), Failure> {
+fn reject_unsupported(args: &RunArgs) -> Result<(), Failure> {
     let (flag, fix) = match (args.head_only, args.worker) {
-        (true, _) => ("--head-only", "to serve only the head, without workers that join it, use --serve head_server"),
+        (true, _) => ("--head-only", "use --serve head_server to start only the head server"),
         (_, true) => (
             "--worker",
-            "to serve some instances of a configuration and register them with a head, use --serve NAME --head-url URL",
+            "use --serve NAME --head-url URL to serve some instances of a configuration and register them with a head server",
         ),
         _ => return Ok(()),
     };
     Err(Failure::Usage(format!(
-        "{flag} is not supported yet: this version does not spread one run over several machines\n  fix: {fix}"
+        "{flag} is not supported yet: this version cannot distribute one run over several machines\n  fix: {fix}"
     )))
 }
 

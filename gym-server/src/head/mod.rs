@@ -1,16 +1,16 @@
-//! The head server: names to live servers, for our own clients and for NeMo Gym's.
+//! The head server: resolves names to running servers, for our clients and for NeMo Gym's.
 //!
-//! | route | what |
+//! | route | purpose |
 //! |---|---|
 //! | `POST /registry/register`, `renew`, `deregister`, `watch`; `GET /registry/instances[?name=…]` | leases, see [`gym_client::registry`] |
 //! | `GET /global_config_dict_yaml` | the merged configuration, as a JSON string of YAML, with the live servers' host and port |
 //! | `GET /server_instances` | the live servers, in NeMo Gym's form |
 //! | `GET /`, `/livez` | 200 |
-//! | `GET /health`, `/healthz`, `/readyz` | 503 until everything that was asked for serves, then 200 |
+//! | `GET /health`, `/healthz`, `/readyz` | 503 until all requested servers serve, then 200 |
 //! | `GET /metrics` | Prometheus |
 //!
-//! It is on the control path only: rollouts and tensors never pass through it. Its state is soft: after a restart the servers
-//! register again within a heartbeat.
+//! The head server is only on the control path: rollouts and tensors never pass through it. Its state is soft: after a
+//! restart, the servers register again within a heartbeat.
 
 use std::fmt;
 use std::sync::Arc;
@@ -178,7 +178,7 @@ impl HeadState {
         json(&now)
     }
 
-    /// A server as NeMo Gym's `/server_instances` writes it.
+    /// Returns a server in the form of NeMo Gym's `/server_instances`.
     fn nemo_gym_instance(&self, instance: &Instance) -> Value {
         let label = |name: &str| instance.labels.get(name).map(String::as_str);
         let http = instance.endpoints.iter().find(|endpoint| endpoint.scheme() == "http");
@@ -202,16 +202,17 @@ impl HeadState {
 }
 
 fn json(value: &impl Serialize) -> Result<Response> {
-    let text = serde_json::to_vec(value).map_err(|error| Error::internal("cannot serialise").caused_by(error))?;
+    let text =
+        serde_json::to_vec(value).map_err(|error| Error::internal("cannot serialize the response").caused_by(error))?;
     Ok(Response::json(text))
 }
 
 fn read<T: DeserializeOwned>(message: &Message) -> Result<T> {
     serde_json::from_slice(&message.head.to_bytes())
-        .map_err(|error| Error::invalid("the body cannot be read").caused_by(error))
+        .map_err(|error| Error::invalid("the body is invalid").caused_by(error))
 }
 
-/// The value of a key in a query string. Server names need no escapes, so none are undone.
+/// Returns the value of a key in a query string. Server names need no escapes, so escapes are not decoded.
 fn query(text: &str, key: &str) -> Option<String> {
     text.split('&').find_map(|pair| {
         let (name, value) = pair.split_once('=')?;
@@ -259,7 +260,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn it_is_starting_until_told_that_everything_serves() {
+    async fn health_is_503_until_all_servers_serve() {
         let head = head();
         assert_eq!(get(&head, "/health").await, (503, json!({"status": "starting"})));
         assert_eq!(get(&head, "/").await.0, 200);
@@ -268,7 +269,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_registers_is_seen_by_both_kinds_of_clients_until_its_lease_runs_out() {
+    async fn a_registered_server_is_visible_to_both_kinds_of_clients_until_its_lease_expires() {
         let head = head();
         let (status, lease) = post(&head, "/registry/register", &registration("a", 7001, 1)).await;
         assert_eq!((status, &lease["rank"]), (200, &json!(0)));
@@ -293,7 +294,7 @@ mod tests {
         assert_eq!(post(&head, "/registry/register", &at(7001, 5)).await.0, 200, "a replay is not a second server");
         let (status, why) = post(&head, "/registry/register", &at(7002, 4)).await;
         assert_eq!(status, 409);
-        assert!(why.as_str().unwrap().contains("rank 0 lives at http://127.0.0.1:7001"), "{why}");
+        assert!(why.as_str().unwrap().contains("rank 0 is live at http://127.0.0.1:7001"), "{why}");
         assert_eq!(post(&head, "/registry/register", &at(7002, 6)).await.0, 200);
         assert_eq!(get(&head, "/server_instances").await.1[0]["port"], 7002);
     }
@@ -313,7 +314,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_is_not_served_or_not_understood_gets_the_bodies_that_clients_know() {
+    async fn unknown_routes_and_invalid_bodies_get_the_responses_that_clients_expect() {
         let head = head();
         assert_eq!(get(&head, "/nothing").await, (404, json!({"detail": "Not Found"})));
         assert_eq!(get(&head, "/registry/renew").await, (405, json!({"detail": "Method Not Allowed"})));

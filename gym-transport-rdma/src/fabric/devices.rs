@@ -9,16 +9,16 @@ use crate::fabric::options::FabricError;
 /// Library and devices that UCX finds on this machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct DeviceReport {
-    /// The library, and what loading it did to the process.
+    /// The library, and the effects of loading it.
     pub(crate) library: LibraryInfo,
-    /// The transports and devices that it can use, as `transport/device`.
+    /// Transports and devices that UCX can use, as `transport/device`.
     pub(crate) devices: Vec<String>,
 }
 
-/// Loads UCX into this process, and asks it which transports and devices it can use with the environment's settings.
+/// Loads UCX into this process, and returns the transports and devices that it can use with the environment's settings.
 ///
 /// # Errors
-/// When it cannot be loaded, or does not start.
+/// If UCX cannot be loaded or cannot open a context.
 pub(crate) fn device_report(options: &LoadOptions) -> Result<DeviceReport, FabricError> {
     let library = sys::load(options)?;
     let context =
@@ -26,7 +26,7 @@ pub(crate) fn device_report(options: &LoadOptions) -> Result<DeviceReport, Fabri
     Ok(DeviceReport { library: library.info(), devices: devices(&context.describe()) })
 }
 
-/// From what `ucp_context_print_info` writes: `#  resource 1  :  md 1  dev 1  flags -- tcp/lo`.
+/// Parses the output of `ucp_context_print_info`: `#  resource 1  :  md 1  dev 1  flags -- tcp/lo`.
 pub(crate) fn devices(description: &str) -> Vec<String> {
     let resource = |line: &str| line.trim_start_matches(['#', ' ']).strip_prefix("resource ").map(str::to_owned);
     let name = |resource: String| resource.split_whitespace().last().map(str::to_owned);

@@ -1,4 +1,4 @@
-//! Hostile peers that speak UCX but not our protocol: handmade messages, sent from a bare worker to a fabric.
+//! Hostile peers that speak UCX but not our protocol: hand-written messages from a bare worker to a fabric.
 
 use std::io::Write;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -12,7 +12,9 @@ use tokio::time::Instant;
 use crate::fabric::protocol::prefix::{MESSAGE_ID, MessageKind, MessagePrefix, hello};
 use crate::fabric::*;
 use crate::sys::LoadOptions;
-use crate::ucx::{Arrival, Context, Endpoint, EndpointKey, HEADER_ROOM, Others, Outgoing, Protocol, Receiver, Worker};
+use crate::ucx::{
+    Arrival, Context, Endpoint, EndpointKey, HEADER_ROOM, Outgoing, Protocol, Receiver, UnhandledIds, Worker,
+};
 
 const SOON: Duration = Duration::from_secs(30);
 
@@ -30,14 +32,14 @@ fn open(options: FabricOptions) -> Option<Fabric> {
     match Fabric::open(options) {
         Ok(fabric) => Some(fabric),
         Err(FabricError::Load(error)) if std::env::var_os("GYM_UCX_REQUIRED").is_none() => {
-            let _ = writeln!(std::io::stderr(), "NOT RUN, for want of UCX: {error}");
+            let _ = writeln!(std::io::stderr(), "NOT RUN, UCX unavailable: {error}");
             None
         }
         Err(error) => panic!("{error}"),
     }
 }
 
-/// Counts what is handed up, wants nothing, and keeps the end.
+/// Counts messages, rejects them, and stores the close reason.
 #[derive(Default)]
 struct Seen {
     messages: AtomicUsize,
@@ -60,11 +62,11 @@ impl ConnectionEvents for Seen {
 }
 
 impl Seen {
-    /// Whether the connection was lost for a reason with these words.
-    fn lost(&self, said: &str) -> bool {
+    /// Returns whether the connection was lost, and checks that its error contains `reason`.
+    fn lost(&self, reason: &str) -> bool {
         match &*self.end.lock().unwrap() {
             Some(CloseReason::Lost(error)) => {
-                assert!(error.to_string().contains(said), "{error}");
+                assert!(error.to_string().contains(reason), "{error}");
                 true
             }
             Some(other) => panic!("{other:?}"),
@@ -79,7 +81,7 @@ impl Receiver for Deaf {
     fn receive(&self, _: &[u8], _: Arrival<'_>, _: Option<EndpointKey>) {}
 }
 
-/// A bare worker that has an endpoint to a peer worker of the fabric.
+/// A bare worker with an endpoint to a peer worker of the fabric.
 struct Intruder {
     worker: std::rc::Rc<Worker>,
     endpoint: Endpoint,
@@ -88,17 +90,17 @@ struct Intruder {
 
 fn bare_worker(transports: &str) -> std::rc::Rc<Worker> {
     let settings = [("TLS", transports), ("NET_DEVICES", "lo")];
-    // As a peer worker has it: a worker counts the slots of another's queue with its own number.
+    // As in a peer worker: a worker computes the slots of another's queue with its own number.
     let queue = transports.contains("posix").then_some(("MM_FIFO_SIZE", "64"));
     let settings = settings.into_iter().chain(queue).map(|(name, value)| (name.to_owned(), value.to_owned()));
     let settings: Vec<_> = settings.collect();
     let context = Context::open(crate::sys::load(&LoadOptions::default()).unwrap(), &settings).unwrap();
     let worker = Worker::open(&context).unwrap();
-    worker.receive(MESSAGE_ID, Box::new(Deaf), Others::All).unwrap();
+    worker.receive(MESSAGE_ID, Box::new(Deaf), UnhandledIds::All).unwrap();
     worker
 }
 
-/// Before UCX's own in an address.
+/// Prefix of UCX's part of an address.
 const PREFIX: [u8; 5] = [1, 0, 0, 0, 0];
 
 fn peer_worker(fabric: &Fabric) -> PeerWorker {
@@ -119,16 +121,16 @@ impl Intruder {
         Self { worker, endpoint, peer_worker: None }
     }
 
-    /// Sends it, and waits until UCX has let it go.
+    /// Sends a message, and waits until UCX has completed it.
     fn send(&self, message: ([u8; HEADER_ROOM], usize), payload: Bytes, protocol: Protocol) {
         self.send_as(MESSAGE_ID, message, payload, protocol);
     }
 
     fn send_as(&self, id: u16, (header, header_bytes): ([u8; HEADER_ROOM], usize), payload: Bytes, protocol: Protocol) {
         let done = std::rc::Rc::new(std::cell::Cell::new(false));
-        let told = std::rc::Rc::clone(&done);
+        let completed = std::rc::Rc::clone(&done);
         let message = Outgoing { id, header, header_bytes, payload, protocol, reply: false };
-        self.endpoint.send(message, None, move |_| told.set(true));
+        self.endpoint.send(message, None, move |_| completed.set(true));
         self.until("a message is let go", || done.get());
     }
 
@@ -140,11 +142,11 @@ impl Intruder {
         }
     }
 
-    /// The connection that the fabric has opened to this worker, once.
+    /// Makes the fabric open a connection to this worker, once.
     fn introduced(&self, fabric: &Fabric) -> (ConnectionId, Connection, Arc<Seen>) {
         let (id, own, token, seen) =
             (ConnectionId::random(), ConnectionId::random(), Token::random(), Arc::<Seen>::default());
-        // Of process 0, whose end is not watched.
+        // Process id 0 is not watched for its end.
         let peer = [&PREFIX, self.worker.address()].concat().into();
         let shared_memory = Some(WorkerPair { local: self.peer_worker.clone().unwrap(), remote: peer });
         let expected = Expect { id, token: token.clone(), peer: own, shared_memory, within: SOON };
@@ -176,7 +178,7 @@ fn rubbish_and_unknown_ids_are_dropped_and_announcements_of_them_refused() {
     for id in [0, 1, 2, 7, 100, 102] {
         intruder.send_as(id, ([0; HEADER_ROOM], 8), Bytes::from_static(b"for nobody"), Protocol::Eager);
     }
-    // That these end at all is the refusal.
+    // These sends complete only if the announcements are rejected.
     intruder.send(([0xff; HEADER_ROOM], 100), big.clone(), Protocol::Rendezvous);
     intruder.send(message(ConnectionId::random(), 0, MessageKind::Ordered), big, Protocol::Rendezvous);
     for kind in [
@@ -197,7 +199,7 @@ fn rubbish_and_unknown_ids_are_dropped_and_announcements_of_them_refused() {
         stats.dropped_malformed >= 201 && stats.dropped_unknown >= 9 && stats.refused_tokens >= 1
     });
     assert_eq!(seen.messages.load(Ordering::Relaxed), 0);
-    assert!(seen.end.lock().unwrap().is_none(), "nobody else is disturbed");
+    assert!(seen.end.lock().unwrap().is_none(), "other connections are not affected");
     assert_eq!(fabric.pool().stats().fresh, 0, "nothing was allocated");
     connection.close(Duration::ZERO);
 }
@@ -220,7 +222,8 @@ fn an_advertised_length_costs_nothing_before_it_is_wanted() {
     let Some(fabric) = fabric() else { return };
     let intruder = Intruder::new(&fabric);
     let (id, connection, seen) = intruder.introduced(&fabric);
-    // Never written, so it is only an address range here, and 8 GiB there if it were believed.
+    // Never written, so it is only an address range at this end. A receiver that trusted the length would allocate 8
+    // GiB.
     let huge = untouched_zeros(8 << 30);
     intruder.send(message(id, 0, MessageKind::Ordered), huge, Protocol::Rendezvous);
     intruder.until("it is handed up", || seen.messages.load(Ordering::Relaxed) == 1);
@@ -228,7 +231,7 @@ fn an_advertised_length_costs_nothing_before_it_is_wanted() {
     connection.close(Duration::ZERO);
 }
 
-/// Zeros that take no memory.
+/// Returns zeros that take no memory.
 fn untouched_zeros(len: usize) -> Bytes {
     crate::memory::Pool::new(crate::memory::PoolOptions::default()).take(len).unwrap().freeze()
 }
@@ -237,7 +240,7 @@ fn untouched_zeros(len: usize) -> Bytes {
 fn what_has_no_place_in_the_order_ends_the_connection() {
     let Some(fabric) = fabric() else { return };
     let cases: [(&str, &[(u64, MessageKind)]); 7] = [
-        ("the same place twice", &[(0, MessageKind::Ordered), (0, MessageKind::Ordered)]),
+        ("the same sequence number twice", &[(0, MessageKind::Ordered), (0, MessageKind::Ordered)]),
         (
             "too many ahead of a gap",
             &[
@@ -252,11 +255,11 @@ fn what_has_no_place_in_the_order_ends_the_connection() {
                 (10, MessageKind::Ordered),
             ],
         ),
-        ("a welcome to the one who gives it", &[(0, MessageKind::Welcome)]),
-        ("an answer to a goodbye that was not said", &[(0, MessageKind::Closed)]),
-        ("it says that it is broken", &[(0, MessageKind::Aborted)]),
-        ("it says that it is over", &[(0, MessageKind::Finished)]),
-        ("it says that its worker is destroyed", &[(0, MessageKind::WorkerDestroyed)]),
+        ("a welcome to the answering end", &[(0, MessageKind::Welcome)]),
+        ("a response to a close that was not sent", &[(0, MessageKind::Closed)]),
+        ("the peer aborts", &[(0, MessageKind::Aborted)]),
+        ("the peer has finished", &[(0, MessageKind::Finished)]),
+        ("the peer has destroyed its worker", &[(0, MessageKind::WorkerDestroyed)]),
     ];
     for (what, messages) in cases {
         let intruder = Intruder::new(&fabric);
@@ -268,14 +271,15 @@ fn what_has_no_place_in_the_order_ends_the_connection() {
     }
 }
 
-/// What was announced to a worker that is destroyed is never read, and nobody says so but its owner.
+/// The peer never reads messages that were announced to a destroyed worker, and only the owner of the worker can report
+/// that.
 #[test]
 fn a_peer_worker_whose_peer_destroyed_its_own_is_not_kept_for_what_was_announced_to_it() {
     let Some(fabric) = fabric() else { return };
     let intruder = Intruder::new(&fabric);
     let (id, connection, seen) = intruder.introduced(&fabric);
-    let told = Arc::new(AtomicUsize::new(0));
-    let counted = Arc::clone(&told);
+    let completed = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&completed);
     let done: SentCallback = Box::new(move |_| {
         counted.fetch_add(1, Ordering::Relaxed);
     });
@@ -283,7 +287,7 @@ fn a_peer_worker_whose_peer_destroyed_its_own_is_not_kept_for_what_was_announced
     let unread =
         ActiveMessage { header: Bytes::from_static(b"unread"), payload, delivery: Delivery::Ordered, done: Some(done) };
     connection.post(unread).unwrap();
-    // Said twice: of another connection it is not believed. Neither waits for the intruder's own progress.
+    // Sent twice: for another connection it is ignored. Neither requires the intruder to make progress.
     intruder.send(message(ConnectionId::random(), 0, MessageKind::WorkerDestroyed), Bytes::new(), Protocol::Eager);
     intruder.send(message(id, 0, MessageKind::WorkerDestroyed), Bytes::new(), Protocol::Eager);
     let deadline = Instant::now() + SOON;
@@ -291,8 +295,8 @@ fn a_peer_worker_whose_peer_destroyed_its_own_is_not_kept_for_what_was_announced
         assert!(Instant::now() < deadline, "{:?}", fabric.stats());
         std::thread::yield_now();
     }
-    assert!(seen.lost("the peer has broken the connection off"));
-    assert_eq!(told.load(Ordering::Relaxed), 1);
+    assert!(seen.lost("the peer has aborted the connection"));
+    assert_eq!(completed.load(Ordering::Relaxed), 1);
     assert!(fabric.shutdown(SOON));
 }
 
@@ -339,15 +343,15 @@ fn messages_that_a_peer_does_not_take_end_the_connection() {
     let Some(fabric) = fabric() else { return };
     let intruder = Intruder::new(&fabric);
     let (_, connection, seen) = intruder.introduced(&fabric);
-    let told = Arc::new(AtomicUsize::new(0));
+    let completed = Arc::new(AtomicUsize::new(0));
     let mut posted = 0;
     let deadline = Instant::now() + SOON;
-    // It makes no progress meanwhile.
-    while !seen.lost("64 messages wait") {
+    // The intruder makes no progress meanwhile.
+    while !seen.lost("has not received 64 messages") {
         assert!(Instant::now() < deadline, "{posted} messages were taken");
-        let told = Arc::clone(&told);
+        let completed = Arc::clone(&completed);
         let done: SentCallback = Box::new(move |_| {
-            told.fetch_add(1, Ordering::Relaxed);
+            completed.fetch_add(1, Ordering::Relaxed);
         });
         let payload = Bytes::from_static(&[1; 1000]);
         let message = ActiveMessage {
@@ -358,5 +362,5 @@ fn messages_that_a_peer_does_not_take_end_the_connection() {
         };
         posted += usize::from(connection.post(message).is_ok());
     }
-    intruder.until("every message is told", || told.load(Ordering::Relaxed) == posted);
+    intruder.until("every message completes", || completed.load(Ordering::Relaxed) == posted);
 }

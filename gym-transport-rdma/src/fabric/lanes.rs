@@ -1,8 +1,8 @@
-//! Transports that a connection uses.
+//! Lanes: the transports and devices that UCX uses for a connection.
 
 use std::fmt;
 
-/// The transports and devices of a connection, as UCX reports them: `posix/memory`, `cma/memory`, `tcp/lo`,
+/// Transports and devices of a connection, as UCX reports them: `posix/memory`, `cma/memory`, `tcp/lo`,
 /// `rc_verbs/rxe0:1`.
 #[derive(Clone, Debug, PartialEq, Eq, Default)]
 pub struct Lanes {
@@ -10,13 +10,13 @@ pub struct Lanes {
 }
 
 impl Lanes {
-    /// From what `ucp_ep_print_info` writes: `#  lane[0]:  2:tcp/lo.0 md[1] -> md[1]/tcp/sysdev[255] am am_bw#0`.
+    /// Parses the output of `ucp_ep_print_info`: `#  lane[0]:  2:tcp/lo.0 md[1] -> md[1]/tcp/sysdev[255] am am_bw#0`.
     pub(crate) fn parse(description: &str) -> Self {
         let mut names: Vec<String> = Vec::new();
         for line in description.lines() {
             let Some((_, lane)) = line.split_once("lane[") else { continue };
             let Some((_, lane)) = lane.split_once("]:") else { continue };
-            // `2:tcp/lo.0`: the index of the resource, and the path of the device.
+            // `2:tcp/lo.0`: index of the resource, name, path of the device.
             let Some(name) = lane.split_whitespace().find_map(|word| word.split_once(':').map(|(_, name)| name)) else {
                 continue;
             };
@@ -31,12 +31,12 @@ impl Lanes {
         Self { names }
     }
 
-    /// Those that these devices could be.
+    /// Returns lanes over all of these devices.
     pub(crate) fn of(devices: &[String]) -> Self {
         Self { names: devices.to_vec() }
     }
 
-    /// Each once, as `transport/device`.
+    /// Returns each lane once, as `transport/device`.
     #[must_use]
     pub fn names(&self) -> &[String] {
         &self.names
@@ -46,14 +46,14 @@ impl Lanes {
         self.names.iter().map(|name| name.split('/').next().unwrap_or(name))
     }
 
-    /// Whether messages go through memory that two processes of one host share, or stay in one process.
+    /// Returns `true` if messages use memory that two processes on one host share, or stay in one process.
     #[must_use]
     pub fn shared_memory(&self) -> bool {
         const SHARED: [&str; 6] = ["posix", "sysv", "xpmem", "cma", "knem", "self"];
         !self.names.is_empty() && self.transports().all(|transport| SHARED.contains(&transport))
     }
 
-    /// Whether messages go over an RDMA device.
+    /// Returns `true` if messages use an RDMA device.
     #[must_use]
     pub fn rdma(&self) -> bool {
         const RDMA: [&str; 6] = ["rc_", "dc_", "ud_", "srd", "rc", "gga"];

@@ -16,32 +16,32 @@ use crate::messaging::reassembly::message::CompleteMessage;
 use crate::messaging::reassembly::{FirstChunk, Reassembly, eager_bytes};
 use crate::messaging::send_queue::{Carrier, EndRole, UcxSendQueue};
 
-/// Handles the fabric's events of a connection to a peer that we call.
+/// Event receiver of a connection to a peer that this end calls.
 pub(crate) struct CallingEvents<C: Carrier = Connection> {
     limits: ConnectionLimits,
     cut: usize,
     opened: OnceLock<(C, Lanes)>,
-    /// Waits for the peer's greeting.
+    /// Receives the connection once the peer's handshake has arrived.
     waiting: Mutex<Option<oneshot::Sender<Result<EstablishedConnection<C>>>>>,
     end: OnceLock<Arc<CallingEnd<UcxSendQueue<C>>>>,
     reassembly: Arc<Mutex<Reassembly<ResponseHeader>>>,
-    pub(crate) heard: PeerActivity,
+    pub(crate) activity: PeerActivity,
 }
 
-/// A connection that takes calls.
+/// A connection that is ready for calls.
 pub(crate) struct EstablishedConnection<C: Carrier = Connection> {
     pub(crate) end: Arc<CallingEnd<UcxSendQueue<C>>>,
     pub(crate) lanes: Lanes,
 }
 
 impl<C: Carrier + Clone> CallingEvents<C> {
-    /// The receiver waits for the peer's greeting.
+    /// Creates the event receiver. The returned channel yields the connection after the peer's handshake.
     pub(crate) fn new(
         limits: ConnectionLimits,
         cut: usize,
     ) -> (Arc<Self>, oneshot::Receiver<Result<EstablishedConnection<C>>>) {
-        let (waiting, greeted) = oneshot::channel();
-        // Chunks of a response whose call was cancelled hold the capacity of the call.
+        let (waiting, established) = oneshot::channel();
+        // The chunks of a response whose call was cancelled hold the capacity of the call.
         let reassembly = Reassembly::new(limits.message_limits(), usize::MAX);
         let caller = Self {
             limits,
@@ -50,25 +50,27 @@ impl<C: Carrier + Clone> CallingEvents<C> {
             waiting: Mutex::new(Some(waiting)),
             end: OnceLock::new(),
             reassembly: Arc::new(Mutex::new(reassembly)),
-            heard: PeerActivity::default(),
+            activity: PeerActivity::default(),
         };
-        (Arc::new(caller), greeted)
+        (Arc::new(caller), established)
     }
 
-    fn greet(&self, payload: &[u8]) -> Result<()> {
+    fn on_handshake(&self, payload: &[u8]) -> Result<()> {
         let theirs = Handshake::read(Bytes::copy_from_slice(payload))?;
-        let Some((carrier, lanes)) = self.opened.get() else { return Err(malformed("a greeting before all else")) };
+        let Some((carrier, lanes)) = self.opened.get() else {
+            return Err(malformed("a handshake before the connection opened"));
+        };
         let send_queue = UcxSendQueue::new(carrier.clone(), self.cut, EndRole::Calling(Arc::clone(&self.reassembly)));
         let end = CallingEnd::new(send_queue, &self.limits, theirs);
         if self.end.set(Arc::clone(&end)).is_err() {
-            return Err(malformed("a second greeting"));
+            return Err(malformed("a second handshake"));
         }
-        let told = self
+        let delivered = self
             .take_waiting()
             .map(|waiting| waiting.send(Ok(EstablishedConnection { end: Arc::clone(&end), lanes: lanes.clone() })));
-        if !matches!(told, Some(Ok(()))) {
-            // Whoever wanted the connection has left.
-            end.end(&Error::unknown(Code::Unavailable, "nobody waits for the connection any more"));
+        if !matches!(delivered, Some(Ok(()))) {
+            // The caller that connected was cancelled.
+            end.end(&Error::unknown(Code::Unavailable, "connecting was cancelled"));
         }
         Ok(())
     }
@@ -81,21 +83,21 @@ impl<C: Carrier + Clone> CallingEvents<C> {
         }
         let landed = self.reassembly().keep(first_chunk)?;
         if let Some(landed) = landed {
-            answer(end, call, landed);
+            complete(end, call, landed);
         } else if !end.is_awaited(call) {
-            // Its caller has left between, and found nothing to forget.
+            // The caller was cancelled meanwhile, before there was a message to discard.
             self.reassembly().forget(call, CapacityPermit::default());
         }
         Ok(())
     }
 
-    /// A call has no answer.
+    /// Fails a call, as the peer reports.
     fn fail(&self, end: &CallingEnd<UcxSendQueue<C>>, call: u64, reason: &[u8]) -> Result<()> {
         if reason.len() > FAILED_BYTES_MAX {
-            return Err(malformed(format!("a reason of {} bytes; {FAILED_BYTES_MAX} are the most", reason.len())));
+            return Err(malformed(format!("a reason of {} bytes; the maximum is {FAILED_BYTES_MAX}", reason.len())));
         }
         if self.reassembly().forget(call, CapacityPermit::default()) {
-            return Err(malformed(format!("call {call} fails within its answer")));
+            return Err(malformed(format!("call {call} fails within its response")));
         }
         end.on_failed(call, Bytes::copy_from_slice(reason))
     }
@@ -108,19 +110,23 @@ impl<C: Carrier + Clone> CallingEvents<C> {
         let _ = self.opened.set((carrier.clone(), lanes.clone()));
     }
 
+    /// Handles a message of the peer.
+    ///
+    /// # Errors
+    /// If the message violates the protocol, or the peer drains before its handshake. The connection then ends.
     pub(super) fn on_message(&self, header: &[u8], payload: &Payload<'_>) -> Result<Disposition> {
-        self.heard.record();
+        self.activity.record();
         let am = AmHeader::read(header)?;
         if am.kind == AmKind::Handshake {
-            self.greet(eager_bytes(payload)?)?;
+            self.on_handshake(eager_bytes(payload)?)?;
             return Ok(Disposition::Done);
         }
         let Some(end) = self.end.get() else {
-            // It overtakes the greeting of a server that was told to stop before it began.
+            // A server that was stopped before it began sends `Drain`, which overtakes its handshake.
             if am.kind == AmKind::Drain {
-                return Err(Error::not_started(Code::Unavailable, "the peer takes no new calls"));
+                return Err(Error::not_started(Code::Unavailable, "the peer is draining and accepts no new calls"));
             }
-            return Err(malformed(format!("{:?} before the greeting", am.kind)));
+            return Err(malformed(format!("{:?} before the handshake", am.kind)));
         };
         match am.kind {
             AmKind::Response => {
@@ -137,17 +143,17 @@ impl<C: Carrier + Clone> CallingEvents<C> {
             AmKind::Ping => end.sender().echo(am.call),
             AmKind::Pong => end.sender().echoed(am.call),
             AmKind::Handshake | AmKind::Request | AmKind::Cancel => {
-                return Err(malformed(format!("{:?} is not for a caller", am.kind)));
+                return Err(malformed(format!("unexpected {:?} from an answering end", am.kind)));
             }
         }
         Ok(Disposition::Done)
     }
 
     pub(super) fn on_landed(&self, key: u64, bytes: Bytes) {
-        self.heard.record();
+        self.activity.record();
         let landed = self.reassembly().landed(key, bytes);
         if let (Some((call, landed)), Some(end)) = (landed, self.end.get()) {
-            answer(end, call, landed);
+            complete(end, call, landed);
         }
     }
 
@@ -155,9 +161,9 @@ impl<C: Carrier + Clone> CallingEvents<C> {
         let error = match why {
             CloseReason::Closed => Error::unknown(Code::Unavailable, "the channel was closed"),
             CloseReason::ClosedByPeer if self.reassembly().is_at_rest() => {
-                Error::unknown(Code::Unavailable, "the peer has left")
+                Error::unknown(Code::Unavailable, "the peer disconnected")
             }
-            CloseReason::ClosedByPeer => Error::unknown(Code::Unavailable, "the peer left in the middle of an answer"),
+            CloseReason::ClosedByPeer => Error::unknown(Code::Unavailable, "the peer disconnected within a response"),
             CloseReason::Lost(error) => error,
         };
         if let Some(end) = self.end.get() {
@@ -167,9 +173,9 @@ impl<C: Carrier + Clone> CallingEvents<C> {
         }
     }
 
-    /// How many answers have begun, and are not complete.
+    /// Number of responses that are incomplete.
     #[cfg(feature = "testing")]
-    pub(super) fn keeps(&self) -> usize {
+    pub(super) fn incomplete(&self) -> usize {
         self.reassembly().incomplete()
     }
 
@@ -178,7 +184,7 @@ impl<C: Carrier + Clone> CallingEvents<C> {
     }
 }
 
-fn answer<C: Carrier>(end: &CallingEnd<UcxSendQueue<C>>, call: u64, landed: CompleteMessage<ResponseHeader>) {
+fn complete<C: Carrier>(end: &CallingEnd<UcxSendQueue<C>>, call: u64, landed: CompleteMessage<ResponseHeader>) {
     end.on_answer(call, landed.header.into_response(landed.head, landed.segments));
 }
 

@@ -1,4 +1,4 @@
-//! Header of an active message (AM), as this layer writes it.
+//! Header of an active message (AM) in the protocol of this layer.
 //!
 //! ```text
 //! kind u8 | zero u8 | zero u16 | first u32 | second u32 | call u64
@@ -8,14 +8,14 @@
 //!
 //! | kind | delivery | first | second | call | payload |
 //! |---|---|---|---|---|---|
-//! | greeting | ordered | | | | [`Handshake`](gym_core::transport::mux::Handshake) |
-//! | request, response | ordered | bytes of the header | where messages are cut | its number | the header, or as much of it as fits; then the first chunk |
-//! | header rest | ordered | | | its number | more of the header that was begun last |
-//! | chunk | ordered | its place in the layout | | its number | the chunk |
-//! | failed | urgent | | | its number | why |
-//! | cancel | urgent | | | its number | |
+//! | handshake | ordered | | | | [`Handshake`](gym_core::transport::mux::Handshake) |
+//! | request, response | ordered | length of the header | size at which messages are split | call number | as much of the header as fits, then the rest of the first chunk |
+//! | header rest | ordered | | | call number | continuation of the last header |
+//! | chunk | ordered | index in the layout | | call number | the chunk |
+//! | failed | urgent | | | call number | the reason |
+//! | cancel | urgent | | | call number | |
 //! | drain | urgent | | | | |
-//! | ping, pong | urgent | | | any number, which comes back | |
+//! | ping, pong | urgent | | | any number, which the response repeats | |
 
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 use gym_core::Result;
@@ -55,7 +55,7 @@ impl AmKind {
         Self::Pong,
     ];
 
-    /// Whether messages of this kind are ordered.
+    /// Returns the delivery class of this kind.
     pub(crate) fn delivery(self) -> Delivery {
         match self {
             Self::Handshake | Self::Request | Self::Response | Self::HeaderRest | Self::Chunk => Delivery::Ordered,
@@ -74,11 +74,12 @@ pub(crate) struct AmHeader {
 }
 
 impl AmHeader {
-    /// A header with only a kind and a call.
+    /// Creates a header with only a kind and a call number.
     pub(crate) fn bare(kind: AmKind, call: u64) -> Self {
         Self { kind, first: 0, second: 0, call }
     }
 
+    /// Writes the header.
     pub(crate) fn write(self) -> Bytes {
         let mut bytes = BytesMut::with_capacity(AM_HEADER_BYTES);
         bytes.put_u8(self.kind as u8);
@@ -89,16 +90,17 @@ impl AmHeader {
         bytes.freeze()
     }
 
+    /// Reads a header.
+    ///
+    /// # Errors
+    /// If the length is wrong or the kind is unknown.
     pub(crate) fn read(mut from: &[u8]) -> Result<Self> {
         if from.len() != AM_HEADER_BYTES {
-            return Err(malformed(format!(
-                "a message whose header has {} bytes instead of {AM_HEADER_BYTES}",
-                from.len()
-            )));
+            return Err(malformed(format!("a message header of {} bytes; expected {AM_HEADER_BYTES}", from.len())));
         }
         let (number, zeros) = (from.get_u8(), (from.get_u8(), from.get_u16_le()));
         let kind = AmKind::ALL.get(usize::from(number)).copied().filter(|_| zeros == (0, 0));
-        let kind = kind.ok_or_else(|| malformed(format!("no message is of kind {number}")))?;
+        let kind = kind.ok_or_else(|| malformed(format!("unknown message kind {number}")))?;
         Ok(Self { kind, first: from.get_u32_le(), second: from.get_u32_le(), call: from.get_u64_le() })
     }
 }

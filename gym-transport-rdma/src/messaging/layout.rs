@@ -1,26 +1,27 @@
-//! How a message is split into chunks. Both ends compute the layout from the lengths of the message alone.
+//! Layout: splits a message into chunks. Both ends compute it from the lengths of the message alone.
 //!
-//! A part (the head or a segment) of `cut` bytes or more is a chunk of its own. Shorter parts are gathered, as long as they stay below
-//! `cut` together: first behind the header in the first chunk (chunk 0), then in further chunks. Gathered chunks are sent eagerly, all
-//! others by rendezvous, so nothing that is sent eagerly is long.
+//! A part (the head or a segment) of `cut` bytes or more is a chunk of its own. Shorter parts are gathered as long as
+//! their total is below `cut`. The first ones follow the header in the first chunk (chunk 0), the others form further
+//! chunks. Gathered chunks are sent eagerly, all others by rendezvous, so every eager chunk is short.
 
 /// Alignment of segments within a chunk, for vector units and typed views.
 pub(crate) const ALIGNMENT: usize = 64;
 
-/// Sizes at which a peer may split messages: below, messages would have too many chunks; above, everything would be copied.
+/// Sizes at which a peer may split messages. Smaller ones would produce too many chunks; larger ones would copy
+/// everything.
 pub(crate) const CUT_BYTES: std::ops::RangeInclusive<usize> = 1 << 10..=1 << 24;
 
 /// The position of every part of a message.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct ChunkLayout {
-    /// For every part, the head first: its chunk, and where it begins there.
+    /// Chunk and offset of every part, starting with the head.
     pub(crate) positions: Vec<(usize, usize)>,
-    /// Bytes of every chunk. The first includes the header.
+    /// Length of every chunk. The first includes the header.
     pub(crate) chunks: Vec<usize>,
 }
 
 impl ChunkLayout {
-    /// The layout of a message with a header and parts of these lengths.
+    /// Computes the layout of a message with a header and parts of these lengths.
     pub(crate) fn new(header: usize, parts: impl Iterator<Item = usize>, cut: usize) -> Self {
         let mut layout = Self { positions: Vec::with_capacity(parts.size_hint().0), chunks: vec![header] };
         let mut open = 0;

@@ -5,30 +5,30 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// From below 1 µs, doubling, to 8 s and above.
+/// Upper bounds from 1 µs, doubling, up to about 4 s; the last bucket has none.
 const BUCKETS: usize = 24;
 
-/// Round-trip times of heartbeats: counts of times below 1, 2, 4, … µs.
+/// Histogram of the round-trip times of heartbeats: counts below 1, 2, 4, … µs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RoundTrips {
     counts: [u64; BUCKETS],
 }
 
 impl RoundTrips {
-    /// Every bucket's upper bound, and how many were below it and not below the one before. The last bound is that of all.
+    /// Returns the upper bound of every bucket and its count. The bound of the last bucket is `Duration::MAX`.
     pub fn buckets(&self) -> impl Iterator<Item = (Duration, u64)> + '_ {
         let bound = |at: usize| if at + 1 < BUCKETS { Duration::from_micros(1 << at) } else { Duration::MAX };
         self.counts.iter().enumerate().map(move |(at, count)| (bound(at), *count))
     }
 
-    /// How many there were.
+    /// Returns the number of round trips.
     #[must_use]
     pub fn count(&self) -> u64 {
         self.counts.iter().sum()
     }
 }
 
-/// Counts round-trip times.
+/// Records round-trip times.
 #[derive(Debug)]
 pub(crate) struct RoundTripHistogram {
     began: Instant,
@@ -40,14 +40,14 @@ impl RoundTripHistogram {
         Self { began: Instant::now(), counts: Default::default() }
     }
 
-    /// The time that a heartbeat carries and its echo repeats.
+    /// Returns the time that a heartbeat carries and its echo repeats, in nanoseconds.
     pub(crate) fn now(&self) -> u64 {
         u64::try_from(self.began.elapsed().as_nanos()).unwrap_or(u64::MAX)
     }
 
-    /// Counts an echo. An echo with a future time is not ours and is not counted.
-    pub(crate) fn echo(&self, said: u64) {
-        if let Some(nanos) = self.now().checked_sub(said) {
+    /// Records an echo. An echo with a future time was not sent by this end and is not counted.
+    pub(crate) fn echo(&self, sent_at: u64) {
+        if let Some(nanos) = self.now().checked_sub(sent_at) {
             let micros = nanos / 1_000;
             let at = (u64::BITS - micros.leading_zeros()) as usize;
             self.counts[at.min(BUCKETS - 1)].fetch_add(1, Relaxed);

@@ -1,4 +1,4 @@
-//! Send queue of a connection: messages in order, split into chunks, a few of them in the fabric at a time.
+//! Send queue of a connection: splits messages into chunks and posts them in order, a limited number at a time.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -16,10 +16,10 @@ use crate::messaging::layout::ChunkLayout;
 use crate::messaging::reassembly::Reassembly;
 use crate::messaging::round_trips::{RoundTripHistogram, RoundTrips};
 
-/// How long a connection that has ended may still send.
+/// Time for which a closed connection may still send.
 const CLOSE_GRACE: Duration = Duration::from_secs(1);
 
-/// Posts active messages: a connection of a fabric, or a test.
+/// Posts active messages; implemented by a fabric's connection and by tests.
 pub(crate) trait Carrier: fmt::Debug + Send + Sync + 'static {
     fn post(&self, message: ActiveMessage) -> Result<()>;
 
@@ -36,7 +36,7 @@ impl Carrier for Connection {
     }
 }
 
-/// The sending half of a connection. Cheap to clone.
+/// Sending half of a connection. Cheap to clone.
 #[derive(Debug)]
 pub(crate) struct UcxSendQueue<C = Connection>(Arc<SendQueueShared<C>>);
 
@@ -46,40 +46,40 @@ impl<C> Clone for UcxSendQueue<C> {
     }
 }
 
-/// Reads a connection now and then without keeping it alive.
+/// Weak reference to a connection for statistics.
 #[derive(Debug)]
 pub(crate) struct ConnectionWatch<C = Connection>(Weak<SendQueueShared<C>>);
 
 impl<C> ConnectionWatch<C> {
-    /// None once the connection is gone.
-    pub(crate) fn look<T>(&self, look: impl FnOnce(&C, RoundTrips) -> T) -> Option<T> {
-        self.0.upgrade().map(|shared| look(&shared.carrier, shared.round_trips.round_trips()))
+    /// Calls `inspect` with the connection and its round trips. Returns `None` if the connection has ended.
+    pub(crate) fn inspect<T>(&self, inspect: impl FnOnce(&C, RoundTrips) -> T) -> Option<T> {
+        self.0.upgrade().map(|shared| inspect(&shared.carrier, shared.round_trips.round_trips()))
     }
 }
 
 #[derive(Debug)]
 struct SendQueueShared<C> {
     carrier: C,
-    /// The size at which messages are split.
+    /// Size from which a part of a message is a chunk of its own.
     cut: usize,
     role: EndRole,
     state: Mutex<QueueState>,
     round_trips: RoundTripHistogram,
 }
 
-/// The end at which the queue is.
+/// End of the connection at which the queue is.
 #[derive(Debug)]
 pub(crate) enum EndRole {
-    /// It receives responses here: what has arrived of one is dropped with its call.
+    /// Sends requests and receives responses. Cancelling a call discards the part of its response that has arrived.
     Calling(Arc<Mutex<Reassembly<ResponseHeader>>>),
-    /// It sends responses.
+    /// Sends responses.
     Answering,
 }
 
 #[derive(Debug, Default)]
 struct QueueState {
     queue: VecDeque<QueuedMessage>,
-    /// Active messages that the fabric has.
+    /// Active messages in the fabric.
     posted: usize,
     /// A thread is posting.
     posting: bool,
@@ -87,17 +87,17 @@ struct QueueState {
     last_call: u64,
 }
 
-/// An active message to post.
+/// An active message that waits to be posted.
 #[derive(Debug)]
 struct QueuedMessage {
     am: AmHeader,
     payload: Bytes,
     /// Released when all chunks of the message have been sent.
-    room: CapacityPermit,
+    permit: CapacityPermit,
 }
 
 impl<C: Carrier> UcxSendQueue<C> {
-    /// `cut`: bytes from which on a segment is sent by itself, from where it lies.
+    /// Creates a queue. A segment of `cut` bytes or more is sent as a chunk of its own, without a copy.
     pub(crate) fn new(carrier: C, cut: usize, role: EndRole) -> Self {
         Self(Arc::new(SendQueueShared {
             carrier,
@@ -108,27 +108,27 @@ impl<C: Carrier> UcxSendQueue<C> {
         }))
     }
 
-    /// Posts the greeting, the first message of the answering end.
-    pub(crate) fn post_greeting(&self, limits: &ConnectionLimits) {
+    /// Posts the handshake, the first message of the answering end.
+    pub(crate) fn post_handshake(&self, limits: &ConnectionLimits) {
         let mut payload = BytesMut::with_capacity(Handshake::BYTES);
         Handshake::of(limits).put(&mut payload);
         let am = AmHeader::bare(AmKind::Handshake, 0);
         self.0.state().queue.push_back(QueuedMessage {
             am,
             payload: payload.freeze(),
-            room: CapacityPermit::default(),
+            permit: CapacityPermit::default(),
         });
-        self.0.pump();
+        self.0.post_queued();
     }
 
-    /// Answers a sign of life.
-    pub(crate) fn echo(&self, said: u64) {
-        self.urgent(AmHeader::bare(AmKind::Pong, said), Bytes::new());
+    /// Responds to a heartbeat.
+    pub(crate) fn echo(&self, sent_at: u64) {
+        self.urgent(AmHeader::bare(AmKind::Pong, sent_at), Bytes::new());
     }
 
-    /// An answer to a sign of life has come.
-    pub(crate) fn echoed(&self, said: u64) {
-        self.0.round_trips.echo(said);
+    /// Records the response to a heartbeat.
+    pub(crate) fn echoed(&self, sent_at: u64) {
+        self.0.round_trips.echo(sent_at);
     }
 
     /// Returns a watch that does not keep the connection alive.
@@ -145,7 +145,7 @@ impl<C: Carrier> UcxSendQueue<C> {
             return;
         }
         let message = ActiveMessage { header: am.write(), payload, delivery: Delivery::Urgent, done };
-        self.0.settle(self.0.carrier.post(message));
+        self.0.close_if_rejected(self.0.carrier.post(message));
     }
 }
 
@@ -154,8 +154,8 @@ impl<C: Carrier> SendQueueShared<C> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Posts as much as the fabric may have. One thread at a time does so, which keeps the order.
-    fn pump(self: &Arc<Self>) {
+    /// Posts messages until the fabric holds [`IN_FLIGHT_MAX`]. One thread at a time does so, which keeps the order.
+    fn post_queued(self: &Arc<Self>) {
         loop {
             let item = {
                 let mut state = self.state();
@@ -167,27 +167,27 @@ impl<C: Carrier> SendQueueShared<C> {
                 state.posting = true;
                 item
             };
-            let QueuedMessage { am, payload, room } = item;
+            let QueuedMessage { am, payload, permit } = item;
             let shared = Arc::clone(self);
             let done = move |_| {
-                drop(room);
+                drop(permit);
                 shared.state().posted -= 1;
-                shared.pump();
+                shared.post_queued();
             };
             let message =
                 ActiveMessage { header: am.write(), payload, delivery: am.kind.delivery(), done: Some(Box::new(done)) };
             let posted = self.carrier.post(message);
             self.state().posting = false;
-            self.settle(posted);
+            self.close_if_rejected(posted);
         }
     }
 
-    /// Closes the connection if the fabric refuses a message for lack of capacity. A fabric that has ended has reported it.
-    fn settle(&self, posted: Result<()>) {
+    /// Closes the connection if the fabric's queue is full. A fabric that has ended has already reported it.
+    fn close_if_rejected(&self, posted: Result<()>) {
         if let Err(error) = posted
             && error.code() != Code::Unavailable
         {
-            tracing::warn!(%error, "the connection is closed: its fabric takes no more");
+            tracing::warn!(%error, "fabric rejected a message; closing the connection");
             self.carrier.close(Duration::ZERO);
         }
     }
@@ -200,11 +200,11 @@ impl<C: Carrier> mux::MessageSender for UcxSendQueue<C> {
         &self,
         header: BytesMut,
         message: &Message,
-        room: CapacityPermit,
+        permit: CapacityPermit,
         _crowded: bool,
         register: impl FnOnce(u64) -> Result<()>,
     ) -> Result<u64> {
-        // Split before the lock: it copies.
+        // Split before taking the lock, because splitting copies.
         let cut = SplitMessage::new(AmKind::Request, header, message, self.0.cut);
         let call = {
             let mut state = self.0.state();
@@ -212,29 +212,29 @@ impl<C: Carrier> mux::MessageSender for UcxSendQueue<C> {
             register(call)?;
             state.last_call = call;
             if !state.closed {
-                cut.queue(call, &room, &mut state.queue);
+                cut.queue(call, &permit, &mut state.queue);
             }
             call
         };
-        self.0.pump();
+        self.0.post_queued();
         Ok(call)
     }
 
-    fn post_response(&self, call: u64, header: BytesMut, message: &Message, room: CapacityPermit, _crowded: bool) {
+    fn post_response(&self, call: u64, header: BytesMut, message: &Message, permit: CapacityPermit, _crowded: bool) {
         let cut = SplitMessage::new(AmKind::Response, header, message, self.0.cut);
         {
             let mut state = self.0.state();
             if state.closed {
                 return;
             }
-            cut.queue(call, &room, &mut state.queue);
+            cut.queue(call, &permit, &mut state.queue);
         }
-        self.0.pump();
+        self.0.post_queued();
     }
 
-    fn post_failed(&self, call: u64, mut reason: BytesMut, room: CapacityPermit) {
+    fn post_failed(&self, call: u64, mut reason: BytesMut, permit: CapacityPermit) {
         reason.truncate(URGENT_BYTES_MAX);
-        let done = move |_| drop(room);
+        let done = move |_| drop(permit);
         self.post_urgent(AmHeader::bare(AmKind::Failed, call), reason.freeze(), Some(Box::new(done)));
     }
 
@@ -247,18 +247,18 @@ impl<C: Carrier> mux::MessageSender for UcxSendQueue<C> {
             if state.closed {
                 return;
             }
-            // Requests are queued in the order of their numbers, the chunks of each together.
+            // Requests are queued in the order of their call numbers, with the chunks of each request adjacent.
             let start = state.queue.partition_point(|item| item.am.call < call);
             let end = state.queue.partition_point(|item| item.am.call <= call);
             let begun = state.queue.range(start..end).next().is_none_or(|item| item.am.kind != AmKind::Request);
-            // A header that has begun must end, for the sake of those behind it.
+            // A header whose first part was sent must be completed, because later messages follow it.
             let more = state.queue.range(start..end).take_while(|item| item.am.kind == AmKind::HeaderRest).count();
             let taken: Vec<_> = state.queue.drain(start + if begun { more } else { 0 }..end).collect();
             (begun, taken)
         };
         drop(taken);
         if begun {
-            // It may arrive before the request does: the peer remembers it.
+            // The cancellation may overtake the request; the peer then remembers it.
             self.urgent(AmHeader::bare(AmKind::Cancel, call), Bytes::new());
         }
     }
@@ -282,10 +282,10 @@ impl<C: Carrier> mux::MessageSender for UcxSendQueue<C> {
     }
 }
 
-/// A message as chunks, not numbered yet.
+/// A message split into chunks, without a call number.
 struct SplitMessage {
     first_chunk: (AmHeader, Bytes),
-    /// The rest of the header, and the chunks.
+    /// Rest of the header, then the other chunks.
     rest: Vec<(AmHeader, Bytes)>,
 }
 
@@ -298,13 +298,13 @@ impl SplitMessage {
             ..AmHeader::bare(kind, 0)
         };
         if message.segments.is_empty() && header.len() + head < cut {
-            // Most messages: the layout would say no more than this.
+            // The common case. The layout would be a single chunk.
             message.head.pieces().iter().for_each(|bytes| header.extend_from_slice(bytes));
             return Self { first_chunk: (first_chunk, header.freeze()), rest: Vec::new() };
         }
         let mut chunks = gather(header, message, cut).into_iter();
         let mut header = chunks.next().unwrap_or_default();
-        // A payload shorter than the cut is never announced, and a first chunk must not be.
+        // A payload shorter than `cut` is never announced, and a first chunk must not be announced.
         let first = header.split_to(header.len().min(cut - 1));
         let mut rest = Vec::with_capacity(chunks.len());
         while !header.is_empty() {
@@ -315,14 +315,15 @@ impl SplitMessage {
         Self { first_chunk: (first_chunk, first), rest }
     }
 
-    fn queue(self, call: u64, room: &CapacityPermit, queue: &mut VecDeque<QueuedMessage>) {
-        let item = |(am, payload)| QueuedMessage { am: AmHeader { call, ..am }, payload, room: room.clone() };
+    fn queue(self, call: u64, permit: &CapacityPermit, queue: &mut VecDeque<QueuedMessage>) {
+        let item = |(am, payload)| QueuedMessage { am: AmHeader { call, ..am }, payload, permit: permit.clone() };
         queue.push_back(item(self.first_chunk));
         queue.extend(self.rest.into_iter().map(item));
     }
 }
 
-/// The chunks of a message: large parts as they lie, small ones copied together, those of the first behind the header.
+/// Returns the chunks of a message. Large parts are not copied. Small parts are copied together, the first ones after
+/// the header.
 fn gather(header: BytesMut, message: &Message, cut: usize) -> Vec<Bytes> {
     let head = message.head.len();
     let lengths = std::iter::once(head).chain(message.segments.iter().map(Bytes::len));

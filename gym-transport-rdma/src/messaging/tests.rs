@@ -1,4 +1,4 @@
-//! Messages through a send queue and the reassembly without a fabric: the test takes what is posted and delivers it.
+//! Sends messages through a send queue and the reassembly without a fabric: the test delivers the posted messages.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -26,7 +26,7 @@ use crate::messaging::reassembly::Reassembly;
 use crate::messaging::reassembly::message::CompleteMessage;
 use crate::messaging::send_queue::{Carrier, EndRole, UcxSendQueue};
 
-/// Keeps what is posted.
+/// Records posted messages.
 #[derive(Clone, Debug, Default)]
 struct Recorder(Arc<Mutex<Vec<Kept>>>);
 
@@ -50,7 +50,7 @@ impl Carrier for Recorder {
 }
 
 impl Recorder {
-    /// What was posted, taken by the network.
+    /// Takes the posted messages and completes their sends.
     fn take(&self) -> Vec<(AmHeader, Bytes)> {
         let mut taken = Vec::new();
         loop {
@@ -84,7 +84,7 @@ fn message(sizes: &[usize]) -> Message {
     let part = |(at, size): (usize, &usize)| (0..*size).map(|byte| (byte * 31 + at) as u8).collect::<Vec<_>>();
     let mut parts = sizes.iter().enumerate().map(part);
     let head: Vec<u8> = parts.next().unwrap_or_default();
-    // In two pieces, as a head that was spliced is.
+    // Two slices, as in a head that was spliced.
     let half = head.len() / 2;
     let head: Rope =
         [Bytes::copy_from_slice(&head[..half]), Bytes::copy_from_slice(&head[half..])].into_iter().collect();
@@ -98,7 +98,8 @@ fn post(send_queue: &UcxSendQueue<Recorder>, message: &Message, metadata_bytes: 
     send_queue.post_request(header, message, CapacityPermit::default(), false, |_| Ok(())).unwrap()
 }
 
-/// Delivers active messages to a request queue. Eager ones come borrowed; longer ones are announced and land in the order of `turns`.
+/// Delivers active messages to a request queue. Short ones are eager and borrowed; longer ones are announced and land
+/// in the order of `turns`.
 fn deliver(
     requests: &mut RequestQueue,
     messages: Vec<(AmHeader, Bytes)>,
@@ -235,7 +236,7 @@ fn the_fabric_has_a_bounded_number_of_messages_at_a_time() {
 fn a_request_that_has_not_begun_is_taken_back_and_one_that_has_is_cancelled() {
     let recorder = Recorder::default();
     let queue = send_queue(&recorder, 1 << 10);
-    // More chunks than the fabric takes at once.
+    // More chunks than the fabric accepts at once.
     let large = message(&[[2].as_slice(), &[2_000; 300]].concat());
     for message in [&large, &message(&[3]), &large] {
         post(&queue, message, 0);
@@ -256,7 +257,7 @@ fn a_request_that_has_not_begun_is_taken_back_and_one_that_has_is_cancelled() {
     let chunks = of(3).iter().filter(|kind| **kind == AmKind::Chunk).count();
     assert_eq!(
         chunks, 301,
-        "whole: every segment, and the head, which does not fit into the first chunk beside so long a header"
+        "whole: every segment, and the head, which does not fit into the first chunk after such a long header"
     );
 }
 
@@ -268,7 +269,7 @@ fn a_cancelled_request_holds_nobody_up_whether_it_comes_before_its_cancel_or_aft
         post(&queue, &message, 0);
     }
     let mut messages = recorder.take();
-    // Of the first the first chunk alone has come; the cancel of the third has overtaken it.
+    // Only the first chunk of call 1 has arrived. The cancellation of call 3 has overtaken its request.
     assert_eq!(messages.remove(1).0.kind, AmKind::Chunk);
     messages.insert(2, (AmHeader::bare(AmKind::Cancel, 3), Bytes::new()));
     messages.push((AmHeader::bare(AmKind::Cancel, 1), Bytes::new()));
@@ -299,7 +300,7 @@ fn a_chunk_that_is_not_as_announced_or_comes_twice_is_refused() {
     let unknown = AmHeader { call: 2, ..chunk(1) };
     assert!(
         matches!(requests.chunk(unknown, &Payload::Announced(u64::MAX)).unwrap(), Disposition::Done),
-        "nobody wants it"
+        "the call is unknown"
     );
 }
 
@@ -367,7 +368,7 @@ fn a_request_whose_number_came_already_is_refused() {
     assert!(requests.begin(am, &payload).unwrap_err().to_string().contains("call 1 after call 1"));
 }
 
-/// The first chunk of a message with one large segment, under another number.
+/// Returns the first chunk of a message with one large segment, with this call number.
 fn first_chunk_of(call: u64, segment: usize) -> (AmHeader, Bytes) {
     let recorder = Recorder::default();
     post(&send_queue(&recorder, 1 << 10), &message(&[2, segment]), 0);
@@ -444,13 +445,13 @@ struct Calling {
 
 impl Calling {
     fn new(limits: mux::ConnectionLimits) -> Self {
-        let mut greeting = BytesMut::new();
-        Handshake::of(&limits).put(&mut greeting);
-        let (caller, mut greeted) = CallingEvents::new(limits, 1 << 10);
+        let mut handshake = BytesMut::new();
+        Handshake::of(&limits).put(&mut handshake);
+        let (caller, mut established) = CallingEvents::new(limits, 1 << 10);
         caller.on_opened(&Recorder::default(), &Lanes::default());
         let calling = AmHeader::bare(AmKind::Handshake, 0);
-        caller.on_message(&calling.write(), &Payload::Eager(EagerBytes::Borrowed(&greeting))).unwrap();
-        let end = greeted.try_recv().unwrap().unwrap().end;
+        caller.on_message(&calling.write(), &Payload::Eager(EagerBytes::Borrowed(&handshake))).unwrap();
+        let end = established.try_recv().unwrap().unwrap().end;
         Self { caller, link: MuxLink::new(end, PathInfo::new("ucx", "peer", true)) }
     }
 
@@ -463,7 +464,7 @@ impl Calling {
         self.caller.on_message(&am.write(), payload)
     }
 
-    /// The answer of a call begins, and its one large segment begins to land.
+    /// Delivers the beginning of a response, whose one large segment then starts to land.
     fn begin(&self, call: u64, segment: usize) -> (u64, Bytes) {
         let recorder = Recorder::default();
         let response = Response::new(Status::OK, message(&[2, segment]));
@@ -493,7 +494,7 @@ fn an_answer_that_is_given_up_is_forgotten_and_keeps_its_room_until_it_has_lande
     let reply = calling.start().expect("there is room").unwrap();
     let (key, bytes) = calling.begin(1, 5_000);
     drop(reply);
-    assert!(matches!(calling.chunk(1, 5_000), Disposition::Done), "nobody wants what comes now");
+    assert!(matches!(calling.chunk(1, 5_000), Disposition::Done), "the response is not wanted any more");
     assert!(calling.start().is_none(), "what lands takes the room");
     calling.caller.on_landed(key, bytes);
     let reply = calling.start().expect("there is room again").unwrap();
@@ -510,6 +511,6 @@ fn a_call_does_not_fail_within_its_answer_nor_for_a_long_reason() {
         error.unwrap_err().to_string()
     };
     calling.begin(1, 5_000);
-    assert!(failed(1, &[0, 0]).contains("within its answer"));
+    assert!(failed(1, &[0, 0]).contains("within its response"));
     assert!(failed(2, &[0; 1 << 20]).contains("1048576 bytes"));
 }

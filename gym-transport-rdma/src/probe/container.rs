@@ -1,14 +1,15 @@
-//! Shared memory of the host, and what a container hides from its processes.
+//! Checks shared memory, and network interfaces that a container hides.
 
 use crate::probe::files::Files;
 use crate::probe::finding::{Finding, Status, Topic, finding};
 use crate::probe::ports::Port;
 
-/// Docker's default for `/dev/shm` is 64 MiB. A UCX endpoint over shared memory keeps a few of them; below this some tens do not
-/// fit.
+/// Minimum size of `/dev/shm`. Docker's default is 64 MiB. A UCX endpoint over shared memory takes a few MiB, so with
+/// less than this some tens of endpoints do not fit.
 const SHM_BYTES_MIN: u64 = 256 << 20;
 
-/// `/dev/shm`, and whether processes may read each other's memory (the transport `cma`, one copy less for bulk).
+/// Checks `/dev/shm`, and whether processes may read each other's memory (transport `cma`, which saves one copy of bulk
+/// data).
 pub(crate) fn shared_memory(files: &Files) -> Finding {
     let topic = Topic::SharedMemory;
     if !files.exists("/dev/shm") {
@@ -24,12 +25,12 @@ pub(crate) fn shared_memory(files: &Files) -> Finding {
     }
     let bulk = match files.text("/proc/sys/kernel/yama/ptrace_scope").as_deref() {
         None | Some("0") => "",
-        Some(_) => "; ptrace_scope keeps processes out of each other's memory, so bulk is copied twice",
+        Some(_) => "; ptrace_scope prevents processes from reading each other's memory, so bulk data is copied twice",
     };
     finding(topic, Status::Ok, format!("memory may be shared through /dev/shm{bulk}"))
 }
 
-/// Whether this is a container, and whether it sees the interfaces of the RDMA ports.
+/// Checks whether this is a container, and whether it sees the network interfaces of the RDMA ports.
 pub(crate) fn container(files: &Files, ports: &[Port]) -> Finding {
     let topic = Topic::Container;
     let kind = container_kind(files);
@@ -49,7 +50,7 @@ pub(crate) fn container(files: &Files, ports: &[Port]) -> Finding {
         .fix("give the container the host's network (docker: --network=host, compose: network_mode: host)")
 }
 
-/// As far as files tell.
+/// Returns the kind of container, as far as files show it.
 fn container_kind(files: &Files) -> Option<String> {
     if files.exists("/.dockerenv") {
         return Some("docker".to_owned());
@@ -64,7 +65,7 @@ fn container_kind(files: &Files) -> Option<String> {
     ["kubepods", "docker", "containerd", "lxc"].into_iter().find(|kind| cgroup.contains(kind)).map(str::to_owned)
 }
 
-/// The `size=` of the mount at `/dev/shm`; `None` without one, which means half of the memory.
+/// Returns the `size=` of the mount at `/dev/shm`; `None` without one, which means half of the memory.
 fn shm_bytes(mounts: &str) -> Option<u64> {
     let line = mounts.lines().find(|line| line.split_whitespace().nth(1) == Some("/dev/shm"))?;
     let options = line.split_whitespace().nth(3)?;

@@ -1,23 +1,23 @@
 //! Reads a library's version from its file, without running any of its code.
 //!
-//! `ucp_get_version_string` returns a constant, which stands in the section of constants (`.rodata`) as the only text of
-//! the form `1.13.1` (checked with Debian's 1.13.1 and PyPI's 1.22.0). The byte before it belongs to another constant, so
-//! only its end is marked by a zero; other sections hold look-alikes (`GLIBC_2.2.5`, paths of the compiler).
+//! `ucp_get_version_string` returns a constant: the only string of the form `1.13.1` in the section `.rodata` (checked
+//! with Debian's 1.13.1 and PyPI's 1.22.0). A zero marks its end, but the byte before it belongs to another constant.
+//! Other sections contain similar strings (`GLIBC_2.2.5`, paths of the compiler).
 
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::Path;
 
-/// libucp has 0.3 MB of constants; a file that pretends to be one is not read into memory.
+/// Maximum length of a section. libucp has 0.3 MB of constants; a forged file is not read into memory.
 const SECTION_BYTES_MAX: u64 = 16 << 20;
-/// Offsets in the header of a 64-bit ELF file, and the size of a section's header.
+/// Offsets in the header of a 64-bit ELF file, and the length of a section header.
 const SECTION_TABLE_AT: usize = 0x28;
 const SECTION_COUNT_AT: usize = 0x3c;
 const SECTION_NAMES_AT: usize = 0x3e;
 const SECTION_HEADER_BYTES: u64 = 64;
 
-/// `None` when the file has no such text, more than one, or is no 64-bit little-endian ELF file.
+/// Returns the version. `None` if the file has no such string, more than one, or is no 64-bit little-endian ELF file.
 pub(crate) fn version(library: &Path) -> Option<String> {
     only_version(&constants(&mut File::open(library).ok()?)?)
 }
@@ -33,7 +33,7 @@ fn constants(file: &mut File) -> Option<Vec<u8>> {
     let names_index = usize::from(u16::from_le_bytes(at(&header, SECTION_NAMES_AT)?));
     let table = read(file, table, count * SECTION_HEADER_BYTES)?;
     let sections: Vec<&[u8]> = table.chunks_exact(64).collect();
-    // Offset and size of a section's contents.
+    // Offset and length of a section's contents.
     let extent =
         |section: &[u8]| Some((u64::from_le_bytes(at(section, 0x18)?), u64::from_le_bytes(at(section, 0x20)?)));
     let (names_at, names_bytes) = extent(sections.get(names_index)?)?;
@@ -66,7 +66,7 @@ fn only_version(constants: &[u8]) -> Option<String> {
     versions.next().filter(|_| versions.next().is_none()).map(str::to_owned)
 }
 
-/// The version that a zero-ended text ends with.
+/// Returns the version at the end of a zero-terminated string.
 fn trailing_version(text: &[u8]) -> Option<&str> {
     let text = text.strip_suffix(b"\0")?;
     let begin = text.iter().rposition(|byte| !byte.is_ascii_digit() && *byte != b'.').map_or(0, |before| before + 1);
@@ -79,7 +79,7 @@ fn trailing_version(text: &[u8]) -> Option<&str> {
 mod tests {
     use super::*;
 
-    /// An ELF file with a section of names and one of constants.
+    /// Builds an ELF file with a section of names and one of constants.
     fn library(constants: &[u8]) -> Vec<u8> {
         let names = b"\0.shstrtab\0.rodata\0";
         let mut file = vec![0_u8; 64];
@@ -113,7 +113,7 @@ mod tests {
 
     #[test]
     fn the_only_version_is_found_behind_any_byte() {
-        // As in the real files: a floating-point constant stands right before the text.
+        // As in the real files, a floating-point constant precedes the string.
         let constants = b"requires UCX 1.22 or later\0\xcd\xcdA1.22.0\0%d.%d.%d\0";
         assert_eq!(version_of(&library(constants)).as_deref(), Some("1.22.0"));
         assert_eq!(version_of(&library(b"1.13.1\0x\x001.13.1\0")).as_deref(), Some("1.13.1"), "the same twice is one");

@@ -1,63 +1,63 @@
-//! One thing that the probe looked for.
+//! Findings of the probe.
 
 use std::fmt;
 
 use serde::Serialize;
 
-/// What a finding is about.
+/// Subject of a finding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Topic {
-    /// Ports in `/sys/class/infiniband`.
+    /// RDMA ports in `/sys/class/infiniband`.
     RdmaDevices,
-    /// `/dev/infiniband`.
+    /// Device nodes in `/dev/infiniband`.
     DeviceNodes,
-    /// Whether this is a container, and what it keeps from its processes.
+    /// Whether this is a container, and which network interfaces it hides.
     Container,
-    /// The address that RoCE v2 goes out from, for each port.
+    /// Source address of RoCE v2 on each port.
     RoceGid,
-    /// How much memory may be pinned.
+    /// Limit on pinned memory.
     LockedMemory,
-    /// `libibverbs.so.1`.
+    /// The library `libibverbs.so.1`.
     Verbs,
-    /// `libucp.so.0` and its RDMA transport.
+    /// The library `libucp.so.0` and its RDMA transport.
     Ucx,
-    /// Driver, device nodes and `libcuda.so.1`.
+    /// GPU driver, device nodes and `libcuda.so.1`.
     Gpu,
-    /// `libnccl.so.2`.
+    /// The library `libnccl.so.2`.
     Nccl,
-    /// RDMA straight to GPU memory.
+    /// RDMA directly to GPU memory.
     GpuDirect,
-    /// Memory that processes of this host share.
+    /// Memory shared by processes on this host.
     SharedMemory,
 }
 
-/// What a finding means.
+/// Result of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Status {
-    /// There, and fit for use as far as looking can tell.
+    /// Available, and usable as far as files show.
     Ok,
-    /// There, but something will go wrong.
+    /// Available, but its use will fail or be slow.
     Warning,
-    /// Not there, or not usable.
+    /// Not available or not usable.
     Missing,
-    /// Makes no difference on this machine, because something that it needs is missing.
+    /// Irrelevant on this machine, because one of its requirements is missing.
     NotNeeded,
 }
 
-/// One thing that was looked for.
+/// Result of one check, with its fix.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Finding {
-    /// What it is about.
+    /// Subject of the check.
     pub topic: Topic,
-    /// What it means.
+    /// Result of the check.
     pub status: Status,
-    /// What was found and where, or what was not.
+    /// Description of what is available and where, or of what is missing.
     pub found: String,
-    /// What to do about it; `None` when nothing is to be done.
+    /// Steps to fix the problem; `None` if there is none.
     pub fix: Option<String>,
 }
 

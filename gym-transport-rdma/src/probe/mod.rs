@@ -1,4 +1,4 @@
-//! Probe: what this machine has for RDMA and NCCL, found in files and without loading UCX.
+//! Probe: reports the RDMA and NCCL support of this machine from files, without loading UCX.
 
 mod container;
 mod elf;
@@ -21,10 +21,10 @@ pub use crate::probe::ports::{Gid, Port};
 
 /// Bit of `CAP_IPC_LOCK` in a capability mask.
 const CAP_IPC_LOCK: u32 = 14;
-/// The first kernel that lends GPU memory to RDMA devices by dma-buf.
+/// First kernel that exports GPU memory to RDMA devices through dma-buf.
 const DMA_BUF_KERNEL: (u32, u32) = (5, 12);
 
-/// What RDMA needs, first things first.
+/// Requirements of RDMA; each depends on the ones before it.
 const RDMA_TOPICS: [Topic; 7] = [
     Topic::RdmaDevices,
     Topic::DeviceNodes,
@@ -35,30 +35,30 @@ const RDMA_TOPICS: [Topic; 7] = [
     Topic::Ucx,
 ];
 
-/// What this machine has. Displayed as the sentence and one line for each finding.
+/// Result of a probe. `Display` writes the summary and one line per finding.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Probe {
-    /// One sentence.
+    /// The result in one sentence.
     pub summary: String,
-    /// Device, nodes, pinned memory, verbs and UCX with its RDMA transport are all there.
+    /// Whether device, nodes, pinned memory, verbs, and UCX with its RDMA transport are all available.
     pub rdma_usable: bool,
-    /// A GPU, its driver and NCCL are there.
+    /// Whether a GPU, its driver and NCCL are available.
     pub nccl_usable: bool,
-    /// In the order in which they depend on each other.
+    /// All findings; each depends on the ones before it.
     pub findings: Vec<Finding>,
-    /// Every port of every RDMA device.
+    /// All ports of all RDMA devices.
     pub ports: Vec<Port>,
 }
 
 impl Probe {
-    /// The finding about `topic`.
+    /// Returns the finding about `topic`.
     #[must_use]
     pub fn finding(&self, topic: Topic) -> Option<&Finding> {
         self.findings.iter().find(|finding| finding.topic == topic)
     }
 
-    /// What keeps RDMA from being used, first things first; `None` when it is usable.
+    /// Returns the first finding that prevents RDMA; `None` if RDMA is usable.
     #[must_use]
     pub fn rdma_fault(&self) -> Option<&Finding> {
         let mut findings = RDMA_TOPICS.iter().filter_map(|topic| self.finding(*topic));
@@ -76,78 +76,78 @@ impl fmt::Display for Probe {
     }
 }
 
-/// Where to look.
+/// Options of a probe: root directory, library directories, and whether libraries are loaded.
 #[derive(Debug, Clone)]
 pub struct ProbeOptions {
     root: PathBuf,
-    library_folders: Vec<PathBuf>,
+    library_directories: Vec<PathBuf>,
     load: bool,
 }
 
 impl Default for ProbeOptions {
     fn default() -> Self {
-        Self { root: "/".into(), library_folders: loader_path(std::env::var_os("LD_LIBRARY_PATH")), load: true }
+        Self { root: "/".into(), library_directories: loader_path(std::env::var_os("LD_LIBRARY_PATH")), load: true }
     }
 }
 
 impl ProbeOptions {
-    /// This machine, with the folders of `LD_LIBRARY_PATH` searched first.
+    /// Probes this machine and searches the directories of `LD_LIBRARY_PATH` first.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Looks at files below `root` only (a container's file system, a test's) and loads no library.
+    /// Examines only files below `root`, such as a container's file system, and loads no library.
     #[must_use]
     pub fn root(mut self, root: impl Into<PathBuf>) -> Self {
         self.root = root.into();
-        self.library_folders.clear();
+        self.library_directories.clear();
         self.load = false;
         self
     }
 
-    /// Looks at files only: no library is loaded, so this may be done in any process.
+    /// Examines only files. No library is loaded, so any process can call it.
     #[must_use]
     pub fn without_loading(mut self) -> Self {
         self.load = false;
         self
     }
 
-    /// Searches `folder` before all folders named so far: where Python wheels put libraries, for example
+    /// Searches `directory` before all directories named so far, for libraries from Python wheels such as
     /// `site-packages/nvidia/nccl/lib`.
     #[must_use]
-    pub fn library_folder(mut self, folder: impl Into<PathBuf>) -> Self {
-        self.library_folders.insert(0, folder.into());
+    pub fn library_folder(mut self, directory: impl Into<PathBuf>) -> Self {
+        self.library_directories.insert(0, directory.into());
         self
     }
 
-    /// Looks. Never fails and never panics: what cannot be read is reported as missing.
+    /// Runs the probe. Never fails or panics: what cannot be read is reported as missing.
     #[must_use]
     pub fn probe(&self) -> Probe {
-        let look = Look { files: Files::new(&self.root, &self.library_folders), load: self.load };
-        let ports = ports(&look.files);
-        let devices = look.devices(&ports);
+        let prober = Prober { files: Files::new(&self.root, &self.library_directories), load: self.load };
+        let ports = ports(&prober.files);
+        let devices = prober.devices(&ports);
         let has_device = devices.status != Status::Missing;
-        let gpu = look.gpu();
+        let gpu = prober.gpu();
         let has_gpu = gpu.status != Status::Missing;
         let findings = vec![
             devices,
-            look.nodes(has_device),
-            container::container(&look.files, &ports),
+            prober.nodes(has_device),
+            container::container(&prober.files, &ports),
             roce_gid(&ports),
-            look.locked_memory(has_device),
-            look.verbs(),
-            look.ucx(),
+            prober.locked_memory(has_device),
+            prober.verbs(),
+            prober.ucx(),
             gpu,
-            look.nccl(),
-            look.gpu_direct(has_device && has_gpu),
-            container::shared_memory(&look.files),
+            prober.nccl(),
+            prober.gpu_direct(has_device && has_gpu),
+            container::shared_memory(&prober.files),
         ];
         judge(findings, ports)
     }
 }
 
-/// Looks at this machine. See [`ProbeOptions`] for another root or more library folders.
+/// Probes this machine. [`ProbeOptions`] select another root or more library directories.
 #[must_use]
 pub fn probe() -> Probe {
     ProbeOptions::new().probe()
@@ -169,7 +169,7 @@ fn judge(findings: Vec<Finding>, ports: Vec<Port>) -> Probe {
         None => format!("NCCL is usable ({} with {})", found(Topic::Nccl), found(Topic::Gpu)),
         Some(fault) => format!("NCCL is not usable here: {}", fault.found),
     };
-    // UCX is of use between processes of one host even without a device, so it is named in either case.
+    // UCX also connects processes on one host without an RDMA device, so both sentences name it.
     let ucx = match (of(Topic::Ucx), &rdma_fault) {
         (Some(ucx), Some(fault)) if fault.topic != Topic::Ucx => format!("; {}", ucx.found),
         _ => String::new(),
@@ -183,19 +183,19 @@ fn judge(findings: Vec<Finding>, ports: Vec<Port>) -> Probe {
     }
 }
 
-struct Look {
+struct Prober {
     files: Files,
     load: bool,
 }
 
-impl Look {
+impl Prober {
     fn devices(&self, ports: &[Port]) -> Finding {
         let topic = Topic::RdmaDevices;
-        let folder = "/sys/class/infiniband";
-        let devices = self.files.names(folder);
+        let directory = "/sys/class/infiniband";
+        let devices = self.files.names(directory);
         if devices.is_empty() {
-            let state = if self.files.exists(folder) { "is empty" } else { "does not exist" };
-            return finding(topic, Status::Missing, format!("no RDMA device ({folder} {state})")).fix(
+            let state = if self.files.exists(directory) { "is empty" } else { "does not exist" };
+            return finding(topic, Status::Missing, format!("no RDMA device ({directory} {state})")).fix(
                 "install a network card with RDMA and load its driver (mlx5_ib, irdma, efa), or for tests emulate one: \
                  modprobe rdma_rxe && rdma link add rxe0 type rxe netdev INTERFACE; in a container, mount the host's /sys",
             );
@@ -213,23 +213,23 @@ impl Look {
 
     fn nodes(&self, has_device: bool) -> Finding {
         let topic = Topic::DeviceNodes;
-        let folder = "/dev/infiniband";
+        let directory = "/dev/infiniband";
         let nodes: Vec<String> = self
             .files
-            .names(folder)
+            .names(directory)
             .into_iter()
             .filter(|name| name.starts_with("uverbs") || name == "rdma_cm")
-            .map(|name| format!("{folder}/{name}"))
+            .map(|name| format!("{directory}/{name}"))
             .collect();
         if !has_device {
-            return finding(topic, Status::NotNeeded, "device nodes matter only with an RDMA device".to_owned());
+            return finding(topic, Status::NotNeeded, "device nodes are needed only with an RDMA device".to_owned());
         }
         let missing: Vec<&str> = ["uverbs", "rdma_cm"]
             .into_iter()
-            .filter(|kind| !nodes.iter().any(|node| node.starts_with(&format!("{folder}/{kind}"))))
+            .filter(|kind| !nodes.iter().any(|node| node.starts_with(&format!("{directory}/{kind}"))))
             .collect();
         if !missing.is_empty() {
-            return finding(topic, Status::Missing, format!("no {} in {folder}", missing.join(" and no "))).fix(
+            return finding(topic, Status::Missing, format!("no {} in {directory}", missing.join(" and no "))).fix(
                 "modprobe ib_uverbs rdma_ucm; in a container, pass the nodes (docker: --device=/dev/infiniband, \
                  compose: devices: [/dev/infiniband])",
             );
@@ -240,13 +240,13 @@ impl Look {
             .map(String::as_str)
             .collect();
         if !closed.is_empty() {
-            return finding(topic, Status::Missing, format!("{} may not be opened", closed.join(", ")))
+            return finding(topic, Status::Missing, format!("{} cannot be opened", closed.join(", ")))
                 .fix("add the user to the group of the nodes (often rdma), or chmod 666 them by a udev rule");
         }
         finding(topic, Status::Ok, nodes.join(", "))
     }
 
-    /// Either is enough: the limit, or the capability that overrides it.
+    /// Checks the limit on pinned memory, and the capability that overrides it.
     fn locked_memory(&self, has_device: bool) -> Finding {
         let topic = Topic::LockedMemory;
         let limits = self.files.text("/proc/self/limits").unwrap_or_default();
@@ -291,7 +291,7 @@ impl Look {
             None => finding(
                 topic,
                 Status::Missing,
-                "libibverbs not found (no libibverbs.so.1 in the loader's folders)".to_owned(),
+                "libibverbs not found (no libibverbs.so.1 in the loader's directories)".to_owned(),
             )
             .fix("apt-get install libibverbs1 ibverbs-providers (dnf: libibverbs)"),
         }
@@ -303,16 +303,16 @@ impl Look {
             return finding(
                 topic,
                 Status::Missing,
-                "UCX not found (no libucp.so.0 in the loader's folders)".to_owned(),
+                "UCX not found (no libucp.so.0 in the loader's directories)".to_owned(),
             )
-            .fix("apt-get install libucx0 (dnf: ucx ucx-ib), or add the folder of a UCX to LD_LIBRARY_PATH");
+            .fix("apt-get install libucx0 (dnf: ucx ucx-ib), or add the directory of a UCX to LD_LIBRARY_PATH");
         };
         let what = format!("UCX {} ({})", or_unknown(elf::version(&path)), path.display());
-        // Transports are plug-ins, in a folder `ucx` beside the library; a build without verbs has none for RDMA.
+        // Transports are plug-ins in the directory `ucx` next to the library. A build without verbs has none for RDMA.
         if has_rdma_transport(&path) {
             finding(topic, Status::Ok, what)
         } else {
-            finding(topic, Status::Warning, format!("{what} without RDMA transport (no ucx/libuct_ib* beside it)")).fix(
+            finding(topic, Status::Warning, format!("{what} without RDMA transport (no ucx/libuct_ib* next to it)")).fix(
                 "install a build with verbs: Debian's libucx0, dnf's ucx-ib, or the vendor's; the wheel libucx-cu12 has none",
             )
         }
@@ -341,7 +341,7 @@ impl Look {
         };
         let what = format!("{gpus} NVIDIA GPU{}, driver {driver}", if gpus == 1 { "" } else { "s" });
         let Some(cuda) = cuda else {
-            return finding(topic, Status::Missing, format!("{what}, but no libcuda.so.1 in the loader's folders"))
+            return finding(topic, Status::Missing, format!("{what}, but no libcuda.so.1 in the loader's directories"))
                 .fix(
                     "install the driver's user part (apt: libcuda1), or give the container the capability compute \
                  (NVIDIA_DRIVER_CAPABILITIES=compute,utility)",
@@ -363,9 +363,9 @@ impl Look {
 
     fn nccl(&self) -> Finding {
         let topic = Topic::Nccl;
-        let fix = "apt-get install libnccl2 (NVIDIA's repository) or pip install nvidia-nccl-cu12, and add its folder to LD_LIBRARY_PATH";
+        let fix = "apt-get install libnccl2 (NVIDIA's repository) or pip install nvidia-nccl-cu12, and add its directory to LD_LIBRARY_PATH";
         let Some(path) = self.files.library("libnccl.so.2") else {
-            let what = "NCCL not found (no libnccl.so.2 in the loader's folders)".to_owned();
+            let what = "NCCL not found (no libnccl.so.2 in the loader's directories)".to_owned();
             return finding(topic, Status::Missing, what).fix(fix);
         };
         let from_name = version_in_name(&path, "libnccl.so.");
@@ -401,12 +401,12 @@ impl Look {
     }
 }
 
-/// Without an address of version 2 nothing leaves a RoCE port.
+/// Checks the GIDs of RoCE ports: a port without an address of version 2 cannot send.
 fn roce_gid(ports: &[Port]) -> Finding {
     let topic = Topic::RoceGid;
     let roce: Vec<&Port> = ports.iter().filter(|port| port.active && port.is_ethernet()).collect();
     if roce.is_empty() {
-        let found = "no active RoCE port, so no address to choose".to_owned();
+        let found = "no active RoCE port, so no GID is needed".to_owned();
         return finding(topic, if ports.is_empty() { Status::NotNeeded } else { Status::Ok }, found);
     }
     let without: Vec<String> = roce.iter().filter(|port| port.gid.is_none()).map(|port| port.name()).collect();
@@ -432,17 +432,17 @@ fn or_unknown(version: Option<String>) -> String {
 }
 
 fn has_rdma_transport(libucp: &Path) -> bool {
-    let beside = |path: &Path| path.parent().map(|folder| folder.join("ucx"));
-    // A link may lead to where the plug-ins are.
+    let plugins_next_to = |path: &Path| path.parent().map(|directory| directory.join("ucx"));
+    // The plug-ins may be next to the target of a link.
     let real = std::fs::canonicalize(libucp).ok();
-    [beside(libucp), real.as_deref().and_then(beside)].into_iter().flatten().any(|folder| {
-        std::fs::read_dir(folder).into_iter().flatten().flatten().any(|entry| {
+    [plugins_next_to(libucp), real.as_deref().and_then(plugins_next_to)].into_iter().flatten().any(|directory| {
+        std::fs::read_dir(directory).into_iter().flatten().flatten().any(|entry| {
             entry.file_name().to_str().is_some_and(|name| name.starts_with("libuct_ib") && name.contains(".so"))
         })
     })
 }
 
-/// `NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue …` → `550.54.15`.
+/// Parses a driver version: `NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue …` → `550.54.15`.
 fn driver_version(text: &str) -> String {
     let numbers = |word: &&str| word.contains('.') && word.bytes().all(|byte| byte.is_ascii_digit() || byte == b'.');
     text.split_whitespace().find(numbers).unwrap_or("of unknown version").to_owned()

@@ -1,8 +1,8 @@
-//! Ports of RDMA devices as sysfs tells them, and which of a port's addresses (GIDs) RoCE v2 goes out from.
+//! Ports of RDMA devices from sysfs, and the address (GID) that RoCE v2 uses on each port.
 //!
-//! A RoCE port has a table of up to 256 GIDs: for each address of its interface one row for each version of RoCE. Which row is
-//! the right one differs from host to host (0, 1 and 3 are all common), so it is computed here and never assumed. Reading the
-//! attributes of an empty row fails with `EINVAL`, and rows may be empty in the middle.
+//! A RoCE port has a table of up to 256 GIDs, with one row per address of its interface and version of RoCE. The index
+//! of the right row differs between hosts (0, 1 and 3 are common), so it is computed here. Rows in the middle can be
+//! empty; reading the attributes of an empty row fails with `EINVAL`.
 
 use std::net::Ipv6Addr;
 
@@ -10,47 +10,47 @@ use serde::Serialize;
 
 use crate::probe::files::Files;
 
-const FOLDER: &str = "/sys/class/infiniband";
+const SYSFS: &str = "/sys/class/infiniband";
 
 /// One port of an RDMA device.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Port {
-    /// Such as `mlx5_0`.
+    /// Name of the device, such as `mlx5_0`.
     pub device: String,
-    /// Its number, from 1.
+    /// Number of the port, from 1.
     pub port: u32,
-    /// Such as `ACTIVE` or `DOWN`.
+    /// State of the port, such as `ACTIVE` or `DOWN`.
     pub state: String,
-    /// Whether it can be used now.
+    /// Whether the port is active.
     pub active: bool,
     /// `Ethernet` (RoCE) or `InfiniBand`.
     pub link_layer: String,
-    /// Such as `400 Gb/sec (4X NDR)`.
+    /// Rate of the port, such as `400 Gb/sec (4X NDR)`.
     pub rate: String,
-    /// The GID to use: for RoCE the best row of version 2, for InfiniBand the first; `None` when there is none.
+    /// GID to use: for RoCE the best row of version 2, for InfiniBand the first row. `None` if there is none.
     pub gid: Option<Gid>,
 }
 
-/// One row of a port's table.
+/// One row of a port's GID table.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Gid {
-    /// Its index: `UCX_IB_GID_INDEX`, `NCCL_IB_GID_INDEX`.
+    /// Index of the row, for `UCX_IB_GID_INDEX` and `NCCL_IB_GID_INDEX`.
     pub index: u32,
-    /// The address; an IPv4 address as such.
+    /// Address in IPv6 notation, or in IPv4 notation if it is mapped.
     pub address: String,
-    /// `RoCE v2`, `IB/RoCE v1`; empty where the kernel does not say.
+    /// Version, `RoCE v2` or `IB/RoCE v1`; empty if the kernel does not report it.
     pub kind: String,
-    /// The network interface; empty for InfiniBand.
+    /// Network interface; empty for InfiniBand.
     pub interface: String,
 }
 
-/// A row with what its place in the order depends on.
+/// A row with the properties that determine its rank.
 struct Row {
     gid: Gid,
     address: Ipv6Addr,
-    /// `false` only when the interface is known to be down.
+    /// `false` only if the interface is known to be down.
     up: bool,
 }
 
@@ -64,17 +64,17 @@ impl Port {
     }
 }
 
-/// Every port of every device, sorted by name.
+/// Returns all ports of all devices, sorted by name.
 pub(crate) fn ports(files: &Files) -> Vec<Port> {
-    let devices = files.names(FOLDER).into_iter();
+    let devices = files.names(SYSFS).into_iter();
     devices.flat_map(|device| ports_of(files, &device)).collect()
 }
 
 fn ports_of(files: &Files, device: &str) -> Vec<Port> {
     let mut ports: Vec<Port> = Vec::new();
-    for name in files.names(format!("{FOLDER}/{device}/ports")) {
+    for name in files.names(format!("{SYSFS}/{device}/ports")) {
         let Ok(port) = name.parse() else { continue };
-        let base = format!("{FOLDER}/{device}/ports/{name}");
+        let base = format!("{SYSFS}/{device}/ports/{name}");
         let read = |name: &str| files.text(format!("{base}/{name}")).unwrap_or_else(|| "unknown".to_owned());
         let state = read("state");
         let link_layer = read("link_layer");
@@ -82,7 +82,7 @@ fn ports_of(files: &Files, device: &str) -> Vec<Port> {
         ports.push(Port {
             device: device.to_owned(),
             port,
-            // "4: ACTIVE"; the number is the fact, the word a courtesy.
+            // The format is "4: ACTIVE". Only the number is compared.
             active: state.split(':').next() == Some("4"),
             state: state.split_once(':').map_or(state.as_str(), |(_, word)| word.trim()).to_owned(),
             link_layer,
@@ -112,7 +112,8 @@ fn rows(files: &Files, base: &str) -> Vec<Row> {
     rows
 }
 
-/// For RoCE: version 2, its interface up, IPv4 before global IPv6 before link-local, then the lowest index.
+/// Selects the GID. For RoCE: version 2, interface up, IPv4 before global IPv6 before link-local, then the lowest
+/// index.
 fn choose(rows: Vec<Row>, ethernet: bool) -> Option<Gid> {
     let fit = rows.into_iter().filter(|row| !ethernet || (row.gid.kind == "RoCE v2" && row.up));
     let rank = |row: &Row| match row.address {

@@ -1,22 +1,24 @@
-//! Whether libc's memory functions are still what they were: libucm writes jumps over their first bytes, to see memory
-//! go that it has registered. That meets other allocators' and profilers' own patches, so it is reported.
+//! Detects patches of libc's memory functions.
+//!
+//! libucm writes jumps over the first bytes of these functions, to notice when registered memory is unmapped. The
+//! patches can conflict with those of other allocators and profilers, so they are reported.
 #![allow(unsafe_code)]
 
 use std::ffi::CStr;
 
 const FUNCTIONS: [&CStr; 8] = [c"mmap", c"munmap", c"mremap", c"madvise", c"brk", c"sbrk", c"shmat", c"shmdt"];
-/// Long enough for every jump that is written: 14 bytes on x86_64, 16 on aarch64.
+/// At least the length of every jump that is written: 14 bytes on x86_64, 16 on aarch64.
 const FIRST_BYTES: usize = 16;
 
-/// The first bytes of the functions at one moment.
-pub(super) struct Beginnings([Option<[u8; FIRST_BYTES]>; FUNCTIONS.len()]);
+/// The first bytes of the functions at one point in time.
+pub(super) struct FunctionStarts([Option<[u8; FIRST_BYTES]>; FUNCTIONS.len()]);
 
-impl Beginnings {
+impl FunctionStarts {
     pub(super) fn now() -> Self {
         Self(FUNCTIONS.map(first_bytes))
     }
 
-    /// The names of those that have changed since.
+    /// Returns the names of the functions that have changed since.
     pub(super) fn patched(&self) -> Vec<&'static str> {
         let now = Self::now();
         let changed = self.0.iter().zip(&now.0).zip(FUNCTIONS).filter(|((before, after), _)| before != after);
@@ -25,10 +27,10 @@ impl Beginnings {
 }
 
 fn first_bytes(name: &CStr) -> Option<[u8; FIRST_BYTES]> {
-    // SAFETY: a look-up by name in what is loaded; it changes nothing.
+    // SAFETY: looks a name up among the loaded symbols, without side effects.
     let code = unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) };
-    // SAFETY: it is the address of a function in libc's text, which stays mapped and is readable; text goes on for more
-    // than 16 bytes behind each of these. Volatile, because a patch is not a write that the compiler knows of.
+    // SAFETY: the address of a function in libc's text, which stays mapped and readable. At least 16 bytes of text
+    // follow each of these addresses. The read is volatile, because the compiler does not see the patch as a write.
     (!code.is_null()).then(|| unsafe { std::ptr::read_volatile(code.cast()) })
 }
 
@@ -38,7 +40,7 @@ mod tests {
 
     #[test]
     fn every_function_is_found_and_a_changed_one_is_named() {
-        let mut before = Beginnings::now();
+        let mut before = FunctionStarts::now();
         assert!(before.0.iter().all(Option::is_some));
         assert_eq!(before.patched(), [""; 0]);
         before.0[1] = Some([0xCC; FIRST_BYTES]);

@@ -1,4 +1,4 @@
-//! The bindings against the header: size, alignment and offsets of every structure that we fill or read.
+//! Compares the bindings with the header: size, alignment and offsets of every structure that this crate uses.
 
 use std::fmt::Write;
 use std::mem::{align_of, offset_of, size_of};
@@ -7,7 +7,7 @@ use std::process::Command;
 
 use super::ucp::*;
 
-/// What the header of 1.13 gives with gcc on 64-bit Linux: `structure size align`, and `structure.field offset`.
+/// Output of the header of 1.13 with gcc on 64-bit Linux: `structure size align`, and `structure.field offset`.
 const GOLDEN: &str = include_str!("layout.txt");
 
 macro_rules! layout {
@@ -51,7 +51,7 @@ fn the_structures_are_as_long_as_they_were_when_compared_with_the_header() {
     );
 }
 
-/// Compiles a C program that prints the same table; needs the headers of UCX 1.13 and a C compiler.
+/// Compiles a C program that prints the same table. Needs the headers of UCX 1.13 and a C compiler.
 #[test]
 fn the_header_of_this_machine_gives_the_same_table() {
     let header = Path::new("/usr/include/ucp/api/ucp.h");

@@ -1,4 +1,4 @@
-//! Loading UCX into the process, once and for ever.
+//! Loads UCX into the process, once and permanently.
 #![allow(unsafe_code)]
 
 use std::ffi::{CStr, OsStr, OsString, c_void};
@@ -10,71 +10,73 @@ use std::sync::{Mutex, PoisonError};
 
 use libloading::os::unix::{Library as Loaded, RTLD_GLOBAL, RTLD_LAZY};
 
-use super::folder::{self, LIBRARIES};
-use super::hooks::Beginnings;
+use super::directory::{self, LIBRARIES};
+use super::hooks::FunctionStarts;
 use super::signals;
 use super::ucp::{UCP_API_MAJOR, UCP_API_MINOR, Ucp};
 
-/// The environment variable that names a UCX: a folder with libucm, libucs, libuct and libucp, or the file of libucp.
+/// Environment variable that locates UCX: a directory with libucm, libucs, libuct and libucp, or the path of libucp.
 pub const LIBRARY_VARIABLE: &str = "GYM_UCX_LIBRARY";
 
 const SONAME: &str = "libucp.so.0";
 
-/// Which UCX to load. The order: `path`; the folder or file that `GYM_UCX_LIBRARY` names; the dynamic loader's own
-/// folders; the folders of `search`. The first two are wishes: if they fail, nothing else is tried.
+/// Location of the UCX library.
+///
+/// The search order is `path`, `GYM_UCX_LIBRARY`, the dynamic loader's directories, then `search`. If `path` or
+/// `GYM_UCX_LIBRARY` is set, no other location is tried.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LoadOptions {
-    /// A folder with the four libraries, or the file of libucp.
+    /// A directory with the four libraries, or the path of libucp.
     pub path: Option<PathBuf>,
-    /// Folders to look in at last, such as a Python's `site-packages`.
+    /// Directories that are searched last, such as Python's `site-packages`.
     pub search: Vec<PathBuf>,
 }
 
-/// What was loaded, and what loading did to the process.
+/// The loaded library, and the effects of loading it on the process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LibraryInfo {
-    /// Such as `1.13.1`.
+    /// Version of UCX, such as `1.13.1`.
     pub version: String,
-    /// The file of libucp.
+    /// Path of libucp.
     pub path: PathBuf,
-    /// Signals whose handlers it had replaced, and that have been given back.
+    /// Signals whose handlers UCX had replaced and this crate restored.
     pub signals_restored: Vec<i32>,
-    /// Functions of libc that are patched in memory since (`mmap`, …). `UCX_MEM_MMAP_HOOK_MODE=none` in the environment
-    /// before the process starts prevents it.
+    /// Functions of libc that are now patched in memory (`mmap`, …). `UCX_MEM_MMAP_HOOK_MODE=none` in the environment
+    /// prevents it, if it is set before the process starts.
     pub patched: Vec<&'static str>,
 }
 
-/// One place that was tried.
+/// A location that was tried.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Attempt {
-    /// Where.
+    /// The location.
     pub place: String,
-    /// Why it did not do.
+    /// Reason why it was not used.
     pub why: String,
 }
 
-/// Why there is no UCX.
+/// Reason why UCX cannot be loaded.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum LoadError {
-    /// It was not found, or could not be loaded, anywhere.
+    /// No location has a UCX that can be loaded.
     NotFound {
-        /// Every place that was tried, in order.
+        /// All locations that were tried, in order.
         tried: Vec<Attempt>,
     },
-    /// It is older than 1.13, or lacks a function.
+    /// The library is older than 1.13, or lacks a function.
     Unfit {
-        /// The file of libucp.
+        /// Path of libucp.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The problem.
         why: String,
     },
-    /// Another one is in this process already; two cannot be.
+    /// The process has loaded another UCX already, and cannot load two.
     AnotherLoaded {
-        /// The one that is.
+        /// Path of the loaded one.
         loaded: PathBuf,
-        /// The one that was asked for.
+        /// Path of the requested one.
         wanted: PathBuf,
     },
 }
@@ -89,16 +91,16 @@ impl fmt::Display for LoadError {
                     write!(f, "{separator}{}: {}", attempt.place, attempt.why)?;
                 }
                 write!(f, ". Install it (Debian, Ubuntu: apt-get install libucx0; Fedora: dnf install ucx; ")?;
-                write!(f, "pip install libucx-cu12, without RDMA) or name its folder in {LIBRARY_VARIABLE}")
+                write!(f, "pip install libucx-cu12, without RDMA) or set {LIBRARY_VARIABLE} to its directory")
             }
             Self::Unfit { path, why } => write!(
                 f,
-                "{} is not a UCX {UCP_API_MAJOR}.{UCP_API_MINOR} or later: {why}. Install a newer one or name its folder in {LIBRARY_VARIABLE}",
+                "{} is not a UCX {UCP_API_MAJOR}.{UCP_API_MINOR} or later: {why}. Install a newer one or set {LIBRARY_VARIABLE} to its directory",
                 path.display()
             ),
             Self::AnotherLoaded { loaded, wanted } => write!(
                 f,
-                "UCX from {} cannot be loaded beside {}, which this process has already; give both the same path",
+                "load UCX from {}: this process has already loaded {}; use the same path for both",
                 wanted.display(),
                 loaded.display()
             ),
@@ -108,14 +110,14 @@ impl fmt::Display for LoadError {
 
 impl std::error::Error for LoadError {}
 
-/// The library in this process. Never unloaded: it leaves threads, exit handlers and patches behind.
+/// The library in this process. Never unloaded, because it leaves threads, exit handlers and patches behind.
 pub(crate) struct Library {
     pub(crate) api: Ucp,
     version: String,
     path: PathBuf,
     wanted: Option<PathBuf>,
     signals_restored: Vec<i32>,
-    before: Beginnings,
+    before: FunctionStarts,
 }
 
 impl fmt::Debug for Library {
@@ -135,7 +137,10 @@ impl Library {
     }
 }
 
-/// The library, loaded by the first call. Later calls get the same one, or an error if they insist on another path.
+/// Loads the library with the first call. Later calls return the same library.
+///
+/// # Errors
+/// [`LoadError`], also if a later call requests another path.
 pub(crate) fn load(options: &LoadOptions) -> Result<&'static Library, LoadError> {
     static LOADED: Mutex<Option<&'static Library>> = Mutex::new(None);
     let mut loaded = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
@@ -147,36 +152,36 @@ pub(crate) fn load(options: &LoadOptions) -> Result<&'static Library, LoadError>
             _ => Ok(library),
         };
     }
-    let library = load_first(&places(options, std::env::var_os(LIBRARY_VARIABLE)), options.path.clone())?;
+    let library = load_first(&locations(options, std::env::var_os(LIBRARY_VARIABLE)), options.path.clone())?;
     let library = &*Box::leak(Box::new(library));
     *loaded = Some(library);
     Ok(library)
 }
 
-/// Where to look.
+/// A location to try.
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum Place {
-    /// A folder, or the file of libucp.
+enum Location {
+    /// A directory, or the path of libucp.
     Path(PathBuf),
-    /// The dynamic loader's own folders.
+    /// The dynamic loader's directories.
     Loader,
 }
 
-fn places(options: &LoadOptions, variable: Option<OsString>) -> Vec<Place> {
+fn locations(options: &LoadOptions, variable: Option<OsString>) -> Vec<Location> {
     if let Some(path) = &options.path {
-        return vec![Place::Path(path.clone())];
+        return vec![Location::Path(path.clone())];
     }
     if let Some(path) = variable.filter(|path| !path.is_empty()) {
-        return vec![Place::Path(path.into())];
+        return vec![Location::Path(path.into())];
     }
-    std::iter::once(Place::Loader).chain(options.search.iter().cloned().map(Place::Path)).collect()
+    std::iter::once(Location::Loader).chain(options.search.iter().cloned().map(Location::Path)).collect()
 }
 
-fn load_first(places: &[Place], wanted: Option<PathBuf>) -> Result<Library, LoadError> {
+fn load_first(locations: &[Location], wanted: Option<PathBuf>) -> Result<Library, LoadError> {
     let mut tried = Vec::new();
-    for place in places {
-        let before = Beginnings::now();
-        let (opened, signals_restored) = signals::kept(|| open(place));
+    for place in locations {
+        let before = FunctionStarts::now();
+        let (opened, signals_restored) = signals::preserving(|| open(place));
         match opened {
             Ok(loaded) => return bind(loaded, wanted, signals_restored, before),
             Err(attempt) => tried.push(attempt),
@@ -185,33 +190,33 @@ fn load_first(places: &[Place], wanted: Option<PathBuf>) -> Result<Library, Load
     Err(LoadError::NotFound { tried })
 }
 
-/// Opened files stay in the process whatever becomes of their handles.
+/// Flags of `dlopen`. With `RTLD_NODELETE`, a library stays in the process even if its handle is closed.
 const FLAGS: i32 = RTLD_LAZY | RTLD_GLOBAL | libc::RTLD_NODELETE;
 
-fn open(place: &Place) -> Result<Loaded, Attempt> {
+fn open(place: &Location) -> Result<Loaded, Attempt> {
     let failed = |place: String, why: String| Err(Attempt { place, why });
     let (files, library) = match place {
-        Place::Loader => (Vec::new(), PathBuf::from(SONAME)),
-        Place::Path(path) if path.is_dir() => match folder::find(path) {
+        Location::Loader => (Vec::new(), PathBuf::from(SONAME)),
+        Location::Path(path) if path.is_dir() => match directory::find(path) {
             Some([ucm, ucs, uct, ucp]) => (vec![ucm, ucs, uct], ucp),
             None => return failed(path.display().to_string(), format!("has no {}", LIBRARIES.join(", "))),
         },
-        Place::Path(path) if path.is_file() => {
-            let beside = path.parent().and_then(folder::find).map(|[ucm, ucs, uct, _]| vec![ucm, ucs, uct]);
-            (beside.unwrap_or_default(), path.clone())
+        Location::Path(path) if path.is_file() => {
+            let same_directory = path.parent().and_then(directory::find).map(|[ucm, ucs, uct, _]| vec![ucm, ucs, uct]);
+            (same_directory.unwrap_or_default(), path.clone())
         }
-        Place::Path(path) => return failed(path.display().to_string(), "there is no such file or folder".to_owned()),
+        Location::Path(path) => return failed(path.display().to_string(), "no such file or directory".to_owned()),
     };
     let open = |file: &PathBuf| {
-        // SAFETY: loading runs the library's constructors. This is UCX, under its own name from the loader's folders or
-        // from where the user said; what its constructors are known to do (signal handlers, patches of libc) is undone
-        // or reported by the caller, who holds the lock that makes this the only load.
+        // SAFETY: loading runs the library's constructors. This is UCX, under its own name from the loader's
+        // directories or from the user's location. The caller undoes or reports the known effects of its constructors:
+        // signal handlers and patches of libc. It holds the lock that makes this the only load.
         unsafe { Loaded::open(Some(file), FLAGS) }.map_err(|error| {
             let place = match place {
-                Place::Loader => "in the loader's folders".to_owned(),
-                Place::Path(_) => file.display().to_string(),
+                Location::Loader => "in the loader's directories".to_owned(),
+                Location::Path(_) => file.display().to_string(),
             };
-            Attempt { place, why: words(&error) }
+            Attempt { place, why: loader_message(&error) }
         })
     };
     for file in &files {
@@ -224,40 +229,40 @@ fn bind(
     loaded: Loaded,
     wanted: Option<PathBuf>,
     signals_restored: Vec<i32>,
-    before: Beginnings,
+    before: FunctionStarts,
 ) -> Result<Library, LoadError> {
-    // SAFETY: `Ucp`'s fields have the types of the headers of 1.13; what is older is sent away below before anything but
-    // the version function, which never changed, is called.
+    // SAFETY: `Ucp`'s fields have the types of the headers of 1.13. An older library is rejected below before any
+    // function is called except the version function, whose type never changed.
     let api = match unsafe { Ucp::from_library(loaded) } {
         Ok(api) => api,
-        Err(error) => return Err(LoadError::Unfit { path: PathBuf::from(SONAME), why: words(&error) }),
+        Err(error) => return Err(LoadError::Unfit { path: PathBuf::from(SONAME), why: loader_message(&error) }),
     };
     let path = path_of(api.ucp_get_version as *const c_void).unwrap_or_else(|| PathBuf::from(SONAME));
     let (mut major, mut minor, mut patch) = (0, 0, 0);
-    // SAFETY: three valid places for one unsigned each.
+    // SAFETY: three valid places for one unsigned integer each.
     unsafe { (api.ucp_get_version)(&raw mut major, &raw mut minor, &raw mut patch) };
     let version = format!("{major}.{minor}.{patch}");
     if (major, minor) < (UCP_API_MAJOR, UCP_API_MINOR) {
-        return Err(LoadError::Unfit { path, why: format!("it is {version}") });
+        return Err(LoadError::Unfit { path, why: format!("its version is {version}") });
     }
     Ok(Library { api, version, path, wanted, signals_restored, before })
 }
 
-/// The file that the dynamic loader has this function from.
+/// Returns the file from which the dynamic loader loaded this function.
 fn path_of(function: *const c_void) -> Option<PathBuf> {
     let mut info = MaybeUninit::<libc::Dl_info>::zeroed();
-    // SAFETY: `info` is a valid place; dladdr only compares the address with what is loaded.
+    // SAFETY: `info` is a valid place; dladdr only compares the address with the loaded libraries.
     if unsafe { libc::dladdr(function, info.as_mut_ptr()) } == 0 {
         return None;
     }
-    // SAFETY: filled by dladdr, and all zeros before, which is a valid value; the name is a C string that the loader
-    // keeps while the library is loaded, which is for ever.
+    // SAFETY: filled by dladdr, and all zeros before, which is a valid value. The name is a C string that the loader
+    // keeps while the library is loaded, which is permanent.
     let name = unsafe { CStr::from_ptr(info.assume_init().dli_fname) };
     Some(PathBuf::from(OsStr::from_bytes(name.to_bytes())))
 }
 
-/// The loader's own words are the source of libloading's.
-fn words(error: &libloading::Error) -> String {
+/// Returns the loader's own message, which is the source of libloading's error.
+fn loader_message(error: &libloading::Error) -> String {
     std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string)
 }
 
@@ -265,24 +270,24 @@ fn words(error: &libloading::Error) -> String {
 mod tests {
     use super::*;
 
-    fn message(places: &[Place]) -> String {
-        load_first(places, None).unwrap_err().to_string()
+    fn message(locations: &[Location]) -> String {
+        load_first(locations, None).unwrap_err().to_string()
     }
 
     #[test]
     fn a_path_comes_before_the_variable_and_both_exclude_everything_else() {
         let options = LoadOptions { path: Some("/opt/ucx".into()), search: vec!["/site".into()] };
-        assert_eq!(places(&options, Some("/env".into())), [Place::Path("/opt/ucx".into())]);
+        assert_eq!(locations(&options, Some("/env".into())), [Location::Path("/opt/ucx".into())]);
         let options = LoadOptions { path: None, ..options };
-        assert_eq!(places(&options, Some("/env".into())), [Place::Path("/env".into())]);
-        assert_eq!(places(&options, Some("".into())), [Place::Loader, Place::Path("/site".into())]);
+        assert_eq!(locations(&options, Some("/env".into())), [Location::Path("/env".into())]);
+        assert_eq!(locations(&options, Some("".into())), [Location::Loader, Location::Path("/site".into())]);
     }
 
     #[test]
     fn a_missing_library_is_told_with_every_place_and_how_to_install_it() {
         let empty = tempfile::tempdir().unwrap();
-        let message = message(&[Place::Path("/nowhere/libucp.so.0".into()), Place::Path(empty.path().into())]);
-        assert!(message.contains("/nowhere/libucp.so.0: there is no such file or folder"), "{message}");
+        let message = message(&[Location::Path("/nowhere/libucp.so.0".into()), Location::Path(empty.path().into())]);
+        assert!(message.contains("/nowhere/libucp.so.0: no such file or directory"), "{message}");
         assert!(message.contains(&format!("{}: has no libucm, libucs", empty.path().display())), "{message}");
         assert!(message.contains("apt-get install libucx0") && message.contains(LIBRARY_VARIABLE), "{message}");
     }
@@ -292,18 +297,18 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("libucp.so.0");
         std::fs::write(&file, "rubbish").unwrap();
-        let message = message(&[Place::Path(file.clone())]);
+        let message = message(&[Location::Path(file.clone())]);
         assert!(message.contains(&format!("{}: ", file.display())) && message.contains("too short"), "{message}");
     }
 
     #[test]
     fn a_library_without_the_functions_is_unfit() {
-        // Any library that is not UCX will do. By a link, because a UCX may lie beside the file itself.
+        // Any library other than UCX serves. A link, because a UCX may be in the same directory as the file itself.
         let folder = tempfile::tempdir().unwrap();
         let link = folder.path().join("libucp.so.0");
         std::os::unix::fs::symlink(path_of(libc::malloc as *const c_void).unwrap(), &link).unwrap();
-        let Ok(opened) = open(&Place::Path(link)) else { panic!("libc can be opened again") };
-        let error = bind(opened, None, Vec::new(), Beginnings::now()).unwrap_err();
+        let Ok(opened) = open(&Location::Path(link)) else { panic!("libc can be opened again") };
+        let error = bind(opened, None, Vec::new(), FunctionStarts::now()).unwrap_err();
         assert!(matches!(&error, LoadError::Unfit { why, .. } if why.contains("uc")), "{error}");
     }
 }

@@ -1,9 +1,9 @@
-//! UCX's functions and structures, and how the library gets into the process.
+//! UCX's functions and structures, and the loader of the library.
 //!
-//! The declarations are generated and committed; the symbols are resolved at run time, so everything builds where there
-//! is no UCX. The published `ucx-sys` crate, which one may expect in this place, no longer builds.
+//! The declarations are generated and committed, and the symbols are resolved at run time, so everything builds without
+//! UCX. The published `ucx-sys` crate would serve this purpose, but it no longer builds.
 
-mod folder;
+mod directory;
 mod hooks;
 #[cfg(test)]
 mod layout;

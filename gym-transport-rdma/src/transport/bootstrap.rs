@@ -1,15 +1,16 @@
-//! Bootstrap: how two ends learn of each other over any transport that both have. One request and one response, both JSON.
+//! Bootstrap: one JSON request and one JSON response by which two ends exchange UCX addresses over another transport.
 //!
 //! ```text
 //! POST /.gym/ucx  {"version":1, "id":"…", "greeting":"…", "host":"…", "within_ms":5000, "worker":"…"?}
 //!            200  {"version":1, "id":"…", "token":"…", "worker":"…"} or {…, "address":"10.0.0.7:7012"}
 //! ```
 //!
-//! Numbers and bytes are hexadecimal. A request with a worker asks for shared memory: it is the address of a peer worker that the
-//! sender has opened for this connection. A request without one asks for the network. Neither end uses the other's address later than
-//! `within_ms` after the request.
-//! The token is valid once and for a short time. Any client that can send the request can connect, so the route is as protected as
-//! the transport that carries it.
+//! Numbers and bytes are hexadecimal. A request with `worker` asks for shared memory: `worker` is the address of a peer
+//! worker that the sender has opened for this connection. A request without `worker` asks for the network. Neither end
+//! uses the other's address more than `within_ms` after the request.
+//!
+//! The token is valid once and for a short time. Any client that can send the request can connect, so the route is as
+//! protected as the transport that carries it.
 
 use std::time::Duration;
 
@@ -24,19 +25,20 @@ use crate::fabric::{ConnectionId, Token};
 pub const ROUTE: &str = "/.gym/ucx";
 
 const VERSION: u32 = 1;
-/// The longest request or response; a worker address is some hundred bytes, of a machine with many devices some thousand.
+/// Maximum length of a request or response. A worker address has some hundred bytes, and some thousand on a machine
+/// with many devices.
 const TEXT_BYTES_MAX: usize = 64 << 10;
 
 /// The request of the calling end.
 #[derive(Clone, Debug)]
 pub(crate) struct BootstrapRequest {
     pub(crate) id: ConnectionId,
-    pub(crate) greeting: Handshake,
-    /// Its host's identity.
+    pub(crate) handshake: Handshake,
+    /// Identity of the sender's host.
     pub(crate) host: String,
-    /// How long the calling end keeps trying.
+    /// Time for which the calling end keeps trying.
     pub(crate) within: Duration,
-    /// The address of its peer worker, if it asks for shared memory.
+    /// Address of the sender's peer worker, if it asks for shared memory.
     pub(crate) worker: Option<Bytes>,
 }
 
@@ -45,14 +47,14 @@ pub(crate) struct BootstrapRequest {
 pub(crate) struct BootstrapResponse {
     pub(crate) id: ConnectionId,
     pub(crate) token: Token,
-    pub(crate) way: PeerAddress,
+    pub(crate) address: PeerAddress,
 }
 
-/// The address for the calling end to connect to.
+/// The address that the calling end connects to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum PeerAddress {
     Worker(Bytes),
-    /// An address without a host (`0.0.0.0`) means that of the endpoint.
+    /// An unspecified address (`0.0.0.0`) stands for the host of the bootstrap endpoint.
     Listener(std::net::SocketAddr),
 }
 
@@ -86,13 +88,13 @@ impl BootstrapRequest {
         within: Duration,
         worker: Option<Bytes>,
     ) -> Self {
-        Self { id, greeting: Handshake::of(limits), host, within, worker }
+        Self { id, handshake: Handshake::of(limits), host, within, worker }
     }
 
     pub(crate) fn write(&self) -> String {
         let mut greeting = BytesMut::new();
-        self.greeting.put(&mut greeting);
-        text(&RequestText {
+        self.handshake.put(&mut greeting);
+        to_json(&RequestText {
             version: VERSION,
             id: hex(&self.id.0.to_be_bytes()),
             greeting: hex(&greeting),
@@ -102,18 +104,22 @@ impl BootstrapRequest {
         })
     }
 
+    /// Reads a request.
+    ///
+    /// # Errors
+    /// If it is malformed, too long, or of another version.
     pub(crate) fn read(bytes: &[u8]) -> Result<Self> {
-        let asked: RequestText = parse(bytes)?;
-        check(asked.version)?;
-        let worker = asked.worker.map(|worker| unhex("worker", &worker)).transpose()?.map(Bytes::from);
+        let text: RequestText = parse(bytes)?;
+        check(text.version)?;
+        let worker = text.worker.map(|worker| unhex("worker", &worker)).transpose()?.map(Bytes::from);
         if worker.as_ref().is_some_and(Bytes::is_empty) {
             return Err(bad("worker: empty"));
         }
         Ok(Self {
-            id: id(&asked.id)?,
-            greeting: Handshake::read(unhex("greeting", &asked.greeting)?.into())?,
-            host: asked.host,
-            within: Duration::from_millis(asked.within_ms),
+            id: id(&text.id)?,
+            handshake: Handshake::read(unhex("greeting", &text.greeting)?.into())?,
+            host: text.host,
+            within: Duration::from_millis(text.within_ms),
             worker,
         })
     }
@@ -121,35 +127,39 @@ impl BootstrapRequest {
 
 impl BootstrapResponse {
     pub(crate) fn write(&self) -> String {
-        let (worker, address) = match &self.way {
+        let (worker, address) = match &self.address {
             PeerAddress::Worker(worker) => (Some(hex(worker)), None),
             PeerAddress::Listener(address) => (None, Some(*address)),
         };
         let (id, token) = (hex(&self.id.0.to_be_bytes()), hex(&self.token.0));
-        text(&ResponseText { version: VERSION, id, token, worker, address })
+        to_json(&ResponseText { version: VERSION, id, token, worker, address })
     }
 
+    /// Reads a response.
+    ///
+    /// # Errors
+    /// If it is malformed, too long, or of another version.
     pub(crate) fn read(bytes: &[u8]) -> Result<Self> {
-        let answered: ResponseText = parse(bytes)?;
-        check(answered.version)?;
-        let way = match (answered.worker, answered.address) {
+        let text: ResponseText = parse(bytes)?;
+        check(text.version)?;
+        let address = match (text.worker, text.address) {
             (Some(worker), None) => PeerAddress::Worker(unhex("worker", &worker)?.into()),
             (None, Some(address)) => PeerAddress::Listener(address),
-            _ => return Err(bad("one of worker and address is needed")),
+            _ => return Err(bad("expected either worker or address")),
         };
-        let token = unhex("token", &answered.token)?;
-        let token = token.try_into().map_err(|_| bad("token: not of its length"))?;
-        Ok(Self { id: id(&answered.id)?, token: Token(token), way })
+        let token = unhex("token", &text.token)?;
+        let token = token.try_into().map_err(|_| bad("token: wrong length"))?;
+        Ok(Self { id: id(&text.id)?, token: Token(token), address })
     }
 }
 
-fn text(value: &impl Serialize) -> String {
-    serde_json::to_string(value).expect("texts and numbers are JSON")
+fn to_json(value: &impl Serialize) -> String {
+    serde_json::to_string(value).expect("strings and numbers are JSON")
 }
 
 fn parse<'a, T: Deserialize<'a>>(bytes: &'a [u8]) -> Result<T> {
     if bytes.len() > TEXT_BYTES_MAX {
-        return Err(bad(format!("{} bytes; {TEXT_BYTES_MAX} are the most", bytes.len())));
+        return Err(bad(format!("{} bytes; the maximum is {TEXT_BYTES_MAX}", bytes.len())));
     }
     serde_json::from_slice(bytes).map_err(|error| bad(error.to_string()))
 }
@@ -158,16 +168,16 @@ fn check(version: u32) -> Result<()> {
     if version == VERSION {
         return Ok(());
     }
-    Err(bad(format!("version {version}; this side speaks version {VERSION}")))
+    Err(bad(format!("version {version}; this end supports version {VERSION}")))
 }
 
-fn bad(said: impl std::fmt::Display) -> Error {
-    malformed(format!("not a bootstrap of UCX: {said}"))
+fn bad(problem: impl std::fmt::Display) -> Error {
+    malformed(format!("invalid UCX bootstrap message: {problem}"))
 }
 
 fn id(text: &str) -> Result<ConnectionId> {
     let bytes = unhex("id", text)?;
-    let bytes = bytes.try_into().map_err(|_| bad("id: not of its length"))?;
+    let bytes = bytes.try_into().map_err(|_| bad("id: wrong length"))?;
     Ok(ConnectionId(u64::from_be_bytes(bytes)))
 }
 
@@ -203,11 +213,11 @@ mod tests {
             let ask = BootstrapRequest::new(ConnectionId(number), &limits, host.clone(), within, worker.clone());
             let ask = BootstrapRequest::read(ask.write().as_bytes()).unwrap();
             prop_assert_eq!((ask.id, ask.host, &ask.worker), (ConnectionId(number), host, &worker));
-            prop_assert_eq!((ask.greeting, ask.within), (Handshake::of(&limits), within));
-            let way = worker.map_or(PeerAddress::Listener(([10, 0, 0, 7], port).into()), PeerAddress::Worker);
-            let answer = BootstrapResponse { id: ConnectionId(number), token: Token(token), way: way.clone() };
+            prop_assert_eq!((ask.handshake, ask.within), (Handshake::of(&limits), within));
+            let address = worker.map_or(PeerAddress::Listener(([10, 0, 0, 7], port).into()), PeerAddress::Worker);
+            let answer = BootstrapResponse { id: ConnectionId(number), token: Token(token), address: address.clone() };
             let answer = BootstrapResponse::read(answer.write().as_bytes()).unwrap();
-            prop_assert_eq!((answer.id, answer.token.0, answer.way), (ConnectionId(number), token, way));
+            prop_assert_eq!((answer.id, answer.token.0, answer.address), (ConnectionId(number), token, address));
         }
 
         #[test]

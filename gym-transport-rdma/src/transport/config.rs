@@ -1,4 +1,5 @@
-//! Configuration and state of UCX in a process: one fabric, opened on first use, that all connectors and listeners share.
+//! Configuration and state of UCX in a process: all connectors and listeners share one fabric, which is opened on first
+//! use.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -14,21 +15,25 @@ use crate::messaging::layout::CUT_BYTES;
 use crate::messaging::round_trips::RoundTrips;
 use crate::messaging::send_queue::{ConnectionWatch, UcxSendQueue};
 
-/// Limits, timeouts and the fabric of UCX connections.
+/// Limits, timeouts and fabric options of UCX connections.
 #[derive(Clone, Debug)]
 pub struct UcxConfig {
-    /// The library, the transports, how the thread waits. [`FabricOptions::listen`] is where a listener takes peers from other
-    /// hosts; without it it takes those of its own. [`FabricOptions::rendezvous_bytes`] is set to `cut_bytes`,
-    /// and [`FabricOptions::reorder_bytes_max`] is raised to 128 times as much if it is less.
+    /// The library, the transports, and the waiting strategy of the thread.
+    ///
+    /// [`FabricOptions::listen`] is the address for peers from other hosts; without it, a listener accepts only peers
+    /// on its own host. [`Ucx::new`] sets [`FabricOptions::rendezvous_bytes`] to `cut_bytes`, and raises
+    /// [`FabricOptions::reorder_bytes_max`] to at least 128 times `cut_bytes`.
     pub fabric: FabricOptions,
-    /// Limits of each connection; each end has its own, and both keep to the smaller.
+    /// Limits of each connection. Each end has its own, and both keep to the smaller one.
     pub limits: ConnectionLimits,
-    /// How long connecting may take, bootstrap and greeting included.
+    /// Maximum time to connect, including bootstrap and handshake. 10 s.
     pub connect_timeout: Duration,
-    /// Bytes from which on a segment is sent by itself, by rendezvous, from where it lies and into a buffer of the pool; shorter
-    /// ones are copied together. 1 KiB to 16 MiB. 64 KiB: a copy of so much takes about as long as the rendezvous' question.
-    /// Both ends need about the same: each has room for 128 of its own size ahead of their turn, and ends the connection of a peer
-    /// that sends much longer ones unannounced.
+    /// Size in bytes from which a segment is a chunk of its own; from 1 KiB to 16 MiB. 64 KiB.
+    ///
+    /// Such a chunk is sent by rendezvous, without a copy, into a buffer of the pool. Shorter segments are copied
+    /// together: copying 64 KiB takes about as long as the round trip of a rendezvous. Both ends need similar values.
+    /// Each end holds up to 128 chunks of its own size out of order. It ends the connection of a peer that sends much
+    /// longer ones unannounced.
     pub cut_bytes: usize,
 }
 
@@ -43,8 +48,9 @@ impl Default for UcxConfig {
     }
 }
 
-/// UCX in this process: a configuration, and the fabric that is opened with it when it is first needed. Cheap to clone; a
-/// library that cannot be loaded is not tried again.
+/// UCX in this process: a configuration, and the fabric that is opened with it on first use.
+///
+/// Cheap to clone. If the library cannot be loaded, later calls return the same error without another attempt.
 #[derive(Clone)]
 pub struct Ucx {
     config: Arc<UcxConfig>,
@@ -60,51 +66,52 @@ struct UcxInstance {
 /// Opens a value on first use, once.
 struct OpenOnce<T> {
     opened: Arc<OnceLock<T>>,
-    /// Whose turn it is to have it opened: the others need no thread to wait in. Held across the wait for that.
-    turn: tokio::sync::Mutex<()>,
+    /// Held while the value is opened, across the wait, so that only one caller occupies a blocking thread.
+    opening: tokio::sync::Mutex<()>,
 }
 
 impl<T> Default for OpenOnce<T> {
     fn default() -> Self {
-        Self { opened: Arc::default(), turn: tokio::sync::Mutex::default() }
+        Self { opened: Arc::default(), opening: tokio::sync::Mutex::default() }
     }
 }
 
 impl<T: Send + Sync + 'static> OpenOnce<T> {
-    fn seen(&self) -> Option<&T> {
+    fn value(&self) -> Option<&T> {
         self.opened.get()
     }
 
-    /// It; `open` may block.
+    /// Returns the value, and opens it first if necessary; `open` may block.
     async fn get(&self, open: impl FnOnce() -> T + Send + 'static) -> Result<&T> {
-        if let Some(opened) = self.seen() {
+        if let Some(opened) = self.value() {
             return Ok(opened);
         }
-        let _turn = self.turn.lock().await;
-        if self.seen().is_none() {
+        let _guard = self.opening.lock().await;
+        if self.value().is_none() {
             let opened = Arc::clone(&self.opened);
-            // Kept by the thread that opens it: whoever asked may leave meanwhile, and the next waits for the same.
-            let opening = tokio::task::spawn_blocking(move || {
+            // The blocking thread stores the value: the caller may be cancelled meanwhile, and the next caller waits
+            // for the same value.
+            let task = tokio::task::spawn_blocking(move || {
                 opened.get_or_init(open);
             });
-            opening.await.map_err(|error| Error::internal(format!("open UCX: {error}")))?;
+            task.await.map_err(|error| Error::internal(format!("open UCX: {error}")))?;
         }
-        self.seen().ok_or_else(|| Error::internal("open UCX: nothing was opened"))
+        self.value().ok_or_else(|| Error::internal("open UCX: the blocking task stored no result"))
     }
 }
 
 impl Ucx {
-    /// Nothing is loaded yet.
+    /// Creates the configuration. Loads nothing.
     #[must_use]
     pub fn new(mut config: UcxConfig) -> Self {
         config.cut_bytes = config.cut_bytes.clamp(*CUT_BYTES.start(), *CUT_BYTES.end());
         config.fabric.rendezvous_bytes = Some(config.cut_bytes);
-        // What peers with the same settings have on its way unannounced may all come ahead of its turn.
+        // Everything that peers with the same settings have in flight unannounced may arrive out of order.
         config.fabric.reorder_bytes_max = config.fabric.reorder_bytes_max.max(IN_FLIGHT_MAX * config.cut_bytes);
         Self { config: Arc::new(config), instance: Arc::default() }
     }
 
-    /// The same fabric, with other limits for the connections made with it from now on.
+    /// Returns a handle to the same fabric with other limits for its later connections.
     #[must_use]
     pub fn with_limits(&self, limits: ConnectionLimits) -> Self {
         let config = UcxConfig { limits, ..UcxConfig::clone(&self.config) };
@@ -117,10 +124,10 @@ impl Ucx {
         &self.config
     }
 
-    /// The fabric; the first call loads the library and starts its thread.
+    /// Returns the fabric. The first call loads the library and starts the fabric's thread.
     ///
     /// # Errors
-    /// `Unavailable` when UCX cannot be loaded or opened: what was looked for, and the fix.
+    /// `Unavailable` if UCX cannot be loaded or opened. The message lists the locations that were tried, and the fix.
     pub async fn fabric(&self) -> Result<&Fabric> {
         let config = Arc::clone(&self.config);
         let open = move || Fabric::open(config.fabric.clone()).map_err(|error| error.to_string());
@@ -129,32 +136,32 @@ impl Ucx {
             .get(open)
             .await?
             .as_ref()
-            .map_err(|said| Error::not_started(Code::Unavailable, said.clone()))
+            .map_err(|reason| Error::not_started(Code::Unavailable, reason.clone()))
     }
 
-    /// What happened so far, if the fabric is open: for a metrics page.
+    /// Returns the statistics for a metrics page, or `None` if the fabric is not open.
     #[must_use]
     pub fn stats(&self) -> Option<UcxStats> {
-        let fabric = self.instance.fabric.seen()?.as_ref().ok()?;
+        let fabric = self.instance.fabric.value()?.as_ref().ok()?;
         let mut connections = Vec::new();
         self.instance.watched.lock().unwrap_or_else(PoisonError::into_inner).retain(|(peer, watched)| {
-            let seen = watched.look(|connection: &Connection, round_trips| ConnectionReport {
+            let report = watched.inspect(|connection: &Connection, round_trips| ConnectionReport {
                 peer: Arc::clone(peer),
                 lanes: connection.lanes().cloned().unwrap_or_default(),
                 messages: connection.stats(),
                 round_trips,
             });
-            let is_there = seen.is_some();
-            connections.extend(seen);
-            is_there
+            let is_open = report.is_some();
+            connections.extend(report);
+            is_open
         });
         Some(UcxStats { fabric: fabric.stats(), pool: fabric.pool().stats(), connections })
     }
 
-    /// Adds a connection to the statistics for as long as it lives.
+    /// Adds a connection to the statistics until it ends.
     pub(crate) fn watch(&self, peer: Arc<str>, send_queue: &UcxSendQueue) {
         let mut watched = self.instance.watched.lock().unwrap_or_else(PoisonError::into_inner);
-        watched.retain(|(_, watched)| watched.look(|_, _| ()).is_some());
+        watched.retain(|(_, watched)| watched.inspect(|_, _| ()).is_some());
         watched.push((peer, send_queue.watch()));
     }
 }
@@ -175,11 +182,11 @@ impl fmt::Debug for Ucx {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct UcxStats {
-    /// The thread: what woke it, what it dropped and refused.
+    /// Counters of the fabric's thread.
     pub fabric: FabricStats,
-    /// The registered memory.
+    /// Counters of the memory pool.
     pub pool: PoolStats,
-    /// The connections that there are, of both directions.
+    /// Current connections, of both ends.
     pub connections: Vec<ConnectionReport>,
 }
 
@@ -187,11 +194,11 @@ pub struct UcxStats {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct ConnectionReport {
-    /// The peer.
+    /// Address of the peer.
     pub peer: Arc<str>,
     /// The transports that UCX negotiated.
     pub lanes: Lanes,
-    /// Active messages and bytes; eager and rendezvous.
+    /// Counters of active messages and bytes, eager and by rendezvous.
     pub messages: ConnectionStats,
     /// Round-trip times of heartbeats.
     pub round_trips: RoundTrips,
@@ -212,7 +219,7 @@ mod tests {
         let (release, released) = mpsc::channel::<()>();
         let first = opened.get(move || {
             begin.send(()).unwrap();
-            // Ends when the other half is dropped.
+            // Returns when `release` is dropped.
             let _ = released.recv();
             "first"
         });

@@ -1,12 +1,13 @@
-//! Whether two processes can share memory: they need one boot of one kernel, one `/dev/shm` and one PID namespace.
+//! Determines whether two processes can share memory: they need the same kernel boot, `/dev/shm` and PID namespace.
 
 use std::fs;
 use std::os::linux::fs::MetadataExt;
 
-/// Text that two processes have in common if they can share memory; empty if it cannot be told.
+/// Returns a string that two processes have in common if they can share memory. Empty if `/proc` or `/dev/shm` cannot
+/// be read.
 ///
-/// Containers on one machine differ in it unless they share `/dev/shm` and the process numbers, which UCX needs for its
-/// segments and for reading from a peer's memory.
+/// The strings of two containers on one machine differ unless they share `/dev/shm` and the PID namespace. UCX needs
+/// both: for its segments and to read a peer's memory.
 pub(crate) fn identity() -> String {
     let parts = (|| {
         let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
@@ -17,10 +18,10 @@ pub(crate) fn identity() -> String {
     parts.unwrap_or_default()
 }
 
-/// Why two processes of these identities cannot share memory.
-pub(crate) fn why_apart(ours: &str, theirs: &str) -> Option<String> {
+/// Returns the reason why processes with these identities cannot share memory, or `None` if they can.
+pub(crate) fn why_not_shared(ours: &str, theirs: &str) -> Option<String> {
     if ours.is_empty() || theirs.is_empty() {
-        return Some("a process that does not know its machine's boot id".to_owned());
+        return Some("one process cannot read its host identity (boot id, /dev/shm or PID namespace)".to_owned());
     }
     (ours != theirs).then(|| format!("another host, or another container: `{theirs}` is not `{ours}`"))
 }
@@ -31,9 +32,9 @@ mod tests {
 
     #[test]
     fn processes_are_apart_unless_they_say_the_same_and_say_something() {
-        assert!(why_apart("", "").is_some());
-        assert!(why_apart("a shm:1 pid:[1]", "a shm:2 pid:[1]").unwrap().contains("container"));
+        assert!(why_not_shared("", "").is_some());
+        assert!(why_not_shared("a shm:1 pid:[1]", "a shm:2 pid:[1]").unwrap().contains("container"));
         let ours = identity();
-        assert!(ours.contains("shm:") && why_apart(&ours, &identity()).is_none());
+        assert!(ours.contains("shm:") && why_not_shared(&ours, &identity()).is_none());
     }
 }

@@ -1,4 +1,4 @@
-//! Listener: accepts UCX connections, and answers their bootstrap.
+//! Listener: accepts UCX connections and responds to their bootstrap requests.
 
 use std::fmt;
 use std::sync::{Arc, Weak};
@@ -18,10 +18,11 @@ use crate::transport::bootstrap::{BootstrapRequest, BootstrapResponse, PeerAddre
 use crate::transport::config::Ucx;
 use crate::transport::{SCHEME, host};
 
-/// Peers that are expected, or have arrived and are not accepted yet: one for each worker of a large job at a time.
-const AWAITED_MAX: usize = 1_024;
+/// Peers that are expected, or connected but not accepted yet: one for each worker of a large job that connects at the
+/// same time.
+const PENDING_PEERS_MAX: usize = 1_024;
 
-/// Accepts peers that its [bootstrap](UcxListener::bootstrap) has given an address.
+/// Accepts the peers to which its [bootstrap](UcxListener::bootstrap) has given an address.
 #[derive(Debug)]
 pub struct UcxListener {
     endpoints: Vec<Endpoint>,
@@ -30,35 +31,39 @@ pub struct UcxListener {
     calls: Arc<Semaphore>,
 }
 
-/// Answers the bootstrap requests of peers for as long as the listener exists.
+/// Responds to the bootstrap requests of peers for as long as the listener exists.
 struct ListenerState {
     ucx: Ucx,
     fabric: Fabric,
     arrivals: mpsc::Sender<ArrivedPeer>,
-    awaited: Arc<Semaphore>,
+    pending: Arc<Semaphore>,
     host: String,
 }
 
 impl UcxListener {
-    /// Opens the fabric. `bootstraps` are the endpoints at which [`UcxListener::bootstrap`] will answer: their addresses,
-    /// with the scheme `ucx`, are where peers reach this listener.
+    /// Opens the fabric and a listener on it.
+    ///
+    /// `bootstraps` are the endpoints that will serve [`UcxListener::bootstrap`]. The listener's own endpoints have the
+    /// same addresses and the scheme `ucx`.
     ///
     /// # Errors
-    /// `Unavailable` when UCX cannot be loaded, or cannot listen where it is to.
+    /// `Unavailable` if UCX cannot be loaded, or cannot listen on the configured address.
     pub async fn open(ucx: impl Into<Ucx>, bootstraps: &[Endpoint]) -> Result<Self> {
         let ucx = ucx.into();
         let fabric = ucx.fabric().await?.clone();
         let endpoint = |bootstrap: &Endpoint| Endpoint::parse(&format!("{SCHEME}://{}", bootstrap.address()));
         let endpoints = bootstraps.iter().map(endpoint).collect::<Result<_>>()?;
-        let (arrivals, arrived) = mpsc::channel(AWAITED_MAX);
-        let awaited = Arc::new(Semaphore::new(AWAITED_MAX));
-        let state = Arc::new(ListenerState { ucx, fabric, arrivals, awaited, host: host::identity() });
+        let (arrivals, arrived) = mpsc::channel(PENDING_PEERS_MAX);
+        let pending = Arc::new(Semaphore::new(PENDING_PEERS_MAX));
+        let state = Arc::new(ListenerState { ucx, fabric, arrivals, pending, host: host::identity() });
         let calls = Arc::new(Semaphore::new(Semaphore::MAX_PERMITS));
         Ok(Self { endpoints, arrived, state, calls })
     }
 
-    /// The handler that tells peers the way. It answers [`ROUTE`] and hands everything else on to `next`, so it stands before
-    /// what a server already serves over another transport. It refuses once the listener is gone.
+    /// Returns a handler that responds to [`ROUTE`] and passes all other requests to `next`.
+    ///
+    /// Serve it in place of `next` on the bootstrap transport. After the listener is dropped, it rejects bootstrap
+    /// requests.
     pub fn bootstrap(&self, next: Arc<dyn Handler>) -> impl Handler + use<> {
         BootstrapHandler { state: Arc::downgrade(&self.state), next }
     }
@@ -83,40 +88,41 @@ impl Handler for BootstrapHandler {
         }
         let state = self.state.upgrade();
         Box::pin(async move {
-            let answer = match state {
-                Some(state) => state.tell(&request).await.map(|answer| Response::json(answer.write())),
-                None => Err(Error::not_started(Code::Unavailable, "this server's UCX listener is gone")),
+            let response = match state {
+                Some(state) => state.respond(&request).await.map(|response| Response::json(response.write())),
+                None => Err(Error::not_started(Code::Unavailable, "this server's UCX listener is closed")),
             };
-            answer.map_err(|error| error.with_execution(gym_core::Execution::NotStarted))
+            response.map_err(|error| error.with_execution(gym_core::Execution::NotStarted))
         })
     }
 }
 
 impl ListenerState {
-    async fn tell(&self, request: &Request) -> Result<BootstrapResponse> {
-        let ask = BootstrapRequest::read(&request.message.head.to_bytes())?;
-        let refuse = |said: String| Error::not_started(Code::Unavailable, said);
-        let awaited = Arc::clone(&self.awaited).try_acquire_owned();
-        let awaited = awaited.map_err(|_| refuse(format!("{AWAITED_MAX} peers are awaited already")))?;
+    async fn respond(&self, request: &Request) -> Result<BootstrapResponse> {
+        let bootstrap = BootstrapRequest::read(&request.message.head.to_bytes())?;
+        let refuse = |reason: String| Error::not_started(Code::Unavailable, reason);
+        let pending = Arc::clone(&self.pending).try_acquire_owned();
+        let pending =
+            pending.map_err(|_| refuse(format!("{PENDING_PEERS_MAX} peers are connecting already; retry later")))?;
         let config = self.ucx.config();
-        let within = ask.within.min(config.connect_timeout);
-        let (way, shared_memory) = if let Some(peer) = ask.worker {
-            if let Some(why) = host::why_apart(&self.host, &ask.host) {
+        let within = bootstrap.within.min(config.connect_timeout);
+        let (address, shared_memory) = if let Some(peer) = bootstrap.worker {
+            if let Some(why) = host::why_not_shared(&self.host, &bootstrap.host) {
                 return Err(refuse(why));
             }
             let peer_worker = self.fabric.peer_worker(within).await?;
             (PeerAddress::Worker(peer_worker.address().clone()), Some(WorkerPair { local: peer_worker, remote: peer }))
         } else {
-            let nowhere =
-                || refuse("the server's UCX takes peers of its own host only: it has no address to listen on".into());
-            (PeerAddress::Listener(self.fabric.listen_address().ok_or_else(nowhere)?), None)
+            let no_address =
+                || refuse("the server's UCX accepts only peers on its own host: it has no listen address".into());
+            (PeerAddress::Listener(self.fabric.listen_address().ok_or_else(no_address)?), None)
         };
         let (id, token) = (ConnectionId::random(), Token::random());
         let peer = request.peer.clone().unwrap_or_default();
-        let events = AnsweringEvents::new(&config.limits, ask.greeting, peer, self.arrivals.clone(), awaited);
-        let expect = Expect { id, token: token.clone(), peer: ask.id, shared_memory, within };
+        let events = AnsweringEvents::new(&config.limits, bootstrap.handshake, peer, self.arrivals.clone(), pending);
+        let expect = Expect { id, token: token.clone(), peer: bootstrap.id, shared_memory, within };
         self.fabric.expect(expect, events)?;
-        Ok(BootstrapResponse { id, token, way })
+        Ok(BootstrapResponse { id, token, address })
     }
 }
 
@@ -128,13 +134,13 @@ impl Listener for UcxListener {
 
     async fn accept(&mut self) -> Result<Box<dyn Incoming>> {
         let arrived_peer = self.arrived.recv().await;
-        let arrived_peer = arrived_peer.ok_or_else(|| Error::unknown(Code::Unavailable, "the listener is gone"))?;
+        let arrived_peer = arrived_peer.ok_or_else(|| Error::unknown(Code::Unavailable, "the listener is closed"))?;
         let (ucx, fabric) = (self.state.ucx.clone(), self.state.fabric.clone());
         Ok(Box::new(UcxIncoming { arrived_peer, ucx, fabric, calls: Arc::clone(&self.calls) }))
     }
 }
 
-/// One accepted peer.
+/// A peer that was accepted.
 pub struct UcxIncoming {
     arrived_peer: ArrivedPeer,
     ucx: Ucx,
@@ -165,12 +171,12 @@ impl Incoming for UcxIncoming {
         let end = AnsweringEnd::new(send_queue, limits.clone(), events.theirs.clone(), calls, handler, peer);
         let ending = end.end_on_drop();
         events.serve(Arc::clone(&end));
-        // Only now does the peer begin.
-        end.sender().post_greeting(limits);
+        // The peer sends no request before the handshake.
+        end.sender().post_handshake(limits);
         let ended = tokio::select! {
             biased;
             ended = events.over() => ended,
-            error = heartbeat(end.sender(), &events.heard, limits, end.theirs(), || {}) => Err(error),
+            error = heartbeat(end.sender(), &events.activity, limits, end.theirs(), || {}) => Err(error),
             never = end.drain_with(&drain) => match never {},
         };
         drop((ending, fabric));

@@ -1,4 +1,4 @@
-//! Connector and listener: the transport traits over a fabric, how two ends find each other, and what UCX reports of itself.
+//! Connector and listener: implement the transport traits over a fabric, exchange addresses, and report UCX's state.
 
 pub(crate) mod bootstrap;
 pub(crate) mod config;
@@ -14,5 +14,5 @@ pub use connector::UcxConnector;
 pub use listener::{UcxIncoming, UcxListener};
 pub use report::UcxReport;
 
-/// The scheme of UCX connections: `ucx://` and the address at which the peer's bootstrap answers.
+/// Scheme of UCX endpoints: `ucx://` and the address of the peer's bootstrap.
 pub const SCHEME: &str = "ucx";

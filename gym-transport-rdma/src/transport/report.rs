@@ -1,6 +1,6 @@
-//! Report of UCX on itself when it is loaded: version, transports and devices, and what loading did to the process.
+//! Report of what loading UCX finds: version, transports and devices, and its effects on the process.
 //!
-//! Loading is permanent and patches libc, so a program that only wants the report loads UCX in a child process, as `rgym doctor` does.
+//! Loading is permanent and patches libc. To get only the report, load UCX in a child process, as `rgym doctor` does.
 
 use std::path::PathBuf;
 
@@ -10,27 +10,27 @@ use serde::{Deserialize, Serialize};
 use crate::fabric::{DeviceReport, FabricError, Lanes, device_report};
 use crate::sys::LoadOptions;
 
-/// What was found by loading UCX and starting a context with its own defaults and the environment's `UCX_…` settings.
+/// Result of loading UCX and opening a context with its own defaults and the environment's `UCX_…` settings.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct UcxReport {
-    /// Such as `1.13.1`.
+    /// Version of UCX, such as `1.13.1`.
     pub version: String,
-    /// The file of libucp.
+    /// Path of libucp.
     pub path: PathBuf,
-    /// Every `transport/device`, as in `posix/memory`, `tcp/eth0`, `rc_mlx5/mlx5_0:1`.
+    /// All resources as `transport/device`, such as `posix/memory`, `tcp/eth0`, `rc_mlx5/mlx5_0:1`.
     pub resources: Vec<String>,
-    /// Signals whose handlers it had replaced, and that were given back.
+    /// Signals whose handlers UCX had replaced and this crate restored.
     pub signals_restored: Vec<i32>,
-    /// Functions of libc that it patched in memory.
+    /// Functions of libc that UCX patched in memory.
     pub patched: Vec<String>,
 }
 
 impl UcxReport {
-    /// Loads UCX into this process and asks it.
+    /// Loads UCX into this process and reports on it.
     ///
     /// # Errors
-    /// When it cannot be loaded, or starts no context.
+    /// If UCX cannot be loaded or cannot open a context.
     pub fn take(options: &LoadOptions) -> Result<Self, FabricError> {
         let DeviceReport { library, devices } = device_report(options)?;
         Ok(Self {
@@ -42,13 +42,13 @@ impl UcxReport {
         })
     }
 
-    /// The resources of a transport; none for transports that are not UCX's.
+    /// Returns the resources of a transport. Empty for transports that are not UCX's.
     #[must_use]
-    pub fn of(&self, level: Transport) -> Vec<&str> {
+    pub fn of(&self, transport: Transport) -> Vec<&str> {
         let is_of = |name: &str| {
             let lanes = Lanes::of(&[name.to_owned()]);
-            match level {
-                // `self` stays within a process, and `cma` moves bulk only.
+            match transport {
+                // `self` connects within one process, and `cma` carries only bulk data.
                 Transport::SHM => lanes.shared_memory() && !name.starts_with("self/") && !name.starts_with("cma/"),
                 Transport::RDMA => lanes.rdma(),
                 Transport::UCX_TCP => name.starts_with("tcp/"),

@@ -1,4 +1,4 @@
-//! Active messages: a header and a payload, sent and received.
+//! Active messages: sends and receives a header and a payload.
 
 use std::ffi::c_void;
 use std::rc::Rc;
@@ -13,7 +13,7 @@ use super::worker::Worker;
 use crate::memory::Buffer;
 use crate::sys::ucp::*;
 
-/// How long a header may be.
+/// Maximum length of a header.
 pub(crate) const HEADER_ROOM: usize = 128;
 
 type AmCallback = unsafe extern "C" fn(
@@ -25,47 +25,48 @@ type AmCallback = unsafe extern "C" fn(
     *const ucp_am_recv_param_t,
 ) -> ucs_status_t;
 
-/// What is given active messages. It must keep an announcement until `receive` has returned. Called from within [`Worker::progress`], and, where a worker sends to itself, from
-/// within [`Endpoint::send`].
+/// Receives active messages. Called from within [`Worker::progress`], and from within [`Endpoint::send`] if a worker
+/// sends to itself.
 pub(crate) trait Receiver {
-    /// A message has arrived. `from` is the endpoint to answer on, when the sender asked for that.
+    /// Receives a message. `from` is the endpoint to respond on, if the sender asked for that. An announcement must not
+    /// be dropped before `receive` has returned.
     fn receive(&self, header: &[u8], payload: Arrival<'_>, from: Option<EndpointKey>);
 }
 
-/// A payload that has arrived.
+/// The payload of a received message.
 pub(crate) enum Arrival<'a> {
-    /// Here, until `receive` returns.
+    /// Bytes that are valid until `receive` returns.
     Eager(&'a [u8]),
-    /// At the peer.
+    /// Announced, and still at the peer.
     Announced(Announcement),
 }
 
-/// How a payload goes.
+/// The protocol by which a payload is sent.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Protocol {
-    /// As UCX thinks best.
+    /// UCX decides.
     Any,
-    /// With its header, however long it is.
+    /// Eager: with its header, whatever its length.
     Eager,
-    /// Announced, however short it is.
+    /// Rendezvous: announced, whatever its length.
     Rendezvous,
 }
 
-/// What is to be sent.
+/// A message to send.
 pub(crate) struct Outgoing {
     pub(crate) id: u16,
     pub(crate) header: [u8; HEADER_ROOM],
     pub(crate) header_bytes: usize,
     pub(crate) payload: Bytes,
     pub(crate) protocol: Protocol,
-    /// Lets the receiver answer on the endpoint that it has from its listener.
+    /// Gives the receiver an endpoint to respond on. Used for connections through a listener.
     pub(crate) reply: bool,
 }
 
 struct Sending<F> {
     message: Outgoing,
     worker: Rc<Worker>,
-    /// Its number among the worker's.
+    /// Number of this operation in its worker.
     operation: usize,
     done: F,
 }
@@ -79,23 +80,24 @@ impl<F: FnOnce(Result<(), Status>) + 'static> Operation for Sending<F> {
 }
 
 impl Endpoint {
-    /// Sends it. `done` is called once, now or from within [`Worker::progress`] or [`Worker::abandon`]; until then header
-    /// and payload stay.
+    /// Sends a message. Header and payload stay valid until `done` is called.
+    ///
+    /// `done` is called exactly once: before this returns, or from within [`Worker::progress`] or [`Worker::abandon`].
     pub(crate) fn send<F>(&self, message: Outgoing, memory: Option<&Memory>, done: F)
     where
         F: FnOnce(Result<(), Status>) + 'static,
     {
         let library = self.worker.library();
-        if self.worker.is_gone() {
+        if self.worker.is_destroyed() {
             return done(Err(Status::new(library, UCS_ERR_CANCELED)));
         }
         let worker = Rc::clone(&self.worker);
         let sending = Box::into_raw(Box::new(Sending { message, worker, operation: 0, done }));
         let operation = self.worker.began(sending);
-        // SAFETY: just boxed, and UCX has not seen it.
+        // SAFETY: just boxed; UCX has not seen it yet.
         unsafe { (*sending).operation = operation };
-        // SAFETY: just boxed; UCX only reads through it, and it is taken back by exactly one of the branches below or by
-        // the callback.
+        // SAFETY: just boxed. UCX only reads through it, and exactly one of the branches below or the callback takes it
+        // back.
         let message = unsafe { &(*sending).message };
         // SAFETY: all zeros is a valid value, with an empty mask.
         let mut params: ucp_request_param_t = unsafe { std::mem::zeroed() };
@@ -115,8 +117,8 @@ impl Endpoint {
             params.memh = memory.raw;
         }
         let header_bytes = message.header_bytes.min(HEADER_ROOM);
-        // SAFETY: a live endpoint. Header and payload lie in the box (the payload behind `Bytes`, which does not move
-        // it) until UCX is done: pitfall of `ucp_am_send_nbx`, which reads the header again when it has to queue.
+        // SAFETY: the endpoint is live. Header and payload stay in the box (the payload behind `Bytes`, which does not
+        // move it) until UCX has finished: `ucp_am_send_nbx` reads the header again when it has to queue the message.
         let started = Started::from(unsafe {
             (library.api.ucp_am_send_nbx)(
                 self.raw,
@@ -133,7 +135,7 @@ impl Endpoint {
             Started::Done => Ok(()),
             Started::Failed(code) => Err(Status::new(library, code)),
         };
-        // SAFETY: the callback is not called when there is no request, so the box is still ours.
+        // SAFETY: without a request, the callback is not called, so the box is still ours.
         let sending = unsafe { Box::from_raw(sending) };
         self.worker.ended(operation);
         (sending.done)(result);
@@ -144,10 +146,10 @@ unsafe extern "C" fn on_sent<F>(request: *mut c_void, status: ucs_status_t, send
 where
     F: FnOnce(Result<(), Status>) + 'static,
 {
-    // SAFETY: the box given in `send`, for which this is called exactly once.
+    // SAFETY: the box passed to UCX in `send`, which calls this exactly once.
     let sending = unsafe { Box::from_raw(sending.cast::<Sending<F>>()) };
     let library = sending.worker.library();
-    // SAFETY: the request that has just ended, freed once; allowed from its own callback.
+    // SAFETY: the request that has just completed, freed once. UCX allows that in its own callback.
     unsafe { (library.api.ucp_request_free)(request) };
     let Sending { done, message, worker, operation } = *sending;
     worker.ended(operation);
@@ -156,7 +158,7 @@ where
     drop(worker);
 }
 
-/// A payload that the peer holds ready. Dropping it refuses it: the peer's send ends.
+/// A payload that the peer has announced. Dropping it rejects the payload, which completes the peer's send.
 pub(crate) struct Announcement {
     worker: Rc<Worker>,
     descriptor: *mut c_void,
@@ -166,7 +168,7 @@ pub(crate) struct Announcement {
 struct Receiving<F> {
     buffer: Buffer,
     worker: Rc<Worker>,
-    /// Its number among the worker's.
+    /// Number of this operation in its worker.
     operation: usize,
     received: usize,
     done: F,
@@ -181,13 +183,14 @@ impl<F: FnOnce(Result<Buffer, Status>) + 'static> Operation for Receiving<F> {
 }
 
 impl Announcement {
-    /// What the peer says how long it is.
+    /// Returns the announced length in bytes.
     pub(crate) fn length(&self) -> usize {
         self.length
     }
 
-    /// Fetches it into a buffer that is exactly as long. `done` is called once, now or from within
-    /// [`Worker::progress`] or [`Worker::abandon`]; until then the buffer stays.
+    /// Receives the payload into a buffer of exactly its length. The buffer stays valid until `done` is called.
+    ///
+    /// `done` is called exactly once: before this returns, or from within [`Worker::progress`] or [`Worker::abandon`].
     pub(crate) fn fetch<F>(self, buffer: Buffer, memory: Option<&Memory>, done: F)
     where
         F: FnOnce(Result<Buffer, Status>) + 'static,
@@ -196,30 +199,30 @@ impl Announcement {
         if buffer.len() != self.length {
             return done(Err(Status::new(library, UCS_ERR_MESSAGE_TRUNCATED)));
         }
-        if self.worker.is_gone() {
+        if self.worker.is_destroyed() {
             return done(Err(Status::new(library, UCS_ERR_CANCELED)));
         }
         let worker = Rc::clone(&self.worker);
         let receiving = Box::into_raw(Box::new(Receiving { buffer, worker, operation: 0, received: 0, done }));
         let operation = self.worker.began(receiving);
-        // SAFETY: just boxed, and UCX has not seen it.
+        // SAFETY: just boxed; UCX has not seen it yet.
         unsafe { (*receiving).operation = operation };
         // SAFETY: all zeros is a valid value, with an empty mask.
         let mut params: ucp_request_param_t = unsafe { std::mem::zeroed() };
         params.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_RECV_INFO;
         params.cb = ucp_request_param_t__bindgen_ty_1 { recv_am: Some(on_received::<F>) };
         params.user_data = receiving.cast();
-        // SAFETY: just boxed; taken back by exactly one of the branches below or by the callback.
+        // SAFETY: just boxed. Exactly one of the branches below or the callback takes it back.
         let (place, received) = unsafe { ((*receiving).buffer.as_mut_ptr(), &raw mut (*receiving).received) };
         params.recv_info = ucp_request_param_t__bindgen_ty_2 { length: received };
-        // SAFETY: only compared as an address.
+        // SAFETY: `covers` only compares addresses.
         if let Some(memory) = memory.filter(|memory| memory.covers(unsafe { &(*receiving).buffer })) {
             params.op_attr_mask |= UCP_OP_ATTR_FIELD_MEMH;
             params.memh = memory.raw;
         }
         let this = std::mem::ManuallyDrop::new(self);
-        // SAFETY: a descriptor that was announced and is used once (dropping is prevented above); the buffer has
-        // `length` bytes and stays in its box until UCX is done.
+        // SAFETY: the descriptor was announced and is used once (`ManuallyDrop` above prevents the release). The buffer
+        // has `length` bytes and stays in its box until UCX has finished.
         let started = Started::from(unsafe {
             (library.api.ucp_am_recv_data_nbx)(
                 this.worker.raw(),
@@ -229,14 +232,14 @@ impl Announcement {
                 &raw const params,
             )
         });
-        // SAFETY: `this` is not dropped, so the `Rc` is given back exactly once, here.
+        // SAFETY: `this` is never dropped, so the `Rc` is released exactly once, here.
         drop(unsafe { std::ptr::read(&raw const this.worker) });
         let code = match started {
             Started::Request(_) => return,
             Started::Done => UCS_OK,
             Started::Failed(code) => code,
         };
-        // SAFETY: the callback is not called when there is no request, so the box is still ours.
+        // SAFETY: without a request, the callback is not called, so the box is still ours.
         let receiving = *unsafe { Box::from_raw(receiving) };
         receiving.end(code);
     }
@@ -248,7 +251,7 @@ impl<F: FnOnce(Result<Buffer, Status>) + 'static> Receiving<F> {
         worker.ended(operation);
         let library = worker.library();
         let result = Status::check(library, code).and_then(|()| {
-            // A peer that sends less than it announced would leave what was in the buffer before.
+            // A peer that sends less than it announced would expose the previous contents of the buffer.
             if received == buffer.len() { Ok(buffer) } else { Err(Status::new(library, UCS_ERR_MESSAGE_TRUNCATED)) }
         });
         done(result);
@@ -259,9 +262,9 @@ unsafe extern "C" fn on_received<F>(request: *mut c_void, status: ucs_status_t, 
 where
     F: FnOnce(Result<Buffer, Status>) + 'static,
 {
-    // SAFETY: the box given in `fetch`, for which this is called exactly once.
+    // SAFETY: the box passed to UCX in `fetch`, which calls this exactly once.
     let mut receiving = *unsafe { Box::from_raw(receiving.cast::<Receiving<F>>()) };
-    // SAFETY: the request that has just ended, freed once; allowed from its own callback.
+    // SAFETY: the request that has just completed, freed once. UCX allows that in its own callback.
     unsafe { (receiving.worker.library().api.ucp_request_free)(request) };
     receiving.received = length;
     receiving.end(status);
@@ -269,32 +272,33 @@ where
 
 impl Drop for Announcement {
     fn drop(&mut self) {
-        // The descriptor is gone with its worker.
-        if self.worker.is_gone() {
+        // The descriptor was destroyed with its worker.
+        if self.worker.is_destroyed() {
             return;
         }
         self.worker.disarm();
-        // SAFETY: a descriptor that was announced and neither fetched nor released, of a live worker.
+        // SAFETY: the descriptor was announced, neither received nor released before, and its worker is live.
         unsafe { (self.worker.library().api.ucp_am_data_release)(self.worker.raw(), self.descriptor) }
     }
 }
 
-/// Which ids get a receiver that does nothing. UCX 1.13 calls what happens to lie in memory when a peer sends a message of an
-/// id without one.
+/// Message ids that get a receiver that discards messages. If a peer sends an id without a receiver, UCX 1.13 calls an
+/// arbitrary address.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Others {
-    /// All that there are, against strangers from a network: a table of 1.5 MB.
+pub(crate) enum UnhandledIds {
+    /// All ids, against unknown peers of a network. The table takes 1.5 MB.
     All,
-    /// Those up to the one that is used: where peers share memory with us, and could do worse by writing into it.
+    /// Ids below this crate's id. Sufficient for peers that share memory with us, because they could do worse by
+    /// writing into it.
     Lower,
 }
 
-/// Sets the receivers from the highest on, so that the table grows once.
-pub(super) fn set_receivers(worker: &Rc<Worker>, id: u16, others: Others) -> Result<(), Status> {
-    let highest = match others {
-        Others::All => u16::MAX,
-        // The table has an even number of places.
-        Others::Lower => id | 1,
+/// Sets the receivers of all ids, from the highest down, so that UCX's table grows once.
+pub(super) fn set_receivers(worker: &Rc<Worker>, id: u16, unhandled: UnhandledIds) -> Result<(), Status> {
+    let highest = match unhandled {
+        UnhandledIds::All => u16::MAX,
+        // UCX's table has an even number of entries.
+        UnhandledIds::Lower => id | 1,
     };
     (0..=highest)
         .rev()
@@ -314,8 +318,8 @@ fn set_receiver(worker: &Rc<Worker>, id: u16, receiver: AmCallback) -> Result<()
     params.flags = UCP_AM_FLAG_WHOLE_MSG;
     params.cb = Some(receiver);
     params.arg = Rc::as_ptr(worker).cast_mut().cast();
-    // SAFETY: a live worker and parameters with their mask. The argument is the worker, which its `Rc` keeps in place
-    // until it is destroyed, after which UCX does not call.
+    // SAFETY: a live worker and parameters with their mask. The argument is the worker, whose `Rc` keeps it in place
+    // until it is destroyed; afterwards, UCX does not call.
     let code = unsafe { (worker.library().api.ucp_worker_set_am_recv_handler)(worker.raw(), &raw const params) };
     Status::check(worker.library(), code)
 }
@@ -339,37 +343,37 @@ unsafe extern "C" fn on_message(
     length: usize,
     params: *const ucp_am_recv_param_t,
 ) -> ucs_status_t {
-    // SAFETY: the argument given in `set_receiver`: a worker in an `Rc` that lives, because it is just progressing (or
-    // sending to itself).
+    // SAFETY: the argument passed in `set_receiver`: a worker in an `Rc`, which is alive because it is progressing or
+    // sending to itself.
     let worker = unsafe {
         Rc::increment_strong_count(worker.cast_const().cast::<Worker>());
         Rc::from_raw(worker.cast_const().cast::<Worker>())
     };
-    // SAFETY: UCX gives valid parameters during the call.
+    // SAFETY: UCX passes parameters that are valid during the call.
     let params = unsafe { &*params };
-    // SAFETY: UCX gives `header_bytes` bytes during the call; it may give null for none.
+    // SAFETY: UCX passes `header_bytes` bytes that are valid during the call, or null for none.
     let header = unsafe { slice(header.cast(), header_bytes) };
     let from = (params.recv_attr & u64::from(UCP_AM_RECV_ATTR_FIELD_REPLY_EP) != 0)
         .then(|| EndpointKey(params.reply_ep.addr()));
     let Some(receiver) = worker.receiver() else { return UCS_OK };
     if params.recv_attr & u64::from(UCP_AM_RECV_ATTR_FLAG_RNDV) == 0 {
-        // SAFETY: UCX gives `length` bytes during the call; it may give null for none.
+        // SAFETY: UCX passes `length` bytes that are valid during the call, or null for none.
         let payload = unsafe { slice(data.cast(), length) };
         receiver.receive(header, Arrival::Eager(payload), from);
         return UCS_OK;
     }
     let announced = Announcement { worker: Rc::clone(&worker), descriptor: data, length };
-    // UCX may not be told within this call that the message is not wanted, so a refusal waits until it has returned.
+    // An announcement must not be rejected within this call, so the rejection waits until the receiver has returned.
     receiver.receive(header, Arrival::Announced(announced), from);
     UCS_INPROGRESS
 }
 
 /// # Safety
-/// As `std::slice::from_raw_parts`, but null is allowed when there are no bytes.
+/// As for `std::slice::from_raw_parts`, except that `start` may be null if `length` is 0.
 unsafe fn slice<'a>(start: *const u8, length: usize) -> &'a [u8] {
     if length == 0 {
         return &[];
     }
-    // SAFETY: the caller's.
+    // SAFETY: guaranteed by the caller.
     unsafe { std::slice::from_raw_parts(start, length) }
 }

@@ -1,4 +1,4 @@
-//! The context: which transports and devices there are.
+//! UCP context: the transports and devices in use.
 
 use std::ffi::CString;
 use std::rc::Rc;
@@ -8,22 +8,25 @@ use super::status::Status;
 use crate::sys::Library;
 use crate::sys::ucp::*;
 
-/// One UCP context. Given back when the last of what stands on it is gone.
+/// A UCP context. Closed when the last object that uses it is dropped.
 pub(crate) struct Context {
     pub(super) library: &'static Library,
     pub(super) raw: ucp_context_h,
 }
 
-/// What UCX refused, and in which words.
+/// A rejected operation, and UCX's status.
 pub(crate) type Refused = (String, Status);
 
 impl Context {
-    /// With settings by name without `UCX_`, which come before the environment.
+    /// Opens a context. `settings` are named without `UCX_` and override the environment.
+    ///
+    /// # Errors
+    /// The rejected setting or operation, and UCX's status.
     pub(crate) fn open(library: &'static Library, settings: &[(String, String)]) -> Result<Rc<Self>, Refused> {
         let api = &library.api;
         let check = |what: &dyn Fn() -> String, code| Status::check(library, code).map_err(|status| (what(), status));
         let mut config = std::ptr::null_mut();
-        // SAFETY: null for prefix and file means UCX_ and none; `config` is a valid place for the result.
+        // SAFETY: null for prefix and file selects UCX_ and no file; `config` is a valid place for the result.
         let code = unsafe { (api.ucp_config_read)(std::ptr::null(), std::ptr::null(), &raw mut config) };
         check(&|| "read UCX's configuration".to_owned(), code)?;
         let set = || -> Result<Rc<Self>, Refused> {
@@ -32,7 +35,7 @@ impl Context {
                 let (Ok(name), Ok(value)) = (CString::new(name.as_str()), CString::new(value.as_str())) else {
                     return Err((format!("set UCX_{name} to `{value}`"), Status::new(library, UCS_ERR_INVALID_PARAM)));
                 };
-                // SAFETY: config is the one just read; both are C strings, which UCX copies.
+                // SAFETY: `config` was read above; both arguments are C strings, which UCX copies.
                 refused(unsafe { (api.ucp_config_modify)(config, name.as_ptr(), value.as_ptr()) })?;
             }
             let params = ucp_params_t {
@@ -48,7 +51,7 @@ impl Context {
                 name: std::ptr::null(),
             };
             let mut raw = std::ptr::null_mut();
-            // SAFETY: parameters with their mask as the version says, a valid configuration, and a place for the result.
+            // SAFETY: parameters with their mask for this version, a valid configuration, and a place for the result.
             let code = unsafe {
                 (api.ucp_init_version)(UCP_API_MAJOR, UCP_API_MINOR, &raw const params, config, &raw mut raw)
             };
@@ -57,21 +60,21 @@ impl Context {
             Ok(Rc::new(Self { library, raw }))
         };
         let context = set();
-        // SAFETY: read above, and not used again.
+        // SAFETY: read above and not used again.
         unsafe { (api.ucp_config_release)(config) };
         context
     }
 
-    /// What UCX prints about it: its transports and devices among others.
+    /// Returns UCX's description of the context, which lists its transports and devices.
     pub(crate) fn describe(&self) -> String {
-        // SAFETY: a live context, and a stream that is open.
+        // SAFETY: a live context and an open stream.
         printed(|stream| unsafe { (self.library.api.ucp_context_print_info)(self.raw, stream) }).unwrap_or_default()
     }
 }
 
 impl Drop for Context {
     fn drop(&mut self) {
-        // SAFETY: workers and memory hold an `Rc` of it, so nothing stands on it any more.
+        // SAFETY: workers and memory hold an `Rc` of the context, so none of them exists any more.
         unsafe { (self.library.api.ucp_cleanup)(self.raw) }
     }
 }

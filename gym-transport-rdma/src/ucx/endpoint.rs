@@ -1,4 +1,4 @@
-//! Endpoints: ways to peers.
+//! Endpoints: connections to peers.
 
 use std::ffi::c_void;
 use std::net::SocketAddr;
@@ -11,41 +11,47 @@ use super::worker::Worker;
 use crate::sys::Library;
 use crate::sys::ucp::*;
 
-/// Addresses have some hundred bytes on a machine with many devices.
+/// Maximum length of an address. An address has some hundred bytes, even on a machine with many devices.
 const ADDRESS_BYTES_MAX: usize = 16 << 10;
-/// Lengths in an address are single bytes mostly.
+/// Zeros behind an address. Most of the lengths in an address are single bytes.
 const ADDRESS_PADDING: usize = 64 << 10;
 
-/// Whether UCX tells when the peer is lost.
+/// Whether UCX reports the loss of the peer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum ErrorMode {
-    /// It does. Such an endpoint never has shared-memory lanes.
+    /// UCX reports it. Such an endpoint never has shared-memory lanes.
     Peer,
-    /// It does not.
+    /// UCX does not report it.
     Silent,
 }
 
-/// Names an endpoint within its worker, while it lives.
+/// Identifies an endpoint within its worker while the endpoint exists.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) struct EndpointKey(pub(super) usize);
 
-/// A way to a peer. Dropping it without [`Endpoint::close`] leaves it to the worker's end, and
-/// [`Endpoint::give_back`] says that this has come.
+/// A connection to a peer.
+///
+/// Dropping it without [`Endpoint::close`] leaves it open until its worker is destroyed; after that, call
+/// [`Endpoint::free_callback`].
 pub(crate) struct Endpoint {
     pub(super) worker: Rc<Worker>,
     pub(super) raw: ucp_ep_h,
     mode: ErrorMode,
-    /// What UCX's error callback is given; given back when the endpoint is closed.
+    /// Argument of UCX's error callback, freed when the endpoint is closed.
     failed: *mut Failed,
 }
 
-/// Called from within [`Worker::progress`].
+/// Error callback of an endpoint. Called from within [`Worker::progress`].
 struct Failed {
     library: &'static Library,
-    tell: Box<dyn Fn(Status)>,
+    report: Box<dyn Fn(Status)>,
 }
 
 impl Endpoint {
+    /// Connects to a listener. Calls `failed` if the peer is lost.
+    ///
+    /// # Errors
+    /// UCX's status.
     pub(crate) fn to_socket(
         worker: &Rc<Worker>,
         to: SocketAddr,
@@ -59,6 +65,10 @@ impl Endpoint {
         })
     }
 
+    /// Accepts the connection request of a peer. Calls `failed` if the peer is lost.
+    ///
+    /// # Errors
+    /// UCX's status.
     pub(crate) fn to_request(
         worker: &Rc<Worker>,
         request: Request,
@@ -70,8 +80,13 @@ impl Endpoint {
         })
     }
 
-    /// To another worker. UCX believes what an address says about its own lengths, so one that was cut short or made up
-    /// must not lead it beyond our memory: it reads from a copy with zeros behind. (It may still give up on nonsense.)
+    /// Connects to another worker.
+    ///
+    /// UCX trusts the lengths within an address. A truncated or forged address must not make UCX read beyond our
+    /// memory, so UCX reads from a copy that ends with zeros. UCX may still abort on a malformed address.
+    ///
+    /// # Errors
+    /// `UCS_ERR_INVALID_ADDR` if the address is too long, or UCX's status.
     pub(crate) fn to_worker(
         worker: &Rc<Worker>,
         address: &[u8],
@@ -96,7 +111,7 @@ impl Endpoint {
         address: impl FnOnce(&mut ucp_ep_params_t),
     ) -> Result<Self, Status> {
         let library = worker.library();
-        let failed = Box::into_raw(Box::new(Failed { library, tell: failed }));
+        let failed = Box::into_raw(Box::new(Failed { library, report: failed }));
         // SAFETY: all zeros is a valid value: null pointers, no callback, an empty mask.
         let mut params: ucp_ep_params_t = unsafe { std::mem::zeroed() };
         params.field_mask = u64::from(UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE | UCP_EP_PARAM_FIELD_ERR_HANDLER);
@@ -108,11 +123,11 @@ impl Endpoint {
         address(&mut params);
         worker.disarm();
         let mut raw = std::ptr::null_mut();
-        // SAFETY: parameters with their mask; addresses outlive the call; the callback's argument lives until the
+        // SAFETY: parameters with their mask. Addresses outlive the call, and the callback's argument lives until the
         // endpoint is closed.
         let code = unsafe { (library.api.ucp_ep_create)(worker.raw(), &raw const params, &raw mut raw) };
         if let Err(status) = Status::check(library, code) {
-            // SAFETY: from into_raw above; there is no endpoint that could call it.
+            // SAFETY: from `into_raw` above; no endpoint exists that could call it.
             drop(unsafe { Box::from_raw(failed) });
             return Err(status);
         }
@@ -127,16 +142,18 @@ impl Endpoint {
         self.mode
     }
 
-    /// Begins to close one with [`ErrorMode::Peer`], at once. Another cannot be forced, because the peer may be writing
-    /// into our memory, and may never end otherwise: it goes with its worker.
+    /// Starts to close an endpoint with [`ErrorMode::Peer`] at once.
+    ///
+    /// An endpoint with [`ErrorMode::Silent`] cannot be closed by force, because the peer may be writing into our
+    /// memory and may never stop otherwise. It is destroyed with its worker.
     pub(crate) fn close(self) -> Closing {
-        debug_assert!(self.mode == ErrorMode::Peer, "it goes with its worker");
+        debug_assert!(self.mode == ErrorMode::Peer, "a silent endpoint is destroyed with its worker");
         let library = self.worker.library();
         // SAFETY: all zeros is a valid value, with an empty mask.
         let mut params: ucp_request_param_t = unsafe { std::mem::zeroed() };
         params.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS;
         params.flags = UCP_EP_CLOSE_FLAG_FORCE;
-        // SAFETY: an endpoint of a live worker, closed once: `self` is consumed.
+        // SAFETY: an endpoint of a live worker, closed once, because `self` is consumed.
         let started = Started::from(unsafe { (library.api.ucp_ep_close_nbx)(self.raw, &raw const params) });
         let request = match started {
             Started::Request(request) => request,
@@ -145,22 +162,24 @@ impl Endpoint {
         Closing { worker: self.worker, request, failed: self.failed }
     }
 
-    /// Gives back what it kept for UCX's callback, when its worker was [abandoned](Worker::abandon).
-    pub(crate) fn give_back(self) {
-        if self.worker.is_gone() {
-            // SAFETY: from into_raw in `create`, given back once; the endpoint went with its worker, so nobody calls it.
+    /// Frees the callback of an endpoint whose worker was [abandoned](Worker::abandon).
+    pub(crate) fn free_callback(self) {
+        if self.worker.is_destroyed() {
+            // SAFETY: from `into_raw` in `create`, freed once. The endpoint was destroyed with its worker and calls it
+            // no more.
             drop(unsafe { Box::from_raw(self.failed) });
         }
     }
 
-    /// What UCX prints about it: its lanes among others.
+    /// Returns UCX's description of the endpoint, which lists its lanes.
     pub(crate) fn describe(&self) -> String {
-        // SAFETY: an endpoint of a live worker, and a stream that is open.
+        // SAFETY: an endpoint of a live worker and an open stream.
         printed(|stream| unsafe { (self.worker.library().api.ucp_ep_print_info)(self.raw, stream) }).unwrap_or_default()
     }
 }
 
-/// An endpoint that is being closed; to be asked after each progress. Dropping it before it has ended leaks it.
+/// An endpoint that is being closed. Poll [`Closing::ended`] after each progress. Dropping it earlier leaks the
+/// endpoint.
 pub(crate) struct Closing {
     worker: Rc<Worker>,
     request: ucs_status_ptr_t,
@@ -168,20 +187,20 @@ pub(crate) struct Closing {
 }
 
 impl Closing {
-    /// Whether it has ended; if so, everything is given back.
+    /// Returns whether the endpoint is closed. If so, everything is freed.
     pub(crate) fn ended(&mut self) -> bool {
         let api = &self.worker.library().api;
         if !self.request.is_null() {
-            // SAFETY: a request that has not been freed yet (it is set to null with that).
+            // SAFETY: the request has not been freed yet: it is set to null when it is freed.
             if unsafe { (api.ucp_request_check_status)(self.request) } == UCS_INPROGRESS {
                 return false;
             }
-            // SAFETY: as above, and it has ended.
+            // SAFETY: as above, and the request has completed.
             unsafe { (api.ucp_request_free)(self.request) };
             self.request = std::ptr::null_mut();
         }
         if !self.failed.is_null() {
-            // SAFETY: from into_raw in `create`; the endpoint is gone, so nobody calls it any more.
+            // SAFETY: from `into_raw` in `create`. The endpoint is closed and calls it no more.
             drop(unsafe { Box::from_raw(self.failed) });
             self.failed = std::ptr::null_mut();
         }
@@ -190,7 +209,7 @@ impl Closing {
 }
 
 unsafe extern "C" fn on_error(failed: *mut c_void, _: ucp_ep_h, status: ucs_status_t) {
-    // SAFETY: the argument given in `create`, which lives until the endpoint is closed.
+    // SAFETY: the argument passed in `create`, which lives until the endpoint is closed.
     let failed = unsafe { &*failed.cast::<Failed>() };
-    (failed.tell)(Status::new(failed.library, status));
+    (failed.report)(Status::new(failed.library, status));
 }

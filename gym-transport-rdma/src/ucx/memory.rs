@@ -7,7 +7,8 @@ use super::context::Context;
 use super::status::Status;
 use crate::sys::ucp::*;
 
-/// A range of memory that the devices of a context know. Dropping it makes them forget it; the memory stays.
+/// A range of memory that is registered with the devices of a context. Dropping it removes the registration, not the
+/// memory.
 pub(crate) struct Memory {
     context: Rc<Context>,
     pub(super) raw: ucp_mem_h,
@@ -15,6 +16,11 @@ pub(crate) struct Memory {
 }
 
 impl Memory {
+    /// Registers a range.
+    ///
+    /// # Errors
+    /// UCX's status.
+    ///
     /// # Safety
     /// The range must stay mapped until the result is dropped.
     pub(crate) unsafe fn register(context: &Rc<Context>, range: Range<usize>) -> Result<Self, Status> {
@@ -27,13 +33,14 @@ impl Memory {
             memory_type: 0,
         };
         let mut raw = std::ptr::null_mut();
-        // SAFETY: the range is mapped, by the caller's promise; valid parameters and a place for the result.
+        // SAFETY: the caller guarantees that the range is mapped. The parameters and the place for the result are
+        // valid.
         let code = unsafe { (context.library.api.ucp_mem_map)(context.raw, &raw const params, &raw mut raw) };
         Status::check(context.library, code)?;
         Ok(Self { context: Rc::clone(context), raw, range })
     }
 
-    /// Whether all of these bytes lie in it.
+    /// Whether all of these bytes lie in the range.
     pub(crate) fn covers(&self, bytes: &[u8]) -> bool {
         let start = bytes.as_ptr().addr();
         self.range.start <= start && start + bytes.len() <= self.range.end
@@ -42,7 +49,7 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        // SAFETY: from ucp_mem_map of this context, unmapped once. UCX answers with an error only for a null handle.
+        // SAFETY: from `ucp_mem_map` of this context, unmapped once. UCX returns an error only for a null handle.
         unsafe { (self.context.library.api.ucp_mem_unmap)(self.context.raw, self.raw) };
     }
 }

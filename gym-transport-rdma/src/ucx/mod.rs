@@ -1,13 +1,14 @@
-//! UCX in safe Rust, for one thread: the types hold raw pointers and `Rc`s, so none of them can leave it.
+//! Safe wrappers of UCX for one thread: the types hold raw pointers and `Rc`s, so none of them can leave the thread.
 //!
 //! ```text
-//!   Context ◀── Worker ◀── Endpoint, Listener, Announcement        (each keeps what it stands on alive)
+//!   Context ◀── Worker ◀── Endpoint, Listener, Announcement        (each keeps its owner alive)
 //!      ▲── Memory
 //! ```
 //!
-//! What UCX may still read or write belongs to the operation (header, payload, buffer, callback) until UCX's own callback
-//! gives it back, whatever becomes of everything else. When UCX never calls back it is leaked, never freed, unless somebody
-//! who knows that nobody uses it any more abandons the worker.
+//! An operation owns everything that UCX may still read or write: header, payload, buffer and callback. It keeps them
+//! until UCX's own callback, even if all other handles are dropped. If UCX never calls back, the memory is leaked,
+//! never freed. The exception is a worker that is [abandoned](Worker::abandon) by a caller that can guarantee that no
+//! process uses the memory any more.
 #![allow(unsafe_code)]
 
 mod am;
@@ -20,7 +21,7 @@ mod print;
 mod status;
 mod worker;
 
-pub(crate) use am::{Announcement, Arrival, HEADER_ROOM, Others, Outgoing, Protocol, Receiver};
+pub(crate) use am::{Announcement, Arrival, HEADER_ROOM, Outgoing, Protocol, Receiver, UnhandledIds};
 pub(crate) use context::Context;
 pub(crate) use endpoint::{Closing, Endpoint, EndpointKey, ErrorMode};
 pub(crate) use listener::{Listener, RawRequest};

@@ -1,37 +1,37 @@
-//! What UCX has begun for a worker and not ended, so that a worker can be abandoned without leaking what they keep.
+//! Pending operations of a worker, so that a worker can be abandoned without leaking their memory.
 
-/// What an operation keeps until UCX calls back.
+/// Memory and callback that an operation holds until UCX calls back.
 pub(super) trait Operation {
-    /// UCX will not call back any more.
+    /// Frees the memory and calls back with an error, because UCX will not call back any more.
     fn cancel(self: Box<Self>);
 }
 
-/// The operations of one worker, by number. A number is given out again when its operation has ended.
+/// Pending operations of one worker, by number. The number of a completed operation is reused.
 #[derive(Default)]
 pub(super) struct Operations {
-    places: Vec<Option<*mut dyn Operation>>,
+    slots: Vec<Option<*mut dyn Operation>>,
     free: Vec<usize>,
 }
 
 impl Operations {
     pub(super) fn add(&mut self, operation: *mut dyn Operation) -> usize {
-        let Some(place) = self.free.pop() else {
-            self.places.push(Some(operation));
-            return self.places.len() - 1;
+        let Some(slot) = self.free.pop() else {
+            self.slots.push(Some(operation));
+            return self.slots.len() - 1;
         };
-        self.places[place] = Some(operation);
-        place
+        self.slots[slot] = Some(operation);
+        slot
     }
 
-    pub(super) fn remove(&mut self, place: usize) {
-        if self.places[place].take().is_some() {
-            self.free.push(place);
+    pub(super) fn remove(&mut self, slot: usize) {
+        if self.slots[slot].take().is_some() {
+            self.free.push(slot);
         }
     }
 
-    /// Any of them, which is taken out.
+    /// Removes and returns any operation.
     pub(super) fn pop(&mut self) -> Option<*mut dyn Operation> {
-        while let Some(operation) = self.places.pop() {
+        while let Some(operation) = self.slots.pop() {
             if operation.is_some() {
                 self.free.clear();
                 return operation;

@@ -1,4 +1,4 @@
-//! What UCX answers.
+//! Status codes of UCX.
 
 use std::ffi::CStr;
 use std::fmt;
@@ -6,22 +6,25 @@ use std::fmt;
 use crate::sys::Library;
 use crate::sys::ucp::{UCS_ERR_LAST, UCS_INPROGRESS, UCS_OK, ucs_status_ptr_t, ucs_status_t};
 
-/// An error of UCX, with its own words.
+/// An error status of UCX, with UCX's description.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Status {
     code: ucs_status_t,
-    words: &'static CStr,
+    description: &'static CStr,
 }
 
 impl Status {
     pub(crate) fn new(library: &'static Library, code: ucs_status_t) -> Self {
-        // SAFETY: takes any status, and returns a constant of the library, which is never unloaded. (For a code that it
-        // does not know it returns a static buffer, which it may write again: still a C string.)
-        let words = unsafe { CStr::from_ptr((library.api.ucs_status_string)(code)) };
-        Self { code, words }
+        // SAFETY: accepts any status and returns a constant of the library, which is never unloaded. For an unknown
+        // status it returns a static buffer that it may overwrite, which is still a C string.
+        let description = unsafe { CStr::from_ptr((library.api.ucs_status_string)(code)) };
+        Self { code, description }
     }
 
-    /// `Ok` or in progress, or an error.
+    /// Returns `Ok` for success or an operation in progress.
+    ///
+    /// # Errors
+    /// All other statuses.
     pub(crate) fn check(library: &'static Library, code: ucs_status_t) -> Result<(), Self> {
         if code == UCS_OK || code == UCS_INPROGRESS { Ok(()) } else { Err(Self::new(library, code)) }
     }
@@ -29,7 +32,7 @@ impl Status {
 
 impl fmt::Display for Status {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} (UCX status {})", self.words.to_string_lossy(), self.code)
+        write!(f, "{} (UCX status {})", self.description.to_string_lossy(), self.code)
     }
 }
 
@@ -39,13 +42,13 @@ impl fmt::Debug for Status {
     }
 }
 
-/// What a function that starts an operation returned: `UCS_PTR_IS_ERR` and its kin are macros of the header.
+/// Result of starting an operation. In the header, `UCS_PTR_IS_ERR` and related macros decode it.
 pub(super) enum Started {
-    /// It is done already, and its callback will not be called.
+    /// The operation has completed. Its callback will not be called.
     Done,
-    /// It failed, and its callback will not be called.
+    /// The operation failed. Its callback will not be called.
     Failed(ucs_status_t),
-    /// Its callback will be called.
+    /// The operation is in progress. Its callback will be called.
     Request(ucs_status_ptr_t),
 }
 
@@ -55,7 +58,7 @@ impl Started {
         if pointer.is_null() {
             Self::Done
         } else if value >= UCS_ERR_LAST as isize as usize {
-            // A pointer that is an error holds its negative number, sign-extended: the lowest byte is the status.
+            // An error pointer is a sign-extended negative number whose lowest byte is the status.
             Self::Failed(value as u8 as ucs_status_t)
         } else {
             Self::Request(pointer)

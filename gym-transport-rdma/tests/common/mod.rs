@@ -1,4 +1,4 @@
-//! A pair of fabrics and what happens on them, for the tests that need UCX.
+//! A pair of fabrics with recorded events, for the tests that need UCX.
 #![allow(dead_code, reason = "each test file uses its part")]
 #![allow(clippy::unwrap_used, reason = "as in the tests themselves")]
 
@@ -17,24 +17,24 @@ use gym_transport_rdma::fabric::{
     Fabric, FabricError, FabricOptions, Lanes, Payload, PeerWorker, Target, Token, WorkerPair,
 };
 
-/// How long anything may take on a busy machine.
+/// Timeout of all operations on a busy machine.
 pub(crate) const SOON: Duration = Duration::from_secs(30);
 
-/// Opens a fabric. `None`, said on stderr, when there is no UCX and none is required.
+/// Opens a fabric. Returns `None`, with a message on stderr, if there is no UCX and none is required.
 pub(crate) fn open(options: FabricOptions) -> Option<Fabric> {
     match Fabric::open(options) {
         Ok(fabric) => Some(fabric),
         Err(FabricError::Load(error)) if std::env::var_os("GYM_UCX_REQUIRED").is_none() => {
-            // Not by the macro, whose output the test harness keeps to itself.
-            let _ = writeln!(std::io::stderr(), "NOT RUN, for want of UCX: {error}");
+            // Not `eprintln!`, whose output the test harness captures.
+            let _ = writeln!(std::io::stderr(), "NOT RUN, UCX unavailable: {error}");
             None
         }
         Err(error) => panic!("{error}"),
     }
 }
 
-/// A network fabric that listens: tcp over the loopback, or what the environment says (`GYM_UCX_TRANSPORTS`,
-/// `GYM_UCX_LISTEN_DEVICES`, `GYM_UCX_ADDRESS`).
+/// Opens a network fabric that listens: TCP over the loopback interface, or as the environment specifies
+/// (`GYM_UCX_TRANSPORTS`, `GYM_UCX_LISTEN_DEVICES`, `GYM_UCX_ADDRESS`).
 pub(crate) fn network() -> FabricOptions {
     let ip = variable("GYM_UCX_ADDRESS").map_or(Ipv4Addr::LOCALHOST.into(), |text| text.parse::<IpAddr>().unwrap());
     let devices = variable("GYM_UCX_LISTEN_DEVICES");
@@ -42,7 +42,8 @@ pub(crate) fn network() -> FabricOptions {
     FabricOptions { devices: devices.or(calling.devices), listen: Some(SocketAddr::new(ip, 0)), ..calling }
 }
 
-/// A network fabric that only calls (`GYM_UCX_TRANSPORTS`, `GYM_UCX_DEVICES`): the other end of the cable, where there is one.
+/// Opens a network fabric that only connects (`GYM_UCX_TRANSPORTS`, `GYM_UCX_DEVICES`), over the other device of a
+/// pair.
 pub(crate) fn calling_network() -> FabricOptions {
     let transports = variable("GYM_UCX_TRANSPORTS");
     let devices = variable("GYM_UCX_DEVICES").or_else(|| transports.is_none().then(|| "lo".to_owned()));
@@ -57,12 +58,12 @@ fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok()
 }
 
-/// A fabric for shared memory on one host.
+/// Opens a fabric for shared memory on one host.
 pub(crate) fn shared_memory() -> FabricOptions {
     FabricOptions { transports: Some("posix,cma,self".to_owned()), ..FabricOptions::default() }
 }
 
-/// The two ways to a peer.
+/// Transport to a peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Way {
     Network,
@@ -70,12 +71,12 @@ pub(crate) enum Way {
 }
 
 impl Way {
-    /// The ways that there are here: in a virtual machine that is about a device, only that one.
+    /// Returns the transports to test. In a virtual machine for one device, only that of the device.
     pub(crate) fn all() -> &'static [Self] {
         if variable("GYM_UCX_TRANSPORTS").is_some() { &[Self::Network] } else { &[Self::Network, Self::SharedMemory] }
     }
 
-    /// Of the answering end.
+    /// Opens the fabric of the answering end.
     pub(crate) fn answering(self) -> FabricOptions {
         match self {
             Self::Network => network(),
@@ -83,7 +84,7 @@ impl Way {
         }
     }
 
-    /// Of the calling end.
+    /// Opens the fabric of the calling end.
     pub(crate) fn calling(self) -> FabricOptions {
         match self {
             Self::Network => calling_network(),
@@ -91,7 +92,7 @@ impl Way {
         }
     }
 
-    /// The path that was really negotiated is the one that was meant.
+    /// Checks that the negotiated transport is the requested one.
     pub(crate) fn check(self, lanes: &Lanes) {
         assert!(!lanes.names().is_empty(), "no lanes at all");
         assert_eq!(lanes.shared_memory(), self == Self::SharedMemory, "{lanes}");
@@ -102,11 +103,11 @@ impl Way {
     }
 }
 
-/// What happened on a connection.
+/// An event of a connection.
 #[derive(Debug)]
 pub(crate) enum Event {
     Opened(Lanes),
-    /// Header and payload, whether it came with the header.
+    /// Header, payload, and whether the payload came with the header.
     Message {
         header: Bytes,
         payload: Bytes,
@@ -115,13 +116,13 @@ pub(crate) enum Event {
     Ended(CloseReason),
 }
 
-/// Given the header and how long the payload is said to be; an answer of its own keeps the usual from happening.
+/// Receives the header and the announced length. If it returns a disposition, the default does not apply.
 pub(crate) type Hook = Box<dyn Fn(&[u8], u64) -> Option<Result<Disposition>> + Send + Sync>;
 
-/// Keeps every payload, and tells a channel.
+/// Records every payload and sends events to a channel.
 pub(crate) struct Recorder {
     told: SyncSender<Event>,
-    /// Headers of payloads that are landing; their place is the key.
+    /// Headers of payloads that are landing. The key is the index.
     landing: Mutex<Vec<Bytes>>,
     hook: Option<Hook>,
 }
@@ -159,12 +160,12 @@ impl ConnectionEvents for Recorder {
     }
 
     fn ended(&self, why: CloseReason) {
-        // The test may have ended first.
+        // Fails only if the test has ended.
         let _ = self.told.send(Event::Ended(why));
     }
 }
 
-/// One end of a connection, with what happened on it.
+/// One end of a connection, with its recorded events.
 pub(crate) struct EndOf {
     pub(crate) connection: Connection,
     pub(crate) events: Receiver<Event>,
@@ -194,7 +195,7 @@ impl EndOf {
         }
     }
 
-    /// Drops messages until the end.
+    /// Discards messages until the connection ends.
     pub(crate) fn ended(&self) -> CloseReason {
         loop {
             if let Event::Ended(why) = self.next() {
@@ -212,7 +213,7 @@ pub(crate) fn active_message(header: impl Into<Bytes>, payload: impl Into<Bytes>
     ActiveMessage { header: header.into(), payload: payload.into(), delivery: Delivery::Ordered, done: None }
 }
 
-/// A peer_worker of a fabric, opened now.
+/// Opens a peer worker of a fabric.
 pub(crate) fn peer_worker(fabric: &Fabric) -> Result<PeerWorker> {
     block_on(fabric.peer_worker(SOON))
 }
@@ -221,7 +222,7 @@ pub(crate) fn block_on<T>(future: impl Future<Output = T>) -> T {
     tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(future)
 }
 
-/// Who both ends are, before they say where.
+/// Identities of both ends, without their addresses.
 pub(crate) struct Names {
     pub(crate) caller: ConnectionId,
     pub(crate) answerer: ConnectionId,
@@ -242,7 +243,7 @@ impl Names {
     }
 }
 
-/// What both ends of one process say of each other before they meet.
+/// Exchanges the bootstrap data of two ends in one process.
 pub(crate) struct Meeting {
     pub(crate) names: Names,
     listener: Option<SocketAddr>,
@@ -267,7 +268,7 @@ impl Meeting {
         self.names.connect(self.target(self.peer_workers.as_ref().map(|(here, _)| here.clone())))
     }
 
-    /// From another place than the one that is expected.
+    /// Connects from another worker than the expected one.
     pub(crate) fn connect_from(&self, other: &Fabric) -> Connect {
         self.names.connect(self.target(self.peer_workers.as_ref().map(|_| peer_worker(other).unwrap())))
     }
@@ -282,7 +283,8 @@ impl Meeting {
     }
 }
 
-/// Connects two fabrics: the calling end and the answering one, both open, the path checked.
+/// Connects two fabrics, waits until both ends are open, and checks the lanes. Returns the calling end and the
+/// answering end.
 pub(crate) fn pair(way: Way, caller: &Fabric, answerer: &Fabric, hook: Option<Hook>) -> (EndOf, EndOf) {
     let meeting = Meeting::new(way, caller, answerer);
     let (recorder_there, events) = recorder(hook);
@@ -296,7 +298,7 @@ pub(crate) fn pair(way: Way, caller: &Fabric, answerer: &Fabric, hook: Option<Ho
     (here, there)
 }
 
-/// A payload that no other has. Its period is a prime, so that a piece in the wrong place is seen.
+/// Generates a unique payload. Its period is a prime number, so that misplaced parts are detected.
 pub(crate) fn payload(len: usize, seed: usize) -> Bytes {
     let period: Vec<u8> = (0..251).map(|at: usize| (at.wrapping_mul(31) ^ seed) as u8).collect();
     let mut whole = period.repeat(len.div_ceil(251));

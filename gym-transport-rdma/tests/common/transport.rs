@@ -1,4 +1,4 @@
-//! Both ends of the transport, on one way, with an in-process bootstrap.
+//! Both ends of the transport over one UCX transport, with an in-process bootstrap.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -13,7 +13,7 @@ use gym_transport_rdma::{Ucx, UcxConfig};
 
 use super::{Way, open};
 
-/// Two fabrics, one for each end, as two processes have them.
+/// Two fabrics, one per end, as in two processes.
 pub(crate) struct Ends {
     pub(crate) way: Way,
     pub(crate) caller: Ucx,
@@ -22,15 +22,15 @@ pub(crate) struct Ends {
 }
 
 impl Ends {
-    /// `None`, said on stderr, when there is no UCX and none is required.
+    /// Opens both fabrics. Returns `None`, with a message on stderr, if there is no UCX and none is required.
     pub(crate) async fn open(way: Way) -> Option<Self> {
-        // One that is not there is said here.
+        // Reports a missing UCX.
         drop(open(way.calling())?);
         let ucx = |fabric| Ucx::new(UcxConfig { fabric, ..UcxConfig::default() });
         Some(Self { way, caller: ucx(way.calling()), server: ucx(way.answering()), names: InProcess::new() })
     }
 
-    /// A fresh connector and listener on this way.
+    /// Creates a connector and a listener over this transport.
     pub(crate) async fn pair(&self, limits: ConnectionLimits) -> (OnWay, UcxListener) {
         static NAMES: AtomicUsize = AtomicUsize::new(0);
         let name = format!("bootstrap-{}", NAMES.fetch_add(1, Ordering::Relaxed));
@@ -39,7 +39,7 @@ impl Ends {
         let nothing =
             handler_fn(|request| async move { Err(Error::invalid(format!("{} is not served here", request.route))) });
         let handler = Arc::new(listener.bootstrap(Arc::new(nothing)));
-        // It ends with the test's runtime.
+        // Ends with the test's runtime.
         tokio::spawn(async move {
             while let Ok(incoming) = bootstrap.accept().await {
                 tokio::spawn(incoming.serve(handler.clone(), Default::default()));
@@ -57,7 +57,7 @@ impl Ends {
     }
 }
 
-/// A connector that asks for one way, and checks that it was negotiated.
+/// A connector that requests one transport and checks that it was negotiated.
 #[derive(Debug)]
 pub(crate) struct OnWay {
     pub(crate) connector: UcxConnector,

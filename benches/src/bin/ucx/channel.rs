@@ -91,13 +91,14 @@ fn answer_raw(mut stream: &TcpStream) -> std::io::Result<()> {
 /// A group of one rank at the other end of a channel.
 #[derive(Debug)]
 struct Alone {
+    name: Arc<str>,
     layout: RankLayout,
     view: watch::Sender<Arc<GroupView>>,
 }
 
 impl WorkerGroup for Alone {
-    fn name(&self) -> &str {
-        "bench"
+    fn name(&self) -> &Arc<str> {
+        &self.name
     }
 
     fn layout(&self) -> &RankLayout {
@@ -183,7 +184,7 @@ impl Peer {
         let channel = self.over_ucx().await?.channel().clone();
         let member = Member::starting(0, Incarnation(1)).in_state(RankState::Healthy).reached_over(channel);
         let view = watch::Sender::new(Arc::new(GroupView::new(1, vec![member])));
-        let group = Alone { layout: RankLayout::line(1)?, view };
+        let group = Alone { name: "bench".into(), layout: RankLayout::line(1)?, view };
         let context = CallContext::within(PATIENCE);
         let (began, mut times) = (Instant::now(), Vec::new());
         while began.elapsed() < lasting {

@@ -1,4 +1,4 @@
-//! What can be wrong with the input of a collection, or with what is asked of it.
+//! Errors in the input rows or options of a collection.
 
 use std::io;
 
@@ -6,59 +6,59 @@ use thiserror::Error;
 
 use crate::collect::input::prompt::PromptError;
 
-/// What is wrong with the input or with what is asked of it. Every message names the place and the fix.
+/// An error in the input rows or options. Every message names the place and the fix.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum InputError {
-    /// One line of the input cannot be used.
+    /// One line of the input is invalid.
     #[error("{file}, line {line}: {problem}")]
     Line {
-        /// The input's name.
+        /// Name of the input.
         file: String,
-        /// Counted from 1.
+        /// Line number, counted from 1.
         line: u64,
-        /// What is wrong, and the fix.
+        /// The cause and the fix.
         problem: String,
     },
-    /// Rows that no rule sends to an agent.
+    /// No rule assigns these rows to an agent.
     #[error(
         "{file}, line {}: no agent for {count} row(s); name one with --agent or agent_map._default, or give the rows agent_ref or task_source",
         .lines.iter().map(u64::to_string).collect::<Vec<_>>().join(", ")
     )]
     NoAgent {
-        /// The input's name.
+        /// Name of the input.
         file: String,
-        /// The first of their lines.
+        /// The first of the affected line numbers.
         lines: Vec<u64>,
-        /// How many there are.
+        /// Number of affected rows.
         count: u64,
     },
-    /// Rows whose names the per-agent repeats do not mention.
+    /// The per-agent repeats have no entry for these rows.
     #[error("{file}, line {line}: num_repeats has no entry for {} and no `_default`; it has {}", .names.join(", "), .known.join(", "))]
     NoRepeats {
-        /// The input's name.
+        /// Name of the input.
         file: String,
-        /// The first such row.
+        /// Line number of the first affected row.
         line: u64,
-        /// The names that rows route by.
+        /// The agent or task source names of the affected rows.
         names: Vec<String>,
         /// The names that have an entry.
         known: Vec<String>,
     },
-    /// An option that contradicts itself or another.
+    /// An option is invalid or contradicts another option.
     #[error("{key}: {problem}")]
     Option {
-        /// The option's key.
+        /// Configuration key of the option.
         key: String,
-        /// What is wrong, and the fix.
+        /// The cause and the fix.
         problem: String,
     },
-    /// Reading or writing failed.
+    /// A file could not be read or written.
     #[error("{doing}: {source}")]
     Io {
-        /// What was being done, and to what.
+        /// The operation and its target.
         doing: String,
-        /// The cause.
+        /// The error of the operating system.
         #[source]
         source: io::Error,
     },

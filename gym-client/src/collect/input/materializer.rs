@@ -1,7 +1,8 @@
-//! From the input's rows to the rows that are dispatched: who runs each, how often, under which task and rollout index.
+//! Turns input rows into rows to dispatch: assigns the agent, the number of repeats, the task index and the rollout
+//! index.
 //!
-//! The rules are NeMo Gym 0.7.0's. Rows stream through; what stays in memory is a digest for each distinct line (equal lines
-//! are one task) and, when repeats are interleaved, 24 bytes for each output row.
+//! Follows the rules of NeMo Gym 0.7.0. Rows are streamed. Memory holds a digest of each distinct line, because equal
+//! lines are one task, and 24 bytes per output row if repeats are interleaved.
 
 use std::collections::hash_map::{DefaultHasher, HashMap};
 use std::collections::{BTreeMap, BTreeSet};
@@ -19,24 +20,24 @@ use crate::collect::input::splice::{MemberEdits, json_string};
 
 const PARAMS: &str = "responses_create_params";
 const TASK_SOURCE: &str = "task_source";
-/// How many lines an error about many rows names.
+/// Line numbers listed in an error about many rows.
 const LINES_NAMED_MAX: usize = 10;
 
-/// Looks up names that only the merged configuration knows.
+/// Resolves names that only the merged configuration defines.
 pub trait AgentNames {
-    /// The agent that serves the rows of a task source; the error says why there is none.
+    /// Returns the agent that serves the rows of a task source; the error gives the reason if there is none.
     fn agent_of_task_source(&self, task_source: &str) -> Result<String, String>;
-    /// The agent behind an environment server, if it has one.
+    /// Returns the agent behind an environment server, if it has one.
     fn agent_of_environment_server(&self, server: &str) -> Option<String>;
 }
 
-/// For rows that all name their agent.
+/// Resolves no names; sufficient if every row names its agent.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct NoAgentNames;
 
 impl AgentNames for NoAgentNames {
     fn agent_of_task_source(&self, _: &str) -> Result<String, String> {
-        Err("no configuration is loaded that says which agent serves it; route it with agent_map".to_owned())
+        Err("no configuration is loaded to look up its agent; set the agent with agent_map".to_owned())
     }
 
     fn agent_of_environment_server(&self, _: &str) -> Option<String> {
@@ -44,29 +45,29 @@ impl AgentNames for NoAgentNames {
     }
 }
 
-/// What a materialization wrote.
+/// The result of a materialization.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MaterializeSummary {
-    /// Input rows read.
+    /// Number of input rows read.
     pub rows_read: u64,
-    /// Rows written: rollouts to dispatch.
+    /// Number of rows written, which is the number of rollouts to dispatch.
     pub rows_written: u64,
-    /// By agent (by environment server where a row is bound to one): how many rows, and the first one's input line.
+    /// Rows written and first input line, by agent, or by environment server for rows that are bound to one.
     pub targets: BTreeMap<String, TargetUse>,
-    /// What the user should hear about, without stopping.
+    /// Warnings for the user.
     pub warnings: Vec<String>,
 }
 
-/// How much one agent was given.
+/// The rows of one agent or environment server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TargetUse {
-    /// Rows.
+    /// Number of rows.
     pub rows: u64,
-    /// Line of the input that first needed it, so that an unknown name can be reported with its place.
+    /// First input line that uses the target, so that an unknown name can be reported with its line.
     pub first_line: u64,
 }
 
-/// Turns input rows into dispatchable ones.
+/// Turns input rows into rows to dispatch.
 #[derive(Debug)]
 pub struct Materializer<N = NoAgentNames> {
     options: MaterializeOptions,
@@ -76,7 +77,10 @@ pub struct Materializer<N = NoAgentNames> {
 }
 
 impl<N: AgentNames> Materializer<N> {
-    /// Checks the options.
+    /// Creates a materializer.
+    ///
+    /// # Errors
+    /// [`InputError::Option`] if an option is invalid or contradicts another option.
     pub fn new(options: MaterializeOptions, names: N) -> Result<Self, InputError> {
         options.check()?;
         let overrides = options.overrides.iter().map(|(key, value)| (key.clone(), value.to_string())).collect();
@@ -84,9 +88,11 @@ impl<N: AgentNames> Materializer<N> {
         Ok(Self { options, names, overrides, skills_ref })
     }
 
-    /// Reads rows, from the reader's start on, and writes the rows to dispatch, one line each.
+    /// Reads rows from the reader's start and writes the rows to dispatch, one per line.
     ///
-    /// An error may come after rows were written: write to a temporary file and rename it.
+    /// # Errors
+    /// The first invalid row or option, or an I/O error. Rows may already have been written: write to a temporary file
+    /// and rename it.
     pub fn write<R: BufRead + Seek, W: Write>(
         &self,
         mut reader: R,
@@ -113,7 +119,7 @@ impl<N: AgentNames> Materializer<N> {
                     let rollout = run.next_rollout(task);
                     let target_name = if self.options.interleave {
                         deferred.push(DeferredRow { offset: lines.offset, task, rollout, target: place as u32 });
-                        // Built now too, so that a row that cannot be built is found before anything is written.
+                        // Also built here, so that an invalid row is found before any row is written.
                         self.emit(&lines, &row, target.as_deref(), task, rollout, &mut out)?
                     } else {
                         let name = self.emit(&lines, &row, target.as_deref(), task, rollout, &mut out)?;
@@ -129,7 +135,7 @@ impl<N: AgentNames> Materializer<N> {
             }
         }
         let summary = run.finish(lines.count)?;
-        // Stable, so that each round keeps the input's order.
+        // A stable sort keeps the input's order within each round.
         deferred.sort_by_key(|row| row.rollout);
         for row in deferred {
             lines.seek(&mut reader, row.offset)?;
@@ -137,7 +143,7 @@ impl<N: AgentNames> Materializer<N> {
                 InputError::line(
                     &self.options.input_name,
                     lines.count,
-                    "the input changed while it was read; start again",
+                    "the input changed while it was read; collect again when no program writes to it",
                 )
             })?;
             let target = prepared.targets.get(row.target as usize).cloned().flatten();
@@ -148,13 +154,13 @@ impl<N: AgentNames> Materializer<N> {
         Ok(summary)
     }
 
-    /// Everything about a row that does not depend on the copy; `None` if nothing sends it anywhere.
+    /// Computes the properties that all copies of a row share; `None` if no rule assigns the row to a target.
     fn prepare<'a>(&self, lines: &'a InputLines<'_>) -> Result<Option<PreparedRow<'a>>, InputError> {
         let fail = |problem: String| lines.fail(problem);
         let text = lines.row()?;
         let members = parse_row(text).map_err(fail)?;
         let task_source = text_member(&members, TASK_SOURCE)
-            .map_err(|()| fail("task_source is not a text; name the dataset's server".to_owned()))?;
+            .map_err(|()| fail("task_source is not a string; set it to the name of the dataset's server".to_owned()))?;
         let named = agent_name(&members).map_err(fail)?;
         let taskset = taskset(&members);
         let environment_server = self.environment_server(taskset.as_deref()).map_err(fail)?;
@@ -189,7 +195,7 @@ impl<N: AgentNames> Materializer<N> {
         };
         let params = self.params(&members, taskset.is_some()).map_err(fail)?;
         let task_index = members.get(TASK_INDEX).map(|raw| {
-            // The bound is the ledger's, and is checked here because nothing of an earlier run has been removed yet.
+            // The ledger imposes this bound. It is checked here, before any file of an earlier run is removed.
             let index = raw.parse::<u32>().map(i64::from);
             let bounds = format!("a whole number from 0 to {}", u32::MAX);
             index.map_err(|_| fail(format!("{TASK_INDEX} is {raw}; expected {bounds}, or leave it out")))
@@ -228,7 +234,7 @@ impl<N: AgentNames> Materializer<N> {
         }
     }
 
-    /// The row's `responses_create_params` with prompt and overrides; `None` where they stay as they are.
+    /// Returns the row's `responses_create_params` with prompt and overrides, or `None` if they are unchanged.
     fn params(&self, row: &JsonFields<'_>, materialized_task: bool) -> Result<Option<String>, String> {
         let filled = match &self.options.prompt {
             Some(prompt) => Some(prompted(prompt, row)?),
@@ -244,9 +250,7 @@ impl<N: AgentNames> Materializer<N> {
             } else {
                 return Ok(filled);
             };
-            return Err(format!(
-                "{refused} cannot be applied to a row with task_id and task_input; leave the option out"
-            ));
+            return Err(format!("{refused} cannot be applied to a row with task_id and task_input; remove the option"));
         }
         let missing =
             "responses_create_params is missing; give the row at least {\"responses_create_params\": {\"input\": …}}";
@@ -262,7 +266,7 @@ impl<N: AgentNames> Materializer<N> {
         Ok(Some(edits.applied(text, &members)))
     }
 
-    /// Appends one copy's line to `out`; answers with the name it is dispatched to.
+    /// Appends the line of one copy to `out` and returns the name of its target.
     fn emit(
         &self,
         lines: &InputLines<'_>,
@@ -277,7 +281,7 @@ impl<N: AgentNames> Materializer<N> {
         let server = row.environment_server.as_deref().map(json_string);
         let mut agent = row.agent.clone();
         let mut edits = MemberEdits::default();
-        // In the order in which NeMo Gym sets them: it decides where new keys land.
+        // In the order in which NeMo Gym sets the keys, because the order decides where new keys are inserted.
         if let (Some(_), Some(params)) = (&self.options.prompt, &row.params) {
             edits.set(PARAMS, params);
         }
@@ -329,7 +333,7 @@ impl<N: AgentNames> Materializer<N> {
     }
 }
 
-/// A row with everything decided but its indices.
+/// An input row with all properties except the indices.
 struct PreparedRow<'a> {
     text: &'a str,
     members: JsonFields<'a>,
@@ -338,16 +342,16 @@ struct PreparedRow<'a> {
     task_source: Option<String>,
     environment_server: Option<String>,
     agent: Option<String>,
-    /// Set where the agent map re-routes the row.
+    /// Set if the agent map replaces the row's agent.
     agent_ref: Option<String>,
-    /// The name the row routes by as written, before any re-routing.
+    /// The agent or task source that the row names, before the agent map is applied.
     basis: Option<String>,
     targets: Vec<Option<String>>,
     params: Option<String>,
     overridden: Option<(String, String)>,
 }
 
-/// An output row that waits for its round: where its input is and what it gets.
+/// An output row that waits for its round: the offset of its input and its indices.
 struct DeferredRow {
     offset: u64,
     task: i64,
@@ -355,7 +359,7 @@ struct DeferredRow {
     target: u32,
 }
 
-/// The line at hand, in the input's text.
+/// The current line of the input.
 struct InputLines<'a> {
     name: &'a str,
     text: Vec<u8>,
@@ -401,7 +405,7 @@ impl<'a> InputLines<'a> {
     }
 }
 
-/// What accumulates over the rows.
+/// State that is accumulated over the rows.
 struct MaterializeRun<'a> {
     repeats: &'a Repeats,
     file: &'a str,
@@ -448,7 +452,8 @@ impl<'a> MaterializeRun<'a> {
         self.rollouts.next(task)
     }
 
-    /// How often a row runs on a target; the target's own entry wins over that of the name the row routes by.
+    /// Returns the number of repeats of a row on a target. The entry of the target takes precedence over the entry of
+    /// the row's agent or task source.
     fn repeats_of(&mut self, target: Option<&str>, basis: Option<&str>, line: u64) -> u32 {
         let keys: Vec<&str> = target.into_iter().chain(basis.filter(|basis| Some(*basis) != target)).collect();
         let map = match self.repeats {
@@ -497,17 +502,19 @@ impl<'a> MaterializeRun<'a> {
         for name in known.into_iter().filter(|name| !self.names_seen.contains(name)) {
             self.summary
                 .warnings
-                .push(format!("num_repeats names {name:?}, which no row routes by; is it spelled right?"));
+                .push(format!("num_repeats has an entry for {name:?}, but no row names it; check the spelling"));
         }
         self.summary.rows_read = rows_read;
         Ok(self.summary)
     }
 }
 
-/// Task indices by line: equal lines share one, numbered by first appearance. A 128-bit digest stands for the line.
+/// Task indices by line: equal lines share one index, numbered by first appearance. Lines are compared by 128-bit
+/// digests.
 #[derive(Default)]
 struct TaskIndices {
-    // Sharded, so that a table that grows copies a sixteenth of the digests, not all: 24 bytes each, at most 59 with slack.
+    // Sharded, so that a growing table copies one sixteenth of the digests: 24 bytes per digest, at most 59 including
+    // free slots.
     shards: [HashMap<[u64; 2], u32>; 16],
     count: u32,
 }
@@ -523,7 +530,9 @@ impl TaskIndices {
     }
 }
 
-/// Digest of a line as Python reads it: `\r\n` is `\n`, and a last line without its end differs from the same one with it.
+/// Returns the digest of a line as Python reads it: `\\r\
+/// ` equals `\
+/// `, and a last line without a newline differs from the same line with a newline.
 fn line_digest(line: &[u8]) -> [u64; 2] {
     let (text, ended) = match line.strip_suffix(b"\n") {
         Some(text) => (text.strip_suffix(b"\r").unwrap_or(text), true),
@@ -538,21 +547,21 @@ fn line_digest(line: &[u8]) -> [u64; 2] {
     })
 }
 
-/// The next rollout index of each task: a plain list where indices are dense, a map for far ones that rows bring along.
+/// The next rollout index of each task: a list for dense task indices, and a map for large indices that rows specify.
 #[derive(Default)]
 struct RolloutCounters {
     dense: Vec<u32>,
     sparse: HashMap<i64, u32>,
-    asked: usize,
+    requests: usize,
 }
 
 impl RolloutCounters {
     fn next(&mut self, task: i64) -> u32 {
-        self.asked += 1;
+        self.requests += 1;
         let place = usize::try_from(task).ok().filter(|_| !self.sparse.contains_key(&task));
         let counter = match place {
-            // Small against what was asked for, so the list stays within a few bytes a row.
-            Some(place) if place < self.dense.len() || place <= self.asked * 2 + 1_024 => {
+            // Proportional to the number of requests, so the list takes only a few bytes per row.
+            Some(place) if place < self.dense.len() || place <= self.requests * 2 + 1_024 => {
                 if place >= self.dense.len() {
                     self.dense.resize(place + 1, 0);
                 }
@@ -569,7 +578,7 @@ fn agent_reference(agent: &str) -> String {
     format!(r#"{{"name":{}}}"#, json_string(agent))
 }
 
-/// `task_id.taskset` of a row that is already a task: `task_id` is an object and `task_input` is there.
+/// Returns `task_id.taskset` of a row that is a materialized task: `task_id` is an object and `task_input` is present.
 fn taskset(row: &JsonFields<'_>) -> Option<String> {
     let task_id = JsonFields::parse(row.get("task_id")?).ok()?;
     row.get("task_input")?;
@@ -580,14 +589,13 @@ fn object<'a>(text: &'a str, key: &str) -> Result<JsonFields<'a>, String> {
     JsonFields::parse(text).map_err(|_| format!("{key} is not an object; write it as {{…}}"))
 }
 
-/// `responses_create_params` with the template's messages as `input`.
+/// Returns `responses_create_params` with the template's messages as `input`.
 fn prompted(prompt: &PromptTemplate, row: &JsonFields<'_>) -> Result<String, String> {
     let params = row.get(PARAMS).unwrap_or("{}");
     let members = object(params, PARAMS)?;
     if members.get("input").is_some_and(is_truthy) {
-        return Err(
-            "the row has responses_create_params.input, and a prompt template is set too; use one of them".to_owned()
-        );
+        return Err("the row has responses_create_params.input although a prompt template is set; remove one of them"
+            .to_owned());
     }
     let input = prompt.fill(row).map_err(|error| error.to_string())?;
     let mut edits = MemberEdits::default();
@@ -595,12 +603,13 @@ fn prompted(prompt: &PromptTemplate, row: &JsonFields<'_>) -> Result<String, Str
     Ok(edits.applied(params, &members))
 }
 
-/// `responses_create_params` with the seed in `metadata.extra_body`, a JSON text within the JSON as vLLM servers read it.
+/// Returns `responses_create_params` with the seed in `metadata.extra_body`, a string that holds JSON, which vLLM
+/// servers read.
 fn with_seed(params: &str, seed: u32) -> Result<String, String> {
     let members = object(params, PARAMS)?;
     let metadata = members.get("metadata").filter(|raw| is_truthy(raw)).unwrap_or("{}");
     let metadata_members = object(metadata, "responses_create_params.metadata")?;
-    let not_text = "responses_create_params.metadata.extra_body must be a text that holds a JSON object";
+    let not_text = "responses_create_params.metadata.extra_body must be a string that holds a JSON object";
     let body = match metadata_members.get("extra_body") {
         None => "{}".to_owned(),
         Some(raw) => serde_json::from_str::<String>(raw).map_err(|_| not_text)?,
@@ -627,7 +636,7 @@ fn with_seed(params: &str, seed: u32) -> Result<String, String> {
     Ok(edits.applied(params, &members))
 }
 
-/// Writes the line in `out` and empties it for the next one.
+/// Writes the line in `out` and clears the buffer.
 fn write_line(writer: &mut impl Write, out: &mut String) -> Result<(), InputError> {
     out.push('\n');
     let written = writer.write_all(out.as_bytes());

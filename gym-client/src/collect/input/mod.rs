@@ -1,4 +1,4 @@
-//! From a JSONL of tasks to the rows that are dispatched: options, prompt templates, materialization.
+//! Turns a JSONL file of tasks into rows to dispatch: options, prompt templates and materialization.
 
 mod error;
 mod materializer;

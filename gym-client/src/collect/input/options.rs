@@ -1,4 +1,4 @@
-//! What a collection is asked to do with its input rows.
+//! Options that turn the input rows of a collection into rollouts.
 
 use std::collections::BTreeMap;
 
@@ -7,61 +7,61 @@ use serde_json::{Map, Value};
 use crate::collect::input::error::InputError;
 use crate::collect::input::prompt::PromptTemplate;
 
-/// The key of `agent_map` and of per-agent repeats that stands for every other name.
+/// Key for all other names in `agent_map` and in per-agent repeats.
 pub const DEFAULT_KEY: &str = "_default";
 
-/// How often each row is rolled out.
+/// Number of rollouts per input row.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Repeats {
-    /// Every row alike.
+    /// The same number for every row.
     Each(u32),
-    /// By agent name, or by the name that the row itself routes by; `_default` stands for the others.
+    /// Numbers by agent, or by the row's own agent or task source; `_default` applies to all other names.
     PerAgent(BTreeMap<String, u32>),
 }
 
-/// Which environment server a flat row goes to.
+/// Selects the environment server of a flat row, which has no `task_id.taskset` and `task_input`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Routing {
-    /// The one in front of the row's agent.
+    /// The server in front of the row's agent.
     #[default]
     Agent,
-    /// This one, for every flat row.
+    /// The given server, for every flat row.
     Legacy(String),
-    /// None: only rows with `task_id.taskset` and `task_input` are taken.
+    /// None: a row without `task_id.taskset` and `task_input` is an error.
     Taskset,
 }
 
-/// What to make of the input rows.
+/// Options that turn input rows into rollouts; [`MaterializeOptions::new`] sets the defaults.
 #[derive(Clone, Debug)]
 pub struct MaterializeOptions {
-    /// The input's name, for errors.
+    /// Name of the input in error messages.
     pub input_name: String,
-    /// At most so many rows are read; 0 is no limit, as in NeMo Gym.
+    /// Maximum number of input rows to read; `None` and 0 mean no limit, as in NeMo Gym. Default: `None`.
     pub limit: Option<u64>,
-    /// Where rows go instead, by their agent or task source; `_default` takes all others.
+    /// Replacement agents, by the row's agent or task source; `_default` applies to all other rows. Default: empty.
     pub agent_map: BTreeMap<String, String>,
-    /// Rows of this agent or task source run once on each of these agents.
+    /// Agents that each run the rows of the given agent or task source once. Default: empty.
     pub fan_out: BTreeMap<String, Vec<String>>,
-    /// How often each row is rolled out.
+    /// Number of rollouts per input row. Default: `Repeats::Each(1)`.
     pub repeats: Repeats,
-    /// Whether each rollout gets its index as the seed, in `metadata.extra_body`.
+    /// Set the seed of each rollout to its rollout index, in `metadata.extra_body`. Default: `false`.
     pub add_seed: bool,
-    /// Whether repeats are dispatched round by round (abcabc) instead of back to back (aabbcc).
+    /// Dispatch repeats in rounds (abcabc) instead of consecutively (aabbcc). Default: `false`.
     pub interleave: bool,
-    /// Members that replace those of each row's `responses_create_params`.
+    /// Fields that replace those of each row's `responses_create_params`. Default: empty.
     pub overrides: Map<String, Value>,
-    /// Template that builds `responses_create_params.input`.
+    /// Template that builds `responses_create_params.input`. Default: none.
     pub prompt: Option<PromptTemplate>,
-    /// Put on each row as `skills_ref`.
+    /// Value that is written to each row as `skills_ref`. Default: none.
     pub skills_ref: Option<Value>,
-    /// Where flat rows go.
+    /// Selects the environment server of flat rows. Default: [`Routing::Agent`].
     pub routing: Routing,
-    /// Environment servers of materialized tasks, by taskset.
+    /// Environment servers of materialized tasks, by taskset. Default: empty.
     pub environment_server_routes: BTreeMap<String, String>,
 }
 
 impl MaterializeOptions {
-    /// One rollout for each row of the input called `input_name`, rows as they are.
+    /// Returns the options for one rollout of each row of the input named `input_name`; rows are not changed.
     #[must_use]
     pub fn new(input_name: impl Into<String>) -> Self {
         Self {
@@ -80,7 +80,10 @@ impl MaterializeOptions {
         }
     }
 
-    /// Sends every row to `agent`: the `_default` of the agent map.
+    /// Sends every row to `agent` by setting `_default` of the agent map.
+    ///
+    /// # Errors
+    /// [`InputError::Option`] if the agent map already has another `_default`.
     pub fn with_agent(mut self, agent: &str) -> Result<Self, InputError> {
         match self.agent_map.get(DEFAULT_KEY) {
             Some(other) if other != agent => Err(InputError::option(
@@ -101,7 +104,7 @@ impl MaterializeOptions {
                 if let Some((agent, _)) = map.iter().find(|(_, repeats)| **repeats == 0) {
                     return Err(InputError::option(
                         format!("num_repeats.{agent}"),
-                        "must be at least 1, got 0; to leave an agent's rows out, remove them from the input",
+                        "must be at least 1, got 0; to skip an agent's rows, remove them from the input",
                     ));
                 }
             }
@@ -112,13 +115,13 @@ impl MaterializeOptions {
             if agents.is_empty() {
                 return Err(InputError::option(
                     format!("fan_out.{key}"),
-                    "lists no agent, which would drop its rows; list at least one, or remove the key",
+                    "the list of agents is empty, so its rows would be dropped; list at least one agent, or remove the key",
                 ));
             }
             if let Some((_, agent)) = repeated {
                 return Err(InputError::option(
                     format!("fan_out.{key}"),
-                    format!("lists {agent:?} more than once; use num_repeats for repetition"),
+                    format!("{agent:?} is listed more than once; use num_repeats to repeat rows"),
                 ));
             }
         }

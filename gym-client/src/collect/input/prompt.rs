@@ -1,5 +1,5 @@
-//! Prompt templates: a `user` and an optional `system` text whose `{field}` places are filled from a row, by the rules of
-//! Python's `str.format_map`.
+//! Prompt templates: a `user` and an optional `system` string with `{field}` placeholders, which are filled from a row
+//! by the rules of Python's `str.format_map`.
 
 use gym_core::message::push_json_string;
 use gym_core::rollout::metrics::JsonFields;
@@ -9,37 +9,37 @@ use thiserror::Error;
 use crate::collect::input::python::{PythonValue, float_repr, repr, str_of};
 use crate::config::parse_yaml;
 
-/// What is wrong with a template, or why a row does not fill it.
+/// An error in a template, or in a row that does not fit the template.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum PromptError {
-    /// The file is not a mapping with the text `user` and optionally `system`.
-    #[error("prompt file {file}: {problem}; expected `user: <text>` and optionally `system: <text>`")]
+    /// The file is not a mapping with the string `user` and optionally `system`.
+    #[error("prompt file {file}: {problem}; expected `user: <string>` and optionally `system: <string>`")]
     File {
-        /// The file's name.
+        /// Name of the file.
         file: String,
-        /// What the reader found.
+        /// The cause.
         problem: String,
     },
-    /// A template cannot be read.
+    /// A template string is invalid.
     #[error("prompt template `{key}`: {problem}")]
     Template {
         /// `user` or `system`.
         key: &'static str,
-        /// What is wrong, and the fix.
+        /// The cause and the fix.
         problem: String,
     },
-    /// A row lacks what a place asks for.
-    #[error("prompt place {{{place}}}: {problem}")]
+    /// A row lacks the value of a placeholder, or the value cannot be formatted.
+    #[error("prompt placeholder {{{place}}}: {problem}")]
     Fill {
-        /// The place as written.
+        /// The placeholder as written.
         place: String,
-        /// What is missing or cannot be formatted.
+        /// The cause.
         problem: String,
     },
 }
 
-/// A prompt template, read once, filled for each row.
+/// A prompt template, parsed once and filled for each row.
 #[derive(Clone, Debug)]
 pub struct PromptTemplate {
     system: Option<Vec<TemplatePart>>,
@@ -65,7 +65,7 @@ enum PathStep {
     Key(String),
 }
 
-/// Python's format specification, as far as JSON values have a use for it.
+/// The supported part of Python's format specification.
 #[derive(Clone, Debug, Default, PartialEq)]
 struct FormatSpec {
     fill: Option<char>,
@@ -78,7 +78,10 @@ struct FormatSpec {
 }
 
 impl PromptTemplate {
-    /// Reads a prompt file's YAML; `file` is its name for errors.
+    /// Parses the YAML of a prompt file; `file` is its name in error messages.
+    ///
+    /// # Errors
+    /// [`PromptError::File`] if the YAML has another form; [`PromptError::Template`] if a string is invalid.
     pub fn from_yaml(text: &str, file: &str) -> Result<Self, PromptError> {
         let wrong = |problem: String| PromptError::File { file: file.to_owned(), problem };
         let prompt = parse_yaml(text, file).map_err(|error| match error.problems() {
@@ -89,13 +92,19 @@ impl PromptTemplate {
         Self::new(&prompt.user, prompt.system.as_deref())
     }
 
-    /// A template of its texts.
+    /// Creates a template from its strings.
+    ///
+    /// # Errors
+    /// [`PromptError::Template`] if a string is not a valid format string.
     pub fn new(user: &str, system: Option<&str>) -> Result<Self, PromptError> {
         let read = |key, text: &str| parse(text).map_err(|problem| PromptError::Template { key, problem });
         Ok(Self { user: read("user", user)?, system: system.map(|text| read("system", text)).transpose()? })
     }
 
-    /// The messages for `row`, as JSON for `responses_create_params.input`.
+    /// Returns the messages for `row`, as JSON for `responses_create_params.input`.
+    ///
+    /// # Errors
+    /// [`PromptError::Fill`] if the row lacks a value, or a value cannot be formatted.
     pub fn fill(&self, row: &JsonFields<'_>) -> Result<String, PromptError> {
         let mut messages = String::from("[");
         if let Some(system) = &self.system {
@@ -119,7 +128,7 @@ fn render(parts: &[TemplatePart], row: &JsonFields<'_>) -> Result<String, Prompt
                 let fail = |problem: String| PromptError::Fill { place: written.clone(), problem };
                 let mut value = row.get(field).ok_or_else(|| {
                     let fields: Vec<&str> = row.iter().map(|(key, _)| key).collect();
-                    fail(format!("the row has no field {field:?}; it has {fields:?}"))
+                    fail(format!("the row has no field {field:?}; its fields are {fields:?}"))
                 })?;
                 for step in path {
                     value = walk(value, step).map_err(&fail)?;
@@ -154,9 +163,10 @@ fn ascii(text: &str) -> String {
 
 fn walk<'a>(value: &'a str, step: &PathStep) -> Result<&'a str, String> {
     match (PythonValue::parse(value).map_err(|error| error.to_string())?, step) {
-        (PythonValue::List(items), PathStep::Index(index)) => {
-            items.get(*index).copied().ok_or_else(|| format!("the list has {} items, no [{index}]", items.len()))
-        }
+        (PythonValue::List(items), PathStep::Index(index)) => items
+            .get(*index)
+            .copied()
+            .ok_or_else(|| format!("the list has {} items, so there is no [{index}]", items.len())),
         (PythonValue::Dict(members), PathStep::Key(key)) => {
             members.get(key).ok_or_else(|| format!("the object has no key {key:?}"))
         }
@@ -165,7 +175,7 @@ fn walk<'a>(value: &'a str, step: &PathStep) -> Result<&'a str, String> {
     }
 }
 
-/// Splits a format string into literals and places.
+/// Splits a format string into literals and placeholders.
 fn parse(text: &str) -> Result<Vec<TemplatePart>, String> {
     let mut parts = Vec::new();
     let mut literal = String::new();
@@ -184,11 +194,15 @@ fn parse(text: &str) -> Result<Vec<TemplatePart>, String> {
                         Some('}') => break,
                         Some('{') => {
                             return Err(format!(
-                                "`{{{written}{{`: a place within a place is not supported; write `{{{{` for a literal brace"
+                                "`{{{written}{{`: nested placeholders are not supported; write `{{{{` for a literal brace"
                             ));
                         }
                         Some(other) => written.push(other),
-                        None => return Err(format!("`{{{written}` is not closed; write `{{{{` for a literal brace")),
+                        None => {
+                            return Err(format!(
+                                "`{{{written}` is not closed; add `}}`, or write `{{{{` for a literal brace"
+                            ));
+                        }
                     }
                 }
                 if !literal.is_empty() {
@@ -230,15 +244,13 @@ fn parse_place(written: &str) -> Result<TemplatePart, String> {
     let (field, mut accessors) = name.split_at(name_end);
     if field.is_empty() || field.bytes().all(|byte| byte.is_ascii_digit()) {
         return Err(format!(
-            "`{{{written}}}`: name the row's field in the braces, or write `{{{{` and `}}}}` for literal ones"
+            "`{{{written}}}`: put the name of a row field in the braces, or write `{{{{` and `}}}}` for literal braces"
         ));
     }
     let mut path = Vec::new();
     while !accessors.is_empty() {
         let Some((key, rest)) = accessors.strip_prefix('[').and_then(|rest| rest.split_once(']')) else {
-            return Err(format!(
-                "`{{{written}}}`: JSON values have no attributes; reach into them with [index] or [key]"
-            ));
+            return Err(format!("`{{{written}}}`: JSON values have no attributes; use [index] or [key]"));
         };
         path.push(match key.parse() {
             Ok(index) => PathStep::Index(index),
@@ -252,7 +264,7 @@ fn parse_place(written: &str) -> Result<TemplatePart, String> {
         path,
         conversion,
         spec: FormatSpec::parse(spec).ok_or_else(|| {
-            format!("`{{{written}}}`: the format {spec:?} is not supported; put the formatted text in the data")
+            format!("`{{{written}}}`: the format {spec:?} is not supported; store the formatted string in the row")
         })?,
     })
 }
@@ -314,14 +326,14 @@ impl FormatSpec {
             PythonValue::Int(text) => self.whole(text),
             PythonValue::Float(value) => self.real(value),
             PythonValue::Null | PythonValue::List(_) | PythonValue::Dict(_) => {
-                Err("this value takes no format; use !s or !r before the colon".to_owned())
+                Err("this value cannot take a format; write !s or !r before the colon".to_owned())
             }
         }
     }
 
     fn text(&self, text: &str) -> Result<String, String> {
         if !matches!(self.kind, None | Some('s')) || self.sign.is_some() || self.grouping || self.align == Some('=') {
-            return Err("the format does not fit a text".to_owned());
+            return Err("the format is not valid for a string".to_owned());
         }
         let cut: String = text.chars().take(self.precision.unwrap_or(usize::MAX)).collect();
         Ok(self.pad("", &cut, '<'))
@@ -330,8 +342,8 @@ impl FormatSpec {
     fn whole(&self, text: &str) -> Result<String, String> {
         match self.kind {
             None | Some('d') if self.precision.is_none() => Ok(self.signed(text)),
-            Some('f' | 'F' | '%') => self.real(text.parse().map_err(|_| "not a number".to_owned())?),
-            _ => Err("the format does not fit a whole number".to_owned()),
+            Some('f' | 'F' | '%') => self.real(text.parse().map_err(|_| "the value is not a number".to_owned())?),
+            _ => Err("the format is not valid for an integer".to_owned()),
         }
     }
 
@@ -340,11 +352,13 @@ impl FormatSpec {
             (Some('f' | 'F'), precision) => Ok(self.signed(&format!("{value:.*}", precision.unwrap_or(6)))),
             (Some('%'), precision) => Ok(self.signed(&format!("{:.*}%", precision.unwrap_or(6), value * 100.0))),
             (None, None) => Ok(self.signed(&float_repr(value))),
-            _ => Err("the format does not fit a decimal number; give the digits as in {x:.2f}".to_owned()),
+            _ => {
+                Err("the format is not valid for a decimal number; give the number of digits, as in {x:.2f}".to_owned())
+            }
         }
     }
 
-    /// A number's text with its sign, thousands and padding.
+    /// Formats a number with its sign, thousands separators and padding.
     fn signed(&self, text: &str) -> String {
         let (negative, digits) = text.strip_prefix('-').map_or((false, text), |digits| (true, digits));
         let sign = match (negative, self.sign) {
@@ -387,10 +401,10 @@ mod tests {
             ("user: \"open\nsystem: x\n", "prompt file p.yaml: line "),
             ("user: 3\n", "p.yaml: invalid type: integer `3`, expected a string"),
             ("system: x\n", "p.yaml: missing field `user`"),
-            ("- user\n", "the file holds a list, not a mapping"),
+            ("- user\n", "the file contains a list, not a mapping"),
         ] {
             let error = PromptTemplate::from_yaml(text, "p.yaml").unwrap_err().to_string();
-            assert!(error.contains(says) && error.ends_with("optionally `system: <text>`"), "{error}");
+            assert!(error.contains(says) && error.ends_with("optionally `system: <string>`"), "{error}");
         }
     }
 }

@@ -1,11 +1,11 @@
-//! Python's spelling of JSON values: `str`, `repr` and `json.dumps`, for texts that NeMo Gym builds with them.
+//! Formats JSON values as Python's `str`, `repr` and `json.dumps` do, for strings that NeMo Gym builds with them.
 
 use std::fmt::Write;
 
 use gym_core::rollout::metrics::JsonFields;
 use serde_json::value::RawValue;
 
-/// A JSON value by kind, its parts still raw.
+/// A JSON value by kind; its elements are not parsed yet.
 pub(crate) enum PythonValue<'a> {
     Null,
     Bool(bool),
@@ -41,7 +41,8 @@ impl<'a> PythonValue<'a> {
     }
 }
 
-/// `repr(value)` of a float: the shortest digits that read back, an exponent outside 1e-4 … 1e16.
+/// Returns `repr(value)` of a float: the shortest digits that parse to the same value, with an exponent outside 1e-4 …
+/// 1e16.
 pub(crate) fn float_repr(value: f64) -> String {
     if value.is_nan() {
         return "nan".to_owned();
@@ -61,19 +62,19 @@ pub(crate) fn float_repr(value: f64) -> String {
     }
 }
 
-/// Deeper values are refused: each level is a call, and a hostile text must not end the stack.
+/// Limit of nesting: each level is a recursive call, and hostile input must not overflow the stack.
 const DEPTH_MAX: usize = 128;
 
 fn deeper(depth: usize) -> Result<usize, serde_json::Error> {
     if depth < DEPTH_MAX { Ok(depth + 1) } else { Err(serde::de::Error::custom("the value is nested too deeply")) }
 }
 
-/// `json.dumps(value)`: ", " and ": " between, everything outside ASCII escaped.
+/// Appends `json.dumps(value)`: separators `", "` and `": "`, and characters outside ASCII escaped.
 pub(crate) fn dumps(raw: &str, into: &mut String) -> Result<(), serde_json::Error> {
     push_dumps(raw, into, 0)
 }
 
-/// Items between two brackets, with a comma and a blank between them: both of Python's spellings write containers so.
+/// Appends items between two brackets, separated by a comma and a space, as `repr` and `json.dumps` do.
 fn push_joined<T>(
     brackets: &str,
     items: impl IntoIterator<Item = T>,
@@ -132,7 +133,7 @@ fn dumps_text(text: &str, into: &mut String) {
     into.push('"');
 }
 
-/// `str(value)`; integers beyond 64 bits are floats, as NeMo Gym's parser has them.
+/// Returns `str(value)`; integers beyond 64 bits are floats, as in NeMo Gym's parser.
 pub(crate) fn str_of(raw: &str) -> Result<String, serde_json::Error> {
     Ok(match PythonValue::parse(raw)? {
         PythonValue::Text(text) => text,
@@ -140,7 +141,7 @@ pub(crate) fn str_of(raw: &str) -> Result<String, serde_json::Error> {
     })
 }
 
-/// `repr(value)`.
+/// Returns `repr(value)`.
 pub(crate) fn repr(raw: &str) -> Result<String, serde_json::Error> {
     let mut text = String::new();
     push_repr(raw, &mut text, 0)?;
@@ -192,8 +193,8 @@ fn repr_text(text: &str, into: &mut String) {
     into.push(quote);
 }
 
-/// `str.isprintable` of one character. Rust's debug escapes follow the same Unicode categories; a character in front keeps
-/// it from escaping combining marks, which Python prints.
+/// Returns `str.isprintable` of one character. Rust's debug escapes use the same Unicode categories. The preceding `x`
+/// keeps Rust from escaping combining marks, which Python prints.
 fn is_printable(character: char) -> bool {
     matches!(character, '\'' | '"' | '\\') || format!("x{character}").escape_debug().nth(1) != Some('\\')
 }

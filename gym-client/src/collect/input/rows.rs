@@ -1,4 +1,4 @@
-//! The rows of an input: what names their agent, and the materialized rows read back.
+//! The rows of an input: the fields that name the agent, and the reader of materialized rows.
 
 use std::io::BufRead;
 
@@ -12,7 +12,7 @@ use crate::collect::input::error::InputError;
 pub(crate) const AGENT_REF: &str = "agent_ref";
 pub(crate) const ENVIRONMENT_SERVER: &str = "_ng_environment_server";
 
-/// Which rollout a row is about.
+/// Identifies the rollout of a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RowKey {
     /// `_ng_task_index`.
@@ -24,19 +24,19 @@ pub struct RowKey {
 /// One row of a materialized inputs file.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MaterializedRow {
-    /// Its rollout.
+    /// The rollout's indices.
     pub key: RowKey,
-    /// The agent it goes to; materialized tasks name none.
+    /// The row's agent; `None` for materialized tasks.
     pub agent: Option<String>,
-    /// The environment server it is bound to, if one is stamped on it.
+    /// The environment server in `_ng_environment_server`, if the row is bound to one.
     pub environment_server: Option<String>,
-    /// The row's line, bit for bit, without the line end.
+    /// The row's line, byte for byte, without the newline.
     pub row: RawObject,
-    /// Its line in the file, counted from 1.
+    /// Line number in the file, counted from 1.
     pub line: u64,
 }
 
-/// Streams the rows of a materialized inputs file; one row is held at a time.
+/// Streams the rows of a materialized inputs file; only one row is in memory at a time.
 #[derive(Debug)]
 pub struct MaterializedRows<R> {
     reader: R,
@@ -45,7 +45,7 @@ pub struct MaterializedRows<R> {
 }
 
 impl<R: BufRead> MaterializedRows<R> {
-    /// Rows of `reader`; `name` is the file's name for errors.
+    /// Creates a reader of the rows in `reader`; `name` is the file's name in error messages.
     pub fn new(reader: R, name: impl Into<String>) -> Self {
         Self { reader, name: name.into(), line: 0 }
     }
@@ -67,7 +67,7 @@ impl<R: BufRead> MaterializedRows<R> {
         let row = row.map_err(|error| fail(wrong_row(&raw, &error)))?;
         let index = |key: &str| {
             row.get_as(key).ok().flatten().ok_or_else(|| {
-                fail(format!("{key} is not a whole number; collect again without --resume to rewrite the file"))
+                fail(format!("{key} is not an integer; collect again without --resume to rewrite the file"))
             })
         };
         let key = RowKey { task_index: index(TASK_INDEX)?, rollout_index: index(ROLLOUT_INDEX)? };
@@ -86,19 +86,19 @@ impl<R: BufRead> Iterator for MaterializedRows<R> {
     }
 }
 
-/// A line's members, or what is wrong with it.
+/// Returns the fields of a line, or the reason why it is invalid.
 pub(crate) fn parse_row(text: &str) -> Result<JsonFields<'_>, String> {
     if text.trim().is_empty() {
         return Err("the line is blank; remove it".to_owned());
     }
     JsonFields::parse(text).map_err(|error| {
-        // The line is one of a file: its own line number would mislead.
+        // Each line is parsed alone, so the parser's line number is always 1.
         let error = error.to_string().replace(" at line 1 column", " at column");
         format!("malformed JSON: {error}; each line must be one complete JSON object")
     })
 }
 
-/// What is wrong with a line that is no row.
+/// Returns the reason why a line is not a row.
 fn wrong_row(raw: &[u8], error: &JsonError) -> String {
     match std::str::from_utf8(raw) {
         Ok(text) => parse_row(text).err().unwrap_or_else(|| error.to_string()),
@@ -106,20 +106,21 @@ fn wrong_row(raw: &[u8], error: &JsonError) -> String {
     }
 }
 
-/// `agent_ref.name`, if the row has one.
+/// Returns `agent_ref.name`, if the row has it.
 pub(crate) fn agent_name(row: &JsonFields<'_>) -> Result<Option<String>, String> {
     name_of(row.get(AGENT_REF))
 }
 
-/// The name in an `agent_ref`.
+/// Returns the name in an `agent_ref`.
 fn name_of(reference: Option<&str>) -> Result<Option<String>, String> {
     let Some(reference) = reference.filter(|raw| gym_core::rollout::metrics::is_truthy(raw)) else { return Ok(None) };
     let reference = JsonFields::parse(reference)
         .map_err(|_| "agent_ref is not an object; expected {\"name\": \"<agent>\"}".to_owned())?;
-    text_member(&reference, "name").map_err(|()| "agent_ref.name is not a text; name the agent".to_owned())
+    text_member(&reference, "name")
+        .map_err(|()| "agent_ref.name is not a string; set it to the agent's name".to_owned())
 }
 
-/// A member that is a text or absent (or null).
+/// Returns a string field, or `None` if it is absent or null.
 pub(crate) fn text_member(members: &JsonFields<'_>, key: &str) -> Result<Option<String>, ()> {
     members.get(key).map_or(Ok(None), |raw| serde_json::from_str::<Option<String>>(raw).map_err(|_| ()))
 }

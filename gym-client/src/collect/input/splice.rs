@@ -1,13 +1,14 @@
-//! Changing named members of a JSON object and nothing else: every other byte stays as it came.
+//! Replaces named fields of a JSON object and leaves every other byte unchanged.
 //!
-//! Rows hold numbers that no parser keeps (`1E5`, 23-digit integers) and fields that we do not know; printing a parsed row
-//! would change them. What `RawObject::edit` does for messages is done here for [`JsonFields`], which are borrowed from a line and
-//! written into a buffer that is used again.
+//! Rows contain numbers that parsers do not preserve (`1E5`, 23-digit integers) and unknown fields, so a parsed and
+//! reprinted row would differ. `RawObject::edit` does the same for messages. This module works on [`JsonFields`], which
+//! borrow from a line, and writes to a reused buffer.
 
 use gym_core::message::push_json_string;
 use gym_core::rollout::metrics::JsonFields;
 
-/// JsonFields to set, in the order in which a Python dict would see them set; a key set twice keeps its first place.
+/// Fields to set, in the order in which Python would set them in a dict. A key that is set twice keeps its first
+/// position.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct MemberEdits<'a> {
     sets: Vec<(&'a str, &'a str)>,
@@ -21,15 +22,15 @@ impl<'a> MemberEdits<'a> {
         }
     }
 
-    /// Appends the object `text`, whose members are `members`, with the edits made: a key that is there keeps its place,
-    /// others follow at the end.
+    /// Appends the object `text`, whose fields are `members`, with the edits applied. Existing keys keep their
+    /// position; new keys follow at the end.
     pub(crate) fn apply(&self, text: &str, members: &JsonFields<'_>, into: &mut String) {
         let mut replaced: Vec<(usize, usize, &str)> = Vec::new();
         let mut added: Vec<(&str, &str)> = Vec::new();
         for (key, value) in &self.sets {
             match members.get(key) {
                 Some(old) => {
-                    // Both lie in one text, so the distance between them is the value's place in it.
+                    // Both slices lie in the same string, so the difference of the pointers is the value's offset.
                     let start = old.as_ptr() as usize - text.as_ptr() as usize;
                     replaced.push((start, start + old.len(), value));
                 }
@@ -65,7 +66,7 @@ impl<'a> MemberEdits<'a> {
     }
 }
 
-/// `text` as a JSON string.
+/// Returns `text` as a JSON string.
 pub(crate) fn json_string(text: &str) -> String {
     let mut string = String::with_capacity(text.len() + 2);
     push_json_string(&mut string, text);
@@ -134,7 +135,7 @@ mod tests {
                 expected.insert(key.clone(), serde_json::from_str(value).unwrap());
             }
             let got = edited(&text, &borrowed);
-            // Compared as text of parsed values, so that key order counts.
+            // Compared as serialized JSON, so that key order counts.
             let got: serde_json::Value = serde_json::from_str(&got).unwrap();
             prop_assert_eq!(got.to_string(), serde_json::Value::Object(expected).to_string());
         }

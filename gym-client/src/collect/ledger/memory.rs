@@ -1,4 +1,4 @@
-//! The ledger of rollouts that nobody keeps: a training step's, whose rows are used and forgotten.
+//! A ledger in memory, for rollouts that are used once, such as those of a training step.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -9,7 +9,8 @@ use gym_core::{CallContext, Result};
 
 use crate::collect::ledger::states::{KeyStates, OutcomeClass};
 
-/// Outcomes in memory, under the same rules as those on a disk: late attempts are refused, a failure is no reward.
+/// Outcomes in memory, under the same rules as outcomes on disk: late attempts are rejected, and a failure is not a
+/// reward.
 #[derive(Debug, Default)]
 pub struct MemoryLedger {
     inner: Mutex<MemoryState>,
@@ -28,13 +29,13 @@ impl Default for MemoryState {
 }
 
 impl MemoryLedger {
-    /// A ledger without outcomes.
+    /// Creates an empty ledger.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// The newest outcome of each rollout that has one; the states stay.
+    /// Removes and returns the newest outcome of each rollout; the states are kept.
     #[must_use]
     pub fn take_outcomes(&self) -> BTreeMap<TaskKey, Outcome> {
         std::mem::take(&mut self.inner().outcomes)

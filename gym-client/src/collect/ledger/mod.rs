@@ -1,4 +1,4 @@
-//! Where outcomes are recorded: in the JSONL files that the user wants, in memory, or handed on as they come.
+//! Ledgers record the outcomes of rollouts: in JSONL files, in memory, or as a stream.
 
 pub(crate) mod jsonl;
 mod memory;
@@ -13,7 +13,7 @@ pub use jsonl::{JsonlLedger, OpenMode, RecoveryReport, failures_path, index_path
 pub use memory::MemoryLedger;
 pub(in crate::collect) use stream::StreamLedger;
 
-/// What Python takes for true.
+/// Returns the truth value that Python gives a JSON value.
 pub(in crate::collect) fn truth(value: &Value) -> bool {
     match value {
         Value::Null => false,

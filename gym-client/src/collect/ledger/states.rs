@@ -1,4 +1,4 @@
-//! What is known of each rollout, in memory, and the one place that decides whether an attempt is late.
+//! The state of each rollout in memory. This module alone decides whether an attempt is late.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -7,17 +7,17 @@ use std::hash::{BuildHasherDefault, Hasher};
 use gym_core::rollout::{Attempt, KeyState, Outcome, TaskKey};
 use gym_core::{Code, Error};
 
-/// What a line is.
+/// The kind of a line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(super) enum OutcomeClass {
     /// A row of the rollouts file.
     Completed = 1,
-    /// A row of the sidecar.
+    /// A row of the failures file.
     Failed = 2,
-    /// A row of the sidecar after which there is no other attempt.
+    /// A row of the failures file after which the rollout is not attempted again.
     Terminal = 3,
-    /// A blank line, or one of the sidecar that names no rollout.
+    /// A blank line, or a line of the failures file that names no rollout.
     Ignored = 4,
 }
 
@@ -31,17 +31,17 @@ impl OutcomeClass {
     }
 }
 
-/// What is known of every rollout that has been touched. Pure: no clock, no files.
+/// The states of all rollouts that were attempted. Uses neither a clock nor files.
 #[derive(Debug)]
 pub(super) struct KeyStates {
-    /// Looked up by key only, never walked: its order does not matter. 16 bytes an entry and one of control: at most 39 a
-    /// rollout, 58 while the table grows.
+    /// Accessed by key only and never iterated, so its order does not matter. Each entry takes 16 bytes and one control
+    /// byte: at most 39 bytes per rollout, or 58 while the table grows.
     keys: HashMap<TaskKey, RolloutState, BuildHasherDefault<KeyHasher>>,
     check_late: bool,
 }
 
-/// Two small numbers need no hash that resists an attacker: whoever picks the indices has the collector's user's trust, and
-/// this one is looked up four times a row.
+/// A fast hash that does not resist attacks: the user who runs the collector also chooses the indices, and each row
+/// needs four lookups.
 #[derive(Debug, Default)]
 struct KeyHasher(u64);
 
@@ -51,7 +51,8 @@ impl Hasher for KeyHasher {
     }
 
     fn write_u32(&mut self, value: u32) {
-        // The 64 bits of the golden ratio; the high half, where all bits have met, is folded into the low one.
+        // Multiplies by the 64 bits of the golden ratio and folds the high half, which depends on all input bits, into
+        // the low half.
         let mixed = (self.0.rotate_left(32) ^ u64::from(value)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         self.0 = mixed ^ mixed >> 32;
     }
@@ -65,7 +66,7 @@ impl Hasher for KeyHasher {
 #[derive(Clone, Copy, Debug, Default)]
 struct RolloutState {
     failures: u32,
-    /// The number that follows the newest attempt begun, below the flags.
+    /// The number after the newest attempt that began, below the flag bits.
     next_and_flags: u32,
 }
 
@@ -75,14 +76,14 @@ const TERMINAL: u32 = 1 << 30;
 const RUNNING: u32 = 1 << 29;
 const NUMBER: u32 = RUNNING - 1;
 
-/// Why an attempt does not count.
+/// The reason why an attempt does not count.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LateReason {
     Completed,
     Terminal,
-    /// This one has begun since.
+    /// The given newer attempt has begun.
     Newer(u32),
-    /// This very attempt has its outcome.
+    /// This attempt already has an outcome.
     Ended,
     NeverBegun,
 }
@@ -109,7 +110,7 @@ impl KeyStates {
         Self { keys: HashMap::default(), check_late: true }
     }
 
-    /// From now on late attempts count, which is wrong: a simulation shows that it is.
+    /// Disables the late check. Wrong results follow; a simulation uses this to show why the check is needed.
     pub(super) fn without_late_check(&mut self) {
         self.check_late = false;
     }
@@ -123,7 +124,8 @@ impl KeyStates {
         }
     }
 
-    /// The next attempt: after the newest one begun, and never below the number of failures on record.
+    /// Begins the next attempt. Its number follows that of the newest attempt and is at least the number of recorded
+    /// failures.
     pub(super) fn begin(&mut self, key: TaskKey) -> Result<Attempt, LateReason> {
         let known = self.keys.entry(key).or_default();
         if let Some(late) = known.over() {
@@ -134,8 +136,8 @@ impl KeyStates {
         Ok(Attempt { key, number })
     }
 
-    /// The late check: whether an outcome of this attempt must not count. Asked when the outcome arrives, and again, with
-    /// [`KeyStates::claim`], when it is put into a group to be written.
+    /// Returns the reason if an outcome of this attempt must not count. Checked when the outcome arrives and, by
+    /// [`KeyStates::claim`], when it is added to a group to be written.
     pub(super) fn late(&self, attempt: Attempt) -> Option<LateReason> {
         if !self.check_late {
             return None;
@@ -148,7 +150,7 @@ impl KeyStates {
         })
     }
 
-    /// Decides for good that this attempt's outcome is written: another outcome of the same attempt is late from here on.
+    /// Decides irrevocably that this attempt's outcome is written; any other outcome of the same attempt is late.
     pub(super) fn claim(&mut self, attempt: Attempt) -> Result<(), LateReason> {
         if let Some(late) = self.late(attempt) {
             return Err(late);
@@ -157,7 +159,7 @@ impl KeyStates {
         Ok(())
     }
 
-    /// The outcome is on the disk. Whether it is the rollout's first completion.
+    /// Marks the outcome as written; returns `true` if it is the rollout's first completion.
     pub(super) fn on_disk(&mut self, attempt: Attempt, class: OutcomeClass) -> bool {
         let known = self.keys.entry(attempt.key).or_default();
         let first = !known.has(COMPLETED);
@@ -170,7 +172,7 @@ impl KeyStates {
             }
             OutcomeClass::Ignored => {}
         }
-        // Matters for a row found on opening, whose attempt did not begin in this process.
+        // Only relevant for a row that recovery read, whose attempt did not begin in this process.
         if known.next() <= attempt.number {
             known.next_and_flags = known.next_and_flags & !NUMBER | attempt.number.saturating_add(1).min(NUMBER);
         }
@@ -181,7 +183,7 @@ impl KeyStates {
         self.keys.get(&key).copied().unwrap_or_default()
     }
 
-    /// Bytes held, at least: the table's buckets, one control byte each.
+    /// Returns the size of the table in bytes: its buckets, with one control byte each.
     pub(super) fn bytes(&self) -> usize {
         // The table is filled to seven eighths.
         (self.keys.capacity() * 8).div_ceil(7) * (size_of::<(TaskKey, RolloutState)>() + 1)
@@ -191,11 +193,11 @@ impl KeyStates {
 impl fmt::Display for LateReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Completed => f.write_str("the rollout has its row already"),
-            Self::Terminal => f.write_str("the rollout has failed for good"),
-            Self::Newer(number) => write!(f, "attempt {number} has begun since"),
-            Self::Ended => f.write_str("the attempt has its outcome already"),
-            Self::NeverBegun => f.write_str("the attempt never began here"),
+            Self::Completed => f.write_str("the rollout already has a scored row"),
+            Self::Terminal => f.write_str("the rollout has failed permanently"),
+            Self::Newer(number) => write!(f, "the newer attempt {number} has begun"),
+            Self::Ended => f.write_str("the attempt already has an outcome"),
+            Self::NeverBegun => f.write_str("the attempt did not begin in this process"),
         }
     }
 }
@@ -219,7 +221,7 @@ mod tests {
             states.claim(attempt).unwrap();
             states.on_disk(attempt, OutcomeClass::Completed);
             let now = states.bytes();
-            // While the table grows the old and the new one exist.
+            // While the table grows, the old and the new table both exist.
             let peak = if now == before { now } else { now + before };
             if n >= 1_000 {
                 assert!(peak <= 64 * (n as usize + 1), "{peak} bytes for {} rollouts", n + 1);

@@ -1,4 +1,4 @@
-//! The ledger of rollouts that are used as they come: it hands outcomes on, under the rules of those on a disk.
+//! A ledger that sends outcomes to a channel, for rollouts that are used as they arrive.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -9,7 +9,7 @@ use tokio::sync::mpsc;
 
 use crate::collect::ledger::states::{KeyStates, OutcomeClass};
 
-/// A ledger that hands outcomes on, and keeps none.
+/// A ledger that sends each outcome to a channel and stores none. Late attempts are rejected, as on disk.
 #[derive(Debug)]
 pub(in crate::collect) struct StreamLedger {
     states: Mutex<KeyStates>,
@@ -38,7 +38,10 @@ impl Ledger for StreamLedger {
 
     async fn record(&self, cx: &CallContext, attempt: Attempt, outcome: Outcome) -> Result<()> {
         let place = cx.bound(gym_core::Execution::NotStarted, async {
-            self.ended.reserve().await.map_err(|_| gym_core::Error::internal("nobody takes the rollouts any more"))
+            self.ended
+                .reserve()
+                .await
+                .map_err(|_| gym_core::Error::internal("the receiver of the rollouts was dropped"))
         });
         let place = place.await?;
         {

@@ -1,4 +1,4 @@
-//! `<output>_aggregate_metrics.json`: one entry for each environment server, indented by two as NeMo Gym writes it.
+//! Writes `<output>_aggregate_metrics.json`: one entry per environment server, indented by two spaces as in NeMo Gym.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -10,18 +10,19 @@ use serde::ser::{Serialize, SerializeMap, SerializeSeq, Serializer};
 use crate::collect::input::splice::json_string;
 use crate::collect::report::index::{FileRows, RolloutsIndex};
 
-/// One environment server's statistics as its `/aggregate_metrics` answered.
+/// The statistics of one environment server, as its `/aggregate_metrics` route returned them.
 #[derive(Clone, Debug)]
 pub struct ReportEntry<'a> {
-    /// What to call it; see [`label_runs`].
+    /// Name of the server in the report; see [`label_runs`].
     pub label: String,
-    /// The environment server's name.
+    /// Name of the environment server.
     pub server: String,
-    /// The reply's body.
+    /// Body of the response.
     pub reply: &'a str,
 }
 
-/// What each environment server is called in reports: its agent's name where that names one server only, else its own.
+/// Returns the label of each environment server in reports: the name of its agent if no other server has the same
+/// agent, else its own name.
 #[must_use]
 pub fn label_runs(agent_by_server: &BTreeMap<String, Option<String>>) -> BTreeMap<String, String> {
     let mut servers_of_agent: HashMap<&str, usize> = HashMap::new();
@@ -35,7 +36,7 @@ pub fn label_runs(agent_by_server: &BTreeMap<String, Option<String>>) -> BTreeMa
             (server.clone(), alone.unwrap_or(server).clone())
         })
         .collect();
-    // A label may still equal another server's name; whoever is not that server gives way.
+    // If a label still equals the name of another server, the server with the label uses its own name instead.
     loop {
         let mut counts: HashMap<&str, usize> = HashMap::new();
         for label in labels.values() {
@@ -55,7 +56,10 @@ pub fn label_runs(agent_by_server: &BTreeMap<String, Option<String>>) -> BTreeMa
     }
 }
 
-/// Writes the report of servers' replies; their numbers keep their text.
+/// Writes the report of the servers' responses; numbers keep their original text.
+///
+/// # Errors
+/// `MetricsError::Row` if a response is not a JSON object; `MetricsError::Io` if the write fails.
 pub fn write_report(entries: &[ReportEntry<'_>], mut writer: impl Write) -> Result<(), MetricsError> {
     let fail = |source| MetricsError::Io { doing: "write the aggregate metrics report".to_owned(), source };
     let mut report = Indenter::new(&mut writer);
@@ -92,7 +96,10 @@ pub fn write_report(entries: &[ReportEntry<'_>], mut writer: impl Write) -> Resu
     report.flush().map_err(fail)
 }
 
-/// Computes and writes the report from the file alone, where no server has statistics of its own.
+/// Computes the report from the rollouts file and writes it, for servers without statistics of their own.
+///
+/// # Errors
+/// `MetricsError::Row` if a row is invalid; `MetricsError::Io` if reading or writing fails.
 pub fn write_computed_report<R: Read + Seek>(
     index: &RolloutsIndex,
     reader: &mut R,
@@ -146,13 +153,13 @@ impl<R: Read + Seek> Serialize for ComputedEntry<'_, '_, R> {
     }
 }
 
-/// Indents JSON text as it passes through; strings and numbers keep their text.
+/// Indents JSON as it passes through; strings and numbers keep their original text.
 struct Indenter<W: Write> {
     writer: io::BufWriter<W>,
     depth: usize,
     in_string: bool,
     escaped: bool,
-    /// A bracket was opened and nothing followed yet: an empty one closes on its line.
+    /// Set after an opening bracket, so that an empty list or object closes on the same line.
     opened: bool,
 }
 

@@ -1,4 +1,4 @@
-//! Where each rollout lies in the file, by environment server, task and rollout.
+//! The offset of each rollout in the file, ordered by environment server, task and rollout.
 
 use std::collections::HashMap;
 use std::io::{BufRead, Read, Seek, SeekFrom};
@@ -10,23 +10,23 @@ use crate::collect::input::rows::{ENVIRONMENT_SERVER, agent_name, parse_row, tex
 /// The rollouts of one environment server.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ServerRollouts {
-    /// The server's name.
+    /// Name of the server.
     pub server: String,
-    /// The agent that ran them, as its first rollout says.
+    /// The agent named in the first rollout.
     pub agent: Option<String>,
     start: usize,
     end: usize,
 }
 
 impl ServerRollouts {
-    /// How many rollouts there are.
+    /// Returns the number of rollouts.
     #[must_use]
     pub fn count(&self) -> usize {
         self.end - self.start
     }
 }
 
-/// One row: 32 bytes.
+/// The location of one row: 32 bytes.
 #[derive(Clone, Copy, Debug)]
 struct RowLocation {
     task: i64,
@@ -45,10 +45,13 @@ pub struct RolloutsIndex {
 }
 
 impl RolloutsIndex {
-    /// Reads the file once. `name` is its name for errors; `server_of_agent` names the environment server in front of an
-    /// agent, for rows that bear no `_ng_environment_server`.
+    /// Reads the file once. `name` is the file's name in error messages. `server_of_agent` returns the environment
+    /// server in front of an agent, for rows without `_ng_environment_server`.
     ///
-    /// Rows that name neither are left out, as NeMo Gym does; blank lines are skipped.
+    /// Rows that name neither a server nor an agent are skipped, as in NeMo Gym. Blank lines are skipped too.
+    ///
+    /// # Errors
+    /// `MetricsError::Row`, with the line, if a row is invalid or its agent is unknown; `MetricsError::Io` if reading fails.
     pub fn scan(
         mut reader: impl BufRead,
         name: impl Into<String>,
@@ -77,8 +80,9 @@ impl RolloutsIndex {
             let row = parse_row(row.trim()).map_err(&fail)?;
             let (task, rollout) = row_key(&row, &|| format!("{name}, line {line}"))?;
             let agent = agent_name(&row).map_err(&fail)?;
-            let stamp = text_member(&row, ENVIRONMENT_SERVER)
-                .map_err(|()| fail(format!("{ENVIRONMENT_SERVER} is not a text; remove it, or name the server")))?;
+            let stamp = text_member(&row, ENVIRONMENT_SERVER).map_err(|()| {
+                fail(format!("{ENVIRONMENT_SERVER} is not a string; remove it, or set it to the server's name"))
+            })?;
             let server = match (stamp, &agent) {
                 (Some(stamp), _) => stamp,
                 (None, Some(agent)) => server_of_agent(agent).map_err(&fail)?,
@@ -93,7 +97,8 @@ impl RolloutsIndex {
             locations.push(RowLocation { task, offset: start, rollout, length, group });
         }
         locations.shrink_to_fit();
-        // Unstable, hence no scratch half the index's size: rows of one key keep the file's order by their offset.
+        // An unstable sort needs no scratch memory of half the index's size; the offset keeps the file's order of rows
+        // with equal keys.
         locations.sort_unstable_by_key(|place| (place.group, place.task, place.rollout, place.offset));
         let mut start = 0;
         for rows in locations.chunk_by(|left, right| left.group == right.group) {
@@ -101,7 +106,7 @@ impl RolloutsIndex {
             (group.start, group.end) = (start, start + rows.len());
             start = group.end;
         }
-        // In the order in which a reader sorted by (task, rollout) meets them.
+        // In the order in which the servers appear in a file sorted by (task, rollout).
         groups.sort_by_key(|group| {
             let first = locations[group.start];
             (first.task, first.rollout, first.offset)
@@ -109,19 +114,19 @@ impl RolloutsIndex {
         Ok(Self { name, locations, groups })
     }
 
-    /// The environment servers, in the order of their first rollout.
+    /// Returns the environment servers, in the order of their first rollout.
     #[must_use]
     pub fn groups(&self) -> &[ServerRollouts] {
         &self.groups
     }
 
-    /// How many rollouts are indexed.
+    /// Returns the number of indexed rollouts.
     #[must_use]
     pub fn count(&self) -> usize {
         self.locations.len()
     }
 
-    /// The rows of one group, read from `reader`, which holds the file that was scanned.
+    /// Returns the rows of one group, read from `reader`, which must contain the indexed file.
     pub fn rows<'a, R: Read + Seek>(&'a self, group: &ServerRollouts, reader: &'a mut R) -> FileRows<'a, R> {
         FileRows { name: &self.name, locations: &self.locations[group.start..group.end], reader, text: Vec::new() }
     }
@@ -131,7 +136,7 @@ fn io(name: &str, source: std::io::Error) -> MetricsError {
     MetricsError::Io { doing: format!("read {name}: {source}"), source }
 }
 
-/// One group's rollouts in the order of (task, rollout), each read from the file when it is visited.
+/// The rollouts of one group, ordered by (task, rollout); each is read from the file when it is visited.
 #[derive(Debug)]
 pub struct FileRows<'a, R> {
     name: &'a str,
@@ -141,7 +146,10 @@ pub struct FileRows<'a, R> {
 }
 
 impl<R: Read + Seek> FileRows<'_, R> {
-    /// The text of row `index`.
+    /// Returns the text of row `index`.
+    ///
+    /// # Errors
+    /// `MetricsError::Io` if reading fails; `MetricsError::Row` if the file has changed since it was indexed.
     pub fn text(&mut self, index: usize) -> Result<&str, MetricsError> {
         let place = self.locations[index];
         self.text.resize(place.length as usize, 0);
@@ -155,7 +163,7 @@ impl<R: Read + Seek> FileRows<'_, R> {
     fn changed(&self, index: usize) -> MetricsError {
         MetricsError::Row {
             place: format!("{}, byte {}", self.name, self.locations[index].offset),
-            problem: "the file changed while it was read; aggregate again when nothing writes to it".to_owned(),
+            problem: "the file changed while it was read; aggregate again when no program writes to it".to_owned(),
         }
     }
 }

@@ -1,8 +1,8 @@
-//! Statistics of a rollouts file: an index of its rows, the bodies that ask servers for their statistics, and the file in
-//! which the answers are kept.
+//! Statistics of a rollouts file: the index of its rows, the request bodies for the servers, and the report of their
+//! responses.
 //!
-//! The file is in completion order and may be larger than memory. The index keeps 32 bytes a row and puts them in the order
-//! of (environment server, task, rollout); rows are read again at their offsets when a pass needs them.
+//! The file is in completion order and may be larger than memory. The index keeps 32 bytes per row, ordered by
+//! environment server, task and rollout. Rows are read again from their offsets when needed.
 
 mod document;
 mod index;

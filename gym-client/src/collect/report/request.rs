@@ -1,4 +1,4 @@
-//! The body of `POST /aggregate_metrics`, produced piece by piece from the rollouts file.
+//! Produces the body of `POST /aggregate_metrics` in pieces from the rollouts file.
 
 use std::io::{Read, Seek, Write};
 
@@ -7,13 +7,13 @@ use gym_core::rollout::metrics::{JsonFields, MetricsError, Rows};
 
 use crate::collect::report::index::FileRows;
 
-/// What is left out of a result: it is heavy and no statistic reads it.
+/// Fields of a result that are not sent: they are large, and no statistic uses them.
 const LEFT_OUT: [&str; 5] =
     ["response", "responses_create_params", "ng_agent_observations", "ng_model_call_capture", "ng_trajectory"];
-/// What stays of `response`.
+/// Fields of `response` that are sent.
 const KEPT_OF_RESPONSE: [&str; 2] = ["usage", "incomplete_details"];
 
-/// `{"verify_responses":[…]}` over one group's rollouts; a piece is one row.
+/// The body `{"verify_responses":[…]}` with the rollouts of one group; each piece holds one row.
 #[derive(Debug)]
 pub struct AggregateRequest<'a, R> {
     rows: FileRows<'a, R>,
@@ -22,13 +22,16 @@ pub struct AggregateRequest<'a, R> {
 }
 
 impl<'a, R: Read + Seek> AggregateRequest<'a, R> {
-    /// The body over `rows`.
+    /// Creates the body from `rows`.
     #[must_use]
     pub fn new(rows: FileRows<'a, R>) -> Self {
         Self { rows, next: 0, ended: false }
     }
 
-    /// Appends the next piece to `into`; false at the end, when nothing was appended.
+    /// Appends the next piece to `into`; returns `false` at the end, when nothing was appended.
+    ///
+    /// # Errors
+    /// An error of reading the rollouts file, or of a row that has changed since it was indexed.
     pub fn next_piece(&mut self, into: &mut String) -> Result<bool, MetricsError> {
         if self.ended {
             return Ok(false);
@@ -50,7 +53,10 @@ impl<'a, R: Read + Seek> AggregateRequest<'a, R> {
         Ok(true)
     }
 
-    /// How many bytes the whole body has, by a pass of its own, for a `content-length`.
+    /// Returns the length of the whole body in bytes, for a `content-length` header; reads all rows once.
+    ///
+    /// # Errors
+    /// As [`AggregateRequest::next_piece`].
     pub fn length(&mut self) -> Result<u64, MetricsError> {
         let (next, ended) = (self.next, self.ended);
         (self.next, self.ended) = (0, false);
@@ -64,7 +70,10 @@ impl<'a, R: Read + Seek> AggregateRequest<'a, R> {
         Ok(length)
     }
 
-    /// Writes what is left of the body.
+    /// Writes the rest of the body.
+    ///
+    /// # Errors
+    /// As [`AggregateRequest::next_piece`], and `MetricsError::Io` if the write fails.
     pub fn write_to(mut self, mut writer: impl Write) -> Result<(), MetricsError> {
         let mut piece = String::new();
         while self.next_piece(&mut piece)? {
@@ -78,7 +87,7 @@ impl<'a, R: Read + Seek> AggregateRequest<'a, R> {
     }
 }
 
-/// Appends a result without what is left out; its other members keep their text.
+/// Appends a result without the excluded fields; the other fields keep their original text.
 fn push_stripped(row: &JsonFields<'_>, into: &mut String) {
     into.push('{');
     let mut first = true;

@@ -1,7 +1,7 @@
-//! Runs rollouts: a window of them at a time, each attempted until it is on the disk or its budget is spent.
+//! Runs rollouts with bounded concurrency, and attempts each until it is recorded or its attempts are used up.
 //!
-//! An attempt has a deadline by which it must be *recorded*. One that is not is superseded: the next attempt begins, and
-//! whatever the old one still brings is refused by the ledger, because its key has a newer attempt.
+//! An attempt has a deadline by which it must be *recorded*. After the deadline it is superseded: the next attempt
+//! begins, and the ledger rejects any later outcome of the old attempt because its key has a newer attempt.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,26 +20,26 @@ use crate::collect::run::outcome::{AttemptResult, classify, contradiction};
 use crate::collect::run::progress::CollectProgress;
 use crate::collect::run::row::RolloutRow;
 
-/// How a collection runs.
+/// Concurrency, attempts and deadlines of a collection; [`DriverOptions::default`] sets the defaults.
 #[derive(Clone, Debug)]
 pub struct DriverOptions {
-    /// Rollouts under way at once.
+    /// Maximum number of rollouts in flight. Default: 1,024.
     pub concurrency: usize,
-    /// Attempts at one rollout, over all runs.
+    /// Maximum number of attempts at one rollout, counted over all runs. Default: 3.
     pub attempts_max: u32,
-    /// How long one attempt may take.
+    /// Deadline of one attempt. Default: 2 hours.
     pub attempt_timeout: Duration,
-    /// How much longer it may take until its outcome is on the disk.
+    /// Additional time after the attempt until its outcome must be on disk. Default: 30 s.
     pub record_timeout: Duration,
-    /// How long running rollouts may go on after the stop was asked for.
+    /// Time that running rollouts may take after a stop was requested. Default: 30 s.
     pub stop_grace: Duration,
-    /// The wait before a further attempt.
+    /// Delays before further attempts. Default: at least 200 ms, otherwise [`RetryPolicy::default`].
     pub backoff: RetryPolicy,
 }
 
 impl Default for DriverOptions {
-    /// 1,024 at once (the connections of one hop), 3 attempts (NeMo Gym's), two hours each (long agents exist), 30 s for the
-    /// disk, 30 s of grace.
+    /// 1,024 rollouts in flight (the connections of one hop), 3 attempts (as in NeMo Gym), two hours per attempt (for
+    /// long agents), 30 s for the disk, and 30 s of grace.
     fn default() -> Self {
         Self {
             concurrency: 1_024,
@@ -52,7 +52,7 @@ impl Default for DriverOptions {
     }
 }
 
-/// Runs rollouts over a client and a ledger.
+/// Runs rollouts through a client and records them in a ledger.
 #[derive(Debug)]
 pub struct Driver {
     client: ServerClient,
@@ -62,40 +62,41 @@ pub struct Driver {
     progress: Arc<CollectProgress>,
 }
 
-/// How a run ended.
+/// The way in which a run ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RunEnd {
     /// Every row was tried.
     Exhausted,
-    /// The stop was asked for; the rest can be resumed.
+    /// A stop was requested; the remaining rows can be resumed.
     Stopped,
 }
 
 impl Driver {
-    /// A driver that sends with `client` and records in `ledger`.
+    /// Creates a driver that sends with `client` and records in `ledger`.
     #[must_use]
     pub fn new(client: ServerClient, ledger: Arc<dyn Ledger>, world: &World, options: DriverOptions) -> Self {
         Self { client, ledger, world: world.clone(), options, progress: Arc::default() }
     }
 
-    /// The same driver, counting in `progress`.
+    /// Counts in `progress` instead of in counters of its own.
     #[must_use]
     pub fn counting_in(mut self, progress: Arc<CollectProgress>) -> Self {
         self.progress = progress;
         self
     }
 
-    /// The counters.
+    /// Returns the counters.
     #[must_use]
     pub fn progress(&self) -> Arc<CollectProgress> {
         Arc::clone(&self.progress)
     }
 
-    /// Runs every row that has no outcome yet. When `stop` fires no further rollout begins, and those under way have the
-    /// grace to finish; what has not finished by then is not recorded, and a resumed run does it.
+    /// Runs every row that has no outcome yet. When `stop` is cancelled, no further rollout begins, and running
+    /// rollouts may finish within the grace period. Rollouts that do not finish in time are not recorded; a resumed run
+    /// repeats them.
     ///
     /// # Errors
-    /// The first error of the rows or of the ledger; what was recorded by then stays recorded.
+    /// The first error of the rows or of the ledger. Outcomes that were recorded by then remain recorded.
     pub async fn run(
         self: &Arc<Self>,
         rows: impl Stream<Item = Result<RolloutRow>> + Unpin,
@@ -117,17 +118,18 @@ impl Driver {
                     deadline = Some(Instant::now() + self.options.stop_grace);
                 }
                 () = tokio::time::sleep_until(deadline.unwrap_or_else(Instant::now)), if deadline.is_some() => {
-                    tracing::warn!(rollouts = running.len(), "not finished within the grace; a resumed run does them");
+                    let rollouts = running.len();
+                    tracing::warn!(rollouts, "rollouts did not finish within the grace period; resume to run them again");
                     break;
                 }
                 Some(joined) = running.join_next(), if !running.is_empty() => {
                     let ended = joined.unwrap_or_else(|error| {
-                        Err(Error::internal("a rollout's task ended").caused_by(error))
+                        Err(Error::internal("a rollout's task panicked").caused_by(error))
                     });
                     if let Err(error) = ended
                         && fatal.is_none()
                     {
-                        // The ledger is broken: nothing more can be recorded, so nothing more is begun.
+                        // The ledger has failed: no outcome can be recorded, so no further rollout begins.
                         fatal = Some(error);
                         reading = false;
                         deadline.get_or_insert(Instant::now());
@@ -136,7 +138,7 @@ impl Driver {
                 row = rows.next(), if reading && running.len() < self.options.concurrency.max(1) => match row {
                     Some(Ok(row)) => {
                         if self.is_open(row.key) {
-                            // Shared with its attempts, one of which may outlive the rollout.
+                            // Shared with the attempts, one of which may outlive the rollout.
                             let (driver, row) = (Arc::clone(self), Arc::new(row));
                             running.spawn(async move { driver.rollout(row).await }.boxed());
                         } else {
@@ -152,7 +154,7 @@ impl Driver {
             }
         }
         running.shutdown().await;
-        // Whoever asked for the stop does not wait as long for the disk as a rollout does.
+        // After a requested stop, the wait for the disk is shorter than during a rollout.
         let hurry = stop.is_cancelled() || fatal.is_some();
         let patience = if hurry { Duration::ZERO } else { self.options.attempt_timeout };
         let flushed = self.ledger.flush(&CallContext::within(patience + self.options.record_timeout)).await;
@@ -166,16 +168,16 @@ impl Driver {
         matches!(self.ledger.state(key), KeyState::Open { failures } if failures < self.options.attempts_max)
     }
 
-    /// Attempts one rollout until it is recorded or its budget is spent. An error is the ledger's.
+    /// Attempts one rollout until it is recorded or its attempts are used up. Returns only errors of the ledger.
     async fn rollout(&self, row: Arc<RolloutRow>) -> Result<()> {
         let _in_flight = self.progress.begin();
-        // Attempts that were superseded. They end by themselves, soon: their calls' deadline has passed.
+        // Superseded attempts. They end soon, because the deadlines of their calls have passed.
         let mut stragglers: Option<JoinSet<()>> = None;
         let mut begun = 0;
         let ended = loop {
             let attempt = match self.ledger.begin(row.key) {
                 Ok(attempt) => attempt,
-                // A superseded attempt's outcome has come after all.
+                // The outcome of a superseded attempt was recorded in the meantime.
                 Err(error) if error.code() == Code::FailedPrecondition => break Ok(()),
                 Err(error) => break Err(error),
             };
@@ -191,13 +193,13 @@ impl Driver {
                 Ok(Ok(NextStep::Again)) => {}
                 Ok(Err(error)) => break Err(error),
                 Err(_) => {
-                    tracing::warn!(%attempt, "not recorded in time; superseded");
+                    tracing::warn!(%attempt, "attempt superseded: no outcome was recorded by its deadline");
                     self.progress.fail(FailureClass::TransportTimeout);
                     cancel.cancel();
                     let superseded = async move {
-                        // Its outcome is the ledger's to refuse or to take.
+                        // The ledger decides whether to accept its outcome.
                         if let Err(error) = attempted.await {
-                            tracing::debug!(%attempt, %error, "a superseded attempt ended");
+                            tracing::debug!(%attempt, %error, "superseded attempt failed");
                         }
                     };
                     stragglers.get_or_insert_default().spawn(superseded.boxed());
@@ -208,7 +210,7 @@ impl Driver {
             }
             let wait = self.options.backoff.backoff(begun, &mut self.world.rng());
             tokio::time::sleep(wait).await;
-            // What a superseded attempt brought meanwhile.
+            // A superseded attempt may have been recorded in the meantime.
             if !self.is_open(row.key) {
                 break Ok(());
             }
@@ -219,14 +221,14 @@ impl Driver {
                 stragglers.shutdown().await;
             }
         }
-        // Only now, when nothing more can come: a superseded attempt may have completed the rollout after all.
+        // Decided only after all attempts have ended: a superseded attempt may have completed the rollout.
         if ended.is_ok() && self.ledger.state(row.key) != KeyState::Completed {
             self.progress.give_up();
         }
         ended
     }
 
-    /// One attempt, recorded. Owns what it needs, so that it can go on after it was superseded.
+    /// Makes and records one attempt. The future owns its data, so that it can continue after it was superseded.
     fn attempt(
         &self,
         attempt: Attempt,
@@ -242,8 +244,8 @@ impl Driver {
         };
         let request = Request::post(cx, Route::from_static("/run"), body);
         async move {
-            // Not idempotent: only our own relay joins a replay to the first one, and only at the same replica. An attempt
-            // whose fate is unknown is followed by another one, with a number of its own.
+            // Not idempotent: only our relay joins a replayed request to the first one, and only on the same replica.
+            // An attempt with an unknown outcome is followed by a new attempt with its own number.
             let answer = client.send(&row.server, &request, CallOptions::default()).await;
             let result = classify(&row, attempt, answer)?;
             let (mut next, reward, mut failed) = match &result {
@@ -256,14 +258,16 @@ impl Driver {
                 progress.fail(class);
             }
             let Some(outcome) = result.into_outcome() else { return Ok(next) };
-            // As long as the attempt itself may take, for a disk that stands still and goes on: ending the run would lose what
-            // has been computed, and superseding ends the wait. An attempt that was superseded has a while of its own.
+            // Recording may take as long as the attempt itself, for a disk that stalls and recovers: ending the run
+            // would lose computed results, and superseding the attempt ends the wait. A superseded attempt has its own
+            // time limit.
             let cx = CallContext::until(deadline.max(Instant::now()) + record_timeout);
             let mut recorded = ledger.record(&cx, attempt, outcome).await;
             if let Err(error) = &recorded
                 && error.code() == Code::InvalidArgument
             {
-                // The environment's answer contradicts its own row: that is its failure, not the ledger's.
+                // The environment's response contradicts its own row, so the attempt counts as a failure of the
+                // environment.
                 let refused = contradiction(&row, attempt, error)?;
                 (next, failed) = (NextStep::GiveUp, Some(FailureClass::VerifierError));
                 progress.fail(FailureClass::VerifierError);
@@ -276,9 +280,9 @@ impl Driver {
                     }
                     Ok(next)
                 }
-                // Late: its key has an outcome or a newer attempt.
+                // Late: the key has an outcome or a newer attempt.
                 Err(error) if error.code() == Code::FailedPrecondition => {
-                    tracing::debug!(%attempt, %error, "refused as late");
+                    tracing::debug!(%attempt, %error, "the ledger rejected a late attempt");
                     Ok(NextStep::Done)
                 }
                 Err(error) => Err(error),
@@ -287,7 +291,7 @@ impl Driver {
     }
 }
 
-/// What follows an attempt.
+/// The next step after an attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum NextStep {
     Done,
@@ -295,8 +299,9 @@ enum NextStep {
     GiveUp,
 }
 
-/// Whether another attempt may help now. An environment that ran and failed is likely to fail again at once: such rows wait
-/// for a resumed run. What never reached it, or lost its way back, is tried again.
+/// Decides whether another attempt may help now. An environment that ran and failed is likely to fail again, so the row
+/// waits for a resumed run. If the request did not reach the environment, or the response was lost, the rollout is
+/// attempted again.
 fn next_after(class: FailureClass) -> NextStep {
     match class {
         FailureClass::TransportUnreachable

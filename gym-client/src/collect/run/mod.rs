@@ -1,4 +1,4 @@
-//! Runs rollouts: the driver with its attempts, what their answers mean, and the same as a stream.
+//! Runs rollouts: the driver and its attempts, the classification of their responses, and the stream of rollouts.
 
 mod driver;
 pub(crate) mod outcome;

@@ -1,6 +1,6 @@
-//! What an answer to `/run` means: a row for the rollouts, a row for the failures sidecar, or nothing.
+//! Classifies the response to `/run`: a row for the rollouts, a row for the failures file, or no row.
 //!
-//! The keys are NeMo Gym 0.7.0's, so that its `profile`, `aggregate` and `--resume` read what is written here.
+//! The keys are those of NeMo Gym 0.7.0, so that its `profile`, `aggregate` and `--resume` can read the files.
 
 use bytes::Bytes;
 use gym_core::message::CODE_METADATA;
@@ -12,17 +12,18 @@ use serde_json::Value;
 use crate::collect::ledger::truth;
 use crate::collect::run::row::RolloutRow;
 
-/// Bytes of a failed answer's body kept in the sidecar; NeMo Gym keeps as many characters.
+/// Maximum number of bytes of a failed response's body in the failures file; NeMo Gym keeps the same number of
+/// characters.
 const BODY_KEPT_MAX: usize = 2_000;
 
-/// What becomes of an attempt.
+/// The result of an attempt.
 #[derive(Debug)]
 pub(super) enum AttemptResult {
     /// A rollout, with its reward if it has one.
     Completed { row: RawObject, reward: Option<f64> },
     /// A failure.
     Failed { class: FailureClass, terminal: bool, row: RawObject },
-    /// The environment asks that nothing be kept; a resumed run tries again.
+    /// The environment requested that no row be kept; a resumed run tries again.
     Lost,
 }
 
@@ -36,7 +37,7 @@ impl AttemptResult {
     }
 }
 
-/// What is read of a result to judge it.
+/// The fields of a result that decide its class.
 #[derive(Deserialize)]
 struct ResultFields {
     #[serde(default)]
@@ -49,7 +50,7 @@ struct ResultFields {
     no_persist: Option<Value>,
 }
 
-/// Judges the answer, or the lack of one.
+/// Classifies the response, or the error of the call.
 pub(super) fn classify(wanted: &RolloutRow, attempt: Attempt, answer: Result<Response>) -> Result<AttemptResult> {
     let response = match answer {
         Ok(response) => response,
@@ -58,14 +59,16 @@ pub(super) fn classify(wanted: &RolloutRow, attempt: Attempt, answer: Result<Res
     let body = response.message.head.to_bytes();
     if !response.status.is_success() {
         let status = response.status.0;
-        // NeMo Gym's own split: these four say that the server could not take it, anything else that it ran and failed.
+        // As in NeMo Gym: these four mean that the server could not take the request; any other status means that it
+        // ran and failed.
         let class = match status {
             429 | 502 | 503 | 504 => FailureClass::AgentRequestFailed,
-            // Ours: a server on the way was restarted and has forgotten the episode. A new attempt begins a new one.
+            // Not in NeMo Gym: a server was restarted and has lost the episode's session. A new attempt begins a new
+            // session.
             412 if of_code(&response, Code::FailedPrecondition) => FailureClass::SessionLost,
             _ => FailureClass::AgentRunError,
         };
-        let error = Error::internal(format!("`/run` was answered with {status}"));
+        let error = Error::internal(format!("the response to `/run` has status {status}"));
         return failed(wanted, attempt, class, &error, Some((status, &body)));
     }
     let status = response.status.0;
@@ -75,15 +78,15 @@ pub(super) fn classify(wanted: &RolloutRow, attempt: Attempt, answer: Result<Res
     };
     let result = match response.message.head.to_object() {
         Ok(result) => result,
-        Err(error) => return bad(format!("the answer to `/run` is not a JSON object: {error}")),
+        Err(error) => return bad(format!("the response to `/run` is not a JSON object: {error}")),
     };
-    // Nobody on the way has read the training arrays of a large row, and a line that is no JSON would spoil the file.
+    // The training arrays of a large row were not parsed on the way, and a line of invalid JSON would corrupt the file.
     if let Err(error) = result.check() {
-        return bad(format!("the answer to `/run` is not JSON: {error}"));
+        return bad(format!("the response to `/run` is not valid JSON: {error}"));
     }
     let fields: ResultFields = match result.view() {
         Ok(fields) => fields,
-        Err(error) => return bad(format!("the answer to `/run` cannot be read: {error}")),
+        Err(error) => return bad(format!("the response to `/run` has a field of the wrong type: {error}")),
     };
     if fields.no_persist.as_ref().is_some_and(truth) {
         return Ok(AttemptResult::Lost);
@@ -95,16 +98,16 @@ pub(super) fn classify(wanted: &RolloutRow, attempt: Attempt, answer: Result<Res
     }
     match number(fields.reward) {
         Ok(reward) => Ok(AttemptResult::Completed { row, reward }),
-        Err(other) => bad(format!("the answer to `/run` has the reward {other}, which is not a number")),
+        Err(other) => bad(format!("the response to `/run` has the reward {other}, which is not a number")),
     }
 }
 
-/// The reward of a completed row; `None` where it has none.
+/// Returns the reward of a completed row, if it has one.
 pub(crate) fn reward_of(row: &RawObject) -> Option<f64> {
     number(row.get_as("reward").ok()?).ok()?
 }
 
-/// What counts as a reward: a number, or Python's bool; `null` is none.
+/// Converts a reward: a number, or a boolean as Python counts it; `null` means no reward.
 fn number(reward: Option<Value>) -> std::result::Result<Option<f64>, Value> {
     match reward {
         None | Some(Value::Null) => Ok(None),
@@ -118,7 +121,7 @@ fn of_code(response: &Response, code: Code) -> bool {
     response.metadata.get(CODE_METADATA) == Some(code.as_str())
 }
 
-/// The result with the keys that tie it to its row, in NeMo Gym's order.
+/// Returns the result with the keys that identify its row, in NeMo Gym's order.
 fn stamped(wanted: &RolloutRow, attempt: Attempt, result: &RawObject) -> Result<RawObject> {
     let mut edit = result.edit();
     for key in ["_ng_task_index", "_ng_rollout_index", "agent_ref", "task_source", "skills_ref"] {
@@ -126,7 +129,7 @@ fn stamped(wanted: &RolloutRow, attempt: Attempt, result: &RawObject) -> Result<
             edit = edit.set(key, value);
         }
     }
-    // A row that was collected before may bring an earlier attempt's.
+    // A row from an earlier collection may contain the number of an earlier attempt.
     edit = match attempt.number {
         0 => edit.remove("_ng_attempt_index"),
         number => edit.set("_ng_attempt_index", number.to_string()),
@@ -141,13 +144,13 @@ fn stamped(wanted: &RolloutRow, attempt: Attempt, result: &RawObject) -> Result<
     Ok(edit.to_object()?)
 }
 
-/// The failure of an answer that the ledger does not take, because it contradicts its own row.
+/// Returns the failure of a response that the ledger rejects because it contradicts its own row.
 pub(super) fn contradiction(wanted: &RolloutRow, attempt: Attempt, error: &Error) -> Result<Outcome> {
     let result = failed(wanted, attempt, FailureClass::VerifierError, error, None)?;
     result.into_outcome().ok_or_else(|| Error::internal("a failure is an outcome"))
 }
 
-/// The sidecar's row of an attempt without a result.
+/// Returns the failures row of an attempt without a result.
 fn failed(
     wanted: &RolloutRow,
     attempt: Attempt,
@@ -190,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lost_session_is_told_from_an_episode_that_failed() {
+    fn a_lost_session_is_distinguished_from_a_failed_episode() {
         let lost = Error::new(Code::FailedPrecondition, Execution::Finished, "no such session");
         assert_eq!(class_of(Ok(Response::from_error(&lost))), FailureClass::SessionLost);
         assert_eq!(class_of(Err(lost)), FailureClass::SessionLost);

@@ -1,4 +1,4 @@
-//! What a collection has done so far, for those who watch it.
+//! Counters of a running collection, for progress displays and metrics.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use gym_core::rollout::FailureClass;
 
-/// Counters of one collection. Written by the driver, read by progress bars and metrics.
+/// Counters of one collection. The driver updates them; progress bars and metrics read them.
 #[derive(Debug, Default)]
 pub struct CollectProgress {
     total: AtomicU64,
@@ -19,31 +19,31 @@ pub struct CollectProgress {
     failures: Mutex<BTreeMap<FailureClass, u64>>,
 }
 
-/// The rewards of one agent's rollouts so far, in this run.
+/// The rewards of one agent's rollouts in this run.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct AgentScore {
-    /// Rollouts with a reward.
+    /// Number of rollouts with a reward.
     pub count: u64,
-    /// The sum of their rewards.
+    /// Sum of their rewards.
     pub reward_sum: f64,
-    /// Rollouts that came back without a reward.
+    /// Number of completed rollouts without a reward.
     pub unscored: u64,
 }
 
-/// The counters at one moment.
+/// A snapshot of the counters.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ProgressSnapshot {
-    /// Rollouts wanted.
+    /// Requested rollouts.
     pub total: u64,
     /// Rollouts recorded in this run.
     pub completed: u64,
-    /// Rollouts that an earlier run had recorded.
+    /// Rollouts that an earlier run completed.
     pub already_completed: u64,
-    /// Rollouts that an earlier run had given up.
+    /// Rollouts that an earlier run abandoned.
     pub already_given_up: u64,
-    /// Rollouts that ran out of attempts, or failed for good, in this run.
+    /// Rollouts that used up their attempts or failed permanently in this run.
     pub given_up: u64,
-    /// Rollouts under way.
+    /// Rollouts in flight.
     pub in_flight: u64,
     /// Rewards by agent.
     pub scores: BTreeMap<Arc<str>, AgentScore>,
@@ -52,7 +52,7 @@ pub struct ProgressSnapshot {
 }
 
 impl ProgressSnapshot {
-    /// The mean reward over all agents; `None` before the first.
+    /// Returns the mean reward over all agents, or `None` before the first reward.
     #[must_use]
     pub fn mean_reward(&self) -> Option<f64> {
         let (count, sum) =
@@ -60,7 +60,7 @@ impl ProgressSnapshot {
         (count > 0).then(|| sum / count as f64)
     }
 
-    /// Rollouts that need nothing more.
+    /// Returns the number of rollouts that need no further attempt.
     #[must_use]
     pub fn done(&self) -> u64 {
         self.completed + self.already_completed + self.given_up + self.already_given_up
@@ -68,7 +68,7 @@ impl ProgressSnapshot {
 }
 
 impl CollectProgress {
-    /// The counters now.
+    /// Returns the current counters.
     #[must_use]
     pub fn snapshot(&self) -> ProgressSnapshot {
         let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
@@ -84,7 +84,7 @@ impl CollectProgress {
         }
     }
 
-    /// Says how many rollouts are wanted.
+    /// Sets the number of requested rollouts.
     pub fn set_total(&self, total: u64) {
         self.total.store(total, Ordering::Relaxed);
     }
@@ -118,7 +118,7 @@ impl CollectProgress {
         self.given_up.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Counts a rollout as under way until the guard is dropped.
+    /// Counts a rollout as in flight until the guard is dropped.
     pub(super) fn begin(self: &Arc<Self>) -> InFlightGuard {
         self.in_flight.fetch_add(1, Ordering::Relaxed);
         InFlightGuard(Arc::clone(self))

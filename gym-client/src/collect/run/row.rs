@@ -1,20 +1,20 @@
-//! A rollout as the driver is asked for it.
+//! The driver's input: one rollout to run.
 
 use std::sync::Arc;
 
 use gym_core::RawObject;
 use gym_core::rollout::TaskKey;
 
-/// A rollout that is wanted, and where it is to be run.
+/// A requested rollout and its server.
 #[derive(Clone, Debug)]
 pub struct RolloutRow {
-    /// Which rollout.
+    /// Identifies the rollout.
     pub key: TaskKey,
-    /// The agent, for counting.
+    /// The agent, for the counters.
     pub agent: Arc<str>,
-    /// The environment server that is asked.
+    /// The environment server that runs it.
     pub server: Arc<str>,
-    /// Its implementation, written into the result.
+    /// The implementation of the server, written into the result.
     pub result_type: Option<Arc<str>>,
     /// The row as it is sent.
     pub row: RawObject,

@@ -1,5 +1,5 @@
-//! Agents and the servers in front of them: following a moved agent, putting a standalone agent into an environment,
-//! and giving every agent the environment server through which rollouts reach it.
+//! Composes agents with the servers in front of them: updates references to moved agents, inserts a standalone agent
+//! into an environment, and gives each agent an environment server for its rollouts.
 
 use crate::config::compose::directives;
 use crate::config::compose::merge;
@@ -8,10 +8,10 @@ use crate::config::resolve::interpolation::{Resolver, VariableLookup};
 use crate::config::yaml::node::{Key, Map, Node, Tree};
 use gym_core::server::ServerKind;
 
-/// Keys of the environment's agent that a standalone agent put in its place takes over.
+/// Keys of the environment's agent that a standalone agent takes over when it replaces that agent.
 const CARRIED: [&str; 3] = ["resources_server", "model_server", "datasets"];
 const RELAY_SUFFIX: &str = "_environment_server";
-/// Agents that NeMo Gym renamed: old instance name, new one.
+/// Agents that NeMo Gym renamed: old and new instance name.
 const RENAMED_AGENTS: [(&str, &str); 6] = [
     ("reasoning_gym_claude_code_agent", "claude_code_reasoning_gym_agent"),
     ("reasoning_gym_hermes_agent", "hermes_reasoning_gym_agent"),
@@ -21,7 +21,7 @@ const RENAMED_AGENTS: [(&str, &str); 6] = [
     ("reasoning_gym_rewoo_agent", "langgraph_rewoo_reasoning_gym_agent"),
 ];
 
-/// A top-level agent with its one implementation unwrapped.
+/// A top-level agent with its only implementation.
 #[derive(Clone, Debug)]
 pub(crate) struct AgentBlock {
     pub(crate) name: String,
@@ -29,7 +29,7 @@ pub(crate) struct AgentBlock {
     pub(crate) block: Node,
 }
 
-/// The one implementation of a kind in an instance block, when there is exactly one.
+/// Returns the implementation of a kind in an instance block if there is exactly one.
 pub(crate) fn single(block: &Map, kind: ServerKind) -> Option<(String, &Node)> {
     match block.get(kind.as_str())?.as_map()?.0.as_slice() {
         [(key, node)] => Some((key.to_string(), node)),
@@ -54,13 +54,13 @@ impl AgentBlock {
         self.block.as_map()?.get(field)?.as_map()
     }
 
-    /// A standalone agent leaves the name of its resources server open (`???`).
+    /// Returns `true` if the agent is standalone: the name of its resources server is `???`.
     fn is_unbound(&self) -> bool {
         self.reference("resources_server").and_then(|map| map.get("name")).is_some_and(Node::is_missing)
     }
 }
 
-/// A place in the tree where an environment server names an agent.
+/// A field of an environment server that names an agent.
 struct AgentReference {
     path: Vec<String>,
     name: String,
@@ -75,7 +75,7 @@ fn text_at(root: &Node, environment: &VariableLookup<'_>, path: &[String]) -> Op
     raw.as_text().filter(|_| !raw.is_missing()).map(str::to_owned)
 }
 
-/// Every field of every environment server that names an agent: those of type `responses_api_agents`, and
+/// Returns the fields of all environment servers that name an agent: those of type `responses_api_agents`, and
 /// `agent_server` without a type.
 fn agent_references(root: &Node, environment: &VariableLookup<'_>) -> Vec<AgentReference> {
     let mut found = Vec::new();
@@ -126,7 +126,7 @@ fn retarget(root: &mut Node, renames: &[(String, String)], environment: &Variabl
     }
 }
 
-/// Which top-level names inherit from which agent, before the directives run.
+/// Returns the names that inherit from each agent, before the directives run.
 pub(crate) fn agent_moves(frozen: &Node) -> Vec<(String, Vec<String>)> {
     let mut moves: Vec<(String, Vec<String>)> =
         agents(frozen).into_iter().map(|agent| (agent.name, Vec::new())).collect();
@@ -140,7 +140,7 @@ pub(crate) fn agent_moves(frozen: &Node) -> Vec<(String, Vec<String>)> {
     moves
 }
 
-/// Points environment servers at agents that inheritance moved to one new name.
+/// Updates environment servers whose agent was moved to a new name by inheritance.
 pub(crate) fn follow_moves(
     root: &mut Node,
     moves: Vec<(String, Vec<String>)>,
@@ -164,11 +164,11 @@ pub(crate) fn follow_moves(
     for reference in agent_references(root, environment) {
         if let Some((source, targets)) = ambiguous.iter().find(|(source, _)| *source == reference.name) {
             let origin = root.at(&reference.path).map(|node| node.origin.clone()).unwrap_or_default();
-            let what = format!("agent '{source}' was inherited under several names: {}", targets.join(", "));
+            let what = format!("several instances inherit from agent '{source}': {}", targets.join(", "));
             problems.push(
                 Problem::new(Mistake::Composition, &origin, reference.path.join("."), what)
                     .instance(&reference.path[0])
-                    .fix("point this field at one of them, and give the others their own environment servers"),
+                    .fix("name one of them in this field, and give each of the others its own environment server"),
             );
         }
     }
@@ -179,7 +179,8 @@ pub(crate) fn follow_moves(
     Ok(())
 }
 
-/// `gpqa_simple_agent` with `simple_agent` is `gpqa`; names that do not end so lose a trailing `_agent`.
+/// Returns the base name of an agent: `gpqa` for `gpqa_simple_agent` with `simple_agent`; other names lose a trailing
+/// `_agent`.
 fn stem<'a>(name: &'a str, implementation: &str) -> &'a str {
     let without = name.strip_suffix(&format!("_{implementation}")).unwrap_or(name);
     let without = without.strip_suffix(implementation).unwrap_or(without).trim_end_matches('_');
@@ -193,7 +194,8 @@ fn composed_name(agent: &AgentBlock, implementation: &str) -> String {
     }
 }
 
-/// The names that [`standalone_agent`] will create: command-line overrides of them have to wait for it.
+/// Returns the names that [`standalone_agent`] will create; command-line overrides of these names are applied
+/// afterwards.
 pub(crate) fn composed_names(root: &Node) -> Vec<String> {
     let all = agents(root);
     let mut sources = all.iter().filter(|agent| agent.is_unbound());
@@ -201,7 +203,7 @@ pub(crate) fn composed_names(root: &Node) -> Vec<String> {
     all.iter().filter(|a| a.name != source.name).map(|agent| composed_name(agent, &source.implementation)).collect()
 }
 
-/// Puts a standalone agent (its resources server left `???`) in the place of every other agent that has one.
+/// Replaces every other agent that has a resources server by the standalone agent, whose resources server is `???`.
 pub(crate) fn standalone_agent(
     root: &mut Node,
     mut held: Map,
@@ -217,7 +219,7 @@ pub(crate) fn standalone_agent(
             let what = format!("{} agents leave their resources_server unset: {}", names.len(), names.join(", "));
             return Err(vec![
                 Problem::new(Mistake::Composition, &several[0].block.origin, "", what)
-                    .fix("load one standalone agent, or name the resources server of the others"),
+                    .fix("load only one standalone agent, or set the resources server of the others"),
             ]);
         }
     };
@@ -229,9 +231,8 @@ pub(crate) fn standalone_agent(
     if targets.is_empty() {
         return Err(wrong(
             &source.block.origin,
-            "the agent leaves its resources_server unset, and there is no other agent whose place it could take"
-                .to_owned(),
-            "load an environment, benchmark or resources server beside the agent, or set its resources_server.name",
+            "the agent has no resources_server, and there is no other agent that it could replace".to_owned(),
+            "also load an environment, benchmark or resources server, or set resources_server.name of the agent",
         ));
     }
     unsupported_agents(root, source, &targets, environment)?;
@@ -240,7 +241,7 @@ pub(crate) fn standalone_agent(
     for (old, new) in &renames {
         let taken = root.step(new).is_some() && *new != source.name && !renames.iter().any(|(old, _)| old == new);
         if taken || renames.iter().filter(|(_, other)| other == new).count() > 1 {
-            let what = format!("composing would give two instances the name '{new}' (one was '{old}')");
+            let what = format!("after composition, two instances would have the name '{new}' (one was '{old}')");
             return Err(wrong(&source.block.origin, what, "rename the environment's agent"));
         }
     }
@@ -277,7 +278,7 @@ pub(crate) fn standalone_agent(
                 Mistake::Override,
                 &node.origin,
                 name.to_string(),
-                "no instance has this name after composing",
+                "no instance has this name after composition",
             )
             .fix(suggest(
                 &name.to_string(),
@@ -303,7 +304,7 @@ pub(crate) fn standalone_agent(
     Ok(())
 }
 
-/// An override of a composed agent may only name what the agent declares.
+/// Reports overrides of a composed agent that name a field which the agent does not have.
 fn unknown_fields(composed: &Node, over: &Node, name: &str, problems: &mut Vec<Problem>) {
     let (Some(known), Some(given)) = (composed.as_map(), over.as_map()) else { return };
     for (key, node) in &given.0 {
@@ -341,7 +342,7 @@ fn outdated_routes(root: &Node, renames: &[(String, String)], problems: &mut Vec
     }
 }
 
-/// Whether the checks of declared pairings are switched off.
+/// Returns `true` if the checks of declared pairings are disabled.
 fn pairing_allowed(root: &Node, environment: &VariableLookup<'_>) -> bool {
     let set = match root.step("allow_unsupported_pairing").map(|node| &node.value) {
         Some(Tree::Bool(flag)) => *flag,
@@ -353,7 +354,7 @@ fn pairing_allowed(root: &Node, environment: &VariableLookup<'_>) -> bool {
     set || !matches!(variable.as_str(), "" | "0" | "false")
 }
 
-/// The list (or single text) that a resources server declares under `field`.
+/// Returns the strings, or the one string, that a resources server declares under `field`.
 fn declared(
     root: &Node,
     environment: &VariableLookup<'_>,
@@ -387,21 +388,21 @@ fn unsupported_agents(
             && !allowed.contains(&source.implementation)
         {
             let what = format!(
-                "resources server '{server}' accepts the agents {} only, not '{}'",
+                "resources server '{server}' accepts only the agents {}, not '{}'",
                 allowed.join(", "),
                 source.implementation
             );
             problems.push(
                 Problem::new(Mistake::Composition, &target.block.origin, "", what)
                     .instance(&target.name)
-                    .fix("load one of those agents, or set +allow_unsupported_pairing=true"),
+                    .fix("load one of these agents, or set +allow_unsupported_pairing=true"),
             );
         }
     }
     if problems.is_empty() { Ok(()) } else { Err(problems) }
 }
 
-/// A resources server may name the model implementations that can carry its work.
+/// Reports model servers whose implementation a resources server does not accept.
 pub(crate) fn unsupported_models(root: &Node, environment: &VariableLookup<'_>) -> Vec<Problem> {
     if pairing_allowed(root, environment) {
         return Vec::new();
@@ -418,7 +419,7 @@ pub(crate) fn unsupported_models(root: &Node, environment: &VariableLookup<'_>) 
         };
         if implementation != "dummy_model" && !allowed.contains(&implementation) {
             let what = format!(
-                "model server '{model}' is a '{implementation}', and resources server '{server}' accepts {} only",
+                "model server '{model}' is a '{implementation}', but resources server '{server}' accepts only {}",
                 allowed.join(", ")
             );
             problems.push(
@@ -431,7 +432,7 @@ pub(crate) fn unsupported_models(root: &Node, environment: &VariableLookup<'_>) 
     problems
 }
 
-/// Routes rows that still carry an agent's old name to its new one.
+/// Routes rows that name a renamed agent to its new name.
 pub(crate) fn renamed_agents(root: &mut Node) {
     let declared = root.step("agent_map").and_then(Node::as_map).cloned().unwrap_or_default();
     let route = |name: &str| declared.get(name).and_then(Node::as_text).map_or_else(|| name.to_owned(), str::to_owned);
@@ -470,7 +471,7 @@ pub(crate) fn renamed_agents(root: &mut Node) {
     }
 }
 
-/// Gives each agent that no environment server names a `legacy_agent` relay; returns (agent, relay) pairs.
+/// Creates a `legacy_agent` relay for each agent that no environment server names; returns (agent, relay) pairs.
 pub(crate) fn relays(root: &mut Node, environment: &VariableLookup<'_>) -> Result<Vec<(String, String)>, Vec<Problem>> {
     let named: Vec<String> = agent_references(root, environment).into_iter().map(|reference| reference.name).collect();
     let mut bare: Vec<AgentBlock> = agents(root)

@@ -1,7 +1,7 @@
-//! `_inherit_from`, `_copy`, `_delete_key` and their `${inherit_from:…}`, `${copy:…}` forms.
+//! Applies `_inherit_from`, `_copy`, `_delete_key` and their forms `${inherit_from:…}` and `${copy:…}`.
 //!
-//! Inheriting moves: the source disappears from where it was, and environment servers that named a moved agent are
-//! pointed at its new name. Copying leaves it. Both read the configuration as it was before any of them ran.
+//! `_inherit_from` moves: the source is removed from its position, and environment servers that named a moved agent
+//! name it by its new name. `_copy` keeps the source. Both read the configuration as it was before any directive ran.
 
 use crate::config::compose::merge;
 use crate::config::problem::{Mistake, Origin, Problem, nearest};
@@ -28,12 +28,12 @@ struct Directives<'a> {
     problems: Vec<Problem>,
 }
 
-/// What a path leads to.
+/// The result of a path lookup.
 enum PathTarget {
     Value(Node),
-    /// The path runs into `???`.
+    /// The path contains a value `???`.
     Missing,
-    /// There is no such key: the first step that is absent, and its sisters.
+    /// A key does not exist: the first absent step, and its siblings.
     Absent(String, Vec<String>),
 }
 
@@ -69,11 +69,11 @@ impl Directives<'_> {
         let deletes = value.as_map_mut().and_then(|map| map.remove(DELETE));
         if let Some(names) = &deletes {
             let Some(names) = names.as_text() else {
-                let what = format!("{DELETE} is {}, not text", names.kind());
+                let what = format!("{DELETE} is {}; expected a string", names.kind());
                 let origin = names.origin.clone();
                 return self.problem(&origin, path, what, format!("write {DELETE}: 'a, b'"));
             };
-            let map = value.as_map_mut().expect("a key was taken out of it above");
+            let map = value.as_map_mut().expect("a key was removed from it above");
             for name in names.split(',').map(str::trim) {
                 if map.remove(name).is_none() {
                     delete.push(name.to_owned());
@@ -119,7 +119,7 @@ impl Directives<'_> {
         }
         let Some(source) = source else { return };
         let Some(from) = source.as_text().map(str::trim) else {
-            let what = format!("the source of the inheritance is {}, not a path", source.kind());
+            let what = format!("the source of the inheritance is {}; expected a path", source.kind());
             return self.problem(
                 &source.origin,
                 path,
@@ -129,26 +129,31 @@ impl Directives<'_> {
         };
         let steps: Vec<String> = from.split('.').map(str::to_owned).collect();
         let (leaf, parent) = steps.split_last().expect("split gives at least one part");
-        // The way to the source is looked up in what is left by now: what was moved away is gone.
+        // The parent of the source is looked up in the current tree, without the keys that were moved away.
         let (missing, gone) = match self.target(self.root, parent) {
             PathTarget::Missing => (true, None),
-            PathTarget::Absent(step, sisters) => (false, Some((step, sisters))),
+            PathTarget::Absent(step, siblings) => (false, Some((step, siblings))),
             PathTarget::Value(_) => (false, None),
         };
         let found = match gone {
-            Some((step, sisters)) => PathTarget::Absent(step, sisters),
+            Some((step, siblings)) => PathTarget::Absent(step, siblings),
             None => self.target(self.frozen, &steps),
         };
         let swapped = match found {
             PathTarget::Value(node) if !missing => node,
             PathTarget::Value(_) | PathTarget::Missing => return self.put(path, key, Node::text("???", &origin)),
-            PathTarget::Absent(step, sisters) => {
-                let near = nearest(&step, sisters.iter().map(String::as_str));
+            PathTarget::Absent(step, siblings) => {
+                let near = nearest(&step, siblings.iter().map(String::as_str));
                 let fix = match near {
                     Some(near) => format!("did you mean '{near}' instead of '{step}'?"),
                     None => format!("load the file that defines '{from}' as well, or correct the path"),
                 };
-                return self.problem(&source.origin, path, format!("'{from}' does not exist: no '{step}'"), fix);
+                return self.problem(
+                    &source.origin,
+                    path,
+                    format!("'{from}' does not exist: there is no '{step}'"),
+                    fix,
+                );
             }
         };
         if moves && let Some(map) = self.here_mut(parent).and_then(Node::as_map_mut) {
@@ -157,12 +162,12 @@ impl Directives<'_> {
         let mut result = swapped;
         if property {
             if result.as_map().is_none() {
-                let what = format!("'{from}' is {}, which a mapping cannot inherit from", result.kind());
+                let what = format!("a mapping cannot inherit from '{from}', which is {}", result.kind());
                 return self.problem(
                     &source.origin,
                     path,
                     what,
-                    format!("write ${{copy:{from}}} as the value instead"),
+                    format!("replace the mapping by the value ${{copy:{from}}}"),
                 );
             }
             if let Err(problems) = merge::merge(&mut result, &value, self.environment) {
@@ -197,8 +202,8 @@ impl Directives<'_> {
         let mut so_far: Vec<&str> = Vec::new();
         for step in steps {
             let Some(next) = node.as_map().and_then(|map| map.get(step)) else {
-                let sisters = node.as_map().map(|map| map.0.iter().map(|(key, _)| key.to_string()).collect());
-                return PathTarget::Absent(step.clone(), sisters.unwrap_or_default());
+                let siblings = node.as_map().map(|map| map.0.iter().map(|(key, _)| key.to_string()).collect());
+                return PathTarget::Absent(step.clone(), siblings.unwrap_or_default());
             };
             if next.is_missing() {
                 return PathTarget::Missing;
@@ -218,7 +223,7 @@ impl Directives<'_> {
     }
 }
 
-/// The source that a top-level value inherits from, when it does.
+/// Returns the source from which a top-level value inherits, if any.
 pub(crate) fn inherited(value: &Node) -> Option<&str> {
     match &value.value {
         Tree::Text(text) => text.strip_prefix("${inherit_from:").map(|rest| rest.strip_suffix('}').unwrap_or(rest)),

@@ -1,4 +1,4 @@
-//! Finding configuration files, following their `config_paths`, and the order in which they are laid over each other.
+//! Finds configuration files, follows their `config_paths`, and orders them for merging.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -8,10 +8,10 @@ use crate::config::resolve::interpolation::{Resolver, VariableLookup};
 use crate::config::yaml::node::{Node, Tree};
 use crate::config::yaml::parser;
 
-/// Configuration files are small; something larger was named by mistake.
+/// Maximum size of a configuration file; a larger file was named by mistake.
 const FILE_BYTES_MAX: u64 = 16 << 20;
 
-/// Files that NeMo Gym moved: old path, new path.
+/// Files that NeMo Gym moved: old and new path.
 const MOVED: [(&str, &str); 9] = [
     ("environments/reasoning_gym_claude_code/config.yaml", "environments/claude_code_reasoning_gym/config.yaml"),
     ("environments/reasoning_gym_hermes/config.yaml", "environments/hermes_reasoning_gym/config.yaml"),
@@ -39,7 +39,7 @@ const MOVED: [(&str, &str); 9] = [
     ),
 ];
 
-/// Where a relative path is looked for, in this order.
+/// The directories in which relative paths are searched, in this order.
 #[derive(Clone, Debug)]
 pub(crate) struct SearchRoots {
     pub(crate) searched: Vec<PathBuf>,
@@ -67,7 +67,7 @@ impl SearchRoots {
     }
 }
 
-/// The files of one load: each once, with what it pulled in.
+/// The files of one load. Each is read once and lists the files that it includes.
 pub(crate) struct ConfigFiles<'a> {
     roots: &'a SearchRoots,
     environment: &'a VariableLookup<'a>,
@@ -84,7 +84,7 @@ struct ConfigFile {
     config: Node,
 }
 
-/// The `config_paths` of a layer, as text nodes that remember where they are listed.
+/// Returns the `config_paths` of a layer, as strings with their origin.
 pub(crate) fn listed(layer: &Node, environment: &VariableLookup<'_>) -> Result<Vec<Node>, ConfigError> {
     let Some(raw) = layer.step("config_paths") else { return Ok(Vec::new()) };
     let resolved = Resolver::new(layer, environment).value_at(&["config_paths"]);
@@ -93,7 +93,7 @@ pub(crate) fn listed(layer: &Node, environment: &VariableLookup<'_>) -> Result<V
             Mistake::Value,
             &node.origin,
             "config_paths",
-            format!("{} where a list of paths is expected", node.kind()),
+            format!("expected a list of paths, found {}", node.kind()),
         )
         .fix("write config_paths: [a.yaml, b.yaml]")
     };
@@ -116,18 +116,18 @@ impl<'a> ConfigFiles<'a> {
         Self { roots, environment, entries: Vec::new(), warnings: Vec::new(), roots_count: 0 }
     }
 
-    /// `env.yaml`, where there is one.
+    /// Reads `env.yaml`, if it exists.
     pub(crate) fn env_file(&self) -> Result<Option<Node>, ConfigError> {
         let Some(path) = self.roots.find(Path::new("env.yaml")) else { return Ok(None) };
         let origin = Origin::of(&path.display().to_string());
         read(&path, &path.display().to_string(), &origin).map(Some).map_err(ConfigError::from)
     }
 
-    /// Reads the named files and everything that they include; all that are absent are reported together.
+    /// Reads the named files and all files that they include; reports all missing files together.
     pub(crate) fn read(&mut self, named: Vec<Node>) -> Result<(), ConfigError> {
         for node in named {
             let name = node.as_text().unwrap_or_default().to_owned();
-            // One named twice is read twice, as NeMo Gym does: it can be meant, to lay it over what is between.
+            // As in NeMo Gym, a file that is named twice is merged twice, so it can override the files in between.
             self.push(name, node.origin);
         }
         self.roots_count = self.entries.len();
@@ -176,7 +176,7 @@ impl<'a> ConfigFiles<'a> {
                         "config_paths",
                         format!("'{name}' is included more than once"),
                     )
-                    .fix("two servers made from one file need names of their own: '_inherit_from: NAME'"),
+                    .fix("give each server of the same file its own name with '_inherit_from: NAME'"),
                 );
                 continue;
             }
@@ -207,16 +207,16 @@ impl<'a> ConfigFiles<'a> {
         let fix = match near {
             Some(near) => format!("did you mean '{near}'?"),
             None => {
-                "check the spelling; relative paths start at the search directories, the working directory and the \
-                     installed folders of the Python interpreter"
+                "check the spelling; relative paths are searched in the search directories, the working directory and the \
+                     directories of packages that the Python interpreter has installed"
                     .to_owned()
             }
         };
-        Problem::new(Mistake::File, origin, "config_paths", format!("'{name}' was not found; looked at {list}"))
-            .fix(fix)
+        Problem::new(Mistake::File, origin, "config_paths", format!("'{name}' was not found; searched {list}")).fix(fix)
     }
 
-    /// The files' contents, lowest first: a file comes after everything that it includes, and siblings keep their order.
+    /// Returns the contents of the files, lowest layer first: a file follows all files that it includes, and siblings
+    /// keep their order.
     pub(crate) fn layers(&self) -> impl Iterator<Item = &Node> {
         self.order().into_iter().map(|index| &self.entries[index].config)
     }
@@ -235,7 +235,7 @@ impl<'a> ConfigFiles<'a> {
         order
     }
 
-    /// The merged `config_paths`: every file, as it was named, in the order in which it was found.
+    /// Returns the merged `config_paths`: all files as they were named, in the order in which they were found.
     pub(crate) fn config_paths(&self) -> Node {
         let items = self.entries.iter().map(|entry| Node::text(entry.name.clone(), &entry.origin)).collect();
         Node::new(Tree::List(items), Origin::default())
@@ -257,16 +257,16 @@ fn read(path: &Path, shown: &str, listed_at: &Origin) -> Result<Node, Problem> {
         |error: &io::Error| wrong(format!("cannot read '{shown}': {error}"), "check the path and its permissions");
     let size = std::fs::metadata(path).map_err(|error| io_problem(&error))?;
     if size.is_dir() {
-        return Err(wrong(format!("'{shown}' is a folder"), "name the YAML file in it"));
+        return Err(wrong(format!("'{shown}' is a directory"), "name a YAML file in it"));
     }
     if size.len() > FILE_BYTES_MAX {
-        return Err(wrong(format!("'{shown}' holds more than {FILE_BYTES_MAX} bytes"), "name a configuration file"));
+        return Err(wrong(format!("'{shown}' has more than {FILE_BYTES_MAX} bytes"), "name a configuration file"));
     }
     let bytes = std::fs::read(path).map_err(|error| io_problem(&error))?;
     let text = String::from_utf8(bytes).map_err(|error| {
         let line = error.as_bytes()[..error.utf8_error().valid_up_to()].iter().filter(|b| **b == b'\n').count() + 1;
         let origin = Origin { line: u32::try_from(line).unwrap_or(0), ..Origin::of(shown) };
-        Problem::new(Mistake::Syntax, &origin, "", "the file is not UTF-8 text").fix("save it as UTF-8")
+        Problem::new(Mistake::Syntax, &origin, "", "the file is not valid UTF-8").fix("save it as UTF-8")
     })?;
     parser::parse(&text, shown)
 }

@@ -1,10 +1,11 @@
-//! `OmegaConf.merge`: later values win, mappings are merged, lists are replaced, `???` never overwrites.
+//! Merges as `OmegaConf.merge` does: later values override earlier ones, mappings are merged, lists are replaced, and
+//! `???` never overrides.
 
 use crate::config::problem::{Mistake, Problem};
 use crate::config::resolve::interpolation::{Resolved, Resolver, VariableLookup};
 use crate::config::yaml::node::{Key, Map, Node, Tree};
 
-/// Merges `over` onto `root`, both of which are mappings.
+/// Merges `over` into `root`; both are mappings.
 pub(crate) fn merge(root: &mut Node, over: &Node, environment: &VariableLookup<'_>) -> Result<(), Vec<Problem>> {
     let mut problems = Vec::new();
     if let Some(map) = over.as_map() {
@@ -37,7 +38,7 @@ fn merge_at(
         if above.is_missing() {
             continue;
         }
-        // A mapping laid over `${other}` is laid over a copy of what that stands for.
+        // A mapping that overrides `${other}` is merged into a copy of the value of `other`.
         if above.is_container() && below.is_interpolation() {
             let container: Vec<String> = path.iter().map(ToString::to_string).collect();
             let below = below.clone();
@@ -60,10 +61,12 @@ fn merge_at(
             }
             (Tree::Map(_), Tree::List(_)) | (Tree::List(_), Tree::Map(_)) => {
                 let name = path.iter().chain([key]).map(ToString::to_string).collect::<Vec<_>>().join(".");
-                let what = format!("{} cannot be merged onto {} from {}", above.kind(), below.kind(), below.origin);
-                problems.push(Problem::new(Mistake::Merge, &above.origin, name, what).fix(
-                    "give both the same shape; a list is always replaced as a whole, its entries cannot be overridden one by one",
-                ));
+                let what = format!("{} cannot override {} from {}", above.kind(), below.kind(), below.origin);
+                problems.push(
+                    Problem::new(Mistake::Merge, &above.origin, name, what).fix(
+                        "give both values the same type; a list can only be replaced as a whole, not entry by entry",
+                    ),
+                );
             }
             _ => *below = above.clone(),
         }

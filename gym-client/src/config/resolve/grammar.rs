@@ -1,27 +1,27 @@
-//! The value language that Hydra's overrides and OmegaConf's resolver arguments share: numbers, booleans, `null`,
-//! quoted and unquoted text, `[lists]` and `{mappings}`.
+//! The grammar of values that Hydra's overrides and OmegaConf's resolver arguments share: numbers, booleans, `null`,
+//! quoted and unquoted strings, `[lists]` and `{mappings}`.
 
 use crate::config::problem::Origin;
 use crate::config::yaml::node::{Key, Map, Node, Tree};
 
-/// Nesting of one value; the parser recurses.
+/// Maximum nesting of a value, because the parser is recursive.
 const DEPTH_MAX: usize = 64;
 
-/// Reads values out of one line of text.
+/// Parses values from one line of text.
 pub(crate) struct ValueParser<'a, F> {
     text: &'a str,
     at: usize,
     depth: usize,
     origin: Origin,
-    /// Called for each `${…}`, braces included.
+    /// Called for each `${…}`, including the braces.
     interpolate: F,
 }
 
-/// How an interpolation inside a value comes back.
+/// The replacement of an interpolation inside a value.
 pub(crate) enum Inserted {
-    /// A value that stands for the whole element when nothing is beside it.
+    /// A value that replaces the whole element if the element contains nothing else.
     Value(Node),
-    /// Text to keep as it is: the override grammar hands interpolations on unresolved.
+    /// The original text: the grammar of overrides leaves interpolations unresolved.
     Verbatim,
 }
 
@@ -48,7 +48,7 @@ impl<'a, F: FnMut(&str) -> Result<Inserted, String>> ValueParser<'a, F> {
         false
     }
 
-    /// One value, and nothing after it.
+    /// Parses one value that must be followed by the end of the text.
     pub(crate) fn only(mut self) -> Result<Node, String> {
         self.skip_space();
         let node = self.element(&[','])?;
@@ -60,7 +60,7 @@ impl<'a, F: FnMut(&str) -> Result<Inserted, String>> ValueParser<'a, F> {
         }
     }
 
-    /// `a, b, c` up to the end; an empty place is empty text.
+    /// Parses `a, b, c` up to the end; an empty element is an empty string.
     pub(crate) fn sequence(mut self) -> Result<Vec<Node>, String> {
         let mut items = Vec::new();
         self.skip_space();
@@ -87,7 +87,7 @@ impl<'a, F: FnMut(&str) -> Result<Inserted, String>> ValueParser<'a, F> {
     fn element(&mut self, ends: &[char]) -> Result<Node, String> {
         self.depth += 1;
         if self.depth > DEPTH_MAX {
-            return Err(format!("nested deeper than {DEPTH_MAX}"));
+            return Err(format!("nested deeper than {DEPTH_MAX} levels"));
         }
         let node = match self.rest().chars().next() {
             Some('[') => self.list(),
@@ -129,7 +129,7 @@ impl<'a, F: FnMut(&str) -> Result<Inserted, String>> ValueParser<'a, F> {
                     _ => return Err("null cannot be a key".to_owned()),
                 };
                 if !self.eat(':') {
-                    return Err(format!("the key {key} of the mapping has no ': value'"));
+                    return Err(format!("the key {key} of the mapping has no value; write {key}: VALUE"));
                 }
                 let value = self.element(&[',', '}'])?;
                 map.set(key, value);
@@ -180,7 +180,7 @@ impl<'a, F: FnMut(&str) -> Result<Inserted, String>> ValueParser<'a, F> {
         Ok(Node::text(out, &self.origin))
     }
 
-    /// The `${…}` that starts here, nested braces and all.
+    /// Returns the `${…}` that starts here, including nested braces.
     fn interpolation(&mut self) -> Result<&'a str, String> {
         let rest = self.rest();
         let length = braces(rest).ok_or_else(|| format!("'{rest}' has no closing '}}'"))?;
@@ -221,7 +221,7 @@ impl<'a, F: FnMut(&str) -> Result<Inserted, String>> ValueParser<'a, F> {
                 break;
             }
             if let Some(node) = whole.take() {
-                // Space after a lone interpolation is not part of the value.
+                // Spaces after an interpolation that is the whole value are ignored.
                 if rest.trim_start_matches([' ', '\t']).is_empty()
                     || rest.trim_start_matches([' ', '\t']).starts_with(ends)
                 {
@@ -267,14 +267,14 @@ impl<'a, F: FnMut(&str) -> Result<Inserted, String>> ValueParser<'a, F> {
         }
         out.truncate(out.len() - trailing);
         if self.at == start {
-            return Err("a value is missing".to_owned());
+            return Err("there is no value".to_owned());
         }
         let value = if typed { literal(&out) } else { Tree::Text(out) };
         Ok(Node::new(value, self.origin.clone()))
     }
 }
 
-/// Length of the `${…}` at the start of `text`.
+/// Returns the length of the `${…}` at the start of `text`.
 pub(crate) fn braces(text: &str) -> Option<usize> {
     let mut depth = 0usize;
     let mut quote: Option<char> = None;
@@ -301,7 +301,7 @@ pub(crate) fn braces(text: &str) -> Option<usize> {
     None
 }
 
-/// `12`, `1e3`, `true`, `null`, else text.
+/// Parses `12`, `1e3`, `true`, `null`, or a string.
 pub(crate) fn literal(text: &str) -> Tree {
     let body = text.strip_prefix(['+', '-']).unwrap_or(text);
     let lower = body.to_ascii_lowercase();
@@ -350,7 +350,7 @@ fn unsigned_int(text: &str) -> bool {
     text == "0" || (!text.starts_with('0') && digit_groups(text))
 }
 
-/// Digits with single underscores between them.
+/// Returns `true` if the text consists of digits with single underscores between them.
 fn digit_groups(text: &str) -> bool {
     !text.is_empty() && text.split('_').all(|group| !group.is_empty() && group.bytes().all(|b| b.is_ascii_digit()))
 }

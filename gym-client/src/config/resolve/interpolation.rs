@@ -1,4 +1,4 @@
-//! OmegaConf's interpolations: `${a.b}`, `${.x}`, `${..x}`, `${oc.env:X,default}`, `${oc.select:a.b,default}`.
+//! Resolves OmegaConf's interpolations: `${a.b}`, `${.x}`, `${..x}`, `${oc.env:X,default}`, `${oc.select:a.b,default}`.
 
 use std::cell::Cell;
 use std::fmt;
@@ -10,12 +10,12 @@ use crate::config::yaml::node::{Node, Tree};
 /// Looks up an environment variable.
 pub(crate) type VariableLookup<'a> = dyn Fn(&str) -> Option<String> + 'a;
 
-/// Interpolations through which one value may be reached; a cycle ends here.
+/// Maximum number of interpolations that lead to one value; detects cycles.
 const DEPTH_MAX: usize = 64;
-/// Values that resolving may create: `${…}` of mappings can double at each level.
+/// Maximum number of values that resolving creates, because each `${…}` of a mapping can double their number.
 const NODES_MAX: usize = 1_000_000;
 
-/// Why an interpolation has no value.
+/// The reason why an interpolation has no value, and the fix.
 #[derive(Clone, Debug)]
 pub(crate) struct Unresolved {
     pub(crate) what: String,
@@ -28,7 +28,7 @@ impl Unresolved {
     }
 }
 
-/// A value that stayed an interpolation, with its path.
+/// An interpolation that could not be resolved, with its path.
 #[derive(Clone, Debug)]
 pub(crate) struct InterpolationFailure {
     pub(crate) path: Vec<String>,
@@ -36,7 +36,7 @@ pub(crate) struct InterpolationFailure {
     pub(crate) why: Unresolved,
 }
 
-/// A value in the tree, or one that a resolver made.
+/// A value in the tree, or a value that a resolver created.
 pub(crate) enum Resolved<'a> {
     At(Vec<String>, &'a Node),
     Made(Node),
@@ -60,14 +60,15 @@ impl<'a> Resolver<'a> {
         Self { root, environment, depth: Cell::new(0), nodes: Cell::new(0) }
     }
 
-    /// The whole tree with every interpolation replaced; those that cannot be keep their text and are returned.
+    /// Returns the whole tree with every interpolation replaced. Unresolved interpolations keep their text and are
+    /// returned.
     pub(crate) fn all(&self) -> (Node, Vec<InterpolationFailure>) {
         let mut failures = Vec::new();
         let node = self.expand(&mut Vec::new(), self.root, &mut failures);
         (node, failures)
     }
 
-    /// The value at a path, interpolations replaced at it and below it.
+    /// Returns the value at a path, with the interpolations at and below it replaced.
     pub(crate) fn value_at(&self, path: &[&str]) -> Option<Node> {
         let mut found = Resolved::At(Vec::new(), self.root);
         for step in path {
@@ -136,7 +137,7 @@ impl<'a> Resolver<'a> {
     fn deeper<T>(&self, work: impl FnOnce() -> Result<T, Unresolved>) -> Result<T, Unresolved> {
         if self.depth.get() >= DEPTH_MAX || self.nodes.get() > NODES_MAX {
             return Err(Unresolved::new(
-                "the interpolation leads back to itself",
+                "the interpolation refers to itself",
                 "break the cycle: give one of the keys a value",
             ));
         }
@@ -146,7 +147,7 @@ impl<'a> Resolver<'a> {
         result
     }
 
-    /// What a text with interpolations stands for; `container` is the path of the mapping or list that holds it.
+    /// Resolves a string with interpolations; `container` is the path of the mapping or list that contains it.
     pub(crate) fn text(&self, container: &[String], node: &Node) -> Result<Resolved<'a>, Unresolved> {
         let text = node.as_text().unwrap_or_default();
         if let Some(length) = text.starts_with("${").then(|| braces(text)).flatten()
@@ -168,11 +169,11 @@ impl<'a> Resolver<'a> {
                 continue;
             }
             let length = braces(rest).ok_or_else(|| {
-                Unresolved::new(format!("'{rest}' has no closing '}}'"), "close it, or write \\${ for a plain ${")
+                Unresolved::new(format!("'{rest}' has no closing '}}'"), "close it, or write \\${ for a literal ${")
             })?;
             let found = self.interpolation(container, &rest[..length], &node.origin)?;
             match found {
-                // Python's text of a container shows what is in it as it was written.
+                // Python's string of a container shows its values unresolved.
                 Resolved::At(_, node) if node.is_container() => out.push_str(&node.python_str()),
                 found => out.push_str(&self.complete(found)?.python_str()),
             }
@@ -188,7 +189,7 @@ impl<'a> Resolver<'a> {
         failures.into_iter().next().map_or(Ok(node), |failure| Err(failure.why))
     }
 
-    /// One `${…}`.
+    /// Resolves one `${…}`.
     fn interpolation(&self, container: &[String], whole: &str, origin: &Origin) -> Result<Resolved<'a>, Unresolved> {
         let inner = whole[2..whole.len() - 1].trim();
         if let Some((name, arguments)) = resolver_call(inner) {
@@ -208,8 +209,8 @@ impl<'a> Resolver<'a> {
         key.push_str(rest);
         if key.is_empty() || key.contains(|c: char| c.is_whitespace() || "\\{}()'\":,".contains(c)) {
             return Err(Unresolved::new(
-                format!("'{whole}' is no interpolation"),
-                "write ${a.b} for another key, ${oc.env:NAME,default} for the environment, \\${ for a plain ${",
+                format!("'{whole}' is not a valid interpolation"),
+                "write ${a.b} for another key, ${oc.env:NAME,default} for the environment, \\${ for a literal ${",
             ));
         }
         self.deeper(|| {
@@ -225,7 +226,7 @@ impl<'a> Resolver<'a> {
         })
     }
 
-    /// The value a key path leads to; `None` when there is none.
+    /// Returns the value at a key path, or `None` if it does not exist.
     fn select(&self, container: &[String], key: &str) -> Result<Option<Resolved<'a>>, Unresolved> {
         let dots = key.len() - key.trim_start_matches('.').len();
         let base = if dots == 0 {
@@ -233,7 +234,7 @@ impl<'a> Resolver<'a> {
         } else {
             let up = dots - 1;
             let keep = container.len().checked_sub(up).ok_or_else(|| {
-                Unresolved::new(format!("'{key}' goes above the top of the configuration"), "remove a dot")
+                Unresolved::new(format!("'{key}' leads above the top level of the configuration"), "remove a dot")
             })?;
             container[..keep].to_vec()
         };
@@ -255,7 +256,7 @@ impl<'a> Resolver<'a> {
                 if child.is_missing() {
                     path.push(step.to_owned());
                     return Err(Unresolved::new(
-                        format!("it refers to '{}', which is still ???", path.join(".")),
+                        format!("the reference '{}' is not set (???)", path.join(".")),
                         format!("set ++{}=<value>", path.join(".")),
                     ));
                 }
@@ -277,7 +278,8 @@ impl<'a> Resolver<'a> {
         origin: &Origin,
     ) -> Result<Resolved<'a>, Unresolved> {
         if matches!(name, "inherit_from" | "copy") {
-            // Left over where NeMo Gym does not follow it (an entry of a list): it stays text there too.
+            // NeMo Gym does not resolve such an interpolation, for example in an entry of a list, so it remains a
+            // string.
             return Ok(Resolved::Made(Node::text(format!("${{{name}:{}}}", arguments.trim()), origin)));
         }
         let failure: Cell<Option<Unresolved>> = Cell::new(None);
@@ -297,7 +299,10 @@ impl<'a> Resolver<'a> {
             })
         })?;
         let usage = |form: &str| {
-            Unresolved::new(format!("${{{name}:{arguments}}} has {} arguments", values.len()), format!("write {form}"))
+            Unresolved::new(
+                format!("${{{name}:{arguments}}} has the wrong number of arguments ({})", values.len()),
+                format!("write {form}"),
+            )
         };
         match name {
             "oc.env" => {
@@ -352,7 +357,7 @@ impl<'a> Resolver<'a> {
                 _ => Err(usage("${oc.decode:${oc.env:NAME}}")),
             },
             _ => Err(Unresolved::new(
-                format!("the resolver '{name}' is not known"),
+                format!("unknown resolver '{name}'"),
                 "use one of oc.env, oc.select, oc.decode, inherit_from, copy",
             )),
         }
@@ -367,12 +372,12 @@ impl<'a> Resolver<'a> {
     }
 }
 
-/// `a.b[0].c` in its steps.
+/// Splits `a.b[0].c` into its steps.
 fn steps(key: &str) -> impl Iterator<Item = &str> {
     key.split(['.', '[', ']']).filter(|step| !step.is_empty())
 }
 
-/// `name:arguments`, where the name is dotted words.
+/// Splits `name:arguments`, where the name consists of dotted words.
 fn resolver_call(inner: &str) -> Option<(&str, &str)> {
     let (name, arguments) = inner.split_once(':')?;
     let name = name.trim();

@@ -1,4 +1,4 @@
-//! Interpolations (`${…}`), and the overrides of the command line, which share their grammar of values.
+//! Interpolations (`${…}`) and command-line overrides, which share a grammar of values.
 
 mod grammar;
 pub(crate) mod interpolation;

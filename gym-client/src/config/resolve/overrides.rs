@@ -1,13 +1,13 @@
 //! Command-line overrides in Hydra's language: `+key=value`, `++key=value`, `key=value`, `~key`.
 //!
-//! `+` adds and `++` adds or replaces before the files are merged, as in NeMo Gym. `key=value` and `~key` change what
-//! the files define, so they are applied to the merged result; NeMo Gym itself refuses them there.
+//! `+` adds a key, and `++` adds or replaces one, before the files are merged, as in NeMo Gym. `key=value` and `~key`
+//! change keys of the merged files; NeMo Gym rejects them there.
 
 use crate::config::problem::{ConfigError, Mistake, Origin, Problem, nearest};
 use crate::config::resolve::grammar::{Inserted, ValueParser};
 use crate::config::yaml::node::{Key, Map, Node, Tree};
 
-/// The place that errors about overrides name.
+/// The location in errors about overrides.
 pub(crate) const COMMAND_LINE: &str = "command line";
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,10 +37,10 @@ pub struct Overrides {
 }
 
 impl Overrides {
-    /// Parses each argument; all bad ones are reported together.
+    /// Parses the arguments and reports all invalid ones together.
     ///
     /// # Errors
-    /// [`ConfigError::Invalid`] with one problem for each argument that is no override.
+    /// [`ConfigError::Invalid`] with one problem for each argument that is not an override.
     pub fn parse<I>(arguments: I) -> Result<Self, ConfigError>
     where
         I: IntoIterator,
@@ -57,7 +57,7 @@ impl Overrides {
         if problems.is_empty() { Ok(Self { items }) } else { Err(ConfigError::Invalid(problems)) }
     }
 
-    /// Whether an argument looks like an override and not like an option or a file.
+    /// Returns `true` if an argument looks like an override, and not like an option or a file.
     #[must_use]
     pub fn looks_like_one(argument: &str) -> bool {
         let argument = unquoted(argument);
@@ -65,13 +65,13 @@ impl Overrides {
         !argument.starts_with('-') && (argument.starts_with('~') || body.contains('=')) && !body.is_empty()
     }
 
-    /// No override at all.
+    /// Returns `true` if there are no overrides.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.items.is_empty()
     }
 
-    /// What `+` and `++` build, and the `key=value` and `~key` that wait for the merged files.
+    /// Returns the tree that `+` and `++` build, and the overrides that apply to the merged files.
     pub(crate) fn tree(&self) -> Result<(Node, LateOverrides<'_>), ConfigError> {
         let mut root = Node::map(Vec::new(), &Origin::of(COMMAND_LINE));
         let mut late = Vec::new();
@@ -81,7 +81,7 @@ impl Overrides {
             let result = match (item.verb, &item.value) {
                 (OverrideVerb::Add, Some(value)) => match there {
                     Some(node) if !value.is_container() && !matches!(node.value, Tree::Null) => Err(item
-                        .problem("the key was given twice")
+                        .problem("the key is set twice")
                         .fix("keep one, or write ++ to replace the earlier value")),
                     _ => update(&mut root, &item.path, value).map_err(|what| item.problem(what)),
                 },
@@ -96,7 +96,7 @@ impl Overrides {
                     Ok(())
                 }
                 (OverrideVerb::Change | OverrideVerb::Delete, _) if item.path[0] == "config_paths" => Err(item
-                    .problem("the list of files is read before anything can change it")
+                    .problem("config_paths is read before this override is applied")
                     .fix("write +config_paths=[a.yaml,b.yaml]")),
                 _ => {
                     late.push(item);
@@ -111,7 +111,7 @@ impl Overrides {
     }
 }
 
-/// `key=value` and `~key`, which need the merged files.
+/// The overrides `key=value` and `~key`, which apply to the merged files.
 #[derive(Debug)]
 pub(crate) struct LateOverrides<'a>(Vec<&'a ParsedOverride>);
 
@@ -125,8 +125,8 @@ impl LateOverrides<'_> {
             };
             match (&item.value, item.verb) {
                 (Some(value), OverrideVerb::Delete) if there.to_json() != value.to_json() => problems.push(
-                    item.problem("the key has another value, so it is not deleted")
-                        .fix(format!("write ~{} to delete it whatever it holds", item.path.join("."))),
+                    item.problem("the key has another value and was not deleted")
+                        .fix(format!("write ~{} to delete it regardless of its value", item.path.join("."))),
                 ),
                 (_, OverrideVerb::Delete) => remove(root, &item.path),
                 (Some(value), _) => {
@@ -162,7 +162,7 @@ impl ParsedOverride {
         let near = near.unwrap_or_default();
         match self.verb {
             OverrideVerb::Delete => {
-                self.problem("there is no such key to delete").fix(format!("{near}else leave it out"))
+                self.problem("the key to delete does not exist").fix(format!("{near}otherwise remove the override"))
             }
             _ => self
                 .problem("no file defines the key")
@@ -175,7 +175,7 @@ fn joined(path: &[String], last: &str) -> String {
     path.iter().map(String::as_str).chain([last]).collect::<Vec<_>>().join(".")
 }
 
-/// A value that goes with a key that names a secret is not repeated in an error.
+/// Hides the value if the key names a secret, so that errors do not repeat it.
 fn hidden(text: &str) -> String {
     match text.split_once('=') {
         Some((key, _)) if crate::config::yaml::writer::is_secret_key(key.rsplit('.').next().unwrap_or(key)) => {
@@ -185,7 +185,7 @@ fn hidden(text: &str) -> String {
     }
 }
 
-/// The argument without the quotes that a paste may have left around it.
+/// Returns the argument without surrounding quotes, which copied commands may contain.
 fn unquoted(argument: &str) -> &str {
     let trimmed = argument.trim();
     for quote in ['"', '\''] {
@@ -217,23 +217,23 @@ fn parse_one(argument: &str) -> Result<ParsedOverride, Problem> {
     };
     if value.is_none() && verb != OverrideVerb::Delete {
         return Err(bad(
-            format!("'{text}' is no override: there is no '='"),
+            format!("'{text}' is not an override: it has no '='"),
             format!("write {text}=VALUE, or ~{rest} to delete a key"),
         ));
     }
     if key.is_empty() {
-        return Err(bad(format!("'{}' names no key", hidden(text)), "write +key=value".to_owned()));
+        return Err(bad(format!("'{}' has no key", hidden(text)), "write +key=value".to_owned()));
     }
     if key != key.trim() {
         return Err(bad(
-            format!("'{}' has a space beside its key", hidden(text)),
-            format!("write it without: +{}=…", key.trim()),
+            format!("'{}' has a space around its key", hidden(text)),
+            format!("remove the space: +{}=…", key.trim()),
         ));
     }
     if key.contains('/') || key.contains('@') {
         return Err(bad(
-            format!("'{key}' is a Hydra config group, and there are none here"),
-            "separate the keys by dots: a.b.c".to_owned(),
+            format!("'{key}' is a Hydra config group, which is not supported"),
+            "separate keys with dots: a.b.c".to_owned(),
         ));
     }
     let path: Vec<String> = key.split('.').map(str::to_owned).collect();
@@ -242,10 +242,10 @@ fn parse_one(argument: &str) -> Result<ParsedOverride, Problem> {
             && step.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'_' | b'-' | b'$'));
         let number = index > 0 && !step.is_empty() && step.bytes().all(|b| b.is_ascii_digit());
         if !word && !number {
-            let shown = if step.is_empty() { "an empty step".to_owned() } else { format!("'{step}'") };
+            let shown = if step.is_empty() { "an empty part".to_owned() } else { format!("'{step}'") };
             return Err(bad(
-                format!("'{key}' is no key: {shown} is not a name"),
-                "use letters, digits, _ and - with dots between, for example a.b.c; put other names into a file"
+                format!("'{key}' is not a valid key: {shown} is not a name"),
+                "use letters, digits, _ and -, separated by dots, for example a.b.c; set keys with other names in a file"
                     .to_owned(),
             ));
         }
@@ -266,13 +266,13 @@ fn parse_one(argument: &str) -> Result<ParsedOverride, Problem> {
             } else {
                 "quote the value for this parser and for the shell: '+key=\"value\"'".to_owned()
             };
-            Problem::new(Mistake::Override, &origin, key, format!("cannot read '{shown}': {what}")).fix(fix)
+            Problem::new(Mistake::Override, &origin, key, format!("cannot parse '{shown}': {what}")).fix(fix)
         })?),
     };
     Ok(ParsedOverride { verb, path, value, text: text.to_owned() })
 }
 
-/// Sets a key, making the mappings on the way; mappings are merged, lists replaced.
+/// Sets a key and creates the mappings on its path; mappings are merged, lists replaced.
 fn update(root: &mut Node, path: &[String], value: &Node) -> Result<(), String> {
     let (last, way) = path.split_last().expect("a key has at least one step");
     let mut place = root;
@@ -287,7 +287,7 @@ fn update(root: &mut Node, path: &[String], value: &Node) -> Result<(), String> 
                 step.parse::<usize>()
                     .ok()
                     .and_then(|index| items.get_mut(index))
-                    .ok_or_else(|| format!("the list has {length} entries, and '{step}' is none of them"))?
+                    .ok_or_else(|| format!("the list has {length} entries, so '{step}' does not exist"))?
             }
             Tree::Map(map) => {
                 let key = map
@@ -300,7 +300,7 @@ fn update(root: &mut Node, path: &[String], value: &Node) -> Result<(), String> 
                 }
                 map.get_key_mut(&key).expect("set just above")
             }
-            _ => unreachable!("made a mapping above"),
+            _ => unreachable!("converted to a mapping above"),
         };
         if !place.is_container() {
             *place = Node::new(Tree::Map(Map::default()), value.origin.clone());
@@ -313,7 +313,7 @@ fn update(root: &mut Node, path: &[String], value: &Node) -> Result<(), String> 
                 .parse::<usize>()
                 .ok()
                 .and_then(|index| items.get_mut(index))
-                .ok_or_else(|| format!("the list has {length} entries, and '{last}' is none of them"))?;
+                .ok_or_else(|| format!("the list has {length} entries, so '{last}' does not exist"))?;
             *item = value.clone();
         }
         Tree::Map(map) => {
@@ -324,7 +324,7 @@ fn update(root: &mut Node, path: &[String], value: &Node) -> Result<(), String> 
                 _ => map.set(key, value.clone()),
             }
         }
-        _ => return Err("the key above it holds no mapping".to_owned()),
+        _ => return Err("the parent key is not a mapping".to_owned()),
     }
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! What a loaded configuration is for the rest of the program.
+//! The typed form of a loaded configuration.
 
 pub(super) mod transport;
 
@@ -16,69 +16,69 @@ use crate::config::yaml::writer;
 use gym_core::server::ServerKind;
 use gym_core::transport::TransportPolicy;
 
-/// A whole configuration, merged and checked.
+/// A complete configuration, merged and checked.
 #[derive(Clone, Debug)]
 pub struct GymConfig {
     /// The servers, in the order of the merged file.
     pub instances: Vec<InstanceConfig>,
-    /// The head server's address.
+    /// The address of the head server.
     pub head: HeadConfig,
-    /// How servers reach each other (`transport`, `require_transport`); `None` when nothing is said.
+    /// The transports between servers (`transport`, `require_transport`); `None` if neither key is set.
     pub transport_policy: Option<TransportPolicy>,
-    /// The host of servers that name none.
+    /// The host of servers that set none.
     pub default_host: String,
-    /// Where ports are chosen from.
+    /// The range from which ports are chosen.
     pub ports: PortRange,
-    /// Ports in use by the head and the servers.
+    /// The ports that the head server and the servers use.
     pub disallowed_ports: Vec<u16>,
-    /// Top-level keys that are neither reserved nor servers, as in `policy_model_name`.
+    /// Top-level keys that are neither reserved nor servers, such as `policy_model_name`.
     pub variables: serde_json::Map<String, Value>,
-    /// Everything, interpolations resolved. Secrets included: print [`GymConfig::masked`] instead.
+    /// The whole mapping with interpolations resolved. It contains secrets; print [`GymConfig::masked`] instead.
     pub merged: Value,
     /// Environment servers that were generated for agents without one.
     pub relays: Vec<GeneratedRelay>,
     /// The files that were read, lowest layer first.
     pub files: Vec<PathBuf>,
-    /// What is probably not meant, but allowed.
+    /// Settings that are allowed but probably unintended.
     pub warnings: Vec<Problem>,
     pub(crate) raw: Node,
 }
 
-/// Where the head server listens.
+/// The address at which the head server listens.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HeadConfig {
     /// Host name or address.
     pub host: String,
-    /// TCP port, 11000 by default.
+    /// TCP port. Default: 11000.
     pub port: u16,
 }
 
-/// Ports from `low` to `high`, both included.
+/// The ports from `low` to `high`, both included.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PortRange {
-    /// The first.
+    /// First port.
     pub low: u16,
-    /// The last.
+    /// Last port.
     pub high: u16,
 }
 
 /// A generated `legacy_agent` relay.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GeneratedRelay {
-    /// The agent it stands before.
+    /// The agent behind the relay.
     pub agent: String,
-    /// The relay's instance name.
+    /// Instance name of the relay.
     pub name: String,
 }
 
-/// Where a server of the registry can be reached over HTTP.
+/// The HTTP address of a registered server.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LiveServer {
-    /// The instance's name.
+    /// Name of the instance.
     pub name: String,
-    /// What it is.
+    /// Kind of the server.
     pub kind: ServerKind,
-    /// Which implementation serves it.
+    /// Implementation of the server.
     pub implementation: String,
     /// Host name or address.
     pub host: String,
@@ -86,22 +86,22 @@ pub struct LiveServer {
     pub port: u16,
 }
 
-/// A port that an instance needs.
+/// A request to choose a port for an instance.
 #[derive(Clone, Copy, Debug)]
 pub struct PortRequest<'a> {
-    /// Who needs it.
+    /// Name of the instance.
     pub instance: &'a str,
-    /// Where from.
+    /// The range to choose from.
     pub range: PortRange,
-    /// Ports that are taken already, those of instances with a fixed port included.
+    /// Ports that are in use, including those of instances with a fixed port.
     pub disallowed: &'a [u16],
 }
 
-/// Picks a random port of the range on which nothing listens.
+/// Chooses a random port of the range on which no process listens.
 ///
-/// Another process may take it before the server binds: a server that can should bind port 0 itself.
+/// Another process may bind the port before the server does. Servers that can should bind port 0 instead.
 pub fn free_port(request: &PortRequest<'_>, random: &mut fastrand::Rng) -> Option<u16> {
-    // 50 tries, as NeMo Gym has them: the range is wide, so a failure means that something is wrong with the machine.
+    // 50 attempts, as in NeMo Gym: the range is wide, so a failure indicates a problem of the machine.
     (0..50)
         .map(|_| random.u16(request.range.low..=request.range.high))
         .filter(|port| !request.disallowed.contains(port))
@@ -111,72 +111,72 @@ pub fn free_port(request: &PortRequest<'_>, random: &mut fastrand::Rng) -> Optio
 /// One server.
 #[derive(Clone, Debug)]
 pub struct InstanceConfig {
-    /// Its top-level name, unique in the configuration.
+    /// Top-level name, unique in the configuration.
     pub name: String,
-    /// What it is.
+    /// Kind of the server.
     pub kind: ServerKind,
-    /// Which implementation serves it: the key below the kind.
+    /// Implementation of the server: the key below the kind.
     pub implementation: String,
-    /// Where it listens.
+    /// Host on which it listens.
     pub host: String,
-    /// Its port; `None` when none is configured and none was chosen.
+    /// Port on which it listens; `None` if none is configured and none was chosen.
     pub port: Option<u16>,
-    /// Worker processes, where the configuration says so.
+    /// Number of worker processes, if configured.
     pub num_workers: Option<u64>,
-    /// The Python file that serves it, relative to the implementation's folder.
+    /// The Python file of the server, relative to the directory of the implementation.
     pub entrypoint: Option<String>,
-    /// What a resources server measures.
+    /// The domain of a resources server.
     pub domain: Option<String>,
-    /// Other servers that its block names, at any depth.
+    /// References to other servers in its block, at any depth.
     pub references: Vec<ServerReference>,
     /// Its data sets.
     pub datasets: Vec<DatasetConfig>,
-    /// The whole block, interpolations resolved.
+    /// The whole block with interpolations resolved.
     pub settings: serde_json::Map<String, Value>,
-    /// Where the block starts.
+    /// Location of the block.
     pub origin: Origin,
-    /// Interpolations deep in the block that have no value; [`InstanceConfig::settings`] holds their text.
+    /// Interpolations deep in the block that could not be resolved; [`InstanceConfig::settings`] contains their text.
     pub unresolved: Vec<Problem>,
     pub(crate) node: Node,
 }
 
-/// `{type, name}` somewhere in an instance's block.
+/// A `{type, name}` mapping in the block of an instance.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ServerReference {
-    /// The dotted key inside the block, as in `model_server` or `judges[0].server`.
+    /// The dotted key inside the block, such as `model_server` or `judges[0].server`.
     pub field: String,
-    /// The kind of the server it names.
+    /// Kind of the referenced server.
     pub kind: ServerKind,
-    /// The instance it names.
+    /// Name of the referenced instance.
     pub name: String,
 }
 
 /// A data set of an instance.
 #[derive(Clone, Debug, Deserialize)]
 pub struct DatasetConfig {
-    /// Its name.
+    /// Name of the data set.
     pub name: String,
     /// `train`, `validation`, `example` or `benchmark`.
     #[serde(rename = "type")]
     pub kind: String,
-    /// The rows, one JSON object a line.
+    /// The file of the rows, one JSON object per line.
     pub jsonl_fpath: String,
-    /// How often each row is run.
+    /// Number of rollouts per row. Default: 1.
     #[serde(default = "one", deserialize_with = "lenient_integer")]
     pub num_repeats: u64,
-    /// The agent that runs it, where it names one.
+    /// The agent that runs the rows, if set.
     #[serde(default)]
     pub agent: Option<String>,
-    /// The task set that routes its rows.
+    /// The task set that selects the environment server of the rows.
     #[serde(default)]
     pub taskset: Option<String>,
-    /// A prompt template's file.
+    /// The file of a prompt template.
     #[serde(default)]
     pub prompt_config: Option<String>,
-    /// A benchmark's preparation script.
+    /// The preparation script of a benchmark.
     #[serde(default)]
     pub prepare_script: Option<String>,
-    /// Every other key.
+    /// All other keys.
     #[serde(flatten)]
     pub rest: serde_json::Map<String, Value>,
 }
@@ -185,7 +185,7 @@ fn one() -> u64 {
     1
 }
 
-/// Text and whole floats count as integers, as they do for pydantic.
+/// Accepts strings and whole floats as integers, as pydantic does.
 fn lenient_integer<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
     let value = Value::deserialize(deserializer)?;
     let int = match &value {
@@ -194,20 +194,20 @@ fn lenient_integer<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<
             value.as_u64().or_else(|| value.as_f64().filter(|float| float.fract() == 0.0).map(|float| float as u64))
         }
     };
-    int.ok_or_else(|| serde::de::Error::custom(format!("{value} is no whole number")))
+    int.ok_or_else(|| serde::de::Error::custom(format!("{value} is not an integer")))
 }
 
 impl GymConfig {
-    /// The instance of this name.
+    /// Returns the instance with this name.
     #[must_use]
     pub fn instance(&self, name: &str) -> Option<&InstanceConfig> {
         self.instances.iter().find(|instance| instance.name == name)
     }
 
-    /// The instance of this name, or an error that suggests one.
+    /// Returns the instance with this name.
     ///
     /// # Errors
-    /// When there is no such instance.
+    /// [`ConfigError::Invalid`] if there is no such instance; the error suggests a name.
     pub fn require(&self, name: &str) -> Result<&InstanceConfig, ConfigError> {
         self.instance(name).ok_or_else(|| {
             let names: Vec<&str> = self.instances.iter().map(|instance| instance.name.as_str()).collect();
@@ -217,15 +217,15 @@ impl GymConfig {
         })
     }
 
-    /// The merged configuration as YAML that NeMo Gym's own loader reads into an equal mapping: host and port of every
-    /// server filled in, interpolations left for it to resolve. Secrets included.
+    /// Returns the merged configuration as YAML that NeMo Gym's own loader reads into an equal mapping. The host and
+    /// port of every server are set, and interpolations are left to that loader. Contains secrets.
     #[must_use]
     pub fn to_global_yaml(&self) -> String {
         writer::yaml(&self.raw)
     }
 
-    /// [`GymConfig::to_global_yaml`] with the addresses at which servers live now, and with the servers that joined without
-    /// being in any file.
+    /// Returns [`GymConfig::to_global_yaml`] with the current addresses of the servers, and with servers that
+    /// registered without being in a file.
     #[must_use]
     pub fn to_global_yaml_with(&self, live: &[LiveServer]) -> String {
         let mut root = self.raw.clone();
@@ -249,7 +249,7 @@ impl GymConfig {
         writer::yaml(&root)
     }
 
-    /// The merged configuration with `****` in the place of keys, tokens, passwords and other secrets.
+    /// Returns the merged configuration with `****` instead of keys, tokens, passwords and other secrets.
     #[must_use]
     pub fn masked(&self) -> Value {
         let mut value = self.merged.clone();
@@ -257,7 +257,7 @@ impl GymConfig {
         value
     }
 
-    /// [`GymConfig::masked`] as YAML.
+    /// Returns [`GymConfig::masked`] as YAML.
     #[must_use]
     pub fn masked_yaml(&self) -> String {
         writer::yaml(&Node::from_json(&self.masked(), &Origin::default()))
@@ -265,11 +265,13 @@ impl GymConfig {
 }
 
 impl InstanceConfig {
-    /// The block as a type of yours; unknown fields are up to its `serde` attributes. A text that spells a number or a
-    /// boolean is one where one is asked for, as in NeMo Gym's servers: `${oc.env:NAME,false}` is always a text.
+    /// Deserializes the block; the `serde` attributes of the type decide about unknown fields. Where a number or
+    /// boolean is expected, a string that spells one is accepted, as in NeMo Gym's servers, because
+    /// `${oc.env:NAME,false}` is always a string.
     ///
     /// # Errors
-    /// Names file, line, instance and key of the value that does not fit, and every interpolation without a value.
+    /// [`ConfigError::Invalid`] with file, line, instance and key of the value that does not fit, and with every
+    /// unresolved interpolation.
     pub fn settings_as<T: DeserializeOwned>(&self) -> Result<T, ConfigError> {
         if !self.unresolved.is_empty() {
             return Err(ConfigError::Invalid(self.unresolved.clone()));
@@ -277,7 +279,7 @@ impl InstanceConfig {
         self.read(&[])
     }
 
-    /// `kind/implementation`, the folder that a Python server of this block lives in.
+    /// Returns `kind/implementation`, the directory of a Python server of this block.
     #[must_use]
     pub fn folder(&self) -> PathBuf {
         PathBuf::from(self.kind.as_str()).join(&self.implementation)
@@ -288,7 +290,7 @@ impl InstanceConfig {
         deserialize::read_leniently(node, value).map_err(|mismatch| self.mismatch(mismatch, at))
     }
 
-    /// The value at this path of the block, and where it is.
+    /// Returns the value at this path of the block, and its node.
     fn part(&self, at: &[&str]) -> (&Node, Value) {
         let node = at.iter().try_fold(&self.node, |node, step| node.step(step)).unwrap_or(&self.node);
         let Some((first, rest)) = at.split_first() else {

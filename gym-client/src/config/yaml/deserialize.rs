@@ -1,7 +1,7 @@
-//! Reads configuration values as types. A value that does not fit its type is reported with its line and key.
+//! Deserializes values and reports mismatches with their line and key.
 //!
-//! The deserializer keeps the path itself: one around it, such as `serde_path_to_error`, makes the compiler build every type's
-//! deserialization twice.
+//! The deserializer keeps the path itself. With `serde_path_to_error` around it, the compiler would build the deserialization of
+//! every type twice.
 
 mod value;
 
@@ -10,21 +10,21 @@ use crate::config::yaml::node::Node;
 use serde_json::Value;
 use value::{Misfit, Spelling, TypedValue};
 
-/// What does not fit its type, and where.
+/// A value that does not have the expected type, and its location.
 pub(crate) struct TypeMismatch {
     path: Vec<String>,
     origin: Option<Origin>,
     message: String,
 }
 
-/// Reads `value`, which `node` holds, as a type.
+/// Deserializes `value`, which belongs to `node`.
 #[cfg(feature = "groups")]
 pub(crate) fn read<T: serde::de::DeserializeOwned>(node: &Node, value: Value) -> Result<T, TypeMismatch> {
     T::deserialize(TypedValue::new(value, Spelling::Strict)).map_err(|misfit| mismatch(node, misfit))
 }
 
-/// As [`read`], as leniently as NeMo Gym's servers do: a text that spells a number or a boolean is one where one is asked for.
-/// `${oc.env:NAME,false}` is always a text, so configurations depend on it.
+/// Deserializes `value` as leniently as NeMo Gym's servers do: where a number or boolean is expected, a string that spells one is
+/// accepted. Configurations depend on this, because `${oc.env:NAME,false}` is always a string.
 pub(crate) fn read_leniently<T: serde::de::DeserializeOwned>(node: &Node, value: Value) -> Result<T, TypeMismatch> {
     T::deserialize(TypedValue::new(value, Spelling::Lenient)).map_err(|misfit| mismatch(node, misfit))
 }
@@ -40,7 +40,7 @@ fn mismatch(node: &Node, misfit: Misfit) -> TypeMismatch {
 }
 
 impl TypeMismatch {
-    /// The problem, with these steps before its path; `correct` is what to do about a value.
+    /// Converts the mismatch to a problem whose key starts with `before`; `correct` is the fix for a wrong value.
     pub(crate) fn at(self, otherwise: &Origin, before: &[&str], correct: &str) -> Problem {
         let Self { path, origin, message } = self;
         let key = before.iter().copied().chain(path.iter().map(String::as_str)).collect::<Vec<_>>().join(".");

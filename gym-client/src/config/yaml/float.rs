@@ -1,6 +1,6 @@
-//! How Python and YAML write floats.
+//! Formats floats as Python and YAML do.
 
-/// A float as Python's `repr` writes it: shortest digits, exponent from 1e16 on and below 1e-4.
+/// Formats a float as Python's `repr`: shortest digits, with an exponent from 1e16 and below 1e-4.
 pub(crate) fn python_float(float: f64) -> String {
     if float.is_nan() {
         return "nan".to_owned();
@@ -19,7 +19,7 @@ pub(crate) fn python_float(float: f64) -> String {
     format!("{float:?}")
 }
 
-/// A float in the one spelling that every YAML 1.1 loader takes for a float: with a point and a signed exponent.
+/// Formats a float in the only form that every YAML 1.1 loader reads as a float: with a point and a signed exponent.
 pub(crate) fn yaml_float(float: f64) -> String {
     if float.is_nan() {
         return ".nan".to_owned();

@@ -1,4 +1,4 @@
-//! YAML as OmegaConf reads it, as a tree in which each value keeps its place; read from text, written as text, read as types.
+//! YAML as OmegaConf reads it: a tree of values with their locations, its parser, its writer, and its deserializer.
 
 pub(crate) mod deserialize;
 mod float;

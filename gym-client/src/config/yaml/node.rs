@@ -1,14 +1,14 @@
-//! The tree between YAML text and typed configuration: values that remember their place.
+//! The tree between YAML text and typed configuration: values with their locations.
 //!
-//! `serde_json::Value` cannot do it: OmegaConf keeps integer and boolean keys apart from strings, has infinities, and
-//! an error has to name a line.
+//! `serde_json::Value` is not sufficient: OmegaConf distinguishes integer and boolean keys from strings, has
+//! infinities, and errors must name a line.
 
 use std::fmt;
 
 use crate::config::problem::Origin;
 use crate::config::yaml::float::{python_float, yaml_float};
 
-/// One value with its place.
+/// One value with its location.
 #[derive(Clone, Debug)]
 pub(crate) struct Node {
     pub(crate) value: Tree,
@@ -26,7 +26,7 @@ pub(crate) enum Tree {
     Map(Map),
 }
 
-/// A mapping's key: OmegaConf keeps `1`, `true` and `"1"` apart.
+/// The key of a mapping: OmegaConf distinguishes `1`, `true` and `"1"`.
 #[derive(Clone, Debug)]
 pub(crate) enum Key {
     Text(String),
@@ -40,7 +40,7 @@ impl PartialEq for Key {
         match (self, other) {
             (Self::Text(a), Self::Text(b)) => a == b,
             (Self::Text(_), _) | (_, Self::Text(_)) => false,
-            // Python's dict holds 1, 1.0 and True to be one key.
+            // Python's dict treats 1, 1.0 and True as the same key.
             _ => self.number() == other.number(),
         }
     }
@@ -81,7 +81,7 @@ impl From<&str> for Key {
     }
 }
 
-/// A mapping in the order of the file. Configurations are small: keys are found by looking at each.
+/// A mapping in the order of the file. Lookup is linear, because configurations are small.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Map(pub(crate) Vec<(Key, Node)>);
 
@@ -106,7 +106,7 @@ impl Map {
         self.get(key).is_some()
     }
 
-    /// Replaces in place, or appends.
+    /// Replaces the value of a key in place, or appends the key.
     pub(crate) fn set(&mut self, key: Key, node: Node) {
         match self.get_key_mut(&key) {
             Some(place) => *place = node,
@@ -154,12 +154,12 @@ impl Node {
         }
     }
 
-    /// OmegaConf's `???`: this value must be given by somebody.
+    /// Returns `true` for OmegaConf's `???`, a required value that is not set.
     pub(crate) fn is_missing(&self) -> bool {
         self.as_text() == Some("???")
     }
 
-    /// Whether the text has an interpolation in it (escaped ones count, as in OmegaConf).
+    /// Returns `true` if the string contains an interpolation; escaped ones count, as in OmegaConf.
     pub(crate) fn is_interpolation(&self) -> bool {
         self.as_text().is_some_and(|text| text.contains("${"))
     }
@@ -174,13 +174,13 @@ impl Node {
             Tree::Bool(_) => "a boolean",
             Tree::Int(_) => "an integer",
             Tree::Float(_) => "a number",
-            Tree::Text(_) => "text",
+            Tree::Text(_) => "a string",
             Tree::List(_) => "a list",
             Tree::Map(_) => "a mapping",
         }
     }
 
-    /// Child by one step of a path: a key, or an index of a list.
+    /// Returns the child at one step of a path: a key, or an index into a list.
     pub(crate) fn step(&self, step: &str) -> Option<&Self> {
         match &self.value {
             Tree::Map(map) => {
@@ -191,12 +191,12 @@ impl Node {
         }
     }
 
-    /// Child by a whole path.
+    /// Returns the descendant at a path.
     pub(crate) fn at(&self, path: &[String]) -> Option<&Self> {
         path.iter().try_fold(self, |node, step| node.step(step))
     }
 
-    /// How many values are below, this one included.
+    /// Returns the number of values in this tree, including this one.
     pub(crate) fn weight(&self) -> usize {
         match &self.value {
             Tree::List(items) => 1 + items.iter().map(Self::weight).sum::<usize>(),
@@ -205,7 +205,8 @@ impl Node {
         }
     }
 
-    /// As JSON: keys become text, infinities and NaN the text YAML writes for them (JSON has none).
+    /// Converts to JSON: keys become strings; infinities and NaN, which JSON lacks, become the strings that YAML writes
+    /// for them.
     pub(crate) fn to_json(&self) -> serde_json::Value {
         use serde_json::Value;
         match &self.value {
@@ -245,7 +246,7 @@ impl Node {
         Self::new(value, origin.clone())
     }
 
-    /// What Python's `str` makes of the value: it is what an interpolation inside longer text inserts.
+    /// Returns Python's `str` of the value, which an interpolation inside a longer string inserts.
     pub(crate) fn python_str(&self) -> String {
         match &self.value {
             Tree::Text(text) => text.clone(),

@@ -1,8 +1,8 @@
-//! YAML text to [`Node`], with the scalar rules of OmegaConf's loader (PyYAML's YAML 1.1 with its own floats).
+//! Parses YAML into [`Node`], with the scalar rules of OmegaConf's loader (PyYAML's YAML 1.1 with its own floats).
 //!
-//! The parser underneath speaks YAML 1.2 and types nothing; which plain scalar is a number is decided here, because it
-//! is where loaders differ: `010` is 8, `11:30` is 690, `1_000` is 1000, `yes` is true, `1e-5` is a float, a date is
-//! text, and a key given twice is an error.
+//! The underlying parser implements YAML 1.2 and does not assign types. This module assigns them, because loaders
+//! differ here: `010` is 8, `11:30` is 690, `1_000` is 1000, `yes` is true, `1e-5` is a float, a date is a string, and
+//! a duplicate key is an error.
 
 use std::borrow::Cow;
 
@@ -11,12 +11,12 @@ use granit_parser::{Event, Parser, ScalarStyle, Span, StrInput, StructureStyle, 
 use crate::config::problem::{Mistake, Origin, Problem};
 use crate::config::yaml::node::{Key, Map, Node, Tree};
 
-/// Values that one file may expand to: an alias bomb must not take the machine with it.
+/// Maximum number of values to which a file may expand, so that nested aliases cannot exhaust memory.
 const NODES_MAX: usize = 1_000_000;
-/// Nesting of one file. Recursion below is bounded by it.
+/// Maximum nesting of a file, which bounds the recursion.
 const DEPTH_MAX: usize = 128;
 
-/// Parses one document; an empty one is an empty mapping, as in OmegaConf.
+/// Parses one document; an empty document is an empty mapping, as in OmegaConf.
 pub(crate) fn parse(text: &str, source: &str) -> Result<Node, Problem> {
     let text = text.strip_prefix('\u{feff}').unwrap_or(text);
     let mut reader = NodeReader {
@@ -38,14 +38,14 @@ pub(crate) fn parse(text: &str, source: &str) -> Result<Node, Problem> {
                 if root.is_some() {
                     return Err(reader
                         .problem(&span, "a second document starts here")
-                        .fix("keep one document per file: put the second one into its own file"));
+                        .fix("keep one document per file; move the second document to another file"));
                 }
                 root = Some(match reader.peek()? {
                     Event::DocumentEnd => Node::map(Vec::new(), &reader.origin),
                     _ => reader.node()?.into_plain(&reader)?,
                 });
             }
-            _ => return Err(reader.problem(&span, "text outside of the document")),
+            _ => return Err(reader.problem(&span, "there is text outside of the document")),
         }
     }
     let root = root.unwrap_or_else(|| Node::map(Vec::new(), &reader.origin));
@@ -56,7 +56,7 @@ pub(crate) fn parse(text: &str, source: &str) -> Result<Node, Problem> {
             Mistake::Syntax,
             &root.origin,
             "",
-            format!("the file holds {}, not a mapping", root.kind()),
+            format!("the file contains {}, not a mapping", root.kind()),
         )
         .fix("write 'key: value' lines at the top level, for example 'config_paths: [a.yaml]'")),
     }
@@ -68,12 +68,12 @@ struct NodeReader<'a> {
     anchors: Vec<(usize, NodeOrMergeKey)>,
     nodes: usize,
     depth: usize,
-    /// Open `[` and `{`.
+    /// Number of open `[` and `{`.
     flow: usize,
     peeked: Option<(Event<'a>, Span)>,
 }
 
-/// What stands at a node's place: `<<` and `=` are no values by themselves.
+/// The content of a node: `<<` and `=` are not values by themselves.
 #[derive(Clone)]
 enum NodeOrMergeKey {
     Plain(Node),
@@ -85,15 +85,15 @@ impl NodeOrMergeKey {
     fn into_plain(self, reader: &NodeReader<'_>) -> Result<Node, Problem> {
         match self {
             Self::Plain(node) => Ok(node),
-            Self::Merge(origin) => Err(Problem::new(Mistake::Syntax, &origin, "", "'<<' stands where a value belongs")
-                .fix("quote it if text is meant: '<<' in quotes")
+            Self::Merge(origin) => Err(Problem::new(Mistake::Syntax, &origin, "", "'<<' is used as a value")
+                .fix("put '<<' in quotes if a string is intended")
                 .at(reader)),
         }
     }
 }
 
 impl Problem {
-    /// The file of the reader, when the place has none.
+    /// Adds the file of the reader if the location has none.
     fn at(mut self, reader: &NodeReader<'_>) -> Self {
         if self.origin.source.is_none() {
             self.origin.source.clone_from(&reader.origin.source);
@@ -147,7 +147,7 @@ impl<'a> NodeReader<'a> {
         if self.nodes > NODES_MAX {
             return Err(self
                 .problem(span, format!("the file expands to more than {NODES_MAX} values"))
-                .fix("do not nest aliases in aliases"));
+                .fix("do not use aliases inside anchored values"));
         }
         Ok(())
     }
@@ -159,7 +159,8 @@ impl<'a> NodeReader<'a> {
             Event::Alias(id) => {
                 let value = self.anchors.iter().rev().find(|(anchor, _)| *anchor == id).map(|(_, v)| v.clone());
                 let value = value.ok_or_else(|| {
-                    self.problem(&span, "an alias stands inside the value that it names").fix("write the value out")
+                    self.problem(&span, "the alias is used inside its own anchored value")
+                        .fix("write the value instead of the alias")
                 })?;
                 if let NodeOrMergeKey::Plain(node) = &value {
                     self.count(node.weight(), &span)?;
@@ -183,7 +184,7 @@ impl<'a> NodeReader<'a> {
                 self.flow -= flow;
                 (NodeOrMergeKey::Plain(node), anchor)
             }
-            _ => return Err(self.problem(&span, "a value is missing here")),
+            _ => return Err(self.problem(&span, "expected a value")),
         };
         if anchor != 0 {
             self.anchors.push((anchor, value.clone()));
@@ -194,7 +195,7 @@ impl<'a> NodeReader<'a> {
     fn deeper(&mut self, span: &Span) -> Result<(), Problem> {
         self.depth += 1;
         if self.depth > DEPTH_MAX {
-            return Err(self.problem(span, format!("nested deeper than {DEPTH_MAX}")).fix("flatten the value"));
+            return Err(self.problem(span, format!("nested deeper than {DEPTH_MAX} levels")).fix("flatten the value"));
         }
         Ok(())
     }
@@ -234,11 +235,11 @@ impl<'a> NodeReader<'a> {
                                 Mistake::Syntax,
                                 &node.origin,
                                 name,
-                                format!("the key stands twice in one mapping (first on line {first})"),
+                                format!("duplicate key (first on line {first})"),
                             )
-                            .fix("keep one of the two"));
+                            .fix("remove one of them"));
                         }
-                        // OmegaConf checks text keys only; of others the last one wins, as in PyYAML.
+                        // OmegaConf checks only string keys; for others the last value is used, as in PyYAML.
                         (Some(index), None) => own[index].1 = value,
                         (None, _) => own.push((key, value)),
                     }
@@ -254,7 +255,7 @@ impl<'a> NodeReader<'a> {
         Ok(Node::new(Tree::Map(map), self.place(span)))
     }
 
-    /// `<<: *a` and `<<: [*a, *b]`: the keys come first, earlier mappings of a list win.
+    /// Handles `<<: *a` and `<<: [*a, *b]`: merged keys come first, and earlier mappings of a list take precedence.
     fn merge_key(&self, value: Node, origin: &Origin, into: &mut Vec<(Key, Node)>) -> Result<(), Problem> {
         let sources = match value.value {
             Tree::Map(map) => vec![map],
@@ -288,7 +289,7 @@ impl<'a> NodeReader<'a> {
             Tree::Float(float) => Ok(Key::Float(*float)),
             Tree::Null | Tree::List(_) | Tree::Map(_) => {
                 Err(Problem::new(Mistake::Syntax, &node.origin, "", format!("{} is used as a key", node.kind()))
-                    .fix("use text as the key; quote it if it holds : or ~")
+                    .fix("use a string as the key; quote it if it contains : or ~")
                     .at(self))
             }
         }
@@ -303,7 +304,7 @@ impl<'a> NodeReader<'a> {
     }
 
     fn unknown_tag(&self, tag: &Tag, span: &Span) -> Problem {
-        self.problem(span, format!("the tag {} is not known", tag.original()))
+        self.problem(span, format!("unknown tag {}", tag.original()))
             .fix("remove the tag, or use one of !!str, !!int, !!float, !!bool, !!null")
     }
 
@@ -332,7 +333,7 @@ impl<'a> NodeReader<'a> {
             return plain(Tree::Text(text.to_owned()));
         }
         if self.flow > 0 && text.contains('?') {
-            let what = format!("'{text}' holds a '?' between brackets, which Python's YAML loader refuses");
+            let what = format!("'{text}' contains '?' between brackets, which Python's YAML loader rejects");
             return Err(self.problem(span, what).fix(format!("quote it: \"{text}\"")));
         }
         match text {
@@ -349,18 +350,18 @@ impl<'a> NodeReader<'a> {
         if let Tree::Int(int) = tree
             && (int > i128::from(u64::MAX) || int < i128::from(i64::MIN))
         {
-            return Err(self.problem(span, format!("the integer {text} does not fit 64 bits")).fix("quote it"));
+            return Err(self.problem(span, format!("the integer {text} exceeds 64 bits")).fix("quote it"));
         }
         Ok(tree)
     }
 }
 
 fn not_mergeable(origin: &Origin, kind: &str) -> Problem {
-    Problem::new(Mistake::Syntax, origin, "<<", format!("'<<' merges mappings, and this is {kind}"))
-        .fix("name an anchored mapping: '<<: *defaults', or a list of them")
+    Problem::new(Mistake::Syntax, origin, "<<", format!("'<<' merges mappings, but the value is {kind}"))
+        .fix("use an anchored mapping, such as '<<: *defaults', or a list of them")
 }
 
-/// The value of a plain scalar.
+/// Returns the value of a plain scalar.
 pub(crate) fn resolve(text: &str) -> Tree {
     if matches!(text, "" | "~" | "null" | "Null" | "NULL") {
         return Tree::Null;
@@ -403,7 +404,7 @@ fn digits(text: &str) -> bool {
     all(text, |b| b.is_ascii_digit() || b == b'_') && text.as_bytes()[0].is_ascii_digit()
 }
 
-/// `11:30`, `1:2:3`: each part after the first is 0 to 59.
+/// Returns `true` for the rest of `11:30` or `1:2:3`: each part after the first is 0 to 59.
 fn sexagesimal_tail(text: &str) -> bool {
     text.split(':').all(|part| {
         matches!(part.len(), 1 | 2)
@@ -451,13 +452,13 @@ fn integer(text: &str) -> Option<Tree> {
         }
         total
     } else {
-        // More digits than 128 bits: typed() refuses anything above 64 bits, so saturate.
+        // More digits than 128 bits can hold: `typed()` rejects integers above 64 bits, so saturation is sufficient.
         body.bytes().all(|b| b.is_ascii_digit()).then(|| body.parse().unwrap_or(i128::MAX))?
     };
     Some(Tree::Int(if negative { -magnitude } else { magnitude }))
 }
 
-/// Groups of digits joined by single underscores, as OmegaConf's own float pattern wants them.
+/// Returns `true` for groups of digits joined by single underscores, as OmegaConf's float pattern requires.
 fn grouped(text: &str) -> bool {
     text.split('_').all(|group| all(group, |b| b.is_ascii_digit()))
 }
@@ -479,7 +480,8 @@ fn is_float(text: &str) -> bool {
     };
     let fraction = |text: &str| text.bytes().all(|b| b.is_ascii_digit() || b == b'_');
     match (mantissa.split_once('.'), power) {
-        // [0-9]+.[0-9_]* with any exponent (OmegaConf), or a head with loose underscores and a signed one (PyYAML).
+        // [0-9]+.[0-9_]* with any exponent (OmegaConf), or digits with arbitrary underscores and a signed exponent
+        // (PyYAML).
         (Some((head, tail)), power) if !head.is_empty() => {
             if let Some((first, rest)) = head.split_once(':') {
                 return power.is_none() && digits(first) && sexagesimal_tail(rest) && fraction(tail);
@@ -488,7 +490,7 @@ fn is_float(text: &str) -> bool {
                 && ((grouped(head) && power.is_none_or(|p| exponent(p, false)))
                     || (digits(head) && power.is_none_or(|p| exponent(p, true))))
         }
-        // .5, unsigned, exponent with a sign.
+        // .5, unsigned, with a signed exponent.
         (Some((_, tail)), power) => !signed && digits(tail) && power.is_none_or(|p| exponent(p, true)),
         (None, Some(power)) => grouped(mantissa) && exponent(power, false),
         (None, None) => false,
@@ -533,10 +535,7 @@ mod tests {
     #[test]
     fn a_key_given_twice_names_both_lines() {
         let problem = parse("a: 1\nb: 2\na: 3\n", "test.yaml").unwrap_err().to_string();
-        assert!(
-            problem.starts_with("test.yaml:3: a: the key stands twice in one mapping (first on line 1)"),
-            "{problem}"
-        );
+        assert!(problem.starts_with("test.yaml:3: a: duplicate key (first on line 1)"), "{problem}");
     }
 
     #[test]

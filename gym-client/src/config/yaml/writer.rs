@@ -1,4 +1,5 @@
-//! The merged configuration as text: YAML that OmegaConf reads back equal, and JSON with the secrets masked.
+//! Writes the merged configuration: as YAML that OmegaConf reads into an equal mapping, and as JSON with masked
+//! secrets.
 
 use crate::config::yaml::float::yaml_float;
 use crate::config::yaml::node::{Key, Node, Tree};
@@ -6,7 +7,7 @@ use crate::config::yaml::parser;
 
 const MASK: &str = "****";
 
-/// YAML whose every value OmegaConf's loader reads back as it is.
+/// Writes YAML that OmegaConf's loader reads into equal values.
 pub(crate) fn yaml(root: &Node) -> String {
     let mut out = String::new();
     block(root, 0, &mut out);
@@ -74,7 +75,7 @@ fn key_text(key: &Key) -> String {
     }
 }
 
-/// Plain where no loader can take it for anything but this text, else in double quotes.
+/// Writes a string without quotes if every loader reads it as this string, else in double quotes.
 fn text_scalar(text: &str) -> String {
     let plain = text.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_' || c == '/')
         && text.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'_' | b'-' | b'.' | b'/'))
@@ -91,7 +92,7 @@ fn text_scalar(text: &str) -> String {
             '\n' => out.push_str("\\n"),
             '\t' => out.push_str("\\t"),
             '\r' => out.push_str("\\r"),
-            // What YAML readers refuse or fold when it is written as it is.
+            // Characters that YAML readers reject or fold when they are not escaped.
             c if c.is_control()
                 || matches!(c, '\u{a0}' | '\u{2028}' | '\u{2029}' | '\u{feff}' | '\u{fffe}' | '\u{ffff}') =>
             {
@@ -104,7 +105,7 @@ fn text_scalar(text: &str) -> String {
     out
 }
 
-/// Whether a key's value is not for other eyes.
+/// Returns `true` if the value of this key is a secret.
 pub(crate) fn is_secret_key(key: &str) -> bool {
     let key = key.to_lowercase();
     let key = key.strip_suffix('s').unwrap_or(&key);
@@ -113,14 +114,14 @@ pub(crate) fn is_secret_key(key: &str) -> bool {
         .any(|ending| key.ends_with(ending))
 }
 
-/// Replaces the values of secret keys by `****`, in mappings at any depth.
+/// Replaces the values of secret keys with `****`, in mappings at any depth.
 pub(crate) fn mask(value: &mut serde_json::Value) {
     use serde_json::Value;
     match value {
         Value::Object(map) => {
             for (key, value) in map {
                 if is_secret_key(key) {
-                    // `max_output_tokens: 256` is no secret; a key, password or secret that is a number is one.
+                    // `max_output_tokens: 256` is not a secret; a key, password or secret that is a number is one.
                     cover(value, !key.to_lowercase().trim_end_matches('s').ends_with("token"));
                 } else {
                     mask(value);
@@ -149,7 +150,7 @@ fn cover(value: &mut serde_json::Value, numbers: bool) {
     }
 }
 
-/// `https://user:password@host` without the password.
+/// Returns `https://user:password@host` without the password.
 fn without_password(text: &str) -> Option<String> {
     let (scheme, rest) = text.split_once("://")?;
     let authority = rest.split(['/', '?', '#']).next()?;

@@ -183,7 +183,7 @@ impl Group {
     async fn await_exits(&self, cx: &CallContext) {
         let healthy: Vec<_> = {
             let records = self.shared.records();
-            let healthy = records.iter().filter(|record| record.state == RankState::Healthy);
+            let healthy = records.iter().filter(|record| record.state() == RankState::Healthy);
             healthy
                 .filter_map(|record| Some((record.place.rank, record.incarnation, record.control.clone()?)))
                 .collect()
@@ -277,12 +277,8 @@ fn layout(spec: &LaunchSpec, options: &GroupOptions) -> Result<RankLayout> {
 }
 
 impl WorkerGroup for Group {
-    fn name(&self) -> &str {
+    fn name(&self) -> &Arc<str> {
         &self.shared.name
-    }
-
-    fn shared_name(&self) -> Arc<str> {
-        Arc::clone(&self.shared.name)
     }
 
     fn layout(&self) -> &RankLayout {

@@ -95,9 +95,9 @@ const fn bytes(name: &'static str, help: &'static str, of: fn(&Rank<'_>) -> Opti
 }
 
 const GAUGES: [RankGauge; 10] = [
-    gauge("gym_worker_up", "Whether the rank takes calls", |rank| flag(rank.record.state == RankState::Healthy)),
+    gauge("gym_worker_up", "Whether the rank takes calls", |rank| flag(rank.record.state() == RankState::Healthy)),
     gauge("gym_worker_incarnation", "Which life of the rank this is", |rank| count(rank.record.incarnation.0)),
-    gauge("gym_worker_restarts", "Restarts of the rank", |rank| count(rank.record.restarts_used.into())),
+    gauge("gym_worker_restarts", "Restarts of the rank", |rank| count(rank.record.restarts_used().into())),
     gauge("gym_worker_stuck", "Whether the rank lives and does not move", |rank| {
         flag(status::stuck(rank.record, rank.now, rank.options).is_some())
     }),

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use futures_util::future::BoxFuture;
 use gym_core::CallContext;
+use gym_core::group::health::HealthPolicy;
 use gym_core::group::{GroupError, Method, RankLayout, WorkerGroupExt};
 use gym_core::registry::Balance;
 
@@ -69,6 +70,12 @@ impl GroupOptions {
         self.restart_on_failure = true;
         self.max_restarts = max_restarts;
         self
+    }
+
+    /// The limits of the ranks' health. Only a process that ends makes a rank dead: missed heartbeats make it suspect, and the next one
+    /// makes it healthy again.
+    pub(super) fn health_policy(&self) -> HealthPolicy {
+        HealthPolicy { unhealthy_after: u32::MAX, healthy_after: 1, restarts_max: self.max_restarts, serving_min: 1 }
     }
 
     /// A restarted rank is stale, and not called, until this method has succeeded on it: old weights must not serve. Ranks that are

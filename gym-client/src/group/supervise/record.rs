@@ -1,8 +1,9 @@
-//! What is known of one rank over all its lives, and of those that are tied to it. Pure: no task, no process.
+//! The supervisor's record of one rank over all its incarnations, and of the ranks that are tied to it. Pure: no task, no process.
 
 use std::sync::Arc;
 use std::time::Duration;
 
+use gym_core::group::health::{HealthEvent, RankHealth};
 use gym_core::group::{ExitCause, Member, Rank, RankExit, RankState, WorkerStatus};
 use gym_core::{Channel, Incarnation};
 use tokio::time::Instant;
@@ -15,22 +16,19 @@ use crate::group::supervise::options::GroupOptions;
 pub(crate) struct RankRecord {
     pub(crate) place: RankPlace,
     pub(crate) incarnation: Incarnation,
-    pub(crate) state: RankState,
+    health: RankHealth,
     pub(crate) pid: Option<u32>,
     /// For calls.
     pub(crate) channel: Option<Channel>,
-    /// For heartbeats, which never wait behind a gigabyte.
+    /// For heartbeats, which must not wait behind large messages.
     pub(crate) control: Option<Channel>,
-    /// How its last life that ended did.
+    /// How the last incarnation that ended did so.
     pub(crate) exit: Option<Arc<RankExit>>,
-    /// What went wrong last.
     pub(crate) last_error: Option<String>,
-    /// Why its present life is being ended by us.
+    /// Why the supervisor is killing the current incarnation.
     pub(crate) kill_reason: Option<String>,
-    /// What came of what has to be done after a restart.
     preparation: RestartPreparation,
-    pub(crate) restarts_used: u32,
-    /// Ends in a row, without a life between them that served long enough to be forgiven.
+    /// Consecutive exits, without an incarnation between them that served for longer than `backoff_max`.
     streak: u32,
     healthy_since: Option<Instant>,
     /// The time of the last heartbeat.
@@ -48,12 +46,12 @@ enum RestartPreparation {
     Failed,
 }
 
-/// What follows from the end of a life.
+/// What the supervisor does after an exit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum AfterExit {
-    /// Another life after a pause.
+    /// Restarts the rank after a pause.
     Restart(Duration),
-    /// Nothing by itself.
+    /// Nothing, until a restart is requested.
     Rest,
 }
 
@@ -62,7 +60,7 @@ impl RankRecord {
         Self {
             place,
             incarnation: Incarnation(1),
-            state: RankState::Starting,
+            health: RankHealth::starting(),
             pid: None,
             channel: None,
             control: None,
@@ -70,7 +68,6 @@ impl RankRecord {
             last_error: None,
             kill_reason: None,
             preparation: RestartPreparation::Pending,
-            restarts_used: 0,
             streak: 0,
             healthy_since: None,
             last_heartbeat: None,
@@ -80,29 +77,37 @@ impl RankRecord {
         }
     }
 
-    /// The present life has ended.
+    pub(crate) fn state(&self) -> RankState {
+        self.health.state()
+    }
+
+    pub(crate) fn restarts_used(&self) -> u32 {
+        self.health.restarts()
+    }
+
+    pub(crate) fn note(&mut self, event: HealthEvent, options: &GroupOptions) {
+        self.health.note(event, &options.health_policy());
+    }
+
+    /// The current incarnation has ended.
     pub(crate) fn ended(&mut self, mut exit: RankExit, now: Instant, options: &GroupOptions) -> AfterExit {
         let stopped = exit.cause == ExitCause::Stopped;
-        // One that left by itself was not ended by us.
+        // A process that exited by itself was not killed by the supervisor.
         if let Some(why) = self.kill_reason.take().filter(|_| exit.cause == ExitCause::Died && exit.code.is_none()) {
             (exit.cause, exit.detail) = (ExitCause::StartFailed, why);
         }
         self.last_error = (!stopped).then(|| exit.to_string());
         self.exit = Some(Arc::new(exit));
         self.reset();
-        if stopped || self.state == RankState::Stopped {
-            self.state = RankState::Stopped;
+        self.note(if stopped { HealthEvent::Stopped } else { HealthEvent::Ended }, options);
+        if self.state() == RankState::Stopped {
             return AfterExit::Rest;
         }
-        self.state = RankState::Dead;
         let served = self.healthy_since.take().map(|since| now.duration_since(since));
         if served.is_some_and(|served| served > options.backoff_max) {
             self.streak = 0;
         }
-        if !options.restart_on_failure {
-            return AfterExit::Rest;
-        }
-        if !self.use_restart(options) {
+        if !options.restart_on_failure || !self.use_restart(options) {
             return AfterExit::Rest;
         }
         let pause = options.backoff_min.saturating_mul(1_u32.checked_shl(self.streak).unwrap_or(u32::MAX));
@@ -110,79 +115,69 @@ impl RankRecord {
         AfterExit::Restart(pause.min(options.backoff_max))
     }
 
-    /// Takes one restart from the budget; without one left the rank is retired.
+    /// Takes one restart from the budget; if none is left, the rank is retired and this returns `false`.
     pub(crate) fn use_restart(&mut self, options: &GroupOptions) -> bool {
-        if self.restarts_used >= options.max_restarts {
-            self.state = RankState::Retired;
-            return false;
-        }
-        self.restarts_used += 1;
-        true
+        self.note(HealthEvent::RestartGranted, options);
+        self.health.restart_granted()
     }
 
-    /// The next life begins.
-    pub(crate) fn restarting(&mut self) -> Incarnation {
+    /// The next incarnation starts.
+    pub(crate) fn restarting(&mut self, options: &GroupOptions) -> Incarnation {
         self.reset();
         self.incarnation = Incarnation(self.incarnation.0 + 1);
-        self.state = RankState::Restarting;
+        self.note(HealthEvent::RestartBegun, options);
         self.incarnation
     }
 
-    /// It can be reached.
+    /// The rank is connected.
     pub(crate) fn reached(&mut self, channel: Channel, control: Channel, now: Instant) {
         self.channel = Some(channel);
         self.control = Some(control);
         self.last_heartbeat = Some(now);
     }
 
-    /// What has to be done after a restart has been, or has failed.
+    /// `on_restart` succeeded or failed.
     pub(crate) fn prepared(&mut self, prepared: Result<(), String>) {
         match prepared {
-            // It has ended meanwhile, which says more.
-            _ if self.state != RankState::Stale => {}
+            // The rank has ended in the meantime; its exit is the better error.
+            _ if self.state() != RankState::Stale => {}
             Ok(()) => self.preparation = RestartPreparation::Done,
             Err(error) => (self.preparation, self.last_error) = (RestartPreparation::Failed, Some(error)),
         }
     }
 
-    /// Whether its preparation after a restart failed.
+    /// Returns `true` if `on_restart` failed in this incarnation.
     pub(crate) fn preparation_failed(&self) -> bool {
         self.preparation == RestartPreparation::Failed
     }
 
-    /// It may be called.
-    pub(crate) fn serve(&mut self, now: Instant) {
-        self.state = RankState::Healthy;
+    /// The rank may be called.
+    pub(crate) fn serve(&mut self, now: Instant, options: &GroupOptions) {
+        self.note(HealthEvent::Ready, options);
         self.healthy_since = Some(now);
     }
 
-    /// A look at it came to this. Returns whether its state changed.
+    /// Records the result of a probe. Returns `true` if the state changed.
     pub(crate) fn probed(&mut self, answer: Option<WorkerStatus>, now: Instant, options: &GroupOptions) -> bool {
         self.probing = false;
-        let before = self.state;
-        match answer {
-            Some(report) => {
-                self.last_heartbeat = Some(now);
-                self.report = Some(report);
-                if self.state == RankState::Suspect {
-                    self.state = RankState::Healthy;
-                }
-            }
-            None if self.state == RankState::Healthy && self.silence(now) > options.silence_max => {
-                self.state = RankState::Suspect;
-            }
-            None => {}
+        let before = self.state();
+        if let Some(report) = answer {
+            self.last_heartbeat = Some(now);
+            self.report = Some(report);
+            self.note(HealthEvent::Probed { ok: true }, options);
+        } else if self.silence(now) > options.silence_max {
+            self.note(HealthEvent::Probed { ok: false }, options);
         }
-        self.state != before
+        self.state() != before
     }
 
-    /// How long nothing was heard of it; zero for a rank from which nothing is expected.
+    /// Time since the last heartbeat; zero for a rank that is not connected.
     pub(crate) fn silence(&self, now: Instant) -> Duration {
         self.last_heartbeat.map_or(Duration::ZERO, |last_heartbeat| now.duration_since(last_heartbeat))
     }
 
     pub(crate) fn member(&self) -> Member {
-        let member = Member::starting(self.place.rank, self.incarnation).in_state(self.state);
+        let member = Member::starting(self.place.rank, self.incarnation).in_state(self.state());
         let mut member = match &self.channel {
             Some(channel) => member.reached_over(channel.clone()),
             None => member,
@@ -198,11 +193,11 @@ impl RankRecord {
     }
 }
 
-/// What follows from the end of a life for those that are tied to it.
+/// What follows from an exit for the rank and for the ranks that are tied to it.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct GroupExit {
     pub(crate) next: AfterExit,
-    /// They are dead to the group; their processes have to be ended.
+    /// The tied ranks, which are dead to the group; their processes must be killed.
     pub(crate) others: Vec<(Rank, Incarnation)>,
 }
 
@@ -212,13 +207,13 @@ pub(crate) fn tied(records: &mut [RankRecord], rank: Rank) -> impl Iterator<Item
     records.iter_mut().filter(move |record| Some(record.place.tied) == tied)
 }
 
-/// Takes one restart from the budget of each, or retires it: not only of the first that has none left.
+/// Takes one restart from the budget of each record, or retires it: all that have none left, not only the first.
 pub(crate) fn use_restarts<'a>(records: impl Iterator<Item = &'a mut RankRecord>, options: &GroupOptions) -> bool {
-    records.map(|record| record.use_restart(options)).filter(|paid| !paid).count() == 0
+    records.map(|record| record.use_restart(options)).filter(|granted| !granted).count() == 0
 }
 
-/// A life of `rank` has ended, and with it those of the ranks that it is tied to: half of a model is of no use, and what the
-/// others wait for inside it never comes. They are counted, paused for and restarted as one. `None`: nothing new.
+/// An incarnation of `rank` has ended, and with it those of the ranks that are tied to it: part of a model is of no use, and the other
+/// parts would wait for it inside a collective. Tied ranks share their budget, pauses and restarts. Returns `None` if nothing changed.
 pub(crate) fn ended(
     records: &mut [RankRecord],
     rank: Rank,
@@ -227,14 +222,14 @@ pub(crate) fn ended(
     options: &GroupOptions,
 ) -> Option<GroupExit> {
     let record = records.get_mut(rank as usize).filter(|record| record.incarnation.0 == exit.incarnation)?;
-    if let (RankState::Dead | RankState::Retired, Some(known)) = (record.state, &mut record.exit) {
+    if let (RankState::Dead | RankState::Retired, Some(known)) = (record.state(), &mut record.exit) {
         if known.incarnation == exit.incarnation {
-            // It was given up with one that it is tied to; now it is gone as well.
+            // The rank was killed with a rank to which it is tied; now its own process has ended.
             let RankExit { code, signal, stderr_tail, .. } = exit;
             let known = Arc::make_mut(known);
             (known.code, known.signal, known.stderr_tail) = (code, signal, stderr_tail);
         } else {
-            // It was given up because its preparation failed, which is no exit; this is one.
+            // The rank was abandoned because its preparation failed, which is not an exit. This is the exit.
             record.exit = Some(Arc::new(exit));
             record.reset();
         }
@@ -243,9 +238,9 @@ pub(crate) fn ended(
     let next = record.ended(exit.clone(), now, options);
     let exit = record.exit.as_deref().cloned().unwrap_or(exit);
     let mut others = Vec::new();
-    if record.state != RankState::Stopped {
+    if record.state() != RankState::Stopped {
         for other in
-            tied(records, rank).filter(|record| record.place.rank != rank && record.state != RankState::Stopped)
+            tied(records, rank).filter(|record| record.place.rank != rank && record.state() != RankState::Stopped)
         {
             others.push((other.place.rank, other.incarnation));
             other.ended(RankExit::tied(other.incarnation, rank, &exit), now, options);
@@ -254,8 +249,7 @@ pub(crate) fn ended(
     Some(GroupExit { next, others })
 }
 
-/// Ranks tied to `rank` serve together: once all of them can be reached and, after a restart, are prepared. Returns those that have
-/// to be prepared now.
+/// Lets the ranks tied to `rank` serve once all of them are connected and, after a restart, prepared. Returns the ranks to prepare now.
 pub(crate) fn serve_when_complete(
     records: &mut [RankRecord],
     rank: Rank,
@@ -263,16 +257,16 @@ pub(crate) fn serve_when_complete(
     options: &GroupOptions,
 ) -> Vec<Member> {
     let all = |records: &mut [RankRecord], is: fn(&RankRecord) -> bool| tied(records, rank).all(|record| is(record));
-    let waits = |record: &RankRecord| matches!(record.state, RankState::Starting | RankState::Restarting);
-    if all(records, |record| record.state == RankState::Stale && record.preparation == RestartPreparation::Done) {
-        tied(records, rank).for_each(|record| record.serve(now));
+    let waits = |record: &RankRecord| matches!(record.state(), RankState::Starting | RankState::Restarting);
+    if all(records, |record| record.state() == RankState::Stale && record.preparation == RestartPreparation::Done) {
+        tied(records, rank).for_each(|record| record.serve(now, options));
     } else if tied(records, rank).all(|record| waits(record) && record.channel.is_some()) {
         let stale = options.on_restart.is_some() && all(records, |record| record.incarnation > Incarnation(1));
         if stale {
-            tied(records, rank).for_each(|record| record.state = RankState::Stale);
+            tied(records, rank).for_each(|record| record.note(HealthEvent::Loaded, options));
             return tied(records, rank).map(|record| record.member()).collect();
         }
-        tied(records, rank).for_each(|record| record.serve(now));
+        tied(records, rank).for_each(|record| record.serve(now, options));
     }
     Vec::new()
 }
@@ -297,12 +291,15 @@ mod tests {
         for seconds in [1, 2, 4, 8, 16, 30, 30] {
             let exit = died(&record);
             assert_eq!(record.ended(exit, now, &options), AfterExit::Restart(Duration::from_secs(seconds)));
-            assert_eq!(record.state, RankState::Dead);
-            record.restarting();
+            assert_eq!(record.state(), RankState::Dead);
+            record.restarting(&options);
         }
         let exit = died(&record);
         assert_eq!(record.ended(exit, now, &options), AfterExit::Rest);
-        assert_eq!((record.state, record.restarts_used, record.incarnation), (RankState::Retired, 7, Incarnation(8)));
+        assert_eq!(
+            (record.state(), record.restarts_used(), record.incarnation),
+            (RankState::Retired, 7, Incarnation(8))
+        );
     }
 
     #[test]
@@ -312,15 +309,15 @@ mod tests {
         for _ in 0..3 {
             let exit = died(&record);
             record.ended(exit, now, &options);
-            record.restarting();
+            record.restarting(&options);
         }
-        record.serve(now);
+        record.serve(now, &options);
         let exit = died(&record);
         assert_eq!(
             record.ended(exit, now + Duration::from_secs(31), &options),
             AfterExit::Restart(Duration::from_secs(1))
         );
-        assert_eq!(record.restarts_used, 4);
+        assert_eq!(record.restarts_used(), 4);
     }
 
     #[test]
@@ -346,12 +343,12 @@ mod tests {
             let followed = records[1 - rank].exit.as_deref().expect("an end");
             assert_eq!((followed.cause, followed.signal), (ExitCause::Tied, Some(9)));
             tied(&mut records, 0).for_each(|record| {
-                record.restarting();
+                record.restarting(&options);
             });
         }
         let exit = died(&records[0]);
         assert_eq!(ended(&mut records, 0, exit, now, &options).map(|ending| ending.next), Some(AfterExit::Rest));
-        let told = |record: &RankRecord| (record.state, record.incarnation, record.restarts_used);
+        let told = |record: &RankRecord| (record.state(), record.incarnation, record.restarts_used());
         let retired = (RankState::Retired, Incarnation(3), 2);
         assert_eq!(
             [0, 1, 2].map(|rank| told(&records[rank])),
@@ -365,15 +362,15 @@ mod tests {
         let mut records = vec![record()];
         let first = died(&records[0]);
         ended(&mut records, 0, first, now, &options).expect("news");
-        records[0].restarting();
-        records[0].state = RankState::Stale;
+        records[0].restarting(&options);
+        records[0].note(HealthEvent::Loaded, &options);
         records[0].prepared(Err("no weights".to_owned()));
         assert!(!records[0].use_restart(&options), "its one restart is used");
         let mut second = died(&records[0]);
         second.signal = Some(9);
         assert_eq!(ended(&mut records, 0, second, now, &options), None, "it is retired already");
         let told = records[0].exit.as_deref().map(|exit| (exit.incarnation, exit.signal));
-        assert_eq!((records[0].state, told), (RankState::Retired, Some((2, Some(9)))));
+        assert_eq!((records[0].state(), told), (RankState::Retired, Some((2, Some(9)))));
     }
 
     #[test]
@@ -381,23 +378,23 @@ mod tests {
         let options = GroupOptions::new(Transports::new());
         let (mut dead, mut stopped, now) = (record(), record(), Instant::now());
         let exit = died(&dead);
-        assert_eq!((dead.ended(exit, now, &options), dead.state), (AfterExit::Rest, RankState::Dead));
+        assert_eq!((dead.ended(exit, now, &options), dead.state()), (AfterExit::Rest, RankState::Dead));
         let exit = RankExit::new(stopped.incarnation, ExitCause::Stopped);
-        assert_eq!((stopped.ended(exit, now, &options), stopped.state), (AfterExit::Rest, RankState::Stopped));
+        assert_eq!((stopped.ended(exit, now, &options), stopped.state()), (AfterExit::Rest, RankState::Stopped));
     }
 
     #[test]
     fn a_silent_rank_is_suspect_until_it_is_heard_again() {
         let options = GroupOptions::new(Transports::new());
         let (mut record, now) = (record(), Instant::now());
-        record.serve(now);
+        record.serve(now, &options);
         record.last_heartbeat = Some(now);
         assert!(!record.probed(None, now + options.silence_max, &options), "not yet");
         assert!(record.probed(None, now + options.silence_max * 2, &options));
-        assert_eq!(record.state, RankState::Suspect);
+        assert_eq!(record.state(), RankState::Suspect);
         let report =
             serde_json::from_str(r#"{"rank":0,"incarnation":1,"waiting":0,"running":[],"succeeded":0,"failed":0}"#);
         assert!(record.probed(Some(report.expect("a report")), now + options.silence_max * 3, &options));
-        assert_eq!(record.state, RankState::Healthy);
+        assert_eq!(record.state(), RankState::Healthy);
     }
 }

@@ -93,10 +93,10 @@ pub(super) fn status(record: &RankRecord, now: Instant, options: &GroupOptions) 
         node: record.place.node_rank,
         gpus: record.place.gpus.clone(),
         pid: record.pid,
-        state: record.state,
+        state: record.state(),
         incarnation: record.incarnation,
-        restarts_used: record.restarts_used,
-        restarts_left: options.max_restarts.saturating_sub(record.restarts_used),
+        restarts_used: record.restarts_used(),
+        restarts_left: options.max_restarts.saturating_sub(record.restarts_used()),
         running: report.map(|report| report.running.clone()).unwrap_or_default(),
         waiting: report.map_or(0, |report| report.waiting),
         heartbeat_age: record.last_heartbeat.map(|last_heartbeat| now.duration_since(last_heartbeat)),
@@ -107,7 +107,7 @@ pub(super) fn status(record: &RankRecord, now: Instant, options: &GroupOptions) 
 
 /// Whether a rank is stuck. A dead one is not, an idle one never.
 pub(super) fn stuck(record: &RankRecord, now: Instant, options: &GroupOptions) -> Option<StuckRank> {
-    if !matches!(record.state, RankState::Healthy | RankState::Suspect | RankState::Stale) {
+    if !matches!(record.state(), RankState::Healthy | RankState::Suspect | RankState::Stale) {
         return None;
     }
     let silent = record.silence(now);
@@ -128,16 +128,19 @@ pub(super) fn stuck(record: &RankRecord, now: Instant, options: &GroupOptions) -
 
 #[cfg(test)]
 mod tests {
+    use gym_core::group::health::HealthEvent;
+
     use super::*;
     use crate::group::provision::RankPlace;
     use crate::transport::Transports;
 
     fn last_heartbeat(now: Instant, running: &str) -> RankRecord {
         let mut record = RankRecord::new(RankPlace::on_one_node(0, 1));
-        record.serve(now);
+        let options = GroupOptions::new(Transports::new());
+        record.serve(now, &options);
         let text =
             format!(r#"{{"rank":0,"incarnation":1,"waiting":0,"running":[{running}],"succeeded":0,"failed":0}}"#);
-        record.probed(Some(serde_json::from_str(&text).expect("a report")), now, &GroupOptions::new(Transports::new()));
+        record.probed(Some(serde_json::from_str(&text).expect("a report")), now, &options);
         record
     }
 
@@ -166,7 +169,7 @@ mod tests {
         let (options, now) = (GroupOptions::new(Transports::new()), Instant::now());
         let mut record =
             last_heartbeat(now, r#"{"method":"train","elapsed_ms":700000,"progress":3,"still_ms":700000}"#);
-        record.state = RankState::Dead;
+        record.note(HealthEvent::Ended, &options);
         assert_eq!(stuck(&record, now + options.silence_max * 9, &options), None);
     }
 }

@@ -27,12 +27,8 @@ impl RankSubset {
 }
 
 impl WorkerGroup for RankSubset {
-    fn name(&self) -> &str {
+    fn name(&self) -> &Arc<str> {
         &self.name
-    }
-
-    fn shared_name(&self) -> Arc<str> {
-        Arc::clone(&self.name)
     }
 
     fn layout(&self) -> &RankLayout {

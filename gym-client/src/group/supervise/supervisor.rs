@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use futures_util::stream::BoxStream;
 use futures_util::{FutureExt, StreamExt};
+use gym_core::group::health::HealthEvent;
 use gym_core::group::{Gate, GroupView, Rank, RankExit, RankState, STATUS_ROUTE, WorkerStatus};
 use gym_core::transport::ConnectOptions;
 use gym_core::{CallContext, Channel, Endpoint, Error, Incarnation, Request, Result, Route};
@@ -74,7 +75,7 @@ impl GroupState {
     /// Takes no new calls, and ends all ranks.
     pub(super) async fn stop(&self, grace: Duration) -> Result<()> {
         for record in self.records().iter_mut() {
-            record.state = RankState::Stopped;
+            record.note(HealthEvent::Stopped, &self.options);
         }
         self.publish();
         self.deployment.shutdown(grace).await
@@ -243,7 +244,7 @@ impl GroupSupervisor {
             JobResult::Connected(rank, incarnation, Ok((channel, control))) => {
                 self.change(rank, incarnation, |record| {
                     // One that has ended meanwhile, with those it is tied to, has nothing left to reach.
-                    if matches!(record.state, RankState::Starting | RankState::Restarting) {
+                    if matches!(record.state(), RankState::Starting | RankState::Restarting) {
                         record.reached(channel, control, Instant::now());
                     }
                 });
@@ -315,7 +316,7 @@ impl GroupSupervisor {
     fn restart(&mut self, rank: Rank, last: Incarnation) {
         let lives: Vec<(Rank, Incarnation)> = {
             let mut records = self.shared.records();
-            let due = |record: &RankRecord| record.incarnation == last && record.state == RankState::Dead;
+            let due = |record: &RankRecord| record.incarnation == last && record.state() == RankState::Dead;
             let Some(tied) = records.get(rank as usize).filter(|record| due(record)).map(|record| record.place.tied)
             else {
                 return;
@@ -325,7 +326,9 @@ impl GroupSupervisor {
                 self.again.insert(tied);
                 return;
             }
-            record::tied(&mut records, rank).map(|record| (record.place.rank, record.restarting())).collect()
+            record::tied(&mut records, rank)
+                .map(|record| (record.place.rank, record.restarting(&self.shared.options)))
+                .collect()
         };
         self.shared.publish();
         let shared = Arc::clone(&self.shared);
@@ -341,7 +344,7 @@ impl GroupSupervisor {
         let (tied, over) = {
             let records = self.shared.records();
             let Some(record) = records.get(rank as usize) else { return };
-            (record.place.tied, matches!(record.state, RankState::Dead | RankState::Retired))
+            (record.place.tied, matches!(record.state(), RankState::Dead | RankState::Retired))
         };
         self.restarting.remove(&tied);
         if self.again.remove(&tied) {
@@ -366,16 +369,16 @@ impl GroupSupervisor {
                 let ranks = lives.iter().map(|(rank, _)| *rank);
                 // Those that are tied are in the same state, but for one that failed to become fit: as good as dead.
                 let unprepared = record::tied(&mut records, rank)
-                    .any(|record| record.state == RankState::Stale && record.preparation_failed());
+                    .any(|record| record.state() == RankState::Stale && record.preparation_failed());
                 let pending = options.restart_on_failure;
                 let record = &records[rank as usize];
-                let (state, incarnation) = (record.state, record.incarnation);
+                let (state, incarnation) = (record.state(), record.incarnation);
                 let allowed = match state {
                     // Its restart is paid for and waits for its pause, which ends now.
                     RankState::Dead if pending => true,
                     RankState::Dead => record::use_restarts(record::tied(&mut records, rank), &options),
                     RankState::Stale if unprepared => {
-                        record::tied(&mut records, rank).for_each(|record| record.state = RankState::Dead);
+                        record::tied(&mut records, rank).for_each(|record| record.note(HealthEvent::Ended, &options));
                         record::use_restarts(record::tied(&mut records, rank), &options)
                     }
                     RankState::Retired => false,

@@ -1,4 +1,4 @@
-//! The processes of a launcher: shim, watchdog, and the families that they end.
+//! The processes of a launcher: the shim, the watchdog, and the process trees that they end.
 
 pub(in crate::launch) mod roles;
 pub(in crate::launch) mod shim;

@@ -1,4 +1,5 @@
-//! What a process of this program was started as: first arguments, and the ties to the controller that all these processes have.
+//! Roles in which this program is executed again, selected by the first argument, and the link of such a process to its
+//! controller.
 
 use std::ffi::OsStr;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,32 +10,33 @@ use rustix::process::{Pid, Signal};
 pub(in crate::launch) const SHIM_ROLE: &str = "--gym-launch-shim";
 /// First argument that makes a process the watchdog.
 pub(in crate::launch) const WATCHDOG_ROLE: &str = "--gym-launch-watchdog";
-/// First argument that makes a process load UCX and say what it found.
+/// First argument that makes a process load UCX and report the result.
 #[cfg(feature = "rdma")]
 pub(in crate::launch) const REPORT_ROLE: &str = "--gym-ucx-report";
 static ENTERED: AtomicBool = AtomicBool::new(false);
 
-/// Says that this executable is fit to be run again as one of these.
+/// Records that this executable can be executed again in one of these roles.
 pub(in crate::launch) fn set_entered() {
     ENTERED.store(true, Ordering::Release);
 }
 
-/// Whether [`enter`](crate::launch::enter) ran in this process, so running the executable again will not run the user's `main` twice.
+/// Returns `true` if [`enter`](crate::launch::enter) ran in this process, so executing the program again does not run
+/// the user's `main` twice.
 pub(in crate::launch) fn entered() -> bool {
     ENTERED.load(Ordering::Acquire)
 }
 
-/// Makes this process a session of its own that gets `signal` when `controller` dies.
+/// Moves this process into its own session and requests `signal` for the death of `controller`.
 pub(in crate::launch) fn tie_to(controller: Pid, signal: Signal) -> Result<(), String> {
-    // Fails only for a group leader, which a freshly forked process is not; then it already has what it needs.
+    // Fails only for a group leader. A freshly forked process is not one; a group leader already has its own group.
     let _ = rustix::process::setsid();
     rustix::process::set_parent_process_death_signal(Some(signal))
-        .map_err(|error| format!("ask for a signal at the death of the controller: {error}"))?;
-    // A controller that died before the line above sends no signal any more; we have been given to another parent.
+        .map_err(|error| format!("cannot request a signal for the death of the controller: {error}"))?;
+    // If the controller died before the line above, no signal follows, and this process has another parent.
     if rustix::process::getppid() == Some(controller) {
         Ok(())
     } else {
-        Err(format!("controller {} is gone", controller.as_raw_nonzero()))
+        Err(format!("controller {} has ended", controller.as_raw_nonzero()))
     }
 }
 

@@ -1,12 +1,12 @@
-//! Who belongs to a child: everything that has to go when it goes.
+//! Finds and ends all processes that belong to a child.
 //!
-//! Linux has no handle on "this process and all it started" that an unprivileged process may always create (cgroups need
-//! delegation), so a family is found by four signs, any of which is enough: the child's process group, its session, the
-//! mark in the environment that every descendant inherits, and descent (parent process ids) from any of these. A
-//! grandchild that calls `setsid`, forks twice and closes everything still carries the mark. Only one that *also*
-//! replaces its environment, after its parent is gone, is missed; `PR_SET_CHILD_SUBREAPER` would catch that one too, but
-//! it is a setting of the whole process and would hand the controller zombies that it may not reap without stealing
-//! those of the user's own children.
+//! Linux has no handle for "this process and all its descendants" that an unprivileged process can always create
+//! (cgroups need delegation). A process belongs to the tree if one of four criteria applies: the child's process group,
+//! its session, the mark in the environment that every descendant inherits, or descent (parent process IDs) from any
+//! such process. A grandchild that calls `setsid`, forks twice and closes its files still carries the mark. A process
+//! is missed only if it *also* replaces its environment after its parent has ended. `PR_SET_CHILD_SUBREAPER` would find
+//! that process too. But it is a setting of the whole process: the controller would inherit zombies that it cannot reap
+//! without also reaping the user's own children.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -16,21 +16,23 @@ use std::time::Duration;
 use rustix::process::{Pid, PidfdFlags, Signal};
 use tokio::time::Instant;
 
-/// Environment variable that names the launchers and children a process descends from, separated by `:`.
+/// Environment variable with the launchers and children from which a process descends, separated by `:`.
 pub(in crate::launch) const MARK_VARIABLE: &str = "GYM_LAUNCH_MARK";
-/// Pause between two looks at processes that are not ours to wait for. Short against any grace, long against a look.
+/// Interval between checks of processes that cannot be waited for: short compared to any grace, long compared to one
+/// check.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
-/// How long killed processes get to vanish. Only one stuck in the kernel (a dead network mount) takes longer.
+/// Limit for killed processes to disappear; only a process blocked in the kernel (a dead network mount) takes longer.
 pub(in crate::launch) const KILL_WAIT: Duration = Duration::from_secs(5);
 
-/// The child that leads a process group and session. The start time tells it from a later process of the same number.
+/// The child that leads a process group and session. The start time distinguishes it from a later process with the same
+/// ID.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::launch) struct SessionLeader {
     pub(in crate::launch) pid: i32,
     pub(in crate::launch) start_ticks: u64,
 }
 
-/// The signs by which members are found.
+/// The criteria by which members are found.
 #[derive(Debug, Clone)]
 pub(in crate::launch) struct ProcessTree {
     pub(in crate::launch) leaders: Vec<SessionLeader>,
@@ -38,7 +40,7 @@ pub(in crate::launch) struct ProcessTree {
     pub(in crate::launch) mark: String,
 }
 
-/// A living process of a family.
+/// A living process of a tree.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::launch) struct TreeProcess {
     pid: i32,
@@ -46,7 +48,7 @@ pub(in crate::launch) struct TreeProcess {
     group: i32,
 }
 
-/// What `/proc` says of a process in one line.
+/// The line that `/proc/PID/stat` reports for a process.
 #[derive(Debug, Clone, Copy)]
 #[cfg_attr(not(feature = "groups"), allow(dead_code, reason = "only the usage of workers asks for time and memory"))]
 pub(crate) struct ProcessStat {
@@ -56,9 +58,9 @@ pub(crate) struct ProcessStat {
     pub(crate) session: i32,
     /// CPU time used, user and system, in clock ticks.
     pub(crate) cpu_ticks: u64,
-    /// When it started, in clock ticks since boot.
+    /// Start time, in clock ticks since boot.
     pub(crate) start_ticks: u64,
-    /// Memory that is resident, in pages.
+    /// Resident memory, in pages.
     pub(crate) resident_pages: u64,
 }
 
@@ -67,7 +69,8 @@ impl ProcessStat {
         Self::parse(&fs::read(format!("/proc/{pid}/stat")).ok()?)
     }
 
-    /// Fields follow the last `)`: the name before it may contain anything, blanks and parentheses included.
+    /// Parses the fields after the last `)`: the name before it may contain any characters, including blanks and
+    /// parentheses.
     pub(crate) fn parse(text: &[u8]) -> Option<Self> {
         let close = memchr::memrchr(b')', text)?;
         let rest = std::str::from_utf8(text.get(close + 1..)?).ok()?;
@@ -76,7 +79,7 @@ impl ProcessStat {
         let parent = fields.next()?.parse().ok()?;
         let group = fields.next()?.parse().ok()?;
         let session = fields.next()?.parse().ok()?;
-        // Fields 14, 15, 22 and 24 of the line (proc_pid_stat(5)); six are gone, numbered from 1.
+        // Fields 14, 15, 22 and 24 of the line (proc_pid_stat(5)), counted from 1; six were consumed above.
         let user: u64 = fields.nth(7)?.parse().ok()?;
         let system: u64 = fields.next()?.parse().ok()?;
         let start_ticks = fields.nth(6)?.parse().ok()?;
@@ -92,7 +95,7 @@ impl ProcessStat {
         })
     }
 
-    /// All living processes by their ids. Reads `/proc`: call it off the runtime's threads.
+    /// Returns all living processes by ID. Reads `/proc`, so call it outside of the runtime's threads.
     pub(crate) fn all() -> io::Result<BTreeMap<i32, Self>> {
         let mut all = BTreeMap::new();
         for entry in fs::read_dir("/proc")? {
@@ -104,24 +107,25 @@ impl ProcessStat {
         Ok(all)
     }
 
-    /// A zombie is dead already and waits for its parent only.
+    /// Returns `false` for a zombie, which has ended and waits for its parent.
     fn alive(self) -> bool {
         !matches!(self.state, b'Z' | b'X' | b'x')
     }
 }
 
-/// When process `pid` started, in clock ticks since boot.
+/// Returns the start time of process `pid`, in clock ticks since boot.
 pub(in crate::launch) fn start_ticks(pid: i32) -> Option<u64> {
     ProcessStat::read(pid).map(|stat| stat.start_ticks)
 }
 
 impl ProcessTree {
-    /// All living members, ordered by process id. Reads `/proc`: call it off the runtime's threads.
+    /// Returns all living members, ordered by process ID. Reads `/proc`, so call it outside of the runtime's threads.
     fn look(&self) -> io::Result<Vec<TreeProcess>> {
         let own = i32::try_from(std::process::id()).unwrap_or(0);
         let mut all = ProcessStat::all()?;
         all.remove(&own);
-        // A number in use again by a process that started later: the whole old group is gone, else it were not free.
+        // If the ID belongs to a process that started later, the whole old group has ended; otherwise the ID would not
+        // be free.
         let leaders: Vec<i32> = self
             .leaders
             .iter()
@@ -138,7 +142,7 @@ impl ProcessTree {
                 found.insert(pid, TreeProcess { pid, start_ticks: stat.start_ticks, group: stat.group });
             }
         }
-        // Descent, to a fixed point: bounded by the number of processes.
+        // Follows descent until no member is added; bounded by the number of processes.
         loop {
             let more: Vec<TreeProcess> = all
                 .iter()
@@ -152,7 +156,7 @@ impl ProcessTree {
         }
     }
 
-    /// Whether the environment of `pid` carries our mark. Not readable means another user's, which cannot be ours.
+    /// Returns `true` if the environment of `pid` contains the mark. An unreadable environment belongs to another user.
     fn marks(&self, pid: i32) -> bool {
         let Ok(environment) = fs::read(format!("/proc/{pid}/environ")) else { return false };
         carries_mark(&environment, &self.mark)
@@ -160,14 +164,14 @@ impl ProcessTree {
 
     async fn members(&self) -> Vec<TreeProcess> {
         let tree = self.clone();
-        // Without `/proc` nobody can be told apart safely; the parent-death signal still holds.
+        // Without `/proc`, processes cannot be identified safely; the parent-death signal still applies.
         tokio::task::spawn_blocking(move || tree.look().unwrap_or_default()).await.unwrap_or_default()
     }
 
     fn signal(&self, members: &[TreeProcess], signal: Signal) {
         for leader in &self.leaders {
-            // At once for the whole group, so nothing can fork away between two calls. A number without members
-            // may belong to others by now.
+            // One call for the whole group, so that no member can fork between two calls. An ID without members may
+            // belong to another group by now.
             if members.iter().any(|member| member.group == leader.pid)
                 && let Some(group) = Pid::from_raw(leader.pid)
             {
@@ -175,17 +179,17 @@ impl ProcessTree {
             }
         }
         for member in members {
-            // Not twice: a second SIGINT means "at once" to many servers.
+            // Each process gets the signal once: many servers treat a second SIGINT as "exit at once".
             if !self.leaders.iter().any(|leader| leader.pid == member.group) {
                 member.signal(signal);
             }
         }
     }
 
-    /// Ends the family: each signal of `steps` at its time from now, `SIGKILL` again and again after the last of them,
-    /// until nobody is left or [`KILL_WAIT`] has passed. Returns who is left.
+    /// Ends the tree: sends each signal of `steps` at its time from now, then repeats `SIGKILL` until no process is
+    /// left or [`KILL_WAIT`] has passed. Returns the remaining processes.
     ///
-    /// Does not reap: the caller waits for its own child meanwhile.
+    /// Does not reap: the caller waits for its own child.
     pub(in crate::launch) async fn end(&self, steps: &[(Duration, Signal)]) -> Vec<TreeProcess> {
         let begin = Instant::now();
         let last = steps.last().map_or(Duration::ZERO, |(after, _)| *after);
@@ -207,7 +211,8 @@ impl ProcessTree {
                 return members;
             }
             look.tick().await;
-            // A full look costs a read per process of the machine: only when the known ones are gone, or when killing.
+            // A full check reads one file per process of the machine, so it runs only when the known members have ended
+            // or are being killed.
             if taken == steps.len() {
                 members = self.members().await;
                 self.signal(&members, Signal::KILL);
@@ -233,8 +238,8 @@ impl TreeProcess {
         ProcessStat::read(self.pid).is_some_and(|stat| stat.alive() && stat.start_ticks == self.start_ticks)
     }
 
-    /// Signals exactly this process: the handle is taken first, then its identity is checked, so a number given to
-    /// another process in between is never hit.
+    /// Signals exactly this process: opens a handle, then checks the identity, so a process that reused the ID is never
+    /// signalled.
     fn signal(&self, signal: Signal) {
         let Some(pid) = Pid::from_raw(self.pid) else { return };
         match rustix::process::pidfd_open(pid, PidfdFlags::empty()) {

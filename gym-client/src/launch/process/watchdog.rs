@@ -1,9 +1,9 @@
-//! The process that outlives the controller by a moment, to end what the controller started.
+//! The watchdog: a process that outlives the controller briefly and ends the processes that the controller started.
 //!
-//! `PDEATHSIG` reaches a child but not the child's children. So a launcher starts, with its first child, one watchdog:
-//! our own binary again, holding the read end of a pipe whose only write end is in the controller. However the
-//! controller dies (`kill -9`, out of memory, a panic that aborts) the kernel closes the pipe; the watchdog then sends
-//! every registered family `SIGTERM`, after a grace `SIGKILL`, and exits.
+//! `PDEATHSIG` reaches a child but not its descendants. A launcher therefore starts one watchdog with its first child:
+//! this program, executed again, which holds the read end of a pipe. Only the controller holds the write end. However
+//! the controller dies (`kill -9`, out of memory, a panic that aborts), the kernel closes the pipe. The watchdog then
+//! sends `SIGTERM` to every registered process tree, `SIGKILL` after a grace, and exits.
 
 use std::ffi::OsString;
 use std::io::Write;
@@ -23,16 +23,17 @@ use crate::launch::process::roles::{WATCHDOG_ROLE, parse_pid, tie_to};
 use crate::launch::process::spawner;
 use crate::launch::process::tree::{ProcessTree, SessionLeader};
 
-/// What the watchdog says when it stands: proves that the executable calls [`enter`](crate::launch::enter) first.
+/// The first output of a watchdog, which proves that the executable calls [`enter`](crate::launch::enter) first.
 const READY: &[u8] = b"gym-launch-watchdog 1\n";
-/// A loaded machine starts a process in well under a second; ten leave room for a cold binary on a network disk.
+/// Limit for the start. A loaded machine starts a process in less than a second; ten seconds allow for a cold binary on
+/// a network disk.
 const START_WAIT: Duration = Duration::from_secs(10);
-/// The watchdog reads all the time; a pipe that stays full this long has no reader.
+/// Limit for a write. The watchdog reads continuously, so a pipe that stays full for this long has no reader.
 const WRITE_WAIT: Duration = Duration::from_secs(5);
-/// A registration is two numbers; longer lines do not come from us.
+/// Maximum length of a line. A registration consists of two numbers, so a longer line does not come from this program.
 const LINE_BYTES_MAX: u64 = 128;
 
-/// The controller's end.
+/// The controller's handle on the watchdog.
 #[derive(Debug)]
 pub(in crate::launch) struct Watchdog {
     process: Child,
@@ -40,7 +41,7 @@ pub(in crate::launch) struct Watchdog {
 }
 
 impl Watchdog {
-    /// Starts the watchdog and waits until it says that it stands.
+    /// Starts the watchdog and waits until it reports that it is ready.
     pub(in crate::launch) async fn start(shim: &Path, launcher: &str, grace: Duration) -> Result<Self, String> {
         let mut command = Command::new(shim);
         command
@@ -48,25 +49,25 @@ impl Watchdog {
             .arg(std::process::id().to_string())
             .arg(launcher)
             .arg(grace.as_millis().to_string())
-            // It must not keep a file system busy, nor a reader of our output waiting.
+            // It must not keep a file system busy or hold the controller's output open.
             .current_dir("/")
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::null());
         let mut process = spawner::spawn(command).await.map_err(|error| error.to_string())?;
-        let (Some(pipe), Some(mut said)) = (process.stdin.take(), process.stdout.take()) else {
-            return Err("its pipes are missing".to_owned());
+        let (Some(pipe), Some(mut stdout)) = (process.stdin.take(), process.stdout.take()) else {
+            return Err("the process has no pipes".to_owned());
         };
-        let mut answer = vec![0_u8; READY.len()];
-        match timeout(START_WAIT, said.read_exact(&mut answer)).await {
-            Ok(Ok(_)) if answer == READY => Ok(Self { process, pipe }),
+        let mut output = vec![0_u8; READY.len()];
+        match timeout(START_WAIT, stdout.read_exact(&mut output)).await {
+            Ok(Ok(_)) if output == READY => Ok(Self { process, pipe }),
             outcome => {
                 let _ = process.start_kill();
                 let _ = timeout(WRITE_WAIT, process.wait()).await;
                 Err(match outcome {
-                    Err(_) => format!("no answer within {} s", START_WAIT.as_secs()),
-                    Ok(Err(_)) => "it ended without an answer".to_owned(),
-                    Ok(Ok(_)) => "it answered with something else".to_owned(),
+                    Err(_) => format!("no output within {} s", START_WAIT.as_secs()),
+                    Ok(Err(_)) => "it ended without output".to_owned(),
+                    Ok(Ok(_)) => "its output was not that of a watchdog".to_owned(),
                 })
             }
         }
@@ -84,8 +85,8 @@ impl Watchdog {
         timeout(WRITE_WAIT, self.pipe.write_all(line.as_bytes())).await.unwrap_or_else(|late| Err(late.into()))
     }
 
-    /// Gets rid of a watchdog that does not listen any more. Killed before the pipe closes: one that is only slow would
-    /// take that for our death.
+    /// Ends a watchdog that no longer reads. It is killed before the pipe closes, because a watchdog that is only slow
+    /// would take the closed pipe for the controller's death.
     pub(in crate::launch) async fn discard(mut self) {
         let _ = self.process.start_kill();
         let _ = timeout(WRITE_WAIT, self.process.wait()).await;
@@ -102,7 +103,7 @@ impl Watchdog {
     }
 }
 
-/// The watchdog process itself.
+/// Runs as the watchdog process.
 pub(in crate::launch) fn run(mut arguments: impl Iterator<Item = OsString>) -> ! {
     let controller = arguments.next().and_then(|text| parse_pid(&text));
     let launcher = arguments.next().and_then(|text| text.into_string().ok());
@@ -110,11 +111,12 @@ pub(in crate::launch) fn run(mut arguments: impl Iterator<Item = OsString>) -> !
     let (Some(controller), Some(launcher), Some(grace)) = (controller, launcher, grace) else { std::process::exit(2) };
     let Ok(runtime) = tokio::runtime::Builder::new_current_thread().enable_all().build() else { std::process::exit(1) };
     let status = runtime.block_on(async {
-        // Whoever signals all processes of our name, or the terminal's group, means the controller to stop in order;
-        // we are needed until it is gone. A handler that nobody listens to is enough to survive.
+        // Signals to all processes of this name, or to the terminal's group, ask the controller to stop; the watchdog
+        // must survive until the controller has ended. Installing a handler is sufficient to survive.
         let ignored = [SignalKind::terminate(), SignalKind::interrupt(), SignalKind::hangup(), SignalKind::quit()];
         let _kept: Vec<_> = ignored.into_iter().filter_map(|kind| signal(kind).ok()).collect();
-        // The pipe alone would miss the death of a controller that forked without executing: the copy holds the pipe.
+        // The pipe does not report the death of a controller that forked without `exec`, because the forked process
+        // still holds it.
         let Ok(mut controller_died) = signal(SignalKind::user_defined1()) else { return 1 };
         let alive = tie_to(controller, Signal::USR1).is_ok();
         let Ok(input) = std::io::stdin().as_fd().try_clone_to_owned() else { return 1 };
@@ -129,8 +131,8 @@ pub(in crate::launch) fn run(mut arguments: impl Iterator<Item = OsString>) -> !
                 _ = controller_died.recv() => {}
             }
         }
-        // What the dead controller had written still counts. A full pipe is read in far less; a pipe held open by a
-        // copy of the controller never ends, hence the bound.
+        // Reads the last registrations of the dead controller. Reading a full pipe takes much less than this limit,
+        // which is needed because a forked copy of the controller may hold the pipe open forever.
         let _ = timeout(Duration::from_millis(100), lines.follow()).await;
         let tree = ProcessTree { leaders: lines.leaders, mark: format!("{launcher}.") };
         let left = tree.end(&[(Duration::ZERO, Signal::TERM), (grace, Signal::KILL)]).await;
@@ -145,8 +147,8 @@ struct Registrations {
 }
 
 impl Registrations {
-    /// Reads until the pipe closes. Dropped in mid-line it may lose that line, whose child is then still behind its
-    /// gate and ends by itself.
+    /// Reads until the pipe closes. If dropped in the middle of a line, that line may be lost; its child is then still
+    /// at its gate and ends on its own.
     async fn follow(&mut self) {
         let mut line = String::new();
         loop {

@@ -1,4 +1,4 @@
-//! Everything that is neither time nor network: files, randomness and the wall clock. A simulation hands in its own.
+//! Files, randomness and the wall clock of a process. A simulation replaces them.
 
 mod real;
 
@@ -20,7 +20,7 @@ pub use real::RealFiles;
 /// The files, the seed and the wall clock of one process. Cheap to clone; clones share them.
 #[derive(Clone, Debug)]
 pub struct World {
-    /// Where things are kept.
+    /// The file system.
     pub files: Arc<dyn Files>,
     seed: Arc<Mutex<fastrand::Rng>>,
     wall: Wall,
@@ -28,13 +28,14 @@ pub struct World {
 
 #[derive(Clone, Debug)]
 struct Wall {
-    /// Since the Unix epoch, when the world began.
+    /// The time of day when the world was created, since the Unix epoch.
     start: Duration,
     began: Instant,
 }
 
 impl World {
-    /// A world with the given files, seed and time of day (since the Unix epoch). Time goes on by tokio's clock.
+    /// Creates a world with these files, this seed and this time of day (since the Unix epoch). Time advances with
+    /// tokio's clock.
     ///
     /// Must be called within a tokio runtime.
     #[must_use]
@@ -43,23 +44,24 @@ impl World {
         Self { files, seed, wall: Wall { start, began: Instant::now() } }
     }
 
-    /// This machine's files and time of day, and a seed that nobody knows.
+    /// Creates a world with the files and the time of day of this machine, and an unpredictable seed.
     ///
     /// Must be called within a tokio runtime.
     #[must_use]
     pub fn real() -> Self {
-        // The keys of std's hasher are the operating system's random bits.
+        // std takes the keys of its hasher from the operating system's random numbers.
         let seed = RandomState::new().hash_one(std::process::id());
         Self::new(Arc::new(RealFiles::new()), seed, time_of_day())
     }
 
-    /// A source of randomness of its own, derived from the world's seed: the order of these calls decides what each gets.
+    /// Creates a random number generator from the world's seed. Equal seeds give equal generators to calls in the same
+    /// order.
     #[must_use]
     pub fn rng(&self) -> fastrand::Rng {
         self.seed.lock().unwrap_or_else(PoisonError::into_inner).fork()
     }
 
-    /// 128 random bits, as 32 hexadecimal digits: a session or rollout id.
+    /// Returns 128 random bits as 32 hexadecimal digits, for the id of a session or a rollout.
     #[must_use]
     pub fn unique_id(&self) -> String {
         let id = self.seed.lock().unwrap_or_else(PoisonError::into_inner).u128(..);
@@ -68,54 +70,54 @@ impl World {
         text
     }
 
-    /// The time of day, since the Unix epoch.
+    /// Returns the time of day, since the Unix epoch.
     #[must_use]
     pub fn now(&self) -> Duration {
         self.wall.start + self.wall.began.elapsed()
     }
 }
 
-/// The one look at the wall clock: from here on time goes by tokio's clock.
+/// Reads the wall clock. This is the only place; after it, time advances with tokio's clock.
 #[allow(clippy::disallowed_methods, reason = "a real world begins at the real time")]
 fn time_of_day() -> Duration {
     std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default()
 }
 
-/// What a ledger needs of a file system. Paths are files, never folders.
+/// The file system operations of a ledger. A path names a file, never a directory.
 ///
-/// One writer per file: calls on the same path are made one after the other. An error of `append` leaves the end of the file
-/// unknown; the writer reads the length and truncates before it goes on, and until then further appends are refused. A
-/// failed sync is never tried again: the system may have forgotten what it could not write.
-///
-/// Errors name the path, what was being done and what to do: `ResourceExhausted` for a full disk, a used-up quota and a
-/// file-size limit, `NotFound`, `InvalidArgument` for a path that cannot be used. None of them is "not started".
+/// - **Order.** Each file has one writer, which makes its calls one after another.
+/// - **Failed writes.** After an error of `append`, the length of the file is unknown. Further appends fail until the
+///   writer has read the length and truncated the file. A failed sync is never repeated, because the system may have
+///   discarded the data.
+/// - **Errors** contain the path, the operation and the fix: `ResourceExhausted` for a full disk, an exceeded quota and
+///   a limit on the file size, `NotFound`, and `InvalidArgument` for an unusable path. No error is `NotStarted`.
 #[async_trait]
 pub trait Files: fmt::Debug + Send + Sync + 'static {
-    /// Length in bytes; `None` when the file is not there.
+    /// Returns the length in bytes; `None` if the file does not exist.
     async fn length(&self, path: &Path) -> Result<Option<u64>>;
 
-    /// Up to `bytes_max` bytes from an offset; fewer only at the end of the file.
+    /// Reads up to `bytes_max` bytes from offset `from`. Returns fewer only at the end of the file.
     async fn read(&self, path: &Path, from: u64, bytes_max: usize) -> Result<Bytes>;
 
-    /// Adds the pieces at the end, creating the file (and its folder) if needed. With `durable`, returns
-    /// after they and everything added before are on the disk; no pieces at all is a sync.
+    /// Appends the pieces, and creates the file and its directory if needed. With `durable`, returns after these and
+    /// all earlier pieces are on the disk. An empty list only syncs.
     async fn append(&self, path: &Path, pieces: &[Bytes], durable: bool) -> Result<()>;
 
-    /// Cuts the file to a length that it has, durably.
+    /// Truncates the file durably to `length`, which is at most its current length.
     async fn truncate(&self, path: &Path, length: u64) -> Result<()>;
 
-    /// Puts new contents in place of the file: after a crash it has either the old or the new.
+    /// Replaces the contents of the file atomically: after a crash it has either the old or the new contents.
     async fn replace(&self, path: &Path, contents: &[Bytes]) -> Result<()>;
 
-    /// Removes the file; one that is not there is fine.
+    /// Removes the file. Succeeds if the file does not exist.
     async fn remove(&self, path: &Path) -> Result<()>;
 
-    /// Holds the file, creating it if needed, until the guard is dropped or the process is gone.
+    /// Locks the file, and creates it if needed, until the guard is dropped or the process exits.
     ///
     /// # Errors
-    /// `FailedPrecondition` when another process, or another guard of this one, holds it.
+    /// `FailedPrecondition` if another process, or another guard of this process, holds the lock.
     async fn lock(&self, path: &Path) -> Result<Box<dyn FileLock>>;
 }
 
-/// A file held for this process; dropping it lets go.
+/// The lock of a file, held by this process. Dropping the guard releases the lock.
 pub trait FileLock: fmt::Debug + Send + Sync {}

@@ -1,7 +1,7 @@
-//! The machine's own files, behind [`Files`].
+//! The file system of this machine, as an implementation of [`Files`].
 //!
-//! File calls block, so each runs on tokio's blocking threads; a caller sees only a future. What makes an append durable is
-//! `fdatasync`, and for a new file the `fsync` of its folder: without the latter the file itself may be gone after a crash.
+//! File operations block, so each runs on tokio's blocking threads. `fdatasync` makes an append durable. A new file
+//! also needs an `fsync` of its directory; without it the file may be missing after a crash.
 
 use std::collections::BTreeSet;
 use std::fs::{File, OpenOptions, TryLockError};
@@ -16,8 +16,8 @@ use bytes::Bytes;
 use super::{FileLock, Files};
 use crate::base::error::{Code, Error, Execution, Result};
 
-/// Files kept open for appending. A collector writes three; more are closed, oldest use first, because descriptors are
-/// what a machine with a limit of 20,000 runs out of.
+/// Files that stay open for appending. A collector writes three. Beyond this number the least recently used file is
+/// closed, because file descriptors are limited.
 const OPEN_MAX: usize = 64;
 
 /// The file system of this machine. Clones share the open files.
@@ -28,14 +28,15 @@ pub struct RealFiles {
 
 #[derive(Debug, Default)]
 struct Handles {
-    /// Files open for appending, the latest used last.
+    /// Files that are open for appending, the most recently used last.
     open: Vec<(PathBuf, Arc<Mutex<File>>)>,
-    /// Files whose end is unknown since an append failed: nothing is added to them before they are cut or replaced.
+    /// Files whose length is unknown because an append failed. Appends to them fail until they are truncated or
+    /// replaced.
     broken: BTreeSet<PathBuf>,
 }
 
 impl RealFiles {
-    /// The file system of this machine.
+    /// Creates a handle of this machine's file system.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
@@ -45,7 +46,7 @@ impl RealFiles {
         self.handles.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Runs a blocking piece of work, and says in its error what was being done to which file.
+    /// Runs blocking work; its error names the operation and the file.
     async fn blocking<T: Send + Sync + 'static>(
         &self,
         doing: &'static str,
@@ -55,24 +56,28 @@ impl RealFiles {
         let (this, owned) = (self.clone(), path.to_owned());
         let done = Arc::new(OnceLock::new());
         let result = Arc::clone(&done);
-        // Boxed, so that one type of task is compiled and not one for each piece of work.
+        // Boxed, so that the compiler builds one type of task, not one for each closure.
         let task: Box<dyn FnOnce() + Send> = Box::new(move || drop(result.set(work(&this, &owned))));
         match tokio::task::spawn_blocking(task).await {
             Ok(()) => Arc::into_inner(done)
                 .and_then(OnceLock::into_inner)
                 .expect("the task has ended and left its result")
                 .map_err(|error| file_error(doing, path, error)),
-            Err(stopped) => Err(Error::new(Code::Cancelled, Execution::Unknown, "the runtime stopped meanwhile")
-                .about(format!("{doing} {}", path.display()))
-                .caused_by(stopped)),
+            Err(stopped) => {
+                Err(Error::new(Code::Cancelled, Execution::Unknown, "the runtime shut down during the operation")
+                    .about(format!("{doing} {}", path.display()))
+                    .caused_by(stopped))
+            }
         }
     }
 
-    /// The file, open for appending.
+    /// Returns the file, open for appending.
     fn appender(&self, path: &Path) -> io::Result<Arc<Mutex<File>>> {
         let mut handles = self.handles();
         if handles.broken.contains(path) {
-            return Err(io::Error::other("an earlier write failed and the end of the file is unknown; cut it first"));
+            return Err(io::Error::other(
+                "the length is unknown because an earlier write failed; truncate the file first",
+            ));
         }
         if let Some(at) = handles.open.iter().position(|(known, _)| known == path) {
             let entry = handles.open.remove(at);
@@ -99,7 +104,8 @@ impl RealFiles {
             write_all(&mut file, pieces).and_then(|()| if durable { file.sync_data() } else { Ok(()) })
         };
         if written.is_err() {
-            // After a failed sync the kernel may call the lost pages clean: another sync on this handle would lie.
+            // After a failed sync the kernel may mark the lost pages as clean, so another sync of this handle would
+            // succeed.
             let mut handles = self.handles();
             handles.open.retain(|(known, _)| known != path);
             handles.broken.insert(path.to_owned());
@@ -122,7 +128,7 @@ impl RealFiles {
         self.forget(path);
         let file = OpenOptions::new().write(true).open(path)?;
         if length > file.metadata()?.len() {
-            return Err(io::Error::new(ErrorKind::InvalidInput, "the file is shorter than the length to cut it to"));
+            return Err(io::Error::new(ErrorKind::InvalidInput, "the file is shorter than the requested length"));
         }
         file.set_len(length)?;
         file.sync_all()?;
@@ -141,7 +147,7 @@ impl RealFiles {
             std::fs::rename(&temporary, path)
         });
         if let Err(error) = written {
-            // Best effort: the error that matters is the first.
+            // Best effort: the first error is reported.
             let _ = std::fs::remove_file(&temporary);
             return Err(error);
         }
@@ -200,16 +206,17 @@ impl Files for RealFiles {
         let held = self.blocking("lock", path, |_, path| lock_now(path)).await?;
         match held {
             Some(file) => Ok(Box::new(HeldFile { _file: file })),
-            None => {
-                Err(Error::finished(Code::FailedPrecondition, "another process, or another part of this one, holds it")
-                    .about(format!("lock {}", path.display())))
-            }
+            None => Err(Error::finished(
+                Code::FailedPrecondition,
+                "another process, or another part of this one, holds the lock",
+            )
+            .about(format!("lock {}", path.display()))),
         }
     }
 }
 
-/// The lock of an open file description: the kernel lets go when the descriptor is closed, however the process ends. Rust
-/// opens files so that child processes do not inherit them.
+/// The lock of an open file description. The kernel releases it when the descriptor is closed, however the process
+/// ends. Child processes do not inherit files that Rust opens.
 #[derive(Debug)]
 struct HeldFile {
     _file: File,
@@ -217,7 +224,7 @@ struct HeldFile {
 
 impl FileLock for HeldFile {}
 
-/// `None` when somebody else holds it.
+/// Returns `None` if the file is locked elsewhere.
 fn lock_now(path: &Path) -> io::Result<Option<File>> {
     loop {
         let file = open_or_create(path)?;
@@ -226,7 +233,8 @@ fn lock_now(path: &Path) -> io::Result<Option<File>> {
             Err(TryLockError::WouldBlock) => return Ok(None),
             Err(TryLockError::Error(error)) => return Err(error),
         }
-        // Between the opening and the lock its holder may have removed or replaced it: then we hold a file of no name.
+        // Between opening and locking, the previous holder may have removed or replaced the file: then this one has no
+        // name.
         let held = file.metadata()?;
         match std::fs::metadata(path) {
             Ok(named) if (named.dev(), named.ino()) == (held.dev(), held.ino()) => return Ok(Some(file)),
@@ -248,7 +256,7 @@ fn open_or_create(path: &Path) -> io::Result<File> {
     Ok(file)
 }
 
-/// The folder of a file, and what it lies in, down from the first one that was there.
+/// Creates the missing directories above a file and syncs the parent of each.
 fn make_folder(path: &Path) -> io::Result<()> {
     let folder = folder_of(path);
     if folder.is_dir() {
@@ -302,28 +310,28 @@ fn read_from(file: &File, from: u64, bytes_max: usize) -> io::Result<Bytes> {
     Ok(buffer.into())
 }
 
-/// Says what a file error means and what to do about it. Never "not started": a failed write must not be sent again.
+/// Converts a file error: cause and fix. Never `NotStarted`, because a failed write must not be repeated.
 fn file_error(doing: &'static str, path: &Path, error: io::Error) -> Error {
-    const MORE_ROOM: &str = "free room on its file system or choose another path, then resume";
+    const MORE_ROOM: &str = "free space on its file system or choose another path, then resume";
     let (code, message) = match error.kind() {
         ErrorKind::StorageFull => (Code::ResourceExhausted, format!("the disk is full; {MORE_ROOM}")),
-        ErrorKind::QuotaExceeded => (Code::ResourceExhausted, format!("the disk quota is used up; {MORE_ROOM}")),
+        ErrorKind::QuotaExceeded => (Code::ResourceExhausted, format!("the disk quota is exceeded; {MORE_ROOM}")),
         ErrorKind::FileTooLarge => (
             Code::ResourceExhausted,
-            format!("the file is as large as the limit allows (`ulimit -f`, or the file system's); {MORE_ROOM}"),
+            format!("the file has reached the size limit (`ulimit -f`, or that of the file system); {MORE_ROOM}"),
         ),
         ErrorKind::NotFound => (Code::NotFound, "no such file".to_owned()),
         ErrorKind::PermissionDenied => {
-            (Code::InvalidArgument, "permission denied; give this user the right or choose another path".to_owned())
+            (Code::InvalidArgument, "permission denied; grant it to this user or choose another path".to_owned())
         }
         ErrorKind::ReadOnlyFilesystem => {
             (Code::InvalidArgument, "the file system is read-only; choose another path".to_owned())
         }
-        ErrorKind::IsADirectory => (Code::InvalidArgument, "it is a folder; name a file in it".to_owned()),
+        ErrorKind::IsADirectory => (Code::InvalidArgument, "the path is a directory; name a file in it".to_owned()),
         ErrorKind::NotADirectory | ErrorKind::AlreadyExists => {
-            (Code::InvalidArgument, "a part of the path is a file, not a folder; choose another path".to_owned())
+            (Code::InvalidArgument, "a part of the path is a file, not a directory; choose another path".to_owned())
         }
-        ErrorKind::InvalidInput | ErrorKind::InvalidFilename => (Code::InvalidArgument, "refused".to_owned()),
+        ErrorKind::InvalidInput | ErrorKind::InvalidFilename => (Code::InvalidArgument, "rejected".to_owned()),
         _ if is_out_of_descriptors(&error) => {
             (Code::ResourceExhausted, "too many open files; raise the limit (`ulimit -n`)".to_owned())
         }
@@ -332,7 +340,7 @@ fn file_error(doing: &'static str, path: &Path, error: io::Error) -> Error {
     Error::finished(code, message).about(format!("{doing} {}", path.display())).caused_by(error)
 }
 
-/// `EMFILE` or `ENFILE`, for which std has no kind of its own.
+/// Returns `true` for `EMFILE` and `ENFILE`, for which std has no `ErrorKind`.
 fn is_out_of_descriptors(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(23 | 24))
 }

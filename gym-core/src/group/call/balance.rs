@@ -57,8 +57,7 @@ impl Balancer {
                 "weights {weights:?} for {ranks} ranks; give one for each, at least one of them above 0"
             )));
         }
-        // The group limits the restarts, not the balancer.
-        let fleet = Fleet::new(ranks, HealthPolicy { restarts_max: u32::MAX, ..HealthPolicy::default() })?;
+        let fleet = Fleet::new(ranks, HealthPolicy::default())?;
         let incarnations = group.view().borrow().members().iter().map(|member| member.incarnation).collect();
         Ok(Self {
             group,
@@ -83,7 +82,7 @@ impl Balancer {
         let view = Arc::clone(&self.group.view().borrow());
         let observed = self.observed(&view);
         let members = view.members().iter().zip(observed.fleet.replicas());
-        members.filter(|(_, replica)| !replica.serves()).map(|(member, _)| member.rank).collect()
+        members.filter(|(_, replica)| !replica.health.serves()).map(|(member, _)| member.rank).collect()
     }
 
     /// Runs one call on one rank.
@@ -253,12 +252,12 @@ impl Balancer {
             true => "no rank is healthy".to_owned(),
             false => format!("ranks {healthy:?} are healthy and have weight 0, which is never chosen"),
         };
-        Error::not_started(Code::Unavailable, why).about(self.group.name().to_owned())
+        Error::not_started(Code::Unavailable, why).about(self.group.name().to_string())
     }
 
     fn kept_full(&self, per_rank: usize, ended: &Error) -> Error {
         let why = format!("{} while others had {per_rank} calls under way at each rank", ended.message());
-        Error::not_started(ended.code(), why).about(self.group.name().to_owned())
+        Error::not_started(ended.code(), why).about(self.group.name().to_string())
     }
 
     /// Resolves when there may be more capacity than when this was called.
@@ -283,9 +282,7 @@ impl Balancer {
             if *incarnation < member.incarnation {
                 *incarnation = member.incarnation;
                 // The group lets only prepared incarnations serve.
-                for event in [HealthEvent::RestartBegun, HealthEvent::Loaded, HealthEvent::Refit(incarnation.0)] {
-                    fleet.note(index, event);
-                }
+                fleet.replace(index);
             }
         }
         observed

@@ -58,7 +58,7 @@ impl<'g, M: Method> GroupCall<'g, M> {
 
     fn new<G: WorkerGroup + ?Sized>(group: &'g G, method: M, args: Args<M::Args>) -> Self {
         Self {
-            group: group.shared_name(),
+            group: Arc::clone(group.name()),
             layout: group.layout(),
             view: group.view(),
             gate: group.gate(),

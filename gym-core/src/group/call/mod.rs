@@ -9,8 +9,8 @@
 //!        └── a rank fails, or is replaced ──► cancel the others without waiting ──► GroupError: the outcome of every rank
 //! ```
 //!
-//! A backend implements the three methods of [`WorkerGroup`]; callers use [`WorkerGroupExt`]. A group whose calls need more than its
-//! ranks has a [`Gate`].
+//! A backend implements the three methods of [`WorkerGroup`]; callers use [`WorkerGroupExt`]. Groups that share bundles also admit
+//! their calls through a gate.
 
 mod balance;
 mod builder;
@@ -31,6 +31,7 @@ use tokio::sync::watch;
 pub use balance::Balancer;
 pub use builder::{GroupCall, Pending};
 pub use error::{FailureKind, GroupError, RankOutcome};
+#[doc(hidden)]
 pub use gate::{Gate, Permit};
 pub use gather::{Gathered, RankReply};
 pub use in_process::{InProcessGroup, InProcessOptions};
@@ -46,13 +47,8 @@ use crate::transport::Channel;
 
 /// A group of ranks. Implemented by backends, object-safe, and called through [`WorkerGroupExt`].
 pub trait WorkerGroup: fmt::Debug + Send + Sync + 'static {
-    /// Name of the group, for logs and errors.
-    fn name(&self) -> &str;
-
-    /// The name in an `Arc`, which every call keeps for its errors. Override this if the group stores its name in an `Arc`.
-    fn shared_name(&self) -> Arc<str> {
-        self.name().into()
-    }
+    /// Name of the group, for logs and errors. Every call keeps it for its errors.
+    fn name(&self) -> &Arc<str>;
 
     /// The ranks and their axes.
     fn layout(&self) -> &RankLayout;
@@ -61,7 +57,9 @@ pub trait WorkerGroup: fmt::Debug + Send + Sync + 'static {
     /// replaced.
     fn view(&self) -> watch::Receiver<Arc<GroupView>>;
 
-    /// Admission control, which each call passes before it is sent to any rank; `None`: calls are always admitted.
+    /// Admission control, which each call passes before it is sent to any rank; `None`: calls are always admitted. Only for groups that
+    /// share bundles.
+    #[doc(hidden)]
     fn gate(&self) -> Option<Arc<dyn Gate>> {
         None
     }

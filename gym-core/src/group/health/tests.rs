@@ -6,7 +6,8 @@ use std::time::Duration;
 use proptest::prelude::*;
 
 use super::*;
-use crate::base::error::Execution;
+use crate::base::error::{Code, Error, Execution};
+use crate::registry::Picker;
 
 const OK: HealthEvent = HealthEvent::Probed { ok: true };
 const FAIL: HealthEvent = HealthEvent::Probed { ok: false };
@@ -23,7 +24,7 @@ fn after(policy: HealthPolicy, events: &[HealthEvent]) -> (RankState, Fleet) {
     for event in events {
         fleet.note(0, *event);
     }
-    (fleet.replicas()[0].state, fleet)
+    (fleet.replicas()[0].health.state, fleet)
 }
 
 #[test]
@@ -37,7 +38,7 @@ fn c198_a_failed_probe_makes_suspect_and_a_suspect_serves() {
 fn c199_three_failed_probes_make_dead() {
     let mut fleet = fleet(4, HealthPolicy::default());
     (0..3).for_each(|_| fleet.note(1, FAIL));
-    assert_eq!((fleet.replicas()[1].state, fleet.serving(), fleet.epoch()), (RankState::Dead, vec![0, 2, 3], 1));
+    assert_eq!((fleet.replicas()[1].health.state, fleet.serving(), fleet.epoch()), (RankState::Dead, vec![0, 2, 3], 1));
 }
 
 #[test]
@@ -68,7 +69,7 @@ fn c203_a_restarted_replica_serves_only_after_its_refit() {
     assert_eq!((state, fleet.serving()), (RankState::Stale, vec![1, 2, 3]));
     events.push(HealthEvent::Refit(42));
     let (state, fleet) = after(HealthPolicy::default(), &events);
-    assert_eq!((state, fleet.replicas()[0].weight_version, fleet.epoch()), (RankState::Healthy, Some(42), 2));
+    assert_eq!((state, fleet.replicas()[0].health.weight_version, fleet.epoch()), (RankState::Healthy, Some(42), 2));
 }
 
 #[test]
@@ -222,7 +223,59 @@ fn c217_the_third_skip_of_two_names_the_budget() {
     assert!(error.to_string().contains("the budget of 2 skipped prompts is spent"), "{error}");
 }
 
+#[test]
+fn a_granted_restart_is_taken_from_the_budget_once() {
+    let policy = HealthPolicy { restarts_max: 1, ..HealthPolicy::default() };
+    let mut health = RankHealth::starting();
+    for event in [HealthEvent::Ready, HealthEvent::Ended, HealthEvent::RestartGranted, HealthEvent::RestartGranted] {
+        health.note(event, &policy);
+    }
+    assert_eq!((health.state(), health.restarts(), health.restart_granted()), (RankState::Dead, 1, true));
+    health.note(HealthEvent::RestartBegun, &policy);
+    assert_eq!((health.state(), health.restarts(), health.restart_granted()), (RankState::Restarting, 1, false));
+    health.note(HealthEvent::RestartGranted, &policy);
+    assert_eq!((health.state(), health.restarts()), (RankState::Retired, 1));
+}
+
+#[test]
+fn a_replaced_replica_is_healthy_and_keeps_its_requests() {
+    let mut fleet = fleet(1, HealthPolicy::default());
+    fleet.acquire(&Picker::default(), |_, _| true).unwrap();
+    (0..3).for_each(|_| fleet.note(0, REQUEST_FAILED));
+    assert_eq!(fleet.serving(), Vec::<usize>::new());
+    fleet.replace(0);
+    assert_eq!((fleet.serving(), fleet.epoch(), fleet.replicas()[0].in_flight), (vec![0], 2, 1));
+}
+
 proptest! {
+    #[test]
+    fn a_rank_that_ended_serves_only_after_a_restart(events in proptest::collection::vec(0_usize..9, 0..60)) {
+        let policy = HealthPolicy { restarts_max: 3, ..HealthPolicy::default() };
+        let mut health = RankHealth::starting();
+        let mut restarted = true;
+        for event in events {
+            let event = [
+                OK,
+                FAIL,
+                REQUEST_FAILED,
+                HealthEvent::Ended,
+                HealthEvent::RestartGranted,
+                HealthEvent::RestartBegun,
+                HealthEvent::Loaded,
+                HealthEvent::Refit(7),
+                HealthEvent::Ready,
+            ][event];
+            health.note(event, &policy);
+            restarted |= event == HealthEvent::RestartBegun;
+            restarted &= event != HealthEvent::Ended;
+            prop_assert!(restarted || !health.serves());
+            prop_assert!(health.restarts() <= 3);
+        }
+        health.note(HealthEvent::Stopped, &policy);
+        health.note(HealthEvent::Ready, &policy);
+        prop_assert_eq!(health.state(), RankState::Stopped);
+    }
+
     #[test]
     fn nothing_leads_from_not_serving_to_serving_but_a_refit(events in proptest::collection::vec(0..7, 0..60)) {
         let mut fleet = fleet(1, HealthPolicy { restarts_max: 3, ..HealthPolicy::default() });
@@ -235,9 +288,9 @@ proptest! {
                 5 => HealthEvent::Loaded,
                 _ => HealthEvent::Refit(7),
             };
-            let before = fleet.replicas()[0].clone();
+            let before = fleet.replicas()[0].health.clone();
             fleet.note(0, event);
-            let now = &fleet.replicas()[0];
+            let now = &fleet.replicas()[0].health;
             if !before.serves() && now.serves() {
                 prop_assert_eq!(before.state, RankState::Stale);
                 prop_assert_eq!(event, HealthEvent::Refit(7));

@@ -119,8 +119,12 @@ pub trait HandlesBlocking<M: Method>: Worker {
     fn handle(&mut self, cx: &CallContext, call: Payload<M::Args>) -> Result<Payload<M::Reply>>;
 }
 
-/// The value of a call or a reply, next to its batch. Only for [`worker!`](crate::worker).
+/// The value of a call or a reply, without its batch. Only for [`worker!`](crate::worker).
 #[doc(hidden)]
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is neither the call nor the reply of a worker method",
+    label = "expected `Payload<ARGS>` as the call, `Result<Payload<REPLY>>` as the reply"
+)]
 pub trait Carried {
     /// The value.
     type Value;

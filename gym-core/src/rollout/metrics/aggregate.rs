@@ -1,7 +1,7 @@
 //! The aggregation behind `/aggregate_metrics`: per agent, per task, per repeat, as NeMo Gym 0.7.0 computes it.
 //!
-//! Rows are read in passes and never held. The first pass finds the columns; later ones fill as many columns at a time as
-//! the memory bound allows; the last one, over the tasks, hands out one task's statistics at a time.
+//! Rows are read in passes and not kept. The first pass finds the columns. Each further pass fills as many columns as
+//! the memory bound allows. The last pass computes the statistics of one task after another.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io::Write;
@@ -14,10 +14,11 @@ use super::perf::PerfCounts;
 use super::rows::{BodyRows, ROLLOUT_INDEX, Rows, TASK_INDEX, for_each_metric, is_masked, rollout_info};
 use super::series::{Series, confidence_interval_95, number};
 
-/// How much memory the aggregation may take for columns.
+/// The memory bound of the aggregation. Default: 64 MiB of column values.
 #[derive(Clone, Copy, Debug)]
 pub struct AggregateOptions {
-    /// Bytes of column values held at once; at least one column always is. Fewer bytes mean more passes over the rows.
+    /// Maximum bytes of column values in memory; at least one column is always held. A smaller bound causes more
+    /// passes.
     pub column_bytes_max: usize,
 }
 
@@ -28,12 +29,12 @@ impl Default for AggregateOptions {
     }
 }
 
-/// Everything but the per-task statistics, which [`Aggregation::for_each_task`] streams.
+/// All statistics except those of each task, which [`Aggregation::for_each_task`] computes one by one.
 #[derive(Clone, Debug, Default)]
 pub struct Aggregation {
     /// Statistics over all rollouts, with those across repeats.
     pub agent_metrics: Map<String, Value>,
-    /// The headline metrics: all means, and the coverage if samples were masked.
+    /// The headline metrics: all means, and the coverage if some samples were masked.
     pub key_metrics: Map<String, Value>,
     /// Statistics of each repeat over the tasks.
     pub repeat_level_metrics: Vec<Map<String, Value>>,
@@ -50,11 +51,11 @@ pub struct Aggregation {
 struct Columns {
     names: Vec<String>,
     by_name: HashMap<String, usize>,
-    /// Whether every scored row has a whole number in every column; then extremes are written as whole numbers.
+    /// Whether every scored row has an integer in every column; then minimum and maximum are written as integers.
     whole: bool,
 }
 
-/// Mean, max, min, median and std, in the order in which they are written.
+/// Mean, max, min, median and std, in the order of the output.
 type Description = [Option<f64>; 5];
 const DESCRIPTION: [&str; 5] = ["mean", "max", "min", "median", "std"];
 
@@ -63,8 +64,8 @@ fn describe(series: &Series) -> Description {
 }
 
 impl Columns {
-    /// Writes the descriptions of all columns, statistic by statistic. `rows` is how many rows they were taken over: where
-    /// no column at all has a deviation, one that has all its values gets 0.
+    /// Writes the descriptions of all columns, statistic by statistic. `rows` is the number of rows. If no column has a
+    /// standard deviation, a column without missing values gets 0.
     fn write(&self, into: &mut Map<String, Value>, described: &[(Description, usize)], rows: usize) {
         let no_deviation = described.iter().all(|(description, _)| description[4].is_none());
         for (stat, stat_name) in DESCRIPTION.into_iter().enumerate() {
@@ -139,8 +140,8 @@ impl Aggregation {
 
     /// Adds a benchmark's own metrics: `overall` to the agent's, `per_task` to those of the tasks with these indices.
     ///
-    /// A metric that is there already is replaced. The headline metrics become all means again; set
-    /// [`Aggregation::key_metrics`] afterwards to choose others. Where nothing was measured, nothing is added.
+    /// Replaces metrics of the same name, and resets the headline metrics to all means; set
+    /// [`Aggregation::key_metrics`] afterwards to choose others. Adds nothing if no rollout was scored.
     pub fn add_metrics(&mut self, overall: &Map<String, Value>, per_task: BTreeMap<i64, Map<String, Value>>) {
         if self.scored == 0 {
             return;
@@ -154,8 +155,8 @@ impl Aggregation {
         self.per_task = per_task;
     }
 
-    /// Hands `each` the statistics of one task after the other, in the order of their index. `rows` are those that
-    /// [`Aggregation::compute`] read.
+    /// Calls `each` with the statistics of one task after another, in the order of the task index. `rows` must be the
+    /// rows that [`Aggregation::compute`] read.
     pub fn for_each_task(
         &self,
         rows: &mut dyn Rows,
@@ -227,8 +228,8 @@ impl Aggregation {
     }
 }
 
-/// Answers a `POST /aggregate_metrics` body with the reply body, of at most so many bytes: a task's statistics are longer than
-/// its rows, so that the body's own bound does not bound them.
+/// Computes the reply to a `POST /aggregate_metrics` body, of at most this many bytes. The bound on the body is not
+/// enough, because the statistics of a task can be longer than its rows.
 pub fn aggregate_metrics(body: &[u8], reply_bytes_max: usize) -> Result<Vec<u8>, MetricsError> {
     let mut rows = BodyRows::parse(body)?;
     let aggregation = Aggregation::compute(&mut rows, AggregateOptions::default())?;
@@ -239,11 +240,11 @@ pub fn aggregate_metrics(body: &[u8], reply_bytes_max: usize) -> Result<Vec<u8>,
     }
 }
 
-/// Bytes in memory, up to a bound.
+/// A buffer in memory with a bound.
 struct Bounded {
     bytes: Vec<u8>,
     bytes_max: usize,
-    /// More was to be written.
+    /// Whether a write exceeded the bound.
     full: bool,
 }
 
@@ -272,7 +273,8 @@ fn finish(written: Result<(), serde_json::Error>, failure: Option<MetricsError>)
     }
 }
 
-/// The tasks as a sequence that is computed while it is written; serde asks for it through a shared reference, once.
+/// The tasks as a sequence that is computed while it is written. serde passes a shared reference and reads the sequence
+/// once.
 struct Tasks<'a> {
     aggregation: &'a Aggregation,
     source: std::cell::RefCell<(&'a mut dyn Rows, &'a mut Option<MetricsError>)>,
@@ -308,7 +310,7 @@ impl serde::Serialize for Tasks<'_> {
     }
 }
 
-/// What the first pass learns: the columns, who is masked, which repeats there are.
+/// The result of the first pass: the columns, the masked rows and the repeats.
 struct FirstPass {
     columns: Columns,
     /// (task, rollout) of the scored rows.
@@ -323,7 +325,7 @@ impl FirstPass {
     fn over(rows: &mut dyn Rows) -> Result<Self, MetricsError> {
         let mut columns = Columns { whole: true, ..Columns::default() };
         let mut present: Vec<usize> = Vec::new();
-        // Exact, so that growing does not double it.
+        // With the exact capacity, so that growing does not double it.
         let mut keys: Vec<(i64, i64)> = Vec::with_capacity(rows.count());
         let mut perf = PerfCounts::default();
         let (mut masked, mut tasks) = (0, 0);
@@ -368,7 +370,7 @@ impl FirstPass {
         Ok(Self { columns, keys, masked, tasks, repeats: repeats.len(), perf })
     }
 
-    /// How much of the run the statistics are about; empty when nothing was masked.
+    /// The share of the rollouts that the statistics cover; empty if no row was masked.
     fn coverage(&self) -> Map<String, Value> {
         let mut coverage = Map::new();
         if self.masked > 0 {
@@ -382,7 +384,7 @@ impl FirstPass {
     }
 }
 
-/// The headline metrics when no benchmark chooses: all means.
+/// The headline metrics by default: all means.
 fn headline(agent_metrics: &Map<String, Value>, coverage: &Map<String, Value>) -> Map<String, Value> {
     let mut headline: Map<String, Value> = agent_metrics
         .iter()
@@ -401,7 +403,7 @@ fn extend(into: &mut Map<String, Value>, from: &Map<String, Value>) {
     into.extend(from.iter().map(|(key, value)| (key.clone(), value.clone())));
 }
 
-/// Reads the columns in `range`, one value for each scored row, NaN where it has none.
+/// Reads the columns in `range`: one value for each scored row, NaN if the row has none.
 fn fill(
     rows: &mut dyn Rows,
     columns: &Columns,
@@ -426,7 +428,7 @@ fn fill(
     Ok(batch)
 }
 
-/// One task's rows, held until the next task begins.
+/// The rows of one task, kept until the next task begins.
 struct TaskRows {
     index: i64,
     values: Vec<Vec<f64>>,
@@ -451,7 +453,7 @@ impl TaskRows {
         let mut metrics = Map::new();
         metrics.insert(TASK_INDEX.into(), self.index.into());
         aggregation.columns.write(&mut metrics, &described, rollouts);
-        // The row that NeMo Gym shows for a task here is the synthetic one that its aggregation makes up.
+        // NeMo Gym's aggregation shows a synthetic row here.
         metrics.insert("sample".into(), serde_json::json!({"agent_ref": {"name": "agent"}}));
         metrics.insert("num_rollouts".into(), rollouts.into());
         metrics.insert("expected_num_rollouts".into(), rollouts.into());
@@ -465,16 +467,16 @@ impl TaskRows {
     }
 }
 
-/// Which scored row belongs to which repeat.
+/// The repeat of each scored row.
 struct Repeats {
     /// The rollout indices, sorted.
     rollouts: Vec<i64>,
-    /// For each scored row, its place in `rollouts`.
+    /// For each scored row, its index in `rollouts`.
     of_row: Vec<u32>,
     tasks: usize,
 }
 
-/// The statistics of one column in one repeat, in the order in which they are written.
+/// The statistics of one column in one repeat, in the order of the output.
 type RepeatDescription = Vec<(&'static str, f64)>;
 
 fn describe_repeat(series: &Series) -> RepeatDescription {
@@ -521,7 +523,7 @@ impl Repeats {
         split.into_iter().map(|values| describe_repeat(&Series::new(values))).collect()
     }
 
-    /// The repeats' statistics, columns sorted by name; none when there is only one repeat.
+    /// The statistics of the repeats, with the columns sorted by name; empty for a single repeat.
     fn write(&self, columns: &BTreeMap<&str, Vec<RepeatDescription>>) -> Vec<Map<String, Value>> {
         if self.rollouts.len() < 2 {
             return Vec::new();
@@ -546,7 +548,7 @@ impl Repeats {
     }
 }
 
-/// Summarises each repeat's estimates across the repeats, into the agent's metrics.
+/// Adds a summary of each repeat's estimates across the repeats to the agent's metrics.
 fn across_repeats(repeats: &[Map<String, Value>], into: &mut Map<String, Value>) {
     let mut columns: Vec<(&str, Vec<f64>)> = Vec::new();
     let mut by_name: HashMap<&str, usize> = HashMap::new();
@@ -584,7 +586,7 @@ fn across_repeats(repeats: &[Map<String, Value>], into: &mut Map<String, Value>)
     }
 }
 
-/// Whether a metric is a point estimate, not a summary, an uncertainty or a count; only those are summarised further.
+/// Returns `true` if a metric is a point estimate, and not a summary, an uncertainty or a count.
 #[must_use]
 pub fn is_primary_metric(name: &str) -> bool {
     const NAMES: [&str; 7] = [

@@ -1,26 +1,26 @@
-//! What can be wrong with the rows that statistics are asked of.
+//! The errors of the statistics.
 
 use thiserror::Error;
 
-/// Why statistics could not be computed; each names the row and what to do.
+/// The reason why statistics could not be computed, with the row and the fix.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum MetricsError {
     /// The request body is not `{"verify_responses": [ … ]}`.
     #[error("aggregate metrics request: {problem}; expected {{\"verify_responses\": [{{…}}, …]}}")]
     Request {
-        /// What was found instead.
+        /// The actual contents of the body.
         problem: String,
     },
-    /// One row cannot be read as a rollout.
+    /// A row is not a valid rollout.
     #[error("{place}: {problem}")]
     Row {
-        /// The row's place: `verify_responses[3]`, or a file and a line.
+        /// The position of the row: `verify_responses[3]`, or a file and a line.
         place: String,
-        /// What is wrong, and the fix.
+        /// The mistake and its fix.
         problem: String,
     },
-    /// Two rows have one (task, rollout) key, so the statistics would count one rollout twice.
+    /// Two rows have the same (task, rollout) key, so the statistics would count one rollout twice.
     #[error(
         "duplicate rollout: _ng_task_index {task}, _ng_rollout_index {rollout} appears more than once; remove one of the rows"
     )]
@@ -30,18 +30,18 @@ pub enum MetricsError {
         /// `_ng_rollout_index` of both rows.
         rollout: i64,
     },
-    /// The statistics of each task make the reply larger than its caller takes.
+    /// The reply, which has statistics of each task, is larger than the caller accepts.
     #[error(
-        "the statistics are larger than {bytes_max} bytes; ask for fewer rollouts at a time, or allow a larger reply"
+        "the statistics are larger than {bytes_max} bytes; request fewer rollouts at a time, or allow a larger reply"
     )]
     ReplyTooLarge {
-        /// The bound.
+        /// The largest accepted reply, in bytes.
         bytes_max: usize,
     },
     /// Reading the rows or writing the result failed.
     #[error("{doing}")]
     Io {
-        /// What was being done, and to what.
+        /// The operation and its target.
         doing: String,
         /// The cause.
         #[source]

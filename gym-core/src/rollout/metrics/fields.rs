@@ -1,12 +1,12 @@
 //! The fields of a JSON object, in order, with unparsed values.
 //!
-//! Statistics and the collector read a handful of keys of rows that may be megabytes, and skip everything else. Values stay slices of the
-//! row's own text, so a caller can splice them bit for bit.
+//! Statistics and the collector read a handful of keys of rows that may be megabytes, and skip everything else. Values
+//! stay slices of the row's own text, so a caller can splice them bit for bit.
 //!
-//! Three properties distinguish these fields from [`RawObject`](crate::RawObject), which is for messages. They borrow from a line in a
-//! buffer that the next line reuses, while a raw object owns its text. They check the whole grammar, because the text comes from a user's
-//! file or is written to one, while a raw object leaves training arrays unchecked. And a repeated key keeps its first position, as in
-//! the statistics of NeMo Gym.
+//! Three properties distinguish these fields from [`RawObject`](crate::RawObject), which is for messages. They borrow
+//! from a line in a buffer that the next line reuses, while a raw object owns its text. They check the whole grammar,
+//! because the text comes from a user's file or is written to one, while a raw object leaves training arrays unchecked.
+//! And a repeated key keeps its first position, as in the statistics of NeMo Gym.
 
 use std::borrow::Cow;
 use std::collections::HashMap;

@@ -1,7 +1,7 @@
-//! Exact statistics over rollouts: what `/aggregate_metrics` answers, and the helpers that benchmarks build on.
+//! Exact statistics over rollouts: the reply of `/aggregate_metrics`, and functions for the metrics of benchmarks.
 //!
-//! Rows are read through [`Rows`], several passes long, and never held: the same code answers a request body
-//! ([`aggregate_metrics`]) and a rollouts file of any size.
+//! The statistics read rows through [`Rows`] in several passes and do not keep them. The same code handles a request
+//! body ([`aggregate_metrics`]) and a rollouts file of any size.
 
 mod aggregate;
 mod error;

@@ -1,4 +1,5 @@
-//! What benchmarks report of repeated rollouts: pass@k, the mean of the first k, majority votes, spread across runs.
+//! Metrics of benchmarks with repeated rollouts: pass@k, the mean of the first k, majority votes, the spread across
+//! runs.
 
 use std::collections::BTreeSet;
 
@@ -6,39 +7,39 @@ use serde_json::{Map, Value};
 
 use super::series::exact_sum;
 
-/// One rollout's scores, and the answer it gave if the benchmark extracts one.
+/// The scores of one rollout, and its answer if the benchmark extracts one.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Sample {
     /// Score by name; a boolean score is 0 or 1.
     pub scores: Vec<(String, f64)>,
-    /// The extracted answer; `None` counts as no answer.
+    /// The extracted answer; `None` if there is none.
     pub answer: Option<String>,
 }
 
 impl Sample {
-    /// A sample with the one score `accuracy`.
+    /// Creates a sample with a single score, `accuracy`.
     #[must_use]
     pub fn accuracy(score: f64) -> Self {
         Self { scores: vec![("accuracy".to_owned(), score)], answer: None }
     }
 
-    /// The score called `name`.
+    /// Returns the score called `name`.
     #[must_use]
     pub fn score(&self, name: &str) -> Option<f64> {
         self.scores.iter().find(|(other, _)| other == name).map(|(_, score)| *score)
     }
 }
 
-/// The metrics of [`pass_at_k`] and what its companions need to go on from there.
+/// The metrics of [`pass_at_k`], and the input of its companion functions.
 #[derive(Clone, Debug, Default)]
 pub struct PassAtK {
-    /// `pass@{k}/{score}` and the rest, in percent, and `per_sample_aggregate`.
+    /// `pass@{k}/{score}` and the other metrics in percent, and `per_sample_aggregate`.
     pub metrics: Map<String, Value>,
     /// The score names, sorted; with answers, `no_answer` is one of them.
     pub score_names: Vec<String>,
     /// The largest number of rollouts of one task.
     pub k_max: usize,
-    /// The samples as they were scored, `no_answer` among the scores.
+    /// The samples, with `no_answer` among their scores.
     samples: Vec<Vec<Sample>>,
 }
 
@@ -61,9 +62,10 @@ impl PassAtK {
 
 /// Computes pass@k, `pass@1[avg-of-k]`, majority@k, no_answer and the spread across runs.
 ///
-/// `tasks` holds each task's rollouts in the order of their index. For scores that are all 0 or 1 pass@k is the unbiased
-/// estimate 1 − C(wrong, k) / C(all, k); for others it is the largest of the first k. With `answers`, equal answers vote
-/// (majority@k; ties are averaged) and a missing one is the score `no_answer`. Everything is in percent.
+/// `tasks` holds the rollouts of each task in the order of their index. If all scores are 0 or 1, pass@k is the
+/// unbiased estimate 1 − C(wrong, k) / C(all, k); otherwise it is the largest of the first k. With `answers`, equal
+/// answers form a vote (majority@k; ties are averaged), and a missing answer counts in the score `no_answer`. All
+/// metrics are in percent.
 #[must_use]
 pub fn pass_at_k(tasks: &[Vec<Sample>], answers: bool) -> PassAtK {
     let Some(k_max) = tasks.iter().map(Vec::len).max() else { return PassAtK::default() };
@@ -115,7 +117,7 @@ pub fn pass_at_k(tasks: &[Vec<Sample>], answers: bool) -> PassAtK {
 
 /// [`pass_at_k`] for each subset of the tasks, keys prefixed `{subset}/`, in the order in which subsets first appear.
 ///
-/// `subset_of` names the subset of the task at an index; a task without one is left out.
+/// `subset_of` returns the subset of the task at an index; `None` excludes the task.
 #[must_use]
 pub fn subset_metrics(
     tasks: &[Vec<Sample>],
@@ -141,10 +143,10 @@ pub fn subset_metrics(
     metrics
 }
 
-/// The entries `{family}@{k}/{score}` of the highest k, statistics about them left out.
+/// Returns the entries `{family}@{k}/{score}` of the highest k, without statistics about them.
 ///
-/// `pattern` is a family with `{k}` where the number stands: `pass@{k}`, `pass@1[avg-of-{k}]`, `majority@{k}`. With
-/// `only`, other scores are left out; those in `except` always are.
+/// `pattern` is a family with `{k}` in place of the number: `pass@{k}`, `pass@1[avg-of-{k}]`, `majority@{k}`. `only`
+/// restricts the scores, and `except` excludes scores.
 #[must_use]
 pub fn highest_k_metrics(
     metrics: &Map<String, Value>,
@@ -174,7 +176,7 @@ pub fn highest_k_metrics(
 
 const NO_ANSWER: &str = "no_answer";
 
-/// The tasks with `no_answer` among the scores, where answers are asked for.
+/// The tasks, with `no_answer` among the scores if answers are requested.
 fn with_no_answer(tasks: &[Vec<Sample>], answers: bool) -> Vec<Vec<Sample>> {
     let mut tasks = tasks.to_vec();
     if answers {

@@ -1,4 +1,4 @@
-//! `perf_summary`: what the rollouts' `ng_perf` records say about tokens, turns and latency.
+//! `perf_summary`: tokens, turns and latency from the `ng_perf` records of the rollouts.
 
 use serde_json::{Map, Value};
 
@@ -9,7 +9,7 @@ use super::series::{Series, number};
 
 const TOKEN_FIELDS: [&str; 4] = ["prompt_tokens", "cached_prompt_tokens", "completion_tokens", "reasoning_tokens"];
 
-/// How many rollouts carried `ng_perf`, and how many of these observed tokens.
+/// The number of rollouts with `ng_perf`, and the number of these that observed tokens.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct PerfCounts {
     records: usize,
@@ -34,8 +34,8 @@ impl PerfCounts {
         }
     }
 
-    /// The block, or `None` when no rollout carried `ng_perf`. One pass over the rows for each field, so that one column
-    /// is held at a time.
+    /// Computes the block; `None` if no rollout has `ng_perf`. Reads the rows once for each field, so that only one
+    /// column is in memory.
     pub(crate) fn summary(self, rows: &mut dyn Rows) -> Result<Option<Map<String, Value>>, MetricsError> {
         if self.records == 0 {
             return Ok(None);
@@ -94,7 +94,7 @@ fn float(value: Option<f64>) -> Value {
     value.map_or(Value::Null, Value::from)
 }
 
-/// A value that Python takes from a column of whole numbers stays one.
+/// A value of a column of integers is written as an integer if Python does so too.
 fn number_or_null(value: Option<f64>, whole: bool) -> Value {
     value.map_or(Value::Null, |value| number(value, whole))
 }
@@ -103,7 +103,7 @@ fn median(values: &Series, whole: bool) -> Value {
     number_or_null(values.median(), whole && values.count() % 2 == 1)
 }
 
-/// One values over all `ng_perf` records, and whether all its values are whole numbers.
+/// The values of one field over all `ng_perf` records, and whether all of them are integers.
 fn series(
     rows: &mut dyn Rows,
     pick: impl Fn(&JsonFields<'_>) -> Option<Number>,

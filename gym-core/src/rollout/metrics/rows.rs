@@ -1,4 +1,4 @@
-//! Where statistics read their rollouts: rows that can be visited in order, more than once, without being held.
+//! The rows that statistics read: in order, more than once, one at a time.
 
 use serde::Deserialize;
 use serde_json::value::RawValue;
@@ -6,28 +6,28 @@ use serde_json::value::RawValue;
 use super::MetricsError;
 use super::fields::{JsonFields, Number, is_truthy};
 
-/// The key under which a row says which task it belongs to.
+/// The key of a row's task index.
 pub const TASK_INDEX: &str = "_ng_task_index";
-/// The key under which a row says which of the task's rollouts it is.
+/// The key of a row's rollout index within its task.
 pub const ROLLOUT_INDEX: &str = "_ng_rollout_index";
 
-/// What is called with each row that is read.
+/// The callback for each row.
 pub type Visit<'a> = dyn FnMut(&JsonFields<'_>) -> Result<(), MetricsError> + 'a;
 
 /// Rollouts in the order of (task, rollout), read again for each pass.
 ///
-/// The aggregation calls `visit` with indices that grow within a pass, several passes long; the rows must not change
+/// The aggregation makes several passes and calls `visit` with increasing indices in each. The rows must not change
 /// meanwhile. An error ends the aggregation.
 pub trait Rows {
-    /// How many rollouts there are.
+    /// Returns the number of rollouts.
     fn count(&self) -> usize;
-    /// (task, rollout) of row `index`; never smaller than that of the row before.
+    /// Returns the (task, rollout) key of row `index`. Keys never decrease.
     fn key(&self, index: usize) -> (i64, i64);
-    /// Reads row `index` and hands it to `visit`.
+    /// Reads row `index` and passes it to `visit`.
     fn visit(&mut self, index: usize, visit: &mut Visit<'_>) -> Result<(), MetricsError>;
 }
 
-/// The (task, rollout) key of a row; a missing index is 0.
+/// Returns the (task, rollout) key of a row. A missing index counts as 0.
 pub fn row_key(row: &JsonFields<'_>, place: &dyn Fn() -> String) -> Result<(i64, i64), MetricsError> {
     let index = |key: &str| match row.get(key) {
         None => Ok(0),
@@ -38,7 +38,7 @@ pub fn row_key(row: &JsonFields<'_>, place: &dyn Fn() -> String) -> Result<(i64,
     Ok((index(TASK_INDEX)?, index(ROLLOUT_INDEX)?))
 }
 
-/// Enough of a value to recognise it in an error.
+/// Shortens a value for an error message.
 pub(crate) fn shorten(raw: &str) -> String {
     let mut short: String = raw.chars().take(60).collect();
     if short.len() < raw.len() {
@@ -47,7 +47,7 @@ pub(crate) fn shorten(raw: &str) -> String {
     short
 }
 
-/// The rows of an `/aggregate_metrics` request body, left where they lie in it.
+/// The rows of an `/aggregate_metrics` request body, as slices of the body.
 #[derive(Debug)]
 pub struct BodyRows<'a> {
     rows: Vec<(i64, i64, &'a str)>,
@@ -60,14 +60,14 @@ struct Body<'a> {
 }
 
 impl<'a> BodyRows<'a> {
-    /// Finds the rows of `{"verify_responses": [ … ]}`.
+    /// Finds the rows in `{"verify_responses": [ … ]}`.
     pub fn parse(body: &'a [u8]) -> Result<Self, MetricsError> {
         let body: Body<'a> =
             serde_json::from_slice(body).map_err(|error| MetricsError::Request { problem: error.to_string() })?;
         Self::new(body.verify_responses.into_iter().map(RawValue::get))
     }
 
-    /// Rows given one by one, each a JSON object.
+    /// Takes rows one by one; each is a JSON object.
     pub fn new(rows: impl IntoIterator<Item = &'a str>) -> Result<Self, MetricsError> {
         let mut keyed = Vec::new();
         for (index, text) in rows.into_iter().enumerate() {
@@ -99,7 +99,7 @@ impl Rows for BodyRows<'_> {
     }
 }
 
-/// Whether the row's reward is not a measurement (`mask_sample`), so that it counts as coverage and nothing else.
+/// Returns `true` if the row is masked (`mask_sample`): it counts only in the coverage.
 pub(crate) fn is_masked(row: &JsonFields<'_>) -> bool {
     row.get("mask_sample").is_some_and(is_truthy)
 }
@@ -113,8 +113,8 @@ fn usage<'a>(row: &JsonFields<'a>) -> JsonFields<'a> {
         .unwrap_or_default()
 }
 
-/// Calls `each` with the name and value of every metric of a row: numeric and boolean fields at the top level, then those
-/// of `response.usage`, which win over a top-level field of the same name.
+/// Calls `each` with the name and value of each metric of a row: the numeric and boolean fields at the top level, then
+/// those of `response.usage`, which take precedence over a top-level field of the same name.
 pub(crate) fn for_each_metric(row: &JsonFields<'_>, mut each: impl FnMut(&str, Number)) {
     let usage = usage(row);
     let counts = |key: &str| !key.starts_with('_') && key != "mask_sample";
@@ -131,7 +131,7 @@ pub(crate) fn for_each_metric(row: &JsonFields<'_>, mut each: impl FnMut(&str, N
     }
 }
 
-/// What `rollout_infos` says of one rollout.
+/// The entry of one rollout in `rollout_infos`.
 pub(crate) fn rollout_info(
     row: &JsonFields<'_>,
     (task, rollout): (i64, i64),

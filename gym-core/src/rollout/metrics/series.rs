@@ -1,5 +1,5 @@
-//! Statistics of a series of numbers, with the conventions of pandas: NaN is a missing value, the standard deviation is that of a
-//! sample, and quantiles interpolate linearly.
+//! Statistics of a series of numbers, with the conventions of pandas: NaN is a missing value, the standard deviation is
+//! that of a sample, and quantiles interpolate linearly.
 
 use serde_json::Value;
 
@@ -109,7 +109,8 @@ pub(super) fn number(value: f64, whole: bool) -> Value {
     if whole && value.abs() < 9.0e18 { Value::from(value as i64) } else { Value::from(value) }
 }
 
-/// The 95 % confidence interval of a mean over `count` values with standard error `error`; `None` for one value or none.
+/// The 95 % confidence interval of a mean over `count` values with standard error `error`; `None` for one value or
+/// none.
 #[must_use]
 pub fn confidence_interval_95(mean: f64, error: f64, count: usize) -> Option<(f64, f64)> {
     if count <= 1 {

@@ -1,16 +1,17 @@
-//! The two-sided 95 % quantile of Student's t, which every confidence interval here uses.
+//! The two-sided 95 % quantile of Student's t distribution, which all confidence intervals use.
 
 use std::f64::consts::{FRAC_2_PI, PI};
 
 /// Standard normal quantile at 0.975.
 const Z: f64 = 1.959_963_984_540_054;
 
-/// Above this the expansion in 1/degrees is exact to the last digit; below it the finite sum is cheap.
+/// Above this number of degrees, the expansion in 1/degrees is exact to the last digit; below it, the finite sum is
+/// cheap.
 const SUM_DEGREES_MAX: u64 = 2_000;
 
-/// The t with 95 % of the distribution between -t and t, to 1e-12 relative.
+/// Returns the t with 95 % of the distribution between -t and t, with a relative error of at most 1e-12.
 ///
-/// `degrees` is at least 1; zero degrees have no distribution and give NaN.
+/// `degrees` is at least 1. For 0 degrees there is no distribution, and the result is NaN.
 #[must_use]
 pub fn t_quantile_95(degrees: u64) -> f64 {
     match degrees {
@@ -46,7 +47,7 @@ fn expansion(nu: f64) -> f64 {
     Z + (g1 + (g2 + (g3 + g4 / nu) / nu) / nu) / nu
 }
 
-/// Probability between -t and t: the finite trigonometric sum for whole degrees, all of whose terms are positive.
+/// The probability between -t and t: the finite trigonometric sum for integer degrees, all of whose terms are positive.
 fn central_mass(t: f64, degrees: u64) -> f64 {
     let theta = (t / (degrees as f64).sqrt()).atan();
     let (sine, cosine) = theta.sin_cos();

@@ -1,4 +1,4 @@
-//! What every [`Files`] does.
+//! The conformance suite of [`Files`].
 
 use std::path::Path;
 use std::sync::Arc;
@@ -8,10 +8,10 @@ use bytes::Bytes;
 use crate::base::error::Code;
 use crate::base::world::Files;
 
-/// Checks an implementation within a folder that is its own.
+/// Checks an implementation. `folder` must be used by nothing else.
 ///
 /// # Panics
-/// When it does not do what [`Files`] says.
+/// Panics if the implementation violates the contract of [`Files`].
 pub async fn files(files: Arc<dyn Files>, folder: &Path) {
     let files = &*files;
     absent_files(files, folder).await;
@@ -37,7 +37,7 @@ async fn absent_files(files: &dyn Files, folder: &Path) {
 }
 
 async fn pieces_come_back_in_order(files: &dyn Files, folder: &Path) {
-    // In a folder that is not there yet.
+    // In a directory that does not exist.
     let path = folder.join("made/deep/pieces");
     let small: Vec<Bytes> =
         (0..5000).map(|n| Bytes::from(if n % 7 == 0 { String::new() } else { format!("{n},") })).collect();
@@ -71,7 +71,7 @@ async fn replacing(files: &dyn Files, folder: &Path) {
     files.replace(&path, &[Bytes::from_static(b"first")]).await.expect("creates");
     files.append(&path, &[Bytes::from_static(b"!")], true).await.expect("an append");
     files.replace(&path, &[Bytes::from_static(b"sec"), Bytes::from_static(b"ond")]).await.expect("replaces");
-    // A handle that still points at the old file would lose this.
+    // An append through a handle of the old file would be lost.
     files.append(&path, &[Bytes::from_static(b"?")], true).await.expect("an append after a replacement");
     assert_eq!(all(files, &path).await, "second?");
 }

@@ -135,7 +135,12 @@ where
         let connect = self.0.clone();
         let connect: Connect = Box::new(move |handler| Box::pin(connect(handler)));
         let (view, layout) = (watch::Sender::new(Arc::default()), setup.layout.clone());
-        let served = Served { group: Arc::new(ServedGroup { layout, view }), hosts: Mutex::default(), setup, connect };
+        let served = Served {
+            group: Arc::new(ServedGroup { name: "served".into(), layout, view }),
+            hosts: Mutex::default(),
+            setup,
+            connect,
+        };
         let ranks = served.setup.layout.ranks().to_vec();
         let starts = ranks.into_iter().map(async |rank| {
             let host = served.host(rank, Incarnation(1)).await;
@@ -163,13 +168,14 @@ struct Served {
 
 #[derive(Debug)]
 struct ServedGroup {
+    name: Arc<str>,
     layout: RankLayout,
     view: watch::Sender<Arc<GroupView>>,
 }
 
 impl WorkerGroup for ServedGroup {
-    fn name(&self) -> &str {
-        "served"
+    fn name(&self) -> &Arc<str> {
+        &self.name
     }
 
     fn layout(&self) -> &RankLayout {

@@ -1,4 +1,4 @@
-//! What every [`Ledger`] does.
+//! The conformance suite of [`Ledger`].
 
 use std::fmt;
 use std::sync::Arc;
@@ -11,26 +11,26 @@ use crate::message::RawObject;
 use crate::rollout::{Attempt, FailureClass, TaskKey};
 use crate::rollout::{KeyState, Ledger, Outcome};
 
-/// A ledger under test, and a way to end the process that has it.
+/// A ledger under test, and a way to end its process.
 #[async_trait]
 pub trait LedgerFixture: fmt::Debug + Send + Sync {
-    /// Opens the ledger at its place; everything durable is in it.
+    /// Opens the ledger with all its durable contents.
     async fn open(&mut self) -> Result<Arc<dyn Ledger>>;
 
-    /// Closes in good order the ledger opened last.
+    /// Closes the last opened ledger cleanly.
     async fn close(&mut self);
 
-    /// The process that has the ledger ends at once, if that can be done here; `false` if not.
+    /// Kills the process of the ledger. Returns `false` if the fixture cannot do so.
     async fn crash(&mut self) -> bool;
 
-    /// The completed rows on record.
+    /// Returns the recorded rows of completed rollouts.
     async fn rows(&mut self) -> Vec<String>;
 }
 
-/// Checks an implementation: `make` gives an empty one for each case.
+/// Checks an implementation. `make` returns an empty ledger for each case.
 ///
 /// # Panics
-/// When it does not do what [`Ledger`] says.
+/// Panics if the implementation violates the contract of [`Ledger`].
 pub async fn ledger<B: LedgerFixture>(mut make: impl FnMut() -> B) {
     an_empty_ledger_is_open_everywhere(make()).await;
     a_completed_rollout_stays_completed(make()).await;

@@ -1,4 +1,4 @@
-//! One suite for each trait, run by every implementation of the trait. A case that fails panics with its name.
+//! Conformance suites: one for each trait, run by every implementation. A case that fails panics with its name.
 
 mod files;
 #[allow(clippy::unwrap_used, reason = "a suite is a test")]
@@ -20,7 +20,7 @@ pub use group::{
 pub use ledger::{LedgerFixture, ledger};
 pub use transport::{TransportPair, TransportSetup, ordered_transport, transport};
 
-/// How long one case may take: far beyond what any needs, so that only a hang meets it.
+/// The deadline of one case. Only a case that hangs reaches it.
 const CASE_TIMEOUT: Duration = Duration::from_secs(30);
 
 async fn run_case(suite: &str, name: &str, case: impl Future<Output = ()>) {

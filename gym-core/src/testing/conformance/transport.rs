@@ -1,7 +1,7 @@
 //! The conformance suite of every transport.
 //!
-//! Each case is a function with a name that reads as a sentence; a failure names its case. Nothing sleeps: cases wait for
-//! events, under one deadline for all of them.
+//! Each case is a function whose name is a sentence; a failure contains the name. No case sleeps: cases wait for
+//! events, with a common deadline.
 
 mod answers;
 mod bounds;
@@ -24,9 +24,9 @@ use crate::transport::Channel;
 use crate::transport::Handler;
 use crate::transport::{ConnectOptions, Connector, Endpoint, Listener};
 
-/// A deadline that no call is meant to reach.
+/// A deadline that no call reaches.
 const FAR: Duration = Duration::from_secs(20);
-/// A deadline that a call is meant to reach.
+/// A deadline that a call reaches.
 const NEAR: Duration = Duration::from_millis(60);
 
 /// The limits that a case requests of a new pair.
@@ -44,11 +44,11 @@ pub type TransportPair = (Box<dyn Connector>, Box<dyn Listener>);
 
 type Make<'a> = &'a dyn Fn(TransportSetup) -> LocalBoxFuture<'a, TransportPair>;
 
-/// Runs every case against pairs that `make` builds. To be called within a tokio runtime with time and, where the transport
-/// needs it, I/O.
+/// Runs all cases against pairs that `make` builds. Must be called within a tokio runtime with time and, if the
+/// transport needs it, I/O.
 ///
 /// # Panics
-/// When a case fails; the message names it.
+/// Panics if a case fails; the message contains its name.
 pub async fn transport<F, Fut>(make: F)
 where
     F: Fn(TransportSetup) -> Fut,
@@ -60,11 +60,11 @@ where
     endings::run(&make).await;
 }
 
-/// Runs the cases of an ordered transport, whose calls arrive in the order in which they were sent, as worker groups require. Runs in
-/// addition to [`transport`], against pairs that `make` builds.
+/// Runs the cases of an ordered transport, whose calls arrive in the order in which they were sent, as worker groups
+/// require. Runs in addition to [`transport`], against pairs that `make` builds.
 ///
 /// # Panics
-/// When a case fails; the message names it.
+/// Panics if a case fails; the message contains its name.
 pub async fn ordered_transport<F, Fut>(make: F)
 where
     F: Fn(TransportSetup) -> Fut,
@@ -116,7 +116,7 @@ impl Fixture {
         self.connector.connect(&far(), &self.endpoint, options).await.expect("the listener accepts")
     }
 
-    /// Starts to drain the server; returns when it has stopped accepting.
+    /// Starts to drain the server. Returns when it has stopped accepting.
     async fn begin_drain(&self) {
         self.drain.cancel();
         self.closed.cancelled().await;

@@ -1,4 +1,4 @@
-//! One connection: the caller's link, the server's end, and what both know of the calls on it.
+//! One connection: the link of the client, the end of the server, and the state of its calls.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -23,14 +23,15 @@ use crate::transport::Handler;
 use crate::transport::Incoming;
 use crate::transport::{Link, PathInfo, Reply};
 
-/// The state that both ends share. It has no reference to the network, so that messages in flight do not keep the network alive.
+/// The state that both ends share. It has no reference to the network, so that messages in flight do not keep the
+/// network alive.
 pub(super) struct Conn {
     pub(super) id: u64,
     pub(super) client: Arc<str>,
     pub(super) server: Arc<str>,
-    /// The caller knows that the connection has ended: its calls end.
+    /// Fires when the client has noticed the end of the connection; ends its calls.
     pub(super) client_closed: CancelToken,
-    /// The server knows that the connection has ended: its handlers are dropped.
+    /// Fires when the server has noticed the end of the connection; its handlers are dropped.
     pub(super) server_closed: CancelToken,
     drained: AtomicBool,
     next_call: AtomicU64,
@@ -43,13 +44,13 @@ pub(super) struct Conn {
 struct Ends {
     /// Calls whose reply is awaited.
     waiting: BTreeMap<u64, oneshot::Sender<Result<Response>>>,
-    /// Calls that have arrived, or whose cancellation has.
+    /// Calls that have arrived or were cancelled.
     present: BTreeMap<u64, CancelToken>,
-    /// The caller accepts no new calls.
+    /// The client makes no new calls.
     closing: bool,
-    /// No channel is left: the last reply closes the connection.
+    /// All channels were dropped: the last reply closes the connection.
     abandoned: bool,
-    /// When the last message arrives, there and back.
+    /// The arrival times of the last request and of the last reply.
     last_arrival: [Option<Instant>; 2],
 }
 
@@ -74,7 +75,8 @@ impl SimRequest {
         Ok(Self { call, remaining, request: Request { message, ..request } })
     }
 
-    /// The request as the server reads it: a deadline by its own clock, and a cancel token that fires when the caller is known to be gone.
+    /// The request as the server reads it: with a deadline by the server's clock, and a token that fires when the
+    /// server notices that the client disconnected.
     fn read(self, from: &Arc<str>, gone: &CancelToken) -> Request {
         let sent = self.request.context;
         let mut context = CallContext::within(self.remaining);
@@ -112,7 +114,7 @@ impl Conn {
         if to_server { (&self.client, &self.server) } else { (&self.server, &self.client) }
     }
 
-    /// The latest arrival before this message, and notes this one's.
+    /// Returns the latest arrival before this message, and stores the arrival of this one.
     pub(super) fn last_arrival(&self, to_server: bool, at: Instant) -> Instant {
         let last = &mut self.ends().last_arrival[usize::from(to_server)];
         let before = last.unwrap_or(at);
@@ -136,7 +138,7 @@ impl Conn {
 
     pub(super) fn answer(&self, call: u64, result: Result<Response>) {
         if let Some(waiting) = self.ends().waiting.remove(&call) {
-            // An error: the caller has just left.
+            // An error: the caller has just cancelled the call.
             let _ = waiting.send(result);
         }
     }
@@ -146,11 +148,11 @@ impl Conn {
     }
 
     fn lost(&self) -> Error {
-        Error::unknown(Code::Unavailable, "the peer has left").about(self.server.to_string())
+        Error::unknown(Code::Unavailable, "the peer disconnected").about(self.server.to_string())
     }
 }
 
-/// The caller's end.
+/// The end of the client.
 pub(super) struct SimLink {
     shared: Arc<SimState>,
     conn: Arc<Conn>,
@@ -180,7 +182,7 @@ fn close_client(shared: &SimState, conn: &Arc<Conn>) {
 
 impl Drop for SimLink {
     fn drop(&mut self) {
-        // The last channel is gone; replies that were started may still come, and the last of them closes.
+        // The last channel was dropped. Replies may still arrive; the last one closes the connection.
         let mut ends = self.conn.ends();
         (ends.closing, ends.abandoned) = (true, true);
         let busy = !ends.waiting.is_empty();
@@ -191,7 +193,7 @@ impl Drop for SimLink {
     }
 }
 
-/// A caller that waits for its reply; dropped without one, it has left.
+/// A caller that waits for its reply. Dropping it before the reply cancels the call.
 struct Waiting {
     shared: Arc<SimState>,
     conn: Arc<Conn>,
@@ -292,14 +294,14 @@ impl Link for SimLink {
     }
 }
 
-/// The server's end, accepted or about to be.
+/// The end of the server, accepted or in the accept queue.
 pub(super) struct SimIncoming {
     server: ServerEnd,
     arrived: mpsc::Receiver<SimRequest>,
     peer: PeerInfo,
 }
 
-/// Tells the caller when it is dropped.
+/// Notifies the client when it is dropped.
 struct ServerEnd {
     shared: Arc<SimState>,
     conn: Arc<Conn>,
@@ -358,10 +360,10 @@ impl Incoming for SimIncoming {
                     if gone.is_cancelled() {
                         continue;
                     }
-                    // Here, in the order of arrival, and not when it is first polled.
+                    // Called in the order of arrival, and not at the first poll of the future.
                     let answer = handler.handle(request.read(&peer.address, &gone));
                     running.push(async move {
-                        // Cancels calls that the handler made as well.
+                        // Also cancels the calls that the handler made.
                         let _gone = gone.clone().drop_guard();
                         let answered = tokio::select! {
                             biased;

@@ -3,35 +3,36 @@
 use std::fmt;
 use std::time::Duration;
 
-/// How bad a simulated network is. Probabilities are per message or per connect, 0 to 1.
+/// The faults of a simulated network. Probabilities are per message or per connection attempt, from 0 to 1.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Faults {
-    /// A request never arrives: its caller waits until its deadline.
+    /// Probability that a request is lost: its caller waits until the deadline.
     pub loss_request: f64,
-    /// A reply never arrives, although the handler ran to its end.
+    /// Probability that a reply is lost after the handler has finished.
     pub loss_reply: f64,
-    /// The shortest way of a message.
+    /// Minimum delay of a message.
     pub delay_min: Duration,
-    /// The longest way of an ordinary message.
+    /// Maximum delay of an ordinary message.
     pub delay_max: Duration,
-    /// A message takes the long way.
+    /// Probability that a message is delayed by up to `long_way_max`.
     pub long_way: f64,
-    /// The longest long way.
+    /// Maximum delay of such a message.
     pub long_way_max: Duration,
-    /// A message may overtake those before it on its connection.
+    /// Probability that a message may overtake earlier ones on its connection.
     pub reorder: f64,
-    /// The connection breaks under a message: everything on it ends as `Unavailable, Unknown`.
+    /// Probability that a message breaks its connection: all calls on it end with `Unavailable, Unknown`.
     pub reset: f64,
-    /// A connect is refused although somebody listens: `Unavailable, NotStarted`.
+    /// Probability that a connection attempt is refused although there is a listener: `Unavailable, NotStarted`.
     pub refuse_connect: f64,
-    /// How long a connect waits for an answer that never comes.
+    /// Timeout of a connection attempt without a response.
     pub connect_timeout: Duration,
-    /// The mean time between partitions of two hosts; zero: never.
+    /// Mean time between partitions of two hosts; zero for none.
     pub partition_every: Duration,
-    /// The mean time that a partition lasts.
+    /// Mean duration of a partition.
     pub partition_for: Duration,
-    /// A crash is silent: nobody is told, as when the power fails. Otherwise the system closes the process's connections.
+    /// Probability that a crash is silent, as a power failure is. Otherwise the system closes the connections of the
+    /// process.
     pub silent_crash: f64,
 }
 
@@ -53,14 +54,14 @@ impl Faults {
         silent_crash: 0.0,
     };
 
-    /// A network whose only fault is that messages take a time.
+    /// A network without faults in which messages are delayed.
     #[must_use]
     pub fn calm() -> Self {
         Self { delay_min: Duration::from_millis(1), delay_max: Duration::from_millis(4), ..Self::NONE }
     }
 
-    /// A network with some of the faults, each as strong as chance has it: what only shows when one fault is absent and
-    /// another strong is found too.
+    /// A network with random faults of random strength. Some faults are absent, which reveals bugs that only occur
+    /// without them.
     #[must_use]
     pub fn drawn(rng: &mut fastrand::Rng) -> Self {
         let mut chance = |max: f64| if rng.u8(..3) > 0 { max * rng.f64() } else { 0.0 };
@@ -115,23 +116,23 @@ pub mod kind {
     pub const REQUEST_LOST: &str = "request lost";
     /// A reply that never arrived.
     pub const REPLY_LOST: &str = "reply lost";
-    /// A message that took the long way.
+    /// A message that was delayed beyond the ordinary maximum.
     pub const DELAYED: &str = "message delayed";
     /// A message that overtook another.
     pub const REORDERED: &str = "message reordered";
     /// A connection that broke.
     pub const RESET: &str = "connection reset";
-    /// A connect that was refused although somebody listened.
+    /// A connection attempt that was refused although there was a listener.
     pub const REFUSED: &str = "connect refused";
-    /// A pair of hosts that stopped hearing each other, one way or both.
+    /// A pair of hosts whose messages are lost, in one direction or both.
     pub const PARTITION: &str = "partition";
-    /// A message or connect that met a partition.
+    /// A message or connection attempt that a partition blocked.
     pub const CUT_OFF: &str = "message cut off";
-    /// A host that crashed and whose system said so to its peers.
+    /// A host that crashed and whose system notified its peers.
     pub const CRASH: &str = "crash";
     /// A host that crashed silently.
     pub const SILENT_CRASH: &str = "silent crash";
-    /// All of them.
+    /// All kinds.
     pub const ALL: [&str; 10] =
         [REQUEST_LOST, REPLY_LOST, DELAYED, REORDERED, RESET, REFUSED, PARTITION, CUT_OFF, CRASH, SILENT_CRASH];
 }

@@ -1,4 +1,4 @@
-//! One life of a simulated host: it connects, listens and runs tasks until it crashes.
+//! A simulated host: it connects, listens and runs tasks until it crashes.
 
 use std::fmt;
 use std::future::Future;
@@ -17,13 +17,13 @@ use crate::message::CallContext;
 use crate::transport::Channel;
 use crate::transport::{ConnectOptions, Connector, Endpoint, Incoming, Listener};
 
-/// Peers that have connected and are not accepted yet; a server accepts at once, so more means that it is stuck.
+/// The accept queue. A server accepts peers immediately, so a longer queue means that it is stuck.
 const ACCEPT_QUEUE_MAX: usize = 1_024;
 
-/// Calls under way on one connection, unless asked otherwise.
+/// The default limit on calls in flight of one connection.
 const CALLS_MAX: usize = 16_384;
 
-/// One life of a host. Clones are the same life; after a crash everything it tries fails.
+/// One incarnation (life) of a host. Clones are the same incarnation. After a crash all its operations fail.
 #[derive(Clone)]
 pub struct SimHost {
     shared: Arc<SimState>,
@@ -40,32 +40,32 @@ impl SimHost {
         Self { shared, name, life, crashed, calls_max: CALLS_MAX }
     }
 
-    /// The same life, with another bound on the calls under way on one connection that it opens.
+    /// Returns the same incarnation with another limit on the calls in flight of each connection that it opens.
     #[must_use]
     pub fn with_calls_max(mut self, calls_max: usize) -> Self {
         self.calls_max = calls_max;
         self
     }
 
-    /// Its name.
+    /// Returns the name of the host.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Which life it is; the first is 0.
+    /// Returns the number of the incarnation; the first is 0.
     #[must_use]
     pub fn life(&self) -> u64 {
         self.life
     }
 
-    /// Fires when this life ends.
+    /// Returns a token that fires when this incarnation ends.
     #[must_use]
     pub fn crashed(&self) -> &CancelToken {
         &self.crashed
     }
 
-    /// Runs a task on this host: dropped where it is when the host crashes.
+    /// Runs a task on this host. A crash drops it.
     pub fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) -> JoinHandle<()> {
         let crashed = self.crashed.clone();
         tokio::spawn(async move {
@@ -77,10 +77,10 @@ impl SimHost {
         })
     }
 
-    /// Accepts peers at `sim://<this host>/<service>`.
+    /// Listens at `sim://<this host>/<service>`.
     ///
     /// # Errors
-    /// `AlreadyExists` when the host listens there already; `Unavailable` when this life is over.
+    /// `AlreadyExists` if the host listens there already; `Unavailable` after a crash.
     pub fn listen(&self, service: &str) -> Result<SimListener> {
         let address = format!("{}/{service}", self.name);
         let endpoint = Endpoint::parse(&format!("{SCHEME}://{address}"))?;
@@ -90,7 +90,7 @@ impl SimHost {
             return Err(self.over());
         }
         if net.listeners.get(&address).is_some_and(|(_, known)| !known.is_closed()) {
-            return Err(Error::not_started(Code::AlreadyExists, "somebody listens there already")
+            return Err(Error::not_started(Code::AlreadyExists, "there is already a listener at this address")
                 .about(format!("listen on {endpoint}")));
         }
         net.listeners.insert(address, (self.life, sender));
@@ -98,7 +98,7 @@ impl SimHost {
     }
 
     fn over(&self) -> Error {
-        Error::not_started(Code::Unavailable, "this life of the host is over").about(self.name.to_string())
+        Error::not_started(Code::Unavailable, "this incarnation of the host has crashed").about(self.name.to_string())
     }
 }
 
@@ -145,15 +145,17 @@ impl Connector for SimHost {
                 return Err(self.over());
             }
             let listener = net.listeners.get(to.address()).map(|(_, listener)| listener.clone());
-            let listener = listener.ok_or_else(|| refused("nobody listens there"))?;
-            // Not `calls_max`: calls whose callers have left may still be on their way.
+            let listener = listener.ok_or_else(|| refused("there is no listener at this address"))?;
+            // Not `calls_max`: cancelled calls may still be in flight.
             let (arrivals, arrived) = mpsc::channel(CALLS_MAX);
             let ordered = net.faults.reorder == 0.0;
             let conn = net.open(|id| Arc::new(Conn::new(id, Arc::clone(&self.name), server, arrivals)));
             net.note(&self.name, format_args!("connects to {to} as {}", conn.id));
             drop(net);
             let incoming = SimIncoming::new(Arc::clone(&self.shared), Arc::clone(&conn), arrived);
-            listener.try_send(incoming).map_err(|_| refused("the accept queue is full, or its owner has left"))?;
+            listener
+                .try_send(incoming)
+                .map_err(|_| refused("the accept queue is full, or the listener was dropped"))?;
             Ok(SimLink::new(Arc::clone(&self.shared), conn, self.calls_max, ordered))
         });
         Ok(Channel::new(link.await?).fenced(options.incarnation))

@@ -1,12 +1,14 @@
-//! A network in memory that loses, delays, reorders, resets, refuses and partitions, all from one seed.
+//! A simulated network that loses, delays and reorders messages, resets and refuses connections, and partitions hosts.
 //!
-//! It is a [`Connector`](crate::transport::Connector) and [`Listener`](crate::transport::Listener) at the level of messages, with the contract of
-//! the traits and no further guarantees: a lost request or reply lets its caller wait until its deadline (`Unknown`), a reset ends
-//! every call of its connection (`Unavailable, Unknown`), a refused connect is `Unavailable, NotStarted`, a crashed host's
-//! handlers are dropped where they are. With no faults it passes the suite that every transport passes.
+//! It is a [`Connector`](crate::transport::Connector) and [`Listener`](crate::transport::Listener) at the level of
+//! messages, with the contract of the traits and no further guarantees: a lost request or reply lets its caller wait
+//! until its deadline (`Unknown`), a reset ends every call of its connection (`Unavailable, Unknown`), a refused
+//! connect is `Unavailable, NotStarted`, a crashed host's handlers are dropped where they are. With no faults it passes
+//! the suite that every transport passes.
 //!
-//! One task, the wire, delivers everything in the order of (time, hand-over), so under a paused clock and on one thread a seed
-//! replays exactly; [`Trace::hash`] proves it. Delays are whole milliseconds, which is as fine as tokio's timers are.
+//! One task, the wire, delivers all messages in the order of (time, send order). With a paused clock and on one thread,
+//! a seed therefore replays exactly; [`Trace::hash`] verifies it. Delays are whole milliseconds, the resolution of
+//! tokio's timers.
 
 mod conn;
 mod faults;
@@ -30,7 +32,8 @@ pub const SCHEME: &str = "sim";
 pub struct SimNet(Arc<SimState>);
 
 impl SimNet {
-    /// A network without hosts. Must be called within a tokio runtime: its wire is a task there, and ends with the network.
+    /// Creates a network without hosts. Must be called within a tokio runtime, in which its wire is a task. The task
+    /// ends with the network.
     #[must_use]
     pub fn new(seed: u64, faults: Faults) -> Self {
         let shared = Arc::new(SimState::new(seed));
@@ -39,24 +42,24 @@ impl SimNet {
         Self(shared)
     }
 
-    /// The next life of a host: up, with nobody listening. An earlier life that still runs is crashed.
+    /// Starts the next incarnation of a host, without listeners. Crashes the previous one if it still runs.
     #[must_use]
     pub fn host(&self, name: &str) -> SimHost {
         SimHost::start(Arc::clone(&self.0), name)
     }
 
-    /// Ends a host's life: its running handlers and what it [spawned](SimHost::spawn) are dropped, its calls end, nobody
-    /// listens there. Its peers are told, unless the crash is a silent one.
+    /// Crashes a host: drops its running handlers and its [tasks](SimHost::spawn), ends its calls and its listeners.
+    /// Its peers are notified, unless the crash is silent.
     pub fn crash(&self, host: &str) {
         self.0.crash(host);
     }
 
-    /// Stops messages from one host to another; those under way are lost too.
+    /// Drops all messages from one host to another, including those in flight.
     pub fn cut(&self, from: &str, to: &str) {
         self.0.cut(from, to);
     }
 
-    /// From now on these faults. Partitions that the old ones began are healed; what is lost stays lost.
+    /// Replaces the faults. Heals the partitions of the previous faults; lost messages stay lost.
     pub fn set_faults(&self, faults: Faults) {
         self.0.set_faults(faults);
     }
@@ -66,12 +69,12 @@ impl SimNet {
         self.0.note(actor, event);
     }
 
-    /// Counts a fault that the scenario injected by itself, such as a slow disk, and adds it to the trace.
+    /// Counts a fault that the scenario injected, such as a slow disk, and adds it to the trace.
     pub fn injected(&self, actor: &str, kind: &'static str) {
         self.0.injected(actor, kind);
     }
 
-    /// The trace so far.
+    /// Returns the trace so far.
     #[must_use]
     pub fn trace(&self) -> Trace {
         self.0.trace()

@@ -3,10 +3,10 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 
-/// Lines kept for printing; the hash covers all. A failing scenario is understood from its end.
+/// Number of last lines that are kept for printing. The hash covers all lines.
 const LINES_MAX: usize = 20_000;
 
-/// The account of one simulation.
+/// The events of one simulation.
 #[derive(Clone, Debug)]
 pub struct Trace {
     hash: u64,
@@ -23,19 +23,19 @@ impl Default for Trace {
 }
 
 impl Trace {
-    /// FNV-1a over every line so far: equal traces have equal hashes, on every machine.
+    /// Returns the FNV-1a hash of all lines so far. Equal traces have equal hashes on all machines.
     #[must_use]
     pub fn hash(&self) -> u64 {
         self.hash
     }
 
-    /// How many events there were.
+    /// Returns the number of events.
     #[must_use]
     pub fn events(&self) -> u64 {
         self.events
     }
 
-    /// The faults that were injected, by kind.
+    /// Returns the number of injected faults by kind.
     #[must_use]
     pub fn faults(&self) -> &BTreeMap<&'static str, u64> {
         &self.faults

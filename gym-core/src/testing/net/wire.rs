@@ -32,7 +32,7 @@ pub(super) struct Net {
     pub(super) listeners: BTreeMap<String, (u64, mpsc::Sender<SimIncoming>)>,
     conns: BTreeMap<u64, Weak<Conn>>,
     cuts: BTreeSet<(Arc<str>, Arc<str>)>,
-    /// Counted up when the faults change, so that scheduled partitions of the old ones do not happen.
+    /// Increases when the faults change, so that scheduled partitions of the previous faults do not happen.
     regime: u64,
     trace: Trace,
 }
@@ -62,7 +62,7 @@ pub(super) enum Packet {
     Cancel {
         call: u64,
     },
-    /// The other end is gone.
+    /// The other end closed the connection or crashed.
     Gone,
 }
 
@@ -145,7 +145,7 @@ impl SimState {
         net.fault("network", kind::PARTITION, format_args!("{from} to {to}"));
     }
 
-    /// Begins a host's next life.
+    /// Starts the next incarnation of a host.
     pub(super) fn start(&self, name: &Arc<str>) -> (u64, CancelToken) {
         if self.net().hosts.get(name).is_some_and(|host| host.up) {
             self.crash(name);
@@ -199,7 +199,7 @@ impl SimState {
 
 impl Drop for SimState {
     fn drop(&mut self) {
-        // The wire's task sees that the network is gone.
+        // Wakes the wire's task, which ends with the network.
         self.wake.notify_one();
     }
 }
@@ -265,7 +265,7 @@ impl Net {
         self.next_event += 1;
     }
 
-    /// Sends a message, which may never arrive.
+    /// Sends a message, which may be lost.
     pub(super) fn transmit(&mut self, conn: &Arc<Conn>, to_server: bool, packet: Packet) {
         let (from, to) = conn.direction(to_server);
         let (from, to) = (Arc::clone(from), Arc::clone(to));
@@ -368,7 +368,7 @@ impl Net {
                         // The drained server has processed nothing after it stopped, so the call was not processed.
                         self.transmit(conn, false, Packet::Reply { call, result: Err(drained()) });
                     }
-                    // As a system does that knows no such connection.
+                    // As an operating system does for an unknown connection.
                     return self.transmit(conn, false, Packet::Gone);
                 }
                 if let Err(error) = conn.arrive(*request) {
@@ -387,7 +387,7 @@ pub(super) fn drained() -> Error {
     Error::not_started(Code::Unavailable, "the peer takes no new calls")
 }
 
-/// The wire: delivers what is due, until the network is gone.
+/// Delivers due messages until the network is dropped.
 pub(super) async fn run(shared: Weak<SimState>, wake: Arc<Notify>) {
     loop {
         let next = {

@@ -1,4 +1,4 @@
-//! `rgym aliases`: shell aliases under which NeMo Gym's old names reach this program.
+//! `rgym aliases`: prints shell aliases that map NeMo Gym's old command names to this program.
 
 use std::io::Write;
 use std::process::ExitCode;
@@ -8,14 +8,14 @@ use crate::cli::exit::{Failure, Outcome};
 
 pub(in crate::cli) fn print() -> Outcome {
     let program = std::env::current_exe()
-        .map_err(|error| Failure::Failed(format!("this program does not know where it is: {error}")))?;
+        .map_err(|error| Failure::Failed(format!("cannot find the path of this program: {error}")))?;
     let quoted = format!("'{}'", program.display().to_string().replace('\'', r"'\''"));
     let mut out = std::io::stdout().lock();
     for name in translation::aliases() {
-        // Doubly quoted: once for the alias, once for the command that it becomes.
+        // Quoted twice: for the alias, and for the command that the alias expands to.
         let command = format!("{quoted} {name}").replace('\'', r"'\''");
         if writeln!(out, "alias {name}='{command}'").is_err() {
-            // Nobody reads any more, which is no failure of ours.
+            // The reader closed the pipe, which is not an error.
             break;
         }
     }

@@ -1,4 +1,4 @@
-//! What was typed: the options of the commands, and NeMo Gym's commands translated into ours.
+//! Parses the command line: the options of the commands, and the translation of NeMo Gym's commands.
 
 pub(super) mod aliases;
 pub(super) mod options;

@@ -1,4 +1,4 @@
-//! The options, as clap has them. What they mean is in the commands' own files.
+//! The command-line options as clap structs. The modules of the commands define their effect.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -8,21 +8,21 @@ use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
 use gym_core::transport::{Transport, TransportPolicy};
 
 const OVERRIDES: &str = "\
-Overrides (anywhere among the options):
+Overrides (at any position among the options):
   +key=value      add a key to the configuration
-  ++key=value     add it, or replace what the files say
-  key=value       change what the files say
-  ~key            remove it
+  ++key=value     add a key, or replace its value in the files
+  key=value       change a key of the files
+  ~key            remove a key of the files
   Keys are dotted (policy_model.responses_api_models.openai_model.port), values are YAML ([a, b], {a: 1}, null).";
 
 /// Reinforcement-learning environments for language models: servers, rollouts, rewards.
 #[derive(Debug, Parser)]
 #[command(name = "rgym", version, propagate_version = true, subcommand_required = true, arg_required_else_help = true)]
 #[command(after_help = "\
-Answers to NeMo Gym's words too: env start|status|validate|resolve, eval run, and ng_run, ng_collect_rollouts, ng_status, \
-ng_validate, ng_dump_config as a first argument, by a link of that name, or with the aliases of `rgym aliases`.
+Also accepts NeMo Gym's commands: env start|status|validate|resolve, eval run, and ng_run, ng_collect_rollouts, ng_status, \
+ng_validate, ng_dump_config as the first argument, as the name of a link, or through the aliases of `rgym aliases`.
 
-Exit codes: 0 all done, 1 the run failed, 2 wrong usage or configuration, 3 done with failed or open rollouts.")]
+Exit codes: 0 success, 1 the run failed, 2 invalid usage or configuration, 3 finished with failed or incomplete rollouts.")]
 pub(in crate::cli) struct Cli {
     #[command(flatten)]
     pub(in crate::cli) shared: CommonOptions,
@@ -33,13 +33,13 @@ pub(in crate::cli) struct Cli {
 /// Options of every command.
 #[derive(Debug, Args)]
 pub(in crate::cli) struct CommonOptions {
-    /// Log more: -v for debug, -vv for trace. RUST_LOG says it in detail
+    /// Log verbosity: -v for debug, -vv for trace; RUST_LOG sets levels per target
     #[arg(short, long, global = true, help_heading = "Common options", action = clap::ArgAction::Count)]
     pub(in crate::cli) verbose: u8,
-    /// How log lines are written to standard error
+    /// Format of the log lines on standard error
     #[arg(long, global = true, help_heading = "Common options", value_enum, default_value_t = LogFormat::Text, value_name = "FORMAT")]
     pub(in crate::cli) log_format: LogFormat,
-    /// Threads of the runtime [default: one for each core]
+    /// Runtime threads [default: one per core]
     #[arg(long, global = true, help_heading = "Common options", value_name = "N", env = "TOKIO_WORKER_THREADS", value_parser = clap::value_parser!(u16).range(1..))]
     pub(in crate::cli) threads: Option<u16>,
 }
@@ -55,33 +55,34 @@ pub(in crate::cli) enum Command {
     /// Start the servers of a configuration and keep them until SIGINT or SIGTERM
     #[command(after_help = OVERRIDES)]
     Run(Box<RunArgs>),
-    /// Collect rollouts: a JSONL of tasks becomes a JSONL of scored rollouts
+    /// Collect rollouts: turn a JSONL file of tasks into a JSONL file of scored rollouts
     #[command(after_help = OVERRIDES)]
     Collect(Box<CollectArgs>),
-    /// Show the servers of a head: health, requests in flight, uptime
+    /// Show the servers of a head server: health, requests in flight, uptime, transports
     Status(StatusArgs),
     /// Report which transports this machine supports, why others are unavailable, and how to fix them
     #[command(after_help = "\
-Exit codes: 0 everything present works, 1 the transport of --require-transport is unavailable, 3 something is present that does \
-not work (each has a fix). Missing hardware is reported but is not an error.")]
+Exit codes: 0 every installed component works, 1 the transport of --require-transport is unavailable, 3 an installed component \
+does not work (each has a fix). Missing hardware is reported but is not an error.")]
     Doctor(DoctorArgs),
     /// Check or show a configuration without starting anything
     #[command(subcommand)]
     Config(ConfigCommand),
-    /// Print shell aliases for NeMo Gym's ng_… names: eval "$(rgym aliases)"
+    /// Print shell aliases for NeMo Gym's ng_… commands: eval "$(rgym aliases)"
     Aliases,
 }
 
-/// Where the configuration comes from.
+/// Sources of the configuration.
 #[derive(Clone, Debug, Default, Args)]
 pub(in crate::cli) struct Sources {
-    /// A configuration file; repeatable, later ones win. Also +config_paths=[A.yaml,B.yaml]
+    /// Configuration file; repeatable, later files override earlier ones. Also +config_paths=[A.yaml,B.yaml]
     #[arg(long = "config", value_name = "FILE")]
     pub(in crate::cli) files: Vec<String>,
-    /// The interpreter that has nemo-gym [default: the active virtual environment's, then python3]
+    /// Python interpreter with nemo-gym installed [default: that of the active virtual environment, else python3]
     #[arg(long, value_name = "PATH")]
     pub(in crate::cli) python: Option<PathBuf>,
-    /// A folder in which servers and configuration files are looked for first; repeatable. NEMO_GYM_EXTRA_ROOTS lists more
+    /// Directory that is searched first for servers and configuration files; repeatable. NEMO_GYM_EXTRA_ROOTS lists
+    /// more
     #[arg(long, value_name = "DIR")]
     pub(in crate::cli) search_dir: Vec<PathBuf>,
     /// Model name: +policy_model_name=…
@@ -90,10 +91,10 @@ pub(in crate::cli) struct Sources {
     /// Model endpoint: +policy_base_url=…
     #[arg(long, value_name = "URL")]
     pub(in crate::cli) model_url: Option<String>,
-    /// Key of the model endpoint: +policy_api_key=…; better in env.yaml, because arguments are visible to others
+    /// API key of the model endpoint: +policy_api_key=…; prefer env.yaml, because other users can see arguments
     #[arg(long, value_name = "KEY")]
     pub(in crate::cli) model_api_key: Option<String>,
-    /// Transports between servers: auto, or some of mem,shm,rdma,ucx_tcp,http [default: mem,http]: ++transport=…
+    /// Transports between servers: auto, or any of mem,shm,rdma,ucx_tcp,http [default: mem,http]: ++transport=…
     #[arg(long, value_name = "NAMES")]
     pub(in crate::cli) transport: Option<TransportPolicy>,
     /// Minimum transport; connecting fails instead of falling back below it: ++require_transport=…
@@ -101,10 +102,10 @@ pub(in crate::cli) struct Sources {
     pub(in crate::cli) require_transport: Option<Transport>,
 }
 
-/// How servers are started and stopped.
+/// Options for starting servers.
 #[derive(Clone, Debug, Args)]
 pub(in crate::cli) struct Starting {
-    /// How long a Python server may take until it answers, in seconds
+    /// Seconds until a Python server must respond after its start
     #[arg(long, value_name = "SECS", default_value = "300", value_parser = seconds)]
     pub(in crate::cli) start_timeout: Duration,
 }
@@ -115,16 +116,17 @@ pub(in crate::cli) struct RunArgs {
     pub(in crate::cli) sources: Sources,
     #[command(flatten)]
     pub(in crate::cli) starting: Starting,
-    /// Serve only this instance (repeatable), registered with the head at --head-url; `head_server` is the head itself
+    /// Instance to serve (repeatable); it registers with the head server at --head-url. `head_server` is the head
+    /// server itself
     #[arg(long, value_name = "NAME")]
     pub(in crate::cli) serve: Vec<String>,
-    /// The head to register with [default: head_server of the configuration]
+    /// Head server to register with [default: head_server of the configuration]
     #[arg(long, value_name = "URL", env = "HEAD_SERVER_URL")]
     pub(in crate::cli) head_url: Option<String>,
-    /// How long running requests may go on after a stop, in seconds
+    /// Seconds allowed for running requests after a stop
     #[arg(long, value_name = "SECS", default_value = "10", value_parser = seconds)]
     pub(in crate::cli) stop_grace: Duration,
-    /// How long a request may take whose caller names no deadline (Python callers do not), in seconds
+    /// Seconds allowed for requests that carry no deadline, such as those of Python clients
     #[arg(long, value_name = "SECS", default_value = "86400", value_parser = seconds)]
     pub(in crate::cli) request_timeout: Duration,
     /// Not supported yet
@@ -141,43 +143,45 @@ pub(in crate::cli) struct CollectArgs {
     pub(in crate::cli) sources: Sources,
     #[command(flatten)]
     pub(in crate::cli) starting: Starting,
-    /// Collect from servers that run, even if configuration files are named: +agent_name=… and the like are read from them
+    /// Collect from running servers even if configuration files are given; keys such as +agent_name=… are read from the
+    /// files
     #[arg(long, conflicts_with = "serve")]
     pub(in crate::cli) no_serve: bool,
-    /// Start the servers of the configuration, collect from them, stop them (--config alone says so too)
+    /// Start the servers of the configuration, collect from them, then stop them (implied by --config)
     #[arg(long)]
     pub(in crate::cli) serve: bool,
-    /// The head of the servers that run [default: head_server of the configuration, http://127.0.0.1:11000]
+    /// Head server of the running servers [default: head_server of the configuration, http://127.0.0.1:11000]
     #[arg(long, value_name = "URL", env = "HEAD_SERVER_URL")]
     pub(in crate::cli) head_url: Option<String>,
-    /// The agent that runs every row; without it each row names its own: +agent_name=…
+    /// Agent for all rows; by default, each row names its agent: +agent_name=…
     #[arg(long, short, value_name = "NAME")]
     pub(in crate::cli) agent: Option<String>,
-    /// The tasks, one JSON object a line: +input_jsonl_fpath=…
+    /// File of the tasks, one JSON object per line: +input_jsonl_fpath=…
     #[arg(long, short, value_name = "FILE")]
     pub(in crate::cli) input: Option<PathBuf>,
-    /// The rollouts; failures, materialized inputs and statistics are written beside it: +output_jsonl_fpath=…
+    /// File for the rollouts; failures, materialized inputs and statistics are written to the same directory:
+    /// +output_jsonl_fpath=…
     #[arg(long, short, value_name = "FILE")]
     pub(in crate::cli) output: Option<PathBuf>,
-    /// Rollouts of each row [default: 1]: +num_repeats=…, which also takes {agent: N, _default: M}
+    /// Rollouts per row [default: 1]: +num_repeats=…, which also accepts {agent: N, _default: M}
     #[arg(long, value_name = "N")]
     pub(in crate::cli) num_repeats: Option<u32>,
-    /// Rollouts under way at once [default: 1024]: +num_samples_in_parallel=…
+    /// Rollouts in flight [default: 1024]: +num_samples_in_parallel=…
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub(in crate::cli) concurrency: Option<u32>,
-    /// Only the first rows of the input: +limit=…
+    /// Maximum number of input rows: +limit=…
     #[arg(long, value_name = "N")]
     pub(in crate::cli) limit: Option<u64>,
-    /// Go on with what the output holds, instead of starting over: +resume_from_cache=true
+    /// Continue from the files of --output instead of starting again: +resume_from_cache=true
     #[arg(long)]
     pub(in crate::cli) resume: bool,
-    /// Run the repeats round by round instead of row by row: +interleave_repeats=true
+    /// Dispatch the repeats in rounds instead of row by row: +interleave_repeats=true
     #[arg(long)]
     pub(in crate::cli) interleave_repeats: bool,
-    /// Give each repeat its index as the seed: +num_repeats_add_seed=true
+    /// Set the seed of each repeat to its index: +num_repeats_add_seed=true
     #[arg(long)]
     pub(in crate::cli) add_seed: bool,
-    /// Template that makes each row's input: +prompt_config=…
+    /// Prompt template that creates the input of each row: +prompt_config=…
     #[arg(long, value_name = "FILE")]
     pub(in crate::cli) prompt_config: Option<PathBuf>,
     /// Sampling temperature: +responses_create_params.temperature=…
@@ -186,22 +190,22 @@ pub(in crate::cli) struct CollectArgs {
     /// Nucleus sampling: +responses_create_params.top_p=…
     #[arg(long, value_name = "X")]
     pub(in crate::cli) top_p: Option<f64>,
-    /// Output tokens of one model call: +responses_create_params.max_output_tokens=…
+    /// Maximum number of output tokens per model call: +responses_create_params.max_output_tokens=…
     #[arg(long, value_name = "N")]
     pub(in crate::cli) max_output_tokens: Option<u64>,
-    /// Attempts at one rollout, over all runs [default: 3]
+    /// Maximum number of attempts per rollout, over all runs [default: 3]
     #[arg(long, value_name = "N", env = "NEMO_GYM_MAX_ROLLOUT_ATTEMPTS", value_parser = clap::value_parser!(u32).range(1..))]
     pub(in crate::cli) attempts: Option<u32>,
-    /// How long one attempt may take, in seconds
+    /// Seconds allowed for one attempt
     #[arg(long, value_name = "SECS", default_value = "7200", value_parser = seconds)]
     pub(in crate::cli) attempt_timeout: Duration,
-    /// How long rollouts under way may go on after Ctrl-C, in seconds
+    /// Seconds allowed for running rollouts after Ctrl-C
     #[arg(long, value_name = "SECS", default_value = "30", value_parser = seconds)]
     pub(in crate::cli) stop_grace: Duration,
-    /// Do not ask the servers for statistics at the end: +disable_aggregation=true
+    /// Skip the servers' statistics at the end: +disable_aggregation=true
     #[arg(long)]
     pub(in crate::cli) disable_aggregation: bool,
-    /// How progress is shown: a bar, a line every few seconds, nothing; auto is the bar on a terminal, else the lines
+    /// Progress display: a bar, a line every few seconds, or none; auto shows the bar on a terminal and lines elsewhere
     #[arg(long, value_enum, default_value_t = ProgressMode::Auto, value_name = "HOW")]
     pub(in crate::cli) progress: ProgressMode,
 }
@@ -219,7 +223,7 @@ pub(in crate::cli) struct StatusArgs {
     /// Print JSON
     #[arg(long)]
     pub(in crate::cli) json: bool,
-    /// The head to ask [default: head_server of env.yaml, http://127.0.0.1:11000]
+    /// Head server to query [default: head_server of env.yaml, http://127.0.0.1:11000]
     #[arg(long, value_name = "URL", env = "HEAD_SERVER_URL")]
     pub(in crate::cli) head_url: Option<String>,
 }
@@ -232,41 +236,41 @@ pub(in crate::cli) struct DoctorArgs {
     /// Fail (exit code 1) unless this machine supports the transport: shm, rdma, ucx_tcp
     #[arg(long, value_name = "NAME")]
     pub(in crate::cli) require_transport: Option<Transport>,
-    /// How long UCX may take to load and to look at its devices, in seconds
+    /// Seconds allowed for UCX to load and to list its devices
     #[arg(long, value_name = "SECS", default_value = "20", value_parser = seconds)]
     pub(in crate::cli) ucx_timeout: Duration,
 }
 
 #[derive(Debug, Subcommand)]
 pub(in crate::cli) enum ConfigCommand {
-    /// Say what is wrong with configuration files, with place and fix
+    /// Report the mistakes in configuration files, with location and fix
     #[command(after_help = OVERRIDES)]
     Check(Box<CheckArgs>),
-    /// Print the merged configuration, secrets masked
+    /// Print the merged configuration with secrets masked
     #[command(after_help = OVERRIDES)]
     Show(Box<ShowArgs>),
 }
 
 #[derive(Clone, Debug, Args)]
 pub(in crate::cli) struct CheckArgs {
-    /// Configuration files, later ones win
+    /// Configuration files; later files override earlier ones
     #[arg(value_name = "FILE")]
     pub(in crate::cli) named: Vec<String>,
     #[command(flatten)]
     pub(in crate::cli) sources: Sources,
-    /// Refuse what is only warned about otherwise
+    /// Treat warnings as errors
     #[arg(long)]
     pub(in crate::cli) strict: bool,
 }
 
 #[derive(Clone, Debug, Args)]
 pub(in crate::cli) struct ShowArgs {
-    /// Configuration files, later ones win
+    /// Configuration files; later files override earlier ones
     #[arg(value_name = "FILE")]
     pub(in crate::cli) named: Vec<String>,
     #[command(flatten)]
     pub(in crate::cli) sources: Sources,
-    /// How it is written
+    /// Output format
     #[arg(long, value_enum, default_value_t = ShowFormat::Yaml, value_name = "FORMAT")]
     pub(in crate::cli) format: ShowFormat,
 }
@@ -277,13 +281,14 @@ pub(in crate::cli) enum ShowFormat {
     Json,
 }
 
-/// Seconds, with a fraction where one is wanted.
+/// Parses seconds, with an optional fraction.
 fn seconds(text: &str) -> Result<Duration, String> {
-    let seconds: f64 = text.parse().map_err(|_| "write seconds, as in 30 or 0.5".to_owned())?;
-    Duration::try_from_secs_f64(seconds).map_err(|_| "use seconds from 0 on".to_owned())
+    let seconds: f64 = text.parse().map_err(|_| "write seconds, such as 30 or 0.5".to_owned())?;
+    Duration::try_from_secs_f64(seconds).map_err(|_| "use a number from 0".to_owned())
 }
 
-/// The options of all commands that take a value: the argument after one is no override and no command.
+/// Returns the options of all commands that take a value. The argument after such an option is neither an override nor
+/// a command.
 pub(in crate::cli) fn valued_options() -> BTreeSet<String> {
     fn collect(command: &clap::Command, into: &mut BTreeSet<String>) {
         for option in command.get_arguments().filter(|argument| argument.get_action().takes_values()) {

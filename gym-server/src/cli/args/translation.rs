@@ -1,6 +1,7 @@
-//! From what was typed to our commands: NeMo Gym's words become ours, and overrides are taken out before clap parses.
+//! Translates the arguments: replaces NeMo Gym's commands by those of this program, and removes overrides before clap
+//! parses the rest.
 //!
-//! | typed | becomes |
+//! | argument | translation |
 //! |---|---|
 //! | `rgym env start …`, `ng_run …` | `rgym run …` |
 //! | `rgym eval run …`, `ng_e2e_collect_rollouts …` | `rgym collect --serve …` |
@@ -9,7 +10,7 @@
 //! | `rgym env validate …`, `ng_validate …` | `rgym config check …` |
 //! | `rgym env resolve …`, `ng_dump_config …` | `rgym config show …` |
 //!
-//! An `ng_…` word counts as the name that the program is called by (a link) and as the first argument (an alias).
+//! An `ng_…` command is recognized as the name of the program (a link) and as the first argument (an alias).
 
 use std::collections::BTreeSet;
 use std::ffi::{OsStr, OsString};
@@ -19,7 +20,8 @@ use gym_client::config::Overrides;
 
 use crate::cli::exit::Failure;
 
-/// NeMo Gym's old commands without their prefix, and its new words for them. Those without words of ours stay refused.
+/// NeMo Gym's old commands without prefix, and the new commands that replace them. Commands without a translation are
+/// rejected.
 const LEGACY_COMMANDS: [(&str, &[&str]); 24] = [
     ("run", &["env", "start"]),
     ("collect_rollouts", &["eval", "run", "--no-serve"]),
@@ -47,25 +49,26 @@ const LEGACY_COMMANDS: [(&str, &[&str]); 24] = [
     ("pip_list", &["env", "packages"]),
 ];
 
-/// The first words of NeMo Gym's commands that we do not use ourselves.
+/// First words of NeMo Gym's commands that are not commands of this program.
 const COMMAND_GROUPS: [&str; 6] = ["env", "eval", "list", "search", "dataset", "dev"];
 
-/// What is left after translation.
+/// The translated arguments.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(in crate::cli) struct TranslatedArguments {
-    /// For clap: the program first.
+    /// The arguments for clap, starting with the program's name.
     pub(in crate::cli) arguments: Vec<OsString>,
-    /// `+key=value` and its relatives.
+    /// The overrides: `+key=value` and the other forms.
     pub(in crate::cli) overrides: Vec<String>,
 }
 
-/// The `ng_…` names that have a command here.
+/// Returns the `ng_…` names that have a command in this program.
 pub(in crate::cli) fn aliases() -> impl Iterator<Item = String> {
     let ours = LEGACY_COMMANDS.iter().filter(|(_, words)| command(words).is_some() || words[0].starts_with('-'));
     ours.map(|(name, _)| format!("ng_{name}"))
 }
 
-/// Translates `argv`. `valued` are the options that take a value, so that `--input a=b.jsonl` is no override.
+/// Translates `argv`. `valued` contains the options that take a value, so that `--input a=b.jsonl` is not read as an
+/// override.
 pub(in crate::cli) fn translate(
     argv: impl IntoIterator<Item = OsString>,
     valued: &BTreeSet<String>,
@@ -88,7 +91,7 @@ pub(in crate::cli) fn translate(
         let words =
             LEGACY_COMMANDS.iter().find(|(name, _)| *name == old).map(|(_, words)| *words).ok_or_else(|| {
                 let known: Vec<String> = aliases().collect();
-                Failure::Usage(format!("`ng_{old}` is no command here; there are {}", known.join(", ")))
+                Failure::Usage(format!("unknown command `ng_{old}`; the supported ones are {}", known.join(", ")))
             })?;
         rest.splice(0..0, words.iter().map(OsString::from));
     }
@@ -123,13 +126,13 @@ pub(in crate::cli) fn translate(
     Ok(typed)
 }
 
-/// `ng_run` and `nemo_gym_run` without the prefix.
+/// Returns `ng_run` or `nemo_gym_run` without the prefix.
 fn legacy_name(name: &OsStr) -> Option<String> {
     let name = name.to_str()?;
     name.strip_prefix("ng_").or_else(|| name.strip_prefix("nemo_gym_")).map(str::to_owned)
 }
 
-/// Our words for a command of NeMo Gym's.
+/// Returns this program's command for a command of NeMo Gym.
 fn command(words: &[&str]) -> Option<&'static [&'static str]> {
     match words {
         ["env", "start", ..] => Some(&["run"]),
@@ -148,8 +151,8 @@ fn translate_group(arguments: &mut Vec<OsString>, positionals: &[usize]) -> Resu
     let Some(ours) = command(&[group, action]) else {
         let typed = format!("{group} {action}");
         return Err(Failure::Usage(format!(
-            "`{}` is not among this program's commands\n  fix: use `env start`, `env status`, `env validate`, `env \
-             resolve` or `eval run` here, and NeMo Gym's own `gym {0}` for this",
+            "`{}` is not a command of this program\n  fix: use `env start`, `env status`, `env validate`, `env resolve` or \
+             `eval run`, or run it with NeMo Gym's own `gym {0}`",
             typed.trim_end()
         )));
     };
@@ -245,10 +248,10 @@ mod tests {
 
     #[test]
     fn a_command_that_only_nemo_gym_has_is_refused_with_its_name() {
-        assert!(refused(&["rgym", "env", "init", "--all"]).contains("`env init` is not among"));
-        assert!(refused(&["rgym", "eval"]).contains("`eval` is not among"));
+        assert!(refused(&["rgym", "env", "init", "--all"]).contains("`env init` is not a command"));
+        assert!(refused(&["rgym", "eval"]).contains("`eval` is not a command"));
         assert!(refused(&["ng_prepare_data", "+mode=x"]).contains("gym dataset collate"));
-        assert!(refused(&["ng_rnu"]).contains("there are ng_run, ng_collect_rollouts"));
+        assert!(refused(&["ng_rnu"]).contains("the supported ones are ng_run, ng_collect_rollouts"));
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! `rgym collect`: rollouts from servers that run, or from the servers of a configuration that live as long as it collects.
+//! `rgym collect`: collects rollouts from running servers, or starts the servers of a configuration for the collection.
 
 mod progress;
 mod settings;
@@ -32,8 +32,8 @@ pub(super) async fn collect(
     let serves = !args.no_serve && (args.serve || !args.sources.files.is_empty());
     if serves && head_url_given {
         return Err(Failure::Usage(
-            "--head-url names servers that run, but a configuration is named, whose servers would be started\n  fix: add \
-             --no-serve to collect from the servers that run, or leave --head-url out"
+            "--head-url names running servers, but the configuration would start its own servers\n  fix: add --no-serve to \
+             collect from the running servers, or remove --head-url"
                 .to_owned(),
         ));
     }
@@ -73,11 +73,11 @@ pub(super) async fn collect(
         collected = Box::pin(collector.collect(options, stop.graceful.clone())) => Some(collected),
     };
     ended.cancel();
-    // It only draws: what it could not draw is not missed.
+    // The task only draws, so its errors are ignored.
     let _ = shown.await;
     let outcome = match collected {
         None => {
-            console.line("stopped at once; what was recorded stays, and --resume goes on from there");
+            console.line("stopped at once; recorded rollouts are kept, and --resume continues from them");
             return Ok(ExitCode::from(FAILED));
         }
         Some(collected) => collected?,
@@ -96,8 +96,8 @@ pub(super) async fn collect(
     }
     match (outcome.is_complete(), &outcome.aggregate_error) {
         (_, Some(error)) => Err(Failure::Failed(format!(
-            "the rollouts are recorded, but there are no statistics: {error}\n  fix: the same command with --resume asks for \
-             them again; --disable-aggregation does without"
+            "the rollouts are recorded, but their statistics are missing: {error}\n  fix: repeat the command with --resume to \
+             request them again, or with --disable-aggregation to skip them"
         ))),
         (true, None) => Ok(ExitCode::SUCCESS),
         (false, None) => Ok(ExitCode::from(INCOMPLETE)),
@@ -119,7 +119,7 @@ async fn prepare(
     if serves {
         let concurrency = args.concurrency.map_or(0, |concurrency| concurrency as usize);
         let options = StackOptions {
-            // The rollouts are over by then: what still runs is nobody's.
+            // The rollouts have ended by then, so no caller waits for the remaining requests.
             stop_grace: Duration::from_secs(5),
             in_process_calls_max: StackOptions::default().in_process_calls_max.max(concurrency.saturating_mul(2)),
             ..options(loaded, &args.starting, console)
@@ -132,8 +132,8 @@ async fn prepare(
     let transports = Transports::from_features(InProcess::new()).scoped(&policy, None);
     connect_head(&head, transports, world).await.map_err(|error| {
         Failure::Failed(format!(
-            "{error}\n  fix: start servers with `rgym run`, name their head with --head-url or HEAD_SERVER_URL, or name a \
-             configuration to start with --config"
+            "{error}\n  fix: start servers with `rgym run`, set their head server with --head-url or HEAD_SERVER_URL, or \
+             start the servers of a configuration with --config"
         ))
     })
 }

@@ -1,4 +1,4 @@
-//! Shows how a collection goes: a bar on a terminal, a line every few seconds elsewhere.
+//! Displays the progress of a collection: a bar on a terminal, and a line every few seconds elsewhere.
 
 use std::collections::VecDeque;
 use std::fmt::Write;
@@ -14,14 +14,14 @@ use tokio::time::{Instant, MissedTickBehavior, interval};
 use crate::cli::args::options::ProgressMode;
 use crate::cli::console::Console;
 
-/// Often enough to look alive.
+/// Interval of the bar's updates.
 const BAR_EVERY: Duration = Duration::from_millis(100);
-/// Seldom enough for a log file.
+/// Interval of the lines: rare enough for a log file.
 const LINE_EVERY: Duration = Duration::from_secs(5);
-/// The rate is that of the last while: what a slow start took says nothing about the rest.
+/// Time span over which the rate is measured, so that a slow start does not affect the estimate.
 const RATE_WINDOW: Duration = Duration::from_secs(15);
 
-/// Shows `progress` until `ended` fires, and says so once when `stop` does.
+/// Displays `progress` until `ended` fires, and prints one line when `stop` fires.
 pub(super) async fn show(
     progress: Arc<CollectProgress>,
     mode: ProgressMode,
@@ -38,7 +38,7 @@ pub(super) async fn show(
     let every = if bar { BAR_EVERY } else { LINE_EVERY };
     let bar = bar.then(|| {
         let bar = ProgressBar::with_draw_target(Some(1), ProgressDrawTarget::stderr());
-        // The template is a constant with known keys; a bar in the default style would be no reason to fail.
+        // The template is a constant with known keys; if it were invalid, the default style would be used.
         if let Ok(style) = ProgressStyle::with_template("{bar:30} {msg}") {
             bar.set_style(style);
         }
@@ -57,7 +57,7 @@ pub(super) async fn show(
                 stopping = true;
                 let in_flight = progress.snapshot().in_flight;
                 console.line(&format!(
-                    "stopping: {in_flight} rollouts under way have up to {stop_grace:?}; the same signal again stops at once"
+                    "stopping: {in_flight} rollouts in flight may take up to {stop_grace:?}; repeat the signal to stop at once"
                 ));
             }
             now = ticks.tick() => {
@@ -70,7 +70,7 @@ pub(super) async fn show(
                         bar.set_position(snapshot.done());
                         bar.set_message(line(&snapshot, rate.per_second()));
                     }
-                    // Nothing to say before the rows are counted.
+                    // Nothing is printed before the rows are counted.
                     None if mode != ProgressMode::None && snapshot.total > 0 => {
                         console.line(&line(&snapshot, rate.per_second()));
                     }
@@ -82,7 +82,7 @@ pub(super) async fn show(
     console.clear();
 }
 
-/// Rollouts per second over the last while.
+/// Rollouts per second over [`RATE_WINDOW`].
 #[derive(Debug, Default)]
 struct Rate {
     seen: VecDeque<(Instant, u64)>,
@@ -91,7 +91,7 @@ struct Rate {
 impl Rate {
     fn add(&mut self, now: Instant, done: u64) {
         self.seen.push_back((now, done));
-        // The oldest stays until the next one is old as well, so that the window is full.
+        // The oldest sample stays until the next one is also older than the window, so that the window is covered.
         while self.seen.get(1).is_some_and(|(at, _)| now.duration_since(*at) >= RATE_WINDOW) {
             self.seen.pop_front();
         }
@@ -104,7 +104,7 @@ impl Rate {
     }
 }
 
-/// `120/1000 rollouts (12.0%), 350.2/s, mean reward 0.532, 16 in flight, 3 failed, ETA 00:00:02`.
+/// Formats `120/1000 rollouts (12.0%), 350.2/s, mean reward 0.532, 16 in flight, 3 failed, ETA 00:00:02`.
 fn line(snapshot: &ProgressSnapshot, rate: Option<f64>) -> String {
     let (done, total) = (snapshot.done(), snapshot.total);
     let mut text = format!("{done}/{total} rollouts");
@@ -158,11 +158,11 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn the_rate_forgets_what_is_long_ago() {
+    async fn the_rate_ignores_samples_before_the_window() {
         let mut rate = Rate::default();
         let began = Instant::now();
         for second in 0..=60 {
-            // Nothing for half a minute, then ten a second.
+            // No rollouts for half a minute, then ten per second.
             rate.add(began + Duration::from_secs(second), 10 * second.saturating_sub(30));
         }
         assert_eq!(rate.per_second(), Some(10.0));

@@ -1,4 +1,5 @@
-//! What to collect: the command's options first, then the keys that NeMo Gym's collector reads from the configuration.
+//! The settings of a collection: options of the command take precedence over the keys that NeMo Gym's collector reads
+//! from the configuration.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -13,7 +14,7 @@ use crate::cli::args::options::CollectArgs;
 use crate::cli::exit::Failure;
 use crate::cli::setup::configuration::{LoadedConfig, find_file};
 
-/// ConfigKeys that are read here.
+/// Keys that this collector reads.
 const SUPPORTED_KEYS: [&str; 17] = [
     "agent_name",
     "input_jsonl_fpath",
@@ -34,7 +35,7 @@ const SUPPORTED_KEYS: [&str; 17] = [
     "environment_server_routes",
 ];
 
-/// ConfigKeys of NeMo Gym's that ask for what this collector does anyway, or that change nothing in its files.
+/// NeMo Gym's keys that request what this collector does anyway, or that do not affect its files.
 const ACCEPTED_KEYS: [&str; 8] = [
     "max_resident_rollout_tasks",
     "retain_results_in_memory",
@@ -46,7 +47,7 @@ const ACCEPTED_KEYS: [&str; 8] = [
     "head_server",
 ];
 
-/// ConfigKeys of NeMo Gym's that would change what is collected, and that this collector does not have yet.
+/// NeMo Gym's keys that would change the collected rollouts and that this collector does not support yet.
 const UNSUPPORTED_KEYS: [&str; 10] = [
     "skills",
     "rollout_collection_driver",
@@ -60,10 +61,10 @@ const UNSUPPORTED_KEYS: [&str; 10] = [
     "upload_rollouts",
 ];
 
-/// A name this near to a known one is a slip of the keyboard.
+/// Minimum similarity at which a name counts as a typing mistake.
 const SIMILARITY_MIN: f64 = 0.8;
 
-/// Puts options and configuration together.
+/// Combines options and configuration.
 pub(super) fn read(
     args: &CollectArgs,
     loaded: &LoadedConfig,
@@ -83,9 +84,9 @@ pub(super) fn read(
         }
     };
     let output = args.output.clone().map_or_else(|| keys.get("output_jsonl_fpath"), |output| Ok(Some(output)))?;
-    let output = output.ok_or_else(|| missing("where the rollouts go", "--output FILE", "output_jsonl_fpath"))?;
+    let output = output.ok_or_else(|| missing("output file", "--output FILE", "output_jsonl_fpath"))?;
     if output.file_name().is_none() {
-        return Err(Failure::Usage(format!("--output {}: it is not the name of a file", output.display())));
+        return Err(Failure::Usage(format!("--output {}: the path has no file name; name a file", output.display())));
     }
     let mut options = CollectOptions::new(&input, output);
     options.resume = args.resume || keys.flag("resume_from_cache")?;
@@ -132,7 +133,7 @@ fn materialize(
         let path = find_file(&prompt, &loaded.roots);
         let name = path.display().to_string();
         let text = std::fs::read_to_string(&path)
-            .map_err(|error| Failure::Usage(format!("prompt file {name} cannot be read: {error}")))?;
+            .map_err(|error| Failure::Usage(format!("cannot read the prompt file {name}: {error}")))?;
         options.prompt = Some(PromptTemplate::from_yaml(&text, &name).map_err(|error| usage(&error))?);
     }
     options.environment_server_routes = keys.get("environment_server_routes")?.unwrap_or_default();
@@ -141,13 +142,13 @@ fn materialize(
         Some("taskset") => Routing::Taskset,
         Some("legacy") => Routing::Legacy(keys.get("environment_server_name")?.ok_or_else(|| {
             Failure::Usage(
-                "environment_routing_mode is legacy, which needs a server\n  fix: add +environment_server_name=NAME"
+                "environment_routing_mode legacy requires a server\n  fix: add +environment_server_name=NAME"
                     .to_owned(),
             )
         })?),
         Some(other) => {
             return Err(Failure::Usage(format!(
-                "environment_routing_mode: there is no mode `{other}`\n  fix: use agent, legacy or taskset"
+                "environment_routing_mode: unknown mode `{other}`\n  fix: use agent, legacy or taskset"
             )));
         }
     };
@@ -164,8 +165,7 @@ fn driver(args: &CollectArgs, keys: &ConfigKeys<'_>) -> Result<DriverOptions, Fa
         args.concurrency.map_or_else(|| keys.get("num_samples_in_parallel"), |concurrency| Ok(Some(concurrency)))?;
     if concurrency == Some(0) {
         return Err(Failure::Usage(
-            "num_samples_in_parallel: 0 rollouts at once would never finish\n  fix: use 1 or more, or leave it out"
-                .to_owned(),
+            "num_samples_in_parallel: must be at least 1, got 0\n  fix: use 1 or more, or remove the key".to_owned(),
         ));
     }
     Ok(DriverOptions {
@@ -177,7 +177,7 @@ fn driver(args: &CollectArgs, keys: &ConfigKeys<'_>) -> Result<DriverOptions, Fa
     })
 }
 
-/// The merged configuration's top level.
+/// The top level of the merged configuration.
 struct ConfigKeys<'a>(&'a Value);
 
 impl ConfigKeys<'_> {
@@ -189,7 +189,7 @@ impl ConfigKeys<'_> {
         let Some(value) = self.value(key) else { return Ok(None) };
         T::deserialize(value).map(Some).map_err(|error| {
             Failure::Usage(format!(
-                "{key}: {error}\n  fix: correct it in the configuration, or override it with ++{key}=…"
+                "{key}: {error}\n  fix: correct the value in the configuration, or override it with ++{key}=…"
             ))
         })
     }
@@ -198,7 +198,7 @@ impl ConfigKeys<'_> {
         Ok(self.get(key)?.unwrap_or_default())
     }
 
-    /// Whether a key is there and asks for something: not `false`, `[]` or `{}`.
+    /// Returns `true` if a key is set to anything but `false`, `[]` or `{}`.
     fn asks_for(&self, key: &str) -> bool {
         self.value(key).is_some_and(|value| match value {
             Value::Bool(flag) => *flag,
@@ -209,7 +209,7 @@ impl ConfigKeys<'_> {
     }
 }
 
-/// Warns of overrides whose key is nearly one that is read: it would do nothing, silently.
+/// Warns about overrides whose key resembles a known one, because such a key would be ignored silently.
 fn warn_of_misspelled_keys(overrides: &[String], warn: &mut impl FnMut(String)) {
     for text in overrides {
         let key = text.trim_start_matches(['"', '\'', '+']).split(['=', '.']).next().unwrap_or_default();
@@ -220,18 +220,18 @@ fn warn_of_misspelled_keys(overrides: &[String], warn: &mut impl FnMut(String)) 
         let score = |name: &&str| strsim::normalized_damerau_levenshtein(key, name);
         let nearest = known().max_by(|a, b| score(a).total_cmp(&score(b)));
         if let Some(name) = nearest.filter(|name| score(name) >= SIMILARITY_MIN) {
-            warn(format!("{text}: nothing here reads {key}; did you mean {name}?"));
+            warn(format!("{text}: unknown key {key} is ignored; did you mean {name}?"));
         }
     }
 }
 
 fn missing(what: &str, option: &str, key: &str) -> Failure {
-    Failure::Usage(format!("it is not said {what}\n  fix: add {option} (or +{key}=…)"))
+    Failure::Usage(format!("missing {what}\n  fix: add {option} (or +{key}=…)"))
 }
 
-/// The configuration's data sets are named, because they are what is probably meant.
+/// Lists the configuration's data sets, because the user probably wants one of them.
 fn no_input(loaded: &LoadedConfig) -> Failure {
-    let Failure::Usage(mut text) = missing("which tasks to run", "--input FILE", "input_jsonl_fpath") else {
+    let Failure::Usage(mut text) = missing("input file", "--input FILE", "input_jsonl_fpath") else {
         unreachable!("a missing option is a usage error")
     };
     let datasets = loaded.config.instances.iter().flat_map(|instance| &instance.datasets);
@@ -352,15 +352,15 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_named_with_its_key_and_its_fix() {
+    fn a_mistake_is_reported_with_its_key_and_fix() {
         for (line, why) in [
             (&["+num_repeats=many"][..], "num_repeats: invalid type"),
             (&["+limit=-1"], "limit: invalid value"),
-            (&["+num_samples_in_parallel=0"], "0 rollouts at once"),
+            (&["+num_samples_in_parallel=0"], "num_samples_in_parallel: must be at least 1"),
             (&["+skills.path=skills"], "skills is not supported yet"),
             (&["+environment_routing_mode=magic"], "use agent, legacy or taskset"),
             (&["+environment_routing_mode=legacy"], "+environment_server_name=NAME"),
-            (&["--prompt-config", "no-such-prompt.yaml"], "no-such-prompt.yaml cannot be read"),
+            (&["--prompt-config", "no-such-prompt.yaml"], "cannot read the prompt file no-such-prompt.yaml"),
             (&["--agent", "a", "+agent_map._default=b"], "conflicts with agent_map._default"),
         ] {
             let text = refused(line);
@@ -378,6 +378,6 @@ mod tests {
     fn a_key_that_is_nearly_one_of_ours_is_warned_about() {
         let (_, warnings) =
             settings(&["rgym", "collect", "-i", "i", "-o", "o", "+num_repeat=4", "+policy_model_name=m"]).unwrap();
-        assert_eq!(warnings, ["+num_repeat=4: nothing here reads num_repeat; did you mean num_repeats?"]);
+        assert_eq!(warnings, ["+num_repeat=4: unknown key num_repeat is ignored; did you mean num_repeats?"]);
     }
 }

@@ -1,4 +1,4 @@
-//! What a collection came to, for the user to read.
+//! Formats the result of a collection for the user.
 
 use std::fmt::Write;
 use std::time::Duration;
@@ -7,7 +7,7 @@ use gym_client::collect::{CollectSummary, RunEnd};
 
 use crate::cli::console::table;
 
-/// The tables and the files.
+/// Returns the tables and the list of files.
 pub(super) fn text(collected: &CollectSummary, took: Duration) -> String {
     let snapshot = &collected.snapshot;
     let mut text = String::new();
@@ -34,7 +34,7 @@ pub(super) fn text(collected: &CollectSummary, took: Duration) -> String {
     }
     let open = snapshot.total.saturating_sub(snapshot.done());
     if open > 0 {
-        let _ = write!(text, ", {open} are open");
+        let _ = write!(text, ", {open} incomplete");
     }
     let seconds = took.as_secs_f64();
     let rate = if seconds > 0.0 { snapshot.completed as f64 / seconds } else { 0.0 };
@@ -55,7 +55,7 @@ pub(super) fn text(collected: &CollectSummary, took: Duration) -> String {
     text
 }
 
-/// What to do when something is missing.
+/// Returns the next step for the user if rollouts are missing.
 pub(super) fn advice(collected: &CollectSummary) -> Option<String> {
     let snapshot = &collected.snapshot;
     if collected.is_complete() {
@@ -64,10 +64,10 @@ pub(super) fn advice(collected: &CollectSummary) -> Option<String> {
     let open = snapshot.total.saturating_sub(snapshot.done());
     Some(match collected.ended {
         RunEnd::Stopped => {
-            format!("stopped with {open} rollouts open; the same command with --resume goes on from here")
+            format!("stopped with {open} rollouts incomplete; repeat the command with --resume to continue")
         }
         RunEnd::Exhausted => format!(
-            "{} rollouts failed; see {}, and run the same command with --resume to try again those with attempts left",
+            "{} rollouts failed; see {}, and repeat the command with --resume to retry those with attempts left",
             snapshot.total.saturating_sub(recorded(collected)),
             collected.files.failures.display()
         ),
@@ -113,10 +113,10 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_comes_with_the_way_to_go_on() {
+    fn missing_rollouts_are_reported_with_the_next_step() {
         assert_eq!(advice(&collected(RunEnd::Exhausted, 10, 0)), None);
         let stopped = advice(&collected(RunEnd::Stopped, 4, 1)).unwrap();
-        assert!(stopped.contains("5 rollouts open") && stopped.contains("--resume"), "{stopped}");
+        assert!(stopped.contains("5 rollouts incomplete") && stopped.contains("--resume"), "{stopped}");
         let failed = advice(&collected(RunEnd::Exhausted, 8, 2)).unwrap();
         assert!(failed.contains("2 rollouts failed") && failed.contains("r_failures.jsonl"), "{failed}");
     }

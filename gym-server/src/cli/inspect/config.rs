@@ -10,7 +10,7 @@ use crate::cli::exit::{Failure, Outcome};
 use crate::cli::setup::configuration::{LoadedConfig, Need, load, locations, nothing_named};
 use crate::stack::{self, Servers};
 
-/// `rgym config …`.
+/// Runs `rgym config …`.
 pub(in crate::cli) async fn command(
     command: ConfigCommand,
     overrides: &[String],
@@ -58,7 +58,7 @@ async fn check(args: CheckArgs, overrides: &[String], servers: &Servers, console
         })
         .collect();
     if args.strict && !config.warnings.is_empty() {
-        return Err(Failure::Usage(format!("{} warnings, and --strict refuses them", config.warnings.len())));
+        return Err(Failure::Usage(format!("{} warnings, which --strict treats as errors", config.warnings.len())));
     }
     let files = config.files.len();
     console::print(&console::table(["name", "kind", "implementation", "runs as"], rows));
@@ -70,7 +70,7 @@ async fn check(args: CheckArgs, overrides: &[String], servers: &Servers, console
     Ok(ExitCode::SUCCESS)
 }
 
-/// Files without an option and those of `--config` are the same thing.
+/// Adds the files without an option to those of `--config`.
 fn with_named(mut sources: Sources, named: Vec<String>) -> Sources {
     sources.files.splice(0..0, named);
     sources

@@ -27,7 +27,7 @@ struct Diagnosis {
     ucx: serde_json::Value,
 }
 
-/// Whether a transport can be used here, as far as one machine alone can tell.
+/// The result for one transport, as far as this machine alone can determine it.
 #[derive(Debug, Serialize)]
 struct TransportCheck {
     transport: Transport,
@@ -108,18 +108,18 @@ mod checks {
     use super::{Diagnosis, Finding, TransportCheck};
 
     const NO_TRANSPORT: &str = "UCX has no transport for it here";
-    const WITH_VERBS: &str = "install a UCX with verbs (Debian's libucx0, dnf's ucx-ib; the wheel libucx-cu12 has none), and look at \
-                              the findings on device nodes and pinned memory: UCX hides a device that it cannot open";
+    const WITH_VERBS: &str = "install a UCX with verbs (Debian's libucx0, dnf's ucx-ib; the wheel libucx-cu12 has none), and \
+                              see the findings on device nodes and pinned memory: UCX hides a device that it cannot open";
 
     fn to_load() -> String {
         format!(
-            "install UCX 1.13 or later (apt-get install libucx0; dnf install ucx ucx-ib), or name its folder in {}",
+            "install UCX 1.13 or later (apt-get install libucx0; dnf install ucx ucx-ib), or set {} to its directory",
             rdma::fabric::LIBRARY_VARIABLE
         )
     }
 
     pub(super) async fn diagnosis(ucx_timeout: Duration) -> Diagnosis {
-        // It reads files, and loads NVIDIA's libraries: not for a thread that others wait for.
+        // Reads files and loads NVIDIA's libraries, so it runs on a blocking thread.
         let probing = tokio::task::spawn_blocking(rdma::probe);
         let (probe, ucx) = tokio::join!(probing, ucx_report(ucx_timeout));
         let probe = probe.unwrap_or_else(|_| ProbeOptions::new().without_loading().probe());
@@ -133,7 +133,8 @@ mod checks {
             .findings
             .iter()
             .map(|finding| match (finding.topic, ucx) {
-                // A loaded UCX knows better than its files; a UCX that is present and cannot be loaded is broken.
+                // The report of a loaded UCX is more reliable than its files; a UCX that exists and cannot be loaded is
+                // broken.
                 (Topic::Ucx, Ok(report)) => loaded(report, ports),
                 (Topic::Ucx, Err(why)) => Finding {
                     status: if finding.status == Status::Missing { "missing" } else { "warning" },
@@ -144,7 +145,7 @@ mod checks {
             })
             .collect();
         let transports = Transport::KNOWN.into_iter().map(|transport| check(transport, probe, ucx)).collect();
-        // Broken first, then missing; otherwise in the order of their dependencies.
+        // Warnings first, then missing components; otherwise in the order of their dependencies.
         findings.sort_by_key(|finding| match finding.status {
             "warning" => 0,
             "missing" => 1,
@@ -193,7 +194,7 @@ mod checks {
         if matches!(transport, Transport::MEM | Transport::HTTP) {
             return usable("always".to_owned());
         }
-        // The probe looks for UCX in the loader's folders; the one that was loaded may be another.
+        // The probe searches the loader's directories; another UCX may have been loaded.
         let fault = (transport == Transport::RDMA)
             .then(|| probe.rdma_fault())
             .flatten()
@@ -204,7 +205,9 @@ mod checks {
         let Ok(report) = ucx else { return not("UCX cannot be loaded: see the finding ucx", Some(&to_load())) };
         match report.of(transport)[..] {
             [] if transport == Transport::RDMA => not(NO_TRANSPORT, Some(WITH_VERBS)),
-            [] => not(NO_TRANSPORT, Some("look at UCX_TLS and UCX_NET_DEVICES: they keep UCX from what it has")),
+            [] => {
+                not(NO_TRANSPORT, Some("check UCX_TLS and UCX_NET_DEVICES, which may exclude the available transports"))
+            }
             ref devices => usable(devices.join(", ")),
         }
     }
@@ -221,7 +224,7 @@ mod checks {
 
     #[expect(clippy::unused_async, reason = "the same as with the feature")]
     pub(super) async fn diagnosis(_: Duration) -> Diagnosis {
-        let summary = "This program was built without the feature `rdma`, so it has no UCX and did not look for it.";
+        let summary = "This program was built without the feature `rdma`, so UCX was not checked.";
         let fix = "build with the feature `rdma` of gym-server (it is a default feature)";
         let check = |transport: Transport| {
             let because = if transport.is_ucx() { "built without the feature `rdma`" } else { "always" };
@@ -252,7 +255,7 @@ mod tests {
 
     use super::*;
 
-    /// The report of a machine with one RoCE port, these files and this UCX.
+    /// Returns the report for a machine with one RoCE port, the given files and the given UCX.
     fn diagnosis(files: &[(&str, &str)], ucx: Result<&[&str], &str>) -> Diagnosis {
         let port = "sys/class/infiniband/rxe0/ports/1";
         let root = tempfile::tempdir().expect("folder");

@@ -20,11 +20,11 @@ use crate::cli::setup::head_server;
 use crate::role::reply::health::PeerReport;
 use crate::stack::Servers;
 
-/// The head answers from memory.
+/// Limit for a request to the head server, which responds from memory.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
-/// A server that takes longer to say that it is well is not.
+/// Limit for a health request; a slower server counts as unhealthy.
 const HEALTH_TIMEOUT: Duration = Duration::from_secs(2);
-/// An answer to a question about health is short; this is for what some other server may send.
+/// Limit for the displayed part of a health response, which other programs may exceed.
 const REASON_CHARS_MAX: usize = 80;
 
 #[derive(Debug, Serialize)]
@@ -41,7 +41,7 @@ struct ServerHealth {
     url: String,
     pid: Option<u32>,
     healthy: bool,
-    /// The reported status, or why there is none.
+    /// The reported status, or the reason why there is none.
     health: String,
     in_flight: Option<i64>,
     uptime_seconds: Option<u64>,
@@ -49,7 +49,7 @@ struct ServerHealth {
     peers: Vec<PeerReport>,
 }
 
-/// What is read of `/server_instances`.
+/// The fields that are read from `/server_instances`.
 #[derive(Debug, Deserialize)]
 struct ListedServer {
     process_name: String,
@@ -72,7 +72,7 @@ pub(in crate::cli) async fn status(args: StatusArgs, overrides: &[String], head_
     let transports = Transports::from_features(InProcess::new());
     let listed = list(&transports, &head).await.map_err(|error| {
         Failure::Failed(format!(
-            "{error}\n  fix: start servers with `rgym run`, or name another head with --head-url or HEAD_SERVER_URL"
+            "{error}\n  fix: start servers with `rgym run`, or set another head server with --head-url or HEAD_SERVER_URL"
         ))
     })?;
     let now = world.now().as_secs_f64();
@@ -99,7 +99,7 @@ pub(in crate::cli) async fn status(args: StatusArgs, overrides: &[String], head_
 async fn list(transports: &Transports, head: &Endpoint) -> Result<Vec<ListedServer>> {
     let response = get(transports, head, "/server_instances", HEAD_TIMEOUT).await?.into_result()?;
     serde_json::from_slice(&response.message.head.to_bytes()).map_err(|error| {
-        Error::internal("its list of servers cannot be read; is it a head server?")
+        Error::internal("its list of servers is invalid; check that the URL is that of a head server")
             .about(format!("GET {head}/server_instances"))
             .caused_by(error)
     })
@@ -129,7 +129,7 @@ async fn health(transports: &Transports, listed: ListedServer, now: f64) -> Serv
         peers: Vec::new(),
     };
     let answered = match listed.url.as_deref().map(Endpoint::parse) {
-        None => Err(Error::invalid("it has no URL")),
+        None => Err(Error::invalid("the server has no URL")),
         Some(Err(error)) => Err(error),
         Some(Ok(endpoint)) => get(transports, &endpoint, "/health", HEALTH_TIMEOUT).await,
     };
@@ -137,15 +137,15 @@ async fn health(transports: &Transports, listed: ListedServer, now: f64) -> Serv
         Ok(response) => {
             let body: Value = serde_json::from_slice(&response.message.head.to_bytes()).unwrap_or_default();
             let said = body["status"].as_str().map(|status| status.chars().take(REASON_CHARS_MAX).collect::<String>());
-            // A server without that route answers all the same; NeMo Gym's older ones have none.
+            // A 404 also counts as healthy: NeMo Gym's older servers do not have the route.
             health.healthy = response.status.is_success() || response.status.0 == 404;
             health.health = match (said, response.status.is_success()) {
                 (Some(said), _) => said,
                 (None, true) => "ok".to_owned(),
-                (None, false) => format!("answers {}", response.status.0),
+                (None, false) => format!("HTTP status {}", response.status.0),
             };
             health.in_flight = body["in_flight"].as_i64();
-            // Other servers say nothing of it.
+            // Servers of other programs do not report peers.
             health.peers = serde_json::from_value(body["peers"].clone()).unwrap_or_default();
         }
         Err(error) => health.health = error.message().chars().take(REASON_CHARS_MAX).collect(),
@@ -170,7 +170,7 @@ fn text(status: &Status) -> String {
     });
     let header = ["name", "kind", "implementation", "url", "pid", "health", "in flight", "uptime", "transports"];
     let mut text = console::table(header, rows);
-    // Servers of one process reach their peers by the same transports, so they would say the same.
+    // The servers of a process reach their peers over the same transports, so duplicates are removed.
     let rejections: BTreeSet<String> =
         status.servers.iter().flat_map(|server| &server.peers).filter_map(rejections).collect();
     rejections.iter().for_each(|line| text.push_str(&format!("\n{line}")));
@@ -198,7 +198,7 @@ fn transport_name(peer: &PeerReport) -> &str {
     }
 }
 
-/// Unreachable peers first, then ours by preference, then transports that this program does not know.
+/// Sorts unreachable peers first, then known transports by preference, then transports that this program does not know.
 fn order(peer: &PeerReport) -> usize {
     let known = |name: &String| Transport::KNOWN.iter().position(|known| known.as_str() == name);
     match &peer.transport {
@@ -207,14 +207,15 @@ fn order(peer: &PeerReport) -> usize {
     }
 }
 
-/// Why the preferred transports to a peer were rejected. That a peer in another process is not in this one is no news.
+/// Returns the reasons why preferred transports to a peer were rejected, except that a peer of another process is not
+/// in this process.
 fn rejections(peer: &PeerReport) -> Option<String> {
     let reasons = peer.refused.iter().filter(|refused| refused.transport != Transport::MEM.as_str());
     let reasons: Vec<String> = reasons.map(|refused| format!("{}: {}", refused.transport, refused.why)).collect();
     (!reasons.is_empty()).then(|| format!("{} over {} ({})", peer.peer, transport_name(peer), reasons.join("; ")))
 }
 
-/// `3d 04:05:06`.
+/// Formats an uptime as `3d 04:05:06`.
 fn uptime(seconds: u64) -> String {
     let (days, rest) = (seconds / 86_400, seconds % 86_400);
     let clock = format!("{:02}:{:02}:{:02}", rest / 3_600, rest / 60 % 60, rest % 60);

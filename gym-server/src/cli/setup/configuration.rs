@@ -1,4 +1,4 @@
-//! Loads the configuration that a command names.
+//! Loads the configuration of a command.
 
 use std::path::{Path, PathBuf};
 
@@ -10,30 +10,30 @@ use crate::cli::exit::Failure;
 use crate::cli::setup::interpreter::Interpreter;
 use crate::stack::{self, RunsAs, Servers};
 
-/// A configuration, and where its Python servers are found.
+/// A configuration and the locations of its Python servers.
 #[derive(Debug)]
 pub(in crate::cli) struct LoadedConfig {
     pub(in crate::cli) config: GymConfig,
-    /// The interpreter, if something needs it.
+    /// The interpreter, if a server needs it.
     pub(in crate::cli) python: Option<Interpreter>,
-    /// Folders in which Python servers and relative paths are looked for, first match wins.
+    /// Directories that are searched for Python servers and relative paths; the first match is used.
     pub(in crate::cli) roots: Vec<PathBuf>,
-    /// Those of them that `--search-dir` and `NEMO_GYM_EXTRA_ROOTS` name.
+    /// The directories of `--search-dir` and `NEMO_GYM_EXTRA_ROOTS` among them.
     pub(in crate::cli) searched: Vec<PathBuf>,
 }
 
-/// What a command needs of the configuration.
+/// The parts of the configuration that a command needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::cli) enum Need<'a> {
-    /// Its values.
+    /// The values.
     Values,
-    /// Where each server would run.
+    /// The location in which each server would run.
     Locations,
-    /// Servers that run: these, or all when none is named. Each gets a port.
+    /// Running servers: the named ones, or all if none is named. Each gets a port.
     Servers(&'a [String]),
 }
 
-/// Reads the files that `sources` and `overrides` name.
+/// Loads the files and overrides that `sources` and `overrides` contain.
 pub(in crate::cli) async fn load(
     sources: &Sources,
     overrides: &[String],
@@ -42,7 +42,7 @@ pub(in crate::cli) async fn load(
 ) -> Result<LoadedConfig, Failure> {
     let overrides = Overrides::parse(overrides.iter().cloned().chain(shorthands(sources)))?;
     let working_dir = std::env::current_dir()
-        .map_err(|error| Failure::Usage(format!("the working folder cannot be found: {error}")))?;
+        .map_err(|error| Failure::Usage(format!("cannot determine the working directory: {error}")))?;
     let searched = search_dirs(sources);
     let read = |python: Option<&Interpreter>| {
         let mut loader = ConfigLoader::new(&working_dir).search_dirs(&searched);
@@ -59,13 +59,15 @@ pub(in crate::cli) async fn load(
     let first = read(None);
     let mut python = None;
     let config = match first {
-        // Perhaps it is one of the files that come with nemo-gym.
+        // The missing file may be part of an installed nemo-gym.
         Err(ConfigError::Invalid(problems)) if problems.iter().any(|p| p.mistake == Mistake::File) => {
             let error = ConfigError::Invalid(problems);
             match Interpreter::find(sources.python.as_deref()).await {
                 Ok(found) => python.insert(found),
                 Err(why) if sources.python.is_some() => return Err(Failure::Usage(why)),
-                Err(why) => return Err(Failure::Usage(format!("{error}\n  nor among NeMo Gym's own files: {why}"))),
+                Err(why) => {
+                    return Err(Failure::Usage(format!("{error}\n  NeMo Gym's own files were not searched: {why}")));
+                }
             };
             read(python.as_ref())?
         }
@@ -102,13 +104,13 @@ pub(in crate::cli) async fn load(
     let loaded = LoadedConfig { config, python, roots, searched };
     if let Need::Servers(only) = need {
         let wanted = |instance: &InstanceConfig| only.is_empty() || only.contains(&instance.name);
-        // All that cannot start is said at once, and before anything has started.
+        // All servers that cannot start are reported together, before any server starts.
         locations(&loaded, servers, wanted)?;
     }
     Ok(loaded)
 }
 
-/// How each wanted instance runs here.
+/// Returns the way in which each wanted instance runs here.
 pub(in crate::cli) fn locations<'a>(
     loaded: &'a LoadedConfig,
     servers: &Servers,
@@ -128,7 +130,7 @@ pub(in crate::cli) fn locations<'a>(
     if problems.is_empty() { Ok(found) } else { Err(Failure::Usage(problems.join("\n"))) }
 }
 
-/// Says that an implementation is not this program's, and what may have been meant.
+/// Explains that this program does not contain the implementation, and suggests a similar name.
 fn not_native(instance: &InstanceConfig, servers: &Servers) -> String {
     let wanted = instance.implementation.as_str();
     let score = |name: &str| strsim::normalized_damerau_levenshtein(wanted, name);
@@ -139,10 +141,11 @@ fn not_native(instance: &InstanceConfig, servers: &Servers) -> String {
         None if known.is_empty() => String::new(),
         None => format!(" (it has {})", known.join(", ")),
     };
-    format!("`{wanted}` is not among this program's own {}{hint}", instance.kind)
+    format!("`{wanted}` is not one of this program's {}{hint}", instance.kind)
 }
 
-/// `--search-dir` first, then `NEMO_GYM_EXTRA_ROOTS`, as absolute paths: Python servers run in folders of their own.
+/// Returns the directories of `--search-dir`, then those of `NEMO_GYM_EXTRA_ROOTS`, as absolute paths, because Python
+/// servers run in other working directories.
 fn search_dirs(sources: &Sources) -> Vec<PathBuf> {
     let more = std::env::var_os("NEMO_GYM_EXTRA_ROOTS").unwrap_or_default();
     let more = std::env::split_paths(&more).filter(|folder| !folder.as_os_str().is_empty());
@@ -150,7 +153,7 @@ fn search_dirs(sources: &Sources) -> Vec<PathBuf> {
     all.map(|folder| std::path::absolute(&folder).unwrap_or(folder)).collect()
 }
 
-/// `--model` and its siblings as the overrides that they stand for.
+/// Returns the overrides that `--model` and similar options stand for.
 fn shorthands(sources: &Sources) -> impl Iterator<Item = String> {
     [
         ("policy_model_name", &sources.model),
@@ -162,7 +165,8 @@ fn shorthands(sources: &Sources) -> impl Iterator<Item = String> {
     .chain(transport(sources))
 }
 
-/// Over what the files say, because a run is often tried with another transport.
+/// Returns the overrides for transports. They replace the values of the files, because runs are often repeated with
+/// another transport.
 fn transport(sources: &Sources) -> impl Iterator<Item = String> {
     let allowed = sources
         .transport
@@ -174,23 +178,24 @@ fn transport(sources: &Sources) -> impl Iterator<Item = String> {
         .filter_map(|(key, value)| Some(format!("++{key}={}", value?)))
 }
 
-/// No server is configured: because no file is named, or because the files define none.
+/// Reports that no server is configured: no file is given, or the files define none.
 pub(in crate::cli) fn nothing_named(what: &str, files: &[PathBuf]) -> Failure {
     let files: Vec<String> = files.iter().map(|file| file.display().to_string()).collect();
     Failure::Usage(if files.is_empty() {
         format!(
-            "there is nothing to {what}: no configuration is named\n  fix: add --config FILE or +config_paths=[A.yaml,B.yaml]"
+            "there is nothing to {what}: no configuration is given\n  fix: add --config FILE or +config_paths=[A.yaml,B.yaml]"
         )
     } else {
         format!(
             "there is nothing to {what}: no server in {}\n  fix: a server is a block `name: {{kind: {{implementation: \
-             {{entrypoint: app.py, …}}}}}}`; without `entrypoint` it is a variable like any other",
+             {{entrypoint: app.py, …}}}}}}`; without `entrypoint`, a block is only a variable",
             files.join(", ")
         )
     })
 }
 
-/// A relative path of the configuration: as it is from here, else from the first root that has it.
+/// Resolves a relative path of the configuration: relative to the working directory, else in the first root that
+/// contains it.
 pub(in crate::cli) fn find_file(path: &Path, roots: &[PathBuf]) -> PathBuf {
     let found = roots.iter().map(|root| root.join(path)).find(|candidate| candidate.exists());
     if path.exists() { path.to_owned() } else { found.unwrap_or_else(|| path.to_owned()) }

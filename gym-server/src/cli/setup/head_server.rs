@@ -1,13 +1,14 @@
-//! Which head server a command talks to.
+//! Selects the head server of a command.
 
 use gym_client::config::GymConfig;
 use gym_core::Endpoint;
 
 use crate::cli::exit::Failure;
 
-/// The address of the head: `--head-url`, then `+head_server.…`, then `HEAD_SERVER_URL`, then `env.yaml` or the default.
+/// Returns the address of the head server: `--head-url`, then `+head_server.…`, then `HEAD_SERVER_URL`, then `env.yaml`
+/// or the default.
 ///
-/// `url` is the option's value, which may come from the environment; `typed` says whether it was typed.
+/// `url` is the value of the option, which may come from the environment; `typed` is `true` if the option was given.
 pub(in crate::cli) fn endpoint(
     url: Option<&str>,
     typed: bool,
@@ -24,18 +25,18 @@ pub(in crate::cli) fn endpoint(
     }
 }
 
-/// An address that this program can call.
+/// Parses an address that this program can connect to.
 pub(in crate::cli) fn parse(url: &str) -> Result<Endpoint, Failure> {
     let wrong = |why: &str| {
-        Failure::Usage(format!("head URL `{url}`: {why}\n  fix: write it as in --head-url http://127.0.0.1:11000"))
+        Failure::Usage(format!("head URL `{url}`: {why}\n  fix: write a URL such as --head-url http://127.0.0.1:11000"))
     };
-    let endpoint = Endpoint::parse(url).map_err(|_| wrong("it has no scheme"))?;
+    let endpoint = Endpoint::parse(url).map_err(|_| wrong("the URL has no scheme"))?;
     if endpoint.scheme() != "http" {
-        return Err(wrong("head servers are reached over http"));
+        return Err(wrong("the scheme must be http"));
     }
-    let (host, port) = endpoint.address().rsplit_once(':').ok_or_else(|| wrong("it has no port"))?;
+    let (host, port) = endpoint.address().rsplit_once(':').ok_or_else(|| wrong("the URL has no port"))?;
     if host.is_empty() || port.parse::<u16>().is_err() {
-        return Err(wrong("it is not http://HOST:PORT"));
+        return Err(wrong("the URL does not have the form http://HOST:PORT"));
     }
     Ok(endpoint)
 }
@@ -55,7 +56,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_typed_goes_before_the_environment_and_that_before_the_configuration() {
+    fn the_option_precedes_the_environment_variable_and_that_the_configuration() {
         let overrides = ["+head_server.host=10.0.0.7", "+head_server.port=7"];
         assert_eq!(chosen(None, false, &[]), "http://127.0.0.1:11000");
         assert_eq!(chosen(None, false, &overrides), "http://10.0.0.7:7");

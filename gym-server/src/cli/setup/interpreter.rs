@@ -1,4 +1,4 @@
-//! The Python interpreter that has nemo-gym, and where it has it.
+//! Finds a Python interpreter with nemo-gym, and the directories of the package.
 
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
@@ -7,10 +7,10 @@ use std::time::Duration;
 use serde::Deserialize;
 use tokio::process::Command;
 
-/// An interpreter starts in 20 ms; on a cold network disk in seconds.
+/// Limit for the check. An interpreter starts in 20 ms, or in seconds from a cold network disk.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Prints what [`ProbeOutput`] reads, without importing nemo_gym: that takes seconds.
+/// Prints the JSON that [`ProbeOutput`] parses, without importing nemo_gym, which would take seconds.
 const PROBE_SCRIPT: &str = r#"
 import importlib.util, json, os, platform, sys
 spec = importlib.util.find_spec("nemo_gym")
@@ -20,12 +20,12 @@ more = [os.path.abspath(p) for p in sys.path if p and any(os.path.isdir(os.path.
 print(json.dumps({"version": platform.python_version(), "has": bool(home), "roots": list(dict.fromkeys(home + more))}))
 "#;
 
-/// An interpreter that has nemo-gym.
+/// A Python interpreter with nemo-gym.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(in crate::cli) struct Interpreter {
     pub(in crate::cli) path: PathBuf,
     pub(in crate::cli) version: String,
-    /// The folders that hold `resources_servers` and its siblings.
+    /// The directories that contain `resources_servers` and the other kinds of servers.
     pub(in crate::cli) roots: Vec<PathBuf>,
 }
 
@@ -37,31 +37,30 @@ struct ProbeOutput {
 }
 
 impl Interpreter {
-    /// Asks the interpreter at `typed`; without it, the active virtual environment's, then the first `python3`.
+    /// Checks the interpreter at `typed`, or by default that of the active virtual environment, else the first
+    /// `python3`.
     ///
     /// # Errors
-    /// What is wrong and what to do about it.
+    /// The cause and the fix.
     pub(in crate::cli) async fn find(typed: Option<&Path>) -> Result<Self, String> {
         const FIX: &str =
-            "fix: pass --python PATH of an interpreter that has nemo-gym, or activate its virtual environment";
+            "fix: pass --python PATH of an interpreter with nemo-gym, or activate its virtual environment";
         let path = match typed {
-            Some(typed) => {
-                program(typed).ok_or_else(|| format!("--python {}: there is no such program", typed.display()))
-            }
-            None => default_program().ok_or_else(|| format!("there is no python3 on the path\n  {FIX}")),
+            Some(typed) => program(typed).ok_or_else(|| format!("--python {}: program not found", typed.display())),
+            None => default_program().ok_or_else(|| format!("no python3 found in PATH\n  {FIX}")),
         }?;
-        let asked = tokio::time::timeout(PROBE_TIMEOUT, probe(&path)).await;
-        let answer = asked.unwrap_or_else(|_| Err(format!("it did not answer within {PROBE_TIMEOUT:?}")));
-        let answer =
-            answer.map_err(|why| format!("the interpreter {} cannot be used: {why}\n  {FIX}", path.display()))?;
-        if !answer.has {
+        let result = tokio::time::timeout(PROBE_TIMEOUT, probe(&path)).await;
+        let result = result.unwrap_or_else(|_| Err(format!("no response within {PROBE_TIMEOUT:?}")));
+        let result =
+            result.map_err(|why| format!("the interpreter {} cannot be used: {why}\n  {FIX}", path.display()))?;
+        if !result.has {
             return Err(format!(
                 "the interpreter {} (Python {}) has no nemo-gym\n  {FIX}",
                 path.display(),
-                answer.version
+                result.version
             ));
         }
-        Ok(Self { path, version: answer.version, roots: answer.roots })
+        Ok(Self { path, version: result.version, roots: result.roots })
     }
 }
 
@@ -74,13 +73,14 @@ async fn probe(path: &Path) -> Result<ProbeOutput, String> {
         .await
         .map_err(|error| error.to_string())?;
     if !output.status.success() {
-        let said = String::from_utf8_lossy(&output.stderr);
-        return Err(format!("{}: {}", output.status, said.lines().last().unwrap_or_default().trim()));
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        return Err(format!("{}: {}", output.status, stderr.lines().last().unwrap_or_default().trim()));
     }
-    // Site customizations print; the answer is the last line.
+    // Site customizations may print; the result is the last line.
     let text = String::from_utf8_lossy(&output.stdout);
     let line = text.lines().last().unwrap_or_default();
-    serde_json::from_str(line).map_err(|_| format!("it answered `{}`", line.chars().take(200).collect::<String>()))
+    serde_json::from_str(line)
+        .map_err(|_| format!("unexpected output `{}`", line.chars().take(200).collect::<String>()))
 }
 
 fn default_program() -> Option<PathBuf> {
@@ -88,7 +88,8 @@ fn default_program() -> Option<PathBuf> {
     active.filter(|python| python.is_file()).or_else(|| program(Path::new("python3")))
 }
 
-/// An absolute path, because children run in folders of their own. Links stay: a virtual environment is known by its link.
+/// Returns an absolute path, because children run in other working directories. Links are kept, because Python finds a
+/// virtual environment through its link.
 fn program(named: &Path) -> Option<PathBuf> {
     if named.components().count() > 1 || named.is_absolute() {
         return std::path::absolute(named).ok().filter(|path| path.is_file());
@@ -124,13 +125,13 @@ mod tests {
         for (text, why) in [
             (r#"echo '{"version": "3.9.2", "has": false, "roots": []}'"#, "(Python 3.9.2) has no nemo-gym"),
             ("echo broken >&2; exit 3", "exit status: 3: broken"),
-            ("echo nonsense", "it answered `nonsense`"),
+            ("echo nonsense", "unexpected output `nonsense`"),
         ] {
             let path = script(folder.path(), text);
             let error = Interpreter::find(Some(&path)).await.unwrap_err();
             assert!(error.contains(why) && error.contains("--python PATH"), "{error}");
         }
         let error = Interpreter::find(Some(Path::new("no/such/python"))).await.unwrap_err();
-        assert!(error.contains("no/such/python: there is no such program"), "{error}");
+        assert!(error.contains("no/such/python: program not found"), "{error}");
     }
 }

@@ -1,4 +1,4 @@
-//! What commands need before they do their work: the configuration, Python, the head's address, a stack's options, signals.
+//! The setup that commands share: configuration, Python interpreter, head server address, stack options and signals.
 
 pub(super) mod configuration;
 pub(super) mod head_server;

@@ -1,4 +1,4 @@
-//! SIGINT and SIGTERM: the first asks for an graceful end, the second for one at once.
+//! SIGINT and SIGTERM: the first requests a graceful stop, the second an immediate one.
 
 use futures_util::FutureExt as _;
 use gym_core::CancelToken;
@@ -7,20 +7,20 @@ use tokio::task::JoinHandle;
 
 use crate::cli::exit::Failure;
 
-/// What the signals have asked for. Dropping it stops listening.
+/// The stops that signals have requested. Dropping it ends the listener.
 #[derive(Debug)]
 pub(in crate::cli) struct StopSignals {
-    /// Fires at the first signal.
+    /// Cancelled at the first signal.
     pub(in crate::cli) graceful: CancelToken,
-    /// Fires at the second.
+    /// Cancelled at the second signal.
     pub(in crate::cli) immediate: CancelToken,
     listener: JoinHandle<()>,
 }
 
 impl StopSignals {
-    /// Listens from now on; until then a signal ends the process.
+    /// Starts listening; before this call, a signal ends the process.
     pub(in crate::cli) fn listen() -> Result<Self, Failure> {
-        let failed = |error| Failure::Failed(format!("signals cannot be received: {error}"));
+        let failed = |error| Failure::Failed(format!("cannot listen for signals: {error}"));
         let interrupt = signal(SignalKind::interrupt()).map_err(failed)?;
         let terminate = signal(SignalKind::terminate()).map_err(failed)?;
         let (graceful, immediate) = (CancelToken::new(), CancelToken::new());

@@ -14,7 +14,7 @@ pub(in crate::cli) fn prepare_ucx(loaded: &LoadedConfig, console: &Console) {
     if let Some(policy) = &loaded.config.transport_policy
         && let Err(error) = gym_client::launch::prepare_ucx(policy)
     {
-        console.warn(format!("this program cannot start itself again with what UCX reads at its load: {error}"));
+        console.warn(format!("cannot re-execute this program with the environment variables for UCX: {error}"));
     }
 }
 
@@ -35,7 +35,7 @@ fn extra_roots(searched: &[PathBuf]) -> Vec<(String, OsString)> {
     if searched.is_empty() {
         return Vec::new();
     }
-    // A folder with a colon in its name cannot be in such a list, and was not found in one.
+    // Fails for a directory with a colon in its name, which the variable cannot contain.
     let list = std::env::join_paths(searched).ok();
     list.map(|list| ("NEMO_GYM_EXTRA_ROOTS".to_owned(), list)).into_iter().collect()
 }

@@ -1,4 +1,4 @@
-//! Commands of other threads to the fabric's thread, and the state that both share.
+//! Commands from other threads to the fabric's thread, and the state that they share.
 
 use std::net::SocketAddr;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -28,12 +28,12 @@ pub(crate) struct FabricShared {
     pub(crate) pool: Pool,
     pub(crate) counters: FabricCounters,
     pub(crate) ready: OnceLock<FabricInfo>,
-    /// The process ends: the thread must leave UCX as it is.
+    /// The process is exiting: the thread must not touch UCX any more.
     pub(crate) stopped: AtomicBool,
     ended: (Mutex<Option<bool>>, Condvar),
 }
 
-/// What is known once the thread runs.
+/// Properties of a running fabric.
 pub(crate) struct FabricInfo {
     pub(crate) listen_address: Option<SocketAddr>,
     pub(crate) library: LibraryInfo,
@@ -43,20 +43,24 @@ pub(crate) struct FabricInfo {
 pub(crate) enum Command {
     Open(Box<(OpenRequest, Arc<ConnectionShared>, Arc<dyn ConnectionEvents>)>),
     OpenPeerWorker(Duration, oneshot::Sender<Result<PeerWorker>>),
-    /// No connection will use it.
+    /// Releases a worker that no connection will use.
     ReleasePeerWorker(PeerWorkerId),
     Post(ConnectionId, ActiveMessage),
     Close(ConnectionId, Duration),
     Shutdown(Duration),
 }
 
-/// A connection to open, and its deadline, which begins with the call.
+/// A connection to open, and its deadline, which starts with the call.
 pub(crate) enum OpenRequest {
     Expect(Expect, Instant),
     Connect(Connect, Instant),
 }
 
 impl FabricShared {
+    /// Creates the state of a fabric that is about to start.
+    ///
+    /// # Errors
+    /// If the system has no descriptor for the queue's wake-up.
     pub(crate) fn new(options: &FabricOptions) -> std::io::Result<Self> {
         Ok(Self {
             queue: CommandQueue::new(options.commands_max)?,
@@ -68,13 +72,14 @@ impl FabricShared {
         })
     }
 
-    /// Makes the thread leave everything as it is and end.
+    /// Makes the thread finish without closing anything.
     pub(crate) fn stop(&self) {
         self.stopped.store(true, Ordering::Relaxed);
         self.queue.wake();
     }
 
-    /// Whether everything was given back; `None` when the thread has not ended in time.
+    /// Waits for the thread to finish. Returns whether it released everything; `None` if it is still running after
+    /// `within`.
     pub(crate) fn wait_for_end(&self, within: Duration) -> Option<bool> {
         let (ended, changed) = &self.ended;
         let ended = ended.lock().unwrap_or_else(PoisonError::into_inner);
@@ -82,7 +87,7 @@ impl FabricShared {
         *waited.unwrap_or_else(PoisonError::into_inner).0
     }
 
-    /// The thread has ended; `clean` when everything was given back.
+    /// Records that the thread has finished; `clean` if it released everything.
     pub(crate) fn end(&self, clean: bool) {
         *self.ended.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(clean);
         self.ended.1.notify_all();
@@ -99,16 +104,16 @@ impl PushError {
 }
 
 impl Command {
-    /// Refuses the command, because the fabric has ended.
+    /// Rejects the command, because the fabric has ended.
     pub(crate) fn refuse(self) {
         match self {
             Self::Post(_, message) => finish(message.done, Err(connection_ended())),
             Self::Open(open) => {
                 let (_, connection, events) = *open;
                 connection.ended.store(true, Ordering::Release);
-                // Nothing of a handler may keep the others from being told.
-                let told = catch_unwind(AssertUnwindSafe(|| events.ended(CloseReason::Closed)));
-                if told.is_err() {
+                // A panicking callback must not prevent the others.
+                let result = catch_unwind(AssertUnwindSafe(|| events.ended(CloseReason::Closed)));
+                if result.is_err() {
                     tracing::error!("connection close callback panicked");
                 }
             }

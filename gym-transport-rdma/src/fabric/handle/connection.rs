@@ -14,7 +14,9 @@ use crate::fabric::lanes::Lanes;
 use crate::fabric::protocol::identity::ConnectionId;
 use crate::fabric::protocol::prefix::{HEADER_BYTES_MAX, URGENT_BYTES_MAX};
 
-/// One connection. Cheap to clone. Dropping it does nothing: it ends with [`Connection::close`], by the peer, or with the fabric.
+/// Handle of one connection. Cheap to clone.
+///
+/// Dropping it has no effect: the connection ends with [`Connection::close`], by the peer, or with the fabric.
 #[derive(Clone)]
 pub struct Connection(pub(crate) Arc<ConnectionShared>);
 
@@ -24,9 +26,9 @@ pub(crate) struct ConnectionShared {
     shared: Arc<FabricShared>,
     pub(crate) ended: AtomicBool,
     /// An orderly close was requested.
-    leaving: AtomicBool,
+    closing: AtomicBool,
     /// An abort was requested.
-    breaking: AtomicBool,
+    aborting: AtomicBool,
     pub(crate) lanes: OnceLock<Lanes>,
     pub(crate) counters: ConnectionCounters,
 }
@@ -37,8 +39,8 @@ impl ConnectionShared {
             id,
             shared,
             ended: AtomicBool::new(false),
-            leaving: AtomicBool::new(false),
-            breaking: AtomicBool::new(false),
+            closing: AtomicBool::new(false),
+            aborting: AtomicBool::new(false),
             lanes: OnceLock::new(),
             counters: ConnectionCounters::default(),
         }
@@ -50,22 +52,23 @@ impl ConnectionShared {
 }
 
 impl Connection {
-    /// Posts a message to the fabric; never blocks. On an error `done` is not called.
+    /// Posts a message to the fabric; never blocks. If it returns an error, `done` is not called.
     ///
     /// # Errors
-    /// `ResourceExhausted` when the queue is full (its bound is far above what bounded callers can fill; a full queue still takes
-    /// [`Connection::close`]),
-    /// `InvalidArgument` for a header or an urgent payload that is too long, `Unavailable` when the connection or the
-    /// fabric has ended. All `NotStarted`.
+    /// All `NotStarted`:
+    /// - `ResourceExhausted` if the queue is full. Its bound is far above what bounded callers can fill, and a full
+    ///   queue still accepts [`Connection::close`].
+    /// - `InvalidArgument` if the header or an urgent payload is too long.
+    /// - `Unavailable` if the connection or the fabric has ended.
     pub fn post(&self, message: ActiveMessage) -> Result<()> {
         let urgent = message.delivery == Delivery::Urgent;
         if message.header.len() > HEADER_BYTES_MAX {
             let found = message.header.len();
-            return Err(Error::invalid(format!("a header of {found} bytes; at most {HEADER_BYTES_MAX} fit")));
+            return Err(Error::invalid(format!("header of {found} bytes; the maximum is {HEADER_BYTES_MAX}")));
         }
         if urgent && message.payload.len() > URGENT_BYTES_MAX {
             let found = message.payload.len();
-            return Err(Error::invalid(format!("an urgent payload of {found} bytes; at most {URGENT_BYTES_MAX} fit")));
+            return Err(Error::invalid(format!("urgent payload of {found} bytes; the maximum is {URGENT_BYTES_MAX}")));
         }
         if self.0.ended.load(Ordering::Acquire) {
             return Err(connection_ended());
@@ -73,32 +76,33 @@ impl Connection {
         self.0.shared.queue.push(Command::Post(self.0.id, message), urgent).map_err(|(_, refused)| refused.into_error())
     }
 
-    /// Closes the connection. Everything posted before is sent within `grace`, then the peer is notified; after `grace` the
-    /// connection is aborted. `ended` is called in either case. `Duration::ZERO` aborts at once and drops what still waits. The
-    /// first grace counts.
+    /// Closes the connection and calls `ended`.
+    ///
+    /// Messages posted before are sent within `grace`, then the peer is notified. After `grace` the connection is
+    /// aborted. `Duration::ZERO` aborts at once and drops unsent messages. Only the first non-zero grace takes effect.
     pub fn close(&self, grace: Duration) {
         let at_once = grace.is_zero();
-        let asked = if at_once { &self.0.breaking } else { &self.0.leaving };
-        // Once each, which bounds them. Another would change nothing.
-        if !asked.swap(true, Ordering::Relaxed) {
-            // Refused: the fabric has ended, and this with it.
+        let requested = if at_once { &self.0.aborting } else { &self.0.closing };
+        // At most one command of each kind, which bounds their number. A second one would have no effect.
+        if !requested.swap(true, Ordering::Relaxed) {
+            // Fails only if the fabric has ended, and the connection with it.
             let _ = self.0.shared.queue.push_always(Command::Close(self.0.id, grace), at_once);
         }
     }
 
-    /// Our id.
+    /// Returns the id that this end has chosen.
     #[must_use]
     pub fn id(&self) -> ConnectionId {
         self.0.id
     }
 
-    /// The transports that UCX negotiated, once the connection is open.
+    /// Returns the transports that UCX negotiated; `None` until the connection is open.
     #[must_use]
     pub fn lanes(&self) -> Option<&Lanes> {
         self.0.lanes.get()
     }
 
-    /// Counters of what went over the connection so far.
+    /// Returns the counters of the connection.
     #[must_use]
     pub fn stats(&self) -> ConnectionStats {
         self.0.counters.read()

@@ -6,45 +6,46 @@ use gym_core::{Error, Result};
 use crate::fabric::handle::connection::Connection;
 use crate::fabric::lanes::Lanes;
 
-/// Receives the events of one connection, on the fabric's thread.
+/// Receives the events of one connection. The fabric calls it on its thread.
 ///
-/// - **Order.** `opened`, then `message` and `landed`, then `ended` exactly once as the last, even if `opened` never came.
-/// - **Time.** Every method must return soon and never block. All of them may post to any connection.
+/// - **Order.** `opened`, then `message` and `landed`, then `ended` exactly once. `ended` is called even if `opened`
+///   never was.
+/// - **Time.** Every method must return soon and must not block. Every method may post to any connection.
 /// - **Errors.** A panic ends the connection.
 pub trait ConnectionEvents: Send + Sync + 'static {
-    /// The peer has shown its token, or has accepted ours.
+    /// The peer has shown its token, or has accepted this end's token.
     fn opened(&self, connection: &Connection, lanes: &Lanes);
 
-    /// An active message has arrived. Ordered messages arrive in the order in which the peer posted them. An announced payload
-    /// that is still being received does not delay the messages behind it.
+    /// An active message has arrived. Ordered messages arrive in the order in which the peer posted them. An announced
+    /// payload does not delay the messages behind it while it is received.
     ///
     /// # Errors
-    /// End the connection with [`CloseReason::Lost`].
+    /// An error ends the connection with [`CloseReason::Lost`].
     fn message(&self, header: &[u8], payload: Payload<'_>) -> Result<Disposition>;
 
-    /// The payload of a message that was answered with [`Disposition::Land`] has been received completely. Several payloads may
-    /// complete in another order than they began.
+    /// The payload of a message for which `message` returned [`Disposition::Land`] has been received completely.
+    /// Payloads can complete in any order.
     fn landed(&self, key: u64, bytes: Bytes);
 
-    /// The connection has ended; no event follows. For messages that were not sent yet, `done` has been called with an error.
+    /// The connection has ended; no event follows. `done` of every unsent message has been called with an error.
     fn ended(&self, why: CloseReason);
 }
 
 /// The payload of an active message that has arrived.
 #[derive(Debug)]
 pub enum Payload<'a> {
-    /// It came with the header.
+    /// The payload came with the header.
     Eager(EagerBytes<'a>),
-    /// The peer holds it ready and announces its length in bytes. Nothing has been allocated for it.
+    /// The peer announces a payload of this length in bytes. Nothing has been allocated for it.
     Announced(u64),
 }
 
 /// Bytes that arrived with their header.
 #[derive(Debug)]
 pub enum EagerBytes<'a> {
-    /// They lie in UCX's receive buffer until `message` returns.
+    /// Bytes in UCX's receive buffer, valid until `message` returns.
     Borrowed(&'a [u8]),
-    /// They were copied already, because they arrived out of order.
+    /// A copy, made because the message arrived out of order.
     Owned(Bytes),
 }
 
@@ -58,7 +59,7 @@ impl EagerBytes<'_> {
         }
     }
 
-    /// Returns bytes to keep: a copy, unless they were copied already.
+    /// Returns owned bytes, copied if they are borrowed.
     #[must_use]
     pub fn into_bytes(self) -> Bytes {
         match self {
@@ -68,26 +69,27 @@ impl EagerBytes<'_> {
     }
 }
 
-/// What the fabric does with a payload.
+/// Disposition of a payload by the fabric.
 #[derive(Debug)]
 pub enum Disposition {
-    /// Nothing more: the payload was taken, or is not wanted. The sender's `done` is called either way.
+    /// No further action: the payload was consumed or is not wanted. The sender's `done` is called in both cases.
     Done,
-    /// Receive the payload into a buffer of the fabric's pool, which is taken when receiving begins, then call `landed` with this
-    /// key. Bytes that came with the header are copied, and `landed` is called at once.
+    /// Receive the payload into a buffer of the fabric's pool, then call `landed` with this key. The buffer is taken
+    /// when receiving begins. Bytes that came with the header are copied, and `landed` is called at once.
     Land {
         /// Passed to `landed`.
         key: u64,
     },
 }
 
-/// Why a connection ended.
+/// Reason why a connection ended.
 #[derive(Debug)]
 pub enum CloseReason {
-    /// [`Connection::close`] was called here, or the fabric was shut down.
+    /// This end called [`Connection::close`], or the fabric was shut down.
     Closed,
-    /// The peer closed it in an orderly way: everything that it posted before has arrived.
+    /// The peer closed the connection, and everything that it posted before has arrived.
     ClosedByPeer,
-    /// It broke. `Unavailable` when the peer is lost or never came; `DataLoss` when it violated the protocol.
+    /// The connection broke: `Unavailable` if the peer is lost or never connected, `DataLoss` if it violated the
+    /// protocol.
     Lost(Error),
 }

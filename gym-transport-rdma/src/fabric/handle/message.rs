@@ -1,4 +1,4 @@
-//! Active messages, as a caller posts them.
+//! Active messages that a caller posts.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -10,14 +10,16 @@ use crate::fabric::protocol::prefix::{HEADER_BYTES_MAX, URGENT_BYTES_MAX};
 
 /// A header and a payload that are sent as one UCX active message.
 pub struct ActiveMessage {
-    /// At most [`HEADER_BYTES_MAX`] bytes.
+    /// Header of at most [`HEADER_BYTES_MAX`] bytes.
     pub header: Bytes,
-    /// Not copied when it is long; read until `done` is called.
+    /// Payload, which is not copied if it is long. UCX reads it until `done` is called.
     pub payload: Bytes,
-    /// In order or not.
+    /// Delivery class.
     pub delivery: Delivery,
-    /// Called once, on the fabric's thread, when header and payload are no longer needed: the message was taken by the network or
-    /// the peer (`Ok`, which does not say that the peer has *seen* it), or will never be (`Err`).
+    /// Called once, on the fabric's thread, when header and payload are no longer needed.
+    ///
+    /// `Ok`: the network or the peer has received the message, which does not mean that the peer has *processed* it.
+    /// `Err`: the message will never be sent.
     pub done: Option<SentCallback>,
 }
 
@@ -28,7 +30,7 @@ impl std::fmt::Debug for ActiveMessage {
     }
 }
 
-/// See [`ActiveMessage::done`].
+/// Callback of a sent message: see [`ActiveMessage::done`].
 pub type SentCallback = Box<dyn FnOnce(Result<()>) + Send>;
 
 /// The delivery class of an active message.
@@ -40,11 +42,11 @@ pub enum Delivery {
     Urgent,
 }
 
-/// Calls a `done`. UCX may be the caller, and no panic may unwind through UCX.
+/// Calls `done`, and catches a panic, because the caller may be UCX and no panic may unwind through UCX.
 pub(crate) fn finish(done: Option<SentCallback>, result: Result<()>) {
     if let Some(done) = done
         && catch_unwind(AssertUnwindSafe(|| done(result))).is_err()
     {
-        tracing::error!("the callback of a sent message panicked");
+        tracing::error!("sent callback panicked");
     }
 }

@@ -1,4 +1,4 @@
-//! What other threads hold of a fabric: connections, peer workers, commands and counters.
+//! Handles for other threads: connections, peer workers, commands and counters of a fabric.
 
 pub(crate) mod command;
 pub(crate) mod connection;

@@ -8,15 +8,17 @@ use bytes::Bytes;
 
 use crate::fabric::handle::command::{Command, FabricShared};
 
-/// A UCX worker that serves a single peer on this host. One [`connect`](crate::fabric::Fabric::connect) or
-/// [`expect`](crate::fabric::Fabric::expect) uses it. It is released when its last clone is dropped unused, or when its time is over.
+/// A UCX worker that serves a single peer on this host.
+///
+/// One [`connect`](crate::fabric::Fabric::connect) or [`expect`](crate::fabric::Fabric::expect) uses it. An unused
+/// worker is released when its last clone is dropped or its time is over.
 #[derive(Clone)]
 pub struct PeerWorker(Arc<Reservation>);
 
 struct Reservation {
     id: PeerWorkerId,
     address: Bytes,
-    /// The peer may connect to the address.
+    /// The peer may connect to `address`.
     advertised: Arc<AtomicBool>,
     shared: Arc<FabricShared>,
 }
@@ -35,15 +37,18 @@ impl PeerWorker {
         Self(Arc::new(Reservation { id, address, advertised, shared }))
     }
 
-    /// Returns the address that the peer connects to: some hundred bytes, for this peer only. The peer must not use it later than
-    /// one second after the worker's time is over. From this call on the worker is kept for that long, unless a connection opens.
+    /// Returns the address that the peer connects to: some hundred bytes, for this peer only.
+    ///
+    /// The peer must not use it later than one second after the worker's time is over. From this call on, the worker is
+    /// kept that long, unless a connection opens.
     #[must_use]
     pub fn address(&self) -> &Bytes {
         self.0.advertised.store(true, Ordering::Relaxed);
         &self.0.address
     }
 
-    /// Declares that the peer will not use the address, because it has refused. The worker need not be kept for it.
+    /// Declares that the peer will not use the address, because it has rejected the request. The worker is then
+    /// released early.
     pub fn withdraw(&self) {
         self.0.advertised.store(false, Ordering::Relaxed);
     }
@@ -61,7 +66,7 @@ impl fmt::Debug for PeerWorker {
 
 impl Drop for Reservation {
     fn drop(&mut self) {
-        // Refused: the fabric has ended.
+        // Fails only if the fabric has ended.
         let _ = self.shared.queue.push_always(Command::ReleasePeerWorker(self.id), true);
     }
 }

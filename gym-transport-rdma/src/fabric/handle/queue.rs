@@ -1,7 +1,7 @@
-//! Queue of commands to the fabric's thread, and its wake-up.
+//! Queue of commands to the fabric's thread, with its wake-up.
 //!
-//! Messages are bounded. Commands that end something are not: at most two of them end each connection, and a full queue must still
-//! accept them.
+//! The number of messages is bounded. Commands that end something are always accepted, even by a full queue: at most
+//! two of them exist per connection.
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -10,11 +10,11 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rustix::event::{EventfdFlags, eventfd};
 
-/// Two queues with a bound each for messages; the urgent one is emptied first.
+/// Two queues for urgent and ordinary commands, each with its own bound. The urgent queue is emptied first.
 pub(crate) struct CommandQueue<T> {
     queues: Mutex<Queues<T>>,
     max: usize,
-    /// The thread sleeps, or is about to: adding something wakes it up.
+    /// The thread sleeps or is about to, so a push must wake it.
     sleeping: AtomicBool,
     wakeup: OwnedFd,
 }
@@ -31,7 +31,7 @@ impl<T> Queues<T> {
     }
 }
 
-/// Why an item was not accepted.
+/// Reason why an item was not accepted.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum PushError {
     Full,
@@ -39,6 +39,10 @@ pub(crate) enum PushError {
 }
 
 impl<T> CommandQueue<T> {
+    /// Creates a queue with this bound for each class of commands.
+    ///
+    /// # Errors
+    /// If the system has no descriptor for the wake-up.
     pub(crate) fn new(max: usize) -> std::io::Result<Self> {
         let wakeup = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         let queues = Mutex::new(Queues { urgent: VecDeque::new(), ordinary: VecDeque::new(), closed: false });
@@ -49,7 +53,10 @@ impl<T> CommandQueue<T> {
         self.queues.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Appends an item, or returns it.
+    /// Appends an item. Returns it if the queue is full or closed.
+    ///
+    /// # Errors
+    /// The item, and [`PushError`].
     pub(crate) fn push(&self, item: T, urgent: bool) -> Result<(), (T, PushError)> {
         let mut queues = self.queues();
         if queues.closed {
@@ -65,7 +72,11 @@ impl<T> CommandQueue<T> {
         Ok(())
     }
 
-    /// Appends an item even beyond the bound; returns it only when the queue is closed. For commands that callers bound.
+    /// Appends an item even beyond the bound, for commands whose number is bounded otherwise. Returns it if the queue
+    /// is closed.
+    ///
+    /// # Errors
+    /// The item.
     pub(crate) fn push_always(&self, item: T, urgent: bool) -> Result<(), T> {
         let mut queues = self.queues();
         if queues.closed {
@@ -78,20 +89,20 @@ impl<T> CommandQueue<T> {
     }
 
     fn wake_sleeper(&self) {
-        // Pairs with `sleep`: either it sees what was added, or this sees that it sleeps.
+        // Pairs with the fence in `sleep`: either `sleep` sees the new item, or this sees that the thread sleeps.
         std::sync::atomic::fence(Ordering::SeqCst);
         if self.sleeping.swap(false, Ordering::SeqCst) {
             self.wake();
         }
     }
 
-    /// Ends a sleep.
+    /// Wakes the thread.
     pub(crate) fn wake(&self) {
-        // Full means that it is readable already.
+        // A full eventfd is readable already.
         let _ = rustix::io::write(&self.wakeup, &1_u64.to_ne_bytes());
     }
 
-    /// Moves up to `most` of what waits into `into`, urgent first. Returns whether there was anything.
+    /// Moves all urgent items and up to `most` ordinary ones into `into`. Returns whether `into` has any.
     pub(crate) fn take(&self, into: &mut VecDeque<T>, most: usize) -> bool {
         let mut queues = self.queues();
         into.extend(queues.urgent.drain(..));
@@ -100,7 +111,8 @@ impl<T> CommandQueue<T> {
         !into.is_empty()
     }
 
-    /// Says that the thread is about to sleep. `false`: something waits, so it must not.
+    /// Announces that the thread is about to sleep. Returns `false` if the queue is not empty, so the thread must not
+    /// sleep.
     pub(crate) fn sleep(&self) -> bool {
         self.sleeping.store(true, Ordering::SeqCst);
         std::sync::atomic::fence(Ordering::SeqCst);
@@ -113,18 +125,18 @@ impl<T> CommandQueue<T> {
         empty
     }
 
-    /// Says that it does not sleep any more; returns whether it was woken up by [`CommandQueue::push`].
+    /// Ends the announcement of [`CommandQueue::sleep`]. Returns whether a push woke the thread.
     pub(crate) fn awake(&self) -> bool {
         self.sleeping.store(false, Ordering::SeqCst);
         rustix::io::read(&self.wakeup, &mut [0; 8]).is_ok()
     }
 
-    /// Readable when something was added while it slept.
+    /// Descriptor that becomes readable when an item is pushed during a sleep.
     pub(crate) fn wakeup(&self) -> BorrowedFd<'_> {
         self.wakeup.as_fd()
     }
 
-    /// Takes nothing more, and gives out what waits.
+    /// Rejects all later items, and returns the remaining ones.
     pub(crate) fn close(&self) -> VecDeque<T> {
         let mut queues = self.queues();
         queues.closed = true;

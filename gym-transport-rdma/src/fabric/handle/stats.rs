@@ -24,13 +24,13 @@ macro_rules! counters {
     };
 }
 
-/// Written only by the fabric's thread, read by any thread.
+/// Counter that only the fabric's thread writes and any thread reads.
 #[derive(Debug, Default)]
 pub(crate) struct Counter(AtomicU64);
 
 impl Counter {
     pub(crate) fn add(&self, more: u64) {
-        // One writer: no locked instruction is needed.
+        // There is a single writer, so no atomic read-modify-write is needed.
         self.0.store(self.0.load(Ordering::Relaxed) + more, Ordering::Relaxed);
     }
 }
@@ -38,33 +38,33 @@ impl Counter {
 counters! {
     /// Counters of a fabric.
     FabricStats from FabricCounters {
-        /// Rounds of the thread that found work.
+        /// Rounds of the thread that did work.
         rounds_busy,
-        /// Times that UCX had something to do when the thread was about to sleep.
+        /// Times that UCX still had work when the thread was about to sleep.
         arm_busy,
-        /// Sleeps that an event of UCX ended.
+        /// Sleeps ended by a UCX event.
         woken_by_event,
-        /// Sleeps that a command ended.
+        /// Sleeps ended by a command.
         woken_by_command,
-        /// Sleeps that ended by themselves.
+        /// Sleeps that reached their timeout.
         woken_by_tick,
-        /// Messages for a connection that is not known, or not any more.
+        /// Messages for a connection that is unknown or has ended.
         dropped_unknown,
-        /// Messages that are not ours, or say nonsense before a connection is known.
+        /// Malformed messages that belong to no known connection.
         dropped_malformed,
         /// First messages with a wrong, used or expired token.
         refused_tokens,
-        /// Peers from the listener that were refused: no first message in time, or too many at once.
+        /// Peers of the listener that were rejected: they sent no first message in time, or there were too many.
         unidentified_refused,
-        /// Bytes of payloads of a page or more that lay outside of the pool, so that UCX had to copy or register them.
+        /// Bytes of payloads of at least one page outside the pool, which UCX had to copy or register.
         bytes_unregistered,
-        /// Regions of the pool that could not be registrations, and are used as they are.
+        /// Regions of the pool that could not be registered and are used unregistered.
         registrations_failed,
-        /// Workers opened for a peer on this host.
+        /// Workers opened for peers on this host.
         peer_workers_opened,
-        /// Of these, the workers that were closed.
+        /// Workers of peers on this host that were closed.
         peer_workers_closed,
-        /// Peers on this host that were refused because there were too many.
+        /// Peers on this host that were rejected because there were too many.
         peer_workers_refused,
     }
 }
@@ -72,15 +72,15 @@ counters! {
 counters! {
     /// Counters of a connection.
     ConnectionStats from ConnectionCounters {
-        /// Active messages that UCX has taken.
+        /// Active messages that UCX has sent.
         messages_sent,
-        /// Bytes of their payloads.
+        /// Bytes of payloads that UCX has sent.
         bytes_sent,
-        /// Active messages whose payload came with them.
+        /// Active messages received with their payload.
         eager_received,
-        /// Active messages whose payload was announced, to come by rendezvous.
+        /// Active messages received with an announced payload, which follows by rendezvous.
         rendezvous_received,
-        /// Bytes of payloads of both.
+        /// Bytes of received payloads, eager and announced.
         bytes_received,
         /// Messages that arrived out of order.
         out_of_order,

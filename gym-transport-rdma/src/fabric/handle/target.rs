@@ -1,4 +1,4 @@
-//! The peer of a connection: what each end knows of the other from the bootstrap.
+//! The peer of a connection, as each end knows it from the bootstrap.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -11,48 +11,48 @@ use crate::fabric::protocol::identity::{ConnectionId, Token};
 /// The peer that an answering end expects.
 #[derive(Clone, Debug)]
 pub struct Expect {
-    /// Our id of this connection, which the peer writes into every message.
+    /// Id of this connection at this end, which the peer writes into every message.
     pub id: ConnectionId,
-    /// The token that the peer must show, once.
+    /// One-time token that the peer must show.
     pub token: Token,
-    /// The peer's id, from the bootstrap.
+    /// Id of this connection at the peer, from the bootstrap.
     pub peer: ConnectionId,
-    /// The workers of a peer on this host. `None`: the peer comes through the listener.
+    /// Workers for a peer on this host. `None`: the peer connects through the listener.
     pub shared_memory: Option<WorkerPair>,
-    /// How long the peer may take.
+    /// Time for the peer to connect.
     pub within: Duration,
 }
 
 /// The peer that a calling end connects to.
 #[derive(Clone, Debug)]
 pub struct Connect {
-    /// Our id of this connection, which the peer writes into every message.
+    /// Id of this connection at this end, which the peer writes into every message.
     pub id: ConnectionId,
-    /// The token that the peer gave us to show.
+    /// Token from the peer's bootstrap response.
     pub token: Token,
-    /// The peer's id, from the bootstrap.
+    /// Id of this connection at the peer, from the bootstrap.
     pub peer: ConnectionId,
     /// The address to connect to.
     pub target: Target,
-    /// How long the peer may take to accept.
+    /// Time for the peer to accept.
     pub within: Duration,
 }
 
 /// The address to connect to.
 #[derive(Clone, Debug)]
 pub enum Target {
-    /// The peer's listener, over a network. UCX reports when such a peer is lost.
+    /// The peer's listener, over a network. UCX reports the loss of such a peer.
     Network(SocketAddr),
-    /// The peer's worker, over shared memory on one host. UCX does **not** report when such a peer is lost. The fabric notices the
-    /// end of the peer's process; heartbeats must notice a process that is stopped.
+    /// The peer's worker, over shared memory on one host. UCX does **not** report the loss of such a peer. The fabric
+    /// detects the end of the peer's process; only heartbeats detect a process that is stopped.
     SharedMemory(WorkerPair),
 }
 
-/// The two workers of a connection over shared memory. Both processes must be in one PID namespace, which UCX needs too.
+/// The two workers of a connection over shared memory. UCX requires both processes to be in one PID namespace.
 #[derive(Clone, Debug)]
 pub struct WorkerPair {
-    /// Our worker, whose address the peer has.
+    /// Worker of this end, whose address the peer has.
     pub local: PeerWorker,
-    /// The address of the peer's worker.
+    /// Address of the peer's worker.
     pub remote: Bytes,
 }

@@ -1,19 +1,21 @@
-//! How the thread waits.
+//! Waiting strategy of the fabric's thread.
 
 use std::time::Duration;
 
-/// When the thread of a fabric sleeps. It always wakes up by itself, because on some devices UCX's event never comes.
+/// Waiting strategy of the fabric's thread. Every sleep has a timeout, because on some devices UCX's events never
+/// arrive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Driver {
-    /// Never: the shortest round trip, one core.
+    /// Never sleeps: the shortest round trip, at the cost of one core.
     Busy,
-    /// After a while without work it sleeps until an event.
+    /// Polls for `spin` after the last work, then sleeps until an event or a timeout.
     Hybrid {
-        /// How long it looks for more work before it sleeps.
+        /// Time to poll for more work before a sleep.
         spin: Duration,
-        /// The longest sleep while something is outstanding.
+        /// Timeout of the first sleep after work; later ones double up to `idle_tick`. Also the longest wait while UCX
+        /// cannot send.
         tick: Duration,
-        /// The longest sleep otherwise.
+        /// Longest sleep timeout.
         idle_tick: Duration,
     },
 }

@@ -1,4 +1,4 @@
-//! Options of a fabric, and the UCX settings that follow from them.
+//! Options of a fabric, and the UCX settings derived from them.
 
 pub(crate) mod driver;
 
@@ -11,47 +11,50 @@ use crate::fabric::options::driver::Driver;
 use crate::memory::PoolOptions;
 use crate::sys::{LoadError, LoadOptions};
 
-/// What a fabric is opened with. UCX's own environment variables (`UCX_…`) apply where nothing is said here.
+/// Options of a fabric. UCX's own environment variables (`UCX_…`) apply to settings that the options leave open.
 #[derive(Clone, Debug)]
 pub struct FabricOptions {
-    /// Which UCX.
+    /// Location of the UCX library.
     pub library: LoadOptions,
-    /// Name of the thread; at most 15 bytes of it are seen.
+    /// Name of the thread; the system shows at most 15 bytes of it.
     pub name: String,
-    /// `UCX_TLS`: the transports that may be used, such as `tcp` or `posix,cma,self`.
+    /// `UCX_TLS`: allowed transports, such as `tcp` or `posix,cma,self`.
     pub transports: Option<String>,
-    /// `UCX_NET_DEVICES`: the devices that may be used, such as `lo` or `mlx5_0:1`.
+    /// `UCX_NET_DEVICES`: allowed devices, such as `lo` or `mlx5_0:1`.
     pub devices: Option<String>,
-    /// From how many bytes on a payload goes by rendezvous; shorter ones go with their header. `None`: as UCX thinks best.
+    /// Size in bytes from which a payload is sent by rendezvous; shorter ones are sent with their header. `None`: UCX
+    /// decides.
     pub rendezvous_bytes: Option<usize>,
-    /// Further settings of UCX, by name without `UCX_`.
+    /// Additional UCX settings, by name without `UCX_`.
     pub settings: Vec<(String, String)>,
-    /// Where to listen; port 0 takes a free one. `None`: only peers of this host. Choose an address that only peers reach:
-    /// UCX neither authenticates nor encrypts, and its tcp listener (seen with 1.13) gives the whole process up when it is
-    /// sent something that is not UCX's.
+    /// Address to listen on; port 0 selects a free port. `None`: only peers on this host can connect.
+    ///
+    /// Choose an address that only trusted peers can reach. UCX neither authenticates nor encrypts, and its TCP
+    /// listener (observed with 1.13) aborts the process when it receives bytes that are not UCX's.
     pub listen: Option<SocketAddr>,
-    /// How the thread waits.
+    /// Waiting strategy of the thread.
     pub driver: Driver,
-    /// The CPU that the thread stays on.
+    /// CPU that the thread is pinned to.
     pub cpu: Option<usize>,
-    /// Memory that is kept registered.
+    /// Limits of the memory pool.
     pub pool: PoolOptions,
-    /// Messages that may wait for the thread; urgent ones have a queue of the same size. 65,536.
+    /// Maximum messages that wait for the thread. Urgent messages have a queue of the same size. 65,536.
     pub commands_max: usize,
-    /// Messages of one connection that may wait for its peer to receive them; one more ends the connection. 32,768.
+    /// Maximum messages of one connection that its peer has not received. One more ends the connection. 32,768.
     pub unsent_max: usize,
-    /// Messages of one connection that may arrive out of order. 4,096.
+    /// Maximum messages of one connection held out of order. 4,096.
     pub reorder_max: usize,
-    /// Bytes of the payloads that came with these messages. 64 MiB. What a peer sends unannounced is bounded by its
-    /// `rendezvous_bytes`, so both ends need similar values.
+    /// Maximum bytes of eager payloads of these messages. 64 MiB. The peer's `rendezvous_bytes` bounds what it sends
+    /// unannounced, so both ends need similar values.
     pub reorder_bytes_max: usize,
-    /// Peers from the listener that have not shown a token yet. 1,024.
+    /// Maximum peers of the listener that have not shown a token. 1,024.
     pub unidentified_peers_max: usize,
-    /// How long each of them may take. 10 s.
+    /// Time for such a peer to show its token. 10 s.
     pub hello_timeout: Duration,
-    /// Connections over shared memory at a time. Each has a worker of its own, which takes about a megabyte and seven
-    /// descriptors; together they get no more than half of those that this process may have, whose limit is raised as far as it
-    /// may be with the fabric.
+    /// Maximum concurrent connections over shared memory. 256.
+    ///
+    /// Each takes a dedicated worker: about 1 MB and seven file descriptors. Together they use at most half of the
+    /// descriptors of this process. The fabric raises the limit on descriptors as far as permitted.
     pub shared_memory_peers_max: usize,
 }
 
@@ -68,15 +71,16 @@ impl Default for FabricOptions {
             driver: Driver::default(),
             cpu: None,
             pool: PoolOptions::default(),
-            // Callers are bounded by calls and bytes long before this; it only keeps a defect from eating the memory.
+            // Limits on calls and bytes bound callers long before this. It only keeps a defect from exhausting the
+            // memory.
             commands_max: 65_536,
-            // Answers to urgent messages have no other bound: a peer may ask and never read.
+            // Responses to urgent messages have no other bound: a peer can send requests and never read.
             unsent_max: 32_768,
-            // As many short messages as can overtake one announcement that is a round of the thread late.
+            // As many short messages as can overtake one announcement that is one round of the thread late.
             reorder_max: 4096,
-            // Eight times what a peer of ours has on its way at a time without having announced it.
+            // Eight times what a peer of this crate has in flight without an announcement.
             reorder_bytes_max: 64 << 20,
-            // One for each worker of a large job that connects in the same moment.
+            // One for each worker of a large job that connects at the same time.
             unidentified_peers_max: 1024,
             hello_timeout: Duration::from_secs(10),
             // A group of a hundred ranks on one host, each with a connection for calls and one for heartbeats.
@@ -86,106 +90,106 @@ impl Default for FabricOptions {
 }
 
 impl FabricOptions {
-    /// The settings as UCX names them; later ones win.
+    /// Returns the settings under UCX's names; later ones override earlier ones.
     pub(crate) fn ucx_settings(&self, version: &str) -> Vec<(String, String)> {
         let named = [("TLS", self.transports.clone()), ("NET_DEVICES", self.devices.clone())];
         let named = named.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?)));
-        // Large parts are fetched where there are fetches (RDMA, memory of one host) and are copied messages elsewhere. What UCX sends
-        // over TCP without a copy, puts and messages alike, ends the process with an assertion when its peer dies at the wrong
-        // moment (1.13: tcp_ep.c:939, uct_iface.h:884; 3 of 40 runs of the test that kills peers, none of 40 with this).
-        // Later versions choose their protocols in another way, and the test does not end them.
+        // Large payloads are fetched where UCX can fetch (RDMA, memory of one host) and copied elsewhere. In 1.13, a
+        // zero-copy send over TCP, put or message, aborts the process when the peer dies at the wrong moment
+        // (tcp_ep.c:939, uct_iface.h:884). That happened in 3 of 40 runs of the test that kills peers, and in none of
+        // 40 with these settings. Later versions select protocols in another way and pass the test.
         let kept = [("RNDV_SCHEME", "get_zcopy"), ("ZCOPY_THRESH", "inf")];
-        // What is copied goes out in parts of 8 KiB by default, each a system call: these make it thrice as fast.
-        // These two are only TCP's, and 1.13 knows them without its name. It warns of settings of a transport that is not there.
-        let said = self.transports_said();
-        let tcp = ["tcp", "all"].iter().any(|name| said.contains(name));
+        // By default, copies are sent in parts of 8 KiB, each with a system call; these settings triple the bandwidth.
+        // They apply only to TCP; in 1.13 their names have no prefix TCP_. UCX warns about settings of transports that
+        // are not available.
+        let transports = self.effective_transports();
+        let tcp = ["tcp", "all"].iter().any(|name| transports.contains(name));
         let parts = [("TX_SEG_SIZE", "256k"), ("RX_SEG_SIZE", "256k")].into_iter().filter(|_| tcp);
         let old = kept.into_iter().chain(parts);
         let old = old.filter(|_| version.starts_with("1.13."));
-        // As many buffers as the queue of a peer worker has slots, and some to keep. The usual 512 of 8 KiB are for the peers of
-        // a whole host, and take 4 MB of each worker at once.
-        let buffers = shared_memory_of(&said).map(|_| ("MM_RX_BUFS_GROW", "96"));
+        // One buffer per slot of a peer worker's queue, and some spare ones. UCX's 512 buffers of 8 KiB are meant for
+        // the peers of a whole host and take 4 MB per worker at once.
+        let buffers = shared_memory_of(&transports).map(|_| ("MM_RX_BUFS_GROW", "96"));
         let fixed = old.chain(buffers).map(|(name, value)| (name.to_owned(), value.to_owned()));
         fixed.chain(named).chain(self.settings.iter().cloned()).collect()
     }
 
-    /// `UCX_TLS` as it is in the end.
-    fn transports_said(&self) -> String {
+    /// Returns the effective value of `UCX_TLS`.
+    fn effective_transports(&self) -> String {
         let set = self.settings.iter().rev().find(|(name, _)| name == "TLS").map(|(_, list)| list.clone());
-        let said = set.or_else(|| self.transports.clone()).or_else(|| std::env::var("UCX_TLS").ok());
-        said.unwrap_or_else(|| "all".to_owned())
+        let chosen = set.or_else(|| self.transports.clone()).or_else(|| std::env::var("UCX_TLS").ok());
+        chosen.unwrap_or_else(|| "all".to_owned())
     }
 
-    /// The settings for the workers of peers on this host: of the transports only those over shared memory. `None` when there
-    /// are none.
+    /// Returns the settings of peer workers, which use only the shared-memory transports. `None` if there are none.
     pub(crate) fn shared_memory_settings(&self, version: &str) -> Option<Vec<(String, String)>> {
         let mut settings = self.ucx_settings(version);
-        let transports = shared_memory_of(&self.transports_said())?;
-        settings.retain(|(name, _)| !OF_NETWORKS.iter().any(|network| name.starts_with(network)));
-        // Nothing is registered for shared memory, and what a worker leaves in the cache when it goes is never taken out.
+        let transports = shared_memory_of(&self.effective_transports())?;
+        settings.retain(|(name, _)| !NETWORK_PREFIXES.iter().any(|network| name.starts_with(network)));
+        // Shared memory needs no registration, and UCX never removes the cache entries of a destroyed worker.
         settings.insert(0, ("RCACHE_ENABLE".to_owned(), "n".to_owned()));
-        // Places of a queue: 64 in 1.13, 256 from 1.16 on. A sender counts with its own number, so both ends need the same; and more
-        // than 64 are not needed by one peer.
+        // Slots of a queue: 64 in 1.13, 256 from 1.16 on. A sender uses its own number, so both ends need the same one.
+        // One peer needs no more than 64.
         settings.insert(0, ("MM_FIFO_SIZE".to_owned(), "64".to_owned()));
         settings.push(("TLS".to_owned(), transports));
-        // With ids that are looked up UCX keeps a list of its requests, and 1.13 gives the process up when a worker is destroyed
-        // that has some: those to a dead peer. They are not needed, because a peer worker stays as long as its peer may
-        // name anything of it.
+        // With indirect ids, UCX keeps a list of requests. 1.13 aborts the process when a worker with pending requests
+        // is destroyed, such as requests to a dead peer. Direct ids are safe, because a peer worker is kept as long as
+        // its peer may refer to it.
         settings.push(("PROTO_INDIRECT_ID".to_owned(), "n".to_owned()));
         Some(settings)
     }
 }
 
-/// Prefixes of settings of transports that a peer worker does not have: UCX warns about them.
-const OF_NETWORKS: [&str; 10] =
+/// Prefixes of settings of transports that a peer worker does not have. UCX would warn about them.
+const NETWORK_PREFIXES: [&str; 10] =
     ["TCP_", "TX_SEG_SIZE", "RX_SEG_SIZE", "RC_", "UD_", "DC_", "IB_", "GGA_", "SRD_", "RDMA_CM_"];
 
-/// What of a list of transports, as in `UCX_TLS`, is shared memory on one host.
+/// Returns the shared-memory transports of a list, which has the form of `UCX_TLS`.
 fn shared_memory_of(transports: &str) -> Option<String> {
     const QUEUES: [&str; 3] = ["posix", "sysv", "xpmem"];
-    const BESIDE: [&str; 3] = ["cma", "knem", "self"];
+    const AUXILIARY: [&str; 3] = ["cma", "knem", "self"];
     let (list, all_but) = transports.strip_prefix('^').map_or((transports, false), |list| (list, true));
-    let mut named: Vec<_> = list.split(',').flat_map(|name| meant_by(name.trim())).collect();
+    let mut named: Vec<_> = list.split(',').flat_map(|name| expand_alias(name.trim())).collect();
     if all_but {
-        named = OF_ONE_HOST.into_iter().filter(|name| !named.contains(name)).collect();
+        named = ONE_HOST.into_iter().filter(|name| !named.contains(name)).collect();
     }
     let mut found: Vec<&str> = Vec::new();
     for name in named {
-        if (QUEUES.contains(&name) || BESIDE.contains(&name)) && !found.contains(&name) {
+        if (QUEUES.contains(&name) || AUXILIARY.contains(&name)) && !found.contains(&name) {
             found.push(name);
         }
     }
     found.iter().any(|name| QUEUES.contains(name)).then(|| found.join(","))
 }
 
-/// What names of several transports stand for. Who wants `xpmem` or `knem` names it: a rendezvous that reads through mapped
-/// memory, as xpmem's do from UCX 1.16 on, ends the process when its worker is destroyed meanwhile.
-const OF_ONE_HOST: [&str; 4] = ["posix", "sysv", "cma", "self"];
+/// Transports that an alias such as `shm` stands for. `xpmem` and `knem` must be named explicitly. From UCX 1.16 on, a
+/// rendezvous of xpmem reads mapped memory and aborts the process when its worker is destroyed meanwhile.
+const ONE_HOST: [&str; 4] = ["posix", "sysv", "cma", "self"];
 
-fn meant_by(name: &str) -> Vec<&str> {
+fn expand_alias(name: &str) -> Vec<&str> {
     match name {
-        "all" | "sm" | "shm" => OF_ONE_HOST.to_vec(),
+        "all" | "sm" | "shm" => ONE_HOST.to_vec(),
         "mm" => vec!["posix", "sysv"],
         one => vec![one],
     }
 }
 
-/// Why a fabric cannot be opened.
+/// Reason why a fabric cannot be opened.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FabricError {
-    /// UCX is not there, or not fit.
+    /// The UCX library cannot be loaded or is not suitable.
     #[error(transparent)]
     Load(#[from] LoadError),
-    /// UCX refused something.
+    /// UCX rejected a request.
     #[error("{what}: {status}")]
     Ucx {
-        /// What was asked.
+        /// The operation and its target.
         what: String,
-        /// Its words.
+        /// UCX's status.
         status: String,
     },
-    /// The thread cannot be started, or pinned to its CPU.
+    /// The thread cannot be started, or cannot be pinned to its CPU.
     #[error("start the fabric's thread: {0}")]
     Thread(#[from] std::io::Error),
 }

@@ -1,8 +1,9 @@
-//! The prefix of a message without a fabric.
+//! Decoding of a message prefix without a fabric.
 
 use crate::fabric::protocol::prefix::{MessagePrefix, read_hello};
 
-/// Reads what UCX calls the header of an active message, as a hello too. Returns it as it is written, if it is ours.
+/// Decodes the header of a UCX active message, also as a hello, and encodes it again. Returns `None` if it is
+/// malformed.
 #[must_use]
 pub fn read_prefix(bytes: &[u8]) -> Option<Vec<u8>> {
     let (prefix, header) = MessagePrefix::decode(bytes)?;

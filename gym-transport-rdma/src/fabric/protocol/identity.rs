@@ -1,14 +1,15 @@
-//! How two ends of a connection know each other.
+//! Identity of a connection: the ids of both ends, and the token of the bootstrap.
 
 use std::fmt;
 
-/// Names a connection at the end that made it up; the other end writes it into every message. Whoever knows it can write
-/// into the connection, so it is told to the peer alone.
+/// Id of a connection at the end that chose it. The other end writes it into every message.
+///
+/// Any process that knows the id can write into the connection, so only the peer receives it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ConnectionId(pub u64);
 
 impl ConnectionId {
-    /// A new one, from the operating system's random numbers.
+    /// Creates an id from the operating system's random numbers.
     #[must_use]
     pub fn random() -> Self {
         let mut bytes = [0; 8];
@@ -23,15 +24,15 @@ impl fmt::Debug for ConnectionId {
     }
 }
 
-/// What a calling end shows once to prove that it is the one of the bootstrap.
+/// One-time secret from the bootstrap that a calling end shows to prove its identity.
 #[derive(Clone)]
 pub struct Token(pub [u8; Self::BYTES]);
 
 impl Token {
-    /// Its length.
+    /// Length of a token.
     pub const BYTES: usize = 32;
 
-    /// A new one, from the operating system's random numbers.
+    /// Creates a token from the operating system's random numbers.
     #[must_use]
     pub fn random() -> Self {
         let mut bytes = [0; Self::BYTES];
@@ -39,10 +40,10 @@ impl Token {
         Self(bytes)
     }
 
-    /// In a time that does not depend on where they differ.
+    /// Compares the token in constant time.
     #[must_use]
     pub fn matches(&self, shown: &[u8]) -> bool {
-        // The hint keeps the compiler from leaving the loop early.
+        // `black_box` keeps the compiler from leaving the loop early.
         let differences =
             self.0.iter().zip(shown).fold(0, |seen, (ours, theirs)| std::hint::black_box(seen | (ours ^ theirs)));
         shown.len() == Self::BYTES && differences == 0
@@ -59,7 +60,7 @@ fn fill(mut bytes: &mut [u8]) {
     while !bytes.is_empty() {
         match rustix::rand::getrandom(&mut *bytes, rustix::rand::GetRandomFlags::empty()) {
             Ok(got) => bytes = &mut bytes[got..],
-            // A signal came before the kernel had its randomness, early at boot.
+            // A signal interrupted the wait for entropy, early at boot.
             Err(rustix::io::Errno::INTR) => {}
             Err(error) => panic!("getrandom exists since Linux 3.17 and does not fail otherwise: {error}"),
         }

@@ -1,4 +1,4 @@
-//! What two fabrics exchange: who they are, the prefix of each message, and its position in the order.
+//! Protocol between two fabrics: identities, the prefix of each message, and its position in the order.
 
 #[cfg(feature = "testing")]
 pub(crate) mod fuzzing;

@@ -1,22 +1,23 @@
-//! What stands before the header of every active message.
+//! Prefix of every active message, in front of the header.
 //!
 //! ```text
 //! receiver u64 | sequence u64 | version u8 | kind u8 | header length u16 | reserved u32 | header
 //! ```
 //!
-//! Little endian. `receiver` is the id that the receiving end made up; `sequence` counts the ordered messages of one
-//! direction from 0, and is 0 in the others. A hello's header is the token and the sender's own id.
+//! Little endian. `receiver` is the id that the receiving end chose. `sequence` counts the ordered messages of one
+//! direction from 0, and is 0 in all others. The header of a hello consists of the token and the sender's own id.
 
 use crate::fabric::protocol::identity::{ConnectionId, Token};
 use crate::ucx::HEADER_ROOM;
 
-/// The longest header of an [`ActiveMessage`](crate::fabric::ActiveMessage). It is sent with its payload and copied once.
+/// Maximum length of the header of an [`ActiveMessage`](crate::fabric::ActiveMessage). It is sent with its payload and
+/// copied once.
 pub const HEADER_BYTES_MAX: usize = 104;
 
-/// The longest payload of an urgent message, which is always sent eagerly.
+/// Maximum length of the payload of an urgent message, which is always sent eagerly.
 pub const URGENT_BYTES_MAX: usize = 4096;
 
-/// The id of UCX's active messages that are ours.
+/// Id of this crate's active messages within UCX.
 pub(crate) const MESSAGE_ID: u16 = 0x67;
 
 const VERSION: u8 = 1;
@@ -26,27 +27,27 @@ const _: () = assert!(PREFIX_BYTES + HEADER_BYTES_MAX == HEADER_ROOM);
 /// Kind of a message.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum MessageKind {
-    /// The first message of the calling end, with its token.
+    /// First message of the calling end, with its token.
     Hello = 1,
-    /// The first message of the answering end; ordered.
+    /// First message of the answering end; ordered.
     Welcome = 2,
-    /// A posted message; ordered.
+    /// Ordered message of a caller.
     Ordered = 3,
-    /// A posted message that is not ordered.
+    /// Urgent message of a caller.
     Urgent = 4,
-    /// The sender posts nothing more; ordered.
+    /// The sender posts no more messages; ordered.
     Close = 5,
-    /// Everything up to the peer's `Close` has arrived; ordered.
+    /// The sender has received everything up to the peer's `Close`; ordered.
     Closed = 6,
-    /// The sender has aborted the connection. Only where UCX does not report it.
+    /// The sender has aborted the connection. Used where UCX does not report it.
     Aborted = 7,
-    /// The connection is over for the sender, which has no operation in flight. Only between peer workers.
+    /// The sender has no operation in flight on an ended connection. Only between peer workers.
     Finished = 8,
-    /// The sender destroys its worker next, without agreement: it reads and writes nothing more. Only between peer workers.
+    /// The sender destroys its worker next, without agreement, and reads and writes no more. Only between peer workers.
     WorkerDestroyed = 9,
 }
 
-/// The prefix.
+/// A decoded prefix.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct MessagePrefix {
     pub(crate) receiver: ConnectionId,
@@ -55,7 +56,7 @@ pub(crate) struct MessagePrefix {
 }
 
 impl MessagePrefix {
-    /// Prefix and header in one piece, and how much of it there is. The header's length was checked by the caller.
+    /// Returns prefix and header as contiguous bytes, and their length. The caller has checked the header's length.
     pub(crate) fn encode(self, header: &[u8]) -> ([u8; HEADER_ROOM], usize) {
         let mut bytes = [0; HEADER_ROOM];
         bytes[..8].copy_from_slice(&self.receiver.0.to_le_bytes());
@@ -68,7 +69,7 @@ impl MessagePrefix {
         (bytes, PREFIX_BYTES + header.len())
     }
 
-    /// `None` when it is not ours, of another version, or not as long as it says.
+    /// Decodes a prefix. Returns `None` if the kind is unknown, the version differs, or the length is wrong.
     pub(crate) fn decode(message: &[u8]) -> Option<(Self, &[u8])> {
         let (prefix, header) = message.split_at_checked(PREFIX_BYTES)?;
         let u64_at = |at: usize| Some(u64::from_le_bytes(prefix.get(at..at + 8)?.try_into().ok()?));
@@ -92,7 +93,7 @@ impl MessagePrefix {
     }
 }
 
-/// A hello's header.
+/// Returns the header of a hello.
 pub(crate) fn hello(token: &Token, own: ConnectionId) -> [u8; Token::BYTES + 8] {
     let mut bytes = [0; Token::BYTES + 8];
     bytes[..Token::BYTES].copy_from_slice(&token.0);
@@ -100,7 +101,7 @@ pub(crate) fn hello(token: &Token, own: ConnectionId) -> [u8; Token::BYTES + 8] 
     bytes
 }
 
-/// The token that was shown, and the id of the one who shows it.
+/// Returns the token of a hello and the sender's own id.
 pub(crate) fn read_hello(header: &[u8]) -> Option<(&[u8], ConnectionId)> {
     let (token, own) = header.split_at_checked(Token::BYTES)?;
     Some((token, ConnectionId(u64::from_le_bytes(own.try_into().ok()?))))

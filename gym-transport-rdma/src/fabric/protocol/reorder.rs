@@ -1,27 +1,29 @@
-//! Restores the order of the messages of one direction: UCX may deliver a short message before an announced one that was sent
-//! earlier.
+//! Reorder buffer for one direction of a connection: UCX may deliver a short message before an announced one that was
+//! sent earlier.
 
 use std::collections::BTreeMap;
 
-/// Holds messages that arrive out of order, up to a number and a sum of bytes.
+/// Holds messages that arrive out of order, up to a number and a total of bytes.
 #[derive(Debug)]
 pub(crate) struct ReorderBuffer<T> {
     next: u64,
-    /// With the bytes of each.
+    /// Messages by sequence number, each with its bytes.
     held: BTreeMap<u64, (usize, T)>,
     held_bytes: usize,
     reorder_max: usize,
     reorder_bytes_max: usize,
 }
 
-/// Why the sender is not to be believed any more.
+/// Protocol violation by the sender.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub(crate) enum ReorderError {
-    #[error("message {0} came twice")]
+    #[error("message {0} arrived twice")]
     Twice(u64),
-    #[error("message {found} came, {missing} is missing, and no more than {reorder_max} may wait for it")]
+    #[error("message {found} arrived before message {missing}; no more than {reorder_max} may arrive early")]
     TooMany { found: u64, missing: u64, reorder_max: usize },
-    #[error("message {found} came, {missing} is missing, and no more than {reorder_bytes_max} bytes may wait for it")]
+    #[error(
+        "message {found} arrived before message {missing}; no more than {reorder_bytes_max} bytes may arrive early"
+    )]
     TooLong { found: u64, missing: u64, reorder_bytes_max: usize },
 }
 
@@ -30,23 +32,26 @@ impl<T> ReorderBuffer<T> {
         Self { next: 0, held: BTreeMap::new(), held_bytes: 0, reorder_max, reorder_bytes_max }
     }
 
-    /// Whether this one is next and nobody waits: then [`ReorderBuffer::pass`] is enough.
+    /// Whether this message is the next one and none is held. Then [`ReorderBuffer::pass`] suffices.
     pub(crate) fn is_next(&self, sequence: u64) -> bool {
         sequence == self.next && self.held.is_empty()
     }
 
-    /// The next one was handed up at once.
+    /// Records that the next message was delivered at once.
     pub(crate) fn pass(&mut self) {
         self.next += 1;
     }
 
-    /// Takes one of so many bytes in; [`ReorderBuffer::pop`] gives it out when it is its turn.
+    /// Stores a message of this many bytes. [`ReorderBuffer::pop`] returns it in order.
+    ///
+    /// # Errors
+    /// If the number was used before, or too many messages or bytes are held.
     pub(crate) fn hold(&mut self, sequence: u64, bytes: usize, message: T) -> Result<(), ReorderError> {
         if sequence < self.next || self.held.contains_key(&sequence) {
             return Err(ReorderError::Twice(sequence));
         }
         let (found, missing) = (sequence, self.next);
-        // The next one always has a place: it is given out at once.
+        // The next message always fits, because it is delivered at once.
         if found != missing && self.held.len() >= self.reorder_max {
             return Err(ReorderError::TooMany { found, missing, reorder_max: self.reorder_max });
         }
@@ -58,7 +63,7 @@ impl<T> ReorderBuffer<T> {
         Ok(())
     }
 
-    /// The next one, if it is here.
+    /// Returns the next message, if it has arrived.
     pub(crate) fn pop(&mut self) -> Option<T> {
         let (bytes, message) = self.held.remove(&self.next)?;
         self.held_bytes -= bytes;

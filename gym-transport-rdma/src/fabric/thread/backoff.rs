@@ -1,4 +1,4 @@
-//! How long the thread looks for more work before it sleeps, and how long it then sleeps.
+//! Backoff of the fabric's thread: how long it polls before it sleeps, and how long it then sleeps.
 
 use std::time::Duration;
 
@@ -6,16 +6,16 @@ use tokio::time::Instant;
 
 use crate::fabric::options::driver::Driver;
 
-/// How long nothing has happened, and how long to sleep then.
+/// Time since the last work, and the length of the next sleep.
 pub(crate) struct Backoff {
     driver: Driver,
     last_work: Instant,
-    /// The next sleep. It doubles while nothing happens: on a device whose events do not come, an answer waits no longer
-    /// than about as long as it took already; and a quiet fabric costs ten wake-ups a second.
+    /// Next sleep. It doubles while nothing happens. On a device without events, a response therefore waits at most
+    /// about as long again as it has taken. An idle fabric wakes up ten times a second.
     sleep: Duration,
-    /// The next nap while UCX refuses to be armed although there is nothing to do.
+    /// Next nap while UCX refuses to be armed although it makes no progress.
     nap: Duration,
-    /// Until then it sleeps instead of looking for more work.
+    /// Until this time, the thread sleeps instead of polling.
     crowded_until: Instant,
 }
 
@@ -43,8 +43,10 @@ impl Backoff {
         }
     }
 
-    /// Between two looks for work. Those who are to give it may need this core. But where there are more who want to run than
-    /// cores, who yields waits for a turn of milliseconds, and who sleeps is woken at once: it sleeps then, for a while.
+    /// Pauses between two polls by yielding, because the thread that provides the work may need this core.
+    ///
+    /// On a machine with more runnable threads than cores, a yield can take milliseconds, but a sleeping thread is
+    /// woken at once. After such a yield, the thread sleeps for a while instead of polling.
     pub(crate) fn pause(&mut self, now: Instant) {
         if self.driver == Driver::Busy {
             std::hint::spin_loop();
@@ -68,8 +70,10 @@ impl Backoff {
         if timers { sleep.min(TIMER_TICK.max(tick)) } else { sleep }
     }
 
-    /// What is to be sent waits for its peer: a full queue in shared memory whose owner is slow, stopped or dead. Zero the
-    /// first time, which may be an event that came just now; then it doubles up to the tick.
+    /// Returns the next wait while a send waits for its peer: a full queue in shared memory whose owner is slow,
+    /// stopped or dead.
+    ///
+    /// Zero the first time, because an event may have just arrived; then it doubles up to the tick.
     pub(crate) fn next_nap(&mut self) -> Duration {
         let Driver::Hybrid { tick, .. } = self.driver else { return Duration::ZERO };
         let nap = self.nap;
@@ -78,15 +82,15 @@ impl Backoff {
     }
 }
 
-/// A yield that takes longer went to somebody who has work for long.
+/// A longer yield means that another thread had much work.
 const YIELD_MAX: Duration = Duration::from_micros(200);
-/// How long it then sleeps instead of yielding, in times of what was lost: lost are a hundredth of the time at most, and a machine
-/// that is crowded for a moment is not taken for one that is crowded.
+/// Time for which the thread then sleeps instead of yielding, as a multiple of the lost time. At most a hundredth of
+/// the time is lost, and a short burst of load has no lasting effect.
 const CROWDED_TIMES: u32 = 100;
 const CROWDED_MAX: Duration = Duration::from_secs(1);
-/// The first nap: as long as the spinning before it.
+/// First nap: as long as the polling before it.
 const NAP_MIN: Duration = Duration::from_micros(50);
-/// How exactly deadlines are kept.
+/// Precision of deadlines.
 const TIMER_TICK: Duration = Duration::from_millis(5);
 
 #[cfg(test)]
@@ -119,7 +123,7 @@ mod tests {
         assert_eq!(backoff.next_nap(), Duration::ZERO);
     }
 
-    /// On a device whose events never come, an answer is found by a tick: no later than after about as long again.
+    /// On a device without events, a tick finds the response after at most about the time that it has taken.
     #[test]
     fn an_answer_without_an_event_waits_no_longer_than_it_took() {
         for answer_after in [ms(1), ms(5), ms(40), ms(90)] {

@@ -1,4 +1,4 @@
-//! The fabric's thread: opens everything, runs the event loop, and closes everything.
+//! The fabric's thread: opens UCX, runs the event loop, and closes UCX.
 
 mod backoff;
 mod exit;
@@ -28,25 +28,28 @@ use crate::fabric::thread::state::FabricState;
 use crate::fabric::thread::state::callbacks::{CallbackQueue, MessageReceiver};
 use crate::fabric::thread::state::registrations::Registrations;
 use crate::sys;
-use crate::ucx::{Armed, Context, Listener, Others, Receiver, Status, Worker};
+use crate::ucx::{Armed, Context, Listener, Receiver, Status, UnhandledIds, Worker};
 
-/// Commands of one round, so that what arrives is not kept waiting by what goes out.
+/// Commands per round, so that sending does not delay receiving.
 const COMMANDS_A_ROUND: usize = 256;
-/// Calls of progress of one round, so that commands are not kept waiting by what arrives.
+/// Calls of `progress` per round, so that receiving does not delay commands.
 const PROGRESS_A_ROUND: usize = 64;
-/// While peer workers have work, networks are polled once in this many rounds: polling takes as long as a message of a peer
-/// worker.
+/// While peer workers have work, networks are polled once in this many rounds: one poll takes as long as a message of a
+/// peer worker.
 const PEER_WORKERS_FIRST: u32 = 8;
 
-/// Starts it, and returns when it is ready.
+/// Starts the thread, and returns when the fabric is ready.
+///
+/// # Errors
+/// If UCX cannot be opened, or the thread cannot be started or pinned to its CPU.
 pub(crate) fn start(options: FabricOptions, shared: &Arc<FabricShared>) -> Result<(), FabricError> {
     let (opened, result) = sync_channel(1);
     let thread = {
         let (shared, name) = (Arc::clone(shared), options.name.clone());
         std::thread::Builder::new().name(name).spawn(move || run(options, &shared, &opened))?
     };
-    // The thread always says something, unless it panics: then the channel is closed.
-    let result = result.recv().unwrap_or_else(|_| Err(std::io::Error::other("it panicked").into()));
+    // The thread always sends a result, unless it panics: then the channel is closed.
+    let result = result.recv().unwrap_or_else(|_| Err(std::io::Error::other("the thread panicked").into()));
     drop(thread);
     result
 }
@@ -56,20 +59,20 @@ fn run(options: FabricOptions, shared: &Arc<FabricShared>, opened: &SyncSender<R
     let (state, callbacks) = match open(options, shared) {
         Ok(open) => open,
         Err(error) => {
-            // Nobody has a handle yet, so nobody waits for more than this.
+            // The caller has no handle yet, so it waits only for this result.
             let _ = opened.send(Err(error));
             return;
         }
     };
     let _ = opened.send(Ok(()));
-    // Whatever happens, those who wait for the end are told.
+    // Notifies the callers that wait for the end, even after a panic.
     let mut ended = Ended { shared, clean: false };
     event_loop(driver, shared, &state, &callbacks);
     if shared.stopped.load(Ordering::Relaxed) {
-        // UCX's exit handlers run next; nothing of it may be touched any more.
+        // UCX's exit handlers run next, so nothing of UCX may be touched any more.
         std::mem::forget((state, callbacks));
     } else {
-        ended.clean = give_back(state);
+        ended.clean = destroy(state);
     }
 }
 
@@ -93,7 +96,7 @@ fn open(options: FabricOptions, shared: &Arc<FabricShared>) -> Result<Open, Fabr
     if let Some(cpu) = options.cpu {
         let mut cpus = rustix::thread::CpuSet::new();
         if cpu >= rustix::thread::CpuSet::MAX_CPU {
-            return Err(std::io::Error::other(format!("there is no CPU {cpu}")).into());
+            return Err(std::io::Error::other(format!("CPU {cpu} does not exist")).into());
         }
         cpus.set(cpu);
         rustix::thread::sched_setaffinity(None, &cpus).map_err(std::io::Error::from)?;
@@ -105,7 +108,7 @@ fn open(options: FabricOptions, shared: &Arc<FabricShared>) -> Result<Open, Fabr
     let context = Context::open(library, &settings).map_err(refused)?;
     let worker = Worker::open(&context).map_err(refused)?;
     if worker.header_bytes_max() < PREFIX_BYTES + HEADER_BYTES_MAX {
-        let status = format!("these transports take no more than {} bytes", worker.header_bytes_max());
+        let status = format!("the transports support at most {} bytes", worker.header_bytes_max());
         return Err(FabricError::Ucx {
             what: format!("send headers of {} bytes", PREFIX_BYTES + HEADER_BYTES_MAX),
             status,
@@ -123,11 +126,11 @@ fn open(options: FabricOptions, shared: &Arc<FabricShared>) -> Result<Open, Fabr
     let listen_address = match &listener {
         None => None,
         Some(listener) => {
-            Some(listener.address().map_err(|status| refused(("ask where it listens".to_owned(), status)))?)
+            Some(listener.address().map_err(|status| refused(("query the listen address".to_owned(), status)))?)
         }
     };
     let ready = FabricInfo { listen_address, library: library.info(), devices: devices(&context.describe()) };
-    // Set once, here.
+    // This is the only place that sets it.
     let _ = shared.ready.set(ready);
     let registrations = Registrations::new(context, Arc::clone(shared));
     let shared_memory_settings = SharedMemorySettings::new(library, &options);
@@ -144,12 +147,12 @@ fn open(options: FabricOptions, shared: &Arc<FabricShared>) -> Result<Open, Fabr
         RefCell::new(FabricState::new(options, shared, registrations, worker, peer_workers, listener, callbacks))
     });
     let receiver = MessageReceiver::new(Rc::clone(&callbacks), Rc::downgrade(&state), Arc::clone(shared), None);
-    let received = worker.receive(MESSAGE_ID, Box::new(receiver), Others::All);
+    let received = worker.receive(MESSAGE_ID, Box::new(receiver), UnhandledIds::All);
     received.map_err(|status| refused(("receive messages".to_owned(), status)))?;
     Ok((state, callbacks))
 }
 
-/// Runs until a shutdown has ended.
+/// Runs until a shutdown has completed.
 fn event_loop(driver: Driver, shared: &FabricShared, state: &RefCell<FabricState>, callbacks: &CallbackQueue) {
     let (worker, peer_workers) = (state.borrow().worker(), state.borrow().peer_workers.workers());
     let mut commands = VecDeque::new();
@@ -164,14 +167,14 @@ fn event_loop(driver: Driver, shared: &FabricShared, state: &RefCell<FabricState
             }
             state.shut_down();
         }
-        // The state is not borrowed here, so that what arrives can be handed up from within UCX.
+        // The state is not borrowed here, so that messages can be delivered from within UCX.
         let arrived = peer_workers.borrow().iter().fold(false, |arrived, peer_worker| arrived | progress(peer_worker));
         worked |= arrived;
         if !arrived || round.is_multiple_of(PEER_WORKERS_FIRST) {
             worked |= progress(&worker);
         }
         let mut state = state.borrow_mut();
-        // Who tells a peer the way has told us to expect it before: its hello must not be looked at first.
+        // A listener posts `expect` before it gives a peer the address, so commands come before the peer's hello.
         while !callbacks.is_empty() && shared.queue.take(&mut commands, COMMANDS_A_ROUND) {
             for command in commands.drain(..) {
                 state.command(command);
@@ -208,23 +211,23 @@ fn progress(worker: &Worker) -> bool {
     worked
 }
 
-/// What ended a sleep, as far as it matters.
+/// Reason why a sleep ended.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Woken {
-    /// A peer's process has ended.
+    /// The process of a peer has ended.
     ByProcess,
     Otherwise,
 }
 
 fn sleep(shared: &FabricShared, state: &FabricState, backoff: &mut Backoff, now: Instant) -> Woken {
     let mut armed: Vec<&Worker> = Vec::new();
-    // Only an armed worker makes its descriptor readable; one that is busy has something to do, or waits for a peer to send.
-    // It announces nothing new, and its descriptor may be readable from what is over.
+    // Only an armed worker makes its descriptor readable. A busy worker has work, or waits for space at a peer. It
+    // announces nothing new, and its descriptor may still be readable from an old event.
     let mut busy = state.peer_workers.arm(&mut armed);
     match state.worker.arm() {
         Ok(Armed::Yes) => armed.push(&state.worker),
         Ok(Armed::Busy) => busy = true,
-        // Without events there is still the tick.
+        // Without events, the tick still applies.
         Err(status) => tracing::debug!(%status, "arm the worker"),
     }
     let nap = busy.then(|| backoff.next_nap());
@@ -242,7 +245,7 @@ fn sleep(shared: &FabricShared, state: &FabricState, backoff: &mut Backoff, now:
     }
     let most = nap.unwrap_or_else(|| backoff.next_sleep(state.has_timers(now)));
     let timeout = Timespec { tv_sec: most.as_secs() as i64, tv_nsec: i64::from(most.subsec_nanos()) };
-    // An interruption is as good as a tick.
+    // An interruption has the effect of a timeout.
     let ready = poll(&mut watched, Some(&timeout)).unwrap_or(0);
     let readable = |one: &PollFd<'_>| one.revents().contains(PollFlags::IN);
     let (workers, processes) = watched[1..].split_at(armed.len());
@@ -260,9 +263,9 @@ fn sleep(shared: &FabricShared, state: &FabricState, backoff: &mut Backoff, now:
     if process { Woken::ByProcess } else { Woken::Otherwise }
 }
 
-/// Endpoints are closed by now, or will not be. Worker, memory and context, in this order.
-fn give_back(state: Rc<RefCell<FabricState>>) -> bool {
-    // The only other references are weak ones.
+/// Closes worker, memory and context, in this order. By now, all endpoints are closed or have been given up.
+fn destroy(state: Rc<RefCell<FabricState>>) -> bool {
+    // All other references are weak.
     let Ok(state) = Rc::try_unwrap(state) else { return false };
-    state.into_inner().give_back()
+    state.into_inner().destroy()
 }

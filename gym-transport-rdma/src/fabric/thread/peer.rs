@@ -1,4 +1,4 @@
-//! One connection, as the fabric's thread sees it.
+//! State of one connection on the fabric's thread.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -22,32 +22,34 @@ use crate::ucx::{Announcement, Endpoint, ErrorMode, Memory, Outgoing, Protocol, 
 
 /// Phase of a connection.
 pub(crate) enum Phase {
-    /// The answering end waits for a hello. Over shared memory, `address` is our worker and the address of the peer's.
+    /// The answering end waits for a hello. Over shared memory, `address` holds our worker and the address of the
+    /// peer's worker.
     Expecting { token: Token, address: Option<(Rc<Worker>, Bytes)> },
     /// The calling end waits for the welcome.
     Calling,
-    /// Both ends know each other.
+    /// The connection is established at both ends.
     Open,
-    /// We have sent `Close` after everything posted before, and wait until the peer confirms that all of it has arrived.
+    /// This end has sent `Close`, after everything posted before, and waits until the peer confirms that all of it has
+    /// arrived.
     Closing { peer_close: PeerClose },
     /// The peer has sent `Close`.
     PeerClosing { peer_close: PeerClose },
-    /// It ends as soon as UCX has returned.
+    /// The connection failed and ends as soon as UCX has returned.
     Broken,
 }
 
 /// Progress of the peer's `Close`.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum PeerClose {
-    /// It has not arrived.
+    /// `Close` has not arrived.
     NotReceived,
-    /// It has arrived, and a payload that was announced before is still being received.
+    /// `Close` has arrived; a payload that was announced before is still being received.
     Received,
-    /// We have confirmed that everything has arrived.
+    /// This end has confirmed that everything has arrived.
     Acknowledged,
 }
 
-/// A message that has arrived, in order or not.
+/// A message that has arrived, possibly out of order.
 pub(crate) struct IncomingMessage {
     pub(crate) prefix: MessagePrefix,
     pub(crate) header: Bytes,
@@ -55,7 +57,7 @@ pub(crate) struct IncomingMessage {
 }
 
 impl IncomingMessage {
-    /// What a peer of ours sends outside of the order is short, and comes with its header.
+    /// Whether this can be an urgent message: short, and eager. Peers that run this crate send no others.
     pub(crate) fn may_be_urgent(&self) -> bool {
         matches!(&self.body, IncomingPayload::Eager(bytes) if bytes.len() <= URGENT_BYTES_MAX)
     }
@@ -67,7 +69,7 @@ pub(crate) enum IncomingPayload {
 }
 
 impl IncomingPayload {
-    /// Bytes that it takes here.
+    /// Bytes of memory that the payload occupies here.
     pub(crate) fn held_bytes(&self) -> usize {
         match self {
             Self::Eager(bytes) => bytes.len(),
@@ -76,7 +78,7 @@ impl IncomingPayload {
     }
 }
 
-/// The fabric's options that concern one connection.
+/// Options of the fabric that apply to one connection.
 #[derive(Clone, Copy)]
 pub(crate) struct ConnectionLimits {
     pub(crate) reorder_max: usize,
@@ -84,30 +86,30 @@ pub(crate) struct ConnectionLimits {
     pub(crate) rendezvous_bytes: Option<usize>,
 }
 
-/// Announced payloads that are wanted.
+/// Announced payloads that are to be received.
 #[derive(Default)]
 pub(crate) struct PendingLandings {
-    /// Not begun yet, with their keys.
+    /// Payloads that are not being received yet, with their keys.
     pub(crate) announced: VecDeque<(u64, Announcement)>,
-    /// Being received into our memory.
-    pub(crate) under_way: usize,
+    /// Number of payloads that are being received.
+    pub(crate) in_flight: usize,
 }
 
 impl PendingLandings {
     pub(crate) fn is_over(&self) -> bool {
-        self.under_way == 0 && self.announced.is_empty()
+        self.in_flight == 0 && self.announced.is_empty()
     }
 }
 
-/// One connection.
+/// State of one connection.
 pub(crate) struct PeerConnection {
     pub(crate) connection: Arc<ConnectionShared>,
     pub(crate) events: Arc<dyn ConnectionEvents>,
     pub(crate) id: ConnectionId,
-    /// Over shared memory: the worker of this connection.
+    /// Dedicated worker of a connection over shared memory.
     pub(crate) peer_worker: Option<PeerWorkerId>,
     pub(crate) phase: Phase,
-    /// When the phase must have ended.
+    /// Deadline of the phase.
     pub(crate) deadline: Option<Instant>,
     pub(crate) endpoint: Option<Endpoint>,
     /// Identifies the endpoint when UCX reports its failure.
@@ -117,9 +119,9 @@ pub(crate) struct PeerConnection {
     pub(crate) landing: PendingLandings,
     limits: ConnectionLimits,
     next_sequence: u64,
-    /// Posted before it was open.
+    /// Messages posted before the connection was open.
     waiting: VecDeque<ActiveMessage>,
-    /// Urgent messages that came before the welcome.
+    /// Urgent messages that arrived before the welcome.
     pub(crate) early: Vec<IncomingMessage>,
 }
 
@@ -151,7 +153,7 @@ impl PeerConnection {
         }
     }
 
-    /// Sends a message, or keeps it until the connection is open. `memory` finds what a payload is registered with.
+    /// Sends a message, or holds it until the connection is open. `memory` returns the registration of a payload.
     pub(crate) fn post(&mut self, message: ActiveMessage, memory: impl FnOnce(&Bytes) -> Option<Rc<Memory>>) {
         match self.phase {
             Phase::Open => {
@@ -174,7 +176,7 @@ impl PeerConnection {
         self.waiting.len() + self.operations.len()
     }
 
-    /// What was posted before it was open.
+    /// Takes the messages that were posted before the connection was open.
     pub(crate) fn take_waiting(&mut self) -> VecDeque<ActiveMessage> {
         std::mem::take(&mut self.waiting)
     }
@@ -208,7 +210,7 @@ impl PeerConnection {
                 MessageKind::Ordered => self.protocol(payload.len()),
                 _ => Protocol::Eager,
             },
-            // On the listener's way the answering end answers on the endpoint that the hello came from.
+            // Through a listener, the answering end responds on the endpoint that received the hello.
             reply: kind == MessageKind::Hello && endpoint.mode() == ErrorMode::Peer,
             payload,
         };
@@ -225,12 +227,13 @@ impl PeerConnection {
         });
     }
 
-    /// Sends a message without header and payload.
+    /// Sends a message without header or payload.
     pub(crate) fn send_control(&mut self, kind: MessageKind) {
         self.send(kind, &[], Bytes::new(), None, None);
     }
 
-    /// UCX would count the headers too; a caller that was promised an edge gets it exactly.
+    /// Selects the protocol by the payload alone. UCX would include the headers, but callers rely on the exact
+    /// threshold.
     fn protocol(&self, payload_bytes: usize) -> Protocol {
         match self.limits.rendezvous_bytes {
             None => Protocol::Any,
@@ -239,7 +242,7 @@ impl PeerConnection {
         }
     }
 
-    /// Accepts and delivers nothing more; waiting messages fail.
+    /// Stops sending and delivering. Messages that were not sent yet fail.
     pub(crate) fn shut(&mut self) {
         self.connection.ended.store(true, Ordering::Release);
         for message in self.waiting.drain(..) {
@@ -247,9 +250,12 @@ impl PeerConnection {
         }
     }
 
-    /// Calls an event; a panic in it is the connection's error.
+    /// Calls an event. A panic in it becomes an error of the connection.
+    ///
+    /// # Errors
+    /// `Internal` if the event panicked.
     pub(crate) fn notify<T>(&self, event: impl FnOnce(&dyn ConnectionEvents) -> T) -> Result<T> {
         catch_unwind(AssertUnwindSafe(|| event(self.events.as_ref())))
-            .map_err(|_| Error::internal("what handles the connection's messages panicked"))
+            .map_err(|_| Error::internal("connection event callback panicked"))
     }
 }

@@ -18,29 +18,29 @@ use crate::messaging::header::{AmHeader, AmKind};
 use crate::messaging::reassembly::Reassembly;
 use crate::messaging::send_queue::UcxSendQueue;
 
-/// Handles the fabric's events of a connection whose peer calls us.
+/// Event receiver of a connection whose peer calls this end.
 pub(crate) struct AnsweringEvents {
     me: Weak<Self>,
-    /// The peer's greeting.
+    /// The peer's handshake.
     pub(crate) theirs: Handshake,
     pub(crate) peer: PeerInfo,
-    /// The permit of a peer that is awaited.
-    awaited: Mutex<Option<OwnedSemaphorePermit>>,
-    /// Receives the peers that have arrived.
+    /// Permit of a peer that has not connected yet.
+    pending: Mutex<Option<OwnedSemaphorePermit>>,
+    /// Receives the peer when it connects.
     arrivals: mpsc::Sender<ArrivedPeer>,
     serving: OnceLock<Serving>,
     requests: Mutex<RequestQueue>,
-    pub(crate) heard: PeerActivity,
+    pub(crate) activity: PeerActivity,
     ended: Mutex<Option<CloseReason>>,
     over: CancelToken,
 }
 
-/// A peer that has arrived. Its connection is closed unless it is served.
+/// A peer that has connected. Dropping it closes the connection, unless it is served.
 pub(crate) struct ArrivedPeer {
     connection: Connection,
     pub(crate) lanes: Lanes,
     pub(crate) events: Arc<AnsweringEvents>,
-    _awaited: Option<OwnedSemaphorePermit>,
+    _pending: Option<OwnedSemaphorePermit>,
     served: bool,
 }
 
@@ -66,32 +66,33 @@ struct Serving {
 }
 
 impl AnsweringEvents {
-    /// Sends the peer to `arrivals` once it has arrived.
+    /// Creates the event receiver. It sends the peer to `arrivals` when the peer connects.
     pub(crate) fn new(
         limits: &ConnectionLimits,
         theirs: Handshake,
         peer: PeerInfo,
         arrivals: mpsc::Sender<ArrivedPeer>,
-        awaited: OwnedSemaphorePermit,
+        pending: OwnedSemaphorePermit,
     ) -> Arc<Self> {
-        // What a peer of ours has under way, cancelled or not: one message that is longer than the capacity goes alone.
+        // What a peer of this crate has in flight, cancelled or not. A message larger than the capacity is sent alone.
         let abandoned_bytes_max = limits.request_bytes_in_flight_max.max(limits.message_bytes_max);
         let requests = RequestQueue::new(Reassembly::new(limits.message_limits(), abandoned_bytes_max));
         Arc::new_cyclic(|me| Self {
             me: Weak::clone(me),
             theirs,
             peer,
-            awaited: Mutex::new(Some(awaited)),
+            pending: Mutex::new(Some(pending)),
             arrivals,
             serving: OnceLock::new(),
             requests: Mutex::new(requests),
-            heard: PeerActivity::default(),
+            activity: PeerActivity::default(),
             ended: Mutex::default(),
             over: CancelToken::new(),
         })
     }
 
-    /// From now on an end takes what comes. To be called within the tokio runtime that is to run it, before the greeting.
+    /// Delivers later messages to this end. Must be called in the tokio runtime that runs its handlers, before the
+    /// handshake.
     pub(crate) fn serve(&self, end: Arc<AnsweringEnd<UcxSendQueue>>) {
         let _ = self.serving.set(Serving { end, runtime: Handle::current() });
     }
@@ -99,20 +100,20 @@ impl AnsweringEvents {
     /// Waits for the end of the connection.
     ///
     /// # Errors
-    /// When it broke.
+    /// If the connection broke, or the peer closed it within a request.
     pub(crate) async fn over(&self) -> Result<()> {
         self.over.cancelled().await;
         match self.ended.lock().unwrap_or_else(PoisonError::into_inner).take() {
             Some(CloseReason::Lost(error)) => Err(error),
             Some(CloseReason::ClosedByPeer) if !self.requests().is_at_rest() => {
-                Err(malformed("the peer left in the middle of a request"))
+                Err(malformed("the peer disconnected within a request"))
             }
             _ => Ok(()),
         }
     }
 
-    fn take_awaited(&self) -> Option<OwnedSemaphorePermit> {
-        self.awaited.lock().unwrap_or_else(PoisonError::into_inner).take()
+    fn take_pending(&self) -> Option<OwnedSemaphorePermit> {
+        self.pending.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
     fn requests(&self) -> MutexGuard<'_, RequestQueue> {
@@ -120,13 +121,13 @@ impl AnsweringEvents {
     }
 
     fn begin(&self, serving: &Serving, am: AmHeader, payload: &Payload<'_>) -> Result<()> {
-        // The queue is not locked while the end and its handler look at a request.
+        // The queue is not locked while the end and its handler examine a request.
         let first_chunk = self.requests().begin(am, payload)?;
         if let Some(first_chunk) = first_chunk
             && serving.end.on_opening(first_chunk.0, &first_chunk.1.header, first_chunk.1.total)?
         {
             self.requests().keep(first_chunk)?;
-            self.hand_over(serving);
+            self.deliver_complete(serving);
         }
         Ok(())
     }
@@ -135,18 +136,18 @@ impl AnsweringEvents {
         let known = self.requests().cancel(call)?;
         if known {
             serving.end.on_cancel(call);
-            // Those behind it may have waited for it alone.
-            self.hand_over(serving);
+            // Later requests may have waited only for this one.
+            self.deliver_complete(serving);
         }
         Ok(())
     }
 
-    fn hand_over(&self, serving: &Serving) {
+    fn deliver_complete(&self, serving: &Serving) {
         let mut inside = None;
         loop {
             let next = self.requests().next();
             let Some((call, landed)) = next else { return };
-            // The fabric's thread is in no runtime; handlers may want one.
+            // The fabric's thread is not in a runtime, but handlers may need one.
             inside.get_or_insert_with(|| serving.runtime.enter());
             serving.end.on_request(call, landed.header, landed.head, landed.segments);
         }
@@ -156,16 +157,16 @@ impl AnsweringEvents {
 impl ConnectionEvents for AnsweringEvents {
     fn opened(&self, connection: &Connection, lanes: &Lanes) {
         let Some(events) = self.me.upgrade() else { return };
-        let (connection, lanes, awaited) = (connection.clone(), lanes.clone(), self.take_awaited());
-        // Dropped, and so closed, when the listener is gone.
-        let _ = self.arrivals.try_send(ArrivedPeer { connection, lanes, events, _awaited: awaited, served: false });
+        let (connection, lanes, pending) = (connection.clone(), lanes.clone(), self.take_pending());
+        // If the listener was dropped, the peer is dropped and its connection closed.
+        let _ = self.arrivals.try_send(ArrivedPeer { connection, lanes, events, _pending: pending, served: false });
     }
 
     fn message(&self, header: &[u8], payload: Payload<'_>) -> Result<Disposition> {
-        self.heard.record();
+        self.activity.record();
         let am = AmHeader::read(header)?;
         let Some(serving) = self.serving.get() else {
-            return Err(malformed(format!("{:?} before the greeting", am.kind)));
+            return Err(malformed(format!("{:?} before the handshake", am.kind)));
         };
         match am.kind {
             AmKind::Request | AmKind::HeaderRest => self.begin(serving, am, &payload)?,
@@ -174,22 +175,22 @@ impl ConnectionEvents for AnsweringEvents {
             AmKind::Ping => serving.end.sender().echo(am.call),
             AmKind::Pong => serving.end.sender().echoed(am.call),
             AmKind::Handshake | AmKind::Response | AmKind::Failed | AmKind::Drain => {
-                return Err(malformed(format!("{:?} is not for a server", am.kind)));
+                return Err(malformed(format!("unexpected {:?} from a calling end", am.kind)));
             }
         }
         Ok(Disposition::Done)
     }
 
     fn landed(&self, key: u64, bytes: Bytes) {
-        self.heard.record();
+        self.activity.record();
         self.requests().landed(key, bytes);
         if let Some(serving) = self.serving.get() {
-            self.hand_over(serving);
+            self.deliver_complete(serving);
         }
     }
 
     fn ended(&self, why: CloseReason) {
-        drop(self.take_awaited());
+        drop(self.take_pending());
         *self.ended.lock().unwrap_or_else(PoisonError::into_inner) = Some(why);
         self.over.cancel();
     }

@@ -1,4 +1,4 @@
-//! Reorder queue: restores the order in which requests were sent.
+//! Reorder queue of requests: passes them on in the order in which they were sent.
 
 use std::collections::{HashSet, VecDeque};
 
@@ -11,25 +11,29 @@ use crate::messaging::header::{AmHeader, AmKind};
 use crate::messaging::reassembly::message::CompleteMessage;
 use crate::messaging::reassembly::{FirstChunk, Reassembly};
 
-/// Cancels that may be here before their requests: far more than a peer can have on their way.
-const EARLY_MAX: usize = 1 << 16;
+/// Maximum cancellations held before their requests arrive: far more than a peer of this crate has in flight.
+const EARLY_CANCELS_MAX: usize = 1 << 16;
 
-/// Requests that have arrived and were not passed on.
+/// Requests that have arrived and were not passed on yet.
 pub(crate) struct RequestQueue {
     reassembly: Reassembly<RequestHeader>,
-    /// Requests that were taken in, by their numbers; a message is there once it is complete.
+    /// Accepted requests with their call numbers; the message is present once it is complete.
     queue: VecDeque<(u64, Option<CompleteMessage<RequestHeader>>)>,
-    /// Calls whose cancel has overtaken them.
-    early: HashSet<u64>,
+    /// Calls whose cancellation has overtaken their request.
+    early_cancels: HashSet<u64>,
     last_call: u64,
 }
 
 impl RequestQueue {
     pub(crate) fn new(reassembly: Reassembly<RequestHeader>) -> Self {
-        Self { reassembly, queue: VecDeque::new(), early: HashSet::new(), last_call: 0 }
+        Self { reassembly, queue: VecDeque::new(), early_cancels: HashSet::new(), last_call: 0 }
     }
 
-    /// A request, or more of the header of one. Its first chunk, when it is complete and not cancelled already.
+    /// Receives the first chunk of a request, or more of its header. Returns the request if its header is complete and
+    /// it is not cancelled.
+    ///
+    /// # Errors
+    /// If the message is malformed or the call number is not greater than the previous one.
     pub(crate) fn begin(&mut self, am: AmHeader, payload: &Payload<'_>) -> Result<Option<FirstChunk<RequestHeader>>> {
         let first_chunk = match am.kind {
             AmKind::HeaderRest => self.reassembly.more(am, payload)?,
@@ -40,13 +44,13 @@ impl RequestQueue {
             return Err(malformed(format!("call {} after call {}", first_chunk.0, self.last_call)));
         }
         self.last_call = first_chunk.0;
-        Ok(Some(first_chunk).filter(|(call, _)| !self.early.remove(call)))
+        Ok(Some(first_chunk).filter(|(call, _)| !self.early_cancels.remove(call)))
     }
 
-    /// Appends a request that is wanted.
+    /// Appends an accepted request.
     ///
     /// # Errors
-    /// When more are incomplete than a peer of ours sends at a time.
+    /// If more requests are incomplete than a peer of this crate sends at a time.
     pub(crate) fn keep(&mut self, first_chunk: FirstChunk<RequestHeader>) -> Result<()> {
         let call = first_chunk.0;
         let landed = self.reassembly.keep(first_chunk)?;
@@ -54,12 +58,15 @@ impl RequestQueue {
         Ok(())
     }
 
-    /// A chunk has arrived. Returns whether and where to receive it.
+    /// Receives a chunk. Returns whether and where to receive its payload.
+    ///
+    /// # Errors
+    /// If the chunk does not match the layout of its message, or too many abandoned payloads are still being received.
     pub(crate) fn chunk(&mut self, am: AmHeader, payload: &Payload<'_>) -> Result<Disposition> {
         self.reassembly.chunk(am, payload)
     }
 
-    /// A chunk has been received.
+    /// Records that a chunk has been received.
     pub(crate) fn landed(&mut self, key: u64, bytes: Bytes) {
         if let Some((call, landed)) = self.reassembly.landed(key, bytes)
             && let Ok(at) = self.position(call)
@@ -68,7 +75,7 @@ impl RequestQueue {
         }
     }
 
-    /// The next request, if it is complete: nobody overtakes one that is not.
+    /// Returns the next request if it is complete. No request overtakes an incomplete one.
     pub(crate) fn next(&mut self) -> Option<(u64, CompleteMessage<RequestHeader>)> {
         let (call, landed) = self.queue.front_mut()?;
         let next = Some((*call, landed.take()?));
@@ -76,19 +83,19 @@ impl RequestQueue {
         next
     }
 
-    /// The caller has left. Whether its request was here already; if not, it is remembered.
+    /// Cancels a call. Returns `true` if its request has arrived; otherwise, the cancellation is held until it does.
     ///
     /// # Errors
-    /// When more is to be remembered than any peer of ours cancels.
+    /// If more cancellations are held than a peer of this crate can cause.
     pub(crate) fn cancel(&mut self, call: u64) -> Result<bool> {
         if call > self.last_call {
-            if self.early.len() >= EARLY_MAX {
-                return Err(malformed("cancels of calls that never come"));
+            if self.early_cancels.len() >= EARLY_CANCELS_MAX {
+                return Err(malformed(format!("{EARLY_CANCELS_MAX} cancellations of calls that have not arrived")));
             }
-            self.early.insert(call);
+            self.early_cancels.insert(call);
             return Ok(false);
         }
-        // A peer of ours holds its capacity for a request until what it sent has been received.
+        // A peer of this crate holds the capacity of a request until everything that it sent has been received.
         self.reassembly.forget(call, CapacityPermit::default());
         if let Ok(at) = self.position(call) {
             self.queue.remove(at);
@@ -96,7 +103,7 @@ impl RequestQueue {
         Ok(true)
     }
 
-    /// Whether every message that began is complete.
+    /// Whether no message is incomplete.
     pub(crate) fn is_at_rest(&self) -> bool {
         self.reassembly.is_at_rest()
     }

@@ -1,4 +1,4 @@
-//! An answering end, whose peer is the input.
+//! Fuzz target: an answering end whose peer is the input.
 
 use bytes::{Buf, Bytes};
 use gym_core::message::frame::MessageLimits;
@@ -7,23 +7,23 @@ use gym_core::{CallContext, Result, Route, Verb};
 
 use crate::fabric::{Disposition, EagerBytes, Payload};
 use crate::messaging::answering::request_queue::RequestQueue;
-use crate::messaging::fuzzing::{OnTheWay, byte, first_chunk, parts, raw, raw_announced};
+use crate::messaging::fuzzing::{PayloadsInFlight, byte, first_chunk, parts, raw, raw_announced};
 use crate::messaging::header::{AmHeader, AmKind};
 use crate::messaging::reassembly::Reassembly;
 
-/// Chunks and cancels are of one of the last calls, or of the next.
+/// Chunks and cancellations refer to one of this many recent calls, or to the next one.
 const CALLS: u8 = 8;
 
-/// What a fuzzer's bytes do to an answering end.
+/// State of an answering end under fuzzing.
 struct Session {
     requests: RequestQueue,
-    coming: OnTheWay,
-    /// The last number that was made up.
+    in_flight: PayloadsInFlight,
+    /// Last generated call number.
     last: u64,
 }
 
 impl Session {
-    /// The number of a call that may be there.
+    /// Returns the number of a recent call.
     fn call(&self, input: &mut &[u8]) -> u64 {
         self.last.saturating_sub(u64::from(byte(input) % CALLS)) + 1
     }
@@ -37,7 +37,7 @@ impl Session {
             }
             AmKind::Chunk => {
                 if let Disposition::Land { key } = self.requests.chunk(am, payload)? {
-                    self.coming.land(key, payload)?;
+                    self.in_flight.land(key, payload)?;
                 }
             }
             AmKind::Cancel => {
@@ -49,7 +49,7 @@ impl Session {
         Ok(())
     }
 
-    /// The next message of the input: raw, or one that a peer of ours would send, as its first byte says.
+    /// Delivers the next message of the input, raw or valid, as its first byte selects.
     fn step(&mut self, input: &mut &[u8]) -> Result<()> {
         match byte(input) % 6 {
             0 => {
@@ -61,16 +61,16 @@ impl Session {
                 self.message(am, &payload)
             }
             2 => {
-                // Seldom a number that was there already.
+                // Seldom a number that was used before.
                 self.last += u64::from(byte(input) > 8);
                 let call = self.last;
                 let (am, payload, chunks) = request(call, &parts(input));
-                self.coming.chunks.insert(call, chunks);
+                self.in_flight.chunks.insert(call, chunks);
                 self.message(am, &Payload::Eager(EagerBytes::Owned(payload)))
             }
             3 => {
                 let call = self.call(input);
-                let (am, payload) = self.coming.chunk(call, input);
+                let (am, payload) = self.in_flight.chunk(call, input);
                 self.message(am, &payload)
             }
             4 => {
@@ -78,7 +78,7 @@ impl Session {
                 self.message(cancel, &Payload::Eager(EagerBytes::Borrowed(&[])))
             }
             _ => {
-                if let Some((key, bytes)) = self.coming.landed(input) {
+                if let Some((key, bytes)) = self.in_flight.landed(input) {
                     self.requests.landed(key, bytes);
                 }
                 Ok(())
@@ -87,21 +87,21 @@ impl Session {
     }
 }
 
-/// Delivers the active messages that the input describes to an answering end, with payloads in any order. Returns the bytes of the buffers
-/// that were taken for them.
+/// Delivers the active messages that the input describes to an answering end, with payloads in any order. Returns the
+/// total bytes of the buffers that were taken for them.
 ///
 /// # Errors
-/// What would have ended the connection.
+/// The error that would have ended the connection.
 pub fn take_requests(mut input: &[u8], limits: &MessageLimits) -> Result<usize> {
     let requests = RequestQueue::new(Reassembly::new(limits.clone(), limits.message_bytes_max));
-    let mut session = Session { requests, coming: OnTheWay::default(), last: 0 };
+    let mut session = Session { requests, in_flight: PayloadsInFlight::default(), last: 0 };
     while input.has_remaining() {
         session.step(&mut input)?;
     }
-    Ok(session.coming.taken)
+    Ok(session.in_flight.taken)
 }
 
-/// A request's first chunk with a head and segments of these lengths, as a peer of ours sends it, and the bytes of its chunks.
+/// Generates a request's first chunk for a head and segments of these lengths, and the lengths of its chunks.
 fn request(call: u64, parts: &[usize]) -> (AmHeader, Bytes, Vec<usize>) {
     let context = CallContext::default();
     let header = |message: &_| put_request(0, Verb::Post, &Route::from("/".to_owned()), &context, 0, message);

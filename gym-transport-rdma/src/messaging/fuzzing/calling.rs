@@ -1,4 +1,4 @@
-//! A calling end, whose peer is the input.
+//! Fuzz target: a calling end whose peer is the input.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,18 +12,18 @@ use gym_core::{CallContext, Code, Error, Request, Response, Result, Status};
 
 use crate::fabric::{ActiveMessage, CloseReason, Disposition, EagerBytes, Lanes, Payload};
 use crate::messaging::calling::CallingEvents;
-use crate::messaging::fuzzing::{CUT, OnTheWay, byte, first_chunk, parts, raw, raw_announced};
+use crate::messaging::fuzzing::{CUT, PayloadsInFlight, byte, first_chunk, parts, raw, raw_announced};
 use crate::messaging::header::{AmHeader, AmKind};
 use crate::messaging::send_queue::{Carrier, UcxSendQueue};
 
-/// Calls that wait at a time.
+/// Maximum pending calls.
 const CALLS: usize = 8;
 
-/// A network that takes everything at once, and a peer that never sees it.
+/// A network that accepts everything and delivers nothing.
 #[derive(Clone, Debug)]
-struct Nowhere;
+struct BlackHole;
 
-impl Carrier for Nowhere {
+impl Carrier for BlackHole {
     fn post(&self, mut message: ActiveMessage) -> Result<()> {
         if let Some(done) = message.done.take() {
             done(Ok(()));
@@ -34,30 +34,30 @@ impl Carrier for Nowhere {
     fn close(&self, _grace: Duration) {}
 }
 
-/// What a fuzzer's bytes do to a calling end.
+/// State of a calling end under fuzzing.
 struct Session {
-    caller: Arc<CallingEvents<Nowhere>>,
-    link: MuxLink<UcxSendQueue<Nowhere>>,
-    /// Calls that wait, with their numbers.
+    caller: Arc<CallingEvents<BlackHole>>,
+    link: MuxLink<UcxSendQueue<BlackHole>>,
+    /// Pending calls with their numbers.
     calls: Vec<(u64, Reply)>,
     last_call: u64,
-    coming: OnTheWay,
+    in_flight: PayloadsInFlight,
 }
 
 impl Session {
     fn new(limits: &ConnectionLimits) -> Self {
-        let (caller, mut greeted) = CallingEvents::new(limits.clone(), CUT);
-        caller.on_opened(&Nowhere, &Lanes::default());
-        let mut greeting = BytesMut::with_capacity(Handshake::BYTES);
-        Handshake::of(limits).put(&mut greeting);
+        let (caller, mut established) = CallingEvents::new(limits.clone(), CUT);
+        caller.on_opened(&BlackHole, &Lanes::default());
+        let mut handshake = BytesMut::with_capacity(Handshake::BYTES);
+        Handshake::of(limits).put(&mut handshake);
         let am = AmHeader::bare(AmKind::Handshake, 0).write();
-        caller.on_message(&am, &Payload::Eager(EagerBytes::Borrowed(&greeting))).expect("as a peer of ours says it");
-        let greeted = greeted.try_recv().expect("it was greeted").expect("well");
-        let link = MuxLink::new(greeted.end, PathInfo::new("ucx", "peer", true));
-        Self { caller, link, calls: Vec::new(), last_call: 0, coming: OnTheWay::default() }
+        caller.on_message(&am, &Payload::Eager(EagerBytes::Borrowed(&handshake))).expect("a valid handshake");
+        let established = established.try_recv().expect("a handshake arrived").expect("the handshake was accepted");
+        let link = MuxLink::new(established.end, PathInfo::new("ucx", "peer", true));
+        Self { caller, link, calls: Vec::new(), last_call: 0, in_flight: PayloadsInFlight::default() }
     }
 
-    /// The number of a call that may be there.
+    /// Returns the number of a recent call.
     fn call(&self, input: &mut &[u8]) -> u64 {
         self.last_call.saturating_sub(u64::from(byte(input)) % CALLS as u64)
     }
@@ -72,7 +72,7 @@ impl Session {
         }
     }
 
-    /// A caller looks for its answer (`leaves`: for the last time).
+    /// Polls a call for its response. `leaves`: the caller then drops it.
     fn look(&mut self, at: usize, leaves: bool) {
         if let Some((_, reply)) = self.calls.get_mut(at)
             && (reply.now_or_never().is_some() || leaves)
@@ -83,7 +83,7 @@ impl Session {
 
     fn message(&mut self, am: AmHeader, payload: &Payload<'_>) -> Result<()> {
         if let Disposition::Land { key } = self.caller.on_message(&am.write(), payload)? {
-            self.coming.land(key, payload)?;
+            self.in_flight.land(key, payload)?;
         }
         Ok(())
     }
@@ -92,7 +92,7 @@ impl Session {
         self.message(am, &Payload::Eager(EagerBytes::Borrowed(payload)))
     }
 
-    /// The next thing that happens: a raw message, one that a peer of ours would send, or something at this end.
+    /// Performs the next step of the input: a raw message, a valid one, or an action of this end.
     fn step(&mut self, input: &mut &[u8]) -> Result<()> {
         match byte(input) % 9 {
             0 => {
@@ -106,12 +106,12 @@ impl Session {
             2 => {
                 let call = self.call(input);
                 let (am, payload, chunks) = answer(call, &parts(input));
-                self.coming.chunks.insert(call, chunks);
+                self.in_flight.chunks.insert(call, chunks);
                 self.message(am, &Payload::Eager(EagerBytes::Owned(payload)))
             }
             3 => {
                 let call = self.call(input);
-                let (am, payload) = self.coming.chunk(call, input);
+                let (am, payload) = self.in_flight.chunk(call, input);
                 self.message(am, &payload)
             }
             4 => {
@@ -120,7 +120,7 @@ impl Session {
                 self.eager(am, &reason)
             }
             5 => {
-                if let Some((key, bytes)) = self.coming.landed(input) {
+                if let Some((key, bytes)) = self.in_flight.landed(input) {
                     self.caller.on_landed(key, bytes);
                 }
                 Ok(())
@@ -141,39 +141,39 @@ impl Session {
         }
     }
 
-    /// The connection ends: everybody is told, and nothing is kept for anybody.
+    /// Ends the connection, and checks that every call is notified and that nothing is kept.
     fn end(mut self, ended: Result<()>) -> Result<usize> {
-        let told =
+        let error =
             ended.as_ref().map_or_else(|error| Error::unknown(error.code(), "ended"), |()| Error::internal("left"));
-        for (key, buffer) in std::mem::take(&mut self.coming.landing) {
+        for (key, buffer) in std::mem::take(&mut self.in_flight.landing) {
             if ended.is_ok() {
                 self.caller.on_landed(key, buffer.freeze());
             }
         }
-        self.caller.on_ended(CloseReason::Lost(told));
+        self.caller.on_ended(CloseReason::Lost(error));
         for (call, reply) in self.calls {
-            assert!(reply.now_or_never().is_some(), "nobody tells call {call} that the connection is over");
+            assert!(reply.now_or_never().is_some(), "call {call} was not notified of the end of the connection");
         }
-        ended.map(|()| self.coming.taken)
+        ended.map(|()| self.in_flight.taken)
     }
 }
 
-/// Delivers the active messages that the input describes to a calling end, with payloads in any order and callers that come and
-/// leave. Returns the bytes of the buffers that were taken for them.
+/// Delivers the active messages that the input describes to a calling end. Payloads arrive in any order, and callers
+/// start and cancel calls. Returns the total bytes of the buffers that were taken.
 ///
 /// # Errors
-/// What would have ended the connection.
+/// The error that would have ended the connection.
 pub fn take_responses(mut input: &[u8], limits: &ConnectionLimits) -> Result<usize> {
     let mut session = Session::new(limits);
-    let mut went = Ok(());
-    while went.is_ok() && input.has_remaining() {
-        went = session.step(&mut input);
-        assert!(session.caller.keeps() <= session.calls.len(), "what nobody waits for is not kept");
+    let mut result = Ok(());
+    while result.is_ok() && input.has_remaining() {
+        result = session.step(&mut input);
+        assert!(session.caller.incomplete() <= session.calls.len(), "responses are kept only for pending calls");
     }
-    session.end(went)
+    session.end(result)
 }
 
-/// An answer's first chunk with a head and segments of these lengths, as a peer of ours sends it, and the bytes of its chunks.
+/// Generates a response's first chunk for a head and segments of these lengths, and the lengths of its chunks.
 fn answer(call: u64, parts: &[usize]) -> (AmHeader, Bytes, Vec<usize>) {
     let header = |message: &_| put_response(0, &Response::new(Status::OK, gym_core::Message::clone(message)));
     first_chunk(AmHeader::bare(AmKind::Response, call), parts, header)

@@ -21,27 +21,27 @@ use crate::messaging::reassembly::length;
 
 static POOL: LazyLock<Pool> = LazyLock::new(|| Pool::new(PoolOptions::default()));
 
-/// The size at which made-up messages are split: the least that is allowed.
+/// Split size of generated messages: the minimum.
 const CUT: usize = 1 << 10;
-/// The head and segments of a message that is made up are no more.
+/// Maximum number of parts (head and segments) of a generated message.
 const PARTS_MAX: usize = 4;
 
-/// What is on its way to an end, whichever it is.
+/// Payloads in flight to an end.
 #[derive(Default)]
-struct OnTheWay {
-    /// Payloads that were announced and taken.
+struct PayloadsInFlight {
+    /// Announced payloads that the end receives.
     landing: VecDeque<(u64, Buffer)>,
-    /// Of every message that was made up last under a number: the bytes of its chunks.
+    /// Lengths of the chunks of the last generated message of each call.
     chunks: HashMap<u64, Vec<usize>>,
-    /// Bytes of the buffers that were taken.
+    /// Total bytes of the buffers that were taken.
     taken: usize,
 }
 
-impl OnTheWay {
-    /// An announced payload is wanted.
+impl PayloadsInFlight {
+    /// Takes a buffer for an announced payload.
     ///
     /// # Errors
-    /// When there is no memory for it, as its fabric would say.
+    /// If there is no memory for it, as a fabric would report.
     fn land(&mut self, key: u64, payload: &Payload<'_>) -> Result<()> {
         let buffer = POOL.take(usize::try_from(length(payload)).unwrap_or(usize::MAX))?;
         self.taken += buffer.len();
@@ -49,7 +49,7 @@ impl OnTheWay {
         Ok(())
     }
 
-    /// A chunk of a call's message, seldom of another length than its first chunk said.
+    /// Generates a chunk of a call's message, seldom of another length than its first chunk specified.
     fn chunk(&self, call: u64, input: &mut &[u8]) -> (AmHeader, Payload<'static>) {
         let (place, wrong) = (byte(input) % 8, byte(input));
         let length = self.chunks.get(&call).and_then(|chunks| chunks.get(usize::from(place)));
@@ -57,7 +57,7 @@ impl OnTheWay {
         (AmHeader { first: u32::from(place), ..AmHeader::bare(AmKind::Chunk, call) }, Payload::Announced(length))
     }
 
-    /// One of the payloads is there.
+    /// Completes one of the payloads.
     fn landed(&mut self, input: &mut &[u8]) -> Option<(u64, Bytes)> {
         let at = usize::from(byte(input));
         let (key, buffer) = self.landing.remove(at % self.landing.len().max(1))?;
@@ -65,19 +65,19 @@ impl OnTheWay {
     }
 }
 
-/// A message of the input's bytes as they are.
+/// Reads a message with an eager payload from the input.
 fn raw<'a>(input: &mut &'a [u8]) -> Result<(AmHeader, Payload<'a>)> {
     let am = AmHeader::read(take(input, AM_HEADER_BYTES))?;
     Ok((am, Payload::Eager(EagerBytes::Borrowed(take_some(input)))))
 }
 
-/// One that announces whatever the input says.
+/// Reads a message with an announced payload from the input.
 fn raw_announced(input: &mut &[u8]) -> Result<(AmHeader, Payload<'static>)> {
     let am = AmHeader::read(take(input, AM_HEADER_BYTES))?;
     Ok((am, Payload::Announced(u64::from_le_bytes(take(input, 8).try_into().unwrap_or_default()))))
 }
 
-/// The first chunk of a message with a head and segments of these lengths, as a peer of ours sends it, and the bytes of its chunks.
+/// Generates a valid first chunk for a head and segments of these lengths. Returns it with the lengths of all chunks.
 fn first_chunk(am: AmHeader, parts: &[usize], header: impl Fn(&Message) -> BytesMut) -> (AmHeader, Bytes, Vec<usize>) {
     let mut parts_of_zeros = parts.iter().map(|length| Bytes::from(vec![0; *length]));
     let head = parts_of_zeros.next().unwrap_or_default();
@@ -89,7 +89,7 @@ fn first_chunk(am: AmHeader, parts: &[usize], header: impl Fn(&Message) -> Bytes
     (am, payload.freeze(), layout.chunks)
 }
 
-/// Lengths of the head and segments of a message.
+/// Reads the lengths of the head and segments of a message.
 fn parts(input: &mut &[u8]) -> Vec<usize> {
     let count = usize::from(byte(input)) % PARTS_MAX + 1;
     (0..count).map(|_| usize::from(byte(input)) * usize::from(byte(input)) / 16).collect()
@@ -105,7 +105,7 @@ fn take<'a>(input: &mut &'a [u8], length: usize) -> &'a [u8] {
     taken
 }
 
-/// As many bytes as the next two say.
+/// Takes as many bytes as the next two bytes specify.
 fn take_some<'a>(input: &mut &'a [u8]) -> &'a [u8] {
     let length = usize::from(byte(input)) | usize::from(byte(input)) << 8;
     take(input, length)

@@ -1,4 +1,4 @@
-//! A message that is being received, until all of its chunks have arrived.
+//! A message that is being received chunk by chunk.
 
 use bytes::Bytes;
 use gym_core::Result;
@@ -7,9 +7,12 @@ use gym_core::transport::mux::{RequestHeader, ResponseHeader, malformed};
 
 use crate::messaging::layout::{ALIGNMENT, ChunkLayout};
 
-/// The header of a message: that of a request or of a response.
+/// The header of a request or of a response.
 pub(crate) trait Header: Sized {
-    /// Reads what follows the lengths.
+    /// Reads the part of the header after the lengths.
+    ///
+    /// # Errors
+    /// If the header is malformed.
     fn read(from: Bytes) -> Result<Self>;
 }
 
@@ -29,7 +32,7 @@ impl Header for ResponseHeader {
 #[derive(Debug)]
 pub(crate) struct PartialMessage<H> {
     pub(crate) header: H,
-    /// Bytes of its head and segments.
+    /// Total bytes of the head and segments.
     pub(crate) total: usize,
     parts: Vec<usize>,
     layout: ChunkLayout,
@@ -53,10 +56,11 @@ pub(crate) struct CompleteMessage<H> {
 }
 
 impl<H: Header> PartialMessage<H> {
-    /// Reads the first chunk: the header, and what follows it.
+    /// Reads the first chunk, which begins with the header.
     ///
     /// # Errors
-    /// When the header is malformed, a length exceeds its limit, or the first chunk is not as long as the lengths say.
+    /// If the header is malformed, a length exceeds its limit, or the first chunk does not have the length that follows
+    /// from them.
     pub(crate) fn read(first_chunk: Bytes, header_bytes: usize, cut: usize, limits: &MessageLimits) -> Result<Self> {
         let mut header = first_chunk.slice(..header_bytes);
         let lengths = Lengths::take(&mut header, limits)
@@ -67,7 +71,7 @@ impl<H: Header> PartialMessage<H> {
         let layout = ChunkLayout::new(header_bytes, parts.iter().copied(), cut);
         if first_chunk.len() != layout.chunks[0] {
             let (found, expected) = (first_chunk.len(), layout.chunks[0]);
-            return Err(malformed(format!("a first chunk of {found} bytes whose lengths say {expected}")));
+            return Err(malformed(format!("a first chunk of {found} bytes; its lengths require {expected}")));
         }
         let missing = layout.chunks.len() - 1;
         let mut chunks = vec![ChunkState::Awaited; layout.chunks.len()];
@@ -75,10 +79,10 @@ impl<H: Header> PartialMessage<H> {
         Ok(Self { header, total: lengths.total, parts, layout, chunks, missing })
     }
 
-    /// Begins to receive the chunk at this place. Returns its expected length.
+    /// Starts to receive the chunk with this index. Returns its expected length.
     ///
     /// # Errors
-    /// When there is no such place, or it is taken.
+    /// If there is no such chunk, or it has arrived before.
     pub(crate) fn begin(&mut self, place: usize) -> Result<usize> {
         let chunks = self.chunks.len();
         match self.chunks.get_mut(place) {
@@ -87,11 +91,11 @@ impl<H: Header> PartialMessage<H> {
                 Ok(self.layout.chunks[place])
             }
             Some(_) => Err(malformed(format!("chunk {place} came twice"))),
-            None => Err(malformed(format!("chunk {place} of a message of {chunks}"))),
+            None => Err(malformed(format!("chunk {place} of a message of {chunks} chunks"))),
         }
     }
 
-    /// Puts a chunk in its place.
+    /// Stores a chunk that has been received.
     pub(crate) fn put(&mut self, place: usize, bytes: Bytes) {
         if let Some(chunk @ ChunkState::Landing) = self.chunks.get_mut(place) {
             *chunk = ChunkState::Received(bytes);
@@ -99,7 +103,7 @@ impl<H: Header> PartialMessage<H> {
         }
     }
 
-    /// The bytes of every chunk that is landing.
+    /// Returns the lengths of the chunks that are being received.
     pub(crate) fn landing(&self) -> impl Iterator<Item = usize> {
         let chunks = self.chunks.iter().zip(&self.layout.chunks);
         chunks.filter(|(chunk, _)| matches!(chunk, ChunkState::Landing)).map(|(_, bytes)| *bytes)
@@ -109,7 +113,7 @@ impl<H: Header> PartialMessage<H> {
         self.missing == 0
     }
 
-    /// The message, once it is complete.
+    /// Returns the message. Call it only when the message is complete.
     pub(crate) fn finish(self) -> CompleteMessage<H> {
         let part = |(length, (chunk, start)): (usize, &(usize, usize))| match &self.chunks[*chunk] {
             ChunkState::Received(chunk) if length > 0 => chunk.slice(*start..start + length),
@@ -122,7 +126,7 @@ impl<H: Header> PartialMessage<H> {
     }
 }
 
-/// A copy that begins at a multiple of [`ALIGNMENT`].
+/// Copies the bytes to an address that is a multiple of [`ALIGNMENT`].
 pub(crate) fn aligned(bytes: &[u8]) -> Bytes {
     let mut copy = Vec::<u8>::with_capacity(bytes.len() + ALIGNMENT);
     let start = copy.as_ptr().align_offset(ALIGNMENT).min(ALIGNMENT);

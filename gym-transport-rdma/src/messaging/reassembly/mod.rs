@@ -1,4 +1,4 @@
-//! Reassembles the messages that arrive over one connection from their chunks.
+//! Reassembles the messages of one connection from their chunks.
 
 pub(crate) mod message;
 
@@ -16,11 +16,11 @@ use crate::messaging::header::AmHeader;
 use crate::messaging::layout::CUT_BYTES;
 use crate::messaging::reassembly::message::{CompleteMessage, Header, PartialMessage, aligned};
 
-/// Messages that may be incomplete at a time, and chunks of abandoned messages that are still being received: far more than a peer
-/// of ours, which has [`IN_FLIGHT_MAX`] active messages in flight, can cause.
-const UNDER_WAY_MAX: usize = 8 * IN_FLIGHT_MAX;
+/// Maximum incomplete messages, and maximum chunks of abandoned messages that are still being received. Far more than a
+/// peer of this crate can cause, which has [`IN_FLIGHT_MAX`] active messages in flight.
+const INCOMPLETE_MAX: usize = 8 * IN_FLIGHT_MAX;
 
-/// Call and message of a first chunk; the message is received if it is [kept](Reassembly::keep).
+/// Call number and message of a first chunk. The message is received if it is [kept](Reassembly::keep).
 pub(crate) type FirstChunk<H> = (u64, PartialMessage<H>);
 
 #[derive(Debug)]
@@ -28,27 +28,27 @@ pub(crate) struct Reassembly<H> {
     limits: MessageLimits,
     abandoned_bytes_max: usize,
     begun: Option<PartialHeader>,
-    /// By call: the number of the message here, and the message.
+    /// Incomplete messages by call number, each with its number at this end.
     partial: HashMap<u64, (u64, PartialMessage<H>)>,
-    /// Of every landing: its call, the number of its message, and its place in the layout. A call may be given up and, by a hostile
-    /// peer, begun again while something of the first still lands.
+    /// Call number, message number and chunk index of every payload that is being received. A hostile peer can start a
+    /// call again after it was abandoned, while a payload of the first message is still being received.
     landings: HashMap<u64, (u64, u64, usize)>,
     abandoned: Abandoned,
     next_key: u64,
 }
 
-/// Chunks of abandoned messages that are still being received. Their memory is in use until then.
+/// Chunks of abandoned messages that are still being received, and whose memory is therefore in use.
 #[derive(Debug, Default)]
 struct Abandoned {
     landings: usize,
     bytes: usize,
-    /// By message: the number of its chunks, and the capacity that they hold.
+    /// Number of chunks and held capacity, by message number.
     messages: HashMap<u64, (usize, CapacityPermit)>,
 }
 
 impl Abandoned {
-    /// Adds these chunks of a message.
-    fn add(&mut self, number: u64, landing: impl Iterator<Item = usize>, room: CapacityPermit) {
+    /// Adds the chunks of an abandoned message that are being received.
+    fn add(&mut self, number: u64, landing: impl Iterator<Item = usize>, permit: CapacityPermit) {
         let mut landings = 0;
         for bytes in landing {
             landings += 1;
@@ -56,11 +56,11 @@ impl Abandoned {
         }
         if landings > 0 {
             self.landings += landings;
-            self.messages.insert(number, (landings, room));
+            self.messages.insert(number, (landings, permit));
         }
     }
 
-    /// One of the chunks has been received.
+    /// Records that one of the chunks has been received.
     fn landed(&mut self, number: u64, bytes: usize) {
         self.landings -= 1;
         self.bytes -= bytes;
@@ -83,7 +83,8 @@ struct PartialHeader {
 }
 
 impl<H: Header> Reassembly<H> {
-    /// `abandoned_bytes_max`: bytes of abandoned messages without capacity of their own that may still be received.
+    /// Creates a reassembly. `abandoned_bytes_max` limits the bytes that are still being received for abandoned
+    /// messages.
     pub(crate) fn new(limits: MessageLimits, abandoned_bytes_max: usize) -> Self {
         Self {
             limits,
@@ -96,25 +97,28 @@ impl<H: Header> Reassembly<H> {
         }
     }
 
-    /// A message begins.
+    /// Receives the first chunk of a message. Returns the message if its header is complete.
+    ///
+    /// # Errors
+    /// If the message is malformed or its call has an incomplete message already.
     pub(crate) fn begin(&mut self, am: AmHeader, payload: &Payload<'_>) -> Result<Option<FirstChunk<H>>> {
         let (call, header_bytes, cut) = (am.call, am.first as usize, am.second as usize);
         if self.partial.contains_key(&call) {
-            // Each time with memory of its own for what lands.
-            return Err(malformed(format!("call {call} begins again while its message is on its way")));
+            // Each attempt would use memory of its own.
+            return Err(malformed(format!("call {call} begins again before its message is complete")));
         }
         if let Some(begun) = &self.begun {
             return Err(malformed(format!("call {call} begins within the header of call {}", begun.call)));
         }
         if header_bytes > HEADER_BYTES_MAX {
-            return Err(malformed(format!("a header of {header_bytes} bytes; {HEADER_BYTES_MAX} is the most")));
+            return Err(malformed(format!("a header of {header_bytes} bytes; the maximum is {HEADER_BYTES_MAX}")));
         }
         if !CUT_BYTES.contains(&cut) {
-            return Err(malformed(format!("messages cut at {cut} bytes; {CUT_BYTES:?} are allowed")));
+            return Err(malformed(format!("messages cut at {cut} bytes; expected {CUT_BYTES:?}")));
         }
         let payload = eager_bytes(payload)?;
         if payload.len() < header_bytes {
-            // It grows as bytes come, not to what was announced.
+            // The buffer grows with the bytes that arrive, not to the announced length.
             self.begun = Some(PartialHeader { call, header_bytes, cut, bytes: BytesMut::from(payload) });
             return Ok(None);
         }
@@ -122,14 +126,17 @@ impl<H: Header> Reassembly<H> {
             .map(|partial_message| Some((call, partial_message)))
     }
 
-    /// More of the header that was begun last.
+    /// Receives the continuation of the last header. Returns the message if its header is complete.
+    ///
+    /// # Errors
+    /// If no header of this call is incomplete, or the continuation is empty or too long.
     pub(crate) fn more(&mut self, am: AmHeader, payload: &Payload<'_>) -> Result<Option<FirstChunk<H>>> {
         let payload = eager_bytes(payload)?;
         let Some(begun) = self.begun.as_mut().filter(|begun| begun.call == am.call) else {
-            return Err(malformed(format!("more of a header of call {} that was not begun", am.call)));
+            return Err(malformed(format!("a header continuation of call {} without a beginning", am.call)));
         };
         if payload.is_empty() || begun.bytes.len() + payload.len() > begun.header_bytes {
-            return Err(malformed(format!("a header of call {} that is longer than it says", am.call)));
+            return Err(malformed(format!("a header of call {} that exceeds its length", am.call)));
         }
         begun.bytes.extend_from_slice(payload);
         match self.begun.take_if(|begun| begun.bytes.len() == begun.header_bytes) {
@@ -141,34 +148,40 @@ impl<H: Header> Reassembly<H> {
         }
     }
 
-    /// The message is wanted. It, if nothing of it is still to come.
+    /// Accepts a message. Returns the message if it is complete already.
     ///
     /// # Errors
-    /// When more are incomplete than a peer of ours sends at a time. Their headers are in nobody's room.
+    /// If more messages are incomplete than a peer of this crate sends at a time. No capacity accounts for their
+    /// headers.
     pub(crate) fn keep(&mut self, (call, partial_message): FirstChunk<H>) -> Result<Option<CompleteMessage<H>>> {
         if partial_message.is_complete() {
             return Ok(Some(partial_message.finish()));
         }
-        if self.partial.len() >= UNDER_WAY_MAX {
-            return Err(too_much(format!("{UNDER_WAY_MAX} messages that do not go on")));
+        if self.partial.len() >= INCOMPLETE_MAX {
+            return Err(too_much(format!("{INCOMPLETE_MAX} incomplete messages, which is the maximum")));
         }
         let number = self.number();
         self.partial.insert(call, (number, partial_message));
         Ok(None)
     }
 
-    /// A chunk has come: where to put it. One of a message that is not wanted is not.
+    /// Receives a chunk. Returns where to receive its payload, or [`Disposition::Done`] if its message is not wanted.
+    ///
+    /// # Errors
+    /// If the chunk does not match the layout, or too many payloads of abandoned messages are still being received.
     pub(crate) fn chunk(&mut self, am: AmHeader, payload: &Payload<'_>) -> Result<Disposition> {
         let Some((number, partial_message)) = self.partial.get_mut(&am.call) else { return Ok(Disposition::Done) };
         let Abandoned { landings, bytes, .. } = self.abandoned;
-        if landings >= UNDER_WAY_MAX || bytes > self.abandoned_bytes_max {
-            return Err(too_much(format!("{landings} payloads of {bytes} bytes that do not come and were given up")));
+        if landings >= INCOMPLETE_MAX || bytes > self.abandoned_bytes_max {
+            return Err(too_much(format!(
+                "{landings} payloads of {bytes} bytes still arriving for abandoned messages"
+            )));
         }
         let place = am.first as usize;
         let expected = partial_message.begin(place)?;
         let found = length(payload);
         if found != expected as u64 {
-            return Err(malformed(format!("a chunk of {found} bytes whose lengths say {expected}")));
+            return Err(malformed(format!("a chunk of {found} bytes; its lengths require {expected}")));
         }
         let number = *number;
         let key = self.number();
@@ -176,7 +189,7 @@ impl<H: Header> Reassembly<H> {
         Ok(Disposition::Land { key })
     }
 
-    /// A chunk is there. Its message, if that is complete now and still wanted.
+    /// Stores a chunk that has been received. Returns its message if it is complete now and still wanted.
     pub(crate) fn landed(&mut self, key: u64, bytes: Bytes) -> Option<(u64, CompleteMessage<H>)> {
         let (call, number, place) = self.landings.remove(&key)?;
         let Some((_, partial_message)) = self.partial.get_mut(&call).filter(|(here, _)| *here == number) else {
@@ -195,35 +208,39 @@ impl<H: Header> Reassembly<H> {
         self.next_key
     }
 
-    /// The message is not wanted any more; `room` is kept until what lands of it has. Whether there was one.
-    pub(crate) fn forget(&mut self, call: u64, room: CapacityPermit) -> bool {
+    /// Abandons a message and holds `permit` until its chunks in flight have landed. Returns whether there was such a
+    /// message.
+    pub(crate) fn forget(&mut self, call: u64, permit: CapacityPermit) -> bool {
         let Some((number, partial_message)) = self.partial.remove(&call) else { return false };
-        self.abandoned.add(number, partial_message.landing(), room);
+        self.abandoned.add(number, partial_message.landing(), permit);
         true
     }
 
-    /// How many messages have begun, and are not complete.
+    /// Number of incomplete messages.
     #[cfg(feature = "testing")]
     pub(crate) fn incomplete(&self) -> usize {
         self.partial.len()
     }
 
-    /// Whether every message that began is complete.
+    /// Whether no message is incomplete.
     pub(crate) fn is_at_rest(&self) -> bool {
         self.begun.is_none() && self.partial.is_empty()
     }
 }
 
-fn too_much(said: String) -> Error {
-    Error::unknown(Code::ResourceExhausted, said)
+fn too_much(reason: String) -> Error {
+    Error::unknown(Code::ResourceExhausted, reason)
 }
 
-/// The bytes of a payload of a kind that is never announced.
+/// Returns the bytes of a payload whose kind is never announced.
+///
+/// # Errors
+/// If the payload was announced.
 pub(crate) fn eager_bytes<'a>(payload: &'a Payload<'_>) -> Result<&'a [u8]> {
     match payload {
         Payload::Eager(EagerBytes::Borrowed(bytes)) => Ok(bytes),
         Payload::Eager(EagerBytes::Owned(bytes)) => Ok(bytes),
-        Payload::Announced(length) => Err(malformed(format!("{length} bytes are announced where only chunks are"))),
+        Payload::Announced(length) => Err(malformed(format!("{length} bytes are announced, but only chunks may be"))),
     }
 }
 

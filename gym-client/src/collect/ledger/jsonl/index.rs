@@ -1,20 +1,20 @@
-//! The index beside the rows: a cache that saves parsing them all when a collection is resumed.
+//! The index of the ledger: a cache that avoids parsing all rows when a collection is resumed.
 //!
-//! A header and then one record of 40 bytes a line, in the order in which lines were written to either file. It is appended
-//! without a sync, so after a crash it may be behind, torn, or ahead of the rows; opening believes no record that does not fit
-//! the line it speaks of.
+//! The file holds a header and one record of 40 bytes per line, in the order in which lines were written to either
+//! file. It is not synced, so after a crash it may be incomplete, torn, or ahead of the rows. Recovery ignores a record
+//! that does not match its line.
 
 use gym_core::rollout::{Attempt, TaskKey};
 
 use crate::collect::ledger::states::OutcomeClass;
 
-/// Bytes of a record, and of the header.
+/// Size of a record and of the header.
 pub(super) const RECORD_BYTES: usize = 40;
 
-/// Says which format this is; a later one has another number.
+/// Identifies the version of the format.
 const MAGIC: &[u8; 16] = b"gym-ledger-idx-1";
 
-/// One of the two files that hold lines.
+/// The two files that hold lines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LedgerFile {
     Rollouts,
@@ -25,21 +25,21 @@ impl LedgerFile {
     pub(super) const ALL: [Self; 2] = [Self::Rollouts, Self::Failures];
 }
 
-/// One line.
+/// The record of one line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct IndexRecord {
     pub(super) attempt: Attempt,
     pub(super) class: OutcomeClass,
     pub(super) file: LedgerFile,
-    /// Where the line starts.
+    /// Offset of the line in its file.
     pub(super) offset: u64,
-    /// Its bytes, without the newline.
+    /// Length of the line without the newline.
     pub(super) length: u64,
     /// CRC-32C of those bytes.
     pub(super) crc: u32,
 }
 
-/// The first 40 bytes of an index.
+/// Returns the header: the first 40 bytes of an index.
 pub(super) fn header() -> [u8; RECORD_BYTES] {
     let mut bytes = [0; RECORD_BYTES];
     bytes[..16].copy_from_slice(MAGIC);
@@ -62,7 +62,7 @@ impl IndexRecord {
         bytes
     }
 
-    /// `None` when the bytes are not a whole record as it was written.
+    /// Decodes a record; `None` if the bytes are incomplete or corrupt.
     pub(super) fn decode(bytes: &[u8]) -> Option<Self> {
         let u32_at = |at: usize| Some(u32::from_le_bytes(bytes.get(at..at + 4)?.try_into().ok()?));
         let u64_at = |at: usize| Some(u64::from_le_bytes(bytes.get(at..at + 8)?.try_into().ok()?));

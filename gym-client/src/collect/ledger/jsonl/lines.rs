@@ -1,4 +1,4 @@
-//! Reads a file line by line, from any offset, in bounded pieces.
+//! Reads a file line by line, from any offset, in bounded chunks.
 
 use std::path::Path;
 
@@ -6,34 +6,34 @@ use gym_core::base::Files;
 use gym_core::{Code, Error, Result};
 use memchr::memchr;
 
-/// Bytes read at a time: large enough that the call costs nothing beside the bytes.
+/// Size of one read: large enough that the cost of the call is negligible.
 pub(super) const READ_BYTES: usize = 1 << 20;
 
-/// A line longer than this is no rollout: somebody has named another kind of file.
+/// Maximum length of a line; a longer one means that the file does not contain rollouts.
 const LINE_BYTES_MAX: usize = 1 << 30;
 
-/// A position in a file, and what has been read of it.
+/// Reads the lines of a file and keeps its position.
 #[derive(Debug)]
 pub(super) struct LineReader<'a> {
     files: &'a dyn Files,
     path: &'a Path,
-    /// Of the file, when it was opened.
+    /// Length of the file when it was opened.
     length: u64,
-    /// Where the next line starts.
+    /// Offset of the next line in the file.
     offset: u64,
-    /// Its number, counted from 1.
+    /// Number of the next line, counted from 1.
     line: u64,
     buffer: Vec<u8>,
-    /// Where the next line starts in the buffer.
+    /// Offset of the next line in the buffer.
     at: usize,
 }
 
-/// What comes next in the file.
+/// The next part of the file.
 #[derive(Debug)]
 pub(super) enum NextLine<'a> {
-    /// Up to a newline, which is not part of it.
+    /// A line that ends with a newline, without the newline.
     Line(&'a [u8]),
-    /// The file ends without a newline.
+    /// The last bytes of a file that does not end with a newline.
     Rest(&'a [u8]),
     End,
 }
@@ -43,24 +43,25 @@ impl<'a> LineReader<'a> {
         Self { files, path, length, offset: 0, line: 1, buffer: Vec::new(), at: 0 }
     }
 
-    /// Where the next line starts.
+    /// Returns the offset of the next line.
     pub(super) fn offset(&self) -> u64 {
         self.offset
     }
 
-    /// Bytes from here to the end.
+    /// Returns the number of bytes from the next line to the end.
     pub(super) fn left(&self) -> u64 {
         self.length - self.offset
     }
 
-    /// Goes behind a line of that many bytes.
+    /// Skips a line of `length` bytes and its newline.
     pub(super) fn skip(&mut self, length: usize) {
         self.at += length + 1;
         self.offset += length as u64 + 1;
         self.line += 1;
     }
 
-    /// The next so many bytes and the one after them; `None` if the file ends before. Stays before them.
+    /// Returns the next `length` bytes and the byte that follows them, or `None` if the file ends earlier. Does not
+    /// advance.
     pub(super) async fn peek_bytes(&mut self, length: u64) -> Result<Option<(&[u8], u8)>> {
         if length >= self.left() {
             return Ok(None);
@@ -73,7 +74,7 @@ impl<'a> LineReader<'a> {
         Ok(Some((&self.buffer[self.at..end], self.buffer[end])))
     }
 
-    /// The next line; stays before it.
+    /// Returns the next line. Does not advance.
     pub(super) async fn peek(&mut self) -> Result<NextLine<'_>> {
         let mut searched = 0;
         loop {
@@ -86,9 +87,10 @@ impl<'a> LineReader<'a> {
                 return Ok(if searched == 0 { NextLine::End } else { NextLine::Rest(&self.buffer[self.at..]) });
             }
             if searched > LINE_BYTES_MAX {
-                return Err(
-                    self.error(0, "more than 1 GiB without a newline: this is no file of rollouts; name another one")
-                );
+                return Err(self.error(
+                    0,
+                    "more than 1 GiB without a newline, so this is not a file of rollouts; choose another output file",
+                ));
             }
             self.fill().await?;
         }
@@ -98,18 +100,18 @@ impl<'a> LineReader<'a> {
         let from = self.offset + (self.buffer.len() - self.at) as u64;
         let read = self.files.read(self.path, from, READ_BYTES).await?;
         if read.is_empty() {
-            return Err(self.error(0, "the file became shorter while it was read; is another program writing it?"));
+            return Err(self.error(0, "the file became shorter while it was read; stop the program that writes to it"));
         }
         self.buffer.drain(..self.at);
         self.at = 0;
         self.buffer.extend_from_slice(&read);
-        // A file that grew meanwhile is read up to where it ended.
+        // If the file has grown, only the original length is read.
         let wanted = usize::try_from(self.left()).unwrap_or(usize::MAX);
         self.buffer.truncate(wanted);
         Ok(())
     }
 
-    /// An error about the next line, at that many bytes into it.
+    /// Returns an error at byte `within` of the next line.
     pub(super) fn error(&self, within: usize, message: impl Into<String>) -> Error {
         let place = format!("{} line {} (byte {})", self.path.display(), self.line, self.offset + within as u64);
         Error::finished(Code::DataLoss, message.into()).about(place)

@@ -1,12 +1,12 @@
-//! The ledger whose log is the file that the user wants.
+//! A ledger that uses the user's rollouts file as its log.
 //!
 //! ```text
 //! record ─► late? ─► queue ─► one writer: late? ─► rollouts.jsonl          ─► sync ─► acknowledged
 //!                                          └─────► rollouts_failures.jsonl ─► sync ─┘     └─► rollouts.jsonl.index
 //! ```
 //!
-//! A database would store every row twice. Here rows go to the JSONL itself, a group and a sync at a time; the index beside
-//! it is a cache that makes opening fast and finds changed lines.
+//! A database would store every row twice. This ledger appends rows to the JSONL file itself, in groups with one sync
+//! each. The index file is a cache that makes opening fast and detects changed lines.
 
 mod index;
 mod lines;
@@ -36,12 +36,14 @@ pub use recovery::RecoveryReport;
 use writer::{LedgerWriter, PendingRow, QUEUE_ROWS, WriterCommand, WriterFailure};
 
 /// A ledger in `rollouts.jsonl`, its failures sidecar and an index, in the format of NeMo Gym 0.7.0.
+/// A ledger in `rollouts.jsonl`, its failures file and an index, in the format of NeMo Gym 0.7.0.
 ///
-/// Rows of completed attempts are appended to the output as they come; those of failed ones to `<stem>_failures.jsonl`. Both
-/// must carry `_ng_task_index` and `_ng_rollout_index`, by which they are found again. Files that NeMo Gym's collector wrote
-/// open as well, and the other way round.
+/// Rows of completed attempts are appended to the output in completion order; rows of failed attempts are appended to
+/// `<stem>_failures.jsonl`. Both must contain `_ng_task_index` and `_ng_rollout_index`, which identify the rollout.
+/// NeMo Gym's collector and this ledger can open each other's files.
 ///
-/// Dropping it lets its task write what was handed in; [`JsonlLedger::close`] waits for that, and for the lock to be free.
+/// Dropping the ledger does not cancel writes that were accepted. [`JsonlLedger::close`] waits for them and releases
+/// the lock.
 pub struct JsonlLedger {
     paths: Arc<LedgerPaths>,
     states: Arc<Mutex<KeyStates>>,
@@ -50,21 +52,22 @@ pub struct JsonlLedger {
     writer: Mutex<Option<JoinHandle<()>>>,
 }
 
-/// What becomes of an earlier collection's files.
+/// Selects whether an earlier collection's files are kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OpenMode {
-    /// Removed.
+    /// The files are removed.
     Fresh,
-    /// Gone on with.
+    /// The files are kept, and the collection continues.
     Resume,
 }
 
 impl JsonlLedger {
-    /// Opens the ledger of an output file, creating what is not there, and says what it found. Holds the output file's lock.
+    /// Opens the ledger of an output file and reports what it contained. Creates missing files and holds the lock of
+    /// the output file.
     ///
     /// # Errors
-    /// `FailedPrecondition` when another collector has it open. `DataLoss`, naming file, line and byte, when a line is no
-    /// row or not what was written. The disk's.
+    /// `FailedPrecondition` if another collector has the file open. `DataLoss`, with file, line and byte, if a line is
+    /// not a row or does not match its checksum. The errors of the disk.
     pub fn open(
         cx: &CallContext,
         files: Arc<dyn Files>,
@@ -76,9 +79,8 @@ impl JsonlLedger {
             cx.check()?;
             let paths = Arc::new(LedgerPaths::new(output));
             if paths.rollouts.file_name().is_none() {
-                return Err(
-                    Error::invalid("name a file for the output").about(format!("open {}", paths.rollouts.display()))
-                );
+                return Err(Error::invalid("the output path has no file name; name a file")
+                    .about(format!("open {}", paths.rollouts.display())));
             }
             cx.bound(Execution::Unknown, Box::pin(Self::open_unbounded(files, paths, start))).await
         })
@@ -92,7 +94,7 @@ impl JsonlLedger {
         let lock = files.lock(&paths.rollouts).await.map_err(|error| match error.code() {
             Code::FailedPrecondition => Error::finished(
                 Code::FailedPrecondition,
-                "another collector is writing it; wait for its end or choose another output",
+                "another collector writes to this file; wait until it ends or choose another output",
             )
             .about(format!("open {}", paths.rollouts.display()))
             .caused_by(error),
@@ -122,16 +124,16 @@ impl JsonlLedger {
         Ok((Self { paths, states, commands, stopped, writer }, recovered.opened))
     }
 
-    /// The file of the rows.
+    /// Returns the path of the rollouts file.
     #[must_use]
     pub fn output(&self) -> &Path {
         &self.paths.rollouts
     }
 
-    /// Waits until everything handed in is on the disk and lets go of the files. Further records are refused.
+    /// Waits until all accepted rows are on disk, then closes the files. Later records are rejected.
     ///
     /// # Errors
-    /// The disk's, also an earlier one.
+    /// An error of the disk, including an earlier one.
     pub fn close<'a>(&'a self, cx: &'a CallContext) -> BoxFuture<'a, Result<()>> {
         Box::pin(async move {
             let flushed = self.command(cx, WriterCommand::Close).await;
@@ -145,13 +147,13 @@ impl JsonlLedger {
         })
     }
 
-    /// Bytes held for what is known of the rollouts.
+    /// Returns the number of bytes that the states of the rollouts take.
     #[must_use]
     pub fn state_bytes(&self) -> usize {
         self.states().bytes()
     }
 
-    /// Lets late attempts count, which is wrong: for the simulation that shows why they must not.
+    /// Disables the late check. Wrong results follow; a simulation uses this to show why the check is needed.
     #[doc(hidden)]
     #[must_use]
     pub fn without_late_check(self) -> Self {
@@ -170,19 +172,19 @@ impl JsonlLedger {
     ) -> Result<()> {
         let (done, answer) = oneshot::channel();
         let sent = async { self.commands.send(command(done)).await.map_err(|_| self.ended()) };
-        cx.bound(Execution::NotStarted, sent).await.map_err(|error| self.silent(error))?;
-        // The answer does not depend on being waited for: an outcome once handed in is written.
+        cx.bound(Execution::NotStarted, sent).await.map_err(|error| self.explain_timeout(error))?;
+        // An accepted outcome is written even if the caller stops waiting.
         let answered = async { answer.await.unwrap_or_else(|_| Err(self.ended())) };
-        cx.bound(Execution::Unknown, answered).await.map_err(|error| self.silent(error))
+        cx.bound(Execution::Unknown, answered).await.map_err(|error| self.explain_timeout(error))
     }
 
-    /// The error of whoever waited for the disk in vain.
-    fn silent(&self, error: Error) -> Error {
+    /// Adds the likely cause to an error if the deadline passed while the caller waited for the disk.
+    fn explain_timeout(&self, error: Error) -> Error {
         if error.code() != Code::DeadlineExceeded {
             return error;
         }
-        let text = "the disk has not taken the rows that were handed in; look for a full, failing or unreachable disk under \
-                    this file, then resume: rows that counted are safe";
+        let text = "the disk has not written the accepted rows in time; check whether the disk of this file is full, failing or \
+                    unreachable, then resume: rows that were acknowledged are safe";
         Error::new(Code::DeadlineExceeded, error.execution(), text)
             .about(format!("write {}", self.paths.rollouts.display()))
             .caused_by(error)
@@ -191,7 +193,7 @@ impl JsonlLedger {
     fn ended(&self) -> Error {
         match self.stopped.get() {
             Some(stopped) => stopped.error(),
-            None => Error::finished(Code::Unavailable, "the ledger is closed")
+            None => Error::finished(Code::Unavailable, "the ledger was closed; open it again")
                 .about(self.paths.rollouts.display().to_string()),
         }
     }
@@ -213,7 +215,7 @@ impl Ledger for JsonlLedger {
         if let Some(stopped) = self.stopped.get() {
             return Err(stopped.error());
         }
-        // Spares a late row the queue; the writer asks again, because a newer attempt may begin meanwhile.
+        // Keeps late rows out of the queue. The writer checks again, because a newer attempt may begin meanwhile.
         let late = self.states().late(attempt);
         if let Some(late) = late {
             return Err(late.into_error("record", &attempt));
@@ -239,7 +241,8 @@ impl fmt::Debug for JsonlLedger {
     }
 }
 
-/// The row as one line: line breaks between tokens become spaces. In a JSON string they cannot be: there they are escaped.
+/// Returns the row as one line: line breaks between tokens become spaces. JSON strings cannot contain unescaped line
+/// breaks.
 pub(in crate::collect::ledger) fn one_line(text: Bytes) -> Bytes {
     let Some(first) = memchr2(b'\n', b'\r', &text) else { return text };
     let mut line = BytesMut::from(&text[..]);

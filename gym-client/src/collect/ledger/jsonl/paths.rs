@@ -1,10 +1,10 @@
-//! The files of a ledger, from the name of its output.
+//! The files of a ledger, named after its output.
 
 use std::path::{Path, PathBuf};
 
 use crate::collect::ledger::jsonl::index::LedgerFile;
 
-/// The files of one ledger.
+/// The paths of one ledger.
 #[derive(Debug)]
 pub(super) struct LedgerPaths {
     pub(super) rollouts: PathBuf,
@@ -27,7 +27,7 @@ impl LedgerPaths {
     }
 }
 
-/// The sidecar of an output: `rollouts.jsonl` has `rollouts_failures.jsonl`.
+/// Returns the failures file of an output: `rollouts.jsonl` has `rollouts_failures.jsonl`.
 #[must_use]
 pub fn failures_path(output: &Path) -> PathBuf {
     let mut name = output.file_stem().unwrap_or_default().to_owned();
@@ -35,7 +35,7 @@ pub fn failures_path(output: &Path) -> PathBuf {
     output.with_file_name(name)
 }
 
-/// The index of an output: `rollouts.jsonl` has `rollouts.jsonl.index`.
+/// Returns the index of an output: `rollouts.jsonl` has `rollouts.jsonl.index`.
 #[must_use]
 pub fn index_path(output: &Path) -> PathBuf {
     let mut name = output.file_name().unwrap_or_default().to_owned();

@@ -1,9 +1,9 @@
-//! Opens what an earlier collection left behind, however it ended.
+//! Recovers the files of an earlier collection, however that collection ended.
 //!
-//! The rows are the truth. The index says which rollout each line is, and its checksum finds a line that has changed; lines
-//! that it does not speak of are parsed. What a kill or a loss of power can leave at the end of a file is cut off: a line
-//! without its newline, and lines with holes of zeros where blocks never reached the disk. Anything else that is no row is
-//! an error that names the place, because a row that was acknowledged is never dropped in silence.
+//! The rows are authoritative. The index maps lines to rollouts, and its checksums detect changed lines. Lines without
+//! a record are parsed. A kill or a power loss can leave a line without its newline, or lines with zeros where blocks
+//! were not written; recovery cuts these off. Any other invalid line is an error with its position, because an
+//! acknowledged row is never dropped silently.
 
 use std::path::Path;
 
@@ -19,24 +19,24 @@ use crate::collect::ledger::jsonl::writer::{GROUP_BYTES, GROUP_ROWS};
 use crate::collect::ledger::states::{KeyStates, OutcomeClass};
 use crate::collect::ledger::truth;
 
-/// What a disk writes whole or not at all.
+/// The unit that a disk writes atomically.
 const SECTOR_BYTES: u64 = 512;
 
-/// What opening a ledger found.
+/// The state of the files when a ledger was opened.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RecoveryReport {
     /// Rollouts with a row.
     pub completed: u64,
-    /// Failed attempts on record.
+    /// Recorded failed attempts.
     pub failed: u64,
-    /// Bytes at the ends of the files that were no whole rows and are cut off.
+    /// Bytes that were cut off at the ends of the files because they were not complete rows.
     pub dropped_tail_bytes: u64,
-    /// The index lacked lines or did not fit them, and was mended from the rows.
+    /// `true` if the index was incomplete or did not match the lines, and was repaired from the rows.
     pub rebuilt_index: bool,
 }
 
-/// What a ledger starts from.
+/// The initial state of a ledger.
 #[derive(Debug)]
 pub(super) struct RecoveredLedger {
     pub(super) states: KeyStates,
@@ -44,7 +44,7 @@ pub(super) struct RecoveredLedger {
     pub(super) opened: RecoveryReport,
 }
 
-/// Reads both files and the index, repairs their ends, and syncs what is believed.
+/// Reads both files and the index, repairs the ends of the files and syncs them.
 pub(super) async fn recover(files: &dyn Files, paths: &LedgerPaths) -> Result<RecoveredLedger> {
     let mut recovery =
         Recovery { states: KeyStates::new(), opened: RecoveryReport::default(), fresh: BytesMut::new(), suspect: None };
@@ -55,7 +55,7 @@ pub(super) async fn recover(files: &dyn Files, paths: &LedgerPaths) -> Result<Re
     let found = lengths;
     let mut parts = LedgerFile::ALL.map(|file| LineReader::new(files, paths.of(file), lengths[file as usize]));
     let index_length = files.length(&paths.index).await?;
-    let believed = recovery.follow_index(files, &paths.index, index_length.unwrap_or(0), &mut parts).await?;
+    let valid_bytes = recovery.follow_index(files, &paths.index, index_length.unwrap_or(0), &mut parts).await?;
     let unknown: u64 = parts.iter().map(LineReader::left).sum();
     let mut ends = [FileEnding::Clean; 2];
     for (file, lines) in LedgerFile::ALL.into_iter().zip(&mut parts) {
@@ -66,26 +66,27 @@ pub(super) async fn recover(files: &dyn Files, paths: &LedgerPaths) -> Result<Re
     for file in LedgerFile::ALL {
         let (path, length) = (paths.of(file), &mut lengths[file as usize]);
         match ends[file as usize] {
-            // What a killed process wrote may be in the system's memory only: it is synced before it counts. Creates the
-            // sidecar, as NeMo Gym does.
+            // The rows of a killed process may exist only in the page cache, so they are synced before they count. This
+            // also creates the failures file, as NeMo Gym does.
             FileEnding::Clean => add(files, path, found[file as usize], b"").await?,
             FileEnding::NoNewline => add(files, path, found[file as usize], b"\n").await?,
             FileEnding::Torn(bytes) => {
                 recovery.opened.dropped_tail_bytes += bytes;
                 files.truncate(path, *length).await?;
-                tracing::warn!(path = %path.display(), bytes, "cut off an unfinished end");
+                tracing::warn!(path = %path.display(), bytes, "cut off an incomplete line at the end of the file");
             }
         }
     }
-    recovery.mend_index(files, &paths.index, believed, index_length, unknown > 0).await;
+    recovery.repair_index(files, &paths.index, valid_bytes, index_length, unknown > 0).await;
     Ok(RecoveredLedger { states: recovery.states, lengths, opened: recovery.opened })
 }
 
-/// Adds to a file and syncs it. After an error the file is cut to what it was, so that the next opening can try again.
+/// Appends to a file and syncs it. After an error, the file is truncated to its earlier length, so that the next
+/// opening can try again.
 async fn add(files: &dyn Files, path: &Path, found: u64, ending: &'static [u8]) -> Result<()> {
     let Err(error) = files.append(path, &[Bytes::from_static(ending)], true).await else { return Ok(()) };
     if let Err(error) = files.truncate(path, found).await {
-        tracing::warn!(path = %path.display(), %error, "the file could not be cut to what it was");
+        tracing::warn!(path = %path.display(), %error, "could not truncate the file to its earlier length");
     }
     Err(error)
 }
@@ -93,25 +94,26 @@ async fn add(files: &dyn Files, path: &Path, found: u64, ending: &'static [u8]) 
 struct Recovery {
     states: KeyStates,
     opened: RecoveryReport,
-    /// Records that the index lacks.
+    /// Records that are missing in the index.
     fresh: BytesMut,
-    /// A line that the index knows to be acknowledged, all of whose bytes are there, and that is not what was written. If it
-    /// is a row all the same, somebody has written the file anew; if not, it is damaged, not torn.
+    /// A complete line that the index lists as acknowledged and that does not match its checksum. If it is a valid row,
+    /// another program rewrote the file; otherwise the line is damaged, not torn.
     suspect: Option<IndexRecord>,
 }
 
-/// How a file ends after its last good line.
+/// The state of a file after its last valid line.
 #[derive(Clone, Copy)]
 enum FileEnding {
     Clean,
-    /// The last row lacks its newline only.
+    /// Only the newline of the last row is missing.
     NoNewline,
-    /// So many bytes are no row.
+    /// The number of bytes that are not a complete row.
     Torn(u64),
 }
 
 impl Recovery {
-    /// Believes the index as far as it fits the lines; returns how many of its bytes that are.
+    /// Applies the index up to the first record that does not match its line; returns the number of index bytes that
+    /// matched.
     async fn follow_index(
         &mut self,
         files: &dyn Files,
@@ -119,32 +121,32 @@ impl Recovery {
         length: u64,
         parts: &mut [LineReader<'_>; 2],
     ) -> Result<u64> {
-        let mut believed = 0;
-        // Whole records only, so that no record is split between two reads.
+        let mut valid_bytes = 0;
+        // Reads whole records only, so that no record is split between two reads.
         let bytes_max = READ_BYTES / RECORD_BYTES * RECORD_BYTES;
-        while believed < length {
-            let chunk = files.read(index, believed, bytes_max).await?;
+        while valid_bytes < length {
+            let chunk = files.read(index, valid_bytes, bytes_max).await?;
             if chunk.is_empty() {
                 break;
             }
             for bytes in chunk.chunks(RECORD_BYTES) {
-                if believed == 0 {
+                if valid_bytes == 0 {
                     if bytes != header() {
                         return Ok(0);
                     }
                 } else {
-                    let Some(record) = IndexRecord::decode(bytes) else { return Ok(believed) };
+                    let Some(record) = IndexRecord::decode(bytes) else { return Ok(valid_bytes) };
                     if !self.follow(&record, &mut parts[record.file as usize], index).await? {
-                        return Ok(believed);
+                        return Ok(valid_bytes);
                     }
                 }
-                believed += RECORD_BYTES as u64;
+                valid_bytes += RECORD_BYTES as u64;
             }
         }
-        Ok(believed)
+        Ok(valid_bytes)
     }
 
-    /// Whether the record fits the next line of its file.
+    /// Applies a record; returns `false` if it does not match the next line of its file.
     async fn follow(&mut self, record: &IndexRecord, lines: &mut LineReader<'_>, index: &Path) -> Result<bool> {
         if record.offset != lines.offset() {
             return Ok(false);
@@ -152,7 +154,7 @@ impl Recovery {
         let Some((line, after)) = lines.peek_bytes(record.length).await? else { return Ok(false) };
         let same = crc32c::crc32c(line) == record.crc;
         if !same && (after != b'\n' || memchr::memchr(b'\n', line).is_some()) {
-            // Lines of other lengths: parsing tells what it is.
+            // The line has another length; parsing decides whether it is valid.
             self.suspect = Some(*record);
             return Ok(false);
         }
@@ -174,7 +176,7 @@ impl Recovery {
         self.opened.failed += u64::from(record.file == LedgerFile::Failures);
     }
 
-    /// Parses the lines that the index does not speak of; stops before what is no row.
+    /// Parses the lines that have no index record; stops at the first incomplete line.
     async fn scan(&mut self, file: LedgerFile, lines: &mut LineReader<'_>, index: &Path) -> Result<FileEnding> {
         loop {
             let (text, ended) = match lines.peek().await? {
@@ -211,40 +213,47 @@ impl Recovery {
         }
     }
 
-    /// Makes the index say what the files say. It is only a cache: an error of the disk here costs time at the next opening.
-    async fn mend_index(&mut self, files: &dyn Files, index: &Path, believed: u64, length: Option<u64>, unknown: bool) {
+    /// Brings the index up to date with the files. It is only a cache: an I/O error here makes the next opening slower.
+    async fn repair_index(
+        &mut self,
+        files: &dyn Files,
+        index: &Path,
+        valid_bytes: u64,
+        length: Option<u64>,
+        unknown: bool,
+    ) {
         let fresh = std::mem::take(&mut self.fresh).freeze();
-        self.opened.rebuilt_index = unknown || length.is_some_and(|length| length > believed);
-        let mended = async {
-            if believed == 0 {
+        self.opened.rebuilt_index = unknown || length.is_some_and(|length| length > valid_bytes);
+        let repaired = async {
+            if valid_bytes == 0 {
                 return files.replace(index, &[Bytes::copy_from_slice(&header()), fresh]).await;
             }
-            if length.is_some_and(|length| length > believed) {
-                files.truncate(index, believed).await?;
+            if length.is_some_and(|length| length > valid_bytes) {
+                files.truncate(index, valid_bytes).await?;
             }
             if fresh.is_empty() { Ok(()) } else { files.append(index, &[fresh], false).await }
         };
-        if let Err(error) = mended.await {
-            tracing::warn!(%error, "the index could not be mended");
+        if let Err(error) = repaired.await {
+            tracing::warn!(%error, "could not repair the index; the next opening parses all rows");
         }
     }
 }
 
 fn damaged(index: &Path) -> String {
     format!(
-        "not what was written (its checksum differs); bring the line back from a copy, or, if it was changed on purpose, \
-         remove {} and resume",
+        "the checksum of the line does not match what was written; restore the line from a backup, or, if the change was \
+         intended, remove {} and resume",
         index.display()
     )
 }
 
-/// Why a line is no row, and where in it.
+/// The reason why a line is not a row, and the offset of the error in the line.
 struct InvalidLine {
     within: usize,
     message: String,
 }
 
-/// What a line is. Blank lines, and lines of the sidecar that name no rollout, are passed over, as NeMo Gym does.
+/// Identifies a line. Blank lines, and lines of the failures file without a rollout, are ignored, as in NeMo Gym.
 fn read_line(file: LedgerFile, text: &Bytes) -> Result<(Attempt, OutcomeClass), InvalidLine> {
     let ignored = (Attempt { key: TaskKey::new(0, 0), number: 0 }, OutcomeClass::Ignored);
     if text.iter().all(u8::is_ascii_whitespace) {
@@ -257,17 +266,18 @@ fn read_line(file: LedgerFile, text: &Bytes) -> Result<(Attempt, OutcomeClass), 
     match identify(file, &row).map_err(|message| InvalidLine { within: 0, message })? {
         RowIdentity { key: Ok(key), number, class } => Ok((Attempt { key, number: number.unwrap_or(0) }, class)),
         RowIdentity { key: Err(_), .. } if file == LedgerFile::Failures => Ok(ignored),
-        RowIdentity { key: Err(missing), .. } => {
-            Err(InvalidLine { within: 0, message: format!("no `{missing}`: is this the output of a collection?") })
-        }
+        RowIdentity { key: Err(missing), .. } => Err(InvalidLine {
+            within: 0,
+            message: format!("no `{missing}`, so this is not the output of a collection"),
+        }),
     }
 }
 
-/// What a row says of itself.
+/// The fields of a row that identify it.
 struct RowIdentity {
-    /// Or the key that it lacks.
+    /// The rollout, or the name of the missing key.
     key: Result<TaskKey, &'static str>,
-    /// `None` when it does not say, as a first attempt's row need not.
+    /// The attempt number; optional in the row of a first attempt.
     number: Option<u32>,
     class: OutcomeClass,
 }
@@ -276,7 +286,7 @@ fn identify(file: LedgerFile, row: &RawObject) -> Result<RowIdentity, String> {
     let number = |key: &str| {
         row.get_as::<Option<u32>>(key)
             .map(Option::flatten)
-            .map_err(|_| format!("`{key}` is not a number from 0 to 4294967295"))
+            .map_err(|_| format!("`{key}` is not an integer from 0 to 4294967295"))
     };
     let key = match (number("_ng_task_index")?, number("_ng_rollout_index")?) {
         (Some(task), Some(rollout)) => Ok(TaskKey::new(task, rollout)),
@@ -295,7 +305,7 @@ fn identify(file: LedgerFile, row: &RawObject) -> Result<RowIdentity, String> {
     Ok(RowIdentity { key, number: number("_ng_attempt_index")?, class })
 }
 
-/// Refuses a row that would be taken for another outcome when the ledger is opened without its index.
+/// Rejects a row that recovery without an index would read as another outcome.
 pub(super) fn check_row(attempt: Attempt, class: OutcomeClass, row: &RawObject) -> Result<()> {
     let refuse = |message: String| Err(Error::invalid(message).about(format!("record {attempt}")));
     let file = if class == OutcomeClass::Completed { LedgerFile::Rollouts } else { LedgerFile::Failures };
@@ -305,22 +315,23 @@ pub(super) fn check_row(attempt: Attempt, class: OutcomeClass, row: &RawObject) 
     };
     match named.key {
         Err(missing) => return refuse(format!("the row has no `{missing}`")),
-        Ok(key) if key != attempt.key => return refuse(format!("the row says that it is rollout {key}")),
+        Ok(key) if key != attempt.key => return refuse(format!("the row belongs to rollout {key}")),
         Ok(_) => {}
     }
     if let Some(number) = named.number.filter(|number| *number != attempt.number) {
-        return refuse(format!("the row's `_ng_attempt_index` is {number}"));
+        return refuse(format!("the row's `_ng_attempt_index` is {number}; expected the number of the attempt"));
     }
     if named.class != class {
-        return refuse("the row's `_ng_failure_terminal` says otherwise than the outcome".to_owned());
+        return refuse("the row's `_ng_failure_terminal` contradicts the outcome".to_owned());
     }
     Ok(())
 }
 
-/// Whether the next line has zeros where a loss of power leaves them: from the line's start or a sector's, to a sector's end
-/// or the file's, and no further from the end of the file than a group that was never acknowledged reaches.
+/// Returns `true` if the next line contains zeros as a power loss leaves them. Such zeros start at the start of the
+/// line or of a sector, and end at the end of a sector or of the file. They lie no further from the end of the file
+/// than an unacknowledged group can start.
 fn has_hole(text: &[u8], lines: &LineReader<'_>) -> bool {
-    // A group is so many bytes and a newline each, or one large row.
+    // A group has at most `GROUP_BYTES` and one newline per row, or it is one large row.
     if lines.left() > GROUP_BYTES + GROUP_ROWS as u64 && lines.left() > text.len() as u64 + 1 {
         return false;
     }

@@ -1,7 +1,7 @@
-//! Group commit: one task writes what all attempts hand in, a group at a time, one sync a group and file.
+//! Group commit: one task writes the rows of all attempts in groups, with one sync per group and file.
 //!
-//! While a group is being synced the next one gathers in the queue, so the more hand in at once, the fewer syncs a row costs.
-//! A row is acknowledged after its sync, whatever becomes of the index.
+//! While a group is synced, the next group collects in the queue. The more rows arrive at once, the fewer syncs each
+//! row needs. A row is acknowledged after its sync, even if the index cannot be written.
 
 use std::path::Path;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -18,38 +18,39 @@ use crate::collect::ledger::jsonl::index::{IndexRecord, LedgerFile, RECORD_BYTES
 use crate::collect::ledger::jsonl::paths::LedgerPaths;
 use crate::collect::ledger::states::{KeyStates, OutcomeClass};
 
-/// Rows that wait for the writer. Whoever hands in holds its row anyway, so this bounds only what those who have left leave
-/// behind; it is a few groups, so that the writer never waits for a full one.
+/// Capacity of the queue of rows. Callers hold their own row while they wait, so the bound limits only rows whose
+/// callers were cancelled. It is a few groups long, so that the writer always finds a full one.
 pub(super) const QUEUE_ROWS: usize = 4_096;
 
-/// Rows in a group: past about a thousand a sync costs so little a row that more only makes the first wait longer.
+/// Rows per group. Beyond about a thousand rows the sync cost per row is negligible, and the first row only waits
+/// longer.
 pub(super) const GROUP_ROWS: usize = 1_024;
 
-/// Bytes in a group, unless its first row alone is larger. Also how far from the end of a file, after a loss of power, lines
-/// that were never acknowledged can start.
+/// Bytes per group, unless its first row alone is larger. After a power loss, unacknowledged lines start no further
+/// than this from the end of the file.
 pub(super) const GROUP_BYTES: u64 = 4 << 20;
 
-/// Rows below this are copied together, larger ones are written from where they are.
+/// Smaller rows are copied together; larger rows are written from their own buffers.
 const COPY_BYTES_MAX: usize = 16 << 10;
 
-/// Index records are written this many bytes at a time: what a killed process left out is parsed again, which for 1,600 rows
-/// takes milliseconds.
+/// Index records are written in chunks of this size. Recovery parses rows whose records were lost in a kill; 1,600 rows
+/// take milliseconds.
 const INDEX_BYTES: usize = 64 << 10;
 
-/// A write that takes this long is told of, each time: a sync takes milliseconds, on a busy disk a few seconds.
-const STALL_TOLD_EVERY: Duration = Duration::from_secs(30);
+/// A write that takes this long is logged, repeatedly. A sync takes milliseconds, or a few seconds on a busy disk.
+const STALL_LOG_INTERVAL: Duration = Duration::from_secs(30);
 
-/// What the writer is asked to do.
+/// A command to the writer.
 #[derive(Debug)]
 pub(super) enum WriterCommand {
     Row(PendingRow),
-    /// Everything handed in before is on the disk when this is answered.
+    /// Completes when all earlier rows are on disk.
     Flush(oneshot::Sender<Result<()>>),
-    /// Like a flush; the writer ends after it and lets go of the lock.
+    /// Like `Flush`; the writer then ends and releases the lock.
     Close(oneshot::Sender<Result<()>>),
 }
 
-/// An outcome on its way to the disk.
+/// An outcome that waits to be written.
 #[derive(Debug)]
 pub(super) struct PendingRow {
     pub(super) attempt: Attempt,
@@ -59,7 +60,7 @@ pub(super) struct PendingRow {
     pub(super) done: oneshot::Sender<Result<()>>,
 }
 
-/// Why the writer stopped: given to everyone who comes later.
+/// The reason why the writer stopped, reported to all later callers.
 #[derive(Clone, Debug)]
 pub(super) struct WriterFailure {
     code: Code,
@@ -68,33 +69,36 @@ pub(super) struct WriterFailure {
 
 impl WriterFailure {
     pub(super) fn error(&self) -> Error {
-        let text = format!("nothing counts since an error of the disk; open the ledger again to go on: {}", self.text);
-        // Not "not started": sending the same row again cannot help.
+        let text = format!(
+            "an earlier disk error stopped the ledger; repair the disk and open the ledger again: {}",
+            self.text
+        );
+        // Not `NotStarted`, because sending the same row again cannot succeed.
         Error::new(self.code, Execution::Finished, text)
     }
 }
 
-/// The task's own state.
+/// The state of the writer task.
 #[derive(Debug)]
 pub(super) struct LedgerWriter {
     pub(super) files: Arc<dyn Files>,
     pub(super) paths: Arc<LedgerPaths>,
     pub(super) states: Arc<Mutex<KeyStates>>,
     pub(super) stopped: Arc<OnceLock<WriterFailure>>,
-    /// What each file holds that is acknowledged.
+    /// The acknowledged length of each file.
     pub(super) lengths: [u64; 2],
     pub(super) index: BytesMut,
     pub(super) index_works: bool,
-    /// Where the small rows of each file are put together, kept from group to group.
+    /// Buffers that join the small rows of each file, reused for each group.
     pub(super) small: [BytesMut; 2],
     /// Held until the writer ends.
     pub(super) lock: Box<dyn FileLock>,
 }
 
-/// Lines of one file that are written together.
+/// Lines that are written to one file together.
 #[derive(Debug)]
 struct LineBatch {
-    /// Small rows that are not among the pieces yet.
+    /// Small rows that are not yet in `pieces`.
     small: BytesMut,
     pieces: Vec<Bytes>,
     bytes: u64,
@@ -102,7 +106,7 @@ struct LineBatch {
 }
 
 impl LedgerWriter {
-    /// Runs until the ledger is closed or dropped; what was handed in by then is written.
+    /// Runs until the ledger is closed or dropped, and writes all rows that were accepted by then.
     pub(super) async fn run(mut self, mut commands: mpsc::Receiver<WriterCommand>) {
         let mut batch = Vec::with_capacity(GROUP_ROWS);
         while commands.recv_many(&mut batch, GROUP_ROWS).await > 0 {
@@ -117,25 +121,25 @@ impl LedgerWriter {
                     WriterCommand::Close(done) => {
                         self.write(&mut rows).await;
                         commands.close();
-                        // After the queue is closed and empty the loop ends by itself; rows that were in it are written.
+                        // The loop ends when the queue is closed and empty; the rows in it are still written.
                         let _ = done.send(self.flush().await);
                     }
                 }
             }
             self.write(&mut rows).await;
         }
-        // Nobody is left to tell; the index is only a cache.
+        // No caller is left to report an error to, and the index is only a cache.
         let _ = self.flush().await;
         drop(self.lock);
     }
 
-    /// Writes rows in groups, and answers each.
+    /// Writes rows in groups and acknowledges each row.
     async fn write(&mut self, rows: &mut Vec<PendingRow>) {
         let mut rows = rows.drain(..).peekable();
         while rows.peek().is_some() {
             let mut group = LedgerFile::ALL.map(|file| LineBatch::new(std::mem::take(&mut self.small[file as usize])));
             {
-                // Held for the whole group, never across an await: this is where late attempts are decided.
+                // Held for the whole group, but not across an await: late attempts are rejected here.
                 let mut states = self.states.lock().unwrap_or_else(PoisonError::into_inner);
                 let mut bytes = 0;
                 while let Some(row) = rows.next_if(|row| bytes == 0 || bytes + row.text.len() as u64 <= GROUP_BYTES) {
@@ -161,10 +165,10 @@ impl LedgerWriter {
             append(&*self.files, &self.paths.rollouts, rollouts),
             append(&*self.files, &self.paths.failures, failures),
         );
-        let (rollouts, failures) = told_of_a_stall(&self.paths.rollouts, waiting, appended).await;
+        let (rollouts, failures) = warn_of_stalls(&self.paths.rollouts, waiting, appended).await;
         for (file, (mut lines, written)) in LedgerFile::ALL.into_iter().zip(group.into_iter().zip([rollouts, failures]))
         {
-            // With the pieces gone the buffer can be filled again from its start.
+            // Once the pieces are dropped, the buffer can be filled from its start again.
             lines.pieces.clear();
             self.small[file as usize] = std::mem::take(&mut lines.small);
             match written {
@@ -189,20 +193,20 @@ impl LedgerWriter {
             if self.index_works {
                 self.index.put_slice(&record.encode());
             }
-            // An error: the caller has left; its row is on the disk all the same.
+            // Fails if the caller was cancelled; the row is on disk nevertheless.
             let _ = row.done.send(Ok(()));
         }
     }
 
-    /// After an error of the disk nothing is written any more. What was not acknowledged is cut off, so that it is not taken
-    /// for written when the ledger is opened again: the system may have it in memory only.
+    /// Stops the ledger after a disk error. Unacknowledged bytes are cut off, because they may exist only in the page
+    /// cache and would count when the ledger is opened again.
     async fn stop(&mut self, file: LedgerFile, lines: LineBatch, error: &Error) {
-        tracing::error!(%error, "the ledger stops");
+        tracing::error!(%error, "disk error; the ledger accepts no more rows");
         let stopped =
             self.stopped.get_or_init(|| WriterFailure { code: error.code(), text: error.to_string() }).clone();
         let path = self.paths.of(file);
         if let Err(error) = self.files.truncate(path, self.lengths[file as usize]).await {
-            tracing::warn!(%error, "what was not acknowledged could not be cut off");
+            tracing::warn!(%error, "could not cut off the unacknowledged rows");
         }
         for (row, _) in lines.rows {
             let _ = row.done.send(Err(stopped.error()));
@@ -223,8 +227,8 @@ impl LedgerWriter {
         }
         let records = self.index.split().freeze();
         if let Err(error) = self.files.append(&self.paths.index, &[records], false).await {
-            // Only a cache: the next opening reads the rows instead.
-            tracing::warn!(%error, "the ledger goes on without its index");
+            // The index is only a cache: the next opening reads the rows instead.
+            tracing::warn!(%error, "could not write the index; the ledger continues without it");
             self.index_works = false;
         }
         self.index.reserve(INDEX_BYTES + GROUP_ROWS * RECORD_BYTES);
@@ -263,18 +267,18 @@ impl LineBatch {
     }
 }
 
-/// Waits for the disk however long it takes, and says so meanwhile: a write that is under way cannot be taken back.
-async fn told_of_a_stall<T>(path: &Path, rollouts: usize, appended: impl Future<Output = T>) -> T {
+/// Waits for a write without a limit, because it cannot be undone, and logs a warning at intervals.
+async fn warn_of_stalls<T>(path: &Path, rollouts: usize, appended: impl Future<Output = T>) -> T {
     let mut appended = std::pin::pin!(appended);
     let began = Instant::now();
     loop {
-        if let Ok(done) = tokio::time::timeout(STALL_TOLD_EVERY, &mut appended).await {
+        if let Ok(done) = tokio::time::timeout(STALL_LOG_INTERVAL, &mut appended).await {
             return done;
         }
         let seconds = began.elapsed().as_secs();
         tracing::warn!(
             file = %path.display(), rollouts, seconds,
-            "the disk has not taken these rollouts yet; they wait for it: is it full, failing or unreachable?"
+            "rollouts wait for the disk; check whether it is full, failing or unreachable"
         );
     }
 }

@@ -1,4 +1,4 @@
-//! Losses of power and kills at random moments: what was acknowledged is there, nothing is there twice.
+//! Kills and power losses at random moments: acknowledged rows are present, and no row is present twice.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
@@ -12,14 +12,14 @@ use super::*;
 
 const TASKS: u32 = 12;
 
-/// What the callers were told.
+/// The acknowledgements that the callers received.
 #[derive(Default)]
 struct Acknowledged {
     completed: BTreeSet<TaskKey>,
     failures: BTreeMap<TaskKey, u32>,
 }
 
-/// Hands in outcomes from many tasks until every rollout is over or the disk is gone.
+/// Records outcomes from many tasks until every rollout has ended or the disk has failed.
 fn collect(ledger: &Arc<JsonlLedger>, rng: &mut fastrand::Rng, told: &Arc<Mutex<Acknowledged>>) -> JoinSet<()> {
     let mut running = JoinSet::new();
     for task in 0..TASKS {
@@ -27,7 +27,7 @@ fn collect(ledger: &Arc<JsonlLedger>, rng: &mut fastrand::Rng, told: &Arc<Mutex<
         running.spawn(async move {
             let key = TaskKey::new(task, 0);
             let cx = CallContext::default();
-            // A hedge: now and then a second attempt begins before the first has ended.
+            // Sometimes a second attempt begins before the first one has ended.
             let mut attempts = Vec::new();
             while let Ok(attempt) = ledger.begin(key) {
                 attempts.push(attempt);
@@ -49,7 +49,7 @@ fn collect(ledger: &Arc<JsonlLedger>, rng: &mut fastrand::Rng, told: &Arc<Mutex<
                     Err(_) => break,
                 }
             }
-            // The answers of the attempts that were given up arrive after all.
+            // The outcomes of superseded attempts also arrive.
             for late in attempts {
                 let _ = ledger.record(&cx, late, Outcome::Completed(row(late, 10))).await;
             }
@@ -58,7 +58,7 @@ fn collect(ledger: &Arc<JsonlLedger>, rng: &mut fastrand::Rng, told: &Arc<Mutex<
     running
 }
 
-/// How often each rollout is in a file.
+/// Counts how often each rollout is in a file.
 fn counts(contents: &[u8]) -> BTreeMap<TaskKey, u32> {
     let mut counts = BTreeMap::new();
     for line in lines(contents) {
@@ -69,7 +69,7 @@ fn counts(contents: &[u8]) -> BTreeMap<TaskKey, u32> {
     counts
 }
 
-/// What must hold after any ending, once the ledger is open again.
+/// Checks the invariants that hold after any ending, once the ledger is open again.
 fn check(files: &SimFiles, ledger: &JsonlLedger, told: &Acknowledged) -> Result<(), String> {
     let rows = counts(&files.contents(&output()));
     let failures = counts(&files.contents(&failures_path(&output())));
@@ -93,7 +93,7 @@ fn check(files: &SimFiles, ledger: &JsonlLedger, told: &Acknowledged) -> Result<
     Ok(())
 }
 
-/// What is left of a scenario.
+/// The remaining state of a scenario.
 #[derive(Debug, PartialEq)]
 struct Outcomes {
     torn_bytes: u64,
@@ -102,7 +102,7 @@ struct Outcomes {
     syncs: u64,
 }
 
-/// A collection that ends badly a few times and is then finished.
+/// A collection that ends badly several times and is then completed.
 async fn scenario(seed: u64, with_check: bool) -> Result<Outcomes, String> {
     let mut rng = fastrand::Rng::with_seed(seed);
     let mut files = SimFiles::new(rng.u64(..));
@@ -130,9 +130,9 @@ async fn scenario(seed: u64, with_check: bool) -> Result<Outcomes, String> {
             _ => {}
         }
         tokio::time::sleep(Duration::from_micros(rng.u64(0..30_000))).await;
-        // Most often the writer is in the middle of a group now.
-        // A process that is killed between a failed sync and the cut leaves rows that the next one cannot tell from written
-        // ones; only the loss of power that follows shows it. That pair is left out.
+        // Usually the writer is in the middle of a group now.
+        // If a process is killed between a failed sync and the truncation, the next process cannot distinguish its rows
+        // from synced ones; only a following power loss shows the difference. The test leaves out this pair of events.
         files = if fault != 1 && rng.u32(0..3) == 0 { files.kill() } else { files.crash() };
         files.set_room(u64::MAX);
         files.clear_fault();
@@ -192,9 +192,9 @@ async fn a_full_disk_loses_nothing_acknowledged_and_names_the_file() {
         assert!(!error.may_resend(true), "the same row must not be sent again: {error:?}");
         if fault == FileFault::DiskFull {
             assert_eq!(error.code(), Code::ResourceExhausted);
-            assert!(error.to_string().contains("free room"), "{error}");
+            assert!(error.to_string().contains("free space"), "{error}");
         }
-        // The disk would take it now, but what is on it is only known after it is read again.
+        // The disk would accept the row now, but its contents are known only after it is read again.
         let refused = complete(&ledger, 2).await.unwrap_err();
         assert_eq!(refused.code(), error.code());
         assert!(refused.to_string().contains("open the ledger again"), "{refused}");

@@ -1,11 +1,11 @@
-//! Files that were torn, damaged, rewritten, or written by NeMo Gym's own collector.
+//! Files that are torn, damaged, rewritten, or written by NeMo Gym's own collector.
 
 use gym_core::rollout::KeyState;
 use gym_core::testing::FileFault;
 
 use super::*;
 
-/// A closed ledger of rows and failures.
+/// Returns a closed ledger with rows and failures.
 async fn written(rows: u32) -> SimFiles {
     let files = SimFiles::new(9);
     let (ledger, _) = open(&files).await.unwrap();
@@ -35,7 +35,7 @@ async fn a_line_cut_short_is_dropped_at_every_byte() {
                 files.remove(&index_path(&output())).await.unwrap();
             }
             let found = opened(&files).await;
-            // Only the newline is missing: the row is whole, and gets it.
+            // Only the newline is missing: the row is complete, and the newline is added.
             let kept = u64::from(cut == 1);
             assert_eq!(found.completed, 2 + kept, "cut {cut}");
             let dropped = if cut == 1 { 0 } else { line + 1 - cut };
@@ -53,7 +53,7 @@ async fn a_line_cut_short_is_dropped_at_every_byte() {
 async fn zeros_in_blocks_that_never_reached_the_disk_are_dropped() {
     let files = written(4).await;
     let good = files.contents(&output());
-    // A group of three rows follows: the size is on the disk, and the second of its rows is zeros up to a sector's end.
+    // A group of three rows follows: the size is on disk, and the second row contains zeros up to the end of a sector.
     let attempt = |task| Attempt { key: TaskKey::new(task, 0), number: 0 };
     let mut contents = good.clone();
     for task in 10..13 {
@@ -67,7 +67,7 @@ async fn zeros_in_blocks_that_never_reached_the_disk_are_dropped() {
     assert_eq!(found.completed, 5, "the row before the hole was whole");
     assert_eq!(files.contents(&output()), contents[..good.len() + row(attempt(10), 1_500).text().len() + 1]);
 
-    // The same hole in what the index knows was acknowledged is damage, not a torn end.
+    // The same zeros in a line that the index lists as acknowledged are damage, not a torn end.
     let start = good.len().next_multiple_of(512) - 512;
     let mut damaged = good.clone();
     damaged[start..].fill(0);
@@ -111,8 +111,8 @@ async fn a_broken_line_without_an_index_is_named_to_the_byte() {
         (r#"{"_ng_task_index": 1, "#, 21, "not a JSON object"),
         (r#"[1, 2]"#, 0, "not a JSON object"),
         (r#"{"_ng_rollout_index": 0}"#, 0, "no `_ng_task_index`"),
-        (r#"{"_ng_task_index": -1, "_ng_rollout_index": 0}"#, 0, "`_ng_task_index` is not a number"),
-        (r#"{"_ng_task_index": "1", "_ng_rollout_index": 0}"#, 0, "`_ng_task_index` is not a number"),
+        (r#"{"_ng_task_index": -1, "_ng_rollout_index": 0}"#, 0, "`_ng_task_index` is not an integer"),
+        (r#"{"_ng_task_index": "1", "_ng_rollout_index": 0}"#, 0, "`_ng_task_index` is not an integer"),
     ] {
         files.set_contents(&output(), format!("{first}\n{second}\n{first}\n"));
         let error = open(&files).await.unwrap_err();
@@ -121,7 +121,7 @@ async fn a_broken_line_without_an_index_is_named_to_the_byte() {
         assert!(text.contains("rollouts.jsonl line 2 (byte ") && text.contains(why), "{text}");
         let byte: usize = text.split("(byte ").nth(1).unwrap().split(')').next().unwrap().parse().unwrap();
         assert!(byte >= first.len() + 1 + within && byte <= first.len() + 1 + second.len(), "{text}");
-        // Nothing was changed, so that a copy can be compared.
+        // Unchanged, so that a backup can be compared.
         assert_eq!(lines(&files.contents(&output())).len(), 3);
     }
 }
@@ -157,7 +157,7 @@ async fn an_index_that_is_missing_torn_stale_or_ahead_is_mended() {
     }
     whole.remove(&index_path(&output())).await.unwrap();
     assert_eq!(opened(&whole).await, RecoveryReport { rebuilt_index: true, ..wanted });
-    // Ahead: somebody has cut the rows.
+    // The index is ahead: another program has truncated the rows.
     let contents = whole.contents(&output());
     let three: usize = lines(&contents)[..3].iter().map(|line| line.len() + 1).sum();
     whole.set_contents(&output(), &contents[..three]);
@@ -173,7 +173,7 @@ async fn a_file_that_another_program_wrote_anew_is_read_again() {
     rows.push(r#"{"_ng_task_index":77,"_ng_rollout_index":0}"#.to_owned());
     files.set_contents(&output(), rows.join("\n") + "\n");
     let error = open(&files).await.unwrap_err();
-    // Lines of one length: only somebody who knows can tell a change from damage.
+    // For a line of the same length, only the user can distinguish a change from damage.
     assert!(error.to_string().contains("remove results/rollouts.jsonl.index"), "{error}");
     files.remove(&index_path(&output())).await.unwrap();
     assert_eq!(opened(&files).await.completed, 5);
@@ -230,7 +230,7 @@ async fn files_of_nemo_gyms_collector_open_and_are_gone_on_with() {
     assert_eq!(found, RecoveryReport { completed: 3, failed: 5, ..RecoveryReport::default() });
 }
 
-/// Found by the simulation: the failed append of an opening left the file closed to all further ones.
+/// Found by the simulation: after a failed append while opening, all later appends to the file failed.
 #[tokio::test(start_paused = true)]
 async fn after_an_opening_that_met_a_bad_disk_the_next_one_goes_on() {
     for fault in [FileFault::DiskFull, FileFault::SyncFailed] {

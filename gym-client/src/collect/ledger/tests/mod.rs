@@ -1,4 +1,4 @@
-//! The ledger over real and simulated files: the common contract, and what is particular to files of lines.
+//! The ledger over real and simulated files: the common contract, and the properties of line-based files.
 
 mod crash;
 mod damage;
@@ -113,7 +113,7 @@ impl conformance::LedgerFixture for RealBench {
     }
 
     async fn crash(&mut self) -> bool {
-        // Only another process could be killed.
+        // Only another process can be killed.
         false
     }
 
@@ -152,7 +152,7 @@ impl conformance::LedgerFixture for MemoryBench {
     async fn close(&mut self) {}
 
     async fn crash(&mut self) -> bool {
-        // It lives and dies with its process.
+        // This ledger exists only as long as its process.
         false
     }
 
@@ -181,7 +181,7 @@ async fn a_second_collector_is_refused_and_told_why() {
     for start in [OpenMode::Resume, OpenMode::Fresh] {
         let error = JsonlLedger::open(&cx, Arc::new(RealFiles::new()), &output, start).await.unwrap_err();
         assert_eq!(error.code(), Code::FailedPrecondition);
-        assert!(error.to_string().contains("rollouts.jsonl: another collector is writing it"), "{error}");
+        assert!(error.to_string().contains("rollouts.jsonl: another collector writes to this file"), "{error}");
     }
     close(ledger).await;
     let (ledger, opened) = JsonlLedger::open(&cx, Arc::new(RealFiles::new()), &output, OpenMode::Resume).await.unwrap();
@@ -221,7 +221,7 @@ async fn a_row_of_several_lines_becomes_one() {
     let contents = files.contents(&output());
     assert_eq!(contents.iter().filter(|byte| matches!(byte, b'\n' | b'\r')).count(), 1, "{contents:?}");
     assert!(lines(&contents)[0].contains(r#""text": "a\nb", "n": 1E5"#));
-    // A raw line break within a string is no JSON, so it cannot arrive here and be turned into a space.
+    // A raw line break within a string is not valid JSON, so it cannot arrive here and be replaced by a space.
     RawObject::parse("{\"text\": \"a\nb\"}").unwrap_err();
     assert_eq!(one_line("{}".into()), "{}");
 }
@@ -234,7 +234,7 @@ async fn a_group_shares_one_sync() {
     let cx = CallContext::default();
     let records = (0..500).map(|task| {
         let attempt = ledger.begin(TaskKey::new(task, 0)).unwrap();
-        // Rows of every size: copied together and written from where they are.
+        // Rows of all sizes: copied together, and written from their own buffers.
         let outcome = Outcome::Completed(row(attempt, if task % 50 == 7 { 40_000 } else { 10 }));
         ledger.record(&cx, attempt, outcome)
     });
@@ -255,7 +255,7 @@ async fn a_newer_attempt_begun_while_an_outcome_waits_makes_it_late() {
     let cx = CallContext::default();
     let key = TaskKey::new(0, 0);
     let old = ledger.begin(key).unwrap();
-    // Polled once, the record passes the first check and waits for the writer, which has not run yet.
+    // After one poll, the record has passed the first check and waits for the writer, which has not run yet.
     let mut waiting = std::pin::pin!(ledger.record(&cx, old, Outcome::Completed(row(old, 10))));
     assert!(futures_util::poll!(waiting.as_mut()).is_pending());
     let new = ledger.begin(key).unwrap();
@@ -276,7 +276,7 @@ async fn a_row_that_would_be_taken_for_another_is_refused() {
         (Outcome::Completed(RawObject::empty()), "no `_ng_task_index`"),
         (Outcome::Completed(other("_ng_rollout_index", "3")), "rollout 4-3"),
         (Outcome::Completed(other("_ng_attempt_index", "1")), "`_ng_attempt_index` is 1"),
-        (Outcome::Completed(other("_ng_task_index", "4.5")), "`_ng_task_index` is not a number"),
+        (Outcome::Completed(other("_ng_task_index", "4.5")), "`_ng_task_index` is not an integer"),
         (untold, "`_ng_failure_terminal`"),
     ] {
         let error = ledger.record(&CallContext::default(), attempt, outcome).await.unwrap_err();
@@ -295,7 +295,7 @@ fn the_files_are_named_as_nemo_gym_names_them() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn whoever_waited_for_the_disk_in_vain_is_told_which_file_and_what_to_do() {
+async fn a_wait_for_the_disk_that_times_out_names_the_file_and_the_fix() {
     let files = SimFiles::new(3);
     let (ledger, _) = open(&files).await.unwrap();
     files.set_latency_max(std::time::Duration::from_secs(10_000));
@@ -305,7 +305,7 @@ async fn whoever_waited_for_the_disk_in_vain_is_told_which_file_and_what_to_do()
     assert_eq!(error.code(), Code::DeadlineExceeded);
     let error = error.to_string();
     assert!(
-        error.contains("write results/rollouts.jsonl: the disk has not taken") && error.contains("resume"),
+        error.contains("write results/rollouts.jsonl: the disk has not written") && error.contains("resume"),
         "{error}"
     );
 }

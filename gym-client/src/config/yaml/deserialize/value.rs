@@ -1,4 +1,4 @@
-//! A JSON value that is read as a type, and the path of what does not fit.
+//! Deserializes a JSON value, and keeps the path of a mismatch.
 
 use std::fmt;
 
@@ -10,23 +10,23 @@ use serde::de::{
 use serde::forward_to_deserialize_any;
 use serde_json::{Error, Value};
 
-/// Which texts count as numbers and booleans.
+/// Whether strings can be numbers and booleans.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Spelling {
-    /// None.
+    /// A string is a string.
     Strict,
-    /// Those that spell one.
+    /// A string that spells the expected number or boolean is accepted.
     Lenient,
 }
 
-/// A value that is read as a type, at any depth.
+/// A JSON value that is deserialized, at any depth.
 #[derive(Debug)]
 pub(super) struct TypedValue {
     value: Value,
     spelling: Spelling,
 }
 
-/// Why a value does not fit, in the words of serde_json, and where it is.
+/// A mismatch: the message of serde_json, and the path.
 #[derive(Debug)]
 pub(super) struct Misfit {
     /// The keys and indexes to the value, innermost first.
@@ -35,7 +35,7 @@ pub(super) struct Misfit {
 }
 
 impl Misfit {
-    /// The path from the outermost key, and the message.
+    /// Returns the path from the outermost key, and the message.
     pub(super) fn into_parts(self) -> (Vec<String>, String) {
         let Self { mut path, error } = self;
         path.reverse();
@@ -80,7 +80,7 @@ impl serde::de::Error for Misfit {
     }
 }
 
-/// Python's spellings, in any case.
+/// Parses a boolean in Python's spellings, in any case.
 fn boolean(text: &str) -> Option<bool> {
     match text.to_ascii_lowercase().as_str() {
         "1" | "true" | "t" | "yes" | "y" | "on" => Some(true),
@@ -118,7 +118,7 @@ impl TypedValue {
         Self { value, spelling }
     }
 
-    /// The text, where texts may spell values of other types.
+    /// Returns the string if it can spell a value of another type.
     fn spelled(&self) -> Option<&str> {
         self.value.as_str().filter(|_| self.spelling == Spelling::Lenient)
     }
@@ -203,7 +203,7 @@ impl<'de> Deserializer<'de> for TypedValue {
         visitor.visit_newtype_struct(self)
     }
 
-    /// What a variant holds is read strictly.
+    /// The content of a variant is deserialized strictly.
     fn deserialize_enum<V: Visitor<'de>>(
         self,
         _: &'static str,
@@ -300,7 +300,7 @@ impl<'de> EnumAccess<'de> for Variant {
 }
 
 impl Variant {
-    /// The content, which must be there.
+    /// Returns the content, or an error if there is none.
     fn content(self, expected: &'static str) -> Result<(String, Value), Misfit> {
         match self.content {
             Some(content) => Ok((self.variant, content)),
@@ -370,7 +370,7 @@ mod tests {
     }
 
     #[test]
-    fn a_text_that_spells_what_is_asked_for_is_taken_and_a_text_stays_a_text() {
+    fn a_string_that_spells_the_expected_type_is_accepted_and_a_string_stays_a_string() {
         let value =
             json!({"flag": "False", "count": "8", "share": "0.5", "name": "7", "nested": [{"a": "on", "b": true}]});
         let nested = vec![BTreeMap::from([("a".to_owned(), true), ("b".to_owned(), true)])];
@@ -382,7 +382,7 @@ mod tests {
     }
 
     #[test]
-    fn what_spells_nothing_of_the_kind_is_refused_as_before() {
+    fn a_string_that_does_not_spell_the_expected_type_is_rejected() {
         for (key, value, why) in [
             ("flag", json!("maybe"), "invalid type: string \"maybe\", expected a boolean"),
             ("count", json!("-1"), "invalid type: string \"-1\", expected u32"),
@@ -416,7 +416,7 @@ mod tests {
     }
 
     #[test]
-    fn every_form_of_an_enum_is_read_as_serde_json_reads_it() {
+    fn every_form_of_an_enum_is_deserialized_as_by_serde_json() {
         let value =
             json!({"shapes": ["point", {"circle": 0.5}, {"line": [1, 2]}, {"box": {"width": 3}}], "pair": [1, 2]});
         let drawing = Drawing::deserialize(lenient(value)).unwrap();
@@ -445,7 +445,7 @@ mod tests {
     }
 
     #[test]
-    fn a_misfit_has_the_path_of_the_innermost_value_that_does_not_fit() {
+    fn a_mismatch_has_the_path_of_the_innermost_value() {
         let good = json!({"flag": true, "count": 1, "name": "n"});
         let with = |key: &str, value: Value| {
             let mut settings = good.clone();

@@ -49,7 +49,8 @@ where
 async fn call(channel: Channel) -> GroupError {
     let members = vec![member(0, Incarnation(1), channel)];
     let layout = RankLayout::line(1).expect("one rank");
-    let group = ServedGroup { layout, view: watch::Sender::new(Arc::new(GroupView::new(1, members))) };
+    let group =
+        ServedGroup { name: "served".into(), layout, view: watch::Sender::new(Arc::new(GroupView::new(1, members))) };
     group.call(Echo, "hello".to_owned()).deadline(FAR).await.expect_err("the rank lies")
 }
 

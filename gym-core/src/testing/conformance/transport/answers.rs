@@ -1,4 +1,4 @@
-//! What goes in comes out: bodies, statuses, metadata, context.
+//! Cases of contents: bodies, statuses, metadata and context arrive unchanged.
 
 use std::sync::Arc;
 
@@ -54,7 +54,7 @@ async fn a_call_is_answered(make: Make<'_>) {
     assert_eq!(channel.path().scheme, fixture.connector.scheme());
 }
 
-/// Nothing is parsed on the way.
+/// No transport parses the message.
 async fn a_body_comes_back_bit_for_bit(make: Make<'_>) {
     let fixture = Fixture::new(make, echo()).await;
     let channel = fixture.channel().await;
@@ -102,7 +102,7 @@ async fn a_message_of_any_shape_comes_back(make: Make<'_>) {
         let sent = Message { content_type, head, segments };
         let request = Request { message: sent.clone(), ..post(far(), "/echo") };
         let answer = channel.call(request).await.expect("an answer");
-        // Not `assert_eq`: it would print megabytes.
+        // Not `assert_eq`, which would print megabytes.
         assert!(answer.message == sent, "{:?} came back as {:?}", shape(&sent), shape(&answer.message));
     }
 }
@@ -111,7 +111,7 @@ fn shape(message: &Message) -> (&ContentType, usize, Vec<usize>) {
     (&message.content_type, message.head.len(), message.segments.iter().map(Bytes::len).collect())
 }
 
-/// A receive buffer that is used again must not change under those who still read it.
+/// A transport must not reuse a receive buffer while the buffer is still read.
 async fn what_a_handler_keeps_stays_as_it_was(make: Make<'_>) {
     let (probe, mut seen) = probe();
     let fixture = Fixture::new(
@@ -265,7 +265,7 @@ async fn no_more_time_arrives_than_the_caller_has(make: Make<'_>) {
     let deadline = cx.deadline;
     fixture.channel().await.call(post(cx, "/run")).await.expect("an answer");
     let at_peer = seen.started().await.context.deadline;
-    // On the way the time that is left is rounded down, and counted again on arrival.
+    // The transport rounds the remaining time down, and the receiver adds it to its own clock.
     assert!(
         at_peer <= deadline + crate::testing::conformance::CASE_TIMEOUT - FAR,
         "{:?} more than the caller has",
@@ -282,7 +282,7 @@ async fn calls_run_at_the_same_time(make: Make<'_>) {
         handler_fn(move |request: Request| {
             let all = Arc::clone(&all);
             async move {
-                // Nobody is answered before everybody has arrived.
+                // Responds only after all calls have arrived.
                 all.wait().await;
                 Ok(Response::json(request.message.head))
             }

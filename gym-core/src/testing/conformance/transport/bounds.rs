@@ -1,4 +1,4 @@
-//! Deadlines, cancellation, room and sizes.
+//! Cases of bounds: deadlines, cancellation, capacity and sizes.
 
 use std::future::poll_fn;
 use std::pin::pin;
@@ -23,7 +23,7 @@ pub(super) async fn run(make: Make<'_>) {
     );
 }
 
-/// Answers `/now` at once, and everything else when released.
+/// Responds to `/now` immediately, and to all other routes when released.
 fn held(probe: super::CallProbe) -> impl Handler {
     handler_fn(move |request: Request| {
         let told = probe.enter(&request);
@@ -129,12 +129,12 @@ async fn dropping_a_reply_drops_the_handler(make: Make<'_>) {
     };
     drop(reply);
     seen.dropped().await;
-    // What the handler has handed on learns of it too.
+    // The token that the handler passed on fires too.
     request.context.cancel.cancelled().await;
     channel.call(post(far(), "/now")).await.expect("the channel still works");
 }
 
-/// A call is dropped after each number of polls, so at each of its waits.
+/// Drops a call after each number of polls, so at each of its waits.
 async fn dropping_a_call_anywhere_gives_back_its_room(make: Make<'_>) {
     let (probe, _seen) = probe();
     let fixture = Fixture::with_calls_max(make, 2, held(probe)).await;
@@ -147,7 +147,7 @@ async fn dropping_a_call_anywhere_gives_back_its_room(make: Make<'_>) {
             tokio::task::yield_now().await;
         }
     }
-    // As many as there is room for, at once.
+    // As many concurrent calls as there is capacity for.
     let both = futures_util::future::join(channel.call(post(far(), "/now")), channel.call(post(far(), "/now"))).await;
     both.0.and(both.1).expect("all the room is there");
 }

@@ -1,4 +1,4 @@
-//! How channels and servers end.
+//! Cases of the ends of channels and servers.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,7 +20,7 @@ pub(super) async fn run(make: Make<'_>) {
     );
 }
 
-/// Answers `/now` at once, and everything else when released.
+/// Responds to `/now` immediately, and to all other routes when released.
 fn held(probe: super::CallProbe) -> impl Handler {
     handler_fn(move |request: Request| {
         let told = probe.enter(&request);
@@ -46,7 +46,7 @@ async fn a_peer_that_is_not_there_is_unavailable_and_nothing_started(make: Make<
     let mut fixture = Fixture::new(make, held(probe)).await;
     fixture.begin_drain().await;
     fixture.end().await;
-    // A transport that connects lazily says it at the first call.
+    // A transport that connects lazily fails at the first call.
     let error = match fixture.connector.connect(&far(), &fixture.endpoint, &ConnectOptions::default()).await {
         Ok(channel) => channel.call(post(far(), "/now")).await.expect_err("nobody is there"),
         Err(error) => error,
@@ -64,7 +64,7 @@ async fn a_drain_lets_running_calls_finish_and_takes_no_new_ones(make: Make<'_>)
         async move { channel.call(post(far(), "/hold")).await }
     });
     seen.started().await;
-    // Leaves an unused path to the peer behind, where the transport has such.
+    // Leaves an unused connection to the peer, if the transport pools connections.
     channel.call(post(far(), "/now")).await.expect("an answer");
     seen.started().await;
     fixture.begin_drain().await;
@@ -105,7 +105,7 @@ async fn closing_a_channel_waits_for_its_calls(make: Make<'_>) {
         async move { channel.call(post(far(), "/hold")).await }
     });
     seen.started().await;
-    // The closing has begun when the rest goes on: it is polled first.
+    // `join!` polls the close first, so it has begun before the other futures continue.
     let (closed, ()) = tokio::join!(biased; channel.close(FAR), async {
         let error = channel.call(post(far(), "/now")).await.expect_err("it is closing");
         assert_eq!(code_and_execution(&error), REFUSED, "{error}");

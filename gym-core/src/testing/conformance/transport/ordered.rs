@@ -1,4 +1,4 @@
-//! Order, and room in both directions at once.
+//! Cases of order, and of capacity in both directions at the same time.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -10,7 +10,7 @@ use crate::message::{Request, Response, Status};
 use crate::testing::with_segment;
 use crate::transport::{Handler, handler_fn};
 
-/// Far more than is copied or sent in one piece.
+/// Far more than a transport copies or sends in one piece.
 const LARGE: usize = 3 << 20;
 
 pub(super) async fn run(make: Make<'_>) {
@@ -20,7 +20,7 @@ pub(super) async fn run(make: Make<'_>) {
     );
 }
 
-/// Says what came, and answers it.
+/// Reports each call and responds with its message.
 fn echo(arrived: impl Fn(&Request) + Send + Sync + 'static) -> impl Handler {
     handler_fn(move |request: Request| {
         arrived(&request);
@@ -43,7 +43,7 @@ async fn calls_arrive_in_the_order_in_which_they_were_sent_whatever_their_size(m
         request.message.head = text.clone().into();
         replies.push(channel.start(request).await.expect("it is handed over"));
     }
-    // The last first.
+    // In reverse order.
     for (reply, text) in replies.into_iter().zip(&sent).rev() {
         assert_eq!(reply.await.expect("an answer").message.head.to_bytes(), text);
     }
@@ -51,7 +51,7 @@ async fn calls_arrive_in_the_order_in_which_they_were_sent_whatever_their_size(m
 }
 
 async fn full_ends_do_not_block_each_other(make: Make<'_>) {
-    // Each end takes one large message at a time; both directions are full at once.
+    // Each end accepts one large message at a time, so both directions are full at the same time.
     let setup = TransportSetup { calls_max: 8, request_bytes_in_flight_max: LARGE + (1 << 20) };
     let fixture = Fixture::with(make, setup, echo(|_| ())).await;
     let channel = fixture.channel().await;

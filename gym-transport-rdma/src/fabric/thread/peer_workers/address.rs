@@ -1,10 +1,10 @@
-//! Address of a peer worker, as it is sent to the peer.
+//! Address of a peer worker, as the peer receives it.
 
 use bytes::{BufMut, Bytes, BytesMut};
 
 use crate::ucx::Worker;
 
-/// The address that the peer receives: `version u8 | process u32, little endian | UCX's address`.
+/// A decoded address: `version u8 | process u32, little endian | UCX's address`.
 pub(crate) struct Address {
     pub(crate) process: u32,
     pub(crate) worker: Bytes,

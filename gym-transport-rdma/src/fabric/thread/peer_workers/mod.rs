@@ -1,25 +1,25 @@
 //! Dedicated UCX workers, one for each peer on this host.
 //!
-//! All peers that write to a worker over shared memory share one queue: a writer reserves a slot, fills it, and then marks it as
-//! full. A peer that is killed or stopped between these steps blocks the queue for all others, for as long as the worker lives.
-//! Therefore every connection over shared memory has its own worker, which receives its messages and ends with it. The death of a
-//! peer then blocks only its own connection.
+//! All peers that write to a worker over shared memory share one queue. A writer reserves a slot, fills it, and then
+//! marks it as full. A peer that is killed or stopped between these steps blocks the queue for all others, for as long
+//! as the worker exists. Therefore every connection over shared memory has its own worker, which receives its messages
+//! and ends with it. The death of a peer then blocks only its own connection.
 //!
 //! ```text
 //!  opened ──▶ free ──▶ taken ──▶ closing ──▶ destroyed
 //!               └─────▶ released ─────────────▲
 //! ```
 //!
-//! A destroyed worker answers no peer. What the peer has announced to it would wait permanently, and the peer may still read what
-//! was announced to it. Therefore a worker whose connection has ended is kept until both ends have reported that they have no
-//! operation in flight ([`MessageKind::Finished`]), or until the peer's process has ended. A worker that is destroyed earlier,
-//! because its fabric ends or its peer is silent for too long, reports that ([`MessageKind::WorkerDestroyed`]), and the peer need
-//! not keep its own.
+//! A destroyed worker responds to no peer. Messages that the peer has announced to it would wait permanently, and the
+//! peer may still read messages that were announced to the peer. Therefore a worker whose connection has ended is kept
+//! until both ends report that they have no operation in flight ([`MessageKind::Finished`]). The end of the peer's
+//! process also suffices. A worker may be destroyed earlier, because its fabric ends or its peer is silent for too
+//! long. It reports that ([`MessageKind::WorkerDestroyed`]), and the peer need not keep its own worker.
 //!
-//! An address refers to the memory of its worker by a descriptor number, which means something else once the worker is gone. A peer
-//! that then connects to the address maps and writes whatever it finds there. Therefore a worker whose address was advertised is
-//! kept for as long as the peer may connect, and the peer does not connect later ([`PeerWorker::address`]). Only the end of the
-//! fabric does not wait for that.
+//! An address refers to the memory of its worker by a descriptor number, which is reused once the worker is destroyed.
+//! A peer that then connects to the address maps and writes unrelated memory. Therefore a worker whose address was
+//! advertised is kept for as long as the peer may connect, and the peer does not connect later
+//! ([`PeerWorker::address`]). Only the end of the fabric does not wait for that.
 
 mod address;
 mod process;
@@ -50,12 +50,12 @@ use crate::fabric::thread::peer_workers::address::Address;
 use crate::fabric::thread::peer_workers::process::PeerProcess;
 use crate::fabric::thread::peer_workers::slot::{ClosedConnection, ClosingSlot, FinalMessage, Slot, SlotStage};
 use crate::sys::Library;
-use crate::ucx::{Armed, Context, Others, Receiver, Worker};
+use crate::ucx::{Armed, Context, Receiver, UnhandledIds, Worker};
 
-/// File descriptors that a peer worker takes: UCX's, and the one of the peer's process.
+/// File descriptors per peer worker: UCX's, and that of the peer's process.
 const PEER_WORKER_DESCRIPTORS: usize = 7;
 
-/// The UCX workers of all peer workers, for the thread to poll without the state.
+/// The UCX workers of all peer workers, which the thread polls without borrowing the state.
 pub(crate) type Workers = Rc<RefCell<Vec<Rc<Worker>>>>;
 
 /// Creates the receiver of a peer worker's messages.
@@ -65,7 +65,8 @@ pub(crate) type ReceiverOf = Box<dyn Fn(PeerWorkerId) -> Box<dyn Receiver>>;
 pub(crate) struct PeerWorkers {
     shared: Arc<FabricShared>,
     settings: SharedMemorySettings,
-    /// Has only shared memory, because a worker opens every device of its context. Opened with the first peer worker.
+    /// Context with shared memory only, because a worker opens every device of its context. Opened with the first peer
+    /// worker.
     context: Option<Rc<Context>>,
     receiver: ReceiverOf,
     slots: HashMap<PeerWorkerId, Slot>,
@@ -101,15 +102,21 @@ impl PeerWorkers {
     }
 
     /// Opens a peer worker, kept for `within` unless a connection takes it.
+    ///
+    /// # Errors
+    /// `ResourceExhausted` if there are too many workers, `Unavailable` if UCX cannot open one. Both `NotStarted`.
     pub(crate) fn open(&mut self, within: Duration) -> Result<PeerWorker> {
-        let refused = |code, said: String| Error::not_started(code, said);
+        let refused = |code, reason: String| Error::not_started(code, reason);
         if self.slots.len() >= self.settings.max {
             self.shared.counters.peer_workers_refused.add(1);
-            let said = format!("{} connections share memory with this process already", self.slots.len());
-            return Err(refused(Code::ResourceExhausted, said));
+            let reason = format!(
+                "{} connections share memory with this process; raise shared_memory_peers_max or the limit on file descriptors",
+                self.slots.len()
+            );
+            return Err(refused(Code::ResourceExhausted, reason));
         }
         let id = PeerWorkerId(self.next);
-        let worker = self.worker(id).map_err(|said| refused(Code::Unavailable, said))?;
+        let worker = self.worker(id).map_err(|reason| refused(Code::Unavailable, reason))?;
         self.next += 1;
         let address = Address::ours(&worker);
         self.workers.borrow_mut().push(Rc::clone(&worker));
@@ -142,12 +149,15 @@ impl PeerWorkers {
             Rc::clone(self.context.insert(context))
         };
         let worker = Worker::open(&context).map_err(|(what, status)| format!("{what}: {status}"))?;
-        let received = worker.receive(MESSAGE_ID, (self.receiver)(id), Others::Lower);
+        let received = worker.receive(MESSAGE_ID, (self.receiver)(id), UnhandledIds::Lower);
         received.map_err(|status| format!("receive messages: {status}"))?;
         Ok(worker)
     }
 
     /// Assigns a worker to its connection. Returns the worker and the UCX part of the peer's address.
+    ///
+    /// # Errors
+    /// The reason: the worker's time is over, another connection uses it, or the peer's address is malformed.
     pub(crate) fn take(
         &mut self,
         peer_worker: &PeerWorker,
@@ -158,9 +168,9 @@ impl PeerWorkers {
         match slot.stage {
             SlotStage::Free if Instant::now() < slot.until => {}
             SlotStage::Free | SlotStage::Released => return Err("its time is over"),
-            SlotStage::Taken(_) | SlotStage::Closing(_) => return Err("it is taken"),
+            SlotStage::Taken(_) | SlotStage::Closing(_) => return Err("another connection uses it"),
         }
-        let address = Address::read(peer).ok_or("the peer's address is none")?;
+        let address = Address::read(peer).ok_or("the peer's address is malformed")?;
         slot.process = PeerProcess::watch(address.process);
         slot.stage = SlotStage::Taken(connection);
         Ok((Rc::clone(&slot.worker), address.worker))
@@ -176,10 +186,10 @@ impl PeerWorkers {
     }
 
     /// Moves a worker whose connection has ended to the closing stage.
-    pub(crate) fn leave(&mut self, id: PeerWorkerId, left: ClosedConnection) {
+    pub(crate) fn begin_close(&mut self, id: PeerWorkerId, closed: ClosedConnection) {
         let Some(slot) = self.slots.get_mut(&id) else { return };
         let SlotStage::Taken(own) = slot.stage else { return };
-        let ClosedConnection { endpoint, peer, operations, was_open } = left;
+        let ClosedConnection { endpoint, peer, operations, was_open } = closed;
         let (since, final_message) = (Instant::now(), Rc::new(Cell::new(FinalMessage::NotSent)));
         slot.stage =
             SlotStage::Closing(ClosingSlot { own, endpoint, peer, operations, was_open, since, final_message });
@@ -203,7 +213,8 @@ impl PeerWorkers {
         self.remove_where(|slot| matches!(slot.stage, SlotStage::Free | SlotStage::Released));
     }
 
-    /// Continues closing, and returns the connections whose peer process has ended: everything that it sent has arrived by then.
+    /// Continues closing, and returns the connections whose peer process has ended. Everything that the peer sent has
+    /// arrived by then.
     pub(crate) fn check_timers(&mut self, now: Instant) -> Vec<ConnectionId> {
         let mut lost = Vec::new();
         for slot in self.slots.values() {
@@ -218,13 +229,13 @@ impl PeerWorkers {
             }
         }
         self.remove_where(|slot| slot.is_over(now));
-        self.look_at_processes();
+        self.poll_processes();
         lost
     }
 
-    /// Records which peer processes have ended. It takes effect one round later, because what the peer sent before is still in the
-    /// worker's queue.
-    fn look_at_processes(&mut self) {
+    /// Records which peer processes have ended. This takes effect one round later, because the worker's queue still
+    /// holds messages that the peer sent before.
+    fn poll_processes(&mut self) {
         let watched: Vec<_> =
             self.slots.iter().filter_map(|(id, slot)| Some((*id, slot.process.descriptor()?))).collect();
         if watched.is_empty() {
@@ -244,13 +255,15 @@ impl PeerWorkers {
         }
     }
 
-    /// Whether something will happen soon that no descriptor announces.
+    /// Whether a timer is pending that no descriptor announces.
     pub(crate) fn is_awaited(&self, now: Instant) -> bool {
         self.slots.values().any(|slot| slot.is_awaited(now))
     }
 
-    /// Arms the workers before a sleep, and adds those that can end it. Returns whether one of them is busy: it has something to
-    /// do, or waits for space in the queue of its peer. A closing worker does not prevent the sleep; a tick handles it.
+    /// Arms the workers before a sleep, and adds those that can end it to `armed`.
+    ///
+    /// Returns whether one of them is busy: it has work, or waits for space in the queue of its peer. A closing worker
+    /// does not prevent the sleep; a tick handles it.
     pub(crate) fn arm<'a>(&'a self, armed: &mut Vec<&'a Worker>) -> bool {
         let mut busy = false;
         for slot in self.slots.values() {
@@ -283,9 +296,9 @@ impl PeerWorkers {
     }
 
     /// Closes all workers at the end. Returns whether all could be closed; the others are leaked, with the context.
-    pub(crate) fn give_back(mut self) -> bool {
-        // One that ended a moment ago may not have been seen yet.
-        self.look_at_processes();
+    pub(crate) fn destroy(mut self) -> bool {
+        // A process that ended a moment ago may not be recorded yet.
+        self.poll_processes();
         self.remove_where(Slot::can_be_destroyed);
         self.workers.borrow_mut().clear();
         let clean = self.slots.is_empty();

@@ -1,8 +1,9 @@
 //! Watches whether the process of a peer on this host has ended.
 //!
-//! The peer reports its own process id. If it lies, or the id was reused before we looked, an unrelated process is watched: the end of
-//! the peer is noticed too early or too late, and payloads may be freed that it still copies. Only a process that may read and write
-//! our memory anyway can do that. A process that becomes another program (exec) does not end.
+//! The peer reports its own process id. If the report is false, or the id was reused before we opened it, an unrelated
+//! process is watched. The end of the peer is then noticed too early or too late, and payloads may be freed that the
+//! peer still copies. Only a process that may read and write our memory anyway can cause that. A process that calls
+//! exec does not end.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
@@ -11,17 +12,17 @@ use rustix::process::{Pid, PidfdFlags, getpid, pidfd_open};
 
 /// A process that is watched for its end.
 pub(crate) enum PeerProcess {
-    /// It runs. The descriptor becomes readable when it has ended.
+    /// The process runs. The descriptor becomes readable when it has ended.
     Running(OwnedFd),
-    /// It has ended: it reads and writes nothing any more.
+    /// The process has ended and reads or writes nothing any more.
     Ended,
-    /// Nobody tells: it is our own, or there is no descriptor for it. The kernel is older than 5.3, seccomp forbids to ask, or
-    /// there are as many descriptors as there may be.
+    /// The end cannot be observed: it is this process, or it has no descriptor. The kernel is older than 5.3, seccomp
+    /// forbids `pidfd_open`, or the limit on descriptors is reached.
     Unknown,
 }
 
 impl PeerProcess {
-    /// By the number that it has said.
+    /// Watches the process with this id.
     pub(crate) fn watch(number: u32) -> Self {
         let Some(pid) = i32::try_from(number).ok().and_then(Pid::from_raw).filter(|pid| *pid != getpid()) else {
             return Self::Unknown;
@@ -31,7 +32,7 @@ impl PeerProcess {
             Err(Errno::SRCH) => Self::Ended,
             Err(Errno::NOSYS) => Self::Unknown,
             Err(error) => {
-                tracing::warn!(%error, process = number, "the end of a peer's process will not be seen");
+                tracing::warn!(%error, process = number, "cannot watch the process of a peer; its end will not be detected");
                 Self::Unknown
             }
         }
@@ -41,7 +42,7 @@ impl PeerProcess {
         matches!(self, Self::Ended)
     }
 
-    /// Readable when it has ended and that is not known yet.
+    /// Descriptor that becomes readable when the process ends; `None` unless it is running.
     pub(crate) fn descriptor(&self) -> Option<BorrowedFd<'_>> {
         match self {
             Self::Running(descriptor) => Some(descriptor.as_fd()),
@@ -68,8 +69,8 @@ mod tests {
         assert_eq!(poll(&mut [PollFd::from_borrowed_fd(descriptor, PollFlags::IN)], Some(&patience)), Ok(1));
         child.wait().unwrap();
         assert!(PeerProcess::watch(child.id()).has_ended());
-        for nobody in [std::process::id(), 0, u32::MAX] {
-            let unknown = PeerProcess::watch(nobody);
+        for unwatched in [std::process::id(), 0, u32::MAX] {
+            let unknown = PeerProcess::watch(unwatched);
             assert!(!unknown.has_ended() && unknown.descriptor().is_none());
         }
     }

@@ -16,16 +16,16 @@ use crate::fabric::thread::operations::PendingOperations;
 use crate::fabric::thread::peer_workers::process::PeerProcess;
 use crate::ucx::{Endpoint, Outgoing, Protocol, Worker};
 
-/// How long a shutdown waits for a closing worker, and how long a worker is kept for a peer that never connected.
+/// Time that a shutdown waits for a closing worker, and that a worker is kept for a peer that never connected.
 pub(crate) const CLOSE_WITHIN: Duration = Duration::from_secs(1);
-/// How long a worker without operations of ours is kept for the peer to report that it has none either.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// Time that a worker without operations of its own is kept until the peer reports that it has none either.
+const FINISH_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// One peer worker.
 pub(crate) struct Slot {
     pub(crate) worker: Rc<Worker>,
     pub(crate) process: PeerProcess,
-    /// How long it is kept for a connection.
+    /// End of the time for which the worker is kept for a connection.
     pub(crate) until: Instant,
     /// The peer may connect to its address.
     pub(crate) advertised: Arc<AtomicBool>,
@@ -39,7 +39,7 @@ pub(crate) struct Slot {
 /// Stage of a peer worker.
 pub(crate) enum SlotStage {
     Free,
-    /// No connection of ours will use it.
+    /// No connection of this end will use it.
     Released,
     Taken(ConnectionId),
     Closing(ClosingSlot),
@@ -56,7 +56,7 @@ pub(crate) struct ClosingSlot {
     pub(crate) final_message: Rc<Cell<FinalMessage>>,
 }
 
-/// Progress of our final message.
+/// Progress of the final message of this end.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum FinalMessage {
     NotSent,
@@ -64,7 +64,7 @@ pub(crate) enum FinalMessage {
     Sent,
 }
 
-/// What a connection that has ended leaves behind.
+/// Remaining state of a connection that has ended.
 pub(crate) struct ClosedConnection {
     pub(crate) endpoint: Option<Endpoint>,
     pub(crate) peer: ConnectionId,
@@ -73,12 +73,13 @@ pub(crate) struct ClosedConnection {
 }
 
 impl ClosingSlot {
-    /// Each operation that UCX has not ended, in either direction, holds a reference.
+    /// Whether UCX has pending operations. Each of them, in either direction, holds a reference.
     pub(crate) fn has_operations(&self) -> bool {
         Rc::strong_count(&self.operations) > 1
     }
 
-    /// Reports that we have no operation in flight and begin none. A connection that was never open may have no peer at all.
+    /// Reports that this end has no operation in flight and starts none. A connection that was never open may have no
+    /// peer.
     pub(crate) fn send_final(&self) {
         let Some(endpoint) = self.endpoint.as_ref().filter(|_| self.was_open) else {
             return self.final_message.set(FinalMessage::Sent);
@@ -88,7 +89,7 @@ impl ClosingSlot {
         endpoint.send(self.message(MessageKind::Finished), None, move |_| final_message.set(FinalMessage::Sent));
     }
 
-    /// Reports that the worker is destroyed next, if the queue of the peer has space at once.
+    /// Reports that the worker is destroyed next, if the peer's queue has a free slot.
     pub(crate) fn send_destroyed(&self) {
         if let Some(endpoint) = self.endpoint.as_ref().filter(|_| self.was_open) {
             endpoint.send(self.message(MessageKind::WorkerDestroyed), None, |_| {});
@@ -107,7 +108,7 @@ impl ClosingSlot {
 }
 
 impl Slot {
-    /// Whether the peer may still connect to its address, unless a connection has opened.
+    /// Whether the peer may still connect to the worker's address, unless a connection has opened.
     pub(crate) fn may_be_used_by_peer(&self, now: Instant) -> bool {
         self.advertised.load(Ordering::Relaxed) && now < self.until + CLOSE_WITHIN
     }
@@ -117,7 +118,7 @@ impl Slot {
         self.peer_destroyed || self.process.has_ended()
     }
 
-    /// Whether no end needs it any more.
+    /// Whether neither end needs the worker any more.
     pub(crate) fn is_over(&self, now: Instant) -> bool {
         match &self.stage {
             SlotStage::Free => now >= self.until && !self.may_be_used_by_peer(now),
@@ -128,13 +129,13 @@ impl Slot {
                 let agreed = self.peer_finished && closing.has_sent_final();
                 // Only a hello can be in flight to a peer that never connected.
                 let without_hello = closing.endpoint.is_none() || since >= CLOSE_WITHIN;
-                let nobody = !closing.was_open && without_hello && !self.may_be_used_by_peer(now);
-                agreed || nobody || self.peer_is_over() || (!closing.has_operations() && since >= PATIENCE)
+                let unused = !closing.was_open && without_hello && !self.may_be_used_by_peer(now);
+                agreed || unused || self.peer_is_over() || (!closing.has_operations() && since >= FINISH_TIMEOUT)
             }
         }
     }
 
-    /// Whether its timers are checked, and a shutdown waits for it.
+    /// Whether the worker's timers are checked and a shutdown waits for it.
     pub(crate) fn is_awaited(&self, now: Instant) -> bool {
         match &self.stage {
             SlotStage::Free => true,
@@ -144,7 +145,7 @@ impl Slot {
         }
     }
 
-    /// Whether it may be destroyed at the end of the fabric without agreement.
+    /// Whether the worker may be destroyed without agreement at the end of the fabric.
     pub(crate) fn can_be_destroyed(&self) -> bool {
         match &self.stage {
             SlotStage::Free | SlotStage::Released => true,
@@ -153,7 +154,8 @@ impl Slot {
         }
     }
 
-    /// Destroys the worker. Call it only if it [is over](Slot::is_over) or [can be destroyed](Slot::can_be_destroyed).
+    /// Destroys the worker. Call it only if the worker [is over](Slot::is_over) or [can be
+    /// destroyed](Slot::can_be_destroyed).
     pub(crate) fn destroy(self) {
         if let SlotStage::Closing(closing) = &self.stage
             && !(self.peer_finished && closing.has_sent_final())
@@ -162,13 +164,14 @@ impl Slot {
             closing.send_destroyed();
         }
         let Self { worker, stage, .. } = self;
-        // SAFETY: each reason to destroy it means that nothing is left which an end might still use: both ends have reported so,
-        // or ours has no operation; only a hello was sent, without a payload; the peer's worker is destroyed, or its process has
-        // ended. We trust the peer for its reports and for its process id. A lie could free payloads that the peer still copies,
-        // but only a process that may read and write our memory anyway can copy them.
+        // SAFETY: the worker is destroyed only if neither end can still use the memory of its operations. Both ends
+        // have reported so, or ours has no operation, or only a hello without a payload was sent. Otherwise, the peer's
+        // worker is destroyed, or its process has ended. We trust the peer's reports and its process id. A false report
+        // could free payloads that the peer still copies. Only a process that may read and write our memory anyway can
+        // copy them.
         unsafe { worker.abandon() };
         if let SlotStage::Closing(ClosingSlot { endpoint: Some(endpoint), .. }) = stage {
-            endpoint.give_back();
+            endpoint.free_callback();
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Handles what arrives from UCX.
+//! Handles messages and other callbacks from UCX.
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -15,16 +15,17 @@ use crate::fabric::protocol::identity::ConnectionId;
 use crate::fabric::protocol::prefix::{MessageKind, MessagePrefix, URGENT_BYTES_MAX, read_hello};
 use crate::fabric::thread::peer::{IncomingMessage, IncomingPayload, PeerClose, Phase};
 use crate::fabric::thread::state::callbacks::{Callback, CallbackQueue, Origin};
-use crate::fabric::thread::state::{CloseMode, FabricState, LEAVE_WITHIN, UnidentifiedPeer};
+use crate::fabric::thread::state::{CloseMode, FabricState, PEER_CLOSE_WITHIN, UnidentifiedPeer};
 use crate::memory::Buffer;
 use crate::ucx::{Announcement, Endpoint, RawRequest, Status};
 
-/// Payloads of one peer on this host that are received at a time. This thread copies them itself, one after another. Beginning
-/// more gains nothing, and takes buffers that are not in the cache when they are used (at a mebibyte, a quarter slower).
+/// Payloads per peer on this host that are received at a time. This thread copies them itself, one after another.
+/// Starting more gains nothing, and uses buffers that are no longer in the cache (a quarter slower at 1 MiB).
 const SHARED_MEMORY_LANDINGS_MAX: usize = 1;
 
 impl FabricState {
-    /// Called from within UCX: delivers a message that came whole and in order. Returns `false` if it must be queued instead.
+    /// Called from within UCX: delivers a complete message that is next in order. Returns `false` if it must be queued
+    /// instead.
     pub(crate) fn deliver_at_once(
         &mut self,
         prefix: MessagePrefix,
@@ -45,7 +46,7 @@ impl FabricState {
             }
             peer.reorder.pass();
         }
-        self.deliver(prefix.receiver, header, Given::Borrowed(bytes));
+        self.deliver(prefix.receiver, header, PayloadSource::Borrowed(bytes));
         true
     }
 
@@ -81,15 +82,17 @@ impl FabricState {
         {
             self.peer_workers.peer_finished(peer_worker, id, kind == MessageKind::WorkerDestroyed);
         }
-        // Any peer that knows the id of a connection can write into it, but not through another's peer worker.
+        // Any peer that knows the id of a connection can write into it, but not through the peer worker of another
+        // connection.
         let Some(peer) = self.peers.get_mut(&id).filter(|peer| peer.peer_worker == origin.peer_worker()) else {
             return self.shared.counters.dropped_unknown.add(1);
         };
         match peer.phase {
             Phase::Expecting { .. } | Phase::Broken => return self.shared.counters.dropped_unknown.add(1),
             Phase::Calling | Phase::Open if kind == MessageKind::Urgent && !message.may_be_urgent() => {
-                let error = format!("an urgent message that is longer than {URGENT_BYTES_MAX} bytes, or announced");
-                return self.break_off(id, Error::unknown(Code::DataLoss, error));
+                let error =
+                    format!("the peer sent an urgent message longer than {URGENT_BYTES_MAX} bytes, or announced it");
+                return self.fail(id, Error::unknown(Code::DataLoss, error));
             }
             Phase::Calling if kind == MessageKind::Urgent => {
                 if peer.early.len() < self.options.reorder_max {
@@ -103,9 +106,9 @@ impl FabricState {
             {
                 return;
             }
-            // What it sent to break it off can have been lost with its time.
+            // `Finished` and `WorkerDestroyed` abort too, because the peer's `Aborted` may have been lost.
             _ if matches!(kind, MessageKind::Aborted | MessageKind::Finished | MessageKind::WorkerDestroyed) => {
-                let error = Error::unknown(Code::Unavailable, "the peer has broken the connection off");
+                let error = Error::unknown(Code::Unavailable, "the peer has aborted the connection");
                 return self.end(id, CloseReason::Lost(error), CloseMode::Force);
             }
             Phase::Calling | Phase::Open | Phase::Closing { .. } | Phase::PeerClosing { .. } => {}
@@ -114,7 +117,7 @@ impl FabricState {
             peer.connection.counters.out_of_order.add(1);
         }
         if let Err(error) = peer.reorder.hold(sequence, message.body.held_bytes(), message) {
-            return self.break_off(id, Error::unknown(Code::DataLoss, error.to_string()));
+            return self.fail(id, Error::unknown(Code::DataLoss, error.to_string()));
         }
         while let Some(message) = self.peers.get_mut(&id).and_then(|peer| peer.reorder.pop()) {
             self.deliver_in_order(id, message);
@@ -129,7 +132,7 @@ impl FabricState {
             (MessageKind::Ordered, Phase::Open) => self.deliver_message(id, message),
             (MessageKind::Close, Phase::Open) => {
                 peer.phase = Phase::PeerClosing { peer_close: PeerClose::Received };
-                peer.deadline = Some(Instant::now() + LEAVE_WITHIN);
+                peer.deadline = Some(Instant::now() + PEER_CLOSE_WITHIN);
                 self.settle(id);
             }
             (MessageKind::Close, Phase::Closing { peer_close }) => {
@@ -137,20 +140,21 @@ impl FabricState {
                 self.settle(id);
             }
             (MessageKind::Closed, Phase::Closing { peer_close }) => {
-                // It has all of ours. If it waits for our answer too, that must not be thrown away with the endpoint.
+                // The peer has received everything. If it waits for our `Closed` too, closing the endpoint must not
+                // discard it.
                 let how = if *peer_close == PeerClose::NotReceived { CloseMode::Agreed } else { CloseMode::Linger };
                 self.end(id, CloseReason::Closed, how);
             }
-            // We have sent `Close`, or are about to abort: the message is not wanted any more.
+            // This end has sent `Close` or is about to abort, so the message is not wanted any more.
             (MessageKind::Ordered, Phase::Closing { .. } | Phase::Broken) => {}
             (kind, _) => {
-                let error = format!("the peer sent a {kind:?} where none belongs");
-                self.break_off(id, Error::unknown(Code::DataLoss, error));
+                let error = format!("the peer sent an unexpected {kind:?} message");
+                self.fail(id, Error::unknown(Code::DataLoss, error));
             }
         }
     }
 
-    /// A hello: from one whom we expect, or not.
+    /// Handles a hello, from an expected peer or any other.
     fn hello(&mut self, message: &IncomingMessage, origin: Origin) {
         let id = message.prefix.receiver;
         let unidentified = match origin {
@@ -162,9 +166,9 @@ impl FabricState {
         let unidentified = unidentified.map(|at| self.unidentified_peers.swap_remove(at));
         let expected = read_hello(&message.header).zip(self.peers.get_mut(&id)).and_then(|((shown, own), peer)| {
             let Phase::Expecting { token, address } = &peer.phase else { return None };
-            // A peer with a peer worker comes through it, all others come through the listener.
+            // A peer with a peer worker connects through it; all others connect through the listener.
             let way = peer.peer_worker == origin.peer_worker() && unidentified.is_some() == peer.peer_worker.is_none();
-            // After its deadline the address of the peer worker may refer to something else.
+            // After the deadline, the address of the peer worker may refer to other memory.
             let timely = peer.deadline.is_none_or(|at| Instant::now() < at);
             (token.matches(shown) && own == peer.id && way && timely).then(|| address.clone())
         });
@@ -193,7 +197,7 @@ impl FabricState {
                 self.open(id);
             }
             Err(status) => {
-                let error = Error::not_started(Code::Unavailable, format!("connect back to a worker: {status}"));
+                let error = Error::not_started(Code::Unavailable, format!("connect to the peer's worker: {status}"));
                 self.end(id, CloseReason::Lost(error), CloseMode::Force);
             }
         }
@@ -207,7 +211,7 @@ impl FabricState {
         let lanes = peer.connection.lanes.get_or_init(|| Lanes::parse(&description)).clone();
         let connection = Connection(Arc::clone(&peer.connection));
         if let Err(error) = peer.notify(|events| events.opened(&connection, &lanes)) {
-            return self.break_off(id, error);
+            return self.fail(id, error);
         }
         let (waiting, early) = (peer.take_waiting(), std::mem::take(&mut peer.early));
         for message in waiting {
@@ -219,59 +223,60 @@ impl FabricState {
     }
 
     fn deliver_message(&mut self, id: ConnectionId, message: IncomingMessage) {
-        let given = match message.body {
-            IncomingPayload::Eager(bytes) => Given::Owned(bytes),
-            IncomingPayload::Announced(announcement) => Given::Announced(announcement),
+        let source = match message.body {
+            IncomingPayload::Eager(bytes) => PayloadSource::Owned(bytes),
+            IncomingPayload::Announced(announcement) => PayloadSource::Announced(announcement),
         };
-        self.deliver(id, &message.header, given);
+        self.deliver(id, &message.header, source);
     }
 
-    fn deliver(&mut self, id: ConnectionId, header: &[u8], given: Given<'_>) {
+    fn deliver(&mut self, id: ConnectionId, header: &[u8], source: PayloadSource<'_>) {
         let Some(peer) = self.peers.get_mut(&id) else { return };
         let counters = &peer.connection.counters;
-        counters.bytes_received.add(given.len() as u64);
-        if let Given::Announced(_) = given { &counters.rendezvous_received } else { &counters.eager_received }.add(1);
-        let payload = match &given {
-            Given::Borrowed(bytes) => Payload::Eager(EagerBytes::Borrowed(bytes)),
-            Given::Owned(bytes) => Payload::Eager(EagerBytes::Owned(bytes.clone())),
-            Given::Announced(announcement) => Payload::Announced(announcement.length() as u64),
+        counters.bytes_received.add(source.len() as u64);
+        if let PayloadSource::Announced(_) = source { &counters.rendezvous_received } else { &counters.eager_received }
+            .add(1);
+        let payload = match &source {
+            PayloadSource::Borrowed(bytes) => Payload::Eager(EagerBytes::Borrowed(bytes)),
+            PayloadSource::Owned(bytes) => Payload::Eager(EagerBytes::Owned(bytes.clone())),
+            PayloadSource::Announced(announcement) => Payload::Announced(announcement.length() as u64),
         };
         let disposition = match peer.notify(|events| events.message(header, payload)) {
             Ok(Ok(disposition)) => disposition,
-            Ok(Err(error)) | Err(error) => return self.break_off(id, error),
+            Ok(Err(error)) | Err(error) => return self.fail(id, error),
         };
-        // `Done` refuses what was announced, by dropping it.
+        // `Done` drops an announcement, which rejects it.
         let Disposition::Land { key } = disposition else { return };
-        let landed = match given {
-            Given::Borrowed(bytes) => self.shared.pool.copy(bytes),
-            Given::Owned(bytes) => self.shared.pool.copy(&bytes),
-            Given::Announced(announcement) => {
+        let landed = match source {
+            PayloadSource::Borrowed(bytes) => self.shared.pool.copy(bytes),
+            PayloadSource::Owned(bytes) => self.shared.pool.copy(&bytes),
+            PayloadSource::Announced(announcement) => {
                 peer.landing.announced.push_back((key, announcement));
                 return self.land(id);
             }
         };
-        let told = landed.and_then(|bytes| peer.notify(|events| events.landed(key, bytes)));
-        if let Err(error) = told {
-            self.break_off(id, error);
+        let outcome = landed.and_then(|bytes| peer.notify(|events| events.landed(key, bytes)));
+        if let Err(error) = outcome {
+            self.fail(id, error);
         }
     }
 
-    /// Begins to receive announced payloads, as many at a time as is useful.
+    /// Starts to receive announced payloads, as many at a time as is useful.
     fn land(&mut self, id: ConnectionId) {
         let Some(peer) = self.peers.get_mut(&id) else { return };
         let most = if peer.peer_worker.is_some() { SHARED_MEMORY_LANDINGS_MAX } else { usize::MAX };
-        while peer.landing.under_way < most
+        while peer.landing.in_flight < most
             && let Some((key, announcement)) = peer.landing.announced.pop_front()
         {
             let buffer = match self.shared.pool.take(announcement.length()) {
                 Ok(buffer) => buffer,
-                Err(error) => return self.break_off(id, error),
+                Err(error) => return self.fail(id, error),
             };
-            peer.landing.under_way += 1;
+            peer.landing.in_flight += 1;
             let memory = if peer.peer_worker.is_some() { None } else { self.registrations.of(&buffer) };
             let (callbacks, operations) = (Rc::clone(&self.callbacks), Rc::clone(&peer.operations));
             announcement.fetch(buffer, memory.as_deref(), move |result| {
-                // Told apart from the connection, which may be over: its endpoint waits for this.
+                // Released independently of the connection, which may have ended: its endpoint waits for this.
                 drop(operations);
                 callbacks.push(Callback::Landed { id, key, result });
             });
@@ -279,23 +284,23 @@ impl FabricState {
     }
 
     fn landed(&mut self, id: ConnectionId, key: u64, result: Result<Buffer, Status>) {
-        // A connection that is over has told its end; the buffer goes back.
+        // A connection that has ended has called `ended` already; the buffer returns to the pool.
         let Some(peer) = self.peers.get_mut(&id) else { return };
-        peer.landing.under_way -= 1;
-        let told = match (result, &peer.phase) {
+        peer.landing.in_flight -= 1;
+        let outcome = match (result, &peer.phase) {
             (Ok(buffer), Phase::Open | Phase::PeerClosing { .. }) => {
                 peer.notify(|events| events.landed(key, buffer.freeze()))
             }
             (Ok(_), _) => Ok(()),
             (Err(status), _) => Err(Error::unknown(Code::Unavailable, format!("receive a payload: {status}"))),
         };
-        match told {
+        match outcome {
             Ok(()) => {
-                // What was told may have given the buffer back, which is still in the cache.
+                // The callback may have returned a buffer to the pool that is still in the cache.
                 self.land(id);
                 self.settle(id);
             }
-            Err(error) => self.break_off(id, error),
+            Err(error) => self.fail(id, error),
         }
     }
 
@@ -313,10 +318,10 @@ impl FabricState {
     }
 
     /// Ends a connection whose peer is lost.
-    pub(crate) fn peer_lost(&mut self, id: ConnectionId, said: &str) {
+    pub(crate) fn peer_lost(&mut self, id: ConnectionId, reason: &str) {
         let Some(peer) = self.peers.get(&id) else { return };
         let lost =
-            |execution: fn(Code, String) -> Error| CloseReason::Lost(execution(Code::Unavailable, said.to_owned()));
+            |execution: fn(Code, String) -> Error| CloseReason::Lost(execution(Code::Unavailable, reason.to_owned()));
         let why = match peer.phase {
             Phase::Expecting { .. } | Phase::Calling => lost(Error::not_started),
             Phase::Closing { .. } => CloseReason::Closed,
@@ -336,19 +341,19 @@ impl FabricState {
         let until = Instant::now() + self.options.hello_timeout;
         match Endpoint::to_request(&self.worker, request, failed) {
             Ok(endpoint) => self.unidentified_peers.push(UnidentifiedPeer { endpoint, serial, until }),
-            Err(status) => tracing::debug!(%status, "a peer that came through the listener is gone"),
+            Err(status) => tracing::debug!(%status, "a peer of the listener disconnected"),
         }
     }
 }
 
 /// A payload to deliver.
-enum Given<'a> {
+enum PayloadSource<'a> {
     Borrowed(&'a [u8]),
     Owned(Bytes),
     Announced(Announcement),
 }
 
-impl Given<'_> {
+impl PayloadSource<'_> {
     fn len(&self) -> usize {
         match self {
             Self::Borrowed(bytes) => bytes.len(),

@@ -1,8 +1,8 @@
 //! Callbacks from UCX.
 //!
-//! UCX calls back from within `progress`, and (where a worker sends to itself) from within `send`. A callback only adds to the
-//! [`CallbackQueue`], with one exception for the common case: a message that came whole and in order is delivered at once, without a
-//! copy, if the state is not borrowed.
+//! UCX calls back from within `progress`, and from within `send` if a worker sends to itself. A callback only adds to
+//! the [`CallbackQueue`], with one exception for the common case. A complete message that is next in order is delivered
+//! at once, without a copy, if the state is not borrowed.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -36,7 +36,7 @@ pub(crate) enum Callback {
 pub(crate) enum Origin {
     /// A peer worker.
     PeerWorker(PeerWorkerId),
-    /// The worker for networks, with the endpoint to answer on, if the sender asked for that.
+    /// The worker for networks, with the endpoint to respond on, if the sender asked for a response.
     Network(Option<EndpointKey>),
 }
 
@@ -76,7 +76,7 @@ pub(crate) struct MessageReceiver {
 }
 
 impl MessageReceiver {
-    /// For a peer worker, or for the worker of the networks.
+    /// Creates the receiver of a peer worker, or of the worker for networks.
     pub(crate) fn new(
         callbacks: Rc<CallbackQueue>,
         state: Weak<RefCell<FabricState>>,

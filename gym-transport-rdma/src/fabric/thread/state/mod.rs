@@ -1,4 +1,4 @@
-//! State of the thread: connections and their endpoints, commands, timers and shutdown. `arrivals` handles what arrives.
+//! State of the thread: connections and their endpoints, commands, timers and shutdown.
 
 mod arrivals;
 pub(crate) mod callbacks;
@@ -30,65 +30,65 @@ use crate::fabric::thread::state::callbacks::{Callback, CallbackQueue};
 use crate::fabric::thread::state::registrations::Registrations;
 use crate::ucx::{Closing, Endpoint, Listener, Status, Worker};
 
-/// How long UCX may take to end the operations of an endpoint that is broken off.
-const BREAK_OFF_WITHIN: Duration = Duration::from_secs(1);
-/// How long an unwanted endpoint may take to connect before it is closed.
+/// Time for UCX to complete the operations of an aborted endpoint.
+const ABORT_WITHIN: Duration = Duration::from_secs(1);
+/// Time for an unwanted endpoint to connect before it is closed.
 const CONNECT_WITHIN: Duration = Duration::from_secs(10);
-/// How long payloads that a peer announced before its `Close` may still take; the peer keeps its own deadline.
-pub(crate) const LEAVE_WITHIN: Duration = Duration::from_secs(60);
+/// Time for payloads that a peer announced before its `Close`; the peer keeps its own deadline.
+pub(crate) const PEER_CLOSE_WITHIN: Duration = Duration::from_secs(60);
 
 /// Everything that only the fabric's thread uses.
 pub(crate) struct FabricState {
     pub(crate) options: FabricOptions,
     pub(crate) shared: Arc<FabricShared>,
     pub(crate) peers: HashMap<ConnectionId, PeerConnection>,
-    /// Connections that are over, whose operations UCX has still to end before `ended` is told.
+    /// Connections that have ended, but whose operations UCX must complete before `ended` is called.
     ending: Vec<EndingConnection>,
     lingering: Vec<LingeringEndpoint>,
-    /// Endpoints that are being closed.
+    /// Endpoints that UCX is closing.
     pub(crate) closing: Vec<Closing>,
-    /// Peers that came through the listener and have not shown a token.
+    /// Peers of the listener that have not shown a token.
     pub(crate) unidentified_peers: Vec<UnidentifiedPeer>,
-    /// The next endpoint's.
+    /// Serial number of the last endpoint.
     serial: u64,
     pub(crate) registrations: Registrations,
-    /// Connections in which something went wrong while they could not be ended.
+    /// Connections that failed while they could not be ended.
     pub(crate) broken: Vec<(ConnectionId, CloseReason)>,
     next_check: Instant,
-    /// A shutdown was asked for, within this.
+    /// Grace of a requested shutdown.
     shutdown: Option<Duration>,
     ends_at: Option<Instant>,
     pub(crate) callbacks: Rc<CallbackQueue>,
     pub(crate) listener: Option<Rc<Listener>>,
-    /// Of the networks.
+    /// Worker for networks.
     pub(crate) worker: Rc<Worker>,
     pub(crate) peer_workers: PeerWorkers,
 }
 
-/// How an endpoint is closed.
+/// Mode in which an endpoint is closed.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum CloseMode {
-    /// Aborted: what it has not sent may be dropped.
+    /// Abort: unsent messages may be dropped.
     Force,
     /// Both ends know that everything has arrived.
     Agreed,
-    /// The last message is still to reach the peer, which then closes.
+    /// The last message must still reach the peer, which then closes.
     Linger,
 }
 
-/// An endpoint without a connection. It still sends its last message, or refuses what the peer announced before it was notified,
-/// until the peer closes or its time is over.
+/// An endpoint without a connection. Until the peer closes or its time is over, it sends its last message, or rejects
+/// what the peer announced before the peer was notified.
 pub(crate) struct LingeringEndpoint {
     pub(crate) serial: u64,
     endpoint: Endpoint,
     operations: Rc<PendingOperations>,
-    /// Its hello has not gone out: it may be closed as soon as it has.
+    /// The hello is not sent yet. The endpoint may be closed as soon as it is.
     connecting: bool,
     until: Instant,
 }
 
 impl LingeringEndpoint {
-    /// Each operation that UCX has not ended, in either direction, holds a reference.
+    /// Whether UCX has pending operations. Each of them, in either direction, holds a reference.
     fn has_operations(&self) -> bool {
         Rc::strong_count(&self.operations) > 1
     }
@@ -157,13 +157,13 @@ impl FabricState {
             Command::OpenPeerWorker(within, reply) => {
                 let opened =
                     if self.ends_at.is_none() { self.peer_workers.open(within) } else { Err(connection_ended()) };
-                // Whoever asked may be gone: then it is given up as it is dropped.
+                // If the caller was cancelled, dropping the worker releases it.
                 let _ = reply.send(opened);
             }
             Command::ReleasePeerWorker(peer_worker) => self.peer_workers.release(peer_worker),
             Command::Post(id, message) => self.post(id, message),
             Command::Close(id, grace) => self.close(id, grace),
-            // Acted on behind the commands that came in the same round: this one has overtaken them.
+            // Takes effect after the other commands of this round, which it has overtaken in the urgent queue.
             Command::Shutdown(within) => self.shutdown = self.shutdown.or(Some(within)),
         }
     }
@@ -200,11 +200,11 @@ impl FabricState {
     ) {
         let mut peer = PeerConnection::new(connection, events, to.peer, Phase::Calling, until, self.limits());
         let (serial, failed) = self.next_serial();
-        let (endpoint, whom) = match &to.target {
+        let (endpoint, target) = match &to.target {
             Target::Network(address) => (Endpoint::to_socket(&self.worker, *address, failed), address.to_string()),
-            // The peer's address may name something else by now.
+            // The peer's address may refer to other memory by now.
             Target::SharedMemory(WorkerPair { local: peer_worker, .. }) if Instant::now() >= until => {
-                return self.refuse(peer, peer_worker, "it took too long until here");
+                return self.refuse(peer, peer_worker, "it took too long to start connecting");
             }
             Target::SharedMemory(WorkerPair { local: peer_worker, remote: address }) => {
                 match self.peer_workers.take(peer_worker, to.id, address) {
@@ -226,19 +226,19 @@ impl FabricState {
             }
             Err(status) => {
                 peer.shut();
-                self.leave_peer_worker(&mut peer);
-                let error = Error::not_started(Code::Unavailable, format!("connect to {whom}: {status}"));
-                notify_ended(&peer, CloseReason::Lost(error));
+                self.close_peer_worker(&mut peer);
+                let error = Error::not_started(Code::Unavailable, format!("connect to {target}: {status}"));
+                notify_end(&peer, CloseReason::Lost(error));
             }
         }
     }
 
-    /// A connection cannot use this peer worker, and no other connection will.
+    /// Ends a connection that cannot use its peer worker, and releases the worker.
     fn refuse(&mut self, mut peer: PeerConnection, peer_worker: &PeerWorker, why: &str) {
         peer.shut();
         self.peer_workers.release(peer_worker.id());
         let error = Error::not_started(Code::Unavailable, format!("connect from {peer_worker:?}: {why}"));
-        notify_ended(&peer, CloseReason::Lost(error));
+        notify_end(&peer, CloseReason::Lost(error));
     }
 
     fn limits(&self) -> ConnectionLimits {
@@ -250,7 +250,7 @@ impl FabricState {
         let id = peer.connection.id();
         if self.ends_at.is_some() || self.peers.contains_key(&id) {
             peer.shut();
-            self.leave_peer_worker(&mut peer);
+            self.close_peer_worker(&mut peer);
             let why = if self.ends_at.is_some() {
                 CloseReason::Closed
             } else {
@@ -262,7 +262,7 @@ impl FabricState {
         }
     }
 
-    /// The name of a new endpoint, and what it calls when it fails.
+    /// Returns the serial number of a new endpoint, and the callback for its failure.
     pub(crate) fn next_serial(&mut self) -> (u64, impl Fn(Status) + 'static) {
         self.serial += 1;
         let (serial, callbacks) = (self.serial, Rc::clone(&self.callbacks));
@@ -273,9 +273,9 @@ impl FabricState {
         let Some(peer) = self.peers.get_mut(&id) else { return finish(message.done, Err(connection_ended())) };
         let unsent_max = self.options.unsent_max;
         if peer.unsent() >= unsent_max {
-            let said = format!("{unsent_max} messages wait for a peer that does not receive them");
-            finish(message.done, Err(Error::not_started(Code::ResourceExhausted, said.clone())));
-            return self.break_off(id, Error::unknown(Code::ResourceExhausted, said));
+            let reason = format!("the peer has not received {unsent_max} messages, which is the maximum");
+            finish(message.done, Err(Error::not_started(Code::ResourceExhausted, reason.clone())));
+            return self.fail(id, Error::unknown(Code::ResourceExhausted, reason));
         }
         let (registrations, shared_memory) = (&mut self.registrations, peer.peer_worker.is_some());
         peer.post(message, |payload| {
@@ -295,20 +295,20 @@ impl FabricState {
                 peer.phase = Phase::Closing { peer_close: PeerClose::NotReceived };
                 peer.deadline = Some(Instant::now() + grace);
             }
-            // It is ending already, and may take as long as it was given.
+            // The connection is closing already; the first grace applies.
             Phase::Closing { .. } | Phase::PeerClosing { .. } if !grace.is_zero() => {}
             _ => self.end(id, CloseReason::Closed, CloseMode::Force),
         }
     }
 
-    /// Begins to shut down, when that was asked for.
+    /// Starts a requested shutdown.
     pub(crate) fn shut_down(&mut self) {
         let (Some(within), None) = (self.shutdown, self.ends_at) else { return };
-        // What was posted before is still to be sent.
+        // Commands posted before the shutdown are still processed.
         for command in self.shared.queue.close() {
             self.command(command);
         }
-        self.ends_at = Some(Instant::now() + within + BREAK_OFF_WITHIN);
+        self.ends_at = Some(Instant::now() + within + ABORT_WITHIN);
         let ids: Vec<_> = self.peers.keys().copied().collect();
         for id in ids {
             self.close(id, within);
@@ -320,7 +320,7 @@ impl FabricState {
         self.listener = None;
     }
 
-    /// Whether a shutdown has come to its end, or its time has.
+    /// Whether a shutdown has completed or timed out.
     pub(crate) fn ended(&self, now: Instant) -> bool {
         self.ends_at.is_some_and(|at| now >= at || (self.peers.is_empty() && !self.is_closing(now)))
     }
@@ -330,7 +330,7 @@ impl FabricState {
             || self.peer_workers.is_awaited(now)
     }
 
-    /// Whether something is to happen at a certain time.
+    /// Whether a timer is pending.
     pub(crate) fn has_timers(&self, now: Instant) -> bool {
         self.ends_at.is_some()
             || self.is_closing(now)
@@ -356,8 +356,8 @@ impl FabricState {
         }
     }
 
-    /// Ends it with an error, when UCX has returned.
-    pub(crate) fn break_off(&mut self, id: ConnectionId, error: Error) {
+    /// Fails the connection. It ends as soon as UCX has returned.
+    pub(crate) fn fail(&mut self, id: ConnectionId, error: Error) {
         let Some(peer) = self.peers.get_mut(&id) else { return };
         if !matches!(peer.phase, Phase::Broken) {
             peer.phase = Phase::Broken;
@@ -365,36 +365,36 @@ impl FabricState {
         }
     }
 
-    /// Removes the connection. `ended` is called when UCX has ended its operations, or will not.
+    /// Removes the connection. `ended` is called when UCX has completed its operations, or will not.
     pub(crate) fn end(&mut self, id: ConnectionId, why: CloseReason, how: CloseMode) {
         let Some(mut peer) = self.peers.remove(&id) else { return };
         peer.shut();
         let now = Instant::now();
         if peer.peer_worker.is_some() {
-            // One that was never open may be no peer of ours at all.
+            // The peer of a connection that was never open may not be ours at all.
             if how == CloseMode::Force && !matches!(peer.phase, Phase::Calling) && peer.endpoint.is_some() {
-                // UCX does not tell the peer, so we do.
+                // UCX does not notify the peer.
                 peer.send_control(MessageKind::Aborted);
             }
-            self.leave_peer_worker(&mut peer);
-            // Operations to a peer that stands still do not end: not waited for.
+            self.close_peer_worker(&mut peer);
+            // Operations to a stopped peer do not complete, so they are not waited for.
             return self.ending.push(EndingConnection { peer, why, until: now });
         }
-        // UCX 1.13 gives the process up when an endpoint is closed in certain moments of its connecting.
+        // UCX 1.13 aborts the process if an endpoint is closed at certain moments of its connection setup.
         let connecting = matches!(peer.phase, Phase::Calling) && !peer.operations.is_empty();
         if let Some(endpoint) = peer.endpoint.take() {
             match how {
                 CloseMode::Force if connecting => self.linger(endpoint, &peer, now + CONNECT_WITHIN),
                 CloseMode::Force | CloseMode::Agreed => self.closing.push(endpoint.close()),
-                CloseMode::Linger => self.linger(endpoint, &peer, now + BREAK_OFF_WITHIN),
+                CloseMode::Linger => self.linger(endpoint, &peer, now + ABORT_WITHIN),
             }
         }
-        let until = if connecting { now } else { now + BREAK_OFF_WITHIN };
+        let until = if connecting { now } else { now + ABORT_WITHIN };
         self.ending.push(EndingConnection { peer, why, until });
     }
 
-    /// Moves what a connection over shared memory leaves behind to its peer worker.
-    fn leave_peer_worker(&mut self, peer: &mut PeerConnection) {
+    /// Hands the remaining state of a connection over shared memory to its peer worker.
+    fn close_peer_worker(&mut self, peer: &mut PeerConnection) {
         let Some(peer_worker) = peer.peer_worker else { return };
         let was_open = !matches!(peer.phase, Phase::Calling | Phase::Expecting { .. });
         let closed = ClosedConnection {
@@ -403,7 +403,7 @@ impl FabricState {
             operations: Rc::clone(&peer.operations),
             was_open,
         };
-        self.peer_workers.leave(peer_worker, closed);
+        self.peer_workers.begin_close(peer_worker, closed);
     }
 
     fn linger(&mut self, endpoint: Endpoint, peer: &PeerConnection, until: Instant) {
@@ -412,7 +412,7 @@ impl FabricState {
         self.lingering.push(LingeringEndpoint { serial, endpoint, operations, connecting, until });
     }
 
-    /// Closes endpoints that lingered long enough. Returns whether there was one.
+    /// Closes the lingering endpoints for which `enough` holds. Returns whether there was one.
     pub(crate) fn stop_lingering(&mut self, enough: impl Fn(&LingeringEndpoint) -> bool) -> bool {
         let mut found = false;
         for lingering in self.lingering.extract_if(.., |lingering| enough(lingering)) {
@@ -430,17 +430,17 @@ impl FabricState {
         for EndingConnection { peer, why, .. } in
             self.ending.extract_if(.., |ending| ending.peer.operations.is_empty() || now >= ending.until)
         {
-            peer.operations.give_up(|| Error::unknown(Code::Unavailable, "the connection ended before this was sent"));
-            notify_ended(&peer, why);
+            peer.operations.fail_all(|| Error::unknown(Code::Unavailable, "the connection ended before this was sent"));
+            notify_end(&peer, why);
         }
     }
 
-    /// Has the time kept in this round, whatever was kept before.
+    /// Makes [`FabricState::check_timers`] run in this round.
     pub(crate) fn check_now(&mut self) {
         self.next_check = Instant::now();
     }
 
-    /// Keeps deadlines, and gives up registrations that the pool has no use for.
+    /// Enforces deadlines, and drops registrations that the pool has retired. Runs every 5 ms.
     pub(crate) fn check_timers(&mut self, now: Instant) {
         if now < self.next_check {
             return;
@@ -452,7 +452,7 @@ impl FabricState {
         for id in over {
             self.deadline_passed(id);
         }
-        // A close that waited only for its own sends.
+        // These closes waited only for their own sends.
         let leaving = |(id, peer): (&ConnectionId, &PeerConnection)| {
             matches!(peer.phase, Phase::PeerClosing { peer_close: PeerClose::Acknowledged }).then_some(*id)
         };
@@ -475,21 +475,21 @@ impl FabricState {
         let Some(peer) = self.peers.get(&id) else { return };
         let unavailable = |what: &str| CloseReason::Lost(Error::not_started(Code::Unavailable, what.to_owned()));
         let why = match peer.phase {
-            Phase::Expecting { .. } => unavailable("the peer did not come in time"),
-            Phase::Calling => unavailable("the peer did not answer in time, or does not expect us"),
+            Phase::Expecting { .. } => unavailable("the peer did not connect in time"),
+            Phase::Calling => unavailable("the peer did not respond in time, or does not expect this connection"),
             Phase::Open | Phase::Broken => return,
             Phase::Closing { .. } => CloseReason::Closed,
             Phase::PeerClosing { .. } if peer.landing.is_over() => CloseReason::ClosedByPeer,
-            Phase::PeerClosing { .. } => {
-                CloseReason::Lost(Error::unknown(Code::Unavailable, "the peer left before its last payloads had come"))
-            }
+            Phase::PeerClosing { .. } => CloseReason::Lost(Error::unknown(
+                Code::Unavailable,
+                "the peer disconnected before its last payloads arrived",
+            )),
         };
         self.end(id, why, CloseMode::Force);
     }
 
-    /// The last: worker, memory and context, in this order. Returns whether everything could be given back; what could
-    /// not is leaked.
-    pub(crate) fn give_back(mut self) -> bool {
+    /// Closes worker, memory and context, in this order. Returns whether everything was released; the rest is leaked.
+    pub(crate) fn destroy(mut self) -> bool {
         let ids: Vec<_> = self.peers.keys().copied().collect();
         for id in ids {
             self.end(id, CloseReason::Closed, CloseMode::Force);
@@ -506,22 +506,22 @@ impl FabricState {
         while self.callbacks.pop().is_some() {}
         let Self { closing, unidentified_peers, lingering, listener, registrations, worker, peer_workers, .. } = self;
         drop((unidentified_peers, lingering, listener));
-        let berths_clean = peer_workers.give_back();
+        let workers_clean = peer_workers.destroy();
         let mut clean = closing.is_empty();
         std::mem::forget(closing);
-        // An operation that has not ended keeps the worker.
+        // A pending operation keeps the worker alive.
         clean &= Rc::strong_count(&worker) == 1;
         drop(worker);
         if clean {
-            registrations.give_back();
+            registrations.close();
         } else {
             registrations.leak();
         }
-        clean && berths_clean
+        clean && workers_clean
     }
 }
 
-fn notify_ended(peer: &PeerConnection, why: CloseReason) {
+fn notify_end(peer: &PeerConnection, why: CloseReason) {
     if peer.notify(|events| events.ended(why)).is_err() {
         tracing::error!("connection close callback panicked");
     }

@@ -1,4 +1,4 @@
-//! Registrations of regions of the memory pool with the devices.
+//! Registrations of regions of the memory pool with UCX's devices.
 #![allow(unsafe_code)]
 
 use std::collections::BTreeMap;
@@ -8,14 +8,14 @@ use std::sync::Arc;
 use crate::fabric::handle::command::FabricShared;
 use crate::ucx::{Context, Memory, Status};
 
-/// Shorter payloads are copied by UCX anyway, so how they are registered does not matter.
+/// UCX copies shorter payloads anyway, so they need no registration.
 const REGISTERED_FROM: usize = 4096;
 
-/// Registers each region of the pool when it is first used here, and forgets it when the pool gives it up.
+/// Registers each region of the pool on first use, and drops the registration when the pool retires the region.
 pub(crate) struct Registrations {
     context: Rc<Context>,
     shared: Arc<FabricShared>,
-    /// By the start of the region.
+    /// Registrations by the start of the region.
     memory: BTreeMap<usize, Rc<Memory>>,
 }
 
@@ -24,7 +24,7 @@ impl Registrations {
         Self { context, shared, memory: BTreeMap::new() }
     }
 
-    /// What a payload that is to be sent is registered with; counted when it lies outside of the pool.
+    /// Returns the registration of a payload to send. Counts the payload if it lies outside the pool.
     pub(crate) fn of_payload(&mut self, payload: &[u8]) -> Option<Rc<Memory>> {
         let memory = self.of(payload);
         if memory.is_none() && payload.len() >= REGISTERED_FROM {
@@ -33,14 +33,14 @@ impl Registrations {
         memory
     }
 
-    /// A payload that goes over shared memory, which nothing need be registered for; counted as any.
+    /// Counts a payload that is sent over shared memory, which needs no registration, if it lies outside the pool.
     pub(crate) fn count(&self, payload: &[u8]) {
         if payload.len() >= REGISTERED_FROM && self.shared.pool.region_of(payload.as_ptr().addr()).is_none() {
             self.shared.counters.bytes_unregistered.add(payload.len() as u64);
         }
     }
 
-    /// What these bytes are registered with.
+    /// Returns the registration of the region that contains these bytes, and registers it on first use.
     pub(crate) fn of(&mut self, bytes: &[u8]) -> Option<Rc<Memory>> {
         if bytes.len() < REGISTERED_FROM {
             return None;
@@ -51,8 +51,8 @@ impl Registrations {
             return Some(Rc::clone(known));
         }
         let region = self.shared.pool.region_of(address)?;
-        // SAFETY: a region of the pool is unmapped only after it came out of `Pool::retired` or by `Pool::close`; `tidy`
-        // drops its registration before the region, and `forget_all` precedes the latter.
+        // SAFETY: a region of the pool is unmapped only after `Pool::retired` returned it, or by `Pool::close`. `tidy`
+        // drops its registration before the region, and `close` drops all registrations before it calls `Pool::close`.
         let new = match unsafe { Memory::register(&self.context, region.clone()) } {
             Ok(memory) => Rc::new(memory),
             Err(status) => return self.refused(&region, status),
@@ -62,12 +62,12 @@ impl Registrations {
     }
 
     fn refused(&self, region: &std::ops::Range<usize>, status: Status) -> Option<Rc<Memory>> {
-        tracing::debug!(%status, bytes = region.len(), "register memory");
+        tracing::debug!(%status, bytes = region.len(), "memory registration failed");
         self.shared.counters.registrations_failed.add(1);
         None
     }
 
-    /// Forgets what the pool has given up.
+    /// Drops the registrations of regions that the pool has retired, and frees the regions.
     pub(crate) fn tidy(&mut self) {
         for region in self.shared.pool.retired() {
             self.memory.remove(&region.start());
@@ -75,14 +75,14 @@ impl Registrations {
         }
     }
 
-    /// At the end, when the worker is gone: nothing is registered any more, and the pool keeps nothing any more.
-    pub(crate) fn give_back(self) {
+    /// Drops all registrations and closes the pool, after the worker was closed.
+    pub(crate) fn close(self) {
         drop(self.memory);
         self.shared.pool.close();
         drop(self.context);
     }
 
-    /// At the end, when the worker could not be given back: registrations stay, and with them the memory.
+    /// Leaks registrations and memory, because the worker could not be closed.
     pub(crate) fn leak(self) {
         std::mem::forget((self.memory, self.context, self.shared.pool.clone()));
     }

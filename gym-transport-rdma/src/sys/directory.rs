@@ -1,34 +1,35 @@
-//! Where the files of a UCX lie.
+//! Finds the library files of a UCX installation.
 
 use std::path::{Path, PathBuf};
 
-/// What libucp needs, in the order in which it must be loaded: a wheel's own search path points to where it was built.
+/// Libraries in the order in which they must be loaded, because the search path of a Python wheel points to the machine
+/// that built it.
 pub(crate) const LIBRARIES: [&str; 4] = ["libucm", "libucs", "libuct", "libucp"];
 
-/// Where Python packages that bring a UCX have it, below `site-packages`.
+/// Directories below `site-packages` in which Python packages install UCX.
 const IN_SITE_PACKAGES: [&str; 3] = ["libucx/lib", "nixl_cu12.libs", "nixl_cu13.libs"];
 
-/// The four files of one UCX, in the order of loading.
+/// The four library files of one UCX, in loading order.
 pub(crate) type Files = [PathBuf; 4];
 
-/// The files in this folder, or where a Python package below it has them.
-pub(crate) fn find(folder: &Path) -> Option<Files> {
-    let below = IN_SITE_PACKAGES.iter().map(|below| folder.join(below));
-    std::iter::once(folder.to_path_buf()).chain(below).find_map(|folder| in_folder(&folder))
+/// Finds the libraries in this directory, or in that of a Python package below it.
+pub(crate) fn find(directory: &Path) -> Option<Files> {
+    let below = IN_SITE_PACKAGES.iter().map(|below| directory.join(below));
+    std::iter::once(directory.to_path_buf()).chain(below).find_map(|directory| in_directory(&directory))
 }
 
-fn in_folder(folder: &Path) -> Option<Files> {
+fn in_directory(directory: &Path) -> Option<Files> {
     let mut names: Vec<String> =
-        std::fs::read_dir(folder).ok()?.flatten().filter_map(|entry| entry.file_name().into_string().ok()).collect();
+        std::fs::read_dir(directory).ok()?.flatten().filter_map(|entry| entry.file_name().into_string().ok()).collect();
     names.sort();
     let mut files = Files::default();
     for (file, library) in files.iter_mut().zip(LIBRARIES) {
-        *file = folder.join(names.iter().find(|name| is(library, name))?);
+        *file = directory.join(names.iter().find(|name| is(library, name))?);
     }
     Some(files)
 }
 
-/// `libucp.so.0`, `libucp.so`, or what wheels call it: `libucp-35bb6b8f.so.0.0.0`.
+/// Matches `libucp.so.0`, `libucp.so`, and the names in wheels: `libucp-35bb6b8f.so.0.0.0`.
 fn is(library: &str, name: &str) -> bool {
     name.strip_prefix(library)
         .is_some_and(|rest| rest == ".so" || rest == ".so.0" || (rest.starts_with('-') && rest.contains(".so")))
