@@ -1,13 +1,13 @@
 //! Environments and programs built with the gym SDK as a user would build them.
 //!
-//! | module | is |
+//! | module | purpose |
 //! |---|---|
 //! | [`math`] | word problems with a calculator, checked exactly |
 //! | [`warehouse`] | orders carried out step by step; the final state decides |
 //! | [`choice`] | questions with one right option |
-//! | [`nemo`] | ports of four of NeMo Gym's own examples |
-//! | [`tasks`] | writes the tasks of the three under `data` |
-//! | [`policy`] | a scripted stand-in for a model that plays the three |
+//! | [`nemo`] | ports of five of NeMo Gym's own examples |
+//! | [`tasks`] | writes the tasks of the three environments under `data` |
+//! | [`policy`] | a script in place of a model, which plays the three environments |
 //! | [`servers`] | all of them by implementation name, for a stack or the command line |
 #![forbid(unsafe_code)]
 

@@ -1,4 +1,4 @@
-//! The examples' servers by implementation name: what a program of yours would hand to the command line or to a stack.
+//! The examples' servers by implementation name, for the command line or a stack.
 
 use gym_core::RawObject;
 use gym_server::Servers;
@@ -8,28 +8,30 @@ use serde_json::Value;
 
 use crate::choice::Choice;
 use crate::math::Math;
-use crate::nemo::{MultiStep, SessionState, SingleToolCall, ToolCallMultiReward};
+use crate::nemo::{MultiStep, MultiTurn, SessionState, SingleToolCall, ToolCallMultiReward};
 use crate::policy;
 use crate::warehouse::Warehouse;
 
-/// The SDK's stock servers, the three environments, the four ports of NeMo Gym's examples under their own names, and a
-/// `scripted_model` that plays the three.
+/// Returns the stock servers, the three environments, the five ports of NeMo Gym's examples under their own names, and a
+/// `scripted_model` that plays the three environments.
 #[must_use]
 pub fn servers() -> Servers {
     Servers::stock()
-        .scripted_policy(|request: &RawObject, _: &mut fastrand::Rng| play(request))
+        .scripted_policy(play)
         .resources("math", |_| Ok(Math))
         .resources("warehouse", |_| Ok(Warehouse::default()))
         .resources("choice", |_| Ok(Choice))
         .resources("example_single_tool_call", |_| Ok(SingleToolCall))
         .resources("example_multi_step", |_| Ok(MultiStep))
+        .gymnasium("example_multi_turn_gymnasium", |_| Ok(MultiTurn::default()))
         .resources("example_session_state_mgmt", |_| Ok(SessionState::default()))
         .resources("example_tool_call_multireward", |_| Ok(ToolCallMultiReward))
 }
 
 /// One turn of the script. Its seed is the rollout's, which the collector gives with `--add-seed`: the same on every turn of an
 /// episode, another for each repeat.
-fn play(request: &RawObject) -> Vec<ScriptedItem> {
+#[must_use]
+pub fn play(request: &RawObject, _: &mut fastrand::Rng) -> Vec<ScriptedItem> {
     policy::answer(request, seed(request)).iter().map(item).collect()
 }
 

@@ -5,8 +5,8 @@ pub use crate::base::error::{Code, Error, Result};
 pub use crate::base::world::World;
 pub use crate::message::{CallContext, Message, RawObject, Request, Response};
 pub use crate::server::{
-    AgentServer, Arguments, EnvironmentServer, ModelResponse, ModelServer, ResourcesServer, SessionId, Sessions,
-    Verdict,
+    AgentServer, Arguments, EnvironmentServer, ModelResponse, ModelServer, ResourcesServer, SessionId, SessionTable,
+    Sessions, Verdict,
 };
 pub use crate::tools;
 pub use crate::transport::{Endpoint, Handler};

@@ -2,9 +2,10 @@
 
 use std::fmt;
 use std::sync::atomic::AtomicU64;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use gym_core::server::SessionCounts;
 use gym_core::{Response, Status};
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::encoding::text::encode;
@@ -22,8 +23,14 @@ pub struct Metrics {
     requests: Family<RequestLabels, Counter>,
     seconds: Family<RouteLabels, Histogram>,
     in_flight: Family<RouteLabels, Gauge>,
+    sessions: SessionMetrics,
     cpu_seconds: Gauge<f64, AtomicU64>,
     resident_bytes: Gauge,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ServerLabels {
+    server: String,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -51,13 +58,19 @@ impl Metrics {
             requests: Family::default(),
             seconds,
             in_flight: Family::default(),
+            sessions: SessionMetrics::default(),
             cpu_seconds: Gauge::default(),
             resident_bytes: Gauge::default(),
         };
         metrics.with(|registry| {
-            registry.register("gym_requests", "Completed requests", metrics.requests.clone());
-            registry.register("gym_request_seconds", "Time from arrival to response", metrics.seconds.clone());
+            registry.register("gym_requests", "Responses sent", metrics.requests.clone());
+            registry.register("gym_request_seconds", "Time from the request to the response", metrics.seconds.clone());
             registry.register("gym_requests_in_flight", "Requests in flight", metrics.in_flight.clone());
+            registry.register("gym_sessions_open", "Open sessions of environments", metrics.sessions.open.clone());
+            let help = "Sessions of environments that were closed";
+            registry.register("gym_sessions_closed", help, metrics.sessions.closed.clone());
+            let help = "Sessions of environments that expired, or were dropped to make room";
+            registry.register("gym_sessions_expired", help, metrics.sessions.expired.clone());
             let help = "CPU time of the process, user and system (a total that only grows)";
             registry.register("process_cpu_seconds_total", help, metrics.cpu_seconds.clone());
             registry.register("process_resident_memory_bytes", "Resident memory", metrics.resident_bytes.clone());
@@ -73,6 +86,7 @@ impl Metrics {
     /// Returns the metrics in the text format of OpenMetrics.
     #[must_use]
     pub fn text(&self) -> String {
+        self.sessions.update();
         self.cpu_seconds.set(process_cpu().as_secs_f64());
         self.resident_bytes.set(i64::try_from(resident_bytes()).unwrap_or(i64::MAX));
         let mut text = String::new();
@@ -81,7 +95,22 @@ impl Metrics {
         text
     }
 
-    /// Returns the counters of one route; callers look them up once.
+    /// Counts the sessions of a server from now on. `counts` is called for each output of the metrics, until it returns `None`
+    /// because the server has ended.
+    pub(crate) fn watch_sessions(
+        &self,
+        server: &str,
+        counts: impl Fn() -> Option<SessionCounts> + Send + Sync + 'static,
+    ) {
+        let watched = WatchedSessions {
+            labels: ServerLabels { server: server.to_owned() },
+            counts: Box::new(counts),
+            last: SessionCounts::default(),
+        };
+        self.sessions.lock().push(watched);
+    }
+
+    /// Returns the counters of one route.
     #[must_use]
     pub(crate) fn route(&self, server: &str, route: &str) -> RouteMetrics {
         let labels = RouteLabels { server: server.to_owned(), route: route.to_owned() };
@@ -109,6 +138,41 @@ impl fmt::Debug for Metrics {
     }
 }
 
+/// The sessions of the servers of a process. Tables count on their own; the difference to the last output is added.
+#[derive(Clone, Default)]
+struct SessionMetrics {
+    open: Family<ServerLabels, Gauge>,
+    closed: Family<ServerLabels, Counter>,
+    expired: Family<ServerLabels, Counter>,
+    watched: Arc<Mutex<Vec<WatchedSessions>>>,
+}
+
+struct WatchedSessions {
+    labels: ServerLabels,
+    counts: Box<dyn Fn() -> Option<SessionCounts> + Send + Sync>,
+    last: SessionCounts,
+}
+
+impl SessionMetrics {
+    fn lock(&self) -> MutexGuard<'_, Vec<WatchedSessions>> {
+        self.watched.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn update(&self) {
+        self.lock().retain_mut(|watched| {
+            let (labels, last, now) = (&watched.labels, watched.last, (watched.counts)());
+            let ended = SessionCounts { open: 0, ..last };
+            let counts = now.unwrap_or(ended);
+            let difference = counts.open.cast_signed() - last.open.cast_signed();
+            self.open.get_or_create(labels).inc_by(difference);
+            self.closed.get_or_create(labels).inc_by(counts.closed - last.closed);
+            self.expired.get_or_create(labels).inc_by(counts.expired - last.expired);
+            watched.last = counts;
+            now.is_some()
+        });
+    }
+}
+
 /// The counters of one route of one server.
 #[derive(Clone, Debug)]
 pub(crate) struct RouteMetrics {
@@ -130,7 +194,7 @@ impl RouteMetrics {
     }
 }
 
-/// One request in flight. If it is dropped without [`RouteGuard::finish`], its caller cancelled it.
+/// One request in flight. If it is dropped without [`RouteGuard::finish`], its caller has disconnected.
 #[derive(Debug)]
 pub(crate) struct RouteGuard<'a> {
     metrics: &'a RouteMetrics,

@@ -12,12 +12,13 @@
 //!
 //! The calling end sends a bootstrap request over another transport, such as HTTP, and the listener responds with its
 //! UCX address. Two processes on one host then share memory; all others connect over the network.
-//! [`PathInfo::lanes`](gym_core::transport::PathInfo) reports the lanes that UCX negotiated. Everything builds without UCX: the
-//! library is loaded when [`Ucx`] is first used.
+//! [`PathInfo::lanes`](gym_core::transport::PathInfo) reports the lanes that UCX negotiated. Everything builds without
+//! UCX: the library is loaded when [`Ucx`] is first used.
 //!
 //! ```no_run
 //! # async fn example(server: std::sync::Arc<dyn gym_core::Handler>) -> gym_core::Result<()> {
-//! use gym_core::{CallContext, transport::{ConnectOptions, Connector, InProcess, Listener}};
+//! use gym_core::CallContext;
+//! use gym_core::transport::{ConnectOptions, Connector, InProcess, Listener};
 //! use gym_transport_rdma::transport::{UcxConnector, UcxListener};
 //! use gym_transport_rdma::{Ucx, UcxConfig};
 //!

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes data/*.jsonl: 240 tasks for each of the four example environments, in their own row format.
+"""Writes data/*.jsonl: 240 tasks for each of the five example environments, in their own row format.
 
 usage: make_data.py        (run it again after a change; the files are kept in the repository)
 
@@ -177,6 +177,26 @@ def synonym_rows(rng):
         )
 
 
+def conversation_rows(rng):
+    """Of no, some and more follow-ups than the agent's limit of turns; an empty one is no message."""
+    for index in range(ROWS):
+        cities = [rng.choice(CITIES).replace("_", " ") for _ in range(index % 8)]
+        follow_ups = [f"And {city}? (no. {index})" for city in cities]
+        if index % 20 == 13:
+            follow_ups[0] = ""
+        last = follow_ups[-1] if follow_ups else f"no. {index}"
+        row = {
+            "responses_create_params": {"input": [{"role": "user", "content": f"Name a city. (no. {index})"}]},
+            "follow_ups": follow_ups,
+            "expected_answer": ["", last.upper(), "Atlantis"][index % 3],
+        }
+        if index % 80 == 11:
+            row["responses_create_params"]["input"] = f"Name a city. (no. {index})"
+            yield row
+        else:
+            yield vary(row, index)
+
+
 def main():
     folder = Path(__file__).resolve().parent / "data"
     folder.mkdir(exist_ok=True)
@@ -185,6 +205,7 @@ def main():
         "example_multi_step": synonym_rows,
         "example_session_state_mgmt": counter_rows,
         "example_tool_call_multireward": graded_rows,
+        "example_multi_turn_gymnasium": conversation_rows,
     }
     for name, rows in sources.items():
         lines = [json.dumps(row, ensure_ascii=index % 2 == 0) for index, row in enumerate(rows(random.Random(name)))]

@@ -5,11 +5,11 @@ usage: RGYM=target/release/rgym RGYM_EXAMPLES=target/release/examples-binary pyt
        python suite.py --self-check            Python in both roles: proves this suite, not the Rust side
 
 Run it with the interpreter that has nemo-gym (.ci/python-peer prints it). The reference is made first, at run time: the
-Python collector drives Python's agent and servers over four example environments, 240 rows each.
+Python collector drives Python's agents and servers over five example environments, 240 rows each.
 
 a  the Python collector drives an all-Rust stack (RGYM_EXAMPLES) through our head
-b  Python's simple_agent drives the Rust ports of the environments (RGYM_EXAMPLES)
-c  our collector and agent (RGYM) drive Python's environments, which `run` starts from Python's own configuration
+b  Python's simple_agent and gymnasium_agent drive the Rust ports of the environments (RGYM_EXAMPLES)
+c  our collector and agents (RGYM) drive Python's environments, which `run` starts from Python's own configuration
 d  in a and c: materialized inputs and aggregate metrics too, also for repeats with seeds and for a file of several agents
 e  a collection begun by one collector is killed and resumed by the other, in both directions
 o  OpenAI's own Python client against our model server (RGYM): answers, tools, streams, errors, timeouts
@@ -38,7 +38,18 @@ SERVERS = {
     "example_multi_step": "example_multi_step_resources_server",
     "example_session_state_mgmt": "example_session_state_mgmt_resources_server",
     "example_tool_call_multireward": "example_tool_call_multireward",
+    "example_multi_turn_gymnasium": "example_multi_turn_gymnasium",
 }
+EVERY = tuple(SERVERS)
+# The environment that replies as a user has an agent of its own, and a model that only quotes the question.
+TURNS = "example_multi_turn_gymnasium"
+REPEATED = "example_tool_call_multireward"
+
+
+def agent_of(environment):
+    return f"{environment}_agent" if environment == TURNS else f"{environment}_simple_agent"
+
+
 READY_S = 240
 COLLECT_S = 240
 ROWS_AT_LEAST = 200
@@ -73,6 +84,13 @@ class Suite:
 
     # What runs
 
+    def write_stock(self):
+        """The stock configuration of the environments that are tested; each one more starts three Python processes."""
+        lines = (HERE / "configs" / "stock.yaml").read_text().split("\n")
+        others = [f"- resources_servers/{name}/" for name in EVERY if name not in SERVERS]
+        self.stock = self.work / "stock.yaml"
+        self.stock.write_text("\n".join(line for line in lines if not line.startswith(tuple(others))))
+
     def start_mock(self):
         process = self.processes.start("mock", [sys.executable, HERE / "mock_openai.py"])
         wait_until("the mock model", lambda: b"ready http" in process.log.read_bytes(), 30, process.check_alive)
@@ -84,7 +102,7 @@ class Suite:
     def link_venvs(self):
         """One interpreter for every server: what NeMo Gym takes for a ready environment is a link to this one."""
         folders = [f"resources_servers/{name}" for name in SERVERS]
-        folders += ["responses_api_agents/simple_agent", "responses_api_models/openai_model", "environment_servers/legacy_agent"]
+        folders += ["responses_api_agents/simple_agent", "responses_api_agents/gymnasium_agent", "responses_api_models/openai_model", "environment_servers/legacy_agent"]
         for folder in folders:
             path = self.venvs / folder / ".venv"
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -106,9 +124,10 @@ class Suite:
 
     def start_python(self, name, extra=()):
         own = ["+skip_venv_if_present=true", f"+uv_venv_dir={self.venvs}", f"+policy_base_url={self.mock}"]
-        return self.start_stack(name, [self.gym, "env", "start"], "stock.yaml", [*own, *extra])
+        return self.start_stack(name, [self.gym, "env", "start"], self.stock, [*own, *extra])
 
-    def start_ours(self, name, binary, config="stock.yaml", extra=()):
+    def start_ours(self, name, binary, config=None, extra=()):
+        config = config or self.stock
         own = ["--python", sys.executable]
         if config != "ports.yaml":
             own.append(f"+policy_base_url={self.mock}")
@@ -129,10 +148,11 @@ class Suite:
         plans = []
         for environment in SERVERS:
             source = HERE / "data" / f"{environment}.jsonl"
-            plans.append((environment, source, ["--agent", f"{environment}_simple_agent", "--concurrency", "16"]))
-        agent = "example_tool_call_multireward_simple_agent"
-        repeats = ["--agent", agent, "--limit", "30", "--num-repeats", "4", "--concurrency", "16", "+num_repeats_add_seed=true"]
-        plans.append(("repeats", HERE / "data" / "example_tool_call_multireward.jsonl", repeats))
+            plans.append((environment, source, ["--agent", agent_of(environment), "--concurrency", "16"]))
+        if REPEATED in SERVERS:
+            agent = agent_of(REPEATED)
+            repeats = ["--agent", agent, "--limit", "30", "--num-repeats", "4", "--concurrency", "16", "+num_repeats_add_seed=true"]
+            plans.append(("repeats", HERE / "data" / f"{REPEATED}.jsonl", repeats))
         plans.append(("mixed", self.mixed_input(), ["--concurrency", "16"]))
         return plans
 
@@ -143,7 +163,7 @@ class Suite:
             for index in range(20):
                 for environment in SERVERS:
                     row = json.loads((HERE / "data" / f"{environment}.jsonl").read_text(encoding="utf-8").split("\n")[index])
-                    lines.append(json.dumps({**row, "agent_ref": {"name": f"{environment}_simple_agent"}}))
+                    lines.append(json.dumps({**row, "agent_ref": {"name": agent_of(environment)}}))
             path.write_text("\n".join(lines) + "\n", encoding="utf-8")
         return path
 
@@ -304,6 +324,7 @@ class Suite:
             self.processes.stop(process, 60)
 
     def run(self, cases):
+        self.write_stock()
         self.link_venvs()
         self.start_mock()
         steps = [] if cases == ["o"] else [("reference", self.make_reference)]
@@ -329,6 +350,8 @@ class Suite:
         status, body = http_get(f"{self.mock.removesuffix('/v1')}/control/stats")
         scripts = json.loads(body) if status == 200 else {}
         for environment in SERVERS:
+            if environment == TURNS:
+                continue
             count = sum(name.startswith(f"{environment}:") for name in scripts)
             self.check(f"scripts of {environment}", count >= 15, f"{count} kinds of model behaviour seen")
 
@@ -351,6 +374,7 @@ def installed(folder):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", action="append", choices=list("abcdeo"), help="only these; may be given several times")
+    parser.add_argument("--environment", action="append", choices=list(SERVERS), help="only these, and not case e; may be given several times")
     parser.add_argument("--work", help="folder for logs and outputs; default: a new temporary one, removed when all is equal")
     parser.add_argument("--jobs", type=int, default=2, help="collections at a time (default: 2)")
     parser.add_argument("--reuse-reference", action="store_true", help="of --work, if it is current")
@@ -359,6 +383,9 @@ def main():
     cases = set(arguments.case or "abceo")
     if "d" in cases:
         cases = cases - {"d"} | {"a", "c"}
+    for name in set(SERVERS) - set(arguments.environment or SERVERS):
+        del SERVERS[name]
+        cases.discard("e")
     suite = Suite(arguments)
     began = time.monotonic()
     code = 1

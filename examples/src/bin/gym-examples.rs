@@ -1,4 +1,4 @@
-//! The `rgym` command line with the examples' environments beside the stock servers.
+//! The `rgym` command line with the examples' environments in addition to the stock servers.
 
 use std::process::ExitCode;
 

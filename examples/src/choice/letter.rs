@@ -1,23 +1,23 @@
-//! Which option a text chooses.
+//! Finds the option that a text chooses.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-/// How much of the end of a text is looked at.
+/// Bytes at the end of a text that are searched.
 const TAIL_BYTES: usize = 8 << 10;
 
-/// What a text chooses.
+/// The choice of a text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Chosen {
-    /// This option.
+    /// One option.
     One(char),
-    /// More than one.
+    /// More than one option.
     Several,
-    /// None that can be told.
+    /// No option, or none that can be identified.
     None,
 }
 
-/// The option that a text chooses. The strongest form that occurs decides: every `\boxed{…}`; else every statement
-/// (`answer: C`, `the answer is (C)`); else the last line, if it is nothing but a letter or an option's words.
+/// Returns the option that a text chooses. The strongest form that occurs decides: all `\boxed{…}`; otherwise all statements
+/// (`answer: C`, `the answer is (C)`); otherwise the last line, if it has only a letter or an option's words.
 #[must_use]
 pub fn chosen(text: &str, options: &BTreeMap<char, String>) -> Chosen {
     let from = text.len().saturating_sub(TAIL_BYTES);
@@ -28,7 +28,7 @@ pub fn chosen(text: &str, options: &BTreeMap<char, String>) -> Chosen {
             return forms.iter().map(|form| read(form, options)).reduce(both).unwrap_or(Chosen::None);
         }
     }
-    // Where nothing announces an answer, prose that happens to begin with a letter is none.
+    // Without a statement, prose that begins with a letter is no answer.
     let line = tail.lines().next_back().unwrap_or_default();
     match read(line, options) {
         Chosen::One(_) if !is_bare(line, options) => Chosen::None,
@@ -36,18 +36,18 @@ pub fn chosen(text: &str, options: &BTreeMap<char, String>) -> Chosen {
     }
 }
 
-/// Two statements choose what both choose.
+/// Combines two statements: they choose an option only if both choose it.
 fn both(left: Chosen, right: Chosen) -> Chosen {
     if left == right { left } else { Chosen::Several }
 }
 
-/// What is in the boxes.
+/// Returns the contents of the boxes.
 fn boxed(text: &str) -> Vec<&str> {
     let starts = text.match_indices("\\boxed{").map(|(at, opening)| at + opening.len());
     starts.map(|at| closed(&text[at..])).collect()
 }
 
-/// Up to the brace that closes; nothing if none does.
+/// Returns the text before the closing brace, or `None` if there is none.
 fn closed(text: &str) -> &str {
     let mut depth = 0_usize;
     for (at, byte) in text.bytes().enumerate().take(256) {
@@ -61,7 +61,7 @@ fn closed(text: &str) -> &str {
     ""
 }
 
-/// The rest of the line after each `answer is` or `answer:`.
+/// Returns the rest of the line after each `answer is` or `answer:`.
 fn stated(text: &str) -> Vec<&str> {
     let lower = text.to_ascii_lowercase();
     let mut found = Vec::new();
@@ -73,7 +73,7 @@ fn stated(text: &str) -> Vec<&str> {
     found
 }
 
-/// What a short text chooses: a letter, alone or before its option's words or a reason, or the words alone.
+/// Returns the choice of a short text: a letter, alone or before its option's words or a reason, or the words alone.
 fn read(text: &str, options: &BTreeMap<char, String>) -> Chosen {
     let text = plain(text);
     let by_words: BTreeSet<char> = options
@@ -100,10 +100,10 @@ fn read(text: &str, options: &BTreeMap<char, String>) -> Chosen {
     if ends || own_words || (!lower_case && (punctuated || reasoned)) { Chosen::One(letter) } else { Chosen::None }
 }
 
-/// What may stand between a letter and what follows it.
+/// Returns `true` for a character that may separate a letter from the text after it.
 const TRAILING: [char; 8] = [')', '.', ':', ',', ';', '-', ' ', '!'];
 
-/// Whether a line is nothing but a letter, with or without its option's words, or the words alone.
+/// Returns `true` if a line has only a letter, with or without its option's words, or the words alone.
 fn is_bare(line: &str, options: &BTreeMap<char, String>) -> bool {
     let line = plain(line);
     let is = |text: &str, words: &str| text.trim_end_matches('.').eq_ignore_ascii_case(words.trim());
@@ -114,7 +114,7 @@ fn is_bare(line: &str, options: &BTreeMap<char, String>) -> bool {
         })
 }
 
-/// The option whose letter stands at the start, and what follows it.
+/// Returns the option whose letter is at the start, and the text after it.
 fn letter_at<'a>(text: &'a str, options: &BTreeMap<char, String>) -> Option<(char, &'a str)> {
     let text = text.trim_start_matches(['(', '[', ' ']);
     let first = text.chars().next()?;
@@ -124,7 +124,7 @@ fn letter_at<'a>(text: &'a str, options: &BTreeMap<char, String>) -> Option<(cha
     (stands_alone && options.contains_key(&letter)).then_some((letter, after))
 }
 
-/// Whether another option is named beside the first: `C or D`, `C, D`, `(C) and (D)`, `C/D`, `C. D.`, `C. Or D.`
+/// Returns `true` if another option is named after the first: `C or D`, `C, D`, `(C) and (D)`, `C/D`, `C. D.`, `C. Or D.`
 fn further_letter(after: &str, first: char, options: &BTreeMap<char, String>) -> bool {
     let next = after.trim_start_matches(TRAILING);
     let next = ["or ", "Or ", "and ", "And "].into_iter().find_map(|join| next.strip_prefix(join)).unwrap_or(next);
@@ -146,7 +146,7 @@ fn further_letter(after: &str, first: char, options: &BTreeMap<char, String>) ->
         && letter_at(joined, options).is_some_and(|(second, _)| second != first)
 }
 
-/// Without what LaTeX and Markdown put around a letter, and without words that lead up to it.
+/// Strips the markup of LaTeX and Markdown around a letter, and the words that introduce it.
 fn plain(text: &str) -> String {
     let mut plain = text.to_owned();
     for mark in

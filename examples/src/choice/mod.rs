@@ -1,7 +1,7 @@
 //! Questions with one right option.
 //!
-//! The letter is found in free text (`Answer: (C)`, `C.`, `\boxed{C}`, `**C**`, the option's own words). An answer that names
-//! two letters is refused: a policy must not learn to name them all.
+//! The letter is found in free text (`Answer: (C)`, `C.`, `\boxed{C}`, `**C**`, the option's own words). An answer that names two
+//! letters is wrong, so that a policy does not learn to name all of them.
 
 mod letter;
 
@@ -16,10 +16,10 @@ pub use letter::{Chosen, chosen};
 #[derive(Debug, Default)]
 pub struct Choice;
 
-/// What a row must say.
+/// The keys that a row must have.
 #[derive(Debug, Deserialize)]
 pub struct Task {
-    /// Text by letter.
+    /// The text of each option by its letter.
     pub options: BTreeMap<char, String>,
     /// The right letter.
     pub answer: char,

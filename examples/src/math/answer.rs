@@ -1,6 +1,6 @@
-//! Finds the final answer in what a model wrote, and decides whether it is the expected quantity.
+//! Finds the final answer in the text of a model, and compares it with the expected quantity.
 //!
-//! Equality is exact: `0.75`, `3/4`, `75%` and `\frac{3}{4}` are one number, `0.3333` and `1/3` are two. Lengths, masses,
+//! Equality is exact: `0.75`, `3/4`, `75%` and `\frac{3}{4}` are equal, `0.3333` and `1/3` are not. Lengths, masses,
 //! times, volumes, areas, speeds and money compare across their units.
 
 use gym_core::{Error, Result};
@@ -10,12 +10,12 @@ use num_traits::One;
 
 use super::arithmetic::{add, decimal, divide, multiply, power};
 
-/// How much of the end of a text is looked at: an answer stands at the end, and a megabyte before it costs nothing.
+/// Bytes at the end of a text that are searched: an answer is at the end, and a long text before it costs nothing.
 const TAIL_BYTES: usize = 8 << 10;
-/// The longest text that is read as a quantity.
+/// Maximum length of the text of a quantity.
 const QUANTITY_BYTES_MAX: usize = 256;
 
-/// An exact number, of something or of nothing in particular.
+/// An exact number, with or without a unit.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Quantity {
     value: BigRational,
@@ -29,7 +29,7 @@ struct Unit {
     factor: BigRational,
 }
 
-/// Dimension, names, and how many of the dimension's first unit it is.
+/// Dimension, names, and the factor to the dimension's first unit.
 const UNITS: &[(&str, &[&str], (i64, i64))] = &[
     ("length", &["m", "meter", "meters", "metre", "metres"], (1, 1)),
     ("length", &["km", "kilometer", "kilometers", "kilometre", "kilometres"], (1_000, 1)),
@@ -59,7 +59,7 @@ const UNITS: &[(&str, &[&str], (i64, i64))] = &[
 ];
 
 impl Quantity {
-    /// Reads a whole text as a quantity; `None` if it is anything else, or too large to compare.
+    /// Parses a text as a quantity. Returns `None` if it is not a quantity, or too large to compare.
     #[must_use]
     pub fn parse(text: &str) -> Option<Self> {
         let plain = without_markup(text.get(..QUANTITY_BYTES_MAX).map_or(text, |_| ""));
@@ -85,8 +85,8 @@ impl Quantity {
         }
     }
 
-    /// Whether `given` is this quantity. A bare number counts in the unit that was asked for; a unit where a bare number
-    /// was asked for does not.
+    /// Returns `true` if `given` is this quantity. A number without unit is taken in the expected unit; a unit is wrong if none was
+    /// expected.
     #[must_use]
     pub fn equals(&self, given: &Self) -> bool {
         match (&self.unit, &given.unit) {
@@ -217,7 +217,7 @@ fn ten() -> BigRational {
     BigRational::one() * BigInt::from(10)
 }
 
-/// The text without what LaTeX and Markdown put around a number.
+/// Strips the markup of LaTeX and Markdown around a number.
 fn without_markup(text: &str) -> String {
     // Longer spellings first where one begins another.
     const REPLACED: &[(&str, &str)] = &[
@@ -263,7 +263,7 @@ fn without_markup(text: &str) -> String {
     unwrap_words(plain.trim())
 }
 
-/// `5 {km}` becomes `5 km`; braces around numbers stay, they belong to fractions and exponents.
+/// Strips the braces of `5 {km}`. Braces around numbers are kept, because they belong to fractions and exponents.
 fn unwrap_words(text: &str) -> String {
     let mut out = text.to_owned();
     while let Some(open) = out.find(" {") {
@@ -275,8 +275,8 @@ fn unwrap_words(text: &str) -> String {
     out
 }
 
-/// The part of a text that states the final answer: the last `\boxed{…}`; else what follows the last `answer is`,
-/// `answer:` or `####`; else the last line if it is a quantity. `None` if there is no such part.
+/// Returns the part of a text that states the final answer: the last `\boxed{…}`, or the text after the last `answer is`, `answer:`
+/// or `####`, or the last line if it is a quantity. Returns `None` if there is no such part.
 #[must_use]
 pub fn final_answer(text: &str) -> Option<&str> {
     let from = text.len().saturating_sub(TAIL_BYTES);
@@ -298,7 +298,7 @@ pub fn final_answer(text: &str) -> Option<&str> {
     tail.lines().next_back().map(str::trim).filter(|line| Quantity::parse(line).is_some())
 }
 
-/// What stands before the brace that closes.
+/// Returns the text before the closing brace.
 fn balanced(text: &str) -> Option<&str> {
     let mut depth = 0_usize;
     for (at, byte) in text.bytes().enumerate() {
@@ -312,10 +312,10 @@ fn balanced(text: &str) -> Option<&str> {
     None
 }
 
-/// The expected answer of a row.
+/// Returns the expected answer of a row.
 ///
 /// # Errors
-/// When it is not a quantity: the row can never be solved, which is the row's fault.
+/// `InvalidArgument` if it is not a quantity, because no response could be right.
 pub fn expected(text: &str) -> Result<Quantity> {
     Quantity::parse(text).ok_or_else(|| {
         let shown: String = text.chars().take(80).collect();

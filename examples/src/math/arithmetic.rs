@@ -1,6 +1,6 @@
 //! Exact arithmetic that a hostile expression cannot make expensive.
 //!
-//! Every operation knows the size of its result before it computes it, so `9^9^9^9` is refused, not attempted.
+//! Each operation estimates the size of its result first, so `9^9^9^9` is rejected without being computed.
 
 use std::fmt;
 
@@ -8,50 +8,50 @@ use num_bigint::BigInt;
 use num_rational::BigRational;
 use num_traits::{One, Pow, Signed, ToPrimitive, Zero};
 
-/// The longest expression that is read, in bytes.
+/// Maximum length of an expression, in bytes.
 pub const EXPRESSION_BYTES_MAX: usize = 1_024;
-/// The deepest nesting: well below what a thread's stack allows.
+/// Maximum nesting, far below the limit of a thread's stack.
 pub const DEPTH_MAX: usize = 64;
-/// The largest numerator or denominator, in bits: about 1,200 decimal digits.
+/// Maximum size of a numerator or denominator, in bits: about 1,200 decimal digits.
 pub const NUMBER_BITS_MAX: u64 = 4_096;
 
-/// Why an expression has no value here. The texts are what the model reads.
+/// The reason why an expression has no value. The model reads the text.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ArithmeticError {
-    /// The expression is longer than anything that needs a calculator.
+    /// The expression is too long.
     #[error("the expression is longer than {EXPRESSION_BYTES_MAX} bytes")]
     TooLong,
-    /// Too many brackets, signs or powers inside each other.
+    /// Brackets, signs or powers are nested too deeply.
     #[error("the expression is nested deeper than {DEPTH_MAX}")]
     TooDeep,
-    /// A value along the way is larger than is computed.
+    /// An intermediate value is too large.
     #[error("the result has more than {NUMBER_BITS_MAX} bits")]
     TooLarge,
-    /// Something was divided by zero.
+    /// A division by zero.
     #[error("division by zero")]
     DivisionByZero,
     /// A power whose exponent is not an integer.
     #[error("the exponent {0} is not an integer")]
     Exponent(String),
-    /// Something else stands where a number, a bracket or a sign should.
+    /// Another character than the expected number, bracket or sign.
     #[error("expected {expected} at position {at}, found {found}")]
     Unexpected {
-        /// What would have been right.
+        /// The expected text.
         expected: &'static str,
         /// Bytes from the start.
         at: usize,
-        /// What is there.
+        /// The text found.
         found: String,
     },
 }
 
 type Result<T> = std::result::Result<T, ArithmeticError>;
 
-/// The value of an expression of numbers, `+ - * / ^ ( )` and blanks. `^` binds tighter than a sign before it and to the
-/// right, as on paper: `-2^2` is -4 and `2^3^2` is 512.
+/// Evaluates an expression of numbers, `+ - * / ^ ( )` and blanks. `^` binds more tightly than a sign before it, and to the right:
+/// `-2^2` is -4 and `2^3^2` is 512.
 ///
 /// # Errors
-/// When it is not such an expression, or is too large to be worth computing.
+/// If it is not such an expression, or a value is too large.
 pub fn evaluate(expression: &str) -> Result<BigRational> {
     if expression.len() > EXPRESSION_BYTES_MAX {
         return Err(ArithmeticError::TooLong);
@@ -150,8 +150,8 @@ impl Reader<'_> {
     }
 }
 
-/// A number at the start of a text: digits (with commas between thousands), a decimal part, an exponent; and its length.
-/// `None` when there is no number.
+/// Reads a number at the start of a text: digits (with commas between thousands), a decimal part and an exponent. Returns the number
+/// and its length, or `None` if there is no number.
 pub(super) fn decimal(text: &str) -> Option<(Result<BigRational>, usize)> {
     let bytes = text.as_bytes();
     let run = |from: usize| bytes[from..].iter().take_while(|byte| byte.is_ascii_digit()).count();
@@ -209,7 +209,7 @@ fn checked(value: BigRational) -> Result<BigRational> {
     bounded(bits(&value)).map(|()| value)
 }
 
-/// The sum. Operands are bounded, so their product of denominators is at most twice as long.
+/// Adds two numbers. Operands are bounded, so the product of their denominators is at most twice as long.
 pub(super) fn add(left: &BigRational, right: &BigRational) -> Result<BigRational> {
     checked(left + right)
 }
@@ -240,13 +240,13 @@ pub(super) fn power(base: &BigRational, exponent: &BigRational) -> Result<BigRat
     checked(Pow::pow(base, exponent))
 }
 
-/// As an integer, or as a fraction in lowest terms.
+/// Formats a number as an integer, or as a fraction in lowest terms.
 #[must_use]
 pub fn show(value: &BigRational) -> String {
     value.to_string()
 }
 
-/// As a decimal number, if it has one that ends within `places` places.
+/// Formats a number as a decimal number if it has at most `places` places.
 #[must_use]
 pub fn show_decimal(value: &BigRational, places: u32) -> Option<String> {
     let scaled = value * BigRational::from_integer(Pow::pow(BigInt::from(10), places));
@@ -260,7 +260,7 @@ pub fn show_decimal(value: &BigRational, places: u32) -> Option<String> {
     Some(if part.is_empty() { format!("{sign}{whole}") } else { format!("{sign}{whole}.{part}") })
 }
 
-/// For people: decimals where they end, else the fraction.
+/// Formats a number as a decimal number if its decimals end, otherwise as a fraction.
 #[derive(Debug)]
 pub struct Shown<'a>(pub &'a BigRational);
 

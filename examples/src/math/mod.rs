@@ -1,7 +1,7 @@
 //! Word problems with a calculator.
 //!
-//! The model may ask `calculator` to evaluate expressions, and states its answer as `\boxed{…}`. The reward is 1 when that
-//! is exactly the expected quantity, however it is spelled.
+//! The model may evaluate expressions with `calculator`, and states its answer as `\boxed{…}`. The reward is 1 if the answer is
+//! exactly the expected quantity, in any spelling.
 
 pub mod answer;
 pub mod arithmetic;
@@ -16,10 +16,10 @@ use gym_core::server::Arguments;
 #[derive(Debug, Default)]
 pub struct Math;
 
-/// What a row must say.
+/// The keys that a row must have.
 #[derive(Debug, Deserialize)]
 pub struct Task {
-    /// Such as `3/4`, `1,250`, `12 km` or `5%`.
+    /// The expected quantity, such as `3/4`, `1,250`, `12 km` or `5%`.
     pub expected_answer: String,
 }
 

@@ -1,26 +1,28 @@
-//! Ports of four of NeMo Gym's example environments, for comparison and for moving.
+//! Ports of five of NeMo Gym's example environments, to compare with and to migrate from.
 //!
-//! Each behaves as the Python server of the same name does: rewards, added fields, tool replies and refusals are the same
-//! text, which `tests/nemo_ports.rs` checks against recorded answers of the originals.
+//! Each behaves as the Python server of the same name: rewards, added fields, tool outputs and error bodies are equal as text.
+//! `tests/nemo_ports.rs` compares four of them with recorded responses, and `tests/python/suite.py` all of them with the originals.
 
 mod multi_step;
+mod multi_turn;
 mod session_state_mgmt;
 mod single_tool_call;
 mod tool_call_multireward;
 
 pub use multi_step::MultiStep;
+pub use multi_turn::MultiTurn;
 pub use session_state_mgmt::SessionState;
 pub use single_tool_call::SingleToolCall;
 pub use tool_call_multireward::ToolCallMultiReward;
 
 use serde_json::Value;
 
-/// Whether the originals' answers declare a key of the row: they read the task's own keys and do not return them.
+/// Returns `true` if the original's response has a key of the row. The originals read the task's keys and do not return them.
 fn declared(key: &str) -> bool {
     matches!(key, "responses_create_params" | "response")
 }
 
-/// Whether Python's `==` holds: `1`, `1.0` and `True` are one value.
+/// Compares as Python's `==`: `1`, `1.0` and `True` are equal.
 fn python_equal(left: &Value, right: &Value) -> bool {
     fn number(value: &Value) -> Option<f64> {
         value.as_bool().map(f64::from).or_else(|| value.as_f64())

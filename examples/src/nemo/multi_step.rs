@@ -1,4 +1,4 @@
-//! `example_multi_step`: look up the value of each synonym, then hand in all of them in order.
+//! `example_multi_step`: looks up the value of each synonym, then submits all values in order.
 
 use std::collections::BTreeSet;
 
@@ -10,11 +10,11 @@ use serde_json::{Value, json};
 use super::python_equal;
 use gym_core::server::{Argument, ArgumentErrors, Arguments};
 
-/// Values of synonyms, and whether the last list that was handed in is the expected one.
+/// Returns values of synonyms. The reward is 1 if the last submitted list is the expected one.
 #[derive(Debug, Default)]
 pub struct MultiStep;
 
-/// What is expected, and what shows that the model looked up the term instead of its synonym.
+/// The expected values, and the values that show that the model looked up the term instead of its synonyms.
 #[derive(Debug, Deserialize)]
 pub struct Task {
     expected_synonym_values: Box<RawValue>,
@@ -22,7 +22,7 @@ pub struct Task {
     minefield_label_value: Box<RawValue>,
 }
 
-/// As the last call that handed in values had them, whatever they are.
+/// The values of the last call, of any type.
 #[derive(Deserialize)]
 struct HandedIn {
     synonym_values: Vec<Value>,

@@ -1,4 +1,4 @@
-//! `example_session_state_mgmt`: a counter for every session.
+//! `example_session_state_mgmt`: a counter for each session.
 
 use gym_core::{CallContext, Error, ModelResponse, RawObject, ResourcesServer, Response, Result, SessionId, Verdict};
 use serde::Deserialize;
@@ -8,13 +8,13 @@ use serde_json::value::RawValue;
 use gym_core::server::Sessions;
 use gym_core::server::{Argument, ArgumentErrors, Arguments};
 
-/// Counts. The reward is 1 when the session's counter ends where the row expects it.
+/// Counts. The reward is 1 if the session's counter ends at the expected count.
 #[derive(Debug, Default)]
 pub struct SessionState {
     counters: Sessions<i128>,
 }
 
-/// Where the counter should end.
+/// The expected count.
 #[derive(Debug, Deserialize)]
 pub struct Task {
     expected_count: Box<RawValue>,
@@ -62,7 +62,7 @@ impl ResourcesServer for SessionState {
     async fn verify(&self, _: &CallContext, session: &SessionId, task: Task, _: &ModelResponse) -> Result<Verdict> {
         let expected = i128::read(task.expected_count.get(), &mut ArgumentErrors::default())
             .ok_or_else(|| Error::invalid(format!("`expected_count` is not an integer: {}", task.expected_count)))?;
-        // A session that never counted has no counter, which is not the same as one that stands at 0.
+        // A session that never counted has no counter, which differs from a counter at 0.
         Ok(Verdict::correct(self.counters.score(session, |counter| *counter == expected).unwrap_or(false)))
     }
 

@@ -1,4 +1,4 @@
-//! `example_single_tool_call`: one tool, and a point for calling it.
+//! `example_single_tool_call`: one tool, and a reward for calling it.
 
 use gym_core::{CallContext, ModelResponse, RawObject, ResourcesServer, Response, Result, SessionId, Verdict};
 use serde::Deserialize;
@@ -6,11 +6,11 @@ use serde_json::json;
 
 use gym_core::server::Arguments;
 
-/// Tells the weather, which is cold. The reward is 1 when the model asked for it.
+/// Returns the weather, which is cold. The reward is 1 if the model called the tool.
 #[derive(Debug, Default)]
 pub struct SingleToolCall;
 
-/// Nothing of the row is read.
+/// No key of the row is read.
 #[derive(Debug, Deserialize)]
 pub struct Task {}
 

@@ -1,4 +1,4 @@
-//! `example_tool_call_multireward`: one expected call, scored on three counts that do not depend on each other.
+//! `example_tool_call_multireward`: one expected call, scored by three independent criteria.
 
 use gym_core::server::{FunctionCall, OutputItem};
 use gym_core::{CallContext, ModelResponse, RawObject, ResourcesServer, Response, Result, SessionId, Verdict};
@@ -8,11 +8,11 @@ use serde_json::{Map, Value, json};
 use super::python_equal;
 use gym_core::server::Arguments;
 
-/// Tells the weather, which is sunny. One point each for the right call, for valid arguments, and for nothing but one call.
+/// Returns the weather, which is sunny. One point each for the right call, for valid arguments, and for exactly one call and no message.
 #[derive(Debug, Default)]
 pub struct ToolCallMultiReward;
 
-/// The call that the model should make, and the tools it was told of.
+/// The expected call, and the tools of the request.
 #[derive(Debug, Deserialize)]
 pub struct Task {
     #[serde(default)]
@@ -46,13 +46,13 @@ impl Task {
         let arguments = parse(call).unwrap_or_default();
         self.expected_call.get("name").is_some_and(|name| *name == call.name)
             && self.expected_call.get("arguments").and_then(Value::as_object).is_none_or(|expected| {
-                // A key that is not there is as good as one that is null.
+                // A missing key equals null.
                 expected.iter().all(|(key, value)| python_equal(arguments.get(key).unwrap_or(&Value::Null), value))
             })
     }
 }
 
-/// The arguments, if they are a JSON object.
+/// Returns the arguments, if they are a JSON object.
 fn parse(call: &FunctionCall) -> Option<Map<String, Value>> {
     serde_json::from_str(&call.arguments).ok()
 }

@@ -1,4 +1,4 @@
-//! The script for multiple choice: work out which option is right, then state its letter in one form or another.
+//! The script for multiple choice: finds the right option, and states its letter in one of several forms.
 
 use num_rational::BigRational;
 
@@ -33,7 +33,7 @@ pub(super) fn play(conversation: &Conversation, behaviour: Behaviour, random: &m
     })
 }
 
-/// The letter of the right option.
+/// Returns the letter of the right option.
 fn solve(sentence: &str, options: &[(char, &str)]) -> Option<char> {
     let letter_where =
         |holds: &dyn Fn(&str) -> bool| options.iter().find(|(_, text)| holds(text)).map(|(letter, _)| *letter);

@@ -1,4 +1,4 @@
-//! What a request shows a model: the question, the tools, and what the tools answered.
+//! The parts of a request that the script reads: the question, the tools, and the outputs of tools.
 
 use gym_core::RawObject;
 use serde_json::Value;
@@ -12,7 +12,7 @@ pub(super) struct Conversation {
 }
 
 impl Conversation {
-    /// Of a Responses API body; what is missing or of another shape is as if it were not there.
+    /// Reads the body of a Responses API request. Parts that are missing or have another type are empty.
     pub(super) fn of(request: &RawObject) -> Self {
         let read = |key| request.get_as::<Value>(key).ok().flatten().unwrap_or_default();
         let (input, tools) = (read("input"), read("tools"));
@@ -36,18 +36,18 @@ impl Conversation {
         self.tools.iter().any(|tool| tool == name)
     }
 
-    /// What the tools answered so far, in order.
+    /// Returns the outputs of the tools so far, in order.
     pub(super) fn outputs(&self) -> &[String] {
         &self.outputs
     }
 
-    /// The answer of a call, as JSON; null if it is none or was not made yet.
+    /// Returns the output of a call as JSON; null if it is not JSON, or the call has not been made.
     pub(super) fn output(&self, index: usize) -> Value {
         self.outputs.get(index).and_then(|output| serde_json::from_str(output).ok()).unwrap_or_default()
     }
 }
 
-/// The text of a content: a string, or parts that have a text.
+/// Returns the text of a content: a string, or the text of its parts.
 fn text(content: &Value) -> String {
     match content {
         Value::String(text) => text.clone(),

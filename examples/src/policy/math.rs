@@ -1,4 +1,4 @@
-//! The script for word problems: turn the question into an expression, have it calculated, state the result.
+//! The script for word problems: turns the question into an expression, calls the calculator, and states the result.
 
 use serde_json::json;
 
@@ -44,7 +44,7 @@ struct Plan {
     unit: &'static str,
 }
 
-/// What to calculate, read off the question.
+/// Returns the expression of a question.
 fn plan(question: &str) -> Option<Plan> {
     let plan = |expression: String, unit| Some(Plan { expression, unit });
     if let Some(rest) = question.strip_prefix("Compute ") {

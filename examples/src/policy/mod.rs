@@ -1,10 +1,8 @@
-//! A scripted stand-in for a model, so that the three environments can be tried without a GPU or a key.
+//! A script in place of a model, so that the three environments run without a GPU or a key.
 //!
-//! It is a script, not a model: it recognises the sentences that [`crate::tasks`] writes and nothing else. What makes it
-//! useful is that it plays fair and plays unevenly. Fair: it reads only what a model would see (messages, tools and tool
-//! outputs), and where it means to be right it works the task out from the prompt. Uneven: how it behaves on a task is drawn
-//! from the prompt and the seed, so that a run has right, wrong and malformed answers, bad tool calls among them, in a mix
-//! that a seed repeats.
+//! It recognizes the sentences that [`crate::tasks`] writes, and no others. It reads only what a model would see (messages, tools and
+//! tool outputs), and solves tasks from the prompt. The prompt and the seed decide how it behaves on a task, so a run has right,
+//! wrong and malformed responses and bad tool calls, and the same seed repeats them.
 
 mod choice;
 mod conversation;
@@ -16,9 +14,9 @@ use serde_json::{Value, json};
 
 use conversation::Conversation;
 
-/// The next turn of the script: the output items of a Responses API answer to this request.
+/// Returns the next turn of the script: the output items of the response to this request.
 ///
-/// The turns of one episode must be asked for with the same seed, or the script changes its mind on the way.
+/// All turns of an episode need the same seed, or the script changes its behavior within the episode.
 #[must_use]
 pub fn answer(request: &RawObject, seed: u64) -> Vec<Value> {
     let conversation = Conversation::of(request);
@@ -34,14 +32,14 @@ pub fn answer(request: &RawObject, seed: u64) -> Vec<Value> {
     turn.into_items(mix(conversation.question(), seed), conversation.outputs().len())
 }
 
-/// What the script is up to on a task.
+/// The behavior of the script on a task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Behaviour {
-    /// Works it out.
+    /// Solves the task.
     Right,
     /// Works it out, and says or does something else.
     Wrong,
-    /// Breaks the form: bad arguments, an unknown tool, no answer, two answers.
+    /// Malformed: bad arguments, an unknown tool, no answer, two answers.
     Malformed,
 }
 
@@ -62,7 +60,7 @@ enum Turn {
     Say(String),
     Call {
         tool: &'static str,
-        /// A JSON text, or what a careless model takes for one.
+        /// The arguments as written: JSON, or a model's mistake.
         arguments: String,
     },
 }
@@ -98,7 +96,7 @@ impl Turn {
     }
 }
 
-/// FNV-1a over the text, then one round of SplitMix64, so that near seeds draw unlike behaviours.
+/// FNV-1a over the text, then one round of SplitMix64, so that near seeds draw different behaviors.
 fn mix(text: &str, seed: u64) -> u64 {
     let hash = text
         .bytes()

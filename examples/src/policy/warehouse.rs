@@ -1,4 +1,4 @@
-//! The script for orders: look, work out every step from what was listed, carry them out one by one.
+//! The script for orders: lists the stock, plans all steps, and carries them out one by one.
 
 use std::collections::BTreeMap;
 
@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use super::conversation::Conversation;
 use super::{Behaviour, Turn};
 
-/// Quantities by item and bay, as far as the script follows them.
+/// Quantities by item and bay, as the script expects them.
 type Seen = BTreeMap<(String, String), u64>;
 
 pub(super) fn play(conversation: &Conversation, behaviour: Behaviour, random: &mut fastrand::Rng) -> Turn {
@@ -47,7 +47,7 @@ fn malformed(done: usize, style: u32) -> Turn {
     }
 }
 
-/// The calls for all steps, each worked out on the stock that the ones before it leave.
+/// Returns the calls for all steps. Each is planned on the stock after the steps before it.
 fn plan(conversation: &Conversation) -> Option<Vec<(&'static str, Value)>> {
     let listed = conversation.output(0);
     let mut seen = Seen::new();

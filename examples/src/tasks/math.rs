@@ -29,7 +29,7 @@ fn value(expression: &str) -> BigRational {
     evaluate(expression).expect("the generator writes expressions that have a value")
 }
 
-/// A positive number with up to `places` decimal places.
+/// Draws a positive number with up to `places` decimal places.
 fn decimal(random: &mut fastrand::Rng, most: u32, places: u32) -> String {
     let scale = 10_u32.pow(random.u32(0..=places));
     Shown(&value(&format!("{}/{scale}", random.u32(1..=most * scale)))).to_string()

@@ -1,7 +1,7 @@
-//! Writes the tasks under `data`: the same ones every time, so the committed files can be checked against this.
+//! Writes the tasks under `data`. The output is deterministic, so a test compares it with the committed files.
 //!
-//! A row is what NeMo Gym reads: `responses_create_params`, the keys that the environment's verifier needs, and in
-//! `agent_ref` the agent that runs it, so that one collection over all three files finds its way.
+//! A row has NeMo Gym's format: `responses_create_params`, the keys that the environment's verifier reads, and in `agent_ref` the
+//! agent that runs it, so that one collection can read all three files.
 
 mod choice;
 mod math;
@@ -9,6 +9,7 @@ mod warehouse;
 
 use std::collections::BTreeSet;
 
+use gym_core::{Error, RawObject, Result};
 use serde_json::{Map, Value, json};
 
 /// Tasks in each file.
@@ -17,7 +18,7 @@ pub const TASKS: usize = 240;
 /// The environments that have a file, by the name of the file.
 pub const ENVIRONMENTS: [&str; 3] = ["math", "warehouse", "choice"];
 
-/// The lines of an environment's file; `None` if there is no such environment.
+/// Returns the lines of an environment's file, or `None` if there is no such environment.
 #[must_use]
 pub fn jsonl(environment: &str) -> Option<String> {
     // Any seed would do; each file has its own, so that adding tasks to one leaves the others as they are.
@@ -38,6 +39,16 @@ pub fn jsonl(environment: &str) -> Option<String> {
         }
     }
     Some(lines)
+}
+
+/// Returns the rows of an environment's file.
+///
+/// # Errors
+/// `InvalidArgument` if there is no such environment.
+pub fn rows(environment: &str) -> Result<Vec<RawObject>> {
+    let unknown = || Error::invalid(format!("no tasks for `{environment}`; use one of {}", ENVIRONMENTS.join(", ")));
+    let lines = jsonl(environment).ok_or_else(unknown)?;
+    lines.lines().map(|line| Ok(RawObject::parse(line.to_owned())?)).collect()
 }
 
 /// A task before it is a row.
@@ -65,7 +76,7 @@ impl Draft {
     }
 }
 
-/// A function tool with required parameters, each with its type and what it means.
+/// Returns a function tool with required parameters, each with its type and description.
 fn tool(name: &str, description: &str, parameters: &[(&str, &str, &str)]) -> Value {
     let properties: Map<String, Value> = parameters
         .iter()
@@ -86,7 +97,7 @@ fn tool(name: &str, description: &str, parameters: &[(&str, &str, &str)]) -> Val
     })
 }
 
-/// One of them.
+/// Returns a random item.
 fn pick<T: Copy>(random: &mut fastrand::Rng, from: &[T]) -> T {
     from[random.usize(..from.len())]
 }

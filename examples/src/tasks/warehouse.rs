@@ -45,7 +45,7 @@ pub(super) fn draw(random: &mut fastrand::Rng, kind: usize) -> Draft {
     }
 }
 
-/// A step that can be carried out now, carried out; `None` if the draw was an impossible one.
+/// Draws a step and carries it out. Returns `None` if the step is impossible.
 fn step(random: &mut fastrand::Rng, stock: &mut Stock, bays: &[&str], items: &[&str]) -> Option<String> {
     let (item, bay) = (pick(random, items), pick(random, bays));
     let there = stock.count(item, bay);

@@ -1,8 +1,8 @@
-//! Orders in a warehouse, carried out step by step. Only the stock at the end counts.
+//! Orders in a warehouse, carried out step by step. The reward depends only on the stock at the end.
 //!
-//! Every episode has a warehouse of its own, filled from the row by `seed_session`. The model looks with `list_stock` and
-//! changes it with `move_stock`, `ship_stock` and `receive_stock`; the reward is 1 when the stock is the row's
-//! `target_stock`. What a model *says* is not read.
+//! Each episode has its own warehouse, which `seed_session` fills from the row. The model reads it with `list_stock` and changes it
+//! with `move_stock`, `ship_stock` and `receive_stock`. The reward is 1 if the final stock is the row's `target_stock`. Messages of
+//! the model are not read.
 
 mod stock;
 
@@ -14,7 +14,7 @@ use gym_core::server::Arguments;
 use gym_core::server::Sessions;
 pub use stock::{QUANTITY_MAX, Stock, StockError};
 
-/// The environment, with the warehouse of every episode.
+/// The environment, with the warehouse of each episode.
 #[derive(Debug, Default)]
 pub struct Warehouse {
     episodes: Sessions<Episode>,
@@ -27,10 +27,10 @@ struct Episode {
     refusals: u64,
 }
 
-/// What a row must say.
+/// The keys that a row must have.
 #[derive(Debug, Deserialize)]
 pub struct Task {
-    /// Bays, and what is in them when all is done.
+    /// The stock at the end of a correct episode.
     pub target_stock: Stock,
 }
 
@@ -40,7 +40,7 @@ struct Seed {
 }
 
 impl Warehouse {
-    /// With room for that many episodes at once.
+    /// Creates an environment of at most `sessions_max` concurrent episodes.
     #[must_use]
     pub fn bounded(sessions_max: usize) -> Self {
         Self { episodes: Sessions::bounded(sessions_max) }
@@ -56,7 +56,7 @@ impl Warehouse {
                 episode.changes += 1;
                 json!({"ok": true})
             }
-            // The model reads why and can do better; nothing has changed.
+            // The model reads the reason and can try again; nothing has changed.
             Err(error) => {
                 episode.refusals += 1;
                 json!({"ok": false, "error": error.to_string()})

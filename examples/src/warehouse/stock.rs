@@ -1,50 +1,50 @@
-//! What lies where: the rules of the warehouse, without sessions or JSON.
+//! The stock of a warehouse and its rules, without sessions or JSON.
 
 use std::collections::BTreeMap;
 
 use gym_core::{Error, Result};
 use serde::{Deserialize, Serialize};
 
-/// The most of one item in one bay, and the most that one call moves.
+/// Maximum quantity of one item in one bay, and of one call.
 pub const QUANTITY_MAX: u64 = 1_000_000;
-/// The most bays of a warehouse, and kinds of items in one bay: `receive_stock` cannot fill the memory.
+/// Maximum number of bays in a warehouse and of items in a bay, so that `receive_stock` cannot fill the memory.
 const KINDS_MAX: usize = 64;
-/// The longest name, in characters; longer ones are refused and never repeated in full.
+/// Maximum characters of a name. Longer names are rejected, and errors show only their beginning.
 const NAME_CHARS_MAX: usize = 40;
 
-/// Bays, and how much of each item is in them. Items of which there are none are not listed; empty bays are.
+/// The quantity of each item in each bay. Empty bays are listed; items with quantity 0 are not.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Stock(pub BTreeMap<String, BTreeMap<String, u64>>);
 
-/// Why nothing was changed. The texts are what the model reads.
+/// The reason why a change was rejected. The model reads the text.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum StockError {
     /// No such bay.
     #[error("there is no bay `{0}`; the bays are {1}")]
     UnknownBay(String, String),
-    /// Fewer than were asked for.
+    /// The bay has fewer items than requested.
     #[error("bay {bay} has {there} {item}, not {wanted}")]
     NotEnough {
         /// The bay.
         bay: String,
         /// The item.
         item: String,
-        /// How many there are.
+        /// The quantity in the bay.
         there: u64,
-        /// How many were asked for.
+        /// The quantity requested.
         wanted: u64,
     },
-    /// Zero, negative, or more than a warehouse holds.
+    /// The quantity is zero, negative or too large.
     #[error("the quantity must be from 1 to {QUANTITY_MAX}, not {0}")]
     Quantity(i128),
-    /// Empty or too long.
+    /// The name is empty or too long.
     #[error("an item's name has from 1 to {NAME_CHARS_MAX} characters")]
     Name,
-    /// No room.
+    /// The bay is full.
     #[error("bay {0} is full")]
     Full(String),
-    /// From a bay to itself.
+    /// Both bays are the same.
     #[error("bay {0} is both where it is and where it should go")]
     SameBay(String),
 }
@@ -52,10 +52,10 @@ pub enum StockError {
 type Change = std::result::Result<(), StockError>;
 
 impl Stock {
-    /// Brings items in.
+    /// Adds items to a bay.
     ///
     /// # Errors
-    /// When there is no such bay or no room in it.
+    /// If there is no such bay, or it is full.
     pub fn receive(&mut self, item: &str, quantity: i128, to: &str) -> Change {
         let quantity = counted(quantity)?;
         if item.trim().is_empty() || item.chars().count() > NAME_CHARS_MAX {
@@ -70,10 +70,10 @@ impl Stock {
         Ok(())
     }
 
-    /// Sends items away.
+    /// Removes items from a bay.
     ///
     /// # Errors
-    /// When there is no such bay or not enough in it.
+    /// If there is no such bay, or it has too few of the items.
     pub fn ship(&mut self, item: &str, quantity: i128, from: &str) -> Change {
         let wanted = counted(quantity)?;
         let bay = self.bay(from)?;
@@ -89,10 +89,10 @@ impl Stock {
         Ok(())
     }
 
-    /// Carries items from one bay to another: both or neither change.
+    /// Moves items between two bays. If it fails, both are unchanged.
     ///
     /// # Errors
-    /// As [`Stock::ship`] and [`Stock::receive`], and when both bays are the same.
+    /// Those of [`Stock::ship`] and [`Stock::receive`], and if both bays are the same.
     pub fn transfer(&mut self, item: &str, quantity: i128, from: &str, to: &str) -> Change {
         self.bay(to)?;
         if from == to {
@@ -104,7 +104,7 @@ impl Stock {
         })
     }
 
-    /// How much of an item is in a bay.
+    /// Returns the quantity of an item in a bay.
     #[must_use]
     pub fn count(&self, item: &str, bay: &str) -> u64 {
         self.0.get(bay).and_then(|bay| bay.get(item)).copied().unwrap_or(0)
@@ -118,7 +118,7 @@ impl Stock {
         Ok(self.0.get_mut(name).expect("just seen"))
     }
 
-    /// Whether a row's stock is one that a warehouse can have.
+    /// Rejects the stock of a row if no warehouse can have it.
     pub(super) fn check(&self, key: &str) -> Result<()> {
         let fault = |what: String| Err(Error::invalid(format!("`{key}` of the row {what}")));
         if self.0.is_empty() || self.0.len() > KINDS_MAX {

@@ -1,4 +1,4 @@
-//! The cookies of one episode, as far as servers use them to keep a session: names and values (RFC 6265, section 5).
+//! The cookies of one episode: names and values, which servers use to keep a session (RFC 6265, section 5).
 
 use gym_core::Metadata;
 use memchr::{memchr, memchr_iter};
@@ -8,13 +8,13 @@ use memchr::{memchr, memchr_iter};
 pub struct CookieJar(Vec<(String, String)>);
 
 impl CookieJar {
-    /// No cookies.
+    /// Creates an empty jar.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// The cookies of a request's `cookie` metadata.
+    /// Reads the cookies of a request's `cookie` metadata.
     #[must_use]
     pub fn of_request(metadata: &Metadata) -> Self {
         let mut jar = Self::new();
@@ -28,7 +28,7 @@ impl CookieJar {
         jar
     }
 
-    /// One cookie of a request's `cookie` metadata, the last of that name, without a jar for all of them.
+    /// Returns one cookie of a request's `cookie` metadata, the last of that name, without building a jar.
     #[must_use]
     pub fn find_in_request<'a>(metadata: &'a Metadata, name: &str) -> Option<&'a str> {
         let pairs = metadata.all("cookie").flat_map(|header| header.split(';'));
@@ -36,7 +36,7 @@ impl CookieJar {
         pairs.filter(|(known, _)| known.trim_ascii() == name).last().map(|(_, value)| value.trim_ascii())
     }
 
-    /// Takes in the `set-cookie` metadata of a response.
+    /// Applies the `set-cookie` metadata of a response: sets cookies and removes expired ones.
     pub fn merge(&mut self, metadata: &Metadata) {
         for header in metadata.all("set-cookie") {
             let end = memchr(b';', header.as_bytes()).unwrap_or(header.len());
@@ -59,18 +59,18 @@ impl CookieJar {
         }
     }
 
-    /// The value of one cookie.
+    /// Returns the value of a cookie.
     #[must_use]
     pub fn get(&self, name: &str) -> Option<&str> {
         self.0.iter().find(|(known, _)| known == name).map(|(_, value)| value.as_str())
     }
 
-    /// Names and values, in the order in which they were first set.
+    /// Returns names and values, in the order in which they were first set.
     pub fn iter(&self) -> impl Iterator<Item = (&str, &str)> {
         self.0.iter().map(|(name, value)| (name.as_str(), value.as_str()))
     }
 
-    /// The text of a `cookie` header; `None` when there are no cookies.
+    /// Returns the text of a `cookie` header; `None` if the jar is empty.
     #[must_use]
     pub fn header(&self) -> Option<String> {
         let mut header = String::new();
@@ -86,17 +86,17 @@ impl CookieJar {
     }
 }
 
-/// Whether one of the attributes, each behind a semicolon, says so.
+/// Returns `true` if one of the attributes, each after a semicolon, expires the cookie.
 fn is_expired(attributes: &[u8]) -> bool {
     memchr_iter(b';', attributes).any(|at| {
         let rest = &attributes[at + 1..];
-        // The others are not looked at beyond their first letter.
+        // Of other attributes, only the first letter is read.
         matches!(rest.trim_ascii_start().first(), Some(b'm' | b'M'))
             && is_expiry(&rest[..memchr(b';', rest).unwrap_or(rest.len())])
     })
 }
 
-/// Whether an attribute says that the cookie is of the past.
+/// Returns `true` for a `Max-Age` of 0 or less.
 fn is_expiry(attribute: &[u8]) -> bool {
     let Some((name, age)) = attribute.trim_ascii().split_at_checked(b"max-age=".len()) else { return false };
     let age = std::str::from_utf8(age.trim_ascii()).ok().and_then(|age| age.parse::<i64>().ok());

@@ -1,5 +1,6 @@
-//! Calls of servers by name, and the episodes' sessions with them.
+//! Calls servers by name, and keeps the sessions of episodes.
 
+mod background;
 mod cookies;
 mod pending;
 mod replicas;

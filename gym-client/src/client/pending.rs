@@ -1,9 +1,9 @@
-//! How many calls of this client are under way at each replica.
+//! Counts the calls of this client that are in flight at each replica.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// The calls of this client that are under way at one replica.
+/// The number of calls of this client in flight at one replica.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct PendingCalls(Arc<AtomicUsize>);
 

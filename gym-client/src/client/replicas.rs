@@ -1,4 +1,4 @@
-//! The replicas that a name resolved to.
+//! The replicas of a server name, as the registry last returned them.
 
 use std::sync::Arc;
 
@@ -10,33 +10,33 @@ use tokio::time::Instant;
 use crate::client::pending::PendingCalls;
 use crate::transport::peer::ReconnectingPeer;
 
-/// What a name resolved to.
+/// The replicas of one name.
 #[derive(Debug)]
 pub(super) struct ReplicaSet {
     pub(super) replicas: Vec<Arc<Replica>>,
-    /// Of this name alone: whose turn it is among its replicas is nothing to those of another.
+    /// Chooses among the replicas of this name only; each name has its own order.
     pub(super) picker: Arc<Picker>,
-    /// When the registry last had them.
+    /// Time of the last answer of the registry that listed the replicas.
     pub(super) seen: Instant,
     pub(super) stale_from: Instant,
-    /// A call to it failed: it must not be used before the registry was asked again.
+    /// A call to a replica failed: the next call asks the registry first.
     pub(super) doubtful: bool,
 }
 
 impl ReplicaSet {
-    /// Nobody, for the one call that asked.
+    /// Creates an empty set, for the one call that asked the registry.
     pub(super) fn absent() -> Self {
         let (replicas, picker, now) = (Vec::new(), Arc::default(), Instant::now());
         Self { replicas, picker, seen: now, stale_from: now, doubtful: true }
     }
 
-    /// A replica, if it can be helped none that has `failed`. By rank, which a replica keeps, while its place among those that live now
-    /// changes: a weight is a replica's.
+    /// Chooses a replica; one in `failed` only if all replicas have failed. Replicas are identified by rank, because weights are
+    /// assigned to ranks and positions in the list change.
     pub(super) fn choose(&self, server: &str, failed: &[u32]) -> Result<Arc<Replica>> {
         let load = |replica: &Arc<Replica>| Load { index: replica.rank as usize, pending: replica.pending.count() };
         let open = self.replicas.iter().filter(|replica| !failed.contains(&replica.rank));
         let chosen = self.picker.pick(&open.map(load).collect::<Vec<_>>());
-        // All have failed once: any of them again.
+        // Every replica has failed once: choose among all of them.
         let chosen = chosen.or_else(|| self.picker.pick(&self.replicas.iter().map(load).collect::<Vec<_>>()));
         let replica = chosen.and_then(|rank| self.replicas.iter().find(|replica| replica.rank as usize == rank));
         replica.cloned().ok_or_else(|| match self.replicas.len() {
@@ -58,7 +58,7 @@ pub(super) struct Replica {
     pub(super) pending: PendingCalls,
 }
 
-/// The replica of an instance: the known one, with its channel and counter, when it is still the same life.
+/// Returns the replica of an instance: the known one, with its channel and counter, if it has the same incarnation and endpoints.
 pub(super) fn replica(instance: Instance, known: Option<&ReplicaSet>) -> Arc<Replica> {
     let same = known.and_then(|known| {
         known.replicas.iter().find(|replica| {
@@ -78,7 +78,8 @@ pub(super) fn replica(instance: Instance, known: Option<&ReplicaSet>) -> Arc<Rep
     }
 }
 
-/// Nobody of that name is registered. Not `NotFound`: a server that is being restarted is registered again in a moment.
+/// The error if no server of this name is registered. `Unavailable` instead of `NotFound`, because a server that restarts registers
+/// again soon.
 fn absent(server: &str) -> Error {
     Error::not_started(Code::Unavailable, "no server of this name is registered").about(server.to_owned())
 }

@@ -1,9 +1,10 @@
-//! Calls a server by *name*: resolves it, picks a replica, sends again what may be sent again.
+//! Calls a server by *name*: resolves the name, chooses a replica, and repeats a failed call where that is safe.
 //!
-//! An episode whose server keeps state goes through a [`Session`](super::Session), which stays with the replica that it first
-//! reached and carries its cookies.
+//! An episode whose server keeps state uses a [`Session`](super::Session). A session stays with the first replica that answered, and
+//! carries its cookies.
 
 use std::collections::BTreeMap;
+use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
@@ -13,14 +14,15 @@ use gym_core::transport::{RetryPolicy, retry_after};
 use gym_core::{CallContext, Code, Error, Execution, Request, Response, Result, Rope, Route, World};
 use tokio::time::Instant;
 
+use crate::client::background::BackgroundTasks;
 use crate::client::replicas::{Replica, ReplicaSet, replica};
 use crate::transport::Transports;
 
-/// How long a resolved name is used before the registry is asked again. A server that moved is found at once by the failed
-/// call; this bounds how long a *new* replica goes unused.
+/// Time until a resolved name is looked up again. A failed call looks the name up at once; this limit bounds how long a *new*
+/// replica receives no calls.
 const RESOLVE_EVERY: Duration = Duration::from_secs(1);
 
-/// How long nobody asks again for a name that nobody had: callers who wait for a server to come do not come together.
+/// Time for which an unregistered name is not looked up again, so that callers that wait for a server do not ask all at once.
 const ABSENT_FOR: Duration = Duration::from_millis(100);
 
 /// Calls servers by name. Cheap to clone; clones share channels and counters.
@@ -38,32 +40,33 @@ pub(super) struct ClientState {
     pub(super) rng: Mutex<fastrand::Rng>,
     names: RwLock<BTreeMap<String, Arc<ReplicaSet>>>,
     asking: Mutex<BTreeMap<String, Arc<tokio::sync::Mutex<ResolveLock>>>>,
+    pub(super) background: BackgroundTasks,
 }
 
-/// Held by the one caller that asks the registry for a name; the others wait for its answer. A thousand rollouts that begin
-/// together ask once, and share the channels that come of it.
+/// Held by the one caller that asks the registry for a name; the others wait for the answer. A thousand rollouts that start
+/// together ask once and share the channels.
 #[derive(Debug, Default)]
 struct ResolveLock {
-    /// When the last question was answered, if the answer was not kept as [`ReplicaSet`].
+    /// Time and content of the last answer that had no replica.
     last: Option<(Instant, ResolveMiss)>,
 }
 
-/// An answer of the registry that gives no replica.
+/// An answer of the registry without a replica.
 #[derive(Debug)]
 enum ResolveMiss {
     Absent,
     Failed(Code, String),
 }
 
-/// What a call needs beyond its body.
+/// Options of a call.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CallOptions {
-    /// Whether the same message may be sent again when its fate is unknown.
+    /// Repeats the message even if the server may have executed it. Off by default.
     pub idempotent: bool,
 }
 
 impl CallOptions {
-    /// A call whose repetition does no harm.
+    /// Options of a call that may be executed twice without harm.
     #[must_use]
     pub fn idempotent() -> Self {
         Self { idempotent: true }
@@ -71,7 +74,7 @@ impl CallOptions {
 }
 
 impl ServerClient {
-    /// A client of the servers that `registry` knows.
+    /// Creates a client of the servers in `registry`.
     #[must_use]
     pub fn new(registry: Arc<dyn Registry>, transports: Transports, world: &World) -> Self {
         Self {
@@ -83,12 +86,13 @@ impl ServerClient {
                 rng: Mutex::new(world.rng()),
                 names: RwLock::default(),
                 asking: Mutex::default(),
+                background: BackgroundTasks::default(),
             }),
         }
     }
 
-    /// The same servers, with another way to choose a replica and retry policy; channels and counters are its own. A weight's
-    /// index is the rank of the replica that it is for.
+    /// Returns a client of the same servers with another load balancing and retry policy. It has its own channels and counters. The
+    /// index of a weight is the rank of a replica.
     #[must_use]
     pub fn with(&self, balance: Balance, policy: RetryPolicy) -> Self {
         let inner = &self.inner;
@@ -101,26 +105,28 @@ impl ServerClient {
                 rng: Mutex::new(lock(&inner.rng).fork()),
                 names: RwLock::default(),
                 asking: Mutex::default(),
+                background: BackgroundTasks::default(),
             }),
         }
     }
 
-    /// The transports that servers are reached by.
+    /// Returns the transports that servers are called over.
     #[must_use]
     pub fn transports(&self) -> &Transports {
         &self.inner.transports
     }
 
-    /// The registry that names are looked up in.
+    /// Returns the registry that names are looked up in.
     #[must_use]
     pub fn registry(&self) -> &Arc<dyn Registry> {
         &self.inner.registry
     }
 
-    /// `POST` of a JSON text to a route of the named server. Any complete answer is `Ok`.
+    /// Sends a `POST` of a JSON text to a route of the named server. Any complete response is `Ok`, an error status too.
     ///
     /// # Errors
-    /// `Unavailable, NotStarted` when nobody serves that name, or none that does has a weight; otherwise the last attempt's error.
+    /// `Unavailable, NotStarted` if no server of this name is registered, or every replica has weight 0; otherwise the error of the
+    /// last attempt.
     pub async fn post(
         &self,
         cx: &CallContext,
@@ -132,7 +138,7 @@ impl ServerClient {
         self.send(server, &Request::post(cx.clone(), route, body), options).await
     }
 
-    /// `GET` of a route of the named server.
+    /// Sends a `GET` to a route of the named server.
     ///
     /// # Errors
     /// As [`ServerClient::post`].
@@ -140,7 +146,7 @@ impl ServerClient {
         self.send(server, &Request::get(cx.clone(), route), CallOptions::idempotent()).await
     }
 
-    /// Sends a request to any replica of the named server, and to another one when it may be sent again.
+    /// Sends a request to a replica of the named server, and to another one if the call fails and may be repeated.
     ///
     /// # Errors
     /// As [`ServerClient::post`].
@@ -148,7 +154,7 @@ impl ServerClient {
         self.dispatch(server, request, options).await.map(|(_, response)| response)
     }
 
-    /// The replica that answered, and its answer.
+    /// Returns the replica that answered, and its response.
     pub(super) async fn dispatch(
         &self,
         server: &str,
@@ -156,24 +162,18 @@ impl ServerClient {
         options: CallOptions,
     ) -> Result<(Arc<Replica>, Response)> {
         let cx = &request.context;
-        // A registry that cannot be asked has been tried often enough by its own client.
+        // Not repeated: the client of the registry has repeated its call already.
         let resolved = self.resolve(cx, server).await.map_err(|error| about(error, server, request))?;
         let (rank, error) = match resolved.choose(server, &[]) {
             Ok(replica) => match self.call(&replica, request).await {
                 Ok(response) => return Ok((replica, response)),
                 Err(error) => (Some(replica.rank), error),
             },
-            // One that can be chosen may come.
+            // A replica that can be chosen may register later.
             Err(error) => (None, error),
         };
-        if !error.may_resend(options.idempotent) {
-            return Err(about(error, server, request));
-        }
-        // Only now, because nearly every call succeeds at once and needs no generator.
-        let mut rng = lock(&self.inner.rng).fork();
         let failed = Mutex::new(Vec::from_iter(rank));
-        // Boxed: it is rare, and would otherwise make every waiting call as large as a second one.
-        Box::pin(retry_after(error, cx, &self.inner.policy, &mut rng, options.idempotent, |_| async {
+        self.resend(error, cx, options.idempotent, |_| async {
             self.forget(server);
             let exclude = lock(&failed).clone();
             let replica = self.resolve(cx, server).await?.choose(server, &exclude)?;
@@ -182,21 +182,35 @@ impl ServerClient {
                 lock(&failed).push(replica.rank);
             }
             result.map(|response| (replica, response))
-        }))
+        })
         .await
         .map_err(|error| about(error, server, request))
     }
 
+    /// Repeats a call after a first attempt that failed with `error`, for as long as [`RetryPolicy::next_wait`] allows. Every
+    /// call of this client and of its sessions is repeated here.
+    ///
+    /// Returns a box: a repetition is rare, and would otherwise make the future of every call as large as a second call.
+    pub(super) fn resend<'a, T, F, Fut>(
+        &'a self,
+        error: Error,
+        cx: &'a CallContext,
+        idempotent: bool,
+        attempt: F,
+    ) -> Pin<Box<impl Future<Output = Result<T>> + Send + use<'a, T, F, Fut>>>
+    where
+        T: Send + 'a,
+        F: FnMut(u32) -> Fut + Send + 'a,
+        Fut: Future<Output = Result<T>> + Send + 'a,
+    {
+        // Only here, because nearly every call succeeds at once and needs no generator.
+        let mut rng = lock(&self.inner.rng).fork();
+        Box::pin(async move { retry_after(error, cx, &self.inner.policy, &mut rng, idempotent, attempt).await })
+    }
+
     pub(super) async fn call(&self, replica: &Replica, request: &Request) -> Result<Response> {
         let _pending = replica.pending.begin();
-        let response = replica.peer.call(&self.inner.transports, request).await?;
-        // Another life of the server at this address, or one without room, refuses before it runs anything: that is no
-        // answer, and another replica may give one. Foreign servers do not say so, and their answers stay answers.
-        let refused = response.metadata.get(EXECUTION_METADATA) == Some(Execution::NotStarted.as_str());
-        if refused && matches!(response.status.0, 429 | 503) {
-            return response.into_result();
-        }
-        Ok(response)
+        rejection(replica.peer.call(&self.inner.transports, request).await?)
     }
 
     async fn resolve(&self, cx: &CallContext, server: &str) -> Result<Arc<ReplicaSet>> {
@@ -209,11 +223,11 @@ impl ServerClient {
         let asking = Arc::clone(lock(&self.inner.asking).entry(server.to_owned()).or_default());
         let mut asked = match (asking.try_lock(), known) {
             (Ok(asked), _) => asked,
-            // Somebody is asking already; until the answer is there, what was known goes on being used.
+            // Another caller is asking; until the answer arrives, the known replicas are used.
             (Err(_), Some(known)) if !known.doubtful => return Ok(known),
             (Err(_), _) => {
                 let from = Instant::now();
-                // A fair lock held over the question on purpose: whoever waits here wants the same answer.
+                // The fair lock is held during the question on purpose: every caller that waits here needs the same answer.
                 let asked = cx.bound(Execution::NotStarted, async { Ok(asking.lock().await) }).await?;
                 match (&asked.last, self.known(server)) {
                     (Some((at, _)), _) if *at < from => {}
@@ -227,7 +241,7 @@ impl ServerClient {
                 asked
             }
         };
-        // Asked and answered while this caller waited?
+        // Another caller may have asked while this one waited.
         let known = self.known(server);
         let now = Instant::now();
         if let Some(known) = &known
@@ -244,19 +258,19 @@ impl ServerClient {
         let instances = match self.inner.registry.resolve(cx, server).await {
             Ok(instances) => instances,
             Err(error) => {
-                // A caller that has left, or had no time, says nothing about the registry.
+                // A cancelled or expired call says nothing about the registry.
                 if cx.check().is_ok() {
                     asked.last = Some((Instant::now(), ResolveMiss::Failed(error.code(), error.to_string())));
                 }
                 let Some(known) = known else { return Err(error) };
-                // The head is away: what was known goes on being used, and is not asked about by every call.
+                // The head server is unreachable: the known replicas are used, and not every call asks again.
                 tracing::debug!(server, %error, "resolve from the cache");
                 return Ok(self.keep(server, known.replicas.clone(), Some(&known), known.seen));
             }
         };
         if instances.is_empty() {
-            // A head that was restarted knows nobody until they register again. What was known goes on being used for as
-            // long as a lease would have lasted: a server that is gone shows by its failed call.
+            // A restarted head server has no registrations yet. The known replicas are used for the time of a lease; a call to a
+            // stopped server fails and shows that it is gone.
             if let Some(known) = &known
                 && known.seen.elapsed() < DEFAULT_TTL
             {
@@ -290,7 +304,7 @@ impl ServerClient {
         self.inner.names.read().unwrap_or_else(PoisonError::into_inner).get(server).cloned()
     }
 
-    /// Has the next call ask the registry again.
+    /// Makes the next call ask the registry.
     fn forget(&self, server: &str) {
         let mut names = self.inner.names.write().unwrap_or_else(PoisonError::into_inner);
         if let Some(known) = names.get(server) {
@@ -301,7 +315,16 @@ impl ServerClient {
     }
 }
 
-/// Says which call failed, unless the error says so already.
+/// Returns a rejection as an error, and any other response unchanged.
+///
+/// Another incarnation of the server at this address, or one without capacity, rejects a call before it runs anything. Another
+/// replica may serve the call. Servers of other programs do not mark their responses so, and their responses stay responses.
+fn rejection(response: Response) -> Result<Response> {
+    let not_started = response.metadata.get(EXECUTION_METADATA) == Some(Execution::NotStarted.as_str());
+    if not_started && matches!(response.status.0, 429 | 503) { response.into_result() } else { Ok(response) }
+}
+
+/// Adds the failed call to an error without a subject.
 pub(super) fn about(error: Error, server: &str, request: &Request) -> Error {
     match error.subject() {
         "" => error.about(format!("{} {server}{}", request.verb, request.route)),
@@ -311,4 +334,36 @@ pub(super) fn about(error: Error, server: &str, request: &Request) -> Error {
 
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use gym_core::{Message, Status};
+
+    use super::*;
+
+    #[test]
+    fn a_response_is_a_rejection_if_its_server_says_that_nothing_ran() {
+        let not_started = Some(Execution::NotStarted.as_str());
+        let table = [
+            (200, not_started, false),
+            (422, not_started, false),
+            (500, not_started, false),
+            (429, not_started, true),
+            (503, not_started, true),
+            (429, None, false),
+            (503, None, false),
+            (503, Some(Execution::Finished.as_str()), false),
+            (503, Some(Execution::Unknown.as_str()), false),
+        ];
+        for (status, execution, rejected) in table {
+            let mut response = Response::new(Status(status), Message::json("{}"));
+            if let Some(execution) = execution {
+                response.metadata.push(EXECUTION_METADATA, execution);
+            }
+            let result = rejection(response);
+            assert_eq!(result.is_err(), rejected, "{status} {execution:?}");
+            assert!(result.is_ok() || result.unwrap_err().may_resend(false), "{status} {execution:?}");
+        }
+    }
 }

@@ -1,27 +1,26 @@
-//! An episode's calls, which stay with the replicas that they first reached.
+//! The calls of one episode, which stay with the replicas that answered first.
 
 use std::sync::Arc;
 
-use gym_core::transport::retry_after;
 use gym_core::{CallContext, Code, Error, Request, Response, Result, Rope, Route};
 
 use crate::client::cookies::CookieJar;
 use crate::client::replicas::Replica;
-use crate::client::server_client::{CallOptions, ServerClient, about, lock};
+use crate::client::server_client::{CallOptions, ServerClient, about};
 
 impl ServerClient {
-    /// An episode's calls: they stay with the replica first reached, and carry its cookies.
+    /// Creates a session for the calls of one episode.
     #[must_use]
     pub fn session(&self) -> Session {
         Session { client: self.clone(), servers: Vec::new() }
     }
 }
 
-/// The calls of one episode. Each server it talks to is one replica from the first call on, with a jar of cookies.
+/// The calls of one episode. From its first response on, each server is represented by one replica, with a jar of cookies.
 #[derive(Debug)]
 pub struct Session {
     client: ServerClient,
-    /// A few, in a list: a tree's smallest node is larger than all that most episodes keep.
+    /// A list, because most episodes call two servers: the smallest node of a tree is larger.
     servers: Vec<SessionServer>,
 }
 
@@ -33,16 +32,16 @@ struct SessionServer {
 }
 
 impl Session {
-    /// The cookies held for a server; what is set here goes with the next call.
+    /// Returns the cookies of a server; cookies set here are sent with the next call.
     pub fn jar(&mut self, server: &str) -> &mut CookieJar {
         &mut self.bound(server).jar
     }
 
-    /// `POST` of a JSON text. Any complete answer is `Ok`.
+    /// Sends a `POST` of a JSON text. Any complete response is `Ok`, an error status too.
     ///
     /// # Errors
-    /// Before the first answer as [`ServerClient::post`]. After it, a replica that is gone is `FailedPrecondition`: the
-    /// session is lost, and only a new episode can help.
+    /// Before the first response, as of [`ServerClient::post`]. Later, `FailedPrecondition` if the replica is gone: the session is
+    /// lost, and a new episode is needed.
     pub fn post(
         &mut self,
         cx: &CallContext,
@@ -65,7 +64,7 @@ impl Session {
 
     fn bound(&mut self, server: &str) -> &mut SessionServer {
         let at = self.servers.iter().position(|bound| bound.server == server).unwrap_or_else(|| {
-            // Model and resources are all that most agents call.
+            // Most agents call a model and a resources server.
             self.servers.reserve_exact(2);
             self.servers.push(SessionServer { server: server.to_owned(), replica: None, jar: CookieJar::new() });
             self.servers.len() - 1
@@ -75,7 +74,7 @@ impl Session {
 }
 
 impl SessionServer {
-    /// The answer of the replica that the session is at, or of the one that it stays at from now on.
+    /// Returns the response of the session's replica. The first call chooses the replica.
     async fn call(&mut self, client: &ServerClient, request: &Request) -> Result<Response> {
         let Some(replica) = &self.replica else {
             let (replica, response) = client.dispatch(&self.server, request, CallOptions::default()).await?;
@@ -84,10 +83,8 @@ impl SessionServer {
         };
         let mut result = client.call(replica, request).await;
         if let Err(error) = result {
-            let mut rng = lock(&client.inner.rng).fork();
-            let (cx, policy) = (&request.context, &client.inner.policy);
             let again = |_| client.call(replica, request);
-            result = Box::pin(retry_after(error, cx, policy, &mut rng, false, again)).await;
+            result = client.resend(error, &request.context, CallOptions::default().idempotent, again).await;
         }
         result.map_err(|error| {
             let lost = error.code() == Code::Unavailable;

@@ -12,5 +12,6 @@ pub use collector::{CollectOptions, CollectSummary, RolloutCollector};
 pub use files::OutputFiles;
 pub use names::{ServerNames, connect_head};
 pub use run::{
-    AgentScore, CollectProgress, Driver, DriverOptions, ProgressSnapshot, Rollout, RolloutRow, Rollouts, RunEnd,
+    AgentScore, CollectProgress, Driver, DriverOptions, ProgressSnapshot, Rollout, RolloutError, RolloutRow, Rollouts,
+    RunEnd,
 };

@@ -1,17 +1,17 @@
-//! Worker groups whose ranks are kept alive: started by a provisioner, watched, and started again within a budget.
+//! Supervised worker groups: starts ranks in processes or in this one, probes them, and restarts them within a budget.
 //!
 //! ```text
-//!   Deployment ── events ──► Supervisor ──► GroupView (ranks, incarnations, states, channels of one moment)
-//!       ▲                      │   │  heartbeat: GET status on a channel of its own
+//!   Deployment ── events ──► Supervisor ──► GroupView (ranks, incarnations, states and channels at one moment)
+//!       ▲                      │   │  heartbeat: GET status on a separate channel
 //!       └───── restart ────────┘   └─ a restarted rank: Stale ─ on_restart succeeds ─► Healthy
 //! ```
 //!
-//! Ranks that are tied ([`RankPlace::tied`](RankPlace)) are one model: when one ends, its calls and those of the
-//! others fail at once and the others are ended too; they are counted, paused for, started, prepared and let serve as one, with
-//! the same incarnation, which is the epoch of whatever they use to talk to each other.
+//! Tied ranks ([`RankPlace::tied`](RankPlace)) are one model. When one of them ends, the calls to all of them fail at once and the
+//! others are killed. They share restarts, pauses, preparation and incarnation. A rank's states and their transitions are those of
+//! [`gym_core::group::health`].
 //!
-//! Calls are those of every group: [`gym_core::group::WorkerGroupExt`]. A call that failed is never repeated by itself; when it fails
-//! because a rank ended, [`Group::restart_failed_workers`] brings the rank back:
+//! Calls are those of every group: [`gym_core::group::WorkerGroupExt`]. A group never repeats a failed call. If a call fails because a
+//! rank ended, [`Group::restart_failed_workers`] restarts the rank:
 //!
 //! ```no_run
 //! # use gym_core::group::{Method, WorkerGroupExt, GroupError}; use gym_core::{CallContext, Result};
@@ -28,6 +28,15 @@
 //! };
 //! # Ok(()) }
 //! ```
+//!
+//! | name | purpose |
+//! |---|---|
+//! | [`Group`], [`GroupOptions`] | a supervised group: calls, status, usage, metrics, restarts |
+//! | [`VirtualCluster`], [`ClusterFile`] | bundles on nodes, and the groups that share them |
+//! | [`Local`], [`InProcessRanks`] | provisioners: ranks in child processes, or in this process |
+//! | [`Workers`], [`WorkerKind`] | the worker types that a provisioner can start |
+//! | [`NodeUsage`], [`GpuUsage`], [`ProcessUsage`] | sampled usage of nodes, GPUs and worker processes |
+//! | [`train`] | GRPO over a policy, a generation engine and an environment |
 
 mod cluster;
 mod provision;

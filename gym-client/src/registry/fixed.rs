@@ -1,18 +1,18 @@
-//! A registry of names that a configuration gave.
+//! A registry with the servers of a configuration.
 
 use async_trait::async_trait;
 use futures_util::stream::{self, BoxStream, StreamExt};
 use gym_core::registry::{Instance, Lease, Registration, Registry};
 use gym_core::{CallContext, Code, Error, Result};
 
-/// Names that a file gave: nothing joins, nothing leaves.
+/// A fixed list of servers, which rejects registrations.
 #[derive(Clone, Debug, Default)]
 pub struct StaticRegistry {
     instances: Vec<Instance>,
 }
 
 impl StaticRegistry {
-    /// A registry of just these instances.
+    /// Creates a registry of these instances.
     #[must_use]
     pub fn new(mut instances: Vec<Instance>) -> Self {
         instances.sort_by(|a, b| (&a.name, a.rank).cmp(&(&b.name, b.rank)));

@@ -1,4 +1,4 @@
-//! Keeps a server registered: renews its lease, registers again when the head has forgotten it, lets go at the end.
+//! Keeps a server registered: renews its lease, registers again after a restart of the head server, and deregisters at the end.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,7 +9,7 @@ use gym_core::registry::{Lease, Registration, Registry};
 use gym_core::{CallContext, CancelToken, Code, Result};
 use tokio::task::JoinHandle;
 
-/// A registered server. Dropping it stops the renewals; [`LeaseKeeper::end`] tells the head as well.
+/// A registered server. Dropping the keeper stops the renewals; [`LeaseKeeper::end`] deregisters as well.
 #[derive(Debug)]
 pub struct LeaseKeeper {
     stop: CancelToken,
@@ -18,11 +18,11 @@ pub struct LeaseKeeper {
 }
 
 impl LeaseKeeper {
-    /// Registers and goes on renewing, at a third of the lease's time to live. A head that is away is tried again until it is
-    /// back; one that has forgotten the lease (it was restarted) gets the registration again.
+    /// Registers, then renews the lease after each third of its time to live. If the head server is unreachable, the next renewal
+    /// tries again. If the head server has no such lease, because it was restarted, the server registers again.
     ///
     /// # Errors
-    /// The first registration's.
+    /// The error of the first registration.
     #[must_use = "a future does nothing until it is awaited"]
     pub fn start<'a>(
         registry: Arc<dyn Registry>,
@@ -37,13 +37,13 @@ impl LeaseKeeper {
         })
     }
 
-    /// The lease as it was granted.
+    /// Returns the lease as the registry granted it.
     #[must_use]
     pub fn lease(&self) -> &Lease {
         &self.lease
     }
 
-    /// Deregisters, within `grace`.
+    /// Deregisters within `grace`. If the registry does not answer in time, the lease expires.
     #[must_use = "a future does nothing until it is awaited"]
     pub fn end(mut self, grace: Duration) -> BoxFuture<'static, ()> {
         Box::pin(async move {
@@ -83,7 +83,7 @@ async fn renew(registry: Arc<dyn Registry>, registration: Registration, mut leas
             tracing::warn!(name = lease.name, %error, "the lease was not renewed; trying again");
             continue;
         }
-        // The same rank again if it is free; another one if somebody has come meanwhile and no rank was asked for.
+        // The same rank if it is free. If another server has taken it and no rank was requested, another rank.
         let same = Registration { rank: Some(lease.rank), ..registration.clone() };
         let again = match registry.register(&cx, same).await {
             Err(error) if error.code() == Code::AlreadyExists && registration.rank.is_none() => {
@@ -96,7 +96,7 @@ async fn renew(registry: Arc<dyn Registry>, registration: Registration, mut leas
                 tracing::info!(name = lease.name, "registered again");
                 lease = again;
             }
-            // A newer incarnation has our place: this life is over, and saying so once is enough.
+            // A newer incarnation has taken the place: this one ends, and logs it once.
             Err(error) if error.code() == Code::AlreadyExists => {
                 tracing::error!(name = lease.name, %error, "another server has taken this name");
                 return;

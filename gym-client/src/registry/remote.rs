@@ -24,24 +24,24 @@ use serde::{Deserialize, Serialize};
 use crate::transport::Transports;
 use crate::transport::peer::ReconnectingPeer;
 
-/// A registry call that takes longer than this finds the head gone.
+/// Timeout of one registry call.
 const CALL_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long the head holds a watch before it answers with what there is: shorter than proxies' idle limits.
+/// Time after which the head server answers a watch without a change: shorter than the idle limits of proxies.
 const WATCH_WAIT: Duration = Duration::from_secs(20);
 
 /// The body of `POST /registry/watch`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct WatchRequest {
-    /// Which name.
+    /// The name to watch.
     pub name: String,
-    /// What the watcher knows; `None` asks for an answer at once.
+    /// The instances that the watcher has; `None` requests an immediate answer.
     pub seen: Option<Vec<Instance>>,
-    /// How long the head may wait for a change, in milliseconds.
+    /// Maximum milliseconds to wait for a change.
     pub wait_ms: u64,
 }
 
-/// A head server's registry. Cheap to clone.
+/// The registry of a head server. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct RemoteRegistry {
     peer: Arc<ReconnectingPeer>,
@@ -50,22 +50,22 @@ pub struct RemoteRegistry {
 }
 
 impl RemoteRegistry {
-    /// The registry of the head server at `head`; the first call connects.
+    /// Creates a client of the head server at `head`. The first call connects.
     #[must_use]
     pub fn new(head: Endpoint, transports: Transports, world: World) -> Self {
         Self { peer: Arc::new(ReconnectingPeer::new(vec![head], ConnectOptions::default())), transports, world }
     }
 
-    /// Where the head is.
+    /// Returns the endpoint of the head server.
     #[must_use]
     pub fn head(&self) -> &Endpoint {
         &self.peer.endpoints()[0]
     }
 
-    /// Any request to the head, sent again while that is safe.
+    /// Sends a request to the head server, and repeats it while that is safe.
     ///
     /// # Errors
-    /// The last attempt's.
+    /// The error of the last attempt; an error status is an error.
     pub fn send<'a>(&'a self, request: &'a Request, idempotent: bool) -> BoxFuture<'a, Result<Response>> {
         Box::pin(async move {
             let mut rng = self.world.rng();
@@ -82,7 +82,7 @@ impl RemoteRegistry {
 
     async fn post(&self, cx: &CallContext, route: &'static str, body: &impl Serialize) -> Result<Response> {
         let json = serde_json::to_vec(body).map_err(|error| Error::internal("cannot serialise").caused_by(error))?;
-        // All of them may be repeated: a replayed registration is recognised, the others change nothing twice.
+        // Every call may be repeated: the head server recognizes a repeated registration, and the others change nothing twice.
         self.send(&Request::post(cx.child().at_most(CALL_TIMEOUT), route, json), true).await
     }
 
@@ -138,7 +138,7 @@ impl Registry for RemoteRegistry {
                         return Some((now, (registry, name, seen)));
                     }
                     Ok(_) => {}
-                    // `send` has waited between its attempts already; this keeps a refusing head from being asked at once.
+                    // `send` waits between its attempts; this wait covers a head server that rejects at once.
                     Err(error) => {
                         tracing::debug!(%error, "watch again");
                         tokio::time::sleep(RetryPolicy::default().backoff_max).await;

@@ -100,8 +100,7 @@ impl Code {
     ];
 
     /// Returns the code for a complete response with this HTTP status.
-    #[must_use]
-    pub fn from_status(status: u16) -> Self {
+    pub(crate) fn from_status(status: u16) -> Self {
         match status {
             404 => Self::NotFound,
             405 | 501 => Self::Unimplemented,

@@ -1,4 +1,4 @@
-//! What a call carries: a head and zero or more binary segments. Nobody on the path flattens them.
+//! The body of a request or response: a head and zero or more binary segments, which are never joined into one buffer.
 
 use std::borrow::Cow;
 
@@ -6,7 +6,7 @@ use bytes::Bytes;
 
 use super::json::Rope;
 
-/// How the head of a message is to be read.
+/// The media type of a message head.
 #[derive(Clone, Debug, PartialEq, Eq, Default)]
 pub enum ContentType {
     /// `application/json`.
@@ -16,12 +16,12 @@ pub enum ContentType {
     Text,
     /// Buffered server-sent events, `text/event-stream`.
     EventStream,
-    /// Anything else, by its media type.
+    /// Any other media type.
     Other(Cow<'static, str>),
 }
 
 impl ContentType {
-    /// The media type.
+    /// Returns the media type.
     #[must_use]
     pub fn as_str(&self) -> &str {
         match self {
@@ -32,7 +32,7 @@ impl ContentType {
         }
     }
 
-    /// The content type of that media type; parameters of JSON are dropped.
+    /// Returns the content type of a media type; parameters of JSON are dropped.
     #[must_use]
     pub fn from_media_type(text: &str) -> Self {
         match text.split(';').next().unwrap_or_default().trim() {
@@ -44,10 +44,10 @@ impl ContentType {
     }
 }
 
-/// A head and binary segments. Cheap to clone; never flattened.
+/// A message head and binary segments, never joined into one buffer. Cheap to clone.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Message {
-    /// How to read the head.
+    /// The media type of the head.
     pub content_type: ContentType,
     /// Small structured part, usually a JSON object.
     pub head: Rope,
@@ -56,25 +56,25 @@ pub struct Message {
 }
 
 impl Message {
-    /// A JSON head without segments.
+    /// Creates a message with a JSON head and no segments.
     #[must_use]
     pub fn json(head: impl Into<Rope>) -> Self {
         Self { content_type: ContentType::Json, head: head.into(), segments: Vec::new() }
     }
 
-    /// A plain text head without segments.
+    /// Creates a message with a plain text head and no segments.
     #[must_use]
     pub fn text(head: impl Into<Rope>) -> Self {
         Self { content_type: ContentType::Text, head: head.into(), segments: Vec::new() }
     }
 
-    /// Bytes of head and segments together.
+    /// Returns the number of bytes of head and segments.
     #[must_use]
     pub fn len(&self) -> usize {
         self.head.len() + self.segments.iter().map(Bytes::len).sum::<usize>()
     }
 
-    /// Whether there is neither head nor segment.
+    /// Returns `true` if head and segments are empty.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0 && self.segments.is_empty()

@@ -1,6 +1,6 @@
-//! What travels with every call: deadline, cancellation, trace and metadata.
+//! The context of a call: deadline, cancellation, trace and metadata.
 //!
-//! The deadline is an instant in memory and the time that is left on the wire, so two machines need not agree on a clock.
+//! In memory the deadline is an instant; on the wire it is the remaining time, so two machines need no common clock.
 
 use std::fmt;
 use std::future::{Future, poll_fn};
@@ -16,41 +16,41 @@ use crate::base::error::{Code, Error, Execution, Result};
 use crate::base::hex;
 use crate::base::progress::CallProgress;
 
-/// A call that names no deadline of its own ends after this long: longer than a slow model turn, shorter than a night.
+/// Time until a call without a deadline of its own ends: longer than a slow model turn, shorter than a night.
 pub const DEFAULT_DEADLINE: Duration = Duration::from_secs(600);
 
-/// The largest reply that a caller takes unless it says otherwise: a rollout of 128k training tokens is about 2.5 MB, so
-/// this leaves room for images and expert routing while a runaway peer cannot fill the memory.
+/// Default limit of a reply in bytes. A rollout of 128k training tokens is about 2.5 MB, so the limit admits images and expert
+/// routing, while a faulty peer cannot fill the memory.
 pub const DEFAULT_REPLY_BYTES_MAX: usize = 256 << 20;
 
-/// Travels with every call, and is the first argument of everything that waits.
+/// The context of a call, and the first argument of every function that waits.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct CallContext {
-    /// When the caller stops waiting. On the wire: the time that is left.
+    /// The instant at which the caller stops waiting. On the wire: the remaining time.
     pub deadline: Instant,
-    /// Fires when the caller has left or asks for the end.
+    /// Cancelled when the caller disconnects or cancels the call.
     pub cancel: CancelToken,
-    /// Where the call belongs in a trace.
+    /// The position of the call in a trace.
     pub trace: TraceContext,
-    /// Ordered pairs that go with the call, such as cookies; headers over HTTP.
+    /// Ordered pairs that are sent with the call, such as cookies; headers over HTTP.
     pub metadata: Metadata,
-    /// The largest reply the caller takes, in bytes; its room is reserved before the request leaves.
+    /// Maximum bytes of the reply; the capacity is reserved before the request is sent.
     pub reply_bytes_max: usize,
-    /// Whom the call is meant for; any other host refuses it.
+    /// The incarnation that the call is meant for; other incarnations reject it.
     pub incarnation: Option<Incarnation>,
     /// Progress of the call, reported by its handler; distinguishes a slow call from a stuck one.
     pub progress: CallProgress,
 }
 
 impl CallContext {
-    /// A context that ends after `timeout`, with nothing else set.
+    /// Creates a context with a deadline `timeout` from now, and defaults for all else.
     #[must_use]
     pub fn within(timeout: Duration) -> Self {
         Self::until(Instant::now() + timeout)
     }
 
-    /// A context that ends at `deadline`.
+    /// Creates a context with a deadline, and defaults for all else.
     #[must_use]
     pub fn until(deadline: Instant) -> Self {
         Self {
@@ -64,7 +64,7 @@ impl CallContext {
         }
     }
 
-    /// The context of a call made on behalf of this one: same deadline, cancellation, trace and progress; metadata of its own.
+    /// Creates the context of a call made on behalf of this one: the same deadline, cancellation, trace and progress, and no metadata.
     #[must_use]
     pub fn child(&self) -> Self {
         Self {
@@ -78,28 +78,28 @@ impl CallContext {
         }
     }
 
-    /// The same context, ending no later than `timeout` from now.
+    /// Moves the deadline to at most `timeout` from now.
     #[must_use]
     pub fn at_most(mut self, timeout: Duration) -> Self {
         self.deadline = self.deadline.min(Instant::now() + timeout);
         self
     }
 
-    /// The same context with one more metadata pair.
+    /// Adds a metadata pair.
     #[must_use]
     pub fn with_metadata(mut self, name: &'static str, value: impl Into<String>) -> Self {
         self.metadata.push(name, value);
         self
     }
 
-    /// The time that is left; zero when the deadline has passed.
+    /// Returns the remaining time; zero if the deadline has passed.
     #[must_use]
     pub fn remaining(&self) -> Duration {
         self.deadline.saturating_duration_since(Instant::now())
     }
 
-    /// An error if the deadline has passed or the caller has left: a passed deadline is refused before anything is sent,
-    /// not left to a timer that rounds up.
+    /// Returns an error if the deadline has passed or the call is cancelled. A passed deadline is detected before anything is sent,
+    /// instead of by a timer that rounds up.
     ///
     /// # Errors
     /// `DeadlineExceeded` or `Cancelled`, not started.
@@ -107,7 +107,7 @@ impl CallContext {
         self.check_at(Instant::now())
     }
 
-    /// As [`CallContext::check`], for who has looked at the clock.
+    /// Like [`CallContext::check`], for callers that have read the clock.
     pub(crate) fn check_at(&self, now: Instant) -> Result<()> {
         if self.cancel.is_cancelled() {
             return Err(cancelled(Execution::NotStarted));
@@ -118,11 +118,11 @@ impl CallContext {
         Ok(())
     }
 
-    /// Runs `future` until it is done, the deadline passes or the cancel token fires; `execution` says what the last two
-    /// mean at this point of a call.
+    /// Runs `future` until it completes, the deadline passes, or the call is cancelled. `execution` is that of the error in the last
+    /// two cases.
     ///
     /// # Errors
-    /// The future's own error, `DeadlineExceeded` or `Cancelled`.
+    /// The error of the future, `DeadlineExceeded` or `Cancelled`.
     pub async fn bound<T>(&self, execution: Execution, future: impl Future<Output = Result<T>>) -> Result<T> {
         bounded(&self.cancel, self.deadline, execution, future).await
     }
@@ -169,7 +169,7 @@ fn deadline_exceeded(execution: Execution) -> Error {
     Error::new(Code::DeadlineExceeded, execution, "the deadline has passed")
 }
 
-/// Which life of a server or rank is meant: a restarted one has a higher number.
+/// The number of an incarnation of a server or rank; a restarted one has a higher number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Incarnation(pub u64);
 
@@ -179,19 +179,19 @@ impl fmt::Display for Incarnation {
     }
 }
 
-/// Where a call belongs in a trace, as [W3C Trace Context](https://www.w3.org/TR/trace-context/) has it. All zero: not traced.
+/// The position of a call in a trace, as in [W3C Trace Context](https://www.w3.org/TR/trace-context/) has it. All zero: not traced.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TraceContext {
     /// The trace: one per rollout.
     pub trace_id: u128,
     /// The caller's span.
     pub span_id: u64,
-    /// Whether the caller records it.
+    /// Whether the caller records the trace.
     pub sampled: bool,
 }
 
 impl TraceContext {
-    /// The `traceparent` text, or none when nothing is traced.
+    /// Returns the `traceparent` text; `None` if the call is not traced.
     #[must_use]
     pub fn to_traceparent(self) -> Option<String> {
         if self.trace_id == 0 {
@@ -206,7 +206,7 @@ impl TraceContext {
         Some(text)
     }
 
-    /// Reads a `traceparent`; one that does not follow the format is ignored, as the specification asks.
+    /// Parses a `traceparent`. A malformed one is ignored, as the specification requires.
     #[must_use]
     pub fn from_traceparent(text: &str) -> Option<Self> {
         let mut parts = text.trim().split('-');

@@ -1,4 +1,4 @@
-//! Ordered pairs that go with a call; headers over HTTP.
+//! Ordered name and value pairs of a request or response: headers over HTTP.
 
 use std::borrow::Cow;
 
@@ -7,7 +7,7 @@ use std::borrow::Cow;
 pub struct Metadata(Vec<(Cow<'static, str>, String)>);
 
 impl Metadata {
-    /// No pairs.
+    /// Creates empty metadata.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
@@ -18,34 +18,34 @@ impl Metadata {
         self.0.push((name.into(), value.into()));
     }
 
-    /// The first value of that name.
+    /// Returns the first value of a name.
     #[must_use]
     pub fn get(&self, name: &str) -> Option<&str> {
         self.iter().find(|(known, _)| *known == name).map(|(_, value)| value)
     }
 
-    /// Every value of that name, in order.
+    /// Returns all values of a name, in order.
     pub fn all<'a>(&'a self, name: &'a str) -> impl Iterator<Item = &'a str> {
         self.iter().filter(move |(known, _)| *known == name).map(|(_, value)| value)
     }
 
-    /// All pairs, in order.
+    /// Returns all pairs, in order.
     pub fn iter(&self) -> impl Iterator<Item = (&str, &str)> {
         self.0.iter().map(|(name, value)| (name.as_ref(), value.as_str()))
     }
 
-    /// Keeps the pairs whose name passes.
+    /// Keeps the pairs for whose name `keep` returns `true`.
     pub fn retain(&mut self, mut keep: impl FnMut(&str) -> bool) {
         self.0.retain(|(name, _)| keep(name));
     }
 
-    /// Number of pairs.
+    /// Returns the number of pairs.
     #[must_use]
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// Whether there are none.
+    /// Returns `true` if there are no pairs.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()

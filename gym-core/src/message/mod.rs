@@ -11,7 +11,9 @@ mod response;
 pub use content::{ContentType, Message};
 pub(crate) use context::bounded;
 pub use context::{CallContext, DEFAULT_DEADLINE, DEFAULT_REPLY_BYTES_MAX, Incarnation, TraceContext};
-pub use json::{Edit, JsonError, RawObject, Rope, push_json_string};
+pub use json::{Edit, JsonError, JsonFields, RawObject, Rope, push_json_string};
 pub use metadata::Metadata;
 pub use request::{PeerInfo, Request, Route, Verb};
-pub use response::{CODE_METADATA, EXECUTION_METADATA, Response, Status};
+#[doc(hidden)]
+pub use response::{CODE_METADATA, EXECUTION_METADATA};
+pub use response::{Response, Status};

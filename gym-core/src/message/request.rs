@@ -1,4 +1,4 @@
-//! One call on its way: what is asked for, of whom, and with what.
+//! A request: verb, route, context and message.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -8,7 +8,7 @@ use super::content::Message;
 use super::context::CallContext;
 use super::json::Rope;
 
-/// What is asked for, as HTTP names it.
+/// The HTTP method of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 #[allow(missing_docs)] // The names are HTTP's own.
 pub enum Verb {
@@ -23,10 +23,10 @@ pub enum Verb {
 }
 
 impl Verb {
-    /// Every verb.
+    /// All verbs.
     pub const ALL: [Self; 7] = [Self::Get, Self::Head, Self::Post, Self::Put, Self::Patch, Self::Delete, Self::Options];
 
-    /// The upper-case name.
+    /// Returns the name in upper case.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -40,7 +40,7 @@ impl Verb {
         }
     }
 
-    /// The verb of that name, if there is one.
+    /// Returns the verb of a name in upper case.
     #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|verb| verb.as_str() == name)
@@ -58,27 +58,27 @@ impl fmt::Display for Verb {
 pub struct Route(Cow<'static, str>);
 
 impl Route {
-    /// A route known when the program is written.
+    /// Creates a route from a constant, without an allocation.
     #[must_use]
     pub const fn from_static(route: &'static str) -> Self {
         Self(Cow::Borrowed(route))
     }
 
-    /// Path and query as they travel.
+    /// Returns path and query as they are sent.
     #[must_use]
     pub fn as_str(&self) -> &str {
         &self.0
     }
 
-    /// The path without the query.
+    /// Returns the path without the query.
     #[must_use]
     pub fn path(&self) -> &str {
-        // Byte by byte: routes are too short for a search to pay.
+        // Byte by byte: routes are too short for a vectorized search.
         let end = self.0.bytes().position(|byte| byte == b'?').unwrap_or(self.0.len());
         &self.0[..end]
     }
 
-    /// The query without the question mark.
+    /// Returns the query without the question mark.
     #[must_use]
     pub fn query(&self) -> Option<&str> {
         self.0.split_once('?').map(|(_, query)| query)
@@ -103,39 +103,39 @@ impl fmt::Display for Route {
     }
 }
 
-/// One call on its way to a handler.
+/// A request to a handler.
 #[derive(Clone, Debug)]
 pub struct Request {
-    /// What is asked for.
+    /// The HTTP method.
     pub verb: Verb,
-    /// Of whom, within the peer.
+    /// Path and query.
     pub route: Route,
     /// Deadline, cancellation, trace, metadata.
     pub context: CallContext,
-    /// Who called; filled in by the accepting transport, never sent.
+    /// The caller; set by the accepting transport, never sent.
     pub peer: Option<PeerInfo>,
-    /// What is carried.
+    /// The body.
     pub message: Message,
 }
 
 impl Request {
-    /// A `POST` of a JSON text.
+    /// Creates a `POST` of a JSON text.
     #[must_use]
     pub fn post(context: CallContext, route: impl Into<Route>, json: impl Into<Rope>) -> Self {
         Self { verb: Verb::Post, route: route.into(), context, peer: None, message: Message::json(json) }
     }
 
-    /// A `GET` without a body.
+    /// Creates a `GET` without a body.
     #[must_use]
     pub fn get(context: CallContext, route: impl Into<Route>) -> Self {
         Self { verb: Verb::Get, route: route.into(), context, peer: None, message: Message::default() }
     }
 }
 
-/// Who is at the other end of an accepted connection, as far as the transport knows.
+/// The peer of an accepted connection, as far as the transport knows it.
 #[derive(Clone, Debug, PartialEq, Eq, Default)]
 pub struct PeerInfo {
-    /// Where it called from, as the transport writes it.
+    /// The address of the peer, in the transport's notation.
     pub address: Arc<str>,
 }
 

@@ -1,4 +1,4 @@
-//! A complete answer, and how an error travels as one.
+//! A complete response, and errors as responses.
 
 use std::fmt;
 
@@ -7,7 +7,7 @@ use super::json::Rope;
 use super::metadata::Metadata;
 use crate::base::error::{Code, Error, Execution, Result};
 
-/// The status of a complete answer, with HTTP's numbers.
+/// The HTTP status of a response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Status(pub u16);
 
@@ -15,7 +15,7 @@ impl Status {
     /// 200.
     pub const OK: Self = Self(200);
 
-    /// Whether it is one of 200 to 299.
+    /// Returns `true` for 200 to 299.
     #[must_use]
     pub fn is_success(self) -> bool {
         (200..300).contains(&self.0)
@@ -28,46 +28,46 @@ impl fmt::Display for Status {
     }
 }
 
-/// The metadata name that says whether an answer that is an error was refused before running.
+/// The metadata name of the execution state of an error: whether the request was rejected before it ran.
 pub const EXECUTION_METADATA: &str = "x-gym-execution";
-/// The metadata name that carries an error's code.
+/// The metadata name of the code of an error.
 pub const CODE_METADATA: &str = "x-gym-code";
 
-/// A complete answer, whatever it says: 404 and 500 too.
+/// A complete response of any status, 404 and 500 too.
 #[derive(Clone, Debug)]
 pub struct Response {
-    /// How it went.
+    /// The HTTP status.
     pub status: Status,
     /// Ordered pairs, such as `set-cookie`.
     pub metadata: Metadata,
-    /// What is carried.
+    /// The body.
     pub message: Message,
 }
 
 impl Response {
-    /// 200 with a JSON text.
+    /// Creates a 200 with a JSON text.
     #[must_use]
     pub fn json(head: impl Into<Rope>) -> Self {
         Self::new(Status::OK, Message::json(head))
     }
 
-    /// 200 with a plain text.
+    /// Creates a 200 with a plain text.
     #[must_use]
     pub fn text(head: impl Into<Rope>) -> Self {
         Self::new(Status::OK, Message::text(head))
     }
 
-    /// An answer without metadata.
+    /// Creates a response without metadata.
     #[must_use]
     pub fn new(status: Status, message: Message) -> Self {
         Self { status, metadata: Metadata::new(), message }
     }
 
-    /// Itself if it is a success, else the error that it stands for.
+    /// Returns the response if its status is a success.
     ///
     /// # Errors
-    /// The code and execution that the answer carries; an answer of a foreign server, which carries neither, is `Finished`
-    /// with the code of its status.
+    /// Otherwise, an error with the code and execution of the metadata. A response without them, from another implementation, is
+    /// `Finished` with the code of its status.
     pub fn into_result(self) -> Result<Self> {
         if self.status.is_success() {
             return Ok(self);
@@ -80,13 +80,13 @@ impl Response {
         let execution =
             self.metadata.get(EXECUTION_METADATA).and_then(Execution::from_name).unwrap_or(Execution::Finished);
         let body = self.message.head.to_bytes();
-        // Long enough for a Python traceback's last lines, short enough for a log line.
+        // Long enough for the last lines of a Python traceback, short enough for a log line.
         let shown = String::from_utf8_lossy(&body[..body.len().min(2_000)]).into_owned();
         Err(Error::new(code, execution, format!("answered {}: {shown}", self.status)))
     }
 
-    /// How a handler's error travels, on every transport: status, code and execution, and the text as a JSON string, which
-    /// is the form that NeMo Gym's servers give a 500.
+    /// Creates the response of an error on every transport: status, code and execution, and the text as a JSON string, as NeMo Gym's
+    /// servers write a 500.
     #[must_use]
     pub fn from_error(error: &Error) -> Self {
         let text = serde_json::to_string(&error.to_string()).unwrap_or_else(|_| "\"\"".into());

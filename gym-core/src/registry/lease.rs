@@ -1,6 +1,6 @@
 //! Registrations with leases: a lease that is not renewed within its time to live expires, and watchers are notified.
 //!
-//! [`RegistryState`] has the rules, without clock and tasks. [`MemoryRegistry`] applies them with tokio's clock. A head
+//! `RegistryState` has the rules, without clock and tasks. [`MemoryRegistry`] applies them with tokio's clock. A head
 //! server serves one over the network; a program with all servers in one process uses it directly.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -164,7 +164,7 @@ pub trait Registry: fmt::Debug + Send + Sync + 'static {
 
 /// The rules of a registry: no clock, no tasks, no network.
 #[derive(Debug, Default)]
-pub struct RegistryState {
+pub(crate) struct RegistryState {
     entries: BTreeMap<(String, u32), Entry>,
 }
 
@@ -180,7 +180,7 @@ impl RegistryState {
     ///
     /// # Errors
     /// The same errors.
-    pub fn register(&mut self, now: Instant, registration: Registration) -> Result<Lease> {
+    pub(crate) fn register(&mut self, now: Instant, registration: Registration) -> Result<Lease> {
         let Registration { name, rank, kind, implementation, endpoints, incarnation, ttl, labels } = registration;
         let refused = |code, why: String| Err(Error::not_started(code, why).about(format!("register {name}")));
         if name.is_empty() || name.contains(|c: char| c.is_whitespace() || c.is_control()) {
@@ -229,7 +229,7 @@ impl RegistryState {
     ///
     /// # Errors
     /// The same errors.
-    pub fn renew(&mut self, now: Instant, lease: &Lease) -> Result<()> {
+    pub(crate) fn renew(&mut self, now: Instant, lease: &Lease) -> Result<()> {
         self.expire(now);
         match self.held(lease) {
             Some(entry) => {
@@ -242,12 +242,12 @@ impl RegistryState {
     }
 
     /// Implements [`Registry::deregister`]. Returns `true` if the lease was live.
-    pub fn deregister(&mut self, lease: &Lease) -> bool {
+    pub(crate) fn deregister(&mut self, lease: &Lease) -> bool {
         self.held(lease).is_some() && self.entries.remove(&(lease.name.clone(), lease.rank)).is_some()
     }
 
     /// Removes expired leases and returns the names that changed.
-    pub fn expire(&mut self, now: Instant) -> BTreeSet<String> {
+    pub(crate) fn expire(&mut self, now: Instant) -> BTreeSet<String> {
         let mut changed = BTreeSet::new();
         self.entries.retain(|(name, _), entry| {
             let lives = entry.expires > now;
@@ -260,14 +260,12 @@ impl RegistryState {
     }
 
     /// Returns the time when the next lease expires, unless it is renewed.
-    #[must_use]
-    pub fn next_expiry(&self) -> Option<Instant> {
+    pub(crate) fn next_expiry(&self) -> Option<Instant> {
         self.entries.values().map(|entry| entry.expires).min()
     }
 
     /// Implements [`Registry::resolve`].
-    #[must_use]
-    pub fn resolve(&self, now: Instant, name: &str) -> Vec<Instance> {
+    pub(crate) fn resolve(&self, now: Instant, name: &str) -> Vec<Instance> {
         self.entries
             .range((name.to_owned(), 0)..=(name.to_owned(), u32::MAX))
             .filter(|(_, entry)| entry.expires > now)
@@ -276,8 +274,7 @@ impl RegistryState {
     }
 
     /// Implements [`Registry::list`].
-    #[must_use]
-    pub fn list(&self, now: Instant) -> Vec<Instance> {
+    pub(crate) fn list(&self, now: Instant) -> Vec<Instance> {
         self.entries.values().filter(|entry| entry.expires > now).map(|entry| entry.instance.clone()).collect()
     }
 

@@ -8,5 +8,5 @@
 mod lease;
 mod pick;
 
-pub use lease::{DEFAULT_TTL, Instance, Lease, MemoryRegistry, Registration, Registry, RegistryState};
+pub use lease::{DEFAULT_TTL, Instance, Lease, MemoryRegistry, Registration, Registry};
 pub use pick::{Balance, Load, Picker};

@@ -1,14 +1,15 @@
-//! Reads a tool's arguments and says what is wrong with them in the words that NeMo Gym's own servers use.
+//! Reads the arguments of a tool call, and describes invalid ones in the words of NeMo Gym's own servers.
 //!
-//! The agent hands the body of a 422 to the model, so its text is part of the environment: a policy trained against the
-//! Python servers has seen exactly these sentences. They are FastAPI's and pydantic's (lax mode: `"5"`, `5.0` and `true`
-//! are integers), recorded from the originals by `tests/python/golden_envs.py`.
+//! The agent passes the body of a 422 to the model, so its text is part of the environment: a policy that was trained against
+//! the Python servers has seen exactly these sentences. They are those of FastAPI and pydantic in lax mode, where `"5"`, `5.0`
+//! and `true` are integers.
 
-use crate::base::error::Result;
-use crate::message::{Message, RawObject, Response, Status};
+use crate::message::{RawObject, Response};
+use crate::server::ValidationProblem;
 use serde_json::value::RawValue;
+use serde_json::{Value, json};
 
-/// The arguments of one call. Take what you need, then answer with [`Arguments::refusal`] if something was not there.
+/// Reads the arguments of one call. Take each argument, then respond with [`Arguments::refusal`] if one was `None`.
 ///
 /// ```
 /// use gym_core::RawObject;
@@ -34,48 +35,60 @@ pub struct Arguments<'a> {
 pub struct ArgumentErrors {
     /// Steps below `body`, each as a JSON text.
     location: Vec<String>,
-    details: Vec<String>,
+    details: Vec<ValidationProblem>,
 }
 
-/// A type that an argument can have.
+/// A type that an argument can have: `String`, `bool`, `f64`, `i64`, `u64`, `i128`, and `Vec` and `Option` of these. With the
+/// feature `schemars`, `Json` takes any type that derives `Deserialize` and `JsonSchema`.
 pub trait Argument: Sized {
-    /// Reads a value's JSON text; `None` with at least one problem noted if it is not one.
+    /// Reads the JSON text of a value. Returns `None` after noting at least one problem.
     fn read(text: &str, errors: &mut ArgumentErrors) -> Option<Self>;
+
+    /// Returns the JSON schema of the type, as the model reads it.
+    fn schema() -> Value;
+
+    /// Returns the value of an argument that a call does not have. `None` makes the argument required, which is the default.
+    #[must_use]
+    fn if_missing() -> Option<Self> {
+        None
+    }
 }
 
 impl<'a> Arguments<'a> {
-    /// Of that body.
+    /// Creates a reader of the body of a call.
     #[must_use]
     pub fn of(body: &'a RawObject) -> Self {
         Self { body, errors: ArgumentErrors::default() }
     }
 
-    /// The argument of that name; `None`, with the reason noted, if it is missing or of another type.
+    /// Returns an argument. Returns `None` after noting the problem if it is missing or has another type.
     pub fn take<T: Argument>(&mut self, name: &str) -> Option<T> {
         self.errors.location.push(quote(name));
         let value = match self.body.get(name) {
             Some(text) => T::read(str::from_utf8(&text).unwrap_or_default(), &mut self.errors),
-            None => self.errors.note("missing", "Field required", str::from_utf8(self.body.text()).unwrap_or_default()),
+            None => T::if_missing().or_else(|| {
+                self.errors.note("missing", "Field required", str::from_utf8(self.body.text()).unwrap_or_default())
+            }),
         };
         self.errors.location.pop();
         value
     }
 
-    /// The 422 that names everything noted.
+    /// Returns the 422 response that lists all problems noted.
     #[must_use]
     pub fn refusal(&self) -> Response {
-        let body = format!("{{\"detail\":[{}]}}", self.errors.details.join(","));
-        Response::new(Status(422), Message::json(body))
+        ValidationProblem::response(&self.errors.details)
     }
 }
 
 impl ArgumentErrors {
     fn note<T>(&mut self, kind: &str, message: &str, input: &str) -> Option<T> {
-        let location: String = self.location.iter().map(|step| format!(",{step}")).collect();
-        self.details.push(format!(
-            r#"{{"type":"{kind}","loc":["body"{location}],"msg":"{message}","input":{}}}"#,
-            as_python_writes(input)
-        ));
+        self.note_with(kind, message, input, None)
+    }
+
+    /// `context` is the JSON text of the key `ctx`.
+    fn note_with<T>(&mut self, kind: &str, message: &str, input: &str, context: Option<&str>) -> Option<T> {
+        self.details.push(ValidationProblem::at(kind, &self.location, message, &as_python_writes(input), context));
         None
     }
 }
@@ -84,11 +97,70 @@ impl Argument for String {
     fn read(text: &str, errors: &mut ArgumentErrors) -> Option<Self> {
         serde_json::from_str(text).ok().or_else(|| errors.note("string_type", "Input should be a valid string", text))
     }
+
+    fn schema() -> Value {
+        json!({"type": "string"})
+    }
 }
+
+impl Argument for bool {
+    fn read(text: &str, errors: &mut ArgumentErrors) -> Option<Self> {
+        const PARSE: &str = "Input should be a valid boolean, unable to interpret input";
+        let known = match text.as_bytes().first() {
+            Some(b't') => Some(true),
+            Some(b'f') => Some(false),
+            Some(b'"') => {
+                let inner: String = serde_json::from_str(text).unwrap_or_default();
+                match inner.to_ascii_lowercase().as_str() {
+                    "1" | "on" | "t" | "true" | "y" | "yes" => Some(true),
+                    "0" | "off" | "f" | "false" | "n" | "no" => Some(false),
+                    _ => return errors.note("bool_parsing", PARSE, text),
+                }
+            }
+            Some(b'-' | b'0'..=b'9') => match text.parse::<f64>().unwrap_or(f64::NAN) {
+                1.0 => Some(true),
+                0.0 => Some(false),
+                number if number.fract() == 0.0 => return errors.note("bool_parsing", PARSE, text),
+                _ => None,
+            },
+            _ => None,
+        };
+        known.or_else(|| errors.note("bool_type", "Input should be a valid boolean", text))
+    }
+
+    fn schema() -> Value {
+        json!({"type": "boolean"})
+    }
+}
+
+impl Argument for f64 {
+    fn read(text: &str, errors: &mut ArgumentErrors) -> Option<Self> {
+        const PARSE: &str = "Input should be a valid number, unable to parse string as a number";
+        match text.as_bytes().first() {
+            Some(b't') => Some(1.0),
+            Some(b'f') => Some(0.0),
+            Some(b'"') => {
+                let inner: String = serde_json::from_str(text).unwrap_or_default();
+                float_in_string(inner.trim()).or_else(|| errors.note("float_parsing", PARSE, text))
+            }
+            Some(b'-' | b'0'..=b'9') => text.parse().ok(),
+            _ => None,
+        }
+        .or_else(|| match text.starts_with('"') {
+            true => None,
+            false => errors.note("float_type", "Input should be a valid number", text),
+        })
+    }
+
+    fn schema() -> Value {
+        json!({"type": "number"})
+    }
+}
+
+const SIZE: &str = "Unable to parse input string as an integer, exceeded maximum size";
 
 impl Argument for i128 {
     fn read(text: &str, errors: &mut ArgumentErrors) -> Option<Self> {
-        const SIZE: &str = "Unable to parse input string as an integer, exceeded maximum size";
         const PARSE: &str = "Input should be a valid integer, unable to parse string as an integer";
         const FRACTION: &str = "Input should be a valid integer, got a number with a fractional part";
         match text.as_bytes().first() {
@@ -113,6 +185,78 @@ impl Argument for i128 {
             _ => errors.note("int_type", "Input should be a valid integer", text),
         }
     }
+
+    fn schema() -> Value {
+        json!({"type": "integer"})
+    }
+}
+
+impl Argument for i64 {
+    fn read(text: &str, errors: &mut ArgumentErrors) -> Option<Self> {
+        let number = i128::read(text, errors)?;
+        Self::try_from(number).ok().or_else(|| errors.note("int_parsing_size", SIZE, text))
+    }
+
+    fn schema() -> Value {
+        json!({"type": "integer"})
+    }
+}
+
+impl Argument for u64 {
+    fn read(text: &str, errors: &mut ArgumentErrors) -> Option<Self> {
+        let number = i128::read(text, errors)?;
+        if number < 0 {
+            let message = "Input should be greater than or equal to 0";
+            return errors.note_with("greater_than_equal", message, text, Some(r#"{"ge":0}"#));
+        }
+        Self::try_from(number).ok().or_else(|| errors.note("int_parsing_size", SIZE, text))
+    }
+
+    fn schema() -> Value {
+        json!({"type": "integer", "minimum": 0})
+    }
+}
+
+/// An optional argument: `None` if the call does not have it, or has `null`.
+impl<T: Argument> Argument for Option<T> {
+    fn read(text: &str, errors: &mut ArgumentErrors) -> Option<Self> {
+        if text == "null" { Some(None) } else { T::read(text, errors).map(Some) }
+    }
+
+    fn schema() -> Value {
+        T::schema()
+    }
+
+    fn if_missing() -> Option<Self> {
+        Some(None)
+    }
+}
+
+/// An argument of a type that derives `serde::Deserialize` and `schemars::JsonSchema`.
+///
+/// Its problems are described in serde's words, because pydantic's depend on a class that does not exist here.
+#[cfg(feature = "schemars")]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Json<T>(pub T);
+
+#[cfg(feature = "schemars")]
+impl<T: serde::de::DeserializeOwned + schemars::JsonSchema> Argument for Json<T> {
+    fn read(text: &str, errors: &mut ArgumentErrors) -> Option<Self> {
+        match serde_json::from_str(text) {
+            Ok(value) => Some(Self(value)),
+            Err(error) => errors.note("value_error", &format!("Value error, {error}"), text),
+        }
+    }
+
+    fn schema() -> Value {
+        // Subschemas stand where they are used, because a tool's parameters have no place for definitions.
+        let mut settings = schemars::generate::SchemaSettings::default();
+        settings.inline_subschemas = true;
+        settings.meta_schema = None;
+        let mut schema = settings.into_generator().into_root_schema_for::<T>().to_value();
+        schema.as_object_mut().map(|schema| schema.shift_remove("title"));
+        schema
+    }
 }
 
 impl<T: Argument> Argument for Vec<T> {
@@ -128,72 +272,21 @@ impl<T: Argument> Argument for Vec<T> {
         }
         (values.len() == items.len()).then_some(values)
     }
-}
 
-/// What a tool gives: JSON for the model to read, or a whole answer.
-pub trait ToolReply {
-    /// The answer.
-    ///
-    /// # Errors
-    /// When it cannot be written as JSON.
-    fn into_response(self) -> Result<Response>;
-}
-
-impl ToolReply for Response {
-    fn into_response(self) -> Result<Response> {
-        Ok(self)
+    fn schema() -> Value {
+        json!({"type": "array", "items": T::schema()})
     }
 }
 
-impl ToolReply for RawObject {
-    fn into_response(self) -> Result<Response> {
-        Ok(Response::json(self))
+/// Reads what Python's `float` reads: single underscores are allowed inside.
+fn float_in_string(text: &str) -> Option<f64> {
+    if text.starts_with('_') || text.ends_with('_') || text.contains("__") {
+        return None;
     }
+    text.replace('_', "").parse().ok()
 }
 
-impl ToolReply for serde_json::Value {
-    fn into_response(self) -> Result<Response> {
-        Ok(Response::json(self.to_string()))
-    }
-}
-
-impl<T: ToolReply> ToolReply for Result<T> {
-    fn into_response(self) -> Result<Response> {
-        self.and_then(T::into_response)
-    }
-}
-
-/// Writes [`ResourcesServer::call_tool`](super::ResourcesServer::call_tool): a tool's name and its typed arguments stand once.
-#[macro_export]
-macro_rules! tools {
-    (|$this:ident, $cx:ident, $session:ident| $(
-        $(#[$doc:meta])*
-        $tool:ident ( $($argument:ident : $type:ty),* $(,)? ) => $answer:expr
-    ),+ $(,)?) => {
-        async fn call_tool(
-            &$this,
-            $cx: &$crate::CallContext,
-            $session: &$crate::SessionId,
-            tool: &str,
-            arguments: &$crate::RawObject,
-        ) -> $crate::Result<$crate::Response> {
-            let mut call = $crate::server::Arguments::of(arguments);
-            match tool {
-                $(
-                    stringify!($tool) => {
-                        $( let $argument = call.take::<$type>(stringify!($argument)); )*
-                        #[allow(irrefutable_let_patterns)]
-                        let ($(Some($argument),)*) = ($($argument,)*) else { return Ok(call.refusal()) };
-                        $crate::server::ToolReply::into_response($answer)
-                    }
-                )+
-                _ => Err($crate::server::unknown_tool(tool)),
-            }
-        }
-    };
-}
-
-/// Digits with an optional sign, single underscores between them, blanks around and `.0` after.
+/// Reads digits with an optional sign, single underscores between them, blanks around and `.0` after.
 fn integer_in_string(text: &str) -> Option<i128> {
     let text = text.trim();
     let whole = match text.split_once('.') {
@@ -210,7 +303,7 @@ fn quote(text: &str) -> String {
     serde_json::to_string(text).unwrap_or_default()
 }
 
-/// A JSON text as Python's `json` writes it after reading it: no blanks, integers to the digit, floats by their `repr`.
+/// Returns a JSON text as Python's `json` writes it after reading it: no blanks, integers to the digit, floats by their `repr`.
 fn as_python_writes(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     let mut rest = text;
@@ -250,8 +343,8 @@ fn string_length(text: &str) -> usize {
     text.len()
 }
 
-/// Shortest digits that read back the same, of two as short and as near the even one; an exponent of at least two digits
-/// below 1e-4 and from 1e16 on.
+/// Returns the shortest digits that parse to the same number; of two that are equally short and near, the even one. Below 1e-4
+/// and from 1e16, with an exponent of at least two digits.
 fn number_as_python_writes(token: &str) -> String {
     if !token.contains(['.', 'e', 'E']) {
         return if token == "-0" { "0".into() } else { token.into() };
@@ -314,6 +407,58 @@ mod tests {
         ] {
             assert_eq!(as_python_writes(ours), theirs);
         }
+    }
+
+    fn kind_of<T: Argument>(text: &str) -> Result<T, String> {
+        let body = RawObject::parse(format!(r#"{{"a":{text}}}"#)).unwrap();
+        let mut arguments = Arguments::of(&body);
+        arguments.take("a").ok_or_else(|| {
+            // Not parsed: the input may be a number that JSON allows and Rust does not.
+            let body = String::from_utf8(arguments.refusal().message.head.to_bytes().to_vec()).unwrap();
+            body.split('"').nth(5).unwrap().to_owned()
+        })
+    }
+
+    /// Recorded from pydantic 2.14, in lax mode over what Python's `json` reads.
+    #[test]
+    fn booleans_and_numbers_are_read_as_pydantic_reads_them() {
+        for text in ["true", "1", "1.0", r#""TRUE""#, r#""Yes""#, r#""on""#, r#""t""#, r#""1""#] {
+            assert_eq!(kind_of(text), Ok(true), "{text}");
+        }
+        for text in ["2", "-1", "2.0", r#"" yes""#, r#""1.0""#, r#""""#] {
+            assert_eq!(kind_of::<bool>(text), Err("bool_parsing".into()), "{text}");
+        }
+        for text in ["0.5", "1e400", "null", "[]", "{}"] {
+            assert_eq!(kind_of::<bool>(text), Err("bool_type".into()), "{text}");
+        }
+        for (text, number) in [
+            ("1", 1.0),
+            ("true", 1.0),
+            (r#"" 1.5 ""#, 1.5),
+            (r#""1_000.5""#, 1000.5),
+            (r#"".5""#, 0.5),
+            (r#""+1""#, 1.0),
+            (r#""-Infinity""#, f64::NEG_INFINITY),
+            ("1e400", f64::INFINITY),
+        ] {
+            assert_eq!(kind_of(text), Ok(number), "{text}");
+        }
+        for text in [r#""1__0""#, r#""_1""#, r#""""#, r#""1,5""#, r#""0x10""#, r#""1e""#] {
+            assert_eq!(kind_of::<f64>(text), Err("float_parsing".into()), "{text}");
+        }
+        assert_eq!(kind_of::<f64>("null"), Err("float_type".into()));
+        assert_eq!(kind_of::<u64>("-1.0"), Err("greater_than_equal".into()));
+        assert_eq!(kind_of::<i64>("9223372036854775808"), Err("int_parsing_size".into()));
+        assert_eq!(kind_of::<Option<i64>>("null"), Ok(None));
+        assert_eq!(kind_of::<Option<i64>>(r#""x""#), Err("int_parsing".into()));
+    }
+
+    #[test]
+    fn an_optional_argument_may_be_absent() {
+        let body = RawObject::parse("{}").unwrap();
+        let mut arguments = Arguments::of(&body);
+        assert_eq!(arguments.take::<Option<String>>("note"), Some(None));
+        assert_eq!(arguments.take::<String>("item"), None);
     }
 
     #[test]

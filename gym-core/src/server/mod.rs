@@ -1,16 +1,27 @@
 //! Server roles: the traits of environments, models and agents, with their requests, sessions and tool arguments.
 
 mod arguments;
+mod harness;
 mod responses;
 mod role;
 mod sessions;
+mod tools;
+mod validation;
 
-pub use arguments::{Argument, ArgumentErrors, Arguments, ToolReply};
+#[cfg(feature = "schemars")]
+pub use arguments::Json;
+pub use arguments::{Argument, ArgumentErrors, Arguments};
+pub use harness::{Harness, HarnessEpisode};
 pub use responses::{
     Content, ContentPart, FunctionCall, FunctionCallOutput, Ignored, IncompleteDetails, ModelResponse, OutputItem,
     OutputMessage, ResponseOutline,
 };
 pub use role::{
-    AgentServer, EnvironmentServer, ModelServer, ResourcesServer, ServerKind, SessionId, Verdict, unknown_tool,
+    AgentServer, EnvironmentServer, GymnasiumServer, ModelServer, ResourcesServer, ServerKind, Step, Verdict,
+    unknown_tool,
 };
-pub use sessions::{IDLE_MIN, SCORED_MAX, SESSIONS_MAX, Sessions, session_lost};
+pub use sessions::{
+    IDLE_MAX, IDLE_MIN, SCORED_MAX, SESSIONS_MAX, SessionCounts, SessionId, SessionTable, Sessions, session_lost,
+};
+pub use tools::{Tool, ToolReply};
+pub use validation::{ValidationProblem, unprocessable};

@@ -1,4 +1,4 @@
-//! The parts of the Responses API that agents and verifiers read. Everything else passes through as it came.
+//! The parts of the Responses API that agents and verifiers read. All other parts are passed on unchanged.
 //!
 //! Source: OpenAI's Responses API reference, and NeMo Gym's training fields on output items.
 
@@ -11,20 +11,20 @@ use serde::{Deserialize, Deserializer};
 use crate::base::error::Result;
 use crate::message::RawObject;
 
-/// A model's complete answer, as it came.
+/// A complete response of a model, unchanged.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelResponse(pub RawObject);
 
 impl ModelResponse {
-    /// What agents and verifiers read of it. Training arrays are left out of large ones.
+    /// Reads the parts that agents and verifiers use. Training arrays of large responses are left out.
     ///
     /// # Errors
-    /// When `output` is not a list of items with a `type`.
+    /// `InvalidArgument` if `output` is not a list of items with a `type`.
     pub fn outline(&self) -> Result<ResponseOutline> {
         self.0.outline()
     }
 
-    /// The text of all output messages, in order, joined without a separator.
+    /// Returns the text of all output messages, in order, joined without a separator.
     ///
     /// # Errors
     /// As [`ModelResponse::outline`].
@@ -32,7 +32,7 @@ impl ModelResponse {
         Ok(self.outline()?.output_text())
     }
 
-    /// The text of the last message that has one: what most verifiers score.
+    /// Returns the text of the last message that has text, which most verifiers score.
     ///
     /// # Errors
     /// As [`ModelResponse::outline`].
@@ -41,31 +41,31 @@ impl ModelResponse {
     }
 }
 
-/// What is read of a response.
+/// The parts of a response that agents and verifiers use.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq)]
 pub struct ResponseOutline {
     /// Items in order.
     #[serde(default)]
     pub output: Vec<OutputItem>,
-    /// Why it is incomplete, if it is.
+    /// The reason why the response is incomplete, if it is.
     #[serde(default)]
     pub incomplete_details: Option<IncompleteDetails>,
 }
 
 impl ResponseOutline {
-    /// The text of all output messages, in order, joined without a separator.
+    /// Returns the text of all output messages, in order, joined without a separator.
     #[must_use]
     pub fn output_text(&self) -> String {
         self.output.iter().filter_map(OutputItem::text).collect()
     }
 
-    /// The text of the last message that has one; empty if none has.
+    /// Returns the text of the last message that has text, or an empty string.
     #[must_use]
     pub fn last_text(&self) -> String {
         self.output.iter().rev().find_map(OutputItem::text).unwrap_or_default()
     }
 
-    /// The function calls, in order.
+    /// Returns the function calls, in order.
     pub fn function_calls(&self) -> impl Iterator<Item = &FunctionCall> {
         self.output.iter().filter_map(|item| match item {
             OutputItem::FunctionCall(call) => Some(call),
@@ -90,21 +90,21 @@ pub enum OutputItem {
     Message(OutputMessage),
     /// A tool call that the model asks for.
     FunctionCall(FunctionCall),
-    /// What a tool answered.
+    /// The output of a tool call.
     FunctionCallOutput(FunctionCallOutput),
-    /// Hidden thought.
+    /// The model's reasoning.
     Reasoning(Ignored),
     /// Any other item.
     #[serde(other)]
     Other,
 }
 
-/// An item nobody looks into.
+/// An item whose content is not read.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq)]
 pub struct Ignored {}
 
 impl OutputItem {
-    /// The text of a message; `None` for other items and for messages without text.
+    /// Returns the text of a message. Returns `None` for other items and for messages without text.
     #[must_use]
     pub fn text(&self) -> Option<String> {
         let Self::Message(message) = self else { return None };
@@ -119,20 +119,20 @@ impl OutputItem {
 /// A message.
 #[derive(Clone, Debug, Deserialize, PartialEq)]
 pub struct OutputMessage {
-    /// Who speaks.
+    /// The role of the speaker, such as `assistant`.
     #[serde(default)]
     pub role: String,
-    /// What is said.
+    /// The content.
     #[serde(default)]
     pub content: Content,
 }
 
-/// The content of a message: a text, or parts.
+/// The content of a message: a string or a list of parts.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Content {
-    /// As one text.
+    /// A string.
     Text(String),
-    /// As parts; those without text (images, refusals) have none here.
+    /// Parts; images and refusals have no text.
     Parts(Vec<ContentPart>),
 }
 
@@ -142,8 +142,8 @@ impl Default for Content {
     }
 }
 
-/// By what is there. An untagged enum would come to the same by trying one after the other on a copy, and that is the dearest
-/// part of reading a small answer.
+/// Chooses by the type of the value. An untagged enum would try the variants in turn on a copy, which is the most expensive part
+/// of reading a small response.
 impl<'de> Deserialize<'de> for Content {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         deserializer.deserialize_any(ContentVisitor)
@@ -178,7 +178,7 @@ pub struct ContentPart {
     /// `output_text`, `input_text`, `refusal`, …
     #[serde(default, rename = "type")]
     pub kind: String,
-    /// The text, if it has one.
+    /// The text, if the part has text.
     #[serde(default)]
     pub text: Option<String>,
 }
@@ -186,24 +186,24 @@ pub struct ContentPart {
 /// A tool call that the model asks for.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq)]
 pub struct FunctionCall {
-    /// Ties the output to the call.
+    /// Identifies the call; its output repeats it.
     #[serde(default)]
     pub call_id: String,
-    /// The tool.
+    /// The name of the tool.
     #[serde(default)]
     pub name: String,
-    /// A JSON text, or what the model took for one.
+    /// The arguments as the model wrote them: JSON, unless the model made a mistake.
     #[serde(default)]
     pub arguments: String,
 }
 
-/// What a tool answered.
+/// The output of a tool call.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq)]
 pub struct FunctionCallOutput {
-    /// The call that it answers.
+    /// Identifies the call.
     #[serde(default)]
     pub call_id: String,
-    /// The answer's body: a text, or parts that are not read here.
+    /// The output: a string, or parts.
     #[serde(default)]
     pub output: serde_json::Value,
 }

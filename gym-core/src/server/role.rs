@@ -1,11 +1,9 @@
 //! Server roles: the traits that users implement for environments, models and agents.
 //!
-//! The traits are written as plain `async fn`; gym-server wraps an implementation into a handler that adds sessions, health,
-//! metrics and the splicing of rows.
+//! The methods are plain `async fn`. gym-server wraps an implementation into a handler, which adds sessions, health and metrics.
 
 use std::fmt;
 use std::future::Future;
-use std::sync::Arc;
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -14,30 +12,32 @@ use crate::base::error::{Code, Error, Result};
 use crate::message::CallContext;
 use crate::message::RawObject;
 use crate::message::Response;
-use crate::server::ModelResponse;
+use crate::server::responses::ModelResponse;
+use crate::server::sessions::{SessionId, SessionTable};
+use crate::server::tools::Tool;
 
-/// The four kinds of servers, by the keys that NeMo Gym's configuration gives them.
+/// The kinds of servers, named by their keys in NeMo Gym's configuration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum ServerKind {
-    /// Fronts an inference engine.
+    /// Forwards to an inference engine.
     #[serde(rename = "responses_api_models")]
     Model,
-    /// Holds state and tools, and scores.
+    /// Holds the state and tools of episodes, and scores them.
     #[serde(rename = "resources_servers")]
     Resources,
-    /// Drives the loop of one rollout.
+    /// Runs one rollout: calls the model and the tools.
     #[serde(rename = "responses_api_agents")]
     Agent,
-    /// What a collector talks to.
+    /// Receives the requests of collectors.
     #[serde(rename = "environment_servers")]
     Environment,
 }
 
 impl ServerKind {
-    /// Every kind.
+    /// All kinds.
     pub const ALL: [Self; 4] = [Self::Model, Self::Resources, Self::Agent, Self::Environment];
 
-    /// The key in NeMo Gym's configuration.
+    /// Returns the key in NeMo Gym's configuration.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -48,7 +48,7 @@ impl ServerKind {
         }
     }
 
-    /// The kind of that key, if there is one.
+    /// Returns the kind with a key, if there is one.
     #[must_use]
     pub fn from_key(key: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|kind| kind.as_str() == key)
@@ -61,53 +61,29 @@ impl fmt::Display for ServerKind {
     }
 }
 
-/// Which episode a call belongs to: the same for all calls that carry one session cookie.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct SessionId(Arc<str>);
-
-impl SessionId {
-    /// The session of that id.
-    #[must_use]
-    pub fn new(id: impl Into<Arc<str>>) -> Self {
-        Self(id.into())
-    }
-
-    /// The id's text.
-    #[must_use]
-    pub fn as_str(&self) -> &str {
-        &self.0
-    }
-}
-
-impl fmt::Display for SessionId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-/// A reward and what the verifier adds to the row.
+/// A reward, and the keys that the verifier adds to the row.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Verdict {
     /// The score.
     pub reward: f64,
-    /// Further keys, in order; they replace equal ones of the row.
+    /// Further keys, in order; they replace equal keys of the row.
     pub fields: Vec<(&'static str, serde_json::Value)>,
 }
 
 impl Verdict {
-    /// A reward and nothing else.
+    /// Creates a verdict without further keys.
     #[must_use]
     pub fn reward(reward: f64) -> Self {
         Self { reward, fields: Vec::new() }
     }
 
-    /// 1 or 0.
+    /// Creates a verdict with a reward of 1 or 0.
     #[must_use]
     pub fn correct(correct: bool) -> Self {
         Self::reward(if correct { 1.0 } else { 0.0 })
     }
 
-    /// The same with one more key.
+    /// Adds a key.
     #[must_use]
     pub fn with(mut self, key: &'static str, value: impl Into<serde_json::Value>) -> Self {
         self.fields.push((key, value.into()));
@@ -115,9 +91,12 @@ impl Verdict {
     }
 }
 
-/// Holds the state and the tools of an episode, and scores it. Only `verify` must be written.
+/// An environment: holds the state and the tools of each episode, and scores it. Only `verify` must be written.
+///
+/// An agent calls `seed_session`, then any number of tools, then `verify`, and at last `close_session`. Calls of different episodes
+/// run concurrently. If a caller disconnects, the future of its call is dropped.
 pub trait ResourcesServer: Send + Sync + 'static {
-    /// What the verifier reads of a row; the rest comes back as it was.
+    /// The fields that the verifier reads; all others are returned unchanged.
     type Task: DeserializeOwned + Send;
 
     /// Prepares an episode. The reply is usually empty.
@@ -131,8 +110,16 @@ pub trait ResourcesServer: Send + Sync + 'static {
         async { Ok(RawObject::empty()) }
     }
 
-    /// Runs a tool, called by `POST /<tool>`. Whatever the answer says, the agent hands its body to the model. An unknown
-    /// tool is `NotFound`, see [`unknown_tool`].
+    /// Returns the tools, which agents of this SDK offer to the model unless the row has `tools`. [`tools!`](crate::tools) writes
+    /// this method. The default is empty: the row then names the tools, and nothing checks them.
+    fn tools(&self) -> Vec<Tool> {
+        Vec::new()
+    }
+
+    /// Runs a tool, for `POST /<tool>`. The agent passes the body of the response to the model, whatever the status.
+    ///
+    /// # Errors
+    /// `NotFound` for an unknown tool, see [`unknown_tool`].
     fn call_tool(
         &self,
         cx: &CallContext,
@@ -145,7 +132,10 @@ pub trait ResourcesServer: Send + Sync + 'static {
         async { Err(error) }
     }
 
-    /// Scores an episode. An error is a failed attempt, never a reward.
+    /// Scores an episode.
+    ///
+    /// # Errors
+    /// An error fails the attempt; it never becomes a reward.
     fn verify(
         &self,
         cx: &CallContext,
@@ -154,29 +144,166 @@ pub trait ResourcesServer: Send + Sync + 'static {
         response: &ModelResponse,
     ) -> impl Future<Output = Result<Verdict>> + Send;
 
-    /// Whether a key of the row comes back in the scored row. All do, unless an environment says otherwise: every number of a
-    /// row becomes a metric.
+    /// Returns `true` if the scored row keeps a key of the row. The default keeps all keys; each number of a row becomes a metric.
     fn returns(&self, key: &str) -> bool {
         let _ = key;
         true
     }
 
-    /// Lets go of an episode's state. Called once; a session that nobody closed is forgotten by age.
+    /// Returns the table of this server's sessions, so that the SDK closes them and counts them in the metrics. `None` by default.
+    fn sessions(&self) -> Option<&dyn SessionTable> {
+        None
+    }
+
+    /// Releases the state of an episode, however it ended. Agents of this SDK call it; Python agents may not. The default closes
+    /// the session in the table of [`ResourcesServer::sessions`].
+    ///
+    /// # Errors
+    /// `Unimplemented` means that this server has nothing to release: agents then stop calling it. Without a table, the default
+    /// returns it.
     fn close_session(&self, cx: &CallContext, session: &SessionId) -> impl Future<Output = Result<()>> + Send {
-        let _ = (cx, session);
-        async { Ok(()) }
+        let _ = cx;
+        let closed = match self.sessions() {
+            Some(sessions) => {
+                sessions.end(session);
+                Ok(())
+            }
+            None => Err(Error::not_started(Code::Unimplemented, "this server keeps no sessions")),
+        };
+        async { closed }
     }
 }
 
-/// The error of a tool that this server does not have.
+/// Returns the error of a tool that this server does not have.
 #[must_use]
 pub fn unknown_tool(tool: &str) -> Error {
     Error::not_started(Code::NotFound, format!("there is no tool `{tool}` here"))
 }
 
-/// Answers as a model.
+/// An environment that plays the other side of a conversation: after each response of the model, it may reply as a user.
+///
+/// It serves `/reset` and `/step`, as NeMo Gym's `GymnasiumServer` does, and is played by an agent such as `gymnasium_agent`. The
+/// agent calls `reset`, then the model and `step` in turn until a step ends the episode, and at last `close_session`.
+///
+/// ```
+/// use gym_core::prelude::*;
+/// use gym_core::server::{GymnasiumServer, Step};
+///
+/// struct Guess;
+///
+/// #[derive(serde::Deserialize)]
+/// struct Task {
+///     number: i64,
+/// }
+///
+/// impl GymnasiumServer for Guess {
+///     type Task = Task;
+///     async fn step(&self, _: &CallContext, _: &SessionId, task: Task, response: &ModelResponse) -> Result<Step> {
+///         let guess: i64 = response.last_text()?.trim().parse().unwrap_or(0);
+///         Ok(if guess == task.number { Step::done(1.0) } else { Step::reply("Wrong. Guess again.") })
+///     }
+/// }
+/// ```
+pub trait GymnasiumServer: Send + Sync + 'static {
+    /// The fields that the environment reads; it receives the row with each call.
+    type Task: DeserializeOwned + Send;
+
+    /// Begins an episode, for `POST /reset`. May return a first message of the user; the default returns none.
+    fn reset(
+        &self,
+        cx: &CallContext,
+        session: &SessionId,
+        task: Self::Task,
+    ) -> impl Future<Output = Result<Option<String>>> + Send {
+        let _ = (cx, session, task);
+        async { Ok(None) }
+    }
+
+    /// Takes a response of the model, for `POST /step`.
+    ///
+    /// # Errors
+    /// An error fails the attempt; it never becomes a reward.
+    fn step(
+        &self,
+        cx: &CallContext,
+        session: &SessionId,
+        task: Self::Task,
+        response: &ModelResponse,
+    ) -> impl Future<Output = Result<Step>> + Send;
+
+    /// Returns the table of this server's sessions, so that the SDK closes them and counts them in the metrics. `None` by default.
+    fn sessions(&self) -> Option<&dyn SessionTable> {
+        None
+    }
+
+    /// Releases the state of an episode: after the step that ends it, and for `POST /close`. The default closes the session in the
+    /// table of [`GymnasiumServer::sessions`], if there is one.
+    fn close_session(&self, cx: &CallContext, session: &SessionId) -> impl Future<Output = Result<()>> + Send {
+        let _ = cx;
+        if let Some(sessions) = self.sessions() {
+            sessions.end(session);
+        }
+        async { Ok(()) }
+    }
+}
+
+/// The reply of a [`GymnasiumServer`] to a response of the model. Serializes as the body of `/step`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct Step {
+    /// The next message of the user.
+    pub observation: Option<String>,
+    /// The reward of this step; the episode's reward is the sum.
+    pub reward: f64,
+    /// Whether the environment ended the episode.
+    pub terminated: bool,
+    /// Whether a limit ended the episode.
+    pub truncated: bool,
+    /// Further information. `tool_outputs` holds the outputs of the response's tool calls.
+    pub info: serde_json::Map<String, serde_json::Value>,
+}
+
+impl Step {
+    /// Replies as a user.
+    #[must_use]
+    pub fn reply(observation: impl Into<String>) -> Self {
+        Self { observation: Some(observation.into()), ..Self::default() }
+    }
+
+    /// Ends the episode.
+    #[must_use]
+    pub fn done(reward: f64) -> Self {
+        Self { reward, terminated: true, ..Self::default() }
+    }
+
+    /// Adds a reward to this step.
+    #[must_use]
+    pub fn with_reward(mut self, reward: f64) -> Self {
+        self.reward += reward;
+        self
+    }
+
+    /// Adds a key to `info`.
+    #[must_use]
+    pub fn with_info(mut self, key: impl Into<String>, value: impl Into<serde_json::Value>) -> Self {
+        self.info.insert(key.into(), value.into());
+        self
+    }
+
+    /// Adds the output of a tool call, which the agent passes to the model.
+    #[must_use]
+    pub fn with_tool_output(mut self, call_id: &str, output: &str) -> Self {
+        let outputs = self.info.entry("tool_outputs").or_insert_with(|| serde_json::Value::Array(Vec::new()));
+        if let Some(outputs) = outputs.as_array_mut() {
+            outputs.push(serde_json::json!({"call_id": call_id, "output": output}));
+        }
+        self
+    }
+}
+
+/// A model, or a proxy of one.
 pub trait ModelServer: Send + Sync + 'static {
-    /// `POST /v1/responses`.
+    /// Generates a response, for `POST /v1/responses`.
     fn responses(
         &self,
         cx: &CallContext,
@@ -184,7 +311,7 @@ pub trait ModelServer: Send + Sync + 'static {
         body: &RawObject,
     ) -> impl Future<Output = Result<ModelResponse>> + Send;
 
-    /// `POST /v1/chat/completions`.
+    /// Generates a chat completion, for `POST /v1/chat/completions`.
     fn chat_completions(
         &self,
         cx: &CallContext,
@@ -193,9 +320,9 @@ pub trait ModelServer: Send + Sync + 'static {
     ) -> impl Future<Output = Result<RawObject>> + Send;
 }
 
-/// Drives an episode: asks the model, runs the tools, has it verified.
+/// An agent: calls the model, runs the tools, and has the episode verified. Only `run` must be written.
 pub trait AgentServer: Send + Sync + 'static {
-    /// `POST /run`: a whole episode for a row; the answer is the row with response and reward.
+    /// Runs an episode, for `POST /run`. The response is the row with the model's response and the reward.
     fn run(
         &self,
         cx: &CallContext,
@@ -203,7 +330,7 @@ pub trait AgentServer: Send + Sync + 'static {
         row: &RawObject,
     ) -> impl Future<Output = Result<Response>> + Send;
 
-    /// `POST /v1/responses`: the loop alone. An agent that has none answers that there is no such route.
+    /// Runs the loop of model and tools without a verification, for `POST /v1/responses`. The default is `NotFound`.
     fn responses(
         &self,
         cx: &CallContext,
@@ -211,10 +338,10 @@ pub trait AgentServer: Send + Sync + 'static {
         body: &RawObject,
     ) -> impl Future<Output = Result<Response>> + Send {
         let _ = (cx, session, body);
-        async { Err(Error::not_started(Code::NotFound, "this agent answers no /v1/responses of its own")) }
+        async { Err(Error::not_started(Code::NotFound, "this agent does not serve /v1/responses")) }
     }
 
-    /// `POST /aggregate_metrics`: the metrics of many rollouts of this agent's environment; computed here unless said otherwise.
+    /// Computes the metrics of many rollouts, for `POST /aggregate_metrics`. The default computes those of NeMo Gym.
     fn aggregate_metrics(
         &self,
         cx: &CallContext,
@@ -226,16 +353,16 @@ pub trait AgentServer: Send + Sync + 'static {
         async {
             reply
                 .map(Response::json)
-                .map_err(|error| Error::invalid("these rollouts cannot be aggregated").caused_by(error))
+                .map_err(|error| Error::invalid("aggregate the metrics of these rollouts").caused_by(error))
         }
     }
 }
 
-/// What a collector talks to. The stock one relays to an agent.
+/// The server that collectors call. The stock implementation forwards requests to an agent.
 pub trait EnvironmentServer: Send + Sync + 'static {
-    /// `POST /run`.
+    /// Runs an episode, for `POST /run`.
     fn run(&self, cx: &CallContext, row: &RawObject) -> impl Future<Output = Result<Response>> + Send;
 
-    /// `POST /aggregate_metrics`.
+    /// Computes the metrics of many rollouts, for `POST /aggregate_metrics`.
     fn aggregate_metrics(&self, cx: &CallContext, body: &RawObject) -> impl Future<Output = Result<Response>> + Send;
 }

@@ -1,27 +1,93 @@
 //! The state of concurrent episodes, bounded in number and expired by age.
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::{Mutex, PoisonError};
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use crate::base::error::{Code, Error, Result};
-use crate::server::SessionId;
 use tokio::time::Instant;
 
-/// Room for 100,000 rollouts in flight and some that nobody closed.
+/// Default number of sessions: 100,000 rollouts in flight, and some that were not closed.
 pub const SESSIONS_MAX: usize = 131_072;
 
-/// A session may be dropped to make room when nobody called for this long: longer than a slow model's turn.
+/// A full table may drop a session that received no call for this long: longer than a turn of a slow model. A session that has
+/// been scored expires after this time.
 pub const IDLE_MIN: Duration = Duration::from_secs(1_200);
 
-/// Scored sessions are kept for a moment, because a caller whose connection broke asks for the score again.
+/// A session that has not been scored expires when it has received no call for this long.
+pub const IDLE_MAX: Duration = Duration::from_secs(4 * 3_600);
+
+/// Scored sessions that are kept, because a caller whose connection broke asks for the score again.
 pub const SCORED_MAX: usize = 4_096;
 
-/// State by session. All methods lock for the length of their closure only; nothing awaits inside.
+/// Identifies the episode of a call: equal for all calls that carry the same session cookie.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct SessionId(Arc<str>);
+
+impl SessionId {
+    /// Creates a session id from its text.
+    #[must_use]
+    pub fn new(id: impl Into<Arc<str>>) -> Self {
+        Self(id.into())
+    }
+
+    /// Returns the text of the id.
+    #[must_use]
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Display for SessionId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// The state of each session of a server. All methods hold a lock while their closure runs; closures cannot await.
+///
+/// The table is bounded. A session ends when it is [closed](Sessions::end) or when it expires: after [`IDLE_MAX`] without a call,
+/// or after [`IDLE_MIN`] once it has been scored. Return the table from
+/// [`ResourcesServer::sessions`](super::ResourcesServer::sessions), and the SDK closes the sessions and counts them in the metrics.
+///
+/// ```
+/// use gym_core::SessionId;
+/// use gym_core::server::{SessionTable, Sessions};
+///
+/// let (carts, session) = (Sessions::<Vec<String>>::default(), SessionId::new("a"));
+/// let items = carts.with_or(&session, Vec::new, |cart| {
+///     cart.push("pen".to_owned());
+///     cart.len()
+/// })?;
+/// carts.end(&session);
+/// assert_eq!((items, carts.counts().open), (1, 0));
+/// # Ok::<(), gym_core::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct Sessions<T> {
     table: Mutex<Table<T>>,
     sessions_max: usize,
+}
+
+/// A table of sessions, whatever their state is. Implemented by [`Sessions`]; called by the server that serves the environment.
+pub trait SessionTable: Send + Sync {
+    /// Closes a session. Does nothing if there is no such session.
+    fn end(&self, session: &SessionId);
+
+    /// Returns the counts at this moment, after expired sessions have been removed.
+    fn counts(&self) -> SessionCounts;
+}
+
+/// The counts of a [`SessionTable`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SessionCounts {
+    /// Sessions that are open.
+    pub open: u64,
+    /// Sessions that were closed, since the start.
+    pub closed: u64,
+    /// Sessions that expired or were dropped to make room, since the start.
+    pub expired: u64,
 }
 
 #[derive(Debug)]
@@ -31,6 +97,8 @@ struct Table<T> {
     active: BTreeMap<(Instant, u64), SessionId>,
     scored: BTreeMap<(Instant, u64), SessionId>,
     calls: u64,
+    closed: u64,
+    expired: u64,
 }
 
 #[derive(Debug)]
@@ -47,45 +115,52 @@ impl<T> Default for Sessions<T> {
 }
 
 impl<T> Sessions<T> {
-    /// At most that many.
+    /// Creates a table of at most `sessions_max` sessions.
     #[must_use]
     pub fn bounded(sessions_max: usize) -> Self {
-        let table = Table { entries: HashMap::new(), active: BTreeMap::new(), scored: BTreeMap::new(), calls: 0 };
+        let table = Table {
+            entries: HashMap::new(),
+            active: BTreeMap::new(),
+            scored: BTreeMap::new(),
+            calls: 0,
+            closed: 0,
+            expired: 0,
+        };
         Self { table: Mutex::new(table), sessions_max }
     }
 
-    /// Begins a session, or leaves it alone if it began already.
+    /// Begins a session. Keeps its state if it has begun already.
     ///
     /// # Errors
-    /// `ResourceExhausted` when every session is in use.
+    /// `ResourceExhausted` if the table is full of sessions in use.
     pub fn begin(&self, session: &SessionId, state: impl FnOnce() -> T) -> Result<()> {
         self.with_or(session, state, |_| ())
     }
 
-    /// Looks at and changes a session's state.
+    /// Reads or changes the state of a session.
     ///
     /// # Errors
-    /// [`session_lost`] when there is no such session.
+    /// [`session_lost`] if there is no such session.
     pub fn with<R>(&self, session: &SessionId, act: impl FnOnce(&mut T) -> R) -> Result<R> {
-        let mut table = self.table.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut table = self.lock();
         table.touch(session, false);
         table.entries.get_mut(session).map(|entry| act(&mut entry.state)).ok_or_else(|| session_lost(session))
     }
 
-    /// Like [`Sessions::with`], beginning the session if need be.
+    /// Reads or changes the state of a session, which begins with `state` if there is no such session.
     ///
     /// # Errors
-    /// `ResourceExhausted` when every session is in use.
+    /// `ResourceExhausted` if the table is full of sessions in use.
     pub fn with_or<R>(
         &self,
         session: &SessionId,
         state: impl FnOnce() -> T,
         act: impl FnOnce(&mut T) -> R,
     ) -> Result<R> {
-        let mut table = self.table.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut table = self.lock();
         if !table.entries.contains_key(session) {
             if table.entries.len() >= self.sessions_max && !table.evict() {
-                let message = format!("all {} sessions are in use; send fewer rollouts at once", self.sessions_max);
+                let message = format!("all {} sessions are in use; run fewer rollouts at once", self.sessions_max);
                 return Err(Error::not_started(Code::ResourceExhausted, message));
             }
             let position = table.next_position();
@@ -96,12 +171,12 @@ impl<T> Sessions<T> {
         table.entries.get_mut(session).map(|entry| act(&mut entry.state)).ok_or_else(|| session_lost(session))
     }
 
-    /// Looks at the final state; the session is among the first to go from now on.
+    /// Reads the final state of a session. Scored sessions are dropped first when the table is full.
     ///
     /// # Errors
-    /// [`session_lost`] when there is no such session.
+    /// [`session_lost`] if there is no such session.
     pub fn score<R>(&self, session: &SessionId, look: impl FnOnce(&T) -> R) -> Result<R> {
-        let mut table = self.table.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut table = self.lock();
         let verdict =
             table.entries.get(session).map(|entry| look(&entry.state)).ok_or_else(|| session_lost(session))?;
         table.touch(session, true);
@@ -111,16 +186,36 @@ impl<T> Sessions<T> {
         Ok(verdict)
     }
 
-    /// Lets go of a session; one that is not there is fine.
+    /// Closes a session. Does nothing if there is no such session.
     pub fn end(&self, session: &SessionId) {
-        let mut table = self.table.lock().unwrap_or_else(PoisonError::into_inner);
-        table.remove(session);
+        let mut table = self.lock();
+        if table.remove(session) {
+            table.closed += 1;
+        }
     }
 
-    /// How many there are.
+    /// Counts the open sessions.
     #[must_use]
     pub fn count(&self) -> usize {
-        self.table.lock().unwrap_or_else(PoisonError::into_inner).entries.len()
+        self.lock().entries.len()
+    }
+
+    /// Locks the table, without the sessions that have expired by now.
+    fn lock(&self) -> MutexGuard<'_, Table<T>> {
+        let mut table = self.table.lock().unwrap_or_else(PoisonError::into_inner);
+        table.expire();
+        table
+    }
+}
+
+impl<T: Send> SessionTable for Sessions<T> {
+    fn end(&self, session: &SessionId) {
+        Self::end(self, session);
+    }
+
+    fn counts(&self) -> SessionCounts {
+        let table = self.lock();
+        SessionCounts { open: table.entries.len() as u64, closed: table.closed, expired: table.expired }
     }
 }
 
@@ -139,38 +234,47 @@ impl<T> Table<T> {
         if now { &mut self.scored } else { &mut self.active }.insert(position, id);
     }
 
-    fn remove(&mut self, session: &SessionId) {
-        if let Some(entry) = self.entries.remove(session) {
-            if entry.scored { &mut self.scored } else { &mut self.active }.remove(&entry.position);
-        }
+    fn remove(&mut self, session: &SessionId) -> bool {
+        let Some(entry) = self.entries.remove(session) else { return false };
+        if entry.scored { &mut self.scored } else { &mut self.active }.remove(&entry.position);
+        true
     }
 
     fn drop_first_scored(&mut self) -> bool {
         let Some((_, session)) = self.scored.pop_first() else { return false };
         self.entries.remove(&session);
+        self.expired += 1;
         true
     }
 
-    /// Drops a scored session, or else the one that was quiet longest if that was long.
+    fn drop_first_active(&mut self) -> bool {
+        let Some((_, session)) = self.active.pop_first() else { return false };
+        self.entries.remove(&session);
+        self.expired += 1;
+        true
+    }
+
+    /// Drops a scored session, or else the one that has been idle longest, if it has been idle long enough.
     fn evict(&mut self) -> bool {
-        if self.drop_first_scored() {
-            return true;
-        }
-        match self.active.first_key_value() {
-            Some(((last_call, _), session)) if last_call.elapsed() >= IDLE_MIN => {
-                let session = session.clone();
-                self.remove(&session);
-                true
-            }
-            _ => false,
-        }
+        self.drop_first_scored() || (is_idle(&self.active, IDLE_MIN) && self.drop_first_active())
+    }
+
+    /// Drops the sessions that have expired. Each is dropped once, so a call pays for the sessions that it finds expired only.
+    fn expire(&mut self) {
+        while is_idle(&self.scored, IDLE_MIN) && self.drop_first_scored() {}
+        while is_idle(&self.active, IDLE_MAX) && self.drop_first_active() {}
     }
 }
 
-/// The error of a session that this server does not have: it was never begun here, was closed, or was dropped for its age.
+/// Returns `true` if the first session in the order has been idle for `limit`.
+fn is_idle(order: &BTreeMap<(Instant, u64), SessionId>, limit: Duration) -> bool {
+    order.first_key_value().is_some_and(|((last_call, _), _)| last_call.elapsed() >= limit)
+}
+
+/// Returns the error of a session that this server does not have: it never began here, was closed, or expired.
 #[must_use]
 pub fn session_lost(session: &SessionId) -> Error {
-    let message = format!("session {session} is not known here: never begun, closed, or dropped for its age");
+    let message = format!("session {session} is unknown: it never began here, was closed, or expired");
     Error::not_started(Code::FailedPrecondition, message)
 }
 
@@ -215,5 +319,28 @@ mod tests {
         sessions.end(&id("4100"));
         sessions.end(&id("4100"));
         assert_eq!(sessions.count(), SCORED_MAX - 1);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn sessions_expire_by_age_and_are_counted() {
+        let sessions = Sessions::default();
+        for name in ["closed", "scored", "idle", "used"] {
+            sessions.begin(&id(name), || 1).unwrap();
+        }
+        sessions.end(&id("closed"));
+        sessions.score(&id("scored"), |_| ()).unwrap();
+        assert_eq!(sessions.counts(), SessionCounts { open: 3, closed: 1, expired: 0 });
+
+        tokio::time::advance(IDLE_MIN).await;
+        assert_eq!(sessions.score(&id("scored"), |_| ()).unwrap_err().code(), Code::FailedPrecondition);
+        sessions.with(&id("used"), |state| *state += 1).unwrap();
+        assert_eq!(sessions.counts(), SessionCounts { open: 2, closed: 1, expired: 1 });
+
+        tokio::time::advance(IDLE_MAX - IDLE_MIN).await;
+        assert_eq!(sessions.counts(), SessionCounts { open: 1, closed: 1, expired: 2 });
+        assert_eq!(sessions.with(&id("used"), |state| *state).unwrap(), 2);
+
+        tokio::time::advance(IDLE_MAX).await;
+        assert_eq!(sessions.counts(), SessionCounts { open: 0, closed: 1, expired: 3 });
     }
 }

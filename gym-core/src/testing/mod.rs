@@ -13,7 +13,6 @@ pub mod bad_input;
 pub mod conformance;
 pub mod figures;
 mod files;
-#[cfg(feature = "groups")]
 mod group;
 pub mod net;
 mod storm;

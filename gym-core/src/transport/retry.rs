@@ -1,4 +1,4 @@
-//! Sending a message again, by the one rule of [`Error::may_resend`](crate::Error::may_resend).
+//! Sends a message again if the rule of [`Error::may_resend`](crate::Error::may_resend), the policy and the deadline allow it.
 
 use std::future::Future;
 use std::time::Duration;
@@ -37,6 +37,25 @@ impl RetryPolicy {
     pub fn backoff(&self, number: u32, rng: &mut fastrand::Rng) -> Duration {
         let doubled = self.backoff_min.saturating_mul(1 << number.saturating_sub(1).min(20)).min(self.backoff_max);
         doubled.mul_f64(0.5 + 0.5 * rng.f64())
+    }
+
+    /// Decides what follows a failed attempt: returns the wait before the next attempt, or `None` if `error` is final.
+    ///
+    /// `attempts` is the number of attempts made, the failed one included; `remaining` is the time until the deadline.
+    #[must_use]
+    pub fn next_wait(
+        &self,
+        error: &Error,
+        attempts: u32,
+        idempotent: bool,
+        remaining: Duration,
+        rng: &mut fastrand::Rng,
+    ) -> Option<Duration> {
+        if attempts >= self.attempts_max || !error.may_resend(idempotent) {
+            return None;
+        }
+        let wait = self.backoff(attempts, rng);
+        (wait < remaining).then_some(wait)
     }
 }
 
@@ -85,10 +104,9 @@ where
         worst = worst.max(error.execution());
         let execution = error.execution().max(worst.min(Execution::Unknown));
         number += 1;
-        let wait = policy.backoff(number, rng);
-        if number >= policy.attempts_max || !error.may_resend(idempotent) || cx.remaining() <= wait {
+        let Some(wait) = policy.next_wait(&error, number, idempotent, cx.remaining(), rng) else {
             return Err(error.with_execution(execution));
-        }
+        };
         tracing::debug!(%error, number, "resend");
         tokio::select! {
             biased;
@@ -128,6 +146,42 @@ mod tests {
         assert_eq!(attempts(false, lost).await.0, 1);
         assert_eq!(attempts(true, lost).await.0, 5);
         assert_eq!(attempts(true, answered).await.0, 1);
+    }
+
+    #[test]
+    fn the_decision_depends_on_the_error_the_attempts_and_the_deadline() {
+        let policy = RetryPolicy { attempts_max: 3, ..RetryPolicy::default() };
+        let (minute, short) = (Duration::from_secs(60), Duration::from_millis(20));
+        // Execution, code, idempotent, attempts made, time until the deadline: whether there is another attempt.
+        let table = [
+            (Execution::NotStarted, Code::Unavailable, false, 1, minute, true),
+            (Execution::NotStarted, Code::ResourceExhausted, false, 1, minute, true),
+            (Execution::NotStarted, Code::Unavailable, false, 2, minute, true),
+            (Execution::NotStarted, Code::Unavailable, true, 3, minute, false),
+            (Execution::NotStarted, Code::Unavailable, true, 1, short, false),
+            (Execution::NotStarted, Code::InvalidArgument, true, 1, minute, false),
+            (Execution::NotStarted, Code::Cancelled, true, 1, minute, false),
+            (Execution::NotStarted, Code::DeadlineExceeded, true, 1, minute, false),
+            (Execution::Unknown, Code::Unavailable, false, 1, minute, false),
+            (Execution::Unknown, Code::Unavailable, true, 1, minute, true),
+            (Execution::Unknown, Code::DeadlineExceeded, true, 2, minute, true),
+            (Execution::Unknown, Code::ResourceExhausted, true, 1, minute, false),
+            (Execution::Finished, Code::Unavailable, true, 1, minute, false),
+            (Execution::Finished, Code::ResourceExhausted, true, 1, minute, false),
+        ];
+        for (execution, code, idempotent, attempts, remaining, again) in table {
+            let error = Error::new(code, execution, "x");
+            let wait = policy.next_wait(
+                &error,
+                attempts,
+                idempotent,
+                remaining,
+                &mut fastrand::Rng::with_seed(u64::from(attempts)),
+            );
+            let case = format!("{execution:?} {code:?}, idempotent {idempotent}, {attempts} attempts, {remaining:?}");
+            assert_eq!(wait.is_some(), again, "{case}");
+            assert!(wait.is_none_or(|wait| wait >= policy.backoff_min / 2 && wait < remaining), "{case}: {wait:?}");
+        }
     }
 
     #[tokio::test(start_paused = true)]

@@ -1,4 +1,6 @@
-//! What `simple_agent` reads of its block in the configuration.
+//! The keys that the stock agents read from their blocks of the configuration.
+
+use std::num::NonZeroU32;
 
 use serde::Deserialize;
 
@@ -37,6 +39,34 @@ impl SimpleAgentConfig {
             max_seconds: None,
             skip_verification: false,
             skip_verification_reward: 0.0,
+        }
+    }
+}
+
+/// The keys of a `gymnasium_agent` block; other keys of the block are not this agent's.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+pub struct GymnasiumAgentConfig {
+    /// The resources server: plays the other side of the conversation, and scores it.
+    pub resources_server: ServerRef,
+    /// The model server.
+    pub model_server: ServerRef,
+    /// Maximum model calls per episode, at least 1. 10 by default.
+    #[serde(default = "default_max_steps")]
+    pub max_steps: NonZeroU32,
+}
+
+fn default_max_steps() -> NonZeroU32 {
+    const { NonZeroU32::new(10).expect("10 is not 0") }
+}
+
+impl GymnasiumAgentConfig {
+    /// Creates the default configuration between a model and a resources server.
+    #[must_use]
+    pub fn new(model_server: impl Into<String>, resources_server: impl Into<String>) -> Self {
+        Self {
+            resources_server: ServerRef::new(resources_server),
+            model_server: ServerRef::new(model_server),
+            max_steps: default_max_steps(),
         }
     }
 }

@@ -1,16 +1,30 @@
-//! One episode of an agent: seeds, plays and verifies it, and keeps the cookies of each server.
+//! One episode of an agent: seeds, plays and verifies it, keeps the cookies of each server, and closes the session.
 
 use std::sync::Arc;
+use std::time::Duration;
 
-use gym_client::{CookieJar, ServerClient, Session};
-use gym_core::{CallContext, Code, Error, Execution, Message, ModelResponse, RawObject, Response, Result, Rope, Route};
+use bytes::Bytes;
+use futures_util::FutureExt;
+use futures_util::future::BoxFuture;
+use gym_client::{CallOptions, CookieJar, ServerClient, Session};
+use gym_core::message::TraceContext;
+use gym_core::{
+    CallContext, CancelToken, Code, Error, Execution, Message, Metadata, ModelResponse, RawObject, Response, Result,
+    Rope, Route,
+};
+use serde::Deserialize;
 
+use crate::role::resources::{SESSION_METADATA, TOOLS_KEY};
 use crate::role::route::tool_route;
 
 /// Bytes of a route that an error shows; routes are ASCII.
 const ROUTE_SHOWN_BYTES: usize = 120;
 
-/// An episode in progress.
+/// The deadline of a request that closes a session: long enough for a server that is busy, short enough that a server that is gone
+/// does not collect requests. A session that was not closed expires.
+const CLOSE_DEADLINE: Duration = Duration::from_secs(30);
+
+/// An episode in progress. When it is dropped, verified or not, its session is closed in the background.
 ///
 /// ```
 /// use gym_server::prelude::*;
@@ -29,9 +43,8 @@ const ROUTE_SHOWN_BYTES: usize = 120;
 /// ```
 #[derive(Debug)]
 pub struct Episode {
-    session: Session,
+    session: ResourcesSession,
     cx: CallContext,
-    resources: Arc<str>,
     row: RawObject,
 }
 
@@ -41,22 +54,21 @@ impl Episode {
     /// # Errors
     /// The error of `/seed_session`.
     pub async fn seed(cx: &CallContext, client: &ServerClient, resources: &str, row: &RawObject) -> Result<Self> {
-        let mut session = client.session();
-        let cookies = CookieJar::of_request(&cx.metadata);
-        let cx = cx.child();
-        if cookies.header().is_some() {
-            *session.jar(resources) = cookies;
-        }
-        post(&mut session, &cx, resources, "/seed_session", row.clone()).await?;
-        Ok(Self { session, cx, resources: resources.into(), row: row.clone() })
+        let session = ResourcesSession::seed(&cx.child(), &cx.metadata, client, resources, row).await?;
+        Ok(Self { session, cx: cx.child(), row: row.clone() })
     }
 
-    /// Sends a request to a model server.
+    /// Sends a request to a model server, with the tools of the resources server unless the request has `tools`.
     ///
     /// # Errors
-    /// The error of `/v1/responses`; `InvalidArgument` if the response is not a JSON object.
+    /// The error of `/v1/responses`; `InvalidArgument` if the request has a tool that the resources server does not have, or the
+    /// response is not a JSON object.
     pub async fn ask(&mut self, model: &str, params: impl Into<Rope>) -> Result<ModelResponse> {
-        let answer: Message = post(&mut self.session, &self.cx, model, "/v1/responses", params).await?;
+        let mut params = params.into();
+        if self.session.tools.is_some() {
+            params = self.session.with_tools(&params.to_object()?)?.into();
+        }
+        let answer: Message = post(self.session.calls(), &self.cx, model, "/v1/responses", params).await?;
         Ok(ModelResponse(answer.head.to_object()?))
     }
 
@@ -66,8 +78,9 @@ impl Episode {
     /// The error of the call. A response with an error status is no error: it is data for the model.
     pub async fn call_tool(&mut self, tool: &str, arguments: impl Into<Rope>) -> Result<Message> {
         let route = tool_route(tool);
-        let answer = self.session.post(&self.cx, &self.resources, route.clone(), arguments).await;
-        answer.map(|answer| answer.message).map_err(|error| of_inner(error, &self.resources, route.as_str()))
+        let server = Arc::clone(&self.session.server);
+        let answer = self.session.calls().post(&self.cx, &server, route.clone(), arguments).await;
+        answer.map(|answer| answer.message).map_err(|error| of_inner(error, &server, route.as_str()))
     }
 
     /// Verifies the episode: returns the row with the response and its reward.
@@ -76,9 +89,196 @@ impl Episode {
     /// The error of `/verify`; `DataLoss` if its response has no reward.
     pub async fn verify(mut self, response: ModelResponse) -> Result<Response> {
         let row = self.row.edit().set_object("response", response.0).to_rope();
-        let verdict = post(&mut self.session, &self.cx, &self.resources, "/verify", row).await?;
-        scored(verdict.head).map(Response::json).map_err(|error| error.about(format!("POST {}/verify", self.resources)))
+        let server = Arc::clone(&self.session.server);
+        let verdict = post(self.session.calls(), &self.cx, &server, "/verify", row).await?;
+        scored(verdict.head).map(Response::json).map_err(|error| error.about(format!("POST {server}/verify")))
     }
+}
+
+/// The calls of one episode, with the session at its resources server. The session is closed when this is dropped.
+#[derive(Debug)]
+pub(super) struct ResourcesSession {
+    client: ServerClient,
+    /// `None` once this is dropped.
+    calls: Option<Session>,
+    server: Arc<str>,
+    /// The route that closes the session; `None` if the server does not support it, or the session has been closed.
+    close: Option<&'static str>,
+    trace: TraceContext,
+    /// The tools that the server declares, as a JSON list.
+    tools: Option<Bytes>,
+}
+
+/// A session whose first request is in flight. If this is dropped, the request continues in the background until its reply reports
+/// whether the session can be closed: it may have begun already.
+struct BeginningSession {
+    client: ServerClient,
+    /// `None` once it is complete.
+    begun: Option<BoxFuture<'static, Result<(ResourcesSession, Response)>>>,
+}
+
+impl Drop for BeginningSession {
+    fn drop(&mut self) {
+        if let Some(begun) = self.begun.take() {
+            self.client.in_background(async move { drop(tokio::time::timeout(CLOSE_DEADLINE, begun).await) });
+        }
+    }
+}
+
+impl ResourcesSession {
+    /// Begins an episode with `POST /seed_session`. The cookies of the caller's request go along.
+    pub(super) async fn seed(
+        cx: &CallContext,
+        caller: &Metadata,
+        client: &ServerClient,
+        server: &str,
+        row: &RawObject,
+    ) -> Result<Self> {
+        let has = |reply: &Response, wanted: &str| {
+            reply.metadata.get(SESSION_METADATA).unwrap_or_default().split(", ").any(|flag| flag == wanted)
+        };
+        let close = move |reply: &Response| has(reply, "close").then_some("/close_session");
+        let (mut session, reply) = Self::begin(cx, caller, client, server, "/seed_session", row, close).await?;
+        if has(&reply, "tools") {
+            session.tools = reply.message.head.to_object()?.get(TOOLS_KEY);
+        }
+        Ok(session)
+    }
+
+    /// Begins an episode with a first request, and returns the session and the response. `close` returns the route that closes the
+    /// session, if the response reports that the server supports it.
+    pub(super) async fn begin(
+        cx: &CallContext,
+        caller: &Metadata,
+        client: &ServerClient,
+        server: &str,
+        route: &'static str,
+        row: &RawObject,
+        close: impl Fn(&Response) -> Option<&'static str> + Send + 'static,
+    ) -> Result<(Self, Response)> {
+        let mut calls = client.session();
+        let cookies = CookieJar::of_request(caller);
+        if cookies.header().is_some() {
+            *calls.jar(server) = cookies;
+        }
+        // The request is not cancelled with the episode, because a session that began unseen could not be closed.
+        let mut own = cx.child();
+        own.cancel = CancelToken::new();
+        own.deadline += CLOSE_DEADLINE;
+        let mut session = Self {
+            client: client.clone(),
+            calls: Some(calls),
+            server: server.into(),
+            close: None,
+            trace: cx.trace,
+            tools: None,
+        };
+        let row = row.clone();
+        let begun = async move {
+            let server = Arc::clone(&session.server);
+            let reply = post_whole(session.calls(), &own, &server, route, row).await?;
+            session.close = close(&reply);
+            Ok((session, reply))
+        };
+        let mut beginning = BeginningSession { client: client.clone(), begun: Some(begun.boxed()) };
+        let finished = cx.bound(Execution::Finished, async {
+            let begun = beginning.begun.as_mut().expect("taken only when this is dropped").await;
+            beginning.begun = None;
+            Ok(begun)
+        });
+        match finished.await {
+            Ok(begun) => begun,
+            Err(stopped) => Err(stopped.about(format!("POST {server}{route}"))),
+        }
+    }
+
+    /// Not a child of the episode's context: the session is closed although the episode was cancelled or its deadline has passed.
+    fn closing(&self) -> CallContext {
+        let mut cx = CallContext::within(CLOSE_DEADLINE);
+        cx.trace = self.trace;
+        cx
+    }
+
+    /// Closes the session now, if the server supports it.
+    pub(super) async fn close(&mut self) -> Result<()> {
+        let Some(route) = self.close else { return Ok(()) };
+        let (cx, server) = (self.closing(), Arc::clone(&self.server));
+        post(self.calls(), &cx, &server, route, "{}").await?;
+        self.close = None;
+        Ok(())
+    }
+
+    /// The calls of the episode, to this server and to others.
+    pub(super) fn calls(&mut self) -> &mut Session {
+        self.calls.as_mut().expect("taken only when this is dropped")
+    }
+
+    /// Adds the server's tools to a request for a model. Tools of the request take precedence, if the server has all of them.
+    pub(super) fn with_tools(&self, params: &RawObject) -> Result<RawObject> {
+        let Some(tools) = &self.tools else { return Ok(params.clone()) };
+        match params.get("tools").filter(|own| &own[..] != b"null") {
+            Some(own) => self.check_tools(&own, tools).map(|()| params.clone()),
+            None => Ok(params.edit().set("tools", tools.clone()).to_object()?),
+        }
+    }
+
+    fn check_tools(&self, own: &Bytes, declared: &Bytes) -> Result<()> {
+        #[derive(Deserialize)]
+        struct ToolName {
+            #[serde(rename = "type", default)]
+            kind: String,
+            #[serde(default)]
+            name: String,
+        }
+        let read = |tools: &Bytes, whose: &str| {
+            serde_json::from_slice::<Vec<ToolName>>(tools).map_err(|error| {
+                Error::invalid(format!("the `tools` of {whose} are not a list of tools")).caused_by(error)
+            })
+        };
+        let own = read(own, "the row")?;
+        let declared = read(declared, &self.server)?;
+        let mut functions = own.iter().filter(|tool| tool.kind == "function");
+        match functions.find(|tool| declared.iter().all(|known| known.name != tool.name)) {
+            None => Ok(()),
+            Some(unknown) => {
+                let names: Vec<&str> = declared.iter().map(|tool| tool.name.as_str()).collect();
+                Err(Error::invalid(format!(
+                    "the row has tool `{}`, which server `{}` does not have; remove it from the row, or use one of {}",
+                    unknown.name,
+                    self.server,
+                    names.join(", ")
+                )))
+            }
+        }
+    }
+}
+
+impl Drop for ResourcesSession {
+    fn drop(&mut self) {
+        if let (Some(route), Some(mut calls)) = (self.close, self.calls.take()) {
+            let (cx, server) = (self.closing(), Arc::clone(&self.server));
+            // In a box, because a task that awaits a call is as large as the call.
+            self.client.in_background(Box::pin(async move {
+                if let Err(error) = post(&mut calls, &cx, &server, route, "{}").await {
+                    tracing::debug!(%server, route, %error, "a session was not closed; it will expire");
+                }
+            }));
+        }
+    }
+}
+
+/// Sends `/aggregate_metrics` to the resources server of an agent.
+pub(super) async fn aggregate(
+    cx: &CallContext,
+    client: &ServerClient,
+    server: &str,
+    body: &RawObject,
+) -> Result<Response> {
+    const ROUTE: &str = "/aggregate_metrics";
+    let route = Route::from_static(ROUTE);
+    let answer = client.post(&cx.child(), server, route, body.text().clone(), CallOptions::idempotent()).await;
+    let answer = answer.and_then(Response::into_result).map_err(|error| of_inner(error, server, ROUTE))?;
+    Ok(Response::json(answer.message.head))
 }
 
 pub(super) async fn post(
@@ -88,8 +288,19 @@ pub(super) async fn post(
     route: &'static str,
     body: impl Into<Rope>,
 ) -> Result<Message> {
+    post_whole(session, cx, server, route, body).await.map(|response| response.message)
+}
+
+/// As [`post`], with the metadata of the response.
+async fn post_whole(
+    session: &mut Session,
+    cx: &CallContext,
+    server: &str,
+    route: &'static str,
+    body: impl Into<Rope>,
+) -> Result<Response> {
     match session.post(cx, server, Route::from_static(route), body).await.and_then(Response::into_result) {
-        Ok(response) => Ok(response.message),
+        Ok(response) => Ok(response),
         Err(error) => Err(of_inner(error, server, route)),
     }
 }
@@ -111,13 +322,13 @@ pub(super) fn of_inner(error: Error, server: &str, route: &str) -> Error {
 /// Returns the verifier's response if it is a row with a reward.
 pub(super) fn scored(text: Rope) -> Result<Rope> {
     let lost = |what: String| Error::finished(Code::DataLoss, what);
-    let row = text.to_object().map_err(|error| lost(format!("the answer is no row: {error}")))?;
-    let reward = row.get("reward").ok_or_else(|| lost("the answer has no `reward`".into()))?;
+    let row = text.to_object().map_err(|error| lost(format!("the response is not a row: {error}")))?;
+    let reward = row.get("reward").ok_or_else(|| lost("the response has no `reward`".into()))?;
     // What pydantic makes of a reward that is not written as a number.
     match reward.first() {
         Some(b'-' | b'0'..=b'9') => Ok(text),
         Some(b't') => Ok(row.edit().set("reward", "1.0").to_rope()),
         Some(b'f') => Ok(row.edit().set("reward", "0.0").to_rope()),
-        _ => Err(lost(format!("the answer's `reward` is {}", String::from_utf8_lossy(&reward)))),
+        _ => Err(lost(format!("the response's `reward` is {}", String::from_utf8_lossy(&reward)))),
     }
 }

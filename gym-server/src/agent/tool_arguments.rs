@@ -1,7 +1,7 @@
-//! Tool arguments as a model wrote them: a JSON text, or the sentence that Python's `json.loads` has for what it is not.
+//! Parses the tool arguments that a model wrote, and describes a syntax error in the words of Python's `json.loads`.
 //!
-//! The sentence goes to the model as the tool's output, so it must be the one that NeMo Gym's agent gives: a policy that was
-//! trained against one wording should see no other. The rules and messages are those of CPython 3.13's decoder.
+//! The description is the output of the tool call for the model. A policy that was trained with NeMo Gym's agent has seen exactly
+//! these sentences. The rules and messages are those of CPython 3.13's decoder.
 
 use std::borrow::Cow;
 
@@ -10,7 +10,7 @@ use serde::de::IgnoredAny;
 /// Deeper nesting than any tool takes; Python gives up at about the same depth.
 const DEPTH_MAX: u32 = 900;
 
-/// The body to send to the tool: the arguments' own text. `Err` is the text that the model gets instead.
+/// Returns the body of the request to the tool. `Err` holds the output for the model instead.
 pub(super) fn parse(arguments: &str) -> Result<Cow<'_, str>, String> {
     if serde_json::from_str::<IgnoredAny>(arguments).is_ok() {
         return Ok(Cow::Borrowed(arguments.trim_matches(WHITESPACE)));
@@ -25,7 +25,7 @@ pub(super) fn parse(arguments: &str) -> Result<Cow<'_, str>, String> {
 
 const WHITESPACE: [char; 4] = [' ', '\t', '\n', '\r'];
 
-/// What is wrong, at which character.
+/// A syntax error, and the index of its character.
 struct SyntaxError {
     message: &'static str,
     at: usize,

@@ -1,4 +1,4 @@
-//! One answer of the model, and the conversation that the answers add up to, as text.
+//! One response of the model, and the conversation of all responses, as text.
 
 use std::fmt;
 
@@ -8,10 +8,10 @@ use serde::de::{IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 use serde_json::Value;
 
-/// The sentence that NeMo Gym's agent writes into the metadata of an answer without message and tool call.
+/// The sentence that NeMo Gym's agent adds to the metadata of a response without message and tool call.
 const TERMINATION_MESSAGE: &str = "Ending trajectory: model returned no assistant message or tool calls (reasoning-only or empty output) without reported truncation. This is the stop-token case (finish_reason='stop'), not length truncation (finish_reason='length', handled separately via incomplete_details). This indicates either a badly trained model requiring training-level fixes or a bug in the inference engine.";
 
-/// One answer of the model.
+/// One response of the model.
 #[derive(Debug)]
 pub(super) struct Turn {
     response: RawObject,
@@ -19,18 +19,18 @@ pub(super) struct Turn {
     calls: Vec<FunctionCall>,
 }
 
-/// What follows an answer.
+/// The step after a response.
 #[derive(Debug)]
 pub(super) enum NextStep<'a> {
-    /// Run these, one after the other.
+    /// Run these tool calls in order.
     Tools(&'a [FunctionCall]),
-    /// The model is done, or ran out of tokens.
+    /// End the loop: the model has finished, or has reached its limit of tokens.
     Stop,
-    /// The model gave nothing that one could act on; why, as NeMo Gym calls it.
+    /// End the loop: the response has neither a message nor a tool call. Holds NeMo Gym's name of the reason.
     Nothing(&'static str),
 }
 
-/// A tool call that the model asks for.
+/// A tool call of a response.
 #[derive(Debug)]
 pub(super) struct FunctionCall {
     pub(super) call_id: String,
@@ -92,6 +92,11 @@ impl Turn {
         Ok(Self { response, outline, calls })
     }
 
+    /// Returns the response of the model.
+    pub(super) fn response(&self) -> &RawObject {
+        &self.response
+    }
+
     pub(super) fn next(&self) -> NextStep<'_> {
         let answered = |item: &TurnItem| {
             item.kind == ItemKind::Message && item.role.0.as_deref().is_some_and(|role| role == "assistant")
@@ -110,17 +115,17 @@ impl Turn {
     }
 }
 
-/// What has been said so far, after the task's own input.
+/// The conversation so far: the input of the task, and the items that follow it.
 #[derive(Debug)]
 pub(super) struct Conversation {
     /// The items of the task, without the brackets around them.
     input: Bytes,
     /// Whether the task's own `input` is a list already.
     listed: bool,
-    /// The items of all turns, without brackets: pieces of the answers, and what the tools gave.
+    /// The items of all turns, without brackets: the outputs of the model and of the tools, and messages of the user.
     said: Vec<Bytes>,
     turns: u32,
-    /// Of all turns so far; read only when there is a second one to add.
+    /// The usage of all turns so far; parsed only when there is a second one to add.
     usage: Option<Bytes>,
 }
 
@@ -133,12 +138,12 @@ impl Conversation {
                 let text = std::str::from_utf8(&input).unwrap_or_default();
                 (Bytes::from(format!(r#"{{"role":"user","content":{text}}}"#)), false)
             }
-            _ => return Err(Error::invalid("`input` is neither a text nor a list of items")),
+            _ => return Err(Error::invalid("`input` is neither a string nor a list of items")),
         };
         Ok(Self { input, listed, said: Vec::new(), turns: 0, usage: None })
     }
 
-    /// The request of the next turn.
+    /// Returns the request of the next turn.
     pub(super) fn request(&self, params: &RawObject) -> Rope {
         if self.listed && self.said.is_empty() {
             return params.clone().into();
@@ -146,7 +151,7 @@ impl Conversation {
         params.edit().set("input", list([&self.input].into_iter().chain(&self.said))).to_rope()
     }
 
-    /// Takes in an answer.
+    /// Adds a response.
     pub(super) fn answered(&mut self, turn: &Turn) -> Result<()> {
         self.turns += 1;
         self.say(inside(&turn.response.get("output").unwrap_or_default()));
@@ -161,11 +166,16 @@ impl Conversation {
         Ok(())
     }
 
-    /// Takes in what a tool gave.
+    /// Adds the output of a tool call.
     pub(super) fn tool_answered(&mut self, call_id: &str, output: &str) {
         let (call_id, output) = (Value::from(call_id), Value::from(output));
         let item = format!(r#"{{"type":"function_call_output","call_id":{call_id},"output":{output}}}"#);
         self.say(item.into());
+    }
+
+    /// Adds a message of the user.
+    pub(super) fn user_said(&mut self, text: &str) {
+        self.say(user_message(text).into());
     }
 
     fn say(&mut self, items: Bytes) {
@@ -174,7 +184,7 @@ impl Conversation {
         }
     }
 
-    /// The last answer, with all that was said.
+    /// Returns the last response, with the items of all turns.
     pub(super) fn finish(self, last: &Turn, nothing: Option<&'static str>) -> Result<ModelResponse> {
         let whole = self.turns == 1 && self.said.len() <= 1;
         if whole && nothing.is_none() {
@@ -202,7 +212,28 @@ impl Conversation {
     }
 }
 
-/// The text of a list without its brackets and the blanks next to them.
+/// Returns the `input` of a request as a list with one more item. Returns `None` if that is the input unchanged.
+pub(super) fn items_of(params: &RawObject, more: Option<&str>) -> Result<Option<Bytes>> {
+    let conversation = Conversation::new(params)?;
+    if conversation.listed && more.is_none() {
+        return Ok(None);
+    }
+    let input = match conversation.listed {
+        true => conversation.input,
+        false => {
+            let text: String = params.get_as("input")?.unwrap_or_default();
+            user_message(&text).into()
+        }
+    };
+    Ok(Some(list(&[input, more.unwrap_or_default().to_owned().into()])))
+}
+
+/// Returns the input item of a user's message.
+pub(super) fn user_message(text: &str) -> String {
+    format!(r#"{{"content":{},"role":"user","type":"message"}}"#, Value::from(text))
+}
+
+/// Returns the text of a list without its brackets and the blanks next to them.
 fn inside(list: &Bytes) -> Bytes {
     let blank = |byte: &u8| byte.is_ascii_whitespace();
     let Some(text) = list.get(1..list.len().saturating_sub(1)) else { return Bytes::new() };
@@ -211,7 +242,7 @@ fn inside(list: &Bytes) -> Bytes {
     if start < end { list.slice(start..end) } else { Bytes::new() }
 }
 
-/// A list of the items in the pieces.
+/// Returns a list of the items in the pieces.
 fn list<'a>(pieces: impl IntoIterator<Item = &'a Bytes> + Clone) -> Bytes {
     let length: usize = pieces.clone().into_iter().map(|piece| piece.len() + 1).sum();
     let mut text = BytesMut::with_capacity(length + 2);
@@ -226,7 +257,7 @@ fn list<'a>(pieces: impl IntoIterator<Item = &'a Bytes> + Clone) -> Bytes {
     text.freeze()
 }
 
-/// The sum of two usages; what is unknown in one of them is unknown in the sum. Other keys are the first one's.
+/// Returns the sum of two usages. A count that one of them lacks is not added; other keys are those of the first.
 fn add_usage(total: &RawObject, more: &RawObject) -> Result<Bytes> {
     let count = |usage: &RawObject, key: &str| {
         usage.get_as::<Option<u64>>(key).map(Option::flatten).map_err(|error| wrong_usage(&error))
@@ -257,7 +288,7 @@ fn wrong_usage(error: &Error) -> Error {
     Error::finished(Code::DataLoss, format!("the model's `usage`: {error}"))
 }
 
-/// A text, if that is what is there: items of kinds that this agent does not act on use the same keys for other things.
+/// A string, or nothing if the value has another type: other kinds of items use the same keys for other values.
 #[derive(Debug, Default)]
 struct OptionalText(Option<String>);
 

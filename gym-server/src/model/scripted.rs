@@ -145,6 +145,12 @@ impl ScriptedModel {
         Self { config, model, policy: Arc::new(policy), world: world.clone() }
     }
 
+    /// Creates a model that answers by `policy`, with the default configuration.
+    #[must_use]
+    pub fn from_policy(policy: impl ScriptedPolicy) -> Self {
+        Self::new(ScriptedModelConfig::default(), &World::real(), policy)
+    }
+
     /// Creates a model that answers each request with a random digit.
     #[must_use]
     pub fn with_default_policy(config: ScriptedModelConfig, world: &World) -> Self {

@@ -8,9 +8,10 @@
 mod agent;
 pub(crate) mod dialect;
 mod environment;
+mod gymnasium;
 pub(crate) mod model;
 pub(crate) mod reply;
-mod resources;
+pub(crate) mod resources;
 pub(crate) mod route;
 pub(crate) mod settings;
 
@@ -21,18 +22,20 @@ use std::sync::Arc;
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use gym_client::{CookieJar, Transports};
+use gym_core::server::GymnasiumServer;
 use gym_core::transport::Fence;
 use gym_core::{
     AgentServer, CallContext, EnvironmentServer, Error, Handler, Incarnation, ModelServer, Request, ResourcesServer,
     Response, Result, SessionId, Verb, World,
 };
 
-pub use reply::validation::{ValidationProblem, unprocessable};
+pub use gym_core::server::{ValidationProblem, unprocessable};
 pub use settings::{Seconds, ServerRef};
 
 use crate::metrics::{Metrics, RouteMetrics};
 use crate::role::agent::AgentRole;
 use crate::role::environment::EnvironmentRole;
+use crate::role::gymnasium::GymnasiumRole;
 use crate::role::model::ModelRole;
 use crate::role::reply::health;
 use crate::role::resources::ResourcesRole;
@@ -111,6 +114,7 @@ struct RoleState {
 enum Role {
     Agent(AgentRole),
     Environment(EnvironmentRole),
+    Gymnasium(GymnasiumRole),
     Model(ModelRole),
     Resources(ResourcesRole),
 }
@@ -120,6 +124,7 @@ impl Role {
         match self {
             Self::Agent(_) => &agent::SPEC,
             Self::Environment(_) => &environment::SPEC,
+            Self::Gymnasium(_) => &gymnasium::SPEC,
             Self::Model(_) => &model::SPEC,
             Self::Resources(_) => &resources::SPEC,
         }
@@ -129,6 +134,7 @@ impl Role {
         match self {
             Self::Agent(role) => role.respond(request).await,
             Self::Environment(role) => role.respond(request).await,
+            Self::Gymnasium(role) => role.respond(request).await,
             Self::Model(role) => role.respond(request).await,
             Self::Resources(role) => role.respond(request).await,
         }
@@ -158,7 +164,13 @@ impl RoleServer {
     /// route for each tool.
     #[must_use]
     pub fn resources(resources: impl ResourcesServer, context: &ServerContext) -> Self {
-        Self::new(Role::Resources(ResourcesRole::new(resources)), context)
+        Self::new(Role::Resources(ResourcesRole::new(resources, &context.name, &context.metrics)), context)
+    }
+
+    /// Serves an environment that replies as a user: `/reset`, `/step`, `/close` and `/aggregate_metrics`.
+    #[must_use]
+    pub fn gymnasium(environment: impl GymnasiumServer, context: &ServerContext) -> Self {
+        Self::new(Role::Gymnasium(GymnasiumRole::new(environment, &context.name, &context.metrics)), context)
     }
 
     fn new(role: Role, server: &ServerContext) -> Self {
@@ -223,7 +235,7 @@ impl RoleState {
             }
         };
         if self.spec.sessions {
-            // On every answer, because clients carry only the cookies of the last one forward.
+            // On each response, because clients send only the cookies of the last one.
             let attributes = "; path=/; Max-Age=1209600; httponly; samesite=lax";
             let value = [&self.cookie, "=", request.session.as_str(), attributes].concat();
             response.metadata.push("set-cookie", value);

@@ -2,7 +2,7 @@
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use gym_core::server::ServerKind;
+use gym_core::server::{ServerKind, unprocessable};
 use gym_core::{
     CallContext, Error, Message, ModelResponse, ModelServer, RawObject, Response, Result, SessionId, Status, Verb,
     World,
@@ -11,7 +11,6 @@ use gym_core::{
 use crate::role::dialect::schema::Dialect;
 use crate::role::dialect::{events, harness};
 use crate::role::reply;
-use crate::role::reply::validation::unprocessable;
 use crate::role::route::{RoleRequest, RoleSpec};
 
 pub(super) const SPEC: RoleSpec =
@@ -66,7 +65,7 @@ impl ModelRole {
         }
         let wrong = dialect.check(&body, &[]);
         if !wrong.is_empty() {
-            return Ok(unprocessable(wrong));
+            return Ok(unprocessable(&wrong));
         }
         match self.complete(request, dialect, &body).await {
             Ok(answer) => Ok(Response::json(answer)),
@@ -84,7 +83,7 @@ pub(crate) struct EndpointRejection {
     pub(crate) body: Bytes,
 }
 
-/// The endpoint's own refusal, where it is a JSON object: OpenAI's clients find status and `error` as they know them.
+/// Returns the endpoint's own error body, if it is a JSON object: OpenAI's clients expect its status and `error`.
 fn passed_on(error: &Error) -> Option<Response> {
     let refused = std::error::Error::source(error)?.downcast_ref::<EndpointRejection>()?;
     RawObject::parse(refused.body.clone()).ok()?;
@@ -115,7 +114,7 @@ impl ModelRole {
         };
         let wrong = dialect.check(&plain, &[]);
         if !wrong.is_empty() {
-            return Ok(unprocessable(wrong));
+            return Ok(unprocessable(&wrong));
         }
         let answer = self.complete(request, dialect, &plain).await;
         match dialect {

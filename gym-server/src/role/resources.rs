@@ -1,14 +1,19 @@
-//! The resources role: the state and tools of a session, and the verdict spliced into the row.
+//! The resources role: the state and the tools of a session, and the verdict that is added to the row.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use async_trait::async_trait;
-use gym_core::server::ServerKind;
+use bytes::Bytes;
+use gym_core::server::{ServerKind, SessionCounts, ValidationProblem, unprocessable};
 use gym_core::{
-    CallContext, Error, ModelResponse, RawObject, ResourcesServer, Response, Result, Rope, SessionId, Verb, Verdict,
+    CallContext, Code, Error, ModelResponse, RawObject, ResourcesServer, Response, Result, Rope, SessionId, Verb,
+    Verdict,
 };
 use serde_json::Value;
 
+use crate::metrics::Metrics;
 use crate::role::reply;
-use crate::role::reply::validation::{ValidationProblem, unprocessable};
 use crate::role::route::{self, RoleRequest, RoleSpec};
 
 pub(super) const SPEC: RoleSpec = RoleSpec {
@@ -17,7 +22,14 @@ pub(super) const SPEC: RoleSpec = RoleSpec {
     sessions: true,
 };
 
-/// A [`ResourcesServer`] as an object: what is generic about one is only how its task is read.
+/// Metadata of a reply to `/seed_session`, for agents of this SDK: `close` if the session should be closed, `tools` if the reply has
+/// [`TOOLS_KEY`]. Python agents ignore both.
+pub(crate) const SESSION_METADATA: &str = "x-gym-session";
+
+/// The key of the tools in a reply to `/seed_session`.
+pub(crate) const TOOLS_KEY: &str = "_gym_tools";
+
+/// A [`ResourcesServer`] as an object. Only the deserialization of the task depends on the implementation.
 #[async_trait]
 trait DynResourcesServer: Send + Sync + 'static {
     async fn seed_session(&self, cx: &CallContext, session: &SessionId, row: &RawObject) -> Result<RawObject>;
@@ -30,6 +42,7 @@ trait DynResourcesServer: Send + Sync + 'static {
         response: &ModelResponse,
     ) -> Result<Verdict>;
     fn returns(&self, key: &str) -> bool;
+    fn session_counts(&self) -> Option<SessionCounts>;
     async fn close_session(&self, cx: &CallContext, session: &SessionId) -> Result<()>;
 }
 
@@ -58,16 +71,33 @@ impl<S: ResourcesServer> DynResourcesServer for S {
         ResourcesServer::returns(self, key)
     }
 
+    fn session_counts(&self) -> Option<SessionCounts> {
+        ResourcesServer::sessions(self).map(gym_core::server::SessionTable::counts)
+    }
+
     async fn close_session(&self, cx: &CallContext, session: &SessionId) -> Result<()> {
         ResourcesServer::close_session(self, cx, session).await
     }
 }
 
-pub(super) struct ResourcesRole(Box<dyn DynResourcesServer>);
+pub(super) struct ResourcesRole {
+    server: Arc<dyn DynResourcesServer>,
+    /// The server's own tools as a JSON list, if it declares any.
+    tools: Option<Bytes>,
+    /// Whether sessions should be closed: not after the server has reported that it has nothing to release.
+    closes: AtomicBool,
+}
 
 impl ResourcesRole {
-    pub(super) fn new(resources: impl ResourcesServer) -> Self {
-        Self(Box::new(resources))
+    pub(super) fn new(resources: impl ResourcesServer, name: &str, metrics: &Metrics) -> Self {
+        let tools = resources.tools();
+        let tools = (!tools.is_empty()).then(|| serde_json::json!(tools).to_string().into());
+        let server: Arc<dyn DynResourcesServer> = Arc::new(resources);
+        if server.session_counts().is_some() {
+            let watched = Arc::downgrade(&server);
+            metrics.watch_sessions(name, move || watched.upgrade()?.session_counts());
+        }
+        Self { server, tools, closes: AtomicBool::new(true) }
     }
 
     pub(super) async fn respond(&self, request: &RoleRequest) -> Result<Response> {
@@ -88,7 +118,10 @@ impl ResourcesRole {
             "/seed_session" => self.seed_session(cx, session, &body).await,
             "/verify" => self.verify(cx, session, &body).await,
             "/close_session" => {
-                self.0.close_session(cx, session).await?;
+                match self.server.close_session(cx, session).await {
+                    Err(error) if error.code() == Code::Unimplemented => self.closes.store(false, Ordering::Relaxed),
+                    closed => closed?,
+                }
                 let id = body.get("resources_session_id").unwrap_or_else(|| "null".into());
                 let reply = RawObject::empty().edit().set("resources_session_id", id).to_rope();
                 Ok(Response::json(reply))
@@ -96,18 +129,30 @@ impl ResourcesRole {
             "/aggregate_metrics" => reply::aggregate::reply(cx, &body),
             tool => {
                 let name = route::percent_decoded(tool.strip_prefix('/').unwrap_or(tool));
-                self.0.call_tool(cx, session, &name, &body).await
+                self.server.call_tool(cx, session, &name, &body).await
             }
         }
     }
 
     async fn seed_session(&self, cx: &CallContext, session: &SessionId, body: &RawObject) -> Result<Response> {
-        // The typed form of NeMo Gym 0.7 puts the row under `task_data` and wants its id back.
+        // The typed form of NeMo Gym 0.7 has the row under `task_data`, and its reply repeats the id and has no further keys.
         let Some(id) = body.get("resources_session_id") else {
-            return Ok(Response::json(self.0.seed_session(cx, session, body).await?));
+            let seeded = self.server.seed_session(cx, session, body).await?;
+            let closes = self.closes.load(Ordering::Relaxed);
+            let (flags, mut response) = match &self.tools {
+                None => (if closes { "close" } else { "" }, Response::json(seeded)),
+                Some(tools) => {
+                    let flags = if closes { "close, tools" } else { "tools" };
+                    (flags, Response::json(seeded.edit().set(TOOLS_KEY, tools.clone()).to_rope()))
+                }
+            };
+            if !flags.is_empty() {
+                response.metadata.push(SESSION_METADATA, flags);
+            }
+            return Ok(response);
         };
         let row = body.get_object("task_data").ok().flatten().unwrap_or_default();
-        let seeded = self.0.seed_session(cx, session, &row).await?;
+        let seeded = self.server.seed_session(cx, session, &row).await?;
         let mut reply = seeded.edit().set("resources_session_id", id);
         for key in ["resources_tools", "sandbox_access"] {
             if !seeded.contains(key) {
@@ -124,27 +169,22 @@ impl ResourcesRole {
             .map(|key| ValidationProblem::missing(&[key], body.outline().unwrap_or(Value::Null)))
             .collect();
         if !missing.is_empty() {
-            return Ok(unprocessable(missing));
+            return Ok(unprocessable(&missing));
         }
         let Ok(Some(response)) = body.get_object("response") else {
             let kind = "Input should be a valid dictionary or object to extract fields from";
             let input = body.get_as::<Value>("response")?.unwrap_or_default();
-            return Ok(unprocessable(vec![ValidationProblem::new(
-                "model_attributes_type",
-                &["response"],
-                kind,
-                input,
-            )]));
+            return Ok(unprocessable(&[ValidationProblem::new("model_attributes_type", &["response"], kind, input)]));
         };
-        let verdict = self.0.verify(cx, session, body, &ModelResponse(response)).await?;
-        Ok(Response::json(spliced(body, &verdict, |key| self.0.returns(key))?))
+        let verdict = self.server.verify(cx, session, body, &ModelResponse(response)).await?;
+        Ok(Response::json(spliced(body, &verdict, |key| self.server.returns(key))?))
     }
 }
 
-/// The row as it came, with the reward and what else the verifier says.
+/// Returns the row with the reward and the verifier's other keys.
 fn spliced(row: &RawObject, verdict: &Verdict, returns: impl Fn(&str) -> bool) -> Result<Rope> {
     if !verdict.reward.is_finite() {
-        // JSON has no NaN: a trainer must never read one as a number or as a 0.
+        // JSON has no NaN: a trainer must not read one as a number or as 0.
         return Err(Error::internal(format!("the verifier's reward is {}", verdict.reward)).about("verify"));
     }
     let dropped = row.keys().filter(|key| !returns(key)).map(str::to_owned);

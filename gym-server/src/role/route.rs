@@ -4,6 +4,7 @@ use std::borrow::Cow;
 
 use gym_core::server::ServerKind;
 use gym_core::{CallContext, Message, Route, SessionId, Verb};
+use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode_str, utf8_percent_encode};
 
 /// The properties that all implementations of a role share.
 #[derive(Debug)]
@@ -57,20 +58,7 @@ fn without_rollout_prefix(path: &str) -> &str {
 /// Decodes `%20` and the like. A `%` without two hexadecimal digits is kept, and a text whose bytes are not UTF-8 is returned
 /// unchanged.
 pub(crate) fn percent_decoded(text: &str) -> Cow<'_, str> {
-    if !text.contains('%') {
-        return Cow::Borrowed(text);
-    }
-    let mut bytes = Vec::with_capacity(text.len());
-    let mut rest = text.as_bytes();
-    while let [first, tail @ ..] = rest {
-        let escaped = (*first == b'%').then(|| tail.get(..2)).flatten().and_then(|pair| {
-            let digit = |byte: u8| char::from(byte).to_digit(16);
-            u8::try_from(digit(pair[0])? * 16 + digit(pair[1])?).ok()
-        });
-        bytes.push(escaped.unwrap_or(*first));
-        rest = if escaped.is_some() { &tail[2..] } else { tail };
-    }
-    String::from_utf8(bytes).map_or(Cow::Borrowed(text), Cow::Owned)
+    percent_decode_str(text).decode_utf8().unwrap_or(Cow::Borrowed(text))
 }
 
 /// The routes of a resources server that are no tools. A model that could call one would end, score or restart its own episode.
@@ -86,18 +74,33 @@ pub(crate) fn is_protocol(name: &str) -> bool {
     PROTOCOL.contains(&path)
 }
 
+/// The characters that the path of a tool cannot hold.
+const ESCAPED: AsciiSet = NON_ALPHANUMERIC
+    .remove(b'-')
+    .remove(b'.')
+    .remove(b'_')
+    .remove(b'~')
+    .remove(b'!')
+    .remove(b'$')
+    .remove(b'&')
+    .remove(b'\'')
+    .remove(b'(')
+    .remove(b')')
+    .remove(b'*')
+    .remove(b'+')
+    .remove(b',')
+    .remove(b';')
+    .remove(b'=')
+    .remove(b':')
+    .remove(b'@')
+    .remove(b'/')
+    .remove(b'?');
+
 /// Returns the path of a tool. Characters that a path cannot hold are percent-encoded, because the name comes from a model.
 pub(crate) fn tool_route(name: &str) -> Route {
-    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-._~!$&'()*+,;=:@/?".contains(&byte);
     let mut route = String::with_capacity(name.len() + 1);
     route.push('/');
-    for byte in name.bytes() {
-        if plain(byte) {
-            route.push(char::from(byte));
-        } else {
-            route.push_str(&format!("%{byte:02X}"));
-        }
-    }
+    route.extend(utf8_percent_encode(name, &ESCAPED));
     Route::from(route)
 }
 
@@ -130,6 +133,18 @@ mod tests {
             ("%ff", "%ff"),
         ] {
             assert_eq!(percent_decoded(written), meant);
+        }
+    }
+
+    #[test]
+    fn a_tool_has_a_path_whatever_the_model_calls_it() {
+        for (name, path) in [
+            ("get_weather", "/get_weather"),
+            ("-._~!$&'()*+,;=:@/?", "/-._~!$&'()*+,;=:@/?"),
+            ("a b#\"%<>[]^`{|}\\\n", "/a%20b%23%22%25%3C%3E%5B%5D%5E%60%7B%7C%7D%5C%0A"),
+            ("été", "/%C3%A9t%C3%A9"),
+        ] {
+            assert_eq!(tool_route(name).as_str(), path);
         }
     }
 }

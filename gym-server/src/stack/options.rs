@@ -21,6 +21,8 @@ use gym_core::Endpoint;
 pub struct StackOptions {
     /// Serves only these instances; `head_server` is the head server. Empty by default: everything.
     pub only: Vec<String>,
+    /// Serves only callers of this process: no head server runs and no port is bound. Off by default.
+    pub in_process: bool,
     /// The head server to register with if it is not served here. By default `head_server` of the configuration.
     pub head: Option<Endpoint>,
     /// The interpreter of Python entrypoints. Required by a configuration that has one.
@@ -47,6 +49,7 @@ impl Default for StackOptions {
     fn default() -> Self {
         Self {
             only: Vec::new(),
+            in_process: false,
             head: None,
             python: None,
             python_roots: Vec::new(),

@@ -86,7 +86,11 @@ impl Stack {
         let metrics = Metrics::new();
         let config = Arc::new(config);
         let wanted = wanted(&config, &options.only)?;
-        let policy = config.transport_policy.clone().unwrap_or_else(TransportPolicy::without_ucx);
+        let policy = match &config.transport_policy {
+            _ if options.in_process => TransportPolicy::of([Transport::MEM])?,
+            Some(policy) => policy.clone(),
+            None => TransportPolicy::without_ucx(),
+        };
         let all = options.transports.clone().unwrap_or_else(|| {
             Transports::from_features(in_process.clone())
                 .with(gym_client::transport::http::HttpBackend { http: options.http.clone(), ..Default::default() })
@@ -98,10 +102,11 @@ impl Stack {
             #[cfg(feature = "rdma")]
             known.register_collector(Box::new(transports.ucx_metrics()));
         });
-        let serves_head = options.only.is_empty() || options.only.iter().any(|name| name == HEAD_NAME);
+        let all_here = options.only.is_empty() || options.only.iter().any(|name| name == HEAD_NAME);
+        let serves_head = all_here && !options.in_process;
         let memory = MemoryRegistry::new();
         let local = options.only.is_empty();
-        let registry: Arc<dyn Registry> = if serves_head {
+        let registry: Arc<dyn Registry> = if all_here {
             Arc::new(memory.clone())
         } else {
             let head = match &options.head {
@@ -161,6 +166,13 @@ impl Stack {
                     let handler = handler.map_err(|error| error.about(format!("start {}", instance.name)))?;
                     self.start_native(instance, handler, incarnation, local, options).await?;
                 }
+                None if instance.entrypoint.is_some() && options.in_process => {
+                    return Err(Error::invalid(format!(
+                        "{}: {} runs with Python, which needs a head server; a stack with `in_process` has none\n  fix: start \
+                         the stack without `in_process`, or implement {} in this program",
+                        instance.origin, instance.name, instance.implementation,
+                    )));
+                }
                 None if instance.entrypoint.is_some() => python_instances.push(instance.clone()),
                 None => return Err(unknown_implementation(instance, servers)),
             }
@@ -219,9 +231,14 @@ impl Stack {
     ) -> Result<()> {
         let stage = SHUTDOWN_ORDER.iter().position(|kind| *kind == instance.kind).unwrap_or_default();
         let stage = &mut self.stages[stage];
-        let place = if local { ListenOptions::named(&instance.name) } else { ListenOptions::default() };
-        let place = place.at(instance.host.clone(), instance.port.unwrap_or(0));
-        let listened = self.client.transports().listen(place, handler, &[Transport::HTTP]).await;
+        let mut place = if local { ListenOptions::named(&instance.name) } else { ListenOptions::default() };
+        let mut needed = [Transport::HTTP].as_slice();
+        if options.in_process {
+            needed = &[];
+        } else {
+            place = place.at(instance.host.clone(), instance.port.unwrap_or(0));
+        }
+        let listened = self.client.transports().listen(place, handler, needed).await;
         let (listener, handler) =
             listened.map_err(|error| error.about(format!("start {} on {}", instance.name, instance.host)))?;
         // The preferred one first; HTTP last, because every caller has it.
@@ -243,18 +260,36 @@ impl Stack {
         Ok(())
     }
 
-    /// Runs an agent of this stack on tasks and returns the rollouts in the order in which they end.
+    /// Runs an agent or an environment server of this stack on tasks, and returns the rollouts in the order in which they end.
+    /// Must be called within a tokio runtime.
     ///
     /// # Errors
-    /// `NotFound` with the nearest name if the stack has no such agent.
+    /// `NotFound` with the nearest name if the stack has no such server.
     pub fn rollouts(
         &self,
         agent: &str,
         tasks: impl IntoIterator<Item = RawObject, IntoIter: Send + 'static>,
     ) -> Result<Rollouts> {
-        let (server, _) = self.names.server_of_agent(agent)?;
+        self.rollouts_with(agent, tasks, DriverOptions::default())
+    }
+
+    /// [`Stack::rollouts`] with limits of the program's own: rollouts in flight, attempts, deadlines.
+    ///
+    /// # Errors
+    /// As of [`Stack::rollouts`].
+    pub fn rollouts_with(
+        &self,
+        agent: &str,
+        tasks: impl IntoIterator<Item = RawObject, IntoIter: Send + 'static>,
+        options: DriverOptions,
+    ) -> Result<Rollouts> {
+        let server = match self.names.server_of_agent(agent) {
+            Ok((server, _)) => server,
+            Err(_) if self.names.environment(agent).is_ok() => agent.to_owned(),
+            Err(error) => return Err(error),
+        };
         let tasks = futures_util::stream::iter(tasks.into_iter().map(Ok));
-        Ok(Rollouts::run(self.client.clone(), &self.world, (&server, agent), tasks, DriverOptions::default()))
+        Ok(Rollouts::run(self.client.clone(), &self.world, (&server, agent), tasks, options))
     }
 
     /// Returns a client that calls the servers by name.

@@ -6,12 +6,12 @@ use std::sync::Arc;
 
 use gym_client::ServerClient;
 use gym_client::config::InstanceConfig;
-use gym_core::server::ServerKind;
+use gym_core::server::{GymnasiumServer, ServerKind};
 use gym_core::transport::Fenced;
 use gym_core::{AgentServer, EnvironmentServer, Error, Handler, ModelServer, ResourcesServer, Result};
 use serde::de::DeserializeOwned;
 
-use crate::agent::SimpleAgent;
+use crate::agent::{GymnasiumAgent, SimpleAgent};
 use crate::environment::Relay;
 use crate::model::{OpenAiModel, ScriptedModel, ScriptedPolicy, VllmModel};
 use crate::role::{RoleServer, ServerContext};
@@ -74,11 +74,15 @@ impl Servers {
         Self::default()
     }
 
-    /// Creates the set that the SDK ships: `simple_agent`, the `legacy_agent` relay, `openai_model`, `vllm_model` and `scripted_model`.
+    /// Creates the set that the SDK ships: the agents `simple_agent` and `gymnasium_agent`, the relay `legacy_agent`, and the models
+    /// `openai_model`, `vllm_model` and `scripted_model`.
     #[must_use]
     pub fn stock() -> Self {
         Self::none()
             .agent("simple_agent", |build| Ok(SimpleAgent::new(build.settings()?, build.client.clone())))
+            .agent("gymnasium_agent", |build| {
+                Ok(GymnasiumAgent::new(build.settings()?, build.client.clone(), &build.context.world))
+            })
             .environment("legacy_agent", |build| Ok(Relay::new(build.settings()?, build.client.clone())))
             .model("openai_model", |build| OpenAiModel::new(build.settings()?, &build.context.world))
             .model("vllm_model", |build| VllmModel::new(build.settings()?, &build.context.world))
@@ -104,6 +108,18 @@ impl Servers {
     ) -> Self {
         self.role(ServerKind::Resources, implementation, move |build| {
             Ok(RoleServer::resources(make(build)?, build.context))
+        })
+    }
+
+    /// Adds a resources server that replies as a user, for an agent such as `gymnasium_agent`, under an implementation name.
+    #[must_use]
+    pub fn gymnasium<S: GymnasiumServer>(
+        self,
+        implementation: &str,
+        make: impl Fn(&Build<'_>) -> Result<S> + Send + Sync + 'static,
+    ) -> Self {
+        self.role(ServerKind::Resources, implementation, move |build| {
+            Ok(RoleServer::gymnasium(make(build)?, build.context))
         })
     }
 
@@ -166,7 +182,7 @@ impl Servers {
         self.with(kind, implementation, move |build| Ok(Arc::new(make(build)?)))
     }
 
-    fn with(
+    pub(super) fn with(
         mut self,
         kind: ServerKind,
         implementation: &str,

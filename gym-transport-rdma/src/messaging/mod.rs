@@ -6,10 +6,10 @@
 //!             ◀─ Reassembly ──┘  cancel, failed, drain, ping, pong            urgent     └─ UcxSendQueue ◀─
 //! ```
 //!
-//! [`gym_core::transport::mux`] implements the calls of both ends. This module carries their messages over a fabric. It splits a
-//! message into chunks by a [layout] that both ends compute from the message's lengths, so the first chunk describes
-//! the whole message. A large segment is sent without a copy and received into a buffer of the pool. Requests are
-//! passed on in the order in which they were sent, whichever is complete first.
+//! [`gym_core::transport::mux`] implements the calls of both ends. This module carries their messages over a fabric. It
+//! splits a message into chunks by a [layout] that both ends compute from the message's lengths, so the first chunk
+//! describes the whole message. A large segment is sent without a copy and received into a buffer of the pool. Requests
+//! are passed on in the order in which they were sent, whichever is complete first.
 
 pub(crate) mod answering;
 pub(crate) mod calling;

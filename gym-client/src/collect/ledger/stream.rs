@@ -1,55 +1,57 @@
-//! A ledger that sends outcomes to a channel, for rollouts that are used as they arrive.
+//! The ledger of rollouts that a program consumes as a stream: keeps the last outcome of each rollout in flight, on no disk.
 
-use std::sync::{Mutex, PoisonError};
+use std::collections::HashMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use async_trait::async_trait;
 use gym_core::rollout::{Attempt, KeyState, Ledger, Outcome, TaskKey};
 use gym_core::{CallContext, Result};
-use tokio::sync::mpsc;
 
 use crate::collect::ledger::states::{KeyStates, OutcomeClass};
 
-/// A ledger that sends each outcome to a channel and stores none. Late attempts are rejected, as on disk.
+/// A ledger in memory. [`StreamLedger::take`] removes the outcome of a rollout that has ended, so the ledger holds at most one
+/// outcome for each rollout in flight.
 #[derive(Debug)]
 pub(in crate::collect) struct StreamLedger {
-    states: Mutex<KeyStates>,
-    ended: mpsc::Sender<Result<(TaskKey, Outcome)>>,
+    inner: Mutex<StreamState>,
+}
+
+#[derive(Debug)]
+struct StreamState {
+    states: KeyStates,
+    last: HashMap<TaskKey, Outcome>,
 }
 
 impl StreamLedger {
-    pub(in crate::collect) fn new(ended: mpsc::Sender<Result<(TaskKey, Outcome)>>) -> Self {
-        Self { states: Mutex::new(KeyStates::new()), ended }
+    pub(in crate::collect) fn new() -> Self {
+        Self { inner: Mutex::new(StreamState { states: KeyStates::new(), last: HashMap::new() }) }
     }
 
-    fn states(&self) -> std::sync::MutexGuard<'_, KeyStates> {
-        self.states.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Removes and returns the outcome that was recorded last.
+    pub(in crate::collect) fn take(&self, key: TaskKey) -> Option<Outcome> {
+        self.lock().last.remove(&key)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, StreamState> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 #[async_trait]
 impl Ledger for StreamLedger {
     fn state(&self, key: TaskKey) -> KeyState {
-        self.states().state(key)
+        self.lock().states.state(key)
     }
 
     fn begin(&self, key: TaskKey) -> Result<Attempt> {
-        self.states().begin(key).map_err(|late| late.into_error("begin an attempt at rollout", &key))
+        self.lock().states.begin(key).map_err(|late| late.into_error("begin an attempt at rollout", &key))
     }
 
-    async fn record(&self, cx: &CallContext, attempt: Attempt, outcome: Outcome) -> Result<()> {
-        let place = cx.bound(gym_core::Execution::NotStarted, async {
-            self.ended
-                .reserve()
-                .await
-                .map_err(|_| gym_core::Error::internal("the receiver of the rollouts was dropped"))
-        });
-        let place = place.await?;
-        {
-            let mut states = self.states();
-            states.claim(attempt).map_err(|late| late.into_error("record", &attempt))?;
-            states.on_disk(attempt, OutcomeClass::of(&outcome));
-        }
-        place.send(Ok((attempt.key, outcome)));
+    async fn record(&self, _: &CallContext, attempt: Attempt, outcome: Outcome) -> Result<()> {
+        let mut inner = self.lock();
+        inner.states.claim(attempt).map_err(|late| late.into_error("record", &attempt))?;
+        inner.states.on_disk(attempt, OutcomeClass::of(&outcome));
+        inner.last.insert(attempt.key, outcome);
         Ok(())
     }
 

@@ -18,6 +18,7 @@ use tokio::time::Instant;
 use crate::client::{CallOptions, ServerClient};
 use crate::collect::run::outcome::{AttemptResult, classify, contradiction};
 use crate::collect::run::progress::CollectProgress;
+use crate::collect::run::rollouts::RolloutSender;
 use crate::collect::run::row::RolloutRow;
 
 /// Concurrency, attempts and deadlines of a collection; [`DriverOptions::default`] sets the defaults.
@@ -60,6 +61,8 @@ pub struct Driver {
     world: World,
     options: DriverOptions,
     progress: Arc<CollectProgress>,
+    /// Receives each rollout at its end, if a program consumes them as a stream.
+    ended: Option<RolloutSender>,
 }
 
 /// The way in which a run ended.
@@ -75,7 +78,7 @@ impl Driver {
     /// Creates a driver that sends with `client` and records in `ledger`.
     #[must_use]
     pub fn new(client: ServerClient, ledger: Arc<dyn Ledger>, world: &World, options: DriverOptions) -> Self {
-        Self { client, ledger, world: world.clone(), options, progress: Arc::default() }
+        Self { client, ledger, world: world.clone(), options, progress: Arc::default(), ended: None }
     }
 
     /// Counts in `progress` instead of in counters of its own.
@@ -85,7 +88,13 @@ impl Driver {
         self
     }
 
-    /// Returns the counters.
+    /// The same driver, which sends each rollout at its end.
+    pub(super) fn sending_to(mut self, ended: RolloutSender) -> Self {
+        self.ended = Some(ended);
+        self
+    }
+
+    /// The counters.
     #[must_use]
     pub fn progress(&self) -> Arc<CollectProgress> {
         Arc::clone(&self.progress)
@@ -170,8 +179,9 @@ impl Driver {
 
     /// Attempts one rollout until it is recorded or its attempts are used up. Returns only errors of the ledger.
     async fn rollout(&self, row: Arc<RolloutRow>) -> Result<()> {
-        let _in_flight = self.progress.begin();
-        // Superseded attempts. They end soon, because the deadlines of their calls have passed.
+        let in_flight = self.progress.begin();
+        let started = Instant::now();
+        // Attempts that were superseded. They end by themselves, soon: their calls' deadline has passed.
         let mut stragglers: Option<JoinSet<()>> = None;
         let mut begun = 0;
         let ended = loop {
@@ -224,6 +234,10 @@ impl Driver {
         // Decided only after all attempts have ended: a superseded attempt may have completed the rollout.
         if ended.is_ok() && self.ledger.state(row.key) != KeyState::Completed {
             self.progress.give_up();
+        }
+        drop(in_flight);
+        if let (Ok(()), Some(sender)) = (&ended, &self.ended) {
+            sender.send(&row, begun, started.elapsed()).await;
         }
         ended
     }

@@ -8,5 +8,5 @@ mod row;
 
 pub use driver::{Driver, DriverOptions, RunEnd};
 pub use progress::{AgentScore, CollectProgress, ProgressSnapshot};
-pub use rollouts::{Rollout, Rollouts};
+pub use rollouts::{Rollout, RolloutError, Rollouts};
 pub use row::RolloutRow;

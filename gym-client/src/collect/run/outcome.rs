@@ -107,7 +107,13 @@ pub(crate) fn reward_of(row: &RawObject) -> Option<f64> {
     number(row.get_as("reward").ok()?).ok()?
 }
 
-/// Converts a reward: a number, or a boolean as Python counts it; `null` means no reward.
+/// The message of a failure's row: that of its error, or else its class.
+pub(super) fn failure_message(row: &RawObject) -> String {
+    let text = |key: &str| row.get_as::<String>(key).ok().flatten();
+    text("_ng_failure_message").or_else(|| text("_ng_failure_class")).unwrap_or_default()
+}
+
+/// What counts as a reward: a number, or Python's bool; `null` is none.
 fn number(reward: Option<Value>) -> std::result::Result<Option<f64>, Value> {
     match reward {
         None | Some(Value::Null) => Ok(None),

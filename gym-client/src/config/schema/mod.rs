@@ -198,6 +198,63 @@ fn lenient_integer<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<
 }
 
 impl GymConfig {
+    /// Creates a configuration without files and without servers.
+    #[must_use]
+    pub fn without_files() -> Self {
+        let origin = Origin::of("program");
+        let host = Ipv4Addr::LOCALHOST.to_string();
+        Self {
+            instances: Vec::new(),
+            head: HeadConfig { host: host.clone(), port: 0 },
+            transport_policy: None,
+            default_host: host,
+            ports: PortRange { low: 10_001, high: 20_000 },
+            disallowed_ports: Vec::new(),
+            variables: serde_json::Map::new(),
+            merged: Value::Object(serde_json::Map::new()),
+            relays: Vec::new(),
+            files: Vec::new(),
+            warnings: Vec::new(),
+            raw: Node::map(Vec::new(), &origin),
+        }
+    }
+
+    /// Adds a server that a program implements under the name of the instance, without settings.
+    ///
+    /// # Errors
+    /// If the configuration has a server of this name.
+    pub fn add_server(&mut self, kind: ServerKind, name: &str) -> Result<(), ConfigError> {
+        let origin = Origin::of("program");
+        if let Some(known) = self.instance(name) {
+            let what = format!("there are two servers '{name}'; the other one is in {}", known.origin);
+            return Err(Problem::new(Mistake::Composition, &origin, name, what).fix("rename one of them").into());
+        }
+        let block = serde_json::json!({ kind.as_str(): { name: {} } });
+        self.instances.push(InstanceConfig {
+            name: name.to_owned(),
+            kind,
+            implementation: name.to_owned(),
+            host: self.default_host.clone(),
+            port: None,
+            num_workers: None,
+            entrypoint: None,
+            domain: None,
+            references: Vec::new(),
+            datasets: Vec::new(),
+            settings: serde_json::Map::new(),
+            node: Node::map(Vec::new(), &origin),
+            origin: origin.clone(),
+            unresolved: Vec::new(),
+        });
+        if let Some(raw) = self.raw.as_map_mut() {
+            raw.set(Key::Text(name.to_owned()), Node::from_json(&block, &origin));
+        }
+        if let Some(merged) = self.merged.as_object_mut() {
+            merged.insert(name.to_owned(), block);
+        }
+        Ok(())
+    }
+
     /// Returns the instance with this name.
     #[must_use]
     pub fn instance(&self, name: &str) -> Option<&InstanceConfig> {

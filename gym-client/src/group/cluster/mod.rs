@@ -1,4 +1,4 @@
-//! The virtual cluster as users hold it: bundles on nodes, and the groups that run on them.
+//! Virtual clusters: bundles on nodes, and the groups that run on them.
 //!
 //! ```no_run
 //! # use gym_core::group::{cluster::ClusterSpec}; use gym_core::{CallContext, InProcess, Result};
@@ -35,18 +35,18 @@ use crate::group::usage::visible_gpus;
 pub use file::ClusterFile;
 use lease::{BundleLeases, LeaseGate};
 
-/// Bundles on nodes. Nothing is looked for or started before it is used; cheap to keep.
+/// A set of bundles placed on nodes. Placement and processes start on first use.
 #[derive(Debug)]
 pub struct VirtualCluster {
     spec: ClusterSpec,
     provisioner: Box<dyn Provisioner>,
-    /// Nodes that stand for real ones, if that was asked for.
+    /// The simulated nodes, if the cluster is simulated.
     simulated: Option<Vec<NodeResources>>,
     unified: bool,
     leases: BundleLeases,
     groups: Arc<ClusterGroups>,
     placed: Mutex<Option<Arc<Placement>>>,
-    /// From the first group on, if it was asked for.
+    /// Runs from the start of the first group, if `monitor_memory` is set.
     monitor: Mutex<Option<Arc<NodeMonitor>>>,
 }
 

@@ -1,4 +1,4 @@
-//! What happens to ranks, as their provisioner tells it.
+//! Events of ranks, as their provisioner reports them.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -7,51 +7,51 @@ use gym_core::group::{Rank, RankExit};
 use gym_core::{Endpoint, Incarnation};
 use tokio::sync::watch;
 
-/// Something that happened to a rank.
+/// An event of a rank.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum RankEvent {
-    /// Its process (or task) exists; the worker is being made.
+    /// Its process or task runs; the worker is being created.
     Started {
-        /// Which rank.
+        /// The rank.
         rank: Rank,
-        /// Which life of it.
+        /// The incarnation.
         incarnation: Incarnation,
-        /// Its process; `None` for a rank that has none of its own.
+        /// Process id; `None` for a rank without its own process.
         pid: Option<u32>,
     },
-    /// It can be called.
+    /// The rank accepts calls.
     Ready {
-        /// Which rank.
+        /// The rank.
         rank: Rank,
-        /// Which life of it.
+        /// The incarnation.
         incarnation: Incarnation,
-        /// Where, best first.
+        /// The endpoints, in order of preference.
         endpoints: Vec<Endpoint>,
     },
-    /// It uses more than nine tenths of the memory that it may; told once for each life.
+    /// The rank uses more than 90 % of its memory limit. Reported once for each incarnation.
     MemoryHigh {
-        /// Which rank.
+        /// The rank.
         rank: Rank,
-        /// Which life of it.
+        /// The incarnation.
         incarnation: Incarnation,
-        /// Resident bytes.
+        /// Resident memory in bytes.
         resident_bytes: u64,
         /// The limit in bytes.
         limit_bytes: u64,
     },
-    /// It is gone, with everything it had started.
+    /// The rank and all its descendants have exited.
     Exited {
-        /// Which rank.
+        /// The rank.
         rank: Rank,
-        /// How.
+        /// How it ended.
         exit: RankExit,
     },
 }
 
-/// The events of one deployment. Each reader gets those so far, then the others as they come.
+/// The events of one deployment. Each reader receives the events so far, then new ones as they happen.
 ///
-/// Nothing is ever dropped: a life of a rank makes at most four events, and the restart budget bounds the lives.
+/// No event is dropped. An incarnation has at most four events, and the restart budget bounds the incarnations.
 #[derive(Clone, Debug)]
 pub(crate) struct EventLog {
     events: Arc<Mutex<Vec<RankEvent>>>,
@@ -69,11 +69,11 @@ impl EventLog {
         self.count.send_replace(events.len());
     }
 
-    /// Ends when the last clone of the log is gone.
+    /// The stream ends when the last clone of the log is dropped.
     pub(crate) fn stream(&self) -> BoxStream<'static, RankEvent> {
         let start = (Arc::clone(&self.events), self.count.subscribe(), 0);
         let next = |(events, mut count, read): (Arc<Mutex<Vec<RankEvent>>>, watch::Receiver<usize>, usize)| async move {
-            // An error means that no more can come; what is there is read all the same.
+            // An error means that no more events follow; those in the log are still read.
             let _ = count.wait_for(|count| *count > read).await;
             let event = events.lock().unwrap_or_else(PoisonError::into_inner).get(read).cloned();
             event.map(|event| (event, (events, count, read + 1)))

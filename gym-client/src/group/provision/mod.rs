@@ -1,5 +1,4 @@
-//! Where workers run: ports held for them, the environment of a rank, and the ranks themselves, in this process or as children
-//! of it.
+//! Provisioners: start ranks in child processes or in this process, with their ports and environment.
 //!
 //! ```text
 //!   Provisioner ── launch ──► Deployment ── events ──► Started ▸ Ready(endpoints) ▸ MemoryHigh ▸ Exited(why)
@@ -7,8 +6,8 @@
 //!     InProcess: tasks            └── restart(lives) · kill(rank) · usage() · shutdown(grace)
 //! ```
 //!
-//! A provisioner starts and ends ranks and says what becomes of them. Whether a rank is started again, and when it may be
-//! called, is the group's business ([`crate::group::supervise::group`]).
+//! A provisioner starts and ends ranks and reports their events. The supervisor of the group decides on restarts, and when a rank may be
+//! called.
 
 pub(crate) mod deployment;
 pub(crate) mod events;

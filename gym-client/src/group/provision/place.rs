@@ -1,4 +1,4 @@
-//! Where a rank runs, and where the ranks of a group meet.
+//! The place of a rank, and the rendezvous of a group.
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr};
@@ -9,32 +9,32 @@ use gym_core::group::Rank;
 
 use crate::group::provision::ports::{HeldPort, SearchOrder, search};
 
-/// Where one rank runs.
+/// The place of one rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RankPlace {
-    /// Its number in the group.
+    /// Number of the rank in the group.
     pub rank: Rank,
     /// Its name, as in logs: `<group>-<node>-<bundle>`. Unique within the group.
     pub name: String,
-    /// How many ranks the group has.
+    /// Number of ranks in the group.
     pub world_size: u32,
-    /// The index of its (first) bundle on its node.
+    /// Index of its first bundle on the node.
     pub local_rank: u32,
-    /// The index of its node.
+    /// Index of its node.
     pub node_rank: u32,
-    /// Its GPUs, as `CUDA_VISIBLE_DEVICES` names them; none on a node without.
+    /// Its GPUs, as in `CUDA_VISIBLE_DEVICES`; empty without GPUs.
     pub gpus: Vec<String>,
-    /// The bundles of its tied group, for the group's leader; `None` for the others.
+    /// The bundles of its tied ranks, for the leader of the tied ranks; `None` for the others.
     pub bundles: Option<Vec<u32>>,
-    /// Its tied group: ranks of the same number live and end together.
+    /// Ranks with the same number are tied: they start and end together.
     pub tied: u32,
-    /// The first of a hundred ports that the engine of its tied group has for itself on this node; the leader's alone.
+    /// The first of a hundred ports on this node that are reserved for the engine of its tied ranks; only for the leader.
     pub engine_port: Option<u16>,
 }
 
 impl RankPlace {
-    /// A rank on the bundle of the same number, on one node, without a GPU, tied to nobody.
+    /// A rank on the bundle of the same number, on one node, without a GPU and not tied.
     #[must_use]
     pub fn on_one_node(rank: Rank, world_size: u32) -> Self {
         let name = format!("worker-0-{rank}");
@@ -44,12 +44,12 @@ impl RankPlace {
     }
 }
 
-/// Where the ranks of a group meet: the same for all of them.
+/// The rendezvous of the ranks of a group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rendezvous {
-    /// The address of rank 0's node.
+    /// Address of rank 0's node.
     pub master_address: IpAddr,
-    /// A port there that is held for rank 0 to listen on.
+    /// A port on that node, reserved for rank 0 to listen on.
     pub master_port: u16,
     /// One address and held port for each rank, in rank order.
     pub available: Vec<(IpAddr, u16)>,
@@ -63,15 +63,15 @@ impl Rendezvous {
         [
             ("MASTER_ADDR", self.master_address.to_string()),
             ("MASTER_PORT", self.master_port.to_string()),
-            // Python's text of a list, which is how NeMo RL's workers read it.
+            // The text of a Python list, which NeMo RL's workers read.
             ("AVAILABLE_ADDR_LIST", format!("[{}]", addresses.join(", "))),
             ("AVAILABLE_PORT_LIST", format!("[{}]", ports.join(", "))),
         ]
     }
 }
 
-/// Ports held for one group on this machine, and the meeting point made of them. They are held as long as this lives, over
-/// all restarts.
+/// Ports reserved for one group on this machine, and the rendezvous that uses them. They are reserved until this is dropped, across all
+/// restarts.
 #[derive(Debug)]
 pub(crate) struct HeldRendezvous {
     _held: Vec<HeldPort>,

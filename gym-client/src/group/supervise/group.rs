@@ -1,4 +1,4 @@
-//! A group as users hold it: its start and end, restarts on request, status and usage.
+//! The supervised group: start and shutdown, restarts on request, status and usage.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -19,24 +19,24 @@ use crate::group::supervise::status::{self, RankStatus, RankUsage, StuckRank};
 use crate::group::supervise::supervisor::{GroupState, GroupStop, GroupSupervisor, RestartReply, SupervisorCommand};
 use crate::group::usage::node::NodeMonitor;
 
-/// Wishes that wait for the supervisor, which answers them at once: more callers than this at the same instant queue.
+/// Commands in the queue of the supervisor, which answers each at once. Further callers wait for a place.
 const COMMANDS: usize = 8;
-/// The death of a process is told when everything that it had started is gone as well, which takes this long at most.
+/// The exit of a process is reported when all its descendants have exited, at most this long after it.
 const EXIT_WAIT: Duration = Duration::from_secs(10);
 
-/// Ranks that are kept alive. Dropping it ends them at once; [`Group::shutdown`] does so in order.
+/// A supervised group. Dropping it kills its ranks; [`Group::shutdown`] lets running calls finish.
 pub struct Group {
     pub(super) shared: Arc<GroupState>,
     layout: RankLayout,
     memory_limit_bytes: Option<u64>,
     commands: mpsc::Sender<SupervisorCommand>,
     monitor: Option<Arc<NodeMonitor>>,
-    /// Given up when the group is shut down or dropped: others may use the bundles then.
+    /// Released when the group is shut down or dropped: other groups may use the bundles then.
     registration: Mutex<Option<GroupRegistration>>,
     _supervisor: AbortOnDropHandle<()>,
 }
 
-/// Why a group did not start: which ranks, and how each of them ended.
+/// The error of a group that did not start, with the ranks that failed and how each of them ended.
 pub struct StartError {
     group: Arc<str>,
     cause: Error,
@@ -44,11 +44,10 @@ pub struct StartError {
 }
 
 impl Group {
-    /// Starts the ranks of `spec` and waits until all of them take calls.
+    /// Starts the ranks of `spec` and waits until all of them accept calls.
     ///
     /// # Errors
-    /// When `provisioner` starts none; when a rank ended and may not be started again; when `cx` ends first. Nothing is left
-    /// of the group then.
+    /// If `provisioner` fails; if a rank ends and is not restarted; if `cx` ends first. No rank is left running then.
     pub async fn start(
         cx: &CallContext,
         provisioner: &dyn Provisioner,
@@ -95,10 +94,10 @@ impl Group {
         }
     }
 
-    /// Waits until every rank takes calls.
+    /// Waits until every rank accepts calls.
     ///
     /// # Errors
-    /// When a rank has ended for good, which names it and says how; when `cx` ends first.
+    /// If a rank has ended and is not restarted, with the rank and its exit; if `cx` ends first.
     pub async fn ready(&self, cx: &CallContext) -> Result<(), StartError> {
         let lost = |member: &&Member| match member.state {
             RankState::Dead => !self.shared.options.restart_on_failure,
@@ -127,14 +126,14 @@ impl Group {
         Err(StartError { group: Arc::clone(&self.shared.name), cause, failed })
     }
 
-    /// Starts every rank again that has ended, and returns those ranks when all ranks take calls. Nothing has failed: none.
+    /// Restarts all exited ranks, waits until every rank accepts calls, and returns the restarted ranks. Returns an empty list if no rank
+    /// had exited.
     ///
-    /// Works without `restart_on_failure` too; each restart counts against the budget. Ranks whose restart is under way by
-    /// itself are waited for.
+    /// Works without `restart_on_failure`, too. Each restart counts against the budget. The pause of an automatic restart ends at once.
     ///
     /// # Errors
-    /// `ResourceExhausted` naming the ranks whose budget is spent, after the others are restarted; when a restarted rank ends
-    /// again; when `cx` ends first.
+    /// `ResourceExhausted` with the ranks whose budget is spent, after the others have restarted; if a restarted rank ends again; if `cx`
+    /// ends first.
     pub async fn restart_failed_workers(&self, cx: &CallContext) -> Result<Vec<Rank>> {
         let subject = format!("restart the failed ranks of {}", self.shared.name);
         self.await_exits(cx).await;
@@ -150,7 +149,7 @@ impl Group {
             }
             match self.ready(cx).await {
                 Ok(()) => return Ok(restarted),
-                // One whose end was told only meanwhile. It is begun or refused next, each rank once at most, so this ends.
+                // The exit of a rank was reported in the meantime. The next round restarts or rejects it, each rank at most once.
                 Err(error) if cx.check().is_ok() && error.failed().any(|rank| fresh(&rank, &restarted)) => {}
                 Err(error) => return Err(Error::from(error).about(subject)),
             }
@@ -164,7 +163,7 @@ impl Group {
         answer.await.map_err(|_| gone())
     }
 
-    /// As [`Group::ready`], apart from the ranks in `except`.
+    /// As [`Group::ready`], except for the ranks in `except`.
     async fn settled(&self, cx: &CallContext, except: &[Rank]) -> Result<(), StartError> {
         let mut view = self.shared.view.subscribe();
         let moving = |member: &Member| {
@@ -178,8 +177,8 @@ impl Group {
         waited.await.map_err(|cause| StartError { group: Arc::clone(&self.shared.name), cause, failed: Vec::new() })
     }
 
-    /// A call fails as soon as the connection to a dead rank breaks, which is before its death is told. So: who does not
-    /// answer now is waited for until something is known of it.
+    /// Waits for the exits of ranks that do not answer a probe: a call fails as soon as the connection breaks, which is before the exit is
+    /// reported.
     async fn await_exits(&self, cx: &CallContext) {
         let healthy: Vec<_> = {
             let records = self.shared.records();
@@ -201,23 +200,23 @@ impl Group {
         join_all(waits).await;
     }
 
-    /// Sends calls that any rank may take to the ranks in turn, to the least busy, …: as the group's configuration says.
+    /// Returns a balancer of calls that any rank can run, with the rule of [`GroupOptions::balance`].
     ///
     /// # Errors
-    /// `InvalidArgument` when it has weights that are not one for each rank.
+    /// `InvalidArgument` if there is not one weight for each rank.
     pub fn balancer(self: &Arc<Self>) -> Result<Balancer> {
         let balance = self.shared.options.balance.clone().unwrap_or_default();
         Balancer::new(Arc::clone(self) as Arc<dyn WorkerGroup>, balance)
     }
 
-    /// How each rank is, in rank order. Never waits for a rank.
+    /// The status of each rank, in rank order. Never waits for a rank.
     #[must_use]
     pub fn worker_status(&self) -> Vec<RankStatus> {
         let now = Instant::now();
         self.shared.records().iter().map(|record| status::status(record, now, &self.shared.options)).collect()
     }
 
-    /// What each rank uses, in rank order, as last sampled. Never waits for a rank.
+    /// The resource usage of each rank, in rank order, as last sampled. Never waits for a rank.
     #[must_use]
     pub fn resource_usage(&self) -> Vec<RankUsage> {
         let usage = self.shared.deployment.usage();
@@ -230,26 +229,26 @@ impl Group {
         places.into_iter().map(rank).collect()
     }
 
-    /// Ranks that live and do not move: no heartbeat, or a call without progress. Reads only; ends nothing.
+    /// Ranks that run without a heartbeat, or with a call without progress. Ends no rank.
     #[must_use]
     pub fn detect_stuck_workers(&self) -> Vec<StuckRank> {
         let now = Instant::now();
         self.shared.records().iter().filter_map(|record| status::stuck(record, now, &self.shared.options)).collect()
     }
 
-    /// Ends a rank as a crash would: for drills.
+    /// Kills a rank as a crash would: for tests of failures.
     ///
     /// # Errors
-    /// `NotFound` for a rank that does not live.
+    /// `NotFound` if the rank does not run.
     pub async fn kill(&self, rank: Rank) -> Result<()> {
         self.shared.deployment.kill(rank, None).await
     }
 
-    /// Takes no new calls, asks every rank to end, kills after `grace` those that have not, and returns when they are gone.
-    /// Again: nothing.
+    /// Rejects new calls, asks every rank to stop, kills ranks that still run after `grace`, and returns when all have exited. Later calls
+    /// have no effect.
     ///
     /// # Errors
-    /// A rank that could not even be killed.
+    /// If a rank could not be killed.
     pub async fn shutdown(&self, grace: Duration) -> Result<()> {
         let stopped = self.shared.stop(grace).await;
         self.registration.lock().unwrap_or_else(PoisonError::into_inner).take();
@@ -257,7 +256,7 @@ impl Group {
     }
 }
 
-/// Whether a rank is dead without having been started again by this call.
+/// Returns `true` if a rank is dead and this call has not restarted it.
 fn fresh((rank, state, _): &(Rank, RankState, Option<&RankExit>), restarted: &[Rank]) -> bool {
     *state == RankState::Dead && !restarted.contains(rank)
 }
@@ -301,13 +300,13 @@ impl fmt::Debug for Group {
 }
 
 impl StartError {
-    /// What ended the wait.
+    /// The cause.
     #[must_use]
     pub fn cause(&self) -> &Error {
         &self.cause
     }
 
-    /// The ranks that do not take calls, ascending.
+    /// The ranks that do not accept calls, ascending, with their states and exits.
     pub fn failed(&self) -> impl Iterator<Item = (Rank, RankState, Option<&RankExit>)> {
         self.failed.iter().map(|member| (member.rank, member.state, member.exit.as_deref()))
     }

@@ -1,4 +1,4 @@
-//! The same as [`Group::worker_status`](crate::group::supervise::group::Group::worker_status) and its siblings, as Prometheus metrics.
+//! Status and usage of the ranks as Prometheus metrics.
 
 use std::fmt;
 use std::sync::{Arc, Weak};
@@ -18,13 +18,12 @@ use crate::group::supervise::status;
 use crate::group::supervise::supervisor::GroupState;
 use crate::group::usage::process::ProcessUsage;
 
-/// Reads a group whenever metrics are asked for. Register it as a collector; a group that is gone has no metrics.
+/// Prometheus collector of a group, read at each scrape. A dropped group has no metrics.
 pub struct GroupMetrics(Weak<GroupState>);
 
 impl Group {
-    /// This group's metrics, for a registry's `register_collector`: by `group` and `rank`, whether it is up, its incarnation,
-    /// restarts, seconds since its last heartbeat, whether it is stuck, CPU, memory and its peak, GPU memory, how it is reached. What is not known is left
-    /// out, never 0.
+    /// Returns the collector of this group's metrics, for a registry's `register_collector`. By `group` and `rank`: up, incarnation, restarts,
+    /// seconds since the last heartbeat, stuck, CPU, memory and its peak, GPU memory, and the connection. Unknown values are left out.
     #[must_use]
     pub fn metrics(&self) -> GroupMetrics {
         GroupMetrics(Arc::downgrade(&self.shared))
@@ -70,7 +69,7 @@ impl Collector for GroupMetrics {
     }
 }
 
-/// What a gauge reads.
+/// The source of a gauge.
 struct Rank<'a> {
     record: &'a RankRecord,
     usage: Option<&'a ProcessUsage>,
@@ -82,7 +81,7 @@ struct RankGauge {
     name: &'static str,
     help: &'static str,
     unit: Option<Unit>,
-    /// `None` for what is not known.
+    /// `None` if the value is unknown.
     of: fn(&Rank<'_>) -> Option<f64>,
 }
 

@@ -1,4 +1,4 @@
-//! Keeps the ranks of a group alive.
+//! The supervisor of a group: connects to its ranks, probes them, and restarts them.
 
 mod group;
 mod metrics;

@@ -1,4 +1,4 @@
-//! How a group is kept alive.
+//! Options of a supervised group.
 
 use std::fmt;
 use std::sync::Arc;
@@ -13,32 +13,33 @@ use gym_core::registry::Balance;
 use crate::group::supervise::subset::RankSubset;
 use crate::transport::Transports;
 
-/// Restarts of one rank in the life of its group, when restarts are on and no number is given.
+/// Default of [`GroupOptions::max_restarts`].
 pub const DEFAULT_MAX_RESTARTS: u32 = 3;
 
-/// How a group is reached, watched and restarted.
+/// Options of a group: transports, layout, heartbeats and restarts.
 #[derive(Clone)]
 #[non_exhaustive]
 pub struct GroupOptions {
-    /// Transports to reach the ranks with.
+    /// The transports to the ranks.
     pub transports: Transports,
-    /// The ranks' axes; a line of all ranks unless given.
+    /// The ranks' axes. The default is one axis with all ranks.
     pub layout: Option<RankLayout>,
-    /// Whether a rank that ended is started again by itself. Off unless asked for; a call that failed is never repeated.
+    /// Restarts ranks that end. Off by default. A failed call is never repeated.
     pub restart_on_failure: bool,
-    /// Restarts of each rank in the life of the group, by itself or by [`Group::restart_failed_workers`](crate::group::supervise::group::Group).
+    /// The restart budget of each rank, for automatic restarts and for
+    /// [`Group::restart_failed_workers`](crate::group::Group::restart_failed_workers). The default is 3.
     pub max_restarts: u32,
-    /// Pause before a rank's restart by itself: this long, then twice as long, …
+    /// Pause before the first automatic restart of a rank, doubled for each further one. The default is 1 s.
     pub backoff_min: Duration,
-    /// … up to this. A rank that has served for longer than this starts again with the shortest pause.
+    /// The longest pause. A rank that served for longer than this restarts after the shortest pause. The default is 30 s.
     pub backoff_max: Duration,
-    /// Pause between two looks at each rank.
+    /// Pause between two heartbeats of each rank. The default is 5 s.
     pub heartbeat: Duration,
-    /// A rank that has not answered for this long is suspect, and not called until it does.
+    /// A rank without a heartbeat for this long is suspect and gets no calls until the next heartbeat. The default is 15 s.
     pub silence_max: Duration,
-    /// A call that has told of no progress for this long is stuck. See [`CallContext::progress`].
+    /// A call without progress for this long is stuck; see [`CallContext::progress`]. The default is 600 s.
     pub stall: Duration,
-    /// How [`Group::balancer`](crate::group::supervise::group::Group::balancer) chooses; `None`: the least busy.
+    /// The rule of [`Group::balancer`](crate::group::Group::balancer). The default, `None`, is the least busy rank.
     pub balance: Option<Balance>,
     pub(crate) on_restart: Option<Arc<OnRestart>>,
 }
@@ -46,7 +47,7 @@ pub struct GroupOptions {
 pub(crate) type OnRestart = dyn Fn(RankSubset, CallContext) -> BoxFuture<'static, Result<(), GroupError>> + Send + Sync;
 
 impl GroupOptions {
-    /// Ranks reached over these transports; no restarts.
+    /// Options without automatic restarts.
     #[must_use]
     pub fn new(transports: Transports) -> Self {
         Self {
@@ -64,7 +65,7 @@ impl GroupOptions {
         }
     }
 
-    /// Ranks that end are started again, each at most `max_restarts` times.
+    /// Restarts ranks that end, each at most `max_restarts` times.
     #[must_use]
     pub fn restarting(mut self, max_restarts: u32) -> Self {
         self.restart_on_failure = true;
@@ -78,8 +79,8 @@ impl GroupOptions {
         HealthPolicy { unhealthy_after: u32::MAX, healthy_after: 1, restarts_max: self.max_restarts, serving_min: 1 }
     }
 
-    /// A restarted rank is stale, and not called, until this method has succeeded on it: old weights must not serve. Ranks that are
-    /// tied are called together.
+    /// Calls this method on restarted ranks before they serve, for example to load the current weights. A restarted rank is stale and gets
+    /// no calls until the method has succeeded. Tied ranks are called together.
     #[must_use]
     pub fn on_restart<M: Method>(mut self, method: M, args: M::Args) -> Self {
         self.on_restart = Some(Arc::new(move |subset, cx| {

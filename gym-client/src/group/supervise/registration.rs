@@ -1,4 +1,4 @@
-//! Which groups run on the bundles of a cluster.
+//! Registrations of the groups that run on the bundles of a cluster.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -20,18 +20,18 @@ pub(crate) struct ClusterGroups(Mutex<(u64, BTreeMap<u64, RegisteredGroup>)>);
 struct RegisteredGroup {
     group: Arc<str>,
     bundles: Arc<BTreeSet<BundleId>>,
-    /// How it is ended; none while it starts.
+    /// Stops the group; `None` while it starts.
     stop: Option<GroupStop>,
 }
 
-/// A group's registration on its cluster; dropping it ends it.
+/// A group's registration on its cluster; ends when dropped.
 #[derive(Debug)]
 pub(crate) struct GroupRegistration {
     groups: Arc<ClusterGroups>,
     number: u64,
 }
 
-/// What a group has of the cluster that it runs on.
+/// The links from a group to the cluster that it runs on.
 #[derive(Debug)]
 pub(crate) struct ClusterBinding {
     pub(crate) gate: Option<Arc<dyn Gate>>,
@@ -73,12 +73,12 @@ impl ClusterGroups {
 }
 
 impl GroupRegistration {
-    /// Its number among the groups of the cluster.
+    /// Number of the group on the cluster.
     pub(crate) fn number(&self) -> u64 {
         self.number
     }
 
-    /// Tells how the group is ended.
+    /// Stores how to stop the group.
     pub(crate) fn ends_by(&self, stop: GroupStop) {
         if let Some(registered) = self.groups.lock().1.get_mut(&self.number) {
             registered.stop = Some(stop);

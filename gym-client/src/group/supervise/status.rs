@@ -1,4 +1,4 @@
-//! How the ranks of a group are, read without waiting for any of them.
+//! Status of the ranks of a group, read without waiting for a rank.
 
 use std::time::Duration;
 
@@ -9,80 +9,80 @@ use tokio::time::Instant;
 
 use crate::group::supervise::options::GroupOptions;
 use crate::group::supervise::record::RankRecord;
-use crate::group::usage::node::GpuUsage;
+use crate::group::usage::gpu::GpuUsage;
 use crate::group::usage::process::ProcessUsage;
 
-/// How one rank is.
+/// Status of one rank.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct RankStatus {
-    /// Which rank.
+    /// The rank.
     pub rank: Rank,
-    /// The index of its node.
+    /// Index of its node.
     pub node: u32,
-    /// Its GPUs, as `CUDA_VISIBLE_DEVICES` names them.
+    /// Its GPUs, as in `CUDA_VISIBLE_DEVICES`.
     pub gpus: Vec<String>,
-    /// Its process, if it has one of its own and lives.
+    /// Process id, if the rank has its own process and runs.
     pub pid: Option<u32>,
-    /// How it is.
+    /// Health state; see [`gym_core::group::health`].
     pub state: RankState,
-    /// Which life of it: the present one, or the last.
+    /// The current incarnation, or the last one.
     pub incarnation: Incarnation,
-    /// Restarts so far.
+    /// Restarts taken from the budget.
     pub restarts_used: u32,
-    /// Restarts that its budget still allows.
+    /// Restarts left in the budget.
     pub restarts_left: u32,
-    /// What it ran when it was last heard, oldest first.
+    /// Running calls at the last heartbeat, oldest first.
     pub running: Vec<RunningCall>,
-    /// Calls that waited for it then.
+    /// Queued calls at the last heartbeat.
     pub waiting: usize,
-    /// How long ago it was last heard; `None` when it has not been yet.
+    /// Time since the last heartbeat; `None` before the first one.
     pub heartbeat_age: Option<Duration>,
-    /// How it is reached, while it is.
+    /// The connection to the rank, if there is one.
     pub path: Option<PathInfo>,
-    /// What went wrong last, with the last lines of its standard error.
+    /// The last error, with the last lines of its standard error.
     pub last_error: Option<String>,
 }
 
-/// What one rank uses.
+/// Resource usage of one rank.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct RankUsage {
-    /// Which rank.
+    /// The rank.
     pub rank: Rank,
-    /// Processor, memory and GPU memory; `None` for a rank without a process of its own, or before its first sample.
+    /// CPU, memory and GPU memory; `None` for a rank without its own process, and before the first sample.
     pub host: Option<ProcessUsage>,
-    /// The most memory that it may use, in bytes; `None` without a limit.
+    /// Memory limit in bytes; `None` without a limit.
     pub memory_limit_bytes: Option<u64>,
-    /// Its GPUs; empty without, and on a cluster without `monitor_memory`. What others use of them is in it.
+    /// Usage of its GPUs by all processes. Empty without GPUs, and on a cluster without `monitor_memory`.
     pub gpus: Vec<GpuUsage>,
 }
 
-/// A rank that lives and does not move.
+/// A rank that runs without a heartbeat or without progress.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StuckRank {
-    /// Which rank.
+    /// The rank.
     pub rank: Rank,
-    /// Which life of it.
+    /// The incarnation.
     pub incarnation: Incarnation,
-    /// The method that it runs, as last heard; `None` when it was running none then.
+    /// The method that it ran at the last heartbeat, if any.
     pub method: Option<String>,
-    /// How long that call has been running.
+    /// How long that call has run.
     pub elapsed: Duration,
-    /// How long nothing has moved.
+    /// Time since the last heartbeat or progress.
     pub still: Duration,
-    /// What is missing.
+    /// The reason.
     pub reason: StuckReason,
 }
 
-/// What a stuck rank does not give.
+/// Why a rank counts as stuck.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum StuckReason {
-    /// A heartbeat, although its process exists.
+    /// No heartbeat, although its process exists.
     NoHeartbeat,
-    /// Progress of the call that it runs.
+    /// No progress of the running call.
     NoProgress,
 }
 
@@ -105,7 +105,7 @@ pub(super) fn status(record: &RankRecord, now: Instant, options: &GroupOptions) 
     }
 }
 
-/// Whether a rank is stuck. A dead one is not, an idle one never.
+/// Reports a stuck rank. Ended ranks and idle ranks with heartbeats are not stuck.
 pub(super) fn stuck(record: &RankRecord, now: Instant, options: &GroupOptions) -> Option<StuckRank> {
     if !matches!(record.state(), RankState::Healthy | RankState::Suspect | RankState::Stale) {
         return None;

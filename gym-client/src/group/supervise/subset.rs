@@ -1,4 +1,4 @@
-//! A subset of ranks as a group of its own, so that ranks that take no calls yet can be prepared.
+//! A subset of ranks as a separate group, so that ranks that accept no calls yet can be prepared.
 
 use std::sync::Arc;
 
@@ -6,7 +6,7 @@ use gym_core::Result;
 use gym_core::group::{Gate, GroupView, Member, RankLayout, RankState, WorkerGroup};
 use tokio::sync::watch;
 
-/// A group of some ranks of another, which are called whatever their state.
+/// A group of some ranks of another group. The ranks are called in any state.
 #[derive(Debug)]
 pub(crate) struct RankSubset {
     name: Arc<str>,
@@ -16,7 +16,7 @@ pub(crate) struct RankSubset {
 }
 
 impl RankSubset {
-    /// `gate`: the other group's.
+    /// `gate`: that of the other group.
     pub(crate) fn of(name: Arc<str>, members: Vec<Member>, gate: Option<Arc<dyn Gate>>) -> Result<Self> {
         let ranks = members.iter().map(|member| member.rank).collect();
         let layout = RankLayout::from_ranks([("rank".to_owned(), members.len())], ranks)?;

@@ -1,4 +1,4 @@
-//! The task that keeps a group's ranks: hears what becomes of them, connects to them, looks at them, starts them again.
+//! The supervisor's task: receives the events of a group's ranks, connects to them, probes them and restarts them.
 
 use std::collections::BTreeSet;
 use std::panic::AssertUnwindSafe;
@@ -21,34 +21,34 @@ use crate::group::supervise::options::GroupOptions;
 use crate::group::supervise::record::{self, AfterExit, RankRecord};
 use crate::group::supervise::subset::RankSubset;
 
-/// A rank that has just said where it serves is reached within this time, or never.
+/// Time to connect to a rank that has reported its endpoints.
 const CONNECT_WAIT: Duration = Duration::from_secs(10);
-/// An answer to "how are you" takes microseconds; this leaves room for a machine that swaps.
+/// A status request takes microseconds; this leaves time for a machine that swaps.
 const PROBE_WAIT: Duration = Duration::from_secs(2);
-/// The declared method after a restart loads weights; it may take as long as a start.
+/// `on_restart` loads weights, which may take as long as a start.
 const PREPARE_WAIT: Duration = crate::group::provision::DEFAULT_START_TIMEOUT;
 
-/// What the group and its supervisor share.
+/// State shared by the group and its supervisor.
 #[derive(Debug)]
 pub(super) struct GroupState {
     pub(super) name: Arc<str>,
     pub(super) options: GroupOptions,
     pub(super) deployment: Box<dyn Deployment>,
     pub(super) view: watch::Sender<Arc<GroupView>>,
-    /// What each of its calls passes.
+    /// Admits the calls of the group.
     pub(super) gate: Option<Arc<dyn Gate>>,
     /// In rank order, from 0.
     records: Mutex<Vec<RankRecord>>,
 }
 
-/// What the group asks of its supervisor.
+/// A command of the group to its supervisor.
 #[derive(Debug)]
 pub(super) enum SupervisorCommand {
-    /// Start again whatever has ended; answered with the ranks that are, and those that may not be any more.
+    /// Restarts the ranks that have ended. The reply has the ranks that restart, and those without restarts left.
     RestartFailed(oneshot::Sender<RestartReply>),
 }
 
-/// What a wish for restarts came to.
+/// Result of [`SupervisorCommand::RestartFailed`].
 #[derive(Debug, Default)]
 pub(super) struct RestartReply {
     pub(super) begun: Vec<Rank>,
@@ -72,7 +72,7 @@ impl GroupState {
         self.records.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes no new calls, and ends all ranks.
+    /// Rejects new calls and ends all ranks.
     pub(super) async fn stop(&self, grace: Duration) -> Result<()> {
         for record in self.records().iter_mut() {
             record.note(HealthEvent::Stopped, &self.options);
@@ -81,13 +81,13 @@ impl GroupState {
         self.deployment.shutdown(grace).await
     }
 
-    /// Shows the world what is known now.
+    /// Publishes the records as a new view.
     pub(super) fn publish(&self) {
         let members: Vec<_> = self.records().iter().map(RankRecord::member).collect();
         self.view.send_modify(|view| *view = Arc::new(view.with(members)));
     }
 
-    /// Asks a rank how it is.
+    /// Requests the status of a rank.
     pub(super) async fn probe(control: &Channel) -> Result<WorkerStatus> {
         let request = Request::get(CallContext::within(PROBE_WAIT), Route::from_static(STATUS_ROUTE));
         let response = control.call(request).await?.into_result()?;
@@ -96,7 +96,7 @@ impl GroupState {
     }
 }
 
-/// Ends a group from outside, if it still lives.
+/// Stops a group from its cluster, if the group still exists.
 #[derive(Clone, Debug)]
 pub(crate) struct GroupStop(Weak<GroupState>);
 
@@ -113,13 +113,13 @@ impl GroupStop {
     }
 }
 
-/// What a job of the supervisor's came to.
+/// Result of a job of the supervisor.
 enum JobResult {
     Connected(Rank, Incarnation, Result<(Channel, Channel)>),
     /// These tied ranks were prepared after a restart.
     Prepared(Vec<(Rank, Incarnation)>, Result<()>),
     PauseOver(Rank, Incarnation),
-    /// Another life of these was begun, or could not be: the lives before would not go.
+    /// A restart of these ranks began, or failed because their last incarnations did not end.
     Restarted(Vec<(Rank, Incarnation)>, Result<()>),
     Probed(Rank, Incarnation, Option<WorkerStatus>),
     Nothing,
@@ -128,7 +128,7 @@ enum JobResult {
 pub(super) struct GroupSupervisor {
     shared: Arc<GroupState>,
     jobs: JoinSet<JobResult>,
-    /// Tied groups that are being started again, and those of them that have to be once more.
+    /// Tied ranks that are restarting, and those of them that must restart once more.
     restarting: BTreeSet<u32>,
     again: BTreeSet<u32>,
 }
@@ -138,7 +138,7 @@ impl GroupSupervisor {
         Self { shared, jobs: JoinSet::new(), restarting: BTreeSet::new(), again: BTreeSet::new() }
     }
 
-    /// Runs until it is dropped, or the deployment is.
+    /// Runs until it or the deployment is dropped.
     pub(super) async fn run(
         mut self,
         mut events: BoxStream<'static, RankEvent>,
@@ -154,7 +154,7 @@ impl GroupSupervisor {
                 },
                 Some(done) = self.jobs.join_next(), if !self.jobs.is_empty() => match done {
                     Ok(done) => self.done(done),
-                    Err(error) => tracing::error!(group = %self.shared.name, %error, "a job of the supervisor failed"),
+                    Err(error) => tracing::error!(group = %self.shared.name, %error, "supervisor job failed"),
                 },
                 Some(command) = commands.recv() => match command {
                     SupervisorCommand::RestartFailed(reply) => {
@@ -192,7 +192,7 @@ impl GroupSupervisor {
                 self.change(rank, incarnation, |record| record.memory_high = true);
             }
             RankEvent::Exited { rank, exit } => {
-                tracing::warn!(group = %self.shared.name, rank, incarnation = exit.incarnation, %exit, "a rank ended");
+                tracing::warn!(group = %self.shared.name, rank, incarnation = exit.incarnation, %exit, "rank ended");
                 let incarnation = Incarnation(exit.incarnation);
                 let ending = record::ended(&mut self.shared.records(), rank, exit, Instant::now(), &options);
                 self.shared.publish();
@@ -208,8 +208,8 @@ impl GroupSupervisor {
         }
     }
 
-    /// Has a job done. Others' code runs in it (transports, provisioners, methods): its panic is a failure, which is told like any
-    /// other, since somebody waits for what came of the job.
+    /// Runs a job. A panic in the job, whose code may come from transports, provisioners and methods, fails the job, because its result
+    /// is awaited.
     fn spawn<T>(
         &mut self,
         job: impl Future<Output = Result<T>> + Send + 'static,
@@ -226,12 +226,12 @@ impl GroupSupervisor {
         });
     }
 
-    /// Ends the processes of these. Their ends come as events.
+    /// Kills the processes of these ranks. Their exits follow as events.
     fn end(&mut self, lives: Vec<(Rank, Incarnation)>) {
         for (rank, life) in lives {
             let shared = Arc::clone(&self.shared);
             self.jobs.spawn(async move {
-                // One that is not there needs no end, and the next one is not meant.
+                // An incarnation that has ended need not be killed, and the next one must not be.
                 let _ = shared.deployment.kill(rank, Some(life)).await;
                 JobResult::Nothing
             });
@@ -243,7 +243,7 @@ impl GroupSupervisor {
         match done {
             JobResult::Connected(rank, incarnation, Ok((channel, control))) => {
                 self.change(rank, incarnation, |record| {
-                    // One that has ended meanwhile, with those it is tied to, has nothing left to reach.
+                    // The rank may have ended in the meantime.
                     if matches!(record.state(), RankState::Starting | RankState::Restarting) {
                         record.reached(channel, control, Instant::now());
                     }
@@ -251,7 +251,7 @@ impl GroupSupervisor {
                 self.serve_when_complete(rank);
             }
             JobResult::Connected(rank, incarnation, Err(error)) => {
-                // It cannot be used. Its end comes as an event, and is treated like any other.
+                // The rank cannot be used. Its exit follows as an event.
                 let why = format!("it cannot be reached where it says that it serves: {error}");
                 if self.change(rank, incarnation, |record| record.kill_reason = Some(why)).is_some() {
                     self.end(vec![(rank, incarnation)]);
@@ -260,7 +260,7 @@ impl GroupSupervisor {
             JobResult::Prepared(lives, prepared) => {
                 let ranks: Vec<Rank> = lives.iter().map(|(rank, _)| *rank).collect();
                 if let Err(error) = &prepared {
-                    tracing::error!(group = %self.shared.name, ?ranks, %error, "restarted ranks could not be made fit");
+                    tracing::error!(group = %self.shared.name, ?ranks, %error, "on_restart failed for restarted ranks");
                 }
                 let prepared = prepared.map_err(|error| error.to_string());
                 for (rank, incarnation) in lives {
@@ -274,10 +274,10 @@ impl GroupSupervisor {
             JobResult::Restarted(lives, begun) => {
                 self.restarted(&lives);
                 if let (Err(error), Some(&(rank, life))) = (begun, lives.first()) {
-                    // No event comes of a life that was never begun, and all that are tied end with one.
+                    // An incarnation that never started has no event, and the exit of one rank ends all tied ranks.
                     let exit = RankExit::start_failed(life, format!("it could not be started again: {error}"));
                     self.on_event(RankEvent::Exited { rank, exit });
-                    // Some may have been begun, this one among them.
+                    // Some of them may have started.
                     self.end(lives);
                 }
             }
@@ -295,7 +295,7 @@ impl GroupSupervisor {
         }
     }
 
-    /// Lets a rank and those tied to it serve, or prepares them, if all of them can be reached.
+    /// Once a rank and the ranks tied to it are connected, prepares them or lets them serve.
     fn serve_when_complete(&mut self, rank: Rank) {
         let unprepared =
             record::serve_when_complete(&mut self.shared.records(), rank, Instant::now(), &self.shared.options);
@@ -305,14 +305,14 @@ impl GroupSupervisor {
             return;
         }
         let lives = unprepared.iter().map(|member| (member.rank, member.incarnation)).collect();
-        // By one call: they may meet inside it.
+        // In one call, because the ranks may run a collective in it.
         let subset = RankSubset::of(Arc::clone(&self.shared.name), unprepared, self.shared.gate.clone());
         let preparing =
             async move { on_restart(subset?, CallContext::within(PREPARE_WAIT)).await.map_err(Error::from) };
         self.spawn(preparing, |prepared| JobResult::Prepared(lives, prepared));
     }
 
-    /// Starts the life after `last` of a rank and of those tied to it, unless somebody has already.
+    /// Starts the incarnation after `last` of a rank and of the ranks tied to it, unless it has started already.
     fn restart(&mut self, rank: Rank, last: Incarnation) {
         let lives: Vec<(Rank, Incarnation)> = {
             let mut records = self.shared.records();
@@ -321,7 +321,7 @@ impl GroupSupervisor {
             else {
                 return;
             };
-            // What is being started cannot be ended before it is there.
+            // An incarnation that is starting can be killed only when it has started.
             if !self.restarting.insert(tied) {
                 self.again.insert(tied);
                 return;
@@ -333,12 +333,12 @@ impl GroupSupervisor {
         self.shared.publish();
         let shared = Arc::clone(&self.shared);
         let again = lives.clone();
-        // What keeps a single one from starting comes as an event.
+        // If a single rank fails to start, that follows as an event.
         let restarting = async move { shared.deployment.restart(&CallContext::default(), &again).await };
         self.spawn(restarting, |begun| JobResult::Restarted(lives, begun));
     }
 
-    /// Those that were started again may have been given up meanwhile.
+    /// A restart has begun. The restarted ranks may have ended or been retired in the meantime.
     fn restarted(&mut self, lives: &[(Rank, Incarnation)]) {
         let Some(&(rank, life)) = lives.first() else { return };
         let (tied, over) = {
@@ -367,14 +367,14 @@ impl GroupSupervisor {
                 let lives: Vec<_> =
                     record::tied(&mut records, rank).map(|record| (record.place.rank, record.incarnation)).collect();
                 let ranks = lives.iter().map(|(rank, _)| *rank);
-                // Those that are tied are in the same state, but for one that failed to become fit: as good as dead.
+                // Tied ranks are in the same state, except when the preparation of one failed: then all count as dead.
                 let unprepared = record::tied(&mut records, rank)
                     .any(|record| record.state() == RankState::Stale && record.preparation_failed());
                 let pending = options.restart_on_failure;
                 let record = &records[rank as usize];
                 let (state, incarnation) = (record.state(), record.incarnation);
                 let allowed = match state {
-                    // Its restart is paid for and waits for its pause, which ends now.
+                    // Its restart is granted and waits for its pause, which ends now.
                     RankState::Dead if pending => true,
                     RankState::Dead => record::use_restarts(record::tied(&mut records, rank), &options),
                     RankState::Stale if unprepared => {
@@ -404,7 +404,7 @@ impl GroupSupervisor {
         restarts
     }
 
-    /// A look at every rank that can be reached and is not looked at yet.
+    /// Probes every connected rank that is not being probed.
     fn probe_all(&mut self) {
         let mut probes: Vec<(Rank, Incarnation, Channel)> = Vec::new();
         for record in self.shared.records().iter_mut().filter(|record| !record.probing) {

@@ -1,14 +1,13 @@
-//! Which GPUs this machine offers, found without loading a driver.
+//! The GPUs that this machine offers, found without loading a driver.
 //!
-//! First `CUDA_VISIBLE_DEVICES`, read as CUDA reads it, because whoever set it has decided. Without it the kernel driver's
-//! own list under `/proc`, as far as the device files exist: in a container the list shows the whole host, the device files only
-//! what was handed in.
+//! `CUDA_VISIBLE_DEVICES` comes first and is read as CUDA reads it. Without it, the list of the kernel driver under `/proc` counts, as
+//! far as the device files exist: in a container, the list shows all GPUs of the host, and the device files only those of the container.
 
 use std::fs;
 use std::path::Path;
 
-/// The devices that programs here may use, as they are written into `CUDA_VISIBLE_DEVICES`: indices, or the identifiers
-/// that whoever set the variable used. Empty where there is none.
+/// Returns the GPUs that programs may use, as in `CUDA_VISIBLE_DEVICES`: indices, or the identifiers in that variable. Empty if there is
+/// none.
 #[must_use]
 pub fn visible_gpus() -> Vec<String> {
     match std::env::var("CUDA_VISIBLE_DEVICES") {
@@ -17,13 +16,13 @@ pub fn visible_gpus() -> Vec<String> {
     }
 }
 
-/// CUDA takes the entries up to the first that is not valid, and ignores the rest.
+/// CUDA takes the entries before the first invalid one.
 fn named(list: &str) -> Vec<String> {
     let entries = list.split(',').map(str::trim);
     let valid = |entry: &&str| entry.parse::<u32>().is_ok() || entry.starts_with("GPU-") || entry.starts_with("MIG-");
     let mut taken: Vec<String> = Vec::new();
     for entry in entries.take_while(valid) {
-        // A device named twice leaves CUDA with none.
+        // If a device is listed twice, CUDA uses none.
         if taken.iter().any(|known| known == entry) {
             return Vec::new();
         }

@@ -1,4 +1,4 @@
-//! What ranks, nodes and GPUs use, sampled.
+//! Sampled usage of ranks, nodes and GPUs: CPU, memory, GPU memory.
 
 pub(in crate::group) mod devices;
 pub(in crate::group) mod gpu;
@@ -6,5 +6,6 @@ pub(in crate::group) mod node;
 pub(in crate::group) mod process;
 
 pub use devices::visible_gpus;
-pub use node::{GpuUsage, NodeUsage};
+pub use gpu::GpuUsage;
+pub use node::NodeUsage;
 pub use process::ProcessUsage;

@@ -1,56 +1,34 @@
-//! Memory of this node and of its GPUs, sampled while a cluster with `monitor_memory` lives.
+//! Memory of this node and of its GPUs, sampled while a cluster with `monitor_memory` exists.
 //!
-//! This is what all processes of a GPU use together; what a rank's own hold is in its [`ProcessUsage`](crate::group::usage::process::Usage).
+//! The usage of a GPU is that of all its processes. [`ProcessUsage`](crate::group::usage::process::ProcessUsage) has the GPU memory of
+//! one rank.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use tokio::time::{Instant, MissedTickBehavior, interval};
+use tokio::time::{MissedTickBehavior, interval};
 use tokio_util::task::AbortOnDropHandle;
 
-use crate::group::usage::devices::visible_gpus;
-use crate::group::usage::gpu;
+use crate::group::usage::gpu::{GpuSampler, GpuUsage};
 
 /// Pause between two samples of the node: a read of `/proc/meminfo` costs some ten microseconds.
 const NODE_PERIOD: Duration = Duration::from_secs(1);
-/// Pause between two samples of the GPUs: a process that opens all of them costs tenths of a second.
-const GPU_PERIOD: Duration = Duration::from_secs(10);
-const QUERY: &str = "--query-gpu=index,uuid,memory.used,memory.total,utilization.gpu";
-const MIB: u64 = 1 << 20;
 
-/// What a node uses.
+/// Memory usage of a node.
 #[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct NodeUsage {
     /// Its memory, in bytes.
     pub memory_bytes: u64,
-    /// What can still be used without swapping, in bytes.
+    /// Memory that can still be used without swapping, in bytes.
     pub available_bytes: u64,
-    /// The least of that that was seen, in bytes.
+    /// The least available memory since sampling began, in bytes.
     pub available_bytes_min: u64,
-    /// Its GPUs; empty where there are none, and where `nvidia-smi` is missing.
+    /// Its GPUs; empty if there are none, or `nvidia-smi` is missing.
     pub gpus: Vec<GpuUsage>,
 }
 
-/// What a GPU's processes use of it.
-#[derive(Clone, Debug, PartialEq)]
-#[non_exhaustive]
-pub struct GpuUsage {
-    /// Its index, as `nvidia-smi` counts.
-    pub index: u32,
-    /// Its own identifier, `GPU-…`.
-    pub uuid: String,
-    /// Memory in use, in bytes.
-    pub used_bytes: u64,
-    /// The most of it that was seen, in bytes.
-    pub used_bytes_peak: u64,
-    /// Its memory, in bytes.
-    pub memory_bytes: u64,
-    /// Share of the time in which it worked, in percent; `None` where it does not say.
-    pub busy_percent: Option<f64>,
-}
-
-/// Samples as long as it lives.
+/// Samples in the background until it is dropped.
 #[derive(Debug)]
 pub(crate) struct NodeMonitor {
     last: Arc<Mutex<Option<NodeUsage>>>,
@@ -58,7 +36,7 @@ pub(crate) struct NodeMonitor {
 }
 
 impl NodeMonitor {
-    /// Within a tokio runtime.
+    /// Must be called within a tokio runtime.
     pub(crate) fn start() -> Self {
         let last = Arc::default();
         let _task = AbortOnDropHandle::new(tokio::spawn(sample(Arc::clone(&last))));
@@ -69,7 +47,7 @@ impl NodeMonitor {
         self.last.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Those of these GPUs of which something is known; they are named as `CUDA_VISIBLE_DEVICES` does it.
+    /// The usage of these GPUs, as far as it is known. The names are those of `CUDA_VISIBLE_DEVICES`.
     pub(crate) fn gpus(&self, names: &[String]) -> Vec<GpuUsage> {
         let all = self.usage().map(|usage| usage.gpus).unwrap_or_default();
         let is = |gpu: &GpuUsage, name: &str| {
@@ -82,17 +60,10 @@ impl NodeMonitor {
 async fn sample(last: Arc<Mutex<Option<NodeUsage>>>) {
     let mut tick = interval(NODE_PERIOD);
     tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let tool = if visible_gpus().is_empty() { None } else { gpu::tool() };
-    let mut gpus_due = Instant::now();
+    let gpu = GpuSampler::shared();
     loop {
         tick.tick().await;
-        let gpus = match &tool {
-            Some(tool) if gpus_due <= Instant::now() => {
-                gpus_due = Instant::now() + GPU_PERIOD;
-                gpu::answer(tool, QUERY).await.ok().map(|text| text.lines().filter_map(read).collect())
-            }
-            _ => None,
-        };
+        let gpus = gpu.as_ref().and_then(|gpu| gpu.gpus());
         let memory = std::fs::read_to_string("/proc/meminfo").ok().and_then(|text| meminfo(&text));
         let mut last = last.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((memory_bytes, available_bytes)) = memory {
@@ -102,7 +73,7 @@ async fn sample(last: Arc<Mutex<Option<NodeUsage>>>) {
     }
 }
 
-/// The next sample, with the extremes so far.
+/// The next sample, with the extremes since sampling began.
 fn after(before: Option<NodeUsage>, memory_bytes: u64, available_bytes: u64, gpus: Option<Vec<GpuUsage>>) -> NodeUsage {
     let available_bytes_min =
         before.as_ref().map_or(available_bytes, |before| before.available_bytes_min.min(available_bytes));
@@ -115,7 +86,7 @@ fn after(before: Option<NodeUsage>, memory_bytes: u64, available_bytes: u64, gpu
     NodeUsage { memory_bytes, available_bytes, available_bytes_min, gpus }
 }
 
-/// Memory and what is available of it, in bytes.
+/// Total and available memory, in bytes.
 fn meminfo(text: &str) -> Option<(u64, u64)> {
     let bytes = |name: &str| {
         let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
@@ -124,34 +95,21 @@ fn meminfo(text: &str) -> Option<(u64, u64)> {
     Some((bytes("MemTotal")?, bytes("MemAvailable")?))
 }
 
-/// One line of the driver's answer to [`QUERY`].
-fn read(line: &str) -> Option<GpuUsage> {
-    let mut cells = line.split(',').map(str::trim);
-    let (index, uuid) = (cells.next()?.parse().ok()?, cells.next()?.to_owned());
-    let mut bytes = || cells.next()?.parse::<u64>().ok()?.checked_mul(MIB);
-    let (used_bytes, memory_bytes) = (bytes()?, bytes()?);
-    let busy_percent = cells.next().and_then(|cell| cell.parse().ok());
-    Some(GpuUsage { index, uuid, used_bytes, used_bytes_peak: used_bytes, memory_bytes, busy_percent })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    #[test]
-    fn what_the_driver_does_not_say_is_not_made_up() {
-        let told = read("1, GPU-8f2a, 1024, 143771, 37").expect("a GPU");
-        assert_eq!((told.index, told.used_bytes, told.memory_bytes), (1, 1024 * MIB, 143_771 * MIB));
-        assert_eq!(told.busy_percent, Some(37.0));
-        assert_eq!(read("1, GPU-8f2a, 1024, 143771, [N/A]").expect("a GPU").busy_percent, None);
-        assert_eq!(read("1, GPU-8f2a, [N/A], 143771, 5"), None);
-        assert_eq!(read("No devices were found"), None);
+    const MIB: u64 = 1 << 20;
+
+    fn gpu(used_mib: u64) -> GpuUsage {
+        let used_bytes = used_mib * MIB;
+        let (uuid, memory_bytes) = ("GPU-a".to_owned(), 1000 * MIB);
+        GpuUsage { index: 0, uuid, used_bytes, used_bytes_peak: used_bytes, memory_bytes, busy_percent: None }
     }
 
     #[test]
     fn extremes_are_kept_from_sample_to_sample() {
-        let busy = read("0, GPU-a, 900, 1000, 1").expect("a GPU");
-        let idle = read("0, GPU-a, 10, 1000, 0").expect("a GPU");
+        let (busy, idle) = (gpu(900), gpu(10));
         let first = after(None, 100, 40, Some(vec![busy]));
         let second = after(Some(first), 100, 70, Some(vec![idle]));
         assert_eq!((second.available_bytes, second.available_bytes_min), (70, 40));

@@ -1,30 +1,30 @@
-//! What a worker process uses, with all that it started.
+//! CPU and memory usage of a worker process and its descendants.
 
 use std::collections::BTreeMap;
 use std::fs;
 
 use tokio::time::Instant;
 
-use crate::group::usage::gpu::GpuMemoryMeter;
+use crate::group::usage::gpu::GpuSampler;
 use crate::launch::process::tree::ProcessStat;
 
-/// What a worker uses, its child processes included, as last sampled.
+/// Usage of a worker with its child processes, as last sampled.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ProcessUsage {
-    /// CPU time since the sample before, in percent of one core: 250 is two and a half cores. `None` on the first sample.
+    /// CPU time since the previous sample, in percent of one core: 250 is two and a half cores. `None` in the first sample.
     pub cpu_percent: Option<f64>,
-    /// Resident memory in bytes. Pages that processes share count once for each.
+    /// Resident memory in bytes. Shared pages count once for each process.
     pub resident_bytes: u64,
-    /// The most that was seen, the kernel's own record for the worker's main process included, in bytes.
+    /// The highest resident memory in bytes, including the kernel's record for the worker's main process.
     pub peak_resident_bytes: u64,
-    /// How many processes that is.
+    /// Number of processes.
     pub processes: u32,
-    /// GPU memory that they hold, in bytes, as of some seconds ago. `None` where there is no GPU, no `nvidia-smi`, or none of
-    /// them is known to the driver: it uses no GPU, or has another number outside of its container.
+    /// GPU memory of the processes in bytes, up to some seconds old. `None` if there is no GPU or no `nvidia-smi`, or the driver knows
+    /// none of the processes: they use no GPU, or have other numbers outside of their container.
     pub gpu_memory_bytes: Option<u64>,
 }
 
-/// Measures one worker from sample to sample.
+/// Measures one worker across samples.
 #[derive(Debug)]
 pub(crate) struct UsageMeter {
     leader: i32,
@@ -33,16 +33,16 @@ pub(crate) struct UsageMeter {
 }
 
 impl UsageMeter {
-    /// Measures the session that process `leader` leads; every child of the launcher leads one.
+    /// Measures the session of process `leader`; every child of the launcher leads a session.
     pub(crate) fn new(leader: i32) -> Self {
         Self { leader, last: None, peak_bytes: 0 }
     }
 
-    /// One sample. `None` when the worker is gone.
+    /// Takes one sample. Returns `None` if the worker has exited.
     pub(crate) fn sample(
         &mut self,
         processes: &BTreeMap<i32, ProcessStat>,
-        gpu: Option<&GpuMemoryMeter>,
+        gpu: Option<&GpuSampler>,
         now: Instant,
         units: KernelUnits,
     ) -> Option<ProcessUsage> {
@@ -57,7 +57,7 @@ impl UsageMeter {
         let ticks = members.values().map(|stat| stat.cpu_ticks).sum::<u64>();
         let cpu_percent = self.last.and_then(|(then, before)| {
             let seconds = now.duration_since(then).as_secs_f64();
-            // A child that ended takes its share of the sum with it.
+            // The time of a child that ended is no longer in the sum.
             let used = ticks.saturating_sub(before);
             #[expect(clippy::cast_precision_loss, reason = "a percentage")]
             (seconds > 0.0).then(|| 100.0 * used as f64 / units.ticks_per_second as f64 / seconds)
@@ -89,7 +89,7 @@ impl KernelUnits {
     }
 }
 
-/// Those in the leader's session, and their descendants that left it.
+/// The processes of the leader's session, and their descendants outside of it.
 fn members(processes: &BTreeMap<i32, ProcessStat>, leader: i32) -> BTreeMap<i32, &ProcessStat> {
     let mut found: BTreeMap<i32, &ProcessStat> =
         processes.iter().filter(|(_, stat)| stat.session == leader).map(|(pid, stat)| (*pid, stat)).collect();

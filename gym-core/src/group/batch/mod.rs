@@ -1,4 +1,11 @@
-//! Named columns with equal rows: what a worker call carries beside its arguments, and what is sharded over ranks.
+//! Batches: named columns with the same number of rows, which a call carries next to its arguments and shards over ranks.
+//!
+//! ```text
+//!   Batch ── column ──► Tensor (dense) · Ragged, Packed (rows of different length) · JsonRows
+//!     │ shard(n)                         share the memory of the batch
+//!     ▼
+//!   n batches ── encode ──► message head + segments ── decode ──► Batch
+//! ```
 //!
 //! ```
 //! use gym_core::group::{Batch, Ragged, Tensor, Uneven};
@@ -12,7 +19,13 @@
 //! # Ok(()) }
 //! ```
 //!
-//! `slice` and `shard` share the memory of the whole; `select`, `concat` and `repeat_interleave` copy, once.
+//! `slice` and `shard` share the memory of the batch; `select`, `concat` and `repeat_interleave` copy once.
+//!
+//! | module | purpose |
+//! |---|---|
+//! | [`tensor`] | dense blocks of numbers |
+//! | [`packing`] | sequences that share a bin of fixed capacity |
+//! | [`safetensors`] | batches and tensors in files |
 
 mod codec;
 mod column;

@@ -1,4 +1,4 @@
-//! Whether a failure is the fleet's or the data's, and how often each is tried again.
+//! The origin of a failure, the infrastructure or the data, and the retry budget of each.
 
 use std::error::Error as StdError;
 use std::io;
@@ -6,20 +6,21 @@ use std::time::Duration;
 
 use crate::base::error::{Code, Error, Result};
 
-/// Links of a chain of causes that are looked at: deeper ones are about something else.
+/// Causes of an error that are searched; deeper causes are about something else.
 const CAUSES_MAX: usize = 8;
 
-/// Whose failure it is.
+/// The origin of a failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum FailureOrigin {
-    /// The fleet's: a replica, a connection, a deadline. The same input may succeed elsewhere or later.
+    /// A replica, a connection or a deadline failed. The same input may succeed on another replica, or later.
     Infrastructure,
-    /// The input's or the code's: it is likely to fail again.
+    /// The input or the code is wrong: it is likely to fail again.
     Data,
 }
 
 impl FailureOrigin {
-    /// The origin of an error by its code, and where that says nothing (`Internal`) by its causes, up to eight links. Unknown: data.
+    /// Returns the origin by the error's code or, if the code is `Internal` or `Cancelled`, by its causes, up to eight levels deep. The
+    /// default is [`FailureOrigin::Data`].
     #[must_use]
     pub fn of(error: &(dyn StdError + 'static)) -> Self {
         let mut link = Some(error);
@@ -31,7 +32,7 @@ impl FailureOrigin {
         causes.take(CAUSES_MAX).find_map(origin_of_cause).unwrap_or(Self::Data)
     }
 
-    /// The origin of an answer with this HTTP status: 5xx, 408 and 429 are the fleet's.
+    /// Returns the origin of a failure with this HTTP status: infrastructure for 5xx, 408 and 429.
     #[must_use]
     pub fn of_status(status: u16) -> Self {
         match status {
@@ -41,7 +42,7 @@ impl FailureOrigin {
     }
 }
 
-/// What one link of the chain says by itself.
+/// The origin by one error of the chain alone.
 fn origin_of_cause(error: &(dyn StdError + 'static)) -> Option<FailureOrigin> {
     if let Some(error) = error.downcast_ref::<Error>() {
         return match error.code() {
@@ -66,21 +67,21 @@ fn origin_of_cause(error: &(dyn StdError + 'static)) -> Option<FailureOrigin> {
     infrastructure.then_some(FailureOrigin::Infrastructure)
 }
 
-/// How often one piece of work is tried, by the origin of its failures.
+/// Limits on the attempts of one piece of work, by the origin of its failures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RetryBudgets {
-    /// Attempts that may fail for the fleet's reasons.
+    /// Attempts that may fail because of the infrastructure. The default is 5.
     pub infrastructure_attempts: u32,
-    /// Attempts that may fail for the data's reasons.
+    /// Attempts that may fail because of the data. The default is 2.
     pub data_attempts: u32,
-    /// Pause after the first failure of the fleet; doubled after each further one. After one of the data there is none.
+    /// Pause after the first failure of the infrastructure, doubled after each further one. No pause follows a failure of the data.
     pub backoff_min: Duration,
-    /// The longest pause.
+    /// The longest pause. The default is 30 s.
     pub backoff_max: Duration,
 }
 
 impl Default for RetryBudgets {
-    /// Five attempts against the fleet, two against the data, 1 to 30 s.
+    /// Five attempts for infrastructure failures, two for data failures, pauses of 1 to 30 s.
     fn default() -> Self {
         Self {
             infrastructure_attempts: 5,
@@ -91,7 +92,7 @@ impl Default for RetryBudgets {
     }
 }
 
-/// What is left of the budgets of one piece of work.
+/// The remaining budget of one piece of work.
 #[derive(Clone, Debug)]
 pub struct RetryBudget {
     budgets: RetryBudgets,
@@ -99,14 +100,14 @@ pub struct RetryBudget {
     data: u32,
 }
 
-/// What follows from a failed attempt.
+/// The decision after a failed attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Disposition {
-    /// Try again after this pause, as a new attempt of this number (the first was 1).
+    /// Retry after a pause.
     Again {
-        /// How long to wait.
+        /// The pause.
         after: Duration,
-        /// The number of the next attempt.
+        /// The number of the next attempt; the first attempt is 1.
         attempt: u32,
     },
     /// The budget for failures of this origin is spent.
@@ -120,7 +121,7 @@ impl RetryBudget {
         Self { budgets, infrastructure: 0, data: 0 }
     }
 
-    /// Takes note of a failed attempt.
+    /// Records a failed attempt and decides whether to retry.
     pub fn failed(&mut self, origin: FailureOrigin) -> Disposition {
         let (failures, attempts_max) = match origin {
             FailureOrigin::Infrastructure => (&mut self.infrastructure, self.budgets.infrastructure_attempts),
@@ -141,7 +142,7 @@ impl RetryBudget {
     }
 }
 
-/// Pieces of work that a run may leave out.
+/// A limit on the prompts that a run may skip.
 #[derive(Clone, Debug)]
 pub struct Skips {
     skipped: u32,
@@ -149,16 +150,16 @@ pub struct Skips {
 }
 
 impl Skips {
-    /// A run that may leave out this many.
+    /// A run that may skip this many.
     #[must_use]
     pub fn new(max: u32) -> Self {
         Self { skipped: 0, max }
     }
 
-    /// Leaves out one more.
+    /// Skips one more.
     ///
     /// # Errors
-    /// `cause`, with the budget in it, when as many are left out already as may be.
+    /// `cause`, with the budget in its text, if the budget is spent.
     pub fn skip(&mut self, cause: Error) -> Result<()> {
         if self.skipped < self.max {
             self.skipped += 1;

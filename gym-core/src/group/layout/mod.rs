@@ -1,7 +1,21 @@
-//! Named axes over the ranks of a group: who has coordinate 0 on `tensor_parallel`, which ranks hold the same data.
+//! Named axes over the ranks of a group: a rank's coordinates, and the ranks that hold the same data.
 //!
-//! Pure arithmetic with the semantics of NeMo RL's `NamedSharding`: an array of distinct ranks, axes named from the outermost to
-//! the innermost. [`Dispatch`](crate::group::Dispatch) plans a call over it.
+//! ```text
+//!                tensor 0   tensor 1
+//!     data 0        0          1          RankLayout::new([("data", 2), ("tensor", 2)])
+//!     data 1        2          3          Dispatch::shard("data"): shard 0 to rank 0, shard 1 to rank 2
+//! ```
+//!
+//! Pure arithmetic with the semantics of NeMo RL's `NamedSharding`: an array of distinct ranks, with axes named from the outermost to
+//! the innermost. [`Dispatch`](crate::group::Dispatch) plans a call over a layout.
+//!
+//! ```
+//! use gym_core::group::RankLayout;
+//!
+//! let layout = RankLayout::new([("data", 2), ("tensor", 2)])?;
+//! assert_eq!((layout.size(), layout.ranks()), (4, &[0, 1, 2, 3][..]));
+//! # Ok::<(), gym_core::group::LayoutError>(())
+//! ```
 
 pub mod dispatch;
 

@@ -1,4 +1,4 @@
-//! Changes named keys of an indexed object. The rest of its text stays as it was, and large parts of it where they are.
+//! Changes named keys of an indexed object. The rest of the text is unchanged, and large parts are shared instead of copied.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -12,11 +12,11 @@ use super::rope::Rope;
 use super::scan::{self, Field, Key};
 use crate::base::error::{Error, Result};
 
-/// Below this a splice copies into one piece; above, it shares the text it came from. A copy of 16 kB costs about as much
-/// as writing one more piece to a socket.
+/// Shorter parts are copied into one piece; longer parts share the original text. A copy of 16 kB costs about as much as writing one
+/// more piece to a socket.
 const SHARE_BYTES_MIN: usize = 16 << 10;
 
-/// Changes to a [`RawObject`], not applied yet.
+/// Changes to a [`RawObject`] that are not applied yet.
 #[derive(Debug)]
 #[must_use = "an edit does nothing until it is turned into a text"]
 pub struct Edit<'a> {
@@ -24,7 +24,7 @@ pub struct Edit<'a> {
     changes: Vec<Change>,
 }
 
-/// As many as the rows of a collection are stamped with.
+/// The number of keys that a collector sets in a row.
 const CHANGES: usize = 8;
 
 /// A key and its new value.
@@ -60,33 +60,33 @@ impl NewValue {
 }
 
 impl RawObject {
-    /// The same text with some keys replaced in place, added at the end, or removed.
+    /// Starts an edit, which replaces keys in place, adds keys at the end, or removes keys.
     pub fn edit(&self) -> Edit<'_> {
         Edit { object: self, changes: Vec::with_capacity(CHANGES) }
     }
 }
 
 impl<'a> Edit<'a> {
-    /// Sets a key to a JSON text: in place if the key is there, else at the end.
+    /// Sets a key to a JSON text: in place if the object has the key, else at the end.
     pub fn set(mut self, key: impl Into<Cow<'static, str>>, json: impl Into<Bytes>) -> Self {
         self.change(key.into(), NewValue::Text(json.into()));
         self
     }
 
-    /// Sets a key to what `value` serialises to.
+    /// Sets a key to a serialized value.
     ///
     /// # Errors
-    /// When the value cannot be serialised.
+    /// If the value cannot be serialized.
     pub fn set_value(mut self, key: impl Into<Cow<'static, str>>, value: &(impl Serialize + ?Sized)) -> Result<Self> {
         let json = serde_json::to_vec(value).map_err(|error| Error::internal("cannot serialise").caused_by(error))?;
         self.change(key.into(), NewValue::Json(json.into()));
         Ok(self)
     }
 
-    /// Sets a key to another object, whose text is not looked at again.
+    /// Sets a key to another object, whose text is not checked again.
     pub fn set_object(mut self, key: impl Into<Cow<'static, str>>, object: RawObject) -> Self {
         let text = &object.text;
-        // Not with blanks around it, nor if arrays were left out of its check.
+        // Not if the text has blanks around it, or if its training arrays are unchecked.
         let known = object.elided.is_none() && text.starts_with(b"{") && text.ends_with(b"}");
         self.change(key.into(), if known { NewValue::Json } else { NewValue::Text }(object.into_text()));
         self
@@ -105,14 +105,14 @@ impl<'a> Edit<'a> {
         }
     }
 
-    /// The changed text. Large untouched parts are shared with the original; a small text is indexed already.
+    /// Returns the changed text. Large unchanged parts share the original text; a small text keeps an index.
     #[must_use]
     pub fn to_rope(&self) -> Rope {
         let object = self.object;
         let (text, indexed) = (&object.text, object.indexed());
         let added = |change: &Change| change.key.len() + change.to.text().map_or(0, Bytes::len) + 4;
         let bytes = text.len() + self.changes.iter().map(added).sum::<usize>();
-        // Room for all of a small text; of a large one the pieces between the shared ones are seldom longer.
+        // Capacity for all of a small text; of a large text, the pieces between the shared ones are seldom longer.
         let mut out = RopeBuilder { rope: Rope::new(), small: BytesMut::with_capacity(bytes.min(SHARE_BYTES_MIN)) };
         let mut fields = Vec::with_capacity(object.fields.len() + self.changes.len());
         // The text is copied or shared up to `done`, and the untouched members from there to the end of the last one follow.
@@ -130,7 +130,7 @@ impl<'a> Edit<'a> {
                 if first && done > 0 {
                     done = skip_separator(text, done);
                 }
-                // Where what was at `done` will be; wrapping, see `Key::moved`.
+                // The new position of the byte at `done`; wrapping, see `Key::moved`.
                 let moved = |at: usize| at.wrapping_sub(done).wrapping_add(out.small.len());
                 let (key, start) = (field.key.moved(done, out.small.len()), moved(range.start));
                 let value = match changed.flatten() {
@@ -162,7 +162,7 @@ impl<'a> Edit<'a> {
         }
         out.share(text, end..text.len());
         let rope = out.finish();
-        // The positions are those in one small piece; where there is more to it, whoever reads it parses it.
+        // The positions are valid for one small piece; the reader of several pieces parses them.
         let indexed = bytes < SHARE_BYTES_MIN && object.elided.is_none() && !object.shadowed;
         if indexed && self.changes.iter().all(|change| change.to.is_json()) {
             return RawObject::new(rope.to_bytes(), None, Index { fields, shadowed: false }).into();
@@ -170,16 +170,16 @@ impl<'a> Edit<'a> {
         rope
     }
 
-    /// The changed object.
+    /// Returns the changed object.
     ///
     /// # Errors
-    /// When a text given to [`Edit::set`] was not JSON.
+    /// If a text given to [`Edit::set`] is not JSON.
     pub fn to_object(&self) -> Result<RawObject, JsonError> {
         self.to_rope().to_object()
     }
 }
 
-/// After a removed first field, the comma (and space) that separated it from the next one.
+/// Returns the position after the comma that follows a removed first field.
 fn skip_separator(text: &[u8], from: usize) -> usize {
     let rest = &text[from..];
     let blank = rest.iter().take_while(|byte| byte.is_ascii_whitespace()).count();

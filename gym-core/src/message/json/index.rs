@@ -1,4 +1,4 @@
-//! Where the values of an object's top-level keys lie in its text.
+//! The positions of the values of an object's top-level keys in its text.
 
 use std::fmt;
 use std::ops::Range;
@@ -9,13 +9,13 @@ use serde_json::value::RawValue;
 use super::scan::{self, Field, Key};
 use crate::base::error::Error;
 
-/// Why a text is not the JSON object that was expected, and where.
+/// A text is not a JSON object: the cause and the position.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{message} at byte {offset}")]
 pub struct JsonError {
     /// Byte position in the text.
     pub offset: usize,
-    /// What was expected or found.
+    /// The cause.
     pub message: String,
 }
 
@@ -33,23 +33,22 @@ pub(super) struct Index {
 }
 
 pub(super) fn index(text: &[u8]) -> Result<Index, JsonError> {
-    let mut fields = match scan::members(text) {
-        Some(fields) => fields,
-        None => members_parsed(text)?,
-    };
+    let mut fields = members(text).map_err(|error| json_error(text, &error))?;
     let members = fields.len();
     drop_shadowed(text, &mut fields);
     Ok(Index { shadowed: fields.len() < members, fields })
 }
 
-/// The members by the general parser, for what the scan leaves to it.
-pub(super) fn members_parsed(text: &[u8]) -> Result<Vec<Field>, JsonError> {
+/// The members of an object in the order of the text, repeated keys included. The grammar of the whole text is checked.
+pub(super) fn members(text: &[u8]) -> Result<Vec<Field>, serde_json::Error> {
+    scan::members(text).map_or_else(|| members_parsed(text), Ok)
+}
+
+/// The members by the general parser, for texts that the scan does not accept.
+pub(super) fn members_parsed(text: &[u8]) -> Result<Vec<Field>, serde_json::Error> {
     let mut deserializer = serde_json::Deserializer::from_slice(text);
-    let fields = deserializer
-        .deserialize_map(Parser { base: text.as_ptr() as usize })
-        .and_then(|fields| deserializer.end().map(|()| fields))
-        .map_err(|error| json_error(text, &error))?;
-    Ok(fields)
+    let fields = deserializer.deserialize_map(Parser { base: text.as_ptr() as usize })?;
+    deserializer.end().map(|()| fields)
 }
 
 pub(super) fn json_error(text: &[u8], error: &serde_json::Error) -> JsonError {
@@ -70,7 +69,7 @@ struct Parser {
 }
 
 impl Parser {
-    /// Where a borrowed part of the text lies in it.
+    /// Returns the position of a borrowed part of the text.
     fn range(&self, part: &str) -> Range<usize> {
         let start = part.as_ptr() as usize - self.base;
         start..start + part.len()
@@ -94,12 +93,12 @@ impl<'de> Visitor<'de> for Parser {
     }
 }
 
-/// Of equal keys the last counts, as in Python's `json`.
+/// Drops all but the last of equal keys, as Python's `json` does.
 fn drop_shadowed(text: &[u8], fields: &mut Vec<Field>) {
     fn key<'a>(text: &'a [u8], field: &'a Field) -> &'a [u8] {
         field.key.bytes(text)
     }
-    // Rows have a dozen keys: comparing each with each costs less than the memory for a sort.
+    // Rows have a dozen keys: comparing all pairs costs less than the memory for a sort.
     if fields.len() <= 24 {
         let is_new = |at: usize| fields[..at].iter().all(|before| key(text, before) != key(text, &fields[at]));
         if (1..fields.len()).all(is_new) {

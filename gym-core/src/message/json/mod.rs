@@ -2,6 +2,7 @@
 
 mod edit;
 mod elided;
+mod fields;
 mod index;
 mod lazy;
 mod object;
@@ -10,6 +11,7 @@ mod scan;
 mod view;
 
 pub use edit::Edit;
+pub use fields::JsonFields;
 pub use index::JsonError;
 pub use object::RawObject;
 pub use rope::Rope;

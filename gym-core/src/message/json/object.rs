@@ -1,8 +1,8 @@
-//! A JSON object as it came. What nobody touches stays as it was, bit for bit.
+//! A JSON object in its original text, bit for bit.
 //!
-//! Rollouts carry 23-digit integers, `1E5`, unknown fields and megabytes of token ids. Parsing them into values and printing
-//! them again loses the first two and costs milliseconds per megabyte; so a [`RawObject`] keeps the text and an index of its
-//! top-level keys. One reads what one names ([`RawObject::view`]) and changes what one names ([`RawObject::edit`]).
+//! Rollouts contain 23-digit integers, `1E5`, unknown fields and megabytes of token ids. Parsing them into values and printing the
+//! values loses the first two and costs milliseconds per megabyte. A [`RawObject`] therefore keeps the text and an index of its
+//! top-level keys. [`RawObject::view`] reads named keys, and [`RawObject::edit`] changes named keys.
 
 use std::fmt;
 use std::ops::Range;
@@ -18,7 +18,7 @@ use super::index::{Index, JsonError, index, json_error};
 use super::scan::Field;
 use crate::base::error::{Error, Result};
 
-/// A JSON object as it came: its text, and where each top-level key's value lies in it.
+/// A JSON object: its text, and the position of the value of each top-level key.
 ///
 /// ```
 /// use gym_core::RawObject;
@@ -28,23 +28,23 @@ use crate::base::error::{Error, Result};
 /// # Ok::<(), gym_core::message::JsonError>(())
 /// ```
 ///
-/// Cheap to clone: clones share text and index. In a [`Rope`](crate::Rope) it keeps its index, so whoever gets the rope in
-/// memory need not parse it again.
+/// Cheap to clone: clones share text and index. A [`Rope`](crate::Rope) of an object keeps the index, so a receiver in the same
+/// process does not parse it again.
 #[derive(Clone)]
 pub struct RawObject {
     pub(super) text: Bytes,
     pub(super) elided: Option<Arc<ElidedJson>>,
     pub(super) fields: Arc<[Field]>,
-    /// Whether the text has values that do not count, because their key comes again.
+    /// Whether the text has values that are ignored because their key is repeated later.
     pub(super) shadowed: bool,
 }
 
 impl RawObject {
     /// Indexes the top-level keys of a JSON object. Arrays of token ids and log-probabilities in a large text are checked
-    /// for their alphabet only; their grammar is checked when somebody reads them.
+    /// for their alphabet only; their grammar is checked when they are read.
     ///
     /// # Errors
-    /// When the text is not one JSON object.
+    /// If the text is not one JSON object.
     pub fn parse(text: impl Into<Bytes>) -> Result<Self, JsonError> {
         let text = text.into();
         if let Some(elided) = ElidedJson::of(&text)
@@ -60,19 +60,19 @@ impl RawObject {
         Self { text, elided: elided.map(Arc::new), fields: index.fields.into(), shadowed: index.shadowed }
     }
 
-    /// The object that a value serialises to.
+    /// Serializes a value as an object.
     ///
     /// # Errors
-    /// When the value is not one that JSON can hold as an object.
+    /// If the value does not serialize to a JSON object.
     pub fn from_value(value: &impl Serialize) -> Result<Self> {
         let text = serde_json::to_vec(value).map_err(|error| Error::internal("cannot serialise").caused_by(error))?;
         Ok(Self::parse(text)?)
     }
 
-    /// Checks the grammar of what [`RawObject::parse`] checked for its alphabet only.
+    /// Checks the grammar of the training arrays, of which [`RawObject::parse`] checks the alphabet only.
     ///
     /// # Errors
-    /// When a training array is not JSON.
+    /// If a training array is not JSON.
     pub fn check(&self) -> Result<(), JsonError> {
         if self.elided.is_none() {
             return Ok(());
@@ -82,45 +82,45 @@ impl RawObject {
             .map_err(|error| json_error(&self.text, &error))
     }
 
-    /// `{}`.
+    /// Creates the object `{}`.
     #[must_use]
     pub fn empty() -> Self {
         Self::new(Bytes::from_static(b"{}"), None, Index::default())
     }
 
-    /// The text as it came.
+    /// Returns the original text.
     #[must_use]
     pub fn text(&self) -> &Bytes {
         &self.text
     }
 
-    /// The text as it came.
+    /// Returns the original text without a copy.
     #[must_use]
     pub fn into_text(self) -> Bytes {
         self.text
     }
 
-    /// The top-level keys, in order.
+    /// Returns the top-level keys, in order.
     pub fn keys(&self) -> impl Iterator<Item = &str> {
         self.fields.iter().map(|field| self.key(field))
     }
 
-    /// Whether the key is there.
+    /// Returns `true` if the object has the key.
     #[must_use]
     pub fn contains(&self, key: &str) -> bool {
         self.find(key).is_some()
     }
 
-    /// The value's own text; the last of equal keys.
+    /// Returns the text of the value of a key; of a repeated key, the last value.
     #[must_use]
     pub fn get(&self, key: &str) -> Option<Bytes> {
         self.find(key).map(|field| self.text.slice(self.original(&field.value)))
     }
 
-    /// The value of a key, read as `T`; `None` when the key is absent.
+    /// Deserializes the value of a key; `None` if the key is absent.
     ///
     /// # Errors
-    /// `InvalidArgument` naming the key when the value is not a `T`.
+    /// `InvalidArgument` with the key if the value is not a `T`.
     pub fn get_as<T: DeserializeOwned>(&self, key: &str) -> Result<Option<T>> {
         let Some(text) = self.get(key) else { return Ok(None) };
         serde_json::from_slice(&text)
@@ -128,10 +128,10 @@ impl RawObject {
             .map_err(|error| Error::invalid(format!("`{key}` cannot be read")).caused_by(error))
     }
 
-    /// The object under a key, sharing this one's text; `None` when the key is absent.
+    /// Returns the object that is the value of a key, without a copy of the text; `None` if the key is absent.
     ///
     /// # Errors
-    /// When the value is not an object.
+    /// If the value is not an object.
     pub fn get_object(&self, key: &str) -> Result<Option<Self>, JsonError> {
         let Some(field) = self.find(key) else { return Ok(None) };
         let original = self.original(&field.value);
@@ -142,11 +142,11 @@ impl RawObject {
         Ok(Some(Self::new(text, elided, index)))
     }
 
-    /// Like [`RawObject::view`], for readers who do not want the training arrays: those of a large text are seen as empty
-    /// lists, which makes reading a megabyte cost what its few kilobytes of prose cost.
+    /// Like [`RawObject::view`], without the training arrays: in a large text they are read as empty lists, so reading a megabyte
+    /// costs what its few kilobytes of prose cost.
     ///
     /// # Errors
-    /// As [`RawObject::view`].
+    /// As of [`RawObject::view`].
     pub fn outline<T: DeserializeOwned>(&self) -> Result<T> {
         let wrong = || Error::invalid("the object cannot be read");
         // Checked as one text: of bytes, the parser would check each string.
@@ -163,7 +163,7 @@ impl RawObject {
         std::str::from_utf8(field.key.bytes(self.indexed())).unwrap_or_default()
     }
 
-    /// What the index points into.
+    /// Returns the text that the index refers to.
     pub(super) fn indexed(&self) -> &Bytes {
         self.elided.as_ref().map_or(&self.text, |elided| elided.skeleton())
     }

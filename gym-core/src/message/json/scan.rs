@@ -1,8 +1,8 @@
 //! Finds the top-level keys of a JSON object in one pass, checking the grammar of everything on the way.
 //!
-//! Every hop indexes every row, so this is on the path of each request. It costs a third of what a general parser does that
-//! is asked to ignore values. What it cannot take (escaped keys, more than 64 levels, and anything that is wrong) it leaves to
-//! the parser, whose word is final and whose errors name the place.
+//! Every hop indexes every row, so the scan is on the path of each request. It costs a third of a general parser that ignores
+//! values. The scan leaves escaped keys, more than 64 levels and every error to the general parser, whose result is final and whose
+//! errors contain the position.
 
 use std::ops::Range;
 
@@ -21,7 +21,7 @@ pub(super) enum Key {
 }
 
 impl Key {
-    /// Its UTF-8. To compare keys is what is done most, and needs no look at whether it is one.
+    /// Returns the UTF-8 of the key. Most uses compare keys, which needs no check that the bytes are UTF-8.
     pub(super) fn bytes<'a>(&'a self, indexed: &'a [u8]) -> &'a [u8] {
         match self {
             Self::Plain(range) => &indexed[range.clone()],
@@ -29,10 +29,10 @@ impl Key {
         }
     }
 
-    /// The same key in a text where what was at `from` is at `to`.
+    /// Returns the key in a text in which the bytes at `from` are at `to`.
     pub(super) fn moved(&self, from: usize, to: usize) -> Self {
         match self {
-            // Wrapping, because in a large text, whose positions nobody uses, they may be anything.
+            // Wrapping: the positions in a large text are not used and may have any value.
             Self::Plain(range) => {
                 let moved = |at: usize| at.wrapping_sub(from).wrapping_add(to);
                 Self::Plain(moved(range.start)..moved(range.end))
@@ -42,12 +42,12 @@ impl Key {
     }
 }
 
-/// Levels that are told apart as list or object in one word.
+/// Maximum nesting: one bit of a word per level, list or object.
 const DEPTH_MAX: u32 = 64;
 
-/// The object's members, in order; `None` when the parser has to look.
+/// Returns the members of an object, in order; `None` if the general parser must decide.
 pub(super) fn members(text: &[u8]) -> Option<Vec<Field>> {
-    // Once for all strings; a vectorised pass over the whole is cheaper than one for each.
+    // Once for all strings: one vectorized pass over the text is cheaper than one for each string.
     std::str::from_utf8(text).ok()?;
     let mut scan = Scan { text, at: 0 };
     let mut members = Vec::with_capacity(16);
@@ -80,14 +80,14 @@ pub(super) fn members(text: &[u8]) -> Option<Vec<Field>> {
     (scan.at == text.len()).then_some(members)
 }
 
-/// Whether the text is one JSON value, from its first byte to its last; `false` also when the parser has to look.
+/// Returns `true` if the text is one JSON value, from its first byte to its last; `false` also if the general parser must decide.
 pub(super) fn is_value(text: &[u8]) -> bool {
     let mut scan = Scan { text, at: 0 };
     let starts = text.first().is_some_and(|byte| !byte.is_ascii_whitespace());
     starts && std::str::from_utf8(text).is_ok() && scan.value().is_some() && scan.at == text.len()
 }
 
-/// Whether a text is the same between quotes, without an escape.
+/// Returns `true` if a text needs no escape between quotes.
 pub(super) fn is_plain(text: &str) -> bool {
     plain_length(text.as_bytes()) == text.len()
 }
@@ -112,7 +112,7 @@ impl Scan<'_> {
         }
     }
 
-    /// A string with its quotes; tells whether it is without escapes.
+    /// Scans a string with its quotes; returns `true` if it has no escape.
     fn string(&mut self) -> Option<bool> {
         self.eat(b'"')?;
         let mut plain = true;
@@ -174,7 +174,7 @@ impl Scan<'_> {
         self.text[self.at..].starts_with(word).then(|| self.at += word.len())
     }
 
-    /// A key of an inner object and its colon.
+    /// Scans a key of an inner object and its colon.
     fn key(&mut self) -> Option<()> {
         self.blanks();
         self.string()?;
@@ -182,7 +182,7 @@ impl Scan<'_> {
         self.eat(b':')
     }
 
-    /// Any value. Without recursion, so that no text can exhaust the stack.
+    /// Scans any value, without recursion, so that no text can exhaust the stack.
     fn value(&mut self) -> Option<()> {
         // One bit for each open level, the innermost lowest: whether it is an object.
         let (mut depth, mut objects) = (0_u32, 0_u64);
@@ -232,7 +232,7 @@ impl Scan<'_> {
     }
 }
 
-/// How many bytes at the start are neither quote, backslash nor control character: eight at a time.
+/// Returns the number of leading bytes that are neither quote, backslash nor control character: eight bytes at a time.
 fn plain_length(text: &[u8]) -> usize {
     const ONES: u64 = 0x0101_0101_0101_0101;
     const HIGHS: u64 = ONES << 7;

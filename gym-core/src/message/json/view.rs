@@ -1,4 +1,4 @@
-//! Reads the keys that a type names out of an indexed object, and skips the others without looking at them.
+//! Deserializes a type from an indexed object: parses the keys that the type names, and skips the others.
 
 use serde::de::value::BorrowedStrDeserializer;
 use serde::de::{Deserialize, DeserializeOwned, DeserializeSeed, Deserializer, Error as _, MapAccess, Visitor};
@@ -8,10 +8,10 @@ use super::scan::Field;
 use crate::base::error;
 
 impl RawObject {
-    /// Reads what `T` names; other keys cost nothing.
+    /// Deserializes the keys that `T` names; other keys cost nothing.
     ///
     /// # Errors
-    /// `InvalidArgument` when a key that `T` names is missing or has another shape.
+    /// `InvalidArgument` if a key that `T` requires is absent or has another type.
     pub fn view<T: DeserializeOwned>(&self) -> error::Result<T> {
         view(self).map_err(|error| error::Error::invalid("the object cannot be read").caused_by(error))
     }
@@ -94,7 +94,7 @@ impl<'de> MapAccess<'de> for Fields<'de> {
     }
 }
 
-/// One value's text, parsed only if somebody wants it.
+/// The text of one value, parsed only if the type needs it.
 struct Value<'de>(&'de [u8]);
 
 macro_rules! parse {

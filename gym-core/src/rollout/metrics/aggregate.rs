@@ -587,8 +587,7 @@ fn across_repeats(repeats: &[Map<String, Value>], into: &mut Map<String, Value>)
 }
 
 /// Returns `true` if a metric is a point estimate, and not a summary, an uncertainty or a count.
-#[must_use]
-pub fn is_primary_metric(name: &str) -> bool {
+fn is_primary_metric(name: &str) -> bool {
     const NAMES: [&str; 7] = [
         "_ng_task_index",
         "_ng_rollout_index",

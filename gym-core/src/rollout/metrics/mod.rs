@@ -5,17 +5,17 @@
 
 mod aggregate;
 mod error;
-mod fields;
+mod number;
 mod pass_at_k;
 mod perf;
 mod rows;
 mod series;
 mod student_t;
 
-pub use aggregate::{AggregateOptions, Aggregation, aggregate_metrics, is_primary_metric};
+pub use crate::message::JsonFields;
+pub use aggregate::{AggregateOptions, Aggregation, aggregate_metrics};
 pub use error::MetricsError;
-pub use fields::{JsonFields, Number, is_truthy};
+pub use number::{Number, is_truthy};
 pub use pass_at_k::{PassAtK, Sample, highest_k_metrics, pass_at_k, subset_metrics};
 pub use rows::{BodyRows, ROLLOUT_INDEX, Rows, TASK_INDEX, Visit, row_key};
-pub use series::{Series, confidence_interval_95, exact_sum};
 pub use student_t::t_quantile_95;

@@ -3,9 +3,10 @@
 use serde_json::{Map, Value};
 
 use super::MetricsError;
-use super::fields::{JsonFields, Number};
+use super::number::Number;
 use super::rows::Rows;
 use super::series::{Series, number};
+use crate::message::JsonFields;
 
 const TOKEN_FIELDS: [&str; 4] = ["prompt_tokens", "cached_prompt_tokens", "completion_tokens", "reasoning_tokens"];
 

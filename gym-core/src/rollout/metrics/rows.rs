@@ -4,7 +4,8 @@ use serde::Deserialize;
 use serde_json::value::RawValue;
 
 use super::MetricsError;
-use super::fields::{JsonFields, Number, is_truthy};
+use super::number::{Number, is_truthy};
+use crate::message::JsonFields;
 
 /// The key of a row's task index.
 pub const TASK_INDEX: &str = "_ng_task_index";

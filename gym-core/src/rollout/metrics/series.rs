@@ -6,8 +6,7 @@ use serde_json::Value;
 use super::student_t::t_quantile_95;
 
 /// A sum that does not lose small terms to large ones (Neumaier).
-#[must_use]
-pub fn exact_sum(values: impl IntoIterator<Item = f64>) -> f64 {
+pub(crate) fn exact_sum(values: impl IntoIterator<Item = f64>) -> f64 {
     let (mut sum, mut lost) = (0.0_f64, 0.0_f64);
     for value in values {
         let next = sum + value;
@@ -20,52 +19,45 @@ pub fn exact_sum(values: impl IntoIterator<Item = f64>) -> f64 {
 
 /// A series of numbers without its missing values, sorted.
 #[derive(Clone, Debug)]
-pub struct Series {
+pub(crate) struct Series {
     sorted: Vec<f64>,
 }
 
 impl Series {
     /// Drops the NaNs and sorts the remaining values.
-    #[must_use]
-    pub fn new(mut values: Vec<f64>) -> Self {
+    pub(crate) fn new(mut values: Vec<f64>) -> Self {
         values.retain(|value| !value.is_nan());
         values.sort_unstable_by(f64::total_cmp);
         Self { sorted: values }
     }
 
     /// Number of values.
-    #[must_use]
-    pub fn count(&self) -> usize {
+    pub(crate) fn count(&self) -> usize {
         self.sorted.len()
     }
 
     /// Sum of the values.
-    #[must_use]
-    pub fn sum(&self) -> f64 {
+    pub(crate) fn sum(&self) -> f64 {
         exact_sum(self.sorted.iter().copied())
     }
 
     /// Arithmetic mean. Like all other statistics, `None` without values.
-    #[must_use]
-    pub fn mean(&self) -> Option<f64> {
+    pub(crate) fn mean(&self) -> Option<f64> {
         (!self.sorted.is_empty()).then(|| self.sum() / self.count() as f64)
     }
 
     /// Largest value.
-    #[must_use]
-    pub fn max(&self) -> Option<f64> {
+    pub(crate) fn max(&self) -> Option<f64> {
         self.sorted.last().copied()
     }
 
     /// Smallest value.
-    #[must_use]
-    pub fn min(&self) -> Option<f64> {
+    pub(crate) fn min(&self) -> Option<f64> {
         self.sorted.first().copied()
     }
 
     /// Middle value, or the mean of the middle two.
-    #[must_use]
-    pub fn median(&self) -> Option<f64> {
+    pub(crate) fn median(&self) -> Option<f64> {
         let count = self.count();
         match count {
             0 => None,
@@ -75,14 +67,12 @@ impl Series {
     }
 
     /// Standard deviation of a sample; `None` for fewer than two values.
-    #[must_use]
-    pub fn sample_std(&self) -> Option<f64> {
+    pub(crate) fn sample_std(&self) -> Option<f64> {
         (self.count() > 1).then(|| (self.squared_deviations() / (self.count() - 1) as f64).sqrt())
     }
 
     /// Standard deviation of a whole population.
-    #[must_use]
-    pub fn population_std(&self) -> Option<f64> {
+    pub(crate) fn population_std(&self) -> Option<f64> {
         (self.count() > 0).then(|| (self.squared_deviations() / self.count() as f64).sqrt())
     }
 
@@ -92,8 +82,7 @@ impl Series {
     }
 
     /// The value below which `fraction` of the series lies, interpolated linearly between neighbors.
-    #[must_use]
-    pub fn quantile(&self, fraction: f64) -> Option<f64> {
+    pub(crate) fn quantile(&self, fraction: f64) -> Option<f64> {
         let last = self.count().checked_sub(1)?;
         let position = fraction * last as f64;
         let below = position.floor() as usize;
@@ -111,8 +100,7 @@ pub(super) fn number(value: f64, whole: bool) -> Value {
 
 /// The 95 % confidence interval of a mean over `count` values with standard error `error`; `None` for one value or
 /// none.
-#[must_use]
-pub fn confidence_interval_95(mean: f64, error: f64, count: usize) -> Option<(f64, f64)> {
+pub(crate) fn confidence_interval_95(mean: f64, error: f64, count: usize) -> Option<(f64, f64)> {
     if count <= 1 {
         return None;
     }

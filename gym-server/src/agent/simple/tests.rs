@@ -3,6 +3,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bytes::Bytes;
+use gym_client::CallOptions;
 use gym_core::{
     CallContext, Code, Error, ModelResponse, ModelServer, RawObject, Request, ResourcesServer, Response, Result,
     SessionId, Status, Verdict,

@@ -1,4 +1,4 @@
-//! Streaming clients get a complete answer replayed as server-sent events, in the sequence that NeMo Gym's model servers use.
+//! Replays a complete response as server-sent events for streaming clients, in the order of NeMo Gym's model servers.
 //!
 //! Nothing streams token by token: a rollout needs the whole answer anyway, and what is replayed is what was answered, text
 //! for text.
@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 
 use crate::role::dialect::harness::JoinedNames;
 
-/// The events of a Responses answer: created, each item done, completed.
+/// Returns the events of a Responses API response: created, each item done, completed.
 pub(crate) fn responses(answer: &RawObject, names: &JoinedNames) -> Result<Response> {
     let mut events = EventText::default();
     let created = answer.edit().set("status", r#""in_progress""#).set("output", "[]").to_rope().to_bytes();
@@ -56,7 +56,7 @@ pub(crate) fn responses_failure(error: &Error, id: &str) -> Response {
     events.response_of(false)
 }
 
-/// What a streamed chat completion is made of.
+/// The parts of a streamed chat completion.
 #[derive(Deserialize)]
 struct ChatCompletion {
     #[serde(default)]
@@ -104,7 +104,7 @@ pub(crate) fn wants_usage(body: &RawObject) -> bool {
     truthy(&options["include_usage"])
 }
 
-/// What Python takes for true.
+/// Returns the truth value of Python.
 pub(crate) fn truthy(value: &Value) -> bool {
     match value {
         Value::Null => false,

@@ -21,7 +21,7 @@ pub(crate) struct PlainRequest {
     pub(crate) names: JoinedNames,
 }
 
-/// Joined names, and what they were: a namespace and a name.
+/// Joined names, each with its namespace and name.
 #[derive(Debug, Default)]
 pub(crate) struct JoinedNames(BTreeMap<String, (String, String)>);
 
@@ -66,7 +66,7 @@ impl JoinedNames {
     }
 }
 
-/// The request without the wish to stream, in the plain form. What needs no change keeps its text.
+/// Returns the request in the plain form, without `stream`. Parts that need no change keep their text.
 pub(crate) fn plain(body: &RawObject) -> Result<PlainRequest> {
     let body = Dialect::Responses.without_stream(body)?;
     let mut names = JoinedNames::default();
@@ -126,7 +126,7 @@ fn list(items: &[Bytes]) -> Vec<u8> {
 #[derive(Default)]
 struct FlattenedInput {
     kept: Vec<Bytes>,
-    /// Tools that came as items.
+    /// Tools that were sent as items.
     carried: Vec<Value>,
     /// Texts of the first messages of system and developer.
     leading: Vec<String>,

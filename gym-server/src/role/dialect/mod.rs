@@ -1,4 +1,4 @@
-//! The request forms of NeMo Gym and of OpenAI's clients: which keys they may have, and how streaming clients are answered.
+//! The request forms of NeMo Gym and of OpenAI's clients: the keys that they may have, and the events for streaming clients.
 
 pub(crate) mod events;
 pub(crate) mod harness;

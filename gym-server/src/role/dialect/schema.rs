@@ -1,11 +1,10 @@
-//! What NeMo Gym's request schemas forbid: top-level keys that they do not know, and the absence of the one they need.
+//! Checks requests as NeMo Gym's schemas do: rejects unknown top-level keys, and requests without the required key.
 //!
-//! The bodies are not validated deeper: a value of the wrong type is the upstream engine's to refuse.
+//! The bodies are not validated deeper: the upstream engine rejects values of a wrong type.
 
 use gym_core::RawObject;
+use gym_core::server::ValidationProblem;
 use serde_json::Value;
-
-use crate::role::reply::validation::ValidationProblem;
 
 /// The keys of `responses_create_params` in NeMo Gym 0.7.0.
 const RESPONSES_KEYS: &[&str] = &[
@@ -117,7 +116,7 @@ impl Dialect {
         }
         if let Some(given) = body.get(self.required()) {
             let key = self.required();
-            // Read only for a complaint: nearly every input is right, and some are long.
+            // Read only for an error message: nearly all inputs are valid, and some are long.
             let list =
                 |path: &[&str]| ValidationProblem::new("list_type", path, "Input should be a valid list", value(key));
             match (self, given.first()) {
@@ -160,8 +159,9 @@ impl Dialect {
 
 #[cfg(test)]
 mod tests {
+    use gym_core::server::unprocessable;
+
     use super::*;
-    use crate::role::reply::validation::unprocessable;
 
     #[test]
     fn the_lists_can_be_searched() {
@@ -171,7 +171,8 @@ mod tests {
     #[test]
     fn what_is_missing_or_unknown_is_named_as_pydantic_names_it() {
         let body = RawObject::parse(r#"{"model":"m","n":1,"stream":true}"#).unwrap();
-        let text = unprocessable(Dialect::Responses.check(&body, &["responses_create_params"])).message.head.to_bytes();
+        let text =
+            unprocessable(&Dialect::Responses.check(&body, &["responses_create_params"])).message.head.to_bytes();
         let got: Value = serde_json::from_slice(&text).unwrap();
         let details = got["detail"].as_array().unwrap();
         assert_eq!(details[0]["type"], "missing");
@@ -181,7 +182,7 @@ mod tests {
         let chat = RawObject::parse(r#"{"messages":[],"stream":null,"seed":1}"#).unwrap();
         assert_eq!(Dialect::Chat.check(&chat, &[]), []);
         let number = RawObject::parse(r#"{"input":3,"messages":"x"}"#).unwrap();
-        let text = unprocessable(Dialect::Responses.check(&number, &[])).message.head.to_bytes();
+        let text = unprocessable(&Dialect::Responses.check(&number, &[])).message.head.to_bytes();
         let got: Value = serde_json::from_slice(&text).unwrap();
         assert_eq!(got["detail"][0]["loc"], serde_json::json!(["body", "input", "str"]));
         assert_eq!((&got["detail"][1]["type"], &got["detail"][1]["input"]), (&"list_type".into(), &3.into()));

@@ -1,6 +1,6 @@
 //! `POST /aggregate_metrics`: the statistics of many rollouts, as NeMo Gym 0.7.0 writes them.
 //!
-//! Body and reply are held whole, as every message is. The body is bounded by the transport, the reply by what the caller takes.
+//! Body and reply are complete messages in memory. The transport bounds the body, and the caller's limit bounds the reply.
 
 use gym_core::rollout::metrics::{MetricsError, aggregate_metrics};
 use gym_core::{CallContext, Code, Error, RawObject, Response, Result, Status};

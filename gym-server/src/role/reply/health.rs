@@ -15,7 +15,7 @@ pub(crate) struct PeerReport {
     pub(crate) transport: Option<String>,
     /// The scheme of the endpoint; empty for a peer that was not reached.
     pub(crate) scheme: String,
-    /// What moves the bytes, as the transport names it.
+    /// The transport's name of the path.
     pub(crate) lanes: String,
     /// The preferred transports that were rejected.
     pub(crate) refused: Vec<RejectedTransport>,

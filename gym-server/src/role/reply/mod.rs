@@ -1,15 +1,14 @@
-//! The bodies that NeMo Gym's clients know: FastAPI's 404, 405 and 422, and the JSON string of a 500.
+//! The error bodies of NeMo Gym: FastAPI's 404, 405 and 422, and the JSON string of a 500.
 
 pub(crate) mod aggregate;
 pub(crate) mod health;
-pub(crate) mod validation;
 
 use gym_core::message::ContentType;
+use gym_core::server::{ValidationProblem, unprocessable};
 use gym_core::{Code, Error, Execution, Message, RawObject, Response, Status};
 use serde_json::{Value, json};
 
 use crate::metrics::Metrics;
-use crate::role::reply::validation::{ValidationProblem, unprocessable};
 
 /// `{"detail":"Not Found"}`.
 pub(crate) fn not_found() -> Response {
@@ -28,7 +27,7 @@ pub(crate) fn ok() -> Response {
     Response::json(r#"{"status":"ok"}"#)
 }
 
-/// The metrics of the process, as Prometheus scrapes them.
+/// Returns the metrics of the process in the format of Prometheus.
 pub(crate) fn metrics(metrics: &Metrics) -> Response {
     let mut response = Response::text(metrics.text());
     response.message.content_type =
@@ -36,11 +35,11 @@ pub(crate) fn metrics(metrics: &Metrics) -> Response {
     response
 }
 
-/// The answer that an error of a role is: 422 and 404 as FastAPI writes them, anything else as every transport does.
+/// Converts an error of a role into a response: 422 and 404 as FastAPI writes them, all others as every transport does.
 pub(crate) fn of_error(error: &Error) -> Response {
     match (error.code(), error.execution()) {
         (Code::InvalidArgument, Execution::NotStarted) => {
-            unprocessable(vec![ValidationProblem::new("value_error", &[], error.to_string(), json!({}))])
+            unprocessable(&[ValidationProblem::new("value_error", &[], error.to_string(), json!({}))])
         }
         (Code::NotFound, Execution::NotStarted) if error.subject().is_empty() => {
             let mut response = not_found();
@@ -52,12 +51,12 @@ pub(crate) fn of_error(error: &Error) -> Response {
     }
 }
 
-/// The body of a request as an object; the 422 that it deserves otherwise.
+/// Returns the body of a request as an object, or the 422 that describes the problem.
 #[expect(clippy::result_large_err, reason = "the answer is sent next; a box would be taken apart at once")]
 pub(crate) fn object(message: &Message) -> Result<RawObject, Response> {
     message.head.to_object().map_err(|error| {
         let text = message.head.to_bytes();
-        unprocessable(vec![match serde_json::from_slice::<Value>(&text) {
+        unprocessable(&[match serde_json::from_slice::<Value>(&text) {
             // JSON, but a list or a number.
             Ok(other) => ValidationProblem::new(
                 "model_attributes_type",

@@ -27,7 +27,7 @@ use crate::group::provision::deployment::{Deployment, LaunchSpec, Provisioner};
 use crate::group::provision::events::{EventLog, RankEvent};
 use crate::group::provision::place::{HeldRendezvous, RankPlace};
 use crate::group::provision::workers::{Workers, start_inputs};
-use crate::group::usage::gpu::GpuMemoryMeter;
+use crate::group::usage::gpu::GpuSampler;
 use crate::group::usage::process::{KernelUnits, ProcessUsage, UsageMeter};
 use crate::launch::process::tree::ProcessStat;
 use crate::launch::{Launcher, LineSink, prefixed};
@@ -239,7 +239,7 @@ impl LocalState {
     fn measure(
         &self,
         processes: &BTreeMap<i32, ProcessStat>,
-        gpu: Option<&GpuMemoryMeter>,
+        gpu: Option<&GpuSampler>,
         now: Instant,
         units: KernelUnits,
     ) {
@@ -264,7 +264,7 @@ impl LocalState {
 /// Measures until it is aborted.
 async fn sample(state: Arc<LocalState>) {
     let units = KernelUnits::of_this_machine();
-    let gpu = GpuMemoryMeter::start();
+    let gpu = GpuSampler::shared();
     let period = if state.spec.memory_limit_bytes.is_some() { GUARD_PERIOD } else { SAMPLE_PERIOD };
     let mut tick = tokio::time::interval(period);
     tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -272,7 +272,7 @@ async fn sample(state: Arc<LocalState>) {
         tick.tick().await;
         // Reading `/proc` may wait for a lock of the kernel's; not on a thread that answers calls.
         let Ok(Ok(processes)) = tokio::task::spawn_blocking(ProcessStat::all).await else { continue };
-        state.measure(&processes, gpu.as_ref(), Instant::now(), units);
+        state.measure(&processes, gpu.as_deref(), Instant::now(), units);
     }
 }
 

@@ -1,8 +1,8 @@
-//! Sequence packing: which sequences share a bin of fixed capacity, so that a micro-batch wastes little on padding.
+//! Sequence packing: groups sequences into bins of fixed capacity, so that a micro-batch has little padding.
 //!
-//! The four algorithms of NeMo RL with exactly its bins, ties included, so that a run which moves here trains on the same
-//! micro-batches (`first_fit_shuffle` draws from a seed of its own; the reference draws from a global one). First fit finds its
-//! bin in a tournament tree, modified first fit in sorted arrays that skip what was taken: `n log n` where the reference is `n²`.
+//! The four algorithms produce exactly the bins of NeMo RL, ties included, so that a run trains on the same micro-batches in both.
+//! `first_fit_shuffle` is the exception: it draws from its own seed, and the reference from a global one. First fit finds a bin in a
+//! tournament tree. Modified first fit searches sorted arrays and skips taken entries. Both need `n log n` steps; the reference needs `n²`.
 
 mod first_fit;
 mod metrics;

@@ -1,7 +1,7 @@
 //! A block of numbers in host memory: element type, shape, and shared bytes.
 //!
-//! Row-major, little-endian, as safetensors lays them out. A slice along the first dimension shares the memory; nothing here
-//! copies unless its doc says so. Device memory is not a tensor: batches are host memory, weights move by collectives.
+//! The layout is that of safetensors: row-major, little-endian. A slice along the first dimension shares the memory. A function copies
+//! only if its documentation says so. Tensors are in host memory; weights on devices move by collectives.
 
 mod block;
 mod convert;

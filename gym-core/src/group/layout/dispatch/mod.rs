@@ -1,8 +1,8 @@
-//! Which ranks a group call goes to, which part of the batch each gets, and whose answers come back.
+//! The dispatch of a call: the ranks that are called, the part of the batch for each, and the ranks whose replies are collected.
 //!
-//! Pure: [`Dispatch::plan`] turns the caller's words and a [`RankLayout`] into one [`Assignment`] for each rank that is called.
-//! Axes are treated as in NeMo RL's `run_all_workers_sharded_data`: a *sharded* axis splits the batch, a *replicated* one gets
-//! copies, and of a *free* one (neither) only coordinate 0 works. All ranks that work answer unless `collect_once` says otherwise.
+//! [`Dispatch::plan`] computes one [`Assignment`] for each called rank of a [`RankLayout`], without I/O. Axes have the semantics of NeMo
+//! RL's `run_all_workers_sharded_data`. A *sharded* axis splits the batch, and a *replicated* axis gets copies. Of a *free* axis, which is
+//! neither, only coordinate 0 works. The replies of all ranks that work are collected, unless `collect_once` restricts them.
 
 use smallvec::SmallVec;
 
@@ -39,22 +39,22 @@ struct Axes {
     free: Free,
 }
 
-/// What ranks beyond coordinate 0 of a free axis do.
+/// The behavior of ranks beyond coordinate 0 of a free axis.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Free {
     /// They are not called.
     #[default]
     Idle,
-    /// They are called without a batch, and their answers are dropped: for methods that meet in a collective.
+    /// They are called without a batch, and their replies are dropped: for methods that run a collective.
     Dummy,
 }
 
 /// The part of one rank in a group call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Assignment {
-    /// Who is called.
+    /// The called rank.
     pub rank: Rank,
-    /// Which shard of the batch it gets, below [`Dispatch::shards`]; `None`: all of it, or nothing if `dummy`.
+    /// Index of its shard, below [`Dispatch::shards`]; `None`: the whole batch, or nothing if `dummy`.
     pub shard: Option<usize>,
     /// Whether its answer is part of the result.
     pub collect: bool,
@@ -137,7 +137,7 @@ impl Dispatch {
         self
     }
 
-    /// What ranks beyond coordinate 0 of a free axis do.
+    /// The behavior of ranks beyond coordinate 0 of a free axis.
     #[must_use]
     pub fn free(mut self, free: Free) -> Self {
         self.axes_mut().free = free;

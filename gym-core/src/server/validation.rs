@@ -1,0 +1,101 @@
+//! The problems of a request body, as pydantic and so FastAPI's 422 list them.
+
+use serde_json::{Value, json};
+
+use crate::base::error::{Code, Execution};
+use crate::message::{CODE_METADATA, EXECUTION_METADATA, JsonError, Message, Response, Status, push_json_string};
+
+/// One problem of a request body, written as an entry of pydantic's `detail`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ValidationProblem(String);
+
+impl ValidationProblem {
+    /// A required key that is absent: `{"type":"missing","loc":["body",…],"msg":"Field required","input":…}`.
+    #[must_use]
+    pub fn missing(path: &[&str], input: Value) -> Self {
+        Self::new("missing", path, "Field required", input)
+    }
+
+    /// Any other problem: pydantic's name of its type, the keys that lead to it in the body, the sentence, and the value there.
+    #[must_use]
+    #[expect(clippy::needless_pass_by_value, reason = "callers build the value for this call")]
+    pub fn new(kind: &str, path: &[&str], message: impl AsRef<str>, input: Value) -> Self {
+        let steps = path.iter().map(|step| Value::from(*step).to_string());
+        Self::at(kind, steps, message.as_ref(), &input.to_string(), None)
+    }
+
+    /// A body that is not JSON, with the position and the cause.
+    #[must_use]
+    pub fn json(error: &JsonError) -> Self {
+        let context = json!({"error": error.message}).to_string();
+        Self::at("json_invalid", [error.offset.to_string()], "JSON decode error", "{}", Some(&context))
+    }
+
+    /// Writes a problem. The steps below `body`, the input and the context are JSON texts.
+    pub(crate) fn at(
+        kind: &str,
+        steps: impl IntoIterator<Item = impl AsRef<str>>,
+        message: &str,
+        input: &str,
+        context: Option<&str>,
+    ) -> Self {
+        let mut text = String::from("{\"type\":");
+        push_json_string(&mut text, kind);
+        text.push_str(",\"loc\":[\"body\"");
+        for step in steps {
+            text.push(',');
+            text.push_str(step.as_ref());
+        }
+        text.push_str("],\"msg\":");
+        push_json_string(&mut text, message);
+        text.push_str(",\"input\":");
+        text.push_str(input);
+        if let Some(context) = context {
+            text.push_str(",\"ctx\":");
+            text.push_str(context);
+        }
+        text.push('}');
+        Self(text)
+    }
+
+    /// The 422 of a server of the Python peer, without metadata.
+    pub(crate) fn response(problems: &[Self]) -> Response {
+        let details: Vec<&str> = problems.iter().map(|problem| problem.0.as_str()).collect();
+        Response::new(Status(422), Message::json(format!("{{\"detail\":[{}]}}", details.join(","))))
+    }
+}
+
+/// Returns the 422 that lists the problems of a body, with the metadata of a request that was rejected before it ran.
+#[must_use]
+pub fn unprocessable(problems: &[ValidationProblem]) -> Response {
+    let mut response = ValidationProblem::response(problems);
+    response.metadata.push(CODE_METADATA, Code::InvalidArgument.as_str());
+    response.metadata.push(EXECUTION_METADATA, Execution::NotStarted.as_str());
+    response
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn text(problem: ValidationProblem) -> String {
+        String::from_utf8(unprocessable(&[problem]).message.head.to_bytes().to_vec()).unwrap()
+    }
+
+    #[test]
+    fn a_problem_is_written_as_pydantic_writes_it() {
+        let offset = JsonError { offset: 7, message: "expected `,` or \"}\"".into() };
+        assert_eq!(
+            text(ValidationProblem::json(&offset)),
+            r#"{"detail":[{"type":"json_invalid","loc":["body",7],"msg":"JSON decode error","input":{},"ctx":{"error":"expected `,` or \"}\""}}]}"#
+        );
+        assert_eq!(
+            text(ValidationProblem::missing(&["a\"b", "é"], json!({"x": [1, null]}))),
+            r#"{"detail":[{"type":"missing","loc":["body","a\"b","é"],"msg":"Field required","input":{"x":[1,null]}}]}"#
+        );
+        assert_eq!(
+            text(ValidationProblem::new("value_error", &[], "a \"quote\"\n", Value::Null)),
+            r#"{"detail":[{"type":"value_error","loc":["body"],"msg":"a \"quote\"\n","input":null}]}"#
+        );
+    }
+}

@@ -1,0 +1,197 @@
+//! Plays episodes in which the environment replies as a user: NeMo Gym's `gymnasium_agent`.
+//!
+//! It sends the same requests in the same order as the Python agent, and its result is equal. Items and rows are spliced as text.
+
+use gym_client::{CookieJar, ServerClient, Session};
+use gym_core::server::unprocessable;
+use gym_core::{AgentServer, CallContext, Code, Error, RawObject, Response, Result, Route, SessionId, World};
+use serde::Deserialize;
+use serde_json::json;
+
+use crate::agent::config::GymnasiumAgentConfig;
+use crate::agent::episode::{ResourcesSession, aggregate, of_inner, post};
+use crate::agent::simple::params_of;
+use crate::agent::turn::{Conversation, Turn, items_of, user_message};
+use crate::role::dialect::schema::Dialect;
+
+/// The agent that calls the model and `/step` in turn, until the environment ends the episode or `max_steps` is reached.
+///
+/// Its result is not the row, but a new one: request, response with the items of all turns, sum of the rewards, and `terminated`,
+/// `truncated` and `info` of the last step. An environment whose `/reset` supports it receives `/close` at the end, however the
+/// episode ended.
+#[derive(Clone, Debug)]
+pub struct GymnasiumAgent {
+    config: GymnasiumAgentConfig,
+    client: ServerClient,
+    world: World,
+}
+
+/// The reply to `/reset`.
+#[derive(Deserialize)]
+struct ResetReply {
+    #[serde(default)]
+    observation: Option<String>,
+    #[serde(default)]
+    info: ResetInfo,
+}
+
+#[derive(Default, Deserialize)]
+struct ResetInfo {
+    #[serde(default)]
+    supports_step_idempotency: serde_json::Value,
+}
+
+/// The reply to `/step`.
+#[derive(Deserialize)]
+struct StepReply {
+    #[serde(default)]
+    observation: Option<String>,
+    #[serde(default)]
+    reward: f64,
+    #[serde(default)]
+    terminated: bool,
+    #[serde(default)]
+    truncated: bool,
+    #[serde(default)]
+    info: StepInfo,
+}
+
+#[derive(Default, Deserialize)]
+struct StepInfo {
+    #[serde(default)]
+    tool_outputs: Vec<ToolOutput>,
+}
+
+#[derive(Deserialize)]
+struct ToolOutput {
+    call_id: String,
+    output: String,
+}
+
+impl GymnasiumAgent {
+    /// Creates an agent that calls its model and its environment through `client`. `world` is the source of request ids.
+    #[must_use]
+    pub fn new(config: GymnasiumAgentConfig, client: ServerClient, world: &World) -> Self {
+        Self { config, client, world: world.clone() }
+    }
+
+    async fn ask(&self, cx: &CallContext, calls: &mut Session, body: impl Into<gym_core::Rope>) -> Result<Turn> {
+        let model = self.config.model_server.name.as_str();
+        let message = post(calls, cx, model, "/v1/responses", body).await?;
+        Turn::parse(&message.head).map_err(|error| error.about(format!("POST {model}/v1/responses")))
+    }
+
+    /// Plays an episode that has begun, and returns its result with the `info` of the last step.
+    async fn play(
+        &self,
+        cx: &CallContext,
+        session: &mut ResourcesSession,
+        row: &RawObject,
+        params: &RawObject,
+        idempotent: bool,
+    ) -> Result<RawObject> {
+        let environment = self.config.resources_server.name.as_str();
+        let mut conversation = Conversation::new(params)?;
+        let (mut total, mut steps) = (0.0, 0);
+        loop {
+            steps += 1;
+            let turn = self.ask(cx, session.calls(), conversation.request(params)).await?;
+            conversation.answered(&turn)?;
+            let mut body = row.edit().set_object("response", turn.response().clone());
+            if idempotent {
+                // 32 hexadecimal digits, as Python's `uuid4().hex`.
+                body = body.set_value("_ng_step_request_id", &self.world.unique_id())?;
+            }
+            let reply = post(session.calls(), cx, environment, "/step", body.to_rope()).await?;
+            let lost = |error: Error| invalid_reply(error, environment, "/step");
+            let reply = reply.head.to_object().map_err(|error| lost(error.into()))?;
+            let step: StepReply = reply.outline().map_err(lost)?;
+            total += step.reward;
+            let ended = step.terminated || step.truncated;
+            if !ended {
+                for tool in &step.info.tool_outputs {
+                    conversation.tool_answered(&tool.call_id, &tool.output);
+                }
+                if let Some(observation) = step.observation.as_deref().filter(|text| !text.is_empty()) {
+                    conversation.user_said(observation);
+                }
+            }
+            if ended || steps >= self.config.max_steps.get() {
+                let response = conversation.finish(&turn, None)?;
+                return Ok(RawObject::empty()
+                    .edit()
+                    .set_object("responses_create_params", params.clone())
+                    .set_object("response", response.0)
+                    .set_value("reward", &total)?
+                    .set_value("terminated", &step.terminated)?
+                    .set_value("truncated", &(step.truncated || !ended))?
+                    .set("info", reply.get("info").unwrap_or_else(|| "{}".into()))
+                    .to_object()?);
+            }
+        }
+    }
+}
+
+impl AgentServer for GymnasiumAgent {
+    async fn run(&self, cx: &CallContext, _: &SessionId, row: &RawObject) -> Result<Response> {
+        let params = match params_of(row) {
+            Ok(params) => params,
+            Err(refusal) => return Ok(refusal),
+        };
+        let environment = self.config.resources_server.name.as_str();
+        let (caller, cx) = (&cx.metadata, &cx.child());
+        let (mut session, reply) =
+            ResourcesSession::begin(cx, caller, &self.client, environment, "/reset", row, close_route).await?;
+        let lost = |error: Error| invalid_reply(error, environment, "/reset");
+        let reply = reply.message.head.to_object().map_err(|error| lost(error.into()))?;
+        let reset: ResetReply = reply.outline().map_err(lost)?;
+        let first = reset.observation.filter(|text| !text.is_empty()).map(|text| user_message(&text));
+        let params = match items_of(&params, first.as_deref())? {
+            Some(input) => params.edit().set("input", input).to_object()?,
+            None => params,
+        };
+        let idempotent = reset.info.supports_step_idempotency == true;
+        let mut result = self.play(cx, &mut session, row, &params, idempotent).await?;
+        if let Err(error) = session.close().await {
+            tracing::warn!(environment, %error, "the episode is complete, but its environment was not closed");
+            let warning =
+                json!({"operation": "close", "error_type": error.code().as_str(), "message": error.to_string()});
+            let info = result.get_object("info")?.unwrap_or_default();
+            let info = info.edit().set_value("cleanup_warning", &warning)?.to_object()?;
+            result = result.edit().set_object("info", info).to_object()?;
+        }
+        Ok(Response::json(result))
+    }
+
+    async fn responses(&self, cx: &CallContext, _: &SessionId, body: &RawObject) -> Result<Response> {
+        let wrong = Dialect::Responses.check(body, &[]);
+        if !wrong.is_empty() {
+            return Ok(unprocessable(&wrong));
+        }
+        let model = self.config.model_server.name.as_str();
+        let mut calls = self.client.session();
+        *calls.jar(model) = CookieJar::of_request(&cx.metadata);
+        let route = Route::from_static("/v1/responses");
+        let answer = calls.post(&cx.child(), model, route, body.clone()).await.and_then(Response::into_result);
+        let answer = answer.map_err(|error| of_inner(error, model, "/v1/responses"))?;
+        let mut response = Response::json(answer.message.head);
+        for (name, value) in calls.jar(model).iter() {
+            response.metadata.push("set-cookie", format!("{name}={value}; Path=/; SameSite=lax"));
+        }
+        Ok(response)
+    }
+
+    async fn aggregate_metrics(&self, cx: &CallContext, _: &SessionId, body: &RawObject) -> Result<Response> {
+        aggregate(cx, &self.client, &self.config.resources_server.name, body).await
+    }
+}
+
+/// Returns the route that closes the session that a reply to `/reset` began: also if the rest of the reply is invalid.
+fn close_route(reply: &Response) -> Option<&'static str> {
+    let info = reply.message.head.to_object().ok()?.get_object("info").ok()??;
+    (info.get("supports_explicit_close").as_deref() == Some(b"true")).then_some("/close")
+}
+
+fn invalid_reply(error: Error, environment: &str, route: &str) -> Error {
+    Error::finished(Code::DataLoss, "the reply is invalid").about(format!("POST {environment}{route}")).caused_by(error)
+}

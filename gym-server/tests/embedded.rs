@@ -1,0 +1,240 @@
+//! Stacks without files and ports: what their rollouts are, and what they leave alone.
+
+use std::collections::BTreeSet;
+use std::net::TcpListener;
+use std::os::unix::net::UnixListener;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use gym_client::collect::{DriverOptions, RolloutError};
+use gym_core::rollout::FailureClass;
+use gym_server::agent::SimpleAgent;
+use gym_server::model::{ScriptedItem, ScriptedModel};
+use gym_server::prelude::*;
+
+struct Exact;
+
+#[derive(serde::Deserialize)]
+struct Task {
+    expected: String,
+}
+
+impl ResourcesServer for Exact {
+    type Task = Task;
+
+    async fn verify(&self, _: &CallContext, _: &SessionId, task: Task, response: &ModelResponse) -> Result<Verdict> {
+        match task.expected.as_str() {
+            "broken" => Err(Error::internal("the judge is broken")),
+            expected => Ok(Verdict::correct(response.last_text()? == expected)),
+        }
+    }
+}
+
+/// An agent that is a function of its call.
+struct Agent<F>(F);
+
+impl<F, Fut> AgentServer for Agent<F>
+where
+    F: Fn(RawObject) -> Fut + Send + Sync + 'static,
+    Fut: Future<Output = Result<Response>> + Send,
+{
+    async fn run(&self, _: &CallContext, _: &SessionId, row: &RawObject) -> Result<Response> {
+        (self.0)(row.clone()).await
+    }
+}
+
+fn task(expected: &str) -> RawObject {
+    let row = serde_json::json!({"responses_create_params": {"input": "2 + 2"}, "expected": expected});
+    RawObject::parse(row.to_string()).expect("an object")
+}
+
+async fn exact() -> Stack {
+    let policy = |_: &RawObject, _: &mut fastrand::Rng| vec![ScriptedItem::message("4")];
+    Stack::embedded()
+        .resources("exact", Exact)
+        .model("policy", ScriptedModel::from_policy(policy))
+        .agent("exact_agent", |client| SimpleAgent::between("policy", "exact", client))
+        .start()
+        .await
+        .expect("the servers start")
+}
+
+/// The sockets of this process on which somebody could connect: inodes of its descriptors that the kernel lists as listening.
+fn listening() -> BTreeSet<String> {
+    let own: BTreeSet<String> = std::fs::read_dir("/proc/self/fd")
+        .expect("Linux lists descriptors")
+        .filter_map(|entry| std::fs::read_link(entry.ok()?.path()).ok())
+        .filter_map(|to| Some(to.to_str()?.strip_prefix("socket:[")?.strip_suffix(']')?.to_owned()))
+        .collect();
+    let mut found = BTreeSet::new();
+    for table in ["tcp", "tcp6"] {
+        let text = std::fs::read_to_string(format!("/proc/self/net/{table}")).unwrap_or_default();
+        let rows = text.lines().skip(1).map(|line| line.split_whitespace().collect::<Vec<_>>());
+        found.extend(rows.filter(|row| row[3] == "0A").map(|row| row[9].to_owned()));
+    }
+    let text = std::fs::read_to_string("/proc/self/net/unix").unwrap_or_default();
+    let rows = text.lines().skip(1).map(|line| line.split_whitespace().collect::<Vec<_>>());
+    // __SO_ACCEPTCON
+    found.extend(rows.filter(|row| row[3] == "00010000").map(|row| row[6].to_owned()));
+    found.intersection(&own).cloned().collect()
+}
+
+#[tokio::test]
+async fn an_embedded_stack_listens_on_no_socket() {
+    let stack = exact().await;
+    let mut rollouts = stack.rollouts("exact_agent", [task("4")]).unwrap();
+    assert_eq!(rollouts.next().await.unwrap().unwrap().reward(), Some(1.0));
+    assert_eq!(listening(), BTreeSet::new());
+    assert_eq!(
+        stack.servers().iter().map(|server| server.url.as_str()).collect::<Vec<_>>(),
+        ["mem://exact", "mem://policy", "mem://exact_agent"]
+    );
+    stack.stop().await;
+    // The same question finds a socket where there is one.
+    let folder = tempfile::tempdir().unwrap();
+    let _tcp = TcpListener::bind("127.0.0.1:0").unwrap();
+    let _unix = UnixListener::bind(folder.path().join("socket")).unwrap();
+    assert_eq!(listening().len(), 2);
+}
+
+#[tokio::test]
+async fn each_task_is_one_rollout_and_a_failure_is_a_typed_error() {
+    let stack = exact().await;
+    let mut rollouts = stack.rollouts("exact_agent", [task("4"), task("5"), task("broken")]).unwrap();
+    let mut ended = Vec::new();
+    while let Some(rollout) = rollouts.next().await {
+        ended.push(rollout.unwrap());
+    }
+    ended.sort_by_key(|rollout| rollout.key);
+    let rewards: Vec<_> = ended.iter().map(Rollout::reward).collect();
+    assert_eq!(rewards, [Some(1.0), Some(0.0), None]);
+    for (at, rollout) in ended.iter().enumerate() {
+        assert_eq!(rollout.key.task_index as usize, at);
+        assert_eq!(rollout.row.get_as::<u32>("_ng_task_index").unwrap(), Some(rollout.key.task_index));
+        assert_eq!(rollout.attempts, 1);
+        assert!(rollout.duration > Duration::ZERO);
+    }
+    assert_eq!(ended[0].row.get_as::<String>("expected").unwrap().as_deref(), Some("4"));
+    let error = ended[2].outcome.as_ref().unwrap_err();
+    assert_eq!(error.class(), Some(FailureClass::AgentRunError));
+    assert!(matches!(error, RolloutError::Failed { message, .. } if message.contains("/run")), "{error}");
+    stack.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_rollout_that_succeeds_after_failed_attempts_is_one_item() {
+    let calls = Arc::new(AtomicU32::new(0));
+    let counted = Arc::clone(&calls);
+    let stack = Stack::embedded()
+        .agent("flaky", move |_| {
+            Agent(move |row: RawObject| {
+                let number = counted.fetch_add(1, Ordering::Relaxed);
+                async move {
+                    match number {
+                        0 | 1 => Err(Error::finished(Code::Unavailable, "busy")),
+                        _ => Ok(Response::json(row.edit().set("reward", "0.5").to_rope())),
+                    }
+                }
+            })
+        })
+        .start()
+        .await
+        .unwrap();
+    let mut rollouts = stack.rollouts("flaky", [task("4")]).unwrap();
+    let rollout = rollouts.next().await.unwrap().unwrap();
+    assert_eq!((rollout.reward(), rollout.attempts), (Some(0.5), 3));
+    // Two waits lie between three attempts.
+    assert!(rollout.duration >= Duration::from_millis(200), "{:?}", rollout.duration);
+    assert!(rollouts.next().await.is_none());
+    calls.store(0, Ordering::Relaxed);
+    let options = DriverOptions { attempts_max: 2, ..DriverOptions::default() };
+    let mut rollouts = stack.rollouts_with("flaky", [task("4")], options).unwrap();
+    let rollout = rollouts.next().await.unwrap().unwrap();
+    assert_eq!(rollout.outcome.unwrap_err().class(), Some(FailureClass::AgentRequestFailed));
+    assert_eq!(rollout.attempts, 2);
+    assert!(rollouts.next().await.is_none());
+    stack.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_rollout_of_which_nothing_is_kept_is_an_item_too() {
+    let stack = Stack::embedded()
+        .agent("forgetful", |_| Agent(|_| async { Ok(Response::json(r#"{"_ng_no_persist": true}"#)) }))
+        .start()
+        .await
+        .unwrap();
+    let mut rollouts = stack.rollouts("forgetful", [task("4")]).unwrap();
+    let rollout = rollouts.next().await.unwrap().unwrap();
+    assert_eq!(rollout.outcome, Err(RolloutError::Unrecorded));
+    assert!(rollouts.next().await.is_none());
+    stack.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_program_that_takes_no_rollouts_holds_the_others_up() {
+    let started = Arc::new(AtomicU32::new(0));
+    let counted = Arc::clone(&started);
+    let stack = Stack::embedded()
+        .agent("quick", move |_| {
+            Agent(move |row: RawObject| {
+                counted.fetch_add(1, Ordering::Relaxed);
+                async move { Ok(Response::json(row.edit().set("reward", "1").to_rope())) }
+            })
+        })
+        .start()
+        .await
+        .unwrap();
+    let options = DriverOptions { concurrency: 4, ..DriverOptions::default() };
+    let mut rollouts = stack.rollouts_with("quick", (0..100).map(|_| task("4")), options).unwrap();
+    tokio::time::sleep(Duration::from_secs(100_000)).await;
+    // Four wait in the stream, four for a place in it.
+    assert_eq!(started.load(Ordering::Relaxed), 8);
+    let mut count = 0;
+    while let Some(rollout) = rollouts.next().await {
+        assert_eq!(rollout.unwrap().reward(), Some(1.0));
+        count += 1;
+    }
+    assert_eq!(count, 100);
+    stack.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn dropping_the_stream_stops_what_is_in_flight() {
+    let (begun, mut begins) = tokio::sync::mpsc::channel::<tokio::sync::oneshot::Receiver<()>>(1);
+    let stack = Stack::embedded()
+        .agent("endless", move |_| {
+            Agent(move |_| {
+                let begun = begun.clone();
+                async move {
+                    // Dropped together with the call.
+                    let (_alive, ended) = tokio::sync::oneshot::channel();
+                    begun.send(ended).await.unwrap();
+                    std::future::pending().await
+                }
+            })
+        })
+        .start()
+        .await
+        .unwrap();
+    let rollouts = stack.rollouts("endless", [task("4")]).unwrap();
+    let ended = begins.recv().await.unwrap();
+    let dropped = tokio::time::Instant::now();
+    drop(rollouts);
+    assert!(ended.await.is_err());
+    assert!(dropped.elapsed() < Duration::from_secs(1), "{:?}", dropped.elapsed());
+    stack.stop().await;
+}
+
+#[tokio::test]
+async fn two_servers_of_one_name_are_rejected() {
+    let started = Stack::embedded().resources("exact", Exact).resources("exact", Exact).start().await;
+    let error = started.unwrap_err();
+    assert_eq!(error.code(), Code::InvalidArgument);
+    assert!(error.message().contains("two servers 'exact'"), "{error}");
+    let stack = exact().await;
+    let error = stack.rollouts("exact_agnet", [task("4")]).unwrap_err();
+    assert_eq!(error.code(), Code::NotFound);
+    assert!(error.to_string().contains("exact_agent"), "{error}");
+    stack.stop().await;
+}
