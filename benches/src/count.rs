@@ -35,7 +35,7 @@ pub fn instructions(log: &Path) -> Result<u64> {
 pub async fn run(program: &Path, arguments: &[String], log: &Path, patience: Duration) -> Result<u64> {
     ensure!(
         program.is_file(),
-        "{} is missing; build it: cargo build --profile bench -p gym-benches --bins",
+        "{} is missing; build it: cargo build --release -p gym-benches --bins",
         program.display()
     );
     let mut command = valgrind(log);

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{BufReader, BufWriter, Write};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -416,9 +416,17 @@ async fn count_lines(path: &Path) -> Result<u64> {
 
 /// Runs file work of unknown duration on a blocking thread.
 async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T> + Send + 'static) -> Result<T> {
-    tokio::task::spawn_blocking(work)
-        .await
-        .unwrap_or_else(|error| Err(Error::internal("a file task panicked or was cancelled").caused_by(error)))
+    let done = Arc::new(Mutex::new(None));
+    let result = Arc::clone(&done);
+    // Boxed, so that the compiler builds one type of task, not one for each closure.
+    let task: Box<dyn FnOnce() + Send> = Box::new(move || {
+        let worked = work();
+        *result.lock().unwrap_or_else(PoisonError::into_inner) = Some(worked);
+    });
+    let ended = tokio::task::spawn_blocking(task).await;
+    ended.map_err(|error| Error::internal("a file task panicked or was cancelled").caused_by(error))?;
+    let mut done = done.lock().unwrap_or_else(PoisonError::into_inner);
+    done.take().expect("the task has ended and left its result")
 }
 
 fn invalid(error: &InputError) -> Error {

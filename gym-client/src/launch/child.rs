@@ -6,6 +6,7 @@ use std::process::{ExitStatus, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::FutureExt as _;
 use futures_util::future::BoxFuture;
 use rustix::process::Signal;
 use tokio::io::AsyncWriteExt;
@@ -188,10 +189,12 @@ impl ChildSupervisor {
         let mut output = JoinSet::new();
         let name: Arc<str> = self.spec.name.as_str().into();
         if let Some(out) = process.stdout.take() {
-            output.spawn(forward(out, name.clone(), Stream::Stdout, self.shared.sink.clone(), tail.clone()));
+            output.spawn(
+                forward(Box::new(out), name.clone(), Stream::Stdout, self.shared.sink.clone(), tail.clone()).boxed(),
+            );
         }
         if let Some(err) = process.stderr.take() {
-            output.spawn(forward(err, name, Stream::Stderr, self.shared.sink.clone(), tail.clone()));
+            output.spawn(forward(Box::new(err), name, Stream::Stderr, self.shared.sink.clone(), tail.clone()).boxed());
         }
         let pid = process.id().and_then(|pid| i32::try_from(pid).ok());
         // The shim waits at its gate, so both exist. Without them the process cannot be registered; `process` is then

@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex as StdMutex, PoisonError};
 use std::time::Duration;
 
+use futures_util::FutureExt as _;
 use futures_util::future::BoxFuture;
 use tokio::sync::{Mutex, watch};
 use tokio::task::JoinHandle;
@@ -173,7 +174,7 @@ impl Launcher {
             let first = supervisor.start(1).await?;
             let mut children = self.lock();
             if let Some(entry) = children.entries.iter_mut().find(|entry| entry.handle.name == name) {
-                entry.supervisor = Some(tokio::spawn(supervisor.run(first)));
+                entry.supervisor = Some(tokio::spawn(supervisor.run(first).boxed()));
                 reservation.kept = true;
             }
             drop(children);

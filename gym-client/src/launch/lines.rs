@@ -63,7 +63,7 @@ impl OutputTail {
 
 /// Reads `input` until it ends.
 pub(super) async fn forward(
-    mut input: impl AsyncRead + Unpin,
+    mut input: Box<dyn AsyncRead + Send + Unpin>,
     name: Arc<str>,
     stream: Stream,
     sink: LineSink,

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::FutureExt as _;
 use futures_util::future::BoxFuture;
 use gym_core::registry::{Lease, Registration, Registry};
 use gym_core::{CallContext, CancelToken, Code, Result};
@@ -31,7 +32,7 @@ impl LeaseKeeper {
         Box::pin(async move {
             let lease = registry.register(cx, registration.clone()).await?;
             let stop = CancelToken::new();
-            let task = tokio::spawn(renew(registry, registration, lease.clone(), stop.clone()));
+            let task = tokio::spawn(renew(registry, registration, lease.clone(), stop.clone()).boxed());
             Ok(Self { stop, task, lease })
         })
     }

@@ -3,7 +3,9 @@
 //! In memory the deadline is an instant; on the wire it is the remaining time, so two machines need no common clock.
 
 use std::fmt;
-use std::future::Future;
+use std::future::{Future, poll_fn};
+use std::pin::pin;
+use std::task::Poll;
 use std::time::Duration;
 
 use tokio::time::Instant;
@@ -133,12 +135,22 @@ pub(crate) async fn bounded<T>(
     execution: Execution,
     future: impl Future<Output = Result<T>>,
 ) -> Result<T> {
+    let mut future = pin!(future);
+    let mut interrupted = pin!(interrupted(cancel, deadline, execution));
+    // Not `select!`, which compiles to several hundred lines for each type of future.
+    poll_fn(|cx| match future.as_mut().poll(cx) {
+        Poll::Ready(done) => Poll::Ready(done),
+        Poll::Pending => interrupted.as_mut().poll(cx).map(Err),
+    })
+    .await
+}
+
+/// Waits for the cancellation or the deadline. The caller polls it only after its own future is pending, so no timer is created before.
+async fn interrupted(cancel: &CancelToken, deadline: Instant, execution: Execution) -> Error {
     tokio::select! {
         biased;
-        done = future => done,
-        () = cancel.cancelled() => Err(cancelled(execution)),
-        // In a block, so that a timer is created only if the future is pending.
-        () = async { tokio::time::sleep_until(deadline).await } => Err(deadline_exceeded(execution)),
+        () = cancel.cancelled() => cancelled(execution),
+        () = async { tokio::time::sleep_until(deadline).await } => deadline_exceeded(execution),
     }
 }
 

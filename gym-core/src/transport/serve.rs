@@ -6,6 +6,7 @@ use std::time::Duration;
 use crate::base::cancel::CancelToken;
 use crate::base::error::Result;
 use crate::transport::{Handler, Listener};
+use futures_util::FutureExt as _;
 use futures_util::future::BoxFuture;
 use tokio::task::JoinSet;
 
@@ -31,12 +32,13 @@ pub fn serve(
                 accepted = listener.accept() => match accepted {
                     Ok(peer) => {
                         let (handler, drain) = (Arc::clone(&handler), drain.clone());
-                        peers.spawn(async move {
+                        let served = async move {
                             let address = Arc::clone(&peer.peer().address);
                             if let Err(error) = peer.serve(handler, drain).await {
                                 tracing::debug!(%address, %error, "a peer ended with an error");
                             }
-                        });
+                        };
+                        peers.spawn(served.boxed());
                     }
                     Err(error) => {
                         // Peers that are connected are still served to their end.

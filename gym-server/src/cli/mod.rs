@@ -34,6 +34,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::{CommandFactory, FromArgMatches};
+use futures_util::FutureExt as _;
 use gym_client::launch;
 
 use crate::cli::args::aliases;
@@ -129,7 +130,7 @@ fn start(cli: Cli, overrides: Vec<String>, head_url_given: bool, servers: Server
         }
     };
     // Spawned, because `block_on` does not run on a worker thread, and every wake-up would cross threads.
-    let ended = runtime.block_on(async move { tokio::spawn(command).await });
+    let ended = runtime.block_on(async move { tokio::spawn(command.boxed()).await });
     // Remaining tasks were cancelled, or do not need to finish.
     runtime.shutdown_timeout(Duration::from_secs(1));
     ended.unwrap_or_else(|error| Err(Failure::Failed(format!("the command panicked: {error}"))))

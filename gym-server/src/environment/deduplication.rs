@@ -185,7 +185,7 @@ impl Drop for Waiter<'_> {
         {
             let runs = Arc::downgrade(&self.runs.shared);
             let driver = drive_abandoned(runs, self.key.clone(), Arc::clone(&self.episode), run, until);
-            table.abandoned.spawn_on(driver, &runtime);
+            table.abandoned.spawn_on(driver.boxed(), &runtime);
             return;
         }
         table.forget(&self.key, &self.episode);

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::FutureExt as _;
 use gym_client::Transports;
 use gym_client::config::{GymConfig, InstanceConfig};
 use gym_client::launch::{ChildHandle, ChildSpec, ChildState, Launcher};
@@ -86,7 +87,7 @@ impl PythonServers {
                 ("entrypoint".to_owned(), entrypoint.display().to_string()),
             ]);
             let (on_registered, registered) = watch::channel(false);
-            self.watchers.spawn(keep_registered(WatchedServer {
+            let watching = keep_registered(WatchedServer {
                 instance: instance.clone(),
                 endpoint: endpoint.clone(),
                 child: child.clone(),
@@ -95,7 +96,8 @@ impl PythonServers {
                 incarnation,
                 stop: self.stop.clone(),
                 ready: on_registered,
-            }));
+            });
+            self.watchers.spawn(watching.boxed());
             ready.push((child.clone(), registered));
             self.servers.push((instance, endpoint, child));
         }

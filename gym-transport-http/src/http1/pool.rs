@@ -7,6 +7,7 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
+use futures_util::FutureExt as _;
 use gym_core::{CancelToken, Code, Error, Result};
 use rustix::io::Errno;
 use rustix::net::RecvFlags;
@@ -97,7 +98,7 @@ impl ConnectionPool {
         idle.connections.push_back((connection, now));
         if idle.reaper.is_none() {
             // The handle is kept, and ended with the pool.
-            idle.reaper = Some(tokio::spawn(reap(Arc::downgrade(self))).abort_handle());
+            idle.reaper = Some(tokio::spawn(reap(Arc::downgrade(self)).boxed()).abort_handle());
         }
     }
 

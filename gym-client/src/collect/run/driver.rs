@@ -6,6 +6,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::FutureExt as _;
 use futures_util::stream::{Stream, StreamExt};
 use gym_core::message::TraceContext;
 use gym_core::rollout::{Attempt, FailureClass, KeyState, Ledger, TaskKey};
@@ -148,7 +149,7 @@ impl Driver {
                         if self.is_open(row.key) {
                             // Shared with the attempts, one of which may outlive the rollout.
                             let (driver, row) = (Arc::clone(self), Arc::new(row));
-                            running.spawn(async move { driver.rollout(row).await });
+                            running.spawn(async move { driver.rollout(row).await }.boxed());
                         } else {
                             self.progress.skip(self.ledger.state(row.key) == KeyState::Completed);
                         }
@@ -205,12 +206,13 @@ impl Driver {
                     tracing::warn!(%attempt, "attempt superseded: no outcome was recorded by its deadline");
                     self.progress.fail(FailureClass::TransportTimeout);
                     cancel.cancel();
-                    stragglers.get_or_insert_default().spawn(async move {
+                    let superseded = async move {
                         // The ledger decides whether to accept its outcome.
                         if let Err(error) = attempted.await {
                             tracing::debug!(%attempt, %error, "superseded attempt failed");
                         }
-                    });
+                    };
+                    stragglers.get_or_insert_default().spawn(superseded.boxed());
                 }
             }
             if begun >= self.options.attempts_max || !self.is_open(row.key) {

@@ -4,6 +4,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
+use futures_util::FutureExt as _;
 use futures_util::stream::{Stream, StreamExt};
 use gym_core::rollout::{FailureClass, Outcome, TaskKey};
 use gym_core::{CancelToken, RawObject, Result, World};
@@ -46,12 +47,13 @@ impl Rollouts {
         let (server, agent): (Arc<str>, Arc<str>) = (server.into(), agent.into());
         let rows = tasks.enumerate().map(move |(at, task)| row(at, &task?, Arc::clone(&server), Arc::clone(&agent)));
         let mut task = JoinSet::new();
-        task.spawn(async move {
+        let driving = async move {
             // Ends with the rows or with the stream: dropping the stream aborts this task.
             if let Err(error) = driver.run(Box::pin(rows), CancelToken::new()).await {
                 let _ = sender.send(Err(error)).await;
             }
-        });
+        };
+        task.spawn(driving.boxed());
         Self { ended, _driver: task }
     }
 

@@ -1,6 +1,5 @@
 //! The typed form of a loaded configuration.
 
-mod lenient;
 pub(super) mod transport;
 
 use std::net::{Ipv4Addr, TcpListener};
@@ -11,11 +10,11 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use crate::config::problem::{ConfigError, Mistake, Origin, Problem, suggest};
+use crate::config::yaml::deserialize::{self, TypeMismatch};
 use crate::config::yaml::node::{Key, Node, Tree};
-use crate::config::yaml::{deserialize, writer};
+use crate::config::yaml::writer;
 use gym_core::server::ServerKind;
 use gym_core::transport::TransportPolicy;
-use lenient::LenientValue;
 
 /// A complete configuration, merged and checked.
 #[derive(Clone, Debug)]
@@ -344,16 +343,27 @@ impl InstanceConfig {
     }
 
     pub(crate) fn read<T: DeserializeOwned>(&self, at: &[&str]) -> Result<T, ConfigError> {
-        let mut value = &Value::Object(self.settings.clone());
-        for step in at {
-            value = &value[*step];
-        }
+        let (node, value) = self.part(at);
+        deserialize::read_leniently(node, value).map_err(|mismatch| self.mismatch(mismatch, at))
+    }
+
+    /// Returns the value at this path of the block, and its node.
+    fn part(&self, at: &[&str]) -> (&Node, Value) {
         let node = at.iter().try_fold(&self.node, |node, step| node.step(step)).unwrap_or(&self.node);
-        deserialize::read(node, LenientValue(value.clone())).map_err(|mismatch| {
-            let mut before = vec![self.name.as_str(), self.kind.as_str(), self.implementation.as_str()];
-            before.extend(at);
-            let fix = "correct the value in the file, or override it with ++key=value";
-            mismatch.at(&self.origin, &before, fix).instance(&self.name).into()
-        })
+        let Some((first, rest)) = at.split_first() else {
+            return (node, Value::Object(self.settings.clone()));
+        };
+        let mut value = self.settings.get(*first);
+        for step in rest {
+            value = value.and_then(|value| value.get(*step));
+        }
+        (node, value.cloned().unwrap_or_default())
+    }
+
+    fn mismatch(&self, mismatch: TypeMismatch, at: &[&str]) -> ConfigError {
+        let mut before = vec![self.name.as_str(), self.kind.as_str(), self.implementation.as_str()];
+        before.extend(at);
+        let fix = "correct the value in the file, or override it with ++key=value";
+        mismatch.at(&self.origin, &before, fix).instance(&self.name).into()
     }
 }

@@ -1,10 +1,14 @@
 //! Deserializes values and reports mismatches with their line and key.
+//!
+//! The deserializer keeps the path itself. With `serde_path_to_error` around it, the compiler would build the deserialization of
+//! every type twice.
 
-use serde::de::Deserializer;
-use serde_path_to_error::Segment;
+mod value;
 
 use crate::config::problem::{Mistake, Origin, Problem, suggest};
 use crate::config::yaml::node::Node;
+use serde_json::Value;
+use value::{Misfit, Spelling, TypedValue};
 
 /// A value that does not have the expected type, and its location.
 pub(crate) struct TypeMismatch {
@@ -13,26 +17,26 @@ pub(crate) struct TypeMismatch {
     message: String,
 }
 
-/// Deserializes `values`, which belong to `node`.
-pub(crate) fn read<'de, T: serde::Deserialize<'de>, D: Deserializer<'de>>(
-    node: &Node,
-    values: D,
-) -> Result<T, TypeMismatch> {
-    serde_path_to_error::deserialize(values).map_err(|error| {
-        let step = |segment: &Segment| match segment {
-            Segment::Seq { index } => Some(index.to_string()),
-            Segment::Map { key } => Some(key.clone()),
-            Segment::Enum { variant } => Some(variant.clone()),
-            Segment::Unknown => None,
-        };
-        let path: Vec<String> = error.path().iter().filter_map(step).collect();
-        let mut near = path.as_slice();
-        while node.at(near).is_none() && !near.is_empty() {
-            near = &near[..near.len() - 1];
-        }
-        let origin = node.at(near).map(|node| node.origin.clone());
-        TypeMismatch { path, origin, message: error.inner().to_string() }
-    })
+/// Deserializes `value`, which belongs to `node`.
+#[cfg(feature = "groups")]
+pub(crate) fn read<T: serde::de::DeserializeOwned>(node: &Node, value: Value) -> Result<T, TypeMismatch> {
+    T::deserialize(TypedValue::new(value, Spelling::Strict)).map_err(|misfit| mismatch(node, misfit))
+}
+
+/// Deserializes `value` as leniently as NeMo Gym's servers do: where a number or boolean is expected, a string that spells one is
+/// accepted. Configurations depend on this, because `${oc.env:NAME,false}` is always a string.
+pub(crate) fn read_leniently<T: serde::de::DeserializeOwned>(node: &Node, value: Value) -> Result<T, TypeMismatch> {
+    T::deserialize(TypedValue::new(value, Spelling::Lenient)).map_err(|misfit| mismatch(node, misfit))
+}
+
+fn mismatch(node: &Node, misfit: Misfit) -> TypeMismatch {
+    let (path, message) = misfit.into_parts();
+    let mut near = path.as_slice();
+    while node.at(near).is_none() && !near.is_empty() {
+        near = &near[..near.len() - 1];
+    }
+    let origin = node.at(near).map(|node| node.origin.clone());
+    TypeMismatch { path, origin, message }
 }
 
 impl TypeMismatch {

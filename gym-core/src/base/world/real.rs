@@ -8,7 +8,7 @@ use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, ErrorKind, IoSlice, Write as _};
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use async_trait::async_trait;
 use bytes::Bytes;
@@ -47,15 +47,22 @@ impl RealFiles {
     }
 
     /// Runs blocking work; its error names the operation and the file.
-    async fn blocking<T: Send + 'static>(
+    async fn blocking<T: Send + Sync + 'static>(
         &self,
         doing: &'static str,
         path: &Path,
         work: impl FnOnce(&Self, &Path) -> io::Result<T> + Send + 'static,
     ) -> Result<T> {
         let (this, owned) = (self.clone(), path.to_owned());
-        match tokio::task::spawn_blocking(move || work(&this, &owned)).await {
-            Ok(done) => done.map_err(|error| file_error(doing, path, error)),
+        let done = Arc::new(OnceLock::new());
+        let result = Arc::clone(&done);
+        // Boxed, so that the compiler builds one type of task, not one for each closure.
+        let task: Box<dyn FnOnce() + Send> = Box::new(move || drop(result.set(work(&this, &owned))));
+        match tokio::task::spawn_blocking(task).await {
+            Ok(()) => Arc::into_inner(done)
+                .and_then(OnceLock::into_inner)
+                .expect("the task has ended and left its result")
+                .map_err(|error| file_error(doing, path, error)),
             Err(stopped) => {
                 Err(Error::new(Code::Cancelled, Execution::Unknown, "the runtime shut down during the operation")
                     .about(format!("{doing} {}", path.display()))

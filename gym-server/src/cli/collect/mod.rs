@@ -8,6 +8,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use gym_client::ServerClient;
+use futures_util::FutureExt as _;
 use gym_client::collect::{RolloutCollector, ServerNames, connect_head};
 use gym_core::transport::TransportPolicy;
 use gym_core::{CancelToken, World};
@@ -57,14 +58,15 @@ pub(super) async fn collect(
     let collector = RolloutCollector::new(client, names, world);
     let began = tokio::time::Instant::now();
     let ended = CancelToken::new();
-    let shown = tokio::spawn(progress::show(
+    let showing = progress::show(
         collector.progress(),
         args.progress,
         console.clone(),
         args.stop_grace,
         stop.graceful.clone(),
         ended.clone(),
-    ));
+    );
+    let shown = tokio::spawn(showing.boxed());
     let collected = tokio::select! {
         biased;
         () = stop.immediate.cancelled() => None,

@@ -1,5 +1,6 @@
 //! SIGINT and SIGTERM: the first requests a graceful stop, the second an immediate one.
 
+use futures_util::FutureExt as _;
 use gym_core::CancelToken;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::task::JoinHandle;
@@ -23,7 +24,7 @@ impl StopSignals {
         let interrupt = signal(SignalKind::interrupt()).map_err(failed)?;
         let terminate = signal(SignalKind::terminate()).map_err(failed)?;
         let (graceful, immediate) = (CancelToken::new(), CancelToken::new());
-        let listener = tokio::spawn(listen([interrupt, terminate], graceful.clone(), immediate.clone()));
+        let listener = tokio::spawn(listen([interrupt, terminate], graceful.clone(), immediate.clone()).boxed());
         Ok(Self { graceful, immediate, listener })
     }
 }

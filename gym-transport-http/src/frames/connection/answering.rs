@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::FutureExt as _;
 use gym_core::message::PeerInfo;
 use gym_core::transport::mux::{AnsweringEnd, PeerActivity, RequestHeader, heartbeat, malformed};
 use gym_core::{CancelToken, Code, Error, Handler, Result};
@@ -59,7 +60,7 @@ pub(crate) async fn serve(
     let heard = PeerActivity::default();
     let mut writer = JoinSet::new();
     let writing = Arc::clone(&end);
-    writer.spawn(async move { writing.sender().run().await });
+    writer.spawn(async move { writing.sender().run().await }.boxed());
     let trim = || pool.trim(config.limits.silence_max);
     let ended = tokio::select! {
         biased;

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::FutureExt as _;
 use gym_core::transport::PathInfo;
 use gym_core::transport::mux::{
     CallingEnd, ConnectionLimits, MuxLink, PeerActivity, ResponseHeader, heartbeat, malformed,
@@ -36,7 +37,7 @@ pub(crate) async fn open(
     let theirs = greeting(&mut read, &mut decoder).await?;
     let end = CallingEnd::new(send_queue, &config.limits, theirs);
     // It ends when the end is over: with the last channel and call, or with the connection.
-    tokio::spawn(drive(Arc::clone(&end), read, decoder, pool, config.limits.clone()));
+    tokio::spawn(drive(Arc::clone(&end), read, decoder, pool, config.limits.clone()).boxed());
     Ok(MuxLink::new(end, path))
 }
 
@@ -52,7 +53,7 @@ async fn drive(
     let mut writer = JoinSet::new();
     let writing = Arc::clone(&end);
     // A task of its own, so that both directions can be busy at once.
-    writer.spawn(async move { writing.sender().run().await });
+    writer.spawn(async move { writing.sender().run().await }.boxed());
     let trim = || pool.trim(limits.silence_max);
     let error = tokio::select! {
         biased;

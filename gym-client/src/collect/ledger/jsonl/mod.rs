@@ -20,6 +20,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use async_trait::async_trait;
 use bytes::{Bytes, BytesMut};
+use futures_util::FutureExt as _;
 use futures_util::future::BoxFuture;
 use gym_core::base::Files;
 use gym_core::rollout::{Attempt, KeyState, Ledger, Outcome, TaskKey};
@@ -119,7 +120,7 @@ impl JsonlLedger {
             small: Default::default(),
             lock,
         };
-        let writer = Mutex::new(Some(tokio::spawn(writer.run(waiting))));
+        let writer = Mutex::new(Some(tokio::spawn(writer.run(waiting).boxed())));
         Ok((Self { paths, states, commands, stopped, writer }, recovered.opened))
     }
 
