@@ -6,7 +6,7 @@ use std::task::{Context, Poll};
 
 use futures_util::FutureExt as _;
 use futures_util::stream::{Stream, StreamExt};
-use gym_core::rollout::{FailureClass, Outcome, TaskKey};
+use gym_core::rollout::TaskKey;
 use gym_core::{CancelToken, RawObject, Result, World};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;

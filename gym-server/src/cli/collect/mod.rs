@@ -7,8 +7,8 @@ mod summary;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use gym_client::ServerClient;
 use futures_util::FutureExt as _;
+use gym_client::ServerClient;
 use gym_client::collect::{RolloutCollector, ServerNames, connect_head};
 use gym_core::transport::TransportPolicy;
 use gym_core::{CancelToken, World};
