@@ -1,6 +1,8 @@
 //! The program with QUIC: its servers, its worker group and its reports.
 
-use std::process::{Command, Output};
+use std::net::TcpListener;
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_own_transport");
 
@@ -42,4 +44,43 @@ fn doctor_reports_quic_like_every_other_transport() {
     assert!(text(&with).lines().any(|line| line.starts_with("quic") && line.contains("yes")), "{}", text(&with));
     let without = program(&["doctor", "--require-transport", "quic"], None);
     assert!(!without.status.success() && text(&without).contains("quic cannot be used here"), "{}", text(&without));
+}
+
+/// Kills the program when the test ends.
+struct Running(Child);
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn the_quickstarts_rollouts_run_over_quic_and_status_names_it() {
+    let folder = tempfile::tempdir().expect("a directory");
+    let port = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).expect("a free port").port();
+    let (head, secret) = (format!("http://127.0.0.1:{port}"), Some("status"));
+    let mut servers = Command::new(PROGRAM);
+    servers.current_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/../..")).env("GYM_QUIC_SECRET", "status");
+    servers.args(["run", "--config", "examples/configs/quickstart.yaml", "++transport=[quic,http]"]);
+    servers.arg(format!("+head_server={{host: 127.0.0.1, port: {port}}}")).stdout(Stdio::null()).stderr(Stdio::null());
+    let _servers = Running(servers.spawn().expect("the program starts"));
+    let started = Instant::now();
+    let mut status = program(&["status", "--head-url", &head], secret);
+    while !status.status.success() {
+        assert!(started.elapsed() < Duration::from_secs(60), "{}", text(&status));
+        std::thread::sleep(Duration::from_millis(100));
+        status = program(&["status", "--head-url", &head], secret);
+    }
+
+    let output = folder.path().join("rollouts.jsonl").display().to_string();
+    let collect = ["collect", "--no-serve", "--head-url", &head, "--agent", "math_simple_agent", "--limit", "8"];
+    let files = ["--input", "examples/data/math.jsonl", "--output", &output];
+    let collected = program(&[&collect[..], &files].concat(), secret);
+    assert!(collected.status.success(), "{}", text(&collected));
+    assert_eq!(std::fs::read_to_string(&output).expect("rollouts").lines().count(), 8);
+
+    let status = text(&program(&["status", "--head-url", &head], secret));
+    let line = status.lines().find(|line| line.contains("math_simple_agent")).unwrap_or_default();
+    assert!(line.contains("quic"), "{status}");
 }
