@@ -1,8 +1,9 @@
 //! The program with QUIC: its servers, its worker group and its reports.
 
-use std::net::TcpListener;
+use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Output, Stdio};
-use std::time::{Duration, Instant};
+use std::sync::mpsc;
+use std::time::Duration;
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_own_transport");
 
@@ -58,20 +59,22 @@ impl Drop for Running {
 #[test]
 fn the_quickstarts_rollouts_run_over_quic_and_status_names_it() {
     let folder = tempfile::tempdir().expect("a directory");
-    let port = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).expect("a free port").port();
-    let (head, secret) = (format!("http://127.0.0.1:{port}"), Some("status"));
     let mut servers = Command::new(PROGRAM);
     servers.current_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/../..")).env("GYM_QUIC_SECRET", "status");
-    servers.args(["run", "--config", "examples/configs/quickstart.yaml", "++transport=[quic,http]"]);
-    servers.arg(format!("+head_server={{host: 127.0.0.1, port: {port}}}")).stdout(Stdio::null()).stderr(Stdio::null());
-    let _servers = Running(servers.spawn().expect("the program starts"));
-    let started = Instant::now();
-    let mut status = program(&["status", "--head-url", &head], secret);
-    while !status.status.success() {
-        assert!(started.elapsed() < Duration::from_secs(60), "{}", text(&status));
-        std::thread::sleep(Duration::from_millis(100));
-        status = program(&["status", "--head-url", &head], secret);
-    }
+    servers.args(["run", "--config", "examples/configs/quickstart.yaml"]);
+    servers.args(["++transport=[quic,http]", "+head_server.port=0"]).stdout(Stdio::piped()).stderr(Stdio::null());
+    let mut servers = Running(servers.spawn().expect("the program starts"));
+    let lines = BufReader::new(servers.0.stdout.take().expect("a pipe")).lines();
+    let (sender, ready) = mpsc::channel();
+    std::thread::spawn(move || {
+        for line in lines.map_while(Result::ok) {
+            if let Some((_, head)) = line.split_once("servers, head ") {
+                let _ = sender.send(head.to_owned());
+            }
+        }
+    });
+    let head = ready.recv_timeout(Duration::from_secs(60)).expect("the servers start");
+    let secret = Some("status");
 
     let output = folder.path().join("rollouts.jsonl").display().to_string();
     let collect = ["collect", "--no-serve", "--head-url", &head, "--agent", "math_simple_agent", "--limit", "8"];

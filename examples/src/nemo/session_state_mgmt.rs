@@ -5,8 +5,8 @@ use serde::Deserialize;
 use serde_json::json;
 use serde_json::value::RawValue;
 
-use gym_core::server::Sessions;
 use gym_core::server::{Argument, ArgumentErrors, Arguments};
+use gym_core::server::{SessionTable, Sessions};
 
 /// Counts. The reward is 1 if the session's counter ends at the expected count.
 #[derive(Debug, Default)]
@@ -66,8 +66,7 @@ impl ResourcesServer for SessionState {
         Ok(Verdict::correct(self.counters.score(session, |counter| *counter == expected).unwrap_or(false)))
     }
 
-    async fn close_session(&self, _: &CallContext, session: &SessionId) -> Result<()> {
-        self.counters.end(session);
-        Ok(())
+    fn sessions(&self) -> Option<&dyn SessionTable> {
+        Some(&self.counters)
     }
 }

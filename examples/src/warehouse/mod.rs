@@ -11,7 +11,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use gym_core::server::Arguments;
-use gym_core::server::Sessions;
+use gym_core::server::{SessionTable, Sessions};
 pub use stock::{QUANTITY_MAX, Stock, StockError};
 
 /// The environment, with the warehouse of each episode.
@@ -122,8 +122,7 @@ impl ResourcesServer for Warehouse {
         })
     }
 
-    async fn close_session(&self, _: &CallContext, session: &SessionId) -> Result<()> {
-        self.episodes.end(session);
-        Ok(())
+    fn sessions(&self) -> Option<&dyn SessionTable> {
+        Some(&self.episodes)
     }
 }
