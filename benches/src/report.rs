@@ -1,4 +1,4 @@
-//! Prints one line for each figure: our value, the peer's, their ratio with its spread, and the aim.
+//! Prints one line for each figure: the SDK's value, the peer's, their ratio with its spread, and the aim.
 
 use crate::measure::median;
 
@@ -20,7 +20,7 @@ impl Aim {
     }
 }
 
-/// Prints a figure: the median of our runs, the peer's median, and the ratio of the two run by run.
+/// Prints a figure: the median of the SDK's runs, the peer's median, and the ratio of the two run by run.
 pub fn figure(name: &str, unit: &str, ours: &[f64], peer: &[f64], aim: Option<Aim>) {
     let value = median(ours);
     let mut line = format!("{name} ours={}{unit}", number(value));

@@ -16,7 +16,7 @@ use serde::Deserialize;
 
 /// Tokens per bin.
 const CAPACITY: usize = 8_192;
-/// Our runs per figure, which is their mean: a single run is close to the clock's resolution.
+/// Runs of the SDK per figure, which is their mean: a single run is close to the clock's resolution.
 const REPEATS: u32 = 5;
 
 #[derive(Deserialize)]

@@ -63,7 +63,7 @@ async fn bench(options: Options) -> Result<()> {
 }
 
 impl Bench {
-    /// Returns the repeats of our collection and of the peer's, such that a run takes seconds.
+    /// Returns the repeats of the SDK's collection and of the peer's, such that a run takes seconds.
     fn repeats(&self, concurrency: usize) -> (u32, u32) {
         match (self.options.quick, concurrency) {
             (true, _) => (200, 10),

@@ -100,6 +100,9 @@ pub trait ResourcesServer: Send + Sync + 'static {
     type Task: DeserializeOwned + Send;
 
     /// Prepares an episode. The response is usually empty.
+    ///
+    /// # Errors
+    /// An error fails the attempt.
     fn seed_session(
         &self,
         cx: &CallContext,
@@ -210,6 +213,9 @@ pub trait GymnasiumServer: Send + Sync + 'static {
     type Task: DeserializeOwned + Send;
 
     /// Begins an episode, for `POST /reset`. Can return a first message of the user; the default returns none.
+    ///
+    /// # Errors
+    /// An error fails the attempt.
     fn reset(
         &self,
         cx: &CallContext,
@@ -239,6 +245,9 @@ pub trait GymnasiumServer: Send + Sync + 'static {
 
     /// Releases the state of an episode, after its last step and for `POST /close`. The default closes the session in the table of
     /// [`GymnasiumServer::sessions`], if there is one.
+    ///
+    /// # Errors
+    /// The error of the implementation; the default never fails.
     fn close_session(&self, cx: &CallContext, session: &SessionId) -> impl Future<Output = Result<()>> + Send {
         let _ = cx;
         if let Some(sessions) = self.sessions() {
@@ -302,9 +311,12 @@ impl Step {
     }
 }
 
-/// A model, or a proxy of one.
+/// A model, or a proxy of one, which agents call.
 pub trait ModelServer: Send + Sync + 'static {
     /// Generates a response, for `POST /v1/responses`.
+    ///
+    /// # Errors
+    /// An error fails the attempt; it never becomes a reward.
     fn responses(
         &self,
         cx: &CallContext,
@@ -313,6 +325,9 @@ pub trait ModelServer: Send + Sync + 'static {
     ) -> impl Future<Output = Result<ModelResponse>> + Send;
 
     /// Generates a chat completion, for `POST /v1/chat/completions`.
+    ///
+    /// # Errors
+    /// The error of the model or of its endpoint.
     fn chat_completions(
         &self,
         cx: &CallContext,
@@ -324,6 +339,9 @@ pub trait ModelServer: Send + Sync + 'static {
 /// An agent: calls the model, runs the tools, and requests the verification of the episode. Only `run` is required.
 pub trait AgentServer: Send + Sync + 'static {
     /// Runs an episode, for `POST /run`. The response is the row with the model's response and the reward.
+    ///
+    /// # Errors
+    /// An error fails the attempt.
     fn run(
         &self,
         cx: &CallContext,
@@ -331,7 +349,10 @@ pub trait AgentServer: Send + Sync + 'static {
         row: &RawObject,
     ) -> impl Future<Output = Result<Response>> + Send;
 
-    /// Runs the loop of model and tools without verification, for `POST /v1/responses`. The default returns `NotFound`.
+    /// Runs the loop of model and tools without verification, for `POST /v1/responses`.
+    ///
+    /// # Errors
+    /// `NotFound` by default, which means that this agent does not serve the route.
     fn responses(
         &self,
         cx: &CallContext,
@@ -343,6 +364,9 @@ pub trait AgentServer: Send + Sync + 'static {
     }
 
     /// Computes the metrics of many rollouts, for `POST /aggregate_metrics`. The default computes NeMo Gym's metrics.
+    ///
+    /// # Errors
+    /// The default returns `InvalidArgument` if it cannot compute the metrics of these rollouts.
     fn aggregate_metrics(
         &self,
         cx: &CallContext,
@@ -362,8 +386,14 @@ pub trait AgentServer: Send + Sync + 'static {
 /// The server that collectors call. The stock implementation forwards requests to an agent.
 pub trait EnvironmentServer: Send + Sync + 'static {
     /// Runs an episode, for `POST /run`.
+    ///
+    /// # Errors
+    /// An error fails the attempt.
     fn run(&self, cx: &CallContext, row: &RawObject) -> impl Future<Output = Result<Response>> + Send;
 
     /// Computes the metrics of many rollouts, for `POST /aggregate_metrics`.
+    ///
+    /// # Errors
+    /// The error of the implementation, such as that of the agent.
     fn aggregate_metrics(&self, cx: &CallContext, body: &RawObject) -> impl Future<Output = Result<Response>> + Send;
 }

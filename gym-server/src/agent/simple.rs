@@ -70,7 +70,7 @@ impl SimpleAgent {
         }
     }
 
-    /// Calls the model and its tools in turn. Returns the last response, with the items and the usage of all turns.
+    /// Calls the model and its tools alternately. Returns the last response, with the items and the usage of all turns.
     async fn converse(&self, cx: &CallContext, session: &mut Session, params: &RawObject) -> Result<ModelResponse> {
         let mut conversation = Conversation::new(params)?;
         let mut steps = 0;

@@ -1,8 +1,8 @@
 //! A substitute for a model, for runs without a GPU and without an API key: a program decides the responses.
 //!
 //! The responses depend on a [`ScriptedPolicy`] of the user's program and on a seed. Each request has its own random number
-//! generator, seeded with the seed and the text of the request, so a run gives the same responses at any concurrency. Equal
-//! requests get equal responses. Repeats of a task differ if the collector adds a seed to each.
+//! generator, which combines the seed and the text of the request. A run therefore returns the same responses at any concurrency.
+//! Equal requests get equal responses. Repeats of a task differ if the collector adds a seed to each.
 
 use std::fmt::Write as _;
 use std::sync::Arc;

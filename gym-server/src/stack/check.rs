@@ -18,9 +18,9 @@ use crate::stack::servers::{Build, Servers};
 /// The way in which an instance runs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum RunsAs {
-    /// In this process.
+    /// Runs in this process.
     Native,
-    /// As a child process, from this directory.
+    /// Runs as a child process, from this directory.
     Python(PathBuf),
 }
 

@@ -103,7 +103,7 @@ fn micros(time: Duration) -> f64 {
     time.as_secs_f64() * 1e6
 }
 
-/// Measures our figure and the peer's alternately.
+/// Measures the figures of the SDK and of the peer alternately.
 fn in_turn(
     options: &Options,
     mut ours: impl FnMut() -> Result<f64>,

@@ -384,7 +384,7 @@ fn plain(value: Value) -> Value {
     }
 }
 
-/// `golden.json` was recorded from NeMo Gym 0.7.0's `simple_agent` with the same answers of model and tools.
+/// `golden.json` was recorded from NeMo Gym 0.7.0's `simple_agent` with the same responses of model and tools.
 #[tokio::test(start_paused = true)]
 async fn episodes_are_those_of_nemo_gym_s_agent() {
     let golden: Value = serde_json::from_str(include_str!("golden.json")).unwrap();

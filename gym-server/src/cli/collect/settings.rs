@@ -61,7 +61,7 @@ const UNSUPPORTED_KEYS: [&str; 10] = [
     "upload_rollouts",
 ];
 
-/// Minimum similarity at which a name counts as a typing mistake.
+/// Minimum similarity at which a name counts as a misspelling.
 const SIMILARITY_MIN: f64 = 0.8;
 
 /// Combines options and configuration.

@@ -47,8 +47,8 @@ impl VllmModel {
     /// Creates a server in front of the configured engines.
     ///
     /// # Errors
-    /// `InvalidArgument` with the key if a URL or a header is invalid, if a URL is https and this program has no TLS, or if the
-    /// configuration uses an unsupported feature.
+    /// `InvalidArgument` with the key if a URL or a header is invalid, or if the configuration uses an unsupported feature. Also if
+    /// a URL is https and this program has no TLS.
     pub fn new(mut config: VllmModelConfig, world: &World) -> Result<Self> {
         config.check()?;
         config.choose_reasoning_field(std::env::var(config::REASONING_FIELD).ok().as_deref())?;
