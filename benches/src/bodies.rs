@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 use crate::mock;
 
-/// The rows that both sides collect: the example's five questions.
+/// Returns the rows that the SDK and the peer collect: the example's five questions.
 #[must_use]
 pub fn rows() -> Vec<Value> {
     ["what's it like in sf?", "going out in sf tn", "humidity in sf", "how's the weather in sf?", "is it cold in sf?"]
@@ -33,26 +33,26 @@ fn params(question: &str) -> Value {
     })
 }
 
-/// The body of a whole rollout.
+/// Returns the body of a whole rollout.
 #[must_use]
 pub fn row() -> Vec<u8> {
     text(&rows()[0])
 }
 
-/// The body of a model call.
+/// Returns the body of a model call.
 #[must_use]
 pub fn responses() -> Vec<u8> {
     text(&rows()[0]["responses_create_params"])
 }
 
-/// The body of a tool call.
+/// Returns the body of a tool call.
 #[must_use]
 pub fn tool() -> Vec<u8> {
     text(&json!({"city": "San Francisco"}))
 }
 
-/// The body of a verification; with tokens, one that is trained on: so many of the prompt and so many generated ones, with
-/// their log-probabilities.
+/// Returns the body of a verification. With tokens, it is one for training: it contains these numbers of prompt and generated
+/// tokens, with their log-probabilities.
 #[must_use]
 pub fn verify(tokens: Option<(usize, usize)>) -> Vec<u8> {
     let mut body = rows().swap_remove(0);
@@ -69,7 +69,7 @@ pub fn verify(tokens: Option<(usize, usize)>) -> Vec<u8> {
     text(&body)
 }
 
-/// Printed with blanks after commas and colons, as Python's `json` does: that is what the peer's own clients send.
+/// Formats JSON with spaces after commas and colons, as Python's `json` does, because the peer's own clients send this form.
 fn text(value: &Value) -> Vec<u8> {
     struct Python;
     impl serde_json::ser::Formatter for Python {
@@ -101,7 +101,7 @@ mod tests {
 
     #[test]
     fn bodies_have_the_sizes_that_they_are_named_after() {
-        // The peer's own small body is 1.6 kB, with the defaults of its schema written out.
+        // The peer's own small body has 1.6 kB, because it contains the defaults of its schema.
         assert!((900..1_700).contains(&verify(None).len()));
         assert!((165_000..185_000).contains(&verify(Some((8_192, 4_096))).len()));
         assert!((1_100_000..1_200_000).contains(&verify(Some((32_768, 32_768))).len()));

@@ -1,4 +1,4 @@
-//! Counts the instructions of a process with valgrind: the same for the same work, however busy the machine is.
+//! Counts the instructions of a process with valgrind. The count for the same work is the same on a busy machine.
 
 use std::fs;
 use std::path::Path;
@@ -9,7 +9,7 @@ use anyhow::{Context as _, Result, ensure};
 use tokio::process::Command;
 use tokio::time::timeout;
 
-/// A command that runs the program given as its next argument and writes the number of instructions to `log` at the end.
+/// Returns a command that runs the program given as its next argument, and finally writes the number of instructions to `log`.
 #[must_use]
 pub fn valgrind(log: &Path) -> Command {
     let mut command = Command::new("valgrind");
@@ -17,10 +17,10 @@ pub fn valgrind(log: &Path) -> Command {
     command
 }
 
-/// The instructions of the process that wrote this log.
+/// Returns the instructions of the process that wrote this log.
 ///
 /// # Errors
-/// When the log cannot be read or holds no total, as after a kill.
+/// An error if the log cannot be read or contains no total, as after a kill.
 pub fn instructions(log: &Path) -> Result<u64> {
     let text = fs::read_to_string(log).with_context(|| format!("read {}", log.display()))?;
     let total = text.lines().find_map(|line| line.split_once("Collected :")).map(|(_, total)| total.trim());
@@ -28,10 +28,10 @@ pub fn instructions(log: &Path) -> Result<u64> {
     total.parse().with_context(|| format!("{}: {total:?} is not a number", log.display()))
 }
 
-/// Runs a program to its end and counts its instructions.
+/// Runs a program to its end, and returns its number of instructions.
 ///
 /// # Errors
-/// When it cannot be started, fails, or takes longer than `patience`.
+/// An error if the program cannot be started, fails, or takes longer than `patience`.
 pub async fn run(program: &Path, arguments: &[String], log: &Path, patience: Duration) -> Result<u64> {
     ensure!(
         program.is_file(),

@@ -1,13 +1,13 @@
-//! What the benchmarks share: a mock model endpoint, a cheap load generator, child processes and their costs, and the Python
-//! peer beside which figures are taken.
+//! Shared parts of the benchmarks: a mock model endpoint, a cheap load generator, child processes and their costs, and the Python
+//! peer for comparison.
 //!
 //! ```text
 //!   bench ── load (raw sockets, one thread) ──► server under test, its own process ──► mock endpoint, its own process
 //!     └── the same load ──► NeMo Gym's servers (`--peer PYTHON`) ──► the same mock
 //! ```
 //!
-//! Every server runs in a process of its own, which is this program started again ([`role::main`]), so that its CPU time
-//! can be read apart from the load's.
+//! Every server runs in its own process, which is this program started again ([`role::main`]). Its CPU time can therefore be read
+//! separately from the load's.
 #![forbid(unsafe_code)]
 
 pub mod bodies;

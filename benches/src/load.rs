@@ -1,5 +1,5 @@
-//! A load generator that is cheaper than any server: prebuilt requests over raw sockets, each connection asking anew when it
-//! has its answer.
+//! A load generator that is cheaper than any server. It sends prebuilt requests over raw sockets, and each connection sends the
+//! next request after each response.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -14,10 +14,10 @@ use tokio::net::TcpStream;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout_at};
 
-/// No single answer is waited for longer.
+/// Maximum wait for a single response.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// A request as it goes over the wire.
+/// Returns a request as it is sent over the wire.
 #[must_use]
 pub fn post(path: &str, body: &[u8]) -> Bytes {
     let length = body.len();
@@ -30,44 +30,44 @@ pub fn post(path: &str, body: &[u8]) -> Bytes {
     request.freeze()
 }
 
-/// What is asked, of whom and how often.
+/// The parameters of a load.
 #[derive(Clone, Debug)]
 pub struct Load {
     /// The server.
     pub address: SocketAddr,
-    /// The request, complete.
+    /// The complete request.
     pub request: Bytes,
-    /// Connections, each with one request under way.
+    /// The number of connections, each with one request in flight.
     pub connections: usize,
-    /// No request is begun after so many.
+    /// Maximum number of requests.
     pub count_max: u64,
-    /// No request is begun after so long.
+    /// The time after which no request is sent.
     pub time_max: Duration,
 }
 
-/// What came of it.
+/// The result of a load.
 #[derive(Clone, Debug)]
 pub struct Done {
-    /// Answers with a status below 300.
+    /// Responses with a status below 300.
     pub answered: u64,
-    /// Anything else: other statuses, broken connections, no answer in time.
+    /// All other results: other statuses, broken connections, no response in time.
     pub errors: u64,
-    /// From the first request to the last answer.
+    /// The time from the first request to the last response.
     pub wall: Duration,
-    /// Until the first answer.
+    /// The time until the first response.
     pub first: Duration,
-    /// The time from a request to its answer.
+    /// The time from a request to its response.
     pub latency: Histogram<u64>,
 }
 
 impl Done {
-    /// Answers a second.
+    /// Returns the responses per second.
     #[must_use]
     pub fn rate(&self) -> f64 {
         self.answered as f64 / self.wall.as_secs_f64().max(1e-9)
     }
 
-    /// A quantile of the latency, in microseconds.
+    /// Returns a quantile of the latency in microseconds.
     #[must_use]
     pub fn quantile_us(&self, quantile: f64) -> f64 {
         self.latency.value_at_quantile(quantile) as f64 / 1_000.0
@@ -75,10 +75,10 @@ impl Done {
 }
 
 impl Load {
-    /// Connects, then asks until the count or the time is reached. Connecting is not measured.
+    /// Connects, then sends requests until the count or the time is reached. Connecting is not measured.
     ///
     /// # Errors
-    /// When the server cannot be reached.
+    /// An error if the server cannot be reached.
     pub async fn run(&self) -> Result<Done> {
         let mut streams = Vec::with_capacity(self.connections);
         for _ in 0..self.connections {
@@ -118,10 +118,10 @@ impl Load {
         Ok(done)
     }
 
-    /// Once, to see that the answer is right before anything is measured.
+    /// Sends one request, to check the response before the measurement.
     ///
     /// # Errors
-    /// When the status is not 200.
+    /// An error if the status is not 200.
     pub async fn check(&self) -> Result<()> {
         let once = Self { connections: 1, count_max: 1, ..self.clone() };
         let done = once.run().await?;
@@ -174,7 +174,7 @@ async fn connection(mut stream: TcpStream, shared: Arc<Shared>, began: Instant) 
     }
 }
 
-/// One request and its whole answer; gives the status.
+/// Sends one request and reads its complete response. Returns the status.
 async fn exchange(stream: &mut TcpStream, request: &[u8], input: &mut BytesMut) -> Result<u16> {
     input.clear();
     stream.write_all(request).await?;
@@ -186,7 +186,7 @@ async fn exchange(stream: &mut TcpStream, request: &[u8], input: &mut BytesMut) 
         }
         read(stream, input).await?;
     };
-    // What is not looked at is not kept: a megabyte of answer goes through one small buffer.
+    // Bytes that are not inspected are not kept: a megabyte of response passes through one small buffer.
     let mut left = length.saturating_sub(input.len());
     while left > 0 {
         input.clear();
@@ -204,7 +204,7 @@ async fn read(stream: &mut TcpStream, input: &mut BytesMut) -> Result<()> {
     Ok(())
 }
 
-/// The content-length of a message head.
+/// Returns the content length in the header section of a response.
 pub(crate) fn content_length(head: &[u8]) -> Option<usize> {
     const NAME: &[u8] = b"content-length:";
     head.split(|byte| *byte == b'\n').find_map(|line| {

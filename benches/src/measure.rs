@@ -1,15 +1,15 @@
-//! What processes cost, as the kernel tells it.
+//! Reads the resource usage of processes from the kernel.
 
 use std::fs;
 use std::time::Duration;
 
-/// Ticks a second in `/proc/PID/stat`, fixed in Linux's interface to programs.
+/// Ticks per second in `/proc/PID/stat`, fixed in Linux's ABI.
 const TICKS_PER_SECOND: u64 = 100;
 
-/// CPU time of a process, user and system, its ended threads included; zero when it is gone.
+/// Returns the user and system CPU time of a process, including its ended threads, or zero if the process has exited.
 ///
-/// The kernel scales the two so that their sum is exact, in steps of 10 ms; the live threads' own clocks are finer, so the
-/// larger of the two is taken.
+/// The kernel scales the two so that their sum is exact, in steps of 10 ms. The clocks of the live threads are finer, so the result
+/// is the larger of the two.
 #[must_use]
 pub fn cpu(pid: u32) -> Duration {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
@@ -25,13 +25,13 @@ pub fn cpu(pid: u32) -> Duration {
     Duration::from_nanos(nanos).max(Duration::from_millis(ticks * 1_000 / TICKS_PER_SECOND))
 }
 
-/// CPU time of several processes.
+/// Returns the CPU time of several processes.
 #[must_use]
 pub fn cpu_of(pids: &[u32]) -> Duration {
     pids.iter().map(|pid| cpu(*pid)).sum()
 }
 
-/// Resident memory of a process, in bytes; 0 when it is gone.
+/// Returns the resident memory of a process in bytes, or 0 if it has exited.
 #[must_use]
 pub fn resident(pid: u32) -> u64 {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
@@ -39,7 +39,7 @@ pub fn resident(pid: u32) -> u64 {
     line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok()).unwrap_or(0) << 10
 }
 
-/// A process and all that descend from it.
+/// Returns a process and all its descendants.
 #[must_use]
 pub fn tree(root: u32) -> Vec<u32> {
     let parents: Vec<(u32, u32)> = fs::read_dir("/proc")
@@ -62,19 +62,19 @@ pub fn tree(root: u32) -> Vec<u32> {
     found
 }
 
-/// A process's name may hold anything, brackets and blanks too.
+/// Returns the part after the process name, which can contain any characters, including brackets and spaces.
 fn after_name(stat: &str) -> &str {
     stat.rsplit_once(')').map_or("", |(_, rest)| rest)
 }
 
-/// The machine's load over the last minute.
+/// Returns the load average of the machine over the last minute.
 #[must_use]
 pub fn load_average() -> f64 {
     let text = fs::read_to_string("/proc/loadavg").unwrap_or_default();
     text.split_whitespace().next().and_then(|first| first.parse().ok()).unwrap_or(0.0)
 }
 
-/// The middle of some numbers.
+/// Returns the median.
 #[must_use]
 pub fn median(numbers: &[f64]) -> f64 {
     let mut sorted = numbers.to_vec();

@@ -1,4 +1,4 @@
-//! A model endpoint that costs next to nothing: fixed answers over raw sockets, so that it is never what limits.
+//! A model endpoint with negligible cost: fixed responses over raw sockets, so that it is never the bottleneck.
 
 use std::time::Duration;
 
@@ -8,13 +8,13 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::task::JoinSet;
 
-/// Bytes of one request that are looked at for its end.
+/// Maximum bytes of a request that are searched for its end.
 const HEAD_BYTES_MAX: usize = 64 << 10;
 
-/// Connections that wait to be accepted: a burst's worth.
+/// Connections that can wait to be accepted: enough for a burst.
 const BACKLOG: u32 = 4_096;
 
-/// The answer to every request: one message of the assistant, so that a rollout is one step.
+/// Returns the response to every request: one message of the assistant, so that a rollout has one step.
 #[must_use]
 pub fn answer() -> &'static str {
     concat!(
@@ -29,7 +29,7 @@ pub fn answer() -> &'static str {
 /// Listens on a free loopback port.
 ///
 /// # Errors
-/// When there is none.
+/// An error if there is none.
 pub fn bind() -> Result<TcpListener> {
     let socket = TcpSocket::new_v4()?;
     socket.set_nodelay(true)?;
@@ -37,10 +37,10 @@ pub fn bind() -> Result<TcpListener> {
     socket.listen(BACKLOG).context("listen for the mock endpoint")
 }
 
-/// Answers until dropped, each request after `delay`.
+/// Serves requests until dropped, each after `delay`.
 ///
 /// # Errors
-/// When accepting fails.
+/// An error if accepting a connection fails.
 pub async fn serve(listener: TcpListener, delay: Duration) -> Result<()> {
     let body = answer();
     let length = body.len();
@@ -72,7 +72,7 @@ async fn connection(mut stream: TcpStream, answer: &'static [u8], delay: Duratio
     }
 }
 
-/// The length of the first request in the buffer, once it is complete.
+/// Returns the length of the first request in the buffer, or `None` if it is incomplete.
 fn request_length(input: &[u8]) -> Option<usize> {
     let head = memchr::memmem::find(&input[..input.len().min(HEAD_BYTES_MAX)], b"\r\n\r\n")?;
     let length = head + 4 + crate::load::content_length(&input[..head]).unwrap_or(0);

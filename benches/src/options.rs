@@ -5,14 +5,14 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail};
 
-/// How a benchmark runs.
+/// The options of a benchmark.
 #[derive(Clone, Debug, Default)]
 pub struct Options {
-    /// Everything within a minute, with small counts: shows that it runs, not how fast.
+    /// Runs everything within a minute, with small counts: a check that it runs, not a measurement. Off by default.
     pub quick: bool,
-    /// A Python with `nemo-gym`: its figures are taken in the same run.
+    /// A Python with `nemo-gym`, whose figures are measured in the same run. None by default.
     pub peer: Option<PathBuf>,
-    /// Only the figures whose name contains one of these.
+    /// Measures only figures whose name contains one of these. Empty by default, which means all figures.
     pub only: Vec<String>,
 }
 
@@ -22,10 +22,10 @@ const HELP: &str = "options:
   --only NAME     only figures whose name contains NAME; may be given several times";
 
 impl Options {
-    /// The options of this process.
+    /// Parses the options of this process.
     ///
     /// # Errors
-    /// For an option that there is none of; names those that there are.
+    /// An error for an unknown option, with the names of the known options.
     pub fn of_arguments() -> Result<Self> {
         let mut options = Self::default();
         let mut arguments = std::env::args().skip(1);
@@ -35,7 +35,7 @@ impl Options {
                 "--quick" => options.quick = true,
                 "--peer" => options.peer = Some(value()?.into()),
                 "--only" => options.only.push(value()?),
-                // Cargo's own, when a bench is run as one.
+                // Added by Cargo when it runs a benchmark.
                 "--bench" => {}
                 "--help" | "-h" => {
                     println!("{HELP}");
@@ -47,19 +47,19 @@ impl Options {
         Ok(options)
     }
 
-    /// Whether the figure is wanted.
+    /// Returns `true` if the figure is selected.
     #[must_use]
     pub fn wants(&self, name: &str) -> bool {
         self.only.is_empty() || self.only.iter().any(|only| name.contains(only))
     }
 
-    /// How long one figure's load runs.
+    /// Returns the duration of one figure's load.
     #[must_use]
     pub fn seconds(&self) -> Duration {
         if self.quick { Duration::from_millis(300) } else { Duration::from_secs(3) }
     }
 
-    /// How often ours and the peer's are measured in turn.
+    /// Returns the number of alternating measurements of the SDK and the peer.
     #[must_use]
     pub fn rounds(&self) -> usize {
         if self.quick { 1 } else { 5 }

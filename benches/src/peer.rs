@@ -1,4 +1,4 @@
-//! NeMo Gym itself, stock, on the same rows and the same mock endpoint.
+//! Runs stock NeMo Gym on the same rows and the same mock endpoint.
 
 use std::fs;
 use std::net::SocketAddr;
@@ -17,10 +17,10 @@ use tokio::time::{Instant, sleep, timeout};
 use crate::measure;
 use crate::stack::{AGENT, Plan, Scratch, free_port};
 
-/// Ray and the imports take 15 to 20 s on a quiet machine.
+/// Maximum start time; Ray and the imports take 15 to 20 s on an idle machine.
 const START_TIMEOUT: Duration = Duration::from_secs(180);
 
-/// Folders whose virtual environments NeMo Gym looks for.
+/// Directories in which NeMo Gym looks for virtual environments.
 const FOLDERS: [&str; 4] = [
     "resources_servers/example_single_tool_call",
     "responses_api_agents/simple_agent",
@@ -49,7 +49,7 @@ impl Peer {
     /// Starts the stock servers in front of the mock endpoint, and waits until they are ready.
     ///
     /// # Errors
-    /// When that Python has no `nemo-gym`, or it does not come up.
+    /// An error if this Python has no `nemo-gym`, or if NeMo Gym does not start.
     pub async fn start(python: &Path, scratch: &Scratch, mock: SocketAddr) -> Result<Self> {
         let environment = python.parent().and_then(Path::parent).context("the Python is in no virtual environment")?;
         let gym = environment.join("bin/gym");
@@ -62,7 +62,7 @@ impl Peer {
         }
         let head_port = free_port()?;
         let mut command = std::process::Command::new("env");
-        // A child of a background job would ignore SIGINT, which NeMo Gym needs for an orderly stop.
+        // A child of a background job would ignore SIGINT, which NeMo Gym needs for a graceful stop.
         command.arg("--default-signal=INT").arg(&gym).args(["env", "start"]);
         command.args(["--resources-server", "example_single_tool_call", "--model-type", "openai_model"]);
         command.args(["--model", "mock", "--model-api-key", "none", "--model-url"]).arg(format!("http://{mock}/v1"));
@@ -76,7 +76,7 @@ impl Peer {
         let mut peer = Self { child, gym, work, head, instances: Vec::new() };
         let until = Instant::now() + START_TIMEOUT;
         loop {
-            // Ready means that all answer; the list alone is there before.
+            // Ready means that all servers respond; the list exists earlier.
             if let Ok((200, _)) = get(head, "/readyz").await
                 && let Ok((200, body)) = get(head, "/server_instances").await
                 && let Ok(instances) = serde_json::from_slice::<Vec<Instance>>(&body)
@@ -99,33 +99,33 @@ impl Peer {
         lines[lines.len().saturating_sub(15)..].join("\n")
     }
 
-    /// Where its server of a kind is, and its process.
+    /// Returns the address and the process id of its server of this kind.
     ///
     /// # Errors
-    /// When it has none.
+    /// An error if there is no such server.
     pub fn server(&self, kind: &str) -> Result<(SocketAddr, u32)> {
         let found = self.instances.iter().find(|instance| instance.server_type == kind);
         let found = found.with_context(|| format!("the peer has no {kind}"))?;
         Ok((found.url.trim_start_matches("http://").trim_end_matches('/').parse()?, found.pid))
     }
 
-    /// The processes of its servers, without launcher and Ray.
+    /// Returns the processes of its servers, without the launcher and Ray.
     #[must_use]
     pub fn pids(&self) -> Vec<u32> {
         self.instances.iter().map(|instance| instance.pid).collect()
     }
 
-    /// How many processes it has in all, and their resident memory in bytes; pages that they share count for each.
+    /// Returns the number of all its processes, and their resident memory in bytes. Shared pages count for each process.
     #[must_use]
     pub fn footprint(&self) -> (usize, u64) {
         let tree = measure::tree(self.child.id().unwrap_or(0));
         (tree.len(), tree.iter().map(|pid| measure::resident(*pid)).sum())
     }
 
-    /// Runs its own collector over its own servers; gives the rows and the rollouts a second of its own status line.
+    /// Runs its own collector over its own servers. Returns the rows, and the rollouts per second from its own status line.
     ///
     /// # Errors
-    /// When it fails, or takes longer than `patience`.
+    /// An error if the collector fails, or takes longer than `patience`.
     pub async fn collect(&self, plan: &Plan, patience: Duration) -> Result<(u64, f64)> {
         let mut command = std::process::Command::new(&self.gym);
         command.args(["eval", "run", "--no-serve", "--agent", AGENT]).arg("--input").arg(&plan.input);
@@ -150,15 +150,15 @@ impl Peer {
         Ok((rows, per_minute / 60.0))
     }
 
-    /// Stops it as Ctrl-C would, then for good.
+    /// Stops NeMo Gym with SIGINT, like Ctrl-C, and then kills it.
     ///
     /// # Errors
-    /// When it does not end.
+    /// An error if it does not end.
     pub async fn stop(mut self) -> Result<()> {
         let tree = measure::tree(self.child.id().unwrap_or(0));
         let signal = |pid: u32, signal| {
             if let Some(pid) = i32::try_from(pid).ok().and_then(rustix::process::Pid::from_raw) {
-                // One that is gone already is what is wanted.
+                // A process that has already exited is not an error.
                 let _ = rustix::process::kill_process(pid, signal);
             }
         };
@@ -172,7 +172,7 @@ impl Peer {
     }
 }
 
-/// No telemetry, no account, and its own programs first on the path.
+/// Disables telemetry and accounts, and puts the environment's own programs first on the path.
 fn quiet(command: &mut std::process::Command, environment: &Path) -> Result<()> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let path = std::env::join_paths(std::iter::once(environment.join("bin")).chain(std::env::split_paths(&path)))?;
@@ -180,10 +180,10 @@ fn quiet(command: &mut std::process::Command, environment: &Path) -> Result<()> 
     Ok(())
 }
 
-/// A `GET` over a connection of its own.
+/// Sends a `GET` over a new connection.
 ///
 /// # Errors
-/// When there is no answer within ten seconds.
+/// An error if there is no response within ten seconds.
 pub async fn get(address: SocketAddr, path: &str) -> Result<(u16, Vec<u8>)> {
     let exchange = async {
         let mut stream = TcpStream::connect(address).await?;

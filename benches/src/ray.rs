@@ -1,4 +1,4 @@
-//! Ray's figures, taken by `peers/ray_calls.py` in the same run as ours.
+//! Ray's figures, measured by `peers/ray_calls.py` in the same run as those of the SDK.
 
 use std::path::Path;
 use std::process::Command;
@@ -6,22 +6,22 @@ use std::process::Command;
 use anyhow::{Context as _, Result, ensure};
 use serde::Deserialize;
 
-/// What the script prints.
+/// The output of the script.
 #[derive(Clone, Debug, Deserialize)]
 pub struct Ray {
-    /// One small call after another.
+    /// Latency of small calls in sequence.
     pub call: RayLatency,
-    /// Small calls a second to one actor, 1,000 under way.
+    /// Small calls per second to one actor, with 1,000 in flight.
     pub pipelined_1_per_s: f64,
-    /// The same to eight.
+    /// Small calls per second to eight actors, with 1,000 in flight.
     pub pipelined_8_per_s: f64,
-    /// A kilobyte to each of eight actors, and all the answers.
+    /// Latency of a kilobyte to each of eight actors, including all responses.
     pub fan_out_8: RayLatency,
-    /// A mebibyte there and back.
+    /// Latency of a mebibyte in both directions.
     pub echo_1mib: RayLatency,
-    /// 64 MiB there and back.
+    /// Latency of 64 MiB in both directions.
     pub echo_64mib: RayLatency,
-    /// A gibibyte, an eighth to each of eight actors.
+    /// Transfer of a gibibyte, an eighth to each of eight actors.
     pub shard_to_8: RayShard,
 }
 
@@ -30,11 +30,11 @@ pub struct Ray {
 pub struct RayLatency {
     /// The median.
     pub p50_us: f64,
-    /// 99 of 100 are at most this.
+    /// The 99th percentile.
     pub p99_us: f64,
 }
 
-/// Some bytes and how long they took.
+/// A number of bytes and the time of their transfer.
 #[derive(Clone, Debug, Deserialize)]
 pub struct RayShard {
     bytes: f64,
@@ -42,7 +42,7 @@ pub struct RayShard {
 }
 
 impl RayShard {
-    /// Milliseconds for a gibibyte.
+    /// Returns the milliseconds for a gibibyte.
     #[must_use]
     pub fn ms_per_gib(&self) -> f64 {
         self.seconds * 1_000.0 * f64::from(1 << 30) / self.bytes
@@ -50,10 +50,10 @@ impl RayShard {
 }
 
 impl Ray {
-    /// Runs the script with a Python that has Ray.
+    /// Runs the script with a Python installation that has Ray.
     ///
     /// # Errors
-    /// When it cannot be run, or fails: with what it says.
+    /// An error if the script cannot be run or fails, with its output.
     pub fn measure(python: &Path, quick: bool) -> Result<Self> {
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("peers/ray_calls.py");
         let mut command = Command::new(python);

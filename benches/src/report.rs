@@ -1,13 +1,13 @@
-//! One line for each figure: ours, the peer's, their ratio with its spread, and the aim.
+//! Prints one line for each figure: the SDK's value, the peer's, their ratio with its spread, and the aim.
 
 use crate::measure::median;
 
-/// What a figure is meant to reach.
+/// The aim of a figure.
 #[derive(Clone, Copy, Debug)]
 pub enum Aim {
-    /// At most this.
+    /// At most this value.
     AtMost(f64),
-    /// At least this.
+    /// At least this value.
     AtLeast(f64),
 }
 
@@ -20,12 +20,12 @@ impl Aim {
     }
 }
 
-/// Prints a figure: the median of the runs, the peer's, and ours against the peer's run by run.
+/// Prints a figure: the median of the SDK's runs, the peer's median, and the ratio of the two run by run.
 pub fn figure(name: &str, unit: &str, ours: &[f64], peer: &[f64], aim: Option<Aim>) {
     let value = median(ours);
     let mut line = format!("{name} ours={}{unit}", number(value));
     if !peer.is_empty() {
-        // The larger over the smaller way round is told by the unit: rates grow, costs shrink.
+        // The unit determines the direction of the ratio: higher rates are better, and lower costs are better.
         let ratios: Vec<f64> =
             ours.iter().zip(peer).map(|(ours, peer)| if unit == "/s" { ours / peer } else { peer / ours }).collect();
         let (least, most) =

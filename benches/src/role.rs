@@ -1,5 +1,5 @@
-//! The parts that this program plays in processes of their own: started again as `PROGRAM role PART …`, it tells on standard
-//! output when it is ready and what came of it, and ends when its standard input does.
+//! Runs parts of a benchmark in separate processes. A part is this program started as `PROGRAM role PART …`. It prints a line of
+//! JSON when it is ready, and another with its result, and exits when its standard input closes.
 
 use std::future::Future;
 use std::path::Path;
@@ -17,13 +17,13 @@ use tokio::time::{Instant, timeout};
 use crate::options::Options;
 use crate::{count, mock, stack};
 
-/// The first argument of a part.
+/// The first argument that makes this program a part.
 const ROLE: &str = "role";
 
-/// The `main` of every benchmark: a part, if this process was started as one, else the benchmark.
+/// Runs the `main` of a benchmark: a part if this process was started as one, and otherwise the benchmark.
 ///
 /// # Errors
-/// The benchmark's, or the part's.
+/// The error of the benchmark or of the part.
 pub fn main<Fut>(bench: impl FnOnce(Options) -> Fut) -> Result<()>
 where
     Fut: Future<Output = Result<()>> + Send + 'static,
@@ -31,19 +31,19 @@ where
     let arguments: Vec<String> = std::env::args().collect();
     if arguments.get(1).map(String::as_str) == Some(ROLE) {
         let runtime = match arguments.get(2).map(String::as_str) {
-            // It costs least on one thread.
+            // A single thread is cheapest.
             Some("mock") => Builder::new_current_thread().enable_all().build()?,
-            // As `rgym --threads N run`.
+            // As in `rgym --threads N run`.
             Some("serve") => {
                 let threads = arguments.get(5).context("the number of threads is missing")?.parse()?;
                 Builder::new_multi_thread().worker_threads(threads).enable_all().build()?
             }
             _ => Builder::new_multi_thread().enable_all().build()?,
         };
-        // Spawned: a future that is blocked on is not on a worker, and each of its wake-ups crosses threads.
+        // Spawned: `block_on` does not run its future on a worker, so each wake-up would cross threads.
         return runtime.block_on(async { tokio::spawn(take_part(arguments)).await? });
     }
-    // A thousand connections need as many.
+    // A thousand connections need a thousand descriptors.
     gym_core::base::raise_descriptors();
     let options = Options::of_arguments()?;
     let runtime = Builder::new_current_thread().enable_all().build()?;
@@ -97,13 +97,13 @@ async fn end_of_input() {
     while matches!(input.read(&mut rest).await, Ok(1..)) {}
 }
 
-/// A process that plays a part; it ends with this value.
+/// A process that runs a part. Dropping this value ends it.
 #[derive(Debug)]
 pub struct Part {
     child: Child,
     lines: Lines<BufReader<ChildStdout>>,
     input: Option<ChildStdin>,
-    /// When it was started.
+    /// The start time of the process.
     pub began: Instant,
 }
 
@@ -111,15 +111,15 @@ impl Part {
     /// Starts a part.
     ///
     /// # Errors
-    /// When the program cannot be started.
+    /// An error if the program cannot be started.
     pub fn start(arguments: &[&str]) -> Result<Self> {
         Self::run(Command::new(std::env::current_exe()?), arguments)
     }
 
-    /// Starts a part under valgrind, which writes the number of its instructions to `log` when the part ends.
+    /// Starts a part under valgrind, which writes the number of instructions to `log` when the part ends.
     ///
     /// # Errors
-    /// When valgrind cannot be started.
+    /// An error if valgrind cannot be started.
     pub fn start_counted(arguments: &[&str], log: &Path) -> Result<Self> {
         let mut command = count::valgrind(log);
         command.arg(std::env::current_exe()?);
@@ -141,25 +141,25 @@ impl Part {
         Ok(Self { child, lines: BufReader::new(output).lines(), input, began })
     }
 
-    /// The next thing that it tells.
+    /// Returns the next message of the part.
     ///
     /// # Errors
-    /// When it tells nothing within `patience`, or ends.
+    /// An error if no message arrives within `patience`, or if the part ends.
     pub async fn told<T: DeserializeOwned>(&mut self, patience: Duration) -> Result<T> {
         let line = timeout(patience, self.lines.next_line()).await.context("a part is silent")??;
         Ok(serde_json::from_str(&line.context("a part has ended")?)?)
     }
 
-    /// Its process id.
+    /// Returns the process id.
     #[must_use]
     pub fn pid(&self) -> u32 {
         self.child.id().unwrap_or(0)
     }
 
-    /// Asks it to end, and waits.
+    /// Asks the part to end, and waits.
     ///
     /// # Errors
-    /// When it does not end within `patience`; it is killed then.
+    /// An error if the part does not end within `patience`; it is then killed.
     pub async fn end(mut self, patience: Duration) -> Result<()> {
         drop(self.input.take());
         let status = timeout(patience, self.child.wait()).await.context("a part did not end")??;

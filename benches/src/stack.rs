@@ -1,4 +1,4 @@
-//! The servers under test, from the YAML that NeMo Gym's users have: one process for each, or all in one.
+//! The servers under test, configured by the YAML of NeMo Gym's users: one process for each, or all in one process.
 
 use std::fs;
 use std::net::SocketAddr;
@@ -22,7 +22,7 @@ use tokio::time::Instant;
 
 use crate::{bodies, mock};
 
-/// The servers of one rollout, those that are called before those that call.
+/// The servers of one rollout; callees precede their callers.
 pub const INSTANCES: [&str; 4] = [
     "policy_model",
     "example_single_tool_call",
@@ -30,27 +30,27 @@ pub const INSTANCES: [&str; 4] = [
     "example_single_tool_call_environment_server",
 ];
 
-/// The agent that rows are sent to.
+/// The agent that receives the rows.
 pub const AGENT: &str = "example_single_tool_call_simple_agent";
 
-/// Which model the agent asks.
+/// The model that the agent calls.
 #[derive(Clone, Copy, Debug)]
 pub enum ModelAt {
     /// The mock endpoint, behind `openai_model`.
     Mock(SocketAddr),
-    /// The embedded scripted model, which takes so long for an answer.
+    /// The embedded scripted model, with this latency per response.
     Embedded(Duration),
 }
 
-/// A folder of one benchmark; gone with this value.
+/// A directory for one benchmark, which is removed when this value is dropped.
 #[derive(Debug)]
 pub struct Scratch(PathBuf);
 
 impl Scratch {
-    /// A new folder under the build's own, which is on a disk and not in memory: the ledger syncs.
+    /// Creates a directory in the build directory, which is on a disk and not in memory, because the ledger syncs.
     ///
     /// # Errors
-    /// When it cannot be made.
+    /// An error if the directory cannot be created.
     pub fn new(name: &str) -> Result<Self> {
         let program = std::env::current_exe()?;
         let target = program.ancestors().nth(2).context("the program lies in no build folder")?;
@@ -59,7 +59,7 @@ impl Scratch {
         Ok(Self(folder))
     }
 
-    /// A path in it.
+    /// Returns a path in the directory.
     #[must_use]
     pub fn path(&self, name: &str) -> PathBuf {
         self.0.join(name)
@@ -68,15 +68,15 @@ impl Scratch {
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        // Best effort: it lies among build output.
+        // Best effort, because the directory is part of the build output.
         let _ = fs::remove_dir_all(&self.0);
     }
 }
 
-/// Writes the configuration of one stack, and gives its path.
+/// Writes the configuration of one stack, and returns its path.
 ///
 /// # Errors
-/// When it cannot be written.
+/// An error if the file cannot be written.
 pub fn write_config(scratch: &Scratch, name: &str, model: ModelAt, head_port: u16) -> Result<PathBuf> {
     let servers = include_str!("../../examples/configs/nemo/example_single_tool_call.yaml");
     let model = match model {
@@ -96,10 +96,10 @@ pub fn write_config(scratch: &Scratch, name: &str, model: ModelAt, head_port: u1
     Ok(path)
 }
 
-/// Writes the tasks that both sides collect, and gives their path.
+/// Writes the tasks that the SDK and the peer collect, and returns their path.
 ///
 /// # Errors
-/// When they cannot be written.
+/// An error if the file cannot be written.
 pub fn write_rows(scratch: &Scratch) -> Result<PathBuf> {
     let path = scratch.path("rows.jsonl");
     let lines: Vec<String> = bodies::rows()
@@ -113,10 +113,10 @@ pub fn write_rows(scratch: &Scratch) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// A port that was free a moment ago.
+/// Returns a port that was free a moment ago.
 ///
 /// # Errors
-/// When there is none.
+/// An error if there is none.
 pub fn free_port() -> Result<u16> {
     Ok(std::net::TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port())
 }
@@ -135,37 +135,37 @@ fn servers() -> Servers {
         .resources("example_single_tool_call", |_| Ok(SingleToolCall))
 }
 
-/// Serves one instance of a configuration, or `all` of it.
+/// Serves one instance of a configuration, or the whole configuration for `all`.
 ///
 /// # Errors
-/// What the configuration has wrong, or what does not start.
+/// An error if the configuration is invalid, or if a server does not start.
 pub async fn start(config: &str, only: &str) -> Result<Stack> {
     let only = if only == "all" { Vec::new() } else { vec![only.to_owned()] };
     let options = StackOptions { only, ..StackOptions::default() };
     Ok(Stack::start(load(config)?, &servers(), &World::real(), options).await?)
 }
 
-/// A collection.
+/// The parameters of a collection.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Plan {
-    /// The tasks.
+    /// The input file of tasks.
     pub input: PathBuf,
-    /// The rollouts.
+    /// The output file of rollouts.
     pub output: PathBuf,
-    /// Rollouts of each task.
+    /// Rollouts per task.
     pub repeats: u32,
-    /// Rollouts under way at once.
+    /// Maximum rollouts in flight.
     pub concurrency: usize,
 }
 
 impl Plan {
-    /// As an argument of a part.
+    /// Returns the plan as an argument of a part.
     #[must_use]
     pub fn argument(&self) -> String {
         serde_json::to_string(self).unwrap_or_default()
     }
 
-    /// What the collector is asked for.
+    /// Returns the options of the collector.
     #[must_use]
     pub fn options(&self) -> CollectOptions {
         let mut options = CollectOptions::new(&self.input, &self.output);
@@ -176,37 +176,37 @@ impl Plan {
     }
 }
 
-/// What a collection came to.
+/// The result of a collection.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Collection {
     /// Rows of the output file.
     pub rows: u64,
     /// Failed attempts.
     pub failures: u64,
-    /// How long it took, reading the tasks and writing the last row included.
+    /// The total time, including reading the tasks and writing the last row.
     pub wall_s: f64,
-    /// CPU time of the collecting process meanwhile.
+    /// CPU time of the collecting process during the collection.
     pub cpu_s: f64,
-    /// The most rollouts that were under way at one moment.
+    /// Maximum rollouts in flight at any moment.
     pub in_flight_max: u64,
-    /// Resident memory before, and the most that was seen, in bytes.
+    /// Resident memory before the collection, in bytes.
     pub resident_before: u64,
-    /// See above.
+    /// Maximum resident memory during the collection, in bytes.
     pub resident_max: u64,
 }
 
 impl Collection {
-    /// Rollouts a second.
+    /// Returns the rollouts per second.
     #[must_use]
     pub fn rate(&self) -> f64 {
         self.rows as f64 / self.wall_s.max(1e-9)
     }
 }
 
-/// Collects from the servers of a head.
+/// Collects from the servers of a head server.
 ///
 /// # Errors
-/// The collector's.
+/// The error of the collector.
 pub async fn collect_from_head(head: &str, plan: &Plan) -> Result<Collection> {
     let world = World::real();
     let transports = Transports::from_features(InProcess::new());
@@ -217,7 +217,7 @@ pub async fn collect_from_head(head: &str, plan: &Plan) -> Result<Collection> {
 /// Collects from a stack in this process.
 ///
 /// # Errors
-/// The stack's and the collector's.
+/// The error of the stack or of the collector.
 pub async fn collect_all_in_one(config: &str, plan: &Plan) -> Result<Collection> {
     let (stack, collector) = all_in_one(config, plan.concurrency).await?;
     let collection = measured(collector, plan).await;
@@ -225,10 +225,10 @@ pub async fn collect_all_in_one(config: &str, plan: &Plan) -> Result<Collection>
     collection
 }
 
-/// A stack in this process, with room for so many rollouts at once, and a collector of its servers.
+/// Starts a stack in this process with capacity for `concurrency` rollouts, and returns it with a collector of its servers.
 ///
 /// # Errors
-/// The stack's.
+/// The error of the stack.
 pub async fn all_in_one(config: &str, concurrency: usize) -> Result<(Stack, RolloutCollector)> {
     let world = World::real();
     let config = load(config)?;
@@ -272,10 +272,10 @@ async fn measured(collector: RolloutCollector, plan: &Plan) -> Result<Collection
     })
 }
 
-/// The mock's own address, once it listens.
+/// Starts the mock endpoint, and returns its process and its address once it listens.
 ///
 /// # Errors
-/// When it does not start.
+/// An error if the mock endpoint does not start.
 pub async fn start_mock(delay_ms: u64) -> Result<(crate::role::Part, SocketAddr)> {
     let mut part = crate::role::Part::start(&["mock", &delay_ms.to_string()])?;
     let address = part.told(Duration::from_secs(10)).await?;
@@ -283,32 +283,32 @@ pub async fn start_mock(delay_ms: u64) -> Result<(crate::role::Part, SocketAddr)
     Ok((part, address))
 }
 
-/// The stack in processes of their own: one for the head and for each server, or one for all.
+/// The stack in separate processes: one for the head server and for each server, or one for all of them.
 #[derive(Debug)]
 pub struct Served {
-    /// The processes: the head first, then as in [`INSTANCES`].
+    /// The processes: the head server first, then in the order of [`INSTANCES`].
     pub parts: Vec<crate::role::Part>,
     /// The address of each server by its name.
     pub addresses: Vec<(String, SocketAddr)>,
-    /// The head's URL.
+    /// The URL of the head server.
     pub head: String,
 }
 
 impl Served {
-    /// Starts a stack and waits until it serves. A process that has one server has one worker thread: there are more of them
-    /// than cores, and one thread never wakes another.
+    /// Starts a stack, and waits until it serves. A process with one server has one worker thread: there are more processes than
+    /// cores, and a single thread never wakes another.
     ///
     /// # Errors
-    /// When a process does not come up.
+    /// An error if a process does not start.
     pub async fn start(config: &Path, head_port: u16, separated: bool) -> Result<Self> {
         Self::start_with(config, head_port, separated, |_, arguments| crate::role::Part::start(arguments)).await
     }
 
-    /// Starts a process for each server, each under valgrind, which writes the server's instructions to `SERVER.log` in `logs`
-    /// when the server stops.
+    /// Starts a process for each server under valgrind, which writes the server's instructions to `SERVER.log` in `logs` when the
+    /// server stops.
     ///
     /// # Errors
-    /// When a process does not start.
+    /// An error if a process does not start.
     pub async fn start_counted(config: &Path, head_port: u16, logs: &Path) -> Result<Self> {
         let start = |name: &str, arguments: &[&str]| {
             crate::role::Part::start_counted(arguments, &logs.join(name).with_extension("log"))
@@ -339,32 +339,32 @@ impl Served {
         Ok(served)
     }
 
-    /// Where a server is.
+    /// Returns the address of a server.
     ///
     /// # Errors
-    /// When there is none of that name.
+    /// An error if there is no server of this name.
     pub fn address(&self, name: &str) -> Result<SocketAddr> {
         let found = self.addresses.iter().find(|(known, _)| known == name);
         found.map(|(_, address)| *address).with_context(|| format!("no server {name}"))
     }
 
-    /// The process ids.
+    /// Returns the process ids.
     #[must_use]
     pub fn pids(&self) -> Vec<u32> {
         self.parts.iter().map(crate::role::Part::pid).collect()
     }
 
-    /// The process of one server.
+    /// Returns the process of one server.
     #[must_use]
     pub fn pid(&self, name: &str) -> u32 {
         let at = INSTANCES.iter().position(|known| *known == name).map_or(0, |at| at + 1);
         self.parts.get(at).or(self.parts.first()).map_or(0, crate::role::Part::pid)
     }
 
-    /// Stops it in order.
+    /// Stops the processes in order.
     ///
     /// # Errors
-    /// When a process does not stop.
+    /// An error if a process does not stop.
     pub async fn stop(mut self) -> Result<()> {
         while let Some(part) = self.parts.pop() {
             part.end(Duration::from_secs(20)).await?;

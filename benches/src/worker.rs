@@ -3,7 +3,7 @@
 use gym_core::group::{Handles, Method, Methods, Payload, Worker, WorkerEnv};
 use gym_core::{CallContext, Result};
 
-/// Gives the number back.
+/// Returns the number.
 #[derive(Clone, Copy, Debug)]
 pub struct Ping;
 
@@ -13,7 +13,7 @@ impl Method for Ping {
     type Reply = u64;
 }
 
-/// Gives the batch back.
+/// Returns the batch.
 #[derive(Clone, Copy, Debug)]
 pub struct Echo;
 
@@ -23,7 +23,7 @@ impl Method for Echo {
     type Reply = ();
 }
 
-/// Looks at the first and the last byte of its shard.
+/// Reads the first and the last byte of its shard.
 #[derive(Clone, Copy, Debug)]
 pub struct Ends;
 
@@ -33,7 +33,7 @@ impl Method for Ends {
     type Reply = u64;
 }
 
-/// Answers all three, one call after another.
+/// Handles all three, one call after another.
 #[derive(Debug)]
 pub struct Bencher;
 

@@ -3,11 +3,11 @@
 //! | module | purpose |
 //! |---|---|
 //! | [`math`] | word problems with a calculator, checked exactly |
-//! | [`warehouse`] | orders carried out step by step; the final state decides |
+//! | [`warehouse`] | orders executed step by step; the final state determines the reward |
 //! | [`choice`] | questions with one right option |
 //! | [`nemo`] | ports of five of NeMo Gym's own examples |
 //! | [`tasks`] | writes the tasks of the three environments under `data` |
-//! | [`policy`] | a script in place of a model, which plays the three environments |
+//! | [`policy`] | a script that replaces a model and plays the three environments |
 //! | [`servers`] | all of them by implementation name, for a stack or the command line |
 #![forbid(unsafe_code)]
 

@@ -12,8 +12,8 @@ use crate::nemo::{MultiStep, MultiTurn, SessionState, SingleToolCall, ToolCallMu
 use crate::policy;
 use crate::warehouse::Warehouse;
 
-/// Returns the stock servers, the three environments, the five ports of NeMo Gym's examples under their own names, and a
-/// `scripted_model` that plays the three environments.
+/// Returns the stock servers, the three environments, and the five ports of NeMo Gym's examples under their own names. The
+/// `scripted_model` among them plays the three environments.
 #[must_use]
 pub fn servers() -> Servers {
     Servers::stock()
@@ -28,8 +28,8 @@ pub fn servers() -> Servers {
         .resources("example_tool_call_multireward", |_| Ok(ToolCallMultiReward))
 }
 
-/// One turn of the script. Its seed is the rollout's, which the collector gives with `--add-seed`: the same on every turn of an
-/// episode, another for each repeat.
+/// Returns one turn of the script. Its seed is the rollout's, which the collector sends with `--add-seed`: the same on every turn
+/// of an episode, and a different one for each repeat.
 #[must_use]
 pub fn play(request: &RawObject, _: &mut fastrand::Rng) -> Vec<ScriptedItem> {
     policy::answer(request, seed(request)).iter().map(item).collect()
@@ -46,7 +46,7 @@ fn item(item: &Value) -> ScriptedItem {
     }
 }
 
-/// `metadata.extra_body` is a JSON text, in which NeMo Gym's collectors put the seed; 0 where there is none.
+/// Returns the seed in `metadata.extra_body`, which is JSON text from NeMo Gym's collectors. Returns 0 if there is none.
 fn seed(request: &RawObject) -> u64 {
     #[derive(Default, Deserialize)]
     struct Metadata {

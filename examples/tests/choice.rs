@@ -1,4 +1,4 @@
-//! Multiple choice: right, wrong, ambiguous, malformed and hostile answers.
+//! Tests multiple choice: right, wrong, ambiguous, malformed and hostile answers.
 #![allow(clippy::unwrap_used)] // Also in what the tests share, which the lint does not know for tests.
 
 use std::collections::BTreeMap;
@@ -139,7 +139,7 @@ proptest! {
     ) {
         let letter = ['A', 'B', 'C', 'D'][index];
         let text = format!("{before}{}", form.replace("{}", &letter.to_string()));
-        // `\boxed{{}}` loses its inner braces to the replacement.
+        // The replacement removes the inner braces of `\boxed{{}}`.
         prop_assert_eq!(chosen(&text, &options()), Chosen::One(letter), "{}", text);
     }
 

@@ -1,4 +1,4 @@
-//! The smallest program that collects rollouts in process: its size, and what it prints where there is no file to read.
+//! Tests the smallest program that collects rollouts in process: its size, and its output without any file to read.
 
 use std::process::Command;
 
@@ -20,7 +20,7 @@ fn the_embedded_program_runs_every_task_in_an_empty_directory() {
     tasks.sort_unstable();
     tasks.dedup();
     assert_eq!(tasks.len(), gym_examples::tasks::TASKS, "{printed}");
-    // The scripted model plays unevenly: a run has both.
+    // The scripted model has right and wrong answers, and a run contains both.
     assert!(printed.contains("reward Some(1.0) after 1 attempts"), "{printed}");
     assert!(printed.contains("reward Some(0.0) after 1 attempts"), "{printed}");
     assert!(!printed.contains("failed after"), "{printed}");

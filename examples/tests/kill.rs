@@ -1,7 +1,8 @@
-//! `kill -9` of a collector at random moments: whatever was on the disk is resumed, and the end is that of an undisturbed run.
+//! Kills a collector with `kill -9` at random moments. A resumed run keeps the rows on disk, and its result equals that of an
+//! undisturbed run.
 //!
-//! The servers live in this process, the collector is the command line in one of its own. `GYM_KILLS` says how often (5
-//! unless set; the long run has 50), `GYM_KILL_SEED` where the seeds begin. One line is printed for each kill.
+//! The servers run in this process, and the collector is the command line in its own process. `GYM_KILLS` sets the number of kills
+//! (5 by default; the long run has 50), and `GYM_KILL_SEED` the first seed. The test prints one line per kill.
 
 #![expect(clippy::unwrap_used, reason = "an integration test: a panic is its failure")]
 
@@ -20,14 +21,14 @@ use support::{PATIENCE, examples, gym_examples, say};
 use tokio::process::{Child, Command};
 use tokio::time::{Instant, sleep, timeout};
 
-/// Of each of the three environments.
+/// The tasks of each of the three environments.
 const TASKS_EACH: usize = 110;
 const REPEATS: usize = 2;
 const ROLLOUTS: usize = 3 * TASKS_EACH * REPEATS;
-/// Few enough that a run takes a second or two, so that there are moments to choose from.
+/// Small enough that a run takes a second or two, so that there are moments to choose from.
 const CONCURRENCY: usize = 40;
 const LATENCY_MS: &str = "+policy_model.responses_api_models.scripted_model.latency_ms=[5,55]";
-/// How often the output is looked at for the moment to kill.
+/// The interval at which the output is checked for the moment to kill.
 const GLANCE: Duration = Duration::from_micros(500);
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -44,7 +45,7 @@ async fn a_killed_collection_resumes_to_the_rows_of_an_undisturbed_one() {
     let mut midway = 0;
     for number in 0..kills {
         let seed = first_seed + number;
-        // One in ten at the ends of a run, by turns, where there is little to choose.
+        // One in ten at the start or the end of a run, alternately, where there is little to choose.
         let wish = match number % 20 {
             3 => Phase::Before,
             13 => Phase::After,
@@ -66,7 +67,7 @@ async fn a_killed_collection_resumes_to_the_rows_of_an_undisturbed_one() {
     assert!(midway * 10 >= kills * 8, "only {midway} of {kills} kills were mid-flight");
 }
 
-/// When a collector was killed, by what it had written.
+/// The phase in which a collector was killed, determined by its written rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
     Before,
@@ -84,7 +85,7 @@ impl fmt::Display for Phase {
     }
 }
 
-/// What a run without a kill came to.
+/// The result of a run without a kill.
 struct Undisturbed {
     /// Rows by task and rollout index.
     rows: BTreeMap<(u64, u64), String>,
@@ -96,7 +97,7 @@ struct Undisturbed {
 
 struct Killed {
     output: PathBuf,
-    /// Whole rows on the disk.
+    /// The number of complete rows on disk.
     rows: usize,
     torn_bytes: usize,
     phase: Phase,
@@ -160,7 +161,7 @@ impl Ground {
         }
     }
 
-    /// Starts a collection and kills it at the moment that the seed says.
+    /// Starts a collection and kills it at the moment that the seed determines.
     async fn kill(&self, wish: Phase, seed: u64, undisturbed: &Undisturbed) -> Killed {
         let mut random = fastrand::Rng::with_seed(seed);
         let output = self.folder.path().join(format!("killed-{seed}.jsonl"));
@@ -169,7 +170,7 @@ impl Ground {
         match wish {
             Phase::Before => sleep(undisturbed.first_row.mul_f64(random.f64() * 0.8)).await,
             Phase::Midway => {
-                // The last rows come within a moment.
+                // The last rows arrive almost at once.
                 watch.until(random.usize(1..=ROLLOUTS * 95 / 100)).await;
                 sleep(Duration::from_micros(random.u64(0..5_000))).await;
             }
@@ -178,7 +179,7 @@ impl Ground {
                 sleep(Duration::from_micros(random.u64(0..20_000))).await;
             }
         }
-        // SIGKILL, and waits for the process to be gone.
+        // Sends SIGKILL, and waits until the process has exited.
         timeout(PATIENCE, child.kill()).await.expect("a killed process ends").unwrap();
         let text = std::fs::read(&output).unwrap_or_default();
         let rows = text.iter().filter(|byte| **byte == b'\n').count();
@@ -191,7 +192,7 @@ impl Ground {
         Killed { output, rows, torn_bytes, phase }
     }
 
-    /// Resumes and compares; the number of rows.
+    /// Resumes the collection and compares its result. Returns the number of rows.
     async fn resume(&self, killed: &Killed, undisturbed: &Undisturbed) -> usize {
         let said = finish(self.collector(&killed.output, true).spawn().unwrap()).await;
         let by_earlier_runs = format!("{ROLLOUTS} of {ROLLOUTS} rollouts are recorded");
@@ -213,7 +214,7 @@ impl Ground {
     }
 }
 
-/// Waits for a collector's orderly end; what it said.
+/// Waits until a collector exits normally, and returns its standard output.
 async fn finish(child: Child) -> String {
     let output = timeout(PATIENCE, child.wait_with_output()).await.expect("a collection ends in time").unwrap();
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -222,7 +223,7 @@ async fn finish(child: Child) -> String {
     said
 }
 
-/// The rows by task and rollout index, without the time of day in them. Each must be there once and whole.
+/// Returns the rows by task and rollout index, without timestamps. Each row must occur once and be complete.
 fn rows(output: &Path) -> BTreeMap<(u64, u64), String> {
     let text = std::fs::read_to_string(output).unwrap();
     assert!(text.ends_with('\n'), "the last line is torn");
@@ -238,7 +239,7 @@ fn rows(output: &Path) -> BTreeMap<(u64, u64), String> {
     rows
 }
 
-/// The text with 0 for each `created_at`.
+/// Returns the text with 0 for each `created_at`.
 fn timeless(row: &str) -> String {
     const KEY: &str = "\"created_at\":";
     let mut parts = row.split(KEY);
@@ -251,7 +252,7 @@ fn timeless(row: &str) -> String {
     text
 }
 
-/// Counts the rows of a file that grows.
+/// Counts the rows of a growing file.
 struct Watch {
     path: PathBuf,
     file: Option<std::fs::File>,

@@ -1,4 +1,4 @@
-//! The math environment: right, wrong, malformed and hostile answers.
+//! Tests the math environment: right, wrong, malformed and hostile answers.
 #![allow(clippy::unwrap_used)] // Also in what the tests share, which the lint does not know for tests.
 
 use gym_core::{CallContext, Code, ModelResponse, RawObject, ResourcesServer, SessionId, Verdict};
@@ -137,7 +137,7 @@ async fn the_calculator_answers_refuses_and_explains() {
     assert_eq!(error.code(), Code::NotFound);
 }
 
-/// Ways to write a/b.
+/// Returns spellings of a/b.
 fn spellings(over: i64, under: i64) -> Vec<String> {
     let scaled = BigInt::from(over) * 7;
     let mut all = vec![
@@ -151,7 +151,7 @@ fn spellings(over: i64, under: i64) -> Vec<String> {
         format!("\\frac{{{}}}{{{under}}}\\%", over * 100),
     ];
     all.extend((over >= 0).then(|| format!("{} {}/{under}", over / under, over % under)));
-    // When the denominator is made of twos and fives there is a decimal.
+    // A fraction is a finite decimal if its denominator has only the factors 2 and 5.
     let value = BigRational::new(over.into(), under.into());
     all.extend(gym_examples::math::arithmetic::show_decimal(&value, 12).into_iter().flat_map(|decimal| {
         let percent = gym_examples::math::arithmetic::show_decimal(&(&value * BigInt::from(100)), 12);

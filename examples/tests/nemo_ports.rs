@@ -1,8 +1,8 @@
-//! The ports answer as the Python originals do.
+//! Checks that the ports answer like the Python originals.
 //!
-//! The recorded calls are made by `tests/python/golden_envs.py`. Tool replies and refusals are compared as texts; of a
-//! verdict, the reward and every field that the environment adds. With `NEMO_RECORDED=FOLDER` the calls of that folder are
-//! replayed instead of the committed ones, see the script.
+//! `tests/python/golden_envs.py` creates the recorded calls. Tool responses and rejections are compared as text. Verdicts are
+//! compared by the reward and by every field that the environment adds. With `NEMO_RECORDED=FOLDER`, the calls in that directory
+//! are replayed instead of the committed ones; see the script.
 #![allow(clippy::unwrap_used)] // Also in what the tests share, which the lint does not know for tests.
 
 use gym_core::{CallContext, Code, ModelResponse, RawObject, ResourcesServer, SessionId};
@@ -19,7 +19,7 @@ struct Call {
     reply: String,
 }
 
-/// Keys of a verify reply that every server has and the port's caller adds.
+/// Keys of a verify response that every server has and that the port's caller adds.
 const COMMON: [&str; 5] = ["responses_create_params", "response", "mask_sample", "failure_kind", "failure_reason"];
 
 fn recorded(name: &str) -> String {
@@ -59,10 +59,10 @@ async fn replay<S: ResourcesServer>(server: S, name: &str) {
                         theirs.retain(|key, _| !COMMON.contains(&key.as_str()));
                         let mut ours = Map::from_iter([("reward".to_owned(), json!(verdict.reward))]);
                         ours.extend(verdict.fields.into_iter().map(|(key, value)| (key.to_owned(), value)));
-                        // As texts, so that the order of keys and `1` against `1.0` count.
+                        // Compared as text, so that the order of keys and `1` versus `1.0` count.
                         assert_eq!(Value::from(ours).to_string(), Value::from(theirs).to_string(), "{place}");
                     }
-                    // A crash of the original (500) is a failed attempt here too, by whatever name.
+                    // A crash of the original (500) is a failed attempt of the port, with any error code.
                     Err(error) => assert!(matches!(call.status, 422 | 500), "{place}: {error}"),
                 }
             }

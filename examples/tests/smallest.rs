@@ -1,4 +1,4 @@
-//! The smallest programs run: an environment whose tools no row names, and an agent.
+//! Runs the smallest programs: an environment whose tools no row names, and an agent.
 #![allow(clippy::unwrap_used)] // Also in what the tests share, which the lint does not know for tests.
 
 mod support;

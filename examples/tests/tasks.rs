@@ -1,4 +1,4 @@
-//! The committed tasks are what the generator writes, and the scripted stand-in plays them as it says.
+//! Checks that the committed tasks equal the generator's output, and that the script plays them as documented.
 #![allow(clippy::unwrap_used)] // Also in what the tests share, which the lint does not know for tests.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -51,7 +51,7 @@ fn right_options_are_spread_over_all_letters_and_orders_change_something() {
     }
 }
 
-/// Plays a row to its end as an agent would; the reward, and how many turns it took.
+/// Plays a row to its end as an agent would. Returns the reward and the number of turns.
 async fn play<S: ResourcesServer>(server: &S, row: &RawObject, seed: u64) -> (f64, usize) {
     let (cx, session) =
         (CallContext::default(), SessionId::new(format!("{seed} {:?}", row.get("responses_create_params"))));
@@ -104,10 +104,10 @@ async fn mix<S: ResourcesServer>(server: S, environment: &str, turns_max: usize)
         solved += usize::from(rewards.contains(&1.0));
     }
     let share = right as f64 / (rows.len() * 8) as f64;
-    // Three in five mean to be right, and are; a wrong one may hit by chance, but rarely.
+    // Three in five intend the right answer and give it. A wrong answer is rarely right by chance.
     assert!((0.55..0.67).contains(&share), "{environment}: {share} are right");
     assert!(most == turns_max, "{environment}: {most} turns");
-    // A task that no seed solves would be one that the script cannot read.
+    // A task that no seed solves would be one that the script cannot parse.
     assert!(solved == rows.len() && changed > TASKS / 2, "{environment}: {solved} solved, {changed} uneven");
 }
 

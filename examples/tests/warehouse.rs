@@ -1,4 +1,4 @@
-//! The warehouse: right, wrong, malformed and hostile episodes.
+//! Tests the warehouse: right, wrong, malformed and hostile episodes.
 #![allow(clippy::unwrap_used)] // Also in what the tests share, which the lint does not know for tests.
 
 use gym_core::{CallContext, Code, ModelResponse, RawObject, ResourcesServer, Result, SessionId, Verdict};
@@ -50,7 +50,7 @@ async fn an_order_carried_out_step_by_step_is_rewarded() {
 
     let verdict = episode.verify(json!({"A": {"bolts": 7}, "B": {"bolts": 5, "gears": 2}})).await.unwrap();
     assert_eq!((verdict.reward, &verdict.fields[1]), (1.0, &("changes", json!(3))));
-    // Asked for again, as a caller does whose connection broke.
+    // Requests the score again, like a caller whose connection broke.
     assert_eq!(episode.verify(json!({"A": {"bolts": 7}, "B": {"bolts": 5, "gears": 2}})).await.unwrap().reward, 1.0);
 }
 

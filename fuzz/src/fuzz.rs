@@ -1,4 +1,4 @@
-//! The fuzzer's entry; `GYM_FUZZ_TARGET` names the reader.
+//! The entry point of the fuzzer; `GYM_FUZZ_TARGET` selects the reader.
 #![no_main]
 
 use std::sync::LazyLock;

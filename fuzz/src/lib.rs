@@ -1,5 +1,5 @@
-//! What the SDK reads from peers, against arbitrary bytes: it may refuse them, it may not panic, and it may not allocate more
-//! than what came, or than its limits say.
+//! Fuzzes the code that parses data from peers. It may reject arbitrary bytes, but must not panic. It must not allocate more than
+//! the received bytes or its limits justify.
 //!
 //! ```text
 //!   bytes ──► Target::check ── prepare ── read ── allocated ≤ allowed?
@@ -8,8 +8,8 @@
 //!     └── tests/corpus.rs: what it found worth keeping, on every test run
 //! ```
 //!
-//! Allocations are counted by the program's allocator, every byte of them and not only what is held at a time. So a check is for
-//! one thread.
+//! The program's allocator counts every allocated byte, not only the bytes held at a time. A check therefore needs a process with a
+//! single thread.
 #![forbid(unsafe_code)]
 
 use std::alloc::System;
@@ -24,21 +24,21 @@ pub use targets::TARGETS;
 #[global_allocator]
 static ALLOCATOR: &StatsAlloc<System> = &INSTRUMENTED_SYSTEM;
 
-/// A reader of foreign bytes.
+/// A parser of bytes from peers.
 #[derive(Clone, Copy, Debug)]
 pub struct Target {
-    /// Its name on the command line, and of its corpus.
+    /// The name on the command line, and of the corpus.
     pub name: &'static str,
     read: fn(&Bytes),
-    /// Bytes that it may allocate for an input of so many, in all.
+    /// Returns the total bytes that it may allocate for an input of this length.
     allowed: fn(usize) -> usize,
 }
 
 impl Target {
-    /// Reads an input.
+    /// Parses an input, and checks the result.
     ///
     /// # Panics
-    /// When the reader does, when what was read is not what was written, or when it allocated more than allowed.
+    /// If the parser panics, if serializing the result does not reproduce the input, or if it allocated more than allowed.
     pub fn check(&self, input: &[u8]) {
         let bytes = Bytes::copy_from_slice(input);
         let region = Region::new(ALLOCATOR);

@@ -1,4 +1,4 @@
-//! The readers, one function each.
+//! The targets, with one function each.
 
 use bytes::Bytes;
 use gym_core::message::frame::{self, Lengths};
@@ -14,65 +14,66 @@ use crate::Target;
 const LIMITS: frame::MessageLimits =
     frame::MessageLimits { head_bytes_max: 1 << 10, segments_max: 16, message_bytes_max: 4 << 10 };
 
-/// The texts of an error, and what a call has besides what came.
+/// The strings of an error, and the fixed cost of a call.
 const FIXED_BYTES: usize = 2 << 10;
 
-/// What a calling end has before anything comes.
+/// The fixed cost of a calling end.
 const CALLER_BYTES: usize = 8 << 10;
 
-/// What one connection keeps to read frames: its staging buffer, which grows to the largest header, and a message within the
-/// limits.
+/// The buffers with which a connection reads frames: its staging buffer, which grows to the largest header, and a message within
+/// the limits.
 const CONNECTION_BYTES: usize =
     (64 << 10) + gym_core::transport::mux::header::HEADER_BYTES_MAX + 2 * LIMITS.message_bytes_max;
 
-/// All readers.
+/// All targets.
 pub const TARGETS: &[Target] = &[
     Target {
         name: "message",
         read: message,
-        // Eight bytes announce a segment: its length and its slice take 40, and as much again to write it for comparison.
+        // Eight bytes announce a segment: its length and its slice take 40 bytes, and the serialization for comparison as much
+        // again.
         allowed: |input| FIXED_BYTES + 12 * input,
     },
     Target {
         name: "header",
         read: header,
-        // Eight bytes are a pair of metadata, which takes 48 in a list that doubles; read twice for comparison.
+        // Eight bytes can be a pair of metadata, which takes 48 bytes in a list that doubles; parsed twice for comparison.
         allowed: |input| FIXED_BYTES + 32 * input,
     },
     Target {
         name: "bootstrap",
         read: bootstrap,
-        // Two hexadecimal digits a byte; texts are copied as they are read, and written again for comparison.
+        // Two hexadecimal digits per byte; strings are copied when they are parsed, and serialized again for comparison.
         allowed: |input| FIXED_BYTES + 16 * input,
     },
     Target {
         name: "ucx_requests",
         read: ucx_requests,
-        // Five bytes may describe a first chunk: a message within its bounds, and what is kept of it.
+        // Five bytes can describe a first chunk: a message within its limits, and its state.
         allowed: |input| FIXED_BYTES + 8 * LIMITS.message_bytes_max * (1 + input),
     },
     Target {
         name: "ucx_responses",
         read: ucx_responses,
-        // As for requests. A call that is made takes two bytes of input, and needs its header, its task's state and its texts.
+        // As for requests. A call takes two bytes of input, and needs its header, the state of its task and its strings.
         allowed: |input| CALLER_BYTES + 8 * LIMITS.message_bytes_max * (1 + input),
     },
     Target { name: "frames", read: frames, allowed: |input| FIXED_BYTES + CONNECTION_BYTES + 32 * input },
 ];
 
-/// A whole framed message, as it lies in an HTTP body.
+/// Parses a complete framed message, as in an HTTP body.
 fn message(input: &Bytes) {
     for limits in [LIMITS, frame::MessageLimits::default()] {
         if let Ok(message) = frame::decode(input.clone(), &limits, ContentType::Json) {
             assert!(message.len() <= limits.message_bytes_max);
-            // The reserved field is not looked at.
+            // The reserved field is ignored.
             let again = frame::encode(&message).to_bytes();
             assert!(again.len() == input.len() && again[8..] == input[8..], "what was read is what was written");
         }
     }
 }
 
-/// What stands before a message on an ordered connection; the first byte says what it is.
+/// Parses the header of a message on an ordered connection; the first byte selects its kind.
 fn header(input: &Bytes) {
     let Some(first) = input.first() else { return };
     let input = input.slice(1..);
@@ -115,15 +116,15 @@ fn behind_the_lengths(mut written: Bytes) -> Bytes {
     written
 }
 
-/// All that a request's header says but the time that is left.
+/// Returns all fields of a request's header except the remaining time.
 fn said(header: &RequestHeader) -> (Verb, &Route, &ContentType, &Metadata, TraceContext, usize) {
     let CallContext { trace, metadata, reply_bytes_max, .. } = &header.context;
-    // A trace without an id is none.
+    // A trace without an id counts as no trace.
     let trace = Some(*trace).filter(|trace| trace.trace_id != 0).unwrap_or_default();
     (header.verb, &header.route, &header.content_type, metadata, trace, *reply_bytes_max)
 }
 
-/// A connection's bytes, cut into reads of the length that the first byte says.
+/// Parses a connection's bytes in reads of the length that the first byte specifies.
 fn frames(input: &Bytes) {
     let Some((first, came)) = input.split_first() else { return };
     if let Ok(landed) = gym_transport_http::frames::testing::read_frames(came, &LIMITS, usize::from(*first) + 1) {
@@ -131,7 +132,7 @@ fn frames(input: &Bytes) {
     }
 }
 
-/// The two texts by which UCX's ends come to know each other, and the prefix of an active message; the first byte says which.
+/// Parses one of the two strings of the UCX bootstrap, or the prefix of an active message, selected by the first byte.
 fn bootstrap(input: &Bytes) {
     let Some((first, came)) = input.split_first() else { return };
     let again = |written: String, read: fn(&[u8]) -> gym_core::Result<String>| {
@@ -150,19 +151,20 @@ fn bootstrap(input: &Bytes) {
         }
         _ => {
             if let Some(written) = fuzzing::read_prefix(came) {
-                // Four reserved bytes are not looked at.
+                // Four reserved bytes are ignored.
                 assert!(written.len() == came.len() && written[..20] == came[..20] && written[24..] == came[24..]);
             }
         }
     }
 }
 
-/// Active messages to an answering end of UCX: first chunks, further chunks in any order, cancels, and payloads that complete later.
+/// Passes active messages to an answering end of UCX: first chunks, further chunks in any order, cancels, and payloads that
+/// complete later.
 fn ucx_requests(input: &Bytes) {
     let _ = fuzzing::take_requests(input, &LIMITS);
 }
 
-/// Active messages to a calling end of UCX: responses, whole or in chunks, failures, and callers that come and leave meanwhile.
+/// Passes active messages to a calling end of UCX: complete or chunked responses, and failures, while callers start and disconnect.
 fn ucx_responses(input: &Bytes) {
     let limits = mux::ConnectionLimits {
         head_bytes_max: LIMITS.head_bytes_max,

@@ -1,4 +1,4 @@
-//! Every input that the fuzzer kept, and every beginning of it.
+//! Checks every input that the fuzzer kept, and every prefix of it.
 
 use std::fs;
 use std::path::Path;
@@ -7,7 +7,7 @@ use gym_fuzz::TARGETS;
 
 #[test]
 fn no_kept_input_makes_a_reader_panic_or_allocate_beyond_what_came() {
-    // One test for all: allocations are counted for the whole process.
+    // One test for all targets, because allocations are counted for the whole process.
     for target in TARGETS {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus").join(target.name);
         let mut inputs = 0;

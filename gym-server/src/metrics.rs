@@ -90,13 +90,13 @@ impl Metrics {
         self.cpu_seconds.set(process_cpu().as_secs_f64());
         self.resident_bytes.set(i64::try_from(resident_bytes()).unwrap_or(i64::MAX));
         let mut text = String::new();
-        // Writing to a string cannot fail; if encoding fails, an incomplete page is better than a panic.
+        // Writing to a string cannot fail. If encoding fails, an incomplete page is better than a panic.
         let _ = self.with(|registry| encode(&mut text, registry));
         text
     }
 
-    /// Counts the sessions of a server from now on. `counts` is called for each output of the metrics, until it returns `None`
-    /// because the server has ended.
+    /// Counts the sessions of a server from now on. Each output of the metrics calls `counts`, until it returns `None` because the
+    /// server has ended.
     pub(crate) fn watch_sessions(
         &self,
         server: &str,
@@ -138,7 +138,7 @@ impl fmt::Debug for Metrics {
     }
 }
 
-/// The sessions of the servers of a process. Tables count on their own; the difference to the last output is added.
+/// The sessions of the servers of a process. Tables count independently; each output adds the difference since the last output.
 #[derive(Clone, Default)]
 struct SessionMetrics {
     open: Family<ServerLabels, Gauge>,

@@ -14,7 +14,7 @@ use gym_core::server::ServerKind;
 use gym_core::transport::InProcess;
 use gym_core::{CancelToken, Code, Endpoint, Error, Handler, Incarnation, Result, World};
 
-/// A world without files, with a fixed seed and a fixed start.
+/// Returns a world without files, with a fixed seed and a fixed start time.
 pub(crate) fn world() -> World {
     World::new(Arc::new(NoFiles), 7, Duration::from_secs(1_700_000_000))
 }
@@ -69,7 +69,7 @@ impl TestNetwork {
         Self { in_process: InProcess::new(), servers: tokio::task::JoinSet::new() }
     }
 
-    /// A client of the servers of these names, those still to come included.
+    /// Returns a client of the servers of these names, including servers that are added later.
     pub(crate) fn client(&self, names: &[&str]) -> ServerClient {
         let instances = names.iter().map(|name| instance(name)).collect();
         let transports = Transports::new().with_connector(Arc::new(self.in_process.clone()));

@@ -1,5 +1,5 @@
-//! The commands against servers that run, in a program with a server of its own. This file is that program: started with
-//! `GYM_TEST_PROGRAM` in its environment it is the command line, otherwise it runs the cases.
+//! Tests the commands with running servers, in a program with its own server. This file is also that program: with
+//! `GYM_TEST_PROGRAM` in its environment it runs the command line, otherwise the test cases.
 
 #![expect(clippy::unwrap_used, reason = "an integration test: a panic is its failure")]
 
@@ -14,8 +14,8 @@ use gym_server::Servers;
 
 const PROGRAM: &str = "GYM_TEST_PROGRAM";
 
-/// Right when the scripted model's digit is the task's. A task may ask to wait for a file, so that a rollout is under way
-/// for as long as the test wants.
+/// Scores 1 if the scripted model's digit equals the task's digit. A task can wait for a file, which keeps its rollout in flight as
+/// long as the test needs.
 struct Digit;
 
 #[derive(serde::Deserialize)]
@@ -84,12 +84,12 @@ digit_agent:
       model_server: {type: responses_api_models, name: policy_model}
 ";
 
-/// What is collected in a [`TestFolder`].
+/// The arguments of a collection in a [`TestFolder`].
 const TASKS: [&str; 6] = ["-a", "digit_agent", "-i", "tasks.jsonl", "-o", "out/rollouts.jsonl"];
-/// The servers of the configuration, each of which can run in a process of its own.
+/// The servers of the configuration, each of which can run in its own process.
 const SERVICES: [&str; 4] = ["policy_model", "digit", "digit_agent", "digit_environment_server"];
 
-/// A folder with a configuration and tasks, and a port for its head.
+/// A directory with a configuration and tasks, and a port for its head server.
 struct TestFolder {
     directory: tempfile::TempDir,
     head_port: u16,
@@ -99,7 +99,8 @@ impl TestFolder {
     fn new() -> Self {
         let directory = tempfile::tempdir().unwrap();
         std::fs::write(directory.path().join("gym.yaml"), CONFIG).unwrap();
-        // The head must be named before it listens. Whoever takes the port meanwhile makes the test fail, loudly.
+        // The configuration needs the port before the head server listens. If another process takes the port meanwhile, the test
+        // fails.
         let head_port = TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port();
         Self { directory, head_port }
     }
@@ -117,7 +118,7 @@ impl TestFolder {
         format!("http://127.0.0.1:{}", self.head_port)
     }
 
-    /// The option that makes the head listen there.
+    /// Returns the option that makes the head server listen on this port.
     fn port(&self) -> String {
         format!("+head_server.port={}", self.head_port)
     }
@@ -132,12 +133,12 @@ impl TestFolder {
         self.command(arguments).output().unwrap()
     }
 
-    /// `rgym collect` of the tasks.
+    /// Returns the command `rgym collect` for the tasks.
     fn collect(&self, arguments: &[&str]) -> Command {
         self.command(&[&["collect"], &TASKS[..], arguments].concat())
     }
 
-    /// The same with the servers that run, to its end.
+    /// Runs `rgym collect` to its end, with running servers.
     fn collected(&self, arguments: &[&str]) -> Output {
         self.collect(&[&["--head-url", &self.head()], arguments].concat()).output().unwrap()
     }
@@ -163,7 +164,7 @@ impl TestFolder {
         panic!("{arguments:?} ended before it was ready, with {:?}: {said:?}", child.wait());
     }
 
-    /// Starts each of [`SERVICES`] in a process of its own, which finds the others by the head.
+    /// Starts each of [`SERVICES`] in its own process; these processes find each other through the head server.
     fn start_services(&self, arguments: &[&str]) -> Vec<Started> {
         let head = self.head();
         let start = |name| self.start(&[&["--serve", name, "--head-url", &head], arguments].concat());
@@ -176,7 +177,7 @@ impl TestFolder {
     }
 }
 
-/// A program that runs; killed when the test fails.
+/// A running program, which is killed if the test fails.
 struct Started {
     child: Child,
     said: Vec<String>,
@@ -188,7 +189,7 @@ impl Started {
         rustix::process::kill_process(pid, signal).unwrap();
     }
 
-    /// Whether the first server that is stopped takes no more connections.
+    /// Returns `true` if the first server to stop no longer accepts connections.
     fn draining(&self) -> bool {
         let line = self.said.iter().find(|line| line.starts_with("digit_environment_server ")).unwrap();
         let address = line.split_whitespace().find_map(|word| word.strip_prefix("http://")).unwrap();
@@ -269,7 +270,7 @@ fn a_second_signal_stops_at_once() {
     };
     wait_until(|| in_flight() == Some(1));
     started.signal(rustix::process::Signal::INT);
-    // Draining: the first door is closed by now; the request holds the process.
+    // Draining: the first listener is closed, and the request keeps the process alive.
     wait_until(|| started.draining());
     started.signal(rustix::process::Signal::INT);
     assert_eq!(started.child.wait().unwrap().code(), Some(1));
@@ -292,7 +293,7 @@ fn services_run_in_processes_of_their_own() {
     assert_eq!(head.interrupt(), Some(0));
 }
 
-/// Whether this machine supports the transport. A missing one is printed, or a failure with `GYM_UCX_REQUIRED=1`.
+/// Returns `true` if this machine supports the transport. A missing transport is printed, or fails with `GYM_UCX_REQUIRED=1`.
 fn has(folder: &TestFolder, transport: &str) -> bool {
     let doctor = folder.run(&["doctor", "--require-transport", transport]);
     let has = doctor.status.code() != Some(1);
@@ -303,7 +304,7 @@ fn has(folder: &TestFolder, transport: &str) -> bool {
     has
 }
 
-/// How the server of that name reaches others, by `rgym status`.
+/// Returns the transports and paths from the server of this name to its peers, as `rgym status` reports them.
 fn paths(status: &serde_json::Value, name: &str) -> Vec<(String, String)> {
     let server = status["servers"].as_array().unwrap().iter().find(|server| server["name"] == name).unwrap();
     let text = |peer: &serde_json::Value, key: &str| peer[key].as_str().unwrap_or_default().to_owned();
@@ -319,7 +320,7 @@ fn ucx_is_chosen_by_configuration_alone() {
         }
         folder.tasks((0..5).map(|number| row("0123456789", number)));
         let head = folder.start(&["--serve", "head_server"]);
-        // The agent's process is told by an option, the others by the file.
+        // The agent's process receives the transport as an option, the others through the file.
         let config = format!("{CONFIG}transport: {transport}\n");
         std::fs::write(folder.file("gym.yaml"), config).unwrap();
         let services = folder.start_services(&["--transport", transport]);
@@ -438,7 +439,7 @@ fn collect_brings_its_own_servers() {
 fn a_failed_rollout_ends_with_3() {
     let folder = TestFolder::new();
     let mut rows: Vec<_> = (0..3).map(|number| row("0123456789", number)).collect();
-    // The verifier cannot read this task.
+    // The verifier cannot parse this task.
     rows[1].as_object_mut().unwrap().remove("digits");
     folder.tasks(rows);
     let mut collect = folder.collect(&["--config", "gym.yaml", &folder.port(), "--attempts", "1"]);

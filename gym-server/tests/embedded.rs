@@ -1,4 +1,4 @@
-//! Stacks without files and ports: what their rollouts are, and what they leave alone.
+//! Tests stacks without files and ports: their rollouts, and the resources that they leave unused.
 
 use std::collections::BTreeSet;
 use std::net::TcpListener;
@@ -31,7 +31,7 @@ impl ResourcesServer for Exact {
     }
 }
 
-/// An agent that is a function of its call.
+/// An agent that calls a function.
 struct Agent<F>(F);
 
 impl<F, Fut> AgentServer for Agent<F>
@@ -60,7 +60,7 @@ async fn exact() -> Stack {
         .expect("the servers start")
 }
 
-/// The sockets of this process on which somebody could connect: inodes of its descriptors that the kernel lists as listening.
+/// Returns the sockets of this process that accept connections: inodes of its descriptors that the kernel lists as listening.
 fn listening() -> BTreeSet<String> {
     let own: BTreeSet<String> = std::fs::read_dir("/proc/self/fd")
         .expect("Linux lists descriptors")
@@ -91,7 +91,7 @@ async fn an_embedded_stack_listens_on_no_socket() {
         ["mem://exact", "mem://policy", "mem://exact_agent"]
     );
     stack.stop().await;
-    // The same question finds a socket where there is one.
+    // The same check finds a socket if there is one.
     let folder = tempfile::tempdir().unwrap();
     let _tcp = TcpListener::bind("127.0.0.1:0").unwrap();
     let _unix = UnixListener::bind(folder.path().join("socket")).unwrap();
@@ -144,7 +144,7 @@ async fn a_rollout_that_succeeds_after_failed_attempts_is_one_item() {
     let mut rollouts = stack.rollouts("flaky", [task("4")]).unwrap();
     let rollout = rollouts.next().await.unwrap().unwrap();
     assert_eq!((rollout.reward(), rollout.attempts), (Some(0.5), 3));
-    // Two waits lie between three attempts.
+    // Three attempts have two waits between them.
     assert!(rollout.duration >= Duration::from_millis(200), "{:?}", rollout.duration);
     assert!(rollouts.next().await.is_none());
     calls.store(0, Ordering::Relaxed);
@@ -188,7 +188,7 @@ async fn a_program_that_takes_no_rollouts_holds_the_others_up() {
     let options = DriverOptions { concurrency: 4, ..DriverOptions::default() };
     let mut rollouts = stack.rollouts_with("quick", (0..100).map(|_| task("4")), options).unwrap();
     tokio::time::sleep(Duration::from_secs(100_000)).await;
-    // Four wait in the stream, four for a place in it.
+    // Four rollouts wait in the stream, and four wait for space in it.
     assert_eq!(started.load(Ordering::Relaxed), 8);
     let mut count = 0;
     while let Some(rollout) = rollouts.next().await {

@@ -1,4 +1,4 @@
-//! Checks the layers of ARCHITECTURE.md: which crate may depend on which, and what gym-core must not depend on.
+//! Checks the layers of ARCHITECTURE.md: the allowed dependencies between crates, and the forbidden dependencies of gym-core.
 
 #[path = "house/rooms.rs"]
 mod rooms;
@@ -9,7 +9,7 @@ use std::process::Command;
 
 use serde_json::Value;
 
-/// The dependencies that the picture allows.
+/// The dependencies that the picture in ARCHITECTURE.md allows.
 const ALLOWED: &[(&str, &[&str])] = &[
     ("gym-core", &[]),
     ("gym-transport-http", &["gym-core"]),
@@ -26,8 +26,8 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ),
 ];
 
-/// The rooms of each crate, a line for each layer. A room may use the rooms of the lines below its own, and no others. `prelude`
-/// re-exports from every room.
+/// The top-level modules of each crate, with one line per layer. A module may use only the modules of the lines below its own.
+/// `prelude` re-exports from every module.
 const ROOMS: &[(&str, &[&[&str]])] = &[
     (
         "gym-core",
@@ -57,18 +57,18 @@ const ROOMS: &[(&str, &[&[&str]])] = &[
     ),
 ];
 
-/// Entries of one level, beyond which a reader no longer finds things at a glance.
+/// Maximum entries of one level, so that readers find entries at a glance.
 const ENTRIES_MAX: usize = 9;
 
-/// Modules inside one room that name each other on purpose: (crate, level).
+/// Modules of one parent that refer to each other on purpose: (crate, level).
 const CYCLES_ALLOWED: &[(&str, &str)] = &[
-    // A trait and the builder that its implementations are registered with; the host that runs them.
+    // A trait and the builder that registers its implementations; the host that runs them.
     ("gym-core", "group::worker"),
-    // A simulated network: hosts, connections and the wire between them.
+    // A simulated network: hosts, connections, and the wire between them.
     ("gym-core", "testing::net"),
-    // Handles and the commands that they send to the progress thread, which carry handles.
+    // Handles, and the commands that they send to the progress thread, which carry handles.
     ("gym-transport-rdma", "fabric::handle"),
-    // A worker passes messages to its receiver; an announced message refers to the worker that received it.
+    // A worker passes messages to its receiver. An announced message refers to the worker that received it.
     ("gym-transport-rdma", "ucx"),
 ];
 
@@ -135,7 +135,7 @@ fn every_crate_depends_only_on_the_layers_below_it() {
         let name = package["name"].as_str().unwrap();
         for dependency in package["dependencies"].as_array().unwrap() {
             let on = dependency["name"].as_str().unwrap();
-            // A crate may name itself, for its own test features.
+            // A crate may name itself, to enable its own test features.
             if names.contains(on) && on != name {
                 assert!(allowed[name].contains(on), "{name} must not depend on {on}");
             }
@@ -153,7 +153,7 @@ fn gym_core_depends_on_no_socket_library() {
     }
 }
 
-/// Licences under which everything may be linked into a program of any licence. `WITH` an exception only adds rights.
+/// Licenses that allow linking into a program of any license. An exception after `WITH` only adds rights.
 const LICENCES: [&str; 10] = [
     "Apache-2.0",
     "Apache-2.0 WITH LLVM-exception",
@@ -167,7 +167,7 @@ const LICENCES: [&str; 10] = [
     "Zlib",
 ];
 
-/// Whether an SPDX expression can be met with the licences above; `/` is an old way to write `OR`.
+/// Returns `true` if the licenses above satisfy an SPDX expression; `/` is an old form of `OR`.
 fn is_permissive(expression: &str) -> bool {
     fn split<'a>(text: &'a str, operator: &str) -> Vec<&'a str> {
         let (mut parts, mut depth, mut from) = (Vec::new(), 0, 0);
@@ -207,13 +207,13 @@ fn a_licence_is_read_as_the_expression_it_is() {
     }
 }
 
-/// What cargo-deny would check, without building cargo-deny: where dependencies come from, what they allow, which are twice.
+/// Performs the checks of cargo-deny without building it: sources of dependencies, their licenses, and duplicates.
 #[test]
 fn dependencies_are_published_permissive_and_there_once() {
-    // None of them in the quickstart: Windows' bindings, and what ring and reqwest bring with TLS. `synstructure` belongs to an
-    // optional dependency of rcgen (of the example transport) that is locked, but not built.
+    // The quickstart uses none of them: Windows bindings, and the dependencies of ring and reqwest for TLS. `synstructure` belongs
+    // to an optional dependency of rcgen (in the example transport), which is locked but not built.
     const TWICE: [&str; 4] = ["getrandom", "syn", "synstructure", "windows-sys"];
-    // A second TLS or a C library to find at build time.
+    // A second TLS implementation, or a C library that the build would have to find.
     const BANNED: [&str; 4] = ["aws-lc-sys", "native-tls", "openssl-sys", "libz-sys"];
     let metadata: Value =
         serde_json::from_str(&cargo(&["metadata", "--all-features", "--locked", "--format-version", "1"])).unwrap();

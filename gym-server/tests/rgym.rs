@@ -1,4 +1,4 @@
-//! The binary's usage: exit codes, what it says, and what reaches standard output.
+//! Tests the usage of the binary: exit codes, messages, and standard output.
 
 #![expect(clippy::unwrap_used, reason = "an integration test: a panic is its failure")]
 
@@ -34,7 +34,7 @@ fn texts(output: &Output) -> (String, String) {
     (String::from_utf8(output.stdout.clone()).unwrap(), String::from_utf8(output.stderr.clone()).unwrap())
 }
 
-/// Runs it and gives what it said on standard error, which must be all it said.
+/// Runs the binary and returns its standard error, which must be its only output.
 #[track_caller]
 fn refused(arguments: &[&str], code: i32) -> String {
     let folder = folder();
@@ -196,7 +196,7 @@ fn a_head_that_is_not_there_ends_with_1() {
     }
 }
 
-/// A port on which nothing listens now.
+/// Returns a port on which nothing listens at the moment.
 fn unused_port() -> u16 {
     std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port()
 }

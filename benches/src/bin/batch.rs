@@ -1,4 +1,4 @@
-//! What a batch costs its own process: sharding, padding, picking and putting together, by the CPU time of the thread.
+//! Measures the cost of a batch for its own process: sharding, padding, picking and concatenating, by the CPU time of the thread.
 
 use std::hint::black_box;
 
@@ -29,7 +29,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// The CPU time of one call, in `per_second` parts of a second.
+/// Prints the CPU time of one call, in `per_second` parts of a second.
 fn run<T>(name: &str, unit: &str, per_second: f64, aim: Option<Aim>, of: impl Fn() -> gym_core::Result<T>) {
     let once = |_| {
         let begin = clock_gettime(ClockId::ThreadCPUTime);

@@ -1,7 +1,8 @@
-//! So many calls to a worker group of one rank in this process, and nothing else: for counting what one costs, where a machine
-//! cannot time.
+//! Runs a number of calls to a worker group of one rank in this process. Use it to count the cost of a call on a machine that is
+//! too busy for timings.
 //!
-//! `call_costs call|pipelined CALLS`. Run it twice under `valgrind --tool=callgrind`; the difference is that of the calls.
+//! `call_costs call|pipelined CALLS`. Run it twice under `valgrind --tool=callgrind`; the difference is the cost of the additional
+//! calls.
 
 use std::time::Duration;
 
@@ -11,7 +12,7 @@ use gym_core::CallContext;
 use gym_core::group::{Dispatch, InProcessGroup, RankLayout, WorkerGroupExt};
 use gym_core::message::TraceContext;
 
-/// Calls under way at once in a pipeline, as in the timed benchmark.
+/// Calls in flight in a pipeline, as in the timed benchmark.
 const WINDOW: u64 = 1_000;
 
 #[tokio::main(flavor = "current_thread")]

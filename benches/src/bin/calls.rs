@@ -1,6 +1,6 @@
-//! Calls to worker groups in this process: what one costs, how many fit in a second, and what large batches cost to pass.
+//! Measures calls to worker groups in this process: the cost of a call, calls per second, and the cost of passing large batches.
 //!
-//! Every call is typed, and has a deadline and a trace. The peer is Ray: `--peer PYTHON` of an environment that has it.
+//! Every call is typed, and has a deadline and a trace. The peer is Ray; `--peer PYTHON` selects an environment that has it.
 
 use std::time::Duration;
 
@@ -20,7 +20,7 @@ use hdrhistogram::Histogram;
 use tokio::runtime::{Builder, Runtime};
 use tokio::time::Instant;
 
-/// Calls under way at once in a pipeline, as many as the peer's script has.
+/// Calls in flight in a pipeline, as many as in the peer's script.
 const WINDOW: u64 = 1_000;
 const MIB: usize = 1 << 20;
 
@@ -87,7 +87,7 @@ struct Latency {
 }
 
 impl Bench {
-    /// Calls without a batch.
+    /// Measures calls without a batch.
     fn small(&self, threads: usize, runtime: &Runtime) -> Result<()> {
         let peer = |of: fn(&Ray) -> f64| self.peer.as_ref().map(of).into_iter().collect::<Vec<_>>();
         let suffix = format!("t{threads}");
@@ -107,7 +107,7 @@ impl Bench {
         self.latency(&format!("fan_out_256_{suffix}"), runtime, &many, calls / 256, [&[], &[]], None)
     }
 
-    /// Calls with a batch.
+    /// Measures calls with a batch.
     fn large(&self, runtime: &Runtime) -> Result<()> {
         let one = runtime.block_on(group::<Bencher>(1))?;
         let echoes = [("echo_1MiB", MIB, 20_000, true), ("echo_64MiB", 64 * MIB, 2_000, false)];
@@ -219,7 +219,7 @@ fn batch(bytes: usize) -> Result<Batch> {
     Ok(Batch::empty().with("data", Tensor::from_vec([bytes], vec![1_u8; bytes])?)?)
 }
 
-/// Calls one after another, after a twentieth of them to warm up.
+/// Measures calls in sequence, after a twentieth of them as a warm-up.
 async fn timed(calls: u64, latency: &mut Latency, call: impl AsyncFn() -> Result<()>) -> Result<()> {
     for _ in 0..(calls / 20).max(2) {
         call().await?;

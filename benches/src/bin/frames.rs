@@ -1,7 +1,7 @@
-//! Calls between two processes of one machine over framed connections, beside raw sockets that move the same bytes.
+//! Measures calls between two processes of one machine over framed connections, compared with raw sockets that move the same bytes.
 //!
-//! The raw peer is a thread that blocks in `read` and `write` on buffers it keeps: nothing that moves bytes through a socket
-//! does less.
+//! The raw peer is a thread that blocks in `read` and `write` on buffers that it keeps. This is the least work with which bytes can
+//! pass through a socket.
 
 use std::io::{BufRead as _, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -29,9 +29,9 @@ use tokio::time::Instant;
 const SERVE: &str = "serve-frames";
 const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
-/// Twenty times the 2,700 calls a second that Ray's actors answer (`peers/ray`, on two cores).
+/// Twenty times the 2,700 calls per second that Ray's actors answer (`peers/ray`, on two cores).
 const PIPELINED_MIN: f64 = 54_000.0;
-/// Calls under way in the pipelined figure.
+/// Calls in flight in the pipelined figure.
 const WINDOW: usize = 256;
 
 fn main() -> Result<()> {
@@ -43,7 +43,7 @@ fn main() -> Result<()> {
     println!("# load average {:.1}; medians of {} runs", measure::load_average(), options.rounds());
     let peer = Peer::start()?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    // Spawned: a future that is blocked on is not on a worker.
+    // Spawned: `block_on` does not run its future on a worker.
     runtime.block_on(async { tokio::spawn(async move { bench(&options, &peer).await }).await? })
 }
 
@@ -112,7 +112,7 @@ fn serve(folder: &std::path::Path) -> Result<()> {
         let endpoint =
             tcp.endpoints().iter().find(|endpoint| endpoint.scheme() == FRAMES_SCHEME).context("no frames")?;
         println!("{endpoint}\n{raw_address}");
-        // `/take` answers without the segments, everything else with them.
+        // `/take` responds without the segments, all other routes with them.
         let handler: Arc<dyn Handler> = Arc::new(handler_fn(|request: Request| async move {
             let message = if request.route.path() == "/take" { Message::default() } else { request.message };
             Ok(Response::new(Status::OK, message))
@@ -121,7 +121,7 @@ fn serve(folder: &std::path::Path) -> Result<()> {
             let drain = CancelToken::new();
             tokio::spawn(gym_core::transport::serve(listener, Arc::clone(&handler), drain, Duration::ZERO));
         }
-        // Until the bench has gone, however it went.
+        // Until the benchmark has ended in any way.
         tokio::task::spawn_blocking(|| std::io::stdin().read_to_end(&mut Vec::new())).await??;
         Ok(())
     })
@@ -130,7 +130,7 @@ fn serve(folder: &std::path::Path) -> Result<()> {
 trait Stream: Read + Write + Send {}
 impl<S: Read + Write + Send> Stream for S {}
 
-/// Reads as many bytes as announced, writes as many as asked for.
+/// Reads the announced number of bytes, and writes the requested number.
 fn answer_raw(mut stream: impl Read + Write) -> std::io::Result<()> {
     let mut buffer = Vec::new();
     let mut sizes = [0; 16];
@@ -195,7 +195,7 @@ fn request(route: &'static str, segment: Option<&Bytes>) -> Request {
     request
 }
 
-/// Round trips, one after another: the same bytes both ways.
+/// Measures round trips in sequence, with the same bytes in both directions.
 async fn latency(
     name: &str,
     options: &Options,
@@ -237,7 +237,7 @@ async fn latency(
     Ok(())
 }
 
-/// Small calls, always [`WINDOW`] of them under way.
+/// Measures small calls, with [`WINDOW`] of them always in flight.
 async fn pipelined(name: &str, options: &Options, channel: &Channel) -> Result<()> {
     let mut rates = Vec::new();
     for _ in 0..options.rounds() {
@@ -247,7 +247,7 @@ async fn pipelined(name: &str, options: &Options, channel: &Channel) -> Result<(
             while replies.len() < WINDOW {
                 replies.push_back(channel.start(request("/echo", None)).await?);
             }
-            // Half at a time, so that starts and answers come in runs, as a group's do.
+            // Half at a time, so that starts and responses occur in batches, as in a group.
             while replies.len() > WINDOW / 2 {
                 replies.pop_front().context("there is one")?.await?;
                 answered += 1;
@@ -259,13 +259,13 @@ async fn pipelined(name: &str, options: &Options, channel: &Channel) -> Result<(
     Ok(())
 }
 
-/// One large segment one way, and a small answer.
+/// Measures one large segment in one direction, with a small response.
 async fn bandwidth(name: &str, options: &Options, channel: &Channel, mut raw: Box<dyn Stream>) -> Result<()> {
     let size = if options.quick { 256 * MIB } else { 1 << 30 };
     let segment = Bytes::from(vec![7; size]);
     let mut buffer = vec![7; size];
     let (mut ours, mut peers) = (vec![], vec![]);
-    // The first of each touches the receiver's memory for the others.
+    // The first round of each touches the receiver's memory for the others.
     for round in 0..=options.rounds() {
         let at = Instant::now();
         channel.call(request("/take", Some(&segment))).await?;

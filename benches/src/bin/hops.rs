@@ -1,4 +1,4 @@
-//! One hop at a time: what a request costs the server that answers it, how fast it comes back, and how many fit in a second.
+//! Measures one hop at a time: the cost of a request for its server, the latency, and the requests per second.
 
 use std::net::SocketAddr;
 use std::time::Duration;

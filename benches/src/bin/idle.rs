@@ -1,4 +1,4 @@
-//! An all-in-one stack that nobody asks anything: how soon it answers, and what it holds.
+//! Measures an idle all-in-one stack: its start time and its memory.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! A hundred thousand rollouts under way at once in one process: what each of them holds in memory.
+//! Measures a hundred thousand concurrent rollouts in one process: the memory of each.
 
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ async fn bench(options: Options) -> Result<()> {
     let scratch = Scratch::new("in_flight")?;
     let input = write_rows(&scratch)?;
     let rollouts: u32 = if options.quick { 10_000 } else { 100_000 };
-    // So slow a model that all are asked before the first answers, on a busy machine too.
+    // The model is slow enough that all requests are sent before its first response, even on a busy machine.
     let latency = if options.quick { Duration::from_secs(3) } else { Duration::from_secs(20) };
     let config = write_config(&scratch, "config.yaml", ModelAt::Embedded(latency), free_port()?)?;
     let output = scratch.path("rollouts.jsonl");

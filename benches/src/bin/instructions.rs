@@ -1,4 +1,4 @@
-//! Instructions of one rollout and of one worker call, counted by valgrind: for machines that are too busy to time.
+//! Counts the instructions of one rollout and of one worker call with valgrind, for machines that are too busy for timings.
 //!
 //! Each figure is the difference between a long and a short run, divided by the difference of their rollouts or calls.
 
@@ -11,10 +11,10 @@ use gym_benches::options::Options;
 use gym_benches::role::{self, Part};
 use gym_benches::stack::{Collection, INSTANCES, ModelAt, Plan, Scratch, Served, free_port, write_config, write_rows};
 
-/// One counted run; valgrind is some fifty times slower than the processor.
+/// The limit of one counted run; valgrind is about fifty times slower than the processor.
 const PATIENCE: Duration = Duration::from_secs(600);
 
-/// Rows of the input, each repeated as often as it takes.
+/// Rows of the input; each is repeated as often as needed.
 const TASKS: u64 = 5;
 
 fn main() -> Result<()> {
@@ -26,7 +26,7 @@ async fn bench(options: Options) -> Result<()> {
     let logs = scratch.path("logs");
     std::fs::create_dir_all(&logs)?;
     let times = if options.quick { 1 } else { 4 };
-    // Name, program, its first argument, and how many of what in the short run; the long one has so many more.
+    // Name, program, its first argument, the count of the short run, and the additional count of the long run.
     let alone = [
         ("all_in_one", "rollout_costs", None, 1_000, 750 * times),
         ("pipelined_call", "call_costs", Some("pipelined"), 10_000, 2_500 * times),
@@ -52,7 +52,7 @@ async fn bench(options: Options) -> Result<()> {
     Ok(())
 }
 
-/// Another program of this build.
+/// Returns the path of another program of this build.
 fn sibling(name: &str) -> Result<PathBuf> {
     Ok(std::env::current_exe()?.with_file_name(name))
 }
@@ -61,7 +61,7 @@ fn print(name: &str, instructions: u64) {
     println!("{name}_instructions ours={instructions}");
 }
 
-/// What a rollout of the collector costs each server, 32 in flight, with a process for each server.
+/// Counts the cost of a rollout for each server, with 32 in flight and a process for each server.
 async fn separated(scratch: &Scratch, logs: &Path, more: u64) -> Result<()> {
     let input = write_rows(scratch)?;
     let mut counted = [[0; INSTANCES.len()]; 2];

@@ -1,6 +1,6 @@
-//! Sequence packing beside a plain Python of the same algorithms, in CPU time; their bins must be equal.
+//! Compares sequence packing with plain Python of the same algorithms, in CPU time; their bins must be equal.
 //!
-//! The Python is `python3`, or what `--peer` names; it needs no package.
+//! The Python is `python3`, or the one given by `--peer`; it needs no package.
 
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
@@ -14,9 +14,9 @@ use gym_core::group::batch::packing::{Packing, PackingAlgorithm, PackingMetrics}
 use rustix::time::{ClockId, clock_gettime};
 use serde::Deserialize;
 
-/// Tokens of a bin.
+/// Tokens per bin.
 const CAPACITY: usize = 8_192;
-/// Runs of ours that one figure is the mean of: a single one is near the clock's noise.
+/// Runs of the SDK per figure, which is their mean: a single run is close to the clock's resolution.
 const REPEATS: u32 = 5;
 
 #[derive(Deserialize)]
@@ -50,7 +50,7 @@ fn main() -> Result<()> {
         let peer = ask(&python, algorithm, &lengths)?;
         ensure!(peer.bins == bins, "{algorithm}: the bins differ");
         let peer_ms = peer.cpu_s * 1_000.0;
-        // In order there is nothing to search, and nothing to gain but the interpreter.
+        // Concatenative packing needs no search, so the only gain is the cost of the interpreter.
         let searches = algorithm != PackingAlgorithm::Concatenative;
         figure(&name, "ms", &[ours], &[peer_ms], searches.then_some(Aim::AtMost(peer_ms / 50.0)));
         let metrics = PackingMetrics::of(&lengths, &bins, CAPACITY);
@@ -59,7 +59,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// Lengths of a rollout batch: most are short, some fill more than half a bin.
+/// Returns the lengths of a rollout batch: most are short, and some fill more than half a bin.
 fn lengths(count: usize) -> Vec<usize> {
     let mut random = fastrand::Rng::with_seed(4);
     let mut length = || {
@@ -84,7 +84,7 @@ fn ask(python: &Path, algorithm: PackingAlgorithm, lengths: &[usize]) -> Result<
     Ok(serde_json::from_slice(&output.stdout)?)
 }
 
-/// CPU time of this process, in milliseconds.
+/// Returns the CPU time of this process in milliseconds.
 fn cpu_ms() -> f64 {
     let time = clock_gettime(ClockId::ProcessCPUTime);
     time.tv_sec as f64 * 1_000.0 + time.tv_nsec as f64 / 1e6

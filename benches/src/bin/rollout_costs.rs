@@ -1,7 +1,8 @@
-//! So many rollouts in one process, from the embedded model, every row written, and nothing else: for counting what one costs,
-//! where a machine cannot time.
+//! Runs a number of rollouts in one process with the embedded model, and writes every row. Use it to count the cost of a rollout on
+//! a machine that is too busy for timings.
 //!
-//! `rollout_costs ROLLOUTS CONCURRENCY`. Run it twice under `valgrind --tool=callgrind`; the difference is that of the rollouts.
+//! `rollout_costs ROLLOUTS CONCURRENCY`. Run it twice under `valgrind --tool=callgrind`; the difference is the cost of the
+//! additional rollouts.
 
 use std::time::Duration;
 
@@ -11,14 +12,14 @@ use gym_benches::stack::{ModelAt, Plan, Scratch, all_in_one, free_port, write_co
 use gym_core::CancelToken;
 use tokio::runtime::Builder;
 
-/// Rows of the input, each repeated as often as it takes.
+/// Rows of the input; each is repeated as often as needed.
 const TASKS: u32 = 5;
 
 fn main() -> Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let [rollouts, concurrency] = &arguments[..] else { bail!("rollout_costs ROLLOUTS CONCURRENCY") };
     let (rollouts, concurrency) = (rollouts.parse()?, concurrency.parse()?);
-    // One worker: which of two takes a task would be counted.
+    // One worker: with two, the choice of the worker for each task would be counted.
     let runtime = Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
     runtime.block_on(async { tokio::spawn(collect(rollouts, concurrency)).await? })
 }
@@ -29,7 +30,7 @@ async fn collect(rollouts: u32, concurrency: usize) -> Result<()> {
     let (input, output) = (write_rows(&scratch)?, scratch.path("rollouts.jsonl"));
     let plan = Plan { input, output, repeats: rollouts / TASKS, concurrency };
     let (stack, collector) = all_in_one(&config.to_string_lossy(), concurrency).await?;
-    // As the kernel tells in `/proc`: its clocks are no place that valgrind knows.
+    // From `/proc`, because valgrind does not support the kernel's clocks.
     let process = [std::process::id()];
     let before = cpu_of(&process);
     let collected = collector.collect(plan.options(), CancelToken::new()).await?;

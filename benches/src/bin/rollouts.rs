@@ -1,4 +1,4 @@
-//! Whole collections, ours and NeMo Gym's, over the same rows and the same mock endpoint.
+//! Measures whole collections of the SDK and of NeMo Gym, over the same rows and the same mock endpoint.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -14,10 +14,10 @@ use gym_benches::stack::{
 };
 use gym_benches::{bodies, measure, role};
 
-/// Rollouts of one burst, as many as NeMo Gym's users are known to send at once.
+/// Rollouts of one burst: as many as NeMo Gym's users send at once.
 const BURST: usize = 16_384 - 384;
 
-/// What both sides must be done within; far beyond what they need.
+/// The limit of a collection for both sides, far beyond the expected time.
 const PATIENCE: Duration = Duration::from_secs(500);
 
 fn main() -> Result<()> {
@@ -63,7 +63,7 @@ async fn bench(options: Options) -> Result<()> {
 }
 
 impl Bench {
-    /// So many rollouts that a run takes seconds: ours, and the peer's.
+    /// Returns the repeats of the SDK's collection and of the peer's, such that a run takes seconds.
     fn repeats(&self, concurrency: usize) -> (u32, u32) {
         match (self.options.quick, concurrency) {
             (true, _) => (200, 10),
@@ -77,7 +77,7 @@ impl Bench {
         Plan { input: self.input.clone(), output, repeats, concurrency }
     }
 
-    /// Collections and single `/run`s against servers of their own processes.
+    /// Measures collections and single `/run`s against servers in separate processes.
     async fn served(&self, name: &str, served: &Served) -> Result<()> {
         let pids = served.pids();
         let resident: u64 = pids.iter().map(|pid| measure::resident(*pid)).sum();
@@ -98,7 +98,7 @@ impl Bench {
         Ok(())
     }
 
-    /// Gives the steady rate.
+    /// Measures collections, and returns the steady rate.
     async fn collections(&self, name: &str, served: &Served, concurrency: usize) -> Result<f64> {
         let (pids, name) = (served.pids(), format!("{name}_c{concurrency}"));
         let (ours, theirs) = self.repeats(concurrency);
@@ -112,7 +112,7 @@ impl Bench {
             let done: Collection = part.told(PATIENCE).await?;
             part.end(Duration::from_secs(10)).await?;
             let rows = done.rows.max(1) as f64;
-            // What the collector itself asks of the head is among them: a handful.
+            // Includes the collector's own few requests to the head server.
             requests = (http_requests(served).await? - counted) / rows;
             cpu.push((measure::cpu_of(&pids).saturating_sub(before)).as_secs_f64() * 1e3 / rows);
             rate.push(done.rate());
@@ -149,7 +149,7 @@ impl Bench {
         })
     }
 
-    /// How long one rollout takes at the environment server.
+    /// Measures the time of one rollout at the environment server.
     async fn runs(&self, name: &str, served: &Served, concurrency: usize) -> Result<()> {
         let load = self.load(served, concurrency)?;
         let peer = self.peer.as_ref().map(|peer| peer.server("environment_servers")).transpose()?;
@@ -169,7 +169,7 @@ impl Bench {
         Ok(())
     }
 
-    /// All at once, over as many connections as a client of ours opens.
+    /// Sends all requests at once, over as many connections as a client of the SDK opens.
     async fn burst(&self, name: &str, served: &Served, steady: f64) -> Result<()> {
         let count = if self.options.quick { 2_000 } else { BURST };
         let mut load = self.load(served, 1_024)?;
@@ -187,7 +187,7 @@ impl Bench {
         let within = 1.3 * count as f64 / steady;
         figure(&format!("{name}_burst_last"), "s", &[done.wall.as_secs_f64()], &[], Some(Aim::AtMost(within)));
         figure(&format!("{name}_burst_errors"), "", &[done.errors as f64], &[], Some(Aim::AtMost(0.0)));
-        // The same through the collector, every row written.
+        // The same burst through the collector, with every row written.
         let plan = self.plan(&format!("{name}_burst"), (count / 5) as u32, count);
         let mut part = Part::start(&["collect", &served.head, &plan.argument()])?;
         let collected: Collection = part.told(PATIENCE).await?;
@@ -203,7 +203,7 @@ impl Bench {
         Ok(())
     }
 
-    /// Everything in the collecting process.
+    /// Measures collections with all servers in the collecting process.
     async fn all_in_one(&self, name: &str, model: ModelAt) -> Result<()> {
         let config = write_config(&self.scratch, name, model, free_port()?)?;
         let config = config.to_string_lossy();
@@ -229,7 +229,7 @@ impl Bench {
     }
 }
 
-/// Requests that the stack's servers have answered, as their metrics count them.
+/// Returns the number of requests that the stack's servers have answered, according to their metrics.
 async fn http_requests(served: &Served) -> Result<f64> {
     let mut sum = 0.0;
     let mut seen = Vec::new();

@@ -1,6 +1,6 @@
-//! An environment, a model and an agent in one program: no configuration, no file, no port.
+//! An environment, a model and an agent in one program, without configuration, files or ports.
 //!
-//! `cargo run --release --bin embedded` runs the 240 tasks of the math environment and prints how each rollout ended.
+//! `cargo run --release --bin embedded` runs the 240 tasks of the math environment, and prints the result of each rollout.
 use gym_examples::{math::Math, servers, tasks};
 use gym_server::{agent::SimpleAgent, model::ScriptedModel, prelude::*};
 

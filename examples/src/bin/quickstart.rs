@@ -23,7 +23,7 @@ fn main() -> Result<ExitCode> {
     Ok(gym_server::cli::main_with(servers::servers(), arguments))
 }
 
-/// The tasks of the three environments in turn.
+/// Writes the tasks of the three environments, alternating between them.
 fn write_tasks(path: &Path) -> Result<()> {
     let files: Vec<String> = tasks::ENVIRONMENTS
         .iter()

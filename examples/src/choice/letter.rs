@@ -16,7 +16,7 @@ pub enum Chosen {
     None,
 }
 
-/// Returns the option that a text chooses. The strongest form that occurs decides: all `\boxed{…}`; otherwise all statements
+/// Returns the option that a text chooses. The strongest form in the text counts: all `\boxed{…}`; otherwise all statements
 /// (`answer: C`, `the answer is (C)`); otherwise the last line, if it has only a letter or an option's words.
 #[must_use]
 pub fn chosen(text: &str, options: &BTreeMap<char, String>) -> Chosen {
@@ -28,7 +28,7 @@ pub fn chosen(text: &str, options: &BTreeMap<char, String>) -> Chosen {
             return forms.iter().map(|form| read(form, options)).reduce(both).unwrap_or(Chosen::None);
         }
     }
-    // Without a statement, prose that begins with a letter is no answer.
+    // Without a statement, prose that begins with a letter is not an answer.
     let line = tail.lines().next_back().unwrap_or_default();
     match read(line, options) {
         Chosen::One(_) if !is_bare(line, options) => Chosen::None,
@@ -36,7 +36,7 @@ pub fn chosen(text: &str, options: &BTreeMap<char, String>) -> Chosen {
     }
 }
 
-/// Combines two statements: they choose an option only if both choose it.
+/// Combines two statements, which choose an option only if both choose the same one.
 fn both(left: Chosen, right: Chosen) -> Chosen {
     if left == right { left } else { Chosen::Several }
 }
@@ -128,7 +128,7 @@ fn letter_at<'a>(text: &'a str, options: &BTreeMap<char, String>) -> Option<(cha
 fn further_letter(after: &str, first: char, options: &BTreeMap<char, String>) -> bool {
     let next = after.trim_start_matches(TRAILING);
     let next = ["or ", "Or ", "and ", "And "].into_iter().find_map(|join| next.strip_prefix(join)).unwrap_or(next);
-    // `C. A and B are too early` goes on with a sentence; a letter that ends or is punctuated is one more answer.
+    // `C. A and B are too early` continues with a sentence. A letter at the end or before punctuation is a further answer.
     let listed = letter_at(next, options).is_some_and(|(second, rest)| {
         second != first && !rest.starts_with(' ') && !next.starts_with(char::is_lowercase)
     });
@@ -141,7 +141,7 @@ fn further_letter(after: &str, first: char, options: &BTreeMap<char, String>) ->
     let Some(joined) = joined else { return false };
     let joined = joined.trim_start();
     let joined = joined.strip_prefix("or ").or_else(|| joined.strip_prefix("and ")).unwrap_or(joined);
-    // Only capitals: `C, a word of five letters` goes on with an article.
+    // Capitals only: `C, a word of five letters` continues with an article.
     joined.trim_start_matches(['(', '[', ' ']).starts_with(|next: char| next.is_ascii_uppercase())
         && letter_at(joined, options).is_some_and(|(second, _)| second != first)
 }

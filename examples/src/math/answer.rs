@@ -10,7 +10,7 @@ use num_traits::One;
 
 use super::arithmetic::{add, decimal, divide, multiply, power};
 
-/// Bytes at the end of a text that are searched: an answer is at the end, and a long text before it costs nothing.
+/// Bytes at the end of a text that are searched. An answer is at the end, so a long text before it costs nothing.
 const TAIL_BYTES: usize = 8 << 10;
 /// Maximum length of the text of a quantity.
 const QUANTITY_BYTES_MAX: usize = 256;
@@ -25,7 +25,7 @@ pub struct Quantity {
 #[derive(Clone, Debug, PartialEq)]
 struct Unit {
     dimension: &'static str,
-    /// In the dimension's first unit.
+    /// The factor to the dimension's first unit.
     factor: BigRational,
 }
 
@@ -63,7 +63,7 @@ impl Quantity {
     #[must_use]
     pub fn parse(text: &str) -> Option<Self> {
         let plain = without_markup(text.get(..QUANTITY_BYTES_MAX).map_or(text, |_| ""));
-        // `x = 5` is 5; `2 = 3 = 5` is 5 too: the last word counts.
+        // `x = 5` is 5, and `2 = 3 = 5` is also 5: the last part counts.
         let text = plain.rsplit('=').next()?.trim().trim_end_matches('.').trim();
         let text = text.strip_prefix('(').and_then(|inner| inner.strip_suffix(')')).unwrap_or(text).trim();
 
@@ -85,8 +85,8 @@ impl Quantity {
         }
     }
 
-    /// Returns `true` if `given` is this quantity. A number without unit is taken in the expected unit; a unit is wrong if none was
-    /// expected.
+    /// Returns `true` if `given` equals this quantity. A number without a unit is taken in the expected unit. A unit is wrong if
+    /// none was expected.
     #[must_use]
     pub fn equals(&self, given: &Self) -> bool {
         match (&self.unit, &given.unit) {
@@ -103,7 +103,7 @@ impl Unit {
     fn named(name: &str) -> Option<Self> {
         let lower = name.to_lowercase();
         let exact = UNITS.iter().find(|(_, names, _)| names.contains(&name));
-        // Words may be capitalised; symbols may not: `M` is not a metre.
+        // Words may be capitalized; symbols may not: `M` is not a meter.
         let known = exact.or_else(|| {
             UNITS.iter().find(|(_, names, _)| names.iter().any(|known| known.len() > 2 && *known == lower))
         });
@@ -114,7 +114,7 @@ impl Unit {
     }
 }
 
-/// Reads from the front of a text.
+/// Parses from the start of a text.
 struct Reader<'a> {
     rest: &'a str,
 }
@@ -147,7 +147,7 @@ impl Reader<'_> {
         self.decimal().map(|value| if negative { -value } else { value })
     }
 
-    /// A number, a fraction, a mixed number, or one of them times a power of ten.
+    /// Parses a number, a fraction, a mixed number, or one of them times a power of ten.
     fn magnitude(&mut self) -> Option<BigRational> {
         if self.rest.trim_start().starts_with("\\frac") {
             return self.latex_fraction();
@@ -166,7 +166,7 @@ impl Reader<'_> {
             }
             return multiply(&whole, &power(&ten(), &self.exponent()?).ok()?).ok();
         }
-        // `1 1/2` and `1\frac{1}{2}`; if no fraction follows, what follows is a unit or nothing.
+        // `1 1/2` and `1\frac{1}{2}`. Without a fraction, the rest is a unit or empty.
         let before = self.rest;
         if whole.is_integer() && before.trim_start().starts_with("\\frac") {
             return add(&whole, &self.latex_fraction()?).ok();
@@ -200,7 +200,7 @@ impl Reader<'_> {
         divide(&over, &under).ok()
     }
 
-    /// `{12}`, or a single digit as in `\frac12`.
+    /// Parses `{12}`, or a single digit as in `\frac12`.
     fn group(&mut self) -> Option<BigRational> {
         if self.take("{") {
             let value = self.signed()?;
@@ -219,7 +219,7 @@ fn ten() -> BigRational {
 
 /// Strips the markup of LaTeX and Markdown around a number.
 fn without_markup(text: &str) -> String {
-    // Longer spellings first where one begins another.
+    // A longer spelling precedes any spelling that is its prefix.
     const REPLACED: &[(&str, &str)] = &[
         ("\u{2212}", "-"),
         ("\u{a0}", " "),
@@ -256,7 +256,7 @@ fn without_markup(text: &str) -> String {
             plain = plain.replace(from, to);
         }
     }
-    // `$…$` sets mathematics; `\$` and a single `$` are money.
+    // `$…$` marks mathematics; `\$` and a single `$` mean money.
     let inner = plain.strip_prefix("$$").and_then(|inner| inner.strip_suffix("$$"));
     let inner = inner.or_else(|| plain.strip_prefix('$').and_then(|inner| inner.strip_suffix('$')));
     let plain = inner.unwrap_or(&plain).replace("\\$", "$");
@@ -315,7 +315,7 @@ fn balanced(text: &str) -> Option<&str> {
 /// Returns the expected answer of a row.
 ///
 /// # Errors
-/// `InvalidArgument` if it is not a quantity, because no response could be right.
+/// `InvalidArgument` if it is not a quantity, because then no response could be correct.
 pub fn expected(text: &str) -> Result<Quantity> {
     Quantity::parse(text).ok_or_else(|| {
         let shown: String = text.chars().take(80).collect();

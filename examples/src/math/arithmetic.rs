@@ -1,6 +1,6 @@
 //! Exact arithmetic that a hostile expression cannot make expensive.
 //!
-//! Each operation estimates the size of its result first, so `9^9^9^9` is rejected without being computed.
+//! Each operation first estimates the size of its result, so `9^9^9^9` is rejected without being computed.
 
 use std::fmt;
 
@@ -33,12 +33,12 @@ pub enum ArithmeticError {
     /// A power whose exponent is not an integer.
     #[error("the exponent {0} is not an integer")]
     Exponent(String),
-    /// Another character than the expected number, bracket or sign.
+    /// A character other than the expected number, bracket or sign.
     #[error("expected {expected} at position {at}, found {found}")]
     Unexpected {
         /// The expected text.
         expected: &'static str,
-        /// Bytes from the start.
+        /// The byte offset from the start.
         at: usize,
         /// The text found.
         found: String,
@@ -47,11 +47,11 @@ pub enum ArithmeticError {
 
 type Result<T> = std::result::Result<T, ArithmeticError>;
 
-/// Evaluates an expression of numbers, `+ - * / ^ ( )` and blanks. `^` binds more tightly than a sign before it, and to the right:
-/// `-2^2` is -4 and `2^3^2` is 512.
+/// Evaluates an expression of numbers, `+ - * / ^ ( )` and whitespace. `^` binds more tightly than a preceding sign, and associates
+/// to the right: `-2^2` is -4 and `2^3^2` is 512.
 ///
 /// # Errors
-/// If it is not such an expression, or a value is too large.
+/// An error if the text is not such an expression, or if a value is too large.
 pub fn evaluate(expression: &str) -> Result<BigRational> {
     if expression.len() > EXPRESSION_BYTES_MAX {
         return Err(ArithmeticError::TooLong);
@@ -71,7 +71,7 @@ struct Reader<'a> {
 }
 
 impl Reader<'_> {
-    /// The next character that is not blank.
+    /// Returns the next character that is not whitespace.
     fn peek(&mut self) -> Option<char> {
         let rest = self.text[self.at..].trim_start();
         self.at = self.text.len() - rest.len();
@@ -150,14 +150,14 @@ impl Reader<'_> {
     }
 }
 
-/// Reads a number at the start of a text: digits (with commas between thousands), a decimal part and an exponent. Returns the number
-/// and its length, or `None` if there is no number.
+/// Parses a number at the start of a text: digits (with commas between thousands), a decimal part and an exponent. Returns the
+/// number and its length, or `None` if there is no number.
 pub(super) fn decimal(text: &str) -> Option<(Result<BigRational>, usize)> {
     let bytes = text.as_bytes();
     let run = |from: usize| bytes[from..].iter().take_while(|byte| byte.is_ascii_digit()).count();
     let mut at = run(0);
     let mut digits = text[..at].to_owned();
-    // Commas only where thousands have them: `1,234` but neither `1,23` nor `12,3456`.
+    // Commas are allowed only between thousands: `1,234`, but neither `1,23` nor `12,3456`.
     if (1..=3).contains(&at) {
         while bytes.get(at) == Some(&b',') && run(at + 1) == 3 {
             digits.push_str(&text[at + 1..at + 4]);
@@ -178,7 +178,7 @@ pub(super) fn decimal(text: &str) -> Option<(Result<BigRational>, usize)> {
         let sign = usize::from(matches!(bytes.get(at + 1), Some(b'+' | b'-')));
         let length = run(at + 1 + sign);
         if length > 0 {
-            // A longer exponent than this is too large whatever its digits are.
+            // An exponent longer than this is too large regardless of its digits.
             exponent = text[at + 1..at + 1 + sign + length].parse().unwrap_or(i64::MAX / 2);
             at += 1 + sign + length;
         }
@@ -186,9 +186,9 @@ pub(super) fn decimal(text: &str) -> Option<(Result<BigRational>, usize)> {
     Some((scale(&digits, exponent - places as i64), at))
 }
 
-/// `digits` times ten to the `exponent`.
+/// Returns `digits` times ten to the power of `exponent`.
 fn scale(digits: &str, exponent: i64) -> Result<BigRational> {
-    // 3.32 bits a digit; checked before anything is computed.
+    // 3.32 bits per digit; checked before any computation.
     if digits.len() as u64 * 10 / 3 > NUMBER_BITS_MAX || exponent.unsigned_abs() > NUMBER_BITS_MAX * 3 / 10 {
         return Err(ArithmeticError::TooLarge);
     }
@@ -260,7 +260,7 @@ pub fn show_decimal(value: &BigRational, places: u32) -> Option<String> {
     Some(if part.is_empty() { format!("{sign}{whole}") } else { format!("{sign}{whole}.{part}") })
 }
 
-/// Formats a number as a decimal number if its decimals end, otherwise as a fraction.
+/// Formats a number as a decimal number if its decimals end, and otherwise as a fraction.
 #[derive(Debug)]
 pub struct Shown<'a>(pub &'a BigRational);
 

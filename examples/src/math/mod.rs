@@ -1,7 +1,7 @@
 //! Word problems with a calculator.
 //!
-//! The model may evaluate expressions with `calculator`, and states its answer as `\boxed{…}`. The reward is 1 if the answer is
-//! exactly the expected quantity, in any spelling.
+//! The model can evaluate expressions with `calculator`, and states its answer as `\boxed{…}`. The reward is 1 if the answer equals
+//! the expected quantity exactly, in any spelling.
 
 pub mod answer;
 pub mod arithmetic;
@@ -32,7 +32,7 @@ impl ResourcesServer for Math {
         }
         let mut arguments = Arguments::of(arguments);
         let Some(expression) = arguments.take::<String>("expression") else { return Ok(arguments.refusal()) };
-        // A wrong expression is an answer, not a failure: the model reads it and tries again.
+        // An invalid expression is a result, not a failure: the model reads the message and tries again.
         let reply = match arithmetic::evaluate(&expression) {
             Ok(value) => json!({"result": arithmetic::show(&value), "decimal": arithmetic::show_decimal(&value, 12)}),
             Err(error) => json!({"error": error.to_string()}),
@@ -46,7 +46,7 @@ impl ResourcesServer for Math {
         let stated = answer::final_answer(&text);
         let given = stated.and_then(answer::Quantity::parse);
         let correct = given.is_some_and(|given| expected.equals(&given));
-        // An answer that is no quantity may be long; the row needs enough of it to see why.
+        // An answer that is not a quantity can be long; the row needs enough of it to explain the reward.
         let shown = stated.map(|stated| stated.chars().take(256).collect::<String>());
         Ok(Verdict::correct(correct).with("extracted_answer", shown))
     }

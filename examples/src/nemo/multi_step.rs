@@ -86,7 +86,7 @@ impl ResourcesServer for MultiStep {
     }
 }
 
-/// Reads integers as leniently as the original's models do.
+/// Parses integers as leniently as the original's models.
 fn integer<T: Argument>(what: &str, text: &str) -> Result<T> {
     T::read(text, &mut ArgumentErrors::default())
         .ok_or_else(|| Error::invalid(format!("`{what}` has something that is not an integer: {text:.200}")))

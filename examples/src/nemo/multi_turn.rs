@@ -1,4 +1,4 @@
-//! `example_multi_turn_gymnasium`: a scripted user, who asks one question after the other.
+//! `example_multi_turn_gymnasium`: a scripted user that asks one question after the other.
 
 use gym_core::server::{GymnasiumServer, SessionTable, Sessions, Step};
 use gym_core::{CallContext, ModelResponse, Result, SessionId};
@@ -10,7 +10,7 @@ pub struct MultiTurn {
     turns: Sessions<usize>,
 }
 
-/// The user's questions after the first one, and a part of the response to the last.
+/// The user's questions after the first one, and a part of the expected last response.
 #[derive(Debug, Deserialize)]
 pub struct Task {
     #[serde(default)]

@@ -10,7 +10,7 @@ use gym_core::server::Arguments;
 #[derive(Debug, Default)]
 pub struct SingleToolCall;
 
-/// No key of the row is read.
+/// The task; no key of the row is read.
 #[derive(Debug, Deserialize)]
 pub struct Task {}
 

@@ -8,7 +8,8 @@ use serde_json::{Map, Value, json};
 use super::python_equal;
 use gym_core::server::Arguments;
 
-/// Returns the weather, which is sunny. One point each for the right call, for valid arguments, and for exactly one call and no message.
+/// Returns the weather, which is sunny. Gives one point each for the right call, for valid arguments, and for exactly one call
+/// without a message.
 #[derive(Debug, Default)]
 pub struct ToolCallMultiReward;
 

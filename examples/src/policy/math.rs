@@ -1,4 +1,4 @@
-//! The script for word problems: turns the question into an expression, calls the calculator, and states the result.
+//! The script for word problems: converts the question to an expression, calls the calculator, and states the result.
 
 use serde_json::json;
 
@@ -48,7 +48,7 @@ struct Plan {
 fn plan(question: &str) -> Option<Plan> {
     let plan = |expression: String, unit| Some(Plan { expression, unit });
     if let Some(rest) = question.strip_prefix("Compute ") {
-        // Decimal points are followed by digits, the end of the sentence is not.
+        // A digit follows a decimal point, but not the end of the sentence.
         return plan(rest.split(". ").next()?.to_owned(), "");
     }
     if let Some(rest) = question.strip_prefix("What percentage of ") {

@@ -1,8 +1,8 @@
-//! A script in place of a model, so that the three environments run without a GPU or a key.
+//! A script that replaces a model, so that the three environments run without a GPU or an API key.
 //!
-//! It recognizes the sentences that [`crate::tasks`] writes, and no others. It reads only what a model would see (messages, tools and
-//! tool outputs), and solves tasks from the prompt. The prompt and the seed decide how it behaves on a task, so a run has right,
-//! wrong and malformed responses and bad tool calls, and the same seed repeats them.
+//! The script recognizes only the sentences that [`crate::tasks`] writes. It reads only the input of a model (messages, tools and
+//! tool outputs), and solves tasks from the prompt. The prompt and the seed determine its behavior on a task. A run therefore has
+//! right, wrong and malformed responses and bad tool calls, and the same seed repeats them.
 
 mod choice;
 mod conversation;
@@ -16,7 +16,7 @@ use conversation::Conversation;
 
 /// Returns the next turn of the script: the output items of the response to this request.
 ///
-/// All turns of an episode need the same seed, or the script changes its behavior within the episode.
+/// All turns of an episode need the same seed; otherwise the script changes its behavior within the episode.
 #[must_use]
 pub fn answer(request: &RawObject, seed: u64) -> Vec<Value> {
     let conversation = Conversation::of(request);
@@ -37,14 +37,14 @@ pub fn answer(request: &RawObject, seed: u64) -> Vec<Value> {
 enum Behaviour {
     /// Solves the task.
     Right,
-    /// Works it out, and says or does something else.
+    /// Solves the task, but then states or does something else.
     Wrong,
-    /// Malformed: bad arguments, an unknown tool, no answer, two answers.
+    /// Responds in a malformed way: bad arguments, an unknown tool, no answer, two answers.
     Malformed,
 }
 
 impl Behaviour {
-    /// Three in five are right, one in four wrong.
+    /// Draws a behavior: three in five are right, one in four wrong.
     fn draw(random: &mut fastrand::Rng) -> Self {
         match random.u32(0..100) {
             0..60 => Self::Right,
@@ -54,13 +54,13 @@ impl Behaviour {
     }
 }
 
-/// One turn.
+/// One turn of the script.
 #[derive(Debug)]
 enum Turn {
     Say(String),
     Call {
         tool: &'static str,
-        /// The arguments as written: JSON, or a model's mistake.
+        /// The arguments as written: JSON, or an imitation of a model's error.
         arguments: String,
     },
 }
@@ -96,7 +96,7 @@ impl Turn {
     }
 }
 
-/// FNV-1a over the text, then one round of SplitMix64, so that near seeds draw different behaviors.
+/// Hashes the text with FNV-1a, then applies one round of SplitMix64, so that similar seeds draw different behaviors.
 fn mix(text: &str, seed: u64) -> u64 {
     let hash = text
         .bytes()

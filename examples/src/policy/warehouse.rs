@@ -1,4 +1,4 @@
-//! The script for orders: lists the stock, plans all steps, and carries them out one by one.
+//! The script for orders: lists the stock, plans all steps, and executes them one by one.
 
 use std::collections::BTreeMap;
 
@@ -47,7 +47,7 @@ fn malformed(done: usize, style: u32) -> Turn {
     }
 }
 
-/// Returns the calls for all steps. Each is planned on the stock after the steps before it.
+/// Returns the calls for all steps. Each step is planned on the stock that the previous steps leave.
 fn plan(conversation: &Conversation) -> Option<Vec<(&'static str, Value)>> {
     let listed = conversation.output(0);
     let mut seen = Seen::new();

@@ -38,7 +38,7 @@ fn decimal(random: &mut fastrand::Rng, most: u32, places: u32) -> String {
 fn fractions(random: &mut fastrand::Rng) -> (String, String) {
     let (a, b, c, d) = (random.u32(1..20), random.u32(2..13), random.u32(1..20), random.u32(2..13));
     let operator = pick(random, &['+', '-', '*', '/']);
-    // `a/b / c/d` would read from the left; brackets say what is meant.
+    // `a/b / c/d` would be evaluated from left to right; brackets make the order explicit.
     let expression = format!("({a}/{b}) {operator} ({c}/{d})");
     (format!("Compute {expression}. Give a fraction in lowest terms or an exact decimal."), show(&value(&expression)))
 }

@@ -1,7 +1,7 @@
 //! Writes the tasks under `data`. The output is deterministic, so a test compares it with the committed files.
 //!
 //! A row has NeMo Gym's format: `responses_create_params`, the keys that the environment's verifier reads, and in `agent_ref` the
-//! agent that runs it, so that one collection can read all three files.
+//! agent that runs it. One collection can therefore read all three files.
 
 mod choice;
 mod math;
@@ -15,13 +15,13 @@ use serde_json::{Map, Value, json};
 /// Tasks in each file.
 pub const TASKS: usize = 240;
 
-/// The environments that have a file, by the name of the file.
+/// The environments that have a file, by file name.
 pub const ENVIRONMENTS: [&str; 3] = ["math", "warehouse", "choice"];
 
 /// Returns the lines of an environment's file, or `None` if there is no such environment.
 #[must_use]
 pub fn jsonl(environment: &str) -> Option<String> {
-    // Any seed would do; each file has its own, so that adding tasks to one leaves the others as they are.
+    // Any seed would work. Each file has its own seed, so that adding tasks to one file leaves the others unchanged.
     let (draw, seed): (fn(&mut fastrand::Rng, usize) -> Draft, u64) = match environment {
         "math" => (math::draw, 1),
         "warehouse" => (warehouse::draw, 2),
@@ -31,7 +31,7 @@ pub fn jsonl(environment: &str) -> Option<String> {
     let mut random = fastrand::Rng::with_seed(seed);
     let (mut lines, mut seen) = (String::new(), BTreeSet::new());
     while seen.len() < TASKS {
-        // Kinds of tasks take turns; one that was drawn before is drawn again.
+        // The kinds of tasks alternate. A task that was drawn before is drawn again.
         let draft = draw(&mut random, seen.len());
         if seen.insert(draft.question.clone()) {
             lines.push_str(&draft.into_row(environment).to_string());
@@ -51,7 +51,7 @@ pub fn rows(environment: &str) -> Result<Vec<RawObject>> {
     lines.lines().map(|line| Ok(RawObject::parse(line.to_owned())?)).collect()
 }
 
-/// A task before it is a row.
+/// A task that is not yet a row.
 struct Draft {
     system: &'static str,
     question: String,

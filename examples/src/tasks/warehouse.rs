@@ -26,14 +26,14 @@ pub(super) fn draw(random: &mut fastrand::Rng, kind: usize) -> Draft {
     let initial = stock.clone();
     let wanted = 1 + kind % 4;
     let mut steps = Vec::new();
-    // Some draws are impossible (nothing to ship); a few more find enough that are not.
+    // Some draws are impossible (nothing to ship); further draws find enough possible ones.
     for _ in 0..200 {
         if steps.len() < wanted {
             steps.extend(step(random, &mut stock, bays, items));
         }
     }
     if stock == initial || steps.len() < wanted {
-        // An order that comes out where it began would reward doing nothing.
+        // An order whose final stock equals its initial stock would reward doing nothing.
         return draw(random, kind);
     }
     let order: String = steps.iter().enumerate().map(|(at, step)| format!("\n{}. {step}", at + 1)).collect();
@@ -45,7 +45,7 @@ pub(super) fn draw(random: &mut fastrand::Rng, kind: usize) -> Draft {
     }
 }
 
-/// Draws a step and carries it out. Returns `None` if the step is impossible.
+/// Draws a step and applies it. Returns `None` if the step is impossible.
 fn step(random: &mut fastrand::Rng, stock: &mut Stock, bays: &[&str], items: &[&str]) -> Option<String> {
     let (item, bay) = (pick(random, items), pick(random, bays));
     let there = stock.count(item, bay);

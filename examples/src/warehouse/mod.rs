@@ -1,8 +1,8 @@
-//! Orders in a warehouse, carried out step by step. The reward depends only on the stock at the end.
+//! Orders in a warehouse, executed step by step. The reward depends only on the final stock.
 //!
-//! Each episode has its own warehouse, which `seed_session` fills from the row. The model reads it with `list_stock` and changes it
-//! with `move_stock`, `ship_stock` and `receive_stock`. The reward is 1 if the final stock is the row's `target_stock`. Messages of
-//! the model are not read.
+//! Each episode has its own warehouse, which `seed_session` fills from the row. The model reads it with `list_stock`, and changes
+//! it with `move_stock`, `ship_stock` and `receive_stock`. The reward is 1 if the final stock is the row's `target_stock`. Messages
+//! of the model are ignored.
 
 mod stock;
 
@@ -56,7 +56,7 @@ impl Warehouse {
                 episode.changes += 1;
                 json!({"ok": true})
             }
-            // The model reads the reason and can try again; nothing has changed.
+            // The model reads the reason and can try again; the stock is unchanged.
             Err(error) => {
                 episode.refusals += 1;
                 json!({"ok": false, "error": error.to_string()})

@@ -55,7 +55,7 @@ impl Stock {
     /// Adds items to a bay.
     ///
     /// # Errors
-    /// If there is no such bay, or it is full.
+    /// An error if there is no such bay, or if it is full.
     pub fn receive(&mut self, item: &str, quantity: i128, to: &str) -> Change {
         let quantity = counted(quantity)?;
         if item.trim().is_empty() || item.chars().count() > NAME_CHARS_MAX {
@@ -73,7 +73,7 @@ impl Stock {
     /// Removes items from a bay.
     ///
     /// # Errors
-    /// If there is no such bay, or it has too few of the items.
+    /// An error if there is no such bay, or if it has too few of the items.
     pub fn ship(&mut self, item: &str, quantity: i128, from: &str) -> Change {
         let wanted = counted(quantity)?;
         let bay = self.bay(from)?;
@@ -89,10 +89,10 @@ impl Stock {
         Ok(())
     }
 
-    /// Moves items between two bays. If it fails, both are unchanged.
+    /// Moves items between two bays. If the move fails, both bays are unchanged.
     ///
     /// # Errors
-    /// Those of [`Stock::ship`] and [`Stock::receive`], and if both bays are the same.
+    /// The errors of [`Stock::ship`] and [`Stock::receive`]; also an error if both bays are the same.
     pub fn transfer(&mut self, item: &str, quantity: i128, from: &str, to: &str) -> Change {
         self.bay(to)?;
         if from == to {
@@ -118,7 +118,7 @@ impl Stock {
         Ok(self.0.get_mut(name).expect("just seen"))
     }
 
-    /// Rejects the stock of a row if no warehouse can have it.
+    /// Rejects the stock of a row if it is impossible in a warehouse.
     pub(super) fn check(&self, key: &str) -> Result<()> {
         let fault = |what: String| Err(Error::invalid(format!("`{key}` of the row {what}")));
         if self.0.is_empty() || self.0.len() > KINDS_MAX {

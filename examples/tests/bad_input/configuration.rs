@@ -6,7 +6,7 @@ use super::support::examples;
 const CONFIG: &str = "configuration error";
 const USAGE: &str = "usage error";
 
-/// `gym-examples` with these arguments, in a folder with this `main.yaml`.
+/// Runs `gym-examples` with these arguments, in a directory with this `main.yaml`.
 fn cli(
     kind: &'static str,
     name: &'static str,

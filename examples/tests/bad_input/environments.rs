@@ -1,4 +1,4 @@
-//! Environments that go wrong: never a reward.
+//! Environments that fail: the result is never a reward.
 
 use super::{Case, rolled};
 
@@ -29,7 +29,7 @@ pub(crate) fn cases() -> Vec<Case> {
         rolled(NONSENSE, "a string", "a_answers_text", WRONG, &["response to `/run` is not a JSON object", "done!"]),
         rolled(NONSENSE, "bytes that are not UTF-8", "a_not_utf8", WRONG, &["response to `/run`"]),
         rolled(NONSENSE, "a string as the reward", "a_text_reward", WRONG, &["reward \"high\", which is not a number"]),
-        // As in NeMo Gym, a row without a score: counted as such, and in no mean.
+        // As in NeMo Gym, a row without a score is counted as such, and not included in any mean.
         rolled(NONSENSE, "null as the reward", "a_null_reward", "recorded: 1 without reward", &["\"reward\":null"]),
     ]
 }

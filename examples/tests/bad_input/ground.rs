@@ -1,4 +1,4 @@
-//! A whole stack on free ports, an upstream that misbehaves, and ways to do wrong to them.
+//! A complete stack on free ports, a misbehaving upstream, and functions that send bad input to them.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -24,20 +24,20 @@ use super::servers;
 use super::support::{self, examples};
 use super::upstream::Upstream;
 
-/// The largest request body that the stack takes.
+/// The largest request body that the stack accepts.
 pub(crate) const BODY_BYTES_MAX: usize = 1 << 20;
-/// How long a client may be silent.
+/// Maximum silence of a client.
 pub(crate) const SILENCE_MAX: Duration = Duration::from_secs(1);
-/// One wait of a case.
+/// The limit of one wait in a case.
 const PATIENCE: Duration = Duration::from_secs(20);
-/// How much of a text the table shows.
+/// Maximum characters of a message in the table.
 const SHOWN_CHARS: usize = 220;
 
 pub(crate) struct Ground {
     folder: tempfile::TempDir,
     stack: Stack,
     head: String,
-    /// `host:port` by instance.
+    /// The address `host:port` of each instance.
     addresses: BTreeMap<String, String>,
     client: ServerClient,
     names: ServerNames,
@@ -48,7 +48,7 @@ pub(crate) struct Ground {
     folders: AtomicUsize,
 }
 
-/// An HTTP answer.
+/// An HTTP response.
 #[derive(Debug)]
 pub(crate) struct Answer {
     pub(crate) status: u16,
@@ -80,7 +80,7 @@ impl Ground {
         let addresses = stack.servers().iter().map(|row| (row.name.clone(), row.url.replace("http://", ""))).collect();
         let world = World::real();
         let endpoint = Endpoint::parse(&head).unwrap();
-        // As a collector on another machine would see the stack: over HTTP only.
+        // Over HTTP only, like a collector on another machine.
         let transports = Transports::from_features(InProcess::new());
         let (client, names) = connect_head(&endpoint, transports, &world).await.unwrap();
         let tasks = std::fs::read_to_string(examples().join("data/math.jsonl")).unwrap();
@@ -118,17 +118,17 @@ impl Ground {
         &self.addresses[server]
     }
 
-    /// A row that the script solves.
+    /// Returns a row that the script solves.
     pub(crate) fn solved(&self) -> &str {
         &self.solved
     }
 
-    /// A solved row and then more of it, one task each.
+    /// Returns `count` solved rows, each a separate task.
     pub(crate) fn solved_rows(&self, count: usize) -> String {
         (0..count).map(|at| format!("{{\"n\":{at},{}\n", &self.solved[1..])).collect()
     }
 
-    /// A folder of its own.
+    /// Returns a new directory.
     pub(crate) fn fresh(&self) -> PathBuf {
         let folder = self.folder.path().join(self.folders.fetch_add(1, Ordering::Relaxed).to_string());
         std::fs::create_dir(&folder).unwrap();
@@ -145,10 +145,10 @@ impl Ground {
         self.send(self.address(server), &request("POST", path, &[("content-type", "application/json")], body)).await
     }
 
-    /// Sends bytes on a connection of their own, and reads what comes back until the server closes it.
+    /// Sends bytes on a new connection, and reads the response until the server closes the connection.
     pub(crate) async fn send(&self, address: &str, bytes: &[u8]) -> Answer {
         let mut stream = connect(address).await;
-        // A server may answer and close before it has read everything.
+        // A server can respond and close before it has read everything.
         let _ = timeout(PATIENCE, stream.write_all(bytes)).await.expect("the server reads");
         read_answer(&mut stream).await
     }
@@ -164,7 +164,7 @@ impl Ground {
         outcome(self.run(options).await)
     }
 
-    /// Collects, whatever comes of it; a run that does not end is a panic.
+    /// Runs a collection and returns its result; panics if the run does not end.
     pub(crate) async fn run(&self, options: CollectOptions) -> Result<CollectSummary> {
         let collector = RolloutCollector::new(self.client.clone(), self.names.clone(), self.world.clone());
         let collected = timeout(PATIENCE, Box::pin(collector.collect(options, CancelToken::new()))).await;
@@ -174,7 +174,7 @@ impl Ground {
         Ok(collected)
     }
 
-    /// One row of an agent of ours, all else being right.
+    /// Runs one row of one of the test's agents, with valid input.
     pub(crate) async fn roll_out(&self, agent: &str) -> Got {
         let row = format!(
             r#"{{"responses_create_params":{{"input":"2+2?"}},"expected_answer":"4","agent_ref":{{"name":"{agent}"}}}}"#
@@ -182,7 +182,7 @@ impl Ground {
         self.collect(row, |_| {}).await
     }
 
-    /// Runs the command line; the folder is the working directory.
+    /// Runs the command line with `folder` as the working directory.
     pub(crate) async fn command_line(&self, folder: &std::path::Path, arguments: &[&str]) -> Got {
         let mut command = support::gym_examples(folder);
         command.args(arguments);
@@ -199,7 +199,7 @@ impl Ground {
 }
 
 impl bad_input::Ground for Ground {
-    /// Every server says that it is well and idle, and a rollout scores as it did.
+    /// Checks that every server reports that it is healthy and idle, and that a rollout scores as before.
     async fn assert_well(&self) {
         assert_eq!(self.reward_of(&self.solved).await, Some(1.0), "a correct rollout");
         let deadline = Instant::now() + PATIENCE;
@@ -218,7 +218,7 @@ impl bad_input::Ground for Ground {
         }
     }
 
-    /// Where what counts stands far behind in a long text, it begins there.
+    /// Returns the text for the table. If the relevant part is far from the start of a long text, the result begins at that part.
     fn shown(&self, text: &str, counts: &[&str]) -> String {
         let at = counts.first().and_then(|part| text.find(part)).filter(|at| *at > SHOWN_CHARS / 2);
         let text = at.map_or_else(|| text.to_owned(), |at| format!("… {}", &text[at..]));
@@ -241,7 +241,7 @@ impl bad_input::Ground for Ground {
     }
 }
 
-/// What a collection came to: refused, rows, or failures in the sidecar.
+/// Describes the result of a collection: rejected, rows, or failures in the sidecar.
 pub(crate) fn outcome(collected: Result<CollectSummary>) -> Got {
     let collected = match collected {
         Ok(collected) => collected,
@@ -271,10 +271,10 @@ pub(crate) async fn connect(address: &str) -> TcpStream {
     timeout(PATIENCE, TcpStream::connect(address)).await.expect("the server accepts").unwrap()
 }
 
-/// Reads until the server closes the connection, which it must.
+/// Reads until the server closes the connection, as it must.
 pub(crate) async fn read_answer(stream: &mut TcpStream) -> Answer {
     let mut bytes = Vec::new();
-    // A reset after the answer is the server's right when the client still sends.
+    // The server may reset the connection after its response if the client is still sending.
     let _ = timeout(PATIENCE, stream.read_to_end(&mut bytes)).await.expect("the server answers or closes");
     let text = String::from_utf8_lossy(&bytes).into_owned();
     let (head, body) = text.split_once("\r\n\r\n").unwrap_or((&text, ""));
@@ -282,7 +282,7 @@ pub(crate) async fn read_answer(stream: &mut TcpStream) -> Answer {
     Answer { status, head: head.to_owned(), body: body.to_owned() }
 }
 
-/// A request that ends its connection.
+/// Returns a request that closes its connection.
 pub(crate) fn request(method: &str, path: &str, headers: &[(&str, &str)], body: &str) -> Vec<u8> {
     let mut text = format!("{method} {path} HTTP/1.1\r\nhost: test\r\nconnection: close\r\n");
     for (name, value) in headers {

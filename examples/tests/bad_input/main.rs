@@ -1,8 +1,8 @@
-//! Bad input of every kind, at a running stack and at the command line: what each gets is an error that names the place, and
-//! after each the servers are healthy, idle and score a rollout as before.
+//! Sends bad input of every kind to a running stack and to the command line. Each case must produce an error that names the
+//! location. After each case, the servers must be healthy and idle, and score a rollout as before.
 //!
-//! The table is printed at the end. `GYM_BAD_INPUT_TABLE=docs/bad-input.md cargo test -p gym-examples --test bad_input`
-//! writes it (from the workspace's root); without that variable the file's names must be those of the cases.
+//! The test prints the table at the end. `GYM_BAD_INPUT_TABLE=docs/bad-input.md cargo test -p gym-examples --test bad_input` writes
+//! the table (from the workspace's root). Without that variable, the names in the file must equal those of the cases.
 
 #![expect(clippy::unwrap_used, reason = "an integration test: a panic is its failure")]
 
@@ -28,7 +28,7 @@ use support::say;
 
 type Case = bad_input::Case<Ground>;
 
-/// One rollout of an agent of ours, all else being right.
+/// Runs one rollout of one of the test's agents, with valid input.
 fn rolled(
     kind: &'static str,
     name: &'static str,

@@ -3,7 +3,7 @@
 use super::ground::Ground;
 use super::{Case, rolled};
 
-/// The endpoint is asked so many times.
+/// Expects this number of requests to the endpoint.
 fn asked(
     name: &'static str,
     manner: &'static str,

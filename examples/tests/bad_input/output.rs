@@ -1,4 +1,4 @@
-//! Where the rollouts go, and what an earlier run left there.
+//! Output paths, and the files of an earlier run.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -35,7 +35,7 @@ fn place(
     })
 }
 
-/// A finished collection is damaged, and resumed. What was whole stays, whatever becomes of the rest.
+/// Damages the files of a finished collection, and resumes it. Complete rows must remain, regardless of the others.
 fn damaged(name: &'static str, result: &'static str, says: &'static [&'static str], damage: fn(&OutputFiles)) -> Case {
     Case::new("damaged earlier run", name, result, says, move |ground| {
         Box::pin(async move {
@@ -70,7 +70,7 @@ pub(crate) fn cases() -> Vec<Case> {
             std::fs::create_dir(folder.join("rollouts.jsonl")).unwrap();
             folder.join("rollouts.jsonl")
         }),
-        // Not even for root.
+        // Not writable, even for root.
         place("a directory that cannot be written", "refused: invalid_argument", &["/proc/rollouts", "write"], |_| {
             PathBuf::from("/proc/rollouts.jsonl")
         }),
@@ -147,11 +147,11 @@ fn change_line(path: &Path, number: usize, change: impl FnOnce(&mut String)) {
     std::fs::write(path, lines.join("\n") + "\n").unwrap();
 }
 
-/// A collector that may write files of 64 KiB only, which needs no privilege; afterwards it may, and resumes.
+/// Runs a collector that may write files of 64 KiB only, which needs no privilege. Then removes the limit and resumes.
 async fn full_disk(ground: &Ground) -> Got {
     const TASKS: usize = 100;
     let folder = ground.fresh();
-    // Small enough to be materialized, too much for the rollouts.
+    // Small enough for the materialized inputs, too large for the rollouts.
     let row = r#"{"responses_create_params":{"input":"2+2?"},"expected_answer":"4","agent_ref":{"name":"a_good"},"n":"#;
     let rows: String = (0..TASKS).map(|at| format!("{row}{at}}}\n")).collect();
     std::fs::write(folder.join("tasks.jsonl"), rows).unwrap();
@@ -166,7 +166,7 @@ async fn full_disk(ground: &Ground) -> Got {
         support::clean(&mut command);
         ground.output_of(command)
     };
-    // Without the trap the signal would end the process. `ulimit -f` counts 512 bytes in dash, 1,024 in bash.
+    // Without the trap, the signal would end the process. `ulimit -f` counts 512 bytes in dash, 1,024 in bash.
     let got = collector(format!("trap '' XFSZ; ulimit -f 50; {line}")).await;
     let output = folder.join("rollouts.jsonl");
     let kept = std::fs::read(&output).unwrap();

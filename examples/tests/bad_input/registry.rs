@@ -1,4 +1,4 @@
-//! The head's registry, and heads that are none.
+//! The registry of the head server, and endpoints that are not head servers.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! Input rows, and what is asked of them.
+//! Input rows, and options of their collection.
 
 use std::collections::BTreeMap;
 
@@ -17,7 +17,7 @@ fn row(kind: &'static str, name: &'static str, second: &'static [u8], says: &'st
     with(kind, name, second, |_| {}, REFUSED, says)
 }
 
-/// A good first row, and this second one.
+/// Collects a valid first row and this second one.
 fn with(
     kind: &'static str,
     name: &'static str,

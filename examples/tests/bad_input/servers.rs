@@ -1,4 +1,4 @@
-//! The servers that the cases need: a model and an agent for each manner of the upstream, and environments that misbehave.
+//! The servers of the cases: a model and an agent for each behavior of the upstream, and environments that misbehave.
 
 use gym_core::{
     CallContext, EnvironmentServer, Error, ModelResponse, RawObject, ResourcesServer, Response, Result, SessionId,
@@ -7,7 +7,7 @@ use gym_core::{
 use gym_server::Servers;
 use serde::de::IgnoredAny;
 
-/// Manners of the upstream; each has the model `m_…` and the agent `a_…` over the math environment.
+/// The behaviors of the upstream. Each has the model `m_…` and the agent `a_…` over the math environment.
 const MANNERS: [&str; 27] = [
     "call_without_name",
     "drip",
@@ -38,10 +38,10 @@ const MANNERS: [&str; 27] = [
     "wait",
 ];
 
-/// Resources servers that go wrong; each has the agent `a_…`.
+/// Resources servers that fail; each has the agent `a_…`.
 const VERIFIERS: [&str; 5] = ["verifier_error", "verifier_nan", "verifier_panic", "seed_error", "tool_error"];
 
-/// Environment servers that answer nonsense; each stands before the agent `a_…`.
+/// Environment servers with invalid responses; each is in front of the agent `a_…`.
 const ENVIRONMENTS: [&str; 5] = ["answers_list", "answers_text", "text_reward", "null_reward", "not_utf8"];
 
 pub(crate) fn configuration(upstream: &str) -> String {
@@ -55,7 +55,7 @@ pub(crate) fn configuration(upstream: &str) -> String {
         )
     };
     for manner in MANNERS {
-        // The manner `wait` is the hanging one for an agent that is in no hurry.
+        // The behavior `wait` equals `hang`, for an agent without a short deadline.
         let path = if manner == "wait" { "hang" } else { manner };
         yaml.push_str(&format!(
             "m_{manner}:\n  responses_api_models:\n    openai_model:\n      entrypoint: app.py\n      openai_base_url: \
@@ -90,7 +90,7 @@ pub(crate) fn servers() -> Servers {
     servers
 }
 
-/// A resources server that goes wrong as its name says.
+/// A resources server that fails as its name describes.
 struct Wrong(&'static str);
 
 impl ResourcesServer for Wrong {
@@ -117,7 +117,7 @@ impl ResourcesServer for Wrong {
     }
 }
 
-/// An environment server that answers nonsense as its name says.
+/// An environment server with the invalid response that its name describes.
 struct Nonsense(&'static str);
 
 impl EnvironmentServer for Nonsense {

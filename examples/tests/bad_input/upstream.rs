@@ -1,4 +1,4 @@
-//! An endpoint that misbehaves: the first part of the path says how.
+//! An endpoint that misbehaves; the first segment of the path selects the behavior.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -11,7 +11,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinSet;
 use tokio::time::sleep;
 
-/// Calls by manner, and how many of them are still open.
+/// Calls by behavior, and the number of open calls.
 #[derive(Debug, Default)]
 struct Seen {
     calls: BTreeMap<String, usize>,
@@ -46,12 +46,12 @@ impl Upstream {
         self.address
     }
 
-    /// Requests that came in this manner so far.
+    /// Returns the number of requests with this behavior so far.
     pub(crate) fn calls(&self, manner: &str) -> usize {
         self.seen.lock().unwrap().calls.get(manner).copied().unwrap_or(0)
     }
 
-    /// Requests in this manner whose client still waits.
+    /// Returns the number of requests with this behavior whose client is still waiting.
     pub(crate) fn open(&self, manner: &str) -> usize {
         self.seen.lock().unwrap().open.get(manner).copied().unwrap_or(0)
     }
@@ -94,7 +94,7 @@ async fn read_request(stream: &mut TcpStream) -> Option<(String, String)> {
     }
 }
 
-/// Arguments that a model should not write, by manner.
+/// Invalid tool arguments of a model, by behavior.
 const ARGUMENTS: [(&str, &str); 5] = [
     ("tool_json", "{\"expression\": "),
     ("tool_type", "{\"expression\": [1, {\"a\": null}]}"),
@@ -103,7 +103,7 @@ const ARGUMENTS: [(&str, &str); 5] = [
     ("tool_name", "{}"),
 ];
 
-/// Whether the connection can be used again.
+/// Returns `true` if the connection can be reused.
 async fn answer(stream: &mut TcpStream, manner: &str, call: usize, body: &str) -> bool {
     let message = json!({
         "id": "msg_1", "type": "message", "role": "assistant", "status": "completed",
@@ -184,7 +184,7 @@ async fn put(stream: &mut TcpStream, status: u16, headers: &str, body: &str) -> 
     stream.write_all(text.as_bytes()).await.is_ok()
 }
 
-/// Says nothing until the client leaves.
+/// Sends nothing until the client disconnects.
 async fn hold(stream: &mut TcpStream) {
     let mut piece = [0; 64];
     while stream.read(&mut piece).await.is_ok_and(|read| read > 0) {}

@@ -1,4 +1,4 @@
-//! What comes over the network: bodies, heads, clients.
+//! Network input: bodies, message heads, clients.
 
 use std::time::Duration;
 
@@ -32,7 +32,7 @@ fn bytes(
     })
 }
 
-/// A client that sends something, and then nothing.
+/// Sends some bytes, and then stays silent.
 fn silent(name: &'static str, sent: &'static str, outcome: &'static str, says: &'static [&'static str]) -> Case {
     Case::new("slow client", name, outcome, says, move |ground| {
         Box::pin(async move {
@@ -65,7 +65,7 @@ fn context(
     })
 }
 
-/// A session cookie that a client brings along to a server; it gets one of the server's own.
+/// Sends a session cookie that the server did not create; the server replaces it with its own.
 fn cookie(name: &'static str, value: fn() -> String) -> Case {
     Case::new("bad cookie", name, "HTTP 200", &["set-cookie: math___math="], move |ground| {
         Box::pin(async move {

@@ -1,4 +1,4 @@
-//! What the tests of whole programs share: a stack on free ports, and the command line as a process beside it.
+//! Support for tests of whole programs: a stack on free ports, and the command line as a separate process.
 
 #![allow(dead_code, reason = "every test binary takes what it needs")]
 
@@ -11,15 +11,16 @@ use gym_core::World;
 use gym_server::{Servers, Stack, StackOptions};
 use tokio::process::Command;
 
-/// No wait of these tests may be longer: what has not happened by then hangs.
+/// Maximum wait of these tests; anything that takes longer is considered hung.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
 
-/// The folder of the examples.
+/// Returns the directory of the examples.
 pub(crate) fn examples() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// Starts the servers of configuration files, the head on a free port, and gives the head's URL.
+/// Starts the servers of configuration files, with the head server on a free port. Returns the stack and the URL of its head
+/// server.
 pub(crate) async fn start(
     files: &[PathBuf],
     overrides: &[&str],
@@ -41,17 +42,17 @@ pub(crate) async fn start(
     (stack, head)
 }
 
-/// The command line with the examples' servers, in a folder, without what the environment would tell it.
+/// Returns the command line with the examples' servers, in this directory, without environment variables that affect it.
 pub(crate) fn gym_examples(folder: &Path) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_gym-examples"));
     command.current_dir(folder).stdin(Stdio::null()).kill_on_drop(true);
     clean(&mut command);
-    // No interpreter is found, whatever this machine has.
+    // Hides all Python interpreters of this machine.
     command.env("PATH", "");
     command
 }
 
-/// Takes away the variables that the command line reads.
+/// Removes the environment variables that the command line reads.
 pub(crate) fn clean(command: &mut Command) {
     for name in [
         "HEAD_SERVER_URL",
@@ -66,9 +67,9 @@ pub(crate) fn clean(command: &mut Command) {
     }
 }
 
-/// Writes a line past the test runner's capture: the log of a run is wanted when it passes, too.
+/// Writes a line that the test runner does not capture, because the log is also wanted if the test passes.
 pub(crate) fn say(line: &str) {
     use std::io::Write as _;
-    // A closed standard output is no reason to fail.
+    // A closed standard output is not a failure.
     let _ = writeln!(std::io::stdout(), "{line}");
 }

@@ -1,15 +1,15 @@
-//! Reads the arguments of a tool call, and describes invalid ones in the words of NeMo Gym's own servers.
+//! Parses the arguments of a tool call, and describes invalid arguments with the messages of NeMo Gym's own servers.
 //!
-//! The agent passes the body of a 422 to the model, so its text is part of the environment: a policy that was trained against
-//! the Python servers has seen exactly these sentences. They are those of FastAPI and pydantic in lax mode, where `"5"`, `5.0`
-//! and `true` are integers.
+//! The agent passes the body of a 422 to the model, so its text is part of the environment. A policy that was trained against the
+//! Python servers has seen exactly these messages. They are those of FastAPI and pydantic in lax mode, where `"5"`, `5.0` and
+//! `true` are integers.
 
 use crate::message::{RawObject, Response};
 use crate::server::ValidationProblem;
 use serde_json::value::RawValue;
 use serde_json::{Value, json};
 
-/// Reads the arguments of one call. Take each argument, then respond with [`Arguments::refusal`] if one was `None`.
+/// Reads the arguments of one call. Take each argument, then respond with [`Arguments::refusal`] if any result was `None`.
 ///
 /// ```
 /// use gym_core::RawObject;
@@ -33,7 +33,7 @@ pub struct Arguments<'a> {
 /// The errors found so far, and the current location in the arguments.
 #[derive(Debug, Default)]
 pub struct ArgumentErrors {
-    /// Steps below `body`, each as a JSON text.
+    /// Steps below `body`, each as JSON text.
     location: Vec<String>,
     details: Vec<ValidationProblem>,
 }
@@ -47,7 +47,7 @@ pub trait Argument: Sized {
     /// Returns the JSON schema of the type, as the model reads it.
     fn schema() -> Value;
 
-    /// Returns the value of an argument that a call does not have. `None` makes the argument required, which is the default.
+    /// Returns the value for an argument that a call lacks. `None` makes the argument required, which is the default.
     #[must_use]
     fn if_missing() -> Option<Self> {
         None
@@ -61,7 +61,7 @@ impl<'a> Arguments<'a> {
         Self { body, errors: ArgumentErrors::default() }
     }
 
-    /// Returns an argument. Returns `None` after noting the problem if it is missing or has another type.
+    /// Returns an argument. If it is missing or has another type, records the problem and returns `None`.
     pub fn take<T: Argument>(&mut self, name: &str) -> Option<T> {
         self.errors.location.push(quote(name));
         let value = match self.body.get(name) {
@@ -74,7 +74,7 @@ impl<'a> Arguments<'a> {
         value
     }
 
-    /// Returns the 422 response that lists all problems noted.
+    /// Returns the 422 response that lists all recorded problems.
     #[must_use]
     pub fn refusal(&self) -> Response {
         ValidationProblem::response(&self.errors.details)
@@ -86,7 +86,7 @@ impl ArgumentErrors {
         self.note_with(kind, message, input, None)
     }
 
-    /// `context` is the JSON text of the key `ctx`.
+    /// Records a problem. `context` is the JSON text of the key `ctx`.
     fn note_with<T>(&mut self, kind: &str, message: &str, input: &str, context: Option<&str>) -> Option<T> {
         self.details.push(ValidationProblem::at(kind, &self.location, message, &as_python_writes(input), context));
         None
@@ -180,7 +180,7 @@ impl Argument for i128 {
                     errors.note("int_parsing_size", SIZE, text)
                 }
             }
-            // Python has no largest integer; 38 digits are ours.
+            // Python's integers are unbounded; `i128`, with 38 digits, is the bound here.
             Some(b'-' | b'0'..=b'9') => text.parse().ok().or_else(|| errors.note("int_parsing_size", SIZE, text)),
             _ => errors.note("int_type", "Input should be a valid integer", text),
         }
@@ -217,7 +217,7 @@ impl Argument for u64 {
     }
 }
 
-/// An optional argument: `None` if the call does not have it, or has `null`.
+/// An optional argument: `None` if the call lacks it, or if it is `null`.
 impl<T: Argument> Argument for Option<T> {
     fn read(text: &str, errors: &mut ArgumentErrors) -> Option<Self> {
         if text == "null" { Some(None) } else { T::read(text, errors).map(Some) }
@@ -234,7 +234,7 @@ impl<T: Argument> Argument for Option<T> {
 
 /// An argument of a type that derives `serde::Deserialize` and `schemars::JsonSchema`.
 ///
-/// Its problems are described in serde's words, because pydantic's depend on a class that does not exist here.
+/// Its errors have serde's messages, because pydantic's depend on a Python class that does not exist here.
 #[cfg(feature = "schemars")]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Json<T>(pub T);
@@ -249,7 +249,7 @@ impl<T: serde::de::DeserializeOwned + schemars::JsonSchema> Argument for Json<T>
     }
 
     fn schema() -> Value {
-        // Subschemas stand where they are used, because a tool's parameters have no place for definitions.
+        // Subschemas are inlined, because a tool's parameters cannot contain definitions.
         let mut settings = schemars::generate::SchemaSettings::default();
         settings.inline_subschemas = true;
         settings.meta_schema = None;
@@ -278,7 +278,7 @@ impl<T: Argument> Argument for Vec<T> {
     }
 }
 
-/// Reads what Python's `float` reads: single underscores are allowed inside.
+/// Parses a number as Python's `float` does: single underscores are allowed inside.
 fn float_in_string(text: &str) -> Option<f64> {
     if text.starts_with('_') || text.ends_with('_') || text.contains("__") {
         return None;
@@ -286,7 +286,7 @@ fn float_in_string(text: &str) -> Option<f64> {
     text.replace('_', "").parse().ok()
 }
 
-/// Reads digits with an optional sign, single underscores between them, blanks around and `.0` after.
+/// Parses digits with an optional sign, single underscores between them, surrounding whitespace, and a trailing `.0`.
 fn integer_in_string(text: &str) -> Option<i128> {
     let text = text.trim();
     let whole = match text.split_once('.') {
@@ -303,7 +303,7 @@ fn quote(text: &str) -> String {
     serde_json::to_string(text).unwrap_or_default()
 }
 
-/// Returns a JSON text as Python's `json` writes it after reading it: no blanks, integers to the digit, floats by their `repr`.
+/// Returns JSON text as Python's `json` writes it after parsing: no whitespace, exact integers, floats by their `repr`.
 fn as_python_writes(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     let mut rest = text;
@@ -317,7 +317,7 @@ fn as_python_writes(text: &str) -> String {
         };
         let (token, after) = rest.split_at(length);
         match first {
-            // A lone surrogate has no text of its own; it stays as it was written.
+            // A lone surrogate has no UTF-8 form; its escape is kept unchanged.
             '"' => {
                 out.push_str(&serde_json::from_str::<String>(token).map_or_else(|_| token.to_owned(), |s| quote(&s)))
             }
@@ -343,14 +343,14 @@ fn string_length(text: &str) -> usize {
     text.len()
 }
 
-/// Returns the shortest digits that parse to the same number; of two that are equally short and near, the even one. Below 1e-4
-/// and from 1e16, with an exponent of at least two digits.
+/// Returns the shortest digits that parse to the same number. If two are equally short and near, returns the even one. Numbers
+/// below 1e-4 and from 1e16 have an exponent of at least two digits.
 fn number_as_python_writes(token: &str) -> String {
     if !token.contains(['.', 'e', 'E']) {
         return if token == "-0" { "0".into() } else { token.into() };
     }
     let Ok(number) = token.parse::<f64>() else { return token.into() };
-    // The digits are serde_json's: the standard library's rounds a tie up, Python's to even.
+    // Uses serde_json's digits: the standard library rounds a tie up, Python to even.
     let Some(written) = serde_json::Number::from_f64(number.abs()).map(|number| number.to_string()) else {
         return token.into();
     };
@@ -364,7 +364,7 @@ fn number_as_python_writes(token: &str) -> String {
     if digits.is_empty() {
         return format!("{sign}0.0");
     }
-    // Of the first digit.
+    // The exponent of the first digit.
     let exponent = exponent.parse::<i32>().unwrap_or_default() + (whole.len() as i32 - leading as i32) - 1;
     if !(-4..16).contains(&exponent) {
         let (first, rest) = digits.split_at(1);
@@ -413,7 +413,7 @@ mod tests {
         let body = RawObject::parse(format!(r#"{{"a":{text}}}"#)).unwrap();
         let mut arguments = Arguments::of(&body);
         arguments.take("a").ok_or_else(|| {
-            // Not parsed: the input may be a number that JSON allows and Rust does not.
+            // Not parsed, because the input can be a number that JSON allows and Rust does not.
             let body = String::from_utf8(arguments.refusal().message.head.to_bytes().to_vec()).unwrap();
             body.split('"').nth(5).unwrap().to_owned()
         })

@@ -73,13 +73,13 @@ impl<S: ResourcesServer> Harness<S> {
         &self.server
     }
 
-    /// Begins an episode of a row, in a session of its own.
+    /// Begins an episode of a row, in its own session.
     ///
     /// # Errors
     /// `InvalidArgument` if the row is not a JSON object; the error of the environment.
     pub async fn seed(&self, row: Value) -> Result<HarnessEpisode<'_, S>> {
         let row = RawObject::parse(row.to_string())?;
-        // The address is distinct among the episodes that are in progress.
+        // Distinct from the ids of all other episodes of this harness.
         let session = SessionId::new(format!("harness-{}", self.seeded.fetch_add(1, Ordering::Relaxed)));
         self.server.seed_session(&self.context, &session, &row).await?;
         Ok(HarnessEpisode { harness: self, session, row, output: Vec::new() })
@@ -93,8 +93,8 @@ impl<S: ResourcesServer> HarnessEpisode<'_, S> {
         &self.session
     }
 
-    /// Calls a tool as the model would, and returns the body of its response: also that of a response with an error status, such as
-    /// the 422 of wrong arguments.
+    /// Calls a tool as the model would, and returns the body of its response. A response with an error status, such as the 422 of
+    /// invalid arguments, is returned in the same way.
     ///
     /// # Errors
     /// The error of the environment; `InvalidArgument` if the arguments are not a JSON object; `DataLoss` if the body is not JSON.

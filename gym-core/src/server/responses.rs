@@ -1,4 +1,4 @@
-//! The parts of the Responses API that agents and verifiers read. All other parts are passed on unchanged.
+//! The parts of the Responses API that agents and verifiers read. All other parts are forwarded unchanged.
 //!
 //! Source: OpenAI's Responses API reference, and NeMo Gym's training fields on output items.
 
@@ -16,7 +16,7 @@ use crate::message::RawObject;
 pub struct ModelResponse(pub RawObject);
 
 impl ModelResponse {
-    /// Reads the parts that agents and verifiers use. Training arrays of large responses are left out.
+    /// Parses the parts that agents and verifiers use. Training arrays of large responses are skipped.
     ///
     /// # Errors
     /// `InvalidArgument` if `output` is not a list of items with a `type`.
@@ -27,7 +27,7 @@ impl ModelResponse {
     /// Returns the text of all output messages, in order, joined without a separator.
     ///
     /// # Errors
-    /// As [`ModelResponse::outline`].
+    /// The errors of [`ModelResponse::outline`].
     pub fn output_text(&self) -> Result<String> {
         Ok(self.outline()?.output_text())
     }
@@ -35,7 +35,7 @@ impl ModelResponse {
     /// Returns the text of the last message that has text, which most verifiers score.
     ///
     /// # Errors
-    /// As [`ModelResponse::outline`].
+    /// The errors of [`ModelResponse::outline`].
     pub fn last_text(&self) -> Result<String> {
         Ok(self.outline()?.last_text())
     }
@@ -74,10 +74,10 @@ impl ResponseOutline {
     }
 }
 
-/// `incomplete_details`.
+/// The object `incomplete_details`.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq)]
 pub struct IncompleteDetails {
-    /// `max_output_tokens` or `content_filter`.
+    /// The reason: `max_output_tokens` or `content_filter`.
     #[serde(default)]
     pub reason: Option<String>,
 }
@@ -88,7 +88,7 @@ pub struct IncompleteDetails {
 pub enum OutputItem {
     /// A message.
     Message(OutputMessage),
-    /// A tool call that the model asks for.
+    /// A tool call that the model requests.
     FunctionCall(FunctionCall),
     /// The output of a tool call.
     FunctionCallOutput(FunctionCallOutput),
@@ -104,7 +104,7 @@ pub enum OutputItem {
 pub struct Ignored {}
 
 impl OutputItem {
-    /// Returns the text of a message. Returns `None` for other items and for messages without text.
+    /// Returns the text of a message, or `None` for other items and for messages without text.
     #[must_use]
     pub fn text(&self) -> Option<String> {
         let Self::Message(message) = self else { return None };
@@ -142,8 +142,8 @@ impl Default for Content {
     }
 }
 
-/// Chooses by the type of the value. An untagged enum would try the variants in turn on a copy, which is the most expensive part
-/// of reading a small response.
+/// Chooses the variant by the type of the value. An untagged enum would try each variant on a copy, which is the most expensive
+/// part of parsing a small response.
 impl<'de> Deserialize<'de> for Content {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         deserializer.deserialize_any(ContentVisitor)
@@ -175,7 +175,7 @@ impl<'de> Visitor<'de> for ContentVisitor {
 /// One part of a message.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq)]
 pub struct ContentPart {
-    /// `output_text`, `input_text`, `refusal`, …
+    /// The type, such as `output_text`, `input_text` or `refusal`.
     #[serde(default, rename = "type")]
     pub kind: String,
     /// The text, if the part has text.
@@ -183,7 +183,7 @@ pub struct ContentPart {
     pub text: Option<String>,
 }
 
-/// A tool call that the model asks for.
+/// A tool call that the model requests.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq)]
 pub struct FunctionCall {
     /// Identifies the call; its output repeats it.
@@ -192,7 +192,7 @@ pub struct FunctionCall {
     /// The name of the tool.
     #[serde(default)]
     pub name: String,
-    /// The arguments as the model wrote them: JSON, unless the model made a mistake.
+    /// The arguments as the model wrote them: JSON, unless the model made an error.
     #[serde(default)]
     pub arguments: String,
 }

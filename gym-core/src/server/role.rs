@@ -1,6 +1,6 @@
 //! Server roles: the traits that users implement for environments, models and agents.
 //!
-//! The methods are plain `async fn`. gym-server wraps an implementation into a handler, which adds sessions, health and metrics.
+//! The methods are plain `async fn`. gym-server wraps an implementation in a handler, which adds sessions, health and metrics.
 
 use std::fmt;
 use std::future::Future;
@@ -48,7 +48,7 @@ impl ServerKind {
         }
     }
 
-    /// Returns the kind with a key, if there is one.
+    /// Returns the kind with this key, or `None` if there is none.
     #[must_use]
     pub fn from_key(key: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|kind| kind.as_str() == key)
@@ -91,15 +91,18 @@ impl Verdict {
     }
 }
 
-/// An environment: holds the state and the tools of each episode, and scores it. Only `verify` must be written.
+/// An environment: holds the state and the tools of each episode, and scores it. Only `verify` is required.
 ///
-/// An agent calls `seed_session`, then any number of tools, then `verify`, and at last `close_session`. Calls of different episodes
+/// An agent calls `seed_session`, then any number of tools, then `verify`, and finally `close_session`. Calls of different episodes
 /// run concurrently. If a caller disconnects, the future of its call is dropped.
 pub trait ResourcesServer: Send + Sync + 'static {
     /// The fields that the verifier reads; all others are returned unchanged.
     type Task: DeserializeOwned + Send;
 
-    /// Prepares an episode. The reply is usually empty.
+    /// Prepares an episode. The response is usually empty.
+    ///
+    /// # Errors
+    /// An error fails the attempt.
     fn seed_session(
         &self,
         cx: &CallContext,
@@ -110,13 +113,13 @@ pub trait ResourcesServer: Send + Sync + 'static {
         async { Ok(RawObject::empty()) }
     }
 
-    /// Returns the tools, which agents of this SDK offer to the model unless the row has `tools`. [`tools!`](crate::tools) writes
-    /// this method. The default is empty: the row then names the tools, and nothing checks them.
+    /// Returns the tools. Agents of this SDK offer them to the model unless the row has `tools`. [`tools!`](crate::tools) generates
+    /// this method. The default is empty: the row then names the tools, and calls are not checked against a list.
     fn tools(&self) -> Vec<Tool> {
         Vec::new()
     }
 
-    /// Runs a tool, for `POST /<tool>`. The agent passes the body of the response to the model, whatever the status.
+    /// Runs a tool, for `POST /<tool>`. The agent passes the body of the response to the model, regardless of the status.
     ///
     /// # Errors
     /// `NotFound` for an unknown tool, see [`unknown_tool`].
@@ -144,7 +147,8 @@ pub trait ResourcesServer: Send + Sync + 'static {
         response: &ModelResponse,
     ) -> impl Future<Output = Result<Verdict>> + Send;
 
-    /// Returns `true` if the scored row keeps a key of the row. The default keeps all keys; each number of a row becomes a metric.
+    /// Returns `true` if the scored row keeps this key of the row. The default keeps all keys; each number of a row becomes a
+    /// metric.
     fn returns(&self, key: &str) -> bool {
         let _ = key;
         true
@@ -155,12 +159,12 @@ pub trait ResourcesServer: Send + Sync + 'static {
         None
     }
 
-    /// Releases the state of an episode, however it ended. Agents of this SDK call it; Python agents may not. The default closes
-    /// the session in the table of [`ResourcesServer::sessions`].
+    /// Releases the state of an episode, regardless of how it ended. Agents of this SDK call this method; Python agents may not.
+    /// The default closes the session in the table of [`ResourcesServer::sessions`].
     ///
     /// # Errors
-    /// `Unimplemented` means that this server has nothing to release: agents then stop calling it. Without a table, the default
-    /// returns it.
+    /// `Unimplemented` if this server has nothing to release; agents then stop calling this method. The default returns this error
+    /// if there is no table.
     fn close_session(&self, cx: &CallContext, session: &SessionId) -> impl Future<Output = Result<()>> + Send {
         let _ = cx;
         let closed = match self.sessions() {
@@ -180,10 +184,10 @@ pub fn unknown_tool(tool: &str) -> Error {
     Error::not_started(Code::NotFound, format!("there is no tool `{tool}` here"))
 }
 
-/// An environment that plays the other side of a conversation: after each response of the model, it may reply as a user.
+/// An environment that plays the other side of a conversation: after each response of the model, it can reply as a user.
 ///
-/// It serves `/reset` and `/step`, as NeMo Gym's `GymnasiumServer` does, and is played by an agent such as `gymnasium_agent`. The
-/// agent calls `reset`, then the model and `step` in turn until a step ends the episode, and at last `close_session`.
+/// It serves `/reset` and `/step`, as NeMo Gym's `GymnasiumServer` does, for an agent such as `gymnasium_agent`. The agent calls
+/// `reset`, then alternates between the model and `step` until a step ends the episode, and finally calls `close_session`.
 ///
 /// ```
 /// use gym_core::prelude::*;
@@ -208,7 +212,10 @@ pub trait GymnasiumServer: Send + Sync + 'static {
     /// The fields that the environment reads; it receives the row with each call.
     type Task: DeserializeOwned + Send;
 
-    /// Begins an episode, for `POST /reset`. May return a first message of the user; the default returns none.
+    /// Begins an episode, for `POST /reset`. Can return a first message of the user; the default returns none.
+    ///
+    /// # Errors
+    /// An error fails the attempt.
     fn reset(
         &self,
         cx: &CallContext,
@@ -219,7 +226,7 @@ pub trait GymnasiumServer: Send + Sync + 'static {
         async { Ok(None) }
     }
 
-    /// Takes a response of the model, for `POST /step`.
+    /// Processes a response of the model, for `POST /step`.
     ///
     /// # Errors
     /// An error fails the attempt; it never becomes a reward.
@@ -236,8 +243,11 @@ pub trait GymnasiumServer: Send + Sync + 'static {
         None
     }
 
-    /// Releases the state of an episode: after the step that ends it, and for `POST /close`. The default closes the session in the
-    /// table of [`GymnasiumServer::sessions`], if there is one.
+    /// Releases the state of an episode, after its last step and for `POST /close`. The default closes the session in the table of
+    /// [`GymnasiumServer::sessions`], if there is one.
+    ///
+    /// # Errors
+    /// The error of the implementation; the default never fails.
     fn close_session(&self, cx: &CallContext, session: &SessionId) -> impl Future<Output = Result<()>> + Send {
         let _ = cx;
         if let Some(sessions) = self.sessions() {
@@ -255,11 +265,11 @@ pub struct Step {
     pub observation: Option<String>,
     /// The reward of this step; the episode's reward is the sum.
     pub reward: f64,
-    /// Whether the environment ended the episode.
+    /// `true` if the environment ended the episode.
     pub terminated: bool,
-    /// Whether a limit ended the episode.
+    /// `true` if a limit ended the episode.
     pub truncated: bool,
-    /// Further information. `tool_outputs` holds the outputs of the response's tool calls.
+    /// Further information. `tool_outputs` contains the outputs of the response's tool calls.
     pub info: serde_json::Map<String, serde_json::Value>,
 }
 
@@ -301,9 +311,12 @@ impl Step {
     }
 }
 
-/// A model, or a proxy of one.
+/// A model, or a proxy of one, which agents call.
 pub trait ModelServer: Send + Sync + 'static {
     /// Generates a response, for `POST /v1/responses`.
+    ///
+    /// # Errors
+    /// An error fails the attempt; it never becomes a reward.
     fn responses(
         &self,
         cx: &CallContext,
@@ -312,6 +325,9 @@ pub trait ModelServer: Send + Sync + 'static {
     ) -> impl Future<Output = Result<ModelResponse>> + Send;
 
     /// Generates a chat completion, for `POST /v1/chat/completions`.
+    ///
+    /// # Errors
+    /// The error of the model or of its endpoint.
     fn chat_completions(
         &self,
         cx: &CallContext,
@@ -320,9 +336,12 @@ pub trait ModelServer: Send + Sync + 'static {
     ) -> impl Future<Output = Result<RawObject>> + Send;
 }
 
-/// An agent: calls the model, runs the tools, and has the episode verified. Only `run` must be written.
+/// An agent: calls the model, runs the tools, and requests the verification of the episode. Only `run` is required.
 pub trait AgentServer: Send + Sync + 'static {
     /// Runs an episode, for `POST /run`. The response is the row with the model's response and the reward.
+    ///
+    /// # Errors
+    /// An error fails the attempt.
     fn run(
         &self,
         cx: &CallContext,
@@ -330,7 +349,10 @@ pub trait AgentServer: Send + Sync + 'static {
         row: &RawObject,
     ) -> impl Future<Output = Result<Response>> + Send;
 
-    /// Runs the loop of model and tools without a verification, for `POST /v1/responses`. The default is `NotFound`.
+    /// Runs the loop of model and tools without verification, for `POST /v1/responses`.
+    ///
+    /// # Errors
+    /// `NotFound` by default, which means that this agent does not serve the route.
     fn responses(
         &self,
         cx: &CallContext,
@@ -341,7 +363,10 @@ pub trait AgentServer: Send + Sync + 'static {
         async { Err(Error::not_started(Code::NotFound, "this agent does not serve /v1/responses")) }
     }
 
-    /// Computes the metrics of many rollouts, for `POST /aggregate_metrics`. The default computes those of NeMo Gym.
+    /// Computes the metrics of many rollouts, for `POST /aggregate_metrics`. The default computes NeMo Gym's metrics.
+    ///
+    /// # Errors
+    /// The default returns `InvalidArgument` if it cannot compute the metrics of these rollouts.
     fn aggregate_metrics(
         &self,
         cx: &CallContext,
@@ -361,8 +386,14 @@ pub trait AgentServer: Send + Sync + 'static {
 /// The server that collectors call. The stock implementation forwards requests to an agent.
 pub trait EnvironmentServer: Send + Sync + 'static {
     /// Runs an episode, for `POST /run`.
+    ///
+    /// # Errors
+    /// An error fails the attempt.
     fn run(&self, cx: &CallContext, row: &RawObject) -> impl Future<Output = Result<Response>> + Send;
 
     /// Computes the metrics of many rollouts, for `POST /aggregate_metrics`.
+    ///
+    /// # Errors
+    /// The error of the implementation, such as that of the agent.
     fn aggregate_metrics(&self, cx: &CallContext, body: &RawObject) -> impl Future<Output = Result<Response>> + Send;
 }

@@ -8,17 +8,17 @@ use std::time::Duration;
 use crate::base::error::{Code, Error, Result};
 use tokio::time::Instant;
 
-/// Default number of sessions: 100,000 rollouts in flight, and some that were not closed.
+/// Default number of sessions: 100,000 rollouts in flight, plus some that were not closed.
 pub const SESSIONS_MAX: usize = 131_072;
 
-/// A full table may drop a session that received no call for this long: longer than a turn of a slow model. A session that has
-/// been scored expires after this time.
+/// Minimum idle time after which a full table may drop a session; longer than a turn of a slow model. A scored session expires
+/// after this idle time.
 pub const IDLE_MIN: Duration = Duration::from_secs(1_200);
 
-/// A session that has not been scored expires when it has received no call for this long.
+/// Maximum idle time of a session that has not been scored; it then expires.
 pub const IDLE_MAX: Duration = Duration::from_secs(4 * 3_600);
 
-/// Scored sessions that are kept, because a caller whose connection broke asks for the score again.
+/// Maximum scored sessions that are kept, because a caller whose connection broke requests the score again.
 pub const SCORED_MAX: usize = 4_096;
 
 /// Identifies the episode of a call: equal for all calls that carry the same session cookie.
@@ -70,12 +70,12 @@ pub struct Sessions<T> {
     sessions_max: usize,
 }
 
-/// A table of sessions, whatever their state is. Implemented by [`Sessions`]; called by the server that serves the environment.
+/// A table of sessions with any type of state. Implemented by [`Sessions`]; called by the server that serves the environment.
 pub trait SessionTable: Send + Sync {
     /// Closes a session. Does nothing if there is no such session.
     fn end(&self, session: &SessionId);
 
-    /// Returns the counts at this moment, after expired sessions have been removed.
+    /// Removes expired sessions, and returns the current counts.
     fn counts(&self) -> SessionCounts;
 }
 
@@ -86,14 +86,14 @@ pub struct SessionCounts {
     pub open: u64,
     /// Sessions that were closed, since the start.
     pub closed: u64,
-    /// Sessions that expired or were dropped to make room, since the start.
+    /// Sessions that expired, or were dropped because the table was full, since the start.
     pub expired: u64,
 }
 
 #[derive(Debug)]
 struct Table<T> {
     entries: HashMap<SessionId, Entry<T>>,
-    /// In the order of their last call; the number makes equal instants distinct.
+    /// Sessions in the order of their last call; the number makes equal instants distinct.
     active: BTreeMap<(Instant, u64), SessionId>,
     scored: BTreeMap<(Instant, u64), SessionId>,
     calls: u64,
@@ -129,7 +129,7 @@ impl<T> Sessions<T> {
         Self { table: Mutex::new(table), sessions_max }
     }
 
-    /// Begins a session. Keeps its state if it has begun already.
+    /// Begins a session. If it has already begun, keeps its state.
     ///
     /// # Errors
     /// `ResourceExhausted` if the table is full of sessions in use.
@@ -137,7 +137,7 @@ impl<T> Sessions<T> {
         self.with_or(session, state, |_| ())
     }
 
-    /// Reads or changes the state of a session.
+    /// Calls `act` with the state of a session.
     ///
     /// # Errors
     /// [`session_lost`] if there is no such session.
@@ -147,7 +147,7 @@ impl<T> Sessions<T> {
         table.entries.get_mut(session).map(|entry| act(&mut entry.state)).ok_or_else(|| session_lost(session))
     }
 
-    /// Reads or changes the state of a session, which begins with `state` if there is no such session.
+    /// Calls `act` with the state of a session. If there is no such session, it begins with `state`.
     ///
     /// # Errors
     /// `ResourceExhausted` if the table is full of sessions in use.
@@ -171,7 +171,7 @@ impl<T> Sessions<T> {
         table.entries.get_mut(session).map(|entry| act(&mut entry.state)).ok_or_else(|| session_lost(session))
     }
 
-    /// Reads the final state of a session. Scored sessions are dropped first when the table is full.
+    /// Calls `look` with the final state of a session, and marks the session as scored. A full table drops scored sessions first.
     ///
     /// # Errors
     /// [`session_lost`] if there is no such session.
@@ -194,13 +194,13 @@ impl<T> Sessions<T> {
         }
     }
 
-    /// Counts the open sessions.
+    /// Returns the number of open sessions.
     #[must_use]
     pub fn count(&self) -> usize {
         self.lock().entries.len()
     }
 
-    /// Locks the table, without the sessions that have expired by now.
+    /// Locks the table, and removes the sessions that have expired by now.
     fn lock(&self) -> MutexGuard<'_, Table<T>> {
         let mut table = self.table.lock().unwrap_or_else(PoisonError::into_inner);
         table.expire();
@@ -254,12 +254,12 @@ impl<T> Table<T> {
         true
     }
 
-    /// Drops a scored session, or else the one that has been idle longest, if it has been idle long enough.
+    /// Drops a scored session, or otherwise the longest idle session if it has been idle long enough.
     fn evict(&mut self) -> bool {
         self.drop_first_scored() || (is_idle(&self.active, IDLE_MIN) && self.drop_first_active())
     }
 
-    /// Drops the sessions that have expired. Each is dropped once, so a call pays for the sessions that it finds expired only.
+    /// Drops the expired sessions. Each session is dropped once, so a call pays only for the expired sessions that it finds.
     fn expire(&mut self) {
         while is_idle(&self.scored, IDLE_MIN) && self.drop_first_scored() {}
         while is_idle(&self.active, IDLE_MAX) && self.drop_first_active() {}

@@ -23,7 +23,7 @@ pub struct Tool {
 }
 
 impl Tool {
-    /// Creates a tool without arguments. The description may be the text of a doc comment.
+    /// Creates a tool without arguments. The description can be the text of a doc comment.
     #[must_use]
     pub fn new(name: &str, description: &str) -> Self {
         let description = of_doc_comment(description);
@@ -60,7 +60,7 @@ impl Tool {
     }
 }
 
-/// The form of the Responses API.
+/// Serializes in the format of the Responses API.
 impl Serialize for Tool {
     fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let parameters = self.parameters();
@@ -86,7 +86,7 @@ fn is_strict(schema: &Value) -> bool {
         }
 }
 
-/// Strips the blank that follows `///`, and the line breaks at the ends.
+/// Strips the space that follows `///`, and the line breaks at both ends.
 fn of_doc_comment(text: &str) -> String {
     let lines: Vec<&str> = text.trim().lines().map(str::trim).collect();
     lines.join("\n")
@@ -97,7 +97,7 @@ pub trait ToolReply {
     /// Converts the value into the response of the tool.
     ///
     /// # Errors
-    /// The error of the tool, or of a value that cannot be written as JSON.
+    /// The error of the tool, or of a value that cannot be serialized as JSON.
     fn into_response(self) -> Result<Response>;
 }
 
@@ -125,11 +125,11 @@ impl<T: ToolReply> ToolReply for Result<T> {
     }
 }
 
-/// Declares the tools of a [`ResourcesServer`](super::ResourcesServer): writes its methods `tools` and `call_tool`.
+/// Declares the tools of a [`ResourcesServer`](super::ResourcesServer) by generating its methods `tools` and `call_tool`.
 ///
-/// A tool has a name, typed arguments and an expression, which may `.await` and use the three names between the bars. Doc comments
-/// of tools and arguments become their descriptions. Agents of this SDK offer the tools to the model unless a row has `tools`.
-/// A call with wrong arguments gets a 422 with pydantic's words; a call of an unknown tool is `NotFound`.
+/// A tool has a name, typed arguments and an expression, which can `.await` and use the three names between the bars. Doc comments
+/// of tools and arguments become their descriptions. Agents of this SDK offer the tools to the model unless a row has `tools`. A
+/// call with invalid arguments gets a 422 with pydantic's messages. A call of an unknown tool gets `NotFound`.
 ///
 /// ```
 /// use gym_core::prelude::*;

@@ -1,4 +1,4 @@
-//! The problems of a request body, as pydantic and so FastAPI's 422 list them.
+//! Problems of a request body, in the form of pydantic and FastAPI's 422.
 
 use serde_json::{Value, json};
 
@@ -10,13 +10,14 @@ use crate::message::{CODE_METADATA, EXECUTION_METADATA, JsonError, Message, Resp
 pub struct ValidationProblem(String);
 
 impl ValidationProblem {
-    /// A required key that is absent: `{"type":"missing","loc":["body",…],"msg":"Field required","input":…}`.
+    /// Creates the problem of a missing required key: `{"type":"missing","loc":["body",…],"msg":"Field required","input":…}`.
     #[must_use]
     pub fn missing(path: &[&str], input: Value) -> Self {
         Self::new("missing", path, "Field required", input)
     }
 
-    /// Any other problem: pydantic's name of its type, the keys that lead to it in the body, the sentence, and the value there.
+    /// Creates any other problem from pydantic's name of its type, the path of keys in the body, the message, and the value at that
+    /// path.
     #[must_use]
     #[expect(clippy::needless_pass_by_value, reason = "callers build the value for this call")]
     pub fn new(kind: &str, path: &[&str], message: impl AsRef<str>, input: Value) -> Self {
@@ -24,14 +25,14 @@ impl ValidationProblem {
         Self::at(kind, steps, message.as_ref(), &input.to_string(), None)
     }
 
-    /// A body that is not JSON, with the position and the cause.
+    /// Creates the problem of a body that is not JSON, with the position and the cause.
     #[must_use]
     pub fn json(error: &JsonError) -> Self {
         let context = json!({"error": error.message}).to_string();
         Self::at("json_invalid", [error.offset.to_string()], "JSON decode error", "{}", Some(&context))
     }
 
-    /// Writes a problem. The steps below `body`, the input and the context are JSON texts.
+    /// Creates a problem. The steps below `body`, the input and the context are JSON text.
     pub(crate) fn at(
         kind: &str,
         steps: impl IntoIterator<Item = impl AsRef<str>>,
@@ -58,14 +59,14 @@ impl ValidationProblem {
         Self(text)
     }
 
-    /// The 422 of a server of the Python peer, without metadata.
+    /// Returns the 422 response of a Python server, without metadata.
     pub(crate) fn response(problems: &[Self]) -> Response {
         let details: Vec<&str> = problems.iter().map(|problem| problem.0.as_str()).collect();
         Response::new(Status(422), Message::json(format!("{{\"detail\":[{}]}}", details.join(","))))
     }
 }
 
-/// Returns the 422 that lists the problems of a body, with the metadata of a request that was rejected before it ran.
+/// Returns the 422 response that lists the problems of a body, with the metadata of a request that was rejected before it ran.
 #[must_use]
 pub fn unprocessable(problems: &[ValidationProblem]) -> Response {
     let mut response = ValidationProblem::response(problems);

@@ -17,14 +17,14 @@ use serde::Deserialize;
 use crate::role::resources::{SESSION_METADATA, TOOLS_KEY};
 use crate::role::route::tool_route;
 
-/// Bytes of a route that an error shows; routes are ASCII.
+/// Maximum bytes of a route that an error shows; routes are ASCII.
 const ROUTE_SHOWN_BYTES: usize = 120;
 
-/// The deadline of a request that closes a session: long enough for a server that is busy, short enough that a server that is gone
-/// does not collect requests. A session that was not closed expires.
+/// The deadline of a request that closes a session. It is long enough for a busy server, and short enough that requests to an
+/// exited server do not accumulate. A session that was not closed expires.
 const CLOSE_DEADLINE: Duration = Duration::from_secs(30);
 
-/// An episode in progress. When it is dropped, verified or not, its session is closed in the background.
+/// An episode in progress. Dropping it closes its session in the background, verified or not.
 ///
 /// ```
 /// use gym_server::prelude::*;
@@ -61,7 +61,7 @@ impl Episode {
     /// Sends a request to a model server, with the tools of the resources server unless the request has `tools`.
     ///
     /// # Errors
-    /// The error of `/v1/responses`; `InvalidArgument` if the request has a tool that the resources server does not have, or the
+    /// The error of `/v1/responses`; `InvalidArgument` if the request has a tool that the resources server lacks, or if the
     /// response is not a JSON object.
     pub async fn ask(&mut self, model: &str, params: impl Into<Rope>) -> Result<ModelResponse> {
         let mut params = params.into();
@@ -75,7 +75,7 @@ impl Episode {
     /// Calls a tool of the resources server.
     ///
     /// # Errors
-    /// The error of the call. A response with an error status is no error: it is data for the model.
+    /// The error of the call. A response with an error status is not an error: it is data for the model.
     pub async fn call_tool(&mut self, tool: &str, arguments: impl Into<Rope>) -> Result<Message> {
         let route = tool_route(tool);
         let server = Arc::clone(&self.session.server);
@@ -99,7 +99,7 @@ impl Episode {
 #[derive(Debug)]
 pub(super) struct ResourcesSession {
     client: ServerClient,
-    /// `None` once this is dropped.
+    /// `None` after a drop.
     calls: Option<Session>,
     server: Arc<str>,
     /// The route that closes the session; `None` if the server does not support it, or the session has been closed.
@@ -109,11 +109,11 @@ pub(super) struct ResourcesSession {
     tools: Option<Bytes>,
 }
 
-/// A session whose first request is in flight. If this is dropped, the request continues in the background until its reply reports
-/// whether the session can be closed: it may have begun already.
+/// A session whose first request is in flight. The session may already have begun, so after a drop the request continues in the
+/// background until its reply reports whether the session can be closed.
 struct BeginningSession {
     client: ServerClient,
-    /// `None` once it is complete.
+    /// `None` after completion.
     begun: Option<BoxFuture<'static, Result<(ResourcesSession, Response)>>>,
 }
 
@@ -126,7 +126,7 @@ impl Drop for BeginningSession {
 }
 
 impl ResourcesSession {
-    /// Begins an episode with `POST /seed_session`. The cookies of the caller's request go along.
+    /// Begins an episode with `POST /seed_session`, which carries the cookies of the caller's request.
     pub(super) async fn seed(
         cx: &CallContext,
         caller: &Metadata,
@@ -146,7 +146,7 @@ impl ResourcesSession {
     }
 
     /// Begins an episode with a first request, and returns the session and the response. `close` returns the route that closes the
-    /// session, if the response reports that the server supports it.
+    /// session, or `None` if the response does not report such support.
     pub(super) async fn begin(
         cx: &CallContext,
         caller: &Metadata,
@@ -161,7 +161,7 @@ impl ResourcesSession {
         if cookies.header().is_some() {
             *calls.jar(server) = cookies;
         }
-        // The request is not cancelled with the episode, because a session that began unseen could not be closed.
+        // The request is not cancelled with the episode, because a session that began without a visible reply could not be closed.
         let mut own = cx.child();
         own.cancel = CancelToken::new();
         own.deadline += CLOSE_DEADLINE;
@@ -192,7 +192,8 @@ impl ResourcesSession {
         }
     }
 
-    /// Not a child of the episode's context: the session is closed although the episode was cancelled or its deadline has passed.
+    /// Returns a context that is not a child of the episode's: the session is closed even if the episode was cancelled or timed
+    /// out.
     fn closing(&self) -> CallContext {
         let mut cx = CallContext::within(CLOSE_DEADLINE);
         cx.trace = self.trace;
@@ -208,12 +209,12 @@ impl ResourcesSession {
         Ok(())
     }
 
-    /// The calls of the episode, to this server and to others.
+    /// Returns the calls of the episode, to this server and to others.
     pub(super) fn calls(&mut self) -> &mut Session {
         self.calls.as_mut().expect("taken only when this is dropped")
     }
 
-    /// Adds the server's tools to a request for a model. Tools of the request take precedence, if the server has all of them.
+    /// Adds the server's tools to a request for a model. Tools of the request take precedence if the server has all of them.
     pub(super) fn with_tools(&self, params: &RawObject) -> Result<RawObject> {
         let Some(tools) = &self.tools else { return Ok(params.clone()) };
         match params.get("tools").filter(|own| &own[..] != b"null") {
@@ -257,7 +258,7 @@ impl Drop for ResourcesSession {
     fn drop(&mut self) {
         if let (Some(route), Some(mut calls)) = (self.close, self.calls.take()) {
             let (cx, server) = (self.closing(), Arc::clone(&self.server));
-            // In a box, because a task that awaits a call is as large as the call.
+            // Boxed, because a task that awaits a call is as large as the call.
             self.client.in_background(Box::pin(async move {
                 if let Err(error) = post(&mut calls, &cx, &server, route, "{}").await {
                     tracing::debug!(%server, route, %error, "a session was not closed; it will expire");
@@ -291,7 +292,7 @@ pub(super) async fn post(
     post_whole(session, cx, server, route, body).await.map(|response| response.message)
 }
 
-/// As [`post`], with the metadata of the response.
+/// Sends a request as [`post`] does, and also returns the metadata of the response.
 async fn post_whole(
     session: &mut Session,
     cx: &CallContext,
@@ -305,15 +306,14 @@ async fn post_whole(
     }
 }
 
-/// Turns the failure of an inner call into the failure of the call that needed it. The outer call has run, whatever became of
-/// the inner one, so its caller must not resend it. And a request that the inner server rejects is a defect of this agent, not
-/// of the caller's request.
+/// Converts the failure of an inner call to the failure of the outer call. The outer call has run, so its caller must not resend
+/// it. A request that the inner server rejects is a defect of this agent, not of the caller's request.
 pub(super) fn of_inner(error: Error, server: &str, route: &str) -> Error {
     let code = match error.code() {
         Code::InvalidArgument | Code::NotFound | Code::Unimplemented | Code::AlreadyExists => Code::Internal,
         code => code,
     };
-    // A tool's name comes from a model and may be long.
+    // A tool's name comes from a model and can be long.
     let route = &route[..route.len().min(ROUTE_SHOWN_BYTES)];
     let text = "hit an exception calling an inner server";
     Error::new(code, Execution::Finished, text).about(format!("POST {server}{route}")).caused_by(error)
@@ -324,7 +324,7 @@ pub(super) fn scored(text: Rope) -> Result<Rope> {
     let lost = |what: String| Error::finished(Code::DataLoss, what);
     let row = text.to_object().map_err(|error| lost(format!("the response is not a row: {error}")))?;
     let reward = row.get("reward").ok_or_else(|| lost("the response has no `reward`".into()))?;
-    // What pydantic makes of a reward that is not written as a number.
+    // Follows pydantic's conversion of a reward that is not written as a number.
     match reward.first() {
         Some(b'-' | b'0'..=b'9') => Ok(text),
         Some(b't') => Ok(row.edit().set("reward", "1.0").to_rope()),

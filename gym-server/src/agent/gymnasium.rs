@@ -14,11 +14,11 @@ use crate::agent::simple::params_of;
 use crate::agent::turn::{Conversation, Turn, items_of, user_message};
 use crate::role::dialect::schema::Dialect;
 
-/// The agent that calls the model and `/step` in turn, until the environment ends the episode or `max_steps` is reached.
+/// The agent that calls the model and `/step` alternately, until the environment ends the episode or `max_steps` is reached.
 ///
-/// Its result is not the row, but a new one: request, response with the items of all turns, sum of the rewards, and `terminated`,
-/// `truncated` and `info` of the last step. An environment whose `/reset` supports it receives `/close` at the end, however the
-/// episode ended.
+/// Its result is not the row, but a new object: request, response with the items of all turns, sum of the rewards, and
+/// `terminated`, `truncated` and `info` of the last step. An environment whose `/reset` reports support for it receives `/close` at
+/// the end of every episode.
 #[derive(Clone, Debug)]
 pub struct GymnasiumAgent {
     config: GymnasiumAgentConfig,
@@ -186,7 +186,7 @@ impl AgentServer for GymnasiumAgent {
     }
 }
 
-/// Returns the route that closes the session that a reply to `/reset` began: also if the rest of the reply is invalid.
+/// Returns the route that closes the session of a reply to `/reset`, even if the rest of the reply is invalid.
 fn close_route(reply: &Response) -> Option<&'static str> {
     let info = reply.message.head.to_object().ok()?.get_object("info").ok()??;
     (info.get("supports_explicit_close").as_deref() == Some(b"true")).then_some("/close")

@@ -1,4 +1,4 @@
-//! Agents: `simple_agent`, `gymnasium_agent`, and the episode that an agent of your own is written with.
+//! Agents: `simple_agent`, `gymnasium_agent`, and the episode type for agents of your own.
 
 mod config;
 mod episode;

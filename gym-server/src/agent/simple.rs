@@ -20,8 +20,8 @@ use crate::role::settings::Seconds;
 
 /// The agent that calls the model and runs its tools, until a response calls no tool.
 ///
-/// The response of a tool, with any status, is data for the model. An error of the model server or of the verifier fails the
-/// attempt: it never becomes a reward.
+/// A tool's response with any status is data for the model. An error of the model server or of the verifier fails the attempt: it
+/// never becomes a reward.
 #[derive(Clone, Debug)]
 pub struct SimpleAgent {
     config: SimpleAgentConfig,
@@ -55,8 +55,8 @@ impl SimpleAgent {
         }
     }
 
-    /// Converts the error of an episode that reached this agent's own limit. It is not `DeadlineExceeded`, which collectors retry:
-    /// the next attempt would reach the same limit.
+    /// Converts the error of an episode that reached this agent's own limit. The result is not `DeadlineExceeded`, because
+    /// collectors retry that code and the next attempt would reach the same limit.
     fn of_limit(&self, error: Error, began: Instant) -> Error {
         match self.config.max_seconds {
             Some(Seconds(limit)) if error.code() == Code::DeadlineExceeded && began.elapsed() >= limit => {
@@ -70,7 +70,7 @@ impl SimpleAgent {
         }
     }
 
-    /// Calls the model and its tools in turn. Returns the last response, with the items and the usage of all turns.
+    /// Calls the model and its tools alternately. Returns the last response, with the items and the usage of all turns.
     async fn converse(&self, cx: &CallContext, session: &mut Session, params: &RawObject) -> Result<ModelResponse> {
         let mut conversation = Conversation::new(params)?;
         let mut steps = 0;
@@ -128,7 +128,7 @@ impl SimpleAgent {
         let resources = self.resources()?;
         let caller = &cx.metadata;
         let cx = &self.context(cx);
-        // Closes the session when the episode is over, however it ends.
+        // Closes the session when the episode is over, regardless of how it ends.
         let mut session = ResourcesSession::seed(cx, caller, &self.client, resources, row).await?;
         let params = session.with_tools(params)?;
         let response = self.converse(cx, session.calls(), &params).await?;

@@ -1,4 +1,4 @@
-//! The tools that a server declares, and the end of sessions, over the stock agents.
+//! Tests tools that a server declares, and the end of sessions, with the stock agents.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -16,7 +16,7 @@ use crate::metrics::Metrics;
 use crate::role::{RoleServer, ServerContext};
 use crate::testing::{TestNetwork, world};
 
-/// A model that does what the last message of the request says, and remembers the requests.
+/// A model that follows the last message of the request, and records the requests.
 #[derive(Clone, Default)]
 struct ObedientModel(Arc<Mutex<Vec<Value>>>);
 
@@ -44,7 +44,7 @@ impl ModelServer for ObedientModel {
     }
 }
 
-/// Counts the calls of a session; the verifier fails if the row says so.
+/// Counts the calls of a session. The verifier fails if the row requests it.
 #[derive(Clone, Default)]
 struct Counter(Arc<Sessions<u64>>);
 
@@ -111,7 +111,7 @@ fn servers(env: impl Handler) -> TestServers {
     TestServers { model, metrics, client, _net: net }
 }
 
-/// The servers, with an environment that counts in the metrics of the result.
+/// Creates the servers, with an environment that counts in the metrics of the result.
 fn with_counter(counter: &Counter) -> TestServers {
     let context = ServerContext::new("env", "Test", &world());
     let mut servers = servers(RoleServer::resources(counter.clone(), &context));
@@ -185,7 +185,7 @@ async fn no_session_is_left_after_rollouts_that_end_in_any_way() {
     let ended: Vec<&str> = stream::iter(0..ROLLOUTS)
         .map(|number| async move {
             let agent = if number % 2 == 0 { "agent" } else { "own" };
-            // From the arrival at the environment to the middle of the model's answer.
+            // From the arrival at the environment to the middle of the model's response.
             let early = Duration::from_millis(number as u64 / 12 % 40);
             let cx = CallContext::default();
             let run = |row: Value| servers.run(cx.clone(), agent, Box::leak(Box::new(row)));
@@ -236,7 +236,7 @@ async fn no_session_is_left_after_rollouts_that_end_in_any_way() {
     assert!(text.contains(&format!("gym_sessions_closed_total{{server=\"env\"}} {}\n", counts.closed)), "{text}");
 }
 
-/// What the Python servers receive from NeMo Gym's agents, and nothing else.
+/// Python servers receive exactly the requests that NeMo Gym's agents send.
 #[tokio::test(start_paused = true)]
 async fn a_server_that_does_not_ask_for_it_is_sent_no_close() {
     let routes: Arc<Mutex<Vec<String>>> = Arc::default();
@@ -345,7 +345,7 @@ async fn an_environment_replies_as_a_user_up_to_the_limit() {
     assert_eq!((status, &result), (Status(200), &expected), "{result}");
     assert_eq!(SessionTable::counts(&*env.0), SessionCounts { open: 0, closed: 1, expired: 0 });
 
-    // A cancelled episode is closed too.
+    // A cancelled episode is also closed.
     let slow = json!({"responses_create_params": {"input": "start"}, "first": "wait 1"});
     let left = tokio::time::timeout(Duration::from_millis(500), servers.run(CallContext::default(), "player", &slow));
     assert!(left.await.is_err());

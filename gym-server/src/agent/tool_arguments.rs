@@ -1,13 +1,13 @@
-//! Parses the tool arguments that a model wrote, and describes a syntax error in the words of Python's `json.loads`.
+//! Parses the tool arguments that a model wrote, and reports a syntax error with the message of Python's `json.loads`.
 //!
-//! The description is the output of the tool call for the model. A policy that was trained with NeMo Gym's agent has seen exactly
-//! these sentences. The rules and messages are those of CPython 3.13's decoder.
+//! The message is the output of the tool call for the model. A policy that was trained with NeMo Gym's agent has seen exactly these
+//! messages. The rules and messages are those of CPython 3.13's decoder.
 
 use std::borrow::Cow;
 
 use serde::de::IgnoredAny;
 
-/// Deeper nesting than any tool takes; Python gives up at about the same depth.
+/// Deeper nesting than any tool accepts; Python fails at about the same depth.
 const DEPTH_MAX: u32 = 900;
 
 /// Returns the body of the request to the tool. `Err` holds the output for the model instead.
@@ -55,7 +55,7 @@ impl Scanner {
             None => wrong.at + 1,
         };
         let text = format!("{}: line {line} column {column} (char {})", wrong.message, wrong.at);
-        // Python's repr: double quotes only around a text that has single ones.
+        // As in Python's repr: double quotes only around a string that contains single quotes.
         let quote = if text.contains('\'') { '"' } else { '\'' };
         let text = text.replace('\\', "\\\\");
         let sentence = format!("Invalid tool call arguments: JSONDecodeError({quote}{text}{quote})");
@@ -191,7 +191,7 @@ impl Scanner {
         }
     }
 
-    /// Past the end of a container, or past the comma before its next member.
+    /// Moves past the end of a container, or past the comma before its next member.
     fn closed(&mut self, close: char, trailing_comma: &'static str) -> Result<bool, SyntaxError> {
         self.blank();
         let at = self.at;
@@ -234,7 +234,7 @@ impl Scanner {
             Some('"' | '\\' | '/' | 'b' | 'f' | 'n' | 'r' | 't') => self.at += 2,
             Some('u') => {
                 let end = backslash + 6;
-                // A closing quote must be able to follow, as in CPython.
+                // As in CPython, a closing quote must be able to follow.
                 let hex = end < self.text.len() && self.text[backslash + 2..end].iter().all(char::is_ascii_hexdigit);
                 if !hex {
                     return wrong("Invalid \\uXXXX escape", backslash + 1);
@@ -251,7 +251,7 @@ impl Scanner {
 mod tests {
     use super::*;
 
-    /// What CPython 3.13 with NeMo Gym 0.7.0 gives for these.
+    /// The messages of CPython 3.13 with NeMo Gym 0.7.0.
     const WRONG: &[(&str, &str)] = &[
         ("", "'Expecting value: line 1 column 1 (char 0)'"),
         ("{", "'Expecting property name enclosed in double quotes: line 1 column 2 (char 1)'"),

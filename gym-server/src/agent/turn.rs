@@ -26,7 +26,7 @@ pub(super) enum NextStep<'a> {
     Tools(&'a [FunctionCall]),
     /// End the loop: the model has finished, or has reached its limit of tokens.
     Stop,
-    /// End the loop: the response has neither a message nor a tool call. Holds NeMo Gym's name of the reason.
+    /// End the loop: the response has neither a message nor a tool call. Contains NeMo Gym's name of the reason.
     Nothing(&'static str),
 }
 
@@ -120,12 +120,12 @@ impl Turn {
 pub(super) struct Conversation {
     /// The items of the task, without the brackets around them.
     input: Bytes,
-    /// Whether the task's own `input` is a list already.
+    /// `true` if the task's own `input` is already a list.
     listed: bool,
     /// The items of all turns, without brackets: the outputs of the model and of the tools, and messages of the user.
     said: Vec<Bytes>,
     turns: u32,
-    /// The usage of all turns so far; parsed only when there is a second one to add.
+    /// The usage of all turns so far; parsed only when a second usage is added.
     usage: Option<Bytes>,
 }
 
@@ -212,7 +212,7 @@ impl Conversation {
     }
 }
 
-/// Returns the `input` of a request as a list with one more item. Returns `None` if that is the input unchanged.
+/// Returns the `input` of a request as a list with one more item, or `None` if that equals the unchanged input.
 pub(super) fn items_of(params: &RawObject, more: Option<&str>) -> Result<Option<Bytes>> {
     let conversation = Conversation::new(params)?;
     if conversation.listed && more.is_none() {
@@ -233,7 +233,7 @@ pub(super) fn user_message(text: &str) -> String {
     format!(r#"{{"content":{},"role":"user","type":"message"}}"#, Value::from(text))
 }
 
-/// Returns the text of a list without its brackets and the blanks next to them.
+/// Returns the text of a list without its brackets and the adjacent whitespace.
 fn inside(list: &Bytes) -> Bytes {
     let blank = |byte: &u8| byte.is_ascii_whitespace();
     let Some(text) = list.get(1..list.len().saturating_sub(1)) else { return Bytes::new() };
@@ -257,7 +257,7 @@ fn list<'a>(pieces: impl IntoIterator<Item = &'a Bytes> + Clone) -> Bytes {
     text.freeze()
 }
 
-/// Returns the sum of two usages. A count that one of them lacks is not added; other keys are those of the first.
+/// Returns the sum of two usages. A count that one of them lacks is not added; other keys are taken from the first.
 fn add_usage(total: &RawObject, more: &RawObject) -> Result<Bytes> {
     let count = |usage: &RawObject, key: &str| {
         usage.get_as::<Option<u64>>(key).map(Option::flatten).map_err(|error| wrong_usage(&error))
@@ -288,7 +288,7 @@ fn wrong_usage(error: &Error) -> Error {
     Error::finished(Code::DataLoss, format!("the model's `usage`: {error}"))
 }
 
-/// A string, or nothing if the value has another type: other kinds of items use the same keys for other values.
+/// A string, or nothing if the value has another type, because other kinds of items use the same keys for other values.
 #[derive(Debug, Default)]
 struct OptionalText(Option<String>);
 

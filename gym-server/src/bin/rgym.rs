@@ -1,5 +1,4 @@
-//! The command-line program `rgym` with the servers of the SDK. A program with its own servers has the same one line in
-//! `main`.
+//! The command-line program `rgym` with the servers of the SDK. A program with its own servers has the same one-line `main`.
 #![forbid(unsafe_code)]
 
 fn main() -> std::process::ExitCode {

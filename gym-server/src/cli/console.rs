@@ -78,7 +78,7 @@ impl Write for Console {
     }
 }
 
-/// Sends log lines to the console. `RUST_LOG` sets the levels, else `-v`; commands that serve log more than others.
+/// Sends log lines to the console. `RUST_LOG` sets the levels; without it, `-v` does. Commands that serve log more than others.
 pub(super) fn log_to(console: &Console, shared: &CommonOptions, serves: bool) -> Result<(), Failure> {
     let ours = match (shared.verbose, serves) {
         (0, false) => LevelFilter::WARN,
@@ -92,7 +92,7 @@ pub(super) fn log_to(console: &Console, shared: &CommonOptions, serves: bool) ->
                 "RUST_LOG={directives}: {error}\n  fix: set levels per target, such as RUST_LOG=warn,gym_client=debug"
             ))
         })?,
-        // Libraries below the SDK log too much at these levels.
+        // Libraries used by the SDK log too much at these levels.
         _ => {
             let libraries = ["hyper", "hyper_util", "reqwest", "rustls", "tokio"];
             Targets::new().with_default(ours).with_targets(libraries.map(|library| (library, LevelFilter::WARN)))

@@ -8,7 +8,7 @@ use gym_core::{Code, Error};
 /// The error of a command.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Failure {
-    /// A mistake of the user: exit code 2.
+    /// An error of the user: exit code 2.
     Usage(String),
     /// A failure of the run: exit code 1.
     Failed(String),

@@ -52,7 +52,7 @@ pub fn main(servers: Servers) -> ExitCode {
     main_with(servers, std::env::args_os())
 }
 
-/// Like [`main`], but with the given arguments; the first one is the program's name.
+/// Runs the command as [`main`] does, but with the given arguments; the first one is the program's name.
 #[must_use]
 pub fn main_with(servers: Servers, arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
     launch::enter();
@@ -66,7 +66,7 @@ pub fn main_with(servers: Servers, arguments: impl IntoIterator<Item = OsString>
             })
         }
         Ok(Parsed::Message(error)) => {
-            // clap prints help to standard output and mistakes to standard error, and sets the exit code to 0 or 2.
+            // clap prints help to standard output and errors to standard error, and sets the exit code to 0 or 2.
             let _ = error.print();
             ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(USAGE))
         }
@@ -84,7 +84,7 @@ enum Parsed {
         /// `true` if `--head-url` was given as an option, not by the environment variable.
         head_url_given: bool,
     },
-    /// Help, the version, or a mistake that clap found.
+    /// Help, the version, or an error that clap found.
     Message(clap::Error),
 }
 
@@ -129,9 +129,9 @@ fn start(cli: Cli, overrides: Vec<String>, head_url_given: bool, servers: Server
             Command::Aliases => aliases::print(),
         }
     };
-    // Spawned, because `block_on` does not run on a worker thread, and every wake-up would cross threads.
+    // Spawned, because `block_on` does not run on a worker thread, and each wake-up would then cross threads.
     let ended = runtime.block_on(async move { tokio::spawn(command.boxed()).await });
-    // Remaining tasks were cancelled, or do not need to finish.
+    // Remaining tasks were cancelled, or need not finish.
     runtime.shutdown_timeout(Duration::from_secs(1));
     ended.unwrap_or_else(|error| Err(Failure::Failed(format!("the command panicked: {error}"))))
 }

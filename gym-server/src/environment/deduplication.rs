@@ -1,12 +1,12 @@
 //! Runs each `/run` once per rollout, attempt and body.
 //!
-//! Python clients resend a POST when a connection breaks, whether or not it ran. Each resent request would start a second episode
-//! with its own side effects. So an episode whose caller disconnects runs on for a grace period, and an equal request within
-//! that period joins it. A delivered response is forgotten at once: a second collection of the same rows never receives the
+//! Python clients resend a POST when a connection breaks, even if the request ran. Each resent request would start a second episode
+//! with its own side effects. An episode whose caller disconnects therefore runs on for a grace period, and an equal request within
+//! that period joins it. A delivered response is dropped at once, so a second collection of the same rows never receives the
 //! rollouts of the first.
 //!
-//! The callers that wait for an episode poll it. Without callers, a task polls it until the grace period ends and then drops
-//! it, which cancels its calls.
+//! The callers that wait for an episode poll it. Without callers, a task polls the episode until the grace period ends. The task
+//! then drops the episode, which cancels its calls.
 
 use std::collections::HashMap;
 use std::future::Future;
@@ -22,16 +22,16 @@ use tokio::runtime::Handle;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
-/// The grace period of an episode without callers. NeMo Gym's clients resend after half a second; a restarted load balancer or a
-/// flapping link takes longer.
+/// The grace period of an episode without callers. NeMo Gym's clients resend after half a second; recovery takes longer if a load
+/// balancer restarts or a link flaps.
 pub(crate) const DEFAULT_GRACE: Duration = Duration::from_secs(30);
 
-/// Episodes without callers; beyond this number an episode is dropped with its last caller. As many as a server queues.
+/// Maximum episodes without callers; beyond it, an episode is dropped with its last caller. Equals the queue length of a server.
 const ABANDONED_MAX: usize = 16_384;
 
 type RunFuture = BoxFuture<'static, Response>;
 
-/// Identifies the rollout and attempt of a body: the texts of the keys that name them, each after a byte that JSON cannot contain.
+/// Identifies the rollout and attempt of a body: the texts of their keys, each after a byte that JSON cannot contain.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct RunKey(Arc<[u8]>);
 
@@ -75,7 +75,7 @@ struct RunTable {
 struct InFlightRun {
     body: Bytes,
     deadline: Instant,
-    /// Held by whoever polls the episode; the episode ends when nothing holds it.
+    /// Callers and tasks that poll the episode hold it; the episode ends when nothing holds it.
     run: WeakShared<RunFuture>,
     callers: Mutex<usize>,
     /// Fires when a response has been delivered.
@@ -88,8 +88,8 @@ impl RunDeduplicator {
         Self { shared: Arc::new(SharedRuns { grace, table: Mutex::default() }) }
     }
 
-    /// Returns the response to `body`, from the episode in progress for it or from the one that `start` begins. The future of
-    /// `start` outlives this call if the caller disconnects.
+    /// Returns the response to `body`, from the matching episode in progress or from the episode that `start` begins. The future of
+    /// `start` continues after this call if the caller disconnects.
     pub(crate) async fn run<Fut>(
         &self,
         key: RunKey,
@@ -108,7 +108,7 @@ impl RunDeduplicator {
                 .filter(|episode| episode.body == *body)
                 .find_map(|episode| Some((Arc::clone(episode), episode.run.upgrade()?)));
             let joined = joined.unwrap_or_else(|| {
-                // A panic must not poison the response for callers that join.
+                // A panic must not make the shared response unusable for callers that join.
                 let run = AssertUnwindSafe(start()).catch_unwind().map(|answer| {
                     answer.unwrap_or_else(|_| Response::from_error(&Error::internal("the episode panicked")))
                 });
@@ -132,7 +132,7 @@ impl RunDeduplicator {
         answer
     }
 
-    /// Counts the episodes in progress.
+    /// Returns the number of episodes in progress.
     #[cfg(test)]
     pub(crate) fn len(&self) -> usize {
         lock(&self.shared.table).episodes.values().map(Vec::len).sum()
@@ -150,7 +150,7 @@ impl RunTable {
     }
 }
 
-/// A caller that waits for an episode. Dropped before the response, it has disconnected.
+/// A caller that waits for an episode. A drop before the response means that the caller has disconnected.
 struct Waiter<'a> {
     runs: &'a RunDeduplicator,
     key: RunKey,
@@ -169,7 +169,7 @@ impl Waiter<'_> {
 impl Drop for Waiter<'_> {
     fn drop(&mut self) {
         let run = self.run.take();
-        // Counted and handed to a task under one lock, so that no resent request comes between.
+        // Counted and moved to a task under one lock, so that no resent request intervenes.
         let mut table = lock(&self.runs.shared.table);
         let last = {
             let mut callers = lock(&self.episode.callers);
@@ -204,7 +204,7 @@ async fn drive_abandoned(
 ) {
     let driven = async {
         let answer = run.clone().await;
-        // The shared future keeps its answer as long as `run` is held.
+        // The shared future keeps its response as long as `run` is held.
         drop(answer);
         std::future::pending::<()>().await;
     };
@@ -215,7 +215,7 @@ async fn drive_abandoned(
         () = driven => {}
     }
     let Some(runs) = runs.upgrade() else { return };
-    // A caller that has joined meanwhile polls the episode from now on, and forgets it.
+    // A caller that has joined meanwhile now polls the episode and removes it.
     let mut table = lock(&runs.table);
     if *lock(&episode.callers) == 0 {
         tracing::debug!(?key, "episode dropped: no caller came back within the grace period");
@@ -233,7 +233,7 @@ mod tests {
 
     use super::*;
 
-    /// An episode that takes `seconds`, and counts how often it began, ended and was dropped unfinished.
+    /// An episode that takes `seconds`, and counts how often it began, ended, and was dropped before its end.
     #[derive(Clone, Default)]
     struct Counts {
         begun: Arc<AtomicUsize>,
@@ -280,7 +280,7 @@ mod tests {
         String::from_utf8(answer.message.head.to_bytes().to_vec()).unwrap()
     }
 
-    /// A caller who leaves after `seconds`.
+    /// Simulates a caller that disconnects after `seconds`.
     async fn leave_after(seconds: u64, runs: &RunDeduplicator, counts: &Counts, takes: u64) {
         let patience = Duration::from_secs(seconds);
         tokio::time::timeout(patience, call(runs, counts, ROW, takes)).await.unwrap_err();

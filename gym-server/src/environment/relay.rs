@@ -12,7 +12,7 @@ use crate::environment::deduplication::{DEFAULT_GRACE, RunDeduplicator, RunKey};
 use crate::role::reply;
 use crate::role::settings::{Seconds, ServerRef};
 
-/// Metadata that describes one hop: each hop writes its own, so it is not forwarded.
+/// Metadata that describes one hop. Each hop writes its own, so this metadata is not forwarded.
 const HOP_BY_HOP: &[&str] = &[
     "accept-encoding",
     "connection",
@@ -32,12 +32,12 @@ const HOP_BY_HOP: &[&str] = &[
     INCARNATION_METADATA,
 ];
 
-/// The keys of a `legacy_agent` block; other keys of the block are not this server's.
+/// The keys of a `legacy_agent` block; this server ignores all other keys.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 pub struct RelayConfig {
     /// The agent that receives all requests.
     pub agent_server: ServerRef,
-    /// Seconds that a `/run` runs on after its caller has disconnected, so that a resent request joins it. 30 by default.
+    /// Seconds that a `/run` continues after its caller has disconnected, so that a resent request can join it. 30 by default.
     #[serde(default)]
     pub replay_grace_seconds: Option<Seconds>,
 }
@@ -89,7 +89,7 @@ impl EnvironmentServer for Relay {
             return self.agent.ask(&request, CallOptions::default()).await;
         };
         let start = || {
-            // Not `child`: the episode must not be cancelled with this caller.
+            // Not a child context: the episode must not be cancelled with this caller.
             let mut own = CallContext::until(cx.deadline);
             own.trace = cx.trace;
             own.reply_bytes_max = cx.reply_bytes_max;

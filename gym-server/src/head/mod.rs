@@ -1,4 +1,4 @@
-//! The head server: resolves names to running servers, for our clients and for NeMo Gym's.
+//! The head server: resolves names to running servers, for clients of this SDK and of NeMo Gym.
 //!
 //! | route | purpose |
 //! |---|---|
@@ -33,7 +33,7 @@ use crate::role::reply;
 /// The port that NeMo Gym's tools expect.
 pub const HEAD_PORT: u16 = 11_000;
 
-/// The longest wait of one `watch` request; the watcher then sends the next.
+/// The longest wait of one `watch` request; the watcher then sends another request.
 const WATCH_WAIT_MAX: Duration = Duration::from_secs(60);
 
 /// Returns the text of `/global_config_dict_yaml` for the live servers.
@@ -64,7 +64,7 @@ impl HeadServer {
         Self(Arc::new(HeadState { registry, config, ready: AtomicBool::new(false), start_time, metrics, routes, live }))
     }
 
-    /// Reports from now on in `/health` that all servers serve.
+    /// Makes `/health` report from now on that all servers serve.
     pub fn set_ready(&self) {
         self.0.ready.store(true, Ordering::Release);
     }

@@ -1,4 +1,4 @@
-//! An endpoint for tests that answers over TCP with the bytes it was told.
+//! A TCP endpoint for tests that sends scripted responses.
 
 use std::sync::{Arc, Mutex};
 
@@ -6,7 +6,8 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpListener;
 use tokio::task::JoinSet;
 
-/// Answers each request with the next text: an empty one hangs, and each closes its connection.
+/// Answers each request with the next response, and closes its connection. An empty response leaves the connection open without a
+/// reply.
 #[derive(Debug)]
 pub(super) struct MockEndpoint {
     url: String,
@@ -14,12 +15,12 @@ pub(super) struct MockEndpoint {
     _server: JoinSet<()>,
 }
 
-/// A complete HTTP answer.
+/// Returns a complete HTTP response.
 pub(super) fn answer(status: u16, body: &str) -> String {
     answer_with(status, "", body)
 }
 
-/// A complete HTTP answer with further headers, each ended by a line break.
+/// Returns a complete HTTP response with further headers, each of which ends with a line break.
 pub(super) fn answer_with(status: u16, headers: &str, body: &str) -> String {
     let length = body.len();
     format!("HTTP/1.1 {status} x\r\n{headers}content-length: {length}\r\nconnection: close\r\n\r\n{body}")
@@ -48,7 +49,7 @@ impl MockEndpoint {
                 if answer.is_empty() {
                     held.push(stream);
                 } else {
-                    // The client may have enough before the end.
+                    // The client may close the connection before it has read everything.
                     let _ = stream.write_all(answer.as_bytes()).await;
                 }
             }
@@ -65,12 +66,12 @@ impl MockEndpoint {
         self.requests.lock().unwrap().len()
     }
 
-    /// A request's head and body.
+    /// Returns the head and body of a request.
     pub(super) fn request(&self, index: usize) -> String {
         self.requests.lock().unwrap()[index].clone()
     }
 
-    /// A request's body.
+    /// Returns the body of a request.
     pub(super) fn body(&self, index: usize) -> serde_json::Value {
         serde_json::from_str(self.request(index).split_once("\r\n\r\n").unwrap().1).unwrap()
     }

@@ -1,4 +1,4 @@
-//! The `openai_model` server: passes requests to an OpenAI-compatible endpoint that speaks the same dialect.
+//! The `openai_model` server: forwards requests to an OpenAI-compatible endpoint of the same dialect.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -14,32 +14,32 @@ use tokio::sync::Semaphore;
 use crate::model::secret::Secret;
 use crate::model::upstream::{Upstream, UpstreamOptions};
 
-/// The keys of an `openai_model` block; other keys of the block are not this server's.
+/// The keys of an `openai_model` block; this server ignores all other keys.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 pub struct OpenAiModelConfig {
-    /// Where the endpoint is, with its version: `http://127.0.0.1:8000/v1`.
+    /// The URL of the endpoint, with its version: `http://127.0.0.1:8000/v1`. Required.
     pub openai_base_url: String,
-    /// The key; without one, `OPENAI_API_KEY` or `policy_api_key` of the environment.
+    /// The API key. By default the environment variable `OPENAI_API_KEY`, then `policy_api_key`.
     #[serde(default)]
     pub openai_api_key: Option<Secret>,
-    /// The model that is asked for, whatever the request says.
+    /// The model of every request, regardless of the request's own. Required.
     pub openai_model: String,
-    /// Keys that are added to each request that does not have them.
+    /// Keys that are added to each request that lacks them. Empty by default.
     #[serde(default)]
     pub extra_body: Map<String, Value>,
-    /// Headers of each request.
+    /// Headers of each request. Empty by default.
     #[serde(default)]
     pub openai_default_headers: BTreeMap<String, Secret>,
-    /// Tries of a request that the endpoint answers with a status worth trying again.
+    /// Maximum attempts of a request that the endpoint answers with a retryable status. 3 by default.
     #[serde(default = "three")]
     pub max_http_attempts: u32,
-    /// Requests at the endpoint at once; further ones wait.
+    /// Maximum concurrent requests at the endpoint; further requests wait. Unlimited by default.
     #[serde(default)]
     pub max_concurrent_requests: Option<usize>,
-    /// Leaves `reasoning` items out of the input, for endpoints that choke on their own.
+    /// Removes `reasoning` items from the input, for endpoints that reject their own. Off by default.
     #[serde(default)]
     pub drop_input_reasoning_items: bool,
-    /// The wait before the second try, in milliseconds; doubled for each further one, and spread.
+    /// The wait before the second attempt, in milliseconds; doubled for each further attempt, and randomized. 500 by default.
     #[serde(default = "half_a_second")]
     pub retry_backoff_ms: u64,
 }
@@ -53,7 +53,7 @@ fn half_a_second() -> u64 {
 }
 
 impl OpenAiModelConfig {
-    /// The defaults, in front of a model at an endpoint.
+    /// Creates the default configuration for a model at an endpoint.
     #[must_use]
     pub fn new(base_url: impl Into<String>, model: impl Into<String>) -> Self {
         Self {
@@ -70,12 +70,12 @@ impl OpenAiModelConfig {
     }
 }
 
-/// Fronts an OpenAI-compatible endpoint. Requests and answers pass as text: only the model's name and what the configuration
-/// adds are changed.
+/// Forwards requests to an OpenAI-compatible endpoint. Requests and responses pass as text: only the model's name and the keys that
+/// the configuration adds are changed.
 #[derive(Clone, Debug)]
 pub struct OpenAiModel {
     upstream: Upstream,
-    /// The model's name as a JSON text.
+    /// The model's name as a JSON string.
     model: String,
     extra_body: Arc<[(String, String)]>,
     drop_reasoning: bool,
@@ -83,10 +83,10 @@ pub struct OpenAiModel {
 }
 
 impl OpenAiModel {
-    /// A front of the configured endpoint.
+    /// Creates a server in front of the configured endpoint.
     ///
     /// # Errors
-    /// `InvalidArgument` naming the key when the URL or a header is wrong, or when it is https and this program has no TLS.
+    /// `InvalidArgument` with the key if the URL or a header is invalid, or if the URL is https and this program has no TLS.
     pub fn new(config: OpenAiModelConfig, world: &World) -> Result<Self> {
         let key = Secret::or_from_environment(config.openai_api_key);
         let mut options = UpstreamOptions::new("openai_base_url", key, config.openai_default_headers);
@@ -146,8 +146,8 @@ impl ModelServer for OpenAiModel {
     }
 }
 
-/// The input list as OpenAI's endpoint takes it back: its own `reasoning` items have a `status` that it refuses in a request,
-/// and some endpoints choke on the whole item. `None` when nothing is to be changed.
+/// Returns the input list in a form that OpenAI's endpoint accepts, or `None` if it needs no change. The endpoint rejects the
+/// `status` of its own `reasoning` items in a request, and some endpoints reject the whole item.
 fn replayable(request: &RawObject, drop_reasoning: bool) -> Result<Option<String>> {
     let Some(input) = request.get("input").filter(|input| input.first() == Some(&b'[')) else { return Ok(None) };
     if memchr::memmem::find(&input, b"\"reasoning\"").is_none() {

@@ -1,8 +1,8 @@
-//! A stand-in for a model, for runs without a GPU and without a key: a program decides the answers.
+//! A substitute for a model, for runs without a GPU and without an API key: a program decides the responses.
 //!
-//! The answers depend on a [`ScriptedPolicy`] of the user's program and on a seed. Each request has its own random number
-//! generator, seeded with the seed and the text of the request, so a run gives the same answers at any concurrency. Equal
-//! requests get equal answers; repeats of a task differ if the collector adds a seed to each.
+//! The responses depend on a [`ScriptedPolicy`] of the user's program and on a seed. Each request has its own random number
+//! generator, which combines the seed and the text of the request. A run therefore returns the same responses at any concurrency.
+//! Equal requests get equal responses. Repeats of a task differ if the collector adds a seed to each.
 
 use std::fmt::Write as _;
 use std::sync::Arc;
@@ -13,12 +13,12 @@ use gym_core::{CallContext, Execution, ModelResponse, ModelServer, RawObject, Re
 use serde::Deserialize;
 use serde_json::Value;
 
-/// Decides the answers of a [`ScriptedModel`]. Functions of this signature implement it.
+/// Decides the responses of a [`ScriptedModel`]. Functions of this signature implement it.
 ///
 /// The request is the body of `/v1/responses` or `/v1/chat/completions`. All randomness must come from `rng`; otherwise runs
 /// are not reproducible.
 pub trait ScriptedPolicy: Send + Sync + 'static {
-    /// Returns the items of the answer, in order.
+    /// Returns the items of the response, in order.
     fn answer(&self, request: &RawObject, rng: &mut fastrand::Rng) -> Vec<ScriptedItem>;
 }
 
@@ -31,10 +31,10 @@ where
     }
 }
 
-/// One item of a scripted answer.
+/// One item of a scripted response.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ScriptedItem {
-    /// Reasoning before the answer.
+    /// Reasoning before the response.
     Reasoning(String),
     /// A message of the assistant.
     Message(String),
@@ -42,7 +42,7 @@ pub enum ScriptedItem {
     ToolCall {
         /// The name of the tool.
         name: String,
-        /// The arguments: a JSON text, or not, to test an agent.
+        /// The arguments: usually JSON, or any other string to test an agent.
         arguments: String,
     },
 }
@@ -68,15 +68,15 @@ impl ScriptedItem {
     }
 }
 
-/// The keys of a `scripted_model` block; other keys of the block are not this server's.
+/// The keys of a `scripted_model` block; this server ignores all other keys.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(default)]
 pub struct ScriptedModelConfig {
-    /// The `model` of the answers: a reader of the rollouts must see that no model wrote them. `scripted_model` by default.
+    /// The `model` of the responses, which shows readers of the rollouts that no model wrote them. `scripted_model` by default.
     pub model: String,
-    /// The seed of the answers. 0 by default.
+    /// The seed of the responses. 0 by default.
     pub seed: u64,
-    /// The latency of an answer in milliseconds: a number, or `[minimum, maximum]`. None by default.
+    /// The latency of a response in milliseconds: a number, or `[minimum, maximum]`. None by default.
     pub latency_ms: Option<Latency>,
     /// Adds random `prompt_token_ids`, `generation_token_ids` and `generation_log_probs` to the last item. Off by default.
     pub token_fields: bool,
@@ -91,11 +91,11 @@ impl Default for ScriptedModelConfig {
     }
 }
 
-/// The latency of an answer.
+/// The latency of a response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(untagged)]
 pub enum Latency {
-    /// Always this many milliseconds.
+    /// A fixed number of milliseconds.
     Fixed(u64),
     /// Minimum and maximum milliseconds.
     Range(u64, u64),
@@ -113,7 +113,7 @@ impl Latency {
     }
 }
 
-/// A model server whose answers a program decides. It is not a model, and its answers say so.
+/// A model server whose responses come from a program instead of a model. The `model` of its responses identifies it.
 ///
 /// ```
 /// use gym_core::{RawObject, World};
@@ -125,7 +125,7 @@ impl Latency {
 #[derive(Clone)]
 pub struct ScriptedModel {
     config: ScriptedModelConfig,
-    /// The model's name as a JSON text.
+    /// The model's name as a JSON string.
     model: String,
     policy: Arc<dyn ScriptedPolicy>,
     world: World,
@@ -138,14 +138,14 @@ impl std::fmt::Debug for ScriptedModel {
 }
 
 impl ScriptedModel {
-    /// Creates a model that answers by `policy`.
+    /// Creates a model that answers with `policy`.
     #[must_use]
     pub fn new(config: ScriptedModelConfig, world: &World, policy: impl ScriptedPolicy) -> Self {
         let model = Value::from(config.model.as_str()).to_string();
         Self { config, model, policy: Arc::new(policy), world: world.clone() }
     }
 
-    /// Creates a model that answers by `policy`, with the default configuration.
+    /// Creates a model that answers with `policy`, in the default configuration.
     #[must_use]
     pub fn from_policy(policy: impl ScriptedPolicy) -> Self {
         Self::new(ScriptedModelConfig::default(), &World::real(), policy)
@@ -162,7 +162,7 @@ impl ScriptedModel {
     async fn decide(&self, cx: &CallContext, request: &RawObject) -> Result<ScriptedAnswer> {
         let mut rng = fastrand::Rng::with_seed(digest(request.text(), self.config.seed));
         let wait = self.config.latency_ms.map_or(Duration::ZERO, |latency| latency.pick(&mut rng));
-        // The runtime's shortest sleep is a millisecond.
+        // The runtime's shortest sleep is one millisecond.
         if !wait.is_zero() {
             cx.bound(Execution::Finished, async {
                 tokio::time::sleep(wait).await;
@@ -170,9 +170,9 @@ impl ScriptedModel {
             })
             .await?;
         }
-        // After the wait, which would hold it otherwise.
+        // Computed after the wait, which would otherwise hold the items.
         let items = self.policy.answer(request, &mut rng);
-        // About four bytes to a token, as in English text.
+        // About four bytes per token, as in English text.
         let input_tokens = request.text().len() / 4 + 1;
         let written = items.iter().map(ScriptedItem::length).sum::<usize>();
         let output_tokens = self.config.generation_tokens.unwrap_or(written / 4 + 1);
@@ -192,7 +192,7 @@ impl ScriptedModel {
 }
 
 struct ScriptedAnswer {
-    /// 32 hexadecimal digits.
+    /// An id of 32 hexadecimal digits.
     id: String,
     items: Vec<ScriptedItem>,
     input_tokens: usize,
@@ -324,7 +324,7 @@ fn numbers(text: &mut String, key: &str, count: usize, mut one: impl FnMut(&mut 
     text.push(']');
 }
 
-/// A number for a text and a seed; not against adversaries, but the same on every machine and in every release.
+/// Returns a hash of a text and a seed. It does not resist attacks, but is the same on every machine and in every release.
 fn digest(text: &[u8], seed: u64) -> u64 {
     let mix = |state: u64, word: u64| (state ^ word).wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(29);
     let (words, rest) = text.as_chunks::<8>();

@@ -1,26 +1,26 @@
-//! A key that no log shows.
+//! A key that does not appear in logs.
 
 use std::fmt;
 
 use serde::{Deserialize, Deserializer};
 
-/// A key or password. Printing it for debugging shows that there is one, never what it is.
+/// A key or password. Its `Debug` output shows that there is a value, but not the value itself.
 #[derive(Clone, Default, PartialEq, Eq)]
 pub struct Secret(String);
 
 impl Secret {
-    /// Keeps the text secret from here on.
+    /// Stores the string as a secret.
     #[must_use]
     pub fn new(text: impl Into<String>) -> Self {
         Self(text.into())
     }
 
-    /// The text, for the one place that sends it.
+    /// Returns the string, for the code that sends it.
     pub(super) fn reveal(&self) -> &str {
         &self.0
     }
 
-    /// The key of the configuration; without one, that of the environment: `OPENAI_API_KEY`, then `policy_api_key`.
+    /// Returns the key of the configuration, or by default the environment variable `OPENAI_API_KEY`, then `policy_api_key`.
     pub(super) fn or_from_environment(configured: Option<Self>) -> Option<Self> {
         configured.or_else(|| {
             ["OPENAI_API_KEY", "policy_api_key"].into_iter().find_map(|name| std::env::var(name).ok()).map(Self)

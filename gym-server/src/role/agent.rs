@@ -10,7 +10,7 @@ use crate::role::route::{RoleRequest, RoleSpec};
 pub(super) const SPEC: RoleSpec =
     RoleSpec { kind: ServerKind::Agent, routes: &["/run", "/v1/responses", "/aggregate_metrics"], sessions: true };
 
-/// An [`AgentServer`] as an object, so that the role is compiled once and not for each implementation.
+/// An object-safe [`AgentServer`], so that the role is compiled once and not for each implementation.
 #[async_trait]
 trait DynAgentServer: Send + Sync + 'static {
     async fn run(&self, cx: &CallContext, session: &SessionId, row: &RawObject) -> Result<Response>;

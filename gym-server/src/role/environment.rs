@@ -10,7 +10,7 @@ use crate::role::route::{RoleRequest, RoleSpec};
 pub(super) const SPEC: RoleSpec =
     RoleSpec { kind: ServerKind::Environment, routes: &["/run", "/aggregate_metrics"], sessions: false };
 
-/// An [`EnvironmentServer`] as an object.
+/// An object-safe [`EnvironmentServer`].
 #[async_trait]
 trait DynEnvironmentServer: Send + Sync + 'static {
     async fn run(&self, cx: &CallContext, row: &RawObject) -> Result<Response>;

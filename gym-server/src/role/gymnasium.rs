@@ -17,7 +17,7 @@ pub(super) const SPEC: RoleSpec = RoleSpec {
     sessions: true,
 };
 
-/// A [`GymnasiumServer`] as an object. The replies are bodies of `/reset` and `/step`.
+/// An object-safe [`GymnasiumServer`]. The replies are bodies of `/reset` and `/step`.
 #[async_trait]
 trait DynGymnasiumServer: Send + Sync + 'static {
     async fn reset(&self, cx: &CallContext, session: &SessionId, row: &RawObject) -> Result<Response>;
@@ -37,7 +37,7 @@ impl<S: GymnasiumServer> DynGymnasiumServer for S {
     async fn reset(&self, cx: &CallContext, session: &SessionId, row: &RawObject) -> Result<Response> {
         let task: S::Task = row.view().map_err(|error| Error::invalid(error.to_string()))?;
         let observation = GymnasiumServer::reset(self, cx, session, task).await?;
-        // NeMo Gym's own agent closes an environment that says so.
+        // NeMo Gym's own agent closes an environment that reports this support.
         let body = json!({"observation": observation, "info": {"supports_explicit_close": true}});
         Ok(Response::json(body.to_string()))
     }
@@ -52,7 +52,7 @@ impl<S: GymnasiumServer> DynGymnasiumServer for S {
         let task: S::Task = row.view().map_err(|error| Error::invalid(error.to_string()))?;
         let step = GymnasiumServer::step(self, cx, session, task, response).await?;
         if !step.reward.is_finite() {
-            // JSON has no NaN: a trainer must not read one as a number or as 0.
+            // JSON has no NaN: a trainer must not read a NaN as a number or as 0.
             let text = format!("the reward of a step is {}; return a finite number", step.reward);
             return Err(Error::internal(text).about("step"));
         }

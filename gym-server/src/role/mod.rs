@@ -110,7 +110,7 @@ struct RoleState {
     other_routes: RouteMetrics,
 }
 
-/// An enum and not a trait object: the role's part of a request runs in the future that [`RoleServer`] allocates.
+/// An enum instead of a trait object: the role's part of a request runs in the future that [`RoleServer`] allocates.
 enum Role {
     Agent(AgentRole),
     Environment(EnvironmentRole),
@@ -195,7 +195,7 @@ impl Handler for RoleServer {
         if let Some(Err(error)) = state.fence.as_ref().map(|fence| fence.check(&request.context)) {
             return Box::pin(async move { Err(error) });
         }
-        // Outside of the future, which would hold the request beside the call that is made of it.
+        // Outside the future, which would otherwise hold the request in addition to the call built from it.
         let session = if state.spec.sessions { state.session(&request.context) } else { SessionId::new("") };
         let Request { verb, route, context, message, .. } = request;
         let request = RoleRequest { verb, route, context, session, message };
@@ -235,7 +235,7 @@ impl RoleState {
             }
         };
         if self.spec.sessions {
-            // On each response, because clients send only the cookies of the last one.
+            // Set on each response, because clients send only the cookies of the last response.
             let attributes = "; path=/; Max-Age=1209600; httponly; samesite=lax";
             let value = [&self.cookie, "=", request.session.as_str(), attributes].concat();
             response.metadata.push("set-cookie", value);
@@ -254,17 +254,17 @@ impl RoleState {
         Response::json(body.to_string())
     }
 
-    /// The session of the caller's cookie; a new one when it has none.
+    /// Returns the session of the caller's cookie, or a new session if the caller has none.
     fn session(&self, context: &CallContext) -> SessionId {
         match CookieJar::find_in_request(&context.metadata, &self.cookie) {
-            // Longer ones are not ours, and would be kept in maps.
+            // Longer ids were not created by this server and would be stored in maps.
             Some(id) if !id.is_empty() && id.len() <= 128 => SessionId::new(id),
             _ => SessionId::new(self.server.world.unique_id()),
         }
     }
 }
 
-/// Replaces the characters that Python's cookie writer would quote.
+/// Replaces characters that Python's cookie writer would quote.
 fn cookie_name(text: &str) -> String {
     text.chars().map(|c| if c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-') { c } else { '-' }).collect()
 }

@@ -16,7 +16,7 @@ use crate::role::route::{RoleRequest, RoleSpec};
 pub(super) const SPEC: RoleSpec =
     RoleSpec { kind: ServerKind::Model, routes: &["/v1/responses", "/v1/chat/completions"], sessions: true };
 
-/// A [`ModelServer`] as an object.
+/// An object-safe [`ModelServer`].
 #[async_trait]
 trait DynModelServer: Send + Sync + 'static {
     async fn responses(&self, cx: &CallContext, session: &SessionId, body: &RawObject) -> Result<ModelResponse>;
@@ -74,8 +74,8 @@ impl ModelRole {
     }
 }
 
-/// What an endpoint answered instead of a result: kept as the cause, so that a client of ours sees the endpoint's own status
-/// and words.
+/// The error response of an endpoint. It is stored as the cause of an error, so that clients of this SDK see the endpoint's own
+/// status and body.
 #[derive(Debug, thiserror::Error)]
 #[error("answered {status}")]
 pub(crate) struct EndpointRejection {
@@ -83,7 +83,7 @@ pub(crate) struct EndpointRejection {
     pub(crate) body: Bytes,
 }
 
-/// Returns the endpoint's own error body, if it is a JSON object: OpenAI's clients expect its status and `error`.
+/// Returns the endpoint's own error body if it is a JSON object, because OpenAI's clients expect its status and `error`.
 fn passed_on(error: &Error) -> Option<Response> {
     let refused = std::error::Error::source(error)?.downcast_ref::<EndpointRejection>()?;
     RawObject::parse(refused.body.clone()).ok()?;
@@ -102,8 +102,8 @@ impl ModelRole {
         }
     }
 
-    /// The whole answer, replayed as events. A failure of the Responses dialect is an event too; of the chat dialect it is a
-    /// status, as long as nothing was promised.
+    /// Replays the complete response as events. A failure of the Responses dialect is also an event. A failure of the chat dialect
+    /// is a status, because no event has been sent yet.
     async fn streamed(&self, request: &RoleRequest, dialect: Dialect, body: &RawObject) -> Result<Response> {
         let (plain, names) = match dialect {
             Dialect::Chat => (dialect.without_stream(body)?, harness::JoinedNames::default()),

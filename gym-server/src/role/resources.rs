@@ -22,14 +22,14 @@ pub(super) const SPEC: RoleSpec = RoleSpec {
     sessions: true,
 };
 
-/// Metadata of a reply to `/seed_session`, for agents of this SDK: `close` if the session should be closed, `tools` if the reply has
-/// [`TOOLS_KEY`]. Python agents ignore both.
+/// Metadata of a reply to `/seed_session`, for agents of this SDK. `close` means that the session should be closed, `tools` that
+/// the reply has [`TOOLS_KEY`]. Python agents ignore both.
 pub(crate) const SESSION_METADATA: &str = "x-gym-session";
 
 /// The key of the tools in a reply to `/seed_session`.
 pub(crate) const TOOLS_KEY: &str = "_gym_tools";
 
-/// A [`ResourcesServer`] as an object. Only the deserialization of the task depends on the implementation.
+/// An object-safe [`ResourcesServer`]. Only the deserialization of the task depends on the implementation.
 #[async_trait]
 trait DynResourcesServer: Send + Sync + 'static {
     async fn seed_session(&self, cx: &CallContext, session: &SessionId, row: &RawObject) -> Result<RawObject>;
@@ -84,7 +84,7 @@ pub(super) struct ResourcesRole {
     server: Arc<dyn DynResourcesServer>,
     /// The server's own tools as a JSON list, if it declares any.
     tools: Option<Bytes>,
-    /// Whether sessions should be closed: not after the server has reported that it has nothing to release.
+    /// `true` if sessions should be closed; `false` after the server has reported that it has nothing to release.
     closes: AtomicBool,
 }
 
@@ -184,7 +184,7 @@ impl ResourcesRole {
 /// Returns the row with the reward and the verifier's other keys.
 fn spliced(row: &RawObject, verdict: &Verdict, returns: impl Fn(&str) -> bool) -> Result<Rope> {
     if !verdict.reward.is_finite() {
-        // JSON has no NaN: a trainer must not read one as a number or as 0.
+        // JSON has no NaN: a trainer must not read a NaN as a number or as 0.
         return Err(Error::internal(format!("the verifier's reward is {}", verdict.reward)).about("verify"));
     }
     let dropped = row.keys().filter(|key| !returns(key)).map(str::to_owned);

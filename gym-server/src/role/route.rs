@@ -11,9 +11,9 @@ use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode_str, utf8_perc
 pub(crate) struct RoleSpec {
     /// The kind of server.
     pub(crate) kind: ServerKind,
-    /// The routes that metrics count separately; all others are counted together.
+    /// The routes that metrics count separately; all other routes are counted together.
     pub(crate) routes: &'static [&'static str],
-    /// Whether the role keeps sessions; an environment server forwards the sessions of other servers.
+    /// `true` if the role keeps sessions; an environment server forwards the sessions of other servers.
     pub(crate) sessions: bool,
 }
 
@@ -28,18 +28,18 @@ pub(crate) struct RoleRequest {
 }
 
 impl RoleRequest {
-    /// Returns verb and path, for a `match`.
+    /// Returns the verb and the path, for a `match`.
     pub(crate) fn target(&self) -> (Verb, &str) {
         (self.verb, self.path())
     }
 
-    /// Returns the path without rollout prefix and query.
+    /// Returns the path without the rollout prefix and the query.
     pub(crate) fn path(&self) -> &str {
         without_rollout_prefix(self.route.path())
     }
 }
 
-/// Strips `/ng-rollout/<id>[/training-token-capture]`, which may precede any path.
+/// Strips the prefix `/ng-rollout/<id>[/training-token-capture]`, which can precede any path.
 fn without_rollout_prefix(path: &str) -> &str {
     let Some(rest) = path.strip_prefix("/ng-rollout/") else { return path };
     let Some((id, _)) = rest.split_once('/') else { return path };
@@ -55,16 +55,16 @@ fn without_rollout_prefix(path: &str) -> &str {
     }
 }
 
-/// Decodes `%20` and the like. A `%` without two hexadecimal digits is kept, and a text whose bytes are not UTF-8 is returned
-/// unchanged.
+/// Decodes escapes such as `%20`. A `%` without two hexadecimal digits is kept. A string whose decoded bytes are not UTF-8 is
+/// returned unchanged.
 pub(crate) fn percent_decoded(text: &str) -> Cow<'_, str> {
     percent_decode_str(text).decode_utf8().unwrap_or(Cow::Borrowed(text))
 }
 
-/// The routes of a resources server that are no tools. A model that could call one would end, score or restart its own episode.
+/// Routes of a resources server that are not tools. A model that could call one could end, score or restart its own episode.
 const PROTOCOL: [&str; 4] = ["seed_session", "verify", "close_session", "aggregate_metrics"];
 
-/// Returns `true` if a tool of this name would have a path of the protocol, for a server that ignores extra slashes.
+/// Returns `true` if a tool of this name would collide with a protocol path on a server that ignores extra slashes.
 pub(crate) fn is_protocol(name: &str) -> bool {
     let path = name.split('?').next().unwrap_or_default().trim_matches('/');
     let path = match path.strip_prefix("ng-rollout/") {
@@ -74,7 +74,7 @@ pub(crate) fn is_protocol(name: &str) -> bool {
     PROTOCOL.contains(&path)
 }
 
-/// The characters that the path of a tool cannot hold.
+/// The characters that the path of a tool cannot contain.
 const ESCAPED: AsciiSet = NON_ALPHANUMERIC
     .remove(b'-')
     .remove(b'.')
@@ -96,7 +96,7 @@ const ESCAPED: AsciiSet = NON_ALPHANUMERIC
     .remove(b'/')
     .remove(b'?');
 
-/// Returns the path of a tool. Characters that a path cannot hold are percent-encoded, because the name comes from a model.
+/// Returns the path of a tool. Characters that a path cannot contain are percent-encoded, because the name comes from a model.
 pub(crate) fn tool_route(name: &str) -> Route {
     let mut route = String::with_capacity(name.len() + 1);
     route.push('/');

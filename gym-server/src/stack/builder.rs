@@ -112,7 +112,7 @@ impl StackBuilder {
     /// Starts the servers and waits until all of them serve.
     ///
     /// # Errors
-    /// `InvalidArgument` with file, line and key for a mistake in the files, or with the name of two servers that share it; the
+    /// `InvalidArgument` with file, line and key for an error in the files, or with the name that two servers share; also the
     /// errors of [`Stack::start`].
     pub async fn start(mut self) -> Result<Stack> {
         let mut config = self.configuration().map_err(|error| Error::invalid(error.to_string()))?;
@@ -170,7 +170,7 @@ impl Stack {
         }
     }
 
-    /// Creates a builder of a stack that needs no file and binds no port: it has the servers that the program adds, and serves only
+    /// Creates a builder for a stack without files and ports. The stack has the servers that the program adds, and serves only
     /// callers of this process ([`StackOptions::in_process`]).
     ///
     /// ```

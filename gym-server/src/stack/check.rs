@@ -1,4 +1,4 @@
-//! Whether and how the instances of a configuration would run, without starting them.
+//! Checks the instances of a configuration without starting them, and reports how each would run.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -15,12 +15,12 @@ use crate::stack::instance::unknown_implementation;
 use crate::stack::python;
 use crate::stack::servers::{Build, Servers};
 
-/// How an instance runs here.
+/// The way in which an instance runs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum RunsAs {
-    /// In this process.
+    /// Runs in this process.
     Native,
-    /// As a child, from this folder.
+    /// Runs as a child process, from this directory.
     Python(PathBuf),
 }
 
@@ -33,7 +33,7 @@ impl fmt::Display for RunsAs {
     }
 }
 
-/// Returns how an instance runs with these implementations and these directories of Python servers.
+/// Returns how an instance would run with these implementations and these directories of Python servers.
 ///
 /// # Errors
 /// The error of starting the instance.
@@ -47,7 +47,7 @@ pub(crate) fn runs_as(instance: &InstanceConfig, servers: &Servers, roots: &[Pat
     python::find(instance, roots).map(|(folder, _)| RunsAs::Python(folder))
 }
 
-/// Creates a native instance without serving it, to find mistakes in its block. A Python instance is not checked.
+/// Creates a native instance without serving it, to find errors in its block. A Python instance is not checked.
 ///
 /// # Errors
 /// The error of starting the instance.

@@ -3,7 +3,7 @@
 //! ```text
 //!   configuration ──► native implementation ──► role handler ──► mem://name  (callers of this process)
 //!                 │                                          ├─► ucx://host:port   (where `transport` allows it)
-//!                 │                                          └─► http://host:port  (everybody else)
+//!                 │                                          └─► http://host:port  (all other callers)
 //!                 └─► Python entrypoint ──────► child process ──► http://host:port
 //!                                 all of them ──► registry ◄── head server
 //! ```

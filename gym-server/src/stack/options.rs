@@ -19,27 +19,27 @@ use gym_core::Endpoint;
 /// ```
 #[derive(Clone)]
 pub struct StackOptions {
-    /// Serves only these instances; `head_server` is the head server. Empty by default: everything.
+    /// Serves only these instances; `head_server` is the head server. Empty by default, which serves all of them.
     pub only: Vec<String>,
     /// Serves only callers of this process: no head server runs and no port is bound. Off by default.
     pub in_process: bool,
-    /// The head server to register with if it is not served here. By default `head_server` of the configuration.
+    /// The head server to register with if this stack does not serve it. By default `head_server` of the configuration.
     pub head: Option<Endpoint>,
     /// The interpreter of Python entrypoints. Required by a configuration that has one.
     pub python: Option<PathBuf>,
-    /// Directories that contain the directories of Python servers, in the order of the search. Empty by default.
+    /// Directories that contain the directories of Python servers, in search order. Empty by default.
     pub python_roots: Vec<PathBuf>,
     /// Environment variables of Python servers, in addition to those that NeMo Gym sets. Empty by default.
     pub python_env: Vec<(String, OsString)>,
-    /// Receives the output lines of Python servers.
+    /// Receives the output lines of Python servers. None by default.
     pub lines: Option<LineSink>,
     /// Time until a Python server must answer. 300 s by default.
     pub start_timeout: Duration,
-    /// Time that calls in flight have after a stop. 10 s by default.
+    /// Time allowed for calls in flight to finish after a stop. 10 s by default.
     pub stop_grace: Duration,
     /// Maximum calls in flight on one in-process channel. 16,384 by default.
     pub in_process_calls_max: usize,
-    /// The transports that the servers listen on and call with. `None` by default: those of [`Servers`](crate::Servers), with
+    /// The transports that the servers listen on and call with. By default those of [`Servers`](crate::Servers), with
     /// `in_process_calls_max` and `http` of these options.
     pub transports: Option<Transports>,
     /// Limits of the HTTP servers.

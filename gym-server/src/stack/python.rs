@@ -1,4 +1,5 @@
-//! Python servers of a configuration, as children: started as NeMo Gym starts them, watched, registered while they answer.
+//! Runs the Python servers of a configuration as child processes: starts them as NeMo Gym does, monitors them, and registers them
+//! while they respond.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -19,7 +20,7 @@ use tokio::task::JoinSet;
 use crate::stack::instance::{RunningServer, registration};
 use crate::stack::options::StackOptions;
 
-/// How often a server that is starting is asked whether it answers.
+/// The interval at which a starting server is polled.
 const POLL_EVERY: Duration = Duration::from_millis(200);
 
 /// The Python servers of a stack.
@@ -32,7 +33,7 @@ pub(super) struct PythonServers {
 }
 
 impl PythonServers {
-    /// Starts all of them and waits until each has answered once and is registered.
+    /// Starts all servers, and waits until each has responded once and is registered.
     pub(super) async fn start(
         config: &GymConfig,
         instances: Vec<InstanceConfig>,
@@ -163,7 +164,7 @@ impl PythonServers {
     }
 }
 
-/// The folder of a Python server and its entrypoint in it.
+/// Returns the directory of a Python server and its entrypoint in that directory.
 pub(super) fn find(instance: &InstanceConfig, roots: &[PathBuf]) -> Result<(PathBuf, PathBuf)> {
     let entrypoint = PathBuf::from(instance.entrypoint.as_deref().unwrap_or("app.py"));
     let folder = instance.folder();
@@ -196,7 +197,7 @@ fn spec(instance: &InstanceConfig, yaml: &str, python: &Path, folder: &Path, ent
         .env("NEMO_GYM_CONFIG_DICT", yaml)
         .env("NEMO_GYM_CONFIG_PATH", &instance.name)
         .env("PYTHONPATH", path)
-        // Its lines are read as they come, not when a buffer is full.
+        // Unbuffered, so that output lines arrive immediately.
         .env("PYTHONUNBUFFERED", "1")
 }
 
@@ -211,7 +212,8 @@ struct WatchedServer {
     ready: watch::Sender<bool>,
 }
 
-/// Registers the server while it answers: rollouts fail as unavailable while it is down, and find it again when it is back.
+/// Registers the server while it responds. While the server is down, rollouts fail with `Unavailable`; they resolve it again after
+/// it restarts.
 async fn keep_registered(watched: WatchedServer) {
     let mut events = watched.child.events();
     let mut lease: Option<LeaseKeeper> = None;
@@ -230,7 +232,7 @@ async fn keep_registered(watched: WatchedServer) {
                 watched.ready.send_replace(true);
                 tracing::info!(server = watched.instance.name, pid, "serves");
             }
-            // `Exited` is followed by `Backoff` at once, and a watch shows only the newest.
+            // `Exited` is followed by `Backoff` immediately, and a watch channel shows only the latest value.
             ChildState::Exited(report) | ChildState::Backoff { last: report, .. } => {
                 tracing::warn!(server = watched.instance.name, "{report}");
                 if let Some(lease) = lease.take() {
@@ -259,7 +261,7 @@ async fn keep_registered(watched: WatchedServer) {
     }
 }
 
-/// Waits until the server answers anything, then registers it.
+/// Waits until the server sends any response, then registers it.
 async fn register(watched: &WatchedServer, pid: u32, incarnation: Incarnation) -> LeaseKeeper {
     let transports = Transports::from_features(InProcess::new());
     loop {

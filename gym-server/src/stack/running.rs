@@ -78,11 +78,11 @@ impl Stack {
     /// Starts the servers of `config` and waits until all of them serve.
     ///
     /// # Errors
-    /// `InvalidArgument` with place and fix for a mistake in the configuration, such as an implementation that is neither native
-    /// nor Python; `Unavailable` if a server does not start. The servers that have started are stopped again.
+    /// `InvalidArgument` with file, key and fix for an error in the configuration, such as an implementation that is neither native
+    /// nor Python. `Unavailable` if a server does not start; the servers that have started are stopped again.
     pub async fn start(config: GymConfig, servers: &Servers, world: &World, options: StackOptions) -> Result<Self> {
         let in_process = InProcess::new().with_calls_max(options.in_process_calls_max);
-        // The head server is called over HTTP whatever the policy allows: it is how all others are found.
+        // Clients call the head server over HTTP, regardless of the policy, because it resolves all other servers.
         let control = Transports::from_features(in_process.clone()).with_policy(TransportPolicy::unconfigured());
         let metrics = Metrics::new();
         let config = Arc::new(config);
@@ -203,7 +203,7 @@ impl Stack {
         let text: GlobalConfig = Arc::new(move |instances: &[Instance]| yaml.to_global_yaml_with(&live(instances)));
         let head = HeadServer::new(memory, text, world, self.metrics.clone());
         let handler: Arc<dyn Handler> = Arc::new(head.clone());
-        // Over HTTP only, whatever the policy allows: it is how all other servers are found.
+        // Over HTTP only, regardless of the policy: clients find all other servers through the head server.
         let http = HttpBackend { http: options.http.clone(), ..HttpBackend::default() };
         let place = ListenOptions::default().at(config.head.host.clone(), config.head.port);
         let listened = Transports::new().with(http).listen(place, handler, &[HTTP]).await;
@@ -247,7 +247,7 @@ impl Stack {
         let listened = self.client.transports().listen(place, handler, needed).await;
         let (listener, handler) =
             listened.map_err(|error| error.about(format!("start {} on {}", instance.name, instance.host)))?;
-        // The preferred one first; HTTP last, because every caller has it.
+        // Preferred endpoints first; HTTP last, because every client supports it.
         let mut endpoints = listener.endpoints().to_vec();
         endpoints.retain(|endpoint| endpoint.scheme() != "http+frames");
         let url = endpoints.last().cloned().ok_or_else(|| Error::internal("nothing listens"))?;
@@ -266,8 +266,8 @@ impl Stack {
         Ok(())
     }
 
-    /// Runs an agent or an environment server of this stack on tasks, and returns the rollouts in the order in which they end.
-    /// Must be called within a tokio runtime.
+    /// Runs an agent or an environment server of this stack on tasks, and returns the rollouts in the order in which they end. Must
+    /// be called within a tokio runtime.
     ///
     /// # Errors
     /// `NotFound` with the nearest name if the stack has no such server.
@@ -279,10 +279,10 @@ impl Stack {
         self.rollouts_with(agent, tasks, DriverOptions::default())
     }
 
-    /// [`Stack::rollouts`] with limits of the program's own: rollouts in flight, attempts, deadlines.
+    /// Runs rollouts as [`Stack::rollouts`] does, with the given limits: rollouts in flight, attempts, deadlines.
     ///
     /// # Errors
-    /// As of [`Stack::rollouts`].
+    /// The errors of [`Stack::rollouts`].
     pub fn rollouts_with(
         &self,
         agent: &str,
@@ -316,8 +316,8 @@ impl Stack {
         &self.metrics
     }
 
-    /// Stops environment servers, agents, models and resources servers in this order, each within the grace period, so that
-    /// episodes in progress can finish; then ends the leases, the Python servers and the head server.
+    /// Stops environment servers, agents, models and resources servers in this order. Each stage has the grace period, so that
+    /// episodes in progress can finish. Then ends the leases, the Python servers and the head server.
     pub async fn stop(mut self) {
         let head = self.stages.pop();
         for stage in self.stages.drain(..) {
@@ -337,7 +337,7 @@ impl Stack {
     }
 }
 
-/// Returns the address that UCX listens on for other hosts: the host of the servers if they share one, else any address.
+/// Returns the address that UCX listens on for other hosts: the shared host of all servers, or any address if their hosts differ.
 fn ucx_address(wanted: &[InstanceConfig]) -> IpAddr {
     let mut hosts = wanted.iter().map(|instance| instance.host.as_str());
     let first = hosts.next().filter(|first| hosts.all(|host| host == *first));

@@ -39,8 +39,8 @@ impl Build<'_> {
 
 type Factory = Arc<dyn Fn(&Build<'_>) -> Result<Arc<dyn Handler>> + Send + Sync>;
 
-/// The implementations that run in this process. An instance of the configuration with another implementation needs a Python
-/// `entrypoint`, which runs as a child process.
+/// The implementations that run in this process. An instance with any other implementation needs a Python `entrypoint`, which runs
+/// as a child process.
 ///
 /// ```
 /// use gym_core::{CallContext, ModelResponse, ResourcesServer, Result, SessionId, Verdict};
@@ -92,8 +92,8 @@ impl Servers {
             })
     }
 
-    /// Sets the transports of the program: those that its configurations can name, and that its servers listen on and call with. By
-    /// default those that the SDK was built with.
+    /// Sets the transports that configurations can name, and that servers listen on and call with. By default those that the SDK
+    /// was built with.
     ///
     /// ```
     /// use gym_client::Transports;
@@ -178,8 +178,8 @@ impl Servers {
         })
     }
 
-    /// Adds any handler, for what the four roles do not cover. In a stack, it receives only calls that are meant for its own
-    /// incarnation or name none, as roles do.
+    /// Adds any handler that the four roles do not cover. Like a role in a stack, it receives only calls that name its own
+    /// incarnation or no incarnation.
     #[must_use]
     pub fn handler(
         self,

@@ -1,30 +1,30 @@
-//! The dependencies between the rooms of a crate, read from the paths in its sources.
+//! Reads the dependencies between the modules of a crate from the paths in its sources.
 //!
-//! A room is a module with its submodules. A path that leads to a re-export counts as a path to the module that defines the item.
-//! Test modules are left out: a test may use any room.
+//! A unit is a module with its submodules. A path to a re-export counts as a path to the module that defines the item. Test modules
+//! are ignored: a test may use any module.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::fs;
 use std::path::Path;
 
-/// The segments of a path, from the root of the crate.
+/// The segments of a path, starting at the root of the crate.
 type Segments = Vec<String>;
 
-/// The modules of a crate and the paths between them.
+/// The modules of a crate, and the paths between them.
 pub(crate) struct Crate {
     modules: BTreeSet<Segments>,
     /// For each module, the names that it re-exports and the paths to their definitions.
     exports: BTreeMap<Segments, BTreeMap<String, Segments>>,
-    /// From a module, to a path.
+    /// Pairs of a module and a path that it uses.
     paths: Vec<(Segments, Segments)>,
 }
 
-/// One dependency between two rooms of the same level, with an example: the module that has the path, and the path.
+/// The dependencies between two modules of the same level, each with an example: the module that contains the path, and the path.
 pub(crate) type Edges = BTreeMap<(String, String), (String, String)>;
 
 impl Crate {
-    /// Reads the sources under `folder`, a crate's `src`.
+    /// Reads the sources in `folder`, the `src` directory of a crate.
     pub(crate) fn read(folder: &Path) -> Self {
         let mut sources = BTreeMap::new();
         read_folder(folder, &[], &mut sources);
@@ -53,18 +53,18 @@ impl Crate {
         read
     }
 
-    /// The modules that have submodules, the root among them.
+    /// Returns the modules that have submodules, including the root.
     pub(crate) fn levels(&self) -> BTreeSet<Segments> {
         self.modules.iter().filter_map(|module| module.split_last()).map(|(_, parent)| parent.to_vec()).collect()
     }
 
-    /// The submodules of a module.
+    /// Returns the submodules of a module.
     pub(crate) fn rooms(&self, level: &[String]) -> BTreeSet<String> {
         let below = self.modules.iter().filter(|module| module.len() == level.len() + 1 && module.starts_with(level));
         below.filter_map(|module| module.last().cloned()).collect()
     }
 
-    /// The dependencies between the submodules of a module.
+    /// Returns the dependencies between the submodules of a module.
     pub(crate) fn edges(&self, level: &[String]) -> Edges {
         let mut edges = Edges::new();
         for (module, path) in &self.paths {
@@ -78,7 +78,7 @@ impl Crate {
         edges
     }
 
-    /// Paths from inside the rooms to an item that the root itself defines or re-exports from nowhere in the crate.
+    /// Returns the submodule of `level` that contains `path`. Returns `None` for an item that `level` itself defines.
     fn room(&self, level: &[String], path: &[String]) -> Option<String> {
         let rest = path.strip_prefix(level)?;
         let name = rest.first()?;
@@ -105,7 +105,7 @@ impl Crate {
 
     /// Follows re-exports to the module that defines the item.
     fn definition(&self, mut path: Segments) -> Segments {
-        // Bounded: a re-export of a re-export of its own is no valid program.
+        // Bounded, because a re-export of itself is not a valid program.
         for _ in 0..16 {
             let module = (0..=path.len()).rev().find(|length| self.modules.contains(&path[..*length])).unwrap_or(0);
             let Some(name) = path.get(module) else { return path };
@@ -119,7 +119,7 @@ impl Crate {
     }
 }
 
-/// The rooms that take part in a cycle, with the paths of each dependency among them; empty if there is none.
+/// Returns the modules of each cycle, with the paths of their dependencies. The result is empty if there is no cycle.
 pub(crate) fn cycles(edges: &Edges) -> String {
     let mut reachable: BTreeSet<(&str, &str)> = edges.keys().map(|(from, to)| (from.as_str(), to.as_str())).collect();
     loop {
@@ -163,14 +163,14 @@ fn read_folder(folder: &Path, module: &[String], sources: &mut BTreeMap<Segments
     }
 }
 
-/// The text without comments and without the test module at its end.
+/// Returns the source without comments and without the test module at its end.
 fn code_of(text: &str) -> String {
     let end = text.find("#[cfg(test)]\nmod tests {").unwrap_or(text.len());
     let lines = text[..end].lines().map(|line| line.find("//").map_or(line, |at| &line[..at]));
     lines.collect::<Vec<_>>().join("\n")
 }
 
-/// The `use` declarations, each with whether it is a re-export, and the rest of the text.
+/// Returns the `use` declarations, each with a flag for re-exports, and the rest of the source.
 fn split_uses(text: &str) -> (Vec<(bool, String)>, String) {
     let (mut uses, mut rest, mut from) = (Vec::new(), String::new(), 0);
     for (at, _) in text.match_indices("use ") {
@@ -190,7 +190,7 @@ fn split_uses(text: &str) -> (Vec<(bool, String)>, String) {
     (uses, rest)
 }
 
-/// The paths of a `use` tree.
+/// Returns the paths of a `use` tree.
 fn expand(tree: &str) -> Vec<Segments> {
     fn segments(text: &str) -> Segments {
         let path = text.split(" as ").next().unwrap_or_default();
@@ -217,14 +217,14 @@ fn expand(tree: &str) -> Vec<Segments> {
     paths
 }
 
-/// The paths that begin with `crate::` or `super::`, outside of `use` declarations. Paths of macros (`$crate::`) are left out.
+/// Returns the paths that begin with `crate::` or `super::`, except those of `use` declarations and of macros (`$crate::`).
 fn paths_in(text: &str) -> Vec<Segments> {
     let is_name = |character: char| character.is_alphanumeric() || character == '_';
     let mut paths = Vec::new();
     for keyword in ["crate::", "super::"] {
         for (at, _) in text.match_indices(keyword) {
             let before = text[..at].chars().next_back();
-            // `super::super::` is found at its first word.
+            // `super::super::` is found at its first segment.
             if before.is_some_and(|before| is_name(before) || matches!(before, '$' | ':')) {
                 continue;
             }

@@ -1,4 +1,4 @@
-//! Who knows the truth: every reward that was given, every acknowledgement, every lease. What disagrees is a violation.
+//! Records the ground truth: every reward that was given, every acknowledgement, and every lease. Any disagreement is a violation.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -16,7 +16,7 @@ use gym_core::{CallContext, Handler, Incarnation, Request, Response, Result, Ver
 use serde::Deserialize;
 use tokio::time::Instant;
 
-/// Cheap to clone; clones share the truth.
+/// The audit of a run. Cheap to clone; clones share the records.
 #[derive(Clone, Debug)]
 pub(crate) struct Audit {
     net: SimNet,
@@ -25,17 +25,17 @@ pub(crate) struct Audit {
 
 #[derive(Debug, Default)]
 struct Truth {
-    /// Every reward is another number, so a row's reward says who gave it for what.
+    /// All attempts that received a reward. Rewards are distinct, so a row's reward identifies its attempt.
     given: Vec<Attempt>,
     begun: u64,
-    /// Whether the acknowledged outcome was a completion.
+    /// `true` if the acknowledged outcome was a completion.
     acknowledged: BTreeMap<Attempt, bool>,
-    /// When a lease was last granted or renewed.
+    /// The time at which each lease was last granted or renewed, with its time to live.
     leases: BTreeMap<(String, u32, u64), (Instant, Duration)>,
     violations: BTreeSet<String>,
 }
 
-/// What is left at the end.
+/// The counts at the end of a run.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Counts {
     pub(crate) completed: u64,
@@ -61,7 +61,7 @@ impl Audit {
         self.truth().violations.iter().cloned().collect()
     }
 
-    /// A reward for an attempt.
+    /// Gives a reward for an attempt.
     pub(crate) fn give(&self, host: &str, attempt: Attempt) -> f64 {
         let mut truth = self.truth();
         truth.given.push(attempt);
@@ -76,7 +76,7 @@ impl Audit {
         self.truth().leases.insert(key, (Instant::now(), lease.ttl));
     }
 
-    /// No lease outlives its time to live.
+    /// Checks that no lease outlives its time to live.
     pub(crate) async fn check_leases(&self, registry: &MemoryRegistry) {
         let Ok(live) = registry.list(&CallContext::default()).await else { return };
         for instance in live {
@@ -93,7 +93,7 @@ impl Audit {
         }
     }
 
-    /// What was acknowledged is in the files, whatever happened since.
+    /// Checks that all acknowledged outcomes are in the files.
     pub(crate) fn check_acknowledged(&self, files: &SimFiles, output: &Path) {
         let rows = Rows::read(files, output);
         let truth = self.truth();
@@ -112,7 +112,7 @@ impl Audit {
         }
     }
 
-    /// Everything that must hold at the end.
+    /// Checks all invariants that must hold at the end.
     pub(crate) fn check_end(&self, files: &SimFiles, output: &Path, wanted: &[TaskKey], attempts_max: u32) -> Counts {
         self.check_acknowledged(files, output);
         let rows = Rows::read(files, output);
@@ -170,7 +170,7 @@ impl Audit {
     }
 }
 
-/// What is read of a row of either file.
+/// The fields that are read from a row of either file.
 #[derive(Debug, Deserialize)]
 struct Row {
     #[serde(rename = "_ng_task_index")]
@@ -196,7 +196,7 @@ impl Row {
 struct Rows {
     completed: Vec<Row>,
     failed: Vec<Row>,
-    /// Lines that are no rows: there may be some after a crash, until the next opening has cut them off.
+    /// Invalid lines. A crash can leave some, which the next opening of the file removes.
     broken: Vec<String>,
 }
 
@@ -215,7 +215,7 @@ impl Rows {
     }
 }
 
-/// A ledger whose acknowledgements are remembered.
+/// A ledger whose acknowledgements are recorded.
 #[derive(Debug)]
 pub(crate) struct AuditedLedger<L> {
     pub(crate) ledger: L,
@@ -257,7 +257,7 @@ impl<L: Ledger> Ledger for AuditedLedger<L> {
     }
 }
 
-/// A head whose leases are remembered.
+/// A head server whose leases are recorded.
 #[derive(Debug)]
 pub(crate) struct AuditedHead<H> {
     pub(crate) head: H,
@@ -284,7 +284,7 @@ impl<H: Handler> Handler for AuditedHead<H> {
     }
 }
 
-/// Inside the fence: whatever comes through must be meant for this life.
+/// Runs inside the fence: every request that reaches it must name this incarnation.
 #[derive(Debug)]
 pub(crate) struct AuditedIncarnation<H> {
     pub(crate) life: Incarnation,

@@ -1,24 +1,24 @@
-//! A whole deployment in one thread and no time: head, relay, two agents, resources server and collector, over a network and
-//! a disk that fail in every way that we know, under a paused clock.
+//! Simulates a whole deployment in one thread under a paused clock: head server, relay, two agents, resources server and collector.
+//! The simulated network and disk inject every known kind of failure.
 //!
-//! Everything but what a user would write is the real thing: `HeadServer`, the relay, the role servers, `ServerClient`,
-//! `RemoteRegistry`, kept leases, the driver and the JSONL ledger. The network and the disk are `gym_core::testing`'s.
+//! All parts except the user's code are the real ones: `HeadServer`, the relay, the role servers, `ServerClient`, `RemoteRegistry`,
+//! kept leases, the driver and the JSONL ledger. The network and the disk come from `gym_core::testing`.
 //!
-//! **To replay a seed**, with its plan, its script and its whole trace:
+//! **To replay a seed**, with its plan, its script and its complete trace:
 //!
 //! ```sh
 //! GYM_SIM_SEED=17 cargo test -p gym-server --test simulation -- --exact one_seed --nocapture
 //! ```
 //!
-//! `GYM_SIM_SEEDS=5000` has the long test run that many; a seed that once failed stays as a case in `PAST_FAILURES`.
+//! `GYM_SIM_SEEDS=5000` sets the number of seeds of the long test. A seed that failed once remains a case in `PAST_FAILURES`.
 //!
-//! A seed decides everything: which faults there are and how strong, when hosts crash, what each message meets. That holds
-//! because time is tokio's paused clock, randomness has one source, one task delivers all messages in the order of (time,
-//! hand-over), selects are `biased`, nothing walks a `HashMap`, and tokio's `watch`, which wakes in random order, is not used
-//! on these paths. Two runs have equal trace hashes, in one process and in two.
+//! A seed determines everything: the faults and their strength, the crashes of hosts, and the fate of each message. This requires
+//! that the clock is tokio's paused clock, and that all randomness has one source. One task delivers all messages in the order of
+//! (time, send). Selects are `biased`, and no code iterates over a `HashMap`. These paths do not use tokio's `watch`, which wakes
+//! in random order. Two runs have equal trace hashes, in one process and in two.
 //!
-//! There is no turmoil here: it would run hyper over its sockets at 40 times the CPU, and what hyper does is tested where it is
-//! used. This finds what goes wrong *between* the parts.
+//! The simulation does not use turmoil, which would run hyper over its sockets at 40 times the CPU time. hyper is tested where it
+//! is used. This test finds failures *between* the parts.
 
 mod audit;
 mod plan;
@@ -34,10 +34,10 @@ use gym_core::testing::net::kind;
 use plan::{INJECTED, LateCheck};
 use scenario::{Report, run};
 
-/// How many seeds every run of the tests plays, unless `GYM_SIM_SEEDS` says otherwise.
+/// The seeds of every test run; `GYM_SIM_SEEDS` overrides the number.
 const SEEDS: u64 = 240;
 
-/// Seeds that found something once.
+/// Seeds that once found a failure.
 const PAST_FAILURES: &[u64] = &[];
 
 fn from_environment(name: &str) -> Option<u64> {
@@ -45,7 +45,7 @@ fn from_environment(name: &str) -> Option<u64> {
     Some(text.parse().unwrap_or_else(|_| panic!("{name}={text} is not a number")))
 }
 
-/// Plays seeds on two threads; each seed has a runtime of its own.
+/// Plays seeds on two threads; each seed has its own runtime.
 fn play(seeds: impl Iterator<Item = u64> + Send, late_check: LateCheck, mut each: impl FnMut(Report) -> bool + Send) {
     let (seeds, each) = (Mutex::new(seeds), Mutex::new((&mut each, true)));
     std::thread::scope(|scope| {
@@ -142,7 +142,7 @@ fn a_seed_replays_exactly_in_another_process() {
     }
 }
 
-/// The invariants are not satisfied by accident: without the check that a late attempt is refused, they break.
+/// The invariants do not hold by accident: without the rejection of late attempts, they break.
 #[test]
 fn without_the_late_check_some_seed_breaks() {
     let (mut played, mut broken) = (0, None);

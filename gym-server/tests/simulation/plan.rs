@@ -1,4 +1,4 @@
-//! What a seed decides before anything runs: the network, the disk, the sizes, and a script of what happens to whom.
+//! Derives a plan from a seed before the run: the network, the disk, the sizes, and a script of events.
 
 use std::fmt;
 use std::time::Duration;
@@ -12,10 +12,10 @@ pub(crate) const RELAY: &str = "relay";
 pub(crate) const RESOURCES: &str = "resources";
 pub(crate) const AGENTS: [&str; 2] = ["agent-0", "agent-1"];
 pub(crate) const COLLECTOR: &str = "collector";
-/// In the order in which they start.
+/// The hosts in the order in which they start.
 pub(crate) const HOSTS: [&str; 6] = [HEAD, RESOURCES, AGENTS[0], AGENTS[1], RELAY, COLLECTOR];
 
-/// Faults that the scenario injects by itself.
+/// Kinds of faults that the scenario itself injects.
 pub(crate) const DISK_STALL: &str = "disk stall";
 pub(crate) const DISK_FULL: &str = "disk full";
 pub(crate) const SYNC_FAILED: &str = "sync failed";
@@ -27,21 +27,21 @@ pub(crate) const AGENT_RESTART: &str = "agent restart";
 pub(crate) const INJECTED: [&str; 8] =
     [DISK_STALL, DISK_FULL, SYNC_FAILED, STOP, COLLECTOR_CRASH, COLLECTOR_KILL, HEAD_RESTART, AGENT_RESTART];
 
-/// Whether the ledger refuses late attempts. Off is wrong, and shown to be.
+/// Determines if the ledger rejects late attempts. A test shows that `Off` is wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum LateCheck {
     On,
     Off,
 }
 
-/// One line of the script.
+/// One event of the script.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Step {
     Crash(&'static str),
-    /// Ends the collector's process; its machine and what that has written go on.
+    /// Ends the collector's process. Its machine continues, and its written data remains.
     Kill,
     Start(&'static str),
-    /// Appends take up to so long.
+    /// Sets the maximum latency of appends.
     Disk(Duration),
     DiskFault(FileFault),
     Stop,
@@ -61,25 +61,25 @@ impl fmt::Display for Step {
     }
 }
 
-/// A seed, spelled out.
+/// The parameters of a seed.
 #[derive(Clone, Debug)]
 pub(crate) struct Plan {
     pub(crate) seed: u64,
     pub(crate) faults: Faults,
     pub(crate) tasks: u32,
     pub(crate) repeats: u32,
-    /// Calls to a tool in each episode.
+    /// Tool calls in each episode.
     pub(crate) steps: u32,
-    /// The longest that a model thinks.
+    /// Maximum thinking time of a model.
     pub(crate) think_max: Duration,
     pub(crate) ttl: Duration,
     pub(crate) options: DriverOptions,
-    /// From here on nothing goes wrong.
+    /// From this time on, no faults occur.
     pub(crate) heals_at: Duration,
     pub(crate) script: Vec<(Duration, Step)>,
 }
 
-/// An append on a disk that is well.
+/// Latency of an append on a healthy disk.
 pub(crate) const DISK_WELL: Duration = Duration::from_millis(5);
 
 impl Plan {
@@ -111,10 +111,10 @@ impl Plan {
     }
 }
 
-/// Steps at random times up to the healing, when everybody is up and the disk is well.
+/// Returns steps at random times before the end of the faults, at which all hosts run and the disk is healthy.
 fn script(rng: &mut fastrand::Rng, heals_at: Duration) -> Vec<(Duration, Step)> {
     let every_ms = rng.u64(1_000..8_000);
-    // A seed has some kinds of steps and not others.
+    // Each seed uses a random subset of the kinds of steps.
     let kinds: Vec<u8> = (0..5).filter(|_| rng.u8(..3) > 0).collect();
     let mut script = Vec::new();
     let mut up_from = HOSTS.map(|host| (host, Duration::ZERO));

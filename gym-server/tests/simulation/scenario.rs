@@ -1,4 +1,4 @@
-//! One seed, played: builds the deployment, follows the script, heals, and asks the audit.
+//! Plays one seed: builds the deployment, follows the script, removes the faults, and runs the audit.
 
 use std::cell::Cell;
 use std::fmt;
@@ -33,13 +33,13 @@ use crate::servers::{SmallAgent, SmallResources};
 
 const OUTPUT: &str = "out/rollouts.jsonl";
 
-/// How long after the healing everything must be done: attempts, leases and partitions last seconds.
+/// The time after the end of the faults within which everything must be done. Attempts, leases and partitions last seconds.
 const DONE_WITHIN: Duration = Duration::from_secs(900);
 
-/// Runs of the collector after the healing: each tries every rollout that is still open.
+/// Collector runs after the end of the faults. Each run attempts every open rollout.
 const RUNS_AFTER_HEALING: u32 = 12;
 
-/// What became of a seed.
+/// The result of a seed.
 pub(crate) struct Report {
     pub(crate) seed: u64,
     pub(crate) trace: Trace,
@@ -82,7 +82,7 @@ thread_local! {
     static PANICKED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// A panic inside a task would otherwise be one more failed rollout.
+/// Records panics; otherwise a panic inside a task would only be one more failed rollout.
 fn watch_for_panics() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
@@ -94,7 +94,7 @@ fn watch_for_panics() {
     });
 }
 
-/// What the collector is told and tells.
+/// The signals to and from the collector.
 #[derive(Clone, Default)]
 struct Orders {
     stop: Arc<Mutex<CancelToken>>,
@@ -218,7 +218,7 @@ impl Deployment {
         }
     }
 
-    /// A restarted head has forgotten everything.
+    /// Starts a head server. A restarted head server has lost its state.
     fn start_head(&self, host: &SimHost) {
         let registry = MemoryRegistry::new();
         *self.registry.lock().unwrap_or_else(PoisonError::into_inner) = registry.clone();
@@ -326,7 +326,7 @@ fn rows(plan: &Plan) -> Vec<RolloutRow> {
     .collect()
 }
 
-/// One life of the collector's process: run after run, as a user with a loop in a shell would.
+/// One incarnation of the collector's process. It starts run after run, like a shell loop.
 struct Collector {
     client: ServerClient,
     world: World,
@@ -343,7 +343,7 @@ impl Collector {
     async fn run(self) {
         let mut after_healing = 0;
         loop {
-            // As it was when the run began: a run in which something still went wrong does not count.
+            // The state at the start of the run: a run that still met faults does not count.
             let healed = self.orders.healed.is_cancelled();
             let open = self.once().await;
             if healed {
@@ -357,7 +357,7 @@ impl Collector {
         self.orders.done.cancel();
     }
 
-    /// How many rollouts are still open; none when that is not known.
+    /// Runs one collection. Returns the number of open rollouts, or `None` if it is unknown.
     async fn once(&self) -> Option<usize> {
         let cx = CallContext::within(Duration::from_secs(120));
         let opened = JsonlLedger::open(&cx, Arc::new(self.files.clone()), OUTPUT, OpenMode::Resume).await;

@@ -1,4 +1,4 @@
-//! What a user would write, small: an agent that thinks and calls a tool, a resources server that counts the calls.
+//! Small user-written servers: an agent that thinks and calls a tool, and a resources server that counts the calls.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -14,7 +14,7 @@ use serde::Deserialize;
 
 use crate::audit::Audit;
 
-/// Status, body and what kind of error it is; not what the hop below wrote for its own caller.
+/// Returns status, body and error code, without the metadata that the inner hop wrote for its own caller.
 fn passed_on(answer: &Response) -> Response {
     let mut response = Response::new(answer.status, answer.message.clone());
     for name in [gym_core::message::CODE_METADATA, gym_core::message::EXECUTION_METADATA] {
@@ -29,7 +29,7 @@ fn not_here() -> Error {
     Error::not_started(Code::Unimplemented, "this simulation does not ask for it")
 }
 
-/// Seeds, thinks and calls the tool a few times, has it verified.
+/// Seeds an episode, thinks and calls the tool a few times, and verifies the episode.
 pub(crate) struct SmallAgent {
     pub(crate) client: ServerClient,
     pub(crate) world: World,
@@ -61,14 +61,14 @@ impl AgentServer for SmallAgent {
     }
 }
 
-/// Counts calls by session, in memory: a restart forgets them.
+/// Counts calls by session in memory; a restart loses the counts.
 pub(crate) struct SmallResources {
     pub(crate) audit: Audit,
     pub(crate) sessions: Arc<Mutex<BTreeMap<String, u32>>>,
     pub(crate) steps: u32,
 }
 
-/// What the verifier reads of a row.
+/// The fields of a row that the verifier reads.
 #[derive(Deserialize)]
 pub(crate) struct Task {
     #[serde(rename = "_ng_task_index")]

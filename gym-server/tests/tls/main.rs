@@ -1,7 +1,7 @@
-//! A model endpoint over https: asked when its certificate is trusted, and refused with the reason when it is not.
+//! Tests a model endpoint over https: requests succeed if its certificate is trusted, and fail with the reason if it is not.
 //!
-//! Which certificates are trusted is the system's business, and read from the environment; so each case is a process of its own.
-//! The two certificates for `localhost` last a century and are nobody else's: `openssl req -x509 -newkey ec -pkeyopt
+//! The system determines the trusted certificates from the environment, so each case runs in its own process. The two certificates
+//! for `localhost` are valid for a century and have no other use. Command: `openssl req -x509 -newkey ec -pkeyopt
 //! ec_paramgen_curve:prime256v1 -nodes -days 36500 -subj /CN=localhost -addext subjectAltName=DNS:localhost -addext
 //! basicConstraints=critical,CA:FALSE -keyout localhost.key -out localhost.pem`.
 
@@ -22,17 +22,17 @@ use tokio_rustls::rustls::crypto::ring::default_provider;
 use tokio_rustls::rustls::pki_types::pem::PemObject as _;
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
 
-/// Set for the process that asks: the endpoint.
+/// The variable that makes a process send a request: contains the endpoint.
 const ROLE: &str = "GYM_TLS_TEST_ENDPOINT";
 const KEY: &str = "sk-only-over-tls";
 const ANSWER: &str = r#"{"output":[],"n":1E5}"#;
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Answers one connection after another, a request each, if it carries the key.
+/// Accepts one connection after another, and answers one request on each if it carries the key.
 async fn serve(listener: TcpListener, acceptor: TlsAcceptor) {
     loop {
         let (stream, _) = listener.accept().await.expect("a connection");
-        // A caller that does not trust us leaves in the middle of the greeting.
+        // A client that does not trust the certificate disconnects during the handshake.
         let Ok(mut stream) = acceptor.accept(stream).await else { continue };
         let mut request = Vec::new();
         while !request.ends_with(b"}") {
@@ -51,7 +51,7 @@ async fn serve(listener: TcpListener, acceptor: TlsAcceptor) {
     }
 }
 
-/// What the other process does: one request, whose answer or error it prints.
+/// Sends one request and prints its response or error; runs in the other process.
 async fn ask(endpoint: &str) {
     let mut config = OpenAiModelConfig::new(endpoint, "m");
     config.openai_api_key = Some(Secret::new(KEY));
@@ -94,7 +94,7 @@ async fn an_https_endpoint_is_asked_if_it_is_trusted() {
     let said = asked(&ours, format!("https://localhost:{port}/v1")).await;
     assert!(said.contains(&format!("answer {ANSWER}")), "{said}");
 
-    // Another authority's, and a name that it does not carry: nothing of the request has left, and the key with it.
+    // A certificate of another authority, and a certificate without this name: the client sends no part of the request or its key.
     let said = asked(&others, format!("https://localhost:{port}/v1")).await;
     assert!(said.contains("error Unavailable NotStarted") && said.contains("certificate"), "{said}");
     let said = asked(&ours, format!("https://127.0.0.1:{port}/v1")).await;

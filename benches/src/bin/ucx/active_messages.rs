@@ -1,4 +1,5 @@
-//! Active messages between the progress threads of two processes: what UCX gives through our fabric, with no task involved.
+//! Measures active messages between the progress threads of two processes: the performance of UCX through the fabric, without
+//! tasks.
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::process::{Child, ChildStdin, Command, Stdio};
@@ -18,14 +19,14 @@ use tokio::time::Instant;
 
 use crate::Way;
 
-/// The argument that makes this program the answering end.
+/// The argument that makes this program the answering process.
 pub(crate) const SERVE: &str = "serve-active-messages";
-/// Anything that takes longer has failed.
+/// The limit after which a measurement has failed.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Messages up to this come back.
+/// Messages up to this size are echoed.
 const ECHO_BYTES_MAX: usize = 64;
 
-/// What the two ends tell each other before they meet, a line of JSON each.
+/// The data that the two processes exchange before they connect, each as a line of JSON.
 #[derive(Serialize, Deserialize)]
 struct Greeting {
     caller: u64,
@@ -40,7 +41,7 @@ fn open(way: Way, driver: Driver, listen: bool) -> Result<Fabric> {
     Ok(Fabric::open(FabricOptions { driver, listen, ..way.fabric() })?)
 }
 
-/// Gives short messages back, and lets long ones land.
+/// Echoes short messages, and receives long ones.
 #[derive(Default)]
 struct Answering(OnceLock<Connection>);
 
@@ -66,7 +67,7 @@ impl ConnectionEvents for Answering {
     fn ended(&self, _: CloseReason) {}
 }
 
-/// A place for the other process, where memory is shared.
+/// Creates a dedicated worker for the other process over shared memory.
 fn peer_worker(way: Way, fabric: &Fabric) -> Result<Option<PeerWorker>> {
     let runtime = tokio::runtime::Builder::new_current_thread().build()?;
     Ok(if way == Way::SharedMemory { Some(runtime.block_on(fabric.peer_worker(PATIENCE))?) } else { None })
@@ -76,7 +77,7 @@ fn active_message(header: Bytes, payload: Bytes) -> ActiveMessage {
     ActiveMessage { header, payload, delivery: Delivery::Ordered, done: None }
 }
 
-/// The answering process.
+/// Runs the answering process.
 pub(crate) fn serve(way: Way, busy: bool) -> Result<()> {
     let fabric = open(way, driver(busy), true)?;
     let mut input = BufReader::new(std::io::stdin());
@@ -106,7 +107,7 @@ fn driver(busy: bool) -> Driver {
     if busy { Driver::Busy } else { Driver::default() }
 }
 
-/// What the calling end is doing.
+/// The current measurement of the calling process.
 enum Work {
     Nothing,
     Trips { times: Vec<Duration>, sent: Instant, left: usize },
@@ -126,7 +127,7 @@ impl Calling {
         self.work.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Keeps the window full. Called on the fabric's thread when one is done.
+    /// Keeps the window full. Runs on the fabric's thread after each completion.
     fn more_bulk(&self, done: bool) {
         let mut post = Vec::new();
         let mut work = self.work();
@@ -190,7 +191,7 @@ impl ConnectionEvents for Calling {
     fn ended(&self, _: CloseReason) {}
 }
 
-/// The calling end and its peer, connected.
+/// The calling process and its peer, connected.
 pub(crate) struct Pair {
     child: Child,
     input: Option<ChildStdin>,
@@ -239,14 +240,14 @@ impl Pair {
         Ok(Self { child, input: Some(input), fabric, calling, connection, done })
     }
 
-    /// Memory of the fabric's own, as `ucx_perftest` sends from registered memory.
+    /// Allocates memory of the fabric, because `ucx_perftest` sends from registered memory.
     pub(crate) fn segment(&self, bytes: usize) -> Result<Bytes> {
         let mut buffer = self.fabric.pool().take(bytes)?;
         buffer.fill(7);
         Ok(buffer.freeze())
     }
 
-    /// Eight bytes there and back, as often as said.
+    /// Measures this number of round trips with eight bytes each.
     pub(crate) fn round_trips(&self, trips: usize) -> Result<RoundTrips> {
         let warm_up = trips / 10;
         let sent = Instant::now();
@@ -257,7 +258,7 @@ impl Pair {
         Ok(RoundTrips::of(times[warm_up..].to_vec()))
     }
 
-    /// Bytes a second one way, always from the same memory, `window` messages at a time.
+    /// Returns the bytes per second in one direction, always from the same memory, with `window` messages in flight.
     pub(crate) fn bandwidth(&self, segment: &Bytes, messages: usize, window: usize) -> Result<f64> {
         let mut began = Instant::now();
         for count in [3, messages] {

@@ -1,4 +1,4 @@
-//! Channels to a process that serves the same handler over UCX, frames and HTTP, and bytes over a bare socket; and a worker group.
+//! Channels to a process that serves the same handler over UCX, frames and HTTP; bytes over a raw socket; and a worker group.
 
 use std::io::{BufRead as _, BufReader, ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -25,7 +25,7 @@ use tokio::time::Instant;
 
 use crate::Way;
 
-/// The argument that makes this program the answering end.
+/// The argument that makes this program the answering process.
 pub(crate) const SERVE: &str = "serve-calls";
 const PATIENCE: Duration = Duration::from_secs(600);
 
@@ -35,13 +35,13 @@ fn ucx(way: Way, listen: bool) -> Ucx {
     Ucx::new(UcxConfig { fabric, limits: ConnectionLimits::default(), ..UcxConfig::default() })
 }
 
-/// The answering process.
+/// Runs the answering process.
 pub(crate) async fn serve(way: Way) -> Result<()> {
     let raw = TcpListener::bind("127.0.0.1:0")?;
     let raw_address = raw.local_addr()?;
     std::thread::spawn(move || {
         for stream in raw.incoming().map_while(Result::ok) {
-            // The figure's own connection ends it.
+            // The figure closes this connection when it ends.
             let _ = answer_raw(&stream);
         }
     });
@@ -59,12 +59,12 @@ pub(crate) async fn serve(way: Way) -> Result<()> {
     let drain = CancelToken::new();
     tokio::spawn(gym_core::transport::serve(Box::new(http), front, drain.clone(), Duration::ZERO));
     tokio::spawn(gym_core::transport::serve(Box::new(fabric), served, drain, Duration::ZERO));
-    // Until the bench has gone, however it went.
+    // Until the benchmark has ended in any way.
     tokio::task::spawn_blocking(|| std::io::stdin().read_to_end(&mut Vec::new())).await??;
     Ok(())
 }
 
-/// Reads without sleeping, as a progress thread that is busy does.
+/// Reads without sleeping, like a busy progress thread.
 fn read_busily(mut stream: &TcpStream, bytes: &mut [u8]) -> std::io::Result<()> {
     let mut filled = 0;
     while filled < bytes.len() {
@@ -88,7 +88,7 @@ fn answer_raw(mut stream: &TcpStream) -> std::io::Result<()> {
     }
 }
 
-/// A group of one rank at the other end of a channel.
+/// A group of one rank, which is reached over a channel.
 #[derive(Debug)]
 struct Alone {
     name: Arc<str>,
@@ -110,7 +110,7 @@ impl WorkerGroup for Alone {
     }
 }
 
-/// The answering process, and how it is reached.
+/// The answering process and its endpoints.
 pub(crate) struct Peer {
     child: Child,
     way: Way,
@@ -139,7 +139,7 @@ impl Peer {
         self.child.id()
     }
 
-    /// Figures over UCX; the way that was negotiated is the one that was asked for.
+    /// Measures over UCX, and checks that UCX negotiated the requested transport.
     pub(crate) async fn over_ucx(&self) -> Result<Figures> {
         let level = if self.way == Way::Tcp { gym_client::transport::UCX_TCP } else { gym_client::transport::SHM };
         let bootstrap = HttpConnector::new(HttpConfig::default());
@@ -151,12 +151,12 @@ impl Peer {
         Ok(figures)
     }
 
-    /// Figures over HTTP, answered by hyper.
+    /// Measures over HTTP, served by hyper.
     pub(crate) async fn over_http(&self) -> Result<Figures> {
         Ok(Figures::of(&HttpConnector::new(HttpConfig::default()), &self.http).await?)
     }
 
-    /// Figures over frames on the same port.
+    /// Measures over frames on the same port.
     pub(crate) async fn over_frames(&self) -> Result<Figures> {
         let endpoint = Endpoint::parse(&format!("http+frames://{}", self.http.address()))?;
         let transports = Transports::from_features(gym_core::transport::InProcess::new());
@@ -164,7 +164,7 @@ impl Peer {
         Ok(Figures::over(transports.connect_ordered(&context, &[endpoint], &options).await?))
     }
 
-    /// 64 bytes there and back over a bare socket that nobody sleeps on.
+    /// Measures round trips of 64 bytes over a raw socket that both ends poll busily.
     pub(crate) fn raw_round_trips(&self, lasting: Duration) -> Result<RoundTrips> {
         let mut stream = TcpStream::connect(&self.raw)?;
         stream.set_nodelay(true)?;
@@ -179,7 +179,8 @@ impl Peer {
         Ok(RoundTrips::of(times))
     }
 
-    /// Typed calls to a worker group over the channel: one after another, and a second with 1,000 under way.
+    /// Measures typed calls to a worker group over the channel: the round trips of calls in sequence, and the calls per second with
+    /// 1,000 in flight.
     pub(crate) async fn group(&self, lasting: Duration) -> Result<(RoundTrips, f64)> {
         let channel = self.over_ucx().await?.channel().clone();
         let member = Member::starting(0, Incarnation(1)).in_state(RankState::Healthy).reached_over(channel);

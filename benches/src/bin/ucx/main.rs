@@ -1,8 +1,8 @@
-//! Calls over UCX between two processes of one machine, beside `ucx_perftest`, a bare socket, frames and HTTP.
+//! Measures calls over UCX between two processes of one machine, compared with `ucx_perftest`, a raw socket, frames and HTTP.
 //!
-//! Three floors are measured, so that it is seen which one costs what: UCX itself (`ucx_perftest`), active messages between the progress
-//! threads of two fabrics, and calls of a channel. Like is compared with like: a busy fabric with `ucx_perftest`, which polls
-//! busily; and everybody sends bulk from one registered buffer, again and again.
+//! Three layers are measured, to show the cost of each: UCX itself (`ucx_perftest`), active messages between the progress threads
+//! of two fabrics, and calls of a channel. Comparisons use equal conditions: a busy fabric with `ucx_perftest`, which also polls
+//! busily. All of them send bulk data repeatedly from one registered buffer.
 
 mod active_messages;
 mod channel;
@@ -20,11 +20,12 @@ use gym_core::testing::figures::{Figures, RoundTrips};
 use gym_transport_rdma::fabric::FabricOptions;
 
 const MIB: usize = 1 << 20;
-/// The sizes of bulk, how many of them make a figure, and how many messages or calls with them are under way: few, because
-/// `ucx_perftest` receives into one buffer again and again, and ours have one each that is landing, or not yet given back.
+/// The bulk sizes, the number of transfers for a figure, and the messages or calls in flight. The last number is small:
+/// `ucx_perftest` receives into one buffer repeatedly. The SDK needs a separate buffer for each message that is arriving or not yet
+/// released.
 const BULK: [(&str, usize, usize, usize); 2] = [("1MiB", MIB, 2_000, 8), ("64MiB", 64 * MIB, 40, 2)];
 
-/// How two processes of one machine reach each other.
+/// The transport between two processes of one machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Way {
     SharedMemory,
@@ -41,7 +42,7 @@ impl Way {
         }
     }
 
-    /// What UCX may use.
+    /// Returns the transports that UCX can use.
     pub(crate) fn transports(self) -> &'static str {
         match self {
             Self::SharedMemory => "posix,cma,self",
@@ -61,8 +62,8 @@ impl Way {
         }
     }
 
-    /// How much longer a message's round trip may take than twice `ucx_perftest`'s latency, which over shared memory is less than
-    /// a queue between two threads costs.
+    /// Returns the maximum ratio of a message's round trip to twice `ucx_perftest`'s latency. Over shared memory, that latency is
+    /// less than the cost of a queue between two threads.
     fn message_factor_max(self) -> f64 {
         match self {
             Self::SharedMemory => 2.5,
@@ -102,7 +103,7 @@ fn micros(time: Duration) -> f64 {
     time.as_secs_f64() * 1e6
 }
 
-/// Takes a figure of ours and the peer's in turn.
+/// Measures the figures of the SDK and of the peer alternately.
 fn in_turn(
     options: &Options,
     mut ours: impl FnMut() -> Result<f64>,
@@ -120,12 +121,12 @@ fn shares(ours: &[f64], peer: &[f64]) -> Vec<f64> {
     ours.iter().zip(peer).map(|(ours, peer)| ours / peer).collect()
 }
 
-/// The progress threads' figures; returns the hybrid round trip, if it was wanted.
+/// Prints the figures of the progress threads. Returns the hybrid round trip if it was selected.
 fn message_figures(options: &Options, way: Way) -> Result<Option<f64>> {
     let (name, trips) = (way.name(), if options.quick { 2_000 } else { 50_000 });
     let mut hybrid = None;
     if options.wants(&format!("{name}_parcel_busy")) {
-        // A pair for each round: while it is there its threads leave nobody else a core.
+        // One pair per round: while it exists, its threads leave no core for other threads.
         let (ours, peer) = in_turn(
             options,
             || Ok(micros(active_messages::Pair::start(way, true)?.round_trips(trips)?.p50)),
@@ -161,12 +162,12 @@ fn message_figures(options: &Options, way: Way) -> Result<Option<f64>> {
     Ok(hybrid)
 }
 
-/// The calls' figures.
+/// Prints the figures of calls.
 async fn call_figures(options: &Options, way: Way, ray: Option<&Ray>, hybrid: Option<f64>) -> Result<()> {
     let (name, options) = (way.name(), options.clone());
     let peer = channel::Peer::start(way)?;
     let ray = ray.cloned();
-    // Spawned: a future that is blocked on is not on a worker.
+    // Spawned: `block_on` does not run its future on a worker.
     tokio::spawn(async move {
         let figures = peer.over_ucx().await?;
         if options.wants(&format!("{name}_call")) {
@@ -248,7 +249,7 @@ async fn bulk(
     Ok(())
 }
 
-/// A typed call to a worker group.
+/// Measures a typed call to a worker group.
 async fn group(options: &Options, peer: &channel::Peer, ray: Option<&Ray>) -> Result<()> {
     let (mut p50, mut p99, mut rates) = (Vec::new(), Vec::new(), Vec::new());
     for _ in 0..options.rounds() {
@@ -263,7 +264,7 @@ async fn group(options: &Options, peer: &channel::Peer, ray: Option<&Ray>) -> Re
     let of = |of: fn(&Ray) -> f64| vec![ray.map(of); p50.len()].into_iter().flatten().collect::<Vec<f64>>();
     figure("shm_group_call_p50", "us", &p50, &of(|ray| ray.call.p50_us), Some(Aim::AtMost(30.0)));
     figure("shm_group_call_p99", "us", &p99, &of(|ray| ray.call.p99_us), None);
-    // Twenty times the 2,700 calls a second that Ray's actors answer on two cores, when Ray is not asked itself.
+    // Twenty times the 2,700 calls per second that Ray's actors answer on two cores, if Ray is not measured itself.
     let least = 20.0 * ray.map_or(2_700.0, |ray| ray.pipelined_1_per_s);
     let peers = of(|ray| ray.pipelined_1_per_s);
     figure("shm_group_call_rate", "/s", &rates, &peers, Some(Aim::AtLeast(least)));

@@ -1,4 +1,4 @@
-//! UCX's own benchmark, two processes of it: the limit of what can be had over a transport.
+//! Runs UCX's own benchmark with two processes, as the limit of a transport.
 
 use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
@@ -9,21 +9,21 @@ use tokio::time::Instant;
 
 use crate::Way;
 
-/// What it measured last.
+/// The last result that it printed.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Final {
-    /// Of a one-way latency, in microseconds.
+    /// The median one-way latency, in microseconds.
     pub(crate) p50_us: f64,
-    /// In bytes a second.
+    /// The bandwidth in bytes per second.
     pub(crate) bandwidth: f64,
 }
 
-/// One-way latency of an active message of 8 bytes.
+/// Measures the one-way latency of an active message of 8 bytes.
 pub(crate) fn latency(way: Way, messages: u32) -> Result<Final> {
     run(way, &["-t", "ucp_am_lat", "-s", "8", "-w", "1000", "-n", &messages.to_string()])
 }
 
-/// Bandwidth of active messages of this size.
+/// Measures the bandwidth of active messages of this size.
 pub(crate) fn bandwidth(way: Way, bytes: usize, messages: u32) -> Result<Final> {
     run(way, &["-t", "ucp_am_bw", "-s", &bytes.to_string(), "-w", "3", "-n", &messages.to_string()])
 }
@@ -42,7 +42,7 @@ struct Server(Child);
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // It has ended when its client has; if not, its client has failed.
+        // The server ends with its client; otherwise its client has failed.
         if self.0.kill().and_then(|()| self.0.wait()).is_err() {
             eprintln!("ucx_perftest's server is still there");
         }
@@ -60,14 +60,14 @@ fn run(way: Way, arguments: &[&str]) -> Result<Final> {
         if let Some(line) = text.lines().find(|line| line.starts_with("Final:")) {
             return parse(line).with_context(|| format!("ucx_perftest printed {line}"));
         }
-        // Its server was not listening yet.
+        // The server may not be listening yet.
         if began.elapsed() > Duration::from_secs(20) {
             bail!("ucx_perftest {arguments:?} over {}: no result, {}", way.transports(), output.status);
         }
     }
 }
 
-/// `Final: iterations p50 average overall MB/s MB/s messages messages`; its MB are of 1,048,576 bytes.
+/// Parses `Final: iterations p50 average overall MB/s MB/s messages messages`. An MB is 1,048,576 bytes.
 fn parse(line: &str) -> Option<Final> {
     let numbers: Vec<f64> = line.split_whitespace().skip(1).map_while(|word| word.parse().ok()).collect();
     Some(Final { p50_us: *numbers.get(1)?, bandwidth: numbers.get(5)? * f64::from(1 << 20) })

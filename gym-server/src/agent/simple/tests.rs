@@ -15,7 +15,7 @@ use crate::environment::{Relay, RelayConfig};
 use crate::role::{RoleServer, ServerContext};
 use crate::testing::{TestNetwork, world};
 
-/// A model that gives the answers it was told, in order, and remembers what it was asked and by which session.
+/// A model that returns the given responses in order, and records the requests and their sessions.
 #[derive(Clone, Default)]
 struct RecordingModel(Arc<Mutex<ModelRecord>>);
 
@@ -41,7 +41,7 @@ impl ModelServer for RecordingModel {
     }
 }
 
-/// An environment that remembers its sessions' calls; `fail` always answers 500, `slow` takes a minute.
+/// An environment that records the calls of its sessions. `fail` always returns 500; `slow` takes a minute.
 #[derive(Clone, Default)]
 struct RecordingEnvironment(Arc<Mutex<Vec<(String, String)>>>);
 
@@ -90,7 +90,7 @@ impl ResourcesServer for RecordingEnvironment {
     }
 }
 
-/// Model, environment, agent and relay of one process.
+/// The model, environment, agent and relay of one process.
 struct TestStack {
     model: RecordingModel,
     env: RecordingEnvironment,
@@ -270,7 +270,7 @@ async fn the_time_limit_ends_a_slow_episode() {
     let stack = stack(|config| config.max_seconds = Some(Seconds(Duration::from_secs(10))), &[&call]);
     let began = tokio::time::Instant::now();
     let answer = stack.post("agent", "/run", ROW).await;
-    // Not 504, which collectors take for busy and try again at once.
+    // Not 504, which collectors treat as busy and retry immediately.
     assert_eq!((answer.status, began.elapsed().as_secs()), (Status(500), 10));
     assert!(text(&answer).contains("`max_seconds` = 10"), "{}", text(&answer));
 }
@@ -372,7 +372,7 @@ fn a_verdict_without_a_reward_is_an_error_and_one_of_true_is_a_number() {
     }
 }
 
-/// Numbers as floats and no keys of null: what NeMo Gym's schemas make no difference between.
+/// Converts numbers to floats and removes null keys, because NeMo Gym's schemas treat both forms alike.
 fn plain(value: Value) -> Value {
     match value {
         Value::Number(number) => json!(number.as_f64()),
@@ -384,7 +384,7 @@ fn plain(value: Value) -> Value {
     }
 }
 
-/// `golden.json` was recorded from NeMo Gym 0.7.0's `simple_agent` with the same answers of model and tools.
+/// `golden.json` was recorded from NeMo Gym 0.7.0's `simple_agent` with the same responses of model and tools.
 #[tokio::test(start_paused = true)]
 async fn episodes_are_those_of_nemo_gym_s_agent() {
     let golden: Value = serde_json::from_str(include_str!("golden.json")).unwrap();

@@ -82,7 +82,7 @@ pub(super) async fn show(
     console.clear();
 }
 
-/// Rollouts per second over [`RATE_WINDOW`].
+/// Measures rollouts per second over [`RATE_WINDOW`].
 #[derive(Debug, Default)]
 struct Rate {
     seen: VecDeque<(Instant, u64)>,

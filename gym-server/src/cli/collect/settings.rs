@@ -35,7 +35,7 @@ const SUPPORTED_KEYS: [&str; 17] = [
     "environment_server_routes",
 ];
 
-/// NeMo Gym's keys that request what this collector does anyway, or that do not affect its files.
+/// NeMo Gym's keys that request this collector's default behavior, or that do not affect its files.
 const ACCEPTED_KEYS: [&str; 8] = [
     "max_resident_rollout_tasks",
     "retain_results_in_memory",
@@ -61,7 +61,7 @@ const UNSUPPORTED_KEYS: [&str; 10] = [
     "upload_rollouts",
 ];
 
-/// Minimum similarity at which a name counts as a typing mistake.
+/// Minimum similarity at which a name counts as a misspelling.
 const SIMILARITY_MIN: f64 = 0.8;
 
 /// Combines options and configuration.
@@ -177,7 +177,7 @@ fn driver(args: &CollectArgs, keys: &ConfigKeys<'_>) -> Result<DriverOptions, Fa
     })
 }
 
-/// The top level of the merged configuration.
+/// Reads the top level of the merged configuration.
 struct ConfigKeys<'a>(&'a Value);
 
 impl ConfigKeys<'_> {

@@ -55,7 +55,7 @@ pub(super) fn text(collected: &CollectSummary, took: Duration) -> String {
     text
 }
 
-/// Returns the next step for the user if rollouts are missing.
+/// Returns advice on the next step if rollouts are missing.
 pub(super) fn advice(collected: &CollectSummary) -> Option<String> {
     let snapshot = &collected.snapshot;
     if collected.is_complete() {

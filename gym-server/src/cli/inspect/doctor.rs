@@ -17,9 +17,9 @@ use crate::stack::Servers;
 /// The report.
 #[derive(Debug, Serialize)]
 struct Diagnosis {
-    /// One sentence.
+    /// A summary in one sentence.
     summary: String,
-    /// In order of preference.
+    /// The transports in order of preference.
     transports: Vec<TransportReport>,
     findings: Vec<Finding>,
     /// Ports of RDMA devices, with the GID to use.
@@ -31,7 +31,7 @@ struct Diagnosis {
 #[derive(Debug, Serialize)]
 struct Finding {
     topic: String,
-    /// `ok`, `warning`, `missing` or `not_needed`.
+    /// The status: `ok`, `warning`, `missing` or `not_needed`.
     status: &'static str,
     found: String,
     fix: Option<String>,
@@ -61,7 +61,7 @@ pub(in crate::cli) async fn doctor(args: &DoctorArgs, servers: &Servers) -> Outc
 }
 
 impl Diagnosis {
-    /// Returns why a required transport is unavailable, with the fix; `None` if it is available.
+    /// Returns the reason why a required transport is unavailable, with the fix, or `None` if it is available.
     fn missing(&self, transport: Transport) -> Option<String> {
         let check = self.transports.iter().find(|check| check.transport == transport)?;
         let fix = check.fix.as_deref().unwrap_or("see the findings");
@@ -118,7 +118,7 @@ mod checks {
             .findings
             .iter()
             .map(|finding| match (finding.topic, ucx) {
-                // The report of a loaded UCX is more reliable than its files; a UCX that exists and cannot be loaded is
+                // The report of a loaded UCX is more reliable than its files. A UCX whose files exist but which cannot be loaded is
                 // broken.
                 (Topic::Ucx, Ok(report)) => loaded(report, ports),
                 (Topic::Ucx, Err(why)) => Finding {

@@ -1,4 +1,4 @@
-//! Commands that only report: on servers, on this machine, and on configurations.
+//! Commands that only report on servers, on this machine, and on configurations.
 
 pub(super) mod config;
 pub(super) mod doctor;

@@ -1,4 +1,4 @@
-//! `rgym status`: lists the servers of a head server, ours or NeMo Gym's, with the health of each.
+//! `rgym status`: lists the servers of a head server of the SDK or of NeMo Gym, with the health of each.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
@@ -41,11 +41,11 @@ struct ServerHealth {
     url: String,
     pid: Option<u32>,
     healthy: bool,
-    /// The reported status, or the reason why there is none.
+    /// The reported status, or the reason for its absence.
     health: String,
     in_flight: Option<i64>,
     uptime_seconds: Option<u64>,
-    /// The paths to its peers in other processes.
+    /// The paths to the server's peers in other processes.
     peers: Vec<PeerReport>,
 }
 
@@ -185,7 +185,7 @@ fn text(status: &Status, known: &[Transport]) -> String {
     text
 }
 
-/// Counts peers by transport, the preferred one first: `shm 2, http 1`.
+/// Counts peers by transport, the preferred transport first: `shm 2, http 1`.
 fn transports(peers: &[PeerReport], known: &[Transport]) -> Option<String> {
     let mut counts: BTreeMap<(usize, &str), usize> = BTreeMap::new();
     for peer in peers {
@@ -195,7 +195,7 @@ fn transports(peers: &[PeerReport], known: &[Transport]) -> Option<String> {
     (!words.is_empty()).then(|| words.join(", "))
 }
 
-/// The transport's name, or the scheme of a connector without one.
+/// Returns the transport's name, or the scheme of a connector without one.
 fn transport_name(peer: &PeerReport) -> &str {
     match &peer.transport {
         Some(transport) => transport,
@@ -213,8 +213,8 @@ fn order(peer: &PeerReport, known: &[Transport]) -> usize {
     }
 }
 
-/// Returns the reasons why preferred transports to a peer were rejected, except that a peer of another process is not
-/// in this process.
+/// Returns the reasons why preferred transports to a peer were rejected. For a peer of another process, the rejection of in-process
+/// calls is left out.
 fn rejections(peer: &PeerReport) -> Option<String> {
     let reasons = peer.refused.iter().filter(|refused| refused.transport != Transport::MEM.as_str());
     let reasons: Vec<String> = reasons.map(|refused| format!("{}: {}", refused.transport, refused.why)).collect();

@@ -18,7 +18,7 @@ pub(in crate::cli) struct LoadedConfig {
     pub(in crate::cli) python: Option<Interpreter>,
     /// Directories that are searched for Python servers and relative paths; the first match is used.
     pub(in crate::cli) roots: Vec<PathBuf>,
-    /// The directories of `--search-dir` and `NEMO_GYM_EXTRA_ROOTS` among them.
+    /// The directories from `--search-dir` and `NEMO_GYM_EXTRA_ROOTS`, which are among `roots`.
     pub(in crate::cli) searched: Vec<PathBuf>,
 }
 
@@ -33,7 +33,7 @@ pub(in crate::cli) enum Need<'a> {
     Servers(&'a [String]),
 }
 
-/// Loads the files and overrides that `sources` and `overrides` contain.
+/// Loads the files and overrides of `sources` and `overrides`.
 pub(in crate::cli) async fn load(
     sources: &Sources,
     overrides: &[String],
@@ -111,7 +111,7 @@ pub(in crate::cli) async fn load(
     Ok(loaded)
 }
 
-/// Returns the way in which each wanted instance runs here.
+/// Returns the way in which each wanted instance runs on this machine.
 pub(in crate::cli) fn locations<'a>(
     loaded: &'a LoadedConfig,
     servers: &Servers,
@@ -176,7 +176,7 @@ fn transport(sources: &Sources) -> impl Iterator<Item = String> {
         .filter_map(|(key, value)| Some(format!("++{key}={}", value?)))
 }
 
-/// Reports that no server is configured: no file is given, or the files define none.
+/// Returns the error for a command without servers: no file is given, or the files define none.
 pub(in crate::cli) fn nothing_named(what: &str, files: &[PathBuf]) -> Failure {
     let files: Vec<String> = files.iter().map(|file| file.display().to_string()).collect();
     Failure::Usage(if files.is_empty() {
@@ -192,8 +192,7 @@ pub(in crate::cli) fn nothing_named(what: &str, files: &[PathBuf]) -> Failure {
     })
 }
 
-/// Resolves a relative path of the configuration: relative to the working directory, else in the first root that
-/// contains it.
+/// Resolves a relative path of the configuration: relative to the working directory, otherwise in the first root that contains it.
 pub(in crate::cli) fn find_file(path: &Path, roots: &[PathBuf]) -> PathBuf {
     let found = roots.iter().map(|root| root.join(path)).find(|candidate| candidate.exists());
     if path.exists() { path.to_owned() } else { found.unwrap_or_else(|| path.to_owned()) }

@@ -5,8 +5,8 @@ use gym_core::Endpoint;
 
 use crate::cli::exit::Failure;
 
-/// Returns the address of the head server: `--head-url`, then `+head_server.…`, then `HEAD_SERVER_URL`, then `env.yaml`
-/// or the default.
+/// Returns the address of the head server: from `--head-url`, else `+head_server.…`, else `HEAD_SERVER_URL`, else `env.yaml` or the
+/// default.
 ///
 /// `url` is the value of the option, which may come from the environment; `typed` is `true` if the option was given.
 pub(in crate::cli) fn endpoint(

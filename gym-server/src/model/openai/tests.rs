@@ -188,7 +188,7 @@ async fn reasoning_goes_back_to_the_endpoint_without_the_status_that_it_refuses(
 
 #[tokio::test]
 async fn a_redirect_that_loses_the_body_or_leaves_the_host_is_an_answer() {
-    // Followed, the request would be a GET without its body, or a stranger would get the key.
+    // If these redirects were followed, the request would become a GET without its body, or another host would receive the key.
     for (status, place) in [(302, "/v1/elsewhere"), (308, "http://stranger.invalid/v1")] {
         let location = format!("location: {place}\r\n");
         let mock = MockEndpoint::new(vec![answer_with(status, &location, "moved"), answer(200, ANSWER)]).await;

@@ -1,4 +1,4 @@
-//! One OpenAI-compatible endpoint over HTTP: bounded connections, bounded retries, deadlines, and errors that name the URL.
+//! Calls one OpenAI-compatible endpoint over HTTP: bounded connections, bounded retries, deadlines, and errors that name the URL.
 #![cfg_attr(
     not(any(feature = "http", feature = "tls")),
     expect(dead_code, unused_variables, reason = "without a client, an endpoint is refused when it is configured")
@@ -33,37 +33,37 @@ pub(super) use response::EndpointResponse;
 use tls::TlsClient;
 use url::EndpointUrl;
 
-/// Connections to one endpoint. More would meet the limit of 20,000 file descriptors that some machines cannot raise, with a
-/// dozen servers in one process; further requests wait their turn under their deadlines.
+/// Maximum connections to one endpoint; further requests wait, up to their deadlines. With a dozen servers in one process, more
+/// connections would reach the limit of 20,000 file descriptors, which some machines cannot raise.
 const CONNECTIONS_MAX: usize = 1_024;
 
-/// Longer, and the endpoint's machine is not there.
+/// After this time, the endpoint's machine is considered unreachable.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Tries to reach an endpoint that refuses connections: nothing was sent, so trying costs little, and an engine that
-/// restarts is back after a while.
+/// Connection attempts to an endpoint that refuses connections. Nothing was sent, so an attempt is cheap, and an engine that
+/// restarts accepts connections again after a while.
 const CONNECT_ATTEMPTS_MAX: u32 = 8;
 
-/// Half a second between tries, as NeMo Gym waits, but doubled each time and spread.
+/// Half a second between attempts, as in NeMo Gym, but doubled for each attempt and randomized.
 const BACKOFF: RetryPolicy =
     RetryPolicy { attempts_max: 3, backoff_min: Duration::from_millis(500), backoff_max: Duration::from_secs(8) };
 
-/// The statuses that NeMo Gym's client tries again.
+/// The statuses that NeMo Gym's client retries.
 const RETRIED: [u16; 8] = [404, 408, 429, 500, 502, 503, 504, 520];
 
-/// How much of a foreign error body is shown.
+/// Maximum bytes of an endpoint's error body that an error shows.
 const SHOWN_BYTES_MAX: usize = 2_000;
 
-/// How an endpoint is called.
+/// The options of an endpoint's client.
 #[derive(Clone, Debug)]
 pub(super) struct UpstreamOptions {
     /// The configuration key of the URL, for errors.
     pub(super) url_key: &'static str,
     pub(super) key: Option<Secret>,
     pub(super) headers: BTreeMap<String, Secret>,
-    /// Tries of a request that the endpoint answers with a status worth trying again.
+    /// Maximum attempts of a request that the endpoint answers with a retryable status.
     pub(super) attempts_max: u32,
-    /// The wait before the second try.
+    /// The wait before the second attempt.
     pub(super) backoff_min: Duration,
 }
 
@@ -81,14 +81,14 @@ pub(super) struct Upstream(Arc<UpstreamState>);
 struct UpstreamState {
     client: EndpointClient,
     place: EndpointUrl,
-    /// The place without credentials and without a slash at the end.
+    /// The URL without credentials and without a trailing slash.
     shown: String,
     connections: Semaphore,
     policy: RetryPolicy,
     rng: Mutex<fastrand::Rng>,
 }
 
-/// How the endpoint is reached.
+/// The HTTP client of the endpoint.
 #[cfg_attr(
     all(feature = "http", feature = "tls"),
     expect(clippy::large_enum_variant, reason = "there is one for each endpoint, behind an Arc")
@@ -101,15 +101,17 @@ enum EndpointClient {
 }
 
 impl fmt::Debug for Upstream {
-    /// Without the URL's credentials and the headers.
+    /// Omits the URL's credentials and the headers.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Upstream({})", self.0.shown)
     }
 }
 
 impl Upstream {
+    /// Creates a client of the endpoint at `base`.
+    ///
     /// # Errors
-    /// `InvalidArgument` naming the key when the URL or a header is wrong, or when it is https and this program has no TLS.
+    /// `InvalidArgument` with the key if the URL or a header is invalid, or if the URL is https and this program has no TLS.
     pub(super) fn new(base: &str, options: &UpstreamOptions, world: &World) -> Result<Self> {
         let key = options.url_key;
         let invalid = |why: String| Error::invalid(format!("`{key}`: {why}"));
@@ -156,22 +158,23 @@ impl Upstream {
         })))
     }
 
-    /// `POST` of a JSON body to a path under the base URL, tried again as long as policy and deadline allow. Any complete
-    /// answer is `Ok`.
+    /// Sends a JSON body with `POST` to a path under the base URL, and retries as long as policy and deadline allow. Returns `Ok`
+    /// for any complete response.
     pub(super) async fn post(&self, cx: &CallContext, path: &str, body: Bytes) -> Result<EndpointResponse> {
         let state = &*self.0;
         let target = format!("{}{path}", state.place.path);
         self.send(cx, &target, || format!("POST {}{path}", state.shown), body).await
     }
 
-    /// The same for a path beside `/v1`, where vLLM has its own routes.
+    /// Sends a request as [`Upstream::post`] does, but to a path outside `/v1`, where vLLM has its own routes.
     pub(super) async fn post_outside_v1(&self, cx: &CallContext, path: &str, body: Bytes) -> Result<EndpointResponse> {
         let state = &*self.0;
         let beside = |base: &str| format!("{}{path}", base.strip_suffix("/v1").unwrap_or(base));
         self.send(cx, &beside(&state.place.path), || format!("POST {}", beside(&state.shown)), body).await
     }
 
-    /// `subject` names the call, for errors and logs: most calls need no name.
+    /// Sends a request and retries it. `subject` names the call for errors and logs; it is a function because most calls need no
+    /// name.
     async fn send(
         &self,
         cx: &CallContext,
@@ -205,7 +208,7 @@ impl Upstream {
                         connects += 1;
                         connects >= CONNECT_ATTEMPTS_MAX
                     } else {
-                        // A generation has no effect but its answer, so a lost one may be asked for again.
+                        // A generation has no side effects, so a lost response can be requested again.
                         tries += 1;
                         tries >= state.policy.attempts_max
                     };
@@ -235,10 +238,10 @@ impl Upstream {
         }
     }
 
-    /// The JSON object of a successful answer.
+    /// Returns the JSON object of a successful response.
     ///
     /// # Errors
-    /// What the status says, with the endpoint's own words; `DataLoss` when a success carries no JSON object.
+    /// The error of the status, with the endpoint's own message; `DataLoss` if a successful response is not a JSON object.
     pub(super) fn object(&self, path: &str, answer: EndpointResponse) -> Result<RawObject> {
         let subject = || format!("POST {}{path}", self.0.shown);
         let shown = |body: &Bytes| String::from_utf8_lossy(&body[..body.len().min(SHOWN_BYTES_MAX)]).into_owned();
@@ -246,7 +249,7 @@ impl Upstream {
             let leads = answer.location.map(|place| format!(" and refers to {place}")).unwrap_or_default();
             let text = format!("answered {}{leads}: {}", answer.status, shown(&answer.body));
             let error = Error::finished(code_of(answer.status), text).about(subject());
-            // A redirect is no refusal: whoever followed it from here would leave this server out.
+            // A redirect is not stored as a rejection: a client that followed it would bypass this server.
             let refused = EndpointRejection { status: answer.status, body: answer.body };
             return Err(if refused.status >= 400 { error.caused_by(refused) } else { error });
         }
@@ -270,9 +273,9 @@ impl UpstreamState {
         let mut hops = 0;
         loop {
             let answer = self.client.post(cx, target.clone(), body.clone()).await?;
-            // Only a redirect that keeps method and body and stays on the host and port is followed. After any other the
-            // request would be a `GET` without its body, or a stranger would be sent the headers with their keys: it is an
-            // answer, and an error.
+            // Follows a redirect only if it keeps method and body and stays on this host and port. Any other redirect would turn
+            // the request into a `GET` without its body, or send the headers with their keys to another server. Such a response is
+            // returned as an error.
             let place = answer.location.as_deref().filter(|_| matches!(answer.status, 307 | 308) && hops < HOPS_MAX);
             match place.and_then(|place| self.place.redirected(&target, place)) {
                 Some(next) => target = next,
@@ -283,12 +286,14 @@ impl UpstreamState {
     }
 }
 
-/// Redirects that are followed one after the other.
+/// Maximum consecutive redirects that are followed.
 const HOPS_MAX: usize = 5;
 
 impl EndpointClient {
+    /// Creates the client of the URL's scheme.
+    ///
     /// # Errors
-    /// `InvalidArgument` naming the feature when this program cannot speak the place's scheme.
+    /// `InvalidArgument` with the missing feature if this program does not support the URL's scheme.
     fn to(place: &EndpointUrl, headers: &HeaderMap) -> Result<Self> {
         #[cfg(feature = "tls")]
         if place.https {
@@ -320,7 +325,7 @@ impl EndpointClient {
     }
 }
 
-/// Base64 with padding (RFC 4648, section 4).
+/// Returns the bytes in Base64 with padding (RFC 4648, section 4).
 fn base64(bytes: &[u8]) -> String {
     const DIGITS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
     let mut text = String::with_capacity(bytes.len().div_ceil(3) * 4);
@@ -340,12 +345,12 @@ fn code_of(status: u16) -> Code {
         429 => Code::ResourceExhausted,
         408 | 504 => Code::DeadlineExceeded,
         502 | 503 | 520 => Code::Unavailable,
-        // A wrong key or path is this server's configuration, not its caller's request.
+        // A wrong key or path is an error of this server's configuration, not of the caller's request.
         _ => Code::Internal,
     }
 }
 
-/// Why trying again with this key can never help, if so.
+/// Returns the reason why a retry with this key can never succeed, or `None` if it can.
 fn permanent_rejection(answer: &EndpointResponse) -> Option<&'static str> {
     let codes = || -> Vec<String> {
         let body: Value = serde_json::from_slice(&answer.body).unwrap_or_default();

@@ -1,4 +1,4 @@
-//! Calls `http` endpoints over our own HTTP transport, which starts no task for a call.
+//! Calls `http` endpoints over the HTTP transport of the SDK, which starts no task for a call.
 
 use std::time::Duration;
 
@@ -21,8 +21,10 @@ pub(super) struct PlainClient {
 }
 
 impl PlainClient {
+    /// Creates a client that sends `headers` with each request.
+    ///
     /// # Errors
-    /// `InvalidArgument` when a header is one that the connection sets itself.
+    /// `InvalidArgument` if the connection sets one of the headers itself.
     pub(super) fn to(
         origin: &str,
         headers: &HeaderMap,
@@ -36,7 +38,7 @@ impl PlainClient {
                 .to_str()
                 .map_err(|_| Error::invalid(format!("the header `{name}` has a character that no header can carry")))?;
             if name == CONTENT_TYPE || (name == ACCEPT_ENCODING && value == "identity") {
-                // What is sent anyway.
+                // The connection already sends this header.
             } else if name == HOST {
                 config.host = Some(value.to_owned());
             } else if [ACCEPT_ENCODING, CONNECTION, CONTENT_LENGTH, TRANSFER_ENCODING].contains(name) {
@@ -51,10 +53,10 @@ impl PlainClient {
         Ok(Self { endpoint, connector: HttpConnector::new(config), channel: OnceCell::new(), metadata })
     }
 
-    /// `POST` of a JSON body; any complete answer is `Ok`.
+    /// Sends a JSON body with `POST`. Returns `Ok` for any complete response.
     pub(super) async fn post(&self, cx: &CallContext, path: String, body: Bytes) -> Result<EndpointResponse> {
         let options = ConnectOptions::default();
-        // Opens nothing yet: connections are made call by call.
+        // Opens no connection yet: each call opens a connection if it needs one.
         let connect = || self.connector.connect(cx, &self.endpoint, &options);
         let channel = self.channel.get_or_try_init(connect).await?;
         let mut own = cx.child();
@@ -71,7 +73,7 @@ impl PlainClient {
     }
 }
 
-/// A model call has no effect but its answer: one that was garbled on its way may be asked for again like a lost one.
+/// Converts the error of a call. A model call has no side effects, so a malformed response can be requested again like a lost one.
 fn of_transport(error: Error) -> Error {
     match error.code() {
         Code::DataLoss => Error::unknown(Code::Unavailable, "the answer is not HTTP").caused_by(error),

@@ -4,18 +4,18 @@ use std::time::Duration;
 
 use bytes::Bytes;
 
-/// A complete answer, whatever it says.
+/// A complete response with any status.
 #[derive(Debug)]
 pub(in crate::model) struct EndpointResponse {
     pub(in crate::model) status: u16,
     pub(in crate::model) body: Bytes,
     pub(super) retry_after: Option<Duration>,
-    /// Where a redirect that is not followed leads.
+    /// The target of a redirect that is not followed.
     pub(super) location: Option<String>,
 }
 
 impl EndpointResponse {
-    /// `retry_after` and `location` as the headers have them.
+    /// Creates a response. `retry_after` and `location` are header values.
     pub(super) fn new(status: u16, retry_after: Option<String>, location: Option<String>, body: Bytes) -> Self {
         let retry_after = retry_after.and_then(|seconds| seconds.trim().parse().ok()).map(Duration::from_secs);
         Self { status, body, retry_after, location: location.filter(|_| (300..400).contains(&status)) }

@@ -18,8 +18,10 @@ pub(super) struct TlsClient {
 }
 
 impl TlsClient {
+    /// Creates a client that sends `headers` with each request.
+    ///
     /// # Errors
-    /// `Internal` when the client cannot be set up.
+    /// `Internal` if the client cannot be created.
     pub(super) fn to(
         origin: &str,
         headers: &HeaderMap,
@@ -28,13 +30,13 @@ impl TlsClient {
     ) -> Result<Self> {
         static INSTALL: std::sync::Once = std::sync::Once::new();
         INSTALL.call_once(|| {
-            // Refused when the program has installed one of its own, which is then used.
+            // Fails if the program has installed its own provider, which is then used.
             let _ = rustls::crypto::ring::default_provider().install_default();
         });
         let client = Client::builder()
             .connect_timeout(connect_timeout)
             .pool_max_idle_per_host(connections_max)
-            // uvicorn, and so vLLM, closes idle connections after 5 s; a request on one that is just closing would be lost.
+            // uvicorn, and therefore vLLM, closes idle connections after 5 s; a request on a closing connection would be lost.
             .pool_idle_timeout(Duration::from_secs(4))
             .tcp_keepalive(Duration::from_secs(60))
             .redirect(Policy::none())
@@ -47,9 +49,9 @@ impl TlsClient {
         Ok(Self { client, origin: origin.to_owned(), headers: headers.clone() })
     }
 
-    /// `POST` of a JSON body; any complete answer is `Ok`.
+    /// Sends a JSON body with `POST`. Returns `Ok` for any complete response.
     pub(super) async fn post(&self, cx: &CallContext, path: &str, body: Bytes) -> Result<EndpointResponse> {
-        // Boxed: it is large.
+        // Boxed because the future is large.
         Box::pin(cx.bound(Execution::Unknown, async {
             let url = format!("{}{path}", self.origin);
             let request = self.client.post(url).headers(self.headers.clone()).body(body);
@@ -78,7 +80,7 @@ impl TlsClient {
     }
 }
 
-/// Whether the peer can have seen the request. The URL is left out: it may have credentials.
+/// Converts an error, and reports whether the peer can have received the request. Omits the URL, which may contain credentials.
 fn of_reqwest(error: reqwest::Error) -> Error {
     let (execution, text) = if error.is_connect() {
         (Execution::NotStarted, "cannot connect")

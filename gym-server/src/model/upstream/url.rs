@@ -2,22 +2,22 @@
 
 use http::uri::Authority;
 
-/// `scheme://[user:password@]host[:port][/path]`.
+/// A URL `scheme://[user:password@]host[:port][/path]`.
 #[derive(Clone, PartialEq, Eq)]
 pub(super) struct EndpointUrl {
     pub(super) https: bool,
     /// `user:password`, as written.
     pub(super) credentials: Option<String>,
-    /// `host[:port]` in lower case, without the port that the scheme means anyway.
+    /// `host[:port]` in lower case, without the default port of the scheme.
     pub(super) authority: String,
-    /// Path and query: empty, or from a slash on.
+    /// Path and query: empty, or starting with a slash.
     pub(super) path: String,
 }
 
 impl EndpointUrl {
-    /// Parses a URL without its fragment. The error does not show credentials.
+    /// Parses a URL and drops its fragment. Errors do not show credentials.
     pub(super) fn parse(text: &str) -> Result<Self, String> {
-        // What cannot be taken apart may have a password in it.
+        // A string that cannot be parsed may contain a password.
         let shown = if text.contains('@') { "the value" } else { text };
         let wrong = |why: &str| format!("`{shown}` {why}");
         let (scheme, rest) = text.trim().split_once("://").ok_or_else(|| wrong("is not a URL"))?;
@@ -48,12 +48,13 @@ impl EndpointUrl {
         if self.https { "https" } else { "http" }
     }
 
-    /// Scheme, host and port.
+    /// Returns scheme, host and port.
     pub(super) fn origin(&self) -> String {
         format!("{}://{}", self.scheme(), self.authority)
     }
 
-    /// Path and query of what a redirect from the path `from` refers to (RFC 3986, section 5.2), if that is on this host and port.
+    /// Resolves a redirect from the path `from` (RFC 3986, section 5.2). Returns its path and query if the target is on this host
+    /// and port.
     pub(super) fn redirected(&self, from: &str, reference: &str) -> Option<String> {
         let reference = reference.split('#').next().unwrap_or_default();
         let from = from.split('?').next().unwrap_or_default();
@@ -77,7 +78,7 @@ impl EndpointUrl {
     }
 }
 
-/// A path without `.` and `..` segments.
+/// Returns the path without `.` and `..` segments.
 fn without_dots(target: &str) -> String {
     let (path, query) = target.split_at(target.find('?').unwrap_or(target.len()));
     let mut segments = Vec::new();

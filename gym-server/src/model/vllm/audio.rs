@@ -1,14 +1,14 @@
-//! Audio, which the Responses dialect has no place for: NeMo Gym's rows carry it in the metadata.
+//! Audio input. The Responses dialect does not support it, so NeMo Gym's rows carry it in the metadata.
 
 use gym_core::{Code, Error, RawObject, Result};
 use serde_json::{Map, Value, json};
 
-/// A data URI.
+/// The key of a data URI.
 const DATA: &str = "audio_data";
-/// Files, which NeMo Gym's server reads and this one does not.
+/// The keys of audio files, which NeMo Gym's server reads and this server does not.
 const FILES: [&str; 2] = ["audio_path", "audio_paths"];
 
-/// The data URI in the metadata of a request.
+/// Returns the data URI in the metadata of a request.
 pub(super) fn of(metadata: &Map<String, Value>) -> Result<Option<String>> {
     let given = |key: &str| metadata.get(key).filter(|value| is_given(value));
     if let Some(key) = FILES.into_iter().find(|key| given(key).is_some()) {
@@ -25,7 +25,7 @@ pub(super) fn of(metadata: &Map<String, Value>) -> Result<Option<String>> {
     }
 }
 
-/// Whether Python, which NeMo Gym's server asks, takes the value for true.
+/// Returns `true` if the value is true in Python, as in NeMo Gym's server.
 fn is_given(value: &Value) -> bool {
     match value {
         Value::Null => false,
@@ -37,7 +37,7 @@ fn is_given(value: &Value) -> bool {
     }
 }
 
-/// The request with the audio before the text of its last message of the user, and without it in the metadata.
+/// Returns the request with the audio before the text of its last user message, and without the data URI in the metadata.
 pub(super) fn put(request: &RawObject, uri: &str) -> Result<RawObject> {
     let audio = json!({"type": "audio_url", "audio_url": {"url": uri}});
     let mut messages: Vec<Value> = request.get_as("messages")?.unwrap_or_default();

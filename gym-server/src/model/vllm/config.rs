@@ -1,4 +1,4 @@
-//! What `vllm_model` reads of its block in the configuration.
+//! The configuration block of `vllm_model`.
 
 use std::collections::BTreeMap;
 
@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 
 use crate::model::secret::Secret;
 
-/// Which keys carry reasoning on assistant messages that are sent to the engine.
+/// The keys that carry reasoning on assistant messages sent to the engine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ReasoningField {
@@ -21,82 +21,82 @@ pub enum ReasoningField {
     ReasoningContent,
 }
 
-/// The keys of a `vllm_model` block; other keys of the block are not this server's.
+/// The keys of a `vllm_model` block. Unsupported keys of NeMo Gym's server are rejected; all other keys are ignored.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 pub struct VllmModelConfig {
-    /// Where the engines are, with their version; one URL or several. A session stays with one of them.
+    /// The URLs of the engines, with their version; one or several. All requests of a session use the same engine. Required.
     pub base_url: OneOrMany,
-    /// The key; without one, `OPENAI_API_KEY` or `policy_api_key` of the environment.
+    /// The API key. By default the environment variable `OPENAI_API_KEY`, then `policy_api_key`.
     #[serde(default)]
     pub api_key: Option<Secret>,
-    /// The model that is asked for, whatever the request says.
+    /// The model of every request, regardless of the request's own. Required.
     pub model: String,
-    /// Asks for token ids and log-probabilities and puts them on the last item.
+    /// Requests token ids and log-probabilities, and adds them to the last item. Off by default.
     #[serde(default)]
     pub return_token_id_information: bool,
-    /// Asks the engine to return the token ids of prompt and generation in its answer.
+    /// Requests the token ids of prompt and generation in the engine's response. Off by default.
     #[serde(default)]
     pub request_prompt_and_generation_token_ids: bool,
-    /// Passes a context overflow on as an error, instead of an answer that was cut.
+    /// Returns a context overflow as an error, instead of a truncated response. Off by default.
     #[serde(default)]
     pub propagate_context_overflow_errors: bool,
-    /// Whether the engine takes reasoning out of the text.
+    /// The engine separates reasoning from the text. On by default.
     #[serde(default = "yes")]
     pub uses_reasoning_parser: bool,
-    /// Whether earlier reasoning is shown to the engine again.
+    /// Sends earlier reasoning to the engine again. On by default.
     #[serde(default = "yes")]
     pub uses_interleaved_reasoning: bool,
-    /// Under which keys it is; without them, `NEMO_GYM_REASONING_FIELD` of the environment, then both.
+    /// The keys of that reasoning. By default the environment variable `NEMO_GYM_REASONING_FIELD`, then both keys.
     #[serde(default)]
     pub reasoning_field: Option<ReasoningField>,
-    /// Leaves think tags in the text of earlier answers.
+    /// Keeps think tags in the text of earlier responses. Off by default.
     #[serde(default)]
     pub preserve_reasoning_in_assistant_content: bool,
-    /// Sends messages of the developer as messages of the system.
+    /// Sends developer messages as system messages. Off by default.
     #[serde(default)]
     pub replace_developer_role_with_system: bool,
-    /// Whether an answer of reasoning alone may be followed by more reasoning.
+    /// Allows more reasoning after a response with reasoning alone. On by default.
     #[serde(default = "yes")]
     pub sequential_reasoning_allowed: bool,
-    /// The engine speaks the Responses dialect itself.
+    /// The engine supports the Responses dialect itself. Off by default.
     #[serde(default)]
     pub is_responses_native: bool,
-    /// Arguments of the chat template, below those of the request's metadata.
+    /// Arguments of the chat template; those of the request's metadata take precedence. None by default.
     #[serde(default)]
     pub chat_template_kwargs: Option<Map<String, Value>>,
-    /// Merges the request's own `chat_template_kwargs`, which are dropped otherwise.
+    /// Merges the request's own `chat_template_kwargs`, which are dropped otherwise. Off by default.
     #[serde(default)]
     pub forward_request_chat_template_kwargs: bool,
-    /// Has the engine go on with a last message of the assistant.
+    /// Lets the engine continue a last message of the assistant. Off by default.
     #[serde(default)]
     pub continue_final_assistant_message: bool,
-    /// Sampling parameters that replace those of every request.
+    /// Sampling parameters that replace those of every request. None by default.
     #[serde(default)]
     pub sampling_overrides: Option<Map<String, Value>>,
-    /// Keys that are added to each request that does not have them.
+    /// Keys that are added to each request that lacks them. None by default.
     #[serde(default)]
     pub extra_body: Option<Map<String, Value>>,
-    /// Headers of each request.
+    /// Headers of each request. Empty by default.
     #[serde(default)]
     pub default_headers: BTreeMap<String, Secret>,
-    /// Tells the engine the session's id as the conversation's.
+    /// Sends the session's id to the engine as the conversation's id. Off by default.
     #[serde(default)]
     pub forward_session_id_as_conversation_id: bool,
-    /// The wait before the second try, in milliseconds; doubled for each further one, and spread.
+    /// The wait before the second attempt, in milliseconds; doubled for each further attempt, and randomized. 500 by default.
     #[serde(default = "half_a_second")]
     pub retry_backoff_ms: u64,
-    /// Keys of NeMo Gym's server that this one does not have.
+    /// All other keys of the block. Keys of NeMo Gym's server that this server does not support are rejected.
     #[serde(flatten)]
     pub others: BTreeMap<String, Value>,
 }
 
-/// One text or a list of them.
+/// One string or a list of strings.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(untagged)]
 pub enum OneOrMany {
-    /// One.
+    /// One string.
     One(String),
-    /// Several.
+    /// A list of strings.
     Many(Vec<String>),
 }
 
@@ -108,14 +108,14 @@ fn half_a_second() -> u64 {
     500
 }
 
-/// With which launchers choose the reasoning field where no configuration does.
+/// The environment variable in which launchers choose the reasoning field, unless the configuration does.
 pub(super) const REASONING_FIELD: &str = "NEMO_GYM_REASONING_FIELD";
 
-/// What NeMo Gym's server can do and this one cannot.
+/// Keys of features that NeMo Gym's server supports and this server does not.
 const UNSUPPORTED: [&str; 4] = ["use_completions_api", "supply_prefix_token_ids", "endpoint_file", "audio_root"];
 
 impl VllmModelConfig {
-    /// The defaults, in front of a model at one engine.
+    /// Creates the default configuration for a model at one engine.
     #[must_use]
     pub fn new(base_url: impl Into<String>, model: impl Into<String>) -> Self {
         Self {
@@ -151,7 +151,7 @@ impl VllmModelConfig {
         }
     }
 
-    /// The reasoning field of the configuration; without one, that of the environment, if it is set.
+    /// Sets the reasoning field from the environment variable, unless the configuration sets it or the variable is unset or empty.
     pub(super) fn choose_reasoning_field(&mut self, variable: Option<&str>) -> Result<()> {
         let Some(name) = variable.map(str::trim).filter(|name| !name.is_empty() && self.reasoning_field.is_none())
         else {

@@ -1,10 +1,11 @@
-//! The `vllm_model` server: fronts engines that speak Chat Completions, with the Responses dialect and the training fields that
-//! NeMo Gym adds.
+//! The `vllm_model` server: translates between the Responses dialect and engines with Chat Completions, and adds NeMo Gym's
+//! training fields.
 //!
-//! What NeMo Gym's server can do and this one cannot: the completions API, prefix supply, endpoint files, audio from files. A
-//! configuration or request that asks for one of them is refused. Not here either, and not asked for by a configuration of this
-//! server: `/v1/messages`, which no model server of ours answers; token capture with its external staging; the transport log of
-//! `NEMO_GYM_VLLM_TRANSPORT_LOG`.
+//! Some features of NeMo Gym's server are unsupported: the completions API, prefix supply, endpoint files, and audio from files. A
+//! configuration or request that uses one of them is rejected.
+//!
+//! Three more are absent, and no configuration of this server can request them: `/v1/messages`, which no model server of the SDK
+//! serves; token capture with its external staging; the transport log of `NEMO_GYM_VLLM_TRANSPORT_LOG`.
 
 mod audio;
 mod config;
@@ -27,27 +28,27 @@ use crate::model::secret::Secret;
 use crate::model::upstream::{EndpointResponse, Upstream, UpstreamOptions};
 use response::{Completion, TokenFields};
 
-/// Keys of the request that decide how the engine turns it into tokens.
+/// Request keys that determine how the engine tokenizes the request.
 const TOKENIZE_KEYS: [&str; 5] = ["model", "messages", "tools", "chat_template_kwargs", "mm_processor_kwargs"];
 
 const CHAT_ROUTE: &str = "/chat/completions";
 
-/// Fronts vLLM and other engines that speak Chat Completions.
+/// Serves vLLM and other engines that support Chat Completions.
 #[derive(Clone, Debug)]
 pub struct VllmModel {
     config: Arc<VllmModelConfig>,
     engines: Vec<Upstream>,
     world: World,
-    /// That template arguments of requests are dropped is said once.
+    /// Limits the warning about dropped template arguments to one.
     template_dropped: Arc<Once>,
 }
 
 impl VllmModel {
-    /// A front of the configured engines.
+    /// Creates a server in front of the configured engines.
     ///
     /// # Errors
-    /// `InvalidArgument` naming the key when a URL or a header is wrong, when it is https and this program has no TLS, or
-    /// when something is asked for that this server cannot do.
+    /// `InvalidArgument` with the key if a URL or a header is invalid, or if the configuration uses an unsupported feature. Also if
+    /// a URL is https and this program has no TLS.
     pub fn new(mut config: VllmModelConfig, world: &World) -> Result<Self> {
         config.check()?;
         config.choose_reasoning_field(std::env::var(config::REASONING_FIELD).ok().as_deref())?;
@@ -64,7 +65,7 @@ impl VllmModel {
         Ok(Self { config: Arc::new(config), engines, world: world.clone(), template_dropped: Arc::new(Once::new()) })
     }
 
-    /// The engine of a session: always the same one, because it has the session's prefix in its cache.
+    /// Returns the engine of a session: always the same one, because the session's prefix is in its cache.
     fn engine(&self, session: &SessionId) -> &Upstream {
         let mut hasher = DefaultHasher::new();
         session.hash(&mut hasher);
@@ -113,7 +114,7 @@ impl VllmModel {
         completion.finish()
     }
 
-    /// The prompt's token ids, asked for on their own.
+    /// Requests the token ids of the prompt from `/tokenize`.
     async fn tokenize(&self, cx: &CallContext, engine: &Upstream, body: &RawObject) -> Result<Bytes> {
         let mut fields = request::ObjectText::default();
         for key in TOKENIZE_KEYS {
@@ -132,7 +133,7 @@ impl VllmModel {
     }
 }
 
-/// Whether the prompt is longer than the engine can take.
+/// Returns `true` if the engine rejected the prompt as too long.
 fn is_overflow(answer: &EndpointResponse) -> bool {
     let text = String::from_utf8_lossy(&answer.body);
     answer.status == 400 && (text.contains("context length") || text.contains("max_tokens"))

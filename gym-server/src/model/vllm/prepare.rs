@@ -1,4 +1,4 @@
-//! What is changed in a chat completion request before the engine sees it.
+//! Changes a chat completion request before it is sent to the engine.
 
 use gym_core::{Code, Error, RawObject, Result};
 use serde_json::{Map, Value};
@@ -6,7 +6,7 @@ use serde_json::{Map, Value};
 use crate::model::vllm::config::{ReasoningField, VllmModelConfig};
 use crate::model::vllm::{audio, think};
 
-/// The request as the engine gets it.
+/// Returns the request for the engine.
 pub(super) fn prepare(config: &VllmModelConfig, request: &RawObject) -> Result<RawObject> {
     let metadata: Map<String, Value> =
         request.get_as::<Option<Map<String, Value>>>("metadata")?.flatten().unwrap_or_default();
@@ -70,7 +70,7 @@ pub(super) fn prepare(config: &VllmModelConfig, request: &RawObject) -> Result<R
     Ok(prepared)
 }
 
-/// An earlier answer of nothing at the end, for which some models must not be asked again.
+/// Returns `true` if the request ends in an empty response of the assistant, after which some models must not be called again.
 pub(super) fn ends_in_empty_assistant(request: &RawObject) -> Result<bool> {
     let Some(last) = request.get_as::<Vec<RawObject>>("messages")?.and_then(|mut messages| messages.pop()) else {
         return Ok(false);
@@ -97,7 +97,8 @@ fn last_role(request: &RawObject) -> Result<Option<String>> {
     }
 }
 
-/// The messages, if one of them changes: the developer's role, and reasoning taken out of the assistant's text.
+/// Returns the messages with the developer's role replaced and reasoning removed from the assistant's text, or `None` if none
+/// changes.
 fn messages(config: &VllmModelConfig, request: &RawObject) -> Result<Option<String>> {
     let unfold = config.uses_reasoning_parser && !config.preserve_reasoning_in_assistant_content;
     let Some(messages) = request.get_as::<Vec<RawObject>>("messages")? else { return Ok(None) };
@@ -155,7 +156,7 @@ fn messages(config: &VllmModelConfig, request: &RawObject) -> Result<Option<Stri
     Ok(Some(format!("[{}]", texts.join(","))))
 }
 
-/// The tools without OpenAI's `strict`, which some chat templates would print into the prompt; `None` when none has it.
+/// Returns the tools without OpenAI's `strict`, which some chat templates would print into the prompt, or `None` if no tool has it.
 fn tools_without_strict(request: &RawObject) -> Result<Option<String>> {
     let Some(text) = request.get("tools") else { return Ok(None) };
     if memchr::memmem::find(&text, b"\"strict\"").is_none() {

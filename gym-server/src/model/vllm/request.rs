@@ -1,4 +1,4 @@
-//! A Responses request as a chat completion request, as NeMo Gym converts it.
+//! Converts a Responses request to a chat completion request, as NeMo Gym does.
 
 use gym_core::{Code, Error, RawObject, Result};
 use serde::Deserialize;
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use crate::model::vllm::think;
 
-/// Keys of a Responses request that a chat completion has no place for.
+/// Keys of a Responses request that have no equivalent in a chat completion.
 const UNSUPPORTED: [&str; 8] = [
     "background",
     "context_management",
@@ -20,7 +20,7 @@ const UNSUPPORTED: [&str; 8] = [
     "truncation",
 ];
 
-/// Keys that are converted; the others pass as they are.
+/// Keys that are converted; all others pass unchanged.
 const CONVERTED: [&str; 7] =
     ["input", "instructions", "max_output_tokens", "reasoning", "text", "tool_choice", "tools"];
 
@@ -75,7 +75,8 @@ fn wrong(text: impl Into<std::borrow::Cow<'static, str>>) -> Error {
     Error::finished(Code::InvalidArgument, text)
 }
 
-/// The chat completion request; `tokens` keeps the token fields of earlier answers on their messages, text for text.
+/// Returns the chat completion request. `tokens` keeps the token fields of earlier responses on their messages, with their text
+/// unchanged.
 pub(super) fn to_chat(params: &RawObject, tokens: bool) -> Result<RawObject> {
     let present = |key: &str| params.get(key).filter(|value| value != "null");
     let refused: Vec<_> = UNSUPPORTED.into_iter().filter(|key| present(key).is_some()).collect();
@@ -221,7 +222,7 @@ fn tool_choice_to_chat(choice: Value) -> Result<Value> {
     reference(choice)
 }
 
-/// A JSON object that is written key by key.
+/// Writes a JSON object key by key.
 #[derive(Default)]
 pub(super) struct ObjectText(String);
 
@@ -249,7 +250,7 @@ struct ChatMessages {
     content: String,
     refusal: String,
     tool_calls: Vec<Value>,
-    /// Whether an item of the assistant waits to be written.
+    /// `true` if an item of the assistant has not been written yet.
     assistant: bool,
     token_fields: Option<String>,
 }
@@ -261,7 +262,7 @@ struct ChatMessage {
 }
 
 impl ChatMessages {
-    /// Adds a message; `content` and `more` are JSON texts, `more` with its leading comma.
+    /// Adds a message. `content` and `more` are JSON text; `more` starts with a comma.
     fn push(&mut self, role: &str, content: &str, more: &str) {
         let text = format!(r#"{{"content":{content},"role":"{role}"{more}}}"#);
         self.done.push(ChatMessage { role: role.to_owned(), content: content.to_owned(), text });
@@ -403,7 +404,7 @@ impl ChatMessages {
         Ok(())
     }
 
-    /// One message of the system at the beginning: the instructions, and the first messages of system and developer.
+    /// Puts one system message at the beginning: the instructions, and the leading system and developer messages.
     fn lead_with(&mut self, instructions: String) {
         let mut parts = vec![instructions];
         let leading =

@@ -1,5 +1,5 @@
-//! An engine's chat completion as NeMo Gym's servers give it on, and as a Responses answer. Token ids and log-probabilities
-//! are never read as numbers: their texts are moved.
+//! Converts an engine's chat completion to the form of NeMo Gym's servers, and to a Responses response. Token ids and
+//! log-probabilities are never parsed as numbers: their text is moved.
 
 use bytes::Bytes;
 use gym_core::{Code, Error, RawObject, Result, World};
@@ -14,7 +14,7 @@ fn broken(text: impl Into<std::borrow::Cow<'static, str>>) -> Error {
     Error::finished(Code::DataLoss, text)
 }
 
-/// A chat completion, taken apart as far as it is changed.
+/// A chat completion, parsed as far as it is changed.
 #[derive(Debug)]
 pub(super) struct Completion {
     whole: RawObject,
@@ -22,11 +22,11 @@ pub(super) struct Completion {
     message: RawObject,
 }
 
-/// Where the token fields were found.
+/// The location of the token fields.
 pub(super) enum TokenFields {
-    /// On the message already, complete.
+    /// On the message, complete.
     Inline,
-    /// In the answer; the prompt's ids too, unless the engine must be asked for them.
+    /// In the rest of the response. `prompt` is `None` if the engine must be asked for the prompt's ids.
     Apart { prompt: Option<Bytes>, generation: String, log_probs: String },
 }
 
@@ -49,7 +49,7 @@ impl Completion {
         Ok(text.map_err(|error| broken(error.to_string()))?.flatten().filter(|text| !text.is_empty()))
     }
 
-    /// Folds reasoning into the content: tagged, or as it is when the engine was told to go on with a message.
+    /// Moves reasoning into the content: in tags, or untagged if the request continued a message.
     pub(super) fn fold_reasoning(&mut self, uses_parser: bool, continued: bool) -> Result<()> {
         let thought = match self.message_text("reasoning_content")? {
             Some(thought) => Some(thought),
@@ -68,7 +68,7 @@ impl Completion {
         Ok(())
     }
 
-    /// Finds the token fields.
+    /// Finds and checks the token fields.
     pub(super) fn tokens(&self) -> Result<TokenFields> {
         let known = TOKEN_FIELDS.iter().filter(|key| self.message.contains(key)).count();
         let prompt = self.whole.get("prompt_token_ids").filter(|ids| ids != "null");
@@ -98,7 +98,7 @@ impl Completion {
         Ok(TokenFields::Apart { prompt, generation: ids, log_probs })
     }
 
-    /// Puts the token fields on the message, and takes away the forms in which they came.
+    /// Sets the token fields on the message, and removes the engine's own forms of them.
     pub(super) fn put_tokens(&mut self, fields: Option<(&[u8], &str, &str)>) -> Result<()> {
         let mut choice = self.choices[0].edit().remove("token_ids");
         if let Some((prompt, generation, log_probs)) = fields {
@@ -112,7 +112,7 @@ impl Completion {
         Ok(())
     }
 
-    /// The completion with what was changed.
+    /// Returns the completion with its changes.
     pub(super) fn finish(self) -> Result<RawObject> {
         let mut choices = self.choices;
         choices[0] = choices[0].edit().set("message", self.message.into_text()).to_object()?;
@@ -142,7 +142,7 @@ fn counts_agree(ids: &[u8], log_probs: &[u8]) -> Result<()> {
     Ok(())
 }
 
-/// The ids and log-probabilities that the engine wrote as `token_id:123` beside each log-probability.
+/// Returns the ids, which the engine wrote as `token_id:123`, and their log-probabilities.
 fn log_probs(choice: &RawObject) -> Result<(String, String)> {
     #[derive(Deserialize)]
     struct Block<'a> {
@@ -174,7 +174,7 @@ fn log_probs(choice: &RawObject) -> Result<(String, String)> {
             ids.push(',');
             values.push(',');
         }
-        // As Python reads it: without leading zeros.
+        // Without leading zeros, as Python parses it.
         let bare = id.trim_start_matches('0');
         ids.push_str(if bare.is_empty() { "0" } else { bare });
         values.push_str(value);
@@ -184,7 +184,7 @@ fn log_probs(choice: &RawObject) -> Result<(String, String)> {
     Ok((ids, values))
 }
 
-/// The answer for a prompt that the engine cannot take: nothing, for a reason.
+/// Returns an empty completion with this finish reason, for a request that is not answered by the engine.
 pub(super) fn empty(model: &str, finish_reason: &str, world: &World) -> Result<RawObject> {
     RawObject::from_value(&json!({
         "id": "chtcmpl-123", "object": "chat.completion", "created": world.now().as_secs(), "model": model,
@@ -195,7 +195,7 @@ pub(super) fn empty(model: &str, finish_reason: &str, world: &World) -> Result<R
     }))
 }
 
-/// Keys of the request that the answer repeats.
+/// Request keys that the response repeats.
 const REPEATED: [&str; 16] = [
     "temperature",
     "top_p",
@@ -215,7 +215,7 @@ const REPEATED: [&str; 16] = [
     "parallel_tool_calls",
 ];
 
-/// The Responses answer to `params` that a chat completion amounts to.
+/// Converts a chat completion to the Responses response to `params`.
 pub(super) fn to_response(
     params: &RawObject,
     chat: RawObject,
@@ -262,7 +262,7 @@ pub(super) fn to_response(
     Ok(RawObject::parse(answer.finish())?)
 }
 
-/// The items of the answer; the token fields go to the last one.
+/// Returns the items of the response. The last item gets the token fields.
 fn output(completion: &Completion, uses_reasoning_parser: bool, tokens: bool, world: &World) -> Result<String> {
     let message = &completion.message;
     let mut content = completion.message_text("content")?.unwrap_or_default();

@@ -1,14 +1,14 @@
-//! Reasoning folded into `<think>` tags, and out of them again.
+//! Wraps reasoning in `<think>` tags and extracts it again.
 
 const OPEN: &str = "<think>";
 const CLOSE: &str = "</think>";
 
-/// One tagged text for each that is not empty.
+/// Wraps each text that is not empty in tags.
 pub(super) fn wrap<'a>(texts: impl IntoIterator<Item = &'a str>) -> String {
     texts.into_iter().filter(|text| !text.is_empty()).map(|text| format!("{OPEN}{text}{CLOSE}")).collect()
 }
 
-/// The tagged texts, and what is left without them.
+/// Returns the tagged texts, and the remaining content.
 pub(super) fn split(content: &str) -> (Vec<String>, String) {
     let (mut thoughts, mut rest, mut left) = (Vec::new(), content, String::new());
     while let Some((before, after)) = rest.split_once(OPEN) {

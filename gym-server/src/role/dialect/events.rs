@@ -1,7 +1,7 @@
 //! Replays a complete response as server-sent events for streaming clients, in the order of NeMo Gym's model servers.
 //!
-//! Nothing streams token by token: a rollout needs the whole answer anyway, and what is replayed is what was answered, text
-//! for text.
+//! Responses are not streamed token by token, because a rollout needs the complete response. The events contain the text of that
+//! response unchanged.
 
 use bytes::{BufMut, Bytes, BytesMut};
 use gym_core::message::ContentType;
@@ -41,7 +41,7 @@ pub(crate) fn responses(answer: &RawObject, names: &JoinedNames) -> Result<Respo
     Ok(events.response_of(true))
 }
 
-/// A failure after the client was promised a stream.
+/// Returns the events of a request that failed after a stream was promised to the client.
 pub(crate) fn responses_failure(error: &Error, id: &str) -> Response {
     let response = |status: &str| {
         json!({
@@ -79,7 +79,7 @@ struct ChatChoice {
     finish_reason: Value,
 }
 
-/// The chunks of a chat completion; with `include_usage` a last one has the usage.
+/// Returns the chunks of a chat completion. With `include_usage`, a last chunk contains the usage.
 pub(crate) fn chat(answer: &RawObject, include_usage: bool) -> Result<Response> {
     let completion: ChatCompletion =
         answer.outline().map_err(|error| Error::internal("the answer is no chat completion").caused_by(error))?;
@@ -98,7 +98,7 @@ pub(crate) fn chat(answer: &RawObject, include_usage: bool) -> Result<Response> 
     Ok(events.response_of(true))
 }
 
-/// Whether the client asked for a chunk with the usage.
+/// Returns `true` if the client requested a chunk with the usage.
 pub(crate) fn wants_usage(body: &RawObject) -> bool {
     let options = body.get_as::<Value>("stream_options").ok().flatten().unwrap_or_default();
     truthy(&options["include_usage"])
@@ -157,7 +157,8 @@ impl EventText {
         self.0.put_slice(text);
     }
 
-    /// A line break of pretty-printed JSON would end the event's data line; inside a string it cannot be.
+    /// Writes JSON without the line breaks of pretty-printing, which would end the event's data line. A JSON string contains no raw
+    /// line break.
     fn one_line(&mut self, json: &[u8]) {
         let from = self.0.len();
         self.0.put_slice(json);

@@ -1,8 +1,8 @@
-//! What streaming harnesses send that the plain schema has no place for, brought into the form that it has: tools grouped in
-//! namespaces, tools inside the input, and several messages of the system at the beginning.
+//! Converts requests of streaming harnesses to the plain schema: tools grouped in namespaces, tools inside the input, and several
+//! system messages at the beginning.
 //!
-//! The engines behind know flat functions and one system message. Names are joined on the way in and taken apart on the way
-//! out, so that the harness sees its own.
+//! The upstream engines support flat functions and one system message. Names are joined in the request and split in the response,
+//! so the harness sees its own names.
 
 use std::collections::BTreeMap;
 
@@ -14,19 +14,19 @@ use crate::role::dialect::schema::Dialect;
 
 const SEPARATOR: &str = "__";
 
-/// A harness's request in the plain form.
+/// A request of a harness, converted to the plain schema.
 #[derive(Debug)]
 pub(crate) struct PlainRequest {
     pub(crate) body: RawObject,
     pub(crate) names: JoinedNames,
 }
 
-/// Joined names, each with its namespace and name.
+/// Joined names, each with its namespace and original name.
 #[derive(Debug, Default)]
 pub(crate) struct JoinedNames(BTreeMap<String, (String, String)>);
 
 impl JoinedNames {
-    /// The item as the harness knows it.
+    /// Returns the item with the harness's own namespace and name, or `None` if its name was not joined.
     pub(crate) fn restored(&self, item: &str) -> Option<Bytes> {
         if self.0.is_empty() {
             return None;
@@ -39,7 +39,7 @@ impl JoinedNames {
         Some(item.edit().set("name", name.to_string()).set("namespace", namespace.to_string()).to_rope().to_bytes())
     }
 
-    /// The tools with those of namespaces flat among them.
+    /// Flattens namespaces into the list of tools.
     fn flatten(&mut self, tools: Vec<Value>) -> Vec<Value> {
         let mut flat = Vec::with_capacity(tools.len());
         for tool in tools {
@@ -66,7 +66,7 @@ impl JoinedNames {
     }
 }
 
-/// Returns the request in the plain form, without `stream`. Parts that need no change keep their text.
+/// Returns the request in the plain schema, without `stream`. Parts that need no change keep their text.
 pub(crate) fn plain(body: &RawObject) -> Result<PlainRequest> {
     let body = Dialect::Responses.without_stream(body)?;
     let mut names = JoinedNames::default();
@@ -126,9 +126,9 @@ fn list(items: &[Bytes]) -> Vec<u8> {
 #[derive(Default)]
 struct FlattenedInput {
     kept: Vec<Bytes>,
-    /// Tools that were sent as items.
+    /// Tools that the request carried as input items.
     carried: Vec<Value>,
-    /// Texts of the first messages of system and developer.
+    /// The texts of the leading system and developer messages.
     leading: Vec<String>,
     changed: bool,
 }

@@ -1,6 +1,6 @@
 //! Checks requests as NeMo Gym's schemas do: rejects unknown top-level keys, and requests without the required key.
 //!
-//! The bodies are not validated deeper: the upstream engine rejects values of a wrong type.
+//! Bodies are not validated deeper: the upstream engine rejects values of a wrong type.
 
 use gym_core::RawObject;
 use gym_core::server::ValidationProblem;
@@ -81,10 +81,10 @@ const CHAT_KEYS: &[&str] = &[
     "web_search_options",
 ];
 
-/// The three that a streaming chat client may send and that are dropped, not passed on.
+/// Three keys that a streaming chat client can send. They are dropped, not forwarded.
 const CHAT_EXTENSIONS: &[&str] = &["chat_template_kwargs", "output_config", "thinking"];
 
-/// Which of the two requests.
+/// The API of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Dialect {
     Responses,
@@ -106,7 +106,7 @@ impl Dialect {
         }
     }
 
-    /// The problems of a request body; `within` is where in the whole body it lies.
+    /// Returns the problems of a request body. `within` is the path of `body` in the whole request.
     pub(crate) fn check(self, body: &RawObject, within: &[&str]) -> Vec<ValidationProblem> {
         let mut details = Vec::new();
         let path = |key| -> Vec<&str> { within.iter().copied().chain([key]).collect() };
@@ -116,7 +116,7 @@ impl Dialect {
         }
         if let Some(given) = body.get(self.required()) {
             let key = self.required();
-            // Read only for an error message: nearly all inputs are valid, and some are long.
+            // Parsed only for an error message: nearly all inputs are valid, and some are long.
             let list =
                 |path: &[&str]| ValidationProblem::new("list_type", path, "Input should be a valid list", value(key));
             match (self, given.first()) {
@@ -141,8 +141,8 @@ impl Dialect {
         details
     }
 
-    /// A streaming client's body as a plain request: the keys that the schema does not know are left out, and so is the
-    /// wish to stream.
+    /// Converts the body of a streaming client to a request without streaming. Removes unknown keys and the keys that request a
+    /// stream.
     pub(crate) fn without_stream(self, body: &RawObject) -> Result<RawObject, gym_core::message::JsonError> {
         let mut edit = body.edit();
         for key in body.keys() {

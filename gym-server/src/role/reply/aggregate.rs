@@ -10,7 +10,7 @@ pub(crate) fn reply(cx: &CallContext, body: &RawObject) -> Result<Response> {
         Ok(reply) => Ok(Response::json(reply)),
         Err(error @ MetricsError::ReplyTooLarge { .. }) => {
             let error = Error::finished(Code::ResourceExhausted, error.to_string());
-            // Not the code's own 429, after which a Python client asks for the same again.
+            // Not 429, the default status of this code, because a Python client would then resend the same request.
             Ok(Response { status: Status(413), ..Response::from_error(&error) })
         }
         Err(error) => Err(Error::invalid("these rollouts cannot be aggregated").caused_by(error)),

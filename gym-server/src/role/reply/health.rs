@@ -1,10 +1,10 @@
-//! How a server reaches its peers, as `/health` and `rgym status` show it.
+//! Reports how a server reaches its peers, for `/health` and `rgym status`.
 
 use gym_client::transport::PeerPath;
 use gym_core::transport::Transport;
 use serde::{Deserialize, Serialize};
 
-/// Peers that `/health` lists: more than a configuration has servers, and few enough for a reply that is requested often.
+/// Maximum peers in `/health`: more than the servers of a configuration, and few enough for a frequently requested reply.
 const PEERS_MAX: usize = 64;
 
 /// The path to one peer.
@@ -15,7 +15,7 @@ pub(crate) struct PeerReport {
     pub(crate) transport: Option<String>,
     /// The scheme of the endpoint; empty for a peer that was not reached.
     pub(crate) scheme: String,
-    /// The transport's name of the path.
+    /// The transport's own name for the path.
     pub(crate) lanes: String,
     /// The preferred transports that were rejected.
     pub(crate) refused: Vec<RejectedTransport>,

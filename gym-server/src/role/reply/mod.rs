@@ -51,13 +51,13 @@ pub(crate) fn of_error(error: &Error) -> Response {
     }
 }
 
-/// Returns the body of a request as an object, or the 422 that describes the problem.
+/// Returns the body of a request as an object, or the 422 response that describes the problem.
 #[expect(clippy::result_large_err, reason = "the answer is sent next; a box would be taken apart at once")]
 pub(crate) fn object(message: &Message) -> Result<RawObject, Response> {
     message.head.to_object().map_err(|error| {
         let text = message.head.to_bytes();
         unprocessable(&[match serde_json::from_slice::<Value>(&text) {
-            // JSON, but a list or a number.
+            // Valid JSON, but not an object: a list or a number, for example.
             Ok(other) => ValidationProblem::new(
                 "model_attributes_type",
                 &[],
