@@ -39,8 +39,8 @@ pub struct DriverOptions {
 }
 
 impl Default for DriverOptions {
-    /// 1,024 rollouts in flight (the connections of one hop), 3 attempts (as in NeMo Gym), two hours per attempt (for
-    /// long agents), 30 s for the disk, and 30 s of grace.
+    /// Returns the defaults: 1,024 rollouts in flight (the connections of one hop), 3 attempts (as in NeMo Gym), two hours per
+    /// attempt (for long agents), 30 s for the disk, and 30 s of grace.
     fn default() -> Self {
         Self {
             concurrency: 1_024,
@@ -65,7 +65,7 @@ pub struct Driver {
     ended: Option<RolloutSender>,
 }
 
-/// The way in which a run ended.
+/// The reason why a run ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RunEnd {
     /// Every row was tried.
@@ -81,20 +81,20 @@ impl Driver {
         Self { client, ledger, world: world.clone(), options, progress: Arc::default(), ended: None }
     }
 
-    /// Counts in `progress` instead of in counters of its own.
+    /// Counts in `progress` instead of in separate counters.
     #[must_use]
     pub fn counting_in(mut self, progress: Arc<CollectProgress>) -> Self {
         self.progress = progress;
         self
     }
 
-    /// The same driver, which sends each rollout at its end.
+    /// Sends each rollout to `ended` at its end.
     pub(super) fn sending_to(mut self, ended: RolloutSender) -> Self {
         self.ended = Some(ended);
         self
     }
 
-    /// The counters.
+    /// Returns the counters.
     #[must_use]
     pub fn progress(&self) -> Arc<CollectProgress> {
         Arc::clone(&self.progress)

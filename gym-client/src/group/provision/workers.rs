@@ -166,7 +166,7 @@ impl Workers {
         Self { kinds: Arc::new(kinds), ..self }
     }
 
-    /// Adds your own transports, over which worker processes then listen.
+    /// Sets the transports over which worker processes listen. Default: [`Transports::from_features`].
     #[must_use]
     pub fn over(self, transports: Transports) -> Self {
         Self { transports: Some(transports), ..self }

@@ -36,7 +36,7 @@ impl Default for GrpoConfig {
     }
 }
 
-/// The state of a training run between steps: `true` if the generation engine lacks the policy's current weights.
+/// The state of a training run between steps, which records whether the generation engine has the policy's current weights.
 #[derive(Debug)]
 pub struct Grpo {
     config: GrpoConfig,
@@ -169,7 +169,7 @@ impl Grpo {
             if self.config.use_leave_one_out_baseline { Comparison::LeaveOneOut } else { Comparison::WholeGroup };
         let baselines = Baselines::of_groups(&prompts, &values, &valid, compare)?;
         let advantages = baselines.advantages(&values, self.config.normalize_rewards)?;
-        // A masked row has no advantage, whatever its other values are.
+        // The advantage of a masked row is 0.
         let advantages = advantages.iter().zip(&valid).map(|(advantage, valid)| if *valid { *advantage } else { 0.0 });
         let column = |values: &mut dyn Iterator<Item = f64>| {
             Tensor::from_vec([rows], values.map(|value| value as f32).collect::<Vec<f32>>())
