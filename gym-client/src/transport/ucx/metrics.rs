@@ -14,7 +14,7 @@ use prometheus_client::metrics::counter::ConstCounter;
 ///
 /// | metric | labels | counts |
 /// |---|---|---|
-/// | `gym_ucx_wakeups` | `source` | ends of the progress thread's waits: `event`, `command`, `tick`; `busy` for rounds that found work |
+/// | `gym_ucx_wakeups` | `source` | ends of the progress thread's waits: `event`, `command`, `tick`; or `busy` rounds |
 /// | `gym_ucx_bytes` | `peer`, `direction` | payloads |
 /// | `gym_ucx_parcels` | `peer`, `way` | active messages: `sent`; received as `eager` or by `rendezvous` |
 /// | `gym_ucx_round_trips` | `peer`, `below_us` | heartbeats that returned within this number of microseconds |
