@@ -3,8 +3,8 @@
 //! Metadata consists of the end-to-end headers, in order, with names in lower case. The transport reserves these headers in both
 //! directions:
 //!
-//! - of one connection: `connection` and the headers that it names, `keep-alive`, `proxy-…`, `te`, `trailer`, `transfer-encoding`,
-//!   `upgrade`, `expect`, `host`;
+//! - of one connection: `connection` and the headers that it names, `keep-alive`, `proxy-…`, `te`, `trailer`,
+//!   `transfer-encoding`, `upgrade`, `expect`, `host`;
 //! - of the body: `content-length`, `content-type`;
 //! - of the context's fields: `x-gym-timeout-ms`, `x-gym-incarnation` of a request, `traceparent`;
 //! - of one hop's software, which would mislead the next hop: `accept-encoding`, `date` and `server`.
