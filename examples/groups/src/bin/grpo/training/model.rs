@@ -18,7 +18,7 @@ pub(crate) enum Operator {
 pub(crate) enum Choice {
     /// Answers with the result of this operation.
     Carry(Operator),
-    /// Answers that it does not know.
+    /// Answers "I do not know."
     GiveUp,
 }
 
