@@ -285,8 +285,8 @@ impl Transports {
         self.connect_where(cx, endpoints, options, false).await
     }
 
-    /// Opens an ordered channel to the first endpoint that can be reached: requests arrive in the order in which they were sent, as
-    /// worker groups require.
+    /// Opens an ordered channel to the first endpoint that can be reached, as worker groups require. Requests arrive in the order
+    /// in which they were sent.
     ///
     /// # Errors
     /// As [`Transports::connect`]; `Unimplemented` if every reachable endpoint is unordered.

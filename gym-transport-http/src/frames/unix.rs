@@ -43,9 +43,9 @@ pub struct UnixListener {
 impl UnixListener {
     /// Listens on a path. Must be called within a tokio runtime.
     ///
+    /// # Errors
     /// `AlreadyExists` if a process listens there or the file is not a socket; `InvalidArgument` if a socket cannot have that path;
     /// otherwise `Unavailable`.
-    /// path, else `Unavailable`.
     pub fn bind(path: impl Into<PathBuf>, config: FramesConfig) -> Result<Self> {
         let path = path.into();
         claim(path, config)

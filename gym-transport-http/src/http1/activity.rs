@@ -75,7 +75,7 @@ impl AsyncWrite for WatchedSocket {
 }
 
 /// The activity of an accepted connection: its phase, and since when. One timer per connection closes idle and slow connections.
-/// hyper's own timer is reset for each request, and does not distinguish an idle connection from a slow header section.
+/// The timer of hyper is reset for each request, and does not distinguish an idle connection from a slow header section.
 #[derive(Debug)]
 pub(crate) struct ConnectionActivity {
     began: Instant,

@@ -8,7 +8,7 @@ use crate::frames::config::FramesConfig;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HttpConfig {
     /// Maximum number of connections that one channel opens to its peer; further calls wait for one until their deadline.
-    /// Default: 1,024, because some systems limit file descriptors to 20,000, and 16,000 calls over 1,024 connections finish
+    /// Default: 1,024. Some systems have a fixed limit of 20,000 file descriptors, and 16,000 calls over 1,024 connections finish
     /// sooner than over 16,000.
     pub connections_max: usize,
     /// Limit for one connection attempt. A peer on the same network answers in milliseconds. Default: 10 s, which covers one or
@@ -30,7 +30,7 @@ pub struct HttpConfig {
     /// 16,384, the largest known burst of NeMo Gym's users, and a bound on memory.
     pub requests_max: usize,
     /// Time for which an accepted connection may be unused. Default: 75 s, longer than the limit of any client (15 s for aiohttp in
-    /// NeMo Gym), so that the client closes first and never writes into a closing connection.
+    /// NeMo Gym). So the client closes first and never writes into a closing connection.
     pub keep_alive_timeout: Duration,
     /// Limit for the header section of a request, from its first byte on; closes slow and silent connections. Default: 30 s.
     pub head_timeout: Duration,

@@ -1,7 +1,7 @@
 //! One request and its response over one connection.
 //!
 //! The task that waits for the response transfers the bytes itself: most calls need one write and one read, and no other task,
-//! channel or waker. hyper's client was used before. It cost half of the time of a call, because separate tasks drive its
+//! channel or waker. An earlier version used hyper's client. It cost half of the time of a call, because separate tasks drive its
 //! connections.
 
 use std::collections::VecDeque;

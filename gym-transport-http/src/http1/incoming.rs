@@ -90,8 +90,8 @@ impl Incoming for HttpIncoming {
                 Ok::<_, Infallible>(if asks { switching_protocols() } else { answer(&server, request).await })
             }
         });
-        // `pipeline_flush` is not used: it delays responses while any other data has arrived (the 400 after invalid data
-        // permanently), and copies every body to do so.
+        // `pipeline_flush` is not used: it copies every body and delays responses while any other data has arrived. It delays
+        // the 400 after invalid data permanently.
         let http = Builder::new().keep_alive(true).half_close(false).serve_connection(wire, service).with_upgrades();
         let mut connection = pin!(http);
         // Each connection has its own child token, because all connections would share the lock of the parent.
@@ -168,7 +168,7 @@ fn exceeded(field: &'static str) -> Error {
     Error::unknown(Code::DeadlineExceeded, format!("the client was silent for longer than {field}"))
 }
 
-/// A client that disconnects is no error; one that does not speak HTTP is.
+/// Returns the error of a connection that ended: `InvalidArgument` if the client does not speak HTTP, or else `Cancelled`.
 fn connection_ended(error: hyper::Error) -> Error {
     let code = if error.is_parse() { Code::InvalidArgument } else { Code::Cancelled };
     Error::unknown(code, "the connection ended").caused_by(error)

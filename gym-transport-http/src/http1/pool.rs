@@ -1,6 +1,6 @@
 //! Outgoing connections of one channel.
 //!
-//! A connection belongs to one call at a time, and the call drives it: no task is spawned or woken for it, and dropping the call
+//! A connection belongs to one call at a time, and the call drives it. No task is spawned or woken for it, and dropping the call
 //! closes it.
 
 use std::collections::VecDeque;
@@ -24,8 +24,8 @@ use crate::wire::socket::connect;
 /// One connection; boxed, because it moves between the pool and calls.
 pub(crate) type PooledConnection = Box<Connection<TcpStream>>;
 
-/// Returns `true` if the connection can carry the next request. Asks the kernel: the runtime notices a close only when it next
-/// polls for events, which may be after a request was written into the closed connection.
+/// Returns `true` if the connection can carry the next request. Asks the kernel, because the runtime notices a close only when it
+/// next polls for events. A request may already have been written into the closed connection by then.
 fn is_open(connection: &PooledConnection) -> bool {
     // An unused connection has no data to read; any result except "not yet" makes it unusable.
     let asked = rustix::net::recv(&connection.stream, &mut [0; 1], RecvFlags::PEEK | RecvFlags::DONTWAIT);

@@ -16,7 +16,7 @@ use http_body::{Body, Frame, SizeHint};
 /// this size, the buffer doubles as bytes arrive.
 pub(crate) const PRESIZE_BYTES_MAX: usize = 4 << 20;
 
-/// From this size on, a buffer is worth keeping: the allocator returns larger ones to the kernel on every free, and the kernel
+/// From this size on, a buffer is worth keeping. The allocator returns larger ones to the kernel on every free, and the kernel
 /// clears their pages for the next one. That takes a third of the time of a body of one megabyte.
 const SPARE_BUFFER_BYTES_MIN: usize = 128 << 10;
 

@@ -32,14 +32,14 @@ pub trait Provisioner: fmt::Debug + Send + Sync + 'static {
     async fn launch(&self, cx: &CallContext, spec: LaunchSpec) -> Result<Box<dyn Deployment>>;
 }
 
-/// The ranks of one launch. Dropping it kills the ranks; [`Deployment::shutdown`] stops them in order.
+/// The ranks of one launch. Dropping it ends the ranks; [`Deployment::shutdown`] stops them in order.
 #[async_trait]
 pub trait Deployment: fmt::Debug + Send + Sync + 'static {
     /// Returns the events so far, then new events as they happen. The stream ends when the deployment is dropped.
     fn events(&self) -> BoxStream<'static, RankEvent>;
 
-    /// Starts a new incarnation of each of these ranks, and returns when they are started. All old incarnations that still run
-    /// are killed before any new one starts, so that an old incarnation cannot meet a new one at the rendezvous.
+    /// Starts a new incarnation of each of these ranks, and returns when they are started. Kills all old incarnations that still
+    /// run before any new one starts. So an old incarnation cannot meet a new one at the rendezvous.
     ///
     /// # Errors
     /// `NotFound` for a rank that was not launched. If a rank fails to start, for example after a shutdown, that is an error or

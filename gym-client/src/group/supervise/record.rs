@@ -212,7 +212,7 @@ pub(crate) fn use_restarts<'a>(records: impl Iterator<Item = &'a mut RankRecord>
     records.map(|record| record.use_restart(options)).filter(|granted| !granted).count() == 0
 }
 
-/// Records that an incarnation of `rank` has ended, and with it those of the ranks that are tied to it: an incomplete model
+/// Records that an incarnation of `rank` has ended, and with it those of the ranks that are tied to it. An incomplete model
 /// cannot run, and the other ranks would wait for this one inside a collective. Tied ranks share their budget, pauses and
 /// restarts. Returns `None` if nothing changed.
 pub(crate) fn ended(

@@ -25,7 +25,7 @@ pub struct GrpoConfig {
 }
 
 impl Default for GrpoConfig {
-    /// NeMo RL's defaults: 16 generations and both switches on. Any number of prompts may be skipped.
+    /// Returns NeMo RL's defaults: 16 generations and both switches on. Any number of prompts may be skipped.
     fn default() -> Self {
         Self {
             num_generations_per_prompt: 16,

@@ -22,7 +22,7 @@ use gym_core::{CallContext, Error, Result};
 pub use grpo::{Grpo, GrpoConfig, GrpoStep, StepDurations};
 pub use rollouts::{ROLLOUT_COLUMN, RolloutEnvironment, TASK_COLUMN};
 
-/// The model to train, called by [`Grpo::step`].
+/// The model to train, called by [`Grpo::step`], which ends with the first error of a method.
 pub trait PolicyInterface: Sync {
     /// The loss to minimize, as the policy's workers define it.
     type Loss: Sync;
@@ -44,7 +44,7 @@ pub trait PolicyInterface: Sync {
     ) -> impl Future<Output = Result<Self::Stats>> + Send;
 }
 
-/// The engine that answers prompts, called by [`Grpo::step`].
+/// The engine that answers prompts, called by [`Grpo::step`], which ends with the first error of a method.
 pub trait GenerationInterface: Sync {
     /// Loads the policy's current weights. Called before the first [`GenerationInterface::generate`] and after each training
     /// step. If the call fails, it is repeated before the next `generate`.
@@ -54,7 +54,7 @@ pub trait GenerationInterface: Sync {
     fn generate(&self, cx: &CallContext, prompts: &Batch) -> impl Future<Output = Result<Batch>> + Send;
 }
 
-/// The environment that scores generations, called by [`Grpo::step`].
+/// The environment that scores generations, called by [`Grpo::step`], which ends with the first error of a method.
 pub trait EnvironmentInterface: Sync {
     /// Runs each row to its end and returns the rewards.
     fn step(&self, cx: &CallContext, generations: &Batch) -> impl Future<Output = Result<EnvironmentReturn>> + Send;

@@ -91,8 +91,8 @@ impl GpuSampler {
         Self { last, task }
     }
 
-    /// Returns the GPU memory of these processes, in bytes. Returns `None` before the first result, after a failed query, and if
-    /// the driver lists none of the processes: it lists only those that use a GPU.
+    /// Returns the GPU memory of these processes, in bytes. Returns `None` before the first result and after a failed query. Also
+    /// returns `None` if the driver lists none of the processes: it lists only those that use a GPU.
     pub(crate) fn held_bytes(&self, processes: impl IntoIterator<Item = i32>) -> Option<u64> {
         let held = lock(&self.last.processes);
         let held = held.as_ref()?;

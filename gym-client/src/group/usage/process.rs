@@ -19,8 +19,8 @@ pub struct ProcessUsage {
     pub peak_resident_bytes: u64,
     /// Number of processes.
     pub processes: u32,
-    /// GPU memory of the processes in bytes, up to some seconds old. `None` if there is no GPU or no `nvidia-smi`, or if the driver
-    /// lists none of the processes: they use no GPU, or have other process IDs outside of their container.
+    /// GPU memory of the processes in bytes, up to some seconds old. `None` if there is no GPU or no `nvidia-smi`. Also `None` if
+    /// the driver lists none of the processes: they use no GPU, or have other process IDs outside of their container.
     pub gpu_memory_bytes: Option<u64>,
 }
 

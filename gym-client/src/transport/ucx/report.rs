@@ -30,7 +30,7 @@ const MARK: &str = "gym-ucx-report ";
 /// [`enter`]: crate::launch::enter
 ///
 /// # Errors
-/// The reason why UCX cannot be used: it was not found (with all searched paths and how to install it), it crashed, or it took
+/// The reason why UCX cannot be used. It was not found (with all searched paths and how to install it), it crashed, or it took
 /// longer than `within`.
 pub async fn ucx_report(within: Duration) -> Result<UcxReport, String> {
     if !ENTERED.load(Ordering::Acquire) {

@@ -1,9 +1,9 @@
 //! The single-controller GRPO loop: generation workers answer, rollouts score, policy workers train.
 //!
 //! `cargo run --release --bin grpo` trains a table of preferences (a stand-in for a model, with a stand-in loss) until it answers
-//! sums correctly. The rewards are real: every answer is scored in a rollout by a head server, an agent, a model and a resources
-//! server of this process. The workers are child processes on the bundles of `examples/configs/cluster.json`, which both groups
-//! lease alternately. `--help` lists the options.
+//! sums correctly. The rewards are real: each answer is scored in a rollout. The head server, the agent, the model and the
+//! resources server run in this process. The workers are child processes on the bundles of `examples/configs/cluster.json`, which
+//! both groups lease alternately. `--help` lists the options.
 
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -11,7 +11,7 @@ use gym_core::{CallContext, Incarnation};
 use crate::request;
 use crate::scorer::{Greet, Hoard, Mean};
 
-/// Kills a rank and restarts it manually. The caller then repeats the call, because it knows that this is safe.
+/// Kills a rank and restarts it manually. The caller then repeats the call, because repeating it is safe.
 pub(crate) async fn failure(cx: &CallContext, policy: &Group, scores: &Batch) -> anyhow::Result<()> {
     println!("\n# Failure");
     policy.kill(1).await?;

@@ -80,7 +80,7 @@ impl ListenAddress {
 }
 
 /// A directory that only this user can enter. Dropping it removes it with its contents. If a controller was killed, the next one
-/// removes its directory: the lock was released with the process, even if its process ID is reused or belongs to another namespace.
+/// removes its directory. The lock was released with the process, even if the process ID is reused or has another namespace.
 #[derive(Debug)]
 pub(crate) struct SocketDirectory {
     path: PathBuf,

@@ -1,10 +1,10 @@
 //! A memory limit that the kernel enforces, where the system allows it.
 //!
 //! Control groups of version 2 enforce a limit exactly and immediately. A process can create them only in a subtree that was
-//! delegated to it, and a control group that contains processes cannot pass its controllers on. So the workers' control groups
-//! are created *next to* that of this process, if the parent has the memory controller enabled and is writable. systemd grants
-//! this with `Delegate=` and `DelegateSubgroup=`, and so does a container whose root group is writable. Otherwise resident memory
-//! is sampled instead, and a worker can exceed its limit for up to one sampling period.
+//! delegated to it. A control group that contains processes cannot pass its controllers on. So the workers' control groups are
+//! created *next to* that of this process, if the parent has the memory controller enabled and is writable. `Delegate=` with
+//! `DelegateSubgroup=` of systemd grants this, and so does a container whose root group is writable. Otherwise resident memory is
+//! sampled instead, and a worker can exceed its limit for up to one sampling period.
 
 use std::fs;
 use std::io;

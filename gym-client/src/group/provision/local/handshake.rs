@@ -1,10 +1,10 @@
 //! The assignment that a worker process receives, and its reply.
 //!
-//! The controller runs the user's own program again with [`WORKER_ROLE`] as its first argument and the [`WorkerAssignment`] in the
-//! variable [`ASSIGNMENT_VARIABLE`]. The process creates the worker, binds its listener, and writes one line to standard output: a
-//! mark, the token of the assignment, and a [`HandshakeReply`]. Standard output is used instead of a connection to the controller,
-//! because the pipe identifies the process, needs no port and no route, and closes when the process exits. All other output of the
-//! program passes through to the log. The token distinguishes the line from similar output, and is valid for one reply.
+//! The controller runs the user's own program again with [`WORKER_ROLE`] as its first argument and the [`WorkerAssignment`] in
+//! the variable [`ASSIGNMENT_VARIABLE`]. The process creates the worker, binds its listener, and writes one line to standard
+//! output: a mark, the token of the assignment, and a [`HandshakeReply`]. Standard output is used instead of a connection to the
+//! controller. The pipe identifies the process, needs no port and no route, and closes when the process exits. All other output
+//! of the program passes through to the log. The token distinguishes the line from similar output, and is valid for one reply.
 
 use gym_core::Endpoint;
 use gym_core::group::Rank;

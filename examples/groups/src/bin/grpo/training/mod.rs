@@ -66,7 +66,7 @@ impl PolicyInterface for TablePolicy {
         self.log_probs_under(cx, batch, Weights::Reference).await
     }
 
-    /// Each rank differentiates its shard. The gradients are summed here; a real policy uses an all-reduce among its ranks.
+    /// Sums the gradients, which each rank computes for its shard; a real policy uses an all-reduce among its ranks.
     async fn train(&self, cx: &CallContext, batch: Batch, loss: &Loss) -> Result<Stats> {
         let shards = self.group.call(Gradient, *loss).context(cx).batch(batch).dispatch(Dispatch::shard(DATA_AXIS));
         let mut total = Update::default();
