@@ -47,11 +47,11 @@ pub(super) struct ClientState {
 /// together cause one query and share the channels.
 #[derive(Debug, Default)]
 struct ResolveLock {
-    /// Time and content of the last answer that had no replica.
+    /// Time and content of the last response that had no replica.
     last: Option<(Instant, ResolveMiss)>,
 }
 
-/// An answer of the registry without a replica.
+/// A response of the registry without a replica.
 #[derive(Debug)]
 enum ResolveMiss {
     Absent,

@@ -1,6 +1,6 @@
 //! One request and its response over one connection.
 //!
-//! The task that waits for the response transfers the bytes itself: most calls need one write and one read, and no other task,
+//! The task that waits for the response transfers the bytes itself. Most calls need one write and one read, and no other task,
 //! channel or waker. An earlier version used hyper's client. It cost half of the time of a call, because separate tasks drive its
 //! connections.
 

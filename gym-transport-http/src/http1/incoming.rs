@@ -182,7 +182,7 @@ struct ServerContext {
     calls: Arc<Semaphore>,
 }
 
-/// Marks a call as running for as long as this guard lives.
+/// Marks a call as running until the guard is dropped.
 struct BusyGuard(Arc<ConnectionActivity>);
 
 impl BusyGuard {

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 /// The mount point of version 2.
 const MOUNT: &str = "/sys/fs/cgroup";
 
-/// The control group of one worker; removed on drop, which succeeds once its processes are gone.
+/// The control group of one worker; removed on drop, which succeeds once its processes have exited.
 #[derive(Debug)]
 pub(crate) struct Cgroup {
     path: PathBuf,
