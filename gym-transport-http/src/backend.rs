@@ -10,12 +10,12 @@ use gym_core::{Code, Error, Handler, Result};
 use crate::frames::{FramesConfig, FramesConnector, UnixListener};
 use crate::http1::{HttpConfig, HttpConnector, HttpListener};
 
-/// Calls and listens by HTTP; by frames where order is kept: over TCP through the same port, and over Unix sockets.
+/// Calls and listens over HTTP, and over frames if order is required: over TCP on the same port, and over Unix sockets.
 #[derive(Clone, Debug, Default)]
 pub struct HttpBackend {
-    /// Limits of HTTP.
+    /// Limits and timeouts of HTTP. Default: [`HttpConfig::default`].
     pub http: HttpConfig,
-    /// Limits of frames.
+    /// Limits and timeouts of frames. Default: [`FramesConfig::default`].
     pub frames: FramesConfig,
 }
 

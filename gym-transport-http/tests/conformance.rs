@@ -1,4 +1,4 @@
-//! The transports of this crate pass the suite that every transport passes.
+//! Runs the conformance suite of all transports on the transports of this crate.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -24,7 +24,7 @@ fn frames_config(setup: TransportSetup) -> FramesConfig {
     }
 }
 
-/// A listener whose frames are asked for.
+/// A listener that offers only its frames endpoint.
 #[derive(Debug)]
 struct FramesAlone(HttpListener);
 

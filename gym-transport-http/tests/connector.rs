@@ -1,4 +1,4 @@
-//! What the calling end makes of foreign servers and of connections that break.
+//! The client end with servers of other software and with connections that break.
 
 #![allow(clippy::unwrap_used)] // In a test a panic is the message.
 
@@ -23,7 +23,7 @@ fn echo_server() -> Server {
     )
 }
 
-/// A server that reads one request per connection and says `reply`, then closes.
+/// Starts a server that reads one request per connection, responds with `reply`, and closes the connection.
 async fn foreign(reply: &'static str) -> std::net::SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
@@ -37,9 +37,9 @@ async fn foreign(reply: &'static str) -> std::net::SocketAddr {
     address
 }
 
-/// The head of a request with a body of two bytes.
+/// Reads a request with a body of two bytes, and returns its header section.
 async fn read_request(client: &mut Client) -> String {
-    // A request has the shape of an answer: a head and a body of announced length.
+    // A request has the form of a response: a header section and a body of announced length.
     client.answer().await.head
 }
 
@@ -132,7 +132,7 @@ async fn a_peer_that_closes_unused_connections_is_not_noticed() {
         let (answer, client) =
             soon(async { tokio::join!(channel.call(Request::post(within(), "/", "{}")), served) }).await;
         answer.unwrap();
-        // The next call comes before the runtime has looked for events again: only the kernel knows.
+        // The next call starts before the runtime has polled for events: only the kernel has noticed the close.
         drop(client);
     }
 }

@@ -1,4 +1,4 @@
-//! What clients of every kind get from the answering end, over raw sockets.
+//! Responses of the server end to clients of every kind, over raw sockets.
 
 #![allow(clippy::unwrap_used)] // In a test a panic is the message.
 
@@ -20,7 +20,7 @@ fn echo() -> impl Handler {
     handler_fn(|request: Request| async move { Ok(Response::new(Status::OK, request.message)) })
 }
 
-/// Tells its calls, holds them until released, and tells when one is dropped.
+/// Reports its calls, holds them until they are released, and reports when one is dropped.
 fn held() -> (impl Handler, mpsc::Receiver<Request>, Arc<Notify>, mpsc::Receiver<()>) {
     struct Told(mpsc::Sender<()>);
     impl Drop for Told {
@@ -175,7 +175,7 @@ async fn a_body_above_the_limit_gets_413_and_the_name_of_the_limit() {
 
     client.post("/", &large).await;
     let announced = client.answer().await;
-    // The same connection goes on.
+    // The same connection remains usable.
     client
         .write(format!(
             "POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n65\r\n{}\r\n0\r\n\r\n",
@@ -202,7 +202,7 @@ async fn a_client_that_leaves_drops_its_handler_and_fires_its_token() {
         client.post("/", "{}").await;
         let request = soon(started.recv()).await.unwrap();
         assert!(!request.context.cancel.is_cancelled());
-        // A client that closes its sending side has left.
+        // A client that closes its sending side has disconnected.
         let kept = if half_closed {
             client.0.shutdown().await.unwrap();
             Some(client)

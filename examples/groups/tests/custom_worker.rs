@@ -1,4 +1,4 @@
-//! The smallest worker group runs as the README says, and stays small.
+//! The smallest worker group runs as the README describes, and its source stays small.
 
 use std::process::Command;
 

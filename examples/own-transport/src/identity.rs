@@ -1,4 +1,4 @@
-//! TLS between processes that share a secret: all derive one key from it, and trust that key alone.
+//! TLS between processes that share a secret: all of them derive one key from the secret, and trust only that key.
 
 use std::sync::Arc;
 
@@ -8,13 +8,13 @@ use rustls::pki_types::PrivatePkcs8KeyDer;
 use rustls::server::WebPkiClientVerifier;
 use rustls::version::TLS13;
 
-/// The name in the certificate.
+/// The server name in the certificate.
 pub(crate) const NAME: &str = "gym";
-/// What stands before the seed in the PKCS #8 form of an Ed25519 key (RFC 8410).
+/// The bytes before the seed in the PKCS #8 form of an Ed25519 key (RFC 8410).
 const PKCS8_PREFIX: [u8; 16] = [0x30, 0x2e, 2, 1, 0, 0x30, 5, 6, 3, 0x2b, 0x65, 0x70, 4, 0x22, 4, 0x20];
 const PROTOCOL: &[u8] = b"gym-frames/1";
 
-/// The configuration of both ends. Each end proves that it has the key.
+/// The TLS configuration of both ends. Each end proves that it has the key.
 #[derive(Clone, Debug)]
 pub(crate) struct Identity {
     pub(crate) client: quinn::ClientConfig,
@@ -26,7 +26,7 @@ impl Identity {
         let seed = ring::digest::digest(&ring::digest::SHA256, secret.as_bytes());
         let pkcs8 = PrivatePkcs8KeyDer::from([&PKCS8_PREFIX, seed.as_ref()].concat());
         let pair = rcgen::KeyPair::from_pkcs8_der_and_sign_algo(&pkcs8, &rcgen::PKCS_ED25519)?;
-        // The same bytes in every process: Ed25519 signs without randomness.
+        // The certificate has the same bytes in every process, because Ed25519 signs without randomness.
         let certificate = rcgen::CertificateParams::new(vec![NAME.to_owned()])?.self_signed(&pair)?.der().clone();
         let mut roots = RootCertStore::empty();
         roots.add(certificate.clone())?;

@@ -1,10 +1,10 @@
-//! A transport of one's own: QUIC, as a backend that takes part in the selection of transports exactly as those of the SDK.
+//! A custom transport: QUIC, as a backend that takes part in the selection of transports exactly as those of the SDK do.
 //!
 //! ```text
 //!   Channel ── FramedClient ── one QUIC stream over UDP, TLS 1.3 ── FramedServer ── Handler
 //! ```
 //!
-//! Frames keep calls in order, so worker groups can use it; QUIC encrypts, and both ends prove that they know a shared secret.
+//! Frames keep calls in order, so worker groups can use it. QUIC encrypts, and both ends prove that they know a shared secret.
 
 mod identity;
 
@@ -23,7 +23,7 @@ use gym_core::{CallContext, CancelToken, Channel, Code, Endpoint, Error, Handler
 
 use crate::identity::{Identity, NAME};
 
-/// The transport: after shared memory and RDMA, before HTTP.
+/// The transport, with a preference after shared memory and RDMA, and before HTTP.
 pub const QUIC: Transport = Transport::new("quic", 350);
 /// The environment variable with the secret that the processes share.
 pub const SECRET_VARIABLE: &str = "GYM_QUIC_SECRET";
@@ -31,10 +31,10 @@ pub const SECRET_VARIABLE: &str = "GYM_QUIC_SECRET";
 const SCHEME: &str = "quic";
 const NO_SECRET: &str = "the environment variable GYM_QUIC_SECRET is not set";
 const FIX: &str = "set GYM_QUIC_SECRET to the same random text for all processes";
-/// Time for the handshake. UDP that a firewall drops has no other sign than silence, and other transports are tried next.
+/// Limit for the handshake. A firewall drops UDP without a reply, and other transports are tried next.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// QUIC with both ends.
+/// A backend that connects and listens over QUIC.
 #[derive(Clone, Debug)]
 pub struct QuicBackend {
     identity: Option<Identity>,
@@ -42,18 +42,19 @@ pub struct QuicBackend {
 }
 
 impl QuicBackend {
-    /// A backend whose peers know the same secret, with these limits of each connection.
+    /// Creates a backend whose peers know the same secret; the limits apply to each connection.
     ///
     /// # Errors
-    /// When no key can be derived from the secret.
+    /// If no key can be derived from the secret.
     pub fn new(secret: &str, frames: FramesConfig) -> anyhow::Result<Self> {
         Ok(Self { identity: Some(Identity::of(secret)?), frames })
     }
 
-    /// A backend with the secret of [`SECRET_VARIABLE`]; without a secret, it reports that wherever it is used.
+    /// Creates a backend with the secret in [`SECRET_VARIABLE`]. Without a secret, each use of the backend reports that it is
+    /// missing.
     ///
     /// # Errors
-    /// When no key can be derived from the secret.
+    /// If no key can be derived from the secret.
     pub fn from_env() -> anyhow::Result<Self> {
         let secret = std::env::var(SECRET_VARIABLE).ok().filter(|secret| !secret.is_empty());
         Ok(Self { identity: secret.map(|secret| Identity::of(&secret)).transpose()?, frames: FramesConfig::default() })
@@ -72,7 +73,7 @@ impl Backend for QuicBackend {
     }
 
     async fn listen(&self, options: &ListenOptions, handler: Arc<dyn Handler>) -> Result<Option<BoundListener>> {
-        // Without an address, processes of this host are served beside the Unix socket.
+        // Without an address, processes of this host can connect over QUIC as well as over the Unix socket.
         let local = options.socket.is_some().then(|| (Ipv4Addr::LOCALHOST, 0).into());
         let Some(address) = options.address()?.or(local) else { return Ok(None) };
         let listener = QuicListener::bind(self, address, options.advertised_host())?;
@@ -88,7 +89,7 @@ impl Backend for QuicBackend {
     }
 }
 
-/// Opens channels to `quic://host:port`, each over a connection of its own.
+/// Opens channels to `quic://host:port`, each over its own connection.
 #[derive(Debug)]
 struct QuicConnector {
     backend: QuicBackend,
@@ -132,7 +133,7 @@ impl Connector for QuicConnector {
     }
 }
 
-/// Accepts connections at a UDP port.
+/// Accepts connections on a UDP port.
 #[derive(Debug)]
 struct QuicListener {
     endpoint: quinn::Endpoint,

@@ -46,7 +46,7 @@ fn main() -> Result<ExitCode> {
     Ok(gym_server::cli::main(servers().over(transports)))
 }
 
-/// Four processes that are reached over QUIC, or not at all.
+/// Runs four processes that are reached only over QUIC.
 async fn group(workers: Workers, transports: Transports) -> Result<()> {
     let cluster = VirtualCluster::new(ClusterSpec::new([4]), Local::new(workers))?.simulate_nodes(&[4]);
     let mut request = GroupRequest::new("squares", "squares", &(), GroupOptions::new(transports.clone()))?;

@@ -1,4 +1,4 @@
-//! QUIC passes the suites that every transport passes.
+//! QUIC passes the conformance suites of all transports.
 
 use gym_client::transport::http::frames::FramesConfig;
 use gym_core::testing::conformance::{TransportPair, TransportSetup, ordered_transport, transport};
@@ -17,7 +17,7 @@ async fn pair(setup: TransportSetup) -> TransportPair {
     (Box::new(FirstConnector(backend.connectors().remove(0))), bound.listener)
 }
 
-/// The suite owns its connector.
+/// Owns a connector, because the suite takes one by value.
 #[derive(Debug)]
 struct FirstConnector(std::sync::Arc<dyn gym_core::transport::Connector>);
 

@@ -5,7 +5,7 @@ use std::sync::{Mutex, PoisonError};
 use tokio::runtime::Handle;
 use tokio::task::JoinSet;
 
-/// Tasks of one client that may run in the background: as many as a server queues.
+/// Maximum number of background tasks of one client, equal to the number of calls that a server queues.
 const BACKGROUND_MAX: usize = 16_384;
 
 /// The tasks of a client. Dropping it aborts them.

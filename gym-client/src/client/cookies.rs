@@ -70,7 +70,7 @@ impl CookieJar {
         self.0.iter().map(|(name, value)| (name.as_str(), value.as_str()))
     }
 
-    /// Returns the text of a `cookie` header; `None` if the jar is empty.
+    /// Returns the value of a `cookie` header; `None` if the jar is empty.
     #[must_use]
     pub fn header(&self) -> Option<String> {
         let mut header = String::new();

@@ -16,15 +16,15 @@ pub(super) struct ReplicaSet {
     pub(super) replicas: Vec<Arc<Replica>>,
     /// Chooses among the replicas of this name only; each name has its own order.
     pub(super) picker: Arc<Picker>,
-    /// Time of the last answer of the registry that listed the replicas.
+    /// Time of the registry's last response that listed the replicas.
     pub(super) seen: Instant,
     pub(super) stale_from: Instant,
-    /// A call to a replica failed: the next call asks the registry first.
+    /// A call to a replica failed: the next call queries the registry first.
     pub(super) doubtful: bool,
 }
 
 impl ReplicaSet {
-    /// Creates an empty set, for the one call that asked the registry.
+    /// Creates an empty set, for the one call that queried the registry.
     pub(super) fn absent() -> Self {
         let (replicas, picker, now) = (Vec::new(), Arc::default(), Instant::now());
         Self { replicas, picker, seen: now, stale_from: now, doubtful: true }
@@ -78,8 +78,8 @@ pub(super) fn replica(instance: Instance, known: Option<&ReplicaSet>) -> Arc<Rep
     }
 }
 
-/// The error if no server of this name is registered. `Unavailable` instead of `NotFound`, because a server that restarts registers
-/// again soon.
+/// Returns the error of a name without a registered server. `Unavailable` instead of `NotFound`, because a restarting server
+/// registers again soon.
 fn absent(server: &str) -> Error {
     Error::not_started(Code::Unavailable, "no server of this name is registered").about(server.to_owned())
 }

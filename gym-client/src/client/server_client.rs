@@ -1,7 +1,7 @@
-//! Calls a server by *name*: resolves the name, chooses a replica, and repeats a failed call where that is safe.
+//! Calls servers by *name*: resolves the name, chooses a replica, and repeats a failed call if that is safe.
 //!
-//! An episode whose server keeps state uses a [`Session`](super::Session). A session stays with the first replica that answered, and
-//! carries its cookies.
+//! An episode whose server keeps state uses a [`Session`](super::Session). A session stays with the first replica that answered,
+//! and carries its cookies.
 
 use std::collections::BTreeMap;
 use std::pin::Pin;
@@ -18,11 +18,11 @@ use crate::client::background::BackgroundTasks;
 use crate::client::replicas::{Replica, ReplicaSet, replica};
 use crate::transport::Transports;
 
-/// Time until a resolved name is looked up again. A failed call looks the name up at once; this limit bounds how long a *new*
-/// replica receives no calls.
+/// Time until a resolved name is resolved again. A failed call resolves the name at once; this limit bounds the time in which a
+/// *new* replica receives no calls.
 const RESOLVE_EVERY: Duration = Duration::from_secs(1);
 
-/// Time for which an unregistered name is not looked up again, so that callers that wait for a server do not ask all at once.
+/// Time for which an unregistered name is not resolved again, so that callers that wait for a server do not all query the registry.
 const ABSENT_FOR: Duration = Duration::from_millis(100);
 
 /// Calls servers by name. Cheap to clone; clones share channels and counters.
@@ -43,15 +43,15 @@ pub(super) struct ClientState {
     background: BackgroundTasks,
 }
 
-/// Held by the one caller that asks the registry for a name; the others wait for the answer. A thousand rollouts that start
-/// together ask once and share the channels.
+/// Held by the one caller that queries the registry for a name; the others wait for the result. A thousand rollouts that start
+/// together cause one query and share the channels.
 #[derive(Debug, Default)]
 struct ResolveLock {
-    /// Time and content of the last answer that had no replica.
+    /// Time and content of the last response that had no replica.
     last: Option<(Instant, ResolveMiss)>,
 }
 
-/// An answer of the registry without a replica.
+/// A response of the registry without a replica.
 #[derive(Debug)]
 enum ResolveMiss {
     Absent,
@@ -66,7 +66,7 @@ pub struct CallOptions {
 }
 
 impl CallOptions {
-    /// Options of a call that may be executed twice without harm.
+    /// Returns options of a call that can be executed twice without harm.
     #[must_use]
     pub fn idempotent() -> Self {
         Self { idempotent: true }
@@ -111,24 +111,24 @@ impl ServerClient {
     }
 
     /// Runs calls that outlive their caller, such as the one that closes the session of a cancelled episode. `calls` must have a
-    /// deadline. They are dropped if this client runs 16,384 of them, and outside of a Tokio runtime.
+    /// deadline. They are dropped if this client already runs 16,384 such calls, and outside of a Tokio runtime.
     pub fn in_background(&self, calls: impl Future<Output = ()> + Send + 'static) {
         self.inner.background.spawn(calls);
     }
 
-    /// Returns the transports that servers are called over.
+    /// Returns the transports over which servers are called.
     #[must_use]
     pub fn transports(&self) -> &Transports {
         &self.inner.transports
     }
 
-    /// Returns the registry that names are looked up in.
+    /// Returns the registry in which names are resolved.
     #[must_use]
     pub fn registry(&self) -> &Arc<dyn Registry> {
         &self.inner.registry
     }
 
-    /// Sends a `POST` of a JSON text to a route of the named server. Any complete response is `Ok`, an error status too.
+    /// Sends a `POST` with a JSON body to a route of the named server. Any complete response is `Ok`, including error statuses.
     ///
     /// # Errors
     /// `Unavailable, NotStarted` if no server of this name is registered, or every replica has weight 0; otherwise the error of the
@@ -168,7 +168,7 @@ impl ServerClient {
         options: CallOptions,
     ) -> Result<(Arc<Replica>, Response)> {
         let cx = &request.context;
-        // Not repeated: the client of the registry has repeated its call already.
+        // Not repeated, because the registry's client has already repeated its call.
         let resolved = self.resolve(cx, server).await.map_err(|error| about(error, server, request))?;
         let (rank, error) = match resolved.choose(server, &[]) {
             Ok(replica) => match self.call(&replica, request).await {
@@ -193,8 +193,8 @@ impl ServerClient {
         .map_err(|error| about(error, server, request))
     }
 
-    /// Repeats a call after a first attempt that failed with `error`, for as long as [`RetryPolicy::next_wait`] allows. Every
-    /// call of this client and of its sessions is repeated here.
+    /// Repeats a call whose first attempt failed with `error`, for as long as [`RetryPolicy::next_wait`] allows. Every call of this
+    /// client and of its sessions is repeated here.
     ///
     /// Returns a box: a repetition is rare, and would otherwise make the future of every call as large as a second call.
     pub(super) fn resend<'a, T, F, Fut>(
@@ -229,11 +229,11 @@ impl ServerClient {
         let asking = Arc::clone(lock(&self.inner.asking).entry(server.to_owned()).or_default());
         let mut asked = match (asking.try_lock(), known) {
             (Ok(asked), _) => asked,
-            // Another caller is asking; until the answer arrives, the known replicas are used.
+            // Another caller queries the registry; until the result arrives, the known replicas are used.
             (Err(_), Some(known)) if !known.doubtful => return Ok(known),
             (Err(_), _) => {
                 let from = Instant::now();
-                // The fair lock is held during the question on purpose: every caller that waits here needs the same answer.
+                // This fair lock is held during the query on purpose: every caller that waits here needs the same result.
                 let asked = cx.bound(Execution::NotStarted, async { Ok(asking.lock().await) }).await?;
                 match (&asked.last, self.known(server)) {
                     (Some((at, _)), _) if *at < from => {}
@@ -247,7 +247,7 @@ impl ServerClient {
                 asked
             }
         };
-        // Another caller may have asked while this one waited.
+        // Another caller may have queried the registry while this one waited.
         let known = self.known(server);
         let now = Instant::now();
         if let Some(known) = &known
@@ -264,19 +264,19 @@ impl ServerClient {
         let instances = match self.inner.registry.resolve(cx, server).await {
             Ok(instances) => instances,
             Err(error) => {
-                // A cancelled or expired call says nothing about the registry.
+                // A cancelled or expired call says nothing about the state of the registry.
                 if cx.check().is_ok() {
                     asked.last = Some((Instant::now(), ResolveMiss::Failed(error.code(), error.to_string())));
                 }
                 let Some(known) = known else { return Err(error) };
-                // The head server is unreachable: the known replicas are used, and not every call asks again.
+                // The head server is unreachable: the known replicas are used, and later calls do not query it each time.
                 tracing::debug!(server, %error, "resolve from the cache");
                 return Ok(self.keep(server, known.replicas.clone(), Some(&known), known.seen));
             }
         };
         if instances.is_empty() {
-            // A restarted head server has no registrations yet. The known replicas are used for the time of a lease; a call to a
-            // stopped server fails and shows that it is gone.
+            // A restarted head server has no registrations yet. The known replicas are used for the duration of a lease. A call
+            // to a stopped server fails and shows that it has exited.
             if let Some(known) = &known
                 && known.seen.elapsed() < DEFAULT_TTL
             {
@@ -310,7 +310,7 @@ impl ServerClient {
         self.inner.names.read().unwrap_or_else(PoisonError::into_inner).get(server).cloned()
     }
 
-    /// Makes the next call ask the registry.
+    /// Makes the next call query the registry.
     fn forget(&self, server: &str) {
         let mut names = self.inner.names.write().unwrap_or_else(PoisonError::into_inner);
         if let Some(known) = names.get(server) {
@@ -323,8 +323,8 @@ impl ServerClient {
 
 /// Returns a rejection as an error, and any other response unchanged.
 ///
-/// Another incarnation of the server at this address, or one without capacity, rejects a call before it runs anything. Another
-/// replica may serve the call. Servers of other programs do not mark their responses so, and their responses stay responses.
+/// A server with another incarnation at this address, or one without capacity, rejects a call before it runs anything. Another
+/// replica may serve the call. Servers of other programs do not mark their rejections, so their responses stay responses.
 fn rejection(response: Response) -> Result<Response> {
     let not_started = response.metadata.get(EXECUTION_METADATA) == Some(Execution::NotStarted.as_str());
     if not_started && matches!(response.status.0, 429 | 503) { response.into_result() } else { Ok(response) }

@@ -37,11 +37,11 @@ impl Session {
         &mut self.bound(server).jar
     }
 
-    /// Sends a `POST` of a JSON text. Any complete response is `Ok`, an error status too.
+    /// Sends a `POST` with a JSON body. Any complete response is `Ok`, including error statuses.
     ///
     /// # Errors
-    /// Before the first response, as of [`ServerClient::post`]. Later, `FailedPrecondition` if the replica is gone: the session is
-    /// lost, and a new episode is needed.
+    /// Before the first response, as [`ServerClient::post`]. Later, `FailedPrecondition` if the replica has exited: the session
+    /// is lost, and a new episode is needed.
     pub fn post(
         &mut self,
         cx: &CallContext,

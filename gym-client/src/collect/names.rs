@@ -141,8 +141,8 @@ fn unknown<'a>(what: &str, name: &str, known: impl Iterator<Item = &'a str>) -> 
 }
 
 impl AgentNames for ServerNames {
-    /// Returns the agent of the server that declares the row's dataset: the agent that the dataset names, else the
-    /// server itself if it is an agent, else the only agent that uses the resources server.
+    /// Returns the agent of the server that declares the row's dataset. The dataset may name the
+    /// agent. Otherwise it is the server itself if that is an agent, or else the only agent that uses the resources server.
     fn agent_of_task_source(&self, task_source: &str) -> Result<String, String> {
         let Some(known) = self.servers.get(task_source) else {
             let names = self.servers.keys().map(String::as_str);

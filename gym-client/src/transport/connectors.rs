@@ -1,4 +1,4 @@
-//! Which connector serves a scheme, and by which transports.
+//! Connectors by scheme, and the transports that each of them serves.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use gym_core::{Handler, Result};
 
 use crate::transport::{HTTP, RDMA, SHM, UCX_TCP};
 
-/// A backend that only calls.
+/// A backend that connects but does not listen.
 #[derive(Debug)]
 pub(super) struct ConnectOnly(pub(super) Arc<dyn Connector>);
 
@@ -27,7 +27,7 @@ impl Backend for ConnectOnly {
     }
 }
 
-/// What calls to endpoints of a scheme, and by which transports.
+/// The connector of a scheme, and its transports.
 #[derive(Clone, Debug)]
 pub(crate) struct SchemeConnector {
     pub(crate) connector: Arc<dyn Connector>,
@@ -36,7 +36,7 @@ pub(crate) struct SchemeConnector {
 
 pub(crate) type Connectors = BTreeMap<&'static str, SchemeConnector>;
 
-/// The transports of a scheme that this program may have been built without.
+/// Returns the transports of a scheme, even if this program was built without the scheme.
 pub(super) fn transports_of(scheme: &str) -> &'static [Transport] {
     match scheme {
         "mem" => &[Transport::MEM],
@@ -46,7 +46,7 @@ pub(super) fn transports_of(scheme: &str) -> &'static [Transport] {
     }
 }
 
-/// Why a scheme has no connector here.
+/// Returns the reason why this program has no connector for a scheme.
 pub(super) fn missing(scheme: &str) -> String {
     let fix = match scheme {
         "ucx" if !cfg!(feature = "rdma") => ", which comes with the feature `rdma`",

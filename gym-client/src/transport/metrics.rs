@@ -1,4 +1,4 @@
-//! How peers are reached, as Prometheus metrics.
+//! The connections to peers, as Prometheus metrics.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, Weak};
@@ -11,9 +11,9 @@ use prometheus_client::metrics::gauge::ConstGauge;
 
 use crate::transport::paths::{PathRecords, Paths};
 
-/// Reads the peers whenever metrics are asked for: by `transport`, connections opened (`gym_transport_connections`) and transports rejected
-/// (`gym_transport_refusals`); by `peer`, how it is reached now (`gym_transport_peer`, always 1, with `transport` and `lanes`). Register
-/// it as a collector.
+/// Prometheus collector of the connections to peers, read at each scrape. By `transport`: connections opened
+/// (`gym_transport_connections`) and transports rejected (`gym_transport_refusals`). By `peer`: its current connection
+/// (`gym_transport_peer`, always 1, with `transport` and `lanes`).
 pub struct PathMetrics(Weak<Mutex<PathRecords>>);
 
 impl PathMetrics {

@@ -1,4 +1,4 @@
-//! Which transports this program has: scheme to connector. Applications reach transports only through here.
+//! The transports of this program: maps schemes to connectors. Applications use transports only through this module.
 //!
 //! ```text
 //!   endpoints of a peer ──► transports in order of preference, one at a time ──► Channel
@@ -47,10 +47,11 @@ pub const RDMA: Transport = Transport::new("rdma", 200).on_request();
 pub const UCX_TCP: Transport = Transport::new("ucx_tcp", 300).on_request();
 /// `http`: HTTP, or framed connections over TCP or a Unix socket.
 pub const HTTP: Transport = Transport::new("http", 400);
-/// The transports that the SDK ships, most preferred first. A configuration can name them even if the program was built without some.
+/// The transports that the SDK ships, most preferred first. A configuration can name them even if the program was built without
+/// some.
 pub const BUILT_IN: [Transport; 5] = [Transport::MEM, SHM, RDMA, UCX_TCP, HTTP];
 
-/// The backends of one program, and the policy by which they are used. Cheap to clone; clones share what is known of the peers
+/// The backends of one program, and the policy that selects among them. Cheap to clone; clones share the records of the peers
 /// ([`Transports::paths`]).
 #[derive(Clone, Debug, Default)]
 pub struct Transports {
@@ -67,13 +68,13 @@ impl From<InProcess> for Transports {
 }
 
 impl Transports {
-    /// None yet; see [`Transports::with`].
+    /// Creates an empty set; see [`Transports::with`].
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Those that this program was built with: within the process, by feature also HTTP with frames, and UCX.
+    /// Returns the transports that this program was built with: in-process, and by feature also HTTP with frames, and UCX.
     #[must_use]
     pub fn from_features(in_process: InProcess) -> Self {
         let transports = Self::new().with(in_process);
@@ -84,13 +85,13 @@ impl Transports {
         transports
     }
 
-    /// Those that this program was built with, with names of their own within the process.
+    /// Returns the transports that this program was built with, with a separate in-process registry.
     #[must_use]
     pub fn standard() -> Self {
         Self::from_features(InProcess::new())
     }
 
-    /// The same with one more backend; where it serves a scheme that an earlier one has, it takes its place.
+    /// Adds a backend. It replaces the connectors of earlier backends for the schemes that it serves.
     #[must_use]
     pub fn with(self, backend: impl Backend) -> Self {
         let schemes =
@@ -102,7 +103,7 @@ impl Transports {
         Self { paths: self.paths, ..Self::of(backends, self.policy) }
     }
 
-    /// The same with a connector alone, for what is only called.
+    /// Adds a connector without a listener.
     #[must_use]
     pub fn with_connector(self, connector: Arc<dyn Connector>) -> Self {
         self.with(ConnectOnly(connector))
@@ -117,7 +118,7 @@ impl Transports {
         Self { backends: Arc::new(backends), connectors: Arc::new(connectors), policy, paths: Paths::default() }
     }
 
-    /// What may be named in a configuration of this program, best first.
+    /// Returns the transports that a configuration of this program can name, most preferred first.
     #[must_use]
     pub fn known(&self) -> Vec<Transport> {
         let mut all = self.available();
@@ -127,12 +128,12 @@ impl Transports {
         all
     }
 
-    /// The transports of the backends, most preferred first.
+    /// Returns the transports of the backends, most preferred first.
     fn available(&self) -> Vec<Transport> {
         backend::transports(self.backends.iter().flat_map(|backend| backend.connectors()))
     }
 
-    /// The backends with a transport that the policy allows.
+    /// Returns the backends with a transport that the policy allows.
     fn allowed_backends(&self) -> impl Iterator<Item = &Arc<dyn Backend>> {
         let allowed = |backend: &&Arc<dyn Backend>| {
             backend::transports(backend.connectors()).iter().any(|transport| self.policy.allows(*transport))
@@ -140,18 +141,19 @@ impl Transports {
         self.backends.iter().filter(allowed)
     }
 
-    /// The transports over which peers find each other before an allowed backend connects them: they need an address of their own.
+    /// Returns the transports over which peers exchange addresses before an allowed backend connects them. They need a listen
+    /// address.
     pub(crate) fn meets_over(&self) -> Vec<Transport> {
         self.allowed_backends().flat_map(|backend| backend.meets_over()).collect()
     }
 
-    /// The environment variables that must be set when a process starts that uses the allowed transports, with their values.
+    /// Returns the environment variables, with their values, that must be set when a process with the allowed transports starts.
     #[must_use]
     pub fn variables(&self) -> Vec<(&'static str, &'static str)> {
         self.allowed_backends().flat_map(|backend| backend.variables()).collect()
     }
 
-    /// Reports for every transport whether this machine supports it, in order of preference: also for those that the program was built
+    /// Reports, in order of preference, whether this machine supports each transport, including those that the program was built
     /// without. Takes at most `within`.
     pub async fn diagnose(&self, within: Duration) -> Vec<TransportReport> {
         let reports = join_all(self.backends.iter().map(|backend| backend.diagnose(within))).await;
@@ -169,14 +171,15 @@ impl Transports {
         reports
     }
 
-    /// The same backends, of which only what `policy` allows is used.
+    /// Returns the same backends, restricted to the transports that `policy` allows.
     #[must_use]
     pub fn with_policy(mut self, policy: TransportPolicy) -> Self {
         self.policy = Arc::new(policy.resolved(&self.known()));
         self
     }
 
-    /// The same for a program that listens at `host`, with backends kept to `policy`: one UCX for calls and listeners.
+    /// Returns the transports of a program that listens at `host`, with backends restricted to `policy`. Calls and listeners then
+    /// share one UCX.
     #[must_use]
     pub fn scoped(&self, policy: &TransportPolicy, host: Option<IpAddr>) -> Self {
         let policy = policy.clone().resolved(&self.known());
@@ -185,23 +188,23 @@ impl Transports {
         Self::of(backends, Arc::new(policy))
     }
 
-    /// The backend of a type, for what only that type has.
+    /// Returns the backend of a type, for access to functions that only this type has.
     #[must_use]
     pub fn get<B: Backend>(&self) -> Option<&B> {
         self.backends.iter().find_map(|backend| (&**backend as &dyn std::any::Any).downcast_ref())
     }
 
-    /// The policy.
+    /// Returns the policy.
     #[must_use]
     pub fn policy(&self) -> &TransportPolicy {
         &self.policy
     }
 
-    /// Listens over every transport that is allowed there. Returns the listener and the handler to serve: `handler`, or `handler` behind
-    /// the routes that peers need to connect. `needed` transports listen whatever the policy says.
+    /// Listens over every transport that the policy allows. Returns the listener and the handler to serve: `handler`, or `handler`
+    /// behind the routes that peers need to connect. `needed` transports listen even if the policy does not allow them.
     ///
     /// # Errors
-    /// When nothing listens; when what is allowed cannot, and nothing else is allowed that can.
+    /// If no transport listens, if a needed transport cannot listen, or if an allowed one cannot and no other allowed one listens.
     pub async fn listen(
         &self,
         mut place: ListenOptions,
@@ -251,19 +254,20 @@ impl Transports {
         Ok((Box::new(MergedListener::new(listeners)?), handler))
     }
 
-    /// How the peers are reached that were connected to, and why not better; by their most general endpoint.
+    /// Returns the connection to each peer and the reasons why preferred transports were rejected. Each peer is named by its most
+    /// general endpoint.
     #[must_use]
     pub fn paths(&self) -> Vec<PeerPath> {
         self.paths.all()
     }
 
-    /// The same as [`Transports::paths`], for a registry's `register_collector`.
+    /// Returns the same data as [`Transports::paths`], for a registry's `register_collector`.
     #[must_use]
     pub fn metrics(&self) -> PathMetrics {
         PathMetrics::of(&self.paths)
     }
 
-    /// What UCX does in this process, for a registry's `register_collector`: nothing before it is used, or without it.
+    /// Returns the metrics of UCX in this process, for a registry's `register_collector`. Empty before UCX is used, or without it.
     #[cfg(feature = "rdma")]
     #[must_use]
     pub fn ucx_metrics(&self) -> UcxMetrics {
@@ -271,21 +275,21 @@ impl Transports {
     }
 
     /// Opens a channel to the first endpoint that can be reached, over the most preferred transport that the policy allows.
-    /// `endpoints` are in order of preference, as a registration lists them; an `ucx` endpoint has three transports: `shm`, `rdma`,
+    /// `endpoints` are in order of preference, as in a registration. A `ucx` endpoint has three transports: `shm`, `rdma` and
     /// `ucx_tcp`.
     ///
     /// # Errors
-    /// The last endpoint's error; `Unimplemented` naming the schemes when none is served here. When transports were rejected, each of
-    /// them with its reason, and the fix.
+    /// The error of the last endpoint; `Unimplemented`, with the schemes, if this program serves none of them. If transports were
+    /// rejected, the error lists each with its reason, and the fix.
     pub async fn connect(&self, cx: &CallContext, endpoints: &[Endpoint], options: &ConnectOptions) -> Result<Channel> {
         self.connect_where(cx, endpoints, options, false).await
     }
 
-    /// Opens a channel to the first endpoint that can be reached and whose requests arrive in the order in which they were
-    /// sent, as worker groups need it.
+    /// Opens an ordered channel to the first endpoint that can be reached, as worker groups require. Requests arrive in the order
+    /// in which they were sent.
     ///
     /// # Errors
-    /// As of [`Transports::connect`]; `Unimplemented` when what can be reached keeps no order.
+    /// As [`Transports::connect`]; `Unimplemented` if every reachable endpoint is unordered.
     pub async fn connect_ordered(
         &self,
         cx: &CallContext,

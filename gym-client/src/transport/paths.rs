@@ -1,5 +1,5 @@
-//! By which transport each peer of this process is reached, and why preferred ones were rejected: logged once, read by status and
-//! metrics.
+//! The connection of this process to each peer, and the reasons why preferred transports were rejected. Logged once, and read by
+//! status and metrics.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -10,13 +10,13 @@ use serde::Serialize;
 
 use crate::transport::HTTP;
 
-/// Peers that are remembered. Restarted workers have new addresses, so without a bound the list would grow permanently; nobody reads
-/// a longer one.
+/// Maximum number of recorded peers. Restarted workers have new addresses, so an unbounded list would grow permanently. A longer
+/// list would have no reader.
 const PEERS_MAX: usize = 1_024;
-/// How connections over transports without a name are counted.
+/// Label under which connections over unnamed transports are counted.
 const OTHER: &str = "other";
 
-/// How one peer is reached.
+/// The connection to one peer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct PeerPath {
@@ -26,7 +26,7 @@ pub struct PeerPath {
     pub transport: Option<Transport>,
     /// The transport's scheme; empty for a peer that was not reached.
     pub scheme: &'static str,
-    /// What moves the bytes, as the transport names it; may be empty.
+    /// The devices that transfer the bytes, as the transport names them; may be empty.
     pub lanes: String,
     /// The transports that were rejected, the most preferred first.
     pub refused: Vec<Refusal>,
@@ -50,7 +50,7 @@ impl fmt::Display for Refusal {
 }
 
 impl PeerPath {
-    /// The transport's name, or the scheme of a connector that has not named it; `none` for a peer that was not reached.
+    /// Returns the transport's name, or the scheme of a connector that has not named it; `none` for a peer that was not reached.
     #[must_use]
     pub fn transport_name(&self) -> &'static str {
         match self.transport {
@@ -68,20 +68,20 @@ pub(super) struct Paths(pub(super) Arc<Mutex<PathRecords>>);
 #[derive(Debug, Default)]
 pub(super) struct PathRecords {
     pub(super) peers: BTreeMap<String, (u64, PeerPath)>,
-    /// Which record is the oldest.
+    /// The number of the latest record; the record with the lowest number is the oldest.
     sequence: u64,
     pub(super) opened: BTreeMap<&'static str, u64>,
     pub(super) refused: BTreeMap<Transport, u64>,
 }
 
 impl Paths {
-    /// Remembers how a peer was reached, or that it was not, and logs it once.
+    /// Records the connection to a peer, or the failure to connect, and logs a connection once.
     pub(super) fn record(&self, peer: &str, reached: Option<&PathInfo>, only: Option<Transport>, refused: &[Refusal]) {
         let transport = reached.and_then(|path| path.transport.or(only));
         let scheme = reached.map_or("", |path| path.scheme);
         let lanes = reached.map(|path| path.lanes.to_string()).unwrap_or_default();
-        // Of a peer that was reached, what is better than that: another endpoint of the same transport may have been refused before
-        // this one, and what is below was not needed.
+        // For a peer that was reached, only the transports that are preferred to the one in use count. An earlier endpoint of the
+        // same transport may have been rejected, and less preferred transports were not needed.
         let better = |refusal: &&Refusal| transport.is_none_or(|transport| refusal.transport < transport);
         let refused: Vec<Refusal> = refused.iter().filter(better).cloned().collect();
         let path = PeerPath { peer: peer.to_owned(), transport, scheme, lanes, refused };
@@ -115,7 +115,7 @@ impl Paths {
     }
 }
 
-/// That a peer in another process is not in this one is no news.
+/// Logs the connection. Omits the rejection of the in-process transport, which is normal for a peer in another process.
 fn log(path: &PeerPath) {
     let news: Vec<String> =
         path.refused.iter().filter(|refusal| refusal.transport != Transport::MEM).map(ToString::to_string).collect();

@@ -1,4 +1,4 @@
-//! One peer whose channel is opened by the first call and opened again after it was lost.
+//! A peer whose channel the first call opens; after the channel is lost, the next call opens it again.
 
 use std::sync::{PoisonError, RwLock};
 
@@ -14,7 +14,7 @@ pub(crate) struct ReconnectingPeer {
     endpoints: Vec<Endpoint>,
     options: ConnectOptions,
     open: RwLock<Option<Channel>>,
-    /// One caller connects, the others wait for it.
+    /// Held by the one caller that connects; the others wait for the result.
     connecting: tokio::sync::Mutex<()>,
 }
 
@@ -27,11 +27,11 @@ impl ReconnectingPeer {
         &self.endpoints
     }
 
-    /// Calls the peer. After a loss the next call opens a new channel; calls under way on the old one keep it.
+    /// Calls the peer. After the channel is lost, the next call opens a new one; calls in flight on the old one keep it.
     pub(crate) async fn call(&self, transports: &Transports, request: &Request) -> Result<Response> {
         let channel = match self.channel() {
             Some(channel) => channel,
-            // Boxed, because it is rare and every waiting call would be as large.
+            // Boxed, because connecting is rare, and every waiting call would be as large otherwise.
             None => Box::pin(self.connect(transports, &request.context)).await?,
         };
         let result = channel.call(request.clone()).await;
@@ -39,7 +39,8 @@ impl ReconnectingPeer {
             && error.code() == Code::Unavailable
             && error.execution() != Execution::Finished
         {
-            // Only the channel that failed, and only if it is gone: a pool of connections outlives one of them.
+            // Removes only the channel that failed, and only if it is closed: a pool of connections outlives a single failed
+            // connection.
             let mut open = self.open.write().unwrap_or_else(PoisonError::into_inner);
             let failed = open.as_ref().is_some_and(|open| open.is_same(&channel));
             if failed && channel.closed().now_or_never().is_some() {
@@ -55,7 +56,7 @@ impl ReconnectingPeer {
 
     async fn connect(&self, transports: &Transports, cx: &CallContext) -> Result<Channel> {
         cx.bound(Execution::NotStarted, async {
-            // A fair lock held over the connect on purpose: whoever waits here wants the same channel.
+            // This fair lock is held during the connection attempt on purpose: all callers that wait here need the same channel.
             let _one = self.connecting.lock().await;
             if let Some(channel) = self.channel() {
                 return Ok(channel);

@@ -18,12 +18,12 @@ pub(super) struct ConnectAttempt<'a> {
     refused: Vec<Refusal>,
 }
 
-/// One thing to try.
+/// One endpoint and transport to try.
 struct Candidate<'a> {
     endpoint: &'a Endpoint,
     connector: &'a Arc<dyn Connector>,
     transport: Option<Transport>,
-    /// What the connector is asked for: nothing, if it has one way only.
+    /// The transport that is requested from the connector; `None` if the connector has only one.
     requested: Option<Transport>,
 }
 
@@ -54,7 +54,7 @@ impl<'a> ConnectAttempt<'a> {
             };
             self.refuse(candidate.transport, error.message());
             cx.check()?;
-            // That an endpoint keeps no order is said only when nothing worse is to be said.
+            // An unordered endpoint is reported only if no other error occurred.
             if error.code() != Code::Unimplemented || last.is_none() {
                 last = Some(error);
             }
@@ -62,7 +62,7 @@ impl<'a> ConnectAttempt<'a> {
         Err(last.unwrap_or_else(|| self.nothing_tried()))
     }
 
-    /// What is to be tried. What is not is refused right away.
+    /// Returns the candidates to try. Records a rejection for all others.
     fn candidates(&mut self) -> Vec<Candidate<'a>> {
         let mut candidates = Vec::new();
         for endpoint in self.endpoints {
@@ -88,7 +88,7 @@ impl<'a> ConnectAttempt<'a> {
     }
 
     fn refuse(&mut self, transport: Option<Transport>, reason: &str) {
-        // A peer with several endpoints of one transport has several reasons; the first was the preferred endpoint.
+        // If several endpoints have the same transport, the reason of the first one counts, because it is preferred.
         if let Some(transport) = transport
             && !self.refused.iter().any(|known| known.transport == transport)
         {
@@ -105,7 +105,7 @@ impl<'a> ConnectAttempt<'a> {
         )
     }
 
-    /// Why a channel that was opened will not do.
+    /// Returns the reason to reject an opened channel, if there is one.
     fn rejection(&self, candidate: &Candidate<'_>, channel: &Channel, ordered: bool) -> Option<Error> {
         let path = channel.path();
         let refused = |reason: String| Some(Error::not_started(Code::Unimplemented, reason));
@@ -116,7 +116,8 @@ impl<'a> ConnectAttempt<'a> {
             ));
         }
         match (candidate.requested, path.transport) {
-            // Better than asked for is as good, where it is allowed; a less preferred one is tried by itself later.
+            // A more preferred transport than requested is accepted if the policy allows it. A less preferred one is a separate
+            // candidate.
             (Some(requested), Some(negotiated)) if negotiated > requested || !self.policy.allows(negotiated) => {
                 refused(format!("asked for {requested}, negotiated {negotiated} ({})", path.lanes))
             }
@@ -127,7 +128,7 @@ impl<'a> ConnectAttempt<'a> {
         }
     }
 
-    /// A scheme that this program may use, whose transports no endpoint of the peer has.
+    /// Returns a scheme with allowed transports, none of which the peer's endpoints offer.
     fn scheme_not_offered(&self) -> Option<&'static str> {
         let of = |scheme: &str| {
             self.connectors.get(scheme).map_or(transports_of(scheme), |scheme| scheme.transports.as_slice())
@@ -142,10 +143,10 @@ impl<'a> ConnectAttempt<'a> {
         self.connectors.keys().copied().chain(["ucx"]).find(missing)
     }
 
-    /// The error of a peer that was not reached, with what was found for each transport and what to do about it. Where there was
-    /// nothing to choose it stays as it is.
+    /// Adds the reason for each rejected transport, and the fix, to the error of a peer that was not reached. If the policy left no
+    /// choice, returns the error unchanged.
     pub(super) async fn explain(&self, error: Error) -> Error {
-        // That a peer in another process is not in this one, and then does not answer either, leaves nothing to choose.
+        // A peer in another process always rejects the in-process transport, so that rejection does not count.
         let others = self.refused.iter().filter(|refusal| refusal.transport != Transport::MEM);
         let chosen = self.policy.required().is_some()
             || others.clone().any(|refusal| refusal.transport != HTTP || !self.policy.allows(refusal.transport));

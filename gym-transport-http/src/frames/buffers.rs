@@ -1,7 +1,7 @@
 //! Receive buffers for large segments. They are aligned to 64 bytes and reused, because memory that was written before takes a
 //! tenth of the time of fresh memory.
 //!
-//! The reader of a segment may keep its buffer for as long as it wants; the next segment is then received into new memory.
+//! The reader of a segment may keep its buffer for as long as it needs; the next segment is then received into new memory.
 
 use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -12,11 +12,11 @@ use bytes::Bytes;
 use gym_core::{Code, Error, Result};
 use tokio::time::Instant;
 
-/// What vector units and typed views want.
+/// Alignment in bytes that vector units and typed views require.
 const ALIGNMENT: usize = 64;
-/// From here on the allocator gives memory back to the kernel on every free, and the kernel clears it for the next.
+/// From this size on, the allocator returns memory to the kernel on every free, and the kernel clears it for the next buffer.
 const POOLED_BYTES_MIN: usize = 64 << 10;
-/// From here on the kernel is asked whether it has the memory, before a refusal would end the process.
+/// From this size on, the kernel is asked whether the memory is available, because a failed allocation would abort the process.
 const PROBED_BYTES_MIN: usize = 16 << 20;
 
 /// Receive buffers of a connector or a listener.
@@ -55,7 +55,7 @@ impl ReceiveBufferPool {
         Ok(ReceiveBuffer::new(Some(Arc::clone(self)), buffer, length))
     }
 
-    /// The smallest kept buffer that fits without waste.
+    /// Returns the smallest free buffer that fits without waste.
     fn reuse(&self, needed: usize) -> Option<Vec<u8>> {
         let mut free = self.lock();
         let fits = free.buffers.iter().enumerate().filter(|(_, (kept, _))| (needed..=2 * needed).contains(&kept.len()));
@@ -74,7 +74,7 @@ impl ReceiveBufferPool {
         }
     }
 
-    /// Frees the buffers that were not used for that long.
+    /// Frees the buffers that were unused for this long.
     pub(crate) fn trim(&self, unused: Duration) {
         let now = Instant::now();
         let old: Vec<_> = {
@@ -83,11 +83,11 @@ impl ReceiveBufferPool {
             free.bytes -= old.iter().map(|(buffer, _)| buffer.len()).sum::<usize>();
             old
         };
-        // Freeing a gigabyte takes milliseconds: not under the lock.
+        // Freeing a gigabyte takes milliseconds, so it happens outside of the lock.
         drop(old);
     }
 
-    /// Bytes of free buffers, and bytes of buffers in use.
+    /// Returns the bytes of free buffers, and the bytes of buffers in use.
     #[cfg(test)]
     pub(crate) fn bytes(&self) -> (usize, usize) {
         (self.lock().bytes, self.in_use.load(Relaxed))
@@ -104,7 +104,7 @@ impl fmt::Debug for ReceiveBufferPool {
     }
 }
 
-/// New memory, rounded up so that the next segment of about the size fits. Zeroed by the kernel as it is touched.
+/// Allocates new memory, rounded up so that the next segment of about this size fits. The kernel zeroes it as it is touched.
 fn fresh(needed: usize) -> Result<Vec<u8>> {
     let step = needed.next_power_of_two() / 8;
     let rounded = needed.next_multiple_of(step);
@@ -135,7 +135,7 @@ impl ReceiveBuffer {
         self.length
     }
 
-    /// The bytes from `at` on.
+    /// Returns the bytes from `at` on.
     pub(crate) fn from(&mut self, at: usize) -> &mut [u8] {
         &mut self.buffer[self.start + at..self.start + self.length]
     }
@@ -203,7 +203,7 @@ mod tests {
 
     #[test]
     fn a_gibibyte_lands_again_where_the_last_did() {
-        // Never touched, so the kernel gives no memory for it.
+        // Never touched, so the kernel allocates no memory for it.
         let pool = ReceiveBufferPool::new(crate::frames::config::FramesConfig::default().pool_bytes_max);
         let place = pool.buffer(1 << 30).unwrap().freeze().as_ptr();
         assert_eq!(pool.buffer(1 << 30).unwrap().freeze().as_ptr(), place);

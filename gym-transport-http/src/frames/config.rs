@@ -7,12 +7,13 @@ use gym_core::transport::mux::ConnectionLimits;
 /// Limits and timeouts of framed connections.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FramesConfig {
-    /// How long connecting may take, the greeting included.
+    /// Limit for connecting, including the handshake. Default: 10 s.
     pub connect_timeout: Duration,
-    /// Limits of each connection; each end has its own, and both keep to the smaller.
+    /// Limits of each connection; the smaller value of both ends applies. Default: [`ConnectionLimits::default`].
     pub limits: ConnectionLimits,
-    /// Bytes of receive buffers kept for the next large segments, per connector or listener. 1.25 GiB: one for a gibibyte,
-    /// rounded up as buffers are; touched memory takes a tenth of the time of fresh. Buffers unused for a `silence_max` are freed, all of them when a connection ends.
+    /// Bytes of free receive buffers that a connector or listener keeps for the next large segments. Reused memory takes a tenth
+    /// of the time of fresh memory. Buffers that were unused for `silence_max` are freed, and all of them when a connection ends.
+    /// Default: 1.25 GiB, one buffer for a gibibyte, rounded up as buffers are.
     pub pool_bytes_max: usize,
 }
 

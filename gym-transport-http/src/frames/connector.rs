@@ -18,28 +18,28 @@ use crate::wire::head::{HEAD_BYTES_MAX, HEADERS_MAX};
 use crate::wire::headers::is_value;
 use crate::wire::socket::connect;
 
-/// What an HTTP connection is upgraded to.
+/// The protocol to which an HTTP connection is upgraded.
 pub(crate) const UPGRADE: &str = "gym-frames/1";
-/// Where the upgrade is asked for. Any route does; this one tells a log reader what it was.
+/// Route of the upgrade request, which also identifies the request in access logs. Listeners accept upgrades only on this route.
 pub(crate) const ROUTE: &str = "/.gym/frames";
 const SWITCHING_PROTOCOLS: u16 = 101;
 
-/// Opens channels to `http+frames://host:port` or `unix+frames:///path`. Each channel has one connection of its own, opened at once.
+/// Opens channels to `http+frames://host:port` or `unix+frames:///path`. Each channel has its own connection, opened at once.
 ///
 /// Errors are those of [`FramedClient`], and `Unimplemented, NotStarted` from a peer that speaks HTTP but does not accept frames.
-/// Every complete reply is returned, 4xx and 5xx too.
+/// Every complete reply is returned, including 4xx and 5xx.
 pub struct FramesConnector {
     client: FramedClient,
 }
 
 impl FramesConnector {
-    /// Over TCP, through an HTTP listener's port.
+    /// Creates a connector over TCP, through the port of an HTTP listener.
     #[must_use]
     pub fn tcp(config: FramesConfig) -> Self {
         Self { client: FramedClient::new(FRAMES_SCHEME, config) }
     }
 
-    /// Over Unix sockets.
+    /// Creates a connector over Unix sockets.
     #[must_use]
     pub fn unix(config: FramesConfig) -> Self {
         Self { client: FramedClient::new(UNIX_SCHEME, config) }
@@ -79,7 +79,7 @@ fn refused(error: std::io::Error) -> Error {
     Error::not_started(Code::Unavailable, "cannot connect").caused_by(error)
 }
 
-/// Asks an HTTP server for frames; the socket, and what came behind its consent.
+/// Requests an upgrade to frames from an HTTP server. Returns the socket, and the bytes that followed the server's response.
 async fn upgrade(to: &Endpoint) -> Result<(Socket, Bytes)> {
     let (address, _) = parse(to, FRAMES_SCHEME)?;
     let host = to.address();
@@ -107,7 +107,7 @@ async fn upgrade(to: &Endpoint) -> Result<(Socket, Bytes)> {
     Ok((Socket::Tcp(stream), answer.split_off(length).freeze()))
 }
 
-/// Status and length of an answer's head, once it is all there.
+/// Returns the status and the length of a response's header section, once it is complete.
 fn answer_head(bytes: &[u8]) -> Result<Option<(u16, usize)>> {
     let mut headers = [httparse::EMPTY_HEADER; HEADERS_MAX];
     let mut head = httparse::Response::new(&mut headers);

@@ -1,4 +1,4 @@
-//! Framed messages over any byte stream: the building block for transports of your own.
+//! Framed messages over any byte stream: the building block for your own transports.
 //!
 //! ```text
 //!   your Connector ── ByteStream ── FramedClient ──► Channel        TCP, a Unix socket, QUIC, TLS, a pipe, …
@@ -107,25 +107,25 @@ pub struct FramedClient {
 }
 
 impl FramedClient {
-    /// A client for endpoints of this scheme.
+    /// Creates a client for endpoints of this scheme.
     #[must_use]
     pub fn new(scheme: &'static str, config: FramesConfig) -> Self {
         let pool = ReceiveBufferPool::new(config.pool_bytes_max);
         Self { scheme, config, pool }
     }
 
-    /// The scheme.
+    /// Returns the scheme.
     #[must_use]
     pub fn scheme(&self) -> &'static str {
         self.scheme
     }
 
-    /// Awaits `connecting`, exchanges handshakes, and returns an ordered channel over the stream: within the deadline of the context and
-    /// within `connect_timeout`.
+    /// Awaits `connecting`, exchanges handshakes, and returns an ordered channel over the stream. The deadline of the context and
+    /// `connect_timeout` both apply.
     ///
     /// # Errors
-    /// `InvalidArgument` for an endpoint of another scheme; the error of `connecting`; `Unavailable` if there is no handshake in time.
-    /// No call has started.
+    /// `InvalidArgument` for an endpoint of another scheme; the error of `connecting`; `Unavailable` if there is no handshake in
+    /// time. No call has started.
     pub async fn connect(
         &self,
         cx: &CallContext,
@@ -149,7 +149,7 @@ impl FramedClient {
                 .map_err(|_| Error::not_started(Code::Unavailable, format!("no answer within {patience:?}")))
                 .flatten()
         });
-        // Nothing of a call has left, whatever went wrong.
+        // No call has been sent yet, whatever the error is.
         let link = opened
             .await
             .map_err(|error| error.with_execution(Execution::NotStarted).about(format!("connect to {to}")))?;
@@ -170,19 +170,19 @@ pub struct FramedServer {
 }
 
 impl FramedServer {
-    /// A server with these limits, which each connection has for itself.
+    /// Creates a server with these limits, which apply to each connection separately.
     #[must_use]
     pub fn new(config: FramesConfig) -> Self {
         let calls = Arc::new(Semaphore::new(Semaphore::MAX_PERMITS));
         Self { state: ListenerState::new(config, calls) }
     }
 
-    /// Serves the calls of one connection: [`Incoming::serve`](gym_core::transport::Incoming::serve) of a transport. Returns when the peer
-    /// disconnects, soon after `drain` fires. Dropping the future drops the calls in flight.
+    /// Serves the calls of one connection, as [`Incoming::serve`](gym_core::transport::Incoming::serve) of a transport does.
+    /// Returns when the peer disconnects, which it does soon after `drain` fires. Dropping the future drops the calls in flight.
     ///
     /// # Errors
-    /// `Unavailable` if the connection breaks or the peer is silent; `DataLoss` for malformed frames; `DeadlineExceeded` if there is no
-    /// handshake within `connect_timeout`.
+    /// `Unavailable` if the connection breaks or the peer is silent; `DataLoss` for malformed frames; `DeadlineExceeded` if there
+    /// is no handshake within `connect_timeout`.
     pub async fn serve(
         self,
         stream: ByteStream,
@@ -236,12 +236,12 @@ impl<R: AsyncRead + Unpin> AsyncRead for StreamReader<R> {
 struct StreamWriter {
     writer: Mutex<Box<dyn AsyncWrite + Send + Unpin>>,
     state: Arc<StreamState>,
-    /// Notifies the state.
+    /// Wakes the waiting tasks of the state.
     waker: Waker,
 }
 
 impl StreamWriter {
-    /// One task at a time writes, so nobody waits for the lock but who closes.
+    /// Locks the writer. One task at a time writes, so only a task that closes the connection ever waits for the lock.
     fn lock(&self) -> MutexGuard<'_, Box<dyn AsyncWrite + Send + Unpin>> {
         self.writer.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -278,7 +278,7 @@ impl WriteHalf for StreamWriter {
     }
 
     async fn writable(&self) -> io::Result<()> {
-        // A permit that is left from an earlier write costs one attempt to write.
+        // A permit that remains from an earlier write costs one attempt to write.
         self.state.writer.notified().await;
         Ok(())
     }
@@ -287,7 +287,7 @@ impl WriteHalf for StreamWriter {
         if self.state.closed.swap(true, SeqCst) {
             return;
         }
-        // What cannot be said at once is said when the writer is dropped.
+        // If the shutdown cannot complete at once, it happens when the writer is dropped.
         let _ = Pin::new(&mut **self.lock()).poll_shutdown(&mut Context::from_waker(&self.waker));
         self.state.reader.wake();
         self.state.writer.notify_one();

@@ -1,4 +1,4 @@
-//! A connection's reader without a connection, for fuzzers.
+//! The frame decoder without a connection, for fuzzers.
 
 use gym_core::Result;
 use gym_core::message::frame::MessageLimits;
@@ -9,11 +9,11 @@ use crate::frames::buffers::ReceiveBufferPool;
 use crate::frames::codec::decoder::{Decoder, Event};
 use crate::frames::codec::frame::FrameKind;
 
-/// Reads what a peer might have sent, in pieces of at most `at_a_time` bytes, and keeps every message that is within the
-/// limits. Returns the bytes of the messages that were complete.
+/// Decodes bytes that a peer might have sent, in pieces of at most `at_a_time` bytes, and keeps every message that is within the
+/// limits. Returns the number of bytes of the complete messages.
 ///
 /// # Errors
-/// What would have ended the connection.
+/// The error that would have ended the connection.
 pub fn read_frames(bytes: &[u8], limits: &MessageLimits, at_a_time: usize) -> Result<usize> {
     let mut decoder = Decoder::new(limits.clone(), ReceiveBufferPool::new(0), &[]);
     let (mut left, mut complete) = (bytes, 0);

@@ -1,4 +1,4 @@
-//! Listening on a Unix socket, for processes of this machine and user.
+//! Listens on a Unix socket, for processes of this machine and user.
 
 use std::fmt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
@@ -20,16 +20,17 @@ use crate::frames::connection::socket::Socket;
 use crate::frames::stream::{ByteStream, FramedServer};
 use crate::wire::socket::ACCEPT_RETRY_DELAY;
 
-/// Tells apart the listeners that this process makes at the same time.
+/// Distinguishes the listeners that this process creates at the same time.
 static DRAFTS: AtomicU32 = AtomicU32::new(0);
 
-/// What the kernel takes for a socket's path, its final zero included.
+/// The kernel's limit for the path of a socket, including its final zero.
 const PATH_BYTES_MAX: usize = 108;
 
 /// Accepts framed connections on a path.
 ///
-/// The socket may be used by its owner alone (0600), from the moment at which it has its name. A file that a dead process left
-/// behind is replaced; one that somebody listens on, or that is no socket, is not. The file is removed with the listener.
+/// Only the owner can use the socket (0600), from the moment at which it has its name. A socket file that a dead process left
+/// behind is replaced. A socket on which a process listens, or a file that is not a socket, is not replaced. Dropping the listener
+/// removes the file.
 pub struct UnixListener {
     listener: tokio::net::UnixListener,
     path: PathBuf,
@@ -43,8 +44,8 @@ impl UnixListener {
     /// Listens on a path. Must be called within a tokio runtime.
     ///
     /// # Errors
-    /// `AlreadyExists` when somebody listens there or it is not a socket, `InvalidArgument` when no socket can have that
-    /// path, else `Unavailable`.
+    /// `AlreadyExists` if a process listens there or the file is not a socket; `InvalidArgument` if a socket cannot have that path;
+    /// otherwise `Unavailable`.
     pub fn bind(path: impl Into<PathBuf>, config: FramesConfig) -> Result<Self> {
         let path = path.into();
         claim(path, config)
@@ -66,7 +67,7 @@ fn listen(path: &Path) -> Result<(tokio::net::UnixListener, (u64, u64), Endpoint
         Error::invalid("the path of a socket must be absolute and UTF-8: it is an endpoint's address")
     })?;
     let endpoint = Endpoint::parse(&format!("{UNIX_SCHEME}://{text}"))?;
-    // Under another name first: whoever can see the final name finds its permissions set.
+    // Created under another name first, so that the permissions are set before the final name exists.
     let draft = path.with_file_name(format!(".{}-{}", std::process::id(), DRAFTS.fetch_add(1, Relaxed)));
     if text.len().max(draft.as_os_str().len()) >= PATH_BYTES_MAX {
         return Err(Error::invalid(format!(
@@ -84,7 +85,7 @@ fn listen(path: &Path) -> Result<(tokio::net::UnixListener, (u64, u64), Endpoint
     Ok((listener, named?, endpoint))
 }
 
-/// Gives the draft its final name, unless that is in use.
+/// Gives the draft its final name, unless that name is in use.
 fn publish(draft: &Path, path: &Path) -> Result<()> {
     let cannot = |error: std::io::Error| Error::not_started(Code::Unavailable, "cannot listen").caused_by(error);
     match std::fs::hard_link(draft, path) {
@@ -97,7 +98,7 @@ fn publish(draft: &Path, path: &Path) -> Result<()> {
         return Err(taken("there is a file that is not a socket; remove it, or choose another path"));
     }
     match std::os::unix::net::UnixStream::connect(path) {
-        // Left behind by a process that is gone.
+        // Left behind by a process that has exited.
         Err(error) if error.kind() == std::io::ErrorKind::ConnectionRefused => {
             std::fs::rename(draft, path).map_err(cannot)
         }
@@ -114,7 +115,7 @@ impl fmt::Debug for UnixListener {
 
 impl Drop for UnixListener {
     fn drop(&mut self) {
-        // Another process may have taken the name over.
+        // Another process may have taken over the name.
         let ours = std::fs::symlink_metadata(&self.path).is_ok_and(|there| (there.dev(), there.ino()) == self.identity);
         if ours && let Err(error) = std::fs::remove_file(&self.path) {
             tracing::debug!(%error, path = %self.path.display(), "the socket's file stays");
@@ -138,7 +139,7 @@ impl Listener for UnixListener {
                     return Ok(Box::new(UnixIncoming { stream, peer, server: self.server.clone() }));
                 }
                 Err(error) => {
-                    // Out of descriptors or memory, or the peer gave up: neither ends the listener.
+                    // The process has no descriptors or memory left, or the peer disconnected: neither ends the listener.
                     tracing::warn!(%error, "no new connections for {ACCEPT_RETRY_DELAY:?}");
                     sleep(ACCEPT_RETRY_DELAY).await;
                 }
@@ -147,7 +148,7 @@ impl Listener for UnixListener {
     }
 }
 
-/// One accepted local process.
+/// An accepted connection from a local process.
 #[derive(Debug)]
 pub struct UnixIncoming {
     stream: UnixStream,

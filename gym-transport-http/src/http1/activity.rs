@@ -1,4 +1,4 @@
-//! An accepted socket that records what hyper does not report: when bytes last moved, and in which part of a call.
+//! An accepted socket that records what hyper does not report: the time of the last read or write, and the phase of the call.
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
@@ -74,8 +74,8 @@ impl AsyncWrite for WatchedSocket {
     }
 }
 
-/// Watches an accepted connection: what it is doing and since when, so that one timer per connection ends the idle and the
-/// slow ones. hyper's own timer is set anew for each request, and does not tell an idle connection from a slow head.
+/// The activity of an accepted connection: its phase, and since when. One timer per connection closes idle and slow connections.
+/// The timer of hyper is reset for each request, and does not distinguish an idle connection from a slow header section.
 #[derive(Debug)]
 pub(crate) struct ConnectionActivity {
     began: Instant,
@@ -92,12 +92,12 @@ impl ConnectionActivity {
         Self { began: Instant::now(), phase: AtomicU8::new(IDLE), moved_us: AtomicU64::new(0) }
     }
 
-    /// A call has begun.
+    /// Records that a call has begun.
     pub(crate) fn call_began(&self) {
         self.phase.store(CALL, Relaxed);
     }
 
-    /// The answer is ready to be written.
+    /// Records that the response is ready to be written.
     pub(crate) fn call_ended(&self) {
         self.moved();
         self.phase.store(IDLE, Relaxed);
@@ -108,7 +108,7 @@ impl ConnectionActivity {
         self.moved_us.store(since, Relaxed);
     }
 
-    /// When to look again, or what the peer has exceeded.
+    /// Returns the time of the next check, or the name of the limit that the peer has exceeded.
     pub(crate) fn due(&self, head_timeout: Duration, keep_alive_timeout: Duration) -> Result<Instant, &'static str> {
         let now = Instant::now();
         let moved = self.began + Duration::from_micros(self.moved_us.load(Relaxed));
@@ -117,12 +117,12 @@ impl ConnectionActivity {
             HEAD if now >= moved + head_timeout => Err("head_timeout"),
             HEAD => Ok(moved + head_timeout),
             _ if now >= moved + keep_alive_timeout => Err("keep_alive_timeout"),
-            // A head may begin at any time, and is to be cut off on time.
+            // A header section may begin at any time and must be cut off in time.
             _ => Ok((moved + keep_alive_timeout).min(now + head_timeout)),
         }
     }
 
-    /// Bytes have come in.
+    /// Records that bytes were received.
     fn has_read(&self) {
         if self.phase.load(Relaxed) == IDLE {
             self.moved();
@@ -130,9 +130,9 @@ impl ConnectionActivity {
         }
     }
 
-    /// Bytes have gone out.
+    /// Records that bytes were sent.
     fn has_written(&self) {
-        // A reader of a long answer is not idle.
+        // A client that reads a long response is not idle.
         if self.phase.load(Relaxed) == IDLE {
             self.moved();
         }

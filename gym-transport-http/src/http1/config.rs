@@ -7,41 +7,44 @@ use crate::frames::config::FramesConfig;
 /// Limits and timeouts of a connector or a listener. `HttpConfig::default()` fits both ends of a NeMo Gym deployment.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HttpConfig {
-    /// Connections that one channel opens to its peer; further calls wait for one under their deadline. 1,024: file-descriptor
-    /// limits of 20,000 that cannot be raised exist, and 16,000 calls over 1,024 connections finish sooner than over 16,000.
+    /// Maximum number of connections that one channel opens to its peer; further calls wait for one until their deadline.
+    /// Default: 1,024. Some systems have a fixed limit of 20,000 file descriptors, and 16,000 calls over 1,024 connections finish
+    /// sooner than over 16,000.
     pub connections_max: usize,
-    /// How long a connect may take. A peer on the same network answers in milliseconds; this covers one lost SYN or two.
+    /// Limit for one connection attempt. A peer on the same network answers in milliseconds. Default: 10 s, which covers one or
+    /// two lost SYNs.
     pub connect_timeout: Duration,
-    /// The `Host` of outgoing requests, where it is another than the endpoint's: a proxy may choose by it.
+    /// The `Host` of outgoing requests, if it differs from the endpoint's, because a proxy may select by it. Default: none.
     pub host: Option<String>,
-    /// How long an unused outgoing connection is kept. 15 s, as NeMo Gym's client has it: half of the 30 s after which its
-    /// servers close an idle connection, so that we rarely write into a closing one.
+    /// Time for which an unused outgoing connection is kept. Default: 15 s, as in NeMo Gym's client. NeMo Gym's servers close an
+    /// idle connection after 30 s, so requests are rarely written into a closing connection.
     pub idle_timeout: Duration,
 
-    /// Connects that the kernel holds until they are accepted. 4,096: with tokio's 128 a burst of 16,000 connects overflows,
-    /// and each lost SYN costs a second. The kernel caps it at `net.core.somaxconn`.
+    /// Maximum number of connections that the kernel holds until they are accepted; the kernel caps it at `net.core.somaxconn`.
+    /// Default: 4,096. With tokio's 128, a burst of 16,000 connects overflows, and each lost SYN costs a second.
     pub backlog: u32,
-    /// Connections accepted at the same time; further ones wait in the backlog. `None`: the file-descriptor limit less an
-    /// eighth of it (at most 4,096) for files and outgoing connections, and at most 65,536.
+    /// Maximum number of accepted connections at the same time; further ones wait in the backlog. Default: `None`, which means the
+    /// file-descriptor limit, less an eighth of it (at most 4,096) for files and outgoing connections, and at most 65,536.
     pub accepted_max: Option<usize>,
-    /// Calls under way in one listener; further ones wait, because Python clients never retry a status. 16,384: the largest
-    /// burst that NeMo Gym's users are known to send, and a bound on memory.
+    /// Maximum number of calls in flight in one listener; further ones wait, because Python clients never retry a status. Default:
+    /// 16,384, the largest known burst of NeMo Gym's users, and a bound on memory.
     pub requests_max: usize,
-    /// How long an accepted connection may be unused. Longer than any client's own limit (aiohttp's in NeMo Gym: 15 s), so
-    /// that the client closes first and never writes into a closing connection.
+    /// Time for which an accepted connection may be unused. Default: 75 s, longer than the limit of any client (15 s for aiohttp in
+    /// NeMo Gym). So the client closes first and never writes into a closing connection.
     pub keep_alive_timeout: Duration,
-    /// How long the head of a request may take from its first byte on: ends slow and silent clients.
+    /// Limit for the header section of a request, from its first byte on; closes slow and silent connections. Default: 30 s.
     pub head_timeout: Duration,
-    /// How long the sender of a request body may be silent.
+    /// Time for which the sender of a request body may be silent. Default: 60 s.
     pub body_timeout: Duration,
-    /// The largest request body, in bytes; a larger one gets 413. 256 MiB: a rollout of 128k training tokens is about 2.5 MB,
-    /// the rest is for images, and a runaway client cannot fill the memory.
+    /// Maximum size of a request body in bytes; a larger one is rejected with 413. Default: 256 MiB. A rollout of 128k training
+    /// tokens takes about 2.5 MB. The rest is for images, and a runaway client cannot fill the memory.
     pub request_bytes_max: usize,
-    /// The most binary segments of one message, either way: one per column and rank of a large batch.
+    /// Maximum number of binary segments in one message, in either direction: one per column and rank of a large batch. Default:
+    /// 65,536.
     pub segments_max: usize,
-    /// The deadline of a call whose caller names none, as Python clients do not.
+    /// Deadline of calls that carry none, such as those of Python clients. Default: 24 hours.
     pub default_deadline: Duration,
-    /// What holds for connections that are upgraded to frames.
+    /// Limits and timeouts of connections that are upgraded to frames. Default: [`FramesConfig::default`].
     pub frames: FramesConfig,
 }
 
@@ -60,7 +63,8 @@ impl Default for HttpConfig {
             body_timeout: Duration::from_secs(60),
             request_bytes_max: 256 << 20,
             segments_max: 1 << 16,
-            // Python callers say none and wait for ever; an episode of theirs may take hours, a day means that it is lost.
+            // Python callers send no deadline and wait permanently. An episode of theirs may take hours; after a day, it counts
+            // as lost.
             default_deadline: Duration::from_secs(24 * 3_600),
             frames: FramesConfig::default(),
         }

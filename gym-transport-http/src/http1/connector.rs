@@ -1,4 +1,4 @@
-//! Connector, and one call over a pooled connection.
+//! The connector, and single calls over pooled connections.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -22,28 +22,30 @@ use crate::wire::body::pieces;
 use crate::wire::head;
 use crate::wire::headers::is_value;
 
-/// Opens channels to `http://host[:port][/prefix]`, ours and other people's. Each has its own connections, opened when needed.
+/// Opens channels to `http://host[:port][/prefix]`, also of servers that do not use this SDK. Each channel has its own connections,
+/// opened when needed.
 ///
-/// | what happens | the caller gets |
+/// | event | result for the caller |
 /// |---|---|
 /// | no free connection by the deadline | `DeadlineExceeded`, not started |
 /// | cannot connect, or not in time | `Unavailable`, not started |
-/// | no file descriptor left for it | `ResourceExhausted`, not started |
-/// | the connection breaks before a byte has left | another one is tried; a new one: `Unavailable`, not started |
-/// | it breaks afterwards | `Unavailable`, unknown |
-/// | what comes back is not HTTP, or not a frame where it says so | `DataLoss`, unknown |
+/// | no file descriptor left for the connection | `ResourceExhausted`, not started |
+/// | a pooled connection breaks before a byte was sent | another connection is tried |
+/// | a new connection breaks before a byte was sent | `Unavailable`, not started |
+/// | the connection breaks afterwards | `Unavailable`, unknown |
+/// | the response is not HTTP, or not a frame although it is marked as one | `DataLoss`, unknown |
 /// | the reply is larger than `reply_bytes_max` | `ResourceExhausted`, finished |
-/// | any complete reply, 4xx and 5xx too | that reply |
+/// | any complete reply, including 4xx and 5xx | that reply |
 ///
-/// Dropping a reply closes its connection, by which the peer knows that the call is cancelled. Bytes move while the reply is
-/// polled.
+/// Dropping a reply closes its connection, which notifies the peer that the call is cancelled. Bytes are transferred while the
+/// reply is polled.
 #[derive(Clone, Debug, Default)]
 pub struct HttpConnector {
     config: HttpConfig,
 }
 
 impl HttpConnector {
-    /// A connector with these limits and timeouts.
+    /// Creates a connector with these limits and timeouts.
     #[must_use]
     pub fn new(config: HttpConfig) -> Self {
         Self { config }
@@ -92,7 +94,7 @@ impl fmt::Debug for HttpLink {
 }
 
 impl HttpLink {
-    /// What goes over the wire, in pieces: the head, and the body as it is.
+    /// Returns the bytes of a request in pieces: the header section, and the body unchanged.
     fn pieces(&self, request: &Request) -> Result<VecDeque<Bytes>> {
         let mut pieces = pieces(&request.message);
         let length = pieces.iter().map(Bytes::len).sum();
@@ -114,7 +116,7 @@ impl Link for HttpLink {
                 Some(connection) => (connection, true),
                 None => (self.pool.connect().await.map_err(|error| error.about(self.subject(&request)))?, false),
             };
-            // Only now, so that the time that is left is told as it is.
+            // Built only now, so that the remaining time that is sent is accurate.
             let pieces = match self.pieces(&request) {
                 Ok(pieces) => pieces,
                 Err(error) => {
@@ -131,10 +133,10 @@ impl Link for HttpLink {
                 permit,
             };
             let mut reply: Reply = Box::pin(call.run(connection, pieces));
-            // The first poll writes the request, so that it is on its way when this returns.
+            // The first poll writes the request, so that it is being sent when this returns.
             match poll_fn(|cx| Poll::Ready(reply.as_mut().poll(cx))).await {
                 Poll::Pending => return Ok(reply),
-                // The peer closed an unused connection under us and has seen nothing: take another.
+                // The peer had closed the unused connection and received nothing: another connection is tried.
                 Poll::Ready(Err(error)) if reused && error.execution() == Execution::NotStarted => {}
                 Poll::Ready(Err(error)) if error.execution() == Execution::NotStarted => return Err(error),
                 Poll::Ready(done) => return Ok(Box::pin(ready(done))),
@@ -161,7 +163,7 @@ impl Link for HttpLink {
     }
 }
 
-/// One call that has a connection.
+/// A call that has a connection.
 struct ActiveCall {
     pool: Arc<ConnectionPool>,
     path: PathInfo,

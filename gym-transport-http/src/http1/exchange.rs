@@ -1,8 +1,8 @@
 //! One request and its response over one connection.
 //!
-//! The task that waits for the response moves the bytes itself: most calls need one write and one read, and no other task,
-//! channel or waker takes part. hyper's client was used before. It cost half of the time of a call, because its connections are
-//! driven by tasks of their own.
+//! The task that waits for the response transfers the bytes itself. Most calls need one write and one read, and no other task,
+//! channel or waker. An earlier version used hyper's client. It cost half of the time of a call, because separate tasks drive its
+//! connections.
 
 use std::collections::VecDeque;
 use std::future::{Future, poll_fn};
@@ -18,22 +18,22 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite};
 use crate::wire::body::{PRESIZE_BYTES_MAX, freeze, take_buffer};
 use crate::wire::head::{BodyLength, HEAD_BYTES_MAX, ResponseHead, not_http};
 
-/// Capacity for one read: an answer without training tokens fits, so that one read is all it takes.
+/// Capacity of one read: a response without training tokens fits, so that one read is enough.
 const READ_BYTES: usize = 8 << 10;
 
-/// Pieces that go out with one write; the kernel takes up to 1,024, rollouts have a handful.
+/// Maximum number of pieces that one write sends; the kernel accepts up to 1,024, and rollouts have a handful.
 const WRITE_PIECES: usize = 16;
 
-/// The longest line before a chunk: a length and extensions that nobody uses.
+/// Maximum length of the line before a chunk: a length, and extensions that no known server uses.
 const CHUNK_LINE_BYTES_MAX: usize = 4 << 10;
 
-/// One connection to a peer, between two calls or used by one.
+/// A connection to a peer, unused or in use by one call.
 #[derive(Debug)]
 pub(crate) struct Connection<S> {
     pub(crate) stream: S,
-    /// What came and was not looked at yet.
+    /// Received bytes that were not yet parsed.
     input: BytesMut,
-    /// Whether the last response was complete and the connection can carry another request.
+    /// `true` if the last response was complete and the connection can carry another request.
     pub(crate) reusable: bool,
 }
 
@@ -43,11 +43,11 @@ impl<S> Connection<S> {
     }
 }
 
-/// What is still to be written of a request.
+/// The unsent rest of a request.
 #[derive(Debug)]
 struct Unsent {
     pieces: VecDeque<Bytes>,
-    /// Whether any byte has left: if not, the peer cannot have seen the request.
+    /// `true` if a byte was sent; otherwise the peer cannot have received the request.
     begun: bool,
 }
 
@@ -61,7 +61,7 @@ impl Unsent {
                 return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
             }
             self.begun = true;
-            // A piece is let go as soon as it is out: a megabyte is not held for as long as its answer takes.
+            // A piece is released as soon as it is written, so that a megabyte is not held until the response arrives.
             while let Some(piece) = self.pieces.front_mut() {
                 if piece.len() > written {
                     piece.advance(written);
@@ -78,15 +78,15 @@ impl Unsent {
 struct Exchange<'a, S> {
     connection: &'a mut Connection<S>,
     unsent: Unsent,
-    /// Why writing ended early. What the peer has said before it closed is still read: it may be a refusal.
+    /// The error that ended the writing early. The peer's data is still read, because it may be a rejection.
     broke: Option<io::Error>,
 }
 
-/// Sends a request, given by its pieces, and reads the answer. The first poll writes, as far as the kernel takes it.
+/// Sends a request, given by its pieces, and reads the response. The first poll writes as much as the kernel accepts.
 ///
 /// # Errors
-/// As [`HttpConnector`](crate::http1::HttpConnector) has them, from a broken connection on. The connection is reusable only after
-/// a response.
+/// As in the table of [`HttpConnector`](crate::http1::HttpConnector), from a broken connection on. The connection is reusable only
+/// after a response.
 pub(crate) async fn exchange<S: AsyncRead + AsyncWrite + Unpin>(
     connection: &mut Connection<S>,
     request: VecDeque<Bytes>,
@@ -104,7 +104,7 @@ pub(crate) async fn exchange<S: AsyncRead + AsyncWrite + Unpin>(
             format!("the reply{length} is larger than reply_bytes_max = {reply_bytes_max}; raise it if this is wanted"),
         )
     };
-    // The bound is on the message; a frame has a prefix before it.
+    // The limit applies to the message; a frame has a prefix before it.
     let bytes_max = reply_bytes_max.saturating_add(head.format.prefix_bytes_max());
     let body = exchange.body(head.length, bytes_max).await?.ok_or_else(|| too_large(None))?;
     let complete = exchange.unsent.pieces.is_empty() && exchange.broke.is_none();
@@ -121,7 +121,7 @@ pub(crate) async fn exchange<S: AsyncRead + AsyncWrite + Unpin>(
 }
 
 impl<S: AsyncRead + AsyncWrite + Unpin> Exchange<'_, S> {
-    /// The head of the answer, past those that only announce it.
+    /// Reads the header section of the response, after interim responses.
     async fn head(&mut self, verb: Verb) -> Result<ResponseHead> {
         loop {
             if !self.connection.input.is_empty()
@@ -137,7 +137,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Exchange<'_, S> {
         }
     }
 
-    /// The whole body; `None` when it is longer than `bytes_max`.
+    /// Reads the whole body; returns `None` if it is longer than `bytes_max`.
     async fn body(&mut self, length: BodyLength, bytes_max: usize) -> Result<Option<Bytes>> {
         match length {
             BodyLength::Exactly(length) => match usize::try_from(length) {
@@ -152,7 +152,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Exchange<'_, S> {
     async fn exactly(&mut self, length: usize) -> Result<Bytes> {
         let input = &mut self.connection.input;
         if length <= input.len() {
-            // A copy, so that a short body does not hold the room of a whole read.
+            // Copied, so that a short body does not hold the capacity of a whole read.
             let body = Bytes::copy_from_slice(&input[..length]);
             input.advance(length);
             return Ok(body);
@@ -181,7 +181,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Exchange<'_, S> {
         Ok(None)
     }
 
-    /// RFC 9112, section 7.1. What follows the last chunk is dropped: nobody sends any to us.
+    /// Reads a chunked body (RFC 9112, section 7.1). Drops trailers after the last chunk, because no known server sends any.
     async fn chunks(&mut self, bytes_max: usize) -> Result<Option<Bytes>> {
         let mut body = Vec::new();
         loop {
@@ -224,7 +224,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Exchange<'_, S> {
         }
     }
 
-    /// What is left of the line, without its end.
+    /// Reads the rest of the line, without its end.
     async fn line_end(&mut self) -> Result<BytesMut> {
         loop {
             if let Some(end) = self.connection.input.iter().position(|byte| *byte == b'\n') {
@@ -239,7 +239,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Exchange<'_, S> {
         }
     }
 
-    /// Waits for more to look at.
+    /// Waits for more bytes to parse.
     async fn more(&mut self) -> Result<()> {
         let mut input = std::mem::take(&mut self.connection.input);
         input.reserve(READ_BYTES);
@@ -251,7 +251,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Exchange<'_, S> {
         }
     }
 
-    /// Writes what is still to be written while it waits for bytes to read; 0 at the end of the stream.
+    /// Writes the rest of the request while it waits for bytes to read; returns 0 at the end of the stream.
     async fn transfer(&mut self, mut into: impl BufMut + Unpin) -> Result<usize> {
         let (stream, unsent, broke) = (&mut self.connection.stream, &mut self.unsent, &mut self.broke);
         let read = poll_fn(|cx| {
@@ -263,14 +263,14 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Exchange<'_, S> {
                 }
                 *broke = Some(error);
             }
-            // A read holds nothing between two polls, so it may be begun anew at each.
+            // A read holds nothing between two polls, so each poll can start it again.
             pin!(stream.read_buf(&mut into)).poll(cx)
         })
         .await;
         read.map_err(|error| self.broken(Some(error)))
     }
 
-    /// What a connection that broke during a call means for the call.
+    /// Returns the error of a call whose connection broke.
     fn broken(&mut self, error: Option<io::Error>) -> Error {
         let said = if self.unsent.begun {
             Error::unknown(Code::Unavailable, "the connection broke before the answer was complete")
@@ -291,7 +291,7 @@ mod tests {
 
     use super::*;
 
-    /// Sends `request`, is answered `answer` in parts of so many bytes, and tells what came of it.
+    /// Sends `request`, receives `answer` in parts of this many bytes, and returns the result.
     async fn answered(request: &'static [u8], answer: &str, part: usize, bytes_max: usize) -> (Result<Response>, bool) {
         let (ours, mut theirs) = duplex(64);
         let mut connection = Connection::new(ours);
@@ -300,7 +300,7 @@ mod tests {
             theirs.read_exact(&mut seen).await.unwrap();
             assert_eq!(seen, request);
             for part in answer.as_bytes().chunks(part) {
-                // The caller may have had enough.
+                // The client may have closed the connection.
                 if theirs.write_all(part).await.is_err() {
                     break;
                 }
@@ -310,7 +310,7 @@ mod tests {
         let (response, ()) = tokio::join!(
             async {
                 let response = exchange(&mut connection, pieces, Verb::Post, bytes_max).await;
-                // The peer must not wait for a reader that has left.
+                // The server must not wait for a client that has disconnected.
                 drop(std::mem::replace(&mut connection.stream, duplex(1).0));
                 response
             },

@@ -1,4 +1,4 @@
-//! One accepted connection.
+//! An accepted connection.
 
 use std::convert::Infallible;
 use std::fmt;
@@ -28,15 +28,15 @@ use crate::http1::config::HttpConfig;
 use crate::wire::body::{BodyCollector, BodyFormat, RopeBody};
 use crate::wire::headers::{context_of, media_types_of, put_content_type, put_metadata};
 
-/// One accepted connection, and the calls that come over it.
+/// An accepted connection, and the calls that arrive over it.
 ///
-/// - A client that closes its sending side has left, as NeMo Gym's servers see it too: the handler's future is dropped and the
+/// - A client that closes its sending side has disconnected, as in NeMo Gym's servers: the handler's future is dropped, and the
 ///   call's cancel token fires.
-/// - A call whose deadline has passed before it could start gets 504, not started.
-/// - A body above `request_bytes_max` is read to its end, without being kept, and gets 413: a client whose connection breaks
-///   instead would send it again, NeMo Gym's for ever.
-/// - A request to upgrade to frames gets them, on the same connection.
-/// - What is not HTTP gets 400, and the connection ends.
+/// - A call whose deadline has passed before it starts is rejected with 504, not started.
+/// - A body above `request_bytes_max` is read to its end, without being kept, and rejected with 413. If the connection broke
+///   instead, a client would send the body again, and NeMo Gym's client would do so permanently.
+/// - A request to upgrade to frames is accepted, on the same connection.
+/// - Data that is not HTTP is rejected with 400, and the connection ends.
 pub struct HttpIncoming {
     stream: TcpStream,
     peer: PeerInfo,
@@ -90,11 +90,11 @@ impl Incoming for HttpIncoming {
                 Ok::<_, Infallible>(if asks { switching_protocols() } else { answer(&server, request).await })
             }
         });
-        // Not `pipeline_flush`: it holds answers back for as long as anything else has come in (the 400 to garbage for ever),
-        // and copies every body to do so.
+        // `pipeline_flush` is not used: it copies every body and delays responses while any other data has arrived. It delays
+        // the 400 after invalid data permanently.
         let http = Builder::new().keep_alive(true).half_close(false).serve_connection(wire, service).with_upgrades();
         let mut connection = pin!(http);
-        // A child of its own: all connections share the lock of the parent.
+        // Each connection has its own child token, because all connections would share the lock of the parent.
         let drain = drain.child_token();
         let mut drained = pin!(drain.cancelled());
         let mut draining = false;
@@ -147,7 +147,7 @@ impl Incoming for HttpIncoming {
 }
 
 fn asks_for_frames(request: &http::Request<WireBody>) -> bool {
-    // A look at one header of each request; the others are only looked at when it is there.
+    // One header of each request is checked; the others are checked only if it is present.
     request.headers().get(http::header::UPGRADE).is_some_and(|wanted| wanted.as_bytes() == UPGRADE.as_bytes())
         && request.uri().path() == ROUTE
 }
@@ -168,13 +168,13 @@ fn exceeded(field: &'static str) -> Error {
     Error::unknown(Code::DeadlineExceeded, format!("the client was silent for longer than {field}"))
 }
 
-/// A client that disconnects is no error; one that does not speak HTTP is.
+/// Returns the error of a connection that ended: `InvalidArgument` if the client does not speak HTTP, or else `Cancelled`.
 fn connection_ended(error: hyper::Error) -> Error {
     let code = if error.is_parse() { Code::InvalidArgument } else { Code::Cancelled };
     Error::unknown(code, "the connection ended").caused_by(error)
 }
 
-/// What all calls of a connection need.
+/// State that all calls of a connection share.
 struct ServerContext {
     handler: Arc<dyn Handler>,
     peer: PeerInfo,
@@ -182,7 +182,7 @@ struct ServerContext {
     calls: Arc<Semaphore>,
 }
 
-/// Marks a call as running for as long as this guard lives.
+/// Marks a call as running until the guard is dropped.
 struct BusyGuard(Arc<ConnectionActivity>);
 
 impl BusyGuard {
@@ -215,13 +215,13 @@ async fn answer(server: &ServerContext, request: http::Request<WireBody>) -> htt
         Err(refused) => refused,
     };
     wire_response(&response).unwrap_or_else(|error| {
-        // Nothing that this makes can be refused again.
+        // This response contains nothing that could be rejected again.
         wire_response(&Response::from_error(&error.with_execution(Execution::Finished))).unwrap_or_default()
     })
 }
 
 fn wire_response(response: &Response) -> Result<http::Response<RopeBody>> {
-    // 1xx announces an answer; as the answer itself it would leave the client waiting.
+    // A 1xx status only announces a response; as the response itself, it would leave the client waiting.
     let status = StatusCode::from_u16(response.status.0).ok().filter(|status| !status.is_informational());
     let status = status.ok_or_else(|| Error::internal(format!("status {} is no answer", response.status)))?;
     let mut wire = http::Response::new(RopeBody::of(&response.message));
@@ -231,12 +231,12 @@ fn wire_response(response: &Response) -> Result<http::Response<RopeBody>> {
     Ok(wire)
 }
 
-/// What a refusal looks like, with a status other than the code's own.
+/// Returns a rejection with a status other than that of the error's code.
 fn refusal(error: &Error, status: u16) -> Response {
     Response { status: Status(status), ..Response::from_error(error) }
 }
 
-/// Acquires a permit, reads the body and runs the handler. The error is a refusal: the handler did not run.
+/// Acquires a permit, reads the body and runs the handler. An error is a rejection: the handler did not run.
 async fn call(server: &ServerContext, request: http::Request<WireBody>) -> Result<Response, Response> {
     let (head, body) = request.into_parts();
     let config = &server.config;
@@ -247,7 +247,7 @@ async fn call(server: &ServerContext, request: http::Request<WireBody>) -> Resul
         refusal(&Error::not_started(Code::Unimplemented, format!("method {} is not served", head.method)), 405)
     })?;
 
-    // The permit before the body: what waits here costs the kernel's buffers, not ours.
+    // The permit is acquired before the body is read: waiting calls use the kernel's buffers, not ours.
     let _permit = match server.calls.try_acquire() {
         Ok(permit) => permit,
         Err(_) => context
@@ -284,7 +284,7 @@ async fn call(server: &ServerContext, request: http::Request<WireBody>) -> Resul
     Ok(answered.unwrap_or_else(|error| Response::from_error(&error)))
 }
 
-/// The whole body.
+/// Reads the whole body.
 async fn receive(body: WireBody, expects: bool, config: &HttpConfig) -> Result<bytes::Bytes> {
     let too_long = || {
         Error::not_started(
@@ -297,7 +297,7 @@ async fn receive(body: WireBody, expects: bool, config: &HttpConfig) -> Result<b
     };
     let mut collector = BodyCollector::new(body.size_hint().exact(), config.request_bytes_max).ok();
     if collector.is_none() && expects {
-        // The client asked before sending, and need not send.
+        // The client asked before it sent the body, and does not have to send it.
         return Err(too_long());
     }
     let mut body = pin!(body);

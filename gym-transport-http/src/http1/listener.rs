@@ -20,8 +20,8 @@ use crate::http1::config::HttpConfig;
 use crate::http1::incoming::HttpIncoming;
 use crate::wire::socket::{ACCEPT_RETRY_DELAY, set_keep_alive};
 
-/// Accepts HTTP/1.1 connections. Connections beyond the bound wait in the kernel's backlog, calls beyond theirs wait here:
-/// no peer is refused for lack of capacity.
+/// Accepts HTTP/1.1 connections. Connections beyond the limit wait in the kernel's backlog, and calls beyond theirs wait in the
+/// listener. No peer is rejected for lack of capacity.
 #[derive(Debug)]
 pub struct HttpListener {
     listener: TcpListener,
@@ -31,17 +31,17 @@ pub struct HttpListener {
     connections: Arc<Semaphore>,
     calls: Arc<Semaphore>,
     frames: ListenerState,
-    /// The permit for the next connection: acquired before it is accepted, and kept if `accept` is cancelled.
+    /// The permit for the next connection: acquired before the connection is accepted, and kept if `accept` is cancelled.
     permit: Option<OwnedSemaphorePermit>,
 }
 
 impl HttpListener {
-    /// Listens on an address; port 0 picks a free one. Raises this process's soft limit on file descriptors to the hard one.
+    /// Listens on an address; port 0 selects a free port. Raises this process's soft limit on file descriptors to the hard limit.
     ///
     /// Must be called within a tokio runtime.
     ///
     /// # Errors
-    /// `AlreadyExists` when the port is taken, else `Unavailable`.
+    /// `AlreadyExists` if the port is in use, otherwise `Unavailable`.
     pub fn bind(address: SocketAddr, config: HttpConfig) -> Result<Self> {
         let descriptors = raise_descriptors();
         let listener = listen(address, config.backlog).map_err(|error| {
@@ -67,10 +67,10 @@ impl HttpListener {
         })
     }
 
-    /// The same listener, reached under another host name or address: one bound to `0.0.0.0` cannot know its own.
+    /// Returns the same listener with another advertised host name or address, because one bound to `0.0.0.0` cannot know its own.
     ///
     /// # Errors
-    /// `InvalidArgument` when the host is empty.
+    /// `InvalidArgument` if the host is empty.
     pub fn advertised_as(mut self, host: &str) -> Result<Self> {
         if host.is_empty() {
             return Err(Error::invalid("the advertised host is empty"));
@@ -79,30 +79,31 @@ impl HttpListener {
         Ok(self)
     }
 
-    /// The address that it listens on.
+    /// Returns the address on which it listens.
     #[must_use]
     pub fn local_address(&self) -> SocketAddr {
         self.address
     }
 }
 
-/// Plain HTTP first: it is what every peer can speak, and role servers need no order. Worker groups ask for the ordered one.
+/// Returns the endpoints. Plain HTTP is first: every peer supports it, and role servers need no order. Worker groups request the
+/// ordered endpoint.
 fn endpoints(address: &str) -> Result<[Endpoint; 2]> {
     Ok([Endpoint::parse(&format!("{SCHEME}://{address}"))?, Endpoint::parse(&format!("{FRAMES_SCHEME}://{address}"))?])
 }
 
 fn listen(address: SocketAddr, backlog: u32) -> std::io::Result<TcpListener> {
     let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
-    // A restarted server gets its port back at once.
+    // Lets a restarted server bind its port again at once.
     socket.set_reuseaddr(true)?;
-    // Accepted sockets inherit both.
+    // Accepted sockets inherit both options.
     socket.set_nodelay(true)?;
     set_keep_alive(&socket)?;
     socket.bind(address)?;
     socket.listen(backlog)
 }
 
-/// How many connections that many file descriptors allow.
+/// Returns the number of connections that this many file descriptors allow.
 fn accepted_max(descriptors: u64) -> usize {
     let kept = (descriptors / 8).clamp(16, 4_096);
     usize::try_from(descriptors.saturating_sub(kept).clamp(16, 65_536)).unwrap_or(65_536)
@@ -137,7 +138,7 @@ impl Listener for HttpListener {
                         tracing::warn!(%error, "no new connections for {ACCEPT_RETRY_DELAY:?}");
                         sleep(ACCEPT_RETRY_DELAY).await;
                     }
-                    // The peer gave up while it waited, or the network said something about it.
+                    // The peer disconnected while it waited, or the network reported an error.
                     _ => tracing::debug!(%error, "accept"),
                 },
             }

@@ -1,6 +1,6 @@
 //! Outgoing connections of one channel.
 //!
-//! A connection belongs to one call at a time, and the call drives it: no task is spawned or woken for it, and dropping the call
+//! A connection belongs to one call at a time, and the call drives it. No task is spawned or woken for it, and dropping the call
 //! closes it.
 
 use std::collections::VecDeque;
@@ -24,10 +24,10 @@ use crate::wire::socket::connect;
 /// One connection; boxed, because it moves between the pool and calls.
 pub(crate) type PooledConnection = Box<Connection<TcpStream>>;
 
-/// Whether the next request can go over it. The kernel is asked: the runtime learns that the peer has closed only when it next
-/// looks for events, which may be after a request was written into the closed connection.
+/// Returns `true` if the connection can carry the next request. Asks the kernel, because the runtime notices a close only when it
+/// next polls for events. A request may already have been written into the closed connection by then.
 fn is_open(connection: &PooledConnection) -> bool {
-    // An unused connection has nothing to say; whatever comes other than "not yet" makes it unusable.
+    // An unused connection has no data to read; any result except "not yet" makes it unusable.
     let asked = rustix::net::recv(&connection.stream, &mut [0; 1], RecvFlags::PEEK | RecvFlags::DONTWAIT);
     matches!(asked, Err(Errno::AGAIN | Errno::INTR))
 }
@@ -35,7 +35,7 @@ fn is_open(connection: &PooledConnection) -> bool {
 pub(crate) struct ConnectionPool {
     pub(crate) address: HostPort,
     pub(crate) config: HttpConfig,
-    /// Fires when running calls are to end.
+    /// Fires when running calls must end.
     pub(crate) closed: CancelToken,
     permits: Arc<Semaphore>,
     idle: Mutex<IdleConnections>,
@@ -43,7 +43,7 @@ pub(crate) struct ConnectionPool {
 
 #[derive(Default)]
 struct IdleConnections {
-    /// The longest unused first.
+    /// The connections, the one unused for longest first.
     connections: VecDeque<(PooledConnection, Instant)>,
     reaper: Option<AbortHandle>,
     closing: bool,
@@ -61,9 +61,10 @@ impl ConnectionPool {
         }
     }
 
-    /// Waits until one more call may use a connection.
+    /// Waits until another call may use a connection.
     pub(crate) async fn permit(&self) -> Result<OwnedSemaphorePermit> {
-        // Before the wait, or it would be for the last running call; and after it, for those who waited already.
+        // Checked before the wait, which otherwise lasts until a running call ends, and after it, for calls that were already
+        // waiting.
         self.check_open()?;
         let permit = Arc::clone(&self.permits).acquire_owned().await.map_err(|_| closed())?;
         self.check_open()?;
@@ -74,10 +75,10 @@ impl ConnectionPool {
         if self.lock().closing { Err(closed()) } else { Ok(()) }
     }
 
-    /// An unused connection that is still open.
+    /// Returns an unused connection that is still open.
     pub(crate) fn reuse(&self) -> Option<PooledConnection> {
         loop {
-            // The one used last: it is the least likely to be closed, and lets the others age.
+            // Takes the connection that was used last: it is the least likely to be closed, and the others can age.
             let (connection, _) = self.lock().connections.pop_back()?;
             if is_open(&connection) {
                 return Some(connection);
@@ -85,7 +86,7 @@ impl ConnectionPool {
         }
     }
 
-    /// Keeps a connection for the next call, if it can have one.
+    /// Keeps a connection for the next call, if it can carry one.
     pub(crate) fn keep(self: &Arc<Self>, connection: PooledConnection) {
         if !connection.reusable {
             return;
@@ -97,12 +98,12 @@ impl ConnectionPool {
         }
         idle.connections.push_back((connection, now));
         if idle.reaper.is_none() {
-            // The handle is kept, and ended with the pool.
+            // The handle is kept, and the task is aborted with the pool.
             idle.reaper = Some(tokio::spawn(reap(Arc::downgrade(self)).boxed()).abort_handle());
         }
     }
 
-    /// A new connection.
+    /// Opens a new connection.
     pub(crate) async fn connect(&self) -> Result<PooledConnection> {
         let stream = timeout(self.config.connect_timeout, connect(&self.address))
             .await
@@ -114,7 +115,7 @@ impl ConnectionPool {
         Ok(Box::new(Connection::new(stream)))
     }
 
-    /// Takes no new calls; `true` once no call is running.
+    /// Rejects new calls; returns once no call is running.
     pub(crate) async fn drain(&self) {
         let unused = {
             let mut idle = self.lock();
@@ -124,7 +125,7 @@ impl ConnectionPool {
         drop(unused);
         let all = self.config.connections_max.clamp(1, Semaphore::MAX_PERMITS);
         let mut running = all;
-        // In handfuls: a semaphore hands out at most `u32::MAX` at once.
+        // In several steps, because a semaphore grants at most `u32::MAX` permits at once.
         while running > 0 {
             let some = u32::try_from(running).unwrap_or(u32::MAX);
             match self.permits.acquire_many(some).await {
@@ -135,7 +136,7 @@ impl ConnectionPool {
         }
     }
 
-    /// Ends what still runs and refuses what comes.
+    /// Aborts running calls and rejects new ones.
     pub(crate) fn close(&self) {
         self.permits.close();
         self.closed.cancel();
@@ -164,7 +165,7 @@ fn closed() -> Error {
     Error::not_started(Code::Unavailable, "the channel was closed")
 }
 
-/// Closes connections that were not used for too long; ends when there are none.
+/// Closes connections that were unused for too long; returns when none is left.
 async fn reap(pool: Weak<ConnectionPool>) {
     loop {
         let (old, next) = {

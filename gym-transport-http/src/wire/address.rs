@@ -1,4 +1,4 @@
-//! The host and port that an endpoint names.
+//! The host and port of an endpoint.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ pub(crate) struct HostPort {
     pub(crate) port: u16,
 }
 
-/// Reads host, port and the prefix of every route from an endpoint.
+/// Parses host, port and the prefix of every route from an endpoint.
 pub(crate) fn parse(to: &Endpoint, scheme: &str) -> Result<(HostPort, Arc<str>)> {
     let wrong = |why: &str| Error::invalid(format!("`{to}` {why}; write {scheme}://host:port"));
     if to.scheme() != scheme {

@@ -12,15 +12,15 @@ use gym_core::message::frame::{FRAME_MEDIA_TYPE, FrameError, MessageLimits, deco
 use gym_core::{Message, Rope};
 use http_body::{Body, Frame, SizeHint};
 
-/// Capacity reserved at once for a body of announced length. A length that is announced but never sent must not cost memory;
-/// beyond this the buffer doubles as bytes arrive.
+/// Capacity reserved at once for a body of announced length. A length that is announced but never sent must not cost memory. Beyond
+/// this size, the buffer doubles as bytes arrive.
 pub(crate) const PRESIZE_BYTES_MAX: usize = 4 << 20;
 
-/// From here on a buffer is worth keeping: the allocator gives larger ones back to the kernel on every free, and the kernel
-/// clears their pages for the next, which costs a megabyte of body a third of its time.
+/// From this size on, a buffer is worth keeping. The allocator returns larger ones to the kernel on every free, and the kernel
+/// clears their pages for the next one. That takes a third of the time of a body of one megabyte.
 const SPARE_BUFFER_BYTES_MIN: usize = 128 << 10;
 
-/// What is kept for the next large bodies, in all: a handful of rollouts of 64k tokens, within what an idle process may hold.
+/// Maximum number of kept bytes: a handful of rollouts of 64k tokens, and acceptable for an idle process.
 const SPARE_BYTES_MAX: usize = 16 << 20;
 
 /// Buffers of large bodies that were dropped, for the next large bodies of this process.
@@ -37,7 +37,7 @@ impl SpareBuffers {
     }
 }
 
-/// An empty buffer of at least that capacity, one that was used before if there is one that fits without waste.
+/// Returns an empty buffer of at least this capacity; reuses a kept one that fits without waste, if there is one.
 pub(crate) fn take_buffer(capacity: usize) -> Vec<u8> {
     if capacity >= SPARE_BUFFER_BYTES_MIN {
         let mut kept = SpareBuffers::lock();
@@ -51,7 +51,7 @@ pub(crate) fn take_buffer(capacity: usize) -> Vec<u8> {
     Vec::with_capacity(capacity)
 }
 
-/// A large body. Its buffer is kept when the last slice of it is dropped.
+/// A large body. Its buffer is kept when its last slice is dropped.
 struct RecycledBody(Vec<u8>);
 
 impl AsRef<[u8]> for RecycledBody {
@@ -72,12 +72,12 @@ impl Drop for RecycledBody {
     }
 }
 
-/// Turns a complete body into bytes.
+/// Converts a complete body into bytes.
 pub(crate) fn freeze(body: Vec<u8>) -> Bytes {
     if body.capacity() < SPARE_BUFFER_BYTES_MIN { body.into() } else { Bytes::from_owner(RecycledBody(body)) }
 }
 
-/// A frame's prefix for a given number of segments.
+/// Returns the size of a frame's prefix for a given number of segments.
 const fn prefix_bytes(segments: usize) -> usize {
     16 + 8 * segments
 }
@@ -98,7 +98,7 @@ enum BodyPieces {
 }
 
 impl RopeBody {
-    /// The body of a message: its head as it is, or a frame when there are segments.
+    /// Creates the body of a message: its head unchanged, or a frame if there are segments.
     pub(crate) fn of(message: &Message) -> Self {
         if message.segments.is_empty() { Self::new(&message.head) } else { Self::new(&encode(message)) }
     }
@@ -140,13 +140,13 @@ impl Body for RopeBody {
     }
 }
 
-/// The pieces of a message's body, in order: of its head as it is, or of a frame when there are segments.
+/// Returns the pieces of a message's body, in order: of its head unchanged, or of a frame if there are segments.
 pub(crate) fn pieces(message: &Message) -> VecDeque<Bytes> {
     let pieces = |rope: &Rope| rope.pieces().iter().filter(|piece| !piece.is_empty()).cloned().collect();
     if message.segments.is_empty() { pieces(&message.head) } else { pieces(&encode(message)) }
 }
 
-/// How a body is to be read, as its headers say.
+/// The format of a body, according to its headers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct BodyFormat {
     framed: bool,
@@ -154,22 +154,22 @@ pub(crate) struct BodyFormat {
 }
 
 impl BodyFormat {
-    /// By the media type of the body, and that of the head when the body is a frame.
+    /// Determines the format from the media type of the body, and from that of the head if the body is a frame.
     pub(crate) fn of(media_type: Option<&str>, framed_head: Option<&str>) -> Self {
         let framed = media_type == Some(FRAME_MEDIA_TYPE);
         let head = if framed { framed_head } else { media_type };
         Self { framed, head: head.map_or(ContentType::Json, ContentType::from_media_type) }
     }
 
-    /// How much longer than its message the body may be.
+    /// Returns the number of bytes by which the body may exceed its message.
     pub(crate) fn prefix_bytes_max(&self) -> usize {
         if self.framed { prefix_bytes(1 << 16) } else { 0 }
     }
 
-    /// Reads the body back into a message.
+    /// Decodes the body into a message.
     pub(crate) fn message(self, body: Bytes, segments_max: usize) -> Result<Message, FrameError> {
         if self.framed {
-            // The body is in memory by now, within its limit: only the number of segments is still to be bounded.
+            // The body is in memory, within its limit: only the number of segments still needs a limit.
             let limits = MessageLimits { head_bytes_max: body.len(), segments_max, message_bytes_max: body.len() };
             decode(body, &limits, self.head)
         } else {
@@ -192,7 +192,7 @@ pub(crate) struct BodyCollector {
 }
 
 impl BodyCollector {
-    /// For a body of that announced length.
+    /// Creates a collector for a body of this announced length.
     pub(crate) fn new(announced: Option<u64>, bytes_max: usize) -> Result<Self, TooLong> {
         let announced = usize::try_from(announced.unwrap_or(0)).unwrap_or(usize::MAX);
         if announced > bytes_max {

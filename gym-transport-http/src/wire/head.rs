@@ -1,7 +1,7 @@
-//! The heads of requests as they are written and of answers as they are read (RFC 9112).
+//! Writes the header sections of requests and parses those of responses (RFC 9112).
 //!
-//! Straight into and out of the bytes of the wire: between two servers of ours a map of headers would be built only to be taken
-//! apart, on either side of every hop.
+//! Reads and writes the bytes on the wire directly. Between two servers of this SDK, a header map would be built only to be
+//! taken apart at both ends of every hop.
 
 use std::mem::MaybeUninit;
 
@@ -16,17 +16,17 @@ use crate::wire::headers::{
     timeout_ms,
 };
 
-/// Headers of one answer; the number that hyper takes too.
+/// Maximum number of headers in one response, the same as in hyper.
 pub(crate) const HEADERS_MAX: usize = 100;
 
-/// Bytes of one answer's head. Cookies of several servers make a few thousand.
+/// Maximum size of one response's header section. Cookies of several servers take a few thousand bytes.
 pub(crate) const HEAD_BYTES_MAX: usize = 64 << 10;
 
-/// Writes the head of a request with a body of `length` bytes for `host`, whose routes all begin with `prefix`; both were
-/// checked with the endpoint that they are of.
+/// Writes the header section of a request with a body of `length` bytes for `host`. All routes begin with `prefix`. `host` and
+/// `prefix` were checked with their endpoint.
 ///
 /// # Errors
-/// `InvalidArgument` naming what HTTP cannot send.
+/// `InvalidArgument`, with the value that HTTP cannot send.
 pub(crate) fn write_request(request: &Request, host: &str, prefix: &str, length: usize) -> Result<Vec<u8>> {
     let (route, context) = (request.route.as_str(), &request.context);
     if !route.starts_with('/') || route.contains('#') || Uri::try_from(route).is_err() {
@@ -43,7 +43,7 @@ pub(crate) fn write_request(request: &Request, host: &str, prefix: &str, length:
             put_header(&mut head, name, value);
         }
     }
-    // A server that is sent nothing by a method that usually sends something is told so.
+    // A method that usually has a body announces a length of 0 if there is none.
     if length > 0 || matches!(request.verb, Verb::Post | Verb::Put | Verb::Patch) {
         put_header(&mut head, "content-length", &length.to_string());
     }
@@ -74,20 +74,20 @@ fn put_header(head: &mut Vec<u8>, name: &str, value: &str) {
     }
 }
 
-/// The head of an answer.
+/// The header section of a response.
 #[derive(Debug, PartialEq)]
 pub(crate) struct ResponseHead {
-    /// Its own length.
+    /// Length of the header section.
     pub(crate) bytes: usize,
     pub(crate) status: u16,
     pub(crate) length: BodyLength,
-    /// Whether the peer keeps the connection open after the answer.
+    /// `true` if the peer keeps the connection open after the response.
     pub(crate) keeps_alive: bool,
     pub(crate) format: BodyFormat,
     pub(crate) metadata: Metadata,
 }
 
-/// Where the body of an answer ends.
+/// The end of a response's body.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum BodyLength {
     Exactly(u64),
@@ -96,10 +96,10 @@ pub(crate) enum BodyLength {
 }
 
 impl ResponseHead {
-    /// Reads the head at the beginning of `input`; `None` when it is not all there yet.
+    /// Parses the header section at the start of `input`; returns `None` if it is incomplete.
     ///
     /// # Errors
-    /// `DataLoss`, unknown, when it is not HTTP.
+    /// `DataLoss`, unknown, if it is not HTTP.
     pub(crate) fn read(input: &[u8], verb: Verb) -> Result<Option<Self>> {
         let mut headers = [const { MaybeUninit::uninit() }; HEADERS_MAX];
         let mut answer = httparse::Response::new(&mut []);
@@ -121,13 +121,13 @@ impl ResponseHead {
         Ok(Some(Self { bytes, status, length, keeps_alive, format, metadata: metadata_of(pairs, None) }))
     }
 
-    /// Whether the answer is still to come.
+    /// Returns `true` if the final response is still to come.
     pub(crate) fn is_interim(&self) -> bool {
         self.status < 200
     }
 }
 
-/// RFC 9112, section 6.3.
+/// Returns the length of the body (RFC 9112, section 6.3).
 fn body_length(headers: &[Header<'_>], status: u16, verb: Verb) -> Result<BodyLength> {
     if verb == Verb::Head || status < 200 || status == 204 || status == 304 {
         return Ok(BodyLength::Exactly(0));
@@ -147,7 +147,7 @@ fn body_length(headers: &[Header<'_>], status: u16, verb: Verb) -> Result<BodyLe
     Ok(length.map_or(BodyLength::UntilClose, BodyLength::Exactly))
 }
 
-/// The members of a header that is a list, over all its lines.
+/// Returns the members of a list header, over all its lines.
 fn listed<'a>(headers: &'a [Header<'a>], name: &'a str) -> impl Iterator<Item = &'a [u8]> {
     let lines = headers.iter().filter(move |header| header.name.eq_ignore_ascii_case(name));
     lines.flat_map(|header| header.value.split(|byte| *byte == b',')).map(<[u8]>::trim_ascii)
@@ -158,7 +158,7 @@ fn text<'a>(headers: &[Header<'a>], name: &str) -> Option<&'a str> {
     std::str::from_utf8(header.value).ok()
 }
 
-/// What came back is not an answer.
+/// Returns the error of a peer that does not respond with HTTP.
 pub(crate) fn not_http(why: impl std::fmt::Display) -> Error {
     Error::unknown(Code::DataLoss, format!("what came back is not HTTP: {why}"))
 }

@@ -1,10 +1,13 @@
-//! What of a call travels as headers.
+//! The parts of a call that are sent as headers.
 //!
-//! Metadata is the end-to-end headers, in order, names in lower case. The transport keeps for itself, both ways: what belongs
-//! to one connection (`connection` and whatever it names, `keep-alive`, `proxy-…`, `te`, `trailer`, `transfer-encoding`,
-//! `upgrade`, `expect`, `host`), the body's (`content-length`, `content-type`), what the context has a field for
-//! (`x-gym-timeout-ms`, `x-gym-incarnation` of a request, `traceparent`), and `accept-encoding`, `date` and `server`, which
-//! speak of one hop's software and would mislead the next.
+//! Metadata consists of the end-to-end headers, in order, with names in lower case. The transport reserves these headers in both
+//! directions:
+//!
+//! - of one connection: `connection` and the headers that it names, `keep-alive`, `proxy-…`, `te`, `trailer`,
+//!   `transfer-encoding`, `upgrade`, `expect`, `host`;
+//! - of the body: `content-length`, `content-type`;
+//! - of the context's fields: `x-gym-timeout-ms`, `x-gym-incarnation` of a request, `traceparent`;
+//! - of one hop's software, which would mislead the next hop: `accept-encoding`, `date` and `server`.
 
 use std::borrow::Cow;
 use std::time::Duration;
@@ -16,17 +19,17 @@ use gym_core::{CallContext, Error, Incarnation, Message, Metadata, Result};
 use http::header::{CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue};
 use tokio::time::Instant;
 
-/// The time that is left for a call, in whole milliseconds.
+/// The remaining time of a call, in whole milliseconds.
 pub(crate) const TIMEOUT: HeaderName = HeaderName::from_static("x-gym-timeout-ms");
 pub(crate) const INCARNATION: HeaderName = HeaderName::from_static(INCARNATION_METADATA);
 pub(crate) const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
-/// The media type of a frame's head, where it is not JSON.
+/// The media type of a frame's head, if it is not JSON.
 pub(crate) const FRAMED_HEAD: HeaderName = HeaderName::from_static("x-gym-head-type");
 
-/// A caller's time beyond this is the same as for ever, and keeps instants from overflowing.
+/// A longer remaining time counts as unlimited; this bound keeps instants from overflowing.
 const TIMEOUT_MS_MAX: u64 = 365 * 24 * 3_600 * 1_000;
 
-/// Whether a header is the transport's own and neither sent from nor received into metadata.
+/// Returns `true` if the transport reserves a header, which is then neither sent from nor received into metadata.
 fn is_own(name: &str) -> bool {
     matches!(
         name,
@@ -52,33 +55,33 @@ fn is_own(name: &str) -> bool {
     )
 }
 
-/// The time that is left for a call, as it is told to the peer.
+/// Returns the remaining time of a call, as it is sent to the peer.
 pub(crate) fn timeout_ms(context: &CallContext) -> u64 {
-    // Rounded down: the peer must never believe that it has longer than its caller waits.
+    // Rounded down: the peer must never assume more time than its caller waits.
     u64::try_from(context.remaining().as_millis()).unwrap_or(u64::MAX)
 }
 
-/// Whether it can be the name of a header.
+/// Returns `true` if `text` is a valid name of a header.
 pub(crate) fn is_name(text: &str) -> bool {
     HeaderName::from_bytes(text.as_bytes()).is_ok()
 }
 
-/// Whether it can be the value of a header.
+/// Returns `true` if `text` is a valid value of a header.
 pub(crate) fn is_value(text: &str) -> bool {
     text.bytes().all(|byte| byte == b'\t' || (b' '..=b'~').contains(&byte))
 }
 
-/// The metadata that travels: less the transport's own names and `but`.
+/// Returns the metadata to send, without the reserved names and `but`.
 pub(crate) fn end_to_end<'a>(metadata: &'a Metadata, but: Option<&'a str>) -> impl Iterator<Item = (&'a str, &'a str)> {
     metadata.iter().filter(move |(name, _)| !is_own(name) && Some(*name) != but)
 }
 
-/// Writes the metadata of an answer.
+/// Writes the metadata of a response.
 pub(crate) fn put_metadata(metadata: &Metadata, headers: &mut HeaderMap) -> Result<()> {
     for (name, value) in end_to_end(metadata, None) {
         let wrong = |what| Error::invalid(format!("metadata `{name}` has a {what} that no HTTP header can have"));
         let header = match name {
-            // Those of nearly every call, without a look into the table of known names.
+            // Headers of nearly every call, matched without a lookup in the table of known names.
             "cookie" => http::header::COOKIE,
             "set-cookie" => http::header::SET_COOKIE,
             INCARNATION_METADATA => INCARNATION,
@@ -90,7 +93,7 @@ pub(crate) fn put_metadata(metadata: &Metadata, headers: &mut HeaderMap) -> Resu
     Ok(())
 }
 
-/// Writes what the message of an answer is.
+/// Writes the content type of a response's message.
 pub(crate) fn put_content_type(message: &Message, headers: &mut HeaderMap) -> Result<()> {
     let (media_type, of_head) = content_type(message)?;
     for (name, value) in [(CONTENT_TYPE, media_type), (FRAMED_HEAD, of_head)] {
@@ -104,7 +107,7 @@ pub(crate) fn put_content_type(message: &Message, headers: &mut HeaderMap) -> Re
     Ok(())
 }
 
-/// The media type of a message's body; and that of its head, where the body is a frame and the head is not JSON.
+/// Returns the media type of a message's body, and that of its head if the body is a frame and the head is not JSON.
 pub(crate) fn content_type(message: &Message) -> Result<(Option<&str>, Option<&str>)> {
     let head = message.content_type.as_str();
     if message.content_type != ContentType::Json && !is_value(head) {
@@ -122,7 +125,7 @@ fn not_a_media_type(text: &str) -> Error {
     Error::invalid(format!("content type `{}` is not a media type", text.escape_debug()))
 }
 
-/// Reads the context of a call, its metadata included.
+/// Parses the context of a call, including its metadata.
 pub(crate) fn context_of(headers: &HeaderMap, default_deadline: Duration) -> Result<CallContext> {
     let timeout = match number(headers, &TIMEOUT)? {
         Some(left_ms) => Duration::from_millis(left_ms.min(TIMEOUT_MS_MAX)),
@@ -136,14 +139,14 @@ pub(crate) fn context_of(headers: &HeaderMap, default_deadline: Duration) -> Res
     Ok(context)
 }
 
-/// Reads metadata, less the transport's own names and `but`.
+/// Parses metadata, without the reserved names and `but`.
 pub(crate) fn metadata_of<'a, I>(headers: impl Fn() -> I, but: Option<&str>) -> Metadata
 where
     I: Iterator<Item = (&'a str, &'a [u8])>,
 {
     let mut metadata = Metadata::new();
     let is_connection = |(name, _): &(&str, _)| name.eq_ignore_ascii_case("connection");
-    // Between servers of ours there is none.
+    // Between servers of this SDK there is none.
     let has_connection = headers().any(|header| is_connection(&header));
     let of_connection = |name: &str| {
         let connection = headers().filter(is_connection);
@@ -166,7 +169,7 @@ where
     metadata
 }
 
-/// Spares the copy of the names that most calls carry.
+/// Avoids copying the names that most calls carry.
 fn metadata_name(name: &str) -> Cow<'static, str> {
     const FREQUENT: [&str; 9] = [
         "accept",
@@ -185,7 +188,7 @@ fn metadata_name(name: &str) -> Cow<'static, str> {
     }
 }
 
-/// The media type of the body, and that of the head when the body is a frame.
+/// Returns the media type of the body, and that of the head if the body is a frame.
 pub(crate) fn media_types_of(headers: &HeaderMap) -> (Option<&str>, Option<&str>) {
     (text(headers, &CONTENT_TYPE), text(headers, &FRAMED_HEAD))
 }

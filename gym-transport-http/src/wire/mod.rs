@@ -1,4 +1,4 @@
-//! HTTP/1.1 on the wire, for plain HTTP and for frames: addresses, sockets, heads, headers and bodies.
+//! HTTP/1.1 on the wire, for plain HTTP and for frames: addresses, sockets, header sections, headers and bodies.
 
 pub(crate) mod address;
 pub(crate) mod body;

@@ -9,7 +9,7 @@ use tokio::net::TcpStream;
 
 use crate::wire::address::HostPort;
 
-/// Pause before accepting again when the process has no file descriptor left: time for a few calls to end.
+/// Pause before accepting again if the process has no file descriptor left: time for a few calls to end.
 pub(crate) const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(50);
 
 /// Connects to the peer.
@@ -26,14 +26,14 @@ pub(crate) async fn connect(address: &HostPort) -> Result<TcpStream> {
         };
         Error::not_started(code, "cannot connect").caused_by(error)
     })?;
-    // Without these, small requests wait for acknowledgements, and a peer that lost its power is never missed.
+    // Without these options, small requests wait for acknowledgements, and the loss of a peer without power is never noticed.
     if let Err(error) = stream.set_nodelay(true).and_then(|()| set_keep_alive(&stream)) {
         tracing::debug!(%error, "socket options not set");
     }
     Ok(stream)
 }
 
-/// Has the kernel ask an unresponsive peer whether it is there: after 60 s, every 10 s, 3 times, as NeMo Gym's client does.
+/// Makes the kernel probe an unresponsive peer: after 60 s, then every 10 s, 3 times, as in NeMo Gym's client.
 pub(crate) fn set_keep_alive(socket: impl std::os::fd::AsFd) -> std::io::Result<()> {
     use rustix::net::sockopt;
     sockopt::set_socket_keepalive(&socket, true)?;

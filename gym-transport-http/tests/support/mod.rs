@@ -13,7 +13,7 @@ use tokio::net::TcpStream;
 use tokio::sync::watch;
 use tokio::task::{JoinHandle, JoinSet};
 
-/// Far beyond what anything here needs, so that only a hang meets it.
+/// Far longer than any operation here takes, so that only a hang reaches it.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
 pub async fn soon<T>(future: impl Future<Output = T>) -> T {
@@ -24,7 +24,7 @@ pub async fn soon<T>(future: impl Future<Output = T>) -> T {
 pub struct Server {
     pub address: SocketAddr,
     pub drain: CancelToken,
-    /// Connections accepted so far.
+    /// Number of connections accepted so far.
     pub accepted: watch::Receiver<usize>,
     accepting: JoinHandle<()>,
 }
@@ -80,10 +80,10 @@ pub fn within() -> CallContext {
     CallContext::within(TIMEOUT)
 }
 
-/// Speaks bytes.
+/// A client that sends raw bytes.
 pub struct Client(pub TcpStream);
 
-/// An answer as it came.
+/// A response as it was received.
 #[derive(Debug)]
 pub struct Answer {
     pub head: String,
@@ -121,7 +121,7 @@ impl Client {
         self.write([head.as_bytes(), body].concat()).await;
     }
 
-    /// The next answer.
+    /// Reads the next response.
     pub async fn answer(&mut self) -> Answer {
         soon(self.read_answer()).await
     }
@@ -138,7 +138,7 @@ impl Client {
         answer
     }
 
-    /// What is left until the server closes.
+    /// Reads the remaining bytes until the server closes.
     pub async fn rest(&mut self) -> Vec<u8> {
         let mut rest = Vec::new();
         match soon(self.0.read_to_end(&mut rest)).await {

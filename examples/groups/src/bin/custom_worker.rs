@@ -1,4 +1,4 @@
-//! A worker of your own, and a group of four: `cargo run --release --bin custom_worker`.
+//! A custom worker, and a group of four: `cargo run --release --bin custom_worker`.
 use gym_core::group::prelude::*;
 
 struct Policy(f32);

@@ -530,9 +530,8 @@ impl TaskIndices {
     }
 }
 
-/// Returns the digest of a line as Python reads it: `\\r\
-/// ` equals `\
-/// `, and a last line without a newline differs from the same line with a newline.
+/// Returns the digest of a line as Python reads it: `\r\n` equals `\n`, and a last line without a newline differs from the same
+/// line with a newline.
 fn line_digest(line: &[u8]) -> [u64; 2] {
     let (text, ended) = match line.strip_suffix(b"\n") {
         Some(text) => (text.strip_suffix(b"\r").unwrap_or(text), true),

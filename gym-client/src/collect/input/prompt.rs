@@ -1,5 +1,5 @@
-//! Prompt templates: a `user` and an optional `system` string with `{field}` placeholders, which are filled from a row
-//! by the rules of Python's `str.format_map`.
+//! Prompt templates: a `user` and an optional `system` string with `{field}` placeholders. A row fills the placeholders by
+//! the rules of Python's `str.format_map`.
 
 use gym_core::message::push_json_string;
 use gym_core::rollout::metrics::JsonFields;

@@ -1,4 +1,4 @@
-//! The ledger of rollouts that a program consumes as a stream: keeps the last outcome of each rollout in flight, on no disk.
+//! The ledger of a stream of rollouts: keeps the last outcome of each rollout in flight, in memory only.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};

@@ -21,8 +21,8 @@ pub struct ReportEntry<'a> {
     pub reply: &'a str,
 }
 
-/// Returns the label of each environment server in reports: the name of its agent if no other server has the same
-/// agent, else its own name.
+/// Returns the label of each environment server in reports. This is the name of its agent if no other server has the
+/// same agent, or else the server's own name.
 #[must_use]
 pub fn label_runs(agent_by_server: &BTreeMap<String, Option<String>>) -> BTreeMap<String, String> {
     let mut servers_of_agent: HashMap<&str, usize> = HashMap::new();

@@ -1,7 +1,7 @@
 //! Runs rollouts with bounded concurrency, and attempts each until it is recorded or its attempts are used up.
 //!
 //! An attempt has a deadline by which it must be *recorded*. After the deadline it is superseded: the next attempt
-//! begins, and the ledger rejects any later outcome of the old attempt because its key has a newer attempt.
+//! begins. The ledger then rejects any later outcome of the old attempt, because its key has a newer attempt.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -39,8 +39,8 @@ pub struct DriverOptions {
 }
 
 impl Default for DriverOptions {
-    /// 1,024 rollouts in flight (the connections of one hop), 3 attempts (as in NeMo Gym), two hours per attempt (for
-    /// long agents), 30 s for the disk, and 30 s of grace.
+    /// Returns the defaults: 1,024 rollouts in flight (the connections of one hop) and 3 attempts (as in NeMo Gym). An attempt may
+    /// take two hours, for long agents. The disk has 30 s, and so do running rollouts after a stop.
     fn default() -> Self {
         Self {
             concurrency: 1_024,
@@ -65,7 +65,7 @@ pub struct Driver {
     ended: Option<RolloutSender>,
 }
 
-/// The way in which a run ended.
+/// The reason why a run ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RunEnd {
     /// Every row was tried.
@@ -81,20 +81,20 @@ impl Driver {
         Self { client, ledger, world: world.clone(), options, progress: Arc::default(), ended: None }
     }
 
-    /// Counts in `progress` instead of in counters of its own.
+    /// Counts in `progress` instead of in separate counters.
     #[must_use]
     pub fn counting_in(mut self, progress: Arc<CollectProgress>) -> Self {
         self.progress = progress;
         self
     }
 
-    /// The same driver, which sends each rollout at its end.
+    /// Sends each rollout to `ended` at its end.
     pub(super) fn sending_to(mut self, ended: RolloutSender) -> Self {
         self.ended = Some(ended);
         self
     }
 
-    /// The counters.
+    /// Returns the counters.
     #[must_use]
     pub fn progress(&self) -> Arc<CollectProgress> {
         Arc::clone(&self.progress)
@@ -272,9 +272,8 @@ impl Driver {
                 progress.fail(class);
             }
             let Some(outcome) = result.into_outcome() else { return Ok(next) };
-            // Recording may take as long as the attempt itself, for a disk that stalls and recovers: ending the run
-            // would lose computed results, and superseding the attempt ends the wait. A superseded attempt has its own
-            // time limit.
+            // Recording may take as long as the attempt itself, because a disk may stall and recover. Ending the run would
+            // lose computed results. Superseding the attempt ends the wait. A superseded attempt has its own time limit.
             let cx = CallContext::until(deadline.max(Instant::now()) + record_timeout);
             let mut recorded = ledger.record(&cx, attempt, outcome).await;
             if let Err(error) = &recorded

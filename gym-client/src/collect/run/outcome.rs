@@ -107,13 +107,13 @@ pub(crate) fn reward_of(row: &RawObject) -> Option<f64> {
     number(row.get_as("reward").ok()?).ok()?
 }
 
-/// The message of a failure's row: that of its error, or else its class.
+/// Returns the message of a failures row: that of its error, or else its class.
 pub(super) fn failure_message(row: &RawObject) -> String {
     let text = |key: &str| row.get_as::<String>(key).ok().flatten();
     text("_ng_failure_message").or_else(|| text("_ng_failure_class")).unwrap_or_default()
 }
 
-/// What counts as a reward: a number, or Python's bool; `null` is none.
+/// Parses a reward: a number, or a bool as in Python; `null` is no reward.
 fn number(reward: Option<Value>) -> std::result::Result<Option<f64>, Value> {
     match reward {
         None | Some(Value::Null) => Ok(None),

@@ -17,13 +17,13 @@ use crate::collect::run::row::RolloutRow;
 pub struct Rollout {
     /// The position of the task in the input, and its repeat.
     pub key: TaskKey,
-    /// The scored row. Of a failed rollout, the row that a collector writes to the failures file, with the `_ng_failure_*` keys.
+    /// The scored row. For a failed rollout, the row that a collector writes to the failures file, with the `_ng_failure_*` keys.
     pub row: RawObject,
-    /// The reward, or why there is none. `Ok(None)` is a scored row without a reward. A failure is never a reward of 0.
+    /// The reward, or the reason why there is none. `Ok(None)` is a scored row without a reward. A failure is never a reward of 0.
     pub outcome: Result<Option<f64>, RolloutError>,
     /// The number of attempts, at least 1.
     pub attempts: u32,
-    /// Time from the start of the first attempt to the end of the last one, waits between attempts included.
+    /// Time from the start of the first attempt to the end of the last one, including waits between attempts.
     pub duration: Duration,
 }
 
@@ -35,7 +35,7 @@ impl Rollout {
     }
 }
 
-/// Why a rollout has no scored row.
+/// The reason why a rollout has no scored row.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RolloutError {
@@ -44,10 +44,10 @@ pub enum RolloutError {
     Failed {
         /// The class of the failure.
         class: FailureClass,
-        /// The text of the failure, with the call that failed.
+        /// The message of the failure, with the call that failed.
         message: String,
     },
-    /// No attempt left a row: the environment answered with `_ng_no_persist`, or every attempt exceeded its deadline.
+    /// No attempt was recorded: the environment returned `_ng_no_persist`, or every attempt exceeded its deadline.
     #[error("no attempt was recorded; collect the task again")]
     Unrecorded,
 }
@@ -71,8 +71,8 @@ pub(super) struct RolloutSender {
 }
 
 impl RolloutSender {
-    /// Sends a rollout that has ended, and waits for a place. The wait has no deadline of its own: it ends when the program takes a
-    /// rollout or drops the stream.
+    /// Sends a rollout that has ended, and waits for capacity. The wait has no deadline: it ends when the program takes a rollout
+    /// or drops the stream.
     pub(super) async fn send(&self, wanted: &RolloutRow, attempts: u32, duration: Duration) {
         let (row, outcome) = match self.ledger.take(wanted.key) {
             Some(Outcome::Completed(row)) => {

@@ -1,4 +1,4 @@
-//! A file whose top-level keys are blocks of settings: what is wrong in one is told with its line and key.
+//! Reads a file whose top-level keys are blocks of settings, and reports errors in a block with their line and key.
 
 use std::path::Path;
 
@@ -9,7 +9,7 @@ use crate::config::yaml::deserialize::read;
 use crate::config::yaml::node::Node;
 use crate::config::yaml::parser;
 
-/// A file that has been read, YAML or JSON.
+/// A parsed file, YAML or JSON.
 #[derive(Clone, Debug)]
 pub(crate) struct Blocks(Node);
 
@@ -22,12 +22,12 @@ impl Blocks {
         Ok(Self(parser::parse(&text, &source)?))
     }
 
-    /// The names of the blocks, in their order.
+    /// Returns the names of the blocks, in their order.
     pub(crate) fn names(&self) -> Vec<String> {
         self.0.as_map().map(|map| map.0.iter().map(|(key, _)| key.to_string()).collect()).unwrap_or_default()
     }
 
-    /// The block of that name, strictly typed.
+    /// Deserializes the block of that name, strictly typed.
     pub(crate) fn block<T: DeserializeOwned>(&self, name: &str) -> Result<T, ConfigError> {
         let Some(node) = self.0.step(name) else {
             let names = self.names();
@@ -41,14 +41,14 @@ impl Blocks {
             .map_err(|slip| slip.at(&self.0.origin, &[name], "correct the value in the file"))?)
     }
 
-    /// The place of a key in a block; of the block, where it has no such key.
+    /// Returns the position of a key in a block, or the position of the block if it does not have the key.
     pub(crate) fn origin(&self, path: [&str; 2]) -> Origin {
         let block = self.0.step(path[0]);
         let node = block.and_then(|block| block.step(path[1])).or(block).unwrap_or(&self.0);
         node.origin.clone()
     }
 
-    /// What stands there, as JSON.
+    /// Returns the value at this path, as JSON.
     pub(crate) fn text(&self, path: [&str; 2]) -> Option<String> {
         Some(self.0.step(path[0])?.step(path[1])?.to_json().to_string())
     }

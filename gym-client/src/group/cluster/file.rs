@@ -33,8 +33,8 @@ impl ClusterFile {
     /// Reads and checks a file.
     ///
     /// # Errors
-    /// Names file, line and key of what is no key, has the wrong type, contradicts something, or is not there yet
-    /// ([`ConfigError::Unsupported`]).
+    /// If the file contains an unknown key, a value of the wrong type, a contradiction, or an unsupported setting
+    /// ([`ConfigError::Unsupported`]). The error names file, line and key.
     pub fn read(path: impl AsRef<Path>) -> Result<Self, ConfigError> {
         let path = path.as_ref();
         let blocks = Blocks::read(path)?;
@@ -49,10 +49,10 @@ impl ClusterFile {
         Ok(Self { cluster, groups, source: path.display().to_string() })
     }
 
-    /// The worker group of that name.
+    /// Returns the configuration of the worker group of that name.
     ///
     /// # Errors
-    /// `NotFound` naming the file and the nearest name, or those there are.
+    /// `NotFound`, with the file and the nearest name, or with all names of the file.
     pub fn group(&self, name: &str) -> Result<WorkerGroupConfig, Error> {
         self.groups.get(name).cloned().ok_or_else(|| {
             let known: Vec<&str> = self.groups.keys().map(String::as_str).collect();
@@ -65,7 +65,7 @@ impl ClusterFile {
     }
 }
 
-/// What a block's own check refuses, at its place: its text begins with the key.
+/// Adds the position to an error of a block's own check; the message of the error begins with the key.
 fn placed(blocks: &Blocks, block: &str, error: &Error) -> ConfigError {
     let key = error.message().split(' ').next().unwrap_or_default();
     let (origin, path) = (blocks.origin([block, key]), format!("{block}.{key}"));

@@ -1,13 +1,14 @@
 //! Leases of bundles that several groups share.
 //!
-//! A lease covers all bundles of a group, and a call takes it once for all its ranks: two calls that each held half of their ranks
-//! would wait for each other inside their collectives permanently. So one call must address all ranks that wait for each other.
-//! Calls of one group share its lease. When another group waits, later calls of the holder queue behind it, so no group starves.
-//! Groups that want the same bundles are served in the order of their requests.
+//! A lease covers all bundles of a group, and a call acquires it once for all its ranks. Otherwise two calls that each hold half
+//! of their ranks would wait for each other permanently, inside their collectives. So one call must address all ranks that wait
+//! for each other. Calls of one group share its lease. When another group waits, later calls of the holder queue behind it, so
+//! no group starves. Groups that request the same bundles are served in the order of their requests.
 //!
-//! A call returns its lease when it has ended. A call that ends by its deadline, its caller or a failed rank is over before its ranks
-//! are: an exclusive or blocking handler receives a cancellation signal but runs to completion, and may still use the bundles while
-//! the next lease begins. A caller that must not overlap with it asks the hosts ([`WorkerGroupExt::ask_hosts`](gym_core::group::WorkerGroupExt::ask_hosts)) until none of them runs a call.
+//! A call returns its lease when it ends. A call can end before its ranks do: at its deadline, when it is cancelled, or after a
+//! rank failed. An exclusive or blocking handler then receives a cancellation signal but runs to completion, and may still use
+//! the bundles when the next lease begins. To avoid this overlap, a caller queries the hosts until none of them runs a call
+//! ([`WorkerGroupExt::ask_hosts`](gym_core::group::WorkerGroupExt::ask_hosts)).
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -23,7 +24,7 @@ use crate::group::supervise::BundleId;
 #[derive(Clone, Debug, Default)]
 pub(crate) struct BundleLeases(Arc<Mutex<LeaseQueue>>);
 
-/// A group that leases bundles, always the same ones.
+/// A group that leases bundles; its bundles never change.
 #[derive(Debug)]
 struct LeasingGroup {
     group: u64,
@@ -32,7 +33,7 @@ struct LeasingGroup {
 }
 
 impl LeasingGroup {
-    /// Whether the other one is another group on one of its bundles.
+    /// Returns `true` if `other` is a different group and shares a bundle with this one.
     fn conflicts_with(&self, other: &Self) -> bool {
         self.group != other.group && !self.bundles.is_disjoint(&other.bundles)
     }
@@ -60,21 +61,21 @@ struct LeaseRequest {
     granted: oneshot::Sender<BundleLease>,
 }
 
-/// The right to use the bundles of a group; dropping it ends it.
+/// A lease of the bundles of a group; dropping it ends the lease.
 #[derive(Debug)]
 pub(crate) struct BundleLease {
     leases: BundleLeases,
     group: u64,
 }
 
-/// A request in the queue; dropping it before it is granted withdraws it.
+/// A request in the queue; dropping it before the lease is granted withdraws it.
 struct LeaseQueueEntry {
     leases: BundleLeases,
     number: u64,
 }
 
 impl BundleLeases {
-    /// Takes the lease of a group. Waits as long as the caller does.
+    /// Acquires the lease of a group. Waits as long as the caller does.
     async fn take(&self, owner: Arc<LeasingGroup>) -> BundleLease {
         let (granted, grant) = oneshot::channel();
         let number = {
@@ -91,11 +92,11 @@ impl BundleLeases {
         lease
     }
 
-    /// Grants all requests that need not wait for an earlier one.
+    /// Grants all requests that do not have to wait for an earlier request.
     fn grant(&self) {
         let granted = {
             let mut state = self.lock();
-            // By the first in line for them.
+            // The group of the first request in the queue for each bundle.
             let mut wanted: BTreeMap<BundleId, u64> = BTreeMap::new();
             let mut granted = Vec::new();
             for waiting in std::mem::take(&mut state.waiting) {
@@ -117,19 +118,19 @@ impl BundleLeases {
             granted
         };
         for LeaseRequest { owner, granted, .. } in granted {
-            // If the caller has left, the drop here returns the lease.
+            // If the caller was cancelled, dropping the lease here returns it.
             let _ = granted.send(BundleLease { leases: self.clone(), group: owner.group });
         }
     }
 
-    /// Whom a call of this group that waits now waits for.
+    /// Describes the lease holder that a waiting call of this group waits for.
     fn holder(&self, owner: &LeasingGroup) -> Option<String> {
         let state = self.lock();
         let holds = state.holders.values().find(|holder| owner.conflicts_with(&holder.owner));
         if let Some(LeaseHolder { owner: other, since, .. }) = holds {
             return Some(format!("{} has had its bundles for {:.1?}", other.name, since.elapsed()));
         }
-        // Its own group may hold the lease, which ends because another group asked first.
+        // The lease may belong to the caller's own group and end because another group requested it first.
         let before = state.waiting.iter().find(|waiting| owner.conflicts_with(&waiting.owner))?;
         Some(format!("{} waits before it", before.owner.name))
     }
@@ -166,8 +167,8 @@ impl Drop for LeaseQueueEntry {
     }
 }
 
-/// The gate of a group that shares bundles: each call takes the group's lease before it sends anything to a rank, and keeps it until
-/// the last rank has answered. A deadline that passes during the wait therefore means that no rank has seen the call.
+/// The gate of a group that shares bundles. Each call acquires the group's lease before it sends anything to a rank, and keeps
+/// the lease until the last rank has answered. If the deadline passes during the wait, no rank has received the call.
 #[derive(Clone, Debug)]
 pub(crate) struct LeaseGate {
     leases: BundleLeases,
@@ -175,7 +176,7 @@ pub(crate) struct LeaseGate {
 }
 
 impl LeaseGate {
-    /// That of the group with this number and name.
+    /// Creates the gate of the group with this number and name.
     pub(crate) fn new(leases: BundleLeases, group: u64, name: Arc<str>, bundles: Arc<BTreeSet<BundleId>>) -> Self {
         Self { leases, owner: Arc::new(LeasingGroup { group, name, bundles }) }
     }
@@ -277,7 +278,7 @@ mod tests {
     }
 
     proptest! {
-        /// Never two groups on one bundle, and each request is granted once the earlier leases have ended.
+        /// At most one group holds a bundle, and each request is granted once the earlier leases have ended.
         #[test]
         fn bundles_have_one_group_at_a_time(steps in proptest::collection::vec((0_u64..4, any::<bool>()), 1..60)) {
             let spans = [bundles(0..4), bundles(2..6), bundles(4..8), bundles(0..8)];

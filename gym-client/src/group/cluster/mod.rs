@@ -50,33 +50,33 @@ pub struct VirtualCluster {
     monitor: Mutex<Option<Arc<NodeMonitor>>>,
 }
 
-/// A worker group to be started on a cluster.
+/// A request to start a worker group on a cluster.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct GroupRequest {
-    /// Its name.
+    /// Name of the group.
     pub name: String,
-    /// The name under which the worker type is registered.
+    /// Name under which the worker type is registered.
     pub worker: String,
-    /// What each worker is made from, as JSON.
+    /// Value from which each worker is created, as JSON.
     pub init: Box<RawValue>,
-    /// How the workers are laid over the bundles.
+    /// Assignment of workers to bundles. Default: one worker on each bundle.
     pub on: WorkersOn,
-    /// Memory limit, restarts and transport, as a configuration has them; they win over those of `options`.
+    /// Memory limit, restarts and transport from a configuration; they take precedence over `options`. Default: none.
     pub config: Option<WorkerGroupConfig>,
-    /// How the group is reached and watched.
+    /// Transports, heartbeats and restarts of the group.
     pub options: GroupOptions,
-    /// Environment variables of the group.
+    /// Environment variables of the group. Default: none.
     pub variables: Variables,
-    /// How long a rank may take until it serves.
+    /// Limit for a rank's start, until it accepts calls. Default: 600 s.
     pub start_timeout: Duration,
 }
 
 impl GroupRequest {
-    /// One worker on each bundle.
+    /// Requests one worker on each bundle.
     ///
     /// # Errors
-    /// `InvalidArgument` when `init` cannot be written as JSON.
+    /// `InvalidArgument` if `init` cannot be serialized as JSON.
     pub fn new(
         name: impl Into<String>,
         worker: impl Into<String>,
@@ -99,10 +99,10 @@ impl GroupRequest {
 }
 
 impl VirtualCluster {
-    /// A cluster of this machine, whose ranks `provisioner` starts.
+    /// Creates a cluster on this machine, whose ranks `provisioner` starts.
     ///
     /// # Errors
-    /// What [`ClusterSpec::validate`] refuses. What the machine lacks is told when the cluster is placed.
+    /// Errors of [`ClusterSpec::validate`]. Missing resources of the machine are reported when the cluster is placed.
     pub fn new(spec: ClusterSpec, provisioner: impl Provisioner) -> Result<Self> {
         spec.validate()?;
         Ok(Self {
@@ -117,8 +117,8 @@ impl VirtualCluster {
         })
     }
 
-    /// Places it on nodes that only stand for real ones: `gpus` of each, and CPUs as many as it takes. Their workers run here
-    /// and get no GPU. Never done unless asked for.
+    /// Places the cluster on simulated nodes: `gpus` lists the GPUs of each node, and each node has as many CPUs as needed. The
+    /// workers run on this machine and get no GPU. Clusters are never simulated by default.
     #[must_use]
     pub fn simulate_nodes(mut self, gpus: &[u32]) -> Self {
         let nodes = gpus.iter().enumerate();
@@ -127,21 +127,22 @@ impl VirtualCluster {
         self
     }
 
-    /// One placement group over all nodes, for models that span them.
+    /// Uses one placement group over all nodes, for models that span nodes.
     #[must_use]
     pub fn unified(mut self) -> Self {
         self.unified = true;
         self
     }
 
-    /// Unified if a model that is trained with these degrees spans nodes.
+    /// Uses one placement group if a model that is trained with these degrees spans nodes.
     #[must_use]
     pub fn for_training(mut self, span: &ModelSpan) -> Self {
         self.unified = span.megatron_spans(self.spec.num_gpus_per_node.get());
         self
     }
 
-    /// Unified if a generation engine of these degrees spans nodes; its bundles are close together, unless it shares them with others.
+    /// Uses one placement group if a generation engine of these degrees spans nodes. Its bundles are adjacent, unless the engine
+    /// shares them with other groups.
     #[must_use]
     pub fn for_generation(mut self, span: &ModelSpan) -> Self {
         self.unified = span.engine_spans(self.spec.num_gpus_per_node.get());
@@ -152,22 +153,23 @@ impl VirtualCluster {
         self
     }
 
-    /// The number of bundles.
+    /// Returns the number of bundles.
     #[must_use]
     pub fn world_size(&self) -> usize {
         self.spec.world_size()
     }
 
-    /// The number of nodes with at least one bundle.
+    /// Returns the number of nodes with at least one bundle.
     #[must_use]
     pub fn node_count(&self) -> usize {
         self.spec.node_count()
     }
 
-    /// Where the bundles are; placed at the first call. Its `groups` are those with at least one bundle, by node.
+    /// Returns the placement of the bundles, which the first call decides. Its `groups` are those with at least one bundle, by
+    /// node.
     ///
     /// # Errors
-    /// `ResourceExhausted` that says what was asked for and what each node has.
+    /// `ResourceExhausted`, with the request and the resources of each node.
     pub fn placement(&self) -> Result<Arc<Placement>> {
         let mut placed = self.placed.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(placed) = &*placed {
@@ -178,23 +180,24 @@ impl VirtualCluster {
         Ok(Arc::clone(placed.insert(fresh)))
     }
 
-    /// What this machine and its GPUs use, as last sampled. `None` unless the spec has `monitor_memory` and a group was started.
+    /// Returns the usage of this machine and its GPUs, as last sampled. Returns `None` unless the spec has `monitor_memory` and a
+    /// group was started.
     #[must_use]
     pub fn node_usage(&self) -> Option<NodeUsage> {
         let monitor = self.monitor.lock().unwrap_or_else(PoisonError::into_inner);
         monitor.as_ref()?.usage()
     }
 
-    /// Starts a worker group and waits until all its ranks take calls. Everything that can be told before a process exists
-    /// is: bundles, colocation, configuration.
+    /// Starts a worker group and waits until all its ranks accept calls. Errors in bundles, colocation and configuration are
+    /// reported before any process is started.
     ///
-    /// With `enable_colocation`, groups on the same bundles lease them call by call. A lease ends with its call, which after a deadline
-    /// or a failed rank may be before a rank's exclusive handler returns: the handler receives a cancellation signal and runs to
-    /// completion.
+    /// With `enable_colocation`, each call of a group leases the bundles that it shares with other groups. A lease ends with its
+    /// call. After a deadline or a failed rank, a rank's exclusive handler may still run at that moment. The handler receives a
+    /// cancellation signal and runs to completion.
     ///
     /// # Errors
-    /// As [`VirtualCluster::placement`] and [`Group::start`]; `ResourceExhausted` when other groups use the bundles and no more
-    /// are allowed to.
+    /// As [`VirtualCluster::placement`] and [`Group::start`]; `ResourceExhausted` if other groups use the bundles and the spec
+    /// does not allow another group on them.
     pub async fn start(&self, cx: &CallContext, request: GroupRequest) -> Result<Group> {
         let GroupRequest { name, worker, init, on, config, mut options, variables, start_timeout } = request;
         let placement = self.placement()?;
@@ -202,7 +205,7 @@ impl VirtualCluster {
         let group: Arc<str> = name.into();
         let world_size = u32::try_from(places.len()).map_err(|_| Error::invalid("too many ranks"))?;
         let bundles = Arc::new(places.iter().map(|place| (place.node, place.bundle)).collect::<BTreeSet<_>>());
-        // Only who is asked to be an engine needs its ports.
+        // Only tied ranks can be an engine, which needs these ports.
         let gpus_per_node = matches!(on, WorkersOn::Tied(_)).then_some(placement.gpus_per_node);
         let ranks = places.into_iter().map(|place| rank_place(place, world_size, gpus_per_node)).collect();
         let mut spec = LaunchSpec::new(Arc::clone(&group), worker, init, ranks);
@@ -232,10 +235,10 @@ impl VirtualCluster {
         Ok(Group::start_on(cx, &*self.provisioner, spec, options, Some(on)).await?)
     }
 
-    /// Ends every group that runs on it. Again: nothing. A cluster that is used after that is placed anew.
+    /// Ends every group of the cluster. Later calls have no effect. A cluster that is used again is placed again.
     ///
     /// # Errors
-    /// The first rank that could not even be killed.
+    /// The error of the first rank that could not be killed.
     pub async fn shutdown(&self, grace: Duration) -> Result<()> {
         let stops = self.groups.stops();
         let stopped = join_all(stops.iter().map(|stop| stop.stop(grace))).await;

@@ -1,4 +1,4 @@
-//! The seam between a group and what starts its ranks.
+//! The interface between a group and the provisioner that starts its ranks.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -18,75 +18,79 @@ use crate::group::provision::place::RankPlace;
 use crate::group::provision::variables::Variables;
 use crate::group::usage::process::ProcessUsage;
 
-/// How long a rank may take from its start until it serves, unless told otherwise: loading weights takes minutes.
+/// Default limit for a rank's start, until it accepts calls: loading weights takes minutes.
 pub const DEFAULT_START_TIMEOUT: Duration = Duration::from_secs(600);
 
-/// Starts the ranks of groups.
+/// Starts the ranks of groups, called by the supervisor of a group.
 #[async_trait]
 pub trait Provisioner: fmt::Debug + Send + Sync + 'static {
-    /// Starts all ranks of `spec` in their first life and returns when they are started, which is before they serve: that, and
-    /// a rank that failed to start, is in the deployment's events.
+    /// Starts the first incarnation of every rank of `spec`, and returns when they are started. The ranks may not accept calls
+    /// yet: the deployment's events report when a rank accepts calls, and ranks that failed to start.
     ///
     /// # Errors
-    /// What keeps all of them from starting: an unknown worker type, no port, a program that cannot be run.
+    /// If no rank can be started: an unknown worker type, no free port, or a program that cannot be executed.
     async fn launch(&self, cx: &CallContext, spec: LaunchSpec) -> Result<Box<dyn Deployment>>;
 }
 
-/// The ranks that one launch started. Dropping it ends them; [`Deployment::shutdown`] does so in order.
+/// The ranks of one launch. Dropping it ends the ranks; [`Deployment::shutdown`] stops them in order.
 #[async_trait]
 pub trait Deployment: fmt::Debug + Send + Sync + 'static {
-    /// What has happened so far, then what happens. Ends when the deployment is dropped.
+    /// Returns the events so far, then new events as they happen. The stream ends when the deployment is dropped.
     fn events(&self) -> BoxStream<'static, RankEvent>;
 
-    /// Starts another life of each of these ranks. Those that still live are killed first, all of them before any is started: an
-    /// old life must not meet a new one at the rendezvous. Returns when they are started.
+    /// Starts a new incarnation of each of these ranks, and returns when they are started. Kills all old incarnations that still
+    /// run before any new one starts. So an old incarnation cannot meet a new one at the rendezvous.
     ///
     /// # Errors
-    /// `NotFound` for a rank that the launch had not. What keeps one from starting, a shutdown among it, is an error or in the events.
+    /// `NotFound` for a rank that was not launched. If a rank fails to start, for example after a shutdown, that is an error or
+    /// an event.
     async fn restart(&self, cx: &CallContext, lives: &[(Rank, Incarnation)]) -> Result<()>;
 
-    /// Ends a rank as a crash would: this life of it, or whichever lives. One who has decided over a life does not end the next.
+    /// Kills a rank as a crash would. If `life` is given, kills only that incarnation, so a late decision cannot kill a restarted
+    /// rank.
     ///
     /// # Errors
-    /// `NotFound` for a rank that does not live, or lives another life.
+    /// `NotFound` if the rank does not run, or runs another incarnation.
     async fn kill(&self, rank: Rank, life: Option<Incarnation>) -> Result<()>;
 
-    /// What each living rank used at the last sample. Never waits for a rank. Empty where ranks have no process of their own.
+    /// Returns the usage of each running rank at the last sample. Never waits for a rank. Empty if ranks have no process of their
+    /// own.
     fn usage(&self) -> BTreeMap<Rank, ProcessUsage>;
 
-    /// Asks all ranks to end, kills after `grace` those that have not, and returns when they are gone. Again: nothing.
+    /// Asks all ranks to stop, kills ranks that still run after `grace`, and returns when all have exited. Later calls have no
+    /// effect.
     ///
     /// # Errors
-    /// A rank that could not even be killed.
+    /// If a rank could not be killed.
     async fn shutdown(&self, grace: Duration) -> Result<()>;
 }
 
-/// Ranks to be started.
+/// Specifies the ranks to start.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct LaunchSpec {
     /// The group's name.
     pub group: Arc<str>,
-    /// The name under which the worker type is registered in [`Workers`](crate::group::Workers).
+    /// Name under which the worker type is registered in [`Workers`](crate::group::Workers).
     pub worker: String,
-    /// What each worker is made from, as JSON.
+    /// Value from which each worker is created, as JSON.
     pub init: Box<RawValue>,
-    /// Where each rank goes; in rank order, from 0.
+    /// The place of each rank, in rank order, from 0.
     pub ranks: Vec<RankPlace>,
-    /// Environment variables of the group.
+    /// Environment variables of the group. Default: none.
     pub variables: Variables,
-    /// The most memory that one rank may use with all that it starts, in bytes.
+    /// Memory limit of one rank, including its child processes, in bytes. Default: none.
     pub memory_limit_bytes: Option<u64>,
-    /// How long a rank may take until it serves.
+    /// Limit for a rank's start, until it accepts calls. Default: 600 s.
     pub start_timeout: Duration,
-    /// Where ports for rendezvous are taken from.
+    /// Range of the ports for the rendezvous. Default: 1400 to 1998.
     pub ports: Range<u16>,
-    /// How the ranks are to be reached, if the configuration says so; ranks that may be reached by UCX offer it.
+    /// Transport policy of the configuration, if it has one. Ranks advertise UCX if the policy allows it. Default: none.
     pub transport_policy: Option<TransportPolicy>,
 }
 
 impl LaunchSpec {
-    /// One rank for each place, with defaults for the rest.
+    /// Specifies one rank for each place, with defaults for the other fields.
     #[must_use]
     pub fn new(
         group: impl Into<Arc<str>>,

@@ -11,7 +11,7 @@ use tokio::sync::watch;
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum RankEvent {
-    /// Its process or task runs; the worker is being created.
+    /// The rank's process or task runs; the worker is being created.
     Started {
         /// The rank.
         rank: Rank,
@@ -44,7 +44,7 @@ pub enum RankEvent {
     Exited {
         /// The rank.
         rank: Rank,
-        /// How it ended.
+        /// How the rank ended.
         exit: RankExit,
     },
 }
@@ -69,7 +69,7 @@ impl EventLog {
         self.count.send_replace(events.len());
     }
 
-    /// The stream ends when the last clone of the log is dropped.
+    /// Returns the events as a stream, which ends when the last clone of the log is dropped.
     pub(crate) fn stream(&self) -> BoxStream<'static, RankEvent> {
         let start = (Arc::clone(&self.events), self.count.subscribe(), 0);
         let next = |(events, mut count, read): (Arc<Mutex<Vec<RankEvent>>>, watch::Receiver<usize>, usize)| async move {

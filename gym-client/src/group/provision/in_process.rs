@@ -1,4 +1,4 @@
-//! Ranks as tasks and threads of this process: for all-in-one programs, for tests, for a laptop.
+//! Ranks as tasks and threads of this process, for all-in-one programs, tests and laptops.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -20,9 +20,9 @@ use crate::group::provision::workers::{Workers, start_inputs};
 use crate::group::usage::process::ProcessUsage;
 use crate::transport::Transports;
 
-/// Starts ranks in this process; they are reached in memory, by names of their own.
+/// Starts ranks in this process. They are called in memory, each by its own name.
 ///
-/// Their environment variables are in [`WorkerEnv::variables`] only: a process has one environment.
+/// The environment variables of a rank are only in [`WorkerEnv::variables`], because a process has a single environment.
 #[derive(Clone, Debug)]
 pub struct InProcessRanks {
     workers: Workers,
@@ -30,7 +30,8 @@ pub struct InProcessRanks {
 }
 
 impl InProcessRanks {
-    /// Ranks with these worker types, reached by what of these transports needs no socket; the controller must have it too.
+    /// Creates a provisioner of these worker types. The ranks listen over those of `transports` that need no socket; the controller
+    /// must have the same transports.
     #[must_use]
     pub fn new(workers: Workers, transports: impl Into<Transports>) -> Self {
         Self { workers, transports: transports.into() }
@@ -48,7 +49,7 @@ impl Provisioner for InProcessRanks {
             return Err(Error::not_started(Code::Unimplemented, message).about(subject));
         }
         let rendezvous = HeldRendezvous::hold(spec.ranks.len(), &spec.ports).map_err(|error| error.about(subject))?;
-        // Groups of one name may follow each other faster than the old one's names come free.
+        // A group may start before the names of an earlier group with the same name are free.
         static LAUNCHES: AtomicU64 = AtomicU64::new(1);
         let state = Arc::new(InProcessState {
             launch: LAUNCHES.fetch_add(1, Ordering::Relaxed),
@@ -79,26 +80,26 @@ struct InProcessState {
     rendezvous: HeldRendezvous,
     log: EventLog,
     live: Mutex<LiveRanks>,
-    /// All lives, those that are being ended too.
+    /// All incarnations, including those that are stopping.
     tasks: TaskTracker,
 }
 
 #[derive(Debug, Default)]
 struct LiveRanks {
     lives: BTreeMap<Rank, LiveRank>,
-    /// The ranks were shut down, or nobody holds them any more: none is started.
+    /// The ranks were shut down or dropped: no further rank is started.
     closed: bool,
 }
 
 impl LiveRanks {
-    /// Takes all lives, and starts no others.
+    /// Removes and returns all incarnations; none is started afterwards.
     fn close(&mut self) -> BTreeMap<Rank, LiveRank> {
         self.closed = true;
         std::mem::take(&mut self.lives)
     }
 }
 
-/// A rank's present life: a task that makes the worker, serves it, and says how it ended.
+/// The current incarnation of a rank: a task that creates the worker, serves it, and reports its exit.
 #[derive(Debug)]
 struct LiveRank {
     incarnation: Incarnation,
@@ -106,10 +107,10 @@ struct LiveRank {
     task: AbortOnDropHandle<()>,
 }
 
-/// How a life is ended from outside.
+/// Signals that end an incarnation.
 #[derive(Clone, Debug, Default)]
 struct StopSignals {
-    /// Calls that run may finish.
+    /// Requests a stop; running calls may finish.
     ask: CancelToken,
     kill: CancelToken,
 }
@@ -118,7 +119,7 @@ impl InProcessState {
     fn start(this: &Arc<Self>, place: RankPlace, incarnation: Incarnation) -> Result<()> {
         let (rank, end) = (place.rank, StopSignals::default());
         let (state, ends) = (Arc::clone(this), end.clone());
-        // Over the start, so that whoever closes finds every life that was started.
+        // Held during the start, so that `close` finds every incarnation that was started.
         let mut live = this.lock();
         if live.closed {
             let message = format!("the ranks of group {} were shut down", this.spec.group);
@@ -147,7 +148,7 @@ impl InProcessState {
         let host = KillOnDrop(host);
         let endpoints = listener.endpoints().to_vec();
         self.log.push(RankEvent::Ready { rank: place.rank, incarnation, endpoints });
-        // A kill breaks the connections below; until then calls that run have all the time they want.
+        // A kill closes the connections below; until then, running calls have no time limit.
         let serving = gym_core::transport::serve(listener, handler, end.ask.clone(), Duration::MAX);
         tokio::select! { biased;
             () = end.kill.cancelled() => RankExit::new(incarnation, ExitCause::Died),
@@ -187,7 +188,7 @@ impl InProcessState {
     }
 }
 
-/// Ends a worker however its life ends: an aborted one too, and though somebody keeps a channel to it.
+/// Ends a worker however its incarnation ends, even if the task is aborted or another task still holds a channel to it.
 struct KillOnDrop(WorkerHost);
 
 impl Drop for KillOnDrop {
@@ -197,13 +198,13 @@ impl Drop for KillOnDrop {
 }
 
 impl LiveRank {
-    /// Ends it as a crash would, without asking first: it must not look like a stop. Returns when it is over.
+    /// Ends the incarnation as a crash would, without a stop request, and returns when it has ended.
     async fn kill(self) {
         self.end.kill.cancel();
         let _ = self.task.await;
     }
 
-    /// Ends it, and returns when it is over.
+    /// Stops the incarnation, and returns when it has ended.
     async fn finish(self, grace: Duration) {
         let Self { end, task, .. } = self;
         end.ask.cancel();
@@ -254,7 +255,7 @@ impl Deployment for InProcessDeployment {
     async fn shutdown(&self, grace: Duration) -> Result<()> {
         let lives = self.0.lock().close();
         join_all(lives.into_values().map(|life| life.finish(grace))).await;
-        // Those that a restart or a kill is ending as well.
+        // Also waits for incarnations that a restart or a kill is ending.
         self.0.tasks.close();
         self.0.tasks.wait().await;
         Ok(())
@@ -263,7 +264,7 @@ impl Deployment for InProcessDeployment {
 
 impl Drop for InProcessDeployment {
     fn drop(&mut self) {
-        // The lives hold what holds them.
+        // The incarnations hold references to this state, so dropping it cannot end them.
         let lives = self.0.lock().close();
         drop(lives);
     }

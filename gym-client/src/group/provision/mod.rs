@@ -6,8 +6,8 @@
 //!     InProcess: tasks            └── restart(lives) · kill(rank) · usage() · shutdown(grace)
 //! ```
 //!
-//! A provisioner starts and ends ranks and reports their events. The supervisor of the group decides on restarts, and when a rank may be
-//! called.
+//! A provisioner starts and ends ranks and reports their events. The supervisor of the group decides on restarts, and on the time
+//! from which a rank may be called.
 
 pub(crate) mod deployment;
 pub(crate) mod events;

@@ -34,7 +34,7 @@ pub struct RankPlace {
 }
 
 impl RankPlace {
-    /// A rank on the bundle of the same number, on one node, without a GPU and not tied.
+    /// Returns the place of a rank on the bundle of the same number, on one node, without a GPU and not tied.
     #[must_use]
     pub fn on_one_node(rank: Rank, world_size: u32) -> Self {
         let name = format!("worker-0-{rank}");
@@ -63,15 +63,15 @@ impl Rendezvous {
         [
             ("MASTER_ADDR", self.master_address.to_string()),
             ("MASTER_PORT", self.master_port.to_string()),
-            // The text of a Python list, which NeMo RL's workers read.
+            // Formatted as a Python list, which NeMo RL's workers read.
             ("AVAILABLE_ADDR_LIST", format!("[{}]", addresses.join(", "))),
             ("AVAILABLE_PORT_LIST", format!("[{}]", ports.join(", "))),
         ]
     }
 }
 
-/// Ports reserved for one group on this machine, and the rendezvous that uses them. They are reserved until this is dropped, across all
-/// restarts.
+/// Ports reserved for one group on this machine, and the rendezvous that uses them. They stay reserved until this is dropped,
+/// across all restarts.
 #[derive(Debug)]
 pub(crate) struct HeldRendezvous {
     _held: Vec<HeldPort>,

@@ -1,9 +1,9 @@
-//! Ports that are held, not guessed.
+//! Holds ports by binding them, instead of guessing free ports.
 //!
-//! A port that was found free and let go again is somebody else's a moment later; that race is behind many of the failed
-//! starts that users of other libraries report. [`HeldPort`] keeps a socket bound to the port, not listening, with
-//! `SO_REUSEADDR`. Linux lets a second socket with `SO_REUSEADDR` bind and listen there, which is what torch's `TCPStore`
-//! does; one without it, and the kernel's own choice of a port, stay out.
+//! If a program finds a free port and releases it, another process can take the port a moment later. This race causes many of the
+//! failed starts that users of other libraries report. [`HeldPort`] keeps a socket bound to the port, not listening, with
+//! `SO_REUSEADDR`. Linux lets a second socket with `SO_REUSEADDR` bind and listen there, as torch's `TCPStore` does. Linux
+//! rejects a socket without the option, and does not choose the port by itself.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -13,13 +13,13 @@ use std::ops::Range;
 use gym_core::{Code, Error, Result};
 use tokio::net::TcpSocket;
 
-/// Draws before a search gives up.
+/// Number of draws before a search fails.
 pub(crate) const DRAWS: u32 = 50;
 
-/// A TCP port that stays ours, and that a program which sets `SO_REUSEADDR` before `bind` can listen on all the same.
+/// A TCP port that stays reserved, and on which a program that sets `SO_REUSEADDR` before `bind` can still listen.
 #[derive(Debug)]
 pub struct HeldPort {
-    // Held for its binding alone; dropping it gives the port back.
+    // Held only for its binding; dropping it releases the port.
     _socket: TcpSocket,
     port: u16,
 }
@@ -28,13 +28,13 @@ impl HeldPort {
     /// Holds `port` on all IPv4 addresses of this machine.
     ///
     /// # Errors
-    /// `AddrInUse` when anybody has it, bound or listening, or when a closed connection still lingers on it.
+    /// `AddrInUse` if the port is bound or listening, or if a closed connection still lingers on it.
     pub fn bind(port: u16) -> io::Result<Self> {
         let socket = TcpSocket::new_v4()?;
         socket.set_reuseaddr(false)?;
         socket.bind(SocketAddr::from((Ipv4Addr::UNSPECIFIED, port)))?;
-        // Only now: with it before `bind`, two holders would get the same port. The kernel asks for it on both sockets
-        // whenever the second one binds.
+        // Set only after `bind`: with the option before it, two holders would get the same port. The kernel checks the option on
+        // both sockets whenever the second one binds.
         socket.set_reuseaddr(true)?;
         let port = socket.local_addr()?.port();
         Ok(Self { _socket: socket, port })
@@ -43,39 +43,39 @@ impl HeldPort {
     /// Holds a free port of `range`, drawn at random.
     ///
     /// # Errors
-    /// `InvalidArgument` for an empty range; `ResourceExhausted` when no draw gave a free port.
+    /// `InvalidArgument` for an empty range; `ResourceExhausted` if no draw hits a free port.
     pub fn within(range: &Range<u16>, random: &mut fastrand::Rng) -> Result<Self> {
         search(range, SearchOrder::Draws(DRAWS), &BTreeSet::new(), random, Self::bind)
     }
 
-    /// Holds `count` ports in a row, the lowest block of `range` that is free as a whole from `start` on.
+    /// Holds `count` consecutive ports: the lowest block of `range`, from `start` on, in which all ports are free.
     ///
     /// # Errors
-    /// `InvalidArgument` when `count` is zero or `start` lies behind the range; `ResourceExhausted` when no block is free.
+    /// `InvalidArgument` if `count` is zero or `start` is above the range; `ResourceExhausted` if no block is free.
     pub fn block(range: &Range<u16>, count: u16, start: Option<u16>) -> Result<Vec<Self>> {
         block(range, count, start, Self::bind)
     }
 
-    /// Its number.
+    /// Returns the number of the port.
     #[must_use]
     pub fn port(&self) -> u16 {
         self.port
     }
 }
 
-/// How a search goes through a range.
+/// The order of a search through a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SearchOrder {
-    /// This many random draws; one that falls on an excluded port is spent.
+    /// This many random draws; a draw of an excluded port counts as well.
     Draws(u32),
     /// Each port that is not excluded once, in random order.
     EachOnce,
 }
 
-/// Looks for a port of `range` that `bind` can have, and returns what `bind` made of it.
+/// Searches for a port of `range` that `bind` accepts, and returns the result of `bind`.
 ///
 /// # Errors
-/// `InvalidArgument` for an empty range; `ResourceExhausted` when the tries are spent, with the last refusal as its cause.
+/// `InvalidArgument` for an empty range; `ResourceExhausted` if no try succeeds, with the error of the last try as its cause.
 pub(crate) fn search<T>(
     range: &Range<u16>,
     order: SearchOrder,

@@ -1,14 +1,14 @@
-//! The environment of a rank: what torch, and code written for NeMo RL, expect to find there.
+//! The environment of a rank, as torch and code for NeMo RL expect it.
 //!
-//! Later layers win over earlier ones:
+//! Later layers take precedence over earlier ones:
 //!
 //! | layer | from |
 //! |---|---|
-//! | defaults | those of the transports that may be used ([`Transports::variables`](crate::transport::Transports::variables)); the worker type, [`WorkerKind::with_defaults`](crate::group::provision::workers::WorkerKind::with_defaults) |
-//! | process | this process, without what belongs to it alone ([`EXCLUDED_PREFIXES`]) |
+//! | defaults | the allowed transports ([`Transports::variables`](crate::transport::Transports::variables)); the worker type, [`WorkerKind::with_defaults`](crate::group::provision::workers::WorkerKind::with_defaults) |
+//! | process | this process, without its own launcher variables ([`EXCLUDED_PREFIXES`]) |
 //! | group | the variables given to the group |
-//! | rank | `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `NODE_RANK`, `MASTER_ADDR`, `MASTER_PORT`, `AVAILABLE_ADDR_LIST`, `AVAILABLE_PORT_LIST`, `CUDA_VISIBLE_DEVICES`; of a tied group's leader `VLLM_PORT` |
-//! | configured | what the worker type makes of its place, [`WorkerKind::with_configure`](crate::group::provision::workers::WorkerKind::with_configure) |
+//! | rank | `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `NODE_RANK`, `MASTER_ADDR`, `MASTER_PORT`, `AVAILABLE_ADDR_LIST`, `AVAILABLE_PORT_LIST`, `CUDA_VISIBLE_DEVICES`; for a tied group's leader also `VLLM_PORT` |
+//! | configured | the worker type's function of the rank's place, [`WorkerKind::with_configure`](crate::group::provision::workers::WorkerKind::with_configure) |
 
 use std::collections::BTreeMap;
 
@@ -17,25 +17,25 @@ use crate::group::provision::place::{RankPlace, Rendezvous};
 /// Environment variables by name.
 pub type Variables = BTreeMap<String, String>;
 
-/// Prefixes of variables that describe *this* process's place in some launcher, and would mislead an MPI-aware engine in a
+/// Prefixes of variables that describe the place of *this* process in a launcher, and would mislead an MPI-aware engine in a
 /// worker.
 pub(crate) const EXCLUDED_PREFIXES: [&str; 6] = ["PMIX_", "PMI_", "MPI_", "OMPI_", "SLURM_", "RAY_"];
 
-/// The layers that a rank's environment is made of, lowest first; the rank's own comes from its place.
+/// The layers of a rank's environment, lowest first; the rank's own layer comes from its place.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct VariableLayers<'a> {
-    /// What the worker type brings.
+    /// The variables of the worker type.
     pub defaults: Variables,
     /// The environment of this process.
     pub process: Variables,
-    /// What the group was given.
+    /// The variables of the group.
     pub group: Option<&'a Variables>,
-    /// What the worker type made of the rank's place.
+    /// The variables that the worker type derives from the rank's place.
     pub configured: Variables,
 }
 
 impl VariableLayers<'_> {
-    /// The whole environment of one rank.
+    /// Merges the layers into the environment of one rank.
     #[must_use]
     pub(crate) fn for_rank(self, place: &RankPlace, rendezvous: &Rendezvous) -> Variables {
         let mut all = self.defaults;
@@ -46,18 +46,18 @@ impl VariableLayers<'_> {
             ("WORLD_SIZE", place.world_size.to_string()),
             ("LOCAL_RANK", place.local_rank.to_string()),
             ("NODE_RANK", place.node_rank.to_string()),
-            // Empty without a GPU, as Ray does: a worker that was given none must not take somebody else's.
+            // Empty without a GPU, as in Ray: a worker without a GPU must not use one of another worker.
             ("CUDA_VISIBLE_DEVICES", place.gpus.join(",")),
         ];
         all.extend(own.into_iter().chain(rendezvous.variables()).map(|(name, value)| (name.to_owned(), value)));
-        // By this name vLLM knows where its ranks meet.
+        // vLLM reads the port at which its ranks connect from this variable.
         all.extend(place.engine_port.map(|port| ("VLLM_PORT".to_owned(), port.to_string())));
         all.extend(self.configured);
         all
     }
 }
 
-/// Variables that are not text are left out: no worker protocol uses them, and JSON could not carry them.
+/// Returns the variables of this process that are valid UTF-8; no worker protocol uses others, and JSON could not contain them.
 #[must_use]
 pub(crate) fn process_variables() -> Variables {
     std::env::vars_os()

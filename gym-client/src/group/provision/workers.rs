@@ -1,4 +1,4 @@
-//! The worker types of a program, by name, and how a process becomes one of them.
+//! The worker types of a program by name, and the inputs from which their ranks start.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -51,7 +51,7 @@ pub struct Workers {
     transports: Option<Transports>,
 }
 
-/// One worker type: how it is made, and what it adds to the environment of its ranks.
+/// One worker type: creates its workers, and adds variables to the environment of their ranks.
 #[derive(Clone)]
 pub struct WorkerKind {
     start: Arc<Start>,
@@ -60,18 +60,18 @@ pub struct WorkerKind {
     configure: Option<Arc<Configure>>,
 }
 
-/// What a worker type makes of a rank's place.
+/// Variables and `init` keys that a worker type derives from a rank's place.
 #[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct RankOverrides {
-    /// Environment variables; they win over all others.
+    /// Environment variables; they take precedence over all others.
     pub variables: Variables,
-    /// Keys that are put over those of the group's `init`, which must be an object then.
+    /// Keys that replace those of the group's `init`, which must then be an object.
     pub init: Map<String, Value>,
 }
 
 impl WorkerKind {
-    /// Makes workers of type `W`.
+    /// Returns the kind that creates workers of type `W`.
     #[must_use]
     pub fn of<W: Worker>() -> Self {
         let start =
@@ -88,21 +88,21 @@ impl WorkerKind {
         Self { start: Arc::new(start), host: HostOptions::default(), defaults: Variables::new(), configure: None }
     }
 
-    /// Bounds of each rank's host.
+    /// Sets the options of each rank's host. Default: [`HostOptions::default`].
     #[must_use]
     pub fn with_host(mut self, options: HostOptions) -> Self {
         self.host = options;
         self
     }
 
-    /// Environment variables that everything else wins over.
+    /// Sets environment variables over which all other layers take precedence.
     #[must_use]
     pub fn with_defaults(mut self, defaults: Variables) -> Self {
         self.defaults = defaults;
         self
     }
 
-    /// Asked for each rank before it is started, in the controller: NeMo RL's `configure_worker`.
+    /// Sets a function that the controller calls for each rank before it starts, like NeMo RL's `configure_worker`.
     #[must_use]
     pub fn with_configure(mut self, configure: impl Fn(&RankPlace) -> RankOverrides + Send + Sync + 'static) -> Self {
         self.configure = Some(Arc::new(configure));
@@ -117,27 +117,27 @@ impl WorkerKind {
         self.configure.as_ref().map(|configure| configure(place)).unwrap_or_default()
     }
 
-    /// Makes the worker.
+    /// Creates the worker and starts its host.
     pub(crate) async fn start(&self, env: WorkerEnv, init: Box<RawValue>) -> Result<WorkerHost> {
         (self.start)(env, init, self.host.clone()).await
     }
 }
 
 impl RankOverrides {
-    /// Variables only.
+    /// Returns overrides with these variables and no `init` keys.
     #[must_use]
     pub fn variables(variables: Variables) -> Self {
         Self { variables, ..Self::default() }
     }
 
-    /// The same with one key over those of the group's `init`.
+    /// Adds a key that replaces the one in the group's `init`.
     #[must_use]
     pub fn with_init(mut self, key: &str, value: impl Into<Value>) -> Self {
         self.init.insert(key.to_owned(), value.into());
         self
     }
 
-    /// `init` with the keys of this put over its own.
+    /// Returns `init` with these keys in place of its own.
     pub(crate) fn over(self, init: &RawValue) -> Result<Box<RawValue>> {
         if self.init.is_empty() {
             return Ok(init.to_owned());
@@ -152,13 +152,13 @@ impl RankOverrides {
 }
 
 impl Workers {
-    /// None yet.
+    /// Creates a list without worker types.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// The same with one more type; a later one of the same name replaces the earlier.
+    /// Adds a worker type; it replaces an earlier type of the same name.
     #[must_use]
     pub fn with(self, name: impl Into<String>, kind: WorkerKind) -> Self {
         let mut kinds = (*self.kinds).clone();
@@ -166,7 +166,7 @@ impl Workers {
         Self { kinds: Arc::new(kinds), ..self }
     }
 
-    /// The same, with transports of your own for worker processes to listen by.
+    /// Sets the transports over which worker processes listen. Default: [`Transports::from_features`].
     #[must_use]
     pub fn over(self, transports: Transports) -> Self {
         Self { transports: Some(transports), ..self }
@@ -176,10 +176,10 @@ impl Workers {
         self.transports.clone().unwrap_or_else(|| Transports::from_features(InProcess::new()))
     }
 
-    /// The type of that name.
+    /// Returns the type of that name.
     ///
     /// # Errors
-    /// `NotFound` naming those there are.
+    /// `NotFound`, with the registered names.
     pub(crate) fn kind(&self, name: &str) -> Result<&WorkerKind> {
         self.kinds.get(name).ok_or_else(|| {
             let known: Vec<&str> = self.kinds.keys().map(String::as_str).collect();
@@ -204,7 +204,8 @@ impl fmt::Debug for WorkerKind {
     }
 }
 
-/// Some transports read variables when they are loaded, so a worker must start with them; the worker type's own win over them.
+/// Returns the default variables. Some transports read variables when they are loaded, so a worker must start with them. The worker
+/// type's own variables take precedence over them.
 fn defaults(kind: &WorkerKind, transports: &Transports, policy: Option<&TransportPolicy>) -> Variables {
     let policy = policy.cloned().unwrap_or_else(TransportPolicy::unconfigured);
     let variables = transports.clone().with_policy(policy).variables();
@@ -214,7 +215,7 @@ fn defaults(kind: &WorkerKind, transports: &Transports, policy: Option<&Transpor
     defaults
 }
 
-/// What a worker type and a launch make of one rank: its environment, and what it is made from.
+/// Returns the inputs of one rank's start: its environment, and the `init` of its worker.
 pub(crate) fn start_inputs(
     kind: &WorkerKind,
     transports: &Transports,

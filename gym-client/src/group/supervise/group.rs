@@ -19,7 +19,7 @@ use crate::group::supervise::status::{self, RankStatus, RankUsage, StuckRank};
 use crate::group::supervise::supervisor::{GroupState, GroupStop, GroupSupervisor, RestartReply, SupervisorCommand};
 use crate::group::usage::node::NodeMonitor;
 
-/// Commands in the queue of the supervisor, which answers each at once. Further callers wait for a place.
+/// Capacity of the supervisor's command queue; the supervisor answers each command at once. Further callers wait for capacity.
 const COMMANDS: usize = 8;
 /// The exit of a process is reported when all its descendants have exited, at most this long after it.
 const EXIT_WAIT: Duration = Duration::from_secs(10);
@@ -31,7 +31,7 @@ pub struct Group {
     memory_limit_bytes: Option<u64>,
     commands: mpsc::Sender<SupervisorCommand>,
     monitor: Option<Arc<NodeMonitor>>,
-    /// Released when the group is shut down or dropped: other groups may use the bundles then.
+    /// Released when the group is shut down or dropped: other groups can then use the bundles.
     registration: Mutex<Option<GroupRegistration>>,
     _supervisor: AbortOnDropHandle<()>,
 }
@@ -126,14 +126,15 @@ impl Group {
         Err(StartError { group: Arc::clone(&self.shared.name), cause, failed })
     }
 
-    /// Restarts all exited ranks, waits until every rank accepts calls, and returns the restarted ranks. Returns an empty list if no rank
-    /// had exited.
+    /// Restarts all exited ranks, waits until every rank accepts calls, and returns the restarted ranks. Returns an empty list if
+    /// no rank had exited.
     ///
-    /// Works without `restart_on_failure`, too. Each restart counts against the budget. The pause of an automatic restart ends at once.
+    /// Works without `restart_on_failure`, too. Each restart counts against the budget. The pause of an automatic restart ends at
+    /// once.
     ///
     /// # Errors
-    /// `ResourceExhausted` with the ranks whose budget is spent, after the others have restarted; if a restarted rank ends again; if `cx`
-    /// ends first.
+    /// `ResourceExhausted` with the ranks whose budget is spent, after the others have restarted; if a restarted rank ends again;
+    /// if `cx` ends first.
     pub async fn restart_failed_workers(&self, cx: &CallContext) -> Result<Vec<Rank>> {
         let subject = format!("restart the failed ranks of {}", self.shared.name);
         self.await_exits(cx).await;
@@ -163,7 +164,7 @@ impl Group {
         answer.await.map_err(|_| gone())
     }
 
-    /// As [`Group::ready`], except for the ranks in `except`.
+    /// Waits as [`Group::ready`] does, except for the ranks in `except`.
     async fn settled(&self, cx: &CallContext, except: &[Rank]) -> Result<(), StartError> {
         let mut view = self.shared.view.subscribe();
         let moving = |member: &Member| {
@@ -177,8 +178,8 @@ impl Group {
         waited.await.map_err(|cause| StartError { group: Arc::clone(&self.shared.name), cause, failed: Vec::new() })
     }
 
-    /// Waits for the exits of ranks that do not answer a probe: a call fails as soon as the connection breaks, which is before the exit is
-    /// reported.
+    /// Waits for the exits of ranks that do not respond to a probe. A call fails as soon as the connection breaks, before the
+    /// exit is reported.
     async fn await_exits(&self, cx: &CallContext) {
         let healthy: Vec<_> = {
             let records = self.shared.records();
@@ -209,14 +210,14 @@ impl Group {
         Balancer::new(Arc::clone(self) as Arc<dyn WorkerGroup>, balance)
     }
 
-    /// The status of each rank, in rank order. Never waits for a rank.
+    /// Returns the status of each rank, in rank order. Never waits for a rank.
     #[must_use]
     pub fn worker_status(&self) -> Vec<RankStatus> {
         let now = Instant::now();
         self.shared.records().iter().map(|record| status::status(record, now, &self.shared.options)).collect()
     }
 
-    /// The resource usage of each rank, in rank order, as last sampled. Never waits for a rank.
+    /// Returns the resource usage of each rank, in rank order, as last sampled. Never waits for a rank.
     #[must_use]
     pub fn resource_usage(&self) -> Vec<RankUsage> {
         let usage = self.shared.deployment.usage();
@@ -229,14 +230,14 @@ impl Group {
         places.into_iter().map(rank).collect()
     }
 
-    /// Ranks that run without a heartbeat, or with a call without progress. Ends no rank.
+    /// Returns the ranks that run without a heartbeat, or with a call without progress. Kills no rank.
     #[must_use]
     pub fn detect_stuck_workers(&self) -> Vec<StuckRank> {
         let now = Instant::now();
         self.shared.records().iter().filter_map(|record| status::stuck(record, now, &self.shared.options)).collect()
     }
 
-    /// Kills a rank as a crash would: for tests of failures.
+    /// Kills a rank as a crash would, for tests of failures.
     ///
     /// # Errors
     /// `NotFound` if the rank does not run.
@@ -244,8 +245,8 @@ impl Group {
         self.shared.deployment.kill(rank, None).await
     }
 
-    /// Rejects new calls, asks every rank to stop, kills ranks that still run after `grace`, and returns when all have exited. Later calls
-    /// have no effect.
+    /// Rejects new calls, asks every rank to stop, kills ranks that still run after `grace`, and returns when all have exited.
+    /// Later calls have no effect.
     ///
     /// # Errors
     /// If a rank could not be killed.
@@ -300,13 +301,13 @@ impl fmt::Debug for Group {
 }
 
 impl StartError {
-    /// The cause.
+    /// Returns the cause.
     #[must_use]
     pub fn cause(&self) -> &Error {
         &self.cause
     }
 
-    /// The ranks that do not accept calls, ascending, with their states and exits.
+    /// Returns the ranks that do not accept calls, in ascending order, with their states and exits.
     pub fn failed(&self) -> impl Iterator<Item = (Rank, RankState, Option<&RankExit>)> {
         self.failed.iter().map(|member| (member.rank, member.state, member.exit.as_deref()))
     }

@@ -22,8 +22,9 @@ use crate::group::usage::process::ProcessUsage;
 pub struct GroupMetrics(Weak<GroupState>);
 
 impl Group {
-    /// Returns the collector of this group's metrics, for a registry's `register_collector`. By `group` and `rank`: up, incarnation, restarts,
-    /// seconds since the last heartbeat, stuck, CPU, memory and its peak, GPU memory, and the connection. Unknown values are left out.
+    /// Returns the collector of this group's metrics, for a registry's `register_collector`. The labels are `group` and `rank`.
+    /// The metrics are up, incarnation, restarts, seconds since the last heartbeat, stuck, CPU, memory and its peak, GPU memory,
+    /// and the connection. Unknown values are omitted.
     #[must_use]
     pub fn metrics(&self) -> GroupMetrics {
         GroupMetrics(Arc::downgrade(&self.shared))

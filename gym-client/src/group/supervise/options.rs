@@ -73,14 +73,14 @@ impl GroupOptions {
         self
     }
 
-    /// The limits of the ranks' health. Only a process that ends makes a rank dead: missed heartbeats make it suspect, and the next one
-    /// makes it healthy again.
+    /// Returns the limits of the ranks' health. Only an exited process makes a rank dead. Missed heartbeats make it suspect, and
+    /// the next heartbeat makes it healthy again.
     pub(super) fn health_policy(&self) -> HealthPolicy {
         HealthPolicy { unhealthy_after: u32::MAX, healthy_after: 1, restarts_max: self.max_restarts, serving_min: 1 }
     }
 
-    /// Calls this method on restarted ranks before they serve, for example to load the current weights. A restarted rank is stale and gets
-    /// no calls until the method has succeeded. Tied ranks are called together.
+    /// Calls this method on restarted ranks before they serve, for example to load the current weights. A restarted rank is stale
+    /// and receives no calls until the method has succeeded. Tied ranks are called together.
     #[must_use]
     pub fn on_restart<M: Method>(mut self, method: M, args: M::Args) -> Self {
         self.on_restart = Some(Arc::new(move |subset, cx| {

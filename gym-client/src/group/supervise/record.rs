@@ -1,4 +1,4 @@
-//! The supervisor's record of one rank over all its incarnations, and of the ranks that are tied to it. Pure: no task, no process.
+//! The supervisor's record of one rank over all its incarnations, and of the ranks that are tied to it. Uses no tasks or processes.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,21 +11,21 @@ use tokio::time::Instant;
 use crate::group::provision::RankPlace;
 use crate::group::supervise::options::GroupOptions;
 
-/// One rank.
+/// The record of one rank.
 #[derive(Debug)]
 pub(crate) struct RankRecord {
     pub(crate) place: RankPlace,
     pub(crate) incarnation: Incarnation,
     health: RankHealth,
     pub(crate) pid: Option<u32>,
-    /// For calls.
+    /// The channel for calls.
     pub(crate) channel: Option<Channel>,
-    /// For heartbeats, which must not wait behind large messages.
+    /// The channel for heartbeats, which must not wait behind large messages.
     pub(crate) control: Option<Channel>,
-    /// How the last incarnation that ended did so.
+    /// The exit of the last incarnation that ended.
     pub(crate) exit: Option<Arc<RankExit>>,
     pub(crate) last_error: Option<String>,
-    /// Why the supervisor is killing the current incarnation.
+    /// The reason why the supervisor is killing the current incarnation.
     pub(crate) kill_reason: Option<String>,
     preparation: RestartPreparation,
     /// Consecutive exits, without an incarnation between them that served for longer than `backoff_max`.
@@ -46,12 +46,12 @@ enum RestartPreparation {
     Failed,
 }
 
-/// What the supervisor does after an exit.
+/// The supervisor's next step after an exit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum AfterExit {
     /// Restarts the rank after a pause.
     Restart(Duration),
-    /// Nothing, until a restart is requested.
+    /// Waits until a restart is requested.
     Rest,
 }
 
@@ -89,7 +89,7 @@ impl RankRecord {
         self.health.note(event, &options.health_policy());
     }
 
-    /// The current incarnation has ended.
+    /// Records that the current incarnation has ended.
     pub(crate) fn ended(&mut self, mut exit: RankExit, now: Instant, options: &GroupOptions) -> AfterExit {
         let stopped = exit.cause == ExitCause::Stopped;
         // A process that exited by itself was not killed by the supervisor.
@@ -115,13 +115,13 @@ impl RankRecord {
         AfterExit::Restart(pause.min(options.backoff_max))
     }
 
-    /// Takes one restart from the budget; if none is left, the rank is retired and this returns `false`.
+    /// Takes one restart from the budget. If none is left, retires the rank and returns `false`.
     pub(crate) fn use_restart(&mut self, options: &GroupOptions) -> bool {
         self.note(HealthEvent::RestartGranted, options);
         self.health.restart_granted()
     }
 
-    /// The next incarnation starts.
+    /// Records that the next incarnation starts, and returns it.
     pub(crate) fn restarting(&mut self, options: &GroupOptions) -> Incarnation {
         self.reset();
         self.incarnation = Incarnation(self.incarnation.0 + 1);
@@ -129,14 +129,14 @@ impl RankRecord {
         self.incarnation
     }
 
-    /// The rank is connected.
+    /// Records that the rank is connected.
     pub(crate) fn reached(&mut self, channel: Channel, control: Channel, now: Instant) {
         self.channel = Some(channel);
         self.control = Some(control);
         self.last_heartbeat = Some(now);
     }
 
-    /// `on_restart` succeeded or failed.
+    /// Records the result of `on_restart`.
     pub(crate) fn prepared(&mut self, prepared: Result<(), String>) {
         match prepared {
             // The rank has ended in the meantime; its exit is the better error.
@@ -151,7 +151,7 @@ impl RankRecord {
         self.preparation == RestartPreparation::Failed
     }
 
-    /// The rank may be called.
+    /// Marks the rank as ready for calls.
     pub(crate) fn serve(&mut self, now: Instant, options: &GroupOptions) {
         self.note(HealthEvent::Ready, options);
         self.healthy_since = Some(now);
@@ -171,7 +171,7 @@ impl RankRecord {
         self.state() != before
     }
 
-    /// Time since the last heartbeat; zero for a rank that is not connected.
+    /// Returns the time since the last heartbeat; zero for a rank that is not connected.
     pub(crate) fn silence(&self, now: Instant) -> Duration {
         self.last_heartbeat.map_or(Duration::ZERO, |last_heartbeat| now.duration_since(last_heartbeat))
     }
@@ -193,27 +193,28 @@ impl RankRecord {
     }
 }
 
-/// What follows from an exit for the rank and for the ranks that are tied to it.
+/// The effects of an exit on the rank and on the ranks that are tied to it.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct GroupExit {
     pub(crate) next: AfterExit,
-    /// The tied ranks, which are dead to the group; their processes must be killed.
+    /// The tied ranks, which the group counts as dead; their processes must be killed.
     pub(crate) others: Vec<(Rank, Incarnation)>,
 }
 
-/// The records of the ranks that are tied to `rank`, itself included.
+/// Returns the records of the ranks that are tied to `rank`, including its own.
 pub(crate) fn tied(records: &mut [RankRecord], rank: Rank) -> impl Iterator<Item = &mut RankRecord> {
     let tied = records.get(rank as usize).map(|record| record.place.tied);
     records.iter_mut().filter(move |record| Some(record.place.tied) == tied)
 }
 
-/// Takes one restart from the budget of each record, or retires it: all that have none left, not only the first.
+/// Takes one restart from the budget of each record. Retires all records without restarts left, not only the first.
 pub(crate) fn use_restarts<'a>(records: impl Iterator<Item = &'a mut RankRecord>, options: &GroupOptions) -> bool {
     records.map(|record| record.use_restart(options)).filter(|granted| !granted).count() == 0
 }
 
-/// An incarnation of `rank` has ended, and with it those of the ranks that are tied to it: part of a model is of no use, and the other
-/// parts would wait for it inside a collective. Tied ranks share their budget, pauses and restarts. Returns `None` if nothing changed.
+/// Records that an incarnation of `rank` has ended, and with it those of the ranks that are tied to it. An incomplete model
+/// cannot run, and the other ranks would wait for this one inside a collective. Tied ranks share their budget, pauses and
+/// restarts. Returns `None` if nothing changed.
 pub(crate) fn ended(
     records: &mut [RankRecord],
     rank: Rank,
@@ -229,7 +230,7 @@ pub(crate) fn ended(
             let known = Arc::make_mut(known);
             (known.code, known.signal, known.stderr_tail) = (code, signal, stderr_tail);
         } else {
-            // The rank was abandoned because its preparation failed, which is not an exit. This is the exit.
+            // The rank was already marked as dead because its preparation failed, which is not an exit. This is the exit.
             record.exit = Some(Arc::new(exit));
             record.reset();
         }
@@ -249,7 +250,8 @@ pub(crate) fn ended(
     Some(GroupExit { next, others })
 }
 
-/// Lets the ranks tied to `rank` serve once all of them are connected and, after a restart, prepared. Returns the ranks to prepare now.
+/// Lets the ranks tied to `rank` serve once all of them are connected and, after a restart, prepared. Returns the ranks to prepare
+/// now.
 pub(crate) fn serve_when_complete(
     records: &mut [RankRecord],
     rank: Rank,

@@ -24,7 +24,7 @@ struct RegisteredGroup {
     stop: Option<GroupStop>,
 }
 
-/// A group's registration on its cluster; ends when dropped.
+/// The registration of a group on its cluster; it ends when dropped.
 #[derive(Debug)]
 pub(crate) struct GroupRegistration {
     groups: Arc<ClusterGroups>,
@@ -73,12 +73,12 @@ impl ClusterGroups {
 }
 
 impl GroupRegistration {
-    /// Number of the group on the cluster.
+    /// Returns the number of the group on the cluster.
     pub(crate) fn number(&self) -> u64 {
         self.number
     }
 
-    /// Stores how to stop the group.
+    /// Stores the handle that stops the group.
     pub(crate) fn ends_by(&self, stop: GroupStop) {
         if let Some(registered) = self.groups.lock().1.get_mut(&self.number) {
             registered.stop = Some(stop);

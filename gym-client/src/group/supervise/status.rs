@@ -68,7 +68,7 @@ pub struct StuckRank {
     pub incarnation: Incarnation,
     /// The method that it ran at the last heartbeat, if any.
     pub method: Option<String>,
-    /// How long that call has run.
+    /// The time for which that call has run.
     pub elapsed: Duration,
     /// Time since the last heartbeat or progress.
     pub still: Duration,
@@ -76,7 +76,7 @@ pub struct StuckRank {
     pub reason: StuckReason,
 }
 
-/// Why a rank counts as stuck.
+/// The reason why a rank counts as stuck.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum StuckReason {
@@ -105,14 +105,14 @@ pub(super) fn status(record: &RankRecord, now: Instant, options: &GroupOptions) 
     }
 }
 
-/// Reports a stuck rank. Ended ranks and idle ranks with heartbeats are not stuck.
+/// Returns a report if the rank is stuck. Ended ranks and idle ranks with heartbeats are not stuck.
 pub(super) fn stuck(record: &RankRecord, now: Instant, options: &GroupOptions) -> Option<StuckRank> {
     if !matches!(record.state(), RankState::Healthy | RankState::Suspect | RankState::Stale) {
         return None;
     }
     let silent = record.silence(now);
     let running = record.report.as_ref().into_iter().flat_map(|report| &report.running);
-    // Its report is as old as its last heartbeat.
+    // The rank's report is as old as its last heartbeat.
     let since = |ms: u64| Duration::from_millis(ms) + silent;
     let stillest = running.max_by_key(|call| call.still_ms);
     let method = stillest.map(|call| call.method.clone());

@@ -1,4 +1,4 @@
-//! A subset of ranks as a separate group, so that ranks that accept no calls yet can be prepared.
+//! A subset of ranks as a separate group, which prepares ranks that accept no calls yet.
 
 use std::sync::Arc;
 
@@ -16,7 +16,7 @@ pub(crate) struct RankSubset {
 }
 
 impl RankSubset {
-    /// `gate`: that of the other group.
+    /// Creates the subset; `gate` is the gate of the other group.
     pub(crate) fn of(name: Arc<str>, members: Vec<Member>, gate: Option<Arc<dyn Gate>>) -> Result<Self> {
         let ranks = members.iter().map(|member| member.rank).collect();
         let layout = RankLayout::from_ranks([("rank".to_owned(), members.len())], ranks)?;

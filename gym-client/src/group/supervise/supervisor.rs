@@ -23,9 +23,9 @@ use crate::group::supervise::subset::RankSubset;
 
 /// Time to connect to a rank that has reported its endpoints.
 const CONNECT_WAIT: Duration = Duration::from_secs(10);
-/// A status request takes microseconds; this leaves time for a machine that swaps.
+/// Time for a status request, which takes microseconds; the limit leaves time for a machine that swaps.
 const PROBE_WAIT: Duration = Duration::from_secs(2);
-/// `on_restart` loads weights, which may take as long as a start.
+/// Time for `on_restart`, which loads weights and may take as long as a start.
 const PREPARE_WAIT: Duration = crate::group::provision::DEFAULT_START_TIMEOUT;
 
 /// State shared by the group and its supervisor.
@@ -37,14 +37,14 @@ pub(super) struct GroupState {
     pub(super) view: watch::Sender<Arc<GroupView>>,
     /// Admits the calls of the group.
     pub(super) gate: Option<Arc<dyn Gate>>,
-    /// In rank order, from 0.
+    /// The records in rank order, from 0.
     records: Mutex<Vec<RankRecord>>,
 }
 
 /// A command of the group to its supervisor.
 #[derive(Debug)]
 pub(super) enum SupervisorCommand {
-    /// Restarts the ranks that have ended. The reply has the ranks that restart, and those without restarts left.
+    /// Restarts the ranks that have ended. The reply lists the ranks that restart, and those without restarts left.
     RestartFailed(oneshot::Sender<RestartReply>),
 }
 
@@ -166,7 +166,7 @@ impl GroupSupervisor {
         }
     }
 
-    /// Changes the record of a rank if this is still its incarnation, and publishes it.
+    /// Changes the record of a rank and publishes it, if this is still the rank's incarnation.
     fn change<T>(&self, rank: Rank, incarnation: Incarnation, change: impl FnOnce(&mut RankRecord) -> T) -> Option<T> {
         let changed = {
             let mut records = self.shared.records();
@@ -208,8 +208,8 @@ impl GroupSupervisor {
         }
     }
 
-    /// Runs a job. A panic in the job, whose code may come from transports, provisioners and methods, fails the job, because its result
-    /// is awaited.
+    /// Runs a job. The job runs code of transports, provisioners and methods. If that code panics, the job fails, because its
+    /// result is awaited.
     fn spawn<T>(
         &mut self,
         job: impl Future<Output = Result<T>> + Send + 'static,
@@ -231,7 +231,7 @@ impl GroupSupervisor {
         for (rank, life) in lives {
             let shared = Arc::clone(&self.shared);
             self.jobs.spawn(async move {
-                // An incarnation that has ended need not be killed, and the next one must not be.
+                // An incarnation that has already ended needs no kill, and the next one must not be killed.
                 let _ = shared.deployment.kill(rank, Some(life)).await;
                 JobResult::Nothing
             });
@@ -277,7 +277,7 @@ impl GroupSupervisor {
                     // An incarnation that never started has no event, and the exit of one rank ends all tied ranks.
                     let exit = RankExit::start_failed(life, format!("it could not be started again: {error}"));
                     self.on_event(RankEvent::Exited { rank, exit });
-                    // Some of them may have started.
+                    // Some of the ranks may have started.
                     self.end(lives);
                 }
             }
@@ -295,7 +295,7 @@ impl GroupSupervisor {
         }
     }
 
-    /// Once a rank and the ranks tied to it are connected, prepares them or lets them serve.
+    /// Prepares a rank and the ranks tied to it once all are connected, or lets them serve.
     fn serve_when_complete(&mut self, rank: Rank) {
         let unprepared =
             record::serve_when_complete(&mut self.shared.records(), rank, Instant::now(), &self.shared.options);
@@ -333,12 +333,12 @@ impl GroupSupervisor {
         self.shared.publish();
         let shared = Arc::clone(&self.shared);
         let again = lives.clone();
-        // If a single rank fails to start, that follows as an event.
+        // If a single rank fails to start, an event reports it.
         let restarting = async move { shared.deployment.restart(&CallContext::default(), &again).await };
         self.spawn(restarting, |begun| JobResult::Restarted(lives, begun));
     }
 
-    /// A restart has begun. The restarted ranks may have ended or been retired in the meantime.
+    /// Handles a restart that has begun. The restarted ranks may have ended or been retired in the meantime.
     fn restarted(&mut self, lives: &[(Rank, Incarnation)]) {
         let Some(&(rank, life)) = lives.first() else { return };
         let (tied, over) = {
@@ -374,7 +374,7 @@ impl GroupSupervisor {
                 let record = &records[rank as usize];
                 let (state, incarnation) = (record.state(), record.incarnation);
                 let allowed = match state {
-                    // Its restart is granted and waits for its pause, which ends now.
+                    // The restart of the rank is granted and waits for its pause, which ends now.
                     RankState::Dead if pending => true,
                     RankState::Dead => record::use_restarts(record::tied(&mut records, rank), &options),
                     RankState::Stale if unprepared => {

@@ -1,4 +1,4 @@
-//! One step of group relative policy optimisation, in the order of NeMo RL's `grpo_train`.
+//! One step of group relative policy optimization, in the order of NeMo RL's `grpo_train`.
 
 use std::time::Duration;
 
@@ -10,22 +10,22 @@ use tokio::time::Instant;
 
 use crate::group::train::{EnvironmentInterface, GenerationInterface, PolicyInterface, check_rows, with_columns_of};
 
-/// What is fixed over a training run. The names are NeMo RL's.
+/// Settings of a training run. The names are those of NeMo RL.
 #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct GrpoConfig {
-    /// Answers to each prompt; they are each other's baseline.
+    /// Number of answers to each prompt; their rewards form the baseline of each other. Default: 16.
     pub num_generations_per_prompt: usize,
-    /// Whether a row's own reward stays out of its baseline.
+    /// Excludes a row's own reward from its baseline. Default: `true`.
     pub use_leave_one_out_baseline: bool,
-    /// Whether advantages are divided by the standard deviation of their group.
+    /// Divides advantages by the standard deviation of their group. Default: `true`.
     pub normalize_rewards: bool,
-    /// Prompts that the run may leave out because none of their answers has a reward; `None`: any number.
+    /// Maximum number of prompts that the run may skip because none of their answers has a reward. Default: `None`, no limit.
     pub max_skipped_prompts: Option<u32>,
 }
 
 impl Default for GrpoConfig {
-    /// NeMo RL's: 16 generations, both switches on. Any number of prompts may be left out.
+    /// Returns NeMo RL's defaults: 16 generations and both switches on. Any number of prompts may be skipped.
     fn default() -> Self {
         Self {
             num_generations_per_prompt: 16,
@@ -36,7 +36,7 @@ impl Default for GrpoConfig {
     }
 }
 
-/// A training run's state between steps: whether the generation engine has the policy's weights.
+/// The state of a training run between steps, which records whether the generation engine has the policy's current weights.
 #[derive(Debug)]
 pub struct Grpo {
     config: GrpoConfig,
@@ -45,43 +45,43 @@ pub struct Grpo {
     steps: u64,
 }
 
-/// What a step came to.
+/// The result of a step.
 #[derive(Clone, Debug)]
 pub struct GrpoStep<S> {
-    /// Its number, from 1.
+    /// Number of the step, from 1.
     pub number: u64,
-    /// What the policy reports of its training.
+    /// The policy's statistics of its training.
     pub stats: S,
-    /// The mean over the rows that have a reward.
+    /// Mean reward over the rows that have one.
     pub reward_mean: f64,
-    /// Rows that have a reward.
+    /// Number of rows that have a reward.
     pub scored: usize,
-    /// Rows without: masked, not trained on.
+    /// Number of rows without a reward: masked and not trained on.
     pub unscored: usize,
-    /// Where the time went.
+    /// Durations of the phases.
     pub durations: StepDurations,
 }
 
-/// Where a step's time went. The fields are NeMo RL's timer labels.
+/// Durations of a step's phases. The fields are NeMo RL's timer labels.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct StepDurations {
-    /// Weights to the generation engine; zero when it had them.
+    /// Transfer of the weights to the generation engine; zero if the engine had them.
     pub prepare_for_generation: Duration,
-    /// Answers.
+    /// Generation of the answers.
     pub generation: Duration,
-    /// The environment.
+    /// Scoring by the environment.
     pub reward_calculation: Duration,
-    /// Both passes over the answers.
+    /// Both passes of log probabilities over the answers.
     pub policy_and_reference_logprobs: Duration,
-    /// The optimiser step.
+    /// Training step of the policy.
     pub policy_training: Duration,
 }
 
 impl Grpo {
-    /// A run that has not begun: the generation engine is refit before its first answer.
+    /// Creates a run before its first step: the generation engine is refit before its first answer.
     ///
     /// # Errors
-    /// `InvalidArgument` without generations.
+    /// `InvalidArgument` if `num_generations_per_prompt` is zero.
     pub fn new(config: GrpoConfig) -> Result<Self> {
         if config.num_generations_per_prompt == 0 {
             return Err(Error::invalid("num_generations_per_prompt must be at least 1"));
@@ -90,14 +90,16 @@ impl Grpo {
         Ok(Self { config, skips, stale: true, steps: 0 })
     }
 
-    /// Refit if stale, generate, step, log probs, reference log probs, advantages, train.
+    /// Runs one step: refit if the weights are stale, generate, score, log probabilities, reference log probabilities,
+    /// advantages, train.
     ///
-    /// What [`PolicyInterface::train`] gets beside the generations' and the policy's own columns, one value a row, all `float32`:
-    /// `total_reward` (0 where there is none), `sample_mask` (1 where there is one, else 0), `baseline`, `std`, `advantages`.
+    /// Besides the columns of the generations and of the policy, [`PolicyInterface::train`] receives these columns with one
+    /// `float32` value per row: `total_reward` (0 without a reward), `sample_mask` (1 with a reward, else 0), `baseline`, `std`,
+    /// `advantages`.
     ///
     /// # Errors
-    /// The first error of an interface; `FailedPrecondition` when no row has a reward, or more prompts than may be are without one.
-    /// Nothing was trained then.
+    /// The first error of an interface. `FailedPrecondition` if no row has a reward, or if more prompts than
+    /// `max_skipped_prompts` have none; nothing was trained then.
     pub async fn step<P: PolicyInterface, G: GenerationInterface, E: EnvironmentInterface>(
         &mut self,
         cx: &CallContext,
@@ -130,7 +132,7 @@ impl Grpo {
         let training = with_columns_of(training, &scores.columns, "environment step")?;
         let training = with_columns_of(training, &log_probs, "log probs")?;
         let training = with_columns_of(training, &reference, "reference log probs")?;
-        // From here on the weights may have changed, also when the answer is lost.
+        // The weights may change from here on, even if the response is lost.
         self.stale = true;
         let stats = policy.train(cx, training, loss).await?;
         durations.policy_training = stopwatch.next();
@@ -139,7 +141,7 @@ impl Grpo {
         Ok(GrpoStep { number: self.steps, stats, reward_mean, scored, unscored, durations })
     }
 
-    /// Counts the prompts of which no answer has a reward.
+    /// Counts the prompts whose answers all lack a reward.
     fn skip_unscored(&mut self, rewards: &[Option<f32>]) -> Result<()> {
         let Some(skips) = &mut self.skips else { return Ok(()) };
         for (prompt, rewards) in rewards.chunks(self.config.num_generations_per_prompt).enumerate() {
@@ -151,7 +153,7 @@ impl Grpo {
         Ok(())
     }
 
-    /// The generations with their rewards and advantages, the mean reward, and how many rows have one.
+    /// Returns the generations with their rewards and advantages, the mean reward, and the number of rows with a reward.
     fn training_batch(&self, generations: Batch, rewards: &[Option<f32>]) -> Result<(Batch, f64, usize)> {
         let rows = rewards.len();
         let scored = rewards.iter().flatten().count();
@@ -167,7 +169,7 @@ impl Grpo {
             if self.config.use_leave_one_out_baseline { Comparison::LeaveOneOut } else { Comparison::WholeGroup };
         let baselines = Baselines::of_groups(&prompts, &values, &valid, compare)?;
         let advantages = baselines.advantages(&values, self.config.normalize_rewards)?;
-        // What a masked row would have been worth is nobody's business.
+        // The advantage of a masked row is 0.
         let advantages = advantages.iter().zip(&valid).map(|(advantage, valid)| if *valid { *advantage } else { 0.0 });
         let column = |values: &mut dyn Iterator<Item = f64>| {
             Tensor::from_vec([rows], values.map(|value| value as f32).collect::<Vec<f32>>())
@@ -183,7 +185,7 @@ impl Grpo {
     }
 }
 
-/// A stop watch.
+/// A stopwatch.
 struct Stopwatch(Instant);
 
 impl Stopwatch {

@@ -1,4 +1,4 @@
-//! The single controller: one program that drives generation, environments and training over their interfaces.
+//! Single-controller training: one program drives generation, environments and training through their interfaces.
 //!
 //! ```text
 //!   prompts ─ repeat_interleave ─► Generation::generate ─► Environment::step ─► rewards, or none
@@ -7,9 +7,9 @@
 //!                 └────────── Policy::train ◄─── advantages ◄────┘
 //! ```
 //!
-//! The interfaces are NeMo RL's `PolicyInterface`, `GenerationInterface` and `EnvironmentInterface`; [`Grpo::step`] calls them
-//! in the documented order. Losses and models are the implementor's. A rollout that failed has no reward: it is masked out of
-//! the baseline and of the loss, and never counts as 0.
+//! The interfaces are NeMo RL's `PolicyInterface`, `GenerationInterface` and `EnvironmentInterface`; [`Grpo::step`] calls them in
+//! the documented order. The implementor provides losses and models. A failed rollout has no reward: it is masked out of the
+//! baseline and of the loss, and never counts as 0.
 
 mod grpo;
 mod rollouts;
@@ -22,20 +22,20 @@ use gym_core::{CallContext, Error, Result};
 pub use grpo::{Grpo, GrpoConfig, GrpoStep, StepDurations};
 pub use rollouts::{ROLLOUT_COLUMN, RolloutEnvironment, TASK_COLUMN};
 
-/// The model that is trained.
+/// The model to train, called by [`Grpo::step`], which ends with the first error of a method.
 pub trait PolicyInterface: Sync {
-    /// What is minimised, as its workers understand it.
+    /// The loss to minimize, as the policy's workers define it.
     type Loss: Sync;
-    /// What a training step reports.
+    /// Statistics that a training step reports.
     type Stats: Send;
 
-    /// Log probabilities of the generated tokens under the current weights: one row for each row of the batch.
+    /// Returns the log probabilities of the generated tokens under the current weights: one row for each row of the batch.
     fn log_probs(&self, cx: &CallContext, batch: &Batch) -> impl Future<Output = Result<Batch>> + Send;
 
-    /// The same under the weights of the reference model.
+    /// Returns the same log probabilities under the weights of the reference model.
     fn reference_log_probs(&self, cx: &CallContext, batch: &Batch) -> impl Future<Output = Result<Batch>> + Send;
 
-    /// One optimiser step over the batch.
+    /// Runs one optimizer step over the batch.
     fn train(
         &self,
         cx: &CallContext,
@@ -44,40 +44,40 @@ pub trait PolicyInterface: Sync {
     ) -> impl Future<Output = Result<Self::Stats>> + Send;
 }
 
-/// The engine that answers prompts.
+/// The engine that answers prompts, called by [`Grpo::step`], which ends with the first error of a method.
 pub trait GenerationInterface: Sync {
-    /// Takes over the policy's current weights. Called before the first [`GenerationInterface::generate`] and after each training step;
-    /// one that fails is asked again before the next.
+    /// Loads the policy's current weights. Called before the first [`GenerationInterface::generate`] and after each training
+    /// step. If the call fails, it is repeated before the next `generate`.
     fn refit(&self, cx: &CallContext) -> impl Future<Output = Result<()>> + Send;
 
-    /// Answers each row of prompts: the same rows with the answers' columns beside them.
+    /// Answers each row of prompts: returns the same rows with additional columns for the answers.
     fn generate(&self, cx: &CallContext, prompts: &Batch) -> impl Future<Output = Result<Batch>> + Send;
 }
 
-/// What scores generations.
+/// The environment that scores generations, called by [`Grpo::step`], which ends with the first error of a method.
 pub trait EnvironmentInterface: Sync {
-    /// Plays each row to its end.
+    /// Runs each row to its end and returns the rewards.
     fn step(&self, cx: &CallContext, generations: &Batch) -> impl Future<Output = Result<EnvironmentReturn>> + Send;
 }
 
-/// What the environment made of a batch, row by row.
+/// The environment's results for a batch, row by row.
 #[derive(Clone, Debug, Default)]
 pub struct EnvironmentReturn {
-    /// The reward of each row; `None` where the rollout failed or has no score.
+    /// The reward of each row; `None` if the rollout failed or has no score.
     pub rewards: Vec<Option<f32>>,
-    /// Further columns for training, of as many rows; or none at all.
+    /// Additional columns for training, with the same number of rows; may be empty.
     pub columns: Batch,
 }
 
 impl EnvironmentReturn {
-    /// Rewards without further columns.
+    /// Returns these rewards without additional columns.
     #[must_use]
     pub fn new(rewards: Vec<Option<f32>>) -> Self {
         Self { rewards, columns: Batch::empty() }
     }
 }
 
-/// All columns of `more` beside those of `batch`; a column of the same name is replaced.
+/// Adds all columns of `more` to those of `batch`; a column of the same name is replaced.
 fn with_columns_of(mut batch: Batch, more: &Batch, from: &str) -> Result<Batch> {
     for (name, column) in more.columns() {
         batch.insert(name, column.clone()).map_err(|error| error.about(from.to_owned()))?;

@@ -1,4 +1,4 @@
-//! The environment of a training step whose scores are real rollouts: each row is played by the servers that are named.
+//! A training environment whose scores come from real rollouts: a named server runs each row.
 
 use std::sync::Arc;
 
@@ -14,13 +14,13 @@ use crate::collect::run::outcome::reward_of;
 use crate::collect::{Driver, DriverOptions, RolloutRow};
 use crate::group::train::{EnvironmentInterface, EnvironmentReturn};
 
-/// The JSON column in which [`RolloutEnvironment`] finds the rows to play.
+/// The JSON column with the rows that [`RolloutEnvironment`] runs.
 pub const TASK_COLUMN: &str = "task";
-/// The JSON column in which it leaves the rollouts: the scored row, or `null`.
+/// The JSON column for the rollouts: the scored row, or `null`.
 pub const ROLLOUT_COLUMN: &str = "rollout";
 
-/// Plays the rows of the JSON column `task` on an environment server, as the collector would: a window at a time, each with
-/// its attempts, deadline and typed failures, but recorded in memory alone. The rollouts come back in the column `rollout`.
+/// Runs the rows of the JSON column `task` on an environment server as the collector does: with bounded concurrency, attempts,
+/// deadlines and typed failures. The rollouts are recorded only in memory and returned in the column `rollout`.
 #[derive(Clone, Debug)]
 pub struct RolloutEnvironment {
     client: ServerClient,
@@ -31,7 +31,7 @@ pub struct RolloutEnvironment {
 }
 
 impl RolloutEnvironment {
-    /// Rollouts of `agent`, run by the environment server (or agent) named `server`.
+    /// Creates an environment that runs rollouts of `agent` on the environment server (or agent) named `server`.
     #[must_use]
     pub fn new(client: ServerClient, world: &World, server: &str, agent: &str) -> Self {
         Self {
@@ -43,14 +43,14 @@ impl RolloutEnvironment {
         }
     }
 
-    /// The same with another window, other attempts and deadlines. An attempt also ends with the step's own deadline.
+    /// Replaces concurrency, attempts and deadlines. An attempt also ends at the step's own deadline.
     #[must_use]
     pub fn with_options(mut self, options: DriverOptions) -> Self {
         self.options = options;
         self
     }
 
-    /// Row `index` as the server is asked to play it.
+    /// Returns row `index` as it is sent to the server.
     fn row(&self, index: usize, text: Bytes) -> Result<RolloutRow> {
         let key = TaskKey::new(u32::try_from(index).expect("a batch has fewer rows"), 0);
         let task = RawObject::parse(text)

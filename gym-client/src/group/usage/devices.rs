@@ -1,13 +1,14 @@
-//! The GPUs that this machine offers, found without loading a driver.
+//! The GPUs of this machine, found without loading a driver.
 //!
-//! `CUDA_VISIBLE_DEVICES` comes first and is read as CUDA reads it. Without it, the list of the kernel driver under `/proc` counts, as
-//! far as the device files exist: in a container, the list shows all GPUs of the host, and the device files only those of the container.
+//! `CUDA_VISIBLE_DEVICES` takes precedence and is parsed as CUDA does. Without it, the kernel driver's list under `/proc` counts,
+//! as far as the device files exist. In a container, that list shows all GPUs of the host, and the device files only those of the
+//! container.
 
 use std::fs;
 use std::path::Path;
 
-/// Returns the GPUs that programs may use, as in `CUDA_VISIBLE_DEVICES`: indices, or the identifiers in that variable. Empty if there is
-/// none.
+/// Returns the GPUs that programs may use, as in `CUDA_VISIBLE_DEVICES`: indices, or the identifiers in that variable. Empty if
+/// there are none.
 #[must_use]
 pub fn visible_gpus() -> Vec<String> {
     match std::env::var("CUDA_VISIBLE_DEVICES") {
@@ -16,7 +17,7 @@ pub fn visible_gpus() -> Vec<String> {
     }
 }
 
-/// CUDA takes the entries before the first invalid one.
+/// Returns the entries of the list. CUDA uses the entries before the first invalid one.
 fn named(list: &str) -> Vec<String> {
     let entries = list.split(',').map(str::trim);
     let valid = |entry: &&str| entry.parse::<u32>().is_ok() || entry.starts_with("GPU-") || entry.starts_with("MIG-");
@@ -31,7 +32,7 @@ fn named(list: &str) -> Vec<String> {
     taken
 }
 
-/// The driver's devices in the order of their bus addresses, which is their index with `CUDA_DEVICE_ORDER=PCI_BUS_ID`.
+/// Returns the driver's devices in the order of their bus addresses, which is their index with `CUDA_DEVICE_ORDER=PCI_BUS_ID`.
 fn present(root: &Path) -> Vec<String> {
     let Ok(folders) = fs::read_dir(root.join("proc/driver/nvidia/gpus")) else { return Vec::new() };
     let mut addresses: Vec<_> = folders.filter_map(|folder| Some(folder.ok()?.path())).collect();

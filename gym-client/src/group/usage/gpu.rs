@@ -1,8 +1,8 @@
 //! GPU memory by process and usage by GPU, sampled from `nvidia-smi` by one task for the whole program.
 //!
-//! `nvidia-smi` comes with every driver and needs neither a library nor `unsafe`. A query takes 20-500 ms, so the sampler asks rarely,
-//! in the background, and only where there are GPUs. In a container with its own process numbers, the driver reports numbers that do
-//! not exist there: the memory of a process is then unknown, which is not the same as 0.
+//! `nvidia-smi` comes with every driver and needs neither a library nor `unsafe`. A query takes 20-500 ms, so the sampler runs
+//! queries rarely, in the background, and only on machines with GPUs. In a container with its own process IDs, the driver reports
+//! IDs that do not exist there. The memory of a process is then unknown, which is not the same as 0.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -21,7 +21,7 @@ use crate::group::usage::devices::visible_gpus;
 const PERIOD: Duration = Duration::from_secs(5);
 /// The GPUs are queried every second time: a process that opens all of them costs tenths of a second.
 const GPUS_EVERY: u32 = 2;
-/// If the driver hangs, so does its tool.
+/// Limit for a query: if the driver hangs, so does `nvidia-smi`.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 const PROCESSES: &str = "--query-compute-apps=pid,used_gpu_memory";
 const GPUS: &str = "--query-gpu=index,uuid,memory.used,memory.total,utilization.gpu";
@@ -55,7 +55,7 @@ pub(crate) struct GpuSampler {
     task: AbortOnDropHandle<()>,
 }
 
-/// The last answers of the driver.
+/// The last results of the driver's queries.
 #[derive(Debug, Default)]
 struct GpuSample {
     processes: Mutex<Option<MemoryByProcess>>,
@@ -64,8 +64,8 @@ struct GpuSample {
 }
 
 impl GpuSampler {
-    /// The sampler that all groups and clusters of the program share. Must be called within a tokio runtime. Returns `None` if there is
-    /// no GPU or no `nvidia-smi`.
+    /// Returns the sampler that all groups and clusters of the program share. Must be called within a tokio runtime. Returns
+    /// `None` if there is no GPU or no `nvidia-smi`.
     pub(crate) fn shared() -> Option<Arc<Self>> {
         static SHARED: Mutex<Weak<GpuSampler>> = Mutex::new(Weak::new());
         if visible_gpus().is_empty() {
@@ -91,8 +91,8 @@ impl GpuSampler {
         Self { last, task }
     }
 
-    /// GPU memory of these processes, in bytes. Returns `None` before the first answer, after a failed query, and if the driver lists
-    /// none of the processes: it lists only those that use a GPU.
+    /// Returns the GPU memory of these processes, in bytes. Returns `None` before the first result and after a failed query. Also
+    /// returns `None` if the driver lists none of the processes: it lists only those that use a GPU.
     pub(crate) fn held_bytes(&self, processes: impl IntoIterator<Item = i32>) -> Option<u64> {
         let held = lock(&self.last.processes);
         let held = held.as_ref()?;
@@ -100,7 +100,8 @@ impl GpuSampler {
         known.copied().reduce(u64::saturating_add)
     }
 
-    /// The usage of all GPUs as last sampled; `None` before the first answer. The first call starts the sampling of the GPUs.
+    /// Returns the usage of all GPUs as last sampled; `None` before the first result. The first call starts the sampling of the
+    /// GPUs.
     pub(crate) fn gpus(&self) -> Option<Vec<GpuUsage>> {
         self.last.gpus_wanted.store(true, Ordering::Relaxed);
         lock(&self.last.gpus).clone()
@@ -135,7 +136,7 @@ async fn sample(tool: PathBuf, last: Arc<GpuSample>) {
         }
         if until_gpus == 0 {
             until_gpus = GPUS_EVERY;
-            // After a failed query, the previous answer remains.
+            // After a failed query, the previous result remains.
             if let Ok(text) = answer(&tool, GPUS).await {
                 *lock(&last.gpus) = Some(text.lines().filter_map(read_gpu).collect());
             }
@@ -148,7 +149,7 @@ async fn ask_processes(tool: &Path) -> Result<MemoryByProcess, String> {
     answer(tool, PROCESSES).await.map(|text| read_processes(&text))
 }
 
-/// The tool's answer to a query: cells separated by commas, memory in MiB.
+/// Returns the output of a query: cells separated by commas, memory in MiB.
 async fn answer(tool: &Path, query: &str) -> Result<String, String> {
     let mut command = Command::new(tool);
     command.args([query, "--format=csv,noheader,nounits"]);
@@ -164,7 +165,8 @@ async fn answer(tool: &Path, query: &str) -> Result<String, String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// Reads lines of `pid, MiB`. A process on several GPUs has several lines; `[N/A]`, which virtual machines report, is not a number.
+/// Parses lines of `pid, MiB`. A process on several GPUs has several lines; `[N/A]`, which virtual machines report, is not a
+/// number.
 fn read_processes(answer: &str) -> MemoryByProcess {
     let mut held = MemoryByProcess::new();
     for line in answer.lines() {
@@ -177,7 +179,7 @@ fn read_processes(answer: &str) -> MemoryByProcess {
     held
 }
 
-/// Reads one line of the answer to [`GPUS`].
+/// Parses one line of the output of [`GPUS`].
 fn read_gpu(line: &str) -> Option<GpuUsage> {
     let mut cells = line.split(',').map(str::trim);
     let (index, uuid) = (cells.next()?.parse().ok()?, cells.next()?.to_owned());

@@ -1,7 +1,7 @@
 //! Memory of this node and of its GPUs, sampled while a cluster with `monitor_memory` exists.
 //!
-//! The usage of a GPU is that of all its processes. [`ProcessUsage`](crate::group::usage::process::ProcessUsage) has the GPU memory of
-//! one rank.
+//! The usage of a GPU is that of all its processes. [`ProcessUsage`](crate::group::usage::process::ProcessUsage) has the GPU
+//! memory of one rank.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -36,7 +36,7 @@ pub(crate) struct NodeMonitor {
 }
 
 impl NodeMonitor {
-    /// Must be called within a tokio runtime.
+    /// Starts the monitor. Must be called within a tokio runtime.
     pub(crate) fn start() -> Self {
         let last = Arc::default();
         let _task = AbortOnDropHandle::new(tokio::spawn(sample(Arc::clone(&last))));
@@ -47,7 +47,7 @@ impl NodeMonitor {
         self.last.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// The usage of these GPUs, as far as it is known. The names are those of `CUDA_VISIBLE_DEVICES`.
+    /// Returns the usage of these GPUs, as far as it is known. The names are those of `CUDA_VISIBLE_DEVICES`.
     pub(crate) fn gpus(&self, names: &[String]) -> Vec<GpuUsage> {
         let all = self.usage().map(|usage| usage.gpus).unwrap_or_default();
         let is = |gpu: &GpuUsage, name: &str| {
@@ -73,7 +73,7 @@ async fn sample(last: Arc<Mutex<Option<NodeUsage>>>) {
     }
 }
 
-/// The next sample, with the extremes since sampling began.
+/// Returns the next sample, with the extremes since sampling began.
 fn after(before: Option<NodeUsage>, memory_bytes: u64, available_bytes: u64, gpus: Option<Vec<GpuUsage>>) -> NodeUsage {
     let available_bytes_min =
         before.as_ref().map_or(available_bytes, |before| before.available_bytes_min.min(available_bytes));
@@ -86,7 +86,7 @@ fn after(before: Option<NodeUsage>, memory_bytes: u64, available_bytes: u64, gpu
     NodeUsage { memory_bytes, available_bytes, available_bytes_min, gpus }
 }
 
-/// Total and available memory, in bytes.
+/// Returns total and available memory, in bytes.
 fn meminfo(text: &str) -> Option<(u64, u64)> {
     let bytes = |name: &str| {
         let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;

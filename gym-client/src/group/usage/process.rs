@@ -19,8 +19,8 @@ pub struct ProcessUsage {
     pub peak_resident_bytes: u64,
     /// Number of processes.
     pub processes: u32,
-    /// GPU memory of the processes in bytes, up to some seconds old. `None` if there is no GPU or no `nvidia-smi`, or the driver knows
-    /// none of the processes: they use no GPU, or have other numbers outside of their container.
+    /// GPU memory of the processes in bytes, up to some seconds old. `None` if there is no GPU or no `nvidia-smi`. Also `None` if
+    /// the driver lists none of the processes: they use no GPU, or have other process IDs outside of their container.
     pub gpu_memory_bytes: Option<u64>,
 }
 
@@ -33,7 +33,7 @@ pub(crate) struct UsageMeter {
 }
 
 impl UsageMeter {
-    /// Measures the session of process `leader`; every child of the launcher leads a session.
+    /// Creates a meter of the session of process `leader`; every child of the launcher leads a session.
     pub(crate) fn new(leader: i32) -> Self {
         Self { leader, last: None, peak_bytes: 0 }
     }
@@ -57,7 +57,7 @@ impl UsageMeter {
         let ticks = members.values().map(|stat| stat.cpu_ticks).sum::<u64>();
         let cpu_percent = self.last.and_then(|(then, before)| {
             let seconds = now.duration_since(then).as_secs_f64();
-            // The time of a child that ended is no longer in the sum.
+            // The CPU time of a child that ended is no longer in the sum.
             let used = ticks.saturating_sub(before);
             #[expect(clippy::cast_precision_loss, reason = "a percentage")]
             (seconds > 0.0).then(|| 100.0 * used as f64 / units.ticks_per_second as f64 / seconds)
@@ -73,7 +73,7 @@ impl UsageMeter {
     }
 }
 
-/// The kernel's units.
+/// The kernel's units of time and memory.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct KernelUnits {
     pub(crate) page_bytes: u64,
@@ -89,7 +89,7 @@ impl KernelUnits {
     }
 }
 
-/// The processes of the leader's session, and their descendants outside of it.
+/// Returns the processes of the leader's session, and their descendants outside of it.
 fn members(processes: &BTreeMap<i32, ProcessStat>, leader: i32) -> BTreeMap<i32, &ProcessStat> {
     let mut found: BTreeMap<i32, &ProcessStat> =
         processes.iter().filter(|(_, stat)| stat.session == leader).map(|(pid, stat)| (*pid, stat)).collect();
@@ -106,7 +106,7 @@ fn members(processes: &BTreeMap<i32, ProcessStat>, leader: i32) -> BTreeMap<i32,
     }
 }
 
-/// The kernel's record of a process's resident memory (`VmHWM`), in bytes.
+/// Returns the kernel's record of a process's resident memory (`VmHWM`), in bytes.
 fn high_water_bytes(pid: i32) -> Option<u64> {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;

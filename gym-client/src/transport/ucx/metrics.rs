@@ -1,4 +1,4 @@
-//! What UCX does in this process, as Prometheus metrics.
+//! The activity of UCX in this process, as Prometheus metrics.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -10,17 +10,17 @@ use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::counter::ConstCounter;
 
-/// Reads UCX whenever metrics are asked for. Register it as a collector.
+/// Prometheus collector of UCX, read at each scrape.
 ///
 /// | metric | labels | counts |
 /// |---|---|---|
-/// | `gym_ucx_wakeups` | `source` | what ended the progress thread's waits: `event`, `command`, `tick`; `busy` rounds that found work |
+/// | `gym_ucx_wakeups` | `source` | ends of the progress thread's waits: `event`, `command`, `tick`; or `busy` rounds |
 /// | `gym_ucx_bytes` | `peer`, `direction` | payloads |
-/// | `gym_ucx_parcels` | `peer`, `way` | `sent`; received as `eager` or by `rendezvous` |
-/// | `gym_ucx_round_trips` | `peer`, `below_us` | signs of life that were back in less than so many microseconds |
+/// | `gym_ucx_parcels` | `peer`, `way` | active messages: `sent`; received as `eager` or by `rendezvous` |
+/// | `gym_ucx_round_trips` | `peer`, `below_us` | heartbeats that returned within this number of microseconds |
 /// | `gym_ucx_unregistered_bytes` | | payloads outside of the registered memory |
 ///
-/// Those of a peer are of the connections that are open now.
+/// The values of a peer cover its open connections.
 pub struct UcxMetrics(Option<Ucx>);
 
 impl UcxMetrics {
@@ -35,7 +35,7 @@ impl fmt::Debug for UcxMetrics {
     }
 }
 
-/// One series of a family: the values of its labels, and its count.
+/// One series of a family: its label values and its count.
 type Series = (Vec<(&'static str, String)>, u64);
 
 impl Collector for UcxMetrics {
@@ -61,7 +61,7 @@ fn families(stats: &UcxStats) -> [(&'static str, &'static str, Vec<Series>); 5] 
     ];
     let wakeups = wakeups.map(|(source, count)| (vec![("source", source.to_owned())], count)).to_vec();
     let by_peer = |label: &'static str, read: &dyn Fn(&ConnectionReport) -> Vec<(String, u64)>| {
-        // A peer has two connections where heartbeats have one of their own.
+        // A peer has two connections if heartbeats have a separate one.
         let mut sums: BTreeMap<(String, String), u64> = BTreeMap::new();
         for connection in &stats.connections {
             for (value, count) in read(connection) {

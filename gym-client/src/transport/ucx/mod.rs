@@ -8,13 +8,13 @@ use std::sync::Arc;
 use gym_transport_http::http1::HttpConnector;
 use gym_transport_rdma::{Ucx, UcxBackend, UcxConfig};
 
-/// One that is loaded when it is first used.
+/// Returns a backend that loads UCX when it is first used.
 pub(super) fn backend() -> UcxBackend {
     let backend = UcxBackend::new(Arc::new(HttpConnector::default()), Ucx::new(UcxConfig::default()));
     backend.reported_by(|within| Box::pin(report::ucx_report(within)))
 }
 
-/// What keeps this host from RDMA, if looking at its files can tell.
+/// Returns the reason why this host cannot use RDMA, as far as its files show.
 pub(super) async fn rdma_fault() -> Option<String> {
     let look = || gym_transport_rdma::probe::ProbeOptions::new().without_loading().probe();
     let probe = tokio::task::spawn_blocking(look).await.ok()?;

@@ -1,4 +1,4 @@
-//! UCX's report on itself, taken in a child process.
+//! A report on UCX from a child process.
 
 use std::io::Write;
 use std::os::unix::process::ExitStatusExt;
@@ -12,25 +12,25 @@ use tokio::process::Command;
 
 use gym_transport_rdma::UCX_VARIABLES;
 
-/// First argument that makes a process load UCX and print what it found.
+/// First argument that makes a process load UCX and print the report.
 pub(crate) const REPORT_ROLE: &str = "--gym-ucx-report";
 static ENTERED: AtomicBool = AtomicBool::new(false);
 
-/// Records that this executable takes roles: running it again does not run the user's `main` twice.
+/// Records that this executable supports roles: running it again does not run the user's `main` twice.
 pub(crate) fn set_entered() {
     ENTERED.store(true, Ordering::Release);
 }
 
-/// How its line begins: UCX writes lines of its own to standard output.
+/// Prefix of the report's line; UCX prints other lines to standard output.
 const MARK: &str = "gym-ucx-report ";
 
-/// What UCX says of itself, found out in a child process, because loading it changes a process for ever. [`enter`] must have
+/// Returns UCX's report on itself. A child process loads UCX, because loading it changes a process permanently. [`enter`] must have
 /// been called in this program.
 ///
 /// [`enter`]: crate::launch::enter
 ///
 /// # Errors
-/// Why UCX cannot be used: it is not there (with every place that was looked in and how to install it), it crashed, or it took
+/// The reason why UCX cannot be used. It was not found (with all searched paths and how to install it), it crashed, or it took
 /// longer than `within`.
 pub async fn ucx_report(within: Duration) -> Result<UcxReport, String> {
     if !ENTERED.load(Ordering::Acquire) {
@@ -66,7 +66,7 @@ fn read(output: &Output) -> Result<UcxReport, String> {
 pub(crate) fn be_reporter() -> ! {
     let found = UcxReport::take(&LoadOptions::default()).map_err(|error| error.to_string());
     let text = serde_json::to_string(&found).expect("a report can be written as JSON");
-    // A line of its own, whatever UCX has printed.
+    // On a separate line, whatever UCX has printed before.
     let written = writeln!(std::io::stdout(), "\n{MARK}{text}");
     std::process::exit(i32::from(written.is_err()));
 }

@@ -1,8 +1,8 @@
-//! The reading end as a machine without a socket: it says where the next bytes go, and what the bytes so far mean.
+//! Decodes frames without a socket: returns the buffer for the next bytes, and the events of the bytes so far.
 //!
-//! Large parts of a message are read from the socket straight into the buffer they stay in; everything else passes through a
-//! small staging buffer. A length is checked before anything is allocated for it, and each part only gets its buffer when the
-//! part before it is complete: a peer that announces much and sends little costs little.
+//! Large parts of a message are read from the socket directly into their final buffer; all other bytes pass through a small
+//! staging buffer. A length is checked before memory is allocated for it, and each part gets its buffer only when the previous part
+//! is complete. A peer that announces much and sends little therefore costs little.
 
 use std::sync::Arc;
 
@@ -14,12 +14,12 @@ use gym_core::transport::mux::malformed;
 use crate::frames::buffers::{ReceiveBuffer, ReceiveBufferPool};
 use crate::frames::codec::frame::{CHUNK_BYTES, FRAME_BYTES, FrameHeader, FrameKind};
 
-/// Bytes of the staging buffer: a few hundred small calls at a time.
+/// Size of the staging buffer: a few hundred small calls at a time.
 const STAGING_BYTES: usize = 64 << 10;
-/// From here on, bytes of a part are read where they stay; below, one more system call costs more than the copy.
+/// From this size on, bytes of a part are read directly into its buffer; below, another system call costs more than the copy.
 const DIRECT_BYTES_MIN: usize = 4 << 10;
 
-/// What has come.
+/// An event of the decoder.
 #[derive(Debug)]
 pub(crate) enum Event {
     Handshake(Bytes),
@@ -38,9 +38,9 @@ pub(crate) enum Event {
 pub(crate) struct MessageStart {
     pub(crate) kind: FrameKind,
     pub(crate) call: u64,
-    /// What follows the lengths in its header.
+    /// The rest of the header, after the lengths.
     pub(crate) header: Bytes,
-    /// Bytes of its head and segments.
+    /// Number of bytes of its head and segments.
     pub(crate) total: usize,
 }
 
@@ -61,7 +61,7 @@ pub(crate) struct Decoder {
     stage: Stage,
     partial: Option<PartialMessage>,
     chunk_left: usize,
-    /// Whether the last space given out was a part's own buffer.
+    /// `true` if the last returned space was a part's own buffer.
     direct: bool,
 }
 
@@ -72,7 +72,7 @@ enum Stage {
     Body,
 }
 
-/// A message on its way in.
+/// A message that is being received.
 struct PartialMessage {
     call: u64,
     lengths: Lengths,
@@ -85,7 +85,7 @@ struct PartialMessage {
 }
 
 impl PartialMessage {
-    /// Freezes what is full and makes room for the part that comes next.
+    /// Freezes the full part and allocates the buffer of the next one.
     fn settle(&mut self, pool: &Arc<ReceiveBufferPool>) -> Result<()> {
         loop {
             match self.buffer.take() {
@@ -106,14 +106,14 @@ impl PartialMessage {
         }
     }
 
-    /// Bytes that the part under way still wants.
+    /// Returns the number of bytes that the current part still needs.
     fn part_left(&self) -> usize {
         self.buffer.as_ref().map_or(0, |buffer| buffer.len() - self.filled)
     }
 }
 
 impl Decoder {
-    /// `already` came before this machine was there.
+    /// Creates a decoder; `already` holds bytes that were received before.
     pub(crate) fn new(limits: MessageLimits, pool: Arc<ReceiveBufferPool>, already: &[u8]) -> Self {
         let mut staging = vec![0; STAGING_BYTES.max(already.len())];
         staging[..already.len()].copy_from_slice(already);
@@ -130,7 +130,7 @@ impl Decoder {
         }
     }
 
-    /// Where the next bytes are to be put; never empty. To be asked when [`Decoder::next`] has nothing more.
+    /// Returns the buffer for the next bytes, which is never empty. Call it when [`Decoder::next`] has returned `None`.
     pub(crate) fn space(&mut self) -> &mut [u8] {
         let staged = self.end - self.start;
         if staged == 0 {
@@ -143,7 +143,7 @@ impl Decoder {
             if staged == 0 && wanted >= DIRECT_BYTES_MIN {
                 self.direct = true;
             } else if matches!(self.stage, Stage::Frame) && partial.left >= DIRECT_BYTES_MIN {
-                // Only the frame's first bytes: what follows is to be read where it stays.
+                // Reads only the start of the frame, because the following bytes are read directly into the part's buffer.
                 staging_max = FRAME_BYTES - staged;
             }
         }
@@ -169,7 +169,7 @@ impl Decoder {
         &mut self.staging[self.end..until]
     }
 
-    /// So many bytes were put into the space.
+    /// Records that `count` bytes were written into the space.
     pub(crate) fn advance(&mut self, count: usize) {
         match &mut self.partial {
             Some(partial) if self.direct => {
@@ -181,12 +181,12 @@ impl Decoder {
         }
     }
 
-    /// Whether the bytes so far end where a frame ends.
+    /// Returns `true` if the bytes so far end at the end of a frame.
     pub(crate) fn is_at_rest(&self) -> bool {
         self.partial.is_none() && self.start == self.end && matches!(self.stage, Stage::Frame)
     }
 
-    /// Keeps the message whose start came last.
+    /// Keeps the message whose start was the last event.
     pub(crate) fn keep(&mut self) -> Result<()> {
         let Some(partial) = &mut self.partial else { return Ok(()) };
         partial.keep = true;
@@ -194,7 +194,7 @@ impl Decoder {
         partial.settle(&self.pool)
     }
 
-    /// What the bytes so far mean; none when more are needed.
+    /// Returns the next event of the bytes so far; `None` if more bytes are needed.
     pub(crate) fn next(&mut self) -> Result<Option<Event>> {
         loop {
             let staged = &self.staging[self.start..self.end];

@@ -1,40 +1,40 @@
-//! What stands on the wire around a message's header and bytes, which are [`gym_core::transport::mux`]'s.
+//! The frames on the wire around a message's header and bytes, which [`gym_core::transport::mux`] defines.
 //!
 //! ```text
 //! frame     kind u8 | zero u8 | zero u16 | length u32 | call u64 | length bytes
 //! ```
 //!
-//! Little endian. The first [`CHUNK_BYTES`] of a message follow its header at once, the others in body frames.
+//! Integers are little endian. The first [`CHUNK_BYTES`] of a message follow its header directly, the other bytes in body frames.
 
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 use gym_core::Result;
 use gym_core::transport::mux::header::{FAILED_BYTES_MAX, HEADER_BYTES_MAX};
 use gym_core::transport::mux::{ConnectionLimits, Handshake, malformed};
 
-/// Bytes of a frame before its own.
+/// Size of a frame's own header.
 pub(crate) const FRAME_BYTES: usize = 16;
-/// A message longer than this is cut, and what is urgent goes between the pieces: at 1 GB/s a heartbeat or a cancel waits a
-/// millisecond, and the frame's own 16 bytes and the reads they cost are lost in the noise.
+/// A message longer than this is split, and urgent frames are sent between the chunks. At 1 GB/s, a heartbeat or a cancellation
+/// waits one millisecond. The cost of the 16 bytes of each frame, and of reading them, is negligible.
 pub(crate) const CHUNK_BYTES: usize = 1 << 20;
 
-/// What a frame is.
+/// The kind of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum FrameKind {
-    /// The first one each way: versions and limits.
+    /// The first frame in each direction: versions and limits.
     Handshake,
-    /// A call's header, its first chunk behind it.
+    /// The header of a call, followed by its first chunk.
     Request,
-    /// An answer's header, its first chunk behind it.
+    /// The header of a response, followed by its first chunk.
     Response,
     /// A further chunk of the message that was begun last.
     Body,
-    /// The caller has left.
+    /// The caller has cancelled the call.
     Cancel,
-    /// The call has no answer, and why.
+    /// The call has no response, with the reason.
     Failed,
-    /// I am here.
+    /// A heartbeat, without content.
     Heartbeat,
-    /// From the server: no new calls please. From the client: none will come.
+    /// From the server: requests that the client send no new calls. From the client: confirms that no new calls follow.
     Drain,
 }
 
@@ -50,7 +50,7 @@ impl FrameKind {
         Self::Drain,
     ];
 
-    /// The longest that a frame of this kind may announce.
+    /// Returns the maximum length that a frame of this kind can announce.
     fn length_max(self) -> usize {
         match self {
             Self::Handshake => Handshake::BYTES,
@@ -62,7 +62,7 @@ impl FrameKind {
     }
 }
 
-/// The first bytes of every frame.
+/// The header of every frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct FrameHeader {
     pub(crate) kind: FrameKind,
@@ -71,7 +71,7 @@ pub(crate) struct FrameHeader {
 }
 
 impl FrameHeader {
-    /// Reads the first bytes of a frame; what it announces is within the bound of its kind.
+    /// Parses the header of a frame; its length is within the limit of its kind.
     pub(crate) fn read(bytes: [u8; FRAME_BYTES]) -> Result<Self> {
         let mut from = &bytes[..];
         let (number, zeros) = (from.get_u8(), (from.get_u8(), from.get_u16_le()));
@@ -87,33 +87,33 @@ impl FrameHeader {
     pub(crate) fn write(self, to: &mut BytesMut) {
         to.put_u8(self.kind as u8);
         to.put_bytes(0, 3);
-        // Beyond it nothing is sent: `HEADER_BYTES_MAX` is far below.
+        // Longer frames are never sent: `HEADER_BYTES_MAX` is far below this limit.
         to.put_u32_le(u32::try_from(self.length).unwrap_or(u32::MAX));
         to.put_u64_le(self.call);
     }
 }
 
-/// A frame that is complete with its first bytes.
+/// Returns a frame that consists only of its header.
 pub(crate) fn bare(kind: FrameKind, call: u64) -> Bytes {
     let mut bytes = BytesMut::with_capacity(FRAME_BYTES);
     FrameHeader { kind, length: 0, call }.write(&mut bytes);
     bytes.freeze()
 }
 
-/// The first bytes of a further chunk.
+/// Returns the header of a further chunk.
 pub(crate) fn body_head(call: u64, length: usize) -> Bytes {
     let mut bytes = BytesMut::with_capacity(FRAME_BYTES);
     FrameHeader { kind: FrameKind::Body, length, call }.write(&mut bytes);
     bytes.freeze()
 }
 
-/// Puts the call's number into a frame that is written already.
+/// Writes the call's number into a frame that is already encoded.
 pub(crate) fn number_frame(frame: &mut [u8], call: u64) {
     frame[FRAME_BYTES - 8..FRAME_BYTES].copy_from_slice(&call.to_le_bytes());
 }
 
-/// The frame of what was written behind `FRAME_BYTES` of headroom. What is beyond the bound of its kind is the writer's to
-/// refuse.
+/// Fills in the frame header in the first `FRAME_BYTES` of `bytes`, which are reserved for it. The caller checks that the content
+/// is within the limit of its kind.
 pub(crate) fn framed(kind: FrameKind, call: u64, mut bytes: BytesMut) -> BytesMut {
     let length = bytes.len() - FRAME_BYTES;
     let mut head = BytesMut::with_capacity(FRAME_BYTES);
@@ -122,7 +122,7 @@ pub(crate) fn framed(kind: FrameKind, call: u64, mut bytes: BytesMut) -> BytesMu
     bytes
 }
 
-/// The first frame each way.
+/// Returns the first frame of each direction.
 pub(crate) fn greeting_frame(limits: &ConnectionLimits) -> Bytes {
     let mut bytes = BytesMut::with_capacity(FRAME_BYTES + Handshake::BYTES);
     bytes.put_bytes(0, FRAME_BYTES);

@@ -1,4 +1,4 @@
-//! The answering end of a framed connection.
+//! The server end of a framed connection.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,7 +24,7 @@ use crate::frames::connection::socket::{ReadHalf, Socket};
 pub(crate) struct ListenerState {
     config: FramesConfig,
     pub(crate) pool: Arc<ReceiveBufferPool>,
-    /// Calls of all connections.
+    /// Permits for the calls of all connections.
     pub(crate) calls: Arc<Semaphore>,
 }
 
@@ -35,8 +35,8 @@ impl ListenerState {
     }
 }
 
-/// Answers the calls of one connection. Ends when the peer leaves, which it does soon after it was told that `drain` fired.
-/// Dropping the future drops its running calls.
+/// Serves the calls of one connection. Returns when the peer disconnects, which it does soon after it was notified that `drain`
+/// fired. Dropping the future drops its running calls.
 pub(crate) async fn serve(
     socket: Socket,
     received: &[u8],
@@ -80,7 +80,7 @@ async fn read_requests(
     mut decoder: Decoder,
     heard: &PeerActivity,
 ) -> Result<()> {
-    // Of the request that is on its way in.
+    // The header of the request that is being received.
     let mut header = None;
     loop {
         while let Some(event) = decoder.next()? {

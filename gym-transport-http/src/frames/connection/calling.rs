@@ -1,4 +1,4 @@
-//! The calling end of a framed connection.
+//! The client end of a framed connection.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -22,7 +22,7 @@ use crate::frames::connection::socket::{ReadHalf, Socket};
 
 type End = CallingEnd<FrameSendQueue>;
 
-/// Exchanges greetings over a connected socket.
+/// Exchanges handshakes over a connected socket.
 pub(crate) async fn open(
     socket: Socket,
     received: &[u8],
@@ -36,12 +36,12 @@ pub(crate) async fn open(
     let mut decoder = Decoder::new(config.limits.message_limits(), Arc::clone(&pool), received);
     let theirs = greeting(&mut read, &mut decoder).await?;
     let end = CallingEnd::new(send_queue, &config.limits, theirs);
-    // It ends when the end is over: with the last channel and call, or with the connection.
+    // The task ends when the client end does: with the last channel and call, or with the connection.
     tokio::spawn(drive(Arc::clone(&end), read, decoder, pool, config.limits.clone()).boxed());
     Ok(MuxLink::new(end, path))
 }
 
-/// Moves bytes until the connection is over.
+/// Reads and writes until the connection ends.
 async fn drive(
     end: Arc<End>,
     read: ReadHalf,
@@ -52,7 +52,7 @@ async fn drive(
     let heard = PeerActivity::default();
     let mut writer = JoinSet::new();
     let writing = Arc::clone(&end);
-    // A task of its own, so that both directions can be busy at once.
+    // Runs in a separate task, so that both directions can be busy at once.
     writer.spawn(async move { writing.sender().run().await }.boxed());
     let trim = || pool.trim(limits.silence_max);
     let error = tokio::select! {

@@ -1,4 +1,4 @@
-//! Shared by both ends of a connection: waiting for the peer's greeting, and the error of a socket that failed.
+//! Functions of both ends of a connection: waits for the peer's handshake, and creates the error of a failed socket.
 
 use gym_core::transport::mux::{Handshake, malformed};
 use gym_core::{Code, Error, Result};
@@ -7,7 +7,7 @@ use tokio::io::AsyncReadExt;
 use crate::frames::codec::decoder::{Decoder, Event};
 use crate::frames::connection::socket::ReadHalf;
 
-/// Reads until the peer's greeting is there.
+/// Reads until the peer's handshake has arrived.
 pub(super) async fn greeting(read: &mut ReadHalf, decoder: &mut Decoder) -> Result<Handshake> {
     loop {
         match decoder.next()? {
@@ -25,7 +25,7 @@ pub(super) async fn greeting(read: &mut ReadHalf, decoder: &mut Decoder) -> Resu
     }
 }
 
-/// What it means that the socket failed.
+/// Returns the error of a failed or closed socket.
 pub(super) fn broken(error: Option<std::io::Error>) -> Error {
     let said = Error::unknown(Code::Unavailable, "the connection broke");
     match error {

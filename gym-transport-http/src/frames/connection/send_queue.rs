@@ -1,11 +1,11 @@
-//! The send queue of a connection. Whoever holds its write batch writes to the socket.
+//! The send queue of a connection. The task that holds its write batch writes to the socket.
 //!
-//! A sender takes the batch and writes at once if no other task holds it, without a hop through another task. Otherwise its
-//! message stays in the queue, and the holder writes it. When the socket is full, the batch goes to the writer task, which waits.
+//! A sender takes the batch and writes at once if no other task holds the batch, without a hop through another task. Otherwise its
+//! message stays in the queue, and the holder writes it. When the socket is full, the batch moves to the writer task, which waits.
 //!
-//! Messages leave one after another, whole, in the order in which they were posted: this is what keeps calls in order, and it
-//! needs one partly received message per connection. Only frames without a message (cancel, failed, heartbeat, drain) go
-//! between the chunks of one.
+//! Messages are sent whole, one after another, in the order in which they were posted. This keeps calls in order and requires
+//! only one partly received message per connection. Only frames without a message (cancel, failed, heartbeat, drain) are sent
+//! between the chunks of a message.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -20,24 +20,24 @@ use tokio::sync::Notify;
 use crate::frames::codec::frame::{CHUNK_BYTES, FRAME_BYTES, FrameKind, bare, body_head, framed, number_frame};
 use crate::frames::connection::socket::WriteHalf;
 
-/// Pieces that one system call writes. The kernel takes 1,024; beyond some dozens nothing is gained.
+/// Maximum number of slices that one system call writes. The kernel accepts 1,024; more than some dozens bring no gain.
 const PIECES_MAX: usize = 64;
-/// What a caller writes itself before it leaves the rest to the writer task: a caller's task is not to move gigabytes.
+/// Number of bytes that a caller writes itself before the writer task takes over: a caller's task should not transfer gigabytes.
 const INLINE_BYTES_MAX: usize = 256 << 10;
-/// A message up to this size is copied behind its header: cheaper than a piece of its own.
+/// A message up to this size is copied behind its header, which is cheaper than a slice of its own.
 const JOINED_BYTES_MAX: usize = 2 << 10;
 
 /// A message to send.
 pub(crate) struct OutgoingMessage {
     call: u64,
-    /// The frame with its header, not numbered yet; sent before `pieces`.
+    /// The frame with its header, not yet numbered; sent before `pieces`.
     frame: BytesMut,
-    /// Head and segments as they are.
+    /// Head and segments, unchanged.
     pieces: VecDeque<Bytes>,
-    /// Bytes of the message that are still to be taken.
+    /// Bytes of the message that were not yet moved into a batch.
     left: usize,
     begun: bool,
-    /// Released when the last byte is on its way.
+    /// Released when the last byte has been written.
     _room: CapacityPermit,
 }
 
@@ -54,7 +54,7 @@ impl OutgoingMessage {
         Self { call, frame, pieces, left, begun: false, _room: room }
     }
 
-    /// A frame that has to wait for its turn.
+    /// Returns a frame that is queued behind other messages.
     fn bare(kind: FrameKind, call: u64) -> Self {
         let frame = BytesMut::from(&bare(kind, call)[..]);
         Self { call, frame, pieces: VecDeque::new(), left: 0, begun: false, _room: CapacityPermit::default() }
@@ -66,7 +66,7 @@ impl OutgoingMessage {
     }
 }
 
-/// What one connection has to send.
+/// The send queue of one connection.
 pub(crate) struct FrameSendQueue {
     socket: Box<dyn WriteHalf>,
     state: Mutex<QueueState>,
@@ -79,22 +79,22 @@ struct QueueState {
     queue: VecDeque<OutgoingMessage>,
     /// `None` while a task writes.
     batch: Option<WriteBatch>,
-    /// The batch, left for the writer task.
+    /// The batch while it waits for the writer task.
     waiting: Option<WriteBatch>,
-    /// Something has left since the last heartbeat was due.
+    /// `true` if something was sent since the last heartbeat was due.
     sent_since_heartbeat: bool,
     closed: bool,
     /// The number of the next request.
     next_call: u64,
-    /// What a caller met while it wrote; the writer task reports it.
+    /// An error that a caller received while it wrote; the writer task reports it.
     broken: Option<io::Error>,
 }
 
-/// Pieces that are next on the wire, in order; also the right to write.
+/// Slices to write next, in order. Holding the batch is also the right to write.
 #[derive(Default)]
 struct WriteBatch {
     pieces: VecDeque<Bytes>,
-    /// Something was written since the last flush.
+    /// `true` if something was written since the last flush.
     unflushed: bool,
 }
 
@@ -119,8 +119,8 @@ impl FrameSendQueue {
         Self { socket, state: Mutex::new(state), writer: Notify::new() }
     }
 
-    /// Sends a message after all that were posted before. `crowded`: others will follow at once, so it is left to the writer
-    /// task, which writes many with one system call.
+    /// Sends a message after all messages that were posted before. If `crowded`, other messages follow at once, so the writer
+    /// task sends them, many with one system call.
     pub(crate) fn post(&self, outgoing: OutgoingMessage, crowded: bool) {
         let mut state = self.lock();
         if state.closed {
@@ -130,7 +130,7 @@ impl FrameSendQueue {
         self.start_writing(state, crowded);
     }
 
-    /// Sends a frame without a message, before messages that have not begun and between the chunks of one that has.
+    /// Sends a frame without a message, before queued messages and between the chunks of a message that has begun.
     pub(crate) fn post_urgent(&self, frame: Bytes) {
         self.push_urgent(frame, CapacityPermit::default());
     }
@@ -143,18 +143,18 @@ impl FrameSendQueue {
         }
     }
 
-    /// Whether everything posted so far has left.
+    /// Returns `true` if everything that was posted so far has been written.
     #[cfg(test)]
     pub(crate) fn is_idle(&self) -> bool {
         let state = self.lock();
         state.batch.is_some() && state.queue.is_empty() && state.urgent.is_empty()
     }
 
-    /// Writes what callers leave, whenever the socket takes more; ends with the socket's error.
+    /// Writes the remaining data of callers whenever the socket accepts more; returns the socket's error.
     pub(crate) async fn run(&self) -> io::Error {
         loop {
             self.writer.notified().await;
-            // Behind the tasks that are about to post something too: one system call for all of them.
+            // Runs after the tasks that are about to post something too, so that one system call writes everything.
             tokio::task::yield_now().await;
             let taken = {
                 let mut state = self.lock();
@@ -183,7 +183,7 @@ impl FrameSendQueue {
         }
     }
 
-    /// Makes sure that the queue is written: by this caller, the holder of the batch, or the writer task.
+    /// Ensures that the queue is written: by this caller, by the holder of the batch, or by the writer task.
     fn start_writing(&self, mut state: MutexGuard<'_, QueueState>, crowded: bool) {
         if state.batch.is_none() {
             return;
@@ -208,7 +208,7 @@ impl FrameSendQueue {
         }
     }
 
-    /// Writes until there is nothing left, the socket is full, or about `bytes_max` have left.
+    /// Writes until the queue is empty, the socket is full, or about `bytes_max` were written.
     fn pump(&self, mut batch: WriteBatch, bytes_max: usize) -> io::Result<WriteOutcome> {
         let mut written = 0;
         loop {
@@ -332,7 +332,7 @@ impl fmt::Debug for FrameSendQueue {
 }
 
 impl QueueState {
-    /// Moves what is next into the batch: everything urgent, then up to a chunk of messages.
+    /// Moves the next slices into the batch: everything urgent, then up to a chunk of messages.
     fn refill(&mut self, batch: &mut WriteBatch) {
         batch.pieces.extend(self.urgent.drain(..).map(|(frame, _room)| frame));
         let mut bytes = 0;
@@ -344,7 +344,7 @@ impl QueueState {
             if outgoing.left == 0 {
                 self.queue.pop_front();
             } else {
-                // What is urgent may go before its next chunk.
+                // Urgent frames may be sent before its next chunk.
                 break;
             }
         }
@@ -353,7 +353,7 @@ impl QueueState {
 }
 
 impl OutgoingMessage {
-    /// Moves the next chunk to the wire; the number of its bytes.
+    /// Moves the next chunk to the batch, and returns the number of its bytes.
     fn take_chunk(&mut self, to: &mut VecDeque<Bytes>) -> usize {
         let chunk = self.left.min(CHUNK_BYTES);
         if self.begun {

@@ -12,21 +12,21 @@ use tokio::net::{TcpStream, UnixStream, tcp, unix};
 /// The reading half of a socket.
 pub(crate) type ReadHalf = Box<dyn AsyncRead + Send + Unpin>;
 
-/// The writing half of a socket, which several may hold and one at a time uses.
+/// The writing half of a socket. Several tasks may hold it, and one at a time writes.
 #[async_trait]
 pub(crate) trait WriteHalf: fmt::Debug + Send + Sync + 'static {
-    /// Writes what the socket takes now.
+    /// Writes as many bytes as the socket accepts now.
     fn try_write(&self, pieces: &[IoSlice<'_>]) -> io::Result<usize>;
 
-    /// Passes on what the writer holds back; `WouldBlock` if that has to wait. A socket holds nothing back.
+    /// Flushes the writer's buffer; returns `WouldBlock` if the flush has to wait. A socket has no buffer of its own.
     fn try_flush(&self) -> io::Result<()> {
         Ok(())
     }
 
-    /// Waits until the socket may take more.
+    /// Waits until the socket may accept more bytes.
     async fn writable(&self) -> io::Result<()>;
 
-    /// Ends the connection both ways, whoever still holds a half of it.
+    /// Closes the connection in both directions, even if other tasks still hold a half of it.
     fn shut(&self);
 }
 
@@ -62,7 +62,7 @@ impl WriteHalf for unix::OwnedWriteHalf {
 
 fn shut(socket: impl AsFd) {
     if let Err(error) = shutdown(socket, Shutdown::Both) {
-        // The peer was faster.
+        // The peer closed the connection first.
         tracing::trace!(%error, "shutdown");
     }
 }

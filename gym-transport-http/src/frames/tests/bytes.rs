@@ -1,4 +1,4 @@
-//! Bytes on the wire: what is written is read, whatever the sockets do, and what is not ours is refused.
+//! Bytes on the wire: written frames are read back however sockets split them, and foreign bytes are rejected.
 
 use std::io::{self, IoSlice};
 use std::sync::{Arc, Mutex};
@@ -19,7 +19,7 @@ use crate::frames::codec::frame::{CHUNK_BYTES, FrameHeader, FrameKind, bare};
 use crate::frames::connection::send_queue::{FrameSendQueue, OutgoingMessage};
 use crate::frames::connection::socket::WriteHalf;
 
-/// Takes so many bytes at a time, and notes where they came from.
+/// Accepts this many bytes at a time, and records their addresses.
 #[derive(Clone, Debug)]
 struct Sink {
     wire: Arc<Mutex<Wire>>,
@@ -30,7 +30,7 @@ struct Sink {
 struct Wire {
     bytes: Vec<u8>,
     places: Vec<usize>,
-    /// Bytes that it takes before it is full.
+    /// Number of bytes that it accepts before it is full.
     room: usize,
 }
 
@@ -75,7 +75,7 @@ fn outgoing_request(call: u64, message: &Message) -> OutgoingMessage {
     OutgoingMessage::new(call, request_frame(call, message), message, CapacityPermit::default())
 }
 
-/// Puts bytes in, so many at a time, and gives what comes of them to `take`.
+/// Decodes bytes in pieces of the given size, and passes the events to `take`.
 fn decode(bytes: &[u8], at_a_time: usize, mut take: impl FnMut(&mut Decoder, Event)) -> gym_core::Result<bool> {
     let mut decoder = decoder(&[]);
     let mut left = bytes;
@@ -95,7 +95,7 @@ fn decode(bytes: &[u8], at_a_time: usize, mut take: impl FnMut(&mut Decoder, Eve
     }
 }
 
-/// The kept messages, and how many were skipped.
+/// Returns the kept messages, and the number of skipped ones.
 fn messages(bytes: &[u8], at_a_time: usize, keep: impl Fn(u64) -> bool) -> Vec<(u64, Message)> {
     let mut landed = Vec::new();
     let at_rest = decode(bytes, at_a_time, |decoder, event| match event {
@@ -165,7 +165,7 @@ proptest! {
             2 => request_frame(1, &message),
             _ => response_frame(1, &Response::new(Status::OK, message)),
         };
-        // A valid beginning with one byte of it changed, then anything.
+        // A valid beginning with one changed byte, followed by random bytes.
         let mut wire = valid.to_vec();
         if let (Some(at), false) = (bytes.first().map(|byte| usize::from(*byte)), wire.is_empty()) {
             let length = wire.len();
@@ -188,7 +188,7 @@ proptest! {
     }
 }
 
-/// The capacity of a message is the last thing that is given back.
+/// Waits until the capacity of every message is released, which is the last step of sending.
 async fn until_idle(send_queue: &FrameSendQueue) {
     while !send_queue.is_idle() {
         tokio::task::yield_now().await;

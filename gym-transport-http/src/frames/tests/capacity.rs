@@ -1,4 +1,4 @@
-//! What is left when calls are given up.
+//! Capacity after calls were cancelled.
 
 use gym_core::testing::{Storm, with_segment};
 use gym_core::transport::mux::ConnectionLimits;
@@ -14,7 +14,7 @@ async fn ten_thousand_calls_dropped_anywhere_leave_nothing_in_flight_and_the_poo
     let config = FramesConfig { limits, ..FramesConfig::default() };
     let both = joined(config.clone(), config, storm.handler()).await;
     storm.run(&both.channel).await;
-    // Everything that was sent before is settled once a last call is answered, or soon after.
+    // All earlier messages are settled once a last call is answered, or soon after.
     soon(both.channel.call(with_segment(post("/echo"), 3 << 20))).await.unwrap();
     soon(async {
         while both.listener.calls.available_permits() != CALLS_MAX

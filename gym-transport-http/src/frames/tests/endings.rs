@@ -1,4 +1,4 @@
-//! Peers that are silent, hostile, or never were ours.
+//! Peers that are silent, hostile, or of another protocol.
 
 use std::os::unix::fs::PermissionsExt;
 use std::time::Duration;
@@ -16,7 +16,7 @@ use crate::frames::codec::frame::{FrameHeader, FrameKind, bare, greeting_frame};
 use crate::frames::config::FramesConfig;
 use crate::frames::{FRAMES_SCHEME, FramesConnector, UnixListener};
 
-/// A channel to a peer that has greeted, and that peer's raw socket.
+/// Returns a channel to a peer that has completed its handshake, and the raw socket of that peer.
 async fn greeted() -> (Channel, UnixStream) {
     let (near, mut far) = UnixStream::pair().unwrap();
     let config = FramesConfig::default();
@@ -65,7 +65,7 @@ async fn a_peer_that_lives_and_has_nothing_to_say_is_kept() {
 async fn a_peer_that_stops_reading_holds_nobody_beyond_the_deadline() {
     let (channel, mut far) = greeted().await;
     let alive = tokio::spawn(async move {
-        // It lives, it only does not read.
+        // The peer is alive, but does not read.
         while far.write_all(&bare(FrameKind::Heartbeat, 0)).await.is_ok() {
             tokio::time::sleep(Duration::from_secs(1)).await;
         }
@@ -94,7 +94,7 @@ async fn a_peer_that_is_killed_is_missed_at_once() {
     assert_eq!(facts(&error), (Code::Unavailable, Execution::NotStarted), "{error}");
 }
 
-/// A frame as a peer of ours would write it.
+/// Returns a frame as a correct peer would write it.
 fn answer(call: u64, bytes: usize) -> Vec<u8> {
     let mut response = Response::json("{}");
     response.message.segments = vec![Bytes::from(vec![7; bytes])];
@@ -203,7 +203,7 @@ async fn a_server_without_frames_says_that_it_has_none() {
             peer.read_exact(&mut asked).await.unwrap();
             peer.write_all(answer).await.unwrap();
             peer.shutdown().await.unwrap();
-            // Until the other end has closed.
+            // Reads until the other end has closed.
             let _ = peer.read_to_end(&mut Vec::new()).await;
         });
         let error = connected.unwrap_err();
@@ -217,7 +217,7 @@ async fn a_socket_file_is_ours_alone_replaced_when_stale_and_removed_at_the_end(
     let folder = std::env::temp_dir().join(format!("gym-frames-{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
     let (path, config) = (folder.join("worker"), FramesConfig::default());
-    // A process that was killed leaves its file.
+    // A process that was killed leaves its socket file behind.
     drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
     let mut listener = UnixListener::bind(&path, config.clone()).unwrap();
     assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
@@ -231,7 +231,7 @@ async fn a_socket_file_is_ours_alone_replaced_when_stale_and_removed_at_the_end(
     let error = UnixListener::bind(folder.join("n".repeat(120)), config.clone()).unwrap_err();
     assert!(error.code() == Code::InvalidArgument && error.to_string().contains("108"), "{error}");
 
-    // It still works after all that. The first to connect asked only whether somebody listens.
+    // The listener still works after all of this. The first connection only checked whether a process listens.
     let endpoint = listener.endpoints()[0].clone();
     let serving = tokio::spawn(async move {
         loop {
@@ -253,7 +253,7 @@ async fn a_socket_file_is_ours_alone_replaced_when_stale_and_removed_at_the_end(
     std::fs::remove_dir_all(&folder).unwrap();
 }
 
-/// Sends `calls` calls from a caller that never reads; how its serving ends.
+/// Sends `calls` calls from a caller that never reads; returns the error that ends the connection.
 async fn never_reading(calls: u64, handler: impl gym_core::Handler) -> Error {
     let (mut near, far) = UnixStream::pair().unwrap();
     let limits = ConnectionLimits { calls_max: 4, ..ConnectionLimits::default() };
@@ -270,7 +270,7 @@ async fn never_reading(calls: u64, handler: impl gym_core::Handler) -> Error {
             break;
         }
         sent = near.write_all(&request_frame(call, &message)).await;
-        // Each alone: a call that comes with others finds no room.
+        // Each call is sent separately: a call that arrives together with others finds no capacity.
         tokio::task::yield_now().await;
     }
     let _ = near.shutdown().await;

@@ -1,4 +1,4 @@
-//! What is particular to this transport; what every transport must do is in the conformance suite.
+//! Tests that are specific to this transport; the conformance suite tests the requirements of every transport.
 
 mod bytes;
 mod capacity;
@@ -25,9 +25,9 @@ use crate::frames::connection::calling;
 use crate::frames::connection::send_queue::FrameSendQueue;
 use crate::frames::connection::socket::Socket;
 
-/// Far beyond what anything here needs, so that only a hang meets it.
+/// Far longer than any operation here takes, so that only a hang reaches it.
 const FAR: Duration = Duration::from_secs(20);
-/// Calls that a server's connections may have under way together.
+/// Maximum number of calls in flight over a server's connections.
 const CALLS_MAX: usize = 1_000_000;
 
 async fn soon<T>(future: impl Future<Output = T>) -> T {
@@ -38,7 +38,7 @@ fn post(route: &'static str) -> Request {
     Request::post(CallContext::within(FAR), route, "{}")
 }
 
-/// Two ends joined by a pair of sockets.
+/// Two ends that are connected by a pair of sockets.
 struct Joined {
     channel: Channel,
     caller_pool: Arc<ReceiveBufferPool>,
@@ -61,12 +61,12 @@ fn request_header(message: &Message) -> BytesMut {
     put_request(FRAME_BYTES, Verb::Post, &Route::from_static("/x"), &CallContext::default(), 9, message)
 }
 
-/// What goes before the message of a request.
+/// Returns the bytes that precede the message of a request.
 fn request_frame(call: u64, message: &Message) -> BytesMut {
     framed(FrameKind::Request, call, request_header(message))
 }
 
-/// What goes before the message of an answer.
+/// Returns the bytes that precede the message of a response.
 fn response_frame(call: u64, response: &Response) -> BytesMut {
     framed(FrameKind::Response, call, put_response(FRAME_BYTES, response))
 }

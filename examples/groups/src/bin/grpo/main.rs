@@ -1,9 +1,9 @@
 //! The single-controller GRPO loop: generation workers answer, rollouts score, policy workers train.
 //!
-//! `cargo run --release --bin grpo` trains a table of preferences (a stand-in for a model, with a stand-in loss) until it
-//! answers sums right. The rewards are real: every answer is played as a rollout through a head, an agent, a model and a
-//! resources server of this process. The workers are child processes on the bundles of `examples/configs/cluster.json`, which
-//! both groups use in turns. What `--help` lists can be changed.
+//! `cargo run --release --bin grpo` trains a table of preferences (a stand-in for a model, with a stand-in loss) until it answers
+//! sums correctly. The rewards are real: each answer is scored in a rollout. The head server, the agent, the model and the
+//! resources server run in this process. The workers are child processes on the bundles of `examples/configs/cluster.json`, which
+//! both groups lease alternately. `--help` lists the options.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -31,19 +31,19 @@ use training::{
 /// Trains a stand-in policy on rollouts of the math environment.
 #[derive(Parser)]
 struct Arguments {
-    /// Training steps.
+    /// Number of training steps.
     #[arg(long, default_value_t = 30)]
     steps: u64,
-    /// Prompts in each step.
+    /// Number of prompts in each step.
     #[arg(long, default_value_t = 16)]
     prompts: usize,
-    /// Answers to each prompt.
+    /// Number of answers to each prompt.
     #[arg(long, default_value_t = 8)]
     generations: usize,
-    /// The cluster and its groups.
+    /// File with the cluster and its groups.
     #[arg(long, default_value = "examples/configs/cluster.json")]
     cluster: PathBuf,
-    /// Places the cluster on nodes that stand for real ones, such as 4,8,2: their bundles.
+    /// Simulates nodes with these numbers of bundles, such as 4,8,2.
     #[arg(long, value_delimiter = ',')]
     simulate_nodes: Option<Vec<u32>>,
     /// Step length.
@@ -55,7 +55,7 @@ struct Arguments {
 }
 
 fn main() -> anyhow::Result<()> {
-    // First, because a worker's process starts as this program.
+    // First, because worker processes run this program too.
     workers().enter();
     let arguments = Arguments::parse();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
@@ -75,7 +75,7 @@ async fn train(arguments: Arguments) -> anyhow::Result<()> {
         .pick_port(move |wish| free_port(wish, &mut random))
         .load(&["examples/configs/grpo.yaml"], &Overrides::parse(["+head_server.port=0"])?)?;
     let file = ClusterFile::read(&arguments.cluster)?;
-    // Before anything is started, because this program may be started again with what UCX reads when it is loaded.
+    // Before anything is started, because this program may re-execute itself with the variables that UCX reads when it loads.
     let policies = [
         config.transport_policy.clone(),
         file.cluster.transport_policy(),

@@ -1,4 +1,4 @@
-//! Calls: the same for all, of each its own, in shards, started and gathered later, to whoever has room.
+//! Calls: with the same arguments for all ranks, with separate arguments, in shards, asynchronous, leased, and load-balanced.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use gym_core::group::{Batch, Device, Dispatch, Tensor, WorkerGroupExt};
 use crate::request;
 use crate::scorer::{Greet, Mean};
 
-/// Named columns of equal rows.
+/// Shows batches: named columns with equal numbers of rows.
 pub(crate) fn batches() -> anyhow::Result<Batch> {
     println!("\n# Batches");
     let scores = Batch::empty().with("score", Tensor::from_vec([3], vec![1.0_f32, 0.0, 0.5])?)?;
@@ -35,7 +35,7 @@ pub(crate) async fn to_all(cx: &CallContext, policy: &Group, scores: &Batch) -> 
     Ok(())
 }
 
-/// Asynchronous communication: handed over now, gathered later.
+/// Shows asynchronous calls: sent now, and awaited later.
 pub(crate) async fn started(cx: &CallContext, policy: &Group, scores: &Batch) -> anyhow::Result<()> {
     println!("\n# Asynchronous calls");
     let means = policy.call(Mean, ()).batch(scores.clone()).context(cx).start().await?;
@@ -45,7 +45,7 @@ pub(crate) async fn started(cx: &CallContext, policy: &Group, scores: &Batch) ->
     Ok(())
 }
 
-/// Two groups on the same bundles, which use them in turns.
+/// Shows two groups that lease the same bundles alternately.
 pub(crate) async fn in_turns(
     cx: &CallContext,
     cluster: &VirtualCluster,
@@ -63,7 +63,7 @@ pub(crate) async fn in_turns(
     Ok(())
 }
 
-/// Dynamic load balancing, and strategies by name.
+/// Shows dynamic load balancing, and strategies by name.
 pub(crate) async fn balanced(cx: &CallContext, cluster: &VirtualCluster) -> anyhow::Result<()> {
     println!("\n# Load balancing");
     for config in [

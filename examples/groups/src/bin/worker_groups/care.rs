@@ -1,4 +1,4 @@
-//! Ranks that end, ranks that use too much, and what is known of all of them.
+//! Ranks that crash, ranks that exceed their memory limit, and the status of all ranks.
 
 use std::num::NonZeroU32;
 use std::time::Duration;
@@ -11,7 +11,7 @@ use gym_core::{CallContext, Incarnation};
 use crate::request;
 use crate::scorer::{Greet, Hoard, Mean};
 
-/// A rank dies; it is brought back by hand, and the call is made again by who knows that it may be.
+/// Kills a rank and restarts it manually. The caller then repeats the call, because repeating it is safe.
 pub(crate) async fn failure(cx: &CallContext, policy: &Group, scores: &Batch) -> anyhow::Result<()> {
     println!("\n# Failure");
     policy.kill(1).await?;
@@ -24,14 +24,14 @@ pub(crate) async fn failure(cx: &CallContext, policy: &Group, scores: &Batch) ->
     Ok(())
 }
 
-/// Memory is limited; who uses more is ended, told so, and started again by itself.
+/// Limits memory: a rank that uses more is killed, its exit reason is reported, and it restarts automatically.
 pub(crate) async fn memory(cx: &CallContext, cluster: &VirtualCluster) -> anyhow::Result<()> {
     println!("\n# Memory");
     let config = r#"{"memory_limit": "200MB", "restart_on_failure": true, "max_restarts": 3}"#;
     let mut asked = request("hoarders", Some(config))?;
     asked.options.backoff_min = Duration::from_millis(10);
     let group = cluster.start(cx, asked).await?;
-    // It may answer before it is measured.
+    // The call may succeed before the memory is sampled.
     let _ = group.call(Hoard, 400_000_000).dispatch(Dispatch::rank(2)).context(cx).await;
     let mut view = group.view();
     let back = view.wait_for(|view| {
@@ -61,7 +61,7 @@ pub(crate) async fn memory(cx: &CallContext, cluster: &VirtualCluster) -> anyhow
     Ok(())
 }
 
-/// Engines of two ranks: they end, restart and serve as a whole.
+/// Shows engines of two ranks each: the ranks of an engine end, restart and serve together.
 pub(crate) async fn tied(cx: &CallContext, cluster: &VirtualCluster) -> anyhow::Result<()> {
     println!("\n# Tied ranks");
     let mut asked = request("engines", None)?;
@@ -76,7 +76,7 @@ pub(crate) async fn tied(cx: &CallContext, cluster: &VirtualCluster) -> anyhow::
     Ok(())
 }
 
-/// What is known without asking a rank.
+/// Prints the status of the ranks without waiting for a rank.
 pub(crate) fn health(policy: &Group) {
     println!("\n# Health");
     for status in policy.worker_status() {

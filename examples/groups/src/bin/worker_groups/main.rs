@@ -1,7 +1,7 @@
 //! Virtual clusters and worker groups, chapter by chapter: `cargo run --release --bin worker_groups`.
 //!
-//! What NeMo RL's documentation of its distributed layer shows, in its order. Two of its examples are programs of their own: the
-//! single-controller loop is `grpo`, the custom worker `custom_worker`. The nodes only stand for real ones; the ranks are real
+//! Follows the order of NeMo RL's documentation of its distributed layer. Two examples from there are separate programs: the
+//! single-controller loop is `grpo`, and the custom worker is `custom_worker`. The nodes are simulated; the ranks are real
 //! processes.
 
 mod calls;
@@ -25,7 +25,7 @@ fn workers() -> Workers {
 }
 
 fn main() -> anyhow::Result<()> {
-    // First, because a worker's process starts as this program.
+    // First, because worker processes run this program too.
     workers().enter();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     runtime.block_on(async { tokio::spawn(chapters()).await? })
@@ -56,7 +56,7 @@ async fn chapters() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A group of scorers, one on each bundle, with this configuration.
+/// Requests a group of scorers, one on each bundle, with this configuration.
 fn request(name: &str, config: Option<&str>) -> anyhow::Result<GroupRequest> {
     let options = GroupOptions::new(Transports::from_features(InProcess::new()));
     let mut request = GroupRequest::new(name, "scorer", &(), options)?;

@@ -1,11 +1,11 @@
-//! Clusters before anything runs on them: bundles, nodes, GPUs.
+//! Placement of clusters before they start anything: bundles, nodes, GPUs.
 
 use gym_client::group::{Local, VirtualCluster};
 use gym_core::group::cluster::{ClusterSpec, GpuIds, NodeResources, place};
 
 use crate::workers;
 
-/// One GPU, one node, several nodes, nodes of different sizes.
+/// Places clusters of one GPU, one node, several nodes, and nodes of different sizes.
 pub(crate) fn nodes() -> anyhow::Result<()> {
     println!("# Placement");
     for bundles in [vec![1], vec![8], vec![8, 8], vec![4, 8, 2]] {
@@ -27,7 +27,7 @@ pub(crate) fn nodes() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Given GPUs, GPUs of several nodes, whichever there are; and what cannot be.
+/// Places bundles on given GPUs, on GPUs of several nodes, and on any GPUs, and shows two invalid requests.
 pub(crate) fn gpus() -> anyhow::Result<()> {
     println!("\n# GPUs, on a machine as it might be: eight of them");
     let machine = [NodeResources::new("machine", 64, (0..8).map(|gpu: u32| gpu.to_string()).collect())];

@@ -1,9 +1,9 @@
-//! The worker of all chapters.
+//! The worker of all chapters of this program.
 
 use gym_core::group::{Handles, Method, Methods, Payload, Worker, WorkerEnv};
 use gym_core::{CallContext, Result};
 
-/// The mean of the column `score` of the rank's shard, and who computed it.
+/// Returns the mean of the column `score` of the rank's shard, and the rank that computed it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Mean;
 impl Method for Mean {
@@ -13,7 +13,7 @@ impl Method for Mean {
     type Reply = (u32, f32);
 }
 
-/// Greets whoever it is given.
+/// Greets the given name.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Greet;
 impl Method for Greet {
@@ -23,7 +23,7 @@ impl Method for Greet {
     type Reply = String;
 }
 
-/// Takes that many bytes of memory and keeps them.
+/// Allocates this many bytes of memory and keeps them.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Hoard;
 impl Method for Hoard {

@@ -1,8 +1,8 @@
-//! What makes it faster, and what is not here yet.
+//! Communication backends, gradient compression and profiling, and the parts that are not implemented yet.
 
 use gym_core::group::cluster::{ClusterSpec, ProfilerRequest, WorkerGroupConfig};
 
-/// Backends and gradient compression: accepted by name, refused with the reason where they are not there.
+/// Shows backends and gradient compression: names are accepted, and unsupported values are rejected with the reason.
 pub(crate) fn communication() -> anyhow::Result<()> {
     println!("\n# Communication");
     for backend in ["auto", "tcp", "nccl"] {
@@ -17,7 +17,7 @@ pub(crate) fn communication() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Workers whose type fits a pattern run under Nsight Systems, when these variables are set.
+/// Shows the command of workers under Nsight Systems: these variables select worker types by pattern.
 pub(crate) fn profiler() -> anyhow::Result<()> {
     println!("\n# Profiler");
     let asked = ProfilerRequest::from_variables(|name| match name {

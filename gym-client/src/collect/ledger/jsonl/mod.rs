@@ -35,7 +35,6 @@ pub use paths::{failures_path, index_path};
 pub use recovery::RecoveryReport;
 use writer::{LedgerWriter, PendingRow, QUEUE_ROWS, WriterCommand, WriterFailure};
 
-/// A ledger in `rollouts.jsonl`, its failures sidecar and an index, in the format of NeMo Gym 0.7.0.
 /// A ledger in `rollouts.jsonl`, its failures file and an index, in the format of NeMo Gym 0.7.0.
 ///
 /// Rows of completed attempts are appended to the output in completion order; rows of failed attempts are appended to

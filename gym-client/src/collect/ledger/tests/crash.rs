@@ -102,7 +102,7 @@ struct Outcomes {
     syncs: u64,
 }
 
-/// A collection that ends badly several times and is then completed.
+/// Runs a collection that ends badly several times and is then completed.
 async fn scenario(seed: u64, with_check: bool) -> Result<Outcomes, String> {
     let mut rng = fastrand::Rng::with_seed(seed);
     let mut files = SimFiles::new(rng.u64(..));

@@ -1,4 +1,4 @@
-//! How worker processes are reached: over a Unix socket in a folder that only this user can enter, over TCP, or by UCX.
+//! Listen addresses of worker processes: a Unix socket in a directory that only this user can enter, TCP, or UCX.
 
 use std::fs::File;
 use std::io;
@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::transport::Transports;
 
-/// Where one worker process listens, and by which transports.
+/// The listen address and the transports of one worker process.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct ListenAddress {
     transports: Vec<String>,
@@ -31,7 +31,8 @@ pub(crate) struct ListenAddresses {
 }
 
 impl ListenAddresses {
-    /// Those of a group on this machine: at `host`, or at sockets. Transports whose peers meet over another one need a host.
+    /// Creates the listen addresses of a group on this machine: at `host`, or at Unix sockets. Transports whose peers connect over
+    /// another transport first need a host.
     pub(crate) fn open(host: Option<&str>, transports: &Transports) -> Result<Self> {
         let needs_host = !transports.meets_over().is_empty();
         let allowed = transports.known().into_iter().filter(|transport| transports.policy().allows(*transport));
@@ -50,7 +51,7 @@ impl ListenAddresses {
         Ok(Self { transports, host, directory })
     }
 
-    /// Each incarnation has an address of its own, so that a caller of an old one cannot reach a new one.
+    /// Returns the address of an incarnation. Each incarnation has its own, so that a caller of an old one cannot reach a new one.
     pub(crate) fn of(&self, rank: Rank, incarnation: Incarnation) -> ListenAddress {
         let socket = self.directory.as_ref().map(|directory| directory.path().join(format!("{rank}.{incarnation}")));
         ListenAddress { transports: self.transports.clone(), host: self.host.clone(), socket }
@@ -58,7 +59,8 @@ impl ListenAddresses {
 }
 
 impl ListenAddress {
-    /// Listens at it by the transports of this program; what is to be served there is `handler`, or it with what they need before it.
+    /// Listens at this address over the transports of this program. Returns the handler to serve: `handler`, or `handler` behind
+    /// the routes that peers need to connect.
     pub(crate) async fn open(
         &self,
         transports: &Transports,
@@ -77,16 +79,16 @@ impl ListenAddress {
     }
 }
 
-/// A folder that only this user can enter; removed with all that is in it on drop. One of a controller that was killed goes when
-/// the next one starts: its lock went with its process, whatever became of process ids and their namespaces meanwhile.
+/// A directory that only this user can enter. Dropping it removes it with its contents. If a controller was killed, the next one
+/// removes its directory. The lock was released with the process, even if the process ID is reused or has another namespace.
 #[derive(Debug)]
 pub(crate) struct SocketDirectory {
     path: PathBuf,
-    /// Locked as long as this lives.
+    /// Locked until this is dropped.
     _held: File,
 }
 
-/// How the names of such folders begin.
+/// Prefix of the names of such directories.
 const PREFIX: &str = "gym-workers-";
 
 impl SocketDirectory {
@@ -94,14 +96,14 @@ impl SocketDirectory {
         sweep(parent);
         const SWEPT: [io::ErrorKind; 3] =
             [io::ErrorKind::AlreadyExists, io::ErrorKind::NotFound, io::ErrorKind::WouldBlock];
-        // A parent that is not there says so too, each time.
+        // A missing parent directory causes the same error at each attempt.
         let mut refused = None;
-        // A name that somebody took on purpose is drawn again, a few times.
+        // If another process has created the directory on purpose, a few further names are drawn.
         for _ in 0..16 {
             let path = parent.join(format!("{PREFIX}{:016x}", fastrand::u64(..)));
             match std::fs::DirBuilder::new().mode(0o700).create(&path).and_then(|()| lock_directory(&path)) {
                 Ok(held) if is_at(&held, &path) => return Ok(Self { path, _held: held }),
-                // Somebody swept it away before it was held, or is about to.
+                // Another controller removed the directory before it was locked, or is about to remove it.
                 Ok(_) => {}
                 Err(error) if SWEPT.contains(&error.kind()) => refused = Some(error),
                 Err(error) => return Err(error),
@@ -133,7 +135,7 @@ fn is_at(file: &File, path: &Path) -> bool {
     held.is_some() && held == std::fs::metadata(path).map(place).ok()
 }
 
-/// Removes what controllers left that nobody could ask to clean up. What cannot be opened or removed is another user's.
+/// Removes the directories of controllers that were killed. A directory that cannot be opened or removed belongs to another user.
 fn sweep(parent: &Path) {
     let Ok(entries) = std::fs::read_dir(parent) else { return };
     for entry in entries.filter_map(Result::ok) {

@@ -1,7 +1,7 @@
-//! Workers on the CPUs near their GPU: memory that a GPU copies from is best on its own socket.
+//! Binds workers to the CPUs near their GPU, because a GPU copies fastest from memory of its own socket.
 //!
-//! As in NeMo RL, somebody who knows the machine writes a file of lines `gpu:cpus` (`0:0-71`), and names it in
-//! `NRL_GPU_CPU_AFFINITY_FILE`; `NRL_DISABLE_NUMA_BINDING=1` turns it off. Without the file nothing is bound.
+//! As in NeMo RL, an administrator writes a file of lines `gpu:cpus` (`0:0-71`) and sets `NRL_GPU_CPU_AFFINITY_FILE` to its path.
+//! `NRL_DISABLE_NUMA_BINDING=1` turns the binding off. Without the file, no worker is bound.
 
 use std::collections::BTreeSet;
 
@@ -12,8 +12,8 @@ use rustix::thread::{CpuSet, sched_setaffinity};
 const FILE: &str = "NRL_GPU_CPU_AFFINITY_FILE";
 const OFF: &str = "NRL_DISABLE_NUMA_BINDING";
 
-/// Binds this thread, and those that it will start, to the CPUs near the GPU that this process was given. A worker that cannot be
-/// bound is slower, not wrong: it is said, and it goes on.
+/// Binds this thread, and the threads that it starts, to the CPUs near the GPU of this process. A worker that cannot be bound is
+/// slower but works, so a failure is only logged.
 pub(crate) fn bind_to_gpu() {
     let bound = cpus_of(|name| std::env::var(name).ok()).and_then(|cpus| match cpus {
         Some(cpus) => bind(&cpus),
@@ -32,7 +32,7 @@ fn bind(cpus: &BTreeSet<u16>) -> Result<()> {
     sched_setaffinity(None, &set).map_err(|error| Error::internal(format!("CPUs {cpus:?}")).caused_by(error))
 }
 
-/// The CPUs of the file for the first of this process's GPUs; `None` where nothing is asked for.
+/// Returns the CPUs that the file lists for the first GPU of this process; `None` if no binding is requested.
 fn cpus_of(variable: impl Fn(&str) -> Option<String>) -> Result<Option<BTreeSet<u16>>> {
     let off = variable(OFF).is_some_and(|value| value == "1");
     let gpu = variable("CUDA_VISIBLE_DEVICES").and_then(|all| all.split(',').next().map(|gpu| gpu.trim().to_owned()));

@@ -1,49 +1,49 @@
-//! A memory limit that the kernel enforces, where it lets us.
+//! A memory limit that the kernel enforces, where the system allows it.
 //!
-//! Control groups of version 2 hold a worker to its limit exactly and at once, but a process may only make them where
-//! somebody delegated a subtree to it, and a group with processes in it cannot pass its controllers on. So workers' groups are
-//! made *beside* our own, when the group above has the memory controller on and is ours to write: that is what systemd's
-//! `Delegate=` with `DelegateSubgroup=` gives, and a container whose root group is writable. Elsewhere resident memory is
-//! sampled instead, which a worker can outrun for as long as one period.
+//! Control groups of version 2 enforce a limit exactly and immediately. A process can create them only in a subtree that was
+//! delegated to it. A control group that contains processes cannot pass its controllers on. So the workers' control groups are
+//! created *next to* that of this process, if the parent has the memory controller enabled and is writable. `Delegate=` with
+//! `DelegateSubgroup=` of systemd grants this, and so does a container whose root group is writable. Otherwise resident memory is
+//! sampled instead, and a worker can exceed its limit for up to one sampling period.
 
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Where version 2 is mounted.
+/// The mount point of version 2.
 const MOUNT: &str = "/sys/fs/cgroup";
 
-/// The control group of one worker; removed on drop, which succeeds once its processes are gone.
+/// The control group of one worker; removed on drop, which succeeds once its processes have exited.
 #[derive(Debug)]
 pub(crate) struct Cgroup {
     path: PathBuf,
 }
 
 impl Cgroup {
-    /// The group under which this process may make groups with a memory limit, if there is one.
+    /// Returns the control group in which this process can create groups with a memory limit, if there is one.
     pub(crate) fn delegated() -> Option<PathBuf> {
         delegated_below(Path::new(MOUNT), &fs::read_to_string("/proc/self/cgroup").ok()?)
     }
 
-    /// Makes a group that may use `limit_bytes` of memory and no swap.
+    /// Creates a group that may use `limit_bytes` of memory and no swap.
     pub(crate) fn create(parent: &Path, name: &str, limit_bytes: u64) -> io::Result<Self> {
         let path = parent.join(name);
         fs::create_dir(&path)?;
         let group = Self { path };
         fs::write(group.path.join("memory.max"), limit_bytes.to_string())?;
-        // Absent on kernels without swap accounting; then there is nothing to forbid.
+        // Absent on kernels without swap accounting, which then have no swap limit to set.
         let _ = fs::write(group.path.join("memory.swap.max"), "0");
-        // The worker and what it started end together, never one process of them.
+        // The kernel kills the worker and its child processes together, never a single one of them.
         let _ = fs::write(group.path.join("memory.oom.group"), "1");
         Ok(group)
     }
 
-    /// What a process is written into to join.
+    /// Returns the file to which a process is written to join the group.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Whether the kernel killed in this group because of its limit.
+    /// Returns `true` if the kernel killed a process of this group because of its limit.
     pub(crate) fn killed_for_memory(&self) -> bool {
         fs::read_to_string(self.path.join("memory.events")).is_ok_and(|events| kills(&events) > 0)
     }
@@ -51,7 +51,7 @@ impl Cgroup {
 
 impl Drop for Cgroup {
     fn drop(&mut self) {
-        // A process that is stuck in the kernel keeps it; an empty group left behind holds nothing.
+        // Fails if a process is stuck in the kernel; an empty group that remains holds no memory.
         let _ = fs::remove_dir(&self.path);
     }
 }
@@ -76,7 +76,7 @@ fn kills(events: &str) -> u64 {
 mod tests {
     use super::*;
 
-    /// A folder that looks like the mount as far as it is read here; whether the kernel does its part is the kernel's.
+    /// Creates a directory with the files of the mount that this module reads. The kernel's own behavior is not tested.
     fn mount(own: &str, controllers: &str) -> tempfile::TempDir {
         let mount = tempfile::tempdir().expect("a folder");
         fs::create_dir_all(mount.path().join(own)).expect("groups");

@@ -1,11 +1,10 @@
-//! What a worker process is told, and what it answers.
+//! The assignment that a worker process receives, and its reply.
 //!
-//! The controller runs the user's own program again with [`WORKER_ROLE`] as its first argument and the [`WorkerAssignment`] in the
-//! variable [`ASSIGNMENT_VARIABLE`]. The worker is made, its listener bound, and then one line goes to standard output: a
-//! mark, the token of the assignment, and an [`HandshakeReply`]. Standard output rather than a connection back, because the pipe
-//! already says which process speaks, needs no port of the controller's and no route to it, and closes when the process
-//! ends. Whatever else the program prints passes through to the log; the token tells the line from a print that looks alike, and
-//! counts once.
+//! The controller runs the user's own program again with [`WORKER_ROLE`] as its first argument and the [`WorkerAssignment`] in
+//! the variable [`ASSIGNMENT_VARIABLE`]. The process creates the worker, binds its listener, and writes one line to standard
+//! output: a mark, the token of the assignment, and a [`HandshakeReply`]. Standard output is used instead of a connection to the
+//! controller. The pipe identifies the process, needs no port and no route, and closes when the process exits. All other output
+//! of the program passes through to the log. The token distinguishes the line from similar output, and is valid for one reply.
 
 use gym_core::Endpoint;
 use gym_core::group::Rank;
@@ -18,10 +17,10 @@ use crate::group::provision::local::address::ListenAddress;
 pub(crate) const WORKER_ROLE: &str = "--gym-worker";
 /// Environment variable that holds the assignment.
 pub(crate) const ASSIGNMENT_VARIABLE: &str = "GYM_WORKER";
-/// How the one line begins.
+/// Prefix of the line.
 const MARK: &str = "gym-worker ";
 
-/// What a process is to become.
+/// The task of a worker process.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct WorkerAssignment {
     /// The name under which the program registered the worker type.
@@ -32,40 +31,40 @@ pub(crate) struct WorkerAssignment {
     pub(crate) local_rank: u32,
     pub(crate) node_rank: u32,
     pub(crate) incarnation: u64,
-    /// Counts for one answer.
+    /// Valid for one reply.
     pub(crate) token: String,
     #[serde(rename = "door")]
     pub(crate) address: ListenAddress,
-    /// What the worker is made from, as JSON.
+    /// Value from which the worker is created, as JSON.
     pub(crate) init: Box<RawValue>,
 }
 
-/// How the start went.
+/// Result of the start.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum HandshakeReply {
-    /// It serves here, best first.
+    /// The worker serves at these endpoints, in order of preference.
     Serves(Vec<Endpoint>),
-    /// It could not be made; it ends now.
+    /// The worker could not be created; the process exits.
     Failed(String),
 }
 
 impl HandshakeReply {
-    /// The line for standard output. It begins with a line end, since the worker may have printed half a line.
+    /// Returns the line for standard output. It begins with a newline, because the worker may have printed an incomplete line.
     pub(crate) fn line(&self, token: &str) -> String {
         let text = serde_json::to_string(self).expect("endpoints and texts can be written as JSON");
         format!("\n{MARK}{token} {text}\n")
     }
 
-    /// The answer in a line of standard output, if it is one under this token.
+    /// Parses a line of standard output; returns `None` if it is not a reply with this token.
     pub(crate) fn read(line: &str, token: &str) -> Option<Self> {
         let rest = line.strip_prefix(MARK)?.strip_prefix(token)?.strip_prefix(' ')?;
         serde_json::from_str(rest).ok()
     }
 }
 
-/// A fresh token. It guards against mistakes (a print that looks alike, a grandchild that repeats its parent), not against
-/// an enemy: whoever can write to our children's pipes can do worse.
+/// Returns a new token. It protects against mistakes, such as similar output or a grandchild that repeats its parent's line. It
+/// does not protect against attackers: a process that can write to the pipes of our children can do worse.
 pub(crate) fn token() -> String {
     format!("{:032x}", fastrand::u128(..))
 }

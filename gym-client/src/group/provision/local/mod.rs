@@ -1,4 +1,4 @@
-//! Ranks as child processes of this one, on this machine.
+//! Runs ranks as child processes on this machine.
 
 mod address;
 mod affinity;
@@ -36,36 +36,36 @@ use handshake::{WorkerAssignment, token};
 use process::{PendingHandshakes, ProcessStart, RankProcess};
 use worker::entered;
 
-/// Pause between two samples of a group with a memory limit that only sampling keeps. A pass costs some ten microseconds for
-/// each process of the machine; a worker that allocates 1 GB/s is seen within 250 MB of its limit.
+/// Pause between two samples of a group whose memory limit is enforced only by sampling. A sample costs some ten microseconds for
+/// each process of the machine. A worker that allocates 1 GB/s is detected within 250 MB of its limit.
 const GUARD_PERIOD: Duration = Duration::from_millis(250);
-/// Pause between two samples that are for reading only.
+/// Pause between two samples that are only reported.
 const SAMPLE_PERIOD: Duration = Duration::from_secs(1);
-/// Share of the limit from which on a warning is due.
+/// Share of the limit above which a warning is reported.
 const HIGH_SHARE: f64 = 0.9;
 
-/// Starts ranks as processes of the running program, or of another one that registers the same worker types.
+/// Starts ranks as processes of the running program, or of another program that registers the same worker types.
 ///
-/// Worker types whose name fits `NRL_NSYS_WORKER_PATTERNS` (of the group's variables, or this process's) run under Nsight Systems, see
-/// [`ProfilerRequest`].
+/// Worker types whose name matches `NRL_NSYS_WORKER_PATTERNS` run under Nsight Systems; see [`ProfilerRequest`]. The variable is
+/// read from the group's variables, or else from this process.
 #[derive(Clone, Debug)]
 pub struct Local {
     workers: Workers,
     options: LocalOptions,
 }
 
-/// How local processes are run.
+/// Options of local worker processes.
 #[derive(Clone)]
 #[non_exhaustive]
 pub struct LocalOptions {
-    /// The program that becomes workers; its `main` must call [`Workers::enter`] first. Default: the running one, which stays
-    /// right when its file is replaced meanwhile.
+    /// The program to run as workers; its `main` must call [`Workers::enter`] first. Default: the running program, even if its
+    /// file has been replaced.
     pub program: Option<PathBuf>,
-    /// The host at which workers are reached; `None`: at sockets that only this user can reach.
+    /// The host of the workers' listen addresses. Default: none; workers listen at Unix sockets that only this user can open.
     pub host: Option<String>,
-    /// The transports that may be used where the group's configuration names none.
+    /// The transport policy if the group's configuration has none. Default: [`TransportPolicy::unconfigured`].
     pub transport: TransportPolicy,
-    /// Where the workers' output goes. Default: our standard error, each line with its worker's name.
+    /// Receives the workers' output. Default: our standard error, each line with its worker's name.
     pub lines: LineSink,
 }
 
@@ -87,13 +87,13 @@ impl fmt::Debug for LocalOptions {
 }
 
 impl Local {
-    /// Processes of the running program, with these worker types.
+    /// Creates a provisioner that runs the current program with these worker types.
     #[must_use]
     pub fn new(workers: Workers) -> Self {
         Self { workers, options: LocalOptions::default() }
     }
 
-    /// The same with other options.
+    /// Replaces the options.
     #[must_use]
     pub fn with(mut self, options: LocalOptions) -> Self {
         self.options = options;
@@ -130,7 +130,7 @@ impl Provisioner for Local {
             workers: self.workers.clone(),
             program: match &self.options.program {
                 Some(program) => program.clone(),
-                // Under a runner that link is the runner's.
+                // Under a runner, that link points to the runner.
                 None if !runner.is_empty() => std::env::current_exe()
                     .map_err(|error| Error::internal("cannot find this program's file").caused_by(error))?,
                 None => Path::new("/proc/self/exe").to_owned(),
@@ -170,7 +170,7 @@ struct LocalState {
     live: Mutex<BTreeMap<Rank, LocalRank>>,
 }
 
-/// A rank's present process, and what it was last seen to use.
+/// The current process of a rank, and its last sampled usage.
 #[derive(Debug)]
 struct LocalRank {
     process: Arc<RankProcess>,
@@ -190,7 +190,7 @@ impl LocalState {
         self.live.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Starts one life. A failure is an event like any other end.
+    /// Starts one incarnation. If it fails, the failure is reported as an exit event.
     async fn start(&self, place: &RankPlace, incarnation: Incarnation) {
         let started = match self.process_start(place, incarnation) {
             Ok(process_start) => RankProcess::start(&self.launcher, &self.handshakes, &self.log, process_start).await,
@@ -236,7 +236,7 @@ impl LocalState {
         self.live().get(&rank).map(|life| Arc::clone(&life.process))
     }
 
-    /// One sample of every life; kills those that use more than they may.
+    /// Takes one sample of every incarnation, and kills those that exceed their limit.
     fn measure(
         &self,
         processes: &BTreeMap<i32, ProcessStat>,
@@ -262,7 +262,7 @@ impl LocalState {
     }
 }
 
-/// Measures until it is aborted.
+/// Takes samples until it is aborted.
 async fn sample(state: Arc<LocalState>) {
     let units = KernelUnits::of_this_machine();
     let gpu = GpuSampler::shared();
@@ -271,7 +271,7 @@ async fn sample(state: Arc<LocalState>) {
     tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         tick.tick().await;
-        // Reading `/proc` may wait for a lock of the kernel's; not on a thread that answers calls.
+        // Reading `/proc` may wait for a kernel lock, so it does not run on a thread that answers calls.
         let Ok(Ok(processes)) = tokio::task::spawn_blocking(ProcessStat::all).await else { continue };
         state.measure(&processes, gpu.as_deref(), Instant::now(), units);
     }

@@ -1,4 +1,4 @@
-//! One life of a rank as a child process: started, heard, measured, ended, and its end explained.
+//! One incarnation of a rank as a child process: its start, handshake, usage, end and exit reason.
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
@@ -18,18 +18,19 @@ use crate::group::provision::local::handshake::{ASSIGNMENT_VARIABLE, HandshakeRe
 use crate::group::provision::variables::Variables;
 use crate::launch::{ChildHandle, ChildSpec, ChildState, Launcher, LineSink, RestartPolicy, Stream};
 
-/// Time for what a dead worker left behind to end before it is killed: nobody will use it any more.
+/// Time for the remaining descendants of a dead worker to exit before they are killed.
 const LEFTOVER_GRACE: Duration = Duration::from_secs(1);
-/// Answers on their way from the pipe to whoever waits: a worker gives one, and a second is noticed and dropped.
+/// Capacity for replies between the pipe and the task that waits for them. A worker sends one reply; a second one is logged and
+/// dropped.
 const REPLIES: usize = 4;
 
-/// One life to be started.
+/// Specifies one incarnation to start.
 #[derive(Debug)]
 pub(crate) struct ProcessStart {
-    /// Unique among the living processes of the deployment; prefixes its log lines.
+    /// Unique among the running processes of the deployment; prefixes the log lines.
     pub(crate) name: String,
     pub(crate) program: PathBuf,
-    /// What runs the program, with its arguments; the program itself if it is empty.
+    /// The command that runs the program, with its arguments; if empty, the program runs directly.
     pub(crate) runner: Vec<String>,
     pub(crate) environment: Variables,
     pub(crate) assignment: WorkerAssignment,
@@ -37,7 +38,7 @@ pub(crate) struct ProcessStart {
     pub(crate) start_timeout: Duration,
 }
 
-/// Where the answers of workers are expected, by the name of their process.
+/// The receivers of pending worker replies, by the name of the process.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct PendingHandshakes(Arc<Mutex<BTreeMap<String, PendingHandshake>>>);
 
@@ -48,7 +49,7 @@ struct PendingHandshake {
 }
 
 impl PendingHandshakes {
-    /// A sink that takes the workers' answers out, with the blank line before each, and passes the other lines on.
+    /// Returns a sink that takes out the workers' replies, with the blank line before each, and passes the other lines to `rest`.
     pub(crate) fn sink(&self, rest: LineSink) -> LineSink {
         let handshakes = self.clone();
         Arc::new(move |name, stream, line| {
@@ -76,26 +77,27 @@ impl PendingHandshakes {
     }
 }
 
-/// A living process of a rank.
+/// A running process of a rank.
 #[derive(Debug)]
 pub(crate) struct RankProcess {
     pub(crate) incarnation: Incarnation,
     pub(crate) pid: u32,
-    /// The process itself: its number goes to another one when it is gone. `None` when it went before this was taken.
+    /// Refers to the process itself, because its process ID can be reused after it exits. `None` if the process exited before
+    /// this was opened.
     pidfd: Option<OwnedFd>,
     handle: ChildHandle,
     kill_reason: KillReason,
     limit: Option<u64>,
-    /// The kernel keeps the limit itself, so sampling need not.
+    /// The kernel enforces the limit, so sampling does not have to.
     kernel_limit: bool,
 }
 
-/// Why we killed it, if we did: decided before the kill, read when it is dead.
+/// The reason why we killed the process, if we did. It is set before the kill and read when the process has exited.
 #[derive(Clone, Debug, Default)]
 struct KillReason(Arc<Mutex<Option<RankExit>>>);
 
 impl KillReason {
-    /// The first verdict stands.
+    /// Sets the reason; only the first one counts.
     fn set_first(&self, exit: RankExit) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(exit);
     }
@@ -106,7 +108,7 @@ impl KillReason {
 }
 
 impl RankProcess {
-    /// Starts it, and follows it from then on: its events go to `log`.
+    /// Starts the process and monitors it; its events go to `log`.
     pub(crate) async fn start(
         launcher: &Launcher,
         handshakes: &PendingHandshakes,
@@ -153,12 +155,12 @@ impl RankProcess {
             cgroup,
             log: log.clone(),
         };
-        // Ends with the child, which the launcher ends.
+        // Ends with the child process, which the launcher ends.
         tokio::spawn(monitor.run(replies, start_timeout));
         Ok(process)
     }
 
-    /// The limit that sampling has to keep, in bytes.
+    /// Returns the limit that sampling must enforce, in bytes.
     pub(crate) fn sampled_limit(&self) -> Option<u64> {
         self.limit.filter(|_| !self.kernel_limit)
     }
@@ -167,14 +169,14 @@ impl RankProcess {
         self.limit
     }
 
-    /// Kills it for using too much memory.
+    /// Kills the process because it uses too much memory.
     pub(crate) fn exceeded(&self, resident_bytes: u64, limit_bytes: u64) {
         self.kill_reason.set_first(RankExit::over_memory_limit(self.incarnation, Some(resident_bytes), limit_bytes));
         let handle = self.handle.clone();
         tokio::spawn(async move { handle.stop(Duration::ZERO).await });
     }
 
-    /// Kills it without a word, as a crash would end it. One that is gone already stays gone.
+    /// Kills the process as a crash would. Has no effect if it has already exited.
     pub(crate) fn crash(&self) -> rustix::io::Result<()> {
         match self.pidfd.as_ref().map(|pidfd| pidfd_send_signal(pidfd, Signal::KILL)) {
             None | Some(Ok(()) | Err(rustix::io::Errno::SRCH)) => Ok(()),
@@ -182,14 +184,14 @@ impl RankProcess {
         }
     }
 
-    /// Asks it to end, and kills it after `grace`. Returns when it is gone.
+    /// Asks the process to exit, and kills it after `grace`. Returns when it has exited.
     pub(crate) async fn stop(&self, grace: Duration) -> Result<(), crate::launch::LaunchError> {
         self.kill_reason.set_first(RankExit::new(self.incarnation, ExitCause::Stopped));
         self.handle.stop(grace).await.map(drop)
     }
 }
 
-/// A group of the kernel's for this life, where we may make one.
+/// Creates a control group for this incarnation, if the system allows it.
 fn kernel_limit(name: &str, incarnation: Incarnation, limit: u64) -> Option<Cgroup> {
     let parent = Cgroup::delegated()?;
     let group = format!("gym-{}-{name}-{incarnation}", std::process::id());
@@ -198,13 +200,13 @@ fn kernel_limit(name: &str, incarnation: Incarnation, limit: u64) -> Option<Cgro
         .ok()
 }
 
-/// A process by its number, while that is still its own.
+/// Opens a process by its ID, as long as the ID still belongs to it.
 fn open(pid: u32) -> Option<OwnedFd> {
     let pid = Pid::from_raw(i32::try_from(pid).ok()?)?;
     pidfd_open(pid, PidfdFlags::empty()).ok()
 }
 
-/// The process id; `None` when it ended before it could be read.
+/// Returns the process ID; `None` if the process exited before the ID could be read.
 async fn pid_of(handle: &ChildHandle) -> Option<u32> {
     let mut events = handle.events();
     let state = events.wait_for(|state| !matches!(state, ChildState::Starting { .. })).await.ok()?;
@@ -214,7 +216,7 @@ async fn pid_of(handle: &ChildHandle) -> Option<u32> {
     }
 }
 
-/// Tells what becomes of one life.
+/// Reports the events of one incarnation.
 struct ProcessMonitor {
     rank: Rank,
     incarnation: Incarnation,
@@ -238,12 +240,12 @@ impl ProcessMonitor {
             () = ended(&mut events) => {}
             () = tokio::time::sleep(start_timeout) => {
                 kill_reason.set_first(RankExit::not_ready(incarnation, start_timeout));
-                // What it answers is awaited below.
+                // The result of the stop is awaited below.
                 let _ = handle.stop(Duration::ZERO).await;
             }
         }
         ended(&mut events).await;
-        // Its last word may have been read after its end was.
+        // The last reply may be read after the exit was noticed.
         if let Ok(HandshakeReply::Failed(why)) = replies.try_recv() {
             kill_reason.set_first(RankExit::start_failed(incarnation, why));
         }
@@ -267,7 +269,7 @@ impl ProcessMonitor {
     }
 }
 
-/// Waits until a child is gone for good. The launcher's end counts as well.
+/// Waits until a child process has exited and will not be restarted. The end of the launcher counts as well.
 async fn ended(events: &mut watch::Receiver<ChildState>) {
     let _ = events.wait_for(ChildState::is_final).await;
 }

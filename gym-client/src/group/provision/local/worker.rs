@@ -1,4 +1,4 @@
-//! How a process becomes a worker: the other end of the handshake.
+//! Turns a process into a worker: the worker's side of the handshake.
 
 use std::io::Write;
 use std::sync::Arc;
@@ -16,7 +16,8 @@ use crate::group::provision::variables::process_variables;
 use crate::group::provision::workers::Workers;
 use crate::launch;
 
-/// Time for the calls that run when a worker process is told to end. The launcher's own grace comes first if it is shorter.
+/// Time for running calls after a worker process was asked to exit. The launcher's own grace period takes precedence if it is
+/// shorter.
 const DRAIN_GRACE: Duration = Duration::from_secs(30);
 /// Exit status of a process that could not become a worker.
 const START_FAILED: i32 = 1;
@@ -24,11 +25,12 @@ const START_FAILED: i32 = 1;
 static ENTERED: AtomicBool = AtomicBool::new(false);
 
 impl Workers {
-    /// Must be the first line of `main` in every program that has worker processes; it calls [`launch::enter`] too.
+    /// Runs the worker in a worker process; calls [`launch::enter`] too. Must be the first line of `main` in every program that has
+    /// worker processes.
     ///
     /// Worker processes are this program, run again with a hidden first argument. In such a process this function does not
-    /// return: the process makes its worker, says where it serves, and serves until it is told to end. In all others it
-    /// returns at once.
+    /// return: the process creates its worker, reports its endpoints, and serves until it is asked to exit. In all other
+    /// processes it returns at once.
     pub fn enter(&self) {
         launch::enter();
         if std::env::args_os().nth(1).is_some_and(|role| role == WORKER_ROLE) {
@@ -38,7 +40,7 @@ impl Workers {
     }
 
     fn be_worker(&self) -> i32 {
-        // Before there are other threads.
+        // Must run before other threads exist.
         bind_to_gpu();
         let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
             Ok(runtime) => runtime,
@@ -63,7 +65,7 @@ impl Workers {
             match self.make(assignment).await {
                 Ok((host, listener, handler)) => {
                     let reply = HandshakeReply::Serves(listener.endpoints().to_vec());
-                    // Without a reader the controller is gone, and this process with it in a moment.
+                    // If the pipe has no reader, the controller has exited, and this process is about to be killed.
                     let _ = say(&reply.line(&token));
                     serve_until_signalled(host, listener, handler).await
                 }
@@ -91,7 +93,7 @@ impl Workers {
     }
 }
 
-/// Whether [`Workers::enter`] ran in this process, so that running the program again will not run its `main` twice.
+/// Returns `true` if [`Workers::enter`] ran in this process, so that running the program again does not run its `main` twice.
 pub(crate) fn entered() -> bool {
     ENTERED.load(Ordering::Acquire)
 }
@@ -119,7 +121,7 @@ async fn serve_until_signalled(host: WorkerHost, listener: Box<dyn Listener>, ha
     });
     let served = gym_core::transport::serve(listener, handler, drain, DRAIN_GRACE).await;
     watch.abort();
-    // Its calls have ended or been broken by now; a thread that blocks is left to the end of the process.
+    // All calls have ended or were aborted by now; a blocked thread ends with the process.
     let stopped = host.stop(Duration::from_secs(1)).await;
     match served.and(stopped) {
         Ok(()) => 0,

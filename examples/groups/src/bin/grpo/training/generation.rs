@@ -1,4 +1,4 @@
-//! The ranks that answer prompts.
+//! The ranks of the generation engine.
 
 use gym_core::group::{Handles, HandlesShared, JsonRows, Method, Methods, Payload, Tensor, Worker, WorkerEnv};
 use gym_core::{CallContext, Error, RawObject, Result};
@@ -7,9 +7,9 @@ use serde_json::json;
 
 use super::model::{Choice, OPERATORS, Table};
 
-/// Answers each row. Batch: `operator` int64 \[rows\] and `task` JSON; back: the same rows with `choice` int64 \[rows\],
-/// `generation_logprobs` float32 \[rows\], and the answer's text in the task's `metadata.generation`, where the played model
-/// finds it.
+/// Answers each row. The input batch has the columns `operator` int64 \[rows\] and `task` JSON. The output has the same rows with
+/// `choice` int64 \[rows\] and `generation_logprobs` float32 \[rows\]. The answer's text is in the task's `metadata.generation`,
+/// from which the scripted model reads it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Generate;
 
@@ -20,7 +20,7 @@ impl Method for Generate {
     type Reply = ();
 }
 
-/// Takes over weights.
+/// Loads weights.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct LoadWeights;
 
@@ -81,7 +81,7 @@ impl HandlesShared<Generate> for GenerationWorker {
     }
 }
 
-/// The task with its answer in it.
+/// Returns the task with its answer.
 fn answered(task: &RawObject, choice: usize) -> Result<RawObject> {
     #[derive(Deserialize)]
     struct Operands {

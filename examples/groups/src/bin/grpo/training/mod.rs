@@ -1,9 +1,9 @@
 //! Training with a stand-in for a model: a table of preferences instead of weights.
 //!
-//! The "policy" sees a sum such as `7 * 5` and chooses which operation to carry out. For each operator it keeps a preference
-//! for each choice; a softmax over them is its distribution. That is small enough to train on a laptop and large enough for
-//! everything around it to be real: generations are sampled on the ranks of one group, scored by rollouts through the SDK's own
-//! servers, and the policy is trained on the ranks of another.
+//! The "policy" sees a sum such as `7 * 5` and chooses the operation to apply. For each operator it keeps a preference for each
+//! choice; a softmax over the preferences is its distribution. This is small enough to train on a laptop, and everything around it
+//! is real. The ranks of one group sample the generations, rollouts through the SDK's own servers score them, and the ranks of
+//! another group train the policy.
 
 mod generation;
 mod model;
@@ -25,14 +25,14 @@ pub(crate) use tasks::{played, prompts};
 /// The axis along which batches are sharded.
 pub(crate) const DATA_AXIS: &str = "data_parallel";
 
-/// The policy's worker group as the training loop sees it.
+/// The policy of the training loop, backed by its worker group.
 #[derive(Debug)]
 pub(crate) struct TablePolicy {
     group: Arc<dyn WorkerGroup>,
     learning_rate: f32,
 }
 
-/// What a training step reports.
+/// Statistics of a training step.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Stats {
     /// The stand-in loss, a mean over the rows that have a reward.
@@ -42,7 +42,7 @@ pub(crate) struct Stats {
 }
 
 impl TablePolicy {
-    /// Trains the workers of `group`, all of which begin with the same table.
+    /// Creates the policy on the workers of `group`, all of which begin with the same table.
     #[must_use]
     pub(crate) fn new(group: Arc<dyn WorkerGroup>, learning_rate: f32) -> Self {
         Self { group, learning_rate }
@@ -66,7 +66,7 @@ impl PolicyInterface for TablePolicy {
         self.log_probs_under(cx, batch, Weights::Reference).await
     }
 
-    /// Each rank differentiates its shard; the gradients meet here, where a real policy has an all-reduce among its ranks.
+    /// Sums the gradients, which each rank computes for its shard; a real policy uses an all-reduce among its ranks.
     async fn train(&self, cx: &CallContext, batch: Batch, loss: &Loss) -> Result<Stats> {
         let shards = self.group.call(Gradient, *loss).context(cx).batch(batch).dispatch(Dispatch::shard(DATA_AXIS));
         let mut total = Update::default();
@@ -80,27 +80,27 @@ impl PolicyInterface for TablePolicy {
     }
 }
 
-/// The generation engine's worker group as the training loop sees it.
+/// The generation engine of the training loop, backed by its worker group.
 #[derive(Debug)]
 pub(crate) struct TableGeneration {
     group: Arc<dyn WorkerGroup>,
-    /// Where the weights come from.
+    /// The group from which the weights are read.
     policy: Arc<dyn WorkerGroup>,
-    /// Different for every call, so that no two steps sample alike.
+    /// Different for every call, so that two steps never sample the same way.
     seed: AtomicU64,
 }
 
 impl TableGeneration {
-    /// Samples on the workers of `group` with the weights of `policy`.
+    /// Creates the engine, which samples on the workers of `group` with the weights of `policy`.
     #[must_use]
     pub(crate) fn new(group: Arc<dyn WorkerGroup>, policy: Arc<dyn WorkerGroup>, seed: u64) -> Self {
         Self { group, policy, seed: AtomicU64::new(seed) }
     }
 
-    /// The policy's current weights.
+    /// Returns the policy's current weights.
     ///
     /// # Errors
-    /// When rank 0 of the policy does not answer.
+    /// If rank 0 of the policy does not respond.
     pub(crate) async fn weights(&self, cx: &CallContext) -> Result<Table> {
         let call = self.policy.call(ReadWeights, ()).context(cx).dispatch(Dispatch::rank(0));
         Ok(call.await?.into_one()?.value)
@@ -108,7 +108,7 @@ impl TableGeneration {
 }
 
 impl GenerationInterface for TableGeneration {
-    /// By way of the controller, because a table is a few numbers. Real weights move from rank to rank.
+    /// Copies the weights through the controller, because a table is a few numbers. Real weights move from rank to rank.
     async fn refit(&self, cx: &CallContext) -> Result<()> {
         let weights = self.weights(cx).await?;
         self.group.call(LoadWeights, weights).context(cx).await?;

@@ -1,8 +1,8 @@
-//! The stand-in for a model: a table of preferences, and the softmax over a row of it.
+//! The stand-in for a model: a table of preferences, and the softmax over one of its rows.
 
 use serde::{Deserialize, Serialize};
 
-/// What a task asks for.
+/// The operator of a task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Operator {
     /// `a + b`
@@ -13,25 +13,25 @@ pub(crate) enum Operator {
     Multiply,
 }
 
-/// What the policy does with it: the one "token" that it generates.
+/// The policy's choice for a task: the one "token" that it generates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Choice {
     /// Answers with the result of this operation.
     Carry(Operator),
-    /// Answers that it does not know.
+    /// Answers "I do not know."
     GiveUp,
 }
 
-/// Number of operators: rows of the table.
+/// Number of operators, which are the rows of the table.
 pub(super) const OPERATORS: usize = 3;
-/// Number of choices: columns of the table.
+/// Number of choices, which are the columns of the table.
 pub(super) const CHOICES: usize = 4;
 
 impl Operator {
-    /// All of them, in the order of the table's rows.
+    /// All operators, in the order of the table's rows.
     pub(crate) const ALL: [Self; OPERATORS] = [Self::Add, Self::Subtract, Self::Multiply];
 
-    /// As it is written between the operands.
+    /// Returns the symbol between the operands.
     #[must_use]
     pub(crate) fn symbol(self) -> char {
         match self {
@@ -41,7 +41,7 @@ impl Operator {
         }
     }
 
-    /// Its result.
+    /// Returns the result of the operation.
     #[must_use]
     pub(crate) fn apply(self, left: i64, right: i64) -> i64 {
         match self {
@@ -53,7 +53,7 @@ impl Operator {
 }
 
 impl Choice {
-    /// The choice of a column of the table; `None` beyond the last.
+    /// Returns the choice of a column of the table; `None` beyond the last column.
     #[must_use]
     pub(crate) fn of_column(column: usize) -> Option<Self> {
         match column {
@@ -62,7 +62,7 @@ impl Choice {
         }
     }
 
-    /// What it says about two operands.
+    /// Returns the answer for two operands.
     #[must_use]
     pub(crate) fn answer(self, left: i64, right: i64) -> String {
         match self {
@@ -77,10 +77,10 @@ impl Choice {
 pub(crate) struct Table(pub [[f32; CHOICES]; OPERATORS]);
 
 impl Table {
-    /// The probability of each choice.
+    /// Returns the probability of each choice.
     ///
     /// # Panics
-    /// For a row that the table has not.
+    /// If the table has no such row.
     #[must_use]
     pub(crate) fn probabilities(&self, operator: usize) -> [f32; CHOICES] {
         let logits = self.0[operator];

@@ -1,4 +1,4 @@
-//! The ranks that are trained: log probabilities, gradients of a stand-in loss, updates.
+//! The ranks of the policy: log probabilities, gradients of a stand-in loss, updates.
 
 use gym_core::group::{Batch, Handles, HandlesShared, Method, Methods, Payload, Tensor, Worker, WorkerEnv};
 use gym_core::{CallContext, Error, Result};
@@ -6,8 +6,8 @@ use serde::{Deserialize, Serialize};
 
 use super::model::{CHOICES, OPERATORS, Table};
 
-/// Log probabilities of the rows' choices. Batch: `operator`, `choice` int64 \[rows\]; back: one float32 column \[rows\],
-/// `prev_logprobs` or `reference_policy_logprobs`.
+/// Computes the log probabilities of the rows' choices. The input batch has the columns `operator` and `choice`, int64 \[rows\].
+/// The output has one float32 column \[rows\], `prev_logprobs` or `reference_policy_logprobs`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct LogProbs;
 
@@ -18,16 +18,16 @@ impl Method for LogProbs {
     type Reply = ();
 }
 
-/// Under which weights.
+/// Selects the weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Weights {
-    /// Those being trained.
+    /// The weights that are being trained.
     Current,
-    /// Those that training began with.
+    /// The weights at the start of the training.
     Reference,
 }
 
-/// The gradient of a stand-in loss over the rows, not yet divided by their number.
+/// Computes the gradient of a stand-in loss over the rows, not yet divided by their number.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Gradient;
 
@@ -38,8 +38,8 @@ impl Method for Gradient {
     type Reply = Update;
 }
 
-/// A stand-in for GRPO's loss: the policy gradient with a penalty for leaving the reference. No clipping: there is one update
-/// for each batch, so the probability ratio is 1.
+/// A stand-in for GRPO's loss: the policy gradient with a penalty for divergence from the reference. It does not clip: there is one
+/// update for each batch, so the probability ratio is 1.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(crate) struct Loss {
     /// Weight of the divergence from the reference.
@@ -57,7 +57,7 @@ pub(crate) struct Update {
 }
 
 impl Update {
-    /// Adds another rank's.
+    /// Adds the gradients of another rank.
     pub(crate) fn add(&mut self, other: &Self) {
         for (sum, more) in self.gradient.iter_mut().flatten().zip(other.gradient.iter().flatten()) {
             *sum += more;
@@ -66,13 +66,13 @@ impl Update {
         self.rows += other.rows;
     }
 
-    /// The mean over rows that have a reward.
+    /// Returns the mean loss over rows that have a reward.
     #[must_use]
     pub(crate) fn mean_loss(&self) -> f32 {
         self.loss / self.rows.max(1.0)
     }
 
-    /// The Euclidean norm of the mean gradient.
+    /// Returns the Euclidean norm of the mean gradient.
     #[must_use]
     pub(crate) fn gradient_norm(&self) -> f32 {
         let squares: f32 = self.gradient.iter().flatten().map(|value| value * value).sum();
@@ -80,7 +80,7 @@ impl Update {
     }
 }
 
-/// One step against the gradient.
+/// Applies one step against the gradient.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Apply;
 
@@ -90,7 +90,7 @@ impl Method for Apply {
     type Reply = ();
 }
 
-/// The current weights.
+/// Returns the current weights.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ReadWeights;
 
@@ -175,7 +175,7 @@ impl Handles<Apply> for PolicyWorker {
     }
 }
 
-/// The rows' operators and choices, as positions in the table.
+/// Returns the rows' operators and choices, as positions in the table.
 fn choices(batch: &Batch) -> Result<Vec<(usize, usize)>> {
     let column = |name: &str, below: usize| -> Result<Vec<usize>> {
         let values = batch.column(name)?.dense()?.view::<i64>()?.into_owned();

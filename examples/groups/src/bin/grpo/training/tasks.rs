@@ -1,4 +1,4 @@
-//! The tasks of the stand-in policy, and the model server that plays its answers.
+//! The tasks of the stand-in policy, and the scripted model that returns its answers.
 
 use gym_core::group::{Batch, JsonRows, Tensor};
 use gym_core::{RawObject, Result};
@@ -8,10 +8,10 @@ use serde_json::json;
 
 use super::model::Operator;
 
-/// `count` prompts. Columns: `operator` int64 \[rows\], `task` JSON: rows of the `math` environment.
+/// Creates `count` prompts with the columns `operator` int64 \[rows\] and `task` JSON, which are rows of the `math` environment.
 ///
 /// # Errors
-/// None that the caller can cause.
+/// None that depend on the caller.
 pub(crate) fn prompts(count: usize, random: &mut fastrand::Rng) -> Result<Batch> {
     let (mut operators, mut tasks) = (Vec::with_capacity(count), Vec::with_capacity(count));
     for _ in 0..count {
@@ -29,7 +29,7 @@ pub(crate) fn prompts(count: usize, random: &mut fastrand::Rng) -> Result<Batch>
     Batch::empty().with("operator", Tensor::from_vec([count], operators)?)?.with("task", JsonRows::from_values(tasks)?)
 }
 
-/// The turn of a model whose answer was generated before: for [`gym_server::Servers::scripted_policy`].
+/// Returns the turn of a model whose answer was generated before, for [`gym_server::Servers::scripted_policy`].
 #[must_use]
 pub(crate) fn played(request: &RawObject, _: &mut fastrand::Rng) -> Vec<ScriptedItem> {
     #[derive(Default, Deserialize)]
