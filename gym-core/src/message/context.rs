@@ -129,7 +129,7 @@ impl CallContext {
     }
 }
 
-/// See [`CallContext::bound`].
+/// Runs `future` as [`CallContext::bound`] does, with the given token and deadline.
 pub(crate) async fn bounded<T>(
     cancel: &CancelToken,
     deadline: Instant,
@@ -189,7 +189,7 @@ pub struct TraceContext {
     pub trace_id: u128,
     /// The caller's span.
     pub span_id: u64,
-    /// Whether the caller records the trace.
+    /// `true` if the caller records the trace.
     pub sampled: bool,
 }
 

@@ -85,8 +85,8 @@ impl Response {
         Err(Error::new(code, execution, format!("answered {}: {shown}", self.status)))
     }
 
-    /// Creates the response of an error, for every transport: status, code and execution, and the message as a JSON string, as
-    /// the servers of NeMo Gym return a 500.
+    /// Creates the response of an error, for every transport: status, code and execution, and the message as a JSON string. The
+    /// servers of NeMo Gym return a 500 in the same form.
     #[must_use]
     pub fn from_error(error: &Error) -> Self {
         let text = serde_json::to_string(&error.to_string()).unwrap_or_else(|_| "\"\"".into());

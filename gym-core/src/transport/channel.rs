@@ -1,8 +1,8 @@
 //! The client side of one peer: [`Link`], which transports implement, and [`Channel`], through which calls are made.
 //!
 //! A call has two steps: the transport accepts the request, then the peer responds. Until the transport has accepted the request,
-//! the peer has seen nothing, so a failure in the first step is `NotStarted` and one in the second is `Unknown`. Every wait in
-//! either step ends at the call's deadline.
+//! the peer has seen nothing. A failure in the first step is therefore `NotStarted`, and one in the second is `Unknown`. Every
+//! wait in either step ends at the call's deadline.
 
 use std::fmt;
 use std::future::Future;
@@ -36,6 +36,9 @@ pub type Reply = BoxFuture<'static, Result<Response>>;
 #[async_trait]
 pub trait Link: fmt::Debug + Send + Sync + 'static {
     /// Waits for capacity, accepts the request, and returns the future of its response.
+    ///
+    /// # Errors
+    /// `NotStarted`; the peer has seen nothing.
     async fn send(&self, request: Request) -> Result<Reply>;
 
     /// Accepts the request if that needs no wait, and returns it otherwise, for [`Link::send`]. Order, capacity and errors are
@@ -52,6 +55,9 @@ pub trait Link: fmt::Debug + Send + Sync + 'static {
     async fn closed(&self) -> Error;
 
     /// Rejects new calls, waits up to `grace` for the calls in flight, and closes.
+    ///
+    /// # Errors
+    /// `DeadlineExceeded` if calls were still in flight after `grace`.
     async fn close(&self, grace: Duration) -> Result<()>;
 }
 

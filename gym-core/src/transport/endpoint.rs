@@ -89,7 +89,7 @@ pub struct ConnectOptions {
     /// The incarnation of the peer; calls that reach another incarnation are rejected.
     pub incarnation: Option<Incarnation>,
     /// The requested transport, for a connector that has several: the connector fails, with the reason, rather than use another
-    /// one. `None`: the most preferred transport that works. A connector with one transport can ignore the field.
+    /// one. `None` selects the most preferred transport that works. A connector with one transport can ignore the field.
     pub transport: Option<Transport>,
 }
 
@@ -123,6 +123,9 @@ pub trait Connector: fmt::Debug + Send + Sync + 'static {
     }
 
     /// Opens a channel, within the context's deadline.
+    ///
+    /// # Errors
+    /// `Unavailable`, not started, if no connection can be opened.
     async fn connect(&self, cx: &CallContext, to: &Endpoint, options: &ConnectOptions) -> Result<Channel>;
 }
 
@@ -133,6 +136,9 @@ pub trait Listener: fmt::Debug + Send + 'static {
     fn endpoints(&self) -> &[Endpoint];
 
     /// Accepts the next peer. Cancel safe: dropping the future loses no peer.
+    ///
+    /// # Errors
+    /// The error that finished the listener.
     async fn accept(&mut self) -> Result<Box<dyn Incoming>>;
 }
 

@@ -18,8 +18,8 @@ pub struct RetryPolicy {
 }
 
 impl Default for RetryPolicy {
-    /// Returns five attempts and waits of 50 ms to 2 s: about 4 s in total, enough for a server that restarts, short enough to be
-    /// noticed.
+    /// Returns five attempts and waits of 50 ms to 2 s. That is about 4 s in total: enough for a server that restarts, short
+    /// enough to be noticed.
     fn default() -> Self {
         Self { attempts_max: 5, backoff_min: Duration::from_millis(50), backoff_max: Duration::from_secs(2) }
     }

@@ -79,7 +79,7 @@ impl Batch {
     /// Creates a batch of these columns.
     ///
     /// # Errors
-    /// As [`Self::insert`], and `AlreadyExists` if a name is repeated.
+    /// The errors of [`Self::insert`], and `AlreadyExists` if a name is repeated.
     pub fn new<N: Into<Arc<str>>>(columns: impl IntoIterator<Item = (N, Column)>) -> Result<Self> {
         let mut batch = Self::empty();
         for (name, column) in columns {
@@ -95,7 +95,7 @@ impl Batch {
     /// Returns the batch with one more column, or with the column of that name replaced.
     ///
     /// # Errors
-    /// As [`Self::insert`].
+    /// The errors of [`Self::insert`].
     pub fn with(mut self, name: impl Into<Arc<str>>, column: impl Into<Column>) -> Result<Self> {
         self.insert(name, column)?;
         Ok(self)
@@ -207,7 +207,7 @@ impl Batch {
         Ok(self.slice_rows(rows))
     }
 
-    /// As [`Self::slice`], for a range that the caller has checked.
+    /// Like [`Self::slice`], for a range that the caller has checked.
     fn slice_rows(&self, rows: Range<usize>) -> Self {
         self.map_columns(|column| column.slice_rows(rows.clone()))
     }

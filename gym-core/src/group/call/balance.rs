@@ -23,9 +23,9 @@ use crate::registry::{Balance, Picker};
 
 /// Sends each call to the rank that the balancing rule chooses. The balancer counts calls as long as it exists.
 ///
-/// A rank is ejected until its next incarnation if three consecutive calls fail because of the rank (it disconnects, or misses the
-/// deadline), even if it still answers status requests. The other ranks get its calls. If all ranks are ejected, they are called
-/// nevertheless.
+/// A rank is ejected until its next incarnation if three consecutive calls fail because of the rank. That is, the rank
+/// disconnects or misses the deadline, even if it still answers status requests. The other ranks get its calls. If all ranks are
+/// ejected, they are called nevertheless.
 pub struct Balancer {
     group: Arc<dyn WorkerGroup>,
     picker: Picker,
@@ -103,12 +103,13 @@ impl Balancer {
     /// Runs a call for each item, at most `per_rank` concurrently on one rank (not counting retries), and returns the replies in
     /// the order of the items. The first failure cancels the calls in flight.
     ///
-    /// Waits, up to the deadline, for ranks at capacity. While another list has no calls in flight, a list with calls in flight
-    /// starts no further ones, so that a long list does not block a short one until it ends.
+    /// Waits, up to the deadline, for ranks at capacity. A list with calls in flight starts no further ones while another list
+    /// has none. A long list therefore does not block a short one until it ends.
     ///
     /// # Errors
-    /// As [`Balancer::submit`]; `DeadlineExceeded` if calls of others keep the ranks at capacity until the deadline. The error is
-    /// `NotStarted` only if no other item was started: [`GroupError::may_resend`] does not repeat the work of other items.
+    /// The errors of [`Balancer::submit`]; `DeadlineExceeded` if calls of others keep the ranks at capacity until the deadline.
+    /// The error is `NotStarted` only if no other item was started: [`GroupError::may_resend`] does not repeat the work of other
+    /// items.
     pub async fn map<M: Method>(
         &self,
         cx: &CallContext,
@@ -211,7 +212,7 @@ impl Balancer {
         self.take(usize::MAX)?.ok_or_else(|| Error::internal("a rank without room for one call"))
     }
 
-    /// As [`Balancer::take`], for a list that has `running` calls in flight.
+    /// Like [`Balancer::take`], for a list that has `running` calls in flight.
     fn take_for_list(&self, running: usize, calls_max: usize) -> Result<Option<InFlightCall<'_>>> {
         let yields = running > 0 && self.waiting_lists.load(Ordering::Acquire) > 0;
         if yields { Ok(None) } else { self.take(calls_max) }

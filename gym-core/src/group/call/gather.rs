@@ -1,4 +1,4 @@
-//! A group call in flight. One future sends requests and reads replies concurrently, so that an unread reply of one rank cannot
+//! A group call in flight. One future sends requests and reads replies concurrently. Otherwise, an unread reply of one rank could
 //! hold the capacity for which the request to another rank waits.
 
 use std::borrow::Cow;
@@ -26,7 +26,7 @@ use crate::message::{CallContext, Incarnation};
 use crate::transport::channel::check_incarnation;
 use crate::transport::{Channel, Reply, TrySendOutcome};
 
-/// The time that a failed call waits for the exit status of a rank whose connection broke: the link notices the end of a process
+/// The time that a failed call waits for the exit status of a rank whose connection broke. The link notices the end of a process
 /// before its supervisor does.
 const EXIT_WAIT: Duration = Duration::from_millis(500);
 

@@ -87,7 +87,7 @@ impl InProcessGroup {
         Self::start_with::<W>(name, layout, init, InProcessOptions::default()).await
     }
 
-    /// As [`InProcessGroup::start`], with options.
+    /// Like [`InProcessGroup::start`], with options.
     ///
     /// # Errors
     /// The error of a rank that fails to start; no rank is left running.

@@ -16,17 +16,17 @@ pub struct WorkerGroupConfig {
     /// Maximum memory of one worker and its child processes, in bytes; written as `8GB` or a number. The default is no limit.
     #[serde(deserialize_with = "memory")]
     pub memory_limit: Option<u64>,
-    /// Whether a worker that ended is restarted automatically. The default is `false`.
+    /// Restarts a worker automatically after it ends. The default is `false`.
     pub restart_on_failure: bool,
     /// Maximum restarts of each worker over the lifetime of the group. The default is three.
     pub max_restarts: Option<u32>,
-    /// Whether gradients are compressed on the wire. Not implemented; the default is `false`.
+    /// Compresses gradients on the wire. Not implemented; the default is `false`.
     pub enable_gradient_compression: bool,
-    /// Whether a call returns when it is sent instead of when it is answered. Accepted for compatibility with documented
+    /// Makes calls return when they are sent instead of when they are answered. Accepted for compatibility with documented
     /// configurations, but has no effect: in Rust, a caller uses [`GroupCall::start`](crate::group::GroupCall::start) instead of
     /// `await`.
     pub async_communication: bool,
-    /// Whether calls that can run on any worker are balanced. The default is `false`.
+    /// Balances calls that can run on any worker. The default is `false`.
     pub enable_load_balancing: bool,
     /// The balancing strategy. If it is given, calls are balanced even without `enable_load_balancing`.
     pub load_balancing_strategy: Option<Balance>,

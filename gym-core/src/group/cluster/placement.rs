@@ -91,8 +91,8 @@ pub struct Placement {
 /// of one domain each ([`select_segments`]); the other nodes remain for other clusters.
 ///
 /// # Errors
-/// As [`ClusterSpec::validate`] and [`select_segments`]; `InvalidArgument` for a GPU that no node has; `ResourceExhausted`, with
-/// the requested resources and those of each node.
+/// The errors of [`ClusterSpec::validate`] and [`select_segments`]; `InvalidArgument` for a GPU that no node has;
+/// `ResourceExhausted`, with the requested resources and those of each node.
 pub fn place(spec: &ClusterSpec, nodes: &[NodeResources], unified: bool) -> Result<Placement> {
     spec.validate()?;
     let ids = spec.gpus_of_nodes()?;

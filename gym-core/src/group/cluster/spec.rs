@@ -31,7 +31,7 @@ pub struct ClusterSpec {
     /// Prefix of the placement groups' names. The default is no prefix.
     #[serde(default)]
     pub name: String,
-    /// Whether each bundle has a GPU. The default is `true`.
+    /// Gives each bundle a GPU. The default is `true`.
     #[serde(default = "yes")]
     pub use_gpus: bool,
     /// Number of GPUs of a physical node, for layouts that depend on it. The default is 8.
@@ -47,14 +47,14 @@ pub struct ClusterSpec {
     /// The GPUs to use. The default is [`GpuIds::Auto`].
     #[serde(default)]
     pub gpu_ids: GpuIds,
-    /// Whether several groups may use the bundles. `true`: one group at a time. `false`: a second group is an error. By default,
-    /// several groups may use them, without waiting for each other.
+    /// Lets several groups use the bundles. `true`: one group at a time. `false`: a second group is an error. By default, several
+    /// groups may use them, without waiting for each other.
     #[serde(default)]
     pub enable_colocation: Option<bool>,
     /// The transport of bulk data. The default is [`CommunicationBackend::Auto`].
     #[serde(default)]
     pub communication_backend: CommunicationBackend,
-    /// Whether the memory of nodes and GPUs is sampled; the memory of workers always is. The default is `false`.
+    /// Samples the memory of nodes and GPUs; the memory of workers is always sampled. The default is `false`.
     #[serde(default)]
     pub monitor_memory: bool,
     /// The first port for rendezvous. The default is the start of [`MASTER_PORTS`].
@@ -222,8 +222,8 @@ impl ClusterSpec {
     /// Checks the constraints that do not depend on a machine.
     ///
     /// # Errors
-    /// `InvalidArgument` if there are no bundles, if the GPU ids do not match the bundles, or if the port range is empty.
-    /// `Unimplemented` for a communication backend that this build does not support.
+    /// - `InvalidArgument`: there are no bundles, the GPU ids do not match the bundles, or the port range is empty.
+    /// - `Unimplemented`: this build does not support the communication backend.
     pub fn validate(&self) -> Result<()> {
         if self.world_size() == 0 {
             return Err(invalid("bundle_ct_per_node_list", "has no bundle; name at least one node with one"));

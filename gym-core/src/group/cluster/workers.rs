@@ -47,8 +47,11 @@ impl Placement {
     /// Returns the placement of all ranks of a worker group.
     ///
     /// # Errors
-    /// `InvalidArgument` if the list does not have one entry for each node, if there are more workers than bundles, if a bundle
-    /// does not exist or is repeated, or if a tied group has no bundles.
+    /// `InvalidArgument` in these cases:
+    /// - the list does not have one entry for each node;
+    /// - there are more workers than bundles;
+    /// - a bundle does not exist or is repeated;
+    /// - a tied group has no bundles.
     pub fn workers(&self, prefix: &str, on: &WorkersOn) -> Result<Vec<WorkerPlacement>> {
         let singles = |counts: Vec<u32>| -> Result<Vec<(u32, Vec<u32>)>> {
             let mut tied = Vec::new();

@@ -82,7 +82,7 @@ pub struct RetryBudgets {
 }
 
 impl Default for RetryBudgets {
-    /// Five attempts for infrastructure failures, two for data failures, pauses of 1 to 30 s.
+    /// Returns five attempts for infrastructure failures, two for data failures, and pauses of 1 to 30 s.
     fn default() -> Self {
         Self {
             infrastructure_attempts: 5,

@@ -90,7 +90,7 @@ impl Fleet {
         self.take(picker, |index, replica| replica.health.serves() && fit(index, replica))
     }
 
-    /// As [`Fleet::acquire`], among all replicas: if none serves, a request can still be tried.
+    /// Like [`Fleet::acquire`], among all replicas: if none serves, a request can still be tried.
     ///
     /// # Errors
     /// `Unavailable`, not started, if no replica is fit.

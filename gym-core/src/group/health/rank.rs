@@ -28,12 +28,12 @@ impl Default for HealthPolicy {
 pub enum HealthEvent {
     /// A probe was answered, or failed.
     Probed {
-        /// Whether the rank answered.
+        /// `true` if the rank answered.
         ok: bool,
     },
     /// A request was answered, or failed because of the rank.
     Requested {
-        /// Whether the rank answered.
+        /// `true` if the rank answered.
         ok: bool,
     },
     /// The rank ended.

@@ -168,7 +168,7 @@ impl RankLayout {
     /// Creates a layout of these ranks in row-major order over these axes, outermost first.
     ///
     /// # Errors
-    /// As [`RankLayout::new`]; also if a rank is repeated, or if the number of ranks differs from the size of the axes.
+    /// The errors of [`RankLayout::new`]; also if a rank is repeated, or if the number of ranks differs from the size of the axes.
     pub fn from_ranks<N: Into<String>>(
         axes: impl IntoIterator<Item = (N, usize)>,
         ranks: Vec<Rank>,
@@ -181,8 +181,8 @@ impl RankLayout {
     /// is not.
     ///
     /// # Errors
-    /// As [`RankLayout::from_ranks`]; also if the arrays are ragged or not integral, or if their depth differs from the number of
-    /// names.
+    /// The errors of [`RankLayout::from_ranks`]; also if the arrays are ragged or not integral, or if their depth differs from the
+    /// number of names.
     pub fn from_nested<N: Into<String>>(
         layout: &serde_json::Value,
         names: impl IntoIterator<Item = N>,

@@ -105,8 +105,8 @@ fn mean_and_deviation(rewards: impl Iterator<Item = f64> + Clone, count: usize) 
 /// Returns the components of each row's reward as columns `reward/{name}`, `F64`, sorted by name; 0 if a row lacks the component.
 ///
 /// # Errors
-/// `InvalidArgument` if the numbers of rows of components and rewards differ. `DataLoss` if a row has components and their sum
-/// differs from its reward by more than 10⁻⁵ of it or 10⁻⁶.
+/// `InvalidArgument` if the numbers of rows of components and rewards differ. `DataLoss` if a row has components whose sum
+/// differs from its reward. The tolerance is 10⁻⁵ of the reward, and at least 10⁻⁶.
 pub fn reward_components(rewards: &[f64], components: &[BTreeMap<String, f64>]) -> Result<Batch> {
     if rewards.len() != components.len() {
         return Err(Error::invalid(format!("{} rows of components for {} rewards", components.len(), rewards.len())));

@@ -146,7 +146,7 @@ impl RawObject {
     /// then costs only as much as its few kilobytes of other text.
     ///
     /// # Errors
-    /// As [`RawObject::view`].
+    /// The errors of [`RawObject::view`].
     pub fn outline<T: DeserializeOwned>(&self) -> Result<T> {
         let wrong = || Error::invalid("the object cannot be read");
         // Checked as one text: if given bytes, the parser would check each string.

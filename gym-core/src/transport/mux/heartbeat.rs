@@ -11,8 +11,8 @@ use crate::base::error::{Code, Error};
 
 /// Number of heartbeats within the time after which an end gives up: a busy peer may lose two.
 const BEATS: u32 = 3;
-/// Minimum time after which an end gives up, regardless of its limits, so that no end sends more than ten heartbeats a second to
-/// a peer that announces a shorter time.
+/// Minimum time after which an end gives up, regardless of its limits. It prevents an end from sending more than ten heartbeats a
+/// second to a peer that announces a shorter time.
 const SILENCE_MIN: Duration = Duration::from_millis(300);
 
 /// Records whether the peer has sent anything since the last check.

@@ -27,10 +27,10 @@ pub trait MessageSender: fmt::Debug + Send + Sync + 'static {
     /// Sends a request: `header` (after [`MessageSender::HEADROOM`] bytes), then the head and the segments of the message,
     /// unchanged.
     ///
-    /// The request gets the next number, from 1 on, in the order of posting. `register` receives the number before the peer can,
-    /// and may reject the request, which then uses no number. `permit` is dropped when the last byte has been passed to the wire,
-    /// or never will be. `crowded` announces that other requests follow at once, so the message may wait to be sent together with
-    /// them.
+    /// The request gets the next number, from 1 on, in the order of posting.
+    /// - `register` receives the number before the peer can, and may reject the request, which then uses no number.
+    /// - `permit` is dropped when the last byte has been passed to the wire, or never will be.
+    /// - `crowded` announces that other requests follow at once, so the message may wait to be sent together with them.
     ///
     /// # Errors
     /// The error that `register` returned.
@@ -46,7 +46,7 @@ pub trait MessageSender: fmt::Debug + Send + Sync + 'static {
     /// Sends the response of a call, in the same form.
     fn post_response(&self, call: u64, header: BytesMut, message: &Message, permit: CapacityPermit, crowded: bool);
 
-    /// Sends, urgently, the reason why a call has no response; `reason` begins with headroom, as a header does. `permit` is
+    /// Sends the reason why a call has no response, urgently. `reason` begins with headroom, as a header does. `permit` is
     /// dropped when the reason has been passed to the wire, or never will be.
     fn post_failed(&self, call: u64, reason: BytesMut, permit: CapacityPermit);
 
@@ -56,7 +56,7 @@ pub trait MessageSender: fmt::Debug + Send + Sync + 'static {
     /// it drops the permit once the response has arrived. Any other transport drops the permit at once.
     fn cancel(&self, call: u64, reply: CapacityPermit);
 
-    /// Announces, urgently, that this end accepts no new calls.
+    /// Announces that this end accepts no new calls, urgently.
     fn post_drain(&self);
 
     /// Sends a heartbeat, urgently, unless another message was sent since the last heartbeat or is about to be sent.

@@ -69,7 +69,7 @@ pub enum ColumnSchema {
         name: String,
         /// The dimension along which the tensors are packed; a negative number counts from the last dimension.
         dimension: isize,
-        /// Whether the other dimensions are padded.
+        /// `true` if the other dimensions are padded.
         pad_to_max_shape: bool,
         /// The tensors that rows refer to, each once.
         segments: Vec<SegmentSchema>,

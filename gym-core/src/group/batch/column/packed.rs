@@ -1,7 +1,7 @@
 //! Rows of tensors with individual shapes, which rows may share, such as the images of a prompt, kept once for all of its samples.
 //!
-//! A row refers to segments. A segment is a tensor with an identity. Rows that refer to the same segment share it, however often
-//! the column is sliced, repeated, concatenated or sent, because segments are compared by identity, never by value.
+//! A row refers to segments. A segment is a tensor with an identity. Segments are compared by identity, never by value. Rows that
+//! refer to the same segment therefore share it, however often the column is sliced, repeated, concatenated or sent.
 
 use std::collections::HashMap;
 
@@ -165,8 +165,10 @@ impl Packed {
     /// Concatenates the segments of all rows along the packing dimension, in one copy. Returns `None` if no row has a segment.
     ///
     /// # Errors
-    /// `InvalidArgument` if segments differ in type or number of dimensions, if the packing dimension does not exist, or if other
-    /// dimensions differ and are not padded.
+    /// `InvalidArgument` in these cases:
+    /// - segments differ in type or number of dimensions;
+    /// - the packing dimension does not exist;
+    /// - other dimensions differ and are not padded.
     pub fn to_tensor(&self) -> Result<Option<Tensor>> {
         let mut parts = self.references.iter().map(|reference| self.segments[*reference].tensor());
         let Some(first) = parts.next() else { return Ok(None) };
@@ -212,7 +214,7 @@ impl Packed {
     /// segments get identities of their own and are shared as before.
     ///
     /// # Errors
-    /// See [`Tensor::to_float`].
+    /// The errors of [`Tensor::to_float`].
     pub fn to_float(&self, dtype: DType) -> Result<Self> {
         let cast = |segment: &Segment| match segment.tensor.dtype() {
             same if same == dtype => Ok(segment.clone()),

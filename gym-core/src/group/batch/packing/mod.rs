@@ -1,9 +1,10 @@
 //! Sequence packing: groups sequences into bins of fixed capacity, so that a micro-batch has little padding.
 //!
 //! The four algorithms produce exactly the bins of NeMo RL, ties included, so that a run trains on the same micro-batches in
-//! both. `first_fit_shuffle` is the exception: it has its own seed, while the reference draws from a global one. First fit finds
-//! a bin in a tournament tree. Modified first fit searches sorted arrays and skips taken entries. Both need `n log n` steps; the
-//! reference needs `n²`.
+//! both. The exception is `first_fit_shuffle`: it has its own seed, while the reference draws from a global one.
+//!
+//! First fit finds a bin in a tournament tree. Modified first fit searches sorted arrays and skips taken entries. Both need
+//! `n log n` steps; the reference needs `n²`.
 
 mod first_fit;
 mod metrics;
@@ -151,8 +152,8 @@ impl Packing {
         self.adjust(bins, lengths.len())
     }
 
-    /// Makes as many more bins as the constraints require, each with one sequence. It takes the last sequence of the bin with the
-    /// most sequences (of equal bins, the later one) until one is left there, then continues with the next bin.
+    /// Makes as many more bins as the constraints require, each with one sequence. Takes sequences from the end of the bin with
+    /// the most sequences (of equal bins, the later one) until one is left there. Then continues with the next bin.
     fn adjust(&self, mut bins: Vec<Vec<usize>>, sequences: usize) -> Result<Vec<Vec<usize>>, PackingError> {
         let natural = bins.len();
         let least = natural.max(self.min_bin_count);

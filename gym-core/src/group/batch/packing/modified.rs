@@ -54,9 +54,9 @@ pub(super) fn pack(lengths: &[usize], capacity: usize) -> Vec<Vec<usize>> {
     packed
 }
 
-/// Visits the bins from the last to the first, and adds two sequences to each bin without a medium one: the shortest small
-/// sequence, and the longest that still fits next to it (of equal lengths, the latest). Returns the remaining sequences, longest
-/// first; of equal lengths, the earlier one first.
+/// Visits the bins from the last to the first, and adds two sequences to each bin without a medium one. These are the shortest
+/// small sequence, and the longest that still fits next to it (of equal lengths, the latest). Returns the remaining sequences,
+/// longest first; of equal lengths, the earlier one first.
 ///
 /// The shortest sequences are taken from the front. Sequences that were taken further back are skipped through links to the left.
 fn add_two_small(bins: &mut [Bin], ascending: &[usize], lengths: &[usize]) -> Vec<usize> {

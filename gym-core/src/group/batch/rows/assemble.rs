@@ -40,7 +40,7 @@ impl Batch {
     /// concatenated unchanged. Parts without rows are skipped, whatever columns they have, unless no part has rows.
     ///
     /// # Errors
-    /// `NotFound` if a part that has rows lacks a column that another one has; `InvalidArgument` if columns of one name have
+    /// `NotFound` if a part that has rows lacks a column that another one has. `InvalidArgument` if columns of one name have
     /// different kinds, types, or sizes beyond dimension 1.
     pub fn from_batches(parts: &[Self], assembly: &Assembly) -> Result<Self> {
         let mut filled: Vec<(usize, &Self)> = parts.iter().enumerate().filter(|(_, part)| part.rows() > 0).collect();

@@ -40,10 +40,10 @@ impl Batch {
         }
     }
 
-    /// As [`Self::to_device`], in place.
+    /// Like [`Self::to_device`], in place.
     ///
     /// # Errors
-    /// As [`Self::to_device`]; the batch is then unchanged.
+    /// The errors of [`Self::to_device`]; the batch is then unchanged.
     pub fn to_device_mut(&mut self, device: Device) -> Result<()> {
         *self = self.to_device(device)?;
         Ok(())

@@ -47,10 +47,10 @@ impl Batch {
         self.select(&positions)
     }
 
-    /// As [`Self::repeat_interleave`], in place.
+    /// Like [`Self::repeat_interleave`], in place.
     ///
     /// # Errors
-    /// As [`Self::repeat_interleave`]; the batch is then unchanged.
+    /// The errors of [`Self::repeat_interleave`]; the batch is then unchanged.
     pub fn repeat_interleave_mut(&mut self, times: usize) -> Result<()> {
         *self = self.repeat_interleave(times)?;
         Ok(())

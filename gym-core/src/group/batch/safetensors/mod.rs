@@ -1,8 +1,8 @@
 //! Tensors in a `.safetensors` file: eight bytes of header length, a JSON header, the elements.
 //!
-//! The format is <https://github.com/huggingface/safetensors>. Tensors have the same layout as in memory, so a file is read as
-//! slices of one block, and written without a copy of the elements. A file can also store a batch: columns that are not dense are
-//! stored as tensors with dotted names, and a schema in the metadata describes them.
+//! The format is <https://github.com/huggingface/safetensors>. Tensors have the same layout as in memory. A file is therefore
+//! read as slices of one block, and written without a copy of the elements. A file can also store a batch. Columns that are not
+//! dense are stored as tensors with dotted names, which a schema in the metadata describes.
 
 mod batch;
 mod header;

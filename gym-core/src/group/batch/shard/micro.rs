@@ -101,8 +101,8 @@ impl Batch {
 
     /// Returns the `index`-th global batch of this shard, sharing the memory.
     ///
-    /// If the shard has a plan of micro-batches, the global batches are the chunks of the plan, and the returned batch keeps its
-    /// part of the plan. Otherwise, each global batch has `size` rows.
+    /// If the shard has a plan of micro-batches, its chunks are the global batches. The returned batch then keeps its part of the
+    /// plan. Otherwise, each global batch has `size` rows.
     ///
     /// # Errors
     /// `InvalidArgument` if there is no such global batch.

@@ -4,8 +4,8 @@ use std::borrow::Cow;
 
 use crate::group::batch::tensor::DType;
 
-/// A Rust type as which elements of a tensor can be viewed. `u16` also reads the bits of `F16` and `BF16`, and `u8` those of
-/// `BOOL`.
+/// A Rust type in which elements of a tensor can be viewed. `u16` also reads the bits of `F16` and `BF16`. `u8` also reads those
+/// of `BOOL`.
 pub trait Element: sealed::Cast {
     /// The type of a tensor created from these elements.
     const DTYPE: DType;

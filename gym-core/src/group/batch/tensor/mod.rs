@@ -133,7 +133,7 @@ impl Tensor {
         Ok(self.slice_rows(rows))
     }
 
-    /// As [`Self::slice`], for a range that the caller has checked and a tensor that is not a scalar.
+    /// Like [`Self::slice`], for a range that the caller has checked and a tensor that is not a scalar.
     pub(crate) fn slice_rows(&self, rows: Range<usize>) -> Self {
         let row = self.row_bytes();
         let mut shape = self.shape.clone();

@@ -60,9 +60,9 @@ pub struct Assignment {
     pub rank: Rank,
     /// Index of the shard, below [`Dispatch::shards`]; `None` for the whole batch, or for no data if `dummy`.
     pub shard: Option<usize>,
-    /// Whether the reply is part of the result.
+    /// `true` if the reply is part of the result.
     pub collect: bool,
-    /// Whether the rank is called without data, only to take part in a collective.
+    /// `true` if the rank is called without data, only to take part in a collective.
     pub dummy: bool,
 }
 
@@ -174,7 +174,7 @@ impl Dispatch {
         Ok(self.assignments(layout)?.into_vec())
     }
 
-    /// As [`Dispatch::plan`], without an allocation for one rank.
+    /// Like [`Dispatch::plan`], without an allocation for one rank.
     pub(crate) fn assignments(&self, layout: &RankLayout) -> Result<SmallVec<[Assignment; 1]>, PlanError> {
         let whole = |rank| Assignment { rank, shard: None, collect: true, dummy: false };
         match (self.rank, self.axes.as_deref()) {

@@ -37,8 +37,8 @@ pub(crate) struct StartedCall {
     entry: RunningEntry,
 }
 
-/// One call, shared by the future of its caller and by the executor: holds the request on its way to the worker and the response
-/// on its way back, so that a queue item is a pointer.
+/// One call, shared by the future of its caller and by the executor. It holds the request on its way to the worker and the
+/// response on its way back, so that a queue item is a pointer.
 struct PendingCall {
     method: usize,
     name: &'static str,

@@ -130,8 +130,9 @@ impl WorkerHost {
     /// Stops the worker: rejects new calls, waits up to `grace` for admitted calls, then ends the worker.
     ///
     /// # Errors
-    /// `DeadlineExceeded` if calls were still running after `grace`: an async worker is then aborted, and a blocking thread exits
-    /// after its current call. `Unavailable`, without waiting, if [`WorkerHost::kill`] is called in the meantime.
+    /// - `DeadlineExceeded` if calls were still running after `grace`. An async worker is then aborted, and a blocking thread
+    ///   exits after its current call.
+    /// - `Unavailable`, without waiting, if [`WorkerHost::kill`] is called in the meantime.
     ///
     /// # Cancel safety
     /// Not cancel safe: dropping the future kills the worker.
@@ -280,7 +281,7 @@ impl Handler for WorkerHost {
         }
     }
 
-    /// The calls are bounded by [`HostOptions::calls_max`].
+    /// Returns `true`: [`HostOptions::calls_max`] bounds the calls.
     fn bounds_calls(&self) -> bool {
         true
     }

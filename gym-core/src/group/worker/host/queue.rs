@@ -27,7 +27,7 @@ struct State<T> {
     items: VecDeque<T>,
     /// The consumer, if it waits for an item.
     consumer: Option<Consumer>,
-    /// Whether the queue rejects further items.
+    /// `true` if the queue rejects further items.
     closed: bool,
 }
 

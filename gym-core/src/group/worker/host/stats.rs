@@ -54,7 +54,7 @@ pub(crate) struct CallStats {
     succeeded: AtomicU64,
     failed: AtomicU64,
     running: Mutex<RunningCalls>,
-    /// Whether the callers of running calls have been answered; results of those calls are ignored.
+    /// `true` if the callers of running calls have been answered; results of those calls are ignored.
     abandoned: AtomicBool,
 }
 
