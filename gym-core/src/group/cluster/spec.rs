@@ -63,7 +63,7 @@ pub struct ClusterSpec {
     /// The port after the last one for rendezvous. The default is the end of [`MASTER_PORTS`].
     #[serde(default = "port_high")]
     pub port_range_high: u16,
-    /// Number of nodes that must be in one NVLink domain. By default, domains are ignored.
+    /// Number of nodes that must be in one NVLink domain. By default, nodes need not be in one domain.
     #[serde(default)]
     pub segment_size: Option<NonZeroU32>,
 }

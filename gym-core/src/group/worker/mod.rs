@@ -90,6 +90,9 @@ pub trait Worker: Sized + 'static {
 ///   peers.
 pub trait Handles<M: Method>: Worker + Send + Sync {
     /// Runs one call.
+    ///
+    /// # Errors
+    /// Any error of the method.
     fn handle(
         &mut self,
         cx: &CallContext,
@@ -102,6 +105,9 @@ pub trait Handles<M: Method>: Worker + Send + Sync {
 /// - **Cancellation.** The handler is dropped at an await point when the call is cancelled or its deadline passes.
 pub trait HandlesShared<M: Method>: Worker + Send + Sync {
     /// Runs one call.
+    ///
+    /// # Errors
+    /// Any error of the method.
     fn handle(
         &self,
         cx: &CallContext,

@@ -24,7 +24,7 @@ const BYTES_MIN: usize = 16 << 10;
 pub(super) struct ElidedJson {
     skeleton: Bytes,
     elisions: Arc<[Elision]>,
-    /// The elisions within this slice, whose `at` and `removed` are relative to the two fields below.
+    /// The elisions within this slice. The two fields below are subtracted from their `at` and `removed`.
     range: Range<usize>,
     skeleton_start: usize,
     removed_before: usize,
