@@ -1,4 +1,4 @@
-//! The names with which workers and their controllers are written: `use gym_core::group::prelude::*`.
+//! The items that workers and their controllers need: `use gym_core::group::prelude::*`.
 
 pub use crate::base::error::{Error, Result};
 pub use crate::group::{

@@ -16,14 +16,14 @@ use crate::base::error::{Code, Error, Execution, Result};
 use crate::base::hex;
 use crate::base::progress::CallProgress;
 
-/// Time until a call without a deadline of its own ends: longer than a slow model turn, shorter than a night.
+/// Default time until the deadline of a call: longer than a slow model turn, shorter than a night.
 pub const DEFAULT_DEADLINE: Duration = Duration::from_secs(600);
 
-/// Default limit of a reply in bytes. A rollout of 128k training tokens is about 2.5 MB, so the limit admits images and expert
-/// routing, while a faulty peer cannot fill the memory.
+/// Default limit of a reply in bytes. A rollout of 128k training tokens is about 2.5 MB. The limit therefore admits images and
+/// expert routing, while a faulty peer cannot exhaust the memory.
 pub const DEFAULT_REPLY_BYTES_MAX: usize = 256 << 20;
 
-/// The context of a call, and the first argument of every function that waits.
+/// The context of a call, passed as the first argument to every function that waits.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct CallContext {
@@ -35,9 +35,9 @@ pub struct CallContext {
     pub trace: TraceContext,
     /// Ordered pairs that are sent with the call, such as cookies; headers over HTTP.
     pub metadata: Metadata,
-    /// Maximum bytes of the reply; the capacity is reserved before the request is sent.
+    /// Maximum number of bytes of the reply; the capacity is reserved before the request is sent.
     pub reply_bytes_max: usize,
-    /// The incarnation that the call is meant for; other incarnations reject it.
+    /// The incarnation for which the call is meant; other incarnations reject it.
     pub incarnation: Option<Incarnation>,
     /// Progress of the call, reported by its handler; distinguishes a slow call from a stuck one.
     pub progress: CallProgress,
@@ -64,7 +64,8 @@ impl CallContext {
         }
     }
 
-    /// Creates the context of a call made on behalf of this one: the same deadline, cancellation, trace and progress, and no metadata.
+    /// Creates the context of a call made on behalf of this one: the same deadline, cancellation, trace and progress, and no
+    /// metadata.
     #[must_use]
     pub fn child(&self) -> Self {
         Self {
@@ -98,8 +99,8 @@ impl CallContext {
         self.deadline.saturating_duration_since(Instant::now())
     }
 
-    /// Returns an error if the deadline has passed or the call is cancelled. A passed deadline is detected before anything is sent,
-    /// instead of by a timer that rounds up.
+    /// Checks that the deadline has not passed and that the call is not cancelled. A passed deadline is detected before anything
+    /// is sent, instead of by a timer that rounds up.
     ///
     /// # Errors
     /// `DeadlineExceeded` or `Cancelled`, not started.
@@ -118,8 +119,8 @@ impl CallContext {
         Ok(())
     }
 
-    /// Runs `future` until it completes, the deadline passes, or the call is cancelled. `execution` is that of the error in the last
-    /// two cases.
+    /// Runs `future` until it completes, the deadline passes, or the call is cancelled. In the last two cases, the error has the
+    /// state `execution`.
     ///
     /// # Errors
     /// The error of the future, `DeadlineExceeded` or `Cancelled`.
@@ -128,7 +129,7 @@ impl CallContext {
     }
 }
 
-/// See [`CallContext::bound`].
+/// Runs `future` as [`CallContext::bound`] does, with the given token and deadline.
 pub(crate) async fn bounded<T>(
     cancel: &CancelToken,
     deadline: Instant,
@@ -145,7 +146,8 @@ pub(crate) async fn bounded<T>(
     .await
 }
 
-/// Waits for the cancellation or the deadline. The caller polls it only after its own future is pending, so no timer is created before.
+/// Waits for the cancellation or the deadline. The caller polls it only after its own future is pending, so no timer is created
+/// earlier.
 async fn interrupted(cancel: &CancelToken, deadline: Instant, execution: Execution) -> Error {
     tokio::select! {
         biased;
@@ -155,7 +157,7 @@ async fn interrupted(cancel: &CancelToken, deadline: Instant, execution: Executi
 }
 
 impl Default for CallContext {
-    /// Ends after [`DEFAULT_DEADLINE`].
+    /// Returns a context that ends after [`DEFAULT_DEADLINE`].
     fn default() -> Self {
         Self::within(DEFAULT_DEADLINE)
     }
@@ -179,14 +181,15 @@ impl fmt::Display for Incarnation {
     }
 }
 
-/// The position of a call in a trace, as in [W3C Trace Context](https://www.w3.org/TR/trace-context/) has it. All zero: not traced.
+/// The position of a call in a trace, as defined by [W3C Trace Context](https://www.w3.org/TR/trace-context/). All zero: not
+/// traced.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TraceContext {
     /// The trace: one per rollout.
     pub trace_id: u128,
     /// The caller's span.
     pub span_id: u64,
-    /// Whether the caller records the trace.
+    /// `true` if the caller records the trace.
     pub sampled: bool,
 }
 

@@ -4,7 +4,7 @@
 //! magic u32 | version u8 | flags u8 | reserved u16 | head_len u32 | segment_count u32 | segment_len u64 × n | head | segments
 //! ```
 //!
-//! Little endian. A message without segments needs no frame: over HTTP it is its head, so curl and Python can speak it.
+//! Little endian. A message without segments needs no frame: over HTTP, it is just its head, so curl and Python can use it.
 
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 
@@ -19,32 +19,33 @@ const FIXED_BYTES: usize = 16;
 /// The media type of a framed message.
 pub const FRAME_MEDIA_TYPE: &str = "application/x-gym-frame";
 
-/// The largest message that is taken.
+/// Limits on a received message.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MessageLimits {
-    /// Bytes of the head. A head is text for people; a rollout with images in base64 stays below this.
+    /// Maximum bytes of the head. A head is readable text; a rollout with images in base64 stays below this limit. The default is
+    /// 256 MiB.
     pub head_bytes_max: usize,
-    /// Number of segments: one per column and rank of a large batch.
+    /// Maximum number of segments: one per column and rank of a large batch. The default is 65,536.
     pub segments_max: usize,
-    /// Bytes of head and segments together.
+    /// Maximum bytes of head and segments together. The default is 16 GiB.
     pub message_bytes_max: usize,
 }
 
 impl Default for MessageLimits {
-    /// 256 MiB of head, 65,536 segments, 16 GiB in all.
+    /// Returns the limits: 256 MiB of head, 65,536 segments, 16 GiB in total.
     fn default() -> Self {
         Self { head_bytes_max: 256 << 20, segments_max: 1 << 16, message_bytes_max: 16 << 30 }
     }
 }
 
-/// Why bytes are not a message.
+/// The reason why bytes are not a message.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum FrameError {
-    /// The first bytes are not a frame's.
+    /// The first bytes are not those of a frame.
     #[error("not a frame: magic {0:#010x}")]
     Magic(u32),
-    /// A version or a flag that this side does not know.
+    /// The version or a flag is unknown to this side.
     #[error("frame version {version} with flags {flags:#04x}; this side knows version {VERSION} without flags")]
     Version {
         /// The version found.
@@ -52,24 +53,24 @@ pub enum FrameError {
         /// The flags found.
         flags: u8,
     },
-    /// A length above the limit.
+    /// A length exceeds its limit.
     #[error("{what} of {length} exceeds {limit_name} = {limit}; raise it on the receiving side if this is wanted")]
     TooLarge {
-        /// Which length.
+        /// The name of the length.
         what: &'static str,
-        /// Its value.
+        /// The value of the length.
         length: u64,
         /// The field of [`MessageLimits`] to raise.
         limit_name: &'static str,
-        /// Its value.
+        /// The value of the limit.
         limit: usize,
     },
-    /// Fewer or more bytes than the lengths say.
+    /// The number of bytes differs from the sum of the lengths.
     #[error("frame of {found} bytes, its lengths say {expected}")]
     Length {
-        /// Bytes found.
+        /// Number of bytes found.
         found: usize,
-        /// Bytes that the header asks for.
+        /// Number of bytes that the header announces.
         expected: usize,
     },
 }
@@ -84,7 +85,7 @@ impl From<FrameError> for Error {
     }
 }
 
-/// The frame of a message: a prefix, then head and segments as they are, not copied.
+/// Encodes a message as a frame: a prefix, then head and segments, not copied.
 #[must_use]
 pub fn encode(message: &Message) -> Rope {
     let mut prefix = BytesMut::with_capacity(FIXED_BYTES + 8 * message.segments.len());
@@ -93,13 +94,13 @@ pub fn encode(message: &Message) -> Rope {
     std::iter::once(prefix.freeze()).chain(pieces).collect()
 }
 
-/// Writes a message's prefix alone, for transports that send the rest piece by piece.
+/// Writes only the prefix of a message, for transports that send the rest in parts.
 pub fn put_prefix(message: &Message, to: &mut BytesMut) {
     to.put_u32_le(MAGIC);
     to.put_u8(VERSION);
     to.put_u8(0);
     to.put_u16_le(0);
-    // A head beyond 4 GiB is refused by every receiver; saturating keeps the refusal theirs.
+    // Every receiver rejects a head beyond 4 GiB. The length saturates, so that the receiver reports the error.
     to.put_u32_le(u32::try_from(message.head.len()).unwrap_or(u32::MAX));
     to.put_u32_le(u32::try_from(message.segments.len()).unwrap_or(u32::MAX));
     for segment in &message.segments {
@@ -107,7 +108,7 @@ pub fn put_prefix(message: &Message, to: &mut BytesMut) {
     }
 }
 
-/// What a prefix announces, each length within the limits.
+/// The lengths that a prefix announces, all within the limits.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Lengths {
     /// Bytes of the head.
@@ -119,10 +120,11 @@ pub struct Lengths {
 }
 
 impl Lengths {
-    /// Takes a prefix off the front of `bytes`.
+    /// Removes a prefix from the front of `bytes` and returns its lengths.
     ///
     /// # Errors
-    /// When it is not a frame's, is cut short, or a length exceeds `limits`: nothing has been allocated for it by then.
+    /// If `bytes` does not begin with a complete prefix, or if a length exceeds `limits`. Nothing has been allocated for it by
+    /// then.
     pub fn take(bytes: &mut Bytes, limits: &MessageLimits) -> Result<Self, FrameError> {
         let found = bytes.len();
         let short = |expected| FrameError::Length { found, expected };
@@ -157,10 +159,10 @@ impl Lengths {
     }
 }
 
-/// Reads a whole frame; head and segments are slices of it.
+/// Decodes a whole frame; head and segments are slices of it.
 ///
 /// # Errors
-/// When the bytes are not a frame, or a length exceeds `limits`: nothing has been allocated for it by then.
+/// If the bytes are not a frame, or if a length exceeds `limits`. Nothing has been allocated for it by then.
 pub fn decode(mut frame: Bytes, limits: &MessageLimits, content_type: ContentType) -> Result<Message, FrameError> {
     let found = frame.len();
     let lengths = Lengths::take(&mut frame, limits)?;

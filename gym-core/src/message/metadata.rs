@@ -1,4 +1,4 @@
-//! Ordered name and value pairs of a request or response: headers over HTTP.
+//! Ordered name and value pairs of a request or response; headers over HTTP.
 
 use std::borrow::Cow;
 

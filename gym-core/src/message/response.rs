@@ -28,12 +28,12 @@ impl fmt::Display for Status {
     }
 }
 
-/// The metadata name of the execution state of an error: whether the request was rejected before it ran.
+/// Metadata key for the execution state of an error: whether the request was rejected before it ran.
 pub const EXECUTION_METADATA: &str = "x-gym-execution";
-/// The metadata name of the code of an error.
+/// Metadata key for the code of an error.
 pub const CODE_METADATA: &str = "x-gym-code";
 
-/// A complete response of any status, 404 and 500 too.
+/// A complete response with any status, including 404 and 500.
 #[derive(Clone, Debug)]
 pub struct Response {
     /// The HTTP status.
@@ -66,8 +66,8 @@ impl Response {
     /// Returns the response if its status is a success.
     ///
     /// # Errors
-    /// Otherwise, an error with the code and execution of the metadata. A response without them, from another implementation, is
-    /// `Finished` with the code of its status.
+    /// Otherwise, an error with the code and execution of the metadata. A response of another implementation, without them,
+    /// becomes an error that is `Finished` and has the code of its status.
     pub fn into_result(self) -> Result<Self> {
         if self.status.is_success() {
             return Ok(self);
@@ -85,8 +85,8 @@ impl Response {
         Err(Error::new(code, execution, format!("answered {}: {shown}", self.status)))
     }
 
-    /// Creates the response of an error on every transport: status, code and execution, and the text as a JSON string, as NeMo Gym's
-    /// servers write a 500.
+    /// Creates the response of an error, for every transport: status, code and execution, and the message as a JSON string. The
+    /// servers of NeMo Gym return a 500 in the same form.
     #[must_use]
     pub fn from_error(error: &Error) -> Self {
         let text = serde_json::to_string(&error.to_string()).unwrap_or_else(|_| "\"\"".into());

@@ -1,4 +1,4 @@
-//! Transports that a program plugs in: how it connects to others, and how it listens.
+//! Transports that a program adds: the backend trait, listen options, and reports.
 
 use std::fmt;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
@@ -13,8 +13,8 @@ use serde::Serialize;
 use crate::base::error::{Code, Error, Result};
 use crate::transport::{Connector, Endpoint, Handler, Incoming, Listener, Transport, TransportPolicy};
 
-/// Where and under which name to serve a handler. Each backend uses the fields that concern it. The bound address and the
-/// advertised address are kept apart here, and nowhere else.
+/// The addresses and the name under which to serve a handler. Each backend uses the fields that concern it. Only these options
+/// distinguish the bound address from the advertised address.
 ///
 /// ```
 /// use gym_core::transport::ListenOptions;
@@ -31,11 +31,11 @@ pub struct ListenOptions {
     pub name: Option<String>,
     /// Host and port to bind, for callers on other hosts; port 0 is any free port. `None`: reachable from this host only.
     pub bind: Option<(String, u16)>,
-    /// Host that endpoints carry, with the port that was bound. `None`: the host of `bind`.
+    /// Advertised host, combined in endpoints with the bound port. `None`: the host of `bind`.
     pub advertise: Option<String>,
-    /// Path of a Unix socket, in a directory that only this user can enter.
+    /// Path of a Unix socket, in a directory that only this user can access.
     pub socket: Option<PathBuf>,
-    /// Endpoints that serve the same handler already, over less preferred transports: peers can be met over them.
+    /// Endpoints at which the handler is already served, over less preferred transports. Peers can find each other over them.
     pub bound: Vec<Endpoint>,
 }
 
@@ -53,14 +53,14 @@ impl ListenOptions {
         self
     }
 
-    /// Sets the host under which callers reach the bound address, if it differs: a listener on `0.0.0.0` cannot know its name.
+    /// Sets the advertised host of the bound address, if it differs: a listener on `0.0.0.0` does not have a host name.
     #[must_use]
     pub fn advertised_as(mut self, host: impl Into<String>) -> Self {
         self.advertise = Some(host.into());
         self
     }
 
-    /// Resolves the address to bind; `None` if [`ListenOptions::bind`] is `None`. May ask a name server.
+    /// Resolves the address to bind; `None` if [`ListenOptions::bind`] is `None`. May query a name server.
     ///
     /// # Errors
     /// `InvalidArgument` if the host cannot be resolved.
@@ -72,7 +72,7 @@ impl ListenOptions {
         address.map(Some).ok_or_else(unknown)
     }
 
-    /// The host that endpoints carry: the advertised host, else the host of [`ListenOptions::bind`].
+    /// Returns the host of the endpoints: the advertised host, otherwise the host of [`ListenOptions::bind`].
     #[must_use]
     pub fn advertised_host(&self) -> Option<&str> {
         self.advertise.as_deref().or_else(|| self.bind.as_ref().map(|(host, _)| host.as_str()))
@@ -90,7 +90,7 @@ impl ListenOptions {
 pub struct BoundListener {
     /// Accepts peers.
     pub listener: Box<dyn Listener>,
-    /// The handler that was passed in, possibly wrapped in one that also tells peers how to reach the new listener.
+    /// The handler that was passed in, possibly wrapped in one that also sends peers the address of the new listener.
     pub handler: Arc<dyn Handler>,
 }
 
@@ -100,13 +100,13 @@ impl fmt::Debug for BoundListener {
     }
 }
 
-/// Whether a transport can be used on this machine, as far as one machine alone can tell.
+/// Report on the support for a transport, as far as it can be determined on one machine alone.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct TransportReport {
     /// The transport.
     pub transport: Transport,
-    /// Whether it can be used.
+    /// `true` if the transport can be used.
     pub usable: bool,
     /// The devices, or the reason why the transport cannot be used.
     pub because: String,
@@ -115,13 +115,13 @@ pub struct TransportReport {
 }
 
 impl TransportReport {
-    /// A transport that can be used, over these devices or in this case, such as `always`.
+    /// Reports that a transport can be used, over these devices or under this condition, such as `always`.
     #[must_use]
     pub fn usable(transport: Transport, because: impl Into<String>) -> Self {
         Self { transport, usable: true, because: because.into(), fix: None }
     }
 
-    /// A transport that cannot be used, with the reason and the fix.
+    /// Reports that a transport cannot be used, with the reason and the fix.
     #[must_use]
     pub fn unusable(transport: Transport, because: impl Into<String>, fix: impl Into<String>) -> Self {
         Self { transport, usable: false, because: because.into(), fix: Some(fix.into()) }
@@ -133,30 +133,30 @@ impl TransportReport {
 /// A program adds a backend of its own to its `Transports`. From then on, configurations can name its transports.
 #[async_trait]
 pub trait Backend: std::any::Any + fmt::Debug + Send + Sync {
-    /// The connectors, one for each scheme. [`Connector::transports`] gives the names that configurations use for them.
+    /// Returns the connectors, one for each scheme. [`Connector::transports`] returns the names that configurations use for them.
     fn connectors(&self) -> Vec<Arc<dyn Connector>>;
 
-    /// Starts to listen. Backends are asked from the least preferred to the most preferred, so that each one finds the endpoints of
-    /// less preferred transports in [`ListenOptions::bound`]. Returns `None` if the options name nothing that the backend can
-    /// listen at.
+    /// Starts to listen. Backends are called from the least preferred to the most preferred, so that each one finds the endpoints
+    /// of less preferred transports in [`ListenOptions::bound`]. Returns `None` if the backend cannot listen at any of the given
+    /// addresses.
     ///
     /// # Errors
-    /// Why the backend cannot listen, with the fix.
+    /// The reason why the backend cannot listen, with the fix.
     async fn listen(&self, options: &ListenOptions, handler: Arc<dyn Handler>) -> Result<Option<BoundListener>>;
 
-    /// The transports over which peers find each other before this backend connects them. They are listened on if the backend is used,
-    /// whatever the policy says. Empty by default.
+    /// Returns the transports over which peers find each other before this backend connects them. If the backend is used, the
+    /// program listens on them, regardless of the policy. Empty by default.
     fn meets_over(&self) -> Vec<Transport> {
         Vec::new()
     }
 
-    /// Environment variables that must be set when a process starts that uses the backend, with their values. Empty by default.
+    /// Returns environment variables, with values, that must be set when a process starts that uses the backend. Empty by default.
     fn variables(&self) -> Vec<(&'static str, &'static str)> {
         Vec::new()
     }
 
-    /// Reports whether this machine supports each transport of the backend; `rgym doctor` shows the reports. May read files and start
-    /// processes, but takes no longer than `within`. By default, every transport is usable.
+    /// Reports whether this machine supports each transport of the backend; `rgym doctor` shows the reports. May read files and
+    /// start processes, but takes no longer than `within`. By default, every transport is usable.
     async fn diagnose(&self, within: Duration) -> Vec<TransportReport> {
         let _ = within;
         transports(self.connectors())
@@ -165,8 +165,8 @@ pub trait Backend: std::any::Any + fmt::Debug + Send + Sync {
             .collect()
     }
 
-    /// Returns a copy of the backend for one part of a program, limited to the transports of `policy`, which accepts peers of other
-    /// hosts at `host`. `None`: the backend itself is used. Called before the backend is used.
+    /// Returns a copy of the backend for one part of a program. It is limited to the transports of `policy`, and accepts peers of
+    /// other hosts at `host`. `None`: the backend itself is used. Called before the backend is used.
     fn scoped(&self, policy: &TransportPolicy, host: Option<IpAddr>) -> Option<Arc<dyn Backend>> {
         let _ = (policy, host);
         None
@@ -174,14 +174,14 @@ pub trait Backend: std::any::Any + fmt::Debug + Send + Sync {
 }
 
 impl BoundListener {
-    /// A listener that advertises these endpoints instead of its own, and the handler to serve.
+    /// Creates a listener that advertises these endpoints instead of its own, with the handler to serve.
     #[must_use]
     pub fn advertised(listener: impl Listener, endpoints: Vec<Endpoint>, handler: Arc<dyn Handler>) -> Self {
         Self { listener: Box::new(MergedListener { endpoints, listeners: vec![Box::new(listener)] }), handler }
     }
 }
 
-/// Several listeners as one. Accepts from all of them, and fails as soon as one fails.
+/// Several listeners combined into one. Accepts peers from all of them, and fails as soon as one fails.
 #[derive(Debug)]
 pub struct MergedListener {
     endpoints: Vec<Endpoint>,
@@ -216,7 +216,7 @@ impl Listener for MergedListener {
     }
 }
 
-/// The transports of some connectors, most preferred first, each once.
+/// Returns the transports of some connectors, most preferred first, without duplicates.
 #[must_use]
 pub fn transports(connectors: impl IntoIterator<Item = Arc<dyn Connector>>) -> Vec<Transport> {
     let mut all: Vec<Transport> = connectors.into_iter().flat_map(|connector| connector.transports()).collect();

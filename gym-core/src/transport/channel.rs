@@ -1,8 +1,8 @@
 //! The client side of one peer: [`Link`], which transports implement, and [`Channel`], through which calls are made.
 //!
-//! A call has two steps: the transport accepts the request, then the peer responds. Until the transport has accepted the request, the
-//! peer has seen nothing, so a failure in the first step is `NotStarted` and one in the second is `Unknown`. Every wait in either step
-//! ends at the call's deadline.
+//! A call has two steps: the transport accepts the request, then the peer responds. Until the transport has accepted the request,
+//! the peer has seen nothing. A failure in the first step is therefore `NotStarted`, and one in the second is `Unknown`. Every
+//! wait in either step ends at the call's deadline.
 
 use std::fmt;
 use std::future::Future;
@@ -36,22 +36,28 @@ pub type Reply = BoxFuture<'static, Result<Response>>;
 #[async_trait]
 pub trait Link: fmt::Debug + Send + Sync + 'static {
     /// Waits for capacity, accepts the request, and returns the future of its response.
+    ///
+    /// # Errors
+    /// `NotStarted`; the peer has seen nothing.
     async fn send(&self, request: Request) -> Result<Reply>;
 
-    /// Accepts the request if that needs no wait, and returns it otherwise, for [`Link::send`]. Order, capacity and errors are those
-    /// of `send`. The default always returns the request. Only for the in-process link.
+    /// Accepts the request if that needs no wait, and returns it otherwise, for [`Link::send`]. Order, capacity and errors are
+    /// those of `send`. The default always returns the request. Only for the in-process link.
     #[doc(hidden)]
     fn try_send(&self, request: Request) -> TrySendOutcome {
         TrySendOutcome::WouldBlock(request)
     }
 
-    /// How the peer is reached.
+    /// Returns the description of the path to the peer.
     fn path(&self) -> &PathInfo;
 
-    /// Resolves when the peer is gone. A link that connects for each call cannot know, and never resolves.
+    /// Resolves when the peer has disconnected. A link that connects for each call cannot detect this, and never resolves.
     async fn closed(&self) -> Error;
 
     /// Rejects new calls, waits up to `grace` for the calls in flight, and closes.
+    ///
+    /// # Errors
+    /// `DeadlineExceeded` if calls were still in flight after `grace`.
     async fn close(&self, grace: Duration) -> Result<()>;
 }
 
@@ -75,7 +81,7 @@ impl fmt::Debug for TrySendOutcome {
     }
 }
 
-/// How a peer is reached.
+/// The path to a peer.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PathInfo {
@@ -83,9 +89,9 @@ pub struct PathInfo {
     pub scheme: &'static str,
     /// The peer's address, for logs.
     pub peer: Arc<str>,
-    /// Whether requests arrive in the order in which `send` returned.
+    /// `true` if requests arrive in the order in which `send` returned.
     pub ordered: bool,
-    /// Whether the peer shares the caller's memory, so that messages need not be serialized.
+    /// `true` if the peer shares the caller's memory, so that messages need not be serialized.
     pub shares_memory: bool,
     /// The transport that was negotiated; `None` if the scheme has only one.
     pub transport: Option<Transport>,
@@ -94,20 +100,20 @@ pub struct PathInfo {
 }
 
 impl PathInfo {
-    /// A path over a scheme to a peer.
+    /// Creates a path over a scheme to a peer.
     #[must_use]
     pub fn new(scheme: &'static str, peer: impl Into<Arc<str>>, ordered: bool) -> Self {
         Self { scheme, peer: peer.into(), ordered, ..Self::default() }
     }
 
-    /// The same path, to a peer that shares the caller's memory.
+    /// Returns the path, to a peer that shares the caller's memory.
     #[must_use]
     pub fn sharing_memory(mut self) -> Self {
         self.shares_memory = true;
         self
     }
 
-    /// The same path, with the negotiated transport and its lanes.
+    /// Returns the path with the negotiated transport and its lanes.
     #[must_use]
     pub fn at(mut self, transport: Transport, lanes: impl Into<Arc<str>>) -> Self {
         (self.transport, self.lanes) = (Some(transport), lanes.into());
@@ -123,13 +129,14 @@ pub struct Channel {
 }
 
 impl Channel {
-    /// A channel over a link.
+    /// Creates a channel over a link.
     #[must_use]
     pub fn new(link: impl Link) -> Self {
         Self { link: Arc::new(link), incarnation: None }
     }
 
-    /// The same channel, limited to one incarnation of the peer: calls carry it, and responses of another incarnation are rejected.
+    /// Returns the channel, limited to one incarnation of the peer: calls contain it, and responses of another incarnation are
+    /// rejected.
     #[must_use]
     pub fn fenced(mut self, incarnation: Option<Incarnation>) -> Self {
         self.incarnation = incarnation;
@@ -139,9 +146,10 @@ impl Channel {
     /// Sends a request and waits for the response, both within the request's deadline.
     ///
     /// # Errors
-    /// `NotStarted` until the link has accepted the request, `Unknown` after that. Any complete response is `Ok`, 404 and 500 too.
+    /// `NotStarted` until the link has accepted the request, `Unknown` after that. Any complete response is `Ok`, including 404
+    /// and 500.
     pub fn call(&self, request: Request) -> impl Future<Output = Result<Response>> + Send {
-        // Not an async fn: an argument stays in its future to the end, and a request is larger than the wait for its response.
+        // Not an async fn: its future would keep the argument to the end, and a request is larger than the wait for its response.
         let begun = self.begin(request);
         async move {
             let SendingCall { incarnation, bounds, sending } = begun?;
@@ -164,7 +172,7 @@ impl Channel {
         }))
     }
 
-    /// The link itself, which sets no timer: for callers that have one timer for many calls.
+    /// Returns the link, which sets no timer, for callers that have one timer for many calls.
     #[must_use]
     pub fn link(&self) -> &dyn Link {
         &*self.link
@@ -176,13 +184,13 @@ impl Channel {
         Arc::ptr_eq(&self.link, &other.link)
     }
 
-    /// How the peer is reached.
+    /// Returns the description of the path to the peer.
     #[must_use]
     pub fn path(&self) -> &PathInfo {
         self.link.path()
     }
 
-    /// Resolves when the peer is gone.
+    /// Resolves when the peer has disconnected.
     pub async fn closed(&self) -> Error {
         self.link.closed().await
     }
@@ -238,7 +246,7 @@ impl CallBounds {
         Self { cancel: request.context.cancel.clone(), deadline: request.context.deadline }
     }
 
-    /// Waits for `future` within the bounds; a wait that ends early means `execution`.
+    /// Waits for `future` within the bounds. If they end the wait, the error has the state `execution`.
     async fn hold<T>(&self, execution: Execution, future: impl Future<Output = Result<T>>) -> Result<T> {
         bounded(&self.cancel, self.deadline, execution, future).await
     }

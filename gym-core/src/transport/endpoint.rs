@@ -1,7 +1,7 @@
 //! Endpoints, and the traits that open channels to them and accept peers at them.
 //!
-//! A transport implements [`Connector`] for the calling side, and [`Listener`] with [`Incoming`] for the answering side. Both exchange
-//! [`Request`](crate::Request)s and [`Response`](crate::Response)s.
+//! A transport implements [`Connector`] for the calling side, and [`Listener`] with [`Incoming`] for the answering side. Both
+//! exchange [`Request`](crate::Request)s and [`Response`](crate::Response)s.
 
 use std::fmt;
 use std::sync::Arc;
@@ -25,10 +25,10 @@ pub struct Endpoint {
 }
 
 impl Endpoint {
-    /// Reads `scheme://address`.
+    /// Parses `scheme://address`.
     ///
     /// # Errors
-    /// `InvalidArgument` when the scheme or the address is missing.
+    /// `InvalidArgument` if the scheme or the address is missing.
     pub fn parse(text: &str) -> Result<Self> {
         match text.split_once("://") {
             Some((scheme, address)) if !scheme.is_empty() && !address.is_empty() => {
@@ -38,19 +38,19 @@ impl Endpoint {
         }
     }
 
-    /// The part before `://`.
+    /// Returns the part before `://`.
     #[must_use]
     pub fn scheme(&self) -> &str {
         &self.text[..self.scheme_len]
     }
 
-    /// The part after `://`, without a slash at the end.
+    /// Returns the part after `://`, without a slash at the end.
     #[must_use]
     pub fn address(&self) -> &str {
         &self.text[self.scheme_len + 3..]
     }
 
-    /// The whole text.
+    /// Returns the whole endpoint.
     #[must_use]
     pub fn as_str(&self) -> &str {
         &self.text
@@ -82,25 +82,25 @@ impl<'de> serde::Deserialize<'de> for Endpoint {
     }
 }
 
-/// Options of a new channel.
+/// Options of a new channel. The default is any incarnation and any transport.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct ConnectOptions {
     /// The incarnation of the peer; calls that reach another incarnation are rejected.
     pub incarnation: Option<Incarnation>,
-    /// The requested transport, for a connector that has several: the connector fails, with the reason, rather than use another one.
-    /// `None`: the most preferred one that works. A connector with one transport can ignore the field.
+    /// The requested transport, for a connector that has several: the connector fails, with the reason, rather than use another
+    /// one. `None` selects the most preferred transport that works. A connector with one transport can ignore the field.
     pub transport: Option<Transport>,
 }
 
 impl ConnectOptions {
-    /// Options of a channel to one incarnation of a peer.
+    /// Creates options for a channel to one incarnation of a peer.
     #[must_use]
     pub fn to_incarnation(incarnation: Incarnation) -> Self {
         Self { incarnation: Some(incarnation), ..Self::default() }
     }
 
-    /// The same options, requesting this transport only.
+    /// Returns the options with this transport as the only allowed one.
     #[must_use]
     pub fn at(mut self, transport: Transport) -> Self {
         self.transport = Some(transport);
@@ -113,33 +113,39 @@ impl ConnectOptions {
 /// A failure to connect is `Unavailable, NotStarted`. A transport that connects lazily may report it from the first call instead.
 #[async_trait]
 pub trait Connector: fmt::Debug + Send + Sync + 'static {
-    /// The scheme of its endpoints, such as `http`.
+    /// Returns the scheme of its endpoints, such as `http`.
     fn scheme(&self) -> &'static str;
 
-    /// The transports over which the connector reaches its endpoints, most preferred first. The default is one transport with the name
-    /// of the scheme, preferred over `http`. A connector with several honors [`ConnectOptions::transport`].
+    /// Returns the transports over which the connector reaches its endpoints, most preferred first. The default is one transport
+    /// with the name of the scheme, preferred over `http`. A connector with several honors [`ConnectOptions::transport`].
     fn transports(&self) -> Vec<Transport> {
         vec![Transport::new(self.scheme(), 350)]
     }
 
     /// Opens a channel, within the context's deadline.
+    ///
+    /// # Errors
+    /// `Unavailable`, not started, if no connection can be opened.
     async fn connect(&self, cx: &CallContext, to: &Endpoint, options: &ConnectOptions) -> Result<Channel>;
 }
 
 /// Accepts peers. Transient accept errors are retried inside; an `Err` means that this listener is finished.
 #[async_trait]
 pub trait Listener: fmt::Debug + Send + 'static {
-    /// The endpoints at which peers reach the listener, most preferred first; a registration carries the same list.
+    /// Returns the endpoints at which peers reach the listener, most preferred first. A registration contains the same list.
     fn endpoints(&self) -> &[Endpoint];
 
     /// Accepts the next peer. Cancel safe: dropping the future loses no peer.
+    ///
+    /// # Errors
+    /// The error that finished the listener.
     async fn accept(&mut self) -> Result<Box<dyn Incoming>>;
 }
 
 /// One accepted peer.
 #[async_trait]
 pub trait Incoming: fmt::Debug + Send + 'static {
-    /// Identifies the peer.
+    /// Returns the identity of the peer.
     fn peer(&self) -> &PeerInfo;
 
     /// Serves the peer's calls with `handler`. Returns when the peer disconnects, or soon after `drain` fires: the connection then

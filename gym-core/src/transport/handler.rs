@@ -12,17 +12,17 @@ use crate::transport::INCARNATION_METADATA;
 
 /// Serves calls.
 ///
-/// - **Order.** A handler with a queue enqueues the call *before `handle` returns*, so calls are queued in the order of arrival. The
-///   position in the queue must not depend on polling the returned future.
+/// - **Order.** A handler with a queue enqueues the call *before `handle` returns*, so calls are queued in the order of arrival.
+///   The position in the queue must not depend on polling the returned future.
 /// - **Cancellation.** Dropping the returned future cancels the call.
 /// - **Errors.** Every transport sends an `Err` to the caller as [`Response::from_error`].
 pub trait Handler: fmt::Debug + Send + Sync + 'static {
     /// Accepts one call and returns the future of its response.
     fn handle(&self, request: Request) -> BoxFuture<'static, Result<Response>>;
 
-    /// Returns `true` if the handler bounds its calls itself: it rejects calls beyond its capacity at once, and an unread response
-    /// occupies no capacity. A link within the process then sets no bound of its own, and no caller waits for it. Only for the host of
-    /// a worker.
+    /// Returns `true` if the handler bounds its calls itself: it rejects calls beyond its capacity at once, and an unread
+    /// response occupies no capacity. A link within the process then sets no bound of its own, and no caller waits for it. Only
+    /// for the host of a worker.
     #[doc(hidden)]
     fn bounds_calls(&self) -> bool {
         false
@@ -39,7 +39,7 @@ impl<H: Handler + ?Sized> Handler for Arc<H> {
     }
 }
 
-/// A handler that calls a function.
+/// Creates a handler that calls a function.
 pub fn handler_fn<F, Fut>(function: F) -> impl Handler
 where
     F: Fn(Request) -> Fut + Send + Sync + 'static,
@@ -66,8 +66,8 @@ where
     }
 }
 
-/// A handler that calls a tower service, so that tower's layers can wrap a role. The service is cloned for each call and polled for
-/// readiness within the call: its backpressure delays that call only.
+/// Creates a handler that calls a tower service, so that tower's layers can wrap a role. The service is cloned for each call and
+/// polled for readiness within the call, so its backpressure delays only that call.
 pub fn from_tower<S>(service: S) -> impl Handler
 where
     S: tower_service::Service<Request, Response = Response> + Clone + Send + Sync + 'static,
@@ -104,7 +104,7 @@ where
 #[derive(Debug)]
 pub struct Fence {
     incarnation: Incarnation,
-    /// The incarnation as responses carry it.
+    /// The incarnation in the form that responses contain.
     text: String,
 }
 

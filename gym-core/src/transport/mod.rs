@@ -1,4 +1,4 @@
-//! How calls reach their peer: the traits that a transport implements, and the transports that need no socket.
+//! Transport interfaces between callers and peers, and the transports that need no socket.
 
 pub mod backend;
 pub(crate) mod channel;

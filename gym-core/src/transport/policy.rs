@@ -1,4 +1,4 @@
-//! Transports by name, in order of preference, and the policy that says which of them a program may use.
+//! Transports by name, in order of preference, and the policy that selects the transports that a program may use.
 //!
 //! ```text
 //!   mem ▸ … ▸ http      the backends of a program name their transports; the preference of each decides its position
@@ -126,30 +126,30 @@ pub struct TransportPolicy {
 }
 
 impl TransportPolicy {
-    /// Every transport: `auto`.
+    /// Allows every transport: `auto`.
     #[must_use]
     pub fn auto() -> Self {
         Self { allowed: Allowed::Auto, minimum: None }
     }
 
-    /// Every transport except those used on request only: the policy of a program without configuration.
+    /// Allows every transport except those on request: the policy of a program without configuration.
     #[must_use]
     pub fn unconfigured() -> Self {
         Self { allowed: Allowed::Default, minimum: None }
     }
 
-    /// These transports only, in the order of their preference.
+    /// Allows only these transports, in the order of their preference.
     ///
     /// # Errors
-    /// `InvalidArgument` when there is none.
+    /// `InvalidArgument` if there are none.
     pub fn of(transports: impl IntoIterator<Item = Transport>) -> Result<Self> {
         Self::named(transports.into_iter().map(|transport| transport.name.to_owned()))
     }
 
-    /// The transports with these names only, in the order of their preference.
+    /// Allows only the transports with these names, in the order of their preference.
     ///
     /// # Errors
-    /// `InvalidArgument` when there is none.
+    /// `InvalidArgument` if there are none.
     pub fn named(names: impl IntoIterator<Item = String>) -> Result<Self> {
         let names: Vec<String> = names.into_iter().collect();
         if names.is_empty() {
@@ -158,14 +158,14 @@ impl TransportPolicy {
         Ok(Self { allowed: Allowed::Named(names), minimum: None })
     }
 
-    /// The same policy with a minimum: no transport less preferred than the one of this name is used.
+    /// Returns the policy with a minimum: no transport less preferred than the one of this name is used.
     #[must_use]
     pub fn require(mut self, transport: impl Into<String>) -> Self {
         self.minimum = Some(Minimum::Named(transport.into()));
         self
     }
 
-    /// The policy of the configuration keys `transport` and `require_transport`; `None` if neither is set.
+    /// Returns the policy of the configuration keys `transport` and `require_transport`; `None` if neither is set.
     #[must_use]
     pub fn configured(transport: Option<Self>, require: Option<String>) -> Option<Self> {
         match require {
@@ -199,7 +199,7 @@ impl TransportPolicy {
         names.iter().map(String::as_str).find(|name| !known.iter().any(|known| known.name == *name))
     }
 
-    /// The same policy for a program that has these transports: names in the order of preference, unknown names last.
+    /// Returns the policy for a program that has these transports: names in the order of preference, unknown names last.
     #[must_use]
     pub fn resolved(mut self, known: &[Transport]) -> Self {
         let preference = |name: &str| known.iter().find(|known| known.name == name).map(|known| known.preference);
@@ -214,7 +214,7 @@ impl TransportPolicy {
         self
     }
 
-    /// The allowed transports as a configuration writes them: `["auto"]`, or names. Empty if nothing was configured.
+    /// Returns the allowed transports in the form of a configuration: `["auto"]`, or names. Empty if nothing was configured.
     #[must_use]
     pub fn names(&self) -> Vec<&str> {
         match &self.allowed {
@@ -224,7 +224,7 @@ impl TransportPolicy {
         }
     }
 
-    /// The name of the minimum transport, if one is required.
+    /// Returns the name of the minimum transport, if one is required.
     #[must_use]
     pub fn required(&self) -> Option<&str> {
         self.minimum.as_ref().map(Minimum::name)
@@ -248,7 +248,7 @@ impl TransportPolicy {
         Self { minimum: None, ..self.clone() }
     }
 
-    /// The reason why a transport may not be used; `None` if it may.
+    /// Returns the reason why a transport may not be used; `None` if it may.
     #[must_use]
     pub fn refusal(&self, transport: Transport) -> Option<String> {
         if !self.is_named(transport) {
@@ -285,7 +285,7 @@ impl fmt::Display for TransportPolicy {
     }
 }
 
-/// `auto`, or names with commas between them.
+/// Parses `auto`, or names separated by commas.
 impl FromStr for TransportPolicy {
     type Err = Error;
 
@@ -297,7 +297,7 @@ impl FromStr for TransportPolicy {
     }
 }
 
-/// `auto`, one name, names with commas between them, or a list of names.
+/// Accepts `auto`, one name, names separated by commas, or a list of names.
 impl<'de> Deserialize<'de> for TransportPolicy {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         #[derive(Deserialize)]

@@ -1,4 +1,4 @@
-//! Sends a message again if the rule of [`Error::may_resend`](crate::Error::may_resend), the policy and the deadline allow it.
+//! Retries of a message, as allowed by [`Error::may_resend`](crate::Error::may_resend), the policy and the deadline.
 
 use std::future::Future;
 use std::time::Duration;
@@ -6,33 +6,34 @@ use std::time::Duration;
 use crate::base::error::{Error, Execution, Result};
 use crate::message::CallContext;
 
-/// How often and how fast a message is sent again.
+/// Limits on the number and the frequency of attempts.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RetryPolicy {
-    /// Attempts in all, the first included.
+    /// Maximum number of attempts, the first included. The default is 5.
     pub attempts_max: u32,
-    /// The wait before the second attempt; doubled before each further one.
+    /// The wait before the second attempt; doubled before each further one. The default is 50 ms.
     pub backoff_min: Duration,
-    /// The longest wait.
+    /// The longest wait. The default is 2 s.
     pub backoff_max: Duration,
 }
 
 impl Default for RetryPolicy {
-    /// Five attempts, 50 ms to 2 s: about 4 s in all, enough for a server that restarts, short enough to be noticed.
+    /// Returns five attempts and waits of 50 ms to 2 s. That is about 4 s in total: enough for a server that restarts, short
+    /// enough to be noticed.
     fn default() -> Self {
         Self { attempts_max: 5, backoff_min: Duration::from_millis(50), backoff_max: Duration::from_secs(2) }
     }
 }
 
 impl RetryPolicy {
-    /// One attempt.
+    /// Returns a policy of one attempt.
     #[must_use]
     pub fn never() -> Self {
         Self { attempts_max: 1, ..Self::default() }
     }
 
-    /// The wait before attempt `number` (the first is 0): half of it fixed, half random, so that callers who failed together
-    /// do not come back together.
+    /// Returns the wait before attempt `number` (the first is 0). Half of it is fixed and half random, so that callers that
+    /// failed together do not retry together.
     #[must_use]
     pub fn backoff(&self, number: u32, rng: &mut fastrand::Rng) -> Duration {
         let doubled = self.backoff_min.saturating_mul(1 << number.saturating_sub(1).min(20)).min(self.backoff_max);
@@ -59,11 +60,11 @@ impl RetryPolicy {
     }
 }
 
-/// Runs `attempt` until it succeeds, fails with an error that must not be resent, or the policy or the deadline ends it. The
-/// last error is returned as it is.
+/// Runs `attempt` until it succeeds, fails with an error that must not be resent, or reaches the limit of the policy or the
+/// deadline. Returns the last error unchanged.
 ///
 /// # Errors
-/// The last attempt's.
+/// The error of the last attempt.
 pub async fn retry<T, F, Fut>(
     cx: &CallContext,
     policy: &RetryPolicy,
@@ -81,10 +82,10 @@ where
     }
 }
 
-/// Like [`retry`], after a first attempt that failed with `error`: it counts as one of the policy's attempts.
+/// Like [`retry`], after a first attempt that failed with `error`. That attempt counts as one of the policy's attempts.
 ///
 /// # Errors
-/// The last attempt's.
+/// The error of the last attempt.
 pub async fn retry_after<T, F, Fut>(
     mut error: Error,
     cx: &CallContext,
@@ -98,7 +99,7 @@ where
     Fut: Future<Output = Result<T>>,
 {
     let mut number = 0;
-    // Once an attempt may have run, a later "not started" does not undo that.
+    // Once an attempt may have run, a later "not started" does not change that.
     let mut worst = Execution::NotStarted;
     loop {
         worst = worst.max(error.execution());
@@ -152,7 +153,7 @@ mod tests {
     fn the_decision_depends_on_the_error_the_attempts_and_the_deadline() {
         let policy = RetryPolicy { attempts_max: 3, ..RetryPolicy::default() };
         let (minute, short) = (Duration::from_secs(60), Duration::from_millis(20));
-        // Execution, code, idempotent, attempts made, time until the deadline: whether there is another attempt.
+        // Execution, code, idempotent, attempts made, time until the deadline; `true` if another attempt is made.
         let table = [
             (Execution::NotStarted, Code::Unavailable, false, 1, minute, true),
             (Execution::NotStarted, Code::ResourceExhausted, false, 1, minute, true),

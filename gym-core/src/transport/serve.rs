@@ -1,4 +1,4 @@
-//! The only accept loop: serves a handler to every peer of a listener until told to drain.
+//! The only accept loop: serves a handler to every peer of a listener until it is drained.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,11 +10,11 @@ use futures_util::FutureExt as _;
 use futures_util::future::BoxFuture;
 use tokio::task::JoinSet;
 
-/// Answers every peer of `listener` with `handler`. When `drain` fires no new peers and calls are taken; running calls have
+/// Serves every peer of `listener` with `handler`. When `drain` fires, no new peers and calls are accepted. Running calls have
 /// `grace` to finish, then their connections are broken.
 ///
 /// # Errors
-/// The listener's own end.
+/// The error that ended the listener.
 pub fn serve(
     mut listener: Box<dyn Listener>,
     handler: Arc<dyn Handler>,
@@ -27,7 +27,7 @@ pub fn serve(
             tokio::select! {
                 biased;
                 () = drain.cancelled() => break Ok(()),
-                // Reaped as they go, so that the set holds live peers only.
+                // Removes finished peers, so that the set contains only connected ones.
                 Some(_) = peers.join_next(), if !peers.is_empty() => {}
                 accepted = listener.accept() => match accepted {
                     Ok(peer) => {
@@ -41,7 +41,7 @@ pub fn serve(
                         peers.spawn(served.boxed());
                     }
                     Err(error) => {
-                        // Peers that are connected are still served to their end.
+                        // Connected peers are served until their calls finish.
                         drain.cancel();
                         break Err(error);
                     }

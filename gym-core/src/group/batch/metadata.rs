@@ -1,4 +1,5 @@
-//! The metadata of a batch. Most batches have none, but every call carries one: an empty one is a null pointer and allocates nothing.
+//! The metadata of a batch. Most batches have none, but every call carries one. Empty metadata is a null pointer without
+//! allocation.
 
 use std::ops::Deref;
 use std::sync::LazyLock;

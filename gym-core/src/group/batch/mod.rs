@@ -57,10 +57,11 @@ use crate::base::error::{Code, Error, Result};
 use crate::group::batch::metadata::BatchMetadata;
 use crate::group::batch::tensor::check_range;
 
-/// The most rows that a column may have whose rows have no bytes: a shape of a peer's that no memory stands behind.
+/// Maximum rows of a column whose rows have no bytes: a peer can announce any number of them without sending data.
 const ROWS_WITHOUT_BYTES_MAX: usize = 1 << 20;
 
-/// Named columns with equal rows, in order. Cheap to clone. Equal rows are kept by every constructor and every change.
+/// Named columns with the same number of rows, in order. Cheap to clone. Every constructor and every change checks the number of
+/// rows.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Batch {
     columns: Vec<(Arc<str>, Column)>,
@@ -69,16 +70,16 @@ pub struct Batch {
 }
 
 impl Batch {
-    /// No columns, no rows.
+    /// Creates a batch without columns and rows.
     #[must_use]
     pub fn empty() -> Self {
         Self::default()
     }
 
-    /// A batch of these columns.
+    /// Creates a batch of these columns.
     ///
     /// # Errors
-    /// As [`Self::insert`], and `AlreadyExists` when a name comes twice.
+    /// The errors of [`Self::insert`], and `AlreadyExists` if a name is repeated.
     pub fn new<N: Into<Arc<str>>>(columns: impl IntoIterator<Item = (N, Column)>) -> Result<Self> {
         let mut batch = Self::empty();
         for (name, column) in columns {
@@ -91,20 +92,20 @@ impl Batch {
         Ok(batch)
     }
 
-    /// The same batch with one more column, or with that column replaced.
+    /// Returns the batch with one more column, or with the column of that name replaced.
     ///
     /// # Errors
-    /// As [`Self::insert`].
+    /// The errors of [`Self::insert`].
     pub fn with(mut self, name: impl Into<Arc<str>>, column: impl Into<Column>) -> Result<Self> {
         self.insert(name, column)?;
         Ok(self)
     }
 
-    /// Adds a column at the end, or replaces the one of that name in its place; returns the replaced one.
+    /// Adds a column at the end, or replaces the column of that name at its position. Returns the replaced column.
     ///
     /// # Errors
-    /// `InvalidArgument` when the column is a scalar, has another number of rows than the other columns, or more than 2²⁰ rows of no
-    /// bytes.
+    /// `InvalidArgument` if the column is a scalar, has another number of rows than the other columns, or has more than 2²⁰ rows
+    /// of no bytes.
     pub fn insert(&mut self, name: impl Into<Arc<str>>, column: impl Into<Column>) -> Result<Option<Column>> {
         let (name, column) = (name.into(), column.into());
         if matches!(&column, Column::Dense(tensor) if tensor.shape().is_empty()) {
@@ -136,27 +137,27 @@ impl Batch {
         })
     }
 
-    /// Takes a column out; the order of the others stays.
+    /// Removes a column; the order of the others stays.
     pub fn remove(&mut self, name: &str) -> Option<Column> {
         self.position(name).map(|position| self.columns.remove(position).1)
     }
 
-    /// Number of rows; 0 without columns.
+    /// Returns the number of rows; 0 without columns.
     #[must_use]
     pub fn rows(&self) -> usize {
         self.columns.first().map_or(0, |(_, column)| column.rows())
     }
 
-    /// Whether there is no column. A batch may have columns of no rows, such as the last shard of an uneven split.
+    /// Returns `true` if there are no columns. A batch may have columns without rows, such as the last shard of an uneven split.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.columns.is_empty()
     }
 
-    /// The column of that name.
+    /// Returns the column of that name.
     ///
     /// # Errors
-    /// `NotFound`, with the names that there are.
+    /// `NotFound`, with the known names.
     pub fn column(&self, name: &str) -> Result<&Column> {
         self.get(name).ok_or_else(|| {
             let names: Vec<_> = self.names().collect();
@@ -164,39 +165,40 @@ impl Batch {
         })
     }
 
-    /// The column of that name, if there is one.
+    /// Returns the column of that name, if the batch has one.
     #[must_use]
     pub fn get(&self, name: &str) -> Option<&Column> {
         self.columns().find(|(known, _)| *known == name).map(|(_, column)| column)
     }
 
-    /// The names, in order.
+    /// Returns the names, in order.
     #[must_use]
     pub fn names(&self) -> impl ExactSizeIterator<Item = &str> {
         self.columns.iter().map(|(name, _)| name.as_ref())
     }
 
-    /// Names and columns, in order.
+    /// Returns names and columns, in order.
     #[must_use]
     pub fn columns(&self) -> impl ExactSizeIterator<Item = (&str, &Column)> {
         self.columns.iter().map(|(name, column)| (name.as_ref(), column))
     }
 
-    /// Metadata of the batch as a whole. Slices and shards keep them; `concat` keeps what its parts agree on.
+    /// Returns the metadata of the batch. Slices and shards keep all entries; `concat` keeps the entries that are equal in all
+    /// parts.
     #[must_use]
     pub fn metadata(&self) -> &Map<String, Value> {
         &self.metadata
     }
 
-    /// Metadata of the batch as a whole, to be changed.
+    /// Returns the metadata of the batch, to change it.
     pub fn metadata_mut(&mut self) -> &mut Map<String, Value> {
         self.metadata.to_mut()
     }
 
-    /// Neighbouring rows, sharing the memory.
+    /// Returns adjacent rows, sharing the memory.
     ///
     /// # Errors
-    /// `InvalidArgument` when the range is reversed or ends beyond the rows; it names the first column.
+    /// `InvalidArgument`, with the first column, if the range is reversed or ends beyond the rows.
     pub fn slice(&self, rows: Range<usize>) -> Result<Self> {
         check_range(&rows, self.rows()).map_err(|error| {
             let first = self.names().next().unwrap_or("no column at all");
@@ -205,12 +207,12 @@ impl Batch {
         Ok(self.slice_rows(rows))
     }
 
-    /// As [`Self::slice`], for a range that was checked.
+    /// Like [`Self::slice`], for a range that the caller has checked.
     fn slice_rows(&self, rows: Range<usize>) -> Self {
         self.map_columns(|column| column.slice_rows(rows.clone()))
     }
 
-    /// A batch of the same names and metadata.
+    /// Applies `of` to every column, and keeps names and metadata.
     fn map_columns(&self, mut of: impl FnMut(&Column) -> Column) -> Self {
         let columns = self.columns.iter().map(|(name, column)| (Arc::clone(name), of(column))).collect();
         Self { columns, metadata: self.metadata.clone(), micro_batches: None }

@@ -7,7 +7,7 @@ use crate::base::error::Code;
 use crate::group::batch::tensor::{DType, Tensor};
 use crate::message::Message;
 
-/// One column of each kind: `x` counts the rows.
+/// Creates one column of each kind; `x` counts the rows.
 pub(super) fn every_kind(rows: usize) -> Batch {
     let matrix = Tensor::from_vec([rows, 2], (0..2 * rows).map(|i| i as f32).collect()).unwrap();
     let tokens: Vec<Vec<i64>> = (0..rows).map(|row| vec![row as i64; row % 4]).collect();
@@ -22,12 +22,12 @@ pub(super) fn every_kind(rows: usize) -> Batch {
         .unwrap()
 }
 
-/// The `x` column.
+/// Returns the `x` column.
 pub(super) fn x(batch: &Batch) -> Vec<i64> {
     batch.column("x").unwrap().dense().unwrap().to_i64s().unwrap()
 }
 
-/// Every segment begins within the memory of the whole's segment of the same place.
+/// Returns `true` if every segment begins within the memory of the corresponding segment of the whole batch.
 fn shares(part: &Batch, whole: &Batch) -> bool {
     let (parts, wholes) = (part.encode().1, whole.encode().1);
     let inside = |(part, whole): (&Bytes, &Bytes)| part.is_empty() || whole.as_ptr_range().contains(&part.as_ptr());

@@ -21,33 +21,33 @@ use crate::group::worker::Method;
 use crate::message::{CallContext, Incarnation};
 use crate::registry::{Balance, Picker};
 
-/// Sends each call to the rank that the balancing rule chooses. The counts of calls live as long as the balancer.
+/// Sends each call to the rank that the balancing rule chooses. The balancer counts calls as long as it exists.
 ///
-/// A rank is ejected until its next incarnation when three of its calls in a row fail because of the rank (it disconnects, or does not
-/// respond by the deadline), even if it still answers status requests. The other ranks get its calls. If all ranks are ejected, they
-/// are called nevertheless.
+/// A rank is ejected until its next incarnation if three consecutive calls fail because of the rank. That is, the rank
+/// disconnects or misses the deadline, even if it still answers status requests. The other ranks get its calls. If all ranks are
+/// ejected, they are called nevertheless.
 pub struct Balancer {
     group: Arc<dyn WorkerGroup>,
     picker: Picker,
     again: Option<RetryBudgets>,
     observed: Mutex<ObservedHealth>,
-    /// Notified when a call has ended at its rank, or a list no longer waits.
+    /// Notified when a call has ended at its rank, or when a list no longer waits.
     capacity: Notify,
     /// Lists of items that have no call in flight and wait for capacity.
     waiting_lists: AtomicUsize,
 }
 
-/// The health of the ranks as calls have shown it, by position in the group.
+/// The health of the ranks as observed in calls, by position in the group.
 struct ObservedHealth {
     fleet: Fleet,
     incarnations: Vec<Incarnation>,
 }
 
 impl Balancer {
-    /// A balancer of a group's calls. Weights are in rank order.
+    /// Creates a balancer for the calls of a group. Weights are in rank order.
     ///
     /// # Errors
-    /// `InvalidArgument` if there is not one weight for each rank, or none is above 0.
+    /// `InvalidArgument` if there is not one weight for each rank, or if none is above 0.
     pub fn new(group: Arc<dyn WorkerGroup>, balance: Balance) -> Result<Self> {
         let ranks = group.layout().size();
         if let Balance::Weighted(weights) = &balance
@@ -76,7 +76,7 @@ impl Balancer {
         self
     }
 
-    /// The ejected ranks: killing and restarting them may help.
+    /// Returns the ejected ranks. Killing and restarting them may help.
     #[must_use]
     pub fn ejected(&self) -> Vec<Rank> {
         let view = Arc::clone(&self.group.view().borrow());
@@ -100,15 +100,16 @@ impl Balancer {
         self.attempts(cx, method, args, batch, in_flight).await
     }
 
-    /// Runs a call for each item, at most `per_rank` concurrently on one rank (not counting retries), and returns the replies in the
-    /// order of the items. The first failure cancels the calls in flight.
+    /// Runs a call for each item, at most `per_rank` concurrently on one rank (not counting retries), and returns the replies in
+    /// the order of the items. The first failure cancels the calls in flight.
     ///
-    /// Waits, up to the deadline, for ranks at capacity. A list with calls in flight starts no further calls while another list has none,
-    /// so that a long list does not block a short one until it ends.
+    /// Waits, up to the deadline, for ranks at capacity. A list with calls in flight starts no further ones while another list
+    /// has none. A long list therefore does not block a short one until it ends.
     ///
     /// # Errors
-    /// As [`Balancer::submit`]; `DeadlineExceeded` if the calls of others keep the ranks at capacity until the deadline. The error is
-    /// `NotStarted` only if no other item was started: [`GroupError::may_resend`] does not repeat the work of other items.
+    /// The errors of [`Balancer::submit`]; `DeadlineExceeded` if calls of others keep the ranks at capacity until the deadline.
+    /// The error is `NotStarted` only if no other item was started: [`GroupError::may_resend`] does not repeat the work of other
+    /// items.
     pub async fn map<M: Method>(
         &self,
         cx: &CallContext,
@@ -211,7 +212,7 @@ impl Balancer {
         self.take(usize::MAX)?.ok_or_else(|| Error::internal("a rank without room for one call"))
     }
 
-    /// As [`Balancer::take`], for a list that has `running` calls in flight.
+    /// Like [`Balancer::take`], for a list that has `running` calls in flight.
     fn take_for_list(&self, running: usize, calls_max: usize) -> Result<Option<InFlightCall<'_>>> {
         let yields = running > 0 && self.waiting_lists.load(Ordering::Acquire) > 0;
         if yields { Ok(None) } else { self.take(calls_max) }
@@ -273,7 +274,7 @@ impl Balancer {
         }
     }
 
-    /// The observed health of the current incarnations: failures of an earlier incarnation are forgotten.
+    /// Returns the observed health of the current incarnations; failures of an earlier incarnation are forgotten.
     fn observed(&self, view: &GroupView) -> MutexGuard<'_, ObservedHealth> {
         let mut observed = self.observed.lock().unwrap_or_else(PoisonError::into_inner);
         let ObservedHealth { fleet, incarnations } = &mut *observed;
@@ -298,7 +299,7 @@ struct InFlightCall<'b> {
 }
 
 impl InFlightCall<'_> {
-    /// Records how the call ended. A rejected call says nothing about the rank.
+    /// Records the result of the call. A rejected call does not affect the health of the rank.
     fn answered(&self, error: Option<&GroupError>) {
         let failed = |error: &GroupError| FailureOrigin::of(error.cause()) == FailureOrigin::Infrastructure;
         if error.is_some_and(|error| error.execution() == Execution::NotStarted) {

@@ -1,4 +1,4 @@
-//! A group call as its caller builds it: method, ranks, data, and deadline.
+//! Builder of a group call: method, ranks, data, and deadline.
 
 use std::fmt;
 use std::future::{Future, IntoFuture, poll_fn};
@@ -24,8 +24,8 @@ use crate::group::worker::{Method, write};
 use crate::message::Message;
 use crate::message::{CallContext, DEFAULT_DEADLINE};
 
-/// A call to a group. Awaiting it makes the call and gathers the replies; [`GroupCall::start`] makes the call and gathers the replies
-/// later. Dropping either future cancels the call.
+/// A call to a group. Awaiting it makes the call and gathers the replies; [`GroupCall::start`] makes the call and gathers the
+/// replies later. Dropping either future cancels the call.
 #[must_use = "a group call does nothing until it is awaited or started"]
 pub struct GroupCall<'g, M: Method> {
     group: Arc<str>,
@@ -72,25 +72,25 @@ impl<'g, M: Method> GroupCall<'g, M> {
         }
     }
 
-    /// The data, which the dispatch shards, replicates or withholds. Shards share the memory of the batch.
+    /// Sets the batch, which the dispatch shards, replicates or withholds. Shards share the memory of the batch.
     pub fn batch(mut self, batch: Batch) -> Self {
         self.batch = batch;
         self
     }
 
-    /// Which ranks are called with which data, and whose replies are collected. The default is all ranks with the whole batch.
+    /// Sets the dispatch: the called ranks, their data, and the collected replies. The default is all ranks with the whole batch.
     pub fn dispatch(mut self, dispatch: Dispatch) -> Self {
         self.dispatch = dispatch;
         self
     }
 
-    /// How to shard rows that cannot be split evenly. The default is to reject them.
+    /// Sets the treatment of rows that cannot be split evenly. The default is to reject them.
     pub fn uneven(mut self, uneven: Uneven) -> Self {
         self.uneven = uneven;
         self
     }
 
-    /// The time within which every rank must reply, from now on; the context's deadline applies too. The default is
+    /// Sets the time within which every rank must reply, from now on. The context's deadline applies too. The default is
     /// [`DEFAULT_DEADLINE`](crate::message::DEFAULT_DEADLINE).
     pub fn deadline(mut self, within: Duration) -> Self {
         self.deadline = Some(Instant::now() + within);
@@ -103,13 +103,13 @@ impl<'g, M: Method> GroupCall<'g, M> {
         self
     }
 
-    /// Sends the requests of all ranks, and returns when every transport has accepted its request; the replies are gathered later. Calls
-    /// that are started one after another reach every rank in that order.
+    /// Sends the requests of all ranks, and returns when every transport has accepted its request. The replies are gathered
+    /// later. Calls that are started one after another reach every rank in that order.
     ///
     /// The queues of the ranks bound the calls in flight; a full queue rejects a call at once.
     ///
     /// # Errors
-    /// If the call fails before every transport has accepted its request.
+    /// The error of the call, if it fails before every transport has accepted its request.
     pub async fn start(mut self) -> Result<Pending<M>, GroupError> {
         let (mut parts, gate) = (SmallVec::new(), self.gate.take());
         let terms = self.plan(&mut parts)?;
@@ -169,7 +169,7 @@ impl<'g, M: Method> GroupCall<'g, M> {
             let batch = match assignment.shard {
                 _ if assignment.dummy => Batch::empty(),
                 Some(shard) => shards.get(shard).cloned().unwrap_or_default(),
-                // The last one needs no copy.
+                // The last rank needs no copy.
                 None if index + 1 == assignments.len() => std::mem::take(&mut self.batch),
                 None => self.batch.clone(),
             };
@@ -181,7 +181,7 @@ impl<'g, M: Method> GroupCall<'g, M> {
     }
 }
 
-/// The error of a call to a rank that accepts no calls: no rank is called.
+/// Returns the error of a call to a rank that accepts no calls. No rank is called.
 fn closed<M: Method>(
     group: &str,
     view: &GroupView,
@@ -270,7 +270,7 @@ impl<'g, M: Method> IntoFuture for GroupCall<'g, M> {
             }
             match take_single(&mut parts, true) {
                 Some(part) => SingleRankCall::<M>::send(terms, part).await,
-                // In a box, so that a call to one rank does not carry it.
+                // Boxed, so that a call to one rank does not contain this future.
                 None => Box::pin(gather::<M>(terms, None, parts, None)).await,
             }
         })
@@ -288,7 +288,7 @@ impl<M: Method> fmt::Debug for GroupCall<'_, M> {
 pub struct Pending<M: Method>(Answers<M>);
 
 enum Answers<M: Method> {
-    /// Read when the caller polls.
+    /// Read when the caller polls it.
     Here(SingleRankCall<M>),
     /// Read by a task.
     Read(AbortOnDrop<CallResult<M>>),

@@ -30,9 +30,9 @@ struct Inner {
 pub struct RankOutcome {
     /// The rank.
     pub rank: Rank,
-    /// The incarnation that was called.
+    /// The called incarnation.
     pub incarnation: Incarnation,
-    /// How that incarnation ended, if it ended with this call.
+    /// The exit of that incarnation, if it ended with this call.
     pub exit: Option<Arc<RankExit>>,
     answer: Result<Answer, Error>,
 }
@@ -40,7 +40,7 @@ pub struct RankOutcome {
 /// A reply with its type erased; `None` if the rank's reply was not collected.
 pub(crate) type Answer = Option<Arc<dyn Any + Send + Sync>>;
 
-/// Why a rank failed.
+/// The reason why a rank failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum FailureKind {
@@ -69,25 +69,25 @@ impl RankOutcome {
         Self { rank, incarnation, exit: None, answer }
     }
 
-    /// The error of the rank; `None` if the rank replied.
+    /// Returns the error of the rank; `None` if the rank replied.
     #[must_use]
     pub fn error(&self) -> Option<&Error> {
         self.answer.as_ref().err()
     }
 
-    /// Whether the call may have run at this rank.
+    /// Reports whether the call may have run at this rank.
     #[must_use]
     pub fn execution(&self) -> Execution {
         self.error().map_or(Execution::Finished, Error::execution)
     }
 
-    /// The reply, if the rank replied and its reply was collected; `M` is the method that was called.
+    /// Returns the reply, if the rank replied and its reply was collected. `M` is the called method.
     #[must_use]
     pub fn reply<M: Method>(&self) -> Option<&Payload<M::Reply>> {
         self.answer.as_ref().ok()?.as_ref()?.downcast_ref()
     }
 
-    /// Why the rank failed; `None` if the rank replied.
+    /// Returns the reason why the rank failed; `None` if the rank replied.
     #[must_use]
     pub fn kind(&self) -> Option<FailureKind> {
         let error = self.error()?;
@@ -121,59 +121,60 @@ impl fmt::Debug for RankOutcome {
 }
 
 impl GroupError {
-    /// `first`: the rank whose failure ended the call.
+    /// Creates the error of a group call; `first` is the rank whose failure ended the call.
     pub(crate) fn new<M: Method>(group: &str, cause: Error, first: Option<Rank>, outcomes: Vec<RankOutcome>) -> Self {
         let (method, idempotent) = (M::NAME, M::IDEMPOTENT);
         let group = group.to_owned();
         Self(Box::new(Inner { group, method, idempotent, cause, first, outcomes, others_started: false }))
     }
 
-    /// The error of a list, in which `others` items besides the failed one were started.
+    /// Records that `others` items of the list, besides the failed one, were started.
     #[must_use]
     pub(crate) fn with_others_started(mut self, others: usize) -> Self {
         self.0.others_started = others > 0;
         self
     }
 
-    /// The group that was called.
+    /// Returns the name of the called group.
     #[must_use]
     pub fn group(&self) -> &str {
         &self.0.group
     }
 
-    /// The method that was called.
+    /// Returns the name of the called method.
     #[must_use]
     pub fn method(&self) -> &'static str {
         self.0.method
     }
 
-    /// What ended the call: the failure of the first rank, the deadline, a cancellation, or an invalid call.
+    /// Returns the error that ended the call: the failure of the first rank, the deadline, a cancellation, or an invalid call.
     #[must_use]
     pub fn cause(&self) -> &Error {
         &self.0.cause
     }
 
-    /// The rank whose failure ended the call; the other ranks were cancelled.
+    /// Returns the outcome of the rank whose failure ended the call. The other ranks were cancelled.
     #[must_use]
     pub fn first(&self) -> Option<&RankOutcome> {
         let first = self.0.first?;
         self.outcome(first)
     }
 
-    /// Every rank that was called, ascending; empty if the call was invalid and no rank was called.
+    /// Returns the outcomes of all called ranks, ascending; empty if the call was invalid and no rank was called.
     #[must_use]
     pub fn outcomes(&self) -> &[RankOutcome] {
         &self.0.outcomes
     }
 
-    /// The outcome of that rank, if it was called.
+    /// Returns the outcome of a rank, if it was called.
     #[must_use]
     pub fn outcome(&self, rank: Rank) -> Option<&RankOutcome> {
         self.0.outcomes.iter().find(|outcome| outcome.rank == rank)
     }
 
-    /// Whether any rank may have run the call: `NotStarted` if none can have, `Finished` if every rank replied, otherwise `Unknown`. For
-    /// a list of items ([`Balancer::map`](crate::group::Balancer::map)): `Unknown` as soon as another item was started.
+    /// Reports whether any rank may have run the call: `NotStarted` if none can have, `Finished` if every rank replied, otherwise
+    /// `Unknown`. A list of items ([`Balancer::map`](crate::group::Balancer::map)) is `Unknown` as soon as another item was
+    /// started.
     #[must_use]
     pub fn execution(&self) -> Execution {
         if self.0.others_started {

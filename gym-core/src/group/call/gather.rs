@@ -1,4 +1,4 @@
-//! A group call in flight. Requests are sent and replies read concurrently, in one future, so that an unread reply of one rank cannot
+//! A group call in flight. One future sends requests and reads replies concurrently. Otherwise, an unread reply of one rank could
 //! hold the capacity for which the request to another rank waits.
 
 use std::borrow::Cow;
@@ -26,8 +26,8 @@ use crate::message::{CallContext, Incarnation};
 use crate::transport::channel::check_incarnation;
 use crate::transport::{Channel, Reply, TrySendOutcome};
 
-/// How long a failed call waits for the exit status of a rank whose connection broke: the link notices the end of a process before its
-/// supervisor does.
+/// The time that a failed call waits for the exit status of a rank whose connection broke. The link notices the end of a process
+/// before its supervisor does.
 const EXIT_WAIT: Duration = Duration::from_millis(500);
 
 /// The call of one rank.
@@ -36,13 +36,13 @@ pub(crate) struct RankCall {
     pub(crate) incarnation: Incarnation,
     pub(crate) channel: Channel,
     pub(crate) message: Message,
-    /// The shard of the batch that the rank returns; `None`: the rank's reply is not collected.
+    /// The shard of the batch that the rank returns; `None` if the rank's reply is not collected.
     pub(crate) shard: Option<usize>,
 }
 
 pub(crate) type CallResult<M> = Result<Gathered<<M as Method>::Reply>, GroupError>;
 
-/// What all ranks of a group call share.
+/// Data shared by all ranks of a group call.
 pub(crate) struct Terms {
     pub(crate) group: Arc<str>,
     pub(crate) context: CallContext,
@@ -69,19 +69,19 @@ pub struct RankReply<R> {
 }
 
 impl<R> Gathered<R> {
-    /// The collected replies, in rank order.
+    /// Returns the collected replies, in rank order.
     #[must_use]
     pub fn replies(&self) -> &[RankReply<R>] {
         &self.replies
     }
 
-    /// The values of the replies, in rank order.
+    /// Returns the values of the replies, in rank order.
     #[must_use]
     pub fn into_values(self) -> Vec<R> {
         self.replies.into_iter().map(|reply| reply.value).collect()
     }
 
-    /// The batches, concatenated in shard order. For each shard, the batch of its lowest rank is used: replicas did the same work.
+    /// Concatenates the batches in shard order. For each shard, the batch of its lowest rank is used: replicas did the same work.
     ///
     /// # Errors
     /// `InvalidArgument` if the ranks returned different columns.
@@ -93,7 +93,7 @@ impl<R> Gathered<R> {
         Batch::concat(&parts).map_err(|error| error.with_execution(Execution::Finished))
     }
 
-    /// The one reply of a call to one rank.
+    /// Returns the reply of a call to one rank.
     ///
     /// # Errors
     /// `InvalidArgument` if there is no reply, or more than one.
@@ -104,7 +104,7 @@ impl<R> Gathered<R> {
         }
     }
 
-    /// The reply of one rank; none if the reply was not collected.
+    /// Creates the result of a call to one rank; empty if the reply was not collected.
     pub(crate) fn of_one(rank: Rank, shard: Option<usize>, answer: Option<Payload<R>>) -> Self {
         let reply = shard.zip(answer).map(|(shard, Payload { value, batch })| RankReply { rank, value, batch, shard });
         Self { replies: reply.map_or_else(SmallVec::new, |reply| SmallVec::from_buf([reply])) }
@@ -128,7 +128,7 @@ pub(crate) async fn gather<M: Method>(
     let stages = Arc::new(Stages::new(parts.len(), sent));
     let slots = parts.iter().map(Slot::of).collect();
     let mut call = Call::<M> { group, cancel: context.cancel.clone(), deadline: context.deadline, view, slots };
-    // The token of the ranks: a rank that fails cancels the others, without cancelling the caller's token.
+    // The token of the ranks: if a rank fails, it cancels the others without cancelling the caller's token.
     let rank_cancel = context.cancel.child_token();
     // One permit for the whole call. Each part keeps a clone, so that the permit lasts until the last rank has replied.
     let permit = gate.as_ref().map(|gate| gate.enter().shared());
@@ -206,7 +206,7 @@ pub(crate) fn answer_of<M: Method>(
     Ok(Some(reply))
 }
 
-/// The error of a host, without the wrapping that a foreign server's response gets.
+/// Returns the error of a host, without the wrapping for responses of foreign servers.
 fn error_of(response: Response) -> Error {
     let text = response.metadata.get(CODE_METADATA).is_some().then(|| response.message.head.to_bytes());
     let text = text.and_then(|text| serde_json::from_slice::<String>(&text).ok());
@@ -217,7 +217,7 @@ fn error_of(response: Response) -> Error {
     }
 }
 
-/// Which requests have been accepted by their transport.
+/// Records the requests that their transport has accepted.
 struct Stages {
     sent: Vec<AtomicBool>,
     left: AtomicUsize,
@@ -240,13 +240,13 @@ impl Stages {
         }
     }
 
-    /// What a missing reply means for a rank.
+    /// Returns the execution state of a rank without a reply.
     fn execution(&self, index: usize) -> Execution {
         if self.sent[index].load(Ordering::Acquire) { Execution::Unknown } else { Execution::NotStarted }
     }
 }
 
-/// A rank's reply, once there is one.
+/// The reply of a rank, once it has arrived.
 pub(crate) struct Slot<R> {
     pub(crate) rank: Rank,
     pub(crate) incarnation: Incarnation,
@@ -269,13 +269,14 @@ pub(crate) struct Call<M: Method> {
     pub(crate) slots: Vec<Slot<M::Reply>>,
 }
 
-/// What ended a call early: a failed rank, or another cause.
+/// The cause that ended a call early: a failed rank, or another cause.
 pub(crate) type Ended = (Option<usize>, Option<(Code, &'static str)>);
 
 pub(crate) const DEADLINE_PASSED: Ended = (None, Some((Code::DeadlineExceeded, "the deadline has passed")));
 pub(crate) const CANCELLED: Ended = (None, Some((Code::Cancelled, "the caller has left")));
 
-/// Hosts enforce the deadline and receive cancellations, and may report them before this side notices: the rank is not at fault.
+/// Returns the cause of an early end. Hosts enforce the deadline and receive cancellations, and may report them before this side
+/// does: the rank is then not at fault.
 pub(crate) fn ended_by(error: &Error, index: usize, cancel: &CancelToken) -> Ended {
     match (error.code(), error.execution()) {
         _ if cancel.is_cancelled() => CANCELLED,
@@ -289,7 +290,7 @@ pub(crate) fn may_answer(view: &GroupView, rank: Rank, incarnation: Incarnation)
     view.member(rank).is_some_and(|member| member.may_answer(incarnation))
 }
 
-/// The error of a rank that can no longer reply.
+/// Returns the error of a rank that can no longer reply.
 pub(crate) fn no_answer(view: &GroupView, rank: Rank, incarnation: Incarnation) -> Error {
     let now = view
         .member(rank)
@@ -358,7 +359,7 @@ impl<M: Method> Call<M> {
         Gathered { replies }
     }
 
-    /// The error of a failed call; `sent`: what a missing reply means for a rank.
+    /// Creates the error of a failed call; `sent` is the execution state of a rank without a reply.
     pub(crate) async fn failed(
         mut self,
         first: Option<usize>,
@@ -402,7 +403,7 @@ impl<M: Method> Call<M> {
         GroupError::new::<M>(&self.group, cause, first_rank, outcomes)
     }
 
-    /// Waits briefly for the view to report how a disconnected rank has ended.
+    /// Waits briefly until the view reports the exit of a disconnected rank.
     async fn await_exit(&mut self, index: usize) {
         let Slot { rank, incarnation, answer, .. } = &self.slots[index];
         if !matches!(answer, Some(Err(error)) if error.code() == Code::Unavailable) {
@@ -414,7 +415,7 @@ impl<M: Method> Call<M> {
     }
 }
 
-/// Sends a request under the group's own timer, without a wait where possible.
+/// Sends a request under the timer of the group, without waiting if possible.
 pub(super) async fn send_request(channel: &Channel, request: Request) -> Result<Reply> {
     match channel.link().try_send(request) {
         TrySendOutcome::Done(sent) => sent,

@@ -18,13 +18,13 @@ use crate::group::worker::{Worker, WorkerEnv};
 use crate::message::Incarnation;
 use crate::transport::mem::channel_to;
 
-/// Options of an [`InProcessGroup`].
+/// Options of an [`InProcessGroup`]. The default has the default limits and is not faithful.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct InProcessOptions {
-    /// Limits of each rank's host.
+    /// Limits of each rank's host. The default is [`HostOptions::default`].
     pub host: HostOptions,
-    /// Serializes and parses every message, as a wire would: for tests. Off by default.
+    /// Serializes and parses every message, as a wire would, for tests. The default is `false`.
     pub faithful: bool,
 }
 
@@ -56,7 +56,7 @@ pub struct InProcessGroup {
     pub(crate) layout: RankLayout,
     options: InProcessOptions,
     ranks: Mutex<Vec<RunningRank>>,
-    /// No rank is started anymore. Written under the lock of `ranks`.
+    /// No further rank is started. Written under the lock of `ranks`.
     pub(crate) stopped: AtomicBool,
     pub(crate) view: watch::Sender<Arc<GroupView>>,
 }
@@ -78,7 +78,7 @@ impl InProcessGroup {
     /// Starts a worker for each rank of the layout, all from the same `init`.
     ///
     /// # Errors
-    /// If a rank fails to start; no rank is left running.
+    /// The error of a rank that fails to start; no rank is left running.
     pub async fn start<W>(name: impl Into<Arc<str>>, layout: RankLayout, init: W::Init) -> Result<Self>
     where
         W: Worker,
@@ -87,10 +87,10 @@ impl InProcessGroup {
         Self::start_with::<W>(name, layout, init, InProcessOptions::default()).await
     }
 
-    /// As [`InProcessGroup::start`], with options.
+    /// Like [`InProcessGroup::start`], with options.
     ///
     /// # Errors
-    /// If a rank fails to start; no rank is left running.
+    /// The error of a rank that fails to start; no rank is left running.
     pub async fn start_with<W>(
         name: impl Into<Arc<str>>,
         layout: RankLayout,

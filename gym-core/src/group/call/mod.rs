@@ -47,18 +47,18 @@ use crate::transport::Channel;
 
 /// A group of ranks. Implemented by backends, object-safe, and called through [`WorkerGroupExt`].
 pub trait WorkerGroup: fmt::Debug + Send + Sync + 'static {
-    /// Name of the group, for logs and errors. Every call keeps it for its errors.
+    /// Returns the name of the group, for logs and errors. Every call keeps it for its errors.
     fn name(&self) -> &Arc<str>;
 
-    /// The ranks and their axes.
+    /// Returns the ranks and their axes.
     fn layout(&self) -> &RankLayout;
 
-    /// The current members and every change of them. A call keeps the view it started with, and ends if a rank it waits for is
-    /// replaced.
+    /// Returns the current members and notifies of every change. A call keeps the view it started with, and ends if a rank it
+    /// waits for is replaced.
     fn view(&self) -> watch::Receiver<Arc<GroupView>>;
 
-    /// Admission control, which each call passes before it is sent to any rank; `None`: calls are always admitted. Only for groups that
-    /// share bundles.
+    /// Returns the admission control, which each call passes before it is sent to any rank; `None` if calls are always admitted.
+    /// Only for groups that share bundles.
     #[doc(hidden)]
     fn gate(&self) -> Option<Arc<dyn Gate>> {
         None
@@ -77,10 +77,10 @@ pub trait WorkerGroupExt: WorkerGroup {
         GroupCall::each(self, method, args)
     }
 
-    /// Requests the status of every rank, in rank order. Busy ranks respond as well. A rank that misses the deadline yields an error at
-    /// its position.
+    /// Requests the status of every rank, in rank order. Busy ranks respond as well. A rank that misses the deadline yields an
+    /// error at its position.
     ///
-    /// The supervised group of `gym-client` also reports what it knows without a request, and which ranks are stuck.
+    /// The supervised group of `gym-client` also reports its own records without a request, and stuck ranks.
     fn ask_hosts(&self, cx: &CallContext) -> impl Future<Output = Vec<Result<WorkerStatus>>> + Send {
         let (view, cx) = (Arc::clone(&self.view().borrow()), cx.child());
         async move { request_statuses(&view, &cx).await }
@@ -89,7 +89,8 @@ pub trait WorkerGroupExt: WorkerGroup {
     /// Waits until every rank is healthy.
     ///
     /// # Errors
-    /// `FailedPrecondition` when a rank is retired or stopped, `Unavailable` when the group is gone, and those of the context.
+    /// `FailedPrecondition` if a rank is retired or stopped, `Unavailable` if the group no longer exists, and the errors of the
+    /// context.
     fn ready(&self, cx: &CallContext) -> impl Future<Output = Result<()>> + Send {
         let (mut view, cx) = (self.view(), cx.child());
         async move {

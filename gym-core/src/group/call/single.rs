@@ -32,8 +32,8 @@ pub(crate) struct SingleRankCall<M: Method> {
     incarnation: Incarnation,
     shard: Option<usize>,
     stage: Stage,
-    /// What may end the call early. Created only when there is something to wait for: in a pipeline, most replies have arrived when they
-    /// are read.
+    /// A future that ends the call early. Created only when the call has to wait: in a pipeline, most replies have arrived when
+    /// they are read.
     early: Option<BoxFuture<'static, EarlyEnd>>,
     method: PhantomData<fn() -> M>,
 }
@@ -44,7 +44,7 @@ enum Stage {
     Failing(BoxFuture<'static, GroupError>),
 }
 
-/// What ended a call early.
+/// The cause that ended a call early.
 enum EarlyEnd {
     Ended(Ended),
     Replaced(Error),
@@ -75,12 +75,12 @@ impl<M: Method> SingleRankCall<M> {
     /// Runs the call, and notifies `sent` when the transport has accepted the request.
     pub(crate) async fn notifying(mut self, sent: oneshot::Sender<()>) -> CallResult<M> {
         poll_fn(|cx| self.poll_sent(cx)).await?;
-        // The receiver may be gone.
+        // The receiver may have been dropped.
         let _ = sent.send(());
         self.await
     }
 
-    /// Ready when the transport has accepted the request.
+    /// Polls until the transport has accepted the request.
     pub(crate) fn poll_sent(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), GroupError>> {
         if let Stage::Sending(sending) = &mut self.stage {
             match sending.as_mut().poll(cx) {
@@ -98,7 +98,7 @@ impl<M: Method> SingleRankCall<M> {
         }
     }
 
-    /// Ready when the call is cancelled, its deadline passes, or the rank can no longer reply.
+    /// Polls until the call is cancelled, its deadline passes, or the rank can no longer reply.
     fn poll_early(&mut self, cx: &mut Context<'_>) -> Poll<EarlyEnd> {
         let early = self.early.get_or_insert_with(|| {
             let (cancel, mut view) = (self.cancel.clone(), self.view.clone());
@@ -139,7 +139,7 @@ impl<M: Method> SingleRankCall<M> {
         self.failing(Some(error), ended, Execution::Unknown);
     }
 
-    /// Fails the call; `execution`: what a missing reply means.
+    /// Fails the call; `execution` is the execution state without a reply.
     fn failing(&mut self, answer: Option<Error>, (first, cause): Ended, execution: Execution) {
         let Self { rank, incarnation, shard, .. } = *self;
         let call = Call::<M> {

@@ -1,5 +1,5 @@
-//! The members of a group at one moment. A view is immutable: ranks, incarnations, states and channels change together, so that a call
-//! and a restart cannot race.
+//! The members of a group at one moment. A view is immutable: ranks, incarnations, states and channels change together, so that a
+//! call and a restart cannot race.
 
 use std::fmt;
 use std::sync::Arc;
@@ -34,11 +34,11 @@ pub struct Member {
     pub state: RankState,
     /// The channel to the rank; `None` while the rank has no address.
     pub channel: Option<Channel>,
-    /// How the last incarnation that ended did so.
+    /// The exit of the last incarnation that ended.
     pub exit: Option<Arc<RankExit>>,
 }
 
-/// How one incarnation of a rank ended.
+/// The exit of one incarnation of a rank.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct RankExit {
@@ -52,11 +52,11 @@ pub struct RankExit {
     pub signal: Option<i32>,
     /// Further details, with the fix; may be empty.
     pub detail: String,
-    /// The last lines that it wrote to standard error.
+    /// The last lines that the process wrote to standard error.
     pub stderr_tail: Vec<String>,
 }
 
-/// Why an incarnation of a rank ended.
+/// The reason why an incarnation of a rank ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -67,27 +67,27 @@ pub enum ExitCause {
     StartFailed,
     /// The rank was ended because it exceeded its memory limit.
     MemoryLimitExceeded,
-    /// The rank was ended because a rank to which it is tied had ended.
+    /// The rank was ended because another rank, to which it is tied, had ended.
     Tied,
     /// The rank was stopped on request.
     Stopped,
 }
 
 impl GroupView {
-    /// A view of these members, sorted by rank.
+    /// Creates a view of these members, sorted by rank.
     #[must_use]
     pub fn new(generation: u64, mut members: Vec<Member>) -> Self {
         members.sort_by_key(|member| member.rank);
         Self { generation, members }
     }
 
-    /// One for each rank, ascending by rank.
+    /// Returns the members, one for each rank, ascending by rank.
     #[must_use]
     pub fn members(&self) -> &[Member] {
         &self.members
     }
 
-    /// The member of that rank, if the group has one.
+    /// Returns the member of a rank, if the group has that rank.
     #[must_use]
     pub fn member(&self, rank: Rank) -> Option<&Member> {
         // In nearly all layouts, ranks are 0..n.
@@ -95,7 +95,7 @@ impl GroupView {
         at.or_else(|| self.members.iter().find(|member| member.rank == rank))
     }
 
-    /// The next view, in which these members replace those of the same ranks.
+    /// Returns the next view, in which these members replace those of the same ranks.
     #[must_use]
     pub fn with(&self, changed: impl IntoIterator<Item = Member>) -> Self {
         let mut next = Self { generation: self.generation + 1, members: self.members.clone() };
@@ -111,34 +111,34 @@ impl GroupView {
 }
 
 impl Member {
-    /// A rank whose `incarnation` is starting.
+    /// Creates the member of a rank whose `incarnation` is starting.
     #[must_use]
     pub fn starting(rank: Rank, incarnation: Incarnation) -> Self {
         Self { rank, incarnation, state: RankState::Starting, channel: None, exit: None }
     }
 
-    /// The same rank in another state.
+    /// Returns the member in another state.
     #[must_use]
     pub fn in_state(mut self, state: RankState) -> Self {
         self.state = state;
         self
     }
 
-    /// The same rank with this channel, which is fenced to the rank's incarnation.
+    /// Returns the member with this channel, fenced to the rank's incarnation.
     #[must_use]
     pub fn reached_over(mut self, channel: Channel) -> Self {
         self.channel = Some(channel.fenced(Some(self.incarnation)));
         self
     }
 
-    /// The same rank with the exit of its last incarnation.
+    /// Returns the member with the exit of its last incarnation.
     #[must_use]
     pub fn ended(mut self, exit: RankExit) -> Self {
         self.exit = Some(Arc::new(exit));
         self
     }
 
-    /// The channel, if the rank accepts calls.
+    /// Returns the channel, if the rank accepts calls.
     pub(crate) fn open(&self) -> Result<&Channel, Error> {
         match &self.channel {
             Some(channel) if self.state == RankState::Healthy => Ok(channel),
@@ -155,20 +155,20 @@ impl Member {
 }
 
 impl RankExit {
-    /// The end of an incarnation, without an exit status.
+    /// Creates the exit of an incarnation, without an exit status.
     #[must_use]
     pub fn new(incarnation: Incarnation, cause: ExitCause) -> Self {
         let detail = String::new();
         Self { incarnation: incarnation.0, cause, code: None, signal: None, detail, stderr_tail: Vec::new() }
     }
 
-    /// An incarnation that failed before it accepted calls, with the reason.
+    /// Creates the exit of an incarnation that failed before it accepted calls, with the reason.
     #[must_use]
     pub fn start_failed(incarnation: Incarnation, why: impl Into<String>) -> Self {
         Self { detail: why.into(), ..Self::new(incarnation, ExitCause::StartFailed) }
     }
 
-    /// An incarnation that ran, but did not report its endpoints in time.
+    /// Creates the exit of an incarnation that ran, but did not report its endpoints in time.
     #[must_use]
     pub fn not_ready(incarnation: Incarnation, waited: Duration) -> Self {
         let why =
@@ -176,14 +176,14 @@ impl RankExit {
         Self::start_failed(incarnation, why)
     }
 
-    /// An incarnation that was ended because `rank`, to which it is tied, had ended.
+    /// Creates the exit of an incarnation that was ended because `rank`, to which it is tied, had ended.
     #[must_use]
     pub fn tied(incarnation: Incarnation, rank: Rank, exit: &Self) -> Self {
         let detail = format!("rank {rank} {exit}");
         Self { detail, ..Self::new(incarnation, ExitCause::Tied) }
     }
 
-    /// An incarnation that was ended at its memory limit; `resident_bytes` is `None` if the kernel ended it.
+    /// Creates the exit of an incarnation that was ended at its memory limit; `resident_bytes` is `None` if the kernel ended it.
     #[must_use]
     pub fn over_memory_limit(incarnation: Incarnation, resident_bytes: Option<u64>, limit_bytes: u64) -> Self {
         let used = resident_bytes.map_or_else(|| "all".to_owned(), |bytes| bytes.to_string());

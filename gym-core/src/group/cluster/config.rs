@@ -7,47 +7,50 @@ use crate::base::error::{Code, Error, Result};
 use crate::registry::Balance;
 use crate::transport::TransportPolicy;
 
-/// Configuration of a worker group. The fields are the keys; an unknown key is an error that lists the known ones.
+/// Configuration of a worker group. The fields are the keys; an unknown key is an error that lists the known ones. All are
+/// optional.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 #[non_exhaustive]
 pub struct WorkerGroupConfig {
-    /// The most memory of one worker with all that it starts, in bytes; written as `8GB` or a number.
+    /// Maximum memory of one worker and its child processes, in bytes; written as `8GB` or a number. The default is no limit.
     #[serde(deserialize_with = "memory")]
     pub memory_limit: Option<u64>,
-    /// Whether a worker that ended is started again by itself.
+    /// Restarts a worker automatically after it ends. The default is `false`.
     pub restart_on_failure: bool,
-    /// Restarts of each worker in the life of the group; not given: three.
+    /// Maximum restarts of each worker over the lifetime of the group. The default is three.
     pub max_restarts: Option<u32>,
-    /// Whether gradients are compressed on the wire.
+    /// Compresses gradients on the wire. Not implemented; the default is `false`.
     pub enable_gradient_compression: bool,
-    /// Whether a call returns when it is handed over rather than answered. Read, so that documented configurations are, and of no
-    /// effect: in Rust each call says so itself, by [`GroupCall::start`](crate::group::GroupCall::start) instead of `await`.
+    /// Makes calls return when they are sent instead of when they are answered. Accepted for compatibility with documented
+    /// configurations, but has no effect: in Rust, a caller uses [`GroupCall::start`](crate::group::GroupCall::start) instead of
+    /// `await`.
     pub async_communication: bool,
-    /// Whether calls that may choose their worker are balanced.
+    /// Balances calls that can run on any worker. The default is `false`.
     pub enable_load_balancing: bool,
-    /// How; balances by itself, without `enable_load_balancing`.
+    /// The balancing strategy. If it is given, calls are balanced even without `enable_load_balancing`.
     pub load_balancing_strategy: Option<Balance>,
     /// The allowed transports to the workers: `auto`, one transport, or a list. The default excludes UCX.
     pub transport: Option<TransportPolicy>,
-    /// The minimum transport: a group that cannot be reached over it, or a preferred one, does not start.
+    /// The minimum transport: a group that cannot be reached over it, or a preferred one, does not start. The default is no
+    /// minimum.
     pub require_transport: Option<String>,
 }
 
 impl WorkerGroupConfig {
-    /// How calls that may choose are balanced; `None`: they are not.
+    /// Returns the strategy that balances calls which can run on any worker; `None` if they are not balanced.
     #[must_use]
     pub fn balancing(&self) -> Option<Balance> {
         self.load_balancing_strategy.clone().or_else(|| self.enable_load_balancing.then(Balance::default))
     }
 
-    /// The transport policy of the group; `None` if the configuration sets none. The group checks the names when it starts.
+    /// Returns the transport policy of the group; `None` if the configuration sets none. The group checks the names when it starts.
     #[must_use]
     pub fn transport_policy(&self) -> Option<TransportPolicy> {
         TransportPolicy::configured(self.transport.clone(), self.require_transport.clone())
     }
 
-    /// Checks what can be told without a worker.
+    /// Checks the constraints that do not depend on a worker.
     ///
     /// # Errors
     /// `Unimplemented` for gradient compression, which needs collectives.
@@ -75,7 +78,8 @@ fn memory<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u64>, D::
     parse_memory(&text).map(Some).map_err(|error| de::Error::custom(error.message()))
 }
 
-/// Bytes from `8GB`, `8 GiB`, `1.5gb` or a plain number: KB, MB, GB, TB are powers of 1000, KiB … TiB of 1024; case does not count.
+/// Parses a number of bytes: `8GB`, `8 GiB`, `1.5gb` or a plain number. KB, MB, GB, TB are powers of 1000, KiB … TiB of 1024;
+/// case is ignored.
 ///
 /// # Errors
 /// `InvalidArgument` for an unknown unit, and for an amount that is not positive or beyond 2⁶³ bytes.

@@ -1,4 +1,5 @@
-//! Clusters as data: requested bundles, available nodes, and the placement of bundles and ranks. No I/O; a provisioner acts on the result.
+//! Clusters as data: requested bundles, available nodes, and the placement of bundles and ranks. No I/O; a provisioner applies
+//! the result.
 //!
 //! ```text
 //!   ClusterSpec (bundles per node, GPU ids, strategy, …)  ┐
@@ -8,7 +9,7 @@
 //!                                                      WorkerPlacement (rank → bundles, leader or tied, name)
 //! ```
 //!
-//! A *bundle* is one GPU (or none) and the CPUs of its workers; a *node* of the spec is logical: several may share a machine.
+//! A *bundle* is one GPU (or none) and the CPUs of its workers. A *node* of the spec is logical: several may share a machine.
 
 mod config;
 mod numa;

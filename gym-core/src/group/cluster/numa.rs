@@ -1,13 +1,13 @@
-//! Lists of CPUs as the Linux kernel writes them (`/sys/devices/system/node/node0/cpulist`).
+//! Lists of CPUs in the format of the Linux kernel (`/sys/devices/system/node/node0/cpulist`).
 
 use std::collections::BTreeSet;
 
 use crate::base::error::{Error, Result};
 
-/// The CPUs of a list such as `0-3,8-11`; spaces around numbers and commas do not count.
+/// Parses a list of CPUs such as `0-3,8-11`. Spaces around numbers and commas are ignored.
 ///
 /// # Errors
-/// `InvalidArgument` for what is no number, a range that runs backward, and numbers beyond 65535, which no kernel has.
+/// `InvalidArgument` for an entry that is not a number, a reversed range, and numbers beyond 65535, which no kernel has.
 pub fn parse_cpu_list(text: &str) -> Result<BTreeSet<u16>> {
     let mut cpus = BTreeSet::new();
     for part in text.split(',').map(str::trim) {

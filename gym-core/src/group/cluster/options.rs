@@ -1,11 +1,11 @@
-//! Options of workers from several sources put together, and who is profiled.
+//! Merging of worker options from several sources, and selection of the workers to profile.
 
 use serde_json::{Map, Value};
 
 use crate::base::error::{Error, Result};
 
-/// `defaults` with `extra` over it: objects are merged key by key, everything else is replaced whole. A profiler's settings that
-/// the defaults keep under `runtime_env._nsight` come out as `nsight`, unless that is there already.
+/// Merges `extra` over `defaults`: objects are merged key by key, all other values are replaced. Profiler settings that
+/// `defaults` has under `runtime_env._nsight` are renamed to `nsight`, unless `nsight` exists already.
 #[must_use]
 pub fn merge_options(defaults: &Map<String, Value>, extra: &Map<String, Value>) -> Map<String, Value> {
     let mut merged = defaults.clone();
@@ -28,7 +28,7 @@ fn merge(into: &mut Map<String, Value>, extra: &Map<String, Value>) {
     }
 }
 
-/// Which workers are profiled by Nsight Systems, and for which steps: NeMo RL's `NRL_NSYS_…` variables.
+/// The workers and steps to profile with Nsight Systems, from NeMo RL's `NRL_NSYS_…` variables.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ProfilerRequest {
     patterns: Vec<String>,
@@ -37,11 +37,11 @@ pub struct ProfilerRequest {
 }
 
 impl ProfilerRequest {
-    /// Reads `NRL_NSYS_WORKER_PATTERNS` (patterns with `*` and `?`, by commas), `NRL_NSYS_PROFILE_STEP_RANGE` and
-    /// `NRL_NSYS_EXTRA_OPTIONS` (a JSON object) through `variable`. `None`: nobody is profiled.
+    /// Reads `NRL_NSYS_WORKER_PATTERNS` (comma-separated patterns with `*` and `?`), `NRL_NSYS_PROFILE_STEP_RANGE` and
+    /// `NRL_NSYS_EXTRA_OPTIONS` (a JSON object) through `variable`. Returns `None` if no worker is to be profiled.
     ///
     /// # Errors
-    /// `InvalidArgument` when only one of the first two is set, and when the options are no JSON object.
+    /// `InvalidArgument` if only one of the first two is set, or if the options are not a JSON object.
     pub fn from_variables(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Self>> {
         let set = |name: &str| variable(name).filter(|value| !value.is_empty());
         let (patterns, steps) = match (set("NRL_NSYS_WORKER_PATTERNS"), set("NRL_NSYS_PROFILE_STEP_RANGE")) {
@@ -62,7 +62,7 @@ impl ProfilerRequest {
         Ok(Some(Self { patterns: patterns.collect(), steps, extra }))
     }
 
-    /// The profiler's options for this worker; `None`: it is not profiled.
+    /// Returns the profiler options for this worker; `None` if it is not profiled.
     #[must_use]
     pub fn options_for(&self, worker: &str) -> Option<Map<String, Value>> {
         if !self.patterns.iter().any(|pattern| matches(pattern.as_bytes(), worker.as_bytes())) {
@@ -80,7 +80,7 @@ impl ProfilerRequest {
         Some(merge_options(&options, &self.extra))
     }
 
-    /// What stands before this worker's program to run it under the profiler; `None`: it is not profiled.
+    /// Returns the command prefix that runs this worker's program under the profiler; `None` if it is not profiled.
     #[must_use]
     pub fn command_for(&self, worker: &str) -> Option<Vec<String>> {
         let mut command = vec!["nsys".to_owned(), "profile".to_owned()];
@@ -95,7 +95,7 @@ impl ProfilerRequest {
     }
 }
 
-/// Whether all of `text` fits a pattern with `*` (anything) and `?` (any one byte).
+/// Returns `true` if all of `text` matches a pattern with `*` (anything) and `?` (any one byte).
 fn matches(pattern: &[u8], text: &[u8]) -> bool {
     let (mut at, mut from) = (0, 0);
     let mut star: Option<(usize, usize)> = None;
@@ -110,7 +110,7 @@ fn matches(pattern: &[u8], text: &[u8]) -> bool {
                 from += 1;
             }
             _ => {
-                // The last star takes one byte more.
+                // The last star matches one byte more.
                 let Some((star_at, star_from)) = star else { return false };
                 (at, from) = (star_at + 1, star_from + 1);
                 star = Some((star_at, star_from + 1));

@@ -8,36 +8,36 @@ use super::spec::{ClusterSpec, PlacementStrategy};
 use super::topology::{BundleLocation, Segments, Topology, order_bundles, select_segments};
 use crate::base::error::{Code, Error, Result};
 
-/// What a node offers.
+/// The resources of a node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NodeResources {
-    /// Its name.
+    /// The name of the node.
     pub name: String,
-    /// Its CPUs; `None`: they are not counted.
+    /// Number of CPUs; `None` if they are not counted.
     pub cpus: Option<u32>,
-    /// Its GPUs.
+    /// The GPUs.
     pub gpus: Devices,
-    /// Where it is in the network.
+    /// The position in the network.
     pub topology: Topology,
 }
 
 /// The GPUs of a node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Devices {
-    /// These, as `CUDA_VISIBLE_DEVICES` names them.
+    /// GPUs with these names in `CUDA_VISIBLE_DEVICES`.
     Named(Vec<String>),
-    /// As many bundles as this are placed as if there were a GPU for each; workers get none.
+    /// A number of simulated GPUs: bundles are placed as if they existed, but workers get none.
     Simulated(u32),
 }
 
 impl NodeResources {
-    /// A node with these CPUs and GPUs, at an unknown place.
+    /// Creates a node with these CPUs and GPUs, at an unknown position in the network.
     #[must_use]
     pub fn new(name: impl Into<String>, cpus: u32, gpus: Vec<String>) -> Self {
         Self { name: name.into(), cpus: Some(cpus), gpus: Devices::Named(gpus), topology: Topology::default() }
     }
 
-    /// A node that stands for one with `gpus` GPUs and as many CPUs as it takes: what `--simulate-nodes` makes.
+    /// Creates a simulated node with `gpus` GPUs and as many CPUs as needed, as for `--simulate-nodes`.
     #[must_use]
     pub fn simulated(name: impl Into<String>, gpus: u32) -> Self {
         Self { name: name.into(), cpus: None, gpus: Devices::Simulated(gpus), topology: Topology::default() }
@@ -51,47 +51,48 @@ impl NodeResources {
     }
 }
 
-/// A bundle and where it is.
+/// A placed bundle.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PlacedBundle {
     /// The logical node of the spec.
     pub node: u32,
-    /// Its number in its placement group.
+    /// The number of the bundle in its placement group.
     pub index: u32,
-    /// The machine, as a position in the nodes offered.
+    /// The machine, as a position in the list of nodes.
     pub host: usize,
-    /// Its GPU, as `CUDA_VISIBLE_DEVICES` names it; `None` without GPUs and on simulated nodes.
+    /// The name of the GPU in `CUDA_VISIBLE_DEVICES`; `None` without GPUs and on simulated nodes.
     pub gpu: Option<String>,
 }
 
-/// Bundles that are addressed together: those of a logical node, or all of a unified cluster.
+/// Bundles that are addressed together: those of a logical node, or all bundles of a unified cluster.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PlacementGroup {
     /// `<cluster>-node<i>` or `<cluster>-unified`; without the dash for a cluster without a name.
     pub name: String,
-    /// In the order of their numbers.
+    /// The bundles, by number.
     pub bundles: Vec<PlacedBundle>,
 }
 
-/// Where every bundle of a cluster is.
+/// The placement of all bundles of a cluster.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Placement {
-    /// Those with at least one bundle, by node.
+    /// The placement groups with at least one bundle, by node.
     pub groups: Vec<PlacementGroup>,
-    /// In a unified cluster: its bundles in topological order, in which ranks are given to them.
+    /// The bundles of a unified cluster in topological order, in which ranks are assigned to them.
     pub sorted: Option<Vec<u32>>,
-    /// GPUs of a physical node, for layouts that depend on it.
+    /// Number of GPUs of a physical node, for layouts that depend on it.
     pub gpus_per_node: u32,
 }
 
-/// Places the bundles of `spec` on `nodes`. `unified`: every bundle stands alone, in one group, for models that span nodes.
+/// Places the bundles of `spec` on `nodes`. If `unified`, each bundle is placed individually, and all belong to one group, for
+/// models that span nodes.
 ///
-/// With a `segment_size`, and nodes whose domain is known, only as many nodes are used as the spec has, in whole segments of one domain
-/// each ([`select_segments`]); the others are left to other clusters.
+/// With a `segment_size`, and nodes whose domain is known, only as many nodes are used as the spec has. They form whole segments
+/// of one domain each ([`select_segments`]); the other nodes remain for other clusters.
 ///
 /// # Errors
-/// What [`ClusterSpec::validate`] and [`select_segments`] refuse; `InvalidArgument` for a GPU that no node has; `ResourceExhausted` that says what was
-/// asked for and what each node has.
+/// The errors of [`ClusterSpec::validate`] and [`select_segments`]; `InvalidArgument` for a GPU that no node has;
+/// `ResourceExhausted`, with the requested resources and those of each node.
 pub fn place(spec: &ClusterSpec, nodes: &[NodeResources], unified: bool) -> Result<Placement> {
     spec.validate()?;
     let ids = spec.gpus_of_nodes()?;
@@ -131,7 +132,7 @@ pub fn place(spec: &ClusterSpec, nodes: &[NodeResources], unified: bool) -> Resu
     Ok(Placement { groups, sorted, gpus_per_node })
 }
 
-/// By node: whether its bundles may be used.
+/// Returns, for each node, whether its bundles may be used.
 fn usable(spec: &ClusterSpec, nodes: &[NodeResources]) -> Result<Vec<bool>> {
     let size = spec.segment_size.and_then(|size| NonZeroUsize::new(size.get() as usize));
     let Some(size) = size.filter(|_| nodes.iter().any(|node| node.topology.domain.is_some())) else {
@@ -178,7 +179,7 @@ fn check_totals(spec: &ClusterSpec, nodes: &[NodeResources]) -> Result<()> {
     }
 }
 
-/// A named GPU that exists nowhere is a mistake of the spec, not a lack.
+/// Reports a GPU id that no node has as an error of the spec, not as a lack of resources.
 fn check_ids(sets: &[BundleSet], nodes: &[NodeResources]) -> Result<()> {
     let known: BTreeSet<&String> = (nodes.iter())
         .filter_map(|node| if let Devices::Named(names) = &node.gpus { Some(names) } else { None })
@@ -228,13 +229,13 @@ struct Allocation {
     hosts: Vec<HostCapacity>,
     use_gpus: bool,
     cpus_per_bundle: u64,
-    /// For each bundle set: the host, and the GPU of each bundle.
+    /// The host of each bundle set, and the GPU of each of its bundles.
     assigned: Vec<(usize, Vec<Option<String>>)>,
 }
 
 #[derive(Clone)]
 struct HostCapacity {
-    /// Free GPUs; `None` in a list stands for a simulated one.
+    /// Free GPUs; `None` in a list is a simulated GPU.
     gpus: Vec<Option<String>>,
     cpus: Option<u64>,
     sets: usize,
@@ -259,7 +260,7 @@ impl Allocation {
         }
     }
 
-    /// Number of bundles that still fit on a host.
+    /// Returns the number of bundles that still fit on a host.
     fn free_bundles(&self, host: usize) -> usize {
         let HostCapacity { gpus, cpus, .. } = &self.hosts[host];
         let cpus = cpus.map_or(usize::MAX, |cpus| (cpus / self.cpus_per_bundle) as usize);
@@ -291,7 +292,8 @@ impl Allocation {
             PlacementStrategy::StrictPack => {
                 (0..self.hosts.len()).find_map(|only| self.clone().try_each(sets, false, |_, host| host == only))
             }
-            // The smallest free machine that is large enough: with one machine each, this finds a way whenever there is one.
+            // Uses the smallest free machine that is large enough: with one set for each machine, this succeeds whenever a
+            // placement exists.
             PlacementStrategy::StrictSpread => {
                 self.try_each(sets, false, |allocation, host| allocation.hosts[host].sets == 0)
             }
@@ -306,7 +308,8 @@ impl Allocation {
         }
     }
 
-    /// Assigns each bundle set, in order, to the host with the least free capacity that fits it (`even`: to the host with the fewest sets).
+    /// Assigns each bundle set, in order, to the host with the least free capacity that fits it. If `even`, to the host with the
+    /// fewest sets.
     fn try_each(mut self, sets: &[BundleSet], even: bool, allowed: impl Fn(&Self, usize) -> bool) -> Option<Self> {
         for set in sets {
             let fitting = (0..self.hosts.len()).filter(|host| allowed(&self, *host) && self.fits(*host, set));

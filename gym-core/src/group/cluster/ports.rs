@@ -1,20 +1,20 @@
-//! Which ports are for what, as NeMo RL lays them out: all below 9000, where some systems begin to give out ports by themselves.
+//! Port ranges with the assignment of NeMo RL: all below 9000, where some systems begin to assign ports automatically.
 
 use std::ops::Range;
 
-/// Rendezvous of worker groups, unless the cluster names a range of its own.
+/// Rendezvous of worker groups, unless the cluster sets its own range.
 pub const MASTER_PORTS: Range<u16> = 1400..1999;
-/// HTTP of generation engines.
+/// HTTP servers of generation engines.
 pub const GENERATION_PORTS: Range<u16> = 3000..5000;
-/// HTTP of environment, agent and model servers.
+/// HTTP servers of environments, agents and models.
 pub const GYM_PORTS: Range<u16> = 5000..6000;
-/// Rendezvous within generation engines; up to eight on a node.
+/// Rendezvous within generation engines, up to eight on a node.
 pub const ENGINE_PORTS: Range<u16> = 7000..7800;
-/// How many of [`ENGINE_PORTS`] each engine has for itself.
+/// Number of [`ENGINE_PORTS`] reserved for each engine.
 pub const ENGINE_PORTS_EACH: u16 = 100;
 
-/// The first rendezvous port of the engine on these bundles, by its place among the engines of its node; `None` without bundles,
-/// and when the place lies beyond the band. An engine that spans nodes has the first place.
+/// Returns the first rendezvous port of the engine on these bundles, by its position among the engines of its node. Returns
+/// `None` without bundles, and if the port is beyond [`ENGINE_PORTS`]. An engine that spans nodes has the first position.
 #[must_use]
 pub fn engine_port(bundles: &[u32], gpus_per_node: u32) -> Option<u16> {
     let first = bundles.first()?;

@@ -1,4 +1,4 @@
-//! What a cluster should be, with the key names of NeMo RL's documentation.
+//! Specification of a cluster, with the key names of NeMo RL's documentation.
 
 use std::fmt;
 use std::num::NonZeroU32;
@@ -11,8 +11,8 @@ use super::ports::MASTER_PORTS;
 use crate::base::error::{Code, Error, Result};
 use crate::transport::TransportPolicy;
 
-/// The cluster that is asked for. Read from a configuration by these names; a key that is none of them is an error that lists
-/// them. Nothing is started or looked for before it is placed.
+/// The requested cluster. The fields are the keys of its configuration; an unknown key is an error that lists the known ones. Only
+/// `bundle_ct_per_node_list` is required. Nothing is started, and no machine is inspected, before the spec is placed.
 ///
 /// ```
 /// use gym_core::group::cluster::ClusterSpec;
@@ -26,78 +26,80 @@ use crate::transport::TransportPolicy;
 #[serde(deny_unknown_fields)]
 #[non_exhaustive]
 pub struct ClusterSpec {
-    /// Bundles of each logical node. A node with none keeps its index and takes no part.
+    /// Number of bundles of each logical node. A node without bundles keeps its index but is not used.
     pub bundle_ct_per_node_list: Vec<u32>,
-    /// Prefix of the placement groups' names.
+    /// Prefix of the placement groups' names. The default is no prefix.
     #[serde(default)]
     pub name: String,
-    /// Whether each bundle has a GPU.
+    /// Gives each bundle a GPU. The default is `true`.
     #[serde(default = "yes")]
     pub use_gpus: bool,
-    /// GPUs of a physical node, for layouts that depend on it.
+    /// Number of GPUs of a physical node, for layouts that depend on it. The default is 8.
     #[serde(default = "eight")]
     pub num_gpus_per_node: NonZeroU32,
-    /// Worker groups that may share the bundles; also the CPUs of a bundle. Not given: one where colocation is off, else any
-    /// number, with one CPU.
+    /// Maximum number of worker groups that may share the bundles; also the number of CPUs of a bundle. The default is one group if
+    /// colocation is disabled, otherwise any number of groups; a bundle then has one CPU.
     #[serde(default)]
     pub max_colocated_worker_groups: Option<NonZeroU32>,
-    /// How logical nodes are laid over machines.
+    /// The assignment of logical nodes to machines. The default is [`PlacementStrategy::Spread`].
     #[serde(default)]
     pub placement_group_strategy: PlacementStrategy,
-    /// Which GPUs.
+    /// The GPUs to use. The default is [`GpuIds::Auto`].
     #[serde(default)]
     pub gpu_ids: GpuIds,
-    /// Whether several groups may use the bundles. On: in turns. Off: a second group is an error. Not given: allowed, without turns.
+    /// Lets several groups use the bundles. `true`: one group at a time. `false`: a second group is an error. By default, several
+    /// groups may use them, without waiting for each other.
     #[serde(default)]
     pub enable_colocation: Option<bool>,
-    /// What moves bulk data.
+    /// The transport of bulk data. The default is [`CommunicationBackend::Auto`].
     #[serde(default)]
     pub communication_backend: CommunicationBackend,
-    /// Whether the memory of nodes and GPUs is sampled. That of workers always is.
+    /// Samples the memory of nodes and GPUs; the memory of workers is always sampled. The default is `false`.
     #[serde(default)]
     pub monitor_memory: bool,
-    /// The first port for rendezvous.
+    /// The first port for rendezvous. The default is the start of [`MASTER_PORTS`].
     #[serde(default = "port_low")]
     pub port_range_low: u16,
-    /// The port after the last one for rendezvous.
+    /// The port after the last one for rendezvous. The default is the end of [`MASTER_PORTS`].
     #[serde(default = "port_high")]
     pub port_range_high: u16,
-    /// Nodes that must be of one NVLink domain.
+    /// Number of nodes that must be in one NVLink domain. By default, nodes need not be in one domain.
     #[serde(default)]
     pub segment_size: Option<NonZeroU32>,
 }
 
-/// How logical nodes are laid over machines. A logical node is never split; in a unified cluster each bundle stands alone.
+/// The assignment of logical nodes to machines. A logical node is never split. In a unified cluster, each bundle is placed
+/// individually.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "SCREAMING_SNAKE_CASE")]
 pub enum PlacementStrategy {
-    /// On as few machines as may be.
+    /// On as few machines as possible.
     Pack,
-    /// On as many machines as may be.
+    /// On as many machines as possible.
     #[default]
     Spread,
-    /// On one machine, or not at all.
+    /// On one machine, or the placement fails.
     StrictPack,
-    /// Each on a machine of its own, or not at all.
+    /// Each on its own machine, or the placement fails.
     StrictSpread,
 }
 
-/// Which GPUs a cluster uses.
+/// The GPUs that a cluster uses.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum GpuIds {
-    /// The first ones that a machine offers.
+    /// The first free GPUs of a machine.
     #[default]
     Auto,
-    /// These, for all logical nodes one after the other.
+    /// A list of ids, for all logical nodes in order.
     Flat(Vec<u32>),
-    /// These, a list for each logical node.
+    /// A list of ids for each logical node.
     PerNode(Vec<Vec<u32>>),
 }
 
-/// What moves bulk data between workers.
+/// The transport of bulk data between workers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum CommunicationBackend {
-    /// The best there is.
+    /// The most preferred transport that is available.
     #[default]
     Auto,
     /// NCCL.
@@ -106,7 +108,7 @@ pub enum CommunicationBackend {
     Ucx,
     /// TCP.
     Tcp,
-    /// Shared memory of one machine.
+    /// Shared memory within one machine.
     Shm,
 }
 
@@ -127,7 +129,7 @@ fn port_high() -> u16 {
 }
 
 impl ClusterSpec {
-    /// These bundles per node, and defaults for the rest.
+    /// Creates a spec with these bundles for each node, and defaults for all else.
     #[must_use]
     pub fn new(bundle_ct_per_node_list: impl Into<Vec<u32>>) -> Self {
         Self {
@@ -147,31 +149,31 @@ impl ClusterSpec {
         }
     }
 
-    /// The number of bundles.
+    /// Returns the number of bundles.
     #[must_use]
     pub fn world_size(&self) -> usize {
         self.bundle_ct_per_node_list.iter().map(|count| *count as usize).sum()
     }
 
-    /// The number of logical nodes with at least one bundle.
+    /// Returns the number of logical nodes with at least one bundle.
     #[must_use]
     pub fn node_count(&self) -> usize {
         self.bundle_ct_per_node_list.iter().filter(|count| **count > 0).count()
     }
 
-    /// Ports for rendezvous.
+    /// Returns the ports for rendezvous.
     #[must_use]
     pub fn ports(&self) -> Range<u16> {
         self.port_range_low..self.port_range_high
     }
 
-    /// The CPUs that a bundle asks for: one for each group that may share it.
+    /// Returns the number of CPUs of a bundle: one for each group that may share it.
     #[must_use]
     pub fn cpus_per_bundle(&self) -> u32 {
         self.max_colocated_worker_groups.map_or(1, NonZeroU32::get)
     }
 
-    /// How many worker groups may use the bundles; `None`: any number.
+    /// Returns the maximum number of worker groups that may use the bundles; `None` for any number.
     #[must_use]
     pub fn groups_max(&self) -> Option<u32> {
         match (self.enable_colocation, self.max_colocated_worker_groups) {
@@ -180,7 +182,7 @@ impl ClusterSpec {
         }
     }
 
-    /// The GPU ids of each logical node; `None`: whichever a machine offers.
+    /// Returns the GPU ids of each logical node; `None` for any GPUs of a machine.
     pub(super) fn gpus_of_nodes(&self) -> Result<Option<Vec<Vec<u32>>>> {
         let counts = &self.bundle_ct_per_node_list;
         let nested = match &self.gpu_ids {
@@ -217,11 +219,11 @@ impl ClusterSpec {
         Ok(Some(nested))
     }
 
-    /// Checks what can be told without a machine.
+    /// Checks the constraints that do not depend on a machine.
     ///
     /// # Errors
-    /// `InvalidArgument`: no bundle at all, GPU ids that do not fit the bundles, an empty port range. `Unimplemented`: a
-    /// communication backend that this build lacks.
+    /// - `InvalidArgument`: there are no bundles, the GPU ids do not match the bundles, or the port range is empty.
+    /// - `Unimplemented`: this build does not support the communication backend.
     pub fn validate(&self) -> Result<()> {
         if self.world_size() == 0 {
             return Err(invalid("bundle_ct_per_node_list", "has no bundle; name at least one node with one"));
@@ -244,8 +246,8 @@ impl ClusterSpec {
         }
     }
 
-    /// How the cluster's groups are reached unless their own configuration says so; `None` when the cluster does not say either:
-    /// then without UCX. Ranks in this process are reached in this process whatever it is.
+    /// Returns the transport policy of the cluster's groups, unless their own configuration sets one. `None` if the cluster sets
+    /// none either: UCX is then not used. Ranks in this process are always reached in process.
     #[must_use]
     pub fn transport_policy(&self) -> Option<TransportPolicy> {
         let transports: &[&str] = match self.communication_backend {
@@ -264,7 +266,7 @@ fn invalid(key: &str, what: &str) -> Error {
 impl CommunicationBackend {
     const ALL: [Self; 5] = [Self::Auto, Self::Nccl, Self::Ucx, Self::Tcp, Self::Shm];
 
-    /// The name in a configuration.
+    /// Returns the name in a configuration.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {

@@ -1,41 +1,44 @@
-//! Which nodes hang together: bundles in the order of their NVLink domains, and whole segments of nodes out of one domain.
+//! Network topology: ordering of bundles by NVLink domain, and selection of whole segments of nodes within one domain.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroUsize;
 
 use crate::base::error::{Code, Error, Result};
 
-/// Where a node is in the network. Unknown parts come first in every order.
+/// The position of a node in the network. Unknown parts come first in every order.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Topology {
-    /// Its NVLink domain.
+    /// The NVLink domain.
     pub domain: Option<String>,
-    /// Its place among the nodes, from 1.
+    /// The position among the nodes, from 1.
     pub rank: Option<u32>,
 }
 
-/// Where a bundle turned out to be.
+/// The location of a placed bundle.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BundleLocation {
-    /// The node's name.
+    /// The name of the node.
     pub node: String,
-    /// The GPU's index there.
+    /// The index of the GPU on its node.
     pub gpu: u32,
-    /// Where the node is.
+    /// The position of the node in the network.
     pub topology: Topology,
 }
 
-/// Nodes are used in segments of one domain.
+/// Segments of nodes within one domain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Segments {
-    /// Nodes in a segment.
+    /// Number of nodes in a segment.
     pub nodes: NonZeroUsize,
-    /// GPUs, thus bundles, on each node.
+    /// Number of GPUs, and so of bundles, on each node.
     pub gpus_per_node: NonZeroUsize,
 }
 
-/// The bundles, as positions in `locations`, in the order in which ranks are given to them: by domain (that with the lowest rank
-/// first), rank and GPU; by node name and GPU where no topology is known. With `segments`, what makes no whole segment is left out.
+/// Returns the bundles, as positions in `locations`, in the order in which ranks are assigned to them. The order is by domain
+/// (the one with the lowest rank first), rank and GPU. With `segments`, bundles that do not belong to a whole segment are
+/// dropped.
+///
+/// If no topology is known, the order is by node name and GPU, and `segments` has no effect.
 #[must_use]
 pub fn order_bundles(locations: &[BundleLocation], segments: Option<Segments>) -> Vec<usize> {
     let mut order: Vec<usize> = (0..locations.len()).collect();
@@ -67,12 +70,13 @@ pub fn order_bundles(locations: &[BundleLocation], segments: Option<Segments>) -
     order
 }
 
-/// Takes `count` nodes in whole segments of `segment` nodes, each segment out of one domain; domains in the order of their
-/// lowest rank. Returns positions in `nodes`: those taken, in topological order, and the rest in theirs.
+/// Selects `count` nodes in whole segments of `segment` nodes, each segment from one domain. Domains are used in the order of
+/// their lowest rank. Returns positions in `nodes`: the selected ones in topological order, and the others in their original
+/// order.
 ///
 /// # Errors
-/// `InvalidArgument` when `count` is no multiple of `segment`; `ResourceExhausted` when the domains do not have enough whole
-/// segments. A node of unknown domain is in none.
+/// `InvalidArgument` if `count` is not a multiple of `segment`; `ResourceExhausted` if the domains do not have enough whole
+/// segments. A node of unknown domain belongs to none.
 pub fn select_segments(nodes: &[Topology], segment: NonZeroUsize, count: usize) -> Result<(Vec<usize>, Vec<usize>)> {
     if !count.is_multiple_of(segment.get()) {
         return Err(Error::invalid(format!("{count} nodes must be divisible by the segment size {segment}")));
@@ -120,7 +124,7 @@ mod tests {
         NonZeroUsize::new(number).unwrap()
     }
 
-    /// Nodes of these domains, ranks ascending from 1.
+    /// Creates nodes of these domains, with ranks ascending from 1.
     fn nodes(domains: &[(&str, usize)]) -> Vec<Topology> {
         let names = domains.iter().flat_map(|(domain, count)| std::iter::repeat_n(*domain, *count));
         names.zip(1..).map(|(domain, rank)| topology(domain, rank)).collect()

@@ -1,4 +1,4 @@
-//! Which rank runs on which bundles: one worker each, or tied groups that work as one model.
+//! Assignment of ranks to bundles: single workers, or tied groups that work as one model.
 
 use std::num::NonZeroU32;
 
@@ -7,47 +7,51 @@ use super::spec::PlacementStrategy;
 use crate::base::error::{Error, Result};
 use crate::group::layout::Rank;
 
-/// How workers are laid over the bundles.
+/// The assignment of workers to bundles.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum WorkersOn {
-    /// One on each bundle.
+    /// One worker on each bundle.
     #[default]
     EachBundle,
-    /// This many on each node, on its first bundles.
+    /// This number of workers on each node, on its first bundles.
     PerNode(u32),
-    /// As many on each node as the list says.
+    /// A number of workers for each node, in a list.
     PerNodeList(Vec<u32>),
-    /// Tied groups: a node's index and its bundles. Ranks go by this order. In a unified cluster the index is only a label.
+    /// Tied groups: the index of a node, and its bundles. Ranks are assigned in this order. In a unified cluster, the index is
+    /// only a label.
     Tied(Vec<(u32, Vec<u32>)>),
 }
 
-/// Where one rank runs.
+/// The placement of one rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WorkerPlacement {
-    /// Its number in the group.
+    /// The number of the rank in its worker group.
     pub rank: Rank,
-    /// Its name: `<prefix>-<node>-<bundle>`, in a tied group of several `<prefix>-grp<group>-<number>`.
+    /// The name: `<prefix>-<node>-<bundle>`, or `<prefix>-grp<group>-<number>` in a tied group of several.
     pub name: String,
-    /// The index of its placement group; in a unified cluster the label of its tied group.
+    /// The index of the placement group; in a unified cluster, the label of the tied group.
     pub node: u32,
-    /// Its bundle, which is its `LOCAL_RANK`.
+    /// The bundle, which is also the `LOCAL_RANK`.
     pub bundle: u32,
-    /// Its tied group, which is its shard of the data.
+    /// The tied group, which is also the shard of the data.
     pub group: u32,
-    /// All bundles of its tied group, for the leader; `None` for the others.
+    /// All bundles of the tied group, for its leader; `None` for the other ranks.
     pub bundles: Option<Vec<u32>>,
-    /// The machine, as a position in the nodes offered.
+    /// The machine, as a position in the list of nodes.
     pub host: usize,
-    /// Its GPU, as `CUDA_VISIBLE_DEVICES` names it.
+    /// The name of the GPU in `CUDA_VISIBLE_DEVICES`.
     pub gpu: Option<String>,
 }
 
 impl Placement {
-    /// The ranks of a worker group.
+    /// Returns the placement of all ranks of a worker group.
     ///
     /// # Errors
-    /// `InvalidArgument`: a list of another length than there are nodes, more workers than bundles, a bundle that is not there or
-    /// named twice, a tied group without bundles.
+    /// `InvalidArgument` in these cases:
+    /// - the list does not have one entry for each node;
+    /// - there are more workers than bundles;
+    /// - a bundle does not exist or is repeated;
+    /// - a tied group has no bundles.
     pub fn workers(&self, prefix: &str, on: &WorkersOn) -> Result<Vec<WorkerPlacement>> {
         let singles = |counts: Vec<u32>| -> Result<Vec<(u32, Vec<u32>)>> {
             let mut tied = Vec::new();
@@ -129,11 +133,12 @@ impl Placement {
         })
     }
 
-    /// Tied groups of `size` consecutive bundles, for engines of that many GPUs: within each node, what is left over unused; over the
-    /// topological order in a unified cluster, labelled by the first bundle's machine.
+    /// Creates tied groups of `size` consecutive bundles, for engines with that many GPUs. Groups do not span nodes; the
+    /// remaining bundles of a node are unused. In a unified cluster, the bundles are consecutive in topological order, and the
+    /// label is the machine of the first one.
     ///
     /// # Errors
-    /// `InvalidArgument` when not even one group fits.
+    /// `InvalidArgument` if there is not enough capacity for one group.
     pub fn tied_groups(&self, size: NonZeroU32) -> Result<WorkersOn> {
         let size = size.get() as usize;
         let tied: Vec<(u32, Vec<u32>)> = match &self.sorted {
@@ -161,7 +166,7 @@ impl Placement {
     }
 }
 
-/// The first rank of each tied group, by group: those that are called with data, and which know the group's bundles.
+/// Returns the first rank of each tied group, by group. These ranks are called with data and have the list of the group's bundles.
 #[must_use]
 pub fn leaders(workers: &[WorkerPlacement]) -> Vec<Rank> {
     workers.iter().filter(|worker| worker.bundles.is_some()).map(|worker| worker.rank).collect()
@@ -189,21 +194,21 @@ impl Default for ModelSpan {
 }
 
 impl ModelSpan {
-    /// Whether a Megatron model needs a unified cluster: its tensor and context ranks, or its experts', are more than a node has.
-    /// Pipeline stages may be on different nodes.
+    /// Returns `true` if a Megatron model needs a unified cluster: its tensor and context ranks, or its expert ranks, exceed the
+    /// GPUs of a node. Pipeline stages may be on different nodes.
     #[must_use]
     pub fn megatron_spans(&self, gpus_per_node: u32) -> bool {
         (self.tensor * self.context).max(self.expert_tensor * self.expert) > gpus_per_node
     }
 
-    /// Whether a generation engine needs a unified cluster: all of it is one group of ranks.
+    /// Returns `true` if a generation engine needs a unified cluster. All of its ranks belong together.
     #[must_use]
     pub fn engine_spans(&self, gpus_per_node: u32) -> bool {
         self.tensor * self.pipeline > gpus_per_node
     }
 
-    /// The strategy that a generation group asks for: none of its own on the bundles that it shares with training, else close together,
-    /// because spreading would interleave an engine's bundles over the nodes.
+    /// Returns the placement strategy of a generation group. A group that shares its bundles with training has none of its own.
+    /// Any other group is packed, because spreading would interleave an engine's bundles over the nodes.
     #[must_use]
     pub fn generation_strategy(colocated: bool) -> Option<PlacementStrategy> {
         (!colocated).then_some(PlacementStrategy::Pack)

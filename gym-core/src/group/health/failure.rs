@@ -1,4 +1,4 @@
-//! The origin of a failure, the infrastructure or the data, and the retry budget of each.
+//! Classification of failures by origin, infrastructure or data, with a retry budget for each origin.
 
 use std::error::Error as StdError;
 use std::io;
@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::base::error::{Code, Error, Result};
 
-/// Causes of an error that are searched; deeper causes are about something else.
+/// Maximum number of causes of an error that are examined; deeper causes concern something else.
 const CAUSES_MAX: usize = 8;
 
 /// The origin of a failure.
@@ -19,8 +19,8 @@ pub enum FailureOrigin {
 }
 
 impl FailureOrigin {
-    /// Returns the origin by the error's code or, if the code is `Internal` or `Cancelled`, by its causes, up to eight levels deep. The
-    /// default is [`FailureOrigin::Data`].
+    /// Determines the origin from the code of the error or, if the code is `Internal` or `Cancelled`, from its causes, up to
+    /// eight levels deep. The default is [`FailureOrigin::Data`].
     #[must_use]
     pub fn of(error: &(dyn StdError + 'static)) -> Self {
         let mut link = Some(error);
@@ -32,7 +32,7 @@ impl FailureOrigin {
         causes.take(CAUSES_MAX).find_map(origin_of_cause).unwrap_or(Self::Data)
     }
 
-    /// Returns the origin of a failure with this HTTP status: infrastructure for 5xx, 408 and 429.
+    /// Determines the origin of a failure with this HTTP status: infrastructure for 5xx, 408 and 429.
     #[must_use]
     pub fn of_status(status: u16) -> Self {
         match status {
@@ -42,7 +42,7 @@ impl FailureOrigin {
     }
 }
 
-/// The origin by one error of the chain alone.
+/// Determines the origin from one error of the chain alone.
 fn origin_of_cause(error: &(dyn StdError + 'static)) -> Option<FailureOrigin> {
     if let Some(error) = error.downcast_ref::<Error>() {
         return match error.code() {
@@ -74,14 +74,15 @@ pub struct RetryBudgets {
     pub infrastructure_attempts: u32,
     /// Attempts that may fail because of the data. The default is 2.
     pub data_attempts: u32,
-    /// Pause after the first failure of the infrastructure, doubled after each further one. No pause follows a failure of the data.
+    /// The pause after the first failure of the infrastructure, doubled after each further one. No pause follows a failure of the
+    /// data. The default is 1 s.
     pub backoff_min: Duration,
     /// The longest pause. The default is 30 s.
     pub backoff_max: Duration,
 }
 
 impl Default for RetryBudgets {
-    /// Five attempts for infrastructure failures, two for data failures, pauses of 1 to 30 s.
+    /// Returns five attempts for infrastructure failures, two for data failures, and pauses of 1 to 30 s.
     fn default() -> Self {
         Self {
             infrastructure_attempts: 5,
@@ -115,7 +116,7 @@ pub enum Disposition {
 }
 
 impl RetryBudget {
-    /// A full budget.
+    /// Creates a full budget.
     #[must_use]
     pub fn new(budgets: RetryBudgets) -> Self {
         Self { budgets, infrastructure: 0, data: 0 }
@@ -150,13 +151,13 @@ pub struct Skips {
 }
 
 impl Skips {
-    /// A run that may skip this many.
+    /// Creates a limit for a run that may skip this number of prompts.
     #[must_use]
     pub fn new(max: u32) -> Self {
         Self { skipped: 0, max }
     }
 
-    /// Skips one more.
+    /// Skips one more prompt.
     ///
     /// # Errors
     /// `cause`, with the budget in its text, if the budget is spent.

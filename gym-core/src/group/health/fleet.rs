@@ -7,9 +7,9 @@ use crate::registry::{Load, Picker};
 /// One replica of a [`Fleet`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Replica {
-    /// Its health.
+    /// The health.
     pub health: RankHealth,
-    /// Requests in flight to it.
+    /// Number of requests in flight to the replica.
     pub in_flight: usize,
 }
 
@@ -22,10 +22,10 @@ pub struct Fleet {
 }
 
 impl Fleet {
-    /// A fleet of this many healthy replicas.
+    /// Creates a fleet of this many healthy replicas.
     ///
     /// # Errors
-    /// `InvalidArgument` if there are no replicas, or a limit is 0.
+    /// `InvalidArgument` if there are no replicas, or if a limit is 0.
     pub fn new(replicas: usize, policy: HealthPolicy) -> Result<Self> {
         let limits = [
             ("replicas", replicas),
@@ -40,19 +40,19 @@ impl Fleet {
         Ok(Self { policy, replicas: vec![replica; replicas], epoch: 0 })
     }
 
-    /// The replicas by index.
+    /// Returns the replicas, by index.
     #[must_use]
     pub fn replicas(&self) -> &[Replica] {
         &self.replicas
     }
 
-    /// A number that increases whenever a replica begins or ceases to serve.
+    /// Returns a number that increases whenever a replica begins or ceases to serve.
     #[must_use]
     pub fn epoch(&self) -> u64 {
         self.epoch
     }
 
-    /// The indices of the replicas that serve, ascending.
+    /// Returns the indices of the replicas that serve, ascending.
     #[must_use]
     pub fn serving(&self) -> Vec<usize> {
         (0..self.replicas.len()).filter(|index| self.replicas[*index].health.serves()).collect()
@@ -90,7 +90,7 @@ impl Fleet {
         self.take(picker, |index, replica| replica.health.serves() && fit(index, replica))
     }
 
-    /// As [`Fleet::acquire`], among all replicas: if none serves, a request can still be tried.
+    /// Like [`Fleet::acquire`], among all replicas: if none serves, a request can still be tried.
     ///
     /// # Errors
     /// `Unavailable`, not started, if no replica is fit.
@@ -104,7 +104,7 @@ impl Fleet {
         Ok(index)
     }
 
-    /// Counts one request less for a replica. Has no effect if none is in flight.
+    /// Decrements the number of requests of a replica. Has no effect if none is in flight.
     ///
     /// # Panics
     /// If the fleet has no replica of this index.
@@ -113,7 +113,7 @@ impl Fleet {
         *in_flight = in_flight.saturating_sub(1);
     }
 
-    /// Checks that enough replicas are left to serve.
+    /// Checks that enough replicas can still serve.
     ///
     /// # Errors
     /// `ResourceExhausted` if fewer than `serving_min` replicas are not retired.

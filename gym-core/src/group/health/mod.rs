@@ -1,4 +1,5 @@
-//! Health of ranks and replicas: one state machine, the counts of a fleet, and the classification of failures. Without clock or network.
+//! Health of ranks and replicas: a state machine, the counts of a fleet, and the classification of failures. Uses no clock and no
+//! network.
 //!
 //! ```text
 //!   Starting ─ Ready ─► Healthy ◄─ successes ─┐
@@ -27,8 +28,8 @@
 //! assert!(health.serves());
 //! ```
 //!
-//! The supervisor of a group applies the events of its ranks' processes. A [`Balancer`](crate::group::Balancer) applies the results of
-//! its own calls to a [`Fleet`], and so ejects ranks that its calls cannot use.
+//! The supervisor of a group applies the events of its ranks' processes. A [`Balancer`](crate::group::Balancer) applies the
+//! results of its own calls to a [`Fleet`], and so ejects ranks that its calls cannot use.
 
 mod failure;
 mod fleet;

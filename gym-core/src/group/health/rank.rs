@@ -5,18 +5,19 @@ use crate::group::health::RankState;
 /// Limits of the health state machine. Each is at least 1, except `restarts_max`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HealthPolicy {
-    /// Consecutive failures after which a replica is dead.
+    /// Consecutive failures after which a replica is dead. The default is 3.
     pub unhealthy_after: u32,
-    /// Consecutive successful probes after which a suspect replica is healthy.
+    /// Consecutive successful probes after which a suspect replica is healthy. The default is 2.
     pub healthy_after: u32,
-    /// Restarts of each replica, over all its incarnations.
+    /// Maximum restarts of each replica, over all its incarnations. The default is 5.
     pub restarts_max: u32,
-    /// Replicas that must be able to serve.
+    /// Minimum number of replicas that can serve. The default is 1.
     pub serving_min: usize,
 }
 
 impl Default for HealthPolicy {
-    /// Dead after three failures, healthy after two successes, five restarts, one replica must serve.
+    /// Returns the limits: dead after three failures, healthy after two successes, five restarts, and at least one replica that
+    /// can serve.
     fn default() -> Self {
         Self { unhealthy_after: 3, healthy_after: 2, restarts_max: 5, serving_min: 1 }
     }
@@ -27,19 +28,19 @@ impl Default for HealthPolicy {
 pub enum HealthEvent {
     /// A probe was answered, or failed.
     Probed {
-        /// Whether the rank answered.
+        /// `true` if the rank answered.
         ok: bool,
     },
     /// A request was answered, or failed because of the rank.
     Requested {
-        /// Whether the rank answered.
+        /// `true` if the rank answered.
         ok: bool,
     },
     /// The rank ended.
     Ended,
-    /// Takes a restart from the budget, for a restart that begins later; retires the rank if the budget is spent.
+    /// A restart is granted, to begin later, and deducted from the budget. Retires the rank if the budget is spent.
     RestartGranted,
-    /// A restart begins. Takes a restart from the budget unless one was granted; retires the rank if the budget is spent.
+    /// A restart begins. Deducts it from the budget unless it was granted before. Retires the rank if the budget is spent.
     RestartBegun,
     /// The restarted rank runs, but lacks state that it needs to serve, such as the current weights.
     Loaded,
@@ -64,13 +65,13 @@ pub struct RankHealth {
 }
 
 impl RankHealth {
-    /// A rank that starts for the first time.
+    /// Creates the health of a rank that starts for the first time.
     #[must_use]
     pub fn starting() -> Self {
         Self::new(RankState::Starting)
     }
 
-    /// A rank that serves.
+    /// Creates the health of a rank that serves.
     #[must_use]
     pub fn healthy() -> Self {
         Self::new(RankState::Healthy)
@@ -88,19 +89,19 @@ impl RankHealth {
         }
     }
 
-    /// The current state.
+    /// Returns the current state.
     #[must_use]
     pub fn state(&self) -> RankState {
         self.state
     }
 
-    /// The version of the last weights that the rank received, if it received any.
+    /// Returns the version of the last weights that the rank received, if it received any.
     #[must_use]
     pub fn weight_version(&self) -> Option<u64> {
         self.weight_version
     }
 
-    /// The restarts taken from the budget so far.
+    /// Returns the number of restarts deducted from the budget so far.
     #[must_use]
     pub fn restarts(&self) -> u32 {
         self.restarts

@@ -28,7 +28,7 @@ pub enum RankState {
 }
 
 impl RankState {
-    /// The name of the state in statuses and errors.
+    /// Returns the name of the state in statuses and errors.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {

@@ -1,4 +1,4 @@
-//! The conformance cases of fleet health and of the failure taxonomy.
+//! Conformance tests of fleet health and failure classes.
 
 use std::io;
 use std::time::Duration;
@@ -18,7 +18,7 @@ fn fleet(replicas: usize, policy: HealthPolicy) -> Fleet {
     Fleet::new(replicas, policy).unwrap()
 }
 
-/// The state of the first of four replicas after these events.
+/// Returns the state of the first of four replicas after these events.
 fn after(policy: HealthPolicy, events: &[HealthEvent]) -> (RankState, Fleet) {
     let mut fleet = fleet(4, policy);
     for event in events {

@@ -1,4 +1,4 @@
-//! Named axes over the ranks of a group: a rank's coordinates, and the ranks that hold the same data.
+//! Named axes over the ranks of a group: coordinates of a rank, and ranks that hold the same data.
 //!
 //! ```text
 //!                tensor 0   tensor 1
@@ -29,26 +29,26 @@ pub type Rank = u32;
 /// Axes whose ranks hold copies of the same data in a training layout.
 pub const REPLICATED_AXES: [&str; 3] = ["tensor_parallel", "context_parallel", "pipeline_parallel"];
 
-/// The most ranks of a layout: far beyond the largest clusters, and a typo in a size does not fill the memory.
+/// Maximum number of ranks of a layout. Larger than the largest clusters, but a typo in a size cannot exhaust the memory.
 pub const RANKS_MAX: usize = 1 << 20;
 
 /// A named dimension of a [`RankLayout`].
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Axis {
-    /// Its name, such as `data_parallel`.
+    /// The name, such as `data_parallel`.
     pub name: String,
-    /// How many coordinates it has; at least 1.
+    /// Number of coordinates; at least 1.
     pub size: usize,
 }
 
-/// Distinct ranks in a row-major array whose axes have names, outermost first.
+/// Distinct ranks in a row-major array with named axes, outermost first.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct RankLayout {
     axes: Vec<Axis>,
     ranks: Vec<Rank>,
 }
 
-/// What is left of a layout when some axes are fixed.
+/// The rest of a layout after some axes are fixed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum SubLayout {
     /// The ranks over the axes that were not fixed.
@@ -74,33 +74,33 @@ impl Default for Parallelism {
     }
 }
 
-/// Why there is no such layout, or no such rank in it.
+/// The reason why a layout, or a rank in it, is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LayoutError {
-    /// The layout holds a value that is no rank.
+    /// The layout contains a value that is not a rank.
     #[error("layout must contain only integer rank IDs, found {0}")]
     NotARank(String),
     /// The rows of the layout differ in length or depth.
     #[error("layout is ragged: {0}")]
     Ragged(String),
-    /// There are more or fewer names than dimensions.
+    /// The number of names differs from the number of dimensions.
     #[error("number of dimensions ({dimensions}) must match the number of axis names ({names})")]
     DimensionMismatch {
         /// Depth of the layout.
         dimensions: usize,
-        /// Names given.
+        /// Number of names.
         names: usize,
     },
-    /// The array has another number of entries than its axes say.
+    /// The number of entries of the array differs from the product of the axis sizes.
     #[error("the axes hold {expected} ranks, {found} were given")]
     SizeMismatch {
         /// The product of the axis sizes.
         expected: usize,
-        /// Ranks given.
+        /// Number of ranks in the array.
         found: usize,
     },
-    /// More ranks than any group has.
+    /// There are more than [`RANKS_MAX`] ranks.
     #[error("the axes hold {0} ranks; a layout has at most {RANKS_MAX}")]
     TooManyRanks(usize),
     /// A rank occurs twice.
@@ -109,36 +109,36 @@ pub enum LayoutError {
     /// An axis name occurs twice.
     #[error("axis '{0}' is named twice")]
     DuplicateAxis(String),
-    /// An axis without coordinates.
+    /// An axis has no coordinates.
     #[error("axis '{0}' has size 0")]
     EmptyAxis(String),
     /// No axis has this name.
     #[error("unknown axis '{axis}'; this layout has {known}")]
     UnknownAxis {
-        /// The name asked for.
+        /// The requested name.
         axis: String,
-        /// The names there are.
+        /// The known names.
         known: String,
     },
     /// No worker has this rank.
     #[error("worker ID {0} not found in sharding layout")]
     UnknownRank(Rank),
-    /// A coordinate that the axis does not have.
+    /// The axis does not have this coordinate.
     #[error("index {index} is out of bounds for axis '{axis}' with size {size}")]
     OutOfBounds {
-        /// The coordinate asked for.
+        /// The requested coordinate.
         index: usize,
         /// The axis.
         axis: String,
-        /// Its size.
+        /// The size of the axis.
         size: usize,
     },
-    /// The ranks cannot be cut into model replicas.
+    /// The number of ranks is not a multiple of the ranks of a model replica.
     #[error("world size {world_size} must be a positive multiple of {replica} (the product of {degrees})")]
     Indivisible {
-        /// Ranks there are.
+        /// Number of ranks.
         world_size: usize,
-        /// Ranks of one model replica.
+        /// Number of ranks of one model replica.
         replica: usize,
         /// The degrees, as text.
         degrees: String,
@@ -152,10 +152,10 @@ impl From<LayoutError> for Error {
 }
 
 impl RankLayout {
-    /// Ranks `0..n` in row-major order over these axes, outermost first: `arange(n).reshape(sizes)`.
+    /// Creates a layout of the ranks `0..n` in row-major order over these axes, outermost first: `arange(n).reshape(sizes)`.
     ///
     /// # Errors
-    /// An axis of size 0, or two axes of one name.
+    /// If an axis has size 0, or if two axes have the same name.
     pub fn new<N: Into<String>>(axes: impl IntoIterator<Item = (N, usize)>) -> Result<Self, LayoutError> {
         let axes: Vec<Axis> = axes.into_iter().map(|(name, size)| Axis { name: name.into(), size }).collect();
         let size = product(&axes);
@@ -165,10 +165,10 @@ impl RankLayout {
         Self::checked(axes, (0..size as Rank).collect())
     }
 
-    /// These ranks in row-major order over these axes, outermost first.
+    /// Creates a layout of these ranks in row-major order over these axes, outermost first.
     ///
     /// # Errors
-    /// As [`RankLayout::new`]; ranks that occur twice, or are more or fewer than the axes hold.
+    /// The errors of [`RankLayout::new`]; also if a rank is repeated, or if the number of ranks differs from the size of the axes.
     pub fn from_ranks<N: Into<String>>(
         axes: impl IntoIterator<Item = (N, usize)>,
         ranks: Vec<Rank>,
@@ -177,10 +177,12 @@ impl RankLayout {
         Self::checked(axes, ranks)
     }
 
-    /// A layout as nested arrays of ranks, as a configuration or NeMo RL writes it: `[[0, 1], [2, 3]]`. 1.0 is a rank, 1.5 is not.
+    /// Creates a layout from nested arrays of ranks, as in a configuration or in NeMo RL: `[[0, 1], [2, 3]]`. 1.0 is a rank, 1.5
+    /// is not.
     ///
     /// # Errors
-    /// Ragged or non-integral arrays, a depth that differs from the number of names, and as [`RankLayout::from_ranks`].
+    /// The errors of [`RankLayout::from_ranks`]; also if the arrays are ragged or not integral, or if their depth differs from the
+    /// number of names.
     pub fn from_nested<N: Into<String>>(
         layout: &serde_json::Value,
         names: impl IntoIterator<Item = N>,
@@ -201,18 +203,18 @@ impl RankLayout {
         Self::from_ranks(names.into_iter().zip(sizes), ranks)
     }
 
-    /// Ranks `0..world_size` along one axis named `rank`: the layout of a group without named axes.
+    /// Creates a layout of the ranks `0..world_size` along one axis named `rank`: the layout of a group without named axes.
     ///
     /// # Errors
-    /// No ranks at all.
+    /// If there are no ranks.
     pub fn line(world_size: usize) -> Result<Self, LayoutError> {
         Self::new([("rank", world_size)])
     }
 
-    /// The layout of a training group: `pipeline_parallel`, `data_parallel`, `context_parallel`, `tensor_parallel`.
+    /// Creates the layout of a training group: `pipeline_parallel`, `data_parallel`, `context_parallel`, `tensor_parallel`.
     ///
     /// # Errors
-    /// `world_size` that is not a positive multiple of one model replica's ranks.
+    /// If `world_size` is not a positive multiple of the ranks of one model replica.
     pub fn training(world_size: usize, degrees: Parallelism) -> Result<Self, LayoutError> {
         let Parallelism { pipeline, context, tensor } = degrees;
         let replicas = divide(world_size, &[("pipeline", pipeline), ("context", context), ("tensor", tensor)])?;
@@ -224,11 +226,11 @@ impl RankLayout {
         ])
     }
 
-    /// The layout of a generation group: `data_parallel`, `pipeline_parallel`, `tensor_parallel`; each engine's ranks follow one
-    /// another and its first is its leader. `degrees.context` must be 1.
+    /// Creates the layout of a generation group: `data_parallel`, `pipeline_parallel`, `tensor_parallel`. The ranks of each
+    /// engine are consecutive, and the first one is the leader. `degrees.context` must be 1.
     ///
     /// # Errors
-    /// `world_size` that is not a positive multiple of one engine's ranks.
+    /// If `world_size` is not a positive multiple of the ranks of one engine.
     pub fn generation(world_size: usize, degrees: Parallelism) -> Result<Self, LayoutError> {
         let Parallelism { pipeline, context, tensor } = degrees;
         if context != 1 {
@@ -261,31 +263,31 @@ impl RankLayout {
         Ok(Self { axes, ranks })
     }
 
-    /// The axes, outermost first.
+    /// Returns the axes, outermost first.
     #[must_use]
     pub fn axes(&self) -> &[Axis] {
         &self.axes
     }
 
-    /// The ranks in row-major order.
+    /// Returns the ranks in row-major order.
     #[must_use]
     pub fn ranks(&self) -> &[Rank] {
         &self.ranks
     }
 
-    /// The number of axes.
+    /// Returns the number of axes.
     #[must_use]
     pub fn ndim(&self) -> usize {
         self.axes.len()
     }
 
-    /// The number of ranks.
+    /// Returns the number of ranks.
     #[must_use]
     pub fn size(&self) -> usize {
         self.ranks.len()
     }
 
-    /// The position of an axis, outermost 0.
+    /// Returns the position of an axis; the outermost axis has position 0.
     ///
     /// # Errors
     /// [`LayoutError::UnknownAxis`].
@@ -296,7 +298,7 @@ impl RankLayout {
         })
     }
 
-    /// The number of coordinates of an axis.
+    /// Returns the number of coordinates of an axis.
     ///
     /// # Errors
     /// [`LayoutError::UnknownAxis`].
@@ -304,7 +306,7 @@ impl RankLayout {
         Ok(self.axes[self.axis_index(name)?].size)
     }
 
-    /// A rank's coordinate on each axis, in the order of [`RankLayout::axes`].
+    /// Returns the coordinate of a rank on each axis, in the order of [`RankLayout::axes`].
     ///
     /// # Errors
     /// [`LayoutError::UnknownRank`].
@@ -313,7 +315,7 @@ impl RankLayout {
         Ok(self.coordinates_at(position))
     }
 
-    /// The coordinates of the rank at `position` of [`RankLayout::ranks`].
+    /// Returns the coordinates of the rank at `position` of [`RankLayout::ranks`].
     pub(crate) fn coordinates_at(&self, mut position: usize) -> Vec<usize> {
         let mut coordinates = vec![0; self.axes.len()];
         for (coordinate, axis) in coordinates.iter_mut().zip(&self.axes).rev() {
@@ -323,7 +325,7 @@ impl RankLayout {
         coordinates
     }
 
-    /// Whether a rank has coordinate 0 on each of these axes; an axis that the layout lacks counts as 0.
+    /// Returns `true` if a rank has coordinate 0 on each of these axes. An axis that the layout lacks counts as 0.
     ///
     /// # Errors
     /// [`LayoutError::UnknownRank`].
@@ -332,7 +334,7 @@ impl RankLayout {
         Ok(self.axes.iter().zip(coordinates).all(|(axis, at)| at == 0 || !axes.contains(&axis.name.as_str())))
     }
 
-    /// The ranks at these coordinates, ascending; none when a coordinate is out of range.
+    /// Returns the ranks at these coordinates, ascending. Returns no ranks if a coordinate is out of range.
     ///
     /// # Errors
     /// [`LayoutError::UnknownAxis`].
@@ -343,7 +345,7 @@ impl RankLayout {
         Ok(ranks)
     }
 
-    /// The layout over the remaining axes when these are fixed, or the one rank when all are.
+    /// Returns the layout over the remaining axes when these axes are fixed, or the single rank if all axes are fixed.
     ///
     /// # Errors
     /// [`LayoutError::UnknownAxis`], [`LayoutError::OutOfBounds`].

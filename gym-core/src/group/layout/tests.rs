@@ -1,4 +1,4 @@
-//! The conformance cases of named sharding.
+//! Conformance tests of named sharding.
 
 use proptest::prelude::*;
 use serde_json::json;

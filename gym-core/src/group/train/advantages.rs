@@ -1,7 +1,8 @@
-//! What a reward is worth beside the other answers to the same prompt: the baselines of group-relative policy optimisation.
+//! Advantages and baselines of group-relative policy optimization: the reward of a row compared with other responses to the same
+//! prompt.
 //!
-//! The formulas are NeMo RL's. A row's baseline is the mean reward of its group, without the row itself where leave-one-out is asked
-//! for; its deviation is the sample deviation of the same rewards. Rewards of invalid rows count for nobody.
+//! The formulas are those of NeMo RL. The baseline of a row is the mean reward of its group; with leave-one-out, the row itself is
+//! excluded. The deviation is the sample deviation of the same rewards. Rewards of invalid rows are ignored.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::hash::Hash;
@@ -10,33 +11,33 @@ use crate::base::error::{Code, Error, Result};
 use crate::group::batch::Batch;
 use crate::group::batch::tensor::Tensor;
 
-/// Which rewards a row is compared with.
+/// The rewards with which a row is compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum Comparison {
-    /// With the other rows of its group, so that a reward does not lower its own advantage.
+    /// The other rows of its group, so that a reward does not lower its own advantage.
     #[default]
     LeaveOneOut,
-    /// With all rows of its group, itself among them.
+    /// All rows of its group, including itself.
     WholeGroup,
 }
 
 /// A baseline and a deviation for each row.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Baselines {
-    /// The mean of the rewards that the row is compared with; its own reward where at most one row of the group is valid.
+    /// The mean of the rewards with which the row is compared; its own reward if at most one row of the group is valid.
     pub mean: Vec<f64>,
-    /// Their sample deviation, in units of the reward; 0 where there are fewer than two.
+    /// The sample deviation of the same rewards, in units of the reward; 0 if there are fewer than two.
     pub deviation: Vec<f64>,
 }
 
 impl Baselines {
-    /// The baselines of rows that share a group if they have equal `prompts`, in whatever order they come.
+    /// Computes the baselines of rows. Rows with equal `prompts` form a group, in any order.
     ///
-    /// An invalid row gets a baseline too, which means little and is masked in the loss: with leave-one-out the sum of the
-    /// valid rewards is divided by one less than their number, as if the row had been among them.
+    /// An invalid row also gets a baseline, which has little meaning and is masked in the loss. With leave-one-out, the sum of
+    /// the valid rewards is divided by one less than their number, as if the row had been one of them.
     ///
     /// # Errors
-    /// `InvalidArgument` when there is not one prompt, reward and validity a row.
+    /// `InvalidArgument` if there is not one prompt, reward and validity for each row.
     pub fn of_groups<K: Eq + Hash>(
         prompts: &[K],
         rewards: &[f64],
@@ -51,7 +52,7 @@ impl Baselines {
         let mut groups: HashMap<&K, Vec<usize>> = HashMap::new();
         prompts.iter().enumerate().for_each(|(row, prompt)| groups.entry(prompt).or_default().push(row));
         let mut baselines = Self { mean: rewards.to_vec(), deviation: vec![0.0; rows] };
-        // The order in which a table gives its groups does not matter: each writes its own rows.
+        // The order of the groups does not matter: each one sets its own rows.
         for group in groups.values() {
             let counted: Vec<usize> = group.iter().copied().filter(|row| valid[*row]).collect();
             if counted.len() < 2 {
@@ -67,10 +68,10 @@ impl Baselines {
         Ok(baselines)
     }
 
-    /// Each reward less its baseline, divided by the deviation where `normalize` is asked for and the deviation is not 0.
+    /// Returns each reward minus its baseline. With `normalize`, divides by the deviation unless it is 0.
     ///
     /// # Errors
-    /// `InvalidArgument` when there is not one reward for each baseline.
+    /// `InvalidArgument` if there is not one reward for each baseline.
     pub fn advantages(&self, rewards: &[f64], normalize: bool) -> Result<Vec<f64>> {
         if rewards.len() != self.mean.len() {
             return Err(Error::invalid(format!("{} rewards for {} baselines", rewards.len(), self.mean.len())));
@@ -83,14 +84,14 @@ impl Baselines {
     }
 }
 
-/// Mean and sample deviation of rewards that are taken to be `count`.
+/// Returns the mean and the sample deviation of rewards whose number is taken to be `count`.
 fn mean_and_deviation(rewards: impl Iterator<Item = f64> + Clone, count: usize) -> (f64, f64) {
     let mut seen = rewards.clone();
     if let Some(first) = seen.next()
         && rewards.clone().count() == count
         && seen.all(|reward| reward == first)
     {
-        // A mean of equal numbers is rounded, and what is left over would be scaled up to an advantage of order one.
+        // The mean of equal numbers is rounded, and the remainder would be scaled up to an advantage of order one.
         return (first, 0.0);
     }
     let mean = rewards.clone().sum::<f64>() / count as f64;
@@ -101,11 +102,11 @@ fn mean_and_deviation(rewards: impl Iterator<Item = f64> + Clone, count: usize) 
     (mean, (squares / (count - 1) as f64).sqrt())
 }
 
-/// The parts of each row's reward as columns `reward/{name}`, `F64`, sorted by name; 0 where a row does not have the part.
+/// Returns the components of each row's reward as columns `reward/{name}`, `F64`, sorted by name; 0 if a row lacks the component.
 ///
 /// # Errors
-/// `InvalidArgument` when there are not as many rows of parts as rewards; `DataLoss` when the parts of a row that has some do
-/// not add up to its reward within 10⁻⁵ of it or 10⁻⁶.
+/// `InvalidArgument` if the numbers of rows of components and rewards differ. `DataLoss` if a row has components whose sum
+/// differs from its reward. The tolerance is 10⁻⁵ of the reward, and at least 10⁻⁶.
 pub fn reward_components(rewards: &[f64], components: &[BTreeMap<String, f64>]) -> Result<Batch> {
     if rewards.len() != components.len() {
         return Err(Error::invalid(format!("{} rows of components for {} rewards", components.len(), rewards.len())));

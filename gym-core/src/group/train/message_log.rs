@@ -1,38 +1,39 @@
-//! The tokens that a rollout is trained on, read out of a model's answer over several turns.
+//! Extraction of the training tokens of a rollout from a model response with several turns.
 //!
-//! Every trainable item of the answer carries the whole prompt that it was generated from. What an item's prompt has beyond the
-//! tokens seen so far is new context; it must begin with exactly those, or the log-probs would belong to other tokens.
+//! Every trainable item of the response contains the whole prompt from which it was generated. The tokens of the prompt after
+//! those of earlier items are new context. The prompt must begin with exactly the earlier tokens; otherwise, the log-probs would
+//! belong to other tokens.
 
 use serde::Deserialize;
 
 use crate::base::error::{Code, Error, Result};
 
-/// What one item of an answer's `output` says about tokens. Items without generated tokens are not trained on.
+/// The tokens of one item in the `output` of a response. Items without generated tokens are not used for training.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(default)]
 pub struct OutputTokens {
-    /// The item's `type`, such as `message`.
+    /// The `type` of the item, such as `message`.
     #[serde(rename = "type")]
     pub kind: String,
     /// The whole prompt of this generation.
     pub prompt_token_ids: Vec<i64>,
-    /// What was generated.
+    /// The generated tokens.
     pub generation_token_ids: Vec<i64>,
     /// The log-prob of each generated token.
     pub generation_log_probs: Vec<f32>,
 }
 
-/// One turn of a trained conversation.
+/// One turn of a training conversation.
 #[derive(Clone, Debug, PartialEq)]
 pub enum LoggedMessage {
-    /// Tokens that the model was given.
+    /// Tokens of the prompt.
     Given(Vec<i64>),
-    /// Tokens that the model wrote, and the log-prob of each.
+    /// Tokens that the model generated, and the log-prob of each.
     Written(Vec<i64>, Vec<f32>),
 }
 
 impl LoggedMessage {
-    /// The tokens, whoever they are by.
+    /// Returns the tokens of the turn.
     #[must_use]
     pub fn token_ids(&self) -> &[i64] {
         match self {
@@ -41,12 +42,15 @@ impl LoggedMessage {
     }
 }
 
-/// Given and written tokens in turn, from the items of an answer. `prompt_tokens` is what the first prompt came to, where it
-/// is known: it is said when there is nothing to train on, since a prompt without room for an answer is the usual reason.
+/// Returns the prompt and generated tokens of a response, alternating. `prompt_tokens` is the length of the first prompt, if
+/// known. It is reported if there is nothing to train on, because a prompt that leaves no space for a response is the usual
+/// reason.
 ///
 /// # Errors
-/// `DataLoss` when no item was generated; when a prompt does not begin with the tokens seen so far; when a generated token has no
-/// log-prob, or one that is not a number.
+/// `DataLoss` in these cases:
+/// - no item was generated;
+/// - a prompt does not begin with the tokens of earlier items;
+/// - a generated token has no log-prob, or one that is not a number.
 pub fn message_log(output: &[OutputTokens], prompt_tokens: Option<usize>) -> Result<Vec<LoggedMessage>> {
     let lost = |message: String| Error::not_started(Code::DataLoss, message).about("read the tokens of an answer");
     let (mut seen, mut log) = (Vec::new(), Vec::new());

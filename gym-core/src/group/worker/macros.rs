@@ -27,9 +27,9 @@
 /// # Ok(()) }
 /// ```
 ///
-/// The macro declares the module `counter` with a unit struct for each method, and implements [`Method`], [`Worker`] and the handler
-/// trait of each method. The name of a method on the wire is `MODULE.METHOD`. The module is visible where the worker is declared;
-/// write `as pub counter` or `as pub(crate) counter` for callers elsewhere.
+/// The macro declares the module `counter` with a unit struct for each method, and implements [`Method`], [`Worker`] and the
+/// handler trait of each method. The name of a method on the wire is `MODULE.METHOD`. The module is visible where the worker is
+/// declared; write `as pub counter` or `as pub(crate) counter` for callers elsewhere.
 ///
 /// | before `fn` | handler trait | calls |
 /// |---|---|---|
@@ -136,7 +136,7 @@ macro_rules! worker {
     (@register exclusive $methods:ident, $method:path) => { $methods.exclusive($method) };
     (@register shared $methods:ident, $method:path) => { $methods.shared($method) };
     (@register blocking $methods:ident, $method:path) => { $methods.blocking($method) };
-    // `@handles` reports it.
+    // `@handles` reports the error.
     (@register $other:ident $methods:ident, $method:path) => { $methods };
 
     (@handles exclusive [async] $worker:ty, $name:ident, $method:ident, $parameters:tt -> $answer:ty, $body:block) => {
@@ -175,7 +175,7 @@ macro_rules! worker {
 mod tests {
     use crate::group::prelude::*;
 
-    /// Arguments as private as the worker.
+    /// Arguments with the same visibility as the worker.
     #[derive(Clone, Debug, serde::Serialize, serde::Deserialize)]
     struct By(u64);
 
@@ -201,7 +201,7 @@ mod tests {
     mod thread {
         use super::{CallContext, Methods, Payload, Result, WorkerEnv};
 
-        /// Not `Send`: it stays on the thread of its rank.
+        /// Not `Send`: the worker stays on the thread of its rank.
         pub(crate) struct Local(std::rc::Rc<u64>);
 
         worker! {

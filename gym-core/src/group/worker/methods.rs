@@ -1,4 +1,4 @@
-//! The methods of a worker by name, with their types erased.
+//! Methods of a worker, registered by name with erased types.
 
 use std::any::type_name;
 use std::fmt;
@@ -23,7 +23,7 @@ pub struct Methods<W: Worker> {
     mistake: Option<String>,
 }
 
-/// How one method is run, with its types erased.
+/// Runs one method; the types are erased.
 pub(crate) enum Entry<W> {
     Exclusive(for<'a> fn(&'a mut W, &'a CallContext, Message) -> BoxFuture<'a, Result<Message>>),
     Shared(fn(Arc<W>, CallContext, Message) -> BoxFuture<'static, Result<Message>>),
@@ -38,7 +38,7 @@ impl<W> Clone for Entry<W> {
 
 impl<W> Copy for Entry<W> {}
 
-/// A method's name and how it is run.
+/// The name of a method and its entry.
 pub(crate) type Named<W> = (&'static str, Entry<W>);
 
 impl<W: Worker> Methods<W> {
@@ -92,7 +92,7 @@ impl<W: Worker> Methods<W> {
         self
     }
 
-    /// The launcher of the worker, and its methods.
+    /// Returns the launcher of the worker, and its methods.
     pub(crate) fn checked(self) -> Result<(Launcher<W>, Vec<Named<W>>)> {
         if let Some(mistake) = self.mistake {
             return Err(Error::invalid(mistake));
@@ -138,12 +138,12 @@ fn blocking<W: HandlesBlocking<M>, M: Method>(worker: &mut W, cx: &CallContext, 
     write(worker.handle(cx, call).map_err(ran)?, in_memory).map_err(ran)
 }
 
-/// The handler ran, whatever its error says about calls that it made itself.
+/// Marks an error as that of a handler that ran, whatever the error reports about calls that the handler made.
 fn ran(error: Error) -> Error {
     error.with_execution(Execution::Finished)
 }
 
-/// The message of a payload: in memory the value itself, otherwise its text.
+/// Returns the message of a payload: in memory the value itself, otherwise its JSON text.
 pub(crate) fn write<T>(payload: Payload<T>, in_memory: bool) -> Result<Message>
 where
     T: Serialize + Send + Sync + 'static,
@@ -155,12 +155,12 @@ where
     Ok(Message { content_type: ContentType::Json, head: Rope::lazy(payload, write_head), segments })
 }
 
-/// A value that cannot be serialized has no text, which the reader rejects.
+/// Serializes the head. A value that cannot be serialized has no text, which the reader rejects.
 fn write_head<T: Serialize>(payload: &Payload<T>) -> Bytes {
     payload.to_message().map(|message| message.head.to_bytes()).unwrap_or_default()
 }
 
-/// The payload of a message: the value itself, or the parsed text.
+/// Returns the payload of a message: the value itself, or the parsed text.
 pub(crate) fn read<T>(message: Message) -> Result<Payload<T>>
 where
     T: DeserializeOwned + Send + Sync + 'static,

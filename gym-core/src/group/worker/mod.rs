@@ -52,14 +52,15 @@ pub use methods::Methods;
 pub(crate) use methods::{Entry, read, write};
 pub(crate) use route::{PREFIX, route};
 
-/// A worker method's name and types, implemented by a unit struct that the controller and the worker share.
+/// The name and types of a worker method, implemented by a unit struct that the controller and the worker share.
 ///
-/// Within one process, arguments and replies are passed as values; over a wire, they are JSON. A field that serde skips therefore
+/// Within one process, arguments and replies are passed as values. Over a wire, they are JSON. A field that serde skips therefore
 /// arrives only within one process.
 pub trait Method: Copy + fmt::Debug + Send + Sync + 'static {
-    /// The name, such as `policy.train`: at most 100 letters, digits, `.`, `_` and `-` (checked at compile time). Stable on the wire.
+    /// The name, such as `policy.train`: at most 100 letters, digits, `.`, `_` and `-` (checked at compile time). Stable on the
+    /// wire.
     const NAME: &'static str;
-    /// Whether running the method twice has the same effect as running it once.
+    /// `true` if running the method twice has the same effect as running it once. The default is `false`.
     const IDEMPOTENT: bool = false;
     /// The arguments, replicated to every rank that is called.
     type Args: Serialize + DeserializeOwned + Clone + Send + Sync + 'static;
@@ -84,10 +85,14 @@ pub trait Worker: Sized + 'static {
 
 /// Handles exclusive calls: one at a time, in order of arrival, with no other call running on the worker.
 ///
-/// - **Cancellation.** The handler is never dropped half way. A call that is cancelled or whose deadline passes is answered at once and
-///   fires `cx.cancel`; the handler runs to completion, because a rank that disappears inside a collective hangs its peers.
+/// - **Cancellation.** The handler is never dropped half way. A call that is cancelled or whose deadline passes is answered at
+///   once and fires `cx.cancel`. The handler runs to completion, because a rank that disappears inside a collective hangs its
+///   peers.
 pub trait Handles<M: Method>: Worker + Send + Sync {
     /// Runs one call.
+    ///
+    /// # Errors
+    /// Any error of the method.
     fn handle(
         &mut self,
         cx: &CallContext,
@@ -100,6 +105,9 @@ pub trait Handles<M: Method>: Worker + Send + Sync {
 /// - **Cancellation.** The handler is dropped at an await point when the call is cancelled or its deadline passes.
 pub trait HandlesShared<M: Method>: Worker + Send + Sync {
     /// Runs one call.
+    ///
+    /// # Errors
+    /// Any error of the method.
     fn handle(
         &self,
         cx: &CallContext,
@@ -107,8 +115,8 @@ pub trait HandlesShared<M: Method>: Worker + Send + Sync {
     ) -> impl Future<Output = Result<Payload<M::Reply>>> + Send;
 }
 
-/// Handles blocking calls: one at a time, in order of arrival, on the rank's own thread, where [`Worker::start`] ran too. For CUDA
-/// contexts, interpreters and FFI.
+/// Handles blocking calls: one at a time, in order of arrival, on the rank's own thread, on which [`Worker::start`] ran too. For
+/// CUDA contexts, interpreters and FFI.
 ///
 /// - **Cancellation.** The handler receives a cancellation signal (`cx.cancel`) and runs to completion.
 pub trait HandlesBlocking<M: Method>: Worker {
@@ -159,7 +167,7 @@ pub struct WorkerEnv {
 }
 
 impl WorkerEnv {
-    /// Rank `rank` of `world_size` on one node, in its first incarnation.
+    /// Creates the environment of rank `rank` of `world_size` on one node, in its first incarnation.
     #[must_use]
     pub fn new(group: impl Into<Arc<str>>, rank: Rank, world_size: u32) -> Self {
         Self {

@@ -8,7 +8,7 @@ use crate::message::Route;
 /// Path prefix of a worker's methods.
 pub(crate) const PREFIX: &str = "/worker/";
 
-/// `/worker/NAME`.
+/// Returns the route `/worker/NAME`.
 pub(crate) const fn route<M: Method>() -> Route {
     Route::from_static(Path::<M>::TEXT)
 }

@@ -12,8 +12,8 @@ use super::rope::Rope;
 use super::scan::{self, Field, Key};
 use crate::base::error::{Error, Result};
 
-/// Shorter parts are copied into one piece; longer parts share the original text. A copy of 16 kB costs about as much as writing one
-/// more piece to a socket.
+/// Minimum length at which a part shares the original text; shorter parts are copied into one piece. A copy of 16 kB costs about
+/// as much as writing one more piece to a socket.
 const SHARE_BYTES_MIN: usize = 16 << 10;
 
 /// Changes to a [`RawObject`] that are not applied yet.
@@ -112,10 +112,10 @@ impl<'a> Edit<'a> {
         let (text, indexed) = (&object.text, object.indexed());
         let added = |change: &Change| change.key.len() + change.to.text().map_or(0, Bytes::len) + 4;
         let bytes = text.len() + self.changes.iter().map(added).sum::<usize>();
-        // Capacity for all of a small text; of a large text, the pieces between the shared ones are seldom longer.
+        // Reserves capacity for all of a small text. In a large text, the pieces between shared ones are seldom longer.
         let mut out = RopeBuilder { rope: Rope::new(), small: BytesMut::with_capacity(bytes.min(SHARE_BYTES_MIN)) };
         let mut fields = Vec::with_capacity(object.fields.len() + self.changes.len());
-        // The text is copied or shared up to `done`, and the untouched members from there to the end of the last one follow.
+        // The text is copied or shared up to `done`. The unchanged members from there to the end of the last one follow.
         let mut done = 0;
         let mut end = text.iter().position(|byte| *byte == b'{').map_or(0, |at| at + 1);
         let mut first = true;

@@ -1,11 +1,14 @@
-//! Leaves the training arrays out of a large JSON text before it is parsed.
+//! Elision of the training arrays from a large JSON text before it is parsed.
 //!
-//! A rollout of 64k tokens is 1.2 MB, nearly all of it digits under keys that end in `_token_ids` or `_log_probs`. Finding
-//! those arrays with a vectorized search and parsing only the rest costs a seventh of parsing everything.
+//! A rollout of 64k tokens is 1.2 MB, nearly all of it digits under keys that end in `_token_ids` or `_log_probs`. A vectorized
+//! search for those arrays, and a parse of only the rest, costs a seventh of parsing everything.
 //!
-//! Why this is sound: inside a JSON string a quote is always escaped, so the bytes `s"` can only end a key or a whole string,
-//! and a whole string is never followed by a colon. What is cut holds digits, signs, dots, exponents, commas and white space
-//! only, between a `[` and the next `]`; anything else is left in and parsed.
+//! The result is correct for two reasons:
+//!
+//! - Inside a JSON string, a quote is always escaped. The bytes `s"` can therefore only end a key or a whole string, and a whole
+//!   string is never followed by a colon.
+//! - An elision contains only digits, signs, dots, exponents, commas and white space, between a `[` and the next `]`. All other
+//!   arrays are kept and parsed.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -13,15 +16,15 @@ use std::sync::Arc;
 use bytes::{Bytes, BytesMut};
 use memchr::memchr;
 
-/// Below this the search costs more than the parse it saves.
+/// For a shorter text, the search costs more than the parse that it saves.
 const BYTES_MIN: usize = 16 << 10;
 
-/// A text without the insides of its training arrays, and where those were.
+/// A text without the contents of its training arrays, and the positions of those contents.
 #[derive(Clone, Debug)]
 pub(super) struct ElidedJson {
     skeleton: Bytes,
     elisions: Arc<[Elision]>,
-    /// Which of the elisions are in this slice, and what the first one's `at` and `removed` count from.
+    /// The elisions within this slice. The two fields below are subtracted from their `at` and `removed`.
     range: Range<usize>,
     skeleton_start: usize,
     removed_before: usize,
@@ -31,12 +34,12 @@ pub(super) struct ElidedJson {
 struct Elision {
     /// Position in the whole skeleton of the byte that follows the elision.
     at: usize,
-    /// Bytes left out in this elision and all before it.
+    /// Total bytes removed by this elision and all before it.
     removed: usize,
 }
 
 impl ElidedJson {
-    /// The elided form of a large text; `None` when the text is small or has no such array.
+    /// Elides a large text; returns `None` if the text is small or has no training array.
     pub(super) fn of(text: &[u8]) -> Option<Self> {
         if text.len() < BYTES_MIN {
             return None;
@@ -64,12 +67,12 @@ impl ElidedJson {
         })
     }
 
-    /// The text without the insides of the arrays.
+    /// Returns the text without the contents of the arrays.
     pub(super) fn skeleton(&self) -> &Bytes {
         &self.skeleton
     }
 
-    /// Where a position of the skeleton is in the text.
+    /// Returns the position in the text of a position in the skeleton.
     pub(super) fn original(&self, position: usize) -> usize {
         let elisions = &self.elisions[self.range.clone()];
         let before = elisions.partition_point(|elision| elision.at <= position + self.skeleton_start);
@@ -77,7 +80,7 @@ impl ElidedJson {
         position + removed - self.removed_before
     }
 
-    /// The elided form of one value of the text, given its range in the skeleton.
+    /// Returns the elided form of one value of the text, given its range in the skeleton.
     pub(super) fn slice(&self, value: &Range<usize>) -> Self {
         let elisions = &self.elisions[self.range.clone()];
         let (start, end) = (value.start + self.skeleton_start, value.end + self.skeleton_start);
@@ -93,8 +96,8 @@ impl ElidedJson {
     }
 }
 
-/// The insides of the training arrays, in order. Found by their keys' underscore: arrays have none, so they are passed over
-/// with one look for their end.
+/// Returns the contents of the training arrays, in order. Searches for the underscore in their keys: arrays have none, so one
+/// search skips each array.
 fn arrays(text: &[u8]) -> Vec<Range<usize>> {
     let mut found = Vec::new();
     let mut from = 0;
@@ -117,7 +120,7 @@ fn arrays(text: &[u8]) -> Vec<Range<usize>> {
     found
 }
 
-/// The position after `: [`, if that is what comes next.
+/// Returns the position after `: [`, if these tokens come next.
 fn array_start(text: &[u8], mut at: usize) -> Option<usize> {
     for expected in [b':', b'['] {
         while text.get(at)?.is_ascii_whitespace() {
@@ -131,11 +134,11 @@ fn array_start(text: &[u8], mut at: usize) -> Option<usize> {
     Some(at)
 }
 
-/// Whether only bytes of numbers, commas and white space are there. Nearly all blocks have but digits, signs, dots, commas and
-/// blanks: three comparisons, without an early exit, so that they vectorise.
+/// Returns `true` if there are only bytes of numbers, commas and white space. Nearly all blocks have only digits, signs, dots,
+/// commas and blanks. They need three comparisons, without an early exit, so that the code vectorizes.
 fn is_numeric(bytes: &[u8]) -> bool {
     let is_rare = |byte: &u8| matches!(byte, b'e' | b'E' | b'\n' | b'\t' | b'\r');
-    // From the plus sign to the nine lies one character that is in no number.
+    // Between the plus sign and the nine, only one character occurs in no number.
     let is_usual = |byte: &u8| ((b'+'..=b'9').contains(byte) & (*byte != b'/')) | (*byte == b' ');
     let (blocks, rest) = bytes.as_chunks::<64>();
     let usual = |block: &[u8; 64]| block.iter().fold(0, |wrong, byte| wrong | u8::from(!is_usual(byte))) == 0;

@@ -1,11 +1,11 @@
-//! The fields of a JSON object that borrow from a line, in order, with unparsed values.
+//! Fields of a JSON object that borrow from a line, in order, with unparsed values.
 //!
-//! Statistics and the collector read a handful of keys of rows that may be megabytes, and skip everything else. Values stay slices of the
-//! row's own text, so a caller can splice them bit for bit.
+//! Statistics and the collector read a few keys of rows that may be megabytes, and skip everything else. Values stay slices of
+//! the row's own text, so a caller can splice them bit for bit.
 //!
-//! [`RawObject`](crate::RawObject) owns its text; these fields borrow from a line in a buffer that the next line reuses. Both come from
-//! the same index of the text. Two rules differ, because the text comes from a user's file or is written to one: the whole grammar is
-//! checked, training arrays included, and a repeated key keeps its first position, as in the statistics of NeMo Gym.
+//! [`RawObject`](crate::RawObject) owns its text; these fields borrow from a line in a buffer that the next line reuses. Both
+//! come from the same index of the text. Two rules differ, because the text comes from a user's file or is written to one. The
+//! whole grammar is checked, training arrays included. A repeated key keeps its first position, as in the statistics of NeMo Gym.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -13,8 +13,8 @@ use std::collections::HashMap;
 use super::index;
 use super::scan::{Field, Key};
 
-/// The top-level fields of one JSON object, in the order of their first appearance; of a repeated key the last value
-/// counts, as in every common JSON parser.
+/// The top-level fields of one JSON object, in the order of their first appearance. The last value of a repeated key is used, as
+/// in every common JSON parser.
 #[derive(Clone, Debug, Default)]
 pub struct JsonFields<'a> {
     fields: Vec<(Cow<'a, str>, &'a str)>,
@@ -29,7 +29,7 @@ impl<'a> JsonFields<'a> {
     /// Indexes the object in `text`.
     ///
     /// # Errors
-    /// The parser's, with the cause and the column, if the text is not one JSON object.
+    /// The error of the parser, with the cause and the column, if the text is not one JSON object.
     pub fn parse(text: &'a str) -> Result<Self, serde_json::Error> {
         let mut found = Self::default();
         for Field { key, value } in index::members(text.as_bytes())? {
@@ -42,7 +42,7 @@ impl<'a> JsonFields<'a> {
         Ok(found)
     }
 
-    /// The raw text of the value of `key`.
+    /// Returns the raw text of the value of `key`.
     #[must_use]
     pub fn get(&self, key: &str) -> Option<&'a str> {
         self.position(key).map(|position| self.fields[position].1)
@@ -56,7 +56,7 @@ impl<'a> JsonFields<'a> {
         }
     }
 
-    /// Key and raw value of each field, in order.
+    /// Iterates over the key and raw value of each field, in order.
     pub fn iter(&self) -> impl Iterator<Item = (&str, &'a str)> {
         self.fields.iter().map(|(name, value)| (name.as_ref(), *value))
     }
@@ -81,7 +81,7 @@ impl<'a> JsonFields<'a> {
         }
     }
 
-    /// Number of fields.
+    /// Returns the number of fields.
     #[must_use]
     pub fn len(&self) -> usize {
         self.fields.len()

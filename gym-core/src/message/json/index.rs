@@ -9,7 +9,7 @@ use serde_json::value::RawValue;
 use super::scan::{self, Field, Key};
 use crate::base::error::Error;
 
-/// A text is not a JSON object: the cause and the position.
+/// The error for a text that is not a JSON object: the cause and the position.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{message} at byte {offset}")]
 pub struct JsonError {
@@ -25,7 +25,7 @@ impl From<JsonError> for Error {
     }
 }
 
-/// The top-level keys of a JSON object; of equal keys only the last.
+/// The top-level keys of a JSON object; of repeated keys, only the last.
 #[derive(Default)]
 pub(super) struct Index {
     pub(super) fields: Vec<Field>,
@@ -39,12 +39,12 @@ pub(super) fn index(text: &[u8]) -> Result<Index, JsonError> {
     Ok(Index { shadowed: fields.len() < members, fields })
 }
 
-/// The members of an object in the order of the text, repeated keys included. The grammar of the whole text is checked.
+/// Returns the members of an object in the order of the text, repeated keys included. The grammar of the whole text is checked.
 pub(super) fn members(text: &[u8]) -> Result<Vec<Field>, serde_json::Error> {
     scan::members(text).map_or_else(|| members_parsed(text), Ok)
 }
 
-/// The members by the general parser, for texts that the scan does not accept.
+/// Returns the members from the general parser, for texts that the scan does not accept.
 pub(super) fn members_parsed(text: &[u8]) -> Result<Vec<Field>, serde_json::Error> {
     let mut deserializer = serde_json::Deserializer::from_slice(text);
     let fields = deserializer.deserialize_map(Parser { base: text.as_ptr() as usize })?;
@@ -93,7 +93,7 @@ impl<'de> Visitor<'de> for Parser {
     }
 }
 
-/// Drops all but the last of equal keys, as Python's `json` does.
+/// Drops all but the last of repeated keys, as Python's `json` does.
 fn drop_shadowed(text: &[u8], fields: &mut Vec<Field>) {
     fn key<'a>(text: &'a [u8], field: &'a Field) -> &'a [u8] {
         field.key.bytes(text)

@@ -56,7 +56,7 @@ impl LazyValue {
         self.0.value().downcast_ref()
     }
 
-    /// The value, if it is a `T` and no other clone is alive.
+    /// Returns the value, if it is a `T` and no other clone is alive.
     pub(crate) fn try_take<T: Send + Sync + 'static>(self) -> Result<T, Self> {
         let mut value: Option<T> = None;
         self.0.move_into(&mut value).map_err(Self)?;

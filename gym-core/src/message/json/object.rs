@@ -35,7 +35,7 @@ pub struct RawObject {
     pub(super) text: Bytes,
     pub(super) elided: Option<Arc<ElidedJson>>,
     pub(super) fields: Arc<[Field]>,
-    /// Whether the text has values that are ignored because their key is repeated later.
+    /// `true` if the text has values that are ignored because their key is repeated later.
     pub(super) shadowed: bool,
 }
 
@@ -142,14 +142,14 @@ impl RawObject {
         Ok(Some(Self::new(text, elided, index)))
     }
 
-    /// Like [`RawObject::view`], without the training arrays: in a large text they are read as empty lists, so reading a megabyte
-    /// costs what its few kilobytes of prose cost.
+    /// Like [`RawObject::view`], without the training arrays: in a large text, they are read as empty lists. Reading a megabyte
+    /// then costs only as much as its few kilobytes of other text.
     ///
     /// # Errors
-    /// As of [`RawObject::view`].
+    /// The errors of [`RawObject::view`].
     pub fn outline<T: DeserializeOwned>(&self) -> Result<T> {
         let wrong = || Error::invalid("the object cannot be read");
-        // Checked as one text: of bytes, the parser would check each string.
+        // Checked as one text: if given bytes, the parser would check each string.
         let text = std::str::from_utf8(self.indexed()).map_err(|error| wrong().caused_by(error))?;
         serde_json::from_str(text).map_err(|error| wrong().caused_by(error))
     }

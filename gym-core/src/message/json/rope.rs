@@ -1,4 +1,4 @@
-//! Text in one or more byte slices: spliced without a copy, serialized on demand.
+//! Text in one or more byte slices, spliced without a copy and serialized on demand.
 
 use std::fmt;
 
@@ -28,13 +28,13 @@ impl Default for Pieces {
 }
 
 impl Rope {
-    /// No bytes.
+    /// Creates a rope without bytes.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Adds a piece at the end; empty ones are dropped.
+    /// Appends a piece; empty pieces are dropped.
     pub fn push(&mut self, piece: Bytes) {
         if piece.is_empty() {
             return;
@@ -48,7 +48,7 @@ impl Rope {
         }
     }
 
-    /// The text of a value, serialized when it is first read: within one process it never is.
+    /// Creates a rope from a value, which is serialized when its text is first read. Within one process, that never happens.
     ///
     /// `write` cannot fail; it returns no bytes for a value that cannot be serialized, which the reader then rejects.
     #[must_use]
@@ -62,7 +62,7 @@ impl Rope {
         matches!(self.0, Pieces::Lazy(_))
     }
 
-    /// The value, if the rope was made by [`Rope::lazy`] from a `T`.
+    /// Returns the value, if the rope was created by [`Rope::lazy`] from a `T`.
     #[must_use]
     pub fn value<T: 'static>(&self) -> Option<&T> {
         match &self.0 {
@@ -74,7 +74,7 @@ impl Rope {
     /// Takes the value, without a copy.
     ///
     /// # Errors
-    /// Returns the rope if it was not made from a `T`, or if a clone of it is alive.
+    /// Returns the rope if it was not created from a `T`, or if a clone of it is alive.
     pub fn try_into_value<T: Send + Sync + 'static>(self) -> Result<T, Self> {
         match self.0 {
             Pieces::Lazy(head) => head.try_take().map_err(|head| Self(Pieces::Lazy(head))),
@@ -82,7 +82,7 @@ impl Rope {
         }
     }
 
-    /// The pieces in order.
+    /// Returns the pieces, in order.
     #[must_use]
     pub fn pieces(&self) -> &[Bytes] {
         match &self.0 {
@@ -93,19 +93,19 @@ impl Rope {
         }
     }
 
-    /// Length in bytes.
+    /// Returns the length in bytes.
     #[must_use]
     pub fn len(&self) -> usize {
         self.pieces().iter().map(Bytes::len).sum()
     }
 
-    /// Whether there is nothing in it.
+    /// Returns `true` if the rope has no bytes.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The text in one piece: free when it is one already, a copy otherwise.
+    /// Returns the text in one piece. Copies it only if there are several pieces.
     #[must_use]
     pub fn to_bytes(&self) -> Bytes {
         match &self.0 {
@@ -122,16 +122,16 @@ impl Rope {
 }
 
 impl Rope {
-    /// Whether it has the index of the object that it was made of.
+    /// Returns `true` if the rope has the index of the object from which it was created.
     #[cfg(test)]
     pub(crate) fn is_parsed(&self) -> bool {
         matches!(self.0, Pieces::Object(_))
     }
 
-    /// The text as a JSON object: free when it was made of one, and not since written to a wire.
+    /// Returns the text as a JSON object. Costs nothing if the rope was created from one in this process.
     ///
     /// # Errors
-    /// When the text is not one JSON object.
+    /// If the text is not one JSON object.
     pub fn to_object(&self) -> Result<RawObject, JsonError> {
         match &self.0 {
             Pieces::Object(object) => Ok(object.clone()),
@@ -181,7 +181,7 @@ impl FromIterator<Bytes> for Rope {
 impl fmt::Debug for Rope {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.0 {
-            // Formatting must not serialize it.
+            // Formatting must not serialize the value.
             Pieces::Lazy(_) => f.write_str("Rope(lazy)"),
             _ => write!(f, "Rope({} bytes in {})", self.len(), self.pieces().len()),
         }

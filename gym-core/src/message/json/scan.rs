@@ -1,12 +1,12 @@
 //! Finds the top-level keys of a JSON object in one pass, checking the grammar of everything on the way.
 //!
 //! Every hop indexes every row, so the scan is on the path of each request. It costs a third of a general parser that ignores
-//! values. The scan leaves escaped keys, more than 64 levels and every error to the general parser, whose result is final and whose
-//! errors contain the position.
+//! values. The scan leaves three cases to the general parser: escaped keys, more than 64 levels, and every error. The result of
+//! the general parser is final, and its errors contain the position.
 
 use std::ops::Range;
 
-/// A top-level key and where its value is; ranges are positions in the skeleton if there is one, else in the text.
+/// A top-level key and the range of its value. Ranges are positions in the skeleton if there is one, otherwise in the text.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Field {
     pub(super) key: Key,
@@ -184,7 +184,7 @@ impl Scan<'_> {
 
     /// Scans any value, without recursion, so that no text can exhaust the stack.
     fn value(&mut self) -> Option<()> {
-        // One bit for each open level, the innermost lowest: whether it is an object.
+        // One bit for each open level, the innermost lowest: 1 for an object.
         let (mut depth, mut objects) = (0_u32, 0_u64);
         loop {
             self.blanks();
@@ -240,7 +240,7 @@ fn plain_length(text: &[u8]) -> usize {
     let (chunks, _) = text.as_chunks::<8>();
     for chunk in chunks {
         let bytes = u64::from_le_bytes(*chunk);
-        // A borrow can only mark bytes above one that is truly marked, and the lowest counts.
+        // A borrow can only mark bytes above one that is correctly marked, and only the lowest mark is used.
         let below = |bytes: u64, bound: u64| bytes.wrapping_sub(ONES * bound) & !bytes;
         let quote = bytes ^ (ONES * u64::from(b'"'));
         let backslash = bytes ^ (ONES * u64::from(b'\\'));
@@ -255,7 +255,7 @@ fn plain_length(text: &[u8]) -> usize {
 
 /// Appends a text as a JSON string.
 pub fn push_json_string(into: &mut String, text: &str) {
-    // Nearly every key is its own JSON.
+    // Nearly every key is identical to its JSON form.
     if is_plain(text) {
         into.push('"');
         into.push_str(text);

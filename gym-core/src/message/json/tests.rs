@@ -67,7 +67,7 @@ fn a_view_reads_what_it_names_and_names_what_it_cannot_read() {
     assert!(error.to_string().contains("`expected`"), "{error}");
 }
 
-/// A response with `tokens` training tokens, as a model server sends it.
+/// Creates a response with `tokens` training tokens, as a model server sends it.
 fn training_row(tokens: usize) -> (String, Value) {
     let ids: Vec<u32> = (0..u32::try_from(tokens).unwrap()).collect();
     let probs: Vec<f64> = ids.iter().map(|id| -f64::from(*id) / 7.0).collect();
@@ -159,7 +159,7 @@ proptest! {
         ], 0..24),
     ) {
         let text: String = pieces.concat();
-        // Long enough to be hollowed: an object whose first field is filler.
+        // Long enough to be elided: an object whose first field is filler.
         let padded = format!("{{\"pad_token_ids\":[{}1],\"rest\":{text}}}", "1,".repeat(9_000));
         let elided = RawObject::parse(padded.clone());
         let full = serde_json::from_str::<Value>(&padded);
@@ -169,7 +169,7 @@ proptest! {
     }
 }
 
-/// What the scan takes, the parser takes with the same places; what the scan leaves is left to the parser.
+/// Checks that the parser returns the same positions for every text that the scan accepts; other texts are left to the parser.
 fn scan_agrees(text: &[u8]) {
     let Some(members) = scan::members(text) else { return };
     let parsed = members_parsed(text);

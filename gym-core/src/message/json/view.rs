@@ -43,7 +43,7 @@ impl<'de> Deserializer<'de> for Object<'de> {
         visitor.visit_some(self)
     }
 
-    /// Covers `RawValue` too, which serde_json recognises by the name of this newtype.
+    /// Handles `RawValue` too, which serde_json recognizes by the name of this newtype.
     fn deserialize_newtype_struct<V: Visitor<'de>>(self, name: &'static str, visitor: V) -> Result<V::Value> {
         self.text().deserialize_newtype_struct(name, visitor)
     }

@@ -10,15 +10,15 @@ use crate::base::error::{Code, Error, Result};
 use crate::message::PeerInfo;
 use crate::transport::Handler;
 
-/// The state that both ends share.
+/// The state shared by both ends.
 pub(super) struct Connection {
-    /// The accepting end, as the connecting end names it.
+    /// The name that the connecting end uses for the accepting end.
     pub(super) name: Arc<str>,
-    /// The connecting end, as the accepting end names it.
+    /// The identity that the accepting end has for the connecting end.
     pub(super) caller: PeerInfo,
     serving: OnceLock<Serving>,
     pub(super) served: Notify,
-    /// Fires when either end is gone, which ends running calls.
+    /// Fires when either end has closed, which ends running calls.
     pub(super) closed: CancelToken,
     calls_max: usize,
     calls: Mutex<Calls>,
@@ -27,7 +27,7 @@ pub(super) struct Connection {
     idle: Notify,
 }
 
-/// The handler, and the concurrent calls that it may have on this connection.
+/// The handler, and the concurrent calls allowed for it on this connection.
 struct Serving {
     handler: Arc<dyn Handler>,
     calls_max: usize,
@@ -39,12 +39,12 @@ struct Calls {
     /// Callers that wait for a slot and have not been granted one. While there are any, no other caller overtakes them.
     waiting: usize,
     draining: bool,
-    /// No channel is left: the last call closes the connection.
+    /// `true` if all channels were dropped: the last call closes the connection.
     abandoned: bool,
 }
 
 impl Connection {
-    /// `closed` fires when either end is gone.
+    /// Creates the state; `closed` fires when either end has closed.
     pub(super) fn new(name: Arc<str>, calls_max: usize, closed: CancelToken) -> Self {
         Self {
             name,
@@ -73,7 +73,7 @@ impl Connection {
         calls.waiting > 0 || calls.running >= self.serving.get().map_or(self.calls_max, |serving| serving.calls_max)
     }
 
-    /// A slot for one call; `None` if no slot is free or other callers wait for one.
+    /// Acquires a slot for one call; returns `None` if no slot is free or other callers wait for one.
     pub(super) fn try_acquire_slot(self: &Arc<Self>) -> Result<Option<CallSlot>> {
         let mut calls = lock(&self.calls);
         self.check_open(&calls)?;
@@ -116,7 +116,7 @@ impl Connection {
         Ok(())
     }
 
-    /// The last channel is gone; replies in flight may still arrive, and the last of them closes the connection.
+    /// Handles the drop of the last channel. Replies in flight may still arrive, and the last of them closes the connection.
     pub(super) fn abandon(&self) {
         let mut calls = lock(&self.calls);
         (calls.draining, calls.abandoned) = (true, true);
@@ -153,7 +153,7 @@ impl fmt::Debug for Connection {
 struct SlotWaiter<'c>(Option<&'c Arc<Connection>>);
 
 impl SlotWaiter<'_> {
-    /// The slot that was granted.
+    /// Returns the slot that was granted.
     fn granted(mut self) -> CallSlot {
         CallSlot(Arc::clone(self.0.take().expect("granted once")))
     }
@@ -164,11 +164,11 @@ impl Drop for SlotWaiter<'_> {
         let Some(connection) = self.0 else { return };
         let mut calls = lock(&connection.calls);
         if calls.waiting > 0 {
-            // A slot that was about to be granted here goes to the next waiting caller, which is still counted.
+            // A slot that was about to be granted to this caller goes to the next waiting caller, which is still counted.
             calls.waiting -= 1;
             return;
         }
-        // The slot was about to be granted here, and no other caller waits.
+        // The slot was about to be granted to this caller, and no other caller waits.
         drop(calls);
         if let Ok(slot) = connection.released.try_acquire() {
             slot.forget();
@@ -262,7 +262,7 @@ mod tests {
                         call.await;
                         continue;
                     }
-                    // Leaves after so many looks at it, wherever it is by then.
+                    // Drops the call after this many polls, in whatever state it is by then.
                     let mut call = std::pin::pin!(call);
                     for _ in 0..rng.u32(1..4) {
                         if poll_fn(|cx| Poll::Ready(call.as_mut().poll(cx).is_ready())).await {

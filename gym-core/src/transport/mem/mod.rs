@@ -1,7 +1,7 @@
 //! The in-process transport: calls between servers of one process, without a socket and without a copy.
 //!
-//! All-in-one runs use no other transport. [`InProcess::faithful`] serializes and parses every message as a wire would, so that tests
-//! find code that works only because it shares memory.
+//! All-in-one runs use no other transport. [`InProcess::faithful`] serializes and parses every message as a wire would, so that
+//! tests find code that works only because it shares memory.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -31,11 +31,12 @@ use connection::{CallSlot, CloseOnDrop, Connection, lock};
 /// The scheme of in-process endpoints: `mem://name`.
 pub const SCHEME: &str = "mem";
 
-/// Peers that have connected and are not accepted yet; a server accepts at once, so more peers mean that it is stuck.
+/// Maximum number of peers that have connected and are not accepted yet. A server accepts at once, so more peers mean that it is
+/// stuck.
 const ACCEPT_QUEUE_MAX: usize = 1_024;
 
-/// Concurrent calls on one link, unless its handler bounds them. The same as an HTTP server's default queue, so that moving a server
-/// out of the process does not change its capacity.
+/// Maximum concurrent calls on one link, unless its handler bounds them. The default queue of an HTTP server has the same size,
+/// so that moving a server out of the process does not change its capacity.
 const CALLS_MAX: usize = 16_384;
 
 /// The in-process transport and its registry of listeners by name. Cheap to clone; clones share the names.
@@ -47,13 +48,13 @@ pub struct InProcess {
 }
 
 impl InProcess {
-    /// A transport without listeners.
+    /// Creates a transport without listeners.
     #[must_use]
     pub fn new() -> Self {
         Self { listeners: Arc::default(), calls_max: CALLS_MAX, faithful: false }
     }
 
-    /// The same names, with another bound on the concurrent calls of one link, for handlers that do not
+    /// Returns the transport, with the same names and another bound on the concurrent calls of one link, for handlers that do not
     /// [bound](Handler::bounds_calls) them. A further call waits, within its deadline, until the response of another call is read.
     #[must_use]
     pub fn with_calls_max(mut self, calls_max: usize) -> Self {
@@ -61,7 +62,7 @@ impl InProcess {
         self
     }
 
-    /// The same names; every message is serialized and parsed as a wire would.
+    /// Returns the transport, with the same names. Every message is serialized and parsed as over a wire.
     #[must_use]
     pub fn faithful(mut self) -> Self {
         self.faithful = true;
@@ -71,7 +72,7 @@ impl InProcess {
     /// Registers the name and accepts peers under it until the listener is dropped.
     ///
     /// # Errors
-    /// `AlreadyExists` when the name is taken.
+    /// `AlreadyExists` if the name is already registered.
     pub fn listen(&self, name: &str) -> Result<InProcessListener> {
         let (sender, accepted) = mpsc::channel(ACCEPT_QUEUE_MAX);
         let mut listeners = lock(&self.listeners);
@@ -107,7 +108,7 @@ impl Connector for InProcess {
         let listener = lock(&self.listeners).get(to.address()).cloned();
         let listener = listener.ok_or_else(|| refused("nobody listens under this name in this process"))?;
         let connection = Arc::new(Connection::new(to.address().into(), self.calls_max, CancelToken::new()));
-        // Made before the peer is notified, so that every failure from here on closes the connection.
+        // Created before the peer is notified, so that every failure from here on closes the connection.
         let link = InProcessLink {
             connection: Arc::clone(&connection),
             path: path(to.address(), self.faithful),
@@ -138,8 +139,8 @@ impl Backend for InProcess {
     }
 }
 
-/// A channel to a handler of this process, without a name and a listener; with `faithful`, every message is serialized and parsed as a
-/// wire would. The channel breaks when `closed` fires: running calls end as `Unavailable, Unknown`.
+/// Creates a channel to a handler of this process, without a name and a listener. If `faithful`, every message is serialized and
+/// parsed as over a wire. The channel breaks when `closed` fires: running calls end as `Unavailable, Unknown`.
 #[must_use]
 pub fn channel_to(peer: &str, handler: Arc<dyn Handler>, faithful: bool, closed: CancelToken) -> Channel {
     let connection = Connection::new(peer.into(), CALLS_MAX, closed);
@@ -175,7 +176,7 @@ impl Listener for InProcessListener {
 
 impl Drop for InProcessListener {
     fn drop(&mut self) {
-        // Peers in the queue would wait forever.
+        // Otherwise, peers in the queue would wait forever.
         self.accepted.close();
         while let Ok(connection) = self.accepted.try_recv() {
             connection.closed.cancel();
@@ -305,12 +306,13 @@ impl Link for InProcessLink {
     }
 }
 
-/// Bytes of a message; a lazy value counts nothing, because it is not serialized.
+/// Returns the number of bytes of a message. A lazy value counts as zero, because it is not serialized.
 fn bytes_taken(message: &Message) -> usize {
     if message.head.is_lazy() { message.segments.iter().map(Bytes::len).sum() } else { message.len() }
 }
 
-/// The request as it is after a wire: the deadline is computed from the remaining time, and texts are serialized and parsed.
+/// Returns the request as a wire would deliver it: the deadline is computed from the remaining time, and texts are serialized and
+/// parsed.
 fn rewritten_request(request: Request) -> Result<Request> {
     let mut context = CallContext::within(request.context.remaining());
     context.cancel = request.context.cancel.clone();

@@ -23,8 +23,9 @@ use crate::message::PeerInfo;
 use crate::message::Response;
 use crate::transport::Handler;
 
-/// Unread replies that are tolerated beyond twice the peer's concurrent calls. Twice: a caller that cancels may not have read the
-/// replies sent before. Extra: a transport may learn later than its peer that a reply has arrived, by everything in flight.
+/// Number of unread replies that are tolerated beyond twice the peer's concurrent calls. Twice, because a caller that cancels may
+/// not have read the replies sent before. The extra number covers replies in flight: a transport may learn later than its peer
+/// that they arrived.
 const UNREAD_EXTRA: usize = 1_024;
 
 /// The answering end of one connection. Its reader calls the `on_…` methods, one at a time.
@@ -34,12 +35,12 @@ pub struct AnsweringEnd<O> {
     theirs: Handshake,
     handler: Arc<dyn Handler>,
     peer: PeerInfo,
-    /// Calls of all connections of a listener.
+    /// Bounds the calls of all connections of a listener.
     calls: Arc<Semaphore>,
     unread: UnreadReplies,
     draining: AtomicBool,
     running: Mutex<Running>,
-    /// None when the connection is over.
+    /// `None` after the connection has ended.
     tasks: Mutex<Option<JoinSet<()>>>,
 }
 
@@ -91,12 +92,12 @@ impl<O: MessageSender> AnsweringEnd<O> {
         })
     }
 
-    /// The sending half of the connection.
+    /// Returns the sending half of the connection.
     pub fn sender(&self) -> &O {
         &self.sender
     }
 
-    /// The limits that the peer announced.
+    /// Returns the limits that the peer announced.
     pub fn theirs(&self) -> &Handshake {
         &self.theirs
     }
@@ -105,8 +106,8 @@ impl<O: MessageSender> AnsweringEnd<O> {
     /// request: the call is rejected before anything is allocated, and the transport skips its message.
     ///
     /// # Errors
-    /// `DataLoss` if the call number is not larger than all before it, `ResourceExhausted` if the peer keeps sending requests without
-    /// reading replies. Either ends the connection.
+    /// `DataLoss` if the call number is not larger than all before it, `ResourceExhausted` if the peer keeps sending requests
+    /// without reading replies. Either ends the connection.
     pub fn on_opening(&self, call: u64, header: &RequestHeader, total: usize) -> Result<bool> {
         match self.admit(call, header, total)? {
             Ok(()) => Ok(true),
@@ -135,7 +136,7 @@ impl<O: MessageSender> AnsweringEnd<O> {
             cancel: header.context.cancel.clone(),
             done: false,
         };
-        // Here and not in the task: the order of these calls is the order of arrival.
+        // Called here and not in the task, because the order of these calls is the order of arrival.
         let answer = self.handler.handle(header.into_request(self.peer.clone(), head, segments));
         let task = {
             let mut tasks = self.tasks.lock().unwrap_or_else(PoisonError::into_inner);
@@ -160,9 +161,9 @@ impl<O: MessageSender> AnsweringEnd<O> {
     }
 
     /// Waits for `drain`, then rejects new calls and notifies the peer. The peer closes the connection after its last response,
-    /// because only the peer knows that no call is in flight. Never resolves.
+    /// because only the peer can tell that no call is in flight. Never resolves.
     pub async fn drain_with(&self, drain: &CancelToken) -> Infallible {
-        // A child of its own: the parent's lock is shared by all connections.
+        // A child token, because the lock of the parent is shared by all connections.
         drain.child_token().cancelled().await;
         self.draining.store(true, Ordering::Relaxed);
         self.sender.post_drain();
@@ -178,7 +179,7 @@ impl<O: MessageSender> AnsweringEnd<O> {
     /// Admits a call before its message arrives, so that nothing is allocated for a call beyond capacity.
     fn admit(&self, call: u64, header: &RequestHeader, bytes: usize) -> Result<Result<()>> {
         let full = |said: String| Ok(Err(Error::not_started(Code::ResourceExhausted, said)));
-        // Checked where calls arrive, because only calls cause replies: rejections are replies too.
+        // Checked when calls arrive, because only calls cause replies; rejections are replies too.
         let unread_max = self.ours.calls_max.saturating_mul(2).saturating_add(UNREAD_EXTRA);
         if self.unread.count() >= unread_max {
             let said = format!("{unread_max} answers wait for a peer that does not take them");
@@ -233,7 +234,7 @@ impl<O: MessageSender> AnsweringEnd<O> {
         let crowded = {
             let mut running = self.lock();
             let crowded = running.calls.len() > CROWD;
-            // Before the reply leaves, which lets the next request come.
+            // Before the reply is sent, because the peer may send the next request after it.
             if running.remove(call).is_none() {
                 return;
             }
@@ -274,7 +275,7 @@ pub struct EndOnDrop<O: MessageSender>(Arc<AnsweringEnd<O>>);
 
 impl<O: MessageSender> Drop for EndOnDrop<O> {
     fn drop(&mut self) {
-        // Before the tasks: no reply is sent for calls that end with the connection.
+        // Before the tasks, so that no reply is sent for calls that end with the connection.
         self.0.sender.close();
         let tasks = self.0.tasks.lock().unwrap_or_else(PoisonError::into_inner).take();
         drop(tasks);
@@ -304,8 +305,8 @@ impl<O: MessageSender> CallTask<O> {
 impl<O: MessageSender> Drop for CallTask<O> {
     fn drop(&mut self) {
         if !self.done {
-            // The call was cancelled, or the connection ended: calls made by the handler are cancelled too. A call that is still
-            // registered was ended by neither.
+            // The call was cancelled, or the connection ended: calls made by the handler are cancelled too. Neither is the case
+            // for a call that is still registered.
             self.cancel.cancel();
             if self.end.remove(self.call).is_some() {
                 self.end.fail(self.call, &Error::internal("the handler panicked"));

@@ -1,4 +1,4 @@
-//! The calling end of one connection: capacity, call numbers, and the callers that wait for responses.
+//! The calling end of one connection: capacity, call numbers, and callers that wait for responses.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -25,7 +25,7 @@ pub struct CallingEnd<O> {
     theirs: Handshake,
     capacity: ConnectionCapacity,
     calls: Mutex<Calls>,
-    /// Notified when no call is left.
+    /// Notified when no call remains.
     idle: Notify,
     over: CancelToken,
     why: OnceLock<(Code, String)>,
@@ -34,9 +34,9 @@ pub struct CallingEnd<O> {
 #[derive(Default)]
 struct Calls {
     waiting: HashMap<u64, Waiting>,
-    /// Why no new calls are taken.
+    /// The reason why new calls are rejected, if they are.
     refusing: Option<&'static str>,
-    /// The last call is to close the connection.
+    /// `true` if the last call closes the connection.
     leaving: bool,
 }
 
@@ -69,17 +69,18 @@ impl<O: MessageSender> CallingEnd<O> {
         })
     }
 
-    /// The sending half of the connection.
+    /// Returns the sending half of the connection.
     pub fn sender(&self) -> &O {
         &self.sender
     }
 
-    /// The limits that the peer announced.
+    /// Returns the limits that the peer announced.
     pub fn theirs(&self) -> &Handshake {
         &self.theirs
     }
 
-    /// Accepts the beginning of a response of `total` bytes. Returns `false` if the caller is gone and the message is not wanted.
+    /// Accepts the beginning of a response of `total` bytes. Returns `false` if the caller no longer waits and the message is not
+    /// needed.
     ///
     /// # Errors
     /// `DataLoss` if the response exceeds the bytes that the call reserved: allocate nothing and end the connection.
@@ -109,7 +110,7 @@ impl<O: MessageSender> CallingEnd<O> {
     /// Accepts the reason why a call has no response.
     ///
     /// # Errors
-    /// `DataLoss` when the reason is malformed.
+    /// `DataLoss` if the reason is malformed.
     pub fn on_failed(&self, call: u64, reason: Bytes) -> Result<()> {
         let error = read_failed(reason)?;
         if let Some(waiting) = self.remove(call) {
@@ -118,7 +119,7 @@ impl<O: MessageSender> CallingEnd<O> {
         Ok(())
     }
 
-    /// The peer accepts no new calls; the last call in flight closes the connection.
+    /// Stops sending new calls, because the peer accepts none. The last call in flight closes the connection.
     pub fn on_drain(&self) {
         self.refuse("the peer takes no new calls", true);
     }
@@ -133,7 +134,7 @@ impl<O: MessageSender> CallingEnd<O> {
         };
         self.over.cancel();
         self.sender.close();
-        // Their callers see that nobody will answer, and ask `lost` why.
+        // The callers notice that no response will arrive, and get the reason from `lost`.
         drop(waiting);
         self.idle.notify_waiters();
     }
@@ -143,7 +144,7 @@ impl<O: MessageSender> CallingEnd<O> {
         self.over.cancelled().await;
     }
 
-    /// The error of a call that the connection's end affects; `before`: nothing of the call was sent.
+    /// Returns the error of a call on an ended connection; `before` is `true` if nothing of the call was sent.
     pub(super) fn lost(&self, before: bool) -> Error {
         let (code, said) = self.why.get().cloned().unwrap_or((Code::Unavailable, "the connection has ended".into()));
         if before { Error::not_started(Code::Unavailable, said) } else { Error::unknown(code, said) }
@@ -191,7 +192,7 @@ impl<O: MessageSender> CallingEnd<O> {
         Ok(Pending { answer, call: CancelOnDrop { call: Some(call), end: Arc::clone(self) } })
     }
 
-    /// Rejects new calls; `leaving`: the last call closes the connection.
+    /// Rejects new calls. If `leaving`, the last call closes the connection.
     pub(super) fn refuse(&self, why: &'static str, leaving: bool) {
         let mut calls = self.lock();
         calls.refusing.get_or_insert(why);
@@ -216,7 +217,7 @@ impl<O: MessageSender> CallingEnd<O> {
         drained.map_err(|_| Error::unknown(Code::DeadlineExceeded, "calls were still running when the channel closed"))
     }
 
-    /// Removes a call; the last call of a connection that is to end closes it.
+    /// Removes a call. Closes the connection if the call was its last and the connection is closing.
     fn remove(&self, call: u64) -> Option<Waiting> {
         let mut calls = self.lock();
         let waiting = calls.waiting.remove(&call);

@@ -8,7 +8,7 @@ use tokio::sync::{AcquireError, OwnedSemaphorePermit, Semaphore};
 
 use super::limits::{ConnectionLimits, Handshake};
 
-/// Bytes of one unit of capacity: a semaphore grants at most `u32::MAX` permits at once.
+/// Number of bytes of one unit of capacity: a semaphore grants at most `u32::MAX` permits at once.
 const UNIT_BYTES: usize = 1 << 10;
 
 /// Capacity that a message occupies until the last clone of this permit is dropped.
@@ -73,7 +73,7 @@ impl ConnectionCapacity {
         Ok((CapacityPermit::of([slot, bytes]), reply))
     }
 
-    /// The most bytes that all replies together may take.
+    /// Returns the maximum bytes of all replies together.
     pub(super) fn reply_bytes_max(&self) -> usize {
         self.replies_max.saturating_mul(UNIT_BYTES)
     }
@@ -92,7 +92,7 @@ async fn acquire(from: &Arc<Semaphore>, count: usize) -> Result<OwnedSemaphorePe
     }
 }
 
-/// Replies of an answering end that the peer has not read.
+/// Replies of an answering end that the peer has not read yet.
 #[derive(Clone, Debug, Default)]
 pub(super) struct UnreadReplies(Arc<UnreadCounts>);
 
@@ -117,12 +117,12 @@ impl UnreadReplies {
         CapacityPermit { _held: Some(Arc::new(UnreadReply { bytes, among: self.clone() })) }
     }
 
-    /// Number of unread replies.
+    /// Returns the number of unread replies.
     pub(super) fn count(&self) -> usize {
         self.0.replies.load(Relaxed)
     }
 
-    /// Bytes of all unread replies.
+    /// Returns the number of bytes of all unread replies.
     pub(super) fn bytes(&self) -> usize {
         self.0.bytes.load(Relaxed)
     }

@@ -1,4 +1,4 @@
-//! What stands before a message: pure functions between bytes and words.
+//! Headers that precede a message: pure conversions between bytes and values.
 //!
 //! ```text
 //! request   lengths | time left u64, µs | reply bytes u64 | flags u8 | verb u8 | incarnation u64? | trace u128, span u64?
@@ -7,8 +7,9 @@
 //! failed    code u8 | execution u8 | text
 //! ```
 //!
-//! Little endian. `lengths` is the prefix of [`frame`](crate::message::frame), which a transport takes off first, by
-//! [`Lengths::take`](crate::message::frame::Lengths::take); a text is `length u32 | bytes`, metadata `count u32` and pairs of texts.
+//! Little endian. `lengths` is the prefix of [`frame`](crate::message::frame), which a transport removes first, with
+//! [`Lengths::take`](crate::message::frame::Lengths::take). A text is `length u32 | bytes`. Metadata is `count u32` and pairs of
+//! texts.
 
 use std::borrow::Cow;
 use std::time::Duration;
@@ -22,28 +23,28 @@ use crate::message::frame::put_prefix;
 use crate::message::{CallContext, Incarnation, TraceContext};
 use crate::message::{ContentType, Message, Metadata, Request, Response, Route, Status, Verb};
 
-/// The largest header: lengths of 65,536 segments, and as much again for metadata.
+/// Maximum bytes of a header: lengths of 65,536 segments, and as much again for metadata.
 pub const HEADER_BYTES_MAX: usize = 1 << 20;
-/// The largest reason why a call has no answer.
+/// Maximum bytes of the reason why a call has no response.
 pub const FAILED_BYTES_MAX: usize = (16 << 10) + 2;
 
-/// A time beyond this is the same as for ever, and keeps instants from overflowing.
+/// Maximum remaining time. A longer time has the same effect, and could overflow an instant.
 const TIME_LEFT_MAX: Duration = Duration::from_secs(365 * 24 * 3_600);
 
 const HAS_INCARNATION: u8 = 1;
 const HAS_TRACE: u8 = 2;
 const IS_SAMPLED: u8 = 4;
 
-/// What a request says of itself before its message.
+/// The header of a request, which precedes its message.
 #[derive(Clone, Debug)]
 pub struct RequestHeader {
-    /// What is asked for.
+    /// The HTTP method.
     pub verb: Verb,
-    /// Of whom.
+    /// Path and query.
     pub route: Route,
-    /// Deadline, trace, metadata, and the reply's limit: the bytes that the caller reserves for the reply.
+    /// Deadline, trace, metadata, and the limit of the reply: the bytes that the caller reserves for it.
     pub context: CallContext,
-    /// What the message's head is.
+    /// The media type of the message head.
     pub content_type: ContentType,
 }
 
@@ -64,7 +65,7 @@ pub fn put_request(
         (trace.is_some_and(|trace| trace.sampled), IS_SAMPLED),
     ];
     let mut header = begin(headroom, message);
-    // Rounded down: the peer must never believe that it has longer than its caller waits.
+    // Rounded down: the peer must never assume more time than its caller waits.
     header.put_u64_le(u64::try_from(context.remaining().as_micros()).unwrap_or(u64::MAX));
     header.put_u64_le(reply_bytes_max as u64);
     header.put_u8(flags.into_iter().filter(|(is, _)| *is).map(|(_, flag)| flag).sum());
@@ -83,10 +84,10 @@ pub fn put_request(
 }
 
 impl RequestHeader {
-    /// Reads what follows the lengths.
+    /// Reads the header after the lengths.
     ///
     /// # Errors
-    /// `DataLoss` when it is not what [`put_request`] writes.
+    /// `DataLoss` if the bytes were not written by [`put_request`].
     pub fn read(mut from: Bytes) -> Result<Self> {
         let left = Duration::from_micros(number64(&mut from)?).min(TIME_LEFT_MAX);
         let mut context = CallContext::until(Instant::now() + left);
@@ -108,7 +109,7 @@ impl RequestHeader {
         Ok(Self { verb, route, context, content_type })
     }
 
-    /// The request, now that its message is there.
+    /// Creates the request after its message has arrived.
     #[must_use]
     pub fn into_request(self, peer: PeerInfo, head: Bytes, segments: Vec<Bytes>) -> Request {
         let Self { verb, route, context, content_type } = self;
@@ -122,18 +123,18 @@ impl RequestHeader {
     }
 }
 
-/// What an answer says of itself before its message.
+/// The header of a response, which precedes its message.
 #[derive(Clone, Debug)]
 pub struct ResponseHeader {
-    /// How it went.
+    /// The HTTP status.
     pub status: Status,
-    /// What the message's head is.
+    /// The media type of the message head.
     pub content_type: ContentType,
-    /// Ordered pairs.
+    /// Ordered name and value pairs.
     pub metadata: Metadata,
 }
 
-/// Writes an answer's header after `headroom` zeros.
+/// Writes the header of a response after `headroom` zeros.
 #[must_use]
 pub fn put_response(headroom: usize, response: &Response) -> BytesMut {
     let mut header = begin(headroom, &response.message);
@@ -144,10 +145,10 @@ pub fn put_response(headroom: usize, response: &Response) -> BytesMut {
 }
 
 impl ResponseHeader {
-    /// Reads what follows the lengths.
+    /// Reads the header after the lengths.
     ///
     /// # Errors
-    /// `DataLoss` when it is not what [`put_response`] writes.
+    /// `DataLoss` if the bytes were not written by [`put_response`].
     pub fn read(mut from: Bytes) -> Result<Self> {
         let status = Status(from.try_get_u16_le().map_err(|_| short())?);
         let header = Self { status, content_type: content_type(&mut from)?, metadata: metadata(&mut from)? };
@@ -155,7 +156,7 @@ impl ResponseHeader {
         Ok(header)
     }
 
-    /// The answer, now that its message is there.
+    /// Creates the response after its message has arrived.
     #[must_use]
     pub fn into_response(self, head: Bytes, segments: Vec<Bytes>) -> Response {
         let Self { status, content_type, metadata } = self;
@@ -163,7 +164,7 @@ impl ResponseHeader {
     }
 }
 
-/// Writes why a call has no answer, after `headroom` zeros; a text that is too long is cut.
+/// Writes the reason why a call has no response, after `headroom` zeros. A message that is too long is truncated.
 #[must_use]
 pub fn put_failed(headroom: usize, error: &Error) -> BytesMut {
     let said = error.message().as_bytes();
@@ -180,10 +181,10 @@ pub fn put_failed(headroom: usize, error: &Error) -> BytesMut {
     reason
 }
 
-/// Why a call has no answer.
+/// Reads the reason why a call has no response.
 ///
 /// # Errors
-/// `DataLoss` when it is not what [`put_failed`] writes.
+/// `DataLoss` if the bytes were not written by [`put_failed`].
 pub fn read_failed(mut from: Bytes) -> Result<Error> {
     let (code, execution) = (number8(&mut from)?, number8(&mut from)?);
     let code = Code::ALL.get(usize::from(code)).copied().ok_or_else(|| malformed(format!("code {code}")))?;
@@ -196,7 +197,7 @@ pub fn read_failed(mut from: Bytes) -> Result<Error> {
     Ok(Error::new(code, execution, String::from_utf8_lossy(&from).into_owned()))
 }
 
-/// Bytes that no peer of ours sends: they end the connection.
+/// Creates the error for malformed bytes, which end the connection.
 pub fn malformed(said: impl Into<Cow<'static, str>>) -> Error {
     Error::unknown(Code::DataLoss, said)
 }
@@ -209,7 +210,7 @@ fn done(from: &Bytes) -> Result<()> {
     if from.is_empty() { Ok(()) } else { Err(malformed(format!("a header with {} bytes too many", from.len()))) }
 }
 
-/// Leaves the headroom, and writes the lengths.
+/// Begins a header with the headroom and the lengths.
 fn begin(headroom: usize, message: &Message) -> BytesMut {
     let mut header = BytesMut::with_capacity(256 + 8 * message.segments.len());
     header.put_bytes(0, headroom);
@@ -222,7 +223,7 @@ fn put_text(text: &str, to: &mut BytesMut) {
     to.put_slice(text.as_bytes());
 }
 
-/// JSON, which nearly every message is, is the empty text.
+/// Writes the media type. JSON, which nearly every message is, is written as an empty text.
 fn put_content_type(content_type: &ContentType, to: &mut BytesMut) {
     put_text(if *content_type == ContentType::Json { "" } else { content_type.as_str() }, to);
 }
@@ -252,7 +253,7 @@ fn content_type(from: &mut Bytes) -> Result<ContentType> {
 fn metadata(from: &mut Bytes) -> Result<Metadata> {
     let count = number32(from)?;
     let mut metadata = Metadata::new();
-    // Nothing is reserved for the count: what is not there ends it.
+    // Nothing is allocated for the count: missing bytes end the loop.
     for _ in 0..count {
         metadata.push(text(from)?, text(from)?);
     }

@@ -1,4 +1,4 @@
-//! Detects silent peers. A crash closes the socket; a peer that is stopped or cut off only stops sending.
+//! Detection of unresponsive peers. A crash closes the socket; a peer that is stopped or cut off only stops sending.
 
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
@@ -9,10 +9,10 @@ use super::limits::{ConnectionLimits, Handshake};
 use super::sender::MessageSender;
 use crate::base::error::{Code, Error};
 
-/// Heartbeats within the time after which an end gives up: two may be lost in a busy moment.
+/// Number of heartbeats within the time after which an end gives up: a busy peer may lose two.
 const BEATS: u32 = 3;
-/// The least time after which an end gives up, whatever its limits say, so that no end sends more than ten heartbeats a second to a peer
-/// that claims to tolerate less.
+/// Minimum time after which an end gives up, regardless of its limits. It prevents an end from sending more than ten heartbeats a
+/// second to a peer that announces a shorter time.
 const SILENCE_MIN: Duration = Duration::from_millis(300);
 
 /// Records whether the peer has sent anything since the last check.
@@ -28,10 +28,11 @@ impl PeerActivity {
 
 /// Sends heartbeats, and returns an error when the peer has sent nothing for `silence_max`.
 ///
-/// Calls `each_beat` at every heartbeat, for periodic checks of the transport: at least three times in the shorter `silence_max` of
-/// both ends, which counts as at least 300 ms.
+/// Calls `each_beat` at every heartbeat, for periodic checks of the transport. That is at least three times in the shorter
+/// `silence_max` of both ends, which counts as at least 300 ms.
 ///
-/// The function counts heartbeats, not time: an end that was itself stopped for a minute first reads what has arrived meanwhile.
+/// The function counts heartbeats, not time: an end that was itself stopped for a minute first reads the data that has arrived
+/// meanwhile.
 pub async fn heartbeat(
     sender: &impl MessageSender,
     activity: &PeerActivity,

@@ -1,4 +1,4 @@
-//! The limits of one connection, each with its reason, and the handshake that announces them.
+//! Limits of one connection, each with its reason, and the handshake that announces them.
 
 use std::time::Duration;
 
@@ -11,34 +11,38 @@ use crate::message::frame;
 const MAGIC: u32 = u32::from_le_bytes(*b"GYMC");
 const VERSION: u32 = 1;
 
-/// Limits of an ordered connection. Each end has its own; both ends keep to the smaller value.
+/// Limits of an ordered connection. Each end has its own; both ends use the smaller value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ConnectionLimits {
-    /// Concurrent calls on one connection; further calls wait for a slot within their deadline. 16,384: the same as within a
-    /// process, so that moving a worker into its own process does not change its capacity.
+    /// Maximum concurrent calls on one connection; further calls wait for a slot within their deadline. The default is 16,384,
+    /// the same as within a process, so that moving a worker into its own process does not change its capacity.
     pub calls_max: usize,
-    /// Bytes of the requests in flight on one connection, which the peer may have to hold. 4 GiB: a few of the largest batches. A
-    /// larger message is sent alone.
+    /// Maximum bytes of the requests in flight on one connection, which the peer may have to hold. The default is 4 GiB, a few of
+    /// the largest batches. A larger message is sent alone.
     pub request_bytes_in_flight_max: usize,
-    /// Sum of `reply_bytes_max` over the calls in flight on one connection, which this end may have to hold. Each call reserves
-    /// its share before its request leaves, so that replies never wait for capacity that requests hold. The limit bounds
-    /// reservations, not memory in use: 4 TiB is `calls_max` replies of the default limit; lower both to make them bind. The
-    /// answering end rejects calls while unread replies exceed its own limit.
+    /// Maximum sum of `reply_bytes_max` over the calls in flight on one connection, which this end may have to hold. Each call
+    /// reserves its share before its request is sent, so that replies never wait for capacity that requests hold.
+    ///
+    /// The limit bounds reservations, not memory in use. The default is 4 TiB, which is `calls_max` replies of the default limit;
+    /// lower both to make them effective. The answering end rejects calls while unread replies exceed its own limit.
     pub reply_bytes_in_flight_max: usize,
-    /// Bytes of one message, head and segments. 4 GiB, the same as all requests in flight.
+    /// Maximum bytes of one message, head and segments. The default is 4 GiB, the same as for all requests in flight.
     pub message_bytes_max: usize,
-    /// Bytes of one message head. 256 MiB, as over HTTP.
+    /// Maximum bytes of one message head. The default is 256 MiB, as over HTTP.
     pub head_bytes_max: usize,
-    /// Binary segments of one message, in either direction: one per column and rank of a large batch.
+    /// Maximum binary segments of one message, in either direction: one per column and rank of a large batch. The default is
+    /// 65,536.
     pub segments_max: usize,
-    /// Time without any message after which the peer counts as gone: stopped, hung, or cut off. Each end sends a heartbeat at
-    /// least every third of it. 15 s: a machine that swaps is slow; a crash is detected at once anyway. Values below 300 ms count
-    /// as 300 ms at both ends, so that no peer can request more than ten heartbeats a second.
+    /// Time without any message after which the peer is considered dead: stopped, hung, or cut off. The default is 15 s, because
+    /// a machine that swaps is slow, and a crash is detected at once anyway.
+    ///
+    /// Each end sends a heartbeat at least three times within this time. Values below 300 ms count as 300 ms at both ends, so
+    /// that no peer can request more than ten heartbeats a second.
     pub silence_max: Duration,
 }
 
 impl ConnectionLimits {
-    /// The limits of one message.
+    /// Returns the limits of one message.
     #[must_use]
     pub fn message_limits(&self) -> frame::MessageLimits {
         frame::MessageLimits {
@@ -63,7 +67,7 @@ impl Default for ConnectionLimits {
     }
 }
 
-/// The limits that each end announces to the other before anything else: 48 bytes, little endian.
+/// The limits that each end announces to the other before any other data: 48 bytes, little endian.
 ///
 /// ```text
 /// magic u32 | version u32 | calls u32 | segments u32 | request bytes in flight u64 | message u64 | head u64 | silence u64, ms
@@ -79,10 +83,10 @@ pub struct Handshake {
 }
 
 impl Handshake {
-    /// Length on the wire.
+    /// Number of bytes on the wire.
     pub const BYTES: usize = 48;
 
-    /// The handshake of an end with these limits.
+    /// Creates the handshake of an end with these limits.
     #[must_use]
     pub fn of(limits: &ConnectionLimits) -> Self {
         Self {
@@ -95,7 +99,7 @@ impl Handshake {
         }
     }
 
-    /// Writes it.
+    /// Writes the handshake.
     pub fn put(&self, to: &mut BytesMut) {
         to.put_u32_le(MAGIC);
         to.put_u32_le(VERSION);
@@ -107,7 +111,7 @@ impl Handshake {
         to.put_u64_le(u64::try_from(self.silence_max.as_millis()).unwrap_or(u64::MAX));
     }
 
-    /// Reads what a peer wrote.
+    /// Reads the handshake of a peer.
     ///
     /// # Errors
     /// `DataLoss` if the bytes are not a handshake, have another version, or announce no calls or no `silence_max`.

@@ -12,14 +12,14 @@ use crate::base::error::{Error, Result};
 use crate::message::Request;
 use crate::transport::{Link, PathInfo, Reply};
 
-/// One connection that takes many calls at a time. When it is dropped, the last of its calls closes the connection.
+/// A link over one connection, which runs many calls concurrently. After the link is dropped, its last call closes the connection.
 pub struct MuxLink<O: MessageSender> {
     end: Arc<CallingEnd<O>>,
     path: PathInfo,
 }
 
 impl<O: MessageSender> MuxLink<O> {
-    /// The link of a calling end.
+    /// Creates the link of a calling end.
     #[must_use]
     pub fn new(end: Arc<CallingEnd<O>>, path: PathInfo) -> Self {
         Self { end, path }
@@ -65,7 +65,7 @@ impl<O: MessageSender> Link for MuxLink<O> {
 
 impl<O: MessageSender> Drop for MuxLink<O> {
     fn drop(&mut self) {
-        // Replies that were started may still come, and the last of them closes.
+        // Replies to started calls may still arrive, and the last of them closes the connection.
         self.end.refuse("the channel was dropped", true);
     }
 }

@@ -1,4 +1,5 @@
-//! Building blocks of an ordered transport: many concurrent calls over one connection, independent of what moves the bytes.
+//! Building blocks of an ordered transport: many concurrent calls over one connection, independent of the way in which bytes are
+//! moved.
 //!
 //! ```text
 //!  Channel ── MuxLink ── CallingEnd ──► MessageSender ═══ the transport ═══► AnsweringEnd ── Handler
@@ -6,9 +7,9 @@
 //!     └── oneshot ◄── CallingEnd ◄═══ the transport ═══ MessageSender ◄─────────────────────────────────┘
 //! ```
 //!
-//! The transport provides a [`MessageSender`] for each direction and reads what arrives. It calls the two ends as plain objects:
-//! their `on_…` methods neither wait nor block, so a task that reads a socket may call them, and so may a thread that polls a
-//! network card.
+//! The transport provides a [`MessageSender`] for each direction and reads incoming bytes. It calls the two ends as plain
+//! objects: their `on_…` methods neither wait nor block. A task that reads a socket may therefore call them, and so may a thread
+//! that polls a network card.
 //!
 //! | the transport | the ends |
 //! |---|---|
@@ -43,5 +44,5 @@ pub use limits::{ConnectionLimits, Handshake};
 pub use link::MuxLink;
 pub use sender::MessageSender;
 
-/// From this number of concurrent calls on, messages are sent in groups: no single caller waits for one message alone.
+/// Number of concurrent calls from which messages are sent in groups, because no single caller waits for one message alone.
 const CROWD: usize = 8;

@@ -12,7 +12,7 @@ use crate::message::Message;
 /// [`AnsweringEnd`](super::AnsweringEnd).
 ///
 /// - **Order.** Messages arrive whole and in the order in which they were posted, except urgent ones (below).
-/// - **Waiting.** No method waits. What cannot leave at once is queued; the limits of both ends bound the queue.
+/// - **Waiting.** No method waits. Messages that cannot be sent at once are queued; the limits of both ends bound the queue.
 /// - **Errors.** No method fails because of the connection. A broken connection ends, and the transport reports that to its end.
 /// - **End.** After [`MessageSender::close`], everything posted is dropped.
 ///
@@ -24,12 +24,13 @@ pub trait MessageSender: fmt::Debug + Send + Sync + 'static {
     /// Bytes that stay free at the start of every header, for the transport's own header.
     const HEADROOM: usize;
 
-    /// Sends a request: `header` (after [`MessageSender::HEADROOM`] bytes), then the head and the segments of the message, unchanged.
+    /// Sends a request: `header` (after [`MessageSender::HEADROOM`] bytes), then the head and the segments of the message,
+    /// unchanged.
     ///
-    /// The request gets the next number, from 1 on, in the order of posting. `register` receives the number before the peer can,
-    /// and may reject the request, which then uses no number. `permit` is dropped when the last byte has been handed to the wire,
-    /// or never will be. `crowded` announces that other requests follow at once, so the message may wait to be sent together with
-    /// them.
+    /// The request gets the next number, from 1 on, in the order of posting.
+    /// - `register` receives the number before the peer can, and may reject the request, which then uses no number.
+    /// - `permit` is dropped when the last byte has been passed to the wire, or never will be.
+    /// - `crowded` announces that other requests follow at once, so the message may wait to be sent together with them.
     ///
     /// # Errors
     /// The error that `register` returned.
@@ -45,22 +46,22 @@ pub trait MessageSender: fmt::Debug + Send + Sync + 'static {
     /// Sends the response of a call, in the same form.
     fn post_response(&self, call: u64, header: BytesMut, message: &Message, permit: CapacityPermit, crowded: bool);
 
-    /// Sends, urgently, why a call has no response; `reason` begins with headroom, as a header does. `permit` is dropped when the
-    /// reason has been handed to the wire, or never will be.
+    /// Sends the reason why a call has no response, urgently. `reason` begins with headroom, as a header does. `permit` is
+    /// dropped when the reason has been passed to the wire, or never will be.
     fn post_failed(&self, call: u64, reason: BytesMut, permit: CapacityPermit);
 
-    /// Removes a request that has not begun to leave, or sends a cancel, which must arrive after the request's beginning.
+    /// Removes a request of which no byte was sent, or sends a cancel, which must arrive after the request's beginning.
     ///
     /// `reply` is the permit of the response. A response that is already arriving keeps its memory: a transport that cannot stop
-    /// it drops the permit once it has arrived; any other transport drops the permit at once.
+    /// it drops the permit once the response has arrived. Any other transport drops the permit at once.
     fn cancel(&self, call: u64, reply: CapacityPermit);
 
-    /// Announces, urgently, that this end accepts no new calls.
+    /// Announces that this end accepts no new calls, urgently.
     fn post_drain(&self);
 
-    /// Sends a heartbeat, urgently, unless another message has left since the last heartbeat or is about to.
+    /// Sends a heartbeat, urgently, unless another message was sent since the last heartbeat or is about to be sent.
     fn post_heartbeat(&self);
 
-    /// Drops everything that has not left and ends the connection. May be called more than once.
+    /// Drops everything that was not sent and ends the connection. May be called more than once.
     fn close(&self);
 }

@@ -1,7 +1,7 @@
-//! A value with a batch beside it: the arguments of a worker call, or its reply.
+//! A value and a batch: the arguments of a worker call, or its reply.
 //!
-//! The value is replicated to every rank, the batch is sharded over them. On the wire the head is a JSON object of both, the
-//! segments are the columns.
+//! The value is replicated to every rank, and the batch is sharded over the ranks. On the wire, the head is a JSON object with the
+//! value and the schema of the batch, and the segments are the columns.
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -10,7 +10,7 @@ use crate::base::error::{Code, Error, Result};
 use crate::group::batch::{Batch, BatchSchema};
 use crate::message::{ContentType, Message};
 
-/// A value with a batch beside it.
+/// A value and a batch.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Payload<T> {
     /// The small, typed part.
@@ -33,10 +33,10 @@ struct Head<T> {
 }
 
 impl<T: Serialize> Payload<T> {
-    /// As it travels. The segments are the columns' own memory; the head is written anew.
+    /// Encodes the payload as a message. The segments share the memory of the columns; the head is serialized again.
     ///
     /// # Errors
-    /// `InvalidArgument` when the value cannot be written as JSON.
+    /// `InvalidArgument` if the value cannot be serialized as JSON.
     pub fn to_message(&self) -> Result<Message> {
         let (batch, segments) = self.batch.encode();
         let head = serde_json::to_vec(&Head { value: &self.value, batch })
@@ -46,11 +46,11 @@ impl<T: Serialize> Payload<T> {
 }
 
 impl<T: DeserializeOwned> Payload<T> {
-    /// What a message carries; the batch shares its segments.
+    /// Decodes the payload of a message. The batch shares the memory of its segments.
     ///
     /// # Errors
-    /// `InvalidArgument` when the head is no JSON of a `T`, `DataLoss` when head and segments do not fit each other. Both are
-    /// `NotStarted`; whoever reads an *answer* says so with [`Error::with_execution`].
+    /// `InvalidArgument` if the head is not JSON of a `T`; `DataLoss` if head and segments do not match. Both are `NotStarted`.
+    /// To decode a *reply*, set the execution of the error with [`Error::with_execution`].
     pub fn from_message(message: Message) -> Result<Self> {
         let head: Head<T> = serde_json::from_slice(&message.head.to_bytes()).map_err(|error| {
             Error::not_started(Code::InvalidArgument, "the head of a payload is not what is asked for").caused_by(error)

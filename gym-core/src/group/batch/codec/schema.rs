@@ -1,4 +1,4 @@
-//! A batch as a schema and segments: the schema is JSON of a few hundred bytes, the segments are the columns' own memory.
+//! Encoding of a batch as a schema and segments. The schema is JSON of a few hundred bytes; the segments share the columns' memory.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use crate::base::error::{Code, Error, Result};
 use crate::group::batch::tensor::{DType, Tensor};
 use crate::group::batch::{Batch, Column, JsonRows, MicroBatches, Offsets, Packed, Ragged, Segment, SegmentId};
 
-/// What the segments of a batch are.
+/// Description of the segments of a batch.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct BatchSchema {
@@ -23,13 +23,13 @@ pub struct BatchSchema {
     /// Metadata of the batch as a whole.
     #[serde(default, skip_serializing_if = "Map::is_empty")]
     pub metadata: Map<String, Value>,
-    /// The plan of micro-batches that a shard carries.
+    /// The plan of micro-batches, if the batch is a shard that has one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub micro_batches: Option<MicroBatches>,
 }
 
 impl BatchSchema {
-    /// Whether there is nothing to say.
+    /// Returns `true` if the batch has neither columns nor metadata.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.columns.is_empty() && self.metadata.is_empty()
@@ -46,7 +46,7 @@ pub enum ColumnSchema {
         name: String,
         /// Type of the elements.
         dtype: DType,
-        /// Sizes of the dimensions; the first one is the rows.
+        /// Sizes of the dimensions; the first one is the number of rows.
         shape: Vec<usize>,
     },
     /// Two segments: the boundaries of the rows, then the elements of all rows.
@@ -55,21 +55,21 @@ pub enum ColumnSchema {
         name: String,
         /// Type of the elements.
         dtype: DType,
-        /// Sizes of the dimensions of all rows together; the first one is the last boundary less the first.
+        /// Sizes of the dimensions of all rows together; the first one is the last boundary minus the first.
         shape: Vec<usize>,
     },
-    /// Two segments: the boundaries of the rows, then the texts of all rows.
+    /// Two segments: the boundaries of the rows, then the JSON texts of all rows.
     Json {
         /// Name of the column.
         name: String,
     },
-    /// Two segments and the listed ones: the boundaries of the rows among the references, the references, then the tensors.
+    /// Two segments, then the listed ones: the boundaries of the rows among the references, the references, then the tensors.
     Packed {
         /// Name of the column.
         name: String,
-        /// The dimension along which the tensors are packed; negative ones count from the last.
+        /// The dimension along which the tensors are packed; a negative number counts from the last dimension.
         dimension: isize,
-        /// Whether the other dimensions are padded.
+        /// `true` if the other dimensions are padded.
         pad_to_max_shape: bool,
         /// The tensors that rows refer to, each once.
         segments: Vec<SegmentSchema>,
@@ -89,7 +89,7 @@ pub struct SegmentSchema {
 }
 
 impl Batch {
-    /// Schema and segments. The segments are the columns' own memory.
+    /// Encodes the batch as a schema and segments. The segments share the memory of the columns.
     #[must_use]
     pub fn encode(&self) -> (BatchSchema, Vec<Bytes>) {
         let mut segments = Vec::with_capacity(2 * self.columns.len());
@@ -131,11 +131,11 @@ impl Batch {
         (BatchSchema { rows: self.rows(), columns, metadata, micro_batches }, segments)
     }
 
-    /// The batch of a schema and segments, which it shares. Every length is checked against the bytes that came, and nothing
-    /// is allocated by a number that the peer wrote.
+    /// Decodes a batch, which shares the memory of the segments. Every length is checked against the received bytes, and no
+    /// allocation depends on a number that the peer wrote.
     ///
     /// # Errors
-    /// `DataLoss` when schema and segments do not fit each other; it names the column.
+    /// `DataLoss`, with the name of the column, if schema and segments do not match.
     pub fn decode(schema: BatchSchema, segments: Vec<Bytes>) -> Result<Self> {
         let (rows, mut segments, mut batch) = (schema.rows, segments.into_iter(), Self::empty());
         for column in schema.columns {
@@ -215,7 +215,7 @@ fn lost(message: String) -> Error {
     Error::not_started(Code::DataLoss, message).about("read a batch")
 }
 
-/// A mistake in what came is the peer's, not an argument of the caller's.
+/// Reports an error in received data as `DataLoss`: the peer is at fault, not an argument of the caller.
 fn as_lost(error: &Error) -> Error {
     lost(error.message().to_owned())
 }

@@ -15,21 +15,21 @@ use crate::group::batch::tensor::{DType, Element, Tensor, check_range};
 pub use offsets::Offsets;
 pub use packed::{Packed, Segment, SegmentId};
 
-/// A value per row. Cheap to clone; slices share the memory.
+/// A value for each row. Cheap to clone; slices share the memory.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Column {
-    /// Rows of one shape: dimension 0 of the tensor counts them.
+    /// Rows of one shape, counted by dimension 0 of the tensor.
     Dense(Tensor),
     /// Rows of unequal lengths.
     Ragged(Ragged),
     /// JSON values.
     Json(JsonRows),
-    /// Lists of tensors of their own shapes, which rows may share.
+    /// Lists of tensors with individual shapes, which rows may share.
     Packed(Packed),
 }
 
 impl Column {
-    /// Number of rows.
+    /// Returns the number of rows.
     #[must_use]
     pub fn rows(&self) -> usize {
         match self {
@@ -40,10 +40,10 @@ impl Column {
         }
     }
 
-    /// The tensor of a dense column.
+    /// Returns the tensor of a dense column.
     ///
     /// # Errors
-    /// `InvalidArgument` when the column is of another kind.
+    /// `InvalidArgument` if the column is of another kind.
     pub fn dense(&self) -> Result<&Tensor> {
         match self {
             Self::Dense(tensor) => Ok(tensor),
@@ -51,10 +51,10 @@ impl Column {
         }
     }
 
-    /// The rows of a ragged column.
+    /// Returns the rows of a ragged column.
     ///
     /// # Errors
-    /// `InvalidArgument` when the column is of another kind.
+    /// `InvalidArgument` if the column is of another kind.
     pub fn ragged(&self) -> Result<&Ragged> {
         match self {
             Self::Ragged(ragged) => Ok(ragged),
@@ -62,10 +62,10 @@ impl Column {
         }
     }
 
-    /// The rows of a JSON column.
+    /// Returns the rows of a JSON column.
     ///
     /// # Errors
-    /// `InvalidArgument` when the column is of another kind.
+    /// `InvalidArgument` if the column is of another kind.
     pub fn json(&self) -> Result<&JsonRows> {
         match self {
             Self::Json(json) => Ok(json),
@@ -73,10 +73,10 @@ impl Column {
         }
     }
 
-    /// The rows of a packed column.
+    /// Returns the rows of a packed column.
     ///
     /// # Errors
-    /// `InvalidArgument` when the column is of another kind.
+    /// `InvalidArgument` if the column is of another kind.
     pub fn packed(&self) -> Result<&Packed> {
         match self {
             Self::Packed(packed) => Ok(packed),
@@ -84,7 +84,7 @@ impl Column {
         }
     }
 
-    /// The name of the kind, as in messages and on the wire.
+    /// Returns the name of the kind, as used in messages and on the wire.
     #[must_use]
     pub fn kind(&self) -> &'static str {
         match self {
@@ -99,7 +99,7 @@ impl Column {
         Error::invalid(format!("a {} column is not {wanted}", self.kind()))
     }
 
-    /// Neighbouring rows, sharing the memory; the range was checked.
+    /// Returns adjacent rows, sharing the memory. The caller has checked the range.
     pub(crate) fn slice_rows(&self, rows: Range<usize>) -> Self {
         match self {
             Self::Dense(tensor) => Self::Dense(tensor.slice_rows(rows)),
@@ -134,7 +134,7 @@ impl From<Packed> for Column {
     }
 }
 
-/// Rows of unequal lengths, one after the other in one tensor along its dimension 0.
+/// Rows of unequal lengths, concatenated in one tensor along its dimension 0.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Ragged {
     values: Tensor,
@@ -142,10 +142,10 @@ pub struct Ragged {
 }
 
 impl Ragged {
-    /// Rows cut out of `values` along its dimension 0, at boundaries that begin at its start and end at its end.
+    /// Creates rows from `values`, cut along dimension 0 at boundaries that cover all of it.
     ///
     /// # Errors
-    /// `InvalidArgument` when the values are a scalar, or the boundaries span another number of steps.
+    /// `InvalidArgument` if the values are a scalar, or if the boundaries span another number of steps.
     pub fn new(values: Tensor, offsets: Offsets) -> Result<Self> {
         if values.shape().is_empty() {
             return Err(Error::invalid("a scalar cannot be cut into rows"));
@@ -157,7 +157,7 @@ impl Ragged {
         Ok(Self { values, offsets })
     }
 
-    /// Rows of single elements, copied into one block: token ids, log-probs.
+    /// Creates rows of single elements, such as token ids or log-probs, copied into one block.
     #[must_use]
     pub fn from_rows<T: Element>(rows: &[impl AsRef<[T]>]) -> Self {
         let lengths = rows.iter().map(|row| row.as_ref().len());
@@ -167,34 +167,34 @@ impl Ragged {
         Self { values, offsets: Offsets::from_lengths(lengths) }
     }
 
-    /// Number of rows.
+    /// Returns the number of rows.
     #[must_use]
     pub fn rows(&self) -> usize {
         self.offsets.rows()
     }
 
-    /// Type of the elements.
+    /// Returns the type of the elements.
     #[must_use]
     pub fn dtype(&self) -> DType {
         self.values.dtype()
     }
 
-    /// All rows, one after the other.
+    /// Returns all rows, concatenated.
     #[must_use]
     pub fn values(&self) -> &Tensor {
         &self.values
     }
 
-    /// Where the rows begin and end in [`Self::values`].
+    /// Returns the boundaries of the rows in [`Self::values`].
     #[must_use]
     pub fn offsets(&self) -> &Offsets {
         &self.offsets
     }
 
-    /// One row, sharing the memory.
+    /// Returns one row, sharing the memory.
     ///
     /// # Errors
-    /// `InvalidArgument` when there is no such row.
+    /// `InvalidArgument` if there is no such row.
     pub fn row(&self, row: usize) -> Result<Tensor> {
         check_row(row, self.rows())?;
         Ok(self.values.slice_rows(self.offsets.row(row)))
@@ -206,7 +206,7 @@ impl Ragged {
     }
 }
 
-/// JSON values as their texts, one after the other. Nobody parses them until somebody asks for a row.
+/// JSON values as concatenated texts. A row is parsed when it is read.
 #[derive(Clone, Debug, PartialEq)]
 pub struct JsonRows {
     text: Bytes,
@@ -214,10 +214,10 @@ pub struct JsonRows {
 }
 
 impl JsonRows {
-    /// Texts cut out of `text` at boundaries that begin at its start and end at its end.
+    /// Creates rows from `text`, cut at boundaries that cover all of it.
     ///
     /// # Errors
-    /// `InvalidArgument` when the boundaries span another number of bytes.
+    /// `InvalidArgument` if the boundaries span another number of bytes.
     pub fn new(text: Bytes, offsets: Offsets) -> Result<Self> {
         if offsets.total() != text.len() {
             let (span, found) = (offsets.total(), text.len());
@@ -226,10 +226,10 @@ impl JsonRows {
         Ok(Self { text, offsets })
     }
 
-    /// One text per value.
+    /// Serializes each value as one row.
     ///
     /// # Errors
-    /// `InvalidArgument` when a value cannot be written as JSON; it names the row.
+    /// `InvalidArgument`, with the row, if a value cannot be serialized as JSON.
     pub fn from_values<T: Serialize>(values: impl IntoIterator<Item = T>) -> Result<Self> {
         let (mut text, mut lengths) = (Vec::new(), Vec::new());
         for value in values {
@@ -241,37 +241,37 @@ impl JsonRows {
         Ok(Self { text: text.into(), offsets: Offsets::from_lengths(lengths) })
     }
 
-    /// Number of rows.
+    /// Returns the number of rows.
     #[must_use]
     pub fn rows(&self) -> usize {
         self.offsets.rows()
     }
 
-    /// All texts, one after the other.
+    /// Returns the texts of all rows, concatenated.
     #[must_use]
     pub fn text(&self) -> &Bytes {
         &self.text
     }
 
-    /// Where the texts begin and end in [`Self::text`].
+    /// Returns the boundaries of the texts in [`Self::text`].
     #[must_use]
     pub fn offsets(&self) -> &Offsets {
         &self.offsets
     }
 
-    /// The text of one row, sharing the memory.
+    /// Returns the text of one row, sharing the memory.
     ///
     /// # Errors
-    /// `InvalidArgument` when there is no such row.
+    /// `InvalidArgument` if there is no such row.
     pub fn row(&self, row: usize) -> Result<Bytes> {
         check_row(row, self.rows())?;
         Ok(self.text.slice(self.offsets.row(row)))
     }
 
-    /// One row, read as `T`.
+    /// Deserializes one row as a `T`.
     ///
     /// # Errors
-    /// `InvalidArgument` when there is no such row; `DataLoss` when its text is no such value.
+    /// `InvalidArgument` if there is no such row; `DataLoss` if its text is not a `T`.
     pub fn read<T: DeserializeOwned>(&self, row: usize) -> Result<T> {
         serde_json::from_slice(&self.row(row)?).map_err(|error| {
             Error::not_started(Code::DataLoss, format!("row {row} is not what is asked for")).caused_by(error)

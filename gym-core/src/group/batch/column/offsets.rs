@@ -1,4 +1,4 @@
-//! Where the rows of a column of unequal lengths begin and end.
+//! Boundaries of the rows of a column with rows of unequal lengths.
 
 use std::fmt;
 use std::ops::Range;
@@ -9,15 +9,15 @@ use crate::base::error::{Code, Error, Result};
 
 const BYTES: usize = size_of::<u64>();
 
-/// `rows + 1` boundaries, as little-endian `u64`, never decreasing. Row `i` lies between boundary `i` and `i + 1`.
+/// `rows + 1` boundaries, as little-endian `u64`, never decreasing. Row `i` lies between the boundaries `i` and `i + 1`.
 ///
-/// The first boundary need not be 0: a slice of rows shares the boundaries of the whole. What they point into begins at the
-/// first one.
+/// The first boundary need not be 0, because a slice of rows shares the boundaries of the whole column. The data of a slice
+/// begins at its first boundary.
 #[derive(Clone)]
 pub struct Offsets(Bytes);
 
 impl Offsets {
-    /// Boundaries of rows of these lengths, the first at 0.
+    /// Creates the boundaries of rows with these lengths; the first boundary is 0.
     #[must_use]
     pub fn from_lengths(lengths: impl IntoIterator<Item = usize>) -> Self {
         let lengths = lengths.into_iter();
@@ -31,10 +31,10 @@ impl Offsets {
         Self(boundaries.into())
     }
 
-    /// Boundaries as they came from a peer.
+    /// Decodes the boundaries received from a peer.
     ///
     /// # Errors
-    /// `DataLoss` when they are not `rows + 1` numbers that never decrease.
+    /// `DataLoss` if the bytes are not `rows + 1` numbers that never decrease.
     pub fn decode(bytes: Bytes, rows: usize) -> Result<Self> {
         let expected = rows.checked_add(1).and_then(|count| count.checked_mul(BYTES));
         if expected != Some(bytes.len()) {
@@ -48,49 +48,49 @@ impl Offsets {
         Ok(offsets)
     }
 
-    /// Number of rows.
+    /// Returns the number of rows.
     #[must_use]
     pub fn rows(&self) -> usize {
         self.0.len() / BYTES - 1
     }
 
-    /// Where a row lies, counted from the first boundary.
+    /// Returns the range of a row, counted from the first boundary.
     ///
     /// # Panics
-    /// When there is no such row.
+    /// If there is no such row.
     #[must_use]
     pub fn row(&self, row: usize) -> Range<usize> {
         self.rows_range(row..row + 1)
     }
 
-    /// Where neighbouring rows lie together, counted from the first boundary.
+    /// Returns the range of adjacent rows, counted from the first boundary.
     pub(crate) fn rows_range(&self, rows: Range<usize>) -> Range<usize> {
         let first = self.at(0);
         to_usize(self.at(rows.start) - first)..to_usize(self.at(rows.end) - first)
     }
 
-    /// Length of each row, in order.
+    /// Returns the length of each row, in order.
     pub fn lengths(&self) -> impl ExactSizeIterator<Item = usize> + '_ {
         (0..self.rows()).map(|row| self.row(row).len())
     }
 
-    /// From the first boundary to the last.
+    /// Returns the distance from the first boundary to the last.
     #[must_use]
     pub fn total(&self) -> usize {
         self.rows_range(0..self.rows()).len()
     }
 
-    /// Boundaries of some of the rows, sharing the memory.
+    /// Returns the boundaries of adjacent rows, sharing the memory.
     pub(crate) fn slice_rows(&self, rows: Range<usize>) -> Self {
         Self(self.0.slice(rows.start * BYTES..(rows.end + 1) * BYTES))
     }
 
-    /// The same rows with the first boundary at 0: a copy, unless it is there already.
+    /// Returns the boundaries of the same rows with the first one at 0. Copies them unless it is 0 already.
     pub(crate) fn rebased(&self) -> Self {
         if self.at(0) == 0 { self.clone() } else { Self::from_lengths(self.lengths()) }
     }
 
-    /// The boundaries as they travel.
+    /// Returns the encoded boundaries.
     #[must_use]
     pub fn bytes(&self) -> &Bytes {
         &self.0
@@ -102,7 +102,7 @@ impl Offsets {
     }
 }
 
-/// Equal when the rows have equal lengths; where the first one begins does not matter.
+/// Compares the lengths of the rows, not the position of the first boundary.
 impl PartialEq for Offsets {
     fn eq(&self, other: &Self) -> bool {
         self.rows() == other.rows() && self.lengths().eq(other.lengths())
@@ -116,7 +116,7 @@ impl fmt::Debug for Offsets {
 }
 
 fn to_usize(distance: u64) -> usize {
-    // A distance beyond the address space has no memory behind it: every slice by it fails its bounds check.
+    // No memory is larger than the address space: a slice by a larger distance fails its bounds check.
     usize::try_from(distance).unwrap_or(usize::MAX)
 }
 

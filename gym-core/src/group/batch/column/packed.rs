@@ -1,7 +1,7 @@
-//! Rows made of tensors of their own shapes, which rows may share: the images of a prompt, once for all of its samples.
+//! Rows of tensors with individual shapes, which rows may share, such as the images of a prompt, kept once for all of its samples.
 //!
-//! A row refers to segments; a segment is a tensor with an identity. Rows that refer to the same segment share it however
-//! often the column is sliced, repeated, put together or sent, because it is recognised by its identity, never by its value.
+//! A row refers to segments. A segment is a tensor with an identity. Segments are compared by identity, never by value. Rows that
+//! refer to the same segment therefore share it, however often the column is sliced, repeated, concatenated or sent.
 
 use std::collections::HashMap;
 
@@ -9,12 +9,12 @@ use crate::base::error::{Code, Error, Result};
 use crate::group::batch::Offsets;
 use crate::group::batch::tensor::{DType, Tensor, copy_into_block};
 
-/// Says of two segments whether one was made from the other without a change. Drawn at random, so that segments of different
-/// processes do not meet; a test that wants the same ones again seeds `fastrand`.
+/// Identity of a segment: equal for two segments if one was derived from the other without a change. Drawn at random, so that
+/// segments of different processes do not collide. A test that needs reproducible identities seeds `fastrand`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SegmentId(pub(in crate::group::batch) u128);
 
-/// A tensor with an identity. A clone has the same one.
+/// A tensor with an identity, which its clones keep.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Segment {
     id: SegmentId,
@@ -22,24 +22,24 @@ pub struct Segment {
 }
 
 impl Segment {
-    /// A segment like no other.
+    /// Creates a segment with a new identity.
     #[must_use]
     pub fn new(tensor: Tensor) -> Self {
         Self { id: SegmentId(fastrand::u128(..)), tensor }
     }
 
-    /// A segment that came from a peer.
+    /// Creates a segment that was received from a peer.
     pub(in crate::group::batch) fn known(id: SegmentId, tensor: Tensor) -> Self {
         Self { id, tensor }
     }
 
-    /// What tells it from others.
+    /// Returns the identity.
     #[must_use]
     pub fn id(&self) -> SegmentId {
         self.id
     }
 
-    /// Its elements.
+    /// Returns the elements.
     #[must_use]
     pub fn tensor(&self) -> &Tensor {
         &self.tensor
@@ -58,13 +58,14 @@ pub struct Packed {
 }
 
 impl Packed {
-    /// One row for each entry, of one segment or none, to be packed along `dimension`; negative ones count from the last.
+    /// Creates a row of one segment, or none, for each entry. Rows are packed along `dimension`; a negative number counts from
+    /// the last.
     #[must_use]
     pub fn new(rows: impl IntoIterator<Item = Option<Tensor>>, dimension: isize) -> Self {
         Self::from_segments(rows.into_iter().map(|row| row.map(Segment::new)), dimension)
     }
 
-    /// One row for each entry, of the segments that it lists. A segment that comes again is kept once.
+    /// Creates a row for each entry, with the segments that the entry lists. A repeated segment is kept once.
     #[must_use]
     pub fn from_segments<R>(rows: impl IntoIterator<Item = R>, dimension: isize) -> Self
     where
@@ -81,13 +82,13 @@ impl Packed {
         packed
     }
 
-    /// Right-pads the other dimensions with zeros to the largest of them, where [`Self::to_tensor`] would refuse.
+    /// Right-pads the other dimensions with zeros to the largest size. Without it, [`Self::to_tensor`] rejects different sizes.
     #[must_use]
     pub fn pad_to_max_shape(self) -> Self {
         Self { pad_to_max_shape: true, ..self }
     }
 
-    /// As many rows without segments, with this column's settings.
+    /// Creates this many rows without segments, with the settings of this column.
     #[must_use]
     pub fn empty_rows_like(&self, rows: usize) -> Self {
         Self { ends: vec![0; rows], ..Self::empty(self.dimension, self.pad_to_max_shape) }
@@ -97,7 +98,7 @@ impl Packed {
         Self { segments: Vec::new(), ends: Vec::new(), references: Vec::new(), dimension, pad_to_max_shape }
     }
 
-    /// The column of parts that came from a peer.
+    /// Creates a column from parts that were received from a peer.
     pub(in crate::group::batch) fn decode(
         segments: Vec<Segment>,
         offsets: &Offsets,
@@ -116,56 +117,58 @@ impl Packed {
         Ok(Self { segments, ends, references, dimension, pad_to_max_shape })
     }
 
-    /// Number of rows.
+    /// Returns the number of rows.
     #[must_use]
     pub fn rows(&self) -> usize {
         self.ends.len()
     }
 
-    /// The segments, each once, in the order in which rows first refer to them.
+    /// Returns the segments, each once, in the order in which rows first refer to them.
     #[must_use]
     pub fn segments(&self) -> &[Segment] {
         &self.segments
     }
 
-    /// Which of [`Self::segments`] the rows refer to, row after row.
+    /// Returns the positions in [`Self::segments`] to which the rows refer, row by row.
     #[must_use]
     pub fn references(&self) -> &[usize] {
         &self.references
     }
 
-    /// How many segments each row refers to.
+    /// Returns the number of segments of each row.
     #[must_use]
     pub fn counts(&self) -> impl ExactSizeIterator<Item = usize> + Clone + '_ {
         (0..self.rows()).map(|row| self.ends[row] - self.begin(row))
     }
 
-    /// The segments of one row, in order.
+    /// Returns the segments of one row, in order.
     ///
     /// # Panics
-    /// When there is no such row.
+    /// If there is no such row.
     #[must_use]
     pub fn row(&self, row: usize) -> impl ExactSizeIterator<Item = &Segment> {
         self.references[self.begin(row)..self.ends[row]].iter().map(|reference| &self.segments[*reference])
     }
 
-    /// The dimension along which segments are packed, as it was given.
+    /// Returns the dimension along which segments are packed, as it was given.
     #[must_use]
     pub fn dimension(&self) -> isize {
         self.dimension
     }
 
-    /// Whether other dimensions are padded.
+    /// Returns `true` if the other dimensions are padded.
     #[must_use]
     pub fn pads_to_max_shape(&self) -> bool {
         self.pad_to_max_shape
     }
 
-    /// The segments of all rows put together along the packing dimension, one copy; none if no row has a segment.
+    /// Concatenates the segments of all rows along the packing dimension, in one copy. Returns `None` if no row has a segment.
     ///
     /// # Errors
-    /// `InvalidArgument` when segments differ in type or number of dimensions, when there is no such dimension, or when other
-    /// dimensions differ and are not to be padded.
+    /// `InvalidArgument` in these cases:
+    /// - segments differ in type or number of dimensions;
+    /// - the packing dimension does not exist;
+    /// - other dimensions differ and are not padded.
     pub fn to_tensor(&self) -> Result<Option<Tensor>> {
         let mut parts = self.references.iter().map(|reference| self.segments[*reference].tensor());
         let Some(first) = parts.next() else { return Ok(None) };
@@ -207,11 +210,11 @@ impl Packed {
             .ok_or_else(|| Error::invalid(format!("no dimension {} to pack along in {tensor:?}", self.dimension)))
     }
 
-    /// The same rows with their elements in another float type: the column itself if it has it, else segments of their own
-    /// identity, shared as before.
+    /// Converts the elements to another float type. Returns the column itself if it has that type already. Otherwise, the new
+    /// segments get identities of their own and are shared as before.
     ///
     /// # Errors
-    /// As [`Tensor::to_float`].
+    /// The errors of [`Tensor::to_float`].
     pub fn to_float(&self, dtype: DType) -> Result<Self> {
         let cast = |segment: &Segment| match segment.tensor.dtype() {
             same if same == dtype => Ok(segment.clone()),
@@ -220,22 +223,22 @@ impl Packed {
         Ok(Self { segments: self.segments.iter().map(cast).collect::<Result<_>>()?, ..self.clone() })
     }
 
-    /// One row with the segments of all rows.
+    /// Merges all rows into one row with all segments.
     #[must_use]
     pub fn merge_rows(&self) -> Self {
         Self { ends: vec![self.references.len()], ..self.clone() }
     }
 
-    /// One row for each part, with the segments of all of its rows.
+    /// Merges each part into one row with the segments of all of its rows.
     ///
     /// # Errors
-    /// As parts put together: `InvalidArgument` when their settings differ.
+    /// `InvalidArgument` if the settings of the parts differ.
     pub fn flattened_concat(parts: &[Self]) -> Result<Self> {
         let merged: Vec<Self> = parts.iter().map(Self::merge_rows).collect();
         Self::concat(&merged.iter().collect::<Vec<_>>())
     }
 
-    /// The rows of all parts, in order; segments of one identity are kept once.
+    /// Concatenates the rows of all parts, in order. Segments with the same identity are kept once.
     pub(in crate::group::batch) fn concat(parts: &[&Self]) -> Result<Self> {
         let Some(first) = parts.first() else {
             return Err(Error::invalid("no packed columns to put together"));
@@ -248,16 +251,16 @@ impl Packed {
         Ok(Self { pad_to_max_shape: first.pad_to_max_shape, ..Self::from_segments(rows, first.dimension) })
     }
 
-    /// The rows at these positions, which were checked; segments that no row refers to are left behind.
+    /// Selects the rows at these positions, which the caller has checked. Segments to which no row refers are dropped.
     pub(in crate::group::batch) fn select_rows(&self, positions: impl IntoIterator<Item = usize>) -> Self {
         let rows = positions.into_iter().map(|row| self.row(row).cloned());
         Self { pad_to_max_shape: self.pad_to_max_shape, ..Self::from_segments(rows, self.dimension) }
     }
 
-    /// Refuses two columns whose rows do not have as many segments each, such as images and their sizes.
+    /// Checks that the rows of two columns have the same number of segments each, such as images and their sizes.
     ///
     /// # Errors
-    /// `InvalidArgument` when they differ.
+    /// `InvalidArgument` if the numbers differ.
     pub(in crate::group::batch) fn check_coupled(&self, other: &Self) -> Result<()> {
         match self.counts().zip(other.counts()).position(|(own, others)| own != others) {
             Some(row) => Err(Error::not_started(
@@ -281,7 +284,7 @@ impl Packed {
     }
 }
 
-/// Equal when the rows have equal tensors and the settings are the same, whatever is shared.
+/// Equal if the rows have equal tensors and the settings are the same, regardless of sharing.
 impl PartialEq for Packed {
     fn eq(&self, other: &Self) -> bool {
         fn tensors(packed: &Packed, row: usize) -> impl Iterator<Item = &Tensor> {

@@ -1,37 +1,37 @@
-//! How well sequences were packed: of one call, and over many.
+//! Metrics of sequence packing, for one call and for many.
 
 use serde::Serialize;
 
-/// How well one call packed, with NeMo RL's names and definitions. No bins: all zero.
+/// Metrics of one packing call, with NeMo RL's names and definitions. All are zero if there are no bins.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct PackingMetrics {
-    /// Sequences in bins.
+    /// Number of packed sequences.
     pub num_sequences: usize,
-    /// Bins.
+    /// Number of bins.
     pub num_bins: usize,
     /// Tokens of all sequences.
     pub total_sequence_length: usize,
-    /// Tokens that the bins could hold.
+    /// Capacity of all bins, in tokens.
     pub total_bin_capacity: usize,
-    /// Tokens of padding.
+    /// Padding tokens.
     pub total_waste: usize,
-    /// Mean share of a bin that is filled, 0 to 1.
+    /// Mean utilization of a bin, 0 to 1.
     pub average_utilization: f64,
-    /// Share of all capacity that is padding, 0 to 1.
+    /// Share of the total capacity that is padding, 0 to 1.
     pub waste_ratio: f64,
-    /// 1 minus the sample standard deviation of the bins' utilization over its mean; 1 when they are equally full.
+    /// 1 minus the sample standard deviation of the bins' utilization divided by its mean; 1 if all bins are equally full.
     pub bin_balance: f64,
-    /// The least number of bins that could hold the tokens if sequences could be cut.
+    /// The minimum number of bins that could hold the tokens if sequences could be split.
     pub theoretical_min_bins: usize,
-    /// The theoretical number of bins over the actual one.
+    /// The theoretical minimum number of bins divided by the actual number.
     pub bin_efficiency: f64,
 }
 
 impl PackingMetrics {
-    /// The metrics of these bins: positions in `lengths`, capacity in tokens.
+    /// Computes the metrics of these bins, which hold positions in `lengths`. The capacity is in tokens.
     ///
     /// # Panics
-    /// On a position beyond the end of `lengths`.
+    /// If a position is beyond the end of `lengths`.
     #[must_use]
     pub fn of(lengths: &[usize], bins: &[Vec<usize>], capacity: usize) -> Self {
         if bins.is_empty() || capacity == 0 {
@@ -65,27 +65,27 @@ fn balance(loads: &[usize], capacity: usize, mean: f64) -> f64 {
     1.0 - (squares / (loads.len() - 1) as f64).sqrt() / mean
 }
 
-/// The sums over several calls, and the extremes of single ones.
+/// Sums over several calls, and extremes of single calls.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct PackingTotals {
-    /// Calls added; the rest is zero while there are none.
+    /// Number of calls added. All other fields are zero if there are none.
     pub packing_operations: usize,
-    /// Sequences in bins.
+    /// Number of packed sequences.
     pub total_sequences: usize,
-    /// Bins.
+    /// Number of bins.
     pub total_bins: usize,
     /// Tokens of all sequences.
     pub total_sequence_length: usize,
-    /// Tokens that the bins could hold.
+    /// Capacity of all bins, in tokens.
     pub total_bin_capacity: usize,
-    /// Utilization of the worst call.
+    /// Utilization of the call with the lowest utilization.
     pub min_utilization: f64,
-    /// Utilization of the best call.
+    /// Utilization of the call with the highest utilization.
     pub max_utilization: f64,
 }
 
 impl PackingTotals {
-    /// Adds a call; one without bins changes nothing but the count.
+    /// Adds a call. A call without bins only increases the number of calls.
     pub fn add(&mut self, call: &PackingMetrics) {
         self.packing_operations += 1;
         if call.num_bins == 0 {
@@ -101,7 +101,7 @@ impl PackingTotals {
         self.max_utilization = if first { utilization } else { self.max_utilization.max(utilization) };
     }
 
-    /// The share of all capacity that is filled, 0 to 1.
+    /// Returns the share of the total capacity that is used, 0 to 1.
     #[must_use]
     pub fn average_utilization(&self) -> f64 {
         if self.total_bins == 0 { 0.0 } else { self.total_sequence_length as f64 / self.total_bin_capacity as f64 }

@@ -1,8 +1,10 @@
 //! Sequence packing: groups sequences into bins of fixed capacity, so that a micro-batch has little padding.
 //!
-//! The four algorithms produce exactly the bins of NeMo RL, ties included, so that a run trains on the same micro-batches in both.
-//! `first_fit_shuffle` is the exception: it draws from its own seed, and the reference from a global one. First fit finds a bin in a
-//! tournament tree. Modified first fit searches sorted arrays and skips taken entries. Both need `n log n` steps; the reference needs `n²`.
+//! The four algorithms produce exactly the bins of NeMo RL, ties included, so that a run trains on the same micro-batches in
+//! both. The exception is `first_fit_shuffle`: it has its own seed, while the reference draws from a global one.
+//!
+//! First fit finds a bin in a tournament tree. Modified first fit searches sorted arrays and skips taken entries. Both need
+//! `n log n` steps; the reference needs `n²`.
 
 mod first_fit;
 mod metrics;
@@ -22,22 +24,22 @@ use crate::base::error::Error;
 
 pub use metrics::{PackingMetrics, PackingTotals};
 
-/// How sequences are put into bins.
+/// The algorithm that assigns sequences to bins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum PackingAlgorithm {
-    /// In order; a new bin where the next sequence would overflow. Keeps the order, packs worst.
+    /// In the given order; opens a new bin if the next sequence does not fit. Keeps the order, but packs worst.
     Concatenative,
-    /// Longest first (of equal ones the later first), each into the first bin that has room.
+    /// Longest first (of equal lengths, the later one first), each into the first bin with enough capacity.
     FirstFitDecreasing,
-    /// In random order, each into the first bin that has room.
+    /// In random order, each into the first bin with enough capacity.
     FirstFitShuffle,
-    /// Johnson and Garey's: a bin for each sequence longer than half a bin, topped up by medium, small and tiny ones; what is
-    /// left goes to the least loaded further bin. Packs best.
+    /// The algorithm of Johnson and Garey. Each sequence longer than half a bin gets its own bin, which is filled up with medium,
+    /// small and tiny sequences. The remaining sequences go to the least loaded of further bins. Packs best.
     ModifiedFirstFitDecreasing,
 }
 
-/// A way to pack: the algorithm, the bins' capacity, and what their number must be.
+/// Options for packing: the algorithm, the capacity of a bin, and constraints on the number of bins.
 ///
 /// ```
 /// use gym_core::group::batch::packing::{Packing, PackingAlgorithm};
@@ -49,51 +51,51 @@ pub enum PackingAlgorithm {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Packing {
-    /// How sequences are put into bins.
+    /// The algorithm.
     pub algorithm: PackingAlgorithm,
-    /// The most tokens in a bin.
+    /// Maximum tokens in a bin.
     #[serde(rename = "bin_capacity")]
     pub capacity: usize,
-    /// The least number of bins; further bins are made by moving sequences one at a time.
+    /// Minimum number of bins. Further bins are made by moving sequences one at a time. The default is 0.
     #[serde(default)]
     pub min_bin_count: usize,
-    /// The number of bins is a multiple of this.
+    /// The number of bins is a multiple of this number. The default is 1.
     #[serde(default = "one")]
     pub bin_count_multiple: NonZeroUsize,
-    /// Where `first_fit_shuffle` takes its order from.
+    /// Seed of the order in which `first_fit_shuffle` takes the sequences. The default is 0.
     #[serde(default)]
     pub seed: u64,
 }
 
-/// Why the sequences cannot be packed.
+/// The reason why sequences cannot be packed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PackingError {
     /// A sequence is longer than a bin.
     #[error("sequence length {length} (of sequence {index}) exceeds bin capacity {capacity}")]
     TooLong {
-        /// Its position in the input.
+        /// The position of the sequence in the input.
         index: usize,
-        /// Its length.
+        /// The length of the sequence.
         length: usize,
-        /// What a bin holds.
+        /// The capacity of a bin.
         capacity: usize,
     },
-    /// The modified algorithm takes no empty sequences.
+    /// The modified algorithm does not accept empty sequences.
     #[error("sequence lengths must be positive; sequence {0} is empty")]
     Empty(usize),
-    /// A bin that holds nothing.
+    /// The capacity of a bin is 0.
     #[error("bin_capacity must be positive")]
     NoCapacity,
-    /// A bin must hold at least one sequence.
+    /// There are fewer sequences than required bins; each bin must hold at least one.
     #[error(
         "cannot create {bins} bins with only {sequences} sequences; reduce min_bin_count or bin_count_multiple, or provide \
          more sequences"
     )]
     TooFewSequences {
-        /// The number of bins that the constraints ask for.
+        /// The number of bins that the constraints require.
         bins: usize,
-        /// The sequences there are.
+        /// The number of sequences.
         sequences: usize,
     },
     /// No algorithm has this name.
@@ -111,17 +113,18 @@ impl From<PackingError> for Error {
 }
 
 impl Packing {
-    /// This algorithm and capacity, any number of bins.
+    /// Creates options with this algorithm and capacity, and without constraints on the number of bins.
     #[must_use]
     pub fn new(algorithm: PackingAlgorithm, capacity: usize) -> Self {
         Self { algorithm, capacity, min_bin_count: 0, bin_count_multiple: one(), seed: 0 }
     }
 
-    /// The bins, each the positions in `lengths` of its sequences in the order in which they were put there. Every sequence is
-    /// in one bin; no bin is empty.
+    /// Packs the sequences. Returns, for each bin, the positions in `lengths` of its sequences, in the order in which they were
+    /// added. Every sequence is in exactly one bin, and no bin is empty.
     ///
     /// # Errors
-    /// A sequence that fits no bin, an empty one (modified algorithm only), or fewer sequences than the asked bins.
+    /// If a sequence is longer than a bin, if one is empty (modified algorithm only), or if there are fewer sequences than
+    /// required bins.
     pub fn pack(&self, lengths: &[usize]) -> Result<Vec<Vec<usize>>, PackingError> {
         if let Some((index, &length)) = lengths.iter().enumerate().find(|(_, length)| **length > self.capacity) {
             return Err(PackingError::TooLong { index, length, capacity: self.capacity });
@@ -149,8 +152,8 @@ impl Packing {
         self.adjust(bins, lengths.len())
     }
 
-    /// Makes as many more bins as the constraints ask for, each of one sequence: the last of the bin that has the most (of
-    /// equals the later bin), until that has one left, and so on.
+    /// Makes as many more bins as the constraints require, each with one sequence. Takes sequences from the end of the bin with
+    /// the most sequences (of equal bins, the later one) until one is left there. Then continues with the next bin.
     fn adjust(&self, mut bins: Vec<Vec<usize>>, sequences: usize) -> Result<Vec<Vec<usize>>, PackingError> {
         let natural = bins.len();
         let least = natural.max(self.min_bin_count);
@@ -170,8 +173,8 @@ impl Packing {
     }
 }
 
-/// The positions of all lengths, longest first; of equal ones the later or the earlier first. The lengths are sorted with their
-/// positions, because looking each up again is what costs.
+/// Returns the positions of all lengths, longest first; of equal lengths, the later or the earlier one first. Sorts the lengths
+/// together with their positions, because looking up each length again would dominate the cost.
 fn longest_first(lengths: &[usize], later_first: bool) -> Vec<usize> {
     let mut pairs: Vec<(usize, usize)> = lengths.iter().copied().zip(0..).collect();
     if later_first {
@@ -205,11 +208,11 @@ fn concatenate(lengths: &[usize], capacity: usize) -> Vec<Vec<usize>> {
 }
 
 impl PackingAlgorithm {
-    /// Every algorithm.
+    /// All algorithms.
     pub const ALL: [Self; 4] =
         [Self::Concatenative, Self::FirstFitDecreasing, Self::FirstFitShuffle, Self::ModifiedFirstFitDecreasing];
 
-    /// The name in a configuration, such as `first_fit_decreasing`.
+    /// Returns the name in a configuration, such as `first_fit_decreasing`.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -224,7 +227,7 @@ impl PackingAlgorithm {
 impl FromStr for PackingAlgorithm {
     type Err = PackingError;
 
-    /// Reads a name in upper or lower case.
+    /// Parses a name in upper or lower case.
     fn from_str(name: &str) -> Result<Self, PackingError> {
         (Self::ALL.into_iter().find(|known| known.as_str().eq_ignore_ascii_case(name)))
             .ok_or_else(|| PackingError::UnknownAlgorithm(name.to_owned()))

@@ -1,4 +1,4 @@
-//! Modified first fit decreasing: Johnson and Garey, *A 71/60 theorem for bin packing* (1985), with NeMo RL's last phase.
+//! Modified first fit decreasing: Johnson and Garey, *A 71/60 theorem for bin packing* (1985), with the last phase of NeMo RL.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -16,9 +16,9 @@ impl Bin {
     }
 }
 
-/// Packs sequences of positive lengths, none longer than `capacity`.
+/// Packs sequences of positive lengths, all at most `capacity`.
 pub(super) fn pack(lengths: &[usize], capacity: usize) -> Vec<Vec<usize>> {
-    // All four classes, longest first; of equal ones the earlier first.
+    // All four classes, longest first; of equal lengths, the earlier one first.
     let descending = super::longest_first(lengths, false);
     let longer_than = |part: usize| descending.partition_point(|sequence| lengths[*sequence] > capacity / part);
     let (large, medium, small) = (longer_than(2), longer_than(3), longer_than(6));
@@ -38,7 +38,7 @@ pub(super) fn pack(lengths: &[usize], capacity: usize) -> Vec<Vec<usize>> {
     ascending.sort_unstable_by_key(|sequence| (lengths[*sequence], *sequence));
     let rest = add_two_small(&mut bins, &ascending, lengths);
 
-    // Each class is in order, and each of the first two is longer than the next.
+    // Each class is sorted, and all sequences of the first two classes are longer than those of the next class.
     let rest: Vec<usize> = mediums.left().chain(rest).chain(descending[small..].iter().copied()).collect();
     let mut rest = Sorted::new(&rest);
     for bin in &mut bins {
@@ -54,10 +54,11 @@ pub(super) fn pack(lengths: &[usize], capacity: usize) -> Vec<Vec<usize>> {
     packed
 }
 
-/// From the last bin backward, into each that has no medium: the shortest small sequence and the longest that still fits with
-/// it (of equal ones the latest). Returns what is left, longest first, of equal ones the earlier first.
+/// Visits the bins from the last to the first, and adds two sequences to each bin without a medium one. These are the shortest
+/// small sequence, and the longest that still fits next to it (of equal lengths, the latest). Returns the remaining sequences,
+/// longest first; of equal lengths, the earlier one first.
 ///
-/// The shortest are taken from the front; what was taken further back is skipped through links to the left.
+/// The shortest sequences are taken from the front. Sequences that were taken further back are skipped through links to the left.
 fn add_two_small(bins: &mut [Bin], ascending: &[usize], lengths: &[usize]) -> Vec<usize> {
     let mut free = Backward::new(ascending.len());
     let length = |at: usize| lengths[ascending[at]];
@@ -70,7 +71,7 @@ fn add_two_small(bins: &mut [Bin], ascending: &[usize], lengths: &[usize]) -> Ve
             continue;
         }
         let fits = ascending.partition_point(|sequence| lengths[*sequence] <= bin.room - length(front));
-        // The last that fits is `front` itself when no second one does.
+        // If no second sequence fits, the last that fits is `front` itself.
         let Some(second) = free.last_before(fits).filter(|second| *second > front) else { continue };
         bin.put(ascending[front], length(front));
         bin.put(ascending[second], length(second));
@@ -82,15 +83,15 @@ fn add_two_small(bins: &mut [Bin], ascending: &[usize], lengths: &[usize]) -> Ve
     left
 }
 
-/// Longest first, each to the least loaded bin, the one that has had its load for longest among equals; a new bin if it does
-/// not fit there. Ascending by load.
+/// Adds the sequences, longest first, to the least loaded bin; of equal bins, to the one whose load has not changed for longest.
+/// Opens a new bin if the sequence does not fit there. Returns the bins in ascending order of load.
 fn spread(longest_first: impl Iterator<Item = usize>, lengths: &[usize], capacity: usize) -> Vec<Vec<usize>> {
     let mut bins: Vec<Vec<usize>> = Vec::new();
     let mut least_loaded: BinaryHeap<Reverse<(usize, usize, usize)>> = BinaryHeap::new();
     for (turn, sequence) in longest_first.enumerate() {
         let length = lengths[sequence];
         let fits = least_loaded.peek().is_some_and(|Reverse((load, _, _))| length <= capacity - load);
-        // Changed in place, the bin moves down the heap once; taken out and put back, it would move twice.
+        // Changed in place, the bin moves down the heap once; removed and added again, it would move twice.
         if fits && let Some(mut least) = least_loaded.peek_mut() {
             let Reverse((load, since, bin)) = &mut *least;
             bins[*bin].push(sequence);
@@ -104,10 +105,11 @@ fn spread(longest_first: impl Iterator<Item = usize>, lengths: &[usize], capacit
     order.into_iter().rev().map(|Reverse((_, _, bin))| std::mem::take(&mut bins[bin])).collect()
 }
 
-/// Sequences in a fixed order, of which some have been taken.
+/// Sequences in a fixed order, some of which have been taken.
 struct Sorted<'a> {
     all: &'a [usize],
-    /// A position from which on to look for the next that is there; itself when it is there.
+    /// For each position, a position from which to search for the next remaining sequence; the position itself if its sequence
+    /// remains.
     next: Vec<usize>,
 }
 
@@ -116,7 +118,7 @@ impl<'a> Sorted<'a> {
         Self { all, next: (0..=all.len()).collect() }
     }
 
-    /// Takes the first one at `from` or after it.
+    /// Takes the first remaining sequence at `from` or after it.
     fn take_from(&mut self, from: usize) -> Option<usize> {
         let at = root(&mut self.next, from);
         let taken = *self.all.get(at)?;
@@ -129,7 +131,7 @@ impl<'a> Sorted<'a> {
     }
 }
 
-/// Which of `0..n` are free; position 0 of the links stands for "none", so position `i` is at link `i + 1`.
+/// The free positions of `0..n`, as links to the left. Link 0 stands for "none", so position `i` has link `i + 1`.
 struct Backward(Vec<usize>);
 
 impl Backward {
@@ -145,13 +147,13 @@ impl Backward {
         self.0[at + 1] = at;
     }
 
-    /// The last free position before `end`.
+    /// Returns the last free position before `end`.
     fn last_before(&mut self, end: usize) -> Option<usize> {
         root(&mut self.0, end).checked_sub(1)
     }
 }
 
-/// Where the links end, halving the way for the next who goes it.
+/// Follows the links to their end, and shortens the path for later searches by half.
 fn root(links: &mut [usize], mut at: usize) -> usize {
     while links[at] != at {
         links[at] = links[links[at]];

@@ -1,4 +1,4 @@
-//! The algorithms as the reference states them, with loops over all bins and removal from the middle of lists: slow and plain.
+//! Plain versions of the algorithms, as in the reference: slow, with loops over all bins and removal from the middle of lists.
 
 pub(super) fn first_fit(lengths: &[usize], order: &[usize], capacity: usize) -> Vec<Vec<usize>> {
     let mut bins: Vec<Vec<usize>> = Vec::new();

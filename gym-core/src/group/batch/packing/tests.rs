@@ -1,4 +1,4 @@
-//! The conformance cases of the packers, and equality with the plain transcription on random input.
+//! Conformance tests of the packing algorithms, and comparison with the plain versions on random input.
 
 use proptest::prelude::*;
 
@@ -19,7 +19,7 @@ fn constrained(algorithm: PackingAlgorithm, min: usize, multiple: usize) -> Pack
     Packing { min_bin_count: min, bin_count_multiple, ..Packing::new(algorithm, 100) }
 }
 
-/// Bins as text, `0 1|2`: one line where nested lists would take twenty.
+/// Parses bins from text such as `0 1|2`, which takes one line where nested lists would take twenty.
 fn bins(text: &str) -> Vec<Vec<usize>> {
     text.split('|').map(|bin| bin.split(' ').map(|index| index.parse().unwrap()).collect()).collect()
 }
@@ -222,7 +222,7 @@ fn modified_refuses_empty_sequences_and_bins_without_room() {
     assert_eq!(modified(0).pack(&[]), Err(PackingError::NoCapacity));
 }
 
-/// Lengths that make ties, and all four classes, likely.
+/// Generates lengths for which ties, and all four classes, are likely.
 fn some_lengths() -> impl Strategy<Value = (usize, Vec<usize>)> {
     (1usize..200).prop_flat_map(|capacity| {
         let length = prop_oneof![1..=capacity, 1..=capacity.div_ceil(3), 1..=capacity.div_ceil(6)];

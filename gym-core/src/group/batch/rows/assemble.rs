@@ -1,7 +1,7 @@
-//! Batches from different places put together although their rows are of different widths and some columns may be missing.
+//! Concatenation of batches from different sources: their rows may have different widths, and columns may be missing.
 //!
-//! [`Batch::concat`] is for pieces of one batch and refuses what does not fit. This is for batches of different generations,
-//! whose widths differ by chance.
+//! [`Batch::concat`] is for parts of one batch, and rejects parts that do not match. This module is for batches of different
+//! generations, whose widths differ by chance.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
@@ -11,7 +11,7 @@ use crate::group::batch::rows::concat::common_metadata;
 use crate::group::batch::tensor::{Scalar, Tensor};
 use crate::group::batch::{Batch, Column, Padding};
 
-/// How [`Batch::from_batches`] makes parts fit.
+/// Options of [`Batch::from_batches`]. The defaults pad with 0 and reject missing columns.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Assembly {
     padding: BTreeMap<String, Scalar>,
@@ -19,14 +19,14 @@ pub struct Assembly {
 }
 
 impl Assembly {
-    /// Pads that column with this value instead of 0.
+    /// Pads the column with this value instead of 0.
     #[must_use]
     pub fn pad(mut self, column: impl Into<String>, value: impl Into<Scalar>) -> Self {
         self.padding.insert(column.into(), value.into());
         self
     }
 
-    /// A packed column that a part lacks is taken as rows without segments, instead of refused.
+    /// Accepts parts that lack a packed column, and adds rows without segments for them. The default is to reject such parts.
     #[must_use]
     pub fn packed_may_miss(self) -> Self {
         Self { packed_may_miss: true, ..self }
@@ -34,14 +34,14 @@ impl Assembly {
 }
 
 impl Batch {
-    /// The rows of all parts, in order; columns sorted by name.
+    /// Concatenates the rows of all parts, in order. The columns are sorted by name.
     ///
-    /// Dense columns of two or more dimensions are padded on the right of dimension 1 to the widest part; all others are put
-    /// together as they are. Parts without rows are skipped, whatever columns they have, unless no part has rows.
+    /// Dense columns of two or more dimensions are padded on the right of dimension 1 to the widest part; all others are
+    /// concatenated unchanged. Parts without rows are skipped, whatever columns they have, unless no part has rows.
     ///
     /// # Errors
-    /// `NotFound` when a part that has rows lacks a column that another one has; `InvalidArgument` when columns of one name
-    /// have different kinds, types, or sizes beyond dimension 1.
+    /// `NotFound` if a part that has rows lacks a column that another one has. `InvalidArgument` if columns of one name have
+    /// different kinds, types, or sizes beyond dimension 1.
     pub fn from_batches(parts: &[Self], assembly: &Assembly) -> Result<Self> {
         let mut filled: Vec<(usize, &Self)> = parts.iter().enumerate().filter(|(_, part)| part.rows() > 0).collect();
         if filled.is_empty() {
@@ -61,7 +61,7 @@ impl Batch {
     }
 }
 
-/// The column of that name of every part.
+/// Returns the column of that name of every part.
 fn columns_of<'a>(parts: &[(usize, &'a Batch)], name: &str, assembly: &Assembly) -> Result<Vec<Cow<'a, Column>>> {
     let lacking: Vec<usize> = parts.iter().filter(|(_, part)| part.get(name).is_none()).map(|(at, _)| *at).collect();
     let packed = parts.iter().find_map(|(_, part)| part.get(name)?.packed().ok()).filter(|_| assembly.packed_may_miss);
@@ -86,7 +86,7 @@ fn put_together(columns: &[&Column], padding: Scalar) -> Result<Column> {
     }
 }
 
-/// The rows of all tensors, padded on the right of dimension 1 to the widest, in one pass.
+/// Concatenates the rows of all tensors in one pass, padded on the right of dimension 1 to the widest tensor.
 fn pad(tensors: &[&Tensor], padding: Scalar) -> Result<Tensor> {
     let first = tensors[0];
     let alike = |tensor: &&&Tensor| {

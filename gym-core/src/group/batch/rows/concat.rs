@@ -1,4 +1,4 @@
-//! Batches put together row after row: one copy, into memory of the right size.
+//! Concatenation of batches row by row: one copy, into memory of the right size.
 
 use std::sync::Arc;
 
@@ -10,12 +10,12 @@ use crate::group::batch::tensor::Tensor;
 use crate::group::batch::{Batch, Column, JsonRows, Offsets, Packed, Ragged};
 
 impl Batch {
-    /// The rows of all parts, in order. Parts without columns are skipped; a single part is shared, not copied.
+    /// Concatenates the rows of all parts, in order. Parts without columns are skipped; a single part is shared, not copied.
     ///
-    /// The order of the columns is that of the first part; of the metadata stays what all parts agree on.
+    /// The columns have the order of the first part. Metadata entries are kept if they are equal in all parts.
     ///
     /// # Errors
-    /// `InvalidArgument` when the parts have different columns, or columns of different kinds, types or row shapes.
+    /// `InvalidArgument` if the parts have different columns, or columns of different kinds, types or row shapes.
     pub fn concat(parts: &[Self]) -> Result<Self> {
         let parts: Vec<&Self> = parts.iter().filter(|part| !part.is_empty()).collect();
         let Some((first, rest)) = parts.split_first() else { return Ok(Self::empty()) };
@@ -37,7 +37,7 @@ impl Batch {
     }
 }
 
-/// Of the metadata, what all parts agree on.
+/// Returns the metadata entries that are equal in all parts.
 pub(in crate::group::batch) fn common_metadata(parts: &[&Batch]) -> Map<String, Value> {
     let mut metadata = parts.first().map(|first| (*first.metadata).clone()).unwrap_or_default();
     metadata.retain(|name, value| parts.iter().all(|part| part.metadata.get(name) == Some(value)));
@@ -45,10 +45,10 @@ pub(in crate::group::batch) fn common_metadata(parts: &[&Batch]) -> Map<String, 
 }
 
 impl Column {
-    /// The rows of all columns, of which there is at least one, in order.
+    /// Concatenates the rows of all columns, in order. There must be at least one column.
     ///
     /// # Errors
-    /// `InvalidArgument` when they are of different kinds, types or row shapes.
+    /// `InvalidArgument` if the columns have different kinds, types or row shapes.
     pub(crate) fn concat(columns: &[&Self]) -> Result<Self> {
         Ok(match columns[0] {
             Self::Dense(_) => Self::Dense(concat_tensors(&all(columns, Self::dense)?)?),
@@ -71,7 +71,7 @@ fn all<'a, T>(columns: &[&'a Column], of: fn(&'a Column) -> Result<&'a T>) -> Re
     columns.iter().map(|column| of(column)).collect()
 }
 
-/// Tensors of one type and row shape, put together along dimension 0.
+/// Concatenates tensors of one type and row shape along dimension 0.
 pub(crate) fn concat_tensors(parts: &[&Tensor]) -> Result<Tensor> {
     let first = parts[0];
     if let Some(odd) =

@@ -1,4 +1,4 @@
-//! Where a batch lies. Host memory is the only place today: weights move between devices by collectives, batches between hosts.
+//! Devices of batches. Only host memory is supported: weights move between devices by collectives, batches between hosts.
 
 use std::fmt;
 use std::str::FromStr;
@@ -8,28 +8,28 @@ use serde::{Deserialize, Serialize};
 use crate::base::error::{Code, Error, Result};
 use crate::group::batch::Batch;
 
-/// A place for tensors, as PyTorch spells it: `cpu`, `cuda`, `cuda:3`.
+/// A device for tensors, with PyTorch's names: `cpu`, `cuda`, `cuda:3`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum Device {
     /// Host memory.
     #[default]
     Cpu,
-    /// The memory of the GPU of that index.
+    /// The memory of the GPU with this index.
     Cuda(u32),
 }
 
 impl Batch {
-    /// Where the batch lies.
+    /// Returns the device of the batch.
     #[must_use]
     pub fn device(&self) -> Device {
         Device::Cpu
     }
 
-    /// The batch on that device; shared, since it lies there already.
+    /// Moves the batch to a device. The returned batch shares the memory, because every batch is in host memory already.
     ///
     /// # Errors
-    /// `Unimplemented` for every device but [`Device::Cpu`].
+    /// `Unimplemented` for every device except [`Device::Cpu`].
     pub fn to_device(&self, device: Device) -> Result<Self> {
         match device {
             Device::Cpu => Ok(self.clone()),
@@ -40,10 +40,10 @@ impl Batch {
         }
     }
 
-    /// As [`Self::to_device`], in place.
+    /// Like [`Self::to_device`], in place.
     ///
     /// # Errors
-    /// As that; the batch is as it was then.
+    /// The errors of [`Self::to_device`]; the batch is then unchanged.
     pub fn to_device_mut(&mut self, device: Device) -> Result<()> {
         *self = self.to_device(device)?;
         Ok(())

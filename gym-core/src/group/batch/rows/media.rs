@@ -1,4 +1,4 @@
-//! The columns that a multimodal model takes beside its tokens.
+//! The media columns of a batch, which a multimodal model takes in addition to its tokens.
 
 use crate::base::error::{Error, Result};
 use crate::group::batch::tensor::DType;
@@ -6,9 +6,9 @@ use crate::group::batch::{Batch, Column};
 
 /// Dense columns that belong to the media.
 const TOKEN_TYPES: [&str; 2] = ["token_type_ids", "mm_token_type_ids"];
-/// Columns of pixels, which may be taken in a narrower type.
+/// Pixel columns, which can be converted to a narrower type.
 const PIXELS: [&str; 2] = ["pixel_values", "pixel_values_videos"];
-/// Columns whose rows must have as many segments each: pixels and what says how they lie.
+/// Pairs of columns whose rows must have the same number of segments: pixels, and the description of their layout.
 const COUPLED: [(&str, &str); 4] = [
     ("pixel_values", "image_grid_thw"),
     ("pixel_values", "imgs_sizes"),
@@ -17,10 +17,11 @@ const COUPLED: [(&str, &str); 4] = [
 ];
 
 impl Batch {
-    /// The packed columns, `token_type_ids` and `mm_token_type_ids`; shared, but for pixels that are to be of another float type.
+    /// Returns the packed columns, `token_type_ids` and `mm_token_type_ids`. They share the memory, except pixels that `pixels`
+    /// converts to another float type.
     ///
     /// # Errors
-    /// `InvalidArgument` when pixels and their sizes do not have as many segments in each row, or pixels are no floats.
+    /// `InvalidArgument` if pixels and their sizes have different numbers of segments in a row, or if pixels are not floats.
     pub fn media(&self, pixels: Option<DType>) -> Result<Self> {
         let mut media = Self::empty();
         for (name, column) in self.columns() {

@@ -1,4 +1,4 @@
-//! Rows of unequal lengths made equal, in one pass, and what says which of the elements are real.
+//! Padding of rows of unequal lengths, in one pass, and masks that mark the real elements.
 
 use std::sync::Arc;
 
@@ -7,19 +7,20 @@ use crate::group::batch::rows::select::try_vec;
 use crate::group::batch::tensor::{DType, Element, Scalar, Tensor};
 use crate::group::batch::{Batch, Column, Ragged};
 
-/// Where padding goes.
+/// The side on which padding is added.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum Side {
-    /// Before the elements: prompts of a generation, whose last tokens must line up.
+    /// Before the elements: for prompts of a generation, whose last tokens must be aligned.
     Left,
-    /// After the elements: everything that is trained on.
+    /// After the elements: for all data of a training step.
     #[default]
     Right,
 }
 
-/// How rows of unequal lengths are made equal.
+/// Options for padding rows of unequal lengths.
 ///
-/// The width is that of the longest row, unless [`Self::to_width`] says more, rounded up to [`Self::to_multiple_of`].
+/// The width is that of the longest row, or the one of [`Self::to_width`] if that is larger, rounded up to
+/// [`Self::to_multiple_of`]. By default, there is no minimum width, and the multiple is 1.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Padding {
     value: Scalar,
@@ -29,7 +30,7 @@ pub struct Padding {
 }
 
 impl Padding {
-    /// Pads with `value` on that side.
+    /// Pads with `value` on this side.
     #[must_use]
     pub fn new(value: impl Into<Scalar>, side: Side) -> Self {
         Self { value: value.into(), side, width: 0, multiple: 1 }
@@ -59,7 +60,7 @@ impl Padding {
         Self { multiple: multiple.max(1), ..self }
     }
 
-    /// The width of rows whose longest has this many elements.
+    /// Returns the width of rows whose longest row has this many elements.
     fn width_for(&self, longest: usize) -> Result<usize> {
         let width = longest.max(self.width);
         width
@@ -67,7 +68,8 @@ impl Padding {
             .ok_or_else(|| Error::invalid(format!("padding {width} elements to a multiple of {}", self.multiple)))
     }
 
-    /// Rows of whole steps of `step_bytes`, each the bytes that `rows` gives, put into one block of `width` steps a row.
+    /// Copies rows into one block of `width` steps a row, with padding. `rows` yields the bytes of each row, in whole steps of
+    /// `step_bytes`.
     pub(in crate::group::batch) fn block<'a>(
         &self,
         dtype: DType,
@@ -91,8 +93,11 @@ impl Padding {
 }
 
 impl Batch {
-    /// Three columns of rows of elements, copied once: `name`, `[rows, width]`, padded; `{name}_lengths`, `I32`, the elements of
-    /// each row; `{name}_mask`, `BOOL`, `[rows, width]`, true where an element is real.
+    /// Creates three columns from rows of elements, copied once:
+    ///
+    /// - `name`, `[rows, width]`: the padded rows;
+    /// - `{name}_lengths`, `I32`: the number of elements of each row;
+    /// - `{name}_mask`, `BOOL`, `[rows, width]`: true for real elements.
     ///
     /// ```
     /// use gym_core::group::{Batch, Padding};
@@ -104,7 +109,7 @@ impl Batch {
     /// ```
     ///
     /// # Errors
-    /// `InvalidArgument` when the padding value is no such element, or a row has more than 2³¹ − 1 elements.
+    /// `InvalidArgument` if the padding value is not valid for the type, or if a row has more than 2³¹ − 1 elements.
     pub fn from_rows<T: Element>(name: &str, rows: &[impl AsRef<[T]>], padding: Padding) -> Result<Self> {
         let lengths: Vec<usize> = rows.iter().map(|row| row.as_ref().len()).collect();
         let width = padding.width_for(lengths.iter().copied().max().unwrap_or(0))?;
@@ -116,10 +121,10 @@ impl Batch {
             .with(format!("{name}_mask"), Tensor::mask(&lengths, width, padding.side)?)
     }
 
-    /// Narrows dimension `dimension` of every dense column that has it to `length`; other columns stay as they are.
+    /// Narrows dimension `dimension` to `length` in every dense column that has it. Other columns are unchanged.
     ///
     /// # Errors
-    /// `InvalidArgument` for dimension 0, which counts the rows, and when a column has less than `length` there.
+    /// `InvalidArgument` for dimension 0, which counts the rows, and if a column has less than `length` in this dimension.
     pub fn truncate(&self, dimension: usize, length: usize) -> Result<Self> {
         if dimension == 0 {
             return Err(Error::invalid("truncate of dimension 0, which counts the rows; slice the batch instead"));
@@ -139,10 +144,10 @@ impl Batch {
 }
 
 impl Ragged {
-    /// The rows as one block, `[rows, width, …]`, copied once.
+    /// Copies the rows once, into one padded block `[rows, width, …]`.
     ///
     /// # Errors
-    /// `InvalidArgument` when the padding value is no such element.
+    /// `InvalidArgument` if the padding value is not valid for the type.
     pub fn pad(&self, padding: Padding) -> Result<Tensor> {
         let (values, offsets) = (self.values(), self.offsets());
         let (step, width) = (values.row_bytes(), padding.width_for(offsets.lengths().max().unwrap_or(0))?);
@@ -155,20 +160,21 @@ impl Ragged {
         Tensor::new(values.dtype(), shape.collect::<Vec<_>>(), block.into())
     }
 
-    /// The number of elements of each row, as `I32` of shape `[rows]`.
+    /// Returns the number of elements of each row, as `I32` of shape `[rows]`.
     ///
     /// # Errors
-    /// `InvalidArgument` when a row has more than 2³¹ − 1 elements.
+    /// `InvalidArgument` if a row has more than 2³¹ − 1 elements.
     pub fn lengths(&self) -> Result<Tensor> {
         lengths_tensor(&self.offsets().lengths().collect::<Vec<_>>())
     }
 }
 
 impl Tensor {
-    /// True where rows of these lengths, padded to `width` on that side, have an element: `BOOL`, `[rows, width]`.
+    /// Creates the mask of rows with these lengths, padded to `width` on this side: `BOOL`, `[rows, width]`, true for real
+    /// elements.
     ///
     /// # Errors
-    /// `InvalidArgument` when a length is more than the width.
+    /// `InvalidArgument` if a length exceeds the width.
     pub fn mask(lengths: &[usize], width: usize, side: Side) -> Result<Self> {
         if let Some(length) = lengths.iter().find(|length| **length > width) {
             return Err(Error::invalid(format!("a mask of width {width} for a row of {length} elements")));

@@ -1,4 +1,4 @@
-//! Rows picked by position: one copy of the rows picked, whatever their kind.
+//! Selection of rows by position, with one copy of the selected rows, for every kind of column.
 
 use std::ops::Range;
 
@@ -9,10 +9,10 @@ use crate::group::batch::tensor::Tensor;
 use crate::group::batch::{Batch, Column, JsonRows, Offsets, Ragged};
 
 impl Batch {
-    /// The rows at these positions, in this order; a position may come more than once.
+    /// Selects the rows at these positions, in this order. A position may be repeated.
     ///
     /// # Errors
-    /// `InvalidArgument` when a position is not below the rows; `ResourceExhausted` when the memory is not there.
+    /// `InvalidArgument` if there is no row at a position; `ResourceExhausted` if the memory is not available.
     pub fn select(&self, positions: &[usize]) -> Result<Self> {
         let rows = self.rows();
         if let Some(position) = positions.iter().find(|position| **position >= rows) {
@@ -22,10 +22,10 @@ impl Batch {
         Ok(Self { columns: columns.collect::<Result<_>>()?, metadata: self.metadata.clone(), micro_batches: None })
     }
 
-    /// The rows whose place in `keep` is true.
+    /// Selects the rows for which `keep` is true.
     ///
     /// # Errors
-    /// `InvalidArgument` when there are not as many places as rows.
+    /// `InvalidArgument` if `keep` does not have one entry for each row.
     pub fn filter(&self, keep: &[bool]) -> Result<Self> {
         if keep.len() != self.rows() {
             return Err(Error::invalid(format!("a filter of {} rows for a batch of {}", keep.len(), self.rows())));
@@ -33,10 +33,10 @@ impl Batch {
         self.select(&(0..keep.len()).filter(|row| keep[*row]).collect::<Vec<_>>())
     }
 
-    /// Each row `times` times, one after the other: `[a, b]` twice is `[a, a, b, b]`. 0 gives no rows and keeps the columns.
+    /// Repeats each row `times` times: `[a, b]` twice is `[a, a, b, b]`. With 0, the batch has no rows and keeps its columns.
     ///
     /// # Errors
-    /// `ResourceExhausted` when the memory is not there.
+    /// `ResourceExhausted` if the memory is not available.
     pub fn repeat_interleave(&self, times: usize) -> Result<Self> {
         if times == 1 {
             return Ok(Self { micro_batches: None, ..self.clone() });
@@ -47,26 +47,26 @@ impl Batch {
         self.select(&positions)
     }
 
-    /// As [`Self::repeat_interleave`], in place.
+    /// Like [`Self::repeat_interleave`], in place.
     ///
     /// # Errors
-    /// As that; the batch is as it was then.
+    /// The errors of [`Self::repeat_interleave`]; the batch is then unchanged.
     pub fn repeat_interleave_mut(&mut self, times: usize) -> Result<()> {
         *self = self.repeat_interleave(times)?;
         Ok(())
     }
 
-    /// Puts row `i` to position `order[i]`: after `select(order)`, or after [`Self::shard_by_batch_size`] and
-    /// [`Self::concat`], that restores the order of before.
+    /// Moves row `i` to position `order[i]`. This restores the order from before `select(order)`, or from before
+    /// [`Self::shard_by_batch_size`] and [`Self::concat`].
     ///
     /// # Errors
-    /// `InvalidArgument` when `order` is not a permutation of the rows.
+    /// `InvalidArgument` if `order` is not a permutation of the rows.
     pub fn reorder(&self, order: &[usize]) -> Result<Self> {
         self.select(&inverse_permutation(order, self.rows())?)
     }
 }
 
-/// Where each position of `order` is to be found in it.
+/// Returns the inverse of the permutation `order`.
 fn inverse_permutation(order: &[usize], rows: usize) -> Result<Vec<usize>> {
     if order.len() != rows {
         return Err(Error::invalid(format!("an order of {} rows for a batch of {rows}", order.len())));
@@ -83,7 +83,7 @@ fn inverse_permutation(order: &[usize], rows: usize) -> Result<Vec<usize>> {
 }
 
 impl Column {
-    /// The rows at these positions, which were checked.
+    /// Selects the rows at these positions, which the caller has checked.
     fn select_rows(&self, positions: &[usize]) -> Result<Self> {
         Ok(match self {
             Self::Dense(tensor) => Self::Dense(select_tensor(tensor, positions)?),
@@ -118,14 +118,15 @@ fn select_tensor(tensor: &Tensor, positions: &[usize]) -> Result<Tensor> {
     Tensor::new(tensor.dtype(), shape, gather(tensor.bytes(), spans)?)
 }
 
-/// The spans of `bytes`, one after the other.
+/// Concatenates these spans of `bytes`.
 fn gather(bytes: &[u8], spans: impl Iterator<Item = Range<usize>> + Clone) -> Result<Bytes> {
     let mut gathered = try_vec(spans.clone().try_fold(0_usize, |total, span| total.checked_add(span.len())))?;
     spans.for_each(|span| gathered.extend_from_slice(&bytes[span]));
     Ok(gathered.into())
 }
 
-/// A vector with this capacity, or an error if the memory is not available: the product of two counts may be any number.
+/// Creates a vector with this capacity. Returns an error if the memory is not available: the product of two counts may be any
+/// number.
 pub(in crate::group::batch) fn try_vec<T>(count: Option<usize>) -> Result<Vec<T>> {
     let mut vector = Vec::new();
     match count.map(|count| vector.try_reserve_exact(count)) {

@@ -1,4 +1,4 @@
-//! What neither construction nor decoding reads, because nobody may need it: the values themselves.
+//! Validation of the values of a batch, which construction and decoding do not read.
 
 use serde::de::IgnoredAny;
 
@@ -7,11 +7,11 @@ use crate::group::batch::tensor::{DType, Tensor};
 use crate::group::batch::{Batch, Column, Ragged, Segment};
 
 impl Batch {
-    /// Reads every value that its type does not vouch for: JSON rows are JSON, `BOOL` elements are 0 or 1. Equal rows and
-    /// boundaries need no check, a batch cannot be without them.
+    /// Checks every value whose type permits invalid bytes: JSON rows must be JSON, and `BOOL` elements must be 0 or 1. Equal
+    /// numbers of rows and valid boundaries need no check: every batch has them.
     ///
     /// # Errors
-    /// `DataLoss` for the first value that is not what it should be; it names the column, and the row of a JSON column.
+    /// `DataLoss` for the first invalid value, with the name of the column, and the row of a JSON column.
     pub fn validate(&self) -> Result<()> {
         for (name, column) in self.columns() {
             let valid = match column {

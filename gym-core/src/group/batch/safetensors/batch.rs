@@ -1,8 +1,8 @@
-//! A batch as a `.safetensors` file and back.
+//! Conversion between a batch and a `.safetensors` file.
 //!
-//! A dense column is the tensor of its name. What else a batch has lies under dotted names that Python reads as tensors too:
-//! a ragged or JSON column `c` as `c.offsets` and `c.values` (texts as `U8`), a packed one as `c.offsets`, `c.references` and
-//! `c.segment.{i}`. The member `gym.batch` of the metadata holds the schema, which says what is what and in which order.
+//! A dense column is the tensor of its name. Other columns have dotted names, which Python reads as tensors too. A ragged or JSON
+//! column `c` is stored as `c.offsets` and `c.values` (texts as `U8`). A packed column is stored as `c.offsets`, `c.references` and
+//! `c.segment.{i}`. The metadata entry `gym.batch` holds the schema, which describes the columns and their order.
 
 use std::collections::BTreeMap;
 
@@ -13,21 +13,21 @@ use crate::group::batch::safetensors::SafeTensors;
 use crate::group::batch::tensor::{DType, Tensor};
 use crate::group::batch::{Batch, BatchSchema, ColumnSchema, Offsets};
 
-/// The member of the metadata with the batch's schema.
+/// Metadata key of the schema of the batch.
 const SCHEMA: &str = "gym.batch";
 
 impl SafeTensors {
-    /// The tensors of a batch, and its schema.
+    /// Converts a batch to tensors and its schema.
     ///
     /// # Errors
-    /// `AlreadyExists` when a column has the name of a part of another one, such as `tokens.values` beside a ragged `tokens`.
+    /// `AlreadyExists` if a column has the name of a part of another one, such as `tokens.values` next to a ragged `tokens`.
     pub fn from_batch(batch: &Batch) -> Result<Self> {
         let (schema, segments) = batch.encode();
         let text = serde_json::to_string(&schema)
             .map_err(|error| Error::invalid("the schema of a batch cannot be written as JSON").caused_by(error))?;
         let mut tensors = BTreeMap::new();
         for (part, bytes) in schema.columns.iter().flat_map(parts_of).zip(segments) {
-            // A slice's boundaries begin where they do in the whole; a reader of the file expects them to begin at 0.
+            // The boundaries of a slice begin where they do in the whole column; a reader of the file expects them to begin at 0.
             let bytes =
                 if part.is_boundaries { Offsets::decode(bytes, schema.rows)?.rebased().bytes().clone() } else { bytes };
             let shape = part.shape.unwrap_or_else(|| vec![bytes.len() / part.dtype.size()]);
@@ -41,10 +41,10 @@ impl SafeTensors {
         Ok(Self { tensors, metadata: BTreeMap::from([(SCHEMA.into(), text)]) })
     }
 
-    /// The batch of a file. One without our schema is a batch of its tensors, sorted by name.
+    /// Converts the tensors to a batch. Without the schema, the batch has one column for each tensor, sorted by name.
     ///
     /// # Errors
-    /// `DataLoss` when schema and tensors do not fit each other; without a schema, when a tensor is a scalar or the rows differ.
+    /// `DataLoss` if schema and tensors do not match; without a schema, if a tensor is a scalar or the numbers of rows differ.
     pub fn into_batch(mut self) -> Result<Batch> {
         let lost = |message: String| Error::not_started(Code::DataLoss, message).about("read a batch from safetensors");
         let Some(text) = self.metadata.get(SCHEMA) else {
@@ -65,16 +65,16 @@ impl SafeTensors {
     }
 }
 
-/// A tensor that one segment of a batch is written as.
+/// A tensor that stores one segment of a batch.
 struct Part {
     name: String,
     dtype: DType,
-    /// None for one dimension, as long as the segment.
+    /// `None` for one dimension, as long as the segment.
     shape: Option<Vec<usize>>,
     is_boundaries: bool,
 }
 
-/// What the segments of a column are called, in their order.
+/// Returns the tensors of the segments of a column, in order.
 fn parts_of(column: &ColumnSchema) -> Vec<Part> {
     let part = |name, dtype, shape| Part { name, dtype, shape, is_boundaries: false };
     let boundaries = |name: &str| Part { is_boundaries: true, ..part(format!("{name}.offsets"), DType::U64, None) };

@@ -1,4 +1,4 @@
-//! The JSON header: a member per tensor, and `__metadata__` with texts.
+//! The JSON header: an entry for each tensor, and `__metadata__` with strings.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -8,10 +8,10 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::base::error::{Error, Result};
 
-/// The member that is no tensor.
+/// The key of the entry that is not a tensor.
 const METADATA: &str = "__metadata__";
 
-/// Where a tensor lies among the elements, and what it is.
+/// The type, shape and position of a tensor.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Entry {
@@ -20,7 +20,7 @@ pub(super) struct Entry {
     pub(super) data_offsets: [usize; 2],
 }
 
-/// A header being written.
+/// A header under construction.
 pub(super) struct Header(Vec<u8>);
 
 impl Header {
@@ -57,7 +57,7 @@ impl Header {
     }
 }
 
-/// Tensors and metadata of a header's text.
+/// Parses the tensors and metadata of a header.
 pub(super) fn parse(text: &[u8]) -> Result<(BTreeMap<String, Entry>, BTreeMap<String, String>)> {
     if text.first() != Some(&b'{') {
         return Err(Error::invalid("the header does not begin with an object"));
@@ -78,7 +78,7 @@ impl<'de> Deserialize<'de> for Parsed {
     }
 }
 
-/// Reads member after member: a map would keep the last of two equal names and hide the first.
+/// Visits the entries one by one: a map would keep the last of two equal names and hide the first.
 struct Members;
 
 impl<'de> Visitor<'de> for Members {

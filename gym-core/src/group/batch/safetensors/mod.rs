@@ -1,8 +1,8 @@
 //! Tensors in a `.safetensors` file: eight bytes of header length, a JSON header, the elements.
 //!
-//! The format is <https://github.com/huggingface/safetensors>. Tensors lie there as they lie in memory, so a file is read as slices of
-//! one block, and written without a copy of the elements. A batch goes in and out as well: what is no dense column is
-//! written as tensors under dotted names, and says in the metadata what it is.
+//! The format is <https://github.com/huggingface/safetensors>. Tensors have the same layout as in memory. A file is therefore
+//! read as slices of one block, and written without a copy of the elements. A file can also store a batch. Columns that are not
+//! dense are stored as tensors with dotted names, which a schema in the metadata describes.
 
 mod batch;
 mod header;
@@ -16,27 +16,28 @@ use crate::group::batch::tensor::{DType, Tensor};
 use crate::message::Rope;
 use header::{Entry, Header};
 
-/// The longest header that is read: the reference implementation's own limit.
+/// Maximum length of a header, the same as in the reference implementation.
 pub const HEADER_BYTES_MAX: usize = 100_000_000;
-/// Tensors begin at a multiple of this many bytes, so that they can be viewed in place.
+/// Tensors begin at a multiple of this number of bytes, so that they can be viewed in place.
 const ALIGNMENT: usize = 8;
-/// Bytes of the header's length.
+/// Bytes of the header length.
 const LENGTH_BYTES: usize = 8;
 
-/// Named tensors and texts about them: what a `.safetensors` file holds.
+/// The content of a `.safetensors` file: named tensors and metadata.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct SafeTensors {
     /// The tensors, by name.
     pub tensors: BTreeMap<String, Tensor>,
-    /// Texts about the whole, by name.
+    /// Metadata strings, by name.
     pub metadata: BTreeMap<String, String>,
 }
 
 impl SafeTensors {
-    /// The file in pieces: header, then each tensor's own memory. Widest elements first, so that all are aligned.
+    /// Encodes the file: the header, then the memory of each tensor, not copied. Tensors with the widest elements come first, so
+    /// that all are aligned.
     ///
     /// # Errors
-    /// `InvalidArgument` when a tensor is called `__metadata__`, or the header grows beyond [`HEADER_BYTES_MAX`].
+    /// `InvalidArgument` if a tensor is named `__metadata__`, or if the header exceeds [`HEADER_BYTES_MAX`].
     pub fn encode(&self) -> Result<Rope> {
         let mut sorted: Vec<(&String, &Tensor)> = self.tensors.iter().collect();
         sorted.sort_by_key(|(_, tensor)| std::cmp::Reverse(tensor.dtype().size()));
@@ -53,7 +54,7 @@ impl SafeTensors {
             at = end;
         }
         let mut text = header.into_text();
-        // The format pads with spaces: the elements begin aligned.
+        // The format pads with spaces, so that the elements begin aligned.
         text.resize(text.len().next_multiple_of(ALIGNMENT), b' ');
         if text.len() > HEADER_BYTES_MAX {
             return Err(Error::invalid(format!("a header of {} bytes exceeds {HEADER_BYTES_MAX}", text.len())));
@@ -63,12 +64,13 @@ impl SafeTensors {
         Ok([length, text.into()].into_iter().chain(elements).collect())
     }
 
-    /// The tensors of a file's bytes, which they share.
+    /// Decodes the tensors of a file, which share its bytes.
     ///
     /// # Errors
-    /// `DataLoss` when the bytes are no such file: a header that is too long, no JSON, or names a tensor twice; a tensor whose
-    /// type is unknown, or whose bytes are not those that its shape takes; tensors that overlap, leave gaps, or end elsewhere than
-    /// the file.
+    /// `DataLoss` if the bytes are not a valid file:
+    /// - the header is too long, is not JSON, or names a tensor twice;
+    /// - a tensor has an unknown type, or a size that does not match its shape;
+    /// - tensors overlap, leave gaps, or do not end at the end of the file.
     pub fn decode(file: &Bytes) -> Result<Self> {
         Self::parse(file)
             .map_err(|error| Error::not_started(Code::DataLoss, error.message().to_owned()).about("read safetensors"))
@@ -98,8 +100,8 @@ impl SafeTensors {
     }
 }
 
-/// Refuses tensors that overlap or leave bytes that belong to none: the format knows no such file, and a hidden part of one would
-/// be carried along unseen.
+/// Rejects tensors that overlap, or bytes that belong to no tensor: the format does not allow them, and hidden bytes would be
+/// copied unnoticed.
 fn check_covered(entries: &BTreeMap<String, Entry>, bytes: usize) -> Result<()> {
     let mut spans: Vec<([usize; 2], &String)> =
         entries.iter().map(|(name, entry)| (entry.data_offsets, name)).collect();

@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 use super::*;
 use crate::group::batch::{Batch, JsonRows, Packed, Ragged, Segment};
 
-/// A file of that header and elements.
+/// Creates a file with this header and these elements.
 fn file(header: &Value, elements: &[u8]) -> Bytes {
     raw_file(header.to_string().as_bytes(), elements)
 }

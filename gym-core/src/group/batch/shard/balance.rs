@@ -1,4 +1,4 @@
-//! Global batches cut over ranks by the lengths of their rows, so that every rank has the same work in the same number of
+//! Sharding of global batches by the lengths of their rows, so that every rank has the same work in the same number of
 //! micro-batches. The semantics, ties included, are those of NeMo RL's `shard_by_batch_size`.
 
 use std::collections::VecDeque;
@@ -12,7 +12,7 @@ use crate::base::error::{Error, Result};
 use crate::group::batch::packing::{Packing, PackingAlgorithm};
 use crate::group::batch::{Batch, Column, MicroBatch, MicroBatchChunk, MicroBatches, RowShape, Uneven};
 
-/// How [`Batch::shard_by_batch_size`] cuts.
+/// Options of [`Batch::shard_by_batch_size`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sharding {
     shards: usize,
@@ -29,98 +29,104 @@ enum Balance {
 }
 
 impl Sharding {
-    /// This many shards of one global batch, of equal rows.
+    /// Splits one global batch into this many shards with the same number of rows.
     #[must_use]
     pub fn into_shards(shards: usize) -> Self {
         Self { shards, batch_size: None, uneven: Uneven::Refuse, balance: Balance::Rows }
     }
 
-    /// Global batches of this many rows: every shard has its part of the first one before its part of the second.
+    /// Splits the batch into global batches of this many rows. In every shard, the rows of the first global batch precede those
+    /// of the second.
     #[must_use]
     pub fn batch_size(self, rows: usize) -> Self {
         Self { batch_size: Some(rows), ..self }
     }
 
-    /// Lets the last shards have fewer rows, or none. Only for one global batch.
+    /// Lets the last shards have fewer rows, or none. Only for one global batch. The default is to reject uneven shards.
     #[must_use]
     pub fn allow_uneven(self) -> Self {
         Self { uneven: Uneven::Allow, ..self }
     }
 
-    /// Rows of like lengths go into one micro-batch, as many as its tokens allow.
+    /// Groups rows of similar lengths into micro-batches, each with as many rows as its token limit allows.
     #[must_use]
     pub fn dynamic(self, batching: DynamicBatching) -> Self {
         Self { balance: Balance::Dynamic(batching), ..self }
     }
 
-    /// Rows are packed into micro-batches of fixed capacity.
+    /// Packs rows into micro-batches of fixed capacity.
     #[must_use]
     pub fn packed(self, packing: SequencePacking) -> Self {
         Self { balance: Balance::Packed(packing), ..self }
     }
 }
 
-/// Micro-batches of rows padded to one length, within a budget of tokens.
+/// Dynamic batching: micro-batches of rows padded to one length, with a limit on the tokens. All fields are required.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DynamicBatching {
-    /// The most tokens in a micro-batch, padding counted.
+    /// Maximum tokens in a micro-batch, padding included.
     pub max_tokens_per_microbatch: usize,
-    /// Lengths of micro-batches are multiples of this, unless the input is not that wide.
+    /// The length of a micro-batch is a multiple of this number, or the width of the input if that is smaller.
     pub sequence_length_round: NonZeroUsize,
-    /// The column that is as wide as the rows may get: dense, dimension 1; a ragged one has no width.
+    /// The column whose dimension 1 limits the length of rows. It must be dense to have an effect; a ragged column has no width.
     pub input_key: String,
     /// The column with the length of each row: integers of shape `[rows]`, or a ragged column.
     pub input_lengths_key: String,
 }
 
-/// Micro-batches of rows one after the other, within a capacity of tokens.
+/// Sequence packing: micro-batches of concatenated rows, with a token capacity. All fields except `microbatch_order` are required.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SequencePacking {
-    /// The most tokens in a micro-batch, padding counted.
+    /// Maximum tokens in a micro-batch, padding included.
     pub max_tokens_per_microbatch: usize,
     /// The column with the length of each row: integers of shape `[rows]`, or a ragged column.
     pub input_lengths_key: String,
-    /// How rows are put into micro-batches.
+    /// The algorithm that assigns rows to micro-batches.
     pub algorithm: PackingAlgorithm,
-    /// Each row takes a multiple of this many tokens.
+    /// The length of each row is rounded up to a multiple of this number.
     pub sequence_length_pad_multiple: NonZeroUsize,
-    /// In which order a shard's micro-batches come.
+    /// The order of a shard's micro-batches. The default is [`MicrobatchOrder::Packer`].
     #[serde(default)]
     pub microbatch_order: MicrobatchOrder,
 }
 
-/// In which order the packed micro-batches of a global batch come.
+/// The order of the packed micro-batches of a global batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum MicrobatchOrder {
-    /// As the packing algorithm made them.
+    /// The order in which the packing algorithm returns them.
     #[default]
     Packer,
-    /// Most tokens first, so that memory runs out at once if it does.
+    /// Most tokens first, so that memory runs out early if it is too small.
     LargestFirst,
 }
 
-/// What [`Batch::shard_by_batch_size`] gives.
+/// The result of [`Batch::shard_by_batch_size`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sharded {
     /// One batch for each shard.
     pub shards: Vec<Batch>,
-    /// The original position of each row of the shards put together: `Batch::concat(&shards)?.reorder(&order)?` is the batch.
+    /// The original position of each row of the concatenated shards: `Batch::concat(&shards)?.reorder(&order)?` is the original
+    /// batch.
     pub order: Vec<usize>,
 }
 
-/// The rows of one global batch on one shard, by position in the whole, and its micro-batches.
+/// The rows of one global batch on one shard, by position in the whole batch, and the micro-batches of the shard.
 type Piece = (Vec<usize>, Vec<MicroBatch>);
 
 impl Batch {
-    /// Cuts the batch into global batches, and each of them over the shards; a shard has its pieces in the order of the global
-    /// batches. Shares the memory where a shard is one contiguous piece, else copies each row once.
+    /// Splits the batch into global batches, and each of them into shards. In every shard, rows have the order of their global
+    /// batches. A shard that is one contiguous range shares the memory; otherwise, each row is copied once.
     ///
     /// # Errors
-    /// `InvalidArgument` when the rows do not divide as asked, when uneven shards meet a batch size or dynamic batching, when a
-    /// row is longer than a micro-batch may be, when packing needs more rows, or when the lengths are no column of lengths.
+    /// `InvalidArgument` in these cases:
+    /// - the numbers of rows are not divisible as requested;
+    /// - uneven shards are combined with a batch size or dynamic batching;
+    /// - a row is longer than a micro-batch may be;
+    /// - packing needs more rows;
+    /// - the length column does not contain lengths.
     pub fn shard_by_batch_size(&self, sharding: &Sharding) -> Result<Sharded> {
         let Sharding { shards, uneven, .. } = *sharding;
         let batch_size = self.global_batch_size(sharding)?;
@@ -157,7 +163,7 @@ impl Batch {
         }
     }
 
-    /// The rows of a global batch, after everything that can be said about counts alone.
+    /// Returns the number of rows of a global batch, after checking the counts.
     fn global_batch_size(&self, sharding: &Sharding) -> Result<usize> {
         let (rows, shards, uneven) = (self.rows(), sharding.shards, sharding.uneven == Uneven::Allow);
         if uneven && sharding.batch_size.is_some() {
@@ -181,7 +187,7 @@ impl Batch {
         Ok(batch_size)
     }
 
-    /// The shards of a plan: for each chunk, each shard's piece.
+    /// Builds the shards of a plan, which lists the piece of each shard for each chunk.
     fn planned(&self, row_shape: RowShape, shards: usize, chunks: Vec<Vec<Piece>>) -> Result<Sharded> {
         let mut order = Vec::with_capacity(self.rows());
         let mut made = Vec::with_capacity(shards);
@@ -201,8 +207,8 @@ impl Batch {
 }
 
 impl DynamicBatching {
-    /// Each shard's piece of one global batch. Rows are dealt out in the order of their lengths, so that the `j`-th rows of all
-    /// shards are alike, and micro-batches are made for all shards at once.
+    /// Plans the pieces of one global batch, one for each shard. Assigns rows to the shards round robin, in order of length, so
+    /// that the `j`-th rows of all shards have similar lengths. The micro-batches are planned for all shards together.
     fn plan(&self, chunk: Range<usize>, lengths: &[usize], width: Option<usize>, shards: usize) -> Result<Vec<Piece>> {
         let mut sorted: Vec<usize> = chunk.collect();
         sorted.sort_by_key(|row| lengths[*row]);
@@ -239,7 +245,7 @@ impl DynamicBatching {
 }
 
 impl SequencePacking {
-    /// Each shard's piece of one global batch: every shard gets the same number of bins, dealt out in turn.
+    /// Plans the pieces of one global batch, one for each shard. Every shard gets the same number of bins, assigned round robin.
     fn plan(&self, chunk: Range<usize>, lengths: &[usize], shards: usize) -> Result<Vec<Piece>> {
         let multiple = self.sequence_length_pad_multiple.get();
         let padded: Vec<usize> =
@@ -268,10 +274,10 @@ impl SequencePacking {
 }
 
 impl Column {
-    /// The length of each row that the column tells: integers of shape `[rows]`, or a ragged column's own lengths.
+    /// Returns the lengths that the column contains: integers of shape `[rows]`, or the row lengths of a ragged column.
     ///
     /// # Errors
-    /// `InvalidArgument` when it tells none, or a negative one.
+    /// `InvalidArgument` if the column does not contain lengths, or if one is negative.
     pub fn lengths(&self) -> Result<Vec<usize>> {
         match self {
             Self::Ragged(ragged) => Ok(ragged.offsets().lengths().collect()),
@@ -288,7 +294,7 @@ impl Column {
         }
     }
 
-    /// Size of dimension 1, where there is one.
+    /// Returns the size of dimension 1 of a dense column, if there is one.
     fn width(&self) -> Option<usize> {
         match self {
             Self::Dense(tensor) => tensor.shape().get(1).copied(),

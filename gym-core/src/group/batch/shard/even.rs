@@ -1,23 +1,23 @@
-//! A batch cut into contiguous pieces of equal rows, without a copy.
+//! Splitting of a batch into contiguous shards with the same number of rows, without a copy.
 
 use crate::base::error::{Error, Result};
 use crate::group::batch::Batch;
 
-/// What to do with rows that do not divide into equal shards.
+/// The treatment of rows that cannot be split evenly.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum Uneven {
-    /// Refuse them; a batch without rows too, because a rank that waits for work would get none.
+    /// Reject them, and also a batch without rows, because a rank that waits for work would get none.
     #[default]
     Refuse,
-    /// `⌈rows / shards⌉` rows a shard, then what is left; the last shards may have no rows. They keep every column.
+    /// `⌈rows / shards⌉` rows for each shard, then the rest. The last shards may have no rows, but keep every column.
     Allow,
 }
 
 impl Batch {
-    /// `count` contiguous shards that share this batch's memory, in order: `concat` of them is the batch.
+    /// Splits the batch into `count` contiguous shards, in order, which share its memory. `concat` of the shards is the batch.
     ///
     /// # Errors
-    /// `InvalidArgument` when `count` is 0, or when [`Uneven::Refuse`] has reason to.
+    /// `InvalidArgument` if `count` is 0, or if [`Uneven::Refuse`] rejects the rows.
     pub fn shard(&self, count: usize, uneven: Uneven) -> Result<Vec<Self>> {
         let rows = self.rows();
         if count == 0 {

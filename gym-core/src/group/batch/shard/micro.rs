@@ -1,7 +1,7 @@
-//! Micro-batches: the pieces of a shard that go through the model one at a time.
+//! Micro-batches: the parts of a shard that run through the model one at a time.
 //!
-//! They are either equal pieces, or what [`Batch::shard_by_batch_size`] planned by the lengths of the rows. A plan travels with
-//! its shard, because every rank must run the same number of them.
+//! They are either equal parts, or were planned by [`Batch::shard_by_batch_size`] from the lengths of the rows. A plan is sent
+//! with its shard, because every rank must run the same number of micro-batches.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -14,42 +14,42 @@ use crate::group::batch::Batch;
 /// One micro-batch of a plan.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MicroBatch {
-    /// Its rows, counted from the first row of its chunk.
+    /// The range of rows, counted from the first row of the chunk.
     pub rows: Range<usize>,
-    /// Tokens: of each row when the rows are padded, of all rows together when they are packed.
+    /// Tokens: of each row if the rows are padded, of all rows together if they are packed.
     pub length: usize,
 }
 
-/// The micro-batches of one global batch, as far as it lies on this shard.
+/// The micro-batches of one global batch on this shard.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MicroBatchChunk {
     /// Number of rows of the chunk on this shard.
     pub rows: usize,
-    /// Its micro-batches, which cover the rows in order.
+    /// The micro-batches, which cover the rows in order.
     pub micro_batches: Vec<MicroBatch>,
 }
 
-/// How the rows of a micro-batch come to one shape.
+/// The form in which the rows of a micro-batch are combined.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RowShape {
-    /// Each row is padded to the length of the micro-batch: dynamic batching.
+    /// Each row is padded to the length of the micro-batch (dynamic batching).
     Padded,
-    /// The rows follow each other in one: sequence packing. The training backend puts them together.
+    /// The rows are concatenated into one (sequence packing). The training backend concatenates them.
     Packed,
 }
 
 /// A shard's plan of micro-batches, one chunk for each global batch.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MicroBatches {
-    /// How the rows of a micro-batch come to one shape.
+    /// The form in which the rows of a micro-batch are combined.
     pub row_shape: RowShape,
     /// The chunks, in the order of the global batches.
     pub chunks: Vec<MicroBatchChunk>,
 }
 
 impl MicroBatches {
-    /// Whether the chunks cover exactly this many rows, each in order and without gaps; a plan from a peer may not.
+    /// Returns `true` if the chunks cover exactly this many rows, in order and without gaps. A plan from a peer may not.
     pub(in crate::group::batch) fn fits(&self, rows: usize) -> bool {
         let covers = |chunk: &MicroBatchChunk| {
             let end = chunk
@@ -62,13 +62,13 @@ impl MicroBatches {
             && self.chunks.iter().try_fold(0_usize, |sum, chunk| sum.checked_add(chunk.rows)) == Some(rows)
     }
 
-    /// The number of micro-batches in all chunks.
+    /// Returns the number of micro-batches in all chunks.
     #[must_use]
     pub fn count(&self) -> usize {
         self.chunks.iter().map(|chunk| chunk.micro_batches.len()).sum()
     }
 
-    /// The length of the longest micro-batch, 0 without any.
+    /// Returns the length of the longest micro-batch; 0 if there are none.
     #[must_use]
     pub fn longest(&self) -> usize {
         let micro_batches = self.chunks.iter().flat_map(|chunk| &chunk.micro_batches);
@@ -77,16 +77,16 @@ impl MicroBatches {
 }
 
 impl Batch {
-    /// The plan of micro-batches that the batch carries as a shard. Slices and selections do not.
+    /// Returns the plan of micro-batches, if the batch is a shard that has one. Slices and selections have no plan.
     #[must_use]
     pub fn micro_batches(&self) -> Option<&MicroBatches> {
         self.micro_batches.as_deref()
     }
 
-    /// The `rank`-th of `chunks` equal pieces, sharing the memory.
+    /// Returns the `rank`-th of `chunks` equal parts, sharing the memory.
     ///
     /// # Errors
-    /// `InvalidArgument` when the rows are not a multiple of `chunks`, or `rank` is not below it.
+    /// `InvalidArgument` if the number of rows is not a multiple of `chunks`, or if `rank` is not less than `chunks`.
     pub fn chunk(&self, rank: usize, chunks: usize) -> Result<Self> {
         let rows = self.rows();
         if chunks == 0 || !rows.is_multiple_of(chunks) {
@@ -99,13 +99,13 @@ impl Batch {
         Ok(self.slice_rows(rank * size..(rank + 1) * size))
     }
 
-    /// The `index`-th global batch of this shard, sharing the memory.
+    /// Returns the `index`-th global batch of this shard, sharing the memory.
     ///
-    /// A shard with a plan of micro-batches goes by the plan's chunks, and the answer carries its part of the plan. One
-    /// without goes by `size` rows each.
+    /// If the shard has a plan of micro-batches, its chunks are the global batches. The returned batch then keeps its part of the
+    /// plan. Otherwise, each global batch has `size` rows.
     ///
     /// # Errors
-    /// `InvalidArgument` when there is no such global batch.
+    /// `InvalidArgument` if there is no such global batch.
     pub fn get_batch(&self, index: usize, size: usize) -> Result<Self> {
         let Some(plan) = self.micro_batches() else {
             let start = index.saturating_mul(size);
@@ -121,10 +121,10 @@ impl Batch {
         Ok(batch)
     }
 
-    /// Micro-batches of `size` rows each, sharing the memory.
+    /// Iterates over micro-batches of `size` rows each, sharing the memory.
     ///
     /// # Errors
-    /// `InvalidArgument` when the rows are not a multiple of `size`.
+    /// `InvalidArgument` if the number of rows is not a multiple of `size`.
     pub fn iter_micro_batches(&self, size: usize) -> Result<impl ExactSizeIterator<Item = Self> + '_> {
         let rows = self.rows();
         if size == 0 || !rows.is_multiple_of(size) {
@@ -135,12 +135,12 @@ impl Batch {
         Ok((0..rows / size).map(move |index| self.slice_rows(index * size..(index + 1) * size)))
     }
 
-    /// The micro-batches of the plan that the batch carries. Padded ones are narrowed along dimension 1 to their length, which
-    /// copies; packed ones share the memory.
+    /// Iterates over the micro-batches of the batch's plan. Padded micro-batches are narrowed along dimension 1 to their length,
+    /// which copies them; packed ones share the memory.
     ///
     /// # Errors
-    /// `FailedPrecondition` when the batch carries no plan, or one of several global batches: take one with
-    /// [`Self::get_batch`] first. An item is an error where a column is narrower than its micro-batch is long.
+    /// `FailedPrecondition` if the batch has no plan, or a plan of several global batches; select one with [`Self::get_batch`]
+    /// first. An item is an error if a column is narrower than the length of the micro-batch.
     pub fn iter_planned_micro_batches(&self) -> Result<impl ExactSizeIterator<Item = Result<Self>> + '_> {
         let refuse = |what: String| Error::not_started(Code::FailedPrecondition, what);
         let plan = self.micro_batches().ok_or_else(|| {

@@ -1,13 +1,13 @@
-//! Copies a tensor into a larger block.
+//! Copying of a tensor into a larger block.
 
 use crate::group::batch::tensor::Tensor;
 
-/// Copies `part` into a block of that shape and the part's type, its first element to position `at`. The part must fit.
+/// Copies `part` into a block of this shape and of the part's type. The first element goes to position `at`. The part must fit.
 pub(crate) fn copy_into_block(part: &Tensor, block: &mut [u8], shape: &[usize], at: &[usize]) {
     if part.is_empty() {
         return;
     }
-    // From this dimension on the part is as wide as the block: what follows lies in one run in both.
+    // After this dimension, the part is as wide as the block, so the rest is one run in both.
     let run = (1..shape.len()).rev().find(|dim| part.shape()[*dim] != shape[*dim]).unwrap_or(0);
     let size = part.dtype().size();
     let step: usize = size * shape.iter().skip(run + 1).product::<usize>();
@@ -17,7 +17,7 @@ pub(crate) fn copy_into_block(part: &Tensor, block: &mut [u8], shape: &[usize], 
         let index = (0..run).fold(0, |index, dim| index * shape[dim] + at[dim] + position[dim]);
         let begin = (index * shape.get(run).copied().unwrap_or(1) + at.get(run).copied().unwrap_or(0)) * step;
         block[begin..begin + run_bytes].copy_from_slice(bytes);
-        // The next run: the last of the outer dimensions turns fastest.
+        // Advances to the next run: the last of the outer dimensions changes fastest.
         for dim in (0..run).rev() {
             position[dim] += 1;
             if position[dim] < part.shape()[dim] {

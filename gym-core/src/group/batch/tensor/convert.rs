@@ -1,4 +1,4 @@
-//! Tensors made of tensors by a copy: elements as wide numbers, other float types, inner dimensions narrowed.
+//! Conversions that copy a tensor: elements as wide numbers, other float types, narrowed inner dimensions.
 
 use half::{bf16, f16};
 
@@ -6,7 +6,7 @@ use crate::base::error::{Error, Result};
 use crate::group::batch::tensor::{DType, Tensor};
 
 impl Tensor {
-    /// The elements of an integer or `BOOL` tensor.
+    /// Returns the elements of an integer or `BOOL` tensor.
     ///
     /// # Errors
     /// `InvalidArgument` for a float tensor, and for a `U64` beyond `i64`.
@@ -27,10 +27,10 @@ impl Tensor {
         })
     }
 
-    /// The elements of a tensor of any type; integers beyond 2⁵³ are rounded.
+    /// Returns the elements of a tensor of any type; integers beyond 2⁵³ are rounded.
     ///
     /// # Errors
-    /// `DataLoss` when the bytes are no such elements.
+    /// `DataLoss` if the bytes are not valid elements of the type.
     pub fn to_f64s(&self) -> Result<Vec<f64>> {
         Ok(match self.dtype() {
             DType::F16 => self.view::<u16>()?.iter().map(|bits| f16::from_bits(*bits).to_f64()).collect(),
@@ -42,10 +42,10 @@ impl Tensor {
         })
     }
 
-    /// The same numbers in another float type, each as the nearest one there is; the tensor itself, shared, if it has that type.
+    /// Converts the elements to another float type, rounded to nearest. Returns the tensor itself, shared, if it has that type.
     ///
     /// # Errors
-    /// `InvalidArgument` when either type is no float type.
+    /// `InvalidArgument` if either type is not a float type.
     pub fn to_float(&self, dtype: DType) -> Result<Self> {
         if !self.dtype().is_float() || !dtype.is_float() {
             return Err(Error::invalid(format!("{} as {dtype}: only float types are converted", self.dtype())));
@@ -53,7 +53,7 @@ impl Tensor {
         if self.dtype() == dtype {
             return Ok(self.clone());
         }
-        // From F64 to a 16-bit type the value is rounded twice, as numpy and torch do it.
+        // From F64 to a 16-bit type, the value is rounded twice, as in numpy and torch.
         let wide = self.to_f64s()?;
         #[allow(clippy::cast_possible_truncation)] // Rounding to the type is what is asked for.
         let narrow = wide.iter().map(|x| *x as f32);
@@ -70,15 +70,16 @@ impl Tensor {
         }
     }
 
-    /// The same bytes under another type of the same size.
+    /// Changes the type to another one of the same size, without changing the bytes.
     fn relabelled(self, dtype: DType) -> Self {
         Self { dtype, ..self }
     }
 
-    /// The first `length` steps of a dimension after the first: a copy, unless nothing is cut off.
+    /// Returns the first `length` steps of a dimension after the first. Copies them, unless the dimension has exactly `length`
+    /// steps.
     ///
     /// # Errors
-    /// `InvalidArgument` when there is no such dimension, or it has less than `length` steps.
+    /// `InvalidArgument` if the dimension does not exist, or has less than `length` steps.
     pub(crate) fn narrow(&self, dimension: usize, length: usize) -> Result<Self> {
         let size = *self
             .shape()
@@ -94,7 +95,7 @@ impl Tensor {
         let mut shape = self.shape().to_vec();
         shape[dimension] = length;
         let mut kept = Vec::with_capacity(crate::group::batch::tensor::bytes_of_shape(self.dtype(), &shape)?);
-        // An empty step has nothing to copy, and chunks of no bytes cannot be counted.
+        // An empty step has no bytes to copy, and chunks of no bytes cannot be counted.
         for run in self.bytes().chunks(step.saturating_mul(size).max(1)) {
             kept.extend_from_slice(&run[..step * length]);
         }

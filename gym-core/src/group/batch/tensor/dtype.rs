@@ -1,10 +1,10 @@
-//! Element types, with the names and sizes that safetensors gives them.
+//! Element types, with the names and sizes of safetensors.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// The type of a tensor's elements. Serialises as safetensors' name: `BF16`, `I64`, `BOOL`.
+/// The type of a tensor's elements. Serialized with the name of safetensors: `BF16`, `I64`, `BOOL`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "UPPERCASE")]
 #[allow(missing_docs)] // The names say it.
@@ -25,7 +25,7 @@ pub enum DType {
 }
 
 impl DType {
-    /// Every type, in the order of declaration.
+    /// All types, in the order of declaration.
     pub const ALL: [Self; 13] = [
         Self::Bool,
         Self::U8,
@@ -42,7 +42,7 @@ impl DType {
         Self::F64,
     ];
 
-    /// Bytes of one element.
+    /// Returns the number of bytes of one element.
     #[must_use]
     pub const fn size(self) -> usize {
         match self {
@@ -53,7 +53,7 @@ impl DType {
         }
     }
 
-    /// safetensors' name of it.
+    /// Returns the name of safetensors.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -73,7 +73,7 @@ impl DType {
         }
     }
 
-    /// Whether its elements are floating-point numbers.
+    /// Returns `true` if the elements are floating-point numbers.
     #[must_use]
     pub const fn is_float(self) -> bool {
         matches!(self, Self::F16 | Self::Bf16 | Self::F32 | Self::F64)

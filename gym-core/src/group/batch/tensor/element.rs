@@ -1,14 +1,15 @@
-//! Rust types that tensors are read as and made of, without `unsafe`: casts check alignment, and fall back to a copy.
+//! Rust types for reading and creating tensors, without `unsafe`: casts check the alignment, and copy if it is wrong.
 
 use std::borrow::Cow;
 
 use crate::group::batch::tensor::DType;
 
-/// A Rust type that elements of a tensor can be viewed as. `u16` also reads the bits of `F16` and `BF16`, `u8` those of `BOOL`.
+/// A Rust type in which elements of a tensor can be viewed. `u16` also reads the bits of `F16` and `BF16`. `u8` also reads those
+/// of `BOOL`.
 pub trait Element: sealed::Cast {
-    /// The type of a tensor made of these.
+    /// The type of a tensor created from these elements.
     const DTYPE: DType;
-    /// Whether a tensor of that type can be viewed as these.
+    /// Returns `true` if a tensor of that type can be viewed as these elements.
     #[must_use]
     fn reads(dtype: DType) -> bool {
         dtype == Self::DTYPE
@@ -18,11 +19,11 @@ pub trait Element: sealed::Cast {
 pub(crate) mod sealed {
     use super::Cow;
 
-    /// How bytes become elements. Sealed: a foreign type could not keep the promise that every cast is checked.
+    /// Casts between bytes and elements. Sealed: a foreign type could not guarantee that every cast is checked.
     pub trait Cast: Copy + PartialEq + std::fmt::Debug + Default + Send + Sync + 'static {
-        /// The elements in place if aligned, else copied; none if the bytes are no such elements.
+        /// Returns the elements, in place if aligned, otherwise copied; `None` if the bytes are not valid elements.
         fn cast(bytes: &[u8]) -> Option<Cow<'_, [Self]>>;
-        /// The bytes of elements.
+        /// Returns the bytes of elements.
         fn bytes_of(elements: &[Self]) -> &[u8];
     }
 }
@@ -65,7 +66,7 @@ impl Element for bool {
 
 impl sealed::Cast for bool {
     fn cast(bytes: &[u8]) -> Option<Cow<'_, [Self]>> {
-        // A byte that is neither 0 nor 1 is not a bool: from a peer, that is the peer's mistake.
+        // A byte that is neither 0 nor 1 is not a bool: such a byte from a peer is an error of the peer.
         bytemuck::checked::try_cast_slice(bytes).ok().map(Cow::Borrowed)
     }
     fn bytes_of(elements: &[Self]) -> &[u8] {

@@ -1,7 +1,7 @@
 //! A block of numbers in host memory: element type, shape, and shared bytes.
 //!
-//! The layout is that of safetensors: row-major, little-endian. A slice along the first dimension shares the memory. A function copies
-//! only if its documentation says so. Tensors are in host memory; weights on devices move by collectives.
+//! The layout is that of safetensors: row-major, little-endian. A slice along the first dimension shares the memory. A function
+//! copies only if its documentation says so. Tensors are in host memory; weights on devices move by collectives.
 
 mod block;
 mod convert;
@@ -34,10 +34,10 @@ pub struct Tensor {
 }
 
 impl Tensor {
-    /// A tensor over bytes that exist already.
+    /// Creates a tensor over existing bytes.
     ///
     /// # Errors
-    /// `InvalidArgument` when the shape does not take exactly these bytes.
+    /// `InvalidArgument` if the size of the shape is not exactly that of the bytes.
     pub fn new(dtype: DType, shape: impl Into<Vec<usize>>, bytes: Bytes) -> Result<Self> {
         let shape = shape.into();
         let expected = bytes_of_shape(dtype, &shape)?;
@@ -48,70 +48,70 @@ impl Tensor {
         Ok(Self { dtype, shape, bytes })
     }
 
-    /// A tensor that takes over a vector, without a copy.
+    /// Creates a tensor from a vector, without a copy.
     ///
     /// # Errors
-    /// `InvalidArgument` when the shape does not take exactly these elements.
+    /// `InvalidArgument` if the shape does not have exactly this many elements.
     pub fn from_vec<T: Element>(shape: impl Into<Vec<usize>>, elements: Vec<T>) -> Result<Self> {
         Self::new(T::DTYPE, shape, Bytes::from_owner(Elements(elements)))
     }
 
-    /// A tensor of zeros.
+    /// Creates a tensor of zeros.
     ///
     /// # Errors
-    /// `InvalidArgument` when the shape has more bytes than can be counted.
+    /// `InvalidArgument` if the number of bytes of the shape overflows.
     pub fn zeros(dtype: DType, shape: impl Into<Vec<usize>>) -> Result<Self> {
         let shape = shape.into();
         let bytes = Bytes::from(vec![0; bytes_of_shape(dtype, &shape)?]);
         Ok(Self { dtype, shape, bytes })
     }
 
-    /// Type of the elements.
+    /// Returns the type of the elements.
     #[must_use]
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// Sizes of the dimensions, outermost first; empty for a scalar.
+    /// Returns the sizes of the dimensions, outermost first; empty for a scalar.
     #[must_use]
     pub fn shape(&self) -> &[usize] {
         &self.shape
     }
 
-    /// Size of the first dimension; 1 for a scalar.
+    /// Returns the size of the first dimension; 1 for a scalar.
     #[must_use]
     pub fn rows(&self) -> usize {
         self.shape.first().copied().unwrap_or(1)
     }
 
-    /// Number of elements.
+    /// Returns the number of elements.
     #[must_use]
     pub fn len(&self) -> usize {
         self.bytes.len() / self.dtype.size()
     }
 
-    /// Whether there is no element.
+    /// Returns `true` if there are no elements.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.bytes.is_empty()
     }
 
-    /// Bytes of one row, that is of one step along the first dimension.
+    /// Returns the number of bytes of one row, that is, of one step along the first dimension.
     #[must_use]
     pub fn row_bytes(&self) -> usize {
         self.dtype.size() * self.shape.iter().skip(1).product::<usize>()
     }
 
-    /// The bytes, row-major and little-endian; a clone shares them.
+    /// Returns the bytes, row-major and little-endian. A clone shares them.
     #[must_use]
     pub fn bytes(&self) -> &Bytes {
         &self.bytes
     }
 
-    /// The elements in row-major order: in place where the memory is aligned for `T`, a copy otherwise.
+    /// Returns the elements in row-major order: in place if the memory is aligned for `T`, otherwise a copy.
     ///
     /// # Errors
-    /// `InvalidArgument` when the tensor's type is not read as `T`; `DataLoss` when a `BOOL` byte is neither 0 nor 1.
+    /// `InvalidArgument` if the tensor's type cannot be read as `T`; `DataLoss` if a `BOOL` byte is neither 0 nor 1.
     pub fn view<T: Element>(&self) -> Result<Cow<'_, [T]>> {
         if !T::reads(self.dtype) {
             return Err(Error::invalid(format!("a {} tensor cannot be viewed as {}", self.dtype, T::DTYPE)));
@@ -121,10 +121,10 @@ impl Tensor {
         })
     }
 
-    /// Rows of the first dimension, sharing the memory.
+    /// Returns a range of rows of the first dimension, sharing the memory.
     ///
     /// # Errors
-    /// `InvalidArgument` for a scalar, or when the range is reversed or ends beyond the rows.
+    /// `InvalidArgument` for a scalar, or if the range is reversed or ends beyond the rows.
     pub fn slice(&self, rows: Range<usize>) -> Result<Self> {
         if self.shape.is_empty() {
             return Err(Error::invalid("a scalar has no rows to slice"));
@@ -133,7 +133,7 @@ impl Tensor {
         Ok(self.slice_rows(rows))
     }
 
-    /// As [`Self::slice`], for a range that was checked and a tensor that is not a scalar.
+    /// Like [`Self::slice`], for a range that the caller has checked and a tensor that is not a scalar.
     pub(crate) fn slice_rows(&self, rows: Range<usize>) -> Self {
         let row = self.row_bytes();
         let mut shape = self.shape.clone();
@@ -141,10 +141,10 @@ impl Tensor {
         Self { dtype: self.dtype, shape, bytes: self.bytes.slice(rows.start * row..rows.end * row) }
     }
 
-    /// The same bytes under another shape.
+    /// Returns a tensor with the same bytes and another shape.
     ///
     /// # Errors
-    /// `InvalidArgument` when the shape has another number of elements.
+    /// `InvalidArgument` if the shape has another number of elements.
     pub fn reshape(&self, shape: impl Into<Vec<usize>>) -> Result<Self> {
         Self::new(self.dtype, shape, self.bytes.clone())
     }
@@ -156,7 +156,7 @@ impl fmt::Debug for Tensor {
     }
 }
 
-/// Lets a vector of elements own the memory that a tensor shares.
+/// Owner of a vector of elements, whose memory a tensor shares.
 struct Elements<T>(Vec<T>);
 
 impl<T: Element> AsRef<[u8]> for Elements<T> {
@@ -165,9 +165,9 @@ impl<T: Element> AsRef<[u8]> for Elements<T> {
     }
 }
 
-/// The bytes that a shape takes; a shape from a peer may be larger than can be counted.
+/// Returns the number of bytes of a shape. A shape from a peer may be larger than can be counted.
 pub(crate) fn bytes_of_shape(dtype: DType, shape: &[usize]) -> Result<usize> {
-    // The zeros last: [huge, huge, 0] takes no bytes, yet its rows could not be counted in bytes.
+    // Zeros are applied last: [huge, huge, 0] has no bytes, but the bytes of its rows could not be counted.
     shape
         .iter()
         .filter(|size| **size > 0)
@@ -176,7 +176,7 @@ pub(crate) fn bytes_of_shape(dtype: DType, shape: &[usize]) -> Result<usize> {
         .ok_or_else(|| Error::invalid(format!("{dtype} of shape {shape:?} has more bytes than can be counted")))
 }
 
-/// Refuses a range that is reversed or ends beyond the rows.
+/// Rejects a range that is reversed or ends beyond the rows.
 pub(crate) fn check_range(range: &Range<usize>, rows: usize) -> Result<()> {
     if range.start > range.end || range.end > rows {
         return Err(Error::invalid(format!("rows {}..{} of {rows}", range.start, range.end)));

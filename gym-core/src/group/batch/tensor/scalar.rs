@@ -1,26 +1,26 @@
-//! One element of any type, as a padding value is given.
+//! One element of any type, such as a padding value.
 
 use half::{bf16, f16};
 
 use crate::base::error::{Error, Result};
 use crate::group::batch::tensor::DType;
 
-/// A number or a truth value that becomes an element of whatever type a tensor has.
+/// A number or a bool that is converted to the element type of a tensor.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Scalar {
-    /// Goes into every type: integers if it fits, floats as the nearest one.
+    /// Converts to every type: to an integer if it fits, to the nearest float.
     Int(i64),
-    /// Goes into float types.
+    /// Converts to float types.
     Float(f64),
-    /// Goes into `BOOL`.
+    /// Converts to `BOOL`.
     Bool(bool),
 }
 
 impl Scalar {
-    /// The bytes of an element of that type.
+    /// Returns the bytes of an element of this type.
     ///
     /// # Errors
-    /// `InvalidArgument` when the type cannot hold it, such as -1 in `U8` or 0.5 in `I64`.
+    /// `InvalidArgument` if the type cannot represent the value, such as -1 in `U8` or 0.5 in `I64`.
     pub fn to_bytes(self, dtype: DType) -> Result<Vec<u8>> {
         let bytes = match (self, dtype) {
             (Self::Bool(value), DType::Bool) => Some(vec![u8::from(value)]),

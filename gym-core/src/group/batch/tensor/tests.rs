@@ -25,7 +25,7 @@ fn bytes_that_are_not_aligned_are_copied_for_a_view() {
     let mut bytes = vec![0_u8];
     bytes.extend(7_u64.to_le_bytes());
     bytes.extend(9_u64.to_le_bytes());
-    // One of two neighbouring starts cannot be aligned for eight bytes.
+    // One of two adjacent starts cannot be aligned for eight bytes.
     let copied = [Bytes::from(bytes.clone()).slice(1..), Bytes::copy_from_slice(&bytes[1..])]
         .map(|bytes| Tensor::new(DType::U64, [2], bytes).unwrap())
         .map(|tensor| tensor.view::<u64>().unwrap().into_owned());
@@ -127,7 +127,7 @@ fn what_lies_between_goes_to_the_nearer_and_a_tie_to_the_even_one() {
     for (low, to, back) in
         [(0x3c00_u16, f32_to_f16 as fn(f32) -> u16, f16_to_f32 as fn(u16) -> f32), (0x3f80, f32_to_bf16, bf16_to_f32)]
     {
-        // Around 1, and for binary16 also in the subnormal range and at the step into the normal one.
+        // Around 1, and for binary16 also in the subnormal range and at the step to the normal range.
         for low in [low, low + 1, 0x0001, 0x0002, 0x03ff, 0x7bfe] {
             let (below, above) = (back(low), back(low + 1));
             let middle = below + (above - below) / 2.0;

@@ -13,7 +13,7 @@ fn spec(counts: &[u32], strategy: PlacementStrategy) -> ClusterSpec {
     ClusterSpec { name: "train".to_owned(), placement_group_strategy: strategy, ..ClusterSpec::new(counts) }
 }
 
-/// The host of each group's first bundle.
+/// Returns the host of each group's first bundle.
 fn hosts(placement: &Placement) -> Vec<usize> {
     placement.groups.iter().map(|group| group.bundles[0].host).collect()
 }
@@ -148,7 +148,7 @@ fn segments_are_whole_nodes_of_one_domain_and_the_other_nodes_are_left_alone() {
 }
 
 proptest::proptest! {
-    /// With one machine for each logical node, the strict strategy finds a way whenever sorted sizes fit sorted machines.
+    /// With one machine for each logical node, the strict strategy succeeds whenever sorted sizes fit sorted machines.
     #[test]
     fn strict_spread_fails_only_when_nothing_fits(
         counts in proptest::collection::vec(1u32..6, 1..6), offered in proptest::collection::vec(0u32..6, 1..7),

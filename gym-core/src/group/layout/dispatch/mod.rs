@@ -1,15 +1,19 @@
 //! The dispatch of a call: the ranks that are called, the part of the batch for each, and the ranks whose replies are collected.
 //!
-//! [`Dispatch::plan`] computes one [`Assignment`] for each called rank of a [`RankLayout`], without I/O. Axes have the semantics of NeMo
-//! RL's `run_all_workers_sharded_data`. A *sharded* axis splits the batch, and a *replicated* axis gets copies. Of a *free* axis, which is
-//! neither, only coordinate 0 works. The replies of all ranks that work are collected, unless `collect_once` restricts them.
+//! [`Dispatch::plan`] computes one [`Assignment`] for each called rank of a [`RankLayout`], without I/O. Axes have the semantics
+//! of NeMo RL's `run_all_workers_sharded_data`:
+//!
+//! - A *sharded* axis splits the batch, and a *replicated* axis gets copies.
+//! - An axis that is neither is *free*: only coordinate 0 runs the call.
+//!
+//! The replies of all ranks that run the call are collected, unless `collect_once` restricts them.
 
 use smallvec::SmallVec;
 
 use crate::base::error::Error;
 use crate::group::layout::{LayoutError, Rank, RankLayout};
 
-/// What a group call does with the axes of the group's layout.
+/// The treatment of the axes of a group's layout in a group call.
 ///
 /// ```
 /// use gym_core::group::{Dispatch, RankLayout};
@@ -25,7 +29,7 @@ use crate::group::layout::{LayoutError, Rank, RankLayout};
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Dispatch {
     rank: Option<Rank>,
-    /// Boxed, since most calls name no axis.
+    /// Boxed, because most calls name no axis.
     axes: Option<Box<Axes>>,
 }
 
@@ -54,32 +58,32 @@ pub enum Free {
 pub struct Assignment {
     /// The called rank.
     pub rank: Rank,
-    /// Index of its shard, below [`Dispatch::shards`]; `None`: the whole batch, or nothing if `dummy`.
+    /// Index of the shard, below [`Dispatch::shards`]; `None` for the whole batch, or for no data if `dummy`.
     pub shard: Option<usize>,
-    /// Whether its answer is part of the result.
+    /// `true` if the reply is part of the result.
     pub collect: bool,
-    /// Called without data, only so that it takes part.
+    /// `true` if the rank is called without data, only to take part in a collective.
     pub dummy: bool,
 }
 
-/// Why a dispatch does not fit a layout.
+/// The reason why a dispatch does not match a layout.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PlanError {
-    /// The layout has no such axis, or the group no such rank.
+    /// The layout does not have such an axis, or the group does not have such a rank.
     #[error(transparent)]
     Layout(#[from] LayoutError),
-    /// An axis is given two of the roles sharded, replicated and rank 0 only, or one of them twice.
+    /// An axis has two of the roles sharded, replicated and rank 0 only, or has one of them twice.
     #[error("axis '{axis}' is both {first} and {second}")]
     TwoRoles {
         /// The axis.
         axis: String,
         /// The role given first.
         first: &'static str,
-        /// The other one.
+        /// The other role.
         second: &'static str,
     },
-    /// A call to one rank has no use for axes.
+    /// A call to one rank cannot have axes.
     #[error("a call to rank {0} alone takes no axes")]
     OneRank(Rank),
 }
@@ -98,79 +102,79 @@ enum Role {
 }
 
 impl Dispatch {
-    /// Every rank gets the whole batch and answers.
+    /// Sends the whole batch to every rank, and collects every reply.
     #[must_use]
     pub fn all() -> Self {
         Self::default()
     }
 
-    /// One rank alone is called, with the whole batch.
+    /// Calls only one rank, with the whole batch.
     #[must_use]
     pub fn rank(rank: Rank) -> Self {
         Self { rank: Some(rank), ..Self::all() }
     }
 
-    /// The batch is split along this axis; axes that are named nowhere are free.
+    /// Splits the batch along this axis. Axes that are not named are free.
     #[must_use]
     pub fn shard(axis: impl Into<String>) -> Self {
         Self::all().and_shard(axis)
     }
 
-    /// Splits along one more axis, within each shard of those before it.
+    /// Splits along another axis, within each shard of the previous axes.
     #[must_use]
     pub fn and_shard(mut self, axis: impl Into<String>) -> Self {
         self.axes_mut().sharded.push(axis.into());
         self
     }
 
-    /// Every coordinate of these axes gets the same shard.
+    /// Sends the same shard to every coordinate of these axes.
     #[must_use]
     pub fn replicate<A: Into<String>>(mut self, axes: impl IntoIterator<Item = A>) -> Self {
         self.axes_mut().replicated.extend(axes.into_iter().map(Into::into));
         self
     }
 
-    /// Only coordinate 0 of these axes answers; the others work all the same.
+    /// Collects the replies of coordinate 0 of these axes only; the other ranks still run the call.
     #[must_use]
     pub fn collect_once<A: Into<String>>(mut self, axes: impl IntoIterator<Item = A>) -> Self {
         self.axes_mut().collect_once.extend(axes.into_iter().map(Into::into));
         self
     }
 
-    /// The behavior of ranks beyond coordinate 0 of a free axis.
+    /// Sets the behavior of ranks beyond coordinate 0 of a free axis. The default is [`Free::Idle`].
     #[must_use]
     pub fn free(mut self, free: Free) -> Self {
         self.axes_mut().free = free;
         self
     }
 
-    /// Makes these axes free: only coordinate 0 is called. As in NeMo RL, axes that the layout lacks are passed over, so that
-    /// [`REPLICATED_AXES`](crate::group::REPLICATED_AXES) fits every layout.
+    /// Makes these axes free: only coordinate 0 is called. As in NeMo RL, axes that the layout lacks are ignored, so that
+    /// [`REPLICATED_AXES`](crate::group::REPLICATED_AXES) is valid for every layout.
     #[must_use]
     pub fn run_rank_0_only_axes<A: Into<String>>(mut self, axes: impl IntoIterator<Item = A>) -> Self {
         self.axes_mut().rank_0_only.extend(axes.into_iter().map(Into::into));
         self
     }
 
-    /// Into how many shards the batch is split; `None`: it is not split.
+    /// Returns the number of shards; `None` if the batch is not split.
     ///
     /// # Errors
-    /// An axis that the layout lacks.
+    /// If the layout lacks an axis.
     pub fn shards(&self, layout: &RankLayout) -> Result<Option<usize>, PlanError> {
         let Some(axes) = self.axes.as_deref().filter(|axes| !axes.sharded.is_empty()) else { return Ok(None) };
         let sizes: Result<Vec<usize>, _> = axes.sharded.iter().map(|axis| layout.axis_size(axis)).collect();
         Ok(Some(sizes?.into_iter().product()))
     }
 
-    /// One assignment for each rank that is called, ascending by rank; results are returned in the same order.
+    /// Returns one assignment for each called rank, ascending by rank. Results are returned in the same order.
     ///
     /// # Errors
-    /// An axis or rank that the layout lacks, an axis with two roles, or axes in a call to one rank.
+    /// If the layout lacks an axis or rank, if an axis has two roles, or if a call to one rank has axes.
     pub fn plan(&self, layout: &RankLayout) -> Result<Vec<Assignment>, PlanError> {
         Ok(self.assignments(layout)?.into_vec())
     }
 
-    /// As [`Dispatch::plan`], without an allocation for one rank.
+    /// Like [`Dispatch::plan`], without an allocation for one rank.
     pub(crate) fn assignments(&self, layout: &RankLayout) -> Result<SmallVec<[Assignment; 1]>, PlanError> {
         let whole = |rank| Assignment { rank, shard: None, collect: true, dummy: false };
         match (self.rank, self.axes.as_deref()) {
@@ -221,7 +225,8 @@ impl Axes {
         Ok(plan)
     }
 
-    /// The role of each axis of the layout. Without a sharded axis those that are named nowhere get the whole batch, else none.
+    /// Returns the role of each axis of the layout. Without a sharded axis, unnamed axes get the whole batch; otherwise they are
+    /// free.
     fn roles(&self, layout: &RankLayout) -> Result<Vec<Role>, PlanError> {
         let mut given: Vec<Option<(Role, &'static str)>> = vec![None; layout.ndim()];
         let known = |axis: &&String| layout.axis_index(axis).is_ok();

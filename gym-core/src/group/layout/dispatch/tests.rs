@@ -1,4 +1,4 @@
-//! The conformance cases of calls to all ranks and of sharded calls, as plans.
+//! Conformance tests of calls to all ranks and of sharded calls, as plans.
 
 use proptest::prelude::*;
 

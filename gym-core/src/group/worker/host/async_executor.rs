@@ -1,4 +1,4 @@
-//! The executor of an async worker: one task that takes calls in order.
+//! The executor of an async worker: one task that runs calls in order.
 //!
 //! Exclusive calls run in the task. Shared calls run concurrently, and an exclusive call waits for them. A call's position is its
 //! position in the queue, and no lock is held while a call runs.
@@ -33,7 +33,7 @@ pub(crate) fn launch<W: Worker + Send + Sync>(setup: WorkerSetup<W>) -> BoxFutur
         Ok(Executor::Task(tokio::spawn(async move {
             let (mut worker, mut shared) = (Arc::new(worker), JoinSet::new());
             while let Some(call) = queue.next().await {
-                // Skipped without shared calls, which most workers never have.
+                // Skipped without shared calls; most workers never have any.
                 while !shared.is_empty() && shared.try_join_next().is_some() {}
                 match entries[call.method()] {
                     Entry::Exclusive(handle) => {
@@ -77,7 +77,7 @@ async fn exclusive(mut started: StartedCall, context: &CallContext, call: BoxFut
     let in_time = tokio::select! {
         biased;
         result = &mut call => Some(result),
-        // In a block, so that a timer is made only for a handler that waits.
+        // In a block, so that a timer is created only for a handler that waits.
         () = async { sleep_until(context.deadline).await } => None,
     };
     let result = match in_time {

@@ -1,7 +1,8 @@
-//! The executor of a blocking worker: a thread that creates the worker, runs its calls and drops it, so the worker need not be `Send`.
+//! The executor of a blocking worker: a thread that creates the worker, runs its calls and drops it, so the worker need not be
+//! `Send`.
 //!
-//! A blocked thread cannot be ended, only abandoned: its callers are notified that the worker has ended, and the thread exits after its
-//! current call.
+//! A blocked thread cannot be ended, only abandoned: its callers are notified that the worker has ended, and the thread exits
+//! after its current call.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::thread;
@@ -26,7 +27,7 @@ pub(crate) fn launch<W: Worker>(setup: WorkerSetup<W>) -> BoxFuture<'static, Res
         let current = CurrentCaller::default();
         let callers = current.clone();
         let work = move || {
-            // Timers and tasks that the worker makes belong to the runtime of its host.
+            // Timers and tasks that the worker creates belong to the runtime of its host.
             let _runtime = runtime.enter();
             let _alive = alive;
             match caught(|| W::start(env, init)) {
@@ -64,7 +65,8 @@ fn run<W: Worker>(worker: &mut W, entries: &[Entry<W>], call: QueuedCall, curren
     }
 }
 
-/// The worker survives a panic. Repairing state that a method left half changed is up to the worker, as after any error.
+/// Converts a panic to an error; the worker survives. Repairing state that a method left half changed is up to the worker, as
+/// after any error.
 fn caught<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     catch_unwind(AssertUnwindSafe(work))
         .unwrap_or_else(|panic| Err(Error::internal(format!("the worker panicked: {}", panic_text(&*panic)))))

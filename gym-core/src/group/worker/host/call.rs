@@ -15,8 +15,8 @@ use crate::message::CallContext;
 use crate::message::{Message, Request, Response, Status};
 use crate::transport::INCARNATION_METADATA;
 
-/// Metadata of a call whose caller ignores the body of the reply, with the value [`REPLY_NONE`]. A replica that did the same work as
-/// another rank then replies without a body.
+/// Metadata key of a call whose caller ignores the body of the reply, with the value [`REPLY_NONE`]. A replica that did the same
+/// work as another rank then replies without a body.
 pub const REPLY_METADATA: &str = "x-gym-reply";
 /// See [`REPLY_METADATA`].
 pub const REPLY_NONE: &str = "none";
@@ -37,8 +37,8 @@ pub(crate) struct StartedCall {
     entry: RunningEntry,
 }
 
-/// One call, shared by the future of its caller and by the executor: holds the request on its way to the worker and the response on its
-/// way back, so that a queue item is a pointer.
+/// One call, shared by the future of its caller and by the executor. It holds the request on its way to the worker and the
+/// response on its way back, so that a queue item is a pointer.
 struct PendingCall {
     method: usize,
     name: &'static str,
@@ -65,14 +65,14 @@ enum Stage {
 /// The form of reply that a caller expects.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum ReplyForm {
-    /// For a caller in this process, which holds this host itself: no other incarnation can reply.
+    /// For a caller in this process, which holds this host itself, so no other incarnation can reply.
     InMemory,
     Serialized,
     WithoutBody,
 }
 
-/// Creates the two ends of a call: the future of its response, and the item for the queue. With `keep_deadline`, the future ends at the
-/// deadline by itself, because the worker's thread cannot.
+/// Creates the two ends of a call: the future of its response, and the item for the queue. With `keep_deadline`, the future ends
+/// at the deadline by itself, because the worker's thread cannot.
 pub(crate) fn new_call(
     request: Request,
     method: usize,
@@ -107,7 +107,7 @@ impl QueuedCall {
         self.0.call.method
     }
 
-    /// When the caller stops waiting.
+    /// Returns the instant at which the caller stops waiting.
     pub(crate) fn deadline(&self) -> Instant {
         self.0.call.deadline
     }
@@ -117,7 +117,7 @@ impl QueuedCall {
         self.cancel_token().is_none_or(|cancel| cancel.is_cancelled())
     }
 
-    /// Fires when the caller cancels the waiting call; `None` if it already has.
+    /// Returns a token that fires when the caller cancels the waiting call; `None` if it already has.
     pub(crate) fn cancel_token(&self) -> Option<CancelToken> {
         match &self.0.call.state().stage {
             Stage::Waiting(context, ..) => Some(context.cancel.clone()),
@@ -221,7 +221,7 @@ impl Drop for ReplySender {
     }
 }
 
-/// The caller of a running call, for an executor that abandons the call.
+/// The caller of a running call, used by an executor that abandons the call.
 pub(crate) struct Caller {
     call: Arc<PendingCall>,
     cancel: CancelToken,
@@ -240,13 +240,13 @@ fn ended() -> Error {
 }
 
 impl StartedCall {
-    /// The caller of the call, which was started with `context`.
+    /// Returns the caller of the call, which was started with `context`.
     pub(crate) fn caller(&self, context: &CallContext) -> Option<Caller> {
         let call = Arc::clone(&self.sender.as_ref()?.call);
         Some(Caller { call, cancel: context.cancel.clone() })
     }
 
-    /// The statistics that count the call.
+    /// Returns the statistics that count the call.
     pub(crate) fn stats(&self) -> &CallStats {
         self.entry.stats()
     }

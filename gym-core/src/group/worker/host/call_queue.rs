@@ -1,5 +1,5 @@
-//! The calls that wait for an async worker. A call is answered at its deadline, however long the running call takes, and a cancelled
-//! call releases its permit at once; its empty item is removed from time to time.
+//! The calls that wait for an async worker. A call is answered at its deadline, however long the running call takes. A cancelled
+//! call releases its permit at once, and its empty item is removed periodically.
 
 use std::collections::VecDeque;
 use std::future::Future;
@@ -13,15 +13,15 @@ use crate::group::worker::host::queue::QueueReceiver;
 /// The waiting calls of a worker, in order of arrival.
 pub(crate) struct CallQueue {
     queue: QueueReceiver<QueueItem>,
-    /// Items received while the worker was busy. At most twice what the host admits, or [`CLEANUP_MIN`].
+    /// Items received while the worker was busy: at most twice the number of admitted calls, or [`CLEANUP_MIN`].
     waiting: VecDeque<QueueItem>,
     /// Number of waiting items at which cancelled calls are removed.
     cleanup_at: usize,
-    /// No waiting call has an earlier deadline.
+    /// A lower bound on the deadlines of the waiting calls.
     soonest: Option<Instant>,
 }
 
-/// Removing cancelled calls from a shorter list costs more than it saves.
+/// Removing cancelled calls from a shorter list would cost more than it saves.
 const CLEANUP_MIN: usize = 64;
 
 impl CallQueue {
@@ -47,7 +47,7 @@ impl CallQueue {
         self.waiting.push_front(QueueItem::Call(call));
     }
 
-    /// Waits for `work`, and meanwhile answers waiting calls at their deadlines. Free if `work` need not wait.
+    /// Waits for `work`, and meanwhile answers waiting calls at their deadlines. Costs nothing if `work` need not wait.
     pub(crate) async fn until<T>(&mut self, work: impl Future<Output = T>) -> T {
         let mut work = pin!(work);
         loop {
@@ -83,7 +83,7 @@ impl CallQueue {
         self.soonest = None;
         for item in std::mem::take(&mut self.waiting) {
             match item {
-                // Starting a call whose deadline has passed answers it.
+                // Starting a call whose deadline has passed answers the call.
                 QueueItem::Call(call) if call.deadline() <= now => drop(call.start()),
                 item => self.append(item),
             }

@@ -1,4 +1,4 @@
-//! What runs a worker: a task, or a thread of its own.
+//! Executors of a worker: a task, or a dedicated thread.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -12,14 +12,14 @@ use crate::group::worker::host::queue::QueueReceiver;
 use crate::group::worker::host::stats::CallStats;
 use crate::group::worker::{Entry, Worker, WorkerEnv};
 
-/// Which executor runs a worker.
+/// The kind of executor of a worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ExecutorKind {
     Async,
     Blocking,
 }
 
-/// What an executor needs to start.
+/// Data with which an executor starts.
 pub(crate) struct WorkerSetup<W: Worker> {
     pub(crate) env: WorkerEnv,
     pub(crate) init: W::Init,
@@ -101,7 +101,7 @@ impl CurrentCaller {
     }
 }
 
-/// The text of a panic.
+/// Returns the text of a panic.
 pub(crate) fn panic_text(panic: &(dyn std::any::Any + Send)) -> &str {
     let text = panic.downcast_ref::<String>().map(String::as_str);
     text.or_else(|| panic.downcast_ref::<&'static str>().copied()).unwrap_or("not a text")

@@ -40,19 +40,20 @@ use crate::group::worker::{Methods, PREFIX, Worker, WorkerEnv};
 use crate::message::{Request, Response, Verb};
 use crate::transport::Handler;
 
-/// The route that returns the [`WorkerStatus`] as JSON, at once, whatever the worker is doing.
+/// The route of the [`WorkerStatus`] as JSON, which the host returns at once, whatever the worker is doing.
 pub const STATUS_ROUTE: &str = "/worker/status";
 
 /// Limits of a [`WorkerHost`].
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct HostOptions {
-    /// Calls that run or wait; a further call is rejected at once (`ResourceExhausted, NotStarted`).
+    /// Maximum number of calls that run or wait. A further call is rejected at once (`ResourceExhausted, NotStarted`). The
+    /// default is 1,024.
     pub calls_max: usize,
 }
 
 impl Default for HostOptions {
-    /// 1,024 calls: far more than a controller keeps in flight at one rank, and a few hundred kilobytes.
+    /// Returns the limits: 1,024 calls, far more than a controller keeps in flight at one rank, and a few hundred kilobytes.
     fn default() -> Self {
         Self { calls_max: 1_024 }
     }
@@ -88,8 +89,8 @@ impl WorkerHost {
         let about = |error: Error| if error.subject().is_empty() { error.about(subject.clone()) } else { error };
         let (launcher, named) = Methods::<W>::of().checked().map_err(about)?;
         let (methods, entries): (Vec<_>, Vec<_>) = named.into_iter().unzip();
-        // One more than the admitted calls, for the item that stops the worker; and as much again for cancelled calls, so that they are
-        // seldom removed.
+        // One more than the admitted calls, for the item that stops the worker. The size is doubled for cancelled calls, so that
+        // they are seldom removed.
         let (sender, queue) =
             queue(options.calls_max.max(1).saturating_add(1).saturating_mul(2), QueueItem::is_cancelled);
         let stats = Arc::new(CallStats::new(&env, options.calls_max.max(1)));
@@ -108,13 +109,13 @@ impl WorkerHost {
         })))
     }
 
-    /// The rank, the group and the environment of the worker.
+    /// Returns the rank, the group and the environment of the worker.
     #[must_use]
     pub fn env(&self) -> &WorkerEnv {
         &self.0.env
     }
 
-    /// The methods that the worker handles, in order of registration.
+    /// Returns the methods that the worker handles, in order of registration.
     #[must_use]
     pub fn methods(&self) -> &[&'static str] {
         &self.0.methods
@@ -129,14 +130,15 @@ impl WorkerHost {
     /// Stops the worker: rejects new calls, waits up to `grace` for admitted calls, then ends the worker.
     ///
     /// # Errors
-    /// `DeadlineExceeded` if calls were still running after `grace`: an async worker is then aborted, and a blocking thread exits
-    /// after its current call. `Unavailable`, without waiting, if [`WorkerHost::kill`] is called in the meantime.
+    /// - `DeadlineExceeded` if calls were still running after `grace`. An async worker is then aborted, and a blocking thread
+    ///   exits after its current call.
+    /// - `Unavailable`, without waiting, if [`WorkerHost::kill`] is called in the meantime.
     ///
     /// # Cancel safety
     /// Not cancel safe: dropping the future kills the worker.
     pub async fn stop(&self, grace: Duration) -> Result<()> {
         self.0.stopping.store(true, Ordering::Release);
-        // The queue has room for the admitted calls and this item.
+        // The queue has capacity for the admitted calls and this item.
         let _ = self.0.queue.push(QueueItem::Stop);
         if self.0.killed.is_cancelled() {
             return Ok(());
@@ -156,8 +158,8 @@ impl WorkerHost {
         Err(error.about(format!("stop rank {rank} of {group}")))
     }
 
-    /// Kills the worker, as the end of its process would: callers get `Unavailable, Unknown`. A blocking thread receives a cancellation
-    /// signal and exits after its current call, whose reply is dropped.
+    /// Kills the worker, as the end of its process would: callers get `Unavailable, Unknown`. A blocking thread receives a
+    /// cancellation signal and exits after its current call, whose reply is dropped.
     pub fn kill(&self) {
         self.0.kill();
     }
@@ -170,7 +172,7 @@ struct Stopping<'c> {
 }
 
 impl Stopping<'_> {
-    /// Ends the worker. Waits for a task to be gone; a thread is only abandoned.
+    /// Ends the worker. Waits until a task has ended; a thread is only abandoned.
     async fn end(mut self) {
         self.core.end();
         if let Executor::Task(task) = &mut self.executor
@@ -279,7 +281,7 @@ impl Handler for WorkerHost {
         }
     }
 
-    /// Bounded by [`HostOptions::calls_max`].
+    /// Returns `true`: [`HostOptions::calls_max`] bounds the calls.
     fn bounds_calls(&self) -> bool {
         true
     }

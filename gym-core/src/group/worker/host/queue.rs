@@ -1,5 +1,5 @@
-//! A bounded FIFO queue in front of one consumer. A task takes all items that have arrived at once, so that consumer and callers
-//! seldom contend for the lock.
+//! A bounded FIFO queue for one consumer. A task takes all available items at once, so that consumer and callers seldom contend
+//! for the lock.
 
 use std::collections::VecDeque;
 use std::future::poll_fn;
@@ -8,8 +8,8 @@ use std::task::{Poll, Waker, ready};
 
 use tokio::task::coop;
 
-/// Creates a queue of at most `items_max` items. A full queue removes items for which `is_cancelled` returns `true`, which visits every
-/// item: make it twice as large as the items that stay.
+/// Creates a queue of at most `items_max` items. A full queue removes items for which `is_cancelled` returns `true`, which visits
+/// every item: choose twice the number of items that stay.
 pub(crate) fn queue<T>(items_max: usize, is_cancelled: fn(&T) -> bool) -> (QueueSender<T>, QueueReceiver<T>) {
     let state = State { items: VecDeque::new(), consumer: None, closed: false };
     let queue = Arc::new(Queue { items_max, is_cancelled, state: Mutex::new(state), arrived: Condvar::new() });
@@ -25,13 +25,13 @@ struct Queue<T> {
 
 struct State<T> {
     items: VecDeque<T>,
-    /// The consumer, while it waits for an item.
+    /// The consumer, if it waits for an item.
     consumer: Option<Consumer>,
-    /// No more items are taken.
+    /// `true` if the queue rejects further items.
     closed: bool,
 }
 
-/// How a waiting consumer is woken.
+/// The handle that wakes a waiting consumer.
 enum Consumer {
     Task(Waker),
     Thread,
@@ -57,7 +57,7 @@ pub(crate) struct QueueSender<T>(Arc<Queue<T>>);
 impl<T> QueueSender<T> {
     /// Appends an item. Returns the item if the queue is full or closed.
     pub(crate) fn push(&self, item: T) -> Result<(), T> {
-        // Declared before the lock is taken, so that it is dropped after the lock: dropping an item runs code of others.
+        // Declared before the lock is acquired, so that it is dropped after the lock: dropping an item runs foreign code.
         let mut removed = VecDeque::new();
         let mut state = self.0.state();
         if state.items.len() >= self.0.items_max {
@@ -89,7 +89,7 @@ impl<T> QueueSender<T> {
 /// The receiving end of a queue, for one task or thread.
 pub(crate) struct QueueReceiver<T> {
     queue: Arc<Queue<T>>,
-    /// Items that arrived together and have not been requested yet.
+    /// Items that were taken together and have not been returned yet.
     taken: VecDeque<T>,
 }
 
@@ -114,8 +114,8 @@ impl<T> QueueReceiver<T> {
         .await
     }
 
-    /// Waits for the next item on a thread that may block; returns `None` once the queue is closed. Takes one item at a time: items that
-    /// a blocked thread has not requested are still in the queue when it is closed.
+    /// Waits for the next item on a thread that may block; returns `None` once the queue is closed. Takes one item at a time:
+    /// items that a blocked thread has not requested are still in the queue when it is closed.
     pub(crate) fn blocking_next(&mut self) -> Option<T> {
         let mut state = self.queue.state();
         loop {

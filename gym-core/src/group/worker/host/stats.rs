@@ -1,4 +1,4 @@
-//! Statistics of a host's calls: how many wait, which run and how far they are, and how they ended.
+//! Statistics of a host's calls: waiting calls, running calls with their progress, and counts of ended calls.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -11,7 +11,7 @@ use crate::group::layout::Rank;
 use crate::group::worker::WorkerEnv;
 use crate::message::Incarnation;
 
-/// What a rank is doing, as its host reports it.
+/// The current activity of a rank, as its host reports it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct WorkerStatus {
@@ -19,13 +19,13 @@ pub struct WorkerStatus {
     pub rank: Rank,
     /// The incarnation of the rank.
     pub incarnation: u64,
-    /// Calls that wait for the worker.
+    /// Number of calls that wait for the worker.
     pub waiting: usize,
     /// Running calls, oldest first.
     pub running: Vec<RunningCall>,
-    /// Calls that ended with a reply.
+    /// Number of calls that ended with a reply.
     pub succeeded: u64,
-    /// Calls that ended with an error, panics included.
+    /// Number of calls that ended with an error, panics included.
     pub failed: u64,
 }
 
@@ -49,12 +49,12 @@ pub(crate) struct CallStats {
     rank: Rank,
     incarnation: Incarnation,
     calls_max: usize,
-    /// Calls that run or wait.
+    /// Number of calls that run or wait.
     admitted: AtomicUsize,
     succeeded: AtomicU64,
     failed: AtomicU64,
     running: Mutex<RunningCalls>,
-    /// The callers of running calls have been answered; what still runs is ignored.
+    /// `true` if the callers of running calls have been answered; results of those calls are ignored.
     abandoned: AtomicBool,
 }
 
@@ -94,7 +94,7 @@ impl CallStats {
         }
     }
 
-    /// Admits a call to those that run or wait, until the permit is dropped.
+    /// Admits a call until the permit is dropped.
     pub(crate) fn admit(self: &Arc<Self>) -> Result<AdmissionPermit, QueueFull> {
         if self.admitted.fetch_add(1, Ordering::AcqRel) < self.calls_max {
             return Ok(AdmissionPermit(Arc::clone(self)));
@@ -153,7 +153,7 @@ impl AdmissionPermit {
         &self.0
     }
 
-    /// Lists the call as running since `since`, which is now.
+    /// Lists the call as running; `since` is the current time.
     pub(crate) fn run(self, method: &'static str, since: Instant) -> (CallProgress, RunningEntry) {
         let mut running = self.0.running();
         let renewed = running.spare.take().and_then(|spare| spare.renewed(since));
@@ -184,7 +184,7 @@ impl RunningEntry {
         self.permit.stats()
     }
 
-    /// Counts how the call ended.
+    /// Records the result of the call.
     pub(crate) fn count(&self, succeeded: bool) {
         let counter = if succeeded { &self.stats().succeeded } else { &self.stats().failed };
         counter.fetch_add(1, Ordering::Relaxed);

@@ -18,7 +18,7 @@ fn echo() -> impl Handler {
     handler_fn(|request: Request| async move { Ok(Response::new(Status::OK, request.message)) })
 }
 
-/// Replies when the test releases it, and counts what has arrived and what was dropped.
+/// Replies when the test releases it, and counts received and dropped calls.
 #[derive(Clone, Debug, Default)]
 struct HeldCalls {
     arrived: Arc<AtomicUsize>,
@@ -183,7 +183,7 @@ async fn the_room_of_an_answer_that_nobody_wants_any_more_is_free_when_the_trans
     drop(pair.channel.start(post("/1")).await.unwrap());
     let mut second = std::pin::pin!(pair.channel.start(post("/2")));
     assert!(futures_util::poll!(&mut second).is_pending());
-    // Hands the cancel over, which is what this transport keeps the permit until.
+    // Delivers the cancel, until which this transport keeps the permit.
     let second = pair.during(second).await.unwrap();
     pair.during(second).await.unwrap();
 }
@@ -320,7 +320,7 @@ async fn a_peer_that_tolerates_little_silence_gets_at_most_ten_heartbeats_a_seco
         assert!(ended.is_err(), "its peer lives: {ended:?}");
         assert_eq!(beats(&sender), 100);
     }
-    // Both ends have the same least in mind, so that neither gives the other up too soon.
+    // Both ends use the same minimum, so that neither gives up too soon.
     let began = tokio::time::Instant::now();
     heartbeat(&FakeSender::default(), &PeerActivity::default(), &brief, &Handshake::of(&brief), || {}).await;
     assert_eq!(began.elapsed().as_millis(), 300);

@@ -1,4 +1,4 @@
-//! What is written is read, and what is not ours is refused.
+//! Tests that written headers are read, and that foreign bytes are rejected.
 
 use proptest::prelude::*;
 
@@ -71,7 +71,7 @@ proptest! {
         let valid = put_request(0, Verb::Post, &Route::from_static("/x"), &CallContext::default(), 9, &message(&[1]));
         let mut valid = valid.freeze();
         Lengths::take(&mut valid, &crate::message::frame::MessageLimits::default()).unwrap();
-        // Anything, and a valid header with its end replaced by anything.
+        // Arbitrary bytes, and a valid header whose end is replaced by arbitrary bytes.
         let anything = Bytes::from(bytes.clone());
         let mut mixed = valid[..at % valid.len()].to_vec();
         mixed.append(&mut bytes);

@@ -1,4 +1,4 @@
-//! Both ends without a wire: what one posts is handed to the other when a test says so.
+//! Both ends without a wire: a test decides when the messages of one end are delivered to the other.
 
 mod calls;
 mod headers;
@@ -20,7 +20,7 @@ use crate::message::{Message, Request};
 use crate::transport::Handler;
 use crate::transport::{Channel, PathInfo};
 
-/// Far beyond what anything here needs, so that only a hang meets it.
+/// Far longer than any test needs, so that only a hang reaches it.
 const FAR: Duration = Duration::from_secs(20);
 const CALLS_MAX: usize = 100;
 
@@ -34,7 +34,7 @@ enum Posted {
     Heartbeat,
 }
 
-/// Keeps what is posted.
+/// Stores the posted messages.
 #[derive(Clone, Debug, Default)]
 struct FakeSender(Arc<Mutex<PostedMessages>>);
 
@@ -62,7 +62,7 @@ impl FakeSender {
     }
 }
 
-/// What stands behind the headroom, which nobody has written to.
+/// Returns the bytes after the headroom, which must still be zero.
 fn behind(header: BytesMut) -> Bytes {
     assert_eq!(header[..FakeSender::HEADROOM], [0; FakeSender::HEADROOM]);
     header.freeze().split_off(FakeSender::HEADROOM)
@@ -113,7 +113,7 @@ impl MessageSender for FakeSender {
     }
 }
 
-/// Two ends that know each other's limits.
+/// Two ends that have exchanged their limits.
 struct Pair {
     channel: Channel,
     calling: Arc<CallingEnd<FakeSender>>,
@@ -129,7 +129,7 @@ impl Pair {
         Self::with_announced(caller, &announced, server, handler)
     }
 
-    /// Ends whose caller was announced other limits than the server's.
+    /// Creates ends whose caller received other limits than those of the server.
     fn with_announced(
         caller: &ConnectionLimits,
         announced: &ConnectionLimits,
@@ -151,7 +151,7 @@ impl Pair {
         Self { channel, calling, answering, ending: Some(ending), calls, limits: server }
     }
 
-    /// Hands over what has been posted, both ways.
+    /// Delivers the posted messages in both directions.
     fn deliver(&self) -> Result<()> {
         while let Some(posted) = self.calling.sender().next() {
             match posted {
@@ -186,7 +186,7 @@ impl Pair {
         Ok(())
     }
 
-    /// Hands over what is posted until the future is done.
+    /// Delivers posted messages until the future completes.
     async fn during<T>(&self, future: impl Future<Output = T>) -> T {
         let mut future = std::pin::pin!(future);
         tokio::time::timeout(FAR, async {
