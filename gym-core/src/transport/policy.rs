@@ -14,7 +14,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::base::error::{Error, Result};
 
-/// A transport, by its name in configurations, logs and metrics. Ordered by preference: the least is the most preferred.
+/// A transport, identified by its name in configurations, logs and metrics. Ordered by preference: the smallest is the most
+/// preferred.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Transport {
     preference: u16,
@@ -26,20 +27,21 @@ impl Transport {
     /// `mem`: calls within this process.
     pub const MEM: Self = Self::new("mem", 0);
 
-    /// A transport. Lower preferences are tried first: `mem` has 0, the transports of UCX have 100, 200 and 300, `http` has 400.
+    /// Creates a transport. Lower preferences are tried first: `mem` has 0, the transports of UCX have 100, 200 and 300, `http`
+    /// has 400.
     #[must_use]
     pub const fn new(name: &'static str, preference: u16) -> Self {
         Self { preference, name, on_request: false }
     }
 
-    /// The same transport, used only if a configuration names it or says `auto`.
+    /// Returns the transport, to be used only if a configuration names it or sets `auto`.
     #[must_use]
     pub const fn on_request(mut self) -> Self {
         self.on_request = true;
         self
     }
 
-    /// The name of the transport.
+    /// Returns the name of the transport.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         self.name
@@ -74,16 +76,16 @@ impl Serialize for Transport {
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Allowed {
     Auto,
-    /// Nothing was configured: all but those on request.
+    /// All transports except those on request, because nothing was configured.
     Default,
-    /// These, by name: only a program knows all of its transports.
+    /// Transports by name; only a program has the list of all its transports.
     Named(Vec<String>),
 }
 
 /// The minimum transport.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Minimum {
-    /// As configured: its place in the order of preference is not known yet.
+    /// The configured name; its position in the order of preference is not known yet.
     Named(String),
     Known(Transport),
 }
@@ -104,10 +106,11 @@ impl Minimum {
     }
 }
 
-/// The transports that may be used, and the minimum transport below which a connection fails instead of falling back.
+/// The allowed transports, and the minimum transport below which a connection fails instead of falling back.
 ///
-/// A policy holds names. A program that knows its transports checks them with [`TransportPolicy::check`], and gives the minimum its
-/// place in the order of preference with [`TransportPolicy::resolved`]; until then, only the minimum itself is allowed.
+/// A policy holds names. A program that has a list of its transports checks the names with [`TransportPolicy::check`].
+/// [`TransportPolicy::resolved`] then gives the minimum its position in the order of preference; until then, only the minimum
+/// itself is allowed.
 ///
 /// ```
 /// use gym_core::transport::{Transport, TransportPolicy};
