@@ -13,7 +13,7 @@ use gym_core::group::{
     Permit, Rank, RankLayout, RankState, Worker, WorkerEnv, WorkerGroup, WorkerGroupExt, WorkerHost,
 };
 use gym_core::registry::Balance;
-use gym_core::transport::{ConnectOptions, Connector, InProcess, Listener};
+use gym_core::transport::{Backend, ConnectOptions, Connector, InProcess, ListenOptions};
 use gym_core::{CallContext, CancelToken, Code, Execution, Incarnation, Request, Result};
 use tokio::sync::watch;
 
@@ -160,11 +160,12 @@ async fn nor_do_they_over_a_link_to_a_name_of_this_process() {
     let options = HostOptions::default();
     let host = WorkerHost::start::<BusyWorker>(WorkerEnv::new("desks", 0, 1), (), &options).await.unwrap();
     let in_process = InProcess::new().with_calls_max(2);
-    let mut listener = in_process.listen("desk").unwrap();
-    let endpoint = listener.endpoints()[0].clone();
+    let options = ListenOptions::named("desk").bounded_by_handler();
+    let mut bound = Backend::listen(&in_process, &options, Arc::new(host)).await.unwrap().unwrap();
+    let endpoint = bound.listener.endpoints()[0].clone();
     let serving = tokio::spawn(async move {
-        let peer = listener.accept().await.expect("the one below");
-        peer.serve(Arc::new(host), CancelToken::new()).await
+        let peer = bound.listener.accept().await.expect("the one below");
+        peer.serve(bound.handler, CancelToken::new()).await
     });
     let channel = in_process.connect(&CallContext::within(SOON), &endpoint, &ConnectOptions::default()).await.unwrap();
     let pass = || Request::post(CallContext::within(SOON), "/worker/pass", r#"{"value":null}"#);

@@ -37,6 +37,9 @@ pub struct ListenOptions {
     pub socket: Option<PathBuf>,
     /// Endpoints at which the handler is already served, over less preferred transports. Peers can find each other over them.
     pub bound: Vec<Endpoint>,
+    /// `true` if the handler bounds its calls itself: it rejects calls beyond its capacity at once, and an unread response occupies
+    /// no capacity. The in-process transport then sets no bound of its own, and no caller waits for it. Default: `false`.
+    pub bounded_by_handler: bool,
 }
 
 impl ListenOptions {
@@ -44,6 +47,13 @@ impl ListenOptions {
     #[must_use]
     pub fn named(name: impl Into<String>) -> Self {
         Self { name: Some(name.into()), ..Self::default() }
+    }
+
+    /// Sets no bound of calls in the process, because the handler [bounds](Self::bounded_by_handler) them.
+    #[must_use]
+    pub fn bounded_by_handler(mut self) -> Self {
+        self.bounded_by_handler = true;
+        self
     }
 
     /// Also serves callers on other hosts at this host and port.

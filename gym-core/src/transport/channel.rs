@@ -4,6 +4,7 @@
 //! the peer has seen nothing. A failure in the first step is therefore `NotStarted`, and one in the second is `Unknown`. Every
 //! wait in either step ends at the call's deadline.
 
+use std::any::Any;
 use std::fmt;
 use std::future::Future;
 use std::sync::Arc;
@@ -34,19 +35,12 @@ pub type Reply = BoxFuture<'static, Result<Response>>;
 /// - **Cancellation.** Dropping the future of `send` sends nothing. Dropping the [`Reply`] cancels the call.
 /// - **Deadlines.** Implementations set no timers; `Channel` enforces the deadline.
 #[async_trait]
-pub trait Link: fmt::Debug + Send + Sync + 'static {
+pub trait Link: Any + fmt::Debug + Send + Sync {
     /// Waits for capacity, accepts the request, and returns the future of its response.
     ///
     /// # Errors
     /// `NotStarted`; the peer has seen nothing.
     async fn send(&self, request: Request) -> Result<Reply>;
-
-    /// Accepts the request if that needs no wait, and returns it otherwise, for [`Link::send`]. Order, capacity and errors are
-    /// those of `send`. The default always returns the request. Only for the in-process link.
-    #[doc(hidden)]
-    fn try_send(&self, request: Request) -> TrySendOutcome {
-        TrySendOutcome::WouldBlock(request)
-    }
 
     /// Returns the description of the path to the peer.
     fn path(&self) -> &PathInfo;
@@ -59,26 +53,6 @@ pub trait Link: fmt::Debug + Send + Sync + 'static {
     /// # Errors
     /// `DeadlineExceeded` if calls were still in flight after `grace`.
     async fn close(&self, grace: Duration) -> Result<()>;
-}
-
-/// The outcome of [`Link::try_send`].
-#[doc(hidden)]
-#[allow(clippy::large_enum_variant, reason = "a request is returned only where a call has to wait for capacity")]
-pub enum TrySendOutcome {
-    /// The link accepted the request, or failed before it did.
-    Done(Result<Reply>),
-    /// Sending would wait. Nothing has happened; this is the request.
-    WouldBlock(Request),
-}
-
-impl fmt::Debug for TrySendOutcome {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Done(Ok(_)) => "Done",
-            Self::Done(Err(_)) => "Failed",
-            Self::WouldBlock(_) => "WouldBlock",
-        })
-    }
 }
 
 /// The path to a peer.

@@ -19,23 +19,11 @@ use crate::transport::INCARNATION_METADATA;
 pub trait Handler: fmt::Debug + Send + Sync + 'static {
     /// Accepts one call and returns the future of its response.
     fn handle(&self, request: Request) -> BoxFuture<'static, Result<Response>>;
-
-    /// Returns `true` if the handler bounds its calls itself: it rejects calls beyond its capacity at once, and an unread
-    /// response occupies no capacity. A link within the process then sets no bound of its own, and no caller waits for it. Only
-    /// for the host of a worker.
-    #[doc(hidden)]
-    fn bounds_calls(&self) -> bool {
-        false
-    }
 }
 
 impl<H: Handler + ?Sized> Handler for Arc<H> {
     fn handle(&self, request: Request) -> BoxFuture<'static, Result<Response>> {
         (**self).handle(request)
-    }
-
-    fn bounds_calls(&self) -> bool {
-        (**self).bounds_calls()
     }
 }
 
@@ -162,9 +150,5 @@ impl<H: Handler> Handler for Fenced<H> {
             response.metadata.push(INCARNATION_METADATA, incarnation);
             Ok(response)
         })
-    }
-
-    fn bounds_calls(&self) -> bool {
-        self.handler.bounds_calls()
     }
 }

@@ -12,7 +12,7 @@ mod serve;
 
 pub use async_trait::async_trait;
 pub use backend::{Backend, BoundListener, ListenOptions, MergedListener, TransportReport};
-pub use channel::{Channel, INCARNATION_METADATA, Link, PathInfo, Reply, TrySendOutcome};
+pub use channel::{Channel, INCARNATION_METADATA, Link, PathInfo, Reply};
 pub use endpoint::{ConnectOptions, Connector, Endpoint, Incoming, Listener};
 pub use handler::{Fence, Fenced, Handler, from_tower, handler_fn};
 pub use mem::{InProcess, InProcessListener};

@@ -174,8 +174,8 @@ impl InProcessState {
         env.variables = variables;
         let host = kind.start(env, init).await?;
         let name = format!("{}.{}/{}/{incarnation}", self.spec.group, self.launch, place.rank);
-        let (listener, handler) =
-            self.transports.listen(ListenOptions::named(name), Arc::new(host.clone()), &[]).await?;
+        let options = ListenOptions::named(name).bounded_by_handler();
+        let (listener, handler) = self.transports.listen(options, Arc::new(host.clone()), &[]).await?;
         Ok((host, listener, handler))
     }
 

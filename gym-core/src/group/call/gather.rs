@@ -24,7 +24,8 @@ use crate::group::worker::{Method, read, route};
 use crate::message::{CODE_METADATA, Message, Request, Response, Verb};
 use crate::message::{CallContext, Incarnation};
 use crate::transport::channel::check_incarnation;
-use crate::transport::{Channel, Reply, TrySendOutcome};
+use crate::transport::mem::{TrySendOutcome, try_send};
+use crate::transport::{Channel, Reply};
 
 /// The time that a failed call waits for the exit status of a rank whose connection broke. The link notices the end of a process
 /// before its supervisor does.
@@ -417,7 +418,7 @@ impl<M: Method> Call<M> {
 
 /// Sends a request under the timer of the group, without waiting if possible.
 pub(super) async fn send_request(channel: &Channel, request: Request) -> Result<Reply> {
-    match channel.link().try_send(request) {
+    match try_send(channel.link(), request) {
         TrySendOutcome::Done(sent) => sent,
         TrySendOutcome::WouldBlock(request) => channel.link().send(request).await,
     }

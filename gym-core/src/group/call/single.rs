@@ -20,7 +20,8 @@ use crate::group::call::{GroupError, GroupView};
 use crate::group::layout::Rank;
 use crate::group::worker::Method;
 use crate::message::Incarnation;
-use crate::transport::{Reply, TrySendOutcome};
+use crate::transport::Reply;
+use crate::transport::mem::{TrySendOutcome, try_send};
 
 /// A call in flight to one rank.
 pub(crate) struct SingleRankCall<M: Method> {
@@ -57,7 +58,7 @@ impl<M: Method> SingleRankCall<M> {
         let (cancel, deadline) = (context.cancel.clone(), context.deadline);
         let (rank, incarnation, shard) = (part.rank, part.incarnation, part.shard);
         let (channel, request) = request::<M>(part, context);
-        let stage = match channel.link().try_send(request) {
+        let stage = match try_send(channel.link(), request) {
             TrySendOutcome::Done(Ok(reply)) => Stage::Responding(reply),
             TrySendOutcome::Done(Err(error)) => Stage::Sending(Box::pin(std::future::ready(Err(error)))),
             TrySendOutcome::WouldBlock(request) => {

@@ -59,9 +59,9 @@ impl Connection {
         }
     }
 
-    /// Serves calls with `handler` from now on; later handlers are ignored.
-    pub(super) fn serve_with(&self, handler: Arc<dyn Handler>) {
-        let calls_max = if handler.bounds_calls() { usize::MAX } else { self.calls_max };
+    /// Serves calls with `handler` from now on, which may bound its calls itself; later handlers are ignored.
+    pub(super) fn serve_with(&self, handler: Arc<dyn Handler>, bounded_by_handler: bool) {
+        let calls_max = if bounded_by_handler { usize::MAX } else { self.calls_max };
         let _ = self.serving.set(Serving { handler, calls_max });
     }
 

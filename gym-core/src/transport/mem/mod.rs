@@ -3,6 +3,7 @@
 //! All-in-one runs use no other transport. [`InProcess::faithful`] serializes and parses every message as a wire would, so that
 //! tests find code that works only because it shares memory.
 
+use std::any::Any;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Arc, Mutex};
@@ -22,7 +23,7 @@ use crate::transport::Handler;
 use crate::transport::{
     Backend, BoundListener, ConnectOptions, Connector, Endpoint, Incoming, ListenOptions, Listener, Transport,
 };
-use crate::transport::{Channel, Link, PathInfo, Reply, TrySendOutcome};
+use crate::transport::{Channel, Link, PathInfo, Reply};
 
 mod connection;
 
@@ -55,7 +56,7 @@ impl InProcess {
     }
 
     /// Returns the transport, with the same names and another bound on the concurrent calls of one link, for handlers that do not
-    /// [bound](Handler::bounds_calls) them. A further call waits, within its deadline, until the response of another call is read.
+    /// [bound](ListenOptions::bounded_by_handler) them. A further call waits, within its deadline, until the response of another call is read.
     #[must_use]
     pub fn with_calls_max(mut self, calls_max: usize) -> Self {
         self.calls_max = calls_max;
@@ -74,6 +75,10 @@ impl InProcess {
     /// # Errors
     /// `AlreadyExists` if the name is already registered.
     pub fn listen(&self, name: &str) -> Result<InProcessListener> {
+        self.listen_at(name, false)
+    }
+
+    fn listen_at(&self, name: &str, bounded_by_handler: bool) -> Result<InProcessListener> {
         let (sender, accepted) = mpsc::channel(ACCEPT_QUEUE_MAX);
         let mut listeners = lock(&self.listeners);
         if listeners.get(name).is_some_and(|known| !known.is_closed()) {
@@ -82,7 +87,7 @@ impl InProcess {
         }
         listeners.insert(name.to_owned(), sender);
         let endpoints = [Endpoint::parse(&format!("{SCHEME}://{name}"))?];
-        Ok(InProcessListener { endpoints, accepted })
+        Ok(InProcessListener { endpoints, accepted, bounded_by_handler })
     }
 }
 
@@ -135,16 +140,16 @@ impl Backend for InProcess {
 
     async fn listen(&self, options: &ListenOptions, handler: Arc<dyn Handler>) -> Result<Option<BoundListener>> {
         let Some(name) = &options.name else { return Ok(None) };
-        Ok(Some(BoundListener { listener: Box::new(Self::listen(self, name)?), handler }))
+        let listener = self.listen_at(name, options.bounded_by_handler)?;
+        Ok(Some(BoundListener { listener: Box::new(listener), handler }))
     }
 }
 
-/// Creates a channel to a handler of this process, without a name and a listener. If `faithful`, every message is serialized and
+/// Creates a channel to a handler of this process that bounds its calls itself, without a name and a listener. If `faithful`, every message is serialized and
 /// parsed as over a wire. The channel breaks when `closed` fires: running calls end as `Unavailable, Unknown`.
-#[must_use]
-pub fn channel_to(peer: &str, handler: Arc<dyn Handler>, faithful: bool, closed: CancelToken) -> Channel {
+pub(crate) fn channel_to(peer: &str, handler: Arc<dyn Handler>, faithful: bool, closed: CancelToken) -> Channel {
     let connection = Connection::new(peer.into(), CALLS_MAX, closed);
-    connection.serve_with(handler);
+    connection.serve_with(handler, true);
     Channel::new(InProcessLink { connection: Arc::new(connection), path: path(peer, faithful), faithful })
 }
 
@@ -158,6 +163,7 @@ fn path(peer: &str, faithful: bool) -> PathInfo {
 pub struct InProcessListener {
     endpoints: [Endpoint; 1],
     accepted: mpsc::Receiver<Arc<Connection>>,
+    bounded_by_handler: bool,
 }
 
 #[async_trait]
@@ -168,7 +174,7 @@ impl Listener for InProcessListener {
 
     async fn accept(&mut self) -> Result<Box<dyn Incoming>> {
         match self.accepted.recv().await {
-            Some(connection) => Ok(Box::new(InProcessIncoming(CloseOnDrop(connection)))),
+            Some(connection) => Ok(Box::new(InProcessIncoming(CloseOnDrop(connection), self.bounded_by_handler))),
             None => Err(Error::not_started(Code::Unavailable, "the name was taken over")),
         }
     }
@@ -184,7 +190,8 @@ impl Drop for InProcessListener {
     }
 }
 
-struct InProcessIncoming(CloseOnDrop);
+/// An accepted peer, and whether the handler bounds its calls itself.
+struct InProcessIncoming(CloseOnDrop, bool);
 
 impl fmt::Debug for InProcessIncoming {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -200,7 +207,7 @@ impl Incoming for InProcessIncoming {
 
     async fn serve(self: Box<Self>, handler: Arc<dyn Handler>, drain: CancelToken) -> Result<()> {
         let connection = &self.0.0;
-        connection.serve_with(handler);
+        connection.serve_with(handler, self.1);
         connection.served.notify_one();
         tokio::select! {
             biased;
@@ -282,14 +289,6 @@ impl Link for InProcessLink {
         self.dispatch(request, slot)
     }
 
-    fn try_send(&self, request: Request) -> TrySendOutcome {
-        match self.connection.try_acquire_slot() {
-            Ok(Some(slot)) => TrySendOutcome::Done(self.dispatch(request, slot)),
-            Ok(None) => TrySendOutcome::WouldBlock(request),
-            Err(error) => TrySendOutcome::Done(Err(error)),
-        }
-    }
-
     fn path(&self) -> &PathInfo {
         &self.path
     }
@@ -303,6 +302,28 @@ impl Link for InProcessLink {
         let drained = tokio::time::timeout(grace, self.connection.drain()).await;
         self.connection.closed.cancel();
         drained.map_err(|_| Error::unknown(Code::DeadlineExceeded, "calls were still running when the channel closed"))
+    }
+}
+
+/// The outcome of [`try_send`].
+#[allow(clippy::large_enum_variant, reason = "a request is returned only where a call has to wait for capacity")]
+pub(crate) enum TrySendOutcome {
+    /// The link accepted the request, or failed before it did.
+    Done(Result<Reply>),
+    /// Sending would wait. Nothing has happened; this is the request.
+    WouldBlock(Request),
+}
+
+/// Accepts the request if the link is in-process and has capacity, and returns it otherwise, for [`Link::send`]. Order, capacity
+/// and errors are those of `send`; this spares calls within a process a boxed future.
+pub(crate) fn try_send(link: &dyn Link, request: Request) -> TrySendOutcome {
+    let Some(link) = (link as &dyn Any).downcast_ref::<InProcessLink>() else {
+        return TrySendOutcome::WouldBlock(request);
+    };
+    match link.connection.try_acquire_slot() {
+        Ok(Some(slot)) => TrySendOutcome::Done(link.dispatch(request, slot)),
+        Ok(None) => TrySendOutcome::WouldBlock(request),
+        Err(error) => TrySendOutcome::Done(Err(error)),
     }
 }
 

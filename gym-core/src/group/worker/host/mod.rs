@@ -280,11 +280,6 @@ impl Handler for WorkerHost {
             }
         }
     }
-
-    /// Returns `true`: [`HostOptions::calls_max`] bounds the calls.
-    fn bounds_calls(&self) -> bool {
-        true
-    }
 }
 
 impl fmt::Debug for WorkerHost {
