@@ -226,6 +226,36 @@ async fn dropping_the_stream_stops_what_is_in_flight() {
     stack.stop().await;
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_episode_whose_calls_never_wait_can_be_stopped() {
+    const TURNS_MAX: u32 = 1_000;
+    let turns = Arc::new(AtomicU32::new(0));
+    let counted = Arc::clone(&turns);
+    let policy = move |_: &RawObject, _: &mut fastrand::Rng| match counted.fetch_add(1, Ordering::Relaxed) {
+        TURNS_MAX.. => vec![ScriptedItem::message("4")],
+        _ => vec![ScriptedItem::tool_call("look", "{}")],
+    };
+    let stack = Stack::embedded()
+        .resources("exact", Exact)
+        .model("policy", ScriptedModel::from_policy(policy))
+        .agent("exact_agent", |client| SimpleAgent::between("policy", "exact", client))
+        .start()
+        .await
+        .unwrap();
+    let rollouts = stack.rollouts("exact_agent", [task("4")]).unwrap();
+    while turns.load(Ordering::Relaxed) == 0 {
+        tokio::task::yield_now().await;
+    }
+    drop(rollouts);
+    let mut before = 0;
+    while before != turns.load(Ordering::Relaxed) {
+        before = turns.load(Ordering::Relaxed);
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    }
+    assert!(before < TURNS_MAX, "the episode ran to its end");
+    stack.stop().await;
+}
+
 #[tokio::test]
 async fn two_servers_of_one_name_are_rejected() {
     let started = Stack::embedded().resources("exact", Exact).resources("exact", Exact).start().await;

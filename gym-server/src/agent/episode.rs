@@ -64,6 +64,8 @@ impl Episode {
     /// The error of `/v1/responses`; `InvalidArgument` if the request has a tool that the resources server lacks, or if the
     /// response is not a JSON object.
     pub async fn ask(&mut self, model: &str, params: impl Into<Rope>) -> Result<ModelResponse> {
+        // Calls within the process may never wait; an agent that calls in a loop must yield to be cancelled.
+        tokio::task::coop::consume_budget().await;
         let mut params = params.into();
         if self.session.tools.is_some() {
             params = self.session.with_tools(&params.to_object()?)?.into();

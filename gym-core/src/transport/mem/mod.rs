@@ -147,7 +147,8 @@ impl Backend for InProcess {
 
 /// Creates a channel to a handler of this process that bounds its calls itself, without a name and a listener. If `faithful`, every message is serialized and
 /// parsed as over a wire. The channel breaks when `closed` fires: running calls end as `Unavailable, Unknown`.
-pub(crate) fn channel_to(peer: &str, handler: Arc<dyn Handler>, faithful: bool, closed: CancelToken) -> Channel {
+#[must_use]
+pub fn channel_to(peer: &str, handler: Arc<dyn Handler>, faithful: bool, closed: CancelToken) -> Channel {
     let connection = Connection::new(peer.into(), CALLS_MAX, closed);
     connection.serve_with(handler, true);
     Channel::new(InProcessLink { connection: Arc::new(connection), path: path(peer, faithful), faithful })
@@ -307,16 +308,27 @@ impl Link for InProcessLink {
 
 /// The outcome of [`try_send`].
 #[allow(clippy::large_enum_variant, reason = "a request is returned only where a call has to wait for capacity")]
-pub(crate) enum TrySendOutcome {
+pub enum TrySendOutcome {
     /// The link accepted the request, or failed before it did.
     Done(Result<Reply>),
     /// Sending would wait. Nothing has happened; this is the request.
     WouldBlock(Request),
 }
 
+impl fmt::Debug for TrySendOutcome {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Done(Ok(_)) => "Done",
+            Self::Done(Err(_)) => "Failed",
+            Self::WouldBlock(_) => "WouldBlock",
+        })
+    }
+}
+
 /// Accepts the request if the link is in-process and has capacity, and returns it otherwise, for [`Link::send`]. Order, capacity
 /// and errors are those of `send`; this spares calls within a process a boxed future.
-pub(crate) fn try_send(link: &dyn Link, request: Request) -> TrySendOutcome {
+#[must_use]
+pub fn try_send(link: &dyn Link, request: Request) -> TrySendOutcome {
     let Some(link) = (link as &dyn Any).downcast_ref::<InProcessLink>() else {
         return TrySendOutcome::WouldBlock(request);
     };
