@@ -46,6 +46,8 @@ pub struct Episode {
     session: ResourcesSession,
     cx: CallContext,
     row: RawObject,
+    /// A request was sent to a model.
+    asked: bool,
 }
 
 impl Episode {
@@ -55,7 +57,7 @@ impl Episode {
     /// The error of `/seed_session`.
     pub async fn seed(cx: &CallContext, client: &ServerClient, resources: &str, row: &RawObject) -> Result<Self> {
         let session = ResourcesSession::seed(&cx.child(), &cx.metadata, client, resources, row).await?;
-        Ok(Self { session, cx: cx.child(), row: row.clone() })
+        Ok(Self { session, cx: cx.child(), row: row.clone(), asked: false })
     }
 
     /// Sends a request to a model server, with the tools of the resources server unless the request has `tools`.
@@ -65,7 +67,9 @@ impl Episode {
     /// response is not a JSON object.
     pub async fn ask(&mut self, model: &str, params: impl Into<Rope>) -> Result<ModelResponse> {
         // Calls within the process may never wait; an agent that calls in a loop must yield to be cancelled.
-        tokio::task::coop::consume_budget().await;
+        if std::mem::replace(&mut self.asked, true) {
+            tokio::task::coop::consume_budget().await;
+        }
         let mut params = params.into();
         if self.session.tools.is_some() {
             params = self.session.with_tools(&params.to_object()?)?.into();

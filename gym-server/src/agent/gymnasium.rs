@@ -95,7 +95,9 @@ impl GymnasiumAgent {
         let (mut total, mut steps) = (0.0, 0);
         loop {
             // As in `simple_agent`: calls within the process may never wait.
-            tokio::task::coop::consume_budget().await;
+            if steps > 0 {
+                tokio::task::coop::consume_budget().await;
+            }
             steps += 1;
             let turn = self.ask(cx, session.calls(), conversation.request(params)).await?;
             conversation.answered(&turn)?;

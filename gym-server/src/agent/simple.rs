@@ -76,7 +76,9 @@ impl SimpleAgent {
         let mut steps = 0;
         loop {
             // Calls within the process may never wait; a task that never yields can be neither cancelled nor stopped.
-            tokio::task::coop::consume_budget().await;
+            if steps > 0 {
+                tokio::task::coop::consume_budget().await;
+            }
             steps += 1;
             let body = conversation.request(params);
             let model = self.config.model_server.name.as_str();
