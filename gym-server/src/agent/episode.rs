@@ -14,6 +14,7 @@ use gym_core::{
 };
 use serde::Deserialize;
 
+use crate::agent::turn::yield_after;
 use crate::role::resources::{SESSION_METADATA, TOOLS_KEY};
 use crate::role::route::tool_route;
 
@@ -46,8 +47,8 @@ pub struct Episode {
     session: ResourcesSession,
     cx: CallContext,
     row: RawObject,
-    /// A request was sent to a model.
-    asked: bool,
+    /// The number of requests that were sent to a model.
+    turns: u32,
 }
 
 impl Episode {
@@ -57,7 +58,7 @@ impl Episode {
     /// The error of `/seed_session`.
     pub async fn seed(cx: &CallContext, client: &ServerClient, resources: &str, row: &RawObject) -> Result<Self> {
         let session = ResourcesSession::seed(&cx.child(), &cx.metadata, client, resources, row).await?;
-        Ok(Self { session, cx: cx.child(), row: row.clone(), asked: false })
+        Ok(Self { session, cx: cx.child(), row: row.clone(), turns: 0 })
     }
 
     /// Sends a request to a model server, with the tools of the resources server unless the request has `tools`.
@@ -66,10 +67,8 @@ impl Episode {
     /// The error of `/v1/responses`; `InvalidArgument` if the request has a tool that the resources server lacks, or if the
     /// response is not a JSON object.
     pub async fn ask(&mut self, model: &str, params: impl Into<Rope>) -> Result<ModelResponse> {
-        // Calls within the process may never wait; an agent that calls in a loop must yield to be cancelled.
-        if std::mem::replace(&mut self.asked, true) {
-            tokio::task::coop::consume_budget().await;
-        }
+        yield_after(self.turns).await;
+        self.turns = self.turns.wrapping_add(1);
         let mut params = params.into();
         if self.session.tools.is_some() {
             params = self.session.with_tools(&params.to_object()?)?.into();

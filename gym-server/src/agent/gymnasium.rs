@@ -11,7 +11,7 @@ use serde_json::json;
 use crate::agent::config::GymnasiumAgentConfig;
 use crate::agent::episode::{ResourcesSession, aggregate, of_inner, post};
 use crate::agent::simple::params_of;
-use crate::agent::turn::{Conversation, Turn, items_of, user_message};
+use crate::agent::turn::{Conversation, Turn, items_of, user_message, yield_after};
 use crate::role::dialect::schema::Dialect;
 
 /// The agent that calls the model and `/step` alternately, until the environment ends the episode or `max_steps` is reached.
@@ -94,10 +94,7 @@ impl GymnasiumAgent {
         let mut conversation = Conversation::new(params)?;
         let (mut total, mut steps) = (0.0, 0);
         loop {
-            // As in `simple_agent`: calls within the process may never wait.
-            if steps > 0 {
-                tokio::task::coop::consume_budget().await;
-            }
+            yield_after(steps).await;
             steps += 1;
             let turn = self.ask(cx, session.calls(), conversation.request(params)).await?;
             conversation.answered(&turn)?;

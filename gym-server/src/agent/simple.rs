@@ -13,7 +13,7 @@ use tokio::time::Instant;
 use crate::agent::config::SimpleAgentConfig;
 use crate::agent::episode::{ResourcesSession, aggregate, of_inner, post, scored};
 use crate::agent::tool_arguments;
-use crate::agent::turn::{Conversation, FunctionCall, NextStep, Turn};
+use crate::agent::turn::{Conversation, FunctionCall, NextStep, Turn, yield_after};
 use crate::role::dialect::schema::Dialect;
 use crate::role::route::{is_protocol, tool_route};
 use crate::role::settings::Seconds;
@@ -75,10 +75,7 @@ impl SimpleAgent {
         let mut conversation = Conversation::new(params)?;
         let mut steps = 0;
         loop {
-            // Calls within the process may never wait; a task that never yields can be neither cancelled nor stopped.
-            if steps > 0 {
-                tokio::task::coop::consume_budget().await;
-            }
+            yield_after(steps).await;
             steps += 1;
             let body = conversation.request(params);
             let model = self.config.model_server.name.as_str();

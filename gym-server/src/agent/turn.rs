@@ -11,6 +11,17 @@ use serde_json::Value;
 /// The sentence that NeMo Gym's agent adds to the metadata of a response without message and tool call.
 const TERMINATION_MESSAGE: &str = "Ending trajectory: model returned no assistant message or tool calls (reasoning-only or empty output) without reported truncation. This is the stop-token case (finish_reason='stop'), not length truncation (finish_reason='length', handled separately via incomplete_details). This indicates either a badly trained model requiring training-level fixes or a bug in the inference engine.";
 
+/// An episode yields to other tasks each time that it has had this many turns.
+const TURNS_PER_YIELD: u32 = 16;
+
+/// Yields if an episode has had many turns since it last did. Calls within the process may never wait, and a task that never yields
+/// can be neither cancelled nor stopped. Short episodes, of which one task may run a thousand, do not pay for it.
+pub(super) async fn yield_after(turns: u32) {
+    if turns > 0 && turns.is_multiple_of(TURNS_PER_YIELD) {
+        tokio::task::yield_now().await;
+    }
+}
+
 /// One response of the model.
 #[derive(Debug)]
 pub(super) struct Turn {
