@@ -95,13 +95,16 @@ impl Metrics {
         text
     }
 
-    /// Counts the sessions of a server from now on. Each output of the metrics calls `counts`, until it returns `None` because the
-    /// server has ended.
+    /// Counts the sessions of a server from now on, if it has any. Each output of the metrics calls `counts`, until it returns
+    /// `None` because the server has ended. A server whose first `counts` is `None` has no sessions, and gets no series.
     pub(crate) fn watch_sessions(
         &self,
         server: &str,
         counts: impl Fn() -> Option<SessionCounts> + Send + Sync + 'static,
     ) {
+        if counts().is_none() {
+            return;
+        }
         let watched = WatchedSessions {
             labels: ServerLabels { server: server.to_owned() },
             counts: Box::new(counts),

@@ -6,32 +6,20 @@ use std::time::Duration;
 use anyhow::Result;
 use gym_client::Transports;
 use gym_client::group::{GroupOptions, GroupRequest, Local, VirtualCluster, WorkerKind, Workers};
-use gym_core::CallContext;
 use gym_core::group::cluster::ClusterSpec;
-use gym_core::group::{Handles, Method, Methods, Payload, Worker, WorkerEnv, WorkerGroupExt};
+use gym_core::group::{Payload, WorkerEnv, WorkerGroupExt};
+use gym_core::{CallContext, worker};
 use gym_examples::servers::servers;
 use gym_own_transport::QuicBackend;
 
-#[derive(Clone, Copy, Debug)]
-struct Square;
-impl Method for Square {
-    const NAME: &'static str = "square";
-    type Args = u32;
-    type Reply = u32;
-}
 struct Squares;
-impl Worker for Squares {
-    type Init = ();
-    fn start(_: WorkerEnv, (): ()) -> gym_core::Result<Self> {
-        Ok(Self)
-    }
-    fn methods(methods: &mut Methods<Self>) {
-        methods.exclusive(Square);
-    }
-}
-impl Handles<Square> for Squares {
-    async fn handle(&mut self, _: &CallContext, call: Payload<u32>) -> gym_core::Result<Payload<u32>> {
-        Ok((call.value * call.value).into())
+worker! {
+    impl Worker for Squares as squares {
+        fn start(_: WorkerEnv, (): ()) -> gym_core::Result<Self> { Ok(Self) }
+        /// Returns the square of a number.
+        exclusive async fn square(&mut self, _: &CallContext, call: Payload<u32>) -> gym_core::Result<Payload<u32>> {
+            Ok((call.value * call.value).into())
+        }
     }
 }
 
@@ -52,7 +40,7 @@ async fn group(workers: Workers, transports: Transports) -> Result<()> {
     let mut request = GroupRequest::new("squares", "squares", &(), GroupOptions::new(transports.clone()))?;
     request.config = Some(serde_json::from_str(r#"{"transport": ["quic", "http"], "require_transport": "quic"}"#)?);
     let group = cluster.start(&CallContext::within(Duration::from_secs(60)), request).await?;
-    let squares = group.call(Square, 12).deadline(Duration::from_secs(60)).await?.into_values();
+    let squares = group.call(squares::square, 12).deadline(Duration::from_secs(60)).await?.into_values();
     for path in transports.paths() {
         println!("{} over {}", path.peer, path.transport_name());
     }

@@ -65,7 +65,7 @@ fn the_quickstarts_rollouts_run_over_quic_and_status_names_it() {
     servers.args(["++transport=[quic,http]", "+head_server.port=0"]).stdout(Stdio::piped()).stderr(Stdio::null());
     let mut servers = Running(servers.spawn().expect("the program starts"));
     let lines = BufReader::new(servers.0.stdout.take().expect("a pipe")).lines();
-    let (sender, ready) = mpsc::channel();
+    let (sender, ready) = mpsc::sync_channel(1);
     std::thread::spawn(move || {
         for line in lines.map_while(Result::ok) {
             if let Some((_, head)) = line.split_once("servers, head ") {

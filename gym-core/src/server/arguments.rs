@@ -111,10 +111,9 @@ impl Argument for bool {
             Some(b'f') => Some(false),
             Some(b'"') => {
                 let inner: String = serde_json::from_str(text).unwrap_or_default();
-                match inner.to_ascii_lowercase().as_str() {
-                    "1" | "on" | "t" | "true" | "y" | "yes" => Some(true),
-                    "0" | "off" | "f" | "false" | "n" | "no" => Some(false),
-                    _ => return errors.note("bool_parsing", PARSE, text),
+                match bool_in_string(&inner) {
+                    Some(flag) => Some(flag),
+                    None => return errors.note("bool_parsing", PARSE, text),
                 }
             }
             Some(b'-' | b'0'..=b'9') => match text.parse::<f64>().unwrap_or(f64::NAN) {
@@ -275,6 +274,16 @@ impl<T: Argument> Argument for Vec<T> {
 
     fn schema() -> Value {
         json!({"type": "array", "items": T::schema()})
+    }
+}
+
+/// Parses a boolean in the spellings that pydantic accepts, in any case: `1`, `on`, `t`, `true`, `y`, `yes`, and their opposites.
+#[must_use]
+pub fn bool_in_string(text: &str) -> Option<bool> {
+    match text.to_ascii_lowercase().as_str() {
+        "1" | "on" | "t" | "true" | "y" | "yes" => Some(true),
+        "0" | "off" | "f" | "false" | "n" | "no" => Some(false),
+        _ => None,
     }
 }
 

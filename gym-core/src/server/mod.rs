@@ -10,7 +10,7 @@ mod validation;
 
 #[cfg(feature = "schemars")]
 pub use arguments::Json;
-pub use arguments::{Argument, ArgumentErrors, Arguments};
+pub use arguments::{Argument, ArgumentErrors, Arguments, bool_in_string};
 pub use harness::{Harness, HarnessEpisode};
 pub use responses::{
     Content, ContentPart, FunctionCall, FunctionCallOutput, Ignored, IncompleteDetails, ModelResponse, OutputItem,

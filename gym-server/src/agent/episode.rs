@@ -14,7 +14,7 @@ use gym_core::{
 };
 use serde::Deserialize;
 
-use crate::agent::turn::yield_after;
+use crate::agent::turn::{Turn, yield_after};
 use crate::role::resources::{SESSION_METADATA, TOOLS_KEY};
 use crate::role::route::tool_route;
 
@@ -94,9 +94,7 @@ impl Episode {
     /// The error of `/verify`; `DataLoss` if its response has no reward.
     pub async fn verify(mut self, response: ModelResponse) -> Result<Response> {
         let row = self.row.edit().set_object("response", response.0).to_rope();
-        let server = Arc::clone(&self.session.server);
-        let verdict = post(self.session.calls(), &self.cx, &server, "/verify", row).await?;
-        scored(verdict.head).map(Response::json).map_err(|error| error.about(format!("POST {server}/verify")))
+        self.session.verify(&self.cx, row).await
     }
 }
 
@@ -197,6 +195,13 @@ impl ResourcesSession {
         }
     }
 
+    /// Verifies the episode: returns the row with its reward.
+    pub(super) async fn verify(&mut self, cx: &CallContext, row: Rope) -> Result<Response> {
+        let server = Arc::clone(&self.server);
+        let verdict = post(self.calls(), cx, &server, "/verify", row).await?;
+        scored(verdict.head).map(Response::json).map_err(|error| error.about(format!("POST {server}/verify")))
+    }
+
     /// Returns a context that is not a child of the episode's: the session is closed even if the episode was cancelled or timed
     /// out.
     fn closing(&self) -> CallContext {
@@ -270,6 +275,19 @@ impl Drop for ResourcesSession {
                 }
             }));
         }
+    }
+}
+
+/// Calls the model for one turn.
+pub(super) async fn ask(session: &mut Session, cx: &CallContext, model: &str, body: impl Into<Rope>) -> Result<Turn> {
+    let answer = post(session, cx, model, "/v1/responses", body).await?;
+    Turn::parse(&answer.head).map_err(|error| error.about(format!("POST {model}/v1/responses")))
+}
+
+/// Adds the cookies that the calls of an episode received to its response: a Python caller sends them to `/verify`.
+pub(super) fn return_cookies(response: &mut Response, jar: &CookieJar) {
+    for (name, value) in jar.iter() {
+        response.metadata.push("set-cookie", format!("{name}={value}; Path=/; SameSite=lax"));
     }
 }
 

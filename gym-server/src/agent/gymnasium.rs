@@ -2,16 +2,16 @@
 //!
 //! It sends the same requests in the same order as the Python agent, and its result is equal. Items and rows are spliced as text.
 
-use gym_client::{CookieJar, ServerClient, Session};
+use gym_client::{CookieJar, ServerClient};
 use gym_core::server::unprocessable;
-use gym_core::{AgentServer, CallContext, Code, Error, RawObject, Response, Result, Route, SessionId, World};
+use gym_core::{AgentServer, CallContext, Code, Error, RawObject, Response, Result, SessionId, World};
 use serde::Deserialize;
 use serde_json::json;
 
 use crate::agent::config::GymnasiumAgentConfig;
-use crate::agent::episode::{ResourcesSession, aggregate, of_inner, post};
+use crate::agent::episode::{ResourcesSession, aggregate, ask, post, return_cookies};
 use crate::agent::simple::params_of;
-use crate::agent::turn::{Conversation, Turn, items_of, user_message, yield_after};
+use crate::agent::turn::{Conversation, items_of, user_message, yield_after};
 use crate::role::dialect::schema::Dialect;
 
 /// The agent that calls the model and `/step` alternately, until the environment ends the episode or `max_steps` is reached.
@@ -75,12 +75,6 @@ impl GymnasiumAgent {
         Self { config, client, world: world.clone() }
     }
 
-    async fn ask(&self, cx: &CallContext, calls: &mut Session, body: impl Into<gym_core::Rope>) -> Result<Turn> {
-        let model = self.config.model_server.name.as_str();
-        let message = post(calls, cx, model, "/v1/responses", body).await?;
-        Turn::parse(&message.head).map_err(|error| error.about(format!("POST {model}/v1/responses")))
-    }
-
     /// Plays an episode that has begun, and returns its result with the `info` of the last step.
     async fn play(
         &self,
@@ -90,13 +84,14 @@ impl GymnasiumAgent {
         params: &RawObject,
         idempotent: bool,
     ) -> Result<RawObject> {
+        let model = self.config.model_server.name.as_str();
         let environment = self.config.resources_server.name.as_str();
         let mut conversation = Conversation::new(params)?;
         let (mut total, mut steps) = (0.0, 0);
         loop {
             yield_after(steps).await;
             steps += 1;
-            let turn = self.ask(cx, session.calls(), conversation.request(params)).await?;
+            let turn = ask(session.calls(), cx, model, conversation.request(params)).await?;
             conversation.answered(&turn)?;
             let mut body = row.edit().set_object("response", turn.response().clone());
             if idempotent {
@@ -172,13 +167,9 @@ impl AgentServer for GymnasiumAgent {
         let model = self.config.model_server.name.as_str();
         let mut calls = self.client.session();
         *calls.jar(model) = CookieJar::of_request(&cx.metadata);
-        let route = Route::from_static("/v1/responses");
-        let answer = calls.post(&cx.child(), model, route, body.clone()).await.and_then(Response::into_result);
-        let answer = answer.map_err(|error| of_inner(error, model, "/v1/responses"))?;
-        let mut response = Response::json(answer.message.head);
-        for (name, value) in calls.jar(model).iter() {
-            response.metadata.push("set-cookie", format!("{name}={value}; Path=/; SameSite=lax"));
-        }
+        let answer = post(&mut calls, &cx.child(), model, "/v1/responses", body.clone()).await?;
+        let mut response = Response::json(answer.head);
+        return_cookies(&mut response, calls.jar(model));
         Ok(response)
     }
 

@@ -6,14 +6,14 @@
 use bytes::Bytes;
 use gym_client::{CookieJar, ServerClient, Session};
 use gym_core::server::{ValidationProblem, unprocessable};
-use gym_core::{AgentServer, CallContext, Code, Error, ModelResponse, RawObject, Response, Result, Route, SessionId};
+use gym_core::{AgentServer, CallContext, Code, Error, ModelResponse, RawObject, Response, Result, SessionId};
 use serde_json::{Value, json};
 use tokio::time::Instant;
 
 use crate::agent::config::SimpleAgentConfig;
-use crate::agent::episode::{ResourcesSession, aggregate, of_inner, post, scored};
+use crate::agent::episode::{ResourcesSession, aggregate, ask, of_inner, return_cookies};
 use crate::agent::tool_arguments;
-use crate::agent::turn::{Conversation, FunctionCall, NextStep, Turn, yield_after};
+use crate::agent::turn::{Conversation, FunctionCall, NextStep, yield_after};
 use crate::role::dialect::schema::Dialect;
 use crate::role::route::{is_protocol, tool_route};
 use crate::role::settings::Seconds;
@@ -77,13 +77,8 @@ impl SimpleAgent {
         loop {
             yield_after(steps).await;
             steps += 1;
-            let body = conversation.request(params);
             let model = self.config.model_server.name.as_str();
-            let response = session.post(cx, model, Route::from_static("/v1/responses"), body).await;
-            let text =
-                response.and_then(Response::into_result).map_err(|error| of_inner(error, model, "/v1/responses"))?;
-            let turn =
-                Turn::parse(&text.message.head).map_err(|error| error.about(format!("POST {model}/v1/responses")))?;
+            let turn = ask(session, cx, model, conversation.request(params)).await?;
             conversation.answered(&turn)?;
             let calls = match turn.next() {
                 NextStep::Tools(calls) => calls,
@@ -138,8 +133,7 @@ impl SimpleAgent {
             let row = row.set_value("reward", &self.config.skip_verification_reward)?;
             return Ok(Response::json(row.set("verification_skipped", "true").to_rope()));
         }
-        let verdict = post(session.calls(), cx, resources, "/verify", row.to_rope()).await?;
-        scored(verdict.head).map(Response::json).map_err(|error| error.about(format!("POST {resources}/verify")))
+        session.verify(cx, row.to_rope()).await
     }
 }
 
@@ -167,11 +161,8 @@ impl AgentServer for SimpleAgent {
         let answer = self.converse(&self.context(cx), &mut session, body).await;
         let answer = answer.map_err(|error| self.of_limit(error, began))?;
         let mut response = Response::json(answer.0);
-        // A Python caller sends the cookies of this response to `/verify`.
         for server in resources.into_iter().chain([self.config.model_server.name.as_str()]) {
-            for (name, value) in session.jar(server).iter() {
-                response.metadata.push("set-cookie", format!("{name}={value}; Path=/; SameSite=lax"));
-            }
+            return_cookies(&mut response, session.jar(server));
         }
         Ok(response)
     }

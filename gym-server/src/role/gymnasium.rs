@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use gym_core::server::{GymnasiumServer, ServerKind, SessionCounts, SessionTable, ValidationProblem, unprocessable};
+use gym_core::server::{GymnasiumServer, ServerKind, SessionCounts, SessionTable};
 use gym_core::{CallContext, Error, ModelResponse, RawObject, Response, Result, SessionId, Verb};
-use serde_json::{Value, json};
+use serde_json::json;
 
 use crate::metrics::Metrics;
 use crate::role::reply;
@@ -77,10 +77,8 @@ pub(super) struct GymnasiumRole(Arc<dyn DynGymnasiumServer>);
 impl GymnasiumRole {
     pub(super) fn new(environment: impl GymnasiumServer, name: &str, metrics: &Metrics) -> Self {
         let server: Arc<dyn DynGymnasiumServer> = Arc::new(environment);
-        if server.session_counts().is_some() {
-            let watched = Arc::downgrade(&server);
-            metrics.watch_sessions(name, move || watched.upgrade()?.session_counts());
-        }
+        let watched = Arc::downgrade(&server);
+        metrics.watch_sessions(name, move || watched.upgrade()?.session_counts());
         Self(server)
     }
 
@@ -94,31 +92,16 @@ impl GymnasiumRole {
             Ok(body) => body,
             Err(response) => return Ok(response),
         };
-        let required: &[&str] = match request.path() {
-            "/reset" => &["responses_create_params"],
-            "/step" => &["responses_create_params", "response"],
-            _ => &[],
-        };
-        let missing: Vec<ValidationProblem> = required
-            .iter()
-            .filter(|key| !body.contains(key))
-            .map(|key| ValidationProblem::missing(&[key], body.outline().unwrap_or(Value::Null)))
-            .collect();
-        if !missing.is_empty() {
-            return Ok(unprocessable(&missing));
-        }
         let (cx, session) = (&request.context, &request.session);
         match request.path() {
-            "/reset" => self.0.reset(cx, session, &body).await,
-            "/step" => {
-                let Ok(Some(response)) = body.get_object("response") else {
-                    let message = "Input should be a valid dictionary or object to extract fields from";
-                    let input = body.get_as::<Value>("response")?.unwrap_or_default();
-                    let problem = ValidationProblem::new("model_attributes_type", &["response"], message, input);
-                    return Ok(unprocessable(&[problem]));
-                };
-                self.0.step(cx, session, &body, &ModelResponse(response)).await
-            }
+            "/reset" => match reply::require(&body, &["responses_create_params"]) {
+                Ok(()) => self.0.reset(cx, session, &body).await,
+                Err(refusal) => Ok(refusal),
+            },
+            "/step" => match reply::model_response(&body) {
+                Ok(response) => self.0.step(cx, session, &body, &response).await,
+                Err(refusal) => Ok(refusal),
+            },
             "/close" => {
                 self.0.close_session(cx, session).await?;
                 Ok(Response::json("{}"))

@@ -5,12 +5,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use gym_core::server::{ServerKind, SessionCounts, ValidationProblem, unprocessable};
+use gym_core::server::{ServerKind, SessionCounts};
 use gym_core::{
     CallContext, Code, Error, ModelResponse, RawObject, ResourcesServer, Response, Result, Rope, SessionId, Verb,
     Verdict,
 };
-use serde_json::Value;
 
 use crate::metrics::Metrics;
 use crate::role::reply;
@@ -93,10 +92,8 @@ impl ResourcesRole {
         let tools = resources.tools();
         let tools = (!tools.is_empty()).then(|| serde_json::json!(tools).to_string().into());
         let server: Arc<dyn DynResourcesServer> = Arc::new(resources);
-        if server.session_counts().is_some() {
-            let watched = Arc::downgrade(&server);
-            metrics.watch_sessions(name, move || watched.upgrade()?.session_counts());
-        }
+        let watched = Arc::downgrade(&server);
+        metrics.watch_sessions(name, move || watched.upgrade()?.session_counts());
         Self { server, tools, closes: AtomicBool::new(true) }
     }
 
@@ -163,20 +160,11 @@ impl ResourcesRole {
     }
 
     async fn verify(&self, cx: &CallContext, session: &SessionId, body: &RawObject) -> Result<Response> {
-        let missing: Vec<ValidationProblem> = ["responses_create_params", "response"]
-            .into_iter()
-            .filter(|key| !body.contains(key))
-            .map(|key| ValidationProblem::missing(&[key], body.outline().unwrap_or(Value::Null)))
-            .collect();
-        if !missing.is_empty() {
-            return Ok(unprocessable(&missing));
-        }
-        let Ok(Some(response)) = body.get_object("response") else {
-            let kind = "Input should be a valid dictionary or object to extract fields from";
-            let input = body.get_as::<Value>("response")?.unwrap_or_default();
-            return Ok(unprocessable(&[ValidationProblem::new("model_attributes_type", &["response"], kind, input)]));
+        let response = match reply::model_response(body) {
+            Ok(response) => response,
+            Err(refusal) => return Ok(refusal),
         };
-        let verdict = self.server.verify(cx, session, body, &ModelResponse(response)).await?;
+        let verdict = self.server.verify(cx, session, body, &response).await?;
         Ok(Response::json(spliced(body, &verdict, |key| self.server.returns(key))?))
     }
 }

@@ -365,7 +365,7 @@ async fn token_arrays_of_a_large_answer_come_through_bit_for_bit() {
 
 #[test]
 fn a_verdict_without_a_reward_is_an_error_and_one_of_true_is_a_number() {
-    let scored = |text: &'static str| super::scored(Bytes::from_static(text.as_bytes()).into());
+    let scored = |text: &'static str| crate::agent::episode::scored(Bytes::from_static(text.as_bytes()).into());
     assert_eq!(scored(r#"{"reward":true,"x":1E5}"#).unwrap().to_bytes(), r#"{"reward":1.0,"x":1E5}"#);
     for wrong in ["{}", r#"{"reward":null}"#, r#"{"reward":"x"}"#, "[]", "nothing"] {
         assert_eq!(scored(wrong).unwrap_err().code(), Code::DataLoss, "{wrong}");

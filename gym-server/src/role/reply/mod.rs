@@ -5,7 +5,7 @@ pub(crate) mod health;
 
 use gym_core::message::ContentType;
 use gym_core::server::{ValidationProblem, unprocessable};
-use gym_core::{Code, Error, Execution, Message, RawObject, Response, Status};
+use gym_core::{Code, Error, Execution, Message, ModelResponse, RawObject, Response, Status};
 use serde_json::{Value, json};
 
 use crate::metrics::Metrics;
@@ -58,14 +58,37 @@ pub(crate) fn object(message: &Message) -> Result<RawObject, Response> {
         let text = message.head.to_bytes();
         unprocessable(&[match serde_json::from_slice::<Value>(&text) {
             // Valid JSON, but not an object: a list or a number, for example.
-            Ok(other) => ValidationProblem::new(
-                "model_attributes_type",
-                &[],
-                "Input should be a valid dictionary or object to extract fields from",
-                other,
-            ),
+            Ok(other) => not_an_object(&[], other),
             Err(_) if text.is_empty() => ValidationProblem::missing(&[], Value::Null),
             Err(_) => ValidationProblem::json(&error),
         }])
     })
+}
+
+/// Returns the `response` of a row, which must also have `responses_create_params`, or the 422 response that describes the problem.
+#[expect(clippy::result_large_err, reason = "the answer is sent next; a box would be taken apart at once")]
+pub(crate) fn model_response(row: &RawObject) -> Result<ModelResponse, Response> {
+    require(row, &["responses_create_params", "response"])?;
+    if let Ok(Some(response)) = row.get_object("response") {
+        return Ok(ModelResponse(response));
+    }
+    let input = row.get_as::<Value>("response").map_err(|error| of_error(&error))?;
+    Err(unprocessable(&[not_an_object(&["response"], input.unwrap_or_default())]))
+}
+
+/// Checks that a body has these keys; the error is the 422 response that names the missing ones.
+#[expect(clippy::result_large_err, reason = "the answer is sent next; a box would be taken apart at once")]
+pub(crate) fn require(body: &RawObject, keys: &[&str]) -> Result<(), Response> {
+    let missing: Vec<_> = keys.iter().filter(|key| !body.contains(key)).collect();
+    if missing.is_empty() {
+        return Ok(());
+    }
+    let input = body.outline().unwrap_or(Value::Null);
+    let problems: Vec<_> = missing.iter().map(|key| ValidationProblem::missing(&[key], input.clone())).collect();
+    Err(unprocessable(&problems))
+}
+
+fn not_an_object(path: &[&str], input: Value) -> ValidationProblem {
+    let message = "Input should be a valid dictionary or object to extract fields from";
+    ValidationProblem::new("model_attributes_type", path, message, input)
 }

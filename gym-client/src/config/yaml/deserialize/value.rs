@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use gym_core::server::bool_in_string;
 use serde::de::value::StringDeserializer;
 use serde::de::{
     Deserialize, DeserializeSeed, Deserializer, EnumAccess, Error as _, Expected, IntoDeserializer as _, MapAccess,
@@ -77,15 +78,6 @@ impl serde::de::Error for Misfit {
     #[cold]
     fn invalid_value(unexpected: Unexpected<'_>, expected: &dyn Expected) -> Self {
         Error::invalid_value(unexpected, expected).into()
-    }
-}
-
-/// Parses a boolean in Python's spellings, in any case.
-fn boolean(text: &str) -> Option<bool> {
-    match text.to_ascii_lowercase().as_str() {
-        "1" | "true" | "t" | "yes" | "y" | "on" => Some(true),
-        "0" | "false" | "f" | "no" | "n" | "off" => Some(false),
-        _ => None,
     }
 }
 
@@ -175,7 +167,7 @@ impl<'de> Deserializer<'de> for TypedValue {
     }
 
     fn deserialize_bool<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Misfit> {
-        match (self.spelled().and_then(boolean), &self.value) {
+        match (self.spelled().and_then(bool_in_string), &self.value) {
             (Some(flag), _) => visitor.visit_bool(flag),
             (None, Value::Bool(flag)) => visitor.visit_bool(*flag),
             (None, other) => Err(Misfit::invalid_type(unexpected(other), &visitor)),
