@@ -24,8 +24,9 @@ fn asked(
 }
 
 pub(crate) fn cases() -> Vec<Case> {
-    const ERROR: &str = "sidecar: agent_run_error";
-    const BUSY: &str = "sidecar: agent_request_failed";
+    const ERROR: &str = "sidecar: model_error";
+    const LATE: &str = "sidecar: episode_timeout";
+    const BUSY: &str = "sidecar: model_unavailable";
     const NONSENSE: &str = "model returns invalid output";
     const TOOLS: &str = "hostile tool call";
     vec![
@@ -41,8 +42,8 @@ pub(crate) fn cases() -> Vec<Case> {
             ERROR,
             &["redirect/v1/responses", "answered 302 and refers to /good/v1/responses"],
         ),
-        asked("never responds", "hang", 1, ERROR, &["hang/v1/responses", "`max_seconds` = 1"]),
-        asked("a byte now and then, forever", "drip", 1, ERROR, &["drip/v1/responses", "`max_seconds` = 1"]),
+        asked("never responds", "hang", 1, LATE, &["hang/v1/responses", "`max_seconds` = 1"]),
+        asked("a byte now and then, forever", "drip", 1, LATE, &["drip/v1/responses", "`max_seconds` = 1"]),
         asked("garbage instead of JSON", "garbage", 1, ERROR, &["garbage/v1/responses", "no JSON object", "It works!"]),
         asked("a list instead of an object", "list", 1, ERROR, &["list/v1/responses", "no JSON object"]),
         asked("no HTTP response", "not_http", 2, BUSY, &["not_http/v1/responses", "is not HTTP"]),

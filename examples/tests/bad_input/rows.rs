@@ -81,7 +81,7 @@ pub(crate) fn cases() -> Vec<Case> {
             "expected_answer is a list",
             br#"{"responses_create_params": {"input": "x"}, "expected_answer": [4], "agent_ref": {"name": "a_good"}}"#,
             |_| {},
-            "sidecar: agent_run_error",
+            "sidecar: verifier_error",
             &["POST math/verify", "invalid type: sequence, expected a string"],
         ),
         with(
@@ -111,7 +111,7 @@ pub(crate) fn cases() -> Vec<Case> {
             "no expected_answer",
             br#"{"responses_create_params": {"input": "x"}, "agent_ref": {"name": "a_good"}}"#,
             |_| {},
-            "sidecar: agent_run_error",
+            "sidecar: verifier_error",
             &["POST math/verify", "missing field `expected_answer`"],
         ),
         row(

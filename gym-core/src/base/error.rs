@@ -6,6 +6,10 @@
 use std::borrow::Cow;
 use std::fmt;
 
+use serde::{Deserialize, Serialize};
+
+use crate::base::failure::FailureClass;
+
 /// The result type of the SDK.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -15,6 +19,7 @@ pub struct Error(Box<Inner>);
 struct Inner {
     code: Code,
     execution: Execution,
+    class: Option<FailureClass>,
     subject: Cow<'static, str>,
     message: Cow<'static, str>,
     source: Option<Box<dyn std::error::Error + Send + Sync>>,
@@ -57,6 +62,18 @@ pub enum Execution {
     Unknown,
     /// The request ran, and the peer responded.
     Finished,
+}
+
+/// One error of a chain of causes.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct ErrorLink {
+    /// The operation and its target, such as `POST math/verify`; empty if the error names none.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub subject: String,
+    /// What failed, without the subject and the cause; empty if the cause tells.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub message: String,
 }
 
 impl Code {
@@ -155,7 +172,8 @@ impl Error {
     /// Creates an error without a subject; [`Error::about`] adds one.
     #[must_use]
     pub fn new(code: Code, execution: Execution, message: impl Into<Cow<'static, str>>) -> Self {
-        Self(Box::new(Inner { code, execution, subject: Cow::Borrowed(""), message: message.into(), source: None }))
+        let (subject, message) = (Cow::Borrowed(""), message.into());
+        Self(Box::new(Inner { code, execution, class: None, subject, message, source: None }))
     }
 
     /// Creates an error of a request that was rejected before it ran, or never sent.
@@ -202,11 +220,81 @@ impl Error {
         self
     }
 
+    /// Wraps the error of a call within a call: the operation and its target. The code is kept.
+    #[must_use]
+    pub fn within(self, execution: Execution, subject: impl Into<Cow<'static, str>>) -> Self {
+        Self::new(self.code(), execution, "").about(subject).caused_by(self)
+    }
+
     /// Replaces the execution.
     #[must_use]
     pub fn with_execution(mut self, execution: Execution) -> Self {
         self.0.execution = execution;
         self
+    }
+
+    /// Sets the class of the failure, which takes precedence over the classes of the causes.
+    #[must_use]
+    pub fn with_class(mut self, class: FailureClass) -> Self {
+        self.0.class = Some(class);
+        self
+    }
+
+    /// Sets the class of the failure, unless this error or one of its causes has a class: the innermost server knows best.
+    #[must_use]
+    pub fn or_class(mut self, class: FailureClass) -> Self {
+        if self.class().is_none() {
+            self.0.class = Some(class);
+        }
+        self
+    }
+
+    /// Returns the class of the failure that was set on this error or, if there is none, on the nearest cause that has one.
+    /// [`Error::failure_class`] also derives a class where none was set.
+    #[must_use]
+    pub fn class(&self) -> Option<FailureClass> {
+        let mut error = self;
+        loop {
+            if error.0.class.is_some() {
+                return error.0.class;
+            }
+            error = error.0.source.as_ref()?.downcast_ref()?;
+        }
+    }
+
+    /// Returns the class of an attempt whose call failed with this error: that of [`Error::class`], or else the one that follows
+    /// from the code and the execution.
+    #[must_use]
+    pub fn failure_class(&self) -> FailureClass {
+        use Execution::{Finished, NotStarted, Unknown};
+        self.class().unwrap_or(match (self.execution(), self.code()) {
+            (_, Code::Cancelled) => FailureClass::Cancelled,
+            (_, Code::DeadlineExceeded) => FailureClass::TransportTimeout,
+            (_, Code::FailedPrecondition) => FailureClass::SessionLost,
+            (NotStarted, Code::ResourceExhausted) => FailureClass::TransportLocalResource,
+            (NotStarted, _) => FailureClass::TransportUnreachable,
+            (Unknown, _) => FailureClass::TransportPeerDrop,
+            (Finished, Code::Unavailable | Code::ResourceExhausted) => FailureClass::AgentRequestFailed,
+            (Finished, _) => FailureClass::AgentRunError,
+        })
+    }
+
+    /// Returns this error and its causes, outermost first. Skips causes whose text the error before them already contains.
+    #[must_use]
+    pub fn chain(&self) -> Vec<ErrorLink> {
+        let mut chain: Vec<ErrorLink> = Vec::new();
+        let mut next: Option<&(dyn std::error::Error + 'static)> = Some(self);
+        while let Some(error) = next {
+            let link = match error.downcast_ref::<Self>() {
+                Some(error) => ErrorLink { subject: error.subject().to_owned(), message: error.message().to_owned() },
+                None => ErrorLink { subject: String::new(), message: error.to_string() },
+            };
+            if !chain.last().is_some_and(|before| link.subject.is_empty() && before.message.contains(&link.message)) {
+                chain.push(link);
+            }
+            next = error.source();
+        }
+        chain
     }
 
     /// Returns the kind of the error.
@@ -252,8 +340,9 @@ impl Error {
 
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if !self.0.subject.is_empty() {
-            write!(f, "{}: ", self.0.subject)?;
+        f.write_str(&self.0.subject)?;
+        if !self.0.subject.is_empty() && !self.0.message.is_empty() {
+            f.write_str(": ")?;
         }
         f.write_str(&self.0.message)?;
         let mut source = std::error::Error::source(self);
@@ -286,6 +375,26 @@ impl std::error::Error for Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_innermost_class_holds() {
+        let inner = Error::internal("the tool broke").or_class(FailureClass::ToolError);
+        let outer = Error::internal("the call failed").caused_by(inner).or_class(FailureClass::ModelError);
+        assert_eq!(outer.class(), Some(FailureClass::ToolError));
+        assert_eq!(outer.failure_class(), FailureClass::ToolError);
+        assert_eq!(Error::internal("x").class(), None);
+        assert_eq!(Error::internal("x").failure_class(), FailureClass::AgentRunError);
+    }
+
+    #[test]
+    fn a_chain_has_each_cause_once() {
+        let cause = std::io::Error::other("disk full");
+        let error = Error::internal("cannot write: disk full").about("append").caused_by(cause);
+        let error = error.within(Execution::Finished, "POST a/run");
+        assert_eq!(error.to_string(), "POST a/run: append: cannot write: disk full");
+        let link = |subject: &str, message: &str| ErrorLink { subject: subject.into(), message: message.into() };
+        assert_eq!(error.chain(), [link("POST a/run", ""), link("append", "cannot write: disk full")]);
+    }
 
     #[test]
     fn an_error_is_one_pointer_wide() {

@@ -3,6 +3,7 @@
 pub(crate) mod cancel;
 pub(crate) mod descriptors;
 pub(crate) mod error;
+pub(crate) mod failure;
 pub(crate) mod hex;
 pub(crate) mod progress;
 pub(crate) mod world;
@@ -10,6 +11,7 @@ pub(crate) mod world;
 pub use cancel::{CancelOnDrop, CancelToken, Cancelled};
 #[doc(hidden)]
 pub use descriptors::raise_descriptors;
-pub use error::{Code, Error, Execution, Result};
+pub use error::{Code, Error, ErrorLink, Execution, Result};
+pub use failure::FailureClass;
 pub use progress::CallProgress;
 pub use world::{FileLock, Files, RealFiles, World};

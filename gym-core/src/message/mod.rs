@@ -2,6 +2,7 @@
 
 mod content;
 mod context;
+mod failure;
 pub mod frame;
 mod json;
 mod metadata;
@@ -11,6 +12,8 @@ mod response;
 pub use content::{ContentType, Message};
 pub(crate) use context::bounded;
 pub use context::{CallContext, DEFAULT_DEADLINE, DEFAULT_REPLY_BYTES_MAX, Incarnation, TraceContext};
+#[doc(hidden)]
+pub use failure::FAILURE_METADATA;
 pub use json::{Edit, JsonError, JsonFields, RawObject, Rope, push_json_string};
 pub use metadata::Metadata;
 pub use request::{PeerInfo, Request, Route, Verb};

@@ -3,6 +3,7 @@
 use std::fmt;
 
 use super::content::Message;
+use super::failure::{self, FAILURE_METADATA};
 use super::json::Rope;
 use super::metadata::Metadata;
 use crate::base::error::{Code, Error, Execution, Result};
@@ -66,8 +67,8 @@ impl Response {
     /// Returns the response if its status is a success.
     ///
     /// # Errors
-    /// Otherwise, an error with the code and execution of the metadata. A response of another implementation, without them,
-    /// becomes an error that is `Finished` and has the code of its status.
+    /// Otherwise, the error of the metadata with its causes and its class. A response of another implementation, without them,
+    /// becomes an error that is `Finished`, has the code of its status, and quotes the body in readable form.
     pub fn into_result(self) -> Result<Self> {
         if self.status.is_success() {
             return Ok(self);
@@ -79,10 +80,11 @@ impl Response {
             .unwrap_or_else(|| Code::from_status(self.status.0));
         let execution =
             self.metadata.get(EXECUTION_METADATA).and_then(Execution::from_name).unwrap_or(Execution::Finished);
-        let body = self.message.head.to_bytes();
-        // Long enough for the last lines of a Python traceback, short enough for a log line.
-        let shown = String::from_utf8_lossy(&body[..body.len().min(2_000)]).into_owned();
-        Err(Error::new(code, execution, format!("answered {}: {shown}", self.status)))
+        if let Some(error) = self.metadata.get(FAILURE_METADATA).and_then(|text| failure::read(text, code, execution)) {
+            return Err(error);
+        }
+        let said = failure::readable(&self.message.head.to_bytes());
+        Err(Error::new(code, execution, format!("answered {}: {said}", self.status)))
     }
 
     /// Creates the response of an error, for every transport: status, code and execution, and the message as a JSON string. The
@@ -90,10 +92,17 @@ impl Response {
     #[must_use]
     pub fn from_error(error: &Error) -> Self {
         let text = serde_json::to_string(&error.to_string()).unwrap_or_else(|_| "\"\"".into());
-        let mut response = Self::new(Status(error.code().status()), Message::json(text));
-        response.metadata.push(CODE_METADATA, error.code().as_str());
-        response.metadata.push(EXECUTION_METADATA, error.execution().as_str());
-        response
+        Self::new(Status(error.code().status()), Message::json(text)).with_failure(error)
+    }
+
+    /// Adds the class and the causes of an error to a response whose body another protocol defines.
+    #[must_use]
+    pub fn with_failure(mut self, error: &Error) -> Self {
+        self.metadata.retain(|name| ![CODE_METADATA, EXECUTION_METADATA, FAILURE_METADATA].contains(&name));
+        self.metadata.push(CODE_METADATA, error.code().as_str());
+        self.metadata.push(EXECUTION_METADATA, error.execution().as_str());
+        self.metadata.push(FAILURE_METADATA, failure::write(error));
+        self
     }
 }
 
@@ -107,7 +116,7 @@ mod tests {
             for execution in [Execution::NotStarted, Execution::Unknown, Execution::Finished] {
                 let error = Response::from_error(&Error::new(code, execution, "no room")).into_result().unwrap_err();
                 assert_eq!((error.code(), error.execution()), (code, execution));
-                assert!(error.message().contains("no room"));
+                assert_eq!(error.to_string(), "no room");
             }
         }
     }

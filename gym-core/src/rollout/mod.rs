@@ -9,5 +9,6 @@ mod ledger;
 pub mod metrics;
 mod task;
 
+pub use crate::base::FailureClass;
 pub use ledger::{KeyState, Ledger, Outcome};
-pub use task::{Attempt, FailureClass, TaskKey};
+pub use task::{Attempt, TaskKey};

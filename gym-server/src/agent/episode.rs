@@ -8,6 +8,7 @@ use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use gym_client::{CallOptions, CookieJar, ServerClient, Session};
 use gym_core::message::TraceContext;
+use gym_core::rollout::FailureClass;
 use gym_core::{
     CallContext, CancelToken, Code, Error, Execution, Message, Metadata, ModelResponse, RawObject, Response, Result,
     Rope, Route,
@@ -16,7 +17,7 @@ use serde::Deserialize;
 
 use crate::agent::turn::{Turn, yield_after};
 use crate::role::resources::{SESSION_METADATA, TOOLS_KEY};
-use crate::role::route::tool_route;
+use crate::role::route::{classified, tool_route};
 
 /// Maximum bytes of a route that an error shows; routes are ASCII.
 const ROUTE_SHOWN_BYTES: usize = 120;
@@ -199,7 +200,8 @@ impl ResourcesSession {
     pub(super) async fn verify(&mut self, cx: &CallContext, row: Rope) -> Result<Response> {
         let server = Arc::clone(&self.server);
         let verdict = post(self.calls(), cx, &server, "/verify", row).await?;
-        scored(verdict.head).map(Response::json).map_err(|error| error.about(format!("POST {server}/verify")))
+        let scored = scored(verdict.head).map(Response::json);
+        scored.map_err(|error| classified("/verify", error).about(format!("POST {server}/verify")))
     }
 
     /// Returns a context that is not a child of the episode's: the session is closed even if the episode was cancelled or timed
@@ -281,7 +283,8 @@ impl Drop for ResourcesSession {
 /// Calls the model for one turn.
 pub(super) async fn ask(session: &mut Session, cx: &CallContext, model: &str, body: impl Into<Rope>) -> Result<Turn> {
     let answer = post(session, cx, model, "/v1/responses", body).await?;
-    Turn::parse(&answer.head).map_err(|error| error.about(format!("POST {model}/v1/responses")))
+    let turn = Turn::parse(&answer.head);
+    turn.map_err(|error| error.or_class(FailureClass::ModelError).about(format!("POST {model}/v1/responses")))
 }
 
 /// Adds the cookies that the calls of an episode received to its response: a Python caller sends them to `/verify`.
@@ -336,10 +339,17 @@ pub(super) fn of_inner(error: Error, server: &str, route: &str) -> Error {
         Code::InvalidArgument | Code::NotFound | Code::Unimplemented | Code::AlreadyExists => Code::Internal,
         code => code,
     };
+    let error = match error.execution() {
+        Execution::Finished => classified(route, error),
+        // The server was not reached, or was lost: the code and the execution tell which.
+        _ => {
+            let class = error.failure_class();
+            error.or_class(class)
+        }
+    };
     // A tool's name comes from a model and can be long.
     let route = &route[..route.len().min(ROUTE_SHOWN_BYTES)];
-    let text = "hit an exception calling an inner server";
-    Error::new(code, Execution::Finished, text).about(format!("POST {server}{route}")).caused_by(error)
+    Error::new(code, Execution::Finished, "").about(format!("POST {server}{route}")).caused_by(error)
 }
 
 /// Returns the verifier's response if it is a row with a reward.
@@ -352,6 +362,9 @@ pub(super) fn scored(text: Rope) -> Result<Rope> {
         Some(b'-' | b'0'..=b'9') => Ok(text),
         Some(b't') => Ok(row.edit().set("reward", "1.0").to_rope()),
         Some(b'f') => Ok(row.edit().set("reward", "0.0").to_rope()),
-        _ => Err(lost(format!("the response's `reward` is {}", String::from_utf8_lossy(&reward)))),
+        _ => {
+            let error = lost(format!("the response's `reward` is {}", String::from_utf8_lossy(&reward)));
+            Err(error.or_class(FailureClass::InvalidReward))
+        }
     }
 }

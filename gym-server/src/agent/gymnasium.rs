@@ -3,6 +3,7 @@
 //! It sends the same requests in the same order as the Python agent, and its result is equal. Items and rows are spliced as text.
 
 use gym_client::{CookieJar, ServerClient};
+use gym_core::rollout::FailureClass;
 use gym_core::server::unprocessable;
 use gym_core::{AgentServer, CallContext, Code, Error, RawObject, Response, Result, SessionId, World};
 use serde::Deserialize;
@@ -185,5 +186,6 @@ fn close_route(reply: &Response) -> Option<&'static str> {
 }
 
 fn invalid_reply(error: Error, environment: &str, route: &str) -> Error {
-    Error::finished(Code::DataLoss, "the reply is invalid").about(format!("POST {environment}{route}")).caused_by(error)
+    let error = Error::finished(Code::DataLoss, "the reply is invalid").caused_by(error);
+    error.or_class(FailureClass::EnvironmentError).about(format!("POST {environment}{route}"))
 }

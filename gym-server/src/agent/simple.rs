@@ -5,6 +5,7 @@
 
 use bytes::Bytes;
 use gym_client::{CookieJar, ServerClient, Session};
+use gym_core::rollout::FailureClass;
 use gym_core::server::{ValidationProblem, unprocessable};
 use gym_core::{AgentServer, CallContext, Code, Error, ModelResponse, RawObject, Response, Result, SessionId};
 use serde_json::{Value, json};
@@ -64,7 +65,7 @@ impl SimpleAgent {
                     "the episode did not end within the agent's `max_seconds` = {}; raise it, or limit the steps",
                     limit.as_secs_f64()
                 );
-                Error::internal(text).caused_by(error)
+                Error::internal(text).caused_by(error).with_class(FailureClass::EpisodeTimeout)
             }
             _ => error,
         }

@@ -22,7 +22,8 @@ use std::sync::Arc;
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use gym_client::{CookieJar, Transports};
-use gym_core::server::GymnasiumServer;
+use gym_core::rollout::FailureClass;
+use gym_core::server::{GymnasiumServer, ServerKind};
 use gym_core::transport::Fence;
 use gym_core::{
     AgentServer, CallContext, EnvironmentServer, Error, Handler, Incarnation, ModelServer, Request, ResourcesServer,
@@ -225,13 +226,16 @@ impl RoleState {
         let mut response = match responded {
             Ok(Ok(response)) => response,
             Ok(Err(error)) => {
+                let error = self.classified(path, error);
                 tracing::debug!(server = self.server.name, path, %error, "answered with an error");
                 reply::of_error(&error)
             }
             Err(panic) => {
                 let message = panic_message(&*panic);
                 tracing::error!(server = self.server.name, path, message, "a handler panicked");
-                reply::of_error(&Error::internal(format!("the handler panicked: {message}")))
+                let error = Error::internal(format!("the handler panicked: {message}"));
+                let error = if path == "/verify" { error.or_class(FailureClass::VerifierPanic) } else { error };
+                reply::of_error(&self.classified(path, error))
             }
         };
         if self.spec.sessions {
@@ -242,6 +246,15 @@ impl RoleState {
         }
         counted.finish(&response);
         response
+    }
+
+    /// Adds the class of a failure to the errors of this server's own work. Agents and environment servers pass on the errors of the
+    /// servers that they call.
+    fn classified(&self, path: &str, error: Error) -> Error {
+        match self.spec.kind {
+            ServerKind::Model | ServerKind::Resources => route::classified(path, error),
+            _ => error,
+        }
     }
 
     fn health(&self) -> Response {

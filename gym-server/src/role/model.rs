@@ -11,7 +11,7 @@ use gym_core::{
 use crate::role::dialect::schema::Dialect;
 use crate::role::dialect::{events, harness};
 use crate::role::reply;
-use crate::role::route::{RoleRequest, RoleSpec};
+use crate::role::route::{RoleRequest, RoleSpec, classified};
 
 pub(super) const SPEC: RoleSpec =
     RoleSpec { kind: ServerKind::Model, routes: &["/v1/responses", "/v1/chat/completions"], sessions: true };
@@ -69,7 +69,10 @@ impl ModelRole {
         }
         match self.complete(request, dialect, &body).await {
             Ok(answer) => Ok(Response::json(answer)),
-            Err(error) => passed_on(&error).ok_or(error),
+            Err(error) => {
+                let error = classified(request.path(), error);
+                passed_on(&error).ok_or(error)
+            }
         }
     }
 }
@@ -87,10 +90,7 @@ pub(crate) struct EndpointRejection {
 fn passed_on(error: &Error) -> Option<Response> {
     let refused = std::error::Error::source(error)?.downcast_ref::<EndpointRejection>()?;
     RawObject::parse(refused.body.clone()).ok()?;
-    let mut response = Response::new(Status(refused.status), Message::json(refused.body.clone()));
-    response.metadata.push(gym_core::message::CODE_METADATA, error.code().as_str());
-    response.metadata.push(gym_core::message::EXECUTION_METADATA, error.execution().as_str());
-    Some(response)
+    Some(Response::new(Status(refused.status), Message::json(refused.body.clone())).with_failure(error))
 }
 
 impl ModelRole {
@@ -120,7 +120,10 @@ impl ModelRole {
         match dialect {
             Dialect::Chat => match answer {
                 Ok(answer) => events::chat(&answer, events::wants_usage(body)),
-                Err(error) => passed_on(&error).ok_or(error),
+                Err(error) => {
+                    let error = classified(request.path(), error);
+                    passed_on(&error).ok_or(error)
+                }
             },
             Dialect::Responses => {
                 Ok(answer.and_then(|answer| events::responses(&answer, &names)).unwrap_or_else(|error| {

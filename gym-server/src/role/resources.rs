@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use async_trait::async_trait;
 use bytes::Bytes;
+use gym_core::rollout::FailureClass;
 use gym_core::server::{ServerKind, SessionCounts};
 use gym_core::{
     CallContext, Code, Error, ModelResponse, RawObject, ResourcesServer, Response, Result, Rope, SessionId, Verb,
@@ -173,7 +174,8 @@ impl ResourcesRole {
 fn spliced(row: &RawObject, verdict: &Verdict, returns: impl Fn(&str) -> bool) -> Result<Rope> {
     if !verdict.reward.is_finite() {
         // JSON has no NaN: a trainer must not read a NaN as a number or as 0.
-        return Err(Error::internal(format!("the verifier's reward is {}", verdict.reward)).about("verify"));
+        let error = Error::internal(format!("the verifier's reward is {}", verdict.reward));
+        return Err(error.or_class(FailureClass::InvalidReward));
     }
     let dropped = row.keys().filter(|key| !returns(key)).map(str::to_owned);
     let mut row = dropped.fold(row.edit(), gym_core::message::Edit::remove).set_value("reward", &verdict.reward)?;

@@ -2,8 +2,9 @@
 
 use std::borrow::Cow;
 
+use gym_core::rollout::FailureClass;
 use gym_core::server::ServerKind;
-use gym_core::{CallContext, Message, Route, SessionId, Verb};
+use gym_core::{CallContext, Code, Error, Message, Route, SessionId, Verb};
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode_str, utf8_percent_encode};
 
 /// The properties that all implementations of a role share.
@@ -53,6 +54,24 @@ fn without_rollout_prefix(path: &str) -> &str {
         Some(route) if route.starts_with('/') => route,
         _ => rest,
     }
+}
+
+/// Adds the class of a failure to the error of a model server or a resources server, unless it has one. Errors whose code explains
+/// them, such as a passed deadline, get none.
+pub(crate) fn classified(path: &str, error: Error) -> Error {
+    let busy = match error.code() {
+        Code::DeadlineExceeded | Code::Cancelled | Code::FailedPrecondition => return error,
+        code => matches!(code, Code::Unavailable | Code::ResourceExhausted),
+    };
+    error.or_class(match path {
+        "/v1/responses" | "/v1/chat/completions" if busy => FailureClass::ModelUnavailable,
+        "/v1/responses" | "/v1/chat/completions" => FailureClass::ModelError,
+        _ if busy => FailureClass::AgentRequestFailed,
+        "/verify" => FailureClass::VerifierError,
+        "/seed_session" | "/close_session" | "/reset" | "/step" | "/close" => FailureClass::EnvironmentError,
+        "/aggregate_metrics" | "/reverify_mode" => FailureClass::AgentRunError,
+        _ => FailureClass::ToolError,
+    })
 }
 
 /// Decodes escapes such as `%20`. A `%` without two hexadecimal digits is kept. A string whose decoded bytes are not UTF-8 is

@@ -312,17 +312,7 @@ enum NextStep {
     GiveUp,
 }
 
-/// Decides whether another attempt may help now. An environment that ran and failed is likely to fail again, so the row
-/// waits for a resumed run. If the request did not reach the environment, or the response was lost, the rollout is
-/// attempted again.
+/// Decides whether another attempt may help now.
 fn next_after(class: FailureClass) -> NextStep {
-    match class {
-        FailureClass::TransportUnreachable
-        | FailureClass::TransportPeerDrop
-        | FailureClass::TransportTimeout
-        | FailureClass::TransportLocalResource
-        | FailureClass::AgentRequestFailed
-        | FailureClass::SessionLost => NextStep::Again,
-        _ => NextStep::GiveUp,
-    }
+    if class.is_transient() { NextStep::Again } else { NextStep::GiveUp }
 }

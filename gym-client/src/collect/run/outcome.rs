@@ -54,21 +54,29 @@ struct ResultFields {
 pub(super) fn classify(wanted: &RolloutRow, attempt: Attempt, answer: Result<Response>) -> Result<AttemptResult> {
     let response = match answer {
         Ok(response) => response,
-        Err(error) => return failed(wanted, attempt, FailureClass::of(&error), &error, None),
+        Err(error) => return failed(wanted, attempt, error.failure_class(), &error, None),
     };
     let body = response.message.head.to_bytes();
     if !response.status.is_success() {
         let status = response.status.0;
-        // As in NeMo Gym: these four mean that the server could not take the request; any other status means that it
-        // ran and failed.
+        let code = response.metadata.get(CODE_METADATA).map(str::to_owned);
+        let error = match response.into_result() {
+            Err(error) => {
+                let execution = error.execution();
+                error.within(execution, format!("POST {}/run", wanted.server))
+            }
+            Ok(_) => Error::internal(format!("the response to `/run` has status {status}")),
+        };
+        // Servers of this SDK send the class. For others as in NeMo Gym: these four mean that the server could not take
+        // the request; any other status means that it ran and failed.
         let class = match status {
+            _ if error.class().is_some() => error.failure_class(),
             429 | 502 | 503 | 504 => FailureClass::AgentRequestFailed,
             // Not in NeMo Gym: a server was restarted and has lost the episode's session. A new attempt begins a new
             // session.
-            412 if of_code(&response, Code::FailedPrecondition) => FailureClass::SessionLost,
+            412 if code.as_deref() == Some(Code::FailedPrecondition.as_str()) => FailureClass::SessionLost,
             _ => FailureClass::AgentRunError,
         };
-        let error = Error::internal(format!("the response to `/run` has status {status}"));
         return failed(wanted, attempt, class, &error, Some((status, &body)));
     }
     let status = response.status.0;
@@ -98,7 +106,11 @@ pub(super) fn classify(wanted: &RolloutRow, attempt: Attempt, answer: Result<Res
     }
     match number(fields.reward) {
         Ok(reward) => Ok(AttemptResult::Completed { row, reward }),
-        Err(other) => bad(format!("the response to `/run` has the reward {other}, which is not a number")),
+        Err(other) => {
+            let error =
+                Error::internal(format!("the response to `/run` has the reward {other}, which is not a number"));
+            failed(wanted, attempt, FailureClass::InvalidReward, &error, Some((status, &body)))
+        }
     }
 }
 
@@ -121,10 +133,6 @@ fn number(reward: Option<Value>) -> std::result::Result<Option<f64>, Value> {
         Some(Value::Bool(reward)) => Ok(Some(f64::from(u8::from(reward)))),
         Some(other) => Err(other),
     }
-}
-
-fn of_code(response: &Response, code: Code) -> bool {
-    response.metadata.get(CODE_METADATA) == Some(code.as_str())
 }
 
 /// Returns the result with the keys that identify its row, in NeMo Gym's order.

@@ -40,13 +40,9 @@ pub(crate) fn of_error(error: &Error) -> Response {
     match (error.code(), error.execution()) {
         (Code::InvalidArgument, Execution::NotStarted) => {
             unprocessable(&[ValidationProblem::new("value_error", &[], error.to_string(), json!({}))])
+                .with_failure(error)
         }
-        (Code::NotFound, Execution::NotStarted) if error.subject().is_empty() => {
-            let mut response = not_found();
-            response.metadata.push(gym_core::message::CODE_METADATA, Code::NotFound.as_str());
-            response.metadata.push(gym_core::message::EXECUTION_METADATA, Execution::NotStarted.as_str());
-            response
-        }
+        (Code::NotFound, Execution::NotStarted) if error.subject().is_empty() => not_found().with_failure(error),
         _ => Response::from_error(error),
     }
 }
