@@ -273,4 +273,42 @@ mod tests {
         assert_eq!(sampler.gpus().expect("an answer")[0].used_bytes, 10 * MIB);
         assert_eq!(sampler.held_bytes([7]), Some(3 * MIB));
     }
+
+    /// A GiB on the GPU, held until standard input closes.
+    const HOLDER: &str = "import sys, torch\n\
+        held = torch.empty(1 << 30, dtype=torch.uint8, device='cuda')\n\
+        torch.cuda.synchronize()\n\
+        print('held', flush=True)\n\
+        sys.stdin.read()";
+
+    #[tokio::test]
+    async fn a_process_on_a_real_gpu_is_seen_with_its_memory() {
+        use tokio::io::{AsyncBufReadExt, BufReader};
+
+        let Some(sampler) = GpuSampler::shared() else {
+            eprintln!("skipped: no GPU");
+            return;
+        };
+        let mut holder = Command::new("python3");
+        holder.args(["-c", HOLDER]).stdin(Stdio::piped()).stdout(Stdio::piped()).kill_on_drop(true);
+        let mut holder = holder.spawn().expect("python3 with PyTorch");
+        let process = i32::try_from(holder.id().expect("it runs")).expect("a process id");
+        let mut said = BufReader::new(holder.stdout.take().expect("a pipe")).lines();
+        let seen = async {
+            assert_eq!(said.next_line().await.expect("a line").as_deref(), Some("held"));
+            loop {
+                tokio::task::yield_now().await;
+                if let (Some(held), Some(gpus)) = (sampler.held_bytes([process]), sampler.gpus())
+                    && gpus.iter().any(|gpu| gpu.used_bytes >= held)
+                {
+                    return (held, gpus);
+                }
+            }
+        };
+        let (held, gpus) = tokio::time::timeout(Duration::from_secs(120), seen).await.expect("the driver lists it");
+        assert!(held > 1 << 30, "PyTorch holds a GiB and its context: {held}");
+        assert_eq!(visible_gpus().len(), gpus.len(), "{gpus:?}");
+        assert!(gpus.iter().all(|gpu| gpu.uuid.starts_with("GPU-") && gpu.used_bytes <= gpu.memory_bytes), "{gpus:?}");
+        eprintln!("process {process}: {held} bytes; {gpus:?}");
+    }
 }
