@@ -28,6 +28,7 @@ mod exit;
 mod inspect;
 mod run;
 mod setup;
+mod view;
 
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -126,6 +127,7 @@ fn start(cli: Cli, overrides: Vec<String>, head_url_given: bool, servers: Server
             Command::Status(args) => status::status(args, &overrides, head_url_given, &servers).await,
             Command::Doctor(args) => doctor::doctor(&args, &servers).await,
             Command::Config(args) => config::command(args, &overrides, &servers, &console).await,
+            Command::View(args) => view::view(args),
             Command::Aliases => aliases::print(),
         }
     };

@@ -2,4 +2,5 @@
 
 pub(super) mod aliases;
 pub(super) mod options;
+pub(super) mod range;
 pub(super) mod translation;

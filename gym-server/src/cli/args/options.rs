@@ -7,6 +7,8 @@ use std::time::Duration;
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
 use gym_core::transport::TransportPolicy;
 
+use crate::cli::args::range::RewardRange;
+
 const OVERRIDES: &str = "\
 Overrides (at any position among the options):
   +key=value      add a key to the configuration
@@ -60,6 +62,11 @@ pub(in crate::cli) enum Command {
     Collect(Box<CollectArgs>),
     /// Show the servers of a head server: health, requests in flight, uptime, transports
     Status(StatusArgs),
+    /// Show rollouts as conversations with their tool calls and rewards, and failures with their causes
+    #[command(after_help = "\
+Failures are read from the failures file beside FILE, if there is one. In a terminal, Enter shows the next rollout. Elsewhere, \
+all of them are printed.")]
+    View(ViewArgs),
     /// Report which transports this machine supports, why others are unavailable, and how to fix them
     #[command(after_help = "\
 Exit codes: 0 every installed component works, 1 the transport of --require-transport is unavailable, 3 an installed component \
@@ -108,6 +115,43 @@ pub(in crate::cli) struct Starting {
     /// Seconds until a Python server must respond after its start
     #[arg(long, value_name = "SECS", default_value = "300", value_parser = seconds)]
     pub(in crate::cli) start_timeout: Duration,
+}
+
+#[derive(Clone, Debug, Args)]
+pub(in crate::cli) struct ViewArgs {
+    /// File of rollouts, such as results/rollouts.jsonl
+    #[arg(value_name = "FILE")]
+    pub(in crate::cli) file: PathBuf,
+    /// Rollout to begin with: TASK-REPEAT, such as 3-0
+    #[arg(value_name = "ROLLOUT")]
+    pub(in crate::cli) rollout: Option<String>,
+    /// Only rollouts of this task: its _ng_task_index
+    #[arg(long, value_name = "N")]
+    pub(in crate::cli) task: Option<u64>,
+    /// Only rollouts of this agent
+    #[arg(long, value_name = "NAME")]
+    pub(in crate::cli) agent: Option<String>,
+    /// Only failed attempts of this class, such as tool_error
+    #[arg(long, value_name = "CLASS")]
+    pub(in crate::cli) class: Option<String>,
+    /// Only rollouts with this reward, or in this range: 1, 0..0.5, 0.5.. or ..0.5
+    #[arg(long, value_name = "RANGE", allow_hyphen_values = true)]
+    pub(in crate::cli) reward: Option<RewardRange>,
+    /// Only failed attempts
+    #[arg(long)]
+    pub(in crate::cli) failed: bool,
+    /// Print one line for each rollout
+    #[arg(long)]
+    pub(in crate::cli) list: bool,
+    /// Maximum number of rollouts [default: all; 2000 with --html]
+    #[arg(long, value_name = "N")]
+    pub(in crate::cli) limit: Option<usize>,
+    /// Write one self-contained HTML page: list with filters, conversations, histogram of the rewards
+    #[arg(long, value_name = "OUT", conflicts_with_all = ["list", "rollout"])]
+    pub(in crate::cli) html: Option<PathBuf>,
+    /// Replace an existing page
+    #[arg(long, requires = "html")]
+    pub(in crate::cli) overwrite: bool,
 }
 
 #[derive(Clone, Debug, Args)]

@@ -1,0 +1,287 @@
+//! A row as a person reads it: who said what, which tools ran, and what the verifier found.
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+/// One rollout or failed attempt, without the parts that only programs read.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct Rollout {
+    pub(super) label: RowLabel,
+    /// The conversation in order.
+    pub(super) items: Vec<Item>,
+    /// The short keys of the verifier's response, as JSON text.
+    pub(super) facts: Vec<(String, String)>,
+    /// The failure, outermost cause first; empty for a rollout.
+    pub(super) causes: Vec<String>,
+}
+
+/// What identifies a row, and what rows are filtered by.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub(super) struct RowLabel {
+    pub(super) task: u64,
+    pub(super) repeat: u64,
+    pub(super) attempt: u64,
+    pub(super) agent: String,
+    pub(super) reward: Option<f64>,
+    /// The class of a failed attempt.
+    pub(super) class: Option<String>,
+}
+
+/// One entry of a conversation.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub(super) struct Item {
+    pub(super) kind: ItemKind,
+    /// The role of a message, or the name of a tool.
+    pub(super) who: String,
+    pub(super) text: String,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum ItemKind {
+    Message,
+    Reasoning,
+    ToolCall,
+    ToolOutput,
+    Other,
+}
+
+/// The keys of a row that label it. All are optional: a row may come from another program.
+#[derive(Deserialize)]
+struct LabelKeys {
+    #[serde(default, rename = "_ng_task_index")]
+    task: Option<u64>,
+    #[serde(default, rename = "_ng_rollout_index")]
+    repeat: Option<u64>,
+    #[serde(default, rename = "_ng_attempt_index")]
+    attempt: Option<u64>,
+    #[serde(default)]
+    agent_ref: Option<AgentRef>,
+    #[serde(default)]
+    reward: Option<Value>,
+    #[serde(default, rename = "_ng_failure_class")]
+    class: Option<String>,
+}
+
+#[derive(Deserialize)]
+struct AgentRef {
+    #[serde(default)]
+    name: String,
+}
+
+impl RowLabel {
+    /// Reads the label of a line.
+    ///
+    /// # Errors
+    /// The error of the JSON parser.
+    pub(super) fn of(line: &[u8]) -> Result<Self, serde_json::Error> {
+        let keys: LabelKeys = serde_json::from_slice(line)?;
+        Ok(Self {
+            task: keys.task.unwrap_or_default(),
+            repeat: keys.repeat.unwrap_or_default(),
+            attempt: keys.attempt.unwrap_or_default(),
+            agent: keys.agent_ref.map(|agent| agent.name).unwrap_or_default(),
+            reward: keys.reward.and_then(|reward| match reward {
+                Value::Bool(reward) => Some(f64::from(u8::from(reward))),
+                other => other.as_f64(),
+            }),
+            class: keys.class,
+        })
+    }
+
+    /// Returns NeMo Gym's rollout id, such as `3-0` or `3-0-a2`.
+    pub(super) fn id(&self) -> String {
+        match self.attempt {
+            0 => format!("{}-{}", self.task, self.repeat),
+            attempt => format!("{}-{}-a{attempt}", self.task, self.repeat),
+        }
+    }
+}
+
+/// Keys of a row that are shown elsewhere, or that only programs read.
+const NOT_FACTS: [&str; 8] = [
+    "responses_create_params",
+    "response",
+    "reward",
+    "agent_ref",
+    "task_source",
+    "skills_ref",
+    "mask_sample",
+    "resources_session_id",
+];
+
+/// Maximum characters of a fact. Longer values are in the file.
+const FACT_CHARS_MAX: usize = 200;
+
+impl Rollout {
+    /// Reads a line.
+    ///
+    /// # Errors
+    /// The error of the JSON parser.
+    pub(super) fn of(line: &[u8]) -> Result<Self, serde_json::Error> {
+        let label = RowLabel::of(line)?;
+        let row: Map<String, Value> = serde_json::from_slice(line)?;
+        let mut items = Vec::new();
+        if let Some(params) = row.get("responses_create_params") {
+            if let Some(text) = params.get("instructions").and_then(Value::as_str) {
+                items.push(message("system", text.to_owned()));
+            }
+            match params.get("input") {
+                Some(Value::String(text)) => items.push(message("user", text.clone())),
+                Some(Value::Array(input)) => items.extend(input.iter().map(item)),
+                _ => {}
+            }
+        }
+        if let Some(Value::Array(output)) = row.get("response").and_then(|response| response.get("output")) {
+            items.extend(output.iter().map(item));
+        }
+        let causes = causes(&row);
+        let facts = row
+            .iter()
+            .filter(|(key, value)| {
+                !NOT_FACTS.contains(&key.as_str())
+                    && !key.starts_with("_ng_failure")
+                    && !is_index(key)
+                    && !value.is_null()
+            })
+            .map(|(key, value)| (key.clone(), value.to_string()))
+            .filter(|(_, text)| text.len() <= FACT_CHARS_MAX)
+            .collect();
+        Ok(Self { label, items, facts, causes })
+    }
+}
+
+fn is_index(key: &str) -> bool {
+    matches!(key, "_ng_task_index" | "_ng_rollout_index" | "_ng_attempt_index" | "_ng_rollout_id" | "_ng_result_type")
+}
+
+/// Returns the causes of a failed attempt, outermost first: the chain if the row has one, else the message.
+fn causes(row: &Map<String, Value>) -> Vec<String> {
+    if !row.contains_key("_ng_failure_class") {
+        return Vec::new();
+    }
+    if let Some(Value::Array(chain)) = row.get("_ng_failure_chain") {
+        let links = chain.iter().map(|link| match link {
+            Value::String(text) => text.clone(),
+            link => {
+                let part = |key: &str| link.get(key).and_then(Value::as_str).unwrap_or_default();
+                [part("subject"), part("message")]
+                    .into_iter()
+                    .filter(|part| !part.is_empty())
+                    .collect::<Vec<_>>()
+                    .join(": ")
+            }
+        });
+        let links: Vec<String> = links.filter(|text| !text.is_empty()).collect();
+        if !links.is_empty() {
+            return links;
+        }
+    }
+    let text = |key: &str| row.get(key).and_then(Value::as_str).map(str::to_owned);
+    let shown = [text("_ng_failure_message"), text("_ng_failure_judge_error"), text("_ng_failure_response_body")];
+    shown.into_iter().flatten().filter(|text| !text.is_empty()).collect()
+}
+
+fn message(role: &str, text: String) -> Item {
+    Item { kind: ItemKind::Message, who: role.to_owned(), text }
+}
+
+fn item(value: &Value) -> Item {
+    let part = |key: &str| value.get(key).and_then(Value::as_str).unwrap_or_default();
+    // An input message needs no `type`.
+    let kind = if part("type").is_empty() && !part("role").is_empty() { "message" } else { part("type") };
+    match kind {
+        "message" => message(part("role"), content(value.get("content"))),
+        "function_call" => {
+            Item { kind: ItemKind::ToolCall, who: part("name").to_owned(), text: part("arguments").to_owned() }
+        }
+        "function_call_output" => {
+            Item { kind: ItemKind::ToolOutput, who: String::new(), text: content(value.get("output")) }
+        }
+        "reasoning" => {
+            let texts = [content(value.get("summary")), content(value.get("content"))];
+            let text = texts.into_iter().filter(|text| !text.is_empty()).collect::<Vec<_>>().join("\n");
+            Item { kind: ItemKind::Reasoning, who: String::new(), text }
+        }
+        other => Item { kind: ItemKind::Other, who: other.to_owned(), text: value.to_string() },
+    }
+}
+
+/// Returns the text of a `content`: a string, or a list of parts. A part without text is named by its type.
+fn content(value: Option<&Value>) -> String {
+    match value {
+        None | Some(Value::Null) => String::new(),
+        Some(Value::String(text)) => text.clone(),
+        Some(Value::Array(parts)) => {
+            let part = |part: &Value| {
+                let text = part.get("text").or_else(|| part.get("refusal")).and_then(Value::as_str).map(str::to_owned);
+                text.or_else(|| part.as_str().map(str::to_owned)).unwrap_or_else(|| {
+                    let kind = part.get("type").and_then(Value::as_str).unwrap_or("part");
+                    format!("[{kind}]")
+                })
+            };
+            parts.iter().map(part).collect::<Vec<_>>().join("\n")
+        }
+        Some(other) => other.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_rollout_reads_as_a_conversation() {
+        let row = json!({
+            "_ng_task_index": 3, "_ng_rollout_index": 1, "agent_ref": {"name": "bank"}, "reward": true, "balance": 7,
+            "responses_create_params": {"instructions": "Be brief.", "input": [
+                {"role": "user", "content": [{"type": "input_text", "text": "hello"}, {"type": "input_image"}]},
+            ]},
+            "response": {"output": [
+                {"type": "reasoning", "summary": [{"type": "summary_text", "text": "thinking"}]},
+                {"type": "function_call", "name": "transfer", "arguments": "{\"cents\": 5}", "call_id": "c"},
+                {"type": "function_call_output", "call_id": "c", "output": "ok"},
+                {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "done"}]},
+                {"type": "web_search_call", "id": "w"},
+            ]},
+        });
+        let rollout = Rollout::of(row.to_string().as_bytes()).unwrap();
+        assert_eq!((rollout.label.id().as_str(), rollout.label.reward), ("3-1", Some(1.0)));
+        let items: Vec<_> = rollout.items.iter().map(|item| (item.kind, &*item.who, &*item.text)).collect();
+        assert_eq!(
+            items[..6],
+            [
+                (ItemKind::Message, "system", "Be brief."),
+                (ItemKind::Message, "user", "hello\n[input_image]"),
+                (ItemKind::Reasoning, "", "thinking"),
+                (ItemKind::ToolCall, "transfer", "{\"cents\": 5}"),
+                (ItemKind::ToolOutput, "", "ok"),
+                (ItemKind::Message, "assistant", "done"),
+            ]
+        );
+        assert_eq!((items[6].0, items[6].1), (ItemKind::Other, "web_search_call"));
+        assert_eq!(rollout.facts, [("balance".to_owned(), "7".to_owned())]);
+        assert!(rollout.causes.is_empty());
+    }
+
+    #[test]
+    fn a_failure_has_its_causes_from_the_outside_in() {
+        let chain = json!({"_ng_failure_class": "tool_error", "_ng_failure_message": "x", "_ng_failure_chain": [
+            {"subject": "POST bank/run"}, {"subject": "POST bank/transfer", "message": "panicked"}, "disk full",
+        ]});
+        let rollout = Rollout::of(chain.to_string().as_bytes()).unwrap();
+        assert_eq!(rollout.causes, ["POST bank/run", "POST bank/transfer: panicked", "disk full"]);
+        let message = json!({"_ng_failure_class": "agent_run_error", "_ng_failure_message": "it broke", "_ng_failure_response_body": "why"});
+        assert_eq!(Rollout::of(message.to_string().as_bytes()).unwrap().causes, ["it broke", "why"]);
+    }
+
+    #[test]
+    fn a_row_of_another_program_is_shown_as_far_as_it_goes() {
+        let rollout = Rollout::of(br#"{"anything": [1], "reward": null, "responses_create_params": 3}"#).unwrap();
+        assert_eq!(rollout.label, RowLabel::default());
+        assert!(rollout.items.is_empty());
+        assert!(Rollout::of(b"[1]").is_err());
+    }
+}

@@ -1,0 +1,133 @@
+//! `rgym view`: rollouts as conversations, in the terminal or as one HTML page.
+
+mod conversation;
+mod file;
+mod html;
+mod text;
+
+use std::io::{self, BufRead, IsTerminal as _, Write as _};
+use std::path::Path;
+use std::process::ExitCode;
+
+use crate::cli::args::options::ViewArgs;
+use crate::cli::console;
+use crate::cli::exit::{Failure, Outcome};
+use crate::cli::view::file::{Filter, RolloutFile};
+use crate::cli::view::text::Style;
+
+/// Runs `rgym view`.
+pub(in crate::cli) fn view(args: ViewArgs) -> Outcome {
+    let path = args.file;
+    let filter =
+        Filter { task: args.task, agent: args.agent, class: args.class, reward: args.reward, failed: args.failed };
+    let mut file = RolloutFile::open(&path, &filter)?;
+    if file.len() == 0 {
+        return Err(Failure::Usage(none_of(&path, file.total)));
+    }
+    if let Some(out) = args.html {
+        return page(&mut file, &path, &out, args.limit, args.overwrite);
+    }
+    if args.list {
+        let limit = args.limit.unwrap_or(usize::MAX);
+        let rows = file.labels().take(limit).map(text::row);
+        console::print(&console::table(["rollout", "agent", "result"], rows));
+        return Ok(ExitCode::SUCCESS);
+    }
+    let terminal = io::stdout().is_terminal();
+    let style = Style { color: terminal && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty()) };
+    let first = match &args.rollout {
+        None => 0,
+        Some(id) => file.position(id).ok_or_else(|| Failure::Usage(no_rollout(id)))?,
+    };
+    if terminal && io::stdin().is_terminal() {
+        return browse(&mut file, first, style);
+    }
+    let limit = if args.rollout.is_some() { 1 } else { args.limit.unwrap_or(usize::MAX) };
+    let count = file.len();
+    let mut out = io::stdout().lock();
+    for position in (first..count).take(limit) {
+        let shown = text::rollout(&file.read(position)?, position, count, style);
+        // A closed pipe is not an error.
+        if writeln!(out, "{shown}").is_err() {
+            break;
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn none_of(path: &Path, total: usize) -> String {
+    match total {
+        0 => format!("{}: the file has no rows", path.display()),
+        total => format!(
+            "{}: none of the {total} rows meets all conditions\n  fix: leave out --task, --agent, --class, --reward or --failed",
+            path.display()
+        ),
+    }
+}
+
+fn no_rollout(id: &str) -> String {
+    format!("there is no rollout {id} among these\n  fix: write TASK-REPEAT, such as 3-0; `--list` lists them")
+}
+
+fn page(file: &mut RolloutFile, path: &Path, out: &Path, limit: Option<usize>, overwrite: bool) -> Outcome {
+    let limit = limit.unwrap_or(html::ROLLOUTS_MAX).min(file.len());
+    let title = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+    let rollouts = (0..limit).map(|position| file.read(position)).collect::<Result<Vec<_>, _>>()?;
+    let page = html::page(&title, &rollouts, file.len())?;
+    let failed = |error: io::Error| match error.kind() {
+        io::ErrorKind::AlreadyExists => Failure::Usage(format!(
+            "{} exists already\n  fix: choose another path, or replace it with --overwrite",
+            out.display()
+        )),
+        _ => Failure::Failed(format!("write {}: {error}", out.display())),
+    };
+    let mut options = std::fs::OpenOptions::new();
+    options.write(true);
+    let options = if overwrite { options.create(true).truncate(true) } else { options.create_new(true) };
+    options.open(out).and_then(|mut file| file.write_all(page.as_bytes())).map_err(failed)?;
+    let left = file.len() - limit;
+    let note = if left > 0 { format!("; {left} more are not on it, raise --limit") } else { String::new() };
+    console::print(&format!("{}: {limit} rollouts{note}", out.display()));
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Shows one rollout after another, as the person at the terminal asks.
+fn browse(file: &mut RolloutFile, first: usize, style: Style) -> Outcome {
+    let count = file.len();
+    let (mut position, mut lines) = (first, io::stdin().lock().lines());
+    console::print(&text::rollout(&file.read(position)?, position, count, style));
+    loop {
+        print!("[{} of {count}] Enter next, p previous, 3-0 go to a rollout, l list, q quit: ", position + 1);
+        let _ = io::stdout().flush();
+        let Some(Ok(line)) = lines.next() else {
+            println!();
+            return Ok(ExitCode::SUCCESS);
+        };
+        let wanted = match line.trim() {
+            "q" | "quit" => return Ok(ExitCode::SUCCESS),
+            "" | "n" | "next" if position + 1 == count => {
+                println!("this is the last one");
+                continue;
+            }
+            "p" | "previous" if position == 0 => {
+                println!("this is the first one");
+                continue;
+            }
+            "" | "n" | "next" => position + 1,
+            "p" | "previous" => position - 1,
+            "l" | "list" => {
+                console::print(&console::table(["rollout", "agent", "result"], file.labels().map(text::row)));
+                continue;
+            }
+            id => match file.position(id) {
+                Some(found) => found,
+                None => {
+                    println!("{}", no_rollout(id));
+                    continue;
+                }
+            },
+        };
+        position = wanted;
+        console::print(&text::rollout(&file.read(position)?, position, count, style));
+    }
+}
