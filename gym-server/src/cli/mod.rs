@@ -26,6 +26,7 @@ mod collect;
 mod console;
 mod exit;
 mod inspect;
+mod new;
 mod run;
 mod setup;
 mod view;
@@ -39,7 +40,7 @@ use futures_util::FutureExt as _;
 use gym_client::launch;
 
 use crate::cli::args::aliases;
-use crate::cli::args::options::{self, Cli, Command};
+use crate::cli::args::options::{self, Cli, Command, NewCommand};
 use crate::cli::args::translation;
 use crate::cli::console::Console;
 use crate::cli::exit::{Failure, Outcome, USAGE};
@@ -127,6 +128,7 @@ fn start(cli: Cli, overrides: Vec<String>, head_url_given: bool, servers: Server
             Command::Status(args) => status::status(args, &overrides, head_url_given, &servers).await,
             Command::Doctor(args) => doctor::doctor(&args, &servers).await,
             Command::Config(args) => config::command(args, &overrides, &servers, &console).await,
+            Command::New(NewCommand::Environment(args)) => new::environment(&args),
             Command::View(args) => view::view(args),
             Command::Aliases => aliases::print(),
         }

@@ -8,6 +8,8 @@ mod secret;
 mod upstream;
 mod vllm;
 
+/// The random numbers of a [`ScriptedPolicy`].
+pub use fastrand::Rng;
 pub use openai::{OpenAiModel, OpenAiModelConfig};
 pub use scripted::{Latency, ScriptedItem, ScriptedModel, ScriptedModelConfig, ScriptedPolicy};
 pub use secret::Secret;

@@ -62,6 +62,9 @@ pub(in crate::cli) enum Command {
     Collect(Box<CollectArgs>),
     /// Show the servers of a head server: health, requests in flight, uptime, transports
     Status(StatusArgs),
+    /// Create an environment that collects at once
+    #[command(subcommand)]
+    New(NewCommand),
     /// Show rollouts as conversations with their tool calls and rewards, and failures with their causes
     #[command(after_help = "\
 Failures are read from the failures file beside FILE, if there is one. In a terminal, Enter shows the next rollout. Elsewhere, \
@@ -115,6 +118,25 @@ pub(in crate::cli) struct Starting {
     /// Seconds until a Python server must respond after its start
     #[arg(long, value_name = "SECS", default_value = "300", value_parser = seconds)]
     pub(in crate::cli) start_timeout: Duration,
+}
+
+#[derive(Clone, Debug, Subcommand)]
+pub(in crate::cli) enum NewCommand {
+    /// Create a crate with an environment, its configuration, rows, a test and a README
+    Environment(NewEnvironmentArgs),
+}
+
+#[derive(Clone, Debug, Args)]
+pub(in crate::cli) struct NewEnvironmentArgs {
+    /// Name of the environment, in lower case: word_count
+    #[arg(value_name = "NAME")]
+    pub(in crate::cli) name: String,
+    /// Create a NeMo Gym environment in Python: resources_servers/NAME
+    #[arg(long)]
+    pub(in crate::cli) python: bool,
+    /// Folder in which to create it
+    #[arg(long, value_name = "DIR", default_value = ".")]
+    pub(in crate::cli) folder: PathBuf,
 }
 
 #[derive(Clone, Debug, Args)]

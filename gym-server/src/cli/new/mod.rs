@@ -1,0 +1,206 @@
+//! `rgym new environment`: a crate, or a NeMo Gym environment in Python, that collects at once.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use crate::cli::args::options::NewEnvironmentArgs;
+use crate::cli::console;
+use crate::cli::exit::{Failure, Outcome};
+
+/// The files of a crate. A path contains the name in the place of `{{name}}`, as the texts do.
+const RUST: [(&str, &str); 9] = [
+    ("Cargo.toml", include_str!("rust/Cargo.toml.template")),
+    ("src/main.rs", include_str!("rust/main.rs.template")),
+    ("src/environment.rs", include_str!("rust/environment.rs.template")),
+    ("{{name}}.yaml", include_str!("rust/stack.yaml.template")),
+    ("scripted.yaml", include_str!("rust/scripted.yaml.template")),
+    ("endpoint.yaml", include_str!("rust/endpoint.yaml.template")),
+    ("tasks.jsonl", include_str!("rust/tasks.jsonl.template")),
+    ("README.md", include_str!("rust/README.md.template")),
+    (".gitignore", include_str!("rust/gitignore.template")),
+];
+
+/// The files of a Python environment.
+const PYTHON: [(&str, &str); 6] = [
+    ("app.py", include_str!("python/app.py.template")),
+    ("configs/{{name}}.yaml", include_str!("python/config.yaml.template")),
+    ("configs/scripted.yaml", include_str!("python/scripted.yaml.template")),
+    ("data/example.jsonl", include_str!("python/example.jsonl.template")),
+    ("tests/test_app.py", include_str!("python/test_app.py.template")),
+    ("README.md", include_str!("python/README.md.template")),
+];
+
+/// Words that Rust or cargo does not accept as the name of a package, and names that the crate's dependencies have.
+const RESERVED: [&str; 48] = [
+    "abstract",
+    "as",
+    "async",
+    "await",
+    "become",
+    "box",
+    "break",
+    "const",
+    "continue",
+    "core",
+    "crate",
+    "do",
+    "dyn",
+    "else",
+    "enum",
+    "extern",
+    "false",
+    "final",
+    "fn",
+    "for",
+    "gym_core",
+    "gym_server",
+    "if",
+    "impl",
+    "in",
+    "let",
+    "loop",
+    "macro",
+    "match",
+    "mod",
+    "move",
+    "mut",
+    "pub",
+    "ref",
+    "return",
+    "self",
+    "serde",
+    "serde_json",
+    "static",
+    "std",
+    "struct",
+    "super",
+    "test",
+    "tokio",
+    "trait",
+    "true",
+    "type",
+    "use",
+];
+
+/// Runs `rgym new environment`.
+pub(in crate::cli) fn environment(args: &NewEnvironmentArgs) -> Outcome {
+    let name = checked(&args.name)?;
+    let (folder, files): (PathBuf, &[(&str, &str)]) = match args.python {
+        true => (args.folder.join("resources_servers").join(&name), &PYTHON),
+        false => (args.folder.join(&name), &RUST),
+    };
+    write(&folder, files, &name)?;
+    let next = match args.python {
+        true => format!("it collects with the commands in {}", folder.join("README.md").display()),
+        false => format!(
+            "cd {}\n  cargo test\n  cargo run -- collect --config {name}.yaml --config scripted.yaml --agent {name}_agent --input tasks.jsonl \
+             --output results/{name}.jsonl --num-repeats 8 --add-seed",
+            folder.display()
+        ),
+    };
+    console::print(&format!("created {} with {} files\n\n  {next}", folder.display(), files.len()));
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Returns the name as Rust, Python and YAML accept it.
+fn checked(name: &str) -> Result<String, Failure> {
+    let name = name.replace('-', "_");
+    let valid = name.starts_with(|c: char| c.is_ascii_lowercase())
+        && name.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_');
+    if !valid || name.len() > 60 {
+        return Err(Failure::Usage(format!(
+            "{name:?} cannot be the name of an environment\n  fix: use at most 60 lower-case letters, digits and `_`, and begin with a letter"
+        )));
+    }
+    if RESERVED.contains(&name.as_str()) {
+        return Err(Failure::Usage(format!(
+            "{name:?} is reserved\n  fix: choose another name, such as `{name}_environment`"
+        )));
+    }
+    Ok(name)
+}
+
+fn write(folder: &Path, files: &[(&str, &str)], name: &str) -> Result<(), Failure> {
+    let failed = |path: &Path| {
+        let path = path.display().to_string();
+        move |error: io::Error| match error.kind() {
+            io::ErrorKind::AlreadyExists => Failure::Usage(format!(
+                "{path} exists already\n  fix: choose another name or --folder; nothing was changed"
+            )),
+            _ => Failure::Failed(format!("create {path}: {error}")),
+        }
+    };
+    if let Some(parent) = folder.parent() {
+        fs::create_dir_all(parent).map_err(failed(parent))?;
+    }
+    // Fails if the folder exists: nothing is replaced.
+    fs::create_dir(folder).map_err(failed(folder))?;
+    for (path, text) in files {
+        let path = folder.join(filled(path, name));
+        if let Some(parent) = path.parent() {
+            fs::create_dir_all(parent).map_err(failed(parent))?;
+        }
+        fs::write(&path, filled(text, name)).map_err(failed(&path))?;
+    }
+    Ok(())
+}
+
+fn filled(template: &str, name: &str) -> String {
+    template
+        .replace("{{name}}", name)
+        .replace("{{Name}}", &type_name(name))
+        .replace("{{gym-core}}", &dependency("gym-core"))
+        .replace("{{gym-server}}", &dependency("gym-server"))
+}
+
+/// `word_count` becomes `WordCount`.
+fn type_name(name: &str) -> String {
+    let word = |word: &str| {
+        let mut letters = word.chars();
+        letters.next().map(|first| first.to_ascii_uppercase()).into_iter().chain(letters).collect::<String>()
+    };
+    name.split('_').map(word).collect()
+}
+
+/// Returns the dependency on a crate of the SDK: by path if the sources that this program was built from are here, else by version.
+fn dependency(package: &str) -> String {
+    let sources = Path::new(env!("CARGO_MANIFEST_DIR")).with_file_name(package);
+    match sources.join("Cargo.toml").is_file() {
+        true => format!("{{ path = {:?} }}", sources.display().to_string()),
+        false => format!("{:?}", env!("CARGO_PKG_VERSION")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_is_checked() {
+        for (name, made) in [("bank", "bank"), ("word-count", "word_count"), ("a2", "a2")] {
+            assert_eq!(checked(name).unwrap(), made);
+        }
+        for name in ["", "Bank", "2a", "a b", "match", "../x", "é", "serde-json"] {
+            let failure = checked(name).unwrap_err();
+            assert!(failure.text().contains("fix:"), "{}", failure.text());
+        }
+        assert_eq!(type_name("word_count2"), "WordCount2");
+    }
+
+    #[test]
+    fn every_place_of_a_template_is_filled() {
+        let folder = tempfile::tempdir().unwrap();
+        for (name, files) in [("word_count", &RUST[..]), ("other", &PYTHON[..])] {
+            let folder = folder.path().join(name);
+            write(&folder, files, name).unwrap();
+            for (path, _) in files {
+                let text = fs::read_to_string(folder.join(filled(path, name))).unwrap();
+                assert!(!text.contains("{{"), "{path}: {text}");
+            }
+            let again = write(&folder, files, name).unwrap_err();
+            assert!(again.text().contains("exists already"), "{}", again.text());
+        }
+    }
+}
