@@ -130,6 +130,7 @@ fn start(cli: Cli, overrides: Vec<String>, head_url_given: bool, servers: Server
             Command::Config(args) => config::command(args, &overrides, &servers, &console).await,
             Command::New(NewCommand::Environment(args)) => new::environment(&args),
             Command::View(args) => view::view(args),
+            Command::Completions { shell } => aliases::completions(shell),
             Command::Aliases => aliases::print(),
         }
     };

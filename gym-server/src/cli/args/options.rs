@@ -78,6 +78,11 @@ does not work (each has a fix). Missing hardware is reported but is not an error
     /// Check or show a configuration without starting anything
     #[command(subcommand)]
     Config(ConfigCommand),
+    /// Print a completion script for a shell: source <(rgym completions bash)
+    Completions {
+        /// Shell that reads the script
+        shell: clap_complete::Shell,
+    },
     /// Print shell aliases for NeMo Gym's ng_… commands: eval "$(rgym aliases)"
     Aliases,
 }
