@@ -238,9 +238,16 @@ pub(in crate::cli) struct CollectArgs {
     /// Maximum number of input rows: +limit=…
     #[arg(long, value_name = "N")]
     pub(in crate::cli) limit: Option<u64>,
-    /// Continue from the files of --output instead of starting again: +resume_from_cache=true
-    #[arg(long)]
+    /// Continue from the files of --output; more rows and repeats are added, and changed rows are rejected:
+    /// +resume_from_cache=true
+    #[arg(long, conflicts_with = "overwrite")]
     pub(in crate::cli) resume: bool,
+    /// Replace the files of --output; without this or --resume, an existing output is rejected
+    #[arg(long)]
+    pub(in crate::cli) overwrite: bool,
+    /// Overwrite unless --resume is given; NeMo Gym's commands and the quickstart imply this
+    #[arg(long, hide = true)]
+    pub(in crate::cli) overwrite_by_default: bool,
     /// Dispatch the repeats in rounds instead of row by row: +interleave_repeats=true
     #[arg(long)]
     pub(in crate::cli) interleave_repeats: bool,
