@@ -99,10 +99,15 @@ pub(crate) fn cases() -> Vec<Case> {
                 options.materialize.overrides.insert("top_p".to_owned(), serde_json::json!(0.5));
             },
         ),
-        place("a file as its directory", "refused: invalid_argument", &["file/rollouts", "write"], |folder| {
-            std::fs::write(folder.join("file"), "").unwrap();
-            folder.join("file/rollouts.jsonl")
-        }),
+        place(
+            "a file as its directory",
+            "refused: invalid_argument",
+            &["file/rollouts", "a part of the path is a file"],
+            |folder| {
+                std::fs::write(folder.join("file"), "").unwrap();
+                folder.join("file/rollouts.jsonl")
+            },
+        ),
         place("a directory with its name", "refused: invalid_argument", &["rollouts.jsonl"], |folder| {
             std::fs::create_dir(folder.join("rollouts.jsonl")).unwrap();
             folder.join("rollouts.jsonl")
