@@ -42,7 +42,7 @@ fn main() -> ExitCode {
         return gym_server::cli::main(Servers::stock().resources("digit", |_| Ok(Digit)));
     }
     let wanted = std::env::args().nth(1).filter(|argument| !argument.starts_with('-')).unwrap_or_default();
-    let cases: [(&str, fn()); 13] = [
+    let cases: [(&str, fn()); 14] = [
         ("run_announces_serves_and_stops_in_order", run_announces_serves_and_stops_in_order),
         ("a_second_signal_stops_at_once", a_second_signal_stops_at_once),
         ("services_run_in_processes_of_their_own", services_run_in_processes_of_their_own),
@@ -56,6 +56,10 @@ fn main() -> ExitCode {
         ("collect_uses_the_servers_that_run", collect_uses_the_servers_that_run),
         ("collect_brings_its_own_servers", collect_brings_its_own_servers),
         ("a_failed_rollout_ends_with_3", a_failed_rollout_ends_with_3),
+        (
+            "a_collection_in_which_all_fails_alike_stops_and_says_how_to_go_on",
+            a_collection_in_which_all_fails_alike_stops_and_says_how_to_go_on,
+        ),
         ("a_stopped_collection_goes_on_where_it_was", a_stopped_collection_goes_on_where_it_was),
         ("results_and_inputs_are_replaced_only_if_asked", results_and_inputs_are_replaced_only_if_asked),
         ("a_resumed_collection_may_grow_but_not_change", a_resumed_collection_may_grow_but_not_change),
@@ -447,8 +451,40 @@ fn a_failed_rollout_ends_with_3() {
     folder.tasks(rows);
     let mut collect = folder.collect(&["--config", "gym.yaml", &folder.port(), "--attempts", "1"]);
     let (out, error) = ended_with(&collect.output().unwrap(), 3);
-    assert!(out.contains("2 of 3 rollouts are recorded, 1 failed") && out.contains("agent_run_error"), "{out}");
+    assert!(out.contains("2 of 3 rollouts are recorded, 1 failed") && out.contains("verifier_error"), "{out}");
     assert!(error.contains("out/rollouts_failures.jsonl") && error.contains("--resume"), "{error}");
+    for words in [
+        "1 x verifier_error in digit/verify; the first: task 1, repeat 0",
+        "POST digit/verify",
+        "missing field `digits`",
+    ] {
+        assert!(out.contains(words), "{words}: {out}");
+    }
+    assert!(!out.contains('\\'), "an error in readable form: {out}");
+}
+
+fn a_collection_in_which_all_fails_alike_stops_and_says_how_to_go_on() {
+    let folder = TestFolder::new();
+    folder.tasks((0..50).map(|number| serde_json::json!({"responses_create_params": {"input": format!("{number}")}})));
+    let port = folder.port();
+    let collect = |options: &[&str]| {
+        let options = [&["--config", "gym.yaml", "--concurrency", "2", "--attempts", "1", &port], options].concat();
+        ended_with(&folder.collect(&options).output().unwrap(), 3)
+    };
+    let failures = || std::fs::read_to_string(folder.file("out/rollouts_failures.jsonl")).unwrap().lines().count();
+    let (out, error) = collect(&[]);
+    let recorded = failures();
+    assert!((32..=33).contains(&recorded), "{recorded}: {out}");
+    for words in
+        [&format!("stopped because {recorded} rollouts failed, all with the same cause"), "--resume --fail-fast 0"]
+    {
+        assert!(error.contains(words), "{error}");
+    }
+    let (out, _) = collect(&["--resume", "--fail-fast", "0"]);
+    assert!(out.contains("0 of 50 rollouts are recorded, 50 failed"), "{out}");
+    assert_eq!(failures(), 50);
+    let (_, error) = collect(&["--overwrite", "--fail-fast", "3"]);
+    assert!(error.contains("stopped because") && (3..=5).contains(&failures()), "{error}");
 }
 
 fn a_stopped_collection_goes_on_where_it_was() {

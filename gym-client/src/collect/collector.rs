@@ -24,7 +24,7 @@ use crate::collect::ledger::{JsonlLedger, OpenMode};
 use crate::collect::names::ServerNames;
 use crate::collect::report::{AggregateRequest, ReportEntry, RolloutsIndex, label_runs, write_report};
 use crate::collect::resume::compare;
-use crate::collect::run::{CollectProgress, Driver, DriverOptions, ProgressSnapshot, RolloutRow, RunEnd};
+use crate::collect::run::{CollectProgress, Driver, DriverOptions, FailFast, ProgressSnapshot, RolloutRow, RunEnd};
 
 /// Rows that the reader sends in one group: waking another thread for each row would cost as much as reading the row.
 const GROUP_ROWS: usize = 64;
@@ -60,7 +60,7 @@ pub struct CollectOptions {
     pub existing: ExistingOutput,
     /// Settings that turn input rows into rollouts. Default: one rollout per row; see [`MaterializeOptions::new`].
     pub materialize: MaterializeOptions,
-    /// Concurrency, attempts and deadlines. Default: [`DriverOptions::default`].
+    /// Concurrency, attempts and deadlines. Default: [`DriverOptions::default`] with [`FailFast::Alike`].
     pub driver: DriverOptions,
     /// Request statistics from the environment servers at the end. Default: `true`.
     pub aggregate: bool,
@@ -78,7 +78,7 @@ impl CollectOptions {
             output: output.into(),
             existing: ExistingOutput::default(),
             materialize,
-            driver: DriverOptions::default(),
+            driver: DriverOptions { fail_fast: FailFast::Alike, ..DriverOptions::default() },
             aggregate: true,
         }
     }

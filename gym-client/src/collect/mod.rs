@@ -13,6 +13,6 @@ pub use collector::{CollectOptions, CollectSummary, RolloutCollector};
 pub use files::{ExistingOutput, OutputFiles};
 pub use names::{ServerNames, connect_head};
 pub use run::{
-    AgentScore, CollectProgress, Driver, DriverOptions, ProgressSnapshot, Rollout, RolloutError, RolloutRow, Rollouts,
-    RunEnd,
+    AgentScore, CollectProgress, Driver, DriverOptions, FailFast, FailureCause, ProgressSnapshot, Rollout,
+    RolloutError, RolloutRow, Rollouts, RunEnd,
 };

@@ -61,7 +61,7 @@ impl<R: BufRead> MaterializedRows<R> {
         }
         self.line += 1;
         raw.truncate(raw.trim_ascii_end().len());
-        materialized_row(Bytes::from(raw), &self.name, self.line).map(Some)
+        materialized_row(&Bytes::from(raw), &self.name, self.line).map(Some)
     }
 }
 
@@ -74,10 +74,10 @@ impl<R: BufRead> Iterator for MaterializedRows<R> {
 }
 
 /// Parses one line of the materialized inputs file `name`, without its newline.
-pub(in crate::collect) fn materialized_row(raw: Bytes, name: &str, line: u64) -> Result<MaterializedRow, InputError> {
+pub(in crate::collect) fn materialized_row(raw: &Bytes, name: &str, line: u64) -> Result<MaterializedRow, InputError> {
     let fail = |problem: String| InputError::line(name, line, problem);
     let row = RawObject::parse(raw.clone()).and_then(|row| row.check().map(|()| row));
-    let row = row.map_err(|error| fail(wrong_row(&raw, &error)))?;
+    let row = row.map_err(|error| fail(wrong_row(raw, &error)))?;
     let index = |key: &str| {
         let index = row.get_as(key).ok().flatten();
         index

@@ -272,9 +272,12 @@ pub(in crate::cli) struct CollectArgs {
     /// Seconds allowed for one attempt
     #[arg(long, value_name = "SECS", default_value = "7200", value_parser = seconds)]
     pub(in crate::cli) attempt_timeout: Duration,
-    /// Seconds allowed for running rollouts after Ctrl-C
+    /// Seconds allowed for running rollouts after Ctrl-C or --fail-fast
     #[arg(long, value_name = "SECS", default_value = "30", value_parser = seconds)]
     pub(in crate::cli) stop_grace: Duration,
+    /// Stop after N failed rollouts; 0 never stops [default: stop if the first 32 rollouts all fail with the same cause]
+    #[arg(long, value_name = "N")]
+    pub(in crate::cli) fail_fast: Option<u64>,
     /// Skip the servers' statistics at the end: +disable_aggregation=true
     #[arg(long)]
     pub(in crate::cli) disable_aggregation: bool,

@@ -1,5 +1,6 @@
 //! `rgym collect`: collects rollouts from running servers, or starts the servers of a configuration for the collection.
 
+mod causes;
 mod progress;
 mod settings;
 mod summary;

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use gym_client::collect::input::PromptTemplate;
 use gym_client::collect::input::{MaterializeOptions, Repeats, Routing};
-use gym_client::collect::{CollectOptions, DriverOptions, ExistingOutput};
+use gym_client::collect::{CollectOptions, DriverOptions, ExistingOutput, FailFast};
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
@@ -188,6 +188,11 @@ fn driver(args: &CollectArgs, keys: &ConfigKeys<'_>) -> Result<DriverOptions, Fa
         attempts_max: args.attempts.unwrap_or(default.attempts_max),
         attempt_timeout: args.attempt_timeout,
         stop_grace: args.stop_grace,
+        fail_fast: match args.fail_fast {
+            None => FailFast::Alike,
+            Some(0) => FailFast::Never,
+            Some(failed_max) => FailFast::After(failed_max),
+        },
         ..default
     })
 }
