@@ -9,7 +9,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 use gym_client::Transports;
 use gym_client::collect::input::Repeats;
-use gym_client::collect::{CollectOptions, RolloutCollector, ServerNames, connect_head};
+use gym_client::collect::{CollectOptions, ExistingOutput, RolloutCollector, ServerNames, connect_head};
 use gym_client::config::{ConfigLoader, GymConfig, Overrides};
 use gym_core::transport::InProcess;
 use gym_core::{CancelToken, Endpoint, World};
@@ -172,6 +172,7 @@ impl Plan {
         options.materialize.repeats = Repeats::Each(self.repeats);
         options.driver.concurrency = self.concurrency;
         options.aggregate = false;
+        options.existing = ExistingOutput::Overwrite;
         options
     }
 }

@@ -1,7 +1,7 @@
 //! What programs that call servers are written with: `use gym_client::prelude::*`.
 
 pub use crate::client::{CallOptions, ServerClient, Session};
-pub use crate::collect::{CollectOptions, Rollout, RolloutCollector, RolloutError, Rollouts};
+pub use crate::collect::{CollectOptions, ExistingOutput, Rollout, RolloutCollector, RolloutError, Rollouts};
 pub use crate::config::{ConfigLoader, GymConfig, Overrides};
 #[cfg(target_os = "linux")]
 pub use crate::launch;

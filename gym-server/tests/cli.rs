@@ -3,6 +3,7 @@
 
 #![expect(clippy::unwrap_used, reason = "an integration test: a panic is its failure")]
 
+use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::path::PathBuf;
@@ -41,7 +42,7 @@ fn main() -> ExitCode {
         return gym_server::cli::main(Servers::stock().resources("digit", |_| Ok(Digit)));
     }
     let wanted = std::env::args().nth(1).filter(|argument| !argument.starts_with('-')).unwrap_or_default();
-    let cases: [(&str, fn()); 11] = [
+    let cases: [(&str, fn()); 14] = [
         ("run_announces_serves_and_stops_in_order", run_announces_serves_and_stops_in_order),
         ("a_second_signal_stops_at_once", a_second_signal_stops_at_once),
         ("services_run_in_processes_of_their_own", services_run_in_processes_of_their_own),
@@ -55,7 +56,13 @@ fn main() -> ExitCode {
         ("collect_uses_the_servers_that_run", collect_uses_the_servers_that_run),
         ("collect_brings_its_own_servers", collect_brings_its_own_servers),
         ("a_failed_rollout_ends_with_3", a_failed_rollout_ends_with_3),
+        (
+            "a_collection_in_which_all_fails_alike_stops_and_says_how_to_go_on",
+            a_collection_in_which_all_fails_alike_stops_and_says_how_to_go_on,
+        ),
         ("a_stopped_collection_goes_on_where_it_was", a_stopped_collection_goes_on_where_it_was),
+        ("results_and_inputs_are_replaced_only_if_asked", results_and_inputs_are_replaced_only_if_asked),
+        ("a_resumed_collection_may_grow_but_not_change", a_resumed_collection_may_grow_but_not_change),
     ];
     for (name, case) in cases {
         if name.contains(&wanted) {
@@ -444,8 +451,40 @@ fn a_failed_rollout_ends_with_3() {
     folder.tasks(rows);
     let mut collect = folder.collect(&["--config", "gym.yaml", &folder.port(), "--attempts", "1"]);
     let (out, error) = ended_with(&collect.output().unwrap(), 3);
-    assert!(out.contains("2 of 3 rollouts are recorded, 1 failed") && out.contains("agent_run_error"), "{out}");
+    assert!(out.contains("2 of 3 rollouts are recorded, 1 failed") && out.contains("verifier_error"), "{out}");
     assert!(error.contains("out/rollouts_failures.jsonl") && error.contains("--resume"), "{error}");
+    for words in [
+        "1 x verifier_error in digit/verify; the first: task 1, repeat 0",
+        "POST digit/verify",
+        "missing field `digits`",
+    ] {
+        assert!(out.contains(words), "{words}: {out}");
+    }
+    assert!(!out.contains('\\'), "an error in readable form: {out}");
+}
+
+fn a_collection_in_which_all_fails_alike_stops_and_says_how_to_go_on() {
+    let folder = TestFolder::new();
+    folder.tasks((0..50).map(|number| serde_json::json!({"responses_create_params": {"input": format!("{number}")}})));
+    let port = folder.port();
+    let collect = |options: &[&str]| {
+        let options = [&["--config", "gym.yaml", "--concurrency", "2", "--attempts", "1", &port], options].concat();
+        ended_with(&folder.collect(&options).output().unwrap(), 3)
+    };
+    let failures = || std::fs::read_to_string(folder.file("out/rollouts_failures.jsonl")).unwrap().lines().count();
+    let (out, error) = collect(&[]);
+    let recorded = failures();
+    assert!((32..=33).contains(&recorded), "{recorded}: {out}");
+    for words in
+        [&format!("stopped because {recorded} rollouts failed, all with the same cause"), "--resume --fail-fast 0"]
+    {
+        assert!(error.contains(words), "{error}");
+    }
+    let (out, _) = collect(&["--resume", "--fail-fast", "0"]);
+    assert!(out.contains("0 of 50 rollouts are recorded, 50 failed"), "{out}");
+    assert_eq!(failures(), 50);
+    let (_, error) = collect(&["--overwrite", "--fail-fast", "3"]);
+    assert!(error.contains("stopped because") && (3..=5).contains(&failures()), "{error}");
 }
 
 fn a_stopped_collection_goes_on_where_it_was() {
@@ -474,7 +513,93 @@ fn a_stopped_collection_goes_on_where_it_was() {
     assert_eq!(folder.rollouts().len(), 6);
 }
 
+fn results_and_inputs_are_replaced_only_if_asked() {
+    let folder = TestFolder::new();
+    folder.tasks((0..5).map(|number| row("0123456789", number)));
+    let port = folder.port();
+    let served = ["--config", "gym.yaml", &port];
+    ended_with(&folder.collect(&served).output().unwrap(), 0);
+    let recorded = folder.contents();
+
+    let (_, error) = ended_with(&folder.collect(&[&served[..], &["--limit", "1"]].concat()).output().unwrap(), 2);
+    for words in ["out/rollouts.jsonl exists", "--resume", "--overwrite"] {
+        assert!(error.contains(words), "{error}");
+    }
+    std::fs::hard_link(folder.file("tasks.jsonl"), folder.file("link.jsonl")).unwrap();
+    std::fs::copy(folder.file("tasks.jsonl"), folder.file("own_materialized_inputs.jsonl")).unwrap();
+    for (input, output) in
+        [("tasks.jsonl", "tasks.jsonl"), ("tasks.jsonl", "link.jsonl"), ("own_materialized_inputs.jsonl", "own.jsonl")]
+    {
+        let line = ["collect", "-a", "digit_agent", "-i", input, "-o", output, "--overwrite"];
+        let (_, error) = ended_with(&folder.run(&[&line[..], &served].concat()), 2);
+        assert!(error.contains("are the same file") && error.contains(input), "{error}");
+        assert_eq!(std::fs::read(folder.file(input)).unwrap(), recorded["tasks.jsonl"]);
+    }
+    for file in ["link.jsonl", "own_materialized_inputs.jsonl"] {
+        std::fs::remove_file(folder.file(file)).unwrap();
+    }
+    assert!(folder.contents() == recorded, "a rejected collection changed a file");
+
+    let said = "out/rollouts.jsonl: this run replaces the results of an earlier one";
+    let (_, error) = ended_with(&folder.run(&[&["eval", "run", "--limit", "2"], &TASKS[..], &served].concat()), 0);
+    assert!(error.contains(said), "{error}");
+    assert_eq!(folder.rollouts().len(), 2);
+    let overwriting = folder.collect(&[&served[..], &["--limit", "1", "--overwrite"]].concat()).output().unwrap();
+    assert!(ended_with(&overwriting, 0).1.contains(said));
+    assert_eq!(folder.rollouts().len(), 1);
+}
+
+fn a_resumed_collection_may_grow_but_not_change() {
+    let folder = TestFolder::new();
+    folder.tasks((0..5).map(|number| row("0123456789", number)));
+    let port = folder.port();
+    let resumed = |options: &[&str], status: i32| {
+        let options = [&["--config", "gym.yaml", &port], options].concat();
+        ended_with(&folder.collect(&options).arg("--resume").output().unwrap(), status)
+    };
+    // There is nothing to resume yet.
+    resumed(&["--limit", "3"], 0);
+    let (out, _) = resumed(&["--num-repeats", "2", "--concurrency", "1", "--attempts", "1"], 0);
+    assert!(out.contains("10 of 10 rollouts are recorded (3 of them by earlier runs)"), "{out}");
+    assert_eq!(folder.rollouts().len(), 10);
+    let recorded = folder.contents();
+
+    let all = &["--num-repeats", "2"][..];
+    for (options, changed) in [
+        (
+            &[all, &["--limit", "3"]].concat()[..],
+            "fewer tasks: not requested any more are 4 rows, first in line 7: task 3",
+        ),
+        (&[], "fewer repeats: not requested any more are 5 rows"),
+        (
+            &[all, &["--temperature", "0.5"]].concat(),
+            "responses_create_params.temperature: was absent, is 0.5 (10 rows",
+        ),
+        (&[all, &["--add-seed"]].concat(), "responses_create_params.metadata: was absent, is {\"extra_body\""),
+    ] {
+        let (_, error) = resumed(options, 2);
+        assert!(error.contains(changed) && error.contains("out/rollouts_materialized_inputs.jsonl"), "{error}");
+    }
+    assert!(folder.contents() == recorded, "a rejected collection changed a file");
+    folder.tasks((0..5).map(|number| row("0123456789", number + 7)));
+    let (_, error) = resumed(all, 2);
+    assert!(error.contains("task 0, repeat 0"), "{error}");
+
+    folder.tasks((0..5).map(|number| row("0123456789", number)));
+    let (out, _) = resumed(&[all, &["--concurrency", "3", "--interleave-repeats"]].concat(), 0);
+    assert!(out.contains("10 of 10 rollouts are recorded (10 of them by earlier runs)"), "{out}");
+    assert!(folder.contents()["out/rollouts.jsonl"] == recorded["out/rollouts.jsonl"], "a row was added or changed");
+}
+
 impl TestFolder {
+    /// Returns the text of each file, by its path.
+    fn contents(&self) -> BTreeMap<String, Vec<u8>> {
+        let files = ["", "out"].into_iter().flat_map(|folder| std::fs::read_dir(self.file(folder)).unwrap());
+        let files = files.map(|entry| entry.unwrap().path()).filter(|path| path.is_file());
+        let named = |path: PathBuf| path.strip_prefix(self.directory.path()).unwrap().display().to_string();
+        files.map(|path| (named(path.clone()), std::fs::read(path).unwrap())).collect()
+    }
+
     fn rollouts_so_far(&self) -> usize {
         let text = std::fs::read(self.file("out/rollouts.jsonl")).unwrap_or_default();
         text.iter().filter(|byte| **byte == b'\n').count()

@@ -174,7 +174,8 @@ class Suite:
         def one(plan):
             # A folder for each: NeMo Gym writes files with fixed names beside its output.
             output = folder / plan[0] / "rollouts.jsonl"
-            output.parent.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(output.parent, ignore_errors=True)
+            output.parent.mkdir(parents=True)
             self.processes.run(f"{name}-{plan[0]}", collector(head, plan[1], output, plan[2]), COLLECT_S)
             return output
 
@@ -287,8 +288,8 @@ class Suite:
         began = time.monotonic()
         environment, source, options = plan
         output = self.work / name / environment / "rollouts.jsonl"
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.unlink(missing_ok=True)
+        shutil.rmtree(output.parent, ignore_errors=True)
+        output.parent.mkdir(parents=True)
 
         def lines():
             return output.read_bytes().count(b"\n") if output.exists() else 0

@@ -1,7 +1,7 @@
 //! The quickstart: a head server, three environments with their agents, a scripted model and a collector in one process.
 //!
 //! `cargo run --release -p gym-examples --bin quickstart` collects 1,440 rollouts; further arguments are those of `rgym collect`, such as
-//! `--resume` or `--concurrency 64`.
+//! `--resume` or `--concurrency 64`. It replaces its earlier results, unless `--resume` is given.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -16,7 +16,7 @@ fn main() -> Result<ExitCode> {
     write_tasks(input).with_context(|| format!("write {}", input.display()))?;
     let fixed = [
         "quickstart collect --config examples/configs/quickstart.yaml --output results/quickstart.jsonl --num-repeats 2",
-        "--add-seed --input",
+        "--overwrite-by-default --add-seed --input",
     ];
     let arguments = fixed.iter().flat_map(|line| line.split(' ')).map(OsString::from);
     let arguments = arguments.chain([input.as_os_str().to_owned()]).chain(std::env::args_os().skip(1));

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use gym_client::collect::ledger::{JsonlLedger, OpenMode};
-use gym_client::collect::{CollectOptions, OutputFiles};
+use gym_client::collect::{CollectOptions, ExistingOutput, OutputFiles};
 use gym_core::{CallContext, World};
 
 use super::ground::{Ground, outcome};
@@ -46,7 +46,7 @@ fn damaged(name: &'static str, result: &'static str, says: &'static [&'static st
             let before = std::fs::read(&output).unwrap();
             damage(&files);
             let damaged = std::fs::read(&output).unwrap();
-            let got = outcome(ground.run(CollectOptions { resume: true, ..options }).await);
+            let got = outcome(ground.run(CollectOptions { existing: ExistingOutput::Resume, ..options }).await);
             let after = std::fs::read(&output).unwrap();
             if got.outcome.starts_with("refused") {
                 assert_eq!(after, damaged, "what is there is left as it is");
@@ -60,12 +60,54 @@ fn damaged(name: &'static str, result: &'static str, says: &'static [&'static st
     })
 }
 
+/// Collects again into the output of a finished collection, with other options. No file may change.
+fn existing(name: &'static str, says: &'static [&'static str], change: fn(&mut CollectOptions)) -> Case {
+    Case::new("existing output", name, "refused: invalid_argument", says, move |ground| {
+        Box::pin(async move {
+            let mut options = options(ground, ground.fresh().join("rollouts.jsonl"));
+            ground.run(options.clone()).await.unwrap();
+            let files = OutputFiles::beside(&options.output);
+            let texts =
+                || [&files.rollouts, &files.materialized, &files.aggregate].map(|path| std::fs::read(path).unwrap());
+            let (input, recorded) = (std::fs::read(&options.input).unwrap(), texts());
+            let path = options.input.clone();
+            change(&mut options);
+            let got = outcome(ground.run(options).await);
+            assert!(
+                texts() == recorded && std::fs::read(path).unwrap() == input,
+                "a rejected collection changed a file"
+            );
+            got
+        })
+    })
+}
+
 pub(crate) fn cases() -> Vec<Case> {
     vec![
-        place("a file as its directory", "refused: invalid_argument", &["file/rollouts", "write"], |folder| {
-            std::fs::write(folder.join("file"), "").unwrap();
-            folder.join("file/rollouts.jsonl")
+        existing("without --resume or --overwrite", &["rollouts.jsonl exists", "--resume", "--overwrite"], |_| {}),
+        existing("the input is the output", &["the input ", "are the same file"], |options| {
+            (options.output, options.existing) = (options.input.clone(), ExistingOutput::Overwrite);
         }),
+        existing("resumed with a limit", &["fewer tasks", "task 4"], |options| {
+            (options.existing, options.materialize.limit) = (ExistingOutput::Resume, Some(4));
+        }),
+        existing(
+            "resumed with an override",
+            &["responses_create_params.top_p: was absent, is 0.5 (6 rows"],
+            |options| {
+                options.existing = ExistingOutput::Resume;
+                options.materialize.overrides.insert("top_p".to_owned(), serde_json::json!(0.5));
+            },
+        ),
+        place(
+            "a file as its directory",
+            "refused: invalid_argument",
+            &["file/rollouts", "a part of the path is a file"],
+            |folder| {
+                std::fs::write(folder.join("file"), "").unwrap();
+                folder.join("file/rollouts.jsonl")
+            },
+        ),
         place("a directory with its name", "refused: invalid_argument", &["rollouts.jsonl"], |folder| {
             std::fs::create_dir(folder.join("rollouts.jsonl")).unwrap();
             folder.join("rollouts.jsonl")
@@ -132,7 +174,7 @@ pub(crate) fn cases() -> Vec<Case> {
         damaged(
             "a materialized row without its index",
             "refused: invalid_argument",
-            &["rollouts_materialized_inputs.jsonl, line 2: _ng_task_index is not an integer", "without --resume"],
+            &["rollouts_materialized_inputs.jsonl, line 2: _ng_task_index is not an integer", "with --overwrite"],
             |files| {
                 change_line(&files.materialized, 2, |line| *line = line.replace("_ng_task_index", "_ng_tusk_index"))
             },

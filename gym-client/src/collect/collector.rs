@@ -10,19 +10,21 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures_util::future::BoxFuture;
 use futures_util::stream::{self, StreamExt as _};
+use gym_core::base::Files;
 use gym_core::rollout::TaskKey;
 use gym_core::{CallContext, CancelToken, Code, Error, Result, Rope, World};
 use tokio::sync::mpsc;
 
 use crate::client::{CallOptions, ServerClient};
-use crate::collect::files::OutputFiles;
+use crate::collect::files::{ExistingOutput, OutputFiles, output_exists};
 use crate::collect::input::{
     InputError, MaterializeOptions, MaterializeSummary, MaterializedRow, MaterializedRows, Materializer,
 };
 use crate::collect::ledger::{JsonlLedger, OpenMode};
 use crate::collect::names::ServerNames;
 use crate::collect::report::{AggregateRequest, ReportEntry, RolloutsIndex, label_runs, write_report};
-use crate::collect::run::{CollectProgress, Driver, DriverOptions, ProgressSnapshot, RolloutRow, RunEnd};
+use crate::collect::resume::compare;
+use crate::collect::run::{CollectProgress, Driver, DriverOptions, FailFast, ProgressSnapshot, RolloutRow, RunEnd};
 
 /// Rows that the reader sends in one group: waking another thread for each row would cost as much as reading the row.
 const GROUP_ROWS: usize = 64;
@@ -54,11 +56,11 @@ pub struct CollectOptions {
     pub input: PathBuf,
     /// The file for the rollouts. The other files are written to the same directory; see [`OutputFiles`].
     pub output: PathBuf,
-    /// Continue an earlier collection from the files of `output` instead of starting again. Default: `false`.
-    pub resume: bool,
+    /// What happens if files of `output` exist. Default: [`ExistingOutput::Reject`].
+    pub existing: ExistingOutput,
     /// Settings that turn input rows into rollouts. Default: one rollout per row; see [`MaterializeOptions::new`].
     pub materialize: MaterializeOptions,
-    /// Concurrency, attempts and deadlines. Default: [`DriverOptions::default`].
+    /// Concurrency, attempts and deadlines. Default: [`DriverOptions::default`] with [`FailFast::Alike`].
     pub driver: DriverOptions,
     /// Request statistics from the environment servers at the end. Default: `true`.
     pub aggregate: bool,
@@ -74,10 +76,26 @@ impl CollectOptions {
         Self {
             input,
             output: output.into(),
-            resume: false,
+            existing: ExistingOutput::default(),
             materialize,
-            driver: DriverOptions::default(),
+            driver: DriverOptions { fail_fast: FailFast::Alike, ..DriverOptions::default() },
             aggregate: true,
+        }
+    }
+
+    /// Checks the paths, and returns the output files that have content. [`RolloutCollector::collect`] does the same before it opens
+    /// a file for writing; call this before servers start.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if two of the files are the same file, or if an output exists and `existing` rejects that. The errors of
+    /// the disk.
+    pub async fn check_output(&self, disk: &dyn Files) -> Result<Vec<PathBuf>> {
+        let files = OutputFiles::beside(&self.output);
+        files.check_distinct(&self.input)?;
+        let existing = files.existing(disk).await?;
+        match (self.existing, existing.first()) {
+            (ExistingOutput::Reject, Some(first)) => Err(output_exists(first)),
+            _ => Ok(existing),
         }
     }
 }
@@ -130,34 +148,52 @@ impl RolloutCollector {
     /// Collects until every row has been tried or `stop` is cancelled. Recorded rollouts can be resumed later.
     ///
     /// # Errors
-    /// `InvalidArgument`, with the file and line, if the input or the options are invalid. The errors of
+    /// `InvalidArgument`, with the file and line, if the input or the options are invalid; with the difference, if a resumed
+    /// collection does not request the recorded rows; the errors of [`CollectOptions::check_output`]. The errors of
     /// [`JsonlLedger::open`], of the disk, and of the ledger while it records.
     #[must_use = "a future does nothing until it is awaited"]
     pub fn collect(&self, options: CollectOptions, stop: CancelToken) -> BoxFuture<'_, Result<CollectSummary>> {
         Box::pin(async move {
             let files = OutputFiles::beside(&options.output);
-            let resumes = options.resume && has_outcomes(&files)?;
+            options.check_output(&*self.world.files).await?;
+            let resumes = options.existing == ExistingOutput::Resume && has_outcomes(&files)?;
             let cx = CallContext::within(OPEN_TIMEOUT);
-            // The whole input is checked before any file of an earlier run is removed. The name contains the process ID
+            // The whole input is checked before any file of an earlier run is changed. The name contains the process ID
             // because only the ledger's lock, which is taken later, rejects a second collector.
             let partial = files.materialized.with_extension(format!("jsonl.{}.partial", std::process::id()));
-            let summary = if resumes { None } else { Some(self.materialize(&options, &partial).await?) };
-            let start = if resumes { OpenMode::Resume } else { OpenMode::Fresh };
+            let summary = self.materialize(&options, &partial).await?;
+            let (total, warnings) = (summary.rows_written, summary.warnings);
+            let overwrites = options.existing == ExistingOutput::Overwrite;
+            // Without leave to overwrite, nothing is removed, even if another collector wrote the files since the check.
+            let start = if overwrites { OpenMode::Fresh } else { OpenMode::Resume };
             let opened = JsonlLedger::open(&cx, Arc::clone(&self.world.files), &files.rollouts, start).await;
             let (ledger, opened) = opened.inspect_err(|_| drop(std::fs::remove_file(&partial)))?;
             tracing::info!(?opened, output = %files.rollouts.display(), "opened the ledger");
-            let (total, warnings) = match summary {
-                None => (count_lines(&files.materialized).await?, Vec::new()),
-                Some(summary) => {
-                    self.world.files.remove(&files.aggregate).await?;
+            let recorded = opened.completed + opened.failed > 0;
+            let accepted = match options.existing {
+                ExistingOutput::Reject if recorded => Err(output_exists(&files.rollouts)),
+                ExistingOutput::Resume if resumes || recorded => compare_rows(&files, &partial).await,
+                _ => Ok(true),
+            };
+            match accepted {
+                Ok(true) => {
+                    if !resumes {
+                        self.world.files.remove(&files.aggregate).await?;
+                    }
                     std::fs::rename(&partial, &files.materialized).map_err(|error| {
                         Error::internal("the rename failed")
                             .about(format!("write {}", files.materialized.display()))
                             .caused_by(error)
                     })?;
-                    (summary.rows_written, summary.warnings)
                 }
-            };
+                // Best effort, in both cases: a later run writes the file again.
+                Ok(false) => drop(std::fs::remove_file(&partial)),
+                Err(error) => {
+                    drop(std::fs::remove_file(&partial));
+                    ledger.close(&cx).await?;
+                    return Err(error);
+                }
+            }
             self.progress.set_total(total);
             let ledger = Arc::new(ledger);
             let driver = Driver::new(self.client.clone(), Arc::clone(&ledger) as _, &self.world, options.driver)
@@ -372,7 +408,7 @@ impl RowRouter {
                         (_, Some(server)) => (server.clone(), self.names.environment(server)?),
                         (Some(agent), None) => self.names.server_of_agent(agent)?,
                         (None, None) => return Err(Error::invalid(
-                            "the row has neither agent_ref nor _ng_environment_server; collect again without --resume",
+                            "the row has neither agent_ref nor _ng_environment_server; collect again with --overwrite",
                         )
                         .about(place())),
                     };
@@ -393,25 +429,14 @@ fn open(path: &Path) -> Result<File> {
     })
 }
 
-async fn count_lines(path: &Path) -> Result<u64> {
-    let path = path.to_owned();
-    blocking(move || {
-        let mut reader = BufReader::with_capacity(1 << 20, open(&path)?);
-        let (mut lines, mut open_line) = (0, false);
-        loop {
-            let buffer = std::io::BufRead::fill_buf(&mut reader).map_err(|error| {
-                Error::internal("the read failed").about(format!("read {}", path.display())).caused_by(error)
-            })?;
-            if buffer.is_empty() {
-                return Ok(lines + u64::from(open_line));
-            }
-            open_line = buffer.last() != Some(&b'\n');
-            lines += memchr::memchr_iter(b'\n', buffer).count() as u64;
-            let read = buffer.len();
-            std::io::BufRead::consume(&mut reader, read);
-        }
+/// Returns `true` if the materialized inputs must be replaced by the requested rows, which extend them.
+async fn compare_rows(files: &OutputFiles, requested: &Path) -> Result<bool> {
+    let (recorded, requested) = (files.materialized.clone(), requested.to_owned());
+    let compared = blocking(move || compare(&recorded, &requested)).await;
+    compared.map_err(|error| match error.subject() {
+        "" => error.about(format!("resume {}", files.rollouts.display())),
+        _ => error,
     })
-    .await
 }
 
 /// Runs file work of unknown duration on a blocking thread.

@@ -6,12 +6,13 @@ pub mod input;
 pub mod ledger;
 mod names;
 pub mod report;
+mod resume;
 pub(crate) mod run;
 
 pub use collector::{CollectOptions, CollectSummary, RolloutCollector};
-pub use files::OutputFiles;
+pub use files::{ExistingOutput, OutputFiles};
 pub use names::{ServerNames, connect_head};
 pub use run::{
-    AgentScore, CollectProgress, Driver, DriverOptions, ProgressSnapshot, Rollout, RolloutError, RolloutRow, Rollouts,
-    RunEnd,
+    AgentScore, CollectProgress, Driver, DriverOptions, FailFast, FailureCause, ProgressSnapshot, Rollout,
+    RolloutError, RolloutRow, Rollouts, RunEnd,
 };

@@ -176,7 +176,7 @@ mod tests {
             ),
             (
                 &["rgym", "eval", "run", "--no-serve", "-a", "x", "-i", "i", "-o", "o"],
-                &["rgym", "collect", "--no-serve", "--agent=x", "--input=i", "--output=o"],
+                &["rgym", "collect", "--overwrite-by-default", "--no-serve", "--agent=x", "--input=i", "--output=o"],
             ),
             (&["rgym", "env", "validate", "--config", "a.yaml"], &["rgym", "config", "check", "--config=a.yaml"]),
         ] {

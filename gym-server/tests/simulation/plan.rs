@@ -3,7 +3,7 @@
 use std::fmt;
 use std::time::Duration;
 
-use gym_client::collect::DriverOptions;
+use gym_client::collect::{DriverOptions, FailFast};
 use gym_core::testing::{Faults, FileFault};
 use gym_core::transport::RetryPolicy;
 
@@ -94,6 +94,7 @@ impl Plan {
             attempt_timeout: millis(&mut rng, 2_000, 10_000),
             record_timeout: millis(&mut rng, 500, 3_000),
             stop_grace: millis(&mut rng, 0, 3_000),
+            fail_fast: FailFast::Never,
             backoff: RetryPolicy { backoff_min: Duration::from_millis(200), ..RetryPolicy::default() },
         };
         Self {

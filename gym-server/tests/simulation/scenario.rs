@@ -391,7 +391,7 @@ impl Collector {
         let closed = ledger.ledger.close(&cx).await;
         self.net.note(COLLECTOR, format_args!("closes the ledger: {closed:?}"));
         match ended {
-            Ok(RunEnd::Exhausted | RunEnd::Stopped) => {}
+            Ok(RunEnd::Exhausted | RunEnd::Stopped | RunEnd::FailedFast) => {}
             Err(_) => return None,
         }
         let open = |state| matches!(state, KeyState::Open { failures } if failures < self.plan.options.attempts_max);

@@ -61,20 +61,7 @@ impl<R: BufRead> MaterializedRows<R> {
         }
         self.line += 1;
         raw.truncate(raw.trim_ascii_end().len());
-        let fail = |problem: String| InputError::line(&self.name, self.line, problem);
-        let raw = Bytes::from(raw);
-        let row = RawObject::parse(raw.clone()).and_then(|row| row.check().map(|()| row));
-        let row = row.map_err(|error| fail(wrong_row(&raw, &error)))?;
-        let index = |key: &str| {
-            row.get_as(key).ok().flatten().ok_or_else(|| {
-                fail(format!("{key} is not an integer; collect again without --resume to rewrite the file"))
-            })
-        };
-        let key = RowKey { task_index: index(TASK_INDEX)?, rollout_index: index(ROLLOUT_INDEX)? };
-        let reference = row.get(AGENT_REF);
-        let agent = name_of(reference.as_deref().and_then(|raw| std::str::from_utf8(raw).ok())).map_err(&fail)?;
-        let environment_server = row.get_as(ENVIRONMENT_SERVER).ok().flatten();
-        Ok(Some(MaterializedRow { key, agent, environment_server, row, line: self.line }))
+        materialized_row(&Bytes::from(raw), &self.name, self.line).map(Some)
     }
 }
 
@@ -84,6 +71,23 @@ impl<R: BufRead> Iterator for MaterializedRows<R> {
     fn next(&mut self) -> Option<Self::Item> {
         self.read().transpose()
     }
+}
+
+/// Parses one line of the materialized inputs file `name`, without its newline.
+pub(in crate::collect) fn materialized_row(raw: &Bytes, name: &str, line: u64) -> Result<MaterializedRow, InputError> {
+    let fail = |problem: String| InputError::line(name, line, problem);
+    let row = RawObject::parse(raw.clone()).and_then(|row| row.check().map(|()| row));
+    let row = row.map_err(|error| fail(wrong_row(raw, &error)))?;
+    let index = |key: &str| {
+        let index = row.get_as(key).ok().flatten();
+        index
+            .ok_or_else(|| fail(format!("{key} is not an integer; collect again with --overwrite to rewrite the file")))
+    };
+    let key = RowKey { task_index: index(TASK_INDEX)?, rollout_index: index(ROLLOUT_INDEX)? };
+    let reference = row.get(AGENT_REF);
+    let agent = name_of(reference.as_deref().and_then(|raw| std::str::from_utf8(raw).ok())).map_err(&fail)?;
+    let environment_server = row.get_as(ENVIRONMENT_SERVER).ok().flatten();
+    Ok(MaterializedRow { key, agent, environment_server, row, line })
 }
 
 /// Returns the fields of a line, or the reason why it is invalid.

@@ -16,7 +16,7 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use crate::client::{CallOptions, ServerClient};
-use crate::collect::run::outcome::{AttemptResult, classify, contradiction};
+use crate::collect::run::outcome::{AttemptResult, classify, contradiction, superseded};
 use crate::collect::run::progress::CollectProgress;
 use crate::collect::run::rollout::RolloutSender;
 use crate::collect::run::row::RolloutRow;
@@ -34,6 +34,9 @@ pub struct DriverOptions {
     pub record_timeout: Duration,
     /// Time that running rollouts may take after a stop was requested. Default: 30 s.
     pub stop_grace: Duration,
+    /// When the run stops early because rollouts fail. Default: [`FailFast::Never`]; a collection
+    /// has [`FailFast::Alike`].
+    pub fail_fast: FailFast,
     /// Delays before further attempts. Default: at least 200 ms, otherwise [`RetryPolicy::default`].
     pub backoff: RetryPolicy,
 }
@@ -48,9 +51,29 @@ impl Default for DriverOptions {
             attempt_timeout: Duration::from_secs(7_200),
             record_timeout: Duration::from_secs(30),
             stop_grace: Duration::from_secs(30),
+            fail_fast: FailFast::default(),
             backoff: RetryPolicy { backoff_min: Duration::from_millis(200), ..RetryPolicy::default() },
         }
     }
+}
+
+/// When a run stops early because rollouts fail. Failed rollouts are recorded; the remaining rows can be resumed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum FailFast {
+    /// When at least [`FailFast::ALIKE_MIN`] rollouts have failed with the same cause, none has completed, and none is in flight. No
+    /// rollout begins while those in flight may still show that another cause, or none, is possible.
+    Alike,
+    /// When this many rollouts have failed. Rollouts in flight may finish within the grace period.
+    After(u64),
+    /// Never.
+    #[default]
+    Never,
+}
+
+impl FailFast {
+    /// The number of failures at which [`FailFast::Alike`] stops: too many for chance, few enough to cost little.
+    pub const ALIKE_MIN: u64 = 32;
 }
 
 /// Runs rollouts through a client and records them in a ledger.
@@ -61,6 +84,8 @@ pub struct Driver {
     world: World,
     options: DriverOptions,
     progress: Arc<CollectProgress>,
+    /// Identifies the run in the failures file.
+    run_id: Arc<str>,
     /// Receives each rollout at its end, if a program consumes them as a stream.
     ended: Option<RolloutSender>,
 }
@@ -72,13 +97,17 @@ pub enum RunEnd {
     Exhausted,
     /// A stop was requested; the remaining rows can be resumed.
     Stopped,
+    /// The run stopped because rollouts failed, as [`DriverOptions::fail_fast`] requests; the remaining rows can be resumed.
+    FailedFast,
 }
 
 impl Driver {
     /// Creates a driver that sends with `client` and records in `ledger`.
     #[must_use]
     pub fn new(client: ServerClient, ledger: Arc<dyn Ledger>, world: &World, options: DriverOptions) -> Self {
-        Self { client, ledger, world: world.clone(), options, progress: Arc::default(), ended: None }
+        // The time, because a random number would change what the seeds of simulations mean.
+        let run_id = format!("{:x}", world.now().as_nanos()).into();
+        Self { client, ledger, world: world.clone(), options, progress: Arc::default(), run_id, ended: None }
     }
 
     /// Counts in `progress` instead of in separate counters.
@@ -116,7 +145,27 @@ impl Driver {
         let mut fatal: Option<Error> = None;
         let mut reading = true;
         let mut deadline: Option<Instant> = None;
+        let mut failed_fast = false;
         loop {
+            let begins = match self.options.fail_fast {
+                FailFast::After(failed_max) if reading && self.progress.failed() >= failed_max.max(1) => {
+                    reading = false;
+                    failed_fast = self.has_open_row(&mut rows).await;
+                    if failed_fast {
+                        deadline.get_or_insert(Instant::now() + self.options.stop_grace);
+                    }
+                    false
+                }
+                FailFast::Alike if reading && self.progress.failed_alike(FailFast::ALIKE_MIN) => {
+                    // Those in flight may still complete, or fail with another cause.
+                    if running.is_empty() {
+                        reading = false;
+                        failed_fast = self.has_open_row(&mut rows).await;
+                    }
+                    false
+                }
+                _ => reading && running.len() < self.options.concurrency.max(1),
+            };
             if !reading && running.is_empty() {
                 break;
             }
@@ -144,14 +193,14 @@ impl Driver {
                         deadline.get_or_insert(Instant::now());
                     }
                 }
-                row = rows.next(), if reading && running.len() < self.options.concurrency.max(1) => match row {
+                row = rows.next(), if begins => match row {
                     Some(Ok(row)) => {
                         if self.is_open(row.key) {
                             // Shared with the attempts, one of which may outlive the rollout.
                             let (driver, row) = (Arc::clone(self), Arc::new(row));
                             running.spawn(async move { driver.rollout(row).await }.boxed());
                         } else {
-                            self.progress.skip(self.ledger.state(row.key) == KeyState::Completed);
+                            self.skip(row.key);
                         }
                     }
                     Some(Err(error)) => {
@@ -169,8 +218,27 @@ impl Driver {
         let flushed = self.ledger.flush(&CallContext::within(patience + self.options.record_timeout)).await;
         match fatal {
             Some(error) => Err(error),
-            None => flushed.map(|()| if stop.is_cancelled() { RunEnd::Stopped } else { RunEnd::Exhausted }),
+            None => flushed.map(|()| match (stop.is_cancelled(), failed_fast) {
+                (true, _) => RunEnd::Stopped,
+                (false, true) => RunEnd::FailedFast,
+                (false, false) => RunEnd::Exhausted,
+            }),
         }
+    }
+
+    /// Returns `true` if a row remains to be run, or cannot be read. That row is not run.
+    async fn has_open_row(&self, rows: &mut (impl Stream<Item = Result<RolloutRow>> + Unpin)) -> bool {
+        while let Some(row) = rows.next().await {
+            match row {
+                Ok(row) if !self.is_open(row.key) => self.skip(row.key),
+                _ => return true,
+            }
+        }
+        false
+    }
+
+    fn skip(&self, key: TaskKey) {
+        self.progress.skip(self.ledger.state(key) == KeyState::Completed);
     }
 
     fn is_open(&self, key: TaskKey) -> bool {
@@ -204,7 +272,7 @@ impl Driver {
                 Ok(Err(error)) => break Err(error),
                 Err(_) => {
                     tracing::warn!(%attempt, "attempt superseded: no outcome was recorded by its deadline");
-                    self.progress.fail(FailureClass::TransportTimeout);
+                    self.progress.fail(attempt, &superseded(&row));
                     cancel.cancel();
                     let superseded = async move {
                         // The ledger decides whether to accept its outcome.
@@ -251,7 +319,7 @@ impl Driver {
         deadline: Instant,
     ) -> impl Future<Output = Result<NextStep>> + Send + 'static {
         let (client, ledger, progress) = (self.client.clone(), Arc::clone(&self.ledger), Arc::clone(&self.progress));
-        let record_timeout = self.options.record_timeout;
+        let (record_timeout, run_id) = (self.options.record_timeout, Arc::clone(&self.run_id));
         let body = match attempt.number {
             0 => row.row.clone().into(),
             number => row.row.edit().set("_ng_attempt_index", number.to_string()).to_rope(),
@@ -261,16 +329,15 @@ impl Driver {
             // Not idempotent: only our relay joins a replayed request to the first one, and only on the same replica.
             // An attempt with an unknown outcome is followed by a new attempt with its own number.
             let answer = client.send(&row.server, &request, CallOptions::default()).await;
-            let result = classify(&row, attempt, answer)?;
+            let result = classify(&row, attempt, answer, &run_id)?;
             let (mut next, reward, mut failed) = match &result {
-                AttemptResult::Completed { reward, .. } => (NextStep::Done, *reward, None),
-                AttemptResult::Failed { terminal: true, class, .. } => (NextStep::GiveUp, None, Some(*class)),
-                AttemptResult::Failed { class, .. } => (next_after(*class), None, Some(*class)),
-                AttemptResult::Lost => (NextStep::GiveUp, None, None),
+                AttemptResult::Completed { reward, .. } => (NextStep::Done, *reward, false),
+                AttemptResult::Failed { terminal, failure, .. } => {
+                    progress.fail(attempt, failure);
+                    (if *terminal { NextStep::GiveUp } else { next_after(failure.class) }, None, true)
+                }
+                AttemptResult::Lost => (NextStep::GiveUp, None, false),
             };
-            if let Some(class) = failed {
-                progress.fail(class);
-            }
             let Some(outcome) = result.into_outcome() else { return Ok(next) };
             // Recording may take as long as the attempt itself, because a disk may stall and recover. Ending the run would
             // lose computed results. Superseding the attempt ends the wait. A superseded attempt has its own time limit.
@@ -281,14 +348,17 @@ impl Driver {
             {
                 // The environment's response contradicts its own row, so the attempt counts as a failure of the
                 // environment.
-                let refused = contradiction(&row, attempt, error)?;
-                (next, failed) = (NextStep::GiveUp, Some(FailureClass::VerifierError));
-                progress.fail(FailureClass::VerifierError);
-                recorded = ledger.record(&cx, attempt, refused).await;
+                let refused = contradiction(&row, attempt, error, &run_id)?;
+                if let AttemptResult::Failed { failure, .. } = &refused {
+                    progress.fail(attempt, failure);
+                }
+                (next, failed) = (NextStep::GiveUp, true);
+                let outcome = refused.into_outcome().ok_or_else(|| Error::internal("a failure is an outcome"))?;
+                recorded = ledger.record(&cx, attempt, outcome).await;
             }
             match recorded {
                 Ok(()) => {
-                    if failed.is_none() {
+                    if !failed {
                         progress.complete(&row.agent, reward);
                     }
                     Ok(next)

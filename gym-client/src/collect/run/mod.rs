@@ -1,13 +1,16 @@
 //! Runs rollouts: the driver and its attempts, the classification of their responses, and the stream of rollouts.
 
+mod causes;
 mod driver;
+mod failure;
 pub(crate) mod outcome;
 mod progress;
 mod rollout;
 pub(crate) mod rollouts;
 mod row;
 
-pub use driver::{Driver, DriverOptions, RunEnd};
+pub use causes::FailureCause;
+pub use driver::{Driver, DriverOptions, FailFast, RunEnd};
 pub use progress::{AgentScore, CollectProgress, ProgressSnapshot};
 pub use rollout::{Rollout, RolloutError};
 pub use rollouts::Rollouts;

@@ -10,6 +10,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use crate::collect::ledger::truth;
+use crate::collect::run::failure::{AttemptFailure, Evidence, FailureEvidence};
 use crate::collect::run::row::RolloutRow;
 
 /// Maximum number of bytes of a failed response's body in the failures file; NeMo Gym keeps the same number of
@@ -22,7 +23,7 @@ pub(super) enum AttemptResult {
     /// A rollout, with its reward if it has one.
     Completed { row: RawObject, reward: Option<f64> },
     /// A failure.
-    Failed { class: FailureClass, terminal: bool, row: RawObject },
+    Failed { failure: Box<AttemptFailure>, terminal: bool, row: RawObject },
     /// The environment requested that no row be kept; a resumed run tries again.
     Lost,
 }
@@ -31,7 +32,7 @@ impl AttemptResult {
     pub(super) fn into_outcome(self) -> Option<Outcome> {
         match self {
             Self::Completed { row, .. } => Some(Outcome::Completed(row)),
-            Self::Failed { class, terminal, row } => Some(Outcome::Failed { class, terminal, row }),
+            Self::Failed { failure, terminal, row } => Some(Outcome::Failed { class: failure.class, terminal, row }),
             Self::Lost => None,
         }
     }
@@ -50,11 +51,21 @@ struct ResultFields {
     no_persist: Option<Value>,
 }
 
-/// Classifies the response, or the error of the call.
-pub(super) fn classify(wanted: &RolloutRow, attempt: Attempt, answer: Result<Response>) -> Result<AttemptResult> {
+/// Classifies the response, or the error of the call. `run_id` identifies the run in NeMo Gym's record of a failure.
+pub(super) fn classify(
+    wanted: &RolloutRow,
+    attempt: Attempt,
+    answer: Result<Response>,
+    run_id: &str,
+) -> Result<AttemptResult> {
+    let failed = |class, error: &Error, evidence, answer: Option<(u16, &Bytes)>| {
+        failed(wanted, attempt, run_id, (class, error, evidence), answer)
+    };
     let response = match answer {
         Ok(response) => response,
-        Err(error) => return failed(wanted, attempt, error.failure_class(), &error, None),
+        Err(error) => {
+            return failed(error.failure_class(), &error, Evidence::NoResponse(error.execution()), None);
+        }
     };
     let body = response.message.head.to_bytes();
     if !response.status.is_success() {
@@ -77,12 +88,15 @@ pub(super) fn classify(wanted: &RolloutRow, attempt: Attempt, answer: Result<Res
             412 if code.as_deref() == Some(Code::FailedPrecondition.as_str()) => FailureClass::SessionLost,
             _ => FailureClass::AgentRunError,
         };
-        return failed(wanted, attempt, class, &error, Some((status, &body)));
+        // A proxy may respond in the place of a server of another implementation.
+        let uncertain = code.is_none() && matches!(status, 429 | 502 | 503 | 504);
+        let evidence = if uncertain { Evidence::Uncertain } else { Evidence::Reported };
+        return failed(class, &error, evidence, Some((status, &body)));
     }
     let status = response.status.0;
     let bad = |why: String| {
         let error = Error::internal(why);
-        failed(wanted, attempt, FailureClass::VerifierError, &error, Some((status, &body)))
+        failed(FailureClass::VerifierError, &error, Evidence::Observed, Some((status, &body)))
     };
     let result = match response.message.head.to_object() {
         Ok(result) => result,
@@ -102,14 +116,20 @@ pub(super) fn classify(wanted: &RolloutRow, attempt: Attempt, answer: Result<Res
     let row = stamped(wanted, attempt, &result)?;
     if let Some(class) = fields.failure_class {
         let class = serde_json::from_value(Value::String(class)).unwrap_or(FailureClass::AgentRunError);
-        return Ok(AttemptResult::Failed { class, terminal: fields.terminal.as_ref().is_some_and(truth), row });
+        let terminal = fields.terminal.as_ref().is_some_and(truth);
+        let failure = AttemptFailure::told(wanted, class, failure_message(&row));
+        let reason = &failure.causes[0].message;
+        let told =
+            FailureEvidence { evidence: Evidence::Reported, reason, terminal, http_status: None, exception_type: None };
+        let row = failure.write(&row, wanted, attempt, run_id, &told)?;
+        return Ok(AttemptResult::Failed { failure: Box::new(failure), terminal, row });
     }
     match number(fields.reward) {
         Ok(reward) => Ok(AttemptResult::Completed { row, reward }),
         Err(other) => {
             let error =
                 Error::internal(format!("the response to `/run` has the reward {other}, which is not a number"));
-            failed(wanted, attempt, FailureClass::InvalidReward, &error, Some((status, &body)))
+            failed(FailureClass::InvalidReward, &error, Evidence::Observed, Some((status, &body)))
         }
     }
 }
@@ -159,19 +179,34 @@ fn stamped(wanted: &RolloutRow, attempt: Attempt, result: &RawObject) -> Result<
 }
 
 /// Returns the failure of a response that the ledger rejects because it contradicts its own row.
-pub(super) fn contradiction(wanted: &RolloutRow, attempt: Attempt, error: &Error) -> Result<Outcome> {
-    let result = failed(wanted, attempt, FailureClass::VerifierError, error, None)?;
-    result.into_outcome().ok_or_else(|| Error::internal("a failure is an outcome"))
+pub(super) fn contradiction(
+    wanted: &RolloutRow,
+    attempt: Attempt,
+    error: &Error,
+    run_id: &str,
+) -> Result<AttemptResult> {
+    failed(wanted, attempt, run_id, (FailureClass::VerifierError, error, Evidence::Observed), None)
+}
+
+/// Returns the failure of an attempt that was not recorded by its deadline.
+pub(super) fn superseded(wanted: &RolloutRow) -> AttemptFailure {
+    let message = "the attempt was not recorded by its deadline and was superseded".to_owned();
+    AttemptFailure::told(wanted, FailureClass::TransportTimeout, message)
 }
 
 /// Returns the failures row of an attempt without a result.
 fn failed(
     wanted: &RolloutRow,
     attempt: Attempt,
-    class: FailureClass,
-    error: &Error,
+    run_id: &str,
+    (class, error, evidence): (FailureClass, &Error, Evidence),
     answer: Option<(u16, &Bytes)>,
 ) -> Result<AttemptResult> {
+    let failure = AttemptFailure::of(wanted, class, error);
+    let message = error.to_string();
+    let http_status = answer.map(|(status, _)| status);
+    let exception_type = Some(error.code().as_str());
+    let told = FailureEvidence { evidence, reason: &message, terminal: false, http_status, exception_type };
     let body = answer.map(|(_, body)| {
         let kept = &body[..body.len().min(BODY_KEPT_MAX)];
         String::from_utf8_lossy(kept).into_owned()
@@ -180,13 +215,14 @@ fn failed(
         .edit()
         .set_value("_ng_failure_class", class.as_str())?
         .set_value("_ng_failure_type", error.code().as_str())?
-        .set_value("_ng_failure_message", &error.to_string())?
+        .set_value("_ng_failure_message", &message)?
         .set_value("_ng_failure_execution", error.execution().as_str())?
-        .set_value("_ng_failure_http_status", &answer.map(|(status, _)| status))?
+        .set_value("_ng_failure_http_status", &http_status)?
         .set_value("_ng_failure_response_body", &body)?
         .to_object()?;
+    let fields = failure.write(&fields, wanted, attempt, run_id, &told)?;
     let row = stamped(wanted, attempt, &fields)?;
-    Ok(AttemptResult::Failed { class, terminal: false, row })
+    Ok(AttemptResult::Failed { failure: Box::new(failure), terminal: false, row })
 }
 
 #[cfg(test)]
@@ -200,8 +236,8 @@ mod tests {
         let key = TaskKey::new(0, 0);
         let row = RawObject::parse(r#"{"_ng_task_index":0,"_ng_rollout_index":0}"#).unwrap();
         let wanted = RolloutRow { key, agent: "a".into(), server: "e".into(), result_type: None, row };
-        match classify(&wanted, Attempt { key, number: 0 }, answer).unwrap() {
-            AttemptResult::Failed { class, terminal: false, .. } => class,
+        match classify(&wanted, Attempt { key, number: 0 }, answer, "run").unwrap() {
+            AttemptResult::Failed { failure, terminal: false, .. } => failure.class,
             other => panic!("{other:?}"),
         }
     }

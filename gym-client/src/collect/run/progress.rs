@@ -2,9 +2,12 @@
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use gym_core::rollout::FailureClass;
+use gym_core::rollout::{Attempt, FailureClass};
+
+use crate::collect::run::causes::{FailureCause, FailureCauses};
+use crate::collect::run::failure::AttemptFailure;
 
 /// Counters of one collection. The driver updates them; progress bars and metrics read them.
 #[derive(Debug, Default)]
@@ -16,7 +19,14 @@ pub struct CollectProgress {
     given_up: AtomicU64,
     in_flight: AtomicU64,
     scores: Mutex<BTreeMap<Arc<str>, AgentScore>>,
-    failures: Mutex<BTreeMap<FailureClass, u64>>,
+    failures: Mutex<FailureCounts>,
+}
+
+/// The failed attempts.
+#[derive(Debug, Default)]
+struct FailureCounts {
+    classes: BTreeMap<FailureClass, u64>,
+    causes: FailureCauses,
 }
 
 /// The rewards of one agent's rollouts in this run.
@@ -49,6 +59,10 @@ pub struct ProgressSnapshot {
     pub scores: BTreeMap<Arc<str>, AgentScore>,
     /// Failed attempts by class.
     pub failures: BTreeMap<FailureClass, u64>,
+    /// The distinct causes of the failed attempts, in the order in which they first occurred; at most 32.
+    pub causes: Vec<FailureCause>,
+    /// Failed attempts with none of these causes.
+    pub other_causes: u64,
 }
 
 impl ProgressSnapshot {
@@ -58,6 +72,14 @@ impl ProgressSnapshot {
         let (count, sum) =
             self.scores.values().fold((0, 0.0), |(count, sum), score| (count + score.count, sum + score.reward_sum));
         (count > 0).then(|| sum / count as f64)
+    }
+
+    /// Returns the causes of the failed attempts, the most frequent first.
+    #[must_use]
+    pub fn causes_by_count(&self) -> Vec<&FailureCause> {
+        let mut causes: Vec<&FailureCause> = self.causes.iter().collect();
+        causes.sort_by_key(|cause| std::cmp::Reverse(cause.count));
+        causes
     }
 
     /// Returns the number of rollouts that need no further attempt.
@@ -72,6 +94,10 @@ impl CollectProgress {
     #[must_use]
     pub fn snapshot(&self) -> ProgressSnapshot {
         let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let (failures, causes, other_causes) = {
+            let failures = self.failures();
+            (failures.classes.clone(), failures.causes.list(), failures.causes.other())
+        };
         ProgressSnapshot {
             total: of(&self.total),
             completed: of(&self.completed),
@@ -80,7 +106,9 @@ impl CollectProgress {
             given_up: of(&self.given_up),
             in_flight: of(&self.in_flight),
             scores: self.scores.lock().unwrap_or_else(PoisonError::into_inner).clone(),
-            failures: self.failures.lock().unwrap_or_else(PoisonError::into_inner).clone(),
+            failures,
+            causes,
+            other_causes,
         }
     }
 
@@ -110,8 +138,24 @@ impl CollectProgress {
         }
     }
 
-    pub(super) fn fail(&self, class: FailureClass) {
-        *self.failures.lock().unwrap_or_else(PoisonError::into_inner).entry(class).or_default() += 1;
+    pub(super) fn fail(&self, attempt: Attempt, failure: &AttemptFailure) {
+        let mut failures = self.failures();
+        *failures.classes.entry(failure.class).or_default() += 1;
+        failures.causes.add(attempt, failure);
+    }
+
+    /// Returns the number of rollouts that failed in this run.
+    pub(super) fn failed(&self) -> u64 {
+        self.given_up.load(Ordering::Relaxed)
+    }
+
+    /// Returns `true` if at least `failed_min` rollouts failed in this run, none completed, and all failures have one cause.
+    pub(super) fn failed_alike(&self, failed_min: u64) -> bool {
+        self.failed() >= failed_min && self.completed.load(Ordering::Relaxed) == 0 && self.failures().causes.alike()
+    }
+
+    fn failures(&self) -> MutexGuard<'_, FailureCounts> {
+        self.failures.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn give_up(&self) {

@@ -13,7 +13,7 @@ use tokio::task::JoinSet;
 
 use crate::client::ServerClient;
 use crate::collect::ledger::StreamLedger;
-use crate::collect::run::driver::{Driver, DriverOptions};
+use crate::collect::run::driver::{Driver, DriverOptions, FailFast};
 use crate::collect::run::rollout::{Rollout, RolloutSender};
 use crate::collect::run::row::RolloutRow;
 
@@ -31,7 +31,7 @@ pub struct Rollouts {
 }
 
 impl Rollouts {
-    /// Runs each task once on `server`, as `agent`. Must be called within a tokio runtime.
+    /// Runs each task once on `server`, as `agent`, and ignores [`DriverOptions::fail_fast`]. Must be called within a tokio runtime.
     #[must_use]
     pub fn run(
         client: ServerClient,
@@ -40,6 +40,8 @@ impl Rollouts {
         tasks: impl Stream<Item = Result<RawObject>> + Send + 'static,
         options: DriverOptions,
     ) -> Self {
+        // The program sees each failure itself, and a stream that ends early would look complete.
+        let options = DriverOptions { fail_fast: FailFast::Never, ..options };
         let (sender, ended) = mpsc::channel(options.concurrency.max(1));
         let rollouts = RolloutSender { ledger: Arc::new(StreamLedger::new()), sender: sender.clone() };
         let ledger = Arc::clone(&rollouts.ledger);

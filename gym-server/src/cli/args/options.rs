@@ -243,9 +243,16 @@ pub(in crate::cli) struct CollectArgs {
     /// Maximum number of input rows: +limit=…
     #[arg(long, value_name = "N")]
     pub(in crate::cli) limit: Option<u64>,
-    /// Continue from the files of --output instead of starting again: +resume_from_cache=true
-    #[arg(long)]
+    /// Continue from the files of --output; more rows and repeats are added, and changed rows are rejected:
+    /// +resume_from_cache=true
+    #[arg(long, conflicts_with = "overwrite")]
     pub(in crate::cli) resume: bool,
+    /// Replace the files of --output; without this or --resume, an existing output is rejected
+    #[arg(long)]
+    pub(in crate::cli) overwrite: bool,
+    /// Overwrite unless --resume is given; NeMo Gym's commands and the quickstart imply this
+    #[arg(long, hide = true)]
+    pub(in crate::cli) overwrite_by_default: bool,
     /// Dispatch the repeats in rounds instead of row by row: +interleave_repeats=true
     #[arg(long)]
     pub(in crate::cli) interleave_repeats: bool,
@@ -270,9 +277,12 @@ pub(in crate::cli) struct CollectArgs {
     /// Seconds allowed for one attempt
     #[arg(long, value_name = "SECS", default_value = "7200", value_parser = seconds)]
     pub(in crate::cli) attempt_timeout: Duration,
-    /// Seconds allowed for running rollouts after Ctrl-C
+    /// Seconds allowed for running rollouts after Ctrl-C or --fail-fast
     #[arg(long, value_name = "SECS", default_value = "30", value_parser = seconds)]
     pub(in crate::cli) stop_grace: Duration,
+    /// Stop after N failed rollouts; 0 never stops [default: stop if the first 32 rollouts all fail with the same cause]
+    #[arg(long, value_name = "N")]
+    pub(in crate::cli) fail_fast: Option<u64>,
     /// Skip the servers' statistics at the end: +disable_aggregation=true
     #[arg(long)]
     pub(in crate::cli) disable_aggregation: bool,

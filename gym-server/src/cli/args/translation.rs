@@ -4,8 +4,8 @@
 //! | argument | translation |
 //! |---|---|
 //! | `rgym env start …`, `ng_run …` | `rgym run …` |
-//! | `rgym eval run …`, `ng_e2e_collect_rollouts …` | `rgym collect --serve …` |
-//! | `rgym eval run --no-serve …`, `ng_collect_rollouts …` | `rgym collect --no-serve …` |
+//! | `rgym eval run …`, `ng_e2e_collect_rollouts …` | `rgym collect --overwrite-by-default --serve …` |
+//! | `rgym eval run --no-serve …`, `ng_collect_rollouts …` | `rgym collect --overwrite-by-default --no-serve …` |
 //! | `rgym env status`, `ng_status` | `rgym status` |
 //! | `rgym env validate …`, `ng_validate …` | `rgym config check …` |
 //! | `rgym env resolve …`, `ng_dump_config …` | `rgym config show …` |
@@ -158,8 +158,12 @@ fn translate_group(arguments: &mut Vec<OsString>, positionals: &[usize]) -> Resu
     };
     let mut words: Vec<OsString> = ours.iter().map(OsString::from).collect();
     let asks_for_help = arguments.iter().any(|argument| argument == "--help" || argument == "-h");
-    if ours == ["collect"] && !asks_for_help && !arguments.iter().any(|argument| argument == "--no-serve") {
-        words.push(OsString::from("--serve"));
+    if ours == ["collect"] && !asks_for_help {
+        // As in NeMo Gym, which removes the files of an earlier collection.
+        words.push(OsString::from("--overwrite-by-default"));
+        if !arguments.iter().any(|argument| argument == "--no-serve") {
+            words.push(OsString::from("--serve"));
+        }
     }
     let (group, action) = (positionals[0], positionals[1]);
     arguments.remove(action);
@@ -217,9 +221,19 @@ mod tests {
             (&["rgym", "-v", "env", "status", "--json"], &["rgym", "-v", "status", "--json"]),
             (&["rgym", "env", "validate", "--config", "a.yaml"], &["rgym", "config", "check", "--config", "a.yaml"]),
             (&["rgym", "env", "resolve"], &["rgym", "config", "show"]),
-            (&["rgym", "eval", "run", "--no-serve", "-a", "x"], &["rgym", "collect", "--no-serve", "-a", "x"]),
-            (&["rgym", "eval", "run", "--agent", "x"], &["rgym", "collect", "--serve", "--agent", "x"]),
-            (&["rgym", "--threads", "2", "eval", "run"], &["rgym", "--threads", "2", "collect", "--serve"]),
+            (
+                &["rgym", "eval", "run", "--no-serve", "-a", "x"],
+                &["rgym", "collect", "--overwrite-by-default", "--no-serve", "-a", "x"],
+            ),
+            (
+                &["rgym", "eval", "run", "--agent", "x"],
+                &["rgym", "collect", "--overwrite-by-default", "--serve", "--agent", "x"],
+            ),
+            (
+                &["rgym", "--threads", "2", "eval", "run"],
+                &["rgym", "--threads", "2", "collect", "--overwrite-by-default", "--serve"],
+            ),
+            (&["ng_collect_rollouts"], &["rgym", "collect", "--overwrite-by-default", "--no-serve"]),
             (&["rgym", "eval", "run", "--help"], &["rgym", "collect", "--help"]),
         ] {
             assert_eq!(both(theirs), both(ours), "{theirs:?}");

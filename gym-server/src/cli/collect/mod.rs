@@ -1,5 +1,6 @@
 //! `rgym collect`: collects rollouts from running servers, or starts the servers of a configuration for the collection.
 
+mod causes;
 mod progress;
 mod settings;
 mod summary;
@@ -9,7 +10,7 @@ use std::time::Duration;
 
 use futures_util::FutureExt as _;
 use gym_client::ServerClient;
-use gym_client::collect::{RolloutCollector, ServerNames, connect_head};
+use gym_client::collect::{ExistingOutput, RolloutCollector, ServerNames, connect_head};
 use gym_core::transport::TransportPolicy;
 use gym_core::{CancelToken, World};
 
@@ -46,6 +47,14 @@ pub(super) async fn collect(
     loaded.config.warnings.iter().for_each(|warning| console.warn(warning));
     let options = settings::read(&args, &loaded, overrides, |warning| console.warn(warning))?;
     let world = World::real();
+    // Before servers start, which may take minutes.
+    let existing = options.check_output(&*world.files).await?;
+    if let (ExistingOutput::Overwrite, Some(first)) = (options.existing, existing.first()) {
+        console.line(&format!(
+            "{}: this run replaces the results of an earlier one; with --resume, it would continue them",
+            first.display()
+        ));
+    }
     let stop = StopSignals::listen()?;
     let mut stack = None;
     let prepared = tokio::select! {

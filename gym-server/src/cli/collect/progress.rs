@@ -12,12 +12,17 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use tokio::time::{Instant, MissedTickBehavior, interval};
 
 use crate::cli::args::options::ProgressMode;
+use crate::cli::collect::causes;
 use crate::cli::console::Console;
 
 /// Interval of the bar's updates.
 const BAR_EVERY: Duration = Duration::from_millis(100);
+/// Interval at which a new cause of failures is noticed without a bar.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// Interval of the lines: rare enough for a log file.
 const LINE_EVERY: Duration = Duration::from_secs(5);
+/// Causes that are described when they first occur.
+const CAUSES_DESCRIBED_MAX: usize = 8;
 /// Time span over which the rate is measured, so that a slow start does not affect the estimate.
 const RATE_WINDOW: Duration = Duration::from_secs(15);
 
@@ -35,7 +40,7 @@ pub(super) async fn show(
         ProgressMode::Auto => std::io::stderr().is_terminal(),
         ProgressMode::Plain | ProgressMode::None => false,
     };
-    let every = if bar { BAR_EVERY } else { LINE_EVERY };
+    let every = if bar { BAR_EVERY } else { LOOK_EVERY };
     let bar = bar.then(|| {
         let bar = ProgressBar::with_draw_target(Some(1), ProgressDrawTarget::stderr());
         // The template is a constant with known keys; if it were invalid, the default style would be used.
@@ -49,6 +54,8 @@ pub(super) async fn show(
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut rate = Rate::default();
     let mut stopping = false;
+    let mut described = 0;
+    let mut next_line = Instant::now();
     loop {
         tokio::select! {
             biased;
@@ -62,6 +69,11 @@ pub(super) async fn show(
             }
             now = ticks.tick() => {
                 let snapshot = progress.snapshot();
+                if mode != ProgressMode::None {
+                    // A cause is described once, when it first occurs; the summary lists all.
+                    let causes = snapshot.causes.iter().take(CAUSES_DESCRIBED_MAX).skip(described);
+                    described += causes.map(|cause| console.line(&causes::line(cause))).count();
+                }
                 rate.add(now, snapshot.completed + snapshot.given_up);
                 match &bar {
                     Some(bar) if snapshot.total == 0 => bar.set_message("reading the tasks"),
@@ -71,7 +83,8 @@ pub(super) async fn show(
                         bar.set_message(line(&snapshot, rate.per_second()));
                     }
                     // Nothing is printed before the rows are counted.
-                    None if mode != ProgressMode::None && snapshot.total > 0 => {
+                    None if mode != ProgressMode::None && snapshot.total > 0 && now >= next_line => {
+                        next_line = now + LINE_EVERY;
                         console.line(&line(&snapshot, rate.per_second()));
                     }
                     None => {}
@@ -122,6 +135,10 @@ fn line(snapshot: &ProgressSnapshot, rate: Option<f64>) -> String {
     let failed = snapshot.given_up + snapshot.already_given_up;
     if failed > 0 {
         let _ = write!(text, ", {failed} failed");
+    }
+    if let Some(cause) = causes::most_frequent(snapshot) {
+        let attempts: u64 = snapshot.failures.values().sum();
+        let _ = write!(text, " ({attempts} failed attempts: {cause})");
     }
     if let Some(rate) = rate.filter(|rate| *rate > 0.0)
         && done < total

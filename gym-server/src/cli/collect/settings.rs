@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use gym_client::collect::input::PromptTemplate;
 use gym_client::collect::input::{MaterializeOptions, Repeats, Routing};
-use gym_client::collect::{CollectOptions, DriverOptions};
+use gym_client::collect::{CollectOptions, DriverOptions, ExistingOutput, FailFast};
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
@@ -89,11 +89,26 @@ pub(super) fn read(
         return Err(Failure::Usage(format!("--output {}: the path has no file name; name a file", output.display())));
     }
     let mut options = CollectOptions::new(&input, output);
-    options.resume = args.resume || keys.flag("resume_from_cache")?;
+    options.existing = existing(args, &keys)?;
     options.aggregate = !(args.disable_aggregation || keys.flag("disable_aggregation")?);
     options.materialize = materialize(args, &keys, loaded, &input)?;
     options.driver = driver(args, &keys)?;
     Ok(options)
+}
+
+fn existing(args: &CollectArgs, keys: &ConfigKeys<'_>) -> Result<ExistingOutput, Failure> {
+    let resume = args.resume || keys.flag("resume_from_cache")?;
+    match (resume, args.overwrite) {
+        (true, true) => Err(Failure::Usage(
+            "--overwrite: the configuration has resume_from_cache: true\n  fix: remove --overwrite to resume, or add \
+             ++resume_from_cache=false to replace the results"
+                .to_owned(),
+        )),
+        (true, false) => Ok(ExistingOutput::Resume),
+        (false, true) => Ok(ExistingOutput::Overwrite),
+        (false, false) if args.overwrite_by_default => Ok(ExistingOutput::Overwrite),
+        (false, false) => Ok(ExistingOutput::Reject),
+    }
 }
 
 fn materialize(
@@ -173,6 +188,11 @@ fn driver(args: &CollectArgs, keys: &ConfigKeys<'_>) -> Result<DriverOptions, Fa
         attempts_max: args.attempts.unwrap_or(default.attempts_max),
         attempt_timeout: args.attempt_timeout,
         stop_grace: args.stop_grace,
+        fail_fast: match args.fail_fast {
+            None => FailFast::Alike,
+            Some(0) => FailFast::Never,
+            Some(failed_max) => FailFast::After(failed_max),
+        },
         ..default
     })
 }
@@ -325,7 +345,27 @@ mod tests {
         assert_eq!((ours.driver.concurrency, ours.materialize.limit), (16, Some(10)));
         assert_eq!(ours.materialize.agent_map["_default"], "math");
         assert_eq!(ours.materialize.repeats, Repeats::Each(4));
-        assert!(ours.resume && !ours.aggregate && ours.materialize.add_seed && ours.materialize.interleave);
+        assert_eq!(ours.existing, ExistingOutput::Resume);
+        assert!(!ours.aggregate && ours.materialize.add_seed && ours.materialize.interleave);
+    }
+
+    #[test]
+    fn only_nemo_gyms_commands_overwrite_unasked() {
+        for (line, expected) in [
+            (&["rgym", "collect"][..], ExistingOutput::Reject),
+            (&["rgym", "collect", "--overwrite"], ExistingOutput::Overwrite),
+            (&["rgym", "collect", "--resume"], ExistingOutput::Resume),
+            (&["rgym", "collect", "+resume_from_cache=true"], ExistingOutput::Resume),
+            (&["ng_collect_rollouts"], ExistingOutput::Overwrite),
+            (&["ng_e2e_collect_rollouts"], ExistingOutput::Overwrite),
+            (&["rgym", "eval", "run"], ExistingOutput::Overwrite),
+            (&["rgym", "eval", "run", "--resume"], ExistingOutput::Resume),
+            (&["ng_collect_rollouts", "+resume_from_cache=true"], ExistingOutput::Resume),
+        ] {
+            let (options, _) = settings(&[line, &["-i", "i.jsonl", "-o", "o.jsonl"]].concat()).unwrap();
+            assert_eq!(options.existing, expected, "{line:?}");
+        }
+        assert!(refused(&["--overwrite", "+resume_from_cache=true"]).contains("remove --overwrite"));
     }
 
     #[test]

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use gym_client::collect::{CollectSummary, RunEnd};
 
+use crate::cli::collect::causes;
 use crate::cli::console::table;
 
 /// Returns the tables and the list of files.
@@ -23,6 +24,9 @@ pub(super) fn text(collected: &CollectSummary, took: Duration) -> String {
     if !snapshot.failures.is_empty() {
         let rows = snapshot.failures.iter().map(|(class, count)| [class.as_str().to_owned(), count.to_string()]);
         let _ = writeln!(text, "{}\n", table(["failure", "attempts"], rows));
+    }
+    if let Some(causes) = causes::report(snapshot) {
+        let _ = writeln!(text, "{causes}\n");
     }
     let _ = write!(text, "{} of {} rollouts are recorded", recorded(collected), snapshot.total);
     if snapshot.already_completed > 0 {
@@ -66,6 +70,13 @@ pub(super) fn advice(collected: &CollectSummary) -> Option<String> {
         RunEnd::Stopped => {
             format!("stopped with {open} rollouts incomplete; repeat the command with --resume to continue")
         }
+        RunEnd::FailedFast => format!(
+            "stopped because {} rollouts failed{}; {open} rollouts are incomplete, and each failed attempt is in {}\n  fix: remove the \
+             cause and repeat the command with --resume, or continue despite the failures with --resume --fail-fast 0",
+            snapshot.given_up,
+            if snapshot.completed == 0 && snapshot.causes.len() == 1 { ", all with the same cause" } else { "" },
+            collected.files.failures.display()
+        ),
         RunEnd::Exhausted => format!(
             "{} rollouts failed; see {}, and repeat the command with --resume to retry those with attempts left",
             snapshot.total.saturating_sub(recorded(collected)),
@@ -110,6 +121,16 @@ mod tests {
         assert!(words.contains(&vec!["agent_run_error", "2"]), "{text}");
         assert!(text.contains("8 of 10 rollouts are recorded, 2 failed; 4.0 s, 2.0 rollouts/s"), "{text}");
         assert!(text.contains("out/r_failures.jsonl") && text.contains("out/r.jsonl"), "{text}");
+    }
+
+    #[test]
+    fn a_run_that_stopped_early_says_why_and_how_to_go_on() {
+        let mut collected = collected(RunEnd::FailedFast, 0, 5);
+        collected.snapshot.scores.clear();
+        let said = advice(&collected).unwrap();
+        for words in ["5 rollouts failed", "5 rollouts are incomplete", "--resume --fail-fast 0", "r_failures.jsonl"] {
+            assert!(said.contains(words), "{said}");
+        }
     }
 
     #[test]

@@ -1,0 +1,74 @@
+//! Describes the causes of failed attempts for the user.
+
+use std::fmt::Write;
+
+use gym_client::collect::{FailureCause, ProgressSnapshot};
+use gym_core::base::ErrorLink;
+
+/// Characters of a cause in one line.
+const LINE_CHARS_MAX: usize = 240;
+
+/// Formats the causes, the most frequent first, each with the complete chain of one example; `None` if nothing failed.
+pub(super) fn report(snapshot: &ProgressSnapshot) -> Option<String> {
+    let causes = snapshot.causes_by_count();
+    let most = causes.first()?.count;
+    let width = most.max(snapshot.other_causes).to_string().len();
+    let mut text = String::from("why attempts failed, most frequent first:");
+    for cause in causes {
+        let FailureCause { count, class, .. } = cause;
+        // Writing to a string cannot fail.
+        let _ = write!(
+            text,
+            "\n{count:>width$} x {class} in {}{}; the first: {}",
+            cause.server,
+            cause.route,
+            example(cause)
+        );
+        for link in &cause.causes {
+            for line in full(link).lines() {
+                let _ = write!(text, "\n{:width$}     {line}", "");
+            }
+        }
+    }
+    if snapshot.other_causes > 0 {
+        let _ = write!(text, "\n{:>width$} x other causes", snapshot.other_causes);
+    }
+    Some(text)
+}
+
+/// Formats a cause in one line, when it occurs for the first time.
+pub(super) fn line(cause: &FailureCause) -> String {
+    let innermost = cause.causes.last().map(full).unwrap_or_default();
+    let mut why = innermost.split_whitespace().collect::<Vec<_>>().join(" ");
+    if let Some((end, _)) = why.char_indices().nth(LINE_CHARS_MAX) {
+        why.truncate(end);
+        why.push('…');
+    }
+    format!("failed: {}: {} in {}{}: {why}", example(cause), cause.class, cause.server, cause.route)
+}
+
+/// Returns the most frequent cause as `class in server`.
+pub(super) fn most_frequent(snapshot: &ProgressSnapshot) -> Option<String> {
+    let causes = snapshot.causes_by_count();
+    let cause = causes.first()?;
+    let more = causes.len() - 1;
+    let more = if more > 0 { format!(" and {more} more causes") } else { String::new() };
+    Some(format!("{} in {}{more}", cause.class, cause.server))
+}
+
+fn example(cause: &FailureCause) -> String {
+    let key = cause.example.key;
+    let attempt = match cause.example.number {
+        0 => String::new(),
+        number => format!(", attempt {}", number + 1),
+    };
+    format!("task {}, repeat {}{attempt}", key.task_index, key.rollout_index)
+}
+
+fn full(link: &ErrorLink) -> String {
+    match (&*link.subject, &*link.message) {
+        ("", message) => message.to_owned(),
+        (subject, "") => subject.to_owned(),
+        (subject, message) => format!("{subject}: {message}"),
+    }
+}
