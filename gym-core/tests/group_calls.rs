@@ -11,7 +11,7 @@ use gym_core::group::{
 };
 use gym_core::registry::Balance;
 use gym_core::testing::conformance::TestWorker;
-use gym_core::{CallContext, Code, Execution, Result};
+use gym_core::{CallContext, Code, Error, Execution, Result};
 use serde::{Deserialize, Serialize};
 
 /// The same as NeMo RL's test worker: returns its arguments, and counts its calls.
@@ -430,4 +430,73 @@ async fn a_call_has_the_time_that_it_asks_for_and_no_more_than_its_caller_has() 
     for (call, expected) in calls {
         assert_eq!(call.await.unwrap().into_one().unwrap().value, expected.as_secs());
     }
+}
+
+/// Hangs at one rank, or fails there.
+#[derive(Clone, Copy, Debug)]
+struct Train;
+
+impl Method for Train {
+    const NAME: &'static str = "train";
+    type Args = (Rank, bool);
+    type Reply = ();
+}
+
+struct Trainer(Rank);
+
+impl Worker for Trainer {
+    type Init = ();
+
+    fn start(env: WorkerEnv, (): ()) -> Result<Self> {
+        Ok(Self(env.rank))
+    }
+
+    fn methods(methods: &mut Methods<Self>) {
+        methods.exclusive(Train);
+    }
+}
+
+impl Handles<Train> for Trainer {
+    async fn handle(&mut self, cx: &CallContext, call: Payload<(Rank, bool)>) -> Result<Payload<()>> {
+        let (rank, hangs) = call.value;
+        match (self.0 == rank, hangs) {
+            (false, true) => Ok(().into()),
+            (true, true) => std::future::pending().await,
+            (true, false) => Err(Error::internal("no weights to load")),
+            (false, false) => {
+                cx.cancel.cancelled().await;
+                Ok(().into())
+            }
+        }
+    }
+}
+
+async fn trainers() -> InProcessGroup {
+    let layout = RankLayout::line(4).expect("the test is right");
+    InProcessGroup::start::<Trainer>("policy", layout, ()).await.expect("the test is right")
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_call_that_a_rank_does_not_answer_names_the_rank_what_it_runs_and_since_when() {
+    let policy = trainers().await;
+    let error = policy.call(Train, (3, true)).deadline(Duration::from_secs(30)).await.unwrap_err();
+    assert_eq!((error.cause().code(), error.unanswered().collect::<Vec<_>>()), (Code::DeadlineExceeded, vec![3]));
+    let late = "rank 3 (incarnation 1): no answer to train for 30.0 s; it has run train for 30.0 s, without progress";
+    let text = format!("call train of policy: the deadline has passed (3 of 4 ranks answered); {late}");
+    assert_eq!(error.to_string(), text);
+    // The next call waits behind the one that hangs. A call to one rank has the same error as a call to all.
+    let next = policy.call(Train, (0, true)).dispatch(Dispatch::rank(3)).deadline(Duration::from_secs(5));
+    let late = "rank 3 (incarnation 1): no answer to train for 5.0 s; it has run train for 35.0 s, without progress";
+    assert_eq!(next.await.unwrap_err().to_string(), format!("call train of policy: the deadline has passed; {late}"));
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_error_names_its_rank_once() {
+    let policy = trainers().await;
+    let error = policy.call(Train, (3, false)).deadline(SOON).await.unwrap_err();
+    let text = "call train of policy: rank 3 failed: no weights to load (0 of 4 ranks answered)";
+    assert_eq!(error.to_string(), text);
+    let error = policy.call(Record, (String::new(), 0)).dispatch(Dispatch::rank(3)).deadline(SOON).await.unwrap_err();
+    let text = "call record of policy: rank 3 failed: no method at /worker/record; this worker handles train";
+    assert_eq!(error.to_string(), text);
 }

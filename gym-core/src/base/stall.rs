@@ -290,8 +290,7 @@ impl StallMonitor {
 
     fn register(&self, thread: String) -> Arc<PollRecord> {
         let record = Arc::new(PollRecord::new(thread));
-        let watched =
-            WatchedThread { record: Arc::downgrade(&record), changes: 0, seen: Instant::now(), noted: None };
+        let watched = WatchedThread { record: Arc::downgrade(&record), changes: 0, seen: Instant::now(), noted: None };
         self.lock().threads.push(watched);
         record
     }
@@ -330,8 +329,7 @@ impl StallMonitor {
             if let Some(noted) = &mut thread.noted
                 && lasted >= noted.warn_at
             {
-                if noted.warn_at == STALLED_AFTER
-                    && (totals.len() < COUNTED_MAX || totals.contains_key(&noted.handler))
+                if noted.warn_at == STALLED_AFTER && (totals.len() < COUNTED_MAX || totals.contains_key(&noted.handler))
                 {
                     *totals.entry(noted.handler.clone()).or_default() += 1;
                 }

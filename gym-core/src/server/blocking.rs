@@ -9,9 +9,7 @@ use tracing::Instrument as _;
 
 use crate::base::error::{Code, Error, Execution, Result};
 use crate::message::{CallContext, RawObject, Response};
-use crate::server::{
-    GymnasiumServer, ModelResponse, ResourcesServer, SessionId, SessionTable, Step, Tool, Verdict,
-};
+use crate::server::{GymnasiumServer, ModelResponse, ResourcesServer, SessionId, SessionTable, Step, Tool, Verdict};
 
 /// Default of [`Blocking::threads`]: enough for calls that wait for a disk or a process, and few enough that their stacks and their
 /// switches cost little. The runtime has at most 512 such threads.

@@ -180,7 +180,8 @@ impl RoleServer {
     fn new(role: Role, server: &ServerContext) -> Self {
         let spec = role.spec();
         let fence = server.incarnation.map(Fence::new);
-        let of_route = |route: &&str| (server.metrics.route(&server.name, route), HandlerLabel::new(&server.name, route));
+        let of_route =
+            |route: &&str| (server.metrics.route(&server.name, route), HandlerLabel::new(&server.name, route));
         let routes = spec.routes.iter().map(of_route).collect();
         let other_routes = server.metrics.route(&server.name, "other");
         let cookie = cookie_name(&format!("{}___{}", server.implementation, server.name));

@@ -177,7 +177,7 @@ impl<'g, M: Method> GroupCall<'g, M> {
             let shard = assignment.collect.then(|| assignment.shard.unwrap_or(index));
             parts.push(RankCall { rank, incarnation: member.incarnation, channel, message, shard });
         }
-        Ok(Terms { group, context, view: self.view })
+        Ok(Terms { group, context, began: now, view: self.view })
     }
 }
 

@@ -10,10 +10,10 @@ use tokio::sync::watch;
 
 use crate::base::cancel::CancelToken;
 use crate::base::error::Result;
-use crate::group::call::{GroupView, Member, WorkerGroup};
+use crate::group::call::{GroupView, Member, RankMonitor, WorkerGroup};
 use crate::group::health::RankState;
 use crate::group::layout::{Rank, RankLayout};
-use crate::group::worker::host::{HostOptions, WorkerHost};
+use crate::group::worker::host::{HostOptions, WorkerHost, WorkerStatus};
 use crate::group::worker::{Worker, WorkerEnv};
 use crate::message::Incarnation;
 use crate::transport::mem::channel_to;
@@ -150,11 +150,22 @@ impl InProcessGroup {
         let name = format!("{}/{rank}", self.name);
         let channel = channel_to(&name, Arc::new(host.clone()), self.options.faithful, closed.child_token());
         let member = Member::starting(rank, incarnation).in_state(RankState::Healthy).reached_over(channel);
+        let member = member.monitored_by(Arc::new(HostMonitor(host.clone())));
         Ok((RunningRank { host, closed }, member))
     }
 
     pub(crate) fn ranks(&self) -> MutexGuard<'_, Vec<RunningRank>> {
         self.ranks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Reads the status of a host of this process.
+#[derive(Debug)]
+struct HostMonitor(WorkerHost);
+
+impl RankMonitor for HostMonitor {
+    fn last_status(&self) -> Option<(WorkerStatus, Duration)> {
+        Some((self.0.status(), Duration::ZERO))
     }
 }
 

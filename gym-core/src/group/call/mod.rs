@@ -35,6 +35,8 @@ pub use error::{FailureKind, GroupError, RankOutcome};
 pub use gate::{Gate, Permit};
 pub use gather::{Gathered, RankReply};
 pub use in_process::{InProcessGroup, InProcessOptions};
+#[doc(hidden)]
+pub use view::RankMonitor;
 pub use view::{ExitCause, GroupView, Member, RankExit};
 
 use crate::base::error::{Code, Error, Execution, Result};
