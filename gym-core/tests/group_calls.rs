@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use gym_core::group::health::RetryBudgets;
 use gym_core::group::{
-    Balancer, Batch, Dispatch, Free, Gathered, Handles, InProcessGroup, Method, Methods, Payload, Rank, RankLayout,
-    Tensor, Worker, WorkerEnv, WorkerGroup, WorkerGroupExt,
+    Balancer, Batch, Dispatch, Free, Gathered, Handles, InProcessGroup, InProcessOptions, Method, Methods, Payload,
+    Rank, RankLayout, Tensor, Worker, WorkerEnv, WorkerGroup, WorkerGroupExt,
 };
 use gym_core::registry::Balance;
 use gym_core::testing::conformance::TestWorker;
@@ -499,4 +499,66 @@ async fn an_error_names_its_rank_once() {
     let error = policy.call(Record, (String::new(), 0)).dispatch(Dispatch::rank(3)).deadline(SOON).await.unwrap_err();
     let text = "call record of policy: rank 3 failed: no method at /worker/record; this worker handles train";
     assert_eq!(error.to_string(), text);
+}
+
+/// Recorders whose configuration has `async_communication`, or not.
+async fn recorders(async_communication: bool) -> InProcessGroup {
+    let mut options = InProcessOptions::default();
+    options.async_communication = async_communication;
+    let layout = RankLayout::line(2).expect("the test is right");
+    InProcessGroup::start_with::<Recorder>("recorders", layout, (), options).await.expect("the test is right")
+}
+
+#[tokio::test]
+async fn submitted_calls_give_the_same_replies_in_the_same_order_with_and_without_async_communication() {
+    let mut replies = Vec::new();
+    for async_communication in [false, true] {
+        let group = recorders(async_communication).await;
+        let submitted: Vec<_> = (0..5)
+            .map(|number| group.call(Record, (format!("call {number}"), number)).deadline(SOON).submit())
+            .collect();
+        let mut all = Vec::new();
+        for call in submitted {
+            all.push(call.await.unwrap().into_values());
+        }
+        group.flush(&CallContext::within(SOON)).await.unwrap();
+        replies.push(all);
+    }
+    assert_eq!(replies[0], replies[1]);
+    let calls: Vec<u32> = replies[1].iter().map(|reply| reply[1].calls).collect();
+    assert_eq!(calls, [1, 2, 3, 4, 5], "each rank has the calls in the order in which they were submitted");
+}
+
+#[tokio::test]
+async fn with_async_communication_calls_run_without_being_awaited() {
+    for (async_communication, calls) in [(true, 4), (false, 1)] {
+        let group = recorders(async_communication).await;
+        for number in 0..3 {
+            drop(group.call(Record, (String::new(), number)).deadline(SOON).submit());
+        }
+        group.flush(&CallContext::within(SOON)).await.unwrap();
+        let last = group.call(Record, (String::new(), 3)).deadline(SOON).await.unwrap().into_values();
+        assert_eq!(last[0].calls, calls, "async_communication: {async_communication}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_error_of_a_call_that_nobody_awaits_is_returned_by_the_next_flush() {
+    let mut options = InProcessOptions::default();
+    options.async_communication = true;
+    let layout = RankLayout::line(4).expect("the test is right");
+    let policy = InProcessGroup::start_with::<Trainer>("policy", layout, (), options).await.expect("the test is right");
+    let cx = CallContext::within(SOON);
+    drop(policy.call(Train, (3, false)).deadline(SOON).submit());
+    let unknown_rank = policy.call(Train, (0, true)).dispatch(Dispatch::rank(9)).submit();
+    drop(unknown_rank);
+    let text = policy.flush(&cx).await.unwrap_err().to_string();
+    assert!(text.starts_with("flush the calls of policy: 2 submitted calls failed: "), "{text}");
+    assert!(text.contains("rank 3 failed: no weights to load") && text.contains("worker ID 9"), "{text}");
+    policy.flush(&cx).await.expect("each error is returned once");
+    // A call that hangs: the flush ends with its own context.
+    let hung = policy.call(Train, (1, true)).deadline(Duration::from_secs(60)).submit();
+    let error = policy.flush(&CallContext::within(Duration::from_secs(1))).await.unwrap_err();
+    assert_eq!(error.code(), Code::DeadlineExceeded, "{error}");
+    assert_eq!(hung.await.unwrap_err().unanswered().collect::<Vec<_>>(), [1]);
 }

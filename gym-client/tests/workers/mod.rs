@@ -84,6 +84,7 @@ pub(crate) fn main() {
         health::a_rank_over_its_memory_limit_is_killed_and_told_so,
         health::usage_is_measured_with_what_a_rank_started,
         health::a_stopped_process_is_stuck_and_recovers,
+        health::a_rank_that_hangs_is_named_by_the_failed_call_and_comes_back_by_one_call,
         health::a_call_without_progress_is_stuck_and_one_with_it_is_not,
         health::the_same_is_in_the_metrics,
         cluster::a_heterogeneous_cluster_is_placed_on_simulated_nodes_when_asked,

@@ -100,6 +100,7 @@ impl Stack {
         });
         policy.check(&all.known())?;
         let transports = all.scoped(&policy, Some(ucx_address(&wanted)));
+        transports.check_required().await?;
         metrics.with(|known| {
             known.register_collector(Box::new(transports.metrics()));
             #[cfg(feature = "rdma")]

@@ -10,7 +10,7 @@ use tokio::sync::watch;
 
 use crate::base::cancel::CancelToken;
 use crate::base::error::Result;
-use crate::group::call::{GroupView, Member, RankMonitor, WorkerGroup};
+use crate::group::call::{Backlog, GroupView, Member, RankMonitor, WorkerGroup};
 use crate::group::health::RankState;
 use crate::group::layout::{Rank, RankLayout};
 use crate::group::worker::host::{HostOptions, WorkerHost, WorkerStatus};
@@ -26,6 +26,8 @@ pub struct InProcessOptions {
     pub host: HostOptions,
     /// Serializes and parses every message, as a wire would, for tests. The default is `false`.
     pub faithful: bool,
+    /// Starts [submitted](crate::group::GroupCall::submit) calls without being awaited. The default is `false`.
+    pub async_communication: bool,
 }
 
 /// A group whose ranks are tasks and threads of this process. Dropping the group ends them.
@@ -55,6 +57,7 @@ pub struct InProcessGroup {
     pub(crate) name: Arc<str>,
     pub(crate) layout: RankLayout,
     options: InProcessOptions,
+    backlog: Option<Arc<Backlog>>,
     ranks: Mutex<Vec<RunningRank>>,
     /// No further rank is started. Written under the lock of `ranks`.
     pub(crate) stopped: AtomicBool,
@@ -104,6 +107,7 @@ impl InProcessGroup {
         let group = Self {
             name: name.into(),
             layout,
+            backlog: options.async_communication.then(Arc::default),
             options,
             ranks: Mutex::default(),
             stopped: AtomicBool::new(false),
@@ -180,6 +184,10 @@ impl WorkerGroup for InProcessGroup {
 
     fn view(&self) -> watch::Receiver<Arc<GroupView>> {
         self.view.subscribe()
+    }
+
+    fn backlog(&self) -> Option<&Arc<Backlog>> {
+        self.backlog.as_ref()
     }
 }
 
