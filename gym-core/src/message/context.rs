@@ -179,7 +179,7 @@ fn deadline_exceeded(execution: Execution, deadline: Instant, waited: Option<Dur
         (None, None) => Cow::Borrowed("the deadline has passed"),
         (None, Some(stall)) => format!("the deadline has passed while {stall}").into(),
         (Some(waited), stall) => {
-            let mut text = format!("the deadline has passed: no response for {:.1} s", waited.as_secs_f64());
+            let mut text = format!("the deadline has passed after a wait of {:.1} s", waited.as_secs_f64());
             if let Some(stall) = stall {
                 let _ = write!(text, "; meanwhile {stall}");
             }
