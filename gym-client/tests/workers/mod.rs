@@ -93,6 +93,7 @@ pub(crate) fn main() {
         cluster::groups_in_turns_may_meet_inside_their_calls,
         cluster::a_monitored_cluster_tells_the_memory_of_its_node,
         cluster::a_cluster_that_is_shut_down_ends_its_groups,
+        cluster::the_key_async_communication_starts_calls_that_nobody_awaits,
         conformance::processes_pass_the_suite_of_all_groups,
         conformance::ranks_in_one_process_pass_the_suite_of_all_groups,
         bad_input::bad_input_gets_an_error_that_names_the_place_and_harms_nobody_else,
