@@ -117,7 +117,7 @@ async fn each_task_is_one_rollout_and_a_failure_is_a_typed_error() {
     }
     assert_eq!(ended[0].row.get_as::<String>("expected").unwrap().as_deref(), Some("4"));
     let error = ended[2].outcome.as_ref().unwrap_err();
-    assert_eq!(error.class(), Some(FailureClass::AgentRunError));
+    assert_eq!(error.class(), Some(FailureClass::VerifierError));
     assert!(matches!(error, RolloutError::Failed { message, .. } if message.contains("/run")), "{error}");
     stack.stop().await;
 }
