@@ -8,7 +8,10 @@ use std::time::Duration;
 use async_trait::async_trait;
 use gym_client::Transports;
 use gym_client::transport::PeerPath;
-use gym_core::transport::{ConnectOptions, Connector, Link, PathInfo, Reply, Transport, TransportPolicy};
+use gym_core::transport::{
+    Backend, BoundListener, ConnectOptions, Connector, Link, ListenOptions, PathInfo, Reply, Transport,
+    TransportPolicy, TransportReport,
+};
 use gym_core::{CallContext, Channel, Code, Endpoint, Error, Request, Result};
 
 /// What a transport does when it is requested.
@@ -283,4 +286,53 @@ async fn the_peers_that_are_remembered_are_bounded() {
     let paths = transports.paths();
     assert_eq!(paths.len(), 1_024);
     assert!(!paths.iter().any(|path| path.peer == "http://h:75"), "the oldest are forgotten");
+}
+
+/// A backend whose device is missing.
+#[derive(Debug)]
+struct WithoutDevice(Arc<Fake>);
+
+#[async_trait]
+impl Backend for WithoutDevice {
+    fn connectors(&self) -> Vec<Arc<dyn Connector>> {
+        vec![self.0.clone()]
+    }
+
+    async fn listen(&self, _: &ListenOptions, _: Arc<dyn gym_core::Handler>) -> Result<Option<BoundListener>> {
+        Ok(None)
+    }
+
+    async fn diagnose(&self, _: Duration) -> Vec<TransportReport> {
+        self.0
+            .transports()
+            .into_iter()
+            .map(|pigeon| TransportReport::unusable(pigeon, "no loft", "build one"))
+            .collect()
+    }
+}
+
+#[tokio::test]
+async fn a_required_transport_without_its_device_is_refused_with_the_reason() {
+    let transports = Transports::new().with(WithoutDevice(Fake::new("pigeon", [])));
+    let required = |text: &str, minimum: &str| {
+        let policy = policy(text).require(minimum);
+        let transports = transports.clone().with_policy(policy);
+        async move { transports.check_required().await }
+    };
+    let error = required("pigeon", "pigeon").await.unwrap_err();
+    assert_eq!((error.code(), error.execution()), (Code::FailedPrecondition, gym_core::Execution::NotStarted));
+    let text = error.to_string();
+    assert!(
+        text.starts_with(
+            "require_transport is pigeon, which this machine cannot use (pigeon: no loft; fix: build one)"
+        ),
+        "{text}"
+    );
+    let backed = transports.clone().with_connector(Fake::new("http", [HTTP]));
+    backed
+        .with_policy(policy("pigeon,http").require("http"))
+        .check_required()
+        .await
+        .expect("http is above the minimum");
+    transports.clone().with_policy(policy("pigeon,mem")).check_required().await.expect("nothing is required");
 }

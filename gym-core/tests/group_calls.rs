@@ -6,12 +6,12 @@ use std::time::Duration;
 
 use gym_core::group::health::RetryBudgets;
 use gym_core::group::{
-    Balancer, Batch, Dispatch, Free, Gathered, Handles, InProcessGroup, Method, Methods, Payload, Rank, RankLayout,
-    Tensor, Worker, WorkerEnv, WorkerGroup, WorkerGroupExt,
+    Balancer, Batch, Dispatch, Free, Gathered, Handles, InProcessGroup, InProcessOptions, Method, Methods, Payload,
+    Rank, RankLayout, Tensor, Worker, WorkerEnv, WorkerGroup, WorkerGroupExt,
 };
 use gym_core::registry::Balance;
 use gym_core::testing::conformance::TestWorker;
-use gym_core::{CallContext, Code, Execution, Result};
+use gym_core::{CallContext, Code, Error, Execution, Result};
 use serde::{Deserialize, Serialize};
 
 /// The same as NeMo RL's test worker: returns its arguments, and counts its calls.
@@ -430,4 +430,135 @@ async fn a_call_has_the_time_that_it_asks_for_and_no_more_than_its_caller_has() 
     for (call, expected) in calls {
         assert_eq!(call.await.unwrap().into_one().unwrap().value, expected.as_secs());
     }
+}
+
+/// Hangs at one rank, or fails there.
+#[derive(Clone, Copy, Debug)]
+struct Train;
+
+impl Method for Train {
+    const NAME: &'static str = "train";
+    type Args = (Rank, bool);
+    type Reply = ();
+}
+
+struct Trainer(Rank);
+
+impl Worker for Trainer {
+    type Init = ();
+
+    fn start(env: WorkerEnv, (): ()) -> Result<Self> {
+        Ok(Self(env.rank))
+    }
+
+    fn methods(methods: &mut Methods<Self>) {
+        methods.exclusive(Train);
+    }
+}
+
+impl Handles<Train> for Trainer {
+    async fn handle(&mut self, cx: &CallContext, call: Payload<(Rank, bool)>) -> Result<Payload<()>> {
+        let (rank, hangs) = call.value;
+        match (self.0 == rank, hangs) {
+            (false, true) => Ok(().into()),
+            (true, true) => std::future::pending().await,
+            (true, false) => Err(Error::internal("no weights to load")),
+            (false, false) => {
+                cx.cancel.cancelled().await;
+                Ok(().into())
+            }
+        }
+    }
+}
+
+async fn trainers() -> InProcessGroup {
+    let layout = RankLayout::line(4).expect("the test is right");
+    InProcessGroup::start::<Trainer>("policy", layout, ()).await.expect("the test is right")
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_call_that_a_rank_does_not_answer_names_the_rank_what_it_runs_and_since_when() {
+    let policy = trainers().await;
+    let error = policy.call(Train, (3, true)).deadline(Duration::from_secs(30)).await.unwrap_err();
+    assert_eq!((error.cause().code(), error.unanswered().collect::<Vec<_>>()), (Code::DeadlineExceeded, vec![3]));
+    let late = "rank 3 (incarnation 1): no answer to train for 30.0 s; it has run train for 30.0 s, without progress";
+    let text = format!("call train of policy: the deadline has passed (3 of 4 ranks answered); {late}");
+    assert_eq!(error.to_string(), text);
+    // The next call waits behind the one that hangs. A call to one rank has the same error as a call to all.
+    let next = policy.call(Train, (0, true)).dispatch(Dispatch::rank(3)).deadline(Duration::from_secs(5));
+    let late = "rank 3 (incarnation 1): no answer to train for 5.0 s; it has run train for 35.0 s, without progress";
+    assert_eq!(next.await.unwrap_err().to_string(), format!("call train of policy: the deadline has passed; {late}"));
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_error_names_its_rank_once() {
+    let policy = trainers().await;
+    let error = policy.call(Train, (3, false)).deadline(SOON).await.unwrap_err();
+    let text = "call train of policy: rank 3 failed: no weights to load (0 of 4 ranks answered)";
+    assert_eq!(error.to_string(), text);
+    let error = policy.call(Record, (String::new(), 0)).dispatch(Dispatch::rank(3)).deadline(SOON).await.unwrap_err();
+    let text = "call record of policy: rank 3 failed: no method at /worker/record; this worker handles train";
+    assert_eq!(error.to_string(), text);
+}
+
+/// Recorders whose configuration has `async_communication`, or not.
+async fn recorders(async_communication: bool) -> InProcessGroup {
+    let mut options = InProcessOptions::default();
+    options.async_communication = async_communication;
+    let layout = RankLayout::line(2).expect("the test is right");
+    InProcessGroup::start_with::<Recorder>("recorders", layout, (), options).await.expect("the test is right")
+}
+
+#[tokio::test]
+async fn submitted_calls_give_the_same_replies_in_the_same_order_with_and_without_async_communication() {
+    let mut replies = Vec::new();
+    for async_communication in [false, true] {
+        let group = recorders(async_communication).await;
+        let submitted: Vec<_> = (0..5)
+            .map(|number| group.call(Record, (format!("call {number}"), number)).deadline(SOON).submit())
+            .collect();
+        let mut all = Vec::new();
+        for call in submitted {
+            all.push(call.await.unwrap().into_values());
+        }
+        group.flush(&CallContext::within(SOON)).await.unwrap();
+        replies.push(all);
+    }
+    assert_eq!(replies[0], replies[1]);
+    let calls: Vec<u32> = replies[1].iter().map(|reply| reply[1].calls).collect();
+    assert_eq!(calls, [1, 2, 3, 4, 5], "each rank has the calls in the order in which they were submitted");
+}
+
+#[tokio::test]
+async fn with_async_communication_calls_run_without_being_awaited() {
+    for (async_communication, calls) in [(true, 4), (false, 1)] {
+        let group = recorders(async_communication).await;
+        for number in 0..3 {
+            drop(group.call(Record, (String::new(), number)).deadline(SOON).submit());
+        }
+        group.flush(&CallContext::within(SOON)).await.unwrap();
+        let last = group.call(Record, (String::new(), 3)).deadline(SOON).await.unwrap().into_values();
+        assert_eq!(last[0].calls, calls, "async_communication: {async_communication}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_error_of_a_call_that_nobody_awaits_is_returned_by_the_next_flush() {
+    let mut options = InProcessOptions::default();
+    options.async_communication = true;
+    let layout = RankLayout::line(4).expect("the test is right");
+    let policy = InProcessGroup::start_with::<Trainer>("policy", layout, (), options).await.expect("the test is right");
+    let cx = CallContext::within(SOON);
+    drop(policy.call(Train, (3, false)).deadline(SOON).submit());
+    let unknown_rank = policy.call(Train, (0, true)).dispatch(Dispatch::rank(9)).submit();
+    drop(unknown_rank);
+    let text = policy.flush(&cx).await.unwrap_err().to_string();
+    assert!(text.starts_with("flush the calls of policy: 2 submitted calls failed: "), "{text}");
+    assert!(text.contains("rank 3 failed: no weights to load") && text.contains("worker ID 9"), "{text}");
+    policy.flush(&cx).await.expect("each error is returned once");
+    // A call that hangs: the flush ends with its own context.
+    let hung = policy.call(Train, (1, true)).deadline(Duration::from_secs(60)).submit();
+    let error = policy.flush(&CallContext::within(Duration::from_secs(1))).await.unwrap_err();
+    assert_eq!(error.code(), Code::DeadlineExceeded, "{error}");
+    assert_eq!(hung.await.unwrap_err().unanswered().collect::<Vec<_>>(), [1]);
 }

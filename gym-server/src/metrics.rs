@@ -5,15 +5,18 @@ use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use gym_core::base::stall::{self, StalledHandler};
 use gym_core::server::SessionCounts;
 use gym_core::{Response, Status};
-use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::collector::Collector;
 use prometheus_client::encoding::text::encode;
-use prometheus_client::metrics::counter::Counter;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::metrics::counter::{ConstCounter, Counter};
 use prometheus_client::metrics::family::Family;
-use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::gauge::{ConstGauge, Gauge};
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
-use prometheus_client::registry::Registry;
+use prometheus_client::registry::{Registry, Unit};
 use tokio::time::Instant;
 
 /// The metrics of one process; `GET /metrics` of each of its servers prints them. Cheap to clone.
@@ -74,6 +77,7 @@ impl Metrics {
             let help = "CPU time of the process, user and system (a total that only grows)";
             registry.register("process_cpu_seconds_total", help, metrics.cpu_seconds.clone());
             registry.register("process_resident_memory_bytes", "Resident memory", metrics.resident_bytes.clone());
+            registry.register_collector(Box::new(StallMetrics));
         });
         metrics
     }
@@ -138,6 +142,30 @@ impl Default for Metrics {
 impl fmt::Debug for Metrics {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Metrics")
+    }
+}
+
+/// The handlers that block or have blocked a thread of the process, read from the watchdog at each output.
+#[derive(Debug)]
+struct StallMetrics;
+
+impl Collector for StallMetrics {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let labels = |handler: &StalledHandler| [("server", handler.server.clone()), ("route", handler.route.clone())];
+        let totals = stall::totals();
+        let help = "Times that a handler blocked a thread of the runtime for a second or longer";
+        let mut family = encoder.encode_descriptor("gym_handler_stalls", help, None, MetricType::Counter)?;
+        for (handler, count) in &totals {
+            ConstCounter::new(*count).encode(family.encode_family(&labels(handler))?)?;
+        }
+        let help = "Time for which a handler has blocked a thread of the runtime until now";
+        let seconds = Some(&Unit::Seconds);
+        let mut family = encoder.encode_descriptor("gym_handler_stalled", help, seconds, MetricType::Gauge)?;
+        for stall in stall::current() {
+            let labels = [&labels(&stall.handler)[..], &[("thread", stall.thread.clone())]].concat();
+            ConstGauge::new(stall.lasted.as_secs_f64()).encode(family.encode_family(&labels)?)?;
+        }
+        Ok(())
     }
 }
 

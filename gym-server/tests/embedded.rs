@@ -268,3 +268,82 @@ async fn two_servers_of_one_name_are_rejected() {
     assert!(error.to_string().contains("exact_agent"), "{error}");
     stack.stop().await;
 }
+
+/// An environment with a tool that blocks its thread until the test lets it go.
+struct Bank(std::sync::Mutex<std::sync::mpsc::Receiver<()>>);
+
+impl ResourcesServer for Bank {
+    type Task = serde::de::IgnoredAny;
+
+    tools! { |self, _cx, _session|
+        slow() => {
+            let _ = self.0.lock().expect("nobody panics").recv();
+            serde_json::json!({"balance": 4})
+        },
+    }
+
+    async fn verify(&self, _: &CallContext, _: &SessionId, _: Self::Task, _: &ModelResponse) -> Result<Verdict> {
+        Ok(Verdict::correct(true))
+    }
+}
+
+/// A stack whose model calls the tool `slow` in the rows that say so.
+async fn banking(bank: impl ResourcesServer) -> Stack {
+    let policy = |request: &RawObject, _: &mut fastrand::Rng| {
+        let text = String::from_utf8_lossy(request.text()).into_owned();
+        let answered = text.contains("function_call_output") || !text.contains("slowly");
+        vec![if answered { ScriptedItem::message("4") } else { ScriptedItem::tool_call("slow", "{}") }]
+    };
+    Stack::embedded()
+        .resources("bank", bank)
+        .model("policy", ScriptedModel::from_policy(policy))
+        .agent("bank_agent", |client| SimpleAgent::between("policy", "bank", client))
+        .start()
+        .await
+        .expect("the servers start")
+}
+
+fn row(input: &str) -> RawObject {
+    RawObject::parse(serde_json::json!({"responses_create_params": {"input": input}}).to_string()).expect("an object")
+}
+
+fn one_attempt_within(timeout: Duration) -> DriverOptions {
+    DriverOptions { attempts_max: 1, attempt_timeout: timeout, ..DriverOptions::default() }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_tool_that_blocks_its_thread_is_reported_while_it_blocks_and_named_by_the_failed_rollout() {
+    let (release, released) = std::sync::mpsc::channel();
+    let stack = banking(Bank(released.into())).await;
+    let options = one_attempt_within(Duration::from_millis(300));
+    let mut rollouts = stack.rollouts_with("bank_agent", [row("slowly")], options).unwrap();
+    let counted = r#"gym_handler_stalls_total{server="bank",route="/slow"} 1"#;
+    while !stack.metrics().text().contains(counted) {
+        tokio::task::yield_now().await;
+    }
+    assert!(stack.metrics().text().contains(r#"gym_handler_stalled_seconds{server="bank",route="/slow",thread="#));
+    let health = stack.client().get(&CallContext::default(), "policy", "/health").await.unwrap();
+    let health: serde_json::Value = serde_json::from_slice(&health.message.head.to_bytes()).unwrap();
+    assert_eq!(health["stalls"][0]["server"], "bank", "{health}");
+    assert_eq!(health["stalls"][0]["route"], "/slow", "{health}");
+    release.send(()).unwrap();
+    let rollout = rollouts.next().await.unwrap().unwrap();
+    let text = String::from_utf8_lossy(rollout.row.text()).into_owned();
+    assert!(text.contains("the deadline has passed while `/slow` of server `bank` blocked its thread for "), "{text}");
+    stack.stop().await;
+}
+
+#[tokio::test(flavor = "current_thread")]
+async fn a_blocking_environment_on_threads_of_its_own_stops_no_other_rollout_and_is_named_at_its_deadline() {
+    let (release, released) = std::sync::mpsc::channel();
+    let stack = banking(gym_core::server::Blocking::new(Bank(released.into()))).await;
+    let options = one_attempt_within(Duration::from_millis(300));
+    let mut slow = stack.rollouts_with("bank_agent", [row("slowly")], options).unwrap();
+    let mut quick = stack.rollouts("bank_agent", [row("quickly")]).unwrap();
+    assert_eq!(quick.next().await.unwrap().unwrap().reward(), Some(1.0), "the only thread of the runtime is free");
+    let rollout = slow.next().await.unwrap().unwrap();
+    let text = String::from_utf8_lossy(rollout.row.text()).into_owned();
+    assert!(text.contains("POST bank/slow: the deadline has passed after a wait of 0.3 s"), "{text}");
+    release.send(()).unwrap();
+    stack.stop().await;
+}

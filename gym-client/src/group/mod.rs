@@ -29,6 +29,10 @@
 //! # Ok(()) }
 //! ```
 //!
+//! A rank that hangs does not end. The supervisor writes a warning when a rank has no heartbeat for 15 s, or a call without progress for 300 s
+//! ([`GroupOptions::silence_max`], [`GroupOptions::stall`]); it kills no rank, because a long call may be right. The error of a call whose deadline passes
+//! names the late ranks. `group.restart_workers(cx, error.unanswered())` kills and restarts them ([`Group::restart_workers`]).
+//!
 //! | name | purpose |
 //! |---|---|
 //! | [`Group`], [`GroupOptions`] | a supervised group: calls, status, usage, metrics, restarts |

@@ -22,7 +22,7 @@ use gym_core::transport::{
     Backend, ConnectOptions, Connector, InProcess, ListenOptions, Listener, MergedListener, Transport, TransportPolicy,
     TransportReport, backend,
 };
-use gym_core::{CallContext, Channel, Endpoint, Handler, Result};
+use gym_core::{CallContext, Channel, Code, Endpoint, Error, Handler, Result};
 
 #[cfg(feature = "http")]
 pub use gym_transport_http as http;
@@ -50,6 +50,9 @@ pub const HTTP: Transport = Transport::new("http", 400);
 /// The transports that the SDK ships, most preferred first. A configuration can name them even if the program was built without
 /// some.
 pub const BUILT_IN: [Transport; 5] = [Transport::MEM, SHM, RDMA, UCX_TCP, HTTP];
+
+/// Time to look at the devices of this machine. A child process loads UCX meanwhile, which takes less than a second.
+const DIAGNOSE_WAIT: Duration = Duration::from_secs(10);
 
 /// The backends of one program, and the policy that selects among them. Cheap to clone; clones share the records of the peers
 /// ([`Transports::paths`]).
@@ -169,6 +172,35 @@ impl Transports {
         reports.sort_by_key(|report| report.transport);
         reports.dedup_by_key(|report| report.transport);
         reports
+    }
+
+    /// Checks whether this machine supports the required transport of the policy, or a more preferred one that the policy allows. Without a required
+    /// transport, checks nothing. Called at start, so that the missing device is the error, and not the failures of all later calls.
+    ///
+    /// # Errors
+    /// `FailedPrecondition` with the reason and the fix for each allowed transport.
+    pub async fn check_required(&self) -> Result<()> {
+        let Some(required) = self.policy.required() else { return Ok(()) };
+        // The in-process transport reaches no peer of another process, for which the policy is meant.
+        let allowed =
+            |report: &TransportReport| report.transport != Transport::MEM && self.policy.allows(report.transport);
+        let reports = self.diagnose(DIAGNOSE_WAIT).await;
+        let reports: Vec<&TransportReport> = reports.iter().filter(|report| allowed(report)).collect();
+        if reports.iter().any(|report| report.usable) {
+            return Ok(());
+        }
+        let reasons: Vec<String> = reports
+            .iter()
+            .map(|report| {
+                let fix = report.fix.as_deref().unwrap_or("see `rgym doctor`");
+                format!("{}: {}; fix: {fix}", report.transport, report.because)
+            })
+            .collect();
+        let text = format!(
+            "require_transport is {required}, which this machine cannot use ({}); or leave require_transport out. `rgym doctor` says more",
+            reasons.join("; ")
+        );
+        Err(Error::not_started(Code::FailedPrecondition, text))
     }
 
     /// Returns the same backends, restricted to the transports that `policy` allows.

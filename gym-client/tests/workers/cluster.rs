@@ -13,7 +13,7 @@ use gym_core::{CallContext, Code, Error, Result};
 
 use tokio::task::JoinSet;
 
-use super::types::{Describe, Init, Job, Meet, Work, workers};
+use super::types::{Describe, Init, Job, Meet, Warm, Work, workers};
 use super::{LONG, local, options, stop, until};
 
 fn request(name: &str, options: GroupOptions) -> GroupRequest {
@@ -155,4 +155,30 @@ pub(crate) async fn a_cluster_that_is_shut_down_ends_its_groups() {
     drop(group);
     let again = cluster.start(&cx, request("policy", options())).await.expect("placed anew");
     stop(&again).await;
+}
+
+pub(crate) async fn the_key_async_communication_starts_calls_that_nobody_awaits() {
+    for (config, warmed) in [(r#"{"async_communication": true}"#, 3), ("{}", 0)] {
+        let switchboard = InProcess::new();
+        let ranks = InProcessRanks::new(workers(), switchboard.clone());
+        let cluster = VirtualCluster::new(cpus(&[2]), ranks).expect("valid").simulate_nodes(&[2]);
+        let mut request = request("policy", GroupOptions::new(Transports::from_features(switchboard)));
+        request.config = Some(serde_json::from_str(config).expect("a configuration"));
+        let cx = CallContext::within(LONG);
+        let group = cluster.start(&cx, request).await.expect("starts");
+        for _ in 0..3 {
+            drop(group.call(Warm, true).deadline(LONG).submit());
+        }
+        group.flush(&cx).await.expect("all succeed");
+        let ranks = group.call(Describe, ()).deadline(LONG).await.expect("answers").into_values();
+        assert!(ranks.iter().all(|rank| rank.warmed == warmed), "{config}");
+        drop(group.call(Warm, false).deadline(LONG).submit());
+        let flushed = group.flush(&cx).await;
+        assert_eq!(
+            flushed.is_err_and(|error| error.to_string().contains("no weights to load")),
+            warmed > 0,
+            "{config}"
+        );
+        stop(&group).await;
+    }
 }

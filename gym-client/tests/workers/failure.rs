@@ -89,6 +89,9 @@ pub(crate) async fn a_rank_that_cannot_be_warmed_stays_stale() {
     .await;
     let error = group.call(Describe, ()).deadline(LONG).await.expect_err("old weights must not serve");
     assert!(error.to_string().contains("stale"), "{error}");
+    let error = group.ready(&CallContext::within(std::time::Duration::ZERO)).await.expect_err("stale");
+    assert!(error.failed().all(|(rank, _, exit)| rank == 0 && exit.is_none()), "this incarnation runs: {error}");
+    assert!(!error.to_string().contains("incarnation 1"), "{error}");
     stop(&group).await;
 }
 
@@ -118,6 +121,12 @@ pub(crate) async fn a_rank_that_exits_is_told_with_its_status() {
     let dead = error.outcome(1).expect("rank 1");
     assert_eq!(dead.kind(), Some(FailureKind::Died), "{error:?}");
     assert!(error.to_string().contains("leaving with 7"), "{error}");
+    // The next incarnation has its own last line.
+    group.restart_failed_workers(&CallContext::within(LONG)).await.expect("restarts");
+    let _ = group.call(Leave, 8).dispatch(Dispatch::rank(1)).deadline(LONG).await.expect_err("it leaves");
+    until("its end is known", || status(&group, 1).state == RankState::Dead).await;
+    let told = status(&group, 1).last_error;
+    assert_eq!(told.as_deref(), Some("incarnation 2 died with exit code 8; its last line: leaving with 8"));
     stop(&group).await;
 }
 

@@ -7,7 +7,7 @@ use gym_core::CallContext;
 use gym_core::group::{Dispatch, ExitCause, RankState, WorkerGroup, WorkerGroupExt};
 use rustix::process::Signal;
 
-use super::types::{Describe, Hold, Job, Work};
+use super::types::{Deafen, Describe, Hold, Job, Work};
 use super::{LONG, group, options, pid, signal, spec, start, status, stop, until};
 
 const MIB: u64 = 1 << 20;
@@ -109,4 +109,29 @@ pub(crate) async fn the_same_is_in_the_metrics() {
     stop(&group).await;
     drop(group);
     until("a group that is gone has none", || !text().contains("gym_worker")).await;
+}
+
+pub(crate) async fn a_rank_that_hangs_is_named_by_the_failed_call_and_comes_back_by_one_call() {
+    let group = group(2, attentive()).await;
+    // Long enough for heartbeats that tell what the rank runs.
+    let hangs = group.call(Deafen, ()).dispatch(Dispatch::rank(1)).deadline(Duration::from_secs(3));
+    let error = hangs.await.expect_err("it never comes back");
+    assert_eq!(error.unanswered().collect::<Vec<_>>(), [1]);
+    let text = error.to_string();
+    let late =
+        "call deafen of policy: the deadline has passed; rank 1 (incarnation 1): no answer to deafen for 3.0 s; ";
+    assert!(text.starts_with(&format!("{late}it has run deafen for ")), "{text}");
+    assert!(text.contains(", without progress; fix: ") && text.contains("`group.restart_workers("), "{text}");
+    let cx = CallContext::within(LONG);
+    assert_eq!(group.restart_workers(&cx, error.unanswered()).await.expect("restarts"), [1]);
+    // A stopped process answers nothing either.
+    signal(pid(&group, 1), Signal::STOP);
+    let stopped = group.call(Describe, ()).deadline(Duration::from_millis(300)).await.expect_err("one is stopped");
+    assert_eq!(stopped.unanswered().collect::<Vec<_>>(), [1], "{stopped}");
+    assert_eq!(group.restart_workers(&cx, stopped.unanswered()).await.expect("restarts"), [1]);
+    let ranks = group.call(Describe, ()).deadline(LONG).await.expect("all answer").into_values();
+    assert_eq!(ranks.iter().map(|rank| rank.incarnation).collect::<Vec<_>>(), [1, 3]);
+    let error = group.restart_workers(&cx, [7]).await.expect_err("no such rank");
+    assert_eq!(error.to_string(), "restart ranks of policy: the group has no rank 7; it has ranks 0 to 1");
+    stop(&group).await;
 }

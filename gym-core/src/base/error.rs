@@ -220,9 +220,14 @@ impl Error {
         self
     }
 
-    /// Wraps the error of a call within a call: the operation and its target. The code is kept.
+    /// Wraps the error of a call within a call: the operation and its target. The code is kept. An error that has this subject already is not
+    /// wrapped, because its text would say it twice.
     #[must_use]
     pub fn within(self, execution: Execution, subject: impl Into<Cow<'static, str>>) -> Self {
+        let subject = subject.into();
+        if self.subject() == subject {
+            return self.with_execution(execution);
+        }
         Self::new(self.code(), execution, "").about(subject).caused_by(self)
     }
 
@@ -394,6 +399,14 @@ mod tests {
         assert_eq!(error.to_string(), "POST a/run: append: cannot write: disk full");
         let link = |subject: &str, message: &str| ErrorLink { subject: subject.into(), message: message.into() };
         assert_eq!(error.chain(), [link("POST a/run", ""), link("append", "cannot write: disk full")]);
+    }
+
+    #[test]
+    fn an_error_names_its_subject_once() {
+        let error = Error::unknown(Code::DeadlineExceeded, "too late").about("POST a/run");
+        let error = error.within(Execution::Finished, "POST a/run").within(Execution::Finished, "POST b/run");
+        assert_eq!(error.to_string(), "POST b/run: POST a/run: too late");
+        assert_eq!((error.code(), error.execution()), (Code::DeadlineExceeded, Execution::Finished));
     }
 
     #[test]

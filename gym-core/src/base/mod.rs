@@ -1,4 +1,4 @@
-//! Errors, cancellation, progress, time, files and randomness: the base of all other modules.
+//! Errors, cancellation, progress, stalls, time, files and randomness: the base of all other modules.
 
 pub(crate) mod cancel;
 pub(crate) mod descriptors;
@@ -6,6 +6,7 @@ pub(crate) mod error;
 pub(crate) mod failure;
 pub(crate) mod hex;
 pub(crate) mod progress;
+pub mod stall;
 pub(crate) mod world;
 
 pub use cancel::{CancelOnDrop, CancelToken, Cancelled};

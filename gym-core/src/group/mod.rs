@@ -57,12 +57,12 @@ pub use batch::{
     MicroBatches, MicrobatchOrder, Offsets, Packed, Padding, Payload, Ragged, RowShape, Segment, SegmentId,
     SegmentSchema, SequencePacking, Sharded, Sharding, Side, Uneven,
 };
+#[doc(hidden)]
+pub use call::{Backlog, Gate, Permit, RankMonitor};
 pub use call::{
     Balancer, ExitCause, FailureKind, Gathered, GroupCall, GroupError, GroupView, InProcessGroup, InProcessOptions,
-    Member, Pending, RankExit, RankOutcome, RankReply, WorkerGroup, WorkerGroupExt,
+    Member, Pending, RankExit, RankOutcome, RankReply, Submitted, WorkerGroup, WorkerGroupExt,
 };
-#[doc(hidden)]
-pub use call::{Gate, Permit};
 pub use health::RankState;
 pub use layout::dispatch::{Assignment, Dispatch, Free, PlanError};
 pub use layout::{Axis, LayoutError, Parallelism, RANKS_MAX, REPLICATED_AXES, Rank, RankLayout, SubLayout};

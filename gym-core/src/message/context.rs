@@ -2,7 +2,8 @@
 //!
 //! In memory the deadline is an instant; on the wire it is the remaining time, so two machines need no common clock.
 
-use std::fmt;
+use std::borrow::Cow;
+use std::fmt::{self, Write as _};
 use std::future::{Future, poll_fn};
 use std::pin::pin;
 use std::task::Poll;
@@ -15,6 +16,7 @@ use crate::base::cancel::CancelToken;
 use crate::base::error::{Code, Error, Execution, Result};
 use crate::base::hex;
 use crate::base::progress::CallProgress;
+use crate::base::stall;
 
 /// Default time until the deadline of a call: longer than a slow model turn, shorter than a night.
 pub const DEFAULT_DEADLINE: Duration = Duration::from_secs(600);
@@ -114,7 +116,7 @@ impl CallContext {
             return Err(cancelled(Execution::NotStarted));
         }
         if now >= self.deadline {
-            return Err(deadline_exceeded(Execution::NotStarted));
+            return Err(deadline_exceeded(Execution::NotStarted, self.deadline, None));
         }
         Ok(())
     }
@@ -149,10 +151,13 @@ pub(crate) async fn bounded<T>(
 /// Waits for the cancellation or the deadline. The caller polls it only after its own future is pending, so no timer is created
 /// earlier.
 async fn interrupted(cancel: &CancelToken, deadline: Instant, execution: Execution) -> Error {
+    let began = Instant::now();
     tokio::select! {
         biased;
         () = cancel.cancelled() => cancelled(execution),
-        () = async { tokio::time::sleep_until(deadline).await } => deadline_exceeded(execution),
+        () = async { tokio::time::sleep_until(deadline).await } => {
+            deadline_exceeded(execution, deadline, Some(began.elapsed()))
+        }
     }
 }
 
@@ -167,8 +172,21 @@ fn cancelled(execution: Execution) -> Error {
     Error::new(Code::Cancelled, execution, "the caller has left")
 }
 
-fn deadline_exceeded(execution: Execution) -> Error {
-    Error::new(Code::DeadlineExceeded, execution, "the deadline has passed")
+/// Returns the error of a passed deadline. It has the time of this wait, if there was one, and names a handler that blocked a
+/// thread when the deadline passed. The error of the innermost wait is the cause of all others.
+fn deadline_exceeded(execution: Execution, deadline: Instant, waited: Option<Duration>) -> Error {
+    let passed = match (waited, stall::during(deadline)) {
+        (None, None) => Cow::Borrowed("the deadline has passed"),
+        (None, Some(stall)) => format!("the deadline has passed while {stall}").into(),
+        (Some(waited), stall) => {
+            let mut text = format!("the deadline has passed after a wait of {:.1} s", waited.as_secs_f64());
+            if let Some(stall) = stall {
+                let _ = write!(text, "; meanwhile {stall}");
+            }
+            text.into()
+        }
+    };
+    Error::new(Code::DeadlineExceeded, execution, passed)
 }
 
 /// The number of an incarnation of a server or rank; a restarted one has a higher number.

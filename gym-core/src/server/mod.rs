@@ -1,6 +1,7 @@
 //! Server roles: the traits of environments, models and agents, with their requests, sessions and tool arguments.
 
 mod arguments;
+mod blocking;
 mod harness;
 mod responses;
 mod role;
@@ -11,6 +12,7 @@ mod validation;
 #[cfg(feature = "schemars")]
 pub use arguments::Json;
 pub use arguments::{Argument, ArgumentErrors, Arguments, bool_in_string};
+pub use blocking::Blocking;
 pub use harness::{Harness, HarnessEpisode};
 pub use responses::{
     Content, ContentPart, FunctionCall, FunctionCallOutput, Ignored, IncompleteDetails, ModelResponse, OutputItem,

@@ -16,12 +16,15 @@ pub(crate) mod route;
 pub(crate) mod settings;
 
 use std::fmt;
+use std::future::poll_fn;
 use std::panic::AssertUnwindSafe;
+use std::pin::pin;
 use std::sync::Arc;
 
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use gym_client::{CookieJar, Transports};
+use gym_core::base::stall::{self, HandlerLabel};
 use gym_core::rollout::FailureClass;
 use gym_core::server::{GymnasiumServer, ServerKind};
 use gym_core::transport::Fence;
@@ -106,8 +109,8 @@ struct RoleState {
     fence: Option<Fence>,
     /// The name of the session cookie.
     cookie: String,
-    /// The metrics of the routes in `spec`, in their order.
-    routes: Vec<RouteMetrics>,
+    /// The metrics of the routes in `spec`, in their order, and what the watchdog calls each.
+    routes: Vec<(RouteMetrics, HandlerLabel)>,
     other_routes: RouteMetrics,
 }
 
@@ -177,7 +180,9 @@ impl RoleServer {
     fn new(role: Role, server: &ServerContext) -> Self {
         let spec = role.spec();
         let fence = server.incarnation.map(Fence::new);
-        let routes = spec.routes.iter().map(|route| server.metrics.route(&server.name, route)).collect();
+        let of_route =
+            |route: &&str| (server.metrics.route(&server.name, route), HandlerLabel::new(&server.name, route));
+        let routes = spec.routes.iter().map(of_route).collect();
         let other_routes = server.metrics.route(&server.name, "other");
         let cookie = cookie_name(&format!("{}___{}", server.implementation, server.name));
         Self(Arc::new(RoleState { role, spec, server: server.clone(), fence, cookie, routes, other_routes }))
@@ -220,9 +225,17 @@ impl RoleState {
             _ => {}
         }
         let route = self.spec.routes.iter().position(|route| *route == path);
-        let metrics = route.map_or(&self.other_routes, |index| &self.routes[index]);
+        let (metrics, label) = match route {
+            Some(index) => (&self.routes[index].0, self.routes[index].1),
+            None => (&self.other_routes, HandlerLabel::new(&self.server.name, path)),
+        };
         let counted = metrics.begin();
-        let responded = AssertUnwindSafe(self.role.respond(request)).catch_unwind().await;
+        let mut responding = pin!(AssertUnwindSafe(self.role.respond(request)).catch_unwind());
+        let responded = poll_fn(|cx| {
+            let _polling = stall::poll_begins(&label);
+            responding.as_mut().poll(cx)
+        });
+        let responded = responded.await;
         let mut response = match responded {
             Ok(Ok(response)) => response,
             Ok(Err(error)) => {
@@ -258,12 +271,18 @@ impl RoleState {
     }
 
     fn health(&self) -> Response {
-        let in_flight: i64 = self.routes.iter().chain([&self.other_routes]).map(RouteMetrics::in_flight).sum();
+        let routes = self.routes.iter().map(|(metrics, _)| metrics).chain([&self.other_routes]);
+        let in_flight: i64 = routes.map(RouteMetrics::in_flight).sum();
         let peers = self.server.transports.as_ref().map(Transports::paths).unwrap_or_default();
-        let body = serde_json::json!({
+        let mut body = serde_json::json!({
             "status": "ok", "name": self.server.name, "server_type": self.spec.kind.as_str(),
             "implementation": self.server.implementation, "in_flight": in_flight, "peers": health::reports(&peers),
         });
+        // Of all servers of the process, because a blocked thread delays each of them.
+        let stalls = health::stalls(&stall::current());
+        if !stalls.is_empty() {
+            body["stalls"] = serde_json::json!(stalls);
+        }
         Response::json(body.to_string())
     }
 

@@ -55,10 +55,16 @@ fn is_own(name: &str) -> bool {
     )
 }
 
-/// Returns the remaining time of a call, as it is sent to the peer.
+/// The share of the remaining time that a caller keeps for the response, and the most that it keeps.
+const RESPONSE_SHARE: u32 = 20;
+const RESPONSE_TIME_MAX: Duration = Duration::from_millis(500);
+
+/// Returns the remaining time of a call, as it is sent to the peer: less than the caller waits. The peer's deadline then passes first, and its
+/// response says which wait was the innermost. With equal deadlines, the caller would give up before that response arrives.
 pub(crate) fn timeout_ms(context: &CallContext) -> u64 {
+    let left = context.remaining();
     // Rounded down: the peer must never assume more time than its caller waits.
-    u64::try_from(context.remaining().as_millis()).unwrap_or(u64::MAX)
+    u64::try_from((left - (left / RESPONSE_SHARE).min(RESPONSE_TIME_MAX)).as_millis()).unwrap_or(u64::MAX)
 }
 
 /// Returns `true` if `text` is a valid name of a header.
@@ -264,5 +270,12 @@ mod tests {
     async fn a_timeout_of_any_size_is_an_instant() {
         let context = context_of(&headers(&[("x-gym-timeout-ms", "18446744073709551615")]), Duration::ZERO).unwrap();
         assert_eq!(context.remaining(), Duration::from_millis(TIMEOUT_MS_MAX));
+    }
+    #[tokio::test(start_paused = true)]
+    async fn a_peer_has_less_time_than_its_caller_waits_so_that_its_error_still_arrives() {
+        for (left_ms, sent_ms) in [(0, 0), (1, 0), (100, 95), (1_000, 950), (10_000, 9_500), (7_200_000, 7_199_500)] {
+            let context = CallContext::within(Duration::from_millis(left_ms));
+            assert_eq!(timeout_ms(&context), sent_ms, "{left_ms}");
+        }
     }
 }

@@ -216,6 +216,7 @@ impl VirtualCluster {
             spec.transport_policy = config.transport_policy().or(spec.transport_policy);
             spec.memory_limit_bytes = config.memory_limit;
             options.restart_on_failure = config.restart_on_failure;
+            options.async_communication = config.async_communication;
             options.balance = config.balancing().or(options.balance);
             options.max_restarts = config.max_restarts.unwrap_or(DEFAULT_MAX_RESTARTS);
         }

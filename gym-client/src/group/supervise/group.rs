@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use futures_util::future::join_all;
-use gym_core::group::{Balancer, Gate, GroupView, Member, Rank, RankExit, RankLayout, RankState, WorkerGroup};
+use gym_core::group::{Backlog, Balancer, Gate, GroupView, Member, Rank, RankExit, RankLayout, RankState, WorkerGroup};
 use gym_core::{CallContext, Code, Error, Execution, Result};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
@@ -157,6 +157,63 @@ impl Group {
         }
     }
 
+    /// Kills these ranks and starts them again, with the ranks tied to them, and waits until every rank accepts calls. For ranks that hang: those of
+    /// [`GroupError::unanswered`](gym_core::group::GroupError::unanswered) or [`Group::detect_stuck_workers`]. Calls that run on them fail. Returns the
+    /// restarted ranks.
+    ///
+    /// ```no_run
+    /// # use gym_core::group::{Method, WorkerGroupExt}; use gym_core::{CallContext, Result};
+    /// # use gym_client::group::Group;
+    /// # #[derive(Clone, Copy, Debug)] struct Train;
+    /// # impl Method for Train { const NAME: &'static str = "train"; type Args = u64; type Reply = u64; }
+    /// # async fn example(group: &Group, cx: &CallContext) -> Result<()> {
+    /// if let Err(error) = group.call(Train, 1).await {
+    ///     group.restart_workers(cx, error.unanswered()).await?;
+    /// }
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Group::restart_failed_workers`]: each restart counts against the budget. `NotFound` for a rank that the group does not have.
+    pub async fn restart_workers(&self, cx: &CallContext, ranks: impl IntoIterator<Item = Rank>) -> Result<Vec<Rank>> {
+        let running: Vec<_> = {
+            let records = self.shared.records();
+            let incarnation_of = |rank: Rank| {
+                let record = records.get(rank as usize).ok_or_else(|| {
+                    let text = format!("the group has no rank {rank}; it has ranks 0 to {}", records.len() - 1);
+                    Error::not_started(Code::NotFound, text).about(format!("restart ranks of {}", self.shared.name))
+                })?;
+                Ok((rank, record.incarnation))
+            };
+            ranks.into_iter().map(incarnation_of).collect::<Result<_>>()?
+        };
+        for (rank, incarnation) in &running {
+            // A rank that has already exited needs no kill. Ranks tied to a killed one are killed with it.
+            let _ = self.shared.deployment.kill(*rank, Some(*incarnation)).await;
+        }
+        let ended = |view: &Arc<GroupView>| {
+            running.iter().all(|(rank, incarnation)| {
+                view.member(*rank).is_none_or(|member| {
+                    let over = matches!(member.state, RankState::Dead | RankState::Retired | RankState::Stopped);
+                    over || member.incarnation != *incarnation
+                })
+            })
+        };
+        let mut view = self.shared.view.subscribe();
+        let exits = async {
+            let seen = view.wait_for(ended).await;
+            seen.map(drop).map_err(|_| Error::internal("the group's supervisor is gone"))
+        };
+        let subject = || format!("restart ranks of {}: wait for their exits", self.shared.name);
+        cx.bound(Execution::Unknown, exits).await.map_err(|error| error.about(subject()))?;
+        // With `restart_on_failure`, their restarts may have begun already.
+        let mut restarted = self.restart_failed_workers(cx).await?;
+        restarted.extend(running.iter().map(|(rank, _)| *rank));
+        restarted.sort_unstable();
+        restarted.dedup();
+        Ok(restarted)
+    }
+
     async fn ask_for_restarts(&self) -> Result<RestartReply> {
         let (reply, answer) = oneshot::channel();
         let gone = || Error::internal("the group's supervisor is gone");
@@ -230,7 +287,8 @@ impl Group {
         places.into_iter().map(rank).collect()
     }
 
-    /// Returns the ranks that run without a heartbeat, or with a call without progress. Kills no rank.
+    /// Returns the ranks that run without a heartbeat, or with a call without progress. Kills no rank; [`Group::restart_workers`] does. The supervisor
+    /// also writes a warning for each of them.
     #[must_use]
     pub fn detect_stuck_workers(&self) -> Vec<StuckRank> {
         let now = Instant::now();
@@ -292,6 +350,10 @@ impl WorkerGroup for Group {
     fn gate(&self) -> Option<Arc<dyn Gate>> {
         self.shared.gate.clone()
     }
+
+    fn backlog(&self) -> Option<&Arc<Backlog>> {
+        self.shared.backlog.as_ref()
+    }
 }
 
 impl fmt::Debug for Group {
@@ -307,9 +369,13 @@ impl StartError {
         &self.cause
     }
 
-    /// Returns the ranks that do not accept calls, in ascending order, with their states and exits.
+    /// Returns the ranks that do not accept calls, in ascending order, with their states and the exits of their current incarnations.
     pub fn failed(&self) -> impl Iterator<Item = (Rank, RankState, Option<&RankExit>)> {
-        self.failed.iter().map(|member| (member.rank, member.state, member.exit.as_deref()))
+        self.failed.iter().map(|member| {
+            // A rank that starts again has not exited; an exit of an earlier incarnation says nothing about this one.
+            let exit = member.exit.as_deref().filter(|exit| exit.incarnation == member.incarnation.0);
+            (member.rank, member.state, exit)
+        })
     }
 }
 

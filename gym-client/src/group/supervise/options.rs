@@ -37,8 +37,11 @@ pub struct GroupOptions {
     pub heartbeat: Duration,
     /// A rank without a heartbeat for this long is suspect and gets no calls until the next heartbeat. The default is 15 s.
     pub silence_max: Duration,
-    /// A call without progress for this long is stuck; see [`CallContext::progress`]. The default is 600 s.
+    /// A call without progress for this long is stuck; see [`CallContext::progress`]. The supervisor then writes a warning, and kills no rank. The
+    /// default is 300 s, half of a call's default deadline.
     pub stall: Duration,
+    /// Starts [submitted](gym_core::group::GroupCall::submit) calls without being awaited. Off by default.
+    pub async_communication: bool,
     /// The rule of [`Group::balancer`](crate::group::Group::balancer). The default, `None`, is the least busy rank.
     pub balance: Option<Balance>,
     pub(crate) on_restart: Option<Arc<OnRestart>>,
@@ -59,7 +62,8 @@ impl GroupOptions {
             backoff_max: Duration::from_secs(30),
             heartbeat: Duration::from_secs(5),
             silence_max: Duration::from_secs(15),
-            stall: Duration::from_secs(600),
+            stall: Duration::from_secs(300),
+            async_communication: false,
             balance: None,
             on_restart: None,
         }

@@ -1,10 +1,10 @@
 //! The supervisor's record of one rank over all its incarnations, and of the ranks that are tied to it. Uses no tasks or processes.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use gym_core::group::health::{HealthEvent, RankHealth};
-use gym_core::group::{ExitCause, Member, Rank, RankExit, RankState, WorkerStatus};
+use gym_core::group::{ExitCause, Member, Rank, RankExit, RankMonitor, RankState, WorkerStatus};
 use gym_core::{Channel, Incarnation};
 use tokio::time::Instant;
 
@@ -34,8 +34,32 @@ pub(crate) struct RankRecord {
     /// The time of the last heartbeat.
     pub(crate) last_heartbeat: Option<Instant>,
     pub(crate) report: Option<WorkerStatus>,
+    /// The same for the errors of calls, which read it without the record.
+    reported: Arc<LastReport>,
+    /// `true` if the log says that the rank is stuck.
+    pub(crate) stuck: bool,
     pub(crate) probing: bool,
     pub(crate) memory_high: bool,
+}
+
+/// The last heartbeat of a rank's current incarnation, shared with the views of its group.
+#[derive(Debug, Default)]
+struct LastReport(Mutex<Option<(Instant, WorkerStatus)>>);
+
+impl LastReport {
+    fn lock(&self) -> MutexGuard<'_, Option<(Instant, WorkerStatus)>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl RankMonitor for LastReport {
+    fn last_status(&self) -> Option<(WorkerStatus, Duration)> {
+        self.lock().as_ref().map(|(at, status)| (status.clone(), at.elapsed()))
+    }
+
+    fn fix(&self) -> Option<&'static str> {
+        Some("raise the deadline, or kill and restart them: `group.restart_workers(cx, error.unanswered())`")
+    }
 }
 
 /// The state of the preparation (`on_restart`) that a restarted rank needs before it serves.
@@ -72,6 +96,8 @@ impl RankRecord {
             healthy_since: None,
             last_heartbeat: None,
             report: None,
+            reported: Arc::default(),
+            stuck: false,
             probing: false,
             memory_high: false,
         }
@@ -96,7 +122,7 @@ impl RankRecord {
         if let Some(why) = self.kill_reason.take().filter(|_| exit.cause == ExitCause::Died && exit.code.is_none()) {
             (exit.cause, exit.detail) = (ExitCause::StartFailed, why);
         }
-        self.last_error = (!stopped).then(|| exit.to_string());
+        self.last_error = (!stopped).then(|| format!("incarnation {} {exit}", exit.incarnation));
         self.exit = Some(Arc::new(exit));
         self.reset();
         self.note(if stopped { HealthEvent::Stopped } else { HealthEvent::Ended }, options);
@@ -163,6 +189,7 @@ impl RankRecord {
         let before = self.state();
         if let Some(report) = answer {
             self.last_heartbeat = Some(now);
+            *self.reported.lock() = Some((now, report.clone()));
             self.report = Some(report);
             self.note(HealthEvent::Probed { ok: true }, options);
         } else if self.silence(now) > options.silence_max {
@@ -181,7 +208,8 @@ impl RankRecord {
         let mut member = match &self.channel {
             Some(channel) => member.reached_over(channel.clone()),
             None => member,
-        };
+        }
+        .monitored_by(Arc::clone(&self.reported) as _);
         member.exit.clone_from(&self.exit);
         member
     }
@@ -189,7 +217,9 @@ impl RankRecord {
     fn reset(&mut self) {
         (self.channel, self.control, self.last_heartbeat, self.report, self.pid) = (None, None, None, None, None);
         (self.probing, self.memory_high, self.preparation) = (false, false, RestartPreparation::Pending);
-        self.kill_reason = None;
+        (self.kill_reason, self.stuck) = (None, false);
+        // Replaced, not cleared: the views of this incarnation, and the errors of its calls, keep its last report.
+        self.reported = Arc::default();
     }
 }
 

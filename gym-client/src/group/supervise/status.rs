@@ -1,5 +1,6 @@
 //! Status of the ranks of a group, read without waiting for a rank.
 
+use std::fmt;
 use std::time::Duration;
 
 use gym_core::Incarnation;
@@ -40,7 +41,7 @@ pub struct RankStatus {
     pub heartbeat_age: Option<Duration>,
     /// The connection to the rank, if there is one.
     pub path: Option<PathInfo>,
-    /// The last error, with the last lines of its standard error.
+    /// The last error, with the incarnation that ended and the last line of its standard error.
     pub last_error: Option<String>,
 }
 
@@ -86,6 +87,15 @@ pub enum StuckReason {
     NoProgress,
 }
 
+impl fmt::Display for StuckReason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::NoHeartbeat => "no heartbeat",
+            Self::NoProgress => "no progress",
+        })
+    }
+}
+
 pub(super) fn status(record: &RankRecord, now: Instant, options: &GroupOptions) -> RankStatus {
     let report = record.report.as_ref();
     RankStatus {
@@ -126,6 +136,24 @@ pub(super) fn stuck(record: &RankRecord, now: Instant, options: &GroupOptions) -
     Some(StuckRank { rank: record.place.rank, incarnation: record.incarnation, method, elapsed, still, reason })
 }
 
+/// A change of a rank that is logged.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum StuckChange {
+    Stuck(StuckRank),
+    Moves,
+}
+
+/// Returns whether the rank has become stuck, or moves again, since the last call. Each change is returned once.
+pub(super) fn stuck_change(record: &mut RankRecord, now: Instant, options: &GroupOptions) -> Option<StuckChange> {
+    let stuck = stuck(record, now, options);
+    let was_stuck = std::mem::replace(&mut record.stuck, stuck.is_some());
+    match (stuck, was_stuck) {
+        (Some(stuck), false) => Some(StuckChange::Stuck(stuck)),
+        (None, true) => Some(StuckChange::Moves),
+        _ => None,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use gym_core::group::health::HealthEvent;
@@ -149,10 +177,10 @@ mod tests {
         let (options, now) = (GroupOptions::new(Transports::new()), Instant::now());
         let slow = last_heartbeat(now, r#"{"method":"train","elapsed_ms":9000000,"progress":70,"still_ms":2000}"#);
         assert_eq!(stuck(&slow, now, &options), None);
-        let still = last_heartbeat(now, r#"{"method":"train","elapsed_ms":700000,"progress":3,"still_ms":600001}"#);
+        let still = last_heartbeat(now, r#"{"method":"train","elapsed_ms":700000,"progress":3,"still_ms":300001}"#);
         let found = stuck(&still, now, &options).expect("stuck");
         assert_eq!((found.method.as_deref(), found.reason), (Some("train"), StuckReason::NoProgress));
-        assert_eq!((found.elapsed, found.still), (Duration::from_secs(700), Duration::from_millis(600_001)));
+        assert_eq!((found.elapsed, found.still), (Duration::from_secs(700), Duration::from_millis(300_001)));
     }
 
     #[test]
@@ -162,6 +190,24 @@ mod tests {
         assert_eq!(stuck(&idle, now + options.silence_max, &options), None);
         let found = stuck(&idle, now + options.silence_max * 2, &options).expect("stuck");
         assert_eq!((found.method, found.reason), (None, StuckReason::NoHeartbeat));
+    }
+
+    #[test]
+    fn a_rank_that_becomes_stuck_is_reported_once_and_once_more_when_it_moves() {
+        let (options, now) = (GroupOptions::new(Transports::new()), Instant::now());
+        let running =
+            |still_ms: u64| format!(r#"{{"method":"train","elapsed_ms":700000,"progress":3,"still_ms":{still_ms}}}"#);
+        let mut record = last_heartbeat(now, &running(299_000));
+        assert_eq!(stuck_change(&mut record, now, &options), None, "five minutes are the default");
+        let later = now + Duration::from_secs(2);
+        let change = stuck_change(&mut record, later, &options);
+        let Some(StuckChange::Stuck(stuck)) = change else { panic!("{change:?}") };
+        assert_eq!((stuck.method.as_deref(), stuck.still.as_secs()), (Some("train"), 301));
+        assert_eq!(stuck_change(&mut record, later, &options), None);
+        let moving = last_heartbeat(later, &running(0)).report;
+        record.probed(moving, later, &options);
+        assert_eq!(stuck_change(&mut record, later, &options), Some(StuckChange::Moves));
+        assert_eq!(stuck_change(&mut record, later, &options), None);
     }
 
     #[test]

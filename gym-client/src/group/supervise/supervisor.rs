@@ -8,7 +8,7 @@ use std::time::Duration;
 use futures_util::stream::BoxStream;
 use futures_util::{FutureExt, StreamExt};
 use gym_core::group::health::HealthEvent;
-use gym_core::group::{Gate, GroupView, Rank, RankExit, RankState, STATUS_ROUTE, WorkerStatus};
+use gym_core::group::{Backlog, Gate, GroupView, Rank, RankExit, RankState, STATUS_ROUTE, WorkerStatus};
 use gym_core::transport::ConnectOptions;
 use gym_core::{CallContext, Channel, Endpoint, Error, Incarnation, Request, Result, Route};
 use tokio::sync::{mpsc, oneshot, watch};
@@ -19,6 +19,7 @@ use crate::group::provision::deployment::Deployment;
 use crate::group::provision::events::RankEvent;
 use crate::group::supervise::options::GroupOptions;
 use crate::group::supervise::record::{self, AfterExit, RankRecord};
+use crate::group::supervise::status::{self, StuckChange, StuckRank};
 use crate::group::supervise::subset::RankSubset;
 
 /// Time to connect to a rank that has reported its endpoints.
@@ -37,6 +38,8 @@ pub(super) struct GroupState {
     pub(super) view: watch::Sender<Arc<GroupView>>,
     /// Admits the calls of the group.
     pub(super) gate: Option<Arc<dyn Gate>>,
+    /// The submitted calls of a group with `async_communication`.
+    pub(super) backlog: Option<Arc<Backlog>>,
     /// The records in rank order, from 0.
     records: Mutex<Vec<RankRecord>>,
 }
@@ -65,7 +68,8 @@ impl GroupState {
     ) -> Self {
         let members = records.iter().map(RankRecord::member).collect();
         let view = watch::Sender::new(Arc::new(GroupView::new(1, members)));
-        Self { name, options, deployment, view, gate, records: Mutex::new(records) }
+        let backlog = options.async_communication.then(Arc::default);
+        Self { name, options, deployment, view, gate, backlog, records: Mutex::new(records) }
     }
 
     pub(super) fn records(&self) -> MutexGuard<'_, Vec<RankRecord>> {
@@ -161,7 +165,10 @@ impl GroupSupervisor {
                         let _ = reply.send(self.restart_failed());
                     }
                 },
-                _ = tick.tick() => self.probe_all(),
+                _ = tick.tick() => {
+                    self.report_stuck();
+                    self.probe_all();
+                }
             }
         }
     }
@@ -402,6 +409,31 @@ impl GroupSupervisor {
         restarts.refused.sort_unstable();
         self.shared.publish();
         restarts
+    }
+
+    /// Writes a warning for each rank that has become stuck, and a line for each that moves again.
+    fn report_stuck(&self) {
+        let (now, options, group) = (Instant::now(), &self.shared.options, &self.shared.name);
+        for record in self.shared.records().iter_mut() {
+            match status::stuck_change(record, now, options) {
+                Some(StuckChange::Stuck(StuckRank { rank, incarnation, method, elapsed, still, reason })) => {
+                    tracing::warn!(
+                        %group,
+                        rank,
+                        %incarnation,
+                        method = method.as_deref().unwrap_or("none"),
+                        running_seconds = elapsed.as_secs(),
+                        still_seconds = still.as_secs(),
+                        %reason,
+                        "a rank is stuck; `Group::restart_workers` kills and restarts it"
+                    )
+                }
+                Some(StuckChange::Moves) => {
+                    tracing::info!(%group, rank = record.place.rank, "a rank is no longer stuck");
+                }
+                None => {}
+            }
+        }
     }
 
     /// Probes every connected rank that is not being probed.

@@ -124,7 +124,7 @@ fn wrong_calls() -> Vec<Case> {
             METHOD,
             "an unknown name",
             "fails: refused",
-            &["rank 0", "/worker/unheard", "describe, work"],
+            &["rank 0 failed: no method at /worker/unheard", "describe, work"],
             async |group| outcome::called(group.call(Unheard, ()).dispatch(Dispatch::rank(0)).deadline(LONG).await),
         ),
         wrong(
@@ -167,14 +167,14 @@ fn wrong_calls() -> Vec<Case> {
 
 fn harms() -> Vec<Case> {
     vec![
-        harm(WORKER, "fails", "fails: exception", &["rank 0", "no weights to load"], "obedient", async |group| {
+        harm(WORKER, "fails", "fails: exception", &["rank 0 failed: no weights to load"], "obedient", async |group| {
             outcome::called(group.call(Warm, false).dispatch(Dispatch::rank(0)).deadline(LONG).await)
         }),
         harm(
             WORKER,
             "panics",
             "fails: exception",
-            &["rank 0", "the worker panicked: no ground to stand on"],
+            &["rank 0 failed: the worker panicked: no ground to stand on"],
             "obedient",
             async |group| outcome::called(group.call(Collapse, ()).dispatch(Dispatch::rank(0)).deadline(LONG).await),
         ),
@@ -191,7 +191,7 @@ fn harms() -> Vec<Case> {
             WORKER,
             "never responds",
             "fails: timeout",
-            &["call work of policy", "deadline"],
+            &["call work of policy", "deadline", "rank 1 (incarnation 1): no answer to work", "group.restart_workers("],
             "obedient",
             async |group| outcome::called(group.call(Work, HOURS).deadline(Duration::from_millis(200)).await),
         ),
@@ -199,7 +199,7 @@ fn harms() -> Vec<Case> {
             WORKER,
             "never responds and ignores the cancellation",
             "fails: timeout",
-            &["deadline"],
+            &["deadline", "rank 1 (incarnation 1): no answer to deafen"],
             "obedient",
             async |group| {
                 let got = outcome::called(group.call(Deafen, ()).deadline(Duration::from_millis(200)).await);

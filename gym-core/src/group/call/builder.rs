@@ -17,7 +17,7 @@ use crate::base::error::{Code, Error, Execution, Result};
 use crate::group::batch::{Batch, Payload, Uneven};
 use crate::group::call::gather::{CallResult, RankCall, Terms, gather, take_single};
 use crate::group::call::single::SingleRankCall;
-use crate::group::call::{Gate, Gathered, GroupError, GroupView, RankOutcome, WorkerGroup};
+use crate::group::call::{Backlog, Gate, Gathered, GroupError, GroupView, RankOutcome, WorkerGroup};
 use crate::group::layout::dispatch::{Assignment, Dispatch};
 use crate::group::layout::{Rank, RankLayout};
 use crate::group::worker::{Method, write};
@@ -32,6 +32,7 @@ pub struct GroupCall<'g, M: Method> {
     layout: &'g RankLayout,
     view: watch::Receiver<Arc<GroupView>>,
     gate: Option<Arc<dyn Gate>>,
+    backlog: Option<Arc<Backlog>>,
     args: Args<M::Args>,
     batch: Batch,
     dispatch: Dispatch,
@@ -62,6 +63,7 @@ impl<'g, M: Method> GroupCall<'g, M> {
             layout: group.layout(),
             view: group.view(),
             gate: group.gate(),
+            backlog: group.backlog().cloned(),
             args,
             batch: Batch::empty(),
             dispatch: Dispatch::all(),
@@ -142,6 +144,47 @@ impl<'g, M: Method> GroupCall<'g, M> {
         }
     }
 
+    /// Makes the call as `async_communication` of the group's configuration says.
+    ///
+    /// - With it, the call starts at once, without being awaited. Calls that are submitted one after another reach every rank in that order.
+    ///   Dropping the result does not cancel the call. If the call then fails, [`WorkerGroupExt::flush`](crate::group::WorkerGroupExt::flush)
+    ///   returns its error.
+    /// - Without it, which is the default, the call starts when the result is awaited.
+    ///
+    /// Results and order are the same in both cases. Must be called within a tokio runtime.
+    pub fn submit(mut self) -> Submitted<M> {
+        let Some(backlog) = self.backlog.take() else { return Submitted(Submission::Lazy(self.into_future())) };
+        let (mut parts, gate, group) = (SmallVec::new(), self.gate.take(), Arc::clone(&self.group));
+        let (result, received) = oneshot::channel();
+        let submitted = Submitted(Submission::Running(received, Arc::clone(&backlog)));
+        // Planned here, so that the call goes to the ranks that the group has now.
+        let terms = match self.plan(&mut parts) {
+            Ok(terms) => terms,
+            Err(error) => {
+                let _ = result.send(Err(error));
+                return submitted;
+            }
+        };
+        let unheard = Arc::downgrade(&backlog);
+        let spawned = backlog.spawn(|before, sent| async move {
+            if let Some(before) = before {
+                // An error means that the call before has failed. Both have deadlines.
+                let _ = before.await;
+            }
+            let ended = gather::<M>(terms, gate, parts, Some(sent)).await;
+            if let (Err(Err(error)), Some(backlog)) = (result.send(ended), unheard.upgrade()) {
+                backlog.keep(error);
+            }
+        });
+        match spawned {
+            Ok(()) => submitted,
+            Err(error) => {
+                let error = GroupError::new::<M>(&group, error, None, Vec::new());
+                Submitted(Submission::Lazy(Box::pin(async move { Err(error) })))
+            }
+        }
+    }
+
     fn plan(mut self, parts: &mut SmallVec<[RankCall; 1]>) -> Result<Terms, GroupError> {
         let group = self.group;
         let view = Arc::clone(&self.view.borrow_and_update());
@@ -177,7 +220,7 @@ impl<'g, M: Method> GroupCall<'g, M> {
             let shard = assignment.collect.then(|| assignment.shard.unwrap_or(index));
             parts.push(RankCall { rank, incarnation: member.incarnation, channel, message, shard });
         }
-        Ok(Terms { group, context, view: self.view })
+        Ok(Terms { group, context, began: now, view: self.view })
     }
 }
 
@@ -280,6 +323,49 @@ impl<'g, M: Method> IntoFuture for GroupCall<'g, M> {
 impl<M: Method> fmt::Debug for GroupCall<'_, M> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "GroupCall({:?} of {})", self.method, self.group)
+    }
+}
+
+/// A call that was submitted; see [`GroupCall::submit`]. Awaiting it gathers the replies.
+#[must_use = "without `async_communication`, a submitted call does nothing until it is awaited"]
+pub struct Submitted<M: Method>(Submission<M>);
+
+enum Submission<M: Method> {
+    /// Starts when it is polled.
+    Lazy(BoxFuture<'static, CallResult<M>>),
+    Running(oneshot::Receiver<CallResult<M>>, Arc<Backlog>),
+}
+
+impl<M: Method> Future for Submitted<M> {
+    type Output = CallResult<M>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        match &mut self.0 {
+            Submission::Lazy(call) => call.as_mut().poll(cx),
+            Submission::Running(result, _) => Pin::new(result).poll(cx).map(|result| {
+                result.unwrap_or_else(|_| {
+                    let error = Error::unknown(Code::Cancelled, "the group was dropped");
+                    Err(GroupError::new::<M>("", error, None, Vec::new()))
+                })
+            }),
+        }
+    }
+}
+
+impl<M: Method> Drop for Submitted<M> {
+    fn drop(&mut self) {
+        if let Submission::Running(result, backlog) = &mut self.0 {
+            result.close();
+            if let Ok(Err(error)) = result.try_recv() {
+                backlog.keep(error);
+            }
+        }
+    }
+}
+
+impl<M: Method> fmt::Debug for Submitted<M> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Submitted({})", M::NAME)
     }
 }
 

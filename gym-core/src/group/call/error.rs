@@ -11,6 +11,9 @@ use crate::group::layout::Rank;
 use crate::group::worker::Method;
 use crate::message::Incarnation;
 
+/// Maximum late ranks that the text of an error describes.
+const LATE_SHOWN: usize = 3;
+
 /// The error of a group call. Failed calls are not retried; [`GroupError::may_resend`] reports whether a caller may retry.
 pub struct GroupError(Box<Inner>);
 
@@ -23,6 +26,8 @@ struct Inner {
     outcomes: Vec<RankOutcome>,
     /// Other items of the same list have been started.
     others_started: bool,
+    /// What ends ranks that hang.
+    fix: Option<&'static str>,
 }
 
 /// The outcome of a group call at one rank.
@@ -125,13 +130,20 @@ impl GroupError {
     pub(crate) fn new<M: Method>(group: &str, cause: Error, first: Option<Rank>, outcomes: Vec<RankOutcome>) -> Self {
         let (method, idempotent) = (M::NAME, M::IDEMPOTENT);
         let group = group.to_owned();
-        Self(Box::new(Inner { group, method, idempotent, cause, first, outcomes, others_started: false }))
+        Self(Box::new(Inner { group, method, idempotent, cause, first, outcomes, others_started: false, fix: None }))
     }
 
     /// Records that `others` items of the list, besides the failed one, were started.
     #[must_use]
     pub(crate) fn with_others_started(mut self, others: usize) -> Self {
         self.0.others_started = others > 0;
+        self
+    }
+
+    /// Sets what ends ranks that hang.
+    #[must_use]
+    pub(crate) fn with_fix(mut self, fix: Option<&'static str>) -> Self {
+        self.0.fix = fix;
         self
     }
 
@@ -172,6 +184,16 @@ impl GroupError {
         self.0.outcomes.iter().find(|outcome| outcome.rank == rank)
     }
 
+    /// Returns the ranks that had not answered when the deadline passed, ascending. Their process may hang: the supervised group of
+    /// `gym-client` kills and restarts them by `Group::restart_workers(cx, error.unanswered())`.
+    pub fn unanswered(&self) -> impl Iterator<Item = Rank> {
+        self.0
+            .outcomes
+            .iter()
+            .filter(|outcome| outcome.kind() == Some(FailureKind::Timeout))
+            .map(|outcome| outcome.rank)
+    }
+
     /// Reports whether any rank may have run the call: `NotStarted` if none can have, `Finished` if every rank replied, otherwise
     /// `Unknown`. A list of items ([`Balancer::map`](crate::group::Balancer::map)) is `Unknown` as soon as another item was
     /// started.
@@ -194,7 +216,7 @@ impl GroupError {
 
 impl fmt::Display for GroupError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Inner { group, method, cause, first, outcomes, .. } = &*self.0;
+        let Inner { group, method, cause, first, outcomes, fix, .. } = &*self.0;
         write!(f, "call {method} of {group}: ")?;
         if let Some(rank) = first {
             write!(f, "rank {rank} failed: ")?;
@@ -204,9 +226,26 @@ impl fmt::Display for GroupError {
             write!(f, "; it {exit}")?;
         }
         let answered = outcomes.iter().filter(|outcome| outcome.error().is_none()).count();
-        match outcomes.len() {
-            0 | 1 => Ok(()),
-            all => write!(f, " ({answered} of {all} ranks answered)"),
+        if outcomes.len() > 1 {
+            write!(f, " ({answered} of {} ranks answered)", outcomes.len())?;
+        }
+        if first.is_some() || cause.code() != Code::DeadlineExceeded {
+            return Ok(());
+        }
+        let late = || outcomes.iter().filter(|outcome| outcome.kind() == Some(FailureKind::Timeout));
+        for outcome in late().take(LATE_SHOWN) {
+            let said = outcome.error().filter(|error| error.execution() == Execution::Unknown);
+            if let Some(said) = said {
+                write!(f, "; rank {} (incarnation {}): {}", outcome.rank, outcome.incarnation, said.message())?;
+            }
+        }
+        match late().count().saturating_sub(LATE_SHOWN) {
+            0 => {}
+            others => write!(f, "; and {others} other ranks")?,
+        }
+        match fix {
+            Some(fix) => write!(f, "; fix: {fix}"),
+            None => Ok(()),
         }
     }
 }

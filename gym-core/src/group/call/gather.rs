@@ -2,6 +2,7 @@
 //! hold the capacity for which the request to another rank waits.
 
 use std::borrow::Cow;
+use std::fmt::Write as _;
 use std::pin::pin;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -21,8 +22,8 @@ use crate::group::call::{Gate, GroupError, GroupView, RankOutcome};
 use crate::group::layout::Rank;
 use crate::group::worker::host::{REPLY_METADATA, REPLY_NONE};
 use crate::group::worker::{Method, read, route};
-use crate::message::{CODE_METADATA, Message, Request, Response, Verb};
 use crate::message::{CallContext, Incarnation};
+use crate::message::{Message, Request, Response, Verb};
 use crate::transport::channel::check_incarnation;
 use crate::transport::mem::{TrySendOutcome, try_send};
 use crate::transport::{Channel, Reply};
@@ -47,6 +48,8 @@ pub(crate) type CallResult<M> = Result<Gathered<<M as Method>::Reply>, GroupErro
 pub(crate) struct Terms {
     pub(crate) group: Arc<str>,
     pub(crate) context: CallContext,
+    /// The start of the call.
+    pub(crate) began: Instant,
     pub(crate) view: watch::Receiver<Arc<GroupView>>,
 }
 
@@ -125,10 +128,10 @@ pub(crate) async fn gather<M: Method>(
     parts: SmallVec<[RankCall; 1]>,
     sent: Option<oneshot::Sender<()>>,
 ) -> CallResult<M> {
-    let Terms { group, context, view } = terms;
+    let Terms { group, context, began, view } = terms;
     let stages = Arc::new(Stages::new(parts.len(), sent));
     let slots = parts.iter().map(Slot::of).collect();
-    let mut call = Call::<M> { group, cancel: context.cancel.clone(), deadline: context.deadline, view, slots };
+    let mut call = Call::<M> { group, cancel: context.cancel.clone(), began, deadline: context.deadline, view, slots };
     // The token of the ranks: if a rank fails, it cancels the others without cancelling the caller's token.
     let rank_cancel = context.cancel.child_token();
     // One permit for the whole call. Each part keeps a clone, so that the permit lasts until the last rank has replied.
@@ -207,15 +210,16 @@ pub(crate) fn answer_of<M: Method>(
     Ok(Some(reply))
 }
 
-/// Returns the error of a host, without the wrapping for responses of foreign servers.
+/// Returns the error of a host without the rank that the host names, because the error of the group names it.
 fn error_of(response: Response) -> Error {
-    let text = response.metadata.get(CODE_METADATA).is_some().then(|| response.message.head.to_bytes());
-    let text = text.and_then(|text| serde_json::from_slice::<String>(&text).ok());
-    match (response.into_result(), text) {
-        (Err(error), Some(text)) => Error::new(error.code(), error.execution(), text),
-        (Err(error), None) => error,
-        (Ok(_), _) => Error::finished(Code::DataLoss, "an answer without success or failure"),
-    }
+    let Err(error) = response.into_result() else {
+        return Error::finished(Code::DataLoss, "an answer without success or failure");
+    };
+    let of_rank = error.subject().strip_prefix("rank ").is_some_and(|rest| {
+        let rest = rest.trim_start_matches(|c: char| c.is_ascii_digit());
+        rest.is_empty() || rest.starts_with(" of ")
+    });
+    if of_rank { error.about("") } else { error }
 }
 
 /// Records the requests that their transport has accepted.
@@ -265,6 +269,7 @@ impl<R> Slot<R> {
 pub(crate) struct Call<M: Method> {
     pub(crate) group: Arc<str>,
     pub(crate) cancel: CancelToken,
+    pub(crate) began: Instant,
     pub(crate) deadline: Instant,
     pub(crate) view: watch::Receiver<Arc<GroupView>>,
     pub(crate) slots: Vec<Slot<M::Reply>>,
@@ -373,8 +378,20 @@ impl<M: Method> Call<M> {
             (None, Some(rank)) => (Code::Cancelled, format!("told to stop because rank {rank} failed")),
             (None, None) => (Code::Internal, "ended without a cause".to_owned()),
         };
+        let late = (code == Code::DeadlineExceeded && first.is_none()).then(|| self.began.elapsed());
+        let view = Arc::clone(&self.view.borrow());
         for (index, slot) in self.slots.iter_mut().enumerate() {
-            slot.answer.get_or_insert_with(|| Err(Error::new(code, sent(index), why.clone())));
+            // Hosts enforce the deadline too, and may report it first.
+            let execution = match &slot.answer {
+                None => sent(index),
+                Some(Err(error)) if late.is_some() && error.code() == Code::DeadlineExceeded => error.execution(),
+                Some(_) => continue,
+            };
+            let text = match late {
+                Some(waited) if execution == Execution::Unknown => unanswered::<M>(&view, slot, waited),
+                _ => why.clone(),
+            };
+            slot.answer = Some(Err(Error::new(code, execution, text)));
         }
         if let Some(index) = first {
             self.await_exit(index).await;
@@ -401,7 +418,9 @@ impl<M: Method> Call<M> {
             if started { Execution::Unknown } else { Execution::NotStarted }
         };
         let cause = first_cause.unwrap_or_else(|| Error::new(code, execution(&outcomes), why));
-        GroupError::new::<M>(&self.group, cause, first_rank, outcomes)
+        let error = GroupError::new::<M>(&self.group, cause, first_rank, outcomes);
+        let fix = error.unanswered().find_map(|rank| view.member(rank)?.monitor.as_ref()?.fix());
+        error.with_fix(fix)
     }
 
     /// Waits briefly until the view reports the exit of a disconnected rank.
@@ -414,6 +433,35 @@ impl<M: Method> Call<M> {
         let ended = |view: &Arc<GroupView>| !may_answer(view, *rank, *incarnation);
         let _ = tokio::time::timeout(wait, self.view.wait_for(ended)).await;
     }
+}
+
+/// A rank whose last status is older than this is not heard of any more: supervisors ask every five seconds.
+const SILENCE: Duration = Duration::from_secs(12);
+
+/// Describes a rank that has not answered: since when, and what it does instead according to its last known status.
+fn unanswered<M: Method>(view: &GroupView, slot: &Slot<M::Reply>, waited: Duration) -> String {
+    let seconds = |duration: Duration| format!("{:.1} s", duration.as_secs_f64());
+    let mut text = format!("no answer to {} for {}", M::NAME, seconds(waited));
+    let member = view.member(slot.rank).filter(|member| member.incarnation == slot.incarnation);
+    let Some(monitor) = member.and_then(|member| member.monitor.as_ref()) else { return text };
+    let Some((status, age)) = monitor.last_status() else { return text };
+    // The oldest call holds up the others.
+    let running = status.running.first();
+    match running {
+        _ if age > SILENCE => text.push_str(&format!(", and no heartbeat for {}", seconds(age))),
+        // The status is from before the call.
+        _ if age >= waited => {}
+        Some(call) => {
+            let since = |ms: u64| seconds(Duration::from_millis(ms) + age);
+            let _ = write!(text, "; it has run {} for {}", call.method, since(call.elapsed_ms));
+            let _ = match call.progress {
+                0 => write!(text, ", without progress"),
+                units => write!(text, ", the last progress ({units} units) {} ago", since(call.still_ms)),
+            };
+        }
+        None => text.push_str("; it runs no call"),
+    }
+    text
 }
 
 /// Sends a request under the timer of the group, without waiting if possible.

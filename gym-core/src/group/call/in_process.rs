@@ -10,10 +10,10 @@ use tokio::sync::watch;
 
 use crate::base::cancel::CancelToken;
 use crate::base::error::Result;
-use crate::group::call::{GroupView, Member, WorkerGroup};
+use crate::group::call::{Backlog, GroupView, Member, RankMonitor, WorkerGroup};
 use crate::group::health::RankState;
 use crate::group::layout::{Rank, RankLayout};
-use crate::group::worker::host::{HostOptions, WorkerHost};
+use crate::group::worker::host::{HostOptions, WorkerHost, WorkerStatus};
 use crate::group::worker::{Worker, WorkerEnv};
 use crate::message::Incarnation;
 use crate::transport::mem::channel_to;
@@ -26,6 +26,8 @@ pub struct InProcessOptions {
     pub host: HostOptions,
     /// Serializes and parses every message, as a wire would, for tests. The default is `false`.
     pub faithful: bool,
+    /// Starts [submitted](crate::group::GroupCall::submit) calls without being awaited. The default is `false`.
+    pub async_communication: bool,
 }
 
 /// A group whose ranks are tasks and threads of this process. Dropping the group ends them.
@@ -55,6 +57,7 @@ pub struct InProcessGroup {
     pub(crate) name: Arc<str>,
     pub(crate) layout: RankLayout,
     options: InProcessOptions,
+    backlog: Option<Arc<Backlog>>,
     ranks: Mutex<Vec<RunningRank>>,
     /// No further rank is started. Written under the lock of `ranks`.
     pub(crate) stopped: AtomicBool,
@@ -104,6 +107,7 @@ impl InProcessGroup {
         let group = Self {
             name: name.into(),
             layout,
+            backlog: options.async_communication.then(Arc::default),
             options,
             ranks: Mutex::default(),
             stopped: AtomicBool::new(false),
@@ -150,11 +154,22 @@ impl InProcessGroup {
         let name = format!("{}/{rank}", self.name);
         let channel = channel_to(&name, Arc::new(host.clone()), self.options.faithful, closed.child_token());
         let member = Member::starting(rank, incarnation).in_state(RankState::Healthy).reached_over(channel);
+        let member = member.monitored_by(Arc::new(HostMonitor(host.clone())));
         Ok((RunningRank { host, closed }, member))
     }
 
     pub(crate) fn ranks(&self) -> MutexGuard<'_, Vec<RunningRank>> {
         self.ranks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Reads the status of a host of this process.
+#[derive(Debug)]
+struct HostMonitor(WorkerHost);
+
+impl RankMonitor for HostMonitor {
+    fn last_status(&self) -> Option<(WorkerStatus, Duration)> {
+        Some((self.0.status(), Duration::ZERO))
     }
 }
 
@@ -169,6 +184,10 @@ impl WorkerGroup for InProcessGroup {
 
     fn view(&self) -> watch::Receiver<Arc<GroupView>> {
         self.view.subscribe()
+    }
+
+    fn backlog(&self) -> Option<&Arc<Backlog>> {
+        self.backlog.as_ref()
     }
 }
 

@@ -12,6 +12,7 @@
 //! A backend implements the three methods of [`WorkerGroup`]; callers use [`WorkerGroupExt`]. Groups that share bundles also admit
 //! their calls through a gate.
 
+mod backlog;
 mod balance;
 mod builder;
 mod error;
@@ -28,13 +29,17 @@ use std::sync::Arc;
 use futures_util::future::join_all;
 use tokio::sync::watch;
 
+#[doc(hidden)]
+pub use backlog::Backlog;
 pub use balance::Balancer;
-pub use builder::{GroupCall, Pending};
+pub use builder::{GroupCall, Pending, Submitted};
 pub use error::{FailureKind, GroupError, RankOutcome};
 #[doc(hidden)]
 pub use gate::{Gate, Permit};
 pub use gather::{Gathered, RankReply};
 pub use in_process::{InProcessGroup, InProcessOptions};
+#[doc(hidden)]
+pub use view::RankMonitor;
 pub use view::{ExitCause, GroupView, Member, RankExit};
 
 use crate::base::error::{Code, Error, Execution, Result};
@@ -63,6 +68,12 @@ pub trait WorkerGroup: fmt::Debug + Send + Sync + 'static {
     fn gate(&self) -> Option<Arc<dyn Gate>> {
         None
     }
+
+    /// Returns the submitted calls of a group with `async_communication`; `None` for a group whose calls run when they are awaited.
+    #[doc(hidden)]
+    fn backlog(&self) -> Option<&Arc<Backlog>> {
+        None
+    }
 }
 
 /// The typed calls of every group.
@@ -75,6 +86,21 @@ pub trait WorkerGroupExt: WorkerGroup {
     /// Calls a method with separate arguments for each rank: the i-th called rank gets the i-th arguments.
     fn call_each<M: Method>(&self, method: M, args: Vec<M::Args>) -> GroupCall<'_, M> {
         GroupCall::each(self, method, args)
+    }
+
+    /// Waits until all calls that were [submitted](GroupCall::submit) have ended. Without `async_communication`, there are none.
+    ///
+    /// # Errors
+    /// The errors of submitted calls that nobody has awaited; `DeadlineExceeded` if `cx` ends first.
+    fn flush(&self, cx: &CallContext) -> impl Future<Output = Result<()>> + Send {
+        let (backlog, cx) = (self.backlog().cloned(), cx.child());
+        let subject = format!("flush the calls of {}", self.name());
+        async move {
+            match backlog {
+                Some(backlog) => backlog.flush(&cx).await.map_err(|error| error.about(subject)),
+                None => Ok(()),
+            }
+        }
     }
 
     /// Requests the status of every rank, in rank order. Busy ranks respond as well. A rank that misses the deadline yields an

@@ -27,6 +27,7 @@ use crate::transport::mem::{TrySendOutcome, try_send};
 pub(crate) struct SingleRankCall<M: Method> {
     group: Arc<str>,
     cancel: CancelToken,
+    began: Instant,
     deadline: Instant,
     view: watch::Receiver<Arc<GroupView>>,
     rank: Rank,
@@ -54,7 +55,7 @@ enum EarlyEnd {
 impl<M: Method> SingleRankCall<M> {
     /// Sends the request, at once if there is capacity.
     pub(crate) fn send(call: Terms, part: RankCall) -> Self {
-        let Terms { group, context, view } = call;
+        let Terms { group, context, began, view } = call;
         let (cancel, deadline) = (context.cancel.clone(), context.deadline);
         let (rank, incarnation, shard) = (part.rank, part.incarnation, part.shard);
         let (channel, request) = request::<M>(part, context);
@@ -65,7 +66,7 @@ impl<M: Method> SingleRankCall<M> {
                 Stage::Sending(Box::pin(async move { send_request(&channel, request).await }))
             }
         };
-        Self { group, cancel, deadline, view, rank, incarnation, shard, stage, early: None, method: PhantomData }
+        Self { group, cancel, began, deadline, view, rank, incarnation, shard, stage, early: None, method: PhantomData }
     }
 
     /// Returns `true` if the transport has accepted the request.
@@ -146,6 +147,7 @@ impl<M: Method> SingleRankCall<M> {
         let call = Call::<M> {
             group: Arc::clone(&self.group),
             cancel: self.cancel.clone(),
+            began: self.began,
             deadline: self.deadline,
             view: self.view.clone(),
             slots: vec![Slot { rank, incarnation, shard, answer: answer.map(Err) }],

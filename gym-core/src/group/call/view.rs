@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 use crate::base::error::{Code, Error};
 use crate::group::health::RankState;
 use crate::group::layout::Rank;
+use crate::group::worker::host::WorkerStatus;
 use crate::message::Incarnation;
 use crate::transport::Channel;
 
@@ -36,6 +37,20 @@ pub struct Member {
     pub channel: Option<Channel>,
     /// The exit of the last incarnation that ended.
     pub exit: Option<Arc<RankExit>>,
+    /// Reports what the rank is doing, for the errors of calls that it does not answer.
+    pub(crate) monitor: Option<Arc<dyn RankMonitor>>,
+}
+
+/// Reports what a rank is doing, from memory: it never waits for the rank.
+#[doc(hidden)]
+pub trait RankMonitor: fmt::Debug + Send + Sync {
+    /// Returns the last known status of the rank, and its age; `None` before the first one.
+    fn last_status(&self) -> Option<(WorkerStatus, Duration)>;
+
+    /// Returns what ends a rank that hangs; `None` if nothing does.
+    fn fix(&self) -> Option<&'static str> {
+        None
+    }
 }
 
 /// The exit of one incarnation of a rank.
@@ -114,7 +129,15 @@ impl Member {
     /// Creates the member of a rank whose `incarnation` is starting.
     #[must_use]
     pub fn starting(rank: Rank, incarnation: Incarnation) -> Self {
-        Self { rank, incarnation, state: RankState::Starting, channel: None, exit: None }
+        Self { rank, incarnation, state: RankState::Starting, channel: None, exit: None, monitor: None }
+    }
+
+    /// Returns the member with a monitor of its rank.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn monitored_by(mut self, monitor: Arc<dyn RankMonitor>) -> Self {
+        self.monitor = Some(monitor);
+        self
     }
 
     /// Returns the member in another state.

@@ -22,9 +22,8 @@ pub struct WorkerGroupConfig {
     pub max_restarts: Option<u32>,
     /// Compresses gradients on the wire. Not implemented; the default is `false`.
     pub enable_gradient_compression: bool,
-    /// Makes calls return when they are sent instead of when they are answered. Accepted for compatibility with documented
-    /// configurations, but has no effect: in Rust, a caller uses [`GroupCall::start`](crate::group::GroupCall::start) instead of
-    /// `await`.
+    /// Starts calls when they are submitted, instead of when they are awaited, so that the program can work meanwhile; see
+    /// [`GroupCall::submit`](crate::group::GroupCall::submit). The default is `false`.
     pub async_communication: bool,
     /// Balances calls that can run on any worker. The default is `false`.
     pub enable_load_balancing: bool,

@@ -17,7 +17,7 @@ use crate::cli::console;
 use crate::cli::exit::{Failure, Outcome};
 use crate::cli::setup::configuration::{LoadedConfig, Need, load};
 use crate::cli::setup::head_server;
-use crate::role::reply::health::PeerReport;
+use crate::role::reply::health::{PeerReport, StallReport};
 use crate::stack::Servers;
 
 /// Limit for a request to the head server, which responds from memory.
@@ -47,6 +47,8 @@ struct ServerHealth {
     uptime_seconds: Option<u64>,
     /// The paths to the server's peers in other processes.
     peers: Vec<PeerReport>,
+    /// Handlers that block a thread of the server's process.
+    stalls: Vec<StallReport>,
 }
 
 /// The fields that are read from `/server_instances`.
@@ -133,6 +135,7 @@ async fn health(transports: &Transports, listed: ListedServer, now: f64) -> Serv
         in_flight: None,
         uptime_seconds: uptime,
         peers: Vec::new(),
+        stalls: Vec::new(),
     };
     let answered = match listed.url.as_deref().map(Endpoint::parse) {
         None => Err(Error::invalid("the server has no URL")),
@@ -153,6 +156,7 @@ async fn health(transports: &Transports, listed: ListedServer, now: f64) -> Serv
             health.in_flight = body["in_flight"].as_i64();
             // Servers of other programs do not report peers.
             health.peers = serde_json::from_value(body["peers"].clone()).unwrap_or_default();
+            health.stalls = serde_json::from_value(body["stalls"].clone()).unwrap_or_default();
         }
         Err(error) => health.health = error.message().chars().take(REASON_CHARS_MAX).collect(),
     }
@@ -180,6 +184,19 @@ fn text(status: &Status, known: &[Transport]) -> String {
     let rejections: BTreeSet<String> =
         status.servers.iter().flat_map(|server| &server.peers).filter_map(rejections).collect();
     rejections.iter().for_each(|line| text.push_str(&format!("\n{line}")));
+    // Each server reports the stalls of its whole process.
+    let stalls: BTreeSet<(&str, &str)> = status
+        .servers
+        .iter()
+        .flat_map(|server| &server.stalls)
+        .map(|stall| (stall.server.as_str(), stall.route.as_str()))
+        .collect();
+    for (server, route) in stalls {
+        let reports = status.servers.iter().flat_map(|server| &server.stalls);
+        let same = reports.filter(|stall| (stall.server.as_str(), stall.route.as_str()) == (server, route));
+        let seconds = same.map(|stall| stall.seconds).max().unwrap_or_default();
+        let _ = write!(text, "\n`{route}` of server `{server}` has blocked a thread of its process for {seconds} s");
+    }
     let healthy = status.servers.iter().filter(|server| server.healthy).count();
     let _ = write!(text, "\n{healthy} of {} servers healthy, head {}", status.servers.len(), status.head.url);
     text

@@ -1,6 +1,7 @@
-//! Reports how a server reaches its peers, for `/health` and `rgym status`.
+//! Reports how a server reaches its peers, and handlers that block a thread, for `/health` and `rgym status`.
 
 use gym_client::transport::PeerPath;
+use gym_core::base::stall::Stall;
 use gym_core::transport::Transport;
 use serde::{Deserialize, Serialize};
 
@@ -26,6 +27,25 @@ pub(crate) struct PeerReport {
 pub(crate) struct RejectedTransport {
     pub(crate) transport: String,
     pub(crate) why: String,
+}
+
+/// A handler that blocks a thread of the process.
+#[derive(Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub(crate) struct StallReport {
+    pub(crate) server: String,
+    pub(crate) route: String,
+    /// The time for which the thread has been blocked.
+    pub(crate) seconds: u64,
+}
+
+/// Reports the handlers that block a thread now.
+pub(crate) fn stalls(current: &[Stall]) -> Vec<StallReport> {
+    let report = |stall: &Stall| StallReport {
+        server: stall.handler.server.clone(),
+        route: stall.handler.route.clone(),
+        seconds: stall.lasted.as_secs(),
+    };
+    current.iter().take(PEERS_MAX).map(report).collect()
 }
 
 /// Reports the peers in other processes.

@@ -42,6 +42,10 @@ pub(crate) async fn started(cx: &CallContext, policy: &Group, scores: &Batch) ->
     let greetings = policy.call(Greet, "whoever waits".into()).context(cx).start().await?;
     println!("two calls are under way, and this program goes on");
     println!("gathered: {} means, {} greetings", means.await?.replies().len(), greetings.await?.replies().len());
+    // With `async_communication`, a submitted call starts without being awaited, and `flush` waits for all of them.
+    let submitted = policy.call(Greet, "everybody".into()).context(cx).submit();
+    policy.flush(cx).await?;
+    println!("submitted: {} greetings", submitted.await?.replies().len());
     Ok(())
 }
 

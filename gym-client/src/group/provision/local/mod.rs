@@ -124,6 +124,7 @@ impl Provisioner for Local {
             HeldRendezvous::hold(spec.ranks.len(), &spec.ports).map_err(|error| error.about(subject.clone()))?;
         let policy = spec.transport_policy.get_or_insert_with(|| self.options.transport.clone()).clone();
         let transports = self.workers.transports().with_policy(policy);
+        transports.check_required().await.map_err(|error| error.about(subject.clone()))?;
         let addresses =
             ListenAddresses::open(self.options.host.as_deref(), &transports).map_err(|error| error.about(subject))?;
         let state = Arc::new(LocalState {
