@@ -568,24 +568,30 @@ fn raise_missing(root: &Node) -> Result<(), ConfigError> {
 }
 
 /// Reports references to servers that do not exist: on the first level an error as in NeMo Gym, on deeper levels a
-/// warning.
+/// warning. A reference to a server with a reported mistake is right.
 fn dangling(resolved: &Node, servers: &[check::FoundServer], problems: &mut Vec<Problem>, warnings: &mut Vec<Problem>) {
     for server in servers {
         let Some(settings) = at(resolved, &server.path("")[..3]) else { continue };
         let mut references = Vec::new();
         check::references(settings, "", &mut references);
         for (field, kind, name, origin) in references {
-            if field.is_empty() || servers.iter().any(|other| other.kind == kind && other.name == name) {
+            let mistaken = problems.iter().any(|problem| {
+                problem.mistake != Mistake::Reference && problem.instance.as_deref() == Some(name.as_str())
+            });
+            if field.is_empty() || mistaken || servers.iter().any(|other| other.kind == kind && other.name == name) {
                 continue;
             }
             let same: Vec<&str> = servers.iter().filter(|s| s.kind == kind).map(|s| s.name.as_str()).collect();
             let other = servers.iter().find(|other| other.name == name);
             let fix = match other {
                 Some(other) => format!("'{name}' belongs to {}; write type: {}", other.kind, other.kind),
-                None if resolved.step(&name).is_some() => format!(
-                    "'{name}' has no entrypoint, so it is not a server; add 'entrypoint: app.py' to it, or name one of: {}",
-                    same.join(", ")
-                ),
+                None if resolved.step(&name).is_some() => {
+                    let others = match same.as_slice() {
+                        [] => String::new(),
+                        same => format!(", or name one of: {}", same.join(", ")),
+                    };
+                    format!("'{name}' has no entrypoint, so it is not a server; add 'entrypoint: app.py' to it{others}")
+                }
                 None => suggest(&name, &same, kind.as_str()),
             };
             let key = server.path(&field).join(".");
@@ -645,7 +651,7 @@ fn instance(
         node,
     };
     config.datasets = match config.settings.get("datasets") {
-        Some(Value::Array(items)) if !items.is_empty() => config.read(&["datasets"])?,
+        Some(Value::Array(items)) if !items.is_empty() => config.read("datasets")?,
         _ => Vec::new(),
     };
     Ok(config)

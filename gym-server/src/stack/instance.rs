@@ -44,14 +44,12 @@ pub(super) fn registration(
 
 pub(super) fn unknown_implementation(instance: &InstanceConfig, servers: &Servers) -> Error {
     let known: Vec<_> = servers.names(instance.kind).collect();
+    let fix = match servers.nearest(instance.kind, &instance.implementation) {
+        Some(near) => format!("did you mean `{near}`? To run the block with Python, add `entrypoint: app.py`"),
+        None => format!("add `entrypoint: app.py` to run it with Python, or use one of {}", known.join(", ")),
+    };
     Error::invalid(format!(
-        "{}: {}.{}.{}: this program has no implementation `{}`, and the block names no Python entrypoint\n  fix: add \
-         `entrypoint: app.py` to run it with Python, or use one of {}",
-        instance.origin,
-        instance.name,
-        instance.kind,
-        instance.implementation,
-        instance.implementation,
-        known.join(", "),
+        "{}: {}.{}.{}: this program has no implementation `{}`, and the block names no Python entrypoint\n  fix: {fix}",
+        instance.origin, instance.name, instance.kind, instance.implementation, instance.implementation,
     ))
 }

@@ -162,10 +162,10 @@ impl Stack {
             context.metrics = self.metrics.clone();
             context.transports = Some(self.client.transports().clone());
             context.incarnation = Some(incarnation);
-            let build = Build { instance, context: &context, client: &self.client };
-            match servers.make(&build) {
-                Some(handler) => {
-                    let handler = handler.map_err(|error| error.about(format!("start {}", instance.name)))?;
+            match servers.make(Build::new(instance, &context, &self.client)) {
+                Some(made) => {
+                    let (handler, ignored) = made.map_err(|error| error.about(format!("start {}", instance.name)))?;
+                    ignored.iter().for_each(|ignored| tracing::warn!(server = instance.name, "{ignored}"));
                     self.start_native(instance, handler, incarnation, local, options).await?;
                 }
                 None if instance.entrypoint.is_some() && options.in_process => {

@@ -86,13 +86,17 @@ pub(in crate::cli) async fn load(
                 None => config,
                 Some(foreign) => {
                     let found = Interpreter::find(sources.python.as_deref()).await.map_err(|why| {
-                        Failure::Usage(format!(
-                            "{}: {}.{}.{}: {}, so it needs Python: {why}",
-                            foreign.origin,
-                            foreign.name,
-                            foreign.kind,
-                            foreign.implementation,
-                            not_native(foreign, servers),
+                        Failure::Usage(with_near(
+                            foreign,
+                            servers,
+                            &format!(
+                                "{}: {}.{}.{}: {}, so it needs Python: {why}",
+                                foreign.origin,
+                                foreign.name,
+                                foreign.kind,
+                                foreign.implementation,
+                                not_native(foreign, servers),
+                            ),
                         ))
                     })?;
                     read(Some(python.insert(found)))?
@@ -123,7 +127,8 @@ pub(in crate::cli) fn locations<'a>(
         match stack::runs_as(instance, servers, &loaded.roots) {
             Ok(runs_as) => found.push((instance, runs_as)),
             Err(error) if instance.entrypoint.is_some() => {
-                problems.push(format!("{error}\n  note: {}", not_native(instance, servers)));
+                let note = format!("{error}\n  note: {}", not_native(instance, servers));
+                problems.push(with_near(instance, servers, &note));
             }
             Err(error) => problems.push(error.to_string()),
         }
@@ -131,18 +136,23 @@ pub(in crate::cli) fn locations<'a>(
     if problems.is_empty() { Ok(found) } else { Err(Failure::Usage(problems.join("\n"))) }
 }
 
-/// Explains that this program does not contain the implementation, and suggests a similar name.
+/// Explains that this program does not contain the implementation.
 fn not_native(instance: &InstanceConfig, servers: &Servers) -> String {
     let wanted = instance.implementation.as_str();
-    let score = |name: &str| strsim::normalized_damerau_levenshtein(wanted, name);
     let known: Vec<&str> = servers.names(instance.kind).collect();
-    let nearest = known.iter().max_by(|a, b| score(a).total_cmp(&score(b))).filter(|name| score(name) >= 0.6);
-    let hint = match nearest {
-        Some(name) => format!("; did you mean `{name}`?"),
-        None if known.is_empty() => String::new(),
-        None => format!(" (it has {})", known.join(", ")),
+    let hint = match servers.nearest(instance.kind, wanted) {
+        None if !known.is_empty() => format!(" (it has {})", known.join(", ")),
+        _ => String::new(),
     };
     format!("`{wanted}` is not one of this program's {}{hint}", instance.kind)
+}
+
+/// Puts the name of a similar implementation before the other fix.
+fn with_near(instance: &InstanceConfig, servers: &Servers, error: &str) -> String {
+    match servers.nearest(instance.kind, &instance.implementation) {
+        Some(near) => error.replacen("  fix: ", &format!("  fix: did you mean `{near}`? Otherwise "), 1),
+        None => error.to_owned(),
+    }
 }
 
 /// Returns the directories of `--search-dir`, then those of `NEMO_GYM_EXTRA_ROOTS`, as absolute paths, because Python
