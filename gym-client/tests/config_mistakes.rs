@@ -390,3 +390,44 @@ fn search_directories_come_before_the_working_directory_and_installed_ones_last(
     let merged = loader.load(&["b", "c"], &Overrides::default()).unwrap().merged;
     assert_eq!((&merged["b"], &merged["c"]), (&"cwd".into(), &"cwd".into()));
 }
+
+#[test]
+fn a_head_of_its_own_takes_a_free_port_unless_one_is_set() {
+    let load = |text: &str| {
+        let case = Case::main(&format!("{MODEL}      port: 10001\n{text}"));
+        let overrides = Overrides::parse(&case.args).unwrap();
+        let lowest = |wish: &gym_client::config::PortRequest<'_>| {
+            (wish.range.low..=wish.range.high).find(|port| !wish.disallowed.contains(port))
+        };
+        let mut loader = ConfigLoader::new(case.folder.path()).environment(|_| None).pick_port(lowest).with_own_head();
+        let config = loader.load(&[] as &[&str], &overrides).unwrap();
+        assert_eq!(config.merged["head_server"]["port"], config.head.port, "the servers of Python read it");
+        config.head.port
+    };
+    assert_eq!(load(""), 10_002);
+    assert_eq!(load("head_server: {host: 127.0.0.1}\n"), 10_002);
+    assert_eq!(load("head_server: {port: 7}\n"), 7);
+}
+
+#[test]
+fn nan_as_an_override_is_the_text_that_was_typed_and_a_number_where_one_is_expected() {
+    #[derive(Debug, Deserialize)]
+    struct Settings {
+        model: String,
+        temperature: f64,
+        bound: f64,
+        #[serde(rename = "openai_api_key")]
+        _key: String,
+    }
+    let block = "policy_model.responses_api_models.openai_model";
+    let case = Case::main(MODEL)
+        .arg(&format!("+{block}.model=nan"))
+        .arg(&format!("+{block}.temperature=nan"))
+        .arg(&format!("+{block}.bound=-inf"));
+    let config = case.load().unwrap();
+    assert_eq!(config.instances[0].settings_as::<serde_json::Map<_, _>>().unwrap()["model"], "nan");
+    let settings: Settings = config.instances[0].settings_as().unwrap();
+    assert_eq!((settings.model.as_str(), settings.bound), ("nan", f64::NEG_INFINITY));
+    assert!(settings.temperature.is_nan());
+    assert!(config.to_global_yaml().contains("model: .nan"), "NeMo Gym's loader reads a float, as Hydra does");
+}

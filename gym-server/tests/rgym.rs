@@ -318,3 +318,67 @@ fn a_link_of_an_old_name_is_that_command() {
     assert_eq!(output.status.code(), Some(0), "{error}");
     assert!(out.contains("policy_model") && out.contains("native"), "{out}");
 }
+
+#[test]
+fn messages_name_the_program_that_runs() {
+    let folder = folder();
+    let bank = folder.path().join("bank");
+    std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_rgym"), &bank).unwrap();
+    let said = |arguments: &[&str]| {
+        let mut command = Command::new(&bank);
+        command.args(arguments).current_dir(folder.path()).env_remove("HEAD_SERVER_URL");
+        let (out, error) = texts(&command.output().unwrap());
+        out + &error
+    };
+    let head = format!("http://127.0.0.1:{}", unused_port());
+    for arguments in [&["status", "--head-url", &head][..], &["collect", "-i", "i", "-o", "o", "--head-url", &head]] {
+        let text = said(arguments);
+        assert!(text.contains("start servers with `bank run`") && !text.contains("rgym"), "{text}");
+    }
+    let help = said(&["--help"]);
+    assert!(help.contains("`bank aliases`") && help.contains("Usage: bank") && !help.contains("rgym"), "{help}");
+}
+
+#[test]
+fn a_web_page_of_another_program_is_not_printed() {
+    use std::io::{Read, Write};
+
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let head = format!("http://{}", listener.local_addr().unwrap());
+    // Ends with the process: both commands send any number of requests.
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            let mut stream = stream.unwrap();
+            let _ = stream.read(&mut [0; 4096]);
+            let page = "<!doctype html><html><title>Not Found</title><p>some other program</p></html>";
+            let head = "HTTP/1.1 404 Not Found\r\nconnection: close\r\ncontent-type: text/html";
+            let _ = write!(stream, "{head}\r\ncontent-length: {}\r\n\r\n{page}", page.len());
+        }
+    });
+    for arguments in [&["status", "--head-url", &head][..], &["collect", "-i", "i", "-o", "o", "--head-url", &head]] {
+        let error = refused(arguments, 1);
+        assert!(error.contains(&head) && error.contains("an HTML page with the title `Not Found`"), "{arguments:?}: {error}");
+        assert!(error.contains("--head-url") && !error.contains("<"), "{arguments:?}: {error}");
+    }
+}
+
+#[test]
+fn a_port_in_use_is_named_with_the_option_that_sets_another() {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let folder = folder();
+    let head = format!("++head_server.port={port}");
+    let model = format!("++policy_model.responses_api_models.scripted_model.port={port}");
+    for (arguments, option) in [
+        (&["run", "--config", "model.yaml", &head][..], "++head_server.port=PORT"),
+        (
+            &["run", "--config", "model.yaml", "++head_server.port=0", &model],
+            "++policy_model.responses_api_models.scripted_model.port=PORT",
+        ),
+    ] {
+        let output = rgym(folder.path(), arguments);
+        let (_, error) = texts(&output);
+        assert_eq!(output.status.code(), Some(1), "{error}");
+        assert!(error.contains(&format!("127.0.0.1:{port}")) && error.contains(option), "{arguments:?}: {error}");
+    }
+}

@@ -120,7 +120,7 @@ pub(crate) fn cases() -> Vec<Case> {
             "",
             &["run", "--config", "QUICKSTART", "OCCUPIED"],
             "exit 1",
-            &["start the head server on 127.0.0.1", "cannot listen"],
+            &["start the head server on 127.0.0.1", "is in use", "++head_server.port=PORT"],
         ),
         cli(
             USAGE,

@@ -10,7 +10,7 @@ use gym_core::server::ServerKind;
 use serde_json::Value;
 
 /// Keys of each block that the configuration itself reads, or that describe the server to people.
-const EVERY_BLOCK: [&str; 12] = [
+const EVERY_BLOCK: [&str; 11] = [
     "entrypoint",
     "host",
     "port",
@@ -22,8 +22,17 @@ const EVERY_BLOCK: [&str; 12] = [
     "value",
     "verified",
     "verified_url",
-    "allowed_agents",
 ];
+
+/// Keys by which the configuration composes servers of a kind, whether or not the implementation reads them.
+fn of_composition(kind: ServerKind) -> &'static [&'static str] {
+    match kind {
+        ServerKind::Agent => &["resources_server", "model_server"],
+        ServerKind::Environment => &["agent_server", "resources_server"],
+        ServerKind::Resources => &["allowed_agents", "allowed_model_types"],
+        ServerKind::Model => &[],
+    }
+}
 
 /// Keys of all servers of a kind in NeMo Gym 0.7.0.
 fn of_kind(kind: ServerKind) -> &'static [&'static str] {
@@ -36,7 +45,7 @@ fn of_kind(kind: ServerKind) -> &'static [&'static str] {
             "tool_accesses",
         ],
         ServerKind::Model => &["token_id_capture_non_generating_requests"],
-        ServerKind::Resources => &["expose_tools_over_mcp", "allowed_model_types"],
+        ServerKind::Resources => &["expose_tools_over_mcp"],
         ServerKind::Environment => &[
             "max_concurrent_episodes",
             "queue_timeout_seconds",
@@ -99,7 +108,8 @@ impl UnreadKeys {
                 Value::Object(map) => !map.is_empty(),
                 _ => true,
             };
-            if EVERY_BLOCK.contains(&key) {
+            let composed = of_composition(instance.kind);
+            if EVERY_BLOCK.contains(&key) || composed.contains(&key) {
                 continue;
             }
             if unsupported(implementation).contains(&key) {
@@ -113,7 +123,7 @@ impl UnreadKeys {
                     unread.ignored.push(problem(instance, &path, "only NeMo Gym's own server reads it"));
                 }
             } else {
-                let names: Vec<&'static str> = known.iter().copied().chain(EVERY_BLOCK).collect();
+                let names: Vec<&'static str> = known.iter().chain(composed).copied().chain(EVERY_BLOCK).collect();
                 unread.unknown(instance, &path, known, &names);
             }
         }

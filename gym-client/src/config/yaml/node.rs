@@ -6,7 +6,7 @@
 use std::fmt;
 
 use crate::config::problem::Origin;
-use crate::config::yaml::float::{python_float, yaml_float};
+use crate::config::yaml::float::python_float;
 
 /// One value with its location.
 #[derive(Clone, Debug)]
@@ -205,8 +205,8 @@ impl Node {
         }
     }
 
-    /// Converts to JSON: keys become strings; infinities and NaN, which JSON lacks, become the strings that YAML writes
-    /// for them.
+    /// Converts to JSON: keys become strings; infinities and NaN, which JSON lacks, become the texts `inf`, `-inf` and `nan`. A setting
+    /// of type float reads them as numbers.
     pub(crate) fn to_json(&self) -> serde_json::Value {
         use serde_json::Value;
         match &self.value {
@@ -217,7 +217,7 @@ impl Node {
                 .or_else(|_| u64::try_from(*int).map(Value::from))
                 .unwrap_or_else(|_| Value::from(*int as f64)),
             Tree::Float(float) => {
-                serde_json::Number::from_f64(*float).map_or_else(|| Value::String(yaml_float(*float)), Value::Number)
+                serde_json::Number::from_f64(*float).map_or_else(|| Value::String(python_float(*float)), Value::Number)
             }
             Tree::Text(text) => Value::String(text.clone()),
             Tree::List(items) => Value::Array(items.iter().map(Self::to_json).collect()),

@@ -31,6 +31,9 @@ pub(in crate::cli) enum Need<'a> {
     Locations,
     /// Running servers: the named ones, or all if none is named. Each gets a port.
     Servers(&'a [String]),
+    /// All servers, running for this command alone. Each gets a port, and so does the head server, because another head server may
+    /// have the default one.
+    OwnServers,
 }
 
 /// Loads the files and overrides of `sources` and `overrides`.
@@ -51,7 +54,10 @@ pub(in crate::cli) async fn load(
             let version = Value::from(python.version.as_str());
             loader = loader.installed_dirs(&python.roots).default_value("python_version", version);
         }
-        if let Need::Servers(_) = need {
+        if let Need::OwnServers = need {
+            loader = loader.with_own_head();
+        }
+        if let Need::Servers(_) | Need::OwnServers = need {
             let mut random = fastrand::Rng::new();
             loader = loader.pick_port(move |wish| free_port(wish, &mut random));
         }
@@ -76,7 +82,7 @@ pub(in crate::cli) async fn load(
             let config = first?;
             let wanted = |instance: &&InstanceConfig| match need {
                 Need::Values => false,
-                Need::Locations => true,
+                Need::Locations | Need::OwnServers => true,
                 Need::Servers(only) => only.is_empty() || only.contains(&instance.name),
             };
             let foreign = config.instances.iter().filter(wanted).find(|instance| {
@@ -107,7 +113,12 @@ pub(in crate::cli) async fn load(
     let installed = python.iter().flat_map(|python| python.roots.iter().cloned());
     let roots = searched.iter().cloned().chain([working_dir.clone()]).chain(installed).collect();
     let loaded = LoadedConfig { config, python, roots, searched };
-    if let Need::Servers(only) = need {
+    let starts: Option<&[String]> = match need {
+        Need::Servers(only) => Some(only),
+        Need::OwnServers => Some(&[]),
+        Need::Values | Need::Locations => None,
+    };
+    if let Some(only) = starts {
         let wanted = |instance: &InstanceConfig| only.is_empty() || only.contains(&instance.name);
         // All servers that cannot start are reported together, before any server starts.
         locations(&loaded, servers, wanted)?;
