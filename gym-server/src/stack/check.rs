@@ -57,6 +57,6 @@ pub(crate) fn try_build(instance: &InstanceConfig, servers: &Servers, world: &Wo
     let client = ServerClient::new(registry, Transports::from_features(InProcess::new()), world);
     let context = ServerContext::new(&instance.name, &instance.implementation, world);
     let made = servers.make(Build::new(instance, &context, &client));
-    made.map_or(Ok(Vec::new()), |made| made.map(|(_, ignored)| ignored))
+    made.map_or(Ok(Vec::new()), |made| made.map(|made| made.ignored))
         .map_err(|error| error.about(format!("start {}", instance.name)))
 }

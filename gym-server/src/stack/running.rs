@@ -23,7 +23,7 @@ use crate::role::ServerContext;
 use crate::stack::instance::{RunningServer, registration, unknown_implementation};
 use crate::stack::options::{HEAD_NAME, StackOptions};
 use crate::stack::python;
-use crate::stack::servers::{Build, Servers};
+use crate::stack::servers::{Build, Made, Servers};
 use gym_core::transport::serve;
 
 /// The running servers of a configuration. [`Stack::stop`] stops them in order; dropping the stack aborts them.
@@ -175,7 +175,8 @@ impl Stack {
             context.incarnation = Some(incarnation);
             match servers.make(Build::new(instance, &context, &self.client)) {
                 Some(made) => {
-                    let (handler, ignored) = made.map_err(|error| error.about(format!("start {}", instance.name)))?;
+                    let Made { handler, ignored } =
+                        made.map_err(|error| error.about(format!("start {}", instance.name)))?;
                     ignored.iter().for_each(|ignored| tracing::warn!(server = instance.name, "{ignored}"));
                     self.start_native(instance, handler, incarnation, local, options).await?;
                 }

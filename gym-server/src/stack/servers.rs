@@ -64,6 +64,13 @@ impl<'a> Build<'a> {
     }
 }
 
+/// An instance that a factory has created.
+pub(crate) struct Made {
+    pub(crate) handler: Arc<dyn Handler>,
+    /// The keys of its block that only NeMo Gym's own server reads.
+    pub(crate) ignored: Vec<Problem>,
+}
+
 type Factory = Arc<dyn Fn(&Build<'_>) -> Result<Arc<dyn Handler>> + Send + Sync>;
 
 /// The implementations that run in this process. An instance with any other implementation needs a Python `entrypoint`, which runs
@@ -258,11 +265,11 @@ impl Servers {
         nearest_name(wanted, self.names(kind))
     }
 
-    /// Creates an instance; `None` if there is no such implementation. Also returns the keys of its block that it ignores.
-    pub(crate) fn make(&self, build: Build<'_>) -> Option<Result<(Arc<dyn Handler>, Vec<Problem>)>> {
+    /// Creates an instance; `None` if there is no such implementation.
+    pub(crate) fn make(&self, build: Build<'_>) -> Option<Result<Made>> {
         let key = (build.instance.kind, build.instance.implementation.clone());
         let factory = self.factories.get(&key)?;
-        Some(factory(&build).and_then(|handler| Ok((handler, build.into_ignored()?))))
+        Some(factory(&build).and_then(|handler| Ok(Made { handler, ignored: build.into_ignored()? })))
     }
 }
 
@@ -324,7 +331,7 @@ mod tests {
         let echo = || handler_fn(|_: Request| async { Ok(Response::json("{}")) });
         let servers = Servers::none().handler(ServerKind::Resources, "echo", move |_| Ok(Arc::new(echo())));
         let made = servers.make(Build::new(&config.instances[0], &context, &client));
-        let (handler, _) = made.unwrap().unwrap();
+        let handler = made.unwrap().unwrap().handler;
         let call = |incarnation| {
             let mut cx = CallContext::default();
             cx.incarnation = incarnation;
