@@ -246,8 +246,10 @@ fn a_key_that_only_nemo_gym_reads_is_a_warning_with_its_line() {
     assert!(warned[0].contains(&key(8, "num_workers")) && warned[1].contains(&key(9, "tool_accesses")), "{error}");
     let output = rgym(folder.path(), &["config", "check", "main.yaml", "--strict"]);
     assert_eq!(output.status.code(), Some(2), "{:?}", texts(&output));
-    std::fs::write(folder.path().join("main.yaml"), format!("{AGENT}      num_workers: 1\n      verified: true\n"))
-        .unwrap();
+    let vllm = "vllm: {responses_api_models: {vllm_model: {entrypoint: app.py, base_url: 'http://a/v1', model: m, endpoint_file: null, \
+                endpoint_stale_grace_s: 300.0, use_completions_api: false}}}\n";
+    let text = format!("{AGENT}      num_workers: 1\n      verified: true\n{vllm}");
+    std::fs::write(folder.path().join("main.yaml"), text).unwrap();
     let output = rgym(folder.path(), &["config", "check", "main.yaml", "--strict"]);
     assert_eq!(output.status.code(), Some(0), "{:?}", texts(&output));
 }
@@ -357,7 +359,10 @@ fn a_web_page_of_another_program_is_not_printed() {
     });
     for arguments in [&["status", "--head-url", &head][..], &["collect", "-i", "i", "-o", "o", "--head-url", &head]] {
         let error = refused(arguments, 1);
-        assert!(error.contains(&head) && error.contains("an HTML page with the title `Not Found`"), "{arguments:?}: {error}");
+        assert!(
+            error.contains(&head) && error.contains("an HTML page with the title `Not Found`"),
+            "{arguments:?}: {error}"
+        );
         assert!(error.contains("--head-url") && !error.contains("<"), "{arguments:?}: {error}");
     }
 }

@@ -59,16 +59,14 @@ fn of_kind(kind: ServerKind) -> &'static [&'static str] {
 fn of_implementation(implementation: &str) -> &'static [&'static str] {
     match implementation {
         "simple_agent" => &["execute_tools"],
-        "vllm_model" => &[
-            "endpoint_stale_grace_s",
-            "endpoint_connection_retries",
-            "endpoint_check_interval_s",
-            "render_chat_template",
-            "tokenizer",
-        ],
+        "vllm_model" => &["render_chat_template", "tokenizer"],
         _ => &[],
     }
 }
+
+/// Keys of `vllm_model` which NeMo Gym reads only with `endpoint_file`, and which its own file sets without it.
+const OF_ENDPOINT_FILE: [&str; 3] =
+    ["endpoint_stale_grace_s", "endpoint_connection_retries", "endpoint_check_interval_s"];
 
 /// Keys of single servers in NeMo Gym 0.7.0 without which rollouts would differ.
 fn unsupported(implementation: &str) -> &'static [&'static str] {
@@ -109,7 +107,8 @@ impl UnreadKeys {
                 _ => true,
             };
             let composed = of_composition(instance.kind);
-            if EVERY_BLOCK.contains(&key) || composed.contains(&key) {
+            let idle = implementation == "vllm_model" && OF_ENDPOINT_FILE.contains(&key);
+            if idle || EVERY_BLOCK.contains(&key) || composed.contains(&key) {
                 continue;
             }
             if unsupported(implementation).contains(&key) {

@@ -64,7 +64,8 @@ async fn check(args: CheckArgs, overrides: &[String], servers: &Servers, console
         })
         .collect();
     if args.strict && !warnings.is_empty() {
-        return Err(Failure::Usage(format!("{} warnings, which --strict treats as errors", warnings.len())));
+        let (count, s) = (warnings.len(), if warnings.len() == 1 { "" } else { "s" });
+        return Err(Failure::Usage(format!("{count} warning{s}: --strict treats them as errors")));
     }
     let files = config.files.len();
     console::print(&console::table(["name", "kind", "implementation", "runs as"], rows));
