@@ -636,7 +636,7 @@ fn instance(
     check::references(&node, "", &mut found);
     let references = found.into_iter().map(|(field, kind, name, _)| ServerReference { field, kind, name }).collect();
     let text = |key: &str| node.step(key).and_then(Node::as_text).map(str::to_owned);
-    let settings = match node.to_json() {
+    let settings = match node.to_settings() {
         Value::Object(map) => map,
         _ => serde_json::Map::new(),
     };
