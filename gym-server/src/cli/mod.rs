@@ -132,7 +132,9 @@ fn start(cli: Cli, overrides: Vec<String>, head_url_given: bool, servers: Server
             Command::Config(args) => config::command(args, &overrides, &servers, &console).await,
             Command::New(NewCommand::Environment(args)) => new::environment(&args),
             Command::View(args) => view::view(args),
-            Command::Completions { shell } => aliases::completions(shell),
+            Command::Completions { shell } => {
+                aliases::completions(shell, console::program(), &servers.transports().known())
+            }
             Command::Aliases => aliases::print(),
         }
     };
