@@ -103,3 +103,15 @@ math_environment:
     assert_eq!(rollouts.len(), 8);
     assert!(rollouts.iter().all(|rollout| rollout["reward"].is_f64()), "{rollouts:?}");
 }
+
+#[tokio::test]
+async fn the_quickstart_runs_from_any_directory() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_quickstart"));
+    clean(&mut command);
+    command.current_dir(folder.path()).kill_on_drop(true).args(["--limit", "3"]);
+    let output = tokio::time::timeout(PATIENCE, command.output()).await.unwrap().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let rollouts = std::fs::read_to_string(folder.path().join("results/quickstart.jsonl")).unwrap();
+    assert_eq!(rollouts.lines().count(), 6);
+}

@@ -295,6 +295,46 @@ fn typed_settings_name_instance_line_and_key() {
 }
 
 #[test]
+fn one_typing_mistake_in_a_server_is_one_error() {
+    let block = |kind: &str, settings: &str| {
+        format!(
+            "shop: {{{kind}: {{shop: {{{settings}}}}}}}\n{MODEL}{AGENT}      resources_server: {{type: resources_servers, name: shop}}\n"
+        )
+    };
+    for (text, what) in [
+        (block("resource_servers", "entrypoint: app.py, domain: math"), "did you mean 'resources_servers'?"),
+        (block("resources_servers", "entrypoint: app.py, domain: maths"), "did you mean 'math'?"),
+        (block("resources_servers", "entrypoint: app.py, domian: math"), "the resources server has no domain"),
+        (block("resources_servers", "entrypont: app.py, domain: math"), "did you mean 'entrypoint'?"),
+    ] {
+        let case = Case::main(&text);
+        case.says(&["main.yaml:1: shop", what]);
+        assert_eq!(case.load().unwrap_err().problems().len(), 1, "{}", case.message());
+    }
+    Case::main(&block("resources_servers", "domain: math")).says(&["'shop' has no entrypoint, so it is not a server"]);
+    let variable = "base: {resources_servers: {shop: {endpoint: x}}}\n";
+    assert!(Case::main(variable).load().is_ok(), "a block without entrypoint is a variable");
+}
+
+#[test]
+fn a_key_that_the_type_does_not_have_is_rejected_unless_the_type_takes_any() {
+    #[derive(Debug, Deserialize)]
+    struct Settings {
+        #[serde(rename = "openai_api_key", alias = "key")]
+        _key: String,
+    }
+    let config = Case::main(&format!("{MODEL}      openai_api_kye: x\n      description: d\n")).load().unwrap();
+    let model = config.require("policy_model").unwrap();
+    let error = model.settings_as::<Settings>().unwrap_err().to_string();
+    assert!(
+        error.contains("main.yaml:6: policy_model.responses_api_models.openai_model.openai_api_kye: unknown key"),
+        "{error}"
+    );
+    assert!(error.ends_with("fix: did you mean 'openai_api_key'?"), "{error}");
+    assert_eq!(model.settings_as::<serde_json::Map<_, _>>().unwrap()["openai_api_kye"], "x");
+}
+
+#[test]
 fn secrets_are_masked_and_counts_are_not() {
     let text = format!(
         "{MODEL}hf_token: hf_abc\nmax_output_tokens: 256\nurl: https://u:pw@h/x\napi_keys: [a, b]\npassword: 1234\n"
@@ -349,4 +389,45 @@ fn search_directories_come_before_the_working_directory_and_installed_ones_last(
     let mut loader = ConfigLoader::new(folders[1].path()).installed_dirs([folders[0].path()]);
     let merged = loader.load(&["b", "c"], &Overrides::default()).unwrap().merged;
     assert_eq!((&merged["b"], &merged["c"]), (&"cwd".into(), &"cwd".into()));
+}
+
+#[test]
+fn a_head_of_its_own_takes_a_free_port_unless_one_is_set() {
+    let load = |text: &str| {
+        let case = Case::main(&format!("{MODEL}      port: 10001\n{text}"));
+        let overrides = Overrides::parse(&case.args).unwrap();
+        let lowest = |wish: &gym_client::config::PortRequest<'_>| {
+            (wish.range.low..=wish.range.high).find(|port| !wish.disallowed.contains(port))
+        };
+        let mut loader = ConfigLoader::new(case.folder.path()).environment(|_| None).pick_port(lowest).with_own_head();
+        let config = loader.load(&[] as &[&str], &overrides).unwrap();
+        assert_eq!(config.merged["head_server"]["port"], config.head.port, "the servers of Python read it");
+        config.head.port
+    };
+    assert_eq!(load(""), 10_002);
+    assert_eq!(load("head_server: {host: 127.0.0.1}\n"), 10_002);
+    assert_eq!(load("head_server: {port: 7}\n"), 7);
+}
+
+#[test]
+fn nan_as_an_override_is_the_text_that_was_typed_and_a_number_where_one_is_expected() {
+    #[derive(Debug, Deserialize)]
+    struct Settings {
+        model: String,
+        temperature: f64,
+        bound: f64,
+        #[serde(rename = "openai_api_key")]
+        _key: String,
+    }
+    let block = "policy_model.responses_api_models.openai_model";
+    let case = Case::main(MODEL)
+        .arg(&format!("+{block}.model=nan"))
+        .arg(&format!("+{block}.temperature=nan"))
+        .arg(&format!("+{block}.bound=-inf"));
+    let config = case.load().unwrap();
+    assert_eq!(config.instances[0].settings_as::<serde_json::Map<_, _>>().unwrap()["model"], "nan");
+    let settings: Settings = config.instances[0].settings_as().unwrap();
+    assert_eq!((settings.model.as_str(), settings.bound), ("nan", f64::NEG_INFINITY));
+    assert!(settings.temperature.is_nan());
+    assert!(config.to_global_yaml().contains("model: .nan"), "NeMo Gym's loader reads a float, as Hydra does");
 }

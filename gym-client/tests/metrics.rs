@@ -12,6 +12,7 @@ use gym_core::rollout::metrics::{
     AggregateOptions, Aggregation, BodyRows, MetricsError, Sample, aggregate_metrics, highest_k_metrics, pass_at_k,
     subset_metrics, t_quantile_95,
 };
+use proptest::prelude::*;
 use serde::Deserialize;
 use serde_json::value::RawValue;
 use serde_json::{Map, Value, json};
@@ -345,4 +346,53 @@ fn assert_same_but_for_kind(path: &str, got: &Value, expected: &Value) {
         }
     }
     assert_same(path, &floats(got), &floats(expected));
+}
+
+/// Rows of tasks and repeats, each with a reward, a second metric and its mask. A masked row may have any value.
+fn masked_rows() -> impl Strategy<Value = Vec<(i64, i64, f64, u32, bool)>> {
+    let row = (prop_oneof![Just(0.0), Just(1.0), -2.0..2.0], 0..9_u32, any::<bool>());
+    proptest::collection::vec(proptest::collection::vec(row, 1..5), 1..6).prop_map(|tasks| {
+        let numbered = |(task, rows): (usize, Vec<(f64, u32, bool)>)| {
+            let row = move |(repeat, (reward, turns, masked))| (task as i64, repeat as i64, reward, turns, masked);
+            rows.into_iter().enumerate().map(row)
+        };
+        tasks.into_iter().enumerate().flat_map(numbered).collect()
+    })
+}
+
+proptest! {
+    #[test]
+    fn masked_rollouts_change_no_statistic_of_the_others(rows in masked_rows()) {
+        let reply = |rows: &mut dyn Iterator<Item = &(i64, i64, f64, u32, bool)>| {
+            let row = |(task, repeat, reward, turns, masked): &(i64, i64, f64, u32, bool)| {
+                let mut row = json!({"_ng_task_index": task, "_ng_rollout_index": repeat, "reward": reward, "turns": turns});
+                if *masked {
+                    row["mask_sample"] = true.into();
+                }
+                row
+            };
+            let body = json!({"verify_responses": rows.map(row).collect::<Vec<_>>()}).to_string();
+            let reply = aggregate_metrics(body.as_bytes(), 1 << 20).unwrap();
+            let mut reply: Value = serde_json::from_slice(&reply).unwrap();
+            // The coverage and the number of repeats tell that something was masked.
+            for part in ["agent_metrics", "key_metrics"] {
+                let metrics = reply[part].as_object_mut().unwrap();
+                metrics.retain(|key, _| !key.starts_with("coverage/") && key != "num_repeats");
+            }
+            reply
+        };
+        let masked = reply(&mut rows.iter());
+        let absent = reply(&mut rows.iter().filter(|row| !row.4));
+        prop_assert_eq!(masked, absent);
+    }
+
+    #[test]
+    fn a_task_whose_rollouts_are_all_missing_changes_no_pass_at_k(
+        scores in proptest::collection::vec(proptest::collection::vec((any::<bool>(), 0..3_u8), 0..4), 0..6),
+    ) {
+        let sample = |(right, answer): &(bool, u8)| Sample { answer: Some(answer.to_string()), ..Sample::accuracy(f64::from(u8::from(*right))) };
+        let tasks: Vec<Vec<Sample>> = scores.iter().chain([&vec![(true, 1)]]).map(|task| task.iter().map(sample).collect()).collect();
+        let present: Vec<Vec<Sample>> = tasks.iter().filter(|task| !task.is_empty()).cloned().collect();
+        prop_assert_eq!(pass_at_k(&tasks, true).metrics, pass_at_k(&present, true).metrics);
+    }
 }

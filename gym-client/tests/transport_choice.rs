@@ -174,7 +174,7 @@ async fn a_required_level_fails_instead_of_falling_and_says_what_was_found_and_w
         "ucx_tcp: below require_transport rdma",
         "fix: ",
         "require_transport",
-        "rgym doctor",
+        "the command `doctor`",
     ] {
         assert!(text.contains(words), "{words:?} in {text}");
     }

@@ -42,7 +42,7 @@ fn main() -> ExitCode {
         return gym_server::cli::main(Servers::stock().resources("digit", |_| Ok(Digit)));
     }
     let wanted = std::env::args().nth(1).filter(|argument| !argument.starts_with('-')).unwrap_or_default();
-    let cases: [(&str, fn()); 14] = [
+    let cases: [(&str, fn()); 15] = [
         ("run_announces_serves_and_stops_in_order", run_announces_serves_and_stops_in_order),
         ("a_second_signal_stops_at_once", a_second_signal_stops_at_once),
         ("services_run_in_processes_of_their_own", services_run_in_processes_of_their_own),
@@ -55,6 +55,7 @@ fn main() -> ExitCode {
         ),
         ("collect_uses_the_servers_that_run", collect_uses_the_servers_that_run),
         ("collect_brings_its_own_servers", collect_brings_its_own_servers),
+        ("collect_takes_a_free_port_for_its_own_head", collect_takes_a_free_port_for_its_own_head),
         ("a_failed_rollout_ends_with_3", a_failed_rollout_ends_with_3),
         (
             "a_collection_in_which_all_fails_alike_stops_and_says_how_to_go_on",
@@ -372,7 +373,7 @@ fn a_required_transport_fails_without_fallback() {
     let started = folder.start(&[]);
     let (out, error) = ended_with(&folder.collected(&["--require-transport", "rdma", "--attempts", "1"]), 3);
     let failures = std::fs::read_to_string(folder.file("out/rollouts_failures.jsonl")).unwrap();
-    for words in ["http: below require_transport rdma", "it offers no ucx endpoint", "rgym doctor"] {
+    for words in ["http: below require_transport rdma", "it offers no ucx endpoint", "the command `doctor`"] {
         assert!(failures.contains(words), "{words}: {failures}{out}{error}");
     }
     assert_eq!(started.interrupt(), Some(0));
@@ -438,9 +439,21 @@ fn collect_brings_its_own_servers() {
     let (out, error) = ended_with(&folder.run(&[&arguments[..], &["--progress", "plain"]].concat()), 0);
     assert!(out.contains("10 of 10 rollouts are recorded"), "{out}{error}");
     assert!(folder.rollouts().iter().all(|row| row["reward"] == 1.0));
+    assert!(out.contains("transports: mem "), "{out}");
+    assert!(error.contains(&format!("started 4 servers for this collection, head {}", folder.head())), "{error}");
     let (out, _) = ended_with(&folder.run(&[&arguments[..], &["--resume"]].concat()), 0);
     assert!(out.contains("(10 of them by earlier runs)"), "{out}");
     assert_eq!(folder.rollouts().len(), 10);
+}
+
+fn collect_takes_a_free_port_for_its_own_head() {
+    let folder = TestFolder::new();
+    folder.tasks([row("0123456789", 0)]);
+    let (_, error) = ended_with(&folder.collect(&["--config", "gym.yaml"]).output().unwrap(), 0);
+    let head =
+        error.lines().find_map(|line| line.strip_prefix("started 4 servers for this collection, head ")).unwrap();
+    let port: u16 = head.rsplit_once(':').unwrap().1.parse().unwrap();
+    assert!((10_001..=20_000).contains(&port) && port != 11_000, "a port of the range, and not that of `run`: {head}");
 }
 
 fn a_failed_rollout_ends_with_3() {

@@ -157,7 +157,7 @@ fn an_implementation_that_nobody_has_is_told_before_anything_starts() {
         let output = rgym(folder.path(), arguments);
         let (out, error) = texts(&output);
         assert_eq!((output.status.code(), out.as_str()), (Some(2), ""), "{error}");
-        assert!(error.contains("did you mean `scripted_model`?"), "{error}");
+        assert!(error.contains("fix: did you mean `scripted_model`?"), "{error}");
     }
     let output = rgym(folder.path(), &check);
     let (_, error) = texts(&output);
@@ -171,6 +171,102 @@ fn an_implementation_that_nobody_has_is_told_before_anything_starts() {
     let (out, error) = texts(&output);
     assert_eq!(output.status.code(), Some(0), "{error}");
     assert!(out.contains("python ") && out.contains("ok: 1 servers from 1 file"), "{out}");
+}
+
+const AGENT: &str = "\
+policy_model: {responses_api_models: {scripted_model: {entrypoint: app.py}}}
+shop: {responses_api_models: {scripted_model: {entrypoint: app.py}}}
+my_agent:
+  responses_api_agents:
+    simple_agent:
+      entrypoint: app.py
+      model_server: {type: responses_api_models, name: policy_model}
+";
+
+#[test]
+fn a_key_that_an_implementation_does_not_have_is_an_error_with_its_line_and_the_nearest_name() {
+    let folder = folder();
+    let vllm = "m:\n  responses_api_models:\n    vllm_model:\n      entrypoint: app.py\n      base_url: http://a/v1\n      model: m\n";
+    for (yaml, what) in [
+        (
+            format!("{AGENT}      max_step: 4\n"),
+            "main.yaml:8: my_agent.responses_api_agents.simple_agent.max_step: unknown key 'max_step'\n  fix: did you mean 'max_steps'?",
+        ),
+        (
+            format!("{AGENT}      resource_server: {{type: responses_api_models, name: shop}}\n"),
+            "main.yaml:8: my_agent.responses_api_agents.simple_agent.resource_server: unknown key 'resource_server'\n  fix: did you \
+             mean 'resources_server'?",
+        ),
+        (
+            AGENT.replace("model_server:", "model_srever:"),
+            "main.yaml:7: my_agent.responses_api_agents.simple_agent.model_srever: unknown key 'model_srever'\n  fix: did you mean \
+             'model_server'?\n",
+        ),
+        (
+            format!("{AGENT}      frobnicate: 4\n"),
+            "fix: remove it; simple_agent reads resources_server, model_server, max_steps",
+        ),
+        (
+            AGENT.replace("name: policy_model", "name: policy_model, nmae: x"),
+            "simple_agent.model_server.nmae: unknown key 'nmae'",
+        ),
+        (format!("{vllm}      uses_reasoning_parsers: false\n"), "did you mean 'uses_reasoning_parser'?"),
+        (
+            format!("{vllm}      use_completions_api: true\n"),
+            "main.yaml:7: m.responses_api_models.vllm_model.use_completions_api",
+        ),
+    ] {
+        std::fs::write(folder.path().join("main.yaml"), &yaml).unwrap();
+        for arguments in
+            [&["config", "check", "main.yaml"][..], &["run", "--config", "main.yaml", "++head_server.port=0"]]
+        {
+            let output = rgym(folder.path(), arguments);
+            let (_, error) = texts(&output);
+            assert_eq!(output.status.code(), Some(2), "{arguments:?}, {yaml}: {error}");
+            assert!(format!("{error}\n").contains(what), "{arguments:?}, {yaml}: {error}");
+            assert_eq!(error.matches("fix: ").count(), 1, "{arguments:?}, {yaml}: {error}");
+        }
+    }
+}
+
+#[test]
+fn a_key_that_only_nemo_gym_reads_is_a_warning_with_its_line() {
+    let folder = folder();
+    let keys =
+        "      num_workers: 4\n      tool_accesses: [{kind: x}]\n      token_id_capture: false\n      description: d\n";
+    std::fs::write(folder.path().join("main.yaml"), format!("{AGENT}{keys}")).unwrap();
+    let output = rgym(folder.path(), &["config", "check", "main.yaml"]);
+    let (_, error) = texts(&output);
+    assert_eq!(output.status.code(), Some(0), "{error}");
+    let warned: Vec<_> = error.lines().filter(|line| line.starts_with("warning: ")).collect();
+    let key = |line: u32, key: &str| {
+        format!("main.yaml:{line}: my_agent.responses_api_agents.simple_agent.{key}: '{key}' is ignored")
+    };
+    assert_eq!(warned.len(), 2, "{error}");
+    assert!(warned[0].contains(&key(8, "num_workers")) && warned[1].contains(&key(9, "tool_accesses")), "{error}");
+    let output = rgym(folder.path(), &["config", "check", "main.yaml", "--strict"]);
+    assert_eq!(output.status.code(), Some(2), "{:?}", texts(&output));
+    let vllm = "vllm: {responses_api_models: {vllm_model: {entrypoint: app.py, base_url: 'http://a/v1', model: m, endpoint_file: null, \
+                endpoint_stale_grace_s: 300.0, use_completions_api: false}}}\n";
+    let text = format!("{AGENT}      num_workers: 1\n      verified: true\n{vllm}");
+    std::fs::write(folder.path().join("main.yaml"), text).unwrap();
+    let output = rgym(folder.path(), &["config", "check", "main.yaml", "--strict"]);
+    assert_eq!(output.status.code(), Some(0), "{:?}", texts(&output));
+}
+
+#[test]
+fn a_misspelled_implementation_without_an_interpreter_suggests_the_name_in_its_fix() {
+    let folder = folder();
+    let theirs = "policy_model:\n  responses_api_models:\n    scripted_modle: {entrypoint: app.py}\n";
+    std::fs::write(folder.path().join("theirs.yaml"), theirs).unwrap();
+    let python = folder.path().join("python");
+    std::fs::write(&python, "").unwrap();
+    let output = rgym(folder.path(), &["config", "check", "theirs.yaml", "--python", "./python"]);
+    let (_, error) = texts(&output);
+    assert!(
+        error.contains("theirs.yaml:3") && error.contains("fix: did you mean `scripted_model`? Otherwise"),
+        "{error}"
+    );
 }
 
 #[test]
@@ -223,4 +319,71 @@ fn a_link_of_an_old_name_is_that_command() {
     let (out, error) = texts(&output);
     assert_eq!(output.status.code(), Some(0), "{error}");
     assert!(out.contains("policy_model") && out.contains("native"), "{out}");
+}
+
+#[test]
+fn messages_name_the_program_that_runs() {
+    let folder = folder();
+    let bank = folder.path().join("bank");
+    std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_rgym"), &bank).unwrap();
+    let said = |arguments: &[&str]| {
+        let mut command = Command::new(&bank);
+        command.args(arguments).current_dir(folder.path()).env_remove("HEAD_SERVER_URL");
+        let (out, error) = texts(&command.output().unwrap());
+        out + &error
+    };
+    let head = format!("http://127.0.0.1:{}", unused_port());
+    for arguments in [&["status", "--head-url", &head][..], &["collect", "-i", "i", "-o", "o", "--head-url", &head]] {
+        let text = said(arguments);
+        assert!(text.contains("start servers with `bank run`") && !text.contains("rgym"), "{text}");
+    }
+    let help = said(&["--help"]);
+    assert!(help.contains("`bank aliases`") && help.contains("Usage: bank") && !help.contains("rgym"), "{help}");
+}
+
+#[test]
+fn a_web_page_of_another_program_is_not_printed() {
+    use std::io::{Read, Write};
+
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let head = format!("http://{}", listener.local_addr().unwrap());
+    // Ends with the process: both commands send any number of requests.
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            let mut stream = stream.unwrap();
+            let _ = stream.read(&mut [0; 4096]);
+            let page = "<!doctype html><html><title>Not Found</title><p>some other program</p></html>";
+            let head = "HTTP/1.1 404 Not Found\r\nconnection: close\r\ncontent-type: text/html";
+            let _ = write!(stream, "{head}\r\ncontent-length: {}\r\n\r\n{page}", page.len());
+        }
+    });
+    for arguments in [&["status", "--head-url", &head][..], &["collect", "-i", "i", "-o", "o", "--head-url", &head]] {
+        let error = refused(arguments, 1);
+        assert!(
+            error.contains(&head) && error.contains("an HTML page with the title `Not Found`"),
+            "{arguments:?}: {error}"
+        );
+        assert!(error.contains("--head-url") && !error.contains("<"), "{arguments:?}: {error}");
+    }
+}
+
+#[test]
+fn a_port_in_use_is_named_with_the_option_that_sets_another() {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let folder = folder();
+    let head = format!("++head_server.port={port}");
+    let model = format!("++policy_model.responses_api_models.scripted_model.port={port}");
+    for (arguments, option) in [
+        (&["run", "--config", "model.yaml", &head][..], "++head_server.port=PORT"),
+        (
+            &["run", "--config", "model.yaml", "++head_server.port=0", &model],
+            "++policy_model.responses_api_models.scripted_model.port=PORT",
+        ),
+    ] {
+        let output = rgym(folder.path(), arguments);
+        let (_, error) = texts(&output);
+        assert_eq!(output.status.code(), Some(1), "{error}");
+        assert!(error.contains(&format!("127.0.0.1:{port}")) && error.contains(option), "{arguments:?}: {error}");
+    }
 }

@@ -4,7 +4,7 @@
 //! `--resume` or `--concurrency 64`. It replaces its earlier results, unless `--resume` is given.
 
 use std::ffi::OsString;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::{Context, Result};
@@ -14,13 +14,23 @@ fn main() -> Result<ExitCode> {
     gym_client::launch::enter();
     let input = Path::new("results/quickstart_tasks.jsonl");
     write_tasks(input).with_context(|| format!("write {}", input.display()))?;
-    let fixed = [
-        "quickstart collect --config examples/configs/quickstart.yaml --output results/quickstart.jsonl --num-repeats 2",
-        "--overwrite-by-default --add-seed --input",
-    ];
-    let arguments = fixed.iter().flat_map(|line| line.split(' ')).map(OsString::from);
-    let arguments = arguments.chain([input.as_os_str().to_owned()]).chain(std::env::args_os().skip(1));
+    let config = configuration()?;
+    let fixed = "quickstart collect --output results/quickstart.jsonl --num-repeats 2 --overwrite-by-default --add-seed --input";
+    let arguments = fixed.split(' ').map(OsString::from).chain([input.into(), "--config".into(), config.into()]);
+    let arguments = arguments.chain(std::env::args_os().skip(1));
     Ok(gym_server::cli::main_with(servers::servers(), arguments))
+}
+
+/// Returns the configuration file: that of the checkout, or outside of it a copy of the one that this program was built with.
+fn configuration() -> Result<PathBuf> {
+    let checkout = PathBuf::from("examples/configs/quickstart.yaml");
+    if checkout.is_file() {
+        return Ok(checkout);
+    }
+    let copy = PathBuf::from("results/quickstart.yaml");
+    std::fs::write(&copy, include_str!("../../configs/quickstart.yaml"))
+        .with_context(|| format!("write {}", copy.display()))?;
+    Ok(copy)
 }
 
 /// Writes the tasks of the three environments, alternating between them.

@@ -73,6 +73,18 @@ pub(crate) fn cases() -> Vec<Case> {
             &["main.yaml:", "openai_base_url", "expected a string"],
         ),
         config(
+            "an unknown key",
+            "policy_model: {responses_api_models: {scripted_model: {entrypoint: app.py}}}\nmy_agent:\n  responses_api_agents:\n    \
+             simple_agent:\n      entrypoint: app.py\n      max_step: 4\n      model_server: {type: responses_api_models, name: \
+             policy_model}\n",
+            &["start my_agent", "main.yaml:6", "unknown key 'max_step'", "did you mean 'max_steps'?"],
+        ),
+        config(
+            "a misspelled domain",
+            "e:\n  resources_servers:\n    math: {entrypoint: app.py, domain: maht}\n",
+            &["main.yaml:3: e.resources_servers.math.domain", "did you mean 'math'?"],
+        ),
+        config(
             "a server without its entrypoint",
             "e:\n  resources_servers:\n    maths: {domain: math}\n",
             &["nothing to run: no server in", "main.yaml", "without `entrypoint`"],
@@ -108,7 +120,7 @@ pub(crate) fn cases() -> Vec<Case> {
             "",
             &["run", "--config", "QUICKSTART", "OCCUPIED"],
             "exit 1",
-            &["start the head server on 127.0.0.1", "cannot listen"],
+            &["start the head server on 127.0.0.1", "is in use", "++head_server.port=PORT"],
         ),
         cli(
             USAGE,

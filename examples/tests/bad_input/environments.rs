@@ -17,6 +17,13 @@ pub(crate) fn cases() -> Vec<Case> {
         ),
         rolled(
             FAILS,
+            "a second reward among the verdict's keys",
+            "a_verifier_two_rewards",
+            NOT_A_NUMBER,
+            &["POST verifier_two_rewards/verify", "its key `reward` is 0.5"],
+        ),
+        rolled(
+            FAILS,
             "a reward of NaN",
             "a_verifier_nan",
             NOT_A_NUMBER,

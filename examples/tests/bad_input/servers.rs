@@ -39,7 +39,8 @@ const MANNERS: [&str; 27] = [
 ];
 
 /// Resources servers that fail; each has the agent `a_…`.
-const VERIFIERS: [&str; 5] = ["verifier_error", "verifier_nan", "verifier_panic", "seed_error", "tool_error"];
+const VERIFIERS: [&str; 6] =
+    ["verifier_error", "verifier_nan", "verifier_two_rewards", "verifier_panic", "seed_error", "tool_error"];
 
 /// Environment servers with invalid responses; each is in front of the agent `a_…`.
 const ENVIRONMENTS: [&str; 5] = ["answers_list", "answers_text", "text_reward", "null_reward", "not_utf8"];
@@ -111,6 +112,7 @@ impl ResourcesServer for Wrong {
         match self.0 {
             "verifier_error" => Err(Error::internal("the judge is out of office")),
             "verifier_nan" => Ok(Verdict::reward(f64::NAN)),
+            "verifier_two_rewards" => Ok(Verdict::reward(1.0).with("reward", 0.5)),
             "verifier_panic" => panic!("index out of range in the verifier"),
             _ => Ok(Verdict::correct(true)),
         }

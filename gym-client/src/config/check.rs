@@ -149,9 +149,27 @@ fn misspelt_kind(name: &str, block: &Map) -> Option<Problem> {
     })
 }
 
+/// Finds a block that is a variable only because its `entrypoint` has a typing mistake.
+fn misspelt_entrypoint(name: &str, kind: ServerKind, inner: &Node) -> Option<Problem> {
+    let implementations = inner.as_map().map(|map| map.0.as_slice()).unwrap_or_default();
+    implementations.iter().find_map(|(implementation, settings)| {
+        settings.as_map()?.0.iter().find_map(|(key, node)| {
+            let key = key.to_string();
+            // At most two mistakes: `endpoint` has three, and is a word of its own.
+            (strsim::damerau_levenshtein(&key, "entrypoint") <= 2).then(|| {
+                let what = format!("unknown key '{key}', and no 'entrypoint': the block is no server");
+                Problem::new(Mistake::Value, &node.origin, format!("{name}.{kind}.{implementation}.{key}"), what)
+                    .instance(name)
+                    .fix("did you mean 'entrypoint'?")
+            })
+        })
+    })
+}
+
 fn server(name: &str, kind: ServerKind, block: &Map, found: &mut Vec<FoundServer>, problems: &mut Vec<Problem>) {
     let inner = block.get(kind.as_str()).expect("the caller checked that the kind exists");
     if !has_entrypoint(block, kind.as_str()) {
+        problems.extend(misspelt_entrypoint(name, kind, inner));
         return;
     }
     let implementations = inner.as_map().map(|map| map.0.as_slice()).unwrap_or_default();

@@ -42,6 +42,7 @@ pub struct ConfigLoader {
     roots: SearchRoots,
     environment: OwnedLookup,
     pick_port: Option<PickPort>,
+    own_head: bool,
     env_file: bool,
     initial: Option<Value>,
     defaults: Vec<(String, Value)>,
@@ -64,6 +65,7 @@ impl ConfigLoader {
             roots: SearchRoots { searched: Vec::new(), working_dir: working_dir.into(), installed: Vec::new() },
             environment: Box::new(|name| std::env::var(name).ok()),
             pick_port: None,
+            own_head: false,
             env_file: true,
             initial: None,
             defaults: Vec::new(),
@@ -98,6 +100,14 @@ impl ConfigLoader {
     #[must_use]
     pub fn pick_port(mut self, pick: impl FnMut(&PortRequest<'_>) -> Option<u16> + Send + 'static) -> Self {
         self.pick_port = Some(Box::new(pick));
+        self
+    }
+
+    /// Chooses a port for the head server too, unless the configuration sets one, instead of NeMo Gym's 11000: for a program whose
+    /// servers nobody else looks for. Needs [`ConfigLoader::pick_port`].
+    #[must_use]
+    pub fn with_own_head(mut self) -> Self {
+        self.own_head = true;
         self
     }
 
@@ -247,10 +257,8 @@ impl ConfigLoader {
             truthy(resolved, &["default_host"]).unwrap_or_else(|| "127.0.0.1".to_owned())
         };
         set_default(root, "use_absolute_ip", Tree::Bool(false));
-        let head = HeadConfig {
-            host: text_or(resolved, &["head_server", "host"], &default_host)?,
-            port: port_at(resolved, &["head_server", "port"])?.unwrap_or(HEAD_PORT),
-        };
+        let head_host = text_or(resolved, &["head_server", "host"], &default_host)?;
+        let head_port = port_at(resolved, &["head_server", "port"])?;
         let low = port_at(resolved, &["port_range_low"])?.unwrap_or(10_001);
         let high = port_at(resolved, &["port_range_high"])?.unwrap_or(20_000);
         if low > high {
@@ -262,10 +270,24 @@ impl ConfigLoader {
         set_default(root, "port_range_high", Tree::Int(i128::from(high)));
 
         let ports = PortRange { low, high };
-        let mut fixed = vec![head.port];
+        let none_free = |instance: &str| {
+            Problem::new(Mistake::Port, &Origin::default(), "", format!("no free port from {low} to {high}"))
+                .instance(instance)
+                .fix("widen the range with port_range_low and port_range_high, or set the instance's port")
+        };
+        let mut fixed = Vec::new();
         for server in servers {
             fixed.extend(port_at(resolved, &server.path("port"))?.filter(|port| *port != 0));
         }
+        let head_port = match (head_port, &mut self.pick_port) {
+            (None, Some(pick)) if self.own_head => {
+                let request = PortRequest { instance: "head_server", range: ports, disallowed: &fixed };
+                pick(&request).ok_or_else(|| none_free("head_server"))?
+            }
+            (port, _) => port.unwrap_or(HEAD_PORT),
+        };
+        let head = HeadConfig { host: head_host, port: head_port };
+        fixed.insert(0, head.port);
         let mut disallowed = vec![head.port];
         // Unchanged: a port given as a string remains a string in the mapping that Python reads.
         let mut listed = vec![Node::new(Tree::Int(i128::from(head.port)), Origin::default())];
@@ -277,16 +299,7 @@ impl ConfigLoader {
                 (None, None) => None,
                 (None, Some(pick)) => {
                     let request = PortRequest { instance: &server.name, range: ports, disallowed: &fixed };
-                    let port = pick(&request).ok_or_else(|| {
-                        Problem::new(
-                            Mistake::Port,
-                            &Origin::default(),
-                            "",
-                            format!("no free port from {low} to {high}"),
-                        )
-                        .instance(&server.name)
-                        .fix("widen the range with port_range_low and port_range_high, or set the instance's port")
-                    })?;
+                    let port = pick(&request).ok_or_else(|| none_free(&server.name))?;
                     fixed.push(port);
                     Some(port)
                 }
@@ -323,7 +336,7 @@ impl ConfigLoader {
             .cloned()
             .unwrap_or_else(|| Node::map(Vec::new(), &Origin::default()));
         set_default(&mut block, "host", Tree::Text(default_host.clone()));
-        set_default(&mut block, "port", Tree::Int(i128::from(HEAD_PORT)));
+        set_default(&mut block, "port", Tree::Int(i128::from(head.port)));
         set(root, "head_server", block);
         Ok(NetworkSettings { default_host, head, ports, disallowed })
     }
@@ -568,24 +581,30 @@ fn raise_missing(root: &Node) -> Result<(), ConfigError> {
 }
 
 /// Reports references to servers that do not exist: on the first level an error as in NeMo Gym, on deeper levels a
-/// warning.
+/// warning. A reference to a server with a reported mistake is right.
 fn dangling(resolved: &Node, servers: &[check::FoundServer], problems: &mut Vec<Problem>, warnings: &mut Vec<Problem>) {
     for server in servers {
         let Some(settings) = at(resolved, &server.path("")[..3]) else { continue };
         let mut references = Vec::new();
         check::references(settings, "", &mut references);
         for (field, kind, name, origin) in references {
-            if field.is_empty() || servers.iter().any(|other| other.kind == kind && other.name == name) {
+            let mistaken = problems.iter().any(|problem| {
+                problem.mistake != Mistake::Reference && problem.instance.as_deref() == Some(name.as_str())
+            });
+            if field.is_empty() || mistaken || servers.iter().any(|other| other.kind == kind && other.name == name) {
                 continue;
             }
             let same: Vec<&str> = servers.iter().filter(|s| s.kind == kind).map(|s| s.name.as_str()).collect();
             let other = servers.iter().find(|other| other.name == name);
             let fix = match other {
                 Some(other) => format!("'{name}' belongs to {}; write type: {}", other.kind, other.kind),
-                None if resolved.step(&name).is_some() => format!(
-                    "'{name}' has no entrypoint, so it is not a server; add 'entrypoint: app.py' to it, or name one of: {}",
-                    same.join(", ")
-                ),
+                None if resolved.step(&name).is_some() => {
+                    let others = match same.as_slice() {
+                        [] => String::new(),
+                        same => format!(", or name one of: {}", same.join(", ")),
+                    };
+                    format!("'{name}' has no entrypoint, so it is not a server; add 'entrypoint: app.py' to it{others}")
+                }
                 None => suggest(&name, &same, kind.as_str()),
             };
             let key = server.path(&field).join(".");
@@ -617,7 +636,7 @@ fn instance(
     check::references(&node, "", &mut found);
     let references = found.into_iter().map(|(field, kind, name, _)| ServerReference { field, kind, name }).collect();
     let text = |key: &str| node.step(key).and_then(Node::as_text).map(str::to_owned);
-    let settings = match node.to_json() {
+    let settings = match node.to_settings() {
         Value::Object(map) => map,
         _ => serde_json::Map::new(),
     };
@@ -645,7 +664,7 @@ fn instance(
         node,
     };
     config.datasets = match config.settings.get("datasets") {
-        Some(Value::Array(items)) if !items.is_empty() => config.read(&["datasets"])?,
+        Some(Value::Array(items)) if !items.is_empty() => config.read("datasets")?,
         _ => Vec::new(),
     };
     Ok(config)

@@ -23,7 +23,7 @@ pub(crate) mod yaml;
 
 pub use gym_core::server::ServerKind;
 pub use loader::ConfigLoader;
-pub(crate) use problem::nearest as nearest_name;
+pub use problem::nearest as nearest_name;
 pub use problem::{ConfigError, Mistake, Origin, Problem};
 pub use resolve::overrides::Overrides;
 pub use schema::{

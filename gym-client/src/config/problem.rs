@@ -160,7 +160,7 @@ fn list(problems: &[Problem]) -> String {
 }
 
 /// Returns the element of `names` that is closest to `wanted`, if it differs by at most a typing mistake.
-pub(crate) fn nearest<'a>(wanted: &str, names: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+pub fn nearest<'a>(wanted: &str, names: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let wanted = wanted.to_lowercase();
     names
         .into_iter()

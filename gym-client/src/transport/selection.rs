@@ -166,7 +166,7 @@ impl<'a> ConnectAttempt<'a> {
         if let Some(scheme) = self.scheme_not_offered() {
             fixes.push(format!("give the peer the same transport setting: it offers no {scheme} endpoint"));
         }
-        fixes.push("`rgym doctor` says what each host has".to_owned());
+        fixes.push("the command `doctor` says what each host has".to_owned());
         let message =
             format!("no transport that may be used reaches it ({}); fix: {}", reasons.join("; "), fixes.join("; "));
         Error::not_started(error.code(), message).about(format!("connect to {peer}")).caused_by(error)

@@ -43,6 +43,7 @@ pub(crate) fn main() {
         a_cleared_environment_is_clear,
         lines_come_with_name_and_stream,
         children_stop_in_reverse_order,
+        children_of_a_process_that_ignores_interrupts_get_them,
         a_child_that_ignores_signals_is_killed,
         a_second_stop_shortens_the_grace,
         interrupt_comes_once_and_first,
@@ -409,6 +410,19 @@ async fn children_stop_in_reverse_order() {
     end(&launcher).await;
     let stopped: Vec<String> = lines.texts().into_iter().filter(|line| line.starts_with("stopped")).collect();
     assert_eq!(stopped, ["stopped agent", "stopped model", "stopped head"]);
+}
+
+/// A shell's `&` starts its program with interrupts ignored, and a program passes that on to its children.
+async fn children_of_a_process_that_ignores_interrupts_get_them() {
+    for case in ["children_stop_in_reverse_order", "interrupt_comes_once_and_first"] {
+        let mut command = tokio::process::Command::new("sh");
+        let program = std::env::current_exe().expect("this program");
+        command.args(["-c", "trap '' INT; exec \"$0\" \"$1\""]).arg(program).arg(case).kill_on_drop(true);
+        let output = timeout(LONG, command.output()).await.expect("in time").expect("starts");
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{case}: {text}");
+        assert!(String::from_utf8_lossy(&output.stdout).contains(case), "the case ran");
+    }
 }
 
 async fn a_child_that_ignores_signals_is_killed() {

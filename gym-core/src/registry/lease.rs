@@ -249,9 +249,11 @@ impl RegistryState {
     /// Removes expired leases and returns the names that changed.
     pub(crate) fn expire(&mut self, now: Instant) -> BTreeSet<String> {
         let mut changed = BTreeSet::new();
-        self.entries.retain(|(name, _), entry| {
+        self.entries.retain(|(name, rank), entry| {
             let lives = entry.expires > now;
             if !lives {
+                let endpoint = entry.instance.endpoints.last().map_or("", Endpoint::as_str);
+                tracing::warn!(server = name, rank, ttl = ?entry.ttl, endpoint, "a lease has expired: the server did not renew it");
                 changed.insert(name.clone());
             }
             lives

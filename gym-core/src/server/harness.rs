@@ -134,7 +134,7 @@ impl<S: ResourcesServer> HarnessEpisode<'_, S> {
             Err(error) => Err(error),
         };
         self.close().await?;
-        verdict
+        verdict.and_then(|verdict| verdict.check().map(|()| verdict))
     }
 
     /// Closes the episode without a verification, as an agent does when the episode fails.

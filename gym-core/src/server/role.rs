@@ -8,6 +8,7 @@ use std::future::Future;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use crate::base::FailureClass;
 use crate::base::error::{Code, Error, Result};
 use crate::message::CallContext;
 use crate::message::RawObject;
@@ -83,11 +84,28 @@ impl Verdict {
         Self::reward(if correct { 1.0 } else { 0.0 })
     }
 
-    /// Adds a key.
+    /// Adds a key. The key `reward` is not for this method: [`Verdict::check`] rejects it, and the attempt fails.
     #[must_use]
     pub fn with(mut self, key: &'static str, value: impl Into<serde_json::Value>) -> Self {
         self.fields.push((key, value.into()));
         self
+    }
+
+    /// Checks that the verdict has one reward, and that JSON has it.
+    ///
+    /// # Errors
+    /// `Internal` if the reward is not finite, or if a further key is called `reward`.
+    pub fn check(&self) -> Result<()> {
+        let error = if !self.reward.is_finite() {
+            // JSON has no NaN: a trainer must not read a NaN as a number or as 0.
+            format!("the verifier's reward is {}", self.reward)
+        } else if let Some((_, other)) = self.fields.iter().find(|(key, _)| *key == "reward") {
+            let what = format!("the verifier's reward is {}, and its key `reward` is {other}", self.reward);
+            format!("{what}; give the reward to Verdict::reward alone")
+        } else {
+            return Ok(());
+        };
+        Err(Error::internal(error).or_class(FailureClass::InvalidReward))
     }
 }
 

@@ -6,7 +6,7 @@ use serde::Deserialize;
 
 use crate::role::settings::{Seconds, ServerRef};
 
-/// The keys of a `simple_agent` block; this agent ignores all other keys.
+/// The keys of a `simple_agent` block.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 pub struct SimpleAgentConfig {
     /// The resources server: holds the state and the tools of the episode, and scores it. Required by `/run`.
@@ -43,7 +43,7 @@ impl SimpleAgentConfig {
     }
 }
 
-/// The keys of a `gymnasium_agent` block; this agent ignores all other keys.
+/// The keys of a `gymnasium_agent` block.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 pub struct GymnasiumAgentConfig {
     /// The resources server: plays the other side of the conversation, and scores it.

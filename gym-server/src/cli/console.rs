@@ -3,7 +3,7 @@
 
 use std::fmt::Display;
 use std::io::{self, Write};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use gym_client::launch::LineSink;
 use indicatif::ProgressBar;
@@ -107,6 +107,18 @@ pub(super) fn log_to(console: &Console, shared: &CommonOptions, serves: bool) ->
         LogFormat::Json => registry.with(layer.json()).try_init(),
     };
     Ok(())
+}
+
+static PROGRAM: OnceLock<String> = OnceLock::new();
+
+/// Sets the name that messages use for this program. The first call counts.
+pub(super) fn set_program(name: &str) {
+    let _ = PROGRAM.set(name.to_owned());
+}
+
+/// Returns the name of this program, as the user typed it.
+pub(super) fn program() -> &'static str {
+    PROGRAM.get().map_or("rgym", String::as_str)
 }
 
 /// Returns a table without rules, for people as well as `grep` and `awk`.

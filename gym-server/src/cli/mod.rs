@@ -35,9 +35,10 @@ use std::ffi::OsString;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use clap::{CommandFactory, FromArgMatches};
+use clap::FromArgMatches;
 use futures_util::FutureExt as _;
 use gym_client::launch;
+use gym_core::transport::Transport;
 
 use crate::cli::args::aliases;
 use crate::cli::args::options::{self, Cli, Command, NewCommand};
@@ -59,7 +60,7 @@ pub fn main(servers: Servers) -> ExitCode {
 pub fn main_with(servers: Servers, arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
     launch::enter();
     let console = Console::new();
-    match parse(arguments) {
+    match parse(arguments, &servers.transports().known()) {
         Ok(Parsed::Command { cli, overrides, head_url_given }) => {
             let ended = start(*cli, overrides, head_url_given, servers, &console);
             ended.unwrap_or_else(|failure| {
@@ -90,10 +91,11 @@ enum Parsed {
     Message(clap::Error),
 }
 
-fn parse(argv: impl IntoIterator<Item = OsString>) -> Result<Parsed, Failure> {
+fn parse(argv: impl IntoIterator<Item = OsString>, transports: &[Transport]) -> Result<Parsed, Failure> {
     let typed = translation::translate(argv, &options::valued_options())?;
     let program = typed.arguments[0].to_string_lossy().into_owned();
-    let command = Cli::command().display_name(program.clone()).bin_name(program);
+    console::set_program(&program);
+    let command = options::command(&program, transports);
     let matched = command
         .try_get_matches_from(&typed.arguments)
         .and_then(|matches| Ok((Box::new(Cli::from_arg_matches(&matches)?), matches)));
@@ -130,7 +132,9 @@ fn start(cli: Cli, overrides: Vec<String>, head_url_given: bool, servers: Server
             Command::Config(args) => config::command(args, &overrides, &servers, &console).await,
             Command::New(NewCommand::Environment(args)) => new::environment(&args),
             Command::View(args) => view::view(args),
-            Command::Completions { shell } => aliases::completions(shell),
+            Command::Completions { shell } => {
+                aliases::completions(shell, console::program(), &servers.transports().known())
+            }
             Command::Aliases => aliases::print(),
         }
     };
@@ -146,7 +150,7 @@ mod tests {
     use super::*;
 
     fn parsed(line: &[&str]) -> Parsed {
-        parse(line.iter().map(OsString::from)).unwrap()
+        parse(line.iter().map(OsString::from), &gym_client::transport::BUILT_IN).unwrap()
     }
 
     fn command(line: &[&str]) -> (String, Vec<String>) {
@@ -193,6 +197,24 @@ mod tests {
         ] {
             let Parsed::Command { head_url_given, .. } = parsed(line) else { panic!("{line:?}") };
             assert_eq!(head_url_given, expected, "{line:?}");
+        }
+    }
+
+    #[test]
+    fn the_help_lists_the_transports_of_the_program() {
+        let known = [Transport::MEM, Transport::new("quic", 150), Transport::new("slow", 160).on_request()];
+        for (line, expected) in [
+            (&["bank", "run", "--help"][..], "any of mem,quic,slow [default: mem,quic]"),
+            (&["bank", "config", "check", "--help"], "any of mem,quic,slow [default: mem,quic]"),
+            (&["bank", "collect", "--help"], "Minimum transport, one of mem,quic,slow"),
+            (&["bank", "doctor", "--help"], "this machine supports the transport: mem,quic,slow"),
+        ] {
+            let Parsed::Message(help) = parse(line.iter().map(OsString::from), &known).unwrap() else {
+                panic!("{line:?}")
+            };
+            let help = help.to_string();
+            let words: Vec<&str> = help.split_whitespace().collect();
+            assert!(words.join(" ").contains(expected) && !help.contains("ucx_tcp"), "{line:?}: {help}");
         }
     }
 

@@ -32,7 +32,7 @@ const HOP_BY_HOP: &[&str] = &[
     INCARNATION_METADATA,
 ];
 
-/// The keys of a `legacy_agent` block; this server ignores all other keys.
+/// The keys of a `legacy_agent` block.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 pub struct RelayConfig {
     /// The agent that receives all requests.

@@ -33,6 +33,9 @@ use crate::role::reply;
 /// The port that NeMo Gym's tools expect.
 pub const HEAD_PORT: u16 = 11_000;
 
+/// The label of a registration with the server's start, in seconds since 1970.
+pub(crate) const START_TIME_LABEL: &str = "start_time";
+
 /// The longest wait of one `watch` request; the watcher then sends another request.
 const WATCH_WAIT_MAX: Duration = Duration::from_secs(60);
 
@@ -193,7 +196,7 @@ impl HeadState {
             "port": port.parse::<u16>().ok(),
             "process_name": instance.name,
             "server_type": instance.kind.as_str(),
-            "start_time": self.start_time,
+            "start_time": label(START_TIME_LABEL).and_then(|time| time.parse().ok()).unwrap_or(self.start_time),
             "status": null,
             "uptime_seconds": null,
             "url": http.map(gym_core::Endpoint::as_str),
@@ -278,12 +281,66 @@ mod tests {
         assert_eq!(instances[0]["process_name"], "a");
         assert_eq!((&instances[0]["host"], &instances[0]["port"]), (&json!("127.0.0.1"), &json!(7001)));
         assert_eq!(instances[0]["pid"], 77);
-        assert_eq!(get(&head, "/registry/instances?name=b").await.1, json!([]));
+        let later = Registration {
+            labels: BTreeMap::from([(START_TIME_LABEL.to_owned(), "1700000000.25".to_owned())]),
+            ..registration("b", 7002, 1)
+        };
+        assert_eq!(post(&head, "/registry/register", &later).await.0, 200);
+        let (_, instances) = get(&head, "/server_instances").await;
+        assert_eq!(instances[1]["start_time"], 1_700_000_000.25, "its own, not that of the head server");
+        tokio::time::advance(Duration::from_secs(1)).await;
+        assert_eq!(get(&head, "/registry/instances?name=c").await.1, json!([]));
         tokio::time::advance(Duration::from_secs(20)).await;
         assert_eq!(post(&head, "/registry/renew", &lease).await.0, 200);
         tokio::time::advance(Duration::from_secs(31)).await;
         assert_eq!(get(&head, "/registry/instances?name=a").await.1, json!([]));
         assert_eq!(post(&head, "/registry/renew", &lease).await.0, 404);
+    }
+
+    #[cfg(feature = "cli")]
+    #[tokio::test(start_paused = true)]
+    async fn an_expired_lease_is_logged_with_its_server() {
+        use std::sync::Mutex;
+
+        use tracing_subscriber::fmt::MakeWriter;
+
+        #[derive(Clone, Default)]
+        struct Log(Arc<Mutex<Vec<u8>>>);
+        impl std::io::Write for Log {
+            fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+                self.0.lock().unwrap().extend_from_slice(bytes);
+                Ok(bytes.len())
+            }
+            fn flush(&mut self) -> std::io::Result<()> {
+                Ok(())
+            }
+        }
+        impl<'a> MakeWriter<'a> for Log {
+            type Writer = Self;
+            fn make_writer(&'a self) -> Self {
+                self.clone()
+            }
+        }
+
+        let log = Log::default();
+        let subscriber = tracing_subscriber::fmt().with_writer(log.clone()).with_ansi(false).finish();
+        let _guard = tracing::subscriber::set_default(subscriber);
+        let head = head();
+        assert_eq!(post(&head, "/registry/register", &registration("a", 7001, 1)).await.0, 200);
+        let (_, live) = post(&head, "/registry/register", &registration("b", 7002, 1)).await;
+        tokio::time::advance(Duration::from_secs(20)).await;
+        assert_eq!(post(&head, "/registry/renew", &live).await.0, 200);
+        let logged = || String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
+        assert!(!logged().contains("expired"), "{}", logged());
+        tokio::time::advance(Duration::from_secs(11)).await;
+        assert_eq!(post(&head, "/registry/renew", &live).await.0, 200);
+        let text = logged();
+        let line = text.lines().find(|line| line.contains("a lease has expired")).unwrap();
+        assert!(
+            line.contains("WARN") && line.contains("server=\"a\"") && line.contains("http://127.0.0.1:7001"),
+            "{line}"
+        );
+        assert_eq!(text.matches("expired").count(), 1, "{text}");
     }
 
     #[tokio::test(start_paused = true)]

@@ -14,7 +14,7 @@ use tokio::sync::Semaphore;
 use crate::model::secret::Secret;
 use crate::model::upstream::{Upstream, UpstreamOptions};
 
-/// The keys of an `openai_model` block; this server ignores all other keys.
+/// The keys of an `openai_model` block.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 pub struct OpenAiModelConfig {
     /// The URL of the endpoint, with its version: `http://127.0.0.1:8000/v1`. Required.

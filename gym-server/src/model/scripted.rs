@@ -68,7 +68,7 @@ impl ScriptedItem {
     }
 }
 
-/// The keys of a `scripted_model` block; this server ignores all other keys.
+/// The keys of a `scripted_model` block.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(default)]
 pub struct ScriptedModelConfig {

@@ -5,7 +5,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use gym_core::rollout::FailureClass;
 use gym_core::server::{ServerKind, SessionCounts};
 use gym_core::{
     CallContext, Code, Error, ModelResponse, RawObject, ResourcesServer, Response, Result, Rope, SessionId, Verb,
@@ -172,11 +171,7 @@ impl ResourcesRole {
 
 /// Returns the row with the reward and the verifier's other keys.
 fn spliced(row: &RawObject, verdict: &Verdict, returns: impl Fn(&str) -> bool) -> Result<Rope> {
-    if !verdict.reward.is_finite() {
-        // JSON has no NaN: a trainer must not read a NaN as a number or as 0.
-        let error = Error::internal(format!("the verifier's reward is {}", verdict.reward));
-        return Err(error.or_class(FailureClass::InvalidReward));
-    }
+    verdict.check()?;
     let dropped = row.keys().filter(|key| !returns(key)).map(str::to_owned);
     let mut row = dropped.fold(row.edit(), gym_core::message::Edit::remove).set_value("reward", &verdict.reward)?;
     for (key, value) in &verdict.fields {

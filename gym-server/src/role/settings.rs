@@ -6,9 +6,24 @@ use serde::{Deserialize, Deserializer};
 
 /// Names another server of the configuration: `{type: resources_servers, name: my_env}`.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(from = "TypedRef")]
 pub struct ServerRef {
     /// The instance's name.
     pub name: String,
+}
+
+/// A reference as it is written. The loader has checked that the type is that of the server.
+#[derive(Deserialize)]
+struct TypedRef {
+    #[serde(default, rename = "type")]
+    _kind: Option<String>,
+    name: String,
+}
+
+impl From<TypedRef> for ServerRef {
+    fn from(typed: TypedRef) -> Self {
+        Self { name: typed.name }
+    }
 }
 
 impl ServerRef {

@@ -4,8 +4,9 @@ use std::collections::BTreeMap;
 
 use gym_client::config::InstanceConfig;
 use gym_core::registry::Registration;
-use gym_core::{Endpoint, Error, Incarnation};
+use gym_core::{Endpoint, Error, Incarnation, World};
 
+use crate::head::START_TIME_LABEL;
 use crate::stack::servers::Servers;
 
 /// A server of a stack.
@@ -23,13 +24,15 @@ pub struct RunningServer {
     pub runs_as: String,
 }
 
-/// Returns the registration of an instance.
+/// Returns the registration of an instance that starts now.
 pub(super) fn registration(
     instance: &InstanceConfig,
     endpoints: Vec<Endpoint>,
     incarnation: Incarnation,
-    labels: BTreeMap<String, String>,
+    mut labels: BTreeMap<String, String>,
+    world: &World,
 ) -> Registration {
+    labels.insert(START_TIME_LABEL.to_owned(), world.now().as_secs_f64().to_string());
     Registration {
         name: instance.name.clone(),
         rank: None,
@@ -44,14 +47,12 @@ pub(super) fn registration(
 
 pub(super) fn unknown_implementation(instance: &InstanceConfig, servers: &Servers) -> Error {
     let known: Vec<_> = servers.names(instance.kind).collect();
+    let fix = match servers.nearest(instance.kind, &instance.implementation) {
+        Some(near) => format!("did you mean `{near}`? To run the block with Python, add `entrypoint: app.py`"),
+        None => format!("add `entrypoint: app.py` to run it with Python, or use one of {}", known.join(", ")),
+    };
     Error::invalid(format!(
-        "{}: {}.{}.{}: this program has no implementation `{}`, and the block names no Python entrypoint\n  fix: add \
-         `entrypoint: app.py` to run it with Python, or use one of {}",
-        instance.origin,
-        instance.name,
-        instance.kind,
-        instance.implementation,
-        instance.implementation,
-        known.join(", "),
+        "{}: {}.{}.{}: this program has no implementation `{}`, and the block names no Python entrypoint\n  fix: {fix}",
+        instance.origin, instance.name, instance.kind, instance.implementation, instance.implementation,
     ))
 }

@@ -13,7 +13,7 @@ use gym_client::launch::{ChildHandle, ChildSpec, ChildState, Launcher};
 use gym_client::registry::LeaseKeeper;
 use gym_core::registry::Registry;
 use gym_core::transport::{ConnectOptions, InProcess};
-use gym_core::{CallContext, CancelToken, Code, Endpoint, Error, Incarnation, Request, Result};
+use gym_core::{CallContext, CancelToken, Code, Endpoint, Error, Incarnation, Request, Result, World};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
@@ -40,6 +40,7 @@ impl PythonServers {
         options: &StackOptions,
         registry: &Arc<dyn Registry>,
         incarnation: Incarnation,
+        world: &World,
     ) -> Result<Self> {
         let python = options.python.clone().ok_or_else(|| {
             Error::invalid(format!(
@@ -53,7 +54,7 @@ impl PythonServers {
         }
         let launcher = builder.build().map_err(|error| Error::internal(error.to_string()))?;
         let mut servers = Self { launcher, servers: Vec::new(), watchers: JoinSet::new(), stop: CancelToken::new() };
-        let started = servers.start_all(config, instances, &python, options, registry, incarnation).await;
+        let started = servers.start_all(config, instances, &python, options, registry, incarnation, world).await;
         match started {
             Ok(()) => Ok(servers),
             Err(error) => {
@@ -63,6 +64,7 @@ impl PythonServers {
         }
     }
 
+    #[allow(clippy::too_many_arguments)] // The parts of one start, used once.
     async fn start_all(
         &mut self,
         config: &GymConfig,
@@ -71,6 +73,7 @@ impl PythonServers {
         options: &StackOptions,
         registry: &Arc<dyn Registry>,
         incarnation: Incarnation,
+        world: &World,
     ) -> Result<()> {
         let yaml = config.to_global_yaml();
         let mut ready = Vec::new();
@@ -95,6 +98,7 @@ impl PythonServers {
                 labels,
                 registry: Arc::clone(registry),
                 incarnation,
+                world: world.clone(),
                 stop: self.stop.clone(),
                 ready: on_registered,
             });
@@ -208,6 +212,7 @@ struct WatchedServer {
     labels: BTreeMap<String, String>,
     registry: Arc<dyn Registry>,
     incarnation: Incarnation,
+    world: World,
     stop: CancelToken,
     ready: watch::Sender<bool>,
 }
@@ -275,7 +280,8 @@ async fn register(watched: &WatchedServer, pid: u32, incarnation: Incarnation) -
             Ok(_) => {
                 let mut labels = watched.labels.clone();
                 labels.insert("pid".to_owned(), pid.to_string());
-                let wanted = registration(&watched.instance, vec![watched.endpoint.clone()], incarnation, labels);
+                let endpoints = vec![watched.endpoint.clone()];
+                let wanted = registration(&watched.instance, endpoints, incarnation, labels, &watched.world);
                 match LeaseKeeper::start(Arc::clone(&watched.registry), &cx, wanted).await {
                     Ok(lease) => return lease,
                     Err(error) => {

@@ -14,7 +14,7 @@ use gym_client::{ServerClient, Transports};
 use gym_core::registry::{Instance, MemoryRegistry, Registry};
 use gym_core::server::ServerKind;
 use gym_core::transport::{InProcess, ListenOptions, Listener, Transport, TransportPolicy};
-use gym_core::{CallContext, CancelToken, Endpoint, Error, Handler, Incarnation, RawObject, Result, World};
+use gym_core::{CallContext, CancelToken, Code, Endpoint, Error, Handler, Incarnation, RawObject, Result, World};
 use tokio::task::JoinSet;
 
 use crate::head::{GlobalConfig, HeadServer};
@@ -23,7 +23,7 @@ use crate::role::ServerContext;
 use crate::stack::instance::{RunningServer, registration, unknown_implementation};
 use crate::stack::options::{HEAD_NAME, StackOptions};
 use crate::stack::python;
-use crate::stack::servers::{Build, Servers};
+use crate::stack::servers::{Build, Made, Servers};
 use gym_core::transport::serve;
 
 /// The running servers of a configuration. [`Stack::stop`] stops them in order; dropping the stack aborts them.
@@ -68,6 +68,17 @@ impl ShutdownStage {
             }
         }
     }
+}
+
+/// Adds the option that sets another port to the error of a port in use.
+fn with_port_option(error: Error, key: &str) -> Error {
+    if error.code() != Code::AlreadyExists {
+        return error;
+    }
+    // The listener's own advice knows no option.
+    let what = error.message().split(';').next().unwrap_or_default();
+    let fix = format!("fix: stop what listens there, or set another port with ++{key}=PORT (0 takes a free port)");
+    Error::not_started(error.code(), format!("{what}\n  {fix}")).about(error.subject().to_owned())
 }
 
 /// Callers stop before the servers that they call.
@@ -164,10 +175,11 @@ impl Stack {
             context.metrics = self.metrics.clone();
             context.transports = Some(self.client.transports().clone());
             context.incarnation = Some(incarnation);
-            let build = Build { instance, context: &context, client: &self.client };
-            match servers.make(&build) {
-                Some(handler) => {
-                    let handler = handler.map_err(|error| error.about(format!("start {}", instance.name)))?;
+            match servers.make(Build::new(instance, &context, &self.client)) {
+                Some(made) => {
+                    let Made { handler, ignored } =
+                        made.map_err(|error| error.about(format!("start {}", instance.name)))?;
+                    ignored.iter().for_each(|ignored| tracing::warn!(server = instance.name, "{ignored}"));
                     self.start_native(instance, handler, incarnation, local, options).await?;
                 }
                 None if instance.entrypoint.is_some() && options.in_process => {
@@ -183,7 +195,8 @@ impl Stack {
         }
         if !python_instances.is_empty() {
             let python_servers =
-                python::PythonServers::start(config, python_instances, options, &self.registry, incarnation).await?;
+                python::PythonServers::start(config, python_instances, options, &self.registry, incarnation, world)
+                    .await?;
             self.running.extend(python_servers.running());
             self.python_servers = Some(python_servers);
         }
@@ -210,7 +223,8 @@ impl Stack {
         let place = ListenOptions::default().at(config.head.host.clone(), config.head.port);
         let listened = Transports::new().with(http).listen(place, handler, &[HTTP]).await;
         let (listener, handler) = listened.map_err(|error| {
-            error.about(format!("start the head server on {}:{}", config.head.host, config.head.port))
+            let error = error.about(format!("start the head server on {}:{}", config.head.host, config.head.port));
+            with_port_option(error, "head_server.port")
         })?;
         let url = listener.endpoints()[0].to_string();
         self.running.push(RunningServer {
@@ -247,15 +261,18 @@ impl Stack {
             place = place.at(instance.host.clone(), instance.port.unwrap_or(0));
         }
         let listened = self.client.transports().listen(place, handler, needed).await;
-        let (listener, handler) =
-            listened.map_err(|error| error.about(format!("start {} on {}", instance.name, instance.host)))?;
+        let (listener, handler) = listened.map_err(|error| {
+            let error = error.about(format!("start {} on {}", instance.name, instance.host));
+            let InstanceConfig { name, kind, implementation, .. } = instance;
+            with_port_option(error, &format!("{name}.{kind}.{implementation}.port"))
+        })?;
         // Preferred endpoints first; HTTP last, because every client supports it.
         let mut endpoints = listener.endpoints().to_vec();
         endpoints.retain(|endpoint| endpoint.scheme() != "http+frames");
         let url = endpoints.last().cloned().ok_or_else(|| Error::internal("nothing listens"))?;
         stage.serve(listener, &handler, options.stop_grace);
         let labels = BTreeMap::from([("pid".to_owned(), std::process::id().to_string())]);
-        let registration = registration(instance, endpoints, incarnation, labels);
+        let registration = registration(instance, endpoints, incarnation, labels, &self.world);
         let cx = CallContext::within(Duration::from_secs(30));
         self.leases.push(LeaseKeeper::start(Arc::clone(&self.registry), &cx, registration).await?);
         self.running.push(RunningServer {

@@ -1,14 +1,16 @@
 //! The implementations that run in this process, by kind and name.
 
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
-use gym_client::config::InstanceConfig;
+use gym_client::config::{InstanceConfig, Problem, nearest_name};
 use gym_client::{ServerClient, Transports};
 use gym_core::server::{GymnasiumServer, ServerKind};
 use gym_core::transport::Fenced;
 use gym_core::{AgentServer, EnvironmentServer, Error, Handler, ModelServer, ResourcesServer, Result};
+use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
 use crate::agent::{GymnasiumAgent, SimpleAgent};
@@ -18,6 +20,7 @@ use crate::role::{RoleServer, ServerContext};
 
 /// The input of a factory: one instance of the configuration.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct Build<'a> {
     /// The instance's block.
     pub instance: &'a InstanceConfig,
@@ -25,16 +28,47 @@ pub struct Build<'a> {
     pub context: &'a ServerContext,
     /// Calls the other servers by name.
     pub client: &'a ServerClient,
+    /// The ignored keys of the block; `None` until the factory has read the block.
+    ignored: RefCell<Option<Vec<Problem>>>,
 }
 
-impl Build<'_> {
-    /// Deserializes the block.
+/// The settings of an implementation that reads none.
+#[derive(Deserialize)]
+struct NoSettings {}
+
+impl<'a> Build<'a> {
+    /// Creates the input of a factory.
+    #[must_use]
+    pub fn new(instance: &'a InstanceConfig, context: &'a ServerContext, client: &'a ServerClient) -> Self {
+        Self { instance, context, client, ignored: RefCell::new(None) }
+    }
+
+    /// Deserializes the block. The fields of the type are the keys that the implementation reads; another key is an error. If a
+    /// factory does not call this method, its implementation reads no keys of its own.
     ///
     /// # Errors
-    /// `InvalidArgument` with file, line and key of a value that does not fit.
+    /// `InvalidArgument` with file, line and key of a value that does not fit and of every unknown key, with the nearest name.
     pub fn settings<T: DeserializeOwned>(&self) -> Result<T> {
-        self.instance.settings_as().map_err(|error| Error::invalid(error.to_string()))
+        let read = self.instance.settings_and_ignored();
+        let (settings, ignored) = read.map_err(|error| Error::invalid(error.to_string()))?;
+        *self.ignored.borrow_mut() = Some(ignored);
+        Ok(settings)
     }
+
+    /// Returns the keys of the block that NeMo Gym's own server reads and this implementation does not.
+    fn into_ignored(self) -> Result<Vec<Problem>> {
+        if self.ignored.borrow().is_none() {
+            self.settings::<NoSettings>()?;
+        }
+        Ok(self.ignored.into_inner().unwrap_or_default())
+    }
+}
+
+/// An instance that a factory has created.
+pub(crate) struct Made {
+    pub(crate) handler: Arc<dyn Handler>,
+    /// The keys of its block that only NeMo Gym's own server reads.
+    pub(crate) ignored: Vec<Problem>,
 }
 
 type Factory = Arc<dyn Fn(&Build<'_>) -> Result<Arc<dyn Handler>> + Send + Sync>;
@@ -226,9 +260,16 @@ impl Servers {
         self.factories.keys().filter(move |(known, _)| *known == kind).map(|(_, name)| name.as_str())
     }
 
-    pub(crate) fn make(&self, build: &Build<'_>) -> Option<Result<Arc<dyn Handler>>> {
+    /// Returns the implementation of a kind whose name differs from `wanted` by at most a typing mistake.
+    pub(crate) fn nearest(&self, kind: ServerKind, wanted: &str) -> Option<&str> {
+        nearest_name(wanted, self.names(kind))
+    }
+
+    /// Creates an instance; `None` if there is no such implementation.
+    pub(crate) fn make(&self, build: Build<'_>) -> Option<Result<Made>> {
         let key = (build.instance.kind, build.instance.implementation.clone());
-        self.factories.get(&key).map(|factory| factory(build))
+        let factory = self.factories.get(&key)?;
+        Some(factory(&build).and_then(|handler| Ok(Made { handler, ignored: build.into_ignored()? })))
     }
 }
 
@@ -247,6 +288,34 @@ mod tests {
     use super::*;
     use crate::testing::{TestNetwork, world};
 
+    #[test]
+    fn an_implementation_that_reads_no_settings_has_no_keys_of_its_own() {
+        let folder = tempfile::tempdir().unwrap();
+        let text = "echo: {resources_servers: {echo: {entrypoint: app.py, domain: other, sead: 1}}}\n";
+        std::fs::write(folder.path().join("a.yaml"), text).unwrap();
+        let config = ConfigLoader::new(folder.path()).load(&["a.yaml"], &Overrides::default()).unwrap();
+        let context = ServerContext::new("echo", "echo", &world());
+        let client = TestNetwork::new().client(&[]);
+        let made = |make: fn(&Build<'_>) -> Result<()>| {
+            let servers = Servers::none().handler(ServerKind::Resources, "echo", move |build| {
+                make(build)?;
+                Ok(Arc::new(handler_fn(|_: Request| async { Ok(Response::json("{}")) })))
+            });
+            servers.make(Build::new(&config.instances[0], &context, &client)).unwrap().map(drop)
+        };
+        let error = made(|_| Ok(())).unwrap_err().to_string();
+        assert!(error.contains("a.yaml:1: echo.resources_servers.echo.sead: unknown key 'sead'"), "{error}");
+        assert!(error.contains("fix: remove it; echo reads no keys of its own"), "{error}");
+        #[derive(Deserialize)]
+        struct Settings {
+            #[serde(rename = "seed")]
+            _seed: Option<u64>,
+        }
+        let error = made(|build| build.settings::<Settings>().map(drop)).unwrap_err().to_string();
+        assert!(error.contains("fix: did you mean 'seed'?"), "{error}");
+        assert!(made(|build| build.settings::<BTreeMap<String, serde_json::Value>>().map(drop)).is_ok());
+    }
+
     #[tokio::test]
     async fn a_handler_that_is_no_role_gets_no_calls_for_another_incarnation() {
         let folder = tempfile::tempdir().unwrap();
@@ -258,11 +327,11 @@ mod tests {
         let config = ConfigLoader::new(folder.path()).load(&["a.yaml"], &Overrides::default()).unwrap();
         let context =
             ServerContext { incarnation: Some(Incarnation(3)), ..ServerContext::new("echo", "echo", &world()) };
-        let build =
-            Build { instance: &config.instances[0], context: &context, client: &TestNetwork::new().client(&[]) };
+        let client = TestNetwork::new().client(&[]);
         let echo = || handler_fn(|_: Request| async { Ok(Response::json("{}")) });
         let servers = Servers::none().handler(ServerKind::Resources, "echo", move |_| Ok(Arc::new(echo())));
-        let handler = servers.make(&build).unwrap().unwrap();
+        let made = servers.make(Build::new(&config.instances[0], &context, &client));
+        let handler = made.unwrap().unwrap().handler;
         let call = |incarnation| {
             let mut cx = CallContext::default();
             cx.incarnation = incarnation;

@@ -20,7 +20,7 @@ const BODY_KEPT_MAX: usize = 2_000;
 /// The result of an attempt.
 #[derive(Debug)]
 pub(super) enum AttemptResult {
-    /// A rollout, with its reward if it has one.
+    /// A rollout, with its reward if it has one that counts.
     Completed { row: RawObject, reward: Option<f64> },
     /// A failure.
     Failed { failure: Box<AttemptFailure>, terminal: bool, row: RawObject },
@@ -49,6 +49,8 @@ struct ResultFields {
     terminal: Option<Value>,
     #[serde(default, rename = "_ng_no_persist")]
     no_persist: Option<Value>,
+    #[serde(default)]
+    mask_sample: Option<Value>,
 }
 
 /// Classifies the response, or the error of the call. `run_id` identifies the run in NeMo Gym's record of a failure.
@@ -125,7 +127,10 @@ pub(super) fn classify(
         return Ok(AttemptResult::Failed { failure: Box::new(failure), terminal, row });
     }
     match number(fields.reward) {
-        Ok(reward) => Ok(AttemptResult::Completed { row, reward }),
+        Ok(reward) => {
+            let masked = fields.mask_sample.as_ref().is_some_and(truth);
+            Ok(AttemptResult::Completed { row, reward: reward.filter(|_| !masked) })
+        }
         Err(other) => {
             let error =
                 Error::internal(format!("the response to `/run` has the reward {other}, which is not a number"));
@@ -134,8 +139,11 @@ pub(super) fn classify(
     }
 }
 
-/// Returns the reward of a completed row, if it has one.
+/// Returns the reward of a completed row, if it has one that counts. The reward of a masked row (`mask_sample`) is a placeholder.
 pub(crate) fn reward_of(row: &RawObject) -> Option<f64> {
+    if row.get_as::<Value>("mask_sample").is_ok_and(|masked| masked.as_ref().is_some_and(truth)) {
+        return None;
+    }
     number(row.get_as("reward").ok()?).ok()?
 }
 
@@ -231,6 +239,27 @@ mod tests {
     use gym_core::{Execution, Message, Status};
 
     use super::*;
+
+    #[test]
+    fn a_masked_result_is_kept_without_its_reward() {
+        let key = TaskKey::new(0, 0);
+        let row = RawObject::parse(r#"{"_ng_task_index":0,"_ng_rollout_index":0}"#).unwrap();
+        let wanted = RolloutRow { key, agent: "a".into(), server: "e".into(), result_type: None, row };
+        for (body, expected) in [
+            (r#"{"reward":0.0,"mask_sample":true,"failure_kind":"judge_failed"}"#, None),
+            (r#"{"reward":0.5,"mask_sample":false,"failure_kind":"judge_failed"}"#, Some(0.5)),
+            (r#"{"reward":0.5,"mask_sample":null}"#, Some(0.5)),
+            (r#"{"reward":0.5}"#, Some(0.5)),
+        ] {
+            match classify(&wanted, Attempt { key, number: 0 }, Ok(Response::json(body))).unwrap() {
+                AttemptResult::Completed { row, reward } => {
+                    assert_eq!((reward, reward_of(&row)), (expected, expected), "{body}");
+                    assert!(row.get("reward").is_some(), "the row is kept as it came: {body}");
+                }
+                other => panic!("{body}: {other:?}"),
+            }
+        }
+    }
 
     fn class_of(answer: Result<Response>) -> FailureClass {
         let key = TaskKey::new(0, 0);

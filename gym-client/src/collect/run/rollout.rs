@@ -19,7 +19,8 @@ pub struct Rollout {
     pub key: TaskKey,
     /// The scored row. For a failed rollout, the row that a collector writes to the failures file, with the `_ng_failure_*` keys.
     pub row: RawObject,
-    /// The reward, or the reason why there is none. `Ok(None)` is a scored row without a reward. A failure is never a reward of 0.
+    /// The reward, or the reason why there is none. `Ok(None)` is a row without a reward, or one that its environment
+    /// has masked (`mask_sample`). A failure is never a reward of 0.
     pub outcome: Result<Option<f64>, RolloutError>,
     /// The number of attempts, at least 1.
     pub attempts: u32,

@@ -1,5 +1,6 @@
 //! The typed form of a loaded configuration.
 
+mod keys;
 pub(super) mod transport;
 
 use std::net::{Ipv4Addr, TcpListener};
@@ -10,6 +11,7 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use crate::config::problem::{ConfigError, Mistake, Origin, Problem, suggest};
+use crate::config::schema::keys::UnreadKeys;
 use crate::config::yaml::deserialize::{self, TypeMismatch};
 use crate::config::yaml::node::{Key, Node, Tree};
 use crate::config::yaml::writer;
@@ -131,8 +133,9 @@ pub struct InstanceConfig {
     pub references: Vec<ServerReference>,
     /// Its data sets.
     pub datasets: Vec<DatasetConfig>,
-    /// The whole block with interpolations resolved.
-    pub settings: serde_json::Map<String, Value>,
+    /// The whole block with interpolations resolved. Programs read it with [`InstanceConfig::settings_as`], which knows the keys
+    /// that they read.
+    pub(crate) settings: serde_json::Map<String, Value>,
     /// Location of the block.
     pub origin: Origin,
     /// Interpolations deep in the block that could not be resolved; [`InstanceConfig::settings`] contains their text.
@@ -322,18 +325,40 @@ impl GymConfig {
 }
 
 impl InstanceConfig {
-    /// Deserializes the block; the `serde` attributes of the type decide about unknown fields. Where a number or
-    /// boolean is expected, a string that spells one is accepted, as in NeMo Gym's servers, because
-    /// `${oc.env:NAME,false}` is always a string.
+    /// Deserializes the block. Where a number or boolean is expected, a string that spells one is accepted, as in NeMo Gym's
+    /// servers, because `${oc.env:NAME,false}` is always a string.
+    ///
+    /// A key that neither the type nor NeMo Gym has is an error. A type with `#[serde(flatten)]`, and `serde_json::Map`, take any key.
     ///
     /// # Errors
-    /// [`ConfigError::Invalid`] with file, line, instance and key of the value that does not fit, and with every
-    /// unresolved interpolation.
+    /// [`ConfigError::Invalid`] with file, line, instance and key of every unknown key and of the value that does not fit, and with
+    /// every unresolved interpolation.
     pub fn settings_as<T: DeserializeOwned>(&self) -> Result<T, ConfigError> {
+        self.settings_and_ignored().map(|(settings, _)| settings)
+    }
+
+    /// Deserializes the block as [`InstanceConfig::settings_as`] does. Also returns the keys that NeMo Gym's own servers read and
+    /// this type does not.
+    ///
+    /// # Errors
+    /// The errors of [`InstanceConfig::settings_as`].
+    pub fn settings_and_ignored<T: DeserializeOwned>(&self) -> Result<(T, Vec<Problem>), ConfigError> {
         if !self.unresolved.is_empty() {
             return Err(ConfigError::Invalid(self.unresolved.clone()));
         }
-        self.read(&[])
+        let (read, unknown) = deserialize::read_leniently(&self.node, Value::Object(self.settings.clone()));
+        let UnreadKeys { mut errors, ignored, meant } = UnreadKeys::of(self, unknown);
+        match read {
+            Ok(settings) if errors.is_empty() => Ok((settings, ignored)),
+            Ok(_) => Err(ConfigError::Invalid(errors)),
+            Err(mismatch) => {
+                // The error about the misspelled key contains the name of the missing one.
+                if !mismatch.missing_field().is_some_and(|field| meant.contains(&field)) {
+                    errors.push(self.mismatch(mismatch, &[]));
+                }
+                Err(ConfigError::Invalid(errors))
+            }
+        }
     }
 
     /// Returns `kind/implementation`, the directory of a Python server of this block.
@@ -342,28 +367,17 @@ impl InstanceConfig {
         PathBuf::from(self.kind.as_str()).join(&self.implementation)
     }
 
-    pub(crate) fn read<T: DeserializeOwned>(&self, at: &[&str]) -> Result<T, ConfigError> {
-        let (node, value) = self.part(at);
-        deserialize::read_leniently(node, value).map_err(|mismatch| self.mismatch(mismatch, at))
+    pub(crate) fn read<T: DeserializeOwned>(&self, key: &str) -> Result<T, ConfigError> {
+        let node = self.node.step(key).unwrap_or(&self.node);
+        let value = self.settings.get(key).cloned().unwrap_or_default();
+        let (read, _) = deserialize::read_leniently(node, value);
+        read.map_err(|mismatch| self.mismatch(mismatch, &[key]).into())
     }
 
-    /// Returns the value at this path of the block, and its node.
-    fn part(&self, at: &[&str]) -> (&Node, Value) {
-        let node = at.iter().try_fold(&self.node, |node, step| node.step(step)).unwrap_or(&self.node);
-        let Some((first, rest)) = at.split_first() else {
-            return (node, Value::Object(self.settings.clone()));
-        };
-        let mut value = self.settings.get(*first);
-        for step in rest {
-            value = value.and_then(|value| value.get(*step));
-        }
-        (node, value.cloned().unwrap_or_default())
-    }
-
-    fn mismatch(&self, mismatch: TypeMismatch, at: &[&str]) -> ConfigError {
+    fn mismatch(&self, mismatch: TypeMismatch, at: &[&str]) -> Problem {
         let mut before = vec![self.name.as_str(), self.kind.as_str(), self.implementation.as_str()];
         before.extend(at);
         let fix = "correct the value in the file, or override it with ++key=value";
-        mismatch.at(&self.origin, &before, fix).instance(&self.name).into()
+        mismatch.at(&self.origin, &before, fix).instance(&self.name)
     }
 }

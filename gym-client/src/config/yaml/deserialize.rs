@@ -8,7 +8,9 @@ mod value;
 use crate::config::problem::{Mistake, Origin, Problem, suggest};
 use crate::config::yaml::node::Node;
 use serde_json::Value;
-use value::{Misfit, Spelling, TypedValue};
+use value::{KeyTrace, Misfit, Spelling, TypedValue};
+
+pub(crate) use value::UnknownKey;
 
 /// A value that does not have the expected type, and its location.
 pub(crate) struct TypeMismatch {
@@ -20,13 +22,20 @@ pub(crate) struct TypeMismatch {
 /// Deserializes `value`, which belongs to `node`.
 #[cfg(feature = "groups")]
 pub(crate) fn read<T: serde::de::DeserializeOwned>(node: &Node, value: Value) -> Result<T, TypeMismatch> {
-    T::deserialize(TypedValue::new(value, Spelling::Strict)).map_err(|misfit| mismatch(node, misfit))
+    T::deserialize(TypedValue::new(value, Spelling::Strict, &KeyTrace::default()))
+        .map_err(|misfit| mismatch(node, misfit))
 }
 
 /// Deserializes `value` as leniently as NeMo Gym's servers do: where a number or boolean is expected, a string that spells one is
-/// accepted. Configurations depend on this, because `${oc.env:NAME,false}` is always a string.
-pub(crate) fn read_leniently<T: serde::de::DeserializeOwned>(node: &Node, value: Value) -> Result<T, TypeMismatch> {
-    T::deserialize(TypedValue::new(value, Spelling::Lenient)).map_err(|misfit| mismatch(node, misfit))
+/// accepted. Configurations depend on this, because `${oc.env:NAME,false}` is always a string. Also returns the keys that the type
+/// does not have, as far as they were found.
+pub(crate) fn read_leniently<T: serde::de::DeserializeOwned>(
+    node: &Node,
+    value: Value,
+) -> (Result<T, TypeMismatch>, Vec<UnknownKey>) {
+    let trace = KeyTrace::default();
+    let read = T::deserialize(TypedValue::new(value, Spelling::Lenient, &trace));
+    (read.map_err(|misfit| mismatch(node, misfit)), trace.into_unknown())
 }
 
 fn mismatch(node: &Node, misfit: Misfit) -> TypeMismatch {
@@ -40,6 +49,12 @@ fn mismatch(node: &Node, misfit: Misfit) -> TypeMismatch {
 }
 
 impl TypeMismatch {
+    /// Returns the name of the missing field of the outermost type, if that is the mismatch.
+    pub(crate) fn missing_field(&self) -> Option<&str> {
+        let missing = self.message.strip_prefix("missing field `")?;
+        self.path.is_empty().then(|| missing.trim_end_matches('`'))
+    }
+
     /// Converts the mismatch to a problem whose key starts with `before`; `correct` is the fix for a wrong value.
     pub(crate) fn at(self, otherwise: &Origin, before: &[&str], correct: &str) -> Problem {
         let Self { path, origin, message } = self;

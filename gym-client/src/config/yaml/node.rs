@@ -208,6 +208,17 @@ impl Node {
     /// Converts to JSON: keys become strings; infinities and NaN, which JSON lacks, become the strings that YAML writes
     /// for them.
     pub(crate) fn to_json(&self) -> serde_json::Value {
+        self.to_json_with(yaml_float)
+    }
+
+    /// Converts to JSON for a server's settings: infinities and NaN become `inf`, `-inf` and `nan`, as an override spells them. A setting
+    /// of type float reads them as numbers.
+    pub(crate) fn to_settings(&self) -> serde_json::Value {
+        self.to_json_with(python_float)
+    }
+
+    /// Converts to JSON; `spell` writes the floats that JSON lacks.
+    fn to_json_with(&self, spell: fn(f64) -> String) -> serde_json::Value {
         use serde_json::Value;
         match &self.value {
             Tree::Null => Value::Null,
@@ -217,12 +228,13 @@ impl Node {
                 .or_else(|_| u64::try_from(*int).map(Value::from))
                 .unwrap_or_else(|_| Value::from(*int as f64)),
             Tree::Float(float) => {
-                serde_json::Number::from_f64(*float).map_or_else(|| Value::String(yaml_float(*float)), Value::Number)
+                serde_json::Number::from_f64(*float).map_or_else(|| Value::String(spell(*float)), Value::Number)
             }
             Tree::Text(text) => Value::String(text.clone()),
-            Tree::List(items) => Value::Array(items.iter().map(Self::to_json).collect()),
+            Tree::List(items) => Value::Array(items.iter().map(|item| item.to_json_with(spell)).collect()),
             Tree::Map(map) => {
-                Value::Object(map.0.iter().map(|(key, node)| (key.to_string(), node.to_json())).collect())
+                let entry = |(key, node): &(Key, Self)| (key.to_string(), node.to_json_with(spell));
+                Value::Object(map.0.iter().map(entry).collect())
             }
         }
     }

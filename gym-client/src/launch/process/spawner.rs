@@ -4,10 +4,11 @@
 //! worker thread may end earlier and would take the children with it. This thread never ends.
 
 use std::io;
-use std::sync::OnceLock;
+use std::sync::{Once, OnceLock};
 
 use tokio::process::{Child, Command};
 use tokio::runtime::Handle;
+use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, oneshot};
 
 /// Capacity of the queue. A start takes about a millisecond, so 64 queued starts need 64 simultaneous callers; further
@@ -25,10 +26,34 @@ static JOBS: OnceLock<mpsc::Sender<SpawnRequest>> = OnceLock::new();
 /// Spawns `command` from the permanent thread; the child is registered with the calling runtime.
 pub(in crate::launch) async fn spawn(command: Command) -> io::Result<Child> {
     let (reply, answer) = oneshot::channel();
+    restore_defaults();
     let job = SpawnRequest { command, runtime: Handle::current(), reply };
     let gone = |what: &str| io::Error::other(format!("the thread that starts processes {what}"));
     jobs()?.send(job).await.map_err(|_| gone("ended"))?;
     answer.await.map_err(|_| gone("dropped the request"))?
+}
+
+/// Gives children the default reaction to the signals that stop them, if this process was started with the signals ignored, as by a
+/// shell's `&`. A program inherits an ignored signal and may never learn of it; a signal with a handler becomes a default one.
+///
+/// The handler does nothing, so this process ignores the signals as before, unless the program listens to them.
+fn restore_defaults() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+        for kind in ignored(&status, [SignalKind::interrupt(), SignalKind::terminate()]) {
+            if let Err(error) = signal(kind) {
+                tracing::warn!(?kind, %error, "children ignore a signal that stops them, as this process does");
+            }
+        }
+    });
+}
+
+/// Returns the signals that the process with this status file ignores.
+fn ignored(status: &str, kinds: [SignalKind; 2]) -> impl Iterator<Item = SignalKind> {
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or_default();
+    kinds.into_iter().filter(move |kind| mask >> (kind.as_raw_value() - 1) & 1 == 1)
 }
 
 fn jobs() -> io::Result<&'static mpsc::Sender<SpawnRequest>> {

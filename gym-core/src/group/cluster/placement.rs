@@ -197,7 +197,11 @@ fn insufficient(spec: &ClusterSpec, nodes: &[NodeResources], why: &str) -> Error
     let cpus = spec.cpus_per_bundle();
     Error::not_started(
         Code::ResourceExhausted,
-        format!("not enough resources for bundles {asked:?} of {of} {cpus} CPU each: {why}; {}", offered(nodes)),
+        format!(
+            "not enough resources for bundles {asked:?} of {of} {cpus} CPU each: {why}; {}\n  fix: ask for fewer bundles; on a small \
+             machine, VirtualCluster::simulate_nodes places the cluster on nodes of any size",
+            offered(nodes)
+        ),
     )
     .about("place cluster")
 }

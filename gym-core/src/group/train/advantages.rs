@@ -2,7 +2,8 @@
 //! prompt.
 //!
 //! The formulas are those of NeMo RL. The baseline of a row is the mean reward of its group; with leave-one-out, the row itself is
-//! excluded. The deviation is the sample deviation of the same rewards. Rewards of invalid rows are ignored.
+//! excluded. The deviation is the sample deviation of the same rewards. An invalid row, whose rollout failed, is compared with no row
+//! and has no advantage.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::hash::Hash;
@@ -28,13 +29,15 @@ pub struct Baselines {
     pub mean: Vec<f64>,
     /// The sample deviation of the same rewards, in units of the reward; 0 if there are fewer than two.
     pub deviation: Vec<f64>,
+    /// Whether the row has a reward. The advantage of a row without one is 0.
+    pub valid: Vec<bool>,
 }
 
 impl Baselines {
     /// Computes the baselines of rows. Rows with equal `prompts` form a group, in any order.
     ///
-    /// An invalid row also gets a baseline, which has little meaning and is masked in the loss. With leave-one-out, the sum of
-    /// the valid rewards is divided by one less than their number, as if the row had been one of them.
+    /// The reward of an invalid row is not read. Such a row also gets NeMo RL's baseline, which has little meaning: with leave-one-out,
+    /// the sum of the valid rewards is divided by one less than their number, as if the row had been one of them.
     ///
     /// # Errors
     /// `InvalidArgument` if there is not one prompt, reward and validity for each row.
@@ -51,7 +54,8 @@ impl Baselines {
         }
         let mut groups: HashMap<&K, Vec<usize>> = HashMap::new();
         prompts.iter().enumerate().for_each(|(row, prompt)| groups.entry(prompt).or_default().push(row));
-        let mut baselines = Self { mean: rewards.to_vec(), deviation: vec![0.0; rows] };
+        let own = rewards.iter().zip(valid).map(|(reward, valid)| if *valid { *reward } else { 0.0 }).collect();
+        let mut baselines = Self { mean: own, deviation: vec![0.0; rows], valid: valid.to_vec() };
         // The order of the groups does not matter: each one sets its own rows.
         for group in groups.values() {
             let counted: Vec<usize> = group.iter().copied().filter(|row| valid[*row]).collect();
@@ -68,7 +72,7 @@ impl Baselines {
         Ok(baselines)
     }
 
-    /// Returns each reward minus its baseline. With `normalize`, divides by the deviation unless it is 0.
+    /// Returns each reward minus its baseline, and 0 for an invalid row. With `normalize`, divides by the deviation unless it is 0.
     ///
     /// # Errors
     /// `InvalidArgument` if there is not one reward for each baseline.
@@ -76,11 +80,12 @@ impl Baselines {
         if rewards.len() != self.mean.len() {
             return Err(Error::invalid(format!("{} rewards for {} baselines", rewards.len(), self.mean.len())));
         }
-        let advantage = |((reward, mean), deviation): ((&f64, &f64), &f64)| {
-            let scale = if normalize && *deviation > 0.0 { *deviation } else { 1.0 };
-            (reward - mean) / scale
+        let advantage = |row: usize| {
+            let deviation = self.deviation[row];
+            let scale = if normalize && deviation > 0.0 { deviation } else { 1.0 };
+            if self.valid[row] { (rewards[row] - self.mean[row]) / scale } else { 0.0 }
         };
-        Ok(rewards.iter().zip(&self.mean).zip(&self.deviation).map(advantage).collect())
+        Ok((0..rewards.len()).map(advantage).collect())
     }
 }
 
@@ -102,7 +107,8 @@ fn mean_and_deviation(rewards: impl Iterator<Item = f64> + Clone, count: usize) 
     (mean, (squares / (count - 1) as f64).sqrt())
 }
 
-/// Returns the components of each row's reward as columns `reward/{name}`, `F64`, sorted by name; 0 if a row lacks the component.
+/// Returns the components of each row's reward as columns `reward/{name}`, `F64`, sorted by name; 0 if a row lacks the component. The 0 of
+/// a row without a reward is no vote: statistics of a column must leave out the rows whose `sample_mask` is 0.
 ///
 /// # Errors
 /// `InvalidArgument` if the numbers of rows of components and rewards differ. `DataLoss` if a row has components whose sum
@@ -129,7 +135,13 @@ pub fn reward_components(rewards: &[f64], components: &[BTreeMap<String, f64>]) 
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
+
+    fn parts(baselines: Baselines) -> (Vec<f64>, Vec<f64>) {
+        (baselines.mean, baselines.deviation)
+    }
 
     fn baselines(prompts: &[i32], rewards: &[f64]) -> Baselines {
         Baselines::of_groups(prompts, rewards, &vec![true; rewards.len()], Comparison::LeaveOneOut).unwrap()
@@ -152,12 +164,12 @@ mod tests {
 
     #[test]
     fn c224_a_row_alone_is_its_own_baseline() {
-        assert_eq!(baselines(&[1, 2], &[3.0, 4.0]), Baselines { mean: vec![3.0, 4.0], deviation: vec![0.0; 2] });
+        assert_eq!(parts(baselines(&[1, 2], &[3.0, 4.0])), (vec![3.0, 4.0], vec![0.0; 2]));
     }
 
     #[test]
     fn c225_two_rows_are_each_others_baseline() {
-        assert_eq!(baselines(&[1, 1], &[1.0, 2.0]), Baselines { mean: vec![2.0, 1.0], deviation: vec![0.0; 2] });
+        assert_eq!(parts(baselines(&[1, 1], &[1.0, 2.0])), (vec![2.0, 1.0], vec![0.0; 2]));
     }
 
     #[test]
@@ -166,8 +178,8 @@ mod tests {
             for compare in [Comparison::LeaveOneOut, Comparison::WholeGroup] {
                 let rewards = [reward; 6];
                 let equal = Baselines::of_groups(&[0; 6], &rewards, &[true; 6], compare).unwrap();
-                assert_eq!(equal, Baselines { mean: vec![reward; 6], deviation: vec![0.0; 6] });
                 assert_eq!(equal.advantages(&rewards, true).unwrap(), [0.0; 6]);
+                assert_eq!(parts(equal), (vec![reward; 6], vec![0.0; 6]));
             }
         }
     }
@@ -176,7 +188,42 @@ mod tests {
     fn c227_an_invalid_reward_counts_for_nobody() {
         let rewards = [1.0, 999.0, 3.0];
         let masked = Baselines::of_groups(&[0; 3], &rewards, &[true, false, true], Comparison::LeaveOneOut).unwrap();
-        assert_eq!(masked, Baselines { mean: vec![3.0, 4.0, 1.0], deviation: vec![0.0; 3] });
+        assert_eq!(masked.advantages(&rewards, false).unwrap(), [-2.0, 0.0, 2.0]);
+        assert_eq!(parts(masked), (vec![3.0, 4.0, 1.0], vec![0.0; 3]));
+    }
+
+    /// Rewards of rows in up to four groups, each with its validity. An invalid row may have any number.
+    fn masked_rows() -> impl Strategy<Value = Vec<(u8, f64, bool)>> {
+        let valid = prop_oneof![Just(0.0), Just(1.0), -2.0..2.0];
+        let invalid = prop_oneof![Just(0.0), Just(f64::NAN), Just(f64::INFINITY), Just(1e300), -2.0..2.0];
+        let row = (0..4_u8, valid, invalid, any::<bool>());
+        let row = row.prop_map(|(group, reward, lost, valid)| (group, if valid { reward } else { lost }, valid));
+        proptest::collection::vec(row, 0..24)
+    }
+
+    proptest! {
+        #[test]
+        fn rows_without_a_reward_change_nothing_for_the_others(
+            rows in masked_rows(), whole in any::<bool>(), normalize in any::<bool>(),
+        ) {
+            let compare = if whole { Comparison::WholeGroup } else { Comparison::LeaveOneOut };
+            let of = |rows: &[(u8, f64, bool)]| {
+                let prompts: Vec<u8> = rows.iter().map(|row| row.0).collect();
+                let rewards: Vec<f64> = rows.iter().map(|row| row.1).collect();
+                let valid: Vec<bool> = rows.iter().map(|row| row.2).collect();
+                let baselines = Baselines::of_groups(&prompts, &rewards, &valid, compare).unwrap();
+                let advantages = baselines.advantages(&rewards, normalize).unwrap();
+                let row = |row: usize| (valid[row], baselines.mean[row], baselines.deviation[row], advantages[row]);
+                (0..rows.len()).map(row).collect::<Vec<_>>()
+            };
+            let with_lost = of(&rows);
+            let counted: Vec<_> = rows.iter().copied().filter(|row| row.2).collect();
+            let voting: Vec<_> = with_lost.iter().copied().filter(|row| row.0).collect();
+            prop_assert_eq!(voting, of(&counted));
+            for (valid, mean, deviation, advantage) in with_lost {
+                prop_assert!(mean.is_finite() && deviation.is_finite() && (valid || advantage == 0.0));
+            }
+        }
     }
 
     #[test]

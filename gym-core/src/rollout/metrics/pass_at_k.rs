@@ -64,8 +64,8 @@ impl PassAtK {
 ///
 /// `tasks` holds the rollouts of each task in the order of their index. If all scores are 0 or 1, pass@k is the
 /// unbiased estimate 1 − C(wrong, k) / C(all, k); otherwise it is the largest of the first k. With `answers`, equal
-/// answers form a vote (majority@k; ties are averaged), and a missing answer counts in the score `no_answer`. All
-/// metrics are in percent.
+/// answers form a vote (majority@k; ties are averaged), and a missing answer counts in the score `no_answer`. A failed rollout is not
+/// among the samples, and a task without samples counts nowhere. All metrics are in percent.
 #[must_use]
 pub fn pass_at_k(tasks: &[Vec<Sample>], answers: bool) -> PassAtK {
     let Some(k_max) = tasks.iter().map(Vec::len).max() else { return PassAtK::default() };
@@ -80,7 +80,8 @@ pub fn pass_at_k(tasks: &[Vec<Sample>], answers: bool) -> PassAtK {
             let means: Vec<f64> = tasks.iter().filter_map(|task| mean(&scores(first(task, k), name))).collect();
             insert_percent(&mut metrics, format!("pass@1[avg-of-{k}]/{name}"), &means);
             if answers {
-                let votes: Vec<f64> = tasks.iter().map(|task| majority(first(task, k), name)).collect();
+                let votes: Vec<f64> =
+                    tasks.iter().filter(|task| !task.is_empty()).map(|task| majority(first(task, k), name)).collect();
                 insert_percent(&mut metrics, format!("majority@{k}/{name}"), &votes);
             }
         }

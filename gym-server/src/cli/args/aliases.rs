@@ -1,22 +1,19 @@
 //! `rgym aliases` and `rgym completions`: what a shell should know about this program.
 
 use std::io::Write;
-use std::path::PathBuf;
 use std::process::ExitCode;
 
-use clap::CommandFactory as _;
 use clap_complete::Shell;
+use gym_core::transport::Transport;
 
-use crate::cli::args::options::Cli;
+use crate::cli::args::options;
 use crate::cli::args::translation;
 use crate::cli::exit::{Failure, Outcome};
 
 /// Prints a completion script for this program, under the name that it was started with.
-pub(in crate::cli) fn completions(shell: Shell) -> Outcome {
-    let program = std::env::args_os().next().map(PathBuf::from).unwrap_or_default();
-    let program = program.file_name().map_or_else(|| "rgym".to_owned(), |name| name.to_string_lossy().into_owned());
+pub(in crate::cli) fn completions(shell: Shell, program: &str, transports: &[Transport]) -> Outcome {
     let mut script = Vec::new();
-    clap_complete::generate(shell, &mut Cli::command(), program, &mut script);
+    clap_complete::generate(shell, &mut options::command(program, transports), program, &mut script);
     let mut out = std::io::stdout().lock();
     // Fails if the reader closed the pipe, which is not an error.
     let _ = out.write_all(&script);

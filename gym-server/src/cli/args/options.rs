@@ -4,8 +4,9 @@ use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use clap::builder::StyledStr;
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
-use gym_core::transport::TransportPolicy;
+use gym_core::transport::{Transport, TransportPolicy};
 
 use crate::cli::args::range::RewardRange;
 
@@ -22,7 +23,7 @@ Overrides (at any position among the options):
 #[command(name = "rgym", version, propagate_version = true, subcommand_required = true, arg_required_else_help = true)]
 #[command(after_help = "\
 Also accepts NeMo Gym's commands: env start|status|validate|resolve, eval run, and ng_run, ng_collect_rollouts, ng_status, \
-ng_validate, ng_dump_config as the first argument, as the name of a link, or through the aliases of `rgym aliases`.
+ng_validate, ng_dump_config as the first argument, as the name of a link, or through the aliases of `PROGRAM aliases`.
 
 Exit codes: 0 success, 1 the run failed, 2 invalid usage or configuration, 3 finished with failed or incomplete rollouts.")]
 pub(in crate::cli) struct Cli {
@@ -78,12 +79,12 @@ does not work (each has a fix). Missing hardware is reported but is not an error
     /// Check or show a configuration without starting anything
     #[command(subcommand)]
     Config(ConfigCommand),
-    /// Print a completion script for a shell: source <(rgym completions bash)
+    /// Print a completion script for a shell: source <(PROGRAM completions bash)
     Completions {
         /// Shell that reads the script
         shell: clap_complete::Shell,
     },
-    /// Print shell aliases for NeMo Gym's ng_… commands: eval "$(rgym aliases)"
+    /// Print shell aliases for NeMo Gym's ng_… commands: eval "$(PROGRAM aliases)"
     Aliases,
 }
 
@@ -109,7 +110,7 @@ pub(in crate::cli) struct Sources {
     /// API key of the model endpoint: +policy_api_key=…; prefer env.yaml, because other users can see arguments
     #[arg(long, value_name = "KEY")]
     pub(in crate::cli) model_api_key: Option<String>,
-    /// Transports between servers: auto, or any of mem,shm,rdma,ucx_tcp,http [default: mem,http]: ++transport=…
+    /// Transports between servers: ++transport=…
     #[arg(long, value_name = "NAMES")]
     pub(in crate::cli) transport: Option<TransportPolicy>,
     /// Minimum transport; connecting fails instead of falling back below it: ++require_transport=…
@@ -314,7 +315,7 @@ pub(in crate::cli) struct DoctorArgs {
     /// Print JSON
     #[arg(long)]
     pub(in crate::cli) json: bool,
-    /// Fail (exit code 1) unless this machine supports the transport: shm, rdma, ucx_tcp
+    /// Fail (exit code 1) unless this machine supports the transport
     #[arg(long, value_name = "NAME")]
     pub(in crate::cli) require_transport: Option<String>,
     /// Seconds allowed for UCX to load and to list its devices
@@ -381,6 +382,45 @@ pub(in crate::cli) fn valued_options() -> BTreeSet<String> {
     let mut names = BTreeSet::new();
     collect(&Cli::command(), &mut names);
     names
+}
+
+/// Returns the command line of a program with this name and these transports.
+pub(in crate::cli) fn command(program: &str, transports: &[Transport]) -> clap::Command {
+    let command = Cli::command().display_name(program.to_owned()).bin_name(program.to_owned());
+    let named =
+        |text: Option<&StyledStr>| text.map(ToString::to_string).unwrap_or_default().replace("PROGRAM", program);
+    let help = named(command.get_after_help());
+    let command = command.mut_subcommands(|command| match named(command.get_about()) {
+        about if about.is_empty() => command,
+        about => command.about(about),
+    });
+    with_transports(command, transports).after_help(help)
+}
+
+/// Lists the program's transports in the help of the options that name some.
+fn with_transports(command: clap::Command, transports: &[Transport]) -> clap::Command {
+    let list = |names: &mut dyn Iterator<Item = &Transport>| {
+        names.map(|transport| transport.as_str()).collect::<Vec<_>>().join(",")
+    };
+    let all = list(&mut transports.iter());
+    let unconfigured = TransportPolicy::unconfigured();
+    let default = list(&mut transports.iter().filter(|transport| unconfigured.allows(**transport)));
+    command.mut_subcommands(|command| {
+        let doctor = command.get_name() == "doctor";
+        let command = command.mut_args(|argument| match argument.get_id().as_str() {
+            "transport" => argument.help(format!(
+                "Transports between servers: auto, or any of {all} [default: {default}]: ++transport=…"
+            )),
+            "require_transport" if doctor => {
+                argument.help(format!("Fail (exit code 1) unless this machine supports the transport: {all}"))
+            }
+            "require_transport" => argument.help(format!(
+                "Minimum transport, one of {all}; connecting fails instead of falling back below it: ++require_transport=…"
+            )),
+            _ => argument,
+        });
+        with_transports(command, transports)
+    })
 }
 
 #[cfg(test)]

@@ -21,7 +21,7 @@ use crate::cli::setup::configuration::{LoadedConfig, Need, load, nothing_named};
 use crate::cli::setup::head_server;
 use crate::cli::setup::signals::StopSignals;
 use crate::cli::setup::stack_options::{options, prepare_transports};
-use crate::stack::{Servers, Stack, StackOptions};
+use crate::stack::{HEAD_NAME, Servers, Stack, StackOptions};
 
 pub(super) async fn collect(
     args: CollectArgs,
@@ -38,7 +38,7 @@ pub(super) async fn collect(
                 .to_owned(),
         ));
     }
-    let need = if serves { Need::Servers(&[]) } else { Need::Values };
+    let need = if serves { Need::OwnServers } else { Need::Values };
     let loaded = load(&args.sources, overrides, servers, need).await?;
     if serves && loaded.config.instances.is_empty() {
         return Err(nothing_named("serve", &loaded.config.files));
@@ -64,6 +64,12 @@ pub(super) async fn collect(
             => prepared,
     };
     let (client, names) = prepared?;
+    if let Some(head) = stack.as_ref().and_then(|stack| stack.servers().iter().find(|server| server.kind == HEAD_NAME))
+    {
+        let servers = stack.as_ref().map_or(0, |stack| stack.servers().len() - 1);
+        console.line(&format!("started {servers} servers for this collection, head {}", head.url));
+    }
+    let transports = client.transports().clone();
     let collector = RolloutCollector::new(client, names, world);
     let began = tokio::time::Instant::now();
     let ended = CancelToken::new();
@@ -93,6 +99,9 @@ pub(super) async fn collect(
     };
     outcome.warnings.iter().for_each(|warning| console.warn(warning));
     console::print(&summary::text(&outcome, began.elapsed()));
+    if let Some(used) = summary::transports(&transports) {
+        console::print(&used);
+    }
     if let Some(advice) = summary::advice(&outcome) {
         console.line(&advice);
     }
@@ -141,8 +150,9 @@ async fn prepare(
     let transports = servers.transports().scoped(&policy, None);
     connect_head(&head, transports, world).await.map_err(|error| {
         Failure::Failed(format!(
-            "{error}\n  fix: start servers with `rgym run`, set their head server with --head-url or HEAD_SERVER_URL, or \
-             start the servers of a configuration with --config"
+            "{error}\n  fix: start servers with `{} run`, set their head server with --head-url or HEAD_SERVER_URL, or \
+             start the servers of a configuration with --config",
+            console::program()
         ))
     })
 }

@@ -1,9 +1,12 @@
 //! Formats the result of a collection for the user.
 
+use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::time::Duration;
 
+use gym_client::Transports;
 use gym_client::collect::{CollectSummary, RunEnd};
+use gym_core::transport::Transport;
 
 use crate::cli::collect::causes;
 use crate::cli::console::table;
@@ -87,6 +90,18 @@ pub(super) fn advice(collected: &CollectSummary) -> Option<String> {
 
 fn recorded(collected: &CollectSummary) -> u64 {
     collected.snapshot.completed + collected.snapshot.already_completed
+}
+
+/// Counts the reached servers by transport: `transports: mem 3, http 1 (servers reached)`; `None` if none was reached.
+pub(super) fn transports(transports: &Transports) -> Option<String> {
+    let mut counts: BTreeMap<(Transport, &str), usize> = BTreeMap::new();
+    for peer in transports.paths() {
+        if let Some(transport) = peer.transport {
+            *counts.entry((transport, transport.as_str())).or_default() += 1;
+        }
+    }
+    let words: Vec<String> = counts.into_iter().map(|((_, name), count)| format!("{name} {count}")).collect();
+    (!words.is_empty()).then(|| format!("transports: {} (servers reached)", words.join(", ")))
 }
 
 #[cfg(test)]

@@ -42,11 +42,17 @@ async fn check(args: CheckArgs, overrides: &[String], servers: &Servers, console
     if config.files.is_empty() && config.instances.is_empty() {
         return Err(nothing_named("check", &[]));
     }
-    config.warnings.iter().for_each(|warning| console.warn(warning));
+    let mut warnings = config.warnings.clone();
     let found = locations(&loaded, servers, |_| true)?;
     let world = World::real();
-    let built = found.iter().map(|(instance, _)| stack::try_build(instance, servers, &world));
-    let problems: Vec<String> = built.filter_map(|built| built.err().map(|error| error.to_string())).collect();
+    let mut problems = Vec::new();
+    for (instance, _) in &found {
+        match stack::try_build(instance, servers, &world) {
+            Ok(ignored) => warnings.extend(ignored),
+            Err(error) => problems.push(error.to_string()),
+        }
+    }
+    warnings.iter().for_each(|warning| console.warn(warning));
     if !problems.is_empty() {
         return Err(Failure::Usage(problems.join("\n")));
     }
@@ -57,8 +63,9 @@ async fn check(args: CheckArgs, overrides: &[String], servers: &Servers, console
             [name, instance.kind.to_string(), implementation, runs_as.to_string()]
         })
         .collect();
-    if args.strict && !config.warnings.is_empty() {
-        return Err(Failure::Usage(format!("{} warnings, which --strict treats as errors", config.warnings.len())));
+    if args.strict && !warnings.is_empty() {
+        let (count, s) = (warnings.len(), if warnings.len() == 1 { "" } else { "s" });
+        return Err(Failure::Usage(format!("{count} warning{s}: --strict treats them as errors")));
     }
     let files = config.files.len();
     console::print(&console::table(["name", "kind", "implementation", "runs as"], rows));

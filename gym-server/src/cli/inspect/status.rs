@@ -80,7 +80,8 @@ pub(in crate::cli) async fn status(
     let transports = servers.transports();
     let listed = list(&transports, &head).await.map_err(|error| {
         Failure::Failed(format!(
-            "{error}\n  fix: start servers with `rgym run`, or set another head server with --head-url or HEAD_SERVER_URL"
+            "{error}\n  fix: start servers with `{} run`, or set another head server with --head-url or HEAD_SERVER_URL",
+            console::program()
         ))
     })?;
     let now = world.now().as_secs_f64();
@@ -105,7 +106,8 @@ pub(in crate::cli) async fn status(
 }
 
 async fn list(transports: &Transports, head: &Endpoint) -> Result<Vec<ListedServer>> {
-    let response = get(transports, head, "/server_instances", HEAD_TIMEOUT).await?.into_result()?;
+    let response = get(transports, head, "/server_instances", HEAD_TIMEOUT).await?.into_result();
+    let response = response.map_err(|error| error.about(format!("GET {head}/server_instances")))?;
     serde_json::from_slice(&response.message.head.to_bytes()).map_err(|error| {
         Error::internal("its list of servers is invalid; check that the URL is that of a head server")
             .about(format!("GET {head}/server_instances"))

@@ -31,6 +31,9 @@ pub(in crate::cli) enum Need<'a> {
     Locations,
     /// Running servers: the named ones, or all if none is named. Each gets a port.
     Servers(&'a [String]),
+    /// All servers, running for this command alone. Each gets a port, and so does the head server, because another head server may
+    /// have the default one.
+    OwnServers,
 }
 
 /// Loads the files and overrides of `sources` and `overrides`.
@@ -51,7 +54,10 @@ pub(in crate::cli) async fn load(
             let version = Value::from(python.version.as_str());
             loader = loader.installed_dirs(&python.roots).default_value("python_version", version);
         }
-        if let Need::Servers(_) = need {
+        if let Need::OwnServers = need {
+            loader = loader.with_own_head();
+        }
+        if let Need::Servers(_) | Need::OwnServers = need {
             let mut random = fastrand::Rng::new();
             loader = loader.pick_port(move |wish| free_port(wish, &mut random));
         }
@@ -76,7 +82,7 @@ pub(in crate::cli) async fn load(
             let config = first?;
             let wanted = |instance: &&InstanceConfig| match need {
                 Need::Values => false,
-                Need::Locations => true,
+                Need::Locations | Need::OwnServers => true,
                 Need::Servers(only) => only.is_empty() || only.contains(&instance.name),
             };
             let foreign = config.instances.iter().filter(wanted).find(|instance| {
@@ -86,13 +92,17 @@ pub(in crate::cli) async fn load(
                 None => config,
                 Some(foreign) => {
                     let found = Interpreter::find(sources.python.as_deref()).await.map_err(|why| {
-                        Failure::Usage(format!(
-                            "{}: {}.{}.{}: {}, so it needs Python: {why}",
-                            foreign.origin,
-                            foreign.name,
-                            foreign.kind,
-                            foreign.implementation,
-                            not_native(foreign, servers),
+                        Failure::Usage(with_near(
+                            foreign,
+                            servers,
+                            &format!(
+                                "{}: {}.{}.{}: {}, so it needs Python: {why}",
+                                foreign.origin,
+                                foreign.name,
+                                foreign.kind,
+                                foreign.implementation,
+                                not_native(foreign, servers),
+                            ),
                         ))
                     })?;
                     read(Some(python.insert(found)))?
@@ -103,7 +113,12 @@ pub(in crate::cli) async fn load(
     let installed = python.iter().flat_map(|python| python.roots.iter().cloned());
     let roots = searched.iter().cloned().chain([working_dir.clone()]).chain(installed).collect();
     let loaded = LoadedConfig { config, python, roots, searched };
-    if let Need::Servers(only) = need {
+    let starts: Option<&[String]> = match need {
+        Need::Servers(only) => Some(only),
+        Need::OwnServers => Some(&[]),
+        Need::Values | Need::Locations => None,
+    };
+    if let Some(only) = starts {
         let wanted = |instance: &InstanceConfig| only.is_empty() || only.contains(&instance.name);
         // All servers that cannot start are reported together, before any server starts.
         locations(&loaded, servers, wanted)?;
@@ -123,7 +138,8 @@ pub(in crate::cli) fn locations<'a>(
         match stack::runs_as(instance, servers, &loaded.roots) {
             Ok(runs_as) => found.push((instance, runs_as)),
             Err(error) if instance.entrypoint.is_some() => {
-                problems.push(format!("{error}\n  note: {}", not_native(instance, servers)));
+                let note = format!("{error}\n  note: {}", not_native(instance, servers));
+                problems.push(with_near(instance, servers, &note));
             }
             Err(error) => problems.push(error.to_string()),
         }
@@ -131,18 +147,23 @@ pub(in crate::cli) fn locations<'a>(
     if problems.is_empty() { Ok(found) } else { Err(Failure::Usage(problems.join("\n"))) }
 }
 
-/// Explains that this program does not contain the implementation, and suggests a similar name.
+/// Explains that this program does not contain the implementation.
 fn not_native(instance: &InstanceConfig, servers: &Servers) -> String {
     let wanted = instance.implementation.as_str();
-    let score = |name: &str| strsim::normalized_damerau_levenshtein(wanted, name);
     let known: Vec<&str> = servers.names(instance.kind).collect();
-    let nearest = known.iter().max_by(|a, b| score(a).total_cmp(&score(b))).filter(|name| score(name) >= 0.6);
-    let hint = match nearest {
-        Some(name) => format!("; did you mean `{name}`?"),
-        None if known.is_empty() => String::new(),
-        None => format!(" (it has {})", known.join(", ")),
+    let hint = match servers.nearest(instance.kind, wanted) {
+        None if !known.is_empty() => format!(" (it has {})", known.join(", ")),
+        _ => String::new(),
     };
     format!("`{wanted}` is not one of this program's {}{hint}", instance.kind)
+}
+
+/// Puts the name of a similar implementation before the other fix.
+fn with_near(instance: &InstanceConfig, servers: &Servers, error: &str) -> String {
+    match servers.nearest(instance.kind, &instance.implementation) {
+        Some(near) => error.replacen("  fix: ", &format!("  fix: did you mean `{near}`? Otherwise "), 1),
+        None => error.to_owned(),
+    }
 }
 
 /// Returns the directories of `--search-dir`, then those of `NEMO_GYM_EXTRA_ROOTS`, as absolute paths, because Python

@@ -5,6 +5,7 @@ use std::io::{self, BufRead, BufReader, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
 use crate::cli::args::range::RewardRange;
+use crate::cli::console;
 use crate::cli::exit::Failure;
 use crate::cli::view::conversation::{Rollout, RowLabel};
 
@@ -81,8 +82,9 @@ impl RolloutFile {
             if !line.trim_ascii().is_empty() {
                 let label = RowLabel::of(&line).map_err(|error| {
                     Failure::Usage(format!(
-                        "{}, line {number}: not a JSON object: {error}\n  fix: name a file of rollouts, which `rgym collect` writes",
-                        path.display()
+                        "{}, line {number}: not a JSON object: {error}\n  fix: name a file of rollouts, which `{} collect` writes",
+                        path.display(),
+                        console::program()
                     ))
                 })?;
                 self.total += 1;

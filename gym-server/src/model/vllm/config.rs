@@ -21,7 +21,7 @@ pub enum ReasoningField {
     ReasoningContent,
 }
 
-/// The keys of a `vllm_model` block. Unsupported keys of NeMo Gym's server are rejected; all other keys are ignored.
+/// The keys of a `vllm_model` block.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 pub struct VllmModelConfig {
     /// The URLs of the engines, with their version; one or several. All requests of a session use the same engine. Required.
@@ -85,9 +85,6 @@ pub struct VllmModelConfig {
     /// The wait before the second attempt, in milliseconds; doubled for each further attempt, and randomized. 500 by default.
     #[serde(default = "half_a_second")]
     pub retry_backoff_ms: u64,
-    /// All other keys of the block. Keys of NeMo Gym's server that this server does not support are rejected.
-    #[serde(flatten)]
-    pub others: BTreeMap<String, Value>,
 }
 
 /// One string or a list of strings.
@@ -110,9 +107,6 @@ fn half_a_second() -> u64 {
 
 /// The environment variable in which launchers choose the reasoning field, unless the configuration does.
 pub(super) const REASONING_FIELD: &str = "NEMO_GYM_REASONING_FIELD";
-
-/// Keys of features that NeMo Gym's server supports and this server does not.
-const UNSUPPORTED: [&str; 4] = ["use_completions_api", "supply_prefix_token_ids", "endpoint_file", "audio_root"];
 
 impl VllmModelConfig {
     /// Creates the default configuration for a model at one engine.
@@ -140,7 +134,6 @@ impl VllmModelConfig {
             default_headers: BTreeMap::new(),
             forward_session_id_as_conversation_id: false,
             retry_backoff_ms: half_a_second(),
-            others: BTreeMap::new(),
         }
     }
 
@@ -165,12 +158,6 @@ impl VllmModelConfig {
     }
 
     pub(super) fn check(&self) -> Result<()> {
-        let set = |value: &Value| !matches!(value, Value::Null | Value::Bool(false));
-        if let Some(key) = UNSUPPORTED.iter().find(|key| self.others.get(**key).is_some_and(set)) {
-            let text =
-                format!("`{key}` is not supported by this vllm_model: leave it out, or run NeMo Gym's own server");
-            return Err(Error::invalid(text));
-        }
         if self.base_urls().is_empty() {
             return Err(Error::invalid("`base_url` is an empty list: name at least one engine"));
         }

@@ -222,17 +222,3 @@ async fn a_session_stays_with_one_engine_and_sessions_spread() {
     let first = (0..100).filter(|session| engine(*session).contains("//a:1")).count();
     assert!((20..80).contains(&first), "{first}");
 }
-
-#[tokio::test]
-async fn a_configuration_that_asks_for_more_than_there_is_names_the_key() {
-    let config: VllmModelConfig = serde_json::from_str(
-        r#"{"base_url":"http://a/v1","model":"m","entrypoint":"app.py","use_completions_api":true}"#,
-    )
-    .unwrap();
-    assert!(VllmModel::new(config, &world()).unwrap_err().to_string().contains("use_completions_api"));
-    let config: VllmModelConfig = serde_json::from_str(
-        r#"{"base_url":["http://a/v1"],"model":"m","endpoint_file":null,"use_completions_api":false}"#,
-    )
-    .unwrap();
-    assert!(VllmModel::new(config, &world()).is_ok());
-}

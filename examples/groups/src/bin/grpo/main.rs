@@ -110,16 +110,17 @@ async fn train(arguments: Arguments) -> anyhow::Result<()> {
     let loss = Loss { reference_policy_kl_penalty: 0.01 };
     let mut grpo = Grpo::new(config)?;
     let mut random = fastrand::Rng::with_seed(arguments.seed);
-    println!("step  reward  scored  stand-in loss  grad norm  generation  rollouts  training");
+    println!("step  reward  scored  dropped  stand-in loss  grad norm  generation  rollouts  training");
     for _ in 0..arguments.steps {
         let cx = CallContext::within(Duration::from_secs(600));
         let batch = prompts(arguments.prompts, &mut random)?;
         let step = grpo.step(&cx, (&trained, &generation, &environment), &batch, &loss).await?;
         println!(
-            "{:>4}  {:>6.3}  {:>6}  {:>13.4}  {:>9.4}  {:>10.1?}  {:>8.1?}  {:>8.1?}",
+            "{:>4}  {:>6.3}  {:>6}  {:>7}  {:>13.4}  {:>9.4}  {:>10.1?}  {:>8.1?}  {:>8.1?}",
             step.number,
             step.reward_mean,
             step.scored,
+            step.dropped_prompts,
             step.stats.loss,
             step.stats.grad_norm,
             step.durations.generation,

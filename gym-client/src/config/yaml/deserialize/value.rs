@@ -1,5 +1,6 @@
-//! Deserializes a JSON value, and keeps the path of a mismatch.
+//! Deserializes a JSON value, keeps the path of a mismatch, and collects the keys that the type does not have.
 
+use std::cell::RefCell;
 use std::fmt;
 
 use gym_core::server::bool_in_string;
@@ -20,11 +21,57 @@ pub(super) enum Spelling {
     Lenient,
 }
 
+/// A key of the value that the type does not have.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct UnknownKey {
+    /// The keys and indexes to the key, outermost first.
+    pub(crate) path: Vec<String>,
+    /// The keys that the type has in its place.
+    pub(crate) known: &'static [&'static str],
+}
+
+/// Collects the keys that no type reads while a value is deserialized.
+///
+/// Serde ignores the value of a field that a type does not have, so an ignored value is an unknown key. A type that flattens or is
+/// untagged reads all keys; serde does not tell which of them it drops.
+#[derive(Debug, Default)]
+pub(super) struct KeyTrace(RefCell<TraceState>);
+
+#[derive(Debug, Default)]
+struct TraceState {
+    path: Vec<String>,
+    unknown: Vec<UnknownKey>,
+}
+
+impl KeyTrace {
+    pub(super) fn into_unknown(self) -> Vec<UnknownKey> {
+        self.0.into_inner().unknown
+    }
+
+    fn below<T>(&self, step: String, read: impl FnOnce() -> T) -> T {
+        self.0.borrow_mut().path.push(step);
+        let value = read();
+        self.0.borrow_mut().path.pop();
+        value
+    }
+
+    fn ignored(&self, known: &'static [&'static str]) {
+        let mut state = self.0.borrow_mut();
+        let TraceState { path, unknown } = &mut *state;
+        if path.last().is_some_and(|key| !known.contains(&key.as_str())) {
+            unknown.push(UnknownKey { path: path.clone(), known });
+        }
+    }
+}
+
 /// A JSON value that is deserialized, at any depth.
 #[derive(Debug)]
-pub(super) struct TypedValue {
+pub(super) struct TypedValue<'a> {
     value: Value,
     spelling: Spelling,
+    trace: &'a KeyTrace,
+    /// The fields of the struct whose field this value is; `None` if it belongs to no struct.
+    fields: Option<&'static [&'static str]>,
 }
 
 /// A mismatch: the message of serde_json, and the path.
@@ -105,9 +152,9 @@ fn visit_number<'de, V: Visitor<'de>>(number: &serde_json::Number, visitor: V) -
     }
 }
 
-impl TypedValue {
-    pub(super) fn new(value: Value, spelling: Spelling) -> Self {
-        Self { value, spelling }
+impl<'a> TypedValue<'a> {
+    pub(super) fn new(value: Value, spelling: Spelling, trace: &'a KeyTrace) -> Self {
+        Self { value, spelling, trace, fields: None }
     }
 
     /// Returns the string if it can spell a value of another type.
@@ -118,21 +165,24 @@ impl TypedValue {
     fn visit_items<'de, V: Visitor<'de>>(
         items: Vec<Value>,
         spelling: Spelling,
+        trace: &KeyTrace,
         visitor: V,
     ) -> Result<V::Value, Misfit> {
         let count = items.len();
-        let mut items = Items { rest: items.into_iter(), index: 0, spelling };
+        let mut items = Items { rest: items.into_iter(), index: 0, spelling, trace };
         let value = visitor.visit_seq(&mut items)?;
         if items.rest.len() == 0 { Ok(value) } else { Err(Misfit::invalid_length(count, &"fewer elements in array")) }
     }
 
     fn visit_entries<'de, V: Visitor<'de>>(
         map: serde_json::Map<String, Value>,
+        fields: Option<&'static [&'static str]>,
         spelling: Spelling,
+        trace: &KeyTrace,
         visitor: V,
     ) -> Result<V::Value, Misfit> {
         let count = map.len();
-        let mut entries = Entries { rest: map.into_iter(), value: None, spelling };
+        let mut entries = Entries { rest: map.into_iter(), value: None, fields, spelling, trace };
         let value = visitor.visit_map(&mut entries)?;
         if entries.rest.len() == 0 { Ok(value) } else { Err(Misfit::invalid_length(count, &"fewer elements in map")) }
     }
@@ -152,7 +202,7 @@ macro_rules! numbers {
     )*};
 }
 
-impl<'de> Deserializer<'de> for TypedValue {
+impl<'de> Deserializer<'de> for TypedValue<'_> {
     type Error = Misfit;
 
     fn deserialize_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Misfit> {
@@ -161,8 +211,8 @@ impl<'de> Deserializer<'de> for TypedValue {
             Value::Bool(flag) => visitor.visit_bool(flag),
             Value::Number(number) => visit_number(&number, visitor),
             Value::String(text) => visitor.visit_string(text),
-            Value::Array(items) => Self::visit_items(items, self.spelling, visitor),
-            Value::Object(map) => Self::visit_entries(map, self.spelling, visitor),
+            Value::Array(items) => Self::visit_items(items, self.spelling, self.trace, visitor),
+            Value::Object(map) => Self::visit_entries(map, None, self.spelling, self.trace, visitor),
         }
     }
 
@@ -187,6 +237,25 @@ impl<'de> Deserializer<'de> for TypedValue {
         deserialize_f64 f64 => visit_f64,
     }
 
+    fn deserialize_struct<V: Visitor<'de>>(
+        self,
+        _: &'static str,
+        fields: &'static [&'static str],
+        visitor: V,
+    ) -> Result<V::Value, Misfit> {
+        match self.value {
+            Value::Object(map) => Self::visit_entries(map, Some(fields), self.spelling, self.trace, visitor),
+            _ => self.deserialize_any(visitor),
+        }
+    }
+
+    fn deserialize_ignored_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Misfit> {
+        if let Some(fields) = self.fields {
+            self.trace.ignored(fields);
+        }
+        visitor.visit_unit()
+    }
+
     fn deserialize_option<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Misfit> {
         if self.value.is_null() { visitor.visit_none() } else { visitor.visit_some(self) }
     }
@@ -203,11 +272,13 @@ impl<'de> Deserializer<'de> for TypedValue {
         visitor: V,
     ) -> Result<V::Value, Misfit> {
         match self.value {
-            Value::String(variant) => visitor.visit_enum(Variant { variant, content: None }),
+            Value::String(variant) => visitor.visit_enum(Variant { variant, content: None, trace: self.trace }),
             Value::Object(map) => {
                 let mut entries = map.into_iter();
                 match (entries.next(), entries.next()) {
-                    (Some((variant, content)), None) => visitor.visit_enum(Variant { variant, content: Some(content) }),
+                    (Some((variant, content)), None) => {
+                        visitor.visit_enum(Variant { variant, content: Some(content), trace: self.trace })
+                    }
                     _ => Err(Misfit::invalid_value(Unexpected::Map, &"map with a single key")),
                 }
             }
@@ -216,25 +287,27 @@ impl<'de> Deserializer<'de> for TypedValue {
     }
 
     forward_to_deserialize_any! {
-        i128 u128 char str string bytes byte_buf unit unit_struct seq tuple tuple_struct map struct identifier ignored_any
+        i128 u128 char str string bytes byte_buf unit unit_struct seq tuple tuple_struct map identifier
     }
 }
 
 /// The items of a list.
-struct Items {
+struct Items<'a> {
     rest: std::vec::IntoIter<Value>,
     index: usize,
     spelling: Spelling,
+    trace: &'a KeyTrace,
 }
 
-impl<'de> SeqAccess<'de> for Items {
+impl<'de> SeqAccess<'de> for Items<'_> {
     type Error = Misfit;
 
     fn next_element_seed<T: DeserializeSeed<'de>>(&mut self, seed: T) -> Result<Option<T::Value>, Misfit> {
         let Some(value) = self.rest.next() else { return Ok(None) };
         let index = self.index;
         self.index += 1;
-        let item = seed.deserialize(TypedValue::new(value, self.spelling));
+        let typed = TypedValue::new(value, self.spelling, self.trace);
+        let item = self.trace.below(index.to_string(), || seed.deserialize(typed));
         item.map(Some).map_err(|misfit| misfit.below(index.to_string()))
     }
 
@@ -244,13 +317,16 @@ impl<'de> SeqAccess<'de> for Items {
 }
 
 /// The entries of a mapping.
-struct Entries {
+struct Entries<'a> {
     rest: serde_json::map::IntoIter,
     value: Option<(String, Value)>,
+    /// The fields of the struct; `None` if the entries belong to a map.
+    fields: Option<&'static [&'static str]>,
     spelling: Spelling,
+    trace: &'a KeyTrace,
 }
 
-impl<'de> MapAccess<'de> for Entries {
+impl<'de> MapAccess<'de> for Entries<'_> {
     type Error = Misfit;
 
     fn next_key_seed<K: DeserializeSeed<'de>>(&mut self, seed: K) -> Result<Option<K::Value>, Misfit> {
@@ -267,7 +343,9 @@ impl<'de> MapAccess<'de> for Entries {
 
     fn next_value_seed<T: DeserializeSeed<'de>>(&mut self, seed: T) -> Result<T::Value, Misfit> {
         let (key, value) = self.value.take().expect("a key was read before");
-        seed.deserialize(TypedValue::new(value, self.spelling)).map_err(|misfit| misfit.below(key))
+        let Self { fields, spelling, trace, .. } = *self;
+        let typed = TypedValue { value, spelling, trace, fields };
+        trace.below(key.clone(), || seed.deserialize(typed)).map_err(|misfit| misfit.below(key))
     }
 
     fn size_hint(&self) -> Option<usize> {
@@ -276,12 +354,13 @@ impl<'de> MapAccess<'de> for Entries {
 }
 
 /// A variant of an enum: a text, or a mapping with one key.
-struct Variant {
+struct Variant<'a> {
     variant: String,
     content: Option<Value>,
+    trace: &'a KeyTrace,
 }
 
-impl<'de> EnumAccess<'de> for Variant {
+impl<'de> EnumAccess<'de> for Variant<'_> {
     type Error = Misfit;
     type Variant = Self;
 
@@ -291,48 +370,49 @@ impl<'de> EnumAccess<'de> for Variant {
     }
 }
 
-impl Variant {
+impl<'a> Variant<'a> {
     /// Returns the content, or an error if there is none.
-    fn content(self, expected: &'static str) -> Result<(String, Value), Misfit> {
+    fn content(self, expected: &'static str) -> Result<(String, Value, &'a KeyTrace), Misfit> {
         match self.content {
-            Some(content) => Ok((self.variant, content)),
+            Some(content) => Ok((self.variant, content, self.trace)),
             None => Err(Misfit::invalid_type(Unexpected::UnitVariant, &expected).below(self.variant)),
         }
     }
 }
 
-impl<'de> VariantAccess<'de> for Variant {
+impl<'de> VariantAccess<'de> for Variant<'_> {
     type Error = Misfit;
 
     fn unit_variant(self) -> Result<(), Misfit> {
         match self.content {
-            Some(content) => <()>::deserialize(TypedValue::new(content, Spelling::Strict))
+            Some(content) => <()>::deserialize(TypedValue::new(content, Spelling::Strict, self.trace))
                 .map_err(|misfit| misfit.below(self.variant)),
             None => Ok(()),
         }
     }
 
     fn newtype_variant_seed<T: DeserializeSeed<'de>>(self, seed: T) -> Result<T::Value, Misfit> {
-        let (variant, content) = self.content("newtype variant")?;
-        seed.deserialize(TypedValue::new(content, Spelling::Strict)).map_err(|misfit| misfit.below(variant))
+        let (variant, content, trace) = self.content("newtype variant")?;
+        let typed = TypedValue::new(content, Spelling::Strict, trace);
+        trace.below(variant.clone(), || seed.deserialize(typed)).map_err(|misfit| misfit.below(variant))
     }
 
     fn tuple_variant<V: Visitor<'de>>(self, _: usize, visitor: V) -> Result<V::Value, Misfit> {
-        let (variant, content) = self.content("tuple variant")?;
-        let read = match content {
+        let (variant, content, trace) = self.content("tuple variant")?;
+        let read = trace.below(variant.clone(), || match content {
             Value::Array(items) if items.is_empty() => visitor.visit_unit(),
-            Value::Array(items) => TypedValue::visit_items(items, Spelling::Strict, visitor),
+            Value::Array(items) => TypedValue::visit_items(items, Spelling::Strict, trace, visitor),
             other => Err(Misfit::invalid_type(unexpected(&other), &"tuple variant")),
-        };
+        });
         read.map_err(|misfit| misfit.below(variant))
     }
 
-    fn struct_variant<V: Visitor<'de>>(self, _: &'static [&'static str], visitor: V) -> Result<V::Value, Misfit> {
-        let (variant, content) = self.content("struct variant")?;
-        let read = match content {
-            Value::Object(map) => TypedValue::visit_entries(map, Spelling::Strict, visitor),
+    fn struct_variant<V: Visitor<'de>>(self, fields: &'static [&'static str], visitor: V) -> Result<V::Value, Misfit> {
+        let (variant, content, trace) = self.content("struct variant")?;
+        let read = trace.below(variant.clone(), || match content {
+            Value::Object(map) => TypedValue::visit_entries(map, Some(fields), Spelling::Strict, trace, visitor),
             other => Err(Misfit::invalid_type(unexpected(&other), &"struct variant")),
-        };
+        });
         read.map_err(|misfit| misfit.below(variant))
     }
 }
@@ -357,8 +437,14 @@ mod tests {
         nested: Vec<BTreeMap<String, bool>>,
     }
 
-    fn lenient(value: Value) -> TypedValue {
-        TypedValue::new(value, Spelling::Lenient)
+    fn read<T: for<'de> Deserialize<'de>>(value: Value) -> Result<T, Misfit> {
+        T::deserialize(TypedValue::new(value, Spelling::Lenient, &KeyTrace::default()))
+    }
+
+    fn unknown<T: for<'de> Deserialize<'de>>(value: Value) -> Vec<(String, &'static [&'static str])> {
+        let trace = KeyTrace::default();
+        let _ = T::deserialize(TypedValue::new(value, Spelling::Lenient, &trace));
+        trace.into_unknown().into_iter().map(|key| (key.path.join("."), key.known)).collect()
     }
 
     #[test]
@@ -367,10 +453,10 @@ mod tests {
             json!({"flag": "False", "count": "8", "share": "0.5", "name": "7", "nested": [{"a": "on", "b": true}]});
         let nested = vec![BTreeMap::from([("a".to_owned(), true), ("b".to_owned(), true)])];
         let expected = Settings { flag: false, count: Some(8), share: 0.5, name: "7".to_owned(), nested };
-        assert_eq!(Settings::deserialize(lenient(value)).unwrap(), expected);
+        assert_eq!(read::<Settings>(value).unwrap(), expected);
         let value = json!({"flag": true, "count": null, "name": "n"});
         let expected = Settings { flag: true, count: None, share: 0.0, name: "n".to_owned(), nested: Vec::new() };
-        assert_eq!(Settings::deserialize(lenient(value)).unwrap(), expected);
+        assert_eq!(read::<Settings>(value).unwrap(), expected);
     }
 
     #[test]
@@ -383,7 +469,7 @@ mod tests {
         ] {
             let mut settings = json!({"flag": true, "count": 1, "name": "n"});
             settings[key] = value;
-            let error = Settings::deserialize(lenient(settings)).unwrap_err().to_string();
+            let error = read::<Settings>(settings).unwrap_err().to_string();
             assert!(error.contains(why), "{error}");
         }
     }
@@ -411,7 +497,7 @@ mod tests {
     fn every_form_of_an_enum_is_deserialized_as_by_serde_json() {
         let value =
             json!({"shapes": ["point", {"circle": 0.5}, {"line": [1, 2]}, {"box": {"width": 3}}], "pair": [1, 2]});
-        let drawing = Drawing::deserialize(lenient(value)).unwrap();
+        let drawing = read::<Drawing>(value).unwrap();
         let shapes = vec![Shape::Point, Shape::Circle(0.5), Shape::Line(1, 2), Shape::Box { width: 3 }];
         assert_eq!((drawing.shapes, drawing.named.len(), drawing.pair), (shapes, 0, Some((1, 2))));
         for value in [
@@ -431,9 +517,49 @@ mod tests {
             json!(null),
         ] {
             let expected = serde_json::from_value::<Shape>(value.clone()).unwrap_err().to_string();
-            let misfit = Shape::deserialize(lenient(value.clone())).unwrap_err();
+            let misfit = read::<Shape>(value.clone()).unwrap_err();
             assert_eq!(misfit.into_parts().1, expected, "{value}");
         }
+    }
+
+    #[test]
+    fn every_key_that_a_type_does_not_have_is_collected_at_any_depth() {
+        let settings: &[&str] = &["flag", "count", "share", "name", "nested"];
+        let drawing: &[&str] = &["shapes", "named", "pair"];
+        let good = json!({"flag": true, "nmae": 1, "name": "n", "nested": [{"any": true}]});
+        let value = json!({
+            "named": {"a": good, "any": good}, "shapes": [{"box": {"width": 1, "height": 2}}], "shaeps": {"flag": 1},
+        });
+        let mut found = unknown::<Drawing>(value);
+        found.sort();
+        let expected: [(String, &[&str]); 4] = [
+            ("named.a.nmae".to_owned(), settings),
+            ("named.any.nmae".to_owned(), settings),
+            ("shaeps".to_owned(), drawing),
+            ("shapes.0.box.height".to_owned(), &["width"]),
+        ];
+        assert_eq!(found, expected);
+        assert_eq!(unknown::<Settings>(json!({"falg": true})), [("falg".to_owned(), settings)], "also of a mismatch");
+    }
+
+    #[test]
+    fn a_type_that_takes_any_key_has_no_unknown_ones() {
+        #[derive(Deserialize)]
+        struct Flat {
+            #[serde(rename = "first", alias = "one")]
+            _first: serde::de::IgnoredAny,
+            #[serde(flatten)]
+            _rest: BTreeMap<String, Value>,
+        }
+        #[derive(Deserialize)]
+        struct Skipped {
+            #[serde(rename = "first", alias = "one")]
+            _first: serde::de::IgnoredAny,
+        }
+        assert_eq!(unknown::<Flat>(json!({"first": 1, "second": {"third": 3}})), []);
+        assert_eq!(unknown::<Value>(json!({"first": 1})), []);
+        assert_eq!(unknown::<BTreeMap<String, serde::de::IgnoredAny>>(json!({"first": 1})), []);
+        assert_eq!(unknown::<Skipped>(json!({"one": 1})), []);
     }
 
     #[test]
@@ -455,7 +581,7 @@ mod tests {
             (json!({"pair": [1, 2, 3]}), vec!["pair"]),
             (json!([1]), vec!["0"]),
         ] {
-            let (found, message) = Drawing::deserialize(lenient(value.clone())).unwrap_err().into_parts();
+            let (found, message) = read::<Drawing>(value.clone()).unwrap_err().into_parts();
             assert_eq!(found, path, "{value}: {message}");
         }
     }

@@ -68,6 +68,10 @@ fn what_is_missing_is_said_with_what_is_there() {
     let cpus = ClusterSpec { use_gpus: false, ..ClusterSpec::new([4]) };
     let error = place(&cpus, &[NodeResources::new("a", 2, Vec::new())], false).unwrap_err();
     assert!(error.to_string().contains("4 CPUs are asked for, 2 are there"), "{error}");
+    assert!(
+        error.to_string().contains("fix: ask for fewer bundles; on a small machine, VirtualCluster::simulate_nodes"),
+        "{error}"
+    );
 }
 
 #[test]
