@@ -187,7 +187,7 @@ impl Deployment {
             }
             Step::DiskFault(fault) => {
                 self.net.injected("disk", if fault == FileFault::DiskFull { DISK_FULL } else { SYNC_FAILED });
-                self.files.fail_append(0, fault);
+                self.files.fail_write(0, fault);
             }
             Step::Stop => {
                 self.net.injected(COLLECTOR, STOP);

@@ -124,8 +124,8 @@ async fn scenario(seed: u64, with_check: bool) -> Result<Outcomes, String> {
         }
         let fault = rng.u32(0..6);
         match fault {
-            0 => files.fail_append(rng.u64(0..6), FileFault::DiskFull),
-            1 => files.fail_append(rng.u64(0..6), FileFault::SyncFailed),
+            0 => files.fail_write(rng.u64(0..6), FileFault::DiskFull),
+            1 => files.fail_write(rng.u64(0..6), FileFault::SyncFailed),
             2 => files.set_room(rng.u64(0..20_000)),
             _ => {}
         }
@@ -186,7 +186,7 @@ async fn a_full_disk_loses_nothing_acknowledged_and_names_the_file() {
         let files = SimFiles::new(5);
         let (ledger, _) = open(&files).await.unwrap();
         complete(&ledger, 0).await.unwrap();
-        files.fail_append(0, fault);
+        files.fail_write(0, fault);
         let error = complete(&ledger, 1).await.unwrap_err();
         assert!(error.to_string().contains("results/rollouts.jsonl"), "{error}");
         assert!(!error.may_resend(true), "the same row must not be sent again: {error:?}");
