@@ -195,9 +195,10 @@ impl Pages {
 
     fn read_in(&mut self, page: usize) {
         let range = self.range(page);
-        let known = self.disk.len().clamp(range.start, range.end);
-        self.cache[range.start..known].copy_from_slice(&self.disk[range.start..known]);
-        self.cache[known..range.end].fill(0);
+        self.cache[range.clone()].fill(0);
+        if let Some(known) = self.disk.get(range.start..range.end.min(self.disk.len())) {
+            self.cache[range.start..range.start + known.len()].copy_from_slice(known);
+        }
     }
 
     /// Returns the bytes of a page, without those behind the end of the file.
