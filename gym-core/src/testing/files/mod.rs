@@ -130,9 +130,11 @@ impl SimFiles {
         self.disk().fault = Some((nth, fault));
     }
 
-    /// Removes a fault that has not happened yet.
+    /// Removes a fault and an ending that have not happened yet.
     pub fn clear_fault(&self) {
-        self.disk().fault = None;
+        let mut disk = self.disk();
+        disk.fault = None;
+        disk.end = None;
     }
 
     /// Ends the process in the middle of the n-th step from now, counted from 0: see [`FileCounts::steps`]. All further
