@@ -62,7 +62,7 @@ pub async fn write_new_file<T>(
         let mut begun = false;
         while let Some(chunk) = chunks.recv().await {
             if !std::mem::replace(&mut begun, true) {
-                files.remove(path).await?;
+                remove_old(files, path).await?;
             }
             files.append(path, &[chunk], false).await?;
         }
@@ -72,7 +72,7 @@ pub async fn write_new_file<T>(
     let finished = async {
         let (begun, produced) = (written?, produced?);
         if !begun {
-            files.remove(path).await?;
+            remove_old(files, path).await?;
         }
         // One sync for all chunks. It also creates a file without contents.
         files.append(path, &[], true).await?;
@@ -81,7 +81,11 @@ pub async fn write_new_file<T>(
     let finished = finished.await;
     if finished.is_err() {
         // Best effort: only the first error is reported.
-        let _ = files.remove(path).await;
+        let _ = remove_old(files, path).await;
     }
     finished
+}
+
+async fn remove_old(files: &dyn Files, path: &Path) -> Result<()> {
+    if files.length(path).await?.is_some() { files.remove(path).await } else { Ok(()) }
 }

@@ -229,7 +229,9 @@ impl SimFiles {
             let max = u64::try_from(disk.latency_max.as_micros()).unwrap_or(u64::MAX);
             Duration::from_micros(disk.rng.u64(0..=max))
         };
-        tokio::time::sleep(latency).await;
+        if !latency.is_zero() {
+            tokio::time::sleep(latency).await;
+        }
     }
 
     /// Opens a file for appending, and creates it if needed. As in [`RealFiles`](crate::base::RealFiles), the directory
