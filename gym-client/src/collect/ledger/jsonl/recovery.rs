@@ -82,8 +82,7 @@ pub(super) async fn recover(files: &dyn Files, paths: &LedgerPaths) -> Result<Re
             tracing::warn!(path = %path.display(), bytes, "cut off an incomplete line at the end of the file");
         }
         if found[file as usize].is_some() {
-            // Also at the same length: an earlier process may have been killed before its truncation was durable. And
-            // appends are possible again after one that failed.
+            // Also at the same length: after a failed append, further ones are possible only after a truncation.
             files.truncate(path, length).await?;
         } else {
             // NeMo Gym creates the failures file too.
