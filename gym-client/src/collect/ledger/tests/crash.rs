@@ -298,3 +298,20 @@ async fn rows_that_the_index_confirms_are_not_written_again() {
     assert_eq!((opened.completed, files.counts().rewritten_bytes), (100, unconfirmed as u64));
     close(ledger).await;
 }
+
+#[tokio::test(start_paused = true)]
+async fn after_an_append_and_its_truncation_failed_the_next_opening_goes_on() {
+    let files = SimFiles::new(5);
+    let (ledger, _) = open(&files).await.unwrap();
+    complete(&ledger, 0).await.unwrap();
+    files.set_room(10);
+    // The append finds the disk full, and the sync of the truncation fails.
+    files.fail_write(1, FileFault::SyncFailed);
+    assert_eq!(complete(&ledger, 1).await.unwrap_err().code(), Code::ResourceExhausted);
+    ledger.close(&CallContext::default()).await.unwrap_err();
+    files.set_room(u64::MAX);
+    let (ledger, opened) = open(&files).await.unwrap();
+    assert_eq!(opened.completed, 1);
+    complete(&ledger, 1).await.unwrap();
+    close(ledger).await;
+}
