@@ -39,7 +39,7 @@ async fn after_a_failed_append_the_simulated_disk_wants_a_cut_too() {
     for fault in [FileFault::DiskFull, FileFault::SyncFailed] {
         let (files, path) = (SimFiles::new(3), Path::new("f"));
         files.append(path, &[Bytes::from_static(b"kept")], true).await.unwrap();
-        files.fail_append(0, fault);
+        files.fail_write(0, fault);
         files.append(path, &[Bytes::from_static(b"lost")], true).await.unwrap_err();
         files.append(path, &[Bytes::from_static(b"more")], true).await.unwrap_err();
         files.truncate(path, 4).await.unwrap();

@@ -40,11 +40,19 @@ impl Files for NoFiles {
         none()
     }
 
+    async fn rewrite(&self, _: &Path, _: u64, _: &[Bytes]) -> Result<()> {
+        none()
+    }
+
     async fn truncate(&self, _: &Path, _: u64) -> Result<()> {
         none()
     }
 
     async fn replace(&self, _: &Path, _: &[Bytes]) -> Result<()> {
+        none()
+    }
+
+    async fn rename(&self, _: &Path, _: &Path) -> Result<()> {
         none()
     }
 

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::{BufReader, BufWriter, Write};
+use std::io::BufReader;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -16,6 +16,7 @@ use gym_core::{CallContext, CancelToken, Code, Error, Result, Rope, World};
 use tokio::sync::mpsc;
 
 use crate::client::{CallOptions, ServerClient};
+use crate::collect::chunks::{CHUNKS_AHEAD, ChunkWriter, write_new_file};
 use crate::collect::files::{ExistingOutput, OutputFiles, output_exists};
 use crate::collect::input::{
     InputError, MaterializeOptions, MaterializeSummary, MaterializedRow, MaterializedRows, Materializer,
@@ -167,7 +168,13 @@ impl RolloutCollector {
             // Without leave to overwrite, nothing is removed, even if another collector wrote the files since the check.
             let start = if overwrites { OpenMode::Fresh } else { OpenMode::Resume };
             let opened = JsonlLedger::open(&cx, Arc::clone(&self.world.files), &files.rollouts, start).await;
-            let (ledger, opened) = opened.inspect_err(|_| drop(std::fs::remove_file(&partial)))?;
+            let (ledger, opened) = match opened {
+                Ok(opened) => opened,
+                Err(error) => {
+                    self.discard(&partial).await;
+                    return Err(error);
+                }
+            };
             tracing::info!(?opened, output = %files.rollouts.display(), "opened the ledger");
             let recorded = opened.completed + opened.failed > 0;
             let accepted = match options.existing {
@@ -180,16 +187,12 @@ impl RolloutCollector {
                     if !resumes {
                         self.world.files.remove(&files.aggregate).await?;
                     }
-                    std::fs::rename(&partial, &files.materialized).map_err(|error| {
-                        Error::internal("the rename failed")
-                            .about(format!("write {}", files.materialized.display()))
-                            .caused_by(error)
-                    })?;
+                    // Durable before the first outcome is: outcomes without their inputs cannot be resumed.
+                    self.world.files.rename(&partial, &files.materialized).await?;
                 }
-                // Best effort, in both cases: a later run writes the file again.
-                Ok(false) => drop(std::fs::remove_file(&partial)),
+                Ok(false) => self.discard(&partial).await,
                 Err(error) => {
-                    drop(std::fs::remove_file(&partial));
+                    self.discard(&partial).await;
                     ledger.close(&cx).await?;
                     return Err(error);
                 }
@@ -212,42 +215,30 @@ impl RolloutCollector {
 
     /// Writes the rows to dispatch and checks that each row has a server.
     async fn materialize(&self, options: &CollectOptions, partial: &Path) -> Result<MaterializeSummary> {
-        let (input, target) = (options.input.clone(), partial.to_owned());
+        let input = options.input.clone();
         let materializer =
             Materializer::new(options.materialize.clone(), self.names.clone()).map_err(|error| invalid(&error))?;
-        let summary = blocking(move || {
+        let (chunks, written) = mpsc::channel(CHUNKS_AHEAD);
+        let reading = blocking(move || {
             let reader = File::open(&input).map_err(|error| {
                 Error::invalid(format!("cannot read the input: {error}")).about(input.display().to_string())
             })?;
-            let write = || -> Result<MaterializeSummary, InputError> {
-                let doing = || format!("write {}", target.display());
-                if let Some(folder) = target.parent() {
-                    std::fs::create_dir_all(folder).map_err(|error| InputError::io(doing(), error))?;
-                }
-                let file = File::create(&target).map_err(|error| InputError::io(doing(), error))?;
-                let mut writer = BufWriter::with_capacity(BUFFER_BYTES, file);
-                let summary = materializer.write(BufReader::new(reader), &mut writer)?;
-                writer.flush().map_err(|error| InputError::io(doing(), error))?;
-                // Synced before the rename, because a resumed run relies on the file.
-                writer.get_ref().sync_all().map_err(|error| InputError::io(doing(), error))?;
-                Ok(summary)
-            };
-            write().map_err(|error| {
-                // Best effort: only the first error is reported.
-                let _ = std::fs::remove_file(&target);
-                invalid(&error)
-            })
-        })
-        .await?;
+            materializer.write(BufReader::new(reader), ChunkWriter::new(chunks)).map_err(|error| invalid(&error))
+        });
+        let summary = write_new_file(&*self.world.files, partial, written, reading).await?;
         for (target, used) in &summary.targets {
-            self.names.check_target(target).map_err(|error| {
-                // Best effort: a later run writes the file again.
-                let _ = std::fs::remove_file(partial);
+            if let Err(error) = self.names.check_target(target) {
+                self.discard(partial).await;
                 let place = format!("{}, line {}", options.input.display(), used.first_line);
-                Error::invalid(error.message().to_owned()).about(place)
-            })?;
+                return Err(Error::invalid(error.message().to_owned()).about(place));
+            }
         }
         Ok(summary)
+    }
+
+    /// Removes the rows to dispatch. Best effort: a later run writes the file again.
+    async fn discard(&self, partial: &Path) {
+        let _ = self.world.files.remove(partial).await;
     }
 
     /// Requests the statistics of each environment server's rollouts and writes the report.
@@ -278,8 +269,7 @@ impl RolloutCollector {
                 response.into_result().map_err(|error| error.about(format!("POST {server}/aggregate_metrics")))?;
             replies.push((server.clone(), response.message.head.to_bytes()));
         }
-        let target = files.aggregate.clone();
-        blocking(move || {
+        let text = blocking(move || {
             let entries: Result<Vec<ReportEntry<'_>>> = replies
                 .iter()
                 .map(|(server, reply)| {
@@ -291,11 +281,10 @@ impl RolloutCollector {
                 .collect();
             let mut text = Vec::new();
             write_report(&entries?, &mut text).map_err(|error| Error::internal(error.to_string()))?;
-            std::fs::write(&target, text).map_err(|error| {
-                Error::internal("the write failed").about(format!("write {}", target.display())).caused_by(error)
-            })
+            Ok(Bytes::from(text))
         })
-        .await
+        .await?;
+        self.world.files.replace(&files.aggregate, &[text]).await
     }
 }
 

@@ -17,6 +17,6 @@ mod group;
 pub mod net;
 mod storm;
 
-pub use files::{FileCounts, FileFault, SimFiles};
+pub use files::{FileCounts, FileEnd, FileFault, SimFiles};
 pub use net::{Faults, SimHost, SimNet};
 pub use storm::{Storm, with_segment};

@@ -112,6 +112,15 @@ impl Audit {
         }
     }
 
+    /// Records the outcomes with which a ledger was opened: the collector does not repeat them, so they count as
+    /// acknowledged.
+    pub(crate) fn opened(&self, files: &SimFiles, output: &Path) {
+        let rows = Rows::read(files, output);
+        let mut truth = self.truth();
+        truth.acknowledged.extend(rows.completed.iter().map(|row| (row.attempt(), true)));
+        truth.acknowledged.extend(rows.failed.iter().map(|row| (row.attempt(), false)));
+    }
+
     /// Checks all invariants that must hold at the end.
     pub(crate) fn check_end(&self, files: &SimFiles, output: &Path, wanted: &[TaskKey], attempts_max: u32) -> Counts {
         self.check_acknowledged(files, output);

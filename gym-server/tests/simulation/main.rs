@@ -10,7 +10,8 @@
 //! GYM_SIM_SEED=17 cargo test -p gym-server --test simulation -- --exact one_seed --nocapture
 //! ```
 //!
-//! `GYM_SIM_SEEDS=5000` sets the number of seeds of the long test. A seed that failed once remains a case in `PAST_FAILURES`.
+//! `GYM_SIM_SEEDS=5000` sets the number of seeds of the long test, and `GYM_SIM_FROM=5000` the first one; `.ci/test simulation`
+//! plays 10,000 with an optimized build. A seed that failed once remains a case in `PAST_FAILURES`.
 //!
 //! A seed determines everything: the faults and their strength, the crashes of hosts, and the fate of each message. This requires
 //! that the clock is tokio's paused clock, and that all randomness has one source. One task delivers all messages in the order of
@@ -37,8 +38,9 @@ use scenario::{Report, run};
 /// The seeds of every test run; `GYM_SIM_SEEDS` overrides the number.
 const SEEDS: u64 = 240;
 
-/// Seeds that once found a failure.
-const PAST_FAILURES: &[u64] = &[];
+/// Seeds that once found a failure: rows that were synced again after a failed sync instead of written again. Since the disk
+/// loses pages, this defect shows in the last three and in 30031.
+const PAST_FAILURES: &[u64] = &[4943, 9429, 18251, 30031, 39419, 669, 799, 933];
 
 fn from_environment(name: &str) -> Option<u64> {
     let text = std::env::var(name).ok()?;
@@ -72,8 +74,9 @@ fn no_seed_loses_doubles_or_invents_an_outcome() {
     let (mut completed, mut given_up, mut events, mut attempts, mut longest) = (0, 0, 0, 0, 0);
     let mut failed = Vec::new();
     let seeds = from_environment("GYM_SIM_SEEDS").unwrap_or(SEEDS);
+    let from = from_environment("GYM_SIM_FROM").unwrap_or(0);
     let began = AtomicU64::new(0);
-    play((0..seeds).chain(PAST_FAILURES.iter().copied()), LateCheck::On, |report| {
+    play((from..from + seeds).chain(PAST_FAILURES.iter().copied()), LateCheck::On, |report| {
         began.fetch_add(1, Ordering::Relaxed);
         for (kind, count) in report.trace.faults() {
             *totals.entry(kind).or_default() += count;

@@ -4,7 +4,7 @@ use std::fmt;
 use std::time::Duration;
 
 use gym_client::collect::{DriverOptions, FailFast};
-use gym_core::testing::{Faults, FileFault};
+use gym_core::testing::{Faults, FileEnd, FileFault};
 use gym_core::transport::RetryPolicy;
 
 pub(crate) const HEAD: &str = "head";
@@ -24,8 +24,18 @@ pub(crate) const COLLECTOR_CRASH: &str = "collector crash";
 pub(crate) const COLLECTOR_KILL: &str = "collector killed";
 pub(crate) const HEAD_RESTART: &str = "head restart";
 pub(crate) const AGENT_RESTART: &str = "agent restart";
-pub(crate) const INJECTED: [&str; 8] =
-    [DISK_STALL, DISK_FULL, SYNC_FAILED, STOP, COLLECTOR_CRASH, COLLECTOR_KILL, HEAD_RESTART, AGENT_RESTART];
+pub(crate) const END_IN_WRITE: &str = "end within a write";
+pub(crate) const INJECTED: [&str; 9] = [
+    DISK_STALL,
+    DISK_FULL,
+    SYNC_FAILED,
+    STOP,
+    COLLECTOR_CRASH,
+    COLLECTOR_KILL,
+    END_IN_WRITE,
+    HEAD_RESTART,
+    AGENT_RESTART,
+];
 
 /// Determines if the ledger rejects late attempts. A test shows that `Off` is wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,6 +50,9 @@ pub(crate) enum Step {
     Crash(&'static str),
     /// Ends the collector's process. Its machine continues, and its written data remains.
     Kill,
+    /// Ends the collector's process within the n-th step that changes a file: also while it prepares a run, which takes
+    /// too little time for a crash at a random moment.
+    EndInWrite(u64, FileEnd),
     Start(&'static str),
     /// Sets the maximum latency of appends.
     Disk(Duration),
@@ -52,6 +65,7 @@ impl fmt::Display for Step {
         match self {
             Self::Crash(host) => write!(f, "crash {host}"),
             Self::Kill => f.write_str("kill the collector"),
+            Self::EndInWrite(nth, end) => write!(f, "{end:?} within the {nth}. next step of a write"),
             Self::Start(host) => write!(f, "start {host}"),
             Self::Disk(latency) => write!(f, "appends take up to {latency:?}"),
             Self::DiskFault(FileFault::DiskFull) => f.write_str("the next append finds the disk full"),
@@ -77,6 +91,8 @@ pub(crate) struct Plan {
     /// From this time on, no faults occur.
     pub(crate) heals_at: Duration,
     pub(crate) script: Vec<(Duration, Step)>,
+    /// Extra bytes in each row: with them, files have more pages than one.
+    pub(crate) padding: usize,
 }
 
 /// Latency of an append on a healthy disk.
@@ -97,14 +113,17 @@ impl Plan {
             fail_fast: FailFast::Never,
             backoff: RetryPolicy { backoff_min: Duration::from_millis(200), ..RetryPolicy::default() },
         };
+        // A separate generator, so that a seed keeps the other steps that it had before there were these.
+        let mut ends = fastrand::Rng::with_seed(seed ^ 0x0ddb_a11e_0f5e_7e11);
         Self {
             seed,
+            padding: [0, 300, 3_000][ends.usize(..3)],
             tasks: rng.u32(2..=8),
             repeats: rng.u32(1..=3),
             steps: rng.u32(0..=3),
             think_max: millis(&mut rng, 10, 1_500),
             ttl: millis(&mut rng, 2_000, 8_000),
-            script: script(&mut rng, heals_at),
+            script: with_ends(script(&mut rng, heals_at), &mut ends, heals_at),
             faults,
             options,
             heals_at,
@@ -154,13 +173,30 @@ fn script(rng: &mut fastrand::Rng, heals_at: Duration) -> Vec<(Duration, Step)> 
     script
 }
 
+/// Adds ends within a write: when a collector starts, and at random times.
+fn with_ends(mut script: Vec<(Duration, Step)>, rng: &mut fastrand::Rng, heals_at: Duration) -> Vec<(Duration, Step)> {
+    let mut times: Vec<Duration> =
+        script.iter().filter(|(_, step)| *step == Step::Start(COLLECTOR)).map(|(at, _)| *at).collect();
+    times.push(Duration::ZERO);
+    times.retain(|_| rng.u8(..3) == 0);
+    if rng.u8(..3) == 0 {
+        times.extend((0..rng.u8(..6)).map(|_| Duration::from_millis(rng.u64(..15_000))));
+    }
+    for at in times.into_iter().filter(|at| *at < heals_at) {
+        let end = if rng.bool() { FileEnd::Crash } else { FileEnd::Kill };
+        script.push((at, Step::EndInWrite(rng.u64(..24), end)));
+    }
+    script.sort_by_key(|(at, _)| *at);
+    script
+}
+
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "network: {}", self.faults)?;
-        let Self { tasks, repeats, steps, think_max, ttl, options, heals_at, .. } = self;
+        let Self { tasks, repeats, steps, think_max, ttl, options, heals_at, padding, .. } = self;
         writeln!(
             f,
-            "{tasks} tasks x {repeats}, {steps} steps, thinks up to {think_max:?}, lease {ttl:?}, {} at once, {} attempts of \
+            "{tasks} tasks x {repeats} with {padding} bytes, {steps} steps, thinks up to {think_max:?}, lease {ttl:?}, {} at once, {} attempts of \
              {:?} + {:?}, heals at {heals_at:?}",
             options.concurrency, options.attempts_max, options.attempt_timeout, options.record_timeout,
         )?;

@@ -6,28 +6,31 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, Once, PoisonError};
 use std::time::Duration;
 
+use bytes::Bytes;
 use futures_util::stream;
-use gym_client::collect::ledger::{JsonlLedger, OpenMode};
-use gym_client::collect::{Driver, RolloutRow, RunEnd};
+use gym_client::collect::ledger::{JsonlLedger, OpenMode, RecoveryReport};
+use gym_client::collect::{Driver, OutputFiles, RolloutRow, RunEnd, write_new_file};
 use gym_client::registry::{LeaseKeeper, RemoteRegistry};
 use gym_client::{ServerClient, Transports};
+use gym_core::base::Files as _;
 use gym_core::registry::{MemoryRegistry, Registration, Registry};
 use gym_core::rollout::{KeyState, Ledger, TaskKey};
 use gym_core::server::ServerKind;
 use gym_core::testing::net::{SimHost, Trace};
 use gym_core::testing::{Faults, FileFault, SimFiles, SimNet};
 use gym_core::transport::{Fenced, serve};
-use gym_core::{CallContext, CancelToken, Code, Endpoint, Handler, Incarnation, RawObject, World};
+use gym_core::{CallContext, CancelToken, Code, Endpoint, Handler, Incarnation, RawObject, Result, World};
 use gym_server::environment::{Relay, RelayConfig};
 use gym_server::head::HeadServer;
 use gym_server::metrics::Metrics;
 use gym_server::role::{RoleServer, ServerContext};
+use tokio::sync::mpsc;
 use tokio::time::Instant;
 
 use crate::audit::{Audit, AuditedHead, AuditedIncarnation, AuditedLedger, Counts};
 use crate::plan::{
-    AGENT_RESTART, AGENTS, COLLECTOR, COLLECTOR_CRASH, COLLECTOR_KILL, DISK_FULL, DISK_STALL, DISK_WELL, HEAD,
-    HEAD_RESTART, HOSTS, LateCheck, Plan, RELAY, RESOURCES, STOP, SYNC_FAILED, Step,
+    AGENT_RESTART, AGENTS, COLLECTOR, COLLECTOR_CRASH, COLLECTOR_KILL, DISK_FULL, DISK_STALL, DISK_WELL, END_IN_WRITE,
+    HEAD, HEAD_RESTART, HOSTS, LateCheck, Plan, RELAY, RESOURCES, STOP, SYNC_FAILED, Step,
 };
 use crate::servers::{SmallAgent, SmallResources};
 
@@ -171,6 +174,10 @@ impl Deployment {
                 self.files = self.files.kill();
                 self.audit.check_acknowledged(&self.files, Path::new(OUTPUT));
             }
+            Step::EndInWrite(nth, end) => {
+                self.net.injected(COLLECTOR, END_IN_WRITE);
+                self.files.end_at_step(nth, end);
+            }
             Step::Start(host) => {
                 if host == HEAD {
                     self.net.injected(host, HEAD_RESTART);
@@ -187,7 +194,7 @@ impl Deployment {
             }
             Step::DiskFault(fault) => {
                 self.net.injected("disk", if fault == FileFault::DiskFull { DISK_FULL } else { SYNC_FAILED });
-                self.files.fail_append(0, fault);
+                self.files.fail_write(0, fault);
             }
             Step::Stop => {
                 self.net.injected(COLLECTOR, STOP);
@@ -209,7 +216,7 @@ impl Deployment {
                     late_check: self.late_check,
                     net: self.net.clone(),
                     audit: self.audit.clone(),
-                    files: self.files.clone(),
+                    files: self.files.next_process(),
                     orders: self.orders.clone(),
                 };
                 host.spawn(collector.run());
@@ -310,20 +317,29 @@ async fn stay_registered(registry: Arc<dyn Registry>, registration: Registration
     }
 }
 
-fn rows(plan: &Plan) -> Vec<RolloutRow> {
-    let keys = (0..plan.tasks).flat_map(|task| (0..plan.repeats).map(move |repeat| TaskKey::new(task, repeat)));
-    keys.map(|key| RolloutRow {
-        key,
-        agent: "agent".into(),
-        server: RELAY.into(),
-        result_type: None,
-        row: RawObject::parse(format!(
-            r#"{{"responses_create_params":{{"input":[]}},"_ng_task_index":{},"_ng_rollout_index":{}}}"#,
-            key.task_index, key.rollout_index
-        ))
-        .expect("an object"),
+/// Returns the rollouts as the lines of the materialized inputs.
+fn lines(plan: &Plan) -> Vec<String> {
+    let padding = "x".repeat(plan.padding);
+    let keys = (0..plan.tasks).flat_map(|task| (0..plan.repeats).map(move |repeat| (task, repeat)));
+    keys.map(|(task, repeat)| {
+        format!(
+            r#"{{"responses_create_params":{{"input":[]}},"_ng_task_index":{task},"_ng_rollout_index":{repeat},"x":"{padding}"}}"#
+        )
     })
     .collect()
+}
+
+fn rows(plan: &Plan) -> Vec<RolloutRow> {
+    let keys = (0..plan.tasks).flat_map(|task| (0..plan.repeats).map(move |repeat| TaskKey::new(task, repeat)));
+    keys.zip(lines(plan))
+        .map(|(key, line)| RolloutRow {
+            key,
+            agent: "agent".into(),
+            server: RELAY.into(),
+            result_type: None,
+            row: RawObject::parse(line).expect("an object"),
+        })
+        .collect()
 }
 
 /// One incarnation of the collector's process. It starts run after run, like a shell loop.
@@ -340,12 +356,18 @@ struct Collector {
 }
 
 impl Collector {
-    async fn run(self) {
+    async fn run(mut self) {
         let mut after_healing = 0;
         loop {
             // The state at the start of the run: a run that still met faults does not count.
             let healed = self.orders.healed.is_cancelled();
             let open = self.once().await;
+            if self.files.has_ended() {
+                // Within a write.
+                self.net.note(COLLECTOR, format_args!("has ended"));
+                self.files = self.files.next_process();
+                self.audit.check_acknowledged(&self.files, Path::new(OUTPUT));
+            }
             if healed {
                 after_healing += 1;
                 if open == Some(0) || after_healing == RUNS_AFTER_HEALING {
@@ -360,17 +382,17 @@ impl Collector {
     /// Runs one collection. Returns the number of open rollouts, or `None` if it is unknown.
     async fn once(&self) -> Option<usize> {
         let cx = CallContext::within(Duration::from_secs(120));
-        let opened = JsonlLedger::open(&cx, Arc::new(self.files.clone()), OUTPUT, OpenMode::Resume).await;
-        let (ledger, opened) = match opened {
-            Ok(opened) => opened,
+        let (ledger, opened) = match self.prepare(&cx).await {
+            Ok(prepared) => prepared,
             Err(error) => {
-                self.net.note(COLLECTOR, format_args!("cannot open the ledger: {error:?}"));
+                self.net.note(COLLECTOR, format_args!("cannot prepare the run: {error:?}"));
                 if error.code() == Code::DataLoss {
                     self.audit.violation(format_args!("the ledger does not open again: {error}"));
                 }
                 return None;
             }
         };
+        self.audit.opened(&self.files, Path::new(OUTPUT));
         self.net.note(COLLECTOR, format_args!("opens the ledger: {opened:?}"));
         let ledger = match self.late_check {
             LateCheck::On => ledger,
@@ -396,5 +418,40 @@ impl Collector {
         }
         let open = |state| matches!(state, KeyState::Open { failures } if failures < self.plan.options.attempts_max);
         Some(self.rows.iter().filter(|row| open(ledger.state(row.key))).count())
+    }
+
+    /// Writes the inputs and opens the ledger in the order of `RolloutCollector::collect`.
+    async fn prepare(&self, cx: &CallContext) -> Result<(JsonlLedger, RecoveryReport)> {
+        let OutputFiles { rollouts, failures, materialized, .. } = OutputFiles::beside(OUTPUT);
+        let partial = materialized.with_extension("jsonl.partial");
+        let [rollouts, failures, inputs] = [&rollouts, &failures, &materialized].map(|path| self.files.length(path));
+        let recorded =
+            rollouts.await?.is_some_and(|length| length > 0) || failures.await?.is_some_and(|length| length > 0);
+        if recorded && inputs.await?.is_none_or(|length| length == 0) {
+            self.audit.violation("there are outcomes, and their inputs are lost");
+        }
+        let lines = lines(&self.plan);
+        let wanted = lines.iter().map(|line| format!("{line}\n")).collect::<String>();
+        let (sender, chunks) = mpsc::channel(1);
+        let producing = async {
+            for line in lines {
+                // Fails after an error of the disk, which the other end reports.
+                let _ = sender.send(Bytes::from(line + "\n")).await;
+            }
+            drop(sender);
+            Ok(())
+        };
+        write_new_file(&self.files, &partial, chunks, producing).await?;
+        let opened = JsonlLedger::open(cx, Arc::new(self.files.clone()), OUTPUT, OpenMode::Resume).await?;
+        // A resumed collection may add rows, so it replaces its inputs too.
+        if !recorded || self.world.rng().bool() {
+            self.files.rename(&partial, &materialized).await?;
+        } else {
+            self.files.remove(&partial).await?;
+        }
+        if self.files.contents(&materialized) != wanted.as_bytes() {
+            self.audit.violation("the inputs are not what was written");
+        }
+        Ok(opened)
     }
 }

@@ -87,8 +87,11 @@ fn time_of_day() -> Duration {
 ///
 /// - **Order.** Each file has one writer, which makes its calls one after another.
 /// - **Failed writes.** After an error of `append`, the length of the file is unknown. Further appends fail until the
-///   writer has read the length and truncated the file. A failed sync is never repeated, because the system may have
-///   discarded the data.
+///   writer has read the length and truncated the file.
+/// - **Failed syncs** are never repeated. Linux marks the pages clean that it could not write, so the next sync succeeds
+///   without writing them (`fsync(2)`; Rebello et al., USENIX ATC 2020). Bytes whose sync failed, or may have failed in
+///   another process, are made durable only by [`Files::rewrite`].
+/// - **Names.** A call that creates, renames or removes a file returns after the directory was synced.
 /// - **Errors** contain the path, the operation and the fix: `ResourceExhausted` for a full disk, an exceeded quota and
 ///   a limit on the file size, `NotFound`, and `InvalidArgument` for an unusable path. No error is `NotStarted`.
 #[async_trait]
@@ -103,11 +106,19 @@ pub trait Files: fmt::Debug + Send + Sync + 'static {
     /// all earlier pieces are on the disk. An empty list only syncs.
     async fn append(&self, path: &Path, pieces: &[Bytes], durable: bool) -> Result<()>;
 
+    /// Writes the pieces durably at offset `from`, which is at most the length of the file. Bytes that are there already
+    /// are written again, even if they are the same. After an error it is unknown which bytes are on the disk.
+    async fn rewrite(&self, path: &Path, from: u64, pieces: &[Bytes]) -> Result<()>;
+
     /// Truncates the file durably to `length`, which is at most its current length.
     async fn truncate(&self, path: &Path, length: u64) -> Result<()>;
 
     /// Replaces the contents of the file atomically: after a crash it has either the old or the new contents.
     async fn replace(&self, path: &Path, contents: &[Bytes]) -> Result<()>;
+
+    /// Renames the file atomically within its directory, and replaces a file that has the name. The contents become
+    /// durable only if they were synced before.
+    async fn rename(&self, from: &Path, to: &Path) -> Result<()>;
 
     /// Removes the file. Succeeds if the file does not exist.
     async fn remove(&self, path: &Path) -> Result<()>;

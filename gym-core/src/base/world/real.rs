@@ -1,7 +1,9 @@
 //! The file system of this machine, as an implementation of [`Files`].
 //!
 //! File operations block, so each runs on tokio's blocking threads. `fdatasync` makes an append durable. A new file
-//! also needs an `fsync` of its directory; without it the file may be missing after a crash.
+//! also needs an `fsync` of its directory; without it the file may be missing after a crash. An earlier process may have
+//! been killed between the two, so the directory is synced whenever a file is opened for appending, not only when it is
+//! created.
 
 use std::collections::BTreeSet;
 use std::fs::{File, OpenOptions, TryLockError};
@@ -104,8 +106,7 @@ impl RealFiles {
             write_all(&mut file, pieces).and_then(|()| if durable { file.sync_data() } else { Ok(()) })
         };
         if written.is_err() {
-            // After a failed sync the kernel may mark the lost pages as clean, so another sync of this handle would
-            // succeed.
+            // After a failed sync the kernel marks the lost pages as clean, so another sync would succeed.
             let mut handles = self.handles();
             handles.open.retain(|(known, _)| known != path);
             handles.broken.insert(path.to_owned());
@@ -124,11 +125,26 @@ impl RealFiles {
         }
     }
 
+    fn rewrite_now(&self, path: &Path, from: u64, pieces: &[Bytes]) -> io::Result<()> {
+        // Not the handle for appends: with `O_APPEND`, Linux ignores the offset of a write.
+        let file = OpenOptions::new().write(true).open(path)?;
+        if from > file.metadata()?.len() {
+            return Err(shorter());
+        }
+        let mut at = from;
+        for piece in pieces {
+            file.write_all_at(piece, at)?;
+            at += piece.len() as u64;
+        }
+        // Also for the same bytes: Linux does not compare, so the pages are dirty.
+        file.sync_data()
+    }
+
     fn truncate_now(&self, path: &Path, length: u64) -> io::Result<()> {
         self.forget(path);
         let file = OpenOptions::new().write(true).open(path)?;
         if length > file.metadata()?.len() {
-            return Err(io::Error::new(ErrorKind::InvalidInput, "the file is shorter than the requested length"));
+            return Err(shorter());
         }
         file.set_len(length)?;
         file.sync_all()?;
@@ -151,11 +167,23 @@ impl RealFiles {
             let _ = std::fs::remove_file(&temporary);
             return Err(error);
         }
-        let mut handles = self.handles();
-        handles.open.retain(|(known, _)| known != path);
-        handles.broken.remove(path);
-        drop(handles);
+        self.forget_all(&[path]);
         sync_folder(path)
+    }
+
+    fn rename_now(&self, from: &Path, to: &Path) -> io::Result<()> {
+        std::fs::rename(from, to)?;
+        self.forget_all(&[from, to]);
+        sync_folder(to)
+    }
+
+    /// Forgets what was known of files whose names now belong to others.
+    fn forget_all(&self, paths: &[&Path]) {
+        let mut handles = self.handles();
+        for path in paths {
+            handles.open.retain(|(known, _)| known != path);
+            handles.broken.remove(*path);
+        }
     }
 }
 
@@ -180,6 +208,11 @@ impl Files for RealFiles {
         self.blocking("append to", path, move |this, path| this.append_now(path, &pieces, durable)).await
     }
 
+    async fn rewrite(&self, path: &Path, from: u64, pieces: &[Bytes]) -> Result<()> {
+        let pieces = pieces.to_vec();
+        self.blocking("write again", path, move |this, path| this.rewrite_now(path, from, &pieces)).await
+    }
+
     async fn truncate(&self, path: &Path, length: u64) -> Result<()> {
         self.blocking("cut", path, move |this, path| this.truncate_now(path, length)).await
     }
@@ -189,14 +222,20 @@ impl Files for RealFiles {
         self.blocking("replace", path, move |this, path| this.replace_now(path, &contents)).await
     }
 
+    async fn rename(&self, from: &Path, to: &Path) -> Result<()> {
+        let to = to.to_owned();
+        self.blocking("rename", from, move |this, from| this.rename_now(from, &to)).await
+    }
+
     async fn remove(&self, path: &Path) -> Result<()> {
         let removed = self.blocking("remove", path, |this, path| {
-            this.forget(path);
-            this.handles().broken.remove(path);
-            match std::fs::remove_file(path) {
-                Ok(()) => sync_folder(path),
-                Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
-                Err(error) => Err(error),
+            this.forget_all(&[path]);
+            match std::fs::remove_file(path).and_then(|()| sync_folder(path)) {
+                Err(error) if error.kind() == ErrorKind::NotFound => {
+                    // An earlier process may have been killed after it removed the file, before it synced the directory.
+                    if folder_of(path).is_dir() { sync_folder(path) } else { Ok(()) }
+                }
+                removed => removed,
             }
         });
         removed.await
@@ -246,12 +285,15 @@ fn lock_now(path: &Path) -> io::Result<Option<File>> {
 }
 
 fn open_or_create(path: &Path) -> io::Result<File> {
-    match OpenOptions::new().read(true).append(true).open(path) {
-        Err(error) if error.kind() == ErrorKind::NotFound => {}
-        opened => return opened,
-    }
-    make_folder(path)?;
-    let file = OpenOptions::new().read(true).append(true).create(true).open(path)?;
+    let mut options = OpenOptions::new();
+    options.read(true).append(true);
+    let file = match options.open(path) {
+        Err(error) if error.kind() == ErrorKind::NotFound => {
+            make_folder(path)?;
+            options.create(true).open(path)?
+        }
+        opened => opened?,
+    };
     sync_folder(path)?;
     Ok(file)
 }
@@ -265,6 +307,10 @@ fn make_folder(path: &Path) -> io::Result<()> {
     let missing: Vec<&Path> = folder.ancestors().take_while(|ancestor| !ancestor.exists()).collect();
     std::fs::create_dir_all(folder)?;
     missing.iter().try_for_each(|made| sync_folder(made))
+}
+
+fn shorter() -> io::Error {
+    io::Error::new(ErrorKind::InvalidInput, "the file is shorter than the requested length")
 }
 
 fn sync_folder(path: &Path) -> io::Result<()> {

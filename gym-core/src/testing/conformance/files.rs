@@ -17,7 +17,9 @@ pub async fn files(files: Arc<dyn Files>, folder: &Path) {
     absent_files(files, folder).await;
     pieces_come_back_in_order(files, folder).await;
     cutting_and_going_on(files, folder).await;
+    writing_again(files, folder).await;
     replacing(files, folder).await;
+    renaming(files, folder).await;
     removing(files, folder).await;
     locking(files, folder).await;
 }
@@ -64,6 +66,35 @@ async fn cutting_and_going_on(files: &dyn Files, folder: &Path) {
     let longer = files.truncate(&path, 100).await.expect_err("a cut never makes a file longer");
     assert_eq!(longer.code(), Code::InvalidArgument);
     assert_eq!(all(files, &path).await, "0123ab");
+}
+
+async fn writing_again(files: &dyn Files, folder: &Path) {
+    let path = folder.join("again");
+    files.append(&path, &[Bytes::from_static(b"0123456789")], true).await.expect("an append");
+    files.rewrite(&path, 4, &[Bytes::from_static(b"45"), Bytes::from_static(b"67")]).await.expect("a rewrite");
+    assert_eq!(all(files, &path).await, "0123456789", "the same bytes at their place");
+    files.rewrite(&path, 9, &[Bytes::from_static(b"9\n")]).await.expect("a rewrite that makes the file longer");
+    files.append(&path, &[Bytes::from_static(b"ab")], true).await.expect("an append goes to the new end");
+    assert_eq!(all(files, &path).await, "0123456789\nab");
+    let beyond = files.rewrite(&path, 100, &[Bytes::from_static(b"x")]).await.expect_err("no gap");
+    assert_eq!(beyond.code(), Code::InvalidArgument);
+    let absent = files.rewrite(&folder.join("absent"), 0, &[]).await.expect_err("rewriting an absent file");
+    assert_eq!(absent.code(), Code::NotFound);
+}
+
+async fn renaming(files: &dyn Files, folder: &Path) {
+    let (from, to) = (folder.join("renamed-from"), folder.join("renamed-to"));
+    for round in ["first", "second"] {
+        files.append(&from, &[Bytes::from_static(round.as_bytes())], true).await.expect("an append");
+        files.rename(&from, &to).await.expect("a rename");
+        assert_eq!(files.length(&from).await.expect("no error"), None);
+        assert_eq!(all(files, &to).await, round, "the file that had the name is gone");
+    }
+    // An append through a handle of the old file would be lost.
+    files.append(&to, &[Bytes::from_static(b"!")], true).await.expect("an append after a rename");
+    assert_eq!(all(files, &to).await, "second!");
+    let absent = files.rename(&folder.join("absent"), &to).await.expect_err("renaming an absent file");
+    assert_eq!(absent.code(), Code::NotFound);
 }
 
 async fn replacing(files: &dyn Files, folder: &Path) {

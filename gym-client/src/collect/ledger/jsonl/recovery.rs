@@ -4,6 +4,12 @@
 //! a record are parsed. A kill or a power loss can leave a line without its newline, or lines with zeros where blocks
 //! were not written; recovery cuts these off. Any other invalid line is an error with its position, because an
 //! acknowledged row is never dropped silently.
+//!
+//! Lines without a record may exist only in the page cache, and a sync does not tell: if an earlier one failed, Linux has
+//! marked their pages clean, and the next sync succeeds without writing them (`fsync(2)`; Rebello et al., "Can Applications
+//! Recover from fsync Failures?", USENIX ATC 2020). Recovery therefore writes these lines again, at their place and from the
+//! bytes that it parsed, before they count. A record is written only after the sync of its line, so it confirms the line.
+//! Copying the rows to another file would double the space that a collection needs.
 
 use std::path::Path;
 
@@ -21,6 +27,10 @@ use crate::collect::ledger::truth;
 
 /// The unit that a disk writes atomically.
 const SECTOR_BYTES: u64 = 512;
+
+/// Lines are written again in pieces of this size, so that a file without an index needs little memory. Each piece has
+/// its own sync, which costs little beside the transfer of as many bytes.
+const REWRITE_BYTES: usize = 8 << 20;
 
 /// The state of the files when a ledger was opened.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -44,51 +54,73 @@ pub(super) struct RecoveredLedger {
     pub(super) opened: RecoveryReport,
 }
 
-/// Reads both files and the index, repairs the ends of the files and syncs them.
+/// Reads both files and the index, writes again what the index does not confirm, and repairs the ends of the files.
 pub(super) async fn recover(files: &dyn Files, paths: &LedgerPaths) -> Result<RecoveredLedger> {
     let mut recovery =
         Recovery { states: KeyStates::new(), opened: RecoveryReport::default(), fresh: BytesMut::new(), suspect: None };
-    let mut lengths = [0; 2];
+    let (mut found, mut lengths) = ([None; 2], [0; 2]);
     for file in LedgerFile::ALL {
-        lengths[file as usize] = files.length(paths.of(file)).await?.unwrap_or(0);
+        found[file as usize] = files.length(paths.of(file)).await?;
+        lengths[file as usize] = found[file as usize].unwrap_or(0);
     }
-    let found = lengths;
     let mut parts = LedgerFile::ALL.map(|file| LineReader::new(files, paths.of(file), lengths[file as usize]));
     let index_length = files.length(&paths.index).await?;
     let valid_bytes = recovery.follow_index(files, &paths.index, index_length.unwrap_or(0), &mut parts).await?;
     let unknown: u64 = parts.iter().map(LineReader::left).sum();
     let mut ends = [FileEnding::Clean; 2];
     for (file, lines) in LedgerFile::ALL.into_iter().zip(&mut parts) {
-        ends[file as usize] = recovery.scan(file, lines, &paths.index).await?;
+        let mut again = LinesAgain { files, path: paths.of(file), from: lines.offset(), pieces: Vec::new(), bytes: 0 };
+        ends[file as usize] = recovery.scan(file, lines, &paths.index, &mut again).await?;
+        again.write().await?;
         lengths[file as usize] = lines.offset();
     }
     drop(parts);
     for file in LedgerFile::ALL {
-        let (path, length) = (paths.of(file), &mut lengths[file as usize]);
-        match ends[file as usize] {
-            // The rows of a killed process may exist only in the page cache, so they are synced before they count. This
-            // also creates the failures file, as NeMo Gym does.
-            FileEnding::Clean => add(files, path, found[file as usize], b"").await?,
-            FileEnding::NoNewline => add(files, path, found[file as usize], b"\n").await?,
-            FileEnding::Torn(bytes) => {
-                recovery.opened.dropped_tail_bytes += bytes;
-                files.truncate(path, *length).await?;
-                tracing::warn!(path = %path.display(), bytes, "cut off an incomplete line at the end of the file");
-            }
+        let (path, length) = (paths.of(file), lengths[file as usize]);
+        if let FileEnding::Torn(bytes) = ends[file as usize] {
+            recovery.opened.dropped_tail_bytes += bytes;
+            tracing::warn!(path = %path.display(), bytes, "cut off an incomplete line at the end of the file");
+        }
+        if found[file as usize].is_some() {
+            // Also at the same length: after a failed append, further ones are possible only after a truncation.
+            files.truncate(path, length).await?;
+        } else {
+            // NeMo Gym creates the failures file too.
+            files.append(path, &[], true).await?;
         }
     }
     recovery.repair_index(files, &paths.index, valid_bytes, index_length, unknown > 0).await;
     Ok(RecoveredLedger { states: recovery.states, lengths, opened: recovery.opened })
 }
 
-/// Appends to a file and syncs it. After an error, the file is truncated to its earlier length, so that the next
-/// opening can try again.
-async fn add(files: &dyn Files, path: &Path, found: u64, ending: &'static [u8]) -> Result<()> {
-    let Err(error) = files.append(path, &[Bytes::from_static(ending)], true).await else { return Ok(()) };
-    if let Err(error) = files.truncate(path, found).await {
-        tracing::warn!(path = %path.display(), %error, "could not truncate the file to its earlier length");
+/// Lines of one file that are written again.
+struct LinesAgain<'a> {
+    files: &'a dyn Files,
+    path: &'a Path,
+    /// Offset of the first piece in the file.
+    from: u64,
+    pieces: Vec<Bytes>,
+    bytes: usize,
+}
+
+impl LinesAgain<'_> {
+    /// Adds the next line. A missing newline at the end of the file is added with it.
+    async fn push(&mut self, line: Bytes) -> Result<()> {
+        self.bytes += line.len() + 1;
+        self.pieces.extend([line, Bytes::from_static(b"\n")]);
+        if self.bytes >= REWRITE_BYTES { self.write().await } else { Ok(()) }
     }
-    Err(error)
+
+    async fn write(&mut self) -> Result<()> {
+        if self.pieces.is_empty() {
+            return Ok(());
+        }
+        self.files.rewrite(self.path, self.from, &self.pieces).await?;
+        self.from += self.bytes as u64;
+        self.bytes = 0;
+        self.pieces.clear();
+        Ok(())
+    }
 }
 
 struct Recovery {
@@ -105,8 +137,6 @@ struct Recovery {
 #[derive(Clone, Copy)]
 enum FileEnding {
     Clean,
-    /// Only the newline of the last row is missing.
-    NoNewline,
     /// The number of bytes that are not a complete row.
     Torn(u64),
 }
@@ -176,8 +206,14 @@ impl Recovery {
         self.opened.failed += u64::from(record.file == LedgerFile::Failures);
     }
 
-    /// Parses the lines that have no index record; stops at the first incomplete line.
-    async fn scan(&mut self, file: LedgerFile, lines: &mut LineReader<'_>, index: &Path) -> Result<FileEnding> {
+    /// Parses the lines that have no index record and writes them again; stops at the first incomplete line.
+    async fn scan(
+        &mut self,
+        file: LedgerFile,
+        lines: &mut LineReader<'_>,
+        index: &Path,
+        again: &mut LinesAgain<'_>,
+    ) -> Result<FileEnding> {
         loop {
             let (text, ended) = match lines.peek().await? {
                 NextLine::Line(text) => (Bytes::copy_from_slice(text), true),
@@ -207,8 +243,9 @@ impl Recovery {
             lines.skip(text.len());
             self.found(&record);
             self.fresh.put_slice(&record.encode());
+            again.push(text).await?;
             if !ended {
-                return Ok(FileEnding::NoNewline);
+                return Ok(FileEnding::Clean);
             }
         }
     }

@@ -109,6 +109,16 @@ async fn scenario(seed: u64, with_check: bool) -> Result<Outcomes, String> {
     let told = Arc::new(Mutex::new(Acknowledged::default()));
     let mut torn_bytes = 0;
     for end in 0..4 {
+        if rng.u32(0..3) == 0 {
+            // A sync fails while the ledger is opened.
+            files.fail_write(rng.u64(0..4), FileFault::SyncFailed);
+            if let Ok((ledger, _)) = open(&files).await {
+                check(&files, &ledger, &told.lock().unwrap())?;
+                let _ = ledger.close(&CallContext::default()).await;
+            }
+            files.clear_fault();
+            files = if rng.bool() { files.kill() } else { files };
+        }
         let (ledger, opened) = open(&files).await.map_err(|error| format!("opening {end}: {error}"))?;
         torn_bytes += opened.dropped_tail_bytes;
         check(&files, &ledger, &told.lock().unwrap())?;
@@ -124,16 +134,16 @@ async fn scenario(seed: u64, with_check: bool) -> Result<Outcomes, String> {
         }
         let fault = rng.u32(0..6);
         match fault {
-            0 => files.fail_append(rng.u64(0..6), FileFault::DiskFull),
-            1 => files.fail_append(rng.u64(0..6), FileFault::SyncFailed),
+            0 => files.fail_write(rng.u64(0..6), FileFault::DiskFull),
+            1 => files.fail_write(rng.u64(0..6), FileFault::SyncFailed),
             2 => files.set_room(rng.u64(0..20_000)),
             _ => {}
         }
         tokio::time::sleep(Duration::from_micros(rng.u64(0..30_000))).await;
         // Usually the writer is in the middle of a group now.
-        // If a process is killed between a failed sync and the truncation, the next process cannot distinguish its rows
-        // from synced ones; only a following power loss shows the difference. The test leaves out this pair of events.
-        files = if fault != 1 && rng.u32(0..3) == 0 { files.kill() } else { files.crash() };
+        // After a kill between a failed sync and the truncation, the next process cannot distinguish its rows from synced
+        // ones.
+        files = if rng.u32(0..3) == 0 { files.kill() } else { files.crash() };
         files.set_room(u64::MAX);
         files.clear_fault();
         while let Some(done) = running.join_next().await {
@@ -166,7 +176,7 @@ async fn after_any_ending_what_was_acknowledged_is_there_once() {
             Err(broken) => panic!("seed {seed}: {broken}"),
         }
     }
-    assert!(torn >= 100, "only {torn} of the seeds left a torn end");
+    assert!(torn >= 20, "only {torn} of the seeds left a torn end");
 }
 
 #[tokio::test(start_paused = true)]
@@ -186,7 +196,7 @@ async fn a_full_disk_loses_nothing_acknowledged_and_names_the_file() {
         let files = SimFiles::new(5);
         let (ledger, _) = open(&files).await.unwrap();
         complete(&ledger, 0).await.unwrap();
-        files.fail_append(0, fault);
+        files.fail_write(0, fault);
         let error = complete(&ledger, 1).await.unwrap_err();
         assert!(error.to_string().contains("results/rollouts.jsonl"), "{error}");
         assert!(!error.may_resend(true), "the same row must not be sent again: {error:?}");
@@ -224,5 +234,84 @@ async fn an_index_that_cannot_be_written_costs_no_row() {
     close(ledger).await;
     let (ledger, opened) = open(&files).await.unwrap();
     assert_eq!((opened.completed, opened.rebuilt_index), (2, true));
+    close(ledger).await;
+}
+
+/// Found by the simulation, in seed 4943: a sync that fails while the ledger is opened marks the rows clean, so the sync of
+/// the next opening succeeded without writing them.
+#[tokio::test(start_paused = true)]
+async fn rows_whose_sync_failed_while_opening_are_written_again_by_the_next_opening() {
+    for (seed, failures) in (0..50).flat_map(|seed| [(seed, 1), (seed, 2)]) {
+        let files = SimFiles::new(seed);
+        let (ledger, _) = open(&files).await.unwrap();
+        for task in 0..100 {
+            complete(&ledger, task).await.unwrap();
+            fail(&ledger, 1_000 + task).await.unwrap();
+        }
+        // These rows are written and neither synced nor acknowledged when the process is killed.
+        let attempts = [(100, true), (1_100, false)].map(|(task, scored)| {
+            let attempt = ledger.begin(TaskKey::new(task, 0)).unwrap();
+            let outcome = if scored { Outcome::Completed(row(attempt, 9_000)) } else { failed(attempt, 9_000, false) };
+            (attempt, outcome)
+        });
+        let cx = CallContext::default();
+        let mut waiting =
+            futures_util::future::join_all(attempts.map(|(attempt, outcome)| ledger.record(&cx, attempt, outcome)));
+        let steps = files.counts().steps;
+        while files.counts().steps == steps {
+            assert!(futures_util::poll!(&mut waiting).is_pending());
+            tokio::task::yield_now().await;
+        }
+        let mut files = files.kill();
+        waiting.await;
+        for _ in 0..failures {
+            files.fail_write(0, FileFault::SyncFailed);
+            open(&files).await.unwrap_err();
+            files = files.kill();
+        }
+        let (ledger, opened) = open(&files).await.unwrap();
+        drop(ledger);
+        let contents = [output(), failures_path(&output())].map(|path| files.contents(&path));
+        let files = files.crash();
+        let kept = [output(), failures_path(&output())].map(|path| files.contents(&path));
+        assert!(kept == contents, "seed {seed}: {} rows counted, and a crash changed them", opened.completed);
+        assert!(opened.completed >= 100 && opened.failed >= 100, "seed {seed}: {opened:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn rows_that_the_index_confirms_are_not_written_again() {
+    let files = SimFiles::new(5);
+    for (closes, task) in [(true, 0), (false, 100)] {
+        let (ledger, _) = open(&files).await.unwrap();
+        assert_eq!(files.counts().rewritten_bytes, 0);
+        for task in task..task + 50 {
+            complete(&ledger, task).await.unwrap();
+        }
+        if closes {
+            close(ledger).await;
+        }
+    }
+    let files = files.kill();
+    let unconfirmed: usize = lines(&files.contents(&output()))[50..].iter().map(|line| line.len() + 1).sum();
+    let (ledger, opened) = open(&files).await.unwrap();
+    assert_eq!((opened.completed, files.counts().rewritten_bytes), (100, unconfirmed as u64));
+    close(ledger).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn after_an_append_and_its_truncation_failed_the_next_opening_goes_on() {
+    let files = SimFiles::new(5);
+    let (ledger, _) = open(&files).await.unwrap();
+    complete(&ledger, 0).await.unwrap();
+    files.set_room(10);
+    // The append finds the disk full, and the sync of the truncation fails.
+    files.fail_write(1, FileFault::SyncFailed);
+    assert_eq!(complete(&ledger, 1).await.unwrap_err().code(), Code::ResourceExhausted);
+    ledger.close(&CallContext::default()).await.unwrap_err();
+    files.set_room(u64::MAX);
+    let (ledger, opened) = open(&files).await.unwrap();
+    assert_eq!(opened.completed, 1);
+    complete(&ledger, 1).await.unwrap();
     close(ledger).await;
 }

@@ -240,7 +240,9 @@ async fn after_an_opening_that_met_a_bad_disk_the_next_one_goes_on() {
             let mut whole = contents[..contents.len() - 1].to_vec();
             whole.extend_from_slice(ending.as_bytes());
             files.set_contents(&output(), whole);
-            files.fail_append(0, fault);
+            // Without it, all lines are written again.
+            files.remove(&index_path(&output())).await.unwrap();
+            files.fail_write(0, fault);
             open(&files).await.unwrap_err();
             let (ledger, opened) = open(&files).await.unwrap();
             assert_eq!(opened.completed, 3, "{fault:?}, {ending:?}");
