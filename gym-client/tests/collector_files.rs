@@ -8,7 +8,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use bytes::Bytes;
 use gym_client::collect::ledger::index_path;
-use gym_client::collect::{CollectOptions, CollectSummary, OutputFiles, RolloutCollector, ServerNames};
+use gym_client::collect::{CollectOptions, CollectSummary, ExistingOutput, OutputFiles, RolloutCollector, ServerNames};
 use gym_client::registry::StaticRegistry;
 use gym_client::{ServerClient, Transports};
 use gym_core::base::{FileLock, Files, RealFiles};
@@ -132,7 +132,7 @@ impl Ground {
         let names = ServerNames::of_merged(&serde_json::json!({"agent": {"responses_api_agents": {"small": {}}}}));
         let collector = RolloutCollector::new(client, names, world);
         let mut options = CollectOptions::new(self.folder.path().join("tasks.jsonl"), output);
-        options.resume = true;
+        options.existing = ExistingOutput::Resume;
         options.aggregate = false;
         // One after another, so that the same step is always the same place.
         options.driver.concurrency = 1;

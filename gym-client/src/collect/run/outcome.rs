@@ -251,7 +251,7 @@ mod tests {
             (r#"{"reward":0.5,"mask_sample":null}"#, Some(0.5)),
             (r#"{"reward":0.5}"#, Some(0.5)),
         ] {
-            match classify(&wanted, Attempt { key, number: 0 }, Ok(Response::json(body))).unwrap() {
+            match classify(&wanted, Attempt { key, number: 0 }, Ok(Response::json(body)), "run").unwrap() {
                 AttemptResult::Completed { row, reward } => {
                     assert_eq!((reward, reward_of(&row)), (expected, expected), "{body}");
                     assert!(row.get("reward").is_some(), "the row is kept as it came: {body}");

@@ -160,7 +160,7 @@ fn causes(row: &Map<String, Value>) -> Vec<String> {
     if !row.contains_key("_ng_failure_class") {
         return Vec::new();
     }
-    if let Some(Value::Array(chain)) = row.get("_ng_failure_chain") {
+    if let Some(Value::Array(chain)) = row.get("_ng_failure_causes") {
         let links = chain.iter().map(|link| match link {
             Value::String(text) => text.clone(),
             link => {
@@ -268,7 +268,7 @@ mod tests {
 
     #[test]
     fn a_failure_has_its_causes_from_the_outside_in() {
-        let chain = json!({"_ng_failure_class": "tool_error", "_ng_failure_message": "x", "_ng_failure_chain": [
+        let chain = json!({"_ng_failure_class": "tool_error", "_ng_failure_message": "x", "_ng_failure_causes": [
             {"subject": "POST bank/run"}, {"subject": "POST bank/transfer", "message": "panicked"}, "disk full",
         ]});
         let rollout = Rollout::of(chain.to_string().as_bytes()).unwrap();

@@ -138,7 +138,7 @@ mod tests {
 
     #[test]
     fn a_failure_is_printed_as_a_chain() {
-        let row = r#"{"_ng_failure_class":"tool_error","_ng_failure_chain":["POST a/run","POST b/pay","disk full"]}"#;
+        let row = r#"{"_ng_failure_class":"tool_error","_ng_failure_causes":["POST a/run","POST b/pay","disk full"]}"#;
         let text = rollout(&Rollout::of(row.as_bytes()).unwrap(), 0, 1, Style { color: false });
         assert_eq!(
             text,
