@@ -239,17 +239,18 @@ fn rows(output: &Path) -> BTreeMap<(u64, u64), String> {
     rows
 }
 
-/// Returns the text with 0 for each `created_at`.
+/// Returns the text with 0 for each `created_at`, and for the duration of the attempt.
 fn timeless(row: &str) -> String {
-    const KEY: &str = "\"created_at\":";
-    let mut parts = row.split(KEY);
-    let mut text = parts.next().unwrap_or_default().to_owned();
-    for part in parts {
-        text.push_str(KEY);
-        text.push('0');
-        text.push_str(part.trim_start_matches(|c: char| c.is_ascii_digit()));
-    }
-    text
+    ["\"created_at\":", "\"seconds\":"].iter().fold(row.to_owned(), |row, key| {
+        let mut parts = row.split(key);
+        let mut text = parts.next().unwrap_or_default().to_owned();
+        for part in parts {
+            text.push_str(key);
+            text.push('0');
+            text.push_str(part.trim_start_matches(|c: char| c.is_ascii_digit() || c == '.'));
+        }
+        text
+    })
 }
 
 /// Counts the rows of a growing file.

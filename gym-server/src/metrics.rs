@@ -27,6 +27,7 @@ pub struct Metrics {
     seconds: Family<RouteLabels, Histogram>,
     in_flight: Family<RouteLabels, Gauge>,
     sessions: SessionMetrics,
+    tool_errors: Family<ToolErrorLabels, Counter>,
     cpu_seconds: Gauge<f64, AtomicU64>,
     resident_bytes: Gauge,
 }
@@ -49,6 +50,12 @@ struct RequestLabels {
     status: &'static str,
 }
 
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ToolErrorLabels {
+    server: String,
+    cause: &'static str,
+}
+
 impl Metrics {
     /// Creates empty metrics.
     #[must_use]
@@ -62,6 +69,7 @@ impl Metrics {
             seconds,
             in_flight: Family::default(),
             sessions: SessionMetrics::default(),
+            tool_errors: Family::default(),
             cpu_seconds: Gauge::default(),
             resident_bytes: Gauge::default(),
         };
@@ -74,6 +82,8 @@ impl Metrics {
             registry.register("gym_sessions_closed", help, metrics.sessions.closed.clone());
             let help = "Sessions of environments that expired, or were dropped to make room";
             registry.register("gym_sessions_expired", help, metrics.sessions.expired.clone());
+            let help = "Tool calls of completed episodes whose error went to the model, by agent and cause";
+            registry.register("gym_tool_errors", help, metrics.tool_errors.clone());
             let help = "CPU time of the process, user and system (a total that only grows)";
             registry.register("process_cpu_seconds_total", help, metrics.cpu_seconds.clone());
             registry.register("process_resident_memory_bytes", "Resident memory", metrics.resident_bytes.clone());
@@ -115,6 +125,14 @@ impl Metrics {
             last: SessionCounts::default(),
         };
         self.sessions.lock().push(watched);
+    }
+
+    /// Returns the counters of the tool errors in the episodes of an agent.
+    #[must_use]
+    pub(crate) fn tool_errors(&self, server: &str) -> ToolErrorMetrics {
+        let counter =
+            |cause| self.tool_errors.get_or_create(&ToolErrorLabels { server: server.to_owned(), cause }).clone();
+        ToolErrorMetrics { of_model: counter("model"), of_server: counter("server") }
     }
 
     /// Returns the counters of one route.
@@ -201,6 +219,21 @@ impl SessionMetrics {
             watched.last = counts;
             now.is_some()
         });
+    }
+}
+
+/// The counters of the tool errors in the episodes of one agent.
+#[derive(Clone, Debug)]
+pub(crate) struct ToolErrorMetrics {
+    of_model: Counter,
+    of_server: Counter,
+}
+
+impl ToolErrorMetrics {
+    /// Counts the errors of an episode, and those of them that the model did not cause.
+    pub(crate) fn count(&self, errors: u32, failures: u32) {
+        self.of_server.inc_by(failures.into());
+        self.of_model.inc_by(errors.saturating_sub(failures).into());
     }
 }
 

@@ -279,5 +279,7 @@ async fn a_large_request_to_a_server_that_refuses_it_gets_the_refusal() {
     let answer = soon(channel.call(Request::post(within(), "/", "x".repeat(20 << 20)))).await.unwrap();
     assert_eq!(answer.status, Status(413));
     let error = answer.into_result().unwrap_err();
-    assert_eq!(facts(&error), (Code::ResourceExhausted, Execution::NotStarted));
+    assert_eq!(facts(&error), (Code::InvalidArgument, Execution::NotStarted));
+    // The same body would be too large again.
+    assert!(!error.may_resend(true) && !error.failure_class().is_transient());
 }

@@ -187,8 +187,50 @@ async fn a_body_above_the_limit_gets_413_and_the_name_of_the_limit() {
     asking.write("POST / HTTP/1.1\r\nhost: a\r\nexpect: 100-continue\r\ncontent-length: 101\r\n\r\n").await;
     let asked = asking.answer().await;
     for answer in [announced, chunked, asked] {
-        assert_eq!((answer.status(), answer.header("x-gym-code")), (413, Some("resource_exhausted")));
+        assert_eq!((answer.status(), answer.header("x-gym-code")), (413, Some("invalid_argument")));
         assert!(answer.text().contains("request_bytes_max = 100"), "{}", answer.text());
+    }
+    assert_healthy(&server).await;
+}
+
+#[tokio::test]
+async fn a_body_above_the_limit_is_refused_before_it_arrives_and_its_rest_is_read() {
+    let config = HttpConfig { request_bytes_max: 100, ..HttpConfig::default() };
+    let server = Server::start(config, echo());
+    let chunk = format!("65\r\n{}\r\n", "x".repeat(101));
+    for (head, rest) in [
+        ("content-length: 5000000", "x".repeat(5_000_000)),
+        ("transfer-encoding: chunked", format!("{chunk}{chunk}0\r\n\r\n")),
+    ] {
+        let mut client = server.client().await;
+        client.write(format!("POST / HTTP/1.1\r\nhost: a\r\n{head}\r\n\r\n")).await;
+        let mut rest = rest.as_str();
+        if head.starts_with("transfer") {
+            // A body without a length is too long once its bytes have come.
+            client.write(chunk.clone()).await;
+            rest = &rest[chunk.len()..];
+        }
+        // Nothing more is sent before the answer.
+        let answer = client.answer().await;
+        assert_eq!((answer.status(), answer.header("x-gym-execution")), (413, Some("not-started")));
+        // The rest is no request, and the connection remains usable.
+        client.write(rest.to_owned()).await;
+        client.post("/", "{}").await;
+        assert_eq!(client.answer().await.status(), 200, "{head}");
+    }
+    assert_healthy(&server).await;
+}
+
+#[tokio::test]
+async fn a_client_that_never_sends_the_rest_of_a_refused_body_is_closed() {
+    let config =
+        HttpConfig { request_bytes_max: 100, head_timeout: Duration::from_millis(50), ..HttpConfig::default() };
+    let server = Server::start(config, echo());
+    for sent in ["", "x"] {
+        let mut client = server.client().await;
+        client.write(format!("POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 5000000\r\n\r\n{sent}")).await;
+        assert_eq!(client.answer().await.status(), 413);
+        assert!(client.rest().await.is_empty());
     }
     assert_healthy(&server).await;
 }

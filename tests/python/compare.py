@@ -13,7 +13,7 @@ Rows are matched by (_ng_task_index, _ng_rollout_index), so their order plays no
 within one. A key that is missing equals a key at its schema's default: a server that expands defaults and one that keeps
 the row's own text write equal rows. Only keys with a declared default in the model that NeMo Gym itself picks for the
 value are treated so; a missing key without one, another type (true is not 1) or an unknown extra key is a difference.
-Timestamps count for nothing. Of ids (id, call_id) only what they link counts, unless --ids asks for equal ones.
+Timestamps count for nothing, nor does the course of an episode, which only our collector writes. Of ids (id, call_id) only what they link counts, unless --ids asks for equal ones.
 """
 
 import argparse
@@ -28,6 +28,7 @@ TOLERANCE = 1e-9
 SHOWN = 12
 IDS = ("id", "call_id")
 TIMES = ("created_at", "completed_at")
+EPISODE = "_gym_episode"
 MISSING = "(missing)"
 
 
@@ -138,6 +139,7 @@ def canonical(row, ids):
     from pydantic import ValidationError
 
     row = copy.deepcopy(row)
+    row.pop(EPISODE, None)
     for name, field in BaseVerifyResponse.model_fields.items():
         if not field.is_required() and name in row and row[name] is field.get_default():
             del row[name]

@@ -96,6 +96,7 @@ EQUAL = {
     "keys at their default missing": [own_text(), SECOND],
     "other ids that link the same items": [with_id(with_id(EXPANDED, "call_1", "call_9"), "resp_1", "r"), SECOND],
     "another time": [changed(lambda row: row["response"].update(created_at=5)), SECOND],
+    "the course of the episode": [changed(lambda row: row.update(_gym_episode={"turns": 1, "seconds": 0.25})), SECOND],
     "an integer that was a float": [changed(lambda row: row.update(reward=1)), SECOND],
 }
 DIFFERENT = {

@@ -85,6 +85,18 @@ pub(crate) fn cases() -> Vec<Case> {
             &["main.yaml:3: e.resources_servers.math.domain", "did you mean 'math'?"],
         ),
         config(
+            "an unknown rule for errors of tools",
+            "a:\n  responses_api_agents:\n    simple_agent:\n      entrypoint: app.py\n      model_server: {type: responses_api_models, name: \
+             m}\n      tool_errors: maybe\nm:\n  responses_api_models:\n    scripted_model: {entrypoint: app.py}\n",
+            &["main.yaml:6", "tool_errors", "`maybe`", "`auto`, `fail`, `to_model`"],
+        ),
+        config(
+            "outputs of tools without a byte",
+            "a:\n  responses_api_agents:\n    simple_agent:\n      entrypoint: app.py\n      model_server: {type: responses_api_models, name: \
+             m}\n      tool_output_bytes_max: 0\nm:\n  responses_api_models:\n    scripted_model: {entrypoint: app.py}\n",
+            &["main.yaml:6", "tool_output_bytes_max", "at least 1"],
+        ),
+        config(
             "a server without its entrypoint",
             "e:\n  resources_servers:\n    maths: {domain: math}\n",
             &["nothing to run: no server in", "main.yaml", "without `entrypoint`"],

@@ -82,7 +82,8 @@ impl Ground {
         let endpoint = Endpoint::parse(&head).unwrap();
         // Over HTTP only, like a collector on another machine.
         let transports = Transports::from_features(InProcess::new());
-        let (client, names) = connect_head(&endpoint, transports, &world).await.unwrap();
+        let (client, _) = connect_head(&endpoint, transports, &world).await.unwrap();
+        let names = stack.names().clone();
         let tasks = std::fs::read_to_string(examples().join("data/math.jsonl")).unwrap();
         let mut ground = Self {
             folder,

@@ -76,18 +76,16 @@ pub(crate) fn cases() -> Vec<Case> {
             "sidecar: agent_run_error",
             &["422", r#"["body","responses_create_params","input","list"]"#, "Input should be a valid list"],
         ),
-        with(
+        row(
             TYPE,
             "expected_answer is a list",
             br#"{"responses_create_params": {"input": "x"}, "expected_answer": [4], "agent_ref": {"name": "a_good"}}"#,
-            |_| {},
-            "sidecar: verifier_error",
-            &["POST math/verify", "invalid type: sequence, expected a string"],
+            &["tasks.jsonl, line 2: resources server `math`", "`expected_answer`: invalid type: sequence, expected a string"],
         ),
         with(
             TYPE,
             "an unknown parameter",
-            br#"{"responses_create_params": {"input": "x", "temperatur": 1}, "agent_ref": {"name": "a_good"}}"#,
+            br#"{"responses_create_params": {"input": "x", "temperatur": 1}, "expected_answer": "4", "agent_ref": {"name": "a_good"}}"#,
             |_| {},
             "sidecar: agent_run_error",
             &["422", "extra_forbidden", "temperatur"],
@@ -101,18 +99,16 @@ pub(crate) fn cases() -> Vec<Case> {
         with(
             MISSING,
             "no input",
-            br#"{"responses_create_params": {}, "agent_ref": {"name": "a_good"}}"#,
+            br#"{"responses_create_params": {}, "expected_answer": "4", "agent_ref": {"name": "a_good"}}"#,
             |_| {},
             "sidecar: agent_run_error",
             &["422", r#"["body","responses_create_params","input"]"#, "Field required"],
         ),
-        with(
+        row(
             MISSING,
             "no expected_answer",
             br#"{"responses_create_params": {"input": "x"}, "agent_ref": {"name": "a_good"}}"#,
-            |_| {},
-            "sidecar: verifier_error",
-            &["POST math/verify", "missing field `expected_answer`"],
+            &["tasks.jsonl, line 2: resources server `math`", "missing field `expected_answer`"],
         ),
         row(
             AGENT,

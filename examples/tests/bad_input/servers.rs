@@ -1,8 +1,8 @@
 //! The servers of the cases: a model and an agent for each behavior of the upstream, and environments that misbehave.
 
 use gym_core::{
-    CallContext, EnvironmentServer, Error, ModelResponse, RawObject, ResourcesServer, Response, Result, SessionId,
-    Verdict,
+    CallContext, Code, EnvironmentServer, Error, ModelResponse, RawObject, ResourcesServer, Response, Result,
+    SessionId, Verdict,
 };
 use gym_server::Servers;
 use serde::de::IgnoredAny;
@@ -39,8 +39,16 @@ const MANNERS: [&str; 27] = [
 ];
 
 /// Resources servers that fail; each has the agent `a_…`.
-const VERIFIERS: [&str; 6] =
-    ["verifier_error", "verifier_nan", "verifier_two_rewards", "verifier_panic", "seed_error", "tool_error"];
+const VERIFIERS: [&str; 8] = [
+    "verifier_error",
+    "verifier_nan",
+    "verifier_two_rewards",
+    "verifier_panic",
+    "seed_error",
+    "tool_error",
+    "tool_panic",
+    "tool_not_found",
+];
 
 /// Environment servers with invalid responses; each is in front of the agent `a_…`.
 const ENVIRONMENTS: [&str; 5] = ["answers_list", "answers_text", "text_reward", "null_reward", "not_utf8"];
@@ -66,7 +74,7 @@ pub(crate) fn configuration(upstream: &str) -> String {
         yaml.push_str(&agent(manner, "math", &format!("m_{manner}")));
     }
     for name in VERIFIERS {
-        let model = if name == "tool_error" { "m_tool_type" } else { "m_good" };
+        let model = if name.starts_with("tool_") { "m_tool_type" } else { "m_good" };
         yaml.push_str(&format!("{name}:\n  resources_servers:\n    {name}: {{entrypoint: app.py, domain: other}}\n"));
         yaml.push_str(&agent(name, name, model));
     }
@@ -105,7 +113,11 @@ impl ResourcesServer for Wrong {
     }
 
     async fn call_tool(&self, _: &CallContext, _: &SessionId, tool: &str, _: &RawObject) -> Result<Response> {
-        Err(Error::internal(format!("the tool {tool} broke")))
+        match self.0 {
+            "tool_panic" => panic!("the tool {tool} has no entry 3"),
+            "tool_not_found" => Err(Error::not_started(Code::NotFound, "there is no account 7")),
+            _ => Err(Error::internal(format!("the tool {tool} broke"))),
+        }
     }
 
     async fn verify(&self, _: &CallContext, _: &SessionId, _: IgnoredAny, _: &ModelResponse) -> Result<Verdict> {

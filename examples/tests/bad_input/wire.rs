@@ -102,6 +102,13 @@ pub(crate) fn cases() -> Vec<Case> {
         }),
         bytes(
             HUGE,
+            "announced, and the client waits",
+            b"POST /verify HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-length: 99999999999\r\n\r\n",
+            "HTTP 413",
+            &["request_bytes_max = 1048576"],
+        ),
+        bytes(
+            HUGE,
             "announced but not sent",
             b"POST /verify HTTP/1.1\r\nhost: a\r\nconnection: close\r\nexpect: 100-continue\r\ncontent-length: 99999999999\r\n\r\n",
             "HTTP 413",

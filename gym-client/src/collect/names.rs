@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use futures_util::future::BoxFuture;
 use gym_core::registry::{Instance, Registry};
-use gym_core::server::ServerKind;
+use gym_core::server::{ServerKind, TaskCheck};
 use gym_core::transport::TransportPolicy;
-use gym_core::{CallContext, Code, Endpoint, Error, Incarnation, Request, Result, World};
+use gym_core::{CallContext, Code, Endpoint, Error, Incarnation, RawObject, Request, Result, World};
 use serde_json::Value;
 
 use crate::client::ServerClient;
@@ -24,7 +24,13 @@ const HEAD_TIMEOUT: Duration = Duration::from_secs(15);
 #[derive(Clone, Debug, Default)]
 pub struct ServerNames {
     servers: Arc<BTreeMap<String, ServerEntry>>,
+    /// The checks of rows, by resources server of this process.
+    task_checks: Arc<BTreeMap<String, TaskCheck>>,
 }
+
+/// Agents and environment servers that send a row to the resources server unchanged. Others may add what the environment reads, so
+/// their rows are checked by the environment only.
+const SEND_ROWS_UNCHANGED: [&str; 3] = ["simple_agent", "gymnasium_agent", "legacy_agent"];
 
 #[derive(Clone, Debug)]
 struct ServerEntry {
@@ -67,7 +73,29 @@ impl ServerNames {
             let implementation = implementation.clone();
             servers.insert(name.clone(), ServerEntry { kind, implementation, address, agent, resources, pins });
         }
-        Self { servers: Arc::new(servers) }
+        Self { servers: Arc::new(servers), task_checks: Arc::default() }
+    }
+
+    /// Adds the check of the rows of a resources server that runs in this process.
+    pub fn add_task_check(&mut self, resources: &str, check: TaskCheck) {
+        Arc::make_mut(&mut self.task_checks).insert(resources.to_owned(), check);
+    }
+
+    /// Returns the resources server that gets the rows of an agent or environment server unchanged, and its check.
+    fn task_check(&self, target: &str) -> Option<(&str, TaskCheck)> {
+        if self.task_checks.is_empty() {
+            return None;
+        }
+        let unchanged = |name: &str| {
+            self.servers.get(name).filter(|known| SEND_ROWS_UNCHANGED.contains(&known.implementation.as_str()))
+        };
+        let before = self.server_of_agent(target).map_or_else(|_| target.to_owned(), |(server, _)| server);
+        let mut server = unchanged(&before)?;
+        if let Some(agent) = &server.agent {
+            server = unchanged(agent)?;
+        }
+        let (resources, check) = self.task_checks.get_key_value(server.resources.as_deref()?)?;
+        Some((resources, *check))
     }
 
     /// Returns the server that runs the rows of this agent, and its implementation. It is the environment server in
@@ -169,6 +197,12 @@ impl AgentNames for ServerNames {
 
     fn agent_of_environment_server(&self, server: &str) -> Option<String> {
         self.servers.get(server)?.agent.clone()
+    }
+
+    fn check_row(&self, target: &str, row: &str) -> Result<(), String> {
+        let Some((resources, check)) = self.task_check(target) else { return Ok(()) };
+        let row = RawObject::parse(row.to_owned()).map_err(|error| error.to_string())?;
+        check.check(&row).map_err(|error| format!("resources server `{resources}`: {}", error.message()))
     }
 }
 

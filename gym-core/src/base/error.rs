@@ -124,7 +124,7 @@ impl Code {
             408 | 504 => Self::DeadlineExceeded,
             409 => Self::AlreadyExists,
             412 => Self::FailedPrecondition,
-            413 | 429 => Self::ResourceExhausted,
+            429 => Self::ResourceExhausted,
             499 => Self::Cancelled,
             502 | 503 => Self::Unavailable,
             400..=499 => Self::InvalidArgument,
@@ -277,6 +277,8 @@ impl Error {
             (_, Code::DeadlineExceeded) => FailureClass::TransportTimeout,
             (_, Code::FailedPrecondition) => FailureClass::SessionLost,
             (NotStarted, Code::ResourceExhausted) => FailureClass::TransportLocalResource,
+            // It was rejected, for example because of its size, and would be rejected again.
+            (NotStarted, Code::InvalidArgument) => FailureClass::AgentRunError,
             (NotStarted, _) => FailureClass::TransportUnreachable,
             (Unknown, _) => FailureClass::TransportPeerDrop,
             (Finished, Code::Unavailable | Code::ResourceExhausted) => FailureClass::AgentRequestFailed,

@@ -5,10 +5,12 @@
 //!   (task, repeat)                (number)               row, or FailureClass           └──► metrics
 //! ```
 
+mod episode;
 mod ledger;
 pub mod metrics;
 mod task;
 
 pub use crate::base::FailureClass;
+pub use episode::{EPISODE_KEY, EPISODE_METADATA, EpisodeRecord};
 pub use ledger::{KeyState, Ledger, Outcome};
 pub use task::{Attempt, TaskKey};

@@ -4,9 +4,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde_json::{Value, json};
 
-use crate::base::error::{Code, Error, Result};
+use crate::base::error::{Code, Error, Execution, Result};
+use crate::base::failure::FailureClass;
 use crate::message::{CallContext, RawObject};
-use crate::server::{ModelResponse, ResourcesServer, SessionId, Verdict};
+use crate::server::{ModelResponse, ResourcesServer, SessionId, TaskCheck, ToolErrors, Verdict, tool_error_response};
 
 /// Plays episodes of an environment in a test. The test plays the model: it calls tools and writes messages.
 ///
@@ -76,9 +77,10 @@ impl<S: ResourcesServer> Harness<S> {
     /// Begins an episode of a row, in its own session.
     ///
     /// # Errors
-    /// `InvalidArgument` if the row is not a JSON object; the error of the environment.
+    /// `InvalidArgument` if the row is not a JSON object or does not fit the environment's task; the error of the environment.
     pub async fn seed(&self, row: Value) -> Result<HarnessEpisode<'_, S>> {
         let row = RawObject::parse(row.to_string())?;
+        TaskCheck::of::<S::Task>().check(&row)?;
         // Distinct from the ids of all other episodes of this harness.
         let session = SessionId::new(format!("harness-{}", self.seeded.fetch_add(1, Ordering::Relaxed)));
         self.server.seed_session(&self.context, &session, &row).await?;
@@ -93,17 +95,21 @@ impl<S: ResourcesServer> HarnessEpisode<'_, S> {
         &self.session
     }
 
-    /// Calls a tool as the model would, and returns the body of its response. A response with an error status, such as the 422 of
-    /// invalid arguments, is returned in the same way.
+    /// Calls a tool as the model would, and returns the body of its response. An error that the model caused is returned in the same
+    /// way, such as the 422 of invalid arguments or the 404 of an unknown tool.
     ///
     /// # Errors
-    /// The error of the environment; `InvalidArgument` if the arguments are not a JSON object; `DataLoss` if the body is not JSON.
+    /// The error of the tool if it fails an attempt, see [`ToolErrors::Auto`]; `InvalidArgument` if the arguments are not a JSON object;
+    /// `DataLoss` if the body is not JSON.
     pub async fn call(&mut self, tool: &str, arguments: Value) -> Result<Value> {
         let arguments = RawObject::parse(arguments.to_string())?;
         let call_id = format!("call_{}", self.output.len());
         let text = String::from_utf8_lossy(arguments.text());
         self.output.push(json!({"type": "function_call", "call_id": call_id, "name": tool, "arguments": text}));
-        let response = self.harness.server.call_tool(&self.harness.context, &self.session, tool, &arguments).await?;
+        let called = self.harness.server.call_tool(&self.harness.context, &self.session, tool, &arguments).await;
+        let response = called.unwrap_or_else(|error| tool_error_response(&error.or_class(FailureClass::ToolError)));
+        let admitted = ToolErrors::Auto.admit(response);
+        let (response, _) = admitted.map_err(|error| error.within(Execution::Finished, format!("tool `{tool}`")))?;
         let body = response.message.head.to_bytes();
         let text = String::from_utf8_lossy(&body);
         self.output.push(json!({"type": "function_call_output", "call_id": call_id, "output": text}));
@@ -146,5 +152,61 @@ impl<S: ResourcesServer> HarnessEpisode<'_, S> {
             Err(error) if error.code() == Code::Unimplemented => Ok(()),
             closed => closed,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::message::Response;
+
+    struct Bank;
+
+    impl ResourcesServer for Bank {
+        type Task = serde::de::IgnoredAny;
+
+        async fn call_tool(&self, _: &CallContext, _: &SessionId, tool: &str, _: &RawObject) -> Result<Response> {
+            Err(match tool {
+                "account" => Error::not_started(Code::NotFound, "there is no account 7"),
+                _ => Error::internal("the ledger is locked"),
+            })
+        }
+
+        async fn verify(&self, _: &CallContext, _: &SessionId, _: Self::Task, _: &ModelResponse) -> Result<Verdict> {
+            Ok(Verdict::correct(true))
+        }
+    }
+
+    struct Numbers;
+
+    #[derive(serde::Deserialize)]
+    struct NumberTask {
+        #[expect(dead_code, reason = "only its presence is checked")]
+        expected: u64,
+    }
+
+    impl ResourcesServer for Numbers {
+        type Task = NumberTask;
+
+        async fn verify(&self, _: &CallContext, _: &SessionId, _: NumberTask, _: &ModelResponse) -> Result<Verdict> {
+            Ok(Verdict::correct(true))
+        }
+    }
+
+    #[tokio::test]
+    async fn a_row_that_does_not_fit_the_task_is_rejected_at_the_seed() {
+        let error = Harness::new(Numbers).seed(json!({"expected": "many"})).await.map(drop).unwrap_err();
+        assert_eq!(error.code(), Code::InvalidArgument);
+        assert!(error.to_string().contains("`expected`: invalid type: string \"many\", expected u64"), "{error}");
+    }
+
+    #[tokio::test]
+    async fn the_model_of_a_test_sees_its_mistakes_and_a_broken_tool_fails_the_test() {
+        let harness = Harness::new(Bank);
+        let mut episode = harness.seed(json!({"responses_create_params": {"input": "x"}})).await.unwrap();
+        assert_eq!(episode.call("account", json!({})).await.unwrap(), json!({"detail": "there is no account 7"}));
+        let error = episode.call("transfer", json!({})).await.unwrap_err();
+        assert_eq!(error.failure_class(), FailureClass::ToolError);
+        assert_eq!(error.to_string(), "tool `transfer`: the ledger is locked");
     }
 }

@@ -6,6 +6,7 @@ mod harness;
 mod responses;
 mod role;
 mod sessions;
+mod tool_errors;
 mod tools;
 mod validation;
 
@@ -25,5 +26,6 @@ pub use role::{
 pub use sessions::{
     IDLE_MAX, IDLE_MIN, SCORED_MAX, SESSIONS_MAX, SessionCounts, SessionId, SessionTable, Sessions, session_lost,
 };
+pub use tool_errors::{ToolErrorCause, ToolErrors, tool_error_response};
 pub use tools::{Tool, ToolReply};
-pub use validation::{ValidationProblem, unprocessable};
+pub use validation::{TaskCheck, ValidationProblem, unprocessable};

@@ -15,6 +15,7 @@ use crate::message::RawObject;
 use crate::message::Response;
 use crate::server::responses::ModelResponse;
 use crate::server::sessions::{SessionId, SessionTable};
+use crate::server::tool_errors::UNKNOWN_TOOL;
 use crate::server::tools::Tool;
 
 /// The kinds of servers, named by their keys in NeMo Gym's configuration.
@@ -114,7 +115,8 @@ impl Verdict {
 /// An agent calls `seed_session`, then any number of tools, then `verify`, and finally `close_session`. Calls of different episodes
 /// run concurrently. If a caller disconnects, the future of its call is dropped.
 pub trait ResourcesServer: Send + Sync + 'static {
-    /// The fields that the verifier reads; all others are returned unchanged.
+    /// The fields that the verifier reads; all others are returned unchanged. A row that does not fit is rejected before the episode
+    /// costs anything: by a collector in this process with the line of the row, and by `/seed_session`.
     type Task: DeserializeOwned + Send;
 
     /// Prepares an episode. The response is usually empty.
@@ -137,10 +139,12 @@ pub trait ResourcesServer: Send + Sync + 'static {
         Vec::new()
     }
 
-    /// Runs a tool, for `POST /<tool>`. The agent passes the body of the response to the model, regardless of the status.
+    /// Runs a tool, for `POST /<tool>`. The agent passes the body of a response to the model.
     ///
     /// # Errors
-    /// `NotFound` for an unknown tool, see [`unknown_tool`].
+    /// `NotFound` for an unknown tool, see [`unknown_tool`]. The model also sees its other mistakes: `NotFound`, `InvalidArgument` and
+    /// `FailedPrecondition`. All other errors, and panics, fail the attempt as `tool_error`; see
+    /// [`ToolErrors`](crate::server::ToolErrors).
     fn call_tool(
         &self,
         cx: &CallContext,
@@ -199,7 +203,7 @@ pub trait ResourcesServer: Send + Sync + 'static {
 /// Returns the error of a tool that this server does not have.
 #[must_use]
 pub fn unknown_tool(tool: &str) -> Error {
-    Error::not_started(Code::NotFound, format!("there is no tool `{tool}` here"))
+    Error::not_started(Code::NotFound, format!("{UNKNOWN_TOOL}{tool}` here"))
 }
 
 /// An environment that plays the other side of a conversation: after each response of the model, it can reply as a user.

@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use crate::base::error::{Code, Error, Result};
+use crate::base::failure::FailureClass;
 use tokio::time::Instant;
 
 /// Default number of sessions: 100,000 rollouts in flight, plus some that were not closed.
@@ -275,7 +276,7 @@ fn is_idle(order: &BTreeMap<(Instant, u64), SessionId>, limit: Duration) -> bool
 #[must_use]
 pub fn session_lost(session: &SessionId) -> Error {
     let message = format!("session {session} is unknown: it never began here, was closed, or expired");
-    Error::not_started(Code::FailedPrecondition, message)
+    Error::not_started(Code::FailedPrecondition, message).with_class(FailureClass::SessionLost)
 }
 
 #[cfg(test)]

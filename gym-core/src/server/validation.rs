@@ -1,9 +1,38 @@
-//! Problems of a request body, in the form of pydantic and FastAPI's 422.
+//! Problems of a request body, in the form of pydantic and FastAPI's 422, and of a row that does not fit its environment.
 
+use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
-use crate::base::error::{Code, Execution};
-use crate::message::{CODE_METADATA, EXECUTION_METADATA, JsonError, Message, Response, Status, push_json_string};
+use crate::base::error::{Code, Error, Execution, Result};
+use crate::message::{
+    CODE_METADATA, EXECUTION_METADATA, JsonError, Message, RawObject, Response, Status, push_json_string,
+};
+
+/// Checks that a row fits the task of an environment, before anything runs.
+#[derive(Clone, Copy, Debug)]
+pub struct TaskCheck(fn(&RawObject) -> Result<()>);
+
+impl TaskCheck {
+    /// Creates the check of an environment's `Task`.
+    #[must_use]
+    pub fn of<T: DeserializeOwned>() -> Self {
+        Self(|row| {
+            let problem = match row.view::<T>() {
+                Ok(_) => return Ok(()),
+                Err(error) => std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string),
+            };
+            Err(Error::invalid(format!("the row does not fit the task of this environment: {problem}")))
+        })
+    }
+
+    /// Checks a row.
+    ///
+    /// # Errors
+    /// `InvalidArgument` with the key that is missing or has another type.
+    pub fn check(&self, row: &RawObject) -> Result<()> {
+        (self.0)(row)
+    }
+}
 
 /// One problem of a request body, written as an entry of pydantic's `detail`.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -1,8 +1,12 @@
 //! The keys that the stock agents read from their blocks of the configuration.
 
-use std::num::NonZeroU32;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::num::{NonZeroU32, NonZeroUsize};
 
-use serde::Deserialize;
+use gym_core::server::ToolErrors;
+use serde::de::{MapAccess, Visitor};
+use serde::{Deserialize, Deserializer};
 
 use crate::role::settings::{Seconds, ServerRef};
 
@@ -26,6 +30,12 @@ pub struct SimpleAgentConfig {
     /// The reward of an unverified episode. 0 by default.
     #[serde(default)]
     pub skip_verification_reward: f64,
+    /// What happens with the errors of tools that the model did not cause: `auto` (default), `fail` or `to_model`.
+    #[serde(default)]
+    pub tool_errors: ToolErrors,
+    /// Maximum bytes of a tool's output that the model sees. Unlimited if absent.
+    #[serde(default)]
+    pub tool_output_bytes_max: Option<OutputLimits>,
 }
 
 impl SimpleAgentConfig {
@@ -39,6 +49,8 @@ impl SimpleAgentConfig {
             max_seconds: None,
             skip_verification: false,
             skip_verification_reward: 0.0,
+            tool_errors: ToolErrors::Auto,
+            tool_output_bytes_max: None,
         }
     }
 }
@@ -53,6 +65,9 @@ pub struct GymnasiumAgentConfig {
     /// Maximum model calls per episode, at least 1. 10 by default.
     #[serde(default = "default_max_steps")]
     pub max_steps: NonZeroU32,
+    /// Maximum bytes of each of the environment's `tool_outputs` that the model sees. Unlimited if absent.
+    #[serde(default)]
+    pub tool_output_bytes_max: Option<OutputLimits>,
 }
 
 fn default_max_steps() -> NonZeroU32 {
@@ -67,6 +82,98 @@ impl GymnasiumAgentConfig {
             resources_server: ServerRef::new(resources_server),
             model_server: ServerRef::new(model_server),
             max_steps: default_max_steps(),
+            tool_output_bytes_max: None,
         }
+    }
+}
+
+/// Maximum bytes of the output of a tool: one number for all tools, or a number for each tool by name, with `_default` for all others.
+///
+/// A longer output is cut at the start of a character, followed by the line `[output cut: the first 1000 of 5000 bytes]`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct OutputLimits {
+    default: Option<NonZeroUsize>,
+    tools: BTreeMap<String, NonZeroUsize>,
+}
+
+impl OutputLimits {
+    /// Creates the limit of all tools.
+    #[must_use]
+    pub fn all(bytes_max: NonZeroUsize) -> Self {
+        Self { default: Some(bytes_max), tools: BTreeMap::new() }
+    }
+
+    /// Returns the limit of a tool, if it has one.
+    #[must_use]
+    pub fn of(&self, tool: &str) -> Option<usize> {
+        self.tools.get(tool).copied().or(self.default).map(NonZeroUsize::get)
+    }
+}
+
+impl<'de> Deserialize<'de> for OutputLimits {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(OutputLimitsVisitor)
+    }
+}
+
+struct OutputLimitsVisitor;
+
+impl<'de> Visitor<'de> for OutputLimitsVisitor {
+    type Value = OutputLimits;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a number of bytes of at least 1, or such a number for each tool with `_default` for all others")
+    }
+
+    fn visit_u64<E: serde::de::Error>(self, bytes: u64) -> Result<OutputLimits, E> {
+        let limit = usize::try_from(bytes).ok().and_then(NonZeroUsize::new);
+        limit.map(OutputLimits::all).ok_or_else(|| E::invalid_value(serde::de::Unexpected::Unsigned(bytes), &self))
+    }
+
+    fn visit_i64<E: serde::de::Error>(self, bytes: i64) -> Result<OutputLimits, E> {
+        match u64::try_from(bytes) {
+            Ok(bytes) => self.visit_u64(bytes),
+            Err(_) => Err(E::invalid_value(serde::de::Unexpected::Signed(bytes), &self)),
+        }
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut entries: A) -> Result<OutputLimits, A::Error> {
+        let mut limits = OutputLimits::default();
+        while let Some((tool, limit)) = entries.next_entry::<String, NonZeroUsize>()? {
+            match tool.as_str() {
+                "_default" => limits.default = Some(limit),
+                _ => drop(limits.tools.insert(tool, limit)),
+            }
+        }
+        Ok(limits)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use gym_client::config::{ConfigLoader, Overrides};
+
+    use super::*;
+
+    #[test]
+    fn the_limit_of_outputs_is_a_number_or_a_number_for_each_tool() {
+        let folder = tempfile::tempdir().unwrap();
+        let limit_of = |value: &str, tool: &str| {
+            let yaml = format!(
+                "m: {{responses_api_models: {{scripted_model: {{entrypoint: app.py}}}}}}\na:\n  responses_api_agents:\n    \
+                 simple_agent:\n      entrypoint: app.py\n      model_server: {{type: responses_api_models, name: m}}\n      \
+                 tool_errors: fail\n      tool_output_bytes_max: {value}\n"
+            );
+            std::fs::write(folder.path().join("a.yaml"), yaml).unwrap();
+            let config = ConfigLoader::new(folder.path()).load(&["a.yaml"], &Overrides::default()).unwrap();
+            let settings: SimpleAgentConfig = config.require("a").unwrap().settings_as().unwrap();
+            assert_eq!(settings.tool_errors, ToolErrors::Fail);
+            settings.tool_output_bytes_max.and_then(|limits| limits.of(tool))
+        };
+        assert_eq!(limit_of("null", "search"), None);
+        assert_eq!(limit_of("4000", "search"), Some(4_000));
+        assert_eq!(limit_of("{search: 100}", "search"), Some(100));
+        assert_eq!(limit_of("{search: 100}", "read"), None);
+        assert_eq!(limit_of("{search: 100, _default: 7}", "read"), Some(7));
     }
 }

@@ -8,14 +8,17 @@ use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use gym_client::{CallOptions, CookieJar, ServerClient, Session};
 use gym_core::message::TraceContext;
-use gym_core::rollout::FailureClass;
+use gym_core::rollout::{EPISODE_METADATA, EpisodeRecord, FailureClass};
+use gym_core::server::ToolErrors;
 use gym_core::{
     CallContext, CancelToken, Code, Error, Execution, Message, Metadata, ModelResponse, RawObject, Response, Result,
     Rope, Route,
 };
 use serde::Deserialize;
 
-use crate::agent::turn::{Turn, yield_after};
+use crate::agent::config::OutputLimits;
+use crate::agent::observation::ToolRules;
+use crate::agent::turn::{Turn, truncation, yield_after};
 use crate::role::resources::{SESSION_METADATA, TOOLS_KEY};
 use crate::role::route::{classified, tool_route};
 
@@ -48,8 +51,9 @@ pub struct Episode {
     session: ResourcesSession,
     cx: CallContext,
     row: RawObject,
-    /// The number of requests that were sent to a model.
-    turns: u32,
+    record: EpisodeRecord,
+    tool_errors: ToolErrors,
+    limits: Option<OutputLimits>,
 }
 
 impl Episode {
@@ -59,7 +63,33 @@ impl Episode {
     /// The error of `/seed_session`.
     pub async fn seed(cx: &CallContext, client: &ServerClient, resources: &str, row: &RawObject) -> Result<Self> {
         let session = ResourcesSession::seed(&cx.child(), &cx.metadata, client, resources, row).await?;
-        Ok(Self { session, cx: cx.child(), row: row.clone(), turns: 0 })
+        Ok(Self {
+            session,
+            cx: cx.child(),
+            row: row.clone(),
+            record: EpisodeRecord::default(),
+            tool_errors: ToolErrors::Auto,
+            limits: None,
+        })
+    }
+
+    /// Sets what happens with the errors of tools that the model did not cause. By default [`ToolErrors::Auto`].
+    #[must_use]
+    pub fn with_tool_errors(mut self, rule: ToolErrors) -> Self {
+        self.tool_errors = rule;
+        self
+    }
+
+    /// Sets the maximum bytes of the outputs of tools. Unlimited by default.
+    #[must_use]
+    pub fn with_output_limits(mut self, limits: OutputLimits) -> Self {
+        self.limits = Some(limits);
+        self
+    }
+
+    /// Records that a limit of the agent ends the episode, such as `max_steps`. The reason is in the scored row.
+    pub fn truncate(&mut self, reason: &str) {
+        self.record.truncate(reason);
     }
 
     /// Sends a request to a model server, with the tools of the resources server unless the request has `tools`.
@@ -68,25 +98,34 @@ impl Episode {
     /// The error of `/v1/responses`; `InvalidArgument` if the request has a tool that the resources server lacks, or if the
     /// response is not a JSON object.
     pub async fn ask(&mut self, model: &str, params: impl Into<Rope>) -> Result<ModelResponse> {
-        yield_after(self.turns).await;
-        self.turns = self.turns.wrapping_add(1);
+        yield_after(self.record.turns).await;
+        self.record.turns = self.record.turns.saturating_add(1);
         let mut params = params.into();
         if self.session.tools.is_some() {
             params = self.session.with_tools(&params.to_object()?)?.into();
         }
         let answer: Message = post(self.session.calls(), &self.cx, model, "/v1/responses", params).await?;
-        Ok(ModelResponse(answer.head.to_object()?))
+        let answer = answer.head.to_object()?;
+        self.record.truncated = None;
+        if let Some(reason) = truncation(&answer) {
+            self.record.truncate(&reason);
+        }
+        Ok(ModelResponse(answer))
     }
 
-    /// Calls a tool of the resources server.
+    /// Calls a tool of the resources server, and returns the message for the model.
     ///
     /// # Errors
-    /// The error of the call. A response with an error status is not an error: it is data for the model.
+    /// The error of the call, or that of the tool if it must fail the attempt. An error that the model caused is not an error here: it
+    /// is data for the model. [`Episode::with_tool_errors`] sets the rule.
     pub async fn call_tool(&mut self, tool: &str, arguments: impl Into<Rope>) -> Result<Message> {
         let route = tool_route(tool);
         let server = Arc::clone(&self.session.server);
         let answer = self.session.calls().post(&self.cx, &server, route.clone(), arguments).await;
-        answer.map(|answer| answer.message).map_err(|error| of_inner(error, &server, route.as_str()))
+        self.record.tool_calls = self.record.tool_calls.saturating_add(1);
+        let rules = ToolRules { errors: self.tool_errors, limits: self.limits.as_ref() };
+        let message = answer.and_then(|answer| rules.observe(&mut self.record, tool, answer));
+        message.map_err(|error| of_inner(error, &server, route.as_str()))
     }
 
     /// Verifies the episode: returns the row with the response and its reward.
@@ -95,7 +134,7 @@ impl Episode {
     /// The error of `/verify`; `DataLoss` if its response has no reward.
     pub async fn verify(mut self, response: ModelResponse) -> Result<Response> {
         let row = self.row.edit().set_object("response", response.0).to_rope();
-        self.session.verify(&self.cx, row).await
+        self.session.verify(&self.cx, row).await.map(|response| recorded(response, &self.record))
     }
 }
 
@@ -287,6 +326,13 @@ pub(super) async fn ask(session: &mut Session, cx: &CallContext, model: &str, bo
     turn.map_err(|error| error.or_class(FailureClass::ModelError).about(format!("POST {model}/v1/responses")))
 }
 
+/// Adds the course of an episode to its response. In metadata, because the verifier's row can be a megabyte, and callers in other
+/// languages see the body that they know.
+pub(super) fn recorded(mut response: Response, record: &EpisodeRecord) -> Response {
+    response.metadata.push(EPISODE_METADATA, record.to_text());
+    response
+}
+
 /// Adds the cookies that the calls of an episode received to its response: a Python caller sends them to `/verify`.
 pub(super) fn return_cookies(response: &mut Response, jar: &CookieJar) {
     for (name, value) in jar.iter() {
@@ -339,8 +385,11 @@ pub(super) fn of_inner(error: Error, server: &str, route: &str) -> Error {
         Code::InvalidArgument | Code::NotFound | Code::Unimplemented | Code::AlreadyExists => Code::Internal,
         code => code,
     };
+    // The server rejected the request, although it did not start.
+    let rejected = error.execution() == Execution::NotStarted && code != error.code();
     let error = match error.execution() {
         Execution::Finished => classified(route, error),
+        _ if rejected => classified(route, error),
         // The server was not reached, or was lost: the code and the execution tell which.
         _ => {
             let class = error.failure_class();

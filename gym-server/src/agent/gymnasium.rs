@@ -3,14 +3,15 @@
 //! It sends the same requests in the same order as the Python agent, and its result is equal. Items and rows are spliced as text.
 
 use gym_client::{CookieJar, ServerClient};
-use gym_core::rollout::FailureClass;
-use gym_core::server::unprocessable;
+use gym_core::rollout::{EpisodeRecord, FailureClass};
+use gym_core::server::{ToolErrors, unprocessable};
 use gym_core::{AgentServer, CallContext, Code, Error, RawObject, Response, Result, SessionId, World};
 use serde::Deserialize;
 use serde_json::json;
 
 use crate::agent::config::GymnasiumAgentConfig;
-use crate::agent::episode::{ResourcesSession, aggregate, ask, post, return_cookies};
+use crate::agent::episode::{ResourcesSession, aggregate, ask, post, recorded, return_cookies};
+use crate::agent::observation::ToolRules;
 use crate::agent::simple::params_of;
 use crate::agent::turn::{Conversation, items_of, user_message, yield_after};
 use crate::role::dialect::schema::Dialect;
@@ -84,16 +85,19 @@ impl GymnasiumAgent {
         row: &RawObject,
         params: &RawObject,
         idempotent: bool,
+        record: &mut EpisodeRecord,
     ) -> Result<RawObject> {
+        let rules = ToolRules { errors: ToolErrors::Auto, limits: self.config.tool_output_bytes_max.as_ref() };
         let model = self.config.model_server.name.as_str();
         let environment = self.config.resources_server.name.as_str();
         let mut conversation = Conversation::new(params)?;
-        let (mut total, mut steps) = (0.0, 0);
+        let mut total = 0.0;
         loop {
-            yield_after(steps).await;
-            steps += 1;
+            yield_after(record.turns).await;
+            record.turns += 1;
             let turn = ask(session.calls(), cx, model, conversation.request(params)).await?;
             conversation.answered(&turn)?;
+            record.tool_calls += u32::try_from(turn.calls().len()).unwrap_or(u32::MAX);
             let mut body = row.edit().set_object("response", turn.response().clone());
             if idempotent {
                 // 32 hexadecimal digits, as Python's `uuid4().hex`.
@@ -106,14 +110,24 @@ impl GymnasiumAgent {
             total += step.reward;
             let ended = step.terminated || step.truncated;
             if !ended {
-                for tool in &step.info.tool_outputs {
-                    conversation.tool_answered(&tool.call_id, &tool.output);
+                for ToolOutput { call_id, output } in step.info.tool_outputs {
+                    let tool = turn.calls().iter().find(|call| call.call_id == call_id);
+                    let tool = tool.map_or("", |call| call.name.as_str());
+                    conversation.tool_answered(&call_id, &rules.observe_text(record, tool, output));
                 }
                 if let Some(observation) = step.observation.as_deref().filter(|text| !text.is_empty()) {
                     conversation.user_said(observation);
                 }
             }
-            if ended || steps >= self.config.max_steps.get() {
+            if ended || record.turns >= self.config.max_steps.get() {
+                let reason = match (ended, step.truncated) {
+                    (false, _) => Some("max_steps".to_owned()),
+                    (true, true) => Some("environment".to_owned()),
+                    (true, false) => turn.truncation(),
+                };
+                if let Some(reason) = reason {
+                    record.truncate(&reason);
+                }
                 let response = conversation.finish(&turn, None)?;
                 return Ok(RawObject::empty()
                     .edit()
@@ -148,7 +162,8 @@ impl AgentServer for GymnasiumAgent {
             None => params,
         };
         let idempotent = reset.info.supports_step_idempotency == true;
-        let mut result = self.play(cx, &mut session, row, &params, idempotent).await?;
+        let mut record = EpisodeRecord::default();
+        let mut result = self.play(cx, &mut session, row, &params, idempotent, &mut record).await?;
         if let Err(error) = session.close().await {
             tracing::warn!(environment, %error, "the episode is complete, but its environment was not closed");
             let warning =
@@ -157,7 +172,7 @@ impl AgentServer for GymnasiumAgent {
             let info = info.edit().set_value("cleanup_warning", &warning)?.to_object()?;
             result = result.edit().set_object("info", info).to_object()?;
         }
-        Ok(Response::json(result))
+        Ok(recorded(Response::json(result), &record))
     }
 
     async fn responses(&self, cx: &CallContext, _: &SessionId, body: &RawObject) -> Result<Response> {

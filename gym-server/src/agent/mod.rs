@@ -3,11 +3,12 @@
 mod config;
 mod episode;
 mod gymnasium;
+mod observation;
 mod simple;
 mod tool_arguments;
 mod turn;
 
-pub use config::{GymnasiumAgentConfig, SimpleAgentConfig};
+pub use config::{GymnasiumAgentConfig, OutputLimits, SimpleAgentConfig};
 pub use episode::Episode;
 pub use gymnasium::GymnasiumAgent;
 pub use simple::SimpleAgent;

@@ -5,14 +5,15 @@
 
 use bytes::Bytes;
 use gym_client::{CookieJar, ServerClient, Session};
-use gym_core::rollout::FailureClass;
+use gym_core::rollout::{EpisodeRecord, FailureClass};
 use gym_core::server::{ValidationProblem, unprocessable};
 use gym_core::{AgentServer, CallContext, Code, Error, ModelResponse, RawObject, Response, Result, SessionId};
 use serde_json::{Value, json};
 use tokio::time::Instant;
 
 use crate::agent::config::SimpleAgentConfig;
-use crate::agent::episode::{ResourcesSession, aggregate, ask, of_inner, return_cookies};
+use crate::agent::episode::{ResourcesSession, aggregate, ask, of_inner, recorded, return_cookies};
+use crate::agent::observation::ToolRules;
 use crate::agent::tool_arguments;
 use crate::agent::turn::{Conversation, FunctionCall, NextStep, yield_after};
 use crate::role::dialect::schema::Dialect;
@@ -21,8 +22,9 @@ use crate::role::settings::Seconds;
 
 /// The agent that calls the model and runs its tools, until a response calls no tool.
 ///
-/// A tool's response with any status is data for the model. An error of the model server or of the verifier fails the attempt: it
-/// never becomes a reward.
+/// Errors that the model caused are data for the model; the key `tool_errors` decides on other errors of tools, see
+/// [`ToolErrors`](gym_core::server::ToolErrors). An error of the model server or of the verifier fails the attempt: it never becomes a
+/// reward.
 #[derive(Clone, Debug)]
 pub struct SimpleAgent {
     config: SimpleAgentConfig,
@@ -72,50 +74,79 @@ impl SimpleAgent {
     }
 
     /// Calls the model and its tools alternately. Returns the last response, with the items and the usage of all turns.
-    async fn converse(&self, cx: &CallContext, session: &mut Session, params: &RawObject) -> Result<ModelResponse> {
+    async fn converse(
+        &self,
+        cx: &CallContext,
+        session: &mut Session,
+        params: &RawObject,
+        record: &mut EpisodeRecord,
+    ) -> Result<ModelResponse> {
         let mut conversation = Conversation::new(params)?;
-        let mut steps = 0;
         loop {
-            yield_after(steps).await;
-            steps += 1;
+            yield_after(record.turns).await;
+            record.turns += 1;
             let model = self.config.model_server.name.as_str();
             let turn = ask(session, cx, model, conversation.request(params)).await?;
             conversation.answered(&turn)?;
             let calls = match turn.next() {
                 NextStep::Tools(calls) => calls,
-                NextStep::Stop => return conversation.finish(&turn, None),
+                NextStep::Stop => {
+                    if let Some(reason) = turn.truncation() {
+                        record.truncate(&reason);
+                    }
+                    return conversation.finish(&turn, None);
+                }
                 NextStep::Nothing(reason) => {
-                    tracing::warn!(model, reason, steps, "the model returned neither a message nor a tool call");
+                    tracing::warn!(
+                        model,
+                        reason,
+                        turns = record.turns,
+                        "the model returned neither a message nor a tool call"
+                    );
                     return conversation.finish(&turn, Some(reason));
                 }
             };
             for call in calls {
-                let output = self.call_tool(cx, session, call).await?;
+                let output = self.call_tool(cx, session, call, record).await?;
                 conversation.tool_answered(&call.call_id, &output);
             }
-            if self.config.max_steps.is_some_and(|max| max > 0 && steps >= max) {
+            if self.config.max_steps.is_some_and(|max| max > 0 && record.turns >= max) {
+                record.truncate("max_steps");
                 return conversation.finish(&turn, None);
             }
         }
     }
 
     /// Returns the output of a tool call for the model.
-    async fn call_tool(&self, cx: &CallContext, session: &mut Session, call: &FunctionCall) -> Result<String> {
+    async fn call_tool(
+        &self,
+        cx: &CallContext,
+        session: &mut Session,
+        call: &FunctionCall,
+        record: &mut EpisodeRecord,
+    ) -> Result<String> {
+        record.tool_calls += 1;
         let body = match tool_arguments::parse(&call.arguments) {
             // Python's client sends no body for null.
             Ok(text) if text == "null" => Bytes::new(),
             Ok(text) => Bytes::copy_from_slice(text.as_bytes()),
-            Err(complaint) => return Ok(complaint),
+            Err(complaint) => {
+                record.tool_errors += 1;
+                return Ok(complaint);
+            }
         };
         let server = self.resources()?;
         if is_protocol(&call.name) {
             tracing::warn!(tool = call.name, "the model called a protocol route as a tool");
+            record.tool_errors += 1;
             return Ok(json!({"detail": format!("there is no tool `{}`", call.name)}).to_string());
         }
         let route = tool_route(&call.name);
         let answer = session.post(cx, server, route.clone(), body).await;
-        let answer = answer.map_err(|error| of_inner(error, server, route.as_str()))?;
-        String::from_utf8(answer.message.head.to_bytes().into()).map_err(|_| {
+        let rules = ToolRules { errors: self.config.tool_errors, limits: self.config.tool_output_bytes_max.as_ref() };
+        let message = answer.and_then(|answer| rules.observe(record, &call.name, answer));
+        let message = message.map_err(|error| of_inner(error, server, route.as_str()))?;
+        String::from_utf8(message.head.to_bytes().into()).map_err(|_| {
             Error::finished(Code::DataLoss, format!("tool `{}`: the response is not UTF-8", call.name))
                 .about(server.to_owned())
         })
@@ -128,13 +159,14 @@ impl SimpleAgent {
         // Closes the session when the episode is over, regardless of how it ends.
         let mut session = ResourcesSession::seed(cx, caller, &self.client, resources, row).await?;
         let params = session.with_tools(params)?;
-        let response = self.converse(cx, session.calls(), &params).await?;
+        let mut record = EpisodeRecord::default();
+        let response = self.converse(cx, session.calls(), &params, &mut record).await?;
         let row = row.edit().set_object("response", response.0);
         if self.config.skip_verification {
             let row = row.set_value("reward", &self.config.skip_verification_reward)?;
-            return Ok(Response::json(row.set("verification_skipped", "true").to_rope()));
+            return Ok(recorded(Response::json(row.set("verification_skipped", "true").to_rope()), &record));
         }
-        session.verify(cx, row.to_rope()).await
+        session.verify(cx, row.to_rope()).await.map(|response| recorded(response, &record))
     }
 }
 
@@ -159,9 +191,10 @@ impl AgentServer for SimpleAgent {
             *session.jar(resources) = CookieJar::of_request(&cx.metadata);
         }
         let began = Instant::now();
-        let answer = self.converse(&self.context(cx), &mut session, body).await;
+        let mut record = EpisodeRecord::default();
+        let answer = self.converse(&self.context(cx), &mut session, body, &mut record).await;
         let answer = answer.map_err(|error| self.of_limit(error, began))?;
-        let mut response = Response::json(answer.0);
+        let mut response = recorded(Response::json(answer.0), &record);
         for server in resources.into_iter().chain([self.config.model_server.name.as_str()]) {
             return_cookies(&mut response, session.jar(server));
         }

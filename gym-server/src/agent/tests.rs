@@ -6,6 +6,7 @@ use std::time::Duration;
 use futures_util::{StreamExt, stream};
 use gym_client::ServerClient;
 use gym_core::prelude::*;
+use gym_core::rollout::{EPISODE_METADATA, FailureClass};
 use gym_core::server::{GymnasiumServer, SessionCounts, Step};
 use gym_core::transport::handler_fn;
 use gym_core::{Handler, Status};
@@ -151,6 +152,29 @@ fn counts(counter: &Counter) -> SessionCounts {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_row_that_does_not_fit_the_task_is_rejected_before_the_model_is_called() {
+    let servers = with_counter(&Counter::default());
+    for agent in ["agent", "own"] {
+        let mut wrong = row("say hello");
+        wrong["verifier_fails"] = json!(3);
+        let request = Request::post(CallContext::default(), "/run", wrong.to_string());
+        let response = servers.client.send(agent, &request, gym_client::CallOptions::default()).await.unwrap();
+        let error = response.into_result().unwrap_err();
+        assert_eq!(error.failure_class(), FailureClass::EnvironmentError, "{error}");
+        let text = error.to_string();
+        assert!(
+            text.contains("POST env/seed_session") && text.contains("`verifier_fails`: invalid type: integer `3`"),
+            "{text}"
+        );
+    }
+    assert!(servers.asked().is_empty());
+    // An agent in another language that seeds without the row.
+    let request = Request::post(CallContext::default(), "/seed_session", r#"{"verifier_fails":3}"#);
+    let response = servers.client.send("env", &request, gym_client::CallOptions::default()).await.unwrap();
+    assert_eq!(response.status, Status(200));
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_servers_tools_are_offered_to_the_model_unless_the_row_has_tools() {
     let counter = Counter::default();
     let servers = with_counter(&counter);
@@ -255,6 +279,45 @@ async fn a_server_that_does_not_ask_for_it_is_sent_no_close() {
     tokio::time::sleep(Duration::from_secs(5)).await;
     let classic = ["/seed_session", "/verify", "/seed_session"];
     assert_eq!(*routes.lock().unwrap(), [&classic[..], &classic, &["/reset", "/step", "/reset"]].concat());
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_episode_in_turns_reports_its_course() {
+    let ends = |turn: u32, how: &'static str| {
+        let turns = Arc::new(Mutex::new(0));
+        handler_fn(move |request: Request| {
+            let reply = if request.route.path() == "/step" {
+                let mut turns = turns.lock().unwrap();
+                *turns += 1;
+                if *turns == turn { how } else { r#"{"observation":"say more"}"# }
+            } else {
+                "{}"
+            };
+            async move { Ok(Response::json(reply)) }
+        })
+    };
+    for (turn, how, expected) in [
+        (
+            2,
+            r#"{"terminated":true}"#,
+            r#"{"turns":2,"tool_calls":1,"tool_errors":0,"tool_failures":0,"outputs_cut":0,"truncated":null}"#,
+        ),
+        (
+            1,
+            r#"{"truncated":true}"#,
+            r#"{"turns":1,"tool_calls":1,"tool_errors":0,"tool_failures":0,"outputs_cut":0,"truncated":"environment"}"#,
+        ),
+        (
+            9,
+            "{}",
+            r#"{"turns":3,"tool_calls":1,"tool_errors":0,"tool_failures":0,"outputs_cut":0,"truncated":"max_steps"}"#,
+        ),
+    ] {
+        let servers = servers(ends(turn, how));
+        let request = Request::post(CallContext::default(), "/run", row("call search").to_string());
+        let response = servers.client.send("player", &request, gym_client::CallOptions::default()).await.unwrap();
+        assert_eq!(response.metadata.get(EPISODE_METADATA), Some(expected), "{how}");
+    }
 }
 
 struct Stateless(Arc<Mutex<u32>>);

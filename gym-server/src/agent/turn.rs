@@ -3,6 +3,7 @@
 use std::fmt;
 
 use bytes::{BufMut, Bytes, BytesMut};
+use gym_core::server::IncompleteDetails;
 use gym_core::{Code, Error, ModelResponse, RawObject, Result, Rope};
 use serde::de::{IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer};
@@ -108,6 +109,17 @@ impl Turn {
         &self.response
     }
 
+    /// Returns the tool calls of the response.
+    pub(super) fn calls(&self) -> &[FunctionCall] {
+        &self.calls
+    }
+
+    /// Returns the reason why the model's response is incomplete, if it is.
+    pub(super) fn truncation(&self) -> Option<String> {
+        self.outline.incomplete_details.as_ref()?;
+        truncation(&self.response)
+    }
+
     pub(super) fn next(&self) -> NextStep<'_> {
         let answered = |item: &TurnItem| {
             item.kind == ItemKind::Message && item.role.0.as_deref().is_some_and(|role| role == "assistant")
@@ -124,6 +136,13 @@ impl Turn {
             NextStep::Nothing("incomplete_reasoning")
         }
     }
+}
+
+/// Returns the reason in the `incomplete_details` of a response; `None` if the response is complete.
+pub(super) fn truncation(response: &RawObject) -> Option<String> {
+    let details = response.get("incomplete_details").filter(|details| &details[..] != b"null")?;
+    let reason = serde_json::from_slice::<IncompleteDetails>(&details).ok().and_then(|details| details.reason);
+    Some(reason.unwrap_or_else(|| "incomplete".to_owned()))
 }
 
 /// The conversation so far: the input of the task, and the items that follow it.

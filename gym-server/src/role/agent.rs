@@ -1,9 +1,11 @@
 //! The agent role: `/run`, `/v1/responses` and `/aggregate_metrics`.
 
 use async_trait::async_trait;
+use gym_core::rollout::{EPISODE_METADATA, EpisodeRecord};
 use gym_core::server::ServerKind;
 use gym_core::{AgentServer, CallContext, RawObject, Response, Result, SessionId, Verb};
 
+use crate::metrics::{Metrics, ToolErrorMetrics};
 use crate::role::reply;
 use crate::role::route::{RoleRequest, RoleSpec};
 
@@ -33,11 +35,14 @@ impl<S: AgentServer> DynAgentServer for S {
     }
 }
 
-pub(super) struct AgentRole(Box<dyn DynAgentServer>);
+pub(super) struct AgentRole {
+    agent: Box<dyn DynAgentServer>,
+    tool_errors: ToolErrorMetrics,
+}
 
 impl AgentRole {
-    pub(super) fn new(agent: impl AgentServer) -> Self {
-        Self(Box::new(agent))
+    pub(super) fn new(agent: impl AgentServer, name: &str, metrics: &Metrics) -> Self {
+        Self { agent: Box::new(agent), tool_errors: metrics.tool_errors(name) }
     }
 
     pub(super) async fn respond(&self, request: &RoleRequest) -> Result<Response> {
@@ -51,10 +56,21 @@ impl AgentRole {
             Err(response) => return Ok(response),
         };
         let (cx, session) = (&request.context, &request.session);
-        match request.path() {
-            "/run" => self.0.run(cx, session, &body).await,
-            "/v1/responses" => self.0.responses(cx, session, &body).await,
-            _ => self.0.aggregate_metrics(cx, session, &body).await,
+        let response = match request.path() {
+            "/run" => self.agent.run(cx, session, &body).await?,
+            "/v1/responses" => self.agent.responses(cx, session, &body).await?,
+            _ => return self.agent.aggregate_metrics(cx, session, &body).await,
+        };
+        self.count(&response);
+        Ok(response)
+    }
+
+    /// Counts the tool errors of an episode, which agents of users report in the same metadata as the stock agents.
+    fn count(&self, response: &Response) {
+        // Few episodes have errors, and the others do not pay for a parse.
+        let text = response.metadata.get(EPISODE_METADATA).filter(|text| !text.contains(r#""tool_errors":0,"#));
+        if let Some(record) = text.and_then(EpisodeRecord::from_text) {
+            self.tool_errors.count(record.tool_errors, record.tool_failures);
         }
     }
 }

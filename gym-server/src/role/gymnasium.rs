@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use gym_core::server::{GymnasiumServer, ServerKind, SessionCounts, SessionTable};
+use gym_core::server::{GymnasiumServer, ServerKind, SessionCounts, SessionTable, TaskCheck};
 use gym_core::{CallContext, Error, ModelResponse, RawObject, Response, Result, SessionId, Verb};
 use serde_json::json;
 
@@ -72,14 +72,21 @@ impl<S: GymnasiumServer> DynGymnasiumServer for S {
     }
 }
 
-pub(super) struct GymnasiumRole(Arc<dyn DynGymnasiumServer>);
+pub(super) struct GymnasiumRole {
+    server: Arc<dyn DynGymnasiumServer>,
+    task: TaskCheck,
+}
 
 impl GymnasiumRole {
-    pub(super) fn new(environment: impl GymnasiumServer, name: &str, metrics: &Metrics) -> Self {
+    pub(super) fn new<S: GymnasiumServer>(environment: S, name: &str, metrics: &Metrics) -> Self {
         let server: Arc<dyn DynGymnasiumServer> = Arc::new(environment);
         let watched = Arc::downgrade(&server);
         metrics.watch_sessions(name, move || watched.upgrade()?.session_counts());
-        Self(server)
+        Self { server, task: TaskCheck::of::<S::Task>() }
+    }
+
+    pub(super) fn task_check(&self) -> TaskCheck {
+        self.task
     }
 
     pub(super) async fn respond(&self, request: &RoleRequest) -> Result<Response> {
@@ -95,15 +102,15 @@ impl GymnasiumRole {
         let (cx, session) = (&request.context, &request.session);
         match request.path() {
             "/reset" => match reply::require(&body, &["responses_create_params"]) {
-                Ok(()) => self.0.reset(cx, session, &body).await,
+                Ok(()) => self.server.reset(cx, session, &body).await,
                 Err(refusal) => Ok(refusal),
             },
             "/step" => match reply::model_response(&body) {
-                Ok(response) => self.0.step(cx, session, &body, &response).await,
+                Ok(response) => self.server.step(cx, session, &body, &response).await,
                 Err(refusal) => Ok(refusal),
             },
             "/close" => {
-                self.0.close_session(cx, session).await?;
+                self.server.close_session(cx, session).await?;
                 Ok(Response::json("{}"))
             }
             _ => reply::aggregate::reply(cx, &body),

@@ -26,7 +26,7 @@ use futures_util::future::BoxFuture;
 use gym_client::{CookieJar, Transports};
 use gym_core::base::stall::{self, HandlerLabel};
 use gym_core::rollout::FailureClass;
-use gym_core::server::{GymnasiumServer, ServerKind};
+use gym_core::server::{GymnasiumServer, ServerKind, TaskCheck};
 use gym_core::transport::Fence;
 use gym_core::{
     AgentServer, CallContext, EnvironmentServer, Error, Handler, Incarnation, ModelServer, Request, ResourcesServer,
@@ -149,7 +149,7 @@ impl RoleServer {
     /// Serves an agent: `/run`, `/v1/responses` and `/aggregate_metrics`.
     #[must_use]
     pub fn agent(agent: impl AgentServer, context: &ServerContext) -> Self {
-        Self::new(Role::Agent(AgentRole::new(agent)), context)
+        Self::new(Role::Agent(AgentRole::new(agent, &context.name, &context.metrics)), context)
     }
 
     /// Serves an environment server: `/run` and `/aggregate_metrics`. It keeps no sessions and forwards cookies.
@@ -175,6 +175,16 @@ impl RoleServer {
     #[must_use]
     pub fn gymnasium(environment: impl GymnasiumServer, context: &ServerContext) -> Self {
         Self::new(Role::Gymnasium(GymnasiumRole::new(environment, &context.name, &context.metrics)), context)
+    }
+
+    /// Returns the check of rows for this server, if it is an environment.
+    #[must_use]
+    pub fn task_check(&self) -> Option<TaskCheck> {
+        match &self.0.role {
+            Role::Resources(role) => Some(role.task_check()),
+            Role::Gymnasium(role) => Some(role.task_check()),
+            Role::Agent(_) | Role::Environment(_) | Role::Model(_) => None,
+        }
     }
 
     fn new(role: Role, server: &ServerContext) -> Self {

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use gym_core::server::{ServerKind, SessionCounts};
+use gym_core::server::{ServerKind, SessionCounts, TaskCheck, tool_error_response};
 use gym_core::{
     CallContext, Code, Error, ModelResponse, RawObject, ResourcesServer, Response, Result, Rope, SessionId, Verb,
     Verdict,
@@ -81,6 +81,7 @@ impl<S: ResourcesServer> DynResourcesServer for S {
 
 pub(super) struct ResourcesRole {
     server: Arc<dyn DynResourcesServer>,
+    task: TaskCheck,
     /// The server's own tools as a JSON list, if it declares any.
     tools: Option<Bytes>,
     /// `true` if sessions should be closed; `false` after the server has reported that it has nothing to release.
@@ -88,13 +89,17 @@ pub(super) struct ResourcesRole {
 }
 
 impl ResourcesRole {
-    pub(super) fn new(resources: impl ResourcesServer, name: &str, metrics: &Metrics) -> Self {
+    pub(super) fn new<S: ResourcesServer>(resources: S, name: &str, metrics: &Metrics) -> Self {
         let tools = resources.tools();
         let tools = (!tools.is_empty()).then(|| serde_json::json!(tools).to_string().into());
         let server: Arc<dyn DynResourcesServer> = Arc::new(resources);
         let watched = Arc::downgrade(&server);
         metrics.watch_sessions(name, move || watched.upgrade()?.session_counts());
-        Self { server, tools, closes: AtomicBool::new(true) }
+        Self { server, task: TaskCheck::of::<S::Task>(), tools, closes: AtomicBool::new(true) }
+    }
+
+    pub(super) fn task_check(&self) -> TaskCheck {
+        self.task
     }
 
     pub(super) async fn respond(&self, request: &RoleRequest) -> Result<Response> {
@@ -126,7 +131,12 @@ impl ResourcesRole {
             "/aggregate_metrics" => reply::aggregate::reply(cx, &body),
             tool => {
                 let name = route::percent_decoded(tool.strip_prefix('/').unwrap_or(tool));
-                self.server.call_tool(cx, session, &name, &body).await
+                let called = self.server.call_tool(cx, session, &name, &body).await;
+                Ok(called.unwrap_or_else(|error| {
+                    let error = route::classified(tool, error);
+                    tracing::debug!(tool = &*name, %error, "a tool answered with an error");
+                    tool_error_response(&error)
+                }))
             }
         }
     }
@@ -134,6 +144,10 @@ impl ResourcesRole {
     async fn seed_session(&self, cx: &CallContext, session: &SessionId, body: &RawObject) -> Result<Response> {
         // The typed form of NeMo Gym 0.7 has the row under `task_data`, and its reply repeats the id and has no further keys.
         let Some(id) = body.get("resources_session_id") else {
+            // Before the first call of the model. Some agents in other languages seed without the row.
+            if body.contains("responses_create_params") {
+                self.task.check(body)?;
+            }
             let seeded = self.server.seed_session(cx, session, body).await?;
             let closes = self.closes.load(Ordering::Relaxed);
             let (flags, mut response) = match &self.tools {

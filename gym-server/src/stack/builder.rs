@@ -2,17 +2,17 @@
 
 use std::fmt;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError};
 
 use gym_client::config::{ConfigError, ConfigLoader, GymConfig, Overrides, free_port};
 use gym_client::{ServerClient, Transports};
 use gym_core::server::ServerKind;
-use gym_core::{AgentServer, EnvironmentServer, Error, Handler, ModelServer, ResourcesServer, Result, World};
+use gym_core::{AgentServer, EnvironmentServer, Error, ModelServer, ResourcesServer, Result, World};
 
 use crate::role::RoleServer;
 use crate::stack::options::StackOptions;
 use crate::stack::running::Stack;
-use crate::stack::servers::{Build, Servers};
+use crate::stack::servers::{Build, BuiltServer, Servers};
 
 /// Builds and starts a [`Stack`]; created by [`Stack::builder`] and [`Stack::embedded`].
 #[must_use = "a builder does nothing until it is started"]
@@ -124,7 +124,7 @@ impl StackBuilder {
             servers = servers.with(kind, &name, move |build| {
                 let serve = serve.lock().unwrap_or_else(PoisonError::into_inner).take();
                 let serve = serve.ok_or_else(|| Error::internal("a server of a builder is served once"))?;
-                Ok(Arc::new(serve(build)) as Arc<dyn Handler>)
+                Ok(BuiltServer::from(serve(build)))
             });
         }
         Stack::start(config, &servers, &self.world, self.options).await

@@ -177,9 +177,12 @@ impl Stack {
             context.incarnation = Some(incarnation);
             match servers.make(Build::new(instance, &context, &self.client)) {
                 Some(made) => {
-                    let Made { handler, ignored } =
+                    let Made { handler, task_check, ignored } =
                         made.map_err(|error| error.about(format!("start {}", instance.name)))?;
                     ignored.iter().for_each(|ignored| tracing::warn!(server = instance.name, "{ignored}"));
+                    if let Some(check) = task_check {
+                        self.names.add_task_check(&instance.name, check);
+                    }
                     self.start_native(instance, handler, incarnation, local, options).await?;
                 }
                 None if instance.entrypoint.is_some() && options.in_process => {
@@ -321,6 +324,13 @@ impl Stack {
     #[must_use]
     pub fn client(&self) -> &ServerClient {
         &self.client
+    }
+
+    /// Returns the names of the servers, for a collector. It checks each row with the environment that runs in this process, before it
+    /// sends any row.
+    #[must_use]
+    pub fn names(&self) -> &ServerNames {
+        &self.names
     }
 
     /// Returns the servers in the order of the configuration, the head server first.

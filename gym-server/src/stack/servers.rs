@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use gym_client::config::{InstanceConfig, Problem, nearest_name};
 use gym_client::{ServerClient, Transports};
-use gym_core::server::{GymnasiumServer, ServerKind};
+use gym_core::server::{GymnasiumServer, ServerKind, TaskCheck};
 use gym_core::transport::Fenced;
 use gym_core::{AgentServer, EnvironmentServer, Error, Handler, ModelServer, ResourcesServer, Result};
 use serde::Deserialize;
@@ -67,11 +67,25 @@ impl<'a> Build<'a> {
 /// An instance that a factory has created.
 pub(crate) struct Made {
     pub(crate) handler: Arc<dyn Handler>,
+    /// The check of the rows that it receives, if it is an environment.
+    pub(crate) task_check: Option<TaskCheck>,
     /// The keys of its block that only NeMo Gym's own server reads.
     pub(crate) ignored: Vec<Problem>,
 }
 
-type Factory = Arc<dyn Fn(&Build<'_>) -> Result<Arc<dyn Handler>> + Send + Sync>;
+type Factory = Arc<dyn Fn(&Build<'_>) -> Result<BuiltServer> + Send + Sync>;
+
+/// A server that a factory built, and the check of the rows that it receives.
+pub(crate) struct BuiltServer {
+    pub(crate) handler: Arc<dyn Handler>,
+    pub(crate) task_check: Option<TaskCheck>,
+}
+
+impl From<RoleServer> for BuiltServer {
+    fn from(server: RoleServer) -> Self {
+        Self { task_check: server.task_check(), handler: Arc::new(server) }
+    }
+}
 
 /// The implementations that run in this process. An instance with any other implementation needs a Python `entrypoint`, which runs
 /// as a child process.
@@ -223,10 +237,11 @@ impl Servers {
     ) -> Self {
         self.with(kind, implementation, move |build| {
             let handler = make(build)?;
-            Ok(match build.context.incarnation {
+            let handler = match build.context.incarnation {
                 Some(incarnation) => Arc::new(Fenced::new(incarnation, handler)),
                 None => handler,
-            })
+            };
+            Ok(BuiltServer { handler, task_check: None })
         })
     }
 
@@ -236,14 +251,14 @@ impl Servers {
         implementation: &str,
         make: impl Fn(&Build<'_>) -> Result<RoleServer> + Send + Sync + 'static,
     ) -> Self {
-        self.with(kind, implementation, move |build| Ok(Arc::new(make(build)?)))
+        self.with(kind, implementation, move |build| make(build).map(BuiltServer::from))
     }
 
     pub(super) fn with(
         mut self,
         kind: ServerKind,
         implementation: &str,
-        make: impl Fn(&Build<'_>) -> Result<Arc<dyn Handler>> + Send + Sync + 'static,
+        make: impl Fn(&Build<'_>) -> Result<BuiltServer> + Send + Sync + 'static,
     ) -> Self {
         self.factories.insert((kind, implementation.to_owned()), Arc::new(make));
         self
@@ -269,7 +284,9 @@ impl Servers {
     pub(crate) fn make(&self, build: Build<'_>) -> Option<Result<Made>> {
         let key = (build.instance.kind, build.instance.implementation.clone());
         let factory = self.factories.get(&key)?;
-        Some(factory(&build).and_then(|handler| Ok(Made { handler, ignored: build.into_ignored()? })))
+        Some(factory(&build).and_then(|BuiltServer { handler, task_check }| {
+            Ok(Made { handler, task_check, ignored: build.into_ignored()? })
+        }))
     }
 }
 

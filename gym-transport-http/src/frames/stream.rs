@@ -68,7 +68,7 @@ impl ByteStream {
 /// |---|---|
 /// | cannot connect, or no handshake within `connect_timeout` | `Unavailable`, not started |
 /// | no capacity by the deadline | `DeadlineExceeded`, not started |
-/// | the message exceeds a limit of the peer | `ResourceExhausted`, not started |
+/// | the message exceeds a limit of the peer | `InvalidArgument`, not started |
 /// | the connection breaks, or the peer is silent for `silence_max` | `Unavailable`; unknown for calls in flight |
 /// | malformed frames | `DataLoss`, unknown |
 /// | the reply is larger than `reply_bytes_max` | `ResourceExhausted`, finished |

@@ -103,6 +103,12 @@ impl ConnectionActivity {
         self.phase.store(IDLE, Relaxed);
     }
 
+    /// Records that the response is a rejection, and that the rest of its request must arrive within `head_timeout`.
+    pub(crate) fn call_rejected(&self) {
+        self.moved();
+        self.phase.store(HEAD, Relaxed);
+    }
+
     fn moved(&self) {
         let since = u64::try_from(self.began.elapsed().as_micros()).unwrap_or(u64::MAX);
         self.moved_us.store(since, Relaxed);

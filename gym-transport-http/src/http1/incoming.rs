@@ -5,7 +5,7 @@ use std::fmt;
 use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::task::Poll;
+use std::task::{Context, Poll};
 
 use async_trait::async_trait;
 use gym_core::message::PeerInfo;
@@ -33,8 +33,9 @@ use crate::wire::headers::{context_of, media_types_of, put_content_type, put_met
 /// - A client that closes its sending side has disconnected, as in NeMo Gym's servers: the handler's future is dropped, and the
 ///   call's cancel token fires.
 /// - A call whose deadline has passed before it starts is rejected with 504, not started.
-/// - A body above `request_bytes_max` is read to its end, without being kept, and rejected with 413. If the connection broke
-///   instead, a client would send the body again, and NeMo Gym's client would do so permanently.
+/// - A body above `request_bytes_max` is rejected with 413 at once: by its announced length, or when it exceeds the limit. The rest is
+///   read afterwards, without being kept, for at most `head_timeout`. If the connection broke instead, a client that is still sending
+///   would not see the rejection and send the body again, and NeMo Gym's client would do so permanently.
 /// - A request to upgrade to frames is accepted, on the same connection.
 /// - Data that is not HTTP is rejected with 400, and the connection ends.
 pub struct HttpIncoming {
@@ -76,7 +77,7 @@ impl Incoming for HttpIncoming {
         let Self { stream, peer, config, calls, frames, permit } = *self;
         let activity = Arc::new(ConnectionActivity::new());
         let wire = TokioIo::new(WatchedSocket::new(stream, Arc::clone(&activity)));
-        let server = Arc::new(ServerContext { handler, peer, config, calls });
+        let server = Arc::new(ServerContext { handler, peer, config, calls, unread: Mutex::new(None) });
         let upgrade = Arc::new(Mutex::new(None));
         let service = service_fn(|mut request: http::Request<WireBody>| {
             let asks = asks_for_frames(&request);
@@ -111,6 +112,7 @@ impl Incoming for HttpIncoming {
                     return Poll::Ready(ended.map_err(connection_ended));
                 }
             }
+            poll_unread(&server, &activity, cx);
             while alarm.as_mut().poll(cx).is_ready() {
                 match activity.due(head_timeout, keep_alive_timeout) {
                     Ok(next) => alarm.as_mut().reset(next),
@@ -180,6 +182,30 @@ struct ServerContext {
     peer: PeerInfo,
     config: Arc<HttpConfig>,
     calls: Arc<Semaphore>,
+    /// The rest of a rejected body; a connection has one call at a time.
+    unread: Mutex<Option<UnreadBody>>,
+}
+
+/// The rest of a rejected body, and whether its time limit has begun.
+struct UnreadBody {
+    body: WireBody,
+    limited: bool,
+}
+
+/// Reads and drops the rest of a rejected body.
+fn poll_unread(server: &ServerContext, activity: &ConnectionActivity, cx: &mut Context<'_>) {
+    let mut unread = lock(&server.unread);
+    let Some(rest) = unread.as_mut() else { return };
+    if !rest.limited {
+        rest.limited = true;
+        activity.call_rejected();
+    }
+    while let Poll::Ready(frame) = Pin::new(&mut rest.body).poll_frame(cx) {
+        if !matches!(frame, Some(Ok(_))) {
+            *unread = None;
+            return activity.call_ended();
+        }
+    }
 }
 
 /// Marks a call as running until the guard is dropped.
@@ -261,18 +287,21 @@ async fn call(server: &ServerContext, request: http::Request<WireBody>) -> Resul
     let bytes = if body.is_end_stream() {
         bytes::Bytes::new()
     } else {
-        context.bound(Execution::NotStarted, receive(body, expects, config)).await.map_err(|error| {
-            match error.code() {
-                Code::ResourceExhausted => refusal(&error, 413),
-                Code::InvalidArgument => refusal(&error, 400),
-                _ => refuse(error),
-            }
+        let received = context.bound(Execution::NotStarted, receive(body, expects, config)).await;
+        let received = received.map_err(|error| match error.code() {
+            Code::InvalidArgument => refusal(&error, 400),
+            _ => refuse(error),
+        })?;
+        received.map_err(|rest| {
+            *lock(&server.unread) = rest.map(|body| UnreadBody { body, limited: false });
+            refusal(&too_long(config), 413)
         })?
     };
     let (media_type, framed_head) = media_types_of(&head.headers);
     let message = BodyFormat::of(media_type, framed_head).message(bytes, config.segments_max).map_err(|error| {
         let error = Error::from(error);
-        refusal(&error, if error.code() == Code::ResourceExhausted { 413 } else { 400 })
+        let status = if error.code() == Code::ResourceExhausted { 413 } else { 400 };
+        refusal(&Error::invalid(error.to_string()), status)
     })?;
     context.check().map_err(refuse)?;
 
@@ -284,23 +313,22 @@ async fn call(server: &ServerContext, request: http::Request<WireBody>) -> Resul
     Ok(answered.unwrap_or_else(|error| Response::from_error(&error)))
 }
 
-/// Reads the whole body.
-async fn receive(body: WireBody, expects: bool, config: &HttpConfig) -> Result<bytes::Bytes> {
-    let too_long = || {
-        Error::not_started(
-            Code::ResourceExhausted,
-            format!(
-                "the body is larger than request_bytes_max = {}; raise it on this server",
-                config.request_bytes_max
-            ),
-        )
+/// Returns the error of a body above the limit. The code is not `ResourceExhausted`, because the same body would be too long again.
+fn too_long(config: &HttpConfig) -> Error {
+    let max = config.request_bytes_max;
+    Error::invalid(format!("the body is larger than request_bytes_max = {max}; raise it on this server"))
+}
+
+/// Reads the whole body. If it is too long, returns the rest of it, unless the client does not have to send it.
+async fn receive(
+    mut body: WireBody,
+    expects: bool,
+    config: &HttpConfig,
+) -> Result<std::result::Result<bytes::Bytes, Option<WireBody>>> {
+    let Ok(mut collector) = BodyCollector::new(body.size_hint().exact(), config.request_bytes_max) else {
+        // A client that asked before it sends the body does not have to send it.
+        return Ok(Err((!expects).then_some(body)));
     };
-    let mut collector = BodyCollector::new(body.size_hint().exact(), config.request_bytes_max).ok();
-    if collector.is_none() && expects {
-        // The client asked before it sent the body, and does not have to send it.
-        return Err(too_long());
-    }
-    let mut body = pin!(body);
     loop {
         let frame = poll_fn(|cx| Pin::new(&mut body).poll_frame(cx));
         let frame = timeout(config.body_timeout, frame).await.map_err(|_| {
@@ -312,10 +340,10 @@ async fn receive(body: WireBody, expects: bool, config: &HttpConfig) -> Result<b
         match frame {
             None => break,
             Some(Ok(frame)) => {
-                if let (Ok(piece), Some(kept)) = (frame.into_data(), collector.as_mut())
-                    && kept.push(piece).is_err()
+                if let Ok(piece) = frame.into_data()
+                    && collector.push(piece).is_err()
                 {
-                    collector = None;
+                    return Ok(Err(Some(body)));
                 }
             }
             Some(Err(error)) => return Err(Error::invalid("the body is not what its headers say").caused_by(error)),
@@ -324,5 +352,5 @@ async fn receive(body: WireBody, expects: bool, config: &HttpConfig) -> Result<b
             break;
         }
     }
-    collector.map(BodyCollector::finish).ok_or_else(too_long)
+    Ok(Ok(collector.finish()))
 }

@@ -28,7 +28,7 @@ use crate::transport::{SCHEME, host};
 /// | UCX negotiated a lower transport than requested | `Unavailable` with the lanes, not started |
 /// | too many peers on this host share memory with one process | `ResourceExhausted`, not started |
 /// | no capacity before the deadline | `DeadlineExceeded`, not started |
-/// | the message exceeds a limit of the peer | `ResourceExhausted`, not started |
+/// | the message exceeds a limit of the peer | `InvalidArgument`, not started |
 /// | the connection breaks, or the peer sends no heartbeat | `Unavailable`; unknown for calls in flight |
 /// | the peer violates the protocol | `DataLoss`, unknown |
 /// | the reply is larger than `reply_bytes_max` | `ResourceExhausted`, finished |

@@ -29,6 +29,12 @@ pub trait AgentNames {
     fn agent_of_task_source(&self, task_source: &str) -> Result<String, String>;
     /// Returns the agent behind an environment server, if it has one.
     fn agent_of_environment_server(&self, server: &str) -> Option<String>;
+    /// Checks a row that is sent to this agent or environment server; the error gives the reason why it does not fit. The default
+    /// accepts all rows.
+    fn check_row(&self, target: &str, row: &str) -> Result<(), String> {
+        let _ = (target, row);
+        Ok(())
+    }
 }
 
 /// Resolves no names; sufficient if every row names its agent.
@@ -115,17 +121,18 @@ impl<N: AgentNames> Materializer<N> {
             };
             for (place, target) in row.targets.iter().enumerate() {
                 let repeats = run.repeats_of(target.as_deref(), row.basis.as_deref(), lines.count);
-                for _ in 0..repeats {
+                for repeat in 0..repeats {
                     let rollout = run.next_rollout(task);
-                    let target_name = if self.options.interleave {
+                    let target_name = self.emit(&lines, &row, target.as_deref(), task, rollout, &mut out)?;
+                    if repeat == 0 {
+                        self.names.check_row(&target_name, &out).map_err(|problem| lines.fail(problem))?;
+                    }
+                    if self.options.interleave {
+                        // Also built above, so that an invalid row is found before any row is written.
                         deferred.push(DeferredRow { offset: lines.offset, task, rollout, target: place as u32 });
-                        // Also built here, so that an invalid row is found before any row is written.
-                        self.emit(&lines, &row, target.as_deref(), task, rollout, &mut out)?
                     } else {
-                        let name = self.emit(&lines, &row, target.as_deref(), task, rollout, &mut out)?;
                         write_line(&mut writer, &mut out)?;
-                        name
-                    };
+                    }
                     out.clear();
                     run.wrote(target_name, lines.count);
                 }

@@ -328,8 +328,10 @@ impl Driver {
         async move {
             // Not idempotent: only our relay joins a replayed request to the first one, and only on the same replica.
             // An attempt with an unknown outcome is followed by a new attempt with its own number.
+            let began = Instant::now();
             let answer = client.send(&row.server, &request, CallOptions::default()).await;
-            let result = classify(&row, attempt, answer, &run_id)?;
+            let result = classify(&row, attempt, answer, &run_id, began.elapsed())?;
+            let tool_failures = result.tool_failures();
             let (mut next, reward, mut failed) = match &result {
                 AttemptResult::Completed { reward, .. } => (NextStep::Done, *reward, false),
                 AttemptResult::Failed { terminal, failure, .. } => {
@@ -359,7 +361,7 @@ impl Driver {
             match recorded {
                 Ok(()) => {
                     if !failed {
-                        progress.complete(&row.agent, reward);
+                        progress.complete(&row.agent, reward, tool_failures);
                     }
                     Ok(next)
                 }

@@ -2,9 +2,12 @@
 //!
 //! The keys are those of NeMo Gym 0.7.0, so that its `profile`, `aggregate` and `--resume` can read the files.
 
+use std::fmt::Write as _;
+use std::time::Duration;
+
 use bytes::Bytes;
 use gym_core::message::CODE_METADATA;
-use gym_core::rollout::{Attempt, FailureClass, Outcome};
+use gym_core::rollout::{Attempt, EPISODE_KEY, EPISODE_METADATA, EpisodeRecord, FailureClass, Outcome};
 use gym_core::{Code, Error, RawObject, Response, Result};
 use serde::Deserialize;
 use serde_json::Value;
@@ -21,7 +24,7 @@ const BODY_KEPT_MAX: usize = 2_000;
 #[derive(Debug)]
 pub(super) enum AttemptResult {
     /// A rollout, with its reward if it has one that counts.
-    Completed { row: RawObject, reward: Option<f64> },
+    Completed { row: RawObject, reward: Option<f64>, tool_failures: u32 },
     /// A failure.
     Failed { failure: Box<AttemptFailure>, terminal: bool, row: RawObject },
     /// The environment requested that no row be kept; a resumed run tries again.
@@ -29,6 +32,14 @@ pub(super) enum AttemptResult {
 }
 
 impl AttemptResult {
+    /// Returns the number of failed tool calls whose errors went to the model of a scored rollout.
+    pub(super) fn tool_failures(&self) -> u32 {
+        match self {
+            Self::Completed { tool_failures, .. } => *tool_failures,
+            Self::Failed { .. } | Self::Lost => 0,
+        }
+    }
+
     pub(super) fn into_outcome(self) -> Option<Outcome> {
         match self {
             Self::Completed { row, .. } => Some(Outcome::Completed(row)),
@@ -59,6 +70,7 @@ pub(super) fn classify(
     attempt: Attempt,
     answer: Result<Response>,
     run_id: &str,
+    took: Duration,
 ) -> Result<AttemptResult> {
     let failed = |class, error: &Error, evidence, answer: Option<(u16, &Bytes)>| {
         failed(wanted, attempt, run_id, (class, error, evidence), answer)
@@ -115,7 +127,8 @@ pub(super) fn classify(
     if fields.no_persist.as_ref().is_some_and(truth) {
         return Ok(AttemptResult::Lost);
     }
-    let row = stamped(wanted, attempt, &result)?;
+    let record = response.metadata.get(EPISODE_METADATA).and_then(EpisodeRecord::from_text);
+    let row = stamped(wanted, attempt, &result, Some(course(record.as_ref(), attempt, took)))?;
     if let Some(class) = fields.failure_class {
         let class = serde_json::from_value(Value::String(class)).unwrap_or(FailureClass::AgentRunError);
         let terminal = fields.terminal.as_ref().is_some_and(truth);
@@ -129,7 +142,8 @@ pub(super) fn classify(
     match number(fields.reward) {
         Ok(reward) => {
             let masked = fields.mask_sample.as_ref().is_some_and(truth);
-            Ok(AttemptResult::Completed { row, reward: reward.filter(|_| !masked) })
+            let tool_failures = record.map_or(0, |record| record.tool_failures);
+            Ok(AttemptResult::Completed { row, reward: reward.filter(|_| !masked), tool_failures })
         }
         Err(other) => {
             let error =
@@ -163,8 +177,22 @@ fn number(reward: Option<Value>) -> std::result::Result<Option<f64>, Value> {
     }
 }
 
-/// Returns the result with the keys that identify its row, in NeMo Gym's order.
-fn stamped(wanted: &RolloutRow, attempt: Attempt, result: &RawObject) -> Result<RawObject> {
+/// Returns the course of an episode: what its agent counted, if it is one of this SDK, and what the collector knows.
+fn course(record: Option<&EpisodeRecord>, attempt: Attempt, took: Duration) -> String {
+    let mut text = record.map_or_else(|| "{".to_owned(), EpisodeRecord::to_text);
+    if text.pop() == Some('}') {
+        text.push(',');
+    } else {
+        text.push('{');
+    }
+    let (attempts, seconds, micros) = (attempt.number.saturating_add(1), took.as_secs(), took.subsec_micros());
+    // Writing to a string cannot fail. A float would cost three times as much.
+    let _ = write!(text, r#""attempts":{attempts},"seconds":{seconds}.{micros:06}}}"#);
+    text
+}
+
+/// Returns the result with the keys that identify its row, in NeMo Gym's order, and then the course of the episode.
+fn stamped(wanted: &RolloutRow, attempt: Attempt, result: &RawObject, course: Option<String>) -> Result<RawObject> {
     let mut edit = result.edit();
     for key in ["_ng_task_index", "_ng_rollout_index", "agent_ref", "task_source", "skills_ref"] {
         if let Some(value) = wanted.row.get(key) {
@@ -182,6 +210,9 @@ fn stamped(wanted: &RolloutRow, attempt: Attempt, result: &RawObject) -> Result<
     edit = edit.set_value("_ng_environment_server", &*wanted.server)?;
     if let Some(kind) = &wanted.result_type {
         edit = edit.set_value("_ng_result_type", &**kind)?;
+    }
+    if let Some(course) = course {
+        edit = edit.set(EPISODE_KEY, course);
     }
     Ok(edit.to_object()?)
 }
@@ -229,7 +260,7 @@ fn failed(
         .set_value("_ng_failure_response_body", &body)?
         .to_object()?;
     let fields = failure.write(&fields, wanted, attempt, run_id, &told)?;
-    let row = stamped(wanted, attempt, &fields)?;
+    let row = stamped(wanted, attempt, &fields, None)?;
     Ok(AttemptResult::Failed { failure: Box::new(failure), terminal: false, row })
 }
 
@@ -237,6 +268,7 @@ fn failed(
 mod tests {
     use gym_core::rollout::TaskKey;
     use gym_core::{Execution, Message, Status};
+    use serde_json::json;
 
     use super::*;
 
@@ -251,8 +283,10 @@ mod tests {
             (r#"{"reward":0.5,"mask_sample":null}"#, Some(0.5)),
             (r#"{"reward":0.5}"#, Some(0.5)),
         ] {
-            match classify(&wanted, Attempt { key, number: 0 }, Ok(Response::json(body)), "run").unwrap() {
-                AttemptResult::Completed { row, reward } => {
+            match classify(&wanted, Attempt { key, number: 0 }, Ok(Response::json(body)), "run", Duration::ZERO)
+                .unwrap()
+            {
+                AttemptResult::Completed { row, reward, .. } => {
                     assert_eq!((reward, reward_of(&row)), (expected, expected), "{body}");
                     assert!(row.get("reward").is_some(), "the row is kept as it came: {body}");
                 }
@@ -265,10 +299,40 @@ mod tests {
         let key = TaskKey::new(0, 0);
         let row = RawObject::parse(r#"{"_ng_task_index":0,"_ng_rollout_index":0}"#).unwrap();
         let wanted = RolloutRow { key, agent: "a".into(), server: "e".into(), result_type: None, row };
-        match classify(&wanted, Attempt { key, number: 0 }, answer, "run").unwrap() {
+        match classify(&wanted, Attempt { key, number: 0 }, answer, "run", Duration::ZERO).unwrap() {
             AttemptResult::Failed { failure, terminal: false, .. } => failure.class,
             other => panic!("{other:?}"),
         }
+    }
+
+    #[test]
+    fn a_scored_row_has_the_course_of_its_episode() {
+        let key = TaskKey::new(0, 0);
+        let row = RawObject::parse(r#"{"_ng_task_index":0,"_ng_rollout_index":0}"#).unwrap();
+        let wanted = RolloutRow { key, agent: "a".into(), server: "e".into(), result_type: None, row };
+        let course_of = |answer: Response| {
+            let took = Duration::from_micros(1_500_001);
+            match classify(&wanted, Attempt { key, number: 1 }, Ok(answer), "run", took).unwrap() {
+                AttemptResult::Completed { row, .. } => row.get_as::<Value>(EPISODE_KEY).unwrap().unwrap(),
+                other => panic!("{other:?}"),
+            }
+        };
+        // A row from an earlier collection, of an agent in another language.
+        let foreign = Response::json(r#"{"reward":1.0,"_gym_episode":{"turns":9}}"#);
+        assert_eq!(course_of(foreign.clone()), json!({"attempts": 2, "seconds": 1.500_001}));
+        let mut ours = foreign.clone();
+        let mut record = EpisodeRecord::default();
+        record.turns = 3;
+        record.truncate("max_steps");
+        ours.metadata.push(EPISODE_METADATA, record.to_text());
+        let expected = json!({
+            "turns": 3, "tool_calls": 0, "tool_errors": 0, "tool_failures": 0, "outputs_cut": 0, "truncated": "max_steps",
+            "attempts": 2, "seconds": 1.500_001,
+        });
+        assert_eq!(course_of(ours), expected);
+        let mut invalid = foreign;
+        invalid.metadata.push(EPISODE_METADATA, "{\"turns\":");
+        assert_eq!(course_of(invalid), json!({"attempts": 2, "seconds": 1.500_001}));
     }
 
     #[test]

@@ -18,6 +18,7 @@ pub struct CollectProgress {
     already_given_up: AtomicU64,
     given_up: AtomicU64,
     in_flight: AtomicU64,
+    tool_failures: AtomicU64,
     scores: Mutex<BTreeMap<Arc<str>, AgentScore>>,
     failures: Mutex<FailureCounts>,
 }
@@ -55,6 +56,8 @@ pub struct ProgressSnapshot {
     pub given_up: u64,
     /// Rollouts in flight.
     pub in_flight: u64,
+    /// Tool calls in scored rollouts of this run that failed for a reason that the model did not cause. Their errors went to the model.
+    pub tool_failures: u64,
     /// Rewards by agent.
     pub scores: BTreeMap<Arc<str>, AgentScore>,
     /// Failed attempts by class.
@@ -105,6 +108,7 @@ impl CollectProgress {
             already_given_up: of(&self.already_given_up),
             given_up: of(&self.given_up),
             in_flight: of(&self.in_flight),
+            tool_failures: of(&self.tool_failures),
             scores: self.scores.lock().unwrap_or_else(PoisonError::into_inner).clone(),
             failures,
             causes,
@@ -122,8 +126,11 @@ impl CollectProgress {
         counter.fetch_add(1, Ordering::Relaxed);
     }
 
-    pub(super) fn complete(&self, agent: &Arc<str>, reward: Option<f64>) {
+    pub(super) fn complete(&self, agent: &Arc<str>, reward: Option<f64>, tool_failures: u32) {
         self.completed.fetch_add(1, Ordering::Relaxed);
+        if tool_failures > 0 {
+            self.tool_failures.fetch_add(tool_failures.into(), Ordering::Relaxed);
+        }
         let mut scores = self.scores.lock().unwrap_or_else(PoisonError::into_inner);
         let score = match scores.get_mut(agent) {
             Some(score) => score,

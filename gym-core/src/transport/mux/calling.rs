@@ -155,8 +155,8 @@ impl<O: MessageSender> CallingEnd<O> {
         if let Some(why) = self.lock().refusing {
             return Err(Error::not_started(Code::Unavailable, why));
         }
-        // The peer would reject it.
-        check_size(&request.message, &self.theirs).map_err(|said| Error::not_started(Code::ResourceExhausted, said))?;
+        // The peer would reject it, now and later.
+        check_size(&request.message, &self.theirs).map_err(Error::invalid)?;
         let (permit, reply_permit) = tokio::select! {
             biased;
             taken = self.capacity.acquire(request.message.len(), request.context.reply_bytes_max) => {

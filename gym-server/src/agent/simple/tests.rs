@@ -4,14 +4,17 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use gym_client::CallOptions;
+use gym_core::rollout::EPISODE_METADATA;
+use gym_core::server::ToolErrors;
 use gym_core::{
-    CallContext, Code, Error, ModelResponse, ModelServer, RawObject, Request, ResourcesServer, Response, Result,
-    SessionId, Status, Verdict,
+    CallContext, Code, Error, Handler, ModelResponse, ModelServer, RawObject, Request, ResourcesServer, Response,
+    Result, SessionId, Status, Verdict,
 };
 use serde_json::{Value, json};
 
 use super::*;
 use crate::environment::{Relay, RelayConfig};
+use crate::metrics::Metrics;
 use crate::role::{RoleServer, ServerContext};
 use crate::testing::{TestNetwork, world};
 
@@ -41,7 +44,8 @@ impl ModelServer for RecordingModel {
     }
 }
 
-/// An environment that records the calls of its sessions. `fail` always returns 500; `slow` takes a minute.
+/// An environment that records the calls of its sessions. `fail` always returns 500, `panic` panics, `closed` rejects its account,
+/// `lost` has lost its session; `slow` takes a minute.
 #[derive(Clone, Default)]
 struct RecordingEnvironment(Arc<Mutex<Vec<(String, String)>>>);
 
@@ -70,6 +74,10 @@ impl ResourcesServer for RecordingEnvironment {
         match tool {
             "echo" => Ok(Response::json(arguments.text().clone())),
             "fail" => Err(Error::internal("the tool broke")),
+            "panic" => panic!("index out of range"),
+            "closed" => Err(Error::finished(Code::FailedPrecondition, "the account is closed")),
+            "account" => Err(Error::not_started(Code::NotFound, "there is no account 7")),
+            "lost" => Err(gym_core::server::session_lost(session)),
             "slow" => {
                 tokio::time::sleep(Duration::from_secs(60)).await;
                 Ok(Response::json("{}"))
@@ -95,6 +103,7 @@ struct TestStack {
     model: RecordingModel,
     env: RecordingEnvironment,
     client: ServerClient,
+    metrics: Metrics,
     _net: TestNetwork,
 }
 
@@ -103,20 +112,35 @@ fn stack(config: impl FnOnce(&mut SimpleAgentConfig), answers: &[&str]) -> TestS
 }
 
 fn stack_of(config: impl FnOnce(&mut SimpleAgentConfig), answers: VecDeque<Result<String, Code>>) -> TestStack {
+    stack_with(config, answers, None)
+}
+
+/// Creates the servers, with another environment than [`RecordingEnvironment`] if one is given.
+fn stack_with(
+    config: impl FnOnce(&mut SimpleAgentConfig),
+    answers: VecDeque<Result<String, Code>>,
+    other: Option<Arc<dyn Handler>>,
+) -> TestStack {
     let (model, env, mut net) = (RecordingModel::default(), RecordingEnvironment::default(), TestNetwork::new());
     model.0.lock().unwrap().answers = answers;
-    let client = net.client(&["model", "env", "agent", "relay"]);
+    let client = net.client(&["model", "env", "agent", "relay", "own"]);
     let mut agent = SimpleAgentConfig::new("model", "env");
     config(&mut agent);
     let context = |name: &str| ServerContext::new(name, "Test", &world());
     net.serve("model", RoleServer::model(model.clone(), &context("model")));
-    net.serve("env", RoleServer::resources(env.clone(), &context("env")));
-    net.serve("agent", RoleServer::agent(SimpleAgent::new(agent, client.clone()), &context("agent")));
+    match other {
+        Some(other) => net.serve("env", other),
+        None => net.serve("env", RoleServer::resources(env.clone(), &context("env"))),
+    }
+    let agent_context = context("agent");
+    let metrics = agent_context.metrics.clone();
+    net.serve("agent", RoleServer::agent(SimpleAgent::new(agent, client.clone()), &agent_context));
+    net.serve("own", RoleServer::agent(OneCall(client.clone()), &agent_context));
     net.serve(
         "relay",
         RoleServer::environment(Relay::new(RelayConfig::new("agent"), client.clone()), &context("relay")),
     );
-    TestStack { model, env, client, _net: net }
+    TestStack { model, env, client, metrics, _net: net }
 }
 
 impl TestStack {
@@ -188,7 +212,7 @@ async fn a_tool_s_answer_goes_to_the_model_and_every_text_is_kept() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn wrong_arguments_unknown_tools_and_broken_tools_are_data_for_the_model() {
+async fn the_mistakes_of_the_model_are_data_for_the_model() {
     for (tool, arguments, told, reached) in [
         (
             "echo",
@@ -197,7 +221,8 @@ async fn wrong_arguments_unknown_tools_and_broken_tools_are_data_for_the_model()
             false,
         ),
         ("nothing", "{}", r#"{"detail":"Not Found"}"#, true),
-        ("fail", "{}", r#""the tool broke""#, true),
+        ("closed", "{}", r#""the account is closed""#, true),
+        ("account", "{}", r#"{"detail":"there is no account 7"}"#, true),
         ("odd name/é", "{}", r#"{"detail":"Not Found"}"#, true),
     ] {
         let call = asks(tool, arguments);
@@ -206,21 +231,146 @@ async fn wrong_arguments_unknown_tools_and_broken_tools_are_data_for_the_model()
         assert_eq!(value(&answer)["reward"], 1.0, "{tool}");
         assert_eq!(value(&answer)["response"]["output"][2]["output"], told);
         assert_eq!(stack.calls().len(), if reached { 3 } else { 2 });
+        let record = record(&answer);
+        assert_eq!((record.tool_calls, record.tool_errors, record.tool_failures), (1, 1, 0));
+        let counted = r#"gym_tool_errors_total{server="agent",cause="model"} 1"#;
+        assert!(stack.metrics.text().contains(counted), "{}", stack.metrics.text());
     }
+}
+
+fn record(answer: &Response) -> EpisodeRecord {
+    EpisodeRecord::from_text(answer.metadata.get(EPISODE_METADATA).expect("the response has a record")).unwrap()
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_broken_tool_fails_the_attempt_unless_the_configuration_passes_its_error_on() {
+    for (tool, class, said) in [
+        ("fail", FailureClass::ToolError, "POST env/fail: the tool broke"),
+        ("panic", FailureClass::ToolError, "POST env/panic: the handler panicked: index out of range"),
+        ("lost", FailureClass::SessionLost, "is unknown"),
+    ] {
+        for rule in [ToolErrors::Auto, ToolErrors::Fail, ToolErrors::ToModel] {
+            let call = asks(tool, "{}");
+            let stack = stack(|config| config.tool_errors = rule, &[&call, DONE]);
+            let answer = stack.post("relay", "/run", ROW).await;
+            if rule == ToolErrors::ToModel && class == FailureClass::ToolError {
+                assert_eq!(value(&answer)["reward"], 1.0, "{tool}");
+                let record = record(&answer);
+                assert_eq!((record.tool_calls, record.tool_errors, record.tool_failures), (1, 1, 1));
+                let counted = r#"gym_tool_errors_total{server="agent",cause="server"} 1"#;
+                assert!(stack.metrics.text().contains(counted), "{}", stack.metrics.text());
+            } else {
+                assert!(!answer.status.is_success(), "{tool}, {rule:?}: {}", text(&answer));
+                let error = answer.into_result().unwrap_err();
+                assert_eq!(error.failure_class(), class, "{error}");
+                assert!(error.to_string().contains(said), "{error}");
+                assert_eq!(stack.calls().len(), 2, "nothing is verified");
+            }
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_failing_tool_of_a_python_server_is_data_for_the_model_unless_the_configuration_forbids_it() {
+    let python = || {
+        gym_core::transport::handler_fn(|request: Request| async move {
+            Ok(match request.route.path() {
+                "/seed_session" => Response::json("{}"),
+                "/verify" => Response::json(r#"{"reward":1.0}"#),
+                _ => Response::new(Status(500), gym_core::Message::json(r#""Internal Server Error""#)),
+            })
+        })
+    };
+    let call = asks("search", "{}");
+    for (rule, scored) in [(ToolErrors::Auto, true), (ToolErrors::ToModel, true), (ToolErrors::Fail, false)] {
+        let answers = [&call, DONE].map(|text| Ok(text.to_owned())).into();
+        let stack = stack_with(|config| config.tool_errors = rule, answers, Some(Arc::new(python())));
+        let answer = stack.post("agent", "/run", ROW).await;
+        if scored {
+            assert_eq!(value(&answer)["reward"], 1.0);
+            assert_eq!((record(&answer).tool_errors, record(&answer).tool_failures), (1, 1));
+            assert!(stack.asked()[1].contains(r#""output":"\"Internal Server Error\"""#), "{}", stack.asked()[1]);
+        } else {
+            let error = answer.into_result().unwrap_err();
+            assert_eq!(error.failure_class(), FailureClass::ToolError);
+            assert!(error.to_string().contains("POST env/search: answered 500: Internal Server Error"), "{error}");
+        }
+    }
+}
+
+/// An agent of a user: it calls the tool that the row names, and scores what the tool returned.
+struct OneCall(ServerClient);
+
+impl AgentServer for OneCall {
+    async fn run(&self, cx: &CallContext, _: &SessionId, row: &RawObject) -> Result<Response> {
+        let tool: String = row.get_as("tool")?.unwrap();
+        let mut episode = crate::agent::Episode::seed(cx, &self.0, "env", row).await?;
+        let output = episode.call_tool(&tool, "{}").await?;
+        let answer = json!({"output": [], "said": String::from_utf8_lossy(&output.head.to_bytes())});
+        episode.verify(ModelResponse(RawObject::parse(answer.to_string())?)).await
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn agents_of_users_follow_the_same_rule() {
+    for (tool, said) in [
+        ("closed", Some(r#""the account is closed""#)),
+        ("nothing", Some(r#"{"detail":"Not Found"}"#)),
+        ("fail", None),
+        ("panic", None),
+    ] {
+        let stack = stack(|_| (), &[]);
+        let row = json!({"responses_create_params": {"input": "x"}, "tool": tool}).to_string();
+        let answer = stack.post("own", "/run", &row).await;
+        match said {
+            Some(said) => {
+                assert_eq!(value(&answer)["response"]["said"], said);
+                assert_eq!((record(&answer).tool_calls, record(&answer).tool_errors), (1, 1));
+            }
+            None => {
+                let error = answer.into_result().unwrap_err();
+                assert_eq!(error.failure_class(), FailureClass::ToolError, "{error}");
+            }
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_long_output_of_a_tool_is_cut_with_a_mark() {
+    let call = asks("echo", r#"{"text": "ééééé"}"#);
+    let stack = stack(
+        |config| {
+            config.tool_output_bytes_max = Some(serde_json::from_value(json!({"echo": 12, "_default": 1})).unwrap())
+        },
+        &[&call, DONE],
+    );
+    let answer = stack.post("agent", "/run", ROW).await;
+    let seen = value(&answer)["response"]["output"][2]["output"].take();
+    assert_eq!(seen, "{\"text\": \"é\n[output cut: the first 12 of 22 bytes]");
+    assert_eq!(record(&answer).outputs_cut, 1);
 }
 
 #[tokio::test(start_paused = true)]
 async fn the_loop_ends_at_max_steps_and_where_the_model_ran_out_of_tokens() {
     let call = asks("echo", "{}");
     let limited = stack(|config| config.max_steps = Some(2), &[&call, &call]);
-    let answer = value(&limited.post("agent", "/run", ROW).await);
+    let answer = limited.post("relay", "/run", ROW).await;
+    let course = json!(record(&answer));
+    let answer = value(&answer);
     assert_eq!(answer["reward"], 0.0);
     assert_eq!(answer["response"]["output"].as_array().unwrap().len(), 6);
     assert_eq!(answer["response"]["usage"]["total_tokens"], 6);
+    assert_eq!(
+        course,
+        json!({"turns": 2, "tool_calls": 2, "tool_errors": 0, "tool_failures": 0, "outputs_cut": 0, "truncated": "max_steps"})
+    );
 
     let cut = call.replace(r#""id":"r1""#, r#""id":"r1","incomplete_details":{"reason":"max_output_tokens"}"#);
     let stack = stack(|_| (), &[&cut]);
-    let answer = value(&stack.post("agent", "/run", ROW).await);
+    let answer = stack.post("agent", "/run", ROW).await;
+    assert_eq!(record(&answer).truncated.as_deref(), Some("max_output_tokens"));
+    assert_eq!(record(&answer).tool_calls, 0, "the calls of an incomplete response are not run");
+    let answer = value(&answer);
     assert_eq!(answer["response"]["output"].as_array().unwrap().len(), 2);
     assert_eq!(stack.calls(), ["seed", "verify"]);
 }

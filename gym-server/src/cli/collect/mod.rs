@@ -143,7 +143,7 @@ async fn prepare(
             ..options(loaded, &args.starting, console)
         };
         let started = stack.insert(Stack::start(loaded.config.clone(), servers, world, options).await?);
-        return Ok((started.client().clone(), ServerNames::of_config(&loaded.config)));
+        return Ok((started.client().clone(), started.names().clone()));
     }
     let head = head_server::endpoint(args.head_url.as_deref(), head_url_given, overrides, &loaded.config)?;
     let policy = loaded.config.transport_policy.clone().unwrap_or_else(TransportPolicy::unconfigured);

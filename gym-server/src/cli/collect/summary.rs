@@ -46,6 +46,13 @@ pub(super) fn text(collected: &CollectSummary, took: Duration) -> String {
     let seconds = took.as_secs_f64();
     let rate = if seconds > 0.0 { snapshot.completed as f64 / seconds } else { 0.0 };
     let _ = writeln!(text, "; {seconds:.1} s, {rate:.1} rollouts/s");
+    if snapshot.tool_failures > 0 {
+        let _ = writeln!(
+            text,
+            "{} tool calls failed, and their errors went to the model; `tool_errors: fail` in the agent's block fails such attempts",
+            snapshot.tool_failures
+        );
+    }
     let files = &collected.files;
     let written = [
         ("rollouts", &files.rollouts, true),
@@ -146,6 +153,15 @@ mod tests {
         for words in ["5 rollouts failed", "5 rollouts are incomplete", "--resume --fail-fast 0", "r_failures.jsonl"] {
             assert!(said.contains(words), "{said}");
         }
+    }
+
+    #[test]
+    fn failed_tools_that_the_model_saw_are_counted_with_the_key_that_fails_them() {
+        let mut collected = collected(RunEnd::Exhausted, 10, 0);
+        assert!(!text(&collected, Duration::from_secs(1)).contains("tool"));
+        collected.snapshot.tool_failures = 3;
+        let text = text(&collected, Duration::from_secs(1));
+        assert!(text.contains("3 tool calls failed") && text.contains("`tool_errors: fail`"), "{text}");
     }
 
     #[test]

@@ -123,7 +123,7 @@ async fn what_exceeds_a_limit_of_the_peer_is_not_sent() {
     many.message.segments = vec![Bytes::new(); 3];
     for (request, limit) in [(with_segment("/x", 1_000), "message_bytes_max = 1000"), (many, "segments_max = 2")] {
         let error = pair.during(pair.channel.call(request)).await.unwrap_err();
-        assert_eq!(code_and_execution(&error), (Code::ResourceExhausted, Execution::NotStarted));
+        assert_eq!(code_and_execution(&error), (Code::InvalidArgument, Execution::NotStarted));
         assert!(error.to_string().contains(limit), "{error}");
     }
     let mut request = post("/x");
