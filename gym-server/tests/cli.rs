@@ -42,7 +42,7 @@ fn main() -> ExitCode {
         return gym_server::cli::main(Servers::stock().resources("digit", |_| Ok(Digit)));
     }
     let wanted = std::env::args().nth(1).filter(|argument| !argument.starts_with('-')).unwrap_or_default();
-    let cases: [(&str, fn()); 15] = [
+    let cases: [(&str, fn()); 19] = [
         ("run_announces_serves_and_stops_in_order", run_announces_serves_and_stops_in_order),
         ("a_second_signal_stops_at_once", a_second_signal_stops_at_once),
         ("services_run_in_processes_of_their_own", services_run_in_processes_of_their_own),
@@ -64,6 +64,13 @@ fn main() -> ExitCode {
         ("a_stopped_collection_goes_on_where_it_was", a_stopped_collection_goes_on_where_it_was),
         ("results_and_inputs_are_replaced_only_if_asked", results_and_inputs_are_replaced_only_if_asked),
         ("a_resumed_collection_may_grow_but_not_change", a_resumed_collection_may_grow_but_not_change),
+        (
+            "a_dead_model_endpoint_is_named_at_the_start_and_while_rollouts_wait",
+            a_dead_model_endpoint_is_named_at_the_start_and_while_rollouts_wait,
+        ),
+        ("a_command_waits_for_the_model_as_long_as_asked", a_command_waits_for_the_model_as_long_as_asked),
+        ("doctor_calls_the_model_endpoints_of_a_configuration", doctor_calls_the_model_endpoints_of_a_configuration),
+        ("a_truncated_rollout_is_scored_or_fails", a_truncated_rollout_is_scored_or_fails),
     ];
     for (name, case) in cases {
         if name.contains(&wanted) {
@@ -613,10 +620,162 @@ impl TestFolder {
         files.map(|path| (named(path.clone()), std::fs::read(path).unwrap())).collect()
     }
 
+    /// Replaces the model by one with an endpoint on this port.
+    fn call_engine(&self, port: u16) {
+        let model = format!(
+            "vllm_model:\n      entrypoint: app.py\n      base_url: http://127.0.0.1:{port}/v1\n      model: m\n      api_key: none"
+        );
+        let config = CONFIG.replace("scripted_model:\n      entrypoint: app.py", &model);
+        std::fs::write(self.file("gym.yaml"), config).unwrap();
+    }
+
     fn rollouts_so_far(&self) -> usize {
         let text = std::fs::read(self.file("out/rollouts.jsonl")).unwrap_or_default();
         text.iter().filter(|byte| **byte == b'\n').count()
     }
+}
+
+/// Returns a port on which nothing listens.
+fn free_port() -> u16 {
+    TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port()
+}
+
+/// Answers requests for the list of models, and all other requests with this status and body, until the program ends.
+fn start_engine(port: u16, status: u16, body: &'static str) {
+    let listener = TcpListener::bind(("127.0.0.1", port)).unwrap();
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            let mut stream = BufReader::new(stream.unwrap());
+            let (mut head, mut length) = (String::new(), 0);
+            while stream.read_line(&mut head).unwrap_or(0) > 0 && !head.ends_with("\r\n\r\n") {}
+            for line in head.lines() {
+                length = line.strip_prefix("content-length: ").map_or(length, |length| length.parse().unwrap());
+            }
+            stream.read_exact(&mut vec![0; length]).unwrap();
+            let (status, body) =
+                if head.starts_with("GET ") { (200, r#"{"data":[{"id":"m"}]}"#) } else { (status, body) };
+            let length = body.len();
+            let answer = format!("HTTP/1.1 {status} x\r\ncontent-length: {length}\r\nconnection: close\r\n\r\n{body}");
+            stream.get_mut().write_all(answer.as_bytes()).unwrap();
+        }
+    });
+}
+
+/// Reads the error output of a program until a line has these words; returns everything until then.
+#[track_caller]
+fn said_until(lines: &mut impl Iterator<Item = std::io::Result<String>>, words: &str) -> String {
+    let mut said = String::new();
+    for line in lines {
+        said.push_str(&line.unwrap());
+        said.push('\n');
+        if said.lines().last().unwrap().contains(words) {
+            return said;
+        }
+    }
+    panic!("no line has {words:?}: {said}");
+}
+
+fn a_dead_model_endpoint_is_named_at_the_start_and_while_rollouts_wait() {
+    let folder = TestFolder::new();
+    let port = free_port();
+    folder.call_engine(port);
+    folder.tasks((0..3).map(|number| row("0", number)));
+    let running = folder.start(&[]);
+    let (head, own_port) = (folder.head(), format!("+head_server.port={}", free_port()));
+    for servers in [["--config", "gym.yaml", &own_port].as_slice(), &["--head-url", &head]] {
+        let child = folder
+            .collect(&[servers, &["--overwrite", "--progress", "plain"]].concat())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut collect = Started { child, said: Vec::new() };
+        let mut lines = BufReader::new(collect.child.stderr.take().unwrap()).lines();
+        let said = said_until(&mut lines, "in flight; policy_model: ");
+        let endpoint = format!("http://127.0.0.1:{port}/v1");
+        for words in [
+            format!("warning: model endpoint {endpoint} (policy_model) is unavailable: connection refused"),
+            "fix: start the engine, or correct `base_url`; --wait-for-model SECS waits for it".to_owned(),
+            format!("0/3 rollouts (0.0%), 0.0/s, 3 in flight; policy_model: {endpoint} is unavailable for "),
+            "s: connection refused (fix: start the engine, or correct `base_url`), ".to_owned(),
+            "wait up to 300 s".to_owned(),
+        ] {
+            assert!(said.contains(&words), "{words:?} in {said}");
+        }
+        // The program with the model server logs the first refusal.
+        let logs =
+            said.contains("WARN") && said.contains("the model endpoint is unavailable; calls to it are repeated");
+        assert_eq!(logs, servers[0] == "--config", "{said}");
+    }
+    let status = folder.status();
+    let model = status["servers"].as_array().unwrap().iter().find(|server| server["name"] == "policy_model").unwrap();
+    assert_eq!((&model["endpoints"][0]["state"], &model["healthy"]), (&"unavailable".into(), &true.into()), "{status}");
+    let (table, _) = ended_with(&folder.run(&["status", "--head-url", &folder.head()]), 0);
+    assert!(table.contains(&format!("policy_model: http://127.0.0.1:{port}/v1 is unavailable for ")), "{table}");
+    drop(running);
+}
+
+fn a_command_waits_for_the_model_as_long_as_asked() {
+    let folder = TestFolder::new();
+    let port = free_port();
+    folder.call_engine(port);
+    let own_port = folder.port();
+    let run = |seconds| folder.command(&["run", "--config", "gym.yaml", &own_port, "--wait-for-model", seconds]);
+    let (out, error) = ended_with(&run("0").output().unwrap(), 1);
+    assert!(error.contains("error: after 0 s (--wait-for-model), model endpoint http://127.0.0.1:"), "{error}");
+    assert!(!out.contains("ready: "), "{out}");
+    let child = run("600").stderr(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    let mut run = Started { child, said: Vec::new() };
+    let mut lines = BufReader::new(run.child.stderr.take().unwrap()).lines();
+    said_until(&mut lines, &format!("waiting for http://127.0.0.1:{port}/v1: up to "));
+    start_engine(port, 500, "{}");
+    said_until(&mut lines, "(policy_model) responds");
+    let mut lines = BufReader::new(run.child.stdout.take().unwrap()).lines();
+    said_until(&mut lines, "ready: 4 servers");
+    assert_eq!(run.interrupt(), Some(0));
+}
+
+fn doctor_calls_the_model_endpoints_of_a_configuration() {
+    let folder = TestFolder::new();
+    let port = free_port();
+    folder.call_engine(port);
+    let finding = |code| {
+        let (out, _) = ended_with(&folder.run(&["doctor", "--json", "--config", "gym.yaml"]), code);
+        let diagnosis: serde_json::Value = serde_json::from_str(&out).unwrap();
+        diagnosis["findings"].as_array().unwrap().iter().find(|row| row["topic"] == "model_endpoint").unwrap().clone()
+    };
+    let dead = finding(3);
+    assert_eq!((&dead["status"], &dead["fix"]), (&"warning".into(), &"start the engine, or correct `base_url`".into()));
+    start_engine(port, 500, "{}");
+    // Other findings of this machine decide the exit code.
+    let out = String::from_utf8(folder.run(&["doctor", "--config", "gym.yaml"]).stdout).unwrap();
+    assert!(out.contains(&format!("model endpoint http://127.0.0.1:{port}/v1 (policy_model) responds")), "{out}");
+}
+
+fn a_truncated_rollout_is_scored_or_fails() {
+    let folder = TestFolder::new();
+    let port = free_port();
+    folder.call_engine(port);
+    start_engine(
+        port,
+        400,
+        r#"{"object":"error","message":"The input (9 tokens) is longer than the model's context length (8 tokens).","code":400}"#,
+    );
+    folder.tasks([row("0", 0)]);
+    let collect = |output: &str, truncated: &[&str]| {
+        let own_port = folder.port();
+        let arguments = ["--config", "gym.yaml", &own_port, "--output", output];
+        let mut command = folder.command(&["collect", "-a", "digit_agent", "-i", "tasks.jsonl"]);
+        command.args(arguments).args(truncated).output().unwrap()
+    };
+    ended_with(&collect("out/rollouts.jsonl", &[]), 0);
+    let scored = folder.rollouts().remove(0);
+    assert!(scored["reward"].is_number(), "{scored}");
+    assert_eq!(scored["response"]["incomplete_details"]["code"], "context_length_exceeded", "{scored}");
+    let (out, _) = ended_with(&collect("out/strict.jsonl", &["--truncated", "fail"]), 3);
+    assert!(out.contains("0 of 1 rollouts are recorded, 1 failed") && out.contains("truncated"), "{out}");
+    let failures = std::fs::read_to_string(folder.file("out/strict_failures.jsonl")).unwrap();
+    assert!(failures.contains(r#""_ng_failure_class":"truncated""#), "{failures}");
+    assert!(failures.contains("context_length_exceeded: The input (9 tokens) is longer"), "{failures}");
 }
 
 /// Polls a condition of another process, under a deadline.

@@ -8,16 +8,20 @@ use gym_server::Servers;
 use serde::de::IgnoredAny;
 
 /// The behaviors of the upstream. Each has the model `m_…` and the agent `a_…` over the math environment.
-const MANNERS: [&str; 27] = [
+const MANNERS: [&str; 32] = [
     "call_without_name",
+    "dead",
     "drip",
+    "empty_object",
     "empty_output",
     "endless",
+    "failed",
     "garbage",
     "good",
     "hang",
     "item_without_type",
     "list",
+    "max_tokens",
     "no_output",
     "not_http",
     "redirect",
@@ -27,6 +31,7 @@ const MANNERS: [&str; 27] = [
     "s429",
     "s429_once",
     "s500",
+    "s503",
     "text_output",
     "tool_deep",
     "tool_json",
@@ -66,10 +71,21 @@ pub(crate) fn configuration(upstream: &str) -> String {
     for manner in MANNERS {
         // The behavior `wait` equals `hang`, for an agent without a short deadline.
         let path = if manner == "wait" { "hang" } else { manner };
+        // Nothing listens on port 9, the discard service.
+        let upstream = if manner == "dead" { "127.0.0.1:9" } else { upstream };
+        if manner == "max_tokens" {
+            yaml.push_str(&format!(
+                "m_{manner}:\n  responses_api_models:\n    vllm_model:\n      entrypoint: app.py\n      base_url: \
+                 http://{upstream}/{path}/v1\n      api_key: sk-secret\n      model: m\n"
+            ));
+            yaml.push_str(&agent(manner, "math", &format!("m_{manner}")));
+            continue;
+        }
         yaml.push_str(&format!(
             "m_{manner}:\n  responses_api_models:\n    openai_model:\n      entrypoint: app.py\n      openai_base_url: \
              http://{upstream}/{path}/v1\n      openai_api_key: sk-secret\n      openai_model: m\n      \
-             max_http_attempts: 2\n      retry_backoff_ms: 1\n"
+             max_http_attempts: 2\n      retry_backoff_ms: 1\n      retry_backoff_max_ms: 5\n      retry_budget_seconds: {}\n",
+            if manner == "dead" { "0.05" } else { "30" },
         ));
         yaml.push_str(&agent(manner, "math", &format!("m_{manner}")));
     }

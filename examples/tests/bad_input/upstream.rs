@@ -123,6 +123,14 @@ async fn answer(stream: &mut TcpStream, manner: &str, call: usize, body: &str) -
         "s500" => put(stream, 500, "", &error("the engine is on fire")).await,
         "s401" => put(stream, 401, "", &error("who are you?")).await,
         "s400" => put(stream, 400, "", &error("maximum context length is 5 tokens")).await,
+        "s503" => put(stream, 503, "", &error("loading the weights")).await,
+        "max_tokens" => put(stream, 400, "", &error("max_tokens must be at least 1, got -186.")).await,
+        "empty_object" => put(stream, 200, "", "{}").await,
+        "failed" => {
+            let failed =
+                r#"{"status":"failed","output":[],"error":{"code":"server_error","message":"the GPU is gone"}}"#;
+            put(stream, 200, "", failed).await
+        }
         "redirect" => put(stream, 302, "location: /good/v1/responses\r\n", "").await,
         "hang" => {
             hold(stream).await;

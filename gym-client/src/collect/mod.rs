@@ -17,5 +17,5 @@ pub use files::{ExistingOutput, OutputFiles};
 pub use names::{ServerNames, connect_head};
 pub use run::{
     AgentScore, CollectProgress, Driver, DriverOptions, FailFast, FailureCause, ProgressSnapshot, Rollout,
-    RolloutError, RolloutRow, Rollouts, RunEnd,
+    RolloutError, RolloutRow, Rollouts, RunEnd, TruncatedRollouts,
 };

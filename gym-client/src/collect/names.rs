@@ -132,6 +132,13 @@ impl ServerNames {
         }
     }
 
+    /// Returns the names of the model servers.
+    #[must_use]
+    pub fn models(&self) -> Vec<String> {
+        let models = self.servers.iter().filter(|(_, known)| known.kind == ServerKind::Model);
+        models.map(|(name, _)| name.clone()).collect()
+    }
+
     /// Checks that rows can be sent to this agent or environment server.
     ///
     /// # Errors

@@ -29,8 +29,10 @@ pub enum FailureClass {
     ToolError,
     /// The model server or its endpoint responded with an error.
     ModelError,
-    /// The model endpoint cannot be reached, or has no capacity.
+    /// The model endpoint cannot be reached, or has no capacity. The model server has already repeated the call within its budget.
     ModelUnavailable,
+    /// The response of the model was cut off, and truncated rollouts are not scored.
+    Truncated,
     /// The verifier's judge failed.
     JudgeFailed,
     /// The verifier responded with an error, or its response is not a rollout.
@@ -47,7 +49,7 @@ pub enum FailureClass {
 
 impl FailureClass {
     /// All classes, in the order of declaration.
-    pub const ALL: [Self; 17] = [
+    pub const ALL: [Self; 18] = [
         Self::TransportUnreachable,
         Self::TransportPeerDrop,
         Self::TransportTimeout,
@@ -59,6 +61,7 @@ impl FailureClass {
         Self::ToolError,
         Self::ModelError,
         Self::ModelUnavailable,
+        Self::Truncated,
         Self::JudgeFailed,
         Self::VerifierError,
         Self::VerifierPanic,
@@ -82,6 +85,7 @@ impl FailureClass {
             Self::ToolError => "tool_error",
             Self::ModelError => "model_error",
             Self::ModelUnavailable => "model_unavailable",
+            Self::Truncated => "truncated",
             Self::JudgeFailed => "judge_failed",
             Self::VerifierError => "verifier_error",
             Self::VerifierPanic => "verifier_panic",
@@ -98,7 +102,8 @@ impl FailureClass {
     }
 
     /// Returns `true` if another attempt may help now: the request did not reach its server, the response was lost, or a server
-    /// had no capacity. An episode that ran and failed is likely to fail again, so its row waits for a resumed run.
+    /// had no capacity. An episode that ran and failed is likely to fail again, so its row waits for a resumed run. So does one whose
+    /// model endpoint is unavailable: a model server repeats its calls itself, and further attempts would multiply its budget.
     #[must_use]
     pub fn is_transient(self) -> bool {
         match self {
@@ -107,13 +112,14 @@ impl FailureClass {
             | Self::TransportTimeout
             | Self::TransportLocalResource
             | Self::AgentRequestFailed
-            | Self::ModelUnavailable
             | Self::SessionLost => true,
             Self::AgentRunError
             | Self::EpisodeTimeout
             | Self::EnvironmentError
             | Self::ToolError
             | Self::ModelError
+            | Self::ModelUnavailable
+            | Self::Truncated
             | Self::JudgeFailed
             | Self::VerifierError
             | Self::VerifierPanic

@@ -67,7 +67,8 @@ pub(crate) fn read(text: &str, code: Code, execution: Execution) -> Option<Error
 
 /// Returns the readable text of an error body of any server: FastAPI's `detail`, OpenAI's `error.message`, a JSON string, or the body
 /// itself, without the markup of an HTML page.
-pub(crate) fn readable(body: &[u8]) -> String {
+#[must_use]
+pub fn readable(body: &[u8]) -> String {
     let text = String::from_utf8_lossy(body);
     let mut said = match serde_json::from_slice::<Value>(body) {
         Ok(value) => said_by(&value).unwrap_or_else(|| text.trim().to_owned()),

@@ -2,6 +2,8 @@
 //!
 //! The methods are plain `async fn`. gym-server wraps an implementation in a handler, which adds sessions, health and metrics.
 
+mod endpoints;
+
 use std::fmt;
 use std::future::Future;
 
@@ -17,6 +19,7 @@ use crate::server::responses::ModelResponse;
 use crate::server::sessions::{SessionId, SessionTable};
 use crate::server::tool_errors::UNKNOWN_TOOL;
 use crate::server::tools::Tool;
+pub use endpoints::{EndpointReport, EndpointState, ModelEndpoints};
 
 /// The kinds of servers, named by their keys in NeMo Gym's configuration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -356,6 +359,11 @@ pub trait ModelServer: Send + Sync + 'static {
         session: &SessionId,
         body: &RawObject,
     ) -> impl Future<Output = Result<RawObject>> + Send;
+
+    /// Returns the endpoints that the server calls, for `/health`; `None` by default.
+    fn endpoints(&self) -> Option<&dyn ModelEndpoints> {
+        None
+    }
 }
 
 /// An agent: calls the model, runs the tools, and requests the verification of the episode. Only `run` is required.

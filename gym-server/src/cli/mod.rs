@@ -128,7 +128,7 @@ fn start(cli: Cli, overrides: Vec<String>, head_url_given: bool, servers: Server
             Command::Run(args) => run::run(*args, &overrides, head_url_given, &servers, &console).await,
             Command::Collect(args) => collect::collect(*args, &overrides, head_url_given, &servers, &console).await,
             Command::Status(args) => status::status(args, &overrides, head_url_given, &servers).await,
-            Command::Doctor(args) => doctor::doctor(&args, &servers).await,
+            Command::Doctor(args) => doctor::doctor(&args, &overrides, &servers).await,
             Command::Config(args) => config::command(args, &overrides, &servers, &console).await,
             Command::New(NewCommand::Environment(args)) => new::environment(&args),
             Command::View(args) => view::view(args),

@@ -4,12 +4,14 @@ use std::process::ExitCode;
 
 use gym_client::transport::http::HttpConfig;
 use gym_core::World;
+use gym_core::server::ServerKind;
 
 use crate::cli::args::options::RunArgs;
 use crate::cli::console::{self, Console};
 use crate::cli::exit::{FAILED, Failure, Outcome};
 use crate::cli::setup::configuration::{Need, load, nothing_named};
 use crate::cli::setup::head_server;
+use crate::cli::setup::models::ModelWatch;
 use crate::cli::setup::signals::StopSignals;
 use crate::cli::setup::stack_options::{options, prepare_transports};
 use crate::stack::{HEAD_NAME, Servers, Stack, StackOptions};
@@ -54,7 +56,24 @@ pub(super) async fn run(
         }
         stack = Box::pin(Stack::start(loaded.config, servers, &world, options)) => stack?,
     };
-    announce(&stack, head.as_str());
+    let models = stack.servers().iter().filter(|server| server.kind == ServerKind::Model.as_str());
+    let models = ModelWatch::new(stack.client().clone(), models.map(|server| server.name.clone()).collect());
+    let waits = args.starting.wait_for_model.is_some();
+    if !waits {
+        announce(&stack, head.as_str());
+    }
+    let probed = tokio::select! {
+        biased;
+        () = stop.graceful.cancelled() => Ok(()),
+        probed = models.at_start(args.starting.wait_for_model, console) => probed,
+    };
+    if let Err(failure) = probed {
+        Box::pin(stack.stop()).await;
+        return Err(failure);
+    }
+    if waits && !stop.graceful.is_cancelled() {
+        announce(&stack, head.as_str());
+    }
     stop.graceful.cancelled().await;
     console.line(&format!(
         "stopping: requests in flight may take up to {:?}; repeat the signal to stop at once",

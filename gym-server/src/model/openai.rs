@@ -5,6 +5,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use bytes::Bytes;
+use futures_util::future::BoxFuture;
+use gym_core::server::{EndpointReport, ModelEndpoints};
 use gym_core::{CallContext, Code, Error, Execution, ModelResponse, ModelServer, RawObject, Result, SessionId, World};
 use serde::Deserialize;
 use serde_json::value::RawValue;
@@ -12,7 +14,8 @@ use serde_json::{Map, Value};
 use tokio::sync::Semaphore;
 
 use crate::model::secret::Secret;
-use crate::model::upstream::{Upstream, UpstreamOptions};
+use crate::model::upstream::retry::{self, EndpointRetries, RetryKeys};
+use crate::model::upstream::{EndpointKeys, Upstream, UpstreamOptions};
 
 /// The keys of an `openai_model` block.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
@@ -30,26 +33,37 @@ pub struct OpenAiModelConfig {
     /// Headers of each request. Empty by default.
     #[serde(default)]
     pub openai_default_headers: BTreeMap<String, Secret>,
-    /// Maximum attempts of a request that the endpoint answers with a retryable status. 3 by default.
-    #[serde(default = "three")]
-    pub max_http_attempts: u32,
     /// Maximum concurrent requests at the endpoint; further requests wait. Unlimited by default.
     #[serde(default)]
     pub max_concurrent_requests: Option<usize>,
     /// Removes `reasoning` items from the input, for endpoints that reject their own. Off by default.
     #[serde(default)]
     pub drop_input_reasoning_items: bool,
+    /// Maximum attempts of a request that the endpoint answers with 404, 408, 429, 500, 502, 503, 504 or 520. By default 3, and for
+    /// 429, 502 and 503 as many as `retry_budget_seconds` allows: the endpoint may serve soon.
+    #[serde(default)]
+    pub max_http_attempts: Option<u32>,
+    /// Maximum time from the first failure of a call to its last attempt, over all failures; 0 for no repetition. 300 by default.
+    #[serde(default = "budget")]
+    pub retry_budget_seconds: f64,
     /// The wait before the second attempt, in milliseconds; doubled for each further attempt, and randomized. 500 by default.
-    #[serde(default = "half_a_second")]
+    #[serde(default = "backoff")]
     pub retry_backoff_ms: u64,
+    /// The longest wait between two attempts, in milliseconds, unless the endpoint's `Retry-After` asks for more. 8,000 by default.
+    #[serde(default = "backoff_max")]
+    pub retry_backoff_max_ms: u64,
 }
 
-fn three() -> u32 {
-    3
+fn budget() -> f64 {
+    retry::BUDGET_SECONDS
 }
 
-fn half_a_second() -> u64 {
-    500
+fn backoff() -> u64 {
+    retry::BACKOFF_MS
+}
+
+fn backoff_max() -> u64 {
+    retry::BACKOFF_MAX_MS
 }
 
 impl OpenAiModelConfig {
@@ -62,10 +76,12 @@ impl OpenAiModelConfig {
             openai_model: model.into(),
             extra_body: Map::new(),
             openai_default_headers: BTreeMap::new(),
-            max_http_attempts: three(),
             max_concurrent_requests: None,
             drop_input_reasoning_items: false,
-            retry_backoff_ms: half_a_second(),
+            max_http_attempts: None,
+            retry_budget_seconds: budget(),
+            retry_backoff_ms: backoff(),
+            retry_backoff_max_ms: backoff_max(),
         }
     }
 }
@@ -88,10 +104,18 @@ impl OpenAiModel {
     /// # Errors
     /// `InvalidArgument` with the key if the URL or a header is invalid, or if the URL is https and this program has no TLS.
     pub fn new(config: OpenAiModelConfig, world: &World) -> Result<Self> {
-        let key = Secret::or_from_environment(config.openai_api_key);
-        let mut options = UpstreamOptions::new("openai_base_url", key, config.openai_default_headers);
-        options.attempts_max = config.max_http_attempts;
-        options.backoff_min = std::time::Duration::from_millis(config.retry_backoff_ms);
+        let options = UpstreamOptions {
+            keys: EndpointKeys { url: "openai_base_url", api_key: "openai_api_key", model: "openai_model" },
+            key: Secret::or_from_environment(config.openai_api_key),
+            headers: config.openai_default_headers,
+            model: config.openai_model.clone(),
+            retries: EndpointRetries::of(RetryKeys {
+                max_http_attempts: config.max_http_attempts,
+                retry_budget_seconds: config.retry_budget_seconds,
+                retry_backoff_ms: config.retry_backoff_ms,
+                retry_backoff_max_ms: config.retry_backoff_max_ms,
+            })?,
+        };
         let permits = match config.max_concurrent_requests {
             Some(0) => return Err(Error::invalid("`max_concurrent_requests` is 0: no request could be made")),
             permits => permits.map(|permits| Arc::new(Semaphore::new(permits.min(Semaphore::MAX_PERMITS)))),
@@ -116,12 +140,7 @@ impl OpenAiModel {
             ),
         };
         let answer = self.upstream.post(cx, path, body).await?;
-        let object = self.upstream.object(path, answer)?;
-        if !object.contains(key) {
-            let text = format!("the endpoint's answer to {path} has no `{key}`: {object:?}");
-            return Err(Error::finished(Code::DataLoss, text));
-        }
-        Ok(object)
+        self.upstream.object(path, answer, key)
     }
 
     fn body(&self, request: &RawObject) -> Result<Bytes> {
@@ -143,6 +162,20 @@ impl ModelServer for OpenAiModel {
 
     async fn chat_completions(&self, cx: &CallContext, _: &SessionId, body: &RawObject) -> Result<RawObject> {
         self.ask(cx, "/chat/completions", self.body(body)?, "choices").await
+    }
+
+    fn endpoints(&self) -> Option<&dyn ModelEndpoints> {
+        Some(self)
+    }
+}
+
+impl ModelEndpoints for OpenAiModel {
+    fn reports(&self) -> Vec<EndpointReport> {
+        vec![self.upstream.report()]
+    }
+
+    fn probe<'a>(&'a self, cx: &'a CallContext) -> BoxFuture<'a, Vec<EndpointReport>> {
+        Box::pin(async { vec![self.upstream.probe(cx).await] })
     }
 }
 

@@ -230,7 +230,7 @@ impl RoleState {
         let path = request.path();
         match (request.verb, path) {
             (Verb::Get | Verb::Head, "/" | "/livez" | "/readyz" | "/healthz") => return reply::ok(),
-            (Verb::Get | Verb::Head, "/health") => return self.health(),
+            (Verb::Get | Verb::Head, "/health") => return Box::pin(self.health(request)).await,
             (Verb::Get | Verb::Head, "/metrics") => return reply::metrics(&self.server.metrics),
             _ => {}
         }
@@ -280,7 +280,8 @@ impl RoleState {
         }
     }
 
-    fn health(&self) -> Response {
+    /// Reports the health of the server. `/health?probe` also calls the endpoints of a model server.
+    async fn health(&self, request: &RoleRequest) -> Response {
         let routes = self.routes.iter().map(|(metrics, _)| metrics).chain([&self.other_routes]);
         let in_flight: i64 = routes.map(RouteMetrics::in_flight).sum();
         let peers = self.server.transports.as_ref().map(Transports::paths).unwrap_or_default();
@@ -292,6 +293,15 @@ impl RoleState {
         let stalls = health::stalls(&stall::current());
         if !stalls.is_empty() {
             body["stalls"] = serde_json::json!(stalls);
+        }
+        if let Role::Model(role) = &self.role
+            && let Some(endpoints) = role.endpoints()
+        {
+            let reports = match request.route.query() {
+                Some(health::PROBE_QUERY) => endpoints.probe(&request.context).await,
+                _ => endpoints.reports(),
+            };
+            body["endpoints"] = serde_json::json!(reports);
         }
         Response::json(body.to_string())
     }

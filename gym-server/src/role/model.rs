@@ -2,7 +2,7 @@
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use gym_core::server::{ServerKind, unprocessable};
+use gym_core::server::{ModelEndpoints, ServerKind, unprocessable};
 use gym_core::{
     CallContext, Error, Message, ModelResponse, ModelServer, RawObject, Response, Result, SessionId, Status, Verb,
     World,
@@ -21,6 +21,7 @@ pub(super) const SPEC: RoleSpec =
 trait DynModelServer: Send + Sync + 'static {
     async fn responses(&self, cx: &CallContext, session: &SessionId, body: &RawObject) -> Result<ModelResponse>;
     async fn chat_completions(&self, cx: &CallContext, session: &SessionId, body: &RawObject) -> Result<RawObject>;
+    fn endpoints(&self) -> Option<&dyn ModelEndpoints>;
 }
 
 #[async_trait]
@@ -32,6 +33,10 @@ impl<S: ModelServer> DynModelServer for S {
     async fn chat_completions(&self, cx: &CallContext, session: &SessionId, body: &RawObject) -> Result<RawObject> {
         ModelServer::chat_completions(self, cx, session, body).await
     }
+
+    fn endpoints(&self) -> Option<&dyn ModelEndpoints> {
+        ModelServer::endpoints(self)
+    }
 }
 
 pub(super) struct ModelRole {
@@ -42,6 +47,11 @@ pub(super) struct ModelRole {
 impl ModelRole {
     pub(super) fn new(model: impl ModelServer, world: &World) -> Self {
         Self { server: Box::new(model), world: world.clone() }
+    }
+
+    /// Returns the endpoints that the model calls, if it has any.
+    pub(super) fn endpoints(&self) -> Option<&dyn ModelEndpoints> {
+        self.server.endpoints()
     }
 
     pub(super) async fn respond(&self, request: &RoleRequest) -> Result<Response> {

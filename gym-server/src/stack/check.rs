@@ -4,7 +4,7 @@ use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use gym_client::config::{InstanceConfig, Problem};
+use gym_client::config::InstanceConfig;
 use gym_client::{ServerClient, Transports};
 use gym_core::registry::MemoryRegistry;
 use gym_core::transport::InProcess;
@@ -13,7 +13,7 @@ use gym_core::{Result, World};
 use crate::role::ServerContext;
 use crate::stack::instance::unknown_implementation;
 use crate::stack::python;
-use crate::stack::servers::{Build, Servers};
+use crate::stack::servers::{Build, Made, Servers};
 
 /// The way in which an instance runs.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -47,16 +47,15 @@ pub(crate) fn runs_as(instance: &InstanceConfig, servers: &Servers, roots: &[Pat
     python::find(instance, roots).map(|(folder, _)| RunsAs::Python(folder))
 }
 
-/// Creates a native instance without serving it, to find errors in its block, and returns the keys that it ignores. A Python instance
-/// is not checked.
+/// Creates a native instance without serving it, to find errors in its block, and returns it with the keys that it ignores. `None` for a
+/// Python instance, which is not checked.
 ///
 /// # Errors
 /// The error of starting the instance.
-pub(crate) fn try_build(instance: &InstanceConfig, servers: &Servers, world: &World) -> Result<Vec<Problem>> {
+pub(crate) fn try_build(instance: &InstanceConfig, servers: &Servers, world: &World) -> Result<Option<Made>> {
     let registry = Arc::new(MemoryRegistry::new());
     let client = ServerClient::new(registry, Transports::from_features(InProcess::new()), world);
     let context = ServerContext::new(&instance.name, &instance.implementation, world);
     let made = servers.make(Build::new(instance, &context, &client));
-    made.map_or(Ok(Vec::new()), |made| made.map(|made| made.ignored))
-        .map_err(|error| error.about(format!("start {}", instance.name)))
+    made.transpose().map_err(|error| error.about(format!("start {}", instance.name)))
 }

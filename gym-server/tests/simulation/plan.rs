@@ -112,6 +112,7 @@ impl Plan {
             stop_grace: millis(&mut rng, 0, 3_000),
             fail_fast: FailFast::Never,
             backoff: RetryPolicy { backoff_min: Duration::from_millis(200), ..RetryPolicy::default() },
+            ..DriverOptions::default()
         };
         // A separate generator, so that a seed keeps the other steps that it had before there were these.
         let mut ends = fastrand::Rng::with_seed(seed ^ 0x0ddb_a11e_0f5e_7e11);

@@ -16,7 +16,7 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use crate::client::{CallOptions, ServerClient};
-use crate::collect::run::outcome::{AttemptResult, classify, contradiction, superseded};
+use crate::collect::run::outcome::{AttemptResult, classify, contradiction, superseded, without_truncated};
 use crate::collect::run::progress::CollectProgress;
 use crate::collect::run::rollout::RolloutSender;
 use crate::collect::run::row::RolloutRow;
@@ -37,6 +37,8 @@ pub struct DriverOptions {
     /// When the run stops early because rollouts fail. Default: [`FailFast::Never`]; a collection
     /// has [`FailFast::Alike`].
     pub fail_fast: FailFast,
+    /// What becomes of rollouts whose last model response was cut off. Default: [`TruncatedRollouts::Score`].
+    pub truncated: TruncatedRollouts,
     /// Delays before further attempts. Default: at least 200 ms, otherwise [`RetryPolicy::default`].
     pub backoff: RetryPolicy,
 }
@@ -52,6 +54,7 @@ impl Default for DriverOptions {
             record_timeout: Duration::from_secs(30),
             stop_grace: Duration::from_secs(30),
             fail_fast: FailFast::default(),
+            truncated: TruncatedRollouts::default(),
             backoff: RetryPolicy { backoff_min: Duration::from_millis(200), ..RetryPolicy::default() },
         }
     }
@@ -74,6 +77,16 @@ pub enum FailFast {
 impl FailFast {
     /// The number of failures at which [`FailFast::Alike`] stops: too many for chance, few enough to cost little.
     pub const ALIKE_MIN: u64 = 32;
+}
+
+/// What becomes of a rollout whose last model response was cut off: by its limit of tokens, by the model's context, or by a filter.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum TruncatedRollouts {
+    /// It keeps the reward of its verifier, as in NeMo Gym.
+    #[default]
+    Score,
+    /// It has no reward: its attempt fails with the class `truncated`.
+    Fail,
 }
 
 /// Runs rollouts through a client and records them in a ledger.
@@ -320,6 +333,7 @@ impl Driver {
     ) -> impl Future<Output = Result<NextStep>> + Send + 'static {
         let (client, ledger, progress) = (self.client.clone(), Arc::clone(&self.ledger), Arc::clone(&self.progress));
         let (record_timeout, run_id) = (self.options.record_timeout, Arc::clone(&self.run_id));
+        let truncated = self.options.truncated;
         let body = match attempt.number {
             0 => row.row.clone().into(),
             number => row.row.edit().set("_ng_attempt_index", number.to_string()).to_rope(),
@@ -330,7 +344,10 @@ impl Driver {
             // An attempt with an unknown outcome is followed by a new attempt with its own number.
             let began = Instant::now();
             let answer = client.send(&row.server, &request, CallOptions::default()).await;
-            let result = classify(&row, attempt, answer, &run_id, began.elapsed())?;
+            let mut result = classify(&row, attempt, answer, &run_id, began.elapsed())?;
+            if truncated == TruncatedRollouts::Fail {
+                result = without_truncated(&row, attempt, result, &run_id)?;
+            }
             let tool_failures = result.tool_failures();
             let (mut next, reward, mut failed) = match &result {
                 AttemptResult::Completed { reward, .. } => (NextStep::Done, *reward, false),

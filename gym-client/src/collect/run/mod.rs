@@ -10,7 +10,7 @@ pub(crate) mod rollouts;
 mod row;
 
 pub use causes::FailureCause;
-pub use driver::{Driver, DriverOptions, FailFast, RunEnd};
+pub use driver::{Driver, DriverOptions, FailFast, RunEnd, TruncatedRollouts};
 pub use progress::{AgentScore, CollectProgress, ProgressSnapshot};
 pub use rollout::{Rollout, RolloutError};
 pub use rollouts::Rollouts;

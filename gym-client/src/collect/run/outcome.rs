@@ -217,6 +217,36 @@ fn stamped(wanted: &RolloutRow, attempt: Attempt, result: &RawObject, course: Op
     Ok(edit.to_object()?)
 }
 
+/// Returns a failure instead of a rollout whose last model response was cut off, and any other result unchanged.
+pub(super) fn without_truncated(
+    wanted: &RolloutRow,
+    attempt: Attempt,
+    result: AttemptResult,
+    run_id: &str,
+) -> Result<AttemptResult> {
+    let AttemptResult::Completed { row, .. } = &result else { return Ok(result) };
+    let response = row.get_object("response").ok().flatten();
+    let details =
+        response.and_then(|response| response.get_as::<Option<IncompleteDetails>>("incomplete_details").ok()?);
+    let Some(details) = details.flatten() else { return Ok(result) };
+    let why = [details.code.or(details.reason), details.message].into_iter().flatten().collect::<Vec<_>>().join(": ");
+    let error =
+        Error::internal(format!("the model's response was cut off ({why}), and truncated rollouts are not scored"));
+    let error = error.about(format!("POST {}/run", wanted.server));
+    failed(wanted, attempt, run_id, (FailureClass::Truncated, &error, Evidence::Observed), Some((200, row.text())))
+}
+
+#[derive(Deserialize)]
+struct IncompleteDetails {
+    #[serde(default)]
+    reason: Option<String>,
+    /// `context_length_exceeded`, from this SDK's `vllm_model`.
+    #[serde(default)]
+    code: Option<String>,
+    #[serde(default)]
+    message: Option<String>,
+}
+
 /// Returns the failure of a response that the ledger rejects because it contradicts its own row.
 pub(super) fn contradiction(
     wanted: &RolloutRow,
@@ -344,5 +374,36 @@ mod tests {
         assert_eq!(class_of(Ok(foreign)), FailureClass::AgentRunError);
         let busy = Response::new(Status(503), Message::json("{}"));
         assert_eq!(class_of(Ok(busy)), FailureClass::AgentRequestFailed);
+    }
+
+    #[test]
+    fn only_a_rollout_whose_response_was_cut_off_fails_as_truncated() {
+        let key = TaskKey::new(0, 0);
+        let row = RawObject::parse(r#"{"_ng_task_index":0,"_ng_rollout_index":0}"#).unwrap();
+        let wanted = RolloutRow { key, agent: "a".into(), server: "e".into(), result_type: None, row };
+        for (response, says) in [
+            (r#"{"incomplete_details":{"reason":"max_output_tokens"}}"#, Some("cut off (max_output_tokens)")),
+            (
+                r#"{"incomplete_details":{"reason":"max_output_tokens","code":"context_length_exceeded","message":"5 > 4"}}"#,
+                Some("cut off (context_length_exceeded: 5 > 4)"),
+            ),
+            (r#"{"incomplete_details":null}"#, None),
+            ("{}", None),
+            ("null", None),
+            ("3", None),
+        ] {
+            let row = RawObject::parse(format!(r#"{{"reward":0.0,"response":{response}}}"#)).unwrap();
+            let scored = AttemptResult::Completed { row, reward: Some(0.0), tool_failures: 0 };
+            match (without_truncated(&wanted, Attempt { key, number: 0 }, scored, "run").unwrap(), says) {
+                (AttemptResult::Completed { .. }, None) => {}
+                (AttemptResult::Failed { failure, row, .. }, Some(says))
+                    if failure.class == FailureClass::Truncated =>
+                {
+                    let message = failure_message(&row);
+                    assert!(message.contains(says), "{message}");
+                }
+                (other, _) => panic!("{response}: {other:?}"),
+            }
+        }
     }
 }

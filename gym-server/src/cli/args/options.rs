@@ -71,7 +71,7 @@ pub(in crate::cli) enum Command {
 Failures are read from the failures file beside FILE, if there is one. In a terminal, Enter shows the next rollout. Elsewhere, \
 all of them are printed.")]
     View(ViewArgs),
-    /// Report which transports this machine supports, why others are unavailable, and how to fix them
+    /// Report which transports this machine supports and whether model endpoints respond, why not, and how to fix it
     #[command(after_help = "\
 Exit codes: 0 every installed component works, 1 the transport of --require-transport is unavailable, 3 an installed component \
 does not work (each has a fix). Missing hardware is reported but is not an error.")]
@@ -124,6 +124,9 @@ pub(in crate::cli) struct Starting {
     /// Seconds until a Python server must respond after its start
     #[arg(long, value_name = "SECS", default_value = "300", value_parser = seconds)]
     pub(in crate::cli) start_timeout: Duration,
+    /// Seconds to wait at the start until every model endpoint responds [default: report which respond, and go on]
+    #[arg(long, value_name = "SECS", value_parser = seconds)]
+    pub(in crate::cli) wait_for_model: Option<Duration>,
 }
 
 #[derive(Clone, Debug, Subcommand)]
@@ -278,6 +281,9 @@ pub(in crate::cli) struct CollectArgs {
     /// Seconds allowed for one attempt
     #[arg(long, value_name = "SECS", default_value = "7200", value_parser = seconds)]
     pub(in crate::cli) attempt_timeout: Duration,
+    /// Rollouts whose last model response was cut off: keep their reward, or fail without one
+    #[arg(long, value_enum, default_value_t = Truncated::Score, value_name = "HOW")]
+    pub(in crate::cli) truncated: Truncated,
     /// Seconds allowed for running rollouts after Ctrl-C or --fail-fast
     #[arg(long, value_name = "SECS", default_value = "30", value_parser = seconds)]
     pub(in crate::cli) stop_grace: Duration,
@@ -290,6 +296,12 @@ pub(in crate::cli) struct CollectArgs {
     /// Progress display: a bar, a line every few seconds, or none; auto shows the bar on a terminal and lines elsewhere
     #[arg(long, value_enum, default_value_t = ProgressMode::Auto, value_name = "HOW")]
     pub(in crate::cli) progress: ProgressMode,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(in crate::cli) enum Truncated {
+    Score,
+    Fail,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -312,6 +324,9 @@ pub(in crate::cli) struct StatusArgs {
 
 #[derive(Clone, Debug, Args)]
 pub(in crate::cli) struct DoctorArgs {
+    /// Configuration file whose model endpoints are called; repeatable, later files override earlier ones
+    #[arg(long = "config", value_name = "FILE")]
+    pub(in crate::cli) files: Vec<String>,
     /// Print JSON
     #[arg(long)]
     pub(in crate::cli) json: bool,

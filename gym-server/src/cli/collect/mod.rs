@@ -19,6 +19,7 @@ use crate::cli::console::{self, Console};
 use crate::cli::exit::{FAILED, Failure, INCOMPLETE, Outcome};
 use crate::cli::setup::configuration::{LoadedConfig, Need, load, nothing_named};
 use crate::cli::setup::head_server;
+use crate::cli::setup::models::ModelWatch;
 use crate::cli::setup::signals::StopSignals;
 use crate::cli::setup::stack_options::{options, prepare_transports};
 use crate::stack::{HEAD_NAME, Servers, Stack, StackOptions};
@@ -70,11 +71,14 @@ pub(super) async fn collect(
         console.line(&format!("started {servers} servers for this collection, head {}", head.url));
     }
     let transports = client.transports().clone();
+    let (waits_for, watching) = ModelWatch::new(client.clone(), names.models()).watch();
+    let watching = tokio::spawn(watching.boxed());
     let collector = RolloutCollector::new(client, names, world);
     let began = tokio::time::Instant::now();
     let ended = CancelToken::new();
     let showing = progress::show(
         collector.progress(),
+        waits_for,
         args.progress,
         console.clone(),
         args.stop_grace,
@@ -88,7 +92,8 @@ pub(super) async fn collect(
         collected = Box::pin(collector.collect(options, stop.graceful.clone())) => Some(collected),
     };
     ended.cancel();
-    // The task only draws, so its errors are ignored.
+    // The tasks only draw, so their errors are ignored.
+    watching.abort();
     let _ = shown.await;
     let outcome = match collected {
         None => {
@@ -143,16 +148,20 @@ async fn prepare(
             ..options(loaded, &args.starting, console)
         };
         let started = stack.insert(Stack::start(loaded.config.clone(), servers, world, options).await?);
-        return Ok((started.client().clone(), started.names().clone()));
+        let (client, names) = (started.client().clone(), started.names().clone());
+        ModelWatch::new(client.clone(), names.models()).at_start(args.starting.wait_for_model, console).await?;
+        return Ok((client, names));
     }
     let head = head_server::endpoint(args.head_url.as_deref(), head_url_given, overrides, &loaded.config)?;
     let policy = loaded.config.transport_policy.clone().unwrap_or_else(TransportPolicy::unconfigured);
     let transports = servers.transports().scoped(&policy, None);
-    connect_head(&head, transports, world).await.map_err(|error| {
+    let (client, names) = connect_head(&head, transports, world).await.map_err(|error| {
         Failure::Failed(format!(
             "{error}\n  fix: start servers with `{} run`, set their head server with --head-url or HEAD_SERVER_URL, or \
              start the servers of a configuration with --config",
             console::program()
         ))
-    })
+    })?;
+    ModelWatch::new(client.clone(), names.models()).at_start(args.starting.wait_for_model, console).await?;
+    Ok((client, names))
 }

@@ -9,6 +9,7 @@ use std::time::Duration;
 use gym_client::collect::{CollectProgress, ProgressSnapshot};
 use gym_core::CancelToken;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use tokio::sync::watch;
 use tokio::time::{Instant, MissedTickBehavior, interval};
 
 use crate::cli::args::options::ProgressMode;
@@ -26,9 +27,11 @@ const CAUSES_DESCRIBED_MAX: usize = 8;
 /// Time span over which the rate is measured, so that a slow start does not affect the estimate.
 const RATE_WINDOW: Duration = Duration::from_secs(15);
 
-/// Displays `progress` until `ended` fires, and prints one line when `stop` fires.
+/// Displays `progress` until `ended` fires, and prints one line when `stop` fires. `waits_for` is the text about model endpoints that do
+/// not respond, empty if there are none; its first text is displayed at once.
 pub(super) async fn show(
     progress: Arc<CollectProgress>,
+    mut waits_for: watch::Receiver<String>,
     mode: ProgressMode,
     console: Console,
     stop_grace: Duration,
@@ -56,6 +59,7 @@ pub(super) async fn show(
     let mut stopping = false;
     let mut described = 0;
     let mut next_line = Instant::now();
+    let (mut watched, mut waited) = (true, false);
     loop {
         tokio::select! {
             biased;
@@ -67,6 +71,16 @@ pub(super) async fn show(
                     "stopping: {in_flight} rollouts in flight may take up to {stop_grace:?}; repeat the signal to stop at once"
                 ));
             }
+            changed = waits_for.changed(), if watched => {
+                watched = changed.is_ok();
+                let waits = !waits_for.borrow_and_update().is_empty();
+                // The seconds of the text change all the time; only a new failure is shown between the ticks.
+                if waits && !waited {
+                    next_line = Instant::now();
+                    ticks.reset_immediately();
+                }
+                waited = waits;
+            }
             now = ticks.tick() => {
                 let snapshot = progress.snapshot();
                 if mode != ProgressMode::None {
@@ -74,18 +88,19 @@ pub(super) async fn show(
                     let causes = snapshot.causes.iter().take(CAUSES_DESCRIBED_MAX).skip(described);
                     described += causes.map(|cause| console.line(&causes::line(cause))).count();
                 }
+                let waits_for = waits_for.borrow().clone();
                 rate.add(now, snapshot.completed + snapshot.given_up);
                 match &bar {
                     Some(bar) if snapshot.total == 0 => bar.set_message("reading the tasks"),
                     Some(bar) => {
                         bar.set_length(snapshot.total);
                         bar.set_position(snapshot.done());
-                        bar.set_message(line(&snapshot, rate.per_second()));
+                        bar.set_message(line(&snapshot, rate.per_second(), &waits_for));
                     }
                     // Nothing is printed before the rows are counted.
                     None if mode != ProgressMode::None && snapshot.total > 0 && now >= next_line => {
                         next_line = now + LINE_EVERY;
-                        console.line(&line(&snapshot, rate.per_second()));
+                        console.line(&line(&snapshot, rate.per_second(), &waits_for));
                     }
                     None => {}
                 }
@@ -118,7 +133,7 @@ impl Rate {
 }
 
 /// Formats `120/1000 rollouts (12.0%), 350.2/s, mean reward 0.532, 16 in flight, 3 failed, ETA 00:00:02`.
-fn line(snapshot: &ProgressSnapshot, rate: Option<f64>) -> String {
+fn line(snapshot: &ProgressSnapshot, rate: Option<f64>, waits_for: &str) -> String {
     let (done, total) = (snapshot.done(), snapshot.total);
     let mut text = format!("{done}/{total} rollouts");
     // Writing to a string cannot fail.
@@ -146,6 +161,9 @@ fn line(snapshot: &ProgressSnapshot, rate: Option<f64>) -> String {
         let seconds = ((total - done) as f64 / rate).ceil() as u64;
         let _ = write!(text, ", ETA {:02}:{:02}:{:02}", seconds / 3_600, seconds / 60 % 60, seconds % 60);
     }
+    if !waits_for.is_empty() {
+        let _ = write!(text, "; {waits_for}");
+    }
     text
 }
 
@@ -170,8 +188,9 @@ mod tests {
             ..ProgressSnapshot::default()
         };
         let expected = "120/1000 rollouts (12.0%), 0.5/s, mean reward 0.532, 16 in flight, 3 failed, ETA 00:29:20";
-        assert_eq!(line(&snapshot, Some(0.5)), expected);
-        assert_eq!(line(&ProgressSnapshot::default(), None), "0/0 rollouts, 0 in flight");
+        assert_eq!(line(&snapshot, Some(0.5), ""), expected);
+        let waits = line(&ProgressSnapshot::default(), None, "m: http://h/v1 is unavailable");
+        assert_eq!(waits, "0/0 rollouts, 0 in flight; m: http://h/v1 is unavailable");
     }
 
     #[tokio::test(start_paused = true)]

@@ -6,11 +6,11 @@ use std::path::{Path, PathBuf};
 
 use gym_client::collect::input::PromptTemplate;
 use gym_client::collect::input::{MaterializeOptions, Repeats, Routing};
-use gym_client::collect::{CollectOptions, DriverOptions, ExistingOutput, FailFast};
+use gym_client::collect::{CollectOptions, DriverOptions, ExistingOutput, FailFast, TruncatedRollouts};
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
-use crate::cli::args::options::CollectArgs;
+use crate::cli::args::options::{CollectArgs, Truncated};
 use crate::cli::exit::Failure;
 use crate::cli::setup::configuration::{LoadedConfig, find_file};
 
@@ -192,6 +192,10 @@ fn driver(args: &CollectArgs, keys: &ConfigKeys<'_>) -> Result<DriverOptions, Fa
             None => FailFast::Alike,
             Some(0) => FailFast::Never,
             Some(failed_max) => FailFast::After(failed_max),
+        },
+        truncated: match args.truncated {
+            Truncated::Score => TruncatedRollouts::Score,
+            Truncated::Fail => TruncatedRollouts::Fail,
         },
         ..default
     })

@@ -48,7 +48,7 @@ async fn check(args: CheckArgs, overrides: &[String], servers: &Servers, console
     let mut problems = Vec::new();
     for (instance, _) in &found {
         match stack::try_build(instance, servers, &world) {
-            Ok(ignored) => warnings.extend(ignored),
+            Ok(made) => warnings.extend(made.into_iter().flat_map(|made| made.ignored)),
             Err(error) => problems.push(error.to_string()),
         }
     }

@@ -1,4 +1,5 @@
-//! `rgym doctor`: reports which transports this machine supports, why others are unavailable, and how to fix them.
+//! `rgym doctor`: reports which transports this machine supports, and whether the model endpoints of a configuration respond; why not,
+//! and how to fix it.
 //!
 //! Most findings come from files. UCX is loaded in a child process, under a deadline: loading UCX changes a process
 //! permanently, and a broken UCX may crash or hang.
@@ -6,13 +7,17 @@
 use std::fmt::Write;
 use std::process::ExitCode;
 
+use gym_core::World;
+use gym_core::server::ServerKind;
 use gym_core::transport::{Transport, TransportReport};
 use serde::Serialize;
 
-use crate::cli::args::options::DoctorArgs;
+use crate::cli::args::options::{DoctorArgs, Sources};
 use crate::cli::console;
 use crate::cli::exit::{FAILED, Failure, INCOMPLETE, Outcome};
-use crate::stack::Servers;
+use crate::cli::setup::configuration::{Need, load};
+use crate::cli::setup::models;
+use crate::stack::{self, Servers};
 
 /// The report.
 #[derive(Debug, Serialize)]
@@ -37,11 +42,14 @@ struct Finding {
     fix: Option<String>,
 }
 
-pub(in crate::cli) async fn doctor(args: &DoctorArgs, servers: &Servers) -> Outcome {
+pub(in crate::cli) async fn doctor(args: &DoctorArgs, overrides: &[String], servers: &Servers) -> Outcome {
     let transports = servers.transports();
     let required = args.require_transport.as_deref().map(|name| Transport::named(name, &transports.known()));
     let required = required.transpose().map_err(|error| Failure::Usage(error.message().to_owned()))?;
-    let diagnosis = checks::diagnosis(&transports, args.ucx_timeout).await;
+    // First, because an error of the configuration ends the command.
+    let models = model_endpoints(args, overrides, servers).await?;
+    let mut diagnosis = checks::diagnosis(&transports, args.ucx_timeout).await;
+    diagnosis.findings.splice(0..0, models);
     let required = required.and_then(|transport| diagnosis.missing(transport));
     let text = if args.json {
         serde_json::to_string_pretty(&diagnosis).map_err(|error| Failure::Failed(error.to_string()))?
@@ -59,6 +67,35 @@ pub(in crate::cli) async fn doctor(args: &DoctorArgs, servers: &Servers) -> Outc
         None => ExitCode::SUCCESS,
     })
 }
+
+/// Calls the endpoints of the native model servers of a configuration, those that fail first.
+async fn model_endpoints(args: &DoctorArgs, overrides: &[String], servers: &Servers) -> Result<Vec<Finding>, Failure> {
+    let sources = Sources { files: args.files.clone(), ..Sources::default() };
+    let finding = |status, found: String, fix: Option<String>| Finding { topic: TOPIC.to_owned(), status, found, fix };
+    if args.files.is_empty() {
+        return Ok(vec![finding("not_needed", "not called, because --config names no configuration".to_owned(), None)]);
+    }
+    let loaded = load(&sources, overrides, servers, Need::Values).await?;
+    let world = World::real();
+    let mut findings = Vec::new();
+    for instance in loaded.config.instances.iter().filter(|instance| instance.kind == ServerKind::Model) {
+        let Some(made) = stack::try_build(instance, servers, &world)? else { continue };
+        for endpoint in models::probe(&instance.name, &*made.handler).await {
+            let fix = endpoint.report.fix.clone();
+            let status = if fix.is_empty() { "ok" } else { "warning" };
+            findings.push(finding(status, endpoint.summary(), Some(fix).filter(|fix| !fix.is_empty())));
+        }
+    }
+    if findings.is_empty() {
+        let found = "no model server of the configuration calls an endpoint from this program".to_owned();
+        findings.push(finding("not_needed", found, None));
+    }
+    findings.sort_by_key(|finding| finding.status != "warning");
+    Ok(findings)
+}
+
+/// The topic of findings about model endpoints.
+const TOPIC: &str = "model_endpoint";
 
 impl Diagnosis {
     /// Returns the reason why a required transport is unavailable, with the fix, or `None` if it is available.

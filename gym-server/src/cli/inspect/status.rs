@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use futures_util::future::join_all;
 use gym_client::Transports;
+use gym_core::server::EndpointReport;
 use gym_core::transport::{ConnectOptions, Transport};
 use gym_core::{CallContext, Endpoint, Error, Request, Response, Result, World};
 use serde::{Deserialize, Serialize};
@@ -17,6 +18,7 @@ use crate::cli::console;
 use crate::cli::exit::{Failure, Outcome};
 use crate::cli::setup::configuration::{LoadedConfig, Need, load};
 use crate::cli::setup::head_server;
+use crate::cli::setup::models::in_progress;
 use crate::role::reply::health::{PeerReport, StallReport};
 use crate::stack::Servers;
 
@@ -49,6 +51,8 @@ struct ServerHealth {
     peers: Vec<PeerReport>,
     /// Handlers that block a thread of the server's process.
     stalls: Vec<StallReport>,
+    /// The endpoints of a model server.
+    endpoints: Vec<EndpointReport>,
 }
 
 /// The fields that are read from `/server_instances`.
@@ -138,6 +142,7 @@ async fn health(transports: &Transports, listed: ListedServer, now: f64) -> Serv
         uptime_seconds: uptime,
         peers: Vec::new(),
         stalls: Vec::new(),
+        endpoints: Vec::new(),
     };
     let answered = match listed.url.as_deref().map(Endpoint::parse) {
         None => Err(Error::invalid("the server has no URL")),
@@ -159,6 +164,7 @@ async fn health(transports: &Transports, listed: ListedServer, now: f64) -> Serv
             // Servers of other programs do not report peers.
             health.peers = serde_json::from_value(body["peers"].clone()).unwrap_or_default();
             health.stalls = serde_json::from_value(body["stalls"].clone()).unwrap_or_default();
+            health.endpoints = serde_json::from_value(body["endpoints"].clone()).unwrap_or_default();
         }
         Err(error) => health.health = error.message().chars().take(REASON_CHARS_MAX).collect(),
     }
@@ -198,6 +204,10 @@ fn text(status: &Status, known: &[Transport]) -> String {
         let same = reports.filter(|stall| (stall.server.as_str(), stall.route.as_str()) == (server, route));
         let seconds = same.map(|stall| stall.seconds).max().unwrap_or_default();
         let _ = write!(text, "\n`{route}` of server `{server}` has blocked a thread of its process for {seconds} s");
+    }
+    for server in &status.servers {
+        let failing = server.endpoints.iter().filter_map(|report| in_progress(&server.name, report));
+        failing.for_each(|line| text.push_str(&format!("\n{line}")));
     }
     let healthy = status.servers.iter().filter(|server| server.healthy).count();
     let _ = write!(text, "\n{healthy} of {} servers healthy, head {}", status.servers.len(), status.head.url);

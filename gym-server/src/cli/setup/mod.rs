@@ -1,7 +1,9 @@
-//! The setup that commands share: configuration, Python interpreter, head server address, stack options and signals.
+//! The setup that commands share: configuration, Python interpreter, head server address, stack options,
+//! model endpoints and signals.
 
 pub(super) mod configuration;
 pub(super) mod head_server;
 mod interpreter;
+pub(super) mod models;
 pub(super) mod signals;
 pub(super) mod stack_options;

@@ -1,6 +1,8 @@
 use std::time::Duration;
 
 use gym_core::Rope;
+use gym_core::rollout::FailureClass;
+use gym_core::server::EndpointState;
 use tokio::time::Instant;
 
 use super::*;
@@ -67,7 +69,8 @@ async fn attempts_are_bounded_and_the_last_answer_is_the_error() {
     let mock = MockEndpoint::new(vec![answer(500, "a"), answer(500, "b"), answer(500, "the engine broke")]).await;
     let error = ask(&model(&mock, |_| ()), r#"{"input":"x"}"#).await.unwrap_err();
     assert_eq!((error.code(), mock.count()), (Code::Internal, 3));
-    assert!(error.to_string().starts_with(&format!("POST {}/responses: answered 500: the engine broke", mock.url())));
+    let expected = format!("POST {}/responses: answered 500: the engine broke (3 attempts)", mock.url());
+    assert!(error.to_string().starts_with(&expected), "{error}");
     let refused = MockEndpoint::new(vec![answer(400, r#"{"message":"bad input"}"#)]).await;
     let error = ask(&model(&refused, |_| ()), r#"{"input":"x"}"#).await.unwrap_err();
     assert_eq!((error.code(), refused.count()), (Code::InvalidArgument, 1));
@@ -91,6 +94,105 @@ async fn a_spent_quota_or_a_wrong_key_is_not_tried_again_and_stops_nobody_else()
     }
 }
 
+/// Returns a URL at which nothing listens.
+async fn dead_url() -> String {
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    format!("http://{}/v1", listener.local_addr().unwrap())
+}
+
+#[tokio::test]
+async fn one_budget_covers_a_call_to_a_dead_endpoint_and_no_caller_repeats_it() {
+    let url = dead_url().await;
+    let mut config = OpenAiModelConfig::new(url.clone(), "m");
+    (config.retry_budget_seconds, config.retry_backoff_ms, config.retry_backoff_max_ms) = (0.05, 1, 5);
+    let model = OpenAiModel::new(config, &world()).unwrap();
+    let error = ask(&model, r#"{"input":"x"}"#).await.unwrap_err();
+    assert_eq!((error.code(), error.failure_class()), (Code::Unavailable, FailureClass::ModelUnavailable));
+    assert!(!error.may_resend(true) && !error.failure_class().is_transient(), "{error:?}");
+    let text = error.to_string();
+    assert!(text.starts_with(&format!("POST {url}/responses: no response after ")), "{text}");
+    assert!(text.contains("attempts in 0.05 s (`retry_budget_seconds`)"), "{text}");
+    let report = model.reports().remove(0);
+    assert_eq!((report.url, report.state, report.waiting), (url, EndpointState::Unavailable, 0));
+    assert_eq!(report.reason, "connection refused");
+    assert_eq!(report.fix, "start the engine, or correct `openai_base_url`");
+}
+
+#[tokio::test]
+async fn a_waiting_call_shows_what_it_waits_for_until_the_endpoint_responds() {
+    let mock = MockEndpoint::new(vec![answer(503, r#"{"error":"loading the weights"}"#), answer(200, ANSWER)]).await;
+    let model = model(&mock, |config| config.retry_backoff_ms = 200);
+    let asked = ask(&model, r#"{"input":"x"}"#);
+    let shown = async {
+        loop {
+            let report = model.reports().remove(0);
+            if report.waiting == 1 {
+                return report;
+            }
+            tokio::task::yield_now().await;
+        }
+    };
+    let (answered, report) = tokio::join!(asked, shown);
+    answered.unwrap();
+    assert_eq!(
+        (report.state, report.reason.as_str()),
+        (EndpointState::Unavailable, "answered 503: loading the weights")
+    );
+    assert_eq!(report.gives_up_after_seconds, 300);
+    let after = model.reports().remove(0);
+    assert_eq!((after.state, after.waiting, after.reason.as_str()), (EndpointState::Ready, 0, ""));
+}
+
+#[tokio::test]
+async fn a_probe_says_whether_the_endpoint_serves_the_model() {
+    for (status, body, state, says) in [
+        (200, r#"{"data":[{"id":"gpt \"x\""},{"id":"b"}]}"#, EndpointState::Ready, ""),
+        (200, r#"{"data":[]}"#, EndpointState::Ready, ""),
+        (
+            200,
+            r#"{"data":[{"id":"a"},{"id":"b"}]}"#,
+            EndpointState::Misconfigured,
+            "does not list the model `gpt \"x\"`; it lists `a`, `b`",
+        ),
+        (
+            200,
+            "<html><title>Grafana</title></html>",
+            EndpointState::Misconfigured,
+            "no model endpoint; it answered an HTML page with the title `Grafana`",
+        ),
+        (
+            401,
+            r#"{"error":{"message":"Incorrect API key"}}"#,
+            EndpointState::Misconfigured,
+            "answered 401: Incorrect API key",
+        ),
+        (404, "{}", EndpointState::Ready, "answered 404 to GET /models"),
+        (429, "{}", EndpointState::Unavailable, "answered 429"),
+        (503, r#"{"message":"loading"}"#, EndpointState::Unavailable, "answered 503: loading"),
+    ] {
+        let mock = MockEndpoint::new(vec![answer(status, body)]).await;
+        let report = model(&mock, |_| ()).probe(&CallContext::default()).await.remove(0);
+        assert_eq!(report.state, state, "{report:?}");
+        assert!(report.reason.contains(says) && report.reason.is_empty() == report.fix.is_empty(), "{report:?}");
+        assert!(mock.request(0).starts_with("GET /v1/models HTTP/1.1\r\n") && mock.count() == 1);
+    }
+    let dead = OpenAiModel::new(OpenAiModelConfig::new(dead_url().await, "m"), &world()).unwrap();
+    let report = dead.probe(&CallContext::default()).await.remove(0);
+    assert_eq!((report.state, report.reason.as_str()), (EndpointState::Unavailable, "connection refused"));
+}
+
+#[tokio::test]
+async fn limits_that_allow_no_request_name_their_key() {
+    let with = |change: fn(&mut OpenAiModelConfig)| {
+        let mut config = OpenAiModelConfig::new("http://h/v1", "m");
+        change(&mut config);
+        OpenAiModel::new(config, &world()).unwrap_err().to_string()
+    };
+    assert!(with(|config| config.retry_budget_seconds = -1.0).contains("`retry_budget_seconds` is -1"));
+    assert!(with(|config| config.retry_budget_seconds = f64::NAN).contains("`retry_budget_seconds` is NaN"));
+    assert!(with(|config| config.max_http_attempts = Some(0)).contains("`max_http_attempts` is 0"));
+}
+
 #[tokio::test]
 async fn a_hanging_endpoint_ends_at_the_deadline() {
     let mock = MockEndpoint::new(vec![String::new()]).await;
@@ -101,12 +203,29 @@ async fn a_hanging_endpoint_ends_at_the_deadline() {
 
 #[tokio::test]
 async fn garbage_and_too_much_are_errors_that_say_so() {
-    for garbage in ["<html>no</html>", "[1]", "{\"output\":", r#"{"object":"error"}"#] {
+    for (garbage, says) in [
+        ("<html>no</html>", "no JSON object (expected value at byte 0): an HTML page"),
+        ("[1]", "no JSON object"),
+        ("{\"output\":", "no JSON object"),
+        ("", "an empty body"),
+        ("{}", "has no list `output`, so it is no response of a model: {}"),
+        (r#"{"object":"error"}"#, "has no list `output`"),
+        (r#"{"output":"text"}"#, "has no list `output`"),
+    ] {
         let mock = MockEndpoint::new(vec![answer(200, garbage)]).await;
-        let error = ask(&model(&mock, |_| ()), r#"{"input":"x"}"#).await.unwrap_err();
+        let model = model(&mock, |_| ());
+        let error = ask(&model, r#"{"input":"x"}"#).await.unwrap_err();
         assert_eq!(error.code(), Code::DataLoss, "{garbage}");
-        assert!(error.to_string().contains(&garbage[..3]), "{error}");
+        assert!(error.to_string().contains(says), "{error}");
+        let report = model.reports().remove(0);
+        assert_eq!(report.state, EndpointState::Misconfigured);
+        assert!(report.fix.contains("`openai_base_url`"), "{report:?}");
     }
+    let failed = r#"{"status":"failed","output":[],"error":{"code":"server_error","message":"the GPU is gone"}}"#;
+    let mock = MockEndpoint::new(vec![answer(200, failed)]).await;
+    let error = ask(&model(&mock, |_| ()), r#"{"input":"x"}"#).await.unwrap_err();
+    assert!(error.to_string().ends_with("with the status `failed`: the GPU is gone"), "{error}");
+    assert_eq!(error.failure_class(), FailureClass::ModelError);
     let mock = MockEndpoint::new(vec![answer(200, &format!(r#"{{"output":"{}"}}"#, "x".repeat(100_000)))]).await;
     let model = model(&mock, |_| ());
     let mut cx = CallContext::default();

@@ -10,15 +10,20 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
-use gym_core::transport::RetryPolicy;
+use gym_core::message::readable;
+use gym_core::rollout::FailureClass;
+use gym_core::server::{EndpointReport, EndpointState};
 use gym_core::{CallContext, Code, Error, Execution, RawObject, Result, World};
 use http::header::{AUTHORIZATION, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue};
-use serde_json::Value;
 use tokio::sync::Semaphore;
 
+mod health;
+mod keys;
 #[cfg(feature = "http")]
 mod plain;
+mod probe;
 mod response;
+pub(super) mod retry;
 #[cfg(feature = "tls")]
 mod tls;
 mod url;
@@ -26,9 +31,12 @@ mod url;
 use crate::model::secret::Secret;
 use crate::role::model::EndpointRejection;
 use crate::role::route;
+use health::EndpointHealth;
+pub(super) use keys::EndpointKeys;
 #[cfg(feature = "http")]
 use plain::PlainClient;
 pub(super) use response::EndpointResponse;
+use retry::{Attempts, EndpointRetries, NextAttempt};
 #[cfg(feature = "tls")]
 use tls::TlsClient;
 use url::EndpointUrl;
@@ -40,38 +48,19 @@ const CONNECTIONS_MAX: usize = 1_024;
 /// After this time, the endpoint's machine is considered unreachable.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Connection attempts to an endpoint that refuses connections. Nothing was sent, so an attempt is cheap, and an engine that
-/// restarts accepts connections again after a while.
-const CONNECT_ATTEMPTS_MAX: u32 = 8;
-
-/// Half a second between attempts, as in NeMo Gym, but doubled for each attempt and randomized.
-const BACKOFF: RetryPolicy =
-    RetryPolicy { attempts_max: 3, backoff_min: Duration::from_millis(500), backoff_max: Duration::from_secs(8) };
-
-/// The statuses that NeMo Gym's client retries.
-const RETRIED: [u16; 8] = [404, 408, 429, 500, 502, 503, 504, 520];
-
-/// Maximum bytes of an endpoint's error body that an error shows.
-const SHOWN_BYTES_MAX: usize = 2_000;
+/// Limit of a probe. An endpoint lists its models from memory.
+const PROBE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The options of an endpoint's client.
 #[derive(Clone, Debug)]
 pub(super) struct UpstreamOptions {
-    /// The configuration key of the URL, for errors.
-    pub(super) url_key: &'static str,
+    /// The names of the configuration keys, for messages.
+    pub(super) keys: EndpointKeys,
     pub(super) key: Option<Secret>,
     pub(super) headers: BTreeMap<String, Secret>,
-    /// Maximum attempts of a request that the endpoint answers with a retryable status.
-    pub(super) attempts_max: u32,
-    /// The wait before the second attempt.
-    pub(super) backoff_min: Duration,
-}
-
-impl UpstreamOptions {
-    pub(super) fn new(url_key: &'static str, key: Option<Secret>, headers: BTreeMap<String, Secret>) -> Self {
-        let RetryPolicy { attempts_max, backoff_min, .. } = BACKOFF;
-        Self { url_key, key, headers, attempts_max, backoff_min }
-    }
+    /// The model of every request, for messages and for probes.
+    pub(super) model: String,
+    pub(super) retries: EndpointRetries,
 }
 
 /// One endpoint. Cheap to clone; clones share its connections.
@@ -84,7 +73,11 @@ struct UpstreamState {
     /// The URL without credentials and without a trailing slash.
     shown: String,
     connections: Semaphore,
-    policy: RetryPolicy,
+    keys: EndpointKeys,
+    model: String,
+    retries: EndpointRetries,
+    health: EndpointHealth,
+    world: World,
     rng: Mutex<fastrand::Rng>,
 }
 
@@ -113,7 +106,7 @@ impl Upstream {
     /// # Errors
     /// `InvalidArgument` with the key if the URL or a header is invalid, or if the URL is https and this program has no TLS.
     pub(super) fn new(base: &str, options: &UpstreamOptions, world: &World) -> Result<Self> {
-        let key = options.url_key;
+        let key = options.keys.url;
         let invalid = |why: String| Error::invalid(format!("`{key}`: {why}"));
         let mut place = EndpointUrl::parse(base).map_err(|why| invalid(format!("{why}; write http://host:port/v1")))?;
         if base.contains(['?', '#']) {
@@ -143,19 +136,46 @@ impl Upstream {
         }
         let client =
             EndpointClient::to(&place, &headers).map_err(|error| invalid(format!("{shown} {}", error.message())))?;
-        let policy = RetryPolicy {
-            attempts_max: options.attempts_max.max(1),
-            backoff_min: options.backoff_min,
-            backoff_max: BACKOFF.backoff_max.max(options.backoff_min),
-        };
         Ok(Self(Arc::new(UpstreamState {
             client,
             place,
+            health: EndpointHealth::new(shown.clone()),
             shown,
             connections: Semaphore::new(CONNECTIONS_MAX),
-            policy,
+            keys: options.keys,
+            model: options.model.clone(),
+            retries: options.retries.clone(),
+            world: world.clone(),
             rng: Mutex::new(world.rng()),
         })))
+    }
+
+    /// Returns what the calls so far have shown.
+    pub(super) fn report(&self) -> EndpointReport {
+        self.0.health.report(self.0.retries.budget)
+    }
+
+    /// Requests the list of models, once, and returns what the response shows.
+    pub(super) async fn probe(&self, cx: &CallContext) -> EndpointReport {
+        let state = &*self.0;
+        let mut cx = cx.child();
+        cx.deadline = cx.deadline.min(tokio::time::Instant::now() + PROBE_TIMEOUT);
+        let answer = state.send_once(&cx, &format!("{}/models", state.place.path), None).await;
+        let judged = match &answer {
+            Ok(answer) => probe::judge(answer, state.keys, &state.model),
+            Err(error) if error.code() == Code::DeadlineExceeded => {
+                let mut failure = state.keys.no_response(error);
+                failure.reason = format!("no response to GET /models within {} s", PROBE_TIMEOUT.as_secs());
+                Err(failure)
+            }
+            Err(error) => Err(state.keys.no_response(error)),
+        };
+        let mut report = EndpointReport { url: state.shown.clone(), state: EndpointState::Ready, ..self.report() };
+        (report.reason, report.fix, report.failing_seconds) = (String::new(), String::new(), 0);
+        if let Err(failure) = judged {
+            (report.state, report.reason, report.fix) = (failure.state, failure.reason, failure.fix);
+        }
+        report
     }
 
     /// Sends a JSON body with `POST` to a path under the base URL, and retries as long as policy and deadline allow. Returns `Ok`
@@ -183,86 +203,116 @@ impl Upstream {
         body: Bytes,
     ) -> Result<EndpointResponse> {
         let state = &*self.0;
-        let (mut tries, mut connects) = (0, 0);
+        let mut attempts = Attempts::default();
+        let mut waiting = None;
         loop {
-            let result = state.send_once(cx, target, body.clone()).await;
-            let (number, wait_min) = match &result {
-                Ok(answer) => {
-                    if let Some(why) = permanent_rejection(answer) {
-                        tracing::error!(
-                            subject = subject(),
-                            status = answer.status,
-                            why,
-                            "the endpoint refuses this key"
-                        );
-                        return result;
-                    }
-                    tries += 1;
-                    if !RETRIED.contains(&answer.status) || tries >= state.policy.attempts_max {
-                        return result;
-                    }
-                    (tries, answer.retry_after)
-                }
-                Err(error) if error.code() == Code::Unavailable => {
-                    let limit = if error.execution() == Execution::NotStarted {
-                        connects += 1;
-                        connects >= CONNECT_ATTEMPTS_MAX
-                    } else {
-                        // A generation has no side effects, so a lost response can be requested again.
-                        tries += 1;
-                        tries >= state.policy.attempts_max
-                    };
-                    if limit {
-                        return result.map_err(|error| error.about(subject()));
-                    }
-                    (tries + connects, None)
-                }
-                Err(_) => return result.map_err(|error| error.about(subject())),
-            };
-            let backoff = {
-                let mut rng = state.rng.lock().unwrap_or_else(PoisonError::into_inner);
-                state.policy.backoff(number, &mut rng)
-            };
-            let wait = backoff.max(wait_min.unwrap_or_default());
-            if cx.remaining() <= wait {
-                return result.map_err(|error| error.about(subject()));
+            let result = state.send_once(cx, target, Some(body.clone())).await;
+            if matches!(&result, Ok(answer) if answer.status < 400) {
+                return result;
             }
-            let status = result.as_ref().map_or(0, |answer| answer.status);
-            tracing::debug!(subject = subject(), status, number, ?wait, "the endpoint is asked again");
-            cx.bound(Execution::Unknown, async {
-                tokio::time::sleep(wait).await;
-                Ok(())
-            })
-            .await
-            .map_err(|error| error.about(subject()))?;
+            let next = {
+                let mut rng = state.rng.lock().unwrap_or_else(PoisonError::into_inner);
+                attempts.next(&result, &state.retries, cx.remaining(), &state.world, &mut rng)
+            };
+            match next {
+                NextAttempt::Never(why) => {
+                    return match result {
+                        Ok(mut answer) => {
+                            answer.attempts = why;
+                            Ok(answer)
+                        }
+                        Err(error) => Err(state.gave_up(error, &why).about(subject())),
+                    };
+                }
+                NextAttempt::After(wait) => {
+                    match &result {
+                        Ok(answer) => state.note(answer),
+                        Err(error) => state.health.failed(state.keys.no_response(error)),
+                    }
+                    waiting.get_or_insert_with(|| state.health.wait());
+                    tracing::debug!(
+                        subject = subject(),
+                        attempts = attempts.made,
+                        ?wait,
+                        "the endpoint is asked again"
+                    );
+                    cx.bound(Execution::Unknown, async {
+                        tokio::time::sleep(wait).await;
+                        Ok(())
+                    })
+                    .await
+                    .map_err(|error| error.about(subject()))?;
+                }
+            }
         }
     }
 
-    /// Returns the JSON object of a successful response.
+    /// Returns the JSON object of a successful response, if it has a list under `key`, as each response of the dialect has.
     ///
     /// # Errors
-    /// The error of the status, with the endpoint's own message; `DataLoss` if a successful response is not a JSON object.
-    pub(super) fn object(&self, path: &str, answer: EndpointResponse) -> Result<RawObject> {
-        let subject = || format!("POST {}{path}", self.0.shown);
-        let shown = |body: &Bytes| String::from_utf8_lossy(&body[..body.len().min(SHOWN_BYTES_MAX)]).into_owned();
+    /// The error of the status, with the endpoint's own message; `DataLoss` if a successful response is not of the dialect.
+    pub(super) fn object(&self, path: &str, answer: EndpointResponse, key: &str) -> Result<RawObject> {
+        let state = &*self.0;
+        let subject = || format!("POST {}{path}", state.shown);
         if !(200..300).contains(&answer.status) {
+            state.note(&answer);
             let leads = answer.location.map(|place| format!(" and refers to {place}")).unwrap_or_default();
-            let text = format!("answered {}{leads}: {}", answer.status, shown(&answer.body));
+            let attempts = Some(answer.attempts).filter(|attempts| !attempts.is_empty());
+            let attempts = attempts.map(|attempts| format!(" ({attempts})")).unwrap_or_default();
+            let text = format!("answered {}{leads}: {}{attempts}", answer.status, readable(&answer.body));
             let error = Error::finished(code_of(answer.status), text).about(subject());
+            // Set here, because the code of a 504 would be that of an expired deadline of this call.
+            let error = error.with_class(match answer.status {
+                408 | 429 | 502..=504 | 520 => FailureClass::ModelUnavailable,
+                _ => FailureClass::ModelError,
+            });
             // A redirect is not stored as a rejection: a client that followed it would bypass this server.
             let refused = EndpointRejection { status: answer.status, body: answer.body };
             return Err(if refused.status >= 400 { error.caused_by(refused) } else { error });
         }
-        RawObject::parse(answer.body.clone()).map_err(|error| {
-            let text =
-                format!("answered {} with what is no JSON object ({error}): {}", answer.status, shown(&answer.body));
+        let wrong = |why: String| {
+            state.health.failed(state.keys.not_an_endpoint(&answer.body));
+            let text = format!("answered {} {why}: {}", answer.status, readable(&answer.body));
             Error::finished(Code::DataLoss, text).about(subject())
-        })
+        };
+        let object = RawObject::parse(answer.body.clone())
+            .map_err(|error| wrong(format!("with what is no JSON object ({error})")))?;
+        if object.get(key).is_none_or(|list| list.first() != Some(&b'[')) {
+            return Err(wrong(format!("with a JSON object that has no list `{key}`, so it is no response of a model")));
+        }
+        state.health.responded();
+        // OpenAI's own form of a generation that failed.
+        if object.get("status").is_some_and(|status| status == "\"failed\"") {
+            let text = format!("answered {} with the status `failed`: {}", answer.status, readable(&answer.body));
+            return Err(Error::finished(Code::Internal, text).about(subject()).with_class(FailureClass::ModelError));
+        }
+        Ok(object)
     }
 }
 
 impl UpstreamState {
-    async fn send_once(&self, cx: &CallContext, target: &str, body: Bytes) -> Result<EndpointResponse> {
+    /// Records what an error response says about the endpoint. An error that the request caused says nothing.
+    fn note(&self, answer: &EndpointResponse) {
+        match probe::of_status(answer, self.keys, &self.model) {
+            Some(failure) => self.health.failed(failure),
+            None => self.health.responded(),
+        }
+    }
+
+    /// Returns the final error of a call without a response. It is `Finished`, so that no caller repeats the call once more: the
+    /// budget covers the whole call.
+    fn gave_up(&self, error: Error, attempts: &str) -> Error {
+        if error.code() != Code::Unavailable {
+            return error;
+        }
+        self.health.failed(self.keys.no_response(&error));
+        Error::finished(Code::Unavailable, format!("no response after {attempts}"))
+            .caused_by(error)
+            .with_class(FailureClass::ModelUnavailable)
+    }
+
+    /// Sends a `POST` with the body, or a `GET` without one.
+    async fn send_once(&self, cx: &CallContext, target: &str, body: Option<Bytes>) -> Result<EndpointResponse> {
         let room = self.connections.acquire();
         let _room = cx
             .bound(Execution::NotStarted, async {
@@ -272,7 +322,7 @@ impl UpstreamState {
         let mut target = target.to_owned();
         let mut hops = 0;
         loop {
-            let answer = self.client.post(cx, target.clone(), body.clone()).await?;
+            let answer = self.client.send(cx, target.clone(), body.clone()).await?;
             // Follows a redirect only if it keeps method and body and stays on this host and port. Any other redirect would turn
             // the request into a `GET` without its body, or send the headers with their keys to another server. Such a response is
             // returned as an error.
@@ -315,12 +365,12 @@ impl EndpointClient {
         not(any(feature = "http", feature = "tls")),
         expect(clippy::unused_async, reason = "no client is left to wait for")
     )]
-    async fn post(&self, cx: &CallContext, target: String, body: Bytes) -> Result<EndpointResponse> {
+    async fn send(&self, cx: &CallContext, target: String, body: Option<Bytes>) -> Result<EndpointResponse> {
         match *self {
             #[cfg(feature = "http")]
-            Self::Http(ref direct) => direct.post(cx, target, body).await,
+            Self::Http(ref direct) => direct.send(cx, target, body).await,
             #[cfg(feature = "tls")]
-            Self::Https(ref secured) => secured.post(cx, &target, body).await,
+            Self::Https(ref secured) => secured.send(cx, &target, body).await,
         }
     }
 }
@@ -347,29 +397,6 @@ fn code_of(status: u16) -> Code {
         502 | 503 | 520 => Code::Unavailable,
         // A wrong key or path is an error of this server's configuration, not of the caller's request.
         _ => Code::Internal,
-    }
-}
-
-/// Returns the reason why a retry with this key can never succeed, or `None` if it can.
-fn permanent_rejection(answer: &EndpointResponse) -> Option<&'static str> {
-    let codes = || -> Vec<String> {
-        let body: Value = serde_json::from_slice(&answer.body).unwrap_or_default();
-        match &body["error"] {
-            Value::String(code) => vec![code.to_lowercase()],
-            error => ["code", "type"].iter().filter_map(|key| error[key].as_str()).map(str::to_lowercase).collect(),
-        }
-    };
-    let any = |known: &[&'static str]| {
-        let codes = codes();
-        known.iter().copied().find(|known| codes.iter().any(|code| code == known))
-    };
-    match answer.status {
-        429 => any(&["budget_exceeded", "insufficient_quota"]),
-        401 | 403 => any(&["invalid_api_key", "invalid_api_token", "authentication_error"]).or_else(|| {
-            let text = String::from_utf8_lossy(&answer.body).to_lowercase();
-            ["invalid api key", "incorrect api key"].into_iter().find(|known| text.contains(known))
-        }),
-        _ => None,
     }
 }
 

@@ -53,8 +53,8 @@ impl PlainClient {
         Ok(Self { endpoint, connector: HttpConnector::new(config), channel: OnceCell::new(), metadata })
     }
 
-    /// Sends a JSON body with `POST`. Returns `Ok` for any complete response.
-    pub(super) async fn post(&self, cx: &CallContext, path: String, body: Bytes) -> Result<EndpointResponse> {
+    /// Sends a JSON body with `POST`, or a `GET` without a body. Returns `Ok` for any complete response.
+    pub(super) async fn send(&self, cx: &CallContext, path: String, body: Option<Bytes>) -> Result<EndpointResponse> {
         let options = ConnectOptions::default();
         // Opens no connection yet: each call opens a connection if it needs one.
         let connect = || self.connector.connect(cx, &self.endpoint, &options);
@@ -62,7 +62,11 @@ impl PlainClient {
         let mut own = cx.child();
         own.metadata = self.metadata.clone();
         own.reply_bytes_max = cx.reply_bytes_max;
-        let answer = channel.call(Request::post(own, Route::from(path), body)).await.map_err(of_transport)?;
+        let request = match body {
+            Some(body) => Request::post(own, Route::from(path), body),
+            None => Request::get(own, Route::from(path)),
+        };
+        let answer = channel.call(request).await.map_err(of_transport)?;
         let header = |name: &str| answer.metadata.get(name).map(str::to_owned);
         Ok(EndpointResponse::new(
             answer.status.0,

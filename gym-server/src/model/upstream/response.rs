@@ -1,23 +1,85 @@
 //! The response of an endpoint.
 
-use std::time::Duration;
+use std::time::{Duration, UNIX_EPOCH};
 
 use bytes::Bytes;
+use gym_core::World;
+use serde_json::Value;
 
 /// A complete response with any status.
 #[derive(Debug)]
 pub(in crate::model) struct EndpointResponse {
     pub(in crate::model) status: u16,
     pub(in crate::model) body: Bytes,
-    pub(super) retry_after: Option<Duration>,
+    /// The header of that name: seconds, or a date.
+    retry_after: Option<String>,
     /// The target of a redirect that is not followed.
     pub(super) location: Option<String>,
+    /// The attempts that were made, if there were several.
+    pub(super) attempts: String,
 }
 
 impl EndpointResponse {
     /// Creates a response. `retry_after` and `location` are header values.
-    pub(super) fn new(status: u16, retry_after: Option<String>, location: Option<String>, body: Bytes) -> Self {
-        let retry_after = retry_after.and_then(|seconds| seconds.trim().parse().ok()).map(Duration::from_secs);
-        Self { status, body, retry_after, location: location.filter(|_| (300..400).contains(&status)) }
+    pub(in crate::model) fn new(
+        status: u16,
+        retry_after: Option<String>,
+        location: Option<String>,
+        body: Bytes,
+    ) -> Self {
+        let location = location.filter(|_| (300..400).contains(&status));
+        Self { status, body, retry_after, location, attempts: String::new() }
+    }
+
+    /// Returns the time that the endpoint asks its clients to wait (RFC 9110, section 10.2.3).
+    pub(super) fn retry_after(&self, world: &World) -> Option<Duration> {
+        let text = self.retry_after.as_deref()?.trim();
+        if let Ok(seconds) = text.parse() {
+            return Some(Duration::from_secs(seconds));
+        }
+        let at = httpdate::parse_http_date(text).ok()?.duration_since(UNIX_EPOCH).ok()?;
+        Some(at.saturating_sub(world.now()))
+    }
+
+    /// Returns the endpoint's name for a spent quota, which no repetition changes.
+    pub(super) fn exhausted_quota(&self) -> Option<&'static str> {
+        if self.status != 429 {
+            return None;
+        }
+        let codes = self.codes();
+        ["budget_exceeded", "insufficient_quota"].into_iter().find(|known| codes.iter().any(|code| code == known))
+    }
+
+    /// Returns the names of the error in the forms of OpenAI and vLLM, in lower case.
+    pub(in crate::model) fn codes(&self) -> Vec<String> {
+        let body: Value = serde_json::from_slice(&self.body).unwrap_or_default();
+        let names = |error: &Value| {
+            let names = ["code", "type"].into_iter().filter_map(|key| error[key].as_str());
+            names.map(str::to_lowercase).collect::<Vec<_>>()
+        };
+        match &body["error"] {
+            Value::String(code) => vec![code.to_lowercase()],
+            Value::Null => names(&body),
+            error => names(error),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::world;
+
+    #[test]
+    fn a_retry_after_is_seconds_or_a_date() {
+        let world = world();
+        let date = httpdate::fmt_http_date(UNIX_EPOCH + world.now() + Duration::from_secs(90));
+        let asked =
+            |text: &str| EndpointResponse::new(429, Some(text.to_owned()), None, Bytes::new()).retry_after(&world);
+        assert_eq!(asked(" 7 "), Some(Duration::from_secs(7)));
+        // A date has no fraction of a second.
+        assert!(asked(&date).is_some_and(|asked| (88..=90).contains(&asked.as_secs())), "{:?}", asked(&date));
+        assert_eq!(asked("Thu, 01 Jan 1970 00:00:00 GMT"), Some(Duration::ZERO));
+        assert_eq!(asked("soon"), None);
     }
 }

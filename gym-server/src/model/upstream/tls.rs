@@ -49,13 +49,16 @@ impl TlsClient {
         Ok(Self { client, origin: origin.to_owned(), headers: headers.clone() })
     }
 
-    /// Sends a JSON body with `POST`. Returns `Ok` for any complete response.
-    pub(super) async fn post(&self, cx: &CallContext, path: &str, body: Bytes) -> Result<EndpointResponse> {
+    /// Sends a JSON body with `POST`, or a `GET` without a body. Returns `Ok` for any complete response.
+    pub(super) async fn send(&self, cx: &CallContext, path: &str, body: Option<Bytes>) -> Result<EndpointResponse> {
         // Boxed because the future is large.
         Box::pin(cx.bound(Execution::Unknown, async {
             let url = format!("{}{path}", self.origin);
-            let request = self.client.post(url).headers(self.headers.clone()).body(body);
-            let mut response = request.send().await.map_err(of_reqwest)?;
+            let request = match body {
+                Some(body) => self.client.post(url).body(body),
+                None => self.client.get(url),
+            };
+            let mut response = request.headers(self.headers.clone()).send().await.map_err(of_reqwest)?;
             let too_large = |length: u64| {
                 let text = format!("the answer has {length} bytes or more; at most {} are taken", cx.reply_bytes_max);
                 Error::finished(Code::ResourceExhausted, text)

@@ -7,6 +7,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value};
 
 use crate::model::secret::Secret;
+use crate::model::upstream::retry;
 
 /// The keys that carry reasoning on assistant messages sent to the engine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
@@ -82,9 +83,19 @@ pub struct VllmModelConfig {
     /// Sends the session's id to the engine as the conversation's id. Off by default.
     #[serde(default)]
     pub forward_session_id_as_conversation_id: bool,
+    /// Maximum attempts of a request that the endpoint answers with 404, 408, 429, 500, 502, 503, 504 or 520. By default 3, and for
+    /// 429, 502 and 503 as many as `retry_budget_seconds` allows: the endpoint may serve soon.
+    #[serde(default)]
+    pub max_http_attempts: Option<u32>,
+    /// Maximum time from the first failure of a call to its last attempt, over all failures; 0 for no repetition. 300 by default.
+    #[serde(default = "budget")]
+    pub retry_budget_seconds: f64,
     /// The wait before the second attempt, in milliseconds; doubled for each further attempt, and randomized. 500 by default.
-    #[serde(default = "half_a_second")]
+    #[serde(default = "backoff")]
     pub retry_backoff_ms: u64,
+    /// The longest wait between two attempts, in milliseconds, unless the endpoint's `Retry-After` asks for more. 8,000 by default.
+    #[serde(default = "backoff_max")]
+    pub retry_backoff_max_ms: u64,
 }
 
 /// One string or a list of strings.
@@ -101,8 +112,16 @@ fn yes() -> bool {
     true
 }
 
-fn half_a_second() -> u64 {
-    500
+fn budget() -> f64 {
+    retry::BUDGET_SECONDS
+}
+
+fn backoff() -> u64 {
+    retry::BACKOFF_MS
+}
+
+fn backoff_max() -> u64 {
+    retry::BACKOFF_MAX_MS
 }
 
 /// The environment variable in which launchers choose the reasoning field, unless the configuration does.
@@ -133,7 +152,10 @@ impl VllmModelConfig {
             extra_body: None,
             default_headers: BTreeMap::new(),
             forward_session_id_as_conversation_id: false,
-            retry_backoff_ms: half_a_second(),
+            max_http_attempts: None,
+            retry_budget_seconds: budget(),
+            retry_backoff_ms: backoff(),
+            retry_backoff_max_ms: backoff_max(),
         }
     }
 

@@ -9,6 +9,7 @@
 
 mod audio;
 mod config;
+mod overflow;
 mod prepare;
 mod request;
 mod response;
@@ -16,17 +17,20 @@ mod think;
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::{Arc, Once};
-use std::time::Duration;
 
 use bytes::Bytes;
-use gym_core::{CallContext, Code, Error, ModelResponse, ModelServer, RawObject, Result, SessionId, World};
+use futures_util::future::{BoxFuture, join_all};
+use gym_core::rollout::FailureClass;
+use gym_core::server::{EndpointReport, ModelEndpoints};
+use gym_core::{CallContext, Error, ModelResponse, ModelServer, RawObject, Result, SessionId, World};
 use serde_json::{Value, json};
 
 pub use config::{OneOrMany, ReasoningField, VllmModelConfig};
 
 use crate::model::secret::Secret;
-use crate::model::upstream::{EndpointResponse, Upstream, UpstreamOptions};
-use response::{Completion, TokenFields};
+use crate::model::upstream::retry::{EndpointRetries, RetryKeys};
+use crate::model::upstream::{EndpointKeys, Upstream, UpstreamOptions};
+use response::{Completion, ResponseForm, TokenFields};
 
 /// Request keys that determine how the engine tokenizes the request.
 const TOKENIZE_KEYS: [&str; 5] = ["model", "messages", "tools", "chat_template_kwargs", "mm_processor_kwargs"];
@@ -52,16 +56,20 @@ impl VllmModel {
     pub fn new(mut config: VllmModelConfig, world: &World) -> Result<Self> {
         config.check()?;
         config.choose_reasoning_field(std::env::var(config::REASONING_FIELD).ok().as_deref())?;
-        let key = Secret::or_from_environment(config.api_key.clone());
-        let engines = config
-            .base_urls()
-            .into_iter()
-            .map(|url| {
-                let mut options = UpstreamOptions::new("base_url", key.clone(), config.default_headers.clone());
-                options.backoff_min = Duration::from_millis(config.retry_backoff_ms);
-                Upstream::new(url, &options, world)
-            })
-            .collect::<Result<_>>()?;
+        let options = UpstreamOptions {
+            keys: EndpointKeys { url: "base_url", api_key: "api_key", model: "model" },
+            key: Secret::or_from_environment(config.api_key.clone()),
+            headers: config.default_headers.clone(),
+            model: config.model.clone(),
+            retries: EndpointRetries::of(RetryKeys {
+                max_http_attempts: config.max_http_attempts,
+                retry_budget_seconds: config.retry_budget_seconds,
+                retry_backoff_ms: config.retry_backoff_ms,
+                retry_backoff_max_ms: config.retry_backoff_max_ms,
+            })?,
+        };
+        let engines =
+            config.base_urls().into_iter().map(|url| Upstream::new(url, &options, world)).collect::<Result<_>>()?;
         Ok(Self { config: Arc::new(config), engines, world: world.clone(), template_dropped: Arc::new(Once::new()) })
     }
 
@@ -73,7 +81,13 @@ impl VllmModel {
         &self.engines[usize::try_from(index).expect("below the number of engines")]
     }
 
-    async fn chat(&self, cx: &CallContext, session: &SessionId, request: &RawObject) -> Result<RawObject> {
+    /// Returns the completion, and the engine's message if the request did not fit into the model's context.
+    async fn chat(
+        &self,
+        cx: &CallContext,
+        session: &SessionId,
+        request: &RawObject,
+    ) -> Result<(RawObject, Option<String>)> {
         let config = &*self.config;
         if !config.forward_request_chat_template_kwargs && request.contains("chat_template_kwargs") {
             self.template_dropped.call_once(|| {
@@ -89,14 +103,19 @@ impl VllmModel {
             body = body.edit().set("conversation_params", conversation.to_string()).to_object()?;
         }
         if !config.sequential_reasoning_allowed && prepare::ends_in_empty_assistant(&body)? {
-            return response::empty(&config.model, "content_filter", &self.world);
+            return Ok((response::empty(&config.model, "content_filter", &self.world)?, None));
         }
         let engine = self.engine(session);
         let answer = engine.post(cx, CHAT_ROUTE, body.text().clone()).await?;
-        if is_overflow(&answer) && !config.propagate_context_overflow_errors {
-            return response::empty(&config.model, "length", &self.world);
+        if let Some(message) = overflow::of(&answer) {
+            if config.propagate_context_overflow_errors {
+                let error = engine.object(CHAT_ROUTE, answer, "choices").err();
+                let error = error.unwrap_or_else(|| Error::internal("an overflow is an error"));
+                return Err(error.with_class(FailureClass::Truncated));
+            }
+            return Ok((response::empty(&config.model, "length", &self.world)?, Some(message)));
         }
-        let mut completion = Completion::parse(engine.object(CHAT_ROUTE, answer)?)?;
+        let mut completion = Completion::parse(engine.object(CHAT_ROUTE, answer, "choices")?)?;
         let continued = body.get("continue_final_message").is_some_and(|value| value == "true");
         completion.fold_reasoning(config.uses_reasoning_parser, continued)?;
         if config.return_token_id_information {
@@ -111,7 +130,7 @@ impl VllmModel {
                 }
             }
         }
-        completion.finish()
+        Ok((completion.finish()?, None))
     }
 
     /// Requests the token ids of the prompt from `/tokenize`.
@@ -123,20 +142,19 @@ impl VllmModel {
             }
         }
         let answer = engine.post_outside_v1(cx, "/tokenize", fields.finish().into()).await?;
-        let answer = engine.object("/tokenize", answer)?;
-        answer.get("tokens").filter(|tokens| tokens.first() == Some(&b'[')).ok_or_else(|| {
-            Error::finished(
-                Code::DataLoss,
-                format!("the engine's answer to /tokenize has no list `tokens`: {answer:?}"),
-            )
-        })
+        let answer = engine.object("/tokenize", answer, "tokens")?;
+        Ok(answer.get("tokens").unwrap_or_default())
     }
 }
 
-/// Returns `true` if the engine rejected the prompt as too long.
-fn is_overflow(answer: &EndpointResponse) -> bool {
-    let text = String::from_utf8_lossy(&answer.body);
-    answer.status == 400 && (text.contains("context length") || text.contains("max_tokens"))
+impl ModelEndpoints for VllmModel {
+    fn reports(&self) -> Vec<EndpointReport> {
+        self.engines.iter().map(Upstream::report).collect()
+    }
+
+    fn probe<'a>(&'a self, cx: &'a CallContext) -> BoxFuture<'a, Vec<EndpointReport>> {
+        Box::pin(join_all(self.engines.iter().map(|engine| engine.probe(cx))))
+    }
 }
 
 impl ModelServer for VllmModel {
@@ -155,16 +173,20 @@ impl ModelServer for VllmModel {
             }
             let engine = self.engine(session);
             let answer = engine.post(cx, "/responses", edit.to_rope().to_bytes()).await?;
-            return engine.object("/responses", answer).map(ModelResponse);
+            return engine.object("/responses", answer, "output").map(ModelResponse);
         }
         let tokens = config.return_token_id_information;
-        let chat = self.chat(cx, session, &request::to_chat(body, tokens)?).await?;
-        let uses_parser = config.uses_reasoning_parser;
-        response::to_response(body, chat, &config.model, uses_parser, tokens, &self.world).map(ModelResponse)
+        let (chat, overflow) = self.chat(cx, session, &request::to_chat(body, tokens)?).await?;
+        let form = ResponseForm { model: &config.model, uses_parser: config.uses_reasoning_parser, tokens };
+        response::to_response(body, chat, form, overflow.as_deref(), &self.world).map(ModelResponse)
     }
 
     async fn chat_completions(&self, cx: &CallContext, session: &SessionId, body: &RawObject) -> Result<RawObject> {
-        self.chat(cx, session, body).await
+        self.chat(cx, session, body).await.map(|(chat, _)| chat)
+    }
+
+    fn endpoints(&self) -> Option<&dyn ModelEndpoints> {
+        Some(self)
     }
 }
 

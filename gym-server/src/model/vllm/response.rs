@@ -41,6 +41,16 @@ impl Completion {
             .get_object("message")
             .map_err(|error| broken(format!("the engine's message: {error}")))?
             .ok_or_else(|| broken("the engine's first choice has no `message`"))?;
+        // The engine gave up: what it generated until then is no answer of the model.
+        if let Some(reason) =
+            choices[0].get("finish_reason").filter(|reason| reason == "\"abort\"" || reason == "\"error\"")
+        {
+            let reason = String::from_utf8_lossy(&reason).into_owned();
+            return Err(Error::finished(
+                Code::Internal,
+                format!("the engine ended the response with finish_reason {reason}"),
+            ));
+        }
         Ok(Self { whole, choices, message })
     }
 
@@ -215,17 +225,28 @@ const REPEATED: [&str; 16] = [
     "parallel_tool_calls",
 ];
 
-/// Converts a chat completion to the Responses response to `params`.
+/// The settings that a response depends on.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct ResponseForm<'a> {
+    pub(super) model: &'a str,
+    pub(super) uses_parser: bool,
+    pub(super) tokens: bool,
+}
+
+/// Maximum characters of the engine's message in `incomplete_details`.
+const MESSAGE_CHARS_MAX: usize = 500;
+
+/// Converts a chat completion to the Responses response to `params`. `overflow` is the engine's message if the request did not fit into
+/// the model's context.
 pub(super) fn to_response(
     params: &RawObject,
     chat: RawObject,
-    model: &str,
-    uses_reasoning_parser: bool,
-    tokens: bool,
+    form: ResponseForm<'_>,
+    overflow: Option<&str>,
     world: &World,
 ) -> Result<RawObject> {
     let completion = Completion::parse(chat)?;
-    let output = output(&completion, uses_reasoning_parser, tokens, world)?;
+    let output = output(&completion, form.uses_parser, form.tokens, world)?;
     let choice = &completion.choices[0];
     let finish_reason = choice.get_as::<Value>("finish_reason")?.unwrap_or_default();
     let incomplete = match finish_reason.as_str() {
@@ -237,11 +258,18 @@ pub(super) fn to_response(
     let mut answer = ObjectText::default();
     answer.add("id", &format!(r#""resp_{}""#, world.unique_id()));
     answer.add("created_at", &completion.whole.get("created").map_or_else(|| "0".into(), text));
-    answer.add("model", &Value::from(model).to_string());
+    answer.add("model", &Value::from(form.model).to_string());
     answer.add("object", r#""response""#);
     answer.add("output", &output);
     answer.add("status", if incomplete.is_some() { r#""incomplete""# } else { r#""completed""# });
-    let details = incomplete.map(|reason| json!({"reason": reason}));
+    let details = incomplete.map(|reason| match overflow {
+        None => json!({"reason": reason}),
+        // OpenAI's type allows no other reason, but further keys.
+        Some(message) => {
+            let message: String = message.chars().take(MESSAGE_CHARS_MAX).collect();
+            json!({"reason": reason, "code": "context_length_exceeded", "message": message})
+        }
+    });
     answer.add("incomplete_details", &details.unwrap_or_default().to_string());
     let given = |key: &str| params.get(key).filter(|value| value != "null").map(text);
     answer.add("tool_choice", &given("tool_choice").unwrap_or_else(|| r#""auto""#.into()));

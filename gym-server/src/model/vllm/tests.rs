@@ -1,3 +1,5 @@
+use gym_core::Code;
+
 use super::*;
 use crate::model::mock::{MockEndpoint, answer};
 use crate::testing::world;
@@ -127,16 +129,55 @@ fn choice_with_token(token: &str) -> String {
 }
 
 #[tokio::test]
-async fn a_context_overflow_is_an_answer_that_was_cut() {
-    let overflow = r#"{"object":"error","message":"This model's maximum context length is 10 tokens."}"#;
-    let mock =
-        MockEndpoint::new(vec![answer(400, overflow), answer(400, overflow), answer(400, "no such thing")]).await;
+async fn a_context_overflow_is_a_response_that_was_cut_and_says_so() {
+    let text = "The input (61709 tokens) is longer than the model's context length (40960 tokens).";
+    let overflow = json!({"object": "error", "message": text, "type": "BadRequestError", "code": 400}).to_string();
+    let mock = MockEndpoint::new(vec![answer(400, &overflow), answer(400, &overflow), answer(400, &overflow)]).await;
     let (got, _) = ask(&model(&mock, |_| ()), r#"{"input":"x"}"#).await.unwrap();
-    assert_eq!(got["incomplete_details"]["reason"], "max_output_tokens");
+    let details = json!({"reason": "max_output_tokens", "code": "context_length_exceeded", "message": text});
+    assert_eq!((&got["incomplete_details"], &got["status"]), (&details, &json!("incomplete")));
     assert_eq!(got["output"][0]["content"][0]["text"], "");
+    let body = RawObject::parse(r#"{"messages":[{"role":"user","content":"x"}]}"#).unwrap();
+    let chat = model(&mock, |_| ()).chat_completions(&CallContext::default(), &SessionId::new("s"), &body).await;
+    assert_eq!(chat.unwrap().get_as::<Value>("choices").unwrap().unwrap()[0]["finish_reason"], "length");
     let strict = model(&mock, |config| config.propagate_context_overflow_errors = true);
-    assert_eq!(ask(&strict, r#"{"input":"x"}"#).await.unwrap_err().code(), Code::InvalidArgument);
-    assert_eq!(ask(&model(&mock, |_| ()), r#"{"input":"x"}"#).await.unwrap_err().code(), Code::InvalidArgument);
+    let error = ask(&strict, r#"{"input":"x"}"#).await.unwrap_err();
+    assert_eq!((error.code(), error.failure_class()), (Code::InvalidArgument, FailureClass::Truncated));
+    assert!(error.to_string().ends_with(&format!("answered 400: {text}")), "{error}");
+}
+
+#[tokio::test]
+async fn any_other_error_of_the_engine_fails_the_attempt() {
+    for message in ["max_tokens must be at least 1, got 0.", "no such thing", "maximum context length is 5 tokens"] {
+        let body = json!({"object": "error", "message": message, "code": 400}).to_string();
+        let mock = MockEndpoint::new(vec![answer(400, &body)]).await;
+        let error = ask(&model(&mock, |_| ()), r#"{"input":"x"}"#).await.unwrap_err();
+        assert_eq!((error.code(), error.failure_class()), (Code::InvalidArgument, FailureClass::ModelError));
+        assert!(error.to_string().ends_with(&format!("answered 400: {message}")), "{error}");
+    }
+}
+
+#[tokio::test]
+async fn a_success_without_a_response_of_a_model_fails_the_attempt() {
+    for (body, says) in [
+        ("{}", "no list `choices`, so it is no response of a model: {}"),
+        ("<html><head><title>Jupyter</title></head></html>", "an HTML page with the title `Jupyter`"),
+        (r#"{"error":{"message":"the engine is dead"}}"#, "the engine is dead"),
+        (r#"{"choices":null}"#, "no list `choices`"),
+        (
+            r#"{"choices":[{"finish_reason":"abort","message":{"role":"assistant","content":"a"}}]}"#,
+            "finish_reason \"abort\"",
+        ),
+    ] {
+        for native in [false, true] {
+            let mock = MockEndpoint::new(vec![answer(200, body)]).await;
+            let error =
+                ask(&model(&mock, |config| config.is_responses_native = native), r#"{"input":"x"}"#).await.unwrap_err();
+            let says = if native { says.replace("choices", "output") } else { says.to_owned() };
+            assert!(native || error.to_string().contains(&says), "{error}");
+            assert_eq!(error.execution(), gym_core::Execution::Finished);
+        }
+    }
 }
 
 #[tokio::test]

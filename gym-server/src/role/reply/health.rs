@@ -8,6 +8,9 @@ use serde::{Deserialize, Serialize};
 /// Maximum peers in `/health`: more than the servers of a configuration, and few enough for a frequently requested reply.
 const PEERS_MAX: usize = 64;
 
+/// The query of `/health` that calls the endpoints of a model server.
+pub(crate) const PROBE_QUERY: &str = "probe";
+
 /// The path to one peer.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct PeerReport {

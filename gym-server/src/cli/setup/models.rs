@@ -1,0 +1,247 @@
+//! The endpoints of model servers: probed when a command starts, and watched while rollouts run.
+//!
+//! Model servers report them in `/health`, so this works for the servers of this process and for running servers alike. Model servers
+//! in Python report none.
+
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use gym_client::ServerClient;
+use gym_core::server::{EndpointReport, EndpointState};
+use gym_core::{CallContext, Handler, Request, Response};
+use serde::Deserialize;
+use tokio::sync::watch;
+use tokio::time::Instant;
+
+use crate::cli::console::Console;
+use crate::cli::exit::Failure;
+use crate::role::reply::health::PROBE_QUERY;
+
+/// Limit for a model server that calls its endpoints, which has a limit of its own for them.
+const PROBE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Interval of the probes while a command waits for endpoints, and of the health requests while rollouts run. A user sees a failure
+/// within two intervals.
+const EVERY: Duration = Duration::from_secs(1);
+/// Interval of the lines while a command waits for endpoints.
+const LINE_EVERY: Duration = Duration::from_secs(15);
+
+/// An endpoint, and the model server that calls it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(in crate::cli) struct ModelEndpoint {
+    pub(in crate::cli) server: String,
+    pub(in crate::cli) report: EndpointReport,
+}
+
+/// The model servers of a command.
+#[derive(Clone, Debug)]
+pub(in crate::cli) struct ModelWatch {
+    client: ServerClient,
+    servers: Vec<String>,
+}
+
+/// The part of `/health` that is read; other servers have no `endpoints`.
+#[derive(Deserialize)]
+struct Health {
+    #[serde(default)]
+    endpoints: Vec<EndpointReport>,
+}
+
+impl ModelWatch {
+    /// Creates a watch of these model servers.
+    pub(in crate::cli) fn new(client: ServerClient, servers: Vec<String>) -> Self {
+        Self { client, servers }
+    }
+
+    /// Calls all endpoints, and prints which respond. With `wait`, repeats this until all respond.
+    ///
+    /// # Errors
+    /// `Failed` with the endpoints that do not respond at the end of `wait`.
+    pub(in crate::cli) async fn at_start(&self, wait: Option<Duration>, console: &Console) -> Result<(), Failure> {
+        let began = Instant::now();
+        let mut printed: Option<(Instant, Vec<ModelEndpoint>)> = None;
+        loop {
+            let endpoints = self.request(Some(PROBE_QUERY), PROBE_TIMEOUT).await;
+            let silent: Vec<&ModelEndpoint> = endpoints.iter().filter(|endpoint| endpoint.is_silent()).collect();
+            let left = wait.map(|wait| wait.saturating_sub(began.elapsed())).unwrap_or_default();
+            let again = !silent.is_empty() && !left.is_zero();
+            if !again && !silent.is_empty() && wait.is_some() {
+                let texts: Vec<String> = silent.iter().map(|endpoint| endpoint.at_start(false)).collect();
+                let waited = began.elapsed().as_secs();
+                return Err(Failure::Failed(format!("after {waited} s (--wait-for-model), {}", texts.join("\n"))));
+            }
+            let known = |endpoint: &ModelEndpoint| {
+                printed.as_ref().is_some_and(|(_, known)| known.iter().any(|known| known.same(endpoint)))
+            };
+            for endpoint in endpoints.iter().filter(|endpoint| !known(endpoint)) {
+                endpoint.print(wait.is_none(), console);
+            }
+            if !again {
+                return Ok(());
+            }
+            let quiet = printed.as_ref().is_some_and(|(at, _)| at.elapsed() < LINE_EVERY);
+            if !quiet {
+                let names: Vec<&str> = silent.iter().map(|endpoint| endpoint.report.url.as_str()).collect();
+                let (names, seconds) = (names.join(", "), left.as_secs());
+                console.line(&format!("waiting for {names}: up to {seconds} s more; Ctrl-C stops"));
+            }
+            let at = printed.as_ref().filter(|_| quiet).map_or_else(Instant::now, |(at, _)| *at);
+            printed = Some((at, endpoints));
+            tokio::time::sleep(EVERY.min(left)).await;
+        }
+    }
+
+    /// Returns the endpoints for which calls wait now, as one text that is empty if there are none. The text is updated until the
+    /// receiver is dropped; the future must be polled.
+    pub(in crate::cli) fn watch(self) -> (watch::Receiver<String>, impl Future<Output = ()> + Send + 'static) {
+        let (sender, receiver) = watch::channel(String::new());
+        let watching = async move {
+            if self.servers.is_empty() {
+                return;
+            }
+            while !sender.is_closed() {
+                tokio::time::sleep(EVERY).await;
+                let endpoints = self.request(None, EVERY).await;
+                let text = endpoints.iter().filter_map(|endpoint| in_progress(&endpoint.server, &endpoint.report));
+                let text = text.collect::<Vec<_>>().join("; ");
+                sender.send_if_modified(|known| {
+                    let changed = *known != text;
+                    *known = text;
+                    changed
+                });
+            }
+        };
+        (receiver, watching)
+    }
+
+    /// Requests the health of all model servers. One that does not answer has no endpoints.
+    async fn request(&self, query: Option<&str>, within: Duration) -> Vec<ModelEndpoint> {
+        let route = query.map_or_else(|| "/health".to_owned(), |query| format!("/health?{query}"));
+        let requests = self.servers.iter().map(|server| async {
+            let cx = CallContext::within(within);
+            let answer = self.client.get(&cx, server, route.clone()).await;
+            answer.map(|answer| endpoints(server, &answer)).unwrap_or_default()
+        });
+        join_all(requests).await.into_iter().flatten().collect()
+    }
+}
+
+impl ModelEndpoint {
+    /// Returns `true` if waiting for the endpoint may help.
+    pub(in crate::cli) fn is_silent(&self) -> bool {
+        self.report.state == EndpointState::Unavailable
+    }
+
+    fn same(&self, other: &Self) -> bool {
+        let key = |endpoint: &Self| {
+            (
+                endpoint.server.clone(),
+                endpoint.report.url.clone(),
+                endpoint.report.state,
+                endpoint.report.reason.clone(),
+            )
+        };
+        key(self) == key(other)
+    }
+
+    fn print(&self, advises: bool, console: &Console) {
+        let text = self.at_start(advises);
+        if self.report.reason.is_empty() { console.line(&text) } else { console.warn(text) }
+    }
+
+    /// Describes the result of a probe: `model endpoint http://… (policy_model) is unavailable: connection refused`.
+    pub(in crate::cli) fn summary(&self) -> String {
+        let Self { server, report } = self;
+        let said = match report.state {
+            EndpointState::Ready => "responds",
+            EndpointState::Unavailable => "is unavailable",
+            _ => "cannot be used",
+        };
+        let reason = if report.reason.is_empty() { String::new() } else { format!(": {}", report.reason) };
+        format!("model endpoint {} ({server}) {said}{reason}", report.url)
+    }
+
+    /// Returns the summary with the fix.
+    fn at_start(&self, advises: bool) -> String {
+        let EndpointReport { fix, gives_up_after_seconds: seconds, .. } = &self.report;
+        let mut text = self.summary();
+        if !fix.is_empty() {
+            text.push_str(&format!("\n  fix: {fix}"));
+        }
+        if advises && self.is_silent() {
+            text.push_str(&format!(
+                "; --wait-for-model SECS waits for it, and without it each call waits up to {seconds} s"
+            ));
+        }
+        text
+    }
+}
+
+/// Calls the endpoints of a model server that was built but not started.
+pub(in crate::cli) async fn probe(server: &str, handler: &dyn Handler) -> Vec<ModelEndpoint> {
+    let request = Request::get(CallContext::within(PROBE_TIMEOUT), format!("/health?{PROBE_QUERY}"));
+    match handler.handle(request).await {
+        Ok(answer) => endpoints(server, &answer),
+        Err(_) => Vec::new(),
+    }
+}
+
+/// Returns the endpoints in a response to `/health`.
+fn endpoints(server: &str, answer: &Response) -> Vec<ModelEndpoint> {
+    let health = serde_json::from_slice::<Health>(&answer.message.head.to_bytes());
+    let endpoints = health.map(|health| health.endpoints).unwrap_or_default().into_iter();
+    endpoints.map(|report| ModelEndpoint { server: server.to_owned(), report }).collect()
+}
+
+/// Describes a failing endpoint of a model server in one line; `None` if its last call succeeded.
+pub(in crate::cli) fn in_progress(server: &str, report: &EndpointReport) -> Option<String> {
+    let verb = match report.state {
+        EndpointState::Unavailable => "is unavailable",
+        EndpointState::Misconfigured => "cannot be used",
+        _ => return None,
+    };
+    let EndpointReport { url, failing_seconds, reason, fix, waiting, gives_up_after_seconds, .. } = report;
+    let mut text = format!("{server}: {url} {verb} for {failing_seconds} s: {reason} (fix: {fix})");
+    match waiting {
+        0 => {}
+        1 => text.push_str(&format!(", 1 call waits up to {gives_up_after_seconds} s")),
+        calls => text.push_str(&format!(", {calls} calls wait up to {gives_up_after_seconds} s")),
+    }
+    Some(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn endpoint(state: EndpointState, reason: &str, fix: &str) -> ModelEndpoint {
+        let report = EndpointReport {
+            url: "http://h:8000/v1".into(),
+            state,
+            reason: reason.into(),
+            fix: fix.into(),
+            failing_seconds: 12,
+            waiting: 3,
+            gives_up_after_seconds: 300,
+        };
+        ModelEndpoint { server: "policy_model".into(), report }
+    }
+
+    #[test]
+    fn a_failing_endpoint_is_named_with_reason_and_fix() {
+        let dead =
+            endpoint(EndpointState::Unavailable, "connection refused", "start the engine, or correct `base_url`");
+        assert_eq!(
+            dead.at_start(true),
+            "model endpoint http://h:8000/v1 (policy_model) is unavailable: connection refused\n  fix: start the engine, or \
+             correct `base_url`; --wait-for-model SECS waits for it, and without it each call waits up to 300 s"
+        );
+        assert_eq!(
+            in_progress(&dead.server, &dead.report).unwrap(),
+            "policy_model: http://h:8000/v1 is unavailable for 12 s: connection refused (fix: start the engine, or correct \
+             `base_url`), 3 calls wait up to 300 s"
+        );
+        let ready = endpoint(EndpointState::Ready, "", "");
+        assert_eq!(ready.at_start(true), "model endpoint http://h:8000/v1 (policy_model) responds");
+        assert_eq!((in_progress("m", &ready.report), ready.is_silent()), (None, false));
+    }
+}
