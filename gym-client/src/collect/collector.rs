@@ -225,7 +225,13 @@ impl RolloutCollector {
             })?;
             materializer.write(BufReader::new(reader), ChunkWriter::new(chunks)).map_err(|error| invalid(&error))
         });
-        let summary = write_new_file(&*self.world.files, partial, written, reading).await?;
+        let written = write_new_file(&*self.world.files, partial, written, reading).await;
+        let summary = written.map_err(|error| match error.code() {
+            Code::NotFound => Error::invalid("no file can be created in this folder; choose another path")
+                .about(format!("write {}", partial.display()))
+                .caused_by(error),
+            _ => error,
+        })?;
         for (target, used) in &summary.targets {
             if let Err(error) = self.names.check_target(target) {
                 self.discard(partial).await;
