@@ -88,7 +88,7 @@ async fn a_rollout_whose_superseded_attempt_is_recorded_late_counts_once() {
         ..DriverOptions::default()
     };
     let mut late = 0;
-    for latency in 15..40 {
+    for latency in 5..20 {
         let (ended, counted, written) = collect(Duration::from_secs(latency), options.clone()).await;
         ended.unwrap();
         let lines = written.iter().filter(|byte| **byte == b'\n').count() as u64;

@@ -30,11 +30,11 @@ impl ResourcesServer for Digit {
     type Task = Task;
 
     async fn verify(&self, _: &CallContext, _: &SessionId, task: Task, response: &ModelResponse) -> Result<Verdict> {
-        if task.digits.is_empty() {
-            return Err(Error::internal("the task has no digits to choose from"));
-        }
         while task.wait_for.as_ref().is_some_and(|file| !file.exists()) {
             tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        if task.digits.is_empty() {
+            return Err(Error::internal("the task has no digits to choose from"));
         }
         Ok(Verdict::correct(task.digits.contains(response.last_text()?.trim())))
     }
