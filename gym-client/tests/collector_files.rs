@@ -86,15 +86,15 @@ struct Ground {
 
 impl Ground {
     fn new() -> Self {
-        let folder = tempfile::tempdir().unwrap();
+        let folder = tempfile::tempdir().expect("the test sets it up right");
         let padding = "x".repeat(PADDING);
         let rows = (0..TASKS).map(|task| {
             format!(r#"{{"responses_create_params":{{"input":[]}},"agent_ref":{{"name":"agent"}},"task":{task},"x":"{padding}"}}"#)
                 + "\n"
         });
-        std::fs::write(folder.path().join("tasks.jsonl"), rows.collect::<String>()).unwrap();
+        std::fs::write(folder.path().join("tasks.jsonl"), rows.collect::<String>()).expect("the test sets it up right");
         let servers = InProcess::new();
-        let listener = servers.listen("agent").unwrap();
+        let listener = servers.listen("agent").expect("the test sets it up right");
         let answer = handler_fn(|request: Request| async move {
             let row = RawObject::parse(request.message.head.to_bytes())?;
             Ok(Response::json(row.edit().set("reward", "1.0").to_rope()))
@@ -110,12 +110,12 @@ impl Ground {
     /// Runs one process of the collector. Returns its result and the number of outcomes that it acknowledged.
     async fn collect(&self, disk: &SimFiles) -> (Result<CollectSummary>, u64) {
         let output = self.output();
-        let folder = output.parent().unwrap();
+        let folder = output.parent().expect("the test sets it up right");
         let _ = std::fs::remove_dir_all(folder);
-        std::fs::create_dir(folder).unwrap();
+        std::fs::create_dir(folder).expect("the test sets it up right");
         for path in self.files() {
-            if disk.length(&path).await.unwrap().is_some() {
-                std::fs::write(&path, disk.contents(&path)).unwrap();
+            if disk.length(&path).await.expect("the test sets it up right").is_some() {
+                std::fs::write(&path, disk.contents(&path)).expect("the test sets it up right");
             }
         }
         let files = MirroredFiles { disk: disk.clone(), real: RealFiles::new() };
@@ -125,7 +125,7 @@ impl Ground {
             rank: 0,
             kind: ServerKind::Agent,
             implementation: String::new(),
-            endpoints: vec![Endpoint::parse("mem://agent").unwrap()],
+            endpoints: vec![Endpoint::parse("mem://agent").expect("the test sets it up right")],
             incarnation: Incarnation(1),
             labels: Default::default(),
         };
