@@ -1,7 +1,5 @@
 //! The collector's files after a kill or a power failure within each step of its writes: a resumed run completes them.
 
-#![expect(clippy::unwrap_used, reason = "an integration test: a panic is its failure")]
-
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

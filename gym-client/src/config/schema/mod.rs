@@ -138,7 +138,7 @@ pub struct InstanceConfig {
     pub(crate) settings: serde_json::Map<String, Value>,
     /// Location of the block.
     pub origin: Origin,
-    /// Interpolations deep in the block that could not be resolved; [`InstanceConfig::settings`] contains their text.
+    /// Interpolations deep in the block that could not be resolved; the settings contain their text.
     pub unresolved: Vec<Problem>,
     pub(crate) node: Node,
 }
