@@ -172,6 +172,7 @@ fn kind(class: FailureClass) -> &'static str {
         FailureClass::ToolError => "gym:tool_error",
         FailureClass::ModelError => "gym:model_error",
         FailureClass::ModelUnavailable => "gym:model_unavailable",
+        FailureClass::Truncated => "gym:truncated",
         FailureClass::VerifierPanic | FailureClass::InvalidReward => FailureClass::VerifierError.as_str(),
         other => other.as_str(),
     }
