@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use futures_util::stream;
+use futures_util::{FutureExt as _, stream};
 use gym_client::collect::ledger::{JsonlLedger, OpenMode};
 use gym_client::collect::{Driver, DriverOptions, ProgressSnapshot, RolloutRow, RunEnd};
 
@@ -13,7 +13,7 @@ use gym_core::registry::{MemoryRegistry, Registration, Registry};
 use gym_core::rollout::TaskKey;
 use gym_core::server::ServerKind;
 use gym_core::testing::{Faults, SimFiles, SimNet};
-use gym_core::transport::{Listener, handler_fn};
+use gym_core::transport::{handler_fn, serve};
 use gym_core::{CallContext, CancelToken, Endpoint, Incarnation, RawObject, Request, Response, Result, World};
 
 const OUTPUT: &str = "rollouts.jsonl";
@@ -22,18 +22,13 @@ const OUTPUT: &str = "rollouts.jsonl";
 async fn collect(latency_max: Duration, options: DriverOptions) -> (Result<RunEnd>, ProgressSnapshot, Vec<u8>) {
     let net = SimNet::new(1, Faults::calm());
     let host = net.host("env");
-    let mut listener = host.listen("gym").expect("the test sets it up right");
+    let listener = Box::new(host.listen("gym").expect("the test sets it up right"));
     let answer = handler_fn(|request: Request| async move {
         let row = RawObject::parse(request.message.head.to_bytes())?;
         Ok(Response::json(row.edit().set("reward", "1.0").to_rope()))
     });
     let answer = Arc::new(answer);
-    host.spawn(async move {
-        while let Ok(peer) = listener.accept().await {
-            let answer = Arc::clone(&answer);
-            tokio::spawn(peer.serve(answer, CancelToken::new()));
-        }
-    });
+    host.spawn(serve(listener, answer, CancelToken::new(), Duration::from_secs(100_000)).map(drop));
     let registry = Arc::new(MemoryRegistry::default());
     let registration = Registration {
         name: "env".to_owned(),

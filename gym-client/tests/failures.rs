@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
-use futures_util::stream;
+use futures_util::{FutureExt as _, stream};
 use gym_client::collect::ledger::{JsonlLedger, OpenMode};
 use gym_client::collect::{Driver, DriverOptions, FailFast, ProgressSnapshot, RolloutRow, RunEnd};
 use gym_client::{ServerClient, Transports};
@@ -16,7 +16,7 @@ use gym_core::registry::{MemoryRegistry, Registration, Registry};
 use gym_core::rollout::{FailureClass, TaskKey};
 use gym_core::server::ServerKind;
 use gym_core::testing::{Faults, SimFiles, SimNet};
-use gym_core::transport::{Listener, handler_fn};
+use gym_core::transport::{handler_fn, serve};
 use gym_core::{
     CallContext, CancelToken, Endpoint, Error, Execution, Incarnation, Message, RawObject, Request, Response, Result,
     Status, World,
@@ -40,19 +40,14 @@ impl Ground {
     async fn new(play: Play) -> Self {
         let net = SimNet::new(1, Faults::calm());
         let host = net.host("env");
-        let mut listener = host.listen("gym").unwrap();
+        let listener = Box::new(host.listen("gym").unwrap());
         let answer = Arc::new(handler_fn(move |request: Request| async move {
             let row = RawObject::parse(request.message.head.to_bytes())?;
             let (after, response) = play(row.get_as("_ng_task_index")?.unwrap(), &row);
             tokio::time::sleep(after).await;
             response
         }));
-        host.spawn(async move {
-            while let Ok(peer) = listener.accept().await {
-                let answer = Arc::clone(&answer);
-                tokio::spawn(peer.serve(answer, CancelToken::new()));
-            }
-        });
+        host.spawn(serve(listener, answer, CancelToken::new(), FOREVER).map(drop));
         let registry = Arc::new(MemoryRegistry::default());
         let registration = Registration {
             name: "env".to_owned(),

@@ -313,7 +313,7 @@ fn one_attempt_within(timeout: Duration) -> DriverOptions {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_tool_that_blocks_its_thread_is_reported_while_it_blocks_and_named_by_the_failed_rollout() {
-    let (release, released) = std::sync::mpsc::channel();
+    let (release, released) = std::sync::mpsc::sync_channel(1);
     let stack = banking(Bank(released.into())).await;
     let options = one_attempt_within(Duration::from_millis(300));
     let mut rollouts = stack.rollouts_with("bank_agent", [row("slowly")], options).unwrap();
@@ -335,7 +335,7 @@ async fn a_tool_that_blocks_its_thread_is_reported_while_it_blocks_and_named_by_
 
 #[tokio::test(flavor = "current_thread")]
 async fn a_blocking_environment_on_threads_of_its_own_stops_no_other_rollout_and_is_named_at_its_deadline() {
-    let (release, released) = std::sync::mpsc::channel();
+    let (release, released) = std::sync::mpsc::sync_channel(1);
     let stack = banking(gym_core::server::Blocking::new(Bank(released.into()))).await;
     let options = one_attempt_within(Duration::from_millis(300));
     let mut slow = stack.rollouts_with("bank_agent", [row("slowly")], options).unwrap();

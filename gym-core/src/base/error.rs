@@ -64,7 +64,7 @@ pub enum Execution {
     Finished,
 }
 
-/// One error of a chain of causes.
+/// One error of a chain of causes. Its text is `subject: message`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct ErrorLink {
@@ -74,6 +74,21 @@ pub struct ErrorLink {
     /// What failed, without the subject and the cause; empty if the cause tells.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub message: String,
+}
+
+impl fmt::Display for ErrorLink {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write_link(f, &self.subject, &self.message)
+    }
+}
+
+/// Writes what an error says without its causes: `subject: message`, or the one of them that is not empty.
+fn write_link(f: &mut fmt::Formatter<'_>, subject: &str, message: &str) -> fmt::Result {
+    f.write_str(subject)?;
+    if !subject.is_empty() && !message.is_empty() {
+        f.write_str(": ")?;
+    }
+    f.write_str(message)
 }
 
 impl Code {
@@ -347,11 +362,7 @@ impl Error {
 
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0.subject)?;
-        if !self.0.subject.is_empty() && !self.0.message.is_empty() {
-            f.write_str(": ")?;
-        }
-        f.write_str(&self.0.message)?;
+        write_link(f, &self.0.subject, &self.0.message)?;
         let mut source = std::error::Error::source(self);
         let mut said = String::new();
         while let Some(cause) = source {

@@ -31,8 +31,8 @@ struct Failure {
 pub(crate) fn write(error: &Error) -> String {
     let mut chain = error.chain();
     for link in &mut chain {
-        cut(&mut link.subject, MESSAGE_CHARS_MAX);
-        cut(&mut link.message, MESSAGE_CHARS_MAX);
+        shorten(&mut link.subject, MESSAGE_CHARS_MAX);
+        shorten(&mut link.message, MESSAGE_CHARS_MAX);
     }
     let class = error.class().map(|class| class.as_str().to_owned());
     let mut failure = Failure { class, chain };
@@ -41,8 +41,8 @@ pub(crate) fn write(error: &Error) -> String {
         let links = failure.chain.len();
         if links <= 1 && text.len() > BYTES_MAX {
             // One message of characters that are long in ASCII.
-            failure.chain.iter_mut().for_each(|link| cut(&mut link.message, MESSAGE_CHARS_MAX / 8));
-            failure.chain.iter_mut().for_each(|link| cut(&mut link.subject, MESSAGE_CHARS_MAX / 8));
+            failure.chain.iter_mut().for_each(|link| shorten(&mut link.message, MESSAGE_CHARS_MAX / 8));
+            failure.chain.iter_mut().for_each(|link| shorten(&mut link.subject, MESSAGE_CHARS_MAX / 8));
             return ascii(&serde_json::to_string(&failure).unwrap_or_default());
         }
         if links <= 1 || (links <= LINKS_MAX && text.len() <= BYTES_MAX) {
@@ -78,7 +78,7 @@ pub fn readable(body: &[u8]) -> String {
     if said.is_empty() {
         "(an empty body)".clone_into(&mut said);
     }
-    cut(&mut said, BODY_CHARS_MAX);
+    shorten(&mut said, BODY_CHARS_MAX);
     said
 }
 
@@ -137,7 +137,8 @@ fn html_title(text: &str) -> String {
     }
 }
 
-fn cut(text: &mut String, chars_max: usize) {
+/// Cuts a text that has more characters than this, and marks the cut with `…`.
+pub fn shorten(text: &mut String, chars_max: usize) {
     if let Some((end, _)) = text.char_indices().nth(chars_max) {
         text.truncate(end);
         text.push('…');
@@ -196,7 +197,7 @@ mod tests {
                 Error::internal(format!("{number} {message}")).about(format!("s{subject}")).caused_by(cause)
             });
             let arrived = sent(&error).chain();
-            cut(&mut expected, MESSAGE_CHARS_MAX / 8);
+            shorten(&mut expected, MESSAGE_CHARS_MAX / 8);
             let innermost = &arrived.last().unwrap().message;
             let expected = expected.trim_end_matches('…');
             prop_assert!(innermost.starts_with(expected), "{innermost} {expected}");

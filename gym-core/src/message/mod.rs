@@ -13,7 +13,7 @@ pub use content::{ContentType, Message};
 pub(crate) use context::bounded;
 pub use context::{CallContext, DEFAULT_DEADLINE, DEFAULT_REPLY_BYTES_MAX, Incarnation, TraceContext};
 #[doc(hidden)]
-pub use failure::{FAILURE_METADATA, readable};
+pub use failure::{FAILURE_METADATA, readable, shorten};
 pub use json::{Edit, JsonError, JsonFields, RawObject, Rope, push_json_string};
 pub use metadata::Metadata;
 pub use request::{PeerInfo, Request, Route, Verb};

@@ -387,14 +387,12 @@ pub(super) fn of_inner(error: Error, server: &str, route: &str) -> Error {
     };
     // The server rejected the request, although it did not start.
     let rejected = error.execution() == Execution::NotStarted && code != error.code();
-    let error = match error.execution() {
-        Execution::Finished => classified(route, error),
-        _ if rejected => classified(route, error),
+    let error = if error.execution() == Execution::Finished || rejected {
+        classified(route, error)
+    } else {
         // The server was not reached, or was lost: the code and the execution tell which.
-        _ => {
-            let class = error.failure_class();
-            error.or_class(class)
-        }
+        let class = error.failure_class();
+        error.or_class(class)
     };
     // A tool's name comes from a model and can be long.
     let route = &route[..route.len().min(ROUTE_SHOWN_BYTES)];

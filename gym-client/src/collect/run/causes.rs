@@ -1,6 +1,7 @@
 //! Groups failed attempts by their cause, in bounded memory.
 
 use gym_core::base::ErrorLink;
+use gym_core::message::shorten;
 use gym_core::rollout::{Attempt, FailureClass};
 
 use crate::collect::run::failure::AttemptFailure;
@@ -55,12 +56,13 @@ impl FailureCauses {
             cause.count += 1;
         } else if self.causes.len() < CAUSES_MAX {
             let AttemptFailure { class, server, route, causes } = failure;
-            let causes = causes.iter().take(LINKS_MAX).map(|ErrorLink { subject, message }| ErrorLink {
-                subject: shortened(subject, EXAMPLE_CHARS_MAX),
-                message: shortened(message, EXAMPLE_CHARS_MAX),
-            });
+            let mut causes: Vec<ErrorLink> = causes.iter().take(LINKS_MAX).cloned().collect();
+            for ErrorLink { subject, message } in &mut causes {
+                shorten(subject, EXAMPLE_CHARS_MAX);
+                shorten(message, EXAMPLE_CHARS_MAX);
+            }
             let (class, server, route) = (*class, server.clone(), route.clone());
-            let cause = FailureCause { class, server, route, count: 1, example: attempt, causes: causes.collect() };
+            let cause = FailureCause { class, server, route, count: 1, example: attempt, causes };
             self.causes.push((signature, cause));
         } else {
             self.other += 1;
@@ -79,13 +81,6 @@ impl FailureCauses {
     /// Returns `true` if all failures have one cause.
     pub(super) fn alike(&self) -> bool {
         self.causes.len() == 1 && self.other == 0
-    }
-}
-
-fn shortened(text: &str, chars_max: usize) -> String {
-    match text.char_indices().nth(chars_max) {
-        Some((end, _)) => format!("{}…", &text[..end]),
-        None => text.to_owned(),
     }
 }
 

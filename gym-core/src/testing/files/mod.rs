@@ -335,6 +335,15 @@ fn full(path: &Path) -> Error {
     .about(format!("append to {}", path.display()))
 }
 
+/// Returns the error of a write that met a fault.
+fn fault_error(fault: Option<FileFault>, doing: &str, path: &Path) -> Result<()> {
+    match fault {
+        Some(FileFault::DiskFull) => Err(full(path)),
+        Some(FileFault::SyncFailed) => Err(failed_sync(doing, path)),
+        None => Ok(()),
+    }
+}
+
 fn failed_sync(doing: &str, path: &Path) -> Error {
     Error::finished(Code::Internal, "failed: input/output error").about(format!("{doing} {}", path.display()))
 }
@@ -396,11 +405,7 @@ impl Files for SimFiles {
         };
         self.step().await;
         let mut disk = self.alive()?;
-        match failed {
-            Some(FileFault::DiskFull) => return Err(full(path)),
-            Some(FileFault::SyncFailed) => return Err(failed_sync("append to", path)),
-            None => {}
-        }
+        fault_error(failed, "append to", path)?;
         if durable && let Some((pages, _)) = disk.pages_mut(path) {
             pages.sync();
         }
@@ -437,11 +442,7 @@ impl Files for SimFiles {
         };
         self.step().await;
         let mut disk = self.alive()?;
-        match failed {
-            Some(FileFault::DiskFull) => return Err(full(path)),
-            Some(FileFault::SyncFailed) => return Err(failed_sync("write again", path)),
-            None => {}
-        }
+        fault_error(failed, "write again", path)?;
         if let Some((pages, _)) = disk.pages_mut(path) {
             pages.sync();
         }

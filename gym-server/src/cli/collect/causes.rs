@@ -4,6 +4,7 @@ use std::fmt::Write;
 
 use gym_client::collect::{FailureCause, ProgressSnapshot};
 use gym_core::base::ErrorLink;
+use gym_core::message::shorten;
 
 /// Characters of a cause in one line.
 const LINE_CHARS_MAX: usize = 240;
@@ -25,7 +26,7 @@ pub(super) fn report(snapshot: &ProgressSnapshot) -> Option<String> {
             example(cause)
         );
         for link in &cause.causes {
-            for line in full(link).lines() {
+            for line in link.to_string().lines() {
                 let _ = write!(text, "\n{:width$}     {line}", "");
             }
         }
@@ -38,12 +39,9 @@ pub(super) fn report(snapshot: &ProgressSnapshot) -> Option<String> {
 
 /// Formats a cause in one line, when it occurs for the first time.
 pub(super) fn line(cause: &FailureCause) -> String {
-    let innermost = cause.causes.last().map(full).unwrap_or_default();
+    let innermost = cause.causes.last().map(ErrorLink::to_string).unwrap_or_default();
     let mut why = innermost.split_whitespace().collect::<Vec<_>>().join(" ");
-    if let Some((end, _)) = why.char_indices().nth(LINE_CHARS_MAX) {
-        why.truncate(end);
-        why.push('…');
-    }
+    shorten(&mut why, LINE_CHARS_MAX);
     format!("failed: {}: {} in {}{}: {why}", example(cause), cause.class, cause.server, cause.route)
 }
 
@@ -63,12 +61,4 @@ fn example(cause: &FailureCause) -> String {
         number => format!(", attempt {}", number + 1),
     };
     format!("task {}, repeat {}{attempt}", key.task_index, key.rollout_index)
-}
-
-fn full(link: &ErrorLink) -> String {
-    match (&*link.subject, &*link.message) {
-        ("", message) => message.to_owned(),
-        (subject, "") => subject.to_owned(),
-        (subject, message) => format!("{subject}: {message}"),
-    }
 }

@@ -1,5 +1,6 @@
 //! A row as a person reads it: who said what, which tools ran, and what the verifier found.
 
+use gym_core::base::ErrorLink;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -114,12 +115,11 @@ const NOT_FACTS: [&str; 8] = [
 const FACT_CHARS_MAX: usize = 200;
 
 impl Rollout {
-    /// Reads a line.
+    /// Reads the line that has this label.
     ///
     /// # Errors
     /// The error of the JSON parser.
-    pub(super) fn of(line: &[u8]) -> Result<Self, serde_json::Error> {
-        let label = RowLabel::of(line)?;
+    pub(super) fn of(label: RowLabel, line: &[u8]) -> Result<Self, serde_json::Error> {
         let row: Map<String, Value> = serde_json::from_slice(line)?;
         let mut items = Vec::new();
         if let Some(params) = row.get("responses_create_params") {
@@ -163,14 +163,7 @@ fn causes(row: &Map<String, Value>) -> Vec<String> {
     if let Some(Value::Array(chain)) = row.get("_ng_failure_causes") {
         let links = chain.iter().map(|link| match link {
             Value::String(text) => text.clone(),
-            link => {
-                let part = |key: &str| link.get(key).and_then(Value::as_str).unwrap_or_default();
-                [part("subject"), part("message")]
-                    .into_iter()
-                    .filter(|part| !part.is_empty())
-                    .collect::<Vec<_>>()
-                    .join(": ")
-            }
+            link => ErrorLink::deserialize(link).map(|link| link.to_string()).unwrap_or_default(),
         });
         let links: Vec<String> = links.filter(|text| !text.is_empty()).collect();
         if !links.is_empty() {
@@ -227,10 +220,14 @@ fn content(value: Option<&Value>) -> String {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use serde_json::json;
 
     use super::*;
+
+    pub(in crate::cli::view) fn read(line: &[u8]) -> Result<Rollout, serde_json::Error> {
+        Rollout::of(RowLabel::of(line)?, line)
+    }
 
     #[test]
     fn a_rollout_reads_as_a_conversation() {
@@ -247,7 +244,7 @@ mod tests {
                 {"type": "web_search_call", "id": "w"},
             ]},
         });
-        let rollout = Rollout::of(row.to_string().as_bytes()).unwrap();
+        let rollout = read(row.to_string().as_bytes()).unwrap();
         assert_eq!((rollout.label.id().as_str(), rollout.label.reward), ("3-1", Some(1.0)));
         let items: Vec<_> = rollout.items.iter().map(|item| (item.kind, &*item.who, &*item.text)).collect();
         assert_eq!(
@@ -271,17 +268,17 @@ mod tests {
         let chain = json!({"_ng_failure_class": "tool_error", "_ng_failure_message": "x", "_ng_failure_causes": [
             {"subject": "POST bank/run"}, {"subject": "POST bank/transfer", "message": "panicked"}, "disk full",
         ]});
-        let rollout = Rollout::of(chain.to_string().as_bytes()).unwrap();
+        let rollout = read(chain.to_string().as_bytes()).unwrap();
         assert_eq!(rollout.causes, ["POST bank/run", "POST bank/transfer: panicked", "disk full"]);
         let message = json!({"_ng_failure_class": "agent_run_error", "_ng_failure_message": "it broke", "_ng_failure_response_body": "why"});
-        assert_eq!(Rollout::of(message.to_string().as_bytes()).unwrap().causes, ["it broke", "why"]);
+        assert_eq!(read(message.to_string().as_bytes()).unwrap().causes, ["it broke", "why"]);
     }
 
     #[test]
     fn a_row_of_another_program_is_shown_as_far_as_it_goes() {
-        let rollout = Rollout::of(br#"{"anything": [1], "reward": null, "responses_create_params": 3}"#).unwrap();
+        let rollout = read(br#"{"anything": [1], "reward": null, "responses_create_params": 3}"#).unwrap();
         assert_eq!(rollout.label, RowLabel::default());
         assert!(rollout.items.is_empty());
-        assert!(Rollout::of(b"[1]").is_err());
+        assert!(read(b"[1]").is_err());
     }
 }

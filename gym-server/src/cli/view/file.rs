@@ -4,6 +4,8 @@ use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
+use gym_client::collect::OutputFiles;
+
 use crate::cli::args::range::RewardRange;
 use crate::cli::console;
 use crate::cli::exit::Failure;
@@ -58,7 +60,8 @@ impl RolloutFile {
     pub(super) fn open(path: &Path, filter: &Filter) -> Result<Self, Failure> {
         let mut file = Self { files: Vec::new(), rows: Vec::new(), total: 0 };
         file.add(path, filter)?;
-        if let Some(failures) = failures_of(path).filter(|failures| failures.is_file()) {
+        let failures = OutputFiles::beside(path).failures;
+        if failures.is_file() {
             file.add(&failures, filter)?;
         }
         file.rows.sort_by_key(|row| (row.label.task, row.label.repeat, row.label.attempt));
@@ -126,14 +129,8 @@ impl RolloutFile {
         let changed =
             |error: String| Failure::Failed(format!("read {}: {error}; has the file changed?", path.display()));
         read.map_err(|error| changed(error.to_string()))?;
-        Rollout::of(&line).map_err(|error| changed(error.to_string()))
+        Rollout::of(row.label.clone(), &line).map_err(|error| changed(error.to_string()))
     }
-}
-
-/// Returns the failures file of a rollouts file: `rollouts_failures.jsonl` beside `rollouts.jsonl`.
-fn failures_of(path: &Path) -> Option<PathBuf> {
-    let stem = path.file_stem()?.to_str()?;
-    (!stem.ends_with("_failures")).then(|| path.with_file_name(format!("{stem}_failures.jsonl")))
 }
 
 #[cfg(test)]

@@ -34,11 +34,12 @@ pub(super) fn page(title: &str, rollouts: &[Rollout], total: usize) -> Result<St
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cli::view::conversation::tests::read;
 
     #[test]
     fn the_data_cannot_leave_its_element() {
         let row = r#"{"responses_create_params":{"input":"</script><script>alert(1)</script><!--"}}"#;
-        let page = page("a<b", &[Rollout::of(row.as_bytes()).unwrap()], 1).unwrap();
+        let page = page("a<b", &[read(row.as_bytes()).unwrap()], 1).unwrap();
         let (_, data) = page.split_once(r#"<script type="application/json" id="data">"#).unwrap();
         let (data, _) = data.split_once("</script>").unwrap();
         let data: serde_json::Value = serde_json::from_str(data).unwrap();

@@ -117,6 +117,7 @@ fn printable(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cli::view::conversation::tests::read;
 
     #[test]
     fn a_rollout_is_printed_as_a_conversation() {
@@ -127,7 +128,7 @@ mod tests {
             r#"{"type":"function_call_output","output":"paid\nbalance 2"},"#,
             r#"{"type":"message","role":"assistant","content":[{"type":"output_text","text":"\u001b[2Jdone"}]}]}}"#,
         );
-        let text = rollout(&Rollout::of(row.as_bytes()).unwrap(), 1, 9, Style { color: false });
+        let text = rollout(&read(row.as_bytes()).unwrap(), 1, 9, Style { color: false });
         let expected = "rollout 3-0 · bank · reward 0.5 · 1 tool call  2 of 9\n\n\
             user\n  Pay 5.\n  Then stop.\n\n\
             → pay {\"cents\":5}\n← paid\n  balance 2\n\n\
@@ -139,7 +140,7 @@ mod tests {
     #[test]
     fn a_failure_is_printed_as_a_chain() {
         let row = r#"{"_ng_failure_class":"tool_error","_ng_failure_causes":["POST a/run","POST b/pay","disk full"]}"#;
-        let text = rollout(&Rollout::of(row.as_bytes()).unwrap(), 0, 1, Style { color: false });
+        let text = rollout(&read(row.as_bytes()).unwrap(), 0, 1, Style { color: false });
         assert_eq!(
             text,
             "rollout 0-0 · no agent · failed: tool_error  1 of 1\n\nPOST a/run\n└ POST b/pay\n  └ disk full\n"

@@ -39,12 +39,20 @@ pub(in crate::model) struct RetryKeys {
     pub(in crate::model) retry_backoff_max_ms: u64,
 }
 
-/// Five minutes: an engine that restarts loads its weights for minutes.
-pub(in crate::model) const BUDGET_SECONDS: f64 = 300.0;
-/// Half a second, as in NeMo Gym.
-pub(in crate::model) const BACKOFF_MS: u64 = 500;
-/// An endpoint that responds again is noticed within eight seconds.
-pub(in crate::model) const BACKOFF_MAX_MS: u64 = 8_000;
+/// The default of `retry_budget_seconds`: five minutes, because an engine that restarts loads its weights for minutes.
+pub(in crate::model) fn budget_seconds() -> f64 {
+    300.0
+}
+
+/// The default of `retry_backoff_ms`: half a second, as in NeMo Gym.
+pub(in crate::model) fn backoff_ms() -> u64 {
+    500
+}
+
+/// The default of `retry_backoff_max_ms`: an endpoint that responds again is noticed within eight seconds.
+pub(in crate::model) fn backoff_max_ms() -> u64 {
+    8_000
+}
 
 impl EndpointRetries {
     /// Checks the values of a block.

@@ -88,13 +88,13 @@ pub struct VllmModelConfig {
     #[serde(default)]
     pub max_http_attempts: Option<u32>,
     /// Maximum time from the first failure of a call to its last attempt, over all failures; 0 for no repetition. 300 by default.
-    #[serde(default = "budget")]
+    #[serde(default = "retry::budget_seconds")]
     pub retry_budget_seconds: f64,
     /// The wait before the second attempt, in milliseconds; doubled for each further attempt, and randomized. 500 by default.
-    #[serde(default = "backoff")]
+    #[serde(default = "retry::backoff_ms")]
     pub retry_backoff_ms: u64,
     /// The longest wait between two attempts, in milliseconds, unless the endpoint's `Retry-After` asks for more. 8,000 by default.
-    #[serde(default = "backoff_max")]
+    #[serde(default = "retry::backoff_max_ms")]
     pub retry_backoff_max_ms: u64,
 }
 
@@ -110,18 +110,6 @@ pub enum OneOrMany {
 
 fn yes() -> bool {
     true
-}
-
-fn budget() -> f64 {
-    retry::BUDGET_SECONDS
-}
-
-fn backoff() -> u64 {
-    retry::BACKOFF_MS
-}
-
-fn backoff_max() -> u64 {
-    retry::BACKOFF_MAX_MS
 }
 
 /// The environment variable in which launchers choose the reasoning field, unless the configuration does.
@@ -153,9 +141,9 @@ impl VllmModelConfig {
             default_headers: BTreeMap::new(),
             forward_session_id_as_conversation_id: false,
             max_http_attempts: None,
-            retry_budget_seconds: budget(),
-            retry_backoff_ms: backoff(),
-            retry_backoff_max_ms: backoff_max(),
+            retry_budget_seconds: retry::budget_seconds(),
+            retry_backoff_ms: retry::backoff_ms(),
+            retry_backoff_max_ms: retry::backoff_max_ms(),
         }
     }
 
