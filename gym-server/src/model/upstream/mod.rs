@@ -306,6 +306,10 @@ impl UpstreamState {
             return error;
         }
         self.health.failed(self.keys.no_response(&error));
+        if attempts.is_empty() {
+            // No repetition was allowed, so the error remains as it is.
+            return error;
+        }
         Error::finished(Code::Unavailable, format!("no response after {attempts}"))
             .caused_by(error)
             .with_class(FailureClass::ModelUnavailable)

@@ -4,10 +4,11 @@
 //! |---|---|
 //! | no connection; 429, 502, 503 | until the budget ends: the endpoint has done nothing, and may serve soon |
 //! | the connection broke; 404, 408, 500, 504, 520 | at most [`HTTP_ATTEMPTS`] times: the same request may fail again |
-//! | anything else | never |
+//! | a certificate that is not trusted; anything else | never |
 
 use std::time::Duration;
 
+use gym_core::rollout::FailureClass;
 use gym_core::transport::RetryPolicy;
 use gym_core::{Code, Error, Execution, Result, World};
 use tokio::time::Instant;
@@ -163,6 +164,8 @@ impl Repeats {
     /// `None` for a success, and for a failure that a repetition cannot change.
     fn of(result: &Result<EndpointResponse>) -> Option<Self> {
         match result {
+            // The client does not trust the endpoint's certificate.
+            Err(error) if error.class() == Some(FailureClass::ModelError) => None,
             Err(error) if error.code() == Code::Unavailable => Some(match error.execution() {
                 Execution::NotStarted => Self::NotSent,
                 // A generation has no side effects, so a lost response can be requested again.

@@ -1,8 +1,10 @@
 //! Calls `https` endpoints with reqwest and rustls.
 
+use std::io;
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
+use gym_core::rollout::FailureClass;
 use gym_core::{CallContext, Code, Error, Execution, Result};
 use http::header::{HeaderMap, LOCATION, RETRY_AFTER};
 use reqwest::Client;
@@ -83,6 +85,23 @@ impl TlsClient {
     }
 }
 
+/// Returns `true` if the client does not trust the certificate of the endpoint.
+fn distrusts(error: &reqwest::Error) -> bool {
+    let mut next: Option<&(dyn std::error::Error + 'static)> = Some(error);
+    while let Some(error) = next {
+        if matches!(error.downcast_ref(), Some(rustls::Error::InvalidCertificate(_))) {
+            return true;
+        }
+        // The source of an I/O error is that of the error in it, not this error itself.
+        let inner = error.downcast_ref().and_then(io::Error::get_ref);
+        next = match inner {
+            Some(inner) => Some(inner),
+            None => error.source(),
+        };
+    }
+    false
+}
+
 /// Converts an error, and reports whether the peer can have received the request. Omits the URL, which may contain credentials.
 fn of_reqwest(error: reqwest::Error) -> Error {
     let (execution, text) = if error.is_connect() {
@@ -90,5 +109,8 @@ fn of_reqwest(error: reqwest::Error) -> Error {
     } else {
         (Execution::Unknown, "the connection was lost before the answer was complete")
     };
-    Error::new(Code::Unavailable, execution, text).caused_by(error.without_url())
+    // No repetition changes a certificate, so this is an error of the configuration, not an endpoint that may respond later.
+    let permanent = distrusts(&error);
+    let error = Error::new(Code::Unavailable, execution, text).caused_by(error.without_url());
+    if permanent { error.with_class(FailureClass::ModelError) } else { error }
 }
