@@ -1,10 +1,13 @@
 //! The course of one episode: turns, tool calls and their errors, and whether a limit ended it.
 
-use std::fmt::Write as _;
+use std::time::Duration;
 
 use serde::Serialize;
 
-/// Metadata key of the response to `/run` with an [`EpisodeRecord`]. Collectors in other languages ignore it.
+use crate::message::Edit;
+
+/// Metadata key of the response to `/run` with an [`EpisodeRecord`]: `turns=2, tool_calls=1, truncated="max_steps"`. Collectors in other
+/// languages ignore it.
 pub const EPISODE_METADATA: &str = "x-gym-episode";
 
 /// Key of a scored row with the episode's course. NeMo Gym computes no metrics of keys that begin with `_`.
@@ -13,14 +16,13 @@ pub const EPISODE_KEY: &str = "_gym_episode";
 /// Maximum bytes of a reason; the reasons of model servers are single words.
 const REASON_BYTES_MAX: usize = 64;
 
-/// The text before each count.
-const COUNTS: [&str; 5] =
-    ["{\"turns\":", ",\"tool_calls\":", ",\"tool_errors\":", ",\"tool_failures\":", ",\"outputs_cut\":"];
-const TRUNCATED: &str = ",\"truncated\":";
-const NOT_TRUNCATED: &str = ",\"truncated\":null}";
+/// The keys of the counts.
+const COUNTS: [&str; 5] = ["turns", "tool_calls", "tool_errors", "tool_failures", "outputs_cut"];
+const TRUNCATED: &str = "truncated";
 
-/// The usual bytes of a text, with room for what the collector adds.
-const TEXT_BYTES: usize = 160;
+/// Usual bytes of the metadata, and of the value in a row.
+const METADATA_BYTES: usize = 48;
+const VALUE_BYTES: usize = 144;
 
 /// The course of one episode, as its agent counted it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
@@ -48,27 +50,24 @@ impl EpisodeRecord {
         self.truncated = Some(reason.chars().take(REASON_BYTES_MAX).map(plain).collect());
     }
 
-    /// Returns the value of [`EPISODE_METADATA`]: a JSON object in ASCII.
+    /// Returns the value of [`EPISODE_METADATA`]: a dictionary of structured fields (RFC 9651), without the counts that are 0. Each
+    /// hop copies it, so it is short.
     #[must_use]
     pub fn to_text(&self) -> String {
-        // By hand, because each rollout pays for it: `format!` and serde cost some thousand instructions more in both directions.
-        let mut text = String::with_capacity(TEXT_BYTES);
-        for (key, count) in COUNTS.iter().zip(self.counts()) {
-            text.push_str(key);
-            match u8::try_from(count) {
-                Ok(digit @ ..=9) => text.push(char::from(b'0' + digit)),
-                // Writing to a string cannot fail.
-                _ => drop(write!(text, "{count}")),
+        // By hand, because each rollout pays for it: `format!` costs some thousand instructions more.
+        let mut text = String::with_capacity(METADATA_BYTES);
+        for (at, (key, count)) in COUNTS.iter().zip(self.counts()).enumerate() {
+            if count > 0 || at == 0 {
+                text.push_str(if at == 0 { "" } else { ", " });
+                text.push_str(key);
+                text.push('=');
+                push_number(&mut text, count.into());
             }
         }
-        match &self.truncated {
-            Some(reason) => {
-                text.push_str(TRUNCATED);
-                text.push('"');
-                text.push_str(reason);
-                text.push_str("\"}");
+        if let Some(reason) = &self.truncated {
+            for part in [", ", TRUNCATED, "=\"", reason, "\""] {
+                text.push_str(part);
             }
-            None => text.push_str(NOT_TRUNCATED),
         }
         text
     }
@@ -77,27 +76,66 @@ impl EpisodeRecord {
     #[must_use]
     pub fn from_text(text: &str) -> Option<Self> {
         let mut counts = [0; COUNTS.len()];
-        let mut rest = text;
-        for (key, count) in COUNTS.iter().zip(&mut counts) {
-            rest = rest.strip_prefix(key)?;
-            let digits = rest.bytes().take_while(u8::is_ascii_digit).count();
-            // JSON has no leading zeros.
-            if digits > 1 && rest.starts_with('0') {
+        let mut truncated = None;
+        let mut keys = COUNTS.iter().enumerate();
+        for (at, member) in text.split(',').enumerate() {
+            let member = if at == 0 { member } else { member.strip_prefix(' ')? };
+            let (key, value) = member.split_once('=')?;
+            if truncated.is_some() {
                 return None;
             }
-            *count = rest[..digits].parse().ok()?;
-            rest = &rest[digits..];
+            if key == TRUNCATED {
+                let reason = value.strip_prefix('"')?.strip_suffix('"')?;
+                if reason.len() > REASON_BYTES_MAX || !reason.chars().all(is_plain) {
+                    return None;
+                }
+                truncated = Some(reason.to_owned());
+                continue;
+            }
+            let (at, _) = keys.find(|(_, known)| **known == key)?;
+            // No sign, no leading zeros, and no count that is not written.
+            let canonical = value.starts_with(|c: char| matches!(c, '1'..='9')) || (value == "0" && at == 0);
+            counts[at] = value.parse().ok().filter(|_| canonical)?;
         }
         let [turns, tool_calls, tool_errors, tool_failures, outputs_cut] = counts;
-        let mut record = Self { turns, tool_calls, tool_errors, tool_failures, outputs_cut, truncated: None };
-        if rest != NOT_TRUNCATED {
-            let reason = rest.strip_prefix(TRUNCATED)?.strip_prefix('"')?.strip_suffix("\"}")?;
-            if reason.len() > REASON_BYTES_MAX || !reason.chars().all(is_plain) {
-                return None;
+        text.starts_with(COUNTS[0]).then_some(Self {
+            turns,
+            tool_calls,
+            tool_errors,
+            tool_failures,
+            outputs_cut,
+            truncated,
+        })
+    }
+
+    /// Sets [`EPISODE_KEY`] of a row: what the agent counted, if it is one of this SDK, the number of attempts, and the seconds of the
+    /// last one.
+    pub fn write<'a>(record: Option<&Self>, attempts: u32, took: Duration, row: Edit<'a>) -> Edit<'a> {
+        let mut text = String::with_capacity(VALUE_BYTES);
+        text.push('{');
+        if let Some(record) = record {
+            for (key, count) in COUNTS.iter().zip(record.counts()) {
+                text.push('"');
+                text.push_str(key);
+                text.push_str("\":");
+                push_number(&mut text, count.into());
+                text.push(',');
             }
-            record.truncated = Some(reason.to_owned());
+            match &record.truncated {
+                Some(reason) => ["\"truncated\":\"", reason, "\","].iter().for_each(|part| text.push_str(part)),
+                None => text.push_str("\"truncated\":null,"),
+            }
         }
-        Some(record)
+        text.push_str("\"attempts\":");
+        push_number(&mut text, attempts.into());
+        text.push_str(",\"seconds\":");
+        push_number(&mut text, took.as_secs());
+        // Six digits after the point, with their zeros.
+        let micros = text.len();
+        push_number(&mut text, 1_000_000 + u64::from(took.subsec_micros()));
+        text.replace_range(micros..=micros, ".");
+        text.push('}');
+        row.set_json(EPISODE_KEY, text)
     }
 
     fn counts(&self) -> [u32; COUNTS.len()] {
@@ -105,9 +143,13 @@ impl EpisodeRecord {
     }
 }
 
-/// Characters of a reason that need no escape, neither in JSON nor in a header.
+fn push_number(text: &mut String, number: u64) {
+    text.push_str(itoa::Buffer::new().format(number));
+}
+
+/// Characters of a reason that need no escape in JSON or a header, and that do not separate the members of a dictionary.
 fn is_plain(c: char) -> bool {
-    c.is_ascii_graphic() && !matches!(c, '"' | '\\')
+    c.is_ascii_graphic() && !matches!(c, '"' | '\\' | ',')
 }
 
 #[cfg(test)]
@@ -115,6 +157,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::message::RawObject;
 
     proptest! {
         #[test]
@@ -126,9 +169,15 @@ mod tests {
                 record.truncate(&reason);
             }
             let text = record.to_text();
-            prop_assert!(text.bytes().all(|byte| byte.is_ascii_graphic()), "{text}");
+            prop_assert!(text.bytes().all(|byte| byte.is_ascii_graphic() || byte == b' '), "{text}");
             prop_assert_eq!(EpisodeRecord::from_text(&text), Some(record.clone()));
-            prop_assert_eq!(text, serde_json::to_string(&record).unwrap());
+            let row = RawObject::parse("{}").unwrap();
+            let row = EpisodeRecord::write(Some(&record), 2, Duration::from_micros(1_000_001), row.edit()).to_rope();
+            let row: serde_json::Value = serde_json::from_slice(&row.to_bytes()).unwrap();
+            let mut expected = serde_json::to_value(&record).unwrap();
+            expected["attempts"] = 2.into();
+            expected["seconds"] = 1.000_001.into();
+            prop_assert_eq!(&row[EPISODE_KEY], &expected);
         }
 
         #[test]

@@ -68,7 +68,7 @@ impl AgentRole {
     /// Counts the tool errors of an episode, which agents of users report in the same metadata as the stock agents.
     fn count(&self, response: &Response) {
         // Few episodes have errors, and the others do not pay for a parse.
-        let text = response.metadata.get(EPISODE_METADATA).filter(|text| !text.contains(r#""tool_errors":0,"#));
+        let text = response.metadata.get(EPISODE_METADATA).filter(|text| text.contains("tool_errors"));
         if let Some(record) = text.and_then(EpisodeRecord::from_text) {
             self.tool_errors.count(record.tool_errors, record.tool_failures);
         }

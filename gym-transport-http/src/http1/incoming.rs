@@ -4,6 +4,7 @@ use std::convert::Infallible;
 use std::fmt;
 use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
 
@@ -77,7 +78,7 @@ impl Incoming for HttpIncoming {
         let Self { stream, peer, config, calls, frames, permit } = *self;
         let activity = Arc::new(ConnectionActivity::new());
         let wire = TokioIo::new(WatchedSocket::new(stream, Arc::clone(&activity)));
-        let server = Arc::new(ServerContext { handler, peer, config, calls, unread: Mutex::new(None) });
+        let server = Arc::new(ServerContext { handler, peer, config, calls, unread: UnreadSlot::default() });
         let upgrade = Arc::new(Mutex::new(None));
         let service = service_fn(|mut request: http::Request<WireBody>| {
             let asks = asks_for_frames(&request);
@@ -183,7 +184,14 @@ struct ServerContext {
     config: Arc<HttpConfig>,
     calls: Arc<Semaphore>,
     /// The rest of a rejected body; a connection has one call at a time.
-    unread: Mutex<Option<UnreadBody>>,
+    unread: UnreadSlot,
+}
+
+/// A place for the rest of a rejected body. Each poll of a connection looks at the flag only.
+#[derive(Default)]
+struct UnreadSlot {
+    holds: AtomicBool,
+    body: Mutex<Option<UnreadBody>>,
 }
 
 /// The rest of a rejected body, and whether its time limit has begun.
@@ -194,7 +202,11 @@ struct UnreadBody {
 
 /// Reads and drops the rest of a rejected body.
 fn poll_unread(server: &ServerContext, activity: &ConnectionActivity, cx: &mut Context<'_>) {
-    let mut unread = lock(&server.unread);
+    // Connection and handler are polled by one task.
+    if !server.unread.holds.load(Relaxed) {
+        return;
+    }
+    let mut unread = lock(&server.unread.body);
     let Some(rest) = unread.as_mut() else { return };
     if !rest.limited {
         rest.limited = true;
@@ -203,6 +215,7 @@ fn poll_unread(server: &ServerContext, activity: &ConnectionActivity, cx: &mut C
     while let Poll::Ready(frame) = Pin::new(&mut rest.body).poll_frame(cx) {
         if !matches!(frame, Some(Ok(_))) {
             *unread = None;
+            server.unread.holds.store(false, Relaxed);
             return activity.call_ended();
         }
     }
@@ -293,7 +306,8 @@ async fn call(server: &ServerContext, request: http::Request<WireBody>) -> Resul
             _ => refuse(error),
         })?;
         received.map_err(|rest| {
-            *lock(&server.unread) = rest.map(|body| UnreadBody { body, limited: false });
+            server.unread.holds.store(rest.is_some(), Relaxed);
+            *lock(&server.unread.body) = rest.map(|body| UnreadBody { body, limited: false });
             refusal(&too_long(config), 413)
         })?
     };

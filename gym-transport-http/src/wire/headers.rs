@@ -14,6 +14,7 @@ use std::time::Duration;
 
 use gym_core::message::frame::FRAME_MEDIA_TYPE;
 use gym_core::message::{ContentType, TraceContext};
+use gym_core::rollout::EPISODE_METADATA;
 use gym_core::transport::INCARNATION_METADATA;
 use gym_core::{CallContext, Error, Incarnation, Message, Metadata, Result};
 use http::header::{CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue};
@@ -22,6 +23,7 @@ use tokio::time::Instant;
 /// The remaining time of a call, in whole milliseconds.
 pub(crate) const TIMEOUT: HeaderName = HeaderName::from_static("x-gym-timeout-ms");
 pub(crate) const INCARNATION: HeaderName = HeaderName::from_static(INCARNATION_METADATA);
+const EPISODE: HeaderName = HeaderName::from_static(EPISODE_METADATA);
 pub(crate) const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
 /// The media type of a frame's head, if it is not JSON.
 pub(crate) const FRAMED_HEAD: HeaderName = HeaderName::from_static("x-gym-head-type");
@@ -91,6 +93,7 @@ pub(crate) fn put_metadata(metadata: &Metadata, headers: &mut HeaderMap) -> Resu
             "cookie" => http::header::COOKIE,
             "set-cookie" => http::header::SET_COOKIE,
             INCARNATION_METADATA => INCARNATION,
+            EPISODE_METADATA => EPISODE,
             _ => HeaderName::from_bytes(name.as_bytes()).map_err(|_| wrong("name"))?,
         };
         let value = HeaderValue::from_str(value).map_err(|_| wrong("value"))?;
@@ -177,7 +180,7 @@ where
 
 /// Avoids copying the names that most calls carry.
 fn metadata_name(name: &str) -> Cow<'static, str> {
-    const FREQUENT: [&str; 9] = [
+    const FREQUENT: [&str; 10] = [
         "accept",
         "authorization",
         "cookie",
@@ -186,6 +189,7 @@ fn metadata_name(name: &str) -> Cow<'static, str> {
         "vary",
         gym_core::message::CODE_METADATA,
         gym_core::message::EXECUTION_METADATA,
+        EPISODE_METADATA,
         INCARNATION_METADATA,
     ];
     match FREQUENT.into_iter().find(|known| *known == name) {

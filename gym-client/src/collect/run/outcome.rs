@@ -2,12 +2,11 @@
 //!
 //! The keys are those of NeMo Gym 0.7.0, so that its `profile`, `aggregate` and `--resume` can read the files.
 
-use std::fmt::Write as _;
 use std::time::Duration;
 
 use bytes::Bytes;
 use gym_core::message::CODE_METADATA;
-use gym_core::rollout::{Attempt, EPISODE_KEY, EPISODE_METADATA, EpisodeRecord, FailureClass, Outcome};
+use gym_core::rollout::{Attempt, EPISODE_METADATA, EpisodeRecord, FailureClass, Outcome};
 use gym_core::{Code, Error, RawObject, Response, Result};
 use serde::Deserialize;
 use serde_json::Value;
@@ -128,7 +127,7 @@ pub(super) fn classify(
         return Ok(AttemptResult::Lost);
     }
     let record = response.metadata.get(EPISODE_METADATA).and_then(EpisodeRecord::from_text);
-    let row = stamped(wanted, attempt, &result, Some(course(record.as_ref(), attempt, took)))?;
+    let row = stamped(wanted, attempt, &result, Some((record.as_ref(), took)))?;
     if let Some(class) = fields.failure_class {
         let class = serde_json::from_value(Value::String(class)).unwrap_or(FailureClass::AgentRunError);
         let terminal = fields.terminal.as_ref().is_some_and(truth);
@@ -177,42 +176,28 @@ fn number(reward: Option<Value>) -> std::result::Result<Option<f64>, Value> {
     }
 }
 
-/// Returns the course of an episode: what its agent counted, if it is one of this SDK, and what the collector knows.
-fn course(record: Option<&EpisodeRecord>, attempt: Attempt, took: Duration) -> String {
-    let mut text = record.map_or_else(|| "{".to_owned(), EpisodeRecord::to_text);
-    if text.pop() == Some('}') {
-        text.push(',');
-    } else {
-        text.push('{');
-    }
-    let (attempts, seconds, micros) = (attempt.number.saturating_add(1), took.as_secs(), took.subsec_micros());
-    // Writing to a string cannot fail. A float would cost three times as much.
-    let _ = write!(text, r#""attempts":{attempts},"seconds":{seconds}.{micros:06}}}"#);
-    text
-}
-
 /// Returns the result with the keys that identify its row, in NeMo Gym's order, and then the course of the episode.
-fn stamped(wanted: &RolloutRow, attempt: Attempt, result: &RawObject, course: Option<String>) -> Result<RawObject> {
+fn stamped(
+    wanted: &RolloutRow,
+    attempt: Attempt,
+    result: &RawObject,
+    course: Option<(Option<&EpisodeRecord>, Duration)>,
+) -> Result<RawObject> {
     let mut edit = result.edit();
     for key in ["_ng_task_index", "_ng_rollout_index", "agent_ref", "task_source", "skills_ref"] {
-        if let Some(value) = wanted.row.get(key) {
-            edit = edit.set(key, value);
-        }
+        edit = edit.copy(key, &wanted.row);
     }
     // A row from an earlier collection may contain the number of an earlier attempt.
     edit = match attempt.number {
         0 => edit.remove("_ng_attempt_index"),
         number => edit.set("_ng_attempt_index", number.to_string()),
     };
-    if let Some(id) = wanted.row.get("_ng_rollout_id") {
-        edit = edit.set("_ng_rollout_id", id);
-    }
-    edit = edit.set_value("_ng_environment_server", &*wanted.server)?;
+    edit = edit.copy("_ng_rollout_id", &wanted.row).set_value("_ng_environment_server", &*wanted.server)?;
     if let Some(kind) = &wanted.result_type {
         edit = edit.set_value("_ng_result_type", &**kind)?;
     }
-    if let Some(course) = course {
-        edit = edit.set(EPISODE_KEY, course);
+    if let Some((record, took)) = course {
+        edit = EpisodeRecord::write(record, attempt.number.saturating_add(1), took, edit);
     }
     Ok(edit.to_object()?)
 }
@@ -296,7 +281,7 @@ fn failed(
 
 #[cfg(test)]
 mod tests {
-    use gym_core::rollout::TaskKey;
+    use gym_core::rollout::{EPISODE_KEY, TaskKey};
     use gym_core::{Execution, Message, Status};
     use serde_json::json;
 
@@ -361,7 +346,7 @@ mod tests {
         });
         assert_eq!(course_of(ours), expected);
         let mut invalid = foreign;
-        invalid.metadata.push(EPISODE_METADATA, "{\"turns\":");
+        invalid.metadata.push(EPISODE_METADATA, "turns=");
         assert_eq!(course_of(invalid), json!({"attempts": 2, "seconds": 1.500_001}));
     }
 

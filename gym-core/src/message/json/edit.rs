@@ -92,6 +92,23 @@ impl<'a> Edit<'a> {
         self
     }
 
+    /// Sets a key to a text that is JSON by construction, so that it is not checked.
+    pub(crate) fn set_json(mut self, key: impl Into<Cow<'static, str>>, json: impl Into<Bytes>) -> Self {
+        self.change(key.into(), NewValue::Json(json.into()));
+        self
+    }
+
+    /// Sets a key to the value that another object has for it. Does nothing if the other object does not have the key.
+    pub fn copy(self, key: impl Into<Cow<'static, str>>, from: &RawObject) -> Self {
+        let key = key.into();
+        match from.get(&key) {
+            // The training arrays of a large object are unchecked.
+            Some(value) if from.elided.is_some() => self.set(key, value),
+            Some(value) => self.set_json(key, value),
+            None => self,
+        }
+    }
+
     /// Removes a key.
     pub fn remove(mut self, key: impl Into<Cow<'static, str>>) -> Self {
         self.change(key.into(), NewValue::Removed);
