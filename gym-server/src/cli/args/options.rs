@@ -346,6 +346,14 @@ pub(in crate::cli) enum ConfigCommand {
     /// Print the merged configuration with secrets masked
     #[command(after_help = OVERRIDES)]
     Show(Box<ShowArgs>),
+    /// Print the JSON schema of configuration files, for editors
+    #[command(after_help = "\
+The schema is that of this program, with its implementations. Editors with the YAML language server read it from a line at the \
+top of a configuration file:
+
+  PROGRAM config schema > gym.schema.json
+  # yaml-language-server: $schema=gym.schema.json")]
+    Schema,
 }
 
 #[derive(Clone, Debug, Args)]
@@ -408,6 +416,12 @@ pub(in crate::cli) fn command(program: &str, transports: &[Transport]) -> clap::
     let command = command.mut_subcommands(|command| match named(command.get_about()) {
         about if about.is_empty() => command,
         about => command.about(about),
+    });
+    let command = command.mut_subcommand("config", |config| {
+        config.mut_subcommand("schema", |schema| {
+            let help = named(schema.get_after_help());
+            schema.after_help(help)
+        })
     });
     with_transports(command, transports).after_help(help)
 }
