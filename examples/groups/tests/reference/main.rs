@@ -6,6 +6,8 @@
 #![expect(clippy::unwrap_used, reason = "an integration test: a panic is its failure")]
 
 mod configuration;
+mod environment;
+mod exit_codes;
 mod page;
 mod schema;
 mod settings;

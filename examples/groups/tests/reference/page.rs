@@ -69,3 +69,24 @@ impl Page {
 pub(crate) fn code(text: &str) -> String {
     if text.is_empty() { String::new() } else { format!("`{text}`") }
 }
+
+/// Returns the Rust sources of the workspace: path and text.
+pub(crate) fn sources() -> Vec<(String, String)> {
+    fn collect(folder: &Path, root: &Path, into: &mut Vec<(String, String)>) {
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+            if path.is_dir() && name != "target" && !name.starts_with('.') {
+                collect(&path, root, into);
+            } else if path.extension().is_some_and(|extension| extension == "rs") {
+                let file = path.strip_prefix(root).unwrap().display().to_string();
+                into.push((file, std::fs::read_to_string(&path).unwrap()));
+            }
+        }
+    }
+    let root = workspace().canonicalize().unwrap();
+    let mut all = Vec::new();
+    collect(&root, &root, &mut all);
+    all.sort();
+    all
+}
