@@ -8,6 +8,8 @@
 mod configuration;
 mod environment;
 mod exit_codes;
+mod metrics;
 mod page;
+mod rows;
 mod schema;
 mod settings;
