@@ -74,7 +74,7 @@ impl Metrics {
             resident_bytes: Gauge::default(),
         };
         metrics.with(|registry| {
-            registry.register("gym_requests", "Responses sent", metrics.requests.clone());
+            registry.register("gym_requests", "Responses by server, route and status class", metrics.requests.clone());
             registry.register("gym_request_seconds", "Time from the request to the response", metrics.seconds.clone());
             registry.register("gym_requests_in_flight", "Requests in flight", metrics.in_flight.clone());
             registry.register("gym_sessions_open", "Open sessions of environments", metrics.sessions.open.clone());
@@ -86,7 +86,11 @@ impl Metrics {
             registry.register("gym_tool_errors", help, metrics.tool_errors.clone());
             let help = "CPU time of the process, user and system (a total that only grows)";
             registry.register("process_cpu_seconds_total", help, metrics.cpu_seconds.clone());
-            registry.register("process_resident_memory_bytes", "Resident memory", metrics.resident_bytes.clone());
+            registry.register(
+                "process_resident_memory_bytes",
+                "Resident memory of the process",
+                metrics.resident_bytes.clone(),
+            );
             registry.register_collector(Box::new(StallMetrics));
         });
         metrics

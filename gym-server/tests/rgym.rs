@@ -56,6 +56,7 @@ fn every_command_has_help() {
         (&["config"], "check"),
         (&["config", "check"], "--strict"),
         (&["config", "show"], "--format"),
+        (&["config", "schema"], "rgym config schema > gym.schema.json"),
         (&["aliases"], "Usage"),
         (&["env", "start"], "--start-timeout"),
         (&["eval", "run"], "NEMO_GYM_MAX_ROLLOUT_ATTEMPTS"),
@@ -267,6 +268,19 @@ fn a_misspelled_implementation_without_an_interpreter_suggests_the_name_in_its_f
         error.contains("theirs.yaml:3") && error.contains("fix: did you mean `scripted_model`? Otherwise"),
         "{error}"
     );
+}
+
+#[test]
+fn the_schema_is_printed_as_json_with_the_keys_of_the_implementations() {
+    let output = rgym(folder().path(), &["config", "schema"]);
+    let (out, error) = texts(&output);
+    assert_eq!((output.status.code(), error.as_str()), (Some(0), ""));
+    let schema: serde_json::Value = serde_json::from_str(&out).unwrap();
+    assert_eq!(schema["$schema"], "https://json-schema.org/draft/2020-12/schema");
+    let keys = &schema["$defs"]["responses_api_models.scripted_model"]["properties"];
+    assert_eq!(keys["seed"]["default"], 0);
+    assert!(keys["entrypoint"].is_object(), "the keys of every block are there too");
+    assert!(schema["properties"]["require_transport"].to_string().contains("\"shm\""));
 }
 
 #[test]

@@ -1,90 +1,12 @@
 //! Finds the servers among the top-level blocks of the merged tree and checks each of them.
 
 use crate::config::problem::{Mistake, Origin, Problem, nearest, suggest};
+use crate::config::reference::{DATASET_TYPES, DOMAINS, LICENSES, TOP_LEVEL_KEYS};
 use crate::config::yaml::node::{Map, Node, Tree};
 use gym_core::server::ServerKind;
 
-/// Top-level keys that are neither servers nor variables.
-pub(crate) const RESERVED: [&str; 45] = [
-    "config_paths",
-    "entrypoint",
-    "default_host",
-    "head_server",
-    "disallowed_ports",
-    "head_server_deps",
-    "python_version",
-    "pip_install_verbose",
-    "use_absolute_ip",
-    "uv_pip_set_python",
-    "skip_venv_if_present",
-    "hf_token",
-    "ray_head_node_address",
-    "port_range_low",
-    "port_range_high",
-    "dry_run",
-    "server_spinup_timeout_seconds",
-    "model_endpoint_readiness_timeout_seconds",
-    "allow_openai_version_skew",
-    "uv_cache_dir",
-    "uv_lock_timeout_seconds",
-    "uv_venv_dir",
-    "results_dir",
-    "cache_dir",
-    "_inherit_from",
-    "_copy",
-    "nemo_gym_log_dir",
-    "verbose",
-    "json",
-    "query",
-    "observability_enabled",
-    "model_call_capture_dir",
-    "token_id_capture",
-    "component_name",
-    "skip_verification",
-    "skip_verification_reward",
-    "telemetry",
-    "allow_unsupported_pairing",
-    "environment_server_name",
-    "environment_server_routes",
-    "environment_routing_mode",
-    "error_on_agent_without_environment_server",
-    "error_on_almost_servers",
-    "transport",
-    "require_transport",
-];
-
-const DOMAINS: [&str; 12] = [
-    "math",
-    "coding",
-    "agent",
-    "knowledge",
-    "instruction_following",
-    "long_context",
-    "safety",
-    "games",
-    "translation",
-    "e2e",
-    "rlhf",
-    "other",
-];
-
-const LICENSES: [&str; 10] = [
-    "Apache 2.0",
-    "MIT",
-    "Creative Commons Attribution 4.0 International",
-    "Creative Commons Attribution-ShareAlike 4.0 International",
-    "CC BY-SA 4.0",
-    "CC BY-NC 3.0",
-    "NVIDIA Internal Use Only, Do Not Distribute",
-    "NVIDIA Evaluation Dataset License Agreement",
-    "TBD",
-    "GNU General Public License v3.0",
-];
-
-const DATASET_TYPES: [&str; 4] = ["train", "validation", "example", "benchmark"];
-
 pub(crate) fn is_reserved(key: &str) -> bool {
-    RESERVED.contains(&key)
+    TOP_LEVEL_KEYS.iter().any(|known| known.name == key)
 }
 
 /// A block that is a server, and its position in the tree.
@@ -394,7 +316,7 @@ pub(crate) fn reserved_typos(root: &Node, servers: &[FoundServer]) -> Vec<Proble
             if is_reserved(&key) || servers.iter().any(|server| server.name == key) {
                 return None;
             }
-            let near = RESERVED.into_iter().find(|known| {
+            let near = TOP_LEVEL_KEYS.iter().map(|known| known.name).find(|known| {
                 known.len() >= 7 && strsim::damerau_levenshtein(&key, known) <= if known.len() > 10 { 2 } else { 1 }
             })?;
             Some(

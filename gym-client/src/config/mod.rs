@@ -17,6 +17,7 @@ mod check;
 mod compose;
 mod loader;
 pub(crate) mod problem;
+pub mod reference;
 mod resolve;
 mod schema;
 pub(crate) mod yaml;

@@ -28,7 +28,7 @@ use gym_core::{CallContext, Channel, Code, Endpoint, Error, Handler, Result};
 pub use gym_transport_http as http;
 #[cfg(feature = "rdma")]
 pub use gym_transport_rdma as rdma;
-pub use metrics::PathMetrics;
+pub use metrics::{PathMetrics, UCX_METRICS, UcxMetric};
 pub use paths::{PeerPath, Refusal};
 #[cfg(feature = "rdma")]
 pub use ucx::metrics::UcxMetrics;

@@ -6,11 +6,20 @@ use std::sync::{Mutex, PoisonError};
 
 use serde::{Deserialize, Serialize};
 
+/// Adds the other name of `least_pending` to the schema; schemars ignores aliases.
+#[cfg(feature = "schemars")]
+fn with_alias(schema: &mut schemars::Schema) {
+    if let Some(serde_json::Value::Array(forms)) = schema.get_mut("oneOf") {
+        forms.push(serde_json::json!({"description": "As `least_pending`.", "const": "least_outstanding"}));
+    }
+}
+
 /// A strategy of load balancing. Default: `LeastPending`.
 ///
 /// In a configuration: `round_robin`, `least_pending` (or `least_outstanding`), `power_of_two_choices`, or
 /// `{"weighted": [3, 1]}`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schemars", derive(schemars::JsonSchema), schemars(transform = with_alias))]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Balance {

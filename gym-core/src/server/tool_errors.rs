@@ -20,6 +20,7 @@ pub(super) const UNKNOWN_TOOL: &str = "there is no tool `";
 /// and `FailedPrecondition` (in other languages the status 404, 412, 422 and most other 4xx). A lost session always fails the attempt.
 /// This key decides on all other errors.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[cfg_attr(feature = "schemars", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum ToolErrors {
     /// Errors and panics of servers of this SDK fail the attempt as `tool_error`. Responses of other servers go to the model,

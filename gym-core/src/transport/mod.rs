@@ -16,6 +16,8 @@ pub use channel::{Channel, INCARNATION_METADATA, Link, PathInfo, Reply};
 pub use endpoint::{ConnectOptions, Connector, Endpoint, Incoming, Listener};
 pub use handler::{Fence, Fenced, Handler, from_tower, handler_fn};
 pub use mem::{InProcess, InProcessListener};
+#[cfg(all(feature = "groups", feature = "schemars"))]
+pub(crate) use policy::WrittenTransports;
 pub use policy::{Transport, TransportPolicy};
 pub use retry::{RetryPolicy, retry, retry_after};
 pub use serve::serve;

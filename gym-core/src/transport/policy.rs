@@ -301,18 +301,23 @@ impl FromStr for TransportPolicy {
 }
 
 /// Accepts `auto`, one name, names separated by commas, or a list of names.
+/// The forms of a transport policy in a configuration.
+#[derive(Deserialize)]
+#[cfg_attr(feature = "schemars", derive(schemars::JsonSchema))]
+#[serde(untagged)]
+pub(crate) enum WrittenTransports {
+    /// `auto`, one name, or several separated by commas.
+    Text(String),
+    /// A list of names.
+    List(Vec<String>),
+}
+
 impl<'de> Deserialize<'de> for TransportPolicy {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        #[derive(Deserialize)]
-        #[serde(untagged)]
-        enum Written {
-            Text(String),
-            List(Vec<String>),
-        }
         let wrong = |_| de::Error::custom("a transport is text or a list of texts, as in auto or [shm, http]");
-        let text = match Written::deserialize(deserializer).map_err(wrong)? {
-            Written::Text(text) => text,
-            Written::List(names) => names.join(","),
+        let text = match WrittenTransports::deserialize(deserializer).map_err(wrong)? {
+            WrittenTransports::Text(text) => text,
+            WrittenTransports::List(names) => names.join(","),
         };
         text.parse().map_err(|error: Error| de::Error::custom(error.message()))
     }

@@ -12,6 +12,7 @@ use crate::role::settings::{Seconds, ServerRef};
 
 /// The keys of a `simple_agent` block.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
+#[cfg_attr(feature = "schemars", derive(schemars::JsonSchema))]
 pub struct SimpleAgentConfig {
     /// The resources server: holds the state and the tools of the episode, and scores it. Required by `/run`.
     #[serde(default)]
@@ -24,7 +25,7 @@ pub struct SimpleAgentConfig {
     /// Maximum seconds per episode, in addition to the caller's deadline.
     #[serde(default)]
     pub max_seconds: Option<Seconds>,
-    /// Skips `/verify` and gives every episode [`SimpleAgentConfig::skip_verification_reward`]. Off by default.
+    /// Skips `/verify` and gives every episode `skip_verification_reward`. Off by default.
     #[serde(default)]
     pub skip_verification: bool,
     /// The reward of an unverified episode. 0 by default.
@@ -32,6 +33,7 @@ pub struct SimpleAgentConfig {
     pub skip_verification_reward: f64,
     /// What happens with the errors of tools that the model did not cause: `auto` (default), `fail` or `to_model`.
     #[serde(default)]
+    #[cfg_attr(feature = "schemars", schemars(extend("default" = "auto")))]
     pub tool_errors: ToolErrors,
     /// Maximum bytes of a tool's output that the model sees. Unlimited if absent.
     #[serde(default)]
@@ -57,6 +59,7 @@ impl SimpleAgentConfig {
 
 /// The keys of a `gymnasium_agent` block.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
+#[cfg_attr(feature = "schemars", derive(schemars::JsonSchema))]
 pub struct GymnasiumAgentConfig {
     /// The resources server: plays the other side of the conversation, and scores it.
     pub resources_server: ServerRef,
@@ -91,9 +94,22 @@ impl GymnasiumAgentConfig {
 ///
 /// A longer output is cut at the start of a character, followed by the line `[output cut: the first 1000 of 5000 bytes]`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "schemars", derive(schemars::JsonSchema), schemars(from = "WrittenLimits"))]
 pub struct OutputLimits {
     default: Option<NonZeroUsize>,
     tools: BTreeMap<String, NonZeroUsize>,
+}
+
+/// The forms of a limit in a configuration.
+#[cfg(feature = "schemars")]
+#[derive(schemars::JsonSchema)]
+#[schemars(untagged)]
+#[allow(dead_code, reason = "only its schema is read")]
+enum WrittenLimits {
+    /// The number of bytes of all tools.
+    All(NonZeroUsize),
+    /// A number of bytes for each tool by name, with `_default` for all others.
+    Tools(BTreeMap<String, NonZeroUsize>),
 }
 
 impl OutputLimits {

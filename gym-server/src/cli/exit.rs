@@ -1,5 +1,6 @@
-//! Exit codes of the commands, and their errors.
+//! Exit codes of the commands, and their errors. The help texts and `docs/reference/exit-codes.md` have the table of this file.
 
+use std::fmt::Write as _;
 use std::process::ExitCode;
 
 use gym_client::config::ConfigError;
@@ -23,6 +24,60 @@ pub(super) const FAILED: u8 = 1;
 pub(super) const USAGE: u8 = 2;
 /// Finished, but rollouts failed or are incomplete.
 pub(super) const INCOMPLETE: u8 = 3;
+
+/// An exit code of the commands.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub struct ExitMeaning {
+    /// The code.
+    pub code: u8,
+    /// The meaning in a few words.
+    pub meaning: &'static str,
+    /// The cases, in sentences.
+    pub cases: &'static str,
+    /// The meaning of the code for `doctor`; empty if `doctor` does not return it.
+    pub of_doctor: &'static str,
+}
+
+/// The exit codes of all commands.
+pub const EXIT_CODES: [ExitMeaning; 4] = [
+    ExitMeaning {
+        code: 0,
+        meaning: "success",
+        cases: "`collect` has scored every rollout. `run` was stopped by one SIGINT or SIGTERM.",
+        of_doctor: "every installed component works",
+    },
+    ExitMeaning {
+        code: FAILED,
+        meaning: "the run failed",
+        cases: "A server, a file or a request failed for a reason other than the usage. The statistics at the end of `collect` are \
+                missing. A second SIGINT or SIGTERM stopped `run` or `collect` at once.",
+        of_doctor: "the transport of --require-transport is unavailable",
+    },
+    ExitMeaning {
+        code: USAGE,
+        meaning: "invalid usage or configuration",
+        cases: "An option, a configuration or an input is invalid, or a name in them does not exist. The error names the fix.",
+        of_doctor: "invalid usage or configuration",
+    },
+    ExitMeaning {
+        code: INCOMPLETE,
+        meaning: "finished with failed or incomplete rollouts",
+        cases: "`collect` recorded what it could: a rollout failed in its last attempt, or a signal or `--fail-fast` stopped the \
+                collection early.",
+        of_doctor: "an installed component does not work (each has a fix)",
+    },
+];
+
+/// Lists the codes with a meaning, for a help text.
+pub(super) fn listed(meaning: fn(&ExitMeaning) -> &'static str) -> String {
+    let mut text = String::from("Exit codes:");
+    for (at, row) in EXIT_CODES.iter().filter(|row| !meaning(row).is_empty()).enumerate() {
+        // Writing to a string cannot fail.
+        let _ = write!(text, "{} {} {}", if at == 0 { "" } else { "," }, row.code, meaning(row));
+    }
+    text + "."
+}
 
 impl Failure {
     pub(super) fn code(&self) -> ExitCode {

@@ -44,6 +44,7 @@ use crate::cli::args::aliases;
 use crate::cli::args::options::{self, Cli, Command, NewCommand};
 use crate::cli::args::translation;
 use crate::cli::console::Console;
+pub use crate::cli::exit::{EXIT_CODES, ExitMeaning};
 use crate::cli::exit::{Failure, Outcome, USAGE};
 use crate::cli::inspect::{config, doctor, status};
 use crate::stack::Servers;

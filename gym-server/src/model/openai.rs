@@ -19,6 +19,7 @@ use crate::model::upstream::{EndpointKeys, Upstream, UpstreamOptions};
 
 /// The keys of an `openai_model` block.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
+#[cfg_attr(feature = "schemars", derive(schemars::JsonSchema))]
 pub struct OpenAiModelConfig {
     /// The URL of the endpoint, with its version: `http://127.0.0.1:8000/v1`. Required.
     pub openai_base_url: String,
@@ -32,6 +33,7 @@ pub struct OpenAiModelConfig {
     pub extra_body: Map<String, Value>,
     /// Headers of each request. Empty by default.
     #[serde(default)]
+    #[cfg_attr(feature = "schemars", schemars(extend("default" = {})))]
     pub openai_default_headers: BTreeMap<String, Secret>,
     /// Maximum concurrent requests at the endpoint; further requests wait. Unlimited by default.
     #[serde(default)]
@@ -43,13 +45,13 @@ pub struct OpenAiModelConfig {
     /// 429, 502 and 503 as many as `retry_budget_seconds` allows: the endpoint may serve soon.
     #[serde(default)]
     pub max_http_attempts: Option<u32>,
-    /// Maximum time from the first failure of a call to its last attempt, over all failures; 0 for no repetition. 300 by default.
+    /// Maximum seconds from the first failure of a call to its last attempt; 0 for no repetition. 300 by default.
     #[serde(default = "retry::budget_seconds")]
     pub retry_budget_seconds: f64,
-    /// The wait before the second attempt, in milliseconds; doubled for each further attempt, and randomized. 500 by default.
+    /// Milliseconds before the second attempt. The wait doubles for each further attempt, and is randomized. 500 by default.
     #[serde(default = "retry::backoff_ms")]
     pub retry_backoff_ms: u64,
-    /// The longest wait between two attempts, in milliseconds, unless the endpoint's `Retry-After` asks for more. 8,000 by default.
+    /// Maximum milliseconds between two attempts, unless the endpoint's `Retry-After` asks for more. 8,000 by default.
     #[serde(default = "retry::backoff_max_ms")]
     pub retry_backoff_max_ms: u64,
 }

@@ -70,6 +70,7 @@ impl ScriptedItem {
 
 /// The keys of a `scripted_model` block.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
+#[cfg_attr(feature = "schemars", derive(schemars::JsonSchema))]
 #[serde(default)]
 pub struct ScriptedModelConfig {
     /// The `model` of the responses, which shows readers of the rollouts that no model wrote them. `scripted_model` by default.
@@ -93,6 +94,7 @@ impl Default for ScriptedModelConfig {
 
 /// The latency of a response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[cfg_attr(feature = "schemars", derive(schemars::JsonSchema))]
 #[serde(untagged)]
 pub enum Latency {
     /// A fixed number of milliseconds.

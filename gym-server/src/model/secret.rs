@@ -6,6 +6,7 @@ use serde::{Deserialize, Deserializer};
 
 /// A key or password. Its `Debug` output shows that there is a value, but not the value itself.
 #[derive(Clone, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "schemars", derive(schemars::JsonSchema), schemars(from = "String"))]
 pub struct Secret(String);
 
 impl Secret {

@@ -6,6 +6,7 @@ use serde::{Deserialize, Deserializer};
 
 /// Names another server of the configuration: `{type: resources_servers, name: my_env}`.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[cfg_attr(feature = "schemars", derive(schemars::JsonSchema))]
 #[serde(from = "TypedRef")]
 pub struct ServerRef {
     /// The instance's name.
@@ -14,9 +15,13 @@ pub struct ServerRef {
 
 /// A reference as it is written. The loader has checked that the type is that of the server.
 #[derive(Deserialize)]
+#[cfg_attr(feature = "schemars", derive(schemars::JsonSchema))]
 struct TypedRef {
+    /// The kind of the server.
     #[serde(default, rename = "type")]
+    #[cfg_attr(feature = "schemars", schemars(with = "String", extend("enum" = gym_core::server::ServerKind::ALL.map(gym_core::server::ServerKind::as_str))))]
     _kind: Option<String>,
+    /// The name of its instance.
     name: String,
 }
 
@@ -36,6 +41,7 @@ impl ServerRef {
 
 /// A positive time, written as a number of seconds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "schemars", derive(schemars::JsonSchema), schemars(from = "f64", extend("exclusiveMinimum" = 0)))]
 pub struct Seconds(pub Duration);
 
 impl<'de> Deserialize<'de> for Seconds {

@@ -15,6 +15,7 @@ mod instance;
 mod options;
 mod python;
 mod running;
+mod schema;
 mod servers;
 
 pub use builder::StackBuilder;

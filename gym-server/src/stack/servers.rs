@@ -12,11 +12,13 @@ use gym_core::transport::Fenced;
 use gym_core::{AgentServer, EnvironmentServer, Error, Handler, ModelServer, ResourcesServer, Result};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
+use serde_json::Value;
 
 use crate::agent::{GymnasiumAgent, SimpleAgent};
 use crate::environment::Relay;
 use crate::model::{OpenAiModel, ScriptedModel, ScriptedPolicy, VllmModel};
 use crate::role::{RoleServer, ServerContext};
+use crate::stack::schema::{self, Implementation, SettingsSchema};
 
 /// The input of a factory: one instance of the configuration.
 #[derive(Debug)]
@@ -113,6 +115,8 @@ impl From<RoleServer> for BuiltServer {
 #[derive(Clone, Default)]
 pub struct Servers {
     factories: BTreeMap<(ServerKind, String), Factory>,
+    /// The schemas of their settings, as far as they are known.
+    schemas: BTreeMap<(ServerKind, String), SettingsSchema>,
     transports: Option<Transports>,
 }
 
@@ -127,7 +131,7 @@ impl Servers {
     /// `openai_model`, `vllm_model` and `scripted_model`.
     #[must_use]
     pub fn stock() -> Self {
-        Self::none()
+        let mut stock = Self::none()
             .agent("simple_agent", |build| Ok(SimpleAgent::new(build.settings()?, build.client.clone())))
             .agent("gymnasium_agent", |build| {
                 Ok(GymnasiumAgent::new(build.settings()?, build.client.clone(), &build.context.world))
@@ -137,7 +141,9 @@ impl Servers {
             .model("vllm_model", |build| VllmModel::new(build.settings()?, &build.context.world))
             .model("scripted_model", |build| {
                 Ok(ScriptedModel::with_default_policy(build.settings()?, &build.context.world))
-            })
+            });
+        stock.schemas = stock.factories.keys().map(|key| (key.clone(), SettingsSchema::Stock)).collect();
+        stock
     }
 
     /// Sets the transports that configurations can name, and that servers listen on and call with. By default those that the SDK
@@ -165,9 +171,52 @@ impl Servers {
     /// Replaces the policy of `scripted_model`.
     #[must_use]
     pub fn scripted_policy(self, policy: impl ScriptedPolicy + Clone) -> Self {
-        self.model("scripted_model", move |build| {
+        let mut servers = self.model("scripted_model", move |build| {
             Ok(ScriptedModel::new(build.settings()?, &build.context.world, policy.clone()))
-        })
+        });
+        servers.schemas.insert((ServerKind::Model, "scripted_model".to_owned()), SettingsSchema::Stock);
+        servers
+    }
+
+    /// Adds the JSON schema of the settings of an implementation, for [`Servers::config_schema`]. Call it after the implementation was
+    /// added. `schemars::schema_for!` creates the schema of a type; its fields should be those of the type that is given to
+    /// [`Build::settings`].
+    ///
+    /// ```
+    /// # use gym_core::{CallContext, ModelResponse, ResourcesServer, Result, SessionId, Verdict};
+    /// # struct Shop;
+    /// # impl ResourcesServer for Shop {
+    /// #     type Task = serde_json::Value;
+    /// #     async fn verify(&self, _: &CallContext, _: &SessionId, _: Self::Task, _: &ModelResponse) -> Result<Verdict> {
+    /// #         Ok(Verdict::correct(true))
+    /// #     }
+    /// # }
+    /// use gym_core::server::ServerKind;
+    /// use gym_server::Servers;
+    /// use serde_json::json;
+    ///
+    /// let settings = json!({"type": "object", "properties": {"carts_max": {"type": "integer"}}});
+    /// let servers = Servers::stock()
+    ///     .resources("shop", |_| Ok(Shop))
+    ///     .settings_schema(ServerKind::Resources, "shop", settings);
+    /// ```
+    #[must_use]
+    pub fn settings_schema(mut self, kind: ServerKind, implementation: &str, schema: Value) -> Self {
+        self.schemas.insert((kind, implementation.to_owned()), SettingsSchema::Given(Arc::new(schema)));
+        self
+    }
+
+    /// Returns the JSON schema (draft 2020-12) of the configuration files of this program, as `rgym config schema` prints it. A block
+    /// of an implementation without a schema accepts any key.
+    #[must_use]
+    pub fn config_schema(&self) -> Value {
+        let implementations = self.factories.keys().map(|key| {
+            let (kind, name) = key;
+            Implementation { kind: *kind, name, settings: self.schemas.get(key) }
+        });
+        let transports = self.transports().known();
+        let transports: Vec<&str> = transports.iter().map(|transport| transport.as_str()).collect();
+        schema::of_configuration(&implementations.collect::<Vec<_>>(), &transports)
     }
 
     /// Adds a resources server under an implementation name.
@@ -260,7 +309,10 @@ impl Servers {
         implementation: &str,
         make: impl Fn(&Build<'_>) -> Result<BuiltServer> + Send + Sync + 'static,
     ) -> Self {
-        self.factories.insert((kind, implementation.to_owned()), Arc::new(make));
+        let key = (kind, implementation.to_owned());
+        // The settings of a replaced implementation are not those of the new one.
+        self.schemas.remove(&key);
+        self.factories.insert(key, Arc::new(make));
         self
     }
 

@@ -4,77 +4,12 @@
 //! reads is no mistake in a shared file; it is listed as ignored.
 
 use crate::config::problem::{Mistake, Origin, Problem, nearest};
+use crate::config::reference::{
+    BLOCK_KEYS, ENDPOINT_FILE_KEYS, composition_keys, nemo_keys_of_implementation, nemo_keys_of_kind, unsupported_keys,
+};
 use crate::config::schema::InstanceConfig;
 use crate::config::yaml::deserialize::UnknownKey;
-use gym_core::server::ServerKind;
 use serde_json::Value;
-
-/// Keys of each block that the configuration itself reads, or that describe the server to people.
-const EVERY_BLOCK: [&str; 11] = [
-    "entrypoint",
-    "host",
-    "port",
-    "num_workers",
-    "domain",
-    "datasets",
-    "name",
-    "description",
-    "value",
-    "verified",
-    "verified_url",
-];
-
-/// Keys by which the configuration composes servers of a kind, whether or not the implementation reads them.
-fn of_composition(kind: ServerKind) -> &'static [&'static str] {
-    match kind {
-        ServerKind::Agent => &["resources_server", "model_server"],
-        ServerKind::Environment => &["agent_server", "resources_server"],
-        ServerKind::Resources => &["allowed_agents", "allowed_model_types"],
-        ServerKind::Model => &[],
-    }
-}
-
-/// Keys of all servers of a kind in NeMo Gym 0.7.0.
-fn of_kind(kind: ServerKind) -> &'static [&'static str] {
-    match kind {
-        ServerKind::Agent => &[
-            "session_close_retry_window_seconds",
-            "skip_verification",
-            "skip_verification_reward",
-            "token_id_capture",
-            "tool_accesses",
-        ],
-        ServerKind::Model => &["token_id_capture_non_generating_requests"],
-        ServerKind::Resources => &["expose_tools_over_mcp"],
-        ServerKind::Environment => &[
-            "max_concurrent_episodes",
-            "queue_timeout_seconds",
-            "default_episode_timeout_seconds",
-            "cleanup_timeout_seconds",
-        ],
-    }
-}
-
-/// Keys of single servers in NeMo Gym 0.7.0 which the SDK's servers of the same name do not read and can do without.
-fn of_implementation(implementation: &str) -> &'static [&'static str] {
-    match implementation {
-        "simple_agent" => &["execute_tools"],
-        "vllm_model" => &["render_chat_template", "tokenizer"],
-        _ => &[],
-    }
-}
-
-/// Keys of `vllm_model` which NeMo Gym reads only with `endpoint_file`, and which its own file sets without it.
-const OF_ENDPOINT_FILE: [&str; 3] =
-    ["endpoint_stale_grace_s", "endpoint_connection_retries", "endpoint_check_interval_s"];
-
-/// Keys of single servers in NeMo Gym 0.7.0 without which rollouts would differ.
-fn unsupported(implementation: &str) -> &'static [&'static str] {
-    match implementation {
-        "vllm_model" => &["use_completions_api", "supply_prefix_token_ids", "endpoint_file", "audio_root"],
-        _ => &[],
-    }
-}
 
 /// The unread keys of a block: errors and warnings.
 #[derive(Debug, Default)]
@@ -106,23 +41,25 @@ impl UnreadKeys {
                 Value::Object(map) => !map.is_empty(),
                 _ => true,
             };
-            let composed = of_composition(instance.kind);
-            let idle = implementation == "vllm_model" && OF_ENDPOINT_FILE.contains(&key);
-            if idle || EVERY_BLOCK.contains(&key) || composed.contains(&key) {
+            let shared = || composition_keys(instance.kind).iter().chain(&BLOCK_KEYS).map(|known| known.name);
+            let idle = implementation == "vllm_model" && ENDPOINT_FILE_KEYS.contains(&key);
+            if idle || shared().any(|name| name == key) {
                 continue;
             }
-            if unsupported(implementation).contains(&key) {
+            if unsupported_keys(implementation).contains(&key) {
                 if has_effect {
                     let what = format!("'{key}' is not supported by the {implementation} of this program");
                     let fix = "remove it, or run NeMo Gym's own server with a program that has no such implementation";
                     unread.errors.push(located(instance, &path, what).fix(fix));
                 }
-            } else if of_kind(instance.kind).contains(&key) || of_implementation(implementation).contains(&key) {
+            } else if nemo_keys_of_kind(instance.kind).contains(&key)
+                || nemo_keys_of_implementation(implementation).contains(&key)
+            {
                 if has_effect {
                     unread.ignored.push(problem(instance, &path, "only NeMo Gym's own server reads it"));
                 }
             } else {
-                let names: Vec<&'static str> = known.iter().chain(composed).copied().chain(EVERY_BLOCK).collect();
+                let names: Vec<&'static str> = known.iter().copied().chain(shared()).collect();
                 unread.unknown(instance, &path, known, &names);
             }
         }

@@ -54,7 +54,7 @@ impl Collector for GroupMetrics {
                 }
             }
         }
-        let help = "How the rank is reached (always 1)";
+        let help = "Current connection to the rank (always 1); lanes are those of UCX";
         let mut family = encoder.encode_descriptor("gym_worker_path", help, None, MetricType::Gauge)?;
         for record in records.iter() {
             let Some(path) = record.channel.as_ref().map(gym_core::Channel::path) else { continue };
@@ -95,33 +95,41 @@ const fn bytes(name: &'static str, help: &'static str, of: fn(&Rank<'_>) -> Opti
 }
 
 const GAUGES: [RankGauge; 10] = [
-    gauge("gym_worker_up", "Whether the rank takes calls", |rank| flag(rank.record.state() == RankState::Healthy)),
-    gauge("gym_worker_incarnation", "Which life of the rank this is", |rank| count(rank.record.incarnation.0)),
-    gauge("gym_worker_restarts", "Restarts of the rank", |rank| count(rank.record.restarts_used().into())),
-    gauge("gym_worker_stuck", "Whether the rank lives and does not move", |rank| {
-        flag(status::stuck(rank.record, rank.now, rank.options).is_some())
+    gauge("gym_worker_up", "1 if the rank accepts calls, otherwise 0", |rank| {
+        flag(rank.record.state() == RankState::Healthy)
     }),
+    gauge("gym_worker_incarnation", "Incarnation of the rank; each restart has a higher one", |rank| {
+        count(rank.record.incarnation.0)
+    }),
+    gauge("gym_worker_restarts", "Restarts of the rank", |rank| count(rank.record.restarts_used().into())),
+    gauge(
+        "gym_worker_stuck",
+        "1 if the rank runs without a heartbeat, or a call without progress; otherwise 0",
+        |rank| flag(status::stuck(rank.record, rank.now, rank.options).is_some()),
+    ),
     RankGauge {
         name: "gym_worker_heartbeat_age",
-        help: "Time since its last sign of life",
+        help: "Time since the last heartbeat of the rank",
         unit: Some(Unit::Seconds),
         of: |rank| {
             rank.record.last_heartbeat.map(|last_heartbeat| rank.now.duration_since(last_heartbeat).as_secs_f64())
         },
     },
-    gauge("gym_worker_cpu_cores", "Processor time that it uses, in cores", |rank| {
+    gauge("gym_worker_cpu_cores", "CPU cores that the rank uses, with all processes that it started", |rank| {
         rank.usage?.cpu_percent.map(|percent| percent / 100.0)
     }),
-    bytes("gym_worker_resident_memory", "Memory of the rank with all that it started", |rank| {
+    bytes("gym_worker_resident_memory", "Resident memory of the rank, with all processes that it started", |rank| {
         count(rank.usage?.resident_bytes)
     }),
-    bytes("gym_worker_resident_memory_peak", "The most of it that was seen", |rank| {
-        count(rank.usage?.peak_resident_bytes)
-    }),
-    bytes("gym_worker_gpu_memory", "GPU memory that the rank holds, with all that it started", |rank| {
+    bytes(
+        "gym_worker_resident_memory_peak",
+        "Highest sampled resident memory of the rank, with all processes that it started",
+        |rank| count(rank.usage?.peak_resident_bytes),
+    ),
+    bytes("gym_worker_gpu_memory", "GPU memory of the rank, with all processes that it started", |rank| {
         rank.usage?.gpu_memory_bytes.and_then(count)
     }),
-    gauge("gym_worker_memory_high", "Whether it passed nine tenths of its memory limit", |rank| {
+    gauge("gym_worker_memory_high", "1 if the rank has passed nine tenths of its memory limit, otherwise 0", |rank| {
         flag(rank.record.memory_high)
     }),
 ];

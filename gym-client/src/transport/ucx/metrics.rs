@@ -10,16 +10,11 @@ use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::counter::ConstCounter;
 
+use crate::transport::metrics::UCX_METRICS;
+
 /// Prometheus collector of UCX, read at each scrape.
 ///
-/// | metric | labels | counts |
-/// |---|---|---|
-/// | `gym_ucx_wakeups` | `source` | ends of the progress thread's waits: `event`, `command`, `tick`; or `busy` rounds |
-/// | `gym_ucx_bytes` | `peer`, `direction` | payloads |
-/// | `gym_ucx_parcels` | `peer`, `way` | active messages: `sent`; received as `eager` or by `rendezvous` |
-/// | `gym_ucx_round_trips` | `peer`, `below_us` | heartbeats that returned within this number of microseconds |
-/// | `gym_ucx_unregistered_bytes` | | payloads outside of the registered memory |
-///
+/// [`UCX_METRICS`] describes the metrics.
 /// The values of a peer cover its open connections.
 pub struct UcxMetrics(Option<Ucx>);
 
@@ -94,15 +89,7 @@ fn families(stats: &UcxStats) -> [(&'static str, &'static str, Vec<Series>); 5] 
         });
         buckets.collect()
     });
-    [
-        ("gym_ucx_wakeups", "What ended the waits of UCX's progress thread", wakeups),
-        ("gym_ucx_bytes", "Bytes of payloads over UCX", bytes),
-        ("gym_ucx_parcels", "Parcels over UCX", parcels),
-        ("gym_ucx_round_trips", "Signs of life that were back in less than so many microseconds", round_trips),
-        (
-            "gym_ucx_unregistered_bytes",
-            "Bytes of payloads that lay outside of the registered memory",
-            vec![(Vec::new(), fabric.bytes_unregistered)],
-        ),
-    ]
+    let unregistered = vec![(Vec::new(), fabric.bytes_unregistered)];
+    let mut series = [wakeups, bytes, parcels, round_trips, unregistered].into_iter();
+    UCX_METRICS.map(|metric| (metric.name, metric.help, series.next().unwrap_or_default()))
 }

@@ -10,26 +10,30 @@ use crate::transport::TransportPolicy;
 /// Configuration of a worker group. The fields are the keys; an unknown key is an error that lists the known ones. All are
 /// optional.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+#[cfg_attr(feature = "schemars", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields, default)]
 #[non_exhaustive]
 pub struct WorkerGroupConfig {
     /// Maximum memory of one worker and its child processes, in bytes; written as `8GB` or a number. The default is no limit.
     #[serde(deserialize_with = "memory")]
+    #[cfg_attr(feature = "schemars", schemars(with = "Option<WrittenMemory>"))]
     pub memory_limit: Option<u64>,
     /// Restarts a worker automatically after it ends. The default is `false`.
     pub restart_on_failure: bool,
-    /// Maximum restarts of each worker over the lifetime of the group. The default is three.
+    /// Maximum restarts of each worker over the lifetime of the group. The default is 3.
     pub max_restarts: Option<u32>,
     /// Compresses gradients on the wire. Not implemented; the default is `false`.
     pub enable_gradient_compression: bool,
-    /// Starts calls when they are submitted, instead of when they are awaited, so that the program can work meanwhile; see
-    /// [`GroupCall::submit`](crate::group::GroupCall::submit). The default is `false`.
+    /// Starts calls when they are submitted, instead of when they are awaited, so that the program can work meanwhile, as
+    /// `GroupCall::submit` does. The default is `false`.
     pub async_communication: bool,
     /// Balances calls that can run on any worker. The default is `false`.
     pub enable_load_balancing: bool,
-    /// The balancing strategy. If it is given, calls are balanced even without `enable_load_balancing`.
+    /// The balancing strategy; `least_outstanding` is another name of `least_pending`. If it is given, calls are balanced even without
+    /// `enable_load_balancing`.
     pub load_balancing_strategy: Option<Balance>,
     /// The allowed transports to the workers: `auto`, one transport, or a list. The default excludes UCX.
+    #[cfg_attr(feature = "schemars", schemars(with = "Option<crate::transport::WrittenTransports>"))]
     pub transport: Option<TransportPolicy>,
     /// The minimum transport: a group that cannot be reached over it, or a preferred one, does not start. The default is no
     /// minimum.
@@ -62,17 +66,22 @@ impl WorkerGroupConfig {
     }
 }
 
+/// The forms of a number of bytes in a configuration.
+#[derive(Deserialize)]
+#[cfg_attr(feature = "schemars", derive(schemars::JsonSchema))]
+#[serde(untagged)]
+enum WrittenMemory {
+    /// A number of bytes.
+    Bytes(u64),
+    /// A number with a unit: `8GB`.
+    Text(String),
+}
+
 fn memory<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u64>, D::Error> {
-    #[derive(Deserialize)]
-    #[serde(untagged)]
-    enum Written {
-        Bytes(u64),
-        Text(String),
-    }
-    let text = match Option::<Written>::deserialize(deserializer)? {
+    let text = match Option::<WrittenMemory>::deserialize(deserializer)? {
         None => return Ok(None),
-        Some(Written::Bytes(bytes)) => bytes.to_string(),
-        Some(Written::Text(text)) => text,
+        Some(WrittenMemory::Bytes(bytes)) => bytes.to_string(),
+        Some(WrittenMemory::Text(text)) => text,
     };
     parse_memory(&text).map(Some).map_err(|error| de::Error::custom(error.message()))
 }

@@ -23,6 +23,7 @@ use crate::transport::TransportPolicy;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Deserialize)]
+#[cfg_attr(feature = "schemars", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 #[non_exhaustive]
 pub struct ClusterSpec {
@@ -41,26 +42,28 @@ pub struct ClusterSpec {
     /// colocation is disabled, otherwise any number of groups; a bundle then has one CPU.
     #[serde(default)]
     pub max_colocated_worker_groups: Option<NonZeroU32>,
-    /// The assignment of logical nodes to machines. The default is [`PlacementStrategy::Spread`].
+    /// The assignment of logical nodes to machines. The default is `SPREAD`.
     #[serde(default)]
     pub placement_group_strategy: PlacementStrategy,
-    /// The GPUs to use. The default is [`GpuIds::Auto`].
+    /// The GPUs to use. The default is `auto`.
     #[serde(default)]
+    #[cfg_attr(feature = "schemars", schemars(extend("default" = "auto")))]
     pub gpu_ids: GpuIds,
     /// Lets several groups use the bundles. `true`: one group at a time. `false`: a second group is an error. By default, several
     /// groups may use them, without waiting for each other.
     #[serde(default)]
     pub enable_colocation: Option<bool>,
-    /// The transport of bulk data. The default is [`CommunicationBackend::Auto`].
+    /// The transport of bulk data. The default is `auto`.
     #[serde(default)]
+    #[cfg_attr(feature = "schemars", schemars(extend("default" = "auto")))]
     pub communication_backend: CommunicationBackend,
     /// Samples the memory of nodes and GPUs; the memory of workers is always sampled. The default is `false`.
     #[serde(default)]
     pub monitor_memory: bool,
-    /// The first port for rendezvous. The default is the start of [`MASTER_PORTS`].
+    /// The first port for rendezvous. The default is 1400.
     #[serde(default = "port_low")]
     pub port_range_low: u16,
-    /// The port after the last one for rendezvous. The default is the end of [`MASTER_PORTS`].
+    /// The port after the last one for rendezvous. The default is 1999.
     #[serde(default = "port_high")]
     pub port_range_high: u16,
     /// Number of nodes that must be in one NVLink domain. By default, nodes need not be in one domain.
@@ -71,6 +74,7 @@ pub struct ClusterSpec {
 /// The assignment of logical nodes to machines. A logical node is never split. In a unified cluster, each bundle is placed
 /// individually.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[cfg_attr(feature = "schemars", derive(schemars::JsonSchema))]
 #[serde(rename_all = "SCREAMING_SNAKE_CASE")]
 pub enum PlacementStrategy {
     /// On as few machines as possible.
@@ -86,6 +90,7 @@ pub enum PlacementStrategy {
 
 /// The GPUs that a cluster uses.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "schemars", derive(schemars::JsonSchema), schemars(from = "WrittenGpuIds"))]
 pub enum GpuIds {
     /// The first free GPUs of a machine.
     #[default]
@@ -98,6 +103,7 @@ pub enum GpuIds {
 
 /// The transport of bulk data between workers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "schemars", derive(schemars::JsonSchema), schemars(rename_all = "snake_case"))]
 pub enum CommunicationBackend {
     /// The most preferred transport that is available.
     #[default]
@@ -295,19 +301,25 @@ impl<'de> Deserialize<'de> for CommunicationBackend {
     }
 }
 
+/// The forms of `gpu_ids` in a configuration.
+#[derive(Deserialize)]
+#[cfg_attr(feature = "schemars", derive(schemars::JsonSchema))]
+#[serde(untagged)]
+enum WrittenGpuIds {
+    /// `auto`.
+    Word(#[cfg_attr(feature = "schemars", schemars(extend("const" = "auto")))] String),
+    /// A list of ids, for all logical nodes in order.
+    Flat(Vec<u32>),
+    /// A list of ids for each logical node.
+    PerNode(Vec<Vec<u32>>),
+}
+
 impl<'de> Deserialize<'de> for GpuIds {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        #[derive(Deserialize)]
-        #[serde(untagged)]
-        enum Written {
-            Word(String),
-            Flat(Vec<u32>),
-            PerNode(Vec<Vec<u32>>),
-        }
-        match Written::deserialize(deserializer) {
-            Ok(Written::Word(word)) if word.eq_ignore_ascii_case("auto") => Ok(Self::Auto),
-            Ok(Written::Flat(ids)) => Ok(Self::Flat(ids)),
-            Ok(Written::PerNode(ids)) => Ok(Self::PerNode(ids)),
+        match WrittenGpuIds::deserialize(deserializer) {
+            Ok(WrittenGpuIds::Word(word)) if word.eq_ignore_ascii_case("auto") => Ok(Self::Auto),
+            Ok(WrittenGpuIds::Flat(ids)) => Ok(Self::Flat(ids)),
+            Ok(WrittenGpuIds::PerNode(ids)) => Ok(Self::PerNode(ids)),
             _ => Err(de::Error::custom("gpu_ids is \"auto\", a list of GPU numbers, or one such list for each node")),
         }
     }

@@ -9,6 +9,7 @@ use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
 use gym_core::transport::{Transport, TransportPolicy};
 
 use crate::cli::args::range::RewardRange;
+use crate::cli::exit;
 
 const OVERRIDES: &str = "\
 Overrides (at any position among the options):
@@ -21,11 +22,11 @@ Overrides (at any position among the options):
 /// Reinforcement-learning environments for language models: servers, rollouts, rewards.
 #[derive(Debug, Parser)]
 #[command(name = "rgym", version, propagate_version = true, subcommand_required = true, arg_required_else_help = true)]
-#[command(after_help = "\
+#[command(after_help = format!("\
 Also accepts NeMo Gym's commands: env start|status|validate|resolve, eval run, and ng_run, ng_collect_rollouts, ng_status, \
 ng_validate, ng_dump_config as the first argument, as the name of a link, or through the aliases of `PROGRAM aliases`.
 
-Exit codes: 0 success, 1 the run failed, 2 invalid usage or configuration, 3 finished with failed or incomplete rollouts.")]
+{}", exit::listed(|row| row.meaning)))]
 pub(in crate::cli) struct Cli {
     #[command(flatten)]
     pub(in crate::cli) shared: CommonOptions,
@@ -72,9 +73,8 @@ Failures are read from the failures file beside FILE, if there is one. In a term
 all of them are printed.")]
     View(ViewArgs),
     /// Report which transports this machine supports and whether model endpoints respond, why not, and how to fix it
-    #[command(after_help = "\
-Exit codes: 0 every installed component works, 1 the transport of --require-transport is unavailable, 3 an installed component \
-does not work (each has a fix). Missing hardware is reported but is not an error.")]
+    #[command(after_help = format!("\
+{} Missing hardware is reported but is not an error.", exit::listed(|row| row.of_doctor)))]
     Doctor(DoctorArgs),
     /// Check or show a configuration without starting anything
     #[command(subcommand)]
@@ -346,6 +346,14 @@ pub(in crate::cli) enum ConfigCommand {
     /// Print the merged configuration with secrets masked
     #[command(after_help = OVERRIDES)]
     Show(Box<ShowArgs>),
+    /// Print the JSON schema of configuration files, for editors
+    #[command(after_help = "\
+The schema is that of this program, with its implementations. Editors with the YAML language server read it from a line at the \
+top of a configuration file:
+
+  PROGRAM config schema > gym.schema.json
+  # yaml-language-server: $schema=gym.schema.json")]
+    Schema,
 }
 
 #[derive(Clone, Debug, Args)]
@@ -408,6 +416,12 @@ pub(in crate::cli) fn command(program: &str, transports: &[Transport]) -> clap::
     let command = command.mut_subcommands(|command| match named(command.get_about()) {
         about if about.is_empty() => command,
         about => command.about(about),
+    });
+    let command = command.mut_subcommand("config", |config| {
+        config.mut_subcommand("schema", |schema| {
+            let help = named(schema.get_after_help());
+            schema.after_help(help)
+        })
     });
     with_transports(command, transports).after_help(help)
 }

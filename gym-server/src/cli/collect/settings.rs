@@ -7,33 +7,13 @@ use std::path::{Path, PathBuf};
 use gym_client::collect::input::PromptTemplate;
 use gym_client::collect::input::{MaterializeOptions, Repeats, Routing};
 use gym_client::collect::{CollectOptions, DriverOptions, ExistingOutput, FailFast, TruncatedRollouts};
+use gym_client::config::reference::{COLLECT_KEYS, COLLECT_SHARED_KEYS};
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
 use crate::cli::args::options::{CollectArgs, Truncated};
 use crate::cli::exit::Failure;
 use crate::cli::setup::configuration::{LoadedConfig, find_file};
-
-/// Keys that this collector reads.
-const SUPPORTED_KEYS: [&str; 17] = [
-    "agent_name",
-    "input_jsonl_fpath",
-    "output_jsonl_fpath",
-    "num_repeats",
-    "num_repeats_add_seed",
-    "interleave_repeats",
-    "num_samples_in_parallel",
-    "limit",
-    "resume_from_cache",
-    "prompt_config",
-    "responses_create_params",
-    "agent_map",
-    "fan_out",
-    "disable_aggregation",
-    "environment_routing_mode",
-    "environment_server_name",
-    "environment_server_routes",
-];
 
 /// NeMo Gym's keys that request this collector's default behavior, or that do not affect its files.
 const ACCEPTED_KEYS: [&str; 8] = [
@@ -237,7 +217,8 @@ impl ConfigKeys<'_> {
 fn warn_of_misspelled_keys(overrides: &[String], warn: &mut impl FnMut(String)) {
     for text in overrides {
         let key = text.trim_start_matches(['"', '\'', '+']).split(['=', '.']).next().unwrap_or_default();
-        let known = || SUPPORTED_KEYS.iter().chain(&ACCEPTED_KEYS).chain(&UNSUPPORTED_KEYS).copied();
+        let read = || COLLECT_KEYS.iter().map(|key| key.name).chain(COLLECT_SHARED_KEYS);
+        let known = || read().chain(ACCEPTED_KEYS).chain(UNSUPPORTED_KEYS);
         if known().any(|name| name == key) {
             continue;
         }

@@ -1,4 +1,4 @@
-//! `rgym config check` and `rgym config show`.
+//! `rgym config check`, `rgym config show` and `rgym config schema`.
 
 use std::process::ExitCode;
 
@@ -20,6 +20,10 @@ pub(in crate::cli) async fn command(
     match command {
         ConfigCommand::Check(args) => check(*args, overrides, servers, console).await,
         ConfigCommand::Show(args) => show(*args, overrides, servers, console).await,
+        ConfigCommand::Schema => {
+            console::print(&format!("{:#}", servers.config_schema()));
+            Ok(ExitCode::SUCCESS)
+        }
     }
 }
 

@@ -11,6 +11,7 @@ use crate::model::upstream::retry;
 
 /// The keys that carry reasoning on assistant messages sent to the engine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[cfg_attr(feature = "schemars", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum ReasoningField {
     /// `reasoning_content` for older engines and `reasoning` for newer ones.
@@ -24,6 +25,7 @@ pub enum ReasoningField {
 
 /// The keys of a `vllm_model` block.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
+#[cfg_attr(feature = "schemars", derive(schemars::JsonSchema))]
 pub struct VllmModelConfig {
     /// The URLs of the engines, with their version; one or several. All requests of a session use the same engine. Required.
     pub base_url: OneOrMany,
@@ -41,13 +43,13 @@ pub struct VllmModelConfig {
     /// Returns a context overflow as an error, instead of a truncated response. Off by default.
     #[serde(default)]
     pub propagate_context_overflow_errors: bool,
-    /// The engine separates reasoning from the text. On by default.
+    /// Set if the engine separates reasoning from the text. On by default.
     #[serde(default = "yes")]
     pub uses_reasoning_parser: bool,
     /// Sends earlier reasoning to the engine again. On by default.
     #[serde(default = "yes")]
     pub uses_interleaved_reasoning: bool,
-    /// The keys of that reasoning. By default the environment variable `NEMO_GYM_REASONING_FIELD`, then both keys.
+    /// The keys that carry earlier reasoning in requests. By default the environment variable `NEMO_GYM_REASONING_FIELD`, then both keys.
     #[serde(default)]
     pub reasoning_field: Option<ReasoningField>,
     /// Keeps think tags in the text of earlier responses. Off by default.
@@ -59,7 +61,7 @@ pub struct VllmModelConfig {
     /// Allows more reasoning after a response with reasoning alone. On by default.
     #[serde(default = "yes")]
     pub sequential_reasoning_allowed: bool,
-    /// The engine supports the Responses dialect itself. Off by default.
+    /// Sends requests in the Responses dialect, which the engine must support. Off by default.
     #[serde(default)]
     pub is_responses_native: bool,
     /// Arguments of the chat template; those of the request's metadata take precedence. None by default.
@@ -68,7 +70,7 @@ pub struct VllmModelConfig {
     /// Merges the request's own `chat_template_kwargs`, which are dropped otherwise. Off by default.
     #[serde(default)]
     pub forward_request_chat_template_kwargs: bool,
-    /// Lets the engine continue a last message of the assistant. Off by default.
+    /// Lets the engine continue the last message if it is one of the assistant. Off by default.
     #[serde(default)]
     pub continue_final_assistant_message: bool,
     /// Sampling parameters that replace those of every request. None by default.
@@ -79,6 +81,7 @@ pub struct VllmModelConfig {
     pub extra_body: Option<Map<String, Value>>,
     /// Headers of each request. Empty by default.
     #[serde(default)]
+    #[cfg_attr(feature = "schemars", schemars(extend("default" = {})))]
     pub default_headers: BTreeMap<String, Secret>,
     /// Sends the session's id to the engine as the conversation's id. Off by default.
     #[serde(default)]
@@ -87,19 +90,20 @@ pub struct VllmModelConfig {
     /// 429, 502 and 503 as many as `retry_budget_seconds` allows: the endpoint may serve soon.
     #[serde(default)]
     pub max_http_attempts: Option<u32>,
-    /// Maximum time from the first failure of a call to its last attempt, over all failures; 0 for no repetition. 300 by default.
+    /// Maximum seconds from the first failure of a call to its last attempt; 0 for no repetition. 300 by default.
     #[serde(default = "retry::budget_seconds")]
     pub retry_budget_seconds: f64,
-    /// The wait before the second attempt, in milliseconds; doubled for each further attempt, and randomized. 500 by default.
+    /// Milliseconds before the second attempt. The wait doubles for each further attempt, and is randomized. 500 by default.
     #[serde(default = "retry::backoff_ms")]
     pub retry_backoff_ms: u64,
-    /// The longest wait between two attempts, in milliseconds, unless the endpoint's `Retry-After` asks for more. 8,000 by default.
+    /// Maximum milliseconds between two attempts, unless the endpoint's `Retry-After` asks for more. 8,000 by default.
     #[serde(default = "retry::backoff_max_ms")]
     pub retry_backoff_max_ms: u64,
 }
 
 /// One string or a list of strings.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[cfg_attr(feature = "schemars", derive(schemars::JsonSchema))]
 #[serde(untagged)]
 pub enum OneOrMany {
     /// One string.

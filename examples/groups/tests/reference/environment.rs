@@ -1,0 +1,259 @@
+//! The page on environment variables.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::page::{Page, code, sources};
+
+/// The variables that a user sets: name, reader, meaning.
+const READ: [(&str, &str, &str); 28] = [
+    (
+        "CUDA_VISIBLE_DEVICES",
+        "worker groups",
+        "The GPUs that a cluster may use, as CUDA reads the variable. A rank gets its own GPUs in it.",
+    ),
+    (
+        "GYM_QUIC_SECRET",
+        "`examples/own-transport`",
+        "The secret from which the example's QUIC transport derives its keys.",
+    ),
+    (
+        "GYM_UCX_LIBRARY",
+        "transports of UCX",
+        "The place of UCX: a directory with libucm, libucs, libuct and libucp, or the path of libucp. No other place is searched.",
+    ),
+    ("HEAD_SERVER_URL", "`rgym`", "The head server, unless `--head-url` names it."),
+    ("HOME", "configuration", "The home directory in `~/` of `results_dir` and `cache_dir`."),
+    ("LD_LIBRARY_PATH", "`rgym doctor`", "Directories in which the dynamic loader looks for UCX."),
+    (
+        "NEMO_GYM_ALLOW_UNSUPPORTED_PAIRING",
+        "configuration",
+        "Sets `allow_unsupported_pairing`, unless it is empty, `0` or `false`.",
+    ),
+    (
+        "NEMO_GYM_EXTRA_ROOTS",
+        "`rgym`, Python servers",
+        "Directories, separated by colons, that are searched for servers and configuration files after those of `--search-dir`.",
+    ),
+    ("NEMO_GYM_MAX_ROLLOUT_ATTEMPTS", "`rgym collect`", "Maximum attempts per rollout, unless `--attempts` is given."),
+    ("NEMO_GYM_REASONING_FIELD", "`vllm_model`", "The value of `reasoning_field`, unless the block sets it."),
+    ("NO_COLOR", "`rgym view`", "Turns colors off, unless it is empty."),
+    ("NRL_DISABLE_NUMA_BINDING", "worker groups", "Turns the binding of ranks to CPUs off if it is `1`."),
+    (
+        "NRL_GPU_CPU_AFFINITY_FILE",
+        "worker groups",
+        "The path of a file of lines `gpu:cpus` (`0:0-71`). A rank is bound to the CPUs of its first GPU. Without the variable, no \
+         rank is bound.",
+    ),
+    ("NRL_NSYS_EXTRA_OPTIONS", "worker groups", "A JSON object of further options of Nsight Systems."),
+    (
+        "NRL_NSYS_PROFILE_STEP_RANGE",
+        "worker groups",
+        "The steps to profile, for the name of the profile. It goes together with `NRL_NSYS_WORKER_PATTERNS`.",
+    ),
+    (
+        "NRL_NSYS_WORKER_PATTERNS",
+        "worker groups",
+        "Patterns with `*` and `?`, separated by commas. Workers whose name matches run under Nsight Systems.",
+    ),
+    ("OPENAI_API_KEY", "`openai_model`, `vllm_model`", "The API key of the endpoint, unless the block sets one."),
+    ("PATH", "all", "Directories in which `python3`, `nvidia-smi` and the programs of child processes are searched."),
+    ("PYTHONPATH", "Python servers", "Kept, after the directory of the server."),
+    ("RUST_LOG", "`rgym`", "Log levels per target, such as `warn,gym_client=debug`. It takes precedence over `-v`."),
+    ("SSL_CERT_DIR", "feature `tls`", "A directory of trusted certificates, in the place of those of the system."),
+    ("SSL_CERT_FILE", "feature `tls`", "A file of trusted certificates, in the place of those of the system."),
+    ("TOKIO_WORKER_THREADS", "`rgym`", "The number of runtime threads, unless `--threads` is given."),
+    (
+        "UCX_HANDLE_ERRORS",
+        "transports of UCX",
+        "Read by UCX when it is loaded. `rgym` and worker groups set it to `none`, unless it is set.",
+    ),
+    (
+        "UCX_MEM_MMAP_HOOK_MODE",
+        "transports of UCX",
+        "Read by UCX when it is loaded. `rgym` and worker groups set it to `none`, unless it is set.",
+    ),
+    ("UCX_TLS", "transports of UCX", "The transports that UCX may use. UCX also reads its other variables `UCX_…`."),
+    (
+        "UV_LOCK_TIMEOUT",
+        "configuration",
+        "The default of `uv_lock_timeout_seconds`, a key of NeMo Gym. Otherwise 1,800.",
+    ),
+    ("VIRTUAL_ENV", "`rgym`", "The virtual environment whose interpreter is the default of `--python`."),
+];
+
+/// A variable whose name is not in capitals, which the scan does not find.
+const POLICY_API_KEY: (&str, &str, &str) = (
+    "policy_api_key",
+    "`openai_model`, `vllm_model`",
+    "The API key of the endpoint, unless the block or `OPENAI_API_KEY` sets one.",
+);
+
+/// The variables that the SDK sets for its child processes: name, child, meaning.
+const SET: [(&str, &str, &str); 16] = [
+    ("AVAILABLE_ADDR_LIST", "rank", "The addresses of all ranks, as a Python list."),
+    ("AVAILABLE_PORT_LIST", "rank", "A reserved port of each rank, as a Python list."),
+    (
+        "GYM_LAUNCH_MARK",
+        "every child",
+        "Identifies the launcher, so that all processes that a child started can be ended.",
+    ),
+    ("GYM_UCX_RESTARTED", "`rgym`", "Set when the program has executed itself again with the variables of UCX."),
+    ("GYM_WORKER", "rank", "What the rank runs, as JSON."),
+    ("LOCAL_RANK", "rank", "The number of the rank on its node, from 0."),
+    ("MASTER_ADDR", "rank", "The address for the rendezvous of torch."),
+    ("MASTER_PORT", "rank", "The port for the rendezvous of torch."),
+    ("NEMO_GYM_CONFIG_DICT", "Python server", "The merged configuration as YAML."),
+    ("NEMO_GYM_CONFIG_PATH", "Python server", "The name of the instance to serve."),
+    ("NODE_RANK", "rank", "The number of the node, from 0."),
+    ("PYTHONUNBUFFERED", "Python server", "`1`, so that lines of output arrive at once."),
+    ("RANK", "rank", "The number of the rank in its group, from 0."),
+    ("VLLM_PORT", "rank", "The port at which vLLM's ranks connect, for the leader of a tied group."),
+    ("WORLD_SIZE", "rank", "The number of ranks of the group."),
+    ("CUDA_VISIBLE_DEVICES", "rank", "The GPUs of the rank; empty without a GPU."),
+];
+
+/// Variables of tests, benchmarks and fuzzing. No program of a user reads them.
+const OF_TESTS: [&str; 37] = [
+    "CONDA_PREFIX",
+    "GYM_ABSENT",
+    "GYM_BAD_INPUT_CASE",
+    "GYM_BAD_INPUT_TABLE",
+    "GYM_FUZZ_TARGET",
+    "GYM_KILLS",
+    "GYM_KILL_SEED",
+    "GYM_PEER_PYTHON",
+    "GYM_REFERENCE",
+    "GYM_SAFETENSORS_PYTHON",
+    "GYM_SIM_FROM",
+    "GYM_SIM_SEED",
+    "GYM_SIM_SEEDS",
+    "GYM_TEST_LEDGER_OUTPUT",
+    "GYM_TEST_PROGRAM",
+    "GYM_TEST_TWO",
+    "GYM_TLS_TEST_ENDPOINT",
+    "GYM_UCX_ADDRESS",
+    "GYM_UCX_DEVICES",
+    "GYM_UCX_HEADERS_REQUIRED",
+    "GYM_UCX_KILLS",
+    "GYM_UCX_LINK_DOWN",
+    "GYM_UCX_LINK_UP",
+    "GYM_UCX_LISTEN_DEVICES",
+    "GYM_UCX_REQUIRED",
+    "GYM_UCX_SEED",
+    "GYM_UCX_STOPS",
+    "GYM_UCX_STORM",
+    "GYM_UCX_TEST_PEER",
+    "GYM_UCX_TEST_ROLE",
+    "GYM_UCX_TRANSPORTS",
+    "GYM_WITHOUT_WORKERS",
+    "GYM_WORKER_KILLS",
+    "NEMO_RECORDED",
+    "RAY_USAGE_STATS_ENABLED",
+    "TMPDIR",
+    "WANDB_MODE",
+];
+
+/// Texts in capitals that are no variables of this program: parts of names, settings of UCX, variables of other launchers and of the
+/// children of tests, and names of other kinds.
+const NO_VARIABLES: [&str; 27] = [
+    "A",
+    "BIG",
+    "CARGO_MANIFEST_DIR",
+    "CARGO_PKG_VERSION",
+    "EXTRA_OPTIONS",
+    "F8_E4M3",
+    "MM_FIFO_SIZE",
+    "MM_RX_BUFS_GROW",
+    "NET_DEVICES",
+    "OMPI_COMM_WORLD_RANK",
+    "ONLY",
+    "PROFILE_STEP_RANGE",
+    "PROTO_INDIRECT_ID",
+    "RCACHE_ENABLE",
+    "RDMA_CM_",
+    "RNDV_SCHEME",
+    "RX_SEG_SIZE",
+    "SCREAMING_SNAKE_CASE",
+    "SLURM_PROCID",
+    "STEP_RANGE",
+    "STRICT_SPREAD",
+    "TCP_TX_SEG_SIZE",
+    "TX_SEG_SIZE",
+    "UCX_NET_DEVICES",
+    "WATCHDOG",
+    "WORKER_PATTERNS",
+    "ZCOPY_THRESH",
+];
+
+#[test]
+fn the_page_on_environment_variables_is_the_generated_one() {
+    let mut page = Page::new(
+        "environment.md",
+        "Environment variables",
+        "The variables that the SDK reads, and those that it sets for its child processes. A configuration reads any other variable \
+         with `${oc.env:NAME}` or `${oc.env:NAME,default}`.",
+    );
+    let row = |(name, who, meaning): (&str, &str, &str)| [code(name), who.to_owned(), meaning.to_owned()];
+    page.section("Read", "");
+    page.table(["variable", "reader", "meaning"], READ.into_iter().chain([POLICY_API_KEY]).map(row));
+    page.section("Set for child processes", "A rank also has the variables of the program and of its group.");
+    page.table(["variable", "child", "meaning"], SET.map(row));
+    page.section("Tests", "These variables are read by tests and benchmarks only.");
+    let found = literals();
+    let tests = OF_TESTS.map(|name| {
+        let files: Vec<String> = found.get(name).into_iter().flatten().map(|file| code(file)).collect();
+        [code(name), files.join(", ")]
+    });
+    page.table(["variable", "named in"], tests);
+    page.finish();
+}
+
+/// Returns every text of the sources that can be the name of a variable, with its files: capitals with an underscore, and the names
+/// that are given to `var`, `var_os` and `env`.
+fn literals() -> BTreeMap<String, BTreeSet<String>> {
+    let mut found: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+    for (file, text) in sources() {
+        // These tables name every variable.
+        if file.contains("tests/reference/") && !file.ends_with("page.rs") {
+            continue;
+        }
+        for (at, _) in text.match_indices('"') {
+            let Some(end) = text[at + 1..].find('"') else { continue };
+            let name = &text[at + 1..][..end];
+            let capitals = name.starts_with(|c: char| c.is_ascii_uppercase())
+                && name.chars().all(|c| c.is_ascii_uppercase() || c.is_ascii_digit() || c == '_');
+            let before = text[..at].trim_end();
+            let read = ["var(", "var_os(", ".env(", ".env_remove(", "env ="].iter().any(|call| before.ends_with(call));
+            if capitals && (read || name.trim_matches('_').contains('_')) {
+                found.entry(name.to_owned()).or_default().insert(file.clone());
+            }
+        }
+    }
+    found
+}
+
+#[test]
+fn every_variable_in_the_sources_is_in_a_table_and_the_other_way_round() {
+    let found: BTreeSet<String> = literals().into_keys().collect();
+    let rows = READ.iter().chain(&SET).map(|(name, ..)| *name).chain(OF_TESTS);
+    let known: BTreeSet<String> = rows.chain(NO_VARIABLES).map(str::to_owned).collect();
+    let missing: Vec<&String> = found.difference(&known).collect();
+    assert!(missing.is_empty(), "in the sources, but in no table of {}: {missing:?}", file!());
+    let unused: Vec<&String> = known.difference(&found).filter(|name| *name != "RANK").collect();
+    assert!(unused.is_empty(), "in a table of {}, but not in the sources: {unused:?}", file!());
+    // Names that the scan does not find.
+    let named = |name: &str| sources().into_iter().any(|(_, text)| text.contains(&format!("(\"{name}\", place.")));
+    assert!(named("RANK"));
+    assert!(
+        sources().iter().any(|(file, text)| file.contains("model/secret.rs") && text.contains("\"policy_api_key\""))
+    );
+}
+
+#[test]
+fn the_tables_are_sorted() {
+    let sorted = |names: &[&str]| assert!(names.is_sorted(), "{names:?}");
+    sorted(&READ.map(|(name, ..)| name));
+    sorted(&SET[..15].iter().map(|(name, ..)| *name).collect::<Vec<_>>());
+    sorted(&OF_TESTS);
+    sorted(&NO_VARIABLES);
+}

@@ -1,0 +1,223 @@
+//! The page on metrics, from those of running servers and of a running worker group.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use gym_client::Transports;
+use gym_client::config::{ConfigLoader, Overrides};
+use gym_client::group::{GroupOptions, GroupRequest, InProcessRanks, VirtualCluster, WorkerKind, Workers};
+use gym_client::transport::UCX_METRICS;
+use gym_core::World;
+use gym_core::group::cluster::ClusterSpec;
+use gym_core::group::prelude::*;
+use gym_core::transport::InProcess;
+use gym_server::{Stack, StackOptions};
+use prometheus_client::encoding::text::encode;
+use prometheus_client::registry::Registry;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+use crate::page::{Page, code, workspace};
+
+/// Maximum wait for what must happen at once.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// The labels of each metric. The name is that of the samples, except for the suffixes of a histogram.
+const LABELS: [(&str, &[&str]); 31] = [
+    ("gym_handler_stalled_seconds", &["server", "route", "thread"]),
+    ("gym_handler_stalls_total", &["server", "route"]),
+    ("gym_registered_servers", &[]),
+    ("gym_request_seconds", &["server", "route"]),
+    ("gym_requests_in_flight", &["server", "route"]),
+    ("gym_requests_total", &["server", "route", "status"]),
+    ("gym_sessions_closed_total", &["server"]),
+    ("gym_sessions_expired_total", &["server"]),
+    ("gym_sessions_open", &["server"]),
+    ("gym_tool_errors_total", &["server", "cause"]),
+    ("gym_transport_connections_total", &["transport"]),
+    ("gym_transport_peer", &["peer", "transport", "lanes"]),
+    ("gym_transport_refusals_total", &["transport"]),
+    ("gym_ucx_bytes_total", UCX_METRICS[1].labels),
+    ("gym_ucx_parcels_total", UCX_METRICS[2].labels),
+    ("gym_ucx_round_trips_total", UCX_METRICS[3].labels),
+    ("gym_ucx_unregistered_bytes_total", UCX_METRICS[4].labels),
+    ("gym_ucx_wakeups_total", UCX_METRICS[0].labels),
+    ("gym_worker_cpu_cores", RANK),
+    ("gym_worker_gpu_memory_bytes", RANK),
+    ("gym_worker_heartbeat_age_seconds", RANK),
+    ("gym_worker_incarnation", RANK),
+    ("gym_worker_memory_high", RANK),
+    ("gym_worker_path", &["group", "rank", "scheme", "lanes"]),
+    ("gym_worker_resident_memory_bytes", RANK),
+    ("gym_worker_resident_memory_peak_bytes", RANK),
+    ("gym_worker_restarts", RANK),
+    ("gym_worker_stuck", RANK),
+    ("gym_worker_up", RANK),
+    ("process_cpu_seconds_total", &[]),
+    ("process_resident_memory_bytes", &[]),
+];
+
+const RANK: &[&str] = &["group", "rank"];
+
+/// Metrics without a sample in the test, and the reason. Their type and description are in the output all the same.
+const WITHOUT_SAMPLES: [(&str, &str); 7] = [
+    ("gym_handler_stalled_seconds", "no handler blocks a thread"),
+    ("gym_handler_stalls_total", "no handler blocks a thread"),
+    ("gym_transport_refusals_total", "the preferred transport is the first that is tried"),
+    ("gym_worker_cpu_cores", NO_PROCESS),
+    ("gym_worker_gpu_memory_bytes", NO_PROCESS),
+    ("gym_worker_resident_memory_bytes", NO_PROCESS),
+    ("gym_worker_resident_memory_peak_bytes", NO_PROCESS),
+];
+
+const NO_PROCESS: &str = "the ranks of the test are in its own process";
+
+/// A metric of the output.
+#[derive(Clone, Debug, Default)]
+struct Metric {
+    kind: String,
+    help: String,
+    /// The labels of its samples; `None` without a sample.
+    labels: Option<BTreeSet<String>>,
+}
+
+/// Parses the text format of OpenMetrics.
+fn parse(text: &str) -> BTreeMap<String, Metric> {
+    let mut found: BTreeMap<String, Metric> = BTreeMap::new();
+    let mut family = String::new();
+    for line in text.lines() {
+        if let Some(rest) = line.strip_prefix("# HELP ") {
+            let (name, help) = rest.split_once(' ').unwrap();
+            found.entry(name.to_owned()).or_default().help = help.trim_end_matches('.').to_owned();
+        } else if let Some(rest) = line.strip_prefix("# TYPE ") {
+            let (name, kind) = rest.split_once(' ').unwrap();
+            name.clone_into(&mut family);
+            found.entry(name.to_owned()).or_default().kind = kind.to_owned();
+        } else if !line.starts_with('#') {
+            assert!(line.starts_with(family.as_str()), "{line} is no sample of {family}");
+            let labels = line.split_once('{').map_or("", |(_, rest)| rest.split_once('}').unwrap().0);
+            let names = labels.split("\",").filter_map(|label| label.split_once('=')).map(|(name, _)| name.to_owned());
+            let names = names.filter(|name| name != "le");
+            found.get_mut(&family).unwrap().labels.get_or_insert_default().extend(names);
+        }
+    }
+    let named = |(name, metric): (String, Metric)| match metric.kind.as_str() {
+        "counter" => (format!("{name}_total"), metric),
+        _ => (name, metric),
+    };
+    found.into_iter().map(named).collect()
+}
+
+/// Returns what `GET /metrics` of a head server prints after rollouts in all environments of the quickstart.
+async fn of_servers() -> String {
+    let examples = workspace().join("examples");
+    let overrides = Overrides::parse(["+head_server.port=0"]).unwrap();
+    let file = examples.join("configs/quickstart.yaml").display().to_string();
+    let config = ConfigLoader::new(&examples).environment(|_| None).load(&[file], &overrides).unwrap();
+    let servers = gym_examples::servers::servers();
+    let stack = Stack::start(config, &servers, &World::real(), StackOptions::default()).await.unwrap();
+    for environment in gym_examples::tasks::ENVIRONMENTS {
+        let rows = gym_examples::tasks::rows(environment).unwrap().into_iter().take(24);
+        let agent = format!("{environment}_simple_agent");
+        let mut rollouts = stack.rollouts(&agent, rows).unwrap();
+        while let Some(rollout) = rollouts.next().await {
+            rollout.unwrap();
+        }
+    }
+    let head = stack.servers().iter().find(|row| row.kind == "head_server").unwrap().url.clone();
+    let address = head.trim_start_matches("http://").trim_end_matches('/').to_owned();
+    let mut connection = tokio::net::TcpStream::connect(&address).await.unwrap();
+    let request = format!("GET /metrics HTTP/1.1\r\nhost: {address}\r\nconnection: close\r\n\r\n");
+    connection.write_all(request.as_bytes()).await.unwrap();
+    let mut response = String::new();
+    connection.read_to_string(&mut response).await.unwrap();
+    stack.stop().await;
+    let (head, body) = response.split_once("\r\n\r\n").unwrap();
+    assert!(head.starts_with("HTTP/1.1 200"), "{head}");
+    body.to_owned()
+}
+
+struct Idle;
+worker! {
+    impl Worker for Idle as idle {
+        fn start(_: WorkerEnv, (): ()) -> Result<Self> { Ok(Self) }
+        /// Returns the number of the call.
+        exclusive async fn count(&mut self, _: &CallContext, call: Payload<u32>) -> Result<Payload<u32>> {
+            Ok((call.value + 1).into())
+        }
+    }
+}
+
+/// Returns the metrics of a worker group in this process.
+async fn of_group() -> String {
+    let network = InProcess::new();
+    let mut spec = ClusterSpec::new([2]);
+    spec.use_gpus = false;
+    let ranks = InProcessRanks::new(Workers::new().with("idle", WorkerKind::of::<Idle>()), network.clone());
+    let cluster = VirtualCluster::new(spec, ranks).unwrap().simulate_nodes(&[2]);
+    let options = GroupOptions::new(Transports::from_features(network));
+    let request = GroupRequest::new("policy", "idle", &(), options).unwrap();
+    let group = cluster.start(&CallContext::within(PATIENCE), request).await.unwrap();
+    let counted = group.call(idle::count, 1).deadline(PATIENCE).await.unwrap().into_values();
+    assert_eq!(counted, [2, 2]);
+    let mut registry = Registry::default();
+    registry.register_collector(Box::new(group.metrics()));
+    let mut text = String::new();
+    encode(&mut text, &registry).unwrap();
+    cluster.shutdown(Duration::from_secs(5)).await.unwrap();
+    text
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_page_on_metrics_is_the_generated_one() {
+    let (servers, group) = (parse(&of_servers().await), parse(&of_group().await));
+    // UCX is loaded only where it is installed and a configuration names it.
+    let ucx: BTreeMap<String, Metric> = UCX_METRICS
+        .iter()
+        .map(|metric| {
+            let labels = Some(metric.labels.iter().map(|label| (*label).to_owned()).collect());
+            (
+                format!("{}_total", metric.name),
+                Metric { kind: "counter".to_owned(), help: metric.help.to_owned(), labels },
+            )
+        })
+        .collect();
+    let labels: BTreeMap<&str, &[&str]> = LABELS.into_iter().collect();
+    let found: BTreeSet<&str> =
+        [&servers, &group, &ucx].into_iter().flat_map(|part| part.keys().map(String::as_str)).collect();
+    assert_eq!(found, labels.keys().copied().collect(), "the metrics in the output, and those of the table LABELS");
+    for (name, metric) in servers.iter().chain(&group).chain(&ucx) {
+        assert!(!metric.help.is_empty() && !metric.kind.is_empty(), "{name}: {metric:?}");
+        let known: BTreeSet<String> = labels[name.as_str()].iter().map(|label| (*label).to_owned()).collect();
+        match &metric.labels {
+            Some(found) => assert_eq!(*found, known, "the labels of {name}"),
+            // Not the other way round: on a busy machine, a handler can block its thread.
+            None => assert!(WITHOUT_SAMPLES.iter().any(|(without, _)| without == name), "{name} has no sample"),
+        }
+    }
+    let mut page = Page::new(
+        "metrics.md",
+        "Metrics",
+        "Prometheus metrics in the text format of OpenMetrics. `GET /metrics` of each server prints those of its process; a program \
+         adds its own with `stack.metrics().with(|registry| …)`. The samples of a histogram have the suffixes `_bucket`, `_sum` and \
+         `_count`. A metric without a sample is left out until it has one.",
+    );
+    let row = |(name, metric): (&String, &Metric)| {
+        let labels = labels[name.as_str()].iter().map(|label| code(label)).collect::<Vec<_>>().join(", ");
+        [code(name), metric.kind.clone(), labels, metric.help.clone()]
+    };
+    let head = ["metric", "type", "labels", "meaning"];
+    page.section("Servers", "`gym_registered_servers` is a metric of the head server only.");
+    page.table(head, servers.iter().map(row));
+    page.section(
+        "UCX",
+        "A process has these metrics once it has loaded UCX. The values of a peer cover its open connections.",
+    );
+    page.table(head, ucx.iter().map(row));
+    page.section(
+        "Worker groups",
+        "A program registers the collector `group.metrics()`. A value that is not known is left out, such as the memory of ranks that \
+         run in the program itself.",
+    );
+    page.table(head, group.iter().map(row));
+    page.finish();
+}
