@@ -59,5 +59,5 @@ pub mod prelude;
 pub mod registry;
 pub mod transport;
 
-pub use client::{CallOptions, CookieJar, ServerClient, Session};
+pub use client::{CallOptions, CookieJar, RosterFollower, ServerClient, Session};
 pub use transport::Transports;

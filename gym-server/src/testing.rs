@@ -101,5 +101,7 @@ fn instance(name: &str) -> Instance {
         endpoints: vec![Endpoint::parse(&format!("mem://{name}")).unwrap()],
         incarnation: Incarnation(1),
         labels: std::collections::BTreeMap::new(),
+        member: None,
+        paused: false,
     }
 }

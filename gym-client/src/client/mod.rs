@@ -2,11 +2,13 @@
 
 mod background;
 mod cookies;
+mod follow;
 mod pending;
 mod replicas;
 mod server_client;
 mod session;
 
 pub use cookies::CookieJar;
+pub use follow::RosterFollower;
 pub use server_client::{CallOptions, ServerClient};
 pub use session::Session;

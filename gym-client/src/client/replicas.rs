@@ -1,14 +1,17 @@
 //! The replicas of a server name, as the registry last returned them.
 
-use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, OnceLock};
 
 use gym_core::registry::{AffinityCounts, AffinityKey, Balance, Instance, Load, Picker};
 use gym_core::server::ServerKind;
 use gym_core::transport::ConnectOptions;
-use gym_core::{Code, Error, Incarnation, Request, Result};
+use gym_core::{CancelToken, Code, Error, Execution, Incarnation, Request, Response, Result};
 use tokio::time::Instant;
 
 use crate::client::pending::PendingCalls;
+use crate::transport::Transports;
 use crate::transport::peer::ReconnectingPeer;
 
 /// The replicas of one name.
@@ -67,10 +70,13 @@ impl ReplicaSet {
         let prompt = || AffinityKey::of_request(&request.message.head.to_object().ok()?);
         let pick = |open: &[Load]| self.picker.pick_for(key, prompt, open);
         let load = |replica: &Arc<Replica>| Load { index: replica.rank as usize, pending: replica.pending.count() };
-        let open = self.replicas.iter().filter(|replica| !failed.contains(&replica.rank));
-        let chosen = pick(&open.map(load).collect::<Vec<_>>());
-        // Every replica has failed once: choose among all of them.
-        let chosen = chosen.or_else(|| pick(&self.replicas.iter().map(load).collect::<Vec<_>>()));
+        let of = |open: &dyn Fn(&Arc<Replica>) -> bool| {
+            pick(&self.replicas.iter().filter(|replica| open(replica)).map(load).collect::<Vec<_>>())
+        };
+        // If every replica has failed once, one of those that get work; if none gets work, any, because it may still respond.
+        let chosen = of(&|replica| replica.takes_work() && !failed.contains(&replica.rank))
+            .or_else(|| of(&|replica| replica.takes_work()))
+            .or_else(|| of(&|_| true));
         let replica = chosen.and_then(|rank| self.replicas.iter().find(|replica| replica.rank as usize == rank));
         replica.cloned().ok_or_else(|| match self.replicas.len() {
             0 => absent(server),
@@ -98,25 +104,89 @@ pub(super) struct Replica {
     pub(super) rank: u32,
     pub(super) kind: ServerKind,
     pub(super) pending: PendingCalls,
+    /// The server gets no new work: its member is joining, suspect or draining.
+    paused: AtomicBool,
+    /// `None` if nothing tells the client of lost servers.
+    lost: Option<LostSignal>,
 }
 
-/// Returns the replica of an instance: the known one, with its channel and counter, if it has the same incarnation and endpoints.
-pub(super) fn replica(instance: Instance, known: Option<&ReplicaSet>) -> Arc<Replica> {
+impl Replica {
+    /// Calls the replica. If it is lost, the call ends at once.
+    pub(super) async fn call(&self, transports: &Transports, request: &Request) -> Result<Response> {
+        let call = self.peer.call(transports, request);
+        match &self.lost {
+            None => call.await,
+            Some(lost) => lost.bound(call).await,
+        }
+    }
+
+    pub(super) fn takes_work(&self) -> bool {
+        !self.paused.load(Relaxed) && self.lost.as_ref().is_none_or(|lost| !lost.token.is_cancelled())
+    }
+
+    /// Returns `true` if both are the same server, possibly under different ranks: a restarted head assigns ranks anew.
+    pub(super) fn is_same_server(&self, other: &Self) -> bool {
+        self.incarnation == other.incarnation && self.peer.endpoints() == other.peer.endpoints()
+    }
+
+    pub(super) fn is_lost(&self) -> bool {
+        self.lost.as_ref().is_some_and(|lost| lost.token.is_cancelled())
+    }
+
+    /// Ends the calls in flight.
+    pub(super) fn lose(&self, reason: &str) {
+        if let Some(lost) = &self.lost {
+            let _ = lost.reason.set(reason.to_owned());
+            lost.token.cancel();
+        }
+    }
+}
+
+/// Tells calls in flight that their server is lost.
+#[derive(Debug, Default)]
+struct LostSignal {
+    token: CancelToken,
+    reason: OnceLock<String>,
+}
+
+impl LostSignal {
+    async fn bound<T>(&self, call: impl Future<Output = Result<T>>) -> Result<T> {
+        tokio::select! {
+            biased;
+            result = call => result,
+            () = self.token.cancelled() => {
+                let reason = self.reason.get().map_or("the server is gone", String::as_str);
+                // The server may have run the call: whether to repeat it is the caller's decision.
+                Err(Error::new(Code::Unavailable, Execution::Unknown, reason.to_owned()))
+            }
+        }
+    }
+}
+
+/// Returns the replica of an instance: the known one, with its channel and counter, if it has the same incarnation and endpoints. `follows`
+/// is `true` if the client learns of lost servers.
+pub(super) fn replica(instance: Instance, known: Option<&ReplicaSet>, follows: bool) -> Arc<Replica> {
     let same = known.and_then(|known| {
         known.replicas.iter().find(|replica| {
-            replica.rank == instance.rank
+            !replica.is_lost()
+                && replica.rank == instance.rank
                 && replica.incarnation == instance.incarnation
                 && replica.peer.endpoints() == instance.endpoints
         })
     });
     match same {
-        Some(replica) => Arc::clone(replica),
+        Some(replica) => {
+            replica.paused.store(instance.paused, Relaxed);
+            Arc::clone(replica)
+        }
         None => Arc::new(Replica {
             peer: ReconnectingPeer::new(instance.endpoints, ConnectOptions::to_incarnation(instance.incarnation)),
             incarnation: instance.incarnation,
             rank: instance.rank,
             kind: instance.kind,
             pending: PendingCalls::default(),
+            paused: AtomicBool::new(instance.paused),
+            lost: follows.then(LostSignal::default),
         }),
     }
 }

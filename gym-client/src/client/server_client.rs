@@ -5,14 +5,15 @@
 
 use std::collections::BTreeMap;
 use std::pin::Pin;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
 use gym_core::message::EXECUTION_METADATA;
-use gym_core::registry::{AffinityCounts, Balance, DEFAULT_TTL, Registry};
+use gym_core::registry::{AffinityCounts, Balance, DEFAULT_TTL, Instance, Registry};
 use gym_core::transport::{RetryPolicy, retry_after};
-use gym_core::{CallContext, Code, Error, Execution, Request, Response, Result, Rope, Route, World};
+use gym_core::{CallContext, Code, Error, Execution, Incarnation, Request, Response, Result, Rope, Route, World};
 use tokio::time::Instant;
 
 use crate::client::background::BackgroundTasks;
@@ -44,6 +45,10 @@ pub(super) struct ClientState {
     names: RwLock<BTreeMap<String, Arc<ReplicaSet>>>,
     asking: Mutex<BTreeMap<String, Arc<tokio::sync::Mutex<ResolveLock>>>>,
     background: BackgroundTasks,
+    /// `true` once the client learns of lost servers; see [`ServerClient::follow`].
+    pub(super) follows: AtomicBool,
+    /// `true` while the head server recovers.
+    pub(super) recovering: AtomicBool,
 }
 
 /// Held by the one caller that queries the registry for a name; the others wait for the result. A thousand rollouts that start
@@ -91,6 +96,8 @@ impl ServerClient {
                 names: RwLock::default(),
                 asking: Mutex::default(),
                 background: BackgroundTasks::default(),
+                follows: AtomicBool::new(false),
+                recovering: AtomicBool::new(false),
             }),
         }
     }
@@ -111,6 +118,8 @@ impl ServerClient {
                 names: RwLock::default(),
                 asking: Mutex::default(),
                 background: BackgroundTasks::default(),
+                follows: AtomicBool::new(false),
+                recovering: AtomicBool::new(false),
             }),
         }
     }
@@ -232,7 +241,7 @@ impl ServerClient {
 
     pub(super) async fn call(&self, replica: &Replica, request: &Request) -> Result<Response> {
         let _pending = replica.pending.begin();
-        rejection(replica.peer.call(&self.inner.transports, request).await?)
+        rejection(replica.call(&self.inner.transports, request).await?)
     }
 
     async fn resolve(&self, cx: &CallContext, server: &str) -> Result<Arc<ReplicaSet>> {
@@ -302,7 +311,16 @@ impl ServerClient {
             return Ok(Arc::new(ReplicaSet::absent()));
         }
         asked.last = None;
-        let replicas = instances.into_iter().map(|instance| replica(instance, known.as_deref())).collect();
+        let follows = self.inner.follows.load(Relaxed);
+        let mut replicas: Vec<_> =
+            instances.into_iter().map(|instance| replica(instance, known.as_deref(), follows)).collect();
+        if self.inner.recovering.load(Relaxed) {
+            // The head server was restarted, and not all servers have returned yet: those that are known still serve.
+            let known = known.iter().flat_map(|known| &known.replicas).filter(|known| !known.is_lost());
+            let absent = known.filter(|known| replicas.iter().all(|replica| !replica.is_same_server(known)));
+            let absent: Vec<_> = absent.cloned().collect();
+            replicas.extend(absent);
+        }
         Ok(self.keep(server, replicas, known.as_deref(), Instant::now()))
     }
 
@@ -326,8 +344,35 @@ impl ServerClient {
         self.inner.names.read().unwrap_or_else(PoisonError::into_inner).get(server).cloned()
     }
 
+    /// Ends the calls in flight to a server that is lost, and makes the next call query the registry.
+    pub(super) fn lose(&self, server: &str, rank: u32, incarnation: Incarnation, reason: &str) {
+        if let Some(known) = self.known(server) {
+            let lost = known.replicas.iter().find(|replica| replica.rank == rank && replica.incarnation == incarnation);
+            if let Some(replica) = lost {
+                replica.lose(reason);
+                self.forget(server);
+            }
+        }
+    }
+
+    /// Ends the calls in flight to all known servers that are not listed.
+    pub(super) fn keep_only(&self, listed: &[Instance]) {
+        let names: Vec<_> = {
+            let names = self.inner.names.read().unwrap_or_else(PoisonError::into_inner);
+            names.iter().map(|(name, known)| (name.clone(), Arc::clone(known))).collect()
+        };
+        for (name, known) in names {
+            for replica in &known.replicas {
+                let lives = |there: &Instance| there.name == name && there.incarnation == replica.incarnation && there.rank == replica.rank;
+                if !listed.iter().any(lives) {
+                    self.lose(&name, replica.rank, replica.incarnation, "the head server no longer lists the server");
+                }
+            }
+        }
+    }
+
     /// Makes the next call query the registry.
-    fn forget(&self, server: &str) {
+    pub(super) fn forget(&self, server: &str) {
         let mut names = self.inner.names.write().unwrap_or_else(PoisonError::into_inner);
         if let Some(known) = names.get(server) {
             let (replicas, picker, seen) = (known.replicas.clone(), Arc::clone(&known.picker), known.seen);

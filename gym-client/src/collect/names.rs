@@ -159,6 +159,8 @@ impl ServerNames {
                 endpoints: vec![Endpoint::parse(&format!("http://{host}:{port}")).ok()?],
                 incarnation: Incarnation(0),
                 labels: BTreeMap::new(),
+                member: None,
+                paused: false,
             })
         });
         StaticRegistry::new(instances.collect())

@@ -1,9 +1,11 @@
-//! The registries that a client looks names up in, and the task that renews a server's lease.
+//! The registries that a client looks names up in, and the tasks that keep a server or a member registered.
 
 mod fixed;
 mod lease;
+mod member;
 mod remote;
 
 pub use fixed::StaticRegistry;
 pub use lease::LeaseKeeper;
-pub use remote::{RemoteRegistry, WatchRequest};
+pub use member::{MemberKeeper, MemberOptions};
+pub use remote::{DrainRequest, RemoteRegistry, RosterRequest, WatchRequest};

@@ -8,6 +8,12 @@
 //! | resolve | `GET /registry/instances?name=…` | → list of [`Instance`] |
 //! | list | `GET /registry/instances` | → list of [`Instance`] |
 //! | watch | `POST /registry/watch` | `{name, seen, wait_ms}` → list of [`Instance`], as soon as it differs from `seen` |
+//! | join | `POST /cluster/join` | [`MemberSpec`] → [`JoinedMember`] |
+//! | beat | `POST /cluster/beat` | [`Heartbeat`] → [`HeartbeatReply`], when the state differs or the interval is over |
+//! | leave | `POST /cluster/leave` | [`MemberLease`] |
+//! | drain | `POST /cluster/drain` | `{name}` |
+//! | members | `GET /cluster/members` | → list of [`Member`] |
+//! | roster | `POST /cluster/roster` | `{seen, wait_ms}` → [`RosterUpdate`], as soon as there is a change |
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,7 +21,10 @@ use std::time::Duration;
 use async_trait::async_trait;
 use futures_util::future::BoxFuture;
 use futures_util::stream::{self, BoxStream, StreamExt};
-use gym_core::registry::{Instance, Lease, Registration, Registry};
+use gym_core::registry::{
+    Heartbeat, HeartbeatReply, Instance, JoinedMember, Lease, Member, MemberLease, MemberRegistry, MemberSpec,
+    Registration, Registry, RosterUpdate, RosterVersion,
+};
 use gym_core::transport::{ConnectOptions, RetryPolicy, retry};
 use gym_core::{CallContext, Endpoint, Error, Request, Response, Result, World};
 use serde::de::DeserializeOwned;
@@ -39,6 +48,22 @@ pub struct WatchRequest {
     pub seen: Option<Vec<Instance>>,
     /// Maximum milliseconds to wait for a change.
     pub wait_ms: u64,
+}
+
+/// The body of `POST /cluster/roster`.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub struct RosterRequest {
+    /// The version that the watcher has; `None` requests an immediate answer with all servers.
+    pub seen: Option<RosterVersion>,
+    /// Maximum milliseconds to wait for a change.
+    pub wait_ms: u64,
+}
+
+/// The body of `POST /cluster/drain`.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct DrainRequest {
+    /// The name of the member.
+    pub name: String,
 }
 
 /// The registry of a head server. Cheap to clone.
@@ -86,19 +111,29 @@ impl RemoteRegistry {
         self.send(&Request::post(cx.child().at_most(CALL_TIMEOUT), route, json), true).await
     }
 
+    /// Sends a long poll once: its caller decides what a failure means.
+    async fn poll<T: DeserializeOwned>(&self, cx: &CallContext, route: &'static str, body: &impl Serialize) -> Result<T> {
+        let json = serde_json::to_vec(body).map_err(|error| Error::internal("cannot serialise").caused_by(error))?;
+        let response = self.peer.call(&self.transports, &Request::post(cx.clone(), route, json)).await?;
+        read(&response.into_result().map_err(|error| error.about(format!("POST {}{route}", self.head())))?)
+    }
+
     async fn get<T: DeserializeOwned>(&self, cx: &CallContext, route: String) -> Result<T> {
         let response = self.send(&Request::get(cx.child().at_most(CALL_TIMEOUT), route), true).await?;
         read(&response)
     }
 
     async fn changed(&self, name: &str, seen: Option<&Vec<Instance>>) -> Result<Vec<Instance>> {
-        let wait_ms = u64::try_from(WATCH_WAIT.as_millis()).unwrap_or(u64::MAX);
-        let request = WatchRequest { name: name.to_owned(), seen: seen.cloned(), wait_ms };
+        let request = WatchRequest { name: name.to_owned(), seen: seen.cloned(), wait_ms: millis(WATCH_WAIT) };
         let json =
             serde_json::to_vec(&request).map_err(|error| Error::internal("cannot serialise").caused_by(error))?;
         let cx = CallContext::within(WATCH_WAIT + CALL_TIMEOUT);
         read(&self.send(&Request::post(cx, "/registry/watch", json), true).await?)
     }
+}
+
+fn millis(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
 
 fn read<T: DeserializeOwned>(response: &Response) -> Result<T> {
@@ -147,5 +182,33 @@ impl Registry for RemoteRegistry {
             }
         })
         .boxed()
+    }
+}
+
+#[async_trait]
+impl MemberRegistry for RemoteRegistry {
+    async fn join(&self, cx: &CallContext, spec: MemberSpec) -> Result<JoinedMember> {
+        read(&self.post(cx, "/cluster/join", &spec).await?)
+    }
+
+    async fn beat(&self, cx: &CallContext, beat: &Heartbeat) -> Result<HeartbeatReply> {
+        self.poll(cx, "/cluster/beat", beat).await
+    }
+
+    async fn leave(&self, cx: &CallContext, lease: MemberLease) -> Result<()> {
+        self.post(cx, "/cluster/leave", &lease).await.map(drop)
+    }
+
+    async fn drain(&self, cx: &CallContext, name: &str) -> Result<()> {
+        self.post(cx, "/cluster/drain", &DrainRequest { name: name.to_owned() }).await.map(drop)
+    }
+
+    async fn members(&self, cx: &CallContext) -> Result<Vec<Member>> {
+        self.get(cx, "/cluster/members".to_owned()).await
+    }
+
+    async fn roster(&self, cx: &CallContext, seen: Option<RosterVersion>, wait: Duration) -> Result<RosterUpdate> {
+        let cx = cx.child().at_most(wait + CALL_TIMEOUT);
+        self.poll(&cx, "/cluster/roster", &RosterRequest { seen, wait_ms: millis(wait) }).await
     }
 }

@@ -1,12 +1,25 @@
-//! The registry of live servers by name, and the choice among several replicas.
+//! The registry of live servers by name, the members of a cluster, and the choice among several replicas.
 //!
 //! ```text
 //!   server ── register, renew ──► Registry ◄── resolve, watch ── client ── Picker ──► one replica
 //!               (Lease)          a lease that is not renewed expires
+//!   process ── join, beat ──► MemberRegistry ◄── roster ── client: calls to a lost server end at once
+//!             (MemberLease)    a member that is silent is suspect, and then gone with all its servers
 //! ```
 
 mod lease;
+mod member;
+mod membership;
+mod memory;
 mod pick;
+mod state;
 
-pub use lease::{DEFAULT_TTL, Instance, Lease, MemoryRegistry, Registration, Registry};
+pub use lease::{DEFAULT_TTL, Instance, Lease, Registration, Registry};
+pub use member::{
+    DEFAULT_HEARTBEAT, DEFAULT_MEMBER_TIMEOUT, DEFAULT_RECONNECT, GoneServer, Heartbeat, HeartbeatReply, JoinedMember,
+    Member, MemberLease, MemberLimits, MemberServer, MemberSpec, MemberState, MemberTiming, RosterUpdate,
+    RosterVersion, ServerChange,
+};
+pub use membership::MemberRegistry;
+pub use memory::MemoryRegistry;
 pub use pick::{Affinity, AffinityCounts, AffinityKey, AffinityOptions, Balance, Load, Picker};

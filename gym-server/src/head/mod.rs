@@ -19,8 +19,10 @@ use std::time::Duration;
 
 use futures_util::StreamExt;
 use futures_util::future::BoxFuture;
-use gym_client::registry::WatchRequest;
-use gym_core::registry::{Instance, Lease, MemoryRegistry, Registration, Registry};
+use gym_client::registry::{DrainRequest, RosterRequest, WatchRequest};
+use gym_core::registry::{
+    Instance, Lease, MemberRegistry, MemberSpec, MemoryRegistry, Registration, Registry,
+};
 use gym_core::{CallContext, Error, Handler, Message, Request, Response, Result, Status, Verb, World};
 use prometheus_client::metrics::gauge::Gauge;
 use serde::Serialize;
@@ -39,6 +41,12 @@ pub(crate) const START_TIME_LABEL: &str = "start_time";
 /// The longest wait of one `watch` request; the watcher then sends another request.
 const WATCH_WAIT_MAX: Duration = Duration::from_secs(60);
 
+/// Difference of two clocks from which times in logs and rows mislead.
+const CLOCKS_APART_MAX: Duration = Duration::from_secs(60);
+
+/// The build of this program, which members compare.
+pub(crate) const BUILD: &str = concat!(env!("CARGO_PKG_NAME"), " ", env!("CARGO_PKG_VERSION"));
+
 /// Returns the text of `/global_config_dict_yaml` for the live servers.
 pub type GlobalConfig = Arc<dyn Fn(&[Instance]) -> String + Send + Sync>;
 
@@ -51,6 +59,7 @@ struct HeadState {
     config: GlobalConfig,
     ready: AtomicBool,
     start_time: f64,
+    world: World,
     metrics: Metrics,
     routes: RouteMetrics,
     live: Gauge,
@@ -64,7 +73,7 @@ impl HeadServer {
         metrics.with(|known| known.register("gym_registered_servers", "Servers with a live lease", live.clone()));
         let routes = metrics.route("head_server", "all");
         let start_time = world.now().as_secs_f64();
-        Self(Arc::new(HeadState { registry, config, ready: AtomicBool::new(false), start_time, metrics, routes, live }))
+        Self(Arc::new(HeadState { registry, config, ready: AtomicBool::new(false), start_time, world: world.clone(), metrics, routes, live }))
     }
 
     /// Makes `/health` report from now on that all servers serve.
@@ -105,12 +114,11 @@ impl HeadState {
             (Verb::Get | Verb::Head, "/health" | "/healthz" | "/readyz") => Ok(self.health()),
             (Verb::Get, "/metrics") => self.metrics(cx).await,
             (Verb::Get, "/global_config_dict_yaml") => {
-                let yaml = (self.config)(&self.registry.list(cx).await?);
-                json(&yaml)
+                json(&(self.config)(&self.serving(cx).await?))
             }
             (Verb::Get, "/server_instances") => {
                 let now: Vec<Value> =
-                    self.registry.list(cx).await?.iter().map(|instance| self.nemo_gym_instance(instance)).collect();
+                    self.serving(cx).await?.iter().map(|instance| self.nemo_gym_instance(instance)).collect();
                 json(&now)
             }
             (Verb::Get, "/registry/instances") => match query(request.route.query().unwrap_or_default(), "name") {
@@ -135,9 +143,34 @@ impl HeadState {
                 Ok(reply::ok())
             }
             (Verb::Post, "/registry/watch") => self.watch(&read(&request.message)?).await,
-            (_, "/registry/register" | "/registry/renew" | "/registry/deregister" | "/registry/watch") => {
-                Ok(reply::method_not_allowed("POST"))
+            (Verb::Post, "/cluster/join") => self.join(cx, read(&request.message)?).await,
+            (Verb::Post, "/cluster/beat") => json(&self.registry.beat(cx, &read(&request.message)?).await?),
+            (Verb::Post, "/cluster/leave") => {
+                self.registry.leave(cx, read(&request.message)?).await?;
+                Ok(reply::ok())
             }
+            (Verb::Post, "/cluster/drain") => {
+                self.registry.drain(cx, &read::<DrainRequest>(&request.message)?.name).await?;
+                Ok(reply::ok())
+            }
+            (Verb::Get, "/cluster/members") => json(&self.registry.members(cx).await?),
+            (Verb::Post, "/cluster/roster") => {
+                let RosterRequest { seen, wait_ms } = read(&request.message)?;
+                let wait = Duration::from_millis(wait_ms).min(WATCH_WAIT_MAX);
+                json(&self.registry.roster(cx, seen, wait).await?)
+            }
+            (
+                _,
+                "/registry/register"
+                | "/registry/renew"
+                | "/registry/deregister"
+                | "/registry/watch"
+                | "/cluster/join"
+                | "/cluster/beat"
+                | "/cluster/leave"
+                | "/cluster/drain"
+                | "/cluster/roster",
+            ) => Ok(reply::method_not_allowed("POST")),
             (
                 _,
                 "/"
@@ -148,10 +181,31 @@ impl HeadState {
                 | "/metrics"
                 | "/global_config_dict_yaml"
                 | "/server_instances"
-                | "/registry/instances",
+                | "/registry/instances"
+                | "/cluster/members",
             ) => Ok(reply::method_not_allowed("GET")),
             _ => Ok(reply::not_found()),
         }
+    }
+
+    /// Returns the servers that get work. NeMo Gym's clients know no other ones.
+    async fn serving(&self, cx: &CallContext) -> Result<Vec<Instance>> {
+        let mut servers = self.registry.list(cx).await?;
+        servers.retain(|server| !server.paused);
+        Ok(servers)
+    }
+
+    /// Adds a member, and warns of what will go wrong with it.
+    async fn join(&self, cx: &CallContext, spec: MemberSpec) -> Result<Response> {
+        let clock = Duration::from_millis(spec.clock_ms);
+        let apart = self.world.now().abs_diff(clock);
+        if spec.clock_ms > 0 && apart > CLOCKS_APART_MAX {
+            tracing::warn!(member = spec.name, seconds = apart.as_secs(), "the worker's clock differs from this machine's; times in logs and rows will not agree");
+        }
+        if !spec.build.is_empty() && spec.build != BUILD {
+            tracing::warn!(member = spec.name, build = spec.build, own = BUILD, "the worker runs another build");
+        }
+        json(&self.registry.join(cx, spec).await?)
     }
 
     fn health(&self) -> Response {

@@ -4,6 +4,7 @@ mod files;
 #[allow(clippy::unwrap_used, reason = "a suite is a test")]
 mod group;
 mod ledger;
+mod members;
 mod transport;
 
 use std::future::Future;
@@ -18,6 +19,7 @@ pub use group::{
     group_rogues,
 };
 pub use ledger::{LedgerFixture, ledger};
+pub use members::{MemberFixture, members};
 pub use transport::{TransportPair, TransportSetup, ordered_transport, transport};
 
 /// The deadline of one case. Only a case that hangs reaches it.

@@ -1,0 +1,232 @@
+//! Keeps a process a member of a cluster: joins, sends heartbeats, joins again after a restart of the head server, and leaves.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::FutureExt as _;
+use futures_util::future::BoxFuture;
+use gym_core::registry::{Heartbeat, JoinedMember, MemberLease, MemberRegistry, MemberSpec, MemberState};
+use gym_core::{CallContext, CancelToken, Code, Error, Result, World};
+use tokio::task::JoinHandle;
+use tokio::time::Instant;
+
+/// Waits between two attempts to reach the head server: doubled from the first to the last. The last is short, because a restarted head
+/// is complete only when all members have returned.
+const RETRY_FIRST: Duration = Duration::from_millis(50);
+const RETRY_LAST: Duration = Duration::from_millis(500);
+/// Time between two messages while a head server does not respond.
+const SAY_EVERY: Duration = Duration::from_secs(10);
+/// Time that a heartbeat's response may take beyond the interval.
+const REPLY_TIME: Duration = Duration::from_secs(5);
+/// The largest part of a wait that is drawn at random, so that the members of a restarted head do not return at one instant.
+const JITTER: f64 = 0.5;
+
+/// Checks the servers of a member, before it serves.
+pub type HealthCheck = Arc<dyn Fn() -> BoxFuture<'static, Result<()>> + Send + Sync>;
+
+/// What a member does besides its heartbeats.
+pub struct MemberOptions {
+    /// The time for which an unreachable head server is tried at the start. Default: 5 minutes.
+    pub join_within: Duration,
+    /// Checks the member's own servers, when it joins and whenever it returns. Default: no check.
+    pub health: HealthCheck,
+    /// Cancelled when the member must finish its work and leave. Default: a token that nothing else holds.
+    pub drain: CancelToken,
+}
+
+impl Default for MemberOptions {
+    fn default() -> Self {
+        Self {
+            join_within: Duration::from_secs(300),
+            health: Arc::new(|| Box::pin(async { Ok(()) })),
+            drain: CancelToken::new(),
+        }
+    }
+}
+
+impl fmt::Debug for MemberOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MemberOptions").field("join_within", &self.join_within).finish_non_exhaustive()
+    }
+}
+
+/// A membership. Dropping the keeper ends its heartbeats, and the head server notices; [`MemberKeeper::leave`] says so.
+#[derive(Debug)]
+pub struct MemberKeeper {
+    stop: CancelToken,
+    drain: CancelToken,
+    task: JoinHandle<()>,
+}
+
+impl MemberKeeper {
+    /// Joins, and sends heartbeats from then on. Waits for a head server that does not respond, and says so.
+    ///
+    /// # Errors
+    /// The head server's rejection. `Unavailable` if it cannot be reached within [`MemberOptions::join_within`].
+    #[must_use = "a future does nothing until it is awaited"]
+    pub fn join<'a>(
+        registry: Arc<dyn MemberRegistry>,
+        cx: &'a CallContext,
+        spec: MemberSpec,
+        options: MemberOptions,
+        world: &World,
+    ) -> BoxFuture<'a, Result<Self>> {
+        let mut member = Membership { registry, spec, options, rng: world.rng(), seq: 0 };
+        Box::pin(async move {
+            let within = cx.child().at_most(member.options.join_within);
+            let lease = member.join(&within).await?;
+            let (stop, drain) = (CancelToken::new(), member.options.drain.clone());
+            let task = tokio::spawn(member.keep(lease, stop.clone()).boxed());
+            Ok(Self { stop, drain, task })
+        })
+    }
+
+    /// Returns the token that is cancelled when the member must finish its work and leave.
+    #[must_use]
+    pub fn draining(&self) -> &CancelToken {
+        &self.drain
+    }
+
+    /// Ends the membership within `grace`. Call this after the last response: calls in flight are not ended, but get no new attempts either.
+    #[must_use = "a future does nothing until it is awaited"]
+    pub fn leave(mut self, grace: Duration) -> BoxFuture<'static, ()> {
+        Box::pin(async move {
+            self.stop.cancel();
+            if tokio::time::timeout(grace, &mut self.task).await.is_err() {
+                tracing::warn!("the head server did not respond in time; it notices that this worker has left");
+            }
+        })
+    }
+}
+
+impl Drop for MemberKeeper {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+struct Membership {
+    registry: Arc<dyn MemberRegistry>,
+    spec: MemberSpec,
+    options: MemberOptions,
+    rng: fastrand::Rng,
+    seq: u64,
+}
+
+impl Membership {
+    /// Joins, and repeats that while the head server does not respond.
+    async fn join(&mut self, cx: &CallContext) -> Result<MemberLease> {
+        let (mut wait, mut said) = (RETRY_FIRST, None::<Instant>);
+        loop {
+            let error = match self.registry.join(cx, self.spec.clone()).await {
+                Ok(JoinedMember { lease, ranks }) => {
+                    for (server, rank) in self.spec.servers.iter_mut().zip(ranks) {
+                        server.rank = Some(rank);
+                    }
+                    return Ok(lease);
+                }
+                Err(error) => error,
+            };
+            // The lease of an earlier process with this name ends soon, if that process is dead.
+            let temporary = matches!(error.code(), Code::Unavailable | Code::DeadlineExceeded | Code::AlreadyExists);
+            if !temporary || cx.check().is_err() || cx.remaining() < wait {
+                return Err(error);
+            }
+            if said.is_none_or(|said| said.elapsed() >= SAY_EVERY) {
+                said = Some(Instant::now());
+                tracing::warn!(member = self.spec.name, %error, "waiting for the head server");
+            }
+            self.pause(&mut wait).await;
+        }
+    }
+
+    async fn pause(&mut self, wait: &mut Duration) {
+        tokio::time::sleep(wait.mul_f64(1.0 - JITTER * self.rng.f64())).await;
+        *wait = (*wait * 2).min(RETRY_LAST);
+    }
+
+    async fn keep(mut self, mut lease: MemberLease, stop: CancelToken) {
+        let (mut known, mut healthy, mut wait) = (MemberState::Joining, false, RETRY_FIRST);
+        let mut warned = false;
+        loop {
+            if known == MemberState::Joining {
+                healthy = match (self.options.health)().await {
+                    Ok(()) => true,
+                    Err(error) => {
+                        tracing::warn!(member = self.spec.name, %error, "a server of this worker does not respond; it gets no work");
+                        false
+                    }
+                };
+            }
+            // Each attempt has a number of its own: the head server tells a late end of an earlier connection from a new one.
+            self.seq += 1;
+            // A head that waits for a healthy heartbeat must not wait for the interval.
+            let expected = if healthy && known == MemberState::Joining { MemberState::Serving } else { known };
+            let draining = self.options.drain.is_cancelled();
+            let beat = Heartbeat { lease: lease.clone(), seq: self.seq, healthy, draining, known: expected };
+            let cx = CallContext::within(self.spec.timing.heartbeat + REPLY_TIME);
+            let drain = self.options.drain.clone();
+            let drain_asked = async { if draining { std::future::pending().await } else { drain.cancelled().await } };
+            let replied = tokio::select! {
+                biased;
+                () = stop.cancelled() => break,
+                // The next heartbeat says so.
+                () = drain_asked => continue,
+                replied = self.registry.beat(&cx, &beat) => replied,
+            };
+            match replied {
+                Ok(reply) => {
+                    if std::mem::take(&mut warned) {
+                        tracing::info!(member = self.spec.name, "the head server responds again");
+                    }
+                    wait = RETRY_FIRST;
+                    healthy &= reply.state == MemberState::Joining;
+                    if reply.state == MemberState::Draining {
+                        self.options.drain.cancel();
+                    }
+                    known = reply.state;
+                }
+                Err(error) if error.code() == Code::NotFound => {
+                    let cx = CallContext::within(self.options.join_within);
+                    let joined = self.join(&cx);
+                    let joined = tokio::select! {
+                        biased;
+                        () = stop.cancelled() => return,
+                        joined = joined => joined,
+                    };
+                    match joined {
+                        Ok(again) => {
+                            tracing::info!(member = self.spec.name, "joined again");
+                            (lease, known, healthy) = (again, MemberState::Joining, false);
+                        }
+                        Err(error) if matches!(error.code(), Code::AlreadyExists | Code::InvalidArgument) => {
+                            return self.ended(&error);
+                        }
+                        Err(error) => tracing::warn!(member = self.spec.name, %error, "not joined; trying again"),
+                    }
+                }
+                Err(error) => {
+                    if !std::mem::replace(&mut warned, true) {
+                        tracing::warn!(member = self.spec.name, %error, "the head server does not respond; this worker serves on");
+                    }
+                    tokio::select! {
+                        biased;
+                        () = stop.cancelled() => break,
+                        () = self.pause(&mut wait) => {}
+                    }
+                }
+            }
+        }
+        let cx = CallContext::within(REPLY_TIME);
+        if let Err(error) = self.registry.leave(&cx, lease).await {
+            tracing::debug!(member = self.spec.name, %error, "did not leave; the head server notices");
+        }
+    }
+
+    /// Ends a membership that another process has taken.
+    fn ended(&self, error: &Error) {
+        tracing::error!(member = self.spec.name, %error, "this worker cannot be a member any more; it finishes its work");
+        self.options.drain.cancel();
+    }
+}

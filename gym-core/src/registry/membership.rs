@@ -1,0 +1,46 @@
+//! The interface of a cluster's membership.
+
+use std::time::Duration;
+
+use async_trait::async_trait;
+
+use super::lease::Registry;
+use super::member::{Heartbeat, HeartbeatReply, JoinedMember, Member, MemberLease, MemberSpec, RosterUpdate, RosterVersion};
+use crate::base::error::Result;
+use crate::message::CallContext;
+
+/// A registry that processes join as members, with all their servers.
+///
+/// A call may be repeated if its response was lost. A member calls [`join`](Self::join) once, then [`beat`](Self::beat) again and
+/// again with at most one call in flight, and [`leave`](Self::leave) at the end.
+#[async_trait]
+pub trait MemberRegistry: Registry {
+    /// Adds a member. Its servers get no work before its first healthy heartbeat.
+    ///
+    /// # Errors
+    /// `AlreadyExists` if another process is a member under this name. `InvalidArgument` if the name, the intervals or a server is invalid, or if
+    /// the texts are too long. `ResourceExhausted` if the cluster is full.
+    async fn join(&self, cx: &CallContext, spec: MemberSpec) -> Result<JoinedMember>;
+
+    /// Sends a heartbeat, and waits until the member's state differs from the one that it knows, at most for the interval of its
+    /// heartbeats. Dropping the future means that the connection broke: the member is suspect.
+    ///
+    /// # Errors
+    /// `NotFound` if the member is gone, or if the head server was restarted: join again.
+    async fn beat(&self, cx: &CallContext, beat: &Heartbeat) -> Result<HeartbeatReply>;
+
+    /// Ends a membership. Calls in flight are not ended. Succeeds if the membership has ended.
+    async fn leave(&self, cx: &CallContext, lease: MemberLease) -> Result<()>;
+
+    /// Requests that a member finish its work, take no more, and leave.
+    ///
+    /// # Errors
+    /// `NotFound`, with the known names.
+    async fn drain(&self, cx: &CallContext, name: &str) -> Result<()>;
+
+    /// Returns the members by name, and after them those that left or were lost recently.
+    async fn members(&self, cx: &CallContext) -> Result<Vec<Member>>;
+
+    /// Waits until the servers differ from a version, at most for `wait`, and returns the changes.
+    async fn roster(&self, cx: &CallContext, seen: Option<RosterVersion>, wait: Duration) -> Result<RosterUpdate>;
+}
