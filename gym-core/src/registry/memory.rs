@@ -238,7 +238,6 @@ mod tests {
     use super::*;
     use crate::testing::conformance::{MemberFixture, members};
 
-    #[async_trait]
     impl MemberFixture for MemoryRegistry {
         fn registry(&self) -> Arc<dyn MemberRegistry> {
             Arc::new(self.clone())

@@ -281,11 +281,13 @@ fn query(text: &str, key: &str) -> Option<String> {
 mod tests {
     use std::collections::BTreeMap;
 
+    use gym_client::registry::RemoteRegistry;
     use gym_core::server::ServerKind;
+    use gym_core::testing::conformance::{MemberFixture, members};
     use gym_core::{Endpoint, Incarnation};
 
     use super::*;
-    use crate::testing::world;
+    use crate::testing::{TestNetwork, world};
 
     fn registration(name: &str, port: u16, incarnation: u64) -> Registration {
         Registration {
@@ -395,6 +397,31 @@ mod tests {
             "{line}"
         );
         assert_eq!(text.matches("expired").count(), 1, "{text}");
+    }
+
+    /// A head server that is called through its routes.
+    #[derive(Debug)]
+    struct CalledHead {
+        registry: Arc<dyn MemberRegistry>,
+        _network: TestNetwork,
+    }
+
+    impl MemberFixture for CalledHead {
+        fn registry(&self) -> Arc<dyn MemberRegistry> {
+            Arc::clone(&self.registry)
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_registry_of_a_remote_head_conforms() {
+        members(|| {
+            let mut network = TestNetwork::new();
+            network.serve("head", head());
+            let endpoint = Endpoint::parse("mem://head").unwrap();
+            let registry = RemoteRegistry::new(endpoint, network.client(&[]).transports().clone(), world());
+            CalledHead { registry: Arc::new(registry), _network: network }
+        })
+        .await;
     }
 
     #[tokio::test(start_paused = true)]

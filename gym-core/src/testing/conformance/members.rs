@@ -4,7 +4,6 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use async_trait::async_trait;
 use tokio::time::{Instant, advance, sleep, timeout};
 
 use crate::base::error::{Code, Result};
@@ -23,7 +22,6 @@ const RECONNECT: Duration = Duration::from_millis(100);
 const MOMENT: Duration = Duration::from_millis(20);
 
 /// A registry under test.
-#[async_trait]
 pub trait MemberFixture: fmt::Debug + Send + Sync {
     /// Returns the registry, empty at first.
     fn registry(&self) -> Arc<dyn MemberRegistry>;

@@ -1,0 +1,356 @@
+//! Members of a cluster as clients see them: calls to a lost server end at once, and a restarted head server forgets nobody.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use futures_util::FutureExt as _;
+use futures_util::future::join_all;
+use futures_util::stream::BoxStream;
+use gym_client::registry::{MemberKeeper, MemberOptions};
+use gym_client::{CallOptions, ServerClient, Transports};
+use gym_core::registry::{
+    Heartbeat, HeartbeatReply, Instance, JoinedMember, Lease, Member, MemberLease, MemberLimits, MemberRegistry,
+    MemberServer, MemberSpec, MemberState, MemberTiming, MemoryRegistry, Registration, Registry, RosterUpdate,
+    RosterVersion,
+};
+use gym_core::server::ServerKind;
+use gym_core::testing::SimFiles;
+use gym_core::transport::{InProcess, handler_fn, serve};
+use gym_core::{
+    CallContext, CancelToken, Code, Endpoint, Error, Execution, Incarnation, Request, Response, Result, World,
+};
+use tokio::time::{Instant, sleep, timeout};
+
+const TIMING: MemberTiming = MemberTiming {
+    heartbeat: Duration::from_secs(1),
+    timeout: Duration::from_secs(3),
+    reconnect: Duration::from_millis(100),
+};
+
+/// A head server that can be killed and restarted: each life has a registry of its own.
+#[derive(Clone)]
+struct Head {
+    life: Arc<Mutex<Option<MemoryRegistry>>>,
+    killed: Arc<Mutex<CancelToken>>,
+    /// The member whose process is stopped: it sends no heartbeats, and its connection stays open.
+    frozen: Arc<Mutex<Option<String>>>,
+}
+
+impl fmt::Debug for Head {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Head")
+    }
+}
+
+impl Head {
+    fn new() -> Self {
+        let head = Self { life: Arc::default(), killed: Arc::default(), frozen: Arc::default() };
+        head.start(1);
+        head
+    }
+
+    fn start(&self, term: u64) {
+        let registry = MemoryRegistry::with_limits(term, MemberLimits::default());
+        registry.recover_for(Duration::from_secs(2));
+        *lock(&self.life) = Some(registry);
+        *lock(&self.killed) = CancelToken::new();
+    }
+
+    fn kill(&self) {
+        *lock(&self.life) = None;
+        lock(&self.killed).cancel();
+    }
+
+    fn freeze(&self, member: &str) {
+        *lock(&self.frozen) = Some(member.to_owned());
+    }
+
+    /// Runs a call in this life of the head; its connections break when it is killed.
+    async fn call<T>(&self, call: impl AsyncFnOnce(MemoryRegistry) -> Result<T>) -> Result<T> {
+        let away = || Error::new(Code::Unavailable, Execution::Unknown, "the head server is away");
+        let (life, killed) = (lock(&self.life).clone().ok_or_else(away)?, lock(&self.killed).clone());
+        tokio::select! {
+            biased;
+            () = killed.cancelled() => Err(away()),
+            result = call(life) => result,
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[async_trait]
+impl Registry for Head {
+    async fn register(&self, cx: &CallContext, registration: Registration) -> Result<Lease> {
+        self.call(async |life| life.register(cx, registration).await).await
+    }
+
+    async fn renew(&self, cx: &CallContext, lease: &Lease) -> Result<()> {
+        self.call(async |life| life.renew(cx, lease).await).await
+    }
+
+    async fn deregister(&self, cx: &CallContext, lease: Lease) -> Result<()> {
+        self.call(async |life| life.deregister(cx, lease).await).await
+    }
+
+    async fn resolve(&self, cx: &CallContext, name: &str) -> Result<Vec<Instance>> {
+        self.call(async |life| life.resolve(cx, name).await).await
+    }
+
+    async fn list(&self, cx: &CallContext) -> Result<Vec<Instance>> {
+        self.call(async |life| life.list(cx).await).await
+    }
+
+    fn watch(&self, name: &str) -> BoxStream<'static, Vec<Instance>> {
+        lock(&self.life).as_ref().unwrap().watch(name)
+    }
+}
+
+#[async_trait]
+impl MemberRegistry for Head {
+    async fn join(&self, cx: &CallContext, spec: MemberSpec) -> Result<JoinedMember> {
+        self.call(async |life| life.join(cx, spec).await).await
+    }
+
+    async fn beat(&self, cx: &CallContext, beat: &Heartbeat) -> Result<HeartbeatReply> {
+        if lock(&self.frozen).as_ref() == Some(&beat.lease.name) {
+            std::future::pending::<()>().await;
+        }
+        self.call(async |life| life.beat(cx, beat).await).await
+    }
+
+    async fn leave(&self, cx: &CallContext, lease: MemberLease) -> Result<()> {
+        self.call(async |life| life.leave(cx, lease).await).await
+    }
+
+    async fn drain(&self, cx: &CallContext, name: &str) -> Result<()> {
+        self.call(async |life| life.drain(cx, name).await).await
+    }
+
+    async fn members(&self, cx: &CallContext) -> Result<Vec<Member>> {
+        self.call(async |life| life.members(cx).await).await
+    }
+
+    async fn roster(&self, cx: &CallContext, seen: Option<RosterVersion>, wait: Duration) -> Result<RosterUpdate> {
+        self.call(async |life| life.roster(cx, seen, wait).await).await
+    }
+}
+
+/// Replicas of one server, each in a process of its own.
+struct Cluster {
+    head: Head,
+    client: ServerClient,
+    network: InProcess,
+    world: World,
+    calls: Arc<Mutex<Vec<String>>>,
+    servers: tokio::task::JoinSet<Result<()>>,
+    _follower: gym_client::RosterFollower,
+}
+
+impl Cluster {
+    fn new() -> Self {
+        let (head, network) = (Head::new(), InProcess::new());
+        let world = World::new(Arc::new(SimFiles::new(1)), 1, Duration::ZERO);
+        let transports = Transports::new().with_connector(Arc::new(network.clone()));
+        let client = ServerClient::new(Arc::new(head.clone()), transports, &world);
+        let follower = client.follow(Arc::new(head.clone()));
+        Self { head, client, network, world, calls: Arc::default(), servers: tokio::task::JoinSet::new(), _follower: follower }
+    }
+
+    /// Starts a process with a replica that takes `takes` for each call; its heartbeats end with the keeper.
+    async fn start(&mut self, name: &str, takes: Duration) -> MemberKeeper {
+        let (calls, note) = (Arc::clone(&self.calls), name.to_owned());
+        let handler = handler_fn(move |_: Request| {
+            lock(&calls).push(note.clone());
+            async move {
+                sleep(takes).await;
+                Ok(Response::json("{}"))
+            }
+        });
+        let listener = self.network.listen(name).unwrap();
+        self.servers.spawn(serve(Box::new(listener), Arc::new(handler), CancelToken::new(), Duration::ZERO));
+        let mut spec = MemberSpec::new(name, Incarnation(1));
+        spec.timing = TIMING;
+        spec.servers = vec![MemberServer {
+            name: "agent".to_owned(),
+            rank: None,
+            kind: ServerKind::Agent,
+            implementation: String::new(),
+            endpoints: vec![Endpoint::parse(&format!("mem://{name}")).unwrap()],
+            labels: std::collections::BTreeMap::new(),
+        }];
+        let cx = CallContext::within(Duration::from_secs(10));
+        MemberKeeper::join(Arc::new(self.head.clone()), &cx, spec, MemberOptions::default(), &self.world).await.unwrap()
+    }
+
+    async fn state(&self, name: &str) -> MemberState {
+        let members = self.head.members(&CallContext::default()).await.unwrap();
+        members.iter().find(|member| member.spec.name == name).unwrap().state
+    }
+
+    async fn call(&self) -> Result<Response> {
+        let cx = CallContext::within(Duration::from_secs(7_200));
+        self.client.post(&cx, "agent", "/run", "{}", CallOptions::default()).await
+    }
+
+    /// Returns how many of the next calls each replica gets.
+    async fn shares(&self, count: usize) -> std::collections::BTreeMap<String, usize> {
+        lock(&self.calls).clear();
+        for result in join_all((0..count).map(|_| self.call())).await {
+            result.unwrap();
+        }
+        let mut shares = std::collections::BTreeMap::new();
+        for name in lock(&self.calls).iter() {
+            *shares.entry(name.clone()).or_insert(0) += 1;
+        }
+        shares
+    }
+}
+
+const MOMENT: Duration = Duration::from_millis(10);
+
+#[tokio::test(start_paused = true)]
+async fn calls_to_a_killed_worker_end_at_once_and_new_ones_go_elsewhere() {
+    let mut cluster = Cluster::new();
+    let _first = cluster.start("a", MOMENT).await;
+    let second = cluster.start("b", Duration::from_secs(7_000)).await;
+    sleep(MOMENT).await;
+    let calls = join_all((0..32).map(|_| cluster.call()));
+    let killed = async {
+        sleep(Duration::from_secs(5)).await;
+        let began = Instant::now();
+        drop(second);
+        began
+    };
+    let (results, began) = tokio::join!(calls, killed);
+    assert!(began.elapsed() <= Duration::from_millis(150), "{:?}", began.elapsed());
+    let (done, lost): (Vec<_>, Vec<_>) = results.into_iter().partition(Result::is_ok);
+    assert_eq!((done.len(), lost.len()), (16, 16));
+    for error in lost.into_iter().filter_map(Result::err) {
+        assert_eq!((error.code(), error.execution()), (Code::Unavailable, Execution::Unknown));
+        assert!(error.to_string().contains("b is gone: its connection broke"), "{error}");
+    }
+    assert_eq!(cluster.shares(8).await, [("a".to_owned(), 8)].into());
+}
+
+#[tokio::test(start_paused = true)]
+async fn calls_to_a_frozen_worker_end_after_its_timeout_and_new_ones_avoid_it_before() {
+    let mut cluster = Cluster::new();
+    let _first = cluster.start("a", MOMENT).await;
+    // Frozen: it has joined, was healthy, and then sends nothing more.
+    let _frozen = cluster.start("b", Duration::from_secs(7_000)).await;
+    sleep(MOMENT).await;
+    let waiting = cluster.call();
+    let lost = async {
+        let second = cluster.call().await;
+        (second, Instant::now())
+    };
+    let began = Instant::now();
+    let freeze = async {
+        sleep(MOMENT).await;
+        cluster.head.freeze("b");
+        sleep(Duration::from_millis(2_500)).await;
+        assert_eq!(cluster.state("b").await, MemberState::Suspect);
+        assert_eq!(cluster.shares(8).await, [("a".to_owned(), 8)].into());
+    };
+    let (one, (two, ended), ()) = tokio::join!(waiting, lost, freeze);
+    assert_eq!([one.is_ok(), two.is_ok()].iter().filter(|ok| **ok).count(), 1);
+    assert!(ended - began <= TIMING.timeout + Duration::from_secs(1), "{:?}", ended - began);
+}
+
+#[tokio::test(start_paused = true)]
+async fn after_a_restart_of_the_head_all_return_and_no_replica_takes_all_calls() {
+    let mut cluster = Cluster::new();
+    let mut keepers = Vec::new();
+    for name in ["a", "b", "c", "d"] {
+        keepers.push(cluster.start(name, MOMENT).await);
+    }
+    sleep(MOMENT).await;
+    let even: std::collections::BTreeMap<String, usize> =
+        ["a", "b", "c", "d"].into_iter().map(|name| (name.to_owned(), 10)).collect();
+    assert_eq!(cluster.shares(40).await, even);
+    cluster.head.kill();
+    sleep(Duration::from_secs(5)).await;
+    assert_eq!(cluster.shares(40).await, even, "known servers are called while the head is away");
+    cluster.head.start(2);
+    let began = Instant::now();
+    loop {
+        let shares = cluster.shares(40).await;
+        assert!(shares.values().all(|share| *share <= 12), "{shares:?} after {:?}", began.elapsed());
+        let members = cluster.head.members(&CallContext::default()).await.unwrap();
+        let serving = members.iter().filter(|member| member.state == MemberState::Serving).count();
+        if serving == 4 {
+            break;
+        }
+        assert!(began.elapsed() < Duration::from_secs(2), "{serving} of 4 after {:?}", began.elapsed());
+    }
+    sleep(Duration::from_secs(3)).await;
+    assert_eq!(cluster.shares(40).await, even);
+    assert!(keepers.iter().all(|keeper| !keeper.draining().is_cancelled()), "no worker was asked to end");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_worker_that_does_not_return_after_a_restart_of_the_head_is_given_up() {
+    let mut cluster = Cluster::new();
+    let _first = cluster.start("a", MOMENT).await;
+    let second = cluster.start("b", Duration::from_secs(7_000)).await;
+    sleep(MOMENT).await;
+    let calls = join_all((0..2).map(|_| cluster.call()));
+    let restarted = async {
+        sleep(Duration::from_secs(1)).await;
+        cluster.head.kill();
+        drop(second);
+        sleep(Duration::from_secs(1)).await;
+        cluster.head.start(2);
+    };
+    let (results, ()) = timeout(Duration::from_secs(10), async { tokio::join!(calls, restarted) }).await.expect("they end");
+    assert_eq!(results.iter().filter(|result| result.is_ok()).count(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_worker_that_must_drain_finishes_its_calls_and_leaves() {
+    let mut cluster = Cluster::new();
+    let _first = cluster.start("a", MOMENT).await;
+    let second = cluster.start("b", Duration::from_secs(30)).await;
+    sleep(MOMENT).await;
+    let calls = join_all((0..2).map(|_| cluster.call()));
+    let drained = async {
+        sleep(MOMENT).await;
+        cluster.head.drain(&CallContext::default(), "b").await.unwrap();
+        timeout(Duration::from_millis(200), second.draining().cancelled()).await.expect("it is told at once");
+        assert_eq!(cluster.shares(8).await, [("a".to_owned(), 8)].into());
+        // Its last response is sent after 30 s.
+        sleep(Duration::from_secs(31)).await;
+        second.leave(Duration::from_secs(1)).await;
+    };
+    let (results, ()) = tokio::join!(calls, drained);
+    assert!(results.iter().all(Result::is_ok), "{results:?}");
+    assert_eq!(cluster.state("b").await, MemberState::Gone);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_worker_waits_for_its_head_and_a_name_in_use_is_an_error() {
+    let mut cluster = Cluster::new();
+    cluster.head.kill();
+    let head = cluster.head.clone();
+    let started = async {
+        sleep(Duration::from_secs(4)).await;
+        head.start(3);
+    };
+    let (keeper, ()) = tokio::join!(cluster.start("a", MOMENT), started);
+    sleep(MOMENT).await;
+    assert_eq!(cluster.state("a").await, MemberState::Serving);
+    let mut other = MemberSpec::new("a", Incarnation(2));
+    other.timing = TIMING;
+    other.host = "elsewhere".to_owned();
+    let cx = CallContext::within(Duration::from_secs(5));
+    let head: Arc<dyn MemberRegistry> = Arc::new(cluster.head.clone());
+    let joined = MemberKeeper::join(head, &cx, other, MemberOptions::default(), &cluster.world).await;
+    let error = joined.err().expect("the name is in use");
+    assert_eq!(error.code(), Code::AlreadyExists);
+    assert!(keeper.draining().cancelled().now_or_never().is_none());
+}
