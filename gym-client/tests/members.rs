@@ -158,7 +158,15 @@ impl Cluster {
         let transports = Transports::new().with_connector(Arc::new(network.clone()));
         let client = ServerClient::new(Arc::new(head.clone()), transports, &world);
         let follower = client.follow(Arc::new(head.clone()));
-        Self { head, client, network, world, calls: Arc::default(), servers: tokio::task::JoinSet::new(), _follower: follower }
+        Self {
+            head,
+            client,
+            network,
+            world,
+            calls: Arc::default(),
+            servers: tokio::task::JoinSet::new(),
+            _follower: follower,
+        }
     }
 
     /// Starts a process with a replica that takes `takes` for each call; its heartbeats end with the keeper.
@@ -307,7 +315,8 @@ async fn a_worker_that_does_not_return_after_a_restart_of_the_head_is_given_up()
         sleep(Duration::from_secs(1)).await;
         cluster.head.start(2);
     };
-    let (results, ()) = timeout(Duration::from_secs(10), async { tokio::join!(calls, restarted) }).await.expect("they end");
+    let (results, ()) =
+        timeout(Duration::from_secs(10), async { tokio::join!(calls, restarted) }).await.expect("they end");
     assert_eq!(results.iter().filter(|result| result.is_ok()).count(), 1);
 }
 

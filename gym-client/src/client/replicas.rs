@@ -179,15 +179,20 @@ pub(super) fn replica(instance: Instance, known: Option<&ReplicaSet>, follows: b
             replica.paused.store(instance.paused, Relaxed);
             Arc::clone(replica)
         }
-        None => Arc::new(Replica {
-            peer: ReconnectingPeer::new(instance.endpoints, ConnectOptions::to_incarnation(instance.incarnation)),
-            incarnation: instance.incarnation,
-            rank: instance.rank,
-            kind: instance.kind,
-            pending: PendingCalls::default(),
-            paused: AtomicBool::new(instance.paused),
-            lost: follows.then(LostSignal::default),
-        }),
+        None => {
+            // A server of this process is not lost before the process is.
+            let other_process =
+                instance.member.is_some() || instance.endpoints.iter().all(|endpoint| endpoint.scheme() != "mem");
+            Arc::new(Replica {
+                peer: ReconnectingPeer::new(instance.endpoints, ConnectOptions::to_incarnation(instance.incarnation)),
+                incarnation: instance.incarnation,
+                rank: instance.rank,
+                kind: instance.kind,
+                pending: PendingCalls::default(),
+                paused: AtomicBool::new(instance.paused),
+                lost: (follows && other_process).then(LostSignal::default),
+            })
+        }
     }
 }
 

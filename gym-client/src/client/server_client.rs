@@ -363,7 +363,9 @@ impl ServerClient {
         };
         for (name, known) in names {
             for replica in &known.replicas {
-                let lives = |there: &Instance| there.name == name && there.incarnation == replica.incarnation && there.rank == replica.rank;
+                let lives = |there: &Instance| {
+                    there.name == name && there.incarnation == replica.incarnation && there.rank == replica.rank
+                };
                 if !listed.iter().any(lives) {
                     self.lose(&name, replica.rank, replica.incarnation, "the head server no longer lists the server");
                 }

@@ -281,7 +281,7 @@ impl ConfigLoader {
         }
         let head_port = match (head_port, &mut self.pick_port) {
             (None, Some(pick)) if self.own_head => {
-                let request = PortRequest { instance: "head_server", range: ports, disallowed: &fixed };
+                let request = PortRequest { instance: "head_server", kind: None, range: ports, disallowed: &fixed };
                 pick(&request).ok_or_else(|| none_free("head_server"))?
             }
             (port, _) => port.unwrap_or(HEAD_PORT),
@@ -298,7 +298,12 @@ impl ConfigLoader {
                 (Some(port), _) => Some(port),
                 (None, None) => None,
                 (None, Some(pick)) => {
-                    let request = PortRequest { instance: &server.name, range: ports, disallowed: &fixed };
+                    let request = PortRequest {
+                        instance: &server.name,
+                        kind: Some(server.kind),
+                        range: ports,
+                        disallowed: &fixed,
+                    };
                     let port = pick(&request).ok_or_else(|| none_free(&server.name))?;
                     fixed.push(port);
                     Some(port)

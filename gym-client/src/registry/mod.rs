@@ -7,5 +7,5 @@ mod remote;
 
 pub use fixed::StaticRegistry;
 pub use lease::LeaseKeeper;
-pub use member::{MemberKeeper, MemberOptions};
+pub use member::{HealthCheck, MemberKeeper, MemberOptions};
 pub use remote::{DrainRequest, RemoteRegistry, RosterRequest, WatchRequest};

@@ -112,7 +112,12 @@ impl RemoteRegistry {
     }
 
     /// Sends a long poll once: its caller decides what a failure means.
-    async fn poll<T: DeserializeOwned>(&self, cx: &CallContext, route: &'static str, body: &impl Serialize) -> Result<T> {
+    async fn poll<T: DeserializeOwned>(
+        &self,
+        cx: &CallContext,
+        route: &'static str,
+        body: &impl Serialize,
+    ) -> Result<T> {
         let json = serde_json::to_vec(body).map_err(|error| Error::internal("cannot serialise").caused_by(error))?;
         let response = self.peer.call(&self.transports, &Request::post(cx.clone(), route, json)).await?;
         read(&response.into_result().map_err(|error| error.about(format!("POST {}{route}", self.head())))?)

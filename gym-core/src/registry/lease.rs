@@ -127,11 +127,16 @@ pub(super) mod incarnation {
     use crate::message::Incarnation;
     use serde::{Deserialize, Deserializer, Serializer};
 
-    pub(in crate::registry) fn serialize<S: Serializer>(incarnation: &Incarnation, serializer: S) -> Result<S::Ok, S::Error> {
+    pub(in crate::registry) fn serialize<S: Serializer>(
+        incarnation: &Incarnation,
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
         serializer.serialize_u64(incarnation.0)
     }
 
-    pub(in crate::registry) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Incarnation, D::Error> {
+    pub(in crate::registry) fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<Incarnation, D::Error> {
         u64::deserialize(deserializer).map(Incarnation)
     }
 }
@@ -166,4 +171,3 @@ pub trait Registry: fmt::Debug + Send + Sync + 'static {
     /// Returns a stream of the live instances with this name: the current ones first, then again after each change.
     fn watch(&self, name: &str) -> BoxStream<'static, Vec<Instance>>;
 }
-

@@ -183,7 +183,9 @@ impl MemberSpec {
 
     /// Returns the bytes of the texts that a head server stores.
     fn bytes(&self) -> usize {
-        let labels = |labels: &BTreeMap<String, String>| labels.iter().map(|(key, value)| key.len() + value.len()).sum::<usize>();
+        let labels = |labels: &BTreeMap<String, String>| {
+            labels.iter().map(|(key, value)| key.len() + value.len()).sum::<usize>()
+        };
         let servers = self.servers.iter().map(|server| {
             server.name.len()
                 + server.implementation.len()
@@ -423,7 +425,8 @@ impl MemberTable {
         if spec.name.is_empty() || spec.name.contains(|c: char| c.is_whitespace() || c.is_control()) {
             return refused(
                 Code::InvalidArgument,
-                "the name is empty or contains whitespace or control characters; set another one with --name".to_owned(),
+                "the name is empty or contains whitespace or control characters; set another one with --name"
+                    .to_owned(),
             );
         }
         spec.timing.check(self.limits.timeout_max)?;
@@ -433,7 +436,10 @@ impl MemberTable {
         let bytes = spec.bytes();
         if bytes > self.limits.member_bytes_max {
             let max = self.limits.member_bytes_max;
-            return refused(Code::InvalidArgument, format!("its names, labels and endpoints have {bytes} bytes; the limit is {max}"));
+            return refused(
+                Code::InvalidArgument,
+                format!("its names, labels and endpoints have {bytes} bytes; the limit is {max}"),
+            );
         }
         let mut events = self.tick(now);
         if let Some(known) = self.members.get_mut(&spec.name) {
@@ -581,8 +587,13 @@ impl MemberTable {
         let mut events = self.tick(now);
         let Some(entry) = self.members.get_mut(name) else {
             let names: Vec<&str> = self.members.keys().map(String::as_str).collect();
-            let known = if names.is_empty() { "the cluster has no members".to_owned() } else { format!("the members are {}", names.join(", ")) };
-            return Err(Error::not_started(Code::NotFound, format!("no member has this name; {known}")).about(format!("drain {name}")));
+            let known = if names.is_empty() {
+                "the cluster has no members".to_owned()
+            } else {
+                format!("the members are {}", names.join(", "))
+            };
+            return Err(Error::not_started(Code::NotFound, format!("no member has this name; {known}"))
+                .about(format!("drain {name}")));
         };
         entry.drain = true;
         if entry.state != MemberState::Suspect {
@@ -661,7 +672,9 @@ impl MemberTable {
 
     fn held(&mut self, lease: &MemberLease) -> Option<&mut Entry> {
         let term = self.term;
-        self.members.get_mut(&lease.name).filter(|entry| entry.spec.incarnation == lease.incarnation && lease.term == term)
+        self.members
+            .get_mut(&lease.name)
+            .filter(|entry| entry.spec.incarnation == lease.incarnation && lease.term == term)
     }
 
     pub(super) fn heartbeat_of(&self, lease: &MemberLease) -> Option<Duration> {
@@ -670,7 +683,9 @@ impl MemberTable {
 
     pub(super) fn state_of(&self, lease: &MemberLease) -> Option<MemberState> {
         let entry = self.members.get(&lease.name);
-        entry.filter(|entry| entry.spec.incarnation == lease.incarnation && lease.term == self.term).map(|entry| entry.state)
+        entry
+            .filter(|entry| entry.spec.incarnation == lease.incarnation && lease.term == self.term)
+            .map(|entry| entry.state)
     }
 
     /// Returns the members, and those that left or were lost.
@@ -719,5 +734,6 @@ fn silent_ms(now: Instant, heard: Instant) -> u64 {
 }
 
 pub(super) fn unknown(lease: &MemberLease) -> Error {
-    Error::not_started(Code::NotFound, "the head server does not have this member; join again").about(format!("heartbeat of {}", lease.name))
+    Error::not_started(Code::NotFound, "the head server does not have this member; join again")
+        .about(format!("heartbeat of {}", lease.name))
 }

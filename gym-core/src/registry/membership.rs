@@ -5,7 +5,9 @@ use std::time::Duration;
 use async_trait::async_trait;
 
 use super::lease::Registry;
-use super::member::{Heartbeat, HeartbeatReply, JoinedMember, Member, MemberLease, MemberSpec, RosterUpdate, RosterVersion};
+use super::member::{
+    Heartbeat, HeartbeatReply, JoinedMember, Member, MemberLease, MemberSpec, RosterUpdate, RosterVersion,
+};
 use crate::base::error::Result;
 use crate::message::CallContext;
 

@@ -10,8 +10,8 @@ use tokio::time::{Instant, sleep_until};
 
 use super::lease::{Instance, Lease, Registration, Registry};
 use super::member::{
-    Heartbeat, HeartbeatReply, JoinedMember, Member, MemberEvent, MemberLease, MemberLimits, MemberSpec, MemberState, RosterUpdate,
-    RosterVersion,
+    Heartbeat, HeartbeatReply, JoinedMember, Member, MemberEvent, MemberLease, MemberLimits, MemberSpec, MemberState,
+    RosterUpdate, RosterVersion,
 };
 use super::membership::MemberRegistry;
 use super::state::RegistryState;
@@ -105,7 +105,9 @@ impl MemoryRegistry {
 fn log(event: &MemberEvent) {
     let MemberEvent { name, from, to, reason } = event;
     match to {
-        MemberState::Joining if from.is_none() => tracing::info!(member = name, "worker registered: {name} registered successfully"),
+        MemberState::Joining if from.is_none() => {
+            tracing::info!(member = name, "worker registered: {name} registered successfully")
+        }
         MemberState::Suspect => tracing::warn!(member = name, reason, "a worker is suspect and gets no new work"),
         MemberState::Gone => tracing::warn!(member = name, reason, "a worker is gone"),
         _ => tracing::info!(member = name, state = %to, reason, "a worker changed its state"),
@@ -121,7 +123,9 @@ struct BrokenUnlessAnswered<'a> {
 impl Drop for BrokenUnlessAnswered<'_> {
     fn drop(&mut self) {
         if let Some(beat) = self.beat {
-            let lost = self.registry.apply(|state| Ok(((), state.members.connection_lost(Instant::now(), &beat.lease, beat.seq))));
+            let lost = self
+                .registry
+                .apply(|state| Ok(((), state.members.connection_lost(Instant::now(), &beat.lease, beat.seq))));
             debug_assert!(lost.is_ok(), "the closure returns no error");
         }
     }

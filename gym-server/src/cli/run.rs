@@ -4,9 +4,10 @@ use std::process::ExitCode;
 
 use gym_client::transport::http::HttpConfig;
 use gym_core::World;
+use gym_core::registry::MemberTiming;
 use gym_core::server::ServerKind;
 
-use crate::cli::args::options::RunArgs;
+use crate::cli::args::options::{ClusterArgs, RunArgs};
 use crate::cli::console::{self, Console};
 use crate::cli::exit::{FAILED, Failure, Outcome};
 use crate::cli::setup::configuration::{Need, load, nothing_named};
@@ -14,7 +15,7 @@ use crate::cli::setup::head_server;
 use crate::cli::setup::models::ModelWatch;
 use crate::cli::setup::signals::StopSignals;
 use crate::cli::setup::stack_options::{options, prepare_transports};
-use crate::stack::{HEAD_NAME, Servers, Stack, StackOptions};
+use crate::stack::{HEAD_NAME, Servers, Stack, StackOptions, WorkerOptions};
 
 pub(super) async fn run(
     args: RunArgs,
@@ -23,24 +24,51 @@ pub(super) async fn run(
     servers: &Servers,
     console: &Console,
 ) -> Outcome {
-    reject_unsupported(&args)?;
-    let serves_head = args.serve.is_empty() || args.serve.iter().any(|name| name == HEAD_NAME);
+    let mut args = args;
+    let cluster = args.cluster.clone();
+    if cluster.head_only {
+        args.serve = vec![HEAD_NAME.to_owned()];
+    }
+    let by_variable = !head_url_given && args.head_url.as_deref().is_some_and(|url| !url.is_empty());
+    let joins = cluster.worker || (by_variable && args.serve.is_empty());
+    let of_worker = [("--name", &cluster.name), ("--host", &cluster.host), ("--advertise", &cluster.advertise)];
+    if let Some((flag, _)) = of_worker.iter().find(|(_, value)| value.is_some() && !joins) {
+        return Err(Failure::Usage(format!(
+            "{flag} is an option of a worker, and this process joins no head server\n  fix: add --worker --head-url URL, or remove {flag}"
+        )));
+    }
+    let serves_head = !joins && (args.serve.is_empty() || args.serve.iter().any(|name| name == HEAD_NAME));
     if head_url_given && serves_head {
         return Err(Failure::Usage(
-            "--head-url names another head server, but this command would start its own\n  fix: name the instances to \
-             serve with --serve NAME, or remove --head-url"
+            "--head-url names another head server, but this command would start its own\n  fix: add --worker to join it with all \
+             servers, name the instances to serve with --serve NAME, or remove --head-url"
                 .to_owned(),
         ));
     }
-    let loaded = load(&args.sources, overrides, servers, Need::Servers(&args.serve)).await?;
-    if loaded.config.instances.is_empty() && args.serve.iter().all(|name| name != HEAD_NAME) {
+    let need = if joins { Need::Worker } else { Need::Servers(&args.serve) };
+    let loaded = load(&args.sources, overrides, servers, need).await?;
+    if loaded.config.instances.is_empty() && !joins && args.serve.iter().all(|name| name != HEAD_NAME) {
         return Err(nothing_named("run", &loaded.config.files));
     }
     prepare_transports(&loaded, servers, console);
     loaded.config.warnings.iter().for_each(|warning| console.warn(warning));
     let head = head_server::endpoint(args.head_url.as_deref(), head_url_given, overrides, &loaded.config)?;
+    if joins && !cluster.worker {
+        console.line(&format!(
+            "HEAD_SERVER_URL is set: this process joins the head server at {head} and starts none of its own"
+        ));
+    }
+    if joins && loaded.config.instances.is_empty() {
+        console.line("no configuration is given: this worker joins without servers");
+    }
+    let worker = joins.then(|| worker_options(&cluster));
+    if let Some(host) = cluster.host.as_deref().filter(|host| *host != "127.0.0.1" && *host != "localhost") {
+        console.warn(format!("the servers listen on {host} without authentication; use a network that you trust"));
+    }
     let options = StackOptions {
         head: (!serves_head).then(|| head.clone()),
+        worker: worker.clone(),
+        expected_workers: usize::from(cluster.expected_workers),
         only: args.serve,
         stop_grace: args.stop_grace,
         http: HttpConfig { default_deadline: args.request_timeout, ..HttpConfig::default() },
@@ -74,7 +102,23 @@ pub(super) async fn run(
     if waits && !stop.graceful.is_cancelled() {
         announce(&stack, head.as_str());
     }
-    stop.graceful.cancelled().await;
+    if let Some(worker) = &worker {
+        console.line(&format!("joined the cluster of {head} as {}", worker.name));
+    }
+    let drained = match stack.draining() {
+        None => {
+            stop.graceful.cancelled().await;
+            false
+        }
+        Some(draining) => tokio::select! {
+            biased;
+            () = stop.graceful.cancelled() => false,
+            () = draining.cancelled() => true,
+        },
+    };
+    if drained {
+        console.line("the head server asked this worker to drain");
+    }
     console.line(&format!(
         "stopping: requests in flight may take up to {:?}; repeat the signal to stop at once",
         args.stop_grace
@@ -92,18 +136,19 @@ pub(super) async fn run(
     }
 }
 
-fn reject_unsupported(args: &RunArgs) -> Result<(), Failure> {
-    let (flag, fix) = match (args.head_only, args.worker) {
-        (true, _) => ("--head-only", "use --serve head_server to start only the head server"),
-        (_, true) => (
-            "--worker",
-            "use --serve NAME --head-url URL to serve some instances of a configuration and register them with a head server",
-        ),
-        _ => return Ok(()),
-    };
-    Err(Failure::Usage(format!(
-        "{flag} is not supported yet: this version cannot distribute one run over several machines\n  fix: {fix}"
-    )))
+fn worker_options(args: &ClusterArgs) -> WorkerOptions {
+    let host_name = || rustix::system::uname().nodename().to_string_lossy().into_owned();
+    WorkerOptions {
+        host: args.host.clone(),
+        advertise: args.advertise.clone(),
+        timing: MemberTiming {
+            heartbeat: args.heartbeat_interval,
+            timeout: args.worker_timeout,
+            ..MemberTiming::default()
+        },
+        join_within: args.join_timeout,
+        ..WorkerOptions::new(args.name.clone().unwrap_or_else(host_name))
+    }
 }
 
 fn announce(stack: &Stack, head: &str) {

@@ -14,14 +14,14 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use futures_util::StreamExt;
 use futures_util::future::BoxFuture;
 use gym_client::registry::{DrainRequest, RosterRequest, WatchRequest};
 use gym_core::registry::{
-    Instance, Lease, MemberRegistry, MemberSpec, MemoryRegistry, Registration, Registry,
+    Instance, Lease, MemberRegistry, MemberSpec, MemberState, MemoryRegistry, Registration, Registry,
 };
 use gym_core::{CallContext, Error, Handler, Message, Request, Response, Result, Status, Verb, World};
 use prometheus_client::metrics::gauge::Gauge;
@@ -58,6 +58,8 @@ struct HeadState {
     registry: MemoryRegistry,
     config: GlobalConfig,
     ready: AtomicBool,
+    /// Members that must serve before the cluster is ready; 0 once it was.
+    expected: AtomicUsize,
     start_time: f64,
     world: World,
     metrics: Metrics,
@@ -73,7 +75,24 @@ impl HeadServer {
         metrics.with(|known| known.register("gym_registered_servers", "Servers with a live lease", live.clone()));
         let routes = metrics.route("head_server", "all");
         let start_time = world.now().as_secs_f64();
-        Self(Arc::new(HeadState { registry, config, ready: AtomicBool::new(false), start_time, world: world.clone(), metrics, routes, live }))
+        Self(Arc::new(HeadState {
+            registry,
+            config,
+            ready: AtomicBool::new(false),
+            expected: AtomicUsize::new(0),
+            start_time,
+            world: world.clone(),
+            metrics,
+            routes,
+            live,
+        }))
+    }
+
+    /// Makes `/health` wait for this number of members.
+    #[must_use]
+    pub(crate) fn expecting(self, members: usize) -> Self {
+        self.0.expected.store(members, Ordering::Relaxed);
+        self
     }
 
     /// Makes `/health` report from now on that all servers serve.
@@ -111,11 +130,9 @@ impl HeadState {
         let cx = &request.context;
         match (request.verb, request.route.path()) {
             (Verb::Get | Verb::Head, "/" | "/livez") => Ok(reply::ok()),
-            (Verb::Get | Verb::Head, "/health" | "/healthz" | "/readyz") => Ok(self.health()),
+            (Verb::Get | Verb::Head, "/health" | "/healthz" | "/readyz") => self.health(cx).await,
             (Verb::Get, "/metrics") => self.metrics(cx).await,
-            (Verb::Get, "/global_config_dict_yaml") => {
-                json(&(self.config)(&self.serving(cx).await?))
-            }
+            (Verb::Get, "/global_config_dict_yaml") => json(&(self.config)(&self.serving(cx).await?)),
             (Verb::Get, "/server_instances") => {
                 let now: Vec<Value> =
                     self.serving(cx).await?.iter().map(|instance| self.nemo_gym_instance(instance)).collect();
@@ -200,7 +217,11 @@ impl HeadState {
         let clock = Duration::from_millis(spec.clock_ms);
         let apart = self.world.now().abs_diff(clock);
         if spec.clock_ms > 0 && apart > CLOCKS_APART_MAX {
-            tracing::warn!(member = spec.name, seconds = apart.as_secs(), "the worker's clock differs from this machine's; times in logs and rows will not agree");
+            tracing::warn!(
+                member = spec.name,
+                seconds = apart.as_secs(),
+                "the worker's clock differs from this machine's; times in logs and rows will not agree"
+            );
         }
         if !spec.build.is_empty() && spec.build != BUILD {
             tracing::warn!(member = spec.name, build = spec.build, own = BUILD, "the worker runs another build");
@@ -208,11 +229,29 @@ impl HeadState {
         json(&self.registry.join(cx, spec).await?)
     }
 
-    fn health(&self) -> Response {
-        if self.ready.load(Ordering::Acquire) {
-            return reply::ok();
+    async fn health(&self, cx: &CallContext) -> Result<Response> {
+        if !self.ready.load(Ordering::Acquire) {
+            return Ok(Response::new(Status(503), Message::json(r#"{"status":"starting"}"#)));
         }
-        Response::new(Status(503), Message::json(r#"{"status":"starting"}"#))
+        let expected = self.expected.load(Ordering::Relaxed);
+        if expected == 0 {
+            return Ok(reply::ok());
+        }
+        let members = self.registry.members(cx).await?;
+        let serving = members.iter().filter(|member| member.state == MemberState::Serving).count();
+        if serving >= expected {
+            // From now on, a worker that ends does not make the head server unready.
+            self.expected.store(0, Ordering::Relaxed);
+            tracing::info!(workers = serving, "all expected workers have joined");
+            return Ok(reply::ok());
+        }
+        let waiting = members.iter().filter(|member| member.state != MemberState::Serving);
+        let waiting: Vec<Value> = waiting
+            .map(|member| json!({"name": member.spec.name, "state": member.state, "reason": member.reason}))
+            .collect();
+        let body =
+            json!({"status": "waiting for workers", "expected": expected, "serving": serving, "others": waiting});
+        Ok(Response::new(Status(503), Message::json(body.to_string())))
     }
 
     async fn metrics(&self, cx: &CallContext) -> Result<Response> {

@@ -17,6 +17,7 @@ mod python;
 mod running;
 mod schema;
 mod servers;
+mod worker;
 
 pub use builder::StackBuilder;
 #[cfg(feature = "cli")]
@@ -25,3 +26,4 @@ pub use instance::RunningServer;
 pub use options::{HEAD_NAME, StackOptions};
 pub use running::Stack;
 pub use servers::{Build, Servers};
+pub use worker::WorkerOptions;

@@ -10,6 +10,8 @@ use gym_client::launch::LineSink;
 use gym_client::transport::http::HttpConfig;
 use gym_core::Endpoint;
 
+use crate::stack::worker::WorkerOptions;
+
 /// The options of a [`Stack`](crate::stack::Stack).
 ///
 /// ```
@@ -25,6 +27,10 @@ pub struct StackOptions {
     pub in_process: bool,
     /// The head server to register with if this stack does not serve it. By default `head_server` of the configuration.
     pub head: Option<Endpoint>,
+    /// Joins the cluster of `head` with all servers of this stack, instead of serving a head server. None by default.
+    pub worker: Option<WorkerOptions>,
+    /// The members that must serve before the head server is ready. 0 by default.
+    pub expected_workers: usize,
     /// The interpreter of Python entrypoints. Required by a configuration that has one.
     pub python: Option<PathBuf>,
     /// Directories that contain the directories of Python servers, in search order. Empty by default.
@@ -52,6 +58,8 @@ impl Default for StackOptions {
             only: Vec::new(),
             in_process: false,
             head: None,
+            worker: None,
+            expected_workers: 0,
             python: None,
             python_roots: Vec::new(),
             python_env: Vec::new(),

@@ -7,11 +7,11 @@ use std::time::Duration;
 
 use gym_client::collect::{DriverOptions, Rollouts, ServerNames};
 use gym_client::config::{GymConfig, InstanceConfig};
-use gym_client::registry::{LeaseKeeper, RemoteRegistry};
+use gym_client::registry::{LeaseKeeper, MemberKeeper, RemoteRegistry};
 use gym_client::transport::HTTP;
 use gym_client::transport::http::HttpBackend;
-use gym_client::{ServerClient, Transports};
-use gym_core::registry::{Instance, MemoryRegistry, Registry};
+use gym_client::{RosterFollower, ServerClient, Transports};
+use gym_core::registry::{Instance, MemberLimits, MemoryRegistry, Registry};
 use gym_core::server::ServerKind;
 use gym_core::transport::{InProcess, ListenOptions, Listener, Transport, TransportPolicy};
 use gym_core::{CallContext, CancelToken, Code, Endpoint, Error, Handler, Incarnation, RawObject, Result, World};
@@ -24,6 +24,7 @@ use crate::stack::instance::{RunningServer, registration, unknown_implementation
 use crate::stack::options::{HEAD_NAME, StackOptions};
 use crate::stack::python;
 use crate::stack::servers::{Build, Made, Servers};
+use crate::stack::worker::{self, WorkerAddress, WorkerRegistry};
 use gym_core::transport::serve;
 
 /// The running servers of a configuration. [`Stack::stop`] stops them in order; dropping the stack aborts them.
@@ -37,11 +38,21 @@ pub struct Stack {
     /// Drained one after the other: callers before the servers that they call.
     stages: Vec<ShutdownStage>,
     python_servers: Option<python::PythonServers>,
+    /// The membership of this process in a cluster.
+    member: Option<MemberKeeper>,
+    /// Ends calls to servers of other processes that are lost.
+    follower: Option<RosterFollower>,
+    /// The host that other machines are told, if it is not the one that is bound.
+    advertised: Option<String>,
     stop_grace: Duration,
     metrics: Metrics,
     names: ServerNames,
     world: World,
+    incarnation: Incarnation,
 }
+
+/// Time in which members of an earlier life of a head server return. Meanwhile, clients keep the servers that they know.
+const RECOVERY_TIME: Duration = Duration::from_secs(2);
 
 #[derive(Debug)]
 struct ShutdownStage {
@@ -97,8 +108,21 @@ impl Stack {
         // Clients call the head server over HTTP, regardless of the policy, because it resolves all other servers.
         let control = Transports::from_features(in_process.clone()).with_policy(TransportPolicy::unconfigured());
         let metrics = Metrics::new();
+        let mut config = config;
+        let mut wanted = wanted(&config, &options.only)?;
+        let head_endpoint = match &options.head {
+            Some(head) => head.clone(),
+            None => Endpoint::parse(&format!("http://{}:{}", config.head.host, config.head.port))?,
+        };
+        let address = match &options.worker {
+            Some(worker) => Some(WorkerAddress::find(worker, &head_endpoint).await?),
+            None => None,
+        };
+        if let Some(address) = &address {
+            config.head = address.head(&head_endpoint)?;
+            address.place(&mut wanted, servers);
+        }
         let config = Arc::new(config);
-        let wanted = wanted(&config, &options.only)?;
         let policy = match &config.transport_policy {
             _ if options.in_process => TransportPolicy::of([Transport::MEM])?,
             Some(policy) => policy.clone(),
@@ -118,19 +142,23 @@ impl Stack {
             known.register_collector(Box::new(transports.ucx_metrics()));
         });
         let all_here = options.only.is_empty() || options.only.iter().any(|name| name == HEAD_NAME);
-        let serves_head = all_here && !options.in_process;
-        let memory = MemoryRegistry::new();
+        let serves_head = all_here && !options.in_process && options.worker.is_none();
+        let memory = MemoryRegistry::with_limits(world.rng().u64(..), MemberLimits::default());
+        // Members of an earlier life of this head server return meanwhile.
+        memory.recover_for(RECOVERY_TIME);
+        let remote = RemoteRegistry::new(head_endpoint, control, world.clone());
+        let worker = options.worker.is_some().then(|| WorkerRegistry { own: memory.clone(), cluster: remote.clone() });
         let local = options.only.is_empty();
-        let registry: Arc<dyn Registry> = if all_here {
-            Arc::new(memory.clone())
-        } else {
-            let head = match &options.head {
-                Some(head) => head.clone(),
-                None => Endpoint::parse(&format!("http://{}:{}", config.head.host, config.head.port))?,
-            };
-            Arc::new(RemoteRegistry::new(head, control, world.clone()))
+        let registry: Arc<dyn Registry> = match &worker {
+            Some(worker) => Arc::new(worker.clone()),
+            None if all_here => Arc::new(memory.clone()),
+            None => Arc::new(remote.clone()),
         };
         let client = ServerClient::new(Arc::clone(&registry), transports, world);
+        let follower = match (all_here, &worker) {
+            (true, None) => None,
+            _ => Some(client.follow(Arc::new(remote))),
+        };
         metrics.watch_affinity("replicas", client.affinity_counts());
         let mut stack = Self {
             client,
@@ -140,14 +168,27 @@ impl Stack {
             leases: Vec::new(),
             stages: SHUTDOWN_ORDER.iter().chain(&[ServerKind::Resources]).map(|_| ShutdownStage::new()).collect(),
             python_servers: None,
+            member: None,
+            follower,
+            advertised: address.as_ref().map(|address| address.advertised.clone()),
             stop_grace: options.stop_grace,
             metrics,
             names: ServerNames::of_config(&config),
             world: world.clone(),
+            incarnation: Incarnation(u64::try_from(world.now().as_millis()).unwrap_or(u64::MAX)),
         };
         let started = stack.bring_up(&config, &wanted, servers, world, &options, serves_head.then_some(memory), local);
-        match started.await {
-            Ok(()) => Ok(stack),
+        let started = match (started.await, &worker, &options.worker, &address) {
+            (Ok(()), Some(registry), Some(options), Some(address)) => {
+                worker::join(registry, &stack.client, options, address, stack.incarnation, world).await.map(Some)
+            }
+            (started, ..) => started.map(|()| None),
+        };
+        match started {
+            Ok(member) => {
+                stack.member = member;
+                Ok(stack)
+            }
             Err(error) => {
                 stack.stop().await;
                 Err(error)
@@ -169,7 +210,7 @@ impl Stack {
         if let Some(memory) = head {
             self.start_head(memory, config, world, options).await?;
         }
-        let incarnation = Incarnation(u64::try_from(world.now().as_millis()).unwrap_or(u64::MAX));
+        let incarnation = self.incarnation;
         let mut python_instances = Vec::new();
         for instance in wanted {
             let mut context = ServerContext::new(&instance.name, &instance.implementation, world);
@@ -220,7 +261,7 @@ impl Stack {
     ) -> Result<()> {
         let yaml = Arc::clone(config);
         let text: GlobalConfig = Arc::new(move |instances: &[Instance]| yaml.to_global_yaml_with(&live(instances)));
-        let head = HeadServer::new(memory, text, world, self.metrics.clone());
+        let head = HeadServer::new(memory, text, world, self.metrics.clone()).expecting(options.expected_workers);
         let handler: Arc<dyn Handler> = Arc::new(head.clone());
         // Over HTTP only, regardless of the policy: clients find all other servers through the head server.
         let http = HttpBackend { http: options.http.clone(), ..HttpBackend::default() };
@@ -263,6 +304,9 @@ impl Stack {
             needed = &[];
         } else {
             place = place.at(instance.host.clone(), instance.port.unwrap_or(0));
+            if let Some(advertised) = &self.advertised {
+                place = place.advertised_as(advertised.clone());
+            }
         }
         let listened = self.client.transports().listen(place, handler, needed).await;
         let (listener, handler) = listened.map_err(|error| {
@@ -346,9 +390,20 @@ impl Stack {
         &self.metrics
     }
 
+    /// Returns a token that is cancelled when the head server requests that this process finish its work and leave; `None` if it is not a
+    /// member of a cluster.
+    #[must_use]
+    pub fn draining(&self) -> Option<&CancelToken> {
+        self.member.as_ref().map(MemberKeeper::draining)
+    }
+
     /// Stops environment servers, agents, models and resources servers in this order. Each stage has the grace period, so that
     /// episodes in progress can finish. Then ends the leases, the Python servers and the head server.
     pub async fn stop(mut self) {
+        if let Some(member) = &self.member {
+            // Gets no new work from here on.
+            member.draining().cancel();
+        }
         let head = self.stages.pop();
         for stage in self.stages.drain(..) {
             stage.stop().await;
@@ -358,6 +413,10 @@ impl Stack {
             ending.spawn(lease.end(Duration::from_secs(2)));
         }
         while ending.join_next().await.is_some() {}
+        if let Some(member) = self.member.take() {
+            member.leave(Duration::from_secs(2)).await;
+        }
+        drop(self.follower.take());
         if let Some(python_servers) = self.python_servers.take() {
             python_servers.stop(self.stop_grace).await;
         }

@@ -93,6 +93,8 @@ pub struct LiveServer {
 pub struct PortRequest<'a> {
     /// Name of the instance.
     pub instance: &'a str,
+    /// Kind of the server; `None` for the head server.
+    pub kind: Option<ServerKind>,
     /// The range to choose from.
     pub range: PortRange,
     /// Ports that are in use, including those of instances with a fixed port.

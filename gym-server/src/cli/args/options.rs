@@ -64,6 +64,10 @@ pub(in crate::cli) enum Command {
     Collect(Box<CollectArgs>),
     /// Show the servers of a head server: health, requests in flight, uptime, transports
     Status(StatusArgs),
+    /// List the workers that have joined a head server, and those that are gone
+    Workers(WorkersArgs),
+    /// Ask a worker to finish its rollouts, take no more, and end
+    Drain(DrainArgs),
     /// Create an environment that collects at once
     #[command(subcommand)]
     New(NewCommand),
@@ -204,12 +208,63 @@ pub(in crate::cli) struct RunArgs {
     /// Seconds allowed for requests that carry no deadline, such as those of Python clients
     #[arg(long, value_name = "SECS", default_value = "86400", value_parser = seconds)]
     pub(in crate::cli) request_timeout: Duration,
-    /// Not supported yet
-    #[arg(long, hide = true)]
+    #[command(flatten)]
+    pub(in crate::cli) cluster: ClusterArgs,
+}
+
+/// Options of a process that belongs to a cluster.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Cluster")]
+pub(in crate::cli) struct ClusterArgs {
+    /// Serve only the head server, which workers join
+    #[arg(long, conflicts_with_all = ["serve", "worker"])]
     pub(in crate::cli) head_only: bool,
-    /// Not supported yet
-    #[arg(long, hide = true)]
+    /// Join the head server at --head-url with all servers of the configuration. HEAD_SERVER_URL does the same
+    #[arg(long, conflicts_with = "serve")]
     pub(in crate::cli) worker: bool,
+    /// Name of this worker in the cluster [default: the name of the host]
+    #[arg(long, value_name = "NAME")]
+    pub(in crate::cli) name: Option<String>,
+    /// Address that a worker's servers bind; 0.0.0.0 for all. They have no authentication: use a trusted network [default: 127.0.0.1]
+    #[arg(long, value_name = "ADDRESS")]
+    pub(in crate::cli) host: Option<String>,
+    /// Address at which other machines reach this worker [default: --host, or that of the route to the head server]
+    #[arg(long, value_name = "ADDRESS")]
+    pub(in crate::cli) advertise: Option<String>,
+    /// Seconds between two heartbeats of this worker
+    #[arg(long, value_name = "SECS", env = "WORKER_HEARTBEAT_INTERVAL", default_value = "30", value_parser = seconds)]
+    pub(in crate::cli) heartbeat_interval: Duration,
+    /// Seconds after which this worker is gone if it sends no heartbeat
+    #[arg(long, value_name = "SECS", env = "WORKER_TIMEOUT", default_value = "300", value_parser = seconds)]
+    pub(in crate::cli) worker_timeout: Duration,
+    /// Seconds for which a worker tries to reach its head server
+    #[arg(long, value_name = "SECS", default_value = "300", value_parser = seconds)]
+    pub(in crate::cli) join_timeout: Duration,
+    /// Workers that must serve before the head server reports that it is ready
+    #[arg(long, value_name = "N", env = "NUM_EXPECTED_WORKERS", default_value = "0")]
+    pub(in crate::cli) expected_workers: u16,
+}
+
+/// The workers of a cluster.
+#[derive(Clone, Debug, Args)]
+pub(in crate::cli) struct WorkersArgs {
+    /// Print JSON
+    #[arg(long)]
+    pub(in crate::cli) json: bool,
+    /// Head server to query [default: head_server of env.yaml, http://127.0.0.1:11000]
+    #[arg(long, value_name = "URL", env = "HEAD_SERVER_URL")]
+    pub(in crate::cli) head_url: Option<String>,
+}
+
+/// A worker to drain.
+#[derive(Clone, Debug, Args)]
+pub(in crate::cli) struct DrainArgs {
+    /// Name of the worker, as `workers` lists it
+    #[arg(value_name = "NAME")]
+    pub(in crate::cli) name: String,
+    /// Head server to query [default: head_server of env.yaml, http://127.0.0.1:11000]
+    #[arg(long, value_name = "URL", env = "HEAD_SERVER_URL")]
+    pub(in crate::cli) head_url: Option<String>,
 }
 
 #[derive(Clone, Debug, Args)]

@@ -3,3 +3,4 @@
 pub(super) mod config;
 pub(super) mod doctor;
 pub(super) mod status;
+pub(super) mod workers;

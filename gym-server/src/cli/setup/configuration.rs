@@ -1,8 +1,11 @@
 //! Loads the configuration of a command.
 
+use std::net::{Ipv4Addr, TcpListener};
 use std::path::{Path, PathBuf};
 
-use gym_client::config::{ConfigError, ConfigLoader, GymConfig, InstanceConfig, Mistake, Overrides, free_port};
+use gym_client::config::{
+    ConfigError, ConfigLoader, GymConfig, InstanceConfig, Mistake, Overrides, PortRequest, ServerKind, free_port,
+};
 use serde_json::Value;
 
 use crate::cli::args::options::Sources;
@@ -31,9 +34,41 @@ pub(in crate::cli) enum Need<'a> {
     Locations,
     /// Running servers: the named ones, or all if none is named. Each gets a port.
     Servers(&'a [String]),
+    /// All servers, running as those of a worker: the first resources server and the first model server get the documented ports.
+    Worker,
     /// All servers, running for this command alone. Each gets a port, and so does the head server, because another head server may
     /// have the default one.
     OwnServers,
+}
+
+/// The documented ports of a worker: 8080 for its first resources server, 8000 for its first model server.
+#[derive(Debug, Default)]
+struct WorkerPorts {
+    resources: bool,
+    model: bool,
+}
+
+impl WorkerPorts {
+    /// The ports that are tried above the documented one.
+    const TRIED: u16 = 100;
+
+    fn pick(&mut self, wish: &PortRequest<'_>) -> Option<u16> {
+        let (from, picked) = match wish.kind? {
+            ServerKind::Resources => (8_080, &mut self.resources),
+            ServerKind::Model => (8_000, &mut self.model),
+            ServerKind::Agent | ServerKind::Environment => return None,
+        };
+        if std::mem::replace(picked, true) {
+            return None;
+        }
+        let free =
+            |port: &u16| !wish.disallowed.contains(port) && TcpListener::bind((Ipv4Addr::UNSPECIFIED, *port)).is_ok();
+        let port = (from..from + Self::TRIED).find(free)?;
+        if port != from {
+            tracing::warn!(server = wish.instance, port, "port {from} is in use; {} listens on {port}", wish.instance);
+        }
+        Some(port)
+    }
 }
 
 /// Loads the files and overrides of `sources` and `overrides`.
@@ -57,9 +92,12 @@ pub(in crate::cli) async fn load(
         if let Need::OwnServers = need {
             loader = loader.with_own_head();
         }
-        if let Need::Servers(_) | Need::OwnServers = need {
+        if let Need::Servers(_) | Need::OwnServers | Need::Worker = need {
             let mut random = fastrand::Rng::new();
-            loader = loader.pick_port(move |wish| free_port(wish, &mut random));
+            let mut documented = (need == Need::Worker).then(WorkerPorts::default);
+            loader = loader.pick_port(move |wish| {
+                documented.as_mut().and_then(|ports| ports.pick(wish)).or_else(|| free_port(wish, &mut random))
+            });
         }
         loader.load(&sources.files, &overrides)
     };
@@ -82,7 +120,7 @@ pub(in crate::cli) async fn load(
             let config = first?;
             let wanted = |instance: &&InstanceConfig| match need {
                 Need::Values => false,
-                Need::Locations | Need::OwnServers => true,
+                Need::Locations | Need::OwnServers | Need::Worker => true,
                 Need::Servers(only) => only.is_empty() || only.contains(&instance.name),
             };
             let foreign = config.instances.iter().filter(wanted).find(|instance| {
@@ -115,7 +153,7 @@ pub(in crate::cli) async fn load(
     let loaded = LoadedConfig { config, python, roots, searched };
     let starts: Option<&[String]> = match need {
         Need::Servers(only) => Some(only),
-        Need::OwnServers => Some(&[]),
+        Need::OwnServers | Need::Worker => Some(&[]),
         Need::Values | Need::Locations => None,
     };
     if let Some(only) = starts {

@@ -1,0 +1,81 @@
+//! `rgym workers` and `rgym drain`: the members of a cluster.
+
+use std::process::ExitCode;
+use std::time::Duration;
+
+use gym_client::registry::RemoteRegistry;
+use gym_core::registry::{Member, MemberRegistry, MemberState};
+use gym_core::{CallContext, Endpoint, World};
+
+use crate::cli::args::options::{DrainArgs, Sources, WorkersArgs};
+use crate::cli::console;
+use crate::cli::exit::{Failure, Outcome};
+use crate::cli::setup::configuration::{Need, load};
+use crate::cli::setup::head_server;
+use crate::stack::Servers;
+
+/// Limit for a request to the head server, which responds from memory.
+const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Prints the members.
+pub(in crate::cli) async fn list(
+    args: WorkersArgs,
+    overrides: &[String],
+    head_url_given: bool,
+    servers: &Servers,
+) -> Outcome {
+    let registry = registry(args.head_url.as_deref(), overrides, head_url_given, servers).await?;
+    let members = registry.members(&CallContext::within(HEAD_TIMEOUT)).await?;
+    if args.json {
+        let text = serde_json::to_string_pretty(&members).map_err(|error| Failure::Failed(error.to_string()))?;
+        console::print(&text);
+    } else if members.is_empty() {
+        console::print(&format!("no worker has joined {}", registry.head()));
+    } else {
+        console::print(&text(&members));
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Asks a member to finish and leave.
+pub(in crate::cli) async fn drain(
+    args: DrainArgs,
+    overrides: &[String],
+    head_url_given: bool,
+    servers: &Servers,
+) -> Outcome {
+    let registry = registry(args.head_url.as_deref(), overrides, head_url_given, servers).await?;
+    registry.drain(&CallContext::within(HEAD_TIMEOUT), &args.name).await?;
+    console::print(&format!("{} gets no more work; it ends when its rollouts have ended", args.name));
+    Ok(ExitCode::SUCCESS)
+}
+
+async fn registry(
+    head_url: Option<&str>,
+    overrides: &[String],
+    head_url_given: bool,
+    servers: &Servers,
+) -> Result<RemoteRegistry, Failure> {
+    let loaded = load(&Sources::default(), overrides, servers, Need::Values).await?;
+    let head: Endpoint = head_server::endpoint(head_url, head_url_given, overrides, &loaded.config)?;
+    Ok(RemoteRegistry::new(head, servers.transports(), World::real()))
+}
+
+fn text(members: &[Member]) -> String {
+    let rows = members.iter().map(|member| {
+        let names: Vec<&str> = member.spec.servers.iter().map(|server| server.name.as_str()).collect();
+        let heard = match member.state {
+            MemberState::Gone => "-".to_owned(),
+            _ => format!("{:.1} s ago", Duration::from_millis(member.silent_ms).as_secs_f64()),
+        };
+        [
+            member.spec.name.clone(),
+            member.state.to_string(),
+            member.spec.host.clone(),
+            names.join(","),
+            heard,
+            member.reason.clone(),
+        ]
+    });
+    console::table(["name", "state", "host", "servers", "heartbeat", "reason"], rows)
+}
