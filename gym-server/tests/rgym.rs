@@ -101,17 +101,30 @@ fn wrong_usage_ends_with_2_and_a_hint() {
 
 #[test]
 fn what_belongs_to_later_versions_is_named_and_ends_with_2() {
-    for (arguments, what) in [
-        (&["ng_run", "--head-only"][..], "--head-only is not supported yet"),
-        (&["ng_run", "--worker", "--head-url=http://coordinator:11000"], "--worker is not supported yet"),
-        (&["run", "--config", "model.yaml", "--worker"], "--worker is not supported yet"),
-        (
-            &["ng_run", "+config_paths=[model.yaml]", "+ray_head_node_address=\"ray://your-cluster:10001\""],
-            "ray_head_node_address: joining a Ray cluster is not supported yet",
-        ),
-    ] {
+    for (arguments, what) in [(
+        &["ng_run", "+config_paths=[model.yaml]", "+ray_head_node_address=\"ray://your-cluster:10001\""][..],
+        "ray_head_node_address: joining a Ray cluster is not supported yet",
+    )] {
         let error = refused(arguments, 2);
         assert!(error.contains(what) && error.contains("fix:"), "{arguments:?}: {error}");
+    }
+}
+
+#[test]
+fn mistakes_with_workers_end_with_2_and_name_the_fix() {
+    for (arguments, what) in [
+        (&["run", "--head-only", "--worker"][..], "--worker"),
+        (&["run", "--config", "model.yaml", "--name", "w1"], "add --worker --head-url URL"),
+        (&["run", "--config", "model.yaml", "--expected-workers", "banana"], "invalid value 'banana'"),
+        (&["run", "--config", "model.yaml", "--worker-timeout", "soon"], "invalid value 'soon'"),
+        (
+            &["run", "--worker", "--config", "model.yaml", "--head-url", "http://127.0.0.1:1", "--worker-timeout", "5"],
+            "less than three heartbeats",
+        ),
+        (&["run", "--config", "model.yaml", "--head-url", "http://127.0.0.1:1"], "add --worker"),
+    ] {
+        let error = refused(arguments, 2);
+        assert!(error.contains(what), "{arguments:?}: {error}");
     }
 }
 
@@ -316,8 +329,9 @@ fn the_aliases_reach_the_same_program() {
     let folder = folder();
     let (aliases, _) = texts(&rgym(folder.path(), &["aliases"]));
     assert!(aliases.lines().all(|line| line.starts_with("alias ng_")), "{aliases}");
-    let script =
-        format!("shopt -s expand_aliases\n{aliases}\nng_run --head-only\necho \"ended with $?\"\nng_version\n");
+    let script = format!(
+        "shopt -s expand_aliases\n{aliases}\nng_run --head-only --worker\necho \"ended with $?\"\nng_version\n"
+    );
     let output = Command::new("bash").arg("-c").arg(script).current_dir(folder.path()).output().unwrap();
     let (out, error) = texts(&output);
     assert!(out.contains("ended with 2"), "{out}{error}");

@@ -350,6 +350,8 @@ pub(crate) struct MemberEvent {
     pub(crate) from: Option<MemberState>,
     pub(crate) to: MemberState,
     pub(crate) reason: String,
+    /// The member did not leave by itself.
+    pub(crate) lost: bool,
 }
 
 /// The rules of membership: no clock, no tasks, no network.
@@ -483,7 +485,7 @@ impl MemberTable {
         };
         let lease = entry.lease(self.term);
         self.members.insert(name.clone(), entry);
-        events.push(MemberEvent { name, from: None, to: MemberState::Joining, reason: String::new() });
+        events.push(MemberEvent { name, from: None, to: MemberState::Joining, reason: String::new(), lost: false });
         Ok((JoinedMember { lease, ranks }, events))
     }
 
@@ -648,7 +650,7 @@ impl MemberTable {
                 self.put(Instance { paused, ..instance.clone() });
             }
         }
-        Some(MemberEvent { name: name.to_owned(), from: Some(from), to, reason: reason.to_owned() })
+        Some(MemberEvent { name: name.to_owned(), from: Some(from), to, reason: reason.to_owned(), lost: false })
     }
 
     fn remove(&mut self, now: Instant, name: &str, reason: &str, lost: bool) -> Option<MemberEvent> {
@@ -667,7 +669,13 @@ impl MemberTable {
             state: MemberState::Gone,
             reason: reason.to_owned(),
         });
-        Some(MemberEvent { name: name.to_owned(), from: Some(from), to: MemberState::Gone, reason: reason.to_owned() })
+        Some(MemberEvent {
+            name: name.to_owned(),
+            from: Some(from),
+            to: MemberState::Gone,
+            reason: reason.to_owned(),
+            lost,
+        })
     }
 
     fn held(&mut self, lease: &MemberLease) -> Option<&mut Entry> {

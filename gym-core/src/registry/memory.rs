@@ -103,13 +103,15 @@ impl MemoryRegistry {
 }
 
 fn log(event: &MemberEvent) {
-    let MemberEvent { name, from, to, reason } = event;
+    let MemberEvent { name, from, to, reason, lost } = event;
     match to {
         MemberState::Joining if from.is_none() => {
             tracing::info!(member = name, "worker registered: {name} registered successfully")
         }
         MemberState::Suspect => tracing::warn!(member = name, reason, "a worker is suspect and gets no new work"),
-        MemberState::Gone => tracing::warn!(member = name, reason, "a worker is gone"),
+        MemberState::Gone if *lost => tracing::warn!(member = name, reason, "a worker is gone"),
+        MemberState::Gone => tracing::info!(member = name, "a worker has left"),
+        _ if reason.is_empty() => tracing::info!(member = name, state = %to, "a worker changed its state"),
         _ => tracing::info!(member = name, state = %to, reason, "a worker changed its state"),
     }
 }

@@ -105,6 +105,23 @@ pub(super) async fn run(
     if let Some(worker) = &worker {
         console.line(&format!("joined the cluster of {head} as {}", worker.name));
     }
+    if cluster.expected_workers > 0 && serves_head {
+        let waited = tokio::select! {
+            biased;
+            () = stop.graceful.cancelled() => Ok(()),
+            waited = stack.wait_for_workers(cluster.join_timeout, |text| console.line(text)) => waited,
+        };
+        if let Err(error) = waited {
+            Box::pin(stack.stop()).await;
+            return Err(Failure::Failed(format!(
+                "{error}\n  fix: start the missing workers with `{} run --worker --head-url {head}`, or raise --join-timeout",
+                console::program()
+            )));
+        }
+        if !stop.graceful.is_cancelled() {
+            console.line(&format!("all {} expected workers serve", cluster.expected_workers));
+        }
+    }
     let drained = match stack.draining() {
         None => {
             stop.graceful.cancelled().await;

@@ -21,7 +21,7 @@ use futures_util::StreamExt;
 use futures_util::future::BoxFuture;
 use gym_client::registry::{DrainRequest, RosterRequest, WatchRequest};
 use gym_core::registry::{
-    Instance, Lease, MemberRegistry, MemberSpec, MemberState, MemoryRegistry, Registration, Registry,
+    Instance, Lease, Member, MemberRegistry, MemberSpec, MemberState, MemoryRegistry, Registration, Registry,
 };
 use gym_core::{CallContext, Error, Handler, Message, Request, Response, Result, Status, Verb, World};
 use prometheus_client::metrics::gauge::Gauge;
@@ -46,6 +46,28 @@ const CLOCKS_APART_MAX: Duration = Duration::from_secs(60);
 
 /// The build of this program, which members compare.
 pub(crate) const BUILD: &str = concat!(env!("CARGO_PKG_NAME"), " ", env!("CARGO_PKG_VERSION"));
+
+/// The workers that a head server waits for.
+#[derive(Debug)]
+pub(crate) struct MissingWorkers {
+    expected: usize,
+    serving: usize,
+    /// Workers that joined and do not serve.
+    others: Vec<Member>,
+}
+
+impl fmt::Display for MissingWorkers {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} of {} expected workers serve", self.serving, self.expected)?;
+        for member in &self.others {
+            write!(f, "; {} is {}", member.spec.name, member.state)?;
+            if !member.reason.is_empty() {
+                write!(f, ": {}", member.reason)?;
+            }
+        }
+        Ok(())
+    }
+}
 
 /// Returns the text of `/global_config_dict_yaml` for the live servers.
 pub type GlobalConfig = Arc<dyn Fn(&[Instance]) -> String + Send + Sync>;
@@ -93,6 +115,11 @@ impl HeadServer {
     pub(crate) fn expecting(self, members: usize) -> Self {
         self.0.expected.store(members, Ordering::Relaxed);
         self
+    }
+
+    /// Returns what the head server waits for; `None` once all expected workers have served.
+    pub(crate) async fn missing_workers(&self) -> Result<Option<MissingWorkers>> {
+        self.0.missing_workers(&CallContext::default()).await
     }
 
     /// Makes `/health` report from now on that all servers serve.
@@ -233,25 +260,32 @@ impl HeadState {
         if !self.ready.load(Ordering::Acquire) {
             return Ok(Response::new(Status(503), Message::json(r#"{"status":"starting"}"#)));
         }
-        let expected = self.expected.load(Ordering::Relaxed);
-        if expected == 0 {
-            return Ok(reply::ok());
-        }
-        let members = self.registry.members(cx).await?;
-        let serving = members.iter().filter(|member| member.state == MemberState::Serving).count();
-        if serving >= expected {
-            // From now on, a worker that ends does not make the head server unready.
-            self.expected.store(0, Ordering::Relaxed);
-            tracing::info!(workers = serving, "all expected workers have joined");
-            return Ok(reply::ok());
-        }
-        let waiting = members.iter().filter(|member| member.state != MemberState::Serving);
-        let waiting: Vec<Value> = waiting
+        let Some(missing) = self.missing_workers(cx).await? else { return Ok(reply::ok()) };
+        let others: Vec<Value> = missing
+            .others
+            .iter()
             .map(|member| json!({"name": member.spec.name, "state": member.state, "reason": member.reason}))
             .collect();
-        let body =
-            json!({"status": "waiting for workers", "expected": expected, "serving": serving, "others": waiting});
+        let (expected, serving) = (missing.expected, missing.serving);
+        let body = json!({"status": "waiting for workers", "expected": expected, "serving": serving, "others": others});
         Ok(Response::new(Status(503), Message::json(body.to_string())))
+    }
+
+    /// Returns what the head server waits for; `None` once all expected workers have served.
+    async fn missing_workers(&self, cx: &CallContext) -> Result<Option<MissingWorkers>> {
+        let expected = self.expected.load(Ordering::Relaxed);
+        if expected == 0 {
+            return Ok(None);
+        }
+        let members = self.registry.members(cx).await?;
+        let (serving, others): (Vec<_>, Vec<_>) =
+            members.into_iter().partition(|member| member.state == MemberState::Serving);
+        if serving.len() >= expected {
+            // From now on, a worker that ends does not make the head server unready.
+            self.expected.store(0, Ordering::Relaxed);
+            return Ok(None);
+        }
+        Ok(Some(MissingWorkers { expected, serving: serving.len(), others }))
     }
 
     async fn metrics(&self, cx: &CallContext) -> Result<Response> {

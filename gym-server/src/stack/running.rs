@@ -51,6 +51,12 @@ pub struct Stack {
     incarnation: Incarnation,
 }
 
+/// Time between two messages, and between two looks, while workers are missing.
+#[cfg(feature = "cli")]
+const WAITING_EVERY: Duration = Duration::from_secs(10);
+#[cfg(feature = "cli")]
+const WORKERS_EVERY: Duration = Duration::from_millis(100);
+
 /// Time in which members of an earlier life of a head server return. Meanwhile, clients keep the servers that they know.
 const RECOVERY_TIME: Duration = Duration::from_secs(2);
 
@@ -388,6 +394,30 @@ impl Stack {
     #[must_use]
     pub fn metrics(&self) -> &Metrics {
         &self.metrics
+    }
+
+    /// Waits until the expected workers serve, and passes what is missing to `say` at intervals.
+    ///
+    /// # Errors
+    /// `DeadlineExceeded` with what is missing after `limit`.
+    #[cfg(feature = "cli")]
+    pub(crate) async fn wait_for_workers(&self, limit: Duration, say: impl Fn(&str)) -> Result<()> {
+        let Some(head) = &self.head else { return Ok(()) };
+        let began = tokio::time::Instant::now();
+        let mut next = began;
+        while let Some(missing) = head.missing_workers().await? {
+            let now = tokio::time::Instant::now();
+            if now.duration_since(began) >= limit {
+                let text = format!("{missing} after {limit:?}");
+                return Err(Error::finished(Code::DeadlineExceeded, text).about("wait for workers"));
+            }
+            if now >= next {
+                next = now + WAITING_EVERY;
+                say(&format!("waiting for workers: {missing}"));
+            }
+            tokio::time::sleep(WORKERS_EVERY).await;
+        }
+        Ok(())
     }
 
     /// Returns a token that is cancelled when the head server requests that this process finish its work and leave; `None` if it is not a

@@ -11,7 +11,7 @@ use gym_client::ServerClient;
 use gym_client::config::{HeadConfig, InstanceConfig};
 use gym_client::registry::{HealthCheck, MemberKeeper, MemberOptions, RemoteRegistry};
 use gym_core::registry::{
-    Instance, Lease, MemberServer, MemberSpec, MemberTiming, MemoryRegistry, Registration, Registry,
+    Instance, Lease, MemberLimits, MemberServer, MemberSpec, MemberTiming, MemoryRegistry, Registration, Registry,
 };
 use gym_core::{CallContext, Code, Endpoint, Error, Incarnation, Result, World};
 
@@ -65,6 +65,8 @@ impl WorkerAddress {
     /// # Errors
     /// `InvalidArgument` if other machines could not reach the address that they would be told.
     pub(super) async fn find(options: &WorkerOptions, head: &Endpoint) -> Result<Self> {
+        // Before the servers start, and not only when the head server rejects it.
+        options.timing.check(MemberLimits::default().timeout_max)?;
         let unresolved = |error: std::io::Error| {
             Error::new(Code::Unavailable, gym_core::Execution::NotStarted, "its host cannot be resolved")
                 .about(format!("reach the head server {head}"))

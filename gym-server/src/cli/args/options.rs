@@ -237,7 +237,7 @@ pub(in crate::cli) struct ClusterArgs {
     /// Seconds after which this worker is gone if it sends no heartbeat
     #[arg(long, value_name = "SECS", env = "WORKER_TIMEOUT", default_value = "300", value_parser = seconds)]
     pub(in crate::cli) worker_timeout: Duration,
-    /// Seconds for which a worker tries to reach its head server
+    /// Seconds for which a worker tries to reach its head server, and for which a head server waits for --expected-workers
     #[arg(long, value_name = "SECS", default_value = "300", value_parser = seconds)]
     pub(in crate::cli) join_timeout: Duration,
     /// Workers that must serve before the head server reports that it is ready
