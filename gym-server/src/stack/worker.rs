@@ -245,14 +245,17 @@ mod tests {
 
     #[test]
     fn a_worker_never_advertises_an_address_that_others_cannot_reach() {
-        let is = |bind: &str, advertised: &str| Ok((bind.to_owned(), advertised.to_owned()));
+        let is = |bind: &str, advertised: &str| (bind.to_owned(), advertised.to_owned());
         // The head server is on this machine.
-        assert_eq!(chosen(None, None, "127.0.0.1", Some("127.0.0.1")), is("127.0.0.1", "127.0.0.1"));
-        assert_eq!(chosen(None, None, "10.0.0.7", Some("10.0.0.7")), is("127.0.0.1", "127.0.0.1"));
+        assert_eq!(chosen(None, None, "127.0.0.1", Some("127.0.0.1")).unwrap(), is("127.0.0.1", "127.0.0.1"));
+        assert_eq!(chosen(None, None, "10.0.0.7", Some("10.0.0.7")).unwrap(), is("127.0.0.1", "127.0.0.1"));
         // It is on another one.
-        assert_eq!(chosen(Some("0.0.0.0"), None, "10.0.0.1", Some("10.0.0.7")), is("0.0.0.0", "10.0.0.7"));
-        assert_eq!(chosen(Some("10.0.0.7"), None, "10.0.0.1", Some("10.0.0.7")), is("10.0.0.7", "10.0.0.7"));
-        assert_eq!(chosen(Some("0.0.0.0"), Some("gpu-7"), "10.0.0.1", Some("10.0.0.7")), is("0.0.0.0", "gpu-7"));
+        assert_eq!(chosen(Some("0.0.0.0"), None, "10.0.0.1", Some("10.0.0.7")).unwrap(), is("0.0.0.0", "10.0.0.7"));
+        assert_eq!(chosen(Some("10.0.0.7"), None, "10.0.0.1", Some("10.0.0.7")).unwrap(), is("10.0.0.7", "10.0.0.7"));
+        assert_eq!(
+            chosen(Some("0.0.0.0"), Some("gpu-7"), "10.0.0.1", Some("10.0.0.7")).unwrap(),
+            is("0.0.0.0", "gpu-7")
+        );
         for (host, route) in [(None, Some("10.0.0.7")), (Some("localhost"), Some("10.0.0.7")), (Some("0.0.0.0"), None)]
         {
             let error = chosen(host, None, "10.0.0.1", route).unwrap_err();
