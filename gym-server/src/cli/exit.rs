@@ -18,6 +18,8 @@ pub(super) enum Failure {
 /// The result of a command.
 pub(super) type Outcome = Result<ExitCode, Failure>;
 
+/// The command has succeeded.
+pub(super) const SUCCESS: u8 = 0;
 /// The run failed.
 pub(super) const FAILED: u8 = 1;
 /// Invalid usage or configuration.
