@@ -113,7 +113,8 @@ impl<'a> CollectReport<'a> {
             recorded_earlier: snapshot.already_completed,
             failed: snapshot.given_up + snapshot.already_given_up,
             incomplete: snapshot.total.saturating_sub(snapshot.done()),
-            seconds: took.as_secs_f64(),
+            // Milliseconds are exact enough, and print without rounding errors.
+            seconds: took.as_millis() as f64 / 1e3,
             rollouts_per_second: rate(snapshot.completed, took),
             agents: collected.agents.iter().map(|(name, agent)| (&**name, agent)).collect(),
             failures: &snapshot.failures,

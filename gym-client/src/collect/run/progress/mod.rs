@@ -1,14 +1,15 @@
 //! Counters of a running collection, for progress displays, metrics and the summary.
 
 mod figures;
-mod in_flight;
 mod repeats;
 mod rewards;
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
+use gym_core::base::InFlight;
 use gym_core::rollout::{Attempt, FailureClass, TaskKey};
 use tokio::time::Instant;
 
@@ -17,8 +18,6 @@ use crate::collect::run::failure::AttemptFailure;
 use figures::AgentFigures;
 pub use figures::{AgentSummary, LatencySummary};
 pub(in crate::collect) use figures::{EpisodeFigures, RolloutFigures};
-use in_flight::InFlightRollouts;
-pub use in_flight::OldestRollout;
 pub use repeats::PassRate;
 pub use rewards::RewardBin;
 
@@ -31,7 +30,7 @@ pub struct CollectProgress {
     already_given_up: AtomicU64,
     given_up: AtomicU64,
     tool_failures: AtomicU64,
-    in_flight: InFlightRollouts,
+    in_flight: InFlight<InFlightRollout>,
     agents: Mutex<BTreeMap<Arc<str>, AgentFigures>>,
     failures: Mutex<FailureCounts>,
 }
@@ -52,6 +51,23 @@ pub struct AgentScore {
     pub reward_sum: f64,
     /// Number of completed rollouts without a reward.
     pub unscored: u64,
+}
+
+/// The rollout that has been in flight for the longest time.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OldestRollout {
+    /// Its newest attempt.
+    pub attempt: Attempt,
+    /// Its agent.
+    pub agent: Arc<str>,
+    /// Time since its first attempt in this run began.
+    pub age: Duration,
+}
+
+#[derive(Clone, Debug)]
+struct InFlightRollout {
+    attempt: Attempt,
+    agent: Arc<str>,
 }
 
 /// A snapshot of the counters.
@@ -122,8 +138,12 @@ impl CollectProgress {
             already_completed: of(&self.already_completed),
             already_given_up: of(&self.already_given_up),
             given_up: of(&self.given_up),
-            in_flight: self.in_flight.count(),
-            oldest: self.in_flight.oldest(Instant::now()),
+            in_flight: self.in_flight.count() as u64,
+            oldest: self.in_flight.oldest().map(|(began, InFlightRollout { attempt, agent })| OldestRollout {
+                attempt,
+                agent,
+                age: began.elapsed(),
+            }),
             tool_failures: of(&self.tool_failures),
             scores: self.agents().iter().map(|(agent, figures)| (Arc::clone(agent), figures.score)).collect(),
             failures,
@@ -198,7 +218,8 @@ impl CollectProgress {
 
     /// Counts a rollout as in flight until the guard is dropped.
     pub(super) fn begin(self: &Arc<Self>, key: TaskKey, agent: &Arc<str>, began: Instant) -> InFlightGuard {
-        let slot = self.in_flight.begin(key, agent, began);
+        let attempt = Attempt { key, number: 0 };
+        let slot = self.in_flight.begin(began, InFlightRollout { attempt, agent: Arc::clone(agent) });
         InFlightGuard { progress: Arc::clone(self), slot }
     }
 }
@@ -212,7 +233,7 @@ pub(super) struct InFlightGuard {
 impl InFlightGuard {
     /// Sets the number of the newest attempt.
     pub(super) fn attempt(&self, number: u32) {
-        self.progress.in_flight.attempt(self.slot, number);
+        self.progress.in_flight.update(self.slot, |rollout| rollout.attempt.number = number);
     }
 }
 
