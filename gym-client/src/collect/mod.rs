@@ -18,5 +18,5 @@ pub use names::{ServerNames, connect_head};
 pub use run::{
     AgentScore, AgentSummary, CollectProgress, Driver, DriverOptions, FailFast, FailureCause, LatencySummary,
     OldestRollout, PassRate, ProgressSnapshot, RewardBin, Rollout, RolloutError, RolloutRow, Rollouts, RunEnd,
-    TruncatedRollouts,
+    TokenSummary, TruncatedRollouts,
 };

@@ -47,6 +47,10 @@ fn compare(report: &Value, folder: &TestFolder) {
         |key: &str| -> Vec<f64> { rows.iter().map(|row| row["_gym_episode"][key].as_f64().unwrap()).collect() };
     assert_eq!((&agent["episodes"], &agent["truncated_share"]), (&json!(rows.len()), &json!(0.0)), "{report}");
     assert!((agent["mean_turns"].as_f64().unwrap() - mean(&of_episodes("turns"))).abs() < 1e-12, "{report}");
+    let tokens = |key: &str| of_episodes(key).iter().sum::<f64>();
+    assert_eq!(agent["tokens"]["episodes"], rows.len(), "{report}");
+    assert_eq!(agent["tokens"]["input"].as_f64(), Some(tokens("input_tokens")), "{report}");
+    assert_eq!(agent["tokens"]["output"].as_f64(), Some(tokens("output_tokens")), "{report}");
     let longest = of_episodes("seconds").into_iter().fold(0.0, f64::max);
     let latency = &agent["latency"];
     assert!((latency["max_seconds"].as_f64().unwrap() / longest - 1.0).abs() < 0.01, "{report}");

@@ -26,6 +26,10 @@ struct RecordedEpisode {
     #[serde(default)]
     tool_failures: Value,
     #[serde(default)]
+    input_tokens: Value,
+    #[serde(default)]
+    output_tokens: Value,
+    #[serde(default)]
     truncated: Value,
     #[serde(default)]
     seconds: Value,
@@ -66,6 +70,7 @@ fn figures(row: &JsonFields<'_>) -> RolloutFigures {
             tool_errors: count(&episode.tool_errors)?,
             tool_failures: count(&episode.tool_failures)?,
             truncated: episode.truncated.is_string(),
+            tokens: count(&episode.input_tokens).zip(count(&episode.output_tokens)),
         })
     };
     let seconds = episode.as_ref().and_then(|episode| episode.seconds.as_f64());

@@ -13,6 +13,7 @@ pub use causes::FailureCause;
 pub use driver::{Driver, DriverOptions, FailFast, RunEnd, TruncatedRollouts};
 pub use progress::{
     AgentScore, AgentSummary, CollectProgress, LatencySummary, OldestRollout, PassRate, ProgressSnapshot, RewardBin,
+    TokenSummary,
 };
 pub use rollout::{Rollout, RolloutError};
 pub use rollouts::Rollouts;

@@ -148,17 +148,18 @@ pub(super) fn classify(
 
 /// Returns the reward of a completed row, if it has one that counts. The reward of a masked row (`mask_sample`) is a placeholder.
 pub(crate) fn reward_of(row: &RawObject) -> Option<f64> {
-    reward_that_counts(row.get_as("mask_sample").ok().flatten(), row.get_as("reward").ok()?)
+    let mask: Option<Value> = row.get_as("mask_sample").ok().flatten();
+    reward_that_counts(mask.as_ref(), row.get_as("reward").ok()?)
 }
 
 /// Returns the same as [`reward_of`] for the fields of a row.
 pub(in crate::collect) fn reward_of_fields(row: &JsonFields<'_>) -> Option<f64> {
     let value = |key: &str| row.get(key).and_then(|text| serde_json::from_str::<Value>(text).ok());
-    reward_that_counts(value("mask_sample"), value("reward"))
+    reward_that_counts(value("mask_sample").as_ref(), value("reward"))
 }
 
-fn reward_that_counts(mask: Option<Value>, reward: Option<Value>) -> Option<f64> {
-    if mask.as_ref().is_some_and(truth) {
+fn reward_that_counts(mask: Option<&Value>, reward: Option<Value>) -> Option<f64> {
+    if mask.is_some_and(truth) {
         return None;
     }
     number(reward).ok()?

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use gym_client::collect::{AgentSummary, RewardBin};
+use gym_client::collect::{AgentSummary, RewardBin, TokenSummary};
 
 use crate::cli::console::wide_table;
 
@@ -38,6 +38,15 @@ pub(super) fn agents(agents: &BTreeMap<Arc<str>, AgentSummary>) -> String {
         ("turns".to_owned(), Box::new(|agent| Some(format!("{:.1}", agent.mean_turns?)))),
         ("truncated".to_owned(), Box::new(|agent| Some(format!("{:.1}%", 100.0 * agent.truncated_share?)))),
         ("tool errors".to_owned(), Box::new(|agent| Some(agent.tool_errors?.to_string()))),
+        (
+            "tokens in/out".to_owned(),
+            Box::new(|agent| {
+                let TokenSummary { episodes, input, output, .. } = agent.tokens?;
+                // The mean of a rollout, which is comparable between agents and runs.
+                let mean = |tokens: u64| tokens as f64 / episodes as f64;
+                Some(format!("{:.0}/{:.0}", mean(input), mean(output)))
+            }),
+        ),
         ("latency p50".to_owned(), Box::new(|agent| Some(seconds(agent.latency?.p50_seconds)))),
         ("latency p99".to_owned(), Box::new(|agent| Some(seconds(agent.latency?.p99_seconds)))),
         ("rewards".to_owned(), Box::new(rewards)),

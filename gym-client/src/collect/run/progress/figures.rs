@@ -28,6 +28,8 @@ pub(in crate::collect) struct EpisodeFigures {
     pub(in crate::collect) tool_errors: u32,
     pub(in crate::collect) tool_failures: u32,
     pub(in crate::collect) truncated: bool,
+    /// Tokens that the model read and wrote, if both are known.
+    pub(in crate::collect) tokens: Option<(u32, u32)>,
 }
 
 impl From<&EpisodeRecord> for EpisodeFigures {
@@ -37,6 +39,7 @@ impl From<&EpisodeRecord> for EpisodeFigures {
             tool_errors: record.tool_errors,
             tool_failures: record.tool_failures,
             truncated: record.truncated.is_some(),
+            tokens: record.input_tokens.zip(record.output_tokens),
         }
     }
 }
@@ -73,8 +76,22 @@ pub struct AgentSummary {
     pub tool_errors: Option<u64>,
     /// Those of `tool_errors` that the model did not cause.
     pub tool_failures: Option<u64>,
+    /// Tokens of the model; `null` if no response told them.
+    pub tokens: Option<TokenSummary>,
     /// Duration of the recorded attempts, without earlier attempts and waits; `null` if no row has it.
     pub latency: Option<LatencySummary>,
+}
+
+/// Tokens of the model, of the episodes whose responses told them (`usage`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct TokenSummary {
+    /// Number of these episodes.
+    pub episodes: u64,
+    /// Tokens that the model read, over all turns of all these episodes.
+    pub input: u64,
+    /// Tokens that the model wrote.
+    pub output: u64,
 }
 
 /// Durations, accurate to 1 %.
@@ -102,6 +119,7 @@ pub(super) struct AgentFigures {
     turns: u64,
     tool_errors: u64,
     tool_failures: u64,
+    tokens: TokenSummary,
 }
 
 impl Default for AgentFigures {
@@ -116,6 +134,7 @@ impl Default for AgentFigures {
             turns: 0,
             tool_errors: 0,
             tool_failures: 0,
+            tokens: TokenSummary::default(),
         }
     }
 }
@@ -142,6 +161,11 @@ impl AgentFigures {
             self.turns += u64::from(episode.turns);
             self.tool_errors += u64::from(episode.tool_errors);
             self.tool_failures += u64::from(episode.tool_failures);
+            if let Some((input, output)) = episode.tokens {
+                self.tokens.episodes += 1;
+                self.tokens.input += u64::from(input);
+                self.tokens.output += u64::from(output);
+            }
         }
     }
 
@@ -165,6 +189,7 @@ impl AgentFigures {
             mean_turns: share(self.turns, self.episodes),
             tool_errors: known(self.tool_errors),
             tool_failures: known(self.tool_failures),
+            tokens: (self.tokens.episodes > 0).then_some(self.tokens),
             latency: (!self.latencies.is_empty()).then(|| LatencySummary {
                 p50_seconds: seconds(0.5),
                 p99_seconds: seconds(0.99),
@@ -224,7 +249,8 @@ mod tests {
     #[test]
     fn the_figures_of_episodes_are_about_those_that_were_reported() {
         let mut figures = AgentFigures::default();
-        let episode = EpisodeFigures { turns: 3, tool_errors: 2, tool_failures: 1, truncated: true };
+        let episode =
+            EpisodeFigures { turns: 3, tool_errors: 2, tool_failures: 1, truncated: true, tokens: Some((30, 4)) };
         for episode in [Some(episode), Some(EpisodeFigures { turns: 2, ..EpisodeFigures::default() }), None] {
             figures.add(0, &RolloutFigures { episode, ..RolloutFigures::default() });
         }
@@ -232,5 +258,6 @@ mod tests {
         assert_eq!((summary.rollouts, summary.episodes), (3, 2));
         assert_eq!((summary.truncated_share, summary.mean_turns), (Some(0.5), Some(2.5)));
         assert_eq!((summary.tool_errors, summary.tool_failures), (Some(2), Some(1)));
+        assert_eq!(summary.tokens, Some(TokenSummary { episodes: 1, input: 30, output: 4 }));
     }
 }

@@ -16,7 +16,7 @@ use tokio::time::Instant;
 use crate::collect::run::causes::{FailureCause, FailureCauses};
 use crate::collect::run::failure::AttemptFailure;
 use figures::AgentFigures;
-pub use figures::{AgentSummary, LatencySummary};
+pub use figures::{AgentSummary, LatencySummary, TokenSummary};
 pub(in crate::collect) use figures::{EpisodeFigures, RolloutFigures};
 pub use repeats::PassRate;
 pub use rewards::RewardBin;

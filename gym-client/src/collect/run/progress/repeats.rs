@@ -81,12 +81,8 @@ impl RepeatScores {
     }
 
     fn tasks(&self) -> impl Iterator<Item = (u32, TaskCounts)> {
-        let page = |(page, tasks): (&u32, &'_ Box<[TaskCounts; PAGE_TASKS as usize]>)| {
-            let first = page * PAGE_TASKS;
-            let tasks: [TaskCounts; PAGE_TASKS as usize] = **tasks;
-            (0..).zip(tasks).map(move |(at, counts)| (first + at, counts))
-        };
-        self.pages.iter().flat_map(page).filter(|(_, counts)| counts.all > 0)
+        let pages = self.pages.iter().flat_map(|(page, tasks)| (page * PAGE_TASKS..).zip(tasks.iter().copied()));
+        pages.filter(|(_, counts)| counts.all > 0)
     }
 }
 
