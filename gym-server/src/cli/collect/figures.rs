@@ -87,6 +87,12 @@ fn short(reward: f64) -> String {
     text.trim_end_matches('0').trim_end_matches('.').to_owned()
 }
 
+/// Returns rollouts per second; 0 if no time has passed.
+pub(super) fn rate(rollouts: u64, took: Duration) -> f64 {
+    let seconds = took.as_secs_f64();
+    if seconds > 0.0 { rollouts as f64 / seconds } else { 0.0 }
+}
+
 /// Formats a duration in the unit that a person would use, with two or three digits.
 pub(super) fn duration(duration: Duration) -> String {
     let seconds = duration.as_secs_f64();

@@ -9,6 +9,7 @@ use gym_core::base::ErrorLink;
 use gym_core::rollout::FailureClass;
 use serde::Serialize;
 
+use crate::cli::collect::figures::rate;
 use crate::cli::collect::summary::{advice, recorded, statistics_file};
 
 /// The object that `collect --json` prints to standard output when the collection has ended. Progress, warnings and errors go to
@@ -131,10 +132,4 @@ impl<'a> CollectReport<'a> {
             statistics_error: collected.aggregate_error.as_deref(),
         }
     }
-}
-
-/// Returns rollouts per second; 0 if no time has passed.
-pub(super) fn rate(rollouts: u64, took: Duration) -> f64 {
-    let seconds = took.as_secs_f64();
-    if seconds > 0.0 { rollouts as f64 / seconds } else { 0.0 }
 }

@@ -9,7 +9,7 @@ use gym_client::Transports;
 use gym_client::collect::{CollectSummary, RunEnd};
 use gym_core::transport::Transport;
 
-use crate::cli::collect::report::rate;
+use crate::cli::collect::figures::rate;
 use crate::cli::collect::{causes, figures};
 use crate::cli::console::table;
 
