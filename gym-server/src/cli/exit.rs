@@ -44,7 +44,7 @@ pub struct ExitMeaning {
 /// The exit codes of all commands.
 pub const EXIT_CODES: [ExitMeaning; 4] = [
     ExitMeaning {
-        code: 0,
+        code: SUCCESS,
         meaning: "success",
         cases: "`collect` has scored every rollout. `run` was stopped by one SIGINT or SIGTERM.",
         of_doctor: "every installed component works",
