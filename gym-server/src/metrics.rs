@@ -337,6 +337,11 @@ pub(crate) struct RouteGuard<'a> {
 }
 
 impl RouteGuard<'_> {
+    /// Returns the time at which the request arrived.
+    pub(crate) fn began(&self) -> Instant {
+        self.began
+    }
+
     pub(crate) fn finish(self, response: &Response) {
         let class = match response.status {
             Status(..400) => 0,

@@ -3,6 +3,9 @@
 
 #![expect(clippy::unwrap_used, reason = "an integration test: a panic is its failure")]
 
+#[path = "cli/summary.rs"]
+mod summary;
+
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -24,6 +27,9 @@ struct Task {
     digits: String,
     #[serde(default)]
     wait_for: Option<PathBuf>,
+    /// The reward is a placeholder.
+    #[serde(default)]
+    mask: bool,
 }
 
 impl ResourcesServer for Digit {
@@ -36,7 +42,8 @@ impl ResourcesServer for Digit {
         if task.digits.is_empty() {
             return Err(Error::internal("the task has no digits to choose from"));
         }
-        Ok(Verdict::correct(task.digits.contains(response.last_text()?.trim())))
+        let verdict = Verdict::correct(task.digits.contains(response.last_text()?.trim()));
+        Ok(if task.mask { verdict.with("mask_sample", true) } else { verdict })
     }
 }
 
@@ -45,7 +52,7 @@ fn main() -> ExitCode {
         return gym_server::cli::main(Servers::stock().resources("digit", |_| Ok(Digit)));
     }
     let wanted = std::env::args().nth(1).filter(|argument| !argument.starts_with('-')).unwrap_or_default();
-    let cases: [(&str, fn()); 19] = [
+    let cases: [(&str, fn()); 21] = [
         ("run_announces_serves_and_stops_in_order", run_announces_serves_and_stops_in_order),
         ("a_second_signal_stops_at_once", a_second_signal_stops_at_once),
         ("services_run_in_processes_of_their_own", services_run_in_processes_of_their_own),
@@ -74,6 +81,11 @@ fn main() -> ExitCode {
         ("a_command_waits_for_the_model_as_long_as_asked", a_command_waits_for_the_model_as_long_as_asked),
         ("doctor_calls_the_model_endpoints_of_a_configuration", doctor_calls_the_model_endpoints_of_a_configuration),
         ("a_truncated_rollout_is_scored_or_fails", a_truncated_rollout_is_scored_or_fails),
+        (
+            "the_summary_has_the_figures_of_the_rows_on_the_disk",
+            summary::the_summary_has_the_figures_of_the_rows_on_the_disk,
+        ),
+        ("status_shows_the_oldest_rollout_in_flight", summary::status_shows_the_oldest_rollout_in_flight),
     ];
     for (name, case) in cases {
         if name.contains(&wanted) {

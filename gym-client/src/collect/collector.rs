@@ -23,9 +23,11 @@ use crate::collect::input::{
 };
 use crate::collect::ledger::{JsonlLedger, OpenMode};
 use crate::collect::names::ServerNames;
-use crate::collect::report::{AggregateRequest, ReportEntry, RolloutsIndex, label_runs, write_report};
+use crate::collect::report::{AggregateRequest, ReportEntry, RolloutsIndex, label_runs, read_recorded, write_report};
 use crate::collect::resume::compare;
-use crate::collect::run::{CollectProgress, Driver, DriverOptions, FailFast, ProgressSnapshot, RolloutRow, RunEnd};
+use crate::collect::run::{
+    AgentSummary, CollectProgress, Driver, DriverOptions, FailFast, ProgressSnapshot, RolloutRow, RunEnd,
+};
 
 /// Rows that the reader sends in one group: waking another thread for each row would cost as much as reading the row.
 const GROUP_ROWS: usize = 64;
@@ -110,6 +112,8 @@ pub struct CollectSummary {
     pub ended: RunEnd,
     /// The counters at the end of the collection.
     pub snapshot: ProgressSnapshot,
+    /// The figures of each agent, over all rows of the rollouts file, those of earlier runs included.
+    pub agents: BTreeMap<Arc<str>, AgentSummary>,
     /// Warnings about the input for the user.
     pub warnings: Vec<String>,
     /// The reason why the statistics are missing; `None` if they were written or not requested.
@@ -198,6 +202,12 @@ impl RolloutCollector {
                 }
             }
             self.progress.set_total(total);
+            if opened.completed > 0
+                && let Err(error) = self.count_recorded(&files.rollouts).await
+            {
+                ledger.close(&cx).await?;
+                return Err(error);
+            }
             let ledger = Arc::new(ledger);
             let driver = Driver::new(self.client.clone(), Arc::clone(&ledger) as _, &self.world, options.driver)
                 .counting_in(Arc::clone(&self.progress));
@@ -209,7 +219,8 @@ impl RolloutCollector {
                 (true, RunEnd::Exhausted) => self.aggregate(&files).await.err().map(|error| error.to_string()),
                 _ => None,
             };
-            Ok(CollectSummary { files, ended, snapshot: self.progress.snapshot(), warnings, aggregate_error })
+            let (snapshot, agents) = (self.progress.snapshot(), self.progress.agent_summaries());
+            Ok(CollectSummary { files, ended, snapshot, agents, warnings, aggregate_error })
         })
     }
 
@@ -245,6 +256,18 @@ impl RolloutCollector {
     /// Removes the rows to dispatch. Best effort: a later run writes the file again.
     async fn discard(&self, partial: &Path) {
         let _ = self.world.files.remove(partial).await;
+    }
+
+    /// Counts the rollouts that earlier runs recorded. Before the first rollout of this run, which would be counted twice.
+    async fn count_recorded(&self, rollouts: &Path) -> Result<()> {
+        let (rollouts, progress) = (rollouts.to_owned(), Arc::clone(&self.progress));
+        let reading = move || {
+            let (file, name) = (open(&rollouts)?, rollouts.display().to_string());
+            let file = BufReader::with_capacity(BUFFER_BYTES, file);
+            let read = read_recorded(file, &name, |agent, key, rollout| progress.add_recorded(agent, key, rollout));
+            read.map_err(|error| Error::internal(error.to_string()))
+        };
+        blocking(reading).await
     }
 
     /// Requests the statistics of each environment server's rollouts and writes the report.

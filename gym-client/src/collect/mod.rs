@@ -16,6 +16,7 @@ pub use collector::{CollectOptions, CollectSummary, RolloutCollector};
 pub use files::{ExistingOutput, OutputFiles};
 pub use names::{ServerNames, connect_head};
 pub use run::{
-    AgentScore, CollectProgress, Driver, DriverOptions, FailFast, FailureCause, ProgressSnapshot, Rollout,
-    RolloutError, RolloutRow, Rollouts, RunEnd, TruncatedRollouts,
+    AgentScore, AgentSummary, CollectProgress, Driver, DriverOptions, FailFast, FailureCause, LatencySummary,
+    OldestRollout, PassRate, ProgressSnapshot, RewardBin, Rollout, RolloutError, RolloutRow, Rollouts, RunEnd,
+    TokenSummary, TruncatedRollouts,
 };

@@ -1,10 +1,11 @@
-//! Errors, cancellation, progress, stalls, time, files and randomness: the base of all other modules.
+//! Errors, cancellation, progress, work in flight, stalls, time, files and randomness: the base of all other modules.
 
 pub(crate) mod cancel;
 pub(crate) mod descriptors;
 pub(crate) mod error;
 pub(crate) mod failure;
 pub(crate) mod hex;
+pub(crate) mod in_flight;
 pub(crate) mod progress;
 pub mod stall;
 pub(crate) mod world;
@@ -14,5 +15,6 @@ pub use cancel::{CancelOnDrop, CancelToken, Cancelled};
 pub use descriptors::raise_descriptors;
 pub use error::{Code, Error, ErrorLink, Execution, Result};
 pub use failure::FailureClass;
+pub use in_flight::InFlight;
 pub use progress::CallProgress;
 pub use world::{FileLock, Files, RealFiles, World};

@@ -16,13 +16,16 @@ pub const EPISODE_KEY: &str = "_gym_episode";
 /// Maximum bytes of a reason; the reasons of model servers are single words.
 const REASON_BYTES_MAX: usize = 64;
 
-/// The keys of the counts.
-const COUNTS: [&str; 5] = ["turns", "tool_calls", "tool_errors", "tool_failures", "outputs_cut"];
+/// The keys of the numbers: first the counts, which are always known, then the tokens.
+const KEYS: [&str; 7] =
+    ["turns", "tool_calls", "tool_errors", "tool_failures", "outputs_cut", "input_tokens", "output_tokens"];
+/// The number of counts.
+const COUNTS: usize = 5;
 const TRUNCATED: &str = "truncated";
 
 /// Usual bytes of the metadata, and of the value in a row.
-const METADATA_BYTES: usize = 48;
-const VALUE_BYTES: usize = 144;
+const METADATA_BYTES: usize = 80;
+const VALUE_BYTES: usize = 192;
 
 /// The course of one episode, as its agent counted it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
@@ -38,6 +41,12 @@ pub struct EpisodeRecord {
     pub tool_failures: u32,
     /// Outputs of tools that were cut at their limit.
     pub outputs_cut: u32,
+    /// Tokens that the model read in all turns; `None` if no response told.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub input_tokens: Option<u32>,
+    /// Tokens that the model wrote in all turns; `None` if no response told.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub output_tokens: Option<u32>,
     /// The reason why the episode ended early; `None` if it ended by itself. `max_steps` is the limit of the agent, `environment` that
     /// of the environment; other reasons are those of the model's `incomplete_details`.
     pub truncated: Option<String>,
@@ -50,18 +59,28 @@ impl EpisodeRecord {
         self.truncated = Some(reason.chars().take(REASON_BYTES_MAX).map(plain).collect());
     }
 
+    /// Adds the tokens of one turn, as far as the model told them.
+    pub fn add_tokens(&mut self, input: Option<u64>, output: Option<u64>) {
+        for (total, tokens) in [(&mut self.input_tokens, input), (&mut self.output_tokens, output)] {
+            if let Some(tokens) = tokens {
+                let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
+                *total = Some(total.unwrap_or(0).saturating_add(tokens));
+            }
+        }
+    }
+
     /// Returns the value of [`EPISODE_METADATA`]: a dictionary of structured fields (RFC 9651), without the counts that are 0. Each
     /// hop copies it, so it is short.
     #[must_use]
     pub fn to_text(&self) -> String {
         // By hand, because each rollout pays for it: `format!` costs some thousand instructions more.
         let mut text = String::with_capacity(METADATA_BYTES);
-        for (at, (key, count)) in COUNTS.iter().zip(self.counts()).enumerate() {
-            if count > 0 || at == 0 {
+        for (at, (key, number)) in KEYS.iter().zip(self.numbers()).enumerate() {
+            if let Some(number) = number.filter(|number| *number > 0 || is_zero_written(at)) {
                 text.push_str(if at == 0 { "" } else { ", " });
                 text.push_str(key);
                 text.push('=');
-                push_number(&mut text, count.into());
+                push_number(&mut text, number.into());
             }
         }
         if let Some(reason) = &self.truncated {
@@ -75,9 +94,9 @@ impl EpisodeRecord {
     /// Returns the record of a text that [`EpisodeRecord::to_text`] wrote; `None` if it has another form.
     #[must_use]
     pub fn from_text(text: &str) -> Option<Self> {
-        let mut counts = [0; COUNTS.len()];
+        let mut numbers = [None; KEYS.len()];
         let mut truncated = None;
-        let mut keys = COUNTS.iter().enumerate();
+        let mut keys = KEYS.iter().enumerate();
         for (at, member) in text.split(',').enumerate() {
             let member = if at == 0 { member } else { member.strip_prefix(' ')? };
             let (key, value) = member.split_once('=')?;
@@ -94,16 +113,19 @@ impl EpisodeRecord {
             }
             let (at, _) = keys.find(|(_, known)| **known == key)?;
             // No sign, no leading zeros, and no count that is not written.
-            let canonical = value.starts_with(|c: char| matches!(c, '1'..='9')) || (value == "0" && at == 0);
-            counts[at] = value.parse().ok().filter(|_| canonical)?;
+            let canonical =
+                value.starts_with(|c: char| matches!(c, '1'..='9')) || (value == "0" && is_zero_written(at));
+            numbers[at] = Some(value.parse().ok().filter(|_| canonical)?);
         }
-        let [turns, tool_calls, tool_errors, tool_failures, outputs_cut] = counts;
-        text.starts_with(COUNTS[0]).then_some(Self {
+        let [turns, tool_calls, tool_errors, tool_failures, outputs_cut, input_tokens, output_tokens] = numbers;
+        turns.map(|turns| Self {
             turns,
-            tool_calls,
-            tool_errors,
-            tool_failures,
-            outputs_cut,
+            tool_calls: tool_calls.unwrap_or(0),
+            tool_errors: tool_errors.unwrap_or(0),
+            tool_failures: tool_failures.unwrap_or(0),
+            outputs_cut: outputs_cut.unwrap_or(0),
+            input_tokens,
+            output_tokens,
             truncated,
         })
     }
@@ -114,11 +136,12 @@ impl EpisodeRecord {
         let mut text = String::with_capacity(VALUE_BYTES);
         text.push('{');
         if let Some(record) = record {
-            for (key, count) in COUNTS.iter().zip(record.counts()) {
+            for (key, number) in KEYS.iter().zip(record.numbers()) {
+                let Some(number) = number else { continue };
                 text.push('"');
                 text.push_str(key);
                 text.push_str("\":");
-                push_number(&mut text, count.into());
+                push_number(&mut text, number.into());
                 text.push(',');
             }
             match &record.truncated {
@@ -138,9 +161,17 @@ impl EpisodeRecord {
         row.set_json(EPISODE_KEY, text)
     }
 
-    fn counts(&self) -> [u32; COUNTS.len()] {
-        [self.turns, self.tool_calls, self.tool_errors, self.tool_failures, self.outputs_cut]
+    fn numbers(&self) -> [Option<u32>; KEYS.len()] {
+        let counts = [self.turns, self.tool_calls, self.tool_errors, self.tool_failures, self.outputs_cut].map(Some);
+        let [turns, tool_calls, tool_errors, tool_failures, outputs_cut] = counts;
+        [turns, tool_calls, tool_errors, tool_failures, outputs_cut, self.input_tokens, self.output_tokens]
     }
+}
+
+/// Returns `true` if the metadata has the number also when it is 0: `turns`, so that the text is not empty, and the tokens, because
+/// without a number they are not known.
+fn is_zero_written(at: usize) -> bool {
+    at == 0 || at >= COUNTS
 }
 
 fn push_number(text: &mut String, number: u64) {
@@ -161,10 +192,19 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_record_comes_back_as_it_was_written(counts: [u32; 5], reason: Option<String>) {
+        fn a_record_comes_back_as_it_was_written(counts: [u32; 5], tokens: [Option<u32>; 2], reason: Option<String>) {
             let [turns, tool_calls, tool_errors, tool_failures, outputs_cut] = counts;
-            let mut record =
-                EpisodeRecord { turns, tool_calls, tool_errors, tool_failures, outputs_cut, truncated: None };
+            let [input_tokens, output_tokens] = tokens;
+            let mut record = EpisodeRecord {
+                turns,
+                tool_calls,
+                tool_errors,
+                tool_failures,
+                outputs_cut,
+                input_tokens,
+                output_tokens,
+                truncated: None,
+            };
             if let Some(reason) = reason {
                 record.truncate(&reason);
             }
@@ -183,6 +223,7 @@ mod tests {
         #[test]
         fn a_damaged_text_is_no_record_or_one_of_the_same_form(at: prop::sample::Index, byte in 0x20u8..0x7f, reason: bool) {
             let mut record = EpisodeRecord { turns: 12, tool_calls: 3, ..EpisodeRecord::default() };
+            record.add_tokens(Some(17), Some(0));
             if reason {
                 record.truncate("max_steps");
             }

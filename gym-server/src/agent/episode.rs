@@ -18,7 +18,7 @@ use serde::Deserialize;
 
 use crate::agent::config::OutputLimits;
 use crate::agent::observation::ToolRules;
-use crate::agent::turn::{Turn, truncation, yield_after};
+use crate::agent::turn::{TokenUsage, Turn, truncation, yield_after};
 use crate::role::resources::{SESSION_METADATA, TOOLS_KEY};
 use crate::role::route::{classified, tool_route};
 
@@ -106,6 +106,11 @@ impl Episode {
         }
         let answer: Message = post(self.session.calls(), &self.cx, model, "/v1/responses", params).await?;
         let answer = answer.head.to_object()?;
+        // A response without counts is as good as one with them.
+        if let Ok(Some(usage)) = answer.get_as::<TokenUsage>("usage") {
+            let (input, output) = usage.tokens();
+            self.record.add_tokens(input, output);
+        }
         self.record.truncated = None;
         if let Some(reason) = truncation(&answer) {
             self.record.truncate(&reason);

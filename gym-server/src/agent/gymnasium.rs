@@ -97,6 +97,8 @@ impl GymnasiumAgent {
             record.turns += 1;
             let turn = ask(session.calls(), cx, model, conversation.request(params)).await?;
             conversation.answered(&turn)?;
+            let (input, output) = turn.tokens();
+            record.add_tokens(input, output);
             record.tool_calls += u32::try_from(turn.calls().len()).unwrap_or(u32::MAX);
             let mut body = row.edit().set_object("response", turn.response().clone());
             if idempotent {

@@ -88,6 +88,8 @@ impl SimpleAgent {
             let model = self.config.model_server.name.as_str();
             let turn = ask(session, cx, model, conversation.request(params)).await?;
             conversation.answered(&turn)?;
+            let (input, output) = turn.tokens();
+            record.add_tokens(input, output);
             let calls = match turn.next() {
                 NextStep::Tools(calls) => calls,
                 NextStep::Stop => {

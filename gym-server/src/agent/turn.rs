@@ -56,7 +56,23 @@ struct TurnOutline {
     #[serde(default)]
     incomplete_details: Option<IgnoredAny>,
     #[serde(default)]
-    usage: Option<IgnoredAny>,
+    usage: Option<TokenUsage>,
+}
+
+/// The tokens of one response. Values, because a count of another type is no reason to reject the response.
+#[derive(Debug, Deserialize)]
+pub(super) struct TokenUsage {
+    #[serde(default)]
+    input_tokens: Value,
+    #[serde(default)]
+    output_tokens: Value,
+}
+
+impl TokenUsage {
+    /// Returns the tokens that the model read and wrote, as far as they are known.
+    pub(super) fn tokens(&self) -> (Option<u64>, Option<u64>) {
+        (self.input_tokens.as_u64(), self.output_tokens.as_u64())
+    }
 }
 
 #[derive(Debug, Deserialize)]
@@ -112,6 +128,11 @@ impl Turn {
     /// Returns the tool calls of the response.
     pub(super) fn calls(&self) -> &[FunctionCall] {
         &self.calls
+    }
+
+    /// Returns the tokens that the model read and wrote, as far as the response tells them.
+    pub(super) fn tokens(&self) -> (Option<u64>, Option<u64>) {
+        self.outline.usage.as_ref().map_or((None, None), TokenUsage::tokens)
     }
 
     /// Returns the reason why the model's response is incomplete, if it is.

@@ -123,11 +123,17 @@ pub(super) fn program() -> &'static str {
 
 /// Returns a table without rules, for people as well as `grep` and `awk`.
 pub(super) fn table<const N: usize>(header: [&str; N], rows: impl IntoIterator<Item = [String; N]>) -> String {
-    let rows: Vec<[String; N]> = std::iter::once(header.map(str::to_uppercase)).chain(rows).collect();
-    let widths: [usize; N] =
-        std::array::from_fn(|column| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0));
-    let line = |row: &[String; N]| {
-        let cells: Vec<String> = row.iter().zip(widths).map(|(cell, width)| format!("{cell:width$}")).collect();
+    wide_table(&header, rows.into_iter().map(Vec::from))
+}
+
+/// Returns the same table for columns that are known at run time only. Each row has as many cells as the header.
+pub(super) fn wide_table(header: &[&str], rows: impl IntoIterator<Item = Vec<String>>) -> String {
+    let header = header.iter().map(|name| name.to_uppercase()).collect();
+    let rows: Vec<Vec<String>> = std::iter::once(header).chain(rows).collect();
+    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+    let widths: Vec<usize> = (0..rows[0].len()).map(width).collect();
+    let line = |row: &Vec<String>| {
+        let cells: Vec<String> = row.iter().zip(&widths).map(|(cell, width)| format!("{cell:width$}")).collect();
         cells.join("  ").trim_end().to_owned()
     };
     rows.iter().map(line).collect::<Vec<_>>().join("\n")

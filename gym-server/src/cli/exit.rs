@@ -18,6 +18,8 @@ pub(super) enum Failure {
 /// The result of a command.
 pub(super) type Outcome = Result<ExitCode, Failure>;
 
+/// The command has succeeded.
+pub(super) const SUCCESS: u8 = 0;
 /// The run failed.
 pub(super) const FAILED: u8 = 1;
 /// Invalid usage or configuration.
@@ -42,7 +44,7 @@ pub struct ExitMeaning {
 /// The exit codes of all commands.
 pub const EXIT_CODES: [ExitMeaning; 4] = [
     ExitMeaning {
-        code: 0,
+        code: SUCCESS,
         meaning: "success",
         cases: "`collect` has scored every rollout. `run` was stopped by one SIGINT or SIGTERM.",
         of_doctor: "every installed component works",

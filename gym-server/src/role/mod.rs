@@ -42,6 +42,7 @@ use crate::role::environment::EnvironmentRole;
 use crate::role::gymnasium::GymnasiumRole;
 use crate::role::model::ModelRole;
 use crate::role::reply::health;
+use crate::role::reply::runs::{RUN, RunsInFlight};
 use crate::role::resources::ResourcesRole;
 use crate::role::route::{RoleRequest, RoleSpec};
 
@@ -112,6 +113,8 @@ struct RoleState {
     /// The metrics of the routes in `spec`, in their order, and what the watchdog calls each.
     routes: Vec<(RouteMetrics, HandlerLabel)>,
     other_routes: RouteMetrics,
+    /// The rollouts in flight of an agent or an environment server.
+    runs: RunsInFlight,
 }
 
 /// An enum instead of a trait object: the role's part of a request runs in the future that [`RoleServer`] allocates.
@@ -195,7 +198,8 @@ impl RoleServer {
         let routes = spec.routes.iter().map(of_route).collect();
         let other_routes = server.metrics.route(&server.name, "other");
         let cookie = cookie_name(&format!("{}___{}", server.implementation, server.name));
-        Self(Arc::new(RoleState { role, spec, server: server.clone(), fence, cookie, routes, other_routes }))
+        let runs = RunsInFlight::default();
+        Self(Arc::new(RoleState { role, spec, server: server.clone(), fence, cookie, routes, other_routes, runs }))
     }
 }
 
@@ -240,6 +244,9 @@ impl RoleState {
             None => (&self.other_routes, HandlerLabel::new(&self.server.name, path)),
         };
         let counted = metrics.begin();
+        // Few requests are rollouts, and each of them runs for a long time: a lock for each costs nothing that matters.
+        let _running =
+            (route.is_some() && path == RUN).then(|| self.runs.begin(counted.began(), &request.message.head));
         let mut responding = pin!(AssertUnwindSafe(self.role.respond(request)).catch_unwind());
         let responded = poll_fn(|cx| {
             let _polling = stall::poll_begins(&label);
@@ -293,6 +300,9 @@ impl RoleState {
         let stalls = health::stalls(&stall::current());
         if !stalls.is_empty() {
             body["stalls"] = serde_json::json!(stalls);
+        }
+        if let Some(oldest) = self.runs.oldest() {
+            body["oldest"] = serde_json::json!(oldest);
         }
         if let Role::Model(role) = &self.role
             && let Some(endpoints) = role.endpoints()

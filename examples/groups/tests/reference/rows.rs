@@ -43,7 +43,7 @@ const IDENTITY: [Key; 9] = [
 const MATERIALIZED: [&str; 2] = ["_ng_task_index", "_ng_rollout_index"];
 
 /// Keys of scored rows.
-const SCORED: [Key; 13] = [
+const SCORED: [Key; 15] = [
     key("responses_create_params", "mapping", "The request of the episode, as in the input row."),
     key("response", "mapping", "The last response of the model, with all items of the episode in `output`."),
     key("reward", "number or null", "The reward; `null` if the environment gives none."),
@@ -58,6 +58,12 @@ const SCORED: [Key; 13] = [
     key("_gym_episode.tool_errors", "integer", "Tool calls whose error went to the model."),
     key("_gym_episode.tool_failures", "integer", "Those of `tool_errors` that the model did not cause."),
     key("_gym_episode.outputs_cut", "integer", "Outputs of tools that were cut at their limit."),
+    key("_gym_episode.input_tokens", "integer", "Tokens that the model read in all turns; absent if no response told."),
+    key(
+        "_gym_episode.output_tokens",
+        "integer",
+        "Tokens that the model wrote in all turns; absent if no response told.",
+    ),
     key(
         "_gym_episode.truncated",
         "string or null",

@@ -61,23 +61,9 @@ impl RolloutsIndex {
         let mut locations = Vec::new();
         let mut groups: Vec<ServerRollouts> = Vec::new();
         let mut by_server: HashMap<String, u32> = HashMap::new();
-        let mut text = Vec::new();
-        let (mut offset, mut line) = (0_u64, 0_u64);
-        loop {
-            text.clear();
-            let read = reader.read_until(b'\n', &mut text).map_err(|source| io(&name, source))?;
-            if read == 0 {
-                break;
-            }
-            line += 1;
-            let start = offset;
-            offset += read as u64;
-            if text.trim_ascii().is_empty() {
-                continue;
-            }
+        each_line(&mut reader, &name, |text, line, offset| {
             let fail = |problem: String| MetricsError::Row { place: format!("{name}, line {line}"), problem };
-            let row = std::str::from_utf8(&text).map_err(|error| fail(format!("not UTF-8: {error}")))?;
-            let row = parse_row(row.trim()).map_err(&fail)?;
+            let row = parse_row(text).map_err(&fail)?;
             let (task, rollout) = row_key(&row, &|| format!("{name}, line {line}"))?;
             let agent = agent_name(&row).map_err(&fail)?;
             let stamp = text_member(&row, ENVIRONMENT_SERVER).map_err(|()| {
@@ -86,16 +72,16 @@ impl RolloutsIndex {
             let server = match (stamp, &agent) {
                 (Some(stamp), _) => stamp,
                 (None, Some(agent)) => server_of_agent(agent).map_err(&fail)?,
-                (None, None) => continue,
+                (None, None) => return Ok(()),
             };
-            let length = u32::try_from(text.trim_ascii_end().len())
-                .map_err(|_| fail("the row is larger than 4 GiB".to_owned()))?;
+            let length = u32::try_from(text.len()).map_err(|_| fail("the row is larger than 4 GiB".to_owned()))?;
             let group = *by_server.entry(server).or_insert_with_key(|server| {
                 groups.push(ServerRollouts { server: server.clone(), agent, start: 0, end: 0 });
                 groups.len() as u32 - 1
             });
-            locations.push(RowLocation { task, offset: start, rollout, length, group });
-        }
+            locations.push(RowLocation { task, offset, rollout, length, group });
+            Ok(())
+        })?;
         locations.shrink_to_fit();
         // An unstable sort needs no scratch memory of half the index's size; the offset keeps the file's order of rows
         // with equal keys.
@@ -129,6 +115,35 @@ impl RolloutsIndex {
     /// Returns the rows of one group, read from `reader`, which must contain the indexed file.
     pub fn rows<'a, R: Read + Seek>(&'a self, group: &ServerRollouts, reader: &'a mut R) -> FileRows<'a, R> {
         FileRows { name: &self.name, locations: &self.locations[group.start..group.end], reader, text: Vec::new() }
+    }
+}
+
+/// Calls `each` with the text, the number and the offset of each line that is not blank, until it returns an error.
+pub(super) fn each_line(
+    mut reader: impl BufRead,
+    name: &str,
+    mut each: impl FnMut(&str, u64, u64) -> Result<(), MetricsError>,
+) -> Result<(), MetricsError> {
+    let mut text = Vec::new();
+    let (mut next_offset, mut line) = (0_u64, 0_u64);
+    loop {
+        text.clear();
+        let read = reader.read_until(b'\n', &mut text).map_err(|source| io(name, source))?;
+        if read == 0 {
+            return Ok(());
+        }
+        line += 1;
+        let offset = next_offset;
+        next_offset += read as u64;
+        let row = text.trim_ascii_end();
+        if row.is_empty() {
+            continue;
+        }
+        let row = std::str::from_utf8(row).map_err(|error| MetricsError::Row {
+            place: format!("{name}, line {line}"),
+            problem: format!("not UTF-8: {error}"),
+        })?;
+        each(row, line, offset)?;
     }
 }
 

@@ -6,8 +6,10 @@
 
 mod document;
 mod index;
+mod recorded;
 mod request;
 
 pub use document::{ReportEntry, label_runs, write_computed_report, write_report};
 pub use index::{FileRows, RolloutsIndex, ServerRollouts};
+pub(in crate::collect) use recorded::read_recorded;
 pub use request::AggregateRequest;

@@ -260,8 +260,8 @@ impl Driver {
 
     /// Attempts one rollout until it is recorded or its attempts are used up. Returns only errors of the ledger.
     async fn rollout(&self, row: Arc<RolloutRow>) -> Result<()> {
-        let in_flight = self.progress.begin();
         let started = Instant::now();
+        let in_flight = self.progress.begin(row.key, &row.agent, started);
         // Attempts that were superseded. They end by themselves, soon: their calls' deadline has passed.
         let mut stragglers: Option<JoinSet<()>> = None;
         let mut begun = 0;
@@ -273,6 +273,9 @@ impl Driver {
                 Err(error) => break Err(error),
             };
             begun += 1;
+            if attempt.number > 0 {
+                in_flight.attempt(attempt.number);
+            }
             let deadline = Instant::now() + self.options.attempt_timeout + self.options.record_timeout;
             let mut cx = CallContext::within(self.options.attempt_timeout);
             let trace_id = self.world.rng().u128(1..);
@@ -348,14 +351,13 @@ impl Driver {
             if truncated == TruncatedRollouts::Fail {
                 result = without_truncated(&row, attempt, result, &run_id)?;
             }
-            let tool_failures = result.tool_failures();
-            let (mut next, reward, mut failed) = match &result {
-                AttemptResult::Completed { reward, .. } => (NextStep::Done, *reward, false),
+            let (mut next, mut figures) = match &result {
+                AttemptResult::Completed { figures, .. } => (NextStep::Done, Some(*figures)),
                 AttemptResult::Failed { terminal, failure, .. } => {
                     progress.fail(attempt, failure);
-                    (if *terminal { NextStep::GiveUp } else { next_after(failure.class) }, None, true)
+                    (if *terminal { NextStep::GiveUp } else { next_after(failure.class) }, None)
                 }
-                AttemptResult::Lost => (NextStep::GiveUp, None, false),
+                AttemptResult::Lost => (NextStep::GiveUp, None),
             };
             let Some(outcome) = result.into_outcome() else { return Ok(next) };
             // Recording may take as long as the attempt itself, because a disk may stall and recover. Ending the run would
@@ -371,14 +373,14 @@ impl Driver {
                 if let AttemptResult::Failed { failure, .. } = &refused {
                     progress.fail(attempt, failure);
                 }
-                (next, failed) = (NextStep::GiveUp, true);
+                (next, figures) = (NextStep::GiveUp, None);
                 let outcome = refused.into_outcome().ok_or_else(|| Error::internal("a failure is an outcome"))?;
                 recorded = ledger.record(&cx, attempt, outcome).await;
             }
             match recorded {
                 Ok(()) => {
-                    if !failed {
-                        progress.complete(&row.agent, reward, tool_failures);
+                    if let Some(figures) = figures {
+                        progress.complete(&row.agent, row.key, &figures);
                     }
                     Ok(next)
                 }

@@ -4,14 +4,17 @@ mod causes;
 mod driver;
 mod failure;
 pub(crate) mod outcome;
-mod progress;
+pub(in crate::collect) mod progress;
 mod rollout;
 pub(crate) mod rollouts;
 mod row;
 
 pub use causes::FailureCause;
 pub use driver::{Driver, DriverOptions, FailFast, RunEnd, TruncatedRollouts};
-pub use progress::{AgentScore, CollectProgress, ProgressSnapshot};
+pub use progress::{
+    AgentScore, AgentSummary, CollectProgress, LatencySummary, OldestRollout, PassRate, ProgressSnapshot, RewardBin,
+    TokenSummary,
+};
 pub use rollout::{Rollout, RolloutError};
 pub use rollouts::Rollouts;
 pub use row::RolloutRow;

@@ -5,7 +5,7 @@
 use std::time::Duration;
 
 use bytes::Bytes;
-use gym_core::message::CODE_METADATA;
+use gym_core::message::{CODE_METADATA, JsonFields};
 use gym_core::rollout::{Attempt, EPISODE_METADATA, EpisodeRecord, FailureClass, Outcome};
 use gym_core::{Code, Error, RawObject, Response, Result};
 use serde::Deserialize;
@@ -13,6 +13,7 @@ use serde_json::Value;
 
 use crate::collect::ledger::truth;
 use crate::collect::run::failure::{AttemptFailure, Evidence, FailureEvidence};
+use crate::collect::run::progress::{EpisodeFigures, RolloutFigures};
 use crate::collect::run::row::RolloutRow;
 
 /// Maximum number of bytes of a failed response's body in the failures file; NeMo Gym keeps the same number of
@@ -22,8 +23,8 @@ const BODY_KEPT_MAX: usize = 2_000;
 /// The result of an attempt.
 #[derive(Debug)]
 pub(super) enum AttemptResult {
-    /// A rollout, with its reward if it has one that counts.
-    Completed { row: RawObject, reward: Option<f64>, tool_failures: u32 },
+    /// A rollout, with its reward if it has one that counts, and what else the summary counts.
+    Completed { row: RawObject, figures: RolloutFigures },
     /// A failure.
     Failed { failure: Box<AttemptFailure>, terminal: bool, row: RawObject },
     /// The environment requested that no row be kept; a resumed run tries again.
@@ -31,14 +32,6 @@ pub(super) enum AttemptResult {
 }
 
 impl AttemptResult {
-    /// Returns the number of failed tool calls whose errors went to the model of a scored rollout.
-    pub(super) fn tool_failures(&self) -> u32 {
-        match self {
-            Self::Completed { tool_failures, .. } => *tool_failures,
-            Self::Failed { .. } | Self::Lost => 0,
-        }
-    }
-
     pub(super) fn into_outcome(self) -> Option<Outcome> {
         match self {
             Self::Completed { row, .. } => Some(Outcome::Completed(row)),
@@ -141,8 +134,9 @@ pub(super) fn classify(
     match number(fields.reward) {
         Ok(reward) => {
             let masked = fields.mask_sample.as_ref().is_some_and(truth);
-            let tool_failures = record.map_or(0, |record| record.tool_failures);
-            Ok(AttemptResult::Completed { row, reward: reward.filter(|_| !masked), tool_failures })
+            let episode = record.as_ref().map(EpisodeFigures::from);
+            let figures = RolloutFigures { reward: reward.filter(|_| !masked), took: Some(took), episode };
+            Ok(AttemptResult::Completed { row, figures })
         }
         Err(other) => {
             let error =
@@ -154,10 +148,21 @@ pub(super) fn classify(
 
 /// Returns the reward of a completed row, if it has one that counts. The reward of a masked row (`mask_sample`) is a placeholder.
 pub(crate) fn reward_of(row: &RawObject) -> Option<f64> {
-    if row.get_as::<Value>("mask_sample").is_ok_and(|masked| masked.as_ref().is_some_and(truth)) {
+    let mask: Option<Value> = row.get_as("mask_sample").ok().flatten();
+    reward_that_counts(mask.as_ref(), row.get_as("reward").ok()?)
+}
+
+/// Returns the same as [`reward_of`] for the fields of a row.
+pub(in crate::collect) fn reward_of_fields(row: &JsonFields<'_>) -> Option<f64> {
+    let value = |key: &str| row.get(key).and_then(|text| serde_json::from_str::<Value>(text).ok());
+    reward_that_counts(value("mask_sample").as_ref(), value("reward"))
+}
+
+fn reward_that_counts(mask: Option<&Value>, reward: Option<Value>) -> Option<f64> {
+    if mask.is_some_and(truth) {
         return None;
     }
-    number(row.get_as("reward").ok()?).ok()?
+    number(reward).ok()?
 }
 
 /// Returns the message of a failures row: that of its error, or else its class.
@@ -301,8 +306,8 @@ mod tests {
             match classify(&wanted, Attempt { key, number: 0 }, Ok(Response::json(body)), "run", Duration::ZERO)
                 .unwrap()
             {
-                AttemptResult::Completed { row, reward, .. } => {
-                    assert_eq!((reward, reward_of(&row)), (expected, expected), "{body}");
+                AttemptResult::Completed { row, figures } => {
+                    assert_eq!((figures.reward, reward_of(&row)), (expected, expected), "{body}");
                     assert!(row.get("reward").is_some(), "the row is kept as it came: {body}");
                 }
                 other => panic!("{body}: {other:?}"),
@@ -378,7 +383,10 @@ mod tests {
             ("3", None),
         ] {
             let row = RawObject::parse(format!(r#"{{"reward":0.0,"response":{response}}}"#)).unwrap();
-            let scored = AttemptResult::Completed { row, reward: Some(0.0), tool_failures: 0 };
+            let scored = AttemptResult::Completed {
+                row,
+                figures: RolloutFigures { reward: Some(0.0), ..RolloutFigures::default() },
+            };
             match (without_truncated(&wanted, Attempt { key, number: 0 }, scored, "run").unwrap(), says) {
                 (AttemptResult::Completed { .. }, None) => {}
                 (AttemptResult::Failed { failure, row, .. }, Some(says))

@@ -16,6 +16,6 @@ pub use crate::message::JsonFields;
 pub use aggregate::{AggregateOptions, Aggregation, aggregate_metrics};
 pub use error::MetricsError;
 pub use number::{Number, is_truthy};
-pub use pass_at_k::{PassAtK, Sample, highest_k_metrics, pass_at_k, subset_metrics};
+pub use pass_at_k::{PassAtK, Sample, highest_k_metrics, pass_at_k, passed_of_counts, subset_metrics};
 pub use rows::{BodyRows, ROLLOUT_INDEX, Rows, TASK_INDEX, Visit, row_key};
 pub use student_t::t_quantile_95;

@@ -209,16 +209,27 @@ fn passed_at(task: &[Sample], name: &str, k: usize) -> Option<f64> {
         return None;
     }
     if scores.iter().all(|score| *score == 0.0 || *score == 1.0) {
-        let wrong = scores.iter().filter(|score| **score == 0.0).count();
-        if wrong < k {
-            return Some(1.0);
-        }
-        // C(wrong, k) / C(all, k) as a product of ratios: the binomials themselves overflow.
-        let none_right: f64 = (0..k).map(|i| (wrong - i) as f64 / (scores.len() - i) as f64).product();
-        Some(1.0 - none_right)
+        let right = scores.iter().filter(|score| **score == 1.0).count();
+        passed_of_counts(right, scores.len(), k)
     } else {
         scores[..k].iter().copied().reduce(f64::max)
     }
+}
+
+/// Returns the probability that at least one of `k` rollouts of a task passes, of which `right` of `all` passed: the unbiased estimate
+/// 1 − C(wrong, k) / C(all, k). `None` if the task has fewer than `k` rollouts, or none.
+#[must_use]
+pub fn passed_of_counts(right: usize, all: usize, k: usize) -> Option<f64> {
+    if all == 0 || k > all {
+        return None;
+    }
+    let wrong = all.saturating_sub(right);
+    if wrong < k {
+        return Some(1.0);
+    }
+    // C(wrong, k) / C(all, k) as a product of ratios: the binomials themselves overflow.
+    let none_right: f64 = (0..k).map(|i| (wrong - i) as f64 / (all - i) as f64).product();
+    Some(1.0 - none_right)
 }
 
 fn majority(samples: &[Sample], name: &str) -> f64 {

@@ -362,7 +362,8 @@ async fn the_loop_ends_at_max_steps_and_where_the_model_ran_out_of_tokens() {
     assert_eq!(answer["response"]["usage"]["total_tokens"], 6);
     assert_eq!(
         course,
-        json!({"turns": 2, "tool_calls": 2, "tool_errors": 0, "tool_failures": 0, "outputs_cut": 0, "truncated": "max_steps"})
+        json!({"turns": 2, "tool_calls": 2, "tool_errors": 0, "tool_failures": 0, "outputs_cut": 0,
+            "input_tokens": 2, "output_tokens": 4, "truncated": "max_steps"})
     );
 
     let cut = call.replace(r#""id":"r1""#, r#""id":"r1","incomplete_details":{"reason":"max_output_tokens"}"#);

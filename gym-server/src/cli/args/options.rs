@@ -351,6 +351,9 @@ pub(in crate::cli) struct CollectArgs {
     /// Progress display: a bar, a line every few seconds, or none; auto shows the bar on a terminal and lines elsewhere
     #[arg(long, value_enum, default_value_t = ProgressMode::Auto, value_name = "HOW")]
     pub(in crate::cli) progress: ProgressMode,
+    /// Print the summary as JSON
+    #[arg(long)]
+    pub(in crate::cli) json: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

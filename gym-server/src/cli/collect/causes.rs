@@ -45,15 +45,6 @@ pub(super) fn line(cause: &FailureCause) -> String {
     format!("failed: {}: {} in {}{}: {why}", example(cause), cause.class, cause.server, cause.route)
 }
 
-/// Returns the most frequent cause as `class in server`.
-pub(super) fn most_frequent(snapshot: &ProgressSnapshot) -> Option<String> {
-    let causes = snapshot.causes_by_count();
-    let cause = causes.first()?;
-    let more = causes.len() - 1;
-    let more = if more > 0 { format!(" and {more} more causes") } else { String::new() };
-    Some(format!("{} in {}{more}", cause.class, cause.server))
-}
-
 fn example(cause: &FailureCause) -> String {
     let key = cause.example.key;
     let attempt = match cause.example.number {

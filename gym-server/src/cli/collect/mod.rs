@@ -1,7 +1,9 @@
 //! `rgym collect`: collects rollouts from running servers, or starts the servers of a configuration for the collection.
 
 mod causes;
+mod figures;
 mod progress;
+mod report;
 mod settings;
 mod summary;
 
@@ -15,8 +17,9 @@ use gym_core::transport::TransportPolicy;
 use gym_core::{CancelToken, World};
 
 use crate::cli::args::options::CollectArgs;
+use crate::cli::collect::report::CollectReport;
 use crate::cli::console::{self, Console};
-use crate::cli::exit::{FAILED, Failure, INCOMPLETE, Outcome};
+use crate::cli::exit::{FAILED, Failure, INCOMPLETE, Outcome, SUCCESS};
 use crate::cli::setup::configuration::{LoadedConfig, Need, load, nothing_named};
 use crate::cli::setup::head_server;
 use crate::cli::setup::models::ModelWatch;
@@ -103,9 +106,21 @@ pub(super) async fn collect(
         Some(collected) => collected?,
     };
     outcome.warnings.iter().for_each(|warning| console.warn(warning));
-    console::print(&summary::text(&outcome, began.elapsed()));
-    if let Some(used) = summary::transports(&transports) {
-        console::print(&used);
+    let exit_code = match (outcome.is_complete(), &outcome.aggregate_error) {
+        (_, Some(_)) => FAILED,
+        (true, None) => SUCCESS,
+        (false, None) => INCOMPLETE,
+    };
+    let used = summary::transports(&transports);
+    if args.json {
+        let report = CollectReport::new(&outcome, began.elapsed(), used.into_iter().collect(), exit_code);
+        let text = serde_json::to_string_pretty(&report).map_err(|error| Failure::Failed(error.to_string()))?;
+        console::print(&text);
+    } else {
+        console::print(&summary::text(&outcome, began.elapsed()));
+        if let Some(used) = summary::transports_line(&used) {
+            console::print(&used);
+        }
     }
     if let Some(advice) = summary::advice(&outcome) {
         console.line(&advice);
@@ -117,13 +132,12 @@ pub(super) async fn collect(
             () = Box::pin(Stack::stop(stack)) => {}
         }
     }
-    match (outcome.is_complete(), &outcome.aggregate_error) {
-        (_, Some(error)) => Err(Failure::Failed(format!(
+    match &outcome.aggregate_error {
+        Some(error) => Err(Failure::Failed(format!(
             "the rollouts are recorded, but their statistics are missing: {error}\n  fix: repeat the command with --resume to \
              request them again, or with --disable-aggregation to skip them"
         ))),
-        (true, None) => Ok(ExitCode::SUCCESS),
-        (false, None) => Ok(ExitCode::from(INCOMPLETE)),
+        None => Ok(ExitCode::from(exit_code)),
     }
 }
 

@@ -8,12 +8,14 @@ use std::time::Duration;
 
 use gym_client::collect::{CollectProgress, ProgressSnapshot};
 use gym_core::CancelToken;
+use gym_core::rollout::FailureClass;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use tokio::sync::watch;
 use tokio::time::{Instant, MissedTickBehavior, interval};
 
 use crate::cli::args::options::ProgressMode;
 use crate::cli::collect::causes;
+use crate::cli::collect::figures::duration;
 use crate::cli::console::Console;
 
 /// Interval of the bar's updates.
@@ -24,6 +26,10 @@ const LOOK_EVERY: Duration = Duration::from_secs(1);
 const LINE_EVERY: Duration = Duration::from_secs(5);
 /// Causes that are described when they first occur.
 const CAUSES_DESCRIBED_MAX: usize = 8;
+/// Characters up to which a line has all its details: beside a bar, it fits into a terminal of 140 columns.
+const LINE_CHARS_MAX: usize = 118;
+/// Age from which the oldest rollout in flight is shown. Those of short episodes change too fast to be read.
+const OLD_AFTER: Duration = Duration::from_secs(5);
 /// Time span over which the rate is measured, so that a slow start does not affect the estimate.
 const RATE_WINDOW: Duration = Duration::from_secs(15);
 
@@ -47,7 +53,7 @@ pub(super) async fn show(
     let bar = bar.then(|| {
         let bar = ProgressBar::with_draw_target(Some(1), ProgressDrawTarget::stderr());
         // The template is a constant with known keys; if it were invalid, the default style would be used.
-        if let Ok(style) = ProgressStyle::with_template("{bar:30} {msg}") {
+        if let Ok(style) = ProgressStyle::with_template("{bar:20} {msg}") {
             bar.set_style(style);
         }
         console.keep_below(&bar);
@@ -132,16 +138,51 @@ impl Rate {
     }
 }
 
-/// Formats `120/1000 rollouts (12.0%), 350.2/s, mean reward 0.532, 16 in flight, 3 failed, ETA 00:00:02`.
+/// The details of a line that are left out, one after another, until it is short enough.
+#[derive(Clone, Copy)]
+struct Detail {
+    /// Classes of failures that are named; the others are counted.
+    classes_max: usize,
+    /// The agent and the attempt of the oldest rollout.
+    oldest_agent: bool,
+    /// The percentage of ended rollouts.
+    percent: bool,
+}
+
+const DETAILS: [Detail; 4] = [
+    Detail { classes_max: 3, oldest_agent: true, percent: true },
+    Detail { classes_max: 1, oldest_agent: true, percent: true },
+    Detail { classes_max: 1, oldest_agent: false, percent: true },
+    Detail { classes_max: 1, oldest_agent: false, percent: false },
+];
+
+/// Formats `120/1000 rollouts (12.0%), 350.2/s, ETA 00:00:02, mean reward 0.532, 16 in flight, 3 failed (attempts: 5 model_error)`, and
+/// the oldest rollout in flight once it is old.
 fn line(snapshot: &ProgressSnapshot, rate: Option<f64>, waits_for: &str) -> String {
+    let texts = DETAILS.map(|detail| counts(snapshot, rate, detail));
+    let fits = |text: &&String| text.chars().count() <= LINE_CHARS_MAX;
+    let mut text = texts.iter().find(fits).unwrap_or(&texts[DETAILS.len() - 1]).clone();
+    if !waits_for.is_empty() {
+        // Writing to a string cannot fail.
+        let _ = write!(text, "; {waits_for}");
+    }
+    text
+}
+
+fn counts(snapshot: &ProgressSnapshot, rate: Option<f64>, detail: Detail) -> String {
     let (done, total) = (snapshot.done(), snapshot.total);
     let mut text = format!("{done}/{total} rollouts");
-    // Writing to a string cannot fail.
-    if total > 0 {
+    if total > 0 && detail.percent {
         let _ = write!(text, " ({:.1}%)", 100.0 * done as f64 / total as f64);
     }
     if let Some(rate) = rate {
         let _ = write!(text, ", {rate:.1}/s");
+    }
+    if let Some(rate) = rate.filter(|rate| *rate > 0.0)
+        && done < total
+    {
+        let seconds = ((total - done) as f64 / rate).ceil() as u64;
+        let _ = write!(text, ", ETA {:02}:{:02}:{:02}", seconds / 3_600, seconds / 60 % 60, seconds % 60);
     }
     if let Some(mean) = snapshot.mean_reward() {
         let _ = write!(text, ", mean reward {mean:.3}");
@@ -151,27 +192,39 @@ fn line(snapshot: &ProgressSnapshot, rate: Option<f64>, waits_for: &str) -> Stri
     if failed > 0 {
         let _ = write!(text, ", {failed} failed");
     }
-    if let Some(cause) = causes::most_frequent(snapshot) {
-        let attempts: u64 = snapshot.failures.values().sum();
-        let _ = write!(text, " ({attempts} failed attempts: {cause})");
+    if let Some(classes) = failed_attempts(snapshot, detail.classes_max) {
+        let _ = write!(text, " ({classes})");
     }
-    if let Some(rate) = rate.filter(|rate| *rate > 0.0)
-        && done < total
-    {
-        let seconds = ((total - done) as f64 / rate).ceil() as u64;
-        let _ = write!(text, ", ETA {:02}:{:02}:{:02}", seconds / 3_600, seconds / 60 % 60, seconds % 60);
-    }
-    if !waits_for.is_empty() {
-        let _ = write!(text, "; {waits_for}");
+    if let Some(oldest) = snapshot.oldest.as_ref().filter(|oldest| oldest.age >= OLD_AFTER) {
+        let _ = write!(text, ", oldest {} {}", oldest.attempt.key, duration(oldest.age));
+        if detail.oldest_agent {
+            let _ = write!(text, " ({}", oldest.agent);
+            if oldest.attempt.number > 0 {
+                let _ = write!(text, ", attempt {}", oldest.attempt.number + 1);
+            }
+            text.push(')');
+        }
     }
     text
+}
+
+/// Formats the failed attempts, the most frequent classes first: `attempts: 3 model_error, 1 tool_error, 1 other`.
+fn failed_attempts(snapshot: &ProgressSnapshot, classes_max: usize) -> Option<String> {
+    let mut classes: Vec<(&FailureClass, &u64)> = snapshot.failures.iter().collect();
+    classes.sort_by_key(|(_, count)| std::cmp::Reverse(**count));
+    let (named, others) = classes.split_at(classes_max.min(classes.len()));
+    let mut words: Vec<String> = named.iter().map(|(class, count)| format!("{count} {class}")).collect();
+    let others: u64 = others.iter().map(|(_, count)| **count).sum();
+    words.extend((others > 0).then(|| format!("{others} other")));
+    (!words.is_empty()).then(|| format!("attempts: {}", words.join(", ")))
 }
 
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeMap;
 
-    use gym_client::collect::AgentScore;
+    use gym_client::collect::{AgentScore, OldestRollout};
+    use gym_core::rollout::{Attempt, TaskKey};
 
     use super::*;
 
@@ -187,10 +240,50 @@ mod tests {
             scores: BTreeMap::from([(Arc::from("a"), score)]),
             ..ProgressSnapshot::default()
         };
-        let expected = "120/1000 rollouts (12.0%), 0.5/s, mean reward 0.532, 16 in flight, 3 failed, ETA 00:29:20";
+        let expected = "120/1000 rollouts (12.0%), 0.5/s, ETA 00:29:20, mean reward 0.532, 16 in flight, 3 failed";
         assert_eq!(line(&snapshot, Some(0.5), ""), expected);
         let waits = line(&ProgressSnapshot::default(), None, "m: http://h/v1 is unavailable");
         assert_eq!(waits, "0/0 rollouts, 0 in flight; m: http://h/v1 is unavailable");
+    }
+
+    fn oldest(seconds: u64) -> Option<OldestRollout> {
+        let attempt = Attempt { key: TaskKey::new(17, 3), number: 1 };
+        Some(OldestRollout { attempt, agent: Arc::from("math_agent"), age: Duration::from_secs(seconds) })
+    }
+
+    #[test]
+    fn the_line_names_failures_by_class_and_the_oldest_rollout_once_it_is_old() {
+        let mut snapshot = ProgressSnapshot { in_flight: 1, oldest: oldest(4), ..ProgressSnapshot::default() };
+        assert_eq!(line(&snapshot, None, ""), "0/0 rollouts, 1 in flight");
+        snapshot.oldest = oldest(45);
+        snapshot.failures = BTreeMap::from([(FailureClass::ToolError, 1), (FailureClass::ModelError, 2)]);
+        assert_eq!(
+            line(&snapshot, None, ""),
+            "0/0 rollouts, 1 in flight (attempts: 2 model_error, 1 tool_error), oldest 17-3 45.0 s (math_agent, attempt 2)"
+        );
+    }
+
+    #[test]
+    fn a_long_line_leaves_out_details_and_no_count() {
+        let score = AgentScore { count: 100, reward_sum: 53.2, unscored: 0 };
+        let snapshot = ProgressSnapshot {
+            total: 1_000_000,
+            completed: 120_000,
+            given_up: 3_000,
+            in_flight: 1_024,
+            oldest: oldest(7_200),
+            scores: BTreeMap::from([(Arc::from("a"), score)]),
+            failures: BTreeMap::from([
+                (FailureClass::ToolError, 7),
+                (FailureClass::TransportUnreachable, 9_000),
+                (FailureClass::ModelError, 3),
+                (FailureClass::JudgeFailed, 1),
+            ]),
+            ..ProgressSnapshot::default()
+        };
+        let expected = "123000/1000000 rollouts, 350.2/s, ETA 00:41:45, mean reward 0.532, 1024 in flight, 3000 failed (attempts: \
+                        9000 transport_unreachable, 11 other), oldest 17-3 2.0 h";
+        assert_eq!(line(&snapshot, Some(350.2), ""), expected);
     }
 
     #[tokio::test(start_paused = true)]

@@ -2,13 +2,15 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
+use std::path::Path;
 use std::time::Duration;
 
 use gym_client::Transports;
 use gym_client::collect::{CollectSummary, RunEnd};
 use gym_core::transport::Transport;
 
-use crate::cli::collect::causes;
+use crate::cli::collect::figures::rate;
+use crate::cli::collect::{causes, figures};
 use crate::cli::console::table;
 
 /// Returns the tables and the list of files.
@@ -16,17 +18,15 @@ pub(super) fn text(collected: &CollectSummary, took: Duration) -> String {
     let snapshot = &collected.snapshot;
     let mut text = String::new();
     // Writing to a string cannot fail.
-    if !snapshot.scores.is_empty() {
-        let rows = snapshot.scores.iter().map(|(agent, score)| {
-            let mean =
-                if score.count == 0 { "-".to_owned() } else { format!("{:.4}", score.reward_sum / score.count as f64) };
-            [agent.to_string(), (score.count + score.unscored).to_string(), mean, score.unscored.to_string()]
-        });
-        let _ = writeln!(text, "{}\n", table(["agent", "rollouts", "mean reward", "without reward"], rows));
+    if !collected.agents.is_empty() {
+        let _ = writeln!(text, "{}\n", figures::agents(&collected.agents));
     }
     if !snapshot.failures.is_empty() {
+        // Those of earlier runs are in the failures file, and not counted again.
+        let resumed = snapshot.already_completed + snapshot.already_given_up > 0;
+        let attempts = if resumed { "attempts of this run" } else { "attempts" };
         let rows = snapshot.failures.iter().map(|(class, count)| [class.as_str().to_owned(), count.to_string()]);
-        let _ = writeln!(text, "{}\n", table(["failure", "attempts"], rows));
+        let _ = writeln!(text, "{}\n", table(["failure", attempts], rows));
     }
     if let Some(causes) = causes::report(snapshot) {
         let _ = writeln!(text, "{causes}\n");
@@ -43,9 +43,7 @@ pub(super) fn text(collected: &CollectSummary, took: Duration) -> String {
     if open > 0 {
         let _ = write!(text, ", {open} incomplete");
     }
-    let seconds = took.as_secs_f64();
-    let rate = if seconds > 0.0 { snapshot.completed as f64 / seconds } else { 0.0 };
-    let _ = writeln!(text, "; {seconds:.1} s, {rate:.1} rollouts/s");
+    let _ = writeln!(text, "; {:.1} s, {:.1} rollouts/s", took.as_secs_f64(), rate(snapshot.completed, took));
     if snapshot.tool_failures > 0 {
         let _ = writeln!(
             text,
@@ -55,15 +53,13 @@ pub(super) fn text(collected: &CollectSummary, took: Duration) -> String {
     }
     let files = &collected.files;
     let written = [
-        ("rollouts", &files.rollouts, true),
-        ("failures", &files.failures, failed > 0 || !snapshot.failures.is_empty()),
-        ("inputs", &files.materialized, true),
-        ("statistics", &files.aggregate, collected.ended == RunEnd::Exhausted && files.aggregate.exists()),
+        ("rollouts", Some(files.rollouts.as_path())),
+        ("failures", Some(files.failures.as_path()).filter(|_| failed > 0 || !snapshot.failures.is_empty())),
+        ("inputs", Some(files.materialized.as_path())),
+        ("statistics", statistics_file(collected)),
     ];
-    for (what, path, show) in written {
-        if show {
-            let _ = writeln!(text, "{what:<10}  {}", path.display());
-        }
+    for (what, path) in written.into_iter().filter_map(|(what, path)| Some((what, path?))) {
+        let _ = writeln!(text, "{what:<10}  {}", path.display());
     }
     text.truncate(text.trim_end().len());
     text
@@ -95,19 +91,31 @@ pub(super) fn advice(collected: &CollectSummary) -> Option<String> {
     })
 }
 
-fn recorded(collected: &CollectSummary) -> u64 {
+/// Returns the file of the statistics, if they are about the recorded rollouts.
+pub(super) fn statistics_file(collected: &CollectSummary) -> Option<&Path> {
+    let file = collected.files.aggregate.as_path();
+    (collected.ended == RunEnd::Exhausted && file.exists()).then_some(file)
+}
+
+/// Returns the number of rollouts in the rollouts file.
+pub(super) fn recorded(collected: &CollectSummary) -> u64 {
     collected.snapshot.completed + collected.snapshot.already_completed
 }
 
-/// Counts the reached servers by transport: `transports: mem 3, http 1 (servers reached)`; `None` if none was reached.
-pub(super) fn transports(transports: &Transports) -> Option<String> {
-    let mut counts: BTreeMap<(Transport, &str), usize> = BTreeMap::new();
+/// Counts the reached servers by transport, the preferred transport first.
+pub(super) fn transports(transports: &Transports) -> Vec<(&'static str, usize)> {
+    let mut counts: BTreeMap<(Transport, &'static str), usize> = BTreeMap::new();
     for peer in transports.paths() {
         if let Some(transport) = peer.transport {
             *counts.entry((transport, transport.as_str())).or_default() += 1;
         }
     }
-    let words: Vec<String> = counts.into_iter().map(|((_, name), count)| format!("{name} {count}")).collect();
+    counts.into_iter().map(|((_, name), count)| (name, count)).collect()
+}
+
+/// Formats the reached servers: `transports: mem 3, http 1 (servers reached)`; `None` if none was reached.
+pub(super) fn transports_line(counts: &[(&'static str, usize)]) -> Option<String> {
+    let words: Vec<String> = counts.iter().map(|(name, count)| format!("{name} {count}")).collect();
     (!words.is_empty()).then(|| format!("transports: {} (servers reached)", words.join(", ")))
 }
 
@@ -116,39 +124,59 @@ mod tests {
     use std::collections::BTreeMap;
     use std::sync::Arc;
 
-    use gym_client::collect::{AgentScore, OutputFiles, ProgressSnapshot};
+    use gym_client::collect::{AgentSummary, OutputFiles, PassRate, ProgressSnapshot, RewardBin};
     use gym_core::rollout::FailureClass;
 
     use super::*;
 
     fn collected(ended: RunEnd, completed: u64, given_up: u64) -> CollectSummary {
-        let score = AgentScore { count: completed, reward_sum: completed as f64 / 2.0, unscored: 0 };
+        let mut agent = AgentSummary::default();
+        (agent.rollouts, agent.scored) = (completed, completed);
+        (agent.mean_reward, agent.min_reward, agent.max_reward) = (Some(0.5), Some(0.0), Some(1.0));
+        let bin = |value, count| RewardBin { from: value, to: value, count };
+        agent.reward_histogram = vec![bin(0.0, completed / 2), bin(1.0, completed - completed / 2)];
+        agent.pass_at_k = [(1, 0.5), (2, 0.75)].map(|(k, rate)| PassRate { k, rate, tasks: 5 }).to_vec();
         let snapshot = ProgressSnapshot {
             total: 10,
             completed,
             given_up,
-            scores: BTreeMap::from([(Arc::from("math"), score)]),
             failures: BTreeMap::from([(FailureClass::AgentRunError, given_up)]),
             ..ProgressSnapshot::default()
         };
         let files = OutputFiles::beside("out/r.jsonl");
-        CollectSummary { files, ended, snapshot, warnings: Vec::new(), aggregate_error: None }
+        let agents = BTreeMap::from([(Arc::from("math"), agent)]);
+        CollectSummary { files, ended, snapshot, agents, warnings: Vec::new(), aggregate_error: None }
     }
 
     #[test]
     fn it_names_agents_failures_counts_and_files() {
         let text = text(&collected(RunEnd::Exhausted, 8, 2), Duration::from_secs(4));
         let words: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
-        assert!(words.contains(&vec!["math", "8", "0.5000", "0"]), "{text}");
+        assert!(words.contains(&vec!["AGENT", "ROLLOUTS", "MEAN", "REWARD", "PASS@2", "REWARDS"]), "{text}");
+        assert!(words.contains(&vec!["math", "8", "0.5000", "0.7500", "0", "██", "1"]), "{text}");
         assert!(words.contains(&vec!["agent_run_error", "2"]), "{text}");
         assert!(text.contains("8 of 10 rollouts are recorded, 2 failed; 4.0 s, 2.0 rollouts/s"), "{text}");
         assert!(text.contains("out/r_failures.jsonl") && text.contains("out/r.jsonl"), "{text}");
     }
 
     #[test]
+    fn figures_that_some_agents_lack_are_dashes_and_those_that_all_lack_are_left_out() {
+        let mut collected = collected(RunEnd::Exhausted, 8, 0);
+        let mut other = AgentSummary::default();
+        (other.rollouts, other.unscored, other.mean_turns) = (2, 2, Some(1.5));
+        other.pass_at_k = Vec::new();
+        collected.agents.insert(Arc::from("poet"), other);
+        let text = text(&collected, Duration::from_secs(4));
+        let words: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
+        let header = ["AGENT", "ROLLOUTS", "WITHOUT", "REWARD", "MEAN", "REWARD", "PASS@2", "TURNS", "REWARDS"];
+        assert_eq!(words[0], header, "{text}");
+        assert_eq!(words[1], ["math", "8", "0", "0.5000", "0.7500", "-", "0", "██", "1"], "{text}");
+        assert_eq!(words[2], ["poet", "2", "2", "-", "-", "1.5", "-"], "{text}");
+    }
+
+    #[test]
     fn a_run_that_stopped_early_says_why_and_how_to_go_on() {
-        let mut collected = collected(RunEnd::FailedFast, 0, 5);
-        collected.snapshot.scores.clear();
+        let collected = collected(RunEnd::FailedFast, 0, 5);
         let said = advice(&collected).unwrap();
         for words in ["5 rollouts failed", "5 rollouts are incomplete", "--resume --fail-fast 0", "r_failures.jsonl"] {
             assert!(said.contains(words), "{said}");

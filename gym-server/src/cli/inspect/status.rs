@@ -20,6 +20,7 @@ use crate::cli::setup::configuration::{LoadedConfig, Need, load};
 use crate::cli::setup::head_server;
 use crate::cli::setup::models::in_progress;
 use crate::role::reply::health::{PeerReport, StallReport};
+use crate::role::reply::runs::OldestRun;
 use crate::stack::Servers;
 
 /// Limit for a request to the head server, which responds from memory.
@@ -46,6 +47,8 @@ struct ServerHealth {
     /// The reported status, or the reason for its absence.
     health: String,
     in_flight: Option<i64>,
+    /// The rollout that an agent or an environment server has been running for the longest time.
+    oldest: Option<OldestRun>,
     uptime_seconds: Option<u64>,
     /// The paths to the server's peers in other processes.
     peers: Vec<PeerReport>,
@@ -139,6 +142,7 @@ async fn health(transports: &Transports, listed: ListedServer, now: f64) -> Serv
         healthy: false,
         health: String::new(),
         in_flight: None,
+        oldest: None,
         uptime_seconds: uptime,
         peers: Vec::new(),
         stalls: Vec::new(),
@@ -161,7 +165,8 @@ async fn health(transports: &Transports, listed: ListedServer, now: f64) -> Serv
                 (None, false) => format!("HTTP status {}", response.status.0),
             };
             health.in_flight = body["in_flight"].as_i64();
-            // Servers of other programs do not report peers.
+            // Servers of other programs report neither rollouts nor peers.
+            health.oldest = serde_json::from_value(body["oldest"].clone()).unwrap_or_default();
             health.peers = serde_json::from_value(body["peers"].clone()).unwrap_or_default();
             health.stalls = serde_json::from_value(body["stalls"].clone()).unwrap_or_default();
             health.endpoints = serde_json::from_value(body["endpoints"].clone()).unwrap_or_default();
@@ -182,11 +187,13 @@ fn text(status: &Status, known: &[Transport]) -> String {
             server.pid.map_or_else(dash, |pid| pid.to_string()),
             server.health.clone(),
             server.in_flight.map_or_else(dash, |count| count.to_string()),
+            server.oldest.as_ref().map_or_else(dash, oldest),
             server.uptime_seconds.map_or_else(dash, uptime),
             transports(&server.peers, known).unwrap_or_else(dash),
         ]
     });
-    let header = ["name", "kind", "implementation", "url", "pid", "health", "in flight", "uptime", "transports"];
+    let header =
+        ["name", "kind", "implementation", "url", "pid", "health", "in flight", "oldest", "uptime", "transports"];
     let mut text = console::table(header, rows);
     // The servers of a process reach their peers over the same transports, so duplicates are removed.
     let rejections: BTreeSet<String> =
@@ -248,6 +255,12 @@ fn rejections(peer: &PeerReport) -> Option<String> {
     let reasons = peer.refused.iter().filter(|refused| refused.transport != Transport::MEM.as_str());
     let reasons: Vec<String> = reasons.map(|refused| format!("{}: {}", refused.transport, refused.why)).collect();
     (!reasons.is_empty()).then(|| format!("{} over {} ({})", peer.peer, transport_name(peer), reasons.join("; ")))
+}
+
+/// Formats the oldest rollout in flight as `45 s (3-0)`.
+fn oldest(run: &OldestRun) -> String {
+    let rollout = run.rollout.as_ref().map(|rollout| format!(" ({rollout})")).unwrap_or_default();
+    format!("{} s{rollout}", run.seconds)
 }
 
 /// Formats an uptime as `3d 04:05:06`.

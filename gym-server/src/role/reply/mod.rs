@@ -2,6 +2,7 @@
 
 pub(crate) mod aggregate;
 pub(crate) mod health;
+pub(crate) mod runs;
 
 use gym_core::message::ContentType;
 use gym_core::server::{ValidationProblem, unprocessable};

@@ -1,13 +1,25 @@
-//! Counters of a running collection, for progress displays and metrics.
+//! Counters of a running collection, for progress displays, metrics and the summary.
+
+mod figures;
+mod repeats;
+mod rewards;
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
-use gym_core::rollout::{Attempt, FailureClass};
+use gym_core::base::InFlight;
+use gym_core::rollout::{Attempt, FailureClass, TaskKey};
+use tokio::time::Instant;
 
 use crate::collect::run::causes::{FailureCause, FailureCauses};
 use crate::collect::run::failure::AttemptFailure;
+use figures::AgentFigures;
+pub use figures::{AgentSummary, LatencySummary, TokenSummary};
+pub(in crate::collect) use figures::{EpisodeFigures, RolloutFigures};
+pub use repeats::PassRate;
+pub use rewards::RewardBin;
 
 /// Counters of one collection. The driver updates them; progress bars and metrics read them.
 #[derive(Debug, Default)]
@@ -17,9 +29,9 @@ pub struct CollectProgress {
     already_completed: AtomicU64,
     already_given_up: AtomicU64,
     given_up: AtomicU64,
-    in_flight: AtomicU64,
     tool_failures: AtomicU64,
-    scores: Mutex<BTreeMap<Arc<str>, AgentScore>>,
+    in_flight: InFlight<InFlightRollout>,
+    agents: Mutex<BTreeMap<Arc<str>, AgentFigures>>,
     failures: Mutex<FailureCounts>,
 }
 
@@ -30,7 +42,7 @@ struct FailureCounts {
     causes: FailureCauses,
 }
 
-/// The rewards of one agent's rollouts in this run.
+/// The rewards of one agent's recorded rollouts, those of earlier runs included.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct AgentScore {
     /// Number of rollouts with a reward.
@@ -39,6 +51,23 @@ pub struct AgentScore {
     pub reward_sum: f64,
     /// Number of completed rollouts without a reward.
     pub unscored: u64,
+}
+
+/// The rollout that has been in flight for the longest time.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OldestRollout {
+    /// Its newest attempt.
+    pub attempt: Attempt,
+    /// Its agent.
+    pub agent: Arc<str>,
+    /// Time since its first attempt in this run began.
+    pub age: Duration,
+}
+
+#[derive(Clone, Debug)]
+struct InFlightRollout {
+    attempt: Attempt,
+    agent: Arc<str>,
 }
 
 /// A snapshot of the counters.
@@ -56,7 +85,9 @@ pub struct ProgressSnapshot {
     pub given_up: u64,
     /// Rollouts in flight.
     pub in_flight: u64,
-    /// Tool calls in scored rollouts of this run that failed for a reason that the model did not cause. Their errors went to the model.
+    /// The rollout that has been in flight for the longest time.
+    pub oldest: Option<OldestRollout>,
+    /// Tool calls in recorded rollouts that failed for a reason that the model did not cause. Their errors went to the model.
     pub tool_failures: u64,
     /// Rewards by agent.
     pub scores: BTreeMap<Arc<str>, AgentScore>,
@@ -107,13 +138,24 @@ impl CollectProgress {
             already_completed: of(&self.already_completed),
             already_given_up: of(&self.already_given_up),
             given_up: of(&self.given_up),
-            in_flight: of(&self.in_flight),
+            in_flight: self.in_flight.count() as u64,
+            oldest: self.in_flight.oldest().map(|(began, InFlightRollout { attempt, agent })| OldestRollout {
+                attempt,
+                agent,
+                age: began.elapsed(),
+            }),
             tool_failures: of(&self.tool_failures),
-            scores: self.scores.lock().unwrap_or_else(PoisonError::into_inner).clone(),
+            scores: self.agents().iter().map(|(agent, figures)| (Arc::clone(agent), figures.score)).collect(),
             failures,
             causes,
             other_causes,
         }
+    }
+
+    /// Returns the figures of each agent. Costs time for each task; [`CollectProgress::snapshot`] does not.
+    #[must_use]
+    pub fn agent_summaries(&self) -> BTreeMap<Arc<str>, AgentSummary> {
+        self.agents().iter().map(|(agent, figures)| (Arc::clone(agent), figures.summary())).collect()
     }
 
     /// Sets the number of requested rollouts.
@@ -126,23 +168,24 @@ impl CollectProgress {
         counter.fetch_add(1, Ordering::Relaxed);
     }
 
-    pub(super) fn complete(&self, agent: &Arc<str>, reward: Option<f64>, tool_failures: u32) {
+    /// Counts a rollout that was recorded in this run.
+    pub(super) fn complete(&self, agent: &Arc<str>, key: TaskKey, rollout: &RolloutFigures) {
         self.completed.fetch_add(1, Ordering::Relaxed);
+        self.add_recorded(agent, key, rollout);
+    }
+
+    /// Counts a recorded rollout in the figures of its agent. Alone, for one that an earlier run recorded.
+    pub(in crate::collect) fn add_recorded(&self, agent: &Arc<str>, key: TaskKey, rollout: &RolloutFigures) {
+        let tool_failures = rollout.episode.map_or(0, |episode| episode.tool_failures);
         if tool_failures > 0 {
             self.tool_failures.fetch_add(tool_failures.into(), Ordering::Relaxed);
         }
-        let mut scores = self.scores.lock().unwrap_or_else(PoisonError::into_inner);
-        let score = match scores.get_mut(agent) {
-            Some(score) => score,
-            None => scores.entry(Arc::clone(agent)).or_default(),
+        let mut agents = self.agents();
+        let figures = match agents.get_mut(agent) {
+            Some(figures) => figures,
+            None => agents.entry(Arc::clone(agent)).or_default(),
         };
-        match reward {
-            Some(reward) => {
-                score.count += 1;
-                score.reward_sum += reward;
-            }
-            None => score.unscored += 1,
-        }
+        figures.add(key.task_index, rollout);
     }
 
     pub(super) fn fail(&self, attempt: Attempt, failure: &AttemptFailure) {
@@ -169,18 +212,33 @@ impl CollectProgress {
         self.given_up.fetch_add(1, Ordering::Relaxed);
     }
 
+    fn agents(&self) -> MutexGuard<'_, BTreeMap<Arc<str>, AgentFigures>> {
+        self.agents.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Counts a rollout as in flight until the guard is dropped.
-    pub(super) fn begin(self: &Arc<Self>) -> InFlightGuard {
-        self.in_flight.fetch_add(1, Ordering::Relaxed);
-        InFlightGuard(Arc::clone(self))
+    pub(super) fn begin(self: &Arc<Self>, key: TaskKey, agent: &Arc<str>, began: Instant) -> InFlightGuard {
+        let attempt = Attempt { key, number: 0 };
+        let slot = self.in_flight.begin(began, InFlightRollout { attempt, agent: Arc::clone(agent) });
+        InFlightGuard { progress: Arc::clone(self), slot }
     }
 }
 
 #[derive(Debug)]
-pub(super) struct InFlightGuard(Arc<CollectProgress>);
+pub(super) struct InFlightGuard {
+    progress: Arc<CollectProgress>,
+    slot: usize,
+}
+
+impl InFlightGuard {
+    /// Sets the number of the newest attempt.
+    pub(super) fn attempt(&self, number: u32) {
+        self.progress.in_flight.update(self.slot, |rollout| rollout.attempt.number = number);
+    }
+}
 
 impl Drop for InFlightGuard {
     fn drop(&mut self) {
-        self.0.in_flight.fetch_sub(1, Ordering::Relaxed);
+        self.progress.in_flight.end(self.slot);
     }
 }
