@@ -92,6 +92,13 @@ impl Picker {
         (self.balance == Balance::Affinity).then(|| self.affinity.counts())
     }
 
+    /// Records the replica of a session, as [`Affinity::remember`] does. Has no effect with other strategies.
+    pub fn remember(&self, session: AffinityKey, index: usize) {
+        if self.balance == Balance::Affinity {
+            self.affinity.remember(session, index);
+        }
+    }
+
     /// Returns the index of the chosen candidate; `None` if there is no candidate, or all weights are 0.
     #[must_use]
     pub fn pick(&self, open: &[Load]) -> Option<usize> {

@@ -217,7 +217,8 @@ impl Engine {
     /// The time of the next change, if nothing is submitted.
     pub(crate) fn next(&self) -> Option<f64> {
         let prefilled = self.prefill.as_ref().map(|(_, _, at)| *at);
-        let ended = self.running.peek().map(|Reverse((end, _))| self.now + (*end as f64 - self.position) / self.speed());
+        let ended =
+            self.running.peek().map(|Reverse((end, _))| self.now + (*end as f64 - self.position) / self.speed());
         [prefilled, ended].into_iter().flatten().min_by(f64::total_cmp).map(|at| at.max(self.now))
     }
 

@@ -106,7 +106,12 @@ fn call(index: usize, session: &Session, turn: usize, own: &mut u32) -> Call {
 }
 
 /// Plays a trace. `away` is an engine that cannot be chosen from the first to the second time, in seconds.
-pub(crate) fn play(sessions: &[Session], specs: &[EngineSpec], policy: &Policy, away: Option<(usize, f64, f64)>) -> Outcome {
+pub(crate) fn play(
+    sessions: &[Session],
+    specs: &[EngineSpec],
+    policy: &Policy,
+    away: Option<(usize, f64, f64)>,
+) -> Outcome {
     let mut engines: Vec<_> = specs.iter().map(|spec| Engine::new(*spec)).collect();
     let mut wakes = BTreeSet::new();
     let mut turns = vec![0; sessions.len()];

@@ -44,7 +44,9 @@ fn compare(sessions: &[Session], specs: &[EngineSpec], all: bool) -> Vec<(&'stat
 }
 
 fn table(title: &str, ideal: u64, outcomes: &[(&'static str, Outcome)]) -> String {
-    let mut text = format!("\n{title}\n| policy | hits | makespan, s | p99, s | busy, max/mean | pending, max/mean | sheds |\n|---|---|---|---|---|---|---|\n");
+    let mut text = format!(
+        "\n{title}\n| policy | hits | makespan, s | p99, s | busy, max/mean | pending, max/mean | sheds |\n|---|---|---|---|---|---|---|\n"
+    );
     for (name, outcome) in outcomes {
         let hits = outcome.hit_tokens as f64 / ideal as f64 * 100.0;
         let Outcome { makespan_s, p99_s, busy_skew, pending_skew, counts, .. } = outcome;

@@ -81,6 +81,17 @@ pub struct AffinityCounts {
     pub skew: f64,
 }
 
+impl AffinityCounts {
+    /// Adds the decisions of another choice among the same replicas. The skew is the larger one.
+    pub fn add(&mut self, other: &Self) {
+        self.hits += other.hits;
+        self.sheds += other.sheds;
+        self.lost += other.lost;
+        self.placed += other.placed;
+        self.skew = self.skew.max(other.skew);
+    }
+}
+
 /// The part of a message that tells whether the prompt ends with it.
 #[derive(serde::Deserialize)]
 struct PromptMessage<'a> {
@@ -123,7 +134,8 @@ impl AffinityKey {
         if messages.first() == Some(&b'"') {
             return Some(Self::of_prompt([&instructions[..], &messages[..]]));
         }
-        let messages: Vec<&RawValue> = serde_json::from_slice(&messages).ok().filter(|list: &Vec<_>| !list.is_empty())?;
+        let messages: Vec<&RawValue> =
+            serde_json::from_slice(&messages).ok().filter(|list: &Vec<_>| !list.is_empty())?;
         let first_user = messages.iter().position(|message| {
             serde_json::from_str(message.get()).is_ok_and(|PromptMessage { role }| role.as_deref() == Some("user"))
         });
@@ -161,6 +173,14 @@ impl Affinity {
     #[must_use]
     pub fn keys(&self) -> usize {
         self.lock().keys.len()
+    }
+
+    /// Records the replica of a session that was served while it was the only one. Has no effect if the session is known.
+    pub fn remember(&self, session: AffinityKey, index: usize) {
+        let keys = &mut self.lock().keys;
+        if keys.get(session, self.options.keys_max).is_none() {
+            keys.put(session, index, self.options.keys_max);
+        }
     }
 
     /// Returns the index of the replica for a call of a session; `None` if there is no candidate.

@@ -100,7 +100,10 @@ fn only_the_sessions_above_the_bound_move_and_they_do_not_return() {
     let moved = affinity.pick(Some(key(1)), || None, &with(9)).unwrap();
     assert_ne!(moved, home);
     assert_eq!(affinity.pick(Some(key(1)), || None, &with(0)), Some(moved));
-    assert_eq!(affinity.counts(), AffinityCounts { hits: 2, sheds: 1, lost: 0, placed: 1, skew: affinity.counts().skew });
+    assert_eq!(
+        affinity.counts(),
+        AffinityCounts { hits: 2, sheds: 1, lost: 0, placed: 1, skew: affinity.counts().skew }
+    );
 }
 
 #[test]
@@ -163,7 +166,9 @@ fn options_without_sense_still_leave_a_replica_with_room() {
 #[test]
 fn a_conversation_keeps_its_prompt_s_key_and_other_prompts_have_others() {
     let of = |text: &str| AffinityKey::of_request(&RawObject::parse(text.to_owned()).unwrap());
-    let first = of(r#"{"instructions":"s","input":[{"role":"developer","content":"d"},{"role":"user","content":"2+2?"}],"seed":1}"#);
+    let first = of(
+        r#"{"instructions":"s","input":[{"role":"developer","content":"d"},{"role":"user","content":"2+2?"}],"seed":1}"#,
+    );
     let later = of(
         r#"{"instructions":"s","input":[{"role":"developer","content":"d"},{"role":"user","content":"2+2?"},{"type":"function_call"},{"role":"user","content":"x"}],"seed":2}"#,
     );
