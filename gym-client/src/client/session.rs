@@ -48,7 +48,7 @@ impl Session {
     ///
     /// # Errors
     /// Before the first response, as [`ServerClient::post`]. Later, `FailedPrecondition` if the replica has exited: the session
-    /// is lost, and a new episode is needed.
+    /// is lost, and a new episode is needed. A replica of a model that has exited is replaced by another one.
     pub fn post(
         &mut self,
         cx: &CallContext,
