@@ -210,6 +210,8 @@ impl Collector for StallMetrics {
 #[derive(Clone, Default)]
 struct AffinityMetrics(Arc<Mutex<Vec<(&'static str, AffinitySource)>>>);
 
+type AffinityCount = fn(&AffinityCounts) -> u64;
+
 type AffinitySource = Box<dyn Fn() -> Vec<(String, AffinityCounts)> + Send + Sync>;
 
 impl AffinityMetrics {
@@ -232,7 +234,7 @@ impl Collector for AffinityMetrics {
                 all.entry((server, among)).or_default().add(&counts);
             }
         }
-        let counters: [(&str, &str, fn(&AffinityCounts) -> u64); 4] = [
+        let counters: [(&str, &str, AffinityCount); 4] = [
             ("hits", "Model calls sent to the replica of their session or prompt", |counts| counts.hits),
             ("sheds", "Model calls sent elsewhere because too many were in flight there", |counts| counts.sheds),
             ("lost", "Model calls sent elsewhere because the replica had failed", |counts| counts.lost),

@@ -40,16 +40,16 @@ impl Policy {
                 (key, load.index).hash(&mut hasher);
                 hasher.finish()
             };
-            open.iter().max_by_key(score).unwrap().index
+            open.iter().max_by_key(score).expect("an engine").index
         };
         match self {
             Self::HashOfSession => hashed(("session", session as u64)),
             Self::HashOfPrompt => hashed(("prompt", u64::from(prompt))),
-            Self::Load(picker) => picker.pick(open).unwrap(),
+            Self::Load(picker) => picker.pick(open).expect("an engine"),
             Self::Affinity(affinity) => {
                 let key = AffinityKey::of_session(&session.to_string());
                 let prompt = || Some(AffinityKey::of_prompt([&prompt.to_le_bytes()[..]]));
-                affinity.pick(Some(key), prompt, open).unwrap()
+                affinity.pick(Some(key), prompt, open).expect("an engine")
             }
         }
     }
@@ -84,7 +84,7 @@ pub(crate) fn hits_of_one_unbounded_cache(sessions: &[Session]) -> u64 {
         let mut own = 0;
         for turn in 0..session.turns.len() {
             let call = call(index, session, turn, &mut own);
-            hits += u64::from(cache.admit(&call).unwrap());
+            hits += u64::from(cache.admit(&call).expect("it has no bound"));
             cache.release(&call);
         }
     }
@@ -152,7 +152,7 @@ pub(crate) fn play(
             engines[chosen].submit(session, call);
             let pending = || engines.iter().map(Engine::pending);
             let total: usize = pending().sum();
-            skews += pending().max().unwrap() as f64 * engines.len() as f64 / total as f64;
+            skews += pending().max().expect("an engine") as f64 * engines.len() as f64 / total as f64;
         }
     }
     latencies.sort_by(f64::total_cmp);

@@ -55,7 +55,7 @@ fn table(title: &str, ideal: u64, outcomes: &[(&'static str, Outcome)]) -> Strin
             text,
             "| {name} | {hits:.1} % | {makespan_s:.0} | {p99_s:.1} | {busy_skew:.2} | {pending_skew:.2} | {sheds} |"
         )
-        .unwrap();
+        .expect("writing to a string cannot fail");
     }
     text
 }

@@ -36,7 +36,7 @@ fn heavy(rng: &mut fastrand::Rng, median: u64) -> u32 {
     let at = rng.u64(..16_000);
     let (step, rest) = ((at / 1_000) as usize, at % 1_000);
     let ratio = LOGNORMAL[step] + (LOGNORMAL[step + 1] - LOGNORMAL[step]) * rest / 1_000;
-    u32::try_from((median * ratio / 1_000).max(1)).unwrap()
+    u32::try_from((median * ratio / 1_000).max(1)).expect("at most twelve times the median")
 }
 
 /// Returns the sessions in the order in which a collector starts them. `hot` is the number of a prompt that has ten times its share.
@@ -69,7 +69,7 @@ pub(crate) fn jsonl(sessions: &[Session]) -> String {
             text,
             r#"{{"session":{session},"prompt":{prompt},"prompt_tokens":{prompt_tokens},"turns":{turns:?}}}"#
         )
-        .unwrap();
+        .expect("writing to a string cannot fail");
     }
     text
 }
