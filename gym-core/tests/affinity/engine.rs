@@ -200,10 +200,9 @@ impl Engine {
         self.waiting.len() + usize::from(self.prefill.is_some()) + self.running.len()
     }
 
-    /// Adds a request at the time of the last [`Engine::advance`].
+    /// Adds a request. It begins with the next [`Engine::advance`], which follows at once.
     pub(crate) fn submit(&mut self, ticket: Ticket, call: Call) {
         self.waiting.push_back((ticket, call));
-        self.start_prefill();
     }
 
     /// The tokens a second of each running sequence.

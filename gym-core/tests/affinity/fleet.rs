@@ -124,36 +124,45 @@ pub(crate) fn play(
         wakes.insert(Wake { at_us: 0, session });
     }
     let (mut now, mut skews) = (0.0_f64, 0.0_f64);
+    // Only the engines of which it changes: to ask each engine at each event takes ten times as long.
+    let mut nexts = vec![None; engines.len()];
     loop {
-        let next = engines.iter().filter_map(Engine::next).min_by(f64::total_cmp);
+        let next = nexts.iter().enumerate().filter_map(|(index, at)| Some(((*at)?, index)));
+        let next = next.min_by(|one: &(f64, usize), other| one.0.total_cmp(&other.0));
         let wake = wakes.first().map(|wake| wake.at_us as f64 / 1e6);
-        let Some(at) = [next, wake].into_iter().flatten().min_by(f64::total_cmp) else { break };
-        now = now.max(at);
-        for engine in &mut engines {
-            for session in engine.advance(now) {
-                latencies.push(now - began[session]);
-                let think = f64::from(sessions[session].turns[turns[session]].think_ms) / 1e3;
-                turns[session] += 1;
-                if turns[session] < sessions[session].turns.len() {
-                    wakes.insert(Wake { at_us: micros(now + think), session });
-                } else if let Some(session) = unstarted.pop_front() {
-                    wakes.insert(Wake { at_us: micros(now), session });
-                }
+        let index = match (next, wake) {
+            (None, None) => break,
+            (Some((at, index)), wake) if wake.is_none_or(|wake| at <= wake) => {
+                now = now.max(at);
+                index
+            }
+            _ => {
+                let Wake { at_us, session } = wakes.pop_first().expect("one is due");
+                now = now.max(at_us as f64 / 1e6);
+                let is_away = |index| away.is_some_and(|(of, from, to)| of == index && (from..to).contains(&now));
+                let loads = engines.iter().enumerate().map(|(index, one)| Load { index, pending: one.pending() });
+                let open: Vec<_> = loads.filter(|load| !is_away(load.index)).collect();
+                let chosen = policy.pick(session, sessions[session].prompt, &open);
+                let call = call(session, &sessions[session], turns[session], &mut own[session]);
+                began[session] = now;
+                engines[chosen].submit(session, call);
+                let pending = || engines.iter().map(Engine::pending);
+                let total: usize = pending().sum();
+                skews += pending().max().expect("an engine") as f64 * engines.len() as f64 / total as f64;
+                chosen
+            }
+        };
+        for session in engines[index].advance(now) {
+            latencies.push(now - began[session]);
+            let think = f64::from(sessions[session].turns[turns[session]].think_ms) / 1e3;
+            turns[session] += 1;
+            if turns[session] < sessions[session].turns.len() {
+                wakes.insert(Wake { at_us: micros(now + think), session });
+            } else if let Some(session) = unstarted.pop_front() {
+                wakes.insert(Wake { at_us: micros(now), session });
             }
         }
-        while let Some(Wake { session, .. }) = wakes.first().copied().filter(|wake| wake.at_us as f64 / 1e6 <= now) {
-            wakes.pop_first();
-            let is_away = |index| away.is_some_and(|(of, from, to)| of == index && (from..to).contains(&now));
-            let loads = engines.iter().enumerate().map(|(index, one)| Load { index, pending: one.pending() });
-            let open: Vec<_> = loads.filter(|load| !is_away(load.index)).collect();
-            let chosen = policy.pick(session, sessions[session].prompt, &open);
-            let call = call(session, &sessions[session], turns[session], &mut own[session]);
-            began[session] = now;
-            engines[chosen].submit(session, call);
-            let pending = || engines.iter().map(Engine::pending);
-            let total: usize = pending().sum();
-            skews += pending().max().expect("an engine") as f64 * engines.len() as f64 / total as f64;
-        }
+        nexts[index] = engines[index].next();
     }
     latencies.sort_by(f64::total_cmp);
     let busy = || engines.iter().map(|engine| engine.busy_s);
