@@ -41,8 +41,8 @@ pub enum Balance {
     /// `LeastPending`, and clients that know only their own calls spread out.
     PowerOfTwoChoices,
     /// Chooses the replica that the session, or another attempt at the same prompt, was sent to, unless too many calls are in flight
-    /// there: see [`Affinity`]. For replicas of models, whose caches have the prompts. A call without a session and a prompt goes
-    /// to the less loaded of two replicas.
+    /// there. For replicas of models, whose caches have the prompts; worker groups reject it. A call without a session and a
+    /// prompt goes to the less loaded of two replicas.
     Affinity,
 }
 
