@@ -109,18 +109,16 @@ fn only_the_sessions_above_the_bound_move_and_they_do_not_return() {
 #[test]
 fn the_attempts_at_a_prompt_share_a_replica_and_what_exceeds_it_shares_the_next() {
     let affinity = Affinity::default();
-    let mut pending = vec![0; 12];
-    let mut used = Vec::new();
+    let mut pending = vec![20; 12];
     for session in 0..30 {
         let chosen = affinity.pick(Some(key(session)), || prompt(1), &loads(&pending)).unwrap();
         pending[chosen] += 1;
-        used.push(chosen);
     }
-    let bound = AffinityOptions::default().bound(29, 12);
-    assert!(pending.iter().all(|calls| *calls <= bound), "{pending:?}");
-    // Nothing else is in flight, so the first replica has as many as the bound allows, and the rest shares few others.
-    assert_eq!(pending[used[0]], bound, "{pending:?}");
-    assert!(pending.iter().filter(|calls| **calls > 0).count() <= 7, "{pending:?}");
+    let bound = AffinityOptions::default().bound(20 * 12 + 29, 12);
+    assert!(pending.iter().all(|calls| *calls <= bound), "{pending:?}, bound {bound}");
+    // Three replicas have room for ten more each. The bound rises with the calls, so the fourth may have got one meanwhile.
+    assert!((3..=4).contains(&pending.iter().filter(|calls| **calls > 20).count()), "{pending:?}, bound {bound}");
+    assert_eq!(affinity.counts().placed, 1);
 }
 
 #[test]
