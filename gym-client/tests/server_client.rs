@@ -75,6 +75,10 @@ impl Bench {
 
     /// A replica of `name`, which notes that it was called.
     async fn start_replica(&self, name: &str, rank: u32, called: &Arc<Mutex<Vec<String>>>) {
+        self.start_replica_of(ServerKind::Agent, name, rank, called).await;
+    }
+
+    async fn start_replica_of(&self, kind: ServerKind, name: &str, rank: u32, called: &Arc<Mutex<Vec<String>>>) {
         let host = self.net.host(&format!("{name}{rank}"));
         let (called, note) = (Arc::clone(called), format!("{name}{rank}"));
         let answer = handler_fn(move |_| {
@@ -86,7 +90,7 @@ impl Bench {
         let registration = Registration {
             name: name.to_owned(),
             rank: Some(rank),
-            kind: ServerKind::Agent,
+            kind,
             implementation: String::new(),
             endpoints: vec![Endpoint::parse(&endpoint).expect("an endpoint")],
             incarnation: Incarnation(1),
@@ -291,4 +295,88 @@ async fn a_call_waits_for_a_replica_with_a_weight_as_for_any() {
     });
     answer.unwrap();
     assert_eq!(*called.lock().unwrap(), ["a1"]);
+}
+
+fn request(prompt: u32, turn: u32) -> String {
+    format!(r#"{{"input":[{{"role":"user","content":"{prompt}"}},{{"role":"assistant","content":"{turn}"}}]}}"#)
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_attempts_at_a_prompt_meet_at_one_replica_of_a_model() {
+    let bench = Bench::new();
+    let called = Arc::default();
+    for rank in 0..3 {
+        bench.start_replica_of(ServerKind::Model, "m", rank, &called).await;
+        bench.start_replica("a", rank, &called).await;
+    }
+    let cx = CallContext::within(Duration::from_secs(600));
+    let mut replicas = std::collections::BTreeSet::new();
+    for prompt in 0..20 {
+        for _ in 0..4 {
+            let mut session = bench.client.session();
+            for turn in 0..3 {
+                session.post(&cx, "m", "/v1/responses", request(prompt, turn)).await.unwrap();
+            }
+        }
+        let mut called = std::mem::take(&mut *called.lock().unwrap());
+        called.dedup();
+        assert_eq!(called.len(), 1, "prompt {prompt}: {called:?}");
+        replicas.insert(called[0].clone());
+    }
+    assert_eq!(replicas.len(), 3, "prompts spread");
+    let counts = bench.client.affinity_counts()();
+    assert_eq!(counts.len(), 1, "{counts:?}");
+    assert_eq!((counts[0].0.as_str(), counts[0].1.hits, counts[0].1.placed), ("m", 220, 20));
+    // Servers of other kinds are balanced by load.
+    for _ in 0..3 {
+        bench.client.post(&cx, "a", "/run", request(1, 1), CallOptions::default()).await.unwrap();
+    }
+    assert_eq!(*called.lock().unwrap(), ["a0", "a1", "a2"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_session_moves_to_another_replica_of_a_model_and_keeps_that_of_other_servers() {
+    let bench = Bench::new();
+    let called = Arc::default();
+    for rank in 0..2 {
+        bench.start_replica_of(ServerKind::Model, "m", rank, &called).await;
+        bench.start_replica("a", rank, &called).await;
+    }
+    let cx = CallContext::within(Duration::from_secs(600));
+    let mut session = bench.client.session();
+    session.post(&cx, "m", "/v1/responses", request(1, 1)).await.unwrap();
+    session.post(&cx, "a", "/step", "{}").await.unwrap();
+    let first = std::mem::take(&mut *called.lock().unwrap());
+    for host in &first {
+        bench.net.crash(host);
+    }
+    // A call in flight would be `Unknown`, and no call of a session is repeated then.
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    for turn in 2..5 {
+        session.post(&cx, "m", "/v1/responses", request(1, turn)).await.unwrap();
+    }
+    let other = if first[0] == "m0" { "m1" } else { "m0" };
+    assert_eq!(*called.lock().unwrap(), [other; 3]);
+    let lost = session.post(&cx, "a", "/step", "{}").await.unwrap_err();
+    assert_eq!(lost.code(), Code::FailedPrecondition, "{lost}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_session_does_not_leave_its_replica_because_another_one_joins() {
+    let bench = Bench::new();
+    let called = Arc::default();
+    bench.start_replica_of(ServerKind::Model, "m", 0, &called).await;
+    let cx = CallContext::within(Duration::from_secs(600));
+    let mut sessions: Vec<_> = (0..20).map(|_| bench.client.session()).collect();
+    for (session, prompt) in sessions.iter_mut().zip(0..) {
+        session.post(&cx, "m", "/v1/responses", request(prompt, 1)).await.unwrap();
+    }
+    bench.start_replica_of(ServerKind::Model, "m", 1, &called).await;
+    tokio::time::sleep(Duration::from_secs(5)).await;
+    bench.client.session().post(&cx, "m", "/v1/responses", request(0, 1)).await.unwrap();
+    called.lock().unwrap().clear();
+    for (session, prompt) in sessions.iter_mut().zip(0..) {
+        session.post(&cx, "m", "/v1/responses", request(prompt, 2)).await.unwrap();
+    }
+    assert_eq!(*called.lock().unwrap(), ["m0"; 20]);
 }

@@ -376,8 +376,10 @@ async fn failed_calls_are_made_again_within_their_budget() {
 }
 
 #[tokio::test]
-async fn weights_that_do_not_fit_the_ranks_are_refused() {
+async fn weights_that_do_not_fit_the_ranks_and_affinity_without_sessions_are_refused() {
     let group = line(2).await;
+    let refused = Balancer::new(Arc::clone(&group) as Arc<dyn WorkerGroup>, Balance::Affinity).unwrap_err();
+    assert!(refused.to_string().contains("`affinity` balances the replicas of a model"), "{refused}");
     for weights in [vec![1], vec![0, 0], vec![1, 2, 3]] {
         let refused = Balancer::new(Arc::clone(&group) as Arc<dyn WorkerGroup>, Balance::Weighted(weights));
         assert_eq!(refused.unwrap_err().code(), Code::InvalidArgument);

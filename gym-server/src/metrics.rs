@@ -1,11 +1,13 @@
 //! Prometheus metrics of one process: requests by server and route, and resource usage.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use gym_core::base::stall::{self, StalledHandler};
+use gym_core::registry::AffinityCounts;
 use gym_core::server::SessionCounts;
 use gym_core::{Response, Status};
 use prometheus_client::collector::Collector;
@@ -27,6 +29,7 @@ pub struct Metrics {
     seconds: Family<RouteLabels, Histogram>,
     in_flight: Family<RouteLabels, Gauge>,
     sessions: SessionMetrics,
+    affinity: AffinityMetrics,
     tool_errors: Family<ToolErrorLabels, Counter>,
     cpu_seconds: Gauge<f64, AtomicU64>,
     resident_bytes: Gauge,
@@ -69,6 +72,7 @@ impl Metrics {
             seconds,
             in_flight: Family::default(),
             sessions: SessionMetrics::default(),
+            affinity: AffinityMetrics::default(),
             tool_errors: Family::default(),
             cpu_seconds: Gauge::default(),
             resident_bytes: Gauge::default(),
@@ -92,6 +96,7 @@ impl Metrics {
                 metrics.resident_bytes.clone(),
             );
             registry.register_collector(Box::new(StallMetrics));
+            registry.register_collector(Box::new(metrics.affinity.clone()));
         });
         metrics
     }
@@ -129,6 +134,16 @@ impl Metrics {
             last: SessionCounts::default(),
         };
         self.sessions.lock().push(watched);
+    }
+
+    /// Adds choices by session affinity: each output of the metrics calls `counts`, which returns them by server. `among` is what is
+    /// chosen: the replicas of a model server, or the endpoints that it calls.
+    pub(crate) fn watch_affinity(
+        &self,
+        among: &'static str,
+        counts: impl Fn() -> Vec<(String, AffinityCounts)> + Send + Sync + 'static,
+    ) {
+        self.affinity.lock().push((among, Box::new(counts)));
     }
 
     /// Returns the counters of the tool errors in the episodes of an agent.
@@ -186,6 +201,58 @@ impl Collector for StallMetrics {
         for stall in stall::current() {
             let labels = [&labels(&stall.handler)[..], &[("thread", stall.thread.clone())]].concat();
             ConstGauge::new(stall.lasted.as_secs_f64()).encode(family.encode_family(&labels)?)?;
+        }
+        Ok(())
+    }
+}
+
+/// The choices by session affinity, read at each output.
+#[derive(Clone, Default)]
+struct AffinityMetrics(Arc<Mutex<Vec<(&'static str, AffinitySource)>>>);
+
+type AffinityCount = fn(&AffinityCounts) -> u64;
+
+type AffinitySource = Box<dyn Fn() -> Vec<(String, AffinityCounts)> + Send + Sync>;
+
+impl AffinityMetrics {
+    fn lock(&self) -> MutexGuard<'_, Vec<(&'static str, AffinitySource)>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl fmt::Debug for AffinityMetrics {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("AffinityMetrics")
+    }
+}
+
+impl Collector for AffinityMetrics {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let mut all: BTreeMap<(String, &'static str), AffinityCounts> = BTreeMap::new();
+        for (among, counts) in &*self.lock() {
+            for (server, counts) in counts() {
+                all.entry((server, among)).or_default().add(&counts);
+            }
+        }
+        let counters: [(&str, &str, AffinityCount); 4] = [
+            ("hits", "Model calls sent to the replica of their session or prompt", |counts| counts.hits),
+            ("sheds", "Model calls sent elsewhere because too many were in flight there", |counts| counts.sheds),
+            ("lost", "Model calls sent elsewhere because the replica had failed", |counts| counts.lost),
+            ("placed", "Model calls of unknown sessions and prompts", |counts| counts.placed),
+        ];
+        for (name, help, count) in counters {
+            let name = format!("gym_model_affinity_{name}");
+            let mut family = encoder.encode_descriptor(&name, help, None, MetricType::Counter)?;
+            for ((server, among), counts) in &all {
+                let labels = [("server", server.as_str()), ("among", among)];
+                ConstCounter::new(count(counts)).encode(family.encode_family(&labels)?)?;
+            }
+        }
+        let help = "Most model calls in flight at one replica, relative to the mean, at the last choice";
+        let mut family = encoder.encode_descriptor("gym_model_affinity_skew", help, None, MetricType::Gauge)?;
+        for ((server, among), counts) in &all {
+            let labels = [("server", server.as_str()), ("among", among)];
+            ConstGauge::new(counts.skew).encode(family.encode_family(&labels)?)?;
         }
         Ok(())
     }

@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
-use gym_core::registry::{Instance, Load, Picker};
+use gym_core::registry::{AffinityCounts, AffinityKey, Balance, Instance, Load, Picker};
+use gym_core::server::ServerKind;
 use gym_core::transport::ConnectOptions;
-use gym_core::{Code, Error, Incarnation, Result};
+use gym_core::{Code, Error, Incarnation, Request, Result};
 use tokio::time::Instant;
 
 use crate::client::pending::PendingCalls;
@@ -30,14 +31,46 @@ impl ReplicaSet {
         Self { replicas, picker, seen: now, stale_from: now, doubtful: true }
     }
 
+    /// Returns the picker of a name that is resolved for the first time. If the program sets no balancing, the replicas of a model are
+    /// chosen by affinity, because their caches have the prompts.
+    pub(super) fn picker(balance: Option<&Balance>, replicas: &[Arc<Replica>]) -> Arc<Picker> {
+        let of_model = replicas.iter().any(|replica| replica.kind == ServerKind::Model);
+        let by_kind = || if of_model { Balance::Affinity } else { Balance::default() };
+        Arc::new(Picker::new(balance.cloned().unwrap_or_else(by_kind)))
+    }
+
+    /// Returns `true` if the calls of a session may go to another replica than its first: model servers keep nothing of a session.
+    pub(super) fn moves_sessions(&self) -> bool {
+        self.replicas.len() > 1
+            && *self.picker.balance() == Balance::Affinity
+            && self.replicas.iter().all(|replica| replica.kind == ServerKind::Model)
+    }
+
+    /// Returns the choices by affinity so far; `None` without a choice.
+    pub(super) fn affinity(&self) -> Option<AffinityCounts> {
+        self.picker.affinity().filter(|_| self.replicas.len() > 1)
+    }
+
     /// Chooses a replica; one in `failed` only if all replicas have failed. Replicas are identified by rank, because weights are
     /// assigned to ranks and positions in the list change.
-    pub(super) fn choose(&self, server: &str, failed: &[u32]) -> Result<Arc<Replica>> {
+    pub(super) fn choose(
+        &self,
+        server: &str,
+        failed: &[u32],
+        request: &Request,
+        session: Option<SessionAffinity>,
+    ) -> Result<Arc<Replica>> {
+        let key = session.map(|session| session.key);
+        if let Some(SessionAffinity { key, home: Some(home) }) = session {
+            self.picker.remember(key, home as usize);
+        }
+        let prompt = || AffinityKey::of_request(&request.message.head.to_object().ok()?);
+        let pick = |open: &[Load]| self.picker.pick_for(key, prompt, open);
         let load = |replica: &Arc<Replica>| Load { index: replica.rank as usize, pending: replica.pending.count() };
         let open = self.replicas.iter().filter(|replica| !failed.contains(&replica.rank));
-        let chosen = self.picker.pick(&open.map(load).collect::<Vec<_>>());
+        let chosen = pick(&open.map(load).collect::<Vec<_>>());
         // Every replica has failed once: choose among all of them.
-        let chosen = chosen.or_else(|| self.picker.pick(&self.replicas.iter().map(load).collect::<Vec<_>>()));
+        let chosen = chosen.or_else(|| pick(&self.replicas.iter().map(load).collect::<Vec<_>>()));
         let replica = chosen.and_then(|rank| self.replicas.iter().find(|replica| replica.rank as usize == rank));
         replica.cloned().ok_or_else(|| match self.replicas.len() {
             0 => absent(server),
@@ -49,12 +82,21 @@ impl ReplicaSet {
     }
 }
 
+/// The session of a call, for [`ReplicaSet::choose`].
+#[derive(Clone, Copy, Debug)]
+pub(super) struct SessionAffinity {
+    pub(super) key: AffinityKey,
+    /// The rank of the replica that sent the last response.
+    pub(super) home: Option<u32>,
+}
+
 /// One replica of a server, with its channel.
 #[derive(Debug)]
 pub(super) struct Replica {
     pub(super) peer: ReconnectingPeer,
     pub(super) incarnation: Incarnation,
     pub(super) rank: u32,
+    pub(super) kind: ServerKind,
     pub(super) pending: PendingCalls,
 }
 
@@ -73,6 +115,7 @@ pub(super) fn replica(instance: Instance, known: Option<&ReplicaSet>) -> Arc<Rep
             peer: ReconnectingPeer::new(instance.endpoints, ConnectOptions::to_incarnation(instance.incarnation)),
             incarnation: instance.incarnation,
             rank: instance.rank,
+            kind: instance.kind,
             pending: PendingCalls::default(),
         }),
     }

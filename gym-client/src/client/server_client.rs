@@ -5,17 +5,18 @@
 
 use std::collections::BTreeMap;
 use std::pin::Pin;
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
 use gym_core::message::EXECUTION_METADATA;
-use gym_core::registry::{Balance, DEFAULT_TTL, Picker, Registry};
+use gym_core::registry::{AffinityCounts, Balance, DEFAULT_TTL, Registry};
 use gym_core::transport::{RetryPolicy, retry_after};
 use gym_core::{CallContext, Code, Error, Execution, Request, Response, Result, Rope, Route, World};
 use tokio::time::Instant;
 
 use crate::client::background::BackgroundTasks;
-use crate::client::replicas::{Replica, ReplicaSet, replica};
+use crate::client::replicas::{Replica, ReplicaSet, SessionAffinity, replica};
 use crate::transport::Transports;
 
 /// Time until a resolved name is resolved again. A failed call resolves the name at once; this limit bounds the time in which a
@@ -35,7 +36,9 @@ pub struct ServerClient {
 pub(super) struct ClientState {
     registry: Arc<dyn Registry>,
     transports: Transports,
-    balance: Balance,
+    balance: Option<Balance>,
+    /// The number of sessions created.
+    pub(super) sessions: AtomicU64,
     pub(super) policy: RetryPolicy,
     pub(super) rng: Mutex<fastrand::Rng>,
     names: RwLock<BTreeMap<String, Arc<ReplicaSet>>>,
@@ -81,7 +84,8 @@ impl ServerClient {
             inner: Arc::new(ClientState {
                 registry,
                 transports,
-                balance: Balance::default(),
+                balance: None,
+                sessions: AtomicU64::new(0),
                 policy: RetryPolicy::default(),
                 rng: Mutex::new(world.rng()),
                 names: RwLock::default(),
@@ -100,7 +104,8 @@ impl ServerClient {
             inner: Arc::new(ClientState {
                 registry: Arc::clone(&inner.registry),
                 transports: inner.transports.clone(),
-                balance,
+                balance: Some(balance),
+                sessions: AtomicU64::new(0),
                 policy,
                 rng: Mutex::new(lock(&inner.rng).fork()),
                 names: RwLock::default(),
@@ -126,6 +131,16 @@ impl ServerClient {
     #[must_use]
     pub fn registry(&self) -> &Arc<dyn Registry> {
         &self.inner.registry
+    }
+
+    /// Returns a function that returns the choices by session affinity so far, by server, for metrics. It does not keep the client.
+    pub fn affinity_counts(&self) -> impl Fn() -> Vec<(String, AffinityCounts)> + Send + Sync + 'static {
+        let inner = Arc::downgrade(&self.inner);
+        move || {
+            let Some(inner) = inner.upgrade() else { return Vec::new() };
+            let names = inner.names.read().unwrap_or_else(PoisonError::into_inner);
+            names.iter().filter_map(|(server, known)| Some((server.clone(), known.affinity()?))).collect()
+        }
     }
 
     /// Sends a `POST` with a JSON body to a route of the named server. Any complete response is `Ok`, including error statuses.
@@ -157,7 +172,7 @@ impl ServerClient {
     /// # Errors
     /// As [`ServerClient::post`].
     pub async fn send(&self, server: &str, request: &Request, options: CallOptions) -> Result<Response> {
-        self.dispatch(server, request, options).await.map(|(_, response)| response)
+        self.dispatch(server, request, options, None).await.map(|(_, response)| response)
     }
 
     /// Returns the replica that answered, and its response.
@@ -166,11 +181,12 @@ impl ServerClient {
         server: &str,
         request: &Request,
         options: CallOptions,
+        session: Option<SessionAffinity>,
     ) -> Result<(Arc<Replica>, Response)> {
         let cx = &request.context;
         // Not repeated, because the registry's client has already repeated its call.
         let resolved = self.resolve(cx, server).await.map_err(|error| about(error, server, request))?;
-        let (rank, error) = match resolved.choose(server, &[]) {
+        let (rank, error) = match resolved.choose(server, &[], request, session) {
             Ok(replica) => match self.call(&replica, request).await {
                 Ok(response) => return Ok((replica, response)),
                 Err(error) => (Some(replica.rank), error),
@@ -182,7 +198,7 @@ impl ServerClient {
         self.resend(error, cx, options.idempotent, |_| async {
             self.forget(server);
             let exclude = lock(&failed).clone();
-            let replica = self.resolve(cx, server).await?.choose(server, &exclude)?;
+            let replica = self.resolve(cx, server).await?.choose(server, &exclude, request, session)?;
             let result = self.call(&replica, request).await;
             if result.is_err() {
                 lock(&failed).push(replica.rank);
@@ -298,7 +314,7 @@ impl ServerClient {
         seen: Instant,
     ) -> Arc<ReplicaSet> {
         let stale_from = Instant::now() + RESOLVE_EVERY;
-        let fresh = || Arc::new(Picker::new(self.inner.balance.clone()));
+        let fresh = || ReplicaSet::picker(self.inner.balance.as_ref(), &replicas);
         let picker = known.map_or_else(fresh, |known| Arc::clone(&known.picker));
         let resolved = Arc::new(ReplicaSet { replicas, picker, seen, stale_from, doubtful: false });
         let mut names = self.inner.names.write().unwrap_or_else(PoisonError::into_inner);
@@ -306,7 +322,7 @@ impl ServerClient {
         resolved
     }
 
-    fn known(&self, server: &str) -> Option<Arc<ReplicaSet>> {
+    pub(super) fn known(&self, server: &str) -> Option<Arc<ReplicaSet>> {
         self.inner.names.read().unwrap_or_else(PoisonError::into_inner).get(server).cloned()
     }
 

@@ -1,18 +1,23 @@
-//! The calls of one episode, which stay with the replicas that answered first.
+//! The calls of one episode, which stay with the replicas that answered first. Those to several replicas of a model stay as long as
+//! the load allows.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
+use gym_core::registry::AffinityKey;
+use gym_core::server::ServerKind;
 use gym_core::{CallContext, Code, Error, Request, Response, Result, Rope, Route};
 
 use crate::client::cookies::CookieJar;
-use crate::client::replicas::Replica;
+use crate::client::replicas::{Replica, SessionAffinity};
 use crate::client::server_client::{CallOptions, ServerClient, about};
 
 impl ServerClient {
     /// Creates a session for the calls of one episode.
     #[must_use]
     pub fn session(&self) -> Session {
-        Session { client: self.clone(), servers: Vec::new() }
+        let number = self.inner.sessions.fetch_add(1, Ordering::Relaxed);
+        Session { client: self.clone(), number, servers: Vec::new() }
     }
 }
 
@@ -20,6 +25,8 @@ impl ServerClient {
 #[derive(Debug)]
 pub struct Session {
     client: ServerClient,
+    /// Identifies the session among those of its client.
+    number: u64,
     /// A list, because most episodes call two servers: the smallest node of a tree is larger.
     servers: Vec<SessionServer>,
 }
@@ -41,7 +48,7 @@ impl Session {
     ///
     /// # Errors
     /// Before the first response, as [`ServerClient::post`]. Later, `FailedPrecondition` if the replica has exited: the session
-    /// is lost, and a new episode is needed.
+    /// is lost, and a new episode is needed. A replica of a model that has exited is replaced by another one.
     pub fn post(
         &mut self,
         cx: &CallContext,
@@ -51,12 +58,13 @@ impl Session {
     ) -> impl Future<Output = Result<Response>> + Send {
         let mut request = Request::post(cx.clone(), route, body);
         let client = self.client.clone();
+        let key = AffinityKey::of_number(self.number);
         let bound = self.bound(server);
         if let Some(cookies) = bound.jar.header() {
             request.context.metadata.push("cookie", cookies);
         }
         async move {
-            let response = bound.call(&client, &request).await?;
+            let response = bound.call(&client, &request, key).await?;
             bound.jar.merge(&response.metadata);
             Ok(response)
         }
@@ -74,10 +82,16 @@ impl Session {
 }
 
 impl SessionServer {
-    /// Returns the response of the session's replica. The first call chooses the replica.
-    async fn call(&mut self, client: &ServerClient, request: &Request) -> Result<Response> {
-        let Some(replica) = &self.replica else {
-            let (replica, response) = client.dispatch(&self.server, request, CallOptions::default()).await?;
+    /// Returns the response of the session's replica. The first call chooses the replica; among several replicas of a model, each
+    /// call does.
+    async fn call(&mut self, client: &ServerClient, request: &Request, key: AffinityKey) -> Result<Response> {
+        let moves = |replica: &Replica| {
+            replica.kind == ServerKind::Model && client.known(&self.server).is_some_and(|known| known.moves_sessions())
+        };
+        let Some(replica) = self.replica.as_ref().filter(|replica| !moves(replica)) else {
+            let session = SessionAffinity { key, home: self.replica.as_ref().map(|replica| replica.rank) };
+            let options = CallOptions::default();
+            let (replica, response) = client.dispatch(&self.server, request, options, Some(session)).await?;
             self.replica = Some(replica);
             return Ok(response);
         };

@@ -9,4 +9,4 @@ mod lease;
 mod pick;
 
 pub use lease::{DEFAULT_TTL, Instance, Lease, MemoryRegistry, Registration, Registry};
-pub use pick::{Balance, Load, Picker};
+pub use pick::{Affinity, AffinityCounts, AffinityKey, AffinityOptions, Balance, Load, Picker};

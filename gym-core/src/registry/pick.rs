@@ -1,10 +1,14 @@
 //! The choice of a replica or rank for a call that any of them can run.
 
+mod affinity;
+
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use serde::{Deserialize, Serialize};
+
+pub use affinity::{Affinity, AffinityCounts, AffinityKey, AffinityOptions};
 
 /// Adds the other name of `least_pending` to the schema; schemars ignores aliases.
 #[cfg(feature = "schemars")]
@@ -16,7 +20,7 @@ fn with_alias(schema: &mut schemars::Schema) {
 
 /// A strategy of load balancing. Default: `LeastPending`.
 ///
-/// In a configuration: `round_robin`, `least_pending` (or `least_outstanding`), `power_of_two_choices`, or
+/// In a configuration: `round_robin`, `least_pending` (or `least_outstanding`), `power_of_two_choices`, `affinity`, or
 /// `{"weighted": [3, 1]}`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schemars", derive(schemars::JsonSchema), schemars(transform = with_alias))]
@@ -36,6 +40,10 @@ pub enum Balance {
     /// Draws two replicas and chooses the one with fewer calls in flight. The load is nearly as even as with
     /// `LeastPending`, and clients that know only their own calls spread out.
     PowerOfTwoChoices,
+    /// Chooses the replica that the session, or another attempt at the same prompt, was sent to, unless too many calls are in flight
+    /// there. For replicas of models, whose caches have the prompts; worker groups reject it. A call without a session and a
+    /// prompt goes to the less loaded of two replicas.
+    Affinity,
 }
 
 impl Balance {
@@ -53,6 +61,7 @@ pub struct Picker {
     turn: AtomicUsize,
     /// The current credit of each index, for weights.
     owed: Mutex<BTreeMap<usize, i64>>,
+    affinity: Affinity,
 }
 
 /// A candidate for [`Picker::pick`].
@@ -77,15 +86,40 @@ impl Picker {
         &self.balance
     }
 
+    /// Returns the decisions so far, if the strategy is [`Balance::Affinity`].
+    #[must_use]
+    pub fn affinity(&self) -> Option<AffinityCounts> {
+        (self.balance == Balance::Affinity).then(|| self.affinity.counts())
+    }
+
+    /// Records the replica of a session, as [`Affinity::remember`] does. Has no effect with other strategies.
+    pub fn remember(&self, session: AffinityKey, index: usize) {
+        if self.balance == Balance::Affinity {
+            self.affinity.remember(session, index);
+        }
+    }
+
     /// Returns the index of the chosen candidate; `None` if there is no candidate, or all weights are 0.
     #[must_use]
     pub fn pick(&self, open: &[Load]) -> Option<usize> {
+        self.pick_for(None, || None, open)
+    }
+
+    /// Like [`Picker::pick`], for a call of a session. The keys are those of [`Affinity::pick`]; other strategies ignore them.
+    #[must_use]
+    pub fn pick_for(
+        &self,
+        session: Option<AffinityKey>,
+        prompt: impl FnOnce() -> Option<AffinityKey>,
+        open: &[Load],
+    ) -> Option<usize> {
         let turn = self.turn.fetch_add(1, Ordering::Relaxed);
         let from = turn.checked_rem(open.len())?;
         let chosen = match &self.balance {
             Balance::RoundRobin => &open[from],
             Balance::LeastPending => open[from..].iter().chain(&open[..from]).min_by_key(|load| load.pending)?,
             Balance::Weighted(weights) => return self.weighted(weights, open),
+            Balance::Affinity => return self.affinity.pick(session, prompt, open),
             Balance::PowerOfTwoChoices => {
                 let mut random = fastrand::Rng::with_seed(turn as u64);
                 let first = random.usize(..open.len());
@@ -164,7 +198,8 @@ mod tests {
     #[test]
     fn without_replicas_there_is_nothing_to_choose_and_with_one_no_choice() {
         let weighted = Balance::Weighted(vec![2]);
-        for balance in [Balance::RoundRobin, Balance::LeastPending, weighted, Balance::PowerOfTwoChoices] {
+        let others = [Balance::RoundRobin, Balance::LeastPending, Balance::PowerOfTwoChoices, Balance::Affinity];
+        for balance in others.into_iter().chain([weighted]) {
             assert_eq!(Picker::new(balance.clone()).pick(&[]), None);
             assert_eq!(turns(balance, &loads(&[3]), 5), [0; 5]);
         }
@@ -174,6 +209,7 @@ mod tests {
     fn strategies_are_read_by_their_names_and_the_rest_is_told_what_there_is() {
         let read = |text: &str| serde_json::from_str::<Balance>(text);
         assert_eq!(read(r#""least_outstanding""#).unwrap(), Balance::LeastPending);
+        assert_eq!(read(r#""affinity""#).unwrap(), Balance::Affinity);
         assert_eq!(read(r#""power_of_two_choices""#).unwrap(), Balance::PowerOfTwoChoices);
         assert_eq!(read(r#"{"weighted": [3, 1]}"#).unwrap(), Balance::Weighted(vec![3, 1]));
         let error = read(r#""fastest""#).unwrap_err().to_string();

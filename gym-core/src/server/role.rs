@@ -337,6 +337,8 @@ impl Step {
 }
 
 /// A model, or a proxy of one, which agents call.
+///
+/// It keeps nothing of a session that a response depends on: with several replicas, a later call of the session may go to another one.
 pub trait ModelServer: Send + Sync + 'static {
     /// Generates a response, for `POST /v1/responses`.
     ///

@@ -131,6 +131,7 @@ impl Stack {
             Arc::new(RemoteRegistry::new(head, control, world.clone()))
         };
         let client = ServerClient::new(Arc::clone(&registry), transports, world);
+        metrics.watch_affinity("replicas", client.affinity_counts());
         let mut stack = Self {
             client,
             registry,

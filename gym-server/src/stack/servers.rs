@@ -138,7 +138,10 @@ impl Servers {
             })
             .environment("legacy_agent", |build| Ok(Relay::new(build.settings()?, build.client.clone())))
             .model("openai_model", |build| OpenAiModel::new(build.settings()?, &build.context.world))
-            .model("vllm_model", |build| VllmModel::new(build.settings()?, &build.context.world))
+            .model("vllm_model", |build| {
+                let model = VllmModel::new(build.settings()?, &build.context.world)?;
+                Ok(model.with_metrics(&build.context.name, &build.context.metrics))
+            })
             .model("scripted_model", |build| {
                 Ok(ScriptedModel::with_default_policy(build.settings()?, &build.context.world))
             });

@@ -113,9 +113,11 @@ const SET: [(&str, &str, &str); 16] = [
 ];
 
 /// Variables of tests, benchmarks and fuzzing. No program of a user reads them.
-const OF_TESTS: [&str; 37] = [
+const OF_TESTS: [&str; 39] = [
     "CONDA_PREFIX",
     "GYM_ABSENT",
+    "GYM_AFFINITY_SEEDS",
+    "GYM_AFFINITY_TRACE",
     "GYM_BAD_INPUT_CASE",
     "GYM_BAD_INPUT_TABLE",
     "GYM_FUZZ_TARGET",

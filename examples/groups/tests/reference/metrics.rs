@@ -22,9 +22,14 @@ use crate::page::{Page, code, workspace};
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// The labels of each metric. The name is that of the samples, except for the suffixes of a histogram.
-const LABELS: [(&str, &[&str]); 31] = [
+const LABELS: [(&str, &[&str]); 36] = [
     ("gym_handler_stalled_seconds", &["server", "route", "thread"]),
     ("gym_handler_stalls_total", &["server", "route"]),
+    ("gym_model_affinity_hits_total", &["server", "among"]),
+    ("gym_model_affinity_lost_total", &["server", "among"]),
+    ("gym_model_affinity_placed_total", &["server", "among"]),
+    ("gym_model_affinity_sheds_total", &["server", "among"]),
+    ("gym_model_affinity_skew", &["server", "among"]),
     ("gym_registered_servers", &[]),
     ("gym_request_seconds", &["server", "route"]),
     ("gym_requests_in_flight", &["server", "route"]),
@@ -59,9 +64,14 @@ const LABELS: [(&str, &[&str]); 31] = [
 const RANK: &[&str] = &["group", "rank"];
 
 /// Metrics without a sample in the test, and the reason. Their type and description are in the output all the same.
-const WITHOUT_SAMPLES: [(&str, &str); 7] = [
+const WITHOUT_SAMPLES: [(&str, &str); 12] = [
     ("gym_handler_stalled_seconds", "no handler blocks a thread"),
     ("gym_handler_stalls_total", "no handler blocks a thread"),
+    ("gym_model_affinity_hits_total", ONE_MODEL),
+    ("gym_model_affinity_lost_total", ONE_MODEL),
+    ("gym_model_affinity_placed_total", ONE_MODEL),
+    ("gym_model_affinity_sheds_total", ONE_MODEL),
+    ("gym_model_affinity_skew", ONE_MODEL),
     ("gym_transport_refusals_total", "the preferred transport is the first that is tried"),
     ("gym_worker_cpu_cores", NO_PROCESS),
     ("gym_worker_gpu_memory_bytes", NO_PROCESS),
@@ -69,6 +79,7 @@ const WITHOUT_SAMPLES: [(&str, &str); 7] = [
     ("gym_worker_resident_memory_peak_bytes", NO_PROCESS),
 ];
 
+const ONE_MODEL: &str = "the model of the test has one replica";
 const NO_PROCESS: &str = "the ranks of the test are in its own process";
 
 /// A metric of the output.

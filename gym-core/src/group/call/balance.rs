@@ -47,8 +47,14 @@ impl Balancer {
     /// Creates a balancer for the calls of a group. Weights are in rank order.
     ///
     /// # Errors
-    /// `InvalidArgument` if there is not one weight for each rank, or if none is above 0.
+    /// `InvalidArgument` if there is not one weight for each rank, or if none is above 0. Also for [`Balance::Affinity`]: the calls
+    /// of a group have no session.
     pub fn new(group: Arc<dyn WorkerGroup>, balance: Balance) -> Result<Self> {
+        if balance == Balance::Affinity {
+            return Err(Error::invalid(
+                "`affinity` balances the replicas of a model, and calls of a worker group have no session; use least_pending",
+            ));
+        }
         let ranks = group.layout().size();
         if let Balance::Weighted(weights) = &balance
             && (weights.len() != ranks || weights.iter().all(|weight| *weight == 0))

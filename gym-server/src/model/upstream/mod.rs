@@ -181,34 +181,50 @@ impl Upstream {
     /// Sends a JSON body with `POST` to a path under the base URL, and retries as long as policy and deadline allow. Returns `Ok`
     /// for any complete response.
     pub(super) async fn post(&self, cx: &CallContext, path: &str, body: Bytes) -> Result<EndpointResponse> {
+        let answer = self.post_or_leave(cx, path, body, false).await?;
+        Ok(answer.expect("it may not leave"))
+    }
+
+    /// Sends a request as [`Upstream::post`] does. If `may_leave`, returns `None` instead of waiting for an endpoint that rejects the
+    /// request or cannot be reached: another endpoint may serve it.
+    pub(super) async fn post_or_leave(
+        &self,
+        cx: &CallContext,
+        path: &str,
+        body: Bytes,
+        may_leave: bool,
+    ) -> Result<Option<EndpointResponse>> {
         let state = &*self.0;
         let target = format!("{}{path}", state.place.path);
-        self.send(cx, &target, || format!("POST {}{path}", state.shown), body).await
+        self.send(cx, &target, || format!("POST {}{path}", state.shown), body, may_leave).await
     }
 
     /// Sends a request as [`Upstream::post`] does, but to a path outside `/v1`, where vLLM has its own routes.
     pub(super) async fn post_outside_v1(&self, cx: &CallContext, path: &str, body: Bytes) -> Result<EndpointResponse> {
         let state = &*self.0;
         let beside = |base: &str| format!("{}{path}", base.strip_suffix("/v1").unwrap_or(base));
-        self.send(cx, &beside(&state.place.path), || format!("POST {}", beside(&state.shown)), body).await
+        let subject = || format!("POST {}", beside(&state.shown));
+        let answer = self.send(cx, &beside(&state.place.path), subject, body, false).await?;
+        Ok(answer.expect("it may not leave"))
     }
 
     /// Sends a request and retries it. `subject` names the call for errors and logs; it is a function because most calls need no
-    /// name.
+    /// name. Returns `None` only if `may_leave`, as [`Upstream::post_or_leave`] does.
     async fn send(
         &self,
         cx: &CallContext,
         target: &str,
         subject: impl Fn() -> String,
         body: Bytes,
-    ) -> Result<EndpointResponse> {
+        may_leave: bool,
+    ) -> Result<Option<EndpointResponse>> {
         let state = &*self.0;
         let mut attempts = Attempts::default();
         let mut waiting = None;
         loop {
             let result = state.send_once(cx, target, Some(body.clone())).await;
             if matches!(&result, Ok(answer) if answer.status < 400) {
-                return result;
+                return result.map(Some);
             }
             let next = {
                 let mut rng = state.rng.lock().unwrap_or_else(PoisonError::into_inner);
@@ -219,7 +235,7 @@ impl Upstream {
                     return match result {
                         Ok(mut answer) => {
                             answer.attempts = why;
-                            Ok(answer)
+                            Ok(Some(answer))
                         }
                         Err(error) => Err(state.gave_up(error, &why).about(subject())),
                     };
@@ -228,6 +244,9 @@ impl Upstream {
                     match &result {
                         Ok(answer) => state.note(answer),
                         Err(error) => state.health.failed(state.keys.no_response(error)),
+                    }
+                    if may_leave && result.as_ref().map_or(true, EndpointResponse::is_rejection) {
+                        return Ok(None);
                     }
                     waiting.get_or_insert_with(|| state.health.wait());
                     tracing::debug!(

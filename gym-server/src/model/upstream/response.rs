@@ -41,6 +41,11 @@ impl EndpointResponse {
         Some(at.saturating_sub(world.now()))
     }
 
+    /// Returns `true` if the endpoint, or a proxy in front of it, cannot serve the request at the moment.
+    pub(in crate::model) fn is_rejection(&self) -> bool {
+        matches!(self.status, 429 | 502 | 503)
+    }
+
     /// Returns the endpoint's name for a spent quota, which no repetition changes.
     pub(super) fn exhausted_quota(&self) -> Option<&'static str> {
         if self.status != 429 {

@@ -173,8 +173,8 @@ impl Repeats {
             }),
             Err(_) => None,
             Ok(answer) if answer.exhausted_quota().is_some() => None,
+            Ok(answer) if answer.is_rejection() => Some(Self::Busy),
             Ok(answer) => match answer.status {
-                429 | 502 | 503 => Some(Self::Busy),
                 404 | 408 | 500 | 504 | 520 => Some(Self::Failed),
                 _ => None,
             },

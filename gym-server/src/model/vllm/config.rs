@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use gym_core::registry::Balance;
 use gym_core::{Error, Result};
 use serde::Deserialize;
 use serde_json::{Map, Value};
@@ -27,8 +28,13 @@ pub enum ReasoningField {
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[cfg_attr(feature = "schemars", derive(schemars::JsonSchema))]
 pub struct VllmModelConfig {
-    /// The URLs of the engines, with their version; one or several. All requests of a session use the same engine. Required.
+    /// The URLs of the engines, with their version; one or several. Required.
     pub base_url: OneOrMany,
+    /// The choice among several engines: `affinity` by default. The requests of a session, and the attempts at one prompt, use the same
+    /// engine, whose cache has the prompt, unless it is overloaded or rejects them. The others are `least_pending`, `round_robin`,
+    /// `power_of_two_choices` and `{weighted: [3, 1]}`, in the order of `base_url`.
+    #[serde(default)]
+    pub load_balancing_strategy: Option<Balance>,
     /// The API key. By default the environment variable `OPENAI_API_KEY`, then `policy_api_key`.
     #[serde(default)]
     pub api_key: Option<Secret>,
@@ -125,6 +131,7 @@ impl VllmModelConfig {
     pub fn new(base_url: impl Into<String>, model: impl Into<String>) -> Self {
         Self {
             base_url: OneOrMany::One(base_url.into()),
+            load_balancing_strategy: None,
             api_key: None,
             model: model.into(),
             return_token_id_information: false,

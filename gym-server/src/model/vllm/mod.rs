@@ -9,17 +9,18 @@
 
 mod audio;
 mod config;
+mod engines;
 mod overflow;
 mod prepare;
 mod request;
 mod response;
 mod think;
 
-use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::{Arc, Once};
 
 use bytes::Bytes;
 use futures_util::future::{BoxFuture, join_all};
+use gym_core::registry::Balance;
 use gym_core::rollout::FailureClass;
 use gym_core::server::{EndpointReport, ModelEndpoints};
 use gym_core::{CallContext, Error, ModelResponse, ModelServer, RawObject, Result, SessionId, World};
@@ -27,9 +28,11 @@ use serde_json::{Value, json};
 
 pub use config::{OneOrMany, ReasoningField, VllmModelConfig};
 
+use crate::metrics::Metrics;
 use crate::model::secret::Secret;
 use crate::model::upstream::retry::{EndpointRetries, RetryKeys};
 use crate::model::upstream::{EndpointKeys, Upstream, UpstreamOptions};
+use engines::Engines;
 use response::{Completion, ResponseForm, TokenFields};
 
 /// Request keys that determine how the engine tokenizes the request.
@@ -41,7 +44,7 @@ const CHAT_ROUTE: &str = "/chat/completions";
 #[derive(Clone, Debug)]
 pub struct VllmModel {
     config: Arc<VllmModelConfig>,
-    engines: Vec<Upstream>,
+    engines: Arc<Engines>,
     world: World,
     /// Limits the warning about dropped template arguments to one.
     template_dropped: Arc<Once>,
@@ -68,17 +71,21 @@ impl VllmModel {
                 retry_backoff_max_ms: config.retry_backoff_max_ms,
             })?,
         };
-        let engines =
-            config.base_urls().into_iter().map(|url| Upstream::new(url, &options, world)).collect::<Result<_>>()?;
+        let upstreams = config.base_urls().into_iter().map(|url| Upstream::new(url, &options, world));
+        let balance = config.load_balancing_strategy.clone().unwrap_or(Balance::Affinity);
+        let engines = Arc::new(Engines::new(upstreams.collect::<Result<_>>()?, balance)?);
         Ok(Self { config: Arc::new(config), engines, world: world.clone(), template_dropped: Arc::new(Once::new()) })
     }
 
-    /// Returns the engine of a session: always the same one, because the session's prefix is in its cache.
-    fn engine(&self, session: &SessionId) -> &Upstream {
-        let mut hasher = DefaultHasher::new();
-        session.hash(&mut hasher);
-        let index = hasher.finish() % self.engines.len() as u64;
-        &self.engines[usize::try_from(index).expect("below the number of engines")]
+    /// Adds the choice among several engines to the metrics, under the name of this server.
+    #[must_use]
+    pub fn with_metrics(self, server: &str, metrics: &Metrics) -> Self {
+        let (server, engines) = (server.to_owned(), Arc::downgrade(&self.engines));
+        metrics.watch_affinity("endpoints", move || {
+            let counts = engines.upgrade().and_then(|engines| engines.affinity());
+            counts.map(|counts| (server.clone(), counts)).into_iter().collect()
+        });
+        self
     }
 
     /// Returns the completion, and the engine's message if the request did not fit into the model's context.
@@ -105,8 +112,7 @@ impl VllmModel {
         if !config.sequential_reasoning_allowed && prepare::ends_in_empty_assistant(&body)? {
             return Ok((response::empty(&config.model, "content_filter", &self.world)?, None));
         }
-        let engine = self.engine(session);
-        let answer = engine.post(cx, CHAT_ROUTE, body.text().clone()).await?;
+        let (engine, answer) = self.engines.post(cx, session, &body, CHAT_ROUTE, body.text().clone()).await?;
         if let Some(message) = overflow::of(&answer) {
             if config.propagate_context_overflow_errors {
                 let error = engine.object(CHAT_ROUTE, answer, "choices").err();
@@ -149,11 +155,11 @@ impl VllmModel {
 
 impl ModelEndpoints for VllmModel {
     fn reports(&self) -> Vec<EndpointReport> {
-        self.engines.iter().map(Upstream::report).collect()
+        self.engines.upstreams().map(Upstream::report).collect()
     }
 
     fn probe<'a>(&'a self, cx: &'a CallContext) -> BoxFuture<'a, Vec<EndpointReport>> {
-        Box::pin(join_all(self.engines.iter().map(|engine| engine.probe(cx))))
+        Box::pin(join_all(self.engines.upstreams().map(|engine| engine.probe(cx))))
     }
 }
 
@@ -171,8 +177,8 @@ impl ModelServer for VllmModel {
             for (key, value) in config.sampling_overrides.iter().flatten() {
                 edit = edit.set(key.clone(), value.to_string());
             }
-            let engine = self.engine(session);
-            let answer = engine.post(cx, "/responses", edit.to_rope().to_bytes()).await?;
+            let native = edit.to_rope().to_bytes();
+            let (engine, answer) = self.engines.post(cx, session, body, "/responses", native).await?;
             return engine.object("/responses", answer, "output").map(ModelResponse);
         }
         let tokens = config.return_token_id_information;

@@ -1,4 +1,5 @@
 use gym_core::Code;
+use gym_core::server::EndpointState;
 
 use super::*;
 use crate::model::mock::{MockEndpoint, answer};
@@ -253,13 +254,99 @@ fn the_environment_chooses_the_reasoning_field_that_no_configuration_names() {
     assert!(error.to_string().contains("NEMO_GYM_REASONING_FIELD"), "{error}");
 }
 
+const CHAT_SHORT: &str =
+    r#"{"created":1,"choices":[{"finish_reason":"stop","message":{"role":"assistant","content":"x"}}]}"#;
+
+fn several(mocks: &[&MockEndpoint], change: impl FnOnce(&mut VllmModelConfig)) -> VllmModel {
+    model(mocks[0], |config| {
+        config.base_url = OneOrMany::Many(mocks.iter().map(|mock| mock.url().to_owned()).collect());
+        change(config);
+    })
+}
+
+async fn chat(model: &VllmModel, session: &str, prompt: &str) -> Result<RawObject> {
+    let body = json!({"messages": [{"role": "user", "content": prompt}]}).to_string();
+    let session = SessionId::new(session);
+    model.chat_completions(&CallContext::default(), &session, &RawObject::parse(body).unwrap()).await
+}
+
 #[tokio::test]
-async fn a_session_stays_with_one_engine_and_sessions_spread() {
-    let mut config = VllmModelConfig::new("", "m");
-    config.base_url = OneOrMany::Many(vec!["http://a:1/v1".into(), "http://b:1/v1".into()]);
-    let model = VllmModel::new(config, &world()).unwrap();
-    let engine = |session: u32| format!("{:?}", model.engine(&SessionId::new(session.to_string())));
-    assert_eq!(engine(1), engine(1));
-    let first = (0..100).filter(|session| engine(*session).contains("//a:1")).count();
-    assert!((20..80).contains(&first), "{first}");
+async fn a_session_and_a_prompt_stay_with_one_engine_and_prompts_spread() {
+    let answers = || vec![answer(200, CHAT_SHORT); 200];
+    let (a, b) = (MockEndpoint::new(answers()).await, MockEndpoint::new(answers()).await);
+    let metrics = Metrics::new();
+    let model = several(&[&a, &b], |_| ()).with_metrics("policy", &metrics);
+    for prompt in 0..30 {
+        let before = (a.count(), b.count());
+        // Three attempts at a prompt, each of two turns. The second turn has another prompt, as if its session had no cookie.
+        for attempt in 0..3 {
+            let session = format!("{prompt}-{attempt}");
+            chat(&model, &session, &format!("prompt {prompt}")).await.unwrap();
+            chat(&model, &session, "another prompt").await.unwrap();
+        }
+        let sent = (a.count() - before.0, b.count() - before.1);
+        assert!(matches!(sent, (6, 0) | (0, 6)), "{prompt}: {sent:?}");
+    }
+    assert!(a.count() >= 30 && b.count() >= 30, "{} and {}", a.count(), b.count());
+    let text = metrics.text();
+    for line in [
+        r#"gym_model_affinity_hits_total{server="policy",among="endpoints"} 150"#,
+        r#"gym_model_affinity_placed_total{server="policy",among="endpoints"} 30"#,
+        r#"gym_model_affinity_sheds_total{server="policy",among="endpoints"} 0"#,
+        r#"gym_model_affinity_skew{server="policy",among="endpoints"} 2"#,
+    ] {
+        assert!(text.contains(line), "{line}: {text}");
+    }
+}
+
+#[tokio::test]
+async fn an_engine_that_rejects_a_call_or_is_gone_is_left_and_the_session_stays_where_it_went() {
+    let full = MockEndpoint::new(vec![answer(503, "{}"); 50]).await;
+    let open = MockEndpoint::new(vec![answer(200, CHAT_SHORT); 50]).await;
+    // Nothing listens at the third: its port is taken back when the listener is dropped.
+    let gone = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap().local_addr().unwrap();
+    let model = several(&[&full, &open], |config| {
+        if let OneOrMany::Many(urls) = &mut config.base_url {
+            urls.push(format!("http://{gone}/v1"));
+        }
+    });
+    for prompt in 0..20 {
+        chat(&model, &format!("s{prompt}"), &format!("prompt {prompt}")).await.unwrap();
+    }
+    let rejected = full.count();
+    assert_eq!(open.count(), 20);
+    // At most one call a second.
+    assert!((1..=5).contains(&rejected), "{rejected}");
+    let unavailable = model.reports().iter().filter(|report| report.state == EndpointState::Unavailable).count();
+    assert_eq!(unavailable, 2, "{:?}", model.reports());
+    for prompt in 0..20 {
+        chat(&model, &format!("s{prompt}"), &format!("prompt {prompt}")).await.unwrap();
+    }
+    assert_eq!(open.count(), 40);
+    assert_eq!(full.count(), rejected, "each session stays where it went");
+}
+
+#[tokio::test]
+async fn a_call_that_every_engine_rejects_waits_and_is_repeated_as_with_one() {
+    let answers = || vec![answer(503, "{}"), answer(503, "{}"), answer(200, CHAT_SHORT), answer(200, CHAT_SHORT)];
+    let (a, b) = (MockEndpoint::new(answers()).await, MockEndpoint::new(answers()).await);
+    let model = several(&[&a, &b], |_| ());
+    chat(&model, "s", "prompt").await.unwrap();
+    // One is left after a rejection. The call waits at the other one.
+    assert_eq!((a.count().min(b.count()), a.count().max(b.count())), (1, 3));
+}
+
+#[tokio::test]
+async fn the_choice_among_engines_can_be_set_and_one_engine_needs_a_weight() {
+    let answers = || vec![answer(200, CHAT_SHORT); 4];
+    let (a, b) = (MockEndpoint::new(answers()).await, MockEndpoint::new(answers()).await);
+    let model = several(&[&a, &b], |config| config.load_balancing_strategy = Some(Balance::RoundRobin));
+    for _ in 0..4 {
+        chat(&model, "s", "prompt").await.unwrap();
+    }
+    assert_eq!((a.count(), b.count()), (2, 2));
+    let mut config = VllmModelConfig::new(a.url(), "m");
+    config.load_balancing_strategy = Some(Balance::Weighted(vec![0]));
+    let error = VllmModel::new(config, &world()).unwrap_err().to_string();
+    assert!(error.contains("`load_balancing_strategy`: each engine of `base_url` has weight 0"), "{error}");
 }
