@@ -127,11 +127,12 @@ impl Classes {
         let now = self.virtual_time;
         let candidates = self.active.iter().copied().filter(|at| allowed(&self.all[*at]));
         // A worker that serves few classes gets an item of theirs even if they are ahead of their share.
-        candidates.min_by_key(|at| {
-            let class = &self.all[*at];
-            (class.start > now, if class.start > now { class.start } else { class.finish() }, *at)
-        })
-        .map(ClassId)
+        candidates
+            .min_by_key(|at| {
+                let class = &self.all[*at];
+                (class.start > now, if class.start > now { class.start } else { class.finish() }, *at)
+            })
+            .map(ClassId)
     }
 
     /// Serves the longest waiting item of a class.

@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
+use crate::rollout::work::WorkId;
 use crate::rollout::work::class::{ClassId, Classes};
 use crate::rollout::work::worker::{Parked, WorkPoll, Worker, WorkerId};
-use crate::rollout::work::WorkId;
 
 /// Items are handed out in larger batches while they add up to less work than this.
 const BATCH_WORK: Duration = Duration::from_millis(5);
@@ -76,7 +76,9 @@ impl fmt::Display for WorkQueueError {
             Self::TooManyClasses(max) => write!(f, "the work queue has {max} classes already"),
             Self::TooManyWorkers(max) => write!(f, "the work queue has {max} workers already"),
             Self::Stale(newer) => write!(f, "worker {newer} has polled, which is newer; use another worker name"),
-            Self::Unknown(worker) => write!(f, "worker {worker} was lost or polls a new queue; its items are no longer its own"),
+            Self::Unknown(worker) => {
+                write!(f, "worker {worker} was lost or polls a new queue; its items are no longer its own")
+            }
         }
     }
 }
@@ -215,10 +217,10 @@ impl WorkQueue {
         true
     }
 
-    /// Returns `true` if the item was handed to a worker, which may have begun it.
+    /// Returns `true` if the item waits, so that no worker has begun it.
     #[must_use]
-    pub fn is_held(&self, id: WorkId) -> bool {
-        self.items.get(&id).is_some_and(|item| item.held.is_some())
+    pub fn waits(&self, id: WorkId) -> bool {
+        self.items.get(&id).is_some_and(|item| item.held.is_none())
     }
 
     /// Accepts a poll. An earlier waiting poll of the same worker ends without items; a newer incarnation replaces an older one.

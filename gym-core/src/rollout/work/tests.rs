@@ -244,9 +244,8 @@ impl Model {
     fn new(seed: u64) -> Self {
         let mut queue = WorkQueue::new(WorkQueueOptions { items_max: 24, ..WorkQueueOptions::default() });
         let mut rng = fastrand::Rng::with_seed(seed);
-        let classes = (0..4)
-            .map(|at| (queue.class(&at.to_string(), rng.u32(1..6), at == 3).unwrap(), at == 3))
-            .collect();
+        let classes =
+            (0..4).map(|at| (queue.class(&at.to_string(), rng.u32(1..6), at == 3).unwrap(), at == 3)).collect();
         let workers = ["a", "b", "c"].map(|name| ModelWorker {
             id: who(name, 1),
             capacity: rng.u32(1..6),

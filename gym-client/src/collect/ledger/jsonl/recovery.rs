@@ -344,8 +344,8 @@ fn identify(file: LedgerFile, row: &RawObject) -> Result<RowIdentity, String> {
 }
 
 /// Returns `true` for the JSON text of the class `worker_lost`.
-fn is_worker_lost(class: &str) -> bool {
-    class.trim_matches('"') == FailureClass::WorkerLost.as_str()
+fn is_worker_lost(class: Bytes) -> bool {
+    serde_json::from_slice::<FailureClass>(&class).is_ok_and(|class| class == FailureClass::WorkerLost)
 }
 
 /// Rejects a row that recovery without an index would read as another outcome.
