@@ -419,3 +419,28 @@ async fn two_workers_of_one_name_do_not_share_items() {
     let (mut older, mut newer) = (older, newer);
     assert!(older.has_ended() && !newer.has_ended());
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_pool_that_ends_tells_its_workers_and_callers() {
+    let world = world(11);
+    let net = SimNet::new(11, Faults::calm());
+    let pool = host_pool(&net, WorkPoolOptions::default(), &world);
+    let stuck: Arc<dyn Handler> = Arc::new(handler_fn(|_: Request| std::future::pending()));
+    let mut worker = pull(serve_env(&net, "w1", stuck, &world).await, options("w1", 4, &world), &world);
+    let request = post("/run", "{}");
+    let waiting = pool.submit(WorkKind::Rollout, "env", &request);
+    tokio::pin!(waiting);
+    assert!(tokio::time::timeout(Duration::from_secs(1), &mut waiting).await.is_err());
+    pool.close();
+    assert_eq!(waiting.await.unwrap_err().code(), Code::Cancelled);
+    tokio::time::timeout(Duration::from_secs(1), async {
+        while !worker.has_ended() {
+            tokio::task::yield_now().await;
+            tokio::time::advance(Duration::from_millis(1)).await;
+        }
+    })
+    .await
+    .expect("the worker is told at once");
+    let error = pool.submit(WorkKind::Rollout, "env", &request).await.unwrap_err();
+    assert_eq!((error.code(), error.execution()), (Code::Unavailable, Execution::NotStarted));
+}

@@ -64,6 +64,9 @@ pub(super) struct AnswerBody {
     /// The queue does not know this incarnation: the worker stops all that it runs, and begins as a new incarnation.
     #[serde(default, skip_serializing_if = "is_false")]
     pub(super) restart: bool,
+    /// The pool ends: nobody waits for what the worker runs, and the worker polls no more.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub(super) closed: bool,
 }
 
 /// One item of work: a `POST` to a server.

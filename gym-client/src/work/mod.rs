@@ -12,12 +12,14 @@
 //! [`FailureClass::WorkerLost`](gym_core::rollout::FailureClass::WorkerLost).
 
 mod dispatch;
+mod host;
 mod message;
 mod pool;
 mod puller;
 mod watch;
 
 pub use dispatch::Dispatch;
+pub use host::{COLLECTOR_POOL, PoolHost, address_towards};
 pub use message::WORK_ROUTE;
 pub use pool::{WorkKind, WorkPool, WorkPoolOptions, WorkPoolSnapshot, WorkerSnapshot};
 pub use puller::{WorkPuller, WorkPullerOptions};

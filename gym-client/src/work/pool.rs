@@ -21,6 +21,9 @@ use crate::work::message::{self, AnswerBody, DoneBody, ItemBody, PollBody, WORK_
 /// Maximum number of bytes of a worker's name.
 const NAME_BYTES_MAX: usize = 256;
 
+/// Maximum number of bytes of one item. A worker's client accepts this much and the JSON beside it.
+const ITEM_BYTES_MAX: usize = 255 << 20;
+
 /// The kind of an item of work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum WorkKind {
@@ -107,6 +110,8 @@ struct PoolState {
     armed: Option<Instant>,
     workers_lost: u64,
     late: u64,
+    /// The pool takes no more calls, and its workers stop.
+    closed: bool,
 }
 
 /// A call whose caller waits.
@@ -136,6 +141,7 @@ impl WorkPool {
             armed: None,
             workers_lost: 0,
             late: 0,
+            closed: false,
         };
         let shared = Arc::new(PoolShared {
             id: world.rng().u64(1..),
@@ -164,6 +170,12 @@ impl WorkPool {
         if request.verb != Verb::Post {
             return Err(about(Error::not_started(Code::Unimplemented, "workers take POST requests only")));
         }
+        let bytes = request.message.len();
+        if bytes > ITEM_BYTES_MAX {
+            let text =
+                format!("the body has {bytes} bytes, and a worker takes at most {ITEM_BYTES_MAX}; use --dispatch push");
+            return Err(about(Error::invalid(text)));
+        }
         let (id, answered) = self.offer(kind, server, request).map_err(about)?;
         let _cancel = CancelItem { shared: &self.shared, id };
         let answered =
@@ -185,6 +197,9 @@ impl WorkPool {
         let weight = self.shared.weights.get(server).copied().unwrap_or(1);
         let (done, answered) = oneshot::channel();
         let mut state = self.shared.lock();
+        if state.closed {
+            return Err(Error::not_started(Code::Unavailable, "the pool has ended"));
+        }
         let class =
             state.queue.class(&kind.class(server), weight, kind == WorkKind::Repeatable).map_err(|e| full(&e))?;
         let id = state.queue.offer(class, request.message.len()).map_err(|error| full(&error))?;
@@ -203,6 +218,15 @@ impl WorkPool {
             state.end_lost(&who, lost, why);
             state.wake_workers();
         }
+    }
+
+    /// Ends the pool: calls that wait end as cancelled, and workers learn with their next answer that they can stop.
+    pub fn close(&self) {
+        let mut state = self.shared.lock();
+        state.closed = true;
+        // Their callers see that the sender is gone.
+        state.calls.clear();
+        state.polls.values().for_each(|poll| poll.wake.notify_one());
     }
 
     /// Returns the current state.
@@ -258,6 +282,9 @@ impl WorkPool {
             let lost = state.queue.lost(&who);
             state.end_lost(&who, lost, "it has left");
             state.wake_workers();
+            return Ok(PollNext::Answer(shared.write(now, state, &Assignment::default())?));
+        }
+        if state.closed {
             return Ok(PollNext::Answer(shared.write(now, state, &Assignment::default())?));
         }
         let wait = Duration::from_millis(body.wait_ms).min(state.queue.options().wait_max);
@@ -354,7 +381,7 @@ impl PoolShared {
         });
         let items = items.collect();
         let cancel = assignment.cancelled.iter().map(|id| id.0).collect();
-        let body = AnswerBody { queue: self.id, items, cancel, restart: false };
+        let body = AnswerBody { queue: self.id, items, cancel, restart: false, closed: state.closed };
         let mut response = Response::json(message::to_json(&body)?);
         response.message.segments = segments;
         Ok(response)
@@ -443,7 +470,7 @@ impl OpenPoll {
             let mut guard = shared.lock();
             let state = &mut *guard;
             let current = self.is_current(state);
-            let assignment = match (current, timed_out) {
+            let assignment = match (current, timed_out || state.closed) {
                 // A newer poll has taken its place, or the worker was removed.
                 (false, _) => Some(Assignment::default()),
                 (true, false) => state.queue.take(now, &self.who, self.number),

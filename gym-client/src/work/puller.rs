@@ -60,6 +60,14 @@ impl WorkPullerOptions {
         let incarnation = Incarnation(u64::try_from(world.now().as_millis()).unwrap_or(u64::MAX));
         Self { name: name.into(), incarnation, capacity: 256, wait: Duration::from_secs(5), servers: None }
     }
+
+    /// Returns the defaults for this process: its name is that of the machine with the number of the process.
+    #[must_use]
+    pub fn of_this_process(world: &World) -> Self {
+        let machine = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+        let machine = if machine.trim().is_empty() { "worker" } else { machine.trim() };
+        Self::new(format!("{machine}-{}", std::process::id()), world)
+    }
 }
 
 /// Takes work from one pool until it is drained or dropped. Dropping it cancels the items that it runs.
@@ -120,7 +128,7 @@ impl WorkPuller {
         })
     }
 
-    /// Returns `true` if the worker has stopped by itself, because another one has its name.
+    /// Returns `true` if the worker has stopped by itself, because the pool has ended or another worker has its name.
     #[must_use]
     pub fn has_ended(&mut self) -> bool {
         while self.task.try_join_next().is_some() {}
@@ -356,6 +364,10 @@ impl PullerState {
             tracing::warn!(worker = self.options.name, "the pool does not know this worker any more; starting again");
             self.restart();
             return true;
+        }
+        if answer.closed {
+            tracing::info!(worker = self.options.name, "the pool has ended");
+            return false;
         }
         self.queue = answer.queue;
         for id in answer.cancel {

@@ -1,10 +1,15 @@
 //! `rgym run`: starts the servers of a configuration and serves until a signal arrives.
 
 use std::process::ExitCode;
+use std::sync::Arc;
 
+use gym_client::registry::RemoteRegistry;
 use gym_client::transport::http::HttpConfig;
+use gym_client::work::WorkPullerOptions;
 use gym_core::World;
+use gym_core::registry::Registry;
 use gym_core::server::ServerKind;
+use gym_core::transport::TransportPolicy;
 
 use crate::cli::args::options::RunArgs;
 use crate::cli::console::{self, Console};
@@ -32,6 +37,7 @@ pub(super) async fn run(
                 .to_owned(),
         ));
     }
+    let pulled_from = args.pull_from.as_deref().map(head_server::parse).transpose()?;
     let loaded = load(&args.sources, overrides, servers, Need::Servers(&args.serve)).await?;
     if loaded.config.instances.is_empty() && args.serve.iter().all(|name| name != HEAD_NAME) {
         return Err(nothing_named("run", &loaded.config.files));
@@ -56,6 +62,13 @@ pub(super) async fn run(
         }
         stack = Box::pin(Stack::start(loaded.config, servers, &world, options)) => stack?,
     };
+    let puller = pulled_from.map(|head| {
+        // The head server is asked over HTTP, whatever the transport policy allows.
+        let control = servers.transports().with_policy(TransportPolicy::unconfigured());
+        let registry: Arc<dyn Registry> = Arc::new(RemoteRegistry::new(head, control, world.clone()));
+        let options = WorkPullerOptions { capacity: args.pull_capacity, ..WorkPullerOptions::of_this_process(&world) };
+        stack.take_work(registry, options)
+    });
     let models = stack.servers().iter().filter(|server| server.kind == ServerKind::Model.as_str());
     let models = ModelWatch::new(stack.client().clone(), models.map(|server| server.name.clone()).collect());
     let waits = args.starting.wait_for_model.is_some();
@@ -79,13 +92,20 @@ pub(super) async fn run(
         "stopping: requests in flight may take up to {:?}; repeat the signal to stop at once",
         args.stop_grace
     ));
+    let stopping = async {
+        // Work that this process has taken is finished before its servers stop.
+        if let Some(puller) = puller {
+            puller.drain(args.stop_grace).await;
+        }
+        stack.stop().await;
+    };
     tokio::select! {
         biased;
         () = stop.immediate.cancelled() => {
             console.line("stopped at once; requests in flight were aborted");
             Ok(ExitCode::from(FAILED))
         }
-        () = Box::pin(stack.stop()) => {
+        () = Box::pin(stopping) => {
             console.line("stopped");
             Ok(ExitCode::SUCCESS)
         }

@@ -2,12 +2,13 @@
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use gym_core::rollout::{Attempt, FailureClass};
 
 use crate::collect::run::causes::{FailureCause, FailureCauses};
 use crate::collect::run::failure::AttemptFailure;
+use crate::work::{WorkPool, WorkPoolSnapshot};
 
 /// Counters of one collection. The driver updates them; progress bars and metrics read them.
 #[derive(Debug, Default)]
@@ -21,6 +22,8 @@ pub struct CollectProgress {
     tool_failures: AtomicU64,
     scores: Mutex<BTreeMap<Arc<str>, AgentScore>>,
     failures: Mutex<FailureCounts>,
+    /// The pool from which workers take the rollouts, if they do.
+    pool: OnceLock<WorkPool>,
 }
 
 /// The failed attempts.
@@ -66,6 +69,8 @@ pub struct ProgressSnapshot {
     pub causes: Vec<FailureCause>,
     /// Failed attempts with none of these causes.
     pub other_causes: u64,
+    /// The queue and its workers, if workers take the rollouts from a pool of this process.
+    pub pool: Option<WorkPoolSnapshot>,
 }
 
 impl ProgressSnapshot {
@@ -113,7 +118,14 @@ impl CollectProgress {
             failures,
             causes,
             other_causes,
+            pool: self.pool.get().map(WorkPool::snapshot),
         }
+    }
+
+    /// Shows the state of this pool in the snapshots.
+    pub(in crate::collect) fn set_pool(&self, pool: WorkPool) {
+        // A collection has one pool.
+        drop(self.pool.set(pool));
     }
 
     /// Sets the number of requested rollouts.
