@@ -184,6 +184,11 @@ async fn a_collection_survives_its_workers() {
     // The environment server in front of the agent is the pool: a collector that knows only `/run` gets the workers.
     let (pooled, failed) = ground.collect("pooled.jsonl", &[], || {}).await;
     assert_eq!(pooled, undisturbed);
+    let text = std::fs::read_to_string(ground.folder.path().join("pooled.jsonl")).unwrap();
+    assert!(
+        text.lines().all(|line| line.contains(r#""_ng_environment_server":"math_pool""#)),
+        "the pool was passed by"
+    );
     assert!(failed.is_empty(), "{failed:?}");
 
     let killed = ground.workers.remove(0);

@@ -8,7 +8,9 @@ use std::time::Duration;
 use futures_util::{FutureExt as _, stream};
 use gym_client::collect::ledger::MemoryLedger;
 use gym_client::collect::{Driver, DriverOptions, ProgressSnapshot, RolloutRow, RunEnd};
-use gym_client::work::{Dispatch, WorkKind, WorkPool, WorkPoolOptions, WorkPuller, WorkPullerOptions};
+use gym_client::work::{
+    Dispatch, PoolWatch, WORK_LABEL, WorkKind, WorkPool, WorkPoolOptions, WorkPuller, WorkPullerOptions,
+};
 use gym_client::{ServerClient, Transports};
 use gym_core::registry::{MemoryRegistry, Registration, Registry};
 use gym_core::rollout::work::WorkQueueOptions;
@@ -443,4 +445,29 @@ async fn a_pool_that_ends_tells_its_workers_and_callers() {
     .expect("the worker is told at once");
     let error = pool.submit(WorkKind::Rollout, "env", &request).await.unwrap_err();
     assert_eq!((error.code(), error.execution()), (Code::Unavailable, Execution::NotStarted));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_worker_finds_the_pools_of_a_registry_and_keeps_them_while_it_is_down() {
+    let world = world(12);
+    let net = SimNet::new(12, Faults::calm());
+    let pool = host_pool(&net, WorkPoolOptions::default(), &world);
+    let runs = Arc::default();
+    let client = serve_env(&net, "w1", counting(&runs, Duration::from_secs(1)), &world).await;
+    let registry = Arc::new(MemoryRegistry::default());
+    let watch = PoolWatch::start(Arc::clone(&registry) as _, client, options("w1", 4, &world), &world);
+    let driving = drive(Arc::new(pool.clone()), 40, DriverOptions::default(), &world);
+    tokio::pin!(driving);
+    assert!(tokio::time::timeout(Duration::from_secs(5), &mut driving).await.is_err());
+    assert_eq!(pool.snapshot().workers.len(), 0, "nothing names the pool yet");
+    let endpoint = Endpoint::parse("sim://collector/work").unwrap();
+    let mut registration = Registration::new("my_pool", ServerKind::Environment, [endpoint]);
+    registration.ttl = Duration::from_secs(3);
+    registration.labels.insert(WORK_LABEL.to_owned(), "1".to_owned());
+    registry.register(&CallContext::default(), registration).await.unwrap();
+    // The registration expires after 3 s, and the rollouts take 10 s.
+    let (_, progress) = driving.await;
+    assert_eq!((progress.completed, progress.failures.len()), (40, 0), "{progress:?}");
+    watch.drain(Duration::from_secs(60)).await;
+    assert_eq!((pool.snapshot().workers.len(), pool.snapshot().workers_lost), (0, 0));
 }

@@ -1,10 +1,13 @@
 //! Prometheus metrics of one process: requests by server and route, and resource usage.
 
+mod pools;
+
 use std::fmt;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use gym_client::work::WorkPool;
 use gym_core::base::stall::{self, StalledHandler};
 use gym_core::server::SessionCounts;
 use gym_core::{Response, Status};
@@ -19,6 +22,8 @@ use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::{Registry, Unit};
 use tokio::time::Instant;
 
+use crate::metrics::pools::PoolMetrics;
+
 /// The metrics of one process; `GET /metrics` of each of its servers prints them. Cheap to clone.
 #[derive(Clone)]
 pub struct Metrics {
@@ -27,6 +32,7 @@ pub struct Metrics {
     seconds: Family<RouteLabels, Histogram>,
     in_flight: Family<RouteLabels, Gauge>,
     sessions: SessionMetrics,
+    pools: PoolMetrics,
     tool_errors: Family<ToolErrorLabels, Counter>,
     cpu_seconds: Gauge<f64, AtomicU64>,
     resident_bytes: Gauge,
@@ -69,6 +75,7 @@ impl Metrics {
             seconds,
             in_flight: Family::default(),
             sessions: SessionMetrics::default(),
+            pools: PoolMetrics::default(),
             tool_errors: Family::default(),
             cpu_seconds: Gauge::default(),
             resident_bytes: Gauge::default(),
@@ -91,6 +98,7 @@ impl Metrics {
                 "Resident memory of the process",
                 metrics.resident_bytes.clone(),
             );
+            metrics.pools.register(registry);
             registry.register_collector(Box::new(StallMetrics));
         });
         metrics
@@ -105,6 +113,7 @@ impl Metrics {
     #[must_use]
     pub fn text(&self) -> String {
         self.sessions.update();
+        self.pools.update();
         self.cpu_seconds.set(process_cpu().as_secs_f64());
         self.resident_bytes.set(i64::try_from(resident_bytes()).unwrap_or(i64::MAX));
         let mut text = String::new();
@@ -129,6 +138,11 @@ impl Metrics {
             last: SessionCounts::default(),
         };
         self.sessions.lock().push(watched);
+    }
+
+    /// Shows the queue and the workers of a server's pool from now on.
+    pub(crate) fn watch_pool(&self, server: &str, pool: WorkPool) {
+        self.pools.watch(ServerLabels { server: server.to_owned() }, pool);
     }
 
     /// Returns the counters of the tool errors in the episodes of an agent.

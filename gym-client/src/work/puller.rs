@@ -1,6 +1,7 @@
 //! The worker's side: takes items from a pool, runs them through the worker's own client, and returns the responses.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -349,6 +350,12 @@ impl PullerState {
                 tracing::error!(worker = self.options.name, %error, "another worker has this name; this one takes no more work");
                 return false;
             }
+            // Sending it again cannot succeed. Its responses are given up, for example because they are larger than the pool accepts.
+            Err(error) if error.code() == Code::InvalidArgument => {
+                tracing::error!(worker = self.options.name, %error, "the pool rejects a poll");
+                self.restart();
+                return number > 1;
+            }
             Err(error) => {
                 let attempts = attempts.saturating_add(1);
                 let wait = RetryPolicy::default().backoff(attempts, &mut self.rng);
@@ -414,7 +421,14 @@ impl PullerState {
         let (client, server, id) = (self.client.clone(), item.server, item.id);
         let options = CallOptions { idempotent: item.repeatable };
         let began = Instant::now();
-        let running = async move { Ended { id, began, result: client.send(&server, &request, options).await } };
+        let running = async move {
+            let sent = AssertUnwindSafe(client.send(&server, &request, options)).catch_unwind().await;
+            Ended {
+                id,
+                began,
+                result: sent.unwrap_or_else(|_| Err(Error::internal("the call panicked on its worker"))),
+            }
+        };
         self.tasks.spawn(running.boxed());
     }
 

@@ -73,6 +73,7 @@ async fn watch(
 ) {
     let mut pullers: BTreeMap<PoolKey, (WorkPuller, Instant)> = BTreeMap::new();
     let running: Arc<AtomicUsize> = Arc::default();
+    let mut unread = false;
     loop {
         let cx = CallContext::within(LOOK_TIMEOUT);
         let listed = tokio::select! {
@@ -82,6 +83,9 @@ async fn watch(
         };
         match listed {
             Ok(instances) => {
+                if std::mem::take(&mut unread) {
+                    tracing::info!("the head server lists its pools again");
+                }
                 let pools: BTreeMap<PoolKey, Instance> =
                     instances.into_iter().filter(is_pool).map(|pool| (key(&pool), pool)).collect();
                 let now = Instant::now();
@@ -96,8 +100,13 @@ async fn watch(
                 // A restarted head server lists a pool only after the pool has registered again.
                 pullers.retain(|_, (puller, seen)| now.duration_since(*seen) < DEFAULT_TTL && !puller.has_ended());
             }
-            // The pools that are known go on.
-            Err(error) => tracing::debug!(%error, "the registry was not read; trying again"),
+            Err(error) => {
+                // The known pools go on, and have the same time to register again as after the last look.
+                pullers.values_mut().for_each(|(_, seen)| *seen = Instant::now());
+                if !std::mem::replace(&mut unread, true) {
+                    tracing::warn!(%error, "the pools of the head server are unknown; trying again each second");
+                }
+            }
         }
         tokio::select! {
             biased;

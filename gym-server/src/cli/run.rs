@@ -6,10 +6,10 @@ use std::sync::Arc;
 use gym_client::registry::RemoteRegistry;
 use gym_client::transport::http::HttpConfig;
 use gym_client::work::WorkPullerOptions;
-use gym_core::World;
 use gym_core::registry::Registry;
 use gym_core::server::ServerKind;
 use gym_core::transport::TransportPolicy;
+use gym_core::{Endpoint, World};
 
 use crate::cli::args::options::RunArgs;
 use crate::cli::console::{self, Console};
@@ -37,7 +37,7 @@ pub(super) async fn run(
                 .to_owned(),
         ));
     }
-    let pulled_from = args.pull_from.as_deref().map(head_server::parse).transpose()?;
+    let pulled_from = args.pull_from.as_deref().map(pull_from).transpose()?;
     let loaded = load(&args.sources, overrides, servers, Need::Servers(&args.serve)).await?;
     if loaded.config.instances.is_empty() && args.serve.iter().all(|name| name != HEAD_NAME) {
         return Err(nothing_named("run", &loaded.config.files));
@@ -110,6 +110,14 @@ pub(super) async fn run(
             Ok(ExitCode::SUCCESS)
         }
     }
+}
+
+/// Parses `--pull-from`.
+fn pull_from(url: &str) -> Result<Endpoint, Failure> {
+    head_server::parse(url).map_err(|failure| match failure {
+        Failure::Usage(text) => Failure::Usage(text.replace("--head-url", "--pull-from")),
+        failure => failure,
+    })
 }
 
 fn reject_unsupported(args: &RunArgs) -> Result<(), Failure> {

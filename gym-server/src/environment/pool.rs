@@ -1,8 +1,10 @@
 //! The environment server whose rollouts run on workers: a collector that knows only `/run` gets a whole cluster.
 
+use std::time::Duration;
+
 use futures_util::future::BoxFuture;
 use gym_client::work::{WORK_ROUTE, WorkPool, WorkPoolOptions, WorkPoolSnapshot};
-use gym_core::{Handler, Request, Response, Result};
+use gym_core::{Error, Handler, Request, Response, Result};
 use serde::Deserialize;
 
 use crate::environment::relay::{Relay, RelayConfig};
@@ -11,6 +13,9 @@ use crate::role::{RoleServer, ServerContext};
 
 /// The name of the implementation. Workers find its instances in the registry.
 pub const POOL_IMPLEMENTATION: &str = "pool";
+
+/// The longest wait of a poll. Polls that wait delay the end of the server by as much.
+const POLL_WAIT_MAX: Duration = Duration::from_secs(2);
 
 /// The keys of a `pool` block.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
@@ -38,20 +43,34 @@ pub struct PoolServer {
 
 impl PoolServer {
     /// Creates a pool. Must be called within a tokio runtime.
-    #[must_use]
-    pub fn new(config: PoolConfig, context: &ServerContext) -> Self {
+    ///
+    /// # Errors
+    /// `InvalidArgument` with the key if a bound is 0.
+    pub fn new(config: PoolConfig, context: &ServerContext) -> Result<Self> {
+        let zero = |key: &str| {
+            Error::invalid(format!(
+                "{key}: must be more than 0\n  fix: use a larger number, or remove the key for the default"
+            ))
+        };
         let mut options = WorkPoolOptions::default();
+        options.queue.wait_max = POLL_WAIT_MAX;
         if let Some(rollouts_max) = config.rollouts_max {
-            options.queue.items_max = rollouts_max.max(1);
+            if rollouts_max == 0 {
+                return Err(zero("rollouts_max"));
+            }
+            options.queue.items_max = rollouts_max;
         }
         if let Some(timeout) = config.worker_timeout_seconds {
+            if timeout.0.is_zero() {
+                return Err(zero("worker_timeout_seconds"));
+            }
             options.queue.silence_max = timeout.0;
-            options.queue.wait_max = options.queue.wait_max.min(timeout.0);
         }
         let pool = WorkPool::new(options, &context.world);
+        context.metrics.watch_pool(&context.name, pool.clone());
         let PoolConfig { agent_server, replay_grace_seconds, .. } = config;
         let relay = Relay::pulled(RelayConfig { agent_server, replay_grace_seconds }, pool.clone());
-        Self { pool, relay: RoleServer::environment(relay, context) }
+        Ok(Self { pool, relay: RoleServer::environment(relay, context) })
     }
 
     /// Returns the state of the queue and the workers.
