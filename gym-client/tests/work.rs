@@ -468,6 +468,8 @@ async fn a_worker_finds_the_pools_of_a_registry_and_keeps_them_while_it_is_down(
     // The registration expires after 3 s, and the rollouts take 10 s.
     let (_, progress) = driving.await;
     assert_eq!((progress.completed, progress.failures.len()), (40, 0), "{progress:?}");
+    let began = tokio::time::Instant::now();
     watch.drain(Duration::from_secs(60)).await;
+    assert!(began.elapsed() < Duration::from_secs(1), "an idle worker ends at once");
     assert_eq!((pool.snapshot().workers.len(), pool.snapshot().workers_lost), (0, 0));
 }

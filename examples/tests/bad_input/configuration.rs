@@ -78,7 +78,7 @@ pub(crate) fn cases() -> Vec<Case> {
              responses_api_agents, name: my_agent}}\npolicy_model: {responses_api_models: {scripted_model: {entrypoint: \
              app.py}}}\nmy_agent:\n  responses_api_agents:\n    simple_agent:\n      entrypoint: app.py\n      \
              model_server: {type: responses_api_models, name: policy_model}\n",
-            &["start my_pool", "rollouts_max: must be more than 0", "fix: "],
+            &["start my_pool", "main.yaml:3", "rollouts_max", "nonzero"],
         ),
         config(
             "an unknown key",

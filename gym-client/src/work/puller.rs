@@ -286,13 +286,15 @@ impl PullerState {
         }
         let elsewhere = self.all_running.load(Ordering::Relaxed).saturating_sub(self.running.len());
         let capacity = self.options.capacity.saturating_sub(u32::try_from(elsewhere).unwrap_or(u32::MAX)).max(1);
+        let wait_ms = u64::try_from(self.options.wait.as_millis()).unwrap_or(u64::MAX);
         let body = PollBody {
             worker: self.options.name.clone(),
             incarnation: self.incarnation.0,
             queue: self.queue,
             poll: self.next_poll,
             capacity: if draining { 0 } else { capacity },
-            wait_ms: u64::try_from(self.options.wait.as_millis()).unwrap_or(u64::MAX),
+            // The last poll of a worker that ends has nothing to wait for.
+            wait_ms: if draining && self.running.is_empty() { 0 } else { wait_ms },
             servers: self.options.servers.clone(),
             done,
             leave: false,

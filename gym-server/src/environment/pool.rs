@@ -1,10 +1,11 @@
 //! The environment server whose rollouts run on workers: a collector that knows only `/run` gets a whole cluster.
 
+use std::num::NonZeroUsize;
 use std::time::Duration;
 
 use futures_util::future::BoxFuture;
 use gym_client::work::{WORK_ROUTE, WorkPool, WorkPoolOptions, WorkPoolSnapshot};
-use gym_core::{Error, Handler, Request, Response, Result};
+use gym_core::{Handler, Request, Response, Result};
 use serde::Deserialize;
 
 use crate::environment::relay::{Relay, RelayConfig};
@@ -19,12 +20,13 @@ const POLL_WAIT_MAX: Duration = Duration::from_secs(2);
 
 /// The keys of a `pool` block.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
+#[cfg_attr(feature = "schemars", derive(schemars::JsonSchema))]
 pub struct PoolConfig {
     /// The agent that runs the rollouts, on each worker.
     pub agent_server: ServerRef,
     /// Maximum number of rollouts that wait or run; further ones are rejected. 16,384 by default.
     #[serde(default)]
-    pub rollouts_max: Option<usize>,
+    pub rollouts_max: Option<NonZeroUsize>,
     /// Seconds after which a worker that does not answer is lost. 10 by default.
     #[serde(default)]
     pub worker_timeout_seconds: Option<Seconds>,
@@ -43,34 +45,21 @@ pub struct PoolServer {
 
 impl PoolServer {
     /// Creates a pool. Must be called within a tokio runtime.
-    ///
-    /// # Errors
-    /// `InvalidArgument` with the key if a bound is 0.
-    pub fn new(config: PoolConfig, context: &ServerContext) -> Result<Self> {
-        let zero = |key: &str| {
-            Error::invalid(format!(
-                "{key}: must be more than 0\n  fix: use a larger number, or remove the key for the default"
-            ))
-        };
+    #[must_use]
+    pub fn new(config: PoolConfig, context: &ServerContext) -> Self {
         let mut options = WorkPoolOptions::default();
         options.queue.wait_max = POLL_WAIT_MAX;
         if let Some(rollouts_max) = config.rollouts_max {
-            if rollouts_max == 0 {
-                return Err(zero("rollouts_max"));
-            }
-            options.queue.items_max = rollouts_max;
+            options.queue.items_max = rollouts_max.get();
         }
         if let Some(timeout) = config.worker_timeout_seconds {
-            if timeout.0.is_zero() {
-                return Err(zero("worker_timeout_seconds"));
-            }
             options.queue.silence_max = timeout.0;
         }
         let pool = WorkPool::new(options, &context.world);
         context.metrics.watch_pool(&context.name, pool.clone());
         let PoolConfig { agent_server, replay_grace_seconds, .. } = config;
         let relay = Relay::pulled(RelayConfig { agent_server, replay_grace_seconds }, pool.clone());
-        Ok(Self { pool, relay: RoleServer::environment(relay, context) })
+        Self { pool, relay: RoleServer::environment(relay, context) }
     }
 
     /// Returns the state of the queue and the workers.

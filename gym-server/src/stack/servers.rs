@@ -139,7 +139,7 @@ impl Servers {
             })
             .environment("legacy_agent", |build| Ok(Relay::new(build.settings()?, build.client.clone())))
             .with(ServerKind::Environment, POOL_IMPLEMENTATION, |build| {
-                let handler = Arc::new(PoolServer::new(build.settings()?, build.context)?);
+                let handler = Arc::new(PoolServer::new(build.settings()?, build.context));
                 Ok(BuiltServer { handler, task_check: None })
             })
             .model("openai_model", |build| OpenAiModel::new(build.settings()?, &build.context.world))
