@@ -201,6 +201,8 @@ impl Drop for PullerState {
 impl PullerState {
     async fn pull(mut self, drain: CancelToken) {
         let mut draining = false;
+        // The pool knows that this worker takes no more work.
+        let mut told = false;
         loop {
             let now = Instant::now();
             let flush_at = self.flush_at(now);
@@ -208,19 +210,18 @@ impl PullerState {
             match self.polls.len() {
                 0 if draining && idle => break self.leave().await,
                 0 => self.send_poll(draining),
+                // Ends the poll that waits, so that the pool gives this worker no more work.
+                1 if draining && !told => {
+                    self.send_poll(draining);
+                    told = true;
+                }
                 1 if flush_at.is_some_and(|at| at <= now) => self.send_poll(draining),
                 _ => {}
             }
             let flushes = self.polls.len() < 2 && flush_at.is_some();
             tokio::select! {
                 biased;
-                () = drain.cancelled(), if !draining => {
-                    draining = true;
-                    // Ends the poll that waits, so that the pool gives this worker no more work.
-                    if self.polls.len() < 2 {
-                        self.send_poll(draining);
-                    }
-                }
+                () = drain.cancelled(), if !draining => draining = true,
                 Some(ended) = self.tasks.join_next(), if !self.tasks.is_empty() => {
                     if let Ok(ended) = ended {
                         self.ended(ended);
