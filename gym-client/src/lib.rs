@@ -41,6 +41,7 @@
 //! | [`collect`] | runs rollouts and records them in JSONL files |
 //! | [`config`] | NeMo Gym's YAML as a typed configuration |
 //! | [`registry`] | server names and leases: those of a head server, or of a file |
+//! | [`work`] | pulled work: pools, and workers that take rollouts when they have capacity |
 //! | [`transport`] | the transports of a program, and the choice among them |
 //! | `launch` | child processes, such as Python servers (Linux) |
 //! | `group` | supervised worker groups on a virtual cluster, and GRPO (feature `groups`, Linux) |
@@ -58,6 +59,7 @@ pub mod launch;
 pub mod prelude;
 pub mod registry;
 pub mod transport;
+pub mod work;
 
 pub use client::{CallOptions, CookieJar, RosterFollower, ServerClient, Session};
 pub use transport::Transports;

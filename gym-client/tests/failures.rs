@@ -212,7 +212,8 @@ async fn every_failed_row() -> Vec<Value> {
         rows[at].row = rows[at].row.edit().set("_ng_rollout_id", id).to_object().unwrap();
     }
     rows.push(RolloutRow { server: "nobody".into(), ..row(1_000) });
-    let options = DriverOptions { attempt_timeout: Duration::from_secs(60), ..options(64, FailFast::Never) };
+    let options =
+        DriverOptions { lost_max: 1, attempt_timeout: Duration::from_secs(60), ..options(64, FailFast::Never) };
     let (_, counted) = ground.run(rows, options).await;
     let mut failures = ground.failures();
     assert_eq!((failures.len() as u32, counted.completed), (count + 1, 0));

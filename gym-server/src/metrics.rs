@@ -1,11 +1,14 @@
 //! Prometheus metrics of one process: requests by server and route, and resource usage.
 
+mod pools;
+
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use gym_client::work::WorkPool;
 use gym_core::base::stall::{self, StalledHandler};
 use gym_core::registry::AffinityCounts;
 use gym_core::server::SessionCounts;
@@ -21,6 +24,8 @@ use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::{Registry, Unit};
 use tokio::time::Instant;
 
+use crate::metrics::pools::PoolMetrics;
+
 /// The metrics of one process; `GET /metrics` of each of its servers prints them. Cheap to clone.
 #[derive(Clone)]
 pub struct Metrics {
@@ -30,6 +35,7 @@ pub struct Metrics {
     in_flight: Family<RouteLabels, Gauge>,
     sessions: SessionMetrics,
     affinity: AffinityMetrics,
+    pools: PoolMetrics,
     tool_errors: Family<ToolErrorLabels, Counter>,
     cpu_seconds: Gauge<f64, AtomicU64>,
     resident_bytes: Gauge,
@@ -73,6 +79,7 @@ impl Metrics {
             in_flight: Family::default(),
             sessions: SessionMetrics::default(),
             affinity: AffinityMetrics::default(),
+            pools: PoolMetrics::default(),
             tool_errors: Family::default(),
             cpu_seconds: Gauge::default(),
             resident_bytes: Gauge::default(),
@@ -95,6 +102,7 @@ impl Metrics {
                 "Resident memory of the process",
                 metrics.resident_bytes.clone(),
             );
+            metrics.pools.register(registry);
             registry.register_collector(Box::new(StallMetrics));
             registry.register_collector(Box::new(metrics.affinity.clone()));
         });
@@ -110,6 +118,7 @@ impl Metrics {
     #[must_use]
     pub fn text(&self) -> String {
         self.sessions.update();
+        self.pools.update();
         self.cpu_seconds.set(process_cpu().as_secs_f64());
         self.resident_bytes.set(i64::try_from(resident_bytes()).unwrap_or(i64::MAX));
         let mut text = String::new();
@@ -144,6 +153,11 @@ impl Metrics {
         counts: impl Fn() -> Vec<(String, AffinityCounts)> + Send + Sync + 'static,
     ) {
         self.affinity.lock().push((among, Box::new(counts)));
+    }
+
+    /// Shows the queue and the workers of a server's pool from now on.
+    pub(crate) fn watch_pool(&self, server: &str, pool: WorkPool) {
+        self.pools.watch(ServerLabels { server: server.to_owned() }, pool);
     }
 
     /// Returns the counters of the tool errors in the episodes of an agent.

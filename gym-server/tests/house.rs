@@ -49,7 +49,14 @@ const ROOMS: &[(&str, &[&[&str]])] = &[
     ),
     (
         "gym-client",
-        &[&["prelude"], &["group"], &["collect"], &["config", "registry", "client", "launch"], &["transport"]],
+        &[
+            &["prelude"],
+            &["group"],
+            &["collect"],
+            &["work"],
+            &["config", "registry", "client", "launch"],
+            &["transport"],
+        ],
     ),
     (
         "gym-server",

@@ -29,6 +29,7 @@ async fn bench(options: Options) -> Result<()> {
     // Name, program, its first argument, the count of the short run, and the additional count of the long run.
     let alone = [
         ("all_in_one", "rollout_costs", None, 1_000, 750 * times),
+        ("pulled", "rollout_costs", Some("pulled"), 1_000, 750 * times),
         ("pipelined_call", "call_costs", Some("pipelined"), 10_000, 2_500 * times),
         ("single_call", "call_costs", Some("call"), 10_000, 2_500 * times),
     ];
@@ -36,10 +37,12 @@ async fn bench(options: Options) -> Result<()> {
         if options.wants(name) {
             let mut counted = Vec::new();
             for count in [short, short + more] {
-                let mut arguments: Vec<String> = how.into_iter().map(str::to_owned).collect();
-                arguments.push(count.to_string());
-                if how.is_none() {
+                let mut arguments = vec![count.to_string()];
+                if program == "rollout_costs" {
                     arguments.push("1000".to_owned());
+                    arguments.extend(how.map(str::to_owned));
+                } else {
+                    arguments.splice(..0, how.map(str::to_owned));
                 }
                 counted.push(count::run(&sibling(program)?, &arguments, &logs.join(name), PATIENCE).await?);
             }

@@ -73,6 +73,14 @@ pub(crate) fn cases() -> Vec<Case> {
             &["main.yaml:", "openai_base_url", "expected a string"],
         ),
         config(
+            "a pool without room",
+            "my_pool:\n  environment_servers:\n    pool: {entrypoint: app.py, rollouts_max: 0, agent_server: {type: \
+             responses_api_agents, name: my_agent}}\npolicy_model: {responses_api_models: {scripted_model: {entrypoint: \
+             app.py}}}\nmy_agent:\n  responses_api_agents:\n    simple_agent:\n      entrypoint: app.py\n      \
+             model_server: {type: responses_api_models, name: policy_model}\n",
+            &["start my_pool", "main.yaml:3", "rollouts_max", "nonzero"],
+        ),
+        config(
             "an unknown key",
             "policy_model: {responses_api_models: {scripted_model: {entrypoint: app.py}}}\nmy_agent:\n  responses_api_agents:\n    \
              simple_agent:\n      entrypoint: app.py\n      max_step: 4\n      model_server: {type: responses_api_models, name: \
@@ -141,6 +149,14 @@ pub(crate) fn cases() -> Vec<Case> {
             &["collect", "--concurency", "4"],
             "exit 2",
             &["--concurency", "--concurrency"],
+        ),
+        cli(
+            USAGE,
+            "a head server to pull from without a port",
+            "",
+            &["run", "--config", "QUICKSTART", "--pull-from", "http://h"],
+            "exit 2",
+            &["http://h", "the URL has no port", "--pull-from http://"],
         ),
         cli(USAGE, "a misspelled command", "", &["colect"], "exit 2", &["colect", "collect"]),
         cli(

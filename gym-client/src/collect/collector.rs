@@ -12,7 +12,7 @@ use futures_util::future::BoxFuture;
 use futures_util::stream::{self, StreamExt as _};
 use gym_core::base::Files;
 use gym_core::rollout::TaskKey;
-use gym_core::{CallContext, CancelToken, Code, Error, Result, Rope, World};
+use gym_core::{CallContext, CancelToken, Code, Error, Request, Result, Rope, Route, World};
 use tokio::sync::mpsc;
 
 use crate::client::{CallOptions, ServerClient};
@@ -28,6 +28,7 @@ use crate::collect::resume::compare;
 use crate::collect::run::{
     AgentSummary, CollectProgress, Driver, DriverOptions, FailFast, ProgressSnapshot, RolloutRow, RunEnd,
 };
+use crate::work::{WorkKind, WorkPool};
 
 /// Rows that the reader sends in one group: waking another thread for each row would cost as much as reading the row.
 const GROUP_ROWS: usize = 64;
@@ -135,13 +136,23 @@ pub struct RolloutCollector {
     names: ServerNames,
     world: World,
     progress: Arc<CollectProgress>,
+    pool: Option<WorkPool>,
 }
 
 impl RolloutCollector {
     /// Creates a collector that calls the servers listed in `names` through `client`.
     #[must_use]
     pub fn new(client: ServerClient, names: ServerNames, world: World) -> Self {
-        Self { client, names, world, progress: Arc::default() }
+        Self { client, names, world, progress: Arc::default(), pool: None }
+    }
+
+    /// Lets workers take the rollouts from `pool`, instead of calling the servers by name. The pool's queue must hold
+    /// [`DriverOptions::concurrency`] items.
+    #[must_use]
+    pub fn pulled_from(mut self, pool: WorkPool) -> Self {
+        self.progress.set_pool(pool.clone());
+        self.pool = Some(pool);
+        self
     }
 
     /// Returns the counters of the running collection.
@@ -209,8 +220,11 @@ impl RolloutCollector {
                 return Err(error);
             }
             let ledger = Arc::new(ledger);
-            let driver = Driver::new(self.client.clone(), Arc::clone(&ledger) as _, &self.world, options.driver)
+            let mut driver = Driver::new(self.client.clone(), Arc::clone(&ledger) as _, &self.world, options.driver)
                 .counting_in(Arc::clone(&self.progress));
+            if let Some(pool) = &self.pool {
+                driver = driver.dispatching_over(Arc::new(pool.clone()));
+            }
             let rows = read_rows(files.materialized.clone(), self.names.clone());
             let ended = Arc::new(driver).run(rows, stop).await;
             ledger.close(&CallContext::within(OPEN_TIMEOUT)).await?;
@@ -293,7 +307,11 @@ impl RolloutCollector {
             let body = blocking(move || aggregate_body(&index_of, at, &rollouts, AGGREGATE_BYTES_MAX)).await?;
             let server = &index.groups()[at].server;
             let cx = CallContext::within(AGGREGATE_TIMEOUT);
-            let response = self.client.post(&cx, server, "/aggregate_metrics", body, CallOptions::idempotent()).await?;
+            let request = Request::post(cx, Route::from_static("/aggregate_metrics"), body);
+            let response = match &self.pool {
+                Some(pool) => pool.submit(WorkKind::Repeatable, server, &request).await?,
+                None => self.client.send(server, &request, CallOptions::idempotent()).await?,
+            };
             let response =
                 response.into_result().map_err(|error| error.about(format!("POST {server}/aggregate_metrics")))?;
             replies.push((server.clone(), response.message.head.to_bytes()));

@@ -30,7 +30,7 @@ pub struct ServerNames {
 
 /// Agents and environment servers that send a row to the resources server unchanged. Others may add what the environment reads, so
 /// their rows are checked by the environment only.
-const SEND_ROWS_UNCHANGED: [&str; 3] = ["simple_agent", "gymnasium_agent", "legacy_agent"];
+const SEND_ROWS_UNCHANGED: [&str; 4] = ["simple_agent", "gymnasium_agent", "legacy_agent", "pool"];
 
 #[derive(Clone, Debug)]
 struct ServerEntry {
@@ -96,6 +96,15 @@ impl ServerNames {
         }
         let (resources, check) = self.task_checks.get_key_value(server.resources.as_deref()?)?;
         Some((resources, *check))
+    }
+
+    /// Returns the names without the environment servers of the implementation `pool`: a collector whose workers pull needs no other
+    /// pool in front of an agent.
+    #[must_use]
+    pub fn without_pools(mut self) -> Self {
+        let is_pool = |known: &ServerEntry| known.kind == ServerKind::Environment && known.implementation == "pool";
+        Arc::make_mut(&mut self.servers).retain(|_, known| !is_pool(known));
+        self
     }
 
     /// Returns the server that runs the rows of this agent, and its implementation. It is the environment server in

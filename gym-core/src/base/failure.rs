@@ -43,13 +43,15 @@ pub enum FailureClass {
     InvalidReward,
     /// The server restarted, or no longer has the session.
     SessionLost,
+    /// The worker that ran the episode died, or was silent for too long. The task is not to blame.
+    WorkerLost,
     /// The run was stopped.
     Cancelled,
 }
 
 impl FailureClass {
     /// All classes, in the order of declaration.
-    pub const ALL: [Self; 18] = [
+    pub const ALL: [Self; 19] = [
         Self::TransportUnreachable,
         Self::TransportPeerDrop,
         Self::TransportTimeout,
@@ -67,6 +69,7 @@ impl FailureClass {
         Self::VerifierPanic,
         Self::InvalidReward,
         Self::SessionLost,
+        Self::WorkerLost,
         Self::Cancelled,
     ];
 
@@ -91,6 +94,7 @@ impl FailureClass {
             Self::VerifierPanic => "verifier_panic",
             Self::InvalidReward => "invalid_reward",
             Self::SessionLost => "session_lost",
+            Self::WorkerLost => "worker_lost",
             Self::Cancelled => "cancelled",
         }
     }
@@ -112,7 +116,8 @@ impl FailureClass {
             | Self::TransportTimeout
             | Self::TransportLocalResource
             | Self::AgentRequestFailed
-            | Self::SessionLost => true,
+            | Self::SessionLost
+            | Self::WorkerLost => true,
             Self::AgentRunError
             | Self::EpisodeTimeout
             | Self::EnvironmentError

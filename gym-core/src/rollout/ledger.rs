@@ -14,8 +14,10 @@ use crate::rollout::{Attempt, FailureClass, TaskKey};
 pub enum KeyState {
     /// The rollout needs another attempt.
     Open {
-        /// The number of recorded failed attempts.
+        /// The number of recorded failed attempts, without those of `lost`.
         failures: u32,
+        /// The number of recorded attempts whose worker was lost ([`FailureClass::WorkerLost`]): the task is not to blame.
+        lost: u32,
     },
     /// The scored row is on the disk.
     Completed,

@@ -1,4 +1,5 @@
-//! Rollouts: task keys, attempts, outcomes, the ledger that records them, and exact statistics.
+//! Rollouts: task keys, attempts, outcomes, the ledger that records them, exact statistics, and the queue
+//! from which workers take them.
 //!
 //! ```text
 //!   TaskKey ── Ledger::begin ──► Attempt ── episode ──► Outcome ── Ledger::record ──► disk
@@ -9,6 +10,7 @@ mod episode;
 mod ledger;
 pub mod metrics;
 mod task;
+pub mod work;
 
 pub use crate::base::FailureClass;
 pub use episode::{EPISODE_KEY, EPISODE_METADATA, EpisodeRecord};

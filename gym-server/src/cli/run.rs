@@ -1,11 +1,15 @@
 //! `rgym run`: starts the servers of a configuration and serves until a signal arrives.
 
 use std::process::ExitCode;
+use std::sync::Arc;
 
+use gym_client::registry::RemoteRegistry;
 use gym_client::transport::http::HttpConfig;
-use gym_core::World;
-use gym_core::registry::MemberTiming;
+use gym_client::work::WorkPullerOptions;
+use gym_core::registry::{MemberTiming, Registry};
 use gym_core::server::ServerKind;
+use gym_core::transport::TransportPolicy;
+use gym_core::{Endpoint, World};
 
 use crate::cli::args::options::{ClusterArgs, RunArgs};
 use crate::cli::console::{self, Console};
@@ -15,7 +19,7 @@ use crate::cli::setup::head_server;
 use crate::cli::setup::models::ModelWatch;
 use crate::cli::setup::signals::StopSignals;
 use crate::cli::setup::stack_options::{options, prepare_transports};
-use crate::stack::{HEAD_NAME, Servers, Stack, StackOptions, WorkerOptions};
+use crate::stack::{HEAD_NAME, RunningServer, Servers, Stack, StackOptions, WorkerOptions};
 
 pub(super) async fn run(
     args: RunArgs,
@@ -45,6 +49,7 @@ pub(super) async fn run(
                 .to_owned(),
         ));
     }
+    let pulled_from = args.pull_from.as_deref().map(pull_from).transpose()?;
     let need = if joins { Need::Worker } else { Need::Servers(&args.serve) };
     let loaded = load(&args.sources, overrides, servers, need).await?;
     if loaded.config.instances.is_empty() && !joins && args.serve.iter().all(|name| name != HEAD_NAME) {
@@ -84,6 +89,18 @@ pub(super) async fn run(
         }
         stack = Box::pin(Stack::start(loaded.config, servers, &world, options)) => stack?,
     };
+    // A worker runs what its agents and environments can run.
+    let runs = |server: &RunningServer| {
+        [ServerKind::Agent, ServerKind::Environment].iter().any(|kind| server.kind == kind.as_str())
+    };
+    let pulled_from = pulled_from.or_else(|| (joins && stack.servers().iter().any(runs)).then(|| head.clone()));
+    let puller = pulled_from.map(|head| {
+        // The head server is asked over HTTP, whatever the transport policy allows.
+        let control = servers.transports().with_policy(TransportPolicy::unconfigured());
+        let registry: Arc<dyn Registry> = Arc::new(RemoteRegistry::new(head, control, world.clone()));
+        let options = WorkPullerOptions { capacity: args.pull_capacity, ..WorkPullerOptions::of_this_process(&world) };
+        stack.take_work(registry, options)
+    });
     let models = stack.servers().iter().filter(|server| server.kind == ServerKind::Model.as_str());
     let models = ModelWatch::new(stack.client().clone(), models.map(|server| server.name.clone()).collect());
     let waits = args.starting.wait_for_model.is_some();
@@ -140,13 +157,20 @@ pub(super) async fn run(
         "stopping: requests in flight may take up to {:?}; repeat the signal to stop at once",
         args.stop_grace
     ));
+    let stopping = async {
+        // Work that this process has taken is finished before its servers stop.
+        if let Some(puller) = puller {
+            puller.drain(args.stop_grace).await;
+        }
+        stack.stop().await;
+    };
     tokio::select! {
         biased;
         () = stop.immediate.cancelled() => {
             console.line("stopped at once; requests in flight were aborted");
             Ok(ExitCode::from(FAILED))
         }
-        () = Box::pin(stack.stop()) => {
+        () = Box::pin(stopping) => {
             console.line("stopped");
             Ok(ExitCode::SUCCESS)
         }
@@ -166,6 +190,14 @@ fn worker_options(args: &ClusterArgs) -> WorkerOptions {
         join_within: args.join_timeout,
         ..WorkerOptions::new(args.name.clone().unwrap_or_else(host_name))
     }
+}
+
+/// Parses `--pull-from`.
+fn pull_from(url: &str) -> Result<Endpoint, Failure> {
+    head_server::parse(url).map_err(|failure| match failure {
+        Failure::Usage(text) => Failure::Usage(text.replace("--head-url", "--pull-from")),
+        failure => failure,
+    })
 }
 
 fn announce(stack: &Stack, head: &str) {

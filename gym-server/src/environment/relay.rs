@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use gym_client::work::{WorkKind, WorkPool};
 use gym_client::{CallOptions, ServerClient};
 use gym_core::transport::INCARNATION_METADATA;
 use gym_core::{CallContext, EnvironmentServer, Metadata, RawObject, Request, Response, Result, Route};
@@ -63,12 +64,27 @@ pub struct Relay {
 #[derive(Clone, Debug)]
 struct AgentClient {
     name: Arc<str>,
-    client: ServerClient,
+    route: AgentRoute,
+}
+
+/// The way to the agent.
+#[derive(Clone, Debug)]
+enum AgentRoute {
+    /// By name.
+    Push(ServerClient),
+    /// Through the next worker with capacity.
+    Pull(WorkPool),
 }
 
 impl AgentClient {
     async fn ask(&self, request: &Request, options: CallOptions) -> Result<Response> {
-        let mut response = self.client.send(&self.name, request, options).await?;
+        let mut response = match &self.route {
+            AgentRoute::Push(client) => client.send(&self.name, request, options).await?,
+            AgentRoute::Pull(pool) => {
+                let kind = if options.idempotent { WorkKind::Repeatable } else { WorkKind::Rollout };
+                pool.submit(kind, &self.name, request).await?
+            }
+        };
         response.metadata.retain(|name| !HOP_BY_HOP.contains(&name));
         Ok(response)
     }
@@ -78,8 +94,17 @@ impl Relay {
     /// Creates a relay that calls its agent through `client`.
     #[must_use]
     pub fn new(config: RelayConfig, client: ServerClient) -> Self {
+        Self::over(config, AgentRoute::Push(client))
+    }
+
+    /// Creates a relay whose agent runs on the workers of a pool.
+    pub(super) fn pulled(config: RelayConfig, pool: WorkPool) -> Self {
+        Self::over(config, AgentRoute::Pull(pool))
+    }
+
+    fn over(config: RelayConfig, route: AgentRoute) -> Self {
         let grace: Duration = config.replay_grace_seconds.map_or(DEFAULT_GRACE, |seconds| seconds.0);
-        Self { agent: AgentClient { name: config.agent_server.name.into(), client }, runs: RunDeduplicator::new(grace) }
+        Self { agent: AgentClient { name: config.agent_server.name.into(), route }, runs: RunDeduplicator::new(grace) }
     }
 }
 

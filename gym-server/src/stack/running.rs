@@ -10,6 +10,7 @@ use gym_client::config::{GymConfig, InstanceConfig};
 use gym_client::registry::{LeaseKeeper, MemberKeeper, RemoteRegistry};
 use gym_client::transport::HTTP;
 use gym_client::transport::http::HttpBackend;
+use gym_client::work::{COLLECTOR_POOL, PoolWatch, WORK_LABEL, WorkPullerOptions};
 use gym_client::{RosterFollower, ServerClient, Transports};
 use gym_core::registry::{Instance, MemberLimits, MemoryRegistry, Registry};
 use gym_core::server::ServerKind;
@@ -17,6 +18,7 @@ use gym_core::transport::{InProcess, ListenOptions, Listener, Transport, Transpo
 use gym_core::{CallContext, CancelToken, Code, Endpoint, Error, Handler, Incarnation, RawObject, Result, World};
 use tokio::task::JoinSet;
 
+use crate::environment::POOL_IMPLEMENTATION;
 use crate::head::{GlobalConfig, HeadServer};
 use crate::metrics::Metrics;
 use crate::role::ServerContext;
@@ -325,7 +327,10 @@ impl Stack {
         endpoints.retain(|endpoint| endpoint.scheme() != "http+frames");
         let url = endpoints.last().cloned().ok_or_else(|| Error::internal("nothing listens"))?;
         stage.serve(listener, &handler, options.stop_grace);
-        let labels = BTreeMap::from([("pid".to_owned(), std::process::id().to_string())]);
+        let mut labels = BTreeMap::from([("pid".to_owned(), std::process::id().to_string())]);
+        if instance.implementation == POOL_IMPLEMENTATION {
+            labels.insert(WORK_LABEL.to_owned(), "1".to_owned());
+        }
         let registration = registration(instance, endpoints, incarnation, labels, &self.world);
         let cx = CallContext::within(Duration::from_secs(30));
         self.leases.push(LeaseKeeper::start(Arc::clone(&self.registry), &cx, registration).await?);
@@ -369,6 +374,12 @@ impl Stack {
         };
         let tasks = futures_util::stream::iter(tasks.into_iter().map(Ok));
         Ok(Rollouts::run(self.client.clone(), &self.world, (&server, agent), tasks, options))
+    }
+
+    /// Takes work from every pool in `registry`, and runs it on the servers of this stack. Drain the watch before the stack is stopped.
+    #[must_use]
+    pub fn take_work(&self, registry: Arc<dyn Registry>, options: WorkPullerOptions) -> PoolWatch {
+        PoolWatch::start(registry, self.client.clone(), options, &self.world)
     }
 
     /// Returns a client that calls the servers by name.
@@ -477,6 +488,8 @@ fn wanted(config: &GymConfig, only: &[String]) -> Result<Vec<InstanceConfig>> {
 fn live(instances: &[Instance]) -> Vec<gym_client::config::LiveServer> {
     instances
         .iter()
+        // The pool of a collector is no server of a configuration.
+        .filter(|instance| instance.implementation != COLLECTOR_POOL)
         .filter_map(|instance| {
             let http = instance.endpoints.iter().find(|endpoint| endpoint.scheme() == "http")?;
             let (host, port) = http.address().rsplit_once(':')?;

@@ -15,7 +15,7 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use crate::agent::{GymnasiumAgent, SimpleAgent};
-use crate::environment::Relay;
+use crate::environment::{POOL_IMPLEMENTATION, PoolServer, Relay};
 use crate::model::{OpenAiModel, ScriptedModel, ScriptedPolicy, VllmModel};
 use crate::role::{RoleServer, ServerContext};
 use crate::stack::schema::{self, Implementation, SettingsSchema};
@@ -127,7 +127,8 @@ impl Servers {
         Self::default()
     }
 
-    /// Creates the set that the SDK ships: the agents `simple_agent` and `gymnasium_agent`, the relay `legacy_agent`, and the models
+    /// Creates the set that the SDK ships: the agents `simple_agent` and `gymnasium_agent`, the relay `legacy_agent`,
+    /// the environment server `pool`, whose rollouts run on workers, and the models
     /// `openai_model`, `vllm_model` and `scripted_model`.
     #[must_use]
     pub fn stock() -> Self {
@@ -137,6 +138,10 @@ impl Servers {
                 Ok(GymnasiumAgent::new(build.settings()?, build.client.clone(), &build.context.world))
             })
             .environment("legacy_agent", |build| Ok(Relay::new(build.settings()?, build.client.clone())))
+            .with(ServerKind::Environment, POOL_IMPLEMENTATION, |build| {
+                let handler = Arc::new(PoolServer::new(build.settings()?, build.context));
+                Ok(BuiltServer { handler, task_check: None })
+            })
             .model("openai_model", |build| OpenAiModel::new(build.settings()?, &build.context.world))
             .model("vllm_model", |build| {
                 let model = VllmModel::new(build.settings()?, &build.context.world)?;

@@ -416,7 +416,8 @@ impl Collector {
             Ok(RunEnd::Exhausted | RunEnd::Stopped | RunEnd::FailedFast) => {}
             Err(_) => return None,
         }
-        let open = |state| matches!(state, KeyState::Open { failures } if failures < self.plan.options.attempts_max);
+        let open =
+            |state| matches!(state, KeyState::Open { failures, .. } if failures < self.plan.options.attempts_max);
         Some(self.rows.iter().filter(|row| open(ledger.state(row.key))).count())
     }
 

@@ -7,6 +7,7 @@ use gym_client::Transports;
 use gym_client::config::{ConfigLoader, Overrides};
 use gym_client::group::{GroupOptions, GroupRequest, InProcessRanks, VirtualCluster, WorkerKind, Workers};
 use gym_client::transport::UCX_METRICS;
+use gym_client::work::WorkPullerOptions;
 use gym_core::World;
 use gym_core::group::cluster::ClusterSpec;
 use gym_core::group::prelude::*;
@@ -22,7 +23,7 @@ use crate::page::{Page, code, workspace};
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// The labels of each metric. The name is that of the samples, except for the suffixes of a histogram.
-const LABELS: [(&str, &[&str]); 36] = [
+const LABELS: [(&str, &[&str]); 41] = [
     ("gym_handler_stalled_seconds", &["server", "route", "thread"]),
     ("gym_handler_stalls_total", &["server", "route"]),
     ("gym_model_affinity_hits_total", &["server", "among"]),
@@ -30,6 +31,11 @@ const LABELS: [(&str, &[&str]); 36] = [
     ("gym_model_affinity_placed_total", &["server", "among"]),
     ("gym_model_affinity_sheds_total", &["server", "among"]),
     ("gym_model_affinity_skew", &["server", "among"]),
+    ("gym_pool_held", &["server"]),
+    ("gym_pool_late_responses_total", &["server"]),
+    ("gym_pool_waiting", &["server"]),
+    ("gym_pool_workers", &["server"]),
+    ("gym_pool_workers_lost_total", &["server"]),
     ("gym_registered_servers", &[]),
     ("gym_request_seconds", &["server", "route"]),
     ("gym_requests_in_flight", &["server", "route"]),
@@ -121,11 +127,21 @@ fn parse(text: &str) -> BTreeMap<String, Metric> {
 /// Returns what `GET /metrics` of a head server prints after rollouts in all environments of the quickstart.
 async fn of_servers() -> String {
     let examples = workspace().join("examples");
-    let overrides = Overrides::parse(["+head_server.port=0"]).unwrap();
+    // The rollouts of one agent are taken from a pool.
+    let block = "+a_pool.environment_servers.pool";
+    let pool = [
+        format!("{block}.entrypoint=app.py"),
+        format!("{block}.agent_server.type=responses_api_agents"),
+        format!("{block}.agent_server.name=math_simple_agent"),
+        "+head_server.port=0".to_owned(),
+    ];
+    let overrides = Overrides::parse(&pool).unwrap();
     let file = examples.join("configs/quickstart.yaml").display().to_string();
     let config = ConfigLoader::new(&examples).environment(|_| None).load(&[file], &overrides).unwrap();
     let servers = gym_examples::servers::servers();
     let stack = Stack::start(config, &servers, &World::real(), StackOptions::default()).await.unwrap();
+    let registry = stack.client().registry().clone();
+    let worker = stack.take_work(registry, WorkPullerOptions::of_this_process(&World::real()));
     for environment in gym_examples::tasks::ENVIRONMENTS {
         let rows = gym_examples::tasks::rows(environment).unwrap().into_iter().take(24);
         let agent = format!("{environment}_simple_agent");
@@ -134,6 +150,7 @@ async fn of_servers() -> String {
             rollout.unwrap();
         }
     }
+    worker.drain(PATIENCE).await;
     let head = stack.servers().iter().find(|row| row.kind == "head_server").unwrap().url.clone();
     let address = head.trim_start_matches("http://").trim_end_matches('/').to_owned();
     let mut connection = tokio::net::TcpStream::connect(&address).await.unwrap();

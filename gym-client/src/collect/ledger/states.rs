@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::hash::{BuildHasherDefault, Hasher};
 
-use gym_core::rollout::{Attempt, KeyState, Outcome, TaskKey};
+use gym_core::rollout::{Attempt, FailureClass, KeyState, Outcome, TaskKey};
 use gym_core::{Code, Error};
 
 /// The kind of a line.
@@ -17,6 +17,8 @@ pub(super) enum OutcomeClass {
     Failed = 2,
     /// A row of the failures file after which the rollout is not attempted again.
     Terminal = 3,
+    /// A row of the failures file of an attempt whose worker was lost.
+    Lost = 5,
     /// A blank line, or a line of the failures file that names no rollout.
     Ignored = 4,
 }
@@ -26,7 +28,8 @@ impl OutcomeClass {
         match outcome {
             Outcome::Completed(_) => Self::Completed,
             Outcome::Failed { terminal: true, .. } => Self::Terminal,
-            Outcome::Failed { terminal: false, .. } => Self::Failed,
+            Outcome::Failed { class: FailureClass::WorkerLost, .. } => Self::Lost,
+            Outcome::Failed { .. } => Self::Failed,
         }
     }
 }
@@ -65,7 +68,9 @@ impl Hasher for KeyHasher {
 /// Eight bytes, because there is one per rollout.
 #[derive(Clone, Copy, Debug, Default)]
 struct RolloutState {
-    failures: u32,
+    failures: u16,
+    /// Failed attempts whose worker was lost.
+    lost: u16,
     /// The number after the newest attempt that began, below the flag bits.
     next_and_flags: u32,
 }
@@ -120,18 +125,18 @@ impl KeyStates {
         match known.over() {
             Some(LateReason::Completed) => KeyState::Completed,
             Some(_) => KeyState::Terminal,
-            None => KeyState::Open { failures: known.failures },
+            None => KeyState::Open { failures: known.failures.into(), lost: known.lost.into() },
         }
     }
 
     /// Begins the next attempt. Its number follows that of the newest attempt and is at least the number of recorded
-    /// failures.
+    /// failed attempts.
     pub(super) fn begin(&mut self, key: TaskKey) -> Result<Attempt, LateReason> {
         let known = self.keys.entry(key).or_default();
         if let Some(late) = known.over() {
             return Err(late);
         }
-        let number = known.failures.max(known.next()).min(NUMBER - 1);
+        let number = (u32::from(known.failures) + u32::from(known.lost)).max(known.next()).min(NUMBER - 1);
         known.next_and_flags = (number + 1) | RUNNING;
         Ok(Attempt { key, number })
     }
@@ -170,6 +175,7 @@ impl KeyStates {
                 known.failures = known.failures.saturating_add(1);
                 known.next_and_flags |= TERMINAL;
             }
+            OutcomeClass::Lost => known.lost = known.lost.saturating_add(1),
             OutcomeClass::Ignored => {}
         }
         // Only relevant for a row that recovery read, whose attempt did not begin in this process.
@@ -236,8 +242,21 @@ mod tests {
         let mut states = KeyStates::new();
         let key = TaskKey::new(0, 0);
         states.on_disk(Attempt { key, number: 4 }, OutcomeClass::Failed);
-        assert_eq!(states.state(key), KeyState::Open { failures: 1 });
+        assert_eq!(states.state(key), KeyState::Open { failures: 1, lost: 0 });
         assert_eq!(states.late(Attempt { key, number: 4 }), Some(LateReason::Ended));
         assert_eq!(states.begin(key).unwrap().number, 5);
+    }
+
+    #[test]
+    fn an_attempt_whose_worker_was_lost_is_counted_apart() {
+        let mut states = KeyStates::new();
+        let key = TaskKey::new(0, 0);
+        for class in [OutcomeClass::Lost, OutcomeClass::Failed, OutcomeClass::Lost] {
+            let attempt = states.begin(key).unwrap();
+            states.claim(attempt).unwrap();
+            states.on_disk(attempt, class);
+        }
+        assert_eq!(states.state(key), KeyState::Open { failures: 1, lost: 2 });
+        assert_eq!(states.begin(key).unwrap().number, 3);
     }
 }

@@ -15,11 +15,12 @@ use gym_core::{CallContext, CancelToken, Code, Error, Request, Result, Route, Wo
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
-use crate::client::{CallOptions, ServerClient};
+use crate::client::ServerClient;
 use crate::collect::run::outcome::{AttemptResult, classify, contradiction, superseded, without_truncated};
 use crate::collect::run::progress::CollectProgress;
 use crate::collect::run::rollout::RolloutSender;
 use crate::collect::run::row::RolloutRow;
+use crate::work::Dispatch;
 
 /// Concurrency, attempts and deadlines of a collection; [`DriverOptions::default`] sets the defaults.
 #[derive(Clone, Debug)]
@@ -28,6 +29,9 @@ pub struct DriverOptions {
     pub concurrency: usize,
     /// Maximum number of attempts at one rollout, counted over all runs. Default: 3.
     pub attempts_max: u32,
+    /// Maximum number of attempts at one rollout whose worker was lost, counted over all runs. They do not count in
+    /// `attempts_max`, because the task is not to blame. Default: 10.
+    pub lost_max: u32,
     /// Deadline of one attempt. Default: 2 hours.
     pub attempt_timeout: Duration,
     /// Additional time after the attempt until its outcome must be on disk. Default: 30 s.
@@ -50,6 +54,7 @@ impl Default for DriverOptions {
         Self {
             concurrency: 1_024,
             attempts_max: 3,
+            lost_max: 10,
             attempt_timeout: Duration::from_secs(7_200),
             record_timeout: Duration::from_secs(30),
             stop_grace: Duration::from_secs(30),
@@ -92,7 +97,7 @@ pub enum TruncatedRollouts {
 /// Runs rollouts through a client and records them in a ledger.
 #[derive(Debug)]
 pub struct Driver {
-    client: ServerClient,
+    dispatch: Arc<dyn Dispatch>,
     ledger: Arc<dyn Ledger>,
     world: World,
     options: DriverOptions,
@@ -120,7 +125,22 @@ impl Driver {
     pub fn new(client: ServerClient, ledger: Arc<dyn Ledger>, world: &World, options: DriverOptions) -> Self {
         // The time, because a random number would change what the seeds of simulations mean.
         let run_id = format!("{:x}", world.now().as_nanos()).into();
-        Self { client, ledger, world: world.clone(), options, progress: Arc::default(), run_id, ended: None }
+        Self {
+            dispatch: Arc::new(client),
+            ledger,
+            world: world.clone(),
+            options,
+            progress: Arc::default(),
+            run_id,
+            ended: None,
+        }
+    }
+
+    /// Runs the rollouts over `dispatch` instead of calling the servers by name.
+    #[must_use]
+    pub fn dispatching_over(mut self, dispatch: Arc<dyn Dispatch>) -> Self {
+        self.dispatch = dispatch;
+        self
     }
 
     /// Counts in `progress` instead of in separate counters.
@@ -255,7 +275,8 @@ impl Driver {
     }
 
     fn is_open(&self, key: TaskKey) -> bool {
-        matches!(self.ledger.state(key), KeyState::Open { failures } if failures < self.options.attempts_max)
+        let DriverOptions { attempts_max, lost_max, .. } = self.options;
+        matches!(self.ledger.state(key), KeyState::Open { failures, lost } if failures < attempts_max && lost < lost_max)
     }
 
     /// Attempts one rollout until it is recorded or its attempts are used up. Returns only errors of the ledger.
@@ -264,7 +285,7 @@ impl Driver {
         let in_flight = self.progress.begin(row.key, &row.agent, started);
         // Attempts that were superseded. They end by themselves, soon: their calls' deadline has passed.
         let mut stragglers: Option<JoinSet<()>> = None;
-        let mut begun = 0;
+        let (mut begun, mut lost) = (0, 0);
         let ended = loop {
             let attempt = match self.ledger.begin(row.key) {
                 Ok(attempt) => attempt,
@@ -285,6 +306,7 @@ impl Driver {
             match tokio::time::timeout_at(deadline, &mut attempted).await {
                 Ok(Ok(NextStep::Done | NextStep::GiveUp)) => break Ok(()),
                 Ok(Ok(NextStep::Again)) => {}
+                Ok(Ok(NextStep::AgainElsewhere)) => lost += 1,
                 Ok(Err(error)) => break Err(error),
                 Err(_) => {
                     tracing::warn!(%attempt, "attempt superseded: no outcome was recorded by its deadline");
@@ -299,7 +321,7 @@ impl Driver {
                     stragglers.get_or_insert_default().spawn(superseded.boxed());
                 }
             }
-            if begun >= self.options.attempts_max || !self.is_open(row.key) {
+            if begun - lost >= self.options.attempts_max || lost >= self.options.lost_max || !self.is_open(row.key) {
                 break Ok(());
             }
             let wait = self.options.backoff.backoff(begun, &mut self.world.rng());
@@ -334,7 +356,8 @@ impl Driver {
         cx: CallContext,
         deadline: Instant,
     ) -> impl Future<Output = Result<NextStep>> + Send + 'static {
-        let (client, ledger, progress) = (self.client.clone(), Arc::clone(&self.ledger), Arc::clone(&self.progress));
+        let (dispatch, ledger, progress) =
+            (Arc::clone(&self.dispatch), Arc::clone(&self.ledger), Arc::clone(&self.progress));
         let (record_timeout, run_id) = (self.options.record_timeout, Arc::clone(&self.run_id));
         let truncated = self.options.truncated;
         let body = match attempt.number {
@@ -346,7 +369,7 @@ impl Driver {
             // Not idempotent: only our relay joins a replayed request to the first one, and only on the same replica.
             // An attempt with an unknown outcome is followed by a new attempt with its own number.
             let began = Instant::now();
-            let answer = client.send(&row.server, &request, CallOptions::default()).await;
+            let answer = dispatch.run(&row.server, &request).await;
             let mut result = classify(&row, attempt, answer, &run_id, began.elapsed())?;
             if truncated == TruncatedRollouts::Fail {
                 result = without_truncated(&row, attempt, result, &run_id)?;
@@ -400,10 +423,16 @@ impl Driver {
 enum NextStep {
     Done,
     Again,
+    /// The worker was lost: another attempt that does not count in the attempts of the task.
+    AgainElsewhere,
     GiveUp,
 }
 
 /// Decides whether another attempt may help now.
 fn next_after(class: FailureClass) -> NextStep {
-    if class.is_transient() { NextStep::Again } else { NextStep::GiveUp }
+    match class {
+        FailureClass::WorkerLost => NextStep::AgainElsewhere,
+        class if class.is_transient() => NextStep::Again,
+        _ => NextStep::GiveUp,
+    }
 }

@@ -173,6 +173,7 @@ fn kind(class: FailureClass) -> &'static str {
         FailureClass::ModelError => "gym:model_error",
         FailureClass::ModelUnavailable => "gym:model_unavailable",
         FailureClass::Truncated => "gym:truncated",
+        FailureClass::WorkerLost => "gym:worker_lost",
         FailureClass::VerifierPanic | FailureClass::InvalidReward => FailureClass::VerifierError.as_str(),
         other => other.as_str(),
     }

@@ -75,8 +75,8 @@ async fn refused(ledger: &Arc<dyn Ledger>, attempt: Attempt, outcome: Outcome, w
 
 async fn an_empty_ledger_is_open_everywhere(mut fixture: impl LedgerFixture) {
     let ledger = fixture.open().await.expect("opens");
-    assert_eq!(ledger.state(key(0, 0)), KeyState::Open { failures: 0 });
-    assert_eq!(ledger.state(key(u32::MAX, u32::MAX)), KeyState::Open { failures: 0 });
+    assert_eq!(ledger.state(key(0, 0)), KeyState::Open { failures: 0, lost: 0 });
+    assert_eq!(ledger.state(key(u32::MAX, u32::MAX)), KeyState::Open { failures: 0, lost: 0 });
     ledger.flush(&CallContext::default()).await.expect("nothing to flush");
     drop(ledger);
     fixture.close().await;
@@ -87,12 +87,12 @@ async fn a_completed_rollout_stays_completed(mut fixture: impl LedgerFixture) {
     let ledger = fixture.open().await.expect("opens");
     let attempt = ledger.begin(key(3, 1)).expect("begins");
     assert_eq!(attempt, Attempt { key: key(3, 1), number: 0 });
-    assert_eq!(ledger.state(key(3, 1)), KeyState::Open { failures: 0 }, "a begun attempt is no outcome");
+    assert_eq!(ledger.state(key(3, 1)), KeyState::Open { failures: 0, lost: 0 }, "a begun attempt is no outcome");
     record(&ledger, attempt, Outcome::Completed(row(attempt))).await.expect("records");
     for _ in 0..2 {
         assert_eq!(ledger.state(key(3, 1)), KeyState::Completed);
-        assert_eq!(ledger.state(key(3, 0)), KeyState::Open { failures: 0 });
-        assert_eq!(ledger.state(key(1, 3)), KeyState::Open { failures: 0 });
+        assert_eq!(ledger.state(key(3, 0)), KeyState::Open { failures: 0, lost: 0 });
+        assert_eq!(ledger.state(key(1, 3)), KeyState::Open { failures: 0, lost: 0 });
     }
     assert_eq!(ledger.begin(key(3, 1)).expect_err("done is done").code(), Code::FailedPrecondition);
     drop(ledger);
@@ -112,12 +112,12 @@ async fn failures_count_and_attempts_go_on_from_them(mut fixture: impl LedgerFix
         let attempt = ledger.begin(key(7, 0)).expect("begins");
         assert_eq!(attempt.number, number);
         record(&ledger, attempt, failure(attempt, false)).await.expect("records");
-        assert_eq!(ledger.state(key(7, 0)), KeyState::Open { failures: number + 1 });
+        assert_eq!(ledger.state(key(7, 0)), KeyState::Open { failures: number + 1, lost: 0 });
     }
     drop(ledger);
     fixture.close().await;
     let ledger = fixture.open().await.expect("opens again");
-    assert_eq!(ledger.state(key(7, 0)), KeyState::Open { failures: 2 });
+    assert_eq!(ledger.state(key(7, 0)), KeyState::Open { failures: 2, lost: 0 });
     let attempt = ledger.begin(key(7, 0)).expect("begins");
     assert_eq!(attempt.number, 2, "the number of earlier failures");
     record(&ledger, attempt, Outcome::Completed(row(attempt))).await.expect("records");
@@ -156,7 +156,7 @@ async fn late_attempts_are_refused(mut fixture: impl LedgerFixture) {
     let failed = ledger.begin(key(1, 2)).expect("begins");
     record(&ledger, failed, failure(failed, false)).await.expect("records");
     refused(&ledger, failed, Outcome::Completed(row(failed)), "that attempt has its outcome").await;
-    assert_eq!(ledger.state(key(1, 2)), KeyState::Open { failures: 1 });
+    assert_eq!(ledger.state(key(1, 2)), KeyState::Open { failures: 1, lost: 0 });
     drop(ledger);
     fixture.close().await;
     assert_eq!(fixture.rows().await.len(), 1);
@@ -208,7 +208,7 @@ async fn opening_again_changes_nothing(mut fixture: impl LedgerFixture) {
     for _ in 0..3 {
         let ledger = fixture.open().await.expect("opens again");
         for task in 0..10 {
-            let wanted = if task % 3 == 0 { KeyState::Open { failures: 1 } } else { KeyState::Completed };
+            let wanted = if task % 3 == 0 { KeyState::Open { failures: 1, lost: 0 } } else { KeyState::Completed };
             assert_eq!(ledger.state(key(task, 0)), wanted);
         }
         drop(ledger);

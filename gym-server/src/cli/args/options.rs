@@ -202,6 +202,13 @@ pub(in crate::cli) struct RunArgs {
     /// Head server to register with [default: head_server of the configuration]
     #[arg(long, value_name = "URL", env = "HEAD_SERVER_URL")]
     pub(in crate::cli) head_url: Option<String>,
+    /// Take rollouts from the pools and pulling collectors of this head server, and run them on the servers of this process. A worker
+    /// (--worker) takes those of its own head server
+    #[arg(long, value_name = "URL")]
+    pub(in crate::cli) pull_from: Option<String>,
+    /// Rollouts that this process runs at a time for --pull-from
+    #[arg(long, value_name = "N", default_value = "256", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub(in crate::cli) pull_capacity: u32,
     /// Seconds allowed for running requests after a stop
     #[arg(long, value_name = "SECS", default_value = "10", value_parser = seconds)]
     pub(in crate::cli) stop_grace: Duration,
@@ -342,6 +349,15 @@ pub(in crate::cli) struct CollectArgs {
     /// Seconds allowed for running rollouts after Ctrl-C or --fail-fast
     #[arg(long, value_name = "SECS", default_value = "30", value_parser = seconds)]
     pub(in crate::cli) stop_grace: Duration,
+    /// How rollouts reach the servers: push calls them by name; pull lets workers take them: run --pull-from URL
+    #[arg(long, value_enum, default_value_t = DispatchMode::Push, value_name = "HOW")]
+    pub(in crate::cli) dispatch: DispatchMode,
+    /// Address at which workers reach this collector [default: that of the route to the head server]
+    #[arg(long, value_name = "HOST")]
+    pub(in crate::cli) dispatch_host: Option<String>,
+    /// Maximum number of attempts per rollout whose worker was lost, over all runs; not counted in --attempts
+    #[arg(long, value_name = "N", default_value = "10", value_parser = clap::value_parser!(u32).range(1..))]
+    pub(in crate::cli) lost_attempts: u32,
     /// Stop after N failed rollouts; 0 never stops [default: stop if the first 32 rollouts all fail with the same cause]
     #[arg(long, value_name = "N")]
     pub(in crate::cli) fail_fast: Option<u64>,
@@ -354,6 +370,12 @@ pub(in crate::cli) struct CollectArgs {
     /// Print the summary as JSON
     #[arg(long)]
     pub(in crate::cli) json: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(in crate::cli) enum DispatchMode {
+    Push,
+    Pull,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

@@ -1,6 +1,7 @@
 //! `rgym collect`: collects rollouts from running servers, or starts the servers of a configuration for the collection.
 
 mod causes;
+mod dispatch;
 mod figures;
 mod progress;
 mod report;
@@ -13,10 +14,11 @@ use std::time::Duration;
 use futures_util::FutureExt as _;
 use gym_client::ServerClient;
 use gym_client::collect::{ExistingOutput, RolloutCollector, ServerNames, connect_head};
+use gym_client::work::address_towards;
 use gym_core::transport::TransportPolicy;
 use gym_core::{CancelToken, World};
 
-use crate::cli::args::options::CollectArgs;
+use crate::cli::args::options::{CollectArgs, DispatchMode};
 use crate::cli::collect::report::CollectReport;
 use crate::cli::console::{self, Console};
 use crate::cli::exit::{FAILED, Failure, INCOMPLETE, Outcome, SUCCESS};
@@ -67,16 +69,32 @@ pub(super) async fn collect(
         prepared = Box::pin(prepare(&args, &loaded, overrides, head_url_given, servers, console, serves, &world, &mut stack))
             => prepared,
     };
-    let (client, names) = prepared?;
+    let (client, names, listen_at) = prepared?;
     if let Some(head) = stack.as_ref().and_then(|stack| stack.servers().iter().find(|server| server.kind == HEAD_NAME))
     {
         let servers = stack.as_ref().map_or(0, |stack| stack.servers().len() - 1);
         console.line(&format!("started {servers} servers for this collection, head {}", head.url));
     }
     let transports = client.transports().clone();
-    let (waits_for, watching) = ModelWatch::new(client.clone(), names.models()).watch();
+    let pulled = match args.dispatch {
+        DispatchMode::Push => None,
+        DispatchMode::Pull => {
+            let host = args.dispatch_host.as_deref().unwrap_or(&listen_at);
+            Some(
+                Box::pin(dispatch::PulledWork::start(&client, host, &options.driver, stack.as_ref(), &world, console))
+                    .await?,
+            )
+        }
+    };
+    // Workers have their own models.
+    let models = if pulled.is_some() { Vec::new() } else { names.models() };
+    let (waits_for, watching) = ModelWatch::new(client.clone(), models).watch();
     let watching = tokio::spawn(watching.boxed());
-    let collector = RolloutCollector::new(client, names, world);
+    let names = if pulled.is_some() { names.without_pools() } else { names };
+    let mut collector = RolloutCollector::new(client, names, world);
+    if let Some(pulled) = &pulled {
+        collector = collector.pulled_from(pulled.pool.clone());
+    }
     let began = tokio::time::Instant::now();
     let ended = CancelToken::new();
     let showing = progress::show(
@@ -125,6 +143,13 @@ pub(super) async fn collect(
     if let Some(advice) = summary::advice(&outcome) {
         console.line(&advice);
     }
+    if let Some(pulled) = pulled {
+        tokio::select! {
+            biased;
+            () = stop.immediate.cancelled() => {}
+            () = Box::pin(pulled.end()) => {}
+        }
+    }
     if let Some(stack) = stack {
         tokio::select! {
             biased;
@@ -141,6 +166,7 @@ pub(super) async fn collect(
     }
 }
 
+/// Returns the client, the names, and the host at which workers reach this process.
 #[allow(clippy::too_many_arguments)] // The parts of one start, used once.
 async fn prepare(
     args: &CollectArgs,
@@ -152,7 +178,7 @@ async fn prepare(
     serves: bool,
     world: &World,
     stack: &mut Option<Stack>,
-) -> Result<(ServerClient, ServerNames), Failure> {
+) -> Result<(ServerClient, ServerNames, String), Failure> {
     if serves {
         let concurrency = args.concurrency.map_or(0, |concurrency| concurrency as usize);
         let options = StackOptions {
@@ -164,7 +190,7 @@ async fn prepare(
         let started = stack.insert(Stack::start(loaded.config.clone(), servers, world, options).await?);
         let (client, names) = (started.client().clone(), started.names().clone());
         ModelWatch::new(client.clone(), names.models()).at_start(args.starting.wait_for_model, console).await?;
-        return Ok((client, names));
+        return Ok((client, names, loaded.config.head.host.clone()));
     }
     let head = head_server::endpoint(args.head_url.as_deref(), head_url_given, overrides, &loaded.config)?;
     let policy = loaded.config.transport_policy.clone().unwrap_or_else(TransportPolicy::unconfigured);
@@ -176,6 +202,12 @@ async fn prepare(
             console::program()
         ))
     })?;
+    if args.dispatch == DispatchMode::Pull {
+        let host = address_towards(head.address()).map(|address| address.to_string());
+        let host = args.dispatch_host.clone().map_or(host, Ok);
+        let host = host.map_err(|error| Failure::Usage(format!("{error}\n  fix: use --dispatch-host HOST")))?;
+        return Ok((client, names, host));
+    }
     ModelWatch::new(client.clone(), names.models()).at_start(args.starting.wait_for_model, console).await?;
-    Ok((client, names))
+    Ok((client, names, String::new()))
 }

@@ -188,6 +188,12 @@ fn counts(snapshot: &ProgressSnapshot, rate: Option<f64>, detail: Detail) -> Str
         let _ = write!(text, ", mean reward {mean:.3}");
     }
     let _ = write!(text, ", {} in flight", snapshot.in_flight);
+    if let Some(pool) = &snapshot.pool {
+        let _ = write!(text, " ({} wait; {} workers)", pool.waiting, pool.workers.len());
+        if pool.workers_lost > 0 {
+            let _ = write!(text, ", {} workers lost", pool.workers_lost);
+        }
+    }
     let failed = snapshot.given_up + snapshot.already_given_up;
     if failed > 0 {
         let _ = write!(text, ", {failed} failed");
@@ -224,6 +230,8 @@ mod tests {
     use std::collections::BTreeMap;
 
     use gym_client::collect::{AgentScore, OldestRollout};
+    use gym_client::work::{WorkPoolSnapshot, WorkerSnapshot};
+    use gym_core::Incarnation;
     use gym_core::rollout::{Attempt, TaskKey};
 
     use super::*;
@@ -242,6 +250,10 @@ mod tests {
         };
         let expected = "120/1000 rollouts (12.0%), 0.5/s, ETA 00:29:20, mean reward 0.532, 16 in flight, 3 failed";
         assert_eq!(line(&snapshot, Some(0.5), ""), expected);
+        let worker = WorkerSnapshot { name: "w".into(), incarnation: Incarnation(1), capacity: 8, held: 8 };
+        let pool = WorkPoolSnapshot { waiting: 8, held: 8, workers: vec![worker], ..WorkPoolSnapshot::default() };
+        let pulled = ProgressSnapshot { total: 20, in_flight: 16, pool: Some(pool), ..ProgressSnapshot::default() };
+        assert_eq!(line(&pulled, None, ""), "0/20 rollouts (0.0%), 16 in flight (8 wait; 1 workers)");
         let waits = line(&ProgressSnapshot::default(), None, "m: http://h/v1 is unavailable");
         assert_eq!(waits, "0/0 rollouts, 0 in flight; m: http://h/v1 is unavailable");
     }

@@ -166,6 +166,7 @@ fn driver(args: &CollectArgs, keys: &ConfigKeys<'_>) -> Result<DriverOptions, Fa
     Ok(DriverOptions {
         concurrency: concurrency.map_or(default.concurrency, |concurrency| concurrency as usize),
         attempts_max: args.attempts.unwrap_or(default.attempts_max),
+        lost_max: args.lost_attempts,
         attempt_timeout: args.attempt_timeout,
         stop_grace: args.stop_grace,
         fail_fast: match args.fail_fast {

@@ -74,6 +74,7 @@ impl IndexRecord {
             2 => OutcomeClass::Failed,
             3 => OutcomeClass::Terminal,
             4 => OutcomeClass::Ignored,
+            5 => OutcomeClass::Lost,
             _ => return None,
         };
         let file = *LedgerFile::ALL.get(usize::from(bytes[13]))?;

@@ -15,7 +15,7 @@ use std::path::Path;
 
 use bytes::{BufMut as _, Bytes, BytesMut};
 use gym_core::base::Files;
-use gym_core::rollout::{Attempt, TaskKey};
+use gym_core::rollout::{Attempt, FailureClass, TaskKey};
 use gym_core::{Error, RawObject, Result};
 
 use crate::collect::ledger::jsonl::index::{IndexRecord, LedgerFile, RECORD_BYTES, header};
@@ -337,9 +337,15 @@ fn identify(file: LedgerFile, row: &RawObject) -> Result<RowIdentity, String> {
         {
             OutcomeClass::Terminal
         }
+        LedgerFile::Failures if row.get("_ng_failure_class").is_some_and(is_worker_lost) => OutcomeClass::Lost,
         LedgerFile::Failures => OutcomeClass::Failed,
     };
     Ok(RowIdentity { key, number: number("_ng_attempt_index")?, class })
+}
+
+/// Returns `true` for the JSON text of the class `worker_lost`.
+fn is_worker_lost(class: Bytes) -> bool {
+    serde_json::from_slice::<FailureClass>(&class).is_ok_and(|class| class == FailureClass::WorkerLost)
 }
 
 /// Rejects a row that recovery without an index would read as another outcome.
@@ -359,7 +365,7 @@ pub(super) fn check_row(attempt: Attempt, class: OutcomeClass, row: &RawObject) 
         return refuse(format!("the row's `_ng_attempt_index` is {number}; expected the number of the attempt"));
     }
     if named.class != class {
-        return refuse("the row's `_ng_failure_terminal` contradicts the outcome".to_owned());
+        return refuse("the row's `_ng_failure_terminal` or `_ng_failure_class` contradicts the outcome".to_owned());
     }
     Ok(())
 }

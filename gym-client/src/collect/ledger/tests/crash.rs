@@ -85,7 +85,7 @@ fn check(files: &SimFiles, ledger: &JsonlLedger, told: &Acknowledged) -> Result<
         if told.failures.get(&key).copied().unwrap_or(0) > failed {
             return Err(format!("a failure of {key} was acknowledged and is not there"));
         }
-        let wanted = if row == 1 { KeyState::Completed } else { KeyState::Open { failures: failed } };
+        let wanted = if row == 1 { KeyState::Completed } else { KeyState::Open { failures: failed, lost: 0 } };
         if ledger.state(key) != wanted {
             return Err(format!("{key} is {:?}, the files say {wanted:?}", ledger.state(key)));
         }

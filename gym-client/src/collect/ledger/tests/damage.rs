@@ -216,9 +216,9 @@ async fn files_of_nemo_gyms_collector_open_and_are_gone_on_with() {
     let state = |task, rollout| ledger.state(TaskKey::new(task, rollout));
     assert_eq!(state(0, 0), KeyState::Completed);
     assert_eq!(state(0, 1), KeyState::Completed);
-    assert_eq!(state(1, 0), KeyState::Open { failures: 2 });
+    assert_eq!(state(1, 0), KeyState::Open { failures: 2, lost: 0 });
     assert_eq!(state(1, 1), KeyState::Terminal);
-    assert_eq!(state(2, 0), KeyState::Open { failures: 1 });
+    assert_eq!(state(2, 0), KeyState::Open { failures: 1, lost: 0 });
     assert_eq!(ledger.begin(TaskKey::new(1, 0)).unwrap().number, 2, "the number of earlier failures");
     complete(&ledger, 2).await.unwrap();
     close(ledger).await;

@@ -6,7 +6,7 @@ mod rewards;
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use gym_core::base::InFlight;
@@ -15,6 +15,7 @@ use tokio::time::Instant;
 
 use crate::collect::run::causes::{FailureCause, FailureCauses};
 use crate::collect::run::failure::AttemptFailure;
+use crate::work::{WorkPool, WorkPoolSnapshot};
 use figures::AgentFigures;
 pub use figures::{AgentSummary, LatencySummary, TokenSummary};
 pub(in crate::collect) use figures::{EpisodeFigures, RolloutFigures};
@@ -33,6 +34,8 @@ pub struct CollectProgress {
     in_flight: InFlight<InFlightRollout>,
     agents: Mutex<BTreeMap<Arc<str>, AgentFigures>>,
     failures: Mutex<FailureCounts>,
+    /// The pool from which workers take the rollouts, if they do.
+    pool: OnceLock<WorkPool>,
 }
 
 /// The failed attempts.
@@ -97,6 +100,8 @@ pub struct ProgressSnapshot {
     pub causes: Vec<FailureCause>,
     /// Failed attempts with none of these causes.
     pub other_causes: u64,
+    /// The queue and its workers, if workers take the rollouts from a pool of this process.
+    pub pool: Option<WorkPoolSnapshot>,
 }
 
 impl ProgressSnapshot {
@@ -149,6 +154,7 @@ impl CollectProgress {
             failures,
             causes,
             other_causes,
+            pool: self.pool.get().map(WorkPool::snapshot),
         }
     }
 
@@ -156,6 +162,12 @@ impl CollectProgress {
     #[must_use]
     pub fn agent_summaries(&self) -> BTreeMap<Arc<str>, AgentSummary> {
         self.agents().iter().map(|(agent, figures)| (Arc::clone(agent), figures.summary())).collect()
+    }
+
+    /// Shows the state of this pool in the snapshots.
+    pub(in crate::collect) fn set_pool(&self, pool: WorkPool) {
+        // A collection has one pool.
+        drop(self.pool.set(pool));
     }
 
     /// Sets the number of requested rollouts.

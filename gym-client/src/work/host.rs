@@ -1,0 +1,114 @@
+//! Serves a pool to the workers of a registry: listens, and registers with the label that workers look for.
+
+use std::collections::BTreeMap;
+use std::net::{IpAddr, ToSocketAddrs as _, UdpSocket};
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::future::BoxFuture;
+use gym_core::registry::Registration;
+use gym_core::server::ServerKind;
+use gym_core::transport::{ListenOptions, serve};
+use gym_core::{CallContext, CancelToken, Endpoint, Error, Handler, Incarnation, Result, World};
+use tokio::task::JoinSet;
+
+use crate::client::ServerClient;
+use crate::registry::LeaseKeeper;
+use crate::transport::HTTP;
+use crate::work::pool::WorkPool;
+use crate::work::watch::WORK_LABEL;
+
+/// The implementation under which the pool of a collector is registered. It is not a server of the configuration.
+pub const COLLECTOR_POOL: &str = "collector";
+
+/// Limit for the registration.
+const REGISTER_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// A pool that listens and is registered. Dropping it closes the listener; the lease then expires.
+#[derive(Debug)]
+pub struct PoolHost {
+    pool: WorkPool,
+    lease: LeaseKeeper,
+    drain: CancelToken,
+    serving: JoinSet<Result<()>>,
+    endpoints: Vec<Endpoint>,
+}
+
+impl PoolHost {
+    /// Listens at `host` on a free port, over the transports of `client`, and registers the pool as `name` in the client's registry.
+    ///
+    /// # Errors
+    /// The errors of the listener and of the registration.
+    pub async fn start(pool: WorkPool, name: &str, host: &str, client: &ServerClient, world: &World) -> Result<Self> {
+        let place = ListenOptions::default().at(host.to_owned(), 0);
+        let handler: Arc<dyn Handler> = Arc::new(pool.clone());
+        let listened = client.transports().listen(place, handler, &[HTTP]).await;
+        let (listener, handler) = listened.map_err(|error| error.about(format!("listen for workers on {host}")))?;
+        let mut endpoints = listener.endpoints().to_vec();
+        endpoints.retain(|endpoint| endpoint.scheme() != "http+frames");
+        let drain = CancelToken::new();
+        let mut serving = JoinSet::new();
+        serving.spawn(serve(listener, handler, drain.clone(), Duration::from_secs(2)));
+        let mut registration = Registration::new(name, ServerKind::Environment, endpoints.clone());
+        COLLECTOR_POOL.clone_into(&mut registration.implementation);
+        registration.incarnation = Incarnation(u64::try_from(world.now().as_millis()).unwrap_or(u64::MAX));
+        registration.labels = BTreeMap::from([
+            (WORK_LABEL.to_owned(), "1".to_owned()),
+            ("pid".to_owned(), std::process::id().to_string()),
+        ]);
+        let cx = CallContext::within(REGISTER_TIMEOUT);
+        let lease = LeaseKeeper::start(Arc::clone(client.registry()), &cx, registration).await?;
+        Ok(Self { pool, lease, drain, serving, endpoints })
+    }
+
+    /// Returns the endpoints that workers poll.
+    #[must_use]
+    pub fn endpoints(&self) -> &[Endpoint] {
+        &self.endpoints
+    }
+
+    /// Deregisters the pool, ends it, and closes its listener.
+    #[must_use = "a future does nothing until it is awaited"]
+    pub fn end(mut self, grace: Duration) -> BoxFuture<'static, ()> {
+        Box::pin(async move {
+            self.lease.end(grace).await;
+            self.pool.close();
+            self.drain.cancel();
+            let ending = async { while self.serving.join_next().await.is_some() {} };
+            if tokio::time::timeout(grace, ending).await.is_err() {
+                tracing::debug!("workers were still connected at the end of the grace");
+            }
+        })
+    }
+}
+
+/// Returns the address of this machine on its route to `peer`, an address such as `10.0.0.7:11000`: the one at which the peer, and
+/// machines of its network, reach this one. Sends nothing.
+///
+/// # Errors
+/// `InvalidArgument` if the address cannot be resolved or there is no route to it.
+pub fn address_towards(peer: &str) -> Result<IpAddr> {
+    let failed = |error: std::io::Error| {
+        Error::invalid(format!("this machine has no address on a route to {peer}: {error}; name its address"))
+    };
+    let target = peer.to_socket_addrs().map_err(failed)?.next();
+    let target = target.ok_or_else(|| Error::invalid(format!("{peer} has no address")))?;
+    let any: IpAddr = match target {
+        std::net::SocketAddr::V4(_) => std::net::Ipv4Addr::UNSPECIFIED.into(),
+        std::net::SocketAddr::V6(_) => std::net::Ipv6Addr::UNSPECIFIED.into(),
+    };
+    let socket = UdpSocket::bind((any, 0)).map_err(failed)?;
+    socket.connect(target).map_err(failed)?;
+    socket.local_addr().map(|address| address.ip()).map_err(failed)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_address_towards_this_machine_is_the_loopback_address() {
+        assert!(address_towards("127.0.0.1:9").unwrap().is_loopback());
+        assert!(address_towards("no such host:9").unwrap_err().to_string().contains("no such host"));
+    }
+}

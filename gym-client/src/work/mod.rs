@@ -1,0 +1,26 @@
+//! Pulled work: a pool hosts the work queue, and workers take rollouts and verifications from it when they have capacity.
+//!
+//! ```text
+//!   driver ── Dispatch ──┬─ push: ServerClient ── by name ──────────────────────────────► server
+//!                        └─ pull: WorkPool ◄── POST /work/next ── WorkPuller ── ServerClient ──► server
+//!                                 (collector,     {done} → {items}   (worker, opens the connection)
+//!                                  or a `pool` server)
+//! ```
+//!
+//! A worker polls with the responses that it has finished, and gets as many items as it has capacity for. The poll waits while there
+//! is no work. It is the worker's heartbeat too: a worker that stays silent is lost, and its rollouts end as
+//! [`FailureClass::WorkerLost`](gym_core::rollout::FailureClass::WorkerLost).
+
+mod dispatch;
+mod host;
+mod message;
+mod pool;
+mod puller;
+mod watch;
+
+pub use dispatch::Dispatch;
+pub use host::{COLLECTOR_POOL, PoolHost, address_towards};
+pub use message::WORK_ROUTE;
+pub use pool::{WorkKind, WorkPool, WorkPoolOptions, WorkPoolSnapshot, WorkerSnapshot};
+pub use puller::{WorkPuller, WorkPullerOptions};
+pub use watch::{PoolWatch, WORK_LABEL};

@@ -1,0 +1,555 @@
+//! Hosts a work queue: callers wait for responses, workers poll for work.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use futures_util::FutureExt as _;
+use futures_util::future::BoxFuture;
+use gym_core::rollout::FailureClass;
+use gym_core::rollout::work::{
+    Assignment, LostWork, PollStart, WorkId, WorkPoll, WorkQueue, WorkQueueError, WorkQueueOptions, WorkerId,
+};
+use gym_core::{Code, Error, Execution, Handler, Incarnation, Message, Request, Response, Result, Verb, World};
+use tokio::sync::{Notify, oneshot};
+use tokio::task::JoinSet;
+use tokio::time::Instant;
+
+use crate::work::dispatch::Dispatch;
+use crate::work::message::{self, AnswerBody, DoneBody, ItemBody, PollBody, WORK_ROUTE};
+
+/// Maximum number of bytes of a worker's name.
+const NAME_BYTES_MAX: usize = 256;
+
+/// Maximum number of bytes of one item. A worker's client accepts this much and the JSON beside it.
+const ITEM_BYTES_MAX: usize = 255 << 20;
+
+/// The kind of an item of work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum WorkKind {
+    /// A rollout: it runs at most once. If its worker is lost, its caller begins a new attempt.
+    Rollout,
+    /// A call that can run twice without harm, such as a verification without a session. If its worker is lost, another worker gets it.
+    Repeatable,
+}
+
+impl WorkKind {
+    /// Returns the name of the class of items of this kind for a server.
+    fn class(self, server: &str) -> String {
+        match self {
+            Self::Rollout => format!("rollout {server}"),
+            Self::Repeatable => format!("repeatable {server}"),
+        }
+    }
+}
+
+/// Bounds of a pool, and the weights of its servers.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct WorkPoolOptions {
+    /// Bounds and time limits of the queue.
+    pub queue: WorkQueueOptions,
+    /// The share of work that each server gets while items of several servers wait; 1 for others.
+    pub weights: BTreeMap<String, u32>,
+}
+
+/// The state of a pool, for progress displays and metrics.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct WorkPoolSnapshot {
+    /// Items that wait for a worker.
+    pub waiting: usize,
+    /// Items that workers hold.
+    pub held: usize,
+    /// The workers, by name.
+    pub workers: Vec<WorkerSnapshot>,
+    /// Workers that were lost so far.
+    pub workers_lost: u64,
+    /// Responses that came too late to count.
+    pub late: u64,
+}
+
+/// One worker of a pool.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WorkerSnapshot {
+    /// Its name.
+    pub name: Arc<str>,
+    /// Its incarnation.
+    pub incarnation: Incarnation,
+    /// Number of items that it can hold.
+    pub capacity: usize,
+    /// Number of items that it holds.
+    pub held: usize,
+}
+
+/// A work queue with its callers and workers. Cheap to clone; the last clone ends all waiting polls and calls.
+///
+/// It is the handler of `POST /work/next`, which workers poll, and dispatches the driver's rollouts.
+#[derive(Clone, Debug)]
+pub struct WorkPool {
+    shared: Arc<PoolShared>,
+    _sweeper: Arc<Mutex<JoinSet<()>>>,
+}
+
+#[derive(Debug)]
+struct PoolShared {
+    /// Differs between pools, so that a worker does not return responses of another pool's items.
+    id: u64,
+    weights: BTreeMap<String, u32>,
+    state: Mutex<PoolState>,
+    /// Wakes the task that removes silent workers.
+    sweep: Notify,
+}
+
+#[derive(Debug)]
+struct PoolState {
+    queue: WorkQueue,
+    /// Accessed by key only.
+    calls: HashMap<WorkId, PendingCall>,
+    /// The waiting poll of each worker.
+    polls: BTreeMap<Arc<str>, WaitingPoll>,
+    /// The time at which the sweeper wakes next.
+    armed: Option<Instant>,
+    workers_lost: u64,
+    late: u64,
+    /// The pool takes no more calls, and its workers stop.
+    closed: bool,
+}
+
+/// A call whose caller waits.
+#[derive(Debug)]
+struct PendingCall {
+    server: Box<str>,
+    request: Request,
+    kind: WorkKind,
+    done: oneshot::Sender<Result<Response>>,
+}
+
+#[derive(Debug)]
+struct WaitingPoll {
+    who: WorkerId,
+    number: u64,
+    wake: Arc<Notify>,
+}
+
+impl WorkPool {
+    /// Creates a pool without workers. Must be called within a tokio runtime.
+    #[must_use]
+    pub fn new(options: WorkPoolOptions, world: &World) -> Self {
+        let state = PoolState {
+            queue: WorkQueue::new(options.queue),
+            calls: HashMap::new(),
+            polls: BTreeMap::new(),
+            armed: None,
+            workers_lost: 0,
+            late: 0,
+            closed: false,
+        };
+        let shared = Arc::new(PoolShared {
+            id: world.rng().u64(1..),
+            weights: options.weights,
+            state: Mutex::new(state),
+            sweep: Notify::new(),
+        });
+        let mut sweeper = JoinSet::new();
+        sweeper.spawn(sweep(Arc::clone(&shared)).boxed());
+        Self { shared, _sweeper: Arc::new(Mutex::new(sweeper)) }
+    }
+
+    /// Runs a `POST` on a worker that serves `server`. Any complete response is `Ok`, including error statuses. Dropping the future
+    /// cancels the call, and the worker that runs it is told.
+    ///
+    /// # Errors
+    /// `ResourceExhausted, NotStarted` if the queue is full; `Unavailable, Unknown` of the class `worker_lost` if the worker that
+    /// ran it was lost; otherwise the error of the call on the worker, or of the passed deadline.
+    pub async fn submit(&self, kind: WorkKind, server: &str, request: &Request) -> Result<Response> {
+        let about = |error: Error| match error.subject() {
+            "" => error.about(format!("{} {server}{}", request.verb, request.route)),
+            _ => error,
+        };
+        let cx = &request.context;
+        cx.check().map_err(about)?;
+        if request.verb != Verb::Post {
+            return Err(about(Error::not_started(Code::Unimplemented, "workers take POST requests only")));
+        }
+        let bytes = request.message.len();
+        if bytes > ITEM_BYTES_MAX {
+            let text =
+                format!("the body has {bytes} bytes, and a worker takes at most {ITEM_BYTES_MAX}; use --dispatch push");
+            return Err(about(Error::invalid(text)));
+        }
+        let (id, answered) = self.offer(kind, server, request).map_err(about)?;
+        let _cancel = CancelItem { shared: &self.shared, id };
+        let answered =
+            async { answered.await.unwrap_or_else(|_| Err(Error::unknown(Code::Cancelled, "the pool has ended"))) };
+        let result = cx.bound(Execution::Unknown, answered).await;
+        result.map_err(|error| {
+            // Nothing has begun it while it waits in the queue.
+            let waits = error.execution() == Execution::Unknown && self.shared.lock().queue.waits(id);
+            about(if waits { error.with_execution(Execution::NotStarted) } else { error })
+        })
+    }
+
+    fn offer(
+        &self,
+        kind: WorkKind,
+        server: &str,
+        request: &Request,
+    ) -> Result<(WorkId, oneshot::Receiver<Result<Response>>)> {
+        let weight = self.shared.weights.get(server).copied().unwrap_or(1);
+        let (done, answered) = oneshot::channel();
+        let mut state = self.shared.lock();
+        if state.closed {
+            return Err(Error::not_started(Code::Unavailable, "the pool has ended"));
+        }
+        let class =
+            state.queue.class(&kind.class(server), weight, kind == WorkKind::Repeatable).map_err(|e| full(&e))?;
+        let id = state.queue.offer(class, request.message.len()).map_err(|error| full(&error))?;
+        state.calls.insert(id, PendingCall { server: server.into(), request: request.clone(), kind, done });
+        state.wake_workers();
+        Ok((id, answered))
+    }
+
+    /// Removes a worker that is known to be gone. Its rollouts end at once, and its repeatable items are handed to others. With an
+    /// incarnation, does nothing if the worker has another one by now.
+    pub fn worker_lost(&self, name: &str, incarnation: Option<Incarnation>, why: &str) {
+        let mut state = self.shared.lock();
+        let Some(who) = state.queue.worker(name).cloned() else { return };
+        if incarnation.is_none_or(|incarnation| incarnation == who.incarnation) {
+            let lost = state.queue.lost(&who);
+            state.end_lost(&who, lost, why);
+            state.wake_workers();
+        }
+    }
+
+    /// Ends the pool: calls that wait end as cancelled, and workers learn with their next answer that they can stop.
+    pub fn close(&self) {
+        let mut state = self.shared.lock();
+        state.closed = true;
+        // Their callers see that the sender is gone.
+        state.calls.clear();
+        state.polls.values().for_each(|poll| poll.wake.notify_one());
+    }
+
+    /// Returns the current state.
+    #[must_use]
+    pub fn snapshot(&self) -> WorkPoolSnapshot {
+        let state = self.shared.lock();
+        let workers = state.queue.workers().map(|(who, capacity, held)| WorkerSnapshot {
+            name: Arc::clone(&who.name),
+            incarnation: who.incarnation,
+            capacity,
+            held,
+        });
+        let waiting = state.queue.waiting();
+        WorkPoolSnapshot {
+            waiting,
+            held: state.queue.len() - waiting,
+            workers: workers.collect(),
+            workers_lost: state.workers_lost,
+            late: state.late,
+        }
+    }
+
+    /// Accepts a poll, and answers it at once if it can be.
+    fn poll(&self, request: &Request) -> Result<PollNext> {
+        let shared = &self.shared;
+        let head = request.message.head.to_bytes();
+        let body: PollBody =
+            serde_json::from_slice(&head).map_err(|error| Error::invalid(format!("the poll is not valid: {error}")))?;
+        if body.worker.is_empty() || body.worker.len() > NAME_BYTES_MAX {
+            return Err(Error::invalid(format!("worker: the name must have 1 to {NAME_BYTES_MAX} bytes")));
+        }
+        let mut bodies = request.message.segments.iter().cloned();
+        let done = body.done.into_iter().map(|done| {
+            let message = message::next(&mut bodies, done.content_type.as_deref(), done.segments)?;
+            Ok((done, message))
+        });
+        let done: Vec<(DoneBody, Message)> = done.collect::<Result<_>>()?;
+        let who = WorkerId::new(body.worker, Incarnation(body.incarnation));
+        let now = Instant::now();
+        let mut guard = shared.lock();
+        let state = &mut *guard;
+        if body.queue != 0 && body.queue != shared.id {
+            return Ok(PollNext::Answer(shared.restart()?));
+        }
+        for (done, message) in done {
+            let id = WorkId(done.id);
+            match state.queue.finish(now, &who, id) {
+                Ok(()) => state.answer(id, message::result(done, message)),
+                Err(_) => state.late += 1,
+            }
+        }
+        if body.leave {
+            let lost = state.queue.lost(&who);
+            state.end_lost(&who, lost, "it has left");
+            state.wake_workers();
+            return Ok(PollNext::Answer(shared.write(now, state, &Assignment::default())?));
+        }
+        if state.closed {
+            return Ok(PollNext::Answer(shared.write(now, state, &Assignment::default())?));
+        }
+        let wait = Duration::from_millis(body.wait_ms).min(state.queue.options().wait_max);
+        let classes = body.servers.map(|servers| {
+            let both =
+                |server: String| [WorkKind::Rollout, WorkKind::Repeatable].map(|kind| kind.class(&server).into());
+            servers.into_iter().flat_map(both).collect::<BTreeSet<Arc<str>>>()
+        });
+        let poll = WorkPoll { number: body.poll, capacity: body.capacity, wait, classes };
+        let joins = state.queue.worker(&who.name) != Some(&who);
+        match state.queue.poll(now, &who, poll) {
+            Ok(PollStart::Answered(assignment)) => Ok(PollNext::Answer(shared.write(now, state, &assignment)?)),
+            Ok(PollStart::Waiting(lost)) => {
+                if joins {
+                    tracing::info!(worker = %who.name, capacity = body.capacity, "a worker takes work");
+                }
+                // The earlier poll of this worker ends too.
+                state.end_lost(&who, lost, "it was restarted");
+                let next = if wait.is_zero() {
+                    state.queue.answer(now, &who, body.poll)
+                } else {
+                    state.queue.take(now, &who, body.poll)
+                };
+                let next = match next {
+                    Some(assignment) => PollNext::Answer(shared.write(now, state, &assignment)?),
+                    None => {
+                        let wake = Arc::new(Notify::new());
+                        let waiting = WaitingPoll { who: who.clone(), number: body.poll, wake: Arc::clone(&wake) };
+                        state.polls.insert(Arc::clone(&who.name), waiting);
+                        let shared = Arc::clone(shared);
+                        let open = OpenPoll { shared, who: who.clone(), number: body.poll, answered: false };
+                        PollNext::Wait { open, until: now + wait, wake }
+                    }
+                };
+                // Items of a lost incarnation that wait again, and those for which this worker had no room.
+                state.wake_workers();
+                shared.arm(state, &who.name);
+                Ok(next)
+            }
+            Err(WorkQueueError::Unknown(_)) => Ok(PollNext::Answer(shared.restart()?)),
+            Err(error @ WorkQueueError::Stale(_)) => {
+                Err(Error::not_started(Code::FailedPrecondition, error.to_string()))
+            }
+            Err(error) => Err(full(&error)),
+        }
+    }
+}
+
+fn full(error: &WorkQueueError) -> Error {
+    Error::not_started(Code::ResourceExhausted, error.to_string())
+}
+
+/// What follows a poll.
+enum PollNext {
+    Answer(Response),
+    Wait { open: OpenPoll, until: Instant, wake: Arc<Notify> },
+}
+
+impl PoolShared {
+    fn lock(&self) -> MutexGuard<'_, PoolState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Makes the sweeper wake in time for this worker.
+    fn arm(&self, state: &mut PoolState, name: &str) {
+        if let Some(due) = state.queue.due(name)
+            && state.armed.is_none_or(|armed| due < armed)
+        {
+            state.armed = Some(due);
+            self.sweep.notify_one();
+        }
+    }
+
+    /// Writes the answer to a poll.
+    fn write(&self, now: Instant, state: &PoolState, assignment: &Assignment) -> Result<Response> {
+        let mut segments = Vec::with_capacity(assignment.items.len());
+        let items = assignment.items.iter().filter_map(|id| {
+            let call = state.calls.get(id)?;
+            let cx = &call.request.context;
+            let remaining = cx.deadline.saturating_duration_since(now);
+            let (content_type, count) = message::append(&call.request.message, &mut segments);
+            Some(ItemBody {
+                id: id.0,
+                server: call.server.clone().into(),
+                route: call.request.route.as_str().to_owned(),
+                timeout_ms: u64::try_from(remaining.as_millis()).unwrap_or(u64::MAX),
+                reply_bytes_max: cx.reply_bytes_max,
+                repeatable: call.kind == WorkKind::Repeatable,
+                traceparent: cx.trace.to_traceparent(),
+                content_type,
+                metadata: message::pairs(&cx.metadata),
+                segments: count,
+            })
+        });
+        let items = items.collect();
+        let cancel = assignment.cancelled.iter().map(|id| id.0).collect();
+        let body = AnswerBody { queue: self.id, items, cancel, restart: false, closed: state.closed };
+        let mut response = Response::json(message::to_json(&body)?);
+        response.message.segments = segments;
+        Ok(response)
+    }
+
+    fn restart(&self) -> Result<Response> {
+        let body = AnswerBody { queue: self.id, restart: true, ..AnswerBody::default() };
+        Ok(Response::json(message::to_json(&body)?))
+    }
+}
+
+impl PoolState {
+    /// Wakes the waiting polls that can be answered.
+    fn wake_workers(&mut self) {
+        while let Some((who, number)) = self.queue.call() {
+            if let Some(poll) = self.polls.get(&who.name)
+                && poll.number == number
+            {
+                poll.wake.notify_one();
+            }
+        }
+    }
+
+    fn answer(&mut self, id: WorkId, result: Result<Response>) {
+        if let Some(call) = self.calls.remove(&id) {
+            // The caller may have left.
+            drop(call.done.send(result));
+        }
+    }
+
+    fn end_lost(&mut self, who: &WorkerId, lost: LostWork, why: &str) {
+        if let Some(poll) = self.polls.remove(&who.name) {
+            poll.wake.notify_one();
+        }
+        if lost == LostWork::default() {
+            return;
+        }
+        tracing::warn!(worker = %who.name, ended = lost.ended.len(), again = lost.again.len(), why, "a worker was lost");
+        self.workers_lost += 1;
+        for id in lost.ended {
+            let error = Error::unknown(Code::Unavailable, format!("worker {} was lost: {why}", who.name));
+            self.answer(id, Err(error.with_class(FailureClass::WorkerLost)));
+        }
+    }
+}
+
+/// Cancels an item when its caller leaves.
+struct CancelItem<'a> {
+    shared: &'a PoolShared,
+    id: WorkId,
+}
+
+impl Drop for CancelItem<'_> {
+    fn drop(&mut self) {
+        let mut state = self.shared.lock();
+        if state.calls.remove(&self.id).is_some() {
+            state.queue.cancel(self.id);
+            state.wake_workers();
+        }
+    }
+}
+
+/// A poll that waits. Dropping it before it was answered, because the worker's connection broke, begins the time after which the
+/// worker is lost.
+struct OpenPoll {
+    shared: Arc<PoolShared>,
+    who: WorkerId,
+    number: u64,
+    answered: bool,
+}
+
+impl OpenPoll {
+    fn is_current(&self, state: &PoolState) -> bool {
+        state.polls.get(&self.who.name).is_some_and(|poll| poll.number == self.number && poll.who == self.who)
+    }
+
+    async fn wait(mut self, until: Instant, wake: Arc<Notify>) -> Result<Response> {
+        loop {
+            let timed_out = tokio::select! {
+                biased;
+                () = wake.notified() => false,
+                () = tokio::time::sleep_until(until) => true,
+            };
+            let shared = Arc::clone(&self.shared);
+            let now = Instant::now();
+            let mut guard = shared.lock();
+            let state = &mut *guard;
+            let current = self.is_current(state);
+            let assignment = match (current, timed_out || state.closed) {
+                // A newer poll has taken its place, or the worker was removed.
+                (false, _) => Some(Assignment::default()),
+                (true, false) => state.queue.take(now, &self.who, self.number),
+                (true, true) => Some(state.queue.answer(now, &self.who, self.number).unwrap_or_default()),
+            };
+            let Some(assignment) = assignment else { continue };
+            self.answered = true;
+            if current {
+                state.polls.remove(&self.who.name);
+                shared.arm(state, &self.who.name);
+                // What this worker had no room for.
+                state.wake_workers();
+            }
+            return shared.write(now, state, &assignment);
+        }
+    }
+}
+
+impl Drop for OpenPoll {
+    fn drop(&mut self) {
+        if self.answered {
+            return;
+        }
+        let mut guard = self.shared.lock();
+        let state = &mut *guard;
+        if self.is_current(state) {
+            state.polls.remove(&self.who.name);
+            state.queue.disconnected(Instant::now(), &self.who, self.number);
+            self.shared.arm(state, &self.who.name);
+            // It may have been woken for an item that another worker can take.
+            state.wake_workers();
+        }
+    }
+}
+
+/// Removes workers that were silent for too long.
+async fn sweep(pool: Arc<PoolShared>) {
+    loop {
+        let armed = {
+            let now = Instant::now();
+            let mut state = pool.lock();
+            for (who, lost) in state.queue.expire(now) {
+                state.end_lost(&who, lost, "it did not poll in time");
+            }
+            state.wake_workers();
+            state.armed = state.queue.next_due();
+            state.armed
+        };
+        let changed = pool.sweep.notified();
+        match armed {
+            Some(due) => {
+                tokio::select! {
+                    biased;
+                    () = changed => {}
+                    () = tokio::time::sleep_until(due) => {}
+                }
+            }
+            None => changed.await,
+        }
+    }
+}
+
+impl Dispatch for WorkPool {
+    fn run<'a>(&'a self, server: &'a str, request: &'a Request) -> BoxFuture<'a, Result<Response>> {
+        Box::pin(self.submit(WorkKind::Rollout, server, request))
+    }
+}
+
+impl Handler for WorkPool {
+    /// Serves `POST /work/next`. The poll counts before this method returns.
+    fn handle(&self, request: Request) -> BoxFuture<'static, Result<Response>> {
+        if (request.verb, request.route.path()) != (Verb::Post, WORK_ROUTE) {
+            let error = Error::not_started(Code::NotFound, format!("this server has only POST {WORK_ROUTE}"));
+            return Box::pin(std::future::ready(Err(error)));
+        }
+        match self.poll(&request) {
+            Ok(PollNext::Answer(response)) => Box::pin(std::future::ready(Ok(response))),
+            Ok(PollNext::Wait { open, until, wake }) => Box::pin(open.wait(until, wake)),
+            Err(error) => Box::pin(std::future::ready(Err(error))),
+        }
+    }
+}
