@@ -1,5 +1,7 @@
 //! Pulled work over the simulated network: a pool, workers with servers of their own, and the driver on both kinds of dispatch.
 
+#![expect(clippy::unwrap_used, reason = "an integration test: a panic is its failure")]
+
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};

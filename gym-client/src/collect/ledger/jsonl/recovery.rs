@@ -337,15 +337,17 @@ fn identify(file: LedgerFile, row: &RawObject) -> Result<RowIdentity, String> {
         {
             OutcomeClass::Terminal
         }
-        LedgerFile::Failures if row.get("_ng_failure_class").is_some_and(is_worker_lost) => OutcomeClass::Lost,
+        LedgerFile::Failures if row.get("_ng_failure_class").is_some_and(|class| is_worker_lost(&class)) => {
+            OutcomeClass::Lost
+        }
         LedgerFile::Failures => OutcomeClass::Failed,
     };
     Ok(RowIdentity { key, number: number("_ng_attempt_index")?, class })
 }
 
 /// Returns `true` for the JSON text of the class `worker_lost`.
-fn is_worker_lost(class: Bytes) -> bool {
-    serde_json::from_slice::<FailureClass>(&class).is_ok_and(|class| class == FailureClass::WorkerLost)
+fn is_worker_lost(class: &[u8]) -> bool {
+    serde_json::from_slice::<FailureClass>(class).is_ok_and(|class| class == FailureClass::WorkerLost)
 }
 
 /// Rejects a row that recovery without an index would read as another outcome.
