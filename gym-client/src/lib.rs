@@ -61,5 +61,5 @@ pub mod registry;
 pub mod transport;
 pub mod work;
 
-pub use client::{CallOptions, CookieJar, RosterFollower, ServerClient, Session};
+pub use client::{CallOptions, CookieJar, ServerClient, Session};
 pub use transport::Transports;

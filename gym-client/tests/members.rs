@@ -148,7 +148,6 @@ struct Cluster {
     world: World,
     calls: Arc<Mutex<Vec<String>>>,
     servers: tokio::task::JoinSet<Result<()>>,
-    _follower: gym_client::RosterFollower,
 }
 
 impl Cluster {
@@ -157,16 +156,8 @@ impl Cluster {
         let world = World::new(Arc::new(SimFiles::new(1)), 1, Duration::ZERO);
         let transports = Transports::new().with_connector(Arc::new(network.clone()));
         let client = ServerClient::new(Arc::new(head.clone()), transports, &world);
-        let follower = client.follow(Arc::new(head.clone()));
-        Self {
-            head,
-            client,
-            network,
-            world,
-            calls: Arc::default(),
-            servers: tokio::task::JoinSet::new(),
-            _follower: follower,
-        }
+        client.follow(Arc::new(head.clone()));
+        Self { head, client, network, world, calls: Arc::default(), servers: tokio::task::JoinSet::new() }
     }
 
     /// Starts a process with a replica that takes `takes` for each call; its heartbeats end with the keeper.

@@ -2,6 +2,8 @@
 
 #![allow(dead_code, reason = "every test binary takes what it needs")]
 
+pub(crate) mod collections;
+
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;

@@ -9,7 +9,7 @@ use gym_core::registry::{Instance, MemberRegistry, RosterUpdate, RosterVersion, 
 use gym_core::{CallContext, Code};
 use tokio::task::JoinHandle;
 
-use crate::client::server_client::{ClientState, ServerClient};
+use crate::client::server_client::{ClientState, ServerClient, lock};
 
 /// Time after which the head server answers without a change: shorter than the idle limits of proxies.
 const ROSTER_WAIT: Duration = Duration::from_secs(20);
@@ -17,9 +17,9 @@ const ROSTER_WAIT: Duration = Duration::from_secs(20);
 /// Time between two attempts while the head server does not respond.
 const RETRY_EVERY: Duration = Duration::from_millis(200);
 
-/// Follows a cluster for a client until it is dropped.
+/// The task that follows a cluster; ends when it is dropped, with its client.
 #[derive(Debug)]
-pub struct RosterFollower {
+pub(super) struct RosterFollower {
     task: JoinHandle<()>,
 }
 
@@ -33,8 +33,7 @@ impl ServerClient {
     /// Follows the servers of a cluster. A call in flight to a server that is lost ends at once with `Unavailable, Unknown`, whichever
     /// transport carries it; new servers get calls at once; servers that are suspect get no new calls. While a restarted head server
     /// recovers, known servers stay known. Must be called within a tokio runtime, before the first call.
-    #[must_use = "dropping the follower ends it"]
-    pub fn follow(&self, registry: Arc<dyn MemberRegistry>) -> RosterFollower {
+    pub fn follow(&self, registry: Arc<dyn MemberRegistry>) {
         self.inner.follows.store(true, Relaxed);
         let state = Arc::downgrade(&self.inner);
         let task = async move {
@@ -65,7 +64,7 @@ impl ServerClient {
                 }
             }
         };
-        RosterFollower { task: tokio::spawn(task.boxed()) }
+        *lock(&self.inner.follower) = Some(RosterFollower { task: tokio::spawn(task.boxed()) });
     }
 
     fn apply(&self, update: &RosterUpdate, seen: Option<RosterVersion>) {

@@ -9,6 +9,5 @@ mod server_client;
 mod session;
 
 pub use cookies::CookieJar;
-pub use follow::RosterFollower;
 pub use server_client::{CallOptions, ServerClient};
 pub use session::Session;

@@ -17,6 +17,7 @@ use gym_core::{CallContext, Code, Error, Execution, Incarnation, Request, Respon
 use tokio::time::Instant;
 
 use crate::client::background::BackgroundTasks;
+use crate::client::follow::RosterFollower;
 use crate::client::replicas::{Replica, ReplicaSet, SessionAffinity, replica};
 use crate::transport::Transports;
 
@@ -49,6 +50,7 @@ pub(super) struct ClientState {
     pub(super) follows: AtomicBool,
     /// `true` while the head server recovers.
     pub(super) recovering: AtomicBool,
+    pub(super) follower: Mutex<Option<RosterFollower>>,
 }
 
 /// Held by the one caller that queries the registry for a name; the others wait for the result. A thousand rollouts that start
@@ -98,6 +100,7 @@ impl ServerClient {
                 background: BackgroundTasks::default(),
                 follows: AtomicBool::new(false),
                 recovering: AtomicBool::new(false),
+                follower: Mutex::default(),
             }),
         }
     }
@@ -120,6 +123,7 @@ impl ServerClient {
                 background: BackgroundTasks::default(),
                 follows: AtomicBool::new(false),
                 recovering: AtomicBool::new(false),
+                follower: Mutex::default(),
             }),
         }
     }

@@ -249,11 +249,17 @@ pub fn connect_head<'a>(
             .map_err(|error| unreadable(format!("it is not a JSON string: {error}")))?;
         let merged = parse_yaml(&yaml, head.as_str()).map_err(|error| unreadable(error.to_string()))?;
         let names = ServerNames::of_merged(&merged);
-        let registry: Arc<dyn Registry> = match remote.list(&cx).await {
-            Ok(_) => Arc::new(remote),
-            Err(error) if matches!(error.code(), Code::NotFound | Code::Unimplemented) => Arc::new(names.registry()),
+        let client = match remote.list(&cx).await {
+            Ok(_) => {
+                let client = ServerClient::new(Arc::new(remote.clone()), transports, world);
+                client.follow(Arc::new(remote));
+                client
+            }
+            Err(error) if matches!(error.code(), Code::NotFound | Code::Unimplemented) => {
+                ServerClient::new(Arc::new(names.registry()), transports, world)
+            }
             Err(error) => return Err(error),
         };
-        Ok((ServerClient::new(registry, transports, world), names))
+        Ok((client, names))
     })
 }

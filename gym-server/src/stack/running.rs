@@ -11,7 +11,7 @@ use gym_client::registry::{LeaseKeeper, MemberKeeper, RemoteRegistry};
 use gym_client::transport::HTTP;
 use gym_client::transport::http::HttpBackend;
 use gym_client::work::{COLLECTOR_POOL, PoolWatch, WORK_LABEL, WorkPullerOptions};
-use gym_client::{RosterFollower, ServerClient, Transports};
+use gym_client::{ServerClient, Transports};
 use gym_core::registry::{Instance, MemberLimits, MemoryRegistry, Registry};
 use gym_core::server::ServerKind;
 use gym_core::transport::{InProcess, ListenOptions, Listener, Transport, TransportPolicy};
@@ -42,8 +42,6 @@ pub struct Stack {
     python_servers: Option<python::PythonServers>,
     /// The membership of this process in a cluster.
     member: Option<MemberKeeper>,
-    /// Ends calls to servers of other processes that are lost.
-    follower: Option<RosterFollower>,
     /// The host that other machines are told, if it is not the one that is bound.
     advertised: Option<String>,
     stop_grace: Duration,
@@ -163,10 +161,9 @@ impl Stack {
             None => Arc::new(remote.clone()),
         };
         let client = ServerClient::new(Arc::clone(&registry), transports, world);
-        let follower = match (all_here, &worker) {
-            (true, None) => None,
-            _ => Some(client.follow(Arc::new(remote))),
-        };
+        if !all_here || worker.is_some() {
+            client.follow(Arc::new(remote));
+        }
         metrics.watch_affinity("replicas", client.affinity_counts());
         let mut stack = Self {
             client,
@@ -177,7 +174,6 @@ impl Stack {
             stages: SHUTDOWN_ORDER.iter().chain(&[ServerKind::Resources]).map(|_| ShutdownStage::new()).collect(),
             python_servers: None,
             member: None,
-            follower,
             advertised: address.as_ref().map(|address| address.advertised.clone()),
             stop_grace: options.stop_grace,
             metrics,
@@ -457,7 +453,6 @@ impl Stack {
         if let Some(member) = self.member.take() {
             member.leave(Duration::from_secs(2)).await;
         }
-        drop(self.follower.take());
         if let Some(python_servers) = self.python_servers.take() {
             python_servers.stop(self.stop_grace).await;
         }
