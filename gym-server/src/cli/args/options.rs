@@ -293,6 +293,9 @@ pub(in crate::cli) struct CollectArgs {
     /// Skip the servers' statistics at the end: +disable_aggregation=true
     #[arg(long)]
     pub(in crate::cli) disable_aggregation: bool,
+    /// File or FIFO for events while the collection runs, as JSON lines: started, finished (reward), failed (class, cause)
+    #[arg(long, value_name = "FILE")]
+    pub(in crate::cli) events: Option<PathBuf>,
     /// Progress display: a bar, a line every few seconds, or none; auto shows the bar on a terminal and lines elsewhere
     #[arg(long, value_enum, default_value_t = ProgressMode::Auto, value_name = "HOW")]
     pub(in crate::cli) progress: ProgressMode,

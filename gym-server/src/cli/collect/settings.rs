@@ -73,6 +73,7 @@ pub(super) fn read(
     options.aggregate = !(args.disable_aggregation || keys.flag("disable_aggregation")?);
     options.materialize = materialize(args, &keys, loaded, &input)?;
     options.driver = driver(args, &keys)?;
+    options.events.clone_from(&args.events);
     Ok(options)
 }
 

@@ -1,0 +1,176 @@
+//! The events file of a collection: what a program that reads it learns about each rollout.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use gym_client::collect::{CollectOptions, CollectSummary, ExistingOutput, RolloutCollector, ServerNames};
+use gym_client::registry::StaticRegistry;
+use gym_client::{ServerClient, Transports};
+use gym_core::registry::Instance;
+use gym_core::server::ServerKind;
+use gym_core::transport::{InProcess, handler_fn, serve};
+use gym_core::{CancelToken, Endpoint, Incarnation, RawObject, Request, Response, Result, World};
+use serde_json::{Value, json};
+
+/// A folder with an input, and a server that answers each row with the row's `answers`, one for each attempt.
+struct Ground {
+    folder: tempfile::TempDir,
+    servers: InProcess,
+}
+
+impl Ground {
+    fn new(tasks: &[Value]) -> Self {
+        let folder = tempfile::tempdir().expect("the test sets it up right");
+        let rows = tasks.iter().map(|answers| {
+            let row =
+                json!({"responses_create_params": {"input": []}, "agent_ref": {"name": "agent"}, "answers": answers});
+            format!("{row}\n")
+        });
+        std::fs::write(folder.path().join("tasks.jsonl"), rows.collect::<String>()).expect("the test sets it up right");
+        let servers = InProcess::new();
+        let listener = servers.listen("agent").expect("the test sets it up right");
+        let answer = handler_fn(|request: Request| async move {
+            let row = RawObject::parse(request.message.head.to_bytes())?;
+            let attempt: Option<usize> = row.get_as("_ng_attempt_index")?;
+            let answers: Vec<Value> = row.get_as("answers")?.unwrap_or_default();
+            Ok(Response::json(answers[attempt.unwrap_or(0)].to_string()))
+        });
+        tokio::spawn(serve(Box::new(listener), Arc::new(answer), CancelToken::new(), Duration::ZERO));
+        Self { folder, servers }
+    }
+
+    fn events(&self) -> PathBuf {
+        self.folder.path().join("events.jsonl")
+    }
+
+    fn options(&self) -> CollectOptions {
+        let at = |name: &str| self.folder.path().join(name);
+        let mut options = CollectOptions::new(at("tasks.jsonl"), at("rollouts.jsonl"));
+        options.aggregate = false;
+        options.driver.concurrency = 1;
+        options.events = Some(self.events());
+        options
+    }
+
+    async fn collect(&self, options: CollectOptions) -> Result<CollectSummary> {
+        let world = World::real();
+        let agent = Instance {
+            name: "agent".to_owned(),
+            rank: 0,
+            kind: ServerKind::Agent,
+            implementation: String::new(),
+            endpoints: vec![Endpoint::parse("mem://agent").expect("the test sets it up right")],
+            incarnation: Incarnation(1),
+            labels: Default::default(),
+        };
+        let transports = Transports::new().with_connector(Arc::new(self.servers.clone()));
+        let client = ServerClient::new(Arc::new(StaticRegistry::new(vec![agent])), transports, &world);
+        let names = ServerNames::of_merged(&json!({"agent": {"responses_api_agents": {"small": {}}}}));
+        RolloutCollector::new(client, names, world).collect(options, CancelToken::new()).await
+    }
+}
+
+fn lines(path: &Path) -> Vec<Value> {
+    let text = std::fs::read_to_string(path).unwrap();
+    assert!(text.ends_with('\n'), "{text}");
+    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+/// Returns the event, its task and its attempt, and the named fields, of each line about an attempt.
+fn attempts(lines: &[Value], fields: &[&str]) -> Vec<Value> {
+    let of_attempt = lines.iter().filter(|line| line.get("task_index").is_some());
+    let told = of_attempt.map(|line| {
+        let id = json!([line["event"], line["task_index"], line["attempt_index"]]);
+        let more: Vec<&Value> = fields.iter().filter_map(|field| line.get(*field)).collect();
+        json!([id, more])
+    });
+    told.collect()
+}
+
+#[tokio::test]
+async fn each_attempt_is_told_with_what_came_of_it() {
+    let transient = json!({"_ng_failure_class": "agent_request_failed", "_ng_failure_message": "the model is busy"});
+    let terminal =
+        json!({"_ng_failure_class": "verifier_error", "_ng_failure_message": "no key", "_ng_failure_terminal": true});
+    let response = json!({"usage": {"input_tokens": 7, "output_tokens": 5, "total_tokens": 12},
+        "incomplete_details": {"reason": "max_output_tokens"}});
+    let ground = Ground::new(&[
+        json!([{"reward": 1.0}]),
+        json!([transient, {"reward": 0.25, "response": response}]),
+        json!([terminal]),
+        json!([{"_ng_no_persist": true}]),
+        json!([transient, transient, transient]),
+    ]);
+    let summary = ground.collect(ground.options()).await.unwrap();
+    assert_eq!((summary.events_dropped, summary.warnings), (0, Vec::new()));
+    let lines = lines(&ground.events());
+    let told = attempts(&lines, &["reward", "attempts", "tokens", "truncated", "class", "cause", "retried"]);
+    let tokens = json!({"input_tokens": 7, "output_tokens": 5});
+    let busy = |retried: bool| json!(["agent_request_failed", "the model is busy", retried]);
+    let expected = json!([
+        [["started", 0, 0], []],
+        [["finished", 0, 0], [1.0, 1, null, null]],
+        [["started", 1, 0], []],
+        [["failed", 1, 0], busy(true)],
+        [["started", 1, 1], []],
+        [["finished", 1, 1], [0.25, 2, tokens, "max_output_tokens"]],
+        [["started", 2, 0], []],
+        [["failed", 2, 0], ["verifier_error", "no key", false]],
+        [["started", 3, 0], []],
+        [["unrecorded", 3, 0], []],
+        [["started", 4, 0], []],
+        [["failed", 4, 0], busy(true)],
+        [["started", 4, 1], []],
+        [["failed", 4, 1], busy(true)],
+        [["started", 4, 2], []],
+        [["failed", 4, 2], busy(false)],
+    ]);
+    assert_eq!(json!(told), expected);
+    let first = &lines[0];
+    assert_eq!(
+        (&first["event"], &first["rollouts"], &first["resumed"]),
+        (&json!("run_started"), &json!(5), &json!(false))
+    );
+    let last = &lines[lines.len() - 1];
+    let counts = ["completed", "failed", "incomplete", "mean_reward", "events_dropped"].map(|key| last[key].clone());
+    assert_eq!((&last["event"], &last["end"]), (&json!("run_ended"), &json!("exhausted")));
+    assert_eq!(json!(counts), json!([2, 3, 0, 0.625, 0]));
+    let failures = std::fs::read_to_string(&summary.files.failures).unwrap();
+    assert!(failures.contains(&format!("\"run_id\":{}", first["run_id"])), "the run of the failures file");
+    let times: Vec<f64> = lines.iter().map(|line| line["time"].as_f64().unwrap()).collect();
+    assert!(times.is_sorted() && times[0] > 1.7e9, "{times:?}");
+}
+
+#[tokio::test]
+async fn a_resumed_run_appends_and_a_new_one_asks_before_it_replaces() {
+    let ground = Ground::new(&[json!([{"reward": 1.0}]), json!([{"_ng_no_persist": true}])]);
+    ground.collect(ground.options()).await.unwrap();
+    let first = lines(&ground.events()).len();
+    let resumed = CollectOptions { existing: ExistingOutput::Resume, ..ground.options() };
+    ground.collect(resumed).await.unwrap();
+    let all = lines(&ground.events());
+    assert_eq!(attempts(&all[first..], &[]), [json!([["started", 1, 0], []]), json!([["unrecorded", 1, 0], []])]);
+    let began = &all[first];
+    assert_eq!((&began["resumed"], &began["already_completed"]), (&json!(true), &json!(1)));
+    // Another output, so that only the events file exists.
+    let elsewhere = CollectOptions { output: ground.folder.path().join("other.jsonl"), ..ground.options() };
+    let refused = ground.collect(elsewhere.clone()).await.unwrap_err().to_string();
+    assert!(refused.contains("events.jsonl") && refused.contains("--overwrite"), "{refused}");
+    assert_eq!(lines(&ground.events()).len(), all.len());
+    ground.collect(CollectOptions { existing: ExistingOutput::Overwrite, ..elsewhere }).await.unwrap();
+    assert_eq!(lines(&ground.events()).len(), first);
+}
+
+#[tokio::test]
+async fn an_events_file_that_cannot_be_written_is_refused_before_a_file_of_an_earlier_run_changes() {
+    let ground = Ground::new(&[json!([{"reward": 1.0}])]);
+    ground.collect(ground.options()).await.unwrap();
+    let recorded = std::fs::read(ground.options().output).unwrap();
+    for (events, says) in [(ground.folder.path().to_owned(), "is a directory"), (ground.options().input, "same file")] {
+        let options = CollectOptions { existing: ExistingOutput::Overwrite, events: Some(events), ..ground.options() };
+        let refused = ground.collect(options).await.unwrap_err().to_string();
+        assert!(refused.contains(says), "{refused}");
+        assert_eq!(std::fs::read(ground.options().output).unwrap(), recorded);
+    }
+}
