@@ -2,4 +2,6 @@
 
 pub(super) mod config;
 pub(super) mod doctor;
+mod finding;
+mod machine;
 pub(super) mod status;
