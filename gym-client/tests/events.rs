@@ -1,4 +1,6 @@
-//! The events file of a collection: what a program that reads it learns about each rollout.
+//! The events file and the scalars of a collection: what a program that reads them learns.
+
+#![allow(clippy::unwrap_used)] // In a test a panic is the message.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -173,4 +175,44 @@ async fn an_events_file_that_cannot_be_written_is_refused_before_a_file_of_an_ea
         assert!(refused.contains(says), "{refused}");
         assert_eq!(std::fs::read(ground.options().output).unwrap(), recorded);
     }
+}
+
+/// Runs only if `GYM_DATA_PYTHON` names an interpreter with TensorBoard.
+#[tokio::test]
+async fn tensorboards_own_reader_finds_every_scalar() {
+    let Some(python) = std::env::var_os("GYM_DATA_PYTHON") else {
+        println!("skipped, GYM_DATA_PYTHON names no interpreter");
+        return;
+    };
+    let terminal =
+        json!({"_ng_failure_class": "verifier_error", "_ng_failure_message": "no key", "_ng_failure_terminal": true});
+    let ground = Ground::new(&[
+        json!([{"reward": 1.0}]),
+        json!([{"reward": 0.25}]),
+        json!([terminal]),
+        json!([{"_ng_no_persist": true}, {"reward": 1.0}]),
+    ]);
+    let folder = ground.folder.path().join("scalars");
+    let mut options = CollectOptions { tensorboard: Some(folder.clone()), events: None, ..ground.options() };
+    options.materialize.limit = Some(3);
+    ground.collect(options.clone()).await.unwrap();
+    // The file of a resumed run belongs to the same curve.
+    (options.existing, options.materialize.limit) = (ExistingOutput::Resume, None);
+    ground.collect(options).await.unwrap();
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/python/data_peer.py");
+    let output = std::process::Command::new(python).arg(script).arg("scalars").arg(folder).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let mut found: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let rates = found.as_object_mut().unwrap().remove("rollouts/per_second").unwrap();
+    let [first, second] = &rates.as_array().unwrap()[..] else { panic!("{rates}") };
+    assert!(first[0] == 2 && first[1].as_f64().unwrap() > 0.0 && second[0] == 2, "{rates}");
+    let expected = json!({
+        "reward/mean": [[2, 0.625], [2, 0.625]],
+        "reward/mean/agent": [[2, 0.625], [2, 0.625]],
+        "rollouts/in_flight": [[2, 0.0], [2, 0.0]],
+        "rollouts/completed": [[2, 2.0], [2, 2.0]],
+        "rollouts/failed": [[2, 1.0], [2, 2.0]],
+        "failed_attempts/verifier_error": [[2, 1.0]],
+    });
+    assert_eq!(found, expected);
 }

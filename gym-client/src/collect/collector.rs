@@ -23,7 +23,7 @@ use crate::collect::input::{
 };
 use crate::collect::ledger::{JsonlLedger, OpenMode};
 use crate::collect::names::ServerNames;
-use crate::collect::observe::{EventFile, EventTarget, RunEnded, RunStarted};
+use crate::collect::observe::{EventFile, EventTarget, RunEnded, RunStarted, TensorBoardFile};
 use crate::collect::report::{AggregateRequest, ReportEntry, RolloutsIndex, label_runs, read_recorded, write_report};
 use crate::collect::resume::compare;
 use crate::collect::run::{
@@ -86,6 +86,14 @@ pub struct CollectOptions {
     /// 16,384 events wait, and further ones are dropped and counted ([`CollectSummary::events_dropped`]). [`ExistingOutput::Resume`]
     /// appends to the file; the other values treat it as an output file.
     pub events: Option<PathBuf>,
+    /// A directory for a TensorBoard event file with scalars every 10 s and at the end. Default: none.
+    ///
+    /// The step is the number of completed rollouts. The tags are `reward/mean`, `reward/mean/<agent>`, `rollouts/per_second`,
+    /// `rollouts/in_flight`, `rollouts/completed`, `rollouts/failed` and `failed_attempts/<class>`. Rates and failed attempts are those of
+    /// this run; means, and completed and failed rollouts, include earlier runs. [`ExistingOutput::Resume`] adds a file, and TensorBoard
+    /// shows the files of a directory as one run. The other values reject or replace the files that collections left there; files of
+    /// other programs are kept. No rollout waits for the file.
+    pub tensorboard: Option<PathBuf>,
 }
 
 impl CollectOptions {
@@ -103,6 +111,7 @@ impl CollectOptions {
             driver: DriverOptions { fail_fast: FailFast::Alike, ..DriverOptions::default() },
             aggregate: true,
             events: None,
+            tensorboard: None,
         }
     }
 
@@ -111,13 +120,16 @@ impl CollectOptions {
     ///
     /// # Errors
     /// `InvalidArgument` if two of the files are the same file, if an output exists and `existing` rejects that, or if the events file
-    /// cannot be written. The errors of
+    /// or the directory for TensorBoard cannot be written. The errors of
     /// the disk.
     pub async fn check_output(&self, disk: &dyn Files) -> Result<Vec<PathBuf>> {
         let files = OutputFiles::beside(&self.output);
         files.check_distinct(&self.input, self.events.as_deref())?;
         if let Some(events) = &self.events {
             EventTarget::check(events, self.existing)?;
+        }
+        if let Some(folder) = &self.tensorboard {
+            TensorBoardFile::check(folder, self.existing)?;
         }
         let existing = files.existing(disk).await?;
         match (self.existing, existing.first()) {
@@ -138,7 +150,7 @@ pub struct CollectSummary {
     pub snapshot: ProgressSnapshot,
     /// The figures of each agent, over all rows of the rollouts file, those of earlier runs included.
     pub agents: BTreeMap<Arc<str>, AgentSummary>,
-    /// Warnings for the user, about the input and the events file.
+    /// Warnings for the user, about the input, the events file and the scalars.
     pub warnings: Vec<String>,
     /// The reason why the statistics are missing; `None` if they were written or not requested.
     pub aggregate_error: Option<String>,
@@ -243,9 +255,15 @@ impl RolloutCollector {
                 Driver::new(self.client.clone(), Arc::clone(&ledger) as _, &self.world, options.driver.clone())
                     .counting_in(Arc::clone(&self.progress));
             let run = run_started(&options, &driver, total, opened.completed);
-            let events = events.map(|(path, target)| EventFile::start(path, target, &self.world, &run)).transpose();
-            let events = match events {
-                Ok(events) => events,
+            let observing = || {
+                let events = events.map(|(path, target)| EventFile::start(path, target, &self.world, &run));
+                let scalars = options.tensorboard.as_deref().map(|folder| {
+                    TensorBoardFile::start(folder, run.resumed, self.progress(), &self.world, &run.run_id)
+                });
+                Ok((events.transpose()?, scalars.transpose()?))
+            };
+            let (events, scalars) = match observing() {
+                Ok(observing) => observing,
                 Err(error) => {
                     ledger.close(&cx).await?;
                     return Err(error);
@@ -264,6 +282,9 @@ impl RolloutCollector {
             {
                 events_dropped = dropped;
                 warnings.push(warning);
+            }
+            if let Some(scalars) = scalars {
+                warnings.extend(scalars.end().await);
             }
             let ended = ended?;
             let aggregate_error = match (options.aggregate, ended) {

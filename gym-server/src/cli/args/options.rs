@@ -296,6 +296,9 @@ pub(in crate::cli) struct CollectArgs {
     /// File or FIFO for events while the collection runs, as JSON lines: started, finished (reward), failed (class, cause)
     #[arg(long, value_name = "FILE")]
     pub(in crate::cli) events: Option<PathBuf>,
+    /// Directory for a TensorBoard event file: mean reward by agent, rollouts per second, failures by class, every 10 s
+    #[arg(long, value_name = "DIR")]
+    pub(in crate::cli) tensorboard: Option<PathBuf>,
     /// Progress display: a bar, a line every few seconds, or none; auto shows the bar on a terminal and lines elsewhere
     #[arg(long, value_enum, default_value_t = ProgressMode::Auto, value_name = "HOW")]
     pub(in crate::cli) progress: ProgressMode,

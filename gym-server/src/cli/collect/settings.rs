@@ -74,6 +74,7 @@ pub(super) fn read(
     options.materialize = materialize(args, &keys, loaded, &input)?;
     options.driver = driver(args, &keys)?;
     options.events.clone_from(&args.events);
+    options.tensorboard.clone_from(&args.tensorboard);
     Ok(options)
 }
 
