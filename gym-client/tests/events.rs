@@ -2,76 +2,14 @@
 
 #![allow(clippy::unwrap_used)] // In a test a panic is the message.
 
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::time::Duration;
+mod collection;
 
-use gym_client::collect::{CollectOptions, CollectSummary, ExistingOutput, RolloutCollector, ServerNames};
-use gym_client::registry::StaticRegistry;
-use gym_client::{ServerClient, Transports};
-use gym_core::registry::Instance;
-use gym_core::server::ServerKind;
-use gym_core::transport::{InProcess, handler_fn, serve};
-use gym_core::{CancelToken, Endpoint, Incarnation, RawObject, Request, Response, Result, World};
+use std::path::Path;
+
+use gym_client::collect::{CollectOptions, ExistingOutput};
 use serde_json::{Value, json};
 
-/// A folder with an input, and a server that answers each row with the row's `answers`, one for each attempt.
-struct Ground {
-    folder: tempfile::TempDir,
-    servers: InProcess,
-}
-
-impl Ground {
-    fn new(tasks: &[Value]) -> Self {
-        let folder = tempfile::tempdir().expect("the test sets it up right");
-        let rows = tasks.iter().map(|answers| {
-            let row =
-                json!({"responses_create_params": {"input": []}, "agent_ref": {"name": "agent"}, "answers": answers});
-            format!("{row}\n")
-        });
-        std::fs::write(folder.path().join("tasks.jsonl"), rows.collect::<String>()).expect("the test sets it up right");
-        let servers = InProcess::new();
-        let listener = servers.listen("agent").expect("the test sets it up right");
-        let answer = handler_fn(|request: Request| async move {
-            let row = RawObject::parse(request.message.head.to_bytes())?;
-            let attempt: Option<usize> = row.get_as("_ng_attempt_index")?;
-            let answers: Vec<Value> = row.get_as("answers")?.unwrap_or_default();
-            Ok(Response::json(answers[attempt.unwrap_or(0)].to_string()))
-        });
-        tokio::spawn(serve(Box::new(listener), Arc::new(answer), CancelToken::new(), Duration::ZERO));
-        Self { folder, servers }
-    }
-
-    fn events(&self) -> PathBuf {
-        self.folder.path().join("events.jsonl")
-    }
-
-    fn options(&self) -> CollectOptions {
-        let at = |name: &str| self.folder.path().join(name);
-        let mut options = CollectOptions::new(at("tasks.jsonl"), at("rollouts.jsonl"));
-        options.aggregate = false;
-        options.driver.concurrency = 1;
-        options.events = Some(self.events());
-        options
-    }
-
-    async fn collect(&self, options: CollectOptions) -> Result<CollectSummary> {
-        let world = World::real();
-        let agent = Instance {
-            name: "agent".to_owned(),
-            rank: 0,
-            kind: ServerKind::Agent,
-            implementation: String::new(),
-            endpoints: vec![Endpoint::parse("mem://agent").expect("the test sets it up right")],
-            incarnation: Incarnation(1),
-            labels: Default::default(),
-        };
-        let transports = Transports::new().with_connector(Arc::new(self.servers.clone()));
-        let client = ServerClient::new(Arc::new(StaticRegistry::new(vec![agent])), transports, &world);
-        let names = ServerNames::of_merged(&json!({"agent": {"responses_api_agents": {"small": {}}}}));
-        RolloutCollector::new(client, names, world).collect(options, CancelToken::new()).await
-    }
-}
+use collection::Ground;
 
 fn lines(path: &Path) -> Vec<Value> {
     let text = std::fs::read_to_string(path).unwrap();

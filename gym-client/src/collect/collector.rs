@@ -18,6 +18,7 @@ use tokio::sync::mpsc;
 use crate::client::{CallOptions, ServerClient};
 use crate::collect::files::chunks::{CHUNKS_AHEAD, ChunkWriter, write_new_file};
 use crate::collect::files::{ExistingOutput, OutputFiles, output_exists};
+use crate::collect::input::source::InputSource;
 use crate::collect::input::{
     InputError, MaterializeOptions, MaterializeSummary, MaterializedRow, MaterializedRows, Materializer,
 };
@@ -56,7 +57,12 @@ const AGGREGATE_BYTES_MAX: usize = 1 << 30;
 /// The input, output and settings of one collection.
 #[derive(Clone, Debug)]
 pub struct CollectOptions {
-    /// The tasks: a JSONL file with one JSON object per line.
+    /// The tasks: a JSONL file with one JSON object per line; or, with the feature `parquet`, a Parquet file, a directory with Parquet files, or a
+    /// pattern such as `data/train-*.parquet`. Shards are read in the order of their names.
+    ///
+    /// A row of a Parquet file becomes a JSON object. Numbers keep their value, a JSON column is embedded, other binary data is base64, times
+    /// are texts in the form of RFC 3339, and floats that are not finite are null. Null members of the row and of its structs are left
+    /// out: Parquet and `datasets` give all rows the same members, and fill those that a row does not have with null.
     pub input: PathBuf,
     /// The file for the rollouts. The other files are written to the same directory; see [`OutputFiles`].
     pub output: PathBuf,
@@ -119,12 +125,15 @@ impl CollectOptions {
     /// a file for writing; call this before servers start.
     ///
     /// # Errors
-    /// `InvalidArgument` if two of the files are the same file, if an output exists and `existing` rejects that, or if the events file
+    /// `InvalidArgument` if the input cannot be used, if two of the files are the same file, if an output exists and `existing` rejects that, or if the events file
     /// or the directory for TensorBoard cannot be written. The errors of
     /// the disk.
     pub async fn check_output(&self, disk: &dyn Files) -> Result<Vec<PathBuf>> {
         let files = OutputFiles::beside(&self.output);
-        files.check_distinct(&self.input, self.events.as_deref())?;
+        let source = InputSource::find(&self.input).map_err(|error| invalid(&error))?;
+        for input in source.files() {
+            files.check_distinct(input, self.events.as_deref())?;
+        }
         if let Some(events) = &self.events {
             EventTarget::check(events, self.existing)?;
         }
@@ -298,18 +307,21 @@ impl RolloutCollector {
 
     /// Writes the rows to dispatch and checks that each row has a server.
     async fn materialize(&self, options: &CollectOptions, partial: &Path) -> Result<MaterializeSummary> {
-        let input = options.input.clone();
+        let (input, limit) = (options.input.clone(), options.materialize.limit);
+        let folder =
+            partial.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new(".")).to_owned();
         let materializer =
             Materializer::new(options.materialize.clone(), self.names.clone()).map_err(|error| invalid(&error))?;
         let (chunks, written) = mpsc::channel(CHUNKS_AHEAD);
         let reading = blocking(move || {
-            let reader = File::open(&input).map_err(|error| {
-                Error::invalid(format!("cannot read the input: {error}")).about(input.display().to_string())
-            })?;
-            materializer.write(BufReader::new(reader), ChunkWriter::new(chunks)).map_err(|error| invalid(&error))
+            let source = InputSource::find(&input).map_err(|error| invalid(&error))?;
+            let (reader, places) = source.open(&folder, limit).map_err(|error| invalid(&error))?;
+            let summary = materializer.write(reader, ChunkWriter::new(chunks));
+            let summary = summary.map_err(|error| invalid(&error.with_places(places.as_ref())))?;
+            Ok((summary, places))
         });
         let written = write_new_file(&*self.world.files, partial, written, reading).await;
-        let summary = written.map_err(|error| match error.code() {
+        let (summary, places) = written.map_err(|error| match error.code() {
             Code::NotFound => Error::invalid("no file can be created in this folder; choose another path")
                 .about(format!("write {}", partial.display()))
                 .caused_by(error),
@@ -318,7 +330,10 @@ impl RolloutCollector {
         for (target, used) in &summary.targets {
             if let Err(error) = self.names.check_target(target) {
                 self.discard(partial).await;
-                let place = format!("{}, line {}", options.input.display(), used.first_line);
+                let place = match places.map(|places| places.of(used.first_line)) {
+                    Some((file, row)) => format!("{file}, row {row}"),
+                    None => format!("{}, line {}", options.input.display(), used.first_line),
+                };
                 return Err(Error::invalid(error.message().to_owned()).about(place));
             }
         }

@@ -231,7 +231,8 @@ pub(in crate::cli) struct CollectArgs {
     /// Agent for all rows; by default, each row names its agent: +agent_name=…
     #[arg(long, short, value_name = "NAME")]
     pub(in crate::cli) agent: Option<String>,
-    /// File of the tasks, one JSON object per line: +input_jsonl_fpath=…
+    /// File of the tasks, one JSON object per line; with the feature parquet also a Parquet file, a directory or a pattern of them:
+    /// +input_jsonl_fpath=…
     #[arg(long, short, value_name = "FILE")]
     pub(in crate::cli) input: Option<PathBuf>,
     /// File for the rollouts; failures, materialized inputs and statistics are written to the same directory:
