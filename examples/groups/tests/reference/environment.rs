@@ -113,11 +113,12 @@ const SET: [(&str, &str, &str); 16] = [
 ];
 
 /// Variables of tests, benchmarks and fuzzing. No program of a user reads them.
-const OF_TESTS: [&str; 37] = [
+const OF_TESTS: [&str; 38] = [
     "CONDA_PREFIX",
     "GYM_ABSENT",
     "GYM_BAD_INPUT_CASE",
     "GYM_BAD_INPUT_TABLE",
+    "GYM_DATA_PYTHON",
     "GYM_FUZZ_TARGET",
     "GYM_KILLS",
     "GYM_KILL_SEED",

@@ -141,7 +141,7 @@ fn shards(folder: &Path, pattern: &str, input: &Path) -> Result<Vec<PathBuf>, In
         list().map_err(|error: io::Error| InputError::file(input, format!("cannot read the directory: {error}")))?;
     if found.is_empty() {
         let problem = format!(
-            "no file fits {pattern} in {}; name a JSONL file, a Parquet file or their directory",
+            "no file fits {pattern} in the directory {}; name a JSONL file, or Parquet files",
             folder.display()
         );
         return Err(InputError::file(input, problem));
