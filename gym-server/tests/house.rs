@@ -154,9 +154,10 @@ fn gym_core_depends_on_no_socket_library() {
 }
 
 /// Licenses that allow linking into a program of any license. An exception after `WITH` only adds rights.
-const LICENCES: [&str; 11] = [
+const LICENCES: [&str; 12] = [
     "Apache-2.0",
     "Apache-2.0 WITH LLVM-exception",
+    "BSD-2-Clause",
     "BSD-3-Clause",
     "CC0-1.0",
     "CDLA-Permissive-2.0",
