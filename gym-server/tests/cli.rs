@@ -52,7 +52,7 @@ fn main() -> ExitCode {
         return gym_server::cli::main(Servers::stock().resources("digit", |_| Ok(Digit)));
     }
     let wanted = std::env::args().nth(1).filter(|argument| !argument.starts_with('-')).unwrap_or_default();
-    let cases: [(&str, fn()); 21] = [
+    let cases: [(&str, fn()); 22] = [
         ("run_announces_serves_and_stops_in_order", run_announces_serves_and_stops_in_order),
         ("a_second_signal_stops_at_once", a_second_signal_stops_at_once),
         ("services_run_in_processes_of_their_own", services_run_in_processes_of_their_own),
@@ -80,6 +80,7 @@ fn main() -> ExitCode {
         ),
         ("a_command_waits_for_the_model_as_long_as_asked", a_command_waits_for_the_model_as_long_as_asked),
         ("doctor_calls_the_model_endpoints_of_a_configuration", doctor_calls_the_model_endpoints_of_a_configuration),
+        ("doctor_tells_a_head_server_from_another_program", doctor_tells_a_head_server_from_another_program),
         ("a_truncated_rollout_is_scored_or_fails", a_truncated_rollout_is_scored_or_fails),
         (
             "the_summary_has_the_figures_of_the_rows_on_the_disk",
@@ -764,6 +765,30 @@ fn doctor_calls_the_model_endpoints_of_a_configuration() {
     // Other findings of this machine decide the exit code.
     let out = String::from_utf8(folder.run(&["doctor", "--config", "gym.yaml"]).stdout).unwrap();
     assert!(out.contains(&format!("model endpoint http://127.0.0.1:{port}/v1 (policy_model) responds")), "{out}");
+}
+
+fn doctor_tells_a_head_server_from_another_program() {
+    let folder = TestFolder::new();
+    let finding = |port: u16| {
+        let port = format!("++head_server.port={port}");
+        let out = folder.run(&["doctor", "--json", "--output", "out/rollouts.jsonl", &port]).stdout;
+        let diagnosis: serde_json::Value = serde_json::from_slice(&out).unwrap();
+        let findings = diagnosis["findings"].as_array().unwrap().clone();
+        for topic in ["head_port", "descriptors", "disk", "clock"] {
+            assert_eq!(findings.iter().filter(|row| row["topic"] == topic).count(), 1, "{topic}: {diagnosis}");
+        }
+        findings.into_iter().find(|row| row["topic"] == "head_port").unwrap()
+    };
+    let _started = folder.start(&[]);
+    let head = finding(folder.head().rsplit_once(':').unwrap().1.parse().unwrap());
+    let found = head["found"].as_str().unwrap();
+    assert!(head["status"] == "ok" && found.contains("a head server of this SDK listens on 127.0.0.1:"), "{head}");
+    let port = free_port();
+    start_engine(port, 500, "{}");
+    let other = finding(port);
+    let (found, fix) = (other["found"].as_str().unwrap(), other["fix"].as_str().unwrap());
+    assert!(other["status"] == "warning" && found.contains("which is no head server, listens on"), "{other}");
+    assert!(fix.contains("+head_server.port=PORT"), "{other}");
 }
 
 fn a_truncated_rollout_is_scored_or_fails() {

@@ -88,6 +88,13 @@ pub(crate) fn cases() -> Vec<Case> {
         existing("the input is the output", &["the input ", "are the same file"], |options| {
             (options.output, options.existing) = (options.input.clone(), ExistingOutput::Overwrite);
         }),
+        existing("the input is the events file", &["the input ", "the events ", "are the same file"], |options| {
+            (options.events, options.existing) = (Some(options.input.clone()), ExistingOutput::Overwrite);
+        }),
+        existing("its events file is a directory", &["write events to ", "is a directory"], |options| {
+            let folder = options.input.parent().map(Path::to_owned);
+            (options.events, options.existing) = (folder, ExistingOutput::Overwrite);
+        }),
         existing("resumed with a limit", &["fewer tasks", "task 4"], |options| {
             (options.existing, options.materialize.limit) = (ExistingOutput::Resume, Some(4));
         }),

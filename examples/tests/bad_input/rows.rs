@@ -182,7 +182,7 @@ pub(crate) fn cases() -> Vec<Case> {
             GOOD.as_bytes(),
             |options| options.input.clone_from(&options.input.parent().unwrap().to_owned()),
             REFUSED,
-            &["read ", "directory"],
+            &["no file fits *.parquet in the directory", "name a JSONL file"],
         ),
     ]
 }

@@ -16,13 +16,15 @@ use gym_core::{CallContext, CancelToken, Code, Error, Request, Result, Rope, Rou
 use tokio::sync::mpsc;
 
 use crate::client::{CallOptions, ServerClient};
-use crate::collect::chunks::{CHUNKS_AHEAD, ChunkWriter, write_new_file};
+use crate::collect::files::chunks::{CHUNKS_AHEAD, ChunkWriter, write_new_file};
 use crate::collect::files::{ExistingOutput, OutputFiles, output_exists};
+use crate::collect::input::source::InputSource;
 use crate::collect::input::{
     InputError, MaterializeOptions, MaterializeSummary, MaterializedRow, MaterializedRows, Materializer,
 };
 use crate::collect::ledger::{JsonlLedger, OpenMode};
 use crate::collect::names::ServerNames;
+use crate::collect::observe::{EventFile, EventTarget, RunEnded, RunStarted, TensorBoardFile};
 use crate::collect::report::{AggregateRequest, ReportEntry, RolloutsIndex, label_runs, read_recorded, write_report};
 use crate::collect::resume::compare;
 use crate::collect::run::{
@@ -56,7 +58,12 @@ const AGGREGATE_BYTES_MAX: usize = 1 << 30;
 /// The input, output and settings of one collection.
 #[derive(Clone, Debug)]
 pub struct CollectOptions {
-    /// The tasks: a JSONL file with one JSON object per line.
+    /// The tasks: a JSONL file with one JSON object per line; or, with the feature `parquet`, a Parquet file, a directory with Parquet files, or a
+    /// pattern such as `data/train-*.parquet`. Shards are read in the order of their names.
+    ///
+    /// A row of a Parquet file becomes a JSON object. Numbers keep their value, a JSON column is embedded, other binary data is base64, times
+    /// are texts in the form of RFC 3339, and floats that are not finite are null. Null members of the row and of its structs are left
+    /// out: Parquet and `datasets` give all rows the same members, and fill those that a row does not have with null.
     pub input: PathBuf,
     /// The file for the rollouts. The other files are written to the same directory; see [`OutputFiles`].
     pub output: PathBuf,
@@ -68,6 +75,32 @@ pub struct CollectOptions {
     pub driver: DriverOptions,
     /// Request statistics from the environment servers at the end. Default: `true`.
     pub aggregate: bool,
+    /// A file for events while the collection runs, in JSON lines: a regular file, a FIFO or a path such as `/dev/stderr`. Default: none.
+    ///
+    /// Every line has `event` and `time` (seconds since the Unix epoch). Lines arrive whole, in order, within 0.2 s.
+    /// - `run_started`: `format` (1), `run_id` (as in the failures file), `input`, `output`, `resumed`, `rollouts`, `already_completed`,
+    ///   `concurrency`, `attempts_max`.
+    /// - `started`, `finished`, `failed`, `unrecorded`: one attempt, by the numbers of its row: `task_index`, `rollout_index`,
+    ///   `attempt_index`, and `agent`. A `finished` attempt has its row on the disk, and `reward` (null if there is none), `seconds`,
+    ///   `attempts`, `tokens` (`input_tokens`, `output_tokens`; null if unknown), `truncated` (the reason, or null), `tool_failures`. A
+    ///   `failed` one has `class`, `server`, `route`, `cause`, `seconds`, and `retried`: whether this run tries again. `unrecorded` means
+    ///   that the environment asked to keep no row. An attempt that exceeded its deadline fails, and may finish later.
+    /// - `dropped`: so many `events` are missing here.
+    /// - `run_ended`: `end` (`exhausted`, `stopped`, `failed_fast`, `error`), `error`, `rollouts`, `completed`, `already_completed`,
+    ///   `failed`, `incomplete`, `mean_reward`, `events_dropped`. A run that was killed has no such line.
+    ///
+    /// Events are not the ledger, and no rollout waits for them: while the disk is full or the reader of a FIFO stands still, up to
+    /// 16,384 events wait, and further ones are dropped and counted ([`CollectSummary::events_dropped`]). [`ExistingOutput::Resume`]
+    /// appends to the file; the other values treat it as an output file.
+    pub events: Option<PathBuf>,
+    /// A directory for a TensorBoard event file with scalars every 10 s and at the end. Default: none.
+    ///
+    /// The step is the number of completed rollouts. The tags are `reward/mean`, `reward/mean/<agent>`, `rollouts/per_second`,
+    /// `rollouts/in_flight`, `rollouts/completed`, `rollouts/failed` and `failed_attempts/<class>`. Rates and failed attempts are those of
+    /// this run; means, and completed and failed rollouts, include earlier runs. [`ExistingOutput::Resume`] adds a file, and TensorBoard
+    /// shows the files of a directory as one run. The other values reject or replace the files that collections left there; files of
+    /// other programs are kept. No rollout waits for the file.
+    pub tensorboard: Option<PathBuf>,
 }
 
 impl CollectOptions {
@@ -84,6 +117,8 @@ impl CollectOptions {
             materialize,
             driver: DriverOptions { fail_fast: FailFast::Alike, ..DriverOptions::default() },
             aggregate: true,
+            events: None,
+            tensorboard: None,
         }
     }
 
@@ -91,11 +126,21 @@ impl CollectOptions {
     /// a file for writing; call this before servers start.
     ///
     /// # Errors
-    /// `InvalidArgument` if two of the files are the same file, or if an output exists and `existing` rejects that. The errors of
+    /// `InvalidArgument` if the input cannot be used, if two of the files are the same file, if an output exists and `existing` rejects that, or if the events file
+    /// or the directory for TensorBoard cannot be written. The errors of
     /// the disk.
     pub async fn check_output(&self, disk: &dyn Files) -> Result<Vec<PathBuf>> {
         let files = OutputFiles::beside(&self.output);
-        files.check_distinct(&self.input)?;
+        let source = InputSource::find(&self.input).map_err(|error| invalid(&error))?;
+        for input in source.files() {
+            files.check_distinct(input, self.events.as_deref())?;
+        }
+        if let Some(events) = &self.events {
+            EventTarget::check(events, self.existing)?;
+        }
+        if let Some(folder) = &self.tensorboard {
+            TensorBoardFile::check(folder, self.existing)?;
+        }
         let existing = files.existing(disk).await?;
         match (self.existing, existing.first()) {
             (ExistingOutput::Reject, Some(first)) => Err(output_exists(first)),
@@ -115,10 +160,12 @@ pub struct CollectSummary {
     pub snapshot: ProgressSnapshot,
     /// The figures of each agent, over all rows of the rollouts file, those of earlier runs included.
     pub agents: BTreeMap<Arc<str>, AgentSummary>,
-    /// Warnings about the input for the user.
+    /// Warnings for the user, about the input, the events file and the scalars.
     pub warnings: Vec<String>,
     /// The reason why the statistics are missing; `None` if they were written or not requested.
     pub aggregate_error: Option<String>,
+    /// Events that are not in the events file. `warnings` has the reason.
+    pub events_dropped: u64,
 }
 
 impl CollectSummary {
@@ -174,11 +221,15 @@ impl RolloutCollector {
             options.check_output(&*self.world.files).await?;
             let resumes = options.existing == ExistingOutput::Resume && has_outcomes(&files)?;
             let cx = CallContext::within(OPEN_TIMEOUT);
+            let events = match &options.events {
+                Some(path) => Some((path.as_path(), EventTarget::open(path).await?)),
+                None => None,
+            };
             // The whole input is checked before any file of an earlier run is changed. The name contains the process ID
             // because only the ledger's lock, which is taken later, rejects a second collector.
             let partial = files.materialized.with_extension(format!("jsonl.{}.partial", std::process::id()));
             let summary = self.materialize(&options, &partial).await?;
-            let (total, warnings) = (summary.rows_written, summary.warnings);
+            let (total, mut warnings) = (summary.rows_written, summary.warnings);
             let overwrites = options.existing == ExistingOutput::Overwrite;
             // Without leave to overwrite, nothing is removed, even if another collector wrote the files since the check.
             let start = if overwrites { OpenMode::Fresh } else { OpenMode::Resume };
@@ -220,38 +271,71 @@ impl RolloutCollector {
                 return Err(error);
             }
             let ledger = Arc::new(ledger);
-            let mut driver = Driver::new(self.client.clone(), Arc::clone(&ledger) as _, &self.world, options.driver)
-                .counting_in(Arc::clone(&self.progress));
+            let mut driver =
+                Driver::new(self.client.clone(), Arc::clone(&ledger) as _, &self.world, options.driver.clone())
+                    .counting_in(Arc::clone(&self.progress));
             if let Some(pool) = &self.pool {
                 driver = driver.dispatching_over(Arc::new(pool.clone()));
             }
+            let run = run_started(&options, &driver, total, opened.completed);
+            let observing = || {
+                let events = events.map(|(path, target)| EventFile::start(path, target, &self.world, &run));
+                let scalars = options.tensorboard.as_deref().map(|folder| {
+                    TensorBoardFile::start(folder, run.resumed, self.progress(), &self.world, &run.run_id)
+                });
+                Ok((events.transpose()?, scalars.transpose()?))
+            };
+            let (events, scalars) = match observing() {
+                Ok(observing) => observing,
+                Err(error) => {
+                    ledger.close(&cx).await?;
+                    return Err(error);
+                }
+            };
+            if let Some(events) = &events {
+                driver = driver.observed_by(events.observer());
+            }
             let rows = read_rows(files.materialized.clone(), self.names.clone());
             let ended = Arc::new(driver).run(rows, stop).await;
-            ledger.close(&CallContext::within(OPEN_TIMEOUT)).await?;
+            let closed = ledger.close(&CallContext::within(OPEN_TIMEOUT)).await;
+            let ended = closed.and(ended);
+            let mut events_dropped = 0;
+            if let Some(events) = events
+                && let Some((dropped, warning)) = events.end(run_ended(&ended, &self.progress.snapshot())).await
+            {
+                events_dropped = dropped;
+                warnings.push(warning);
+            }
+            if let Some(scalars) = scalars {
+                warnings.extend(scalars.end().await);
+            }
             let ended = ended?;
             let aggregate_error = match (options.aggregate, ended) {
                 (true, RunEnd::Exhausted) => self.aggregate(&files).await.err().map(|error| error.to_string()),
                 _ => None,
             };
             let (snapshot, agents) = (self.progress.snapshot(), self.progress.agent_summaries());
-            Ok(CollectSummary { files, ended, snapshot, agents, warnings, aggregate_error })
+            Ok(CollectSummary { files, ended, snapshot, agents, warnings, aggregate_error, events_dropped })
         })
     }
 
     /// Writes the rows to dispatch and checks that each row has a server.
     async fn materialize(&self, options: &CollectOptions, partial: &Path) -> Result<MaterializeSummary> {
-        let input = options.input.clone();
+        let (input, limit) = (options.input.clone(), options.materialize.limit);
+        let folder =
+            partial.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new(".")).to_owned();
         let materializer =
             Materializer::new(options.materialize.clone(), self.names.clone()).map_err(|error| invalid(&error))?;
         let (chunks, written) = mpsc::channel(CHUNKS_AHEAD);
         let reading = blocking(move || {
-            let reader = File::open(&input).map_err(|error| {
-                Error::invalid(format!("cannot read the input: {error}")).about(input.display().to_string())
-            })?;
-            materializer.write(BufReader::new(reader), ChunkWriter::new(chunks)).map_err(|error| invalid(&error))
+            let source = InputSource::find(&input).map_err(|error| invalid(&error))?;
+            let (reader, places) = source.open(&folder, limit).map_err(|error| invalid(&error))?;
+            let summary = materializer.write(reader, ChunkWriter::new(chunks));
+            let summary = summary.map_err(|error| invalid(&error.with_places(places.as_ref())))?;
+            Ok((summary, places))
         });
         let written = write_new_file(&*self.world.files, partial, written, reading).await;
-        let summary = written.map_err(|error| match error.code() {
+        let (summary, places) = written.map_err(|error| match error.code() {
             Code::NotFound => Error::invalid("no file can be created in this folder; choose another path")
                 .about(format!("write {}", partial.display()))
                 .caused_by(error),
@@ -260,7 +344,10 @@ impl RolloutCollector {
         for (target, used) in &summary.targets {
             if let Err(error) = self.names.check_target(target) {
                 self.discard(partial).await;
-                let place = format!("{}, line {}", options.input.display(), used.first_line);
+                let place = match places.map(|places| places.of(used.first_line)) {
+                    Some((file, row)) => format!("{file}, row {row}"),
+                    None => format!("{}, line {}", options.input.display(), used.first_line),
+                };
                 return Err(Error::invalid(error.message().to_owned()).about(place));
             }
         }
@@ -332,6 +419,37 @@ impl RolloutCollector {
         })
         .await?;
         self.world.files.replace(&files.aggregate, &[text]).await
+    }
+}
+
+fn run_started(options: &CollectOptions, driver: &Driver, rollouts: u64, already_completed: u64) -> RunStarted {
+    RunStarted {
+        run_id: driver.run_id().to_string(),
+        input: options.input.display().to_string(),
+        output: options.output.display().to_string(),
+        resumed: options.existing == ExistingOutput::Resume,
+        rollouts,
+        already_completed,
+        concurrency: options.driver.concurrency,
+        attempts_max: options.driver.attempts_max,
+    }
+}
+
+fn run_ended(ended: &Result<RunEnd>, snapshot: &ProgressSnapshot) -> RunEnded {
+    RunEnded {
+        end: match ended {
+            Ok(RunEnd::Exhausted) => "exhausted",
+            Ok(RunEnd::Stopped) => "stopped",
+            Ok(RunEnd::FailedFast) => "failed_fast",
+            Err(_) => "error",
+        },
+        error: ended.as_ref().err().map(ToString::to_string),
+        rollouts: snapshot.total,
+        completed: snapshot.completed,
+        already_completed: snapshot.already_completed,
+        failed: snapshot.given_up + snapshot.already_given_up,
+        incomplete: snapshot.total.saturating_sub(snapshot.done()),
+        mean_reward: snapshot.mean_reward(),
     }
 }
 

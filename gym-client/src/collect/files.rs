@@ -1,5 +1,7 @@
 //! The output files of a collection: their names, and the checks that no file is destroyed by mistake.
 
+pub(super) mod chunks;
+
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
@@ -61,14 +63,15 @@ impl OutputFiles {
         ]
     }
 
-    /// Checks that the input and all output files are different files, also behind hard links and symbolic links.
+    /// Checks that the input, all output files and the events file are different files, also behind hard links and symbolic links.
     ///
     /// # Errors
     /// `InvalidArgument`, with both paths.
-    pub(super) fn check_distinct(&self, input: &Path) -> Result<()> {
+    pub(super) fn check_distinct(&self, input: &Path, events: Option<&Path>) -> Result<()> {
         let index = index_path(&self.rollouts);
+        let more = [("index", index.as_path())].into_iter().chain(events.map(|events| ("events", events)));
         let mut known = vec![("input", input, FileIdentity::of(input))];
-        for (what, path) in self.named().into_iter().chain([("index", index.as_path())]) {
+        for (what, path) in self.named().into_iter().chain(more) {
             let identity = FileIdentity::of(path);
             if let Some((other, at, _)) = known.iter().find(|(_, _, known)| *known == identity) {
                 return Err(Error::invalid(format!(
@@ -140,7 +143,7 @@ mod tests {
     use super::*;
 
     fn rejection(files: &OutputFiles, input: &Path) -> Option<String> {
-        files.check_distinct(input).err().map(|error| error.to_string())
+        files.check_distinct(input, None).err().map(|error| error.to_string())
     }
 
     #[test]
@@ -178,6 +181,19 @@ mod tests {
         symlink("r.jsonl", at("r_failures.jsonl")).unwrap();
         let text = rejection(&files, &at("tasks.jsonl")).expect("the same file");
         assert!(text.contains("r.jsonl") && text.contains("r_failures.jsonl"), "{text}");
+    }
+
+    #[test]
+    fn the_events_file_is_no_other_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        std::fs::write(at("tasks.jsonl"), "{}\n").unwrap();
+        let files = OutputFiles::beside(at("r.jsonl"));
+        for name in ["tasks.jsonl", "r.jsonl", "r_failures.jsonl"] {
+            let error = files.check_distinct(&at("tasks.jsonl"), Some(&at(name))).unwrap_err().to_string();
+            assert!(error.contains("events") && error.contains(name), "{error}");
+        }
+        files.check_distinct(&at("tasks.jsonl"), Some(&at("events.jsonl"))).unwrap();
     }
 
     #[test]

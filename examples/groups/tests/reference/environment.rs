@@ -113,13 +113,14 @@ const SET: [(&str, &str, &str); 16] = [
 ];
 
 /// Variables of tests, benchmarks and fuzzing. No program of a user reads them.
-const OF_TESTS: [&str; 39] = [
+const OF_TESTS: [&str; 40] = [
     "CONDA_PREFIX",
     "GYM_ABSENT",
     "GYM_AFFINITY_SEEDS",
     "GYM_AFFINITY_TRACE",
     "GYM_BAD_INPUT_CASE",
     "GYM_BAD_INPUT_TABLE",
+    "GYM_DATA_PYTHON",
     "GYM_FUZZ_TARGET",
     "GYM_KILLS",
     "GYM_KILL_SEED",

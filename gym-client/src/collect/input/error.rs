@@ -1,9 +1,11 @@
 //! Errors in the input rows or options of a collection.
 
 use std::io;
+use std::path::Path;
 
 use thiserror::Error;
 
+use crate::collect::input::places::RowPlaces;
 use crate::collect::input::prompt::PromptError;
 
 /// An error in the input rows or options. Every message names the place and the fix.
@@ -17,6 +19,24 @@ pub enum InputError {
         file: String,
         /// Line number, counted from 1.
         line: u64,
+        /// The cause and the fix.
+        problem: String,
+    },
+    /// One row of a Parquet file is invalid.
+    #[error("{file}, row {row}: {problem}")]
+    Row {
+        /// The file.
+        file: String,
+        /// Number of the row in the file, counted from 1.
+        row: u64,
+        /// The cause and the fix.
+        problem: String,
+    },
+    /// An input file cannot be used.
+    #[error("{file}: {problem}")]
+    File {
+        /// The file.
+        file: String,
         /// The cause and the fix.
         problem: String,
     },
@@ -73,9 +93,38 @@ impl InputError {
         Self::Line { file: file.to_owned(), line, problem: problem.into() }
     }
 
+    pub(crate) fn row(file: String, row: u64, problem: impl Into<String>) -> Self {
+        Self::Row { file, row, problem: problem.into() }
+    }
+
+    pub(crate) fn file(file: &Path, problem: impl Into<String>) -> Self {
+        Self::File { file: file.display().to_string(), problem: problem.into() }
+    }
+
+    /// Names the place of a line by its file and row, if the lines are the rows of Parquet files.
+    pub(in crate::collect) fn with_places(self, places: Option<&RowPlaces>) -> Self {
+        let Some(places) = places else { return self };
+        let (line, problem) = match &self {
+            Self::Line { line, problem, .. } => (*line, problem.clone()),
+            // The text is `<file>, line <line>: <problem>`.
+            Self::NoRepeats { file, line, .. } => (*line, problem_of(&self.to_string(), file)),
+            Self::NoAgent { file, lines, .. } => {
+                (lines.first().copied().unwrap_or(1), problem_of(&self.to_string(), file))
+            }
+            _ => return self,
+        };
+        let (file, row) = places.of(line);
+        Self::row(file, row, problem)
+    }
+
     pub(crate) fn io(doing: impl Into<String>, source: io::Error) -> Self {
         Self::Io { doing: doing.into(), source }
     }
+}
+
+fn problem_of(text: &str, file: &str) -> String {
+    let place = text.strip_prefix(file).unwrap_or(text);
+    place.split_once(": ").map_or(place, |(_, problem)| problem).to_owned()
 }
 
 impl From<PromptError> for InputError {

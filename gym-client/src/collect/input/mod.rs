@@ -1,11 +1,13 @@
-//! Turns a JSONL file of tasks into rows to dispatch: options, prompt templates and materialization.
+//! Turns the tasks of a JSONL file, or of Parquet files, into rows to dispatch: options, prompt templates and materialization.
 
 mod error;
 mod materializer;
 mod options;
+mod places;
 mod prompt;
 mod python;
 pub(in crate::collect) mod rows;
+pub(in crate::collect) mod source;
 pub(in crate::collect) mod splice;
 
 pub use error::InputError;

@@ -16,6 +16,7 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use crate::client::ServerClient;
+use crate::collect::run::events::{Observed, RolloutEventKind, RolloutObserver};
 use crate::collect::run::outcome::{AttemptResult, classify, contradiction, superseded, without_truncated};
 use crate::collect::run::progress::CollectProgress;
 use crate::collect::run::rollout::RolloutSender;
@@ -106,6 +107,7 @@ pub struct Driver {
     run_id: Arc<str>,
     /// Receives each rollout at its end, if a program consumes them as a stream.
     ended: Option<RolloutSender>,
+    observed: Option<Observed>,
 }
 
 /// The reason why a run ended.
@@ -133,6 +135,7 @@ impl Driver {
             progress: Arc::default(),
             run_id,
             ended: None,
+            observed: None,
         }
     }
 
@@ -154,6 +157,18 @@ impl Driver {
     pub(super) fn sending_to(mut self, ended: RolloutSender) -> Self {
         self.ended = Some(ended);
         self
+    }
+
+    /// Passes the events of the rollouts to `observer`.
+    #[must_use]
+    pub fn observed_by(mut self, observer: Arc<dyn RolloutObserver>) -> Self {
+        self.observed = Some(Observed { observer, world: self.world.clone() });
+        self
+    }
+
+    /// Returns the name of the run in the failures file.
+    pub(in crate::collect) fn run_id(&self) -> Arc<str> {
+        Arc::clone(&self.run_id)
     }
 
     /// Returns the counters.
@@ -302,26 +317,45 @@ impl Driver {
             let trace_id = self.world.rng().u128(1..);
             cx.trace = TraceContext { trace_id, span_id: u64::from(attempt.number) + 1, sampled: false };
             let cancel = cx.cancel.clone();
+            if let Some(observed) = &self.observed {
+                observed.tell(&row, attempt, RolloutEventKind::Started);
+            }
+            let began = Instant::now();
             let mut attempted = Box::pin(self.attempt(attempt, Arc::clone(&row), cx, deadline));
-            match tokio::time::timeout_at(deadline, &mut attempted).await {
-                Ok(Ok(NextStep::Done | NextStep::GiveUp)) => break Ok(()),
-                Ok(Ok(NextStep::Again)) => {}
-                Ok(Ok(NextStep::AgainElsewhere)) => lost += 1,
+            let (next, event) = match tokio::time::timeout_at(deadline, &mut attempted).await {
+                Ok(Ok(ended)) => ended,
                 Ok(Err(error)) => break Err(error),
                 Err(_) => {
                     tracing::warn!(%attempt, "attempt superseded: no outcome was recorded by its deadline");
-                    self.progress.fail(attempt, &superseded(&row));
+                    let failure = superseded(&row);
+                    self.progress.fail(attempt, &failure);
                     cancel.cancel();
-                    let superseded = async move {
+                    let (observed, late) = (self.observed.clone(), Arc::clone(&row));
+                    let straggler = async move {
                         // The ledger decides whether to accept its outcome.
-                        if let Err(error) = attempted.await {
-                            tracing::debug!(%attempt, %error, "superseded attempt failed");
+                        match (attempted.await, observed) {
+                            (Ok((NextStep::Done, Some(event))), Some(observed)) => {
+                                observed.tell(&late, attempt, *event)
+                            }
+                            (Ok(_), _) => {}
+                            (Err(error), _) => tracing::debug!(%attempt, %error, "superseded attempt failed"),
                         }
                     };
-                    stragglers.get_or_insert_default().spawn(superseded.boxed());
+                    stragglers.get_or_insert_default().spawn(straggler.boxed());
+                    let event = |_| Box::new(RolloutEventKind::failed(&failure, began.elapsed()));
+                    (NextStep::Again, self.observed.as_ref().map(event))
                 }
+            };
+            // A lost worker says nothing about the task, so it has a budget of its own.
+            lost += u32::from(next == NextStep::AgainElsewhere);
+            let again = matches!(next, NextStep::Again | NextStep::AgainElsewhere)
+                && begun - lost < self.options.attempts_max
+                && lost < self.options.lost_max
+                && self.is_open(row.key);
+            if let (Some(observed), Some(event)) = (&self.observed, event) {
+                observed.tell(&row, attempt, event.with_retried(again));
             }
-            if begun - lost >= self.options.attempts_max || lost >= self.options.lost_max || !self.is_open(row.key) {
+            if !again {
                 break Ok(());
             }
             let wait = self.options.backoff.backoff(begun, &mut self.world.rng());
@@ -348,18 +382,19 @@ impl Driver {
         ended
     }
 
-    /// Makes and records one attempt. The future owns its data, so that it can continue after it was superseded.
+    /// Makes and records one attempt; returns its event if there is an observer. The future owns its data, so that it can continue after
+    /// it was superseded.
     fn attempt(
         &self,
         attempt: Attempt,
         row: Arc<RolloutRow>,
         cx: CallContext,
         deadline: Instant,
-    ) -> impl Future<Output = Result<NextStep>> + Send + 'static {
+    ) -> impl Future<Output = Result<AttemptEnd>> + Send + 'static {
         let (dispatch, ledger, progress) =
             (Arc::clone(&self.dispatch), Arc::clone(&self.ledger), Arc::clone(&self.progress));
         let (record_timeout, run_id) = (self.options.record_timeout, Arc::clone(&self.run_id));
-        let truncated = self.options.truncated;
+        let (truncated, observed) = (self.options.truncated, self.observed.is_some());
         let body = match attempt.number {
             0 => row.row.clone().into(),
             number => row.row.edit().set("_ng_attempt_index", number.to_string()).to_rope(),
@@ -374,6 +409,9 @@ impl Driver {
             if truncated == TruncatedRollouts::Fail {
                 result = without_truncated(&row, attempt, result, &run_id)?;
             }
+            let event_of =
+                |result: &AttemptResult| observed.then(|| Box::new(RolloutEventKind::of(result, began.elapsed())));
+            let mut event = event_of(&result);
             let (mut next, mut figures) = match &result {
                 AttemptResult::Completed { figures, .. } => (NextStep::Done, Some(*figures)),
                 AttemptResult::Failed { terminal, failure, .. } => {
@@ -382,7 +420,7 @@ impl Driver {
                 }
                 AttemptResult::Lost => (NextStep::GiveUp, None),
             };
-            let Some(outcome) = result.into_outcome() else { return Ok(next) };
+            let Some(outcome) = result.into_outcome() else { return Ok((next, event)) };
             // Recording may take as long as the attempt itself, because a disk may stall and recover. Ending the run would
             // lose computed results. Superseding the attempt ends the wait. A superseded attempt has its own time limit.
             let cx = CallContext::until(deadline.max(Instant::now()) + record_timeout);
@@ -396,7 +434,7 @@ impl Driver {
                 if let AttemptResult::Failed { failure, .. } = &refused {
                     progress.fail(attempt, failure);
                 }
-                (next, figures) = (NextStep::GiveUp, None);
+                (next, figures, event) = (NextStep::GiveUp, None, event_of(&refused));
                 let outcome = refused.into_outcome().ok_or_else(|| Error::internal("a failure is an outcome"))?;
                 recorded = ledger.record(&cx, attempt, outcome).await;
             }
@@ -405,12 +443,12 @@ impl Driver {
                     if let Some(figures) = figures {
                         progress.complete(&row.agent, row.key, &figures);
                     }
-                    Ok(next)
+                    Ok((next, event))
                 }
                 // Late: the key has an outcome or a newer attempt.
                 Err(error) if error.code() == Code::FailedPrecondition => {
                     tracing::debug!(%attempt, %error, "the ledger rejected a late attempt");
-                    Ok(NextStep::Done)
+                    Ok((NextStep::Done, None))
                 }
                 Err(error) => Err(error),
             }
@@ -427,6 +465,9 @@ enum NextStep {
     AgainElsewhere,
     GiveUp,
 }
+
+/// The next step after an attempt, and the event of the attempt if there is an observer.
+type AttemptEnd = (NextStep, Option<Box<RolloutEventKind>>);
 
 /// Decides whether another attempt may help now.
 fn next_after(class: FailureClass) -> NextStep {

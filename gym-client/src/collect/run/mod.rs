@@ -2,6 +2,7 @@
 
 mod causes;
 mod driver;
+mod events;
 mod failure;
 pub(crate) mod outcome;
 pub(in crate::collect) mod progress;
@@ -11,6 +12,7 @@ mod row;
 
 pub use causes::FailureCause;
 pub use driver::{Driver, DriverOptions, FailFast, RunEnd, TruncatedRollouts};
+pub use events::{FailedAttempt, FinishedAttempt, RolloutEvent, RolloutEventKind, RolloutObserver, TokenUsage};
 pub use progress::{
     AgentScore, AgentSummary, CollectProgress, LatencySummary, OldestRollout, PassRate, ProgressSnapshot, RewardBin,
     TokenSummary,

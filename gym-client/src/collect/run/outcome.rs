@@ -215,19 +215,22 @@ pub(super) fn without_truncated(
     run_id: &str,
 ) -> Result<AttemptResult> {
     let AttemptResult::Completed { row, .. } = &result else { return Ok(result) };
-    let response = row.get_object("response").ok().flatten();
-    let details =
-        response.and_then(|response| response.get_as::<Option<IncompleteDetails>>("incomplete_details").ok()?);
-    let Some(details) = details.flatten() else { return Ok(result) };
-    let why = [details.code.or(details.reason), details.message].into_iter().flatten().collect::<Vec<_>>().join(": ");
+    let Some(details) = cut_off(row) else { return Ok(result) };
+    let why = details.why();
     let error =
         Error::internal(format!("the model's response was cut off ({why}), and truncated rollouts are not scored"));
     let error = error.about(format!("POST {}/run", wanted.server));
     failed(wanted, attempt, run_id, (FailureClass::Truncated, &error, Evidence::Observed), Some((200, row.text())))
 }
 
+/// Returns why the last model response of a row was cut off; `None` if it was not.
+pub(super) fn cut_off(row: &RawObject) -> Option<IncompleteDetails> {
+    let response = row.get_object("response").ok().flatten()?;
+    response.get_as::<Option<IncompleteDetails>>("incomplete_details").ok()?.flatten()
+}
+
 #[derive(Deserialize)]
-struct IncompleteDetails {
+pub(super) struct IncompleteDetails {
     #[serde(default)]
     reason: Option<String>,
     /// `context_length_exceeded`, from this SDK's `vllm_model`.
@@ -235,6 +238,12 @@ struct IncompleteDetails {
     code: Option<String>,
     #[serde(default)]
     message: Option<String>,
+}
+
+impl IncompleteDetails {
+    pub(super) fn why(self) -> String {
+        [self.code.or(self.reason), self.message].into_iter().flatten().collect::<Vec<_>>().join(": ")
+    }
 }
 
 /// Returns the failure of a response that the ledger rejects because it contradicts its own row.

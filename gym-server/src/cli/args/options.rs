@@ -76,7 +76,7 @@ pub(in crate::cli) enum Command {
 Failures are read from the failures file beside FILE, if there is one. In a terminal, Enter shows the next rollout. Elsewhere, \
 all of them are printed.")]
     View(ViewArgs),
-    /// Report which transports this machine supports and whether model endpoints respond, why not, and how to fix it
+    /// Report whether transports, model endpoints, ports, descriptors, disk and clock are fit, why not, and how to fix it
     #[command(after_help = format!("\
 {} Missing hardware is reported but is not an error.", exit::listed(|row| row.of_doctor)))]
     Doctor(DoctorArgs),
@@ -293,7 +293,8 @@ pub(in crate::cli) struct CollectArgs {
     /// Agent for all rows; by default, each row names its agent: +agent_name=…
     #[arg(long, short, value_name = "NAME")]
     pub(in crate::cli) agent: Option<String>,
-    /// File of the tasks, one JSON object per line: +input_jsonl_fpath=…
+    /// File of the tasks, one JSON object per line; with the feature parquet also a Parquet file, a directory or a pattern of them:
+    /// +input_jsonl_fpath=…
     #[arg(long, short, value_name = "FILE")]
     pub(in crate::cli) input: Option<PathBuf>,
     /// File for the rollouts; failures, materialized inputs and statistics are written to the same directory:
@@ -364,6 +365,12 @@ pub(in crate::cli) struct CollectArgs {
     /// Skip the servers' statistics at the end: +disable_aggregation=true
     #[arg(long)]
     pub(in crate::cli) disable_aggregation: bool,
+    /// File or FIFO for events while the collection runs, as JSON lines: started, finished (reward), failed (class, cause)
+    #[arg(long, value_name = "FILE")]
+    pub(in crate::cli) events: Option<PathBuf>,
+    /// Directory for a TensorBoard event file: mean reward by agent, rollouts per second, failures by class, every 10 s
+    #[arg(long, value_name = "DIR")]
+    pub(in crate::cli) tensorboard: Option<PathBuf>,
     /// Progress display: a bar, a line every few seconds, or none; auto shows the bar on a terminal and lines elsewhere
     #[arg(long, value_enum, default_value_t = ProgressMode::Auto, value_name = "HOW")]
     pub(in crate::cli) progress: ProgressMode,
@@ -404,7 +411,7 @@ pub(in crate::cli) struct StatusArgs {
 
 #[derive(Clone, Debug, Args)]
 pub(in crate::cli) struct DoctorArgs {
-    /// Configuration file whose model endpoints are called; repeatable, later files override earlier ones
+    /// Configuration file whose model endpoints are called and whose head server's port is checked; repeatable, later files override earlier ones
     #[arg(long = "config", value_name = "FILE")]
     pub(in crate::cli) files: Vec<String>,
     /// Print JSON
@@ -413,6 +420,12 @@ pub(in crate::cli) struct DoctorArgs {
     /// Fail (exit code 1) unless this machine supports the transport
     #[arg(long, value_name = "NAME")]
     pub(in crate::cli) require_transport: Option<String>,
+    /// Rollouts in flight that the limit on file descriptors must allow
+    #[arg(long, value_name = "N", default_value = "1024", value_parser = clap::value_parser!(u32).range(1..))]
+    pub(in crate::cli) concurrency: u32,
+    /// File for the rollouts of a collection; its disk is checked [default: the working directory]
+    #[arg(long, short, value_name = "FILE")]
+    pub(in crate::cli) output: Option<PathBuf>,
     /// Seconds allowed for UCX to load and to list its devices
     #[arg(long, value_name = "SECS", default_value = "20", value_parser = seconds)]
     pub(in crate::cli) ucx_timeout: Duration,

@@ -73,6 +73,8 @@ pub(super) fn read(
     options.aggregate = !(args.disable_aggregation || keys.flag("disable_aggregation")?);
     options.materialize = materialize(args, &keys, loaded, &input)?;
     options.driver = driver(args, &keys)?;
+    options.events.clone_from(&args.events);
+    options.tensorboard.clone_from(&args.tensorboard);
     Ok(options)
 }
 

@@ -145,7 +145,15 @@ mod tests {
         };
         let files = OutputFiles::beside("out/r.jsonl");
         let agents = BTreeMap::from([(Arc::from("math"), agent)]);
-        CollectSummary { files, ended, snapshot, agents, warnings: Vec::new(), aggregate_error: None }
+        CollectSummary {
+            files,
+            ended,
+            snapshot,
+            agents,
+            warnings: Vec::new(),
+            aggregate_error: None,
+            events_dropped: 0,
+        }
     }
 
     #[test]

@@ -1,5 +1,5 @@
-//! `rgym doctor`: reports which transports this machine supports, and whether the model endpoints of a configuration respond; why not,
-//! and how to fix it.
+//! `rgym doctor`: reports which transports this machine supports, whether the model endpoints of a configuration respond, and whether its
+//! ports, descriptors, disk and clock are fit for a collection; why not, and how to fix it.
 //!
 //! Most findings come from files. UCX is loaded in a child process, under a deadline: loading UCX changes a process
 //! permanently, and a broken UCX may crash or hang.
@@ -15,7 +15,9 @@ use serde::Serialize;
 use crate::cli::args::options::{DoctorArgs, Sources};
 use crate::cli::console;
 use crate::cli::exit::{FAILED, Failure, INCOMPLETE, Outcome};
-use crate::cli::setup::configuration::{Need, load};
+use crate::cli::inspect::finding::Finding;
+use crate::cli::inspect::machine::{self, Examined};
+use crate::cli::setup::configuration::{LoadedConfig, Need, load};
 use crate::cli::setup::models;
 use crate::stack::{self, Servers};
 
@@ -33,23 +35,25 @@ struct Diagnosis {
     ucx: serde_json::Value,
 }
 
-#[derive(Debug, Serialize)]
-struct Finding {
-    topic: String,
-    /// The status: `ok`, `warning`, `missing` or `not_needed`.
-    status: &'static str,
-    found: String,
-    fix: Option<String>,
-}
-
 pub(in crate::cli) async fn doctor(args: &DoctorArgs, overrides: &[String], servers: &Servers) -> Outcome {
     let transports = servers.transports();
     let required = args.require_transport.as_deref().map(|name| Transport::named(name, &transports.known()));
     let required = required.transpose().map_err(|error| Failure::Usage(error.message().to_owned()))?;
     // First, because an error of the configuration ends the command.
-    let models = model_endpoints(args, overrides, servers).await?;
+    let sources = Sources { files: args.files.clone(), ..Sources::default() };
+    let loaded = load(&sources, overrides, servers, Need::Values).await?;
+    let (mut findings, endpoints) = model_endpoints(args, &loaded, servers).await?;
+    let head = &loaded.config.head;
+    let examined = Examined {
+        head: (&head.host, head.port),
+        concurrency: args.concurrency,
+        output: args.output.as_deref(),
+        endpoints: &endpoints,
+    };
+    findings.extend(machine::findings(examined).await);
     let mut diagnosis = checks::diagnosis(&transports, args.ucx_timeout).await;
-    diagnosis.findings.splice(0..0, models);
+    diagnosis.findings.splice(0..0, findings);
+    diagnosis.findings.sort_by_key(|finding| finding.status != "warning");
     let required = required.and_then(|transport| diagnosis.missing(transport));
     let text = if args.json {
         serde_json::to_string_pretty(&diagnosis).map_err(|error| Failure::Failed(error.to_string()))?
@@ -68,30 +72,39 @@ pub(in crate::cli) async fn doctor(args: &DoctorArgs, overrides: &[String], serv
     })
 }
 
-/// Calls the endpoints of the native model servers of a configuration, those that fail first.
-async fn model_endpoints(args: &DoctorArgs, overrides: &[String], servers: &Servers) -> Result<Vec<Finding>, Failure> {
-    let sources = Sources { files: args.files.clone(), ..Sources::default() };
-    let finding = |status, found: String, fix: Option<String>| Finding { topic: TOPIC.to_owned(), status, found, fix };
+/// Calls the endpoints of the native model servers of a configuration, those that fail first. Also returns the URLs of those that respond.
+async fn model_endpoints(
+    args: &DoctorArgs,
+    loaded: &LoadedConfig,
+    servers: &Servers,
+) -> Result<(Vec<Finding>, Vec<String>), Failure> {
     if args.files.is_empty() {
-        return Ok(vec![finding("not_needed", "not called, because --config names no configuration".to_owned(), None)]);
+        return Ok((
+            vec![Finding::not_needed(TOPIC, "not called, because --config names no configuration")],
+            Vec::new(),
+        ));
     }
-    let loaded = load(&sources, overrides, servers, Need::Values).await?;
     let world = World::real();
-    let mut findings = Vec::new();
+    let (mut findings, mut responding) = (Vec::new(), Vec::new());
     for instance in loaded.config.instances.iter().filter(|instance| instance.kind == ServerKind::Model) {
         let Some(made) = stack::try_build(instance, servers, &world)? else { continue };
         for endpoint in models::probe(&instance.name, &*made.handler).await {
             let fix = endpoint.report.fix.clone();
-            let status = if fix.is_empty() { "ok" } else { "warning" };
-            findings.push(finding(status, endpoint.summary(), Some(fix).filter(|fix| !fix.is_empty())));
+            if fix.is_empty() {
+                findings.push(Finding::ok(TOPIC, endpoint.summary()));
+                responding.push(endpoint.report.url);
+            } else {
+                findings.push(Finding::warning(TOPIC, endpoint.summary(), fix));
+            }
         }
     }
     if findings.is_empty() {
-        let found = "no model server of the configuration calls an endpoint from this program".to_owned();
-        findings.push(finding("not_needed", found, None));
+        findings.push(Finding::not_needed(
+            TOPIC,
+            "no model server of the configuration calls an endpoint from this program",
+        ));
     }
-    findings.sort_by_key(|finding| finding.status != "warning");
-    Ok(findings)
+    Ok((findings, responding))
 }
 
 /// The topic of findings about model endpoints.
@@ -137,7 +150,8 @@ mod checks {
     use gym_core::transport::TransportReport;
     use serde_json::to_value;
 
-    use super::{Diagnosis, Finding};
+    use super::Diagnosis;
+    use crate::cli::inspect::finding::Finding;
 
     pub(super) async fn diagnosis(transports: &Transports, within: Duration) -> Diagnosis {
         let reports = transports.diagnose(within).await;
@@ -212,7 +226,8 @@ mod checks {
     use gym_client::Transports;
     use serde_json::Value;
 
-    use super::{Diagnosis, Finding};
+    use super::Diagnosis;
+    use crate::cli::inspect::finding::Finding;
 
     pub(super) async fn diagnosis(transports: &Transports, within: Duration) -> Diagnosis {
         let summary = "This program was built without the feature `rdma`, so UCX was not checked.";

@@ -2,5 +2,7 @@
 
 pub(super) mod config;
 pub(super) mod doctor;
+mod finding;
+mod machine;
 pub(super) mod status;
 pub(super) mod workers;

@@ -12,17 +12,17 @@ use tokio::sync::mpsc;
 const CHUNK_BYTES: usize = 128 << 10;
 
 /// Chunks that wait to be written: enough that neither side waits for the other's wake-up, few enough for memory.
-pub(super) const CHUNKS_AHEAD: usize = 4;
+pub(in crate::collect) const CHUNKS_AHEAD: usize = 4;
 
 /// The producer's end: a writer for a blocking thread. `flush` sends what is left.
 #[derive(Debug)]
-pub(super) struct ChunkWriter {
+pub(in crate::collect) struct ChunkWriter {
     chunks: mpsc::Sender<Bytes>,
     chunk: Vec<u8>,
 }
 
 impl ChunkWriter {
-    pub(super) fn new(chunks: mpsc::Sender<Bytes>) -> Self {
+    pub(in crate::collect) fn new(chunks: mpsc::Sender<Bytes>) -> Self {
         Self { chunks, chunk: Vec::with_capacity(CHUNK_BYTES) }
     }
 }

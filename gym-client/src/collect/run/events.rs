@@ -1,0 +1,163 @@
+//! What happens to rollouts while they run, for programs that watch a collection: attempts that start, finish and fail.
+//!
+//! Events are no record of a run: the ledger is. An event is built only if an observer is set.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use gym_core::message::shorten;
+use gym_core::rollout::{Attempt, EPISODE_KEY, FailureClass};
+use gym_core::{RawObject, World};
+use serde::{Deserialize, Serialize};
+
+use crate::collect::run::failure::AttemptFailure;
+use crate::collect::run::outcome::{AttemptResult, cut_off};
+use crate::collect::run::progress::EpisodeFigures;
+use crate::collect::run::row::RolloutRow;
+
+/// Characters of a cause: enough for the chain of calls. The failures file has the whole text.
+const CAUSE_CHARS_MAX: usize = 2_000;
+
+/// Receives the events of a [`Driver`](crate::collect::Driver).
+///
+/// The driver calls it from the tasks of the rollouts, concurrently. The events of one rollout come in order. An implementation must
+/// return at once: what it waits for, the rollout waits for.
+pub trait RolloutObserver: fmt::Debug + Send + Sync + 'static {
+    /// Takes one event.
+    fn observe(&self, event: RolloutEvent);
+}
+
+/// One event of an attempt at a rollout.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct RolloutEvent {
+    /// The time of day, since the Unix epoch.
+    pub time: Duration,
+    /// The attempt.
+    pub attempt: Attempt,
+    /// The agent of the rollout.
+    pub agent: Arc<str>,
+    /// What happened.
+    pub kind: RolloutEventKind,
+}
+
+/// What happened to an attempt. Each attempt that starts has one more event, unless the run ends first. An attempt that exceeded its
+/// deadline fails, and may still finish later.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub enum RolloutEventKind {
+    /// The attempt started.
+    Started,
+    /// The scored row is on the disk.
+    Finished(FinishedAttempt),
+    /// The failure is on the disk, or the attempt exceeded its deadline.
+    Failed(FailedAttempt),
+    /// The environment asked to keep no row (`_ng_no_persist`). A resumed run tries the rollout again.
+    Unrecorded,
+}
+
+/// A scored attempt.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct FinishedAttempt {
+    /// The reward; `None` if the environment gave none, or masked it.
+    pub reward: Option<f64>,
+    /// Duration of the attempt.
+    pub duration: Duration,
+    /// The usage of tokens, if it is known.
+    pub tokens: Option<TokenUsage>,
+    /// The limit that cut the episode or its last response off, if one did.
+    pub truncated: Option<String>,
+    /// Failed tool calls that the model did not cause.
+    pub tool_failures: u32,
+}
+
+/// A failed attempt.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct FailedAttempt {
+    /// The class of the failure.
+    pub class: FailureClass,
+    /// The innermost server whose call failed.
+    pub server: String,
+    /// The route of that call.
+    pub route: String,
+    /// The causes, from that call on, in one text.
+    pub cause: String,
+    /// Duration of the attempt.
+    pub duration: Duration,
+    /// Whether this run attempts the rollout again.
+    pub retried: bool,
+}
+
+/// Tokens of one rollout: of all turns, if its agent counts them, or else those of `response.usage`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
+pub struct TokenUsage {
+    /// Tokens of the prompts.
+    #[serde(rename = "input_tokens")]
+    pub input: u64,
+    /// Generated tokens.
+    #[serde(rename = "output_tokens")]
+    pub output: u64,
+}
+
+/// The observer of a driver, with the clock of its events.
+#[derive(Clone, Debug)]
+pub(super) struct Observed {
+    pub(super) observer: Arc<dyn RolloutObserver>,
+    pub(super) world: World,
+}
+
+impl Observed {
+    pub(super) fn tell(&self, row: &RolloutRow, attempt: Attempt, kind: RolloutEventKind) {
+        let (time, agent) = (self.world.now(), Arc::clone(&row.agent));
+        self.observer.observe(RolloutEvent { time, attempt, agent, kind });
+    }
+}
+
+impl RolloutEventKind {
+    /// Returns the event for the result of an attempt. Whether a failed one is retried is decided later.
+    pub(super) fn of(result: &AttemptResult, duration: Duration) -> Self {
+        match result {
+            AttemptResult::Completed { row, figures } => Self::Finished(FinishedAttempt {
+                reward: figures.reward,
+                duration,
+                tokens: tokens(row, figures.episode),
+                truncated: truncated(row),
+                tool_failures: figures.episode.map_or(0, |episode| episode.tool_failures),
+            }),
+            AttemptResult::Failed { failure, .. } => Self::failed(failure, duration),
+            AttemptResult::Lost => Self::Unrecorded,
+        }
+    }
+
+    pub(super) fn failed(failure: &AttemptFailure, duration: Duration) -> Self {
+        let causes: Vec<String> = failure.own_causes().map(ToString::to_string).collect();
+        let mut cause = causes.join(": ");
+        shorten(&mut cause, CAUSE_CHARS_MAX);
+        let (server, route) = (failure.server.clone(), failure.route.clone());
+        Self::Failed(FailedAttempt { class: failure.class, server, route, cause, duration, retried: false })
+    }
+
+    pub(super) fn with_retried(self, retried: bool) -> Self {
+        match self {
+            Self::Failed(failed) => Self::Failed(FailedAttempt { retried, ..failed }),
+            other => other,
+        }
+    }
+}
+
+/// Returns the tokens of all turns as the agent counted them, or else those that the row's response tells.
+fn tokens(row: &RawObject, episode: Option<EpisodeFigures>) -> Option<TokenUsage> {
+    if let Some((input, output)) = episode.and_then(|episode| episode.tokens) {
+        return Some(TokenUsage { input: input.into(), output: output.into() });
+    }
+    row.get_object("response").ok()??.get_as("usage").ok()?
+}
+
+fn truncated(row: &RawObject) -> Option<String> {
+    let episode = row.get_object(EPISODE_KEY).ok().flatten();
+    let by_agent = episode.and_then(|episode| episode.get_as::<Option<String>>("truncated").ok()?);
+    by_agent.flatten().or_else(|| cut_off(row).map(|details| details.why()))
+}
