@@ -5,14 +5,14 @@
 
 mod support;
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rustix::process::Signal;
 use serde_json::Value;
 use support::collections::{Collecting, Server};
 use support::{PATIENCE, examples, gym_examples};
 use tokio::process::Command;
-use tokio::time::{sleep, timeout};
+use tokio::time::{Instant, sleep, timeout};
 
 const LATENCY_MS: &str = "+policy_model.responses_api_models.scripted_model.latency_ms=[50,150]";
 

@@ -47,7 +47,7 @@ impl ServerClient {
                         if std::mem::take(&mut warned) {
                             tracing::info!("the head server responds again");
                         }
-                        ServerClient { inner }.apply(&update, seen);
+                        Self { inner }.apply(&update, seen);
                         seen = Some(update.now);
                     }
                     Err(error) => {

@@ -65,6 +65,8 @@ impl Ground {
             endpoints: vec![Endpoint::parse("mem://agent").expect("the test sets it up right")],
             incarnation: Incarnation(1),
             labels: Default::default(),
+            member: None,
+            paused: false,
         };
         let transports = Transports::new().with_connector(Arc::new(self.servers.clone()));
         let client = ServerClient::new(Arc::new(StaticRegistry::new(vec![agent])), transports, &world);

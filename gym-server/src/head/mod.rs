@@ -111,6 +111,7 @@ impl HeadServer {
     }
 
     /// Makes `/health` wait for this number of members.
+    #[cfg(feature = "http")]
     #[must_use]
     pub(crate) fn expecting(self, members: usize) -> Self {
         self.0.expected.store(members, Ordering::Relaxed);
@@ -118,6 +119,7 @@ impl HeadServer {
     }
 
     /// Returns what the head server waits for; `None` once all expected workers have served.
+    #[cfg(feature = "cli")]
     pub(crate) async fn missing_workers(&self) -> Result<Option<MissingWorkers>> {
         self.0.missing_workers(&CallContext::default()).await
     }

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::time::{Instant, advance, sleep, timeout};
+use tokio::time::{Instant, sleep, timeout};
 
 use crate::base::error::{Code, Result};
 use crate::message::{CallContext, Incarnation};
@@ -146,12 +146,12 @@ async fn a_silent_member_is_suspect_and_then_gone(fixture: &impl MemberFixture) 
     let registry = fixture.registry();
     let mut member = Process::serving(&registry, spec("a", 1, &["math"])).await;
     let seen = roster(&registry, None).await.now;
-    advance(HEARTBEAT * 2 - MOMENT).await;
+    sleep(HEARTBEAT * 2 - MOMENT).await;
     assert_eq!(state(&registry, "a").await, Some(MemberState::Serving));
-    advance(MOMENT * 2).await;
+    sleep(MOMENT * 2).await;
     assert_eq!(state(&registry, "a").await, Some(MemberState::Suspect));
     assert_eq!(servers(&registry, "math").await, (vec![], 1));
-    advance(HEARTBEAT).await;
+    sleep(HEARTBEAT).await;
     assert_eq!(state(&registry, "a").await, Some(MemberState::Gone));
     assert_eq!(servers(&registry, "math").await, (vec![], 0));
     let update = roster(&registry, Some(seen)).await;
@@ -166,7 +166,7 @@ async fn a_silent_member_is_suspect_and_then_gone(fixture: &impl MemberFixture) 
 async fn a_suspect_member_that_returns_is_checked_first(fixture: &impl MemberFixture) {
     let registry = fixture.registry();
     let mut member = Process::serving(&registry, spec("a", 1, &["math"])).await;
-    advance(HEARTBEAT * 2 + MOMENT).await;
+    sleep(HEARTBEAT * 2 + MOMENT).await;
     assert_eq!(state(&registry, "a").await, Some(MemberState::Suspect));
     let answer = timeout(MOMENT, member.beat(MemberState::Serving, false)).await.expect("at once");
     assert_eq!(answer.expect("a heartbeat"), MemberState::Joining);
@@ -201,7 +201,7 @@ async fn a_member_that_connects_again_in_time_is_not_gone(fixture: &impl MemberF
     let mut member = Process::serving(&registry, spec("a", 1, &["math"])).await;
     for _ in 0..20 {
         break_connection(&mut member).await;
-        advance(RECONNECT / 2).await;
+        sleep(RECONNECT / 2).await;
         assert_eq!(member.beat(MemberState::Serving, false).await.expect("in time"), MemberState::Joining);
         assert_eq!(member.beat(MemberState::Joining, true).await.expect("healthy"), MemberState::Serving);
     }
@@ -250,7 +250,7 @@ async fn a_member_that_must_drain_is_told_at_once(fixture: &impl MemberFixture) 
     let answer = timeout(MOMENT, member.beat(MemberState::Serving, true)).await.expect("at once");
     assert_eq!(answer.expect("a heartbeat"), MemberState::Draining);
     // A break does not make it serve again.
-    advance(HEARTBEAT * 2 + MOMENT).await;
+    sleep(HEARTBEAT * 2 + MOMENT).await;
     assert_eq!(member.beat(MemberState::Serving, true).await.expect("a heartbeat"), MemberState::Draining);
 }
 
@@ -275,7 +275,8 @@ async fn a_name_belongs_to_one_living_process(fixture: &impl MemberFixture) {
 
 async fn invalid_members_are_rejected_with_the_reason(fixture: &impl MemberFixture) {
     let registry = fixture.registry();
-    let cases: [(&str, Box<dyn Fn(&mut MemberSpec)>); 7] = [
+    type Change = Box<dyn Fn(&mut MemberSpec)>;
+    let cases: [(&str, Change); 7] = [
         ("--name", Box::new(|spec| spec.name.clear())),
         ("--name", Box::new(|spec| "a b".clone_into(&mut spec.name))),
         ("WORKER_TIMEOUT", Box::new(|spec| spec.timing.timeout = HEARTBEAT * 2)),
