@@ -1,5 +1,7 @@
 //! Members of a cluster as clients see them: calls to a lost server end at once, and a restarted head server forgets nobody.
 
+#![expect(clippy::unwrap_used, reason = "an integration test: a panic is its failure")]
+
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -350,7 +352,7 @@ async fn a_worker_waits_for_its_head_and_a_name_in_use_is_an_error() {
     let cx = CallContext::within(Duration::from_secs(5));
     let head: Arc<dyn MemberRegistry> = Arc::new(cluster.head.clone());
     let joined = MemberKeeper::join(head, &cx, other, MemberOptions::default(), &cluster.world).await;
-    let error = joined.err().expect("the name is in use");
+    let error = joined.expect_err("the name is in use");
     assert_eq!(error.code(), Code::AlreadyExists);
     assert!(keeper.draining().cancelled().now_or_never().is_none());
 }

@@ -7,7 +7,6 @@ use std::time::Duration;
 use futures_util::FutureExt as _;
 use gym_core::registry::{Instance, MemberRegistry, RosterUpdate, RosterVersion, ServerChange};
 use gym_core::{CallContext, Code};
-use tokio::task::JoinHandle;
 
 use crate::client::server_client::{ClientState, ServerClient, lock};
 
@@ -16,18 +15,6 @@ const ROSTER_WAIT: Duration = Duration::from_secs(20);
 
 /// Time between two attempts while the head server does not respond.
 const RETRY_EVERY: Duration = Duration::from_millis(200);
-
-/// The task that follows a cluster; ends when it is dropped, with its client.
-#[derive(Debug)]
-pub(super) struct RosterFollower {
-    task: JoinHandle<()>,
-}
-
-impl Drop for RosterFollower {
-    fn drop(&mut self) {
-        self.task.abort();
-    }
-}
 
 impl ServerClient {
     /// Follows the servers of a cluster. A call in flight to a server that is lost ends at once with `Unavailable, Unknown`, whichever
@@ -64,7 +51,8 @@ impl ServerClient {
                 }
             }
         };
-        *lock(&self.inner.follower) = Some(RosterFollower { task: tokio::spawn(task.boxed()) });
+        // Ends with the client.
+        lock(&self.inner.followers).spawn(task.boxed());
     }
 
     fn apply(&self, update: &RosterUpdate, seen: Option<RosterVersion>) {

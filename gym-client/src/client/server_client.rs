@@ -14,10 +14,10 @@ use gym_core::message::EXECUTION_METADATA;
 use gym_core::registry::{AffinityCounts, Balance, DEFAULT_TTL, Instance, Registry};
 use gym_core::transport::{RetryPolicy, retry_after};
 use gym_core::{CallContext, Code, Error, Execution, Incarnation, Request, Response, Result, Rope, Route, World};
+use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use crate::client::background::BackgroundTasks;
-use crate::client::follow::RosterFollower;
 use crate::client::replicas::{Replica, ReplicaSet, SessionAffinity, replica};
 use crate::transport::Transports;
 
@@ -50,7 +50,8 @@ pub(super) struct ClientState {
     pub(super) follows: AtomicBool,
     /// `true` while the head server recovers.
     pub(super) recovering: AtomicBool,
-    pub(super) follower: Mutex<Option<RosterFollower>>,
+    /// The tasks that follow clusters.
+    pub(super) followers: Mutex<JoinSet<()>>,
 }
 
 /// Held by the one caller that queries the registry for a name; the others wait for the result. A thousand rollouts that start
@@ -100,7 +101,7 @@ impl ServerClient {
                 background: BackgroundTasks::default(),
                 follows: AtomicBool::new(false),
                 recovering: AtomicBool::new(false),
-                follower: Mutex::default(),
+                followers: Mutex::default(),
             }),
         }
     }
@@ -123,7 +124,7 @@ impl ServerClient {
                 background: BackgroundTasks::default(),
                 follows: AtomicBool::new(false),
                 recovering: AtomicBool::new(false),
-                follower: Mutex::default(),
+                followers: Mutex::default(),
             }),
         }
     }

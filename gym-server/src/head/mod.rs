@@ -45,7 +45,7 @@ const WATCH_WAIT_MAX: Duration = Duration::from_secs(60);
 const CLOCKS_APART_MAX: Duration = Duration::from_secs(60);
 
 /// The build of this program, which members compare.
-pub(crate) const BUILD: &str = concat!(env!("CARGO_PKG_NAME"), " ", env!("CARGO_PKG_VERSION"));
+pub(crate) const BUILD: &str = concat!("gym-server ", env!("CARGO_PKG_VERSION"));
 
 /// The workers that a head server waits for.
 #[derive(Debug)]

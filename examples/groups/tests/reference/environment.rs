@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use crate::page::{Page, code, sources};
 
 /// The variables that a user sets: name, reader, meaning.
-const READ: [(&str, &str, &str); 28] = [
+const READ: [(&str, &str, &str); 31] = [
     (
         "CUDA_VISIBLE_DEVICES",
         "worker groups",
@@ -21,7 +21,7 @@ const READ: [(&str, &str, &str); 28] = [
         "transports of UCX",
         "The place of UCX: a directory with libucm, libucs, libuct and libucp, or the path of libucp. No other place is searched.",
     ),
-    ("HEAD_SERVER_URL", "`rgym`", "The head server, unless `--head-url` names it."),
+    ("HEAD_SERVER_URL", "`rgym`", "The head server, unless `--head-url` names it. `run` joins it as a worker."),
     ("HOME", "configuration", "The home directory in `~/` of `results_dir` and `cache_dir`."),
     ("LD_LIBRARY_PATH", "`rgym doctor`", "Directories in which the dynamic loader looks for UCX."),
     (
@@ -55,6 +55,11 @@ const READ: [(&str, &str, &str); 28] = [
         "worker groups",
         "Patterns with `*` and `?`, separated by commas. Workers whose name matches run under Nsight Systems.",
     ),
+    (
+        "NUM_EXPECTED_WORKERS",
+        "`rgym run`",
+        "Workers that must serve before the head server is ready, unless `--expected-workers` is given.",
+    ),
     ("OPENAI_API_KEY", "`openai_model`, `vllm_model`", "The API key of the endpoint, unless the block sets one."),
     ("PATH", "all", "Directories in which `python3`, `nvidia-smi` and the programs of child processes are searched."),
     ("PYTHONPATH", "Python servers", "Kept, after the directory of the server."),
@@ -79,6 +84,16 @@ const READ: [(&str, &str, &str); 28] = [
         "The default of `uv_lock_timeout_seconds`, a key of NeMo Gym. Otherwise 1,800.",
     ),
     ("VIRTUAL_ENV", "`rgym`", "The virtual environment whose interpreter is the default of `--python`."),
+    (
+        "WORKER_HEARTBEAT_INTERVAL",
+        "`rgym run`",
+        "Seconds between two heartbeats of a worker, unless `--heartbeat-interval` is given.",
+    ),
+    (
+        "WORKER_TIMEOUT",
+        "`rgym run`",
+        "Seconds after which a silent worker is gone, unless `--worker-timeout` is given.",
+    ),
 ];
 
 /// A variable whose name is not in capitals, which the scan does not find.
