@@ -98,7 +98,14 @@ pub(super) async fn run(
         // The head server is asked over HTTP, whatever the transport policy allows.
         let control = servers.transports().with_policy(TransportPolicy::unconfigured());
         let registry: Arc<dyn Registry> = Arc::new(RemoteRegistry::new(head, control, world.clone()));
-        let options = WorkPullerOptions { capacity: args.pull_capacity, ..WorkPullerOptions::of_this_process(&world) };
+        let mut options =
+            WorkPullerOptions { capacity: args.pull_capacity, ..WorkPullerOptions::of_this_process(&world) };
+        if let Some(worker) = &worker {
+            options.name.clone_from(&worker.name);
+            // Other workers of the cluster may have other servers.
+            options.servers =
+                Some(stack.servers().iter().filter(|server| runs(server)).map(|server| server.name.clone()).collect());
+        }
         stack.take_work(registry, options)
     });
     let models = stack.servers().iter().filter(|server| server.kind == ServerKind::Model.as_str());

@@ -17,6 +17,9 @@ use crate::stack::Servers;
 /// Limit for a request to the head server, which responds from memory.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// Servers of a worker that the table names; `--json` has all of them.
+const SHOWN_MAX: usize = 3;
+
 /// Prints the members.
 pub(in crate::cli) async fn list(
     args: WorkersArgs,
@@ -61,9 +64,17 @@ async fn registry(
     Ok(RemoteRegistry::new(head, servers.transports(), World::real()))
 }
 
+/// Returns the names of a member's servers, the first of them if there are many.
+fn servers(member: &Member) -> String {
+    let names: Vec<&str> = member.spec.servers.iter().map(|server| server.name.as_str()).collect();
+    match names.get(SHOWN_MAX..).map(<[_]>::len) {
+        None | Some(0) => names.join(","),
+        Some(more) => format!("{},… ({more} more)", names[..SHOWN_MAX].join(",")),
+    }
+}
+
 fn text(members: &[Member]) -> String {
     let rows = members.iter().map(|member| {
-        let names: Vec<&str> = member.spec.servers.iter().map(|server| server.name.as_str()).collect();
         let heard = match member.state {
             MemberState::Gone => "-".to_owned(),
             _ => format!("{:.1} s ago", Duration::from_millis(member.silent_ms).as_secs_f64()),
@@ -72,7 +83,7 @@ fn text(members: &[Member]) -> String {
             member.spec.name.clone(),
             member.state.to_string(),
             member.spec.host.clone(),
-            names.join(","),
+            servers(member),
             heard,
             member.reason.clone(),
         ]
