@@ -60,6 +60,16 @@ pub struct MemberLimits {
     pub timeout_max: Duration,
 }
 
+impl MemberLimits {
+    /// No limits, for a registry that only its own process fills.
+    pub(super) const NONE: Self = Self {
+        members_max: usize::MAX,
+        servers_max: usize::MAX,
+        member_bytes_max: usize::MAX,
+        timeout_max: Duration::MAX,
+    };
+}
+
 impl Default for MemberLimits {
     fn default() -> Self {
         Self {
@@ -467,7 +477,7 @@ impl MemberTable {
             let max = self.limits.members_max;
             return refused(Code::ResourceExhausted, format!("the cluster has its maximum of {max} members"));
         }
-        if self.servers.len() + spec.servers.len() > self.limits.servers_max {
+        if self.servers.len().saturating_add(spec.servers.len()) > self.limits.servers_max {
             let max = self.limits.servers_max;
             return refused(Code::ResourceExhausted, format!("the cluster has its maximum of {max} servers"));
         }

@@ -27,12 +27,12 @@ pub struct MemoryRegistry {
 
 impl Default for MemoryRegistry {
     fn default() -> Self {
-        Self::with_limits(0, MemberLimits::default())
+        Self::with_limits(0, MemberLimits::NONE)
     }
 }
 
 impl MemoryRegistry {
-    /// Creates an empty registry for the servers of one process.
+    /// Creates an empty registry for the servers of one process, which needs no limits.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
@@ -252,6 +252,6 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn the_registry_of_a_process_conforms() {
-        members(MemoryRegistry::new).await;
+        members(|| MemoryRegistry::with_limits(1, MemberLimits::default())).await;
     }
 }

@@ -357,6 +357,7 @@ mod tests {
     use std::collections::BTreeMap;
 
     use gym_client::registry::RemoteRegistry;
+    use gym_core::registry::MemberLimits;
     use gym_core::server::ServerKind;
     use gym_core::testing::conformance::{MemberFixture, members};
     use gym_core::{Endpoint, Incarnation};
@@ -379,7 +380,7 @@ mod tests {
 
     fn head() -> HeadServer {
         let config: GlobalConfig = Arc::new(|instances| format!("live: {}\n", instances.len()));
-        HeadServer::new(MemoryRegistry::new(), config, &world(), Metrics::new())
+        HeadServer::new(MemoryRegistry::with_limits(1, MemberLimits::default()), config, &world(), Metrics::new())
     }
 
     async fn get(head: &HeadServer, route: &'static str) -> (u16, Value) {
