@@ -63,8 +63,15 @@ impl ReplicaSet {
         request: &Request,
         session: Option<SessionAffinity>,
     ) -> Result<Arc<Replica>> {
-        let key = session.map(|session| session.key);
-        if let Some(SessionAffinity { key, home: Some(home) }) = session {
+        if let [only] = &self.replicas[..]
+            && only.takes_work()
+            && failed.is_empty()
+            && !matches!(self.picker.balance(), Balance::Weighted(_))
+        {
+            return Ok(Arc::clone(only));
+        }
+        let key = session.map(|session| AffinityKey::of_number(session.number));
+        if let (Some(key), Some(home)) = (key, session.and_then(|session| session.home)) {
             self.picker.remember(key, home as usize);
         }
         let prompt = || AffinityKey::of_request(&request.message.head.to_object().ok()?);
@@ -91,7 +98,8 @@ impl ReplicaSet {
 /// The session of a call, for [`ReplicaSet::choose`].
 #[derive(Clone, Copy, Debug)]
 pub(super) struct SessionAffinity {
-    pub(super) key: AffinityKey,
+    /// Identifies the session among those of its client.
+    pub(super) number: u64,
     /// The rank of the replica that sent the last response.
     pub(super) home: Option<u32>,
 }
@@ -113,10 +121,10 @@ pub(super) struct Replica {
 impl Replica {
     /// Calls the replica. If it is lost, the call ends at once.
     pub(super) async fn call(&self, transports: &Transports, request: &Request) -> Result<Response> {
-        let call = self.peer.call(transports, request);
         match &self.lost {
-            None => call.await,
-            Some(lost) => lost.bound(call).await,
+            None => self.peer.call(transports, request).await,
+            // Boxed, because every waiting call in one process would be twice as large otherwise.
+            Some(lost) => Box::pin(lost.bound(self.peer.call(transports, request))).await,
         }
     }
 

@@ -4,7 +4,6 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use gym_core::registry::AffinityKey;
 use gym_core::server::ServerKind;
 use gym_core::{CallContext, Code, Error, Request, Response, Result, Rope, Route};
 
@@ -58,13 +57,13 @@ impl Session {
     ) -> impl Future<Output = Result<Response>> + Send {
         let mut request = Request::post(cx.clone(), route, body);
         let client = self.client.clone();
-        let key = AffinityKey::of_number(self.number);
+        let number = self.number;
         let bound = self.bound(server);
         if let Some(cookies) = bound.jar.header() {
             request.context.metadata.push("cookie", cookies);
         }
         async move {
-            let response = bound.call(&client, &request, key).await?;
+            let response = bound.call(&client, &request, number).await?;
             bound.jar.merge(&response.metadata);
             Ok(response)
         }
@@ -84,12 +83,12 @@ impl Session {
 impl SessionServer {
     /// Returns the response of the session's replica. The first call chooses the replica; among several replicas of a model, each
     /// call does.
-    async fn call(&mut self, client: &ServerClient, request: &Request, key: AffinityKey) -> Result<Response> {
+    async fn call(&mut self, client: &ServerClient, request: &Request, number: u64) -> Result<Response> {
         let moves = |replica: &Replica| {
             replica.kind == ServerKind::Model && client.known(&self.server).is_some_and(|known| known.moves_sessions())
         };
         let Some(replica) = self.replica.as_ref().filter(|replica| !moves(replica)) else {
-            let session = SessionAffinity { key, home: self.replica.as_ref().map(|replica| replica.rank) };
+            let session = SessionAffinity { number, home: self.replica.as_ref().map(|replica| replica.rank) };
             let options = CallOptions::default();
             let (replica, response) = client.dispatch(&self.server, request, options, Some(session)).await?;
             self.replica = Some(replica);
