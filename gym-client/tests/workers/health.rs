@@ -8,7 +8,7 @@ use gym_core::group::{Dispatch, ExitCause, RankState, WorkerGroup, WorkerGroupEx
 use rustix::process::Signal;
 
 use super::types::{Deafen, Describe, Hold, Job, Work};
-use super::{LONG, group, options, pid, signal, spec, start, status, stop, until};
+use super::{LONG, freeze, group, options, pid, signal, spec, start, status, stop, until};
 
 const MIB: u64 = 1 << 20;
 
@@ -64,7 +64,7 @@ pub(crate) async fn usage_is_measured_with_what_a_rank_started() {
 pub(crate) async fn a_stopped_process_is_stuck_and_recovers() {
     let group = group(2, attentive()).await;
     assert_eq!(group.detect_stuck_workers(), []);
-    signal(pid(&group, 1), Signal::STOP);
+    freeze(pid(&group, 1)).await;
     until("it is silent", || !group.detect_stuck_workers().is_empty()).await;
     let stuck = group.detect_stuck_workers().swap_remove(0);
     assert_eq!((stuck.rank, stuck.reason), (1, StuckReason::NoHeartbeat));
@@ -125,7 +125,7 @@ pub(crate) async fn a_rank_that_hangs_is_named_by_the_failed_call_and_comes_back
     let cx = CallContext::within(LONG);
     assert_eq!(group.restart_workers(&cx, error.unanswered()).await.expect("restarts"), [1]);
     // A stopped process answers nothing either.
-    signal(pid(&group, 1), Signal::STOP);
+    freeze(pid(&group, 1)).await;
     let stopped = group.call(Describe, ()).deadline(Duration::from_millis(300)).await.expect_err("one is stopped");
     assert_eq!(stopped.unanswered().collect::<Vec<_>>(), [1], "{stopped}");
     assert_eq!(group.restart_workers(&cx, stopped.unanswered()).await.expect("restarts"), [1]);

@@ -170,11 +170,26 @@ fn signal(pid: i32, signal: rustix::process::Signal) {
     rustix::process::kill_process(pid, signal).expect("signals");
 }
 
+/// Stops a process, and waits until each of its threads has stopped: a thread on another core runs on for a moment.
+async fn freeze(pid: i32) {
+    signal(pid, rustix::process::Signal::STOP);
+    until("all threads stop", || {
+        let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).expect("a process");
+        let stat = |task: std::fs::DirEntry| std::fs::read_to_string(task.path().join("stat")).unwrap_or_default();
+        tasks.flatten().all(|task| state_of(&stat(task)).is_none_or(|state| state == 'T'))
+    })
+    .await;
+}
+
+/// Returns the state in the text of a `stat` file.
+fn state_of(stat: &str) -> Option<char> {
+    stat.rsplit_once(')').and_then(|(_, rest)| rest.trim_start().chars().next())
+}
+
 /// Orphans are reaped by whoever is process 1, perhaps never: a zombie is dead.
 fn alive(pid: i32) -> bool {
     let Ok(text) = std::fs::read_to_string(format!("/proc/{pid}/stat")) else { return false };
-    let state = text.rsplit_once(')').and_then(|(_, rest)| rest.trim_start().chars().next());
-    state.is_some_and(|state| state != 'Z' && state != 'X')
+    state_of(&text).is_some_and(|state| state != 'Z' && state != 'X')
 }
 
 /// Looks until `condition` holds.
