@@ -4,7 +4,7 @@
     tests/defects.py                  all defects
     tests/defects.py WORD…            those whose name contains a word
 
-A defect is one replaced text in one file, and the tests that must then fail. The script works on a copy of the last commit in a
+A defect is one replaced text in one file, or several if two places guard against it, and the tests that must then fail. The script works on a copy of the last commit in a
 separate work tree, so it changes nothing here. Exit status 1: a defect passed its tests, or its text is no longer in the file.
 """
 
@@ -48,19 +48,17 @@ DEFECTS = [
      "-p gym-server --lib agent::"),
     # Nothing is replaced without leave.
     ("an-existing-output-is-replaced", f"{COLLECT}/collector.rs",
-     "(ExistingOutput::Reject, Some(first)) => Err(output_exists(first)),", "(ExistingOutput::Reject, Some(_)) => Ok(existing),",
-     "-p gym-client --test collector_files"),
-    ("a-collection-starts-afresh-without-overwrite", f"{COLLECT}/collector.rs",
-     "let start = if overwrites { OpenMode::Fresh } else { OpenMode::Resume };",
-     "let start = if options.existing == ExistingOutput::Resume { OpenMode::Resume } else { OpenMode::Fresh };",
-     "-p gym-client --test collector_files"),
+     ("(ExistingOutput::Reject, Some(first)) => Err(output_exists(first)),", "let overwrites = options.existing == ExistingOutput::Overwrite;"),
+     ("(ExistingOutput::Reject, Some(_)) => Ok(existing),", "let overwrites = options.existing != ExistingOutput::Resume;"),
+     "-p gym-server --test cli -- results_and_inputs_are_replaced_only_if_asked"),
     ("files-are-compared-by-path", f"{COLLECT}/files.rs",
      "if let Ok(found) = std::fs::metadata(&path) {", "if let Ok(found) = std::fs::metadata(\"\") {", "-p gym-client --lib collect::files"),
     ("the-input-may-be-an-output", f"{COLLECT}/collector.rs",
-     "files.check_distinct(&self.input)?;", "let _ = files.check_distinct(&self.input);", "-p gym-client --test collector_files"),
+     "files.check_distinct(input, self.events.as_deref())?;", "let _ = files.check_distinct(input, self.events.as_deref());",
+     "-p gym-server --test cli -- results_and_inputs_are_replaced_only_if_asked"),
     # A resumed collection requests the recorded rows.
     ("resume-ignores-all-changes", f"{COLLECT}/collector.rs",
-     "ExistingOutput::Resume if resumes || recorded => compare_rows(&files, &partial).await,", "", "-p gym-client --test collector_files"),
+     "ExistingOutput::Resume if resumes || recorded => compare_rows(&files, &partial).await,", "", "-p gym-server --test cli -- a_resumed_collection_may_grow_but_not_change"),
     ("resume-ignores-changed-values", f"{COLLECT}/resume.rs",
      "if !same_scalar(old, new) {", "if was.is_none() && !same_scalar(old, new) {", "-p gym-client --lib collect::resume"),
     ("resume-ignores-fewer-repeats", f"{COLLECT}/resume.rs",
@@ -75,15 +73,19 @@ def failed_tests(output: str) -> list[str]:
     return names or [line for line in output.splitlines() if line.startswith("error")][:1]
 
 
-def check(tree: Path, defect: tuple[str, str, str, str, str], environment: dict[str, str]) -> bool:
+def check(tree: Path, defect: tuple, environment: dict[str, str]) -> bool:
     name, file, old, new, arguments = defect
     path = tree / file
     text = path.read_text()
-    if text.count(old) != 1:
-        print(f"{name}: STALE: {file} has {text.count(old)} places with the text of this defect; update the defect", flush=True)
-        return False
+    changes = list(zip(old, new)) if isinstance(old, tuple) else [(old, new)]
+    defective = text
+    for was, becomes in changes:
+        if text.count(was) != 1:
+            print(f"{name}: STALE: {file} has {text.count(was)} places with the text of this defect; update the defect", flush=True)
+            return False
+        defective = defective.replace(was, becomes)
     begun = time.monotonic()
-    path.write_text(text.replace(old, new))
+    path.write_text(defective)
     try:
         ran = subprocess.run(["cargo", "test", *arguments.split()], cwd=tree, env=environment, text=True, timeout=TIMEOUT_SECONDS,
                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
