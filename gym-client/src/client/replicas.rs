@@ -129,7 +129,7 @@ impl Replica {
     }
 
     pub(super) fn takes_work(&self) -> bool {
-        !self.paused.load(Relaxed) && self.lost.as_ref().is_none_or(|lost| !lost.token.is_cancelled())
+        !self.paused.load(Relaxed) && !self.is_lost()
     }
 
     /// Returns `true` if both are the same server, possibly under different ranks: a restarted head assigns ranks anew.

@@ -1,7 +1,7 @@
 //! Serves a pool to the workers of a registry: listens, and registers with the label that workers look for.
 
 use std::collections::BTreeMap;
-use std::net::{IpAddr, ToSocketAddrs as _, UdpSocket};
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs as _, UdpSocket};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -93,13 +93,21 @@ pub fn address_towards(peer: &str) -> Result<IpAddr> {
     };
     let target = peer.to_socket_addrs().map_err(failed)?.next();
     let target = target.ok_or_else(|| Error::invalid(format!("{peer} has no address")))?;
+    local_address_towards(target).map_err(failed)
+}
+
+/// Returns the address of this machine on its route to a resolved address. Sends nothing.
+///
+/// # Errors
+/// The error of the kernel if there is no route.
+pub fn local_address_towards(target: SocketAddr) -> std::io::Result<IpAddr> {
     let any: IpAddr = match target {
-        std::net::SocketAddr::V4(_) => std::net::Ipv4Addr::UNSPECIFIED.into(),
-        std::net::SocketAddr::V6(_) => std::net::Ipv6Addr::UNSPECIFIED.into(),
+        SocketAddr::V4(_) => std::net::Ipv4Addr::UNSPECIFIED.into(),
+        SocketAddr::V6(_) => std::net::Ipv6Addr::UNSPECIFIED.into(),
     };
-    let socket = UdpSocket::bind((any, 0)).map_err(failed)?;
-    socket.connect(target).map_err(failed)?;
-    socket.local_addr().map(|address| address.ip()).map_err(failed)
+    let socket = UdpSocket::bind((any, 0))?;
+    socket.connect(target)?;
+    socket.local_addr().map(|address| address.ip())
 }
 
 #[cfg(test)]

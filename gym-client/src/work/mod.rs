@@ -19,7 +19,7 @@ mod puller;
 mod watch;
 
 pub use dispatch::Dispatch;
-pub use host::{COLLECTOR_POOL, PoolHost, address_towards};
+pub use host::{COLLECTOR_POOL, PoolHost, address_towards, local_address_towards};
 pub use message::WORK_ROUTE;
 pub use pool::{WorkKind, WorkPool, WorkPoolOptions, WorkPoolSnapshot, WorkerSnapshot};
 pub use puller::{WorkPuller, WorkPullerOptions};

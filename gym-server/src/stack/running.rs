@@ -116,18 +116,26 @@ impl Stack {
         let metrics = Metrics::new();
         let mut config = config;
         let mut wanted = wanted(&config, &options.only)?;
-        let head_endpoint = match &options.head {
-            Some(head) => head.clone(),
-            None => Endpoint::parse(&format!("http://{}:{}", config.head.host, config.head.port))?,
+        let all_here = options.only.is_empty() || options.only.iter().any(|name| name == HEAD_NAME);
+        let serves_head = all_here && !options.in_process && options.worker.is_none();
+        let remote = if all_here && options.worker.is_none() {
+            None
+        } else {
+            let head = match &options.head {
+                Some(head) => head.clone(),
+                None => Endpoint::parse(&format!("http://{}:{}", config.head.host, config.head.port))?,
+            };
+            Some(RemoteRegistry::new(head, control, world.clone()))
         };
-        let address = match &options.worker {
-            Some(worker) => Some(WorkerAddress::find(worker, &head_endpoint).await?),
-            None => None,
+        let address = match (&options.worker, &remote) {
+            (Some(worker), Some(remote)) => {
+                let address = WorkerAddress::find(worker, remote.head()).await?;
+                config.head = address.head(remote.head())?;
+                address.place(&mut wanted, servers);
+                Some(address)
+            }
+            _ => None,
         };
-        if let Some(address) = &address {
-            config.head = address.head(&head_endpoint)?;
-            address.place(&mut wanted, servers);
-        }
         let config = Arc::new(config);
         let policy = match &config.transport_policy {
             _ if options.in_process => TransportPolicy::of([Transport::MEM])?,
@@ -147,21 +155,26 @@ impl Stack {
             #[cfg(feature = "rdma")]
             known.register_collector(Box::new(transports.ucx_metrics()));
         });
-        let all_here = options.only.is_empty() || options.only.iter().any(|name| name == HEAD_NAME);
-        let serves_head = all_here && !options.in_process && options.worker.is_none();
-        let memory = MemoryRegistry::with_limits(world.rng().u64(..), MemberLimits::default());
-        // Members of an earlier life of this head server return meanwhile.
-        memory.recover_for(RECOVERY_TIME);
-        let remote = RemoteRegistry::new(head_endpoint, control, world.clone());
-        let worker = options.worker.is_some().then(|| WorkerRegistry { own: memory.clone(), cluster: remote.clone() });
+        let memory = if serves_head {
+            let memory = MemoryRegistry::with_limits(world.rng().u64(..), MemberLimits::default());
+            // Members of an earlier life of this head server return meanwhile.
+            memory.recover_for(RECOVERY_TIME);
+            memory
+        } else {
+            MemoryRegistry::new()
+        };
+        let worker = match (&address, &remote) {
+            (Some(_), Some(remote)) => Some(WorkerRegistry { own: memory.clone(), cluster: remote.clone() }),
+            _ => None,
+        };
         let local = options.only.is_empty();
-        let registry: Arc<dyn Registry> = match &worker {
-            Some(worker) => Arc::new(worker.clone()),
-            None if all_here => Arc::new(memory.clone()),
-            None => Arc::new(remote.clone()),
+        let registry: Arc<dyn Registry> = match (&worker, &remote) {
+            (Some(worker), _) => Arc::new(worker.clone()),
+            (None, Some(remote)) => Arc::new(remote.clone()),
+            (None, None) => Arc::new(memory.clone()),
         };
         let client = ServerClient::new(Arc::clone(&registry), transports, world);
-        if !all_here || worker.is_some() {
+        if let Some(remote) = remote {
             client.follow(Arc::new(remote));
         }
         metrics.watch_affinity("replicas", client.affinity_counts());

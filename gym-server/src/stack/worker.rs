@@ -10,6 +10,7 @@ use futures_util::stream::BoxStream;
 use gym_client::ServerClient;
 use gym_client::config::{HeadConfig, InstanceConfig};
 use gym_client::registry::{HealthCheck, MemberKeeper, MemberOptions, RemoteRegistry};
+use gym_client::work::local_address_towards;
 use gym_core::registry::{
     Instance, Lease, MemberLimits, MemberServer, MemberSpec, MemberTiming, MemoryRegistry, Registration, Registry,
 };
@@ -74,7 +75,7 @@ impl WorkerAddress {
         };
         let mut found = tokio::net::lookup_host(head.address()).await.map_err(unresolved)?;
         let head_address = found.next().ok_or_else(|| Error::invalid(format!("the host of {head} has no address")))?;
-        Self::choose(options, head, head_address.ip(), route_to(head_address))
+        Self::choose(options, head, head_address.ip(), local_address_towards(head_address).ok())
     }
 
     /// `route` is the address of this machine on the way to the head server.
@@ -87,9 +88,8 @@ impl WorkerAddress {
             (None, _) => bind.clone(),
         };
         let same_machine = head_ip.is_loopback() || route == Some(head_ip);
-        let loopback = advertised == "localhost" || advertised.parse().is_ok_and(|ip: IpAddr| ip.is_loopback());
         let nowhere = advertised.parse().is_ok_and(|ip: IpAddr| ip.is_unspecified());
-        if nowhere || (loopback && !same_machine) {
+        if nowhere || (is_loopback(&advertised) && !same_machine) {
             let fix = route.map_or_else(|| "ADDRESS".to_owned(), |route| route.to_string());
             return Err(Error::invalid(format!(
                 "the head server {head} is on another machine, which cannot reach this worker at {advertised}\n  fix: add --host {fix}; \
@@ -108,8 +108,7 @@ impl WorkerAddress {
 
     /// Moves the servers that would listen on loopback to the address of this worker.
     pub(super) fn place(&self, instances: &mut [InstanceConfig], servers: &Servers) {
-        let loopback = |host: &str| host == "localhost" || host.parse().is_ok_and(|ip: IpAddr| ip.is_loopback());
-        for instance in instances.iter_mut().filter(|instance| loopback(&instance.host)) {
+        for instance in instances.iter_mut().filter(|instance| is_loopback(&instance.host)) {
             // A Python server advertises the host that it binds.
             let native = servers.has(instance.kind, &instance.implementation);
             instance.host.clone_from(if native { &self.bind } else { &self.advertised });
@@ -117,13 +116,8 @@ impl WorkerAddress {
     }
 }
 
-/// Returns the address of this machine on the way to another one. Sends nothing.
-fn route_to(to: std::net::SocketAddr) -> Option<IpAddr> {
-    let any: IpAddr =
-        if to.is_ipv4() { std::net::Ipv4Addr::UNSPECIFIED.into() } else { std::net::Ipv6Addr::UNSPECIFIED.into() };
-    let socket = std::net::UdpSocket::bind((any, 0)).ok()?;
-    socket.connect(to).ok()?;
-    socket.local_addr().ok().map(|local| local.ip())
+fn is_loopback(host: &str) -> bool {
+    host == "localhost" || host.parse().is_ok_and(|ip: IpAddr| ip.is_loopback())
 }
 
 /// Resolves names among the servers of this process first, and then among those of the cluster.

@@ -65,7 +65,7 @@ pub(in crate::cli) enum Command {
     /// Show the servers of a head server: health, requests in flight, uptime, transports
     Status(StatusArgs),
     /// List the workers that have joined a head server, and those that are gone
-    Workers(WorkersArgs),
+    Workers(StatusArgs),
     /// Ask a worker to finish its rollouts, take no more, and end
     Drain(DrainArgs),
     /// Create an environment that collects at once
@@ -250,17 +250,6 @@ pub(in crate::cli) struct ClusterArgs {
     /// Workers that must serve before the head server reports that it is ready
     #[arg(long, value_name = "N", env = "NUM_EXPECTED_WORKERS", default_value = "0")]
     pub(in crate::cli) expected_workers: u16,
-}
-
-/// The workers of a cluster.
-#[derive(Clone, Debug, Args)]
-pub(in crate::cli) struct WorkersArgs {
-    /// Print JSON
-    #[arg(long)]
-    pub(in crate::cli) json: bool,
-    /// Head server to query [default: head_server of env.yaml, http://127.0.0.1:11000]
-    #[arg(long, value_name = "URL", env = "HEAD_SERVER_URL")]
-    pub(in crate::cli) head_url: Option<String>,
 }
 
 /// A worker to drain.

@@ -24,7 +24,7 @@ use crate::role::reply::runs::OldestRun;
 use crate::stack::Servers;
 
 /// Limit for a request to the head server, which responds from memory.
-const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
+pub(super) const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
 /// Limit for a health request; a slower server counts as unhealthy.
 const HEALTH_TIMEOUT: Duration = Duration::from_secs(2);
 /// Limit for the displayed part of a health response, which other programs may exceed.

@@ -7,22 +7,20 @@ use gym_client::registry::RemoteRegistry;
 use gym_core::registry::{Member, MemberRegistry, MemberState};
 use gym_core::{CallContext, Endpoint, World};
 
-use crate::cli::args::options::{DrainArgs, Sources, WorkersArgs};
+use crate::cli::args::options::{DrainArgs, Sources, StatusArgs};
 use crate::cli::console;
 use crate::cli::exit::{Failure, Outcome};
+use crate::cli::inspect::status::HEAD_TIMEOUT;
 use crate::cli::setup::configuration::{Need, load};
 use crate::cli::setup::head_server;
 use crate::stack::Servers;
-
-/// Limit for a request to the head server, which responds from memory.
-const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Servers of a worker that the table names; `--json` has all of them.
 const SHOWN_MAX: usize = 3;
 
 /// Prints the members.
 pub(in crate::cli) async fn list(
-    args: WorkersArgs,
+    args: StatusArgs,
     overrides: &[String],
     head_url_given: bool,
     servers: &Servers,
