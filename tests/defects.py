@@ -65,6 +65,17 @@ DEFECTS = [
      "differences.repeats.add(row.key, was.line)", "{}", "-p gym-client --lib collect::resume"),
     ("resume-ignores-fewer-tasks", f"{COLLECT}/resume.rs",
      "differences.tasks.add(row.key, was.line)", "{}", "-p gym-client --lib collect::resume"),
+    # No two incarnations of a rank are alive.
+    ("the-watchdog-ignores-the-lease", "gym-client/src/launch/process/watchdog.rs",
+     "() = lease_ended(lease) => {}", "() = async { let _ = lease; std::future::pending::<()>().await } => {}",
+     "-p gym-client --test workers -- ranks_of_a_stopped_node"),
+    ("ranks-move-before-the-lease-ends", "gym-client/src/group/provision/nodes/state.rs",
+     "join_all(lost.iter().map(|host| hosts[*host].fenced())).await;", "let _ = (&lost, NodeLink::fenced);",
+     "-p gym-client --test workers -- ranks_of_a_killed_node"),
+    ("a-lease-counts-from-the-arrival-of-a-confirmation", "gym-client/src/group/provision/nodes/lease.rs",
+     "if let Some((_, sent)) = self.sent.iter().find(|(known, _)| *known == number) {",
+     "if let Some((_, sent)) = self.sent.iter().max().filter(|_| number > 0) {",
+     "-p gym-client --lib group::provision::nodes::lease"),
 ]
 
 

@@ -82,14 +82,16 @@ async fn collections_survive_killed_frozen_and_drained_workers_and_a_killed_head
     let (undisturbed, failed) = cluster.collecting("undisturbed.jsonl").run(&[], || {}).await;
     assert!(failed.is_empty(), "{failed:?}");
 
-    // Calls in flight to a killed worker end at once, whether they were pushed or pulled.
-    let (rows, failed) = cluster.collecting("killed.jsonl").run(&[], || first.signal(Signal::KILL)).await;
+    // Calls in flight to a killed worker end at once.
+    let (rows, failed) =
+        cluster.collecting("killed.jsonl").run(&["--dispatch", "push"], || first.signal(Signal::KILL)).await;
     assert_eq!(rows, undisturbed);
     assert!(failed.keys().eq(["transport_peer_drop"]), "{failed:?}");
     cluster.is("w1", "gone").await;
 
     // A frozen one is noticed by its silence. Its connections stay open.
-    let (rows, failed) = cluster.collecting("frozen.jsonl").run(&[], || second.signal(Signal::STOP)).await;
+    let (rows, failed) =
+        cluster.collecting("frozen.jsonl").run(&["--dispatch", "push"], || second.signal(Signal::STOP)).await;
     assert_eq!(rows, undisturbed);
     assert!(failed.keys().eq(["transport_peer_drop"]), "{failed:?}");
     second.signal(Signal::CONT);
@@ -97,7 +99,8 @@ async fn collections_survive_killed_frozen_and_drained_workers_and_a_killed_head
 
     // While the head is away, workers and collections go on.
     let port = cluster.url.rsplit(':').next().unwrap().parse().unwrap();
-    let (rows, failed) = cluster.collecting("beheaded.jsonl").run(&[], || cluster.head.signal(Signal::KILL)).await;
+    let (rows, failed) =
+        cluster.collecting("beheaded.jsonl").run(&["--dispatch", "push"], || cluster.head.signal(Signal::KILL)).await;
     assert_eq!(rows, undisturbed);
     assert!(failed.is_empty(), "{failed:?}");
     cluster.head = start_head(&cluster.folder, port).await.0;

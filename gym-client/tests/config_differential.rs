@@ -89,6 +89,44 @@ fn every_case_is_merged_as_nemo_gym_merges_it() {
     assert!(wrong.is_empty(), "{} of {cases} differ:\n{}", wrong.len(), wrong.join("\n"));
 }
 
+/// A worker without files reads the text that its head server gives it. What describes one machine is not in it.
+#[test]
+fn every_case_is_the_same_configuration_on_another_machine() {
+    let without_places = |merged: &Value, config: &GymConfig| {
+        let mut merged = merged.as_object().unwrap().clone();
+        let own = ["config_paths", "head_server", "default_host", "disallowed_ports"];
+        own.iter().chain(&LOCAL).for_each(|key| drop(merged.remove(*key)));
+        for instance in &config.instances {
+            let block = &mut merged[&instance.name][instance.kind.as_str()][&instance.implementation];
+            ["host", "port"].iter().for_each(|key| drop(block.as_object_mut().unwrap().remove(*key)));
+        }
+        Value::Object(merged)
+    };
+    let elsewhere = tempfile::tempdir().unwrap();
+    let mut shared = 0;
+    for entry in std::fs::read_dir(data().join("config")).unwrap() {
+        let folder = entry.unwrap().path();
+        let Ok(given) = load(&folder, &lines(&folder.join("args"))) else { continue };
+        let Some(yaml) = given.to_shared_yaml() else { continue };
+        let environment = std::fs::read_to_string(folder.join("environment")).unwrap_or_default();
+        let lookup = move |name: &str| {
+            let pairs = environment.lines().filter_map(|line| line.split_once('='));
+            pairs.into_iter().find(|(key, _)| *key == name).map(|(_, value)| value.to_owned())
+        };
+        let overrides = Overrides::parse([] as [&str; 0]).unwrap();
+        let read = ConfigLoader::new(elsewhere.path())
+            .environment(lookup)
+            .base(&yaml, "configuration of the head server")
+            .load(&[] as &[&str], &overrides);
+        let read = read.unwrap_or_else(|error| panic!("{}: {error}\n{yaml}", folder.display()));
+        let (ours, theirs) = (without_places(&read.merged, &read), without_places(&given.merged, &given));
+        // The paths of a data set are relative to the folder of each machine; all else is equal.
+        assert!(same(&ours, &theirs), "{}:{}", folder.display(), difference(&ours, &theirs));
+        shared += 1;
+    }
+    assert!(shared >= 10, "only {shared} cases have a server");
+}
+
 #[test]
 fn every_override_is_read_as_hydra_reads_it() {
     let table: serde_json::Map<String, Value> =

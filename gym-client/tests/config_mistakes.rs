@@ -431,3 +431,60 @@ fn nan_as_an_override_is_the_text_that_was_typed_and_a_number_where_one_is_expec
     assert!(settings.temperature.is_nan());
     assert!(config.to_global_yaml().contains("model: .nan"), "NeMo Gym's loader reads a float, as Hydra does");
 }
+
+#[test]
+fn a_server_of_another_file_is_listed_where_other_workers_serve() {
+    let case = Case::main(AGENT);
+    case.says(&["main.yaml:5: my_agent", "names 'policy_model' of responses_api_models, which no file defines"]);
+    let load = |case: &Case| {
+        let overrides = Overrides::parse(&case.args).unwrap();
+        let loader = ConfigLoader::new(case.folder.path()).environment(|_| None);
+        loader.with_servers_elsewhere().load(&[] as &[&str], &overrides)
+    };
+    let config = load(&case).unwrap();
+    let [missing] = config.elsewhere.as_slice() else { panic!("{:?}", config.elsewhere) };
+    assert_eq!((missing.kind, missing.name.as_str()), (ServerKind::Model, "policy_model"));
+    assert_eq!(missing.nearest(&["judge"]), None);
+    assert_eq!(missing.nearest(&["judge", "policy_mode"]), Some("policy_mode"));
+    let text = missing.problem(&["policy_mode"]).to_string();
+    assert!(text.contains("main.yaml:5") && text.contains("did you mean 'policy_mode'?"), "{text}");
+    // Another kind, and a block that is no server, are mistakes of this file.
+    for text in [AGENT.replace("responses_api_models,", "resources_servers,"), AGENT.replace("policy_model}", "math}")]
+    {
+        let math = "math: {resources_servers: {math: {domain: math}}}\n";
+        let error = load(&Case::main(&format!("{MODEL}{text}{math}"))).unwrap_err().to_string();
+        assert!(error.contains("main.yaml:10"), "{error}");
+    }
+}
+
+#[test]
+fn a_shared_configuration_names_no_machine_and_keeps_interpolations() {
+    let model = MODEL
+        .replace("sk-very-secret", "${oc.env:KEY_OF_THIS_TEST}")
+        .replace("app.py\n", "app.py\n      host: 10.0.0.1\n      port: 7000\n");
+    let case = Case::files(&[
+        ("main.yaml", &format!("{model}head_server: {{host: 10.0.0.1}}\ndefault_host: 10.0.0.1\n")),
+        ("env.yaml", "results_dir: out\n"),
+    ]);
+    let overrides = Overrides::parse(&case.args).unwrap();
+    let mut loader = ConfigLoader::new(case.folder.path()).environment(|_| Some("sk-of-the-head".to_owned()));
+    let given = loader.load(&[] as &[&str], &overrides).unwrap();
+    let yaml = given.to_shared_yaml().unwrap();
+    assert!(!["10.0.0.1", "7000", "sk-", "config_paths"].iter().any(|own| yaml.contains(own)), "{yaml}");
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("env.yaml"), "results_dir: elsewhere\n").unwrap();
+    let loader = ConfigLoader::new(folder.path()).environment(|_| Some("sk-of-the-worker".to_owned()));
+    let none = Overrides::parse([] as [&str; 0]).unwrap();
+    let read = loader.base(&yaml, "configuration of http://h:1").load(&[] as &[&str], &none).unwrap();
+    let block = &read.merged["policy_model"]["responses_api_models"]["openai_model"];
+    assert_eq!((&block["openai_api_key"], &block["host"]), (&"sk-of-the-worker".into(), &"127.0.0.1".into()));
+    // The files of the worker precede.
+    let results = read.merged["results_dir"].as_str().unwrap();
+    assert!(results.starts_with(folder.path().to_str().unwrap()) && results.ends_with("elsewhere"), "{results}");
+    // A mistake in the text is located in it.
+    let broken = yaml.replace("entrypoint: app.py", "entrypoint: app.py\n      num_workers: many");
+    let loader = ConfigLoader::new(folder.path()).environment(|_| Some(String::new()));
+    let error = loader.base(broken, "configuration of http://h:1").load(&[] as &[&str], &none).unwrap_err();
+    assert!(error.to_string().contains("configuration of http://h:1:"), "{error}");
+    assert_eq!(GymConfig::without_files().to_shared_yaml(), None);
+}

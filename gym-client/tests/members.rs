@@ -3,6 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "an integration test: a panic is its failure")]
 
 use std::fmt;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -38,6 +39,10 @@ struct Head {
     killed: Arc<Mutex<CancelToken>>,
     /// The member whose process is stopped: it sends no heartbeats, and its connection stays open.
     frozen: Arc<Mutex<Option<String>>>,
+    /// The number of responses to heartbeats that are lost on the way next.
+    loses: Arc<AtomicUsize>,
+    /// Milliseconds that each response to a heartbeat takes on the way.
+    slow: Arc<AtomicUsize>,
 }
 
 impl fmt::Debug for Head {
@@ -48,7 +53,13 @@ impl fmt::Debug for Head {
 
 impl Head {
     fn new() -> Self {
-        let head = Self { life: Arc::default(), killed: Arc::default(), frozen: Arc::default() };
+        let head = Self {
+            life: Arc::default(),
+            killed: Arc::default(),
+            frozen: Arc::default(),
+            loses: Arc::default(),
+            slow: Arc::default(),
+        };
         head.start(1);
         head
     }
@@ -122,7 +133,13 @@ impl MemberRegistry for Head {
         if lock(&self.frozen).as_ref() == Some(&beat.lease.name) {
             std::future::pending::<()>().await;
         }
-        self.call(async |life| life.beat(cx, beat).await).await
+        let replied = self.call(async |life| life.beat(cx, beat).await).await;
+        if self.loses.fetch_update(Relaxed, Relaxed, |loses| loses.checked_sub(1)).is_ok() {
+            // A lost message is not the end of its connection.
+            cx.bound(Execution::Unknown, std::future::pending::<Result<()>>()).await?;
+        }
+        sleep(Duration::from_millis(self.slow.load(Relaxed) as u64)).await;
+        replied
     }
 
     async fn leave(&self, cx: &CallContext, lease: MemberLease) -> Result<()> {
@@ -261,6 +278,50 @@ async fn calls_to_a_frozen_worker_end_after_its_timeout_and_new_ones_avoid_it_be
     let (one, (two, ended), ()) = tokio::join!(waiting, lost, freeze);
     assert_eq!([one.is_ok(), two.is_ok()].iter().filter(|ok| **ok).count(), 1);
     assert!(ended - began <= TIMING.timeout + Duration::from_secs(1), "{:?}", ended - began);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_worker_that_is_killed_at_any_moment_is_noticed_at_once() {
+    for after_ms in (0..2_500).step_by(50) {
+        let mut cluster = Cluster::new();
+        // Between a response and the next heartbeat, the head server would see only silence.
+        cluster.head.slow.store(20, Relaxed);
+        let worker = cluster.start("a", MOMENT).await;
+        sleep(Duration::from_millis(1_000 + after_ms)).await;
+        drop(worker);
+        sleep(Duration::from_millis(150)).await;
+        assert_eq!(cluster.state("a").await, MemberState::Gone, "killed after {after_ms} ms");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_late_response_to_a_heartbeat_is_no_suspicion() {
+    let mut cluster = Cluster::new();
+    cluster.head.slow.store(700, Relaxed);
+    let _first = cluster.start("a", MOMENT).await;
+    sleep(Duration::from_secs(5)).await;
+    let mut seen = cluster.head.roster(&CallContext::default(), None, Duration::ZERO).await.unwrap().now;
+    for _ in 0..10 {
+        sleep(Duration::from_secs(1)).await;
+        let update = cluster.head.roster(&CallContext::default(), Some(seen), Duration::ZERO).await.unwrap();
+        assert_eq!(update.changes, [], "the member serves all the time");
+        seen = update.now;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_worker_is_not_given_up_because_a_response_to_a_heartbeat_was_lost() {
+    let mut cluster = Cluster::new();
+    let _first = cluster.start("a", MOMENT).await;
+    for _ in 0..5 {
+        sleep(Duration::from_millis(2_700)).await;
+        cluster.head.loses.store(1, Relaxed);
+        sleep(TIMING.timeout * 2).await;
+        assert_eq!(cluster.head.loses.load(Relaxed), 0);
+        assert_eq!(cluster.state("a").await, MemberState::Serving);
+    }
+    let events = cluster.head.members(&CallContext::default()).await.unwrap();
+    assert_eq!(events.len(), 1, "it joined once: {events:?}");
 }
 
 #[tokio::test(start_paused = true)]

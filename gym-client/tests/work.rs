@@ -3,7 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "an integration test: a panic is its failure")]
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -14,7 +14,10 @@ use gym_client::work::{
     Dispatch, PoolWatch, WORK_LABEL, WorkKind, WorkPool, WorkPoolOptions, WorkPuller, WorkPullerOptions,
 };
 use gym_client::{ServerClient, Transports};
-use gym_core::registry::{MemoryRegistry, Registration, Registry};
+use gym_core::registry::{
+    Heartbeat, MemberLease, MemberLimits, MemberRegistry, MemberServer, MemberSpec, MemberState, MemberTiming,
+    MemoryRegistry, Registration, Registry,
+};
 use gym_core::rollout::work::WorkQueueOptions;
 use gym_core::rollout::{FailureClass, Outcome, TaskKey};
 use gym_core::server::ServerKind;
@@ -474,4 +477,160 @@ async fn a_worker_finds_the_pools_of_a_registry_and_keeps_them_while_it_is_down(
     watch.drain(Duration::from_secs(60)).await;
     assert!(began.elapsed() < Duration::from_secs(1), "an idle worker ends at once");
     assert_eq!((pool.snapshot().workers.len(), pool.snapshot().workers_lost), (0, 0));
+}
+
+const TIMING: MemberTiming = MemberTiming {
+    heartbeat: Duration::from_secs(1),
+    timeout: Duration::from_secs(3),
+    reconnect: Duration::from_millis(100),
+};
+
+const MOMENT: Duration = Duration::from_millis(10);
+
+/// A pool that follows a head server, and workers that are members of it.
+struct Cluster {
+    world: World,
+    net: SimNet,
+    head: MemoryRegistry,
+    pool: WorkPool,
+    workers: Vec<WorkPuller>,
+    heartbeats: BTreeMap<&'static str, Heartbeats>,
+}
+
+/// The heartbeats of a member. Aborting the task breaks the connection.
+struct Heartbeats {
+    task: tokio::task::JoinHandle<()>,
+    frozen: Arc<AtomicBool>,
+}
+
+impl Heartbeats {
+    fn begin(head: MemoryRegistry, lease: MemberLease) -> Self {
+        let frozen = Arc::<AtomicBool>::default();
+        let stopped = Arc::clone(&frozen);
+        let task = tokio::spawn(async move {
+            let mut known = MemberState::Joining;
+            for seq in 1.. {
+                while stopped.load(Ordering::Relaxed) {
+                    tokio::time::sleep(MOMENT).await;
+                }
+                let expected = if known == MemberState::Joining { MemberState::Serving } else { known };
+                let beat = Heartbeat { lease: lease.clone(), seq, healthy: true, draining: false, known: expected };
+                let Ok(reply) = head.beat(&CallContext::default(), &beat).await else { return };
+                known = reply.state;
+            }
+        });
+        Self { task, frozen }
+    }
+}
+
+impl Cluster {
+    fn new(seed: u64) -> Self {
+        let (world, net) = (world(seed), SimNet::new(seed, Faults::calm()));
+        let head = MemoryRegistry::with_limits(1, MemberLimits::default());
+        let pool = host_pool(&net, WorkPoolOptions::default(), &world);
+        pool.follow(Arc::new(head.clone()));
+        Self { world, net, head, pool, workers: Vec::new(), heartbeats: BTreeMap::new() }
+    }
+
+    /// Starts a worker whose rollouts take this long.
+    async fn start(&mut self, name: &'static str, takes: Duration) {
+        let handler: Arc<dyn Handler> = Arc::new(handler_fn(move |_: Request| async move {
+            tokio::time::sleep(takes).await;
+            Ok(Response::json(format!("\"{name}\"")))
+        }));
+        let client = serve_env(&self.net, name, handler, &self.world).await;
+        let mut spec = MemberSpec::new(name, Incarnation(1));
+        spec.timing = TIMING;
+        spec.servers = vec![MemberServer {
+            name: "env".to_owned(),
+            rank: None,
+            kind: ServerKind::Environment,
+            implementation: String::new(),
+            endpoints: vec![Endpoint::parse(&format!("sim://{name}/env")).unwrap()],
+            labels: BTreeMap::new(),
+        }];
+        let joined = self.head.join(&CallContext::default(), spec).await.unwrap();
+        self.heartbeats.insert(name, Heartbeats::begin(self.head.clone(), joined.lease));
+        let options = WorkPullerOptions { member: Some(Incarnation(1)), ..options(name, 4, &self.world) };
+        self.workers.push(pull(client, options, &self.world));
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+
+    /// Lets the connection of a worker to the pool carry nothing any more, without breaking it.
+    fn silence(&self, name: &str) {
+        self.net.cut(name, "collector");
+        self.net.cut("collector", name);
+    }
+
+    async fn run(&self) -> Result<String> {
+        let request = post("/run", "{}");
+        let response = self.pool.submit(WorkKind::Rollout, "env", &request).await?;
+        Ok(String::from_utf8(response.message.head.to_bytes().to_vec()).unwrap())
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_work_of_a_killed_member_ends_at_once() {
+    let mut cluster = Cluster::new(13);
+    cluster.start("w1", LONG).await;
+    let began = tokio::time::Instant::now();
+    let killed = async {
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        // Only the head server sees that its connection has broken.
+        cluster.silence("w1");
+        cluster.heartbeats["w1"].task.abort();
+        tokio::time::Instant::now()
+    };
+    let (lost, killed) = tokio::join!(cluster.run(), killed);
+    let error = lost.unwrap_err();
+    assert_eq!((error.code(), error.execution()), (Code::Unavailable, Execution::Unknown), "{error}");
+    assert!(error.to_string().contains("w1 is gone: its connection broke"), "{error}");
+    assert!(killed - began >= Duration::from_secs(1) && killed.elapsed() <= Duration::from_millis(250));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_suspect_member_gets_no_new_work_and_its_work_ends_with_its_timeout() {
+    let mut cluster = Cluster::new(14);
+    cluster.start("w1", LONG).await;
+    let frozen = async {
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        cluster.heartbeats["w1"].frozen.store(true, Ordering::Relaxed);
+        let frozen = tokio::time::Instant::now();
+        tokio::time::sleep(Duration::from_millis(2_500)).await;
+        assert!(cluster.pool.snapshot().workers[0].paused);
+        let later = tokio::time::timeout(Duration::from_secs(30), cluster.run());
+        assert!(later.await.is_err(), "a member that is suspect or gone gets no work");
+        frozen
+    };
+    let lost = async { (cluster.run().await, tokio::time::Instant::now()) };
+    let ((lost, ended), frozen) = tokio::join!(lost, frozen);
+    let error = lost.unwrap_err();
+    assert!(error.to_string().contains("w1 is gone: no heartbeat for 3.0 s"), "{error}");
+    assert!(ended - frozen <= TIMING.timeout + Duration::from_secs(1), "{:?}", ended - frozen);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_member_that_returns_gets_work_again() {
+    let mut cluster = Cluster::new(15);
+    cluster.start("w1", MOMENT).await;
+    assert_eq!(cluster.run().await.unwrap(), "\"w1\"");
+    let frozen = &cluster.heartbeats["w1"].frozen;
+    frozen.store(true, Ordering::Relaxed);
+    tokio::time::sleep(Duration::from_millis(2_500)).await;
+    let waits = cluster.run();
+    tokio::pin!(waits);
+    assert!(tokio::time::timeout(Duration::from_millis(300), &mut waits).await.is_err());
+    frozen.store(false, Ordering::Relaxed);
+    let run = tokio::time::timeout(Duration::from_millis(100), waits).await.expect("it serves after a heartbeat");
+    assert_eq!(run.unwrap(), "\"w1\"");
+    assert_eq!(cluster.pool.snapshot().workers_lost, 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_worker_that_is_no_member_gets_work_from_a_pool_that_follows_a_cluster() {
+    let cluster = Cluster::new(16);
+    let runs = Arc::default();
+    let client = serve_env(&cluster.net, "w1", counting(&runs, MOMENT), &cluster.world).await;
+    let _worker = pull(client, options("w1", 4, &cluster.world), &cluster.world);
+    assert!(cluster.run().await.is_ok());
 }

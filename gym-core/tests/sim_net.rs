@@ -155,3 +155,43 @@ async fn a_crash_drops_the_handlers_and_is_told_unless_it_is_silent() {
         assert_eq!(call(&channel, "/run").await.unwrap_err().code(), Code::Unavailable);
     }
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_frozen_host_answers_when_it_goes_on_and_keeps_its_connections() {
+    let fixture = Fixture::new(Faults::NONE);
+    let channel = fixture.connect().await.unwrap();
+    fixture.net.freeze("server");
+    let waiting = call(&channel, "/run");
+    tokio::pin!(waiting);
+    assert!(tokio::time::timeout(Duration::from_secs(1), &mut waiting).await.is_err());
+    // Its system accepts connections.
+    let other = fixture.connect().await.unwrap();
+    fixture.net.thaw("server");
+    assert!(waiting.await.is_ok());
+    assert!(call(&other, "/run").await.is_ok());
+    assert_eq!(fixture.injected(kind::FROZEN), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_frozen_host_that_crashes_closes_its_connections() {
+    let fixture = Fixture::new(Faults::NONE);
+    let channel = fixture.connect().await.unwrap();
+    fixture.net.freeze("server");
+    let crash = async {
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        fixture.net.crash("server");
+    };
+    let (response, ()) = tokio::join!(call(&channel, "/run"), crash);
+    assert_eq!(response.unwrap_err().code(), Code::Unavailable);
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_isolated_host_reaches_nobody_until_its_cable_is_back() {
+    let fixture = Fixture::new(Faults::NONE);
+    let channel = fixture.connect().await.unwrap();
+    fixture.net.isolate("client");
+    assert_eq!(call(&channel, "/run").await.unwrap_err().code(), Code::DeadlineExceeded);
+    assert_eq!(fixture.connect().await.unwrap_err().execution(), Execution::NotStarted);
+    fixture.net.reconnect("client");
+    assert!(call(&channel, "/run").await.is_ok());
+}

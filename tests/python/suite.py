@@ -12,6 +12,9 @@ b  Python's simple_agent and gymnasium_agent drive the Rust ports of the environ
 c  our collector and agents (RGYM) drive Python's environments, which `run` starts from Python's own configuration
 d  in a and c: materialized inputs and aggregate metrics too, also for repeats with seeds and for a file of several agents
 e  a collection begun by one collector is killed and resumed by the other, in both directions
+p  pools: the Python collector, and NeMo RL's `run_examples`, over two workers that have no files; one is all Rust
+   (RGYM_EXAMPLES), the environments of the other one (RGYM) are Python's, beside our agents
+r  one role at a time: our collector, model, agent, worker and head, each with Python in all other roles; b is for resources
 o  OpenAI's own Python client against our model server (RGYM): answers, tools, streams, errors, timeouts
 
 Exit codes: 0 all equal, 1 something differs or did not work, 2 wrong usage.
@@ -22,6 +25,7 @@ import concurrent.futures
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -312,6 +316,165 @@ class Suite:
         self.check_against_reference(name, name, [plan], whole=True)
         self.took(name, began)
 
+    def write_pools(self):
+        """A pool in the place of each relay of the stock configuration."""
+        lines, names = [], []
+        for environment in SERVERS:
+            name = environment.removesuffix("_gymnasium") + "_environment_server"
+            agent = "{type: responses_api_agents, name: %s}" % agent_of(environment)
+            lines.append("%s: {environment_servers: {_delete_key: legacy_agent, pool: {entrypoint: app.py, agent_server: %s}}}" % (name, agent))
+            names.append(name)
+        path = self.work / "pools.yaml"
+        path.write_text("\n".join(lines) + "\n")
+        return path, names
+
+    def start_worker(self, name, binary, head, extra=()):
+        process = self.processes.start(name, [*binary, "run", "--worker", "--head-url", head, "--name", name, *extra])
+
+        def serves():
+            members = json.loads(http_get(f"{head}/cluster/members")[1] or "[]")
+            return any(member["name"] == name and member["state"] == "serving" for member in members)
+
+        wait_until(f"{name} serves", serves, READY_S, process.check_alive)
+        return process
+
+    def runs_of(self, head, worker, agent):
+        """The rollouts that the agent of a worker has run."""
+        servers = json.loads(http_get(f"{head}/registry/instances?name={agent}")[1])
+        url = next(url for server in servers if server.get("member") == worker for url in server["endpoints"] if url.startswith("http:"))
+        counts = [line for line in http_get(f"{url}/metrics")[1].decode().splitlines() if line.startswith("gym_requests_total")]
+        return sum(int(line.rsplit(" ", 1)[1]) for line in counts if f'server="{agent}"' in line and 'route="/run"' in line)
+
+    def case_p(self):
+        pools, names = self.write_pools()
+        serves = [word for name in ["head_server", *names] for word in ("--serve", name)]
+        head, process = self.start_ours("p-head", self.examples, extra=["--config", pools, *serves])
+        workers = []
+        try:
+            # Few at a time, so that the collector's window holds more than one worker takes.
+            capacity = ["--pull-capacity", "4"]
+            workers.append(self.start_worker("p-rust", self.examples, head, capacity))
+            workers.append(self.start_worker("p-python", self.rgym, head, [*capacity, "--python", sys.executable]))
+            below = "\n".join(workers[1].descendants())
+            self.check("p has Python's environments", below.count("app.py") >= len(SERVERS), f"{below.count('app.py')} below p-python")
+            plans = self.plans()
+            self.as_relayed(self.collect_all("p", self.python_collector, head, plans), "pool")
+            self.check_against_reference("p", "p", plans, whole=True)
+            environment = next(iter(SERVERS))
+            runs = {name: self.runs_of(head, name, agent_of(environment)) for name in ("p-rust", "p-python")}
+            self.check("p uses both workers", min(runs.values()) > 0, f"{runs}")
+            for environment in SERVERS:
+                self.run_examples("p", head, environment)
+        finally:
+            for worker in workers:
+                self.check(f"{worker.name} stops", self.processes.stop(worker, 60), "on SIGINT")
+            self.check("p head stops", self.processes.stop(process, 60), "on SIGINT")
+
+    def as_relayed(self, outputs, implementation):
+        """Rows name the implementation of the environment server; here it takes the place of the reference's relay."""
+        for output in outputs:
+            named = rb'("_ng_result_type":\s*)"%s"' % implementation.encode()
+            output.write_bytes(re.sub(named, rb'\1"legacy_agent"', output.read_bytes()))
+
+    def run_examples(self, case, head, environment):
+        output = self.work / f"{case}-run-examples-{environment}.jsonl"
+        source = HERE / "data" / f"{environment}.jsonl"
+        script = [sys.executable, HERE / "run_examples.py", head, source, agent_of(environment), output]
+        self.processes.run(f"{case}-run-examples-{environment}", script, COLLECT_S)
+        folder = self.reference / environment
+
+        def rows(path):
+            return map(json.loads, path.read_text(encoding="utf-8").rstrip("\n").split("\n"))
+
+        def key(row):
+            return row["_ng_task_index"], row["_ng_rollout_index"]
+
+        rewards = {key(row): row["reward"] for row in rows(folder / "rollouts.jsonl")}
+        # In the order of the input, in which a row may occur twice.
+        expected = {index: rewards[key(row)] for index, row in enumerate(rows(folder / "rollouts_materialized_inputs.jsonl"))}
+        found = {row["index"]: row["reward"] for row in map(json.loads, output.read_text().splitlines())}
+        differ = [index for index in expected if expected[index] != found.get(index)]
+        self.check(f"{case} run_examples {environment}", not differ and len(found) == len(expected), f"{len(found)} results, {len(differ)} differ")
+
+    def case_r(self):
+        environment = "example_session_state_mgmt"
+        plan = next(plan for plan in self.plans() if plan[0] == environment)
+
+        def collect(name, collector, head):
+            # A Python server whose implementation this program has too runs under another name.
+            self.as_relayed(self.collect_all(name, collector, head, [plan]), "python_legacy_agent")
+            self.check_against_reference(name.replace("-", " ", 1), name, [plan], whole=False)
+
+        # Our model server below Python's servers, and our collector beside them.
+        port = free_port()
+        place = "policy_model.responses_api_models.openai_model"
+        address = [f"+{place}.host=127.0.0.1", f"+{place}.port={port}"]
+        folder = Path(installed("responses_api_models/openai_model"))
+        shim = [*address, f"++{place}.entrypoint={os.path.relpath(HERE / 'placeholder.py', folder)}"]
+        _, model = self.start_ours("r-model-alone", self.rgym, "model.yaml", address)
+        try:
+            head, python = self.start_python("r-stack", shim)
+            try:
+                collect("r-model", self.python_collector, head)
+                collect("r-collector", self.our_collector, head)
+            finally:
+                self.processes.stop(python, 60)
+        finally:
+            self.check("r model stops", self.processes.stop(model, 60), "on SIGINT")
+
+        # Our head and worker with Python in all other roles, and then with our agent. The head has no files.
+        for name, own in (("r-worker", ()), ("r-agent", ("simple_agent",))):
+            head, settings = self.settings()
+            process = self.processes.start(f"{name}-head", [*self.rgym, "run", "--head-only", *settings])
+            try:
+                wait_until(f"{name}-head ready", lambda: http_get(f"{head}/readyz")[0] == 200, READY_S, process.check_alive)
+                config = ["--config", self.write_python_servers(name, environment, own), "--search-dir", self.work / "roots"]
+                worker = self.start_worker(name, self.rgym, head, [*config, "--python", sys.executable])
+                try:
+                    count = "\n".join(worker.descendants()).count("app.py")
+                    self.check(f"{name} has Python servers", count == 4 - len(own), f"{count} below the worker")
+                    collect(name, self.python_collector, head)
+                finally:
+                    self.check(f"{name} stops", self.processes.stop(worker, 60), "on SIGINT")
+            finally:
+                self.processes.stop(process, 60)
+
+    def write_python_servers(self, case, environment, own):
+        """An environment whose servers run with Python although this program has them too: under other names."""
+
+        def implementation(kind, name):
+            if name in own:
+                return name
+            link = self.work / "roots" / kind / f"python_{name}"
+            link.parent.mkdir(parents=True, exist_ok=True)
+            if not link.is_symlink():
+                link.symlink_to(installed(f"{kind}/{name}"))
+            return f"python_{name}"
+
+        def block(name, kind, implementation, **keys):
+            return f"{name}: {{{kind}: {{{implementation}: {json.dumps({'entrypoint': 'app.py', **keys})}}}}}"
+
+        def reference(kind, name):
+            return {"type": kind, "name": name}
+
+        agents, models, resources = "responses_api_agents", "responses_api_models", "resources_servers"
+        agent = {"resources_server": reference(resources, SERVERS[environment]), "model_server": reference(models, "policy_model")}
+        model = {"openai_base_url": self.mock, "openai_api_key": "none", "openai_model": "mock"}
+        lines = [
+            block("policy_model", models, implementation(models, "openai_model"), **model),
+            block(SERVERS[environment], resources, environment, domain="agent"),
+            block(agent_of(environment), agents, implementation(agents, "simple_agent"), **agent),
+            block(
+                f"{environment}_environment_server",
+                "environment_servers",
+                implementation("environment_servers", "legacy_agent"),
+                agent_server=reference(agents, agent_of(environment)),
+            ),
+        ]
+        path = self.work / f"{case}.yaml"
+        path.write_text("\n".join(lines) + "\n")
+        return path
+
     def case_o(self):
         head, process = self.start_ours("o-stack", self.rgym, "model.yaml")
         try:
@@ -374,19 +537,19 @@ def installed(folder):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", action="append", choices=list("abcdeo"), help="only these; may be given several times")
+    parser.add_argument("--case", action="append", choices=list("abcdeopr"), help="only these; may be given several times")
     parser.add_argument("--environment", action="append", choices=list(SERVERS), help="only these, and not case e; may be given several times")
     parser.add_argument("--work", help="folder for logs and outputs; default: a new temporary one, removed when all is equal")
     parser.add_argument("--jobs", type=int, default=2, help="collections at a time (default: 2)")
     parser.add_argument("--reuse-reference", action="store_true", help="of --work, if it is current")
     parser.add_argument("--self-check", action="store_true", help="Python in both roles")
     arguments = parser.parse_args()
-    cases = set(arguments.case or "abceo")
+    cases = set(arguments.case or ("abceo" if arguments.self_check else "abceopr"))
     if "d" in cases:
         cases = cases - {"d"} | {"a", "c"}
     for name in set(SERVERS) - set(arguments.environment or SERVERS):
         del SERVERS[name]
-        cases.discard("e")
+        cases -= {"e", "r"}
     suite = Suite(arguments)
     began = time.monotonic()
     code = 1

@@ -21,13 +21,41 @@ const ROLLOUTS: usize = TASKS * REPEATS;
 pub(crate) struct Server {
     child: Child,
     said: Lines<BufReader<ChildStdout>>,
+    /// The file of its standard error.
+    log: Option<PathBuf>,
 }
 
 impl Server {
     pub(crate) fn start(command: &mut Command) -> Self {
-        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+        command.stderr(Stdio::null());
+        Self::spawned(command, None)
+    }
+
+    /// Starts the process, with its standard error in this file.
+    pub(crate) fn logged(command: &mut Command, log: PathBuf) -> Self {
+        command.stderr(std::fs::File::create(&log).unwrap());
+        Self::spawned(command, Some(log))
+    }
+
+    fn spawned(command: &mut Command, log: Option<PathBuf>) -> Self {
+        let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
         let said = BufReader::new(child.stdout.take().unwrap()).lines();
-        Self { child, said }
+        Self { child, said, log }
+    }
+
+    /// Returns what is in the log so far.
+    pub(crate) fn log(&self) -> String {
+        std::fs::read_to_string(self.log.as_ref().expect("a process with a log")).unwrap()
+    }
+
+    /// Waits until the log contains this text.
+    pub(crate) async fn logs(&self, text: &str) {
+        let found = async {
+            while !self.log().contains(text) {
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        };
+        timeout(PATIENCE, found).await.unwrap_or_else(|_| panic!("`{text}` is not in:\n{}", self.log()));
     }
 
     /// Waits for the line that begins with this text, and returns the rest of it.
@@ -79,6 +107,16 @@ impl<'a> Collecting<'a> {
 
     /// Collects, and runs `disturb` when a quarter of the rows is there. Returns the rows and the classes of failed attempts.
     pub(crate) async fn run(&self, options: &[&str], disturb: impl FnOnce()) -> (Rows, BTreeMap<String, usize>) {
+        let (rows, failures, _) = self.run_logged(options, disturb).await;
+        (rows, failures)
+    }
+
+    /// Like [`Collecting::run`], and returns the standard error too.
+    pub(crate) async fn run_logged(
+        &self,
+        options: &[&str],
+        disturb: impl FnOnce(),
+    ) -> (Rows, BTreeMap<String, usize>, String) {
         let output = self.folder.join(self.name);
         let mut command = gym_examples(self.folder);
         command.args(["collect", "--head-url", self.url, "--agent", "math_simple_agent", "--add-seed"]);
@@ -107,7 +145,7 @@ impl<'a> Collecting<'a> {
         let (said, complained) = (String::from_utf8_lossy(&ended.stdout), String::from_utf8_lossy(&ended.stderr));
         assert!(ended.status.success(), "{}\n{said}\n{complained}", ended.status);
         assert!(disturb.is_none(), "the collection ended before it was disturbed");
-        (rows(&output), failures(&output))
+        (rows(&output), failures(&output), complained.into_owned())
     }
 }
 

@@ -1,7 +1,7 @@
 //! The cookies of one episode: names and values, which servers use to keep a session (RFC 6265, section 5).
 
 use gym_core::Metadata;
-use memchr::{memchr, memchr_iter};
+use memchr::memchr;
 
 /// Cookies by name, in the order in which they were first set.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -41,12 +41,12 @@ impl CookieJar {
         for header in metadata.all("set-cookie") {
             let end = memchr(b';', header.as_bytes()).unwrap_or(header.len());
             let (pair, attributes) = header.split_at(end);
-            let Some((name, value)) = pair.split_once('=') else { continue };
-            let expired = is_expired(attributes.as_bytes());
-            if expired {
-                self.0.retain(|(known, _)| known != name.trim());
+            let Some(equals) = memchr(b'=', pair.as_bytes()) else { continue };
+            let (name, value) = (pair[..equals].trim_ascii(), pair[equals + 1..].trim_ascii());
+            if is_expired(attributes.as_bytes()) {
+                self.0.retain(|(known, _)| known != name);
             } else {
-                self.set(name.trim(), value.trim());
+                self.set(name, value);
             }
         }
     }
@@ -73,7 +73,8 @@ impl CookieJar {
     /// Returns the value of a `cookie` header; `None` if the jar is empty.
     #[must_use]
     pub fn header(&self) -> Option<String> {
-        let mut header = String::new();
+        let length = self.0.iter().map(|(name, value)| name.len() + value.len() + "=; ".len()).sum();
+        let mut header = String::with_capacity(length);
         for (name, value) in &self.0 {
             if !header.is_empty() {
                 header.push_str("; ");
@@ -86,21 +87,23 @@ impl CookieJar {
     }
 }
 
-/// Returns `true` if one of the attributes, each after a semicolon, expires the cookie.
-fn is_expired(attributes: &[u8]) -> bool {
-    memchr_iter(b';', attributes).any(|at| {
-        let rest = &attributes[at + 1..];
-        // Of other attributes, only the first letter is read.
-        matches!(rest.trim_ascii_start().first(), Some(b'm' | b'M'))
-            && is_expiry(&rest[..memchr(b';', rest).unwrap_or(rest.len())])
-    })
-}
-
-/// Returns `true` for a `Max-Age` of 0 or less.
-fn is_expiry(attribute: &[u8]) -> bool {
-    let Some((name, age)) = attribute.trim_ascii().split_at_checked(b"max-age=".len()) else { return false };
-    let age = std::str::from_utf8(age.trim_ascii()).ok().and_then(|age| age.parse::<i64>().ok());
-    name.eq_ignore_ascii_case(b"max-age=") && age.is_some_and(|age| age <= 0)
+/// Returns `true` if one of the attributes, each after a semicolon, expires the cookie: a `Max-Age` of 0 or less.
+fn is_expired(mut attributes: &[u8]) -> bool {
+    while let Some(at) = memchr(b';', attributes) {
+        attributes = attributes[at + 1..].trim_ascii_start();
+        if let Some((name, age)) = attributes.split_at_checked(b"max-age=".len())
+            && name.eq_ignore_ascii_case(b"max-age=")
+            // Nearly every age begins with another digit, and needs no parser.
+            && matches!(age.trim_ascii_start().first(), Some(b'0' | b'-' | b'+'))
+        {
+            let age = age[..memchr(b';', age).unwrap_or(age.len())].trim_ascii();
+            let age = std::str::from_utf8(age).ok().and_then(|age| age.parse::<i64>().ok());
+            if age.is_some_and(|age| age <= 0) {
+                return true;
+            }
+        }
+    }
+    false
 }
 
 #[cfg(test)]

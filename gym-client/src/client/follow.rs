@@ -2,19 +2,12 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
-use std::time::Duration;
 
 use futures_util::FutureExt as _;
 use gym_core::registry::{Instance, MemberRegistry, RosterUpdate, RosterVersion, ServerChange};
-use gym_core::{CallContext, Code};
 
 use crate::client::server_client::{ClientState, ServerClient, lock};
-
-/// Time after which the head server answers without a change: shorter than the idle limits of proxies.
-const ROSTER_WAIT: Duration = Duration::from_secs(20);
-
-/// Time between two attempts while the head server does not respond.
-const RETRY_EVERY: Duration = Duration::from_millis(200);
+use crate::registry::{RosterNews, follow_roster};
 
 impl ServerClient {
     /// Follows the servers of a cluster. A call in flight to a server that is lost ends at once with `Unavailable, Unknown`, whichever
@@ -22,37 +15,41 @@ impl ServerClient {
     /// recovers, known servers stay known. Must be called within a tokio runtime, before the first call.
     pub fn follow(&self, registry: Arc<dyn MemberRegistry>) {
         self.inner.follows.store(true, Relaxed);
+        self.set_members(Arc::clone(&registry));
         let state = Arc::downgrade(&self.inner);
-        let task = async move {
-            let mut seen: Option<RosterVersion> = None;
-            let mut warned = false;
-            loop {
-                let update = registry.roster(&CallContext::within(ROSTER_WAIT * 2), seen, ROSTER_WAIT).await;
-                let Some(inner) = state.upgrade() else { return };
-                match update {
-                    Ok(update) => {
-                        if std::mem::take(&mut warned) {
-                            tracing::info!("the head server responds again");
-                        }
-                        Self { inner }.apply(&update, seen);
-                        seen = Some(update.now);
+        let mut warned = false;
+        let task = follow_roster(registry, move |news| {
+            let Some(inner) = state.upgrade() else { return false };
+            match news {
+                RosterNews::Update(update, seen) => {
+                    if std::mem::take(&mut warned) {
+                        tracing::info!("the head server responds again");
                     }
-                    Err(error) => {
-                        // A head server of another version: names are resolved as before.
-                        if matches!(error.code(), Code::NotFound | Code::Unimplemented) {
-                            tracing::debug!(%error, "the head server has no roster");
-                            return;
-                        }
-                        if !std::mem::replace(&mut warned, true) {
-                            tracing::warn!(%error, "the head server does not respond; calls go on to the servers that are known");
-                        }
-                        tokio::time::sleep(RETRY_EVERY).await;
-                    }
+                    Self { inner }.apply(update, seen);
                 }
+                RosterNews::Away(error) => {
+                    warned = true;
+                    tracing::warn!(%error, "the head server does not respond; calls go on to the servers that are known");
+                }
+                // Names are resolved as before.
+                RosterNews::Unsupported(error) => tracing::debug!(%error, "the head server has no roster"),
             }
-        };
+            true
+        });
         // Ends with the client.
         lock(&self.inner.followers).spawn(task.boxed());
+    }
+
+    /// Sets the members of the cluster, without following its servers: for a client in the process of the head server, which loses no
+    /// server of its own. A registry that was set before remains.
+    pub fn set_members(&self, registry: Arc<dyn MemberRegistry>) {
+        let _ = self.inner.members.set(registry);
+    }
+
+    /// Returns the members of the cluster that this client belongs to; `None` if it knows of none.
+    #[must_use]
+    pub fn members(&self) -> Option<&Arc<dyn MemberRegistry>> {
+        self.inner.members.get()
     }
 
     fn apply(&self, update: &RosterUpdate, seen: Option<RosterVersion>) {

@@ -1,8 +1,11 @@
 //! The replicas of a server name, as the registry last returned them.
 
+use std::future::poll_fn;
+use std::pin::{Pin, pin};
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, OnceLock};
+use std::task::Poll;
 
 use gym_core::registry::{AffinityCounts, AffinityKey, Balance, Instance, Load, Picker};
 use gym_core::server::ServerKind;
@@ -121,10 +124,11 @@ pub(super) struct Replica {
 impl Replica {
     /// Calls the replica. If it is lost, the call ends at once.
     pub(super) async fn call(&self, transports: &Transports, request: &Request) -> Result<Response> {
+        // Pinned here, because each arm would hold a call of its own otherwise, and every waiting call would be twice as large.
+        let mut call = pin!(self.peer.call(transports, request));
         match &self.lost {
-            None => self.peer.call(transports, request).await,
-            // Boxed, because every waiting call in one process would be twice as large otherwise.
-            Some(lost) => Box::pin(lost.bound(self.peer.call(transports, request))).await,
+            None => call.await,
+            Some(lost) => lost.bound(call.as_mut()).await,
         }
     }
 
@@ -158,16 +162,19 @@ struct LostSignal {
 }
 
 impl LostSignal {
-    async fn bound<T>(&self, call: impl Future<Output = Result<T>>) -> Result<T> {
-        tokio::select! {
-            biased;
-            result = call => result,
-            () = self.token.cancelled() => {
-                let reason = self.reason.get().map_or("the server is gone", String::as_str);
-                // The server may have run the call: whether to repeat it is the caller's decision.
-                Err(Error::new(Code::Unavailable, Execution::Unknown, reason.to_owned()))
-            }
-        }
+    async fn bound<T>(&self, mut call: Pin<&mut impl Future<Output = Result<T>>>) -> Result<T> {
+        let mut cancelled = self.token.cancelled();
+        poll_fn(|cx| match call.as_mut().poll(cx) {
+            Poll::Ready(result) => Poll::Ready(result),
+            Poll::Pending => Pin::new(&mut cancelled).poll(cx).map(|()| Err(self.error())),
+        })
+        .await
+    }
+
+    fn error(&self) -> Error {
+        let reason = self.reason.get().map_or("the server is gone", String::as_str);
+        // The server may have run the call: whether to repeat it is the caller's decision.
+        Error::new(Code::Unavailable, Execution::Unknown, reason.to_owned())
     }
 }
 

@@ -7,11 +7,11 @@ use std::collections::BTreeMap;
 use std::pin::Pin;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicBool, AtomicU64};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 use std::time::Duration;
 
 use gym_core::message::EXECUTION_METADATA;
-use gym_core::registry::{AffinityCounts, Balance, DEFAULT_TTL, Instance, Registry};
+use gym_core::registry::{AffinityCounts, Balance, DEFAULT_TTL, Instance, MemberRegistry, Registry};
 use gym_core::transport::{RetryPolicy, retry_after};
 use gym_core::{CallContext, Code, Error, Execution, Incarnation, Request, Response, Result, Rope, Route, World};
 use tokio::task::JoinSet;
@@ -52,6 +52,8 @@ pub(super) struct ClientState {
     pub(super) recovering: AtomicBool,
     /// The tasks that follow clusters.
     pub(super) followers: Mutex<JoinSet<()>>,
+    /// The members of the cluster.
+    pub(super) members: OnceLock<Arc<dyn MemberRegistry>>,
 }
 
 /// Held by the one caller that queries the registry for a name; the others wait for the result. A thousand rollouts that start
@@ -102,6 +104,7 @@ impl ServerClient {
                 follows: AtomicBool::new(false),
                 recovering: AtomicBool::new(false),
                 followers: Mutex::default(),
+                members: OnceLock::new(),
             }),
         }
     }
@@ -125,6 +128,7 @@ impl ServerClient {
                 follows: AtomicBool::new(false),
                 recovering: AtomicBool::new(false),
                 followers: Mutex::default(),
+                members: inner.members.clone(),
             }),
         }
     }

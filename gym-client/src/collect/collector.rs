@@ -1,6 +1,6 @@
 //! Runs a whole collection: materializes the tasks, runs the rollouts, records them and requests the statistics.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::BufReader;
 use std::path::{Path, PathBuf};
@@ -30,7 +30,7 @@ use crate::collect::resume::compare;
 use crate::collect::run::{
     AgentSummary, CollectProgress, Driver, DriverOptions, FailFast, ProgressSnapshot, RolloutRow, RunEnd,
 };
-use crate::work::{WorkKind, WorkPool};
+use crate::work::{PulledServers, WorkKind, WorkPool};
 
 /// Rows that the reader sends in one group: waking another thread for each row would cost as much as reading the row.
 const GROUP_ROWS: usize = 64;
@@ -184,13 +184,15 @@ pub struct RolloutCollector {
     world: World,
     progress: Arc<CollectProgress>,
     pool: Option<WorkPool>,
+    /// The servers whose rollouts come from the pool; `None` for all.
+    pulled: Option<BTreeSet<String>>,
 }
 
 impl RolloutCollector {
     /// Creates a collector that calls the servers listed in `names` through `client`.
     #[must_use]
     pub fn new(client: ServerClient, names: ServerNames, world: World) -> Self {
-        Self { client, names, world, progress: Arc::default(), pool: None }
+        Self { client, names, world, progress: Arc::default(), pool: None, pulled: None }
     }
 
     /// Lets workers take the rollouts from `pool`, instead of calling the servers by name. The pool's queue must hold
@@ -199,6 +201,13 @@ impl RolloutCollector {
     pub fn pulled_from(mut self, pool: WorkPool) -> Self {
         self.progress.set_pool(pool.clone());
         self.pool = Some(pool);
+        self
+    }
+
+    /// Lets workers take the rollouts of these servers only. Those of all others are sent to the servers by name.
+    #[must_use]
+    pub fn pulling_only(mut self, servers: BTreeSet<String>) -> Self {
+        self.pulled = Some(servers);
         self
     }
 
@@ -274,8 +283,13 @@ impl RolloutCollector {
             let mut driver =
                 Driver::new(self.client.clone(), Arc::clone(&ledger) as _, &self.world, options.driver.clone())
                     .counting_in(Arc::clone(&self.progress));
-            if let Some(pool) = &self.pool {
-                driver = driver.dispatching_over(Arc::new(pool.clone()));
+            match (&self.pool, &self.pulled) {
+                (Some(pool), None) => driver = driver.dispatching_over(Arc::new(pool.clone())),
+                (Some(pool), Some(servers)) => {
+                    let (pool, client, servers) = (pool.clone(), self.client.clone(), servers.clone());
+                    driver = driver.dispatching_over(Arc::new(PulledServers { servers, pool, client }));
+                }
+                (None, _) => {}
             }
             let run = run_started(&options, &driver, total, opened.completed);
             let observing = || {
@@ -395,7 +409,8 @@ impl RolloutCollector {
             let server = &index.groups()[at].server;
             let cx = CallContext::within(AGGREGATE_TIMEOUT);
             let request = Request::post(cx, Route::from_static("/aggregate_metrics"), body);
-            let response = match &self.pool {
+            let is_pulled = self.pulled.as_ref().is_none_or(|pulled| pulled.contains(server));
+            let response = match self.pool.as_ref().filter(|_| is_pulled) {
                 Some(pool) => pool.submit(WorkKind::Repeatable, server, &request).await?,
                 None => self.client.send(server, &request, CallOptions::idempotent()).await?,
             };

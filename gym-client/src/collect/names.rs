@@ -76,6 +76,23 @@ impl ServerNames {
         Self { servers: Arc::new(servers), task_checks: Arc::default() }
     }
 
+    /// Returns the servers of the text of `/global_config_dict_yaml`; `source` is its name in messages.
+    ///
+    /// # Errors
+    /// `DataLoss` if the text is no configuration.
+    pub fn of_global_yaml(yaml: &str, source: &str) -> Result<Self> {
+        let merged = parse_yaml(yaml, source).map_err(|error| {
+            Error::finished(Code::DataLoss, format!("its configuration is invalid: {error}"))
+                .about(format!("head server {source}"))
+        })?;
+        Ok(Self::of_merged(&merged))
+    }
+
+    /// Returns the names of all servers with their kinds.
+    pub fn servers(&self) -> impl Iterator<Item = (&str, ServerKind)> {
+        self.servers.iter().map(|(name, known)| (name.as_str(), known.kind))
+    }
+
     /// Adds the check of the rows of a resources server that runs in this process.
     pub fn add_task_check(&mut self, resources: &str, check: TaskCheck) {
         Arc::make_mut(&mut self.task_checks).insert(resources.to_owned(), check);
@@ -101,9 +118,16 @@ impl ServerNames {
     /// Returns the names without the environment servers of the implementation `pool`: a collector whose workers pull needs no other
     /// pool in front of an agent.
     #[must_use]
-    pub fn without_pools(mut self) -> Self {
+    pub fn without_pools(self) -> Self {
+        self.without_pools_before(|_| true)
+    }
+
+    /// Returns the names without the environment servers of the implementation `pool` in front of these agents.
+    #[must_use]
+    pub fn without_pools_before(mut self, agents: impl Fn(&str) -> bool) -> Self {
         let is_pool = |known: &ServerEntry| known.kind == ServerKind::Environment && known.implementation == "pool";
-        Arc::make_mut(&mut self.servers).retain(|_, known| !is_pool(known));
+        let is_before = |known: &ServerEntry| known.agent.as_deref().is_none_or(&agents);
+        Arc::make_mut(&mut self.servers).retain(|_, known| !(is_pool(known) && is_before(known)));
         self
     }
 
@@ -247,8 +271,7 @@ pub fn connect_head<'a>(
         };
         let yaml: String = serde_json::from_slice(&response.message.head.to_bytes())
             .map_err(|error| unreadable(format!("it is not a JSON string: {error}")))?;
-        let merged = parse_yaml(&yaml, head.as_str()).map_err(|error| unreadable(error.to_string()))?;
-        let names = ServerNames::of_merged(&merged);
+        let names = ServerNames::of_global_yaml(&yaml, head.as_str())?;
         let client = match remote.list(&cx).await {
             Ok(_) => {
                 let client = ServerClient::new(Arc::new(remote.clone()), transports, world);

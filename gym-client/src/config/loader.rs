@@ -9,14 +9,15 @@ use crate::config::check;
 use crate::config::compose::files::{ConfigFiles, SearchRoots};
 use crate::config::compose::merge;
 use crate::config::compose::{self, agents};
-use crate::config::problem::{ConfigError, Mistake, Origin, Problem, suggest};
+use crate::config::problem::{ConfigError, Mistake, Origin, Problem};
 use crate::config::resolve::interpolation::{InterpolationFailure, Resolver};
 use crate::config::resolve::overrides::Overrides;
 use crate::config::schema::transport;
 use crate::config::schema::{
-    GeneratedRelay, GymConfig, HeadConfig, InstanceConfig, PortRange, PortRequest, ServerReference,
+    GeneratedRelay, GymConfig, HeadConfig, InstanceConfig, MissingServer, PortRange, PortRequest, ServerReference,
 };
 use crate::config::yaml::node::{Key, Map, Node, Tree};
+use crate::config::yaml::parser;
 use crate::transport::BUILT_IN;
 use gym_core::server::ServerKind;
 use gym_core::transport::Transport;
@@ -44,6 +45,8 @@ pub struct ConfigLoader {
     pick_port: Option<PickPort>,
     own_head: bool,
     env_file: bool,
+    base: Option<(String, String)>,
+    elsewhere: bool,
     initial: Option<Value>,
     defaults: Vec<(String, Value)>,
     absolute_ip: Option<String>,
@@ -67,6 +70,8 @@ impl ConfigLoader {
             pick_port: None,
             own_head: false,
             env_file: true,
+            base: None,
+            elsewhere: false,
             initial: None,
             defaults: Vec::new(),
             absolute_ip: None,
@@ -118,6 +123,20 @@ impl ConfigLoader {
         self
     }
 
+    /// Adds the configuration of another machine, from [`GymConfig::to_shared_yaml`], below all files. `source` is its name in messages.
+    #[must_use]
+    pub fn base(mut self, yaml: impl Into<String>, source: impl Into<String>) -> Self {
+        self.base = Some((yaml.into(), source.into()));
+        self
+    }
+
+    /// Allows references to servers of other files, and lists them in [`GymConfig::elsewhere`]. By default they are errors.
+    #[must_use]
+    pub fn with_servers_elsewhere(mut self) -> Self {
+        self.elsewhere = true;
+        self
+    }
+
     /// Adds a configuration from a program. It overrides files and `env.yaml`, and is overridden by command-line
     /// overrides.
     #[must_use]
@@ -165,7 +184,10 @@ impl ConfigLoader {
 
         let named = self.named_paths(paths, &env_file, &initial, &command_line)?;
         files.read(named)?;
-        let mut root = Node::map(Vec::new(), &Origin::default());
+        let mut root = match &self.base {
+            Some((yaml, source)) => parser::parse(yaml, source)?,
+            None => Node::map(Vec::new(), &Origin::default()),
+        };
         for layer in files.layers().chain([&env_file, &initial]) {
             self.lay(&mut root, layer)?;
         }
@@ -191,14 +213,21 @@ impl ConfigLoader {
         }
         problems.extend(agents::unsupported_models(&root, &*self.environment));
         warnings.extend(check::reserved_typos(&root, &servers));
-        dangling(&resolved, &servers, &mut problems, &mut warnings);
+        let missing = dangling(&resolved, &servers, &mut problems, &mut warnings);
+        let mut elsewhere = Vec::new();
+        if self.elsewhere {
+            elsewhere = missing;
+        } else {
+            problems.extend(missing.into_iter().map(|missing| missing.problem(&[])));
+        }
         if !problems.is_empty() {
             return Err(ConfigError::Invalid(problems));
         }
 
+        let given = root.clone();
         let network = self.network(&mut root, &resolved, &servers)?;
         self.defaults(&mut root, &resolved)?;
-        self.finish(root, &servers, network, LoadedFiles { relays, warnings, files })
+        self.finish(root, &servers, network, LoadedFiles { relays, warnings, files, elsewhere, given })
     }
 
     fn lay(&self, root: &mut Node, layer: &Node) -> Result<(), ConfigError> {
@@ -417,7 +446,10 @@ impl ConfigLoader {
         for server in servers {
             let unresolved =
                 later.iter().filter(|(failure, _)| server.holds(&failure.path)).map(|(_, p)| p.clone()).collect();
-            instances.push(instance(server, &resolved, unresolved)?);
+            let mut instance = instance(server, &resolved, unresolved)?;
+            instance.port_chosen = at(&loaded.given, &server.path("port"))
+                .is_none_or(|node| matches!(node.value, Tree::Null | Tree::Int(0)));
+            instances.push(instance);
         }
         let transport_policy = transport::transport_policy(&resolved, &self.transports)?;
         let mut warnings = loaded.warnings;
@@ -442,6 +474,8 @@ impl ConfigLoader {
             relays: loaded.relays.into_iter().map(|(agent, name)| GeneratedRelay { agent, name }).collect(),
             files: loaded.files,
             warnings,
+            elsewhere: loaded.elsewhere,
+            given: loaded.given,
             raw: root,
         })
     }
@@ -458,6 +492,8 @@ struct LoadedFiles {
     relays: Vec<(String, String)>,
     warnings: Vec<Problem>,
     files: Vec<PathBuf>,
+    elsewhere: Vec<MissingServer>,
+    given: Node,
 }
 
 impl check::FoundServer {
@@ -586,8 +622,15 @@ fn raise_missing(root: &Node) -> Result<(), ConfigError> {
 }
 
 /// Reports references to servers that do not exist: on the first level an error as in NeMo Gym, on deeper levels a
-/// warning. A reference to a server with a reported mistake is right.
-fn dangling(resolved: &Node, servers: &[check::FoundServer], problems: &mut Vec<Problem>, warnings: &mut Vec<Problem>) {
+/// warning. A reference to a server with a reported mistake is right. Returns the references on the first level to servers
+/// that other files may define.
+fn dangling(
+    resolved: &Node,
+    servers: &[check::FoundServer],
+    problems: &mut Vec<Problem>,
+    warnings: &mut Vec<Problem>,
+) -> Vec<MissingServer> {
+    let mut missing = Vec::new();
     for server in servers {
         let Some(settings) = at(resolved, &server.path("")[..3]) else { continue };
         let mut references = Vec::new();
@@ -610,14 +653,24 @@ fn dangling(resolved: &Node, servers: &[check::FoundServer], problems: &mut Vec<
                     };
                     format!("'{name}' has no entrypoint, so it is not a server; add 'entrypoint: app.py' to it{others}")
                 }
-                None => suggest(&name, &same, kind.as_str()),
+                None => String::new(),
             };
             let key = server.path(&field).join(".");
             let what = format!("the reference names '{name}' of {kind}, which no file defines");
-            let problem = Problem::new(Mistake::Reference, &origin, key, what).instance(&server.name).fix(fix);
-            if field.contains(['.', '[']) { warnings.push(problem) } else { problems.push(problem) }
+            let problem = Problem::new(Mistake::Reference, &origin, key, what).instance(&server.name);
+            let deep = field.contains(['.', '[']);
+            if fix.is_empty() {
+                let known = same.into_iter().map(str::to_owned).collect();
+                let server = MissingServer { kind, name, known, problem };
+                if deep { warnings.push(server.problem(&[])) } else { missing.push(server) }
+            } else if deep {
+                warnings.push(problem.fix(fix));
+            } else {
+                problems.push(problem.fix(fix));
+            }
         }
     }
+    missing
 }
 
 fn failure_problem(failure: &InterpolationFailure, servers: &[check::FoundServer]) -> Problem {
@@ -658,6 +711,7 @@ fn instance(
             Some(Tree::Int(-1)) => None,
             _ => port_at(resolved, &server.path("port"))?,
         },
+        port_chosen: false,
         num_workers,
         entrypoint: text("entrypoint"),
         domain: text("domain"),

@@ -28,8 +28,8 @@ pub use problem::nearest as nearest_name;
 pub use problem::{ConfigError, Mistake, Origin, Problem};
 pub use resolve::overrides::Overrides;
 pub use schema::{
-    DatasetConfig, GeneratedRelay, GymConfig, HeadConfig, InstanceConfig, LiveServer, PortRange, PortRequest,
-    ServerReference, free_port,
+    DatasetConfig, GeneratedRelay, GymConfig, HeadConfig, InstanceConfig, LiveServer, MissingServer, PortRange,
+    PortRequest, ServerReference, free_port,
 };
 
 /// Parses YAML as OmegaConf does and returns it as JSON; `source` is its name in error messages.

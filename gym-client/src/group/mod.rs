@@ -38,6 +38,7 @@
 //! | [`Group`], [`GroupOptions`] | a supervised group: calls, status, usage, metrics, restarts |
 //! | [`VirtualCluster`], [`ClusterFile`] | bundles on nodes, and the groups that share them |
 //! | [`Local`], [`InProcessRanks`] | provisioners: ranks in child processes, or in this process |
+//! | [`Nodes`], [`NodeAgent`] | ranks on other machines: the provisioner, and the agent of a machine |
 //! | [`Workers`], [`WorkerKind`] | the worker types that a provisioner can start |
 //! | [`NodeUsage`], [`GpuUsage`], [`ProcessUsage`] | sampled usage of nodes, GPUs and worker processes |
 //! | [`train`] | GRPO over a policy, a generation engine and an environment |
@@ -50,11 +51,11 @@ mod usage;
 
 pub use cluster::{ClusterFile, GroupRequest, VirtualCluster};
 pub use provision::{
-    DEFAULT_START_TIMEOUT, Deployment, HeldPort, InProcessRanks, LaunchSpec, Local, LocalOptions, Provisioner,
-    RankEvent, RankOverrides, RankPlace, Rendezvous, Variables, WorkerKind, Workers,
+    BundleId, DEFAULT_START_TIMEOUT, Deployment, HeldPort, InProcessRanks, LaunchSpec, Local, LocalOptions, NodeAgent,
+    NodeEvent, NodeOptions, NodeState, NodeStatus, Nodes, NodesOptions, Provisioner, RankEvent, RankOverrides,
+    RankPlace, Rendezvous, Reservation, ReserveRequest, Variables, WorkerKind, Workers,
 };
 pub use supervise::{
-    BundleId, DEFAULT_MAX_RESTARTS, Group, GroupMetrics, GroupOptions, RankStatus, RankUsage, StartError, StuckRank,
-    StuckReason,
+    DEFAULT_MAX_RESTARTS, Group, GroupMetrics, GroupOptions, RankStatus, RankUsage, StartError, StuckRank, StuckReason,
 };
 pub use usage::{GpuUsage, NodeUsage, ProcessUsage, visible_gpus};

@@ -25,6 +25,8 @@ pub(super) struct SupervisionContext {
 pub(super) struct WatchdogState {
     pub(super) watchdog: Option<Watchdog>,
     pub(super) leaders: Vec<SessionLeader>,
+    /// Time since the start of the machine at which the children are killed.
+    pub(super) lease: Option<Duration>,
 }
 
 impl fmt::Debug for SupervisionContext {
@@ -53,6 +55,9 @@ impl SupervisionContext {
         let failed = |reason| LaunchError::Watchdog { shim: self.shim.clone(), reason };
         let started = async {
             let mut fresh = Watchdog::start(&self.shim, &self.identity, self.grace).await.map_err(failed)?;
+            if let Some(until) = guarded.lease {
+                fresh.lease(until).await.map_err(|error| failed(error.to_string()))?;
+            }
             for known in &guarded.leaders {
                 fresh.register(*known).await.map_err(|error| failed(error.to_string()))?;
             }
@@ -67,6 +72,16 @@ impl SupervisionContext {
                 guarded.leaders.retain(|known| *known != leader);
                 Err(error)
             }
+        }
+    }
+
+    /// Sets the time at which the watchdog kills the children. A watchdog that has ended is replaced at the next start of a child.
+    #[cfg(feature = "groups")]
+    pub(super) async fn lease(&self, until: Duration) {
+        let mut guarded = self.watchdog.lock().await;
+        guarded.lease = guarded.lease.max(Some(until));
+        if let Some(watchdog) = &mut guarded.watchdog {
+            let _ = watchdog.lease(until).await;
         }
     }
 

@@ -82,7 +82,7 @@ impl LauncherBuilder {
     }
 
     /// Sets the time that the watchdog waits between `SIGTERM` and `SIGKILL` after the controller has died. Default: 3
-    /// s.
+    /// s. If it is zero, children get no `SIGTERM`.
     #[must_use]
     pub fn orphan_grace(mut self, grace: Duration) -> Self {
         self.grace = grace;
@@ -195,6 +195,13 @@ impl Launcher {
         children.entries.push(ChildEntry { handle: handle.clone(), grace, supervisor: None });
         children.next_mark += 1;
         Ok(format!("{}.{}", self.shared.identity, children.next_mark))
+    }
+
+    /// Limits the life of the children: they are killed at this time since the start of the machine, unless a later one is set before.
+    /// The watchdog does it, so it also happens while this process is stopped. Without a call, there is no limit.
+    #[cfg(feature = "groups")]
+    pub(crate) async fn lease(&self, until: Duration) {
+        self.shared.lease(until).await;
     }
 
     /// Returns the children that have not ended, in the order of their starts.

@@ -65,6 +65,8 @@ pub use spec::{ChildSpec, RestartPolicy};
 
 #[cfg(feature = "rdma")]
 use crate::transport::report;
+#[cfg(feature = "groups")]
+pub(crate) use process::watchdog::since_boot;
 use process::{roles, shim, watchdog};
 
 /// Turns the process into a shim or watchdog if it was started as one. Must be the first line of `main` in every

@@ -6,8 +6,11 @@ use std::time::Duration;
 
 use futures_util::FutureExt as _;
 use futures_util::future::BoxFuture;
-use gym_core::registry::{Heartbeat, JoinedMember, MemberLease, MemberRegistry, MemberSpec, MemberState};
-use gym_core::{CallContext, CancelToken, Code, Error, Result, World};
+use futures_util::stream::{FuturesUnordered, StreamExt as _};
+use gym_core::registry::{
+    Heartbeat, HeartbeatReply, JoinedMember, MemberLease, MemberRegistry, MemberSpec, MemberState,
+};
+use gym_core::{CallContext, CancelToken, Code, Error, Incarnation, Result, World};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
@@ -19,6 +22,11 @@ const RETRY_LAST: Duration = Duration::from_millis(500);
 const SAY_EVERY: Duration = Duration::from_secs(10);
 /// Time that a heartbeat's response may take beyond the interval.
 const REPLY_TIME: Duration = Duration::from_secs(5);
+/// The part of the interval after which the next heartbeat is sent. The one before it is still at the head server, which therefore notices
+/// the end of this process at any time. If its response is lost, nothing is late. Half, because a busy machine may delay a process.
+const NEXT_BEFORE_END: f64 = 0.5;
+/// Maximum number of heartbeats without a response, of which two are usual: more than are sent while a response takes [`REPLY_TIME`].
+const SENT_MAX: usize = 8;
 /// The largest part of a wait that is drawn at random, so that the members of a restarted head do not return at one instant.
 const JITTER: f64 = 0.5;
 
@@ -54,6 +62,8 @@ impl fmt::Debug for MemberOptions {
 /// A membership. Dropping the keeper ends its heartbeats, and the head server notices; [`MemberKeeper::leave`] says so.
 #[derive(Debug)]
 pub struct MemberKeeper {
+    name: String,
+    incarnation: Incarnation,
     stop: CancelToken,
     drain: CancelToken,
     task: JoinHandle<()>,
@@ -72,14 +82,37 @@ impl MemberKeeper {
         options: MemberOptions,
         world: &World,
     ) -> BoxFuture<'a, Result<Self>> {
-        let mut member = Membership { registry, spec, options, rng: world.rng(), seq: 0 };
+        let (name, incarnation) = (spec.name.clone(), spec.incarnation);
+        let mut member = Membership {
+            registry,
+            spec,
+            options,
+            rng: world.rng(),
+            seq: 0,
+            next_beat: Instant::now(),
+            known: MemberState::Joining,
+            healthy: false,
+            said_draining: false,
+        };
         Box::pin(async move {
             let within = cx.child().at_most(member.options.join_within);
             let lease = member.join(&within).await?;
             let (stop, drain) = (CancelToken::new(), member.options.drain.clone());
             let task = tokio::spawn(member.keep(lease, stop.clone()).boxed());
-            Ok(Self { stop, drain, task })
+            Ok(Self { name, incarnation, stop, drain, task })
         })
+    }
+
+    /// Returns the name of the member.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Returns the incarnation of the process as the member.
+    #[must_use]
+    pub fn incarnation(&self) -> Incarnation {
+        self.incarnation
     }
 
     /// Returns the token that is cancelled when the member must finish its work and leave.
@@ -111,8 +144,19 @@ struct Membership {
     spec: MemberSpec,
     options: MemberOptions,
     rng: fastrand::Rng,
+    /// The number of the newest heartbeat.
     seq: u64,
+    next_beat: Instant,
+    /// The state as the head server last said it.
+    known: MemberState,
+    /// All own servers responded before the newest heartbeat.
+    healthy: bool,
+    /// The newest heartbeat says that the member drains.
+    said_draining: bool,
 }
+
+/// Heartbeats without a response, with their numbers.
+type SentHeartbeats = FuturesUnordered<BoxFuture<'static, (u64, Result<HeartbeatReply>)>>;
 
 impl Membership {
     /// Joins, and repeats that while the head server does not respond.
@@ -120,7 +164,8 @@ impl Membership {
         let (mut wait, mut said) = (RETRY_FIRST, None::<Instant>);
         loop {
             let error = match self.registry.join(cx, self.spec.clone()).await {
-                Ok(JoinedMember { lease, ranks }) => {
+                Ok(JoinedMember { lease, ranks, warnings }) => {
+                    warnings.iter().for_each(|warning| tracing::warn!(member = self.spec.name, "{warning}"));
                     for (server, rank) in self.spec.servers.iter_mut().zip(ranks) {
                         server.rank = Some(rank);
                     }
@@ -135,7 +180,12 @@ impl Membership {
             }
             if said.is_none_or(|said| said.elapsed() >= SAY_EVERY) {
                 said = Some(Instant::now());
-                tracing::warn!(member = self.spec.name, %error, "waiting for the head server");
+                match error.code() {
+                    Code::AlreadyExists => {
+                        tracing::warn!(member = self.spec.name, %error, "waiting for the name of this worker")
+                    }
+                    _ => tracing::warn!(member = self.spec.name, %error, "waiting for the head server"),
+                }
             }
             self.pause(&mut wait).await;
         }
@@ -146,34 +196,31 @@ impl Membership {
         *wait = (*wait * 2).min(RETRY_LAST);
     }
 
+    /// Sends heartbeats until the member stops or its name is taken.
     async fn keep(mut self, mut lease: MemberLease, stop: CancelToken) {
-        let (mut known, mut healthy, mut wait) = (MemberState::Joining, false, RETRY_FIRST);
+        let mut wait = RETRY_FIRST;
         let mut warned = false;
+        let mut sent = SentHeartbeats::new();
+        let drain = self.options.drain.clone();
         loop {
-            if known == MemberState::Joining {
-                healthy = match (self.options.health)().await {
-                    Ok(()) => true,
-                    Err(error) => {
-                        tracing::warn!(member = self.spec.name, %error, "a server of this worker does not respond; it gets no work");
-                        false
-                    }
-                };
+            let now = Instant::now();
+            if self.next_beat <= now {
+                self.check_health().await;
+                if sent.len() < SENT_MAX {
+                    sent.push(self.send(&lease));
+                }
+                self.next_beat = now + self.spec.timing.heartbeat.mul_f64(NEXT_BEFORE_END);
             }
-            // Each attempt has a number of its own: the head server tells a late end of an earlier connection from a new one.
-            self.seq += 1;
-            // A head that waits for a healthy heartbeat must not wait for the interval.
-            let expected = if healthy && known == MemberState::Joining { MemberState::Serving } else { known };
-            let draining = self.options.drain.is_cancelled();
-            let beat = Heartbeat { lease: lease.clone(), seq: self.seq, healthy, draining, known: expected };
-            let cx = CallContext::within(self.spec.timing.heartbeat + REPLY_TIME);
-            let drain = self.options.drain.clone();
-            let drain_asked = async { if draining { std::future::pending().await } else { drain.cancelled().await } };
-            let replied = tokio::select! {
+            let (seq, replied) = tokio::select! {
                 biased;
                 () = stop.cancelled() => break,
                 // The next heartbeat says so.
-                () = drain_asked => continue,
-                replied = self.registry.beat(&cx, &beat) => replied,
+                () = drain.cancelled(), if !self.said_draining => {
+                    self.next_beat = now;
+                    continue;
+                }
+                Some(replied) = sent.next(), if !sent.is_empty() => replied,
+                () = tokio::time::sleep_until(self.next_beat) => continue,
             };
             match replied {
                 Ok(reply) => {
@@ -181,31 +228,30 @@ impl Membership {
                         tracing::info!(member = self.spec.name, "the head server responds again");
                     }
                     wait = RETRY_FIRST;
-                    healthy &= reply.state == MemberState::Joining;
-                    if reply.state == MemberState::Draining {
-                        self.options.drain.cancel();
-                    }
-                    known = reply.state;
+                    self.learn(reply, seq);
                 }
                 Err(error) if error.code() == Code::NotFound => {
+                    sent.clear();
                     let cx = CallContext::within(self.options.join_within);
-                    let joined = self.join(&cx);
                     let joined = tokio::select! {
                         biased;
                         () = stop.cancelled() => return,
-                        joined = joined => joined,
+                        joined = self.join(&cx) => joined,
                     };
                     match joined {
                         Ok(again) => {
                             tracing::info!(member = self.spec.name, "joined again");
-                            (lease, known, healthy) = (again, MemberState::Joining, false);
+                            (lease, self.known) = (again, MemberState::Joining);
                         }
                         Err(error) if matches!(error.code(), Code::AlreadyExists | Code::InvalidArgument) => {
                             return self.ended(&error);
                         }
                         Err(error) => tracing::warn!(member = self.spec.name, %error, "not joined; trying again"),
                     }
+                    self.next_beat = Instant::now();
                 }
+                // A newer one is on its way.
+                Err(_) if seq < self.seq => {}
                 Err(error) => {
                     if !std::mem::replace(&mut warned, true) {
                         tracing::warn!(member = self.spec.name, %error, "the head server does not respond; this worker serves on");
@@ -213,7 +259,7 @@ impl Membership {
                     tokio::select! {
                         biased;
                         () = stop.cancelled() => break,
-                        () = self.pause(&mut wait) => {}
+                        () = self.pause(&mut wait) => self.next_beat = Instant::now(),
                     }
                 }
             }
@@ -221,6 +267,47 @@ impl Membership {
         let cx = CallContext::within(REPLY_TIME);
         if let Err(error) = self.registry.leave(&cx, lease).await {
             tracing::debug!(member = self.spec.name, %error, "did not leave; the head server notices");
+        }
+    }
+
+    /// Checks the member's own servers, if the head server waits for that.
+    async fn check_health(&mut self) {
+        self.healthy = false;
+        if self.known == MemberState::Joining {
+            match (self.options.health)().await {
+                Ok(()) => self.healthy = true,
+                Err(error) => {
+                    tracing::warn!(member = self.spec.name, %error, "a server of this worker does not respond; it gets no work");
+                }
+            }
+        }
+    }
+
+    /// Sends a heartbeat.
+    fn send(&mut self, lease: &MemberLease) -> BoxFuture<'static, (u64, Result<HeartbeatReply>)> {
+        // Each has a number of its own: the head server tells a late end of an earlier connection from a new one.
+        self.seq += 1;
+        // A head that waits for a healthy heartbeat must not wait for the interval.
+        let known = if self.healthy { MemberState::Serving } else { self.known };
+        self.said_draining = self.options.drain.is_cancelled();
+        let beat = Heartbeat {
+            lease: lease.clone(),
+            seq: self.seq,
+            healthy: self.healthy,
+            draining: self.said_draining,
+            known,
+        };
+        let (registry, limit) = (Arc::clone(&self.registry), self.spec.timing.heartbeat + REPLY_TIME);
+        Box::pin(async move { (beat.seq, registry.beat(&CallContext::within(limit), &beat).await) })
+    }
+
+    fn learn(&mut self, reply: HeartbeatReply, seq: u64) {
+        let changed = std::mem::replace(&mut self.known, reply.state) != reply.state;
+        if changed || seq == self.seq {
+            self.next_beat = Instant::now();
+        }
+        if reply.state == MemberState::Draining {
+            self.options.drain.cancel();
         }
     }
 

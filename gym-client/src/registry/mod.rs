@@ -4,8 +4,10 @@ mod fixed;
 mod lease;
 mod member;
 mod remote;
+mod roster;
 
 pub use fixed::StaticRegistry;
 pub use lease::LeaseKeeper;
 pub use member::{HealthCheck, MemberKeeper, MemberOptions};
-pub use remote::{DrainRequest, RemoteRegistry, RosterRequest, WatchRequest};
+pub use remote::{DrainRequest, RemoteRegistry, RosterRequest, SharedConfiguration, WatchRequest};
+pub(crate) use roster::{RosterNews, follow_roster};

@@ -12,6 +12,7 @@
 //! | beat | `POST /cluster/beat` | [`Heartbeat`] → [`HeartbeatReply`], when the state differs or the interval is over |
 //! | leave | `POST /cluster/leave` | [`MemberLease`] |
 //! | drain | `POST /cluster/drain` | `{name}` |
+//! | configuration | `GET /cluster/configuration` | → [`SharedConfiguration`] |
 //! | members | `GET /cluster/members` | → list of [`Member`] |
 //! | roster | `POST /cluster/roster` | `{seen, wait_ms}` → [`RosterUpdate`], as soon as there is a change |
 
@@ -66,6 +67,18 @@ pub struct DrainRequest {
     pub name: String,
 }
 
+/// The configuration that a head server was given, for workers without files of their own.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SharedConfiguration {
+    /// The text for [`ConfigLoader::base`](crate::config::ConfigLoader::base); `None` if the head server was given no server. Contains
+    /// secrets.
+    #[serde(default)]
+    pub yaml: Option<String>,
+    /// The servers that the process of the head server serves itself.
+    #[serde(default)]
+    pub served: Vec<String>,
+}
+
 /// The registry of a head server. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct RemoteRegistry {
@@ -103,6 +116,22 @@ impl RemoteRegistry {
                 _ => error,
             })
         })
+    }
+
+    /// Returns the configuration that the head server was given.
+    ///
+    /// # Errors
+    /// `NotFound` if the head server has no such route, as that of NeMo Gym.
+    pub async fn configuration(&self, cx: &CallContext) -> Result<SharedConfiguration> {
+        self.get(cx, "/cluster/configuration".to_owned()).await
+    }
+
+    /// Returns the text of `/global_config_dict_yaml`: the merged configuration with the addresses of the live servers.
+    ///
+    /// # Errors
+    /// The error of the request; `DataLoss` if the response cannot be parsed.
+    pub async fn global_configuration(&self, cx: &CallContext) -> Result<String> {
+        self.get(cx, "/global_config_dict_yaml".to_owned()).await
     }
 
     async fn post(&self, cx: &CallContext, route: &'static str, body: &impl Serialize) -> Result<Response> {

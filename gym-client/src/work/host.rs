@@ -35,7 +35,8 @@ pub struct PoolHost {
 }
 
 impl PoolHost {
-    /// Listens at `host` on a free port, over the transports of `client`, and registers the pool as `name` in the client's registry.
+    /// Listens at `host` on a free port, over the transports of `client`, and registers the pool as `name` in the client's registry. The
+    /// pool follows the members of the client's cluster.
     ///
     /// # Errors
     /// The errors of the listener and of the registration.
@@ -57,6 +58,9 @@ impl PoolHost {
             ("pid".to_owned(), std::process::id().to_string()),
         ]);
         let cx = CallContext::within(REGISTER_TIMEOUT);
+        if let Some(members) = client.members() {
+            pool.follow(Arc::clone(members));
+        }
         let lease = LeaseKeeper::start(Arc::clone(client.registry()), &cx, registration).await?;
         Ok(Self { pool, lease, drain, serving, endpoints })
     }

@@ -16,6 +16,9 @@ pub const WORK_ROUTE: &str = "/work/next";
 pub(super) struct PollBody {
     pub(super) worker: String,
     pub(super) incarnation: u64,
+    /// The incarnation of the cluster's member of this name, if the worker is one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) member: Option<u64>,
     /// The queue that answered the worker's first poll; 0 before.
     #[serde(default)]
     pub(super) queue: u64,

@@ -9,12 +9,15 @@
 //!
 //! A worker polls with the responses that it has finished, and gets as many items as it has capacity for. The poll waits while there
 //! is no work. It is the worker's heartbeat too: a worker that stays silent is lost, and its rollouts end as
-//! [`FailureClass::WorkerLost`](gym_core::rollout::FailureClass::WorkerLost).
+//! [`FailureClass::WorkerLost`](gym_core::rollout::FailureClass::WorkerLost). In a cluster, the head server usually notices it first:
+//! the pool follows its members.
 
 mod dispatch;
 mod host;
+mod members;
 mod message;
 mod pool;
+mod pulled;
 mod puller;
 mod watch;
 
@@ -22,5 +25,6 @@ pub use dispatch::Dispatch;
 pub use host::{COLLECTOR_POOL, PoolHost, address_towards, local_address_towards};
 pub use message::WORK_ROUTE;
 pub use pool::{WorkKind, WorkPool, WorkPoolOptions, WorkPoolSnapshot, WorkerSnapshot};
+pub(crate) use pulled::PulledServers;
 pub use puller::{WorkPuller, WorkPullerOptions};
-pub use watch::{PoolWatch, WORK_LABEL};
+pub use watch::{PULLS_LABEL, PoolWatch, WORK_LABEL};

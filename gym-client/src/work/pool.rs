@@ -1,11 +1,12 @@
 //! Hosts a work queue: callers wait for responses, workers poll for work.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use futures_util::FutureExt as _;
 use futures_util::future::BoxFuture;
+use gym_core::registry::MemberRegistry;
 use gym_core::rollout::FailureClass;
 use gym_core::rollout::work::{
     Assignment, LostWork, PollStart, WorkId, WorkPoll, WorkQueue, WorkQueueError, WorkQueueOptions, WorkerId,
@@ -15,7 +16,9 @@ use tokio::sync::{Notify, oneshot};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
+use crate::registry::{RosterNews, follow_roster};
 use crate::work::dispatch::Dispatch;
+use crate::work::members::ListedMembers;
 use crate::work::message::{self, AnswerBody, DoneBody, ItemBody, PollBody, WORK_ROUTE};
 
 /// Maximum number of bytes of a worker's name.
@@ -78,6 +81,8 @@ pub struct WorkerSnapshot {
     pub capacity: usize,
     /// Number of items that it holds.
     pub held: usize,
+    /// It gets no new work: its cluster's member is joining, suspect, draining or gone.
+    pub paused: bool,
 }
 
 /// A work queue with its callers and workers. Cheap to clone; the last clone ends all waiting polls and calls.
@@ -86,7 +91,8 @@ pub struct WorkerSnapshot {
 #[derive(Clone, Debug)]
 pub struct WorkPool {
     shared: Arc<PoolShared>,
-    _sweeper: Arc<Mutex<JoinSet<()>>>,
+    /// Removes silent workers, and follows clusters. Ends with the last clone.
+    tasks: Arc<Mutex<JoinSet<()>>>,
 }
 
 #[derive(Debug)]
@@ -102,10 +108,14 @@ struct PoolShared {
 #[derive(Debug)]
 struct PoolState {
     queue: WorkQueue,
-    /// Accessed by key only.
-    calls: HashMap<WorkId, PendingCall>,
+    /// In order, so that a closed pool wakes its callers in order.
+    calls: BTreeMap<WorkId, PendingCall>,
     /// The waiting poll of each worker.
     polls: BTreeMap<Arc<str>, WaitingPoll>,
+    /// The incarnation of the member that each worker is, if it is one.
+    memberships: BTreeMap<Arc<str>, Incarnation>,
+    /// What the head server lists; `None` if the pool follows none, or has heard nothing yet.
+    members: Option<ListedMembers>,
     /// The time at which the sweeper wakes next.
     armed: Option<Instant>,
     workers_lost: u64,
@@ -136,8 +146,10 @@ impl WorkPool {
     pub fn new(options: WorkPoolOptions, world: &World) -> Self {
         let state = PoolState {
             queue: WorkQueue::new(options.queue),
-            calls: HashMap::new(),
+            calls: BTreeMap::new(),
             polls: BTreeMap::new(),
+            memberships: BTreeMap::new(),
+            members: None,
             armed: None,
             workers_lost: 0,
             late: 0,
@@ -151,7 +163,7 @@ impl WorkPool {
         });
         let mut sweeper = JoinSet::new();
         sweeper.spawn(sweep(Arc::clone(&shared)).boxed());
-        Self { shared, _sweeper: Arc::new(Mutex::new(sweeper)) }
+        Self { shared, tasks: Arc::new(Mutex::new(sweeper)) }
     }
 
     /// Runs a `POST` on a worker that serves `server`. Any complete response is `Ok`, including error statuses. Dropping the future
@@ -220,6 +232,34 @@ impl WorkPool {
         }
     }
 
+    /// Follows the members of a cluster. The work of a member that is gone ends at once. A worker that is a member gets new work only while
+    /// the head server lists it as serving; what it has goes on. While the head server does not respond, what it said last holds. Must be
+    /// called within a tokio runtime.
+    pub fn follow(&self, members: Arc<dyn MemberRegistry>) {
+        // The task ends with the pool, which owns it.
+        let shared = Arc::clone(&self.shared);
+        let following = follow_roster(members, move |news| {
+            let mut state = shared.lock();
+            match news {
+                RosterNews::Update(update, _) => {
+                    let state = &mut *state;
+                    let listed = state.members.get_or_insert_default();
+                    let mut lost = listed.apply(update);
+                    lost.extend(listed.replaced(state.memberships.iter().map(|(name, life)| (&**name, *life))));
+                    for lost in lost {
+                        state.member_lost(&lost.name, lost.incarnation, &lost.reason);
+                    }
+                }
+                RosterNews::Away(_) => return true,
+                RosterNews::Unsupported(_) => state.members = None,
+            }
+            state.pause_workers();
+            state.wake_workers();
+            true
+        });
+        self.tasks.lock().unwrap_or_else(PoisonError::into_inner).spawn(following.boxed());
+    }
+
     /// Ends the pool: calls that wait end as cancelled, and workers learn with their next answer that they can stop.
     pub fn close(&self) {
         let mut state = self.shared.lock();
@@ -238,6 +278,7 @@ impl WorkPool {
             incarnation: who.incarnation,
             capacity,
             held,
+            paused: state.pauses(&who.name),
         });
         let waiting = state.queue.waiting();
         WorkPoolSnapshot {
@@ -293,7 +334,9 @@ impl WorkPool {
                 |server: String| [WorkKind::Rollout, WorkKind::Repeatable].map(|kind| kind.class(&server).into());
             servers.into_iter().flat_map(both).collect::<BTreeSet<Arc<str>>>()
         });
-        let poll = WorkPoll { number: body.poll, capacity: body.capacity, wait, classes };
+        let member = body.member.map(Incarnation);
+        let paused = state.pauses_member(&who.name, member);
+        let poll = WorkPoll { number: body.poll, capacity: body.capacity, wait, classes, paused };
         let joins = state.queue.worker(&who.name) != Some(&who);
         match state.queue.poll(now, &who, poll) {
             Ok(PollStart::Answered(assignment)) => Ok(PollNext::Answer(shared.write(now, state, &assignment)?)),
@@ -303,6 +346,9 @@ impl WorkPool {
                 }
                 // The earlier poll of this worker ends too.
                 state.end_lost(&who, lost, "it was restarted");
+                if let Some(member) = member {
+                    state.memberships.insert(Arc::clone(&who.name), member);
+                }
                 let next = if wait.is_zero() {
                     state.queue.answer(now, &who, body.poll)
                 } else {
@@ -405,6 +451,34 @@ impl PoolState {
         }
     }
 
+    /// Returns `true` if the worker of this name gets no new work.
+    fn pauses(&self, name: &str) -> bool {
+        self.pauses_member(name, self.memberships.get(name).copied())
+    }
+
+    fn pauses_member(&self, name: &str, member: Option<Incarnation>) -> bool {
+        let (Some(listed), Some(member)) = (&self.members, member) else { return false };
+        !listed.serves(name, member)
+    }
+
+    fn pause_workers(&mut self) {
+        let all = self.memberships.keys().filter_map(|name| self.queue.worker(name).cloned());
+        for who in all.collect::<Vec<_>>() {
+            let paused = self.pauses(&who.name);
+            self.queue.pause(&who, paused);
+        }
+    }
+
+    /// Ends the work of a member that is gone.
+    fn member_lost(&mut self, name: &str, member: Incarnation, why: &str) {
+        if self.memberships.get(name) == Some(&member)
+            && let Some(who) = self.queue.worker(name).cloned()
+        {
+            let lost = self.queue.lost(&who);
+            self.end_lost(&who, lost, why);
+        }
+    }
+
     fn answer(&mut self, id: WorkId, result: Result<Response>) {
         if let Some(call) = self.calls.remove(&id) {
             // The caller may have left.
@@ -416,6 +490,7 @@ impl PoolState {
         if let Some(poll) = self.polls.remove(&who.name) {
             poll.wake.notify_one();
         }
+        self.memberships.remove(&who.name);
         if lost == LostWork::default() {
             return;
         }

@@ -52,6 +52,9 @@ pub struct WorkPullerOptions {
     pub wait: Duration,
     /// Servers that the worker serves; `None`, the default, for all.
     pub servers: Option<Vec<String>>,
+    /// The incarnation of the member of a cluster whose name is that of the worker; `None`, the default, if there is none. A pool of the
+    /// same cluster then gives the worker work only while the head server lists the member as serving.
+    pub member: Option<Incarnation>,
 }
 
 impl WorkPullerOptions {
@@ -59,7 +62,8 @@ impl WorkPullerOptions {
     #[must_use]
     pub fn new(name: impl Into<String>, world: &World) -> Self {
         let incarnation = Incarnation(u64::try_from(world.now().as_millis()).unwrap_or(u64::MAX));
-        Self { name: name.into(), incarnation, capacity: 256, wait: Duration::from_secs(5), servers: None }
+        let name = name.into();
+        Self { name, incarnation, capacity: 256, wait: Duration::from_secs(5), servers: None, member: None }
     }
 
     /// Returns the defaults for this process: its name is that of the machine with the number of the process.
@@ -291,6 +295,7 @@ impl PullerState {
         let body = PollBody {
             worker: self.options.name.clone(),
             incarnation: self.incarnation.0,
+            member: self.options.member.map(|member| member.0),
             queue: self.queue,
             poll: self.next_poll,
             capacity: if draining { 0 } else { capacity },

@@ -18,6 +18,9 @@ use crate::work::puller::{WorkPuller, WorkPullerOptions};
 /// The label of instances that host a work queue; its value is `1`.
 pub const WORK_LABEL: &str = "work";
 
+/// The label of servers whose process takes work from pools; its value is `1`. A collector that hosts a queue finds its workers by it.
+pub const PULLS_LABEL: &str = "pulls";
+
 /// Time between two looks at the registry: the delay until a new pool gets workers.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 

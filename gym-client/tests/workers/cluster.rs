@@ -14,7 +14,7 @@ use gym_core::{CallContext, Code, Error, Result};
 use tokio::task::JoinSet;
 
 use super::types::{Describe, Init, Job, Meet, Warm, Work, workers};
-use super::{LONG, local, options, stop, until};
+use super::{LONG, here, options, stop, until};
 
 fn request(name: &str, options: GroupOptions) -> GroupRequest {
     GroupRequest::new(name, "obedient", &Init::default(), options).expect("JSON")
@@ -27,9 +27,13 @@ fn cpus(nodes: &[u32]) -> ClusterSpec {
 }
 
 pub(crate) async fn a_heterogeneous_cluster_is_placed_on_simulated_nodes_when_asked() {
-    let cluster = VirtualCluster::new(ClusterSpec::new([2, 0, 1]), local()).expect("valid").simulate_nodes(&[2, 1]);
+    let cluster = VirtualCluster::new(ClusterSpec::new([2, 0, 1]), here()).expect("valid").simulate_nodes(&[2, 1]);
     assert_eq!((cluster.world_size(), cluster.node_count()), (3, 2));
-    assert_eq!(cluster.placement().expect("placed").groups.len(), 2, "empty nodes are left out");
+    assert_eq!(
+        cluster.placement(&CallContext::within(LONG)).await.expect("placed").groups.len(),
+        2,
+        "empty nodes are left out"
+    );
     let cx = CallContext::within(LONG);
     let group = cluster.start(&cx, request("policy", options())).await.expect("starts");
     let ranks = group.call(Describe, ()).deadline(LONG).await.expect("answers").into_values();
@@ -41,7 +45,7 @@ pub(crate) async fn a_heterogeneous_cluster_is_placed_on_simulated_nodes_when_as
 
 pub(crate) async fn what_is_missing_is_told_before_anything_starts() {
     let start = async |spec: ClusterSpec| -> Result<Group> {
-        VirtualCluster::new(spec, local())?.start(&CallContext::within(LONG), request("policy", options())).await
+        VirtualCluster::new(spec, here())?.start(&CallContext::within(LONG), request("policy", options())).await
     };
     let error = start(cpus(&[100_000])).await.expect_err("not that many CPUs");
     assert_eq!(error.code(), Code::ResourceExhausted);
@@ -131,7 +135,7 @@ pub(crate) async fn a_monitored_cluster_tells_the_memory_of_its_node() {
     for monitored in [true, false] {
         let mut spec = cpus(&[1]);
         spec.monitor_memory = monitored;
-        let cluster = VirtualCluster::new(spec, local()).expect("valid").simulate_nodes(&[1]);
+        let cluster = VirtualCluster::new(spec, here()).expect("valid").simulate_nodes(&[1]);
         assert_eq!(cluster.node_usage(), None, "nothing is looked at before it is used");
         let group = cluster.start(&CallContext::within(LONG), request("policy", options())).await.expect("starts");
         if monitored {
@@ -146,7 +150,7 @@ pub(crate) async fn a_monitored_cluster_tells_the_memory_of_its_node() {
 }
 
 pub(crate) async fn a_cluster_that_is_shut_down_ends_its_groups() {
-    let cluster = VirtualCluster::new(cpus(&[1]), local()).expect("valid").simulate_nodes(&[1]);
+    let cluster = VirtualCluster::new(cpus(&[1]), here()).expect("valid").simulate_nodes(&[1]);
     let cx = CallContext::within(LONG);
     let group = cluster.start(&cx, request("policy", options())).await.expect("starts");
     cluster.shutdown(LONG).await.expect("ends");

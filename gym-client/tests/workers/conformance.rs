@@ -81,3 +81,7 @@ pub(crate) async fn processes_pass_the_suite_of_all_groups() {
 pub(crate) async fn ranks_in_one_process_pass_the_suite_of_all_groups() {
     run(1).await;
 }
+
+pub(crate) async fn ranks_on_two_nodes_pass_the_suite_of_all_groups() {
+    run(2).await;
+}

@@ -167,13 +167,19 @@ async fn running_controller(folder: &Path) -> (Child, Vec<i32>) {
         .kill_on_drop(true)
         .spawn()
         .expect("starts");
+    let pids = named_pids(&mut controller, 4).await;
+    (controller, pids)
+}
+
+/// Reads the processes that a controller names: `pid NUMBER` in each of `count` lines.
+pub(super) async fn named_pids(controller: &mut Child, count: usize) -> Vec<i32> {
     let mut lines = BufReader::new(controller.stdout.take().expect("piped")).lines();
     let mut pids = Vec::new();
-    while pids.len() < 4 {
+    while pids.len() < count {
         let line = timeout(LONG, lines.next_line()).await.expect("in time").expect("reads").expect("a line");
         pids.push(line.strip_prefix("pid ").expect("a process").parse::<i32>().expect("a process id"));
     }
-    (controller, pids)
+    pids
 }
 
 async fn kill(mut controller: Child) {
@@ -193,6 +199,10 @@ pub(crate) async fn a_killed_controller_leaves_no_process_and_its_folder_to_the_
     kill(controller).await;
     until("workers and what they started are dead", || !pids.iter().any(|pid| alive(*pid))).await;
     let left = folders();
+    if std::env::var_os("GYM_WORKERS_ON").is_some() {
+        assert!(left.is_empty(), "ranks on nodes have no sockets in a folder: {left:?}");
+        return;
+    }
     assert_eq!(left.len(), 1, "what nobody could remove: {left:?}");
     let (controller, pids) = running_controller(folder.path()).await;
     let now = folders();

@@ -4,12 +4,15 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
+use async_trait::async_trait;
 use gym_client::Transports;
 use gym_client::group::{Group, GroupOptions, RankStatus, StartError};
-use gym_client::group::{InProcessRanks, LaunchSpec, Local, LocalOptions, Provisioner, RankPlace};
-use gym_core::CallContext;
+use gym_client::group::{
+    InProcessRanks, LaunchSpec, Local, LocalOptions, Provisioner, RankPlace, Reservation, ReserveRequest,
+};
 use gym_core::group::Rank;
 use gym_core::transport::InProcess;
+use gym_core::{CallContext, Result as GymResult};
 use tokio::time::{interval, timeout};
 
 #[path = "../harness/mod.rs"]
@@ -21,6 +24,8 @@ mod conformance;
 mod failure;
 mod health;
 mod kills;
+mod nodes;
+mod provisioner;
 mod ranks;
 mod start;
 mod tied;
@@ -46,6 +51,14 @@ pub(crate) fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     if arguments.first().is_some_and(|role| role == "controller") {
         return run(failure::controller());
+    }
+    if arguments.first().is_some_and(|role| role == "be-node") {
+        return run(nodes::agent(arguments[1..].to_vec()));
+    }
+    if let [role, agent] = &arguments[..]
+        && role == "be-controller"
+    {
+        return run(nodes::doomed_controller(agent));
     }
     #[cfg_attr(not(feature = "rdma"), expect(unused_mut, reason = "more cases come with the feature"))]
     let mut cases: Vec<Case> = cases![
@@ -96,6 +109,15 @@ pub(crate) fn main() {
         cluster::the_key_async_communication_starts_calls_that_nobody_awaits,
         conformance::processes_pass_the_suite_of_all_groups,
         conformance::ranks_in_one_process_pass_the_suite_of_all_groups,
+        conformance::ranks_on_two_nodes_pass_the_suite_of_all_groups,
+        provisioner::all_provisioners_pass_one_suite,
+        nodes::a_group_spans_nodes_that_joined_a_cluster,
+        nodes::a_node_starts_nothing_for_strangers,
+        nodes::what_one_controller_holds_no_other_gets,
+        nodes::ranks_of_a_killed_node_restart_elsewhere_after_its_lease,
+        nodes::ranks_of_a_stopped_node_are_dead_before_others_start,
+        nodes::a_node_without_its_controller_ends_its_ranks,
+        nodes::killed_nodes_leave_no_orphan_and_no_second_incarnation,
         bad_input::bad_input_gets_an_error_that_names_the_place_and_harms_nobody_else,
         bad_input::the_table_of_bad_input_has_these_cases,
         kills::workers_killed_during_calls_leave_no_doubt,
@@ -134,6 +156,31 @@ fn local() -> Local {
     Local::new(workers()).with(options)
 }
 
+/// The provisioner of most cases: processes of this machine, or with `GYM_WORKERS_ON=nodes` those of two node agents.
+fn here() -> Anywhere {
+    match std::env::var("GYM_WORKERS_ON").as_deref() {
+        // The agents must live as long as the ranks: until the runtime of the case ends.
+        Ok("nodes") => {
+            let nodes = Anywhere(Arc::new(nodes::TwoNodes::default()));
+            std::mem::forget(nodes.clone());
+            nodes
+        }
+        Ok(other) => panic!("GYM_WORKERS_ON={other}: there is only `nodes`"),
+        Err(_) => Anywhere(Arc::new(local())),
+    }
+}
+
+/// Any provisioner.
+#[derive(Clone, Debug)]
+struct Anywhere(Arc<dyn Provisioner>);
+
+#[async_trait]
+impl Provisioner for Anywhere {
+    async fn reserve(&self, cx: &CallContext, request: &ReserveRequest) -> GymResult<Arc<dyn Reservation>> {
+        self.0.reserve(cx, request).await
+    }
+}
+
 fn transports() -> Transports {
     Transports::from_features(InProcess::new())
 }
@@ -146,7 +193,7 @@ fn options() -> GroupOptions {
 }
 
 async fn start(spec: LaunchSpec, options: GroupOptions) -> Result<Group, StartError> {
-    Group::start(&CallContext::within(LONG), &local(), spec, options).await
+    Group::start(&CallContext::within(LONG), &here(), spec, options).await
 }
 
 async fn group(ranks: u32, options: GroupOptions) -> Group {
@@ -204,12 +251,13 @@ async fn until(what: &str, mut condition: impl FnMut() -> bool) {
     .unwrap_or_else(|_| panic!("never came: {what}"));
 }
 
-/// Both provisioners, with the transports to reach their ranks.
+/// All provisioners, with the transports to reach their ranks.
 fn provisioners() -> Vec<(&'static str, Box<dyn Provisioner>, Transports)> {
     let switchboard = InProcess::new();
     let inside = InProcessRanks::new(workers(), switchboard.clone());
     vec![
         ("processes", Box::new(local()), transports()),
         ("in one process", Box::new(inside), Transports::from_features(switchboard)),
+        ("on two nodes", Box::new(nodes::TwoNodes::default()), transports()),
     ]
 }

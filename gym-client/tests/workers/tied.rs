@@ -9,10 +9,11 @@ use async_trait::async_trait;
 use futures_util::stream::BoxStream;
 use gym_client::Transports;
 use gym_client::group::{
-    Deployment, GroupRequest, InProcessRanks, LaunchSpec, ProcessUsage, Provisioner, RankEvent, VirtualCluster,
+    Deployment, GroupRequest, InProcessRanks, LaunchSpec, NodeEvent, NodeStatus, ProcessUsage, Provisioner, RankEvent,
+    Reservation, ReserveRequest, VirtualCluster,
 };
 use gym_client::group::{Group, GroupOptions, RankStatus};
-use gym_core::group::cluster::{ClusterSpec, WorkersOn};
+use gym_core::group::cluster::{ClusterSpec, Placement, WorkersOn};
 use gym_core::group::{Dispatch, ExitCause, FailureKind, Rank, RankState, WorkerGroup, WorkerGroupExt};
 use gym_core::transport::InProcess;
 use gym_core::{CallContext, Code, Incarnation, Result};
@@ -21,7 +22,7 @@ use tokio::task::JoinSet;
 use tokio::time::timeout;
 
 use super::types::{Describe, Init, Job, Meet, Warm, Work, workers};
-use super::{LONG, alive, local, options, pid, provisioners, signal, spec, start, status, stop, until};
+use super::{LONG, alive, here, options, pid, provisioners, signal, spec, start, status, stop, until};
 
 /// Restarts of the engine that is made fit again and again.
 const LIVES: u32 = 10;
@@ -116,7 +117,7 @@ pub(crate) async fn tied_ranks_are_warmed_together_and_retired_together() {
 pub(crate) async fn ranks_are_tied_as_the_request_to_the_cluster_says() {
     let mut spec = ClusterSpec::new([4]);
     spec.use_gpus = false;
-    let cluster = VirtualCluster::new(spec, local()).expect("valid").simulate_nodes(&[4]);
+    let cluster = VirtualCluster::new(spec, here()).expect("valid").simulate_nodes(&[4]);
     let mut request = GroupRequest::new("engines", "obedient", &Init::default(), options()).expect("JSON");
     request.on = WorkersOn::Tied(vec![(0, vec![0, 1]), (0, vec![2]), (0, vec![3])]);
     let cx = CallContext::within(LONG);
@@ -181,15 +182,41 @@ pub(crate) async fn tied_ranks_are_made_fit_by_one_call_in_which_they_may_meet()
 struct Clumsy(Box<dyn Provisioner>);
 
 #[derive(Debug)]
+struct ClumsyReservation(Arc<dyn Reservation>);
+
+#[derive(Debug)]
 struct ClumsyRanks {
-    ranks: Box<dyn Deployment>,
+    ranks: Arc<dyn Deployment>,
     stumbled: AtomicBool,
 }
 
 #[async_trait]
 impl Provisioner for Clumsy {
-    async fn launch(&self, cx: &CallContext, spec: LaunchSpec) -> Result<Box<dyn Deployment>> {
-        Ok(Box::new(ClumsyRanks { ranks: self.0.launch(cx, spec).await?, stumbled: AtomicBool::new(false) }))
+    async fn reserve(&self, cx: &CallContext, request: &ReserveRequest) -> Result<Arc<dyn Reservation>> {
+        Ok(Arc::new(ClumsyReservation(self.0.reserve(cx, request).await?)))
+    }
+}
+
+#[async_trait]
+impl Reservation for ClumsyReservation {
+    fn placement(&self) -> Arc<Placement> {
+        self.0.placement()
+    }
+
+    fn nodes(&self) -> Vec<NodeStatus> {
+        self.0.nodes()
+    }
+
+    fn events(&self) -> BoxStream<'static, NodeEvent> {
+        self.0.events()
+    }
+
+    async fn launch(&self, cx: &CallContext, spec: LaunchSpec) -> Result<Arc<dyn Deployment>> {
+        Ok(Arc::new(ClumsyRanks { ranks: self.0.launch(cx, spec).await?, stumbled: AtomicBool::new(false) }))
+    }
+
+    async fn release(&self, grace: Duration) -> Result<()> {
+        self.0.release(grace).await
     }
 }
 
@@ -222,7 +249,8 @@ pub(crate) async fn a_restart_that_panics_is_one_that_failed() {
         let mut options = GroupOptions::new(transports).restarting(3);
         options.backoff_min = Duration::from_millis(1);
         let cx = CallContext::within(LONG);
-        let group = Group::start(&cx, &Clumsy(provisioner), engines("obedient"), options).await.expect(name);
+        let provisioner = Clumsy(provisioner);
+        let group = Group::start(&cx, &provisioner, engines("obedient"), options).await.expect(name);
         group.kill(1).await.expect("it lives");
         until("they serve in their third life", || {
             let now = status(&group, 0);

@@ -9,6 +9,7 @@ use std::pin::pin;
 use std::task::Poll;
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
 use super::metadata::Metadata;
@@ -17,6 +18,9 @@ use crate::base::error::{Code, Error, Execution, Result};
 use crate::base::hex;
 use crate::base::progress::CallProgress;
 use crate::base::stall;
+
+/// Length of a `traceparent`: version, trace, span and flags, with hyphens between them.
+const TRACEPARENT_BYTES: usize = 2 + 1 + 32 + 1 + 16 + 1 + 2;
 
 /// Default time until the deadline of a call: longer than a slow model turn, shorter than a night.
 pub const DEFAULT_DEADLINE: Duration = Duration::from_secs(600);
@@ -190,7 +194,8 @@ fn deadline_exceeded(execution: Execution, deadline: Instant, waited: Option<Dur
 }
 
 /// The number of an incarnation of a server or rank; a restarted one has a higher number.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(transparent)]
 pub struct Incarnation(pub u64);
 
 impl fmt::Display for Incarnation {
@@ -218,7 +223,7 @@ impl TraceContext {
         if self.trace_id == 0 {
             return None;
         }
-        let mut text = String::with_capacity(55);
+        let mut text = String::with_capacity(TRACEPARENT_BYTES);
         text.push_str("00-");
         hex::push::<32>(&mut text, self.trace_id);
         text.push('-');
@@ -230,15 +235,18 @@ impl TraceContext {
     /// Parses a `traceparent`. A malformed one is ignored, as the specification requires.
     #[must_use]
     pub fn from_traceparent(text: &str) -> Option<Self> {
-        let mut parts = text.trim().split('-');
-        let (version, trace, span, flags) = (parts.next()?, parts.next()?, parts.next()?, parts.next()?);
-        if version.len() != 2 || version == "ff" || trace.len() != 32 || span.len() != 16 || flags.len() != 2 {
+        // Each field has a fixed length. A later version may add fields.
+        let (fields, more) = text.trim_ascii().as_bytes().split_at_checked(TRACEPARENT_BYTES)?;
+        let (version, trace, span, flags) = (&fields[..2], &fields[3..35], &fields[36..52], &fields[53..]);
+        let separated =
+            [2, 35, 52].iter().all(|at| fields[*at] == b'-') && more.first().is_none_or(|next| *next == b'-');
+        if !separated || version == b"ff" {
             return None;
         }
         let context = Self {
-            trace_id: u128::from_str_radix(trace, 16).ok()?,
-            span_id: u64::from_str_radix(span, 16).ok()?,
-            sampled: u8::from_str_radix(flags, 16).ok()? & 1 == 1,
+            trace_id: u128::from(hex::parse(&trace[..16])?) << 64 | u128::from(hex::parse(&trace[16..])?),
+            span_id: hex::parse(span)?,
+            sampled: hex::parse(flags)? & 1 == 1,
         };
         (context.trace_id != 0 && context.span_id != 0).then_some(context)
     }

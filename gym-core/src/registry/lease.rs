@@ -32,7 +32,6 @@ pub struct Registration {
     /// The addresses of the server, in order of preference.
     pub endpoints: Vec<Endpoint>,
     /// The incarnation of the server; higher than that of all earlier ones.
-    #[serde(with = "incarnation")]
     pub incarnation: Incarnation,
     /// The lifetime of the lease without a renewal, in milliseconds on the wire.
     #[serde(rename = "ttl_ms", with = "millis")]
@@ -77,7 +76,6 @@ pub struct Instance {
     /// The addresses of the server, in order of preference.
     pub endpoints: Vec<Endpoint>,
     /// The incarnation of the server.
-    #[serde(with = "incarnation")]
     pub incarnation: Incarnation,
     /// Additional labels for clients, such as `pid` and `entrypoint`.
     #[serde(default)]
@@ -103,7 +101,6 @@ pub struct Lease {
     /// The number of the replica.
     pub rank: u32,
     /// The incarnation of the server.
-    #[serde(with = "incarnation")]
     pub incarnation: Incarnation,
     /// The lifetime of the lease without a renewal, in milliseconds on the wire. Renew after a third of it.
     #[serde(rename = "ttl_ms", with = "millis")]
@@ -120,24 +117,6 @@ pub(super) mod millis {
 
     pub(in crate::registry) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Duration, D::Error> {
         u64::deserialize(deserializer).map(Duration::from_millis)
-    }
-}
-
-pub(super) mod incarnation {
-    use crate::message::Incarnation;
-    use serde::{Deserialize, Deserializer, Serializer};
-
-    pub(in crate::registry) fn serialize<S: Serializer>(
-        incarnation: &Incarnation,
-        serializer: S,
-    ) -> Result<S::Ok, S::Error> {
-        serializer.serialize_u64(incarnation.0)
-    }
-
-    pub(in crate::registry) fn deserialize<'de, D: Deserializer<'de>>(
-        deserializer: D,
-    ) -> Result<Incarnation, D::Error> {
-        u64::deserialize(deserializer).map(Incarnation)
     }
 }
 

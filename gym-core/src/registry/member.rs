@@ -1,6 +1,6 @@
 //! The members of a cluster: processes that joined a head server, each with its servers.
 //!
-//! A member joins once, and then has one long poll in flight at all times. Each poll is a heartbeat, its response carries commands, and its end shows
+//! A member joins once, and then has a long poll in flight at all times. Each poll is a heartbeat, its response carries commands, and its end shows
 //! each side that the other one is gone:
 //!
 //! ```text
@@ -22,7 +22,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
-use super::lease::{Instance, incarnation, millis};
+use super::lease::{Instance, millis};
 use crate::base::error::{Code, Error, Result};
 use crate::message::Incarnation;
 use crate::server::ServerKind;
@@ -153,7 +153,6 @@ pub struct MemberSpec {
     /// The name, unique in the cluster; by default the name of the host.
     pub name: String,
     /// The incarnation of the process; higher than that of all earlier ones.
-    #[serde(with = "incarnation")]
     pub incarnation: Incarnation,
     /// The build of the program, to find members that run another one.
     #[serde(default)]
@@ -173,6 +172,18 @@ pub struct MemberSpec {
     /// Its servers.
     #[serde(default)]
     pub servers: Vec<MemberServer>,
+    /// What it offers to worker groups, if it runs a node agent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub node: Option<MemberNode>,
+}
+
+/// A member that starts ranks of worker groups.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct MemberNode {
+    /// The addresses of its agent, in order of preference, as other machines reach them.
+    pub endpoints: Vec<Endpoint>,
+    /// The build of the program: an agent starts worker types of its own program only.
+    pub build: String,
 }
 
 impl MemberSpec {
@@ -188,6 +199,7 @@ impl MemberSpec {
             labels: BTreeMap::new(),
             timing: MemberTiming::default(),
             servers: Vec::new(),
+            node: None,
         }
     }
 
@@ -196,13 +208,13 @@ impl MemberSpec {
         let labels = |labels: &BTreeMap<String, String>| {
             labels.iter().map(|(key, value)| key.len() + value.len()).sum::<usize>()
         };
+        let endpoints =
+            |endpoints: &[Endpoint]| endpoints.iter().map(|endpoint| endpoint.as_str().len()).sum::<usize>();
         let servers = self.servers.iter().map(|server| {
-            server.name.len()
-                + server.implementation.len()
-                + labels(&server.labels)
-                + server.endpoints.iter().map(|endpoint| endpoint.as_str().len()).sum::<usize>()
+            server.name.len() + server.implementation.len() + labels(&server.labels) + endpoints(&server.endpoints)
         });
-        self.name.len() + self.build.len() + self.host.len() + labels(&self.labels) + servers.sum::<usize>()
+        let node = self.node.as_ref().map_or(0, |node| node.build.len() + endpoints(&node.endpoints));
+        self.name.len() + self.build.len() + self.host.len() + labels(&self.labels) + servers.sum::<usize>() + node
     }
 }
 
@@ -212,7 +224,6 @@ pub struct MemberLease {
     /// The name of the member.
     pub name: String,
     /// The incarnation of its process.
-    #[serde(with = "incarnation")]
     pub incarnation: Incarnation,
     /// The life of the head server that granted it. A restarted head has another one.
     pub term: u64,
@@ -225,6 +236,9 @@ pub struct JoinedMember {
     pub lease: MemberLease,
     /// The numbers of the replicas, in the order of the servers.
     pub ranks: Vec<u32>,
+    /// What a person should know about this member, for example that its clock differs.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub warnings: Vec<String>,
 }
 
 /// A heartbeat.
@@ -313,8 +327,10 @@ pub struct GoneServer {
     /// The number of the replica.
     pub rank: u32,
     /// The incarnation that is gone.
-    #[serde(with = "incarnation")]
     pub incarnation: Incarnation,
+    /// The member that had the server, which is gone too; `None` for a server that registered alone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub member: Option<String>,
     /// The reason, for people, if the server was lost: `worker-2 is gone: its connection broke`. Calls in flight to it then have no response to
     /// wait for. `None` if it left, after its last response.
     pub lost: Option<String>,
@@ -459,7 +475,10 @@ impl MemberTable {
                 // Sent again because the response was lost, or joined again because the member doubts its lease.
                 known.heard = now;
                 known.broken = None;
-                return Ok((JoinedMember { lease: known.lease(self.term), ranks: known.ranks.clone() }, events));
+                return Ok((
+                    JoinedMember { lease: known.lease(self.term), ranks: known.ranks.clone(), warnings: Vec::new() },
+                    events,
+                ));
             }
             let replaced = known.spec.incarnation < spec.incarnation && known.state == MemberState::Suspect;
             if !replaced {
@@ -496,7 +515,7 @@ impl MemberTable {
         let lease = entry.lease(self.term);
         self.members.insert(name.clone(), entry);
         events.push(MemberEvent { name, from: None, to: MemberState::Joining, reason: String::new(), lost: false });
-        Ok((JoinedMember { lease, ranks }, events))
+        Ok((JoinedMember { lease, ranks, warnings: Vec::new() }, events))
     }
 
     /// Lists a server under the lowest free rank of its name, not serving yet.
@@ -529,8 +548,9 @@ impl MemberTable {
 
     /// Removes a server, with the reason if it was lost.
     pub(super) fn take(&mut self, key: &(String, u32), lost: Option<&str>) {
-        let Some(Instance { name, rank, incarnation, .. }) = self.servers.remove(key) else { return };
-        self.record(ServerChange::Gone(GoneServer { name, rank, incarnation, lost: lost.map(str::to_owned) }));
+        let Some(Instance { name, rank, incarnation, member, .. }) = self.servers.remove(key) else { return };
+        let lost = lost.map(str::to_owned);
+        self.record(ServerChange::Gone(GoneServer { name, rank, incarnation, member, lost }));
     }
 
     pub(super) fn server(&self, name: &str, rank: u32) -> Option<&Instance> {

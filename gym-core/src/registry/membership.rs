@@ -14,7 +14,7 @@ use crate::message::CallContext;
 /// A registry that processes join as members, with all their servers.
 ///
 /// A call may be repeated if its response was lost. A member calls [`join`](Self::join) once, then [`beat`](Self::beat) again and
-/// again with at most one call in flight, and [`leave`](Self::leave) at the end.
+/// again, and [`leave`](Self::leave) at the end. It may call `beat` before the call before has a response: the newest one counts.
 #[async_trait]
 pub trait MemberRegistry: Registry {
     /// Adds a member. Its servers get no work before its first healthy heartbeat.
@@ -25,7 +25,7 @@ pub trait MemberRegistry: Registry {
     async fn join(&self, cx: &CallContext, spec: MemberSpec) -> Result<JoinedMember>;
 
     /// Sends a heartbeat, and waits until the member's state differs from the one that it knows, at most for the interval of its
-    /// heartbeats. Dropping the future means that the connection broke: the member is suspect.
+    /// heartbeats. Dropping the future of the newest heartbeat means that the connection broke: the member is suspect.
     ///
     /// # Errors
     /// `NotFound` if the member is gone, or if the head server was restarted: join again.

@@ -17,7 +17,7 @@ mod state;
 pub use lease::{DEFAULT_TTL, Instance, Lease, Registration, Registry};
 pub use member::{
     DEFAULT_HEARTBEAT, DEFAULT_MEMBER_TIMEOUT, DEFAULT_RECONNECT, GoneServer, Heartbeat, HeartbeatReply, JoinedMember,
-    Member, MemberLease, MemberLimits, MemberServer, MemberSpec, MemberState, MemberTiming, RosterUpdate,
+    Member, MemberLease, MemberLimits, MemberNode, MemberServer, MemberSpec, MemberState, MemberTiming, RosterUpdate,
     RosterVersion, ServerChange,
 };
 pub use membership::MemberRegistry;

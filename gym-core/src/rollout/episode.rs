@@ -19,6 +19,16 @@ const REASON_BYTES_MAX: usize = 64;
 /// The keys of the numbers: first the counts, which are always known, then the tokens.
 const KEYS: [&str; 7] =
     ["turns", "tool_calls", "tool_errors", "tool_failures", "outputs_cut", "input_tokens", "output_tokens"];
+/// The same keys as they are written into a row, each in one piece.
+const ROW_KEYS: [&str; 7] = [
+    r#""turns":"#,
+    r#","tool_calls":"#,
+    r#","tool_errors":"#,
+    r#","tool_failures":"#,
+    r#","outputs_cut":"#,
+    r#","input_tokens":"#,
+    r#","output_tokens":"#,
+];
 /// The number of counts.
 const COUNTS: usize = 5;
 const TRUNCATED: &str = "truncated";
@@ -95,28 +105,28 @@ impl EpisodeRecord {
     #[must_use]
     pub fn from_text(text: &str) -> Option<Self> {
         let mut numbers = [None; KEYS.len()];
-        let mut truncated = None;
-        let mut keys = KEYS.iter().enumerate();
-        for (at, member) in text.split(',').enumerate() {
-            let member = if at == 0 { member } else { member.strip_prefix(' ')? };
-            let (key, value) = member.split_once('=')?;
-            if truncated.is_some() {
-                return None;
-            }
-            if key == TRUNCATED {
-                let reason = value.strip_prefix('"')?.strip_suffix('"')?;
+        let mut rest = text;
+        for (at, key) in KEYS.iter().enumerate() {
+            let member = if at == 0 { Some(rest) } else { rest.strip_prefix(", ") };
+            let Some(value) = member.and_then(|member| member.strip_prefix(key)?.strip_prefix('=')) else { continue };
+            let digits = value.bytes().take_while(u8::is_ascii_digit).count();
+            let (number, after) = value.split_at(digits);
+            // No leading zeros, and no count that is not written.
+            let canonical = !number.starts_with('0') || (number == "0" && is_zero_written(at));
+            numbers[at] = Some(number.parse().ok().filter(|_| canonical)?);
+            rest = after;
+        }
+        let truncated = match rest {
+            "" => None,
+            _ => {
+                let reason =
+                    rest.strip_prefix(", ")?.strip_prefix(TRUNCATED)?.strip_prefix("=\"")?.strip_suffix('"')?;
                 if reason.len() > REASON_BYTES_MAX || !reason.chars().all(is_plain) {
                     return None;
                 }
-                truncated = Some(reason.to_owned());
-                continue;
+                Some(reason.to_owned())
             }
-            let (at, _) = keys.find(|(_, known)| **known == key)?;
-            // No sign, no leading zeros, and no count that is not written.
-            let canonical =
-                value.starts_with(|c: char| matches!(c, '1'..='9')) || (value == "0" && is_zero_written(at));
-            numbers[at] = Some(value.parse().ok().filter(|_| canonical)?);
-        }
+        };
         let [turns, tool_calls, tool_errors, tool_failures, outputs_cut, input_tokens, output_tokens] = numbers;
         turns.map(|turns| Self {
             turns,
@@ -136,17 +146,14 @@ impl EpisodeRecord {
         let mut text = String::with_capacity(VALUE_BYTES);
         text.push('{');
         if let Some(record) = record {
-            for (key, number) in KEYS.iter().zip(record.numbers()) {
+            for (key, number) in ROW_KEYS.iter().zip(record.numbers()) {
                 let Some(number) = number else { continue };
-                text.push('"');
                 text.push_str(key);
-                text.push_str("\":");
                 push_number(&mut text, number.into());
-                text.push(',');
             }
             match &record.truncated {
-                Some(reason) => ["\"truncated\":\"", reason, "\","].iter().for_each(|part| text.push_str(part)),
-                None => text.push_str("\"truncated\":null,"),
+                Some(reason) => [",\"truncated\":\"", reason, "\","].iter().for_each(|part| text.push_str(part)),
+                None => text.push_str(",\"truncated\":null,"),
             }
         }
         text.push_str("\"attempts\":");

@@ -1,6 +1,7 @@
 //! One response of the model, and the conversation of all responses, as text.
 
 use std::fmt;
+use std::marker::PhantomData;
 
 use bytes::{BufMut, Bytes, BytesMut};
 use gym_core::server::IncompleteDetails;
@@ -59,19 +60,19 @@ struct TurnOutline {
     usage: Option<TokenUsage>,
 }
 
-/// The tokens of one response. Values, because a count of another type is no reason to reject the response.
+/// The tokens of one response. A count of another type is no reason to reject the response.
 #[derive(Debug, Deserialize)]
 pub(super) struct TokenUsage {
     #[serde(default)]
-    input_tokens: Value,
+    input_tokens: Lenient<u64>,
     #[serde(default)]
-    output_tokens: Value,
+    output_tokens: Lenient<u64>,
 }
 
 impl TokenUsage {
     /// Returns the tokens that the model read and wrote, as far as they are known.
     pub(super) fn tokens(&self) -> (Option<u64>, Option<u64>) {
-        (self.input_tokens.as_u64(), self.output_tokens.as_u64())
+        (self.input_tokens.0, self.output_tokens.0)
     }
 }
 
@@ -80,13 +81,13 @@ struct TurnItem {
     #[serde(rename = "type")]
     kind: ItemKind,
     #[serde(default)]
-    role: OptionalText,
+    role: Lenient<String>,
     #[serde(default)]
-    call_id: OptionalText,
+    call_id: Lenient<String>,
     #[serde(default)]
-    name: OptionalText,
+    name: Lenient<String>,
     #[serde(default)]
-    arguments: OptionalText,
+    arguments: Lenient<String>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
@@ -339,60 +340,85 @@ fn wrong_usage(error: &Error) -> Error {
     Error::finished(Code::DataLoss, format!("the model's `usage`: {error}"))
 }
 
-/// A string, or nothing if the value has another type, because other kinds of items use the same keys for other values.
-#[derive(Debug, Default)]
-struct OptionalText(Option<String>);
+/// A value of one type, or nothing if the value has another type, because other kinds of items use the same keys for other values.
+#[derive(Debug)]
+struct Lenient<T>(Option<T>);
 
-impl<'de> Deserialize<'de> for OptionalText {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(OptionalTextVisitor)
+/// A type of which [`Lenient`] keeps the values.
+trait Scalar: Sized {
+    fn of_text(_: &str) -> Option<Self> {
+        None
+    }
+
+    fn of_number(_: u64) -> Option<Self> {
+        None
     }
 }
 
-struct OptionalTextVisitor;
+impl Scalar for String {
+    fn of_text(text: &str) -> Option<Self> {
+        Some(text.to_owned())
+    }
+}
 
-impl<'de> Visitor<'de> for OptionalTextVisitor {
-    type Value = OptionalText;
+impl Scalar for u64 {
+    fn of_number(number: u64) -> Option<Self> {
+        Some(number)
+    }
+}
+
+impl<T> Default for Lenient<T> {
+    fn default() -> Self {
+        Self(None)
+    }
+}
+
+impl<'de, T: Scalar> Deserialize<'de> for Lenient<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(LenientVisitor(PhantomData))
+    }
+}
+
+struct LenientVisitor<T>(PhantomData<T>);
+
+impl<'de, T: Scalar> Visitor<'de> for LenientVisitor<T> {
+    type Value = Lenient<T>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("anything")
     }
 
-    fn visit_str<E>(self, text: &str) -> Result<OptionalText, E> {
-        Ok(OptionalText(Some(text.to_owned())))
+    fn visit_str<E>(self, text: &str) -> Result<Lenient<T>, E> {
+        Ok(Lenient(T::of_text(text)))
     }
 
-    fn visit_string<E>(self, text: String) -> Result<OptionalText, E> {
-        Ok(OptionalText(Some(text)))
+    fn visit_u64<E>(self, number: u64) -> Result<Lenient<T>, E> {
+        Ok(Lenient(T::of_number(number)))
     }
 
-    fn visit_unit<E>(self) -> Result<OptionalText, E> {
-        Ok(OptionalText(None))
+    fn visit_unit<E>(self) -> Result<Lenient<T>, E> {
+        Ok(Lenient(None))
     }
 
-    fn visit_bool<E>(self, _: bool) -> Result<OptionalText, E> {
-        Ok(OptionalText(None))
+    fn visit_bool<E>(self, _: bool) -> Result<Lenient<T>, E> {
+        Ok(Lenient(None))
     }
 
-    fn visit_i64<E>(self, _: i64) -> Result<OptionalText, E> {
-        Ok(OptionalText(None))
+    fn visit_i64<E>(self, _: i64) -> Result<Lenient<T>, E> {
+        Ok(Lenient(None))
     }
 
-    fn visit_u64<E>(self, _: u64) -> Result<OptionalText, E> {
-        Ok(OptionalText(None))
+    fn visit_f64<E>(self, _: f64) -> Result<Lenient<T>, E> {
+        Ok(Lenient(None))
     }
 
-    fn visit_f64<E>(self, _: f64) -> Result<OptionalText, E> {
-        Ok(OptionalText(None))
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<OptionalText, A::Error> {
+    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Lenient<T>, A::Error> {
         while items.next_element::<IgnoredAny>()?.is_some() {}
-        Ok(OptionalText(None))
+        Ok(Lenient(None))
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, mut fields: A) -> Result<OptionalText, A::Error> {
+    fn visit_map<A: MapAccess<'de>>(self, mut fields: A) -> Result<Lenient<T>, A::Error> {
         while fields.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {}
-        Ok(OptionalText(None))
+        Ok(Lenient(None))
     }
 }

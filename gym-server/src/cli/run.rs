@@ -3,23 +3,22 @@
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use gym_client::registry::RemoteRegistry;
 use gym_client::transport::http::HttpConfig;
 use gym_client::work::WorkPullerOptions;
 use gym_core::registry::{MemberTiming, Registry};
 use gym_core::server::ServerKind;
-use gym_core::transport::TransportPolicy;
 use gym_core::{Endpoint, World};
 
 use crate::cli::args::options::{ClusterArgs, RunArgs};
 use crate::cli::console::{self, Console};
 use crate::cli::exit::{FAILED, Failure, Outcome};
+use crate::cli::setup::cluster::{HeadOptions, head_registry, load_worker, look_up};
 use crate::cli::setup::configuration::{Need, load, nothing_named};
 use crate::cli::setup::head_server;
 use crate::cli::setup::models::ModelWatch;
 use crate::cli::setup::signals::StopSignals;
 use crate::cli::setup::stack_options::{options, prepare_transports};
-use crate::stack::{HEAD_NAME, RunningServer, Servers, Stack, StackOptions, WorkerOptions};
+use crate::stack::{HEAD_NAME, RunningServer, Servers, Stack, StackOptions, WorkerOptions, takes_work};
 
 pub(super) async fn run(
     args: RunArgs,
@@ -50,22 +49,33 @@ pub(super) async fn run(
         ));
     }
     let pulled_from = args.pull_from.as_deref().map(pull_from).transpose()?;
-    let need = if joins { Need::Worker } else { Need::Servers(&args.serve) };
-    let loaded = load(&args.sources, overrides, servers, need).await?;
+    let world = World::real();
+    let mut loaded = if joins {
+        let head = HeadOptions { url: args.head_url.as_deref(), url_given: head_url_given, wait: cluster.join_timeout };
+        load_worker(&args.sources, overrides, servers, &head, &world, console).await?
+    } else {
+        load(&args.sources, overrides, servers, Need::Servers(&args.serve)).await?
+    };
     if loaded.config.instances.is_empty() && !joins && args.serve.iter().all(|name| name != HEAD_NAME) {
         return Err(nothing_named("run", &loaded.config.files));
     }
     prepare_transports(&loaded, servers, console);
     loaded.config.warnings.iter().for_each(|warning| console.warn(warning));
     let head = head_server::endpoint(args.head_url.as_deref(), head_url_given, overrides, &loaded.config)?;
+    let own = format!("http://{}:{}", loaded.config.head.host, loaded.config.head.port);
+    if let Some(other) = args.head_url.as_deref().filter(|url| by_variable && serves_head && *url != own) {
+        console.warn(format!(
+            "HEAD_SERVER_URL names the head server {other}, and this process starts one of its own at {own}; a worker joins only one \
+             of them. To join {other} instead, remove --head-only and --serve {HEAD_NAME}"
+        ));
+    }
     if joins && !cluster.worker {
         console.line(&format!(
             "HEAD_SERVER_URL is set: this process joins the head server at {head} and starts none of its own"
         ));
     }
-    if joins && loaded.config.instances.is_empty() {
-        console.line("no configuration is given: this worker joins without servers");
-    }
+    let registry = head_registry(head.clone(), servers, &world);
+    look_up(&mut loaded, &registry, cluster.join_timeout, console).await?;
     let worker = joins.then(|| worker_options(&cluster));
     if let Some(host) = cluster.host.as_deref().filter(|host| *host != "127.0.0.1" && *host != "localhost") {
         console.warn(format!("the servers listen on {host} without authentication; use a network that you trust"));
@@ -79,7 +89,6 @@ pub(super) async fn run(
         http: HttpConfig { default_deadline: args.request_timeout, ..HttpConfig::default() },
         ..options(&loaded, &args.starting, console)
     };
-    let world = World::real();
     let stop = StopSignals::listen()?;
     let stack = tokio::select! {
         biased;
@@ -89,15 +98,14 @@ pub(super) async fn run(
         }
         stack = Box::pin(Stack::start(loaded.config, servers, &world, options)) => stack?,
     };
-    // A worker runs what its agents and environments can run.
+    // A worker runs what its agents and environments can run, and verifies.
     let runs = |server: &RunningServer| {
-        [ServerKind::Agent, ServerKind::Environment].iter().any(|kind| server.kind == kind.as_str())
+        let kind = ServerKind::from_key(&server.kind);
+        kind.is_some_and(|kind| takes_work(kind, &server.implementation))
     };
     let pulled_from = pulled_from.or_else(|| (joins && stack.servers().iter().any(runs)).then(|| head.clone()));
     let puller = pulled_from.map(|head| {
-        // The head server is asked over HTTP, whatever the transport policy allows.
-        let control = servers.transports().with_policy(TransportPolicy::unconfigured());
-        let registry: Arc<dyn Registry> = Arc::new(RemoteRegistry::new(head, control, world.clone()));
+        let registry: Arc<dyn Registry> = Arc::new(head_registry(head, servers, &world));
         let mut options =
             WorkPullerOptions { capacity: args.pull_capacity, ..WorkPullerOptions::of_this_process(&world) };
         if let Some(worker) = &worker {
@@ -195,6 +203,7 @@ fn worker_options(args: &ClusterArgs) -> WorkerOptions {
             ..MemberTiming::default()
         },
         join_within: args.join_timeout,
+        pulls: true,
         ..WorkerOptions::new(args.name.clone().unwrap_or_else(host_name))
     }
 }

@@ -9,6 +9,7 @@
 //! then drops the episode, which cancels its calls.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::future::Future;
 use std::panic::AssertUnwindSafe;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -126,8 +127,9 @@ impl RunDeduplicator {
             *lock(&joined.0.callers) += 1;
             joined
         };
-        let mut caller = Waiter { runs: self, key, episode, run: Some(run.clone()) };
-        let answer = run.await;
+        let mut caller = Waiter { runs: self, key, episode, run: Some(run) };
+        // Not a clone of the future: the last one that is held gives its response away, and others copy it.
+        let answer = caller.run.as_mut().expect("only `answered` and `drop` take it").await;
         caller.answered();
         answer
     }
@@ -141,10 +143,10 @@ impl RunDeduplicator {
 
 impl RunTable {
     fn forget(&mut self, key: &RunKey, episode: &Arc<InFlightRun>) {
-        if let Some(known) = self.episodes.get_mut(key) {
-            known.retain(|known| !Arc::ptr_eq(known, episode));
-            if known.is_empty() {
-                self.episodes.remove(key);
+        if let Entry::Occupied(mut known) = self.episodes.entry(key.clone()) {
+            known.get_mut().retain(|known| !Arc::ptr_eq(known, episode));
+            if known.get().is_empty() {
+                known.remove();
             }
         }
     }

@@ -4,5 +4,5 @@ mod deduplication;
 mod pool;
 mod relay;
 
-pub use pool::{POOL_IMPLEMENTATION, PoolConfig, PoolServer};
+pub use pool::{POOL_IMPLEMENTATION, PoolConfig, PoolServer, VerifierPoolConfig};
 pub use relay::{Relay, RelayConfig};

@@ -14,7 +14,7 @@ use crate::role::reply;
 use crate::role::settings::{Seconds, ServerRef};
 
 /// Metadata that describes one hop. Each hop writes its own, so this metadata is not forwarded.
-const HOP_BY_HOP: &[&str] = &[
+pub(super) const HOP_BY_HOP: &[&str] = &[
     "accept-encoding",
     "connection",
     "content-encoding",

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `POST /registry/register`, `renew`, `deregister`, `watch`; `GET /registry/instances[?name=…]` | leases, see [`gym_client::registry`] |
 //! | `GET /global_config_dict_yaml` | the merged configuration, as a JSON string of YAML, with the live servers' host and port |
+//! | `GET /cluster/configuration` | the configuration that the head server was given, for workers without files: [`gym_client::registry::SharedConfiguration`] |
 //! | `GET /server_instances` | the live servers, in NeMo Gym's form |
 //! | `GET /`, `/livez` | 200 |
 //! | `GET /health`, `/healthz`, `/readyz` | 503 until all requested servers serve, then 200 |
@@ -19,7 +20,7 @@ use std::time::Duration;
 
 use futures_util::StreamExt;
 use futures_util::future::BoxFuture;
-use gym_client::registry::{DrainRequest, RosterRequest, WatchRequest};
+use gym_client::registry::{DrainRequest, RosterRequest, SharedConfiguration, WatchRequest};
 use gym_core::registry::{
     Instance, Lease, Member, MemberRegistry, MemberSpec, MemberState, MemoryRegistry, Registration, Registry,
 };
@@ -79,6 +80,7 @@ pub struct HeadServer(Arc<HeadState>);
 struct HeadState {
     registry: MemoryRegistry,
     config: GlobalConfig,
+    shared: SharedConfiguration,
     ready: AtomicBool,
     /// Members that must serve before the cluster is ready; 0 once it was.
     expected: AtomicUsize,
@@ -100,6 +102,7 @@ impl HeadServer {
         Self(Arc::new(HeadState {
             registry,
             config,
+            shared: SharedConfiguration::default(),
             ready: AtomicBool::new(false),
             expected: AtomicUsize::new(0),
             start_time,
@@ -115,6 +118,17 @@ impl HeadServer {
     #[must_use]
     pub(crate) fn expecting(self, members: usize) -> Self {
         self.0.expected.store(members, Ordering::Relaxed);
+        self
+    }
+
+    /// Gives this configuration to workers without files.
+    ///
+    /// # Panics
+    /// If the head server was cloned before.
+    #[cfg(feature = "http")]
+    #[must_use]
+    pub(crate) fn sharing(mut self, shared: SharedConfiguration) -> Self {
+        Arc::get_mut(&mut self.0).expect("nothing else has this head server yet").shared = shared;
         self
     }
 
@@ -199,6 +213,7 @@ impl HeadState {
                 self.registry.drain(cx, &read::<DrainRequest>(&request.message)?.name).await?;
                 Ok(reply::ok())
             }
+            (Verb::Get, "/cluster/configuration") => json(&self.shared),
             (Verb::Get, "/cluster/members") => json(&self.registry.members(cx).await?),
             (Verb::Post, "/cluster/roster") => {
                 let RosterRequest { seen, wait_ms } = read(&request.message)?;
@@ -228,6 +243,7 @@ impl HeadState {
                 | "/global_config_dict_yaml"
                 | "/server_instances"
                 | "/registry/instances"
+                | "/cluster/configuration"
                 | "/cluster/members",
             ) => Ok(reply::method_not_allowed("GET")),
             _ => Ok(reply::not_found()),
@@ -241,21 +257,25 @@ impl HeadState {
         Ok(servers)
     }
 
-    /// Adds a member, and warns of what will go wrong with it.
+    /// Adds a member. Warns of what will go wrong with it, here and where the member runs.
     async fn join(&self, cx: &CallContext, spec: MemberSpec) -> Result<Response> {
+        let mut warnings = Vec::new();
         let clock = Duration::from_millis(spec.clock_ms);
         let apart = self.world.now().abs_diff(clock);
         if spec.clock_ms > 0 && apart > CLOCKS_APART_MAX {
-            tracing::warn!(
-                member = spec.name,
-                seconds = apart.as_secs(),
-                "the worker's clock differs from this machine's; times in logs and rows will not agree"
-            );
+            warnings.push(format!(
+                "the worker's clock differs from that of the head server by {} s; times in logs and rows will not agree",
+                apart.as_secs()
+            ));
         }
         if !spec.build.is_empty() && spec.build != BUILD {
-            tracing::warn!(member = spec.name, build = spec.build, own = BUILD, "the worker runs another build");
+            warnings.push(format!("the worker runs another build than the head server: {}, not {BUILD}", spec.build));
         }
-        json(&self.registry.join(cx, spec).await?)
+        let (name, host) = (spec.name.clone(), spec.host.clone());
+        let mut joined = self.registry.join(cx, spec).await?;
+        warnings.iter().for_each(|warning| tracing::warn!(member = name, host, "{warning}"));
+        joined.warnings = warnings;
+        json(&joined)
     }
 
     async fn health(&self, cx: &CallContext) -> Result<Response> {

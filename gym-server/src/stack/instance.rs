@@ -2,8 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use gym_client::config::InstanceConfig;
-use gym_core::registry::Registration;
+use gym_client::config::{InstanceConfig, ServerReference};
+use gym_core::registry::{Instance, Registration};
+use gym_core::server::ServerKind;
 use gym_core::{Endpoint, Error, Incarnation, World};
 
 use crate::head::START_TIME_LABEL;
@@ -24,6 +25,19 @@ pub struct RunningServer {
     pub runs_as: String,
 }
 
+/// The references that decide the route of a rollout. Labels of a registration have the same names.
+const ROUTED: [&str; 2] = ["agent_server", "resources_server"];
+
+/// Returns the references that a registered server has told.
+pub(super) fn references(instance: &Instance) -> Vec<ServerReference> {
+    let kinds = [ServerKind::Agent, ServerKind::Resources];
+    let told = ROUTED.iter().zip(kinds).filter_map(|(field, kind)| {
+        let name = instance.labels.get(*field)?.clone();
+        Some(ServerReference { field: (*field).to_owned(), kind, name })
+    });
+    told.collect()
+}
+
 /// Returns the registration of an instance that starts now.
 pub(super) fn registration(
     instance: &InstanceConfig,
@@ -33,6 +47,10 @@ pub(super) fn registration(
     world: &World,
 ) -> Registration {
     labels.insert(START_TIME_LABEL.to_owned(), world.now().as_secs_f64().to_string());
+    // A head server whose files do not define this server knows from them who is in front of whom.
+    for reference in instance.references.iter().filter(|reference| ROUTED.contains(&&*reference.field)) {
+        labels.insert(reference.field.clone(), reference.name.clone());
+    }
     Registration {
         name: instance.name.clone(),
         rank: None,

@@ -25,5 +25,9 @@ pub(crate) use check::{RunsAs, runs_as, try_build};
 pub use instance::RunningServer;
 pub use options::{HEAD_NAME, StackOptions};
 pub use running::Stack;
+#[cfg(feature = "cli")]
+pub(crate) use running::live as live_servers;
 pub use servers::{Build, Servers};
 pub use worker::WorkerOptions;
+#[cfg(feature = "cli")]
+pub(crate) use worker::takes_work;

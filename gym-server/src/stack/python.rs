@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use futures_util::FutureExt as _;
 use gym_client::Transports;
-use gym_client::config::{GymConfig, InstanceConfig};
+use gym_client::config::InstanceConfig;
 use gym_client::launch::{ChildHandle, ChildSpec, ChildState, Launcher};
 use gym_client::registry::LeaseKeeper;
 use gym_core::registry::Registry;
@@ -35,7 +35,7 @@ pub(super) struct PythonServers {
 impl PythonServers {
     /// Starts all servers, and waits until each has responded once and is registered.
     pub(super) async fn start(
-        config: &GymConfig,
+        yaml: &str,
         instances: Vec<InstanceConfig>,
         options: &StackOptions,
         registry: &Arc<dyn Registry>,
@@ -54,7 +54,7 @@ impl PythonServers {
         }
         let launcher = builder.build().map_err(|error| Error::internal(error.to_string()))?;
         let mut servers = Self { launcher, servers: Vec::new(), watchers: JoinSet::new(), stop: CancelToken::new() };
-        let started = servers.start_all(config, instances, &python, options, registry, incarnation, world).await;
+        let started = servers.start_all(yaml, instances, &python, options, registry, incarnation, world).await;
         match started {
             Ok(()) => Ok(servers),
             Err(error) => {
@@ -67,7 +67,7 @@ impl PythonServers {
     #[allow(clippy::too_many_arguments)] // The parts of one start, used once.
     async fn start_all(
         &mut self,
-        config: &GymConfig,
+        yaml: &str,
         instances: Vec<InstanceConfig>,
         python: &Path,
         options: &StackOptions,
@@ -75,13 +75,12 @@ impl PythonServers {
         incarnation: Incarnation,
         world: &World,
     ) -> Result<()> {
-        let yaml = config.to_global_yaml();
         let mut ready = Vec::new();
         for instance in instances {
             let (folder, entrypoint) = find(&instance, &options.python_roots)?;
             let port = instance.port.ok_or_else(|| Error::invalid(format!("{} has no port", instance.name)))?;
             let endpoint = Endpoint::parse(&format!("http://{}:{port}", instance.host))?;
-            let mut spec = spec(&instance, &yaml, python, &folder, &entrypoint).stop_grace(options.stop_grace);
+            let mut spec = spec(&instance, yaml, python, &folder, &entrypoint).stop_grace(options.stop_grace);
             for (name, value) in &options.python_env {
                 spec = spec.env(name, value);
             }

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use gym_client::collect::{DriverOptions, Rollouts, ServerNames};
 use gym_client::config::{GymConfig, InstanceConfig};
-use gym_client::registry::{LeaseKeeper, MemberKeeper, RemoteRegistry};
+use gym_client::registry::{LeaseKeeper, MemberKeeper, RemoteRegistry, SharedConfiguration};
 use gym_client::transport::HTTP;
 use gym_client::transport::http::HttpBackend;
 use gym_client::work::{COLLECTOR_POOL, PoolWatch, WORK_LABEL, WorkPullerOptions};
@@ -22,7 +22,7 @@ use crate::environment::POOL_IMPLEMENTATION;
 use crate::head::{GlobalConfig, HeadServer};
 use crate::metrics::Metrics;
 use crate::role::ServerContext;
-use crate::stack::instance::{RunningServer, registration, unknown_implementation};
+use crate::stack::instance::{RunningServer, references, registration, unknown_implementation};
 use crate::stack::options::{HEAD_NAME, StackOptions};
 use crate::stack::python;
 use crate::stack::servers::{Build, Made, Servers};
@@ -60,6 +60,12 @@ const WORKERS_EVERY: Duration = Duration::from_millis(100);
 /// Time in which members of an earlier life of a head server return. Meanwhile, clients keep the servers that they know.
 const RECOVERY_TIME: Duration = Duration::from_secs(2);
 
+/// Time in which a head server that holds the wanted port must respond, to be named in the error.
+const RUNNING_HEAD_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Ports above a chosen one that are tried if another process has taken that one meanwhile.
+const PORTS_TRIED: u16 = 100;
+
 #[derive(Debug)]
 struct ShutdownStage {
     drain: CancelToken,
@@ -96,6 +102,23 @@ fn with_port_option(error: Error, key: &str) -> Error {
     let what = error.message().split(';').next().unwrap_or_default();
     let fix = format!("fix: stop what listens there, or set another port with ++{key}=PORT (0 takes a free port)");
     Error::not_started(error.code(), format!("{what}\n  {fix}")).about(error.subject().to_owned())
+}
+
+/// Adds that a head server runs at this place already, if that is the reason for the error.
+async fn with_running_head(error: Error, place: &str, world: &World) -> Error {
+    let Ok(head) = Endpoint::parse(&format!("http://{place}")) else { return error };
+    let transports = Transports::from_features(InProcess::new()).with_policy(TransportPolicy::unconfigured());
+    let registry = RemoteRegistry::new(head.clone(), transports, world.clone());
+    if error.code() != Code::AlreadyExists
+        || registry.global_configuration(&CallContext::within(RUNNING_HEAD_TIMEOUT)).await.is_err()
+    {
+        return error;
+    }
+    let text = format!(
+        "{}\n  note: a head server runs there already; to join it, add --worker --head-url {head}",
+        error.message()
+    );
+    Error::not_started(error.code(), text).about(error.subject().to_owned())
 }
 
 /// Callers stop before the servers that they call.
@@ -174,6 +197,9 @@ impl Stack {
             (None, None) => Arc::new(memory.clone()),
         };
         let client = ServerClient::new(Arc::clone(&registry), transports, world);
+        if serves_head {
+            client.set_members(Arc::new(memory.clone()));
+        }
         if let Some(remote) = remote {
             client.follow(Arc::new(remote));
         }
@@ -256,8 +282,9 @@ impl Stack {
             }
         }
         if !python_instances.is_empty() {
+            let yaml = self.python_configuration(config, &python_instances).await;
             let python_servers =
-                python::PythonServers::start(config, python_instances, options, &self.registry, incarnation, world)
+                python::PythonServers::start(&yaml, python_instances, options, &self.registry, incarnation, world)
                     .await?;
             self.running.extend(python_servers.running());
             self.python_servers = Some(python_servers);
@@ -278,16 +305,25 @@ impl Stack {
     ) -> Result<()> {
         let yaml = Arc::clone(config);
         let text: GlobalConfig = Arc::new(move |instances: &[Instance]| yaml.to_global_yaml_with(&live(instances)));
-        let head = HeadServer::new(memory, text, world, self.metrics.clone()).expecting(options.expected_workers);
+        let head = HeadServer::new(memory, text, world, self.metrics.clone());
+        let served = config.instances.iter().map(|instance| instance.name.clone());
+        let served = served.filter(|name| options.only.is_empty() || options.only.contains(name)).collect();
+        let shared = SharedConfiguration { yaml: config.to_shared_yaml(), served };
+        let head = head.expecting(options.expected_workers).sharing(shared);
         let handler: Arc<dyn Handler> = Arc::new(head.clone());
         // Over HTTP only, regardless of the policy: clients find all other servers through the head server.
         let http = HttpBackend { http: options.http.clone(), ..HttpBackend::default() };
         let place = ListenOptions::default().at(config.head.host.clone(), config.head.port);
         let listened = Transports::new().with(http).listen(place, handler, &[HTTP]).await;
-        let (listener, handler) = listened.map_err(|error| {
-            let error = error.about(format!("start the head server on {}:{}", config.head.host, config.head.port));
-            with_port_option(error, "head_server.port")
-        })?;
+        let (listener, handler) = match listened {
+            Ok(listened) => listened,
+            Err(error) => {
+                let place = format!("{}:{}", config.head.host, config.head.port);
+                let error =
+                    with_port_option(error.about(format!("start the head server on {place}")), "head_server.port");
+                return Err(with_running_head(error, &place, world).await);
+            }
+        };
         let url = listener.endpoints()[0].to_string();
         self.running.push(RunningServer {
             name: HEAD_NAME.to_owned(),
@@ -305,6 +341,20 @@ impl Stack {
         Ok(())
     }
 
+    /// Returns the configuration of Python servers, which find other servers only by the addresses in it: those that live elsewhere,
+    /// and those of this process.
+    async fn python_configuration(&self, config: &GymConfig, python: &[InstanceConfig]) -> String {
+        let listed = self.registry.list(&CallContext::within(Duration::from_secs(10))).await;
+        let mut servers = live(&listed.unwrap_or_default());
+        servers.retain(|server| {
+            // Other workers may have replicas of the servers of this process.
+            let own = self.running.iter().find(|row| row.name == server.name).map(|row| row.url.as_str());
+            let elsewhere = python.iter().all(|instance| instance.name != server.name);
+            own.map_or(elsewhere, |url| url == format!("http://{}:{}", server.host, server.port))
+        });
+        config.to_global_yaml_with(&servers)
+    }
+
     async fn start_native(
         &mut self,
         instance: &InstanceConfig,
@@ -316,16 +366,23 @@ impl Stack {
         let stage = SHUTDOWN_ORDER.iter().position(|kind| *kind == instance.kind).unwrap_or_default();
         let stage = &mut self.stages[stage];
         let mut place = if local { ListenOptions::named(&instance.name) } else { ListenOptions::default() };
-        let mut needed = [HTTP].as_slice();
-        if options.in_process {
-            needed = &[];
-        } else {
-            place = place.at(instance.host.clone(), instance.port.unwrap_or(0));
-            if let Some(advertised) = &self.advertised {
-                place = place.advertised_as(advertised.clone());
-            }
+        if let Some(advertised) = self.advertised.as_ref().filter(|_| !options.in_process) {
+            place = place.advertised_as(advertised.clone());
         }
-        let listened = self.client.transports().listen(place, handler, needed).await;
+        let mut port = instance.port.unwrap_or(0);
+        let needed = if options.in_process { [].as_slice() } else { [HTTP].as_slice() };
+        let last = if instance.port_chosen && port != 0 { port.saturating_add(PORTS_TRIED) } else { port };
+        let listened = loop {
+            let place = if options.in_process { place.clone() } else { place.clone().at(instance.host.clone(), port) };
+            match self.client.transports().listen(place, Arc::clone(&handler), needed).await {
+                // Another process has taken the port since it was chosen.
+                Err(error) if error.code() == Code::AlreadyExists && port < last => {
+                    tracing::warn!(server = instance.name, "port {port} is in use; trying the next one");
+                    port += 1;
+                }
+                listened => break listened,
+            }
+        };
         let (listener, handler) = listened.map_err(|error| {
             let error = error.about(format!("start {} on {}", instance.name, instance.host));
             let InstanceConfig { name, kind, implementation, .. } = instance;
@@ -385,9 +442,15 @@ impl Stack {
         Ok(Rollouts::run(self.client.clone(), &self.world, (&server, agent), tasks, options))
     }
 
-    /// Takes work from every pool in `registry`, and runs it on the servers of this stack. Drain the watch before the stack is stopped.
+    /// Takes work from every pool in `registry`, and runs it on the servers of this stack. A stack that is a member of a cluster takes it
+    /// under the name of the member. Drain the watch before the stack is stopped.
     #[must_use]
     pub fn take_work(&self, registry: Arc<dyn Registry>, options: WorkPullerOptions) -> PoolWatch {
+        let mut options = options;
+        if let Some(member) = &self.member {
+            member.name().clone_into(&mut options.name);
+            options.member = Some(member.incarnation());
+        }
         PoolWatch::start(registry, self.client.clone(), options, &self.world)
     }
 
@@ -493,7 +556,7 @@ fn wanted(config: &GymConfig, only: &[String]) -> Result<Vec<InstanceConfig>> {
 }
 
 /// Returns host and port of each live server with an HTTP endpoint.
-fn live(instances: &[Instance]) -> Vec<gym_client::config::LiveServer> {
+pub(crate) fn live(instances: &[Instance]) -> Vec<gym_client::config::LiveServer> {
     instances
         .iter()
         // The pool of a collector is no server of a configuration.
@@ -507,6 +570,7 @@ fn live(instances: &[Instance]) -> Vec<gym_client::config::LiveServer> {
                 implementation: instance.implementation.clone(),
                 host: host.to_owned(),
                 port: port.parse().ok()?,
+                references: references(instance),
             })
         })
         .collect()

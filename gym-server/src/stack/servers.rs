@@ -128,7 +128,7 @@ impl Servers {
     }
 
     /// Creates the set that the SDK ships: the agents `simple_agent` and `gymnasium_agent`, the relay `legacy_agent`,
-    /// the environment server `pool`, whose rollouts run on workers, and the models
+    /// the servers `pool`, whose rollouts and verifications run on workers, and the models
     /// `openai_model`, `vllm_model` and `scripted_model`.
     #[must_use]
     pub fn stock() -> Self {
@@ -139,7 +139,18 @@ impl Servers {
             })
             .environment("legacy_agent", |build| Ok(Relay::new(build.settings()?, build.client.clone())))
             .with(ServerKind::Environment, POOL_IMPLEMENTATION, |build| {
-                let handler = Arc::new(PoolServer::new(build.settings()?, build.context));
+                let pool = PoolServer::new(build.settings()?, build.context)?;
+                if let Some(members) = build.client.members() {
+                    pool.follow(Arc::clone(members));
+                }
+                Ok(BuiltServer { handler: Arc::new(pool), task_check: None })
+            })
+            .with(ServerKind::Resources, POOL_IMPLEMENTATION, |build| {
+                let pool = PoolServer::verifying(build.settings()?, build.context);
+                if let Some(members) = build.client.members() {
+                    pool.follow(Arc::clone(members));
+                }
+                let handler = Arc::new(pool);
                 Ok(BuiltServer { handler, task_check: None })
             })
             .model("openai_model", |build| OpenAiModel::new(build.settings()?, &build.context.world))

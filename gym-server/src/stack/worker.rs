@@ -10,12 +10,14 @@ use futures_util::stream::BoxStream;
 use gym_client::ServerClient;
 use gym_client::config::{HeadConfig, InstanceConfig};
 use gym_client::registry::{HealthCheck, MemberKeeper, MemberOptions, RemoteRegistry};
-use gym_client::work::local_address_towards;
+use gym_client::work::{PULLS_LABEL, local_address_towards};
 use gym_core::registry::{
     Instance, Lease, MemberLimits, MemberServer, MemberSpec, MemberTiming, MemoryRegistry, Registration, Registry,
 };
+use gym_core::server::ServerKind;
 use gym_core::{CallContext, Code, Endpoint, Error, Incarnation, Result, World};
 
+use crate::environment::POOL_IMPLEMENTATION;
 use crate::head::BUILD;
 use crate::stack::servers::Servers;
 
@@ -35,6 +37,9 @@ pub struct WorkerOptions {
     pub timing: MemberTiming,
     /// The time for which an unreachable head server is tried. Default: 5 minutes.
     pub join_within: Duration,
+    /// The process takes work for its agents and environment servers, with [`Stack::take_work`](crate::Stack::take_work). Collectors
+    /// then let it pull, instead of calling its servers by name. Default: `false`.
+    pub pulls: bool,
 }
 
 impl WorkerOptions {
@@ -47,6 +52,7 @@ impl WorkerOptions {
             advertise: None,
             timing: MemberTiming::default(),
             join_within: Duration::from_secs(300),
+            pulls: false,
         }
     }
 }
@@ -182,7 +188,7 @@ pub(super) fn join<'a>(
             .into_iter()
             .map(|(key, value)| (key.to_owned(), value))
             .collect();
-        spec.servers = own.iter().map(member_server).collect();
+        spec.servers = own.iter().map(|server| member_server(server, options.pulls)).collect();
         let names: Vec<String> = own.into_iter().map(|server| server.name).collect();
         let member = MemberOptions {
             join_within: options.join_within,
@@ -193,7 +199,11 @@ pub(super) fn join<'a>(
     })
 }
 
-fn member_server(server: &Instance) -> MemberServer {
+fn member_server(server: &Instance, pulls: bool) -> MemberServer {
+    let mut labels = server.labels.clone();
+    if pulls && runs_rollouts(server.kind, &server.implementation) {
+        labels.insert(PULLS_LABEL.to_owned(), "1".to_owned());
+    }
     let mut endpoints = server.endpoints.clone();
     // Of this process only.
     endpoints.retain(|endpoint| endpoint.scheme() != "mem");
@@ -203,8 +213,18 @@ fn member_server(server: &Instance) -> MemberServer {
         kind: server.kind,
         implementation: server.implementation.clone(),
         endpoints,
-        labels: server.labels.clone(),
+        labels,
     }
+}
+
+/// Returns `true` for servers of which a worker takes work: rollouts, and verifications without a session. A pool hands it out.
+pub(crate) fn takes_work(kind: ServerKind, implementation: &str) -> bool {
+    kind != ServerKind::Model && implementation != POOL_IMPLEMENTATION
+}
+
+/// Returns `true` for servers whose rollouts a worker takes.
+fn runs_rollouts(kind: ServerKind, implementation: &str) -> bool {
+    kind != ServerKind::Resources && takes_work(kind, implementation)
 }
 
 /// Returns a check that all servers of this process respond.

@@ -1,5 +1,7 @@
 //! Records the ground truth: every reward that was given, every acknowledgement, and every lease. Any disagreement is a violation.
 
+mod members;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::Path;
@@ -15,6 +17,9 @@ use gym_core::testing::{SimFiles, SimNet};
 use gym_core::{CallContext, Handler, Incarnation, Request, Response, Result, Verb};
 use serde::Deserialize;
 use tokio::time::Instant;
+
+use members::ClusterTruth;
+pub(crate) use members::PoolAudit;
 
 /// The audit of a run. Cheap to clone; clones share the records.
 #[derive(Clone, Debug)]
@@ -33,6 +38,7 @@ struct Truth {
     /// The time at which each lease was last granted or renewed, with its time to live.
     leases: BTreeMap<(String, u32, u64), (Instant, Duration)>,
     violations: BTreeSet<String>,
+    cluster: ClusterTruth,
 }
 
 /// The counts at the end of a run.
@@ -161,7 +167,10 @@ impl Audit {
             }
         }
         for key in wanted {
-            let failures = rows.failed.iter().filter(|row| row.attempt().key == *key).count();
+            // An attempt whose worker was lost does not count for its task.
+            let counts_for =
+                |row: &&Row| row.attempt().key == *key && row.failure_class != Some(FailureClass::WorkerLost);
+            let failures = rows.failed.iter().filter(counts_for).count();
             if rows.completed.iter().any(|row| row.attempt().key == *key) {
                 counts.completed += 1;
             } else if failures >= attempts_max as usize {
@@ -240,6 +249,7 @@ impl<L: Ledger> Ledger for AuditedLedger<L> {
     fn begin(&self, key: TaskKey) -> Result<Attempt> {
         let attempt = self.ledger.begin(key)?;
         self.audit.truth().begun += 1;
+        self.audit.attempt_begins(attempt);
         self.audit.net.note("collector", format_args!("begins {attempt}"));
         Ok(attempt)
     }
@@ -279,9 +289,14 @@ impl<H: Handler> Handler for AuditedHead<H> {
             .then(|| serde_json::from_slice::<Lease>(&request.message.head.to_bytes()).ok())
             .flatten();
         let granted = request.route.path() == "/registry/register";
-        let (answer, audit) = (self.head.handle(request), self.audit.clone());
+        let audit = self.audit.clone();
+        let membership = audit.membership(&request);
+        let answer = self.head.handle(request);
         Box::pin(async move {
             let response = answer.await?;
+            if let Some(membership) = membership {
+                membership.answered(&response);
+            }
             if response.status.is_success() {
                 let granted = granted.then(|| serde_json::from_slice(&response.message.head.to_bytes()).ok()).flatten();
                 if let Some(lease) = renewed.or(granted) {

@@ -1,17 +1,22 @@
-//! Simulates a whole deployment in one thread under a paused clock: head server, relay, two agents, resources server and collector.
-//! The simulated network and disk inject every known kind of failure.
+//! Simulates a whole deployment in one thread under a paused clock. The simulated network and disk inject every known kind of failure.
+//! A seed plays one of two settings:
+//!
+//! - `servers`: a head server, a relay, two agents and a resources server, which register one by one, and a collector that calls them;
+//! - `cluster`: a head server, up to three workers that join it, and a collector whose rollouts they take. Workers are killed, frozen,
+//!   cut off and restarted; the head server is killed and restarted.
 //!
 //! All parts except the user's code are the real ones: `HeadServer`, the relay, the role servers, `ServerClient`, `RemoteRegistry`,
-//! kept leases, the driver and the JSONL ledger. The network and the disk come from `gym_core::testing`.
+//! kept leases, members, pools and their workers, the driver and the JSONL ledger. The network and the disk come from
+//! `gym_core::testing`.
 //!
 //! **To replay a seed**, with its plan, its script and its complete trace:
 //!
 //! ```sh
-//! GYM_SIM_SEED=17 cargo test -p gym-server --test simulation -- --exact one_seed --nocapture
+//! GYM_SIM_SEED=17 GYM_SIM_SETTING=cluster cargo test -p gym-server --test simulation -- --exact one_seed --nocapture
 //! ```
 //!
-//! `GYM_SIM_SEEDS=5000` sets the number of seeds of the long test, and `GYM_SIM_FROM=5000` the first one; `.ci/test simulation`
-//! plays 10,000 with an optimized build. A seed that failed once remains a case in `PAST_FAILURES`.
+//! `GYM_SIM_SEEDS=5000` sets the number of seeds of the long tests, and `GYM_SIM_FROM=5000` the first one; `.ci/test simulation`
+//! plays 10,000 of each setting with an optimized build. A seed that failed once remains a case in `PAST_FAILURES`.
 //!
 //! A seed determines everything: the faults and their strength, the crashes of hosts, and the fate of each message. This requires
 //! that the clock is tokio's paused clock, and that all randomness has one source. One task delivers all messages in the order of
@@ -22,6 +27,8 @@
 //! is used. This test finds failures *between* the parts.
 
 mod audit;
+mod cluster;
+mod collector;
 mod plan;
 mod scenario;
 mod servers;
@@ -32,15 +39,26 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use gym_core::testing::net::kind;
-use plan::{INJECTED, LateCheck};
+use plan::{INJECTED, INJECTED_IN_CLUSTERS, LateCheck, Setting};
 use scenario::{Report, run};
 
-/// The seeds of every test run; `GYM_SIM_SEEDS` overrides the number.
+/// The seeds of every test run; `GYM_SIM_SEEDS` overrides the numbers.
 const SEEDS: u64 = 240;
+
+/// Fewer, because a seed of a cluster has more processes and runs longer.
+const SEEDS_OF_CLUSTERS: u64 = 100;
 
 /// Seeds that once found a failure: rows that were synced again after a failed sync instead of written again. Since the disk
 /// loses pages, this defect shows in the last three and in 30031.
 const PAST_FAILURES: &[u64] = &[4943, 9429, 18251, 30031, 39419, 669, 799, 933];
+
+/// Seeds of clusters that once found a failure: a pool that was first told of the members after the death of one waited for its work.
+const PAST_FAILURES_OF_CLUSTERS: &[u64] = &[68269];
+
+/// What some seed of a cluster must have: members that the head server gave up, workers that a pool gave up, their late responses, and
+/// workers that return to a restarted head server.
+const COUNTED: [&str; 4] =
+    ["member gone", "worker lost by a pool", "late response", "worker back after a restart of the head"];
 
 fn from_environment(name: &str) -> Option<u64> {
     let text = std::env::var(name).ok()?;
@@ -48,7 +66,12 @@ fn from_environment(name: &str) -> Option<u64> {
 }
 
 /// Plays seeds on two threads; each seed has its own runtime.
-fn play(seeds: impl Iterator<Item = u64> + Send, late_check: LateCheck, mut each: impl FnMut(Report) -> bool + Send) {
+fn play(
+    seeds: impl Iterator<Item = u64> + Send,
+    setting: Setting,
+    late_check: LateCheck,
+    mut each: impl FnMut(Report) -> bool + Send,
+) {
     let (seeds, each) = (Mutex::new(seeds), Mutex::new((&mut each, true)));
     std::thread::scope(|scope| {
         for _ in 0..2 {
@@ -56,7 +79,7 @@ fn play(seeds: impl Iterator<Item = u64> + Send, late_check: LateCheck, mut each
                 loop {
                     let next = seeds.lock().unwrap_or_else(PoisonError::into_inner).next();
                     let Some(seed) = next else { return };
-                    let report = run(seed, late_check);
+                    let report = run(seed, setting, late_check);
                     let mut each = each.lock().unwrap_or_else(PoisonError::into_inner);
                     if !each.1 {
                         return;
@@ -70,15 +93,25 @@ fn play(seeds: impl Iterator<Item = u64> + Send, late_check: LateCheck, mut each
 
 #[test]
 fn no_seed_loses_doubles_or_invents_an_outcome() {
+    long_test(Setting::Servers, SEEDS, PAST_FAILURES, &[&kind::ALL[..], &INJECTED[..]].concat());
+}
+
+#[test]
+fn no_seed_of_a_cluster_loses_doubles_or_invents_an_outcome() {
+    let expected = [&kind::ALL[..], &INJECTED_IN_CLUSTERS[..], &COUNTED[..]].concat();
+    long_test(Setting::Cluster, SEEDS_OF_CLUSTERS, PAST_FAILURES_OF_CLUSTERS, &expected);
+}
+
+fn long_test(setting: Setting, seeds: u64, past_failures: &[u64], expected: &[&str]) {
     let mut totals: BTreeMap<&'static str, u64> = BTreeMap::new();
     let (mut completed, mut given_up, mut events, mut attempts, mut longest) = (0, 0, 0, 0, 0);
     let mut failed = Vec::new();
-    let seeds = from_environment("GYM_SIM_SEEDS").unwrap_or(SEEDS);
+    let seeds = from_environment("GYM_SIM_SEEDS").unwrap_or(seeds);
     let from = from_environment("GYM_SIM_FROM").unwrap_or(0);
     let began = AtomicU64::new(0);
-    play((from..from + seeds).chain(PAST_FAILURES.iter().copied()), LateCheck::On, |report| {
+    play((from..from + seeds).chain(past_failures.iter().copied()), setting, LateCheck::On, |report| {
         began.fetch_add(1, Ordering::Relaxed);
-        for (kind, count) in report.trace.faults() {
+        for (kind, count) in report.trace.faults().iter().chain(&report.counts) {
             *totals.entry(kind).or_default() += count;
         }
         completed += report.completed;
@@ -98,16 +131,24 @@ fn no_seed_loses_doubles_or_invents_an_outcome() {
         began.into_inner()
     );
     assert!(failed.is_empty(), "replay with GYM_SIM_SEED=<n>; these failed: {failed:?}");
-    for kind in kind::ALL.into_iter().chain(INJECTED) {
+    for kind in expected {
         assert!(totals.get(kind).is_some_and(|count| *count > 0), "no seed had the fault `{kind}`: {totals:?}");
     }
     assert!(completed > given_up, "most rollouts survive the faults");
 }
 
+fn asked_setting() -> Setting {
+    match std::env::var("GYM_SIM_SETTING").as_deref() {
+        Err(_) | Ok("servers") => Setting::Servers,
+        Ok("cluster") => Setting::Cluster,
+        Ok(other) => panic!("GYM_SIM_SETTING={other} is neither servers nor cluster"),
+    }
+}
+
 #[test]
 fn one_seed() {
     let asked = from_environment("GYM_SIM_SEED");
-    let report = run(asked.unwrap_or(0), LateCheck::On);
+    let report = run(asked.unwrap_or(0), asked_setting(), LateCheck::On);
     if asked.is_some() {
         println!("{report}\n{}", report.trace);
     }
@@ -115,33 +156,41 @@ fn one_seed() {
     assert!(report.violations.is_empty(), "{report}");
 }
 
+const SETTINGS: [(Setting, &str); 2] = [(Setting::Servers, "servers"), (Setting::Cluster, "cluster")];
+
 #[test]
 fn a_seed_replays_exactly() {
-    for seed in 0..12 {
-        let (one, other) = (run(seed, LateCheck::On), run(seed, LateCheck::On));
-        assert!(one.trace.events() > 100, "seed {seed} did something");
-        if one.trace.hash() != other.trace.hash() {
-            let (one, other) = (one.trace.to_string(), other.trace.to_string());
-            let differs = one.lines().zip(other.lines()).find(|(one, other)| one != other);
-            panic!("seed {seed} differs from its replay, first here: {differs:#?}");
+    for (setting, _) in SETTINGS {
+        for seed in 0..12 {
+            let (one, other) = (run(seed, setting, LateCheck::On), run(seed, setting, LateCheck::On));
+            assert!(one.trace.events() > 100, "seed {seed} did something");
+            if one.trace.hash() != other.trace.hash() {
+                let (one, other) = (one.trace.to_string(), other.trace.to_string());
+                let differs = one.lines().zip(other.lines()).find(|(one, other)| one != other);
+                panic!("seed {seed} of {setting:?} differs from its replay, first here: {differs:#?}");
+            }
         }
+        let hash = |seed| run(seed, setting, LateCheck::On).trace.hash();
+        assert_ne!(hash(0), hash(1));
     }
-    assert_ne!(run(0, LateCheck::On).trace.hash(), run(1, LateCheck::On).trace.hash());
 }
 
 #[test]
 fn a_seed_replays_exactly_in_another_process() {
-    for seed in 20..26 {
-        let here = format!("seed {seed} has trace hash {:016x}", run(seed, LateCheck::On).trace.hash());
-        let test = std::env::current_exe().expect("this program has a path");
-        let there = Command::new(test)
-            .args(["--exact", "one_seed", "--nocapture"])
-            .env("GYM_SIM_SEED", seed.to_string())
-            .output()
-            .expect("this program runs");
-        let there = String::from_utf8_lossy(&there.stdout).into_owned();
-        let there = there.lines().find(|line| line.contains("has trace hash")).unwrap_or("no hash");
-        assert!(there.ends_with(&here), "here: {here}; there: {there}");
+    for (setting, name) in SETTINGS {
+        for seed in 20..26 {
+            let here = format!("seed {seed} has trace hash {:016x}", run(seed, setting, LateCheck::On).trace.hash());
+            let test = std::env::current_exe().expect("this program has a path");
+            let there = Command::new(test)
+                .args(["--exact", "one_seed", "--nocapture"])
+                .env("GYM_SIM_SEED", seed.to_string())
+                .env("GYM_SIM_SETTING", name)
+                .output()
+                .expect("this program runs");
+            let there = String::from_utf8_lossy(&there.stdout).into_owned();
+            let there = there.lines().find(|line| line.contains("has trace hash")).unwrap_or("no hash");
+            assert!(there.ends_with(&here), "{name}: here: {here}; there: {there}");
+        }
     }
 }
 
@@ -149,7 +198,7 @@ fn a_seed_replays_exactly_in_another_process() {
 #[test]
 fn without_the_late_check_some_seed_breaks() {
     let (mut played, mut broken) = (0, None);
-    play(0..SEEDS, LateCheck::Off, |report| {
+    play(0..SEEDS, Setting::Servers, LateCheck::Off, |report| {
         played += 1;
         if report.violations.iter().any(|violation| violation.contains("twice")) {
             broken = Some(report);

@@ -1,5 +1,7 @@
 //! Derives a plan from a seed before the run: the network, the disk, the sizes, and a script of events.
 
+mod cluster;
+
 use std::fmt;
 use std::time::Duration;
 
@@ -7,12 +9,14 @@ use gym_client::collect::{DriverOptions, FailFast};
 use gym_core::testing::{Faults, FileEnd, FileFault};
 use gym_core::transport::RetryPolicy;
 
+pub(crate) use cluster::{ClusterPlan, FROZEN, HEAD_KILL, INJECTED_IN_CLUSTERS, ISOLATED, WORKER_KILL, WORKERS};
+
 pub(crate) const HEAD: &str = "head";
 pub(crate) const RELAY: &str = "relay";
 pub(crate) const RESOURCES: &str = "resources";
 pub(crate) const AGENTS: [&str; 2] = ["agent-0", "agent-1"];
 pub(crate) const COLLECTOR: &str = "collector";
-/// The hosts in the order in which they start.
+/// The hosts of the servers' world, in the order in which they start.
 pub(crate) const HOSTS: [&str; 6] = [HEAD, RESOURCES, AGENTS[0], AGENTS[1], RELAY, COLLECTOR];
 
 /// Kinds of faults that the scenario itself injects.
@@ -37,6 +41,15 @@ pub(crate) const INJECTED: [&str; 9] = [
     AGENT_RESTART,
 ];
 
+/// What a seed plays.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Setting {
+    /// A head server, a relay, agents and a resources server, which register one by one, and a collector that calls them.
+    Servers,
+    /// A head server, workers that join it, and a collector whose rollouts they take.
+    Cluster,
+}
+
 /// Determines if the ledger rejects late attempts. A test shows that `Off` is wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum LateCheck {
@@ -54,10 +67,30 @@ pub(crate) enum Step {
     /// too little time for a crash at a random moment.
     EndInWrite(u64, FileEnd),
     Start(&'static str),
+    /// Stops the processes of a host, which keep their connections.
+    Freeze(&'static str),
+    Thaw(&'static str),
+    /// Cuts the cable of a host.
+    Isolate(&'static str),
+    Reconnect(&'static str),
     /// Sets the maximum latency of appends.
     Disk(Duration),
     DiskFault(FileFault),
     Stop,
+}
+
+impl Step {
+    fn host(self) -> Option<&'static str> {
+        match self {
+            Self::Crash(host)
+            | Self::Start(host)
+            | Self::Freeze(host)
+            | Self::Thaw(host)
+            | Self::Isolate(host)
+            | Self::Reconnect(host) => Some(host),
+            Self::Kill | Self::EndInWrite(..) | Self::Disk(_) | Self::DiskFault(_) | Self::Stop => None,
+        }
+    }
 }
 
 impl fmt::Display for Step {
@@ -67,6 +100,10 @@ impl fmt::Display for Step {
             Self::Kill => f.write_str("kill the collector"),
             Self::EndInWrite(nth, end) => write!(f, "{end:?} within the {nth}. next step of a write"),
             Self::Start(host) => write!(f, "start {host}"),
+            Self::Freeze(host) => write!(f, "freeze {host}"),
+            Self::Thaw(host) => write!(f, "thaw {host}"),
+            Self::Isolate(host) => write!(f, "cut the cable of {host}"),
+            Self::Reconnect(host) => write!(f, "plug the cable of {host} in"),
             Self::Disk(latency) => write!(f, "appends take up to {latency:?}"),
             Self::DiskFault(FileFault::DiskFull) => f.write_str("the next append finds the disk full"),
             Self::DiskFault(FileFault::SyncFailed) => f.write_str("the next sync fails"),
@@ -93,13 +130,59 @@ pub(crate) struct Plan {
     pub(crate) script: Vec<(Duration, Step)>,
     /// Extra bytes in each row: with them, files have more pages than one.
     pub(crate) padding: usize,
+    /// The workers; `None` if the seed plays servers that register one by one.
+    pub(crate) cluster: Option<ClusterPlan>,
 }
 
 /// Latency of an append on a healthy disk.
 pub(crate) const DISK_WELL: Duration = Duration::from_millis(5);
 
 impl Plan {
-    pub(crate) fn drawn(seed: u64) -> Self {
+    pub(crate) fn drawn(seed: u64, setting: Setting) -> Self {
+        match setting {
+            Setting::Servers => Self::of_servers(seed),
+            Setting::Cluster => cluster::plan(seed),
+        }
+    }
+
+    /// Returns the server that the collector calls.
+    pub(crate) fn server(&self) -> &'static str {
+        if self.cluster.is_some() { "agent" } else { RELAY }
+    }
+
+    /// Returns the hosts in the order in which they start.
+    pub(crate) fn hosts(&self) -> Vec<&'static str> {
+        match &self.cluster {
+            None => HOSTS.to_vec(),
+            Some(cluster) => {
+                [HEAD].into_iter().chain(WORKERS.into_iter().take(cluster.workers)).chain([COLLECTOR]).collect()
+            }
+        }
+    }
+
+    /// Returns the workers that no fault reaches: there are only faults of the script, and they strike others than the worker and its
+    /// head server.
+    pub(crate) fn unharmed(&self) -> Vec<&'static str> {
+        if self.strikes(|_, host| host == HEAD) { Vec::new() } else { self.untouched() }
+    }
+
+    /// Returns the workers that notice a fault only if the head server is killed.
+    pub(crate) fn returning(&self) -> Vec<&'static str> {
+        let otherwise = self.strikes(|step, host| host == HEAD && !matches!(step, Step::Crash(_) | Step::Start(_)));
+        if otherwise { Vec::new() } else { self.untouched() }
+    }
+
+    fn untouched(&self) -> Vec<&'static str> {
+        let Some(cluster) = self.cluster.as_ref().filter(|cluster| cluster.calm) else { return Vec::new() };
+        let workers = WORKERS.into_iter().take(cluster.workers);
+        workers.filter(|worker| !self.strikes(|_, host| host == *worker)).collect()
+    }
+
+    fn strikes(&self, is: impl Fn(Step, &'static str) -> bool) -> bool {
+        self.script.iter().any(|(_, step)| step.host().is_some_and(|host| is(*step, host)))
+    }
+
+    fn of_servers(seed: u64) -> Self {
         let mut rng = fastrand::Rng::with_seed(seed ^ 0x5eed_0f7e_57ab_1e00);
         let faults = Faults::drawn(&mut rng);
         let millis = |rng: &mut fastrand::Rng, from, to| Duration::from_millis(rng.u64(from..=to));
@@ -128,6 +211,7 @@ impl Plan {
             faults,
             options,
             heals_at,
+            cluster: None,
         }
     }
 }
@@ -201,6 +285,9 @@ impl fmt::Display for Plan {
              {:?} + {:?}, heals at {heals_at:?}",
             options.concurrency, options.attempts_max, options.attempt_timeout, options.record_timeout,
         )?;
+        if let Some(cluster) = &self.cluster {
+            writeln!(f, "{cluster:?}")?;
+        }
         self.script.iter().try_for_each(|(at, step)| writeln!(f, "{:>8} ms  {step}", at.as_millis()))
     }
 }

@@ -6,41 +6,38 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, Once, PoisonError};
 use std::time::Duration;
 
-use bytes::Bytes;
-use futures_util::stream;
-use gym_client::collect::ledger::{JsonlLedger, OpenMode, RecoveryReport};
-use gym_client::collect::{Driver, OutputFiles, RolloutRow, RunEnd, write_new_file};
 use gym_client::registry::{LeaseKeeper, RemoteRegistry};
 use gym_client::{ServerClient, Transports};
-use gym_core::base::Files as _;
-use gym_core::registry::{MemoryRegistry, Registration, Registry};
-use gym_core::rollout::{KeyState, Ledger, TaskKey};
+use gym_core::registry::{MemberLimits, MemberRegistry, MemberState, MemoryRegistry, Registration, Registry};
 use gym_core::server::ServerKind;
 use gym_core::testing::net::{SimHost, Trace};
 use gym_core::testing::{Faults, FileFault, SimFiles, SimNet};
 use gym_core::transport::{Fenced, serve};
-use gym_core::{CallContext, CancelToken, Code, Endpoint, Handler, Incarnation, RawObject, Result, World};
+use gym_core::{CallContext, CancelToken, Endpoint, Handler, Incarnation, World};
 use gym_server::environment::{Relay, RelayConfig};
 use gym_server::head::HeadServer;
 use gym_server::metrics::Metrics;
 use gym_server::role::{RoleServer, ServerContext};
-use tokio::sync::mpsc;
 use tokio::time::Instant;
 
-use crate::audit::{Audit, AuditedHead, AuditedIncarnation, AuditedLedger, Counts};
+use crate::audit::{Audit, AuditedHead, AuditedIncarnation, Counts};
+use crate::cluster::{CollectorPools, Worker};
+use crate::collector::{Collector, OUTPUT, Orders, rows};
 use crate::plan::{
-    AGENT_RESTART, AGENTS, COLLECTOR, COLLECTOR_CRASH, COLLECTOR_KILL, DISK_FULL, DISK_STALL, DISK_WELL, END_IN_WRITE,
-    HEAD, HEAD_RESTART, HOSTS, LateCheck, Plan, RELAY, RESOURCES, STOP, SYNC_FAILED, Step,
+    AGENT_RESTART, AGENTS, COLLECTOR, COLLECTOR_CRASH, COLLECTOR_KILL, ClusterPlan, DISK_FULL, DISK_STALL, DISK_WELL,
+    END_IN_WRITE, FROZEN, HEAD, HEAD_KILL, HEAD_RESTART, ISOLATED, LateCheck, Plan, RELAY, RESOURCES, STOP,
+    SYNC_FAILED, Setting, Step, WORKER_KILL, WORKERS,
 };
 use crate::servers::{SmallAgent, SmallResources};
-
-const OUTPUT: &str = "out/rollouts.jsonl";
 
 /// The time after the end of the faults within which everything must be done. Attempts, leases and partitions last seconds.
 const DONE_WITHIN: Duration = Duration::from_secs(900);
 
-/// Collector runs after the end of the faults. Each run attempts every open rollout.
-const RUNS_AFTER_HEALING: u32 = 12;
+/// The time after the end of the faults after which all members serve and go on serving.
+const COMPLETE_WITHIN: Duration = Duration::from_secs(20);
+
+/// The time after a restart of the head server after which all workers serve again, if nothing else happened.
+const COMPLETE_AFTER_RESTART: Duration = Duration::from_secs(2);
 
 /// The result of a seed.
 pub(crate) struct Report {
@@ -51,6 +48,8 @@ pub(crate) struct Report {
     pub(crate) given_up: u64,
     pub(crate) attempts: u64,
     pub(crate) took: Duration,
+    /// What was counted besides the faults.
+    pub(crate) counts: std::collections::BTreeMap<&'static str, u64>,
     plan: Plan,
 }
 
@@ -65,8 +64,8 @@ impl fmt::Display for Report {
 }
 
 /// Plays a seed on this thread.
-pub(crate) fn run(seed: u64, late_check: LateCheck) -> Report {
-    let plan = Plan::drawn(seed);
+pub(crate) fn run(seed: u64, setting: Setting, late_check: LateCheck) -> Report {
+    let plan = Plan::drawn(seed, setting);
     watch_for_panics();
     PANICKED.set(false);
     let runtime = tokio::runtime::Builder::new_current_thread()
@@ -97,14 +96,6 @@ fn watch_for_panics() {
     });
 }
 
-/// The signals to and from the collector.
-#[derive(Clone, Default)]
-struct Orders {
-    stop: Arc<Mutex<CancelToken>>,
-    healed: CancelToken,
-    done: CancelToken,
-}
-
 struct Deployment {
     plan: Plan,
     late_check: LateCheck,
@@ -113,6 +104,7 @@ struct Deployment {
     files: SimFiles,
     registry: Arc<Mutex<MemoryRegistry>>,
     orders: Orders,
+    began: Instant,
 }
 
 impl Deployment {
@@ -122,11 +114,15 @@ impl Deployment {
         let files = SimFiles::new(plan.seed);
         files.set_latency_max(DISK_WELL);
         let (audit, registry) = (Audit::new(&net), Arc::default());
-        let mut this = Self { plan, late_check, net, audit, files, registry, orders: Orders::default() };
-        for host in HOSTS {
+        let mut this = Self { plan, late_check, net, audit, files, registry, orders: Orders::default(), began };
+        this.audit.expect_unharmed(this.plan.unharmed().into_iter());
+        for host in this.plan.hosts() {
             this.start(host);
         }
-        let auditor = tokio::spawn(audit_leases(this.audit.clone(), Arc::clone(&this.registry)));
+        let auditor = match &this.plan.cluster {
+            None => tokio::spawn(audit_leases(this.audit.clone(), Arc::clone(&this.registry))),
+            Some(_) => tokio::spawn(audit_members(this.audit.clone(), Arc::clone(&this.registry))),
+        };
         for (at, step) in this.plan.script.clone() {
             tokio::time::sleep_until(began + at).await;
             this.follow(step);
@@ -138,12 +134,17 @@ impl Deployment {
         if tokio::time::timeout(DONE_WITHIN, this.orders.done.cancelled()).await.is_err() {
             this.audit.violation(format_args!("not done {DONE_WITHIN:?} after the healing"));
         }
+        if this.plan.cluster.is_some() {
+            tokio::time::sleep_until(began + this.plan.heals_at + COMPLETE_WITHIN).await;
+            this.check_members().await;
+        }
         auditor.abort();
         let counts = this.check_end();
         Report {
             seed: this.plan.seed,
             trace: this.net.trace(),
             violations: this.audit.violations(),
+            counts: this.audit.counts(),
             completed: counts.completed,
             given_up: counts.given_up,
             attempts: counts.attempts,
@@ -157,11 +158,27 @@ impl Deployment {
         self.audit.check_end(&self.files, Path::new(OUTPUT), &wanted, self.plan.options.attempts_max)
     }
 
+    /// Checks that all workers serve.
+    async fn check_members(&self) {
+        let registry = self.registry.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let members = registry.members(&CallContext::default()).await.unwrap_or_default();
+        for worker in self.plan.hosts().into_iter().filter(|host| WORKERS.contains(host)) {
+            let member = members.iter().find(|member| member.spec.name == worker);
+            if member.is_none_or(|member| member.state != MemberState::Serving) {
+                let state = member.map(|member| (member.state, &member.reason));
+                self.audit.violation(format_args!("{worker} is {state:?} {COMPLETE_WITHIN:?} after the healing"));
+            }
+        }
+    }
+
     fn follow(&mut self, step: Step) {
         self.net.note("script", format_args!("{step}"));
         match step {
             Step::Crash(host) => {
                 self.net.crash(host);
+                if self.plan.cluster.is_some() && host != COLLECTOR {
+                    self.net.injected(host, if host == HEAD { HEAD_KILL } else { WORKER_KILL });
+                }
                 if host == COLLECTOR {
                     self.net.injected(host, COLLECTOR_CRASH);
                     self.files = self.files.crash();
@@ -178,6 +195,16 @@ impl Deployment {
                 self.net.injected(COLLECTOR, END_IN_WRITE);
                 self.files.end_at_step(nth, end);
             }
+            Step::Freeze(host) => {
+                self.net.injected(host, FROZEN);
+                self.net.freeze(host);
+            }
+            Step::Thaw(host) => self.net.thaw(host),
+            Step::Isolate(host) => {
+                self.net.injected(host, ISOLATED);
+                self.net.isolate(host);
+            }
+            Step::Reconnect(host) => self.net.reconnect(host),
             Step::Start(host) => {
                 if host == HEAD {
                     self.net.injected(host, HEAD_RESTART);
@@ -208,8 +235,12 @@ impl Deployment {
         match name {
             HEAD => self.start_head(&host),
             COLLECTOR => {
+                let client = self.client(&host);
+                let pools =
+                    self.plan.cluster.as_ref().and_then(|cluster| self.collector_pools(&host, &client, cluster));
                 let collector = Collector {
-                    client: self.client(&host),
+                    client,
+                    pools,
                     world: self.world(&host),
                     rows: rows(&self.plan),
                     plan: self.plan.clone(),
@@ -221,14 +252,54 @@ impl Deployment {
                 };
                 host.spawn(collector.run());
             }
+            _ if self.plan.cluster.is_some() => self.start_worker(&host, name),
             _ => self.start_server(&host, name),
         }
     }
 
+    /// Lets the collector's client follow the cluster, and returns what hosts its pools.
+    fn collector_pools(&self, host: &SimHost, client: &ServerClient, cluster: &ClusterPlan) -> Option<CollectorPools> {
+        let remote = self.remote(host);
+        if !cluster.pull {
+            client.follow(Arc::new(remote));
+            return None;
+        }
+        let (host, world, audit) = (host.clone(), self.world(host), self.audit.clone());
+        Some(CollectorPools { host, remote, world, audit, silence_max: cluster.silence_max, ttl: self.plan.ttl })
+    }
+
+    fn start_worker(&self, host: &SimHost, name: &'static str) {
+        let Some(cluster) = &self.plan.cluster else { return };
+        let worker = Worker {
+            name,
+            host: host.clone(),
+            remote: self.remote(host),
+            world: self.world(host),
+            audit: self.audit.clone(),
+            cluster: cluster.clone(),
+            steps: self.plan.steps,
+            think_max: self.plan.think_max,
+        };
+        host.spawn(worker.run());
+    }
+
     /// Starts a head server. A restarted head server has lost its state.
     fn start_head(&self, host: &SimHost) {
-        let registry = MemoryRegistry::new();
+        let term = host.life() + 1;
+        let registry = match &self.plan.cluster {
+            None => MemoryRegistry::new(),
+            Some(_) => {
+                let registry = MemoryRegistry::with_limits(term, MemberLimits::default());
+                // As the head server of a stack does.
+                registry.recover_for(Duration::from_secs(2));
+                self.audit.head_started(term);
+                registry
+            }
+        };
         *self.registry.lock().unwrap_or_else(PoisonError::into_inner) = registry.clone();
+        if host.life() > 0 {
+            host.spawn(check_return(registry.clone(), self.plan.returning(), self.audit.clone()));
+        }
         let config = Arc::new(|_: &[gym_core::registry::Instance]| String::new());
         let head = HeadServer::new(registry, config, &self.world(host), Metrics::new());
         self.serve(host, Arc::new(AuditedHead { head, audit: self.audit.clone() }));
@@ -252,7 +323,10 @@ impl Deployment {
                 let server = SmallResources { audit: self.audit.clone(), sessions: Arc::default(), steps };
                 Arc::new(RoleServer::resources(server, &context))
             }
-            _ => Arc::new(RoleServer::agent(SmallAgent { client, world: world.clone(), steps, think_max }, &context)),
+            _ => Arc::new(RoleServer::agent(
+                SmallAgent { client, world: world.clone(), steps, think_max, runs_once: None },
+                &context,
+            )),
         };
         let handler = AuditedIncarnation { life, handler, audit: self.audit.clone() };
         let endpoint = self.serve(host, Arc::new(Fenced::new(life, handler)));
@@ -279,6 +353,12 @@ impl Deployment {
         endpoint
     }
 
+    fn remote(&self, host: &SimHost) -> RemoteRegistry {
+        let transports = Transports::new().with_connector(Arc::new(host.clone()));
+        let head = Endpoint::parse("sim://head/gym").expect("an endpoint");
+        RemoteRegistry::new(head, transports, self.world(host))
+    }
+
     fn client(&self, host: &SimHost) -> ServerClient {
         let transports = Transports::new().with_connector(Arc::new(host.clone()));
         let head = Endpoint::parse("sim://head/gym").expect("an endpoint");
@@ -288,9 +368,12 @@ impl Deployment {
     }
 
     fn world(&self, host: &SimHost) -> World {
-        let index = HOSTS.iter().position(|known| *known == host.name()).unwrap_or_default() as u64;
+        let hosts = self.plan.hosts();
+        let index = hosts.iter().position(|known| *known == host.name()).unwrap_or_default() as u64;
         let seed = self.plan.seed.wrapping_mul(1_000_003) ^ (index << 40) ^ (host.life() << 48);
-        World::new(Arc::new(self.files.clone()), seed, Duration::from_secs(1_700_000_000))
+        // Incarnations of members are times.
+        let since = if self.plan.cluster.is_some() { self.began.elapsed() } else { Duration::ZERO };
+        World::new(Arc::new(self.files.clone()), seed, Duration::from_secs(1_700_000_000) + since)
     }
 }
 
@@ -299,6 +382,34 @@ async fn audit_leases(audit: Audit, registry: Arc<Mutex<MemoryRegistry>>) {
         tokio::time::sleep(Duration::from_millis(250)).await;
         let registry = registry.lock().unwrap_or_else(PoisonError::into_inner).clone();
         audit.check_leases(&registry).await;
+    }
+}
+
+/// Checks that all workers are back soon after a restart of the head server. Ends with this life of it.
+async fn check_return(registry: MemoryRegistry, workers: Vec<&'static str>, audit: Audit) {
+    tokio::time::sleep(COMPLETE_AFTER_RESTART).await;
+    let members = registry.members(&CallContext::default()).await.unwrap_or_default();
+    for worker in workers {
+        let state = members.iter().find(|member| member.spec.name == worker).map(|member| member.state);
+        if state != Some(MemberState::Serving) {
+            audit.violation(format_args!(
+                "{worker} is {state:?} {COMPLETE_AFTER_RESTART:?} after a restart of the head"
+            ));
+        }
+        audit.count("worker back after a restart of the head", 1);
+    }
+}
+
+/// Passes on what each life of the head server says of its members.
+async fn audit_members(audit: Audit, registry: Arc<Mutex<MemoryRegistry>>) {
+    let mut seen = None;
+    loop {
+        let registry = registry.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        // Of this life of the head server only, which ends meanwhile.
+        let update = registry.roster(&CallContext::default(), seen, Duration::from_millis(500)).await;
+        let Ok(update) = update else { continue };
+        seen = Some(update.now);
+        audit.check_roster(&update);
     }
 }
 
@@ -314,145 +425,5 @@ async fn stay_registered(registry: Arc<dyn Registry>, registration: Registration
             Ok(_kept) => std::future::pending().await,
             Err(_) => tokio::time::sleep(Duration::from_millis(500)).await,
         }
-    }
-}
-
-/// Returns the rollouts as the lines of the materialized inputs.
-fn lines(plan: &Plan) -> Vec<String> {
-    let padding = "x".repeat(plan.padding);
-    let keys = (0..plan.tasks).flat_map(|task| (0..plan.repeats).map(move |repeat| (task, repeat)));
-    keys.map(|(task, repeat)| {
-        format!(
-            r#"{{"responses_create_params":{{"input":[]}},"_ng_task_index":{task},"_ng_rollout_index":{repeat},"x":"{padding}"}}"#
-        )
-    })
-    .collect()
-}
-
-fn rows(plan: &Plan) -> Vec<RolloutRow> {
-    let keys = (0..plan.tasks).flat_map(|task| (0..plan.repeats).map(move |repeat| TaskKey::new(task, repeat)));
-    keys.zip(lines(plan))
-        .map(|(key, line)| RolloutRow {
-            key,
-            agent: "agent".into(),
-            server: RELAY.into(),
-            result_type: None,
-            row: RawObject::parse(line).expect("an object"),
-        })
-        .collect()
-}
-
-/// One incarnation of the collector's process. It starts run after run, like a shell loop.
-struct Collector {
-    client: ServerClient,
-    world: World,
-    rows: Vec<RolloutRow>,
-    plan: Plan,
-    late_check: LateCheck,
-    net: SimNet,
-    audit: Audit,
-    files: SimFiles,
-    orders: Orders,
-}
-
-impl Collector {
-    async fn run(mut self) {
-        let mut after_healing = 0;
-        loop {
-            // The state at the start of the run: a run that still met faults does not count.
-            let healed = self.orders.healed.is_cancelled();
-            let open = self.once().await;
-            if self.files.has_ended() {
-                // Within a write.
-                self.net.note(COLLECTOR, format_args!("has ended"));
-                self.files = self.files.next_process();
-                self.audit.check_acknowledged(&self.files, Path::new(OUTPUT));
-            }
-            if healed {
-                after_healing += 1;
-                if open == Some(0) || after_healing == RUNS_AFTER_HEALING {
-                    break;
-                }
-            }
-            tokio::time::sleep(Duration::from_secs(1)).await;
-        }
-        self.orders.done.cancel();
-    }
-
-    /// Runs one collection. Returns the number of open rollouts, or `None` if it is unknown.
-    async fn once(&self) -> Option<usize> {
-        let cx = CallContext::within(Duration::from_secs(120));
-        let (ledger, opened) = match self.prepare(&cx).await {
-            Ok(prepared) => prepared,
-            Err(error) => {
-                self.net.note(COLLECTOR, format_args!("cannot prepare the run: {error:?}"));
-                if error.code() == Code::DataLoss {
-                    self.audit.violation(format_args!("the ledger does not open again: {error}"));
-                }
-                return None;
-            }
-        };
-        self.audit.opened(&self.files, Path::new(OUTPUT));
-        self.net.note(COLLECTOR, format_args!("opens the ledger: {opened:?}"));
-        let ledger = match self.late_check {
-            LateCheck::On => ledger,
-            LateCheck::Off => ledger.without_late_check(),
-        };
-        let ledger = Arc::new(AuditedLedger { ledger, audit: self.audit.clone() });
-        let driver = Driver::new(
-            self.client.clone(),
-            Arc::clone(&ledger) as Arc<dyn Ledger>,
-            &self.world,
-            self.plan.options.clone(),
-        );
-        let stop = CancelToken::new();
-        *self.orders.stop.lock().unwrap_or_else(PoisonError::into_inner) = stop.clone();
-        let rows = self.rows.clone();
-        let ended = Arc::new(driver).run(stream::iter(rows.into_iter().map(Ok)), stop).await;
-        self.net.note(COLLECTOR, format_args!("ends a run: {ended:?}"));
-        let closed = ledger.ledger.close(&cx).await;
-        self.net.note(COLLECTOR, format_args!("closes the ledger: {closed:?}"));
-        match ended {
-            Ok(RunEnd::Exhausted | RunEnd::Stopped | RunEnd::FailedFast) => {}
-            Err(_) => return None,
-        }
-        let open =
-            |state| matches!(state, KeyState::Open { failures, .. } if failures < self.plan.options.attempts_max);
-        Some(self.rows.iter().filter(|row| open(ledger.state(row.key))).count())
-    }
-
-    /// Writes the inputs and opens the ledger in the order of `RolloutCollector::collect`.
-    async fn prepare(&self, cx: &CallContext) -> Result<(JsonlLedger, RecoveryReport)> {
-        let OutputFiles { rollouts, failures, materialized, .. } = OutputFiles::beside(OUTPUT);
-        let partial = materialized.with_extension("jsonl.partial");
-        let [rollouts, failures, inputs] = [&rollouts, &failures, &materialized].map(|path| self.files.length(path));
-        let recorded =
-            rollouts.await?.is_some_and(|length| length > 0) || failures.await?.is_some_and(|length| length > 0);
-        if recorded && inputs.await?.is_none_or(|length| length == 0) {
-            self.audit.violation("there are outcomes, and their inputs are lost");
-        }
-        let lines = lines(&self.plan);
-        let wanted = lines.iter().map(|line| format!("{line}\n")).collect::<String>();
-        let (sender, chunks) = mpsc::channel(1);
-        let producing = async {
-            for line in lines {
-                // Fails after an error of the disk, which the other end reports.
-                let _ = sender.send(Bytes::from(line + "\n")).await;
-            }
-            drop(sender);
-            Ok(())
-        };
-        write_new_file(&self.files, &partial, chunks, producing).await?;
-        let opened = JsonlLedger::open(cx, Arc::new(self.files.clone()), OUTPUT, OpenMode::Resume).await?;
-        // A resumed collection may add rows, so it replaces its inputs too.
-        if !recorded || self.world.rng().bool() {
-            self.files.rename(&partial, &materialized).await?;
-        } else {
-            self.files.remove(&partial).await?;
-        }
-        if self.files.contents(&materialized) != wanted.as_bytes() {
-            self.audit.violation("the inputs are not what was written");
-        }
-        Ok(opened)
     }
 }

@@ -35,10 +35,16 @@ pub(crate) struct SmallAgent {
     pub(crate) world: World,
     pub(crate) steps: u32,
     pub(crate) think_max: Duration,
+    /// Checks that each attempt runs once.
+    pub(crate) runs_once: Option<Audit>,
 }
 
 impl AgentServer for SmallAgent {
     async fn run(&self, cx: &CallContext, _: &SessionId, row: &RawObject) -> Result<Response> {
+        if let Some(audit) = &self.runs_once {
+            let task: Task = serde_json::from_slice(row.text()).map_err(|error| Error::invalid(error.to_string()))?;
+            audit.runs(task.attempt());
+        }
         let mut session = self.client.session();
         let mut rng = self.world.rng();
         session.post(&cx.child(), "resources", "/seed_session", row.text().clone()).await?.into_result()?;
@@ -79,6 +85,12 @@ pub(crate) struct Task {
     attempt: u32,
 }
 
+impl Task {
+    fn attempt(&self) -> Attempt {
+        Attempt { key: TaskKey::new(self.task_index, self.rollout_index), number: self.attempt }
+    }
+}
+
 impl SmallResources {
     fn sessions(&self) -> MutexGuard<'_, BTreeMap<String, u32>> {
         self.sessions.lock().unwrap_or_else(PoisonError::into_inner)
@@ -106,11 +118,12 @@ impl ResourcesServer for SmallResources {
 
     async fn verify(&self, _: &CallContext, session: &SessionId, task: Task, _: &ModelResponse) -> Result<Verdict> {
         let count = self.sessions().remove(session.as_str()).ok_or_else(|| forgotten(session))?;
-        let key = TaskKey::new(task.task_index, task.rollout_index);
+        let attempt = task.attempt();
         if count != self.steps {
+            let key = attempt.key;
             self.audit
                 .violation(format_args!("{key} has {count} calls of its tool in its session, not {}", self.steps));
         }
-        Ok(Verdict::reward(self.audit.give("resources", Attempt { key, number: task.attempt })))
+        Ok(Verdict::reward(self.audit.give("resources", attempt)))
     }
 }

@@ -19,6 +19,9 @@ use crate::wire::headers::{
 /// Maximum number of headers in one response, the same as in hyper.
 pub(crate) const HEADERS_MAX: usize = 100;
 
+/// Maximum length of a route that is sent without being parsed; longer ones can exceed the limit of URIs.
+const PLAIN_ROUTE_BYTES_MAX: usize = 256;
+
 /// Maximum size of one response's header section. Cookies of several servers take a few thousand bytes.
 pub(crate) const HEAD_BYTES_MAX: usize = 64 << 10;
 
@@ -29,7 +32,7 @@ pub(crate) const HEAD_BYTES_MAX: usize = 64 << 10;
 /// `InvalidArgument`, with the value that HTTP cannot send.
 pub(crate) fn write_request(request: &Request, host: &str, prefix: &str, length: usize) -> Result<Vec<u8>> {
     let (route, context) = (request.route.as_str(), &request.context);
-    if !route.starts_with('/') || route.contains('#') || Uri::try_from(route).is_err() {
+    if !is_route(route) {
         return Err(Error::invalid(format!("route `{}` is not a path that HTTP can send", route.escape_debug())));
     }
     let mut head = Vec::with_capacity(512);
@@ -45,11 +48,11 @@ pub(crate) fn write_request(request: &Request, host: &str, prefix: &str, length:
     }
     // A method that usually has a body announces a length of 0 if there is none.
     if length > 0 || matches!(request.verb, Verb::Post | Verb::Put | Verb::Patch) {
-        put_header(&mut head, "content-length", &length.to_string());
+        put_number(&mut head, "content-length", length as u64);
     }
-    put_header(&mut head, TIMEOUT.as_str(), &timeout_ms(context).to_string());
+    put_number(&mut head, TIMEOUT.as_str(), timeout_ms(context));
     if let Some(incarnation) = context.incarnation {
-        put_header(&mut head, INCARNATION.as_str(), &incarnation.to_string());
+        put_number(&mut head, INCARNATION.as_str(), incarnation.0);
     }
     if let Some(trace) = context.trace.to_traceparent() {
         put_header(&mut head, TRACEPARENT.as_str(), &trace);
@@ -66,6 +69,17 @@ pub(crate) fn write_request(request: &Request, host: &str, prefix: &str, length:
     }
     head.extend_from_slice(b"\r\n");
     Ok(head)
+}
+
+/// Returns `true` if HTTP can send the route. Most routes have only the characters of names, and need no parser.
+fn is_route(route: &str) -> bool {
+    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'/' | b'_' | b'-' | b'.');
+    let plain = route.len() <= PLAIN_ROUTE_BYTES_MAX && route.bytes().all(is_plain);
+    route.starts_with('/') && (plain || !route.contains('#') && Uri::try_from(route).is_ok())
+}
+
+fn put_number(head: &mut Vec<u8>, name: &str, number: u64) {
+    put_header(head, name, itoa::Buffer::new().format(number));
 }
 
 fn put_header(head: &mut Vec<u8>, name: &str, value: &str) {

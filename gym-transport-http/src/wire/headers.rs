@@ -209,7 +209,7 @@ fn text<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Option<&'a str> {
 
 fn number(headers: &HeaderMap, name: &HeaderName) -> Result<Option<u64>> {
     let Some(value) = headers.get(name) else { return Ok(None) };
-    let number = value.to_str().ok().and_then(|text| text.trim().parse().ok());
+    let number = value.to_str().ok().and_then(|text| text.trim_ascii().parse().ok());
     match number {
         Some(number) => Ok(Some(number)),
         None => Err(Error::invalid(format!("header `{name}` is {value:?}; it must be a whole number"))),

@@ -5,11 +5,16 @@ use std::collections::{BTreeMap, BTreeSet};
 use crate::page::{Page, code, sources};
 
 /// The variables that a user sets: name, reader, meaning.
-const READ: [(&str, &str, &str); 31] = [
+const READ: [(&str, &str, &str); 32] = [
     (
         "CUDA_VISIBLE_DEVICES",
         "worker groups",
         "The GPUs that a cluster may use, as CUDA reads the variable. A rank gets its own GPUs in it.",
+    ),
+    (
+        "GYM_JOIN_SECRET",
+        "`examples/groups`",
+        "The secret that nodes and their controllers share, in the example `on_nodes`.",
     ),
     (
         "GYM_QUIC_SECRET",
@@ -128,7 +133,7 @@ const SET: [(&str, &str, &str); 16] = [
 ];
 
 /// Variables of tests, benchmarks and fuzzing. No program of a user reads them.
-const OF_TESTS: [&str; 40] = [
+const OF_TESTS: [&str; 44] = [
     "CONDA_PREFIX",
     "GYM_ABSENT",
     "GYM_AFFINITY_SEEDS",
@@ -139,13 +144,16 @@ const OF_TESTS: [&str; 40] = [
     "GYM_FUZZ_TARGET",
     "GYM_KILLS",
     "GYM_KILL_SEED",
+    "GYM_NODE_KILLS",
     "GYM_PEER_PYTHON",
     "GYM_REFERENCE",
     "GYM_SAFETENSORS_PYTHON",
     "GYM_SIM_FROM",
     "GYM_SIM_SEED",
     "GYM_SIM_SEEDS",
+    "GYM_SIM_SETTING",
     "GYM_TEST_LEDGER_OUTPUT",
+    "GYM_TEST_MARK",
     "GYM_TEST_PROGRAM",
     "GYM_TEST_TWO",
     "GYM_TLS_TEST_ENDPOINT",
@@ -164,6 +172,7 @@ const OF_TESTS: [&str; 40] = [
     "GYM_UCX_TEST_ROLE",
     "GYM_UCX_TRANSPORTS",
     "GYM_WITHOUT_WORKERS",
+    "GYM_WORKERS_ON",
     "GYM_WORKER_KILLS",
     "NEMO_RECORDED",
     "RAY_USAGE_STATS_ENABLED",

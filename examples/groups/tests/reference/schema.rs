@@ -33,7 +33,8 @@ fn loaded(text: &str) -> GymConfig {
 
 /// Returns the keys that an implementation reads, from its error about a key that it does not have.
 async fn keys_read(kind: ServerKind, implementation: &str) -> BTreeSet<String> {
-    let text = format!("x: {{{kind}: {{{implementation}: {{entrypoint: app.py, qqqqqqqqqqqq: 1}}}}}}\n");
+    let domain = if kind == ServerKind::Resources { "domain: other, " } else { "" };
+    let text = format!("x: {{{kind}: {{{implementation}: {{entrypoint: app.py, {domain}qqqqqqqqqqqq: 1}}}}}}\n");
     let mut config = loaded(&text);
     config.head.port = 0;
     let error = Stack::start(config, &Servers::stock(), &World::real(), StackOptions::default()).await;

@@ -3,7 +3,7 @@
 use gym_core::group::cluster::{ClusterSpec, WorkerGroupConfig};
 use gym_core::server::ServerKind;
 use gym_server::agent::{GymnasiumAgentConfig, SimpleAgentConfig};
-use gym_server::environment::{PoolConfig, RelayConfig};
+use gym_server::environment::{PoolConfig, RelayConfig, VerifierPoolConfig};
 use gym_server::model::{OpenAiModelConfig, ScriptedModelConfig, VllmModelConfig};
 use schemars::JsonSchema;
 use schemars::generate::SchemaSettings;
@@ -46,6 +46,7 @@ pub(crate) fn stock() -> Vec<(ServerKind, &'static str, Value)> {
         (ServerKind::Agent, "gymnasium_agent", schema_of::<GymnasiumAgentConfig>()),
         (ServerKind::Environment, "legacy_agent", schema_of::<RelayConfig>()),
         (ServerKind::Environment, "pool", schema_of::<PoolConfig>()),
+        (ServerKind::Resources, "pool", schema_of::<VerifierPoolConfig>()),
         (ServerKind::Model, "openai_model", schema_of::<OpenAiModelConfig>()),
         (ServerKind::Model, "vllm_model", schema_of::<VllmModelConfig>()),
         (ServerKind::Model, "scripted_model", schema_of::<ScriptedModelConfig>()),

@@ -10,13 +10,16 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-use crate::config::problem::{ConfigError, Mistake, Origin, Problem, suggest};
+use crate::config::problem::{ConfigError, Mistake, Origin, Problem, nearest, suggest};
 use crate::config::schema::keys::UnreadKeys;
 use crate::config::yaml::deserialize::{self, TypeMismatch};
 use crate::config::yaml::node::{Key, Node, Tree};
 use crate::config::yaml::writer;
 use gym_core::server::ServerKind;
 use gym_core::transport::TransportPolicy;
+
+/// Top-level keys that describe one machine or its head server.
+const OWN_KEYS: [&str; 4] = ["config_paths", "head_server", "default_host", "disallowed_ports"];
 
 /// A complete configuration, merged and checked.
 #[derive(Clone, Debug)]
@@ -43,7 +46,42 @@ pub struct GymConfig {
     pub files: Vec<PathBuf>,
     /// Settings that are allowed but probably unintended.
     pub warnings: Vec<Problem>,
+    /// References to servers that no file defines. Empty unless [`ConfigLoader::with_servers_elsewhere`] allows them.
+    ///
+    /// [`ConfigLoader::with_servers_elsewhere`]: crate::config::ConfigLoader::with_servers_elsewhere
+    pub elsewhere: Vec<MissingServer>,
+    /// The merged configuration before ports, hosts and paths of this machine were added.
+    pub(crate) given: Node,
     pub(crate) raw: Node,
+}
+
+/// A reference to a server that no file defines.
+#[derive(Clone, Debug)]
+pub struct MissingServer {
+    /// Kind of the server.
+    pub kind: ServerKind,
+    /// Name of the server.
+    pub name: String,
+    pub(crate) known: Vec<String>,
+    pub(crate) problem: Problem,
+}
+
+impl MissingServer {
+    /// Returns the mistake. Its fix suggests a name of the files or one of `more`.
+    #[must_use]
+    pub fn problem(&self, more: &[&str]) -> Problem {
+        self.problem.clone().fix(suggest(&self.name, &self.names(more), self.kind.as_str()))
+    }
+
+    /// Returns the name of the files, or of `more`, for which this one is probably a typing error.
+    #[must_use]
+    pub fn nearest<'a>(&'a self, more: &[&'a str]) -> Option<&'a str> {
+        nearest(&self.name, self.names(more))
+    }
+
+    fn names<'a>(&'a self, more: &[&'a str]) -> Vec<&'a str> {
+        self.known.iter().map(String::as_str).chain(more.iter().copied()).collect()
+    }
 }
 
 /// The address at which the head server listens.
@@ -86,6 +124,8 @@ pub struct LiveServer {
     pub host: String,
     /// TCP port.
     pub port: u16,
+    /// References to other servers, if no file may define the server.
+    pub references: Vec<ServerReference>,
 }
 
 /// A request to choose a port for an instance.
@@ -125,6 +165,8 @@ pub struct InstanceConfig {
     pub host: String,
     /// Port on which it listens; `None` if none is configured and none was chosen.
     pub port: Option<u16>,
+    /// `true` if no file sets the port: another one does as well.
+    pub port_chosen: bool,
     /// Number of worker processes, if configured.
     pub num_workers: Option<u64>,
     /// The Python file of the server, relative to the directory of the implementation.
@@ -220,6 +262,8 @@ impl GymConfig {
             relays: Vec::new(),
             files: Vec::new(),
             warnings: Vec::new(),
+            elsewhere: Vec::new(),
+            given: Node::map(Vec::new(), &origin),
             raw: Node::map(Vec::new(), &origin),
         }
     }
@@ -241,6 +285,7 @@ impl GymConfig {
             implementation: name.to_owned(),
             host: self.default_host.clone(),
             port: None,
+            port_chosen: true,
             num_workers: None,
             entrypoint: None,
             domain: None,
@@ -290,10 +335,15 @@ impl GymConfig {
     /// registered without being in a file.
     #[must_use]
     pub fn to_global_yaml_with(&self, live: &[LiveServer]) -> String {
+        writer::yaml(&self.with_live(live))
+    }
+
+    fn with_live(&self, live: &[LiveServer]) -> Node {
         let mut root = self.raw.clone();
         let origin = Origin::of("registry");
         for server in live {
             let path = [server.name.as_str(), server.kind.as_str(), server.implementation.as_str()];
+            let is_new = root.step(&server.name).is_none();
             let Some(at) = path.into_iter().try_fold(&mut root, |at, step| {
                 let map = at.as_map_mut()?;
                 if !map.contains(step) {
@@ -306,9 +356,40 @@ impl GymConfig {
             if let Some(block) = at.as_map_mut() {
                 block.set(Key::Text("host".to_owned()), Node::text(server.host.clone(), &origin));
                 block.set(Key::Text("port".to_owned()), Node::new(Tree::Int(i128::from(server.port)), origin.clone()));
+                for reference in server.references.iter().filter(|_| is_new) {
+                    let ServerReference { field, kind, name } = reference;
+                    let node = serde_json::json!({"type": kind.as_str(), "name": name});
+                    block.set(Key::Text(field.clone()), Node::from_json(&node, &origin));
+                }
             }
         }
-        writer::yaml(&root)
+        root
+    }
+
+    /// Returns the configuration as it was given, for workers without files of their own: without the addresses of this machine, its
+    /// servers and its head server. Interpolations are kept, so each worker reads its own environment variables. `None` if the
+    /// configuration has no server. Contains secrets.
+    #[must_use]
+    pub fn to_shared_yaml(&self) -> Option<String> {
+        let mut root = self.given.clone();
+        let map = root.as_map_mut().filter(|_| !self.instances.is_empty())?;
+        for key in OWN_KEYS {
+            map.remove(key);
+        }
+        for instance in &self.instances {
+            let path = [&instance.name, instance.kind.as_str(), &instance.implementation];
+            let block = path.into_iter().try_fold(&mut root, |at, step| at.as_map_mut()?.get_mut(step));
+            if let Some(block) = block.and_then(Node::as_map_mut) {
+                block.remove("host");
+                block.remove("port");
+            }
+        }
+        Some(writer::yaml(&root))
+    }
+
+    /// Adds servers of other machines, so that Python servers of this configuration find them.
+    pub fn add_live(&mut self, live: &[LiveServer]) {
+        self.raw = self.with_live(live);
     }
 
     /// Returns the merged configuration with `****` instead of keys, tokens, passwords and other secrets.

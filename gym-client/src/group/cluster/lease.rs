@@ -18,7 +18,7 @@ use gym_core::group::{Gate, Permit};
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
-use crate::group::supervise::BundleId;
+use crate::group::provision::BundleId;
 
 /// The bundle leases of the groups on one cluster. Cheap to clone.
 #[derive(Clone, Debug, Default)]

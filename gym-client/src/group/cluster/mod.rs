@@ -20,22 +20,25 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use futures_util::future::join_all;
+use futures_util::stream::BoxStream;
 use gym_core::group::Gate;
 use gym_core::group::cluster::{
-    ClusterSpec, ModelSpan, NodeResources, Placement, WorkerGroupConfig, WorkerPlacement, WorkersOn, engine_port, place,
+    ClusterSpec, ModelSpan, NodeResources, Placement, WorkerGroupConfig, WorkerPlacement, WorkersOn, engine_port,
 };
 use gym_core::{CallContext, Error, Result};
 use serde::Serialize;
 use serde_json::value::RawValue;
 
-use crate::group::provision::{DEFAULT_START_TIMEOUT, LaunchSpec, Provisioner, RankPlace, Variables};
+use crate::group::provision::{
+    DEFAULT_START_TIMEOUT, LaunchSpec, NodeEvent, NodeStatus, Provisioner, RankPlace, Reservation, ReserveRequest,
+    Variables,
+};
 use crate::group::supervise::{ClusterBinding, ClusterGroups, DEFAULT_MAX_RESTARTS, Group, GroupOptions};
 use crate::group::usage::node::{NodeMonitor, NodeUsage};
-use crate::group::usage::visible_gpus;
 pub use file::ClusterFile;
 use lease::{BundleLeases, LeaseGate};
 
-/// A set of bundles placed on nodes. Placement and processes start on first use.
+/// A set of bundles on nodes. They are reserved on first use.
 #[derive(Debug)]
 pub struct VirtualCluster {
     spec: ClusterSpec,
@@ -45,7 +48,7 @@ pub struct VirtualCluster {
     unified: bool,
     leases: BundleLeases,
     groups: Arc<ClusterGroups>,
-    placed: Mutex<Option<Arc<Placement>>>,
+    reserved: tokio::sync::Mutex<Option<Arc<dyn Reservation>>>,
     /// Runs from the start of the first group, if `monitor_memory` is set.
     monitor: Mutex<Option<Arc<NodeMonitor>>>,
 }
@@ -99,10 +102,10 @@ impl GroupRequest {
 }
 
 impl VirtualCluster {
-    /// Creates a cluster on this machine, whose ranks `provisioner` starts.
+    /// Creates a cluster whose bundles `provisioner` finds room for.
     ///
     /// # Errors
-    /// Errors of [`ClusterSpec::validate`]. Missing resources of the machine are reported when the cluster is placed.
+    /// Errors of [`ClusterSpec::validate`]. Missing resources are reported when the cluster is placed.
     pub fn new(spec: ClusterSpec, provisioner: impl Provisioner) -> Result<Self> {
         spec.validate()?;
         Ok(Self {
@@ -112,7 +115,7 @@ impl VirtualCluster {
             unified: false,
             leases: BundleLeases::default(),
             groups: Arc::default(),
-            placed: Mutex::default(),
+            reserved: tokio::sync::Mutex::default(),
             monitor: Mutex::default(),
         })
     }
@@ -170,14 +173,36 @@ impl VirtualCluster {
     ///
     /// # Errors
     /// `ResourceExhausted`, with the request and the resources of each node.
-    pub fn placement(&self) -> Result<Arc<Placement>> {
-        let mut placed = self.placed.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(placed) = &*placed {
-            return Ok(Arc::clone(placed));
+    pub async fn placement(&self, cx: &CallContext) -> Result<Arc<Placement>> {
+        Ok(self.reservation(cx).await?.placement())
+    }
+
+    /// Returns the nodes of the placement.
+    ///
+    /// # Errors
+    /// As [`VirtualCluster::placement`].
+    pub async fn nodes(&self, cx: &CallContext) -> Result<Vec<NodeStatus>> {
+        Ok(self.reservation(cx).await?.nodes())
+    }
+
+    /// Returns the events of the nodes so far, then new events as they happen: a node that is suspect or lost, and bundles that moved.
+    ///
+    /// # Errors
+    /// As [`VirtualCluster::placement`].
+    pub async fn node_events(&self, cx: &CallContext) -> Result<BoxStream<'static, NodeEvent>> {
+        Ok(self.reservation(cx).await?.events())
+    }
+
+    /// Returns the reservation of the bundles, which the first call makes.
+    async fn reservation(&self, cx: &CallContext) -> Result<Arc<dyn Reservation>> {
+        let mut reserved = self.reserved.lock().await;
+        if let Some(reserved) = &*reserved {
+            return Ok(Arc::clone(reserved));
         }
-        let nodes = self.simulated.clone().unwrap_or_else(|| vec![this_machine()]);
-        let fresh = Arc::new(place(&self.spec, &nodes, self.unified)?);
-        Ok(Arc::clone(placed.insert(fresh)))
+        let mut request = ReserveRequest::new(self.spec.clone());
+        (request.unified, request.simulated) = (self.unified, self.simulated.clone());
+        let fresh = self.provisioner.reserve(cx, &request).await?;
+        Ok(Arc::clone(reserved.insert(fresh)))
     }
 
     /// Returns the usage of this machine and its GPUs, as last sampled. Returns `None` unless the spec has `monitor_memory` and a
@@ -200,14 +225,16 @@ impl VirtualCluster {
     /// does not allow another group on them.
     pub async fn start(&self, cx: &CallContext, request: GroupRequest) -> Result<Group> {
         let GroupRequest { name, worker, init, on, config, mut options, variables, start_timeout } = request;
-        let placement = self.placement()?;
+        let reservation = self.reservation(cx).await?;
+        let placement = reservation.placement();
         let places = placement.workers(&name, &on)?;
         let group: Arc<str> = name.into();
         let world_size = u32::try_from(places.len()).map_err(|_| Error::invalid("too many ranks"))?;
         let bundles = Arc::new(places.iter().map(|place| (place.node, place.bundle)).collect::<BTreeSet<_>>());
         // Only tied ranks can be an engine, which needs these ports.
         let gpus_per_node = matches!(on, WorkersOn::Tied(_)).then_some(placement.gpus_per_node);
-        let ranks = places.into_iter().map(|place| rank_place(place, world_size, gpus_per_node)).collect();
+        let one = placement.groups.len() == 1;
+        let ranks = places.into_iter().map(|place| rank_place(place, world_size, gpus_per_node, one)).collect();
         let mut spec = LaunchSpec::new(Arc::clone(&group), worker, init, ranks);
         (spec.variables, spec.start_timeout, spec.ports) = (variables, start_timeout, self.spec.ports());
         spec.transport_policy = self.spec.transport_policy();
@@ -233,7 +260,7 @@ impl VirtualCluster {
             Arc::clone(monitor.get_or_insert_with(|| Arc::new(NodeMonitor::start())))
         });
         let on = ClusterBinding { gate, registration, monitor };
-        Ok(Group::start_on(cx, &*self.provisioner, spec, options, Some(on)).await?)
+        Ok(Group::start_on(cx, &*reservation, spec, options, Some(on)).await?)
     }
 
     /// Ends every group of the cluster. Later calls have no effect. A cluster that is used again is placed again.
@@ -243,18 +270,17 @@ impl VirtualCluster {
     pub async fn shutdown(&self, grace: Duration) -> Result<()> {
         let stops = self.groups.stops();
         let stopped = join_all(stops.iter().map(|stop| stop.stop(grace))).await;
-        self.placed.lock().unwrap_or_else(PoisonError::into_inner).take();
-        stopped.into_iter().collect()
+        let reserved = self.reserved.lock().await.take();
+        let released = match reserved {
+            Some(reserved) => reserved.release(grace).await,
+            None => Ok(()),
+        };
+        stopped.into_iter().chain([released]).collect()
     }
 }
 
-fn this_machine() -> NodeResources {
-    let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
-    NodeResources::new(name, u32::try_from(cpus).unwrap_or(u32::MAX), visible_gpus())
-}
-
-fn rank_place(place: WorkerPlacement, world_size: u32, engines: Option<u32>) -> RankPlace {
+/// `one` is `true` if the placement has a single group; the node of a worker is then only a label.
+fn rank_place(place: WorkerPlacement, world_size: u32, engines: Option<u32>, one: bool) -> RankPlace {
     let engine_port = engines.and_then(|gpus_per_node| engine_port(place.bundles.as_ref()?, gpus_per_node));
     RankPlace {
         rank: place.rank,
@@ -262,6 +288,7 @@ fn rank_place(place: WorkerPlacement, world_size: u32, engines: Option<u32>) -> 
         world_size,
         local_rank: place.bundle,
         node_rank: place.node,
+        bundle: (if one { 0 } else { place.node }, place.bundle),
         gpus: place.gpu.into_iter().collect(),
         bundles: place.bundles,
         tied: place.group,
@@ -289,12 +316,15 @@ mod tests {
         made(cluster, &span)
     }
 
-    #[test]
-    fn a_cluster_for_a_model_is_unified_if_it_spans_nodes() {
+    #[tokio::test]
+    async fn a_cluster_for_a_model_is_unified_if_it_spans_nodes() {
         let wide = ModelSpan { tensor: 4, pipeline: 2, ..ModelSpan::default() };
-        let groups = |cluster: VirtualCluster| cluster.placement().unwrap().groups.len();
-        assert_eq!(groups(nodes_of(None, wide, VirtualCluster::for_generation)), 1, "an engine is one group of ranks");
-        assert_eq!(groups(nodes_of(None, wide, VirtualCluster::for_training)), 2, "stages may be on different nodes");
+        let groups =
+            async |cluster: VirtualCluster| cluster.placement(&CallContext::default()).await.unwrap().groups.len();
+        let engine = groups(nodes_of(None, wide, VirtualCluster::for_generation)).await;
+        assert_eq!(engine, 1, "an engine is one group of ranks");
+        let stages = groups(nodes_of(None, wide, VirtualCluster::for_training)).await;
+        assert_eq!(stages, 2, "stages may be on different nodes");
         let strategy =
             |colocated| nodes_of(colocated, wide, VirtualCluster::for_generation).spec.placement_group_strategy;
         assert_eq!(strategy(None), PlacementStrategy::Pack);

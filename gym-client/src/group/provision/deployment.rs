@@ -1,4 +1,4 @@
-//! The interface between a group and the provisioner that starts its ranks.
+//! The interfaces between a group and the provisioner that starts its ranks.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -9,11 +9,12 @@ use std::time::Duration;
 use async_trait::async_trait;
 use futures_util::stream::BoxStream;
 use gym_core::group::Rank;
+use gym_core::group::cluster::{ClusterSpec, NodeResources, Placement};
 use gym_core::transport::TransportPolicy;
 use gym_core::{CallContext, Incarnation, Result};
 use serde_json::value::RawValue;
 
-use crate::group::provision::events::RankEvent;
+use crate::group::provision::events::{NodeEvent, NodeStatus, RankEvent};
 use crate::group::provision::place::RankPlace;
 use crate::group::provision::variables::Variables;
 use crate::group::usage::process::ProcessUsage;
@@ -21,15 +22,80 @@ use crate::group::usage::process::ProcessUsage;
 /// Default limit for a rank's start, until it accepts calls: loading weights takes minutes.
 pub const DEFAULT_START_TIMEOUT: Duration = Duration::from_secs(600);
 
-/// Starts the ranks of groups, called by the supervisor of a group.
+/// Finds room for bundles: on this machine, on the nodes of a cluster, or by another engine.
 #[async_trait]
 pub trait Provisioner: fmt::Debug + Send + Sync + 'static {
-    /// Starts the first incarnation of every rank of `spec`, and returns when they are started. The ranks may not accept calls
-    /// yet: the deployment's events report when a rank accepts calls, and ranks that failed to start.
+    /// Places the bundles of a cluster on nodes and holds them. Waits for room no longer than `cx` allows.
+    ///
+    /// # Errors
+    /// The errors of [`place`](gym_core::group::cluster::place). `ResourceExhausted`, with the request and what each node has, if there is no room.
+    async fn reserve(&self, cx: &CallContext, request: &ReserveRequest) -> Result<Arc<dyn Reservation>>;
+}
+
+/// Bundles that are held on nodes. Dropping the reservation and its deployments releases them.
+#[async_trait]
+pub trait Reservation: fmt::Debug + Send + Sync + 'static {
+    /// Returns the placement of the bundles. A bundle's host is a position in [`nodes`](Self::nodes). Bundles of a lost node move to another
+    /// one when a rank on them restarts.
+    fn placement(&self) -> Arc<Placement>;
+
+    /// Returns the nodes of the placement. A node that was lost stays in the list.
+    fn nodes(&self) -> Vec<NodeStatus>;
+
+    /// Returns the events of the nodes so far, then new events as they happen. The stream ends when the bundles are released.
+    fn events(&self) -> BoxStream<'static, NodeEvent>;
+
+    /// Starts the first incarnation of every rank of `spec` on its bundle, and returns when they are started. The ranks may not accept calls
+    /// yet: the deployment's events report when a rank accepts calls, and ranks that failed to start. A deployment keeps its bundles
+    /// after the reservation was dropped.
     ///
     /// # Errors
     /// If no rank can be started: an unknown worker type, no free port, or a program that cannot be executed.
-    async fn launch(&self, cx: &CallContext, spec: LaunchSpec) -> Result<Box<dyn Deployment>>;
+    async fn launch(&self, cx: &CallContext, spec: LaunchSpec) -> Result<Arc<dyn Deployment>>;
+
+    /// Releases the bundles. Ranks that still run on them are asked to stop, and killed after `grace`. Later calls have no effect.
+    ///
+    /// # Errors
+    /// If a rank could not be killed.
+    async fn release(&self, grace: Duration) -> Result<()>;
+}
+
+/// A request for bundles.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct ReserveRequest {
+    /// The bundles.
+    pub cluster: ClusterSpec,
+    /// Places each bundle individually, for models that span nodes. Default: `false`.
+    pub unified: bool,
+    /// Places the bundles on these nodes instead of real ones. The ranks run wherever the provisioner can run them, without GPUs. Default: `None`.
+    pub simulated: Option<Vec<NodeResources>>,
+    /// Counts CPUs. Default: `true`.
+    pub counts_cpus: bool,
+}
+
+impl ReserveRequest {
+    /// Requests the bundles of `cluster`.
+    #[must_use]
+    pub fn new(cluster: ClusterSpec) -> Self {
+        Self { cluster, unified: false, simulated: None, counts_cpus: true }
+    }
+
+    /// Requests a bundle for each of `ranks` ranks, without GPUs, on nodes with any number of CPUs: for a group without a cluster.
+    #[must_use]
+    pub fn for_ranks(ranks: u32) -> Self {
+        let mut cluster = ClusterSpec::new([ranks]);
+        cluster.use_gpus = false;
+        Self { unified: true, counts_cpus: false, ..Self::new(cluster) }
+    }
+
+    /// Returns `node` as this request counts it.
+    pub(crate) fn counted(&self, mut node: NodeResources) -> NodeResources {
+        if !self.counts_cpus {
+            node.cpus = None;
+        }
+        node
+    }
 }
 
 /// The ranks of one launch. Dropping it ends the ranks; [`Deployment::shutdown`] stops them in order.
@@ -39,7 +105,8 @@ pub trait Deployment: fmt::Debug + Send + Sync + 'static {
     fn events(&self) -> BoxStream<'static, RankEvent>;
 
     /// Starts a new incarnation of each of these ranks, and returns when they are started. Kills all old incarnations that still
-    /// run before any new one starts. So an old incarnation cannot meet a new one at the rendezvous.
+    /// run before any new one starts. So an old incarnation cannot meet a new one at the rendezvous. If the node of a rank is lost, first waits
+    /// until the old incarnation cannot be alive, and starts the rank on another node.
     ///
     /// # Errors
     /// `NotFound` for a rank that was not launched. If a rank fails to start, for example after a shutdown, that is an error or

@@ -1,16 +1,97 @@
-//! Events of ranks, as their provisioner reports them.
+//! Events of ranks and nodes, as their provisioner reports them.
 
+use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use futures_util::stream::{self, BoxStream, StreamExt};
+use gym_core::group::cluster::NodeResources;
 use gym_core::group::{Rank, RankExit};
 use gym_core::{Endpoint, Incarnation};
+use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 
+/// A node, and its state as the reservation's holder knows it.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct NodeStatus {
+    /// Its name, and what it has.
+    pub resources: NodeResources,
+    /// Its address; `None` for this machine.
+    pub address: Option<Endpoint>,
+    /// Its state.
+    pub state: NodeState,
+}
+
+/// The state of a node.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum NodeState {
+    /// Its agent responds.
+    Serving,
+    /// Its agent does not respond, for this reason. Its ranks may run.
+    Suspect(String),
+    /// It was given up, for this reason.
+    Lost(String),
+}
+
+/// An event of a node.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum NodeEvent {
+    /// The node responds: it was reserved, or is no longer suspect.
+    Serving {
+        /// The name of the node.
+        node: String,
+    },
+    /// The node does not respond.
+    Suspect {
+        /// The name of the node.
+        node: String,
+        /// The reason.
+        why: String,
+    },
+    /// The node was given up: its ranks have ended, or end with their lease.
+    Lost {
+        /// The name of the node.
+        node: String,
+        /// The reason.
+        why: String,
+    },
+    /// Bundles of a lost node moved.
+    Moved {
+        /// The name of the lost node.
+        from: String,
+        /// The names of the nodes that have the bundles now.
+        to: Vec<String>,
+    },
+}
+
+impl fmt::Display for NodeState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Serving => f.write_str("serving"),
+            Self::Suspect(why) => write!(f, "suspect: {why}"),
+            Self::Lost(why) => write!(f, "lost: {why}"),
+        }
+    }
+}
+
 /// An event of a rank.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum RankEvent {
+    /// The rank is about to start on this node; without this event, it starts on this machine with the GPUs of its place.
+    Placed {
+        /// The rank.
+        rank: Rank,
+        /// The incarnation.
+        incarnation: Incarnation,
+        /// The name of the node.
+        node: String,
+        /// Its GPUs, as in `CUDA_VISIBLE_DEVICES`.
+        gpus: Vec<String>,
+    },
     /// The rank's process or task runs; the worker is being created.
     Started {
         /// The rank.
@@ -49,30 +130,53 @@ pub enum RankEvent {
     },
 }
 
-/// The events of one deployment. Each reader receives the events so far, then new ones as they happen.
+/// A log of events. Each reader receives the events so far, then new ones as they happen.
 ///
-/// No event is dropped. An incarnation has at most four events, and the restart budget bounds the incarnations.
-#[derive(Clone, Debug)]
-pub(crate) struct EventLog {
-    events: Arc<Mutex<Vec<RankEvent>>>,
+/// No event is dropped. An incarnation has at most five events, and the restart budget bounds the incarnations.
+#[derive(Debug)]
+pub(crate) struct EventLog<E = RankEvent> {
+    events: Arc<Mutex<Vec<E>>>,
     count: watch::Sender<usize>,
 }
 
-impl EventLog {
+impl<E> Clone for EventLog<E> {
+    fn clone(&self) -> Self {
+        Self { events: Arc::clone(&self.events), count: self.count.clone() }
+    }
+}
+
+impl<E: Clone + Send + 'static> EventLog<E> {
     pub(crate) fn new() -> Self {
         Self { events: Arc::default(), count: watch::Sender::new(0) }
     }
 
-    pub(crate) fn push(&self, event: RankEvent) {
+    pub(crate) fn push(&self, event: E) {
         let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
         events.push(event);
         self.count.send_replace(events.len());
     }
 
+    /// Returns the events after the first `read`, which may be none.
+    pub(crate) fn after(&self, read: usize) -> Vec<E> {
+        let events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
+        events.get(read..).unwrap_or_default().to_vec()
+    }
+
+    /// Returns the number of events.
+    pub(crate) fn count(&self) -> usize {
+        *self.count.borrow()
+    }
+
+    /// Waits until there are more events than `read`.
+    pub(crate) async fn beyond(&self, read: usize) {
+        // The sender is part of this log, so the channel is open.
+        let _ = self.count.subscribe().wait_for(|count| *count > read).await;
+    }
+
     /// Returns the events as a stream, which ends when the last clone of the log is dropped.
-    pub(crate) fn stream(&self) -> BoxStream<'static, RankEvent> {
+    pub(crate) fn stream(&self) -> BoxStream<'static, E> {
         let start = (Arc::clone(&self.events), self.count.subscribe(), 0);
-        let next = |(events, mut count, read): (Arc<Mutex<Vec<RankEvent>>>, watch::Receiver<usize>, usize)| async move {
+        let next = |(events, mut count, read): (Arc<Mutex<Vec<E>>>, watch::Receiver<usize>, usize)| async move {
             // An error means that no more events follow; those in the log are still read.
             let _ = count.wait_for(|count| *count > read).await;
             let event = events.lock().unwrap_or_else(PoisonError::into_inner).get(read).cloned();

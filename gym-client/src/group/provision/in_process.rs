@@ -13,8 +13,9 @@ use gym_core::transport::{ListenOptions, Listener};
 use gym_core::{CallContext, CancelToken, Code, Error, Handler, Incarnation, Result};
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 
-use crate::group::provision::deployment::{Deployment, LaunchSpec, Provisioner};
+use crate::group::provision::deployment::{Deployment, LaunchSpec, Provisioner, Reservation, ReserveRequest};
 use crate::group::provision::events::{EventLog, RankEvent};
+use crate::group::provision::machine::{MachineReservation, StartsRanks};
 use crate::group::provision::place::{HeldRendezvous, RankPlace};
 use crate::group::provision::workers::{Workers, start_inputs};
 use crate::group::usage::process::ProcessUsage;
@@ -40,7 +41,15 @@ impl InProcessRanks {
 
 #[async_trait]
 impl Provisioner for InProcessRanks {
-    async fn launch(&self, cx: &CallContext, spec: LaunchSpec) -> Result<Box<dyn Deployment>> {
+    async fn reserve(&self, cx: &CallContext, request: &ReserveRequest) -> Result<Arc<dyn Reservation>> {
+        cx.check()?;
+        MachineReservation::reserve(self.clone(), request)
+    }
+}
+
+#[async_trait]
+impl StartsRanks for InProcessRanks {
+    async fn launch(&self, cx: &CallContext, spec: LaunchSpec) -> Result<Arc<dyn Deployment>> {
         cx.check()?;
         let subject = format!("start group {}", spec.group);
         self.workers.kind(&spec.worker).map_err(|error| error.about(subject.clone()))?;
@@ -64,7 +73,7 @@ impl Provisioner for InProcessRanks {
         for place in &state.spec.ranks {
             InProcessState::start(&state, place.clone(), Incarnation(1))?;
         }
-        Ok(Box::new(InProcessDeployment(state)))
+        Ok(Arc::new(InProcessDeployment(state)))
     }
 }
 
@@ -279,13 +288,14 @@ mod tests {
     use crate::group::provision::workers::WorkerKind;
     use crate::group::provision::workers::tests::Idle;
 
-    async fn idle() -> Box<dyn Deployment> {
+    async fn idle() -> Arc<dyn Deployment> {
         let workers = Workers::new().with("idle", WorkerKind::of::<Idle>());
         let provisioner = InProcessRanks::new(workers, InProcess::new());
         let init = serde_json::value::to_raw_value(&()).unwrap();
         let ranks = (0..2).map(|rank| RankPlace::on_one_node(rank, 2)).collect();
         let spec = LaunchSpec::new("group", "idle", init, ranks);
-        provisioner.launch(&CallContext::default(), spec).await.unwrap()
+        let reservation = provisioner.reserve(&CallContext::default(), &ReserveRequest::for_ranks(2)).await.unwrap();
+        reservation.launch(&CallContext::default(), spec).await.unwrap()
     }
 
     #[tokio::test]

@@ -11,7 +11,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
 
-use crate::group::provision::{LaunchSpec, Provisioner};
+use crate::group::provision::{LaunchSpec, Provisioner, Reservation, ReserveRequest};
 use crate::group::supervise::options::GroupOptions;
 use crate::group::supervise::record::RankRecord;
 use crate::group::supervise::registration::{ClusterBinding, GroupRegistration};
@@ -54,12 +54,16 @@ impl Group {
         spec: LaunchSpec,
         options: GroupOptions,
     ) -> Result<Self, StartError> {
-        Self::start_on(cx, provisioner, spec, options, None).await
+        let ranks = u32::try_from(spec.ranks.len()).unwrap_or(u32::MAX);
+        let reservation = provisioner.reserve(cx, &ReserveRequest::for_ranks(ranks)).await;
+        let refused = |cause| StartError { group: Arc::clone(&spec.group), cause, failed: Vec::new() };
+        let reservation = reservation.map_err(refused)?;
+        Self::start_on(cx, &*reservation, spec, options, None).await
     }
 
     pub(crate) async fn start_on(
         cx: &CallContext,
-        provisioner: &dyn Provisioner,
+        reservation: &dyn Reservation,
         spec: LaunchSpec,
         options: GroupOptions,
         on: Option<ClusterBinding>,
@@ -73,7 +77,7 @@ impl Group {
         let layout = layout(&spec, &options).map_err(refused)?;
         let records = spec.ranks.iter().cloned().map(RankRecord::new).collect();
         let memory_limit_bytes = spec.memory_limit_bytes;
-        let deployment = provisioner.launch(cx, spec).await.map_err(refused)?;
+        let deployment = reservation.launch(cx, spec).await.map_err(refused)?;
         let events = deployment.events();
         let shared = Arc::new(GroupState::new(Arc::clone(&name), options, deployment, gate, records));
         let (commands, receiver) = mpsc::channel(COMMANDS);

@@ -12,6 +12,5 @@ mod supervisor;
 pub use group::{Group, StartError};
 pub use metrics::GroupMetrics;
 pub use options::{DEFAULT_MAX_RESTARTS, GroupOptions};
-pub use registration::BundleId;
 pub(in crate::group) use registration::{ClusterBinding, ClusterGroups};
 pub use status::{RankStatus, RankUsage, StuckRank, StuckReason};

@@ -15,6 +15,8 @@ use crate::group::supervise::options::GroupOptions;
 #[derive(Debug)]
 pub(crate) struct RankRecord {
     pub(crate) place: RankPlace,
+    /// The name of the node, if its provisioner names it.
+    pub(crate) node_name: Option<Arc<str>>,
     pub(crate) incarnation: Incarnation,
     health: RankHealth,
     pub(crate) pid: Option<u32>,
@@ -83,6 +85,7 @@ impl RankRecord {
     pub(crate) fn new(place: RankPlace) -> Self {
         Self {
             place,
+            node_name: None,
             incarnation: Incarnation(1),
             health: RankHealth::starting(),
             pid: None,

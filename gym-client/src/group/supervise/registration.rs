@@ -6,11 +6,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use gym_core::group::Gate;
 use gym_core::{Code, Error, Result};
 
+use crate::group::provision::BundleId;
 use crate::group::supervise::supervisor::GroupStop;
 use crate::group::usage::node::NodeMonitor;
-
-/// A bundle of a cluster: node and index on it.
-pub type BundleId = (u32, u32);
 
 /// The groups that run on a cluster's bundles.
 #[derive(Debug, Default)]

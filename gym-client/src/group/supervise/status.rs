@@ -1,6 +1,7 @@
 //! Status of the ranks of a group, read without waiting for a rank.
 
 use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
 use gym_core::Incarnation;
@@ -21,6 +22,8 @@ pub struct RankStatus {
     pub rank: Rank,
     /// Index of its node.
     pub node: u32,
+    /// Name of the node on which it runs, if it is not this machine.
+    pub node_name: Option<Arc<str>>,
     /// Its GPUs, as in `CUDA_VISIBLE_DEVICES`.
     pub gpus: Vec<String>,
     /// Process id, if the rank has its own process and runs.
@@ -101,6 +104,7 @@ pub(super) fn status(record: &RankRecord, now: Instant, options: &GroupOptions) 
     RankStatus {
         rank: record.place.rank,
         node: record.place.node_rank,
+        node_name: record.node_name.clone(),
         gpus: record.place.gpus.clone(),
         pid: record.pid,
         state: record.state(),

@@ -34,7 +34,7 @@ const PREPARE_WAIT: Duration = crate::group::provision::DEFAULT_START_TIMEOUT;
 pub(super) struct GroupState {
     pub(super) name: Arc<str>,
     pub(super) options: GroupOptions,
-    pub(super) deployment: Box<dyn Deployment>,
+    pub(super) deployment: Arc<dyn Deployment>,
     pub(super) view: watch::Sender<Arc<GroupView>>,
     /// Admits the calls of the group.
     pub(super) gate: Option<Arc<dyn Gate>>,
@@ -62,7 +62,7 @@ impl GroupState {
     pub(super) fn new(
         name: Arc<str>,
         options: GroupOptions,
-        deployment: Box<dyn Deployment>,
+        deployment: Arc<dyn Deployment>,
         gate: Option<Arc<dyn Gate>>,
         records: Vec<RankRecord>,
     ) -> Self {
@@ -187,6 +187,11 @@ impl GroupSupervisor {
     fn on_event(&mut self, event: RankEvent) {
         let options = self.shared.options.clone();
         match event {
+            RankEvent::Placed { rank, incarnation, node, gpus } => {
+                self.change(rank, incarnation, |record| {
+                    (record.node_name, record.place.gpus) = (Some(node.into()), gpus);
+                });
+            }
             RankEvent::Started { rank, incarnation, pid } => {
                 self.change(rank, incarnation, |record| record.pid = pid);
             }

@@ -3,13 +3,14 @@
 use std::collections::BTreeMap;
 use std::fs;
 
+use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
 use crate::group::usage::gpu::GpuSampler;
 use crate::launch::process::tree::ProcessStat;
 
 /// Usage of a worker with its child processes, as last sampled.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ProcessUsage {
     /// CPU time since the previous sample, in percent of one core: 250 is two and a half cores. `None` in the first sample.
     pub cpu_percent: Option<f64>,

@@ -4,6 +4,9 @@
 //! this program, executed again, which holds the read end of a pipe. Only the controller holds the write end. However
 //! the controller dies (`kill -9`, out of memory, a panic that aborts), the kernel closes the pipe. The watchdog then
 //! sends `SIGTERM` to every registered process tree, `SIGKILL` after a grace, and exits.
+//!
+//! A controller can give its children a lease, and extends it while it may. The watchdog ends the children when the lease ends: a
+//! controller that is stopped cannot do that itself.
 
 use std::ffi::OsString;
 use std::io::Write;
@@ -17,6 +20,7 @@ use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::unix::pipe;
 use tokio::process::{Child, ChildStdin, Command};
 use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::watch;
 use tokio::time::timeout;
 
 use crate::launch::process::roles::{WATCHDOG_ROLE, parse_pid, tie_to};
@@ -81,6 +85,10 @@ impl Watchdog {
         self.say(format!("-{} {}\n", leader.pid, leader.start_ticks)).await
     }
 
+    pub(in crate::launch) async fn lease(&mut self, until: Duration) -> std::io::Result<()> {
+        self.say(format!("={}\n", until.as_millis())).await
+    }
+
     async fn say(&mut self, line: String) -> std::io::Result<()> {
         timeout(WRITE_WAIT, self.pipe.write_all(line.as_bytes())).await.unwrap_or_else(|late| Err(late.into()))
     }
@@ -121,7 +129,9 @@ pub(in crate::launch) fn run(mut arguments: impl Iterator<Item = OsString>) -> !
         let alive = tie_to(controller, Signal::USR1).is_ok();
         let Ok(input) = std::io::stdin().as_fd().try_clone_to_owned() else { return 1 };
         let Ok(input) = pipe::Receiver::from_owned_fd(input) else { return 1 };
-        let mut lines = Registrations { input: BufReader::new(input), leaders: Vec::new() };
+        let mut lines =
+            Registrations { input: BufReader::new(input), leaders: Vec::new(), lease: watch::Sender::new(None) };
+        let lease = lines.lease.subscribe();
         if alive {
             if std::io::stdout().write_all(READY).and_then(|()| std::io::stdout().flush()).is_err() {
                 return 1;
@@ -129,21 +139,46 @@ pub(in crate::launch) fn run(mut arguments: impl Iterator<Item = OsString>) -> !
             tokio::select! { biased;
                 () = lines.follow() => {}
                 _ = controller_died.recv() => {}
+                () = lease_ended(lease) => {}
             }
         }
         // Reads the last registrations of the dead controller. Reading a full pipe takes much less than this limit,
         // which is needed because a forked copy of the controller may hold the pipe open forever.
         let _ = timeout(Duration::from_millis(100), lines.follow()).await;
         let tree = ProcessTree { leaders: lines.leaders, mark: format!("{launcher}.") };
-        let left = tree.end(&[(Duration::ZERO, Signal::TERM), (grace, Signal::KILL)]).await;
+        let stages = [(Duration::ZERO, Signal::TERM), (grace, Signal::KILL)];
+        let left = tree.end(if grace.is_zero() { &stages[1..] } else { &stages }).await;
         i32::from(!left.is_empty())
     });
     std::process::exit(status)
 }
 
+/// Waits until the lease has ended; forever without one. Looks at the clock at least once a second, because a timer does not count
+/// the time for which the machine was suspended.
+async fn lease_ended(mut lease: watch::Receiver<Option<Duration>>) {
+    loop {
+        let until = *lease.borrow_and_update();
+        let wait = match until.map(|until| until.saturating_sub(since_boot())) {
+            Some(Duration::ZERO) => return,
+            Some(left) => left.min(Duration::from_secs(1)),
+            None => Duration::MAX,
+        };
+        if let Ok(Err(_)) = timeout(wait, lease.changed()).await {
+            return std::future::pending().await;
+        }
+    }
+}
+
+/// Returns the time since the start of the machine, including the time for which it was suspended.
+pub(crate) fn since_boot() -> Duration {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+    Duration::new(u64::try_from(time.tv_sec).unwrap_or(0), u32::try_from(time.tv_nsec).unwrap_or(0))
+}
+
 struct Registrations {
     input: BufReader<pipe::Receiver>,
     leaders: Vec<SessionLeader>,
+    lease: watch::Sender<Option<Duration>>,
 }
 
 impl Registrations {
@@ -162,6 +197,15 @@ impl Registrations {
 
     fn take(&mut self, line: &str) {
         let Some((sign, rest)) = line.split_at_checked(1) else { return };
+        if sign == "=" {
+            let until = rest.parse().ok().map(Duration::from_millis);
+            self.lease.send_if_modified(|lease| {
+                let later = until > *lease;
+                *lease = (*lease).max(until);
+                later
+            });
+            return;
+        }
         let Some((pid, start)) = rest.split_once(' ') else { return };
         let (Ok(pid), Ok(start_ticks)) = (pid.parse(), start.parse()) else { return };
         let leader = SessionLeader { pid, start_ticks };

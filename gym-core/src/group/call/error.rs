@@ -98,7 +98,7 @@ impl RankOutcome {
         let error = self.error()?;
         if let Some(exit) = &self.exit {
             return Some(match exit.cause {
-                ExitCause::Died | ExitCause::Tied | ExitCause::Stopped => FailureKind::Died,
+                ExitCause::Died | ExitCause::Tied | ExitCause::Stopped | ExitCause::NodeLost => FailureKind::Died,
                 ExitCause::StartFailed => FailureKind::StartFailed,
                 ExitCause::MemoryLimitExceeded => FailureKind::MemoryLimitExceeded,
             });

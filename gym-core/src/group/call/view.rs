@@ -86,6 +86,8 @@ pub enum ExitCause {
     Tied,
     /// The rank was stopped on request.
     Stopped,
+    /// The node of the rank is lost: it has crashed, or cannot be reached. The rank may run until its lease ends.
+    NodeLost,
 }
 
 impl GroupView {
@@ -206,6 +208,12 @@ impl RankExit {
         Self { detail, ..Self::new(incarnation, ExitCause::Tied) }
     }
 
+    /// Creates the exit of an incarnation whose node is lost, with the name of the node and the reason.
+    #[must_use]
+    pub fn node_lost(incarnation: Incarnation, node: &str, why: &str) -> Self {
+        Self { detail: format!("{node} is lost: {why}"), ..Self::new(incarnation, ExitCause::NodeLost) }
+    }
+
     /// Creates the exit of an incarnation that was ended at its memory limit; `resident_bytes` is `None` if the kernel ended it.
     #[must_use]
     pub fn over_memory_limit(incarnation: Incarnation, resident_bytes: Option<u64>, limit_bytes: u64) -> Self {
@@ -224,6 +232,7 @@ impl fmt::Display for RankExit {
             ExitCause::Died => "died",
             ExitCause::StartFailed => "failed to start",
             ExitCause::MemoryLimitExceeded => "exceeded its memory limit",
+            ExitCause::NodeLost => "ended with its node",
             ExitCause::Tied | ExitCause::Stopped => "was stopped",
         })?;
         match (self.code, self.signal) {

@@ -74,7 +74,7 @@ pub struct PlacementGroup {
 }
 
 /// The placement of all bundles of a cluster.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Placement {
     /// The placement groups with at least one bundle, by node.
     pub groups: Vec<PlacementGroup>,
@@ -87,11 +87,12 @@ pub struct Placement {
 /// Places the bundles of `spec` on `nodes`. If `unified`, each bundle is placed individually, and all belong to one group, for
 /// models that span nodes.
 ///
-/// With a `segment_size`, and nodes whose domain is known, only as many nodes are used as the spec has. They form whole segments
+/// With a `segment_size`, only as many nodes are used as the spec has. They form whole segments
 /// of one domain each ([`select_segments`]); the other nodes remain for other clusters.
 ///
 /// # Errors
-/// The errors of [`ClusterSpec::validate`] and [`select_segments`]; `InvalidArgument` for a GPU that no node has;
+/// The errors of [`ClusterSpec::validate`] and [`select_segments`]; `InvalidArgument` for a GPU that no node has; `ResourceExhausted` for
+/// a `segment_size` if no node's domain is known, and
 /// `ResourceExhausted`, with the requested resources and those of each node.
 pub fn place(spec: &ClusterSpec, nodes: &[NodeResources], unified: bool) -> Result<Placement> {
     spec.validate()?;
@@ -135,9 +136,11 @@ pub fn place(spec: &ClusterSpec, nodes: &[NodeResources], unified: bool) -> Resu
 /// Returns, for each node, whether its bundles may be used.
 fn usable(spec: &ClusterSpec, nodes: &[NodeResources]) -> Result<Vec<bool>> {
     let size = spec.segment_size.and_then(|size| NonZeroUsize::new(size.get() as usize));
-    let Some(size) = size.filter(|_| nodes.iter().any(|node| node.topology.domain.is_some())) else {
-        return Ok(vec![true; nodes.len()]);
-    };
+    let Some(size) = size else { return Ok(vec![true; nodes.len()]) };
+    if nodes.iter().all(|node| node.topology.domain.is_none()) {
+        let message = "segment_size is set, but no node has a known NVLink domain\n  fix: leave segment_size out, or start each node with its domain";
+        return Err(Error::not_started(Code::ResourceExhausted, message).about("place cluster"));
+    }
     let topologies: Vec<Topology> = nodes.iter().map(|node| node.topology.clone()).collect();
     let (selected, _) =
         select_segments(&topologies, size, spec.node_count()).map_err(|error| error.about("place cluster"))?;
@@ -193,12 +196,12 @@ fn check_ids(sets: &[BundleSet], nodes: &[NodeResources]) -> Result<()> {
 
 fn insufficient(spec: &ClusterSpec, nodes: &[NodeResources], why: &str) -> Error {
     let asked = &spec.bundle_ct_per_node_list;
-    let of = if spec.use_gpus { "a GPU and" } else { "" };
+    let of = if spec.use_gpus { "a GPU and " } else { "" };
     let cpus = spec.cpus_per_bundle();
     Error::not_started(
         Code::ResourceExhausted,
         format!(
-            "not enough resources for bundles {asked:?} of {of} {cpus} CPU each: {why}; {}\n  fix: ask for fewer bundles; on a small \
+            "not enough resources for bundles {asked:?} of {of}{cpus} CPU each: {why}; {}\n  fix: ask for fewer bundles; on a small \
              machine, VirtualCluster::simulate_nodes places the cluster on nodes of any size",
             offered(nodes)
         ),

@@ -249,6 +249,7 @@ impl WorkQueue {
             let worker = Worker {
                 id: who.clone(),
                 capacity,
+                paused: poll.paused,
                 classes: None,
                 holds: Default::default(),
                 cancelled: Default::default(),
@@ -273,6 +274,7 @@ impl WorkQueue {
         worker.answered.retain(|(number, _)| number + 1 >= poll.number);
         worker.newest = poll.number;
         worker.capacity = capacity;
+        worker.paused = poll.paused;
         worker.classes = poll.classes;
         worker.due = now + poll.wait.min(self.options.wait_max) + self.options.silence_max;
         self.park(&who.name, poll.number);
@@ -396,6 +398,22 @@ impl WorkQueue {
             items.push(id);
         }
         items
+    }
+
+    /// Determines whether a worker gets new work. What it holds goes on, and a poll of a paused worker waits.
+    pub fn pause(&mut self, who: &WorkerId, paused: bool) {
+        let Some(worker) = self.worker_mut(who) else { return };
+        if std::mem::replace(&mut worker.paused, paused) == paused {
+            return;
+        }
+        let has_room = worker.room() > 0;
+        let Some(parked) = worker.parked.as_mut() else { return };
+        let (turn, was_called) = (parked.turn, std::mem::take(&mut parked.called));
+        self.called -= usize::from(was_called);
+        self.ready.remove(&turn);
+        if has_room {
+            self.ready.insert(turn, Arc::clone(&who.name));
+        }
     }
 
     /// Notes that the connection of a waiting poll broke. The worker is lost unless it polls again soon.

@@ -8,7 +8,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 fn poll(number: u64, capacity: u32) -> WorkPoll {
-    WorkPoll { number, capacity, wait: Duration::from_secs(1), classes: None }
+    WorkPoll { number, capacity, wait: Duration::from_secs(1), classes: None, paused: false }
 }
 
 fn who(name: &str, incarnation: u64) -> WorkerId {
@@ -165,6 +165,29 @@ fn a_batch_is_bounded_in_bytes() {
 }
 
 #[test]
+fn a_paused_worker_keeps_what_it_holds_and_gets_nothing_new() {
+    let mut queue = WorkQueue::new(WorkQueueOptions::default());
+    let class = queue.class("a", 1, false).unwrap();
+    let (now, a, b) = (Instant::now(), who("a", 1), who("b", 1));
+    let first = queue.offer(class, 1).unwrap();
+    assert_eq!(take(&mut queue, now, &a, 1, 8), [first]);
+    queue.poll(now, &a, poll(2, 8)).unwrap();
+    let second = queue.offer(class, 1).unwrap();
+    // It was called for the item, and is paused before it takes it.
+    assert_eq!(queue.call(), Some((a.clone(), 2)));
+    queue.pause(&a, true);
+    assert_eq!((queue.take(now, &a, 2), queue.call()), (None, None));
+    let paused = WorkPoll { paused: true, ..poll(1, 8) };
+    queue.poll(now, &b, paused).unwrap();
+    assert_eq!((queue.take(now, &b, 1), queue.call()), (None, None));
+    queue.finish(now, &a, first).unwrap();
+    assert_eq!(queue.call(), None);
+    queue.pause(&b, false);
+    assert_eq!(queue.call(), Some((b.clone(), 1)));
+    assert_eq!(queue.take(now, &b, 1).unwrap().items, [second]);
+}
+
+#[test]
 fn a_worker_gets_only_what_it_serves() {
     let mut queue = WorkQueue::new(WorkQueueOptions::default());
     let (a, b) = (queue.class("a", 1, false).unwrap(), queue.class("b", 1, false).unwrap());
@@ -226,6 +249,7 @@ struct ModelWorker {
     waits: bool,
     /// The answer to its poll was lost on the way.
     misses_answer: bool,
+    paused: bool,
 }
 
 /// Plays random schedules, and records what happened to each item.
@@ -253,6 +277,7 @@ impl Model {
             holds: BTreeSet::new(),
             waits: false,
             misses_answer: false,
+            paused: false,
         });
         let (repeatable, endings, handed_to) = Default::default();
         Self { queue, rng, now: Instant::now(), workers: workers.into(), classes, repeatable, endings, handed_to }
@@ -274,6 +299,10 @@ impl Model {
         for id in &assignment.items {
             assert!(!self.endings.contains_key(id), "{id} was handed out after its end");
             let to = self.handed_to.entry(*id).or_default();
+            assert!(
+                to.contains(&self.workers[at].id) || !self.workers[at].paused,
+                "{id} was handed to a paused worker"
+            );
             to.insert(self.workers[at].id.clone());
             assert!(to.len() == 1 || self.repeatable[id], "{id} was handed out twice: {to:?}");
         }
@@ -298,7 +327,8 @@ impl Model {
         worker.number += u64::from(!worker.misses_answer);
         worker.number = worker.number.max(1);
         let (id, number, capacity) = (worker.id.clone(), worker.number, worker.capacity);
-        match self.queue.poll(self.now, &id, poll(number, capacity)) {
+        let poll = WorkPoll { paused: worker.paused, ..poll(number, capacity) };
+        match self.queue.poll(self.now, &id, poll) {
             Ok(PollStart::Waiting(lost)) => {
                 self.workers[at].misses_answer = false;
                 self.workers[at].waits = true;
@@ -365,7 +395,12 @@ impl Model {
                 let lost = self.queue.lost(&self.workers[at].id);
                 self.note_lost(lost);
             }
-            95..97 => self.restart(at),
+            95..96 => self.restart(at),
+            96..97 => {
+                let worker = &mut self.workers[at];
+                worker.paused = !worker.paused;
+                self.queue.pause(&worker.id, worker.paused);
+            }
             _ => {
                 self.now += self.rng.choice([1, 30]).map(Duration::from_secs).unwrap();
                 for (_, lost) in self.queue.expire(self.now) {
@@ -409,6 +444,10 @@ fn random_schedules_lose_nothing_and_hand_out_nothing_twice() {
                 model.step();
             }
             // All workers serve until nothing is left: no item starves.
+            for worker in &mut model.workers {
+                worker.paused = false;
+                model.queue.pause(&worker.id, false);
+            }
             for _ in 0..60 {
                 for at in 0..model.workers.len() {
                     model.polls(at);

@@ -45,6 +45,8 @@ pub struct WorkPoll {
     pub wait: Duration,
     /// Names of the classes that the worker serves; `None` for all.
     pub classes: Option<BTreeSet<Arc<str>>>,
+    /// `true` if the worker gets no new work for now; see [`WorkQueue::pause`](super::WorkQueue::pause).
+    pub paused: bool,
 }
 
 /// What the queue knows of a worker.
@@ -52,6 +54,8 @@ pub struct WorkPoll {
 pub(super) struct Worker {
     pub(super) id: WorkerId,
     pub(super) capacity: usize,
+    /// The worker gets no new work.
+    pub(super) paused: bool,
     pub(super) classes: Option<BTreeSet<Arc<str>>>,
     /// Items that were handed to the worker and are not finished.
     pub(super) holds: BTreeSet<WorkId>,
@@ -81,7 +85,7 @@ pub(super) struct Parked {
 impl Worker {
     /// Returns the number of items that the worker can take.
     pub(super) fn room(&self) -> usize {
-        self.capacity.saturating_sub(self.holds.len())
+        if self.paused { 0 } else { self.capacity.saturating_sub(self.holds.len()) }
     }
 
     pub(super) fn serves(&self, class: &str) -> bool {

@@ -132,7 +132,9 @@ pub mod kind {
     pub const CRASH: &str = "crash";
     /// A host that crashed silently.
     pub const SILENT_CRASH: &str = "silent crash";
-    /// All kinds.
+    /// A host that was stopped, and whose messages waited. Only a scenario stops hosts.
+    pub const FROZEN: &str = "host frozen";
+    /// The kinds that a network injects by itself.
     pub const ALL: [&str; 10] =
         [REQUEST_LOST, REPLY_LOST, DELAYED, REORDERED, RESET, REFUSED, PARTITION, CUT_OFF, CRASH, SILENT_CRASH];
 }

@@ -59,6 +59,27 @@ impl SimNet {
         self.0.cut(from, to);
     }
 
+    /// Cuts the cable of a host: drops all messages from and to it, including those in flight.
+    pub fn isolate(&self, host: &str) {
+        self.0.isolate(host);
+    }
+
+    /// Ends an isolation.
+    pub fn reconnect(&self, host: &str) {
+        self.0.reconnect(host);
+    }
+
+    /// Stops the processes of a host, as SIGSTOP does: messages from and to it wait, and its connections stay open. Its tasks go on, and
+    /// nobody learns of it.
+    pub fn freeze(&self, host: &str) {
+        self.0.freeze(host);
+    }
+
+    /// Lets a stopped host go on: the messages that waited arrive at once, in order.
+    pub fn thaw(&self, host: &str) {
+        self.0.thaw(host);
+    }
+
     /// Replaces the faults. Heals the partitions of the previous faults; lost messages stay lost.
     pub fn set_faults(&self, faults: Faults) {
         self.0.set_faults(faults);

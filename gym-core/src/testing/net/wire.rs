@@ -32,6 +32,10 @@ pub(super) struct Net {
     pub(super) listeners: BTreeMap<String, (u64, mpsc::Sender<SimIncoming>)>,
     conns: BTreeMap<u64, Weak<Conn>>,
     cuts: BTreeSet<(Arc<str>, Arc<str>)>,
+    /// Hosts without a connection to any other.
+    isolated: BTreeSet<Arc<str>>,
+    /// Stopped hosts, each with the messages that wait for it or left it.
+    frozen: BTreeMap<Arc<str>, Vec<Event>>,
     /// Increases when the faults change, so that scheduled partitions of the previous faults do not happen.
     regime: u64,
     trace: Trace,
@@ -98,6 +102,8 @@ impl SimState {
             listeners: BTreeMap::new(),
             conns: BTreeMap::new(),
             cuts: BTreeSet::new(),
+            isolated: BTreeSet::new(),
+            frozen: BTreeMap::new(),
             regime: 0,
             trace: Trace::default(),
         };
@@ -133,6 +139,7 @@ impl SimState {
         net.note("network", format_args!("{faults}"));
         net.faults = faults;
         net.cuts.clear();
+        net.isolated.clear();
         net.regime += 1;
         net.schedule_partition();
         drop(net);
@@ -143,6 +150,35 @@ impl SimState {
         let mut net = self.net();
         net.cuts.insert((from.into(), to.into()));
         net.fault("network", kind::PARTITION, format_args!("{from} to {to}"));
+    }
+
+    pub(super) fn isolate(&self, host: &str) {
+        let mut net = self.net();
+        net.isolated.insert(host.into());
+        net.fault(host, kind::PARTITION, format_args!("its cable is cut"));
+    }
+
+    pub(super) fn reconnect(&self, host: &str) {
+        let mut net = self.net();
+        net.isolated.remove(host);
+        net.note(host, format_args!("has its cable again"));
+    }
+
+    pub(super) fn freeze(&self, host: &str) {
+        let mut net = self.net();
+        net.frozen.entry(host.into()).or_default();
+        net.fault(host, kind::FROZEN, format_args!("stands still"));
+    }
+
+    pub(super) fn thaw(&self, host: &str) {
+        let mut net = self.net();
+        let Some(held) = net.frozen.remove(host) else { return };
+        net.note(host, format_args!("goes on, {} messages were held", held.len()));
+        for event in held {
+            net.schedule(Instant::now(), event);
+        }
+        drop(net);
+        self.wake.notify_one();
     }
 
     /// Starts the next incarnation of a host.
@@ -166,6 +202,8 @@ impl SimState {
         host.up = false;
         host.silent = silent;
         let crashed = host.crashed.clone();
+        // What a stopped process had not sent is lost with it.
+        net.frozen.remove(name);
         let kind = if silent { kind::SILENT_CRASH } else { kind::CRASH };
         net.fault(name, kind, format_args!("goes down"));
         net.listeners.retain(|address, _| address.split('/').next() != Some(name));
@@ -224,7 +262,9 @@ impl Net {
     }
 
     fn is_cut(&self, from: &Arc<str>, to: &Arc<str>) -> bool {
-        self.cuts.contains(&(Arc::clone(from), Arc::clone(to)))
+        self.isolated.contains(from)
+            || self.isolated.contains(to)
+            || self.cuts.contains(&(Arc::clone(from), Arc::clone(to)))
     }
 
     pub(super) fn delay(&mut self) -> Duration {
@@ -250,7 +290,8 @@ impl Net {
             self.fault(from, kind::CUT_OFF, format_args!("connect to {to}"));
             return ConnectOutcome::Silence(self.faults.connect_timeout);
         }
-        if self.is_silent(to) {
+        // The system of a stopped process still accepts connections, and the process itself opens none.
+        if self.is_silent(to) || self.frozen.contains_key(from) {
             return ConnectOutcome::Silence(self.faults.connect_timeout);
         }
         if self.happens(self.faults.refuse_connect) {
@@ -347,7 +388,17 @@ impl Net {
                 }
             }
             Event::Partition { .. } | Event::Heal { .. } => {}
-            Event::Deliver { conn, to_server, packet } => self.deliver(&conn, to_server, packet),
+            Event::Deliver { conn, to_server, packet } => {
+                let (from, to) = conn.direction(to_server);
+                let (from, to) = (Arc::clone(from), Arc::clone(to));
+                match [&to, &from].into_iter().find(|host| self.frozen.contains_key(*host)) {
+                    Some(frozen) => {
+                        let held = self.frozen.get_mut(frozen).expect("the host was found");
+                        held.push(Event::Deliver { conn, to_server, packet });
+                    }
+                    None => self.deliver(&conn, to_server, packet),
+                }
+            }
         }
     }
 

@@ -339,12 +339,16 @@ pub(in crate::cli) struct CollectArgs {
     /// Seconds allowed for running rollouts after Ctrl-C or --fail-fast
     #[arg(long, value_name = "SECS", default_value = "30", value_parser = seconds)]
     pub(in crate::cli) stop_grace: Duration,
-    /// How rollouts reach the servers: push calls them by name; pull lets workers take them: run --pull-from URL
-    #[arg(long, value_enum, default_value_t = DispatchMode::Push, value_name = "HOW")]
-    pub(in crate::cli) dispatch: DispatchMode,
-    /// Address at which workers reach this collector [default: that of the route to the head server]
+    /// How rollouts reach the servers: push calls them by name; pull lets workers take them, those of the cluster and those of run
+    /// --pull-from URL [default: pull if workers of the head server's cluster serve the agent, else push]
+    #[arg(long, value_enum, value_name = "HOW")]
+    pub(in crate::cli) dispatch: Option<DispatchMode>,
+    /// Address at which workers reach this collector [default: that of the route to the workers]
     #[arg(long, value_name = "HOST")]
     pub(in crate::cli) dispatch_host: Option<String>,
+    /// Share of the pulled work that an agent gets while rollouts of several agents wait (repeatable) [default: 1 for each]
+    #[arg(long = "weight", value_name = "NAME=N", value_parser = weight)]
+    pub(in crate::cli) weights: Vec<(String, u32)>,
     /// Maximum number of attempts per rollout whose worker was lost, over all runs; not counted in --attempts
     #[arg(long, value_name = "N", default_value = "10", value_parser = clap::value_parser!(u32).range(1..))]
     pub(in crate::cli) lost_attempts: u32,
@@ -472,6 +476,14 @@ pub(in crate::cli) enum ShowFormat {
 fn seconds(text: &str) -> Result<Duration, String> {
     let seconds: f64 = text.parse().map_err(|_| "write seconds, such as 30 or 0.5".to_owned())?;
     Duration::try_from_secs_f64(seconds).map_err(|_| "use a number from 0".to_owned())
+}
+
+/// Parses the weight of a server.
+fn weight(text: &str) -> Result<(String, u32), String> {
+    let parsed = text.rsplit_once('=').and_then(|(name, weight)| Some((name.to_owned(), weight.parse().ok()?)));
+    parsed
+        .filter(|(name, weight)| !name.is_empty() && *weight > 0)
+        .ok_or_else(|| "write a name and a number from 1, such as math_agent=3".to_owned())
 }
 
 /// Returns the options of all commands that take a value. The argument after such an option is neither an override nor

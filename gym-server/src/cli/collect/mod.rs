@@ -13,12 +13,12 @@ use std::time::Duration;
 
 use futures_util::FutureExt as _;
 use gym_client::ServerClient;
-use gym_client::collect::{ExistingOutput, RolloutCollector, ServerNames, connect_head};
-use gym_client::work::address_towards;
+use gym_client::collect::{CollectOptions, ExistingOutput, RolloutCollector, ServerNames, connect_head};
 use gym_core::transport::TransportPolicy;
 use gym_core::{CancelToken, World};
 
-use crate::cli::args::options::{CollectArgs, DispatchMode};
+use crate::cli::args::options::CollectArgs;
+use crate::cli::collect::dispatch::PullPlan;
 use crate::cli::collect::report::CollectReport;
 use crate::cli::console::{self, Console};
 use crate::cli::exit::{FAILED, Failure, INCOMPLETE, Outcome, SUCCESS};
@@ -66,34 +66,48 @@ pub(super) async fn collect(
     let prepared = tokio::select! {
         biased;
         () = stop.graceful.cancelled() => Err(Failure::Failed("stopped before the first rollout".to_owned())),
-        prepared = Box::pin(prepare(&args, &loaded, overrides, head_url_given, servers, console, serves, &world, &mut stack))
+        prepared = Box::pin(prepare(
+            &args, &options, &loaded, overrides, head_url_given, servers, console, serves, &world, &mut stack
+        ))
             => prepared,
     };
-    let (client, names, listen_at) = prepared?;
+    let (client, names, plan) = prepared?;
     if let Some(head) = stack.as_ref().and_then(|stack| stack.servers().iter().find(|server| server.kind == HEAD_NAME))
     {
         let servers = stack.as_ref().map_or(0, |stack| stack.servers().len() - 1);
         console.line(&format!("started {servers} servers for this collection, head {}", head.url));
     }
     let transports = client.transports().clone();
-    let pulled = match args.dispatch {
-        DispatchMode::Push => None,
-        DispatchMode::Pull => {
-            let host = args.dispatch_host.as_deref().unwrap_or(&listen_at);
-            Some(
-                Box::pin(dispatch::PulledWork::start(&client, host, &options.driver, stack.as_ref(), &world, console))
-                    .await?,
-            )
+    let names = plan.as_ref().map_or_else(|| names.clone(), |plan| plan.names(names.clone()));
+    let pulled = match &plan {
+        None => None,
+        Some(plan) => {
+            let weights = dispatch::weights(&args, &names)?;
+            let starting =
+                dispatch::PulledWork::start(plan, weights, &client, &options.driver, stack.as_ref(), &world, console);
+            tokio::select! {
+                biased;
+                () = stop.graceful.cancelled() => return Err(Failure::Failed("stopped before the first rollout".to_owned())),
+                started = Box::pin(starting) => started?,
+            }
         }
     };
+    if pulled.is_none() && !args.weights.is_empty() {
+        console.warn(
+            "--weight has no effect: the rollouts are sent to the servers by name, and not pulled by workers"
+                .to_owned(),
+        );
+    }
     // Workers have their own models.
     let models = if pulled.is_some() { Vec::new() } else { names.models() };
     let (waits_for, watching) = ModelWatch::new(client.clone(), models).watch();
     let watching = tokio::spawn(watching.boxed());
-    let names = if pulled.is_some() { names.without_pools() } else { names };
     let mut collector = RolloutCollector::new(client, names, world);
     if let Some(pulled) = &pulled {
         collector = collector.pulled_from(pulled.pool.clone());
+        if let Some(servers) = plan.and_then(|plan| plan.servers) {
+            collector = collector.pulling_only(servers);
+        }
     }
     let began = tokio::time::Instant::now();
     let ended = CancelToken::new();
@@ -166,10 +180,11 @@ pub(super) async fn collect(
     }
 }
 
-/// Returns the client, the names, and the host at which workers reach this process.
+/// Returns the client, the names, and how workers take the rollouts, if they do.
 #[allow(clippy::too_many_arguments)] // The parts of one start, used once.
 async fn prepare(
     args: &CollectArgs,
+    collection: &CollectOptions,
     loaded: &LoadedConfig,
     overrides: &[String],
     head_url_given: bool,
@@ -178,7 +193,7 @@ async fn prepare(
     serves: bool,
     world: &World,
     stack: &mut Option<Stack>,
-) -> Result<(ServerClient, ServerNames, String), Failure> {
+) -> Result<(ServerClient, ServerNames, Option<PullPlan>), Failure> {
     if serves {
         let concurrency = args.concurrency.map_or(0, |concurrency| concurrency as usize);
         let options = StackOptions {
@@ -190,7 +205,8 @@ async fn prepare(
         let started = stack.insert(Stack::start(loaded.config.clone(), servers, world, options).await?);
         let (client, names) = (started.client().clone(), started.names().clone());
         ModelWatch::new(client.clone(), names.models()).at_start(args.starting.wait_for_model, console).await?;
-        return Ok((client, names, loaded.config.head.host.clone()));
+        let plan = PullPlan::own(args, &loaded.config.head.host);
+        return Ok((client, names, plan));
     }
     let head = head_server::endpoint(args.head_url.as_deref(), head_url_given, overrides, &loaded.config)?;
     let policy = loaded.config.transport_policy.clone().unwrap_or_else(TransportPolicy::unconfigured);
@@ -202,12 +218,10 @@ async fn prepare(
             console::program()
         ))
     })?;
-    if args.dispatch == DispatchMode::Pull {
-        let host = address_towards(head.address()).map(|address| address.to_string());
-        let host = args.dispatch_host.clone().map_or(host, Ok);
-        let host = host.map_err(|error| Failure::Usage(format!("{error}\n  fix: use --dispatch-host HOST")))?;
-        return Ok((client, names, host));
+    let plan = PullPlan::choose(args, collection, &client, &names, &head).await?;
+    if plan.is_some() {
+        return Ok((client, names, plan));
     }
     ModelWatch::new(client.clone(), names.models()).at_start(args.starting.wait_for_model, console).await?;
-    Ok((client, names, String::new()))
+    Ok((client, names, None))
 }

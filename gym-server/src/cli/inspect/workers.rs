@@ -64,7 +64,10 @@ async fn registry(
 
 /// Returns the names of a member's servers, the first of them if there are many.
 fn servers(member: &Member) -> String {
-    let names: Vec<&str> = member.spec.servers.iter().map(|server| server.name.as_str()).collect();
+    // A node agent is no server of the configuration: it starts ranks of worker groups.
+    let node = member.spec.node.as_ref().map(|_| "(node agent)");
+    let names = member.spec.servers.iter().map(|server| server.name.as_str());
+    let names: Vec<&str> = names.chain(node).collect();
     match names.get(SHOWN_MAX..).map(<[_]>::len) {
         None | Some(0) => names.join(","),
         Some(more) => format!("{},… ({more} more)", names[..SHOWN_MAX].join(",")),

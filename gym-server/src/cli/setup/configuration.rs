@@ -11,7 +11,7 @@ use serde_json::Value;
 use crate::cli::args::options::Sources;
 use crate::cli::exit::Failure;
 use crate::cli::setup::interpreter::Interpreter;
-use crate::stack::{self, RunsAs, Servers};
+use crate::stack::{self, HEAD_NAME, RunsAs, Servers};
 
 /// A configuration and the locations of its Python servers.
 #[derive(Debug)]
@@ -39,6 +39,17 @@ pub(in crate::cli) enum Need<'a> {
     /// All servers, running for this command alone. Each gets a port, and so does the head server, because another head server may
     /// have the default one.
     OwnServers,
+}
+
+impl Need<'_> {
+    /// Returns `true` if the process has a head server elsewhere, which knows the servers of other files.
+    fn others_serve(self) -> bool {
+        match self {
+            Self::Worker => true,
+            Self::Servers(only) => !only.is_empty() && only.iter().all(|name| name != HEAD_NAME),
+            Self::Values | Self::Locations | Self::OwnServers => false,
+        }
+    }
 }
 
 /// The documented ports of a worker: 8080 for its first resources server, 8000 for its first model server.
@@ -71,12 +82,30 @@ impl WorkerPorts {
     }
 }
 
+/// A configuration of another machine.
+pub(in crate::cli) struct SharedText {
+    pub(in crate::cli) yaml: String,
+    /// Its name in messages.
+    pub(in crate::cli) source: String,
+}
+
 /// Loads the files and overrides of `sources` and `overrides`.
 pub(in crate::cli) async fn load(
     sources: &Sources,
     overrides: &[String],
     servers: &Servers,
     need: Need<'_>,
+) -> Result<LoadedConfig, Failure> {
+    load_over(sources, overrides, servers, need, None).await
+}
+
+/// Loads the files and overrides over the configuration of another machine.
+pub(in crate::cli) async fn load_over(
+    sources: &Sources,
+    overrides: &[String],
+    servers: &Servers,
+    need: Need<'_>,
+    base: Option<&SharedText>,
 ) -> Result<LoadedConfig, Failure> {
     let overrides = Overrides::parse(overrides.iter().cloned().chain(shorthands(sources)))?;
     let working_dir = std::env::current_dir()
@@ -88,6 +117,12 @@ pub(in crate::cli) async fn load(
         if let Some(python) = python {
             let version = Value::from(python.version.as_str());
             loader = loader.installed_dirs(&python.roots).default_value("python_version", version);
+        }
+        if let Some(base) = base {
+            loader = loader.base(&base.yaml, &base.source);
+        }
+        if need.others_serve() {
+            loader = loader.with_servers_elsewhere();
         }
         if let Need::OwnServers = need {
             loader = loader.with_own_head();

@@ -1,6 +1,7 @@
 //! The setup that commands share: configuration, Python interpreter, head server address, stack options,
 //! model endpoints and signals.
 
+pub(super) mod cluster;
 pub(super) mod configuration;
 pub(super) mod head_server;
 mod interpreter;

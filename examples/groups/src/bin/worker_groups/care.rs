@@ -65,7 +65,7 @@ pub(crate) async fn memory(cx: &CallContext, cluster: &VirtualCluster) -> anyhow
 pub(crate) async fn tied(cx: &CallContext, cluster: &VirtualCluster) -> anyhow::Result<()> {
     println!("\n# Tied ranks");
     let mut asked = request("engines", None)?;
-    asked.on = cluster.placement()?.tied_groups(NonZeroU32::MIN.saturating_add(1))?;
+    asked.on = cluster.placement(cx).await?.tied_groups(NonZeroU32::MIN.saturating_add(1))?;
     let engines = cluster.start(cx, asked).await?;
     for greeting in engines.call(Greet, "you".into()).context(cx).await?.into_values() {
         println!("{greeting}");

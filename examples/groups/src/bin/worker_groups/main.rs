@@ -32,11 +32,11 @@ fn main() -> anyhow::Result<()> {
 }
 
 async fn chapters() -> anyhow::Result<()> {
-    placement::nodes()?;
+    let cx = CallContext::within(Duration::from_secs(120));
+    placement::nodes(&cx).await?;
     placement::gpus()?;
     let scores = calls::batches()?;
 
-    let cx = CallContext::within(Duration::from_secs(120));
     let file = ClusterFile::read("examples/configs/worker_groups.yaml")?;
     let cluster = VirtualCluster::new(file.cluster.clone(), Local::new(workers()))?.simulate_nodes(&[2, 1]);
     let mut asked = request("policy", None)?;

@@ -1,18 +1,20 @@
 //! Placement of clusters before they start anything: bundles, nodes, GPUs.
 
 use gym_client::group::{Local, VirtualCluster};
+use gym_core::CallContext;
 use gym_core::group::cluster::{ClusterSpec, GpuIds, NodeResources, place};
 
 use crate::workers;
 
 /// Places clusters of one GPU, one node, several nodes, and nodes of different sizes.
-pub(crate) fn nodes() -> anyhow::Result<()> {
+pub(crate) async fn nodes(cx: &CallContext) -> anyhow::Result<()> {
     println!("# Placement");
     for bundles in [vec![1], vec![8], vec![8, 8], vec![4, 8, 2]] {
         let cluster = VirtualCluster::new(ClusterSpec::new(bundles.clone()), Local::new(workers()))?;
         let cluster = cluster.simulate_nodes(&bundles);
         let groups: Vec<_> = cluster
-            .placement()?
+            .placement(cx)
+            .await?
             .groups
             .iter()
             .map(|group| format!("{} x{}", group.name, group.bundles.len()))

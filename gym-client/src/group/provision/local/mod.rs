@@ -23,9 +23,10 @@ use gym_core::{CallContext, Code, Error, Incarnation, Result};
 use tokio::time::{Instant, MissedTickBehavior};
 use tokio_util::task::AbortOnDropHandle;
 
-use crate::group::provision::deployment::{Deployment, LaunchSpec, Provisioner};
+use crate::group::provision::deployment::{Deployment, LaunchSpec, Provisioner, Reservation, ReserveRequest};
 use crate::group::provision::events::{EventLog, RankEvent};
-use crate::group::provision::place::{HeldRendezvous, RankPlace};
+use crate::group::provision::machine::{MachineReservation, StartsRanks};
+use crate::group::provision::place::{HeldRendezvous, RankPlace, Rendezvous};
 use crate::group::provision::workers::{Workers, start_inputs};
 use crate::group::usage::gpu::GpuSampler;
 use crate::group::usage::process::{KernelUnits, ProcessUsage, UsageMeter};
@@ -41,6 +42,8 @@ use worker::entered;
 const GUARD_PERIOD: Duration = Duration::from_millis(250);
 /// Pause between two samples that are only reported.
 const SAMPLE_PERIOD: Duration = Duration::from_secs(1);
+/// Default time between SIGTERM and SIGKILL for the ranks of a program that died.
+const ORPHAN_GRACE: Duration = Duration::from_secs(3);
 /// Share of the limit above which a warning is reported.
 const HIGH_SHARE: f64 = 0.9;
 
@@ -67,6 +70,8 @@ pub struct LocalOptions {
     pub transport: TransportPolicy,
     /// Receives the workers' output. Default: our standard error, each line with its worker's name.
     pub lines: LineSink,
+    /// Time between SIGTERM and SIGKILL for the ranks of a program that died.
+    pub(super) orphan_grace: Duration,
 }
 
 impl Default for LocalOptions {
@@ -76,6 +81,7 @@ impl Default for LocalOptions {
             host: None,
             transport: TransportPolicy::unconfigured(),
             lines: prefixed(std::io::stderr()),
+            orphan_grace: ORPHAN_GRACE,
         }
     }
 }
@@ -103,7 +109,34 @@ impl Local {
 
 #[async_trait]
 impl Provisioner for Local {
-    async fn launch(&self, cx: &CallContext, mut spec: LaunchSpec) -> Result<Box<dyn Deployment>> {
+    async fn reserve(&self, cx: &CallContext, request: &ReserveRequest) -> Result<Arc<dyn Reservation>> {
+        cx.check()?;
+        MachineReservation::reserve(self.clone(), request)
+    }
+}
+
+#[async_trait]
+impl StartsRanks for Local {
+    async fn launch(&self, cx: &CallContext, spec: LaunchSpec) -> Result<Arc<dyn Deployment>> {
+        let subject = format!("start group {}", spec.group);
+        let held = HeldRendezvous::hold(spec.ranks.len(), &spec.ports).map_err(|error| error.about(subject))?;
+        let first: Vec<(Rank, Incarnation)> = spec.ranks.iter().map(|place| (place.rank, Incarnation(1))).collect();
+        let rendezvous = held.addresses.clone();
+        let deployment = self.prepare(cx, spec, rendezvous, Some(held)).await?;
+        deployment.start(&first, None).await?;
+        Ok(Arc::new(deployment))
+    }
+}
+
+impl Local {
+    /// Prepares the ranks of `spec`, and starts none.
+    pub(super) async fn prepare(
+        &self,
+        cx: &CallContext,
+        mut spec: LaunchSpec,
+        rendezvous: Rendezvous,
+        held: Option<HeldRendezvous>,
+    ) -> Result<LocalDeployment> {
         cx.check()?;
         let subject = format!("start group {}", spec.group);
         self.workers.kind(&spec.worker).map_err(|error| error.about(subject.clone()))?;
@@ -117,11 +150,10 @@ impl Provisioner for Local {
             .map_err(|error| Error::invalid(error.to_string()).about(subject.clone()))?;
         let runner = profiler.and_then(|profiler| profiler.command_for(&spec.worker)).unwrap_or_default();
         let handshakes = PendingHandshakes::default();
-        let launcher = Launcher::builder().lines(handshakes.sink(Arc::clone(&self.options.lines))).build();
+        let lines = handshakes.sink(Arc::clone(&self.options.lines));
+        let launcher = Launcher::builder().lines(lines).orphan_grace(self.options.orphan_grace).build();
         let launcher = launcher
             .map_err(|error| Error::not_started(Code::FailedPrecondition, error.to_string()).about(subject.clone()))?;
-        let rendezvous =
-            HeldRendezvous::hold(spec.ranks.len(), &spec.ports).map_err(|error| error.about(subject.clone()))?;
         let policy = spec.transport_policy.get_or_insert_with(|| self.options.transport.clone()).clone();
         let transports = self.workers.transports().with_policy(policy);
         transports.check_required().await.map_err(|error| error.about(subject.clone()))?;
@@ -139,22 +171,23 @@ impl Provisioner for Local {
             runner,
             addresses,
             spec,
-            rendezvous,
+            rendezvous: Mutex::new(rendezvous),
             launcher,
             handshakes,
             log: EventLog::new(),
             live: Mutex::default(),
         });
-        join_all(state.spec.ranks.iter().map(|place| state.start(place, Incarnation(1)))).await;
         let sampler = AbortOnDropHandle::new(tokio::spawn(sample(Arc::clone(&state))));
-        Ok(Box::new(LocalDeployment { state, _sampler: sampler }))
+        Ok(LocalDeployment { state, _held: held, _sampler: sampler })
     }
 }
 
 /// The processes of one group.
 #[derive(Debug)]
-struct LocalDeployment {
+pub(super) struct LocalDeployment {
     state: Arc<LocalState>,
+    /// The ports of the rendezvous, if this machine holds them for the group alone.
+    _held: Option<HeldRendezvous>,
     _sampler: AbortOnDropHandle<()>,
 }
 
@@ -164,7 +197,7 @@ struct LocalState {
     runner: Vec<String>,
     addresses: ListenAddresses,
     spec: LaunchSpec,
-    rendezvous: HeldRendezvous,
+    rendezvous: Mutex<Rendezvous>,
     launcher: Launcher,
     handshakes: PendingHandshakes,
     log: EventLog,
@@ -209,8 +242,8 @@ impl LocalState {
 
     fn process_start(&self, place: &RankPlace, incarnation: Incarnation) -> Result<ProcessStart> {
         let kind = self.workers.kind(&self.spec.worker)?;
-        let (environment, init) =
-            start_inputs(kind, &self.workers.transports(), &self.spec, place, &self.rendezvous.addresses)?;
+        let rendezvous = self.rendezvous.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let (environment, init) = start_inputs(kind, &self.workers.transports(), &self.spec, place, &rendezvous)?;
         Ok(ProcessStart {
             name: place.name.clone(),
             program: self.program.clone(),
@@ -282,6 +315,40 @@ fn no_such(rank: Rank, group: &str) -> Error {
     Error::not_started(Code::NotFound, format!("group {group} has no rank {rank}"))
 }
 
+impl LocalDeployment {
+    /// Starts these incarnations, with another rendezvous if one is given. An incarnation that runs is not started again.
+    ///
+    /// # Errors
+    /// `NotFound` for a rank that was not launched. A rank that fails to start is an event.
+    pub(super) async fn start(&self, lives: &[(Rank, Incarnation)], rendezvous: Option<Rendezvous>) -> Result<()> {
+        let state = &self.state;
+        let place_of = |rank: Rank| {
+            let place = state.spec.ranks.iter().find(|place| place.rank == rank);
+            place.ok_or_else(|| no_such(rank, &state.spec.group))
+        };
+        let places = lives.iter().map(|(rank, life)| Ok((place_of(*rank)?, *life))).collect::<Result<Vec<_>>>()?;
+        if let Some(rendezvous) = rendezvous {
+            *state.rendezvous.lock().unwrap_or_else(PoisonError::into_inner) = rendezvous;
+        }
+        let runs = |rank: Rank, life| state.process(rank).is_some_and(|process| process.incarnation == life);
+        let due = places.into_iter().filter(|(place, life)| !runs(place.rank, *life));
+        join_all(due.map(|(place, life)| state.start(place, life))).await;
+        Ok(())
+    }
+
+    /// Kills the incarnations of these ranks that run, and returns when they have ended.
+    pub(super) async fn end(&self, ranks: impl IntoIterator<Item = Rank>) -> Result<()> {
+        let old: Vec<Arc<RankProcess>> = ranks.into_iter().filter_map(|rank| self.state.process(rank)).collect();
+        let ended = try_join_all(old.iter().map(|process| process.stop(Duration::ZERO))).await;
+        ended.map(drop).map_err(|error| Error::internal(error.to_string()))
+    }
+
+    /// Lets the ranks run until this time since the start of the machine, unless it is extended. See [`Launcher::lease`].
+    pub(super) async fn lease(&self, until: Duration) {
+        self.state.launcher.lease(until).await;
+    }
+}
+
 #[async_trait]
 impl Deployment for LocalDeployment {
     fn events(&self) -> BoxStream<'static, RankEvent> {
@@ -290,18 +357,12 @@ impl Deployment for LocalDeployment {
 
     async fn restart(&self, cx: &CallContext, lives: &[(Rank, Incarnation)]) -> Result<()> {
         cx.check()?;
-        let state = &self.state;
-        let place_of = |rank: Rank| {
-            let place = state.spec.ranks.iter().find(|place| place.rank == rank);
-            place.ok_or_else(|| no_such(rank, &state.spec.group))
-        };
-        let places = lives.iter().map(|(rank, life)| Ok((place_of(*rank)?, *life))).collect::<Result<Vec<_>>>()?;
-        let old: Vec<Arc<RankProcess>> = lives.iter().filter_map(|(rank, _)| state.process(*rank)).collect();
-        try_join_all(old.iter().map(|process| process.stop(Duration::ZERO)))
-            .await
-            .map_err(|error| Error::internal(error.to_string()))?;
-        join_all(places.into_iter().map(|(place, life)| state.start(place, life))).await;
-        Ok(())
+        let known = |rank: Rank| self.state.spec.ranks.iter().any(|place| place.rank == rank);
+        if let Some((rank, _)) = lives.iter().find(|(rank, _)| !known(*rank)) {
+            return Err(no_such(*rank, &self.state.spec.group));
+        }
+        self.end(lives.iter().map(|(rank, _)| *rank)).await?;
+        self.start(lives, None).await
     }
 
     async fn kill(&self, rank: Rank, life: Option<Incarnation>) -> Result<()> {

@@ -148,7 +148,9 @@ fn segments_are_whole_nodes_of_one_domain_and_the_other_nodes_are_left_alone() {
     assert_eq!(error.code(), Code::ResourceExhausted);
     assert!(error.to_string().contains("cannot form 2 segments of 2 nodes"), "{error}");
     let anywhere = [node("a", 2), node("b", 2), node("c", 2)];
-    assert!(place(&with(&[2, 2, 2]), &anywhere, true).is_ok(), "nobody knows their domains");
+    let error = place(&with(&[2, 2]), &anywhere, true).unwrap_err();
+    assert_eq!(error.code(), Code::ResourceExhausted);
+    assert!(error.to_string().contains("no node has a known NVLink domain"), "c190: {error}");
 }
 
 proptest::proptest! {

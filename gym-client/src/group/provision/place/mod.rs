@@ -1,16 +1,25 @@
 //! The place of a rank, and the rendezvous of a group.
 
+mod ports;
+
 use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr};
 use std::ops::Range;
 
 use gym_core::Result;
 use gym_core::group::Rank;
+use gym_core::group::cluster::{PlacedBundle, Placement};
+use serde::{Deserialize, Serialize};
 
-use crate::group::provision::ports::{HeldPort, SearchOrder, search};
+pub use ports::HeldPort;
+
+use ports::{SearchOrder, search};
+
+/// A bundle of a cluster: its placement group, and its number in the group.
+pub type BundleId = (u32, u32);
 
 /// The place of one rank.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct RankPlace {
     /// Number of the rank in the group.
@@ -23,6 +32,8 @@ pub struct RankPlace {
     pub local_rank: u32,
     /// Index of its node.
     pub node_rank: u32,
+    /// The bundle on which it runs. The reservation knows the node of the bundle.
+    pub bundle: BundleId,
     /// Its GPUs, as in `CUDA_VISIBLE_DEVICES`; empty without GPUs.
     pub gpus: Vec<String>,
     /// The bundles of its tied ranks, for the leader of the tied ranks; `None` for the others.
@@ -40,12 +51,18 @@ impl RankPlace {
         let name = format!("worker-0-{rank}");
         let bundles = Some(vec![rank]);
         let (gpus, engine_port) = (Vec::new(), None);
-        Self { rank, name, world_size, local_rank: rank, node_rank: 0, gpus, bundles, tied: rank, engine_port }
+        let bundle = (0, rank);
+        Self { rank, name, world_size, local_rank: rank, node_rank: 0, bundle, gpus, bundles, tied: rank, engine_port }
     }
 }
 
+/// Returns a bundle of a placement.
+pub(crate) fn placed(placement: &Placement, (group, bundle): BundleId) -> Option<&PlacedBundle> {
+    placement.groups.get(group as usize)?.bundles.get(bundle as usize)
+}
+
 /// The rendezvous of the ranks of a group.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Rendezvous {
     /// Address of rank 0's node.
     pub master_address: IpAddr,
@@ -80,13 +97,17 @@ pub(crate) struct HeldRendezvous {
 
 impl HeldRendezvous {
     pub(crate) fn hold(ranks: usize, range: &Range<u16>) -> Result<Self> {
-        let mut random = fastrand::Rng::new();
-        let held = (0..=ranks)
-            .map(|_| search(range, SearchOrder::EachOnce, &BTreeSet::new(), &mut random, HeldPort::bind))
-            .collect::<Result<Vec<_>>>()?;
+        let held = hold_ports(ranks + 1, range)?;
         let here = IpAddr::V4(Ipv4Addr::LOCALHOST);
         let available = held[1..].iter().map(|port| (here, port.port())).collect();
         let rendezvous = Rendezvous { master_address: here, master_port: held[0].port(), available };
         Ok(Self { _held: held, addresses: rendezvous })
     }
+}
+
+/// Holds this number of free ports of `range`.
+pub(crate) fn hold_ports(count: usize, range: &Range<u16>) -> Result<Vec<HeldPort>> {
+    let mut random = fastrand::Rng::new();
+    let hold = |_| search(range, SearchOrder::EachOnce, &BTreeSet::new(), &mut random, HeldPort::bind);
+    (0..count).map(hold).collect()
 }

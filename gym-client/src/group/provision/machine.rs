@@ -1,0 +1,90 @@
+//! Bundles held on this machine.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use futures_util::future::join_all;
+use futures_util::stream::BoxStream;
+use gym_core::group::cluster::{NodeResources, Placement, place};
+use gym_core::{CallContext, Code, Error, Result};
+
+use crate::group::provision::deployment::{Deployment, LaunchSpec, Reservation, ReserveRequest};
+use crate::group::provision::events::{EventLog, NodeEvent, NodeState, NodeStatus};
+use crate::group::usage::visible_gpus;
+
+/// Starts ranks on this machine.
+#[async_trait]
+pub(super) trait StartsRanks: Clone + fmt::Debug + Send + Sync + 'static {
+    /// As [`Reservation::launch`].
+    async fn launch(&self, cx: &CallContext, spec: LaunchSpec) -> Result<Arc<dyn Deployment>>;
+}
+
+/// A reservation on this machine. The machine is not divided between reservations: each may use all of it.
+#[derive(Debug)]
+pub(super) struct MachineReservation<S> {
+    starts: S,
+    placement: Arc<Placement>,
+    nodes: Vec<NodeResources>,
+    log: EventLog<NodeEvent>,
+    /// `None` after the release.
+    deployments: Mutex<Option<Vec<Weak<dyn Deployment>>>>,
+}
+
+impl<S: StartsRanks> MachineReservation<S> {
+    pub(super) fn reserve(starts: S, request: &ReserveRequest) -> Result<Arc<dyn Reservation>> {
+        let here = || vec![request.counted(this_machine())];
+        let nodes = request.simulated.clone().unwrap_or_else(here);
+        let placement = Arc::new(place(&request.cluster, &nodes, request.unified)?);
+        let log = EventLog::new();
+        nodes.iter().for_each(|node| log.push(NodeEvent::Serving { node: node.name.clone() }));
+        Ok(Arc::new(Self { starts, placement, nodes, log, deployments: Mutex::new(Some(Vec::new())) }))
+    }
+}
+
+#[async_trait]
+impl<S: StartsRanks> Reservation for MachineReservation<S> {
+    fn placement(&self) -> Arc<Placement> {
+        Arc::clone(&self.placement)
+    }
+
+    fn nodes(&self) -> Vec<NodeStatus> {
+        let node =
+            |node: &NodeResources| NodeStatus { resources: node.clone(), address: None, state: NodeState::Serving };
+        self.nodes.iter().map(node).collect()
+    }
+
+    fn events(&self) -> BoxStream<'static, NodeEvent> {
+        self.log.stream()
+    }
+
+    async fn launch(&self, cx: &CallContext, spec: LaunchSpec) -> Result<Arc<dyn Deployment>> {
+        let lock = || self.deployments.lock().unwrap_or_else(PoisonError::into_inner);
+        let released = || Error::not_started(Code::Unavailable, "the bundles were released");
+        if lock().is_none() {
+            return Err(released());
+        }
+        let deployment = self.starts.launch(cx, spec).await?;
+        let mut deployments = lock();
+        let deployments = deployments.as_mut().ok_or_else(released)?;
+        deployments.retain(|known| known.strong_count() > 0);
+        deployments.push(Arc::downgrade(&deployment));
+        Ok(deployment)
+    }
+
+    async fn release(&self, grace: Duration) -> Result<()> {
+        let held: Vec<_> = {
+            let mut deployments = self.deployments.lock().unwrap_or_else(PoisonError::into_inner);
+            deployments.take().into_iter().flatten().filter_map(|known| known.upgrade()).collect()
+        };
+        join_all(held.iter().map(|deployment| deployment.shutdown(grace))).await.into_iter().collect()
+    }
+}
+
+/// Returns what this machine has.
+pub(super) fn this_machine() -> NodeResources {
+    let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    NodeResources::new(name, u32::try_from(cpus).unwrap_or(u32::MAX), visible_gpus())
+}

@@ -1,0 +1,471 @@
+//! The agent of a node: starts ranks for controllers on other machines.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::fs::File;
+use std::io::Read as _;
+use std::net::{IpAddr, ToSocketAddrs as _};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use futures_util::FutureExt as _;
+use futures_util::future::{BoxFuture, join_all};
+use gym_core::group::cluster::{NodeResources, Topology};
+use gym_core::registry::{MemberNode, MemberSpec, MemberTiming};
+use gym_core::transport::{InProcess, ListenOptions, TransportPolicy, serve};
+use gym_core::{
+    CallContext, CancelToken, Code, Endpoint, Error, Handler, Incarnation, Request, Response, Result, Verb, World,
+};
+use serde_json::json;
+use tokio::task::JoinSet;
+
+use crate::group::provision::deployment::Deployment as _;
+use crate::group::provision::local::{Local, LocalOptions};
+use crate::group::provision::machine::this_machine;
+use crate::group::provision::nodes::lock;
+use crate::group::provision::nodes::message::{
+    KillBody, LaunchBody, NodeReport, PollBody, PortsBody, PortsReply, RanksBody, ReleaseBody, ReserveBody, StartBody,
+    StopBody, is_allowed, read, reply,
+};
+use crate::group::provision::nodes::session::NodeSession;
+use crate::group::provision::workers::Workers;
+use crate::launch::{LineSink, prefixed};
+use crate::registry::{MemberKeeper, MemberOptions, RemoteRegistry};
+use crate::transport::{HTTP, Transports};
+use crate::work::local_address_towards;
+
+/// Sessions of one node: controllers that hold something, or did until a moment ago.
+const SESSIONS_MAX: usize = 256;
+/// Pause between two looks at the sessions of a draining node.
+const DRAIN_LOOK: Duration = Duration::from_millis(200);
+/// The longest lease that a controller may request.
+const LEASE_MAX: Duration = Duration::from_secs(300);
+/// The shortest lease: less than a busy machine needs for one answer would end living ranks.
+const LEASE_MIN: Duration = Duration::from_millis(200);
+
+/// Options of a node.
+#[derive(Clone)]
+#[non_exhaustive]
+pub struct NodeOptions {
+    /// The name of the node, unique in the cluster. Default: the name of the host.
+    pub name: String,
+    /// The secret that controllers must know: whoever has it can start the worker types of this program on this machine.
+    pub secret: String,
+    /// The head server that the node joins as a member. Default: none; controllers then name the agent's endpoint.
+    pub head: Option<Endpoint>,
+    /// The host to bind. Default: `127.0.0.1`, which only this machine reaches.
+    pub host: String,
+    /// The port to bind. Default: 0, any free port.
+    pub port: u16,
+    /// The host at which other machines reach this one. Default: `host`, or for `0.0.0.0` the address of the route to the head server.
+    pub advertise: Option<String>,
+    /// What the node offers. Default: the CPUs of this machine, and its visible GPUs.
+    pub resources: NodeResources,
+    /// The intervals of its heartbeats to the head server.
+    pub timing: MemberTiming,
+    /// The time for which an unreachable head server is tried at the start. Default: 5 minutes.
+    pub join_within: Duration,
+    /// Receives the output of the ranks. Default: our standard error, each line with its worker's name.
+    pub lines: LineSink,
+}
+
+impl NodeOptions {
+    /// Creates the default options of a node with this secret.
+    #[must_use]
+    pub fn new(secret: impl Into<String>) -> Self {
+        let resources = this_machine();
+        Self {
+            name: resources.name.clone(),
+            secret: secret.into(),
+            head: None,
+            host: "127.0.0.1".to_owned(),
+            port: 0,
+            advertise: None,
+            resources,
+            timing: MemberTiming::default(),
+            join_within: Duration::from_secs(300),
+            lines: prefixed(std::io::stderr()),
+        }
+    }
+}
+
+impl fmt::Debug for NodeOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("NodeOptions")
+            .field("name", &self.name)
+            .field("head", &self.head)
+            .field("host", &self.host)
+            .field("resources", &self.resources)
+            .finish_non_exhaustive()
+    }
+}
+
+/// The agent of this machine. It starts ranks of this program's worker types for controllers that know its secret and run the same
+/// program.
+///
+/// ```no_run
+/// # use gym_client::group::{NodeAgent, NodeOptions, Workers}; use gym_core::{Endpoint, Result};
+/// # async fn example(workers: Workers) -> Result<()> {
+/// let mut options = NodeOptions::new(std::env::var("GYM_JOIN_SECRET").unwrap_or_default());
+/// options.head = Some(Endpoint::parse("http://10.0.0.1:11000")?);
+/// options.host = "0.0.0.0".to_owned();
+/// let node = NodeAgent::start(workers, options).await?;
+/// tokio::select! {
+///     _ = tokio::signal::ctrl_c() => {}
+///     () = node.drained() => {}
+/// }
+/// node.stop(std::time::Duration::from_secs(30)).await;
+/// # Ok(()) }
+/// ```
+///
+/// A controller holds its part of the node under a lease. If the agent has not heard from it for the lease, the agent kills its ranks; if
+/// the agent itself is stopped, its watchdog does; if the agent dies, the kernel does.
+#[derive(Debug)]
+pub struct NodeAgent {
+    state: Arc<AgentState>,
+    endpoints: Vec<Endpoint>,
+    drain: CancelToken,
+    serving: JoinSet<Result<()>>,
+    member: Option<MemberKeeper>,
+}
+
+struct AgentState {
+    options: NodeOptions,
+    local: Local,
+    incarnation: Incarnation,
+    build: String,
+    address: IpAddr,
+    sessions: Mutex<BTreeMap<String, Arc<NodeSession>>>,
+    /// Ends the sessions whose lease has ended.
+    keepers: Mutex<JoinSet<()>>,
+}
+
+impl fmt::Debug for AgentState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("AgentState").field("options", &self.options).finish_non_exhaustive()
+    }
+}
+
+impl NodeAgent {
+    /// Listens, and joins the head server. The program must have called [`Workers::enter`] first.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if the secret is empty or the node could not be reached at its address. The errors of the listener and of the head server.
+    pub async fn start(workers: Workers, options: NodeOptions) -> Result<Self> {
+        let subject = format!("start node {}", options.name);
+        if options.secret.trim().is_empty() {
+            let message = "the join secret is empty, and anybody could start processes here\n  fix: set NodeOptions::secret, the same for \
+                           the nodes and their controllers";
+            return Err(Error::invalid(message).about(subject));
+        }
+        let advertised = advertised(&options).map_err(|error| error.about(subject.clone()))?;
+        let (name, address) = advertised;
+        if !address.is_loopback() {
+            tracing::warn!(node = options.name, %address, "this node starts processes for whoever knows its join secret, which travels unencrypted; use a network that you trust");
+        }
+        let local = LocalOptions {
+            host: Some(address.to_string()),
+            lines: Arc::clone(&options.lines),
+            // A restart elsewhere counts on it that the ranks of a dead agent are dead.
+            orphan_grace: Duration::ZERO,
+            ..LocalOptions::default()
+        };
+        let world = World::real();
+        let state = Arc::new(AgentState {
+            local: Local::new(workers).with(local),
+            incarnation: Incarnation(u64::try_from(world.now().as_millis()).unwrap_or(u64::MAX)),
+            build: build()?,
+            address,
+            sessions: Mutex::default(),
+            keepers: Mutex::default(),
+            options,
+        });
+        let transports = Transports::from_features(InProcess::new()).with_policy(TransportPolicy::unconfigured());
+        let place = ListenOptions::default().at(state.options.host.clone(), state.options.port).advertised_as(name);
+        let handler: Arc<dyn Handler> = Arc::new(AgentHandler(Arc::clone(&state)));
+        let listened = transports.listen(place, handler, &[HTTP]).await;
+        let (listener, handler) = listened.map_err(|error| error.about(subject.clone()))?;
+        let mut endpoints = listener.endpoints().to_vec();
+        endpoints.retain(|endpoint| endpoint.scheme() != "mem");
+        let drain = CancelToken::new();
+        let mut serving = JoinSet::new();
+        serving.spawn(serve(listener, handler, drain.clone(), Duration::from_secs(2)));
+        let mut agent = Self { state, endpoints, drain, serving, member: None };
+        if let Some(head) = agent.state.options.head.clone() {
+            agent.member = Some(agent.join(head, transports, &world).await.map_err(|error| error.about(subject))?);
+        }
+        Ok(agent)
+    }
+
+    async fn join(&self, head: Endpoint, transports: Transports, world: &World) -> Result<MemberKeeper> {
+        let AgentState { options, incarnation, build, address, .. } = &*self.state;
+        let mut spec = MemberSpec::new(&options.name, *incarnation);
+        spec.host = address.to_string();
+        spec.clock_ms = u64::try_from(world.now().as_millis()).unwrap_or(u64::MAX);
+        spec.timing = options.timing;
+        let gpus = self.state.report().gpus.len();
+        spec.labels = [("pid", std::process::id().to_string()), ("gpus", gpus.to_string())]
+            .into_iter()
+            .map(|(key, value)| (key.to_owned(), value))
+            .collect();
+        spec.node = Some(MemberNode { endpoints: self.endpoints.clone(), build: build.clone() });
+        let cx = CallContext::within(options.join_within);
+        let member = MemberOptions { join_within: options.join_within, ..MemberOptions::default() };
+        MemberKeeper::join(Arc::new(RemoteRegistry::new(head, transports, world.clone())), &cx, spec, member, world)
+            .await
+    }
+
+    /// Returns the endpoints of the agent, in order of preference.
+    #[must_use]
+    pub fn endpoints(&self) -> &[Endpoint] {
+        &self.endpoints
+    }
+
+    /// Waits until the head server asks the node to drain (`rgym drain NAME`) and its last controller has released it. A draining node gets no new
+    /// ranks. Without a head server, waits forever.
+    pub async fn drained(&self) {
+        let Some(member) = &self.member else { return std::future::pending().await };
+        member.draining().cancelled().await;
+        while !lock(&self.state.sessions).is_empty() {
+            tokio::time::sleep(DRAIN_LOOK).await;
+        }
+    }
+
+    /// Leaves the head server, stops all ranks, kills those that run after `grace`, and closes the listener.
+    #[must_use = "a future does nothing until it is awaited"]
+    pub fn stop(mut self, grace: Duration) -> BoxFuture<'static, ()> {
+        Box::pin(async move {
+            if let Some(member) = self.member.take() {
+                member.leave(Duration::from_secs(2)).await;
+            }
+            let sessions: Vec<_> = std::mem::take(&mut *lock(&self.state.sessions)).into_values().collect();
+            for ended in join_all(sessions.iter().map(|session| session.end(grace))).await {
+                if let Err(error) = ended {
+                    tracing::error!(node = self.state.options.name, %error, "a rank could not be stopped");
+                }
+            }
+            self.drain.cancel();
+            while self.serving.join_next().await.is_some() {}
+        })
+    }
+}
+
+/// Returns the host that others are told, and its address.
+fn advertised(options: &NodeOptions) -> Result<(String, IpAddr)> {
+    let unspecified = options.host.parse().is_ok_and(|ip: IpAddr| ip.is_unspecified());
+    let resolve = |host: &str| -> Result<IpAddr> {
+        let found = (host, 0).to_socket_addrs().ok().and_then(|mut found| found.next());
+        found.map(|found| found.ip()).ok_or_else(|| Error::invalid(format!("the host `{host}` has no address")))
+    };
+    let route = || -> Option<IpAddr> {
+        let head = options.head.as_ref()?.address().to_socket_addrs().ok()?.next()?;
+        local_address_towards(head).ok()
+    };
+    let name = match &options.advertise {
+        Some(name) => name.clone(),
+        None if unspecified => route().map(|ip| ip.to_string()).ok_or_else(|| {
+            let message =
+                "it binds all addresses, and which one others reach is unknown\n  fix: set NodeOptions::advertise";
+            Error::invalid(message)
+        })?,
+        None => options.host.clone(),
+    };
+    let address = resolve(&name)?;
+    let head = options.head.as_ref().and_then(|head| head.address().to_socket_addrs().ok()?.next());
+    if address.is_loopback() && head.is_some_and(|head| !head.ip().is_loopback() && route() != Some(head.ip())) {
+        let fix = route().map_or_else(|| "ADDRESS".to_owned(), |route| route.to_string());
+        return Err(Error::invalid(format!(
+            "the head server is on another machine, which cannot reach this node at {name}\n  fix: bind {fix}, on a network that you trust"
+        )));
+    }
+    Ok((name, address))
+}
+
+/// Returns the build of this program: a checksum of its file.
+pub(super) fn build() -> Result<String> {
+    let failed = |error| Error::internal("the file of this program cannot be read").caused_by(error);
+    let mut file = File::open("/proc/self/exe").map_err(failed)?;
+    let (mut sum, mut bytes, mut block) = (0, 0, vec![0; 1 << 20]);
+    loop {
+        match file.read(&mut block).map_err(failed)? {
+            0 => return Ok(format!("{sum:08x}-{bytes}")),
+            read => (sum, bytes) = (crc32c::crc32c_append(sum, &block[..read]), bytes + read),
+        }
+    }
+}
+
+#[derive(Debug)]
+struct AgentHandler(Arc<AgentState>);
+
+impl Handler for AgentHandler {
+    fn handle(&self, request: Request) -> BoxFuture<'static, Result<Response>> {
+        let state = Arc::clone(&self.0);
+        Box::pin(async move { state.answer(request).await })
+    }
+}
+
+impl AgentState {
+    async fn answer(self: Arc<Self>, request: Request) -> Result<Response> {
+        if !is_allowed(&request.context.metadata, &self.options.secret) {
+            let message = "the join secret is missing or wrong\n  fix: give nodes and controllers the same secret";
+            return Err(
+                Error::not_started(Code::FailedPrecondition, message).about(format!("node {}", self.options.name))
+            );
+        }
+        let body = request.message.head.to_bytes();
+        match (request.verb, request.route.path()) {
+            (Verb::Get, "/node") => reply(&self.report()),
+            (Verb::Post, "/node/reserve") => reply(&Self::reserve(&self, read(&body)?)?),
+            (Verb::Post, "/node/poll") => {
+                let PollBody { session, received, seen, wait_ms } = read(&body)?;
+                reply(&self.session(&session)?.poll(received, seen, Duration::from_millis(wait_ms)).await?)
+            }
+            (Verb::Post, "/node/ports") => {
+                let request: PortsBody = read(&body)?;
+                reply(&PortsReply { ports: self.session(&request.session)?.hold(&request)? })
+            }
+            (Verb::Post, "/node/launch") => {
+                let request: LaunchBody = read(&body)?;
+                self.session(&request.session)?.launch(&self.local, request).await?;
+                reply(&json!({}))
+            }
+            (Verb::Post, "/node/start") => {
+                let StartBody { session, launch, lives, rendezvous } = read(&body)?;
+                self.session(&session)?.ranks(launch)?.start(&lives, rendezvous).await?;
+                reply(&json!({}))
+            }
+            (Verb::Post, "/node/end") => {
+                let RanksBody { session, launch, ranks } = read(&body)?;
+                self.session(&session)?.end_ranks(launch, ranks).await?;
+                reply(&json!({}))
+            }
+            (Verb::Post, "/node/kill") => {
+                let KillBody { session, launch, rank, incarnation } = read(&body)?;
+                self.session(&session)?.ranks(launch)?.kill(rank, incarnation).await?;
+                reply(&json!({}))
+            }
+            (Verb::Post, "/node/stop") => {
+                let StopBody { session, launch, grace_ms } = read(&body)?;
+                self.session(&session)?.stop(launch, Duration::from_millis(grace_ms)).await?;
+                reply(&json!({}))
+            }
+            (Verb::Post, "/node/release") => {
+                let ReleaseBody { session, grace_ms } = read(&body)?;
+                if let Ok(held) = self.session(&session) {
+                    let ended = held.end(Duration::from_millis(grace_ms)).await;
+                    lock(&self.sessions).remove(&session);
+                    ended?;
+                }
+                reply(&json!({}))
+            }
+            (verb, path) => {
+                Err(Error::not_started(Code::NotFound, format!("the agent of a node has no route {verb} {path}")))
+            }
+        }
+    }
+
+    fn report(&self) -> NodeReport {
+        self.report_of(&lock(&self.sessions))
+    }
+
+    fn report_of(&self, sessions: &BTreeMap<String, Arc<NodeSession>>) -> NodeReport {
+        let held = |session: &Arc<NodeSession>| session.gpus.clone();
+        let held: Vec<String> = sessions.values().flat_map(held).collect();
+        let NodeResources { name, cpus, gpus, topology: Topology { domain, rank } } = self.options.resources.clone();
+        let gpus = match gpus {
+            gym_core::group::cluster::Devices::Named(names) => names,
+            gym_core::group::cluster::Devices::Simulated(_) => Vec::new(),
+        };
+        let held_cpus: u32 = sessions.values().map(|session| session.cpus).sum();
+        let cpus = cpus.unwrap_or(u32::MAX);
+        NodeReport {
+            name: if self.options.name.is_empty() { name } else { self.options.name.clone() },
+            incarnation: self.incarnation,
+            build: self.build.clone(),
+            address: self.address,
+            cpus,
+            free_cpus: cpus.saturating_sub(held_cpus),
+            free_gpus: gpus.iter().filter(|gpu| !held.contains(gpu)).cloned().collect(),
+            gpus,
+            domain,
+            domain_rank: rank,
+            held_by: sessions.values().map(|session| session.controller.clone()).collect(),
+        }
+    }
+
+    /// Holds resources. A repeated request changes nothing.
+    fn reserve(this: &Arc<Self>, request: ReserveBody) -> Result<NodeReport> {
+        let refused = |code, message: String| {
+            Err(Error::not_started(code, message).about(format!("reserve on node {}", this.options.name)))
+        };
+        if request.build != this.build {
+            return refused(
+                Code::FailedPrecondition,
+                format!(
+                    "the node runs build {}, the controller {}: they are different programs\n  fix: start the same executable on both",
+                    this.build, request.build
+                ),
+            );
+        }
+        let mut sessions = lock(&this.sessions);
+        let free = this.report_of(&sessions);
+        if sessions.contains_key(&request.session) {
+            return Ok(free);
+        }
+        let missing = request.gpus.iter().find(|gpu| !free.free_gpus.contains(gpu));
+        if request.cpus > free.free_cpus || missing.is_some() {
+            let what = missing.map_or_else(|| format!("{} CPUs", request.cpus), |gpu| format!("GPU {gpu}"));
+            return refused(
+                Code::ResourceExhausted,
+                format!(
+                    "{what} requested; {} of {} CPUs and GPUs [{}] are free; the rest is held by {}",
+                    free.free_cpus,
+                    free.cpus,
+                    free.free_gpus.join(", "),
+                    free.held_by.join(", ")
+                ),
+            );
+        }
+        let lease = Duration::from_millis(request.lease_ms).clamp(LEASE_MIN, LEASE_MAX);
+        let session = Arc::new(NodeSession::begin(&request, lease));
+        if sessions.len() >= SESSIONS_MAX {
+            return refused(Code::ResourceExhausted, format!("it has {SESSIONS_MAX} sessions, which is the limit"));
+        }
+        sessions.insert(request.session.clone(), Arc::clone(&session));
+        drop(sessions);
+        let (state, name) = (Arc::downgrade(this), request.session);
+        let mut keepers = lock(&this.keepers);
+        while keepers.try_join_next().is_some() {}
+        keepers.spawn(
+            async move {
+                session.lease_ended().await;
+                let Some(state) = state.upgrade() else { return };
+                // Released meanwhile.
+                if !lock(&state.sessions).contains_key(&name) {
+                    return;
+                }
+                tracing::warn!(
+                    node = state.options.name,
+                    controller = session.controller,
+                    "no message from a controller for the time of its lease; its ranks are killed"
+                );
+                if let Err(error) = session.end(Duration::ZERO).await {
+                    tracing::error!(node = state.options.name, %error, "a rank could not be killed");
+                }
+                // Only now: whoever asks for the session afterwards learns that its ranks have ended.
+                lock(&state.sessions).remove(&name);
+            }
+            .boxed(),
+        );
+        drop(keepers);
+        Ok(this.report())
+    }
+
+    fn session(&self, name: &str) -> Result<Arc<NodeSession>> {
+        lock(&self.sessions).get(name).cloned().ok_or_else(|| {
+            let message =
+                "there is no such session: its lease has ended, or the agent was restarted; its ranks have ended";
+            Error::not_started(Code::NotFound, message).about(format!("node {}", self.options.name))
+        })
+    }
+}

@@ -1,0 +1,172 @@
+//! What one controller holds on a node: resources, ports, and ranks under a lease.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use futures_util::StreamExt as _;
+use futures_util::future::join_all;
+use gym_core::group::Rank;
+use gym_core::{CallContext, Code, Error, Result};
+use tokio::sync::watch;
+use tokio_util::task::AbortOnDropHandle;
+
+use crate::group::provision::deployment::Deployment as _;
+use crate::group::provision::events::{EventLog, RankEvent};
+use crate::group::provision::local::{Local, LocalDeployment};
+use crate::group::provision::nodes::lease::AgentLease;
+use crate::group::provision::nodes::lock;
+use crate::group::provision::nodes::message::{LaunchBody, PollReply, PortsBody, ReserveBody};
+use crate::group::provision::place::{HeldPort, hold_ports};
+use crate::launch::since_boot;
+
+/// The share of a lease for which a poll may wait: the lease is extended several times before it ends.
+const WAIT_SHARE: u32 = 4;
+/// The longest pause between two looks at the clock, which also counts the time for which the machine was suspended.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+/// Launches of a session: one for each group and move.
+const LAUNCHES_MAX: usize = 4_096;
+
+/// A session.
+#[derive(Debug)]
+pub(super) struct NodeSession {
+    pub(super) controller: String,
+    pub(super) cpus: u32,
+    pub(super) gpus: Vec<String>,
+    lease: Mutex<AgentLease>,
+    log: EventLog<(u64, RankEvent)>,
+    launches: Mutex<BTreeMap<u64, NodeLaunch>>,
+    ports: Mutex<BTreeMap<u64, Vec<HeldPort>>>,
+    /// `true` once the session ends: its ranks are being stopped.
+    ending: watch::Sender<bool>,
+}
+
+/// Ranks that a controller prepared with one request.
+#[derive(Clone, Debug)]
+struct NodeLaunch {
+    ranks: Arc<LocalDeployment>,
+    /// Copies the events of the ranks into the log of the session.
+    _events: Arc<AbortOnDropHandle<()>>,
+}
+
+impl NodeSession {
+    pub(super) fn begin(request: &ReserveBody, lease: Duration) -> Self {
+        Self {
+            controller: request.controller.clone(),
+            cpus: request.cpus,
+            gpus: request.gpus.clone(),
+            lease: Mutex::new(AgentLease::begin(lease, since_boot())),
+            log: EventLog::new(),
+            launches: Mutex::default(),
+            ports: Mutex::default(),
+            ending: watch::Sender::new(false),
+        }
+    }
+
+    /// Waits for events after the first `seen`, at most for `wait`, and returns them.
+    pub(super) async fn poll(&self, received: u64, seen: usize, wait: Duration) -> Result<PollReply> {
+        let until = lock(&self.lease).confirm(received);
+        let launches: Vec<NodeLaunch> = lock(&self.launches).values().cloned().collect();
+        join_all(launches.iter().map(|launch| launch.ranks.lease(until))).await;
+        let wait = wait.min(lock(&self.lease).duration() / WAIT_SHARE);
+        let mut ending = self.ending.subscribe();
+        tokio::select! { biased;
+            () = self.log.beyond(seen) => {}
+            // An error without its own exits would be one without a cause.
+            _ = ending.wait_for(|ending| *ending) => self.check()?,
+            () = tokio::time::sleep(wait) => {}
+        }
+        let usage = |(launch, ranks): (&u64, &NodeLaunch)| {
+            let usage = ranks.ranks.usage().into_iter();
+            usage.map(|(rank, usage)| (*launch, rank, usage)).collect::<Vec<_>>()
+        };
+        let usage = lock(&self.launches).iter().flat_map(usage).collect();
+        let events = self.log.after(seen);
+        Ok(PollReply { number: lock(&self.lease).respond(since_boot()), events, usage })
+    }
+
+    /// Holds ports for a group.
+    pub(super) fn hold(&self, request: &PortsBody) -> Result<Vec<u16>> {
+        self.check()?;
+        // Those held before are released only afterwards, so that an old incarnation cannot meet a new one at the same port.
+        let held = hold_ports(request.count, &(request.low..request.high))?;
+        let numbers = held.iter().map(HeldPort::port).collect();
+        lock(&self.ports).insert(request.group, held);
+        Ok(numbers)
+    }
+
+    /// Prepares ranks. A repeated request changes nothing.
+    pub(super) async fn launch(&self, local: &Local, request: LaunchBody) -> Result<()> {
+        self.check()?;
+        let number = request.launch;
+        if lock(&self.launches).contains_key(&number) {
+            return Ok(());
+        }
+        let (spec, rendezvous) = request.into_spec()?;
+        let ranks = Arc::new(local.prepare(&CallContext::default(), spec, rendezvous, None).await?);
+        let until = lock(&self.lease).until();
+        ranks.lease(until).await;
+        let (mut events, log) = (ranks.events(), self.log.clone());
+        let events = tokio::spawn(async move {
+            while let Some(event) = events.next().await {
+                log.push((number, event));
+            }
+        });
+        let mut launches = lock(&self.launches);
+        // The session may have ended meanwhile, or the same request may have been repeated.
+        self.check()?;
+        if launches.len() >= LAUNCHES_MAX {
+            return Err(Error::not_started(
+                Code::ResourceExhausted,
+                format!("a session has at most {LAUNCHES_MAX} launches"),
+            ));
+        }
+        launches.entry(number).or_insert(NodeLaunch { ranks, _events: Arc::new(AbortOnDropHandle::new(events)) });
+        Ok(())
+    }
+
+    /// Returns the ranks of a launch.
+    pub(super) fn ranks(&self, launch: u64) -> Result<Arc<LocalDeployment>> {
+        self.check()?;
+        let found = lock(&self.launches).get(&launch).map(|known| Arc::clone(&known.ranks));
+        found.ok_or_else(|| Error::not_started(Code::NotFound, format!("there is no launch {launch}")))
+    }
+
+    /// Stops the ranks of a launch, and forgets them. A launch that is unknown has been stopped.
+    pub(super) async fn stop(&self, launch: u64, grace: Duration) -> Result<()> {
+        let Ok(ranks) = self.ranks(launch) else { return Ok(()) };
+        ranks.shutdown(grace).await
+    }
+
+    /// Kills the incarnations of these ranks, and returns when they have ended.
+    pub(super) async fn end_ranks(&self, launch: u64, ranks: Vec<Rank>) -> Result<()> {
+        self.ranks(launch)?.end(ranks).await
+    }
+
+    /// Waits until the lease has ended.
+    pub(super) async fn lease_ended(&self) {
+        loop {
+            let left = lock(&self.lease).until().saturating_sub(since_boot());
+            if left.is_zero() {
+                return;
+            }
+            tokio::time::sleep(left.min(LOOK_EVERY)).await;
+        }
+    }
+
+    /// Stops all ranks, and returns when they have ended.
+    pub(super) async fn end(&self, grace: Duration) -> Result<()> {
+        self.ending.send_replace(true);
+        let launches: Vec<NodeLaunch> = lock(&self.launches).values().cloned().collect();
+        let stopped = join_all(launches.iter().map(|launch| launch.ranks.shutdown(grace))).await;
+        lock(&self.launches).clear();
+        stopped.into_iter().collect()
+    }
+
+    fn check(&self) -> Result<()> {
+        if *self.ending.borrow() {
+            return Err(Error::not_started(Code::Unavailable, "the session is ending"));
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,516 @@
+//! The nodes of a reservation: the sessions with their agents, and the placement of the bundles on them.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, Weak};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use futures_util::FutureExt as _;
+use futures_util::future::join_all;
+use gym_core::group::Rank;
+use gym_core::group::cluster::{NodeResources, Placement, place};
+use gym_core::{CallContext, Code, Error, Result};
+use serde_json::Value;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep};
+
+use crate::group::provision::deployment::ReserveRequest;
+use crate::group::provision::events::{EventLog, NodeEvent, NodeState, NodeStatus, RankEvent};
+use crate::group::provision::nodes::agent::build;
+use crate::group::provision::nodes::link::{AgentClient, LinkNews, LinkPoller, NodeLink};
+use crate::group::provision::nodes::message::{NodeReport, PortsBody, PortsReply, ReleaseBody, ReserveBody, millis};
+use crate::group::provision::nodes::moving::{move_bundles, moved};
+use crate::group::provision::nodes::{Nodes, lock};
+use crate::group::provision::place::{BundleId, placed};
+use crate::group::usage::process::ProcessUsage;
+use crate::transport::Transports;
+
+/// Pause between two searches for room.
+const SEARCH_EVERY: Duration = Duration::from_millis(500);
+/// Time between two messages of a search.
+const SAY_EVERY: Duration = Duration::from_secs(10);
+/// Time for a release beyond the grace.
+const RELEASE_TIME: Duration = Duration::from_secs(10);
+
+/// The state that a reservation shares with its deployments: it lives as long as any of them.
+#[derive(Debug)]
+pub(super) struct NodesState {
+    nodes: Nodes,
+    request: ReserveRequest,
+    controller: String,
+    build: String,
+    held: Mutex<HeldNodes>,
+    log: EventLog<NodeEvent>,
+    launches: Mutex<BTreeMap<u64, Weak<dyn NodeRanks>>>,
+    next: AtomicU64,
+    /// Held by whoever moves bundles.
+    moving: tokio::sync::Mutex<()>,
+    tasks: Mutex<JoinSet<()>>,
+}
+
+#[derive(Debug)]
+struct HeldNodes {
+    placement: Arc<Placement>,
+    /// The session of each host of the placement. With simulated nodes, several hosts can share one.
+    hosts: Vec<Arc<NodeLink>>,
+    released: bool,
+}
+
+/// The ranks of a deployment, for which the reservation receives reports.
+#[async_trait]
+pub(super) trait NodeRanks: fmt::Debug + Send + Sync {
+    /// Returns the number of the deployment in its reservation.
+    fn number(&self) -> u64;
+
+    /// Takes an event of an agent.
+    fn event(&self, launch: u64, event: RankEvent);
+
+    /// Takes samples of an agent.
+    fn used(&self, launch: u64, samples: Vec<(Rank, ProcessUsage)>);
+
+    /// Ends all ranks on a node that is lost.
+    fn lost(&self, link: &Arc<NodeLink>, why: &str);
+
+    /// Stops all ranks.
+    async fn stop(&self, grace: Duration) -> Result<()>;
+}
+
+/// What is held on one agent.
+struct Holding {
+    client: AgentClient,
+    report: NodeReport,
+    cpus: u32,
+    gpus: Vec<String>,
+}
+
+/// Returns each session once.
+fn distinct(hosts: &[Arc<NodeLink>]) -> Vec<&Arc<NodeLink>> {
+    let mut seen = BTreeSet::new();
+    hosts.iter().filter(|link| seen.insert(&link.session)).collect()
+}
+
+impl NodesState {
+    /// Reserves the bundles of `request`.
+    pub(super) async fn reserve(nodes: Nodes, cx: &CallContext, request: ReserveRequest) -> Result<Arc<Self>> {
+        let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+        let state = Arc::new(Self {
+            nodes,
+            request,
+            controller: format!("process {} on {host}", std::process::id()),
+            build: build()?,
+            held: Mutex::new(HeldNodes { placement: Arc::default(), hosts: Vec::new(), released: false }),
+            log: EventLog::new(),
+            launches: Mutex::default(),
+            next: AtomicU64::new(1),
+            moving: tokio::sync::Mutex::default(),
+            tasks: Mutex::default(),
+        });
+        let (placement, hosts) = state.search(cx, |agents| state.place(agents)).await?;
+        for link in distinct(&hosts) {
+            state.follow(link);
+        }
+        let mut held = lock(&state.held);
+        (held.placement, held.hosts) = (Arc::new(placement), hosts);
+        drop(held);
+        Ok(state)
+    }
+
+    pub(super) fn placement(&self) -> Arc<Placement> {
+        Arc::clone(&lock(&self.held).placement)
+    }
+
+    pub(super) fn statuses(&self) -> Vec<NodeStatus> {
+        lock(&self.held).hosts.iter().map(|link| link.status()).collect()
+    }
+
+    pub(super) fn log(&self) -> &EventLog<NodeEvent> {
+        &self.log
+    }
+
+    /// Decides on a placement of the whole request: the placement, and for each of its hosts the agent and what to hold there.
+    fn place(&self, agents: &[(AgentClient, NodeReport)]) -> Result<(Placement, Vec<usize>)> {
+        if let Some(simulated) = &self.request.simulated {
+            let placement = place(&self.request.cluster, simulated, self.request.unified)?;
+            if agents.is_empty() {
+                return Err(Error::not_started(Code::ResourceExhausted, "there is no node"));
+            }
+            return Ok((placement, (0..simulated.len()).map(|host| host % agents.len()).collect()));
+        }
+        let free: Vec<NodeResources> = agents.iter().map(|(_, report)| self.request.counted(report.free())).collect();
+        let placement = place(&self.request.cluster, &free, self.request.unified)?;
+        Ok((placement, (0..agents.len()).collect()))
+    }
+
+    /// Looks for room until `plan` finds some and the agents grant it.
+    async fn search(
+        &self,
+        cx: &CallContext,
+        plan: impl Fn(&[(AgentClient, NodeReport)]) -> Result<(Placement, Vec<usize>)>,
+    ) -> Result<(Placement, Vec<Arc<NodeLink>>)> {
+        let until = Instant::now() + cx.remaining().min(self.nodes.options.wait_for_room);
+        let mut said: Option<Instant> = None;
+        loop {
+            cx.check()?;
+            let error = match self.try_reserve(cx, &plan).await {
+                Ok(found) => return Ok(found),
+                Err(error) => error,
+            };
+            let waits = matches!(error.code(), Code::ResourceExhausted | Code::Unavailable | Code::DeadlineExceeded);
+            if !waits || Instant::now() + SEARCH_EVERY >= until {
+                return Err(error);
+            }
+            if said.is_none_or(|said| said.elapsed() >= SAY_EVERY) {
+                said = Some(Instant::now());
+                tracing::warn!(%error, left = ?until.duration_since(Instant::now()), "waiting for nodes with enough room");
+            }
+            sleep(SEARCH_EVERY).await;
+        }
+    }
+
+    async fn try_reserve(
+        &self,
+        cx: &CallContext,
+        plan: &impl Fn(&[(AgentClient, NodeReport)]) -> Result<(Placement, Vec<usize>)>,
+    ) -> Result<(Placement, Vec<Arc<NodeLink>>)> {
+        let (mut agents, errors) = self.nodes.agents(cx).await?;
+        let others = agents.extract_if(.., |(_, report)| report.build != self.build);
+        let others: Vec<String> =
+            others.map(|(_, report)| format!("{} runs build {}", report.name, report.build)).collect();
+        let (mut placement, on) = plan(&agents).map_err(|error| {
+            let mut hints: Vec<String> = errors.iter().map(|error| format!("not reached: {error}")).collect();
+            if !others.is_empty() {
+                hints.push(format!(
+                    "{}, and this program is build {}: start the same executable on all nodes",
+                    others.join(", "),
+                    self.build
+                ));
+            }
+            let hints = hints.iter().map(|hint| format!("\n  {hint}")).collect::<String>();
+            Error::new(error.code(), error.execution(), format!("{}{hints}", error.message()))
+                .about("reserve bundles on nodes")
+        })?;
+        let mut holdings: Vec<Option<Holding>> = agents
+            .into_iter()
+            .map(|(client, report)| Some(Holding { client, report, cpus: 0, gpus: Vec::new() }))
+            .collect();
+        let mut used = BTreeSet::new();
+        for bundle in placement.groups.iter().flat_map(|group| &group.bundles) {
+            used.insert(on[bundle.host]);
+            if let Some(Some(holding)) = holdings.get_mut(on[bundle.host])
+                && self.request.simulated.is_none()
+            {
+                holding.gpus.extend(bundle.gpu.clone());
+                holding.cpus += if self.request.counts_cpus { self.request.cluster.cpus_per_bundle() } else { 0 };
+            }
+        }
+        let asked = used.iter().filter_map(|at| Some((*at, holdings[*at].take()?)));
+        let asked = asked.map(|(at, holding)| async move { (at, self.hold(cx, holding).await) });
+        let mut links: BTreeMap<usize, Arc<NodeLink>> = BTreeMap::new();
+        let mut refused = None;
+        for (at, held) in join_all(asked).await {
+            match held {
+                Ok(link) => drop(links.insert(at, Arc::new(link))),
+                Err(error) => refused = Some(error),
+            }
+        }
+        if let Some(error) = refused {
+            // Another controller was faster, or a node has ended: what was granted goes back.
+            join_all(links.values().map(|link| self.give_back(link, Duration::ZERO))).await;
+            return Err(error);
+        }
+        if self.request.simulated.is_some() {
+            // A simulated host without a bundle has no session, and no rank asks for it.
+            let any = links.values().next().cloned();
+            let hosts = on.iter().filter_map(|at| links.get(at).cloned().or_else(|| any.clone())).collect();
+            return Ok((placement, hosts));
+        }
+        let positions: BTreeMap<usize, usize> = links.keys().copied().zip(0..).collect();
+        for bundle in placement.groups.iter_mut().flat_map(|group| &mut group.bundles) {
+            bundle.host = positions[&on[bundle.host]];
+        }
+        Ok((placement, links.into_values().collect()))
+    }
+
+    async fn hold(&self, cx: &CallContext, holding: Holding) -> Result<NodeLink> {
+        let Holding { client, report, cpus, gpus } = holding;
+        let options = &self.nodes.options;
+        let session = format!("{:032x}", fastrand::u128(..));
+        let request = ReserveBody {
+            session: session.clone(),
+            controller: self.controller.clone(),
+            build: self.build.clone(),
+            cpus,
+            gpus: gpus.clone(),
+            lease_ms: millis(options.lease),
+        };
+        let mut resources = report.free();
+        (resources.cpus, resources.gpus) =
+            (Some(report.cpus), gym_core::group::cluster::Devices::Named(report.gpus.clone()));
+        let times = (options.lease, options.reconnect);
+        let granted = client
+            .reserve(cx, &request)
+            .await
+            .map_err(|error| error.about(format!("reserve on node {}", report.name)))?;
+        Ok(NodeLink::new(client, &granted, resources, session, times, Instant::now()))
+    }
+
+    /// Polls a node in the background, until it is lost or the bundles are released.
+    fn follow(self: &Arc<Self>, link: &Arc<NodeLink>) {
+        self.log.push(NodeEvent::Serving { node: link.name().to_owned() });
+        let (state, link) = (Arc::downgrade(self), Arc::clone(link));
+        let task = async move {
+            let mut poller = LinkPoller::new(Arc::clone(&link));
+            while let Some(news) = poller.next().await {
+                let Some(state) = state.upgrade() else { return };
+                state.news(&link, news);
+            }
+            link.watch_return().await;
+        };
+        let mut tasks = lock(&self.tasks);
+        while tasks.try_join_next().is_some() {}
+        tasks.spawn(task.boxed());
+    }
+
+    fn news(&self, link: &Arc<NodeLink>, news: LinkNews) {
+        let node = link.name().to_owned();
+        match news {
+            LinkNews::Reply { reply, recovered } => {
+                if recovered {
+                    tracing::info!(node, "the node responds again");
+                    self.log.push(NodeEvent::Serving { node });
+                }
+                for (launch, event) in reply.events {
+                    if let Some(ranks) = self.ranks_of(launch) {
+                        ranks.event(launch, event);
+                    }
+                }
+                let mut usage: BTreeMap<u64, Vec<_>> = BTreeMap::new();
+                for (launch, rank, sample) in reply.usage {
+                    usage.entry(launch).or_default().push((rank, sample));
+                }
+                for (launch, samples) in usage {
+                    if let Some(ranks) = self.ranks_of(launch) {
+                        ranks.used(launch, samples);
+                    }
+                }
+            }
+            LinkNews::State(NodeState::Lost(why)) => {
+                tracing::error!(
+                    node,
+                    why,
+                    "a node is lost; its ranks have ended for their groups, and can restart on another node when its lease is over"
+                );
+                self.log.push(NodeEvent::Lost { node, why: why.clone() });
+                self.all_ranks().iter().for_each(|ranks| ranks.lost(link, &why));
+            }
+            LinkNews::State(NodeState::Suspect(why)) => {
+                tracing::warn!(node, why, "a node does not respond");
+                self.log.push(NodeEvent::Suspect { node, why });
+            }
+            LinkNews::State(NodeState::Serving) => {}
+        }
+    }
+
+    /// Returns the ranks of each deployment once.
+    fn all_ranks(&self) -> Vec<Arc<dyn NodeRanks>> {
+        let mut all: Vec<Arc<dyn NodeRanks>> = lock(&self.launches).values().filter_map(Weak::upgrade).collect();
+        all.sort_by_key(|ranks| ranks.number());
+        all.dedup_by_key(|ranks| ranks.number());
+        all
+    }
+
+    fn ranks_of(&self, launch: u64) -> Option<Arc<dyn NodeRanks>> {
+        lock(&self.launches).get(&launch)?.upgrade()
+    }
+
+    pub(super) fn transports(&self) -> &Transports {
+        &self.nodes.transports
+    }
+
+    /// Returns a number that no other launch of this reservation has.
+    pub(super) fn number(&self) -> u64 {
+        self.next.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Sends the events of a launch to these ranks.
+    pub(super) fn route(&self, launch: u64, ranks: Weak<dyn NodeRanks>) {
+        let mut launches = lock(&self.launches);
+        launches.retain(|_, known| known.strong_count() > 0);
+        launches.insert(launch, ranks);
+    }
+
+    /// Returns the session that has a bundle, and the GPU of the bundle.
+    pub(super) fn host_of(&self, bundle: BundleId) -> Result<(Arc<NodeLink>, Option<String>)> {
+        let held = lock(&self.held);
+        if held.released {
+            return Err(Error::not_started(Code::Unavailable, "the bundles were released"));
+        }
+        let found =
+            placed(&held.placement, bundle).and_then(|bundle| Some((held.hosts.get(bundle.host)?, &bundle.gpu)));
+        let (link, gpu) = found.ok_or_else(|| Error::invalid(format!("the reservation has no bundle {bundle:?}")))?;
+        Ok((Arc::clone(link), gpu.clone()))
+    }
+
+    /// Holds ports on a node for a group.
+    pub(super) async fn ports(
+        &self,
+        cx: &CallContext,
+        link: &NodeLink,
+        group: u64,
+        range: &Range<u16>,
+        count: usize,
+    ) -> Result<Vec<u16>> {
+        let request = PortsBody { session: link.session.clone(), group, low: range.start, high: range.end, count };
+        let PortsReply { ports } = link.call(cx, "/node/ports", &request).await?;
+        if ports.len() == count { Ok(ports) } else { Err(Error::internal("an agent held another number of ports")) }
+    }
+
+    /// Moves all bundles of lost nodes to other nodes, when no rank of the lost nodes can be alive.
+    ///
+    /// # Errors
+    /// `ResourceExhausted` if no node has room for them.
+    pub(super) async fn move_lost(self: &Arc<Self>, cx: &CallContext) -> Result<()> {
+        let _one = self.moving.lock().await;
+        let (placement, hosts) = {
+            let held = lock(&self.held);
+            if held.released {
+                return Err(Error::not_started(Code::Unavailable, "the bundles were released"));
+            }
+            (Arc::clone(&held.placement), held.hosts.clone())
+        };
+        let has_bundles =
+            |host: usize| placement.groups.iter().flat_map(|group| &group.bundles).any(|b| b.host == host);
+        let lost: BTreeSet<usize> =
+            (0..hosts.len()).filter(|host| hosts[*host].is_lost() && has_bundles(*host)).collect();
+        if lost.is_empty() {
+            return Ok(());
+        }
+        let fenced = async {
+            join_all(lost.iter().map(|host| hosts[*host].fenced())).await;
+            Ok(())
+        };
+        cx.bound(gym_core::Execution::NotStarted, fenced).await?;
+        let kept: BTreeSet<String> = (0..hosts.len())
+            .filter(|host| !lost.contains(host) && has_bundles(*host))
+            .map(|host| hosts[host].name().to_owned())
+            .collect();
+        let (next, links) = if self.request.simulated.is_some() {
+            self.move_simulated(cx, &lost, &hosts).await?
+        } else {
+            let plan = |agents: &[(AgentClient, NodeReport)]| {
+                let free: Vec<_> = agents.iter().map(|(_, report)| self.request.counted(report.free())).collect();
+                let ReserveRequest { cluster, unified, .. } = &self.request;
+                let moves = move_bundles(cluster, *unified, &placement, &lost, &kept, &free)?;
+                // Only the moved bundles are held anew; their hosts are positions in `agents`.
+                let mut only = moved(&placement, moves, |offered| offered + hosts.len());
+                for group in &mut only.groups {
+                    group.bundles.retain(|bundle| bundle.host >= hosts.len());
+                    group.bundles.iter_mut().for_each(|bundle| bundle.host -= hosts.len());
+                }
+                Ok((only, (0..agents.len()).collect()))
+            };
+            let (only, links) = self.search(cx, plan).await?;
+            let mut next = (*placement).clone();
+            for (group, moved) in next.groups.iter_mut().zip(&only.groups) {
+                let mut moved = moved.bundles.iter();
+                for bundle in group.bundles.iter_mut().filter(|bundle| lost.contains(&bundle.host)) {
+                    if let Some(moved) = moved.next() {
+                        (bundle.host, bundle.gpu) = (moved.host + hosts.len(), moved.gpu.clone());
+                    }
+                }
+            }
+            (next, hosts.iter().cloned().chain(links).collect())
+        };
+        self.moved(&lost, &hosts, next, links)
+    }
+
+    /// Moves the simulated hosts of lost nodes to nodes that respond.
+    async fn move_simulated(
+        &self,
+        cx: &CallContext,
+        lost: &BTreeSet<usize>,
+        hosts: &[Arc<NodeLink>],
+    ) -> Result<(Placement, Vec<Arc<NodeLink>>)> {
+        let (placement, fresh) = self.search(cx, |agents| self.place(agents)).await?;
+        let mut links = hosts.to_vec();
+        for host in lost {
+            links[*host] = Arc::clone(&fresh[*host]);
+        }
+        for link in distinct(&fresh) {
+            if !links.iter().any(|kept| kept.session == link.session)
+                && let Err(error) = self.give_back(link, Duration::ZERO).await
+            {
+                tracing::warn!(node = link.name(), %error, "a session was not released; it ends with its lease");
+            }
+        }
+        Ok((placement, links))
+    }
+
+    fn moved(
+        self: &Arc<Self>,
+        lost: &BTreeSet<usize>,
+        before: &[Arc<NodeLink>],
+        next: Placement,
+        links: Vec<Arc<NodeLink>>,
+    ) -> Result<()> {
+        let known = |link: &Arc<NodeLink>| before.iter().any(|before| before.session == link.session);
+        let fresh: Vec<&Arc<NodeLink>> = distinct(&links).into_iter().filter(|link| !known(link)).collect();
+        let to: BTreeSet<&str> = fresh.iter().map(|link| link.name()).collect();
+        let to: Vec<String> = to.into_iter().map(str::to_owned).collect();
+        fresh.iter().for_each(|link| self.follow(link));
+        for from in lost.iter().map(|host| before[*host].name().to_owned()).collect::<BTreeSet<_>>() {
+            tracing::info!(from, to = to.join(", "), "bundles of a lost node moved");
+            self.log.push(NodeEvent::Moved { from, to: to.clone() });
+        }
+        let mut held = lock(&self.held);
+        if held.released {
+            return Err(Error::not_started(Code::Unavailable, "the bundles were released"));
+        }
+        (held.placement, held.hosts) = (Arc::new(next), links);
+        Ok(())
+    }
+
+    async fn give_back(&self, link: &NodeLink, grace: Duration) -> Result<()> {
+        let request = ReleaseBody { session: link.session.clone(), grace_ms: millis(grace) };
+        let cx = CallContext::within(grace + RELEASE_TIME);
+        link.call::<Value>(&cx, "/node/release", &request).await.map(drop)
+    }
+
+    /// Stops all ranks and ends the sessions.
+    pub(super) async fn release(&self, grace: Duration) -> Result<()> {
+        let hosts = {
+            let mut held = lock(&self.held);
+            if std::mem::replace(&mut held.released, true) {
+                return Ok(());
+            }
+            held.hosts.clone()
+        };
+        // Their exits are reported while the sessions live.
+        let stopped = join_all(self.all_ranks().iter().map(|ranks| ranks.stop(grace))).await;
+        let links = distinct(&hosts).into_iter().filter(|link| !link.is_lost());
+        let released = join_all(links.map(|link| self.give_back(link, grace))).await;
+        lock(&self.tasks).abort_all();
+        stopped.into_iter().chain(released).collect()
+    }
+}
+
+impl Drop for NodesState {
+    fn drop(&mut self) {
+        let held = lock(&self.held);
+        let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
+        if held.released {
+            return;
+        }
+        // Without this, the ranks would run until their lease ends.
+        for link in distinct(&held.hosts).into_iter().filter(|link| !link.is_lost()).cloned() {
+            runtime.spawn(async move {
+                let request = ReleaseBody { session: link.session.clone(), grace_ms: 0 };
+                let cx = CallContext::within(RELEASE_TIME);
+                let _ = link.call::<Value>(&cx, "/node/release", &request).await;
+            });
+        }
+    }
+}
