@@ -209,6 +209,18 @@ impl NodesRanks {
             });
         join_all(ended).await.into_iter().collect()
     }
+
+    /// Waits for the exits of these ranks, which arrive with the next polls of their nodes, or with the loss of one.
+    async fn exits(&self, of: impl Fn(Rank) -> bool) {
+        loop {
+            // Before the look, so that an exit after it is noticed.
+            let read = self.log.count();
+            if lock(&self.ranks).iter().all(|(rank, known)| known.ended || !of(*rank)) {
+                return;
+            }
+            self.log.beyond(read).await;
+        }
+    }
 }
 
 #[async_trait]
@@ -261,13 +273,7 @@ impl NodeRanks for NodesRanks {
             }
         });
         let stopped = join_all(stopped).await.into_iter().collect();
-        // The exits arrive with the next polls.
-        let exits = async {
-            while !lock(&self.ranks).values().all(|known| known.ended || known.link.is_lost()) {
-                self.log.beyond(self.log.count()).await;
-            }
-        };
-        let _ = tokio::time::timeout(EXITS_TIME, exits).await;
+        let _ = tokio::time::timeout(EXITS_TIME, self.exits(|_| true)).await;
         stopped
     }
 }
@@ -301,6 +307,12 @@ impl Deployment for NodesDeployment {
             self.0.place(*rank)?;
         }
         self.0.end(cx, lives.iter().map(|(rank, _)| *rank)).await?;
+        // An exit that arrives after the next start would be taken for one of an incarnation that nobody knows.
+        let exits = self.0.exits(|rank| lives.iter().any(|(restarts, _)| *restarts == rank));
+        if tokio::time::timeout(cx.remaining(), exits).await.is_err() {
+            let message = "the ranks have ended, but their node has not reported it";
+            return Err(Error::not_started(Code::DeadlineExceeded, message));
+        }
         // A node that is lost meanwhile has to be waited for as well.
         self.0.state.move_lost(cx).await?;
         let _one = self.0.restarting.lock().await;
