@@ -193,7 +193,9 @@ class Cluster:
         self.processes, self.hosts, self.links = {}, [], []
         self.latency_ms = (0, 0)
         self.add_host("h", None)
-        ip("-n", f"{ID}-h", "link", "add", "lan", "type", "bridge")
+        # With an address of its own; it takes the lowest of its ports otherwise, and when a host joins with a lower one, the others send to
+        # the earlier address for seconds.
+        ip("-n", f"{ID}-h", "link", "add", "lan", "address", "02:00:0a:4d:00:01", "type", "bridge")
         ip("-n", f"{ID}-h", "addr", "add", f"{HEAD}/24", "dev", "lan")
         ip("-n", f"{ID}-h", "link", "set", "lan", "up")
         # Nothing of this program itself talks to other networks from here on.
