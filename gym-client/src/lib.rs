@@ -42,6 +42,7 @@
 //! | [`config`] | NeMo Gym's YAML as a typed configuration |
 //! | [`registry`] | server names and leases: those of a head server, or of a file |
 //! | [`work`] | pulled work: pools, and workers that take rollouts when they have capacity |
+//! | [`values`] | large values by reference: put once, fetched once by each node |
 //! | [`transport`] | the transports of a program, and the choice among them |
 //! | `launch` | child processes, such as Python servers (Linux) |
 //! | `group` | supervised worker groups on a virtual cluster, and GRPO (feature `groups`, Linux) |
@@ -61,5 +62,6 @@ pub mod registry;
 pub mod transport;
 pub mod work;
 
+pub use client::values;
 pub use client::{CallOptions, CookieJar, ServerClient, Session};
 pub use transport::Transports;

@@ -7,6 +7,7 @@ mod pending;
 mod replicas;
 mod server_client;
 mod session;
+pub mod values;
 
 pub use cookies::CookieJar;
 pub use server_client::{CallOptions, ServerClient};

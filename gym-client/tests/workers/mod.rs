@@ -114,6 +114,7 @@ pub(crate) fn main() {
         nodes::a_group_spans_nodes_that_joined_a_cluster,
         nodes::a_node_starts_nothing_for_strangers,
         nodes::what_one_controller_holds_no_other_gets,
+        nodes::each_node_fetches_a_large_input_once_for_its_ranks,
         nodes::ranks_of_a_killed_node_restart_elsewhere_after_its_lease,
         nodes::ranks_of_a_stopped_node_are_dead_before_others_start,
         nodes::a_node_without_its_controller_ends_its_ranks,

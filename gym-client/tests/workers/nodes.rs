@@ -13,18 +13,20 @@ use gym_client::group::{
     Group, GroupOptions, GroupRequest, NodeAgent, NodeEvent, NodeOptions, NodeState, Nodes, NodesOptions, Provisioner,
     Reservation, ReserveRequest, VirtualCluster,
 };
+use gym_client::values::{Values, ValuesOptions};
 use gym_core::group::cluster::{ClusterSpec, NodeResources};
 use gym_core::group::{ExitCause, RankState, WorkerGroup, WorkerGroupExt};
 use gym_core::registry::{MemberRegistry, MemoryRegistry};
 use gym_core::{CallContext, Code, Endpoint, Result};
 use rustix::process::Signal;
+use tempfile::TempDir;
 use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::Child;
 use tokio::sync::{Mutex, OnceCell};
 use tokio::time::{Instant, sleep, timeout};
 
 use super::failure::named_pids;
-use super::types::{Describe, Init, workers};
+use super::types::{Describe, Init, Sum, workers};
 use super::{LONG, alive, freeze, options, pid, signal, spec, state_of, status, stop, transports, until};
 
 const SECRET: &str = "a secret of the tests";
@@ -82,18 +84,21 @@ pub(crate) async fn agent(arguments: Vec<String>) {
 /// An agent in a process of its own, whose address stays.
 struct AgentProcess {
     name: &'static str,
+    /// Where the copies of values of this node are.
+    values: Arc<TempDir>,
     endpoint: Endpoint,
     child: Child,
 }
 
 impl AgentProcess {
     async fn start(name: &'static str) -> Self {
-        Self::start_at(name, "0").await
+        Self::start_at(name, "0", Arc::new(tempfile::tempdir().expect("a directory"))).await
     }
 
-    async fn start_at(name: &'static str, port: &str) -> Self {
+    async fn start_at(name: &'static str, port: &str, values: Arc<TempDir>) -> Self {
         let mut child = tokio::process::Command::new(std::env::current_exe().expect("own path"))
             .args(["be-node", name, port])
+            .env("GYM_VALUES_DIR", values.path().join("copies"))
             .stdout(Stdio::piped())
             .kill_on_drop(true)
             .spawn()
@@ -101,7 +106,7 @@ impl AgentProcess {
         let mut lines = BufReader::new(child.stdout.take().expect("piped")).lines();
         let line = timeout(LONG, lines.next_line()).await.expect("in time").expect("reads").expect("a line");
         let endpoint = Endpoint::parse(line.strip_prefix("agent ").expect("an endpoint")).expect("an endpoint");
-        Self { name, endpoint, child }
+        Self { name, values, endpoint, child }
     }
 
     fn pid(&self) -> i32 {
@@ -115,7 +120,7 @@ impl AgentProcess {
 
     async fn restart(&mut self) {
         let port = self.endpoint.address().rsplit_once(':').expect("a port").1.to_owned();
-        *self = Self::start_at(self.name, &port).await;
+        *self = Self::start_at(self.name, &port, Arc::clone(&self.values)).await;
     }
 }
 
@@ -224,6 +229,50 @@ pub(crate) async fn what_one_controller_holds_no_other_gets() {
     first.release(LONG).await.expect("releases");
     nodes.reserve(&cx, &bundles(4)).await.expect("all are free again");
     agent.stop(LONG).await;
+}
+
+pub(crate) async fn each_node_fetches_a_large_input_once_for_its_ranks() {
+    let (a, b) = (AgentProcess::start("node-a").await, AgentProcess::start("node-b").await);
+    let mut bundles = ClusterSpec::new([3, 3]);
+    bundles.use_gpus = false;
+    let nodes = controller(vec![a.endpoint.clone(), b.endpoint.clone()]);
+    let cluster = VirtualCluster::new(bundles, nodes).expect("valid");
+    let cx = CallContext::within(LONG);
+    let request = GroupRequest::new("policy", "obedient", &Init::default(), options().restarting(3)).expect("JSON");
+    let group = cluster.start(&cx, request).await.expect("starts");
+    let mut own = ValuesOptions::default();
+    own.lease = Duration::from_secs(1);
+    let values = Values::new(transports(), own);
+    let bytes: Vec<u8> = (0..10_000_000_u32).map(|at| u8::try_from(at % 251).unwrap_or(0)).collect();
+    let sum: u64 = bytes.iter().map(|byte| u64::from(*byte)).sum();
+    let held = values.put("inputs", bytes).await.expect("held");
+    let sums = async || group.call(Sum, held.reference().clone()).deadline(LONG).await.expect("answers").into_values();
+    assert_eq!(sums().await, [sum; 6]);
+    assert_eq!(held.fetches(), 2, "once for each node");
+    let old = pid(&group, 0);
+    signal(old, Signal::KILL);
+    until("rank 0 is back", || {
+        let ranks = group.worker_status();
+        ranks[0].incarnation.0 == 2 && ranks.iter().all(|rank| rank.state == RankState::Healthy)
+    })
+    .await;
+    assert_eq!(sums().await, [sum; 6]);
+    assert_eq!(held.fetches(), 2, "a restarted rank finds the copy of its node");
+    let gone = held.reference().clone();
+    held.release();
+    let refused = async {
+        loop {
+            match group.call(Sum, gone.clone()).deadline(LONG).await {
+                Ok(_) => sleep(Duration::from_millis(50)).await,
+                Err(error) => return error,
+            }
+        }
+    };
+    let error = timeout(LONG, refused).await.expect("the leases of the copies end");
+    let error = gym_core::Error::from(error);
+    assert_eq!(error.code(), Code::NotFound, "{error}");
+    assert!(error.to_string().contains("value `inputs`"), "{error}");
+    cluster.shutdown(LONG).await.expect("ends");
 }
 
 pub(crate) async fn ranks_of_a_killed_node_restart_elsewhere_after_its_lease() {

@@ -6,7 +6,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use gym_client::Transports;
 use gym_client::group::{RankOverrides, WorkerKind, Workers};
+use gym_client::values::{ValueRef, Values, ValuesOptions};
 use gym_core::group::{Handles, HandlesShared, HostOptions, Method, Methods, Payload, Worker, WorkerEnv};
 use gym_core::testing::conformance::{TestBlockingWorker, TestWorker};
 use gym_core::{CallContext, Error, Result};
@@ -76,6 +78,7 @@ method!(Warm, "warm", bool, ());
 method!(Deafen, "deafen", (), ());
 method!(Collapse, "collapse", (), ());
 method!(Meet, "meet", (), ());
+method!(Sum, "sum", ValueRef, u64);
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Description {
@@ -109,18 +112,28 @@ pub(crate) struct Obedient {
     init: Init,
     held: Vec<u8>,
     warmed: u32,
+    values: Values,
 }
 
 impl Worker for Obedient {
     type Init = Init;
 
     fn start(env: WorkerEnv, init: Init) -> Result<Self> {
-        Ok(Self { env, init, held: Vec::new(), warmed: 0 })
+        let values = Values::new(Transports::standard(), ValuesOptions::default());
+        Ok(Self { env, init, held: Vec::new(), warmed: 0, values })
     }
 
     fn methods(methods: &mut Methods<Self>) {
         methods.shared(Describe).exclusive(Work).exclusive(Hold).exclusive(Breed).exclusive(Leave).exclusive(Warm);
-        methods.exclusive(Deafen).exclusive(Collapse);
+        methods.exclusive(Deafen).exclusive(Collapse).shared(Sum);
+    }
+}
+
+/// Adds the bytes of a large input.
+impl HandlesShared<Sum> for Obedient {
+    async fn handle(&self, cx: &CallContext, call: Payload<ValueRef>) -> Result<Payload<u64>> {
+        let value = self.values.fetch(cx, &call.value).await?;
+        Ok(value.bytes().await?.iter().map(|byte| u64::from(*byte)).sum::<u64>().into())
     }
 }
 

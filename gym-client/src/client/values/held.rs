@@ -1,0 +1,252 @@
+//! The values that this process holds for others.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::fs::File;
+use std::os::unix::fs::FileExt as _;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures_util::future::BoxFuture;
+use gym_core::message::{ContentType, Status};
+use gym_core::{Code, Error, Handler, Message, Request, Response, Result, Verb};
+use tokio::task::spawn_blocking;
+use tokio::time::Instant;
+
+use crate::client::values::message::{READ_ROUTE, ReadBody, ReadReply, ValueRef, WHOLE_ROUTE, read, write};
+
+/// The largest part that one response has.
+pub(super) const PART_BYTES: u64 = 8 << 20;
+/// The largest value that one response of `GET /values/ID` has, because it is read into memory.
+const WHOLE_BYTES_MAX: u64 = 256 << 20;
+/// The last values that are gone, of which errors tell the reason.
+const GONE_MAX: usize = 1_024;
+
+/// Where the bytes of a value are.
+#[derive(Clone, Debug)]
+pub(super) enum Source {
+    Memory(Bytes),
+    File(Arc<File>),
+}
+
+impl Source {
+    /// Reads a part. The caller has checked that it is within the value.
+    pub(super) async fn read(&self, offset: u64, bytes: usize) -> Result<Bytes> {
+        match self {
+            Self::Memory(whole) => {
+                let start = usize::try_from(offset).unwrap_or(usize::MAX);
+                let part = start..start.saturating_add(bytes);
+                if part.end > whole.len() {
+                    return Err(Error::invalid("the value has no such part"));
+                }
+                Ok(whole.slice(part))
+            }
+            Self::File(file) => {
+                let file = Arc::clone(file);
+                let part = spawn_blocking(move || {
+                    let mut part = vec![0; bytes];
+                    file.read_exact_at(&mut part, offset).map(|()| part)
+                });
+                let part = part.await.map_err(|error| Error::internal("the read was interrupted").caused_by(error))?;
+                let changed = |error| {
+                    Error::finished(Code::DataLoss, "its file cannot be read; a file must not change while it is held")
+                        .caused_by(error)
+                };
+                part.map(Bytes::from).map_err(changed)
+            }
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Entry {
+    name: String,
+    source: Source,
+    bytes: u64,
+    /// `None` while a [`HeldValue`] exists.
+    until: Option<Instant>,
+    fetches: u64,
+}
+
+/// All values of this process.
+#[derive(Debug)]
+pub(super) struct HeldValues {
+    lease: Duration,
+    memory_max: u64,
+    state: Mutex<HeldState>,
+}
+
+#[derive(Debug, Default)]
+struct HeldState {
+    values: BTreeMap<String, Entry>,
+    memory: u64,
+    gone: VecDeque<(String, &'static str)>,
+}
+
+impl HeldState {
+    fn remove(&mut self, id: &str, why: &'static str) {
+        let Some(entry) = self.values.remove(id) else { return };
+        if let Source::Memory(_) = entry.source {
+            self.memory -= entry.bytes;
+        }
+        if self.gone.len() == GONE_MAX {
+            self.gone.pop_front();
+        }
+        self.gone.push_back((id.to_owned(), why));
+    }
+
+    fn expire(&mut self, now: Instant) {
+        let expired = self.values.iter().filter(|(_, entry)| entry.until.is_some_and(|until| until <= now));
+        let expired: Vec<String> = expired.map(|(id, _)| id.clone()).collect();
+        expired.iter().for_each(|id| self.remove(id, "its lease has ended"));
+    }
+
+    fn entry(&mut self, id: &str, name: &str) -> Result<&mut Entry> {
+        self.expire(Instant::now());
+        let gone = self.gone.iter().rev().find(|(gone, _)| gone == id).map(|(_, why)| *why);
+        self.values.get_mut(id).ok_or_else(|| {
+            let why = gone.unwrap_or("the process that put it has ended, or never had it");
+            Error::not_started(Code::NotFound, format!("it is gone: {why}")).about(format!("value `{name}`"))
+        })
+    }
+}
+
+impl HeldValues {
+    pub(super) fn new(lease: Duration, memory_max: u64) -> Self {
+        Self { lease, memory_max, state: Mutex::default() }
+    }
+
+    fn state(&self) -> MutexGuard<'_, HeldState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn hold(self: &Arc<Self>, reference: ValueRef, source: Source) -> Result<HeldValue> {
+        let mut state = self.state();
+        state.expire(Instant::now());
+        if let Source::Memory(_) = source {
+            if state.memory.saturating_add(reference.bytes) > self.memory_max {
+                let message = format!(
+                    "{} bytes do not fit beside the {} bytes of other values; {} bytes may be held in memory\n  fix: release values, \
+                     put a file, or raise ValuesOptions::memory_max",
+                    reference.bytes, state.memory, self.memory_max
+                );
+                return Err(Error::not_started(Code::ResourceExhausted, message).about(reference.subject()));
+            }
+            state.memory += reference.bytes;
+        }
+        let entry = Entry { name: reference.name.clone(), source, bytes: reference.bytes, until: None, fetches: 0 };
+        state.values.insert(reference.id.clone(), entry);
+        drop(state);
+        Ok(HeldValue { values: Arc::clone(self), reference })
+    }
+
+    /// Returns the source of a value of this process, if this process put it.
+    pub(super) fn own(&self, id: &str) -> Option<Source> {
+        let mut state = self.state();
+        state.expire(Instant::now());
+        state.values.get(id).map(|entry| entry.source.clone())
+    }
+
+    pub(super) fn expire(&self) {
+        self.state().expire(Instant::now());
+    }
+
+    /// Extends the lease, and returns the value.
+    fn read(&self, body: &ReadBody) -> Result<(Source, u64, String)> {
+        let mut state = self.state();
+        let entry = state.entry(&body.id, &body.name)?;
+        if let Some(until) = &mut entry.until {
+            *until = Instant::now() + self.lease;
+        }
+        if body.offset == 0 && body.bytes > 0 {
+            entry.fetches += 1;
+        }
+        Ok((entry.source.clone(), entry.bytes, entry.name.clone()))
+    }
+
+    async fn part(&self, body: ReadBody) -> Result<Response> {
+        let (source, bytes, name) = self.read(&body)?;
+        let end = body.offset.checked_add(body.bytes).filter(|end| *end <= bytes && body.bytes <= PART_BYTES);
+        if end.is_none() {
+            let message = format!("it has no part of {} bytes from byte {}", body.bytes, body.offset);
+            return Err(Error::invalid(message).about(format!("value `{name}`")));
+        }
+        let part = source.read(body.offset, usize::try_from(body.bytes).unwrap_or(usize::MAX)).await;
+        let part = part.map_err(|error| error.about(format!("value `{name}`")))?;
+        let lease_ms = u64::try_from(self.lease.as_millis()).unwrap_or(u64::MAX);
+        let mut message = Message::json(write(&ReadReply { lease_ms })?);
+        message.segments.push(part);
+        Ok(Response::new(Status::OK, message))
+    }
+
+    async fn whole(&self, id: &str) -> Result<Response> {
+        let body = ReadBody { id: id.to_owned(), name: id.to_owned(), offset: 0, bytes: 1 };
+        let (source, bytes, name) = self.read(&body)?;
+        if bytes > WHOLE_BYTES_MAX {
+            let message = format!("it has {bytes} bytes; one response has at most {WHOLE_BYTES_MAX}");
+            return Err(Error::invalid(message).about(format!("value `{name}`")));
+        }
+        let whole = source.read(0, usize::try_from(bytes).unwrap_or(usize::MAX)).await?;
+        let content_type = ContentType::Other("application/octet-stream".into());
+        Ok(Response::new(Status::OK, Message { content_type, head: whole.into(), segments: Vec::new() }))
+    }
+}
+
+/// Answers those who fetch.
+#[derive(Debug)]
+pub(super) struct HeldHandler(pub(super) Arc<HeldValues>);
+
+impl Handler for HeldHandler {
+    fn handle(&self, request: Request) -> BoxFuture<'static, Result<Response>> {
+        let values = Arc::clone(&self.0);
+        Box::pin(async move {
+            match (request.verb, request.route.path()) {
+                (Verb::Post, READ_ROUTE) => values.part(read(&request.message.head.to_bytes())?).await,
+                (Verb::Get, path) if path.starts_with(WHOLE_ROUTE) => values.whole(&path[WHOLE_ROUTE.len()..]).await,
+                (verb, path) => {
+                    Err(Error::not_started(Code::NotFound, format!("a holder of values has no route {verb} {path}")))
+                }
+            }
+        })
+    }
+}
+
+/// A value that this process holds.
+///
+/// The value can be fetched while this handle exists. When the handle is dropped, the value stays for the lease
+/// ([`ValuesOptions::lease`](super::ValuesOptions::lease)), and for the lease after each later request; then it is gone. A process that ends
+/// takes its values with it.
+#[derive(Debug)]
+#[must_use = "a value whose handle is dropped is gone when its lease ends"]
+pub struct HeldValue {
+    values: Arc<HeldValues>,
+    reference: ValueRef,
+}
+
+impl HeldValue {
+    /// Returns a reference to the value, for rows, arguments and settings.
+    #[must_use]
+    pub fn reference(&self) -> &ValueRef {
+        &self.reference
+    }
+
+    /// Returns how often the value was fetched: once for each node.
+    #[must_use]
+    pub fn fetches(&self) -> u64 {
+        self.values.state().values.get(&self.reference.id).map_or(0, |entry| entry.fetches)
+    }
+
+    /// Releases the value at once. Nodes that have fetched it use their copy until its lease ends.
+    pub fn release(self) {
+        self.values.state().remove(&self.reference.id, "it was released");
+    }
+}
+
+impl Drop for HeldValue {
+    fn drop(&mut self) {
+        let mut state = self.values.state();
+        if let Some(entry) = state.values.get_mut(&self.reference.id) {
+            entry.until = Some(Instant::now() + self.values.lease);
+        }
+    }
+}

@@ -1,0 +1,76 @@
+//! References to values, and the messages between a process that fetches one and the process that holds it.
+//!
+//! | route | request → response | |
+//! |---|---|---|
+//! | `POST /values/read` | [`ReadBody`] → [`ReadReply`] and one segment | a part of a value; no bytes only extend the lease |
+//! | `GET /values/ID` | → the bytes, as `application/octet-stream` | the whole value, for programs without this SDK |
+
+use gym_core::{Endpoint, Error, Result};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+pub(super) const READ_ROUTE: &str = "/values/read";
+pub(super) const WHOLE_ROUTE: &str = "/values/";
+
+/// A reference to a value: its name, its size, and where it is held.
+///
+/// A reference is small and serializes to a JSON object, so a row, the arguments of a group call and the settings of a worker can contain
+/// it. [`Values::fetch`](super::Values::fetch) returns the value.
+///
+/// ```json
+/// {"value": "corpus", "id": "6f0c…", "bytes": 1073741824, "endpoints": ["http://10.0.0.1:4100"]}
+/// ```
+///
+/// A program without this SDK requests `GET /values/ID` at an endpoint that begins with `http://`.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct ValueRef {
+    /// The name under which it was put. Several values can have one name.
+    #[serde(rename = "value")]
+    pub name: String,
+    /// The identity of the value: 32 hexadecimal digits. Whoever knows them can fetch the value.
+    pub id: String,
+    /// The number of bytes.
+    pub bytes: u64,
+    /// The endpoints of the process that holds the value, in order of preference.
+    pub endpoints: Vec<Endpoint>,
+}
+
+impl ValueRef {
+    /// Checks a reference that may come from anywhere: its id becomes the name of a file.
+    pub(super) fn check(&self) -> Result<()> {
+        let digits = self.id.len() == 32 && self.id.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
+        if digits && !self.endpoints.is_empty() {
+            return Ok(());
+        }
+        let message =
+            "it is not a reference that `put` returned: its id has 32 hexadecimal digits, and it has an endpoint";
+        Err(Error::invalid(message).about(self.subject()))
+    }
+
+    pub(super) fn subject(&self) -> String {
+        format!("value `{}`", self.name)
+    }
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct ReadBody {
+    pub(super) id: String,
+    /// For errors of a holder that never had the value.
+    pub(super) name: String,
+    pub(super) offset: u64,
+    pub(super) bytes: u64,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct ReadReply {
+    /// The time for which the value can be used without another request.
+    pub(super) lease_ms: u64,
+}
+
+pub(super) fn read<T: DeserializeOwned>(body: &[u8]) -> Result<T> {
+    serde_json::from_slice(body).map_err(|error| Error::invalid(format!("the body cannot be read: {error}")))
+}
+
+pub(super) fn write(value: &impl Serialize) -> Result<Vec<u8>> {
+    serde_json::to_vec(value).map_err(|error| Error::internal("the body cannot be written").caused_by(error))
+}
