@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use crate::page::{Page, code, sources};
 
 /// The variables that a user sets: name, reader, meaning.
-const READ: [(&str, &str, &str); 32] = [
+const READ: [(&str, &str, &str); 33] = [
     (
         "CUDA_VISIBLE_DEVICES",
         "worker groups",
@@ -25,6 +25,11 @@ const READ: [(&str, &str, &str); 32] = [
         "GYM_UCX_LIBRARY",
         "transports of UCX",
         "The place of UCX: a directory with libucm, libucs, libuct and libucp, or the path of libucp. No other place is searched.",
+    ),
+    (
+        "GYM_VALUES_DIR",
+        "`gym_client::values`",
+        "The directory for the copies of values on this node. Otherwise `gym-values-UID` in `/dev/shm`.",
     ),
     ("HEAD_SERVER_URL", "`rgym`", "The head server, unless `--head-url` names it. `run` joins it as a worker."),
     ("HOME", "configuration", "The home directory in `~/` of `results_dir` and `cache_dir`."),

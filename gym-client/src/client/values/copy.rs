@@ -26,7 +26,7 @@ pub(super) struct NodeCopies {
     bytes_max: u64,
 }
 
-/// A complete copy that this process uses: it stays until this is dropped.
+/// A complete copy that this process uses. The last user of a node that drops it removes the file.
 #[derive(Debug)]
 pub(super) struct Copy {
     pub(super) path: PathBuf,
@@ -89,13 +89,17 @@ impl Copy {
     pub(super) fn extend(&self, lease: Duration) -> io::Result<()> {
         self.file.set_modified(now() + lease)
     }
+}
 
-    /// Removes the copy of a value that is gone, unless another process uses it.
-    pub(super) fn remove(self) -> io::Result<()> {
-        if locked(&self.file, FlockOperation::NonBlockingLockExclusive)? && is_at(&self.file, &self.path)? {
-            std::fs::remove_file(&self.path)?;
+impl Drop for Copy {
+    /// Removes the copy, unless another process uses it. What processes leave that were killed is removed when there is a next fetch.
+    fn drop(&mut self) {
+        let removed = locked(&self.file, FlockOperation::NonBlockingLockExclusive).and_then(|alone| {
+            if alone && is_at(&self.file, &self.path)? { std::fs::remove_file(&self.path) } else { Ok(()) }
+        });
+        if let Err(error) = removed {
+            tracing::warn!(path = %self.path.display(), %error, "the copy of a value could not be removed");
         }
-        Ok(())
     }
 }
 
@@ -110,7 +114,16 @@ impl Part {
         if !is_at(&self.file, &path)? {
             return Err(io::Error::other("the copy was removed at once, because the directory is full"));
         }
-        Ok(Copy { path, file: self.file })
+        Ok(Copy { path, file: self.file.try_clone()? })
+    }
+}
+
+impl Drop for Part {
+    /// Removes what a failed fetch has written. A complete copy is no longer at this path.
+    fn drop(&mut self) {
+        if is_at(&self.file, &self.path).unwrap_or(false) {
+            let _ = std::fs::remove_file(&self.path);
+        }
     }
 }
 

@@ -222,18 +222,11 @@ impl Fetcher {
             let (shared, wanted) = (Arc::clone(copies), value.clone());
             match blocking(value, move || shared.find(&wanted)).await? {
                 Found::Complete(copy, left) if !left.is_zero() => return Ok((copy, left)),
-                Found::Complete(copy, _) => match self.ask(cx, value).await {
-                    Ok(lease) => {
-                        copy.extend(lease).map_err(|error| broken(value, error))?;
-                        return Ok((copy, lease));
-                    }
-                    Err(error) => {
-                        if error.code() == Code::NotFound {
-                            blocking(value, move || copy.remove()).await?;
-                        }
-                        return Err(error);
-                    }
-                },
+                Found::Complete(copy, _) => {
+                    let lease = self.ask(cx, value).await?;
+                    copy.extend(lease).map_err(|error| broken(value, error))?;
+                    return Ok((copy, lease));
+                }
                 Found::Busy => sleep(LOOK_EVERY).await,
                 Found::Mine(part) => {
                     let part = Arc::new(part);

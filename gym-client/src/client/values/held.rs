@@ -101,11 +101,14 @@ impl HeldState {
         expired.iter().for_each(|id| self.remove(id, "its lease has ended"));
     }
 
+    fn gone(&self, id: &str) -> Option<&'static str> {
+        self.gone.iter().rev().find(|(gone, _)| gone == id).map(|(_, why)| *why)
+    }
+
     fn entry(&mut self, id: &str, name: &str) -> Result<&mut Entry> {
         self.expire(Instant::now());
-        let gone = self.gone.iter().rev().find(|(gone, _)| gone == id).map(|(_, why)| *why);
+        let why = self.gone(id).unwrap_or("the process that put it has ended, or never had it");
         self.values.get_mut(id).ok_or_else(|| {
-            let why = gone.unwrap_or("the process that put it has ended, or never had it");
             Error::not_started(Code::NotFound, format!("it is gone: {why}")).about(format!("value `{name}`"))
         })
     }
@@ -140,11 +143,17 @@ impl HeldValues {
         Ok(HeldValue { values: Arc::clone(self), reference })
     }
 
-    /// Returns the source of a value of this process, if this process put it.
-    pub(super) fn own(&self, id: &str) -> Option<Source> {
+    /// Returns the source of a value that this process put; `None` if another process did.
+    ///
+    /// # Errors
+    /// `NotFound` if the value is gone.
+    pub(super) fn own(&self, value: &ValueRef) -> Result<Option<Source>> {
         let mut state = self.state();
         state.expire(Instant::now());
-        state.values.get(id).map(|entry| entry.source.clone())
+        if state.gone(&value.id).is_none() && !state.values.contains_key(&value.id) {
+            return Ok(None);
+        }
+        state.entry(&value.id, &value.name).map(|entry| Some(entry.source.clone()))
     }
 
     pub(super) fn expire(&self) {

@@ -42,16 +42,16 @@ use std::fs::File;
 use std::io::Read as _;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
 use gym_core::transport::{ListenOptions, serve};
 use gym_core::{CallContext, CancelToken, Code, Endpoint, Error, Handler, Result};
 use tokio::sync::OnceCell;
-use tokio::task::spawn_blocking;
-use tokio::time::Instant;
+use tokio::task::{JoinSet, spawn_blocking};
+use tokio::time::{Instant, sleep};
 
 use crate::transport::{HTTP, Transports};
 use copy::NodeCopies;
@@ -114,13 +114,8 @@ struct ValuesState {
     fetcher: Fetcher,
     endpoints: OnceCell<Vec<Endpoint>>,
     expires: AtomicBool,
-    end: CancelToken,
-}
-
-impl Drop for ValuesState {
-    fn drop(&mut self) {
-        self.end.cancel();
-    }
+    /// The listener, and the task that removes what has expired. They end with the last clone.
+    tasks: Mutex<JoinSet<()>>,
 }
 
 impl Values {
@@ -132,7 +127,7 @@ impl Values {
             fetcher: Fetcher::new(transports.clone()),
             endpoints: OnceCell::new(),
             expires: AtomicBool::new(false),
-            end: CancelToken::new(),
+            tasks: Mutex::default(),
             options,
             transports,
         }))
@@ -195,7 +190,7 @@ impl Values {
     /// `ResourceExhausted` if this node has no room for a copy. `DeadlineExceeded` and `Cancelled` as `cx` says; the next call then begins
     /// again.
     pub async fn fetch(&self, cx: &CallContext, value: &ValueRef) -> Result<Value> {
-        if let Some(source) = self.0.held.own(&value.id) {
+        if let Some(source) = self.0.held.own(value)? {
             return Ok(Value::held(value.clone(), source));
         }
         self.expire_in_time();
@@ -210,12 +205,14 @@ impl Values {
             return;
         }
         let state = Arc::downgrade(&self.0);
-        let (end, every) = (self.0.end.clone(), (self.0.options.lease / 2).max(EXPIRE_EVERY_MIN));
-        tokio::spawn(async move {
-            while tokio::time::timeout(every, end.cancelled()).await.is_err() {
+        let every = (self.0.options.lease / 2).max(EXPIRE_EVERY_MIN);
+        self.0.spawn(async move {
+            loop {
+                sleep(every).await;
                 let Some(state) = state.upgrade() else { return };
                 state.held.expire();
-                state.fetcher.expire(Some(Instant::now()));
+                // Removing a large file takes a while.
+                let _ = spawn_blocking(move || state.fetcher.expire(Some(Instant::now()))).await;
             }
         });
     }
@@ -259,7 +256,16 @@ impl ValuesState {
         let mut endpoints = listener.endpoints().to_vec();
         // Callers of this process need no listener.
         endpoints.retain(|endpoint| endpoint.scheme() != "mem");
-        tokio::spawn(serve(listener, handler, self.end.clone(), Duration::ZERO));
+        let served = serve(listener, handler, CancelToken::new(), Duration::ZERO);
+        self.spawn(async move {
+            if let Err(error) = served.await {
+                tracing::error!(%error, "the values of this process can no longer be fetched");
+            }
+        });
         Ok(endpoints)
+    }
+
+    fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
+        self.tasks.lock().unwrap_or_else(PoisonError::into_inner).spawn(task);
     }
 }
