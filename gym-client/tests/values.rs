@@ -3,14 +3,14 @@
 #![cfg(feature = "http")]
 
 use std::fs::OpenOptions;
-use std::os::unix::fs::OpenOptionsExt as _;
+use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use futures_util::future::join_all;
 use gym_client::Transports;
 use gym_client::values::{HeldValue, Value, ValueRef, Values, ValuesOptions};
-use gym_core::{CallContext, Code, Endpoint, Request, Result};
+use gym_core::{CallContext, Code, Endpoint, Request, Result, World};
 use tempfile::TempDir;
 use tokio::time::sleep;
 
@@ -35,6 +35,10 @@ fn short_lease(node: &TempDir) -> Values {
     let mut options = options(node.path());
     options.lease = LEASE;
     Values::new(Transports::standard(), options)
+}
+
+fn now() -> SystemTime {
+    SystemTime::UNIX_EPOCH + World::real().now()
 }
 
 fn node() -> TempDir {
@@ -224,9 +228,7 @@ async fn memory_and_copies_have_limits_with_a_fix() {
 #[tokio::test]
 async fn what_a_dead_process_left_is_fetched_again() {
     let (here, there) = (node(), node());
-    let held = on(&here).put("half", pattern(1 << 20)).await;
     let holder = on(&here);
-    drop(held);
     let held = holder.put("half", pattern(1 << 20)).await.expect("held");
     let other = on(&there);
     // Creates the directory.
@@ -274,7 +276,7 @@ async fn references_and_directories_of_strangers_are_refused() {
     std::fs::set_permissions(open.path().join("copies"), std::os::unix::fs::PermissionsExt::from_mode(0o755))
         .expect("sets");
     let error = on(&open).fetch(&cx(), held.reference()).await.expect_err("others can open it");
-    assert_eq!(error.code(), Code::FailedPrecondition);
+    assert_eq!(error.code(), Code::Internal);
     assert!(error.to_string().contains("copies") && error.to_string().contains("fix:"), "{error}");
 }
 
@@ -291,4 +293,155 @@ async fn programs_without_this_sdk_get_the_bytes_over_http() {
     assert_eq!(whole.message.content_type.as_str(), "application/octet-stream");
     assert_eq!(whole.message.head.to_bytes(), pattern(3 << 20));
     assert_eq!(get(format!("/values/{:032x}", 1)).await.status.0, 404);
+}
+
+#[tokio::test]
+async fn other_files_of_the_directory_are_never_touched() {
+    let (here, there) = (node(), node());
+    let copies = there.path().join("copies");
+    std::fs::DirBuilder::new().mode(0o700).create(&copies).expect("creates");
+    let names =
+        ["thesis.txt", "notes.part", "0123456789abcdef0123456789abcdeX", "0123456789abcdef0123456789abcdef.bak"];
+    for name in names {
+        std::fs::write(copies.join(name), [0; 90]).expect("writes");
+    }
+    let mut small = options(there.path());
+    small.copies_max = Some(100);
+    let (holder, other) = (on(&here), Values::new(Transports::standard(), small));
+    let held = holder.put("value", vec![1; 60]).await.expect("held");
+    assert_eq!(bytes(other.fetch(&cx(), held.reference()).await).await, [1; 60]);
+    assert!(names.iter().all(|name| copies.join(name).exists()));
+}
+
+#[tokio::test]
+async fn a_node_keeps_a_copy_while_the_value_is_held_used_or_not() {
+    let (here, there) = (node(), node());
+    let (holder, other) = (short_lease(&here), short_lease(&there));
+    let held = holder.put("adapter", pattern(1 << 20)).await.expect("held");
+    let dropped = holder.put("dropped", "x").await.expect("held");
+    let reference = dropped.reference().clone();
+    other.fetch(&cx(), &reference).await.expect("fetched");
+    for _ in 0..3 {
+        assert_eq!(bytes(other.fetch(&cx(), held.reference()).await).await, pattern(1 << 20));
+        sleep(LEASE * 4).await;
+    }
+    assert_eq!(held.fetches(), 1);
+    // The node that keeps it up does not keep a value alive whose handle was dropped.
+    drop(dropped);
+    until("the copy of a value that is gone is removed", || files(&there) == 1).await;
+    refused(&other.fetch(&cx(), &reference).await.expect_err("expired"), "dropped", "its lease has ended");
+}
+
+#[tokio::test]
+async fn processes_one_after_another_share_a_copy_within_its_lease() {
+    let (here, there) = (node(), node());
+    let holder = on(&here);
+    let held = holder.put("corpus", pattern(1 << 20)).await.expect("held");
+    for _ in 0..3 {
+        let process = on(&there);
+        assert_eq!(bytes(process.fetch(&cx(), held.reference()).await).await, pattern(1 << 20));
+    }
+    assert_eq!(held.fetches(), 1);
+}
+
+#[tokio::test]
+async fn a_call_without_time_to_ask_leaves_the_copy() {
+    let (here, there) = (node(), node());
+    let (holder, other) = (short_lease(&here), on(&there));
+    let held = holder.put("weights", pattern(1 << 20)).await.expect("held");
+    other.fetch(&cx(), held.reference()).await.expect("fetched");
+    sleep(LEASE * 2).await;
+    for _ in 0..3 {
+        let hasty = CallContext::within(Duration::from_micros(1));
+        let error = other.fetch(&hasty, held.reference()).await.expect_err("no time");
+        assert_eq!(error.code(), Code::DeadlineExceeded, "{error}");
+    }
+    assert_eq!(bytes(other.fetch(&cx(), held.reference()).await).await, pattern(1 << 20));
+    assert_eq!(held.fetches(), 1);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn processes_that_make_room_at_the_same_time_keep_to_the_limit() {
+    let (here, there) = (node(), node());
+    let holder = on(&here);
+    let limited = || {
+        let mut options = options(there.path());
+        options.copies_max = Some(5 << 20);
+        Values::new(Transports::standard(), options)
+    };
+    for _ in 0..10 {
+        let puts = (0..6).map(|at| holder.put("value", vec![at; 4 << 20])).collect::<Vec<_>>();
+        let held: Vec<HeldValue> = join_all(puts).await.into_iter().collect::<Result<_>>().expect("held");
+        let processes: Vec<Values> = held.iter().map(|_| limited()).collect();
+        let cx = cx();
+        let fetching = processes.iter().zip(&held).map(|(values, held)| values.fetch(&cx, held.reference()));
+        let fetched: Vec<Result<Value>> = join_all(fetching.collect::<Vec<_>>()).await;
+        let (fits, refused): (Vec<_>, Vec<_>) = fetched.iter().partition(|value| value.is_ok());
+        assert_eq!(fits.len(), 1, "one has room: {fetched:?}");
+        assert!(refused.iter().all(|value| value.as_ref().is_err_and(|error| error.code() == Code::ResourceExhausted)));
+        assert_eq!(files(&there), 1);
+    }
+}
+
+#[tokio::test]
+async fn all_callers_of_a_dead_holder_fail_alike() {
+    let (here, there) = (node(), node());
+    let holder = on(&here);
+    let reference = holder.put("prompts", "x").await.expect("held").reference().clone();
+    drop(holder);
+    let (other, cx) = (on(&there), CallContext::within(Duration::from_secs(30)));
+    for failed in join_all((0..200).map(|_| other.fetch(&cx, &reference))).await {
+        let error = failed.expect_err("nobody is there");
+        assert_eq!(error.code(), Code::Unavailable, "{error}");
+        assert!(error.to_string().contains("value `prompts`"), "{error}");
+        assert!(error.to_string().contains("fix: if that process is on another machine"), "{error}");
+    }
+}
+
+#[tokio::test]
+async fn a_clock_that_was_set_back_ends_the_lease_of_a_copy() {
+    let (here, there) = (node(), node());
+    let (holder, other) = (short_lease(&here), on(&there));
+    let held = holder.put("value", "x").await.expect("held");
+    let reference = held.reference().clone();
+    other.fetch(&cx(), &reference).await.expect("fetched");
+    held.release();
+    drop(other);
+    // As after a step of an hour: the lease begins and ends in the future.
+    let copy = there.path().join("copies").join(&reference.id);
+    let hour = now() + Duration::from_secs(3_600);
+    let times = std::fs::FileTimes::new().set_accessed(hour).set_modified(hour + LEASE);
+    OpenOptions::new().write(true).open(copy).expect("the copy is there").set_times(times).expect("sets");
+    refused(&on(&there).fetch(&cx(), &reference).await.expect_err("released"), "value", "it was released");
+}
+
+#[tokio::test]
+async fn a_reference_with_another_size_and_a_changed_file_are_refused() {
+    let (here, there) = (node(), node());
+    let (holder, other) = (on(&here), on(&there));
+    let held = holder.put("value", vec![1; 1_000]).await.expect("held");
+    for bytes in [0, 5, u64::MAX] {
+        let wrong = ValueRef { bytes, ..held.reference().clone() };
+        for values in [&holder, &other] {
+            let error = values.fetch(&cx(), &wrong).await.expect_err("another size");
+            assert!(matches!(error.code(), Code::InvalidArgument | Code::ResourceExhausted), "{error}");
+            assert!(error.to_string().contains("value `value`"), "{error}");
+        }
+    }
+    other.fetch(&cx(), held.reference()).await.expect("fetched");
+    for values in [&other, &on(&there)] {
+        let wrong = ValueRef { bytes: 5, ..held.reference().clone() };
+        assert_eq!(values.fetch(&cx(), &wrong).await.expect_err("another size").code(), Code::InvalidArgument);
+    }
+
+    let file = here.path().join("corpus");
+    std::fs::write(&file, [1; 100]).expect("writes");
+    let held = holder.put_file("corpus", &file).await.expect("held");
+    let later = now() + Duration::from_secs(1);
+    let changed = OpenOptions::new().write(true).open(&file).expect("opens");
+    std::io::Write::write_all(&mut &changed, &[2; 100]).expect("writes");
+    changed.set_modified(later).expect("sets");
+    let error = other.fetch(&cx(), held.reference()).await.expect_err("it changed");
+    assert_eq!(error.code(), Code::DataLoss, "{error}");
+    assert!(error.to_string().contains("value `corpus`") && error.to_string().contains("changed"), "{error}");
 }

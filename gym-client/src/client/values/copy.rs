@@ -1,23 +1,26 @@
 //! The copies of values on a node: files that all processes of one user on this machine share.
 //!
 //! A file `ID.part` is locked exclusively by the process that fetches the value, and becomes `ID` when it is complete. Processes that use
-//! a copy lock `ID` shared, so only a copy without users is removed. The kernel releases the locks of a process that dies. The time
-//! of the last change of `ID` is the end of its lease.
+//! a copy lock `ID` shared, so only a copy without users is removed. The kernel releases the locks of a process that dies. The times of
+//! `ID` are those of its lease: the last access is its begin, the last change its end.
 
-use std::fs::{DirBuilder, File, OpenOptions};
+use std::fs::{DirBuilder, File, FileTimes, OpenOptions};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, SystemTime};
 
-use gym_core::{Code, Error, Result, World};
+use gym_core::{Code, Error, Execution, Result, World};
 use rustix::fs::{FlockOperation, flock};
 
-use crate::client::values::message::ValueRef;
+use crate::client::values::message::{ValueRef, is_id};
 
 /// The variable that names the directory of the copies.
 const DIRECTORY_VARIABLE: &str = "GYM_VALUES_DIR";
 const PART: &str = "part";
+/// The smallest file system in memory that is used without being named: that of a container often has 64 MiB.
+const MEMORY_MIN: u64 = 1 << 30;
 
 /// The directory with the copies of one node.
 #[derive(Debug)]
@@ -26,11 +29,13 @@ pub(super) struct NodeCopies {
     bytes_max: u64,
 }
 
-/// A complete copy that this process uses. The last user of a node that drops it removes the file.
+/// A complete copy that this process uses.
 #[derive(Debug)]
 pub(super) struct Copy {
     pub(super) path: PathBuf,
     pub(super) file: File,
+    /// The value is gone, so nobody needs the copy.
+    gone: AtomicBool,
 }
 
 /// A copy that this process may write.
@@ -47,7 +52,7 @@ pub(super) enum Found {
     Complete(Copy, Duration),
     /// Nobody fetches the value: this process does.
     Mine(Part),
-    /// Another process fetches the value.
+    /// Another process fetches the value, or is about to finish.
     Busy,
 }
 
@@ -73,9 +78,9 @@ fn is_at(file: &File, path: &Path) -> io::Result<bool> {
     }
 }
 
-/// Opens an existing file with a lock that nothing waits for; `None` if there is none, or if it is locked otherwise.
+/// Opens an existing file with a lock; `None` if there is none, or if another process has a lock that excludes this one.
 fn open_locked(path: &Path, operation: FlockOperation) -> io::Result<Option<File>> {
-    // A lock on a file that is open for reading; written is only the time of its last change.
+    // For writing, because the times of the file change with its lease.
     let file = match OpenOptions::new().read(true).write(true).open(path) {
         Ok(file) => file,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -84,37 +89,96 @@ fn open_locked(path: &Path, operation: FlockOperation) -> io::Result<Option<File
     Ok((locked(&file, operation)? && is_at(&file, path)?).then_some(file))
 }
 
+fn remove(path: &Path) -> io::Result<()> {
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        done => done,
+    }
+}
+
+/// Removes a file that no process uses. Returns `false` if one does.
+fn remove_unused(path: &Path) -> io::Result<bool> {
+    match open_locked(path, FlockOperation::NonBlockingLockExclusive)? {
+        Some(_locked) => remove(path).map(|()| true),
+        None => Ok(false),
+    }
+}
+
+fn begin_lease(file: &File, lease: Duration) -> io::Result<()> {
+    let now = now();
+    file.set_times(FileTimes::new().set_accessed(now).set_modified(now + lease))
+}
+
+/// Returns what is left of a lease. Nothing is left if the clock was set back to before its begin.
+fn lease_left(file: &File) -> io::Result<Duration> {
+    let (found, now) = (file.metadata()?, now());
+    let (begin, end) = (found.accessed()?, found.modified()?);
+    let (left, whole) = (end.duration_since(now).unwrap_or_default(), end.duration_since(begin).unwrap_or_default());
+    Ok(if now < begin { Duration::ZERO } else { left.min(whole) })
+}
+
 impl Copy {
-    /// Lets the copy be used for this long without asking the holder.
+    fn new(path: PathBuf, file: File) -> Self {
+        Self { path, file, gone: AtomicBool::new(false) }
+    }
+
+    /// Lets the copy be used for this long without a request to the holder.
     pub(super) fn extend(&self, lease: Duration) -> io::Result<()> {
-        self.file.set_modified(now() + lease)
+        begin_lease(&self.file, lease)
+    }
+
+    /// Notes that the value is gone: the last user of the node removes the copy.
+    pub(super) fn gone(&self) {
+        self.gone.store(true, Ordering::Relaxed);
+    }
+
+    fn clean_up(&self) -> io::Result<()> {
+        let due = self.gone.load(Ordering::Relaxed) || lease_left(&self.file)?.is_zero();
+        if due && locked(&self.file, FlockOperation::NonBlockingLockExclusive)? && is_at(&self.file, &self.path)? {
+            return remove(&self.path);
+        }
+        Ok(())
     }
 }
 
 impl Drop for Copy {
-    /// Removes the copy, unless another process uses it. What processes leave that were killed is removed when there is a next fetch.
+    /// Removes the copy if its lease has ended and no other process uses it. Otherwise, the next process finds it.
     fn drop(&mut self) {
-        let removed = locked(&self.file, FlockOperation::NonBlockingLockExclusive).and_then(|alone| {
-            if alone && is_at(&self.file, &self.path)? { std::fs::remove_file(&self.path) } else { Ok(()) }
-        });
-        if let Err(error) = removed {
+        if let Err(error) = self.clean_up() {
             tracing::warn!(path = %self.path.display(), %error, "the copy of a value could not be removed");
         }
     }
 }
 
 impl Part {
-    /// Makes the copy visible to all processes of the node.
-    pub(super) fn complete(self, lease: Duration) -> io::Result<Copy> {
-        self.file.set_modified(now() + lease)?;
+    /// Reserves the bytes of a value, so that a full disk is an error now and not in the middle.
+    fn reserve(&self, bytes: u64) -> io::Result<()> {
+        self.file.set_len(bytes)?;
+        #[cfg(target_os = "linux")]
+        if bytes > 0 {
+            use rustix::fs::{FallocateFlags, fallocate};
+            match fallocate(&self.file, FallocateFlags::empty(), 0, bytes) {
+                // Not every file system can.
+                Ok(()) | Err(rustix::io::Errno::OPNOTSUPP) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes the copy visible to all processes of the node. Returns `None` if it was removed at once, to make room.
+    pub(super) fn complete(self, lease: Duration) -> io::Result<Option<Copy>> {
+        // A machine that loses power must not find a complete copy without its bytes.
+        self.file.sync_data()?;
+        begin_lease(&self.file, lease)?;
         let path = self.path.with_extension("");
-        // Before the lock becomes a shared one: whoever gets an exclusive lock in between then finds no part.
+        // Before the lock becomes a shared one: whoever gets an exclusive lock in between finds no part.
         std::fs::rename(&self.path, &path)?;
         flock(&self.file, FlockOperation::LockShared)?;
         if !is_at(&self.file, &path)? {
-            return Err(io::Error::other("the copy was removed at once, because the directory is full"));
+            return Ok(None);
         }
-        Ok(Copy { path, file: self.file.try_clone()? })
+        Ok(Some(Copy::new(path, self.file.try_clone()?)))
     }
 }
 
@@ -122,7 +186,7 @@ impl Drop for Part {
     /// Removes what a failed fetch has written. A complete copy is no longer at this path.
     fn drop(&mut self) {
         if is_at(&self.file, &self.path).unwrap_or(false) {
-            let _ = std::fs::remove_file(&self.path);
+            let _ = remove(&self.path);
         }
     }
 }
@@ -130,19 +194,14 @@ impl Drop for Part {
 impl NodeCopies {
     /// Opens the directory: the given one, that of `GYM_VALUES_DIR`, or one of this user in the memory of this machine.
     pub(super) fn open(directory: Option<&Path>, bytes_max: Option<u64>) -> Result<Self> {
-        let named = directory.map(Path::to_owned).or_else(|| std::env::var_os(DIRECTORY_VARIABLE).map(PathBuf::from));
         let user = rustix::process::getuid().as_raw();
-        let directory = named.unwrap_or_else(|| {
-            let memory = Path::new("/dev/shm");
-            let parent = if memory.is_dir() { memory.to_owned() } else { std::env::temp_dir() };
-            parent.join(format!("gym-values-{user}"))
-        });
+        let directory = place(directory, user);
         let failed = |error: io::Error| {
-            Error::not_started(
-                Code::FailedPrecondition,
-                format!("copies of values cannot be kept in {}", directory.display()),
-            )
-            .caused_by(error)
+            let message = format!(
+                "copies of values cannot be kept in {}\n  fix: name a directory that can be created with {DIRECTORY_VARIABLE}",
+                directory.display()
+            );
+            Error::internal(message).caused_by(error)
         };
         match DirBuilder::new().mode(0o700).create(&directory) {
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(failed(error)),
@@ -151,18 +210,15 @@ impl NodeCopies {
         let found = directory.symlink_metadata().map_err(failed)?;
         if !found.is_dir() || found.uid() != user || found.mode() & 0o077 != 0 {
             let message = format!(
-                "copies of values are not kept in {}: it must be a directory of this user that nobody else can open\n  fix: remove \
-                 it, or name another one with {DIRECTORY_VARIABLE}",
+                "copies of values are not kept in {}: it must be a directory of this user that nobody else can open\n  fix: name \
+                 another one with {DIRECTORY_VARIABLE}; it is created",
                 directory.display()
             );
-            return Err(Error::not_started(Code::FailedPrecondition, message));
+            return Err(Error::internal(message));
         }
         let bytes_max = match bytes_max {
             Some(bytes_max) => bytes_max,
-            None => {
-                let system = rustix::fs::statvfs(&directory).map_err(|error| failed(error.into()))?;
-                system.f_blocks.saturating_mul(system.f_frsize) / 2
-            }
+            None => capacity(&directory).map_err(failed)? / 2,
         };
         Ok(Self { directory, bytes_max })
     }
@@ -174,70 +230,95 @@ impl NodeCopies {
     /// Looks for a copy. If there is none and nobody fetches it, the caller does.
     pub(super) fn find(&self, value: &ValueRef) -> io::Result<Found> {
         let path = self.path(value);
-        loop {
-            if let Some(file) = open_locked(&path, FlockOperation::NonBlockingLockShared)? {
-                let found = file.metadata()?;
-                let left = found.modified()?.duration_since(now()).unwrap_or_default();
-                return Ok(Found::Complete(Copy { path, file }, left));
-            }
-            let part = path.with_extension(PART);
-            let file =
-                OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(&part)?;
-            if !locked(&file, FlockOperation::NonBlockingLockExclusive)? {
-                return Ok(Found::Busy);
-            }
-            if !is_at(&file, &part)? {
-                continue;
-            }
-            if path.exists() {
-                // It was completed between the two looks; or it is being removed, and the next look finds that out.
-                std::fs::remove_file(&part)?;
-                std::thread::yield_now();
-                continue;
-            }
-            // What a process left that died.
-            file.set_len(0)?;
-            return Ok(Found::Mine(Part { path: part, file }));
+        if let Some(file) = open_locked(&path, FlockOperation::NonBlockingLockShared)? {
+            let left = lease_left(&file)?;
+            return Ok(Found::Complete(Copy::new(path, file), left));
         }
+        let part = path.with_extension(PART);
+        let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(&part)?;
+        if !locked(&file, FlockOperation::NonBlockingLockExclusive)? || !is_at(&file, &part)? {
+            return Ok(Found::Busy);
+        }
+        let part = Part { path: part, file };
+        // Completed between the two looks, or about to be removed; the next look tells. The drop removes the part.
+        if path.exists() {
+            return Ok(Found::Busy);
+        }
+        // What a process left that died.
+        part.file.set_len(0)?;
+        Ok(Found::Mine(part))
     }
 
-    /// Makes room for a value: removes copies whose leases ended first, then the others, but none that a process uses.
+    /// Makes room for a value and reserves it: removes copies whose leases ended first, then the others, but none that a process uses.
+    /// Returns `false` while another process makes room.
     ///
     /// # Errors
     /// `ResourceExhausted` if the copies that are in use leave too little room.
-    pub(super) fn make_room(&self, value: &ValueRef) -> Result<()> {
+    pub(super) fn make_room(&self, value: &ValueRef, part: &Part) -> Result<bool> {
         let failed = |error: io::Error| {
-            Error::internal(format!("the copies in {} cannot be listed", self.directory.display())).caused_by(error)
+            if matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded) {
+                return self.full(value, "whose disk is full");
+            }
+            Error::internal(format!("the copies in {} cannot be changed", self.directory.display())).caused_by(error)
         };
+        if value.bytes > self.bytes_max {
+            return Err(self.full(value, &format!("which may have {} bytes of copies", self.bytes_max)));
+        }
+        // Two processes that looked at the same time would use the same room.
+        let directory = File::open(&self.directory).map_err(failed)?;
+        if !locked(&directory, FlockOperation::NonBlockingLockExclusive).map_err(failed)? {
+            return Ok(false);
+        }
         let mut files = self.files().map_err(failed)?;
         files.sort();
         let mut used: u64 = files.iter().map(|(_, bytes, _)| bytes).sum();
         let now = now();
         for (until, bytes, path) in files {
             let full = used.saturating_add(value.bytes) > self.bytes_max;
-            let abandoned = path.extension().is_some_and(|extension| extension == PART);
+            let abandoned = path.extension().is_some();
             if (full || abandoned || until <= now) && remove_unused(&path).map_err(failed)? {
                 used -= bytes;
             }
         }
         if used.saturating_add(value.bytes) > self.bytes_max {
-            let message = format!(
-                "its {} bytes have no room in {}, where copies that are in use have {used} of {} bytes\n  fix: drop values, raise \
-                 ValuesOptions::copies_max, or name a larger place with {DIRECTORY_VARIABLE}",
-                value.bytes,
-                self.directory.display(),
-                self.bytes_max
-            );
-            return Err(Error::not_started(Code::ResourceExhausted, message).about(value.subject()));
+            let in_use = format!("where copies that are in use have {used} of {} bytes", self.bytes_max);
+            return Err(self.full(value, &in_use));
+        }
+        part.reserve(value.bytes).map_err(failed)?;
+        Ok(true)
+    }
+
+    fn full(&self, value: &ValueRef, why: &str) -> Error {
+        let message = format!(
+            "its {} bytes have no room in {}, {why}\n  fix: drop values, raise ValuesOptions::copies_max, or name a larger place with \
+             {DIRECTORY_VARIABLE}",
+            value.bytes,
+            self.directory.display(),
+        );
+        Error::new(Code::ResourceExhausted, Execution::Finished, message).about(value.subject())
+    }
+
+    /// Removes copies whose leases have ended and that no process uses.
+    pub(super) fn sweep(&self) -> io::Result<()> {
+        let now = now();
+        for (until, _, path) in self.files()? {
+            if until <= now || path.extension().is_some() {
+                remove_unused(&path)?;
+            }
         }
         Ok(())
     }
 
-    /// Returns the end of the lease, the size and the path of each copy, and of what is being fetched.
+    /// Returns the end of the lease, the size and the path of each copy, and of what is being fetched. Other files are not ours.
     fn files(&self) -> io::Result<Vec<(SystemTime, u64, PathBuf)>> {
         let mut files = Vec::new();
         for entry in std::fs::read_dir(&self.directory)? {
             let entry = entry?;
+            let name = entry.file_name();
+            let id = name.to_str().map(|name| name.strip_suffix(".part").unwrap_or(name));
+            if !id.is_some_and(is_id) {
+                continue;
+            }
             match entry.metadata() {
                 Ok(found) if found.is_file() => files.push((found.modified()?, found.len(), entry.path())),
                 Ok(_) => {}
@@ -250,9 +331,28 @@ impl NodeCopies {
     }
 }
 
-fn remove_unused(path: &Path) -> io::Result<bool> {
-    match open_locked(path, FlockOperation::NonBlockingLockExclusive)? {
-        Some(_locked) => std::fs::remove_file(path).map(|()| true),
-        None => Ok(false),
+/// Returns the directory for copies.
+fn place(directory: Option<&Path>, user: u32) -> PathBuf {
+    let named = directory.map(Path::to_owned).or_else(|| std::env::var_os(DIRECTORY_VARIABLE).map(PathBuf::from));
+    named.unwrap_or_else(|| {
+        let memory = Path::new("/dev/shm");
+        let fits = memory.is_dir() && capacity(memory).is_ok_and(|bytes| bytes >= MEMORY_MIN);
+        let parent = if fits { memory.to_owned() } else { std::env::temp_dir() };
+        parent.join(format!("gym-values-{user}"))
+    })
+}
+
+fn capacity(directory: &Path) -> io::Result<u64> {
+    let system = rustix::fs::statvfs(directory)?;
+    Ok(system.f_blocks.saturating_mul(system.f_frsize))
+}
+
+/// Removes the copies of these values from this node, unless a process uses them: the process that held the values ends.
+pub(super) fn forget<'a>(directory: Option<&Path>, ids: impl Iterator<Item = &'a str>) {
+    let directory = place(directory, rustix::process::getuid().as_raw());
+    for id in ids {
+        if let Err(error) = remove_unused(&directory.join(id)) {
+            tracing::warn!(id, %error, "the copy of a value could not be removed");
+        }
     }
 }

@@ -3,12 +3,13 @@
 use std::collections::HashMap;
 use std::io;
 use std::os::unix::fs::FileExt as _;
-use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::stream::{self, StreamExt as _, TryStreamExt as _};
+use gym_core::Endpoint;
 use gym_core::transport::{ConnectOptions, RetryPolicy, retry};
 use gym_core::{CallContext, Code, Error, Execution, Request, Result};
 use serde::de::DeserializeOwned;
@@ -17,7 +18,7 @@ use tokio::task::spawn_blocking;
 use tokio::time::{Instant, sleep};
 
 use crate::client::values::copy::{Copy, Found, NodeCopies, Part};
-use crate::client::values::held::{PART_BYTES, Source};
+use crate::client::values::held::{PART_BYTES, Source, read_part};
 use crate::client::values::message::{READ_ROUTE, ReadBody, ReadReply, ValueRef, read, write};
 use crate::transport::Transports;
 use crate::transport::peer::ReconnectingPeer;
@@ -26,6 +27,14 @@ use crate::transport::peer::ReconnectingPeer;
 const PARTS_AHEAD: usize = 4;
 /// Pause between two looks at a value that another process fetches.
 const LOOK_EVERY: Duration = Duration::from_millis(10);
+/// Leases that are extended at the same time.
+const ASKS_AHEAD: usize = 8;
+/// Limit of a request that extends a lease in the background.
+const ASK_TIME: Duration = Duration::from_secs(10);
+/// The longest lease that a holder can grant.
+const LEASE_MAX: Duration = Duration::from_secs(86_400);
+/// Holders whose connections are kept.
+const PEERS_MAX: usize = 64;
 
 /// A value that was fetched. Cheap to clone. While a clone exists, the copy of this node stays.
 #[derive(Clone, Debug)]
@@ -62,7 +71,7 @@ impl Value {
     }
 
     /// Returns the file with the bytes, for programs that map it or read parts of it; `None` in the process that put the value. The file
-    /// must not be changed.
+    /// stays while the value is not dropped, and must not be changed.
     #[must_use]
     pub fn path(&self) -> Option<&Path> {
         match &self.0.place {
@@ -83,11 +92,11 @@ impl Value {
                 Place::Held(source) => source.read(0, length).await,
                 Place::Copy(copy) => {
                     let file = copy.file.try_clone().map_err(|error| broken(&value.reference, error))?;
-                    Source::File(Arc::new(file)).read(0, length).await
+                    blocking(&value.reference, move || read_part(&file, 0, length)).await.map(Bytes::from)
                 }
             }
         });
-        read.await.cloned()
+        read.await.cloned().map_err(|error| error.within(Execution::Finished, value.reference.subject()))
     }
 
     /// Deserializes a value that is JSON.
@@ -104,11 +113,7 @@ impl Value {
 }
 
 fn broken(value: &ValueRef, error: io::Error) -> Error {
-    let code = match error.kind() {
-        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => Code::ResourceExhausted,
-        _ => Code::Internal,
-    };
-    Error::not_started(code, "the copy of this node cannot be used").caused_by(error).about(value.subject())
+    Error::internal("the copy of this node cannot be used").caused_by(error).about(value.subject())
 }
 
 async fn blocking<T: Send + 'static>(
@@ -120,14 +125,9 @@ async fn blocking<T: Send + 'static>(
         .map_err(|error| broken(value, error))
 }
 
-/// Makes room for a value, and reserves it.
-async fn make_room(copies: &Arc<NodeCopies>, value: &ValueRef, part: &Arc<Part>) -> Result<()> {
-    let (copies, wanted, part) = (Arc::clone(copies), value.clone(), Arc::clone(part));
-    let room = move || {
-        let room = copies.make_room(&wanted);
-        Ok(room.and_then(|()| part.file.set_len(wanted.bytes).map_err(|error| broken(&wanted, error))))
-    };
-    blocking(value, room).await?
+fn other_size(value: &ValueRef, bytes: u64) -> Error {
+    let message = format!("its reference says {} bytes, and it has {bytes}", value.bytes);
+    Error::finished(Code::InvalidArgument, message).about(value.subject())
 }
 
 /// A value that this process has, and the time until which it need not ask.
@@ -137,178 +137,328 @@ struct Loaded {
     until: Instant,
 }
 
-type Slot = Arc<tokio::sync::Mutex<Option<Loaded>>>;
+impl Loaded {
+    fn extend(&mut self, lease: Duration) -> Result<()> {
+        self.until = Instant::now() + lease;
+        match &self.value.0.place {
+            Place::Copy(copy) => copy.extend(lease).map_err(|error| broken(&self.value.0.reference, error)),
+            Place::Held(_) => Ok(()),
+        }
+    }
+
+    fn gone(&self) {
+        if let Place::Copy(copy) = &self.value.0.place {
+            copy.gone();
+        }
+    }
+}
+
+/// What this process knows of a value.
+#[derive(Debug, Default)]
+struct SlotState {
+    loaded: Option<Loaded>,
+    /// The last failure: calls that waited for the fetch that failed fail alike, and not one after another.
+    failed: Option<(Instant, Code, String)>,
+}
+
+/// Locked by the call that fetches the value, or asks for it; the others wait within their deadlines.
+type Slot = Arc<tokio::sync::Mutex<SlotState>>;
 
 /// The values that this process has fetched.
 #[derive(Debug)]
 pub(super) struct Fetcher {
     transports: Transports,
+    directory: Option<PathBuf>,
+    copies_max: Option<u64>,
     copies: OnceCell<Arc<NodeCopies>>,
     slots: Mutex<HashMap<String, Slot>>,
+    peers: Mutex<HashMap<Vec<Endpoint>, Arc<ReconnectingPeer>>>,
 }
 
 impl Fetcher {
-    pub(super) fn new(transports: Transports) -> Self {
-        Self { transports, copies: OnceCell::new(), slots: Mutex::default() }
+    pub(super) fn new(transports: Transports, directory: Option<PathBuf>, copies_max: Option<u64>) -> Self {
+        let (copies, slots, peers) = (OnceCell::new(), Mutex::default(), Mutex::default());
+        Self { transports, directory, copies_max, copies, slots, peers }
     }
 
-    fn slot(&self, id: &str) -> Slot {
-        let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
-        Arc::clone(slots.entry(id.to_owned()).or_default())
+    fn slots(&self) -> MutexGuard<'_, HashMap<String, Slot>> {
+        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Drops fetched values that nobody uses: all of them, or those that may not be used without a question at `now`.
-    pub(super) fn expire(&self, now: Option<Instant>) {
-        let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
-        slots.retain(|_, slot| {
-            // A call is at it.
-            if Arc::strong_count(slot) > 1 {
-                return true;
-            }
-            let Ok(loaded) = slot.try_lock() else { return true };
-            let keeps =
-                |loaded: &Loaded| now.is_some_and(|now| loaded.until > now) || Arc::strong_count(&loaded.value.0) > 1;
-            loaded.as_ref().is_some_and(keeps)
-        });
-    }
-
-    pub(super) async fn fetch(
-        &self,
-        cx: &CallContext,
-        value: &ValueRef,
-        open: impl FnOnce() -> Result<NodeCopies> + Send + 'static,
-    ) -> Result<Value> {
+    pub(super) async fn fetch(&self, cx: &CallContext, value: &ValueRef) -> Result<Value> {
         value.check()?;
-        let slot = self.slot(&value.id);
+        let began = Instant::now();
+        let slot = Arc::clone(self.slots().entry(value.id.clone()).or_default());
         let fetching = async {
-            let mut slot = slot.lock().await;
-            if let Some(loaded) = &mut *slot {
-                if loaded.until > Instant::now() {
-                    return Ok(loaded.value.clone());
-                }
-                let asked = self.ask(cx, value).await;
-                match asked {
-                    Ok(lease) => {
-                        loaded.until = Instant::now() + lease;
-                        if let Place::Copy(copy) = &loaded.value.0.place {
-                            copy.extend(lease).map_err(|error| broken(value, error))?;
-                        }
-                        return Ok(loaded.value.clone());
-                    }
-                    Err(error) => {
-                        *slot = None;
-                        return Err(error);
-                    }
-                }
+            let mut state = slot.lock().await;
+            if let Some((at, code, message)) = &state.failed
+                && *at > began
+            {
+                return Err(Error::finished(*code, message.clone()));
             }
-            let copies = self.copies.get_or_try_init(|| async {
-                let opened = spawn_blocking(open).await;
-                opened.map_err(|error| Error::internal("the work was interrupted").caused_by(error))?.map(Arc::new)
-            });
-            let (copy, left) = self.copy(cx, value, copies.await?).await?;
-            let loaded = Value::new(value.clone(), Place::Copy(copy));
-            *slot = Some(Loaded { value: loaded.clone(), until: Instant::now() + left });
-            Ok(loaded)
+            let loaded = self.load(cx, value, &mut state).await;
+            if let Err(error) = &loaded
+                && !matches!(error.code(), Code::DeadlineExceeded | Code::Cancelled)
+            {
+                let text = error.to_string();
+                let message = text.strip_prefix(&format!("{}: ", value.subject())).unwrap_or(&text).to_owned();
+                state.failed = Some((Instant::now(), error.code(), message));
+            }
+            loaded
         };
-        cx.bound(Execution::NotStarted, fetching).await.map_err(|error| match error.subject() {
+        cx.bound(Execution::Finished, fetching).await.map_err(|error| match error.subject() {
             "" => error.about(value.subject()),
-            _ => error,
+            _ => error.within(Execution::Finished, value.subject()),
         })
     }
 
-    /// Returns the copy of this node, and the time for which it can be used. Fetches the value if nobody else does.
-    async fn copy(&self, cx: &CallContext, value: &ValueRef, copies: &Arc<NodeCopies>) -> Result<(Copy, Duration)> {
+    async fn load(&self, cx: &CallContext, value: &ValueRef, state: &mut SlotState) -> Result<Value> {
         loop {
-            let (shared, wanted) = (Arc::clone(copies), value.clone());
-            match blocking(value, move || shared.find(&wanted)).await? {
-                Found::Complete(copy, left) if !left.is_zero() => return Ok((copy, left)),
-                Found::Complete(copy, _) => {
-                    let lease = self.ask(cx, value).await?;
-                    copy.extend(lease).map_err(|error| broken(value, error))?;
-                    return Ok((copy, lease));
+            let Some(loaded) = &mut state.loaded else {
+                let (copy, left) = self.copy(cx, value).await?;
+                let fetched = Value::new(value.clone(), Place::Copy(copy));
+                state.loaded = Some(Loaded { value: fetched, until: Instant::now() + left });
+                continue;
+            };
+            let bytes = loaded.value.0.reference.bytes;
+            if bytes != value.bytes {
+                return Err(other_size(value, bytes));
+            }
+            if loaded.until > Instant::now() {
+                return Ok(loaded.value.clone());
+            }
+            match self.ask(cx, value, true).await {
+                Ok(lease) => {
+                    loaded.extend(lease)?;
+                    return Ok(loaded.value.clone());
                 }
-                Found::Busy => sleep(LOOK_EVERY).await,
-                Found::Mine(part) => {
-                    let part = Arc::new(part);
-                    if let Err(error) = make_room(copies, value, &part).await {
-                        if error.code() != Code::ResourceExhausted {
-                            return Err(error);
-                        }
-                        // What this process keeps for a later call can go as well.
-                        self.expire(None);
-                        make_room(copies, value, &part).await?;
+                Err(error) => {
+                    if error.code() == Code::NotFound {
+                        loaded.gone();
+                        discard(state.loaded.take());
                     }
-                    let lease = self.parts(cx, value, &part).await?;
-                    let part = Arc::into_inner(part).ok_or_else(|| Error::internal("a part is still being written"))?;
-                    let copy = blocking(value, move || part.complete(lease)).await?;
-                    return Ok((copy, lease));
+                    return Err(error);
                 }
             }
         }
     }
 
+    /// Extends the leases that end before the next call of this, in `next`. Forgets values that are gone, and frees the memory of those that nobody
+    /// uses.
+    pub(super) async fn keep_up(&self, next: Duration) {
+        let slots: Vec<(String, Slot)> = self.slots().iter().map(|(id, slot)| (id.clone(), Arc::clone(slot))).collect();
+        let kept = stream::iter(slots).map(|(id, slot)| async move {
+            // A call that has it keeps it up.
+            let keeps = match slot.try_lock() {
+                Ok(mut state) => self.keep(&mut state, next).await,
+                Err(_) => true,
+            };
+            (!keeps).then_some((id, slot))
+        });
+        let ended: Vec<(String, Slot)> =
+            kept.buffer_unordered(ASKS_AHEAD).filter_map(std::future::ready).collect().await;
+        for (id, slot) in ended {
+            let mut slots = self.slots();
+            // Two: this one and that of the map. A call that began meanwhile has a third.
+            if Arc::strong_count(&slot) == 2 {
+                discard(slots.remove(&id));
+            }
+            drop(slots);
+            discard(slot);
+        }
+        if let Some(copies) = self.copies.get().cloned() {
+            let swept = spawn_blocking(move || copies.sweep()).await;
+            if let Ok(Err(error)) = swept {
+                tracing::warn!(%error, "copies of values could not be removed");
+            }
+        }
+    }
+
+    /// Returns `false` if nothing of a value is worth keeping.
+    async fn keep(&self, state: &mut SlotState, next: Duration) -> bool {
+        let Some(loaded) = &mut state.loaded else { return false };
+        if let Some(unused) = Arc::get_mut(&mut loaded.value.0) {
+            discard(unused.bytes.take());
+        }
+        let now = Instant::now();
+        if loaded.until > now + next {
+            return true;
+        }
+        let value = loaded.value.0.reference.clone();
+        match self.ask(&CallContext::within(ASK_TIME), &value, false).await {
+            Ok(lease) => {
+                if let Err(error) = loaded.extend(lease) {
+                    tracing::warn!(%error, "the lease of a copy could not be extended");
+                }
+                true
+            }
+            Err(error) if error.code() == Code::NotFound => {
+                loaded.gone();
+                discard(state.loaded.take());
+                false
+            }
+            // The holder may respond again.
+            Err(_) if loaded.until + next > now => true,
+            Err(_) => {
+                discard(state.loaded.take());
+                false
+            }
+        }
+    }
+
+    /// Returns the copy of this node, and the time for which it can be used without a request. Fetches the value if nobody else does.
+    async fn copy(&self, cx: &CallContext, value: &ValueRef) -> Result<(Copy, Duration)> {
+        let (directory, copies_max) = (self.directory.clone(), self.copies_max);
+        let open = || async {
+            let opened = spawn_blocking(move || NodeCopies::open(directory.as_deref(), copies_max)).await;
+            opened.map_err(|error| Error::internal("the work was interrupted").caused_by(error))?.map(Arc::new)
+        };
+        let copies = self.copies.get_or_try_init(open).await?;
+        loop {
+            let (shared, wanted) = (Arc::clone(copies), value.clone());
+            match blocking(value, move || shared.find(&wanted)).await? {
+                Found::Complete(copy, left) => {
+                    let bytes = copy.file.metadata().map_err(|error| broken(value, error))?.len();
+                    return if bytes == value.bytes { Ok((copy, left)) } else { Err(other_size(value, bytes)) };
+                }
+                Found::Busy => sleep(LOOK_EVERY).await,
+                Found::Mine(part) => {
+                    let part = Arc::new(part);
+                    self.room(copies, value, &part).await?;
+                    let lease = self.parts(cx, value, &part).await?;
+                    let part = Arc::into_inner(part).ok_or_else(|| Error::internal("a part is still being written"))?;
+                    if let Some(copy) = blocking(value, move || part.complete(lease)).await? {
+                        return Ok((copy, lease));
+                    }
+                }
+            }
+        }
+    }
+
+    /// Makes room for a value, at the cost of what nobody uses.
+    async fn room(&self, copies: &Arc<NodeCopies>, value: &ValueRef, part: &Arc<Part>) -> Result<()> {
+        let mut freed = false;
+        loop {
+            let (copies, wanted, part) = (Arc::clone(copies), value.clone(), Arc::clone(part));
+            match blocking(value, move || Ok(copies.make_room(&wanted, &part))).await? {
+                Ok(true) => return Ok(()),
+                Ok(false) => sleep(LOOK_EVERY).await,
+                Err(error) if error.code() == Code::ResourceExhausted && !freed => {
+                    freed = true;
+                    self.forget_unused().await;
+                }
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// Forgets the values that this process keeps for later calls, so that their copies can be removed.
+    async fn forget_unused(&self) {
+        let mut unused = Vec::new();
+        self.slots().retain(|_, slot| {
+            let used = Arc::strong_count(slot) > 1
+                || slot.try_lock().is_ok_and(|state| {
+                    state.loaded.as_ref().is_some_and(|loaded| Arc::strong_count(&loaded.value.0) > 1)
+                });
+            if !used {
+                unused.push(Arc::clone(slot));
+            }
+            used
+        });
+        let _ = spawn_blocking(move || drop(unused)).await;
+    }
+
     /// Writes all parts of a value, and returns the lease of the last one.
     async fn parts(&self, cx: &CallContext, value: &ValueRef, part: &Arc<Part>) -> Result<Duration> {
-        let peer = self.peer(value);
         let offsets = (0..value.bytes).step_by(usize::try_from(PART_BYTES).unwrap_or(usize::MAX));
-        let written = offsets.map(|offset| {
-            let peer = &peer;
-            async move {
-                let bytes = PART_BYTES.min(value.bytes - offset);
-                let (lease, data) = self.read(cx, peer, value, offset, bytes).await?;
-                if data.len() as u64 != bytes {
-                    let message = format!("{} bytes arrived from byte {offset}, not {bytes}", data.len());
-                    return Err(Error::finished(Code::DataLoss, message).about(value.subject()));
-                }
-                let part = Arc::clone(part);
-                blocking(value, move || part.file.write_all_at(&data, offset)).await?;
-                Ok(lease)
+        let written = offsets.map(|offset| async move {
+            let bytes = PART_BYTES.min(value.bytes - offset);
+            let (lease, data) = self.read(cx, value, offset, bytes, true).await?;
+            if data.len() as u64 != bytes {
+                let message = format!("{} bytes arrived from byte {offset}, not {bytes}", data.len());
+                return Err(Error::finished(Code::DataLoss, message).about(value.subject()));
             }
+            let part = Arc::clone(part);
+            blocking(value, move || part.file.write_all_at(&data, offset)).await?;
+            Ok(lease)
         });
         let leases: Vec<Duration> = stream::iter(written).buffered(PARTS_AHEAD).try_collect().await?;
         match leases.last() {
             Some(lease) => Ok(*lease),
             // A value without bytes has no part.
-            None => self.ask(cx, value).await,
+            None => self.ask(cx, value, true).await,
         }
     }
 
-    fn peer(&self, value: &ValueRef) -> ReconnectingPeer {
-        ReconnectingPeer::new(value.endpoints.clone(), ConnectOptions::default())
+    fn peer(&self, value: &ValueRef) -> Arc<ReconnectingPeer> {
+        let mut peers = self.peers.lock().unwrap_or_else(PoisonError::into_inner);
+        if peers.len() >= PEERS_MAX && !peers.contains_key(&value.endpoints) {
+            peers.clear();
+        }
+        let new = || Arc::new(ReconnectingPeer::new(value.endpoints.clone(), ConnectOptions::default()));
+        Arc::clone(peers.entry(value.endpoints.clone()).or_insert_with(new))
     }
 
     /// Asks the holder whether the value is still there, and returns its lease.
-    async fn ask(&self, cx: &CallContext, value: &ValueRef) -> Result<Duration> {
-        self.read(cx, &self.peer(value), value, 0, 0).await.map(|(lease, _)| lease)
+    async fn ask(&self, cx: &CallContext, value: &ValueRef, used: bool) -> Result<Duration> {
+        self.read(cx, value, 0, 0, used).await.map(|(lease, _)| lease)
     }
 
     async fn read(
         &self,
         cx: &CallContext,
-        peer: &ReconnectingPeer,
         value: &ValueRef,
         offset: u64,
         bytes: u64,
+        used: bool,
     ) -> Result<(Duration, Bytes)> {
-        let body = ReadBody { id: value.id.clone(), name: value.name.clone(), offset, bytes };
-        let body = write(&body)?;
+        let (id, name, size) = (value.id.clone(), value.name.clone(), value.bytes);
+        let body = write(&ReadBody { id, name, size, offset, bytes, used })?;
         let (policy, mut rng) = (RetryPolicy::default(), fastrand::Rng::new());
+        let peer = self.peer(value);
         let send = async |_| {
             let request = Request::post(cx.child(), READ_ROUTE, body.clone());
-            peer.call(&self.transports, &request).await?.into_result()
+            let response = peer.call(&self.transports, &request).await?.into_result()?;
+            let reply: ReadReply = read(&response.message.head.to_bytes())?;
+            Ok((reply, response.message.segments.into_iter().next().unwrap_or_default()))
         };
-        let response = retry(cx, &policy, &mut rng, true, send).await.map_err(|error| {
-            if error.code() != Code::Unavailable {
-                return error;
-            }
-            let message = format!(
-                "it cannot be fetched: the process that holds it does not respond at {}; if it has ended, the value is gone",
-                value.endpoints.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
-            );
-            Error::new(Code::Unavailable, Execution::NotStarted, message).about(value.subject()).caused_by(error)
-        })?;
-        let reply: ReadReply = read(&response.message.head.to_bytes())?;
-        let data = response.message.segments.into_iter().next().unwrap_or_default();
-        Ok((Duration::from_millis(reply.lease_ms), data))
+        let (reply, data) =
+            retry(cx, &policy, &mut rng, true, send).await.map_err(|error| not_from_holder(value, error))?;
+        Ok((Duration::from_millis(reply.lease_ms).min(LEASE_MAX), data))
     }
+}
+
+/// Drops something that may remove a large file, away from the calls.
+fn discard(dropped: impl Send + 'static) {
+    if let Ok(runtime) = tokio::runtime::Handle::try_current() {
+        runtime.spawn_blocking(move || drop(dropped));
+    }
+}
+
+/// Names the holder in an error of anything but the holder itself, whose errors name the value.
+fn not_from_holder(value: &ValueRef, error: Error) -> Error {
+    if error.subject() == value.subject() {
+        return error.with_execution(Execution::Finished);
+    }
+    let endpoints = value.endpoints.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+    let here = |endpoint: &Endpoint| {
+        let host = endpoint.address().rsplit_once(':').map_or(endpoint.address(), |(host, _)| host);
+        host == "localhost" || host.starts_with("127.") || host == "[::1]"
+    };
+    let mut message = format!("it cannot be fetched from {endpoints}");
+    let code = match error.code() {
+        Code::Unavailable => {
+            message.push_str(": if the process that held it has ended, the value is gone");
+            if value.endpoints.iter().all(here) {
+                message.push_str(
+                    "\n  fix: if that process is on another machine, set ValuesOptions::host there; it listens on loopback",
+                );
+            }
+            Code::Unavailable
+        }
+        code @ (Code::DeadlineExceeded | Code::Cancelled) => code,
+        // Somebody else listens there now.
+        _ => Code::DataLoss,
+    };
+    Error::finished(code, message).about(value.subject()).caused_by(error)
 }

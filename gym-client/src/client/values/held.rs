@@ -2,23 +2,29 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fs::File;
+use std::io;
 use std::os::unix::fs::FileExt as _;
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
 use futures_util::future::BoxFuture;
 use gym_core::message::{ContentType, Status};
-use gym_core::{Code, Error, Handler, Message, Request, Response, Result, Verb};
+use gym_core::{CallContext, Code, Error, Execution, Handler, Message, Request, Response, Result, Verb};
+use tokio::sync::Semaphore;
 use tokio::task::spawn_blocking;
 use tokio::time::Instant;
 
+use crate::client::values::copy::forget;
 use crate::client::values::message::{READ_ROUTE, ReadBody, ReadReply, ValueRef, WHOLE_ROUTE, read, write};
 
 /// The largest part that one response has.
 pub(super) const PART_BYTES: u64 = 8 << 20;
 /// The largest value that one response of `GET /values/ID` has, because it is read into memory.
 const WHOLE_BYTES_MAX: u64 = 256 << 20;
+/// Values that are read for `GET /values/ID` at the same time.
+const WHOLE_READS: usize = 2;
 /// The last values that are gone, of which errors tell the reason.
 const GONE_MAX: usize = 1_024;
 
@@ -26,7 +32,45 @@ const GONE_MAX: usize = 1_024;
 #[derive(Clone, Debug)]
 pub(super) enum Source {
     Memory(Bytes),
-    File(Arc<File>),
+    File(Arc<HeldFile>),
+}
+
+/// A file, and what it was when it was put.
+#[derive(Debug)]
+pub(super) struct HeldFile {
+    file: File,
+    bytes: u64,
+    changed: SystemTime,
+}
+
+impl HeldFile {
+    pub(super) fn new(file: File) -> io::Result<Self> {
+        let found = file.metadata()?;
+        if !found.is_file() {
+            return Err(io::Error::other("it is not a regular file"));
+        }
+        Ok(Self { bytes: found.len(), changed: found.modified()?, file })
+    }
+
+    pub(super) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    fn read(&self, offset: u64, bytes: usize) -> io::Result<Vec<u8>> {
+        let part = read_part(&self.file, offset, bytes)?;
+        // After the read, so that what was read is what was put.
+        let found = self.file.metadata()?;
+        if (found.len(), found.modified()?) != (self.bytes, self.changed) {
+            return Err(io::Error::other("it has changed"));
+        }
+        Ok(part)
+    }
+}
+
+/// Reads a part of a file.
+pub(super) fn read_part(file: &File, offset: u64, bytes: usize) -> io::Result<Vec<u8>> {
+    let mut part = vec![0; bytes];
+    file.read_exact_at(&mut part, offset).map(|()| part)
 }
 
 impl Source {
@@ -43,16 +87,13 @@ impl Source {
             }
             Self::File(file) => {
                 let file = Arc::clone(file);
-                let part = spawn_blocking(move || {
-                    let mut part = vec![0; bytes];
-                    file.read_exact_at(&mut part, offset).map(|()| part)
-                });
-                let part = part.await.map_err(|error| Error::internal("the read was interrupted").caused_by(error))?;
-                let changed = |error| {
-                    Error::finished(Code::DataLoss, "its file cannot be read; a file must not change while it is held")
-                        .caused_by(error)
+                let part = spawn_blocking(move || file.read(offset, bytes)).await;
+                let part = part.map_err(|error| Error::internal("the read was interrupted").caused_by(error))?;
+                let broken = |error| {
+                    let message = "the file that was put cannot be read; it must not change while it is held";
+                    Error::finished(Code::DataLoss, message).caused_by(error)
                 };
-                part.map(Bytes::from).map_err(changed)
+                part.map(Bytes::from).map_err(broken)
             }
         }
     }
@@ -68,11 +109,26 @@ struct Entry {
     fetches: u64,
 }
 
+impl Entry {
+    /// Compares the size of a reference, which may come from anywhere, with that of the value.
+    fn check(&self, bytes: u64) -> Result<()> {
+        if bytes == self.bytes {
+            return Ok(());
+        }
+        let message = format!("its reference says {bytes} bytes, and it has {}", self.bytes);
+        Err(Error::invalid(message).about(format!("value `{}`", self.name)))
+    }
+}
+
 /// All values of this process.
 #[derive(Debug)]
 pub(super) struct HeldValues {
     lease: Duration,
     memory_max: u64,
+    /// The directory with the copies of this node.
+    copies: Option<PathBuf>,
+    /// Held by responses that read a whole file.
+    whole: Semaphore,
     state: Mutex<HeldState>,
 }
 
@@ -81,6 +137,8 @@ struct HeldState {
     values: BTreeMap<String, Entry>,
     memory: u64,
     gone: VecDeque<(String, &'static str)>,
+    /// Values whose copies on this node nobody needs.
+    forgotten: Vec<String>,
 }
 
 impl HeldState {
@@ -93,6 +151,7 @@ impl HeldState {
             self.gone.pop_front();
         }
         self.gone.push_back((id.to_owned(), why));
+        self.forgotten.push(id.to_owned());
     }
 
     fn expire(&mut self, now: Instant) {
@@ -115,8 +174,8 @@ impl HeldState {
 }
 
 impl HeldValues {
-    pub(super) fn new(lease: Duration, memory_max: u64) -> Self {
-        Self { lease, memory_max, state: Mutex::default() }
+    pub(super) fn new(lease: Duration, memory_max: u64, copies: Option<PathBuf>) -> Self {
+        Self { lease, memory_max, copies, whole: Semaphore::new(WHOLE_READS), state: Mutex::default() }
     }
 
     fn state(&self) -> MutexGuard<'_, HeldState> {
@@ -153,49 +212,85 @@ impl HeldValues {
         if state.gone(&value.id).is_none() && !state.values.contains_key(&value.id) {
             return Ok(None);
         }
-        state.entry(&value.id, &value.name).map(|entry| Some(entry.source.clone()))
+        let entry = state.entry(&value.id, &value.name)?;
+        entry.check(value.bytes)?;
+        Ok(Some(entry.source.clone()))
     }
 
+    /// Ends all values, because the process or the set of values ends.
+    pub(super) fn end(&self) {
+        let mut state = self.state();
+        let all: Vec<String> = state.values.keys().cloned().collect();
+        all.iter().for_each(|id| state.remove(id, "the process that put it has ended"));
+        drop(state);
+        self.forget();
+    }
+
+    /// Removes values whose leases have ended.
     pub(super) fn expire(&self) {
         self.state().expire(Instant::now());
+        self.forget();
     }
 
-    /// Extends the lease, and returns the value.
-    fn read(&self, body: &ReadBody) -> Result<(Source, u64, String)> {
-        let mut state = self.state();
-        let entry = state.entry(&body.id, &body.name)?;
+    /// Removes the copies that this node has of values that are gone.
+    fn forget(&self) {
+        let forgotten = std::mem::take(&mut self.state().forgotten);
+        forget(self.copies.as_deref(), forgotten.iter().map(String::as_str));
+    }
+
+    fn extended(&self, entry: &mut Entry) {
         if let Some(until) = &mut entry.until {
             *until = Instant::now() + self.lease;
         }
-        if body.offset == 0 && body.bytes > 0 {
-            entry.fetches += 1;
-        }
-        Ok((entry.source.clone(), entry.bytes, entry.name.clone()))
     }
 
     async fn part(&self, body: ReadBody) -> Result<Response> {
-        let (source, bytes, name) = self.read(&body)?;
-        let end = body.offset.checked_add(body.bytes).filter(|end| *end <= bytes && body.bytes <= PART_BYTES);
-        if end.is_none() {
-            let message = format!("it has no part of {} bytes from byte {}", body.bytes, body.offset);
-            return Err(Error::invalid(message).about(format!("value `{name}`")));
-        }
+        let (source, subject) = {
+            let mut state = self.state();
+            let entry = state.entry(&body.id, &body.name)?;
+            entry.check(body.size)?;
+            let subject = format!("value `{}`", entry.name);
+            let end = body.offset.checked_add(body.bytes).filter(|end| *end <= entry.bytes && body.bytes <= PART_BYTES);
+            if end.is_none() {
+                let message = format!("it has no part of {} bytes from byte {}", body.bytes, body.offset);
+                return Err(Error::invalid(message).about(subject));
+            }
+            if body.used {
+                self.extended(entry);
+            }
+            entry.fetches += u64::from(body.offset == 0 && body.bytes > 0);
+            (entry.source.clone(), subject)
+        };
         let part = source.read(body.offset, usize::try_from(body.bytes).unwrap_or(usize::MAX)).await;
-        let part = part.map_err(|error| error.about(format!("value `{name}`")))?;
+        let part = part.map_err(|error| error.about(subject))?;
         let lease_ms = u64::try_from(self.lease.as_millis()).unwrap_or(u64::MAX);
         let mut message = Message::json(write(&ReadReply { lease_ms })?);
         message.segments.push(part);
         Ok(Response::new(Status::OK, message))
     }
 
-    async fn whole(&self, id: &str) -> Result<Response> {
-        let body = ReadBody { id: id.to_owned(), name: id.to_owned(), offset: 0, bytes: 1 };
-        let (source, bytes, name) = self.read(&body)?;
-        if bytes > WHOLE_BYTES_MAX {
-            let message = format!("it has {bytes} bytes; one response has at most {WHOLE_BYTES_MAX}");
-            return Err(Error::invalid(message).about(format!("value `{name}`")));
-        }
-        let whole = source.read(0, usize::try_from(bytes).unwrap_or(usize::MAX)).await?;
+    async fn whole(&self, cx: &CallContext, id: &str) -> Result<Response> {
+        let (source, bytes, subject) = {
+            let mut state = self.state();
+            let entry = state.entry(id, id)?;
+            let subject = format!("value `{}`", entry.name);
+            if entry.bytes > WHOLE_BYTES_MAX {
+                let message = format!(
+                    "it has {} bytes, and one response has at most {WHOLE_BYTES_MAX}\n  fix: fetch it with Values::fetch, or put smaller \
+                     values",
+                    entry.bytes
+                );
+                return Err(Error::invalid(message).about(subject));
+            }
+            self.extended(entry);
+            entry.fetches += 1;
+            (entry.source.clone(), entry.bytes, subject)
+        };
+        let read = async {
+            let _turn = self.whole.acquire().await.map_err(|error| Error::internal("no turn").caused_by(error))?;
+            source.read(0, usize::try_from(bytes).unwrap_or(usize::MAX)).await
+        };
+        let whole = cx.bound(Execution::Finished, read).await.map_err(|error| error.about(subject))?;
         let content_type = ContentType::Other("application/octet-stream".into());
         Ok(Response::new(Status::OK, Message { content_type, head: whole.into(), segments: Vec::new() }))
     }
@@ -211,7 +306,9 @@ impl Handler for HeldHandler {
         Box::pin(async move {
             match (request.verb, request.route.path()) {
                 (Verb::Post, READ_ROUTE) => values.part(read(&request.message.head.to_bytes())?).await,
-                (Verb::Get, path) if path.starts_with(WHOLE_ROUTE) => values.whole(&path[WHOLE_ROUTE.len()..]).await,
+                (Verb::Get, path) if path.starts_with(WHOLE_ROUTE) => {
+                    values.whole(&request.context, &path[WHOLE_ROUTE.len()..]).await
+                }
                 (verb, path) => {
                     Err(Error::not_started(Code::NotFound, format!("a holder of values has no route {verb} {path}")))
                 }
@@ -239,7 +336,7 @@ impl HeldValue {
         &self.reference
     }
 
-    /// Returns how often the value was fetched: once for each node.
+    /// Returns how often a transfer of the value began: once for each node that needed it, and again after a failure.
     #[must_use]
     pub fn fetches(&self) -> u64 {
         self.values.state().values.get(&self.reference.id).map_or(0, |entry| entry.fetches)
@@ -248,6 +345,7 @@ impl HeldValue {
     /// Releases the value at once. Nodes that have fetched it use their copy until its lease ends.
     pub fn release(self) {
         self.values.state().remove(&self.reference.id, "it was released");
+        self.values.forget();
     }
 }
 

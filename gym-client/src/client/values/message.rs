@@ -2,8 +2,8 @@
 //!
 //! | route | request → response | |
 //! |---|---|---|
-//! | `POST /values/read` | [`ReadBody`] → [`ReadReply`] and one segment | a part of a value; no bytes only extend the lease |
-//! | `GET /values/ID` | → the bytes, as `application/octet-stream` | the whole value, for programs without this SDK |
+//! | `POST /values/read` | [`ReadBody`] → [`ReadReply`] and one segment | a part of a value; without bytes, only its lease |
+//! | `GET /values/ID` | → the bytes, as `application/octet-stream` | a value of up to 256 MiB, for programs without this SDK |
 
 use gym_core::{Endpoint, Error, Result};
 use serde::de::DeserializeOwned;
@@ -18,10 +18,10 @@ pub(super) const WHOLE_ROUTE: &str = "/values/";
 /// it. [`Values::fetch`](super::Values::fetch) returns the value.
 ///
 /// ```json
-/// {"value": "corpus", "id": "6f0c…", "bytes": 1073741824, "endpoints": ["http://10.0.0.1:4100"]}
+/// {"value": "corpus", "id": "6f0c…", "bytes": 40015891, "endpoints": ["http://10.0.0.1:4100"]}
 /// ```
 ///
-/// A program without this SDK requests `GET /values/ID` at an endpoint that begins with `http://`.
+/// A program without this SDK requests `GET /values/ID` at an endpoint that begins with `http://`, for values of up to 256 MiB.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct ValueRef {
     /// The name under which it was put. Several values can have one name.
@@ -38,8 +38,7 @@ pub struct ValueRef {
 impl ValueRef {
     /// Checks a reference that may come from anywhere: its id becomes the name of a file.
     pub(super) fn check(&self) -> Result<()> {
-        let digits = self.id.len() == 32 && self.id.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
-        if digits && !self.endpoints.is_empty() {
+        if is_id(&self.id) && !self.endpoints.is_empty() {
             return Ok(());
         }
         let message =
@@ -52,13 +51,22 @@ impl ValueRef {
     }
 }
 
+/// Returns `true` for 32 hexadecimal digits.
+pub(super) fn is_id(text: &str) -> bool {
+    text.len() == 32 && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
+}
+
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct ReadBody {
     pub(super) id: String,
     /// For errors of a holder that never had the value.
     pub(super) name: String,
+    /// The size of the value by its reference.
+    pub(super) size: u64,
     pub(super) offset: u64,
     pub(super) bytes: u64,
+    /// Whether the request is for somebody who needs the value: it then extends the lease.
+    pub(super) used: bool,
 }
 
 #[derive(Debug, Serialize, Deserialize)]

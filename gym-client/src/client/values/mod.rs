@@ -26,10 +26,11 @@
 //! # Ok(()) }
 //! ```
 //!
-//! - **Leases.** A value is held while its [`HeldValue`] exists, and then for the lease. A copy is used without a question for the lease; then
-//!   its node asks the holder. If the value is gone, or the holder is, [`Values::fetch`] returns an error with the value's name.
+//! - **Leases.** A value is held while its [`HeldValue`] exists, and then for the lease. A copy is used without a request to the holder for the
+//!   lease; then its node asks. If the value is gone, or the holder is, [`Values::fetch`] returns an error with the value's name.
 //! - **Nodes.** All processes of one user on one machine share the copies in a directory in memory (`GYM_VALUES_DIR`, or one in
-//!   `/dev/shm`). Processes with different directories are different nodes.
+//!   `/dev/shm`), which must be on a local file system. Processes with different directories are different nodes. A copy stays while a process uses it,
+//!   and for its lease; processes with values remove what others have left.
 //! - **Trust.** Whoever knows the id of a value can fetch it. The listener uses loopback unless [`ValuesOptions::host`] names another
 //!   address, and then it warns.
 
@@ -48,21 +49,23 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use gym_core::transport::{ListenOptions, serve};
-use gym_core::{CallContext, CancelToken, Code, Endpoint, Error, Handler, Result};
+use gym_core::{CallContext, CancelToken, Code, Endpoint, Error, Execution, Handler, Result};
 use tokio::sync::OnceCell;
 use tokio::task::{JoinSet, spawn_blocking};
-use tokio::time::{Instant, sleep};
+use tokio::time::sleep;
 
 use crate::transport::{HTTP, Transports};
-use copy::NodeCopies;
 use fetch::Fetcher;
 pub use fetch::Value;
 pub use held::HeldValue;
-use held::{HeldHandler, HeldValues, Source};
+use held::{HeldFile, HeldHandler, HeldValues, Source};
 pub use message::ValueRef;
 
 /// The longest name of a value, in bytes.
 const NAME_MAX: usize = 256;
+const LEASE_MIN: Duration = Duration::from_millis(100);
+/// A day: a copy whose holder was lost stays no longer.
+const LEASE_MAX: Duration = Duration::from_secs(86_400);
 /// The shortest time between two looks for what has expired.
 const EXPIRE_EVERY_MIN: Duration = Duration::from_millis(50);
 
@@ -76,8 +79,8 @@ pub struct ValuesOptions {
     pub port: u16,
     /// The host at which other machines reach this one. Default: `host`; required if that is `0.0.0.0`.
     pub advertise: Option<String>,
-    /// The time for which a value stays after its handle was dropped and after each request, and for which a copy is used without a question.
-    /// From 100 ms. Default: 60 s.
+    /// The time for which a value stays after its handle was dropped and after each request, and for which a copy is used without a request to the holder.
+    /// From 100 ms to a day. Default: 60 s.
     pub lease: Duration,
     /// The most bytes that values in memory may have together; files do not count. Default: 8 GiB.
     pub memory_max: u64,
@@ -101,6 +104,13 @@ impl Default for ValuesOptions {
     }
 }
 
+impl Drop for ValuesState {
+    /// The values are gone, and so are the copies that other processes of this node made and no longer use.
+    fn drop(&mut self) {
+        self.held.end();
+    }
+}
+
 /// Puts values and fetches them. Cheap to clone; clones share everything. When the last clone is dropped, the values that it holds are
 /// gone.
 #[derive(Clone, Debug)]
@@ -114,6 +124,8 @@ struct ValuesState {
     fetcher: Fetcher,
     endpoints: OnceCell<Vec<Endpoint>>,
     expires: AtomicBool,
+    /// Set when the listener has failed.
+    deaf: Arc<AtomicBool>,
     /// The listener, and the task that removes what has expired. They end with the last clone.
     tasks: Mutex<JoinSet<()>>,
 }
@@ -123,10 +135,11 @@ impl Values {
     #[must_use]
     pub fn new(transports: Transports, options: ValuesOptions) -> Self {
         Self(Arc::new(ValuesState {
-            held: Arc::new(HeldValues::new(options.lease, options.memory_max)),
-            fetcher: Fetcher::new(transports.clone()),
+            held: Arc::new(HeldValues::new(options.lease, options.memory_max, options.copies.clone())),
+            fetcher: Fetcher::new(transports.clone(), options.copies.clone(), options.copies_max),
             endpoints: OnceCell::new(),
             expires: AtomicBool::new(false),
+            deaf: Arc::default(),
             tasks: Mutex::default(),
             options,
             transports,
@@ -150,16 +163,9 @@ impl Values {
     pub async fn put_file(&self, name: &str, path: impl AsRef<Path>) -> Result<HeldValue> {
         let path = path.as_ref().to_owned();
         let shown = path.display().to_string();
-        let opened = spawn_blocking(move || {
-            let file = File::open(path)?;
-            let found = file.metadata()?;
-            if !found.is_file() {
-                return Err(std::io::Error::other("it is not a regular file"));
-            }
-            Ok((file, found.len()))
-        });
+        let opened = spawn_blocking(move || HeldFile::new(File::open(path)?));
         let opened = opened.await.map_err(|error| Error::internal("the work was interrupted").caused_by(error))?;
-        let (file, bytes) = opened.map_err(|error| {
+        let file = opened.map_err(|error| {
             let code = match error.kind() {
                 std::io::ErrorKind::NotFound => Code::NotFound,
                 _ => Code::InvalidArgument,
@@ -167,7 +173,7 @@ impl Values {
             let message = format!("the file {shown} cannot be read: {error}");
             Error::not_started(code, message).about(format!("value `{name}`"))
         })?;
-        self.hold(name, bytes, Source::File(Arc::new(file))).await
+        self.hold(name, file.bytes(), Source::File(Arc::new(file))).await
     }
 
     async fn hold(&self, name: &str, bytes: u64, source: Source) -> Result<HeldValue> {
@@ -177,6 +183,10 @@ impl Values {
         }
         let endpoints = self.0.endpoints.get_or_try_init(|| self.0.listen()).await;
         let endpoints = endpoints.map_err(|error| error.about(format!("value `{name}`")))?.clone();
+        if self.0.deaf.load(Ordering::Relaxed) {
+            let message = "the listener of this process has failed, so nobody could fetch it; its error was logged";
+            return Err(Error::not_started(Code::Unavailable, message).about(format!("value `{name}`")));
+        }
         self.expire_in_time();
         let id = unguessable().await?;
         self.0.held.hold(ValueRef { name: name.to_owned(), id, bytes, endpoints }, source)
@@ -185,18 +195,20 @@ impl Values {
     /// Returns the value of a reference: from this process, from the copy of this node, or from the process that holds it. While this process
     /// or another one of this node fetches the value, waits for that.
     ///
+    /// The deadline of `cx` must leave time for the transfer: a fetch whose deadline passes begins again with the next call.
+    ///
     /// # Errors
-    /// `NotFound` if the value is gone, and `Unavailable` if the process that holds it cannot be reached, both with the value's name.
-    /// `ResourceExhausted` if this node has no room for a copy. `DeadlineExceeded` and `Cancelled` as `cx` says; the next call then begins
-    /// again.
+    /// All have the value's name, and are `Finished`. `NotFound` if the value is gone; `Unavailable` if the process that holds it cannot be reached.
+    /// `InvalidArgument` if the reference is none, or says another size. `ResourceExhausted` if this node has no room for a copy.
+    /// `DataLoss` if what arrives is not the value. `Internal` if the directory cannot be used. `DeadlineExceeded` and `Cancelled` as `cx`
+    /// says.
     pub async fn fetch(&self, cx: &CallContext, value: &ValueRef) -> Result<Value> {
-        if let Some(source) = self.0.held.own(value)? {
+        let own = self.0.held.own(value).map_err(|error| error.with_execution(Execution::Finished));
+        if let Some(source) = own? {
             return Ok(Value::held(value.clone(), source));
         }
         self.expire_in_time();
-        let ValuesOptions { copies, copies_max, .. } = self.0.options.clone();
-        let open = move || NodeCopies::open(copies.as_deref(), copies_max);
-        self.0.fetcher.fetch(cx, value, open).await
+        self.0.fetcher.fetch(cx, value).await
     }
 
     /// Begins to remove what has expired, if that has not begun.
@@ -210,9 +222,9 @@ impl Values {
             loop {
                 sleep(every).await;
                 let Some(state) = state.upgrade() else { return };
-                state.held.expire();
-                // Removing a large file takes a while.
-                let _ = spawn_blocking(move || state.fetcher.expire(Some(Instant::now()))).await;
+                let held = Arc::clone(&state.held);
+                let _ = spawn_blocking(move || held.expire()).await;
+                state.fetcher.keep_up(every).await;
             }
         });
     }
@@ -232,8 +244,9 @@ async fn unguessable() -> Result<String> {
 impl ValuesState {
     async fn listen(&self) -> Result<Vec<Endpoint>> {
         let ValuesOptions { host, port, advertise, lease, .. } = &self.options;
-        if *lease < Duration::from_millis(100) {
-            return Err(Error::invalid(format!("the lease of values is {lease:?}; it must be at least 100 ms")));
+        if !(LEASE_MIN..=LEASE_MAX).contains(lease) {
+            let message = format!("the lease of values is {lease:?}; it must be from {LEASE_MIN:?} to {LEASE_MAX:?}");
+            return Err(Error::invalid(message));
         }
         let is = |test: fn(&IpAddr) -> bool| host.parse().is_ok_and(|ip| test(&ip));
         if is(IpAddr::is_unspecified) && advertise.is_none() {
@@ -253,13 +266,12 @@ impl ValuesState {
         }
         let handler: Arc<dyn Handler> = Arc::new(HeldHandler(Arc::clone(&self.held)));
         let (listener, handler) = self.transports.listen(place, handler, &[HTTP]).await?;
-        let mut endpoints = listener.endpoints().to_vec();
-        // Callers of this process need no listener.
-        endpoints.retain(|endpoint| endpoint.scheme() != "mem");
-        let served = serve(listener, handler, CancelToken::new(), Duration::ZERO);
+        let endpoints = listener.endpoints().to_vec();
+        let (served, deaf) = (serve(listener, handler, CancelToken::new(), Duration::ZERO), Arc::clone(&self.deaf));
         self.spawn(async move {
             if let Err(error) = served.await {
                 tracing::error!(%error, "the values of this process can no longer be fetched");
+                deaf.store(true, Ordering::Relaxed);
             }
         });
         Ok(endpoints)
