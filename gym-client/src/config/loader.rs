@@ -19,6 +19,7 @@ use crate::config::schema::{
 use crate::config::yaml::node::{Key, Map, Node, Tree};
 use crate::config::yaml::parser;
 use crate::transport::BUILT_IN;
+use gym_core::base::host_name;
 use gym_core::server::ServerKind;
 use gym_core::transport::Transport;
 
@@ -589,8 +590,7 @@ fn settled(path: &Path) -> PathBuf {
 /// Returns the address to which the host name of this machine resolves.
 fn own_ip() -> Option<String> {
     use std::net::ToSocketAddrs;
-    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").ok()?;
-    let mut addresses = (name.trim(), 0).to_socket_addrs().ok()?;
+    let mut addresses = (host_name().as_str(), 0).to_socket_addrs().ok()?;
     addresses.find(std::net::SocketAddr::is_ipv4).map(|address| address.ip().to_string())
 }
 

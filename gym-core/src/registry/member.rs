@@ -23,6 +23,7 @@ use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
 use super::lease::{Instance, millis};
+use crate::base::World;
 use crate::base::error::{Code, Error, Result};
 use crate::message::Incarnation;
 use crate::server::ServerKind;
@@ -163,7 +164,7 @@ pub struct MemberSpec {
     /// The member's clock, in milliseconds since 1970: the head warns of a clock that differs.
     #[serde(default)]
     pub clock_ms: u64,
-    /// Additional labels, such as `pid`, `cpus` and `gpus`.
+    /// Additional labels, such as `pid` and `cpus`.
     #[serde(default)]
     pub labels: BTreeMap<String, String>,
     /// The intervals of its heartbeats.
@@ -184,6 +185,9 @@ pub struct MemberNode {
     pub endpoints: Vec<Endpoint>,
     /// The build of the program: an agent starts worker types of its own program only.
     pub build: String,
+    /// The number of GPUs that it offers.
+    #[serde(default)]
+    pub gpus: u32,
 }
 
 impl MemberSpec {
@@ -200,6 +204,26 @@ impl MemberSpec {
             timing: MemberTiming::default(),
             servers: Vec::new(),
             node: None,
+        }
+    }
+
+    /// Creates a member for this process, with its clock and the labels `pid` and `cpus`. Other machines reach it at `host`.
+    #[must_use]
+    pub fn of_this_process(
+        name: impl Into<String>,
+        incarnation: Incarnation,
+        host: impl Into<String>,
+        timing: MemberTiming,
+        world: &World,
+    ) -> Self {
+        let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+        let labels = [("pid", std::process::id().to_string()), ("cpus", cpus.to_string())];
+        Self {
+            host: host.into(),
+            clock_ms: u64::try_from(world.now().as_millis()).unwrap_or(u64::MAX),
+            labels: labels.into_iter().map(|(key, value)| (key.to_owned(), value)).collect(),
+            timing,
+            ..Self::new(name, incarnation)
         }
     }
 

@@ -10,6 +10,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use futures_util::FutureExt as _;
 use futures_util::future::join_all;
+use gym_core::base::host_name;
 use gym_core::group::Rank;
 use gym_core::group::cluster::{NodeResources, Placement, place};
 use gym_core::{CallContext, Code, Error, Result};
@@ -95,7 +96,7 @@ fn distinct(hosts: &[Arc<NodeLink>]) -> Vec<&Arc<NodeLink>> {
 impl NodesState {
     /// Reserves the bundles of `request`.
     pub(super) async fn reserve(nodes: Nodes, cx: &CallContext, request: ReserveRequest) -> Result<Arc<Self>> {
-        let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+        let host = host_name();
         let state = Arc::new(Self {
             nodes,
             request,
