@@ -22,6 +22,7 @@ use tokio::task::JoinSet;
 use crate::group::provision::deployment::Deployment as _;
 use crate::group::provision::local::{Local, LocalOptions};
 use crate::group::provision::machine::this_machine;
+use crate::group::provision::nodes::lease::check_lease;
 use crate::group::provision::nodes::lock;
 use crate::group::provision::nodes::message::{
     KillBody, LaunchBody, NodeReport, PollBody, PortsBody, PortsReply, RanksBody, ReleaseBody, ReserveBody, StartBody,
@@ -37,10 +38,6 @@ use crate::transport::{HTTP, Transports};
 const SESSIONS_MAX: usize = 256;
 /// Pause between two looks at the sessions of a draining node.
 const DRAIN_LOOK: Duration = Duration::from_millis(200);
-/// The longest lease that a controller may request.
-const LEASE_MAX: Duration = Duration::from_secs(300);
-/// The shortest lease: less than a busy machine needs for one answer would end living ranks.
-const LEASE_MIN: Duration = Duration::from_millis(200);
 
 /// Options of a node.
 #[derive(Clone)]
@@ -404,6 +401,8 @@ impl AgentState {
                 ),
             );
         }
+        let lease = Duration::from_millis(request.lease_ms);
+        check_lease(lease).map_err(|error| error.about(format!("reserve on node {}", this.options.name)))?;
         let mut sessions = lock(&this.sessions);
         let free = this.report_of(&sessions);
         if sessions.contains_key(&request.session) {
@@ -423,7 +422,6 @@ impl AgentState {
                 ),
             );
         }
-        let lease = Duration::from_millis(request.lease_ms).clamp(LEASE_MIN, LEASE_MAX);
         let session = Arc::new(NodeSession::begin(&request, lease));
         if sessions.len() >= SESSIONS_MAX {
             return refused(Code::ResourceExhausted, format!("it has {SESSIONS_MAX} sessions, which is the limit"));
