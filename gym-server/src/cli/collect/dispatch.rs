@@ -62,10 +62,13 @@ impl PullPlan {
         let host = match &args.dispatch_host {
             Some(host) => host.clone(),
             None => {
-                let towards = pulling.remote_address.as_deref().unwrap_or(head.address());
-                let found = address_towards(towards)
-                    .await
-                    .map_err(|error| Failure::Usage(format!("{error}\n  fix: use --dispatch-host HOST")))?;
+                let mut found = address_towards(pulling.remote_address.as_deref().unwrap_or(head.address())).await;
+                if found.is_err() {
+                    // A worker behind a router that translates addresses cannot be reached, but reaches what reaches the head.
+                    found = address_towards(head.address()).await;
+                }
+                let found =
+                    found.map_err(|error| Failure::Usage(format!("{error}\n  fix: use --dispatch-host HOST")))?;
                 found.to_string()
             }
         };
